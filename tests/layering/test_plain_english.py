@@ -53,6 +53,20 @@ PHRASES = (
     "saved states",
 )
 """Regular expressions, found anywhere in a text and in any case."""
+PHRASES += (
+    "goes on where it",
+    "goes on without",
+    "in vain",
+    "lie too deep",
+    "no sign of life",
+    "never called",
+    "keeps the run from",
+    "begins? anew",
+    "when it does not work",
+    "outlive a lost",
+    "who started it",
+)
+"""Messages and titles of the launch and of pages on training."""
 FOUND = re.compile(r"\b(?:" + "|".join(PHRASES) + r")", re.IGNORECASE)
 
 PREPOSITIONS = re.compile(

@@ -354,7 +354,7 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
 
     Raises
     ------
-    NoPlan : no launch can be right. UsageError : this Python has no torch, a file keeps the run from
+    NoPlan : no launch can be right. UsageError : this Python has no torch, a file prevents the run from
     starting, or the file of the secret is not safe. ToolFailed : see `supervisor.run`.
     """
     host, system = facts.gather(env=env), facts.system_facts(env=env)

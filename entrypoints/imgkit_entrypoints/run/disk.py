@@ -269,7 +269,7 @@ def lock(folder: Path, say: Callable[[str], None], env: Mapping[str, str]) -> Bi
     """Lock `folder`, which is made if it is absent, until this process ends or the stream is closed.
 
     A POSIX lock: file systems that nodes share know it, and processes that this one forks do not keep it. The
-    lock of a lost node may stay for long: a later attempt of the same job goes on without it, since the fence
+    lock of a lost node may stay for long: a later attempt of the same job ignores it, since the fence
     keeps the workers of the earlier one from writing (fence.py).
 
     Raises

@@ -51,7 +51,7 @@ JOB_FIELDS: Mapping[str, tuple[str, ...]] = {
 }
 
 OUTLIVES_NODES = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")
-"""srun's options for a step that goes on without a lost node; the job needs --no-kill as well."""
+"""srun's options for a step that continues without a lost node; the job needs --no-kill as well."""
 
 # Not every *_PACK_GROUP_*: 22.05 sets SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0 in every step of a batch script.
 _HET = re.compile(r"SLURM_JOB_NODELIST_(?:HET|PACK)_GROUP_[0-9]+")

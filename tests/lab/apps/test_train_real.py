@@ -293,7 +293,7 @@ assert train(1, "--model mlp --data text.txt --steps 4") == 2
 
 
 def test_looking_at_held_out_data_changes_nothing(standin: str, runs: Path) -> None:
-    # A loss that draws numbers itself, dropout, BatchNorm; the second run also begins anew in the middle.
+    # A loss that draws numbers itself, dropout, BatchNorm; the second run also starts over in the middle.
     script = """
 words = "--model own.py:model --data own.py:data --step own.py:shaken --batch-size 4 --momentum 0.9"
 assert train(2, f"{words} --steps 9 --run-dir blind") == 0
