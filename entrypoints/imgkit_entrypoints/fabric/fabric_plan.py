@@ -68,7 +68,7 @@ class Given:
 
     value: str
     origin: str
-    """``yours``, with its file, or ``from the recipe``."""
+    """``set by the user``, with its file, or ``from the recipe``."""
     place: str
     """File or part of the recipe that sets it; empty for the environment."""
     mine: bool
@@ -101,12 +101,15 @@ class PlanDraft:
     def given(self, variable: str) -> Given | None:
         """Value that is already set, and by whom; a refused value of the recipe no longer counts."""
         if variable in self.env:
-            return Given(value=self.env[variable], origin="yours", place="", mine=True)
+            return Given(value=self.env[variable], origin="set by the user", place="", mine=True)
         for setting in self.facts.nccl_settings:
             if setting.name == variable:
                 # NCCL reads it only if the environment has none, so setting one would override it.
                 return Given(
-                    value=setting.value, origin=f"yours, in {setting.path}", place=setting.path, mine=True
+                    value=setting.value,
+                    origin=f"set by the user in {setting.path}",
+                    place=setting.path,
+                    mine=True,
                 )
         if variable in self.recipe and variable not in self.unset:
             return Given(
@@ -204,7 +207,7 @@ class PlanDraft:
             known.add(variable)
         for setting in self.facts.nccl_settings:
             if setting.name not in known and setting.name not in self.env:
-                reason = f"yours, in {setting.path}"
+                reason = f"set by the user in {setting.path}"
                 self.decisions.append(Decision(variable=setting.name, value=setting.value, reason=reason))
 
 

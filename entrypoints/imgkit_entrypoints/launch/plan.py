@@ -382,7 +382,7 @@ def _threads(
     # times too many.
     by_pbs = bool(env.get("PBS_JOBID")) and given in (env.get("NCPUS"), str(host.cpus))
     if given and not by_pbs:
-        decisions.append(Decision(variable=name, value=given, reason="yours"))
+        decisions.append(Decision(variable=name, value=given, reason="set by the user"))
         return {}
     value = str(max(1, host.cpus // nproc))
     reason = f"{host.cpus} processors allowed / {nproc} processes"

@@ -297,7 +297,9 @@ def test_run_without_container_loads_modules_on_each_node(pbs: Pbs) -> None:
     assert code == 0, output
     loaded = re.findall(r"(node\d): module load (\S+)", output)
     assert sorted(loaded) == [(node, name) for node in ("node1", "node2") for name in MODULES]
-    assert output.count("NCCL_SOCKET_IFNAME='hsn0,hsn1,hsn2,hsn3' (yours)") == 2, "the recipe's system.env"
+    assert output.count("NCCL_SOCKET_IFNAME='hsn0,hsn1,hsn2,hsn3' (set by the user)") == 2, (
+        "the recipe's system.env"
+    )
 
 
 MODULES = ("cray-python/3.11.7", "cuda/12.6")

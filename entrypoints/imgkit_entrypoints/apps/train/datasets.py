@@ -127,7 +127,7 @@ def built_in(config: Config, split: str) -> TensorSamples | TextFile | ImageFold
     """
     if config.model not in _BUILT_IN:
         raise UsageError(
-            f"there is no built-in data for {config.model}", hint="name yours: --data MOD:FN or file.py:FN"
+            f"there is no built-in data for {config.model}", hint="name your own: --data MOD:FN or file.py:FN"
         )
     samples, make = _BUILT_IN[config.model]
     if config.data != "builtin":

@@ -39,7 +39,7 @@ DANGERS = {
     "verbs off and chosen": (
         "ib4_ndr200",
         {"NCCL_IB_DISABLE": "1", "NCCL_IB_HCA": "mlx5"},
-        "switches NCCL_IB_HCA='mlx5' (yours) off",
+        "switches NCCL_IB_HCA='mlx5' (set by the user) off",
     ),
     "plugin named twice": (
         "cxi4",

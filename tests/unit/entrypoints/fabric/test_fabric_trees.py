@@ -69,13 +69,13 @@ def test_users_variables_are_never_replaced(machine: Machine, tree: str, row: An
     for name in names:
         plan = choose(found, None, 2, **{name: "mine"})
         assert name not in plan.env
-        assert "yours" in decision(plan, name, "mine").reason
+        assert "set by the user" in decision(plan, name, "mine").reason
 
 
 def test_empty_value_counts_as_set(machine: Machine):
     plan = choose(machine("ib4_ndr200"), NCCL_IB_HCA="")
     assert "NCCL_IB_HCA" not in plan.env
-    assert decision(plan, "NCCL_IB_HCA").reason.startswith("yours")
+    assert decision(plan, "NCCL_IB_HCA").reason.startswith("set by the user")
 
 
 def test_recipe_yields_to_user_only(machine: Machine):
