@@ -1,3 +1,3 @@
 """The image half of imgkit: runs inside the container, standard library only outside ``apps``."""
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -16,7 +16,7 @@ KNOWN = Delta(
     base=BaseSif(image_id="sha256:old", root_sha256="ab" * 32, deltas=("cd" * 32,)),
     sha256="",
     size_bytes=4096,
-    imgkit="0.2.0",
+    imgkit="0.3.0",
 )
 
 

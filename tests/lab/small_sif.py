@@ -58,7 +58,7 @@ def record(root: bytes = ROOT) -> ImgkitRecord:
         runtime="apptainer 1.4.5",
         compression="zstd 3",
         route="layers",
-        imgkit="0.2.0",
+        imgkit="0.3.0",
         source="small:1",
     )
 

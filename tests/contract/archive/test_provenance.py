@@ -37,7 +37,7 @@ Made = Any
 
 BASE = f"sha256:{'ba' * 32}"
 MANIFEST = Manifest(
-    imgkit="0.2.0",
+    imgkit="0.3.0",
     recipe="mine",
     recipe_sha256="11" * 32,
     base=BaseImage(name="example.org/base:1", id=f"sha256:{'22' * 32}", digest=f"example.org/base@{BASE}"),
@@ -47,7 +47,7 @@ MANIFEST = Manifest(
 )
 LOCK = Lock(
     recipe="mine",
-    imgkit="0.2.0",
+    imgkit="0.3.0",
     platforms=(
         LockedPlatform(
             platform="linux/amd64",

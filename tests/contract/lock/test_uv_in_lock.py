@@ -42,7 +42,7 @@ def locked(recipe: Recipe, tmp_path: Path) -> Recipe:
         pip=answers.uv_wheels(json.dumps(choice.wheels)),
     )
     file = lock_file.beside(recipe)
-    file.write_text(lock_file.text(Lock(recipe="mine", imgkit="0.2.0", platforms=(part,))))
+    file.write_text(lock_file.text(Lock(recipe="mine", imgkit="0.3.0", platforms=(part,))))
     return lock_follow.follow(recipe, platform="linux/amd64")
 
 
@@ -110,7 +110,7 @@ def test_wheels_of_no_uv_project_are_refused(recipe: Recipe, tmp_path: Path) -> 
     found = locked(recipe, tmp_path)
     assert found.lock is not None
     part = dataclasses.replace(found.lock, request=dataclasses.replace(found.lock.request, uv=""))
-    text = lock_file.text(Lock(recipe="mine", imgkit="0.2.0", platforms=(part,)))
+    text = lock_file.text(Lock(recipe="mine", imgkit="0.3.0", platforms=(part,)))
     with pytest.raises(UsageError, match="there is no pip step -1 in the request"):
         lock_file.parse(text, tmp_path / "mine.lock")
 

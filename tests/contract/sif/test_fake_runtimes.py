@@ -252,12 +252,12 @@ def test_foreign_architecture_not_executed(made: Made, tmp_path: Path, install: 
 
 
 def test_baked_manifest_must_fit(made: Made, tmp_path: Path, install: Install) -> None:
-    labels = {"imgkit.version": "0.1.0", "imgkit.recipe.sha256": "aa"}
+    labels = {"imgkit.version": "0.3.0", "imgkit.recipe.sha256": "aa"}
     archive = tmp_path / "built.tar"
     archive.write_bytes(made.tar(dataclasses.replace(made, labels=labels).legacy_members()))
     baked = {
         "schema": 1,
-        "imgkit": "0.1.0",
+        "imgkit": "0.3.0",
         "recipe": "mn5",
         "recipe_sha256": "aa",
         "base": {"name": "b", "probe": {"pip_conflicts": []}},

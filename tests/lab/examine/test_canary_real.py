@@ -99,7 +99,7 @@ def archive(path: Path, token: str, name: str, layers: Sequence[bytes]) -> None:
         "config": {
             "Env": ["PATH=/usr/local/bin:/usr/bin:/bin"],
             "Cmd": ["sh"],
-            "Labels": {"imgkit.version": "0.2", "imgkit.recipe": "mn5", "canary": token},
+            "Labels": {"imgkit.version": "0.3.0", "imgkit.recipe": "mn5", "canary": token},
         },
         "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}" for digest in digests]},
     }
@@ -130,7 +130,7 @@ def baked() -> dict[str, bytes]:
     mn5 = load("mn5")
     base = BaseImage(name="imgkit.local/canary", platform="linux/amd64")
     made = Manifest(
-        imgkit="0.2", recipe="mn5", recipe_sha256="0", base=base, platform="linux/amd64", wheel_sha256="0"
+        imgkit="0.3.0", recipe="mn5", recipe_sha256="0", base=base, platform="linux/amd64", wheel_sha256="0"
     )
     facts = dataclasses.replace(mn5.system, env={})
     return {

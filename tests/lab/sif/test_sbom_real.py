@@ -111,7 +111,7 @@ def test_image_and_sif_do_not_differ(standin: str, mn5_image: str, mn5_sif: Path
     other = imgkit("diff", standin, mn5_image, "-n", "1")
     assert other.returncode == 1
     assert "+ pypi imgkit-entrypoints" in other.stdout
-    assert "imgkit_entrypoints-0.2.0-py3-none-any.whl" in other.stdout
+    assert "imgkit_entrypoints-0.3.0-py3-none-any.whl" in other.stdout
 
 
 def test_unknown_side_of_a_comparison_refused(tmp_path: Path) -> None:

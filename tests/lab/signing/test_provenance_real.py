@@ -17,7 +17,7 @@ from imgkit_builder.signing import provenance
 pytestmark = pytest.mark.singularity
 
 MANIFEST = Manifest(
-    imgkit="0.2.0",
+    imgkit="0.3.0",
     recipe="mine",
     recipe_sha256="11" * 32,
     base=BaseImage(name="example.org/base:1", id=f"sha256:{'22' * 32}"),

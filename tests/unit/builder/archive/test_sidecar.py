@@ -26,7 +26,7 @@ FULL = Sidecar(
     archive=SavedArchive(name="mn5.tar", size_bytes=0, sha256=EMPTY, compress="none"),
     system=SystemFacts(title="MareNostrum 5", runtime=Runtime(modules=("a", "b")), queue=Queue(sif=("-x",))),
     manifest=Manifest(
-        imgkit="0.1.0",
+        imgkit="0.3.0",
         recipe="mn5",
         recipe_sha256="4" * 64,
         base=BaseImage(name="base:1", env={"A": "1"}, probe=Probe(pip_conflicts=("one",))),

@@ -98,7 +98,7 @@ def test_uppermost_layer_with_the_file_is_named() -> None:
 
 LOCK = Lock(
     recipe="mine",
-    imgkit="0.2.0",
+    imgkit="0.3.0",
     platforms=(
         LockedPlatform(
             platform="linux/amd64",

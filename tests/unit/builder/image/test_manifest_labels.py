@@ -8,7 +8,7 @@ from imgkit_builder.oci import manifest
 from imgkit_builder.oci.manifest import EPOCH_LABEL, LOCK_LABEL, BaseImage, Manifest
 
 MADE = Manifest(
-    imgkit="0.2.0",
+    imgkit="0.3.0",
     recipe="mine",
     recipe_sha256="ab",
     base=BaseImage(name="example.org/base:1"),

@@ -22,7 +22,7 @@ PROBE = Probe(
     python="3.10.12", torch="2.3.0a0+nv24.03", cuda="12.4", nccl="2.20.5", pip_conflicts=("old: a needs b",)
 )
 MANIFEST = Manifest(
-    imgkit="0.1.0",
+    imgkit="0.3.0",
     recipe="mn5",
     recipe_sha256="1" * 64,
     base=BaseImage(name="base:1", platform="linux/amd64", probe=PROBE),

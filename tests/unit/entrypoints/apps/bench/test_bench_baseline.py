@@ -41,7 +41,7 @@ def result(times: Sequence[float] = (), size: int = 1 << 20, **changed: Any) -> 
 def run(*results: Result, where: str = "new.json", **changed: Any) -> BenchRun:
     made = BenchRun(
         where=where,
-        version="0.2.0",
+        version="0.3.0",
         complete=True,
         started="2026-11-21T15:00:00+00:00",
         command=("dist-bench",),

@@ -58,7 +58,7 @@ def saved(*results: Saved, **changed: object) -> Saved:
     made: Saved = {
         "schema": 1,
         "tool": "dist-bench",
-        "version": "0.2.0",
+        "version": "0.3.0",
         "complete": True,
         "started": "2026-11-21T15:00:00+00:00",
         "command": ["dist-bench", "all_reduce"],

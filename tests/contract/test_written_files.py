@@ -1,0 +1,107 @@
+"""Files that versions from 0.3.0 on wrote (`tests/written`) are read, with all that they hold.
+
+tests/lab/run/test_written_runs.py goes on with their runs.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imgkit_builder.archive import sidecar
+from imgkit_builder.delta import descriptor
+from imgkit_builder.examine.verify import verify
+from imgkit_builder.job import baked, submit
+from imgkit_builder.job.request import CodeRecord, SubmittedJob
+from imgkit_builder.project import measured
+from imgkit_builder.sif import image
+from imgkit_entrypoints.launch import goodput
+from imgkit_entrypoints.run import disk
+
+WRITTEN = Path(__file__).parents[1] / "written"
+VERSIONS = sorted(path.parent.name for path in WRITTEN.glob("*/small.sif"))
+
+
+@pytest.fixture(params=VERSIONS)
+def written(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy of the files of a version: no reader needs to write next to them, and none may change them."""
+    return Path(shutil.copytree(WRITTEN / request.param, tmp_path / request.param))
+
+
+def test_files_begin_with_this_version() -> None:
+    assert VERSIONS[0] == "0.3.0"
+
+
+@pytest.mark.parametrize(
+    ("name", "checks"),
+    [
+        ("small.tar.gz", ["sha256", "archive", "image id", "layers", "sidecar"]),
+        ("small.sif", ["header", "root partition", "coverage", "manifest"]),
+        ("small.imgdelta", ["delta"]),
+        ("applied.sif", ["header", "root partition", "coverage", "delta 1", "manifest"]),
+    ],
+)
+def test_every_check_of_an_image_passes(written: Path, name: str, checks: list[str]) -> None:
+    found = {one.name: one.verdict for one in verify(written / name)}
+    assert found == {**dict.fromkeys(checks, "ok"), "signature": "skip"}
+
+
+def test_one_image_is_known_by_one_id(written: Path) -> None:
+    described = sidecar.read(written / "small.tar.gz")
+    assert described is not None
+    assert described.manifest is not None
+    record = image.read(written / "small.sif").record
+    assert record is not None
+    delta = descriptor.read(written / "small.imgdelta")
+    (applied,) = descriptor.stack(written / "applied.sif").deltas
+    assert described.image.id == record.image_id == delta.base.image_id
+    assert described.image.diff_ids == record.diff_ids
+    assert delta.base.root_sha256 == record.root_sha256
+    assert (applied, delta.imgkit) == (delta, written.name)
+
+
+def test_converted_archive_is_up_to_date(written: Path, call: Callable[..., Any]) -> None:
+    code, out, err = call("sif", str(written / "small.tar.gz"), "-o", str(written / "small.sif"), "--no-test")
+    assert (code, "up to date" in out) == (0, True), err
+
+
+def test_system_in_a_sif_is_read(written: Path) -> None:
+    target = baked.target(written / "small.sif")
+    assert (target.name, target.system.scheduler, target.system.fabric.kind) == ("cpu", "standalone", "tcp")
+
+
+def test_record_of_a_job_has_every_field(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(written / "state"))
+    assert submit.record_of("4711@far") == SubmittedJob(
+        id="4711",
+        system="slurm",
+        name="mine",
+        recipe="mn5",
+        directory=Path("/home/me/work"),
+        queue="acc",
+        cluster="mn5",
+        remote="far",
+        code=CodeRecord(sha256="c" * 64, git="v1", uncommitted=True, replace=False),
+        submitted="2026-01-01T00:00:00+00:00",
+        command=("dist-run", "train.py", "--lr", "0.1"),
+        image_id="sha256:" + "a" * 64,
+        state="done",
+        fetched="/home/me/runs/mine-4711",
+    )
+
+
+@pytest.mark.parametrize("name", ["dist-train", "library"])
+def test_run_folder_is_read(written: Path, name: str) -> None:
+    said: list[str] = []
+    run = written / name
+    (checkpoint,) = disk.valid_ones(run, said.append)
+    assert (disk.step_of(checkpoint), said) == (6, [])
+    found = measured.read(run)
+    assert found.step == 6
+    assert "loss" in found.points
+    (start,) = goodput.read(run / "goodput.json").starts
+    assert (start.code, start.nodes, start.node_s.training > 0) == (0, 1, True)

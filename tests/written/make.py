@@ -1,0 +1,131 @@
+"""Write small files with this version, for the tests that later versions still read them.
+
+    python tests/written/make.py
+
+Writes ``tests/written/VERSION``: an archive, a .sif, a delta and a .sif with it, the record of a job, and run
+folders of dist-train and of a program on the run library. Needs Docker, the stand-in image and mksquashfs.
+Once the version is released, its files never change: a reader that refuses them is the bug.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from imgkit_builder.job import submit
+from imgkit_builder.job.request import CodeRecord, SubmittedJob
+from imgkit_builder.oci import manifest
+from imgkit_builder.oci.manifest import BaseImage, Manifest, Probe
+from imgkit_builder.recipe import load
+from imgkit_entrypoints import __version__, system
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+STANDIN = "imgkit.local/standin:24.03"
+IMAGE = "imgkit.test/written"
+DOCKERFILE = """FROM scratch
+LABEL imgkit.recipe=cpu imgkit.version={version}
+COPY system.json manifest.json /opt/imgkit/
+COPY passwd /etc/
+COPY code /workspace/code
+"""
+RUNS = """
+cd /tmp
+export IMGKIT_RUN_DIR=/tmp/dist-train
+dist-train --nproc 2 --model linear --device cpu --steps 6 --save-every 3 --keep 1
+export IMGKIT_RUN_DIR=/tmp/library
+dist-run --nproc 2 /test/library_run.py 6
+tar -cf - dist-train library
+"""
+
+
+def run(*words: object, **options: object) -> bytes:
+    """Run a program that must succeed; what it prints."""
+    done = subprocess.run([str(word) for word in words], check=True, stdout=subprocess.PIPE, **options)  # type: ignore[call-overload]
+    return bytes(done.stdout)
+
+
+def imgkit(*words: object) -> None:
+    run(sys.executable, "-m", "imgkit_builder", *words)
+
+
+def images(target: Path) -> None:
+    """An archive with its sidecars, its .sif, a delta that changes one file, and a .sif with that inside."""
+    recipe = load.load("cpu")
+    base = BaseImage(name="scratch", platform="linux/amd64", probe=Probe(python="3.11.2"))
+    made = Manifest(
+        imgkit=__version__,
+        recipe=recipe.name,
+        recipe_sha256=recipe.sha256,
+        base=base,
+        platform="linux/amd64",
+        wheel_sha256="0" * 64,
+    )
+    names = [f"{IMAGE}:{code}" for code in ("old", "new")]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "Dockerfile").write_text(DOCKERFILE.format(version=__version__))
+        (folder / "system.json").write_text(system.to_json(recipe.system))
+        (folder / "manifest.json").write_text(manifest.to_json(made))
+        (folder / "passwd").write_text("root:x:0:0:root:/:/bin/sh\n")
+        for one in names:
+            (folder / "code").write_text(one.rpartition(":")[2])
+            run(
+                "docker", "build", "--quiet", "--tag", one, folder, env={**os.environ, "DOCKER_BUILDKIT": "0"}
+            )
+    try:
+        imgkit("save", names[0], "--compress", "gzip", "-o", target / "small.tar.gz")
+        imgkit("sif", target / "small.tar.gz", "-o", target / "small.sif", "--no-test")
+        imgkit("delta", names[1], "--base", target / "small.sif", "-o", target / "small.imgdelta")
+        applied = ("apply", target / "small.imgdelta", target / "small.sif", "-o", target / "applied.sif")
+        imgkit(*applied)
+    finally:
+        run("docker", "rmi", *names)
+
+
+def runs(target: Path) -> None:
+    """Run folders, with a checkpoint of step 6 in each."""
+    package = "/usr/local/lib/python3.11/dist-packages/imgkit_entrypoints"
+    mounted = ("-v", f"{ROOT}/entrypoints/imgkit_entrypoints:{package}:ro", "-v", f"{HERE}:/test:ro")
+    start = ("docker", "run", "--rm", "--network", "none", "-e", "GLOO_SOCKET_IFNAME=lo", *mounted)
+    # The stand-in has no dist-* commands.
+    script = RUNS.replace("\ndist-", "\npython3 -m imgkit_entrypoints >&2 dist-")
+    run("tar", "-xf", "-", "-C", target, input=run(*start, STANDIN, "sh", "-ec", script))
+    for leftover in ("dist-train/curves.svg", "dist-train/run.lock", "library/run.lock"):
+        (target / leftover).unlink(missing_ok=True)
+
+
+def job(target: Path) -> None:
+    """The record of a job with every field, as `imgkit submit` keeps it."""
+    os.environ["XDG_STATE_HOME"] = str(target / "state")
+    submit.keep(
+        SubmittedJob(
+            id="4711",
+            system="slurm",
+            name="mine",
+            recipe="mn5",
+            directory=Path("/home/me/work"),
+            queue="acc",
+            cluster="mn5",
+            remote="far",
+            code=CodeRecord(sha256="c" * 64, git="v1", uncommitted=True, replace=False),
+            submitted="2026-01-01T00:00:00+00:00",
+            command=("dist-run", "train.py", "--lr", "0.1"),
+            image_id="sha256:" + "a" * 64,
+            state="done",
+            fetched="/home/me/runs/mine-4711",
+        )
+    )
+
+
+if __name__ == "__main__":
+    folder = HERE / __version__
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    images(folder)
+    job(folder)
+    runs(folder)
