@@ -48,13 +48,18 @@ MODE = re.compile(r"[rwaxbt+]*[wax+][rwaxbt+]*")
 FLAGS = re.compile(r"O_(WRONLY|RDWR|CREAT|APPEND|TRUNC)")
 
 
+def _name(called: ast.expr) -> str:
+    """The last word of what a call calls."""
+    return called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+
+
 def writes(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Calls that make, rename or open a file for writing, with their lines."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         called = node.func
-        name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+        name = _name(called)
         if name not in {"open", "fdopen", "replace", *WRITERS}:
             continue
         text = ast.unparse(node)
@@ -154,9 +159,9 @@ def prints(tree: ast.AST) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Attribute) and node.attr in STREAMS and node not in asked:
             if getattr(node.value, "id", "") == "sys":
                 yield node.lineno, ast.unparse(node)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-            owner, _, name = ast.unparse(node.func).rpartition(".")
-            if name in PRINTING and PRINTER.search(owner):
+        elif isinstance(node, ast.Call) and _name(node.func) in PRINTING:
+            owner = ast.unparse(node.func).rpartition(".")[0]
+            if PRINTER.search(owner):
                 yield node.lineno, ast.unparse(node)
 
 
@@ -213,6 +218,7 @@ READERS: Mapping[str, str] = {
 }
 """Module -> why it may open a file without `files`."""
 
+READING = ("read_text", "read_bytes", "open", "ZipFile")
 READ_MODE = re.compile(r"r?[bt]?([:|].*)?")
 OF_A_PATH = {"mode", "encoding", "errors", "buffering", "closefd", "opener"}
 OWN_OR_KERNEL = re.compile(r"importlib\.resources|\bFOLDER\b|['\"]/(proc|sys)/")
@@ -223,8 +229,10 @@ def reads(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        called, text = node.func, ast.unparse(node)
-        name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+        called, name = node.func, _name(node.func)
+        if name not in READING:
+            continue
+        text = ast.unparse(node)
         owner = ast.unparse(called.value) if isinstance(called, ast.Attribute) else ""
         if owner == "files" or OWN_OR_KERNEL.search(text):
             continue

@@ -144,7 +144,9 @@ COLLECTIVE = re.compile(r"(all_gather|gather|broadcast|scatter|send|recv)_object
 
 def unpickling(text: str) -> list[int]:
     """Lines of a module that read a pickle: a program that somebody else may have written."""
-    found = []
+    found: list[int] = []
+    if not re.search(r"torch.*load|_object", text, re.DOTALL):
+        return found
     for node in ast.walk(ast.parse(text)):
         name = getattr(node, "attr", "") or (node.name if isinstance(node, ast.alias) else "")
         loads = isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "load"

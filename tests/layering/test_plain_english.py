@@ -75,6 +75,8 @@ PREPOSITIONS = re.compile(
     re.IGNORECASE,
 )
 """A docstring that begins with one of these has no subject."""
+QUOTED = re.compile(r"^\s*[a-z]?[\"']+" + PREPOSITIONS.pattern, re.IGNORECASE | re.MULTILINE)
+"""The same where a line of a source begins with it."""
 
 TEXTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "docs", "recipes", "examples", "ci")
 CODE = ("builder", "entrypoints", "recipes", "ci", "examples", "tests")
@@ -109,6 +111,8 @@ def phrases_in_document(path: Path) -> Iterator[str]:
 def phrases_in_source(path: Path) -> Iterator[str]:
     """Comments and strings: docstrings, help texts and messages alike."""
     text = path.read_text(encoding="utf-8")
+    if not FOUND.search(" ".join(text.split())):
+        return  # then no token holds one; tokens take long
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type in (tokenize.COMMENT, tokenize.STRING) or token.type == _FSTRING_MIDDLE:
             words = " ".join(token.string.split())
@@ -119,9 +123,9 @@ def phrases_in_source(path: Path) -> Iterator[str]:
 _FSTRING_MIDDLE = getattr(tokenize, "FSTRING_MIDDLE", -1)
 
 
-def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+def docstrings(text: str) -> Iterator[tuple[int, str]]:
     """Line and text of every docstring, those below an assignment included."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(text)):
         for statement in getattr(node, "body", ()) if not isinstance(node, (ast.Lambda, ast.IfExp)) else ():
             if (
                 isinstance(statement, ast.Expr)
@@ -132,7 +136,10 @@ def docstrings(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def prepositions(path: Path) -> Iterator[str]:
-    for line, text in docstrings(path):
+    source = path.read_text(encoding="utf-8")
+    if not QUOTED.search(source):
+        return  # then no text begins so; a syntax tree takes long
+    for line, text in docstrings(source):
         if first := PREPOSITIONS.match(text):
             yield f"{path.relative_to(ROOT)}:{line}: a docstring begins with {first[1]!r}"
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -86,14 +87,20 @@ def module_of(path: Path, half: str) -> str:
     return ".".join(path.relative_to(HALVES[half]).with_suffix("").parts).removesuffix(".__init__")
 
 
+@functools.cache
 def is_module(name: str) -> bool:
     half = name.split(".")[0]
     place = HALVES[half] / name.replace(".", "/")
     return place.with_suffix(".py").is_file() or (place / "__init__.py").is_file()
 
 
-def imported(path: Path) -> Iterator[tuple[str, int]]:
+@functools.cache
+def imported(path: Path) -> tuple[tuple[str, int], ...]:
     """Modules of the two halves that `path` imports, wherever in the file, with the line."""
+    return tuple(_imported(path))
+
+
+def _imported(path: Path) -> Iterator[tuple[str, int]]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"), str(path))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in HALVES:
             for alias in node.names:
@@ -211,6 +218,7 @@ def test_circle_is_found() -> None:
     assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
 
 
+@functools.cache
 def classes(half: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = defaultdict(list)
     for path in sources(half):
