@@ -73,8 +73,11 @@ def bare(python: str, pyz: Path, *words: object, **env: str) -> subprocess.Compl
 
 
 @able
-def test_every_help_works_on_a_bare_interpreter(pyz: Path, python: str) -> None:
-    for words in ([], *([verb] for verb in BUNDLE_VERBS)):
+@pytest.mark.parametrize(
+    "verbs", [("sif", "submit"), pytest.param(tuple(BUNDLE_VERBS), marks=pytest.mark.soak)]
+)
+def test_help_works_on_a_bare_interpreter(pyz: Path, python: str, verbs: tuple[str, ...]) -> None:
+    for words in ([], *([verb] for verb in verbs)):
         done = bare(python, pyz, *words, "--help")
         assert done.returncode == 0, done.stderr
         assert "Usage" in done.stdout

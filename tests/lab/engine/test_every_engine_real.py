@@ -109,18 +109,18 @@ def engine(kind: str, *marks: pytest.MarkDecorator, group: str = "") -> Any:
     return pytest.param(kind, marks=[*marks, pytest.mark.xdist_group(group or kind)])
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        engine("docker", group="every-docker"),
-        engine("sid", group="containerd"),
-        engine("trixie", pytest.mark.soak, group="containerd"),
-        engine("podman", pytest.mark.podman),
-        engine("trixie-podman", pytest.mark.soak, pytest.mark.podman),
-        engine("rootless", pytest.mark.soak),
-        engine("rootless-podman", pytest.mark.soak, pytest.mark.podman),
-    ],
+DOCKER = engine("docker", group="every-docker")
+OTHERS = (
+    engine("sid", group="containerd"),
+    engine("trixie", pytest.mark.soak, group="containerd"),
+    engine("podman", pytest.mark.podman),
+    engine("trixie-podman", pytest.mark.soak, pytest.mark.podman),
+    engine("rootless", pytest.mark.soak),
+    engine("rootless-podman", pytest.mark.soak, pytest.mark.podman),
 )
+
+
+@pytest.fixture(scope="module", params=[DOCKER, *OTHERS])
 def line(
     request: pytest.FixtureRequest,
     base: str,
@@ -203,6 +203,10 @@ def test_pushed_image_comes_back(line: Line) -> None:
     assert (pulled["id"], pulled["digest"].endswith(digest)) == (line.image_id, True)
 
 
+# tests/lab/delta has more deltas of this engine.
+@pytest.mark.parametrize(
+    "line", [engine("docker", pytest.mark.soak, group="every-docker"), *OTHERS], indirect=True, scope="module"
+)
 def test_delta_of_a_line_is_small_over_every_sif(line: Line, base: str) -> None:
     tag = line.name[:-1] + "2"
     changed = build(recipe(line.folder, "line", base, "two"), tag, base)

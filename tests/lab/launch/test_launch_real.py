@@ -77,7 +77,8 @@ def test_missing_node_is_named_soon(play: Play) -> None:
     "scenario",
     [
         "terminate one launcher",
-        "SIGUSR1 to every process",
+        # Slurm's own USR1 is in tests/lab/job/test_submit_slurm_real.py.
+        pytest.param("SIGUSR1 to every process", marks=pytest.mark.soak),
         pytest.param("SIGTERM to every process", marks=pytest.mark.soak),
     ],
 )
@@ -111,7 +112,7 @@ def test_hanging_worker_ends_with_its_node(play: Play) -> None:
 @pytest.mark.parametrize(
     ("scenario", "codes"),
     [
-        ("kill a launcher", [4, -9]),
+        pytest.param("kill a launcher", [4, -9], marks=pytest.mark.soak),
         ("kill the head's launcher", [-9, 4]),
     ],
 )
