@@ -122,8 +122,10 @@ def in_value(value: str) -> str:
     known = next((words for pattern, words in _VALUES if pattern.search(value)), "")
     if known:
         return known
-    for name, between, *texts in _ASSIGNED.findall(value):
-        if between == "=" and in_name(name, "".join(texts)):
+    for match in _ASSIGNED.finditer(value):
+        name, between, *texts = match.groups(default="")
+        is_json = between.strip() == ":" and value[match.end(1)] in "\"'"
+        if (between == "=" or is_json) and in_name(name, "".join(texts)):
             return f"a secret called {name}"
     return ""
 

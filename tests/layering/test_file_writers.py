@@ -152,17 +152,23 @@ STREAMS = ("stdout", "stderr", "__stdout__", "__stderr__")
 
 
 def prints(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Calls that print, and uses of a standard stream for more than a question or a flush."""
+    """Calls that print, exits with a text, and uses of a standard stream beyond a question or a flush."""
     nodes = [*ast.walk(tree)]
     asked = {one.value for one in nodes if isinstance(one, ast.Attribute) and one.attr in ("isatty", "flush")}
     for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr in STREAMS and node not in asked:
             if getattr(node.value, "id", "") == "sys":
                 yield node.lineno, ast.unparse(node)
-        elif isinstance(node, ast.Call) and _name(node.func) in PRINTING:
-            owner = ast.unparse(node.func).rpartition(".")[0]
-            if PRINTER.search(owner):
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+            owner, _, name = ast.unparse(node.func).rpartition(".")
+            is_exit = name in ("exit", "SystemExit") and any(map(_is_text, node.args))
+            if is_exit or (name in PRINTING and PRINTER.search(owner)):
                 yield node.lineno, ast.unparse(node)
+
+
+def _is_text(value: ast.expr) -> bool:
+    """Whether Python would print `value` as the last words of a process, and it is no constant."""
+    return isinstance(value, ast.JoinedStr) or ast.unparse(value).startswith(("str(", "repr("))
 
 
 @pytest.mark.parametrize(
@@ -178,6 +184,8 @@ def prints(tree: ast.AST) -> Iterator[tuple[int, str]]:
         "self._progress.console.print(x)",
         "traceback.print_exc()",
         "logging.basicConfig(stream=sys.stderr)",
+        "sys.exit(str(error))",
+        "raise SystemExit(f'{host} is lost')",
     ],
 )
 def test_rule_sees_every_way_to_print(text: str) -> None:
@@ -185,7 +193,15 @@ def test_rule_sees_every_way_to_print(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["sys.stdout.isatty()", "sys.stderr.flush()", "terminal.out(x)", "pprint(x)"]
+    "text",
+    [
+        "sys.stdout.isatty()",
+        "sys.stderr.flush()",
+        "terminal.out(x)",
+        "pprint(x)",
+        "sys.exit(1)",
+        "sys.exit('x')",
+    ],
 )
 def test_rule_lets_the_terminal_module_print(text: str) -> None:
     assert [*prints(ast.parse(text))] == []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import os
 import posixpath
-import re
 import stat
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -88,7 +87,8 @@ def _projects(folder: Path, found: Iterable[CodeFile]) -> Iterator[InstalledProj
         if posixpath.basename(name) == PYPROJECT:
             place = posixpath.normpath(f"/{CODE_PLACE}/{posixpath.dirname(name)}")
             yield InstalledProject(name=project_name(file), folder=place)
-    if PYPROJECT not in files and any(re.fullmatch(r"([^/]+/)?__init__\.py", name) for name in files):
+    has_package = any(posixpath.basename(name) == "__init__.py" for name in files)
+    if PYPROJECT not in files and (has_package or folder.resolve().name == "src"):
         above = [parent / PYPROJECT for parent in folder.resolve().parents]
         nearest = [file for file in above if file.is_file()][:1]
         yield from (InstalledProject(name=project_name(file)) for file in nearest)

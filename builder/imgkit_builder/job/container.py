@@ -100,9 +100,17 @@ def modules(job: Job) -> tuple[str, ...]:
     return runtime.modules if runtime.kind == job.run_by else ()
 
 
+_CLEANING = [
+    f"{runtime}_{option}" for option in ("CLEANENV", "CONTAINALL") for runtime in ("APPTAINER", "SINGULARITY")
+]
+_UNCLEAN = f"unset {' '.join(_CLEANING)}"
+"""A user's shell may set them: without the node's variables in the container, each node would run alone."""
+
+
 def exports(job: Job) -> tuple[str, ...]:
     """Shell lines that set variables of the runtime and of the launcher."""
-    lines = [f"export {name}={shlex.quote(value)}" for name, value in job.settings.items()]
+    lines = [_UNCLEAN] if job.run_by == "singularity" else []
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in job.settings.items()]
     lines += [_READ_ENV.format(file=shlex.quote(job.env_file))] if job.env_file else []
     libraries = ":".join(job.recipe.system.runtime.host_libs)
     # Expanded where it is used, to the image's own value: a plain value would replace it.

@@ -5,6 +5,7 @@ recipe.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
 
 from imgkit_builder.job import container, quoting, systems
@@ -16,8 +17,8 @@ from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.schedulers.placement import Size
 
-_CLEAN = ("--cleanenv", "-e", "--containall", "-C")
-"""Options of singularity that keep the node's variables out of the container."""
+_CLEAN = re.compile(r"--(cleanenv|containall)(=.*)?|-[cfinpuw]*[eC].*")
+"""Options of singularity that keep the node's variables out of the container; short ones can be combined."""
 
 
 def resolve(recipe: Target, request: Request) -> Job:
@@ -184,7 +185,7 @@ def _run_by(recipe: Target, request: Request, system: System) -> RunBy:
 def _refuse_clean(job: Job) -> None:
     """Raise UsageError if the runtime keeps from the container what the node or the job sets for it."""
     options = container.options(job) if job.run_by == "singularity" else ()
-    cleans = next((word for word in options if word.partition("=")[0] in _CLEAN), "")
+    cleans = next((word for word in options if _CLEAN.fullmatch(word)), "")
     if cleans and (job.system != "standalone" or job.settings or job.names or job.env_file):
         raise UsageError(
             f"with {cleans}, the container receives no variable of the node and the job: the launcher would "
@@ -212,8 +213,8 @@ def _settings(
     settings = {}
     if gpus == 0 and recipe.system.node.gpus:
         settings["IMGKIT_DEVICE"] = "cpu"  # the image's launcher refuses to start without the node's GPUs
-    if gpus and run_by == "host":
-        # Without an image, no system.json tells the launcher to expect them.
+    if gpus and (run_by == "host" or not recipe.system.node.gpus):
+        # No system.json tells the launcher to expect them.
         settings["IMGKIT_GPUS"] = str(gpus)
     if request.nproc is not None:
         if request.nproc < 1:

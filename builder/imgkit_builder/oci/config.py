@@ -12,6 +12,8 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
+"""The name of an architecture or an operating system."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,13 +49,16 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
         diff_ids = tuple(values["rootfs"]["diff_ids"] or ())
         if not all(_DIGEST.fullmatch(one) for one in diff_ids):
             raise ValueError("a layer digest is not a sha256")
+        os, arch = values.get("os") or "", values["architecture"]
+        if not _WORD.fullmatch(arch) or (os and not _WORD.fullmatch(os)):
+            raise ValueError("its architecture or operating system is not one word")
         settings = values.get("config") or {}
         labels = dict(settings.get("Labels") or {})
         config = ImageConfig(
             image_id=image_id or f"sha256:{hashlib.sha256(raw).hexdigest()}",
             raw=raw,
-            os=str(values.get("os") or ""),
-            arch=str(values["architecture"]),
+            os=os,
+            arch=arch,
             diff_ids=diff_ids,
             labels={str(name): str(value) for name, value in labels.items()},
             created=str(values.get("created") or ""),

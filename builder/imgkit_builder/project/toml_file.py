@@ -190,6 +190,8 @@ def _check_values(values: ProjectValues, positions: Mapping[str, Position], foun
         report(("nodes",), partial(resolve.node_range, values.nodes))
     for number, one in enumerate(values.env):
         report(("env", number), partial(container.variable, one))
+        for what, hint in rules.env_value(one):
+            found.error(positions["env"], ("env", number), what, hint)
     for number, one in enumerate(values.binds):
         for what, hint in rules.bind(one):
             found.error(positions["binds"], ("binds", number), what, hint)

@@ -173,8 +173,7 @@ def env_value(text: str) -> Iterator[Fault]:
         shown = {"$((": "$((...))", "$(": "$(...)"}.get(found.group(), "`...`")
         yield (
             f"{shown} is not executed: the variable would hold this text as it is written",
-            'write the value, such as "8"; or set the variable where a shell reads it, in a command of '
-            "image.run or in your program",
+            'write the value, such as "8"; or set the variable where a shell reads it, or in your program',
         )
 
 

@@ -23,7 +23,7 @@ _LATEST_S = 10**12
 _LIST = """\
 cd -- "$home" || exit 1
 for place in "$run" "$log"; do
-    if [ -e "$place" ]; then find "$place" -type f ! -name 'secret.*' ! -name '.*' -printf '%s %T@ %p\\0'; fi
+    if [ -e "$place" ]; then find "$place" -type f ! -name '.*' -printf '%s %T@ %p\\0'; fi
 done
 """
 _PACK = """\

@@ -376,7 +376,16 @@ class Frame:
 
 
 def frame(config: ImageConfig) -> Frame:
-    """The frame of an image with this configuration."""
+    """The frame of an image with this configuration.
+
+    Raises
+    ------
+    CheckFailed : a .sif has no number for its architecture.
+    """
+    if config.arch not in ARCHS:
+        raise CheckFailed(
+            f"no .sif can be for the architecture {config.arch!r}", hint=f"allowed: {', '.join(ARCHS[1:])}"
+        )
     # An engine adds empty values that the image's own configuration lacks, where BuildKit made it.
     settings = {
         name: value for name, value in (json_text.parse(config.raw).get("config") or {}).items() if value

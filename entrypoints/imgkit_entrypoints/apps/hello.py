@@ -91,7 +91,8 @@ def main() -> None:
         if here.rank == 0:
             terminal.out(f"all_reduce of ones: {total.item():.0f}")
     if total.item() != here.world_size:
-        sys.exit(f"rank {here.rank}: all_reduce of {here.world_size} ones gave {total.item():.0f}")
+        wrong = f"rank {here.rank}: all_reduce of {here.world_size} ones gave {total.item():.0f}"
+        sys.exit(terminal.shown(wrong))
 
 
 def _call(peer: int, rounds: int, here: Ranks) -> Peer:
@@ -112,7 +113,8 @@ def _call(peer: int, rounds: int, here: Ranks) -> Peer:
         here.synchronize()
         times.append(time.perf_counter() - began)
         if number.item() != turn + peer:
-            sys.exit(f"rank {peer} on {host} answered {number.item()} to {turn}; {turn + peer} is right")
+            wrong = f"rank {peer} on {host} answered {number.item()} to {turn}; {turn + peer} is right"
+            sys.exit(terminal.shown(wrong))
     return Peer(rank=peer, host=host, device=device, seconds=statistics.median(times[WARM_UP:]) / 2)
 
 

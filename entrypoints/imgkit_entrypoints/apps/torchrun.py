@@ -31,6 +31,7 @@ from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.run import main
 
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.apps.ranks import run_worker
 from imgkit_entrypoints.launch import start_up, user_program
 
@@ -48,7 +49,8 @@ def quietly(run: Callable[[], None]) -> None:
         _, first = error.get_first_failure()
         if first.exitcode > 0:
             sys.exit(first.exitcode)
-        sys.exit(str(error))
+        terminal.err(*str(error).split("\n"))
+        sys.exit(1)
 
 
 def hush() -> None:

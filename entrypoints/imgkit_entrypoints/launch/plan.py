@@ -307,8 +307,8 @@ def _device(
 
 
 def _expected_gpus(system: SystemFacts | None, env: Mapping[str, str]) -> tuple[int, str]:
-    """GPUs that this node must have, and who says so: the image, or without one the job."""
-    if system is not None:
+    """GPUs that this node must have, and who says so: the image, or the job where the image states none."""
+    if system is not None and system.node.gpus:
         model = f" ({system.node.gpu_model})" if system.node.gpu_model else ""
         return system.node.gpus, f"{SYSTEM_JSON}{model}"
     name = next((name for name in _GIVEN_GPUS if env.get(name)), "")

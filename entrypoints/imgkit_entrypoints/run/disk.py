@@ -26,7 +26,7 @@ from imgkit_entrypoints.launch import stop_protocol
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
-WRITING, LEAVING = ".writing-", ".leaving-"
+WRITING, LEAVING = f"{files.TEMPORARY}writing-", f"{files.TEMPORARY}leaving-"
 CHUNK = 4 << 20
 
 

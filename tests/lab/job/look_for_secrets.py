@@ -21,7 +21,9 @@ def openly(path):
 
 def main():
     files = (
-        sorted(Path(os.environ["IMGKIT_RUN_DIR"]).glob("secret.*")) if "IMGKIT_RUN_DIR" in os.environ else []
+        sorted(Path(os.environ["IMGKIT_RUN_DIR"]).glob(".imgkit-secret.*"))
+        if "IMGKIT_RUN_DIR" in os.environ
+        else []
     )
     needles = {"token": os.environ["TOKEN"].encode()}
     for path in files:

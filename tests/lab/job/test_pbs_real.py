@@ -156,7 +156,7 @@ def test_no_text_of_a_job_holds_its_secrets(pbs: Pbs, start: str) -> None:
     code, output = pbs.end(pbs.submit(*options, "--", "dist-run", LOOK.name, start=start, nproc=1))
     assert LOOKED.findall(output) == [("['0600 32']", "[]")] * 2, output
     assert code == 0
-    assert not list(pbs.work.glob("runs/*/secret*"))
+    assert not list(pbs.work.glob("runs/*/.imgkit-secret*"))
     assert not (pbs.work / "executed").exists()
 
 

@@ -163,7 +163,7 @@ def test_no_text_of_a_job_holds_its_secrets(site: Site) -> None:
     site.until(lambda: not site.queued(job), job)
     told = site.told(job)
     assert LOOKED.findall(told) == [("['0600 32']", "[]")] * 2, told
-    assert list((site.folder / f"runs/mn5-{job}").glob("secret*")) == []
+    assert list((site.folder / f"runs/mn5-{job}").glob(".imgkit-secret*")) == []
     shown = [
         site.cluster(*words).stdout
         for words in (

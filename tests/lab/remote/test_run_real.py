@@ -353,7 +353,7 @@ def test_fetch_brings_what_is_new(site: Site) -> None:
     make = (
         'cd "$IMGKIT_RUN_DIR"; mkdir -p checkpoints/step-1 "a b"; echo state > checkpoints/step-1/w;'
         ' echo 1 > "a b/c";'
-        " echo 2 > metrics.jsonl; echo s > secret.abc; ln -s /etc/passwd link; echo done"
+        " echo 2 > metrics.jsonl; echo s > .imgkit-secret.abc; ln -s /etc/passwd link; echo done"
     )
     done = site.run("--", "sh", "-c", make)
     job = handle(done)

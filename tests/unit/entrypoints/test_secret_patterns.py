@@ -35,6 +35,7 @@ SECRETS = (
     "export DB_PASS='hunter2'",
     "MY_SECRET=hunter2 make",
     "run: MY_SECRET=hunter2 make",
+    '{"model": "a", "api_key": "hunter2"}',
 )
 HARMLESS = (
     "",
@@ -52,6 +53,7 @@ HARMLESS = (
     "git@example.org:group/project.git",
     "-----BEGIN CERTIFICATE-----",
     "docker run -u 1000:1000 image",
+    '{"pad_token": "x", "token": "<s>", "password": null, "api_key": ""}',
 )
 
 

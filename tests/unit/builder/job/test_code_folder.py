@@ -270,6 +270,8 @@ def project(tmp_path: Path) -> Path:
         "pyproject.toml": PYPROJECT,
         "src/mypkg/__init__.py": "",
         "scripts/run.py": "",
+        "lib/namespace/group/mypkg/__init__.py": "",
+        "modules/src/module.py": "",
         "train.py": "",
         "mine.yaml": "image:\n  base: a:1\n  pip:\n    - packages: [x]\n    - project: .\n",
     }.items():
@@ -295,6 +297,8 @@ def project(tmp_path: Path) -> Path:
         ("..", replace(MINE, folder="/workspace/p"), "", ""),
         (".", replace(MINE, name="other"), "", ""),
         ("scripts", MINE, "", ""),
+        ("lib", MINE, "is only a part of the project my-proj", "the whole folder"),
+        ("modules/src", MINE, "is only a part of the project my-proj", "the whole folder"),
     ],
 )
 def test_project_that_the_image_has_elsewhere_is_refused(

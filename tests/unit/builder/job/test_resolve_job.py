@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from imgkit_builder.job import quoting, submit
+from imgkit_builder.job import container, quoting, submit
 from imgkit_builder.job.request import Job, Request
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems.pods import PodFlags
@@ -184,7 +186,7 @@ def test_container_that_gets_the_variables_by_name_is_kept(tmp_path: Path) -> No
         assert job(file, **ELSEWHERE).run_by == "docker"
 
 
-@pytest.mark.parametrize("option", ["--cleanenv", "-e", "--containall", "--cleanenv=true"])
+@pytest.mark.parametrize("option", ["--cleanenv", "-e", "--containall", "--cleanenv=true", "-ce"])
 def test_container_with_a_clean_environment_is_refused(tmp_path: Path, option: str) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(RUNTIME.format("mn5") + f"    options: [--contain, {option}]\n")
@@ -196,6 +198,30 @@ def test_container_with_a_clean_environment_is_refused(tmp_path: Path, option: s
     )
     assert job(file, **ELSEWHERE).settings == {}
     assert refused(file, nproc=2, **ELSEWHERE).where == "mine.yaml:6"  # IMGKIT_NPROC would be lost
+
+
+def test_settings_of_a_shell_keep_no_variable_out_of_the_container() -> None:
+    lines = (*container.exports(job("mn5")), "env")
+    cleaning = {"APPTAINER_CLEANENV": "1", "SINGULARITY_CONTAINALL": "1", "APPTAINER_NV": "1"}
+    found = subprocess.run(
+        ["bash", "-c", "\n".join(lines)],
+        env={**os.environ, **cleaning},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert {name for name in cleaning if f"\n{name}=" in f"\n{found.stdout}"} == {"APPTAINER_NV"}
+    assert "unset" not in "".join(container.exports(job("mn5", runtime="host")))
+
+
+def test_job_tells_its_gpus_where_the_image_states_none(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("image: {base: a:1}\nsystem: {scheduler: slurm, runtime: {options: [--nv]}}\n")
+    elsewhere = {"account": "", "qos": ""}
+    assert job(file, gpus=2, **elsewhere).settings["IMGKIT_GPUS"] == "2"
+    assert "IMGKIT_GPUS" not in job(file, **elsewhere).settings
+    assert "IMGKIT_GPUS" not in job("mn5").settings
+    assert job("mn5", runtime="host").settings["IMGKIT_GPUS"] == "4"
 
 
 def test_misspelt_command_is_corrected() -> None:

@@ -69,7 +69,7 @@ def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
 
 
 def left(folder: Path) -> list[Path]:
-    return sorted(folder.glob("runs/*/secret*"))
+    return sorted(folder.glob("runs/*/.imgkit-secret*"))
 
 
 def started(script: subprocess.Popen[str], folder: Path) -> None:
@@ -113,7 +113,7 @@ def test_file_of_a_killed_start_is_removed_by_the_next(start: Start, tmp_path: P
     os.killpg(script.pid, signal.SIGKILL)
     script.wait(20)
     assert len(left(tmp_path)) == 1
-    notes = left(tmp_path)[0].with_name("secret-notes.txt")
+    notes = left(tmp_path)[0].with_name(".imgkit-secret-notes.txt")
     notes.touch()
     (tmp_path / "hold").unlink()
     start().communicate(timeout=20)

@@ -148,7 +148,7 @@ def test_signal_ends_the_launcher_before_its_task(start: Start, tmp_path: Path) 
     """Slurm ends what is left of a task whose first process has ended: the launcher could not save."""
     script = start("trap 'exit 85' TERM; touch ready; while :; do /bin/sleep 0.02; done\n", NOTHING, NOTHING)
     until((tmp_path / "ready").exists)
-    (ended,) = (tmp_path / "runs/mn5-7").glob(".ended.????????")
+    (ended,) = (tmp_path / "runs/mn5-7").glob(".imgkit-ended.????????")
     os.killpg(script.pid, signal.SIGTERM)  # as scancel does
     until(lambda: ended.read_text() == "85\n")
 
@@ -156,7 +156,7 @@ def test_signal_ends_the_launcher_before_its_task(start: Start, tmp_path: Path) 
 def test_node_requeues_the_job_once_slurm_has_given_the_first_node_up(start: Start, tmp_path: Path) -> None:
     start(SLEEPS, NOTHING, NOTHING)
     ended = tmp_path / "runs/mn5-7"
-    until(lambda: bool(list(ended.glob(".ended.*"))))
+    until(lambda: bool(list(ended.glob(".imgkit-ended.*"))))
     time.sleep(1)  # more than ten of the stub's seconds
     assert asked(tmp_path) == []  # the first node is still part of the job
     (tmp_path / "left").write_text("node2\nnode3\n")
@@ -168,6 +168,6 @@ def test_node_requeues_the_job_once_slurm_has_given_the_first_node_up(start: Sta
 def test_slurm_that_does_not_answer_requeues_nothing(start: Start, tmp_path: Path) -> None:
     (tmp_path / "left").write_text("")
     start(SLEEPS, NOTHING, NOTHING)
-    until(lambda: bool(list((tmp_path / "runs/mn5-7").glob(".ended.*"))))
+    until(lambda: bool(list((tmp_path / "runs/mn5-7").glob(".imgkit-ended.*"))))
     time.sleep(1)
     assert asked(tmp_path) == []

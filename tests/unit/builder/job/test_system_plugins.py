@@ -98,6 +98,7 @@ def test_job_of_a_plugin_is_printed(work: Path, example_installed: Path) -> None
         "#FAKEQ nodes=2",
         "#FAKEQ lane=fast",
         'export IMGKIT_NODES="$FAKEQ_HOSTS"',
+        "unset APPTAINER_CLEANENV SINGULARITY_CLEANENV APPTAINER_CONTAINALL SINGULARITY_CONTAINALL",
         "export IMGKIT_SCHEDULER=manual",
         f"exec singularity --quiet exec --bind {work} {work}/mine.sif dist-pi 'a b'",
     ]

@@ -82,6 +82,7 @@ def test_every_key_is_read_with_its_line(tmp_path: Path) -> None:
         ("env = {A = '1'}", "1:1", "env: must be a list of texts, not a table"),
         ("env = ['A=1',\n 2]", "1:1", "env[1]: must be text, not an integer"),
         ("env = ['1A=1']", "1:1", "env[0]: '1A=1' is not a variable"),
+        ("env = ['OMP_NUM_THREADS=$(( $(nproc)/4 ))']", "1:1", "env[0]: $((...)) is not executed"),
         ("env = ['API_TOKEN=x9f83hf83hf8']", "1:1", "API_TOKEN holds a secret"),
         ("command = 'dist-hello'", "1:1", "command: must be a list of texts, not text"),
         ('command = ["a\\u001bb"]', "1:1", "command[0]: 'a\\x1bb' holds a control character"),

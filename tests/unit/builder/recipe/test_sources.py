@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from imgkit_builder.recipe import sources
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.run import disk
+from imgkit_recipes import FOLDER
 
 Tree = Callable[..., Path]
 
@@ -109,6 +112,15 @@ def test_temporary_names_never_count(tree: Tree) -> None:
     listed = [part, f"{files.TEMPORARY}sif.0a.1b/spool.tar", ".mine.part"]
     assert found(root, "!*") == [".mine.part"]
     assert [one.name for one in sources.walk(root, listed=listed)] == [".mine.part"]
+
+
+def test_jobs_name_their_temporary_files_alike() -> None:
+    """A job that was killed, or still runs, leaves its secret and a half checkpoint beside the code."""
+    templates = (FOLDER / "templates/job").glob("*.j2")
+    made = [name for file in templates for name in re.findall(r'mktemp "(\S+)"', file.read_text())]
+    own = [name.removeprefix("$IMGKIT_RUN_DIR/") for name in made if name.startswith("$IMGKIT_RUN_DIR/")]
+    assert ".imgkit-secret.XXXXXXXXXX" in own
+    assert [name for name in (*own, disk.WRITING, disk.LEAVING) if not name.startswith(files.TEMPORARY)] == []
 
 
 def test_recipe_brings_a_file_back(tree: Tree) -> None:

@@ -237,12 +237,14 @@ def test_expected_but_invisible_gpus_are_refused():
 
 
 @pytest.mark.parametrize("name", ["IMGKIT_GPUS", "SLURM_GPUS_ON_NODE"])
-def test_gpus_of_the_job_are_expected_without_an_image(name: str) -> None:
-    with pytest.raises(NoPlan, match=f"{name} says 4 per node"):
-        make({name: "4"})
+def test_gpus_of_the_job_are_expected_where_no_image_states_them(name: str) -> None:
+    for system in (None, SystemFacts()):  # a recipe without system.node.gpus says nothing of the job
+        with pytest.raises(NoPlan, match=f"{name} says 4 per node"):
+            make({name: "4"}, system=system)
+    with pytest.raises(NoPlan, match=r"system\.json says 8 per node"):
+        make({name: "4"}, system=SystemFacts(node=Node(gpus=8)))
     assert make({name: "4"}, gpus=4).nproc == 4
     assert make({name: "4"}, device="cpu").nproc == 1
-    assert make({name: "4"}, system=SystemFacts()).nproc == 1  # the image is made for processors
     assert make({name: "0"}).nproc == 1
 
 

@@ -213,7 +213,7 @@ def test_planted_links_cost_nobody_a_file(tmp_path: Path) -> None:
     folder.mkdir()
     victim.mkdir()
     (victim / "id_ed25519").write_text("mine")
-    for name in (".leaving-x", ".writing-step-0000000001"):
+    for name in (f"{disk.LEAVING}x", f"{disk.WRITING}step-0000000001"):
         (folder / name).symlink_to(victim)
     write(folder, 1)
     assert [path.name for path in folder.iterdir()] == ["step-0000000001"]

@@ -1,0 +1,37 @@
+"""Image configurations, which may come from a stranger's archive."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from imgkit_builder.oci.config import parse_config
+from imgkit_builder.sif import image
+from imgkit_entrypoints.errors import CheckFailed
+
+FORGED = "amd64\nok    signature  good"
+
+
+def config(**more: object) -> bytes:
+    rootfs = {"type": "layers", "diff_ids": [f"sha256:{'0' * 64}"]}
+    return json.dumps({"architecture": "amd64", "os": "linux", "rootfs": rootfs, **more}).encode()
+
+
+def test_configuration_without_a_system_is_read() -> None:
+    found = parse_config(config(os=None), where="x.tar")
+    assert (found.os, found.arch) == ("", "amd64")
+
+
+@pytest.mark.parametrize(
+    "more", [{"architecture": FORGED}, {"architecture": "../x"}, {"architecture": 7}, {"os": FORGED}]
+)
+def test_system_that_is_no_word_is_refused(more: dict[str, object]) -> None:
+    with pytest.raises(CheckFailed, match="its image configuration cannot be read"):
+        parse_config(config(**more), where="x.tar")
+
+
+def test_architecture_without_a_number_makes_no_sif() -> None:
+    with pytest.raises(CheckFailed, match=r"no \.sif can be for the architecture 'loong64'") as caught:
+        image.frame(parse_config(config(architecture="loong64"), where="x.tar"))
+    assert "riscv64" in str(caught.value)
