@@ -22,7 +22,7 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_builder.engine import image_source, images
 from imgkit_builder.engine.builders import Choice
 from imgkit_builder.engine.connection import Engine
-from imgkit_builder.image import context, install, layers, members, render, secret_values
+from imgkit_builder.image import context, install, members, render, secret_values
 from imgkit_builder.image.context import BuildContext
 from imgkit_builder.image.instructions import INSIDE, NEXT
 from imgkit_builder.image.secret_values import SecretValues
@@ -214,7 +214,7 @@ def pack(
     ------
     UsageError : a value of the recipe does not fit on one line, or a file cannot be read.
     """
-    made = layers.layers(recipe, base=base.name, platform=base.platform)
+    made = render.layers(recipe, base=base.name, platform=base.platform)
     packages = "".join(f"{NEXT}    {shlex.quote(one)}" for one in recipe.image.apt)
     made = dataclasses.replace(
         made,
