@@ -29,7 +29,6 @@ from imgkit_builder.job.request import (
     AnyJob,
     AnyRequest,
     BuildJobRequest,
-    CodeRecord,
     ConversionJobRequest,
     ImageJob,
     Job,
@@ -373,26 +372,7 @@ def records() -> tuple[SubmittedJob, ...]:
 
 
 def _read(path: Path) -> SubmittedJob:
-    data = json_text.load(path)
-    found = json_text.typed(
-        SubmittedJob(
-            id=data["id"],
-            system=data["system"],
-            name=data["name"],
-            recipe=data["recipe"],
-            directory=Path(data["directory"]),
-            queue=data["queue"],
-            cluster=data["cluster"],
-            answer=data["answer"],
-            remote=data["remote"],
-            submitted=data["submitted"],
-            command=tuple(data["command"]),
-            image_id=data["image_id"],
-            state=data["state"],
-            fetched=data["fetched"],
-            code=CodeRecord(**data["code"]) if data["code"] else None,
-        )
-    )
+    found: SubmittedJob = json_text.read(SubmittedJob, json_text.load(path), "record")
     if not all(map(quoting.is_job_id, (found.id, *filter(None, (found.cluster, found.remote))))):
         raise ValueError(f"{found.handle!r} is no job id")
     quoting.check("--name", found.name.removesuffix("-sif"))
@@ -403,24 +383,7 @@ def keep(record: SubmittedJob) -> None:
     """Save `record`, for `record_of`."""
     folder = _folder()
     folder.mkdir(parents=True, exist_ok=True)
-    data = {
-        "schema": SCHEMA,
-        "id": record.id,
-        "system": record.system,
-        "name": record.name,
-        "recipe": record.recipe,
-        "directory": str(record.directory),
-        "queue": record.queue,
-        "cluster": record.cluster,
-        "answer": record.answer,
-        "remote": record.remote,
-        "code": dataclasses.asdict(record.code) if record.code else None,
-        "submitted": record.submitted,
-        "command": record.command,
-        "image_id": record.image_id,
-        "state": record.state,
-        "fetched": record.fetched,
-    }
+    data = {"schema": SCHEMA, **dataclasses.asdict(record), "directory": str(record.directory)}
     files.put(folder / f"{record.handle}.json", json.dumps(data, indent=2) + "\n")
 
 
