@@ -302,7 +302,7 @@ STARTERS = {
     "builder/imgkit_builder/engine/address.py": "ssh runs as long as its connection",
     "builder/imgkit_builder/engine/building.py": "a guard outlives imgkit, to end a build",
     "builder/imgkit_builder/engine/containers.py": "a guard outlives imgkit, to remove a container",
-    "builder/imgkit_builder/job/ssh/fanout.py": "one ssh per host, all at once, with their output line by line",
+    "builder/imgkit_builder/job/ssh/fanout.py": "one ssh per host, side by side",
     "builder/imgkit_builder/lock/inside_apt.py": "it runs in the base, without this package",
     "builder/imgkit_builder/lock/inside_pip.py": "it runs in the base, without this package",
     "builder/imgkit_builder/sif/mksquashfs.py": "imgkit writes its standard input while it runs",
