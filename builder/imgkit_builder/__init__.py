@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from imgkit_builder.apptainer.build import BuiltSif
     from imgkit_builder.base.checks import Check
     from imgkit_builder.base.progress import Reporter
+    from imgkit_builder.job.request import BuildJobRequest, ConversionJobRequest, SubmittedJob
     from imgkit_builder.job.request import Request as JobRequest
-    from imgkit_builder.job.request import SubmittedJob
     from imgkit_builder.job.submit import PreparedJob, prepare, submit
     from imgkit_builder.recipe.load import load
     from imgkit_builder.recipe.model import Recipe
@@ -36,10 +36,12 @@ if TYPE_CHECKING:
     from imgkit_entrypoints.errors import ImgkitError
 
 __all__ = [
+    "BuildJobRequest",
     "BuildRequest",
     "BuiltImage",
     "BuiltSif",
     "Check",
+    "ConversionJobRequest",
     "ConversionRequest",
     "Converted",
     "ImagePlan",
@@ -65,7 +67,7 @@ _MODULES = {
     "imgkit_builder.apptainer.build": ("BuiltSif",),
     "imgkit_builder.base.checks": ("Check",),
     "imgkit_builder.base.progress": ("Reporter",),
-    "imgkit_builder.job.request": ("Request", "SubmittedJob"),
+    "imgkit_builder.job.request": ("BuildJobRequest", "ConversionJobRequest", "Request", "SubmittedJob"),
     "imgkit_builder.job.submit": ("PreparedJob", "prepare", "submit"),
     "imgkit_builder.recipe.load": ("load",),
     "imgkit_builder.recipe.model": ("Recipe",),

@@ -14,16 +14,13 @@ import functools
 import hashlib
 import json
 import math
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn
 
 from imgkit_entrypoints import files
-
-Value = TypeVar("Value")
 
 MOST_BYTES = 4 << 20
 """Registries refuse larger manifests, and imgkit's own files are smaller."""
@@ -166,45 +163,11 @@ def _digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def typed(value: Value) -> Value:
-    """Return the dataclass `value`, which was made from parsed JSON, if its fields have the declared types.
-
-    Raises
-    ------
-    ValueError : a field has another type.
-    """
-    hints = typing.get_type_hints(type(value))
-    for known in dataclasses.fields(value):  # type: ignore[arg-type]
-        found = getattr(value, known.name)
-        if not _fits(found, hints[known.name]):
-            raise ValueError(f"{known.name} is {repr(found)[:_SHOWN]}")
-    return value
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if dataclasses.is_dataclass(hint):
-        return isinstance(value, typing.cast("type", hint)) and typed(value) is value
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(one, inner[0]) for one in value)
-    if origin is Mapping:
-        return isinstance(value, Mapping) and all(
-            _fits(key, inner[0]) and _fits(one, inner[1]) for key, one in value.items()
-        )
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, one) for one in inner)
-    if origin is typing.Literal:
-        return value in inner
-    if hint in (int, float):
-        return isinstance(value, int if hint is int else (int, float)) and not isinstance(value, bool)
-    return not isinstance(hint, type) or isinstance(value, hint)
-
-
-def read(hint: Any, value: Any, place: str) -> Any:
+def read(hint: Any, value: Any, place: str, *, closed: bool = False) -> Any:
     """Build a value of the type `hint`, often a dataclass, from parsed JSON.
 
-    Dataclasses come from objects, whose unknown keys are ignored; tuples and lists from arrays; ``X | None``
-    from null or an X. The types are compared exactly: 1 is no float, and true no integer.
+    Dataclasses come from objects, whose unknown keys are ignored unless `closed`; tuples and lists from
+    arrays; ``X | None`` from null or an X. The types are compared exactly: 1 is no float, true no integer.
 
     Parameters
     ----------
@@ -214,7 +177,7 @@ def read(hint: Any, value: Any, place: str) -> Any:
     ------
     ValueError : a value has another type than its field, or a field is missing; names the field.
     """
-    made, faults = checked(hint, value)
+    made, faults = checked(hint, value, closed=closed)
     if faults:
         raise ValueError(faults[0].text(place))
     return made

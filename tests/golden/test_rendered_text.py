@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.image import render
-from imgkit_builder.recipe import lock_follow
+from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import Recipe
 from imgkit_entrypoints import __version__
@@ -37,7 +37,7 @@ RENDERERS: dict[str, Callable[[Recipe], str]] = {"Dockerfile": render.dockerfile
 def loaded(name: str) -> Recipe:
     """The recipe, with its lock where one lies beside it."""
     recipe = load(RECIPES[name])
-    return lock_follow.follow(recipe, platform="linux/amd64") if name == "locked" else recipe
+    return lock_file.follow(recipe, platform="linux/amd64") if name == "locked" else recipe
 
 
 def current(name: str, form: str) -> str:

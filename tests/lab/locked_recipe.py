@@ -14,7 +14,7 @@ from pathlib import Path
 
 from labkit import output
 
-from imgkit_builder.recipe import load, lock_file, lock_follow
+from imgkit_builder.recipe import load, lock_file
 from imgkit_builder.recipe.model import Lock, LockedBase, LockedDeb, LockedPlatform, LockedWheel
 
 EPOCH_S = 1_750_000_000
@@ -60,7 +60,7 @@ def write(folder: Path, base: str, base_id: str, *, run: str = "") -> Path:
     part = LockedPlatform(
         platform="linux/amd64",
         source_date_epoch=EPOCH_S,
-        request=lock_follow.request_of(loaded),
+        request=lock_file.request_of(loaded),
         base=LockedBase(name=base, id=base_id),
         apt=tuple(sorted(debs, key=lambda one: one.name)),
         pip=(_wheel(kept, "locked_other", kept=True), _wheel(kept, "locked_wheel", kept=False)),

@@ -278,3 +278,46 @@ def test_foreign_json_and_tars_have_one_reader(folder: Path) -> None:
         and 'mode="w' not in line
     ]
     assert not found
+
+
+BY_ANNOTATIONS = {
+    "entrypoints/imgkit_entrypoints/json_text.py": "it is the checker",
+    "builder/imgkit_builder/recipe/typecheck.py": "it makes the JSON Schema of the same annotations",
+    "entrypoints/imgkit_entrypoints/apps/bench/json_schema.py": "it makes the JSON Schema of its records",
+    "builder/imgkit_builder/job/request.py": "it makes options of them, and compares nothing",
+}
+"""File -> why it may read the annotations of a dataclass (docs/adr/0022-one-checker.md)."""
+
+
+def test_one_module_compares_data_with_annotations() -> None:
+    found = {
+        str(path.relative_to(ROOT))
+        for folder in (BUILDER, ENTRYPOINTS)
+        for path in files(folder)
+        if "get_type_hints(" in path.read_text(encoding="utf-8")
+    }
+    assert found == BY_ANNOTATIONS.keys()
+
+
+STARTERS = {
+    "builder/imgkit_builder/base/process.py": "it is the way to start a program",
+    "builder/imgkit_builder/engine/address.py": "ssh runs as long as its connection",
+    "builder/imgkit_builder/engine/building.py": "a guard outlives imgkit, to end a build",
+    "builder/imgkit_builder/engine/containers.py": "a guard outlives imgkit, to remove a container",
+    "builder/imgkit_builder/job/ssh/fanout.py": "one ssh per host, side by side",
+    "builder/imgkit_builder/lock/inside_apt.py": "it runs in the base, without this package",
+    "builder/imgkit_builder/lock/inside_pip.py": "it runs in the base, without this package",
+    "builder/imgkit_builder/sif/mksquashfs.py": "imgkit writes its standard input while it runs",
+    "builder/imgkit_builder/sif/runtime.py": "spython starts the runtime; the module names its errors",
+    "builder/imgkit_builder/image/inside.py": "it runs in the image, without this package",
+}
+"""File of the builder -> why it may name subprocess; docs/architecture.md has the reasons."""
+
+
+def test_programs_are_started_in_one_place() -> None:
+    found = {
+        str(path.relative_to(ROOT))
+        for path in files(BUILDER)
+        if re.search(r"\bsubprocess\.|import subprocess", path.read_text(encoding="utf-8"))
+    }
+    assert found == STARTERS.keys()

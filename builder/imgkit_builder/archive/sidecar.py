@@ -130,12 +130,12 @@ def from_json(text: str, *, where: str) -> Sidecar:
         json_text.unseal(data)
         if data.keys() != {"schema", "image", "archive", "system", "manifest"}:
             raise ValueError(f"its keys are {sorted(data)}")
-        image = dict(data["image"])
-        image["diff_ids"] = tuple(image["diff_ids"])
+        image: SavedImage = json_text.read(SavedImage, data["image"], "image", closed=True)
+        archive: SavedArchive = json_text.read(SavedArchive, data["archive"], "archive", closed=True)
         system, manifest = data["system"], data["manifest"]
         return Sidecar(
-            image=json_text.typed(SavedImage(**image)),
-            archive=json_text.typed(SavedArchive(**data["archive"])),
+            image=image,
+            archive=archive,
             system=systems.from_json(json.dumps(system)) if system else None,
             manifest=manifests.from_json(json.dumps(manifest)) if manifest else None,
         )

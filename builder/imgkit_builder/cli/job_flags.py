@@ -66,7 +66,7 @@ class OptionsCommand(TyperCommand):
 
 
 class JobCommand(OptionsCommand):
-    """A verb with the flags of all systems, and a `Request` in ``Context.obj``."""
+    """A verb with the flags of all systems; `made` says what it finds in ``Context.obj``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Parse the words before ``--``, and keep the others as the command: RECIPE may be left out."""
@@ -75,29 +75,43 @@ class JobCommand(OptionsCommand):
         return super().parse_args(ctx, args[:at])
 
     def owners(self, *, quiet: bool) -> list[type[Any]]:
-        """`Request`, then the flags of each system; reports plug-ins that cannot be used."""
+        """`Request`, `ImageFlags`, then the flags of each system; reports plug-ins that cannot be used."""
         from imgkit_builder.job import systems
-        from imgkit_builder.job.request import Request
+        from imgkit_builder.job.request import ImageFlags, Request
 
         found = systems.installed()
         if not quiet:
             for error in found.errors:
                 terminal.err(*f"imgkit: {error}".split("\n"))
-        return [Request, *(system.flags for system in found.systems.values())]
+        return [Request, ImageFlags, *(system.flags for system in found.systems.values())]
 
     def made(self, values: dict[type[Any], dict[str, Any]]) -> Any:
-        """The request, with what was given for systems."""
-        from imgkit_builder.job.request import Request
+        """A request that runs a command, with what was given for systems; and the flags for other kinds."""
+        from imgkit_builder.job.request import ImageFlags, Request
 
-        common = values.pop(Request)
+        common, image = values.pop(Request), values.pop(ImageFlags)
         own = (owner(**fields) for owner, fields in values.items())
-        return Request(**common, system_flags=tuple(flags for flags in own if flags != type(flags)()))
+        chosen = tuple(flags for flags in own if flags != type(flags)())
+        return Request(**common, system_flags=chosen), ImageFlags(**image)
 
 
 class RemoteJobCommand(JobCommand):
     """`JobCommand` for jobs on a remote: imgkit chooses their image and their folder."""
 
-    without = ("image", "delta", "archive", "build", "base_from", "interactive", "directory")
+    without = ("image", "delta", "interactive", "directory")
+
+    def owners(self, *, quiet: bool) -> list[type[Any]]:
+        """Those of `JobCommand` without the flags of jobs that make a .sif."""
+        from imgkit_builder.job.request import ImageFlags
+
+        return [owner for owner in super().owners(quiet=quiet) if owner is not ImageFlags]
+
+    def made(self, values: dict[type[Any], dict[str, Any]]) -> Any:
+        """The request, with what was given for systems."""
+        from imgkit_builder.job.request import ImageFlags
+
+        request, _ = super().made({**values, ImageFlags: {}})
+        return request
 
 
 def read_code(request: Request, *, as_json: bool) -> CodeFolder | None:

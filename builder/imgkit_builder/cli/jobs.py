@@ -29,7 +29,7 @@ from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.job.request import CodeRecord, Job, Request, Script, SubmittedJob
+    from imgkit_builder.job.request import AnyRequest, CodeRecord, ImageJob, Job, Script, SubmittedJob
     from imgkit_builder.project.measured import SlowNow
     from imgkit_builder.project.toml_file import ProjectFile
 
@@ -82,6 +82,7 @@ def verb_submit(
     """
     from imgkit_builder.base import process
     from imgkit_builder.job import submit
+    from imgkit_builder.job.request import BuildJobRequest, Job, Request
     from imgkit_builder.recipe import targets
     from imgkit_builder.sif.conversion import Options
 
@@ -90,15 +91,18 @@ def verb_submit(
             "--verbose needs --dry-run", where="--verbose", hint="imgkit submit --dry-run -v ..."
         )
     given = _given(recipe, flags, command)
-    code = read_code(given.request, as_json=as_json)
-    prepared = submit.prepare(given.recipe, given.request, code)
+    request = given.request
+    code = read_code(request, as_json=as_json) if isinstance(request, Request) else None
+    prepared = submit.prepare(given.recipe, request, code)
     job, script = prepared.job, prepared.script
     for warning in job.warnings:
         terminal.err(f"imgkit: {warning}")
     if dry_run:
         _show(job, script, given, values=verbose, as_json=as_json)
         return
-    recipes = [job.recipe, *([targets.find(job.request.build)] if job.request.build else [])]
+    recipes = [job.recipe]
+    if isinstance(job.request, BuildJobRequest):
+        recipes.append(targets.find(job.request.build))
     confirm_values(given.project, recipes, confirm, stated=given.project is not None)
     submit.before_submission(job)
     if require_signature is not None:
@@ -129,7 +133,7 @@ def verb_submit(
     submit.need_id(record)
     if as_json:
         return
-    if job.request.interactive:
+    if isinstance(job, Job) and job.request.interactive:
         # The comments above the command explain how to get in.
         terminal.err(*(text for text in script.text.splitlines() if text.startswith("#")))
     own = shlex.join(process.own_words())
@@ -232,13 +236,13 @@ class _GivenJob:
     """What the command line asks for, and the imgkit.toml that fills what is missing."""
 
     recipe: str
-    flags: Request
+    flags: AnyRequest
     """The flags alone."""
     project: ProjectFile | None
     """None where a recipe was named: the file then does not count."""
 
     @property
-    def request(self) -> Request:
+    def request(self) -> AnyRequest:
         """The flags, over the file."""
         from imgkit_builder.project import origins
 
@@ -246,8 +250,11 @@ class _GivenJob:
 
 
 def _given(recipe: str, flags: typer.Context, command: list[str] | None) -> _GivenJob:
+    from imgkit_builder.job.request import request_of
+
+    run, image_flags = flags.obj
     argv = (*(command or ()), *flags.meta[COMMAND])
-    request = dataclasses.replace(flags.obj, command=argv)
+    request = request_of(dataclasses.replace(run, command=argv), image_flags)
     project = None if recipe else project_here()
     if not recipe and not (project and project.recipe):
         raise UsageError(
@@ -258,7 +265,7 @@ def _given(recipe: str, flags: typer.Context, command: list[str] | None) -> _Giv
     return _GivenJob(recipe=recipe or (project.recipe if project else ""), flags=request, project=project)
 
 
-def _show(job: Job, script: Script, given: _GivenJob, *, values: bool, as_json: bool) -> None:
+def _show(job: Job | ImageJob, script: Script, given: _GivenJob, *, values: bool, as_json: bool) -> None:
     """Print `script` on stdout; `values` adds each value and its source, on stderr or to the JSON object."""
     from imgkit_builder.project import origins
 
@@ -271,19 +278,26 @@ def _show(job: Job, script: Script, given: _GivenJob, *, values: bool, as_json: 
     terminal.document(script.text)
 
 
-def _described(job: Job, script: Script) -> dict[str, Any]:
+def _described(job: Job | ImageJob, script: Script) -> dict[str, Any]:
+    from imgkit_builder.job.request import Job
+
+    run: dict[str, Any] = {}
+    if isinstance(job, Job):
+        run = {
+            "nodes": [job.size.least, job.nodes],
+            "spares": job.size.spares,
+            "gpus": job.gpus,
+            "cpus": job.cpus,
+            "code": dataclasses.asdict(job.code) if job.code else None,
+        }
     return {
         "schema": SCHEMA,
         "recipe": job.recipe.name,
         "scheduler": job.recipe.system.scheduler,
         "name": job.name,
-        "nodes": [job.size.least, job.nodes],
-        "spares": job.size.spares,
-        "gpus": job.gpus,
-        "cpus": job.cpus,
+        **run,
         "time": job.time,
         "image": job.image,
-        "code": dataclasses.asdict(job.code) if job.code else None,
         "submit": list(script.submit),
         "script": script.text,
         "warnings": list(job.warnings),

@@ -162,10 +162,10 @@ def _lock(
 
 
 def _request(recipe: Recipe, base: str | None) -> LockRequest:
-    from imgkit_builder.recipe import lock_follow
+    from imgkit_builder.recipe import lock_file
 
     try:
-        return lock_follow.request_of(recipe, base=base)
+        return lock_file.request_of(recipe, base=base)
     except (OSError, ValueError) as error:
         raise UsageError(str(error), where=recipe.where("image", "pip"), hint="correct the file") from error
 
@@ -173,13 +173,13 @@ def _request(recipe: Recipe, base: str | None) -> LockRequest:
 def _check(recipe: Recipe, *, base: str | None, platform: str | None, as_json: bool) -> None:
     from imgkit_builder.engine import choose_platform
     from imgkit_builder.oci.platform import host_platform
-    from imgkit_builder.recipe import lock_file, lock_follow
+    from imgkit_builder.recipe import lock_file
 
     file = lock_file.beside(recipe)
     target = choose_platform(recipe, wanted=platform, host=host_platform())
     why = ""
     try:
-        lock_follow.follow(recipe, platform=target, base=base, required=True)
+        lock_file.follow(recipe, platform=target, base=base, required=True)
     except UsageError as error:
         why = str(error)
     lines = why.split("\n") if why else [f"{file} fits the recipe on {target}"]

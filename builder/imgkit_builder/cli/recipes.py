@@ -290,12 +290,12 @@ def verb_render(
     """
     from imgkit_builder.base import files
     from imgkit_builder.image import render
-    from imgkit_builder.recipe import lock_follow
+    from imgkit_builder.recipe import lock_file
 
     loaded = load_recipe(recipe)
     if not no_lock:
         wanted = platform or loaded.image.platforms[0]
-        loaded = lock_follow.follow(loaded, platform=wanted, base=base)
+        loaded = lock_file.follow(loaded, platform=wanted, base=base)
         base = loaded.lock.base.exact if loaded.lock else base
     make = render.dockerfile if form is RenderFormat.DOCKERFILE else render.definition
     text = make(loaded, base=base, platform=platform)

@@ -199,13 +199,7 @@ def _read(path: Path, start: int, size_bytes: int) -> Delta:
             raise CheckFailed("a later imgkit wrote this delta", where=str(path), hint="update imgkit")
         json_text.unseal(values)
         del values["schema"]
-        base = values.pop("base")
-        found = json_text.typed(
-            Delta(
-                base=BaseSif(**{**base, "deltas": tuple(base["deltas"])}),
-                **{**values, "diff_ids": tuple(values["diff_ids"])},
-            )
-        )
+        found: Delta = json_text.read(Delta, values, "delta", closed=True)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckFailed(f"its description cannot be read: {error}", where=str(path)) from error
     if _text(found) != text:

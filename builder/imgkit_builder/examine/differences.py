@@ -311,9 +311,9 @@ def of_recipe(name: str, recipe: Recipe) -> ComparedSide:
     ------
     OSError : a requirements file cannot be read.
     """
-    from imgkit_builder.recipe import lock_follow
+    from imgkit_builder.recipe import lock_file
 
-    request = lock_follow.request_of(recipe)
+    request = lock_file.request_of(recipe)
     asked = (_of_pip(one) for step in request.pip for one in step.requirements)
     found = (*map(_of_apt, request.apt), *(one for one in asked if one))
     return ComparedSide(

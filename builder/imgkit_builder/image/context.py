@@ -24,7 +24,7 @@ from typing import BinaryIO
 from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.image import install, layers, members, render
+from imgkit_builder.image import install, members, render
 from imgkit_builder.image.members import Code, Packed, TarMember
 from imgkit_builder.image.wheel import entrypoints_wheel
 from imgkit_builder.oci import manifest as manifests
@@ -236,7 +236,7 @@ def _code(recipe: Recipe) -> Iterator[Code]:
             yield Code(source=step.project, member=install.project_member(number), where=where)
     for number, copy in enumerate(recipe.image.copy):
         where = recipe.where("image", "copy", number)
-        yield Code(source=copy.source, member=layers.copy_member(number), where=where, ignore=copy.ignore)
+        yield Code(source=copy.source, member=render.copy_member(number), where=where, ignore=copy.ignore)
 
 
 def _refuse_large(packed: Packed) -> None:
@@ -279,7 +279,7 @@ def certificates(recipe: Recipe) -> Iterator[TarMember]:
     for number, file in enumerate(recipe.image.ca):
         with members.readable(file, recipe.where("image", "ca", number), "name another file"):
             # A file without a last line end would spoil the bundle.
-            yield members.file(layers.certificate_member(number), files.read_bytes(file).rstrip() + b"\n")
+            yield members.file(render.certificate_member(number), files.read_bytes(file).rstrip() + b"\n")
 
 
 def _locked(recipe: Recipe) -> Iterator[TarMember]:

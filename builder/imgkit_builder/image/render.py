@@ -1,4 +1,8 @@
-"""Recipes as Dockerfile or Singularity definition: one model, two templates, the same bytes everywhere.
+"""A recipe becomes its layers, and those a Dockerfile or a definition: one model, two templates.
+
+Layers that change rarely come first: base, certificates, apt, the uv project, pip, environment, run steps,
+the entry points, the user's code, run steps that need it, facts and provenance, labels. The environment comes
+before the run steps, which need it, and after pip, so that a new value does not repeat the installation.
 
 Docker's classic builder reads the text, so it uses no heredoc, ``RUN --mount`` or ``COPY --link``
 (docs/adr/0003). It expands ``$``, quotes and backslashes in ENV, LABEL, WORKDIR and COPY; in COPY even
@@ -9,26 +13,33 @@ position.
 from __future__ import annotations
 
 import json
+import posixpath
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
+from imgkit_builder.image import install, wheel
 from imgkit_builder.image.instructions import (
     INSIDE,
     NEXT,
     Additions,
+    Authorities,
     Block,
+    ContextFile,
     Copy,
     Definition,
+    KeyValue,
     Layers,
     Project,
     RunStep,
     Step,
+    Text,
 )
-from imgkit_builder.image.layers import layers, refuse
-from imgkit_builder.recipe.model import Recipe
+from imgkit_builder.recipe.model import KeyPath, Recipe, RunCommand
+from imgkit_entrypoints import __version__
+from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -215,3 +226,255 @@ def _docker_key(value: str) -> str:
 def _copy_words(words: Sequence[str]) -> str:
     """The JSON form of COPY; the builder expands each word once more after decoding it."""
     return json.dumps([re.sub(r"""([\\"'$])""", r"\\\1", word) for word in words], ensure_ascii=False)
+
+
+# Byte code of the entry points: a read-only image would compile them at every start. What pip writes holds
+# the time of the installation, and a delta would have all of it after each change. The hash of a source
+# stays, and under one seed the order of sets does. Columns for tracebacks are a quarter of it when
+# compressed, and dist-bench makes reports once, on a laptop.
+COMPILE = (
+    "PYTHONHASHSEED=0 python3 -s -X no_debug_ranges -m compileall -q --invalidation-mode checked-hash"
+    f"{NEXT}    -x /bench/report/ \"$(python3 -IBc 'import {wheel.PACKAGE} as it; print(it.__path__[0])')\""
+)
+
+CERTIFICATES = "/usr/local/share/ca-certificates"
+"""The folder of local authorities, which ``update-ca-certificates`` adds to `BUNDLE` (Debian, Ubuntu)."""
+BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
+TRUST = ("CURL_CA_BUNDLE", "PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
+"""Variables of programs that come with authorities of their own: pip, requests, and what conda installs."""
+
+
+def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = None) -> Layers:
+    """The layers of `recipe` on `base` (default: the recipe's); only shell commands are quoted.
+
+    Raises
+    ------
+    UsageError : a value does not fit on one line, or is not the name of a distribution.
+    """
+    image = recipe.image
+    for value, path in _values(recipe):
+        if re.search(r"[\n\r\0]", value):
+            found = f"{'.'.join(map(str, path))}: a line end or NUL"
+            refuse(found, "a Dockerfile", recipe.where(*path), "write it on one line")
+    wheel_name = wheel.file_name()
+    return Layers(
+        name=recipe.name,
+        file=recipe.file.name,
+        reference=shlex.quote(recipe.reference),
+        platform=platform or image.platforms[0],
+        uses_secrets=bool(image.used_secrets),
+        base=_base(recipe, base),
+        clock=_clock(recipe),
+        ca=_ca(recipe),
+        apt=_apt(recipe),
+        apt_files=_locked(f"imgkit/{install.LOCKED_APT}") if recipe.lock and recipe.lock.apt else None,
+        # A run step may call pip too, and can then use the file.
+        protect=install.protect() if image.uv or image.pip or image.run else "",
+        filtered_constraint=install.filtered_constraint(recipe) if image.uv or image.pip else None,
+        uv=install.uv_command(recipe),
+        pip=tuple(
+            install.pip_command(recipe, number, step)
+            for number, step in enumerate(image.pip)
+            if recipe.lock is None or install.locked_wheels(recipe, number)
+        ),
+        env=_env(recipe),
+        workdir=Text(
+            origin=_stated(recipe, "image", "workdir") or "imgkit: the default folder", text=image.workdir
+        ),
+        run=_run_steps(recipe, "pip"),
+        wheel=ContextFile(member=f"imgkit/{wheel_name}", path=f"{INSIDE}/{wheel_name}"),
+        # The base's PIP_CONSTRAINT does not apply here; if its file is missing, pip would stop.
+        install_wheel=f"{install.PIP} PIP_CONSTRAINT=''{NEXT}python3 -m pip install --no-cache-dir"
+        f" --no-compile --no-index --no-deps --force-reinstall{NEXT}    {INSIDE}/{wheel_name}"
+        f"{NEXT}&& {COMPILE}",
+        projects=tuple(
+            install.project(recipe, number, step)
+            for number, step in enumerate(image.pip)
+            if step.project is not None
+        ),
+        copy=tuple(
+            Copy(
+                origin=recipe.where("image", "copy", number),
+                member=copy_member(number),
+                target=posixpath.normpath(step.target),
+            )
+            for number, step in enumerate(image.copy)
+        ),
+        origins=(_locked(install.LOCK_TOML), _locked(install.RECIPE_JSON)) if recipe.lock else (),
+        run_after_copy=_run_steps(recipe, "copy"),
+        labels=_labels(recipe),
+    )
+
+
+def _locked(member: str) -> ContextFile:
+    """A file or folder that only a locked build has."""
+    return ContextFile(member=member, path=f"{INSIDE}/{member.removeprefix('imgkit/')}")
+
+
+def certificate_member(number: int) -> str:
+    """Path of certificate `number` (from 0) in the build context."""
+    return f"imgkit/ca-{number}.crt"
+
+
+def copy_member(number: int) -> str:
+    """The folder of copy step `number` (from 0) in the build context."""
+    return f"copy/{number}"
+
+
+def _values(recipe: Recipe) -> Iterable[tuple[str, KeyPath]]:
+    """Every value of the image part that must fit on one line, with its path."""
+    image = recipe.image
+    yield image.base, ("image", "base")
+    yield image.workdir, ("image", "workdir")
+    for number, package in enumerate(image.apt):
+        yield package, ("image", "apt", number)
+    for number, command in enumerate(image.run):
+        yield command.command.strip(), ("image", "run", number)
+    for number, step in enumerate(image.pip):
+        editable = (step.editable,) if step.editable else ()
+        for key, words in (("options", step.options), ("packages", step.packages), ("editable", editable)):
+            for place, word in enumerate(words):
+                yield word, ("image", "pip", number, key, place)
+    for number, copy in enumerate(image.copy):
+        yield copy.target, ("image", "copy", number, "target")
+    steps: Iterable[tuple[KeyPath, Mapping[str, str]]]
+    steps = ((("image", "pip", number, "env"), step.env) for number, step in enumerate(image.pip))
+    for where, pairs in (*steps, (("image", "env"), image.env), (("image", "labels"), image.labels)):
+        for key, value in pairs.items():
+            yield key, (*where, key)
+            yield value, (*where, key)
+
+
+def _base(recipe: Recipe, override: str | None) -> Text:
+    stated = recipe.where("image", "base")
+    if recipe.lock and override in (None, recipe.lock.base.exact):
+        return Text(origin=stated, text=recipe.lock.base.exact)
+    if override in (None, recipe.image.base):
+        return Text(origin=stated, text=recipe.image.base)
+    return Text(origin=f"--base (instead of {recipe.image.base}, {stated})", text=override)
+
+
+def _clock(recipe: Recipe) -> tuple[KeyValue, ...]:
+    """Let Python write byte code with the hash of its source, and every program the time of the lock."""
+    if recipe.lock is None:
+        return ()
+    variables = {"SOURCE_DATE_EPOCH": str(recipe.lock.source_date_epoch), "PYTHONHASHSEED": "0"}
+    return _entries(variables)
+
+
+def _ca(recipe: Recipe) -> Authorities | None:
+    """The command that adds the certificates to the system's, before the first step that uses the network."""
+    if not recipe.image.ca:
+        return None
+    names = [posixpath.basename(certificate_member(number)) for number in range(len(recipe.image.ca))]
+    # A base that names a bundle for pip trusts what it holds: the variable set here must not lose that.
+    parts = (
+        f'if [ -f "${{PIP_CERT:-}}" ] && [ "$PIP_CERT" != {BUNDLE} ]; then',
+        f'    cp -- "$PIP_CERT" {CERTIFICATES}/imgkit-base.crt; fi;',
+        "if command -v update-ca-certificates > /dev/null; then update-ca-certificates;",
+        f"else mkdir -p {posixpath.dirname(BUNDLE)} && cat {CERTIFICATES}/*.crt >> {BUNDLE}; fi",
+    )
+    return Authorities(
+        origin=_origins(recipe, [("image", "ca", number) for number in range(len(names))]),
+        files=tuple(
+            ContextFile(member=certificate_member(number), path=f"{CERTIFICATES}/imgkit-{name}")
+            for number, name in enumerate(names)
+        ),
+        install=NEXT.join(parts),
+        env=tuple(KeyValue(key=name, value=BUNDLE) for name in TRUST),
+    )
+
+
+def _apt(recipe: Recipe) -> Text | None:
+    packages = recipe.image.apt
+    if not packages or (recipe.lock and not recipe.lock.apt):
+        return None
+    stated = _origins(recipe, [("image", "apt", number) for number in range(len(packages))])
+    if recipe.lock:
+        return Text(origin=stated, text=install.locked_apt(recipe))
+    parts = (
+        "apt-get update",
+        "DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends"
+        + "".join(f"{NEXT}    {shlex.quote(package)}" for package in packages),
+        "apt-get clean",
+        "rm -rf /var/lib/apt/lists/*",
+    )
+    return Text(origin=stated, text=f"{NEXT}&& ".join(parts))
+
+
+def _run_steps(recipe: Recipe, after: str) -> tuple[RunStep, ...]:
+    """The user's commands of one place."""
+    commands = enumerate(recipe.image.run)
+    return tuple(_command(recipe, number, one) for number, one in commands if one.after == after)
+
+
+def _command(recipe: Recipe, number: int, command: RunCommand) -> RunStep:
+    text = command.command.strip()
+    # Docker reads some beginnings as its own syntax (flags, JSON), a last backslash as a continued line, and
+    # newer engines read << as a heredoc; the exec form keeps all of them as text.
+    plain = not text.startswith(("--", "[")) and "<<" not in text and not text.endswith("\\")
+    exec_form = json.dumps(["/bin/sh", "-c", text], ensure_ascii=False)
+    posix = f"sh -c {shlex.quote(text)}"
+    docker = text if plain else exec_form
+    if command.secrets:
+        docker = posix = install.with_secrets(recipe, command.secrets, "") + posix
+    return RunStep(
+        origin=recipe.where("image", "run", number),
+        docker=docker,
+        posix=posix,
+        mounts=install.secret_mounts(command.secrets),
+    )
+
+
+def _env(recipe: Recipe) -> Block:
+    # The host's ~/.local is visible inside a .sif; Python must not import its packages.
+    merged = {"PYTHONNOUSERSITE": "1", **recipe.image.env}
+    stated = _origins(recipe, [("image", "env", key) for key in recipe.image.env])
+    return Block(origin=stated or "imgkit: ignore packages in the host's ~/.local", entries=_entries(merged))
+
+
+def _labels(recipe: Recipe) -> Block:
+    """Labels that depend on the recipe alone; the build adds date, revision, base and context."""
+    description = " ".join(recipe.description.split())
+    # Without its own title and version, the image would inherit those of the base's Linux distribution.
+    merged = {
+        "org.opencontainers.image.title": recipe.name,
+        "org.opencontainers.image.version": __version__,
+        **({"org.opencontainers.image.description": description} if description else {}),
+        **recipe.image.labels,
+        "imgkit.recipe": recipe.name,
+        "imgkit.recipe.sha256": recipe.sha256,
+        "imgkit.version": __version__,
+        **(install.lock_labels(recipe.lock, recipe.lock_text) if recipe.lock else {}),
+    }
+    stated = _origins(recipe, [("image", "labels", key) for key in recipe.image.labels])
+    return Block(origin=stated or "imgkit: what this image is", entries=_entries(merged))
+
+
+def _entries(pairs: Mapping[str, str]) -> tuple[KeyValue, ...]:
+    return tuple(KeyValue(key=key, value=value) for key, value in pairs.items())
+
+
+def _stated(recipe: Recipe, *path: str | int) -> str:
+    """``file.yaml:12`` for the value at `path`; empty for a default."""
+    return recipe.where(*path) if path in recipe.positions else ""
+
+
+def _origins(recipe: Recipe, paths: Sequence[KeyPath]) -> str:
+    """Places of several values, shortened: ``mn5.yaml:12-14, mn5-llm.yaml:3``."""
+    spans: list[tuple[str, int, int]] = []
+    for path in paths:
+        name, _, number = recipe.where(*path).rpartition(":")
+        if not name:
+            return recipe.where(*path)
+        line = int(number)
+        if spans and spans[-1][0] == name and line in (spans[-1][2], spans[-1][2] + 1):
+            spans[-1] = (name, spans[-1][1], line)
+        else:
+            spans.append((name, line, line))
+    return ", ".join(f"{name}:{first}" + (f"-{last}" if last > first else "") for name, first, last in spans)
+
+
+def refuse(found: str, place: str, where: str, hint: str) -> NoReturn:
+    """Raise the error for a value that the rendered format cannot express."""
+    raise UsageError(f"{found} cannot appear in {place}", where=where or None, hint=hint)

@@ -15,7 +15,18 @@ from imgkit_builder.base import process
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import CODE_PLACE, Delta
 from imgkit_builder.job import quoting
-from imgkit_builder.job.request import CodeRecord, Job, Request, RunBy, declared
+from imgkit_builder.job.request import (
+    Allocation,
+    AnyJob,
+    BuildJobRequest,
+    CodeRecord,
+    ConversionJobRequest,
+    ImageJob,
+    Job,
+    Request,
+    RunBy,
+    declared,
+)
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import UsageError
@@ -76,7 +87,7 @@ def shell(job: Job) -> tuple[str, ...]:
     return start(job, ("bash",))
 
 
-def program(job: Job) -> str:
+def program(job: AnyJob) -> str:
     """The runtime's command: the recipe's, unless the request names another runtime."""
     runtime = job.recipe.system.runtime
     return runtime.command if runtime.kind == job.run_by else job.run_by
@@ -92,7 +103,7 @@ def options(job: Job) -> tuple[str, ...]:
     return words if job.gpus else tuple(word for word in words if word not in GPU_OPTIONS)
 
 
-def modules(job: Job) -> tuple[str, ...]:
+def modules(job: AnyJob) -> tuple[str, ...]:
     """Environment modules that the start needs, in load order."""
     runtime = job.recipe.system.runtime
     if job.run_by == "host":
@@ -155,11 +166,9 @@ _RECIPE_FILES = (".yaml", ".yml", ".json")
 
 def image(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> str:
     """Path of a .sif, an image reference, or the virtual environment of a run without a container."""
-    image = request.image
-    if any(ord(letter) < 32 for letter in image):
-        raise UsageError(f"{image!r} holds a control character", where="--image")
+    image = _printable_image(request)
     if run_by == "singularity":
-        return str(directory / (image or f"{Path(request.build).stem or recipe.name}.sif"))
+        return str(directory / (image or f"{recipe.name}.sif"))
     if run_by == "kubernetes" and not image:
         raise UsageError(
             "pods pull their image from a registry, but no image is given",
@@ -173,10 +182,22 @@ def image(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> s
     return image or f"{recipe.name}:latest"
 
 
-def making(job: Job) -> tuple[str, ...]:
-    """The words that make the image of a job which makes one."""
+def _printable_image(request: Allocation) -> str:
+    if any(ord(letter) < 32 for letter in request.image):
+        raise UsageError(f"{request.image!r} holds a control character", where="--image")
+    return request.image
+
+
+def image_to_make(recipe: Target, request: ConversionJobRequest | BuildJobRequest, directory: Path) -> str:
+    """Path of the .sif that a job makes."""
+    name = Path(request.build).stem if isinstance(request, BuildJobRequest) else recipe.name
+    return str(directory / (_printable_image(request) or f"{name}.sif"))
+
+
+def making(job: ImageJob) -> tuple[str, ...]:
+    """The argv that makes the image of `job`."""
     request = job.request
-    if request.archive is not None:
+    if isinstance(request, ConversionJobRequest):
         return (*process.own_words(), "sif", str(request.archive.absolute()), "-o", job.image)
     file = Path(request.build)
     built = str(file.absolute()) if file.suffix in _RECIPE_FILES else request.build
@@ -212,10 +233,9 @@ def refuse_code(request: Request, run_by: RunBy) -> None:
         for flag, given in (("--code-replace", request.code_replace), ("--allow", request.allow)):
             if given:
                 raise UsageError(f"{flag} without --code", where=flag, hint="--code DIR")
-    elif request.making or run_by != "singularity":
-        does = f"{request.making} makes one" if request.making else f"{run_by} does not run one"
+    elif run_by != "singularity":
         raise UsageError(
-            f"the code lies over a .sif, but {does}",
+            f"the code lies over a .sif, but {run_by} does not run one",
             where="--code",
             hint=f"leave it out; a folder that all nodes see: --bind DIR:/{descriptor.CODE_PLACE}",
         )
@@ -234,14 +254,14 @@ def environment(request: Request, run_by: RunBy, image: str, delta: Delta | None
     return {**_delta_id(run_by, Path(image), delta), **dict(given)}
 
 
-def refuse_secrets(recipe: Target, request: Request) -> None:
+def refuse_secrets(recipe: Target, request: Allocation) -> None:
     """Raise UsageError for a secret in what becomes part of the script, the record and argument lists.
 
     ``--env`` has a check of its own, `variable`.
     """
     system = recipe.system
     given: list[tuple[str, tuple[str, ...]]] = [
-        ("COMMAND", request.command),
+        ("COMMAND", request.command if isinstance(request, Request) else ()),
         (recipe.where("system", "runtime", "options"), system.runtime.options),
         (recipe.where("system", "queue", "options"), system.queue.options),
     ]
@@ -356,7 +376,7 @@ def binds(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> t
     return (*recipe.system.runtime.binds, *request.binds, *own)
 
 
-def fill(job: Job, name: str, **values: Any) -> str:
+def fill(job: AnyJob, name: str, **values: Any) -> str:
     """The text of template `name`, which sees `job` and `values`.
 
     Raises
@@ -367,6 +387,8 @@ def fill(job: Job, name: str, **values: Any) -> str:
 
     from imgkit_builder.image.render import environment
 
+    if isinstance(job, Job):
+        values["exports"] = exports(job)
     own = job.request.templates
     if own is not None and not own.is_dir():
         raise UsageError(f"no folder {own}", where="--templates")
@@ -374,7 +396,7 @@ def fill(job: Job, name: str, **values: Any) -> str:
         return (
             environment("templates/job", own)
             .get_template(name)
-            .render(job=job, exports=exports(job), modules=modules(job), **values)
+            .render(job=job, modules=modules(job), **values)
         )
     except jinja2.TemplateSyntaxError as error:
         raise UsageError(

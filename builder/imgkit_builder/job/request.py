@@ -1,12 +1,14 @@
-"""A `Request`, the `Job` that it becomes, the `Script` to submit, and the `SubmittedJob` to follow.
+"""Requests, the job that each becomes, the `Script` to submit, and the `SubmittedJob` to follow.
 
-A request's fields declare the flags of ``imgkit submit`` (`flag`); a scheduler declares its own in a class
-of the same kind. ``cli/job_flags.py`` turns them into options.
+Each kind of job has a request and a job of its own: `Request` and `Job` run a command, the others make a
+.sif. Fields declare the flags of ``imgkit submit`` (`flag`); a scheduler declares its own in a class of the
+same kind. ``cli/job_flags.py`` turns them into options.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import typing
 from collections.abc import Mapping
@@ -15,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from imgkit_builder.job.ssh import fanout
+from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.schedulers.placement import Size
 
 if TYPE_CHECKING:
@@ -62,8 +65,9 @@ def flag(default: Any, *names: str, help: str, metavar: str = "", choices: tuple
 
 
 def declared(owner: type[Any]) -> tuple[Flag, ...]:
-    """The flags that dataclass `owner` declares, in order."""
+    """The flags that dataclass `owner` declares, in order, before those of its base class."""
     types = typing.get_type_hints(owner)
+    own = inspect.get_annotations(owner)
     return tuple(
         Flag(
             field=known.name,
@@ -74,7 +78,7 @@ def declared(owner: type[Any]) -> tuple[Flag, ...]:
             help=known.metadata["help"],
             choices=known.metadata["choices"] or _literals(types[known.name]),
         )
-        for known in dataclasses.fields(owner)
+        for known in sorted(dataclasses.fields(owner), key=lambda known: known.name not in own)
         if "help" in known.metadata
     )
 
@@ -99,8 +103,34 @@ Flags = TypeVar("Flags")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """The flags of ``imgkit submit``; None and empty mean "as in the recipe"."""
+class Allocation:
+    """What every job requests of its scheduler; None and empty mean "as in the recipe"."""
+
+    time: str = flag("", metavar="HH:MM:SS", help="Time limit, for example 00:30:00, 90m or 2h.")
+    account: str = flag("", "--account", "-A", help="Account or project to charge.")
+    queue: str = flag("", "--queue", "-q", help="Queue, partition or RunAI project.")
+    qos: str = flag("", help="Quality of service (Slurm).")
+    image: str = flag(
+        "", metavar="PATH|REF", help="Image to run (default: RECIPE.sif here, or RECIPE:latest)."
+    )
+    name: str = flag("", help="Job name (default: the recipe's name).")
+    options: tuple[str, ...] = flag(
+        (), "--option", metavar="WORD", help="Additional scheduler option, passed through unchanged."
+    )
+    directory: Path = flag(Path(), metavar="DIR", help="Folder in which the job runs.")
+    templates: Path | None = flag(
+        None, metavar="DIR", help="Folder of custom templates; they replace the shipped ones."
+    )
+    strict: bool = flag(False, help="Treat warnings as errors.")
+    project: Mapping[str, str] = field(default_factory=dict)
+    """Where the imgkit.toml below the flags states each key, and "" its name; empty without such a file."""
+    system_flags: tuple[object, ...] = ()
+    """Flags of single systems that were given: a value of each system's `flags` class."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request(Allocation):
+    """A job that runs a command on its nodes."""
 
     command: tuple[str, ...] = ()
     """``dist-...`` with its arguments."""
@@ -122,13 +152,6 @@ class Request:
         False, help="Measure all nodes first, for a minute at most, and start without outliers or not at all."
     )
     nproc: int | None = flag(None, metavar="N", help="Processes per node (default: one per GPU).")
-    time: str = flag("", metavar="HH:MM:SS", help="Time limit, for example 00:30:00, 90m or 2h.")
-    account: str = flag("", "--account", "-A", help="Account or project to charge.")
-    queue: str = flag("", "--queue", "-q", help="Queue, partition or RunAI project.")
-    qos: str = flag("", help="Quality of service (Slurm).")
-    image: str = flag(
-        "", metavar="PATH|REF", help="Image to run (default: RECIPE.sif here, or RECIPE:latest)."
-    )
     delta: Path | None = flag(
         None, metavar="X.imgdelta", help="Delta to mount over the .sif, which stays as it is (imgkit delta)."
     )
@@ -155,11 +178,6 @@ class Request:
         metavar="FILE",
         help="Private file with lines NAME=VALUE, at this path on all nodes, which read it at the start.",
     )
-    name: str = flag("", help="Job name (default: the recipe's name).")
-    options: tuple[str, ...] = flag(
-        (), "--option", metavar="WORD", help="Additional scheduler option, passed through unchanged."
-    )
-    directory: Path = flag(Path(), metavar="DIR", help="Folder in which the job runs.")
     stop_before_s: int | None = flag(
         None,
         "--stop-before",
@@ -167,6 +185,48 @@ class Request:
         help="Ask the program to save this long before the time limit (Slurm); 0: never.",
     )
     interactive: bool = flag(False, "--interactive", "-i", help="Allocate nodes for interactive work.")
+    runtime: RunBy | None = flag(
+        None,
+        choices=("singularity", "docker", "host"),
+        help="What starts the program (default: the recipe's runtime); host: no container.",
+    )
+    secret_file: Path | None = flag(
+        None,
+        metavar="FILE",
+        help="Shared secret by which nodes authenticate each other, at this path on all of them (default: "
+        "the job creates a new one at each start).",
+    )
+    require_secret: bool = flag(False, help="Refuse multi-node runs without a shared secret.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionJobRequest(Allocation):
+    """A job that converts an archive to a .sif, which `image` names."""
+
+    archive: Path
+    where = "--sif"
+    """The flag that requests it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildJobRequest(Allocation):
+    """A job that builds a recipe's .sif without an engine; `image` names the file."""
+
+    build: str
+    """A shipped recipe, or a recipe's file."""
+    base_from: Path | None = None
+    """An archive, an OCI folder or a .sif of the base; None: its registry."""
+    where = "--build"
+    """The flag that requests it."""
+
+
+AnyRequest = Request | ConversionJobRequest | BuildJobRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFlags:
+    """Flags for a job that makes a .sif and runs no command."""
+
     archive: Path | None = flag(
         None, "--sif", metavar="ARCHIVE", help="Submit a job that converts ARCHIVE to a .sif."
     )
@@ -180,31 +240,30 @@ class Request:
         metavar="PATH",
         help="With --build: an archive, an OCI folder or a .sif of the base (default: its registry).",
     )
-    runtime: RunBy | None = flag(
-        None,
-        choices=("singularity", "docker", "host"),
-        help="What starts the program (default: the recipe's runtime); host: no container.",
-    )
-    templates: Path | None = flag(
-        None, metavar="DIR", help="Folder of custom templates; they replace the shipped ones."
-    )
-    secret_file: Path | None = flag(
-        None,
-        metavar="FILE",
-        help="Shared secret by which nodes authenticate each other, at this path on all of them (default: "
-        "the job creates a new one at each start).",
-    )
-    require_secret: bool = flag(False, help="Refuse multi-node runs without a shared secret.")
-    strict: bool = flag(False, help="Treat warnings as errors.")
-    project: Mapping[str, str] = field(default_factory=dict)
-    """Where the imgkit.toml below the flags states each key, and "" its name; empty without such a file."""
-    system_flags: tuple[object, ...] = ()
-    """Flags of single systems that were given: a value of each system's `flags` class."""
 
-    @property
-    def making(self) -> str:
-        """The flag that asks for a job which makes a .sif; empty for a job that runs one."""
-        return "--sif" if self.archive is not None else "--build" if self.build else ""
+
+def request_of(request: Request, flags: ImageFlags) -> AnyRequest:
+    """The request for the kind of job that `flags` choose, else `request`, which holds the other flags.
+
+    Raises
+    ------
+    UsageError : a flag belongs to another kind of job.
+    """
+    if flags.archive is None and not flags.build:
+        if flags.base_from is not None:
+            raise UsageError("--base-from without --build", where="--base-from", hint="--build RECIPE")
+        return request
+    where = "--build" if flags.archive is None else "--sif"
+    common = {known.name: getattr(request, known.name) for known in dataclasses.fields(Allocation)}
+    shared = {name for known in declared(Allocation) for name in known.names}
+    shared |= {"--sif"} if flags.archive is not None else {"--build", "--base-from"}
+    excess = [name for name in (*given(flags), *given(request)) if name not in shared]
+    excess += [f"the command {word}" for word in request.command[:1]]
+    if excess:
+        raise UsageError(f"{where} cannot be combined with {excess[0]}", where=where, hint="give one of them")
+    if flags.archive is not None:
+        return ConversionJobRequest(**common, archive=flags.archive)
+    return BuildJobRequest(**common, build=flags.build, base_from=flags.base_from)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,17 +286,50 @@ class CodeRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A request with all values found and checked against the system's limits."""
+class AnyJob:
+    """What every job has: values found and checked against the system's limits."""
 
     recipe: Target
-    request: Request
+    request: AnyRequest
     system: str
     """Name of the system that takes the job: the recipe's scheduler, or ``kubeflow`` for ``--format``."""
+    name: str
+    time: str
+    """``HH:MM:SS``, or empty."""
+    account: str
+    queue: str
+    directory: Path
+    image: str
+    """Path of a .sif, an image reference, or without a container the virtual environment, if any."""
+    run_by: RunBy
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The job's name in the queue and in the name of its output."""
+        return self.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageJob(AnyJob):
+    """A job that makes the .sif `image`."""
+
+    request: ConversionJobRequest | BuildJobRequest
+
+    @property
+    def title(self) -> str:
+        """The job's name in the queue and in the name of its output."""
+        return f"{self.name}-sif"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(AnyJob):
+    """A job that runs a command."""
+
+    request: Request
     system_flags: object
     """The system's own flags; `flags` reads them."""
     command: tuple[str, ...]
-    name: str
     size: Size
     """Nodes that train, and spares."""
     max_failures: int | None
@@ -246,18 +338,11 @@ class Job:
     """GPUs per node."""
     cpus: int | None
     """CPUs per node."""
-    time: str
-    """``HH:MM:SS``, or empty."""
-    account: str
-    queue: str
     qos: str
-    image: str
-    """Path of a .sif, an image reference, or without a container the virtual environment, if any."""
     overlay: str
     """Path of a delta over `image`; empty if there is none."""
     delta: Delta | None
     """The descriptor of `overlay`."""
-    run_by: RunBy
     binds: tuple[str, ...]
     env: Mapping[str, str]
     """Variables that are set inside the container: the user's own, and the delta's id."""
@@ -267,24 +352,17 @@ class Job:
     """Path of a file with more of them; empty if there is none."""
     settings: Mapping[str, str]
     """``IMGKIT_*`` variables for the launcher in the container."""
-    directory: Path
     stop_before_s: int
     """Seconds before the time limit at which the program is asked to save; 0: never."""
     code: CodeRecord | None = None
     """The code over the image and its delta; None if there is none."""
     code_files: tuple[str, ...] = ()
     """Paths of its deltas, lowest first."""
-    warnings: tuple[str, ...] = field(default=())
 
     @property
     def nodes(self) -> int:
         """The most nodes on which the command starts, spares among them."""
         return self.size.started
-
-    @property
-    def title(self) -> str:
-        """The job's name in the queue and in the name of its output."""
-        return f"{self.name}-sif" if self.request.making else self.name
 
     @property
     def elastic(self) -> bool:

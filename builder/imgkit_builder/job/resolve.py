@@ -7,9 +7,20 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from imgkit_builder.job import container, quoting, systems
-from imgkit_builder.job.request import Job, Request, RunBy, given
+from imgkit_builder.job.request import (
+    Allocation,
+    BuildJobRequest,
+    ConversionJobRequest,
+    ImageJob,
+    Job,
+    Request,
+    RunBy,
+    given,
+)
 from imgkit_builder.job.systems import OPTIONAL, System
 from imgkit_builder.recipe.problems import choices
 from imgkit_builder.recipe.targets import Target
@@ -31,24 +42,16 @@ def resolve(recipe: Target, request: Request) -> Job:
     """
     facts = recipe.system
     system = systems.named(facts.scheduler)
-    own = next((each for each in request.system_flags if isinstance(each, system.flags)), system.flags())
+    own = _own_flags(request, system)
     size = node_range(request.nodes or str(system.default_nodes(own)))
     gpus = _gpus(recipe, request)
     cpus = _cpus(recipe, request, gpus)
-    time = _time(recipe, request)
-    queue = {
-        "account": quoting.check("--account", request.account or facts.queue.account),
-        "name": quoting.check("--queue", request.queue or facts.queue.name),
-        "qos": quoting.check("--qos", request.qos or facts.queue.qos),
-        "time": time,
-    }
-    _require(recipe, system.required(recipe, request), queue, request.project)
+    queue = _queue(recipe, request, system.required(recipe, request))
     container.refuse_secrets(recipe, request)
     command = _command(request)
-    run_by = _run_by(recipe, request, system)
+    run_by = _run_by(recipe, request.runtime, system)
     container.refuse_code(request, run_by)
-    directory = request.directory.absolute()
-    quoting.check("--directory", str(directory))
+    directory = _directory(request)
     image = container.image(recipe, request, run_by, directory)
     overlay, delta = container.overlay(request, run_by, directory)
     job = Job(
@@ -62,7 +65,7 @@ def resolve(recipe: Target, request: Request) -> Job:
         max_failures=_failures(request),
         gpus=gpus,
         cpus=cpus,
-        time=time,
+        time=queue["time"],
         account=queue["account"],
         queue=queue["name"],
         qos=queue["qos"],
@@ -79,19 +82,71 @@ def resolve(recipe: Target, request: Request) -> Job:
             **container.secret(request, directory),
         },
         directory=directory,
-        stop_before_s=_stop_before(request, time),
+        stop_before_s=_stop_before(request, queue["time"]),
     )
     _refuse_clean(job)
-    warnings = (*_unused(recipe, request, system), *system.doubts(job))
+    return dataclasses.replace(
+        job, warnings=_warnings(request, (*_unused(recipe, request, system), *system.doubts(job)))
+    )
+
+
+def resolve_image(recipe: Target, request: ConversionJobRequest | BuildJobRequest) -> ImageJob:
+    """The job that makes a .sif on the system of `recipe`. Raises as `resolve` does."""
+    facts = recipe.system
+    system = systems.named(facts.scheduler)
+    queue = _queue(recipe, request, facts.queue.required)
+    container.refuse_secrets(recipe, request)
+    directory = _directory(request)
+    return ImageJob(
+        recipe=recipe,
+        request=request,
+        system=system.hands_to(_own_flags(request, system)) or facts.scheduler,
+        name=quoting.check("--name", request.name or recipe.name),
+        time=queue["time"],
+        account=queue["account"],
+        queue=queue["name"],
+        image=container.image_to_make(recipe, request, directory),
+        run_by=_run_by(recipe, None, system),
+        directory=directory,
+        warnings=_warnings(request, tuple(_unused(recipe, request, system))),
+    )
+
+
+def _own_flags(request: Allocation, system: System) -> Any:
+    return next((each for each in request.system_flags if isinstance(each, system.flags)), system.flags())
+
+
+def _directory(request: Allocation) -> Path:
+    directory = request.directory.absolute()
+    quoting.check("--directory", str(directory))
+    return directory
+
+
+def _queue(recipe: Target, request: Allocation, required: tuple[str, ...]) -> Mapping[str, str]:
+    """The fields of ``system.queue`` of the job."""
+    stated = recipe.system.queue
+    queue = {
+        "account": quoting.check("--account", request.account or stated.account),
+        "name": quoting.check("--queue", request.queue or stated.name),
+        "qos": quoting.check("--qos", request.qos or stated.qos),
+        "time": _time(recipe, request),
+    }
+    _require(recipe, required, queue, request.project)
+    return queue
+
+
+def _warnings(request: Allocation, warnings: tuple[str, ...]) -> tuple[str, ...]:
     if warnings and request.strict:
         raise UsageError("; ".join(warnings), where="--strict")
-    return dataclasses.replace(job, warnings=warnings)
+    return warnings
 
 
-def _unused(recipe: Target, request: Request, system: System) -> Iterator[str]:
+def _unused(recipe: Target, request: Allocation, system: System) -> Iterator[str]:
     """A warning for each flag that the system does not have."""
     ignored = [
-        f"--{name}" for name, known in OPTIONAL.items() if getattr(request, known) and name not in system.uses
+        f"--{name}"
+        for name, known in OPTIONAL.items()
+        if getattr(request, known, None) and name not in system.uses
     ]
     for other in request.system_flags:
         if not isinstance(other, system.flags):
@@ -122,21 +177,6 @@ def _require(
 def _command(request: Request) -> tuple[str, ...]:
     names = [command.name for command in COMMANDS]
     command = request.command
-    if request.base_from is not None and not request.build:
-        raise UsageError("--base-from without --build", where="--base-from", hint="--build RECIPE")
-    if making := request.making:
-        other = (
-            "--build"
-            if making == "--sif" and request.build
-            else f"the command {command[0]}"
-            if command
-            else ""
-        )
-        if other:
-            raise UsageError(
-                f"{making} cannot be combined with {other}", where=making, hint="give one of them"
-            )
-        return ()
     if not command:
         if request.interactive:
             return ()
@@ -154,7 +194,7 @@ def _command(request: Request) -> tuple[str, ...]:
     return command
 
 
-def _run_by(recipe: Target, request: Request, system: System) -> RunBy:
+def _run_by(recipe: Target, requested: RunBy | None, system: System) -> RunBy:
     """What starts the program on a node.
 
     Raises
@@ -162,18 +202,18 @@ def _run_by(recipe: Target, request: Request, system: System) -> RunBy:
     UsageError : the system cannot start programs by it, or its containers would lack the node's variables.
     """
     runtime = recipe.system.runtime
-    kind = request.runtime or runtime.kind
+    kind = requested or runtime.kind
     if kind in system.registration.runtimes:
         return kind
     what = f"{kind} cannot be used on {recipe.system.title or recipe.name}"
     if kind == "docker" and "host" in system.registration.runtimes:
-        program = "docker" if request.runtime else runtime.command
+        program = "docker" if requested else runtime.command
         what += (
             f": {program} does not pass {recipe.system.scheduler}'s variables into the container, so each "
             "node would run alone"
         )
     allowed = choices(kind, system.registration.runtimes)
-    if request.runtime:
+    if requested:
         raise UsageError(what, where="--runtime", hint=allowed)
     raise UsageError(
         what,
@@ -302,7 +342,7 @@ def _cpus(recipe: Target, request: Request, _gpus: int) -> int | None:
     return request.cpus
 
 
-def _time(recipe: Target, request: Request) -> str:
+def _time(recipe: Target, request: Allocation) -> str:
     """The time limit as ``HH:MM:SS``; empty if neither the request nor the recipe has one."""
     queue = recipe.system.queue
     text = request.time or queue.time

@@ -25,8 +25,18 @@ from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.job import baked, container, quoting, systems
 from imgkit_builder.job import code as code_of
 from imgkit_builder.job.code import CodeFolder
-from imgkit_builder.job.request import CodeRecord, Job, Request, Script, SubmittedJob
-from imgkit_builder.job.resolve import resolve
+from imgkit_builder.job.request import (
+    AnyJob,
+    AnyRequest,
+    BuildJobRequest,
+    ConversionJobRequest,
+    ImageJob,
+    Job,
+    Request,
+    Script,
+    SubmittedJob,
+)
+from imgkit_builder.job.resolve import resolve, resolve_image
 from imgkit_builder.recipe import targets
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import ToolFailed, UsageError
@@ -45,14 +55,14 @@ _KEPT = 1000
 class PreparedJob:
     """A job whose script is written, before anything is submitted."""
 
-    job: Job
+    job: Job | ImageJob
     script: Script
     code: CodeFolder | None = None
     """The code over the image; None if there is none."""
 
 
 def submit(
-    recipe: str | Path, request: Request, *, options: Options | None = None, report: Reporter | None = None
+    recipe: str | Path, request: AnyRequest, *, options: Options | None = None, report: Reporter | None = None
 ) -> SubmittedJob:
     """Prepare, check and submit a job, and save its record.
 
@@ -69,7 +79,9 @@ def submit(
     ToolFailed : the scheduler refused; quotes its message. Or it printed no job id.
     """
     report = report or Silent()
-    code = code_of.read(request, large=request.yes, report=report) if request.code is not None else None
+    code = None
+    if isinstance(request, Request) and request.code is not None:
+        code = code_of.read(request, large=request.yes, report=report)
     prepared = prepare(recipe, request, code)
     if prepared.script.foreground:
         raise UsageError(
@@ -89,7 +101,7 @@ def submit(
     return need_id(record)
 
 
-def prepare(recipe: str | Path, request: Request, code: CodeFolder | None = None) -> PreparedJob:
+def prepare(recipe: str | Path, request: AnyRequest, code: CodeFolder | None = None) -> PreparedJob:
     """The job that `request` becomes, and its script; nothing is written or run.
 
     Parameters
@@ -108,10 +120,12 @@ def prepare(recipe: str | Path, request: Request, code: CodeFolder | None = None
         target, default = baked.target(file), str(file.absolute())
     else:
         target, default = targets.find(recipe), ""
+    if not isinstance(request, Request):
+        making = resolve_image(target, request)
+        return PreparedJob(job=making, script=systems.named(making.system).image_script(making))
     job = resolve(target, dataclasses.replace(request, image=request.image or default))
     sif = Path(job.image) if image.is_sif(Path(job.image)) else None
-    if not request.making:
-        code_of.refuse_unused_bind(job, sif)
+    code_of.refuse_unused_bind(job, sif)
     if code is not None:
         code_of.refuse_unused(code, target, sif, job.overlay)
         code_of.refuse_shadowed(code, job)
@@ -119,7 +133,7 @@ def prepare(recipe: str | Path, request: Request, code: CodeFolder | None = None
     return PreparedJob(job=job, script=systems.named(job.system).script(job), code=code)
 
 
-def before_submission(job: Job) -> None:
+def before_submission(job: Job | ImageJob) -> None:
     """Check the image and the folder before anything waits in a queue.
 
     Raises
@@ -128,14 +142,12 @@ def before_submission(job: Job) -> None:
     """
     if job.run_by != "kubernetes" and not job.directory.is_dir():  # pods have folders of their own
         raise UsageError(f"no folder {job.directory}", where="--directory")
+    if isinstance(job, ImageJob):
+        _check_source(job.request)
+        return
     check_environment(job)
     systems.named(job.system).before_submission(job)
-    if job.request.archive is not None:
-        if not job.request.archive.is_file():
-            raise UsageError(f"no file {job.request.archive}", where="--sif", hint="imgkit save makes one")
-    elif job.request.build:
-        _check_build(job.request)
-    elif job.run_by == "singularity":
+    if job.run_by == "singularity":
         _check_sif(job)
     elif job.run_by == "host" and job.image and not os.path.lexists(f"{job.image}/bin/python3"):
         # It is not run: a login node can have another processor than the nodes it was made on.
@@ -159,17 +171,17 @@ def check_environment(job: Job) -> None:
         os.close(secret.open_private(Path(job.env_file), purpose="the file of --env-file"))
 
 
-def signed_files(job: Job) -> tuple[Path, ...]:
+def signed_files(job: Job | ImageJob) -> tuple[Path, ...]:
     """The files that can carry a signature which imgkit checks: the .sif and its delta, or the archive.
 
     Raises
     ------
     UsageError : the job runs something else.
     """
-    if job.request.archive is not None:
+    if isinstance(job.request, ConversionJobRequest):
         return (job.request.archive,)
-    if job.request.build or job.run_by != "singularity" or Path(job.image).is_dir():
-        does = f"builds {job.image}" if job.request.build else f"runs {job.image or 'no image'}"
+    if isinstance(job, ImageJob) or job.run_by != "singularity" or Path(job.image).is_dir():
+        does = f"builds {job.image}" if isinstance(job, ImageJob) else f"runs {job.image or 'no image'}"
         raise UsageError(
             f"imgkit checks the signatures of .sif files, and this job {does}",
             where="--require-signature",
@@ -178,10 +190,14 @@ def signed_files(job: Job) -> tuple[Path, ...]:
     return (Path(job.image), *([Path(job.overlay)] if job.overlay else []))
 
 
-def _check_build(request: Request) -> None:
-    """Read the recipe and look for the base here, before the job waits for a node."""
+def _check_source(request: ConversionJobRequest | BuildJobRequest) -> None:
+    """Look for the archive here, or read the recipe and look for the base, before the job waits."""
     from imgkit_builder.recipe import portable
 
+    if isinstance(request, ConversionJobRequest):
+        if not request.archive.is_file():
+            raise UsageError(f"no file {request.archive}", where="--sif", hint="imgkit save makes one")
+        return
     portable.find(request.build)
     if request.base_from is not None and not request.base_from.exists():
         raise UsageError(
@@ -232,6 +248,7 @@ def write_code(prepared: PreparedJob, options: Options | None, report: Reporter)
     from imgkit_builder.delta import code as code_delta
     from imgkit_builder.sif.conversion import Options
 
+    assert isinstance(prepared.job, Job)  # noqa: S101 - no other job has code
     file = Path(prepared.job.code_files[-1])
     if file.is_file():
         return
@@ -239,7 +256,7 @@ def write_code(prepared: PreparedJob, options: Options | None, report: Reporter)
     code_delta.write(prepared.code.tree, file, options or Options(), report)
 
 
-def send(job: Job, script: Script) -> SubmittedJob:
+def send(job: AnyJob, script: Script) -> SubmittedJob:
     """Submit `script`; returns the record to follow it by.
 
     Raises
@@ -260,7 +277,7 @@ def send(job: Job, script: Script) -> SubmittedJob:
     return dataclasses.replace(submitted(job, output), image_id=image_id)
 
 
-def submitted(job: Job, output: Generator[bytes, None, None], *, remote: str = "") -> SubmittedJob:
+def submitted(job: AnyJob, output: Generator[bytes, None, None], *, remote: str = "") -> SubmittedJob:
     """The record of `job`; `output` is what its submission prints, on the cluster `remote` if that is named.
 
     The job exists, whatever the scheduler printed: an answer without an id becomes part of the record.
@@ -284,9 +301,9 @@ def submitted(job: Job, output: Generator[bytes, None, None], *, remote: str = "
         directory=job.directory,
         queue=job.queue,
         remote=remote,
-        code=job.code,
+        code=job.code if isinstance(job, Job) else None,
         submitted=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        command=job.command,
+        command=job.command if isinstance(job, Job) else (),
     )
 
 
@@ -311,9 +328,11 @@ def need_id(record: SubmittedJob) -> SubmittedJob:
     )
 
 
-def _image_id(job: Job) -> str:
+def _image_id(job: AnyJob) -> str:
     from imgkit_builder.sif import image
 
+    if not isinstance(job, Job):
+        return ""  # the image is still to be made
     if job.delta is not None or not image.is_sif(Path(job.image)):
         return job.delta.image_id if job.delta else ""
     record = image.read(Path(job.image)).record
@@ -353,26 +372,7 @@ def records() -> tuple[SubmittedJob, ...]:
 
 
 def _read(path: Path) -> SubmittedJob:
-    data = json_text.load(path)
-    found = json_text.typed(
-        SubmittedJob(
-            id=data["id"],
-            system=data["system"],
-            name=data["name"],
-            recipe=data["recipe"],
-            directory=Path(data["directory"]),
-            queue=data["queue"],
-            cluster=data["cluster"],
-            answer=data["answer"],
-            remote=data["remote"],
-            submitted=data["submitted"],
-            command=tuple(data["command"]),
-            image_id=data["image_id"],
-            state=data["state"],
-            fetched=data["fetched"],
-            code=CodeRecord(**data["code"]) if data["code"] else None,
-        )
-    )
+    found: SubmittedJob = json_text.read(SubmittedJob, json_text.load(path), "record")
     if not all(map(quoting.is_job_id, (found.id, *filter(None, (found.cluster, found.remote))))):
         raise ValueError(f"{found.handle!r} is no job id")
     quoting.check("--name", found.name.removesuffix("-sif"))
@@ -383,24 +383,7 @@ def keep(record: SubmittedJob) -> None:
     """Save `record`, for `record_of`."""
     folder = _folder()
     folder.mkdir(parents=True, exist_ok=True)
-    data = {
-        "schema": SCHEMA,
-        "id": record.id,
-        "system": record.system,
-        "name": record.name,
-        "recipe": record.recipe,
-        "directory": str(record.directory),
-        "queue": record.queue,
-        "cluster": record.cluster,
-        "answer": record.answer,
-        "remote": record.remote,
-        "code": dataclasses.asdict(record.code) if record.code else None,
-        "submitted": record.submitted,
-        "command": record.command,
-        "image_id": record.image_id,
-        "state": record.state,
-        "fetched": record.fetched,
-    }
+    data = {"schema": SCHEMA, **dataclasses.asdict(record), "directory": str(record.directory)}
     files.put(folder / f"{record.handle}.json", json.dumps(data, indent=2) + "\n")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from imgkit_builder.image.install import PROTECTED
-from imgkit_builder.recipe import lock_follow
+from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.model import UV_STEP, LockedDeb, LockedWheel, PipStep, Recipe
 from imgkit_builder.recipe.problems import KeyPath
 from imgkit_builder.recipe.requirements import canonical
@@ -284,7 +284,7 @@ def explained(recipe: Recipe, failure: Failure, *, log: str) -> ImgkitError:
     where = place(recipe, failure)
     said = "\n".join(lines(failure.output))
     quoted = f"its words:\n{said}\nfull log: {log}" if said else f"full log: {log}"
-    keep = f"{lock_follow.command(recipe)} --keep"
+    keep = f"{lock_file.command(recipe)} --keep"
     match failure.kind:
         case "source":
             return UsageError(

@@ -22,14 +22,14 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_builder.engine import image_source, images
 from imgkit_builder.engine.builders import Choice
 from imgkit_builder.engine.connection import Engine
-from imgkit_builder.image import context, install, layers, members, render, secret_values
+from imgkit_builder.image import context, install, members, render, secret_values
 from imgkit_builder.image.context import BuildContext
 from imgkit_builder.image.instructions import INSIDE, NEXT
 from imgkit_builder.image.secret_values import SecretValues
 from imgkit_builder.lock import answers
 from imgkit_builder.lock.answers import BaseFile, Unresolved
 from imgkit_builder.oci.manifest import BaseImage, Manifest, now_s
-from imgkit_builder.recipe import lock_file, lock_follow
+from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.model import Lock, LockedBase, LockedPlatform, LockedTools, LockRequest, Recipe
 from imgkit_builder.recipe.requirements import canonical
 from imgkit_builder.sif import conversion, mksquashfs
@@ -214,7 +214,7 @@ def pack(
     ------
     UsageError : a value of the recipe does not fit on one line, or a file cannot be read.
     """
-    made = layers.layers(recipe, base=base.name, platform=base.platform)
+    made = render.layers(recipe, base=base.name, platform=base.platform)
     packages = "".join(f"{NEXT}    {shlex.quote(one)}" for one in recipe.image.apt)
     made = dataclasses.replace(
         made,
@@ -281,7 +281,7 @@ def _order(
                 for number in range(len(request.pip))
             ],
             "steps": [
-                {"packages": one.requirements, "options": lock_follow.options_of(step)}
+                {"packages": one.requirements, "options": lock_file.options_of(step)}
                 for one, step in zip(request.pip, recipe.image.pip, strict=True)
             ],
         }
@@ -300,7 +300,7 @@ def kept_files(file: Path, part: LockedPlatform | None) -> dict[str, Path]:
     UsageError : one is missing.
     """
     found = {
-        one.file: lock_follow.kept_folder(file) / one.file for one in (part.pip if part else ()) if one.kept
+        one.file: lock_file.kept_folder(file) / one.file for one in (part.pip if part else ()) if one.kept
     }
     for name, path in found.items():
         if not path.is_file():
@@ -327,13 +327,13 @@ def write_lock(recipe: Recipe, file: Path, old: Lock | None, part: LockedPlatfor
     content = lock_file.text(new)
     lock_file.parse(content, file)  # names, versions and URLs are what the base answered
     if made is not None:
-        _store(lock_follow.kept_folder(file), made, part.digests)
+        _store(lock_file.kept_folder(file), made, part.digests)
     hint = "choose a folder that this user may write to"
     with replacing(file, failed="the lock cannot be written", hint=hint) as stream:
         stream.write(content.encode())
     named = {name for one in new.platforms for name in one.digests}
     for name in {name for one in lock.platforms for name in one.digests} - named:
-        (lock_follow.kept_folder(file) / name).unlink(missing_ok=True)
+        (lock_file.kept_folder(file) / name).unlink(missing_ok=True)
 
 
 def _store(folder: Path, made: Path, digests: Mapping[str, str]) -> None:

@@ -136,12 +136,7 @@ def from_json(text: str) -> Manifest:
             raise UsageError(
                 "the manifest is from a later imgkit", hint="use that version, or build the image again"
             )
-        base = dict(data.pop("base"))
-        probe = dict(base.pop("probe"))
-        probe["pip_conflicts"] = tuple(probe["pip_conflicts"])
-        projects = tuple(InstalledProject(**one) for one in data.pop("projects", ()))
-        return json_text.typed(
-            Manifest(base=BaseImage(probe=Probe(**probe), **base), projects=projects, **data)
-        )
+        made: Manifest = json_text.read(Manifest, data, "manifest", closed=True)
+        return made
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"not an imgkit manifest: {error}") from error

@@ -7,18 +7,25 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from imgkit_builder.job import request
-from imgkit_builder.job.request import Job, Request
+from imgkit_builder.job.request import (
+    AnyRequest,
+    BuildJobRequest,
+    ImageJob,
+    Job,
+    Request,
+)
 from imgkit_builder.project.toml_file import ProjectFile, ProjectValues
 from imgkit_builder.recipe.problems import KeyPath, Position, shown
 
+_Kind = TypeVar("_Kind", bound=AnyRequest)
 _STATED = ("account", "queue", "qos", "time", "nodes", "command")
 """Keys of the file that stand for a field of `Request`, which a flag replaces."""
 
 
-def under(request: Request, project: ProjectFile | None) -> Request:
+def under(request: _Kind, project: ProjectFile | None) -> _Kind:
     """`request`, which holds the flags, with the file's values where no flag was given.
 
     ``--bind`` and ``--env`` add to the file's; a variable of a flag replaces that of the file. The job runs
@@ -27,18 +34,21 @@ def under(request: Request, project: ProjectFile | None) -> Request:
     if project is None:
         return request
     values = project.values
-    own = {_name(one) for one in request.env}
-    runs = not request.making  # a job that makes a .sif has neither command nor code
-    code = project.code if runs and not request.no_code else None
     places = {key: _place(position) for key, position in project.positions.items()}
+    stated: dict[str, Any] = {
+        **{key: getattr(request, key) or getattr(values, key) for key in _STATED if hasattr(request, key)},
+        "project": {"": shown(project.file).name, **places},
+        "directory": project.file.parent if request.directory == Path() else request.directory,
+    }
+    if not isinstance(request, Request):  # a job that makes a .sif has neither variables nor code
+        return dataclasses.replace(request, **stated)
+    own = {_name(one) for one in request.env}
     return dataclasses.replace(
         request,
-        **{key: getattr(request, key) or getattr(values, key) for key in _STATED if runs or key != "command"},
+        **stated,
         binds=(*values.binds, *request.binds),
         env=(*(one for one in values.env if _name(one) not in own), *request.env),
-        code=request.code or code,
-        project={"": shown(project.file).name, **places},
-        directory=project.file.parent if request.directory == Path() else request.directory,
+        code=request.code or (None if request.no_code else project.code),
     )
 
 
@@ -70,7 +80,7 @@ class ValueSource:
         return _place(self.position)
 
 
-def of_job(job: Job, given: Request, project: ProjectFile | None) -> tuple[ValueSource, ...]:
+def of_job(job: Job | ImageJob, given: AnyRequest, project: ProjectFile | None) -> tuple[ValueSource, ...]:
     """Every value of `job`; `given` holds the flags alone."""
     finder = _Finder(job=job, given=given, project=project)
     return tuple(finder.rows())
@@ -85,39 +95,57 @@ def of_word(name: str, value: str, *, flag: str, project: ProjectFile | None) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Finder:
-    job: Job
-    given: Request
+    job: Job | ImageJob
+    given: AnyRequest
     project: ProjectFile | None
 
     def rows(self) -> Iterator[ValueSource]:
-        job, queue = self.job, ("system", "queue")
+        if isinstance(self.job, Job) and isinstance(self.given, Request):
+            yield from self._of_run(self.job, self.given)
+        elif isinstance(self.job, ImageJob):
+            yield from self._of_image(self.job)
+
+    def _of_image(self, job: ImageJob) -> Iterator[ValueSource]:
+        yield from self._of_queue()
+        yield self._row("name", job.name)
+        yield self._row("image", job.image)
+        yield self._row("directory", job.directory)
+        yield from self._options((*job.recipe.system.queue.sif,), ("system", "queue", "sif"))
+        source = job.request.build if isinstance(job.request, BuildJobRequest) else job.request.archive
+        flag = job.request.where
+        yield ValueSource(name=flag.strip("-"), value=str(source), flag=flag)
+
+    def _of_queue(self) -> Iterator[ValueSource]:
+        queue = ("system", "queue")
+        yield self._row("time", self.job.time, (*queue, "time"))
+        yield self._row("account", self.job.account, (*queue, "account"))
+        yield self._row("queue", self.job.queue, (*queue, "name"))
+
+    def _of_run(self, job: Job, given: Request) -> Iterator[ValueSource]:
         yield self._row("nodes", str(job.size))
         yield self._row("gpus", job.gpus, ("system", "node", "gpus"))
         yield self._row("cpus", job.cpus, ("system", "node", "cpus_per_gpu"), ("system", "node", "cpus"))
-        yield self._row("time", job.time, (*queue, "time"))
-        yield self._row("account", job.account, (*queue, "account"))
-        yield self._row("queue", job.queue, (*queue, "name"))
-        yield self._row("qos", job.qos, (*queue, "qos"))
+        yield from self._of_queue()
+        yield self._row("qos", job.qos, ("system", "queue", "qos"))
         yield self._row("name", job.name)
         yield self._row("image", job.image)
         if job.overlay:
             yield self._row("delta", job.overlay)
         if job.request.code:
             yield self._row("code", job.request.code)
-        elif self.given.no_code:
+        elif given.no_code:
             yield ValueSource(name="code", value="", flag="--no-code")
         yield self._row("runtime", job.run_by, ("system", "runtime", "kind"))
         yield self._row("stop-before", job.stop_before_s, field="stop_before_s")
         yield self._row("directory", job.directory)
-        yield from self._lists()
-        for own in self.given.system_flags:
+        yield from self._lists(job, given)
+        for own in given.system_flags:
             for word in request.given(own):
                 known = next(one for one in request.declared(type(own)) if one.names[0] == word)
                 yield ValueSource(name=word.strip("-"), value=str(getattr(own, known.field)), flag=word)
         yield self._row("command", shlex.join(job.command))
 
-    def _lists(self) -> Iterator[ValueSource]:
-        job, given = self.job, self.given
+    def _lists(self, job: Job, given: Request) -> Iterator[ValueSource]:
         values = self.project.values if self.project else ProjectValues()
         shared = len(job.recipe.system.runtime.binds)
         for number, one in enumerate(job.binds):
@@ -129,20 +157,24 @@ class _Finder:
             text = f"{name}={job.env[name]}" if name in job.env else f"{name} (with its value from here)"
             here, there = (name in map(_name, of) for of in (given.env, values.env))
             yield self._added("env", text, "env", flag=here, file=there)
-        options = job.recipe.system.queue.options
-        for number, one in enumerate((*options, *given.options)):
-            if number < len(options):
-                yield self._stated("option", one, ("system", "queue", "options", number))
+        yield from self._options(job.recipe.system.queue.options, ("system", "queue", "options"))
+
+    def _options(self, stated: tuple[str, ...], path: KeyPath) -> Iterator[ValueSource]:
+        for number, one in enumerate((*stated, *self.given.options)):
+            if number < len(stated):
+                yield self._stated("option", one, (*path, number))
             else:
                 yield ValueSource(name="option", value=one, flag="--option")
 
     def _row(self, name: str, value: Any, *paths: KeyPath, field: str = "") -> ValueSource:
         """The row of a value that one flag, one key of the file or the recipe at one of `paths` states."""
         text = "" if value is None else str(value)
-        known = next((one for one in request.declared(Request) if one.field == (field or name)), None)
+        known = next(
+            (one for one in request.declared(type(self.given)) if one.field == (field or name)), None
+        )
         if known and getattr(self.given, known.field) != known.default:
             return ValueSource(name=name, value=text, flag=known.names[0])
-        if name == "command" and self.given.command:
+        if name == "command" and isinstance(self.given, Request) and self.given.command:
             return ValueSource(name=name, value=text, flag="--")
         if self.project is not None and bool(getattr(self.project.values, name, "")):
             return ValueSource(name=name, value=text, position=self.project.positions[name])

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from imgkit_builder.recipe import lock_follow, rules, targets
+from imgkit_builder.recipe import lock_file, rules, targets
 from imgkit_builder.recipe.model import Image, KeyPath, LockedStep, PipStep, Recipe
 from imgkit_builder.recipe.problems import Position, key_text
 from imgkit_entrypoints import json_text
@@ -31,7 +31,7 @@ def to_json(recipe: Recipe) -> str:
     OSError : a requirements file cannot be read.
     """
     image = recipe.image
-    asked = lock_follow.request_of(recipe).pip
+    asked = lock_file.request_of(recipe).pip
     image = dataclasses.replace(
         image,
         ca=tuple(_stated(recipe, file, "image", "ca", number) for number, file in enumerate(image.ca)),
@@ -63,7 +63,7 @@ def _public(value: Any, name: str = "") -> Any:
     if isinstance(value, list):
         return [_public(one) for one in value]
     # The name of a variable says that it holds a secret.
-    return lock_follow.public(f"{name}={value}").partition("=")[2] if isinstance(value, str) else value
+    return lock_file.public(f"{name}={value}").partition("=")[2] if isinstance(value, str) else value
 
 
 def _step(recipe: Recipe, number: int, step: PipStep, asked: LockedStep) -> PipStep:

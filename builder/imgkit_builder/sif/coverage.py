@@ -232,11 +232,7 @@ def _parse(text: bytes) -> Coverage:
         raise ValueError("not a JSON object")
     if values.pop("schema", None) != SCHEMA:
         raise ValueError("a later imgkit wrote it; update imgkit")
-    try:
-        objects = tuple(json_text.typed(CoveredObject(**one)) for one in values.pop("objects"))
-        found = json_text.typed(Coverage(objects=objects, **values))
-    except (TypeError, KeyError) as error:
-        raise ValueError(str(error)) from error
+    found: Coverage = json_text.read(Coverage, values, "coverage", closed=True)
     if _text(found) != text or _sha256(_text(replace(found, sha256=_HEX))) != found.sha256:
         raise ValueError("its own sha256 differs")
     return found

@@ -309,9 +309,8 @@ def _record(path: Path, raw: bytes) -> ImgkitRecord:
         values = json_text.parse(raw)
         if values.pop("schema") != 1:
             raise CheckFailed("a later imgkit wrote its imgkit object", where=str(path), hint="update imgkit")
-        values["diff_ids"] = tuple(values["diff_ids"])
-        values["deltas"] = tuple(values["deltas"])
-        return json_text.typed(ImgkitRecord(**values))
+        record: ImgkitRecord = json_text.read(ImgkitRecord, values, "it", closed=True)
+        return record
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckFailed(f"its imgkit object cannot be read: {error}", where=str(path)) from error
 

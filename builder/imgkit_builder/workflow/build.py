@@ -439,13 +439,13 @@ def _followed(recipe: Recipe, platform: str, request: _Build, report: Reporter) 
 
     Raises
     ------
-    UsageError : as `lock_follow.follow` does.
+    UsageError : as `lock_file.follow` does.
     """
-    from imgkit_builder.recipe import lock_follow
+    from imgkit_builder.recipe import lock_file
 
     if request.no_lock or recipe.lock:
         return recipe
-    found = lock_follow.follow(recipe, platform=platform, base=request.base, required=request.locked)
+    found = lock_file.follow(recipe, platform=platform, base=request.base, required=request.locked)
     for note in _lock_notes(found):
         report.note(note)
     return found

@@ -57,7 +57,7 @@ def rebuild(
 def _locked_recipe(sif: Path, file: Path | None, report: Reporter) -> tuple[Recipe, ImgkitRecord]:
     """The recipe with the lock that lies in the .sif, and the record of the .sif."""
     from imgkit_builder.delta import descriptor, source, tree
-    from imgkit_builder.recipe import load, lock_file, lock_follow, portable
+    from imgkit_builder.recipe import load, lock_file, portable
     from imgkit_entrypoints import __version__
 
     stack = descriptor.stack(sif)
@@ -99,7 +99,7 @@ def _locked_recipe(sif: Path, file: Path | None, report: Reporter) -> tuple[Reci
             report.note(f"it was built on {part.request.base}, and its recipe states {found.image.base}")
     # The lock may name another base than the recipe beside it, but not than a recipe of this machine.
     base = part.request.base if file is None else None
-    attached = lock_follow.attached(found, lock, lock_file.beside(found), platform=part.platform, base=base)
+    attached = lock_file.attached(found, lock, lock_file.beside(found), platform=part.platform, base=base)
     return attached, record
 
 

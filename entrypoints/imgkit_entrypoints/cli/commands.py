@@ -8,6 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+TORCHRUN = "imgkit_entrypoints.apps.torchrun"
+"""Module that runs torchrun on a node."""
+PREFLIGHT = "imgkit_entrypoints.apps.preflight"
+"""Module that measures a node before the start."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:

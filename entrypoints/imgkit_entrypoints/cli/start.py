@@ -18,7 +18,7 @@ from pathlib import Path
 
 from imgkit_entrypoints import __version__, fabric, facts, terminal
 from imgkit_entrypoints.arguments import Parser, natural, positive
-from imgkit_entrypoints.cli.commands import Command
+from imgkit_entrypoints.cli.commands import PREFLIGHT, TORCHRUN, Command
 from imgkit_entrypoints.doctor import saved_environment
 from imgkit_entrypoints.errors import NoPlan, UsageError
 from imgkit_entrypoints.fabric import sockets
@@ -359,7 +359,14 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
     """
     host, system = facts.gather(env=env), facts.system_facts(env=env)
     launch_plan = plan.make(
-        options.request, worker.argv, place=placement, host=host, system=system, env=env, own=worker.own
+        options.request,
+        worker.argv,
+        torchrun=TORCHRUN,
+        place=placement,
+        host=host,
+        system=system,
+        env=env,
+        own=worker.own,
     )
     odd = resolve.warnings(placement, options.placement, env, recipe=system.scheduler if system else "")
     child = {name: value for name, value in env.items() if name not in launch_plan.unset} | dict(
@@ -427,6 +434,7 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
         max_failures=launch_plan.max_failures,
         goodput=worker.goodput,
         preflight=options.preflight,
+        measures=PREFLIGHT,
     )
 
 

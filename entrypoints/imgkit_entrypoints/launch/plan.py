@@ -198,13 +198,19 @@ def make(
     request: Request,
     worker: Sequence[str],
     *,
+    torchrun: str,
     place: Placement,
     host: HostFacts,
     system: SystemFacts | None,
     env: Mapping[str, str],
     own: bool = False,
 ) -> LaunchPlan:
-    """Decide how to start `worker` (its argv) on the node `place`; `own`: a program of this package.
+    """Decide how to start `worker` (its argv) on the node `place`.
+
+    Parameters
+    ----------
+    torchrun : the module that runs torchrun.
+    own : whether `worker` is a program of this package.
 
     Raises
     ------
@@ -227,7 +233,7 @@ def make(
     if place.direct is not None:
         variables |= _ranks(place)
     else:
-        command = (*_torchrun(request, place, host, nproc), *command)
+        command = (*_torchrun(torchrun, request, place, host, nproc), *command)
         # Read by apps/torchrun.py. A fork has not been tried with CUDA, and another program may not bear it.
         forks = request.start == "fork" or (request.start == "auto" and own and device == "cpu")
         variables["IMGKIT_START"] = "fork" if forks else "exec"
@@ -403,7 +409,9 @@ def _ranks(place: Placement) -> dict[str, str]:
     }
 
 
-def _torchrun(request: Request, place: Placement, host: HostFacts, nproc: int) -> tuple[str, ...]:
+def _torchrun(
+    module: str, request: Request, place: Placement, host: HostFacts, nproc: int
+) -> tuple[str, ...]:
     # Each node has its own folder: torchrun's paths name no host, and nodes may share a file system.
     logs = str(PurePath(request.log_dir, f"node{place.node_rank}")) if request.log_dir else LOGS_PENDING
     if request.log_dir and _failures(request, place):
@@ -411,7 +419,7 @@ def _torchrun(request: Request, place: Placement, host: HostFacts, nproc: int) -
     return (
         # -I and --no-python: neither torchrun nor our workers look into the current folder or a PYTHONPATH.
         # -u: torchrun copies the workers' lines, and would buffer them until its end if stdout is a file.
-        *(sys.executable or "python3", "-I", "-u", "-m", "imgkit_entrypoints.apps.torchrun"),
+        *(sys.executable or "python3", "-I", "-u", "-m", module),
         *_rendezvous(place),
         *("--nproc-per-node", str(nproc), "--max-restarts", "0"),
         *("--monitor-interval", "0.1"),  # torch 2.3 checks its workers every 5 s only

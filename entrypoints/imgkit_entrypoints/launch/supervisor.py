@@ -66,6 +66,7 @@ def run(
     secret: bytes | None = None,
     goodput: str = "",
     preflight: str = "",
+    measures: str = "",
 ) -> int:
     """Meet the other nodes, run `argv` with `env`, supervise it, and return the exit code of this node.
 
@@ -78,6 +79,7 @@ def run(
     secret : what all nodes of the run know, and no stranger (rollcall/link.py); None: an open start.
     goodput : who knows where the time goes, see `GoodputTimer`.
     preflight : how all nodes are measured before the start (launch/preflight); empty: not at all.
+    measures : the module that then measures a node.
 
     Raises
     ------
@@ -134,7 +136,7 @@ def run(
             )
             guard.adopt_orphans()  # for the case that a guard itself is killed
             try:
-                left_out = _measured(preflight, around, shared) if preflight else ()
+                left_out = _measured(preflight, measures, around, shared) if preflight else ()
                 if preflight:
                     started.ends("preflight")
                 if around.attempts:
@@ -210,13 +212,14 @@ def _attempts(
     return Attempts(roll, size, max_failures=max_failures, say=say, fence=admit)
 
 
-def _measured(mode: str, around: Surroundings, shared: RunFolder | None) -> tuple[int, ...]:
+def _measured(mode: str, module: str, around: Surroundings, shared: RunFolder | None) -> tuple[int, ...]:
     """Measure all nodes; return the numbers of those that the run leaves out."""
     from imgkit_entrypoints.launch.preflight.run import Needs, preflight
 
     place = around.roll.place
     needs = Needs(
         mode=mode,
+        module=module,
         env=around.env,
         open_files=around.open_files,
         signals=around.signals,

@@ -17,7 +17,9 @@ from collections.abc import Mapping, Sequence
 
 from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.environment import (
+from imgkit_entrypoints.schedulers.placement import (
+    Placement,
+    Read,
     first,
     head_of,
     hostname,
@@ -27,7 +29,6 @@ from imgkit_entrypoints.schedulers.environment import (
     present,
     size_in,
 )
-from imgkit_entrypoints.schedulers.placement import Placement, Read
 
 NAME = "kubeflow"
 

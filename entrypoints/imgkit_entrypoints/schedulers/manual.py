@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.environment import (
+from imgkit_entrypoints.schedulers.placement import (
     NODES,
+    Placement,
+    Read,
+    Size,
     first,
     given_nodes,
     head_of,
@@ -18,7 +21,6 @@ from imgkit_entrypoints.schedulers.environment import (
     present,
     short,
 )
-from imgkit_entrypoints.schedulers.placement import Placement, Read, Size
 
 NAME = "manual"
 

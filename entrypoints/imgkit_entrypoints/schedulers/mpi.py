@@ -17,8 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.environment import (
+from imgkit_entrypoints.schedulers.placement import (
     NODES,
+    Direct,
+    Placement,
+    Read,
+    WrongStart,
     first,
     head_of,
     hostname,
@@ -28,7 +32,6 @@ from imgkit_entrypoints.schedulers.environment import (
     present,
     variable,
 )
-from imgkit_entrypoints.schedulers.placement import Direct, Placement, Read, WrongStart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

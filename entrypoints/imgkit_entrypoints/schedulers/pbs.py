@@ -21,8 +21,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.environment import (
+from imgkit_entrypoints.schedulers.placement import (
     NODES,
+    Placement,
+    Read,
+    WrongStart,
     first,
     head_of,
     hostname,
@@ -31,7 +34,6 @@ from imgkit_entrypoints.schedulers.environment import (
     present,
     short,
 )
-from imgkit_entrypoints.schedulers.placement import Placement, Read, WrongStart
 
 NAME = "pbs"
 

@@ -13,9 +13,20 @@ from typing import NoReturn, Protocol
 
 from imgkit_entrypoints.errors import NoPlan, UsageError
 from imgkit_entrypoints.schedulers import kubernetes, manual, pbs, slurm, standalone
-from imgkit_entrypoints.schedulers.environment import hostname, number, port_in, present, short, size_in
 from imgkit_entrypoints.schedulers.mpi import HYDRA, HYDRA_OWN, OPENMPI, PALS
-from imgkit_entrypoints.schedulers.placement import Direct, Placement, PlacementRequest, Read, WrongStart
+from imgkit_entrypoints.schedulers.placement import (
+    Direct,
+    Placement,
+    PlacementRequest,
+    Read,
+    WrongStart,
+    hostname,
+    number,
+    port_in,
+    present,
+    short,
+    size_in,
+)
 
 
 def place(request: PlacementRequest, env: Mapping[str, str], read: Read) -> Placement:

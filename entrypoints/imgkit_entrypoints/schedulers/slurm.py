@@ -19,7 +19,12 @@ from collections.abc import Mapping, Sequence
 
 from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.environment import (
+from imgkit_entrypoints.schedulers.hostlist import expand_counts, expand_nodelist
+from imgkit_entrypoints.schedulers.placement import (
+    Direct,
+    Placement,
+    Read,
+    WrongStart,
     first,
     head_of,
     hostname,
@@ -29,8 +34,6 @@ from imgkit_entrypoints.schedulers.environment import (
     short,
     variable,
 )
-from imgkit_entrypoints.schedulers.hostlist import expand_counts, expand_nodelist
-from imgkit_entrypoints.schedulers.placement import Direct, Placement, Read, WrongStart
 
 NAME = "slurm"
 

@@ -6,8 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.environment import number, port_in, present, unique
-from imgkit_entrypoints.schedulers.placement import Direct, Placement, Read
+from imgkit_entrypoints.schedulers.placement import Direct, Placement, Read, number, port_in, present, unique
 
 NAME = "standalone"
 WORKER: tuple[str, ...] = ("RANK", "LOCAL_RANK", "WORLD_SIZE")

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import imgkit_recipes
 from imgkit_builder.cli.app import build_app
 from imgkit_builder.engine import unchanged
-from imgkit_builder.recipe import lock_file, lock_follow
+from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import Lock, LockedBase, LockedPlatform
 
@@ -291,7 +291,7 @@ def lock(folder: Path) -> Path:
     part = LockedPlatform(
         platform="linux/amd64",
         source_date_epoch=1700000000,
-        request=lock_follow.request_of(recipe),
+        request=lock_file.request_of(recipe),
         base=LockedBase(name=BASE, id=f"sha256:{'b' * 64}"),
     )
     file = folder / "small.lock"

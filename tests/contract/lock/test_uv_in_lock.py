@@ -11,7 +11,7 @@ import pytest
 
 from imgkit_builder.image import install, render, uv_inside
 from imgkit_builder.lock import answers
-from imgkit_builder.recipe import lock_file, lock_follow, portable, uv_lock
+from imgkit_builder.recipe import lock_file, portable, uv_lock
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import UV_STEP, Lock, LockedBase, LockedPlatform, Recipe
 from imgkit_entrypoints.errors import ToolFailed, UsageError
@@ -37,13 +37,13 @@ def locked(recipe: Recipe, tmp_path: Path) -> Recipe:
     part = LockedPlatform(
         platform="linux/amd64",
         source_date_epoch=1_700_000_000,
-        request=lock_follow.request_of(recipe),
+        request=lock_file.request_of(recipe),
         base=LockedBase(name="python:3", digest=f"sha256:{'b' * 64}"),
         pip=answers.uv_wheels(json.dumps(choice.wheels)),
     )
     file = lock_file.beside(recipe)
     file.write_text(lock_file.text(Lock(recipe="mine", imgkit="0.3.0", platforms=(part,))))
-    return lock_follow.follow(recipe, platform="linux/amd64")
+    return lock_file.follow(recipe, platform="linux/amd64")
 
 
 def test_locked_step_needs_the_lock_alone(recipe: Recipe, tmp_path: Path) -> None:
@@ -65,13 +65,13 @@ def test_kept_wheels_ask_no_server(recipe: Recipe, tmp_path: Path) -> None:
     names = [one.file for one in install.locked_wheels(first, UV_STEP)]
     for name in names:
         (folder / name).touch()
-    found = lock_follow.follow(recipe, platform="linux/amd64")
+    found = lock_file.follow(recipe, platform="linux/amd64")
     assert dict(install.uv_files(found)).keys() == {"imgkit/uv.txt"}
     assert render.dockerfile(found).count("locked-uv") == 4
     assert "/opt/imgkit/locked-uv" in render.definition(found)
     # One missing file: pip takes all of them from where uv.lock has them.
     (folder / names[0]).unlink()
-    found = lock_follow.follow(recipe, platform="linux/amd64")
+    found = lock_file.follow(recipe, platform="linux/amd64")
     assert "imgkit/uv.html" in dict(install.uv_files(found))
 
 
@@ -87,7 +87,7 @@ def test_other_uv_project_makes_the_lock_stale(recipe: Recipe, tmp_path: Path, c
     if change == "none":
         file.write_text(TEXT.partition("  uv:")[0])
     with pytest.raises(UsageError) as caught:
-        lock_follow.follow(load(file), platform="linux/amd64")
+        lock_file.follow(load(file), platform="linux/amd64")
     said = (
         "there is no uv project"
         if change == "none"
@@ -103,7 +103,7 @@ def test_recipe_of_an_image_needs_no_uv_lock(recipe: Recipe, tmp_path: Path) -> 
     (tmp_path / "elsewhere").mkdir()
     again = portable.from_json(text, tmp_path / "elsewhere" / "mine.json")
     assert found.lock is not None
-    assert lock_follow.difference(lock_follow.request_of(again), found.lock.request) is None
+    assert lock_file.difference(lock_file.request_of(again), found.lock.request) is None
 
 
 def test_wheels_of_no_uv_project_are_refused(recipe: Recipe, tmp_path: Path) -> None:

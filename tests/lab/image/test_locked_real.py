@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from labkit import docker, host_address, imgkit, imgkit_json
 
-from imgkit_builder.recipe import lock_file, lock_follow
+from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import Lock, LockedBase, LockedDeb, LockedPlatform, LockedWheel
 
@@ -153,7 +153,7 @@ def locked(file: Path, site: Site, base: str) -> LockedPlatform:
     return LockedPlatform(
         platform=docker("image", "inspect", base, "--format", "{{.Os}}/{{.Architecture}}"),
         source_date_epoch=EPOCH,
-        request=lock_follow.request_of(load(file), base=base),
+        request=lock_file.request_of(load(file), base=base),
         base=LockedBase(name=base, id=docker("image", "inspect", base, "--format", "{{.Id}}")),
         apt=tuple(debs),
         pip=(

@@ -12,7 +12,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
-from imgkit_builder.job.request import Job, NoFlags, Request, Script, SubmittedJob, declared
+from imgkit_builder.job.request import (
+    BuildJobRequest,
+    ImageFlags,
+    ImageJob,
+    Job,
+    NoFlags,
+    Request,
+    Script,
+    SubmittedJob,
+    declared,
+)
 from imgkit_builder.recipe import systems as registry
 from imgkit_builder.recipe.systems import Registration, SystemFault
 from imgkit_builder.recipe.targets import Target
@@ -75,6 +85,20 @@ class System(Protocol):
     def script(self, job: Job) -> Script:
         """The text and the words of the submission."""
         ...
+
+    def image_script(self, job: ImageJob) -> Script:
+        """The text and the words of a job that makes a .sif.
+
+        Raises
+        ------
+        UsageError : the system takes none; says what makes one here.
+        """
+        builds = isinstance(job.request, BuildJobRequest)
+        raise UsageError(
+            "there is no scheduler to submit this to",
+            where=job.request.where,
+            hint="imgkit build RECIPE --with apptainer" if builds else "imgkit sif ARCHIVE",
+        )
 
     def job_id(self, output: str, name: str) -> str:
         """``ID`` or ``ID;CLUSTER`` in the output of the submission of the job `name`; empty if it has none.
@@ -250,7 +274,7 @@ def _check_plugin(name: str, found: Any) -> None:
 
 def _check_flags(name: str, found: System, others: Iterable[System]) -> None:
     """Raise ToolFailed if a flag of `found` is one of every job, of a verb, or of `others`."""
-    owners: list[type[Any]] = [Request, *(system.flags for system in others)]
+    owners: list[type[Any]] = [Request, ImageFlags, *(system.flags for system in others)]
     taken = {word for owner in owners for known in declared(owner) for word in known.names}
     twice = [
         word for known in declared(found.flags) for word in known.names if word in taken or word in _OWN_NAMES

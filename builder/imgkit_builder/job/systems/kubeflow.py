@@ -33,7 +33,6 @@ class Kubeflow(pods.Pods):
 
     def script(self, job: Job) -> Script:
         """The document for ``kubectl create``."""
-        pods.refuse_image_job(job)
         document = _pytorchjob(job) if pods.format_of(job) == "pytorchjob" else _trainjob(job)
         text = _yaml(document)
         if job.request.interactive:

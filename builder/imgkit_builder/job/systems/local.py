@@ -39,7 +39,6 @@ class Local(ForegroundSystem):
                 where="--nodes",
                 hint="use a recipe with a scheduler: imgkit list",
             )
-        refuse_image_job(job)
         _check_gpus(job)
         words = container.start(job, job.command) if job.command else container.shell(job)
         if job.run_by == "docker" and job.request.interactive:
@@ -75,13 +74,6 @@ def with_settings(job: Job, words: tuple[str, ...]) -> tuple[str, ...]:
     # There is no image, so the launcher has no system.json to read.
     given = {**job.settings, **(system.env if job.run_by == "host" else {})}
     return ("env", *(f"{name}={value}" for name, value in given.items()), *words) if given else words
-
-
-def refuse_image_job(job: Job) -> None:
-    """Raise UsageError for ``--sif`` and ``--build``: only a scheduler has jobs that make a .sif."""
-    if making := job.request.making:
-        here = "imgkit sif ARCHIVE" if making == "--sif" else "imgkit build RECIPE --with apptainer"
-        raise UsageError("there is no scheduler to submit this to", where=making, hint=here)
 
 
 def _check_gpus(job: Job) -> None:

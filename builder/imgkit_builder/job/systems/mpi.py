@@ -86,7 +86,6 @@ def _hosts(job: Job) -> tuple[str, ...]:
 
 def _check(job: Job) -> None:
     hosts = _hosts(job)
-    local.refuse_image_job(job)
     if job.elastic:
         raise UsageError(
             "mpirun starts all nodes or none, so --nodes cannot be a range",

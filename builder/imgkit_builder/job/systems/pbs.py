@@ -15,7 +15,7 @@ from typing import Literal
 from imgkit_builder.job import container, quoting
 from imgkit_builder.job.container import fill
 from imgkit_builder.job.quoting import Shell, line
-from imgkit_builder.job.request import Job, Script, SubmittedJob, flag
+from imgkit_builder.job.request import AnyJob, ImageJob, Job, Script, SubmittedJob, flag
 from imgkit_builder.job.systems import System, last_line
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
@@ -44,8 +44,6 @@ class Pbs(System):
 
     def script(self, job: Job) -> Script:
         """The script for ``qsub``, or the ``qsub -I`` line of an interactive job."""
-        if job.request.making:
-            return _image_job(job)
         if job.request.interactive:
             return _interactive(job)
         start = job.flags(PbsFlags).pbs_start
@@ -60,6 +58,25 @@ class Pbs(System):
             rdzv=rdzv and not by_task,
             node=line(_node(job, rdzv=rdzv)),
             words=line(_remote(by_task)) if by_task else "",
+        )
+        return Script(text=text, submit=("qsub",), on_stdin=True)
+
+    def image_script(self, job: ImageJob) -> Script:
+        """The script for ``qsub``."""
+        queue = job.recipe.system.queue
+        if not queue.sif:
+            raise UsageError(
+                f"the recipe {job.recipe.name} does not name the nodes that make a .sif",
+                where=job.recipe.where("system", "queue"),
+                hint=f"{line(container.making(job))} on a node; or queue.sif: [-l, select=1:ncpus=8] in a "
+                f"recipe that extends {job.recipe.name}",
+            )
+        words = (*_common(job, job.title), *map(quoting.option, (*queue.sif, *job.request.options)))
+        text = fill(
+            job,
+            "pbs-sif.sh.j2",
+            directives=_lines(("-S", "/bin/bash", "-j", "oe", *words)),
+            make=line(container.making(job)),
         )
         return Script(text=text, submit=("qsub",), on_stdin=True)
 
@@ -126,7 +143,7 @@ def _asked(job: Job) -> tuple[str, ...]:
     )
 
 
-def _common(job: Job, name: str) -> tuple[str, ...]:
+def _common(job: AnyJob, name: str) -> tuple[str, ...]:
     return (
         *("-N", name),
         *(("-q", job.queue) if job.queue else ()),
@@ -181,22 +198,3 @@ def _interactive(job: Job) -> Script:
         "# On all nodes: imgkit submit --dry-run ... > job.sh, without --interactive; here: bash job.sh",
     )
     return Script(text="\n".join((*comments, line(words), "")), submit=words, foreground=True)
-
-
-def _image_job(job: Job) -> Script:
-    queue = job.recipe.system.queue
-    if not queue.sif:
-        raise UsageError(
-            f"the recipe {job.recipe.name} does not name the nodes that make a .sif",
-            where=job.recipe.where("system", "queue"),
-            hint=f"{line(container.making(job))} on a node; or queue.sif: [-l, select=1:ncpus=8] in a "
-            f"recipe that extends {job.recipe.name}",
-        )
-    words = (*_common(job, job.title), *map(quoting.option, (*queue.sif, *job.request.options)))
-    text = fill(
-        job,
-        "pbs-sif.sh.j2",
-        directives=_lines(("-S", "/bin/bash", "-j", "oe", *words)),
-        make=line(container.making(job)),
-    )
-    return Script(text=text, submit=("qsub",), on_stdin=True)

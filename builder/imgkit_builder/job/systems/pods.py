@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from typing import Literal
 
 from imgkit_builder.job.quoting import quote
-from imgkit_builder.job.request import Job, Request, flag
+from imgkit_builder.job.request import ImageJob, Job, Request, Script, flag
 from imgkit_builder.job.systems import System, part_of_nodes, program_starts_once
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_builder.recipe.targets import Target
@@ -67,6 +67,14 @@ class Pods(System):
                 # The RCP tutorial needs '"..."' around a word with blanks, later pages of
                 # epfml/getting-started do not: whether words are split again depends on the client's version.
                 yield f"{odd[0]!r}: older runai clients split and expand words once more"
+
+    def image_script(self, job: ImageJob) -> Script:
+        """Raise UsageError: pods pull images."""
+        raise UsageError(
+            "pods pull their image from a registry; a .sif is of no use to them",
+            where=job.request.where,
+            hint=f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,13 +183,3 @@ def entered(job: Job, ways: Sequence[str], end: str) -> tuple[str, ...]:
         f"#   {typed}",
         f"# The pods sleep, and keep their GPUs, until: {end}",
     )
-
-
-def refuse_image_job(job: Job) -> None:
-    """Raise UsageError for ``--sif`` and ``--build``: pods pull images."""
-    if job.request.making:
-        raise UsageError(
-            "pods pull their image from a registry; a .sif is of no use to them",
-            where=job.request.making,
-            hint=f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1",
-        )

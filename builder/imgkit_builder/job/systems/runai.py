@@ -26,7 +26,6 @@ class RunAI(pods.Pods):
 
     def script(self, job: Job) -> Script:
         """The command. For an interactive job, comments above it explain how to work in its pods."""
-        pods.refuse_image_job(job)
         name = pods.check_name(job)
         command = pods.ASLEEP if job.request.interactive else kubernetes.start_argv(job.command)
         folder = pods.directory(job)

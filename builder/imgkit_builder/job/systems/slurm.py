@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from imgkit_builder.job import container, quoting
 from imgkit_builder.job.container import fill
 from imgkit_builder.job.quoting import Shell, line, quote
-from imgkit_builder.job.request import Job, Script, SubmittedJob
+from imgkit_builder.job.request import AnyJob, ImageJob, Job, Script, SubmittedJob
 from imgkit_builder.job.systems import System, last_line
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.schedulers import slurm
@@ -28,8 +28,6 @@ class Slurm(System):
         if job.request.interactive:
             words = ("salloc", *_asked(job), "bash", "-lc", _typed(job))
             return Script(text=line(words) + "\n", submit=words, foreground=True)
-        if job.request.making:
-            return _image_job(job)
         text = fill(
             job,
             "slurm.sh.j2",
@@ -46,6 +44,26 @@ class Slurm(System):
             ),
             start=line(_start(job, container.start(job, job.command))),
             start_in_node=line(_start(job, (*_IN_NODE, *container.start(job, job.command)))),
+        )
+        return Script(text=text, submit=("sbatch", "--parsable"), on_stdin=True)
+
+    def image_script(self, job: ImageJob) -> Script:
+        """The script for ``sbatch``."""
+        queue = job.recipe.system.queue
+        text = fill(
+            job,
+            "slurm-sif.sh.j2",
+            directives=(
+                f"--job-name={job.title}",
+                *_place(job),
+                "--nodes=1",
+                "--ntasks=1",
+                *((f"--time={job.time}",) if job.time else ()),
+                *((f"--account={job.account}",) if job.account else ()),
+                *queue.sif,
+                *map(quoting.option, job.request.options),
+            ),
+            make=line(container.making(job)),
         )
         return Script(text=text, submit=("sbatch", "--parsable"), on_stdin=True)
 
@@ -105,7 +123,7 @@ def _at(cluster: str) -> tuple[str, ...]:
     return (f"--clusters={cluster}",) if cluster else ()
 
 
-def _place(job: Job) -> tuple[str, str]:
+def _place(job: AnyJob) -> tuple[str, str]:
     """The folder in which a script runs, and the file of its output."""
     folder = str(job.directory)
     return f'--chdir="{folder}"' if " " in folder else f"--chdir={folder}", "--output=%x-%j.out"
@@ -157,23 +175,3 @@ def _typed(job: Job) -> str:
         else ("srun", "--nodes=1", "--ntasks=1", *cpus, "--pty", *container.shell(job))
     )
     return " && ".join((*modules, *container.exports(job), " ".join(("exec", *map(quote, words)))))
-
-
-def _image_job(job: Job) -> Script:
-    queue = job.recipe.system.queue
-    text = fill(
-        job,
-        "slurm-sif.sh.j2",
-        directives=(
-            f"--job-name={job.title}",
-            *_place(job),
-            "--nodes=1",
-            "--ntasks=1",
-            *((f"--time={job.time}",) if job.time else ()),
-            *((f"--account={job.account}",) if job.account else ()),
-            *queue.sif,
-            *map(quoting.option, job.request.options),
-        ),
-        make=line(container.making(job)),
-    )
-    return Script(text=text, submit=("sbatch", "--parsable"), on_stdin=True)

@@ -50,6 +50,8 @@ class Needs:
 
     mode: str
     """One of `messages.MODES`."""
+    module: str
+    """The module that measures a node."""
     env: Mapping[str, str]
     """Environment of the workers."""
     open_files: int
@@ -76,7 +78,7 @@ def preflight(roll: Roll, around: Needs) -> tuple[int, ...]:
         "LOCAL_RANK": "0",
         "MASTER_ADDR": place.head if place.nnodes > 1 else "127.0.0.1",
     }
-    process = MeasuringProcess(env, around.say, open_files=around.open_files)
+    process = MeasuringProcess(around.module, env, around.say, open_files=around.open_files)
     try:
         if isinstance(roll, LeadingRoll):
             return _Leading(roll, process, around).lead()
@@ -127,7 +129,9 @@ class _Leading:
 
     def __init__(self, roll: LeadingRoll, process: MeasuringProcess, around: Needs) -> None:
         self.roll, self.process, self.around = roll, process, around
-        self.store = MeasuringProcess(around.env, around.say, open_files=around.open_files, words=(STORE,))
+        self.store = MeasuringProcess(
+            around.module, around.env, around.say, open_files=around.open_files, words=(STORE,)
+        )
         self.port = 0
         """Port of the store; 0 until it is served."""
         nodes = range(roll.place.nnodes)
@@ -285,18 +289,21 @@ class MeasuringProcess:
 
     Parameters
     ----------
-    words : arguments of the process after its socket.
+    module : the program, which gets the number of its socket.
+    words : further arguments.
     """
 
     def __init__(
         self,
+        module: str,
         env: Mapping[str, str],
         say: Callable[[str], None],
         *,
         open_files: int,
         words: tuple[str, ...] = (),
     ) -> None:
-        self._env, self._say, self._open_files, self._words = env, say, open_files, words
+        self._module, self._env, self._say = module, env, say
+        self._open_files, self._words = open_files, words
         self._child: GuardedCommand | None = None
         self._link: Link[FromNode] | None = None
         self._ended: list[GuardedCommand] = []
@@ -316,7 +323,7 @@ class MeasuringProcess:
         with theirs:
             words = (str(theirs.fileno()), *self._words)
             self._child = GuardedCommand(
-                (sys.executable or "python3", "-I", "-m", "imgkit_entrypoints.apps.preflight", *words),
+                (sys.executable or "python3", "-I", "-m", self._module, *words),
                 self._env,
                 self._say,
                 speaks_for_all=False,

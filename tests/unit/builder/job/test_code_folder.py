@@ -232,7 +232,6 @@ def test_change_while_it_is_read_leaves_no_delta(folder: Path, tmp_path: Path, t
     ("flags", "message"),
     [
         ({"code": Path(), "runtime": "docker"}, "docker does not run one"),
-        ({"code": Path(), "archive": Path("x.tar"), "command": ()}, "--sif makes one"),
         ({"code_replace": True}, "--code-replace without --code"),
         ({"allow": ("x",)}, "--allow without --code"),
     ],

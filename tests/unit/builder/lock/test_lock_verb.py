@@ -13,7 +13,7 @@ import pytest
 from imgkit_builder.lock import changes, resolve
 from imgkit_builder.lock.resolve import Wishes
 from imgkit_builder.oci.manifest import BaseImage
-from imgkit_builder.recipe import lock_file, lock_follow
+from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import LockedBase, LockedDeb, LockedPlatform, LockedWheel, Recipe
 from imgkit_entrypoints.errors import UsageError
@@ -53,7 +53,7 @@ def part(recipe: Recipe) -> LockedPlatform:
     return LockedPlatform(
         platform="linux/amd64",
         source_date_epoch=1_700_000_000,
-        request=lock_follow.request_of(recipe),
+        request=lock_file.request_of(recipe),
         base=LockedBase(name="registry.invalid/base:1", id=f"sha256:{'c' * 64}"),
         apt=(deb,),
         pip=(wheel("einops", "0.8.1"), wheel("tqdm", "4.1")),
@@ -63,7 +63,7 @@ def part(recipe: Recipe) -> LockedPlatform:
 def ordered(recipe: Recipe, part: LockedPlatform | None, wishes: Wishes) -> dict[str, Any]:
     """What the scripts in the base would read."""
     base = BaseImage(name="registry.invalid/base:1", platform="linux/amd64")
-    request = lock_follow.request_of(recipe)
+    request = lock_file.request_of(recipe)
     context = resolve.pack(recipe, request, base, old=part, wishes=wishes, kept={})
     (found,) = (one for one in context.members if one.name.endswith("order.json"))
     read: dict[str, Any] = json.loads(found.data)
@@ -88,7 +88,7 @@ def test_upgrade_of_all_frees_all(recipe: Recipe, part: LockedPlatform) -> None:
 
 def test_base_is_asked_with_the_constraints_of_a_build(recipe: Recipe) -> None:
     base = BaseImage(name="registry.invalid/base:1", platform="linux/amd64")
-    context = resolve.pack(recipe, lock_follow.request_of(recipe), base, old=None, wishes=Wishes(), kept={})
+    context = resolve.pack(recipe, lock_file.request_of(recipe), base, old=None, wishes=Wishes(), kept={})
     asks = context.dockerfile.partition("inside_pip.py 0 install")[2]
     assert "--constraint /opt/imgkit/constraint.txt" in asks
     assert "python3 -m pip list --format=freeze" in context.dockerfile

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.image import install, render
-from imgkit_builder.recipe import lock_file, lock_follow, portable, problems
+from imgkit_builder.recipe import lock_file, portable, problems
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import Lock, LockedBase, LockedDeb, LockedPlatform, LockedWheel, Recipe
 from imgkit_entrypoints import json_text
@@ -44,7 +44,7 @@ def locked(recipe: Recipe, **changes: object) -> Path:
     part = LockedPlatform(
         platform=PLATFORM,
         source_date_epoch=1700000000,
-        request=lock_follow.request_of(recipe),
+        request=lock_file.request_of(recipe),
         base=LockedBase(name=recipe.image.base, digest=f"sha256:{'b' * 64}"),
         apt=(
             LockedDeb(
@@ -76,13 +76,13 @@ def locked(recipe: Recipe, **changes: object) -> Path:
 
 def refused(recipe: Recipe, **how: object) -> UsageError:
     with pytest.raises(UsageError) as caught:
-        lock_follow.follow(recipe, **{"platform": PLATFORM, **how})  # type: ignore[arg-type]
+        lock_file.follow(recipe, **{"platform": PLATFORM, **how})  # type: ignore[arg-type]
     return caught.value
 
 
 def test_lock_beside_recipe_is_attached(recipe: Recipe) -> None:
     file = locked(recipe)
-    found = lock_follow.follow(recipe, platform=PLATFORM)
+    found = lock_file.follow(recipe, platform=PLATFORM)
     assert found.lock is not None
     assert found.lock.base.exact == f"base.example.org/torch@sha256:{'b' * 64}"
     assert lock_file.parse(found.lock_text, file).platforms == (found.lock,)
@@ -91,7 +91,7 @@ def test_lock_beside_recipe_is_attached(recipe: Recipe) -> None:
 
 
 def test_recipe_without_lock_stays_as_it_is(recipe: Recipe) -> None:
-    found = lock_follow.follow(recipe, platform=PLATFORM)
+    found = lock_file.follow(recipe, platform=PLATFORM)
     assert found.lock is None
     assert found.sources[lock_file.beside(recipe)] == ""
 
@@ -148,7 +148,7 @@ def test_wheel_that_only_this_machine_had_is_needed(recipe: Recipe) -> None:
     folder = file.with_name("mine.lock.files")
     folder.mkdir()
     (folder / built.file).write_bytes(b"")
-    assert lock_follow.follow(recipe, platform=PLATFORM).kept == {built.file: folder / built.file}
+    assert lock_file.follow(recipe, platform=PLATFORM).kept == {built.file: folder / built.file}
 
 
 def test_portable_recipe_is_same_recipe_without_its_files(recipe: Recipe, tmp_path: Path) -> None:
@@ -170,15 +170,15 @@ def test_portable_recipe_and_lock_hold_no_password_of_the_recipe(write: Write) -
         "  run: ['curl --user ann:seCret-79 https://example.org/x']\n"
     )
     recipe = load(write(f"image:\n  base: example.org/base:1\n{steps}", "mine.yaml"))
-    texts = [portable.to_json(recipe), str(lock_follow.request_of(recipe))]
+    texts = [portable.to_json(recipe), str(lock_file.request_of(recipe))]
     assert not any("seCret" in text for text in texts)
     assert all("example.org/simple" in text for text in texts)
 
 
 def test_portable_recipe_asks_for_what_its_lock_has(recipe: Recipe, tmp_path: Path) -> None:
-    asked = lock_follow.request_of(recipe)
+    asked = lock_file.request_of(recipe)
     again = portable.from_json(portable.to_json(recipe), tmp_path / "recipe.json")
-    assert lock_follow.difference(lock_follow.request_of(again), asked) is None
+    assert lock_file.difference(lock_file.request_of(again), asked) is None
 
 
 def test_portable_recipe_is_same_in_any_folder(recipe: Recipe, write: Write) -> None:
@@ -241,7 +241,7 @@ def test_changed_text_of_lock_is_refused_or_changes_no_instruction(tmp_path: Pat
     recipe = load(tmp_path / "locked.yaml")
     file = lock_file.beside(recipe)
     content = problems.parse_toml(file.read_text())
-    usual = rendered(lock_follow.follow(recipe, platform=PLATFORM))
+    usual = rendered(lock_file.follow(recipe, platform=PLATFORM))
     assert usual[0].count("RUN") > 5
     taken = set()
     # One text of each key.
@@ -256,7 +256,7 @@ def test_changed_text_of_lock_is_refused_or_changes_no_instruction(tmp_path: Pat
             file.write_text(lock_file.text(lock), newline="")
             where = ""
             try:
-                found = lock_follow.follow(recipe, platform=PLATFORM)
+                found = lock_file.follow(recipe, platform=PLATFORM)
             except UsageError as error:
                 where = str(error.where)
             if where:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.recipe import lock_follow
+from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import LockedStep
 
@@ -36,18 +36,18 @@ numpy==1.26.4 \\
 def changed(write: Write, old: str, new: str, *, needed: str = NEEDED) -> tuple[str, str]:
     """The place and the text of the difference that replacing `old` by `new` in the recipe makes."""
     write(NEEDED, "needed.txt")
-    before = lock_follow.request_of(load(write(RECIPE)))
+    before = lock_file.request_of(load(write(RECIPE)))
     write(needed, "needed.txt")
     assert old in RECIPE
     recipe = load(write(RECIPE.replace(old, new, 1)))
-    found = lock_follow.difference(lock_follow.request_of(recipe), before)
+    found = lock_file.difference(lock_file.request_of(recipe), before)
     assert found is not None
     return recipe.where(*found.path), found.what
 
 
 def test_request_has_lines_of_requirements_files(write: Write) -> None:
     write(NEEDED, "needed.txt")
-    first, second, _ = lock_follow.request_of(load(write(RECIPE))).pip[-3:]
+    first, second, _ = lock_file.request_of(load(write(RECIPE))).pip[-3:]
     assert first == LockedStep(requirements=("rich",), options=("--no-build-isolation",), env=("MAX_JOBS=4",))
     assert second.requirements == ("numpy==1.26.4     --hash=sha256:00",)
     assert second.options == ("--extra-index-url", "https://index.example.org/simple")
@@ -64,17 +64,17 @@ image:
       env: {PIP_FIND_LINKS: "https://me:word-9@files.example.org/"}
     - requirements: needed.txt
 """
-    request = lock_follow.request_of(load(write(text)))
+    request = lock_file.request_of(load(write(text)))
     assert "word-9" not in repr(request)
     assert request.pip[0].options == ("--index-url", "https://index.example.org/simple")
 
 
 def test_same_recipe_has_no_difference(write: Write) -> None:
     write(NEEDED, "needed.txt")
-    first = lock_follow.request_of(load(write(RECIPE)))
+    first = lock_file.request_of(load(write(RECIPE)))
     write(f"# a new comment{NEEDED}", "needed.txt")
-    second = lock_follow.request_of(load(write(f"description: new{RECIPE}")))
-    assert lock_follow.difference(second, first) is None
+    second = lock_file.request_of(load(write(f"description: new{RECIPE}")))
+    assert lock_file.difference(second, first) is None
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,6 @@ def test_changed_requirements_file_is_difference(write: Write) -> None:
 def test_other_base_of_command_line_is_difference(write: Write) -> None:
     write(NEEDED, "needed.txt")
     recipe = load(write(RECIPE))
-    found = lock_follow.difference(
-        lock_follow.request_of(recipe, base="mine:1"), lock_follow.request_of(recipe)
-    )
+    found = lock_file.difference(lock_file.request_of(recipe, base="mine:1"), lock_file.request_of(recipe))
     assert found is not None
     assert "the base is mine:1" in found.what

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from imgkit_entrypoints.cli.commands import TORCHRUN
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.facts import HostFacts, compute
 from imgkit_entrypoints.launch import plan
@@ -42,6 +43,7 @@ def make(
     return plan.make(
         Request(**request),  # type: ignore[arg-type]
         WORKER,
+        torchrun=TORCHRUN,
         place=place or node(),
         host=host(gpus, torch=torch),
         system=system,
@@ -254,6 +256,7 @@ def test_gpus_of_another_maker_are_named_with_what_helps() -> None:
         plan.make(
             Request(),
             WORKER,
+            torchrun=TORCHRUN,
             place=node(),
             host=dataclasses.replace(host(), gpus_source=source),
             system=SystemFacts(node=Node(gpus=8)),

@@ -248,8 +248,6 @@ def test_document_goes_in_on_stdin() -> None:
         ("pytorchjob", {"options": ("--annotation=x",)}, "--option"),
         ("trainjob", {"options": ("--annotation",)}, "--option"),
         ("trainjob", {"name": "my_job"}, "--name"),
-        ("pytorchjob", {"archive": Path("rcp.tar"), "command": ()}, "--sif"),
-        ("pytorchjob", {"build": "rcp", "command": ()}, "--build"),
     ],
 )
 def test_what_has_no_place_is_refused(kind: KubernetesFormat, given: dict[str, Any], where: str) -> None:

@@ -53,8 +53,6 @@ def test_stated_limit_of_open_files_stays(tmp_path: Path) -> None:
     ("change", "what"),
     [
         ({"nodes": "2"}, "2 nodes, but this is one machine"),
-        ({"archive": Path("x.tar"), "command": ()}, "no scheduler to submit this to"),
-        ({"build": "mn5", "command": ()}, "no scheduler to submit this to"),
         ({"gpus": 1}, "starts its container without GPUs"),
         ({"options": ("--x",), "runtime": "host"}, "an option for a container"),
         ({"options": ("a b",)}, "cannot stand in a directive"),

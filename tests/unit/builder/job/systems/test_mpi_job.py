@@ -176,8 +176,6 @@ def test_shell_is_for_one_host() -> None:
         ({"direct": True, "ssh": True}, "--direct cannot be combined with --ssh"),
         ({"hosts": ("me@node1", "node2")}, "mpirun cannot use 'me@node1'"),
         ({"hosts": ("node1", "fd00::7")}, "mpirun cannot use 'fd00::7'"),
-        ({"archive": Path("x.tar"), "command": ()}, "no scheduler to submit this to"),
-        ({"build": "mn5", "command": ()}, "no scheduler to submit this to"),
         ({"options": ("--mca a b",)}, "cannot stand in a directive"),
     ],
 )

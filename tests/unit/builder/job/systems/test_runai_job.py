@@ -184,7 +184,6 @@ def test_volume_that_is_none_is_refused(text: str) -> None:
         ({"pvcs": ("a:/data", "b:/data")}, "--pvc"),
         ({"directory": Path("/elsewhere")}, "--directory"),
         ({"options": ("--label=a b",)}, "--option"),
-        ({"archive": Path("rcp.tar"), "command": ()}, "--sif"),
         ({"image": ""}, "--image"),
     ],
 )

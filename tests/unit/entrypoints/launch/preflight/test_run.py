@@ -14,6 +14,7 @@ import pytest
 from rollcall_nodes import close, meet, placement
 
 from imgkit_entrypoints import json_text
+from imgkit_entrypoints.cli.commands import PREFLIGHT
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, NoPlan
 from imgkit_entrypoints.launch.preflight import run, verdict
 from imgkit_entrypoints.launch.preflight.run import STORE, Needs
@@ -40,7 +41,9 @@ class StubProcess:
     answers: Answers = staticmethod(good)
     orders: list[tuple[int, Measure]] = []  # noqa: RUF012 - one list for all nodes of a test
 
-    def __init__(self, env: Mapping[str, str], *_: object, words: tuple[str, ...] = (), **__: object) -> None:
+    def __init__(
+        self, _module: str, env: Mapping[str, str], *_: object, words: tuple[str, ...] = (), **__: object
+    ) -> None:
         self.rank, self.serves = int(env.get("GROUP_RANK", -1)), STORE in words
         self.sources: list[Any] = [self] if self.serves else []
         self._found: Measured | None = None
@@ -86,6 +89,7 @@ class NodeThread(threading.Thread):
         self.roll, self.said = roll, ""
         self.needs = Needs(
             mode="quick",
+            module=PREFLIGHT,
             env={},
             open_files=1024,
             signals=signals,

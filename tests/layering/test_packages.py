@@ -1,6 +1,6 @@
-"""Rooms, the folders of the two packages: who imports whom, downwards only; one class name, one meaning.
+"""The packages of both halves: which imports or names which, downwards only; one class name, one meaning.
 
-`ROOMS` is the table of allowed arrows. docs/architecture.md prints it.
+`PACKAGES` is the table of allowed arrows. docs/architecture.md prints it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 HALVES = {"imgkit_builder": ROOT / "builder", "imgkit_entrypoints": ROOT / "entrypoints"}
 VALUES = ("errors", "system", "files", "fence", "arguments", "json_text", "secret_patterns", "terminal")
-"""Modules at the top of the image half whose values both halves share; together they count as one room."""
+"""Modules at the top of the image half whose values both halves share; together they count as one package."""
 
 _TABLE: Mapping[str, Mapping[str, str]] = {
     "builder": {
@@ -61,19 +61,19 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
         "values": "",
     },
 }
-"""Half -> room -> the rooms that it may import, top to bottom; rooms of the other half with their half."""
+"""Half -> package -> the packages that it may import, top to bottom; other half: with its name."""
 
 
-def _full(half: str, room: str) -> str:
-    return room if room.split("/")[0] in _TABLE else f"{half}/{room}"
+def _full(half: str, package: str) -> str:
+    return package if package.split("/")[0] in _TABLE else f"{half}/{package}"
 
 
-ROOMS: dict[str, tuple[str, ...]] = {
-    f"{half}/{room}": tuple(_full(half, name) for name in below.split())
-    for half, rooms in _TABLE.items()
-    for room, below in rooms.items()
+PACKAGES: dict[str, tuple[str, ...]] = {
+    f"{half}/{package}": tuple(_full(half, name) for name in below.split())
+    for half, packages in _TABLE.items()
+    for package, below in packages.items()
 }
-"""Room -> the rooms that it may import, top to bottom."""
+"""Room -> the packages that it may import, top to bottom."""
 
 TWICE: Mapping[str, str] = {}
 """Class name -> why it may occur more than once in a half."""
@@ -112,8 +112,8 @@ def _imported(path: Path) -> Iterator[tuple[str, int]]:
                     yield alias.name, node.lineno
 
 
-def room_of(module: str) -> str:
-    """``builder/job``, ``entrypoints/apps/train``, ``entrypoints/values``; `apps` has a room for each app."""
+def package_of(module: str) -> str:
+    """``builder/job``, ``entrypoints/apps/train``, ``entrypoints/values``; each app has its own."""
     half, *parts = module.split(".")
     top = half.removeprefix("imgkit_")
     if not parts:
@@ -126,44 +126,74 @@ def room_of(module: str) -> str:
 
 
 def arrows() -> dict[tuple[str, str], list[str]]:
-    """(room, room it imports) -> where."""
+    """(package, package it imports) -> where."""
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for half in HALVES:
         for path in sources(half):
             if path.name == "__main__.py" and path.parent.name == half:
-                continue  # starts the command line: above every room
-            here = room_of(module_of(path, half))
+                continue  # starts the command line: above every package
+            here = package_of(module_of(path, half))
             for module, line in imported(path):
-                if (there := room_of(module)) != here:
+                if (there := package_of(module)) != here:
                     found[here, there].append(f"{path.relative_to(ROOT)}:{line}")
     return found
 
 
+NAME = re.compile(rf"\b(?:{'|'.join(HALVES)})(?:\.[a-z_]\w*)+")
+
+
+def named(text: str) -> Iterator[tuple[str, int]]:
+    """Modules of the two halves in the strings of a program, with the line; docstrings do not count."""
+    tree = ast.parse(text)
+    bodies = (node.body for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list))
+    told = {id(one.value) for body in bodies for one in body if isinstance(one, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+            yield from ((name, node.lineno) for name in NAME.findall(node.value))
+
+
 def printed() -> str:
     """The table as docs/architecture.md has it."""
-    lines = ["| room | imports |", "|---|---|"]
-    for room, below in ROOMS.items():
-        lines.append(f"| `{room}` | {', '.join(f'`{name}`' for name in below) or 'nothing of imgkit'} |")
+    lines = ["| package | imports |", "|---|---|"]
+    for package, below in PACKAGES.items():
+        lines.append(f"| `{package}` | {', '.join(f'`{name}`' for name in below) or 'nothing of imgkit'} |")
     return "\n".join(lines)
 
 
-def test_every_arrow_between_rooms_is_in_the_table() -> None:
+def test_every_arrow_between_packages_is_in_the_table() -> None:
     surprising = {
-        f"{a} -> {b}": where for (a, b), where in sorted(arrows().items()) if b not in ROOMS.get(a, ())
+        f"{a} -> {b}": where for (a, b), where in sorted(arrows().items()) if b not in PACKAGES.get(a, ())
     }
     assert surprising == {}
 
 
+def test_no_string_names_a_module_above_its_own_package() -> None:
+    order = list(PACKAGES)
+    upward = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for half in HALVES
+        for path in sources(half)
+        for name, line in named(path.read_text(encoding="utf-8"))
+        if order.index(package_of(name)) < order.index(package_of(module_of(path, half)))
+    ]
+    assert upward == []
+
+
+def test_name_in_a_string_is_found() -> None:
+    text = '"""imgkit_builder.cli"""\nrun("-m", "imgkit_entrypoints.apps.train", "imgkit_builder")'
+    assert list(named(text)) == [("imgkit_entrypoints.apps.train", 2)]
+
+
 def test_table_allows_no_arrow_that_nobody_needs() -> None:
     used = set(arrows())
-    assert [(a, b) for a, below in ROOMS.items() for b in below if (a, b) not in used] == []
+    assert [(a, b) for a, below in PACKAGES.items() for b in below if (a, b) not in used] == []
 
 
 def test_arrows_of_the_table_point_down() -> None:
-    order = list(ROOMS)
+    order = list(PACKAGES)
     upward = [
         (a, b)
-        for a, below in ROOMS.items()
+        for a, below in PACKAGES.items()
         for b in below
         if b not in order or order.index(b) <= order.index(a)
     ]
@@ -209,9 +239,9 @@ def find_circle(below: Mapping[str, set[str]]) -> list[str]:
 
 
 def test_new_arrow_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ROOMS, "builder/sif", ())
+    monkeypatch.setitem(PACKAGES, "builder/sif", ())
     with pytest.raises(AssertionError, match="builder/sif -> builder/archive"):
-        test_every_arrow_between_rooms_is_in_the_table()
+        test_every_arrow_between_packages_is_in_the_table()
 
 
 def test_circle_is_found() -> None:
