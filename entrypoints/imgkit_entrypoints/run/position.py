@@ -127,6 +127,17 @@ class LivePosition:
         """Whether the checkpoint was taken between two passes, and none has begun since."""
         return self._resumed is not None and not self._batch and self.has_loops
 
+    def draws_before_pass(self) -> bool:
+        """Whether the program has drawn random numbers between the restore and a pass that was under way.
+
+        They are other ones than at the beginning of that pass, unless it has set a seed.
+        """
+        resumed = self._resumed
+        if resumed is None or not self._batch or not resumed.same_ranks:
+            return False
+        now = random_state.current()
+        return not any(random_state.same(now, one) for one in (resumed.drawn, resumed.pass_drawn))
+
     @property
     def repeats(self) -> bool:
         """Whether the program does again what it had done in this epoch before the checkpoint."""

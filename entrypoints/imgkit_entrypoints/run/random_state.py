@@ -117,6 +117,16 @@ def restore(state: Mapping[str, Any], more: Generators = MappingProxyType({})) -
             importlib.import_module("numpy").random.set_state(state["numpy"])
 
 
+def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two states are equal in the generators that both have."""
+    numpy = [state["numpy"] for state in (one, other) if "numpy" in state]
+    return (
+        torch.equal(one["torch"], other["torch"])
+        and one["python"] == other["python"]
+        and (len(numpy) < 2 or list(numpy[0]) == list(numpy[1]))
+    )
+
+
 class LoopGenerators:
     """The generators that the loaders of each loop use, from one checkpoint to the next."""
 

@@ -79,6 +79,19 @@ class Ranks:
                 raise _refused(rank, str(error)) from None
         return values
 
+    def collect(self, data: bytes) -> list[bytes]:
+        """Give rank 0 the bytes of all ranks, in their order, and the others nothing; a collective call."""
+        sizes = self.gather(len(data), int)
+        if self.world_size == 1:
+            return [data]
+        own = torch.zeros(max(1, *sizes), dtype=torch.uint8)
+        if data:
+            own[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        own = own.to(self.device)
+        rows = [torch.empty_like(own) for _ in sizes] if self.rank == 0 else None
+        dist.gather(own, rows, dst=0, group=self.group)
+        return [_bytes_of(row, size) for row, size in zip(rows or (), sizes, strict=False)]
+
     def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
         """All ranks' tensors, which have one size, in host memory."""
         if self.world_size == 1:
@@ -102,6 +115,14 @@ class Ranks:
         dist.broadcast(sent, source, group=self.group)
         host.copy_(sent)
         return bytes(received)
+
+
+def _bytes_of(row: torch.Tensor, size: int) -> bytes:
+    """The first `size` bytes of a tensor."""
+    content = bytearray(size)
+    if size:
+        torch.frombuffer(content, dtype=torch.uint8).copy_(row[:size])
+    return bytes(content)
 
 
 def told(values: Sequence[object]) -> str:

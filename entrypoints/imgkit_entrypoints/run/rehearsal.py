@@ -8,7 +8,6 @@ takes the first step twice; a loop with `due`, whose body no one can repeat, has
 from __future__ import annotations
 
 import copy
-import gc
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import checkpoints, random_state, resumable
 from imgkit_entrypoints.run.tracked import Tracked
+from imgkit_entrypoints.run.updates import live
 
 
 def rehearsed(batch: Any, times: int, loader: Any, tracked: Tracked) -> Iterator[Any]:
@@ -43,11 +43,7 @@ class DdpModels:
 
     def look(self, *, before_steps: bool = False) -> None:
         """Look for them; `before_steps`: those that have had a backward pass had it before the loop."""
-        frozen = gc.get_freeze_count()
-        gc.unfreeze()  # frozen objects are in no list
-        found = [one for one in gc.get_objects() if DistributedDataParallel in type(one).__mro__]
-        if frozen:
-            gc.freeze()
+        found = live(("DistributedDataParallel",))
         self._all.update(one for one in found if one.static_graph or not one.find_unused_parameters)
         if before_steps:
             self._settled.update(one for one in self._all if _has_summed(one))

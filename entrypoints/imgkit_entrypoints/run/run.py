@@ -26,7 +26,7 @@ from imgkit_entrypoints.run.ranks import Ranks
 from imgkit_entrypoints.run.rehearsal import DdpModels
 from imgkit_entrypoints.run.stepping import RunState, Stepping
 from imgkit_entrypoints.run.stop_requests import StopRequests
-from imgkit_entrypoints.run.tracked import Updates
+from imgkit_entrypoints.run.updates import Updates
 
 WAIT_TOLD_S = 30.0
 """Time after which a rank that waits for the others at the end of its loop says so."""
@@ -51,7 +51,7 @@ class Run:
         self._env, self._say, self._rank = env, say, int(env.get("RANK", "0"))
         self._here: Ranks | None = None
         self._ddp = DdpModels()
-        self._rehearses = self._watches = self._in_step = False
+        self._rehearses = self._watches = self._in_step = self._has_looked = False
         self._position_is_read = True
         kept = folder if keep else None
         own = stop_requests.own_folder(kept, env, say)
@@ -242,8 +242,8 @@ class Run:
 
         Raises
         ------
-        UsageError : the loader cannot resume, the ranks have loaders of different lengths, or another loop
-            comes now.
+        UsageError : the loader cannot resume, the ranks have loaders of different lengths, another loop comes
+            now, or something that takes part in the updates of the weights is not tracked.
         CheckFailed : the ranks have taken different numbers of steps.
         """
         if not name:
@@ -285,6 +285,7 @@ class Run:
                 self._updates.forget()
                 yield self._position.step + 1, batch
                 self._end_step()
+                self._look_at_loaders(loader)
                 if self._stepping.agree(save_every, may_save):
                     self._save(here)
             waits = threading.Timer(WAIT_TOLD_S, self._tell_wait)
@@ -360,6 +361,7 @@ class Run:
         """
         self._begin(save_every, before_step=False)
         self._count()
+        self._look_at_loaders(None)
         if self._watches:
             self._refuse_unsettled()
         here = self._join()
@@ -375,7 +377,7 @@ class Run:
 
     def _begin_loop(self, save_every: int) -> None:
         if not self._stepping.has_begun:
-            self._updates.check_schedulers()
+            self._updates.check()
         if not self._position_is_read:
             self._position_is_read = True
             self._tell(
@@ -383,6 +385,11 @@ class Run:
                 "run.epoch: write `for epoch in range(run.epoch, EPOCHS)`"
             )
         self._stepping.begin(save_every)
+
+    def _look_at_loaders(self, own: Any) -> None:
+        if not self._has_looked:
+            self._has_looked = True
+            self._updates.warn_of_loaders(own)
 
     def _look_for_ddp(self, here: Ranks, *, before_steps: bool) -> bool:
         """Look for DDP models whose order of sums will matter; with two ranks it does not."""

@@ -219,6 +219,11 @@ class RunState:
                 f"after a checkpoint between two passes, {type(loader).__name__} draws other random numbers "
                 "than without the stop"
             )
+        if self.position.draws_before_pass():
+            warnings.append(
+                "the program has drawn random numbers between run.restore and run.steps: at the beginning of "
+                "this pass, before the checkpoint, they were others; seed them by the epoch"
+            )
         before = self._loader()
         if not name and before is not None and before is not loader:
             warnings.append(

@@ -1,19 +1,16 @@
-"""The objects whose state a run saves and restores, and the updates of the weights by its optimizers."""
+"""The objects whose state a run saves and restores."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import io
-import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import resumable
@@ -30,6 +27,8 @@ SHARDS = ("DTensor", "ShardedTensor")
 """Classes of tensors that are divided among the ranks."""
 WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
 """Classes around a model, of DDP and of torch.compile, and the attribute that holds the model."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types of whole numbers by their bytes."""
 MOST_COMPARED, MOST_ELEMENTS = 2048, 8192
 """Values of one object, and elements of one tensor, up to which ranks compare them."""
 
@@ -72,7 +71,7 @@ class Tracked:
     @property
     def only_checkpoints(self) -> bool:
         """Whether another library keeps all of the state."""
-        return all(_is_a(one, ("LibraryCheckpoint",)) for one in self._parts.values())
+        return all(is_a(one, ("LibraryCheckpoint",)) for one in self._parts.values())
 
     def add(self, name: str, value: Any, *, by_rank: bool = False) -> None:
         """Add an object; `by_rank`: each rank has a state of its own, as it always has of a loader.
@@ -102,8 +101,8 @@ class Tracked:
         self._note(name, state)
 
     def _note(self, name: str, state: Any) -> None:
-        if name not in self._by_rank and not _is_large(self._parts[name]):
-            self._before[name] = _compared(state)
+        if name not in self._by_rank:
+            self._before[name] = _compared_of(self._parts[name], state)
 
     def of_a_step(self, loader: Any) -> dict[str, Any]:
         """This rank's states without those of loaders, which belong to their iterators, and of `loader`."""
@@ -122,9 +121,7 @@ class Tracked:
         """
         states = self.agreed(here, "run.save")
         for name in sorted(self._by_rank):
-            states[name] = [
-                bytes.fromhex(row) for row in here.gather(states[name].hex(), str, call="run.save")
-            ]
+            states[name] = here.collect(states[name])
         return {f"{part}.pt": states[name] for part, name in self._own().items()}
 
     def agreed(self, here: Ranks, call: str) -> dict[str, Any]:
@@ -134,13 +131,15 @@ class Tracked:
         ------
         UsageError : on every rank, if one cannot keep its states, or if rank 0's state cannot count for all.
         """
-        states, now = {}, {}
+        states, now, saves = {}, {}, call == "run.save"
         look = _Look(names=_listed(self._own()))
         try:
             for name, one in self._parts.items():
                 states[name] = _state(name, one)
                 if name in self._before:
-                    now[name] = _compared(states[name])
+                    # Before the run begins, DDP may not have made the weights equal yet.
+                    if not _is_large(one) or (saves and here.world_size > 1):
+                        now[name] = _compared_of(one, states[name])
                 elif name in self._by_rank:
                     states[name] = _written(states[name])
                     _read(name, states[name])
@@ -171,13 +170,16 @@ class Tracked:
             every = here.gather(mine, Mapping[str, list[str]], call=call)
             for path in sorted({path for one in every for path in one}):
                 begun, ended = zip(*(one.get(path, ["", ""]) for one in every), strict=True)
-                only_rank_0 = len(set(begun)) == 1 and ended[1:] == begun[1:]
+                begun_alike = len(set(begun)) == 1 or _is_large(self._parts[name])
+                only_rank_0 = begun_alike and ended[1:] == begun[1:]
                 if len(set(ended)) > 1 and not only_rank_0:
+                    ddp = "wrap the model in DDP; or " if _is_large(self._parts[name]) else ""
+                    own = f"run.track_per_rank({name}={name})"
                     raise UsageError(
                         f"{name}{path} differs between the ranks, and a resume would give that of rank 0 to "
                         f"all: {told(ended)}",
                         where=call,
-                        hint=f"run.track_per_rank({name}={name}) in place of run.track: one for each rank",
+                        hint=f"{ddp}{own} in place of run.track: one for each rank",
                     )
 
     def _own(self) -> dict[str, str]:
@@ -267,7 +269,7 @@ def _is_loader(value: object) -> bool:
     return hasattr(value, "__iter__") and not _is_large(value)
 
 
-def _is_a(value: object, names: Collection[str]) -> bool:
+def is_a(value: object, names: Collection[str]) -> bool:
     """Whether the class of `value` is one of these; their modules need not be imported for it."""
     return any(kind.__name__ in names for kind in type(value).__mro__)
 
@@ -275,10 +277,10 @@ def _is_a(value: object, names: Collection[str]) -> bool:
 def _state(name: str, value: Any) -> Any:
     """The state of an object; that of a model has the same keys whatever is wrapped around which part."""
     parts = value.modules() if isinstance(value, nn.Module) else (value,)
-    if any(_is_a(part, SHARDING) for part in parts):
+    if any(is_a(part, SHARDING) for part in parts):
         raise _sharded(name)
     for where, one in _parameters(value):
-        if _is_a(one, SHARDS) or getattr(one, "_fsdp_flattened", False):  # FSDP1 marks its parameters by this
+        if is_a(one, SHARDS) or getattr(one, "_fsdp_flattened", False):  # FSDP1 marks its parameters by this
             raise _sharded(name + where)
     try:
         state = value.state_dict()
@@ -289,7 +291,7 @@ def _state(name: str, value: Any) -> Any:
             hint="a loader of accelerate has a state only with use_stateful_dataloader=True",
         ) from error
     for where, one in _leaves(state):
-        if _is_a(one, SHARDS):
+        if is_a(one, SHARDS):
             raise _sharded(name + where)
     if not isinstance(value, nn.Module):
         return state
@@ -332,7 +334,7 @@ def _plain_keys(model: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
         (f"{name}." if name else "", f"{attribute}.")
         for name, one in model.named_modules(remove_duplicate=False)
         for kind, attribute in WRAPPERS.items()
-        if _is_a(one, (kind,))
+        if is_a(one, (kind,))
     ]
     names = {}
     for key in state:
@@ -342,6 +344,30 @@ def _plain_keys(model: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
                 plain = outer + plain.removeprefix(outer + attribute)
         names[key] = plain
     return names
+
+
+def _compared_of(value: Any, state: Any) -> dict[str, str]:
+    """What of an object must not differ between ranks, as short texts; of a model, its parameters alone."""
+    if isinstance(value, nn.Module):
+        return _sums({f".{name}": one for name, one in value.named_parameters()})
+    return _sums(dict(_leaves(state))) if _is_large(value) else _compared(state)
+
+
+def _sums(values: Mapping[str, Any]) -> dict[str, str]:
+    """Sums over the bits of each tensor, which are made on its device, and other values as short texts."""
+    found = {path: _short(repr(one)) for path, one in values.items() if not isinstance(one, Tensor)}
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for path, one in values.items():
+        if isinstance(one, Tensor) and one.layout == torch.strided and not one.is_meta:
+            flat = torch.view_as_real(one.detach()) if one.is_complex() else one.detach()
+            sums = flat.view(_BITS[flat.element_size()]).sum(dtype=torch.int64)
+            by_device.setdefault(one.device, {})[path] = sums
+    for sums_of in by_device.values():
+        every = torch.stack([*sums_of.values()]).tolist()
+        found.update(
+            {path: f"bits {one & (1 << 64) - 1:x}" for path, one in zip(sums_of, every, strict=True)}
+        )
+    return found if len(found) <= MOST_COMPARED else {"": _digest(repr(found))}
 
 
 def _compared(state: Any, where: str = "") -> dict[str, str]:
@@ -381,130 +407,3 @@ def _read(name: str, content: bytes) -> Any:
             where="run.track",
             hint="return only numbers, texts, lists, dicts and tensors from its state_dict",
         ) from error
-
-
-MOST_WAIT = 256
-"""Most steps by which a save waits for an optimizer that uses the gradients."""
-SAMPLES = 8
-"""Gradients of an optimizer that are looked at."""
-_USED = "_imgkit_used"
-"""Attribute of a gradient: its version when the optimizer used it."""
-
-
-class Updates:
-    """The updates of the weights by the optimizers that are tracked.
-
-    A checkpoint keeps no gradients, so none is taken where some wait for their optimizer; and it cannot keep
-    a scheduler that is not tracked.
-    """
-
-    def __init__(self, tracked: Tracked, say: Callable[[str], None]) -> None:
-        self._tracked, self._say = tracked, say
-        self._stepped: set[int] = set()
-        """Optimizers that were called since the latest step of the run began."""
-        self._rates: list[float] | None = None
-        self._waited = 0
-        self._hook = register_optimizer_step_post_hook(self._note)
-
-    def close(self) -> None:
-        """See no more updates."""
-        self._hook.remove()
-
-    @property
-    def are_seen(self) -> bool:
-        """Whether an optimizer is tracked."""
-        return next(self._optimizers(), None) is not None
-
-    @property
-    def are_ahead(self) -> bool:
-        """Whether an optimizer was called since then."""
-        return bool(self._stepped)
-
-    def forget(self) -> None:
-        """A step of the run begins."""
-        self._stepped.clear()
-
-    def wait(self) -> bool:
-        """Whether an optimizer has gradients that it did not use yet."""
-        waiting = any(
-            _key(one) not in self._stepped
-            and any(getattr(grad, _USED, None) != grad._version for grad in _gradients(one))
-            for one in self._optimizers()
-        )
-        self._waited = self._waited + 1 if waiting else 0
-        if self._waited == MOST_WAIT:
-            self._say(
-                f"warning: no optimizer.step() for {MOST_WAIT} steps; the run saves without the gradients"
-            )
-        return waiting and self._waited < MOST_WAIT
-
-    def _note(self, optimizer: Optimizer, *_: Any) -> None:
-        if _key(optimizer) not in map(_key, self._optimizers()):
-            return
-        self._stepped.add(_key(optimizer))
-        for grad in _gradients(optimizer):
-            setattr(grad, _USED, grad._version)  # a later backward pass changes it, or makes another tensor
-
-    def _optimizers(self) -> Iterator[Optimizer]:
-        return (one for one in self._tracked if isinstance(one, Optimizer))
-
-    def _have_unknown_scheduler(self) -> bool:
-        return any(
-            "initial_lr" in group and not any(_schedules(one, optimizer) for one in self._tracked)
-            for optimizer in self._optimizers()
-            for group in optimizer.param_groups
-        )
-
-    def refuse_unknown_scheduler(self) -> None:
-        """Raise UsageError if a scheduler exists that is not tracked; before a restore, which hides it."""
-        if self._have_unknown_scheduler():
-            raise _unknown_scheduler("it would start over after a resume")
-
-    def restored(self) -> None:
-        """Note the learning rates of a checkpoint."""
-        self._rates = self._learning_rates()
-
-    def check_schedulers(self) -> None:
-        """Refuse, before the first step, a scheduler that was made after the restore and has begun anew.
-
-        Raises
-        ------
-        UsageError : it has changed a learning rate of the checkpoint.
-        """
-        if not self._have_unknown_scheduler():
-            return
-        if self._rates not in (None, self._learning_rates()):
-            raise _unknown_scheduler("it has started over, with another learning rate than in the checkpoint")
-        error = _unknown_scheduler("it starts over after a resume, unless its last_epoch says otherwise")
-        self._say(f"warning: {error}")
-
-    def _learning_rates(self) -> list[float]:
-        return [float(group["lr"]) for one in self._optimizers() for group in one.param_groups]
-
-
-def _key(optimizer: Optimizer) -> int:
-    weights = (one for group in optimizer.param_groups for one in group["params"])
-    return id(next(weights, optimizer))  # a wrapper around the optimizer has the same
-
-
-def _gradients(optimizer: Optimizer) -> list[Tensor]:
-    """A few of its gradients; one backward pass makes all of them."""
-    weights = (one for group in optimizer.param_groups for one in group["params"])
-    return list(itertools.islice((one.grad for one in weights if one.grad is not None), SAMPLES))
-
-
-def _schedules(one: object, optimizer: Optimizer) -> bool:
-    """Whether `one` is a scheduler of the optimizer, or has one."""
-    if isinstance(one, Optimizer):
-        return False
-    parts = (one, *getattr(one, "__dict__", {}).values())
-    owners = (getattr(part, "optimizer", None) for part in parts)
-    return any(getattr(owner, "param_groups", None) is optimizer.param_groups for owner in owners)
-
-
-def _unknown_scheduler(why: str) -> UsageError:
-    return UsageError(
-        f"the optimizer has a learning rate scheduler that is not tracked: {why}",
-        where="run.track",
-        hint="make the scheduler before run.restore, and run.track(scheduler=scheduler, ...)",
-    )

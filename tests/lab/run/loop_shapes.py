@@ -8,6 +8,7 @@ steps between checkpoints and of [STEP, SIGNAL, WHEN]: a start each, in the same
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import json
 import os
@@ -21,7 +22,8 @@ import run_many
 import torch
 from run_many import Run
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, SequentialLR
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -77,6 +79,13 @@ class Job:
         run.track(model=self.model, optimizer=self.optimizer, **more)
         if restores:
             run.restore()
+
+    @classmethod
+    def untracked(cls, run):
+        """One that the program tracks by itself."""
+        tracked, run.track = run.track, lambda **_: None
+        job, run.track = cls(run, restores=False), tracked
+        return job
 
     def backward(self, batch):
         values = batch[0] if isinstance(batch, (list, tuple)) else batch
@@ -402,6 +411,32 @@ def stream():
 
 
 @loop
+def collate_with_noise():
+    def collate(samples):
+        return [torch.stack([one for (one,) in samples]) + 0.1 * torch.randn(3)]
+
+    passes(lambda: shuffled(collate_fn=collate))
+
+
+class Wrapper:
+    """A loader around a loader, as those that move batches to a device."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+    def __len__(self):
+        return len(self.loader)
+
+
+@loop
+def wrapper_around_a_loader():
+    passes(lambda: Wrapper(shuffled()))
+
+
+@loop
 def generator_function():
     passes(lambda: (batch for batch in shuffled()))
 
@@ -566,6 +601,41 @@ def random_numbers_before_the_pass():
             noise = torch.randn(3)
             for _, (values,) in run.steps(loader, save_every=SAVE["every"]):
                 job.learn(values + noise)
+
+
+@loop
+def batches_that_are_shuffled_before_the_pass():
+    with Run.start() as run:
+        job, batches = Job(run), [torch.full((2, 3), number / 5) for number in range(4)]
+        for _ in range(run.epoch, EPOCHS):
+            random.shuffle(batches)
+            for _, batch in run.steps(batches, save_every=SAVE["every"]):
+                job.learn(batch)
+
+
+@loop
+def seed_of_each_epoch():
+    with Run.start() as run:
+        job, loader = Job(run), shuffled()
+        for epoch in range(run.epoch, EPOCHS):
+            torch.manual_seed(epoch)
+            noise = torch.randn(3)
+            for _, (values,) in run.steps(loader, save_every=SAVE["every"]):
+                job.learn(values + noise)
+
+
+@loop
+def random_numbers_in_the_body():
+    def body(job, step, batch):
+        job.learn([batch[0] * random.random() + numpy.random.rand() * torch.rand(())])  # noqa: S311
+
+    passes(shuffled, body)
+
+
+@loop
+def own_generator_in_the_body():
+    draw = torch.Generator().manual_seed(4)
+    passes(shuffled, lambda job, step, batch: job.learn([batch[0] + torch.randn(3, generator=draw)]))
 
 
 # ---- several loaders
@@ -906,6 +976,90 @@ def scheduler_made_from_the_number_of_steps():
     scheduled(shuffled(), late=True, last=lambda run: run.step - 1)
 
 
+@loop
+def plateau_tracked():
+    plateau(tracks=True)
+
+
+@loop
+def plateau_not_tracked():
+    plateau(tracks=False)
+
+
+@loop
+def plateau_made_after_the_restore():
+    plateau(tracks=False, late=True)
+
+
+def plateau(*, tracks, late=False):
+    """The learning rate falls with the second epoch that is no better than the first one."""
+    with Run.start() as run:
+        job, loader = Job(run, restores=False), shuffled()
+
+        def scheduler():
+            return ReduceLROnPlateau(job.optimizer, factor=0.5, patience=0)
+
+        own = None if late else scheduler()
+        if tracks:
+            run.track(scheduler=own)
+        run.restore()
+        own = own or scheduler()
+        for _ in range(run.epoch, EPOCHS):
+            for _, batch in run.steps(loader, save_every=SAVE["every"]):
+                job.learn(batch)
+            own.step(1.0)
+
+
+@loop
+def chain_of_schedulers():
+    with Run.start() as run:
+        job, loader = Job(run, restores=False), shuffled()
+        parts = [LambdaLR(job.optimizer, decay), LambdaLR(job.optimizer, lambda number: 0.5**number)]
+        scheduler = SequentialLR(job.optimizer, parts, milestones=[6])
+        run.track(scheduler=scheduler)
+        run.restore()
+        for _ in range(run.epoch, EPOCHS):
+            for _, batch in run.steps(loader, save_every=SAVE["every"]):
+                job.learn(batch)
+                scheduler.step()
+
+
+@loop
+def second_scheduler_not_tracked():
+    with Run.start() as run:
+        job, loader = Job(run, restores=False), shuffled()
+        scheduler, second = LambdaLR(job.optimizer, decay), LambdaLR(job.optimizer, decay)
+        run.track(scheduler=scheduler)
+        run.restore()
+        for _ in range(run.epoch, EPOCHS):
+            for _, batch in run.steps(loader, save_every=SAVE["every"]):
+                job.learn(batch)
+                scheduler.step(), second.step()
+
+
+@loop
+def rate_of_the_number_of_the_step():
+    def body(job, step, batch):
+        for group in job.optimizer.param_groups:
+            group["lr"] = 0.02 * decay(step)
+        job.learn(batch)
+
+    passes(shuffled, body)
+
+
+@loop
+def rate_of_an_own_counter():
+    calls = []
+
+    def body(job, step, batch):
+        for group in job.optimizer.param_groups:
+            group["lr"] = 0.02 * decay(len(calls))
+        job.learn(batch)
+        calls.append(step)
+
+    passes(shuffled, body)
+
+
 class Bundle:
     """The program's own collection of states."""
 
@@ -930,6 +1084,236 @@ def scheduler_within_a_tracked_object():
             for _, batch in run.steps(loader, save_every=SAVE["every"]):
                 job.learn(batch)
                 scheduler.step()
+
+
+# ---- what else takes part in updates
+
+
+@loop
+def optimizer_not_tracked():
+    with_untracked(optimizer=False)
+
+
+@loop
+def optimizer_not_tracked_without_a_state():
+    with_untracked(optimizer=False, momentum=0.0)
+
+
+@loop
+def model_not_tracked():
+    with_untracked(model=False)
+
+
+def with_untracked(*, model=True, optimizer=True, momentum=0.9):
+    with Run.start() as run:
+        job = Job.untracked(run)
+        job.optimizer = torch.optim.SGD(job.model.parameters(), lr=0.02, momentum=momentum)
+        if model:
+            run.track(model=job.model)
+        if optimizer:
+            run.track(optimizer=job.optimizer)
+        run.restore()
+        loader = shuffled()
+        for _ in range(run.epoch, EPOCHS):
+            for _, batch in run.steps(loader, save_every=SAVE["every"]):
+                job.learn(batch)
+
+
+@loop
+def optimizer_within_a_tracked_object():
+    with Run.start() as run:
+        job = Job.untracked(run)
+        run.track(all=Everything(job.model, job.optimizer))
+        run.restore()
+        loader = shuffled()
+        for _ in range(run.epoch, EPOCHS):
+            for _, batch in run.steps(loader, save_every=SAVE["every"]):
+                job.learn(batch)
+
+
+class Everything:
+    """The program's own checkpoint."""
+
+    def __init__(self, *parts):
+        self.parts = dict(enumerate(parts))
+
+    def state_dict(self):
+        return {key: one.state_dict() for key, one in self.parts.items()}
+
+    def load_state_dict(self, state):
+        for key, one in self.parts.items():
+            one.load_state_dict(state[key])
+
+
+@loop
+def optimizer_made_in_each_step():
+    def body(job, step, batch):
+        guess = torch.zeros(3, requires_grad=True)
+        inner = torch.optim.Adam([guess], lr=0.1)
+        for _ in range(2):
+            job.model(batch[0] + guess).square().mean().backward()
+            inner.step()
+        job.optimizer.zero_grad()
+        job.learn([batch[0] + guess.detach()])
+
+    passes(shuffled, body)
+
+
+@loop
+def weight_of_no_model():
+    with Run.start() as run:
+        job, scale = Job(run, restores=False), nn.Parameter(torch.ones(()))
+        job.optimizer.add_param_group({"params": [scale]})
+        run.restore()
+        loader = shuffled()
+        for _ in range(run.epoch, EPOCHS):
+            for _, (values,) in run.steps(loader, save_every=SAVE["every"]):
+                job.learn(values * scale)
+
+
+class Scale:
+    """A weight of no model."""
+
+    def __init__(self):
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def state_dict(self):
+        return {"weight": self.weight.detach().clone()}
+
+    def load_state_dict(self, state):
+        self.weight.data.copy_(state["weight"])
+
+
+@loop
+def weight_of_a_tracked_object():
+    with Run.start() as run:
+        job, scale = Job(run, restores=False), Scale()
+        job.optimizer.add_param_group({"params": [scale.weight]})
+        run.track(scale=scale)
+        run.restore()
+        loader = shuffled()
+        for _ in range(run.epoch, EPOCHS):
+            for _, (values,) in run.steps(loader, save_every=SAVE["every"]):
+                job.learn(values * scale.weight)
+
+
+@loop
+def scaler_tracked():
+    scaled(tracks=True)
+
+
+@loop
+def scaler_not_tracked():
+    scaled(tracks=False)
+
+
+@loop
+def scaler_that_is_off():
+    scaled(tracks=False, enabled=False)
+
+
+def scaled(*, tracks, **options):
+    with Run.start() as run:
+        scaler = torch.amp.GradScaler("cpu", init_scale=3.0, growth_interval=2, growth_factor=1.3, **options)
+        job = Job(run, restores=False, **({"scaler": scaler} if tracks else {}))
+        run.restore()
+        loader = shuffled()
+        for _ in range(run.epoch, EPOCHS):
+            for _, (values,) in run.steps(loader, save_every=SAVE["every"]):
+                job.optimizer.zero_grad()
+                scaler.scale(job.model(values).square().mean()).backward()
+                scaler.step(job.optimizer)
+                scaler.update()
+
+
+@loop
+def average_tracked():
+    averaged(tracks=True)
+
+
+@loop
+def average_not_tracked():
+    averaged(tracks=False)
+
+
+@loop
+def copy_that_is_averaged_by_hand():
+    averaged(tracks=False, by_hand=True)
+
+
+@loop
+def tracked_copy_that_is_averaged_by_hand():
+    averaged(tracks=True, by_hand=True)
+
+
+def averaged(*, tracks, by_hand=False):
+    with Run.start() as run:
+        job = Job(run, restores=False)
+        average = copy.deepcopy(job.model) if by_hand else AveragedModel(job.model)
+        if tracks:
+            run.track(average=average)
+        run.restore()
+        loader = shuffled()
+        for _ in range(run.epoch, EPOCHS):
+            for _, batch in run.steps(loader, save_every=SAVE["every"]):
+                job.learn(batch)
+                if by_hand:
+                    for own, one in zip(average.parameters(), job.model.parameters(), strict=True):
+                        own.data.lerp_(one.data, 0.1)
+                else:
+                    average.update_parameters(job.model)
+        job.model = average
+
+
+@loop
+def optimizer_with_a_closure():
+    with Run.start() as run:
+        job = Job.untracked(run)
+        job.optimizer = torch.optim.LBFGS(job.model.parameters(), lr=0.1, max_iter=2)
+        run.track(model=job.model, optimizer=job.optimizer)
+        run.restore()
+        loader = shuffled()
+        for _ in range(run.epoch, EPOCHS):
+            for _, (values,) in run.steps(loader, save_every=SAVE["every"]):
+
+                def loss(values=values):
+                    job.optimizer.zero_grad()
+                    error = job.model(values).square().mean()
+                    error.backward()
+                    return error
+
+                job.optimizer.step(loss)
+
+
+@loop
+def enumerate_counts_by_itself():
+    with Run.start() as run:
+        job, loader = Job(run), shuffled()
+        for _ in range(run.epoch, EPOCHS):
+            for number, (_, (values,)) in enumerate(run.steps(loader, save_every=SAVE["every"])):
+                job.learn(values / (1 + number))
+
+
+@loop
+def patience_of_the_programs_own():
+    worse = []
+
+    def behind(run, job):
+        worse.append(1)
+        if len(worse) == 2:
+            job.optimizer.param_groups[0]["lr"] *= 0.1
+
+    passes(shuffled, behind=behind)
+
+
+@loop
+def layer_frozen_at_one_step():
+    def body(job, step, batch):
+        if step == 3:
+            job.model[0].requires_grad_(False)
+        job.learn(batch)
+
+    passes(shuffled, body)
 
 
 # ---- saves
@@ -986,6 +1370,22 @@ def due_between_updates():
             run.save()
 
     free(body)
+
+
+@loop
+def loader_read_without_steps():
+    loader = shuffled()
+
+    def batches():
+        while True:
+            yield from loader
+
+    with Run.start() as run:
+        job, own = Job(run), batches()
+        while run.step < 12:
+            job.learn(next(own))
+            if run.due(save_every=SAVE["every"]):
+                run.save()
 
 
 @loop

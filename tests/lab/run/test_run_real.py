@@ -84,7 +84,7 @@ PROGRAMS = """
 torch.manual_seed(1)
 data = TensorDataset(torch.arange(24.0)[:, None])
 
-def training(loader, **options):
+def training(loader, sums=False, **options):
     model = torch.nn.Linear(1, 1)
     seen = []
     with Run.start() as run:
@@ -93,8 +93,11 @@ def training(loader, **options):
         for step, batch in run.steps(loader() if callable(loader) else loader, **options):
             values = batch[0] if isinstance(batch, list) else torch.tensor([float(batch)])
             seen.append((step, values.flatten().tolist()))
+            total = values.sum()
+            if sums:
+                dist.all_reduce(total)
             with torch.no_grad():
-                model.weight += values.sum() * 0.001
+                model.weight += total * 0.001
             run.log(weight=model.weight.sum(), rank=dist.get_rank())
     print("seen", dist.get_rank(), seen, flush=True)
 """
@@ -394,7 +397,7 @@ from torch.utils.data import DistributedSampler
 def shared():
     sampler = DistributedSampler(data, shuffle=False)
     return DataLoader(data, batch_size=2, sampler=sampler)
-loop = lambda: training(shared, save_every=1)
+loop = lambda: training(shared, sums=True, save_every=1)
 assert start(2, loop, "shrinking", at=3, how=signal.SIGUSR1, pause=0.02)[0] == 85
 print("below", flush=True)
 assert start(1, loop, "shrinking") == [0]

@@ -258,6 +258,66 @@ assert start(2, lambda: reading(Cursor(), "track", ahead=0, until=12), "together
         assert text in told, (text, told)
 
 
+UNLIKE = """
+import copy
+
+class Ahead:
+    '''A batch that is fetched ahead, of another size on each rank.'''
+    def __init__(self):
+        self.batch = torch.zeros(300_000 * (1 + dist.get_rank()))
+    def state_dict(self):
+        return {"batch": self.batch}
+    def load_state_dict(self, state):
+        self.batch = state["batch"]
+
+def large(until):
+    ahead = Ahead()
+    with Run.start() as run:
+        run.track(model=torch.nn.Linear(1, 1))
+        run.track_per_rank(ahead=ahead)
+        if not run.restore():
+            ahead.batch += 5 + dist.get_rank()
+        while run.step < until:
+            if run.due(save_every=1):
+                run.save()
+    assert ahead.batch.unique().tolist() == [5 + dist.get_rank()]
+    assert len(ahead.batch) == 300_000 * (1 + dist.get_rank())
+
+def averaged(how):
+    torch.manual_seed(dist.get_rank())
+    net = torch.nn.Linear(2, 1)
+    average = copy.deepcopy(net)
+    optimizer = torch.optim.Adam(net.parameters())
+    with Run.start() as run:
+        run.track(model=net, optimizer=optimizer, average=average)
+        run.restore()
+        model = net if how == "apart" else torch.nn.parallel.DistributedDataParallel(net)
+        for _ in run.steps(range(4), save_every=2):
+            optimizer.zero_grad()
+            model(torch.full((2,), 1.0 + dist.get_rank())).sum().backward()
+            optimizer.step()
+            if dist.get_rank() == 0:
+                for own, one in zip(average.parameters(), net.parameters()):
+                    own.data.lerp_(one.data, 0.1)
+"""
+
+
+def test_large_states_of_ranks_are_kept_and_unlike_weights_refused(standin: str, tmp_path: Path) -> None:
+    script = """
+assert start(2, lambda: large(2), "large") == [0, 0]
+assert start(2, lambda: large(4), "large") == [0, 0]
+assert start(2, lambda: averaged("apart"), "apart") == [2, 2]
+assert start(2, lambda: averaged("together"), "together") == [0, 0]  # rank 0 alone keeps the average
+"""
+    told = many(standin, tmp_path, UNLIKE + script)
+    assert "run: resumes after step 2: large" in told
+    assert (
+        told.count("run.save: model.bias differs between the ranks, and a resume would give that of rank 0")
+        == 2
+    )
+    assert "-> wrap the model in DDP; or run.track_per_rank(model=model) in place of run.track" in told
+
+
 STOPPED = """
 import os, signal, sys, time
 if os.environ["IMGKIT_ATTEMPT"] == "1":
