@@ -240,7 +240,7 @@ def test_expected_but_invisible_gpus_are_refused():
 
 @pytest.mark.parametrize("name", ["IMGKIT_GPUS", "SLURM_GPUS_ON_NODE"])
 def test_gpus_of_the_job_are_expected_where_no_image_states_them(name: str) -> None:
-    for system in (None, SystemFacts()):  # a recipe without system.node.gpus says nothing of the job
+    for system in (None, SystemFacts()):  # a recipe without system.node.gpus states nothing about the job
         with pytest.raises(NoPlan, match=f"{name} says 4 per node"):
             make({name: "4"}, system=system)
     with pytest.raises(NoPlan, match=r"system\.json says 8 per node"):
