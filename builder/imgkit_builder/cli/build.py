@@ -73,6 +73,9 @@ class BuildOptions:
         help="Without Docker: command name or path of the runtime (default: singularity, else apptainer).",
     )
     platform: str | None = flag(None, help="linux/amd64 or linux/arm64, if the recipe allows both.")
+    build_args: tuple[str, ...] = flag(
+        (), "--build-arg", metavar="NAME=VALUE", help="Value for the recipe's image.args; repeatable."
+    )
     locked: bool = flag(
         False, "--locked", help="Build from the recipe's lock; fail if there is none, or if it is stale."
     )
@@ -133,6 +136,7 @@ def verb_build(
     Examples:
       imgkit build mn5
       imgkit build ./mine.yaml --tag group/mine:1
+      imgkit build ./mine.yaml --build-arg MAX_JOBS=4      (for image.args of the recipe)
       imgkit build ./mine.yaml --locked                    (see: imgkit lock)
       imgkit build mn5 --base imgkit.local/standin:24.03   (for tests)
       imgkit build olivia --dry-run                        (needs no Docker)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +30,11 @@ if TYPE_CHECKING:
     from imgkit_builder.recipe.problems import Problem
 
 
-def load_recipe(ref: str) -> Recipe:
+def load_recipe(ref: str, *, build_args: Sequence[str] = ()) -> Recipe:
     """Load a recipe and print its warnings on stderr."""
     from imgkit_builder.recipe.load import load
 
-    recipe = load(ref)
+    recipe = load(ref, build_args=build_args)
     terminal.err(*warning_lines(recipe.warnings))
     return recipe
 
@@ -273,6 +274,9 @@ def verb_render(
     context: Path | None = typer.Option(
         None, "--context", metavar="FILE", help="Also write the build context, a tar of all copied files."
     ),
+    build_args: list[str] = typer.Option(
+        [], "--build-arg", metavar="NAME=VALUE", help="Value for the recipe's image.args; repeatable."
+    ),
     no_lock: bool = typer.Option(False, "--no-lock", help="Ignore the recipe's lock."),
     large: bool = LARGE,
 ) -> None:
@@ -292,7 +296,7 @@ def verb_render(
     from imgkit_builder.image import render
     from imgkit_builder.recipe import lock_file
 
-    loaded = load_recipe(recipe)
+    loaded = load_recipe(recipe, build_args=build_args)
     if not no_lock:
         wanted = platform or loaded.image.platforms[0]
         loaded = lock_file.follow(loaded, platform=wanted, base=base)

@@ -94,6 +94,7 @@ def resolve_base(
         platform=image.platform,
         standin=STANDIN_LABEL in image.labels,
         env=dict(sorted(image.env.items())),
+        user=image.user,
     )
 
 

@@ -55,6 +55,7 @@ class Asked:
     tag: str | None
     base: str | None
     platform: str | None
+    build_args: tuple[str, ...]
     builder: str
     lock: str
     """``--locked``, ``--no-lock``, or empty."""

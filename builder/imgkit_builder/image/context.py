@@ -115,7 +115,7 @@ def pack(
     UsageError : a source is missing, unreadable, or more than files, folders and links inside itself.
     LargeContext : the code is large, and `large` does not allow it; raised before a file is read.
     """
-    dockerfile = render.dockerfile(recipe, base=base.name, platform=platform)
+    dockerfile = render.dockerfile(recipe, base=base.name, platform=platform, base_user=base.user)
     wheel = entrypoints_wheel()
     manifest = Manifest(
         imgkit=__version__,
@@ -233,10 +233,22 @@ def _code(recipe: Recipe) -> Iterator[Code]:
     for number, step in enumerate(recipe.image.pip):
         if step.project is not None:
             where = recipe.where("image", "pip", number, "project")
-            yield Code(source=step.project, member=install.project_member(number), where=where)
+            member = install.project_member(number)
+            yield Code(source=step.project, member=member, where=where, ignore=step.ignore)
     for number, copy in enumerate(recipe.image.copy):
         where = recipe.where("image", "copy", number)
         yield Code(source=copy.source, member=render.copy_member(number), where=where, ignore=copy.ignore)
+
+
+def early_files(recipe: Recipe) -> Iterator[TarMember]:
+    """Yield what the steps before pip copy: those of a lock need it too."""
+    early = {render.copy_member(number) for number, one in enumerate(recipe.image.copy) if one.after != "pip"}
+    chosen = (code for code in _code(recipe) if code.member in early)
+    parts = members.pack(chosen, _hidden(recipe)).parts.values()
+    if early:
+        yield members.folder("copy")
+    for part in parts:
+        yield from part
 
 
 def _refuse_large(packed: Packed) -> None:

@@ -30,16 +30,14 @@ from imgkit_builder.recipe.model import (
     PipStep,
     Recipe,
 )
-from imgkit_builder.recipe.requirements import canonical
+from imgkit_builder.recipe.requirements import PROTECTED, canonical
+from imgkit_builder.recipe.rules import expanded
 from imgkit_builder.recipe.uv_lock import UvLock
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.files import read_text
 
 CONSTRAINT = f"{INSIDE}/constraint.txt"
 BASE_CONSTRAINT = f"{INSIDE}/base-constraint.txt"
-
-# A pip step must never replace these distributions of the base; their names are the same in every release.
-PROTECTED = r"torch|torchvision|torchaudio|triton|pytorch[-_.]triton|nvidia[-_.]nccl[-_.]cu[0-9]+"
 
 # pip cannot break the system packages of an image, so it may install there (PEP 668). These are variables,
 # not options: an old pip stops at an unknown option but ignores an unknown variable. pip writes no byte code
@@ -142,9 +140,14 @@ def _install(recipe: Recipe, step: PipStep, pip: str = "python3 -m pip") -> str:
     pip_command = (
         with_secrets(recipe, step.secrets, "env ") + f"{PIP}{base_constraint(recipe.image.constraints)}"
     )
-    pip_command += "".join(f"{NEXT}{name}={shlex.quote(value)}" for name, value in step.env.items())
+    pip_command += "".join(f"{NEXT}{name}={shell_value(name, value)}" for name, value in step.env.items())
     pip_command += f"{NEXT}{pip} install --no-cache-dir --constraint {CONSTRAINT}"
     return pip_command + (f"{NEXT}    {shlex.join(step.options)}" if step.options else "")
+
+
+def shell_value(name: str, value: str) -> str:
+    """The value of the variable `name` for a shell; ``/x:$NAME`` adds to the base's value."""
+    return expanded(name, value, lambda text: re.sub(r'([\\"$`])', r"\\\1", text)) or shlex.quote(value)
 
 
 def base_constraint(constraints: Constraints) -> str:
@@ -271,7 +274,8 @@ def as_json(recipe: Recipe, lock: UvLock) -> str:
 
 def _named(step: PipStep) -> Iterator[str]:
     """Normalised names of the packages that a pip step names itself."""
-    lines = list(step.packages)
+    # A URL of a repository has a name only where the requirement states one.
+    lines = [package for package in step.packages if not package.startswith("git+")]
     if step.requirements is not None:
         lines += read_text(step.requirements, errors="replace").splitlines()
     for line in lines:
@@ -400,8 +404,11 @@ def secret_mounts(names: Sequence[str]) -> str:
 
 def with_secrets(recipe: Recipe, names: Sequence[str], before: str) -> str:
     """What comes before a command that uses secrets: it gets them, and must not write them to a file."""
-    if not names:
-        return ""
+    return f"{' '.join(secret_argv(recipe, names))}{NEXT}{before}" if names else ""
+
+
+def secret_argv(recipe: Recipe, names: Sequence[str]) -> tuple[str, ...]:
+    """The argv before a command that uses secrets."""
     variables = {secret.id: secret.env for secret in recipe.image.secrets}
-    words = [f"{name}={variables[name]}" if variables.get(name) else name for name in names]
-    return f"sh /run/{WITH_SECRETS} {' '.join(words)} --{NEXT}{before}"
+    named = (f"{name}={variables[name]}" if variables.get(name) else name for name in names)
+    return ("sh", f"/run/{WITH_SECRETS}", *named, "--")

@@ -84,11 +84,21 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Early:
+    """Files and commands of the user that packages need; the commands start in ``/``."""
+
+    copy: tuple[Copy, ...]
+    run: tuple[RunStep, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class KeyValue:
     """A variable or a label."""
 
     key: str
     value: str
+    adds: bool = False
+    """Whether `value` adds to the base's value, as ``/x:$KEY`` does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,12 +131,18 @@ class Layers:
     uses_secrets: bool
     """Whether a step needs a builder that knows secrets."""
     base: Text
+    base_user: str
+    """The user of the base, whom the finished image has too; empty for root, as whom all steps run."""
     clock: tuple[KeyValue, ...]
     """Variables of every step of a locked build, which the image does not keep."""
+    args: Block | None
+    """The recipe's own variables of every step."""
     ca: Authorities | None
+    before_apt: Early
     apt: Text | None
     apt_files: ContextFile | None
     """The folder that a locked apt step needs, and removes."""
+    after_apt: Early
     protect: str
     filtered_constraint: Text | None
     uv: UvCommand | None

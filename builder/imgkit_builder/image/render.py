@@ -30,6 +30,7 @@ from imgkit_builder.image.instructions import (
     ContextFile,
     Copy,
     Definition,
+    Early,
     KeyValue,
     Layers,
     Project,
@@ -38,6 +39,7 @@ from imgkit_builder.image.instructions import (
     Text,
 )
 from imgkit_builder.recipe.model import KeyPath, Recipe, RunCommand
+from imgkit_builder.recipe.rules import expanded, inherited
 from imgkit_entrypoints import __version__
 from imgkit_entrypoints.errors import UsageError
 
@@ -47,8 +49,12 @@ if TYPE_CHECKING:
 TRACE = re.compile(r"\s*# (imgkit: .+|--base .+|[^/]+:\d+(?:-\d+)?(?:, [^/]+:\d+(?:-\d+)?)*)")
 
 
-def dockerfile(recipe: Recipe, *, base: str | None = None, platform: str | None = None) -> str:
+def dockerfile(
+    recipe: Recipe, *, base: str | None = None, platform: str | None = None, base_user: str = ""
+) -> str:
     """Text of the Dockerfile; `base` replaces the recipe's, `platform` appears only in a comment.
+
+    Only a machine that has the base knows its user; for another one than root, name `base_user`.
 
     FROM names no platform: imgkit compares it with the base before the build. ``FROM --platform`` with a
     local image of another architecture would build the wrong image.
@@ -57,7 +63,7 @@ def dockerfile(recipe: Recipe, *, base: str | None = None, platform: str | None 
     ------
     UsageError : a Dockerfile cannot express a value, for example a variable with a line end.
     """
-    return _fill("dockerfile.j2", layers(recipe, base=base, platform=platform))
+    return _fill("dockerfile.j2", layers(recipe, base=base, platform=platform, base_user=base_user))
 
 
 def resolver(made: Layers, *, folder: str) -> str:
@@ -124,6 +130,8 @@ def _fill(template: str, made: Layers, **further: object) -> str:
     jinja = environment("templates")
     filters: Mapping[str, Callable[..., str]] = {
         "docker_quote": docker_quote,
+        "docker_value": _docker_value,
+        "sh_value": lambda entry: install.shell_value(entry.key, entry.value),
         "docker_key": _docker_key,
         "copy_words": _copy_words,
     }
@@ -156,6 +164,8 @@ def environment(shipped: str, own: Path | None = None) -> Environment:
 
 def _definition_steps(made: Layers) -> Iterator[Step]:
     """Yield the steps of the image `made`."""
+    if made.args:
+        yield Step(origin=made.args.origin, command=_export(made.args))
     # Brackets: without them, only the last command of several behind && would end the build when it fails.
     copied = " ".join((INSIDE, *(file.path for file in made.ca.files))) if made.ca else INSIDE
     yield _own(
@@ -164,8 +174,10 @@ def _definition_steps(made: Layers) -> Iterator[Step]:
     if made.ca:
         exported = _export(Block(origin=made.ca.origin, entries=made.ca.env))
         yield Step(origin=made.ca.origin, command=f"{made.ca.install}\n{exported}")
+    yield from _early_steps(made.before_apt)
     if made.apt:
         yield Step(origin=made.apt.origin, command=f"({made.apt.text})")
+    yield from _early_steps(made.after_apt)
     if made.protect:
         yield _own("every pip step below must keep the base's torch and NCCL", f"({made.protect})")
     if made.filtered_constraint:
@@ -177,7 +189,7 @@ def _definition_steps(made: Layers) -> Iterator[Step]:
     yield Step(origin=made.env.origin, command=_export(made.env))
     yield Step(origin=made.workdir.origin, command=f"mkdir -p -- {shlex.quote(made.workdir.text)}")
     for run in made.run:
-        yield _run(made, run)
+        yield _run(run, made.workdir.text)
     yield _own(
         "no index, no dependencies; forced, because a changed wheel can have the same version",
         f"({made.install_wheel})",
@@ -192,7 +204,7 @@ def _definition_steps(made: Layers) -> Iterator[Step]:
     if made.copy:
         yield _own("the copies are in their places", f"rm -rf {INSIDE}/copy")
     for run in made.run_after_copy:
-        yield _run(made, run)
+        yield _run(run, made.workdir.text)
 
 
 def _own(purpose: str, command: str) -> Step:
@@ -200,11 +212,22 @@ def _own(purpose: str, command: str) -> Step:
 
 
 def _export(block: Block) -> str:
-    return f"export {NEXT.join(f'{one.key}={shlex.quote(one.value)}' for one in block.entries)}"
+    values = (
+        (one.key, install.shell_value(one.key, one.value) if one.adds else shlex.quote(one.value))
+        for one in block.entries
+    )
+    return f"export {NEXT.join(f'{key}={value}' for key, value in values)}"
 
 
-def _run(made: Layers, step: RunStep) -> Step:
-    return Step(origin=step.origin, command=f"(cd -- {shlex.quote(made.workdir.text)} && {step.posix})")
+def _early_steps(steps: Early) -> Iterator[Step]:
+    for copy in steps.copy:
+        yield Step(origin=copy.origin, command=_placed(copy))
+    for run in steps.run:
+        yield _run(run, "/")
+
+
+def _run(step: RunStep, folder: str) -> Step:
+    return Step(origin=step.origin, command=f"(cd -- {shlex.quote(folder)} && {step.posix})")
 
 
 def _placed(code: Copy | Project) -> str:
@@ -216,6 +239,12 @@ def _placed(code: Copy | Project) -> str:
 def docker_quote(value: str) -> str:
     """Double quotes for ENV, LABEL and WORKDIR, with ``$`` escaped."""
     return '"' + re.sub(r'([\\"$])', r"\\\1", value) + '"'
+
+
+def _docker_value(entry: KeyValue) -> str:
+    """The value of ENV; one that adds to the base's value names it, as Docker expands it."""
+    added = expanded(entry.key, entry.value, lambda text: docker_quote(text)[1:-1]) if entry.adds else None
+    return added or docker_quote(entry.value)
 
 
 def _docker_key(value: str) -> str:
@@ -244,8 +273,12 @@ TRUST = ("CURL_CA_BUNDLE", "PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
 """Variables of programs that come with authorities of their own: pip, requests, and what conda installs."""
 
 
-def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = None) -> Layers:
-    """The layers of `recipe` on `base` (default: the recipe's); only shell commands are quoted.
+def layers(
+    recipe: Recipe, *, base: str | None = None, platform: str | None = None, base_user: str = ""
+) -> Layers:
+    """The layers of `recipe` on `base` (default: the recipe's), whose user is `base_user`.
+
+    Only shell commands are quoted.
 
     Raises
     ------
@@ -264,8 +297,12 @@ def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = No
         platform=platform or image.platforms[0],
         uses_secrets=bool(image.used_secrets),
         base=_base(recipe, base),
+        base_user="" if base_user.partition(":")[0] in ("root", "0") else base_user,
         clock=_clock(recipe),
+        args=_args(recipe),
         ca=_ca(recipe),
+        before_apt=_early(recipe, "base"),
+        after_apt=_early(recipe, "apt"),
         apt=_apt(recipe),
         apt_files=_locked(f"imgkit/{install.LOCKED_APT}") if recipe.lock and recipe.lock.apt else None,
         # A run step may call pip too, and can then use the file.
@@ -292,17 +329,26 @@ def layers(recipe: Recipe, *, base: str | None = None, platform: str | None = No
             for number, step in enumerate(image.pip)
             if step.project is not None
         ),
-        copy=tuple(
-            Copy(
-                origin=recipe.where("image", "copy", number),
-                member=copy_member(number),
-                target=posixpath.normpath(step.target),
-            )
-            for number, step in enumerate(image.copy)
-        ),
+        copy=_copies(recipe, "pip"),
         origins=(_locked(install.LOCK_TOML), _locked(install.RECIPE_JSON)) if recipe.lock else (),
         run_after_copy=_run_steps(recipe, "copy"),
         labels=_labels(recipe),
+    )
+
+
+def _early(recipe: Recipe, after: str) -> Early:
+    return Early(copy=_copies(recipe, after), run=_run_steps(recipe, after))
+
+
+def _copies(recipe: Recipe, after: str) -> tuple[Copy, ...]:
+    return tuple(
+        Copy(
+            origin=recipe.where("image", "copy", number),
+            member=copy_member(number),
+            target=posixpath.normpath(step.target),
+        )
+        for number, step in enumerate(recipe.image.copy)
+        if step.after == after
     )
 
 
@@ -329,7 +375,7 @@ def _values(recipe: Recipe) -> Iterable[tuple[str, KeyPath]]:
     for number, package in enumerate(image.apt):
         yield package, ("image", "apt", number)
     for number, command in enumerate(image.run):
-        yield command.command.strip(), ("image", "run", number)
+        yield command.command.replace("\n", " "), ("image", "run", number)
     for number, step in enumerate(image.pip):
         editable = (step.editable,) if step.editable else ()
         for key, words in (("options", step.options), ("packages", step.packages), ("editable", editable)):
@@ -339,7 +385,8 @@ def _values(recipe: Recipe) -> Iterable[tuple[str, KeyPath]]:
         yield copy.target, ("image", "copy", number, "target")
     steps: Iterable[tuple[KeyPath, Mapping[str, str]]]
     steps = ((("image", "pip", number, "env"), step.env) for number, step in enumerate(image.pip))
-    for where, pairs in (*steps, (("image", "env"), image.env), (("image", "labels"), image.labels)):
+    mappings = {"env": image.env, "args": image.args, "labels": image.labels}
+    for where, pairs in (*steps, *((("image", key), value) for key, value in mappings.items())):
         for key, value in pairs.items():
             yield key, (*where, key)
             yield value, (*where, key)
@@ -360,6 +407,11 @@ def _clock(recipe: Recipe) -> tuple[KeyValue, ...]:
         return ()
     variables = {"SOURCE_DATE_EPOCH": str(recipe.lock.source_date_epoch), "PYTHONHASHSEED": "0"}
     return _entries(variables)
+
+
+def _args(recipe: Recipe) -> Block | None:
+    stated = _origins(recipe, [("image", "args", key) for key in recipe.image.args])
+    return Block(origin=stated, entries=_entries(recipe.image.args)) if recipe.image.args else None
 
 
 def _ca(recipe: Recipe) -> Authorities | None:
@@ -411,13 +463,17 @@ def _run_steps(recipe: Recipe, after: str) -> tuple[RunStep, ...]:
 def _command(recipe: Recipe, number: int, command: RunCommand) -> RunStep:
     text = command.command.strip()
     # Docker reads some beginnings as its own syntax (flags, JSON), a last backslash as a continued line, and
-    # newer engines read << as a heredoc; the exec form keeps all of them as text.
-    plain = not text.startswith(("--", "[")) and "<<" not in text and not text.endswith("\\")
-    exec_form = json.dumps(["/bin/sh", "-c", text], ensure_ascii=False)
-    posix = f"sh -c {shlex.quote(text)}"
-    docker = text if plain else exec_form
+    # newer engines read << as a heredoc; the exec form keeps all of them as text, and line ends too.
+    lines = "\n" in text
+    plain = not (lines or text.startswith(("--", "[")) or "<<" in text or text.endswith("\\"))
+    # Of several lines, the first that fails ends the step; a shell alone would go on.
+    shell = ("/bin/sh", "-ec" if lines else "-c", text)
+    posix = f"sh {shell[1]} {_one_line(text) if lines else shlex.quote(text)}"
+    docker = text if plain else json.dumps(shell, ensure_ascii=False)
     if command.secrets:
-        docker = posix = install.with_secrets(recipe, command.secrets, "") + posix
+        argv = (*install.secret_argv(recipe, command.secrets), *shell)
+        posix = install.with_secrets(recipe, command.secrets, "") + posix
+        docker = json.dumps(argv, ensure_ascii=False) if lines else posix
     return RunStep(
         origin=recipe.where("image", "run", number),
         docker=docker,
@@ -426,11 +482,21 @@ def _command(recipe: Recipe, number: int, command: RunCommand) -> RunStep:
     )
 
 
+def _one_line(text: str) -> str:
+    """One word of a shell that is `text`: a definition ends where a line begins with ``%``."""
+    escaped = text.replace("\\", "\\\\").replace("\n", "\\n")
+    return f'"$(printf %b {shlex.quote(escaped)})"'
+
+
 def _env(recipe: Recipe) -> Block:
     # The host's ~/.local is visible inside a .sif; Python must not import its packages.
     merged = {"PYTHONNOUSERSITE": "1", **recipe.image.env}
     stated = _origins(recipe, [("image", "env", key) for key in recipe.image.env])
-    return Block(origin=stated or "imgkit: ignore packages in the host's ~/.local", entries=_entries(merged))
+    entries = tuple(
+        KeyValue(key=key, value=value, adds=inherited(key, value) is not None)
+        for key, value in merged.items()
+    )
+    return Block(origin=stated or "imgkit: ignore packages in the host's ~/.local", entries=entries)
 
 
 def _labels(recipe: Recipe) -> Block:

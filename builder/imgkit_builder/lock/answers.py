@@ -9,11 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from imgkit_builder.image.install import PROTECTED
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.model import UV_STEP, LockedDeb, LockedWheel, PipStep, Recipe
 from imgkit_builder.recipe.problems import KeyPath
-from imgkit_builder.recipe.requirements import canonical
+from imgkit_builder.recipe.requirements import PROTECTED, canonical
 from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 

@@ -214,7 +214,7 @@ def pack(
     ------
     UsageError : a value of the recipe does not fit on one line, or a file cannot be read.
     """
-    made = render.layers(recipe, base=base.name, platform=base.platform)
+    made = render.layers(recipe, base=base.name, platform=base.platform, base_user=base.user)
     packages = "".join(f"{NEXT}    {shlex.quote(one)}" for one in recipe.image.apt)
     made = dataclasses.replace(
         made,
@@ -226,6 +226,7 @@ def pack(
         ),
     )
     packed = [
+        *context.early_files(recipe),
         members.folder("imgkit"),
         members.folder(_MEMBER),
         members.file(f"{_MEMBER}/order.json", _order(recipe, request, old, wishes, bool(kept)).encode()),

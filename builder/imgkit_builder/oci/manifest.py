@@ -53,6 +53,8 @@ class BaseImage:
     standin: bool = False
     """Whether the base has the label ``imgkit.standin``: no NVIDIA software, for tests only."""
     env: Mapping[str, str] = field(default_factory=dict)
+    user: str = ""
+    """Its containers start as this user; empty for root."""
     probe: Probe = Probe()
 
 

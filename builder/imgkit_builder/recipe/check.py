@@ -11,7 +11,18 @@ from pathlib import Path
 from imgkit_builder.recipe import requirements, systems, uv_lock
 from imgkit_builder.recipe.problems import Collector, KeyPath, Position, choices
 from imgkit_builder.recipe.requirements import names_other_file
-from imgkit_builder.recipe.rules import ANY, COMMANDS, PLATFORMS, Fault, matches, of_key, of_text
+from imgkit_builder.recipe.rules import (
+    ANY,
+    COMMANDS,
+    PLATFORMS,
+    BadReference,
+    Fault,
+    inherited,
+    matches,
+    of_key,
+    of_text,
+    parse_reference,
+)
 from imgkit_builder.recipe.yaml_tree import (
     Items,
     Scalar,
@@ -28,7 +39,6 @@ from imgkit_entrypoints.system import SystemFacts
 Checked = set[KeyPath]
 """Places with a reported problem: the type check does not report them again."""
 
-_USUAL_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _EXPOSED = "anybody who can pull the image can read it; pass it when the job starts"
 _IN_HISTORY = (
     "it stays in the image's history; write ${NAME} instead, in a requirements file or a command, and "
@@ -147,19 +157,25 @@ def _scalar(path: KeyPath, node: Scalar, found: Collector) -> Checked:
 
 
 def _names_itself(path: KeyPath, text: str) -> Iterator[Fault]:
-    """``PATH: /x:$PATH`` would hold the text ``$PATH``, and no command would be found."""
-    itself = re.compile(rf"\$(?:{re.escape(str(path[-1]))}\b|\{{{re.escape(str(path[-1]))}\}})")
-    if _is_variable(path) and itself.search(text):
-        name = path[-1]
-        whole = itself.sub(lambda _: _USUAL_PATH if name == "PATH" else "THE-BASES-VALUE", text)
+    """``PATH: /x:$PATH`` adds to the base's value; another text with ``$PATH`` would hold it literally."""
+    if not _is_variable(path):
+        return
+    name = str(path[-1])
+    try:
+        around = inherited(name, text)
+    except ValueError:
         yield (
-            f"variables are not expanded: {name} would hold {text!r} as it is written",
-            f"write the whole value, {name}: {whole!r}; the base's own: docker run --rm BASE printenv {name}",
+            f"imgkit cannot expand {text!r}",
+            f"add to the base's value by whole elements: {name}: /FIRST:${name} or {name}: ${name}:/LAST",
         )
+        return
+    if around is not None and path[:2] == ("image", "args"):
+        yield f"an argument has no earlier value: {text!r}", "write the value, or use image.env"
 
 
 def _is_variable(path: KeyPath) -> bool:
-    return path[:-1] == ("image", "env") or matches(path, ("image", "pip", ANY, "env", ANY))
+    places = (("image", "env", ANY), ("image", "args", ANY), ("image", "pip", ANY, "env", ANY))
+    return any(matches(path, place) for place in places)
 
 
 def _suspicious(path: KeyPath, node: Scalar, found: Collector) -> None:
@@ -172,16 +188,20 @@ def _suspicious(path: KeyPath, node: Scalar, found: Collector) -> None:
         found.warn(node.position, path, f"this looks like {holds}", hint)
     elif in_env and secret_patterns.in_name(str(path[-1]), node.text):
         found.warn(node.position, path, "this looks like a secret", _EXPOSED)
-    if (of_system or _is_variable(path)) and re.search(r"\$\{?[A-Za-z_]", node.text):
+    adds = _is_variable(path) and inherited(str(path[-1]), node.text) is not None
+    if (of_system or _is_variable(path)) and not adds and re.search(r"\$\{?[A-Za-z_]", node.text):
         found.warn(node.position, path, "variables are not expanded: the $ stays", "write the whole value")
 
 
 def _together(tree: Table, found: Collector, bad: Checked) -> None:
     """Apply the rules for several values."""
     _check_secrets(tree, found)
+    base = _ngc_base(tree)
     for path, node, _ in walk(tree):
         if matches(path, ("image", "pip", ANY)) and isinstance(node, Table):
             _pip_step(path, node, found)
+        elif matches(path, ("image", "pip", ANY, "packages", ANY)) and isinstance(node, Scalar):
+            _replaces_torch(node.text, base, node.position, path, found)
         elif path == ("image", "platforms") and isinstance(node, Items):
             _platform_list(path, node, found, bad)
         elif path == ("system", "runtime") and isinstance(node, Table):
@@ -193,17 +213,44 @@ def _together(tree: Table, found: Collector, bad: Checked) -> None:
         elif matches(path, ("image", "pip", ANY, "requirements")) and isinstance(node, Scalar):
             file = _inside(path, node, found, folder_allowed=False, bad=bad)
             if file is not None:
-                _requirements(file, path, found)
+                _requirements(file, path, found, base)
         elif matches(path, ("image", "pip", ANY, "project")) and isinstance(node, Scalar):
             folder = _inside(path, node, found, folder_allowed=True, bad=bad)
             if folder is not None:
-                project(folder, node.position, path, found)
+                project(folder, node.position, path, found, base)
         elif path == ("image", "uv") and isinstance(node, Table):
             _uv(node, found, bad)
         elif matches(path, ("image", "ca", ANY)) and isinstance(node, Scalar):
             file = _inside(path, node, found, folder_allowed=False, bad=bad)
             if file is not None:
                 certificate(file, node.position, path, found)
+
+
+def _ngc_base(tree: Table) -> str:
+    """The recipe's base if it is an image of NVIDIA's PyTorch, from any registry; else an empty text."""
+    node, reached = deepest(tree, ("image", "base"))
+    if reached != ("image", "base") or not isinstance(node, Scalar):
+        return ""
+    try:
+        repository = parse_reference(node.text).repository
+    except BadReference:
+        return ""
+    return node.text if f"/{repository}".endswith("/nvidia/pytorch") else ""
+
+
+def _replaces_torch(text: str, base: str, position: Position, path: KeyPath, found: Collector) -> None:
+    """Report a requirement that no version in `base` fulfils: its torch is a build of NVIDIA's own.
+
+    ``2.3.0a0+40ec155e58.nv24.03`` is a pre-release, and equals no version that an index has.
+    """
+    name = requirements.released_pin(text) if base else ""
+    if name:
+        found.error(
+            position,
+            path,
+            f"{text!r} would replace the {name} of {base}, which imgkit keeps: the build would fail",
+            f"remove the version: {name}; or choose a base with that version of {name}",
+        )
 
 
 def _pip_step(path: KeyPath, step: Table, found: Collector) -> None:
@@ -218,6 +265,9 @@ def _pip_step(path: KeyPath, step: Table, found: Collector) -> None:
         found.error(
             step.entries["editable"].key, (*path, "editable"), what, "add project: FOLDER, or remove it"
         )
+    if "ignore" in step.entries and "project" not in step.entries:
+        what = "is for a project: nothing else of this step is a folder"
+        found.error(step.entries["ignore"].key, (*path, "ignore"), what, "add project: FOLDER, or remove it")
     for key in ("packages", "options"):
         entry = step.entries.get(key)
         if entry is None or not isinstance(entry.value, Items):
@@ -336,7 +386,7 @@ def _near(name: str, there: list[str]) -> bool:
     return "did you mean" in choices(name, there)
 
 
-def _requirements(file: Path, path: KeyPath, found: Collector) -> None:
+def _requirements(file: Path, path: KeyPath, found: Collector, base: str) -> None:
     """Report lines that name further files: only this one goes into the image."""
     try:
         lines = files.read_text(file).splitlines()
@@ -351,6 +401,7 @@ def _requirements(file: Path, path: KeyPath, found: Collector) -> None:
             found.error(
                 place, path, f"{text!r} names a file that is not in the image", "write its lines here"
             )
+        _replaces_torch(text, base, Position(file=file, line=number, column=1), path, found)
         holds = secret_patterns.in_value(text)
         if holds:
             place = Position(file=file, line=number, column=1)
@@ -419,7 +470,7 @@ def certificate(file: Path, position: Position, path: KeyPath, found: Collector)
         found.error(position, path, f"{file.name} is not a certificate in PEM form", hint)
 
 
-def project(folder: Path, position: Position, path: KeyPath, found: Collector) -> None:
+def project(folder: Path, position: Position, path: KeyPath, found: Collector, base: str = "") -> None:
     """Report a folder of ``project`` without a usable pyproject.toml."""
     if not (folder / requirements.PYPROJECT).is_file():
         what = f"{folder.name} has no {requirements.PYPROJECT}"
@@ -438,6 +489,7 @@ def project(folder: Path, position: Position, path: KeyPath, found: Collector) -
         if requirements.names_other_file(one.rpartition("@")[2]):
             what = f"depends on {one!r}, a path that is not in the image"
             found.error(position, path, what, "add a pip step with a project of its own before this one")
+        _replaces_torch(one, base, position, path, found)
 
 
 def uv_project(

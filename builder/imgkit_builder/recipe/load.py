@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,14 +25,25 @@ from imgkit_builder.recipe.problems import (
 from imgkit_builder.recipe.requirements import PYPROJECT
 from imgkit_builder.recipe.typecheck import Document, typecheck
 from imgkit_builder.recipe.uv_lock import UV_LOCK
-from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, TableEntry, YamlNode, kind, parse
+from imgkit_builder.recipe.yaml_tree import (
+    Items,
+    Scalar,
+    Table,
+    TableEntry,
+    YamlNode,
+    deepest,
+    kind,
+    parse,
+)
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 from imgkit_recipes import FOLDER, recipe_names, recipe_path
 
 
-def load(ref: str | Path) -> Recipe:
+def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
     """Load the recipe `ref`: a shipped name, or a path (with a ``/``, or ending in ``.yaml`` or ``.yml``).
+
+    `build_args` are ``NAME=VALUE``, and replace values of ``image.args``.
 
     Raises
     ------
@@ -45,7 +56,7 @@ def load(ref: str | Path) -> Recipe:
     resolved = resolve(file, found)
     if resolved.tree is None:
         raise RecipeErrors(found.errors)
-    tree = normalise(resolved.tree, found)
+    tree = normalise(_with_args(resolved.tree, build_args), found)
     document = typecheck(tree, check(tree, found), found, whole=resolved.whole)
     if document is not None and systems.is_known(document.system.scheduler):
         check_system(document.system, tree, found)
@@ -65,6 +76,25 @@ def load(ref: str | Path) -> Recipe:
         sources=dict(found.digests),
         warnings=tuple(found.warnings),
     )
+
+
+def _with_args(tree: Table, build_args: Sequence[str]) -> Table:
+    """`tree` with other values in ``image.args``; each keeps the position of the recipe's own value."""
+    for text in build_args:
+        name, between, value = text.partition("=")
+        node, reached = deepest(tree, ("image", "args"))
+        declared = node.entries if reached == ("image", "args") and isinstance(node, Table) else {}
+        if not between:
+            raise UsageError(f"{name!r} has no value", where="--build-arg", hint="write NAME=VALUE")
+        if name not in declared:
+            hint = choices(name, declared) if declared else f'declare it below image.args: {name}: "default"'
+            raise UsageError(f"the recipe has no argument {name!r}", where="--build-arg", hint=hint)
+        scalar = Scalar(position=declared[name].value.position, text=value)
+        args = Table(position=node.position, entries={name: TableEntry(key=declared[name].key, value=scalar)})
+        image = Table(position=node.position, entries={"args": TableEntry(key=node.position, value=args)})
+        changed = Table(position=tree.position, entries={"image": TableEntry(key=node.position, value=image)})
+        tree = _merge_tables(tree, changed, ())
+    return tree
 
 
 def _check_name(file: Path, found: Collector) -> None:

@@ -61,6 +61,8 @@ class PipStep:
     """Variables of this ``pip install`` alone: ``MAX_JOBS``, ``TORCH_CUDA_ARCH_LIST``."""
     secrets: tuple[str, ...] = ()
     """Names (`id`) of the build secrets that this ``pip install`` may use."""
+    ignore: tuple[str, ...] = ()
+    """Patterns of gitignore's kind (``*.pyc``, ``data/``), matched below `project`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,8 @@ class CopyStep:
     """Absolute path in the image; a folder's content lands in it, a file lands in it under its name."""
     ignore: tuple[str, ...] = ()
     """Patterns of gitignore's kind (``*.pyc``, ``data/``), matched below `source`."""
+    after: Literal["base", "apt", "pip"] = "pip"
+    """``base``, ``apt``: just before the `run` steps that state the same; ``pip``: late, as code changes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +108,9 @@ class RunCommand:
     """A shell command; a text in the list is short for ``{command: TEXT}``."""
 
     command: str
-    """One line for ``/bin/sh``; a layer of its own."""
-    after: Literal["pip", "copy"] = "pip"
-    """``pip``: before imgkit's own files and `copy`; ``copy``: after the user's code."""
+    """What ``/bin/sh`` runs; a separate layer. Of several lines, the first that fails ends the build."""
+    after: Literal["base", "apt", "pip", "copy"] = "pip"
+    """``base``: before the apt step; ``apt``: before pip; ``pip``: after it; ``copy``: after your code."""
     secrets: tuple[str, ...] = ()
     """Names (`id`) of the build secrets that this command may use."""
 
@@ -128,6 +132,8 @@ class Image:
     """Certificates (PEM) of the site's own authority, trusted before the first step that uses the network."""
     secrets: tuple[BuildSecret, ...] = ()
     """Values that the steps which name them may use, and that the image never holds."""
+    args: Mapping[str, str] = field(default_factory=dict)
+    """Variables of every build step, not kept in the image; ``--build-arg NAME=VALUE`` sets another value."""
     apt: tuple[str, ...] = ()
     """Debian packages: ``git``, ``git=1:2.39.2-1``."""
     uv: UvProject | None = None
@@ -137,7 +143,8 @@ class Image:
     constraints: Constraints = Constraints()
     """How pip treats the base's own constraint file; the base's torch and NCCL are always protected."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables stored in the image; network and thread tuning belongs in ``system.env``."""
+    """Variables stored in the image; ``PATH: /x:$PATH`` adds to the base's value. Network and thread tuning
+    belongs in ``system.env``."""
     copy: tuple[CopyStep, ...] = ()
     """User code, copied into the last layers of the image."""
     run: tuple[RunCommand, ...] = ()

@@ -10,6 +10,7 @@ import importlib.resources
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def _stated(recipe: Recipe, path: Path, *where: str | int) -> Path:
     return path.relative_to(folder) if path.is_relative_to(folder) else Path(path.name)
 
 
-def find(ref: str) -> Recipe:
+def find(ref: str, *, build_args: Sequence[str] = ()) -> Recipe:
     """Load the recipe `ref`: a shipped name, a JSON file or, outside the one-file tool, a recipe's file.
 
     Raises
@@ -93,10 +94,16 @@ def find(ref: str) -> Recipe:
     """
     text = targets.as_json(ref)
     if text is not None:
+        if build_args:
+            raise UsageError(
+                "a recipe as JSON has its values already",
+                where="--build-arg",
+                hint="leave it out, or build from the recipe's YAML file",
+            )
         return from_json(text, Path(ref))
     from imgkit_builder.recipe.load import load
 
-    return load(ref)
+    return load(ref, build_args=build_args)
 
 
 def from_json(text: str, file: Path) -> Recipe:

@@ -13,8 +13,27 @@ from imgkit_entrypoints import files
 PYPROJECT = "pyproject.toml"
 _MOST_BYTES = 1 << 20
 
+# A pip step must never replace these distributions of the base; their names are the same in every release.
+PROTECTED = r"torch|torchvision|torchaudio|triton|pytorch[-_.]triton|nvidia[-_.]nccl[-_.]cu[0-9]+"
+
 _NAME = re.compile(r"\s*name\s*=\s*[\"']([^\"']+)")
 _OTHER_FILE = re.compile(r"-[rce]\b|--(?:requirement|constraint|editable)\b|\.{0,2}/|file:")
+
+
+def released_pin(line: str) -> str:
+    """The name of a `PROTECTED` distribution that `line` pins to a released version, else an empty text."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        requirement = Requirement(re.sub(r"\s(?:--|#).*", "", line.strip()))
+    except InvalidRequirement:
+        return ""
+    released = re.compile(r"[0-9]+(?:\.[0-9]+)*")
+    pinned = any(
+        one.operator in ("==", "===") and released.fullmatch(one.version) for one in requirement.specifier
+    )
+    protected = re.fullmatch(PROTECTED, requirement.name, re.IGNORECASE)
+    return requirement.name if pinned and protected else ""
 
 
 def names_other_file(line: str) -> bool:

@@ -43,17 +43,22 @@ _BY_NAME = "name the package, and its index in `options`: [--index-url, URL]; or
 _UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Categories of Unicode: control, format, surrogates, separators of lines and paragraphs."""
 _UNPROTECTED = ("would remove the protection of the base's torch", "use image.constraints")
+_GIT_SOURCE = re.compile(
+    r"(?:[A-Za-z0-9][A-Za-z0-9._-]*(?:\[[A-Za-z0-9._, -]*\])?\s*@\s*)?git\+(?P<url>.*)", re.DOTALL
+)
 _PIP_FILES = ("-r", "--requirement", "-c", "--constraint", "-e", "--editable")
 
 
-def printable(text: str) -> Iterator[Fault]:
+def printable(text: str, *, several_lines: bool = False) -> Iterator[Fault]:
     """No line break, control or invisible character: a value is one line of a Dockerfile or a job script.
 
-    Invisible ones, such as marks of the direction of writing, make a text look like another one.
+    Invisible ones, such as marks of the direction of writing, make a text look like another one. A shell
+    command may have several lines.
     """
     if text.isprintable():
         return
-    bad = next((one for one in text if one != "\t" and unicodedata.category(one) in _UNSEEN), "")
+    allowed = "\t\n" if several_lines else "\t"
+    bad = next((one for one in text if one not in allowed and unicodedata.category(one) in _UNSEEN), "")
     if bad and bad in "\n\r\x85\u2028\u2029":
         hint = (
             "write >- instead of | or >"
@@ -109,9 +114,12 @@ def apt_package(text: str) -> Iterator[Fault]:
 
 
 def pip_package(text: str) -> Iterator[Fault]:
-    """A PEP 508 requirement by name; options, URLs and paths belong elsewhere."""
+    """A PEP 508 requirement by name, or a commit of a git repository; options and paths belong elsewhere."""
     if text.startswith("-"):
         yield f"{text!r} is an option", "move it to `options` of this step, one word per item"
+        return
+    if (source := _GIT_SOURCE.match(text)) is not None:
+        yield from _git_source(source["url"])
         return
     if re.match(r"(?:[a-z+]+://|git\+|\.{0,2}/)", text) or re.search(r"\.(?:whl|zip|tar\.gz)$", text):
         yield (
@@ -128,6 +136,30 @@ def pip_package(text: str) -> Iterator[Fault]:
         return
     if requirement.url:
         yield f"{text!r} names a URL", _BY_NAME
+
+
+def _git_source(url: str) -> Iterator[Fault]:
+    """``https://HOST/PATH@COMMIT``; a branch or tag can name other code tomorrow."""
+    place, _, fragment = url.partition("#")
+    host, _, path = place.removeprefix("https://").partition("/")
+    repository, _, commit = path.rpartition("@")
+    if not place.startswith("https://") or re.search(r"\s", url):
+        yield f"git+{url} is not a git repository by https", "write git+https://HOST/PATH@COMMIT"
+    elif "@" in host:
+        yield (
+            "the URL of a git repository holds a user or a token, which would stay in the image",
+            "leave it out, and let git read a secret file: secrets: [netrc] in this step",
+        )
+    elif not re.fullmatch(r"[0-9a-f]{40}", commit) or not repository:
+        named = f"{commit!r} is" if repository else "the URL names"
+        what = "not a whole commit" if repository else "no commit"
+        address = place if not repository else place.rpartition("@")[0]
+        yield (
+            f"git+{place}: {named} {what}: a branch or tag can name other code tomorrow",
+            f"write git+{address}@COMMIT with all 40 digits; git ls-remote {address} prints them",
+        )
+    elif fragment and not re.fullmatch(r"(?:(?:egg|subdirectory)=[A-Za-z0-9._/-]+&?)+", fragment):
+        yield f"#{fragment} is not known to pip", "allowed: #subdirectory=FOLDER"
 
 
 def pip_option(text: str) -> Iterator[Fault]:
@@ -175,6 +207,51 @@ def env_value(text: str) -> Iterator[Fault]:
             f"{shown} is not executed: the variable would hold this text as it is written",
             'write the value, such as "8"; or set the variable where a shell reads it, or in your program',
         )
+
+
+_REFERENCE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
+
+
+def inherited(name: str, value: str) -> tuple[str, str] | None:
+    """What a list such as ``/x/bin:$PATH`` has before and after the base's value of `name`.
+
+    None where the value does not name itself.
+
+    Raises
+    ------
+    ValueError : it does, but not as one whole element of a list with colons.
+    """
+    itself = (f"${name}", f"${{{name}}}")
+    parts = value.split(":")
+    at = [number for number, part in enumerate(parts) if part in itself]
+    if (
+        len(at) == 1
+        and len(parts) > 1
+        and name not in _references(":".join(parts[: at[0]] + parts[at[0] + 1 :]))
+    ):
+        return ":".join(parts[: at[0]]), ":".join(parts[at[0] + 1 :])
+    if name in _references(value):
+        raise ValueError(f"{value!r} does not name ${name} as one element of a list")
+    return None
+
+
+def _references(text: str) -> set[str]:
+    return {match[1] or match[2] for match in _REFERENCE.finditer(text)}
+
+
+def expanded(name: str, value: str, quote: Callable[[str], str]) -> str | None:
+    """`value` for a shell or a Dockerfile, with the base's value where it names itself; else None.
+
+    `quote` escapes a text for double quotes. A base without the variable gives no empty element, which
+    would mean the current folder.
+    """
+    around = inherited(name, value)
+    if around is None:
+        return None
+    before, after = map(quote, around)
+    if not before:
+        return f'"${{{name}:+${name}:}}{after}"'
+    return f'"{before}${{{name}:+:${name}}}{f":{after}" if after else ""}"'
 
 
 def env_name(text: str) -> Iterator[Fault]:
@@ -227,7 +304,7 @@ def copy_target(text: str) -> Iterator[Fault]:
 
 
 def shell_command(text: str) -> Iterator[Fault]:
-    """One line for the shell, in a form that the classic builder supports."""
+    """A command for the shell, in a form that the classic builder supports."""
     if not text.strip():
         yield "is empty", "remove it"
     elif text.lstrip().startswith("--"):
@@ -306,6 +383,8 @@ TEXT_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("image", "pip", ANY, "packages", ANY), pip_package),
     (("image", "pip", ANY, "options", ANY), pip_option),
     (("image", "pip", ANY, "editable"), copy_target),
+    (("image", "pip", ANY, "ignore", ANY), not_empty),
+    (("image", "args", ANY), env_value),
     (("image", "uv", "extras", ANY), pip_name),
     (("image", "uv", "groups", ANY), pip_name),
     (("image", "constraints", "drop", ANY), pip_name),
@@ -335,6 +414,7 @@ TEXT_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
 KEY_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("image", "env", ANY), image_env_name),
     (("image", "pip", ANY, "env", ANY), pip_env_name),
+    (("image", "args", ANY), pip_env_name),
     (("image", "labels", ANY), label_name),
     (("system", "env", ANY), env_name),
 )
@@ -349,7 +429,7 @@ def matches(path: KeyPath, pattern: tuple[str, ...]) -> bool:
 
 def of_text(path: KeyPath, text: str) -> list[Fault]:
     """Everything wrong with the text at `path`."""
-    faults = list(printable(text))
+    faults = list(printable(text, several_lines=any(matches(path, place) for place in COMMANDS)))
     return faults or [fault for pattern, rule in TEXT_RULES if matches(path, pattern) for fault in rule(text)]
 
 

@@ -104,6 +104,29 @@ def _is_decimal(text: str) -> bool:
     return bool(re.fullmatch(r"-?(?:0|[1-9][0-9]{0,17})", text))
 
 
+_START = (
+    "an image keeps the start program of its base; a job names its command: imgkit submit RECIPE -- COMMAND"
+)
+_STAGES = "a recipe has one stage"
+_OTHER_STAGE = "build what is compiled in an image of its own, and copy its files, or compile it in `run`"
+_OF_DOCKERFILES: Mapping[KeyPath, tuple[str, str]] = {
+    ("image", "entrypoint"): (
+        _START,
+        "set up the environment in `env`, or in a script that the command starts",
+    ),
+    ("image", "cmd"): (_START, "remove it"),
+    ("image", "stages"): (_STAGES, _OTHER_STAGE),
+    ("image", "from"): (_STAGES, f"the image to start from is `base`; {_OTHER_STAGE}"),
+    ("image", "user"): ("the steps run as root, and containers have the base's user", "remove it"),
+    ("image", "expose"): ("jobs use the node's own network: no port needs to be opened", "remove it"),
+    ("image", "volumes"): (
+        "folders are mounted when a job starts",
+        "system.runtime.binds, or --bind of the job",
+    ),
+}
+"""Keys for what a Dockerfile can do and a recipe cannot, with the reason and the way that works."""
+
+
 def _explain(tree: Table, path: KeyPath, fault: Fault, found: Collector) -> None:
     """Report one fault with the names of the file."""
     node, reached = deepest(tree, path)
@@ -112,7 +135,10 @@ def _explain(tree: Table, path: KeyPath, fault: Fault, found: Collector) -> None
     elif fault.kind == "unknown":
         above, _ = deepest(tree, path[:-1])
         assert isinstance(above, Table)  # noqa: S101 - only a mapping can have a key too many
-        found.error(above.entries[str(path[-1])].key, path, "unknown key", _key_hint(path))
+        what, hint = _OF_DOCKERFILES.get(
+            (*path[:-1], str(path[-1]).lower()), ("unknown key", _key_hint(path))
+        )
+        found.error(above.entries[str(path[-1])].key, path, what, hint)
     elif fault.kind == "rule":
         found.error(node.position, path, str(fault.expected))
     elif isinstance(node, Scalar) and node.type not in ("text", "nothing") and reached == path:

@@ -33,6 +33,8 @@ class _Build:
     """Base image instead of the recipe's."""
     platform: str | None = None
     """``linux/amd64`` or ``linux/arm64``, if the recipe allows both."""
+    build_args: tuple[str, ...] = ()
+    """``NAME=VALUE`` for the recipe's ``image.args``."""
     locked: bool = False
     """Build from the recipe's lock; fail if there is none, or if it is stale."""
     no_lock: bool = False
@@ -133,7 +135,7 @@ def build(
         return done
     from imgkit_builder.recipe.load import load
 
-    loaded = load(str(recipe))
+    loaded = load(str(recipe), build_args=request.build_args)
     note_warnings(loaded, report)
     return build_loaded(loaded, str(recipe), request, report=report)
 
@@ -167,6 +169,7 @@ def _decisive(typed: str, request: BuildRequest) -> Asked:
         tag=request.tag,
         base=request.base,
         platform=request.platform,
+        build_args=request.build_args,
         builder=request.builder,
         lock="--locked" if request.locked else "--no-lock" if request.no_lock else "",
         no_test=request.no_test,
@@ -189,7 +192,7 @@ def plan(
     from imgkit_builder.recipe.load import load
 
     refuse_both_locks(request)
-    loaded = load(str(recipe))
+    loaded = load(str(recipe), build_args=request.build_args)
     note_warnings(loaded, report)
     target = choose_platform(loaded, wanted=request.platform, host=host_platform())
     loaded = _followed(loaded, target, request, report)
@@ -368,7 +371,7 @@ def _sif_request(
     from imgkit_builder.sif.conversion import Options
 
     refuse_both_locks(request)
-    loaded = portable.find(str(recipe))
+    loaded = portable.find(str(recipe), build_args=request.build_args)
     note_warnings(loaded, report)
     _refuse_for_sif(loaded, request)
     loaded = _followed(loaded, host_platform(), request, report)

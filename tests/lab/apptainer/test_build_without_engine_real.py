@@ -28,10 +28,20 @@ pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_gro
 RECIPE = """
 image:
   base: {base}
-  env: {{WORDS: it's "a" word, EMPTY: ''}}
+  args: {{COLOUR: "blue $x"}}
+  env: {{WORDS: it's "a" word, EMPTY: '', PATH: "/opt/early/bin:$PATH", PYTHONPATH: "/opt/early:$PYTHONPATH"}}
   run:
+    - command: |
+        test -f /opt/early/run.sh && pwd > /opt/early/where
+        for one in 1 2; do echo "$one $COLOUR \\ %s" >> /opt/early/lines; done
+        cat > /opt/early/text <<END
+        %files it's $COLOUR
+        END
+      after: base
     - umask 027; mkdir /odd && cd /odd && echo one > a && ln a b && ln -s a sym && mkfifo fifo && chmod 4755 a
-  copy: [{{source: code, target: /workspace/code}}]
+  copy:
+    - {{source: code, target: /workspace/code}}
+    - {{source: code/deep, target: /opt/early, after: base}}
   labels: {{team: ours}}
 system: {{scheduler: standalone}}
 """

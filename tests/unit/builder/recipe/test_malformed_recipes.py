@@ -72,9 +72,10 @@ HINTS = {
     "pip-bad-options": "write --index-url, https://x.org as separate items",
     "apt-bad": "package names are lower-case: git",
     "constraints-word": "allowed: keep, ignore, {drop: [NAME, ...]}",
-    "env-path": "write the whole value, PATH: '/x:/usr/local/sbin:/usr/local/bin:/usr/sbin:",
+    "env-path": "add to the base's value by whole elements: PATH: /FIRST:$PATH or PATH: $PATH:/LAST",
+    "pip-bad-packages": "write git+https://x.org/y@COMMIT with all 40 digits",
     "ca-files": "openssl x509 -inform der -in run-mappings.yaml -out certificate.crt",
-    "run-mappings": "allowed: copy, pip",
+    "run-mappings": "allowed: ",
     "pip-projects": "add one next to setup.py: [build-system] with requires",
     "pip-neither": "add packages: [NAME]",
 }

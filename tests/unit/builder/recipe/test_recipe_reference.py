@@ -32,7 +32,7 @@ def stated(value: object, *path: str) -> Iterator[tuple[str, ...]]:
 
 def test_reference_has_every_key() -> None:
     free = {("image", "env"), ("image", "labels"), ("system", "env"), ("system", "queue", "limits")}
-    free.add(("image", "pip", "env"))
+    free |= {("image", "pip", "env"), ("image", "args")}
     found = {place for place in stated(yaml.safe_load(BLOCKS[1])) if place[:-1] not in free}
     wanted = {tuple(part for part in place if isinstance(part, str)) for place in places()}
     wanted = {tuple("platform" if part == "platforms" else part for part in place) for place in wanted}
@@ -41,7 +41,8 @@ def test_reference_has_every_key() -> None:
 
 def test_example_with_every_key_loads(write: Write) -> None:
     file = write(BLOCKS[1])
-    (file.parent / "src").mkdir()
+    for folder in ("src", "patches"):
+        (file.parent / folder).mkdir()
     (file.parent / "requirements.txt").write_text("einops\n")
     for name in ("pyproject.toml", "uv.lock"):
         shutil.copy(LOCKED / name, file.parent)

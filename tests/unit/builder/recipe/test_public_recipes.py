@@ -1,0 +1,102 @@
+"""What public Dockerfiles and definition files do, as recipes: expressible, or refused with the reason.
+
+Each file in ``public`` is a case in our own words. ``# renders TEXT`` is in its Dockerfile; ``# refused
+[FILE:]LINE:COL: KEY: WHAT`` are all its problems.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.image import render
+from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.problems import RecipeErrors
+from imgkit_entrypoints.errors import UsageError
+
+FOLDER = Path(__file__).parent / "public"
+CASES = sorted(FOLDER.glob("*.yaml"))
+
+
+def stated(case: Path, mark: str) -> list[str]:
+    return re.findall(rf"^# {mark} (.+)$", case.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("case", [one for one in CASES if stated(one, "renders")], ids=lambda one: one.stem)
+def test_recipe_is_expressible(case: Path) -> None:
+    recipe = load(case)
+    text = render.dockerfile(recipe)
+    assert [want for want in stated(case, "renders") if want not in text] == []
+    assert render.definition(recipe).startswith(f"# {case.stem} for ")
+
+
+@pytest.mark.parametrize("case", [one for one in CASES if stated(one, "refused")], ids=lambda one: one.stem)
+def test_recipe_is_refused_with_the_reason(case: Path) -> None:
+    with pytest.raises(RecipeErrors) as caught:
+        load(case)
+    found = []
+    for problem in caught.value.problems:
+        file = problem.position.file.relative_to(FOLDER).as_posix()
+        place = f"{problem.position.line}:{problem.position.column}: {problem.key}: {problem.what}"
+        found.append(place if file == case.name else f"{file}:{place}")
+    expected = stated(case, "refused")
+    assert len(found) == len(expected), found
+    assert all(have.startswith(want) for have, want in zip(found, expected, strict=True)), found
+
+
+def test_every_case_has_an_end() -> None:
+    assert all(stated(case, "renders") or stated(case, "refused") for case in CASES)
+    assert len(CASES) >= 13
+
+
+def test_no_line_of_a_definition_begins_a_section() -> None:
+    """Text of a command stays one line there: ``%files`` in a heredoc would end ``%post``."""
+    text = render.definition(load(FOLDER / "large-model-lts.yaml"))
+    assert "[global]\\nno-cache-dir" in text
+
+
+def test_build_argument_replaces_the_value(tmp_path: Path) -> None:
+    case = FOLDER / "video-model-with-a-number.yaml"
+    recipe = load(case, build_args=["MAX_JOBS=2"])
+    assert 'ARG MAX_JOBS="2"' in render.dockerfile(recipe)
+    assert recipe.sha256 != load(case).sha256
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [("MAX_JOB=2", "the recipe has no argument 'MAX_JOB'"), ("MAX_JOBS", "'MAX_JOBS' has no value")],
+)
+def test_wrong_build_argument_is_refused(text: str, what: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        load(FOLDER / "video-model-with-a-number.yaml", build_args=[text])
+    assert caught.value.what == what
+
+
+def test_build_argument_of_a_recipe_without_arguments_is_refused() -> None:
+    with pytest.raises(UsageError, match="the recipe has no argument"):
+        load("mn5", build_args=["A=1"])
+
+
+@pytest.mark.parametrize(
+    ("value", "quoted"),
+    [
+        ("/x:$PATH", '"/x${PATH:+:$PATH}"'),
+        ("${PATH}:/x", '"${PATH:+$PATH:}/x"'),
+        ("/a:$PATH:/b", '"/a${PATH:+:$PATH}:/b"'),
+        ("/a b$c:$PATH", '"/a b\\$c${PATH:+:$PATH}"'),
+        ("/x:$PATHS", '"/x:\\$PATHS"'),
+    ],
+)
+def test_variable_adds_to_the_base_s_value(tmp_path: Path, value: str, quoted: str) -> None:
+    file = tmp_path / "one.yaml"
+    file.write_text(f"extends: mn5\nimage:\n  env: {{PATH: '{value}'}}\n")
+    assert f"PATH={quoted}" in render.dockerfile(load(file))
+
+
+def test_user_of_the_base_comes_back() -> None:
+    text = render.dockerfile(load("mn5"), base_user="jo")
+    users = [line for line in text.splitlines() if line.startswith("USER")]
+    assert users == ['USER "root"', 'USER "jo"']
+    assert "\nUSER" not in render.dockerfile(load("mn5"), base_user="0:0")
