@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -14,8 +15,26 @@ from imgkit_entrypoints.errors import UsageError
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are exceptions, so that ``--dry-run`` shows them like all others."""
 
+    def parse_args(  # type: ignore[override]  # no caller gives a namespace of a class of its own
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(self._unknown(unknown))
+        return found
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, hint=f"{self.prog} --help")
+
+    def _unknown(self, words: Sequence[str]) -> str:
+        options = [word.partition("=")[0] for word in words if word.startswith("-")]
+        if not options:
+            return f"unexpected argument{'s' * (len(words) > 1)} {' '.join(words)}"
+        shown = (one for one in self._actions if one.help != argparse.SUPPRESS)
+        known = [flag for action in shown for flag in action.option_strings if flag.startswith("--")]
+        near = [found for one in options for found in difflib.get_close_matches(one, known, n=1)]
+        said = f"unknown option{'s' * (len(options) > 1)} {', '.join(options)}"
+        return f"{said}; did you mean {', '.join(dict.fromkeys(near))}?" if near else said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -423,3 +423,26 @@ def test_home_on_a_network_disk_gets_a_secret(started, tmp_path):
     assert "did not join" in done.stderr
     assert "no secret is set" not in done.stderr
     assert (tmp_path / ".config/imgkit/secret").stat().st_size == 32
+
+
+@pytest.mark.parametrize("name", [one.name for one in COMMANDS])
+def test_unknown_option_is_refused_before_any_launch(name: str):
+    done = command(name, "--unknown")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[0] == f"{name}: unknown option --unknown"
+    assert "nproc=" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("dist-train", "--bach-size", "3"), "unknown option --bach-size; did you mean --batch-size?"),
+        (("dist-run", "--log-dri=x", "a.py"), "unknown option --log-dri; did you mean --log-dir?"),
+        (("dist-bench", "--lst", "--formt"), "unknown options --lst, --formt"),
+        (("dist-pi", "a", "b"), "unexpected arguments a b"),
+    ],
+)
+def test_misspelt_option_names_the_nearest(words: tuple[str, ...], said: str):
+    done = command(*words)
+    assert done.returncode == 2
+    assert said in done.stderr
