@@ -39,6 +39,7 @@ REASONS: Mapping[str, str] = {
     "entrypoints/imgkit_entrypoints/facts/reader.py": "tests write trees by it",
     "entrypoints/imgkit_entrypoints/facts/network.py": "opens a device, and makes nothing",
     "entrypoints/imgkit_entrypoints/run/disk.py": "O_EXCL, in a folder of mkdir",
+    "entrypoints/imgkit_entrypoints/launch/user_program.py": "it runs by path; O_EXCL, and a rename",
 }
 """Module -> why it may write without `files`."""
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO
-from imgkit_entrypoints.launch import watchdog
+from imgkit_entrypoints.launch import user_program, watchdog
 from imgkit_entrypoints.run.ranks import Ranks
 
 REFUSE_S = 5.0
@@ -65,14 +65,15 @@ def opened(
 
 
 def refuse(text: str, exit_code: int) -> NoReturn:
-    """Print the lines of `text` once per node and leave with `exit_code`; every rank of the node calls this.
+    """Report the lines of `text` once per node and leave with `exit_code`; every rank of the node calls this.
 
     torchrun ends all others when the first one leaves, so local rank 0 leaves first. Another rank that still
     runs after `REFUSE_S` has no torchrun above it, or is the only one with this reason: it prints it as well.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(REFUSE_S)
-    terminal.err(*text.split("\n"))
+    if not user_program.report(text):
+        terminal.err(*text.split("\n"))
     sys.exit(exit_code)
 
 
@@ -82,9 +83,9 @@ def run_worker(main: Callable[[], None], *, end: Callable[[], None] = lambda: No
     DDP keeps the group alive beyond destroy_process_group, and with it gloo's threads, which release their
     last works late. If such a thread asks for the GIL of an interpreter that is finalizing, the worker ends
     with SIGABRT after a correct run (torch 2.13 on Python 3.11: 1 run in 8, also of a bare DDP loop).
-    An exception also ends the process here, with its traceback. Destructors of objects in its frames would
-    wait for the other ranks, which wait for this one: a bare DDP loop in which one rank raises hangs until
-    gloo's timeout.
+    An exception also ends the process here, reported by sys.excepthook. Destructors of objects in its frames
+    would wait for the other ranks, which wait for this one: a bare DDP loop in which one rank raises hangs
+    until gloo's timeout.
 
     `end` is called last, and changes nothing of the exit code.
 
@@ -92,6 +93,7 @@ def run_worker(main: Callable[[], None], *, end: Callable[[], None] = lambda: No
     """
     gc.freeze()
     gc.enable()
+    sys.excepthook = user_program.excepthook
     code: object = 0
     try:
         main()
@@ -100,7 +102,7 @@ def run_worker(main: Callable[[], None], *, end: Callable[[], None] = lambda: No
         if isinstance(kept, SystemExit):
             code = 0 if kept.code is None else kept.code
         else:
-            traceback.print_exc()
+            sys.excepthook(type(error), error, error.__traceback__)
             code = EXIT_NO
     if not isinstance(code, int):
         terminal.err(*str(code).split("\n"))

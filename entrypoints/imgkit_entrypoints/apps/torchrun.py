@@ -3,10 +3,10 @@
 It ends the remaining workers of a failed group by HUP. TERM is blocked in them or does nothing, since
 schedulers send it to every process, and torchrun would wait 30 s before KILL. When the node agent ends it, by
 HUP or QUIT, it prints nothing: the node agent has said why. After success it exits without tearing its
-interpreter down, which takes 0.4 s with torch. If a program of this package has failed, it has printed the
-reason; torchrun then adds no traceback and passes the exit code on. With ``IMGKIT_START=fork`` its workers
-are forks of it: torch is imported once for all of them, and they share the memory of what it imports. And it
-notes for the node agent when its rendezvous begins and ends.
+interpreter down, which takes 0.4 s with torch. What it says about failed workers goes to the full log of the
+node agent alone (launch/failures.py); for a program of this package, it passes the exit code on. With
+``IMGKIT_START=fork`` its workers are forks of it: torch is imported once for all of them, and they share the
+memory of what it imports. And it notes for the node agent when its rendezvous begins and ends.
 """
 
 from __future__ import annotations
@@ -23,39 +23,77 @@ import signal
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import popen_fork
 from types import FrameType
 
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
-from imgkit_entrypoints import terminal
 from imgkit_entrypoints.apps.ranks import run_worker
-from imgkit_entrypoints.launch import start_up, user_program
+from imgkit_entrypoints.errors import EXIT_NO
+from imgkit_entrypoints.launch import failures, start_up, user_program
 
 _OWN = "imgkit_entrypoints.apps."
+LOGGERS = (
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.elastic.agent.server.api",
+    "torch.multiprocessing.spawn",
+)
 
 
-def quietly(run: Callable[[], None]) -> None:
-    """Run torchrun by `run` without its traceback; its box is printed only if a signal ended a worker."""
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-    hush()
+def reports(run: Callable[[], None], *, own: bool) -> None:
+    """Run torchrun by `run`. Its report of failed workers goes to the node agent and its log."""
+    log_apart()
     try:
         run()
     except ChildFailedError as error:
-        _, first = error.get_first_failure()
-        if first.exitcode > 0:
-            sys.exit(first.exitcode)
-        terminal.err(*str(error).split("\n"))
-        sys.exit(1)
+        user_program.mark(traceback.format_exc().rstrip("\n"))
+        rank, first = error.get_first_failure()
+        codes = {rank: one.exitcode for rank, one in error.failures.items()}
+        failures.note_codes(os.environ, {**codes, **_codes_of_forks(first.local_rank, rank)}, own=own)
+        sys.exit(first.exitcode if own and first.exitcode > 0 else EXIT_NO)
+    except api.SignalException:
+        raise
+    except Exception:
+        text = traceback.format_exc().rstrip("\n")
+        if not failures.note_torchrun(os.environ, text):
+            raise
+        user_program.mark(text)
+        sys.exit(EXIT_NO)
+
+
+_FORKS: list[api.MultiprocessContext] = []
+"""The latest workers that are forks: of them, torch reports one failure alone, and not always the first."""
+
+
+def _codes_of_forks(local_rank: int, rank: int) -> dict[int, int]:
+    """Return the exit codes of failed forks by rank; the worker `local_rank` has `rank`."""
+    processes = _FORKS[-1]._pc.processes if _FORKS else []
+    first = rank - local_rank
+    return {first + number: one.exitcode for number, one in enumerate(processes) if one.exitcode}
+
+
+class Marked(logging.Handler):
+    """Writes what torchrun says about its workers to the log of the node agent alone."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        user_program.mark(self.format(record))
+
+
+def log_apart() -> None:
+    """Keep what torchrun says about the end of its workers off the terminal."""
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [Marked()], False
 
 
 def hush() -> None:
     """Keep torchrun from logging what it does with its workers."""
-    for name in (api.__name__, "torch.distributed.elastic.agent.server.api"):
+    for name in LOGGERS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
@@ -114,6 +152,7 @@ def main_of_forks() -> None:
 
     def done(self: api.MultiprocessContext) -> bool:
         """Take the exit code 0 for success: torch would wait for ever for what the function returns."""
+        _FORKS[:] = [self]
         for rank, process in enumerate(self._pc.processes):
             if process.exitcode == 0:
                 self._return_values.setdefault(rank, None)
@@ -172,4 +211,4 @@ if __name__ == "__main__":
     note_the_rendezvous()
     start = main_of_forks if os.environ.get("IMGKIT_START") == "fork" else main
     own = any(word.startswith(_OWN) for word in sys.argv)
-    run_worker(lambda: ends_silently((lambda: quietly(start)) if own else start))
+    run_worker(lambda: ends_silently(lambda: reports(start, own=own)))

@@ -435,6 +435,7 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
         goodput=worker.goodput,
         preflight=options.preflight,
         measures=PREFLIGHT,
+        log_dir=options.request.log_dir,
     )
 
 

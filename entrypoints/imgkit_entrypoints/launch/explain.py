@@ -164,13 +164,15 @@ KNOWN: tuple[_Known, ...] = (
 )
 
 
-def explain(text: str) -> tuple[Explanation, ...]:
-    """Return the known causes of the failures in `text`, the most specific first."""
-    return tuple(_explanations(text))
+def explain(text: str, *, has_cause: bool = False) -> tuple[Explanation, ...]:
+    """Return the known causes of the failures in `text`, the most specific first.
+
+    `has_cause`: a rank is known that failed by itself, so that closed connections need no explanation.
+    """
+    return tuple(_explanations(text, first=not has_cause))
 
 
-def _explanations(text: str) -> Iterator[Explanation]:
-    first = True
+def _explanations(text: str, *, first: bool) -> Iterator[Explanation]:
     for known in KNOWN:
         match = re.search(known.pattern, text)
         # Nearly every failure closes connections, so the last entry counts only if nothing else is known.

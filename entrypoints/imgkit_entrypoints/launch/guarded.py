@@ -11,17 +11,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import IO
 
 from imgkit_entrypoints.errors import ToolFailed
 from imgkit_entrypoints.launch import guard
-from imgkit_entrypoints.launch.user_program import STOP_SIGNALS
+from imgkit_entrypoints.launch.user_program import MARK, STOP_SIGNALS
 
-TAIL_BYTES = 64 * 1024
-_NAMELESS = re.compile(rb"[^\n]*\[c10d\] The hostname of the client socket cannot be retrieved\. err=-\d+\n")
+TAIL_BYTES = 1 << 20
+"""The end of the error output that is kept for the log of a failed run."""
+_NAMELESS = b"[c10d] The hostname of the client socket cannot be retrieved. err=-"
 """A warning of torch about each connection from an address without a name, in every process."""
+_PREFIX = rb"(?:\[[^\]\n]*\]: )?(?:\[rank\d+\]:)?"
+_FOR_THE_LOG = re.compile(
+    _PREFIX + rb"(?:" + MARK.encode() + rb"|\[[WE]\d{4} [^\]\n]*TCPStore\.cpp:\d+\] "
+    rb"|\[[WE]\d{4} [^\]\n]*ProcessGroupNCCL\.cpp:\d+\] (?:\[[^\]\n]*\] ?)*Failed to check the "
+    rb"|Exception raised from [^\n]* \(most recent call first\):|frame #\d+: |<omitting python frames>)"
+)
+"""Lines that are of use in a log alone: marked ones (user_program.py), and stacks of torch's store in C++,
+which every process prints whose torchrun has ended."""
 
 
 class GuardedCommand:
@@ -115,8 +125,8 @@ class GuardedCommand:
         return self.code
 
     def tail(self) -> str:
-        """Return the end of the command's error output."""
-        return self._copier.tail.decode(errors="replace")
+        """Return the end of the command's error output, also of the lines that were not printed."""
+        return self._copier.tail().decode(errors="replace").replace(MARK, "")
 
     def _take(self, line: str) -> None:
         word, _, rest = line.partition(" ")
@@ -139,34 +149,59 @@ class GuardedCommand:
             self._say(f"these processes hang in the kernel and cannot be killed: {rest}")
 
 
-class _Copier(threading.Thread):
-    """Copies the command's error output to ours, with one `_NAMELESS` at most, and keeps its end.
+_EMPTY = re.compile(_PREFIX + rb"\n")
 
-    It is a thread because a slow terminal must not hold up the heartbeat. It does not wait for whole lines: a
-    warning that arrives in two parts is copied.
+
+class _Copier(threading.Thread):
+    """Copies the command's error output to ours, and keeps the end of it.
+
+    Not copied are lines `_FOR_THE_LOG`, and `_NAMELESS` after the first.
+
+    It is a thread because a slow terminal must not hold up the heartbeat. It does not wait for whole lines:
+    of one that arrives in two parts, the first decides.
     """
 
     def __init__(self, source: IO[bytes], *, warned: bool) -> None:
         super().__init__(daemon=True)
         self.source = source
-        self.tail = b""
+        self._kept: deque[bytes] = deque()
+        self._size = 0
         self._warned = warned
+        self._in_line = self._hides = False
 
     def run(self) -> None:
         """Copy until every process has closed the other end."""
         target: int | None = 2
         while data := os.read(self.source.fileno(), 65536):
-            data = _NAMELESS.sub(self._once, data)
-            self.tail = (self.tail + data)[-TAIL_BYTES:]
+            self._keep(data)
+            data = b"".join(self._printed(data))
             while target is not None and data:
                 try:
                     data = data[os.write(target, data) :]
                 except OSError:  # ours is closed: read on, so that the program can go on writing
                     target = None
 
-    def _once(self, warning: re.Match[bytes]) -> bytes:
-        before, self._warned = self._warned, True
-        return b"" if before else warning[0]
+    def tail(self) -> bytes:
+        """Return the end of what was read."""
+        return b"".join(tuple(self._kept))[-TAIL_BYTES:]
+
+    def _keep(self, data: bytes) -> None:
+        self._kept.append(data)
+        self._size += len(data)
+        while self._size - len(self._kept[0]) >= TAIL_BYTES:
+            self._size -= len(self._kept.popleft())
+
+    def _printed(self, data: bytes) -> Iterator[bytes]:
+        for line in re.findall(rb"[^\n]*\n|[^\n]+", data):
+            if not self._in_line:
+                # An empty line follows a stack.
+                ends = self._hides and _EMPTY.fullmatch(line) is not None
+                self._hides = ends or _FOR_THE_LOG.match(line) is not None
+                if _NAMELESS in line:
+                    self._hides, self._warned = self._warned, True
+            self._in_line = not line.endswith(b"\n")
+            if not self._hides:
+                yield line
 
 
 END_STEP_S = 5.0

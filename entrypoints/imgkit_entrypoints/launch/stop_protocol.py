@@ -40,6 +40,7 @@ from types import FrameType
 from imgkit_entrypoints import fence, files, terminal
 from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.launch import failures
 from imgkit_entrypoints.launch.user_program import STOP_SIGNALS
 
 STOP, SAVED, COUNTS = "stop", "state-saved", "node-counts"
@@ -87,6 +88,7 @@ def clear(place: Path) -> None:
     """
     for name in (STOP, SAVED, COUNTS, PHASE):
         (place / name).unlink(missing_ok=True)
+    failures.clear(place)
 
 
 def _first_writable(places: tuple[str | None, ...]) -> Path:

@@ -12,6 +12,7 @@ workers start with `STOP_SIGNALS` blocked. Only this process acts on them, by th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import resource
 import secrets
 import signal
@@ -24,8 +25,9 @@ from typing import TYPE_CHECKING
 
 from imgkit_entrypoints import fence
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, EXIT_TOOL_FAILED, ImgkitError, NoPlan
-from imgkit_entrypoints.launch import guard, guarded, nccl, plan, start_up, stop_protocol
+from imgkit_entrypoints.launch import failures, guard, guarded, nccl, plan, start_up, stop_protocol
 from imgkit_entrypoints.launch.attempts import Attempts, RendezvousWatch
+from imgkit_entrypoints.launch.failures import LastWords, LateRecords, Told
 from imgkit_entrypoints.launch.goodput import GoodputTimer
 from imgkit_entrypoints.launch.guarded import ForcedEnd, GuardedCommand
 from imgkit_entrypoints.launch.start_up import StartUp, process_began_s
@@ -47,7 +49,7 @@ from imgkit_entrypoints.schedulers.placement import Size
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.launch.plan import Timeouts
-    from imgkit_entrypoints.rollcall.messages import Caller
+    from imgkit_entrypoints.rollcall.messages import Caller, RankFailure
     from imgkit_entrypoints.schedulers.placement import Placement
 
 
@@ -67,6 +69,7 @@ def run(
     goodput: str = "",
     preflight: str = "",
     measures: str = "",
+    log_dir: str | None = None,
 ) -> int:
     """Meet the other nodes, run `argv` with `env`, supervise it, and return the exit code of this node.
 
@@ -80,6 +83,7 @@ def run(
     goodput : who knows where the time goes, see `GoodputTimer`.
     preflight : how all nodes are measured before the start (launch/preflight); empty: not at all.
     measures : the module that then measures a node.
+    log_dir : folder for the log of a failed run; None: the run's folder, or a temporary one.
 
     Raises
     ------
@@ -99,6 +103,8 @@ def run(
         if shared and head:
             shared.clear()
         with _result(shared if head and place.size else None, job_id, say) as result, ExitStack() as held:
+            last_words = LastWords(say)
+            held.callback(last_words)
             if shared:
                 shared.refuse_stopped()  # on every node: none waits in the roll call for one that has refused
             times = held.enter_context(GoodputTimer(env, place, say, goodput))
@@ -128,6 +134,8 @@ def run(
                 attempts=_attempts(roll, max_failures, job_id, word, shared, say),
                 times=times,
                 started=started,
+                last_words=last_words,
+                log_folder=str(Path(log_dir, f"node{place.node_rank}")) if log_dir else _path_of(shared),
                 signals=signals,
                 rendezvous_s=timeouts.rollcall_s,
                 grace_s=timeouts.grace_s,
@@ -150,6 +158,10 @@ def run(
             finally:
                 roll.close()
         return result.code
+
+
+def _path_of(folder: RunFolder | None) -> str:
+    return str(folder.path) if folder else ""
 
 
 @contextlib.contextmanager
@@ -253,7 +265,11 @@ def _meet(
 
 
 PEER_FAILED_S = 10.0
-"""Time that this node's workers have to fail with a message of their own, once another node has failed."""
+"""Time that this node's workers have to fail with a message of their own, once another node has failed.
+
+As long, the head waits for the cause where its own workers have failed because a rank elsewhere is gone."""
+EXPLAINED = 64 * 1024
+"""Last characters of the error output that are searched for known failures."""
 TICK_S = 1.0
 """Longest time between two looks at the other nodes, the stop file and the workers."""
 
@@ -280,6 +296,9 @@ class Surroundings:
     times: GoodputTimer
     started: StartUp
     """The time until the first attempt."""
+    last_words: LastWords
+    log_folder: str
+    """Where the log of a failed run goes; empty: into a temporary folder."""
     signals: CollectedSignals
     rendezvous_s: float
     """Longest time of torchrun's rendezvous."""
@@ -309,10 +328,14 @@ class NodeRun:
         self._cancelled = 0
         """The attempt that was over before it has begun here."""
         self._child: GuardedCommand | None = None
+        self._own: RankFailure | None = None
+        """The first failed worker of this node in the latest attempt."""
 
     def to_the_end(self) -> int:
         """Take part until the run is over; return the exit code of this node."""
         code = self._all_attempts() if self.node.roll.elastic else self._only_attempt()
+        if code not in (0, EXIT_SAVED):
+            self.node.last_words.lines = self._last_words()
         if code != EXIT_SAVED:
             return code
         if self.stop and not self.stop.requeue:
@@ -326,6 +349,7 @@ class NodeRun:
         code = self._take_part(start)
         # A node that leaves with an error lets schedulers kill those that still save.
         if code not in (0, EXIT_SAVED) and not self.stop:
+            self._wait_for_the_cause()
             return code
         self._wait_for_the_others()
         if self.stop and EXIT_SAVED in (self.codes or ()):
@@ -339,6 +363,9 @@ class NodeRun:
             if self._start is None or self.lost:
                 break
             start, self._start = self._start, None
+            if start.attempt > 1 and (lines := self._last_words(before=True)):
+                self.node.say(*lines)
+            self._own = None
             if start.node_rank is not None:
                 code = self._take_part(start)
         if self.codes is not None:
@@ -354,6 +381,7 @@ class NodeRun:
         stop_protocol.clear(node.stop_folder)
         if self.stop:  # it has come while the others started
             self._raise_flag(self.stop)
+        self._late = LateRecords(node.stop_folder)
         watch = Watchdog(node.stop_folder, node.host, node.hang_after_s, lambda: nccl.question(node.env))
         first_s = node.times.attempt(node.stop_folder, start.nnodes)
         if start.attempt > self._cancelled:
@@ -377,6 +405,7 @@ class NodeRun:
             code = self._node_code(child.wait())
             self._child = None
             if code not in (0, EXIT_SAVED):
+                self._own = self._failure(child, start.attempt)
                 self._explain(child, began)
         node.times.ended(code)
         node.roll.span = None
@@ -386,6 +415,7 @@ class NodeRun:
                 attempt=start.attempt,
                 place=watch.furthest(),
                 counts=stop_protocol.node_counts(node.stop_folder),
+                failure=self._own,
             )
         )
         return code
@@ -424,6 +454,8 @@ class NodeRun:
                 self.end.now(why)
             for text in watch.look(node.roll.everyone):
                 node.say(*text.split("\n"))
+            for lines in self._late.look():
+                node.say(*lines)
             if self.end.due():
                 if not self.end.begun:
                     node.say(f"ending the program: {self.end.why}")
@@ -453,13 +485,54 @@ class NodeRun:
 
     def _explain(self, child: GuardedCommand, began: float) -> None:
         """Say what is known about a failure of the attempt that began at `began` (seconds of the epoch)."""
-        if not self.stop and not self.end.begun:
+        # What is known of a killed rank is in the last words.
+        killed = self._own is not None and self._own.rank is not None and not self._own.lines
+        if not self.stop and not self.end.begun and not killed:
             from imgkit_entrypoints.launch import explain
 
-            for found in explain.explain(child.tail()):
+            alone = self.node.roll.place.nnodes == 1
+            of_rank = self._own is not None and self._own.rank is not None
+            has_cause = of_rank and not (self._own and self._own.after_peer and alone)
+            for found in explain.explain(child.tail()[-EXPLAINED:], has_cause=has_cause):
                 self.node.say(*found.lines)
         if dumps := nccl.recorder_dumps(self.node.env, began):
             self.node.say(dumps)
+
+    def _failure(self, child: GuardedCommand, attempt: int) -> RankFailure | None:
+        """Find the worker of this node that failed first, and write the log."""
+        node = self.node
+        killed_by = 0 if self.end.begun or child.code is None else max(0, -child.code)
+        found = failures.of_node(node.stop_folder, "", killed_by)
+        if found is None:
+            return None
+        log = failures.write_log(child.tail(), node.log_folder, node.roll.place.node_rank, attempt)
+        return dataclasses.replace(found, log=log)
+
+    def _wait_for_the_cause(self) -> None:
+        """Wait on the head for the node whose worker is gone, where this node's failed because of that."""
+        node = self.node
+        if not isinstance(node.roll, LeadingRoll) or node.roll.place.nnodes == 1:
+            return
+        if self._own is not None and not self._own.after_peer:
+            return
+        self.end = ForcedEnd()
+        self.end.within(PEER_FAILED_S, "no other node has reported a failure")
+        while self.codes is None and not self.lost and not self.end.due() and not node.signals.again:
+            if any(not failure.after_peer for _, _, failure in node.roll.failures):
+                return
+            self._wait(node.signals)
+            self._react()
+
+    def _last_words(self, *, before: bool = False) -> tuple[str, ...]:
+        """Return what is printed last; `before`: of the attempt before the one that starts now."""
+        node = self.node
+        name = node.roll.node(node.roll.place.node_rank, node.host)
+        if isinstance(node.roll, LeadingRoll):
+            return failures.of_run(node.roll, name, node.say, before=before)
+        if self._own is None:
+            return ()
+        own = Told(at=0.0, node=name, failure=self._own)
+        return failures.block(own) if self.lost else (failures.one_line(own),)
 
     def _wait_for_the_others(self) -> None:
         """Wait until all nodes are done, or until the next attempt starts."""
@@ -517,7 +590,8 @@ class NodeRun:
             else:
                 self.end.within(0.0, f"{event.node} is lost")
         elif isinstance(event, Failed):
-            self.node.say(f"{event.node} ended with exit code {event.code}; its own output says why")
+            why = "its own output says why" if event.rank is None else f"rank {event.rank} failed first there"
+            self.node.say(f"{event.node} ended with exit code {event.code}; {why}")
             if not self.stop:
                 self.end.within(PEER_FAILED_S, f"{event.node} has failed")
         elif isinstance(event, AllDone):

@@ -1,4 +1,4 @@
-"""A worker's first steps before the user program: signals and ``--local_rank``.
+"""A worker's first steps before the user program, and its last: signals, ``--local_rank``, its traceback.
 
 The supervisor starts torchrun and its workers with the stop signals blocked. This module unblocks them
 for the user program and gives them a handler that does nothing. So the program may set handlers of its
@@ -6,6 +6,10 @@ own, and the commands that it starts have the usual ones. A process that it fork
 workers, must survive what a scheduler sends to every process. It must still end by
 ``Process.terminate()``, since multiprocessing waits for it at exit. So in a forked process TERM counts
 only if it comes from its parent.
+
+An exception that ends the program is printed by the node agent, as the last thing of the run
+(failures.py). So `report` leaves the traceback in the node's stop folder, and marks it on standard error,
+which keeps it in the log and off the terminal. A program with an excepthook of its own prints it itself.
 
 Run by path with the standard library alone, since an import would leave modules of imgkit in the user
 program, or take them from its PYTHONPATH: ``python3 user_program.py [--pass-local-rank] [-m] PROGRAM
@@ -19,13 +23,26 @@ import runpy
 import signal
 import sys
 import threading
+import time
+import traceback
+from types import FrameType, TracebackType
+from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that request a stop. guard.py needs no list: it inherits the mask of blocked signals."""
 
+MARK = "\x1f"
+"""Begins a line of standard error that the node agent keeps for its log, and does not print."""
+HALF = 200_000
+"""Characters of a longer text that are kept at each end."""
+RECORD = "failed-"
+"""Begins the name of a file in the stop folder; the rank follows."""
+
 
 def main(words: list[str]) -> None:
     """Run the program as ``python3 PROGRAM ARGS`` would."""
+    sys.excepthook = excepthook
+    os.register_at_fork(after_in_child=_name_bad_samples)
     if signal.SIGTERM in signal.pthread_sigmask(
         signal.SIG_BLOCK, ()
     ):  # torchrun is above, and the node agent
@@ -42,10 +59,119 @@ def main(words: list[str]) -> None:
     sys.argv = words
     if not getattr(sys.flags, "safe_path", False) or sys.path[:1] == [""]:  # Python sets it by what it runs
         sys.path[0] = os.getcwd() if "-m" in options else os.path.dirname(os.path.realpath(program))  # noqa: PTH109, PTH120
-    if "-m" in options:
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-    else:
-        runpy.run_path(program, run_name="__main__")
+    try:
+        if "-m" in options:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(program, run_name="__main__")
+    except SystemExit as error:
+        if error.code is not None and not isinstance(error.code, int) and report(str(error.code)):
+            error.code = 1
+        raise
+
+
+def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Report the exception that ends this worker; without a node agent, print it as Python does."""
+    try:
+        reported = report(described(error, trace), sample=sample_of(trace))
+    except Exception:  # a program whose exceptions cannot be printed, or that has changed these modules
+        reported = False
+    if not reported:
+        sys.__excepthook__(kind, error, trace)
+
+
+def described(error: BaseException, trace: TracebackType | None) -> str:
+    """Return the traceback of `error` from the user's first frame on.
+
+    Left out before it are the frames that start the program: of runpy, of this package and of torch. If
+    there are no others, the whole traceback is what the user needs; but not where the program was not found,
+    or is no Python.
+    """
+    own = own_frames(trace)
+    missed = own is None and _starts_only(trace)
+    frames = own or (None if missed else trace)
+    chain = not missed
+    return "".join(traceback.format_exception(type(error), error, frames, chain=chain)).rstrip("\n")
+
+
+def _starts_only(trace: TracebackType | None) -> bool:
+    """Whether the innermost frame outside of Python's own start of programs is one of this module."""
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
+    return next((file == __file__ for file in reversed(files) if not _is_pythons(file)), False)
+
+
+def own_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Return `trace` from the user's first frame on; None: it has no frame of the user."""
+    while trace is not None and _is_runner(trace.tb_frame):
+        trace = trace.tb_next
+    return trace
+
+
+def _is_runner(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    folders = [os.path.dirname(os.path.dirname(__file__)), *([os.path.dirname(torch)] if torch else ())]  # noqa: PTH120
+    return _is_pythons(file) or any(file.startswith(f"{one}{os.sep}") for one in folders)
+
+
+def _is_pythons(file: str) -> bool:
+    return file.startswith("<frozen ") or file == runpy.__file__
+
+
+def sample_of(trace: TracebackType | None) -> Any:
+    """Return the index of the sample that torch's DataLoader was reading; None: no sample has failed."""
+    found = None
+    while trace is not None:
+        frame = trace.tb_frame
+        if frame.f_code.co_filename.endswith(os.path.join("torch", "utils", "data", "_utils", "fetch.py")):  # noqa: PTH118
+            found = frame.f_locals.get("idx", found)
+        trace = trace.tb_next
+    return found
+
+
+def report(text: str, *, sample: object = None) -> bool:
+    """Leave `text`, by which this worker ends, for the node agent; False: there is none."""
+    folder, rank = os.environ.get("IMGKIT_STOP_DIR"), os.environ.get("RANK", "")
+    if not folder or not rank.isdigit() or "IMGKIT_ATTEMPT" not in os.environ:
+        return False
+    if len(text) > 2 * HALF:
+        text = f"{text[:HALF]}\n...\n{text[-HALF:]}"
+    if sample is not None:
+        text = f"sample {str(sample)[:100]} of the data set\n{text}"
+    part = os.path.join(folder, f".imgkit-{os.getpid()}.part")  # noqa: PTH118
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with open(part, "xb", opener=lambda name, _: os.open(name, flags, 0o600)) as file:
+            file.write(f"{time.time()}\n{text}".encode(errors="backslashreplace"))
+        os.replace(part, os.path.join(folder, RECORD + rank))  # noqa: PTH105, PTH118
+    except OSError:
+        return False
+    mark(text)
+    return True
+
+
+def mark(text: str) -> None:
+    """Write `text` to the standard error of this process for the log of the node agent alone."""
+    data = "".join(f"{MARK}{line}\n" for line in text.split("\n")).encode(errors="backslashreplace")
+    try:
+        while data:
+            data = data[os.write(2, data) :]
+    except OSError:
+        return
+
+
+def _name_bad_samples() -> None:
+    """Have the error of a data worker of torch name the sample: torch sends a text without variables."""
+    wrapper = getattr(sys.modules.get("torch._utils"), "ExceptionWrapper", None)
+    if wrapper is None:
+        return
+    by_torch = wrapper.__init__
+
+    def named(self: object, exc_info: Any = None, where: str = "in background") -> None:
+        sample = sample_of((exc_info or sys.exc_info())[2])
+        by_torch(self, exc_info, where if sample is None else f"{where}, at sample {sample} of the data set")
+
+    wrapper.__init__ = named
 
 
 def _heed_the_parent() -> None:

@@ -125,9 +125,10 @@ class HeadRoll(LeadingRoll):
         return self.node(number, self._hosts[number])
 
     def ended(self, report: AttemptEnded) -> None:
-        self.reports[0] = report
+        self.note(0, report)
         if report.code not in (0, EXIT_SAVED) and not self.elastic:
-            self._links.send_all(Failed(node=self.named(0), code=report.code, head=True))
+            rank = report.failure.rank if report.failure else None
+            self._links.send_all(Failed(node=self.named(0), code=report.code, rank=rank, head=True))
 
     def _tell(self, number: int, message: Start | EndAttempt | AllDone | Measure | Judged | Refused) -> None:
         if number == 0:
@@ -176,10 +177,12 @@ class HeadRoll(LeadingRoll):
         if isinstance(message, AttemptEnded):
             if message.attempt != self.attempt or rank in self.reports:
                 return
-            self.reports[rank], self._news = message, True
+            self.note(rank, message)
+            self._news = True
             if message.code in (0, EXIT_SAVED) or self.elastic:
                 return
-            event = Failed(node=name, code=message.code)
+            failed = message.failure.rank if message.failure else None
+            event = Failed(node=name, code=message.code, rank=failed)
         elif isinstance(message, Measured):
             if (order := (rank, message.stage)) in self._measuring:
                 self._measuring.remove(order)

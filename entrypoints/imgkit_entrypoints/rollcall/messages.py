@@ -107,6 +107,24 @@ class Probed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankFailure:
+    """How a worker has ended, as a node reports it to the head (launch/failures.py)."""
+
+    rank: int | None
+    """None: torchrun itself."""
+    code: int | None
+    """Exit code; negative: the signal that ended it; None: torchrun did not report it."""
+    age_ms: int
+    """Time since then."""
+    after_peer: bool
+    """It has ended because another rank had."""
+    log: str
+    """The full log of its node."""
+    lines: tuple[str, ...] = ()
+    """Its traceback or message; empty: it left none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptEnded:
     """An attempt is over on the sending node."""
 
@@ -116,6 +134,8 @@ class AttemptEnded:
     """Furthest place of a worker of this node (launch/watchdog.py); None: no worker notes its place."""
     counts: tuple[int, ...] = ()
     """Numbers of nodes that the program can go on with; empty: it has not said."""
+    failure: RankFailure | None = None
+    """The worker of this node that failed first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +211,8 @@ class Failed:
 
     node: str
     code: int
+    rank: int | None = None
+    """The rank that failed first on this node, if it is known."""
     head: bool = False
     """The head itself has failed, and leaves."""
 
@@ -286,8 +308,9 @@ def _object(message: Message) -> dict[str, Any]:
             return {**data, "probe": _flat(offer) if offer else None}
         case Probed(failures=failures, crowded=crowded):
             return {"probed": [_flat(one) for one in failures], "crowded": crowded}
-        case AttemptEnded(code=code, attempt=attempt, place=place, counts=counts):
-            return {"done": code, "attempt": attempt, "place": place, "counts": counts}
+        case AttemptEnded(code=code, attempt=attempt, place=place, counts=counts, failure=failure):
+            data = {"done": code, "attempt": attempt, "place": place, "counts": counts}
+            return {**data, **({"failure": _flat(failure)} if failure else {})}
         case StopWanted(reason=reason, requeue=requeue):
             return {"stop": reason, "requeue": requeue}
         case Refused():
@@ -302,8 +325,8 @@ def _object(message: Message) -> dict[str, Any]:
             return {"end": _flat(message)}
         case Lost():
             return {"lost": _flat(message)}
-        case Failed(node=node, code=code, head=head):
-            return {"failed": {"node": node, "code": code}, "head": head}
+        case Failed(node=node, code=code, rank=rank, head=head):
+            return {"failed": {"node": node, "code": code, "rank": rank}, "head": head}
         case StopAsked(node=node, reason=reason, requeue=requeue):
             return {"stop": {"node": node, "reason": reason}, "requeue": requeue}
         case AllDone(codes=codes):
@@ -316,7 +339,7 @@ def _object(message: Message) -> dict[str, Any]:
             return {"judged": left_out}
 
 
-def _flat(message: Message | Offer | Failure) -> dict[str, Any]:
+def _flat(message: Message | Offer | Failure | RankFailure) -> dict[str, Any]:
     """Return the fields of a value; asdict copies each of them and is a sixth of a roll call."""
     return {name: getattr(message, name) for name in message.__slots__}
 
@@ -333,6 +356,8 @@ ATTEMPTS = 1 << 20
 """More attempts than any run has."""
 COUNTS = 1024
 """Most numbers of nodes that a program can name."""
+LINES, LINE = 200, 1000
+"""Lines of a traceback, and characters of each."""
 FIGURES, REMARKS, REMARK = 32, 32, 1000
 """Figures and remarks of one stage of the preflight, and characters of a remark."""
 LONGEST_STAGE_S = 600
@@ -358,6 +383,7 @@ def from_node(text: bytes) -> FromNode:
             attempt=_integer(data.get("attempt"), 1, ATTEMPTS),
             place=None if data.get("place") is None else _integer(data["place"], -1, _PLACE),
             counts=_tuple(data.get("counts"), COUNTS, lambda one: _integer(one, 1, NODES)),
+            failure=None if data.get("failure") is None else _rank_failure(_fields(data["failure"])),
         )
     if "stop" in data:
         return StopWanted(reason=_text(data["stop"]), requeue=_flag(data.get("requeue")))
@@ -414,7 +440,8 @@ def from_head(text: bytes) -> FromHead:
     if "failed" in data:
         fields = _fields(data["failed"])
         head = _flag(data.get("head"))
-        return Failed(node=_text(fields.get("node")), code=_code(fields.get("code")), head=head)
+        rank = None if fields.get("rank") is None else _rank(fields["rank"])
+        return Failed(node=_text(fields.get("node")), code=_code(fields.get("code")), rank=rank, head=head)
     if "stop" in data:
         fields = _fields(data["stop"])
         requeue = _flag(data.get("requeue"))
@@ -442,6 +469,10 @@ def _integer(data: object, low: int, high: int) -> int:
 
 def _code(data: object) -> int:
     return _integer(data, 0, 255)
+
+
+def _rank(data: object) -> int:
+    return _integer(data, 0, NODES << 8)
 
 
 def _port(data: object) -> int:
@@ -517,6 +548,17 @@ def _start(fields: Mapping[str, Any]) -> Start:
         # The head itself is node 0 of every attempt.
         node_rank=None if node_rank is None else _integer(node_rank, 1, nnodes - 1),
         port=_port(fields.get("port")),
+    )
+
+
+def _rank_failure(fields: Mapping[str, Any]) -> RankFailure:
+    return RankFailure(
+        rank=None if fields.get("rank") is None else _rank(fields["rank"]),
+        code=None if fields.get("code") is None else _integer(fields["code"], -64, 255),
+        age_ms=_integer(fields.get("age_ms"), 0, _PLACE),
+        after_peer=_flag(fields.get("after_peer")),
+        log=_text(fields.get("log"), LINE),
+        lines=_tuple(fields.get("lines"), LINES, lambda one: _text(one, LINE)),
     )
 
 

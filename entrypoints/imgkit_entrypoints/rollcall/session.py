@@ -22,6 +22,7 @@ from imgkit_entrypoints.rollcall.messages import (
     Lost,
     Measure,
     Measured,
+    RankFailure,
     Refused,
     Span,
     Start,
@@ -140,12 +141,17 @@ class LeadingRoll(Roll):
     """Nodes that are lost, and why."""
     answers: list[tuple[int, Measured]]
     """What nodes have measured, with their numbers, until somebody takes it away."""
+    failures: list[tuple[float, int, RankFailure]]
+    """Failed workers of this attempt: when, on this node's clock, the node's number, and its report."""
+    earlier: list[tuple[float, int, RankFailure]]
+    """Those of the attempt before."""
 
     def __init__(
         self, place: Placement, port: int, warnings: Sequence[str], *, elastic: bool = False
     ) -> None:
         super().__init__(place, port, warnings, elastic=elastic)
         self.reports, self.gone, self.answers = {}, {}, []
+        self.failures, self.earlier = [], []
         self._events: list[Event] = []
         self._members: Collection[int] = range(place.nnodes)
         self._phases: dict[int, str] = {}
@@ -174,6 +180,7 @@ class LeadingRoll(Roll):
         if attempt > 1:
             self.port = ports.next_free(self.port)
         self.attempt, self.reports, self._members = attempt, {}, tuple(ranks)
+        self.earlier, self.failures = self.failures, []
         self._phases.clear()
         for number in self.alive:
             rank = ranks.get(number)
@@ -202,6 +209,12 @@ class LeadingRoll(Roll):
 
     def measured(self, found: Measured) -> None:
         self.answers.append((0, found))
+
+    def note(self, number: int, report: AttemptEnded) -> None:
+        """Keep the report of a node."""
+        self.reports[number] = report
+        if report.failure:
+            self.failures.append((time.monotonic() - report.failure.age_ms / 1000, number, report.failure))
 
     def host(self, number: int) -> str:
         """Return the name of a node's host."""
@@ -236,7 +249,7 @@ class LoneRoll(LeadingRoll):
         pass
 
     def ended(self, report: AttemptEnded) -> None:
-        self.reports[0] = report
+        self.note(0, report)
         if not self.elastic:
             self._events.append(AllDone(codes=(report.code,)))
 

@@ -85,7 +85,12 @@ def start(node: str, folder: Path, scenario: str, rank: int) -> "subprocess.Pope
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
-        env={**os.environ, "SCENARIO_MARK": folder.name, "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "SCENARIO_MARK": folder.name,
+            "OMP_NUM_THREADS": "1",
+            "IMGKIT_RUN_DIR": str(folder / "run"),
+        },
         start_new_session=True,
     )
 
@@ -131,7 +136,9 @@ def main() -> None:
     while processes(mark) and time.monotonic() - began < ended_s + 10:
         time.sleep(0.1)
     left = list(processes(mark).values())
-    print(json.dumps({"codes": codes, "ended_s": ended_s, "left": left, "output": output()}))
+    logs = "".join(path.read_text() for path in sorted(folder.glob("run/errors-node*.log")))
+    found = {"codes": codes, "ended_s": ended_s, "left": left, "output": output(), "logs": logs}
+    print(json.dumps(found))
 
 
 main()

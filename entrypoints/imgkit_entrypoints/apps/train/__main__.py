@@ -22,7 +22,7 @@ from torch import nn
 from imgkit_entrypoints import files, json_text, terminal
 from imgkit_entrypoints.apps import ranks
 from imgkit_entrypoints.apps.train import datasets, main_loop, models, options, plugins, run_log
-from imgkit_entrypoints.apps.train.batches import Batches
+from imgkit_entrypoints.apps.train.batches import BadSample, Batches
 from imgkit_entrypoints.apps.train.config import Config, every, resumed, steps_a_line, total_steps
 from imgkit_entrypoints.apps.train.main_loop import DONE, Course, MainLoop, RunEnd, export
 from imgkit_entrypoints.apps.train.order import Order, arrange, refuse_uneven, seed_of
@@ -31,7 +31,7 @@ from imgkit_entrypoints.apps.train.run_log import Gauges, RunLog
 from imgkit_entrypoints.apps.train.stragglers import RankPlace, Stragglers
 from imgkit_entrypoints.apps.train.trainer import Evaluation, StepSums, Trainer
 from imgkit_entrypoints.errors import EXIT_NO, CheckFailed, ImgkitError, UsageError
-from imgkit_entrypoints.launch import stop_protocol
+from imgkit_entrypoints.launch import stop_protocol, user_program
 from imgkit_entrypoints.launch.start_up import StartUp
 from imgkit_entrypoints.run import Run
 from imgkit_entrypoints.run.random_state import seed_everything
@@ -62,9 +62,15 @@ def main() -> None:
             sys.exit(train(config, own, run, here, started))
     except ImgkitError as error:
         if isinstance(error, CheckFailed):  # raised while training, on this rank alone
-            terminal.err(*f"dist-train: {error}".split("\n"))
+            text = f"dist-train: {error}"
+            trace = f"\n{error.trace}" if isinstance(error, BadSample) else ""
+            if not user_program.report(text + trace):
+                terminal.err(*text.split("\n"))
             sys.exit(error.exit_code)
-        ranks.refuse(f"dist-train: {error}", error.exit_code)
+        cause = error.__cause__  # of a function of the user that cannot be imported
+        of_user = cause and user_program.own_frames(cause.__traceback__)
+        trace = f"\n{user_program.described(cause, cause.__traceback__)}" if cause and of_user else ""
+        ranks.refuse(f"dist-train: {error}{trace}", error.exit_code)
 
 
 def _common(config: Config) -> dict[str, Any]:

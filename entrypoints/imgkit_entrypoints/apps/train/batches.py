@@ -24,7 +24,17 @@ from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.datasets import TensorSamples
 from imgkit_entrypoints.apps.train.order import Order, Position, seed_of
 from imgkit_entrypoints.errors import CheckFailed, UsageError
+from imgkit_entrypoints.launch import user_program
 from imgkit_entrypoints.run.ranks import Ranks
+
+
+class BadSample(CheckFailed):
+    """A sample of the data cannot be loaded."""
+
+    def __init__(self, what: str, *, where: str, trace: str) -> None:
+        super().__init__(what, where=where)
+        self.trace = trace
+        """The traceback of the data set's own error."""
 
 
 class MicroBatch(NamedTuple):
@@ -137,7 +147,7 @@ def one_by_one(
 
     Raises
     ------
-    CheckFailed : a sample cannot be loaded, or a worker died; names the sample.
+    BadSample : a sample cannot be loaded. CheckFailed : a worker died; names the sample.
     """
     seeded = _Seeded(samples, config.seed, config.workers)
     loader = DataLoader(
@@ -151,7 +161,8 @@ def one_by_one(
     try:
         for batch in loader:
             if isinstance(batch, _Failed):
-                raise CheckFailed(batch.text, where=f"rank {here.rank}")
+                where = "" if batch.line is None or ":" not in config.data else f" ({batch.line})"
+                raise BadSample(f"{batch.text}{where}", where=f"rank {here.rank}", trace=batch.trace)
             yield batch
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
@@ -168,6 +179,18 @@ class _Failed:
     """A sample that cannot be loaded. It is a value, because an exception would arrive as a traceback."""
 
     text: str
+    line: str | None
+    """File and line of the first function below this module: of the user's data set."""
+    trace: str
+
+
+def _failed(index: int, error: Exception) -> _Failed:
+    own = user_program.own_frames(error.__traceback__)
+    return _Failed(
+        text=f"sample {index} of the data: {type(error).__name__}: {error}",
+        line=f"{own.tb_frame.f_code.co_filename}:{own.tb_lineno}" if own else None,
+        trace=user_program.described(error, error.__traceback__),
+    )
 
 
 class _Seeded:
@@ -192,7 +215,7 @@ class _Seeded:
                 try:
                     samples.append(self.samples[index])
                 except Exception as error:
-                    return _Failed(text=f"sample {index} of the data: {type(error).__name__}: {error}")
+                    return _failed(index, error)
             return default_collate(samples)
 
     def _draw(self, epoch: int, index: int) -> None:

@@ -108,3 +108,11 @@ def test_closed_store_does_not_hide_the_lost_packets() -> None:
 
 def test_every_entry_formats_without_its_groups_missing() -> None:
     assert all(known.cause and known.remedy for known in KNOWN)
+
+
+def test_closed_connection_needs_no_explanation_beside_a_cause() -> None:
+    reset = "RuntimeError: [..] Connection closed by peer [127.0.0.1]:5000"
+    assert explain(reset)
+    assert explain(reset, has_cause=True) == ()
+    full = f"torch.OutOfMemoryError: CUDA out of memory\n{reset}"
+    assert [found.cause for found in explain(full, has_cause=True)] == ["a GPU's memory is full"]

@@ -37,6 +37,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
         "distributed/elastic/agent/server/api": "class SimpleElasticAgent:\n    _rendezvous = None\n",
         "distributed/elastic/multiprocessing/__init__": "",
         "distributed/elastic/multiprocessing/api": "class SignalException(Exception): ...\n",
+        "distributed/elastic/multiprocessing/errors": "class ChildFailedError(Exception): ...\n",
     }
     for name, text in texts.items():
         path = site / "torch" / f"{name}.py"

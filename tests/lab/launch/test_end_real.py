@@ -1,0 +1,155 @@
+"""How a failed run ends, with real torchrun, torch and gloo: the cause comes last, once, with rank and node.
+
+Runs in the stand-in image, or with the Python named in IMGKIT_TEST_TORCH_PYTHON, which has imgkit too.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+from labkit import Done, in_image, run
+
+PYTHON = os.environ.get("IMGKIT_TEST_TORCH_PYTHON", "")
+pytestmark = [] if PYTHON else [pytest.mark.docker]
+
+PROGRAM = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+dist.init_process_group("gloo")
+rank, how = dist.get_rank(), sys.argv[1]
+
+class Rows(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        if index == 7 and rank == 1:
+            raise ValueError("the file of this sample is cut")
+        return torch.ones(3)
+
+def inner(step):
+    if rank == 1 and step == 3:
+        raise ValueError("bad value at step 3")
+
+if how in "02":
+    for batch in DataLoader(Rows(), batch_size=4, num_workers=int(how)):
+        dist.all_reduce(batch)
+for step in range(1000):
+    if how == "raises":
+        inner(step)
+    if how == "is killed" and rank == 1 and step == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.02)
+"""
+OWN = """
+import torch
+from torch.utils.data import Dataset
+
+class Rows(Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        if index == 7:
+            raise ValueError("the file of this sample is cut")
+        return torch.ones(20), torch.ones(1)
+
+def data(config, split):
+    return Rows()
+"""
+SETUP = """
+cd "$(mktemp -d)"
+cat > program.py
+cat > own.py <<'END'
+OWN
+END
+dist() { timeout 120 "${PYTHON:-python3}" -I -m imgkit_entrypoints "$@"; }
+"""
+TWO_NODES = """
+for rank in 1 0; do
+    dist dist-run --nnodes 2 --node-rank $rank --head 127.0.0.1 --no-network-test program.py "$HOW" \\
+        2> node$rank & nodes[$rank]=$!
+done
+for rank in 0 1; do wait ${nodes[$rank]}; echo "node $rank: $?"; done
+cat node1; echo "-- head"; cat node0
+"""
+NOISE = ("ChildFailedError", "spawn.py", "frame #", "Connection closed by peer", "user_program.py", "runpy")
+
+
+@pytest.fixture
+def end(request: pytest.FixtureRequest) -> End:
+    return End("" if PYTHON else request.getfixturevalue("standin"))
+
+
+class End:
+    """Runs a script of bash next to program.py and own.py."""
+
+    def __init__(self, image: str) -> None:
+        self._image = image
+
+    def __call__(self, script: str, how: str = "") -> Done:
+        script = SETUP.replace("OWN", OWN) + script
+        if self._image:
+            options = ("--env", f"HOW={how}")
+            return in_image(self._image, "bash", "-c", script, options=options, given=PROGRAM)
+        return run("bash", "-c", script, given=PROGRAM, env={**os.environ, "PYTHON": PYTHON, "HOW": how})
+
+
+def log_of(said: str) -> str:
+    found = re.search(r"full log on that node: (\S+)", said)
+    assert found, said
+    return found[1]
+
+
+@pytest.mark.parametrize("start", ["exec", "fork"])
+def test_own_traceback_comes_last_and_once(end: End, start: str) -> None:
+    done = end(
+        f"dist dist-run --start {start} --nproc 2 --log-dir logs program.py raises; code=$?\n"
+        "cat logs/node0/errors-node0.log; exit $code"
+    )
+    said = done.stderr
+    assert done.returncode == 1
+    assert said.count("ValueError: bad value at step 3") == said.count("Traceback") == 1
+    assert said.splitlines()[-1] == "ValueError: bad value at step 3"
+    assert re.search(r"imgkit: rank 1 on node 0 of 1 \(.+\) failed first: exit code 1\n", said)
+    assert log_of(said).endswith("logs/node0/errors-node0.log")
+    assert not [word for word in NOISE if word in said]
+    for word in ("ChildFailedError", "bad value at step 3", "closed by peer"):
+        assert word in done.stdout, "the full log has it"
+
+
+@pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.soak), "2"])
+def test_bad_sample_of_own_loader_names_its_index(end: End, workers: str) -> None:
+    said = end(f"dist dist-run --start fork --nproc 2 program.py {workers}").stderr
+    assert "sample 7 of the data set" in said
+    assert said.splitlines()[-1] == "ValueError: the file of this sample is cut"
+
+
+def test_bad_sample_of_a_plug_in_names_index_and_line(end: End) -> None:
+    run_it = "dist dist-train --nproc 2 --device cpu --data own.py:data --workers 2 --batch-size 8"
+    done = end(f"{run_it} --steps 40")
+    assert done.returncode == 1
+    assert re.search(
+        r"dist-train: rank \d: sample 7 of the data: ValueError: the file of this sample is cut "
+        r"\(.*own.py:10\)\nTraceback \(most recent call last\):\n"
+        r"  File \".*own.py\", line 10, in __getitem__\n.*\n"
+        r"ValueError: the file of this sample is cut\n$",
+        done.stderr,
+    ), done.stderr
+
+
+@pytest.mark.parametrize("how", ["raises", pytest.param("is killed", marks=pytest.mark.soak)])
+def test_head_prints_the_cause_of_another_node(end: End, how: str) -> None:
+    done = end(TWO_NODES, how)
+    other, _, head = done.stdout.partition("-- head\n")
+    assert "node 0: 1\nnode 1: 1\n" in other
+    ending = "exit code 1" if how == "raises" else "killed by SIGKILL"
+    assert re.search(rf"imgkit: rank 1 on node 1 of 2 \(.+\) failed first: {ending}\n", head), head
+    assert "Traceback" not in other
+    assert re.search(rf"imgkit: rank 1 on node 1 of 2 \(.+\) failed, {ending}.*\n$", other), other
+    last = "ValueError: bad value at step 3" if how == "raises" else "it left no traceback"
+    assert head.splitlines()[-1].startswith(last)
+    assert not [word for word in NOISE if word in head + other]

@@ -1,0 +1,296 @@
+"""The end of a failed run: which rank is named, what its user sees, and what goes to the log alone."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from imgkit_entrypoints.launch import failures, user_program
+from imgkit_entrypoints.launch.failures import Told
+from imgkit_entrypoints.rollcall import messages
+from imgkit_entrypoints.rollcall.link import LONGEST
+from imgkit_entrypoints.rollcall.messages import AttemptEnded, RankFailure
+
+CLOSED = "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:44443."
+BAD = 'Traceback (most recent call last):\n  File "own.py", line 6, in inner\nValueError: bad value at step 3'
+# Recorded from torch 2.13, shortened.
+STACK = (
+    b"[E1124 16:43:09.160726245 socket.cpp:1028] [c10d] The client socket has timed out after 3000ms while "
+    b"trying to connect to (127.0.0.1, 9).\n",
+    b"[W1124 16:43:09.161415521 TCPStore.cpp:340] [c10d] TCP client failed to connect/validate to host\n"
+    b"Exception raised from throwTimeoutError at /pytorch/c10d/socket.cpp:1030 (most recent call first):\n"
+    b"frame #0: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7f7ce919cb8d in libc10.so)\n"
+    b"<omitting python frames>\nframe #44: _start + 0x21 (0x55d03c667081 in /usr/bin/python3)\n\n",
+    b"[vm:1]: [W1124 16:43:10.1 TCPStore.cpp:125] [c10d] recvValue failed on SocketImpl(fd=3): Broken pipe\n"
+    b"[vm:1]: frame #0: c10::Error::Error(c10::SourceLocation) + 0x9d (0x7f7ce919cb8d in libc10.so)\n"
+    b"[vm:1]: \n",
+)
+
+
+def record(folder: Path, rank: int | str, text: str, *, at: float = 0.0) -> None:
+    (folder / f"failed-{rank}").write_text(f"{at}\n{text}")
+
+
+def codes(folder: Path, *, own: bool = False, **by_rank: int) -> None:
+    found = {int(name[1:]): code for name, code in by_rank.items()}
+    failures.note_codes({"IMGKIT_STOP_DIR": str(folder)}, found, own=own)
+
+
+def first(folder: Path, killed_by: int = 0) -> RankFailure:
+    found = failures.of_node(folder, "a.log", killed_by)
+    assert found is not None
+    return found
+
+
+def test_first_exception_counts(tmp_path: Path) -> None:
+    record(tmp_path, 0, "ValueError: second", at=2.0)
+    record(tmp_path, 1, BAD, at=1.0)
+    codes(tmp_path, r0=1, r1=1)
+    found = first(tmp_path)
+    assert (found.rank, found.code, found.after_peer, found.lines) == (1, 1, False, tuple(BAD.split("\n")))
+
+
+def test_closed_connection_is_no_cause(tmp_path: Path) -> None:
+    record(tmp_path, 0, CLOSED, at=1.0)
+    record(tmp_path, 1, BAD, at=2.0)
+    assert first(tmp_path).rank == 1
+    (tmp_path / "failed-1").unlink()
+    assert first(tmp_path).after_peer
+    codes(tmp_path, r0=1, r2=-9, r3=-1)  # torchrun has ended rank 3
+    found = first(tmp_path)
+    assert (found.rank, found.code, found.lines, found.after_peer) == (2, -9, (), False)
+
+
+def test_killed_torchrun_is_the_cause(tmp_path: Path) -> None:
+    record(tmp_path, 0, CLOSED)
+    found = first(tmp_path, killed_by=signal.SIGKILL)
+    assert (found.rank, found.code) == (None, -9)
+    assert failures.block(Told(at=0.0, node="node 0 of 1", failure=found))[0].startswith("torchrun on node 0")
+
+
+def test_error_of_torchrun_has_no_stack_in_cpp(tmp_path: Path) -> None:
+    cpp = STACK[1].decode().partition("\n")[2]
+    text = (
+        f'Traceback (most recent call last):\n  File "run.py"\ntorch.distributed.DistNetworkError: no\n{cpp}'
+    )
+    assert failures.note_torchrun({"IMGKIT_STOP_DIR": str(tmp_path)}, text)
+    found = first(tmp_path)
+    assert (found.rank, found.code, found.after_peer) == (None, 1, True)
+    assert found.lines[0] == "torch.distributed.DistNetworkError: no"
+    assert not any(line.startswith("frame #") for line in found.lines)
+
+
+def test_own_program_that_printed_its_reason_has_no_block(tmp_path: Path) -> None:
+    codes(tmp_path, own=True, r0=2)
+    assert failures.of_node(tmp_path, "a.log") is None
+    codes(tmp_path, own=True, r0=2, r1=-9)
+    assert first(tmp_path).rank == 1
+
+
+@pytest.mark.parametrize("text", ["", "no time\nx", "nan", "\x00"])
+def test_record_that_cannot_be_read_is_ignored(tmp_path: Path, text: str) -> None:
+    (tmp_path / "failed-x").write_text("1.0\nValueError: not a rank")
+    (tmp_path / "failed-0").write_text(text)
+    (tmp_path / failures.CODES).write_text(text or "[1]")
+    found = failures.of_node(tmp_path, "a.log")
+    assert found is None or found.lines == ("",)
+
+
+def test_cause_on_any_node_comes_first() -> None:
+    def told(at: float, rank: int, *, after_peer: bool) -> Told:
+        failure = RankFailure(rank=rank, code=1, age_ms=0, after_peer=after_peer, log="")
+        return Told(at=at, node=f"node {rank}", failure=failure)
+
+    early, late = told(1.0, 0, after_peer=True), told(2.0, 1, after_peer=False)
+    assert failures.first([early, late]) is late
+    assert failures.first([early]) is early
+    assert failures.first([]) is None
+    lines = failures.block(late, [early, late])
+    assert lines[0] == "rank 1 on node 1 failed first: exit code 1"
+    assert lines[1] == "  then on other nodes: rank 0"
+
+
+def test_long_text_keeps_both_ends_and_fits_a_message(tmp_path: Path) -> None:
+    record(tmp_path, 0, "\n".join(f"line {number} \U0001f525" + "é" * 2000 for number in range(1000)))
+    found = first(tmp_path)
+    assert found.lines[0].startswith("line 0 ")
+    assert found.lines[-1].startswith("line 999 ")
+    assert sum("more lines in the full log" in line for line in found.lines) == 1
+    line = messages.line(AttemptEnded(code=1, failure=found))
+    assert len(line) < LONGEST
+    assert messages.from_node(line) == AttemptEnded(code=1, failure=found)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"rank": -1}, {"code": 256}, {"age_ms": -1}, {"after_peer": 0}, {"lines": ["x"] * 201}, {"log": None}],
+)
+def test_failure_out_of_range_is_refused(wrong: dict[str, object]) -> None:
+    right = RankFailure(rank=0, code=1, age_ms=0, after_peer=False, log="", lines=("a",))
+    data = json.loads(messages.line(AttemptEnded(code=1, failure=right)))
+    data["failure"] |= wrong
+    with pytest.raises(ValueError, match="missing"):
+        messages.from_node(json.dumps(data).encode())
+
+
+def test_line_of_another_node_cannot_steer_a_terminal() -> None:
+    bad = RankFailure(rank=0, code=1, age_ms=0, after_peer=False, log="", lines=("\x1b[2J\u202e",))
+    read = messages.from_node(messages.line(AttemptEnded(code=1, failure=bad)))
+    assert isinstance(read, AttemptEnded)
+    assert read.failure == dataclasses.replace(bad, lines=("\\x1b[2J\\u202e",))
+
+
+def test_late_record_is_reported_once(tmp_path: Path) -> None:
+    late = failures.LateRecords(tmp_path)
+    record(tmp_path, 1, BAD, at=time.time())
+    assert list(late.look()) == []
+    record(tmp_path, 1, BAD, at=time.time() - 10)
+    record(tmp_path, 0, CLOSED, at=time.time() - 10)
+    assert [lines[0] for lines in late.look()] == [
+        "rank 1 has failed, and its process has not ended after 5 s"
+    ]
+    assert list(late.look()) == []
+
+
+def test_log_goes_to_a_temporary_folder_where_the_named_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    path = Path(failures.write_log("a\n\x1b[31mb\x07\n", "/proc/nowhere", 3, 2))
+    assert path.name == "errors-node3-attempt2.log"
+    assert path.is_relative_to(tmp_path)
+    assert path.read_text() == "a\nb\\x07\n"
+    assert failures.write_log("a", str(tmp_path / "new"), 0, 1) == str(tmp_path / "new/errors-node0.log")
+
+
+def copied(*parts: bytes) -> tuple[str, str]:
+    """What of `parts` is printed, and what the log has."""
+    code = "import os, sys\n" + "".join(f"os.write(2, {part!r})\n" for part in parts)
+    script = (
+        "import os, sys\nfrom imgkit_entrypoints.launch.guarded import GuardedCommand\n"
+        f"with GuardedCommand([sys.executable, '-c', {code!r}], os.environ, print) as child:\n"
+        "    import select\n"
+        "    while select.select([child], [], []) and child.read(): pass\n"
+        "child.wait()\nprint(repr(child.tail()))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    return done.stderr.decode(), ast.literal_eval(done.stdout.decode())
+
+
+def test_marked_lines_and_stacks_go_to_the_log_alone() -> None:
+    marked = b"[vm:1]: \x1fTraceback\n[vm:1]: \x1f\n[vm:1]: printed\n\x1f" + b"x" * 100_000 + b"\nbar 50 %\r"
+    printed, log = copied(*STACK, marked, b"bar 100 %\n")
+    assert printed == STACK[0].decode() + "[vm:1]: printed\nbar 50 %\rbar 100 %\n"
+    assert "frame #44" in log
+    assert "[vm:1]: Traceback\n" in log
+    assert "x" * 100_000 in log
+
+
+def test_other_output_is_copied_byte_for_byte() -> None:
+    printed, log = copied(b"frames: 3\n", b"\n\nno line end")
+    assert printed == log == "frames: 3\n\n\nno line end"
+
+
+def program(folder: Path, code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a program below the node agent, but without one."""
+    (folder / "own.py").write_text(code)
+    agent = {"IMGKIT_STOP_DIR": str(folder), "IMGKIT_ATTEMPT": "1", "RANK": "2", **env}
+    return subprocess.run(
+        [sys.executable, user_program.__file__, str(folder / "own.py")],
+        env={name: value for name, value in {**os.environ, **agent}.items() if value},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_exception_leaves_the_users_own_frames(tmp_path: Path) -> None:
+    done = program(tmp_path, "def inner():\n    raise ValueError('bad')\ninner()\n")
+    assert done.returncode == 1
+    (one,) = failures.records(tmp_path)
+    lines = one.text.split("\n")
+    assert (one.rank, lines[0], lines[-1]) == (2, "Traceback (most recent call last):", "ValueError: bad")
+    assert lines[1].endswith('own.py", line 3, in <module>')
+    assert "runpy" not in one.text
+    assert done.stderr == "".join(f"\x1f{line}\n" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("code", "last"),
+    [
+        ("def f(:\n", "SyntaxError: invalid syntax"),
+        ("import sys; sys.exit('no data folder')", "no data folder"),
+        ("import nosuch_module", "ModuleNotFoundError: No module named 'nosuch_module'"),
+    ],
+)
+def test_other_ends_leave_their_message(tmp_path: Path, code: str, last: str) -> None:
+    assert program(tmp_path, code).returncode == 1
+    (one,) = failures.records(tmp_path)
+    assert one.text.split("\n")[-1] == last
+    assert "user_program" not in one.text
+
+
+def test_missing_script_has_no_frames_of_the_launcher(tmp_path: Path) -> None:
+    done = program(tmp_path, "import runpy; runpy.run_path('nosuch.py')")
+    assert done.returncode == 1
+    (tmp_path / "failed-2").unlink()
+    (tmp_path / "own.py").unlink()
+    env = {**os.environ, "IMGKIT_STOP_DIR": str(tmp_path), "IMGKIT_ATTEMPT": "1", "RANK": "2"}
+    words = [sys.executable, user_program.__file__, str(tmp_path / "own.py")]
+    assert subprocess.run(words, env=env, capture_output=True, check=False).returncode == 1
+    (one,) = failures.records(tmp_path)
+    assert one.text.startswith("FileNotFoundError:")
+
+
+@pytest.mark.parametrize("env", [{"IMGKIT_ATTEMPT": ""}, {"RANK": ""}, {"IMGKIT_STOP_DIR": "/proc/nowhere"}])
+def test_without_a_node_agent_python_prints_it(tmp_path: Path, env: dict[str, str]) -> None:
+    done = program(tmp_path, "raise ValueError('bad')", **env)
+    assert done.returncode == 1
+    assert done.stderr.endswith("\nValueError: bad\n")
+    assert failures.records(tmp_path) == []
+
+
+def test_programs_own_excepthook_prints_it(tmp_path: Path) -> None:
+    done = program(tmp_path, "import sys\nsys.excepthook = lambda *_: print('mine')\nraise ValueError")
+    assert done.stdout == "mine\n"
+    assert failures.records(tmp_path) == []
+
+
+STUB_OF_TORCHS_LOADER = """
+import os, sys, types
+sys.modules["torch._utils"] = wrappers = types.ModuleType("torch._utils")
+class ExceptionWrapper:
+    def __init__(self, exc_info=None, where="in background"):
+        self.where = where
+wrappers.ExceptionWrapper = ExceptionWrapper
+scope = {}
+fetch = "def fetch(data, wanted):\\n    for idx in wanted:\\n        data(idx)\\n"
+exec(compile(fetch, "/x/torch/utils/data/_utils/fetch.py", "exec"), scope)
+def data(index):
+    if index == 7:
+        raise ValueError("cut")
+if os.fork() == 0:
+    try:
+        scope["fetch"](data, range(9))
+    except ValueError:
+        print(ExceptionWrapper(where="in DataLoader worker process 0").where, flush=True)
+    os._exit(0)
+os.wait()
+scope["fetch"](data, range(9))
+"""
+
+
+def test_bad_sample_names_its_index(tmp_path: Path) -> None:
+    done = program(tmp_path, STUB_OF_TORCHS_LOADER)
+    assert done.stdout == "in DataLoader worker process 0, at sample 7 of the data set\n"
+    (one,) = failures.records(tmp_path)
+    assert one.text.startswith("sample 7 of the data set\nTraceback")
