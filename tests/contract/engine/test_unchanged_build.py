@@ -233,7 +233,14 @@ def test_untested_image_is_not_good_enough(engine: Any, folder: Path) -> None:
     build()
     (note,) = (folder.parent / "cache/imgkit/unchanged").iterdir()
     asked = unchanged.Asked(
-        recipe="./small.yaml", tag=None, base=None, platform=None, builder="auto", lock="", no_test=False
+        recipe="./small.yaml",
+        tag=None,
+        base=None,
+        platform=None,
+        build_args=(),
+        builder="auto",
+        lock="",
+        no_test=False,
     )
     tested = note.with_name("tested")
     note.rename(tested)

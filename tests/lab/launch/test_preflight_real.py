@@ -34,7 +34,7 @@ def test_two_nodes_are_measured_and_start(standin: str) -> None:
     assert "rank 1 runs" in done.stderr
     found = json.loads(done.stdout)
     assert found["passed"], found
-    assert found["all_reduce_GBps"] > 0
+    assert (found["all_reduce_GBps"] or 0) > 0, found
     for node in found["nodes"]:
         assert set(node["figures"]) == {"matmul", "memory", "disk", "latency", "bandwidth"}
         assert min(node["figures"].values()) > 0

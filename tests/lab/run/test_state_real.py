@@ -247,7 +247,7 @@ assert start(2, lambda: reading(Cursor(), "track", ahead=0, until=12), "together
     for text in (
         "cursor has a state for each of 2 ranks, but there are 1",
         "regrouped 0 1 [8, 26]",
-        "holds cursor of each rank, model, and this program tracks cursor, model",
+        "contains cursor of each rank, model, and this program tracks cursor, model",
         "run.restore: cursor['at'] differs between the ranks, and a resume would give that of rank 0 to all: "
         "rank 0: 0, rank 1: 10",
         "run.save: cursor['at'] differs between the ranks, and a resume would give that of rank 0 to all: "
