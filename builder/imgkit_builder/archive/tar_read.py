@@ -386,7 +386,7 @@ def _parsed_member(header: bytes, before: _Before, *, place: int) -> Member:
     """Combine a header and what came before it; the map of a sparse file is not read yet."""
     pax, kind = before.pax, header[156:157]
     if ("path" in pax and before.name is not None) or ("linkpath" in pax and before.link is not None):
-        raise ValueError("a member with two names: readers differ in the one that they take")
+        raise ValueError("a member with two names: readers disagree on which one to use")
     # Some writers state a size for links, which have no body.
     size = 0 if kind in _BODILESS_KINDS else _stated(pax, "size", header[124:136])
     device = (0, 0)

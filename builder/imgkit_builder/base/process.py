@@ -56,7 +56,7 @@ class TooLong(ToolFailed):
 
     def __init__(self, program: str, start: bytes) -> None:
         super().__init__(
-            f"{program} printed more than {MOST_BYTES >> 20} MB, where imgkit expects a short answer; "
+            f"{program} printed more than {MOST_BYTES >> 20} MB instead of a short answer; "
             f"its first line: {first_line(start)}"
         )
         self.start = start

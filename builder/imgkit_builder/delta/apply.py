@@ -129,7 +129,7 @@ def _check(delta: Delta, path: Path, stack: Stack) -> None:
             f"the delta is for {delta.base}; {stack.sif.path.name} is {stack.base}",
             where=str(path),
             hint="apply deltas in the order in which they were made, or make one for this .sif: "
-            f"imgkit delta {delta.source} --base {stack.sif.path.name}",
+            f"imgkit delta {delta.source} --against {stack.sif.path.name}",
         )
 
 
@@ -187,7 +187,7 @@ def _add(job: ConversionJob, delta: Delta, delta_file: Path, stack: Stack, *, me
     deltas = (delta.sha256,) if merged else (*record.deltas, delta.sha256)
     coverage.put_record(part, dataclasses.replace(record, deltas=deltas))
     if descriptor.stack(part).base.deltas != deltas:
-        raise CheckFailed("the new .sif has other deltas than its record", where=str(part))
+        raise CheckFailed("the deltas in the new .sif do not match its record", where=str(part))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +239,9 @@ def flatten(path: Path, target: Path, options: Options, report: Reporter) -> Fla
             tree.children(source.mounted(flat), "").keys()
             != tree.children(source.mounted(stack.sif), "").keys()
         ):
-            raise CheckFailed("the new file shows another tree than the deltas did", where=str(work.part))
+            raise CheckFailed(
+                "the files in the new .sif differ from those of the deltas", where=str(work.part)
+            )
         clock.stage("make durable")
         files.publish(work.part, target)
         clock.finish()

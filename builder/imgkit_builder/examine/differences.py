@@ -166,7 +166,7 @@ def _env(one: ComparedSide, other: ComparedSide, lesser: ComparedSide) -> tuple[
 def _untold(one: ComparedSide, other: ComparedSide) -> Iterator[str]:
     if one.kind != other.kind:
         lesser, more = sorted((one, other), key=lambda side: _RANK.index(side.kind))
-        yield f"compared is what the {lesser.kind} names; {more.name} may have more packages and variables"
+        yield f"only what the {lesser.kind} lists is compared; {more.name} may hold more packages, variables"
     for kind in dict.fromkeys((one.kind, other.kind)):
         if kind == "recipe":
             yield "a recipe has no files, no layers, and versions only where it states them"

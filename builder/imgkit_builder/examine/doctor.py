@@ -232,7 +232,7 @@ def _zstd() -> Check:
     path = shutil.which("zstd")
     if path:
         return Check(name="zstd", verdict="ok", found=path)
-    hint = "apt-get install zstd, or module load zstd; only archives saved with --compress zstd need it"
+    hint = "apt-get install zstd, or module load zstd; only archives saved with --compression zstd need it"
     return Check(name="zstd", verdict="warn", found="not on PATH", hint=hint)
 
 
@@ -318,7 +318,7 @@ def _amd_gpus(machine: Machine) -> Iterator[Check]:
         yield Check(
             name="gpus",
             verdict="warn",
-            found=f"{count} AMD GPUs (/dev/kfd); imgkit's images and launcher use NVIDIA GPUs only",
+            found=f"{count} AMD GPUs (/dev/kfd); imgkit supports NVIDIA GPUs only",
             hint="build and convert images here; run them on NVIDIA GPUs, or on processors: --device cpu",
         )
 
@@ -377,7 +377,7 @@ def _other(place: Endpoint, used: Endpoint, buildx: str) -> Check:
         return Check(
             name=name,
             verdict="skip",
-            found=f"{_reached(place)}: not asked by ssh",
+            found=f"{_reached(place)}: not queried over ssh",
             hint=f"to use it: {choice(place, used)}",
         )
     try:

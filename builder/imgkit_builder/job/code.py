@@ -180,7 +180,7 @@ def _found(folder: Path, allow: Sequence[str]) -> Iterator[CodeFile]:
             yield _file(one)
     except FileNotFoundError as error:
         raise UsageError(
-            "it vanished while imgkit read it", where=str(error.filename), hint="the same command again"
+            "it vanished while imgkit read it", where=str(error.filename), hint="run the command again"
         ) from None
     except OSError as error:
         raise UsageError(

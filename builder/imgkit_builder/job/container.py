@@ -212,7 +212,7 @@ def overlay(request: Request, run_by: RunBy, directory: Path) -> tuple[str, Delt
     delta = descriptor.read(request.delta if request.delta.exists() else directory / request.delta)
     if run_by != "singularity":
         raise UsageError(
-            f"a delta lies over a .sif, but {run_by} does not run a .sif",
+            f"a delta is mounted over a .sif, but {run_by} does not run a .sif",
             where="--delta",
             hint="leave it out",
         )
@@ -235,7 +235,7 @@ def refuse_code(request: Request, run_by: RunBy) -> None:
                 raise UsageError(f"{flag} without --code", where=flag, hint="--code DIR")
     elif run_by != "singularity":
         raise UsageError(
-            f"the code lies over a .sif, but {run_by} does not run one",
+            f"the code is mounted over a .sif, but {run_by} does not run one",
             where="--code",
             hint=f"leave it out; a folder that all nodes see: --bind DIR:/{descriptor.CODE_PLACE}",
         )
@@ -331,7 +331,7 @@ def variable(text: str) -> tuple[str, str]:
     kind = secret_patterns.in_value(value)
     if kind or secret_patterns.in_name(name, value):
         raise UsageError(
-            f"{name} holds {kind or 'a secret, by its name'}: every user could read it in argument lists",
+            f"{name} holds {kind or 'a secret (by its name)'}: every user could read it in argument lists",
             where="--env",
             hint=f"export {name}, then --env {name} alone; or --env-file FILE, a file of mode 600",
         )

@@ -228,8 +228,8 @@ def _refuse_clean(job: Job) -> None:
     cleans = next((word for word in options if _CLEAN.fullmatch(word)), "")
     if cleans and (job.system != "standalone" or job.settings or job.names or job.env_file):
         raise UsageError(
-            f"with {cleans}, the container receives no variable of the node and the job: the launcher would "
-            "find neither the other nodes nor the job's settings",
+            f"with {cleans}, the container receives no variable of the node and the job: the node agent "
+            "would find neither the other nodes nor the job's settings",
             where=job.recipe.where("system", "runtime", "options"),
             hint=f"remove {cleans} from system.runtime.options; --contain and --no-home keep the variables",
         )

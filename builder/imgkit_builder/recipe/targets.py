@@ -121,7 +121,7 @@ def as_json(ref: str) -> str | None:
         return None
     if ref not in known:
         raise UsageError(
-            f"the one-file imgkit does not know the recipe {ref!r}",
+            f"the single-file imgkit does not know the recipe {ref!r}",
             hint=f"it knows: {', '.join(sorted(known))}\n"
             f"it reads JSON instead of a recipe's file; {HINT}\n"
             "or name the .sif of the recipe's image",
@@ -214,7 +214,7 @@ def several(faults: Sequence[str], file: Path, *hints: str) -> UsageError:
     """The error of a file with values that no recipe may have: one fault stands in it, several below it."""
     if len(faults) == 1:
         return UsageError(faults[0], where=str(file), hint="\n".join(hints) or None)
-    what = f"{len(faults)} of its values are none of a recipe"
+    what = f"{len(faults)} of its values are not valid in a recipe"
     return UsageError(what, where=str(file), hint="\n".join((*faults, *hints)))
 
 

@@ -46,7 +46,7 @@ def parse(text: str) -> tuple[str, str]:
 
     Raises
     ------
-    UsageError : there is no host in it, or the folder's name cannot stand in a job.
+    UsageError : there is no host in it, or the folder's name cannot be used in a job.
     """
     # The address of an IPv6 host holds colons itself, and stands in brackets.
     match = re.fullmatch(
@@ -142,7 +142,7 @@ def add(remote: Remote, *, replace: bool = False) -> None:
     if remote.name in _checked(text):
         if not replace:
             raise UsageError(
-                f"there is a remote {remote.name} already",
+                f"the remote {remote.name} already exists",
                 where=str(path()),
                 hint=f"imgkit remote add {remote.name} ... --replace",
             )

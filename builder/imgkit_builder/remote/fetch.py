@@ -129,7 +129,7 @@ def _fetched(
     for member in stream:
         far = known.get(member.name)
         if far is None or member.kind != REGULAR or not 0 <= member.mtime_s < _LATEST_S:
-            raise CheckFailed(f"{member.name!r} was not asked for", where=run)
+            raise CheckFailed(f"{member.name!r} was not requested", where=run)
         target = far.target(folder, run)
         target.parent.mkdir(parents=True, exist_ok=True)
         with files.writing(target) as file:

@@ -129,7 +129,7 @@ def read(output: bytes, remote: Remote, *, wanted: str = "") -> Store:
     Raises
     ------
     ToolFailed : the answer is cut short, or not that of imgkit's script.
-    UsageError : the folder belongs to another user, or its path cannot stand in a job.
+    UsageError : the folder belongs to another user, or its path cannot be used in a job.
     """
     home, owner, free, there = "", "", None, False
     names: list[str] = []
@@ -181,7 +181,7 @@ def fault_of_home(home: str, owner: str, remote: Remote) -> UsageError | None:
     again = f"imgkit remote add {remote.name} {remote.address}:{{}} --replace"
     if owner:
         return UsageError(
-            f"{remote.folder} belongs to {owner}, who could exchange what your jobs start",
+            f"{remote.folder} belongs to {owner}, who could replace what your jobs run",
             where=remote.name,
             hint=f"a folder of your own, for example below it: {again.format(f'{remote.folder}/YOU')}",
         )
@@ -190,7 +190,7 @@ def fault_of_home(home: str, owner: str, remote: Remote) -> UsageError | None:
         quoting.check("--directory", home.replace("\N{REPLACEMENT CHARACTER}", "\0"))
     except UsageError as error:
         return UsageError(
-            f"{home!r}, the folder's real path, cannot stand in a job",
+            f"{home!r}, the folder's real path, cannot be used in a job",
             hint=f"{error.hint}; another folder: {again.format('/PATH')}",
         )
     return None

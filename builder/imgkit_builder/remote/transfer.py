@@ -110,7 +110,7 @@ def upload(
             if reached < 0 or failures >= ATTEMPTS:
                 more = f"{error.hint}; the same command resumes the transfer" if reached > 0 else error.hint
                 raise Cut(error.what, where=error.where, hint=more) from error
-            report.note(f"the connection was cut, and imgkit connects again: {error.what}")
+            report.note(f"the connection was lost, and imgkit connects again: {error.what}")
             time.sleep(failures - 1)
             continue
         if answer == "kept":
@@ -120,7 +120,7 @@ def upload(
             raise CheckFailed(
                 f"what arrived on {connection.remote.name} differs from the file here",
                 where=str(source),
-                hint=f"does something write to it? Else: imgkit verify {source}",
+                hint=f"if no program writes to it: imgkit verify {source}",
             )
         report.note("what was there differs from the file here: imgkit sends all of it")
         reached = -1

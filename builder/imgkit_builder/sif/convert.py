@@ -269,7 +269,7 @@ def check_target(target: Path, *, force: bool) -> None:
         raise UsageError(
             "target exists and is not a .sif; refusing to overwrite it",
             where=str(target),
-            hint="another name with -o, or --force",
+            hint="choose another name with -o, or --force",
         )
 
 

@@ -189,7 +189,7 @@ def signer_of_sif(path: Path, keyring: Path) -> Signer:
             return signer
         except CheckFailed as error:
             refusals.append(f"object {one.id}: {error.what}")
-    raise CheckFailed("; ".join(refusals), where=str(path), hint=f"trusted are the keys in {keyring}")
+    raise CheckFailed("; ".join(refusals), where=str(path), hint=f"trusted keys: those in {keyring}")
 
 
 def _signed_digests(path: Path) -> tuple[int, str, str]:
@@ -247,7 +247,7 @@ def signer_of_file(path: Path, keyring: Path) -> Signer:
     try:
         return _detached(signature, signed, keyring)
     except CheckFailed as error:
-        trusted = f"trusted are the keys in {keyring}"
+        trusted = f"trusted keys: those in {keyring}"
         raise CheckFailed(error.what, where=str(signature), hint=trusted) from error
 
 

@@ -90,7 +90,7 @@ def shell_command(image: str, *, host: bool = False) -> ShellCommand:
 
     Parameters
     ----------
-    host : share this machine's home folder, network and the recipe's binds, as a job does.
+    host : share this machine's home folder, network and the recipe's binds, as in a job.
 
     Raises
     ------

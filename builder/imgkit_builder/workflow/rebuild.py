@@ -74,7 +74,7 @@ def _locked_recipe(sif: Path, file: Path | None, report: Reporter) -> tuple[Reci
         raise UsageError(
             f"it has {len(record.deltas)} deltas over what was built",
             where=str(sif),
-            hint="give the .sif below",
+            hint="pass the .sif without its deltas",
         )
     if record.imgkit != __version__:
         report.note(f"imgkit {record.imgkit} made it, and this is {__version__}: the bytes may differ")

@@ -126,7 +126,7 @@ def _target_of(archive: Path, default: str) -> Target:
     if default:
         return targets.find(default)
     raise UsageError(
-        "neither the archive nor the remote says which system it is for",
+        "neither the archive nor the remote names its system",
         where=str(archive),
         hint="a remote with a recipe: imgkit remote add NAME USER@HOST:DIR --recipe RECIPE --replace",
     )
@@ -316,7 +316,7 @@ def _image(
 def _code(
     request: _SendRequest, code: CodeFolder, far: Connection, there: Store, report: Reporter
 ) -> tuple[str, ...]:
-    """Send what the remote lacks of the code; the result is the paths of its deltas, lowest first."""
+    """Upload what the remote lacks of the code; the result is the paths of its deltas, lowest first."""
     from imgkit_builder.remote import code as far_code
     from imgkit_builder.sif.conversion import Options
     from imgkit_builder.workflow.convert import helper

@@ -186,7 +186,7 @@ CASES = [
             made, {"manifests": [{"digest": "a"}, {"platform": {"architecture": "b"}}]}
         ),
         refusal=UsageError,
-        says=r"2 images \(\?, b\)|where a sha256 digest belongs",
+        says=r"2 images \(\?, b\)|which is not a sha256 digest",
     ),
     Case(
         # As some releases of Docker 25 wrote them (moby issue 47065).
@@ -239,7 +239,7 @@ CASES = [
         Case(
             name=f"digest {bad!r}",
             make=lambda made, b=bad: with_index(made, {"manifests": [{"digest": b}]}),  # type: ignore[misc]
-            says="where a sha256 digest belongs",
+            says="which is not a sha256 digest",
         )
         for bad in ("sha256:../../../etc/passwd", "sha512:00", 7, None)
     ),

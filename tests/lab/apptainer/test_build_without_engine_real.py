@@ -219,7 +219,7 @@ def test_sif_is_a_base_and_gives_a_delta(tiny: Path) -> None:
     assert build(tiny, "echo 1 > /one", "-o", "one.sif").returncode == 0
     done = build(tiny, "echo 2 > /two", "-o", "two.sif", base="one.sif")
     assert done.returncode == 0, done.stderr
-    made = imgkit_json("delta", "two.sif", "--base", "one.sif", folder=tiny)
+    made = imgkit_json("delta", "two.sif", "--against", "one.sif", folder=tiny)
     assert made["way"] == "sif"
     imgkit_json("apply", "two.imgdelta", "one.sif", "-o", "both.sif", folder=tiny)
     assert shown(tiny / "both.sif").keys() - shown(tiny / "two.sif").keys() == {"opt/imgkit/delta.json"}
@@ -276,7 +276,7 @@ def test_interrupted_build_leaves_the_old_file(tiny: Path, number: signal.Signal
         (("--builder", "buildx"), "--builder cannot be used --with apptainer"),
         (("--platform", "linux/arm64"), "--with apptainer builds for this machine's platform"),
         (("--base-from", "absent.tar"), "there is no such base"),
-        (("--runtime", "/absent"), "/absent is not on PATH"),
+        (("--runtime-command", "/absent"), "/absent is not on PATH"),
     ],
 )
 def test_impossible_requests_are_refused(tiny: Path, more: tuple[str, ...], said: str) -> None:

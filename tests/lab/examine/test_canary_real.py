@@ -239,7 +239,7 @@ def test_deltas_run_nothing_of_the_image(lab: Lab) -> None:
     delta, applied, flat = (lab.folder / name for name in ("c.imgdelta", "applied.sif", "flat.sif"))
     since = docker("info", "--format", "{{.SystemTime}}")
     for words in (
-        ("delta", lab.newer, "--base", lab.sif, "-o", delta),
+        ("delta", lab.newer, "--against", lab.sif, "-o", delta),
         ("show", delta),
         ("verify", delta),
         ("apply", delta, lab.sif, "-o", applied),

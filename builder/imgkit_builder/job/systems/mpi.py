@@ -173,7 +173,9 @@ def _ranks(job: Job) -> int:
 def _by_ssh(job: Job) -> Script:
     hosts = _hosts(job)
     title = job.recipe.system.title or job.recipe.name
-    rows = [f"# {title}, by imgkit: a command a host, each in its own terminal. All from here: imgkit submit"]
+    rows = [
+        f"# {title}, by imgkit: one command per host, each in its own terminal; or from here: imgkit submit"
+    ]
     if job.names:
         rows.append(f"# imgkit submit also sends the values of {', '.join(job.names)}; these lines do not.")
     remote = []

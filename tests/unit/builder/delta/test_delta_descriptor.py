@@ -109,14 +109,14 @@ def test_job_without_one_says_nothing() -> None:
 
 @pytest.mark.parametrize("runtime", ["docker", "host"])
 def test_delta_without_singularity_refused(file: Path, runtime: str) -> None:
-    with pytest.raises(UsageError, match=r"lies over a \.sif"):
+    with pytest.raises(UsageError, match=r"mounted over a \.sif"):
         resolve(find("cpu"), replace(request(file), runtime=runtime))
 
 
 @pytest.mark.parametrize("name", ["a,b.imgdelta", "a:b.imgdelta", "a\nb.imgdelta"])
 def test_name_that_the_runtime_would_split_refused(file: Path, name: str) -> None:
     (file.parent / name).write_bytes(file.read_bytes())
-    with pytest.raises(UsageError, match="cannot stand in a job"):
+    with pytest.raises(UsageError, match="cannot be used in a job"):
         resolve(find("cpu"), replace(request(file), delta=Path(name)))
 
 

@@ -87,7 +87,7 @@ def test_every_key_is_read_with_its_line(tmp_path: Path) -> None:
         ("command = 'dist-hello'", "1:1", "command: must be a list of texts, not text"),
         ('command = ["a\\u001bb"]', "1:1", "command[0]: 'a\\x1bb' holds a control character"),
         ('code = "a\\u001bb"', "1:1", "code: 'a\\x1bb' holds a control character"),
-        ("account = 'a b'", "1:1", "account: 'a b' cannot stand in a job"),
+        ("account = 'a b'", "1:1", "account: 'a b' cannot be used in a job"),
         ("binds = ['relative']", "1:1", "binds[0]: "),
         ("remote = 'a'\nremote = 'b'\n", "2:13", "it is no TOML: Cannot overwrite a value"),
         ("\nremote = x\n", "2:10", "it is no TOML: Invalid value; write KEY"),
@@ -236,7 +236,7 @@ def test_foreign_values_wait_for_a_person(call: Any) -> None:
     call("remote", "add", "mn5", "me@far")
     code, out, err = call("run")
     assert (code, out) == (2, "")
-    assert "nobody has confirmed these values here" in err
+    assert "these values are not confirmed on this machine" in err
     for shown in (
         "remote   mn5",
         "env      A=1\n",
@@ -246,7 +246,7 @@ def test_foreign_values_wait_for_a_person(call: Any) -> None:
     ):
         assert shown in err
     digest = err.rpartition("--confirm ")[2].strip()
-    assert "nobody has confirmed" in call("run", "--confirm", digest[:-1] + "x")[2]
+    assert "are not confirmed" in call("run", "--confirm", digest[:-1] + "x")[2]
     assert digest == foreign(file).digest
     foreign(file).remember()
     file.write_text(file.read_text().replace("nodes = 2", "nodes = 1"))
@@ -303,7 +303,7 @@ def asked(call: Any, *words: str) -> str:
     """The digest that a refused submission names."""
     code, out, err = call("submit", *words)
     assert (code, out) == (2, ""), err
-    assert "nobody has confirmed these values here" in err
+    assert "these values are not confirmed on this machine" in err
     return str(err.rpartition("--confirm ")[2].strip())
 
 
