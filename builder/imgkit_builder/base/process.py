@@ -117,7 +117,7 @@ def processors() -> int:
 
 
 def own_words() -> tuple[str, ...]:
-    """The words that start this imgkit: its name, or this Python and the path of the one-file tool."""
+    """The words that start this imgkit: its name, or this Python and the path of the single-file imgkit."""
     file = getattr(__spec__.loader, "archive", "")
     return (sys.executable, str(Path(file).absolute())) if file else ("imgkit",)
 

@@ -130,7 +130,7 @@ def _lines(found: Differences, most: int) -> Iterator[str]:
             for one in found.layers
         ]
         yield from columns(rows)
-    for sentence in found.untold:
+    for sentence in found.not_compared:
         yield f"({sentence})"
 
 

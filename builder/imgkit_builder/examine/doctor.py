@@ -256,7 +256,7 @@ def _disks(machine: Machine, purpose: Purpose, engine: Check) -> Iterator[Check]
 
 
 def _can_squash(engine: Check) -> bool:
-    """Whether mksquashfs could run in a container of the engine; the one-file tool has no SDK for it."""
+    """Whether mksquashfs could run in a container of the engine; the single-file imgkit has no SDK for it."""
     return engine.verdict != "fail" and importlib.util.find_spec("docker") is not None
 
 

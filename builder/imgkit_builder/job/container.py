@@ -127,7 +127,7 @@ def exports(job: Job) -> tuple[str, ...]:
     # Expanded where it is used, to the image's own value: a plain value would replace it.
     inherited = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
     if job.run_by == "host":
-        # There is no image, so the launcher has no system.json to read.
+        # There is no image, so the node agent has no system.json to read.
         lines += [f"export {name}={shlex.quote(value)}" for name, value in job.recipe.system.env.items()]
         lines += [f'export LD_LIBRARY_PATH="{libraries}{inherited}"'] if libraries else []
     elif job.run_by == "singularity" and libraries:
@@ -348,7 +348,7 @@ def _name(name: str, text: str) -> str:
 
 
 def secret(request: Request, directory: Path) -> Mapping[str, str]:
-    """Variables of the launcher that say where the run's secret is, and whether there must be one."""
+    """Variables of the node agent that say where the run's secret is, and whether there must be one."""
     found = {}
     if file := _secret_file(request, directory):
         found[VARIABLE] = str(file)

@@ -333,7 +333,7 @@ class Job(AnyJob):
     size: Size
     """Nodes that train, and spares."""
     max_failures: int | None
-    """Failures that the run survives; None leaves the number to the launcher."""
+    """Failures that the run survives; None leaves the number to the node agent."""
     gpus: int
     """GPUs per node."""
     cpus: int | None
@@ -371,7 +371,7 @@ class Job(AnyJob):
 
     @property
     def outlives_nodes(self) -> bool:
-        """Whether the launchers go on when a node is lost: nothing may end them for it."""
+        """Whether the node agents go on when a node is lost: nothing may end them for it."""
         return not self.size.fixed and self.max_failures != 0
 
     @property

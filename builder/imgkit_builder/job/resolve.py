@@ -249,7 +249,7 @@ def _names(request: Request, system: System) -> tuple[str, ...]:
 def _settings(
     recipe: Target, request: Request, system: System, run_by: RunBy, *, gpus: int, size: Size
 ) -> Mapping[str, str]:
-    """Options of the launcher that follow from the request, as its variables."""
+    """Options of the node agent that follow from the request, as its variables."""
     settings = {}
     if gpus == 0 and recipe.system.node.gpus:
         settings["IMGKIT_DEVICE"] = "cpu"  # the image's launcher refuses to start without the node's GPUs
@@ -274,7 +274,7 @@ def _settings(
 
 
 STOP_BEFORE_S = 120
-"""The launcher's grace period, and as much again: Slurm's signal can come up to a minute early."""
+"""The node agent's grace period, and as much again: Slurm's signal can come up to a minute early."""
 SHORT_S = 600
 """Shorter jobs are not asked to save before their end unless ``--stop-before`` is given."""
 
@@ -290,7 +290,7 @@ def node_range(text: str) -> Size:
 
 
 def _failures(request: Request) -> int | None:
-    """Failures that the run survives; None leaves the number to the launcher."""
+    """Failures that the run survives; None leaves the number to the node agent."""
     if request.max_failures is not None and request.max_failures < 0:
         raise UsageError(
             f"{request.max_failures} failures",

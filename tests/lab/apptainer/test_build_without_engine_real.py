@@ -57,11 +57,11 @@ OWN = ("opt/imgkit/manifest.json", DOCUMENT, "etc/resolv.conf", "etc/hosts")
 
 @dataclass(frozen=True, kw_only=True)
 class Lab:
-    """A folder that an ordinary user can write, with a recipe, its base and the one-file tool."""
+    """A folder that an ordinary user can write, with a recipe, its base and the single-file executable."""
 
     folder: Path
     start: tuple[str, ...]
-    """Words that start the one-file tool as that user."""
+    """Words that start the single-file executable as that user."""
     built: dict[str, Any]
 
 

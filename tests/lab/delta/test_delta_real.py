@@ -308,7 +308,7 @@ def inside(layers: Stack) -> dict[str, Any]:
 
 
 def test_ordinary_user_applies_and_flattens(lab: Lab, stacked: tuple[str, Path], user: str) -> None:
-    """The one-file tool keeps owners and devices that no mount shows to an ordinary user."""
+    """The single-file executable keeps owners and devices that no mount shows to an ordinary user."""
     imgkit_json("apply", "--flatten", stacked[1], "-o", "root.sif", folder=lab.folder)
     home = Path(pwd.getpwnam(user).pw_dir)
     assert imgkit("bundle", "-o", lab.folder / "imgkit.pyz", folder=lab.folder).returncode == 0

@@ -74,7 +74,7 @@ class Sent:
     """What a guard reads from its standard input before anything else, because no text may hold it."""
 
     secret: bool = False
-    """A new secret of the run, which the command reads from its own standard input: it is a launcher."""
+    """A new secret of the run, which the command reads from its own standard input: it is a node agent."""
     names: tuple[str, ...] = ()
     """Variables for the command, with their values here."""
 

@@ -84,7 +84,7 @@ def _yaml(document: Mapping[str, Any]) -> str:
     """
     try:
         import yaml
-    except ImportError:  # in the one-file tool; kubectl reads JSON too
+    except ImportError:  # in the single-file executable; kubectl reads JSON too
         return json.dumps(document, indent=2) + "\n"
 
     class Dumper(yaml.SafeDumper):

@@ -25,7 +25,7 @@ from imgkit_entrypoints.schedulers.mpi import PALS
 
 RUN_DIR = "IMGKIT_RUN_DIR"
 PATIENCE_S = 30
-"""Time for the launchers on the other hosts to end after one has failed: they learn of it within seconds."""
+"""Time for node agents on the other hosts to end after one has failed: they learn of it within seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

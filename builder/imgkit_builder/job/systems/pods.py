@@ -153,7 +153,7 @@ def directory(job: Job) -> PurePosixPath | None:
 
 
 def variables(job: Job) -> Mapping[str, str]:
-    """Variables of each pod: folders for output and state, the launcher's settings, the user's (these win).
+    """Variables of each pod: folders for output and state, the node agent's settings, the user's (these win).
 
     The job's name is its id, so the folder is known without a question to the cluster.
     """

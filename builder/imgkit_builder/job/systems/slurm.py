@@ -148,7 +148,7 @@ def _asked(job: Job) -> tuple[str, ...]:
 
 
 _IN_NODE = ("bash", "-c", Shell('"$task"'), "node")
-"""Words that run a launcher within the function of templates/job/slurm-spares.sh.j2."""
+"""Words that run a node agent within the function of templates/job/slurm-spares.sh.j2."""
 
 
 def _start(job: Job, words: Sequence[str]) -> tuple[str, ...]:
