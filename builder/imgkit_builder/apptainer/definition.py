@@ -172,7 +172,7 @@ def find_base(recipe: Recipe, *, name: str | None, place: str | None, report: Re
         )
     _refuse_platform(start)
     if start.known and start.image.name != wanted:
-        report.note(f"the base is {start.image.name}, and not {wanted}, which the recipe names")
+        report.note(f"the base is {start.image.name}, but the recipe names {wanted}")
     return start
 
 

@@ -87,7 +87,7 @@ def save(
     except OSError as error:  # errors of the stream itself are not OSErrors: the engine's are typed
         if error.errno in files.FULL:
             raise ToolFailed(
-                f"no space left after {size_bytes / 1e6:.0f} MB: {error.strerror}; nothing was kept",
+                f"no space left after {size_bytes / 1e6:.0f} MB: {error.strerror}; removed the partial file",
                 where=str(target),
                 hint="choose another path with -o, or save with --compression zstd",
             ) from error
@@ -114,7 +114,7 @@ def preflight(target: Path, *, compress: Compress, expected_bytes: int | None) -
     free = shutil.disk_usage(target.parent).free
     if free < needed:
         raise UsageError(
-            f"{size_text(needed)} are needed and {size_text(free)} are free",
+            f"{size_text(needed)} needed, {size_text(free)} free",
             where=str(target.parent),
             hint="choose another path with -o" + (", or --compression zstd" if compress == "none" else ""),
         )

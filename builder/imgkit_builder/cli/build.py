@@ -129,7 +129,7 @@ def verb_build(
 ) -> None:
     """Build the image of a recipe, then test it.
 
-    A local base needs no network. The image gets its name last, so a failed build
+    A local base needs no network. The image is tagged last, so a failed build
     leaves the old image in place. The full log and the Dockerfile stay in
     $XDG_STATE_HOME/imgkit/builds.
 

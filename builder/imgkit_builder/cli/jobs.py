@@ -258,7 +258,7 @@ def _given(recipe: str, flags: typer.Context, command: list[str] | None) -> _Giv
     project = None if recipe else project_here()
     if not recipe and not (project and project.recipe):
         raise UsageError(
-            "no recipe was given, and no imgkit.toml here states one",
+            "no recipe given, and none set by an imgkit.toml here",
             where="RECIPE",
             hint="name one (imgkit list), or write the file (imgkit init --recipe RECIPE)",
         )

@@ -74,7 +74,7 @@ def confirm_values(
             raise UsageError(
                 "these values are not confirmed on this machine",
                 where=str(found.file),
-                hint="\n".join(("they are:", *lines, f"if you trust them: --confirm {found.digest}")),
+                hint="\n".join(("they are:", *lines, f"if you trust them, pass --confirm {found.digest}")),
             )
     try:
         found.remember()
@@ -176,9 +176,9 @@ def _chosen(on: str, recipe: str) -> tuple[str, str]:
     if not recipe and (remote is None or not remote.recipe):
         names = ", ".join(one.name for one in known)
         raise UsageError(
-            f"no recipe was given, and there are several remotes: {names}"
+            f"no recipe given, and there are several remotes: {names}"
             if len(known) > 1
-            else "no recipe was given, and no remote has one",
+            else "no recipe given, and no remote has a default recipe",
             where="--recipe",
             hint="imgkit init --on NAME"
             if len(known) > 1

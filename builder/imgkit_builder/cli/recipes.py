@@ -168,7 +168,7 @@ def verb_check(
         _print_schema(files)
         return
     if not files:
-        raise UsageError("no recipe was named", where="FILE", hint="imgkit check FILE...")
+        raise UsageError("no recipe given", where="FILE", hint="imgkit check FILE...")
     if as_json:
         _check_as_json(files, strict=strict)
         return

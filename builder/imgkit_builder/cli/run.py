@@ -161,7 +161,7 @@ def _stated_remote(project: ProjectFile | None) -> str:
 
     known = ", ".join(config.remotes())
     raise UsageError(
-        "no remote was given, and no imgkit.toml here states one",
+        "no remote given, and none set by an imgkit.toml here",
         where="--on",
         hint=f"--on NAME; there are: {known}" if known else "imgkit remote add NAME USER@HOST:DIR",
     )

@@ -1,8 +1,8 @@
 """Put a delta into a copy of a .sif, or convert a .sif with deltas to one without.
 
-The result is read back before it gets its name. The overlay partition has the group of the root partition: a
-runtime silently ignores one of another group. A .sif mounts each of its deltas at every start, so more than
-`MOST` are merged into one.
+The result is verified before it is renamed into place. The overlay partition has the group of the root
+partition: a runtime silently ignores one of another group. A .sif mounts each of its deltas at
+every start, so more than `MOST` are merged into one.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _note_signatures(stack: Stack, report: Reporter) -> None:
     if count := len(stack.sif.signatures):
         what = "its signature" if count == 1 else f"its {count} signatures"
         report.note(
-            f"{stack.sif.path.name} is signed; the new .sif is another file and does not get {what}. "
+            f"{stack.sif.path.name} is signed, but the new .sif does not keep {what}. "
             "Sign it again: imgkit sign NEW.sif"
         )
 

@@ -198,7 +198,9 @@ def _read(path: Path, start: int, size_bytes: int) -> Delta:
     try:
         values: dict[str, Any] = json_text.parse(text)
         if values["schema"] != SCHEMA:
-            raise CheckFailed("a later imgkit wrote this delta", where=str(path), hint="update imgkit")
+            raise CheckFailed(
+                "a later version of imgkit wrote this delta", where=str(path), hint="update imgkit"
+            )
         json_text.unseal(values)
         del values["schema"]
         found: Delta = json_text.read(Delta, values, "delta", closed=True)

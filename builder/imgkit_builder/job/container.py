@@ -228,7 +228,9 @@ def laid_over(job: Job, overlay: str, delta: Delta) -> Job:
 def refuse_code(request: Request, run_by: RunBy) -> None:
     """Raise UsageError for flags of code that mean nothing in this job."""
     if request.code is not None and request.no_code:
-        raise UsageError("--code cannot be combined with --no-code", where="--code", hint="give one of them")
+        raise UsageError(
+            "--code cannot be combined with --no-code", where="--code", hint="use only one of them"
+        )
     if request.code is None:
         for flag, given in (("--code-replace", request.code_replace), ("--allow", request.allow)):
             if given:

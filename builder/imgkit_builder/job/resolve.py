@@ -164,9 +164,9 @@ def _require(
     hint = f"add {' '.join(f'--{key} ...' for key in keys)}"
     if project:
         stated = ", ".join(f'{key} = "..." in {project.get(key, project[""])}' for key in keys)
-        hint = f"state {stated}; or {hint}"
+        hint = f"set {stated}; or {hint}"
     else:
-        hint += f", or state it in a recipe that extends {recipe.name} (system.queue)"
+        hint += f", or set it in a recipe that extends {recipe.name} (system.queue)"
     raise UsageError(
         f"{recipe.system.title or recipe.name} needs {', '.join(f'--{key}' for key in keys)}",
         where=recipe.where("system", "queue", "required"),
@@ -181,7 +181,7 @@ def _command(request: Request) -> tuple[str, ...]:
         if request.interactive:
             return ()
         raise UsageError(
-            "no command was given",
+            "no command given",
             where="COMMAND",
             hint="imgkit submit RECIPE -- dist-bench; or --interactive",
         )

@@ -144,7 +144,7 @@ def read(file: Path) -> Lock:
 
     Raises
     ------
-    UsageError : it cannot be read, is no TOML, has a later schema, an unknown key, or a missing or wrong
+    UsageError : it cannot be read, is not TOML, has a later schema, an unknown key, or a missing or wrong
         value; lists all faults with their lines.
     """
     try:

@@ -181,7 +181,7 @@ class NotToml(UsageError, ValueError):
     """A text is not TOML, or beyond its limits; `line` and `column` count from 1."""
 
     def __init__(self, why: str, *, line: int, column: int) -> None:
-        super().__init__(f"it is no TOML: {why}")
+        super().__init__(f"it is not TOML: {why}")
         self.line, self.column = line, column
 
 

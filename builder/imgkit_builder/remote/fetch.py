@@ -100,7 +100,7 @@ def _listed(output: bytes, run: str, log: str) -> list[FarFile]:
         path = os.fsdecode(match[3]) if match else ""
         parts = path.split("/")
         if not match or (path != log and not path.startswith(f"{run}/")) or {"", ".", ".."} & set(parts):
-            raise CheckFailed(f"{path or row[:80]!r} is no file of a run", where=run)
+            raise CheckFailed(f"{path or row[:80]!r} is not a file of a run", where=run)
         found.append(FarFile(path=path, size_bytes=int(match[1]), mtime_s=int(match[2])))
     return found
 

@@ -85,7 +85,7 @@ class Store:
     deltas: tuple[HeldDelta, ...]
     """Deltas that make the image."""
     names: tuple[str, ...]
-    """All names in ``images``; a file gets its name when it is whole."""
+    """All names in ``images``; a file is renamed into place when it is complete."""
     codes: tuple[str, ...]
     """Names in ``deltas`` of code."""
 
@@ -116,7 +116,7 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
     """
     digest = image_id.removeprefix("sha256:")
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
-        raise UsageError(f"{image_id!r} is no image id", hint="imgkit build, or imgkit sif, makes one")
+        raise UsageError(f"{image_id!r} is not an image id", hint="imgkit build, or imgkit sif, makes one")
     output = connection.run(
         _LOOK, folder=connection.remote.folder, program=program, image=digest, edge=str(EDGE_BYTES)
     )

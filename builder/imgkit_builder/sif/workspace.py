@@ -162,7 +162,7 @@ def _open_lock(path: Path, target: Path) -> int:
         raise UsageError(
             f"cannot write into {target.parent}: {error.strerror}",
             where=str(target),
-            hint="-o FILE.sif in a folder of yours",
+            hint="-o FILE.sif in a folder that you can write to",
         ) from error
 
 

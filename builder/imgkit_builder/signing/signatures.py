@@ -67,7 +67,7 @@ def sign_sif(path: Path, way: tuple[str, str], command: str | None = None) -> No
     """
     found = coverage.check(path)
     if found.faults or not found.covered:
-        why = f"it is changed: {found.faults[0]}" if found.faults else "another tool made it"
+        why = f"it was modified: {found.faults[0]}" if found.faults else "another tool made it"
         raise CheckFailed(
             f"{why}; a signature would not cover the whole file",
             where=str(path),
@@ -106,7 +106,7 @@ def sign_detached(path: Path, key: str = "") -> Path:
             raise CheckFailed("the delta is damaged", where=str(path), hint="copy it again")
     elif (described := sidecar.read(path)) is None:
         raise UsageError(
-            f"no delta, and an archive without {signed.name}, which the signature would cover",
+            f"not a delta, nor an archive with {signed.name}, which the signature covers",
             where=str(path),
             hint="imgkit save writes both",
         )
@@ -151,7 +151,7 @@ def require(path: Path, keyring: Path, report: Reporter | None = None) -> Signer
         raise UsageError("there is no such file", where=str(path))
     if image.is_sif(path):
         if faults := coverage.check(path).faults:
-            raise CheckFailed(f"it is changed: {faults[0]}", where=str(path), hint=_LOOK)
+            raise CheckFailed(f"it was modified: {faults[0]}", where=str(path), hint=_LOOK)
         return signer_of_sif(path, keyring)
     found = signer_of_file(path, keyring)
     if descriptor.is_delta(path):

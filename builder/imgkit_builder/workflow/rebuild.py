@@ -91,7 +91,7 @@ def _locked_recipe(sif: Path, file: Path | None, report: Reporter) -> tuple[Reci
         found = portable.from_json(texts[1].decode(errors="replace"), Path(f"{lock.recipe}.json"))
         if found.image.copy or found.image.ca or any(one.project for one in found.image.pip):
             raise UsageError(
-                f"the recipe {found.name} takes code or files from beside it, which the .sif has not",
+                f"the recipe {found.name} copies code or files that the .sif does not contain",
                 where=str(sif),
                 hint=f"imgkit rebuild {sif} --recipe {found.file.name}",
             )

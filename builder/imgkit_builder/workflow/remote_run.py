@@ -89,7 +89,7 @@ def _chosen(recipe: str, given: Request, project: ProjectFile | None, default: s
     request = dataclasses.replace(origins.under(given, project), directory=given.directory)
     if not word:
         raise UsageError(
-            "no recipe was given, and the remote has none",
+            "no recipe given, and the remote has no default recipe",
             where="RECIPE",
             hint="imgkit run RECIPE --on NAME ...",
         )
@@ -170,7 +170,7 @@ def run(
 
     Raises
     ------
-    UsageError : as `check`; or the remote has no such scheduler, or imgkit has not made the .sif.
+    UsageError : as `check`; or the remote has no such scheduler, or imgkit did not make the .sif.
     ImgkitError : as of the build, the conversion, the transfer and the submission.
     """
     from imgkit_builder.job import systems
@@ -253,7 +253,7 @@ def _bring(request: _SendRequest, far: Connection, program: str, report: Reporte
 
     Raises
     ------
-    UsageError : the remote has no such program, or imgkit has not made the .sif.
+    UsageError : the remote has no such program, or imgkit did not make the .sif.
     ImgkitError : as of the build, the conversion and the transfer.
     """
     from imgkit_builder.remote import store
@@ -273,7 +273,7 @@ def _bring(request: _SendRequest, far: Connection, program: str, report: Reporte
         record = image.read(request.sif).record
         if record is None:
             raise UsageError(
-                "imgkit has not made this .sif",
+                "imgkit did not make this .sif",
                 where=str(request.sif),
                 hint="imgkit sif makes one of an archive or image",
             )

@@ -164,8 +164,18 @@ CASES = [
     ),
     Case(name="empty file", make=lambda made: b"", says="cut short", check="usage"),
     Case(name="script", make=lambda made: b"#!/bin/sh\n", says="cut short", check="usage"),
-    Case(name="zip", make=lambda made: b"PK\3\4" + bytes(600), says="not a whole tar", check="usage"),
-    Case(name="no tar", make=lambda made: b"x" * 2000, says="not a whole tar archive", check="usage"),
+    Case(
+        name="zip",
+        make=lambda made: b"PK\3\4" + bytes(600),
+        says="an incomplete or damaged tar",
+        check="usage",
+    ),
+    Case(
+        name="no tar",
+        make=lambda made: b"x" * 2000,
+        says="an incomplete or damaged tar archive",
+        check="usage",
+    ),
     Case(
         name="zeros",
         make=lambda made: bytes(2000),

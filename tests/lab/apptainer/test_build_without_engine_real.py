@@ -61,7 +61,7 @@ class Lab:
 
     folder: Path
     start: tuple[str, ...]
-    """Words that start the single-file executable as that user."""
+    """The argv that starts the single-file executable as that user."""
     built: dict[str, Any]
 
 

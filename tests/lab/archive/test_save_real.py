@@ -235,7 +235,7 @@ def test_full_disk_leaves_nothing(small_disk: Path) -> None:
 def test_too_small_disk_is_refused_at_once(image: str, small_disk: Path) -> None:
     done = imgkit("save", image, "-o", small_disk / "x.tar")
     assert done.returncode == 2
-    assert re.search(r"[MG]B are needed and .* are free", done.stderr)
+    assert re.search(r"[MG]B needed, .* free", done.stderr)
     assert "the engine stages" not in done.stderr
 
 

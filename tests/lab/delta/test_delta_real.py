@@ -460,7 +460,7 @@ def test_signature_of_the_base_is_not_carried_over(lab: Lab, replaced: Pair) -> 
     output("singularity", "verify", "--key", public, signed)
     done = imgkit("apply", replaced.delta, signed, "-o", "unsigned.sif", folder=lab.folder)
     assert done.returncode == 0, done.stderr
-    assert "signed.sif is signed; the new .sif is another file and does not get its signature" in done.stderr
+    assert "signed.sif is signed, but the new .sif does not keep its signature" in done.stderr
     assert image.read(lab.folder / "unsigned.sif").signatures == ()
     assert coverage.check(lab.folder / "unsigned.sif").faults == ()
     assert len(image.read(signed).signatures) == 1

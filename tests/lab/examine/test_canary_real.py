@@ -266,7 +266,7 @@ def test_what_must_run_says_so_and_reaches_nothing(lab: Lab, words: tuple[str, .
 def test_a_test_of_an_image_in_the_engine_reaches_nothing(lab: Lab) -> None:
     since = docker("info", "--format", "{{.SystemTime}}")
     done = lab("test", lab.name)
-    assert "runs in the image: no folder of this machine, no network" in done.stderr
+    assert "runs in the image: without folders of this machine and without a network" in done.stderr
     assert "container start" in started(lab, since)
     assert lab.executed() == []
 

@@ -198,7 +198,7 @@ def test_second_factor_is_refused_without_a_terminal(far: FarHost, tmp_path: Pat
         assert asked.read_text() == ""
         code, seen = at_terminal(far, "remote", "check", "mine", answer="wrong")
     assert code == 4
-    assert "the key is right, the answer was not: ssh far true" in seen
+    assert "the key was accepted, the second factor was not: ssh far true" in seen
 
 
 def test_host_that_does_not_answer_is_named(far: FarHost, tmp_path: Path) -> None:

@@ -452,7 +452,7 @@ def test_no_text_holds_the_value_of_a_variable(site: Site) -> None:
         (("--on", "fra", "--", "true"), 2, "did you mean far?"),
         (("--env", "NOT_SET", "--", "true"), 2, "NOT_SET is not set here"),
         (("--image", "x.sif", "--", "true"), 2, "No such option: --image"),
-        (("--",), 2, "no command was given"),
+        (("--",), 2, "no command given"),
     ],
     ids=lambda part: part[0] if isinstance(part, tuple) else "",
 )

@@ -51,7 +51,7 @@ class System(Protocol):
     registration: Registration = Registration()
     """What recipes need to know: aliases, runtimes, checks of the system section."""
     placement: str = ""
-    """How each of several nodes finds its place: a name that ``dist-run --scheduler`` takes. Empty: the
+    """How each of several nodes detects its rank: a name that ``dist-run --scheduler`` takes. Empty: the
     node agent finds out from the variables that the scheduler or the script sets.
     """
     passes_names: bool = False

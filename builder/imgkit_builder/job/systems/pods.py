@@ -155,7 +155,7 @@ def directory(job: Job) -> PurePosixPath | None:
 def variables(job: Job) -> Mapping[str, str]:
     """Variables of each pod: folders for output and state, the node agent's settings, the user's (these win).
 
-    The job's name is its id, so the folder is known without a question to the cluster.
+    The job's name is its id, so the folder is known without asking the cluster.
     """
     kept: dict[str, str] = {}
     folder, writable = directory(job), [claim.path for claim in claims(job) if not claim.read_only]

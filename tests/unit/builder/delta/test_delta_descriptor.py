@@ -49,7 +49,7 @@ def test_file_that_is_not_there_refused(tmp_path: Path) -> None:
 def test_later_schema_refused(file: Path, tmp_path: Path) -> None:
     text = json.dumps({"schema": 2}).encode()
     (tmp_path / "x").write_bytes(text + len(text).to_bytes(8, "little") + b"IMGDELTA")
-    with pytest.raises(CheckFailed, match="later imgkit"):
+    with pytest.raises(CheckFailed, match="later version of imgkit"):
         descriptor.read(tmp_path / "x")
 
 

@@ -100,8 +100,8 @@ def test_changes_are_named_old_and_new(part: LockedPlatform) -> None:
     assert found == [
         "pip   einops  0.8.1 -> 0.8.2",
         "pip   rich  1.0",
-        "apt   jq:amd64  1.6, gone",
-        "pip   tqdm  4.1, gone",
+        "apt   jq:amd64  1.6, removed",
+        "pip   tqdm  4.1, removed",
     ]
 
 
