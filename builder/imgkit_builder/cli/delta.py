@@ -203,7 +203,7 @@ def _made(made: Made, target: Path, following: str) -> tuple[list[str], dict[str
         "size_bytes": made.size_bytes,
         "changed": made.changed,
         "deleted": made.deleted,
-        "way": made.way,
+        "read_from": made.read_from,
         "record": dataclasses.asdict(delta),
         "seconds": stage_seconds(made.stages),
         "next": following,
@@ -211,7 +211,7 @@ def _made(made: Made, target: Path, following: str) -> tuple[list[str], dict[str
     about = f"{made.size_bytes / 1e3:.1f} kB  {made.changed} changed, {made.deleted} deleted"
     lines = [
         *stage_lines(made.stages),
-        f"{target}  {about}, read from {made.way}",
+        f"{target}  {about}, read from {made.read_from}",
         f"image  {delta.image_id}",
         f"over   {delta.base.image_id}, {len(delta.base.deltas)} deltas",
         f"next:  {following}",

@@ -46,7 +46,7 @@ def verb_runs(
 
     records = submit.records()[:most]
     if refresh:
-        records = _asked(records)
+        records = _refreshed(records)
     rows = [(one, history.numbers(one), history.goodput_of(one)) for one in records]
     table = [("RUN", "SUBMITTED", "STATE", "STEP", "LOSS", "GOODPUT", "IMAGE", "CODE", "COMMAND")]
     for one, numbers, share in rows:
@@ -98,7 +98,7 @@ def _described(record: SubmittedJob) -> dict[str, Any]:
     }
 
 
-def _asked(records: Sequence[SubmittedJob]) -> tuple[SubmittedJob, ...]:
+def _refreshed(records: Sequence[SubmittedJob]) -> tuple[SubmittedJob, ...]:
     """The records with the states that their systems know now, which are kept."""
     from imgkit_builder.base import process
     from imgkit_builder.job import submit

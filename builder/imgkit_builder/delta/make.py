@@ -39,7 +39,7 @@ class Made:
     """Number of new or different entries, without folders and the runtime's own files."""
     deleted: int
     """Number of whiteouts."""
-    way: str
+    read_from: str
     """Source of the files: ``overlay2``, ``copy``, ``save`` or ``sif``."""
     stages: tuple[Stage, ...]
 
@@ -109,7 +109,7 @@ def between(newer: Path, base: Path, target: Path, options: Options, report: Rep
         arch=stack.sif.arch,
         created=stack.deltas[-1].created if stack.deltas else _created(stack.sif),
         trees=lambda below, work, clock: Trees(
-            old=source.mounted(below.sif), new=source.mounted(stack.sif), way="sif"
+            old=source.mounted(below.sif), new=source.mounted(stack.sif), read_from="sif"
         ),
         changes=lambda below, trees: tree.changes(trees.old, trees.new, skip=source.NEVER - source.OWN),
     )
@@ -152,7 +152,7 @@ def _make(newer: _Newer, base: Path, target: Path, options: Options, report: Rep
         delta=delta,
         changed=len(kinds) - kinds.count(None) - kinds.count("dir"),
         deleted=kinds.count(None),
-        way=trees.way,
+        read_from=trees.read_from,
         stages=tuple(clock.stages),
     )
 

@@ -300,7 +300,7 @@ def clear_signed(message: bytes, keyring: Path) -> tuple[Signer, bytes]:
             "--decrypt",
             str(signed),
         ]
-        return _asked(words, folder, keyring, plaintexts=1), files.read_bytes(content)
+        return _gpg_signer(words, folder, keyring, plaintexts=1), files.read_bytes(content)
 
 
 def _with_checksum(message: bytes) -> bytes:
@@ -335,7 +335,7 @@ def _detached(signature: Path, signed: Path, keyring: Path) -> Signer:
     with _gpg(keyring) as (words, folder):
         files = (str(signature.absolute()), str(signed.absolute()))
         # A message with a content of its own says nothing about the file.
-        return _asked([*words, "--verify", *files], folder, keyring, plaintexts=0)
+        return _gpg_signer([*words, "--verify", *files], folder, keyring, plaintexts=0)
 
 
 @contextlib.contextmanager
@@ -356,7 +356,7 @@ def _gpg(keyring: Path) -> Iterator[tuple[list[str], Path]]:
         yield words, folder
 
 
-def _asked(words: list[str], folder: Path, keyring: Path, *, plaintexts: int) -> Signer:
+def _gpg_signer(words: list[str], folder: Path, keyring: Path, *, plaintexts: int) -> Signer:
     """Run gpg, whose status lines go to a file: what it prints beside them can hold anything.
 
     `plaintexts` is how many contents the message itself has to have.

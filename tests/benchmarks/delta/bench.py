@@ -40,7 +40,7 @@ lost = {"folders": lambda self, ids: None}
 if way == "save":
     lost["copied"] = lambda self, layers: None
 with engine_image(tag) as image, patch.multiple(LocalImage, **lost):
-    assert make(image, Path(base), Path(target), Options(), Silent()).way == way
+    assert make(image, Path(base), Path(target), Options(), Silent()).read_from == way
 """
 
 

@@ -220,7 +220,7 @@ def test_sif_is_a_base_and_gives_a_delta(tiny: Path) -> None:
     done = build(tiny, "echo 2 > /two", "-o", "two.sif", base="one.sif")
     assert done.returncode == 0, done.stderr
     made = imgkit_json("delta", "two.sif", "--against", "one.sif", folder=tiny)
-    assert made["way"] == "sif"
+    assert made["read_from"] == "sif"
     imgkit_json("apply", "two.imgdelta", "one.sif", "-o", "both.sif", folder=tiny)
     assert shown(tiny / "both.sif").keys() - shown(tiny / "two.sif").keys() == {"opt/imgkit/delta.json"}
     assert output("singularity", "exec", tiny / "both.sif", "/bin/cat", "/one", "/two") == "1\n2\n"

@@ -224,7 +224,7 @@ with engine_image(tag) as image:
         }
     with patch.multiple(LocalImage, **lost):
         made = make(image, Path(base), Path(target), Options(test=False), Silent())
-    print(made.way, made.delta.sha256)
+    print(made.read_from, made.delta.sha256)
 """
 
 
