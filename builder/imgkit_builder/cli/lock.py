@@ -36,7 +36,9 @@ def verb_lock(
     packages: list[str] = typer.Argument(
         None, metavar="[PACKAGE]...", help="With --upgrade: upgrade only these packages."
     ),
-    platform: str = typer.Option(None, help="linux/amd64 or linux/arm64, if the recipe allows both."),
+    platform: str = typer.Option(
+        None, metavar="PLATFORM", help="linux/amd64 or linux/arm64, if the recipe allows both."
+    ),
     base: str = typer.Option(None, metavar="REF", help="Base image instead of the recipe's."),
     upgrade: bool = typer.Option(
         False, "--upgrade", help="Upgrade packages to the newest versions that fit."

@@ -25,7 +25,7 @@ def verb_rebuild(
     recipe: Path | None = typer.Option(
         None,
         "--recipe",
-        metavar="FILE",
+        metavar="RECIPE",
         help="Recipe to take code and files from; the lock is always the one in the .sif.",
     ),
     tmpdir: Path | None = TMPDIR,

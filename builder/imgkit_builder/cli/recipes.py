@@ -268,7 +268,7 @@ def verb_render(
     platform: str | None = typer.Option(
         None,
         "--platform",
-        metavar="OS/ARCH",
+        metavar="PLATFORM",
         help="linux/amd64 or linux/arm64 (default: the recipe's first).",
     ),
     output: Path | None = typer.Option(
