@@ -45,7 +45,7 @@ def verb_lock(
     ),
     pull: bool = typer.Option(False, "--pull", help="Pull the base even if it is local."),
     keep: bool = typer.Option(
-        False, "--keep", help="Also store every file next to the lock, and build missing wheels."
+        False, "--keep-files", help="Also store every file next to the lock, and build missing wheels."
     ),
     check: bool = typer.Option(
         False, "--check", help="Only check whether the lock fits the recipe; exit code 1 if it does not."
@@ -67,7 +67,7 @@ def verb_lock(
       imgkit lock mine.yaml
       imgkit lock mine.yaml --upgrade
       imgkit lock mine.yaml --upgrade transformers accelerate
-      imgkit lock mine.yaml --keep        (for builds without a network)
+      imgkit lock mine.yaml --keep-files  (for builds without a network)
       imgkit lock mine.yaml --check
     """
     if packages and not upgrade:

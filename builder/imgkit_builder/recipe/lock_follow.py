@@ -27,7 +27,7 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_recipes import FOLDER
 
 KEPT_SUFFIX = ".files"
-"""Follows the name of a lock: the folder of the packages that ``imgkit lock --keep`` stores."""
+"""Follows the name of a lock: the folder of the packages that ``imgkit lock --keep-files`` stores."""
 
 
 def follow(recipe: Recipe, *, platform: str, base: str | None = None, required: bool = False) -> Recipe:
@@ -82,7 +82,7 @@ def attached(recipe: Recipe, lock: Lock, file: Path, *, platform: str, base: str
             raise UsageError(
                 f"{wheel.file} is missing, which was built when the lock was made",
                 where=str(shown(kept_folder(file))),
-                hint=f"copy that folder to this machine too, or: {command(recipe)} --keep",
+                hint=f"copy that folder to this machine too, or: {command(recipe)} --keep-files",
             )
     digest = hashlib.sha256(files.read_bytes(file)).hexdigest() if file.is_file() else ""
     return dataclasses.replace(
@@ -95,7 +95,7 @@ def attached(recipe: Recipe, lock: Lock, file: Path, *, platform: str, base: str
 
 
 def kept_folder(file: Path) -> Path:
-    """The folder of the packages that ``imgkit lock --keep`` stores for the lock `file`."""
+    """The folder of the packages that ``imgkit lock --keep-files`` stores for the lock `file`."""
     return file.with_name(file.name + KEPT_SUFFIX)
 
 
