@@ -252,9 +252,9 @@ def _settings(
     """Options of the node agent that follow from the request, as its variables."""
     settings = {}
     if gpus == 0 and recipe.system.node.gpus:
-        settings["IMGKIT_DEVICE"] = "cpu"  # the image's launcher refuses to start without the node's GPUs
+        settings["IMGKIT_DEVICE"] = "cpu"  # the image's node agent refuses to start without the node's GPUs
     if gpus and (run_by == "host" or not recipe.system.node.gpus):
-        # No system.json tells the launcher to expect them.
+        # No system.json tells the node agent to expect them.
         settings["IMGKIT_GPUS"] = str(gpus)
     if request.nproc is not None:
         if request.nproc < 1:

@@ -282,8 +282,8 @@ def explained(recipe: Recipe, failure: Failure, *, log: str) -> ImgkitError:
         failure = dataclasses.replace(failure, about=collected[-1])
     where = place(recipe, failure)
     said = "\n".join(lines(failure.output))
-    quoted = f"its words:\n{said}\nfull log: {log}" if said else f"full log: {log}"
-    keep = f"{lock_file.command(recipe)} --keep"
+    quoted = f"its output:\n{said}\nfull log: {log}" if said else f"full log: {log}"
+    keep = f"{lock_file.command(recipe)} --keep-files"
     match failure.kind:
         case "source":
             return UsageError(
