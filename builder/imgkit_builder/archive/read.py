@@ -251,7 +251,7 @@ def _blob_name(entry: Any, named_by: str, where: str) -> str:
     with _describing(named_by, where):
         digest = entry["digest"]
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        raise CheckFailed(f"{named_by} has {digest!r} which is not a sha256 digest", where=where)
+        raise CheckFailed(f"{named_by} has {digest!r}, which is not a sha256 digest", where=where)
     return _BLOBS + digest.removeprefix("sha256:")
 
 
