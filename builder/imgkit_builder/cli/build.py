@@ -73,7 +73,9 @@ class BuildOptions:
         metavar="COMMAND",
         help="Without Docker: name or path of the runtime (default: singularity, else apptainer).",
     )
-    platform: str | None = flag(None, help="linux/amd64 or linux/arm64, if the recipe allows both.")
+    platform: str | None = flag(
+        None, metavar="PLATFORM", help="linux/amd64 or linux/arm64, if the recipe allows both."
+    )
     build_args: tuple[str, ...] = flag(
         (), "--build-arg", metavar="NAME=VALUE", help="Value for the recipe's image.args; repeatable."
     )

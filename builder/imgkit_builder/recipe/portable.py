@@ -86,7 +86,7 @@ def _stated(recipe: Recipe, path: Path, *where: str | int) -> Path:
 
 
 def find(ref: str, *, build_args: Sequence[str] = ()) -> Recipe:
-    """Load the recipe `ref`: a shipped name, a JSON file or, outside the one-file tool, a recipe's file.
+    """Load the recipe `ref`: a shipped name, a JSON file or, outside the single-file imgkit, a recipe's file.
 
     Raises
     ------
