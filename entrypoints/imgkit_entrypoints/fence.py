@@ -2,8 +2,8 @@
 
 A node that is cut off may still have workers of an attempt that the others have given up. So the head
 writes the file ``attempt`` before each attempt, one line ``JOB_ID ATTEMPT RUN``. A worker looks there before
-a checkpoint or ``state-saved`` gets its name. RUN is another word in each start of the node agents, since a
-requeued job has the same id and begins with attempt 1 again.
+a checkpoint or ``state-saved`` is renamed into place. RUN differs between starts of the node
+agents, since a requeued job has the same id and begins with attempt 1 again.
 """
 
 from __future__ import annotations

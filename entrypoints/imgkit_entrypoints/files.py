@@ -155,7 +155,7 @@ def read_own(path: Path) -> str:
     Raises
     ------
     OSError : the file cannot be read, or is not this user's own; `strerror` says which.
-    UnicodeDecodeError : it is no text.
+    UnicodeDecodeError : it is not text.
     """
     with open_own(path) as stream:
         return stream.read(_MARK_BYTES).decode()

@@ -194,7 +194,7 @@ class PrivateEngine:
 
     @property
     def as_owner(self) -> tuple[str, ...]:
-        """Words that start imgkit as that ordinary user; skips the test where the user cannot.
+        """The argv that starts imgkit as that ordinary user; skips the test where the user cannot.
 
         The Python of the tests may lie in root's home. Another one of its version then takes its packages.
         """

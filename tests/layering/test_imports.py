@@ -31,7 +31,7 @@ BUNDLE_MODULES = (
     "recipe/targets",
     "sif",
 )
-"""What the one-file tool needs on a cluster: pure Python only."""
+"""What the single-file executable needs on a cluster: pure Python only."""
 
 BLOCKER = """
 import importlib.abc, sys

@@ -78,9 +78,9 @@ def images(target: Path) -> None:
                 "docker", "build", "--quiet", "--tag", one, folder, env={**os.environ, "DOCKER_BUILDKIT": "0"}
             )
     try:
-        imgkit("save", names[0], "--compress", "gzip", "-o", target / "small.tar.gz")
+        imgkit("save", names[0], "--compression", "gzip", "-o", target / "small.tar.gz")
         imgkit("sif", target / "small.tar.gz", "-o", target / "small.sif", "--no-test")
-        imgkit("delta", names[1], "--base", target / "small.sif", "-o", target / "small.imgdelta")
+        imgkit("delta", names[1], "--against", target / "small.sif", "-o", target / "small.imgdelta")
         applied = ("apply", target / "small.imgdelta", target / "small.sif", "-o", target / "applied.sif")
         imgkit(*applied)
     finally:

@@ -71,7 +71,7 @@ def definition(recipe: Recipe, start: Start, labels: Mapping[str, str]) -> Defin
     )
     own = (
         Step(
-            origin="imgkit: look into the base",
+            origin="imgkit: inspect the base",
             command=f"if command -v python3 > /dev/null; then python3 -I -B {look.path} || :; fi",
         ),
         Step(
@@ -172,7 +172,7 @@ def find_base(recipe: Recipe, *, name: str | None, place: str | None, report: Re
         )
     _refuse_platform(start)
     if start.known and start.image.name != wanted:
-        report.note(f"the base is {start.image.name}, and not {wanted}, which the recipe names")
+        report.note(f"the base is {start.image.name}, but the recipe names {wanted}")
     return start
 
 
@@ -286,7 +286,7 @@ class Follower:
         self._made, self._base_at, self._report = made, base_at, report
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         self._step = 0
-        self._doing, self._squashing = "the base cannot be had", False
+        self._doing, self._squashing = "the base cannot be fetched", False
         self.probe = Probe(skipped="the base has no python3")
 
     def line(self, raw: str) -> None:
@@ -307,7 +307,7 @@ class Follower:
                 pip_conflicts=seen.pip_conflicts or (),
             )
         elif said and said[1].startswith(_STEPS):
-            self._doing = "the steps cannot begin"
+            self._doing = "the build steps cannot start"
         elif said and said[1].startswith(_SQUASH):
             self._doing, self._squashing = "the files cannot be squashed", True
             self._tail.clear()
@@ -318,9 +318,9 @@ class Follower:
 
     def failed(self, error: ToolFailed) -> ToolFailed:
         """The error of a build whose program ended with `error`: the step, its last lines, its place."""
-        lines = "\n".join(self._tail) or "(it said nothing)"
+        lines = "\n".join(self._tail) or "(no output)"
         log = (error.hint or "").rpartition("the full log: ")[2]
-        hint = f"its last lines:\n{lines}\nfull log: {log}, with the definition in it"
+        hint = f"its last lines:\n{lines}\nfull log: {log} (with the definition)"
         if not self._step or self._squashing:
             where = self._base_at if not self._step else None
             return ToolFailed(f"{self._doing}: {error.what}", where=where, hint=hint)

@@ -52,8 +52,8 @@ class Allowance:
         limit = default if self.limit_bytes is None else self.limit_bytes
         if self._taken_bytes > limit:
             raise CheckFailed(
-                f"its {self.packed_bytes / 1e6:.1f} MB unpack to more than {limit / 1e9:g} GB: somebody may "
-                "have made it to fill a disk (--unpack-limit GB allows more)",
+                f"its {self.packed_bytes / 1e6:.1f} MB unpack to more than {limit / 1e9:g} GB: it may "
+                "be a decompression bomb (--unpack-limit GB allows more)",
                 where=self.name,
                 hint="raise the limit only if you know its author",
             )
@@ -73,7 +73,7 @@ def kind(path: Path) -> Compress:
             raise UsageError(
                 f"the file is compressed with {refused}; imgkit reads plain, gzip and zstd files",
                 where=str(path),
-                hint=f"{refused} -dk {path}   (then give the unpacked file)",
+                hint=f"{refused} -dk {path}   (then pass the unpacked file)",
             )
     return kind_of(start)
 

@@ -254,9 +254,7 @@ class LayerTree:
             if member.kind == SYMLINK:
                 self._links[number] = member.link
         elif member.kind != DIRECTORY:
-            raise self._refused(
-                member, f"its type {member.kind!r} is none of file, folder, link, device, FIFO"
-            )
+            raise self._refused(member, f"its type {member.kind!r} is not file, folder, link, device or FIFO")
         folder = self._enter(found, missing)
         if member.kind == DIRECTORY:
             before = folder.children.get(name)
@@ -304,7 +302,7 @@ class LayerTree:
             hops
             and sum(len(part) + 1 for part in (*(part for part, _ in found), *missing)) > _MOST_PATH_BYTES
         ):
-            raise CheckFailed(f"{name}: links in its path lead too deep", where=self._where)
+            raise CheckFailed(f"{name}: too many links in its path", where=self._where)
         return found, missing
 
     def _enter(self, found: list[tuple[str, _Folder]], missing: list[str]) -> _Folder:

@@ -130,7 +130,7 @@ def from_folder(
 
 
 def peek(path: Path) -> ImageConfig | None:
-    """The image configuration of a plain archive, without reading its layers; None where it cannot be had."""
+    """The image configuration of a plain archive, without reading its layers; None where there is none."""
     try:
         return stored.open_image(path).selected.config if compressed.kind(path) == "none" else None
     except (OSError, UsageError, CheckFailed):

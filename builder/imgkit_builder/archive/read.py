@@ -251,7 +251,7 @@ def _blob_name(entry: Any, named_by: str, where: str) -> str:
     with _describing(named_by, where):
         digest = entry["digest"]
     if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        raise CheckFailed(f"{named_by} has {digest!r} where a sha256 digest belongs", where=where)
+        raise CheckFailed(f"{named_by} has {digest!r}, which is not a sha256 digest", where=where)
     return _BLOBS + digest.removeprefix("sha256:")
 
 
@@ -298,7 +298,7 @@ def _describing(name: str, where: str) -> Iterator[None]:
 
 def _not_one(count: int, labels: Sequence[str], where: str, hint: str) -> UsageError:
     named = ", ".join(labels) or "without tags"
-    return UsageError(f"{count} images ({named}), and imgkit needs exactly one", where=where, hint=hint)
+    return UsageError(f"{count} images ({named}), but imgkit needs exactly one", where=where, hint=hint)
 
 
 def _no_image(found: str, where: str) -> UsageError:

@@ -77,7 +77,7 @@ def json_path(archive: Path) -> Path:
 
 @contextlib.contextmanager
 def replacing(sidecar: Sidecar, archive: Path) -> Iterator[None]:
-    """Write both files around the moment in which `archive` gets its name.
+    """Write both files around the moment in which `archive` is renamed into place.
 
     Raises
     ------
@@ -126,7 +126,9 @@ def from_json(text: str, *, where: str) -> Sidecar:
     try:
         data: dict[str, Any] = json_text.parse(text)
         if data["schema"] != SCHEMA:
-            raise UsageError("a later imgkit wrote this sidecar", where=where, hint="use that version")
+            raise UsageError(
+                "a later version of imgkit wrote this sidecar", where=where, hint="use that version"
+            )
         json_text.unseal(data)
         if data.keys() != {"schema", "image", "archive", "system", "manifest"}:
             raise ValueError(f"its keys are {sorted(data)}")

@@ -240,7 +240,9 @@ class TarStream:
         return bytes(found)
 
     def _damaged(self, what: str) -> CheckFailed:
-        return CheckFailed(f"{what}, at byte {self.position}: not a whole tar archive", where=self._name)
+        return CheckFailed(
+            f"{what}, at byte {self.position}: an incomplete or damaged tar archive", where=self._name
+        )
 
     def _beyond(self, what: str) -> CheckFailed:
         return CheckFailed(what, where=self._name, hint=self._limits.hint)
@@ -345,7 +347,7 @@ def _parsed_number(raw: bytes) -> int:
             raise ValueError(f"{raw!r} where a number belongs")
         value = int(digits, 8) if digits else 0
     if abs(value) > _MOST:
-        raise ValueError(f"the number {raw!r}, which no file has")
+        raise ValueError(f"the number {raw!r}, which is out of range")
     return value
 
 
@@ -364,7 +366,7 @@ def _verify_checksum(header: bytes) -> None:
     # A sparse file's header has a mark and its size there, which is no name either.
     end = 482 if header[156:157] == _GNU_SPARSE else 500
     if header[257:263] == b"ustar " and _is_name(header[345:end]):
-        raise ValueError("a GNU header with a prefix, which some readers take for a folder")
+        raise ValueError("a GNU header with a prefix, which some readers use as a folder")
 
 
 def _pax_records(data: bytes) -> dict[str, bytes]:
@@ -386,7 +388,7 @@ def _parsed_member(header: bytes, before: _Before, *, place: int) -> Member:
     """Combine a header and what came before it; the map of a sparse file is not read yet."""
     pax, kind = before.pax, header[156:157]
     if ("path" in pax and before.name is not None) or ("linkpath" in pax and before.link is not None):
-        raise ValueError("a member with two names: readers differ in the one that they take")
+        raise ValueError("a member with two names: readers disagree on which one to use")
     # Some writers state a size for links, which have no body.
     size = 0 if kind in _BODILESS_KINDS else _stated(pax, "size", header[124:136])
     device = (0, 0)
@@ -455,7 +457,7 @@ def _stated(pax: Mapping[str, bytes], key: str, field: bytes) -> int:
 def _owner(pax: Mapping[str, bytes], key: str, field: bytes) -> int:
     value = _stated(pax, key, field)
     if value >= 1 << 32:
-        raise ValueError(f"the {key} {value}, which no kernel has")
+        raise ValueError(f"the {key} {value}, which is out of range")
     return value
 
 

@@ -29,7 +29,7 @@ from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
 SUFFIXES: dict[Compress, str] = {"none": ".tar", "gzip": ".tar.gz", "zstd": ".tar.zst"}
 
-ZSTD_HINT = "install it (apt-get install zstd, module load zstd), or use --compress gzip"
+ZSTD_HINT = "install it (apt-get install zstd, module load zstd), or use --compression gzip"
 
 _BLOCK = 256 << 10
 _FLUSH_BYTES = 64 << 20
@@ -87,9 +87,9 @@ def save(
     except OSError as error:  # errors of the stream itself are not OSErrors: the engine's are typed
         if error.errno in files.FULL:
             raise ToolFailed(
-                f"no space left after {size_bytes / 1e6:.0f} MB: {error.strerror}; nothing was kept",
+                f"no space left after {size_bytes / 1e6:.0f} MB: {error.strerror}; removed the partial file",
                 where=str(target),
-                hint="choose another path with -o, or save with --compress zstd",
+                hint="choose another path with -o, or save with --compression zstd",
             ) from error
         raise ToolFailed(f"cannot write: {error.strerror or error}", where=str(target)) from error
     return saved
@@ -114,9 +114,9 @@ def preflight(target: Path, *, compress: Compress, expected_bytes: int | None) -
     free = shutil.disk_usage(target.parent).free
     if free < needed:
         raise UsageError(
-            f"{size_text(needed)} are needed and {size_text(free)} are free",
+            f"{size_text(needed)} needed, {size_text(free)} free",
             where=str(target.parent),
-            hint="choose another path with -o" + (", or --compress zstd" if compress == "none" else ""),
+            hint="choose another path with -o" + (", or --compression zstd" if compress == "none" else ""),
         )
 
 

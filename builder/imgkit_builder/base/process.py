@@ -56,7 +56,7 @@ class TooLong(ToolFailed):
 
     def __init__(self, program: str, start: bytes) -> None:
         super().__init__(
-            f"{program} printed more than {MOST_BYTES >> 20} MB, where imgkit expects a short answer; "
+            f"{program} printed more than {MOST_BYTES >> 20} MB instead of a short answer; "
             f"its first line: {first_line(start)}"
         )
         self.start = start
@@ -117,7 +117,7 @@ def processors() -> int:
 
 
 def own_words() -> tuple[str, ...]:
-    """The words that start this imgkit: its name, or this Python and the path of the one-file tool."""
+    """The argv that starts this imgkit: its name, or this Python and the path of the single-file imgkit."""
     file = getattr(__spec__.loader, "archive", "")
     return (sys.executable, str(Path(file).absolute())) if file else ("imgkit",)
 
@@ -163,7 +163,7 @@ def become(argv: Sequence[str], *, cwd: Path) -> NoReturn:
 
 
 def bound(argv: Sequence[str]) -> list[str]:
-    """The words that start `argv`, a program with its path, so that it ends when imgkit is killed with -9.
+    """The argv that starts `argv`, a program with its path, so that it ends when imgkit is killed with -9.
 
     Notes
     -----

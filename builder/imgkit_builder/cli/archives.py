@@ -52,24 +52,24 @@ def verb_save(
     ),
     compress: ArchiveCompression = typer.Option(
         ArchiveCompression.NONE,
-        "--compress",
+        "--compression",
         help="zstd: a third of the size, no slower. gzip: readable anywhere.",
     ),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Print the image and the file, save nothing."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print the image and the file, then exit."),
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
 ) -> None:
     """Save an image as an archive, with checksum and manifest.
 
     Writes FILE, FILE.sha256 (for sha256sum -c) and FILE.manifest.json in one
-    pass. An interrupted save leaves a whole file, old or new; if the three do not
-    belong together, imgkit verify says how to mend it. Prints the commands
-    that copy, verify and convert the archive.
+    pass. Writes are atomic: an interrupted save leaves the old file. If the three
+    files do not match, imgkit verify reports how to repair them. Prints the
+    commands that copy, verify and convert the archive.
 
     \b
     Examples:
       imgkit save mn5
-      imgkit save mn5 --compress zstd -o /scratch/mn5.tar.zst
+      imgkit save mn5 --compression zstd -o /scratch/mn5.tar.zst
       imgkit save registry.example.org/group/mine:1 --dry-run
     """
     from imgkit_builder import engine
@@ -179,7 +179,9 @@ def _result(saved: Saved, described: Sidecar) -> tuple[list[str], dict[str, Any]
     lines.append(f"on {where}:")
     steps = [commands[step] for step in ("allocate", "module", "verify", "convert")]
     lines += [f"            {command}" for command in steps if command]
-    lines.append("            (if the cluster has no imgkit: copy the one file that imgkit bundle writes)")
+    lines.append(
+        "            (if the cluster has no imgkit: also copy the executable that imgkit bundle writes)"
+    )
     return lines, data
 
 
@@ -220,7 +222,7 @@ def verb_verify(
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
 ) -> None:
-    """Check an archive, .sif or delta against its own record.
+    """Check an archive, .sif or delta against its recorded digests.
 
     Needs no Docker engine. Reads the file once. Of an archive it checks the
     checksum, the one image and every layer's digest; of a .sif the root

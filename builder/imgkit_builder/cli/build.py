@@ -41,7 +41,7 @@ _BuildKind = TypeVar("_BuildKind", "BuildRequest", "SifBuildRequest")
 class BuildOptions:
     """The options of ``imgkit build``; None takes the recipe's value."""
 
-    tag: str | None = flag(None, help="Name of the image (default: RECIPE:latest).")
+    tag: str | None = flag(None, help="Tag of the image (default: RECIPE:latest).")
     base: str | None = flag(None, metavar="REF", help="Base image instead of the recipe's.")
     program: Literal["docker", "apptainer"] = flag(
         "docker",
@@ -65,14 +65,17 @@ class BuildOptions:
         None,
         metavar="DIR",
         help="Without Docker: folder for temporary files, best on a large local disk (default: "
-        "$IMGKIT_TMPDIR, $APPTAINER_TMPDIR, $SINGULARITY_TMPDIR, $TMPDIR, else beside the .sif).",
+        "$IMGKIT_TMPDIR, $APPTAINER_TMPDIR, $SINGULARITY_TMPDIR, $TMPDIR, else next to the .sif).",
     )
     runtime: str | None = flag(
         None,
-        metavar="CMD",
-        help="Without Docker: command name or path of the runtime (default: singularity, else apptainer).",
+        "--runtime-command",
+        metavar="COMMAND",
+        help="Without Docker: name or path of the runtime (default: singularity, else apptainer).",
     )
-    platform: str | None = flag(None, help="linux/amd64 or linux/arm64, if the recipe allows both.")
+    platform: str | None = flag(
+        None, metavar="PLATFORM", help="linux/amd64 or linux/arm64, if the recipe allows both."
+    )
     build_args: tuple[str, ...] = flag(
         (), "--build-arg", metavar="NAME=VALUE", help="Value for the recipe's image.args; repeatable."
     )
@@ -83,7 +86,7 @@ class BuildOptions:
     no_cache: bool = flag(False, "--no-cache", help="Run every step again.")
     pull: bool = flag(False, "--pull", help="Pull the base even if it is local.")
     no_test: bool = flag(False, "--no-test", help="Skip the smoke test.")
-    large: bool = flag(False, "--large", help="Pack more than 1 GB of code without a question.")
+    large: bool = flag(False, "--large", help="Do not ask for confirmation above 1 GB of code.")
     builder: Literal["auto", "classic", "buildx", "podman"] = flag(
         "auto",
         help="classic: the engine's API. buildx: docker buildx. podman: podman build. "
@@ -112,7 +115,7 @@ COMMAND_CLASSES = {"build": BuildCommand}
 """The verb whose options are a value."""
 
 NOT_WITH = {
-    "docker": ("--output", "--base-from", "--tmpdir", "--runtime"),
+    "docker": ("--output", "--base-from", "--tmpdir", "--runtime-command"),
     "apptainer": ("--tag", "--builder"),
 }
 """Options that only the other program has."""
@@ -128,7 +131,7 @@ def verb_build(
 ) -> None:
     """Build the image of a recipe, then test it.
 
-    A local base needs no network. The image gets its name last, so a failed build
+    A local base needs no network. The image is tagged last, so a failed build
     leaves the old image in place. The full log and the Dockerfile stay in
     $XDG_STATE_HOME/imgkit/builds.
 
@@ -163,7 +166,7 @@ def _refuse_others(options: BuildOptions) -> None:
             raise UsageError(
                 f"{name} cannot be used --with {options.program}",
                 where=name,
-                hint=f"leave it out, or build --with {other}",
+                hint=f"omit it, or build --with {other}",
             )
 
 

@@ -18,9 +18,7 @@ SCHEMA = 1
 
 
 def verb_bundle(
-    output: Path = typer.Option(
-        Path("imgkit.pyz"), "--output", "-o", metavar="FILE", help="Where to write it."
-    ),
+    output: Path = typer.Option(Path("imgkit.pyz"), "--output", "-o", metavar="FILE", help="File to write."),
     as_json: bool = JSON,
 ) -> None:
     """Write imgkit as a single-file executable (zipapp) for a cluster without internet.

@@ -28,7 +28,7 @@ JSON: bool = typer.Option(
 )
 RESULT_JSON: bool = typer.Option(False, "--json", help="Print one JSON object on stdout.")
 """``--json`` of verbs without progress."""
-LARGE: bool = typer.Option(False, "--large", help="Pack more than 1 GB of code without a question.")
+LARGE: bool = typer.Option(False, "--large", help="Do not ask for confirmation above 1 GB of code.")
 UNPACK_LIMIT: float | None = typer.Option(
     None,
     metavar="GB",
@@ -37,12 +37,15 @@ UNPACK_LIMIT: float | None = typer.Option(
 )
 VERBOSE: bool = typer.Option(False, "--verbose", "-v", help="Show all output.")
 RUNTIME: str | None = typer.Option(
-    None, metavar="COMMAND", help="Runtime to use (default: singularity, else apptainer)."
+    None,
+    "--runtime-command",
+    metavar="COMMAND",
+    help="Name or path of the runtime (default: singularity, else apptainer).",
 )
 TMPDIR: Path | None = typer.Option(
     None, metavar="DIR", help="Folder for temporary files (default: as for imgkit sif)."
 )
-NO_TEST: bool = typer.Option(False, "--no-test", help="Do not run anything in the result.")
+NO_TEST: bool = typer.Option(False, "--no-test", help="Do not test the result by running it.")
 RUNTIME_VERBOSE: bool = typer.Option(False, "--verbose", "-v", help="Show all output of the runtime.")
 MB = 1e6
 

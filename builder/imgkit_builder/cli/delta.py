@@ -42,7 +42,7 @@ def verb_delta(
         help="A built recipe, a local image, or a newer .sif.",
     ),
     base: Path = typer.Option(
-        ..., metavar="BASE.sif", help="The .sif that the cluster has, with its deltas."
+        ..., "--against", metavar="BASE.sif", help="The .sif on the cluster, with its deltas."
     ),
     output: Path | None = typer.Option(
         None, "--output", "-o", metavar="X.imgdelta", help="File to write (default: NAME.imgdelta here)."
@@ -61,10 +61,10 @@ def verb_delta(
 
     \b
     Examples:
-      imgkit build mn5 && imgkit delta mn5 --base mn5.sif
+      imgkit build mn5 && imgkit delta mn5 --against mn5.sif
       singularity exec --nv --overlay mn5.imgdelta:ro mn5.sif dist-train
       imgkit submit mn5 -A bsc98 --qos acc_debug --delta mn5.imgdelta -- dist-train
-      imgkit delta olivia-2.sif --base olivia.sif
+      imgkit delta olivia-2.sif --against olivia.sif
     """
     from imgkit_builder.delta.make import between, make
     from imgkit_builder.sif.conversion import Options
@@ -108,10 +108,10 @@ def verb_apply(
     as_json: bool = JSON,
     verbose: bool = RUNTIME_VERBOSE,
 ) -> None:
-    """Put a delta into a copy of its .sif: one file, which needs no --overlay.
+    """Merge a delta into a copy of its .sif: one file, which needs no --overlay.
 
-    The delta is read back from the new file before that gets its name; nothing in
-    the image runs. Apply deltas in the order in which they were made; applying a
+    The new file is verified before it is renamed into place; nothing in the image
+    is executed. Apply deltas in the order in which they were made; applying a
     fifth delta merges all of them.
 
     \b
@@ -203,7 +203,7 @@ def _made(made: Made, target: Path, following: str) -> tuple[list[str], dict[str
         "size_bytes": made.size_bytes,
         "changed": made.changed,
         "deleted": made.deleted,
-        "way": made.way,
+        "read_from": made.read_from,
         "record": dataclasses.asdict(delta),
         "seconds": stage_seconds(made.stages),
         "next": following,
@@ -211,7 +211,7 @@ def _made(made: Made, target: Path, following: str) -> tuple[list[str], dict[str
     about = f"{made.size_bytes / 1e3:.1f} kB  {made.changed} changed, {made.deleted} deleted"
     lines = [
         *stage_lines(made.stages),
-        f"{target}  {about}, read from {made.way}",
+        f"{target}  {about}, read from {made.read_from}",
         f"image  {delta.image_id}",
         f"over   {delta.base.image_id}, {len(delta.base.deltas)} deltas",
         f"next:  {following}",

@@ -41,7 +41,7 @@ def verb_diff(
     first: str = typer.Argument(metavar="A", autocompletion=complete_names, help=_OTHERS),
     second: str = typer.Argument(metavar="B", autocompletion=complete_names, help=_OTHERS),
     platform: str | None = typer.Option(
-        None, metavar="PLATFORM", help="Platform of a lock that has several: linux/amd64 or linux/arm64."
+        None, metavar="PLATFORM", help="linux/amd64 or linux/arm64, for a lock that has both."
     ),
     most: int = typer.Option(20, "-n", metavar="N", min=0, help="Show the N largest of the changed files."),
     unpack_limit: float | None = UNPACK_LIMIT,
@@ -50,8 +50,8 @@ def verb_diff(
 ) -> None:
     """Show how two images, recipes or locks differ: packages, variables, files, layers.
 
-    Runs nothing of the images. A name without a colon or slash is a recipe; write
-    NAME:TAG for an image. Exit code 0 if nothing is different, 1 if something is.
+    Executes nothing in the images. A name without a colon or slash is a recipe;
+    write NAME:TAG for an image. Exit code 0 if nothing differs, 1 if something does.
 
     \b
     Examples:
@@ -117,7 +117,7 @@ def _of_lock(name: str, platform: str | None) -> ComparedSide:
 
 def _lines(found: Differences, most: int) -> Iterator[str]:
     if found.equal:
-        yield "nothing is different"
+        yield "no differences"
     for title, values in (("base", found.base), ("packages", found.packages), ("variables", found.env or ())):
         if values:
             yield from _values(title, values)
@@ -130,7 +130,7 @@ def _lines(found: Differences, most: int) -> Iterator[str]:
             for one in found.layers
         ]
         yield from columns(rows)
-    for sentence in found.untold:
+    for sentence in found.not_compared:
         yield f"({sentence})"
 
 
@@ -150,7 +150,7 @@ def _files(files: Sequence[FileDifference], most: int) -> Iterator[str]:
     grown = sum(one.after_bytes - one.before_bytes for one in files)
     yield (
         f"files  {counts['added']} added, {counts['removed']} removed, {counts['changed']} changed, "
-        f"{counts['attributes']} with another time, owner or mode (t); {grown / 1e6:+.1f} MB"
+        f"{counts['attributes']} with a different time, owner or mode (t); {grown / 1e6:+.1f} MB"
     )
     largest = sorted(
         files, key=lambda one: (-abs(one.after_bytes - one.before_bytes), -one.after_bytes, one.path)

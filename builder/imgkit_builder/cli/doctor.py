@@ -31,10 +31,10 @@ def verb_doctor(
     purpose: Purpose = typer.Option(
         Purpose.ANY,
         "--for",
-        help="build: Docker, Podman or build --with apptainer must work. sif: all but engines. any: either.",
+        help="Task to check for. build: an engine, or build --with apptainer. sif: all but engines.",
     ),
     hosts: str = typer.Option(
-        "", metavar="A,B", help="Check these hosts instead: can ssh reach them, and are they alike?"
+        "", metavar="A,B", help="Check these hosts instead: reachable by ssh, with the same software."
     ),
     hostfile: Path | None = typer.Option(None, metavar="FILE", help="File with the hosts, one per line."),
     image: str = typer.Option(
@@ -44,8 +44,8 @@ def verb_doctor(
 ) -> None:
     """Check what this machine has and lacks, and suggest fixes.
 
-    Changes nothing. A fail (exit code 1) rules out the task named by --for; a
-    warn does not: a laptop without singularity still builds images.
+    Changes nothing. A fail (exit code 1) means that the task of --for will not work;
+    a warn does not: a laptop without Singularity still builds images.
 
     \b
     Examples:
@@ -77,7 +77,7 @@ def _of_hosts(target: Target | None, hosts: tuple[str, ...], image: str) -> tupl
 
     if target is None:
         raise UsageError(
-            "--hosts needs the recipe of their system",
+            "--hosts needs a RECIPE, for its system",
             where="RECIPE",
             hint=f"imgkit doctor lambda --hosts {','.join(hosts)}",
         )

@@ -8,7 +8,7 @@ import shutil
 
 import typer
 
-from imgkit_builder.cli.common import JSON, VERBOSE, complete_names, show
+from imgkit_builder.cli.common import JSON, RUNTIME, VERBOSE, complete_names, show
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.workflow.images import shell_command, smoke_test
 from imgkit_builder.workflow.names import image_name
@@ -25,9 +25,7 @@ def verb_test(
         help="A local image, a .sif file or a recipe.",
     ),
     as_json: bool = JSON,
-    runtime: str | None = typer.Option(
-        None, metavar="COMMAND", help="Runtime for a .sif: singularity or apptainer."
-    ),
+    runtime: str | None = RUNTIME,
 ) -> None:
     """Run the smoke test in an image or .sif.
 
@@ -57,12 +55,10 @@ def verb_shell(
     host: bool = typer.Option(
         False,
         "--host",
-        help="Share this machine's home folder, network and the recipe's binds, as a job does.",
+        help="Share this machine's home folder, network and the recipe's binds, as in a job.",
     ),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Print the command and stop."),
-    verbose: bool = typer.Option(
-        False, "--verbose", "-v", help="First print what imgkit knows about the image."
-    ),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print the command, then exit."),
+    verbose: bool = typer.Option(False, "--verbose", "-v", help="Print information about the image first."),
 ) -> None:
     """Open a shell in an image or .sif, without this machine's home folder and network.
 

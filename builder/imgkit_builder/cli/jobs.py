@@ -42,8 +42,8 @@ RECIPE: str = typer.Argument(
     "",
     metavar="[RECIPE|X.sif]",
     autocompletion=complete_names,
-    help="A shipped recipe, a recipe's file or its JSON, or a .sif to run on its system (default: that of "
-    "imgkit.toml, whose other values then count, too).",
+    help="A shipped recipe, a recipe's file or its JSON, or a .sif to run on its system (default: the recipe "
+    "in imgkit.toml, whose other values then apply, too).",
 )
 
 
@@ -64,8 +64,8 @@ def verb_submit(
     """Submit a job that runs COMMAND on N nodes, and print its id.
 
     Values come from the recipe's system section; flags override them. Requests
-    that the system cannot satisfy fail now, not in the queue. Without a scheduler
-    the run takes place here, and its exit code is that of this command.
+    that the cluster cannot satisfy fail now, not in the queue. Without a scheduler
+    the command runs here, and imgkit exits with its exit code.
 
     \b
     Examples:
@@ -166,7 +166,7 @@ def verb_status(
 ) -> None:
     """Show a job and, while it waits, its expected start; or show the queues.
 
-    Of a job of dist-train it also names the ranks whose own work is slow now.
+    For dist-train it also lists current stragglers.
 
     \b
     Examples:
@@ -258,7 +258,7 @@ def _given(recipe: str, flags: typer.Context, command: list[str] | None) -> _Giv
     project = None if recipe else project_here()
     if not recipe and not (project and project.recipe):
         raise UsageError(
-            "no recipe was given, and no imgkit.toml here states one",
+            "no recipe given, and none set by an imgkit.toml here",
             where="RECIPE",
             hint="name one (imgkit list), or write the file (imgkit init --recipe RECIPE)",
         )

@@ -36,34 +36,38 @@ def verb_lock(
     packages: list[str] = typer.Argument(
         None, metavar="[PACKAGE]...", help="With --upgrade: upgrade only these packages."
     ),
-    platform: str = typer.Option(None, help="linux/amd64 or linux/arm64, if the recipe allows both."),
+    platform: str = typer.Option(
+        None, metavar="PLATFORM", help="linux/amd64 or linux/arm64, if the recipe allows both."
+    ),
     base: str = typer.Option(None, metavar="REF", help="Base image instead of the recipe's."),
-    upgrade: bool = typer.Option(False, "--upgrade", help="Take the newest versions that fit."),
+    upgrade: bool = typer.Option(
+        False, "--upgrade", help="Upgrade packages to the newest versions that fit."
+    ),
     pull: bool = typer.Option(False, "--pull", help="Pull the base even if it is local."),
     keep: bool = typer.Option(
-        False, "--keep", help="Store every file next to the lock, and build wheels where there are none."
+        False, "--keep-files", help="Also store every file next to the lock, and build missing wheels."
     ),
     check: bool = typer.Option(
-        False, "--check", help="Only say whether the lock fits the recipe; exit code 1 if not."
+        False, "--check", help="Only check whether the lock fits the recipe; exit code 1 if it does not."
     ),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Resolve, print the changes, and write nothing."),
-    builder: Builder = typer.Option("auto", help="What asks the base; as in imgkit build."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Resolve, print the changes, then exit."),
+    builder: Builder = typer.Option("auto", help="Builder that queries the base, as in imgkit build."),
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
 ) -> None:
-    """Write down every package of a recipe's image: version, URL and sha256.
+    """Pin every package of a recipe's image: version, URL and sha256.
 
     The lock of mine.yaml is mine.lock next to it; a shipped recipe's lock is
     written here. imgkit build then installs exactly these files. The base's own
     pip and apt choose the versions, so the base's torch and NCCL stay. Versions
-    that are locked already stay where they still fit the recipe.
+    that are already locked are kept while they fit the recipe.
 
     \b
     Examples:
       imgkit lock mine.yaml
       imgkit lock mine.yaml --upgrade
       imgkit lock mine.yaml --upgrade transformers accelerate
-      imgkit lock mine.yaml --keep        (for builds without a network)
+      imgkit lock mine.yaml --keep-files  (for builds without a network)
       imgkit lock mine.yaml --check
     """
     if packages and not upgrade:
@@ -125,7 +129,7 @@ def _lock(
     if writes and not os.access(file.parent, os.W_OK):
         # Not after minutes of resolving.
         raise UsageError(
-            "this user may not write the lock here",
+            "no permission to write the lock here",
             where=str(file.parent),
             hint="copy the recipe to your own folder, or only look: --dry-run",
         )

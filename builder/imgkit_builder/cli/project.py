@@ -24,7 +24,7 @@ CONFIRM: str = typer.Option(
     "",
     "--confirm",
     metavar="DIGEST",
-    help="Accept what an imgkit.toml that is new here states, and what its recipe starts and mounts.",
+    help="Accept the values of a new imgkit.toml, and what its recipe runs and mounts.",
 )
 
 
@@ -70,16 +70,16 @@ def confirm_values(
     if given != found.digest:
         head = f"{found.file} is new here. A run with it uses:"
         may_ask = sys.stdin.isatty() and sys.stderr.isatty()
-        if not may_ask or not confirmed(head, *lines, "Go on, and do not ask again for these?"):
+        if not may_ask or not confirmed(head, *lines, "Continue, and remember this answer?"):
             raise UsageError(
-                "nobody has confirmed these values here",
+                "these values are not confirmed on this machine",
                 where=str(found.file),
-                hint="\n".join(("they are:", *lines, f"if you trust them: --confirm {found.digest}")),
+                hint="\n".join(("they are:", *lines, f"if you trust them, pass --confirm {found.digest}")),
             )
     try:
         found.remember()
     except OSError as error:
-        terminal.err(f"imgkit: this cannot be remembered ({error.filename}: {error.strerror})")
+        terminal.err(f"imgkit: cannot save this confirmation ({error.filename}: {error.strerror})")
 
 
 def values_table(rows: Sequence[ValueSource]) -> Iterator[str]:
@@ -102,9 +102,9 @@ def values_data(rows: Sequence[ValueSource]) -> list[dict[str, Any]]:
 
 
 def verb_init(
-    folder: Path = typer.Argument(Path(), metavar="[DIR]", help="The folder, which may be new (default: .)."),
+    folder: Path = typer.Argument(Path(), metavar="[DIR]", help="Folder of the project, created if missing."),
     recipe: str = typer.Option(
-        "", metavar="RECIPE", help="The recipe to start from (default: that of the remote)."
+        "", metavar="RECIPE", help="The recipe to extend (default: that of the remote)."
     ),
     on: str = typer.Option(
         "", "--on", metavar="NAME", help="The remote (default: the one with that recipe)."
@@ -114,12 +114,14 @@ def verb_init(
     qos: str = typer.Option("", help="Quality of service (Slurm)."),
     time: str = typer.Option("", metavar="HH:MM:SS", help="Time limit of a job (default: 30m)."),
     nodes: str = typer.Option("1", metavar="N|MIN:MAX|N+S", help="Number of nodes."),
-    keep: bool = typer.Option(False, "--keep-existing", help="Write only the files that do not exist."),
+    keep: bool = typer.Option(
+        False, "--keep-existing", help="Keep existing files and write only the missing ones."
+    ),
     as_json: bool = RESULT_JSON,
 ) -> None:
     """Write an imgkit.toml, a recipe, a train.py that resumes and a .gitignore.
 
-    imgkit run then needs no flags in this folder. No file is overwritten.
+    imgkit run then needs no flags in this folder. Existing files are not overwritten.
 
     \b
     Examples:
@@ -174,9 +176,9 @@ def _chosen(on: str, recipe: str) -> tuple[str, str]:
     if not recipe and (remote is None or not remote.recipe):
         names = ", ".join(one.name for one in known)
         raise UsageError(
-            f"no recipe was given, and there are several remotes: {names}"
+            f"no recipe given, and there are several remotes: {names}"
             if len(known) > 1
-            else "no recipe was given, and no remote has one",
+            else "no recipe given, and no remote has a default recipe",
             where="--recipe",
             hint="imgkit init --on NAME"
             if len(known) > 1

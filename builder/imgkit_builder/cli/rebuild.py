@@ -25,8 +25,8 @@ def verb_rebuild(
     recipe: Path | None = typer.Option(
         None,
         "--recipe",
-        metavar="FILE",
-        help="The recipe, for the code and files next to it; the lock is always the one in the .sif.",
+        metavar="RECIPE",
+        help="Recipe to take code and files from; the lock is always the one in the .sif.",
     ),
     tmpdir: Path | None = TMPDIR,
     as_json: bool = JSON,
@@ -34,8 +34,8 @@ def verb_rebuild(
 ) -> None:
     """Build a .sif again from the lock inside it, and compare the two files.
 
-    Exits with 0 if both have the same sha256, otherwise with 1, after naming the
-    first files that differ, their layer and the line of the recipe. If the
+    Exits with 0 if both have the same sha256, otherwise with 1, after listing the
+    first files that differ, with their layer and line of the recipe. If the
     mksquashfs versions differ, file contents are compared instead. The new .sif is
     removed.
 
@@ -55,11 +55,11 @@ def verb_rebuild(
 
 def _lines(sif: Path, found: RebuiltSif, tools: str) -> Iterator[str]:
     if found.equal:
-        yield f"{sif}  equal: built again from its lock, it is the same file"
+        yield f"{sif}  equal: a rebuild from its lock gives the same file"
         yield f"sha256 {found.made_sha256}"
         return
     if not found.different:
-        yield f"{sif}  equal in every file, and packed otherwise: {tools or 'the squashfs differs'}"
+        yield f"{sif}  equal in every file, packed differently: {tools or 'the squashfs differs'}"
     else:
         yield f"{sif}  differs in {len(found.different) + found.more} files:"
     for one in found.different:

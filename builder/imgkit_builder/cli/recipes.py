@@ -151,9 +151,9 @@ def verb_check(
 ) -> None:
     """Check recipes and report every problem in one run.
 
-    Also looks for what cannot go into an image in the folders that they copy.
-    Exit code 2 if a recipe has a problem. Checking executes nothing: look at
-    a stranger's recipe with --strict before you build it or start its jobs.
+    Also checks the folders that recipes copy for files that cannot go into an image.
+    Exit code 2 if a recipe has a problem. Checking executes nothing: run
+    --strict on a recipe from someone else before you build it or submit its jobs.
 
     \b
     Examples:
@@ -168,7 +168,7 @@ def verb_check(
         _print_schema(files)
         return
     if not files:
-        raise UsageError("no recipe was named", where="FILE", hint="imgkit check FILE...")
+        raise UsageError("no recipe given", where="FILE", hint="imgkit check FILE...")
     if as_json:
         _check_as_json(files, strict=strict)
         return
@@ -260,13 +260,16 @@ def verb_render(
     form: RenderFormat = typer.Option(
         RenderFormat.DOCKERFILE,
         "--format",
-        help="dockerfile, or def for singularity and apptainer.",
+        help="Output format: dockerfile, or def for singularity and apptainer.",
     ),
     base: str | None = typer.Option(
         None, "--base", metavar="REF", help="Base image instead of the recipe's."
     ),
     platform: str | None = typer.Option(
-        None, "--platform", metavar="OS/ARCH", help="Platform to name (default: the recipe's first)."
+        None,
+        "--platform",
+        metavar="PLATFORM",
+        help="linux/amd64 or linux/arm64 (default: the recipe's first).",
     ),
     output: Path | None = typer.Option(
         None, "--output", "-o", metavar="FILE", help="Write to this file instead of stdout."

@@ -23,12 +23,12 @@ _group = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Name a cluster that ssh reaches, and see what it has.",
+    help="Manage clusters that are reached over ssh.",
 )
 GROUPS = {"remote": _group}
 """Verbs that are groups of verbs."""
 
-NAME: str = typer.Argument(metavar="NAME", help="A name that imgkit remote add gave.")
+NAME: str = typer.Argument(metavar="NAME", help="Name of a remote (imgkit remote list).")
 
 
 @_group.command("add")
@@ -51,7 +51,7 @@ def add(
     replace: bool = typer.Option(False, "--replace", help="Replace a remote of that name."),
     as_json: bool = RESULT_JSON,
 ) -> None:
-    """Name a cluster; nothing is contacted.
+    """Register a cluster; no connection is made.
 
     All connections go through your own ssh: its configuration, keys, agents, jumps
     and second factors work as you set them up. The list is
@@ -100,21 +100,21 @@ def list_remotes(as_json: bool = RESULT_JSON) -> None:
 
 @_group.command("remove")
 def remove(name: str = NAME, as_json: bool = RESULT_JSON) -> None:
-    """Forget a remote; its files and jobs there stay."""
+    """Remove a remote from the list; its files and jobs stay."""
     from imgkit_builder.remote import config, connection
 
     found = config.remove(name)
     connection.connect(found).close()
-    kept = f"its folder {found.folder} on {found.address} stays as it is"
+    kept = f"its folder {found.folder} on {found.address} is kept"
     show(_data(found), kept, as_json=as_json)
 
 
 @_group.command("check")
 def check(name: str = NAME, as_json: bool = RESULT_JSON) -> None:
-    """Log in once, and report what a job needs there; exit code 1 if something is missing.
+    """Log in once and check for what jobs need; exit code 1 if something is missing.
 
-    Scheduler, runtime, folder with its free space and quota, and what is useful:
-    Python, mksquashfs, modules, internet, the clock.
+    Checks scheduler, runtime, and the folder with its free space and quota; also
+    Python, mksquashfs, modules, internet access and the clock.
 
     \b
     Examples:
@@ -134,17 +134,15 @@ def check(name: str = NAME, as_json: bool = RESULT_JSON) -> None:
 @_group.command("gc")
 def gc(
     name: str = NAME,
-    days: int = typer.Option(
-        30, metavar="N", min=1, max=36500, help="Keep what was used in the last N days."
-    ),
-    delete: bool = typer.Option(False, "--delete", help="Remove these files; default: list them."),
+    days: int = typer.Option(30, metavar="N", min=1, max=36500, help="Keep files used in the last N days."),
+    delete: bool = typer.Option(False, "--delete", help="Remove the unused files instead of listing them."),
     as_json: bool = RESULT_JSON,
 ) -> None:
-    """List images and deltas there that nothing uses; --delete removes them.
+    """List unused images and deltas on a remote; --delete removes them.
 
     A file is in use if it was sent or chosen in the last N days, if a run of that
-    time used it, or if a job that waits or runs names it. Runs and files that
-    imgkit has not made are never touched.
+    time used it, or if a pending or running job names it. Runs, and files that imgkit
+    did not create, are never touched.
 
     \b
     Examples:
@@ -205,7 +203,7 @@ def _unused(rows: list[dict[str, Any]], kept: int, *, delete: bool, again: str) 
 
 @_group.command("disconnect")
 def disconnect(name: str = NAME, as_json: bool = RESULT_JSON) -> None:
-    """End the shared connection; the next command logs in again."""
+    """Close the shared connection; the next command logs in again."""
     from imgkit_builder.remote import config, connection
 
     ended = connection.connect(config.find(name)).close()

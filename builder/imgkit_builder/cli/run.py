@@ -35,7 +35,7 @@ def verb_run(
         "",
         metavar="[RECIPE|X.sif|ARCHIVE] -- COMMAND...",
         autocompletion=complete_names,
-        help="What to run (default: the recipe of imgkit.toml, or the remote's). An archive or OCI folder "
+        help="Image to run (default: the recipe of imgkit.toml, or the remote's). An archive or OCI folder "
         "becomes a .sif here.",
     ),
     on: str = typer.Option(
@@ -59,14 +59,14 @@ def verb_run(
         False, "--json", help="Print one JSON object and do not follow; progress as JSON lines on stderr."
     ),
 ) -> None:
-    """Build, send what the cluster lacks, submit, and follow the output.
+    """Build, upload what the cluster lacks, submit, and follow the output.
 
-    The build is cached. What the cluster has is not sent again. After an edit a delta
-    is applied to a .sif that both sides have; an interrupted transfer resumes.
+    The build is cached, and files that the cluster has are not sent again. After an
+    edit only a delta over a .sif on both sides is sent; an interrupted transfer resumes.
     Ctrl-C stops following; the job continues. The exit code is 1 if the job failed.
 
-    An imgkit.toml here, or above in the same git repository, states what no flag
-    states (imgkit init).
+    Values that no flag sets come from an imgkit.toml here, or in a parent folder of
+    the same git repository (imgkit init).
 
     \b
     Examples:
@@ -107,7 +107,7 @@ def verb_run(
         terminal.err(f"imgkit: {warning}")
     far = connection.connect(remote, ask=may_ask())
     if far.why_alone:
-        terminal.err(f"imgkit: each ssh command connects alone: {far.why_alone}")
+        terminal.err(f"imgkit: every ssh command opens its own connection: {far.why_alone}")
     far.login()
     with terminable(), reporter(as_json=as_json) as report:
         done = remote_run.run(
@@ -161,7 +161,7 @@ def _stated_remote(project: ProjectFile | None) -> str:
 
     known = ", ".join(config.remotes())
     raise UsageError(
-        "no remote was given, and no imgkit.toml here states one",
+        "no remote given, and none set by an imgkit.toml here",
         where="--on",
         hint=f"--on NAME; there are: {known}" if known else "imgkit remote add NAME USER@HOST:DIR",
     )
@@ -178,9 +178,9 @@ def verb_fetch(
     watch: bool = typer.Option(False, "--watch", help="Repeat every 30 s until interrupted."),
     as_json: bool = JSON,
 ) -> None:
-    """Bring the run folder of a job on a remote here: curves, metrics and its output.
+    """Copy a remote job's run folder here: curves, metrics and output.
 
-    Only new and changed files are sent. Nothing is removed, here or there.
+    Only new and changed files are sent. Nothing is deleted on either side.
 
     \b
     Examples:

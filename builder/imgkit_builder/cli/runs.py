@@ -24,27 +24,29 @@ SCHEMA = 1
 
 
 def verb_runs(
-    ask: bool = typer.Option(False, "--ask", help="Ask the schedulers about jobs that had not ended."),
+    refresh: bool = typer.Option(
+        False, "--refresh", help="Query the schedulers for jobs that have not ended."
+    ),
     most: int = typer.Option(20, "-n", metavar="N", min=1, help="Show the newest N."),
     as_json: bool = RESULT_JSON,
 ) -> None:
-    """List what ran where, the newest first.
+    """List runs, newest first.
 
-    The state is the one that imgkit last saw: run and logs see how a job ends, and
-    --ask asks. The loss is that of the run's files here: imgkit fetch brings them.
+    The state is the last one that imgkit recorded; --refresh queries the schedulers.
+    The loss is read from the run's files on this machine (imgkit fetch).
 
     \b
     Examples:
       imgkit runs
-      imgkit runs --ask
+      imgkit runs --refresh
       imgkit runs -n 100 --json
     """
     from imgkit_builder.job import submit
     from imgkit_builder.project import history
 
     records = submit.records()[:most]
-    if ask:
-        records = _asked(records)
+    if refresh:
+        records = _refreshed(records)
     rows = [(one, history.numbers(one), history.goodput_of(one)) for one in records]
     table = [("RUN", "SUBMITTED", "STATE", "STEP", "LOSS", "GOODPUT", "IMAGE", "CODE", "COMMAND")]
     for one, numbers, share in rows:
@@ -96,7 +98,7 @@ def _described(record: SubmittedJob) -> dict[str, Any]:
     }
 
 
-def _asked(records: Sequence[SubmittedJob]) -> tuple[SubmittedJob, ...]:
+def _refreshed(records: Sequence[SubmittedJob]) -> tuple[SubmittedJob, ...]:
     """The records with the states that their systems know now, which are kept."""
     from imgkit_builder.base import process
     from imgkit_builder.job import submit
@@ -128,11 +130,11 @@ def verb_compare(
         [], "--output", "-o", metavar="FILE", help="Write X.svg, X.html or X.csv; may be repeated."
     ),
     values: list[str] = typer.Option(
-        [], "--value", metavar="NAME", help="A number to compare (default: losses and rates)."
+        [], "--value", metavar="NAME", help="Metric to compare (default: losses and rates)."
     ),
     as_json: bool = RESULT_JSON,
 ) -> None:
-    """Compare runs: a table, and their curves over each other.
+    """Compare runs in a table and in one plot of their curves.
 
     The numbers are the lines of metrics.jsonl in the run folders. imgkit fetch
     brings the folder of a job on a remote.
@@ -149,7 +151,7 @@ def verb_compare(
     for output in outputs:
         if output.suffix.lower() not in comparison.WRITERS:
             raise UsageError(
-                f"{output.name!r} names no known format",
+                f"{output.name!r} has no known format",
                 where="-o",
                 hint=f"use a name that ends in {', '.join(comparison.WRITERS)}",
             )

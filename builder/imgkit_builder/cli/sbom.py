@@ -41,8 +41,8 @@ def verb_sbom(
     """List the packages in an image, with versions, licences and digests.
 
     Lists Debian and Python packages and imgkit's own files, as an SPDX 2.3
-    document in JSON, which scanners read. Runs nothing of the image. A .sif that
-    imgkit converted has its document inside, at /opt/imgkit/sbom.spdx.json.
+    document in JSON, which scanners read. Executes nothing in the image. A .sif that
+    imgkit converted contains its document, at /opt/imgkit/sbom.spdx.json.
 
     --provenance writes an unsigned in-toto statement with SLSA provenance: recipe,
     base, git revision and, for a locked image, every package with its sha256.

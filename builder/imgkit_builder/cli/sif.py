@@ -87,7 +87,7 @@ def verb_sif(
     tmpdir: Path | None = typer.Option(
         None,
         metavar="DIR",
-        help="Folder for what a compressed archive or --from layers puts on disk (default: $IMGKIT_TMPDIR, "
+        help="Folder for temporary files of a compressed archive or --from layers (default: $IMGKIT_TMPDIR, "
         "$APPTAINER_TMPDIR, $SINGULARITY_TMPDIR, $TMPDIR, else next to the .sif).",
     ),
     unpack_limit: float | None = UNPACK_LIMIT,
@@ -99,15 +99,15 @@ def verb_sif(
     ),
     runtime: str | None = RUNTIME,
     no_test: bool = NO_TEST,
-    dry_run: bool = typer.Option(False, "--dry-run", help="Print the commands, run nothing."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print the commands, then exit."),
     as_json: bool = JSON,
     verbose: bool = RUNTIME_VERBOSE,
 ) -> None:
     """Convert an image to a .sif for Singularity or Apptainer, and check it.
 
-    Needs no root and, for an archive, no Docker and no Singularity. Replaces an older .sif in one
-    step, and only by a checked one; leaves an up-to-date .sif alone. An
-    interrupted run leaves the old file or none.
+    Needs no root and, for an archive, no Docker and no Singularity. Replaces an older
+    .sif atomically, and only once the new one is verified; an up-to-date .sif is left
+    alone. An interrupted run leaves the old file or none.
 
     \b
     Examples:

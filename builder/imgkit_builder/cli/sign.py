@@ -22,20 +22,22 @@ REQUIRE_SIGNATURE: Path | None = typer.Option(
 
 def verb_sign(
     file: Path = typer.Argument(metavar="FILE", help="A .sif, a delta, or an archive from imgkit save."),
-    key: Path | None = typer.Option(None, "--key", metavar="FILE.pem", help="Of a .sif: private key in PEM."),
+    key: Path | None = typer.Option(
+        None, "--key", metavar="FILE.pem", help="For a .sif: private key in PEM."
+    ),
     keyidx: int | None = typer.Option(
-        None, "--keyidx", metavar="N", help="Of a .sif: OpenPGP key N of: singularity key list --secret."
+        None, "--keyidx", metavar="N", help="For a .sif: OpenPGP key N of: singularity key list --secret."
     ),
     gpg_key: str = typer.Option(
-        "", "--gpg-key", metavar="ID", help="Of a delta or an archive: gpg's key (default: gpg's own)."
+        "", "--gpg-key", metavar="ID", help="For a delta or an archive: gpg's key (default: gpg's own)."
     ),
     runtime: str | None = RUNTIME,
     as_json: bool = JSON,
 ) -> None:
-    """Sign a .sif, a delta or an archive. Asks for a passphrase, and takes none as an argument.
+    """Sign a .sif, a delta or an archive. The passphrase is prompted for, never taken from the command line.
 
-    A .sif gets one more object, by Singularity or Apptainer. A delta gets
-    FILE.asc from gpg, an archive the same for its manifest.
+    Singularity or Apptainer adds a signature object to a .sif. For a delta gpg
+    writes FILE.asc, and for an archive a signature of its manifest.
 
     \b
     Examples:

@@ -1,8 +1,8 @@
 """Put a delta into a copy of a .sif, or convert a .sif with deltas to one without.
 
-The result is read back before it gets its name. The overlay partition has the group of the root partition: a
-runtime silently ignores one of another group. A .sif mounts each of its deltas at every start, so more than
-`MOST` are merged into one.
+The result is verified before it is renamed into place. The overlay partition has the group of the root
+partition: a runtime silently ignores one of another group. A .sif mounts each of its deltas at
+every start, so more than `MOST` are merged into one.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _note_signatures(stack: Stack, report: Reporter) -> None:
     if count := len(stack.sif.signatures):
         what = "its signature" if count == 1 else f"its {count} signatures"
         report.note(
-            f"{stack.sif.path.name} is signed; the new .sif is another file and does not get {what}. "
+            f"{stack.sif.path.name} is signed, but the new .sif does not keep {what}. "
             "Sign it again: imgkit sign NEW.sif"
         )
 
@@ -129,7 +129,7 @@ def _check(delta: Delta, path: Path, stack: Stack) -> None:
             f"the delta is for {delta.base}; {stack.sif.path.name} is {stack.base}",
             where=str(path),
             hint="apply deltas in the order in which they were made, or make one for this .sif: "
-            f"imgkit delta {delta.source} --base {stack.sif.path.name}",
+            f"imgkit delta {delta.source} --against {stack.sif.path.name}",
         )
 
 
@@ -187,7 +187,7 @@ def _add(job: ConversionJob, delta: Delta, delta_file: Path, stack: Stack, *, me
     deltas = (delta.sha256,) if merged else (*record.deltas, delta.sha256)
     coverage.put_record(part, dataclasses.replace(record, deltas=deltas))
     if descriptor.stack(part).base.deltas != deltas:
-        raise CheckFailed("the new .sif has other deltas than its record", where=str(part))
+        raise CheckFailed("the deltas in the new .sif do not match its record", where=str(part))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +239,9 @@ def flatten(path: Path, target: Path, options: Options, report: Reporter) -> Fla
             tree.children(source.mounted(flat), "").keys()
             != tree.children(source.mounted(stack.sif), "").keys()
         ):
-            raise CheckFailed("the new file shows another tree than the deltas did", where=str(work.part))
+            raise CheckFailed(
+                "the files in the new .sif differ from those of the deltas", where=str(work.part)
+            )
         clock.stage("make durable")
         files.publish(work.part, target)
         clock.finish()

@@ -190,9 +190,9 @@ def _write(
         write_squashfs.make(job, work.part, entries)
         if tree.content((SquashfsLayer(work.part),), _INSIDE) != tree.content((code,), _INSIDE):
             raise CheckFailed(
-                "the new file does not show the code",
+                "the new file does not contain the code",
                 where=str(work.part),
-                hint="mksquashfs wrote other data than it got: try another version",
+                hint="mksquashfs did not store the data that it received: try another version",
             )
         files.publish(work.part, target)
         clock.finish()
@@ -224,5 +224,5 @@ def _changed(path: Path) -> UsageError:
     return UsageError(
         "it changed while imgkit read it",
         where=str(path),
-        hint="the same command again when no program writes there; or list it in .gitignore or .dockerignore",
+        hint="run the command again when no program writes there; or list it in .gitignore or .dockerignore",
     )

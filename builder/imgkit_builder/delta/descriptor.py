@@ -127,7 +127,9 @@ def read(path: Path) -> Delta:
         return _read(path, 0, path.stat().st_size)
     except OSError as error:
         raise UsageError(
-            f"cannot be read: {error.strerror}", where=str(path), hint="imgkit delta RECIPE --base BASE.sif"
+            f"cannot be read: {error.strerror}",
+            where=str(path),
+            hint="imgkit delta RECIPE --against BASE.sif",
         ) from error
 
 
@@ -196,14 +198,18 @@ def _read(path: Path, start: int, size_bytes: int) -> Delta:
     try:
         values: dict[str, Any] = json_text.parse(text)
         if values["schema"] != SCHEMA:
-            raise CheckFailed("a later imgkit wrote this delta", where=str(path), hint="update imgkit")
+            raise CheckFailed(
+                "a later version of imgkit wrote this delta", where=str(path), hint="update imgkit"
+            )
         json_text.unseal(values)
         del values["schema"]
         found: Delta = json_text.read(Delta, values, "delta", closed=True)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckFailed(f"its description cannot be read: {error}", where=str(path)) from error
     if _text(found) != text:
-        raise CheckFailed("its description is not as imgkit wrote it", where=str(path), hint="copy it again")
+        raise CheckFailed(
+            "its description is not in the form that imgkit writes", where=str(path), hint="copy it again"
+        )
     if found.size_bytes + length + _END.size != size_bytes:
         raise CheckFailed(
             f"it has {size_bytes} bytes, its description says {found.size_bytes + length + _END.size}",

@@ -39,7 +39,7 @@ class Made:
     """Number of new or different entries, without folders and the runtime's own files."""
     deleted: int
     """Number of whiteouts."""
-    way: str
+    read_from: str
     """Source of the files: ``overlay2``, ``copy``, ``save`` or ``sif``."""
     stages: tuple[Stage, ...]
 
@@ -109,7 +109,7 @@ def between(newer: Path, base: Path, target: Path, options: Options, report: Rep
         arch=stack.sif.arch,
         created=stack.deltas[-1].created if stack.deltas else _created(stack.sif),
         trees=lambda below, work, clock: Trees(
-            old=source.mounted(below.sif), new=source.mounted(stack.sif), way="sif"
+            old=source.mounted(below.sif), new=source.mounted(stack.sif), read_from="sif"
         ),
         changes=lambda below, trees: tree.changes(trees.old, trees.new, skip=source.NEVER - source.OWN),
     )
@@ -152,7 +152,7 @@ def _make(newer: _Newer, base: Path, target: Path, options: Options, report: Rep
         delta=delta,
         changed=len(kinds) - kinds.count(None) - kinds.count("dir"),
         deleted=kinds.count(None),
-        way=trees.way,
+        read_from=trees.read_from,
         stages=tuple(clock.stages),
     )
 
@@ -172,7 +172,7 @@ def check_target(target: Path) -> None:
         raise UsageError(
             "target exists and is not a delta; refusing to overwrite it",
             where=str(target),
-            hint="another name with -o",
+            hint="choose another name with -o",
         )
 
 
@@ -185,9 +185,9 @@ def require_shown(layers: tree.Stack, delta: Delta, where: Path) -> None:
     """
     if tree.content(layers, descriptor.INSIDE) != descriptor.inside(delta.image_id):
         raise CheckFailed(
-            "the new file does not show the delta",
+            "the new file does not contain the delta",
             where=str(where),
-            hint="mksquashfs or the runtime wrote other data than it got: try another version",
+            hint="mksquashfs or the runtime did not store the data that it received: try another version",
         )
 
 
@@ -197,7 +197,7 @@ def _check_images(image: _Newer, stack: Stack) -> None:
         raise CheckFailed(f"it is for {stack.sif.arch}, but {image.name} is for {image.arch}", where=where)
     if image.image_id == stack.base.image_id:
         raise UsageError(
-            f"it holds this very image ({image.name}): there is no difference",
+            f"it already holds this image ({image.name}): there is no difference",
             where=where,
             hint="build the changed image first: imgkit build RECIPE",
         )

@@ -42,7 +42,7 @@ class Trees:
 
     old: tree.Stack
     new: tree.Stack
-    way: str
+    read_from: str
     """``overlay2``, ``copy``, ``save`` or ``sif``."""
 
 
@@ -89,8 +89,8 @@ def trees(
         report.note(
             f"the engine no longer has the image of {base.sif.path.name}: imgkit compares every file of both"
         )
-        return Trees(old=mounted(base.sif), new=(*reversed(new), added), way=way)
-    return Trees(old=(*reversed([*new[:shared], *rest]), added), new=(*reversed(new), added), way=way)
+        return Trees(old=mounted(base.sif), new=(*reversed(new), added), read_from=way)
+    return Trees(old=(*reversed([*new[:shared], *rest]), added), new=(*reversed(new), added), read_from=way)
 
 
 def mounted(sif: SifImage) -> tree.Stack:
@@ -141,7 +141,7 @@ def _copies(image: EngineImage, base: descriptor.Stack, shared: int, work: Path)
         return None
     tars = image.fetch([f"/{path}" for path in paths], work)
     new = (*(Graft(path, tar) for path, tar in zip(paths, tars, strict=True)), *old)
-    return Trees(old=old, new=new, way="copy")
+    return Trees(old=old, new=new, read_from="copy")
 
 
 def _outermost(paths: Iterable[str]) -> list[str]:

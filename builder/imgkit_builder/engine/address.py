@@ -155,11 +155,11 @@ def _untrusted(place: Endpoint, error: ssl.SSLError) -> ToolFailed:
     """TLS does not come about. The number of such an error is TLS's own, and no system error."""
     tls = place.tls
     named = ", ".join(str(one) for one in (tls.ca, tls.cert, tls.key) if one) if tls else ""
-    hint = "ca.pem has to be of the authority that signed the engine's certificate, and to name this address"
+    hint = "ca.pem must be the CA of the engine's certificate, and the certificate must name this address"
     return ToolFailed(
         f"no TLS with the engine at {place.host}: {error.reason or error}",
         where=place.source or None,
-        hint=f"{hint}; cert.pem and key.pem are yours. Now: {named or 'none (see DOCKER_CERT_PATH)'}",
+        hint=f"{hint}; cert.pem and key.pem identify you. Present: {named or 'none (see DOCKER_CERT_PATH)'}",
     )
 
 

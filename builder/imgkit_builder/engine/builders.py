@@ -85,7 +85,7 @@ def _choose(facts: EngineFacts, wanted: Builder) -> Choice:
         except ImgkitError as error:
             if wanted == "podman":
                 raise
-            lacks = "an interrupted build goes on in Podman, and nothing is taken from its cache"
+            lacks = "an interrupted build continues in Podman, and its cache is not used"
             return Choice(name="classic", note=f"Podman builds through its API ({error.what}): {lacks}")
     return Choice(name="classic", may_change=True)
 
@@ -174,7 +174,7 @@ def _podman_containers(facts: EngineFacts) -> Path:
         raise UsageError(
             f"the program podman stores images in {found[1]}, the engine in {facts.root}",
             where=facts.endpoint.host,
-            hint=f"run imgkit as the user whose engine it is, {use_classic}",
+            hint=f"run imgkit as the user who owns the engine, {use_classic}",
         )
     return Path(found[1]) / f"{found[2]}-containers"
 

@@ -68,7 +68,7 @@ class Engine:
         if self._version is None:
             from imgkit_builder.engine.errors import translated
 
-            with translated("ask the engine's version"):
+            with translated("query the engine's version"):
                 self._version = self.api.version()
         return self._version
 
@@ -78,7 +78,7 @@ class Engine:
         if self._about is None:
             from imgkit_builder.engine.errors import translated
 
-            with translated("ask the engine about itself"):
+            with translated("query the engine"):
                 self._about = self.api.info()
         return self._about
 
@@ -354,7 +354,7 @@ def _connection(place: Endpoint, timeout_s: float) -> http.client.HTTPConnection
             )
         return http.client.HTTPConnection(parts.hostname, parts.port or 2375, timeout=timeout_s)
     raise ToolFailed(
-        f"imgkit doctor cannot ask an engine at {place.host}",
+        f"imgkit doctor cannot query an engine at {place.host}",
         where=place.source or None,
         hint="write unix:///path/docker.sock, tcp://host:2375 or ssh://user@host",
     )

@@ -27,7 +27,7 @@ _UNKNOWN = ("manifest unknown", "manifest for", "repository does not exist", "no
 _DENIED = ("unauthorized", "authentication required", "no basic auth", "denied: requested access", "denied:")
 
 ONE_PLATFORM_HINT = (
-    "this engine uses only its own platform of an image that has several: name the other one by its digest, "
+    "this engine uses only its own platform of a multi-platform image: name the other one by its digest, "
     "NAME@sha256:... (docker manifest inspect NAME lists them), or use Docker 28.1 or later"
 )
 RESTART_HINT = (
@@ -77,7 +77,7 @@ def hint_for(text: str) -> str | None:
         return "the base has no pip, and imgkit needs it: add apt: [python3-pip] to the recipe's image"
     if "certificate_verify_failed" in low:
         return (
-            "the step met a certificate that it does not trust, often a proxy's: add the certificate of your "
+            "the step does not trust a certificate, often a proxy's: add the certificate of your "
             "site's own authority to the recipe's image: ca: [FILE.crt]"
         )
     if "exec format error" in low:
@@ -153,7 +153,7 @@ def translated(doing: str, *, name: str = "") -> Iterator[None]:
 
 def broken(doing: str, error: object) -> ToolFailed:
     """The error for a connection that broke during an operation."""
-    return ToolFailed(f"{doing}: the connection to the engine broke: {error}", hint=RESTART_HINT)
+    return ToolFailed(f"{doing}: the connection to the engine was lost: {error}", hint=RESTART_HINT)
 
 
 Event = dict[str, Any]

@@ -188,7 +188,7 @@ class EngineHelper:
             stream = TarStream(iter(chunks), name="the squashfs of the engine")
             member = next(iter(stream), None)
             if member is None:
-                raise CheckFailed("the engine handed out no squashfs", where=str(target))
+                raise CheckFailed("the engine returned no squashfs", where=str(target))
             self._report.stage("receive the squashfs from the engine")
             done_bytes = 0
             with files.open_own(target, os.O_RDWR | os.O_CREAT, "r+b") as out:

@@ -87,7 +87,7 @@ class Differences:
     env: tuple[ValueDifference, ...] | None
     files: tuple[FileDifference, ...] | None
     layers: tuple[LayerDifference, ...] | None
-    untold: tuple[str, ...]
+    not_compared: tuple[str, ...]
     """What a side cannot tell, a sentence each."""
 
     @property
@@ -119,7 +119,7 @@ def compare(one: ComparedSide, other: ComparedSide) -> Differences:
         env=_env(one, other, lesser),
         files=tuple(_files(one.image, other.image)) if one.image and other.image else None,
         layers=_layers(one.image, other.image) if images else None,
-        untold=tuple(_untold(one, other)),
+        not_compared=tuple(_not_compared(one, other)),
     )
 
 
@@ -163,10 +163,10 @@ def _env(one: ComparedSide, other: ComparedSide, lesser: ComparedSide) -> tuple[
     )
 
 
-def _untold(one: ComparedSide, other: ComparedSide) -> Iterator[str]:
+def _not_compared(one: ComparedSide, other: ComparedSide) -> Iterator[str]:
     if one.kind != other.kind:
         lesser, more = sorted((one, other), key=lambda side: _RANK.index(side.kind))
-        yield f"compared is what the {lesser.kind} names; {more.name} may have more packages and variables"
+        yield f"only what the {lesser.kind} lists is compared; {more.name} may hold more packages, variables"
     for kind in dict.fromkeys((one.kind, other.kind)):
         if kind == "recipe":
             yield "a recipe has no files, no layers, and versions only where it states them"

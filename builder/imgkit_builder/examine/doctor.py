@@ -232,7 +232,7 @@ def _zstd() -> Check:
     path = shutil.which("zstd")
     if path:
         return Check(name="zstd", verdict="ok", found=path)
-    hint = "apt-get install zstd, or module load zstd; only archives saved with --compress zstd need it"
+    hint = "apt-get install zstd, or module load zstd; only archives saved with --compression zstd need it"
     return Check(name="zstd", verdict="warn", found="not on PATH", hint=hint)
 
 
@@ -256,7 +256,7 @@ def _disks(machine: Machine, purpose: Purpose, engine: Check) -> Iterator[Check]
 
 
 def _can_squash(engine: Check) -> bool:
-    """Whether mksquashfs could run in a container of the engine; the one-file tool has no SDK for it."""
+    """Whether mksquashfs could run in a container of the engine; the single-file imgkit has no SDK for it."""
     return engine.verdict != "fail" and importlib.util.find_spec("docker") is not None
 
 
@@ -318,7 +318,7 @@ def _amd_gpus(machine: Machine) -> Iterator[Check]:
         yield Check(
             name="gpus",
             verdict="warn",
-            found=f"{count} AMD GPUs (/dev/kfd); imgkit's images and launcher use NVIDIA GPUs only",
+            found=f"{count} AMD GPUs (/dev/kfd); imgkit supports NVIDIA GPUs only",
             hint="build and convert images here; run them on NVIDIA GPUs, or on processors: --device cpu",
         )
 
@@ -377,7 +377,7 @@ def _other(place: Endpoint, used: Endpoint, buildx: str) -> Check:
         return Check(
             name=name,
             verdict="skip",
-            found=f"{_reached(place)}: not asked by ssh",
+            found=f"{_reached(place)}: not queried over ssh",
             hint=f"to use it: {choice(place, used)}",
         )
     try:

@@ -295,7 +295,7 @@ def _baked_manifest(image: SifImage) -> Check:
         return Check(name=name, verdict="skip", found=f"not read: {error.what}", hint=error.hint or "")
     except UnicodeDecodeError as error:
         return Check(
-            name=name, verdict="fail", found=f"{manifest.MANIFEST_JSON} is no text: {error}", hint=_AGAIN
+            name=name, verdict="fail", found=f"{manifest.MANIFEST_JSON} is not text: {error}", hint=_AGAIN
         )
     except ImgkitError as error:
         return Check(name=name, verdict="fail", found=error.what, hint=error.hint or "")

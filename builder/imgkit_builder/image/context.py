@@ -324,7 +324,7 @@ def _kept(recipe: Recipe, folder: str, locked: Iterable[LockedDeb | LockedWheel]
         file = recipe.kept.get(one.file)
         if file is None:
             continue
-        otherwise = "remove it, or make it again: imgkit lock --keep"
+        otherwise = "remove it, or make it again: imgkit lock --keep-files"
         with members.readable(file, otherwise=otherwise), files.open_regular(file) as stream:
             size_bytes = os.fstat(stream.fileno()).st_size
             found = files.sha256(stream, 0, size_bytes)
@@ -332,7 +332,7 @@ def _kept(recipe: Recipe, folder: str, locked: Iterable[LockedDeb | LockedWheel]
             raise CheckFailed(
                 f"its sha256 is {found}, and the lock has {one.sha256}",
                 where=str(file),
-                hint="remove it, and the build downloads it; or make it again: imgkit lock --keep",
+                hint="remove it, and the build downloads it; or make it again: imgkit lock --keep-files",
             )
         yield TarMember(name=f"{folder}/{one.file}", size_bytes=size_bytes, source=file)
 

@@ -367,7 +367,7 @@ def pip_advice(recipe: Recipe) -> str:
     text = (
         "imgkit: where an index no longer has a wheel of the lock: imgkit lock "
         f"{recipe.reference} --upgrade, or put the wheel into {_lock(recipe)}.files/ (imgkit lock "
-        f"{recipe.reference} --keep stores all of them there)"
+        f"{recipe.reference} --keep-files stores all of them there)"
     )
     return f"{NEXT}|| {{ echo {shlex.quote(text)} >&2; exit 1; }}"
 

@@ -50,7 +50,7 @@ def read(recipe: Recipe) -> SecretValues:
             raise UsageError(
                 f"the secret {secret.id} has no line of {LEAST} characters",
                 where=where,
-                hint="imgkit looks for it in what the build writes, and could not tell it from other text",
+                hint="imgkit searches for it in the files of the build; shorter values also occur by chance",
             )
         lines.update(found)
         options += [

@@ -80,7 +80,7 @@ class Inventory:
     base: str
     """Name of the base image; empty where it is not known."""
     base_digest: str
-    """``sha256:...`` of the base's manifest, or of its configuration if it never was in a registry."""
+    """``sha256:...`` of the base's manifest, or of its configuration if it was never in a registry."""
     distribution: str
     """``debian``, ``ubuntu``; empty where the image does not say it."""
     release: str

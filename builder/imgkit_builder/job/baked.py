@@ -35,7 +35,7 @@ def target(path: Path) -> Target:
         facts = system.from_json(_text(layers, str(system.SYSTEM_JSON)))
     except (KeyError, ValueError) as error:
         raise CheckFailed(
-            f"it does not say which system it is for: {error}",
+            f"it does not name its system: {error}",
             where=str(path),
             hint=f"name the recipe: imgkit submit RECIPE --image {path} ...",
         ) from error

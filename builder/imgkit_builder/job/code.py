@@ -157,7 +157,7 @@ def refuse_shadowed(code: CodeFolder, job: Job) -> None:
     UsageError : the job would run files that may change until it starts, and its record would name the code.
     """
     root, folder = code.folder.resolve(), job.directory.resolve()
-    other = "another folder for the job: --directory DIR"
+    other = "choose another folder for the job: --directory DIR"
     for before, word in zip(("", *job.command), job.command, strict=False):
         module = word.partition(".")[0] if before == "-m" else ""
         for part in (module, f"{module}.py") if module else (word,):
@@ -180,7 +180,7 @@ def _found(folder: Path, allow: Sequence[str]) -> Iterator[CodeFile]:
             yield _file(one)
     except FileNotFoundError as error:
         raise UsageError(
-            "it vanished while imgkit read it", where=str(error.filename), hint="the same command again"
+            "it was removed while imgkit read it", where=str(error.filename), hint="run the command again"
         ) from None
     except OSError as error:
         raise UsageError(

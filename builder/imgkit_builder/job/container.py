@@ -119,7 +119,7 @@ _UNCLEAN = f"unset {' '.join(_CLEANING)}"
 
 
 def exports(job: Job) -> tuple[str, ...]:
-    """Shell lines that set variables of the runtime and of the launcher."""
+    """Shell lines that set variables of the runtime and of the node agent."""
     lines = [_UNCLEAN] if job.run_by == "singularity" else []
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.settings.items()]
     lines += [_READ_ENV.format(file=shlex.quote(job.env_file))] if job.env_file else []
@@ -127,7 +127,7 @@ def exports(job: Job) -> tuple[str, ...]:
     # Expanded where it is used, to the image's own value: a plain value would replace it.
     inherited = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
     if job.run_by == "host":
-        # There is no image, so the launcher has no system.json to read.
+        # There is no image, so the node agent has no system.json to read.
         lines += [f"export {name}={shlex.quote(value)}" for name, value in job.recipe.system.env.items()]
         lines += [f'export LD_LIBRARY_PATH="{libraries}{inherited}"'] if libraries else []
     elif job.run_by == "singularity" and libraries:
@@ -212,7 +212,7 @@ def overlay(request: Request, run_by: RunBy, directory: Path) -> tuple[str, Delt
     delta = descriptor.read(request.delta if request.delta.exists() else directory / request.delta)
     if run_by != "singularity":
         raise UsageError(
-            f"a delta lies over a .sif, but {run_by} does not run a .sif",
+            f"a delta is mounted over a .sif, but {run_by} does not run a .sif",
             where="--delta",
             hint="leave it out",
         )
@@ -228,14 +228,16 @@ def laid_over(job: Job, overlay: str, delta: Delta) -> Job:
 def refuse_code(request: Request, run_by: RunBy) -> None:
     """Raise UsageError for flags of code that mean nothing in this job."""
     if request.code is not None and request.no_code:
-        raise UsageError("--code cannot be combined with --no-code", where="--code", hint="give one of them")
+        raise UsageError(
+            "--code cannot be combined with --no-code", where="--code", hint="use only one of them"
+        )
     if request.code is None:
         for flag, given in (("--code-replace", request.code_replace), ("--allow", request.allow)):
             if given:
                 raise UsageError(f"{flag} without --code", where=flag, hint="--code DIR")
     elif run_by != "singularity":
         raise UsageError(
-            f"the code lies over a .sif, but {run_by} does not run one",
+            f"the code is mounted over a .sif, but {run_by} does not run one",
             where="--code",
             hint=f"leave it out; a folder that all nodes see: --bind DIR:/{descriptor.CODE_PLACE}",
         )
@@ -331,7 +333,7 @@ def variable(text: str) -> tuple[str, str]:
     kind = secret_patterns.in_value(value)
     if kind or secret_patterns.in_name(name, value):
         raise UsageError(
-            f"{name} holds {kind or 'a secret, by its name'}: every user could read it in argument lists",
+            f"{name} holds {kind or 'a secret (by its name)'}: every user could read it in argument lists",
             where="--env",
             hint=f"export {name}, then --env {name} alone; or --env-file FILE, a file of mode 600",
         )
@@ -348,7 +350,7 @@ def _name(name: str, text: str) -> str:
 
 
 def secret(request: Request, directory: Path) -> Mapping[str, str]:
-    """Variables of the launcher that say where the run's secret is, and whether there must be one."""
+    """Variables of the node agent that say where the run's secret is, and whether there must be one."""
     found = {}
     if file := _secret_file(request, directory):
         found[VARIABLE] = str(file)

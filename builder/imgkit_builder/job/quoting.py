@@ -53,7 +53,7 @@ def check(flag: str, value: str) -> str:
     """
     known = FIELDS[flag]
     if value and not re.fullmatch(known.pattern, value):
-        raise UsageError(f"{value!r} cannot stand in a job", where=flag, hint=f"allowed: {known.allowed}")
+        raise UsageError(f"{value!r} cannot be used in a job", where=flag, hint=f"allowed: {known.allowed}")
     return value
 
 
@@ -66,9 +66,9 @@ def option(value: str) -> str:
     """
     if not re.fullmatch(r"[A-Za-z0-9._@+:=,/^*()\[\]|&!~%-]+", value):
         raise UsageError(
-            f"{value!r} cannot stand in a directive",
+            f"{value!r} cannot be used in a directive",
             where="--option",
-            hint="one word without blanks and quotes, for example --option=--exclusive",
+            hint="one argument without blanks and quotes, for example --option=--exclusive",
         )
     return value
 

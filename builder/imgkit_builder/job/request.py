@@ -260,7 +260,9 @@ def request_of(request: Request, flags: ImageFlags) -> AnyRequest:
     excess = [name for name in (*given(flags), *given(request)) if name not in shared]
     excess += [f"the command {word}" for word in request.command[:1]]
     if excess:
-        raise UsageError(f"{where} cannot be combined with {excess[0]}", where=where, hint="give one of them")
+        raise UsageError(
+            f"{where} cannot be combined with {excess[0]}", where=where, hint="use only one of them"
+        )
     if flags.archive is not None:
         return ConversionJobRequest(**common, archive=flags.archive)
     return BuildJobRequest(**common, build=flags.build, base_from=flags.base_from)
@@ -333,7 +335,7 @@ class Job(AnyJob):
     size: Size
     """Nodes that train, and spares."""
     max_failures: int | None
-    """Failures that the run survives; None leaves the number to the launcher."""
+    """Failures that the run survives; None leaves the number to the node agent."""
     gpus: int
     """GPUs per node."""
     cpus: int | None
@@ -351,7 +353,7 @@ class Job(AnyJob):
     env_file: str
     """Path of a file with more of them; empty if there is none."""
     settings: Mapping[str, str]
-    """``IMGKIT_*`` variables for the launcher in the container."""
+    """``IMGKIT_*`` variables for the node agent in the container."""
     stop_before_s: int
     """Seconds before the time limit at which the program is asked to save; 0: never."""
     code: CodeRecord | None = None
@@ -371,7 +373,7 @@ class Job(AnyJob):
 
     @property
     def outlives_nodes(self) -> bool:
-        """Whether the launchers go on when a node is lost: nothing may end them for it."""
+        """Whether the node agents go on when a node is lost: nothing may end them for it."""
         return not self.size.fixed and self.max_failures != 0
 
     @property

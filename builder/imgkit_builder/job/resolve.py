@@ -164,9 +164,9 @@ def _require(
     hint = f"add {' '.join(f'--{key} ...' for key in keys)}"
     if project:
         stated = ", ".join(f'{key} = "..." in {project.get(key, project[""])}' for key in keys)
-        hint = f"state {stated}; or {hint}"
+        hint = f"set {stated}; or {hint}"
     else:
-        hint += f", or state it in a recipe that extends {recipe.name} (system.queue)"
+        hint += f", or set it in a recipe that extends {recipe.name} (system.queue)"
     raise UsageError(
         f"{recipe.system.title or recipe.name} needs {', '.join(f'--{key}' for key in keys)}",
         where=recipe.where("system", "queue", "required"),
@@ -181,7 +181,7 @@ def _command(request: Request) -> tuple[str, ...]:
         if request.interactive:
             return ()
         raise UsageError(
-            "no command was given",
+            "no command given",
             where="COMMAND",
             hint="imgkit submit RECIPE -- dist-bench; or --interactive",
         )
@@ -228,8 +228,8 @@ def _refuse_clean(job: Job) -> None:
     cleans = next((word for word in options if _CLEAN.fullmatch(word)), "")
     if cleans and (job.system != "standalone" or job.settings or job.names or job.env_file):
         raise UsageError(
-            f"with {cleans}, the container receives no variable of the node and the job: the launcher would "
-            "find neither the other nodes nor the job's settings",
+            f"with {cleans}, the container receives no variable of the node and the job: the node agent "
+            "would find neither the other nodes nor the job's settings",
             where=job.recipe.where("system", "runtime", "options"),
             hint=f"remove {cleans} from system.runtime.options; --contain and --no-home keep the variables",
         )
@@ -249,12 +249,12 @@ def _names(request: Request, system: System) -> tuple[str, ...]:
 def _settings(
     recipe: Target, request: Request, system: System, run_by: RunBy, *, gpus: int, size: Size
 ) -> Mapping[str, str]:
-    """Options of the launcher that follow from the request, as its variables."""
+    """Options of the node agent that follow from the request, as its variables."""
     settings = {}
     if gpus == 0 and recipe.system.node.gpus:
-        settings["IMGKIT_DEVICE"] = "cpu"  # the image's launcher refuses to start without the node's GPUs
+        settings["IMGKIT_DEVICE"] = "cpu"  # the image's node agent refuses to start without the node's GPUs
     if gpus and (run_by == "host" or not recipe.system.node.gpus):
-        # No system.json tells the launcher to expect them.
+        # No system.json tells the node agent to expect them.
         settings["IMGKIT_GPUS"] = str(gpus)
     if request.nproc is not None:
         if request.nproc < 1:
@@ -274,7 +274,7 @@ def _settings(
 
 
 STOP_BEFORE_S = 120
-"""The launcher's grace period, and as much again: Slurm's signal can come up to a minute early."""
+"""The node agent's grace period, and as much again: Slurm's signal can come up to a minute early."""
 SHORT_S = 600
 """Shorter jobs are not asked to save before their end unless ``--stop-before`` is given."""
 
@@ -290,7 +290,7 @@ def node_range(text: str) -> Size:
 
 
 def _failures(request: Request) -> int | None:
-    """Failures that the run survives; None leaves the number to the launcher."""
+    """Failures that the run survives; None leaves the number to the node agent."""
     if request.max_failures is not None and request.max_failures < 0:
         raise UsageError(
             f"{request.max_failures} failures",

@@ -215,7 +215,7 @@ def _check_delta(job: Job, delta: Delta) -> None:
         raise UsageError(
             f"{job.overlay} lies over {delta.base}, but {job.image} is {found}",
             where="--delta",
-            hint=f"imgkit delta {job.recipe.name} --base {Path(job.image).name}, for this .sif",
+            hint=f"imgkit delta {job.recipe.name} --against {Path(job.image).name}, for this .sif",
         )
 
 
@@ -374,7 +374,7 @@ def records() -> tuple[SubmittedJob, ...]:
 def _read(path: Path) -> SubmittedJob:
     found: SubmittedJob = json_text.read(SubmittedJob, json_text.load(path), "record")
     if not all(map(quoting.is_job_id, (found.id, *filter(None, (found.cluster, found.remote))))):
-        raise ValueError(f"{found.handle!r} is no job id")
+        raise ValueError(f"{found.handle!r} is not a job id")
     quoting.check("--name", found.name.removesuffix("-sif"))
     return found
 
@@ -395,7 +395,7 @@ def _path(job_id: str) -> Path:
     ValueError : no job can have this id.
     """
     if not all(map(quoting.is_job_id, job_id.split("@", 1))):
-        raise ValueError(f"{job_id!r} is no job id")
+        raise ValueError(f"{job_id!r} is not a job id")
     path = _folder() / f"{job_id}.json"
     if "@" in job_id or path.exists():
         return path

@@ -143,7 +143,7 @@ def uv_wheels(text: str | bytes) -> tuple[LockedWheel, ...]:
     """
     stated = json_text.parse(text)
     if not isinstance(stated, list) or not all(isinstance(one, dict) for one in stated):
-        raise ValueError("it is no list of wheels")
+        raise ValueError("it is not a list of wheels")
     stepped = [{**one, "step": UV_STEP} for one in stated]
     found: tuple[LockedWheel, ...] = json_text.read(tuple[LockedWheel, ...], stepped, "uv")
     return tuple(sorted(found, key=lambda one: canonical(one.name)))
@@ -271,7 +271,7 @@ def read(text: str | bytes) -> Failure:
     said: _Said = json_text.read(_Said, data, "failed")
     step = data.get("step")
     if step != "apt" and (type(step) is not int or step < 0):
-        raise ValueError("failed.step is no step of a recipe")
+        raise ValueError("failed.step is not a step of a recipe")
     return Failure(step=step, kind=said.kind, about=said.about, output=said.output)
 
 
@@ -282,8 +282,8 @@ def explained(recipe: Recipe, failure: Failure, *, log: str) -> ImgkitError:
         failure = dataclasses.replace(failure, about=collected[-1])
     where = place(recipe, failure)
     said = "\n".join(lines(failure.output))
-    quoted = f"its words:\n{said}\nfull log: {log}" if said else f"full log: {log}"
-    keep = f"{lock_file.command(recipe)} --keep"
+    quoted = f"its output:\n{said}\nfull log: {log}" if said else f"full log: {log}"
+    keep = f"{lock_file.command(recipe)} --keep-files"
     match failure.kind:
         case "source":
             return UsageError(
@@ -327,7 +327,9 @@ def explained(recipe: Recipe, failure: Failure, *, log: str) -> ImgkitError:
         )
     tool = "apt" if failure.step == "apt" else "pip"
     if _NETWORK.search(failure.output):
-        return ToolFailed(f"{tool} reaches no package in the base's network", where=where, hint=quoted)
+        return ToolFailed(
+            f"{tool} cannot reach a package index from the base's network", where=where, hint=quoted
+        )
     if kept := _KEPT_TORCH.search(failure.output):
         return UsageError(
             f"the step asks for another {kept[1]} than the base's {kept[2]}, which imgkit protects",

@@ -23,7 +23,9 @@ class Change:
     """Empty where it is gone."""
 
     def __str__(self) -> str:
-        versions = f"{self.old} -> {self.new}" if self.old and self.new else self.new or f"{self.old}, gone"
+        versions = (
+            f"{self.old} -> {self.new}" if self.old and self.new else self.new or f"{self.old}, removed"
+        )
         return f"{self.kind:4}  {self.name}  {versions}"
 
 

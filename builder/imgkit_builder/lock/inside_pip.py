@@ -62,7 +62,7 @@ def main(number: int, words: list[str]) -> None:
 
 
 def program(packages: list[str]) -> list[str]:
-    """The words that start a pip with ``--report``: the base's, or one that this step names.
+    """The argv that starts a pip with ``--report``: the base's, or one that this step names.
 
     Raises
     ------

@@ -308,7 +308,7 @@ def kept_files(file: Path, part: LockedPlatform | None) -> dict[str, Path]:
             raise UsageError(
                 f"the kept wheel {name} is missing",
                 where=str(path),
-                hint="bring the folder back, or build it again: imgkit lock RECIPE --keep --upgrade",
+                hint="restore the folder, or build it again: imgkit lock RECIPE --keep-files --upgrade",
             )
     return found
 

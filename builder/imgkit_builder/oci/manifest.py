@@ -48,7 +48,7 @@ class BaseImage:
     id: str = ""
     """``sha256:...`` of the image configuration."""
     digest: str = ""
-    """``repo@sha256:...``; empty for an image that never was in a registry, which `id` identifies."""
+    """``repo@sha256:...``; empty for an image that was never in a registry, which `id` identifies."""
     platform: str = ""
     standin: bool = False
     """Whether the base has the label ``imgkit.standin``: no NVIDIA software, for tests only."""

@@ -78,9 +78,9 @@ def write(folder: Path, wanted: Mapping[str, str], *, keep: bool) -> tuple[Path,
     taken = [name for name in wanted if (folder / name).is_symlink() or (folder / name).exists()]
     if taken and not keep:
         raise UsageError(
-            f"these files are there already: {', '.join(taken)}",
+            f"these files already exist: {', '.join(taken)}",
             where=str(folder),
-            hint="--keep leaves them as they are, and writes the others",
+            hint="--keep-existing keeps them and writes the others",
         )
     folder.mkdir(parents=True, exist_ok=True)
     made = [folder / name for name in wanted if name not in taken]

@@ -93,7 +93,7 @@ def read(file: Path) -> ProjectFile:
 
     Raises
     ------
-    UsageError : it is no TOML, or has an unknown key or a wrong value; lists all of them with their lines.
+    UsageError : it is not TOML, or has an unknown key or a wrong value; lists all of them with their lines.
     """
     return parse(_text(file), file)
 
@@ -159,7 +159,7 @@ def _explained(key: str, fault: Fault) -> tuple[str, str]:
     if fault.kind == "unknown":
         return "unknown key", choices(key, fault.expected)
     if fault.expected is not str:
-        return f"must be a list of texts, not {_kind(fault.value)}", 'write ["ONE", "TWO"]'
+        return f"must be a list of strings, not {_kind(fault.value)}", 'write ["ONE", "TWO"]'
     hint = "" if isinstance(fault.value, list | dict) else f'quote it: "{fault.value}"'
     return f"must be text, not {_kind(fault.value)}", hint
 

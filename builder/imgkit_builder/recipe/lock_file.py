@@ -36,7 +36,7 @@ from imgkit_recipes import FOLDER
 
 SUFFIX = ".lock"
 KEPT_SUFFIX = ".files"
-"""Follows the name of a lock: the folder of the packages that ``imgkit lock --keep`` stores."""
+"""Follows the name of a lock: the folder of the packages that ``imgkit lock --keep-files`` stores."""
 _HEAD = "# Made by imgkit lock, which also changes it. Keep it beside its recipe, under version control.\n"
 _MOST_BYTES = 16 << 20
 _AGAIN = "do not edit a lock; make it again: imgkit lock RECIPE"
@@ -144,7 +144,7 @@ def read(file: Path) -> Lock:
 
     Raises
     ------
-    UsageError : it cannot be read, is no TOML, has a later schema, an unknown key, or a missing or wrong
+    UsageError : it cannot be read, is not TOML, has a later schema, an unknown key, or a missing or wrong
         value; lists all faults with their lines.
     """
     try:
@@ -319,9 +319,7 @@ def attached(recipe: Recipe, lock: Lock, file: Path, *, platform: str, base: str
         asked = request_of(recipe, base=base)
     except (OSError, ValueError) as error:
         what = f"a file of the recipe cannot be read: {error}"
-        raise UsageError(
-            what, where=recipe.where("image", "pip"), hint=f"bring it back, or: {again}"
-        ) from error
+        raise UsageError(what, where=recipe.where("image", "pip"), hint=f"restore it, or: {again}") from error
     stale = difference(asked, part.request)
     if stale:
         where = "--base" if base and stale.path == ("image", "base") else recipe.where(*stale.path)
@@ -332,7 +330,7 @@ def attached(recipe: Recipe, lock: Lock, file: Path, *, platform: str, base: str
             raise UsageError(
                 f"{wheel.file} is missing, which was built when the lock was made",
                 where=str(shown(kept_folder(file))),
-                hint=f"copy that folder to this machine too, or: {command(recipe)} --keep",
+                hint=f"copy that folder to this machine too, or: {command(recipe)} --keep-files",
             )
     digest = hashlib.sha256(files.read_bytes(file)).hexdigest() if file.is_file() else ""
     return dataclasses.replace(
@@ -345,7 +343,7 @@ def attached(recipe: Recipe, lock: Lock, file: Path, *, platform: str, base: str
 
 
 def kept_folder(file: Path) -> Path:
-    """The folder of the packages that ``imgkit lock --keep`` stores for the lock `file`."""
+    """The folder of the packages that ``imgkit lock --keep-files`` stores for the lock `file`."""
     return file.with_name(file.name + KEPT_SUFFIX)
 
 

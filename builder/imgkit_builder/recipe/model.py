@@ -233,7 +233,7 @@ class LockedBase:
     name: str
     """The name in the request."""
     digest: str = ""
-    """``sha256:...`` of the registry's manifest; empty for an image that never was in a registry."""
+    """``sha256:...`` of the registry's manifest; empty for an image that was never in a registry."""
     id: str = ""
     """``sha256:...`` of the configuration."""
 

@@ -86,11 +86,11 @@ def _stated(recipe: Recipe, path: Path, *where: str | int) -> Path:
 
 
 def find(ref: str, *, build_args: Sequence[str] = ()) -> Recipe:
-    """Load the recipe `ref`: a shipped name, a JSON file or, outside the one-file tool, a recipe's file.
+    """Load the recipe `ref`: a shipped name, a JSON file or, outside the single-file imgkit, a recipe's file.
 
     Raises
     ------
-    UsageError : there is no such recipe, it has problems, or the one-file tool cannot read it.
+    UsageError : there is no such recipe, it has problems, or the single-file imgkit cannot read it.
     """
     text = targets.as_json(ref)
     if text is not None:
@@ -151,7 +151,7 @@ def from_json(text: str, file: Path) -> Recipe:
 
 
 def _with_own_files(image: Image) -> Image:
-    """`image` with the requirements files of a shipped recipe, which lie inside the one-file tool."""
+    """`image` with the requirements files of a shipped recipe, which lie inside the single-file imgkit."""
     shipped = [
         step.requirements for step in image.pip if step.requirements and not step.requirements.is_absolute()
     ]

@@ -181,7 +181,7 @@ class NotToml(UsageError, ValueError):
     """A text is not TOML, or beyond its limits; `line` and `column` count from 1."""
 
     def __init__(self, why: str, *, line: int, column: int) -> None:
-        super().__init__(f"it is no TOML: {why}")
+        super().__init__(f"it is not TOML: {why}")
         self.line, self.column = line, column
 
 
@@ -191,7 +191,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     Raises
     ------
     NotToml : it is not TOML, too deep, or an integer has more than TOML's 64 bits.
-    ToolMissing : this Python has no reader of TOML, as the one-file tool brings none.
+    ToolMissing : this Python has no reader of TOML, as the single-file executable brings none.
     """
     if sys.version_info >= (3, 11):
         import tomllib

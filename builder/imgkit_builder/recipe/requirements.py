@@ -64,7 +64,7 @@ def of_project(folder: Path) -> tuple[str, ...]:
     Raises
     ------
     OSError : there is no pyproject.toml, or it cannot be read.
-    ValueError : it is not TOML, or its dependencies are not a list of texts.
+    ValueError : it is not TOML, or its dependencies are not a list of strings.
     ToolMissing : this Python cannot read TOML.
     """
     text = files.read_text(folder / PYPROJECT, most_bytes=_MOST_BYTES)
@@ -72,7 +72,7 @@ def of_project(folder: Path) -> tuple[str, ...]:
     project = content.get("project", {})
     stated = project.get("dependencies", []) if isinstance(project, dict) else None
     if not isinstance(stated, list) or not all(isinstance(one, str) and "\n" not in one for one in stated):
-        raise ValueError("project.dependencies is not a list of texts")
+        raise ValueError("project.dependencies is not a list of strings")
     return tuple(stated)
 
 

@@ -1,7 +1,7 @@
-"""The parts of a recipe that a cluster needs, also in the one-file tool, which cannot read recipe files.
+"""The parts of a recipe that a cluster needs, also in the single-file imgkit, which cannot read recipe files.
 
 Reading YAML needs PyYAML, which is compiled. The JSON of ``imgkit show RECIPE --json`` needs
-the standard library only. The one-file tool carries that of the shipped recipes as ``recipes.json``; a
+the standard library only. The single-file imgkit carries that of the shipped recipes as ``recipes.json``; a
 user's own recipe comes as a file.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from imgkit_builder.recipe.model import PipStep
 
 RECIPES_JSON = "recipes.json"
-"""A file of the one-file tool, in the folder of the package: the JSON of each shipped recipe, by name."""
+"""File of the single-file imgkit, in the folder of the package: the JSON of each shipped recipe, by name."""
 JSON_SUFFIX = ".json"
 HINT = "write it where imgkit is installed: imgkit show RECIPE --json > RECIPE.json"
 
@@ -69,11 +69,11 @@ def module_line(system: SystemFacts) -> str:
 
 
 def find(ref: str | Path) -> Target:
-    """Find the recipe `ref`: a shipped name, a JSON file or, outside the one-file tool, a recipe's file.
+    """Find the recipe `ref`: a shipped name, a JSON file or, outside the single-file imgkit, a recipe's file.
 
     Raises
     ------
-    UsageError : there is no such recipe, it has problems, or the one-file tool cannot read it.
+    UsageError : there is no such recipe, it has problems, or the single-file imgkit cannot read it.
     """
     text = as_json(str(ref))
     if text is not None:
@@ -105,11 +105,11 @@ def installed(steps: Iterable[PipStep]) -> tuple[InstalledProject, ...]:
 
 
 def as_json(ref: str) -> str | None:
-    """The recipe `ref` as JSON, from a JSON file or the one-file tool; None: its YAML is to be loaded.
+    """The recipe `ref` as JSON, from a JSON file or the single-file imgkit; None: its YAML is to be loaded.
 
     Raises
     ------
-    UsageError : the file cannot be read, or the one-file tool has no such recipe.
+    UsageError : the file cannot be read, or the single-file imgkit has no such recipe.
     """
     if ref.endswith(JSON_SUFFIX):
         try:
@@ -121,7 +121,7 @@ def as_json(ref: str) -> str | None:
         return None
     if ref not in known:
         raise UsageError(
-            f"the one-file imgkit does not know the recipe {ref!r}",
+            f"the single-file imgkit does not know the recipe {ref!r}",
             hint=f"it knows: {', '.join(sorted(known))}\n"
             f"it reads JSON instead of a recipe's file; {HINT}\n"
             "or name the .sif of the recipe's image",
@@ -137,12 +137,12 @@ def names() -> tuple[str, ...]:
 
 
 def is_bundled() -> bool:
-    """Whether this is the one-file tool."""
+    """Whether this is the single-file imgkit."""
     return bool(_bundled())
 
 
 def _bundled() -> Mapping[str, Any]:
-    """The recipes of the one-file tool by name; empty where imgkit is installed."""
+    """The recipes of the single-file imgkit by name; empty where imgkit is installed."""
     file = importlib.resources.files("imgkit_builder").joinpath(RECIPES_JSON)
     known: dict[str, Any] = json_text.parse(file.read_bytes()) if file.is_file() else {}
     return known
@@ -214,7 +214,7 @@ def several(faults: Sequence[str], file: Path, *hints: str) -> UsageError:
     """The error of a file with values that no recipe may have: one fault stands in it, several below it."""
     if len(faults) == 1:
         return UsageError(faults[0], where=str(file), hint="\n".join(hints) or None)
-    what = f"{len(faults)} of its values are none of a recipe"
+    what = f"{len(faults)} of its values are not valid in a recipe"
     return UsageError(what, where=str(file), hint="\n".join((*faults, *hints)))
 
 

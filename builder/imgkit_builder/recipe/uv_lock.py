@@ -85,7 +85,7 @@ def tables(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     Raises
     ------
     OSError : one of them cannot be read; its `filename` is set.
-    ValueError : one of them is no TOML, or is too large; names it.
+    ValueError : one of them is not TOML, or is too large; names it.
     """
     return _table(folder / PYPROJECT), _table(folder / UV_LOCK)
 
@@ -187,7 +187,7 @@ def _wheel(about: Mapping[str, Any], name: str) -> UvWheel:
     if kind != "sha256" or not re.fullmatch("[0-9a-f]{64}", digest):
         raise ValueError(f"{name} has a wheel without a sha256")
     if url.scheme not in ("https", "http") or re.search(r"""[\s"'<>\\]""", about["url"]):
-        raise ValueError(f"{name} has a wheel at {about['url']!r}, which is no URL of a web server")
+        raise ValueError(f"{name} has a wheel at {about['url']!r}, which is not an HTTP URL")
     return UvWheel(
         file=urllib.parse.unquote(url.path.rpartition("/")[2]),
         url=about["url"].partition("#")[0],

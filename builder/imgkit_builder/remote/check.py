@@ -143,7 +143,7 @@ def _login(answer: Mapping[str, list[str]], connection: Connection) -> Iterator[
         yield Check(
             name="sharing",
             verdict="warn",
-            found=f"each command connects alone: {connection.why_alone}",
+            found=f"every command opens its own connection: {connection.why_alone}",
             hint="export XDG_RUNTIME_DIR=/run/user/$(id -u), or another short folder of mode 700",
         )
     if lacks := answer.get("lacks"):
@@ -163,7 +163,7 @@ def _scheduler(answer: Mapping[str, list[str]], target: Target | None) -> Check:
         return Check(
             name="scheduler",
             verdict="fail",
-            found=f"the recipe {target.name} runs by {system}, which imgkit run does not reach",
+            found=f"the recipe {target.name} runs by {system}, which imgkit run does not support",
             hint="a recipe with scheduler: slurm or pbs; imgkit list",
         )
     if (system or next(iter(there), "")) in there:

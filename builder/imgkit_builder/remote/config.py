@@ -46,7 +46,7 @@ def parse(text: str) -> tuple[str, str]:
 
     Raises
     ------
-    UsageError : there is no host in it, or the folder's name cannot stand in a job.
+    UsageError : there is no host in it, or the folder's name cannot be used in a job.
     """
     # The address of an IPv6 host holds colons itself, and stands in brackets.
     match = re.fullmatch(
@@ -89,7 +89,7 @@ def check_name(name: str) -> str:
     """
     if not re.fullmatch(_NAME, name):
         raise UsageError(
-            f"{name!r} cannot name a remote",
+            f"{name!r} is not a valid name of a remote",
             where="NAME",
             hint="up to 32 letters, digits and _ -, for example mn5",
         )
@@ -106,7 +106,7 @@ def remotes() -> dict[str, Remote]:
 
     Raises
     ------
-    UsageError : the file is no TOML, or a value in it is wrong; names the line.
+    UsageError : the file is not TOML, or a value in it is wrong; names the line.
     """
     text = _text()
     return _checked(text)
@@ -142,7 +142,7 @@ def add(remote: Remote, *, replace: bool = False) -> None:
     if remote.name in _checked(text):
         if not replace:
             raise UsageError(
-                f"there is a remote {remote.name} already",
+                f"the remote {remote.name} already exists",
                 where=str(path()),
                 hint=f"imgkit remote add {remote.name} ... --replace",
             )
@@ -226,7 +226,7 @@ def _wrong_values(tables: Mapping[str, _RemoteTable]) -> Iterator[tuple[KeyPath,
     """Each value of the right type that a remote cannot have."""
     for name, one in tables.items():
         if not re.fullmatch(_NAME, name):
-            yield (name,), "cannot name a remote"
+            yield (name,), "is not a valid name of a remote"
         for key, value in (("address", one.address), ("transfer", one.transfer)):
             if not fanout.is_host(value) and (value or key == "address"):
                 yield (name, key), f"{value!r} is not an address"

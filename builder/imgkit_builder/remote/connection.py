@@ -67,7 +67,7 @@ class Connection:
 
     remote: Remote
     control: Path | None
-    """Folder of the sockets of shared connections; None: each command connects alone."""
+    """Folder of the sockets of shared connections; None: every command opens its own connection."""
     why_alone: str
     """The reason for that; empty if the user wants it so."""
     ask: bool
@@ -264,7 +264,7 @@ def _behind(source: Iterable[bytes], token: bytes, host: str) -> Generator[bytes
     if not found:
         shown = before[-200:].decode(errors="replace").strip()
         what, hint = process.quoted(
-            f"the login shell of {host} starts no command" + ("; it printed" if shown else ""),
+            f"the login shell of {host} runs no command" + ("; it printed" if shown else ""),
             shown,
             f"look at the start-up files of that account: ssh {shlex.quote(host)} echo works",
         )

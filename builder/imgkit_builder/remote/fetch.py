@@ -100,7 +100,7 @@ def _listed(output: bytes, run: str, log: str) -> list[FarFile]:
         path = os.fsdecode(match[3]) if match else ""
         parts = path.split("/")
         if not match or (path != log and not path.startswith(f"{run}/")) or {"", ".", ".."} & set(parts):
-            raise CheckFailed(f"{path or row[:80]!r} is no file of a run", where=run)
+            raise CheckFailed(f"{path or row[:80]!r} is not a file of a run", where=run)
         found.append(FarFile(path=path, size_bytes=int(match[1]), mtime_s=int(match[2])))
     return found
 
@@ -129,7 +129,7 @@ def _fetched(
     for member in stream:
         far = known.get(member.name)
         if far is None or member.kind != REGULAR or not 0 <= member.mtime_s < _LATEST_S:
-            raise CheckFailed(f"{member.name!r} was not asked for", where=run)
+            raise CheckFailed(f"{member.name!r} was not requested", where=run)
         target = far.target(folder, run)
         target.parent.mkdir(parents=True, exist_ok=True)
         with files.writing(target) as file:

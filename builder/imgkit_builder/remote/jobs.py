@@ -30,7 +30,7 @@ cd -- "$folder" || exit 1
     for file in "$3" ${4:+"$4"} ${5:+"$5"} ${6:+"$6"}; do
         touch -c -- "$file" 2> /dev/null
         if [ ! -e "$file" ]; then
-            echo "$file has been removed meanwhile; the same command again sends it" >&2
+            echo "$file has been removed meanwhile; run the command again to send it" >&2
             exit 1
         fi
     done
@@ -85,7 +85,7 @@ def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:
 
     Raises
     ------
-    ToolFailed : the scheduler refused; quotes its message. Or the connection was cut, and the job may wait.
+    ToolFailed : the scheduler refused; quotes its message. Or the connection was lost, and the job may wait.
     """
     remote = connection.remote
     folder, used = str(job.directory), (job.image, job.overlay, *job.code_files, "", "")[:4]
@@ -112,7 +112,7 @@ def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:
         raise ToolFailed(what, hint=hint or None) from error
     except Cut as error:
         raise ToolFailed(
-            f"the connection was cut while the job was submitted: {error.what}",
+            f"the connection was lost while the job was submitted: {error.what}",
             where=remote.name,
             hint=f"it may be in the queue; look before you submit it again: ssh {remote.address}",
         ) from error
@@ -190,7 +190,7 @@ def follow(
             failures = 1 if shown > before else failures + 1
             if failures >= ATTEMPTS:
                 raise
-            say(f"the connection was cut, and imgkit connects again: {error.what}")
+            say(f"the connection was lost, and imgkit connects again: {error.what}")
             time.sleep(2**failures)
         else:
             return

@@ -85,7 +85,7 @@ class Store:
     deltas: tuple[HeldDelta, ...]
     """Deltas that make the image."""
     names: tuple[str, ...]
-    """All names in ``images``; a file gets its name when it is whole."""
+    """All names in ``images``; a file is renamed into place when it is complete."""
     codes: tuple[str, ...]
     """Names in ``deltas`` of code."""
 
@@ -116,7 +116,7 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
     """
     digest = image_id.removeprefix("sha256:")
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
-        raise UsageError(f"{image_id!r} is no image id", hint="imgkit build, or imgkit sif, makes one")
+        raise UsageError(f"{image_id!r} is not an image id", hint="imgkit build, or imgkit sif, makes one")
     output = connection.run(
         _LOOK, folder=connection.remote.folder, program=program, image=digest, edge=str(EDGE_BYTES)
     )
@@ -129,7 +129,7 @@ def read(output: bytes, remote: Remote, *, wanted: str = "") -> Store:
     Raises
     ------
     ToolFailed : the answer is cut short, or not that of imgkit's script.
-    UsageError : the folder belongs to another user, or its path cannot stand in a job.
+    UsageError : the folder belongs to another user, or its path cannot be used in a job.
     """
     home, owner, free, there = "", "", None, False
     names: list[str] = []
@@ -181,7 +181,7 @@ def fault_of_home(home: str, owner: str, remote: Remote) -> UsageError | None:
     again = f"imgkit remote add {remote.name} {remote.address}:{{}} --replace"
     if owner:
         return UsageError(
-            f"{remote.folder} belongs to {owner}, who could exchange what your jobs start",
+            f"{remote.folder} belongs to {owner}, who could replace what your jobs run",
             where=remote.name,
             hint=f"a folder of your own, for example below it: {again.format(f'{remote.folder}/YOU')}",
         )
@@ -190,7 +190,7 @@ def fault_of_home(home: str, owner: str, remote: Remote) -> UsageError | None:
         quoting.check("--directory", home.replace("\N{REPLACEMENT CHARACTER}", "\0"))
     except UsageError as error:
         return UsageError(
-            f"{home!r}, the folder's real path, cannot stand in a job",
+            f"{home!r}, the folder's real path, cannot be used in a job",
             hint=f"{error.hint}; another folder: {again.format('/PATH')}",
         )
     return None

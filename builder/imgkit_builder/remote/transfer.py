@@ -1,8 +1,8 @@
 """Bring a file into the store, whole or not at all, through connections that may be cut.
 
 The bytes go into a part file whose name follows from the content. A later attempt resumes at its end. Two
-attempts at once write the same bytes to the same places, so neither harms the other. The part file gets its
-name when its sha256 there is that of the file here.
+attempts at once write the same bytes to the same places, so neither harms the other. The part file is
+renamed into place when its sha256 is that of the local file.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def upload(
             failures = 0 if at > reached else failures
             reached = max(reached, at)
             if reached:
-                report.note(f"{at / 1e6:.1f} of {size / 1e6:.1f} MB are there already")
+                report.note(f"{at / 1e6:.1f} of {size / 1e6:.1f} MB were sent before")
             report.stage(f"send {source.name} to {connection.remote.name}")
             whole = _send(connection, source, home, part, at, size, report, most_per_s)
             report.stage(f"check it on {connection.remote.name}")
@@ -110,7 +110,7 @@ def upload(
             if reached < 0 or failures >= ATTEMPTS:
                 more = f"{error.hint}; the same command resumes the transfer" if reached > 0 else error.hint
                 raise Cut(error.what, where=error.where, hint=more) from error
-            report.note(f"the connection was cut, and imgkit connects again: {error.what}")
+            report.note(f"the connection was lost, and imgkit connects again: {error.what}")
             time.sleep(failures - 1)
             continue
         if answer == "kept":
@@ -120,9 +120,9 @@ def upload(
             raise CheckFailed(
                 f"what arrived on {connection.remote.name} differs from the file here",
                 where=str(source),
-                hint=f"does something write to it? Else: imgkit verify {source}",
+                hint=f"if no program writes to it: imgkit verify {source}",
             )
-        report.note("what was there differs from the file here: imgkit sends all of it")
+        report.note("the partial file there does not match the file here: imgkit sends all of it")
         reached = -1
 
 
@@ -144,7 +144,7 @@ def _state(connection: Connection, home: str, part: str, size: int, source: Path
     free = free_bytes(answer[1].decode(errors="replace"))
     if free is not None and free < size - found:
         raise CheckFailed(
-            f"{size / 1e9:.1f} GB have to go to {connection.remote.name}, where {free / 1e9:.1f} GB are free",
+            f"{size / 1e9:.1f} GB to send to {connection.remote.name}, with {free / 1e9:.1f} GB free",
             where=home,
             hint="remove what you do not need there, or choose another folder: imgkit remote add NAME "
             f"USER@HOST:/PATH --replace (to send: {source})",

@@ -301,7 +301,7 @@ class Squasher(Protocol):
 
         Raises
         ------
-        ImgkitError : that cannot be had.
+        ImgkitError : that is not available.
         """
 
     def shown(self, order: SquashOrder) -> str:

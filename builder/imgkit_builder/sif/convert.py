@@ -269,7 +269,7 @@ def check_target(target: Path, *, force: bool) -> None:
         raise UsageError(
             "target exists and is not a .sif; refusing to overwrite it",
             where=str(target),
-            hint="another name with -o, or --force",
+            hint="choose another name with -o, or --force",
         )
 
 
@@ -317,7 +317,7 @@ def _choose_method(source: Source, options: Options) -> Means:
             raise
         return _by_runtime(options, error.what, fallback=True)
     method: Method = "export" if isinstance(source, EngineImage) and options.direct is not False else "stream"
-    exported = "the engine's export goes straight into the .sif; --from layers: its layers do"
+    exported = "the engine's export is written straight into the .sif (--from layers uses the layers)"
     packing = conversion.choose_compression(None, options.compression, lacks_zstd=squasher.lacks_zstd)
     why = "--writer imgkit" if options.writer == "imgkit" else "it keeps all owners and needs no runtime"
     writer = f"writer: imgkit, with {squasher}: {why}"

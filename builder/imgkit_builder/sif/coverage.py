@@ -231,7 +231,7 @@ def _parse(text: bytes) -> Coverage:
     if not isinstance(values, dict):
         raise ValueError("not a JSON object")
     if values.pop("schema", None) != SCHEMA:
-        raise ValueError("a later imgkit wrote it; update imgkit")
+        raise ValueError("a later version of imgkit wrote it; update imgkit")
     found: Coverage = json_text.read(Coverage, values, "coverage", closed=True)
     if _text(found) != text or _sha256(_text(replace(found, sha256=_HEX))) != found.sha256:
         raise ValueError("its own sha256 differs")

@@ -308,7 +308,9 @@ def _record(path: Path, raw: bytes) -> ImgkitRecord:
     try:
         values = json_text.parse(raw)
         if values.pop("schema") != 1:
-            raise CheckFailed("a later imgkit wrote its imgkit object", where=str(path), hint="update imgkit")
+            raise CheckFailed(
+                "a later version of imgkit wrote its imgkit object", where=str(path), hint="update imgkit"
+            )
         record: ImgkitRecord = json_text.read(ImgkitRecord, values, "it", closed=True)
         return record
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -169,7 +169,7 @@ def squashing(
 
 
 def judge(code: int, text: str, *, broken: bool, log: TextIO, on_line: Callable[[str], None]) -> None:
-    """Report what mksquashfs said, and raise ToolFailed if it failed or said something unknown.
+    """Report what mksquashfs said, and raise ToolFailed if it failed or printed something unexpected.
 
     `broken` says that it ended before it had read everything.
     """
@@ -180,7 +180,7 @@ def judge(code: int, text: str, *, broken: bool, log: TextIO, on_line: Callable[
     if code != 0 or broken or unknown:
         log.flush()
         why = ": file too large, see ulimit -f" if code == -signal.SIGXFSZ else ""
-        what = f"failed with exit code {code}{why}" if code != 0 or broken else "said something unknown"
+        what = f"failed with exit code {code}{why}" if code != 0 or broken else "printed something unexpected"
         raise ToolFailed(
             f"mksquashfs {what}",
             hint=f"its last lines:\n{chr(10).join(text.splitlines()[-10:])}\nthe full log: {log.name}",

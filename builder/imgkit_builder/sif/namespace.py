@@ -27,7 +27,7 @@ def main() -> None:
                 stream.write(EVERYBODY)
         os._exit(0)
     if ctypes.CDLL(None).unshare(CLONE_NEWUSER) != 0:
-        sys.exit("imgkit: the kernel gives root no user namespace")
+        sys.exit("imgkit: the kernel refuses root a user namespace")
     os.write(sink, b".")
     if os.wait()[1] != 0:
         sys.exit("imgkit: the kernel does not map users into a user namespace")

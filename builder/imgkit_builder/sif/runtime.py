@@ -112,7 +112,7 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
         first = (answer.output.strip().splitlines() or ["(no output)"])[0]
         raise ToolMissing(
             f"{path} is not Singularity 3.x or Apptainer: its --version prints {first!r}",
-            hint=module_hint or "give the right command: --runtime COMMAND",
+            hint=module_hint or "choose another: --runtime-command COMMAND",
         )
     build_help = _ask(path, "build", "--help").output
     return RuntimeTool(
@@ -202,7 +202,7 @@ def run(
         full = f"\nthe full log: {log.name}" if log else ""
         raise ToolFailed(
             f"{tool} failed with exit code {code}: {' '.join(finished.argv[:2])}",
-            hint=f"its last lines:\n{finished.tail() or '(it said nothing)'}{full}",
+            hint=f"its last lines:\n{finished.tail() or '(no output)'}{full}",
         )
     return finished
 

@@ -88,7 +88,7 @@ def writing(job: ConversionJob, target: Path, *, created: str, offset: int = 0) 
 
     Raises
     ------
-    ToolMissing, ToolFailed : nothing here squashes, or it failed or said something unknown.
+    ToolMissing, ToolFailed : nothing here squashes, or it failed or printed something unexpected.
     CheckFailed : the squashfs has other names than it should have.
     """
     order = SquashOrder(

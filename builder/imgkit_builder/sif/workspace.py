@@ -162,7 +162,7 @@ def _open_lock(path: Path, target: Path) -> int:
         raise UsageError(
             f"cannot write into {target.parent}: {error.strerror}",
             where=str(target),
-            hint="-o FILE.sif in a folder of yours",
+            hint="-o FILE.sif in a folder that you can write to",
         ) from error
 
 
@@ -175,9 +175,9 @@ def _take(descriptor: int, path: Path, target: Path) -> bool:
             return False
         about = _read(descriptor)
         raise UsageError(
-            f"another imgkit makes this file (pid {about.get('pid')} on {about.get('host')})",
+            f"another imgkit process is writing this file (pid {about.get('pid')} on {about.get('host')})",
             where=str(target),
-            hint="wait for it, or give another name with -o",
+            hint="wait for it, or choose another name with -o",
         ) from error
     try:
         same = os.fstat(descriptor).st_ino == path.stat().st_ino

@@ -156,7 +156,7 @@ def _base(evidence: Evidence) -> dict[str, Any]:
     digest = base.digest.partition("@")[2] or (lock.base.digest if lock else "")
     if digest:
         return {"name": "base", "uri": f"docker://{base.name}", "digest": {"sha256": _hex(digest)}}
-    about = {"digestOf": "the image's configuration: the image never was in a registry"}
+    about = {"digestOf": "the image's configuration: the image was never in a registry"}
     return {"name": "base", "digest": {"sha256": _hex(base.id)}, "annotations": about}
 
 
@@ -226,11 +226,13 @@ def _of_sif(path: Path, report: Reporter) -> Examined:
     sif = image.read(path)
     record = sif.record
     if record is None:
-        raise CheckFailed("imgkit did not make this .sif: nothing says how it was made", where=str(path))
+        raise CheckFailed(
+            "imgkit did not make this .sif: there is no record of how it was made", where=str(path)
+        )
     root_sha256 = image.root_sha256(path, advance=report.advance)
     faults = coverage.check(path, root_sha256=root_sha256).faults
     if faults or root_sha256 != record.root_sha256:
-        raise CheckFailed(f"it is changed: {(*faults, 'root partition')[0]}", where=str(path), hint=_AGAIN)
+        raise CheckFailed(f"it was modified: {(*faults, 'root partition')[0]}", where=str(path), hint=_AGAIN)
     layers = source.mounted(sif)
     files = {name: tree.content(layers, name, _MOST_BYTES) for name in (MANIFEST_JSON, LOCK_TOML)}
     labels, image_id = dict(check.stated_labels(sif) or {}), record.image_id
@@ -261,7 +263,7 @@ def _evidence(
 ) -> Evidence:
     if MANIFEST_JSON not in files:
         raise CheckFailed(
-            f"no {MANIFEST_JSON}: imgkit did not build this image, and nothing says how it was made",
+            f"no {MANIFEST_JSON}: imgkit did not build this image, and there is no record of how it was made",
             where=str(path),
         )
     try:

@@ -67,7 +67,7 @@ def sign_sif(path: Path, way: tuple[str, str], command: str | None = None) -> No
     """
     found = coverage.check(path)
     if found.faults or not found.covered:
-        why = f"it is changed: {found.faults[0]}" if found.faults else "another tool made it"
+        why = f"it was modified: {found.faults[0]}" if found.faults else "another tool made it"
         raise CheckFailed(
             f"{why}; a signature would not cover the whole file",
             where=str(path),
@@ -106,7 +106,7 @@ def sign_detached(path: Path, key: str = "") -> Path:
             raise CheckFailed("the delta is damaged", where=str(path), hint="copy it again")
     elif (described := sidecar.read(path)) is None:
         raise UsageError(
-            f"no delta, and an archive without {signed.name}, which the signature would cover",
+            f"not a delta, nor an archive with {signed.name}, which the signature covers",
             where=str(path),
             hint="imgkit save writes both",
         )
@@ -151,7 +151,7 @@ def require(path: Path, keyring: Path, report: Reporter | None = None) -> Signer
         raise UsageError("there is no such file", where=str(path))
     if image.is_sif(path):
         if faults := coverage.check(path).faults:
-            raise CheckFailed(f"it is changed: {faults[0]}", where=str(path), hint=_LOOK)
+            raise CheckFailed(f"it was modified: {faults[0]}", where=str(path), hint=_LOOK)
         return signer_of_sif(path, keyring)
     found = signer_of_file(path, keyring)
     if descriptor.is_delta(path):
@@ -189,7 +189,7 @@ def signer_of_sif(path: Path, keyring: Path) -> Signer:
             return signer
         except CheckFailed as error:
             refusals.append(f"object {one.id}: {error.what}")
-    raise CheckFailed("; ".join(refusals), where=str(path), hint=f"trusted are the keys in {keyring}")
+    raise CheckFailed("; ".join(refusals), where=str(path), hint=f"trusted keys: those in {keyring}")
 
 
 def _signed_digests(path: Path) -> tuple[int, str, str]:
@@ -247,7 +247,7 @@ def signer_of_file(path: Path, keyring: Path) -> Signer:
     try:
         return _detached(signature, signed, keyring)
     except CheckFailed as error:
-        trusted = f"trusted are the keys in {keyring}"
+        trusted = f"trusted keys: those in {keyring}"
         raise CheckFailed(error.what, where=str(signature), hint=trusted) from error
 
 
@@ -300,7 +300,7 @@ def clear_signed(message: bytes, keyring: Path) -> tuple[Signer, bytes]:
             "--decrypt",
             str(signed),
         ]
-        return _asked(words, folder, keyring, plaintexts=1), files.read_bytes(content)
+        return _gpg_signer(words, folder, keyring, plaintexts=1), files.read_bytes(content)
 
 
 def _with_checksum(message: bytes) -> bytes:
@@ -335,7 +335,7 @@ def _detached(signature: Path, signed: Path, keyring: Path) -> Signer:
     with _gpg(keyring) as (words, folder):
         files = (str(signature.absolute()), str(signed.absolute()))
         # A message with a content of its own says nothing about the file.
-        return _asked([*words, "--verify", *files], folder, keyring, plaintexts=0)
+        return _gpg_signer([*words, "--verify", *files], folder, keyring, plaintexts=0)
 
 
 @contextlib.contextmanager
@@ -356,7 +356,7 @@ def _gpg(keyring: Path) -> Iterator[tuple[list[str], Path]]:
         yield words, folder
 
 
-def _asked(words: list[str], folder: Path, keyring: Path, *, plaintexts: int) -> Signer:
+def _gpg_signer(words: list[str], folder: Path, keyring: Path, *, plaintexts: int) -> Signer:
     """Run gpg, whose status lines go to a file: what it prints beside them can hold anything.
 
     `plaintexts` is how many contents the message itself has to have.

@@ -120,7 +120,7 @@ def build(
 ) -> BuiltImage:
     """Build and test the image of `recipe`, a shipped one or a file, unless it is up to date.
 
-    The image gets its name last: a failed build leaves the old image in place.
+    The image is tagged last: a failed build leaves the old image in place.
 
     Raises
     ------
@@ -377,7 +377,7 @@ def _sif_request(
     loaded = _followed(loaded, host_platform(), request, report)
     if loaded.lock and not loaded.lock.base.digest and request.base_from in (None, "registry"):
         raise UsageError(
-            f"the lock's base {loaded.lock.base.name} never was in a registry: only its id is known",
+            f"the lock's base {loaded.lock.base.name} was never in a registry: only its id is known",
             where=loaded.where("image", "base"),
             hint="name its archive, OCI folder or .sif: --base-from PATH",
         )
@@ -425,7 +425,7 @@ def _refuse_for_sif(recipe: Recipe, request: SifBuildRequest) -> None:
         )
     if recipe.image.used_secrets:
         raise UsageError(
-            "--with apptainer has no build secrets: a definition keeps what it says",
+            "--with apptainer has no build secrets: a definition file would store them",
             where=recipe.where("image", "secrets"),
             hint=f"build with Docker: imgkit build {recipe.name}",
         )

@@ -52,7 +52,7 @@ class ConversionRequest:
     runtime: str | None = None
     """Command name or path of the runtime; None: singularity, else apptainer."""
     no_test: bool = False
-    """Do not run anything in the result."""
+    """Do not test the result by running it."""
 
 
 def convert(

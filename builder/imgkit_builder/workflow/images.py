@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from imgkit_builder.recipe import Recipe
     from imgkit_builder.recipe.targets import Target
 
-_NOTHING_SHARED = "no folder of this machine, no network"
+_NOTHING_SHARED = "without folders of this machine and without a network"
 _SHARED = "a shell runs in the image, with this machine's network, and for a .sif its home folder"
 
 
@@ -90,7 +90,7 @@ def shell_command(image: str, *, host: bool = False) -> ShellCommand:
 
     Parameters
     ----------
-    host : share this machine's home folder, network and the recipe's binds, as a job does.
+    host : share this machine's home folder, network and the recipe's binds, as in a job.
 
     Raises
     ------

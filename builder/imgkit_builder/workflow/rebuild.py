@@ -74,7 +74,7 @@ def _locked_recipe(sif: Path, file: Path | None, report: Reporter) -> tuple[Reci
         raise UsageError(
             f"it has {len(record.deltas)} deltas over what was built",
             where=str(sif),
-            hint="give the .sif below",
+            hint="pass the .sif without its deltas",
         )
     if record.imgkit != __version__:
         report.note(f"imgkit {record.imgkit} made it, and this is {__version__}: the bytes may differ")
@@ -91,7 +91,7 @@ def _locked_recipe(sif: Path, file: Path | None, report: Reporter) -> tuple[Reci
         found = portable.from_json(texts[1].decode(errors="replace"), Path(f"{lock.recipe}.json"))
         if found.image.copy or found.image.ca or any(one.project for one in found.image.pip):
             raise UsageError(
-                f"the recipe {found.name} takes code or files from beside it, which the .sif has not",
+                f"the recipe {found.name} copies code or files that the .sif does not contain",
                 where=str(sif),
                 hint=f"imgkit rebuild {sif} --recipe {found.file.name}",
             )

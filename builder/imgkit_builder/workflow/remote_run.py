@@ -89,7 +89,7 @@ def _chosen(recipe: str, given: Request, project: ProjectFile | None, default: s
     request = dataclasses.replace(origins.under(given, project), directory=given.directory)
     if not word:
         raise UsageError(
-            "no recipe was given, and the remote has none",
+            "no recipe given, and the remote has no default recipe",
             where="RECIPE",
             hint="imgkit run RECIPE --on NAME ...",
         )
@@ -126,7 +126,7 @@ def _target_of(archive: Path, default: str) -> Target:
     if default:
         return targets.find(default)
     raise UsageError(
-        "neither the archive nor the remote says which system it is for",
+        "neither the archive nor the remote names its system",
         where=str(archive),
         hint="a remote with a recipe: imgkit remote add NAME USER@HOST:DIR --recipe RECIPE --replace",
     )
@@ -170,7 +170,7 @@ def run(
 
     Raises
     ------
-    UsageError : as `check`; or the remote has no such scheduler, or imgkit has not made the .sif.
+    UsageError : as `check`; or the remote has no such scheduler, or imgkit did not make the .sif.
     ImgkitError : as of the build, the conversion, the transfer and the submission.
     """
     from imgkit_builder.job import systems
@@ -253,7 +253,7 @@ def _bring(request: _SendRequest, far: Connection, program: str, report: Reporte
 
     Raises
     ------
-    UsageError : the remote has no such program, or imgkit has not made the .sif.
+    UsageError : the remote has no such program, or imgkit did not make the .sif.
     ImgkitError : as of the build, the conversion and the transfer.
     """
     from imgkit_builder.remote import store
@@ -273,7 +273,7 @@ def _bring(request: _SendRequest, far: Connection, program: str, report: Reporte
         record = image.read(request.sif).record
         if record is None:
             raise UsageError(
-                "imgkit has not made this .sif",
+                "imgkit did not make this .sif",
                 where=str(request.sif),
                 hint="imgkit sif makes one of an archive or image",
             )
@@ -316,7 +316,7 @@ def _image(
 def _code(
     request: _SendRequest, code: CodeFolder, far: Connection, there: Store, report: Reporter
 ) -> tuple[str, ...]:
-    """Send what the remote lacks of the code; the result is the paths of its deltas, lowest first."""
+    """Upload what the remote lacks of the code; the result is the paths of its deltas, lowest first."""
     from imgkit_builder.remote import code as far_code
     from imgkit_builder.sif.conversion import Options
     from imgkit_builder.workflow.convert import helper

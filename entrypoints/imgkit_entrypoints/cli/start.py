@@ -440,7 +440,7 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
 
 
 def _secret(options: LaunchOptions, env: Mapping[str, str], placement: Placement) -> bytes | None:
-    """The secret that the nodes of this start prove to each other; None: one node, or an open start.
+    """The secret by which the nodes of this start authenticate each other; None: one node, or an open start.
 
     Raises
     ------

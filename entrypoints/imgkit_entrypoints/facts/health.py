@@ -74,7 +74,7 @@ def port_errors(reader: Reader, facts: HostFacts) -> dict[str, dict[str, int]]:
 
 
 def nvidia_smi(reader: Reader) -> str:
-    """The kept parts of nvidia-smi's report as XML; empty where it cannot be had."""
+    """The kept parts of nvidia-smi's report as XML; empty where it is not available."""
     if not reader.live:
         return reader.text(NVIDIA_SMI) or ""
     return kept(_output("nvidia-smi", "-q", "-x"))

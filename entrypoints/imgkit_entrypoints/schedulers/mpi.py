@@ -93,7 +93,7 @@ class MpiLauncher:
         forward: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
     ) -> tuple[str, ...]:
-        """Words that start `command` once on each node, with the variables of `forward` set."""
+        """The argv that starts `command` once on each node, with the variables of `forward` set."""
         exports = (word for item in (forward or {}).items() for word in self.exporting(*item))
         return (self.program, self.count, str(nnodes), *self.once_per_node, *exports, *options, *command)
 

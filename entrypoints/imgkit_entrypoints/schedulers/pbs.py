@@ -1,4 +1,4 @@
-"""PBS (OpenPBS): ``mpiexec``, ``pbsdsh`` or ssh start one process per node, and the process finds its place.
+"""PBS (OpenPBS): ``mpiexec``, ``pbsdsh`` or ssh start one process per node, and the process detects its rank.
 
 Notes
 -----
@@ -110,7 +110,7 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
 
 
 def start_argv(command: Sequence[str], *, line: str) -> tuple[str, ...]:
-    """Words that start `command` through pbsdsh on the host of line `line` of the node file, from 0.
+    """The argv that starts `command` through pbsdsh on the host of line `line` of the node file, from 0.
 
     The command sees no variable, module or folder of the job script. pbsdsh itself always ends with 0;
     ``-v`` makes it print the task's exit status.

@@ -98,7 +98,7 @@ def _place_by(module: Scheduler, request: PlacementRequest, env: Mapping[str, st
 
 
 def _typed_on_host(command: Sequence[str], env: Mapping[str, str], read: Read) -> tuple[str, ...]:
-    """The command as it is typed on the host: the words that start this container, then `command`."""
+    """The command as it is typed on the host: the argv that starts this container, then `command`."""
     for runtime in ("apptainer", "singularity"):
         image = env.get(f"{runtime.upper()}_CONTAINER")
         if image:

@@ -1,4 +1,4 @@
-"""Slurm: ``srun`` starts one process per node, and the process finds its place.
+"""Slurm: ``srun`` starts one process per node, and the process detects its rank.
 
 Notes
 -----
@@ -132,7 +132,7 @@ def start_argv(
     outlives_nodes: bool = False,
     options: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Words that start `command` once on each of `nnodes` nodes of this job, with `cpus` CPUs each.
+    """The argv that starts `command` once on each of `nnodes` nodes of this job, with `cpus` CPUs each.
 
     If `nnodes` is None, the command runs on all nodes of the job. With `outlives_nodes`, neither a task that
     ends nor a lost node ends the others.

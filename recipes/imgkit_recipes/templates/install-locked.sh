@@ -38,7 +38,7 @@ done < packages.txt
 if [ -n "$missing" ]; then
     echo "imgkit: no longer where the lock found it, nor in the distribution's snapshot service:$missing" >&2
     echo "imgkit: to lock newer packages: imgkit lock $recipe --upgrade; where somebody still has these files," \
-        "put them into $lock.files/ (imgkit lock $recipe --keep stores all of them there)" >&2
+        "put them into $lock.files/ (imgkit lock $recipe --keep-files stores all of them there)" >&2
     exit 1
 fi
 

@@ -40,7 +40,7 @@ lost = {"folders": lambda self, ids: None}
 if way == "save":
     lost["copied"] = lambda self, layers: None
 with engine_image(tag) as image, patch.multiple(LocalImage, **lost):
-    assert make(image, Path(base), Path(target), Options(), Silent()).way == way
+    assert make(image, Path(base), Path(target), Options(), Silent()).read_from == way
 """
 
 
@@ -123,7 +123,7 @@ class Bench:
         scratch = {f"{name}_{kind}": str(self.folder) for name in ("APPTAINER", "SINGULARITY")
                    for kind in ("TMPDIR", "CACHEDIR")}  # fmt: skip
         runs = ("singularity", "exec", "--overlay", f"{self.delta}:ro", str(self.sif), "python3", CODE)
-        over = ("--base", str(self.sif), "-o", str(self.delta))
+        over = ("--against", str(self.sif), "-o", str(self.delta))
         tutorial = Side(
             name="docker build + save + singularity build",
             commands=(
@@ -161,7 +161,7 @@ class Bench:
 
     def make(self, recipe: str = "mine.yaml", tag: str = TAG) -> None:
         self.run(*self.build(recipe, tag))
-        self.run(*IMGKIT, "delta", tag, "--base", self.sif, "-o", self.delta)
+        self.run(*IMGKIT, "delta", tag, "--against", self.sif, "-o", self.delta)
         self.delta.chmod(0o644)
 
     def bytes(self) -> None:
@@ -210,7 +210,7 @@ class Bench:
         self.recipe("more.yaml", pip=[{"packages": ["einops"]}])
         self.edit_source()
         build = Side(name="imgkit build", commands=(self.build("more.yaml", f"{TAG}:pip"),))
-        over = ("--base", str(self.sif), "-o", str(self.delta))
+        over = ("--against", str(self.sif), "-o", str(self.delta))
         make = Side(name="imgkit delta", commands=((*IMGKIT, "delta", f"{TAG}:pip", *over),))
         done = alternate([build, make], 1, warmup=0)
         layers = json.loads(self.run("docker", "image", "inspect", f"{TAG}:pip"))[0]["GraphDriver"]["Data"]

@@ -179,7 +179,7 @@ class Bench:
         self.clean()
         found = {"plain": self.folder / "x.tar", "gzip": self.folder / "x.tar.gz"}
         run(*IMGKIT, "save", TAG, "-o", str(found["plain"]))
-        run(*IMGKIT, "save", TAG, "-o", str(found["gzip"]), "--compress", "gzip")
+        run(*IMGKIT, "save", TAG, "-o", str(found["gzip"]), "--compression", "gzip")
         found |= {name: self.folder / f"{name.replace(' ', '-')}.tar" for name in PACKED}
         parts = self.folder / "parts.tar"
         in_parts(found["plain"], parts, 8)

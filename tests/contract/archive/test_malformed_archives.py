@@ -164,8 +164,18 @@ CASES = [
     ),
     Case(name="empty file", make=lambda made: b"", says="cut short", check="usage"),
     Case(name="script", make=lambda made: b"#!/bin/sh\n", says="cut short", check="usage"),
-    Case(name="zip", make=lambda made: b"PK\3\4" + bytes(600), says="not a whole tar", check="usage"),
-    Case(name="no tar", make=lambda made: b"x" * 2000, says="not a whole tar archive", check="usage"),
+    Case(
+        name="zip",
+        make=lambda made: b"PK\3\4" + bytes(600),
+        says="an incomplete or damaged tar",
+        check="usage",
+    ),
+    Case(
+        name="no tar",
+        make=lambda made: b"x" * 2000,
+        says="an incomplete or damaged tar archive",
+        check="usage",
+    ),
     Case(
         name="zeros",
         make=lambda made: bytes(2000),
@@ -186,7 +196,7 @@ CASES = [
             made, {"manifests": [{"digest": "a"}, {"platform": {"architecture": "b"}}]}
         ),
         refusal=UsageError,
-        says=r"2 images \(\?, b\)|where a sha256 digest belongs",
+        says=r"2 images \(\?, b\)|which is not a sha256 digest",
     ),
     Case(
         # As some releases of Docker 25 wrote them (moby issue 47065).
@@ -239,7 +249,7 @@ CASES = [
         Case(
             name=f"digest {bad!r}",
             make=lambda made, b=bad: with_index(made, {"manifests": [{"digest": b}]}),  # type: ignore[misc]
-            says="where a sha256 digest belongs",
+            says="which is not a sha256 digest",
         )
         for bad in ("sha256:../../../etc/passwd", "sha512:00", 7, None)
     ),

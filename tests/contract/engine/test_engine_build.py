@@ -184,7 +184,7 @@ def test_dying_engine_is_no_success(
     fake.on(
         "POST", "/build", fake.events({"stream": f"Step {step}/9 : RUN make things\n"}, running, dies=dies)
     )
-    with pytest.raises(ToolFailed, match="connection to the engine broke") as caught:
+    with pytest.raises(ToolFailed, match="connection to the engine was lost") as caught:
         build(engine, context)
     assert caught.value.where == "small.yaml:6"
     assert "journalctl -u docker" in str(caught.value.hint)

@@ -178,7 +178,7 @@ def test_files_for_pip(edited: Edit, tmp_path: Path) -> None:
         ),
         ('whl", hash = "sha256:', 'whl", hash = "md5:', "has a wheel without a sha256"),
         ('name = "my-project"', 'name = "other"', "does not know the project my-project"),
-        ("[[package]]", "[[package", "uv.lock:16: it is no TOML"),
+        ("[[package]]", "[[package", "uv.lock:16: it is not TOML"),
         ('{ name = "einops" }', '{ name = "absent" }', "has 0 packages that fit absent"),
     ],
 )

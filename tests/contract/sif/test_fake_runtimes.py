@@ -457,7 +457,9 @@ def test_second_run_at_once_refused(archive: Path, tmp_path: Path, install: Inst
     fake = install(behaviour="hang")
     with _verb(archive, tmp_path) as process:
         _wait_for(fake.folder / "grandchild")
-        with pytest.raises(UsageError, match=rf"another imgkit makes this file .pid {process.pid} "):
+        with pytest.raises(
+            UsageError, match=rf"another imgkit process is writing this file .pid {process.pid} "
+        ):
             sif(archive, tmp_path)
         process.terminate()
         process.wait(20)

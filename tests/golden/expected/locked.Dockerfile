@@ -29,7 +29,7 @@ RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=i
         --extra-index-url https://index.example.org/simple \
         --require-hashes --no-deps --only-binary=:all: \
         --requirement /opt/imgkit/requirements-0.txt \
-    || { echo 'imgkit: where an index no longer has a wheel of the lock: imgkit lock locked.yaml --upgrade, or put the wheel into locked.lock.files/ (imgkit lock locked.yaml --keep stores all of them there)' >&2; exit 1; }
+    || { echo 'imgkit: where an index no longer has a wheel of the lock: imgkit lock locked.yaml --upgrade, or put the wheel into locked.lock.files/ (imgkit lock locked.yaml --keep-files stores all of them there)' >&2; exit 1; }
 
 # locked.yaml:8
 COPY ["imgkit/requirements-1.txt", "/opt/imgkit/requirements-1.txt"]
@@ -41,7 +41,7 @@ RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=i
         --require-hashes --no-deps --only-binary=:all: \
         --find-links /opt/imgkit/locked-pip-1 \
         --requirement /opt/imgkit/requirements-1.txt \
-    || { echo 'imgkit: where an index no longer has a wheel of the lock: imgkit lock locked.yaml --upgrade, or put the wheel into locked.lock.files/ (imgkit lock locked.yaml --keep stores all of them there)' >&2; exit 1; } \
+    || { echo 'imgkit: where an index no longer has a wheel of the lock: imgkit lock locked.yaml --upgrade, or put the wheel into locked.lock.files/ (imgkit lock locked.yaml --keep-files stores all of them there)' >&2; exit 1; } \
     && rm -rf /opt/imgkit/locked-pip-1
 
 # imgkit: ignore packages in the host's ~/.local

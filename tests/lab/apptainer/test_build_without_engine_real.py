@@ -57,11 +57,11 @@ OWN = ("opt/imgkit/manifest.json", DOCUMENT, "etc/resolv.conf", "etc/hosts")
 
 @dataclass(frozen=True, kw_only=True)
 class Lab:
-    """A folder that an ordinary user can write, with a recipe, its base and the one-file tool."""
+    """A folder that an ordinary user can write, with a recipe, its base and the single-file executable."""
 
     folder: Path
     start: tuple[str, ...]
-    """Words that start the one-file tool as that user."""
+    """The argv that starts the single-file executable as that user."""
     built: dict[str, Any]
 
 
@@ -219,8 +219,8 @@ def test_sif_is_a_base_and_gives_a_delta(tiny: Path) -> None:
     assert build(tiny, "echo 1 > /one", "-o", "one.sif").returncode == 0
     done = build(tiny, "echo 2 > /two", "-o", "two.sif", base="one.sif")
     assert done.returncode == 0, done.stderr
-    made = imgkit_json("delta", "two.sif", "--base", "one.sif", folder=tiny)
-    assert made["way"] == "sif"
+    made = imgkit_json("delta", "two.sif", "--against", "one.sif", folder=tiny)
+    assert made["read_from"] == "sif"
     imgkit_json("apply", "two.imgdelta", "one.sif", "-o", "both.sif", folder=tiny)
     assert shown(tiny / "both.sif").keys() - shown(tiny / "two.sif").keys() == {"opt/imgkit/delta.json"}
     assert output("singularity", "exec", tiny / "both.sif", "/bin/cat", "/one", "/two") == "1\n2\n"
@@ -276,7 +276,7 @@ def test_interrupted_build_leaves_the_old_file(tiny: Path, number: signal.Signal
         (("--builder", "buildx"), "--builder cannot be used --with apptainer"),
         (("--platform", "linux/arm64"), "--with apptainer builds for this machine's platform"),
         (("--base-from", "absent.tar"), "there is no such base"),
-        (("--runtime", "/absent"), "/absent is not on PATH"),
+        (("--runtime-command", "/absent"), "/absent is not on PATH"),
     ],
 )
 def test_impossible_requests_are_refused(tiny: Path, more: tuple[str, ...], said: str) -> None:

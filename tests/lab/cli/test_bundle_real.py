@@ -1,4 +1,4 @@
-"""The one-file tool on every Python that this machine has, with nothing installed for it."""
+"""The single-file executable on every Python that this machine has, with nothing installed for it."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Lab:
 
     def delta(self, tag: str, over: Path, name: str) -> Path:
         """The image as a delta."""
-        imgkit_json("delta", tag, "--base", over, "-o", name, folder=self.folder)
+        imgkit_json("delta", tag, "--against", over, "-o", name, folder=self.folder)
         (self.folder / name).chmod(0o644)
         return self.folder / name
 
@@ -224,7 +224,7 @@ with engine_image(tag) as image:
         }
     with patch.multiple(LocalImage, **lost):
         made = make(image, Path(base), Path(target), Options(test=False), Silent())
-    print(made.way, made.delta.sha256)
+    print(made.read_from, made.delta.sha256)
 """
 
 
@@ -308,7 +308,7 @@ def inside(layers: Stack) -> dict[str, Any]:
 
 
 def test_ordinary_user_applies_and_flattens(lab: Lab, stacked: tuple[str, Path], user: str) -> None:
-    """The one-file tool keeps owners and devices that no mount shows to an ordinary user."""
+    """The single-file executable keeps owners and devices that no mount shows to an ordinary user."""
     imgkit_json("apply", "--flatten", stacked[1], "-o", "root.sif", folder=lab.folder)
     home = Path(pwd.getpwnam(user).pw_dir)
     assert imgkit("bundle", "-o", lab.folder / "imgkit.pyz", folder=lab.folder).returncode == 0
@@ -380,7 +380,7 @@ def test_overlay_without_the_group_is_refused(lab: Lab, replaced: Pair) -> None:
     broken = without_group(lab, replaced)
     # The silence: the base runs, and nobody says so.
     assert output("singularity", "exec", broken, "python3", "/workspace/code/code.py") == "old\n"
-    for words in (("verify", broken), ("show", broken), ("delta", replaced.tag, "--base", broken)):
+    for words in (("verify", broken), ("show", broken), ("delta", replaced.tag, "--against", broken)):
         done = imgkit(*words, folder=lab.folder)
         assert done.returncode == 1
         assert "group" in done.stdout + done.stderr
@@ -403,7 +403,9 @@ def test_commands_refuse_where_the_delta_is_not(lab: Lab, replaced: Pair, user: 
 
 def test_deltas_switched_off_by_the_admin(lab: Lab, replaced: Pair) -> None:
     off = configured(lab.folder, "no")
-    done = imgkit("apply", replaced.delta, replaced.base, "-o", "x.sif", "--runtime", off, folder=lab.folder)
+    done = imgkit(
+        "apply", replaced.delta, replaced.base, "-o", "x.sif", "--runtime-command", off, folder=lab.folder
+    )
     assert done.returncode == 1
     assert "enable overlay" in done.stderr
     assert not list(lab.folder.glob("*x.sif*"))
@@ -433,7 +435,7 @@ def test_base_without_a_record_refused(lab: Lab, replaced: Pair) -> None:
     shutil.copy(replaced.base, bare)
     record = next(one for one in image.read(bare).descriptors if one.name == image.IMGKIT_OBJECT)
     output("singularity", "sif", "del", str(record.id), bare)
-    done = imgkit("delta", replaced.tag, "--base", bare, folder=lab.folder)
+    done = imgkit("delta", replaced.tag, "--against", bare, folder=lab.folder)
     assert done.returncode == 1
     assert re.search(r"full transfer of about \d+\.\d MB", done.stderr)
 
@@ -443,7 +445,7 @@ def test_image_without_a_common_layer_refused(lab: Lab, replaced: Pair) -> None:
     with tarfile.open(lab.folder / "other.tar", "w"):
         pass
     output("docker", "import", lab.folder / "other.tar", tag)
-    done = imgkit("delta", tag, "--base", replaced.base, folder=lab.folder)
+    done = imgkit("delta", tag, "--against", replaced.base, folder=lab.folder)
     assert done.returncode == 1
     assert re.search(r"shares no layer with it.*\n.*full transfer, \d+\.\d MB", done.stderr)
 
@@ -458,7 +460,7 @@ def test_signature_of_the_base_is_not_carried_over(lab: Lab, replaced: Pair) -> 
     output("singularity", "verify", "--key", public, signed)
     done = imgkit("apply", replaced.delta, signed, "-o", "unsigned.sif", folder=lab.folder)
     assert done.returncode == 0, done.stderr
-    assert "signed.sif is signed; the new .sif is another file and does not get its signature" in done.stderr
+    assert "signed.sif is signed, but the new .sif does not keep its signature" in done.stderr
     assert image.read(lab.folder / "unsigned.sif").signatures == ()
     assert coverage.check(lab.folder / "unsigned.sif").faults == ()
     assert len(image.read(signed).signatures) == 1
@@ -530,7 +532,7 @@ def call(lab: Lab, replaced: Pair, added: Pair, request: pytest.FixtureRequest) 
     verb: str = request.param
     words: tuple[str | Path, ...] = ("apply", replaced.delta, replaced.base)
     if verb == "delta":
-        words = ("delta", replaced.tag, "--base", replaced.base)
+        words = ("delta", replaced.tag, "--against", replaced.base)
     elif verb == "flatten":
         words = ("apply", "--flatten", request.getfixturevalue("stacked")[1])
     target = lab.folder / ("target.imgdelta" if verb == "delta" else "target.sif")

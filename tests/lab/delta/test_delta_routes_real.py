@@ -69,7 +69,7 @@ def made(
                 docker("rmi", "--force", OLD)
             for route in ROUTES:
                 base, target = folder / f"{route}.sif", folder / f"{route}-{kind}.imgdelta"
-                way = make(engines.local_image(engine, tag), base, target, QUIET, Silent()).way
+                way = make(engines.local_image(engine, tag), base, target, QUIET, Silent()).read_from
                 found[route, kind] = Made(base=base, delta=target, way=way)
         yield found
 

@@ -239,7 +239,7 @@ def test_deltas_run_nothing_of_the_image(lab: Lab) -> None:
     delta, applied, flat = (lab.folder / name for name in ("c.imgdelta", "applied.sif", "flat.sif"))
     since = docker("info", "--format", "{{.SystemTime}}")
     for words in (
-        ("delta", lab.newer, "--base", lab.sif, "-o", delta),
+        ("delta", lab.newer, "--against", lab.sif, "-o", delta),
         ("show", delta),
         ("verify", delta),
         ("apply", delta, lab.sif, "-o", applied),
@@ -266,7 +266,7 @@ def test_what_must_run_says_so_and_reaches_nothing(lab: Lab, words: tuple[str, .
 def test_a_test_of_an_image_in_the_engine_reaches_nothing(lab: Lab) -> None:
     since = docker("info", "--format", "{{.SystemTime}}")
     done = lab("test", lab.name)
-    assert "runs in the image: no folder of this machine, no network" in done.stderr
+    assert "runs in the image: without folders of this machine and without a network" in done.stderr
     assert "container start" in started(lab, since)
     assert lab.executed() == []
 

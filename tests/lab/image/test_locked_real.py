@@ -231,7 +231,7 @@ def test_vanished_or_other_package_is_named_with_its_line(recipe: Path, site: Si
     assert done.returncode == 4
     assert f"{NAME}.yaml:4: step " in done.stderr
     assert "snapshot service: imgkit-test-user_1.5_all.deb" in done.stderr
-    assert f"imgkit lock {NAME}.yaml --keep" in done.stderr
+    assert f"imgkit lock {NAME}.yaml --keep-files" in done.stderr
     assert f"imgkit lock {NAME}.yaml --upgrade" in done.stderr
     write(recipe, dataclasses.replace(part, pip=(dataclasses.replace(part.pip[0], sha256="0" * 64),)))
     done = imgkit("build", recipe, "--base", base, "--no-test")

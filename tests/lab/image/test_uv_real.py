@@ -173,7 +173,7 @@ def test_lock_has_the_wheels_of_a_uv_project(index: str, standin_notorch: str, t
     recipe = recipe.rename(tmp_path / "lock" / recipe.name)
     for name in ("pyproject.toml", "uv.lock"):
         (tmp_path / name).rename(tmp_path / "lock" / name)
-    made = imgkit("lock", recipe, "--base", standin_notorch, "--keep")
+    made = imgkit("lock", recipe, "--base", standin_notorch, "--keep-files")
     assert made.returncode == 0, made.stderr
     text = recipe.with_suffix(".lock").read_text()
     assert text.count("step = -1") == 2

@@ -180,9 +180,9 @@ def test_source_is_refused_and_its_wheel_kept(index: Index, standin_notorch: str
     assert refused.returncode == 2
     assert f"{file.name}:4" in refused.stderr
     assert "imgkit-test-built has no wheel" in refused.stderr
-    assert "--keep" in refused.stderr
+    assert "--keep-files" in refused.stderr
     assert not file.with_suffix(".lock").exists()
-    imgkit_json("lock", file, "--base", standin_notorch, "--keep")
+    imgkit_json("lock", file, "--base", standin_notorch, "--keep-files")
     built, one, two = locked(file).pip
     assert (built.kept, built.url, one.kept) == (True, "", False)
     folder = tmp_path / f"{NAME}.lock.files"

@@ -104,7 +104,7 @@ def test_login_shell_that_runs_nothing_is_named(far: FarHost, tmp_path: Path) ->
         add(far, tmp_path / "x")
         done = far.imgkit("remote", "check", "mine")
     assert done.returncode == 4
-    assert "starts no command; it printed: This account is currently not available." in done.stderr
+    assert "runs no command; it printed: This account is currently not available." in done.stderr
 
 
 def test_changed_host_key_is_refused(far: FarHost, tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_second_factor_is_refused_without_a_terminal(far: FarHost, tmp_path: Pat
         assert asked.read_text() == ""
         code, seen = at_terminal(far, "remote", "check", "mine", answer="wrong")
     assert code == 4
-    assert "the key is right, the answer was not: ssh far true" in seen
+    assert "the key was accepted, the second factor was not: ssh far true" in seen
 
 
 def test_host_that_does_not_answer_is_named(far: FarHost, tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_missing_scheduler_fails_the_check(far: FarHost, tmp_path: Path) -> None
         add(far, tmp_path / "x", "--recipe", "lambda")
         done = far.imgkit("remote", "check", "mine")
     assert done.returncode == 1
-    assert "which imgkit run does not reach" in done.stdout
+    assert "which imgkit run does not support" in done.stdout
 
 
 def test_values_never_stand_in_an_argument_list(far: FarHost, tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_new_folder_runs_without_a_flag(site: Site) -> None:
         again = site.imgkit("run", "--nodes", "1", "--detach")
         assert again.returncode == 0, again.stderr
         second = again.stdout.strip()
-        until(lambda: listed(site, "--ask")[second]["state"] == "done")
+        until(lambda: listed(site, "--refresh")[second]["state"] == "done")
         check_comparison(site, handle(done), second)
     finally:
         for path in set(site.here.iterdir()) - before:
@@ -346,7 +346,7 @@ def test_lost_connection_is_made_again_without_a_lost_line(site: Site) -> None:
         _, said = started.communicate(timeout=120)
     assert started.returncode == 0, said
     assert told.read_text().splitlines() == [f"line {number}" for number in range(1, 13)]
-    assert "the connection was cut, and imgkit connects again" in said
+    assert "the connection was lost, and imgkit connects again" in said
 
 
 def test_fetch_brings_what_is_new(site: Site) -> None:
@@ -452,7 +452,7 @@ def test_no_text_holds_the_value_of_a_variable(site: Site) -> None:
         (("--on", "fra", "--", "true"), 2, "did you mean far?"),
         (("--env", "NOT_SET", "--", "true"), 2, "NOT_SET is not set here"),
         (("--image", "x.sif", "--", "true"), 2, "No such option: --image"),
-        (("--",), 2, "no command was given"),
+        (("--",), 2, "no command given"),
     ],
     ids=lambda part: part[0] if isinstance(part, tuple) else "",
 )

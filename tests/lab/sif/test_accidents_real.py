@@ -331,7 +331,7 @@ def test_sif_that_a_runtime_built_takes_a_delta_and_flattens(tmp_path: Path) -> 
     output("docker", "tag", "made:latest", name)
     output("docker", "rmi", "made:latest")
     try:
-        imgkit_json("delta", name, "--base", "old.sif", "-o", "x.imgdelta", folder=tmp_path)
+        imgkit_json("delta", name, "--against", "old.sif", "-o", "x.imgdelta", folder=tmp_path)
     finally:
         output("docker", "rmi", name)
     imgkit_json("apply", "x.imgdelta", "old.sif", "-o", "with.sif", folder=tmp_path)

@@ -221,7 +221,7 @@ def test_interrupt_leaves_no_container(
         (f"{KNOWS_TAR}; echo 'no room' >&2; exit 3", "mksquashfs failed with exit code 3"),
         pytest.param(
             f"{KNOWS_TAR}; cat >/tmp/root.sqfs; echo 'I left a file out'",
-            "mksquashfs said something unknown",
+            "mksquashfs printed something unexpected",
             marks=pytest.mark.soak,
         ),
         (f"{KNOWS_TAR}; exit 0", "mksquashfs failed with exit code 0"),

@@ -306,7 +306,7 @@ def user() -> Iterator[str]:
 
 
 def test_ordinary_user_converts_and_runs(lab: Lab, user: str) -> None:
-    """The one-file tool needs only the machine's Python: no docker, no checkout, no root."""
+    """The single-file executable needs only the machine's Python: no docker, no checkout, no root."""
     home = Path(pwd.getpwnam(user).pw_dir)
     bundle = home / "imgkit.pyz"
     assert imgkit("bundle", "-o", bundle, folder=lab.folder).returncode == 0

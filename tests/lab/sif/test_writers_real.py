@@ -122,7 +122,7 @@ def trees(request: pytest.FixtureRequest) -> Iterator[tuple[str, Tree, Tree]]:
 
 
 def _as_user(user: str, folder: Path) -> tuple[object, ...]:
-    """Words that start imgkit as `user`, who may not read the folder of this Python."""
+    """The argv that starts imgkit as `user`, who may not read the folder of this Python."""
     assert imgkit("bundle", "-o", folder / "imgkit.pyz").returncode == 0
     (folder / "made").mkdir()
     shutil.chown(folder / "made", user)

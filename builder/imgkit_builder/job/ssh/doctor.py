@@ -115,7 +115,9 @@ def _alike(
     yield Check(
         name="head",
         verdict="fail" if lost else "ok",
-        found=f"the name {head} is unknown on {', '.join(lost)}" if lost else f"all know the name {head}",
+        found=f"the name {head} cannot be resolved on {', '.join(lost)}"
+        if lost
+        else f"all resolve the name {head}",
         hint="use its address as the first of --hosts" if lost else "",
     )
     if kind in _IMAGES:

@@ -74,7 +74,7 @@ class Sent:
     """What a guard reads from its standard input before anything else, because no text may hold it."""
 
     secret: bool = False
-    """A new secret of the run, which the command reads from its own standard input: it is a launcher."""
+    """A new secret of the run, which the command reads from its own standard input: it is a node agent."""
     names: tuple[str, ...] = ()
     """Variables for the command, with their values here."""
 
@@ -315,7 +315,7 @@ def after(said: str, host: str) -> str:
     if "Host key verification failed" in said:
         return f"ssh {name} true, and check the key that it shows before you accept it"
     if SECOND_FACTOR in said:
-        return f"the key is right, the answer was not: ssh {name} true"
+        return f"the key was accepted, the second factor was not: ssh {name} true"
     if "Permission denied" in said:
         return f"ssh-keygen -t ed25519 (once), then ssh-copy-id {name}"
     if "resolve hostname" in said:
@@ -340,7 +340,7 @@ def read(text: str, file: Path | None) -> tuple[str, ...]:
     """
     if text and file is not None:
         raise UsageError(
-            "--hosts cannot be combined with --hostfile", where="--hostfile", hint="give one of them"
+            "--hosts cannot be combined with --hostfile", where="--hostfile", hint="use only one of them"
         )
     places = [("--hosts", part.strip()) for part in text.split(",")] if text else []
     if file is not None:

@@ -51,13 +51,13 @@ class System(Protocol):
     registration: Registration = Registration()
     """What recipes need to know: aliases, runtimes, checks of the system section."""
     placement: str = ""
-    """How each of several nodes finds its place: a name that ``dist-run --scheduler`` takes. Empty: the
-    launcher finds out from the variables that the scheduler or the script sets.
+    """How each of several nodes detects its rank: a name that ``dist-run --scheduler`` takes. Empty: the
+    node agent finds out from the variables that the scheduler or the script sets.
     """
     passes_names: bool = False
     """Whether ``--env NAME`` works: the value gets from here to the program without being in any text."""
     spares_take_over: bool = False
-    """Whether nothing here ends the launchers of the other nodes when a node is lost."""
+    """Whether nothing here ends the node agents of the other nodes when a node is lost."""
     hides_gpus: bool = True
     """Whether programs see only the GPUs that the job asked for."""
 

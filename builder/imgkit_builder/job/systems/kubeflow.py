@@ -84,7 +84,7 @@ def _yaml(document: Mapping[str, Any]) -> str:
     """
     try:
         import yaml
-    except ImportError:  # in the one-file tool; kubectl reads JSON too
+    except ImportError:  # in the single-file executable; kubectl reads JSON too
         return json.dumps(document, indent=2) + "\n"
 
     class Dumper(yaml.SafeDumper):
@@ -98,7 +98,7 @@ def _yaml(document: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
+class _Requested:
     """The meaning of the options for RunAI's client, from the recipe and the user."""
 
     annotations: Mapping[str, str]
@@ -106,7 +106,7 @@ class _Asked:
     large_shm: bool
 
 
-def _asked(job: Job) -> _Asked:
+def _requested(job: Job) -> _Requested:
     annotations: dict[str, str] = {}
     resources: dict[str, str] = {}
     large_shm = False
@@ -126,7 +126,7 @@ def _asked(job: Job) -> _Asked:
                 "the output of imgkit submit --dry-run",
             )
         into[name] = text
-    return _Asked(annotations=annotations, resources=resources, large_shm=large_shm)
+    return _Requested(annotations=annotations, resources=resources, large_shm=large_shm)
 
 
 def _pytorchjob(job: Job) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def _pytorchjob(job: Job) -> dict[str, Any]:
 
 
 def _pod(job: Job) -> dict[str, Any]:
-    asked, folder = _asked(job), pods.directory(job)
+    requested, folder = _requested(job), pods.directory(job)
     container = {
         "name": "pytorch",  # the operator sets its variables only in the container of this name
         "image": job.image,
@@ -165,13 +165,13 @@ def _pod(job: Job) -> dict[str, Any]:
         "args": _command(job),
         **({"workingDir": str(folder)} if folder else {}),
         "env": _env(job),
-        **_resources("resources", job, asked),
-        **_mounts(job, asked),
+        **_resources("resources", job, requested),
+        **_mounts(job, requested),
     }
     scheduler = {"schedulerName": SCHEDULER} if job.queue else {}
     return {
-        **_annotated(asked),
-        "spec": {**scheduler, "containers": [container], **_volumes(job, asked)},
+        **_annotated(requested),
+        "spec": {**scheduler, "containers": [container], **_volumes(job, requested)},
     }
 
 
@@ -183,7 +183,7 @@ def _trainjob(job: Job) -> dict[str, Any]:
         raise UsageError(
             f"--nodes {job.size}, but {why}", where="--format", hint="--format pytorchjob, or --nodes N"
         )
-    asked, folder = _asked(job), pods.directory(job)
+    requested, folder = _requested(job), pods.directory(job)
     trainer = {
         "image": job.image,
         # command, not args: a runtime can have a command of its own, for example torchrun.
@@ -193,11 +193,11 @@ def _trainjob(job: Job) -> dict[str, Any]:
         ],  # a trainer has no workingDir
         "numNodes": job.nodes,
         "env": _env(job),
-        **_resources("resourcesPerNode", job, asked),
+        **_resources("resourcesPerNode", job, requested),
     }
-    mounts = _mounts(job, asked)
+    mounts = _mounts(job, requested)
     containers = {"containers": [{"name": "node", **mounts}]} if mounts else {}
-    pod = {**_annotated(asked), "spec": {**containers, **_volumes(job, asked)}}
+    pod = {**_annotated(requested), "spec": {**containers, **_volumes(job, requested)}}
     # Trainer 2.2 and later; earlier versions had `podTemplateOverrides` instead.
     patch = {"replicatedJobs": [{"name": "node", "template": {"spec": {"template": pod}}}]}
     patches = [{"manager": "imgkit/job", "trainingRuntimeSpec": {"template": {"spec": patch}}}]
@@ -209,8 +209,8 @@ def _trainjob(job: Job) -> dict[str, Any]:
     }
 
 
-def _annotated(asked: _Asked) -> dict[str, Any]:
-    return {"metadata": {"annotations": dict(asked.annotations)}} if asked.annotations else {}
+def _annotated(requested: _Requested) -> dict[str, Any]:
+    return {"metadata": {"annotations": dict(requested.annotations)}} if requested.annotations else {}
 
 
 def _metadata(job: Job) -> dict[str, Any]:
@@ -244,15 +244,15 @@ def _env(job: Job) -> list[dict[str, Any]]:
     return given
 
 
-def _resources(key: str, job: Job, asked: _Asked) -> dict[str, Any]:
-    limits = {**({"nvidia.com/gpu": str(job.gpus)} if job.gpus else {}), **asked.resources}
+def _resources(key: str, job: Job, requested: _Requested) -> dict[str, Any]:
+    limits = {**({"nvidia.com/gpu": str(job.gpus)} if job.gpus else {}), **requested.resources}
     requests = {"cpu": str(job.cpus)} if job.cpus else {}
     found = {name: value for name, value in (("limits", limits), ("requests", requests)) if value}
     return {key: found} if found else {}
 
 
-def _mounts(job: Job, asked: _Asked) -> dict[str, Any]:
-    mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}] if asked.large_shm else []  # noqa: S108
+def _mounts(job: Job, requested: _Requested) -> dict[str, Any]:
+    mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}] if requested.large_shm else []  # noqa: S108
     if job.makes_secret:
         mounts.append({"name": "secret", "mountPath": str(MOUNTED.parent), "readOnly": True})
     for index, claim in enumerate(pods.claims(job)):
@@ -261,9 +261,9 @@ def _mounts(job: Job, asked: _Asked) -> dict[str, Any]:
     return {"volumeMounts": mounts} if mounts else {}
 
 
-def _volumes(job: Job, asked: _Asked) -> dict[str, Any]:
+def _volumes(job: Job, requested: _Requested) -> dict[str, Any]:
     volumes: list[dict[str, Any]] = []
-    if asked.large_shm:
+    if requested.large_shm:
         # Workers pass tensors to each other there; the default size in a container is 64 MiB.
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     if job.makes_secret:

@@ -71,7 +71,7 @@ def with_settings(job: Job, words: tuple[str, ...]) -> tuple[str, ...]:
     if system.runtime.host_libs or job.env_file:
         # A path is put in front of the node's own value, which only a shell on that node knows.
         return ("sh", "-c", "; ".join((*container.exports(job), 'exec "$@"')), "sh", *words)
-    # There is no image, so the launcher has no system.json to read.
+    # There is no image, so the node agent has no system.json to read.
     given = {**job.settings, **(system.env if job.run_by == "host" else {})}
     return ("env", *(f"{name}={value}" for name, value in given.items()), *words) if given else words
 

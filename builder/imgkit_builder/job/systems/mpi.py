@@ -173,7 +173,9 @@ def _ranks(job: Job) -> int:
 def _by_ssh(job: Job) -> Script:
     hosts = _hosts(job)
     title = job.recipe.system.title or job.recipe.name
-    rows = [f"# {title}, by imgkit: a command a host, each in its own terminal. All from here: imgkit submit"]
+    rows = [
+        f"# {title}, by imgkit: one command per host, each in its own terminal; or from here: imgkit submit"
+    ]
     if job.names:
         rows.append(f"# imgkit submit also sends the values of {', '.join(job.names)}; these lines do not.")
     remote = []
@@ -228,9 +230,9 @@ def _guarded(job: Job, command: Sequence[str]) -> tuple[str, ...]:
 
 
 def _sent(job: Job) -> fanout.Sent:
-    """What goes through the input of each ssh; only a launcher expects a secret on its own input."""
-    launcher = job.command[0].startswith("dist-") and job.command[0] != "dist-env"
-    return fanout.Sent(secret=job.makes_secret and launcher, names=job.names)
+    """What goes through the input of each ssh; only a node agent expects a secret on its own input."""
+    node_agent = job.command[0].startswith("dist-") and job.command[0] != "dist-env"
+    return fanout.Sent(secret=job.makes_secret and node_agent, names=job.names)
 
 
 def _remote(job: Job, words: Sequence[str]) -> str:
@@ -242,7 +244,7 @@ def _remote(job: Job, words: Sequence[str]) -> str:
 
 def _torch_program(command: Sequence[str]) -> tuple[str, ...]:
     """The program as ``torch.distributed.launch`` takes it; empty if that is unknown."""
-    from imgkit_entrypoints.cli import start  # imports the whole launcher
+    from imgkit_entrypoints.cli import start  # imports the whole node agent
 
     name, *words = command
     known = next((each for each in COMMANDS if each.name == name), None)

@@ -25,7 +25,7 @@ from imgkit_entrypoints.schedulers.mpi import PALS
 
 RUN_DIR = "IMGKIT_RUN_DIR"
 PATIENCE_S = 30
-"""Time for the launchers on the other hosts to end after one has failed: they learn of it within seconds."""
+"""Time for node agents on the other hosts to end after one has failed: they learn of it within seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Pbs(System):
         text = fill(
             job,
             "pbs.sh.j2",
-            directives=_lines(("-S", "/bin/bash", "-j", "oe", *_asked(job))),
+            directives=_lines(("-S", "/bin/bash", "-j", "oe", *_resource_options(job))),
             by_task=by_task,
             patience_s=PATIENCE_S,
             rdzv=rdzv and not by_task,
@@ -126,7 +126,7 @@ class Pbs(System):
 SYSTEM = Pbs()
 
 
-def _asked(job: Job) -> tuple[str, ...]:
+def _resource_options(job: Job) -> tuple[str, ...]:
     """The resources to request; directives and ``qsub -I`` take the same words."""
     queue = job.recipe.system.queue
     chunk = (
@@ -189,7 +189,7 @@ def _interactive(job: Job) -> Script:
             where="--interactive",
             hint="imgkit submit --dry-run ... > job.sh without --interactive; bash job.sh in the job's shell",
         )
-    words = ("qsub", "-I", *_asked(job))
+    words = ("qsub", "-I", *_resource_options(job))
     comments = (
         "# In the shell that it gives, on one of the nodes:",
         *(f"#   module load {name}" for name in container.modules(job)),

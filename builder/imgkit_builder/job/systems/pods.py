@@ -31,7 +31,7 @@ KubernetesFormat = Literal["runai", "pytorchjob", "trainjob"]
 class PodFlags:
     """Flags that only jobs in pods have."""
 
-    format: KubernetesFormat = flag("runai", help="Kubernetes: what imgkit writes.")
+    format: KubernetesFormat = flag("runai", help="Kubernetes: output format.")
     pvcs: tuple[str, ...] = flag(
         (), "--pvc", metavar="CLAIM:/PATH[:ro]", help="Kubernetes: volume to mount into the pods."
     )
@@ -66,7 +66,7 @@ class Pods(System):
             if odd:
                 # The RCP tutorial needs '"..."' around a word with blanks, later pages of
                 # epfml/getting-started do not: whether words are split again depends on the client's version.
-                yield f"{odd[0]!r}: older runai clients split and expand words once more"
+                yield f"{odd[0]!r}: older runai clients split and expand arguments once more"
 
     def image_script(self, job: ImageJob) -> Script:
         """Raise UsageError: pods pull images."""
@@ -153,9 +153,9 @@ def directory(job: Job) -> PurePosixPath | None:
 
 
 def variables(job: Job) -> Mapping[str, str]:
-    """Variables of each pod: folders for output and state, the launcher's settings, the user's (these win).
+    """Variables of each pod: folders for output and state, the node agent's settings, the user's (these win).
 
-    The job's name is its id, so the folder is known without a question to the cluster.
+    The job's name is its id, so the folder is known without asking the cluster.
     """
     kept: dict[str, str] = {}
     folder, writable = directory(job), [claim.path for claim in claims(job) if not claim.read_only]
@@ -179,7 +179,7 @@ def entered(job: Job, ways: Sequence[str], end: str) -> tuple[str, ...]:
         f"# Enter {f'each of the {job.nodes} pods, a terminal for each' if several else 'the pod'}:",
         *(f"#   {way}" for way in ways),
         f"# and there{', the same in each of them' if several else ''}:",
-        "#   tmux new -A -s run      what runs in it outlives the connection; the same line comes back to it",
+        "#   tmux new -A -s run      it survives a lost connection; the same line attaches again",
         f"#   {typed}",
         f"# The pods sleep, and keep their GPUs, until: {end}",
     )

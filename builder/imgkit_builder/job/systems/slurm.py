@@ -26,7 +26,7 @@ class Slurm(System):
     def script(self, job: Job) -> Script:
         """The script for ``sbatch``, or the ``salloc`` line of an interactive job."""
         if job.request.interactive:
-            words = ("salloc", *_asked(job), "bash", "-lc", _typed(job))
+            words = ("salloc", *_resource_options(job), "bash", "-lc", _typed(job))
             return Script(text=line(words) + "\n", submit=words, foreground=True)
         text = fill(
             job,
@@ -34,7 +34,7 @@ class Slurm(System):
             directives=(
                 f"--job-name={job.name}",
                 *_place(job),
-                *_asked(job),
+                *_resource_options(job),
                 *(
                     # B: the signal goes to the script alone. A step's signal reaches every process of it. For
                     # ordinary users one of them serves the image's files; the run would die of a bus error.
@@ -129,7 +129,7 @@ def _place(job: AnyJob) -> tuple[str, str]:
     return f'--chdir="{folder}"' if " " in folder else f"--chdir={folder}", "--output=%x-%j.out"
 
 
-def _asked(job: Job) -> tuple[str, ...]:
+def _resource_options(job: Job) -> tuple[str, ...]:
     """The resources to request; directives and salloc take the same words."""
     nodes = f"{job.size.least}-{job.nodes}" if job.elastic else str(job.nodes)
     return (
@@ -148,7 +148,7 @@ def _asked(job: Job) -> tuple[str, ...]:
 
 
 _IN_NODE = ("bash", "-c", Shell('"$task"'), "node")
-"""Words that run a launcher within the function of templates/job/slurm-spares.sh.j2."""
+"""Words that run a node agent within the function of templates/job/slurm-spares.sh.j2."""
 
 
 def _start(job: Job, words: Sequence[str]) -> tuple[str, ...]:

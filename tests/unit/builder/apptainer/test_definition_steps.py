@@ -39,7 +39,7 @@ def test_every_step_says_that_it_begins(made: Definition) -> None:
     assert marks == [f"echo '{MARK} {number}/{count}'" for number in range(1, count + 1)]
     assert lines[0] == "Bootstrap: oci"
     assert "    a.label b c" in lines
-    assert [step.text for step in made.steps][:2] == ["look into the base", "the links of copied folders"]
+    assert [step.text for step in made.steps][:2] == ["inspect the base", "the links of copied folders"]
     assert "(cd -- /workspace && sh -c 'echo 2')" in [step.text for step in made.steps]
 
 
@@ -102,7 +102,7 @@ def test_failure_names_the_step_that_ran(made: Definition) -> None:
 
 def test_failure_before_the_steps_is_the_bases(made: Definition) -> None:
     error = failed(made, "INFO:    Starting build...", "FATAL:   no such image")
-    assert (error.where, error.what) == ("mine.yaml:3", "the base cannot be had: apptainer failed")
+    assert (error.where, error.what) == ("mine.yaml:3", "the base cannot be fetched: apptainer failed")
 
 
 def test_json_is_the_whole_recipe(tmp_path: Path) -> None:

@@ -76,11 +76,11 @@ def test_absent_zstd_is_refused_before_saving(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ToolMissing, match="zstd") as caught:
         write.save(never(), target=tmp_path / "x.tar.zst", compress="zstd")
-    assert "--compress gzip" in str(caught.value.hint)
+    assert "--compression gzip" in str(caught.value.hint)
 
 
 def test_too_small_disk_is_refused_before_saving(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="GB are needed") as caught:
+    with pytest.raises(UsageError, match="GB needed") as caught:
         write.save(never(), target=tmp_path / "x.tar", expected_bytes=10**18)
     assert "zstd" in str(caught.value.hint)
 

@@ -80,7 +80,7 @@ def test_absent_files_are_none(tmp_path: Path) -> None:
 
 def test_later_schema_is_refused(tmp_path: Path) -> None:
     sidecar.json_path(tmp_path / "x").write_text(sidecar.to_json(FULL).replace('"schema": 1', '"schema": 2'))
-    with pytest.raises(UsageError, match="later imgkit"):
+    with pytest.raises(UsageError, match="later version of imgkit"):
         sidecar.read(tmp_path / "x")
 
 

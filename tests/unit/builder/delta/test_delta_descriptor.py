@@ -49,7 +49,7 @@ def test_file_that_is_not_there_refused(tmp_path: Path) -> None:
 def test_later_schema_refused(file: Path, tmp_path: Path) -> None:
     text = json.dumps({"schema": 2}).encode()
     (tmp_path / "x").write_bytes(text + len(text).to_bytes(8, "little") + b"IMGDELTA")
-    with pytest.raises(CheckFailed, match="later imgkit"):
+    with pytest.raises(CheckFailed, match="later version of imgkit"):
         descriptor.read(tmp_path / "x")
 
 
@@ -109,14 +109,14 @@ def test_job_without_one_says_nothing() -> None:
 
 @pytest.mark.parametrize("runtime", ["docker", "host"])
 def test_delta_without_singularity_refused(file: Path, runtime: str) -> None:
-    with pytest.raises(UsageError, match=r"lies over a \.sif"):
+    with pytest.raises(UsageError, match=r"mounted over a \.sif"):
         resolve(find("cpu"), replace(request(file), runtime=runtime))
 
 
 @pytest.mark.parametrize("name", ["a,b.imgdelta", "a:b.imgdelta", "a\nb.imgdelta"])
 def test_name_that_the_runtime_would_split_refused(file: Path, name: str) -> None:
     (file.parent / name).write_bytes(file.read_bytes())
-    with pytest.raises(UsageError, match="cannot stand in a job"):
+    with pytest.raises(UsageError, match="cannot be used in a job"):
         resolve(find("cpu"), replace(request(file), delta=Path(name)))
 
 

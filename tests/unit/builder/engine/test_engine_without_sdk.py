@@ -98,5 +98,5 @@ def test_failing_engine_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("host", ["nonsense", "tcp://"])
 def test_unknown_addresses_are_refused(host: str) -> None:
-    with pytest.raises(ToolFailed, match="cannot ask an engine"):
+    with pytest.raises(ToolFailed, match="cannot query an engine"):
         connection.query(Endpoint(host=host))

@@ -130,7 +130,7 @@ def test_runtime_files_count_only_where_both_have_them(tmp_path: Path) -> None:
     mixed = compare(image(one), sif)
     assert mixed.files == compare(sif, image(one)).files == ()
     assert mixed.layers is None
-    assert "a .sif keeps no layers" in mixed.untold
+    assert "a .sif keeps no layers" in mixed.not_compared
     more = image(one, layer(tmp_path / "3", {"home/me/x": b"1"}))
     assert {one.path for one in compare(more, sif).files or ()} == {"home/me", "home/me/x"}
     both = compare(image(one, keeps=False), sif)

@@ -359,4 +359,4 @@ def test_amd_gpus_are_named_with_the_end_of_imgkit(tmp_path: Path) -> None:
     (tmp_path / "root/dev/kfd").touch()
     (found,) = [check for check in doctor.examine(machine=machine) if check.name == "gpus"]
     assert found.verdict == "warn"
-    assert found.found == "2 AMD GPUs (/dev/kfd); imgkit's images and launcher use NVIDIA GPUs only"
+    assert found.found == "2 AMD GPUs (/dev/kfd); imgkit supports NVIDIA GPUs only"

@@ -32,7 +32,7 @@ def test_silent_contexts_are_named_and_do_not_fail(contexts: Path) -> None:
     first, *others = doctor.checks()
     assert (first.name, first.verdict) == ("docker", "fail")
     assert [(one.name, one.verdict) for one in others] == [("not used", "skip")] * 2
-    assert others[0].found == "context far at ssh://me@far: not asked by ssh"
+    assert others[0].found == "context far at ssh://me@far: not queried over ssh"
     assert others[1].found.startswith(f"context old at unix://{contexts}/old.sock: no Docker engine answers")
 
 

@@ -253,7 +253,7 @@ def test_code_lies_over_the_delta(folder: Path) -> None:
     assert overlays == ["/d/x.imgdelta:ro", "/d/code:ro"]
     assert "/d/code:/workspace:image-src=/workspace,ro" in words
     assert "IMGKIT_CODE=ab" in words
-    with pytest.raises(UsageError, match="cannot stand in a job"):
+    with pytest.raises(UsageError, match="cannot be used in a job"):
         container.with_code(job, record, ["/d/a,b"])
 
 

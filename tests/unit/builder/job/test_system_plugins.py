@@ -155,7 +155,7 @@ def test_value_that_no_directive_holds_is_refused(work: Path, example_installed:
         work, example_installed, "submit", "--dry-run", "./mine.yaml", "--lane", "a b", "--", "dist-pi"
     )
     assert done.returncode == 2
-    assert "'a b' cannot stand in a directive" in done.stderr
+    assert "'a b' cannot be used in a directive" in done.stderr
 
 
 def test_plugin_is_a_word_of_the_schema(work: Path, example_installed: Path) -> None:

@@ -51,7 +51,7 @@ def test_source_names_its_line_and_the_remedy(recipe: Recipe) -> None:
     error = error_of(recipe, 0, "source", "flash-attn==2.5.5")
     assert isinstance(error, UsageError)
     assert (error.where or "").endswith("mine.yaml:10")
-    assert (error.hint or "").endswith("mine.yaml --keep")
+    assert (error.hint or "").endswith("mine.yaml --keep-files")
 
 
 def test_line_of_a_requirements_file_is_named(recipe: Recipe) -> None:

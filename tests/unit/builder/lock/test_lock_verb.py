@@ -100,8 +100,8 @@ def test_changes_are_named_old_and_new(part: LockedPlatform) -> None:
     assert found == [
         "pip   einops  0.8.1 -> 0.8.2",
         "pip   rich  1.0",
-        "apt   jq:amd64  1.6, gone",
-        "pip   tqdm  4.1, gone",
+        "apt   jq:amd64  1.6, removed",
+        "pip   tqdm  4.1, removed",
     ]
 
 
@@ -155,7 +155,7 @@ def test_folder_that_cannot_be_written_is_named_before_the_base_is_asked(
     monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:9")
     done = run(recipe.file)
     assert done.exit_code == 2
-    assert "may not write the lock" in done.stderr
+    assert "no permission to write the lock" in done.stderr
 
 
 def test_check_names_the_line_that_the_lock_does_not_know(

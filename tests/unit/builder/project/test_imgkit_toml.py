@@ -79,18 +79,18 @@ def test_every_key_is_read_with_its_line(tmp_path: Path) -> None:
         ("time = 00:30:00", "1:1", 'time: must be text, not a date or time; quote it: "00:30:00"'),
         ("nodes = true", "1:1", "nodes: must be text, not true or false"),
         ("nodes = '4:2'", "1:1", "nodes: '4:2' is not a range MIN:MAX"),
-        ("env = {A = '1'}", "1:1", "env: must be a list of texts, not a table"),
+        ("env = {A = '1'}", "1:1", "env: must be a list of strings, not a table"),
         ("env = ['A=1',\n 2]", "1:1", "env[1]: must be text, not an integer"),
         ("env = ['1A=1']", "1:1", "env[0]: '1A=1' is not a variable"),
         ("env = ['OMP_NUM_THREADS=$(( $(nproc)/4 ))']", "1:1", "env[0]: $((...)) is not executed"),
         ("env = ['API_TOKEN=x9f83hf83hf8']", "1:1", "API_TOKEN holds a secret"),
-        ("command = 'dist-hello'", "1:1", "command: must be a list of texts, not text"),
+        ("command = 'dist-hello'", "1:1", "command: must be a list of strings, not text"),
         ('command = ["a\\u001bb"]', "1:1", "command[0]: 'a\\x1bb' holds a control character"),
         ('code = "a\\u001bb"', "1:1", "code: 'a\\x1bb' holds a control character"),
-        ("account = 'a b'", "1:1", "account: 'a b' cannot stand in a job"),
+        ("account = 'a b'", "1:1", "account: 'a b' cannot be used in a job"),
         ("binds = ['relative']", "1:1", "binds[0]: "),
-        ("remote = 'a'\nremote = 'b'\n", "2:13", "it is no TOML: Cannot overwrite a value"),
-        ("\nremote = x\n", "2:10", "it is no TOML: Invalid value; write KEY"),
+        ("remote = 'a'\nremote = 'b'\n", "2:13", "it is not TOML: Cannot overwrite a value"),
+        ("\nremote = x\n", "2:10", "it is not TOML: Invalid value; write KEY"),
     ],
 )
 def test_fault_is_named_with_its_place(tmp_path: Path, text: str, place: str, message: str) -> None:
@@ -192,15 +192,15 @@ def test_missing_value_names_the_line_that_takes_it(call: Any) -> None:
     assert code == 2
     assert "needs --account, --qos" in err
     assert (
-        'state account = "..." in imgkit.toml:4, qos = "..." in imgkit.toml; or add --account ... --qos ...'
+        'set account = "..." in imgkit.toml:4, qos = "..." in imgkit.toml; or add --account ... --qos ...'
         in err
     )
     code, _, err = call("submit", "--dry-run", "mine.yaml", "--time", "1h", "--", "dist-hello")
-    assert "add --account ... --qos ..., or state it in a recipe that extends mine" in err
+    assert "add --account ... --qos ..., or set it in a recipe that extends mine" in err
 
 
 def test_named_recipe_leaves_the_file_out(call: Any) -> None:
-    written("this is no TOML")
+    written("this is not TOML")
     code, out, err = call("submit", "--dry-run", "cpu", "--", "dist-hello")
     assert (code, err) == (0, "")
     assert "dist-hello" in out
@@ -209,7 +209,7 @@ def test_named_recipe_leaves_the_file_out(call: Any) -> None:
 def test_job_without_any_recipe_is_refused(call: Any) -> None:
     code, _, err = call("submit", "--dry-run", "--", "dist-hello")
     assert code == 2
-    assert "no recipe was given, and no imgkit.toml here states one" in err
+    assert "no recipe given, and none set by an imgkit.toml here" in err
 
 
 def test_run_without_a_remote_names_those_there_are(call: Any) -> None:
@@ -236,7 +236,7 @@ def test_foreign_values_wait_for_a_person(call: Any) -> None:
     call("remote", "add", "mn5", "me@far")
     code, out, err = call("run")
     assert (code, out) == (2, "")
-    assert "nobody has confirmed these values here" in err
+    assert "these values are not confirmed on this machine" in err
     for shown in (
         "remote   mn5",
         "env      A=1\n",
@@ -246,7 +246,7 @@ def test_foreign_values_wait_for_a_person(call: Any) -> None:
     ):
         assert shown in err
     digest = err.rpartition("--confirm ")[2].strip()
-    assert "nobody has confirmed" in call("run", "--confirm", digest[:-1] + "x")[2]
+    assert "are not confirmed" in call("run", "--confirm", digest[:-1] + "x")[2]
     assert digest == foreign(file).digest
     foreign(file).remember()
     file.write_text(file.read_text().replace("nodes = 2", "nodes = 1"))
@@ -303,7 +303,7 @@ def asked(call: Any, *words: str) -> str:
     """The digest that a refused submission names."""
     code, out, err = call("submit", *words)
     assert (code, out) == (2, ""), err
-    assert "nobody has confirmed these values here" in err
+    assert "these values are not confirmed on this machine" in err
     return str(err.rpartition("--confirm ")[2].strip())
 
 

@@ -62,7 +62,7 @@ def test_files_that_are_there_are_refused_and_listed(call: Any) -> None:
     Path(".gitignore").write_text("mine")
     code, out, err = call("init", "--recipe", "mn5")
     assert (code, out) == (2, "")
-    assert "these files are there already: train.py, .gitignore" in err
+    assert "these files already exist: train.py, .gitignore" in err
     assert not Path("imgkit.toml").exists()
 
 

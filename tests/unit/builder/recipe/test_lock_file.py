@@ -121,8 +121,8 @@ def test_upgrade_changes_lines_of_its_package_only() -> None:
         ("[[platforms.apt]]", "[platforms.apt]", "platforms[0].apt"),
         ("[platforms.base]", "[[platforms.base]]", "platforms[0].base: must be a table"),
         (DIGEST, "sha256:12", "must be sha256: and 64 hex digits"),
-        ("step = 0", "step = = 0", "mine.lock:42:1: it is no TOML"),
-        ("schema = 1", "schema = 1\nschema = 1", "it is no TOML"),
+        ("step = 0", "step = = 0", "mine.lock:42:1: it is not TOML"),
+        ("schema = 1", "schema = 1\nschema = 1", "it is not TOML"),
     ],
 )
 def test_edited_lock_is_refused_with_line(old: str, new: str, said: str) -> None:

@@ -108,7 +108,7 @@ def test_schema_is_one_json_object() -> None:
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [(("--schema", "mn5"), "--schema takes no FILE"), ((), "no recipe was named")],
+    [(("--schema", "mn5"), "--schema takes no FILE"), ((), "no recipe given")],
 )
 def test_check_refuses_what_it_cannot_mean(words: tuple[str, ...], message: str) -> None:
     done = imgkit("check", *words)

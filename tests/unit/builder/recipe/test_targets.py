@@ -16,7 +16,7 @@ from imgkit_recipes import recipe_names
 
 @pytest.fixture
 def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Imitate the one-file tool, where the recipes are beside the package."""
+    """Imitate the single-file executable, where the recipes are beside the package."""
     (tmp_path / targets.RECIPES_JSON).write_text(targets.bundled_json())
     monkeypatch.setattr(importlib.resources, "files", lambda _: tmp_path)
 

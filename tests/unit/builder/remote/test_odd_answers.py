@@ -120,7 +120,7 @@ def test_odd_values_of_a_check_are_verdicts(far: Connection) -> None:
 def test_listing_of_a_run_names_only_its_files(far: Connection) -> None:
     for row in ("5 5 /etc/passwd", "5 5 runs/mn5-7/../x", f"{DIGITS} 5 runs/mn5-7/x", "rubbish"):
         Path("answer").write_text(f"{row}\0")
-        with pytest.raises(CheckFailed, match="is no file of a run"):
+        with pytest.raises(CheckFailed, match="is not a file of a run"):
             listed(far)
 
 

@@ -94,7 +94,7 @@ def test_fault_of_the_file_names_its_line(home: Path, text: str, line: int, what
 def test_no_toml_is_no_traceback(home: Path, text: str) -> None:
     home.parent.mkdir()
     home.write_text(text)
-    with pytest.raises(UsageError, match="no TOML"):
+    with pytest.raises(UsageError, match="not TOML"):
         config.remotes()
 
 

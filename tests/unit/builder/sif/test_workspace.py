@@ -97,7 +97,7 @@ def test_two_at_once_refused(tmp_path: Path) -> None:
     target = tmp_path / "x.sif"
     with (
         workspace(target, tmp_path),
-        pytest.raises(UsageError, match=rf"another imgkit makes this file .pid {os.getpid()} "),
+        pytest.raises(UsageError, match=rf"another imgkit process is writing this file .pid {os.getpid()} "),
         workspace(target, tmp_path),
     ):
         pass

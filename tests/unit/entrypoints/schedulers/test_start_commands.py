@@ -1,4 +1,4 @@
-"""Words that start one process per node, and the lines that are printed if only one process was started."""
+"""The argv that starts one process per node, and the lines printed if only one process was started."""
 
 from __future__ import annotations
 

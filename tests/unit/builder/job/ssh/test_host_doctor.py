@@ -107,7 +107,7 @@ def test_unlike_hosts_warn(old: str, new: str, name: str, told: str) -> None:
 
 def test_unknown_head_fails() -> None:
     found = examined({"a": ALIKE, "b": changed("head 10.0.0.1", "")})["head"]
-    assert (found.verdict, found.found) == ("fail", "the name a is unknown on b")
+    assert (found.verdict, found.found) == ("fail", "the name a cannot be resolved on b")
 
 
 def test_without_containers_no_image_is_looked_for() -> None:

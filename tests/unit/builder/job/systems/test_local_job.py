@@ -55,7 +55,7 @@ def test_stated_limit_of_open_files_stays(tmp_path: Path) -> None:
         ({"nodes": "2"}, "2 nodes, but this is one machine"),
         ({"gpus": 1}, "starts its container without GPUs"),
         ({"options": ("--x",), "runtime": "host"}, "an option for a container"),
-        ({"options": ("a b",)}, "cannot stand in a directive"),
+        ({"options": ("a b",)}, "cannot be used in a directive"),
     ],
 )
 def test_what_one_machine_cannot_do_is_refused(change: dict[str, object], what: str) -> None:

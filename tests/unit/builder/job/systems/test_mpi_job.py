@@ -176,7 +176,7 @@ def test_shell_is_for_one_host() -> None:
         ({"direct": True, "ssh": True}, "--direct cannot be combined with --ssh"),
         ({"hosts": ("me@node1", "node2")}, "mpirun cannot use 'me@node1'"),
         ({"hosts": ("node1", "fd00::7")}, "mpirun cannot use 'fd00::7'"),
-        ({"options": ("--mca a b",)}, "cannot stand in a directive"),
+        ({"options": ("--mca a b",)}, "cannot be used in a directive"),
     ],
 )
 def test_what_mpirun_cannot_do_is_refused(change: dict[str, Any], what: str) -> None:

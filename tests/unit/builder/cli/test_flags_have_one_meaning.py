@@ -1,0 +1,37 @@
+"""A flag of several verbs takes the same kind of value in each."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+
+from imgkit_builder.cli import app
+
+OUTPUTS = ("--output", "-o")
+"""Their value is a file or folder everywhere; its name in the help tells which."""
+
+
+def options(command: Any, verb: str = "") -> Iterator[tuple[str, str, str]]:
+    """Verb, flag and kind of value of each option that takes one."""
+    subcommands = getattr(command, "commands", None)
+    for name, sub in (subcommands or {}).items():
+        yield from options(sub, f"{verb} {name}".strip())
+    if subcommands:
+        return
+    for one in command.get_params(typer.Context(command)):
+        if one.param_type_name == "option" and not one.is_flag:
+            choices = getattr(one.type, "choices", None)
+            kind = "a choice" if choices else (one.metavar or one.type.name).partition("|")[0]
+            yield from ((verb, flag, kind) for flag in one.opts)
+
+
+def test_flag_takes_one_kind_of_value() -> None:
+    kinds: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for verb, flag, kind in options(typer.main.get_command(app.build_app(tuple(app.VERBS)))):
+        kinds[flag][kind].append(verb)
+    assert len(kinds) > 50
+    several = {flag: dict(found) for flag, found in kinds.items() if len(found) > 1 and flag not in OUTPUTS}
+    assert several == {}
