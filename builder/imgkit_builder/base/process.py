@@ -116,7 +116,7 @@ def processors() -> int:
         return os.cpu_count() or 1
 
 
-def own_words() -> tuple[str, ...]:
+def own_argv() -> tuple[str, ...]:
     """The argv that starts this imgkit: its name, or this Python and the path of the single-file imgkit."""
     file = getattr(__spec__.loader, "archive", "")
     return (sys.executable, str(Path(file).absolute())) if file else ("imgkit",)

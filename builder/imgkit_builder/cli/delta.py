@@ -29,7 +29,7 @@ from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.base.progress import Reporter
-    from imgkit_builder.delta.make import Made
+    from imgkit_builder.delta.make import WrittenDelta
     from imgkit_builder.sif.conversion import Options
 
 SCHEMA = 1
@@ -195,7 +195,7 @@ def _flattened(
     return lines, data
 
 
-def _made(made: Made, target: Path, following: str) -> tuple[list[str], dict[str, Any]]:
+def _made(made: WrittenDelta, target: Path, following: str) -> tuple[list[str], dict[str, Any]]:
     delta = made.delta
     data = {
         "schema": SCHEMA,

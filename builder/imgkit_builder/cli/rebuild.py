@@ -56,7 +56,7 @@ def verb_rebuild(
 def _lines(sif: Path, found: RebuiltSif, tools: str) -> Iterator[str]:
     if found.equal:
         yield f"{sif}  equal: a rebuild from its lock gives the same file"
-        yield f"sha256 {found.made_sha256}"
+        yield f"sha256 {found.rebuilt_sha256}"
         return
     if not found.different:
         yield f"{sif}  equal in every file, packed differently: {tools or 'the squashfs differs'}"
@@ -68,4 +68,4 @@ def _lines(sif: Path, found: RebuiltSif, tools: str) -> Iterator[str]:
     if found.more:
         yield f"  and {found.more} more"
     yield f"sha256 {found.had_sha256}"
-    yield f"new    {found.made_sha256}"
+    yield f"new    {found.rebuilt_sha256}"

@@ -29,7 +29,7 @@ from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class WrittenDelta:
     """A finished delta."""
 
     path: Path
@@ -59,7 +59,7 @@ class _Newer:
     """What lies over a base, with the runtime's own files."""
 
 
-def make(image: EngineImage, base: Path, target: Path, options: Options, report: Reporter) -> Made:
+def make(image: EngineImage, base: Path, target: Path, options: Options, report: Reporter) -> WrittenDelta:
     """Write the changes of `image` over the .sif `base` to the delta `target`, which is whole or absent.
 
     Raises
@@ -88,7 +88,7 @@ def make(image: EngineImage, base: Path, target: Path, options: Options, report:
     return _make(newer, base, target, options, report)
 
 
-def between(newer: Path, base: Path, target: Path, options: Options, report: Reporter) -> Made:
+def between(newer: Path, base: Path, target: Path, options: Options, report: Reporter) -> WrittenDelta:
     """Write the changes of the .sif `newer` over the .sif `base` to the delta `target`, as `make` does.
 
     Both are compared file by file: a .sif that no engine made keeps no layers.
@@ -120,7 +120,7 @@ def _created(sif: SifImage) -> str:
     return str((check.stated_labels(sif) or {}).get(CREATED_LABEL, ""))
 
 
-def _make(newer: _Newer, base: Path, target: Path, options: Options, report: Reporter) -> Made:
+def _make(newer: _Newer, base: Path, target: Path, options: Options, report: Reporter) -> WrittenDelta:
     target = target.absolute()
     check_target(target)
     stack = descriptor.stack(base.absolute())
@@ -146,7 +146,7 @@ def _make(newer: _Newer, base: Path, target: Path, options: Options, report: Rep
         require_shown((SquashfsLayer(work.part), *source.mounted(stack.sif)), delta, work.part)
         files.publish(work.part, target)
         clock.finish()
-    return Made(
+    return WrittenDelta(
         path=target,
         size_bytes=target.stat().st_size,
         delta=delta,

@@ -47,7 +47,7 @@ MOST_CODE_BYTES = 1 << 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class BuildInputs:
     """What decides about a build besides files: arguments of the command line, a variable, and the engine."""
 
     recipe: str
@@ -113,7 +113,7 @@ class _Note:
     answer: Answer
 
 
-def find(asked: Asked) -> UpToDate | None:
+def find(asked: BuildInputs) -> UpToDate | None:
     """The answer of the last build of the same, if another one would change nothing; None after any doubt."""
     try:
         place = address.endpoint()
@@ -146,14 +146,14 @@ def find(asked: Asked) -> UpToDate | None:
 class Watch:
     """What a build that has begun depends on; made before the build asks the engine for its base."""
 
-    asked: Asked
+    asked: BuildInputs
     place: Endpoint
     imgkit: str
     base: str
     base_state: ImageState | None
 
 
-def watch(asked: Asked, place: Endpoint, *, base: str) -> Watch:
+def watch(asked: BuildInputs, place: Endpoint, *, base: str) -> Watch:
     """Look at what a build that begins now depends on."""
     # A base that gets another image after this has another state when the note is compared.
     state = connection.image_state(place, base)
@@ -209,7 +209,7 @@ def remember(
         files.write_cache(_kept(watched.asked, watched.place), f"{text}\n")
 
 
-def _kept(asked: Asked, place: Endpoint) -> Path:
+def _kept(asked: BuildInputs, place: Endpoint) -> Path:
     decisive = {
         **dataclasses.asdict(asked),
         "engine": place.host,

@@ -38,7 +38,7 @@ class RebuiltSif:
     equal: bool
     """Whether the files have one sha256, apart from a signature."""
     had_sha256: str
-    made_sha256: str
+    rebuilt_sha256: str
     different: tuple[DifferentEntry, ...]
     """The first entries that differ, by their names."""
     more: int
@@ -55,12 +55,12 @@ def compare(had: Path, made: Path, report: Reporter, *, most: int = 20) -> Rebui
     """
     sums = read.sha256(had, report=report), read.sha256(made, report=report)
     if sums[0] == sums[1] or _covered_alike(had, made):
-        return RebuiltSif(equal=True, had_sha256=sums[0], made_sha256=sums[1], different=(), more=0)
+        return RebuiltSif(equal=True, had_sha256=sums[0], rebuilt_sha256=sums[1], different=(), more=0)
     found = list(differences(source.mounted(image.read(had)), source.mounted(image.read(made))))
     return RebuiltSif(
         equal=False,
         had_sha256=sums[0],
-        made_sha256=sums[1],
+        rebuilt_sha256=sums[1],
         different=tuple(DifferentEntry(path=path, what=what) for path, what in found[:most]),
         more=max(len(found) - most, 0),
     )

@@ -114,7 +114,7 @@ def expression(text: str) -> str:
     return " ".join(words).replace("( ", "(").replace(" )", ")")
 
 
-def from_words(text: str) -> str:
+def from_text(text: str) -> str:
     """The SPDX expression that the free words of a Python package mean for sure; empty where they do not."""
     plain = " ".join(text.split()) if len(text) <= _SHOWN else ""
     return _WORDS.get(plain.lower().rstrip("."), "") or expression(plain)

@@ -207,7 +207,7 @@ def _licence(fields: Fields) -> Licence:
     if stated.upper() == "UNKNOWN":
         stated = ""
     classified = [one for one in fields.get("classifier", ()) if one.startswith("License :: ")]
-    spdx = licences.from_words(stated)
+    spdx = licences.from_text(stated)
     if not spdx and len(classified) == 1:
         spdx = licences.from_classifier(classified[0])
     # Some packages put the whole text there.

@@ -197,7 +197,7 @@ def _found(folder: Path, allow: Sequence[str]) -> Iterator[CodeFile]:
         )
 
 
-def _file(found: sources.Found) -> CodeFile:
+def _file(found: sources.SourceEntry) -> CodeFile:
     path, status = Path(found.entry.path), found.entry.stat(follow_symlinks=False)
     if stat.S_ISDIR(status.st_mode):
         return CodeFile(name=found.name, kind="dir", source=path)

@@ -198,11 +198,11 @@ def making(job: ImageJob) -> tuple[str, ...]:
     """The argv that makes the image of `job`."""
     request = job.request
     if isinstance(request, ConversionJobRequest):
-        return (*process.own_words(), "sif", str(request.archive.absolute()), "-o", job.image)
+        return (*process.own_argv(), "sif", str(request.archive.absolute()), "-o", job.image)
     file = Path(request.build)
     built = str(file.absolute()) if file.suffix in _RECIPE_FILES else request.build
     base = ("--base-from", str(request.base_from.absolute())) if request.base_from is not None else ()
-    return (*process.own_words(), "build", built, "--with", "apptainer", *base, "-o", job.image)
+    return (*process.own_argv(), "build", built, "--with", "apptainer", *base, "-o", job.image)
 
 
 def overlay(request: Request, run_by: RunBy, directory: Path) -> tuple[str, Delta | None]:

@@ -42,7 +42,7 @@ MARKERS = ("CACHEDIR.TAG", "pyvenv.cfg")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SourceEntry:
     """One file, folder or link below a source."""
 
     name: str
@@ -89,7 +89,7 @@ def walk(
     hidden: Collection[Path] = (),
     left_out: list[str] | None = None,
     secret: list[str] | None = None,
-) -> Iterator[Found]:
+) -> Iterator[SourceEntry]:
     """Yield what goes into the image of the folder `source`, a folder before its content.
 
     Parameters
@@ -134,7 +134,7 @@ class _Walker:
     named: tuple[str, ...]
     """The last parts of the patterns that bring something back."""
 
-    def folder(self, folder: Path, below: str, above: _Rules) -> Iterator[Found]:
+    def folder(self, folder: Path, below: str, above: _Rules) -> Iterator[SourceEntry]:
         """Yield what counts in `folder`; `below` is its path below the source, empty or with a last slash."""
         with os.scandir(folder) as scan:
             entries = sorted(scan, key=lambda entry: os.fsencode(entry.name))
@@ -155,7 +155,7 @@ class _Walker:
             if not stays_out and _is_secret(entry, name) and not self._is_named(entry, name):
                 self.secret.append(name)
             elif not stays_out:
-                yield Found(name=name.rstrip("/"), entry=entry)
+                yield SourceEntry(name=name.rstrip("/"), entry=entry)
                 if is_folder:
                     yield from self.folder(Path(entry.path), name, general)
             elif self.own.decision(name) is None:

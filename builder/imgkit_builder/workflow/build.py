@@ -17,7 +17,7 @@ from imgkit_entrypoints.errors import CheckFailed, UsageError
 if TYPE_CHECKING:
     from imgkit_builder.apptainer.build import BuildPlan, BuiltSif, SifRequest
     from imgkit_builder.engine import Built, Engine, ImageInfo
-    from imgkit_builder.engine.unchanged import Asked
+    from imgkit_builder.engine.unchanged import BuildInputs
     from imgkit_builder.image.context import BuildContext
     from imgkit_builder.image.members import Packed
     from imgkit_builder.oci.manifest import BaseImage
@@ -161,10 +161,10 @@ def _up_to_date(typed: str, request: BuildRequest, report: Reporter) -> BuiltIma
     return dataclasses.replace(built, up_to_date=True)
 
 
-def _decisive(typed: str, request: BuildRequest) -> Asked:
-    from imgkit_builder.engine.unchanged import Asked
+def _decisive(typed: str, request: BuildRequest) -> BuildInputs:
+    from imgkit_builder.engine.unchanged import BuildInputs
 
-    return Asked(
+    return BuildInputs(
         recipe=typed,
         tag=request.tag,
         base=request.base,

@@ -92,7 +92,7 @@ class _Findings:
     warnings: tuple[str, ...]
     """Warnings about the placement."""
 
-    def place_dict(self) -> dict[str, object]:
+    def placement_dict(self) -> dict[str, object]:
         if isinstance(self.place, ImgkitError):
             error = self.place
             return {"error": {"what": error.what, "where": error.where, "hint": error.hint}}
@@ -143,7 +143,7 @@ def _json(found: _Findings) -> dict[str, object]:
         "imgkit": __version__,
         "host": dataclasses.asdict(found.host),
         "system": None if found.system is None else json_text.parse(to_json(found.system)),
-        "placement": found.place_dict(),
+        "placement": found.placement_dict(),
         "fabric": {
             **dataclasses.asdict(dataclasses.replace(found.network, env=dict(found.network.env))),
             "warnings": list(map(str, found.network.warnings)),
@@ -161,7 +161,7 @@ def _lines(found: _Findings) -> list[str]:
         f"system     {title}",
         *(
             f"placement  {name}: {value}"
-            for name, value in found.place_dict().items()
+            for name, value in found.placement_dict().items()
             if value not in (None, "", (), {})
         ),
         f"fabric     {network.kind}: {network.reason}",

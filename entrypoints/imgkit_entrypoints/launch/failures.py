@@ -198,7 +198,7 @@ class LateRecords:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class NodeFailure:
     """A failure as the head has received it."""
 
     at: float
@@ -208,7 +208,7 @@ class Told:
     failure: RankFailure
 
 
-def first(told: Iterable[Told]) -> Told | None:
+def first(told: Iterable[NodeFailure]) -> NodeFailure | None:
     """Return the failure that came first. A consequence of another rank's end counts only without others."""
     return min(told, key=lambda one: (one.failure.after_peer, one.at), default=None)
 
@@ -222,7 +222,7 @@ def of_run(roll: LeadingRoll, head: str, say: Callable[..., None], *, before: bo
     before : of the attempt before the one that starts now.
     """
     told = [
-        Told(at=at, node=roll.named(number) if number else head, failure=one)
+        NodeFailure(at=at, node=roll.named(number) if number else head, failure=one)
         for at, number, one in (roll.earlier if before else roll.failures)
     ]
     cause = first(told)
@@ -236,7 +236,7 @@ def of_run(roll: LeadingRoll, head: str, say: Callable[..., None], *, before: bo
     return block(cause, told)
 
 
-def block(told: Told, nodes: Sequence[Told] = ()) -> tuple[str, ...]:
+def block(told: NodeFailure, nodes: Sequence[NodeFailure] = ()) -> tuple[str, ...]:
     """Return the last lines of a failed run: rank, node, exit code, log, and the user's own traceback."""
     failure = told.failure
     others = [_who(one.failure.rank) for one in nodes if one is not told]
@@ -248,7 +248,7 @@ def block(told: Told, nodes: Sequence[Told] = ()) -> tuple[str, ...]:
     return (*lines, *(failure.lines or (_SILENT.get(failure.code or 0, _NO_REASON),)))
 
 
-def one_line(told: Told) -> str:
+def one_line(told: NodeFailure) -> str:
     """Return the line by which another node than the head names its worker."""
     failure = told.failure
     last = next((line for line in reversed(failure.lines) if line.strip()), "")
@@ -307,7 +307,7 @@ def write_log(text: str, folder: str, node_rank: int, attempt: int) -> str:
     return ""
 
 
-class LastWords:
+class FinalMessage:
     """What the node agent prints after everything else."""
 
     def __init__(self, say: Callable[..., None]) -> None:

@@ -27,7 +27,7 @@ from imgkit_entrypoints import fence
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, EXIT_TOOL_FAILED, ImgkitError, NoPlan
 from imgkit_entrypoints.launch import failures, guard, guarded, nccl, plan, start_up, stop_protocol
 from imgkit_entrypoints.launch.attempts import Attempts, RendezvousWatch
-from imgkit_entrypoints.launch.failures import LastWords, LateRecords, Told
+from imgkit_entrypoints.launch.failures import FinalMessage, LateRecords, NodeFailure
 from imgkit_entrypoints.launch.goodput import GoodputTimer
 from imgkit_entrypoints.launch.guarded import ForcedEnd, GuardedCommand
 from imgkit_entrypoints.launch.start_up import StartUp, process_began_s
@@ -42,7 +42,7 @@ from imgkit_entrypoints.rollcall.messages import (
     Failed,
     Lost,
     Start,
-    StopAsked,
+    StopOrder,
 )
 from imgkit_entrypoints.rollcall.session import Event, LeadingRoll, LoneRoll, Roll
 from imgkit_entrypoints.schedulers.placement import Size
@@ -103,7 +103,7 @@ def run(
         if shared and head:
             shared.clear()
         with _result(shared if head and place.size else None, job_id, say) as result, ExitStack() as held:
-            last_words = LastWords(say)
+            last_words = FinalMessage(say)
             held.callback(last_words)
             if shared:
                 shared.refuse_stopped()  # on every node: none waits in the roll call for one that has refused
@@ -296,7 +296,7 @@ class Surroundings:
     times: GoodputTimer
     started: StartUp
     """The time until the first attempt."""
-    last_words: LastWords
+    last_words: FinalMessage
     log_folder: str
     """Where the log of a failed run goes; empty: into a temporary folder."""
     signals: CollectedSignals
@@ -531,7 +531,7 @@ class NodeRun:
             return failures.of_run(node.roll, name, node.say, before=before)
         if self._own is None:
             return ()
-        own = Told(at=0.0, node=name, failure=self._own)
+        own = NodeFailure(at=0.0, node=name, failure=self._own)
         return failures.block(own) if self.lost else (failures.one_line(own),)
 
     def _wait_for_the_others(self) -> None:
@@ -574,7 +574,7 @@ class NodeRun:
             self._ask_all(StopRequest(reason=signals.first(), requeue=True))
 
     def _hear(self, event: Event) -> None:
-        if isinstance(event, StopAsked):
+        if isinstance(event, StopOrder):
             self._stop(StopRequest(reason=f"{event.reason} on {event.node}", requeue=event.requeue))
         elif isinstance(event, Start):
             self._start = event

@@ -121,7 +121,7 @@ class _Worker:
     since: float
     longest_s: float = 0.0
     """Longest time between two signs of life since its first step, reported hangs left out."""
-    asked_from: int | None = None
+    requested_from: int | None = None
     """Size of its file of stacks when the node agent asked for new ones."""
     looked: float = 0.0
     """Time of the last look at its stack before its first step."""
@@ -176,7 +176,7 @@ class Watchdog:
         patient = any(now - worker.since < worker.patience_s(self._after_s) for worker in late)
         if not late or patient or all(worker.rank in self._told for worker in late):
             return told
-        asked = [worker for worker in late if worker.asked_from is None]
+        asked = [worker for worker in late if worker.requested_from is None]
         for worker in asked:
             self._ask(worker)
         if asked:
@@ -194,13 +194,13 @@ class Watchdog:
 
     def _look_at_start(self, worker: _Worker, now: float) -> None:
         """Find out whether a worker waits in `CONNECTS`, once in a while."""
-        if worker.asked_from is None:
+        if worker.requested_from is None:
             if now - max(worker.since, worker.looked) >= self._after_s:
                 worker.looked = now
                 self._ask(worker)
         elif (answer := self._answer(worker)) or now - worker.looked >= ANSWER_S:
             worker.connects = CONNECTS in answer
-            worker.asked_from = worker.asked_from if worker.connects else None
+            worker.requested_from = worker.requested_from if worker.connects else None
 
     def _read(self, now: float) -> list[str]:
         moving: dict[float, list[_Worker]] = {}
@@ -226,7 +226,7 @@ class Watchdog:
                     moving.setdefault(round(seconds), []).append(before)
                 elif calm and before.place >= 0:
                     before.longest_s = max(before.longest_s, seconds)
-                before.place, before.signs, before.since, before.asked_from = place, signs, now, None
+                before.place, before.signs, before.since, before.requested_from = place, signs, now, None
         return [f"{self._who(some)} moved again after {seconds} s" for seconds, some in moving.items()]
 
     def _notes(self) -> Iterator[tuple[int, int, int, int, int]]:
@@ -239,7 +239,7 @@ class Watchdog:
 
     def _ask(self, worker: _Worker) -> None:
         path = self._folder / f"stacks-{worker.rank}"
-        worker.asked_from = path.stat().st_size if path.exists() else 0
+        worker.requested_from = path.stat().st_size if path.exists() else 0
         caught = int(_status(worker.pid).get("SigCgt", "0"), 16)
         if caught >> (SIGNAL - 1) & 1:  # else the signal would end it, or a new process with its id
             with contextlib.suppress(OSError):
@@ -248,7 +248,7 @@ class Watchdog:
     def _answer(self, worker: _Worker) -> str:
         """Return why `worker` stands, as far as one can see; empty while its stacks may still come."""
         with contextlib.suppress(OSError):
-            text = files.read_bytes(self._folder / f"stacks-{worker.rank}")[worker.asked_from :]
+            text = files.read_bytes(self._folder / f"stacks-{worker.rank}")[worker.requested_from :]
             if found := _main_stack(text.decode(errors="replace"), worker.thread):
                 return found
         return STOPPED.get(_status(worker.pid).get("State", "")[:1], "").format(pid=worker.pid)

@@ -44,8 +44,8 @@ from imgkit_entrypoints.rollcall.messages import (
     Refused,
     Span,
     Start,
-    StopAsked,
-    StopWanted,
+    StopOrder,
+    StopRequest,
 )
 from imgkit_entrypoints.rollcall.session import Event, LeadingRoll, Readable
 from imgkit_entrypoints.schedulers.placement import Placement
@@ -111,7 +111,7 @@ class HeadRoll(LeadingRoll):
         return events
 
     def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
-        self._links.send_all(StopAsked(node=self.node(0, self._hosts[0]), reason=reason, requeue=requeue))
+        self._links.send_all(StopOrder(node=self.node(0, self._hosts[0]), reason=reason, requeue=requeue))
 
     def start(self, attempt: int, ranks: Mapping[int, int]) -> None:
         self._spans.clear()
@@ -189,9 +189,9 @@ class HeadRoll(LeadingRoll):
                 self.answers.append((rank, message))
                 self._news = True
             return
-        elif isinstance(message, StopWanted) and rank not in self._stopping:
+        elif isinstance(message, StopRequest) and rank not in self._stopping:
             self._stopping.add(rank)
-            event = StopAsked(node=name, reason=message.reason, requeue=message.requeue)
+            event = StopOrder(node=name, reason=message.reason, requeue=message.requeue)
         else:
             return
         self._links.send_all(event, but=rank)

@@ -139,7 +139,7 @@ class AttemptEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopWanted:
+class StopRequest:
     """The sending node was asked to stop."""
 
     reason: str
@@ -218,7 +218,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopAsked:
+class StopOrder:
     """A node was asked to stop, so all are."""
 
     node: str
@@ -276,7 +276,7 @@ class Judged:
     """Node ranks that take no part in it."""
 
 
-FromNode = Call | Beat | Probed | AttemptEnded | StopWanted | Measured
+FromNode = Call | Beat | Probed | AttemptEnded | StopRequest | Measured
 FromHead = (
     Beat
     | Refused
@@ -286,7 +286,7 @@ FromHead = (
     | EndAttempt
     | Lost
     | Failed
-    | StopAsked
+    | StopOrder
     | AllDone
     | Measure
     | Judged
@@ -311,7 +311,7 @@ def _object(message: Message) -> dict[str, Any]:
         case AttemptEnded(code=code, attempt=attempt, place=place, counts=counts, failure=failure):
             data = {"done": code, "attempt": attempt, "place": place, "counts": counts}
             return {**data, **({"failure": _flat(failure)} if failure else {})}
-        case StopWanted(reason=reason, requeue=requeue):
+        case StopRequest(reason=reason, requeue=requeue):
             return {"stop": reason, "requeue": requeue}
         case Refused():
             return {"refused": _flat(message)}
@@ -327,7 +327,7 @@ def _object(message: Message) -> dict[str, Any]:
             return {"lost": _flat(message)}
         case Failed(node=node, code=code, rank=rank, head=head):
             return {"failed": {"node": node, "code": code, "rank": rank}, "head": head}
-        case StopAsked(node=node, reason=reason, requeue=requeue):
+        case StopOrder(node=node, reason=reason, requeue=requeue):
             return {"stop": {"node": node, "reason": reason}, "requeue": requeue}
         case AllDone(codes=codes):
             return {"closed": {"codes": codes}}
@@ -386,7 +386,7 @@ def from_node(text: bytes) -> FromNode:
             failure=None if data.get("failure") is None else _rank_failure(_fields(data["failure"])),
         )
     if "stop" in data:
-        return StopWanted(reason=_text(data["stop"]), requeue=_flag(data.get("requeue")))
+        return StopRequest(reason=_text(data["stop"]), requeue=_flag(data.get("requeue")))
     if "probed" in data:
         failures = _tuple(data["probed"], FAILURES_REPORTED, _failure)
         return Probed(failures=failures, crowded=_flag(data.get("crowded")))
@@ -445,7 +445,7 @@ def from_head(text: bytes) -> FromHead:
     if "stop" in data:
         fields = _fields(data["stop"])
         requeue = _flag(data.get("requeue"))
-        return StopAsked(node=_text(fields.get("node")), reason=_text(fields.get("reason")), requeue=requeue)
+        return StopOrder(node=_text(fields.get("node")), reason=_text(fields.get("reason")), requeue=requeue)
     if "closed" in data:
         return AllDone(codes=_tuple(_fields(data["closed"]).get("codes"), NODES, _code))
     if "measure" in data:

@@ -26,8 +26,8 @@ from imgkit_entrypoints.rollcall.messages import (
     Refused,
     Span,
     Start,
-    StopAsked,
-    StopWanted,
+    StopOrder,
+    StopRequest,
 )
 
 if TYPE_CHECKING:  # the only node of a run starts sooner without them
@@ -37,10 +37,10 @@ if TYPE_CHECKING:  # the only node of a run starts sooner without them
 BEAT_S = 5.0
 LOST_S = 30.0
 LINGER_S = 2.0
-Event = Start | EndAttempt | Lost | Failed | StopAsked | AllDone | Measure | Judged | Refused
+Event = Start | EndAttempt | Lost | Failed | StopOrder | AllDone | Measure | Judged | Refused
 """Messages of the head that the node agent reacts to, or the same on the head itself."""
 
-_PASSED_ON = (Lost, Failed, StopAsked, AllDone, Measure, Judged, Refused)
+_PASSED_ON = (Lost, Failed, StopOrder, AllDone, Measure, Judged, Refused)
 """Those that count whatever the attempt."""
 
 
@@ -296,7 +296,7 @@ class MemberRoll(Roll):
             self._link.close(LINGER_S)
 
     def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
-        self._link.send(StopWanted(reason=reason, requeue=requeue))
+        self._link.send(StopRequest(reason=reason, requeue=requeue))
 
     def ended(self, report: AttemptEnded) -> None:
         self._link.send(report)

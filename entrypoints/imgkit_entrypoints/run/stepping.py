@@ -304,7 +304,7 @@ def code_of(step: int, saved: int, why: str, folder: Path, here: Ranks, env: Map
     """
     if saved != step:
         return EXIT_NO
-    if why == stop_requests.FOR_GOOD or stop_requests.tell_saved(step, here.local_rank, env):
+    if why == stop_requests.FOR_GOOD or stop_requests.report_saved(step, here.local_rank, env):
         return 0
     if "TORCHELASTIC_RUN_ID" not in env:
         return EXIT_SAVED

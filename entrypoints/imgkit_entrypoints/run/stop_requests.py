@@ -90,7 +90,7 @@ class StopRequests:
             os.kill(os.getpid(), number)
 
 
-def tell_saved(step: int, local_rank: int, env: Mapping[str, str]) -> bool:
+def report_saved(step: int, local_rank: int, env: Mapping[str, str]) -> bool:
     """Report to the node agent that the state is saved; False if there is no node agent."""
     if not env.get("IMGKIT_STOP_DIR"):
         return False

@@ -232,7 +232,7 @@ def test_other_time_of_the_source_builds_again(engine: Any, monkeypatch: pytest.
 def test_untested_image_is_not_good_enough(engine: Any, folder: Path) -> None:
     build()
     (note,) = (folder.parent / "cache/imgkit/unchanged").iterdir()
-    asked = unchanged.Asked(
+    asked = unchanged.BuildInputs(
         recipe="./small.yaml",
         tag=None,
         base=None,

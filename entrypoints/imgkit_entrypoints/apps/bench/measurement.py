@@ -174,7 +174,7 @@ class Measurer:
     def _counts(self, size_bytes: int, one_s: float, before: Counts | None) -> tuple[Counts, bool]:
         """Agree on the counts, and on whether each single iteration checks for a stop request."""
         fitting = self.options.seconds / max(one_s, 1e-7)
-        found = agreed(lambda: (fitting, one_s > _WATCHED_S, asked_to_stop()), 3, self.here)
+        found = agreed(lambda: (fitting, one_s > _WATCHED_S, stop_requested()), 3, self.here)
         if found[2]:
             raise Stopped
         counts = planned(
@@ -252,7 +252,7 @@ class OneSize:
         Stopped : on all ranks.
         """
         for _ in range(count):
-            if watched and agreed(lambda: (asked_to_stop(),), 1, self._here)[0]:
+            if watched and agreed(lambda: (stop_requested(),), 1, self._here)[0]:
                 raise Stopped
             turn, slot = len(self.singles), self._slots[0]
             numbered = [(turn * len(slot.lanes) + place, lane) for place, lane in enumerate(slot.lanes)]
@@ -281,7 +281,7 @@ class OneSize:
             )
 
 
-def asked_to_stop() -> float:
+def stop_requested() -> float:
     """1.0 if the node agent has asked this node's workers to stop, else 0.0."""
     folder = os.environ.get("IMGKIT_STOP_DIR")
     return float(bool(folder) and (Path(folder or "") / stop_protocol.STOP).exists())

@@ -28,7 +28,7 @@ from imgkit_entrypoints.apps.train.main_loop import DONE, Course, MainLoop, RunE
 from imgkit_entrypoints.apps.train.order import Order, arrange, refuse_uneven, seed_of
 from imgkit_entrypoints.apps.train.profiling import WorkClock, traced
 from imgkit_entrypoints.apps.train.run_log import Gauges, RunLog
-from imgkit_entrypoints.apps.train.stragglers import RankPlace, Stragglers
+from imgkit_entrypoints.apps.train.stragglers import RankOnNode, Stragglers
 from imgkit_entrypoints.apps.train.trainer import Evaluation, StepSums, Trainer
 from imgkit_entrypoints.errors import EXIT_NO, CheckFailed, ImgkitError, UsageError
 from imgkit_entrypoints.launch import stop_protocol, user_program
@@ -105,7 +105,7 @@ def train(config: Config, own: Components, run: Run, here: Ranks, started: Start
         config, changes = resumed(config, done.config, found.where)
     samples = own.data(config, "train")
     order = _order(config, len(samples), here, new=found is None)
-    tell_counts(order.global_batch, here, os.environ)
+    report_counts(order.global_batch, here, os.environ)
     steps = total_steps(config, order.steps_per_epoch)
     if config.profiled() and config.profiled().start > steps:
         raise UsageError(
@@ -165,7 +165,7 @@ def _report(
     here: Ranks,
 ) -> RunLog | None:
     """Open the log of the run on rank 0; a collective call."""
-    places = here.gather(RankPlace(node=platform.node(), local_rank=here.local_rank), RankPlace)
+    places = here.gather(RankOnNode(node=platform.node(), local_rank=here.local_rank), RankOnNode)
     if here.rank != 0:
         return None
     return RunLog(
@@ -235,7 +235,7 @@ def _gauges(config: Config, feed: Batches, trainer: Trainer, batch: Any, here: R
     )
 
 
-def tell_counts(global_batch: int, here: Ranks, env: Mapping[str, str]) -> None:
+def report_counts(global_batch: int, here: Ranks, env: Mapping[str, str]) -> None:
     """Report to the node agent which numbers of nodes can share the global batch equally."""
     if env.get("IMGKIT_STOP_DIR") and here.local_rank == 0:
         nproc = int(env.get("LOCAL_WORLD_SIZE", "1"))

@@ -27,7 +27,7 @@ ROWS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlace:
+class RankOnNode:
     """Where a rank runs."""
 
     node: str
@@ -87,7 +87,7 @@ def usual(own_s: Sequence[float]) -> tuple[float, float]:
 class Stragglers:
     """Names the stragglers of one start, and those that recover."""
 
-    def __init__(self, places: Sequence[RankPlace], say: Callable[[str], None]) -> None:
+    def __init__(self, places: Sequence[RankOnNode], say: Callable[[str], None]) -> None:
         self._places, self._say = places, say
         self._in_a_row: dict[int, int] = {}
         """Looks in a row at which a rank was slow and is not named yet, or was usual and is named."""

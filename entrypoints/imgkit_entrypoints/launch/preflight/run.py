@@ -30,7 +30,7 @@ from imgkit_entrypoints.launch.preflight.verdict import (
 from imgkit_entrypoints.launch.stop_protocol import CollectedSignals
 from imgkit_entrypoints.rollcall import messages, session
 from imgkit_entrypoints.rollcall.link import Link
-from imgkit_entrypoints.rollcall.messages import FromNode, Judged, Lost, Measure, Measured, Refused, StopAsked
+from imgkit_entrypoints.rollcall.messages import FromNode, Judged, Lost, Measure, Measured, Refused, StopOrder
 from imgkit_entrypoints.rollcall.session import Event, LeadingRoll, Readable, Roll
 
 ANSWER_S = 2.0
@@ -112,7 +112,7 @@ def _turn(
     for event in roll.tick():
         if isinstance(event, Measure):
             process.begin(event)
-        elif isinstance(event, StopAsked):
+        elif isinstance(event, StopOrder):
             raise NoPlan(f"stopped during the preflight: {event.reason} on {event.node}")
         else:
             yield event

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_entrypoints.launch import failures, user_program
-from imgkit_entrypoints.launch.failures import Told
+from imgkit_entrypoints.launch.failures import NodeFailure
 from imgkit_entrypoints.rollcall import messages
 from imgkit_entrypoints.rollcall.link import LONGEST
 from imgkit_entrypoints.rollcall.messages import AttemptEnded, RankFailure
@@ -74,7 +74,9 @@ def test_killed_torchrun_is_the_cause(tmp_path: Path) -> None:
     record(tmp_path, 0, CLOSED)
     found = first(tmp_path, killed_by=signal.SIGKILL)
     assert (found.rank, found.code) == (None, -9)
-    assert failures.block(Told(at=0.0, node="node 0 of 1", failure=found))[0].startswith("torchrun on node 0")
+    assert failures.block(NodeFailure(at=0.0, node="node 0 of 1", failure=found))[0].startswith(
+        "torchrun on node 0"
+    )
 
 
 def test_error_of_torchrun_has_no_stack_in_cpp(tmp_path: Path) -> None:
@@ -106,9 +108,9 @@ def test_record_that_cannot_be_read_is_ignored(tmp_path: Path, text: str) -> Non
 
 
 def test_cause_on_any_node_comes_first() -> None:
-    def told(at: float, rank: int, *, after_peer: bool) -> Told:
+    def told(at: float, rank: int, *, after_peer: bool) -> NodeFailure:
         failure = RankFailure(rank=rank, code=1, age_ms=0, after_peer=after_peer, log="")
-        return Told(at=at, node=f"node {rank}", failure=failure)
+        return NodeFailure(at=at, node=f"node {rank}", failure=failure)
 
     early, late = told(1.0, 0, after_peer=True), told(2.0, 1, after_peer=False)
     assert failures.first([early, late]) is late

@@ -15,9 +15,9 @@ from imgkit_entrypoints.launch import supervisor
 from imgkit_entrypoints.rollcall import messages, session
 from imgkit_entrypoints.rollcall.head_roll import Links, Turn
 from imgkit_entrypoints.rollcall.link import Link
-from imgkit_entrypoints.rollcall.messages import AttemptEnded, Beat, FromNode, StopAsked
+from imgkit_entrypoints.rollcall.messages import AttemptEnded, Beat, FromNode, StopOrder
 
-LARGE = StopAsked(node="node 0 of 4", reason="x" * 60_000)
+LARGE = StopOrder(node="node 0 of 4", reason="x" * 60_000)
 LINE = messages.line(AttemptEnded(code=0)) + b"\n"
 
 
@@ -93,7 +93,7 @@ def test_mute_node_delays_nobody(nodes: Nodes) -> None:
 
 
 def test_slow_node_gets_everything_in_order(nodes: Nodes) -> None:
-    sent = [StopAsked(node=str(number), reason="x" * 60_000) for number in range(20)]
+    sent = [StopOrder(node=str(number), reason="x" * 60_000) for number in range(20)]
     for message in sent:
         nodes.links.send(1, message)
     assert nodes.links[1].unsent
@@ -164,7 +164,7 @@ def test_watched_source_ends_the_wait(nodes: Nodes) -> None:
 def test_last_message_reaches_all_beside_a_mute_node(nodes: Nodes) -> None:
     for _ in range(20):
         nodes.links.send(1, LARGE)
-    nodes.links.send_all(StopAsked(node="head", reason="over"))
+    nodes.links.send_all(StopOrder(node="head", reason="over"))
     nodes.links.close(0.2)
     for rank in (2, 3):
         assert b"over" in nodes.ends[rank].recv(4096)

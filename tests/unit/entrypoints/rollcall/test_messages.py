@@ -43,8 +43,8 @@ from imgkit_entrypoints.rollcall.messages import (
     RankFailure,
     Refused,
     Start,
-    StopAsked,
-    StopWanted,
+    StopOrder,
+    StopRequest,
 )
 from imgkit_entrypoints.rollcall.session import Event, MemberRoll
 from imgkit_entrypoints.terminal import shown
@@ -71,7 +71,7 @@ FROM_NODE: tuple[FromNode, ...] = (
         code=1,
         failure=RankFailure(rank=None, code=None, age_ms=0, after_peer=True, log="", lines=("a", "  b: c")),
     ),
-    StopWanted(reason="SIGUSR1", requeue=True),
+    StopRequest(reason="SIGUSR1", requeue=True),
     Probed(failures=(FAILURE,), crowded=True),
     Measured(stage=0, figures=(("matmul", 1.5), ("disk", 0.0)), failed=("gpus: 0",), notes=("old",)),
     Measured(stage=3, error="no answer", mute=True),
@@ -89,7 +89,7 @@ FROM_HEAD: tuple[FromHead, ...] = (
     Failed(node="node 1 of 2", code=7),
     Failed(node="node 1 of 2", code=7, rank=3),
     Failed(node="node 0 of 2", code=1, head=True),
-    StopAsked(node="node 1 of 2", reason="SIGTERM", requeue=False),
+    StopOrder(node="node 1 of 2", reason="SIGTERM", requeue=False),
     AllDone(codes=(0, 85)),
     Measure(stage=0, kind="alone", mode="quick", limit_s=22, group=(3,)),
     Measure(stage=2, kind="pair", mode="full", limit_s=6, group=(0, 3), store=40001),

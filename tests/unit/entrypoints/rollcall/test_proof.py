@@ -16,7 +16,7 @@ from rollcall_nodes import CallThread, close, hear, heard_until_closed, meet, st
 
 from imgkit_entrypoints.rollcall import gather
 from imgkit_entrypoints.rollcall.link import HeadProof, NodeProof
-from imgkit_entrypoints.rollcall.messages import AllDone, AttemptEnded, Lost, StopAsked
+from imgkit_entrypoints.rollcall.messages import AllDone, AttemptEnded, Lost, StopOrder
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
 SECRET, OTHER = os.urandom(32), os.urandom(32)
@@ -77,7 +77,7 @@ def recorded(place: Placement, monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, 
 def test_same_secret_meets(place: Placement) -> None:
     rolls = meet(replace(place, nnodes=3), secret=SECRET)
     rolls[1].ask_stop("SIGUSR1")
-    expected = StopAsked(node="node 1 of 3 (as07r3b13)", reason="SIGUSR1")
+    expected = StopOrder(node="node 1 of 3 (as07r3b13)", reason="SIGUSR1")
     assert hear(rolls, lambda seen: bool(seen[0] and seen[2])) == [[expected], [], [expected]]
     for roll in rolls:
         roll.ended(AttemptEnded(code=0))

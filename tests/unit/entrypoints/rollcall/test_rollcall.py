@@ -15,7 +15,7 @@ from rollcall_nodes import CallThread, close, hear, meet
 
 from imgkit_entrypoints.rollcall import messages, ports, session
 from imgkit_entrypoints.rollcall.link import Link
-from imgkit_entrypoints.rollcall.messages import AllDone, AttemptEnded, Failed, Identity, Lost, StopAsked
+from imgkit_entrypoints.rollcall.messages import AllDone, AttemptEnded, Failed, Identity, Lost, StopOrder
 from imgkit_entrypoints.rollcall.session import Event, Roll
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
@@ -191,7 +191,7 @@ def test_stop_reaches_all_others(place: Placement) -> None:
     rolls = meet(replace(place, nnodes=3))
     rolls[1].ask_stop("SIGUSR1")
     events = hear(rolls, lambda seen: bool(seen[0] and seen[2]))
-    expected = StopAsked(node="node 1 of 3 (as07r3b13)", reason="SIGUSR1")
+    expected = StopOrder(node="node 1 of 3 (as07r3b13)", reason="SIGUSR1")
     assert events == [[expected], [], [expected]]
     close(rolls)
 

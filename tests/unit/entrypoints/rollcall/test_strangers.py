@@ -445,7 +445,7 @@ def test_node_that_repeats_itself_is_passed_on_once(place: Placement) -> None:
     for _ in range(50):
         rolls[1].ended(AttemptEnded(code=7))
     name = "node 1 of 3 (as07r3b13)"
-    once = [messages.StopAsked(node=name, reason="USR1"), messages.Failed(node=name, code=7)]
+    once = [messages.StopOrder(node=name, reason="USR1"), messages.Failed(node=name, code=7)]
     assert hear([rolls[0], rolls[2]], lambda seen: len(seen[1]) > 1) == [once, once]
     assert hear([rolls[0], rolls[2]], lambda _: False, within_s=0.1) == [[], []]
     assert isinstance(rolls[0], session.LeadingRoll)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from imgkit_entrypoints.apps.train import stragglers
-from imgkit_entrypoints.apps.train.stragglers import RankPlace, Stragglers, usual
+from imgkit_entrypoints.apps.train.stragglers import RankOnNode, Stragglers, usual
 
 USUAL = (0.100, 0.101, 0.099, 0.100)
 SLOW = (0.100, 0.101, 0.131, 0.100)
@@ -17,7 +17,7 @@ SLOW = (0.100, 0.101, 0.131, 0.100)
 def judge(ranks: int = 4) -> tuple[Stragglers, list[str]]:
     """A judge of ranks with two to a node, and what it says."""
     told: list[str] = []
-    places = [RankPlace(node=f"node{rank // 2}", local_rank=rank % 2) for rank in range(ranks)]
+    places = [RankOnNode(node=f"node{rank // 2}", local_rank=rank % 2) for rank in range(ranks)]
     return Stragglers(places, told.append), told
 
 

@@ -16,12 +16,12 @@ import pytest
 from imgkit_entrypoints.apps.train import curves, options, run_log
 from imgkit_entrypoints.apps.train.config import LINE_EVERY_S, Config
 from imgkit_entrypoints.apps.train.run_log import Gauges, RunLog, Seen, clock
-from imgkit_entrypoints.apps.train.stragglers import RankPlace, Stragglers
+from imgkit_entrypoints.apps.train.stragglers import RankOnNode, Stragglers
 from imgkit_entrypoints.launch.start_up import StartUp
 
 
 def judge() -> Stragglers:
-    return Stragglers([RankPlace(node=f"node{rank}", local_rank=0) for rank in range(2)], print)
+    return Stragglers([RankOnNode(node=f"node{rank}", local_rank=0) for rank in range(2)], print)
 
 
 def opened(
