@@ -41,11 +41,11 @@ from imgkit_entrypoints.rollcall.messages import (
     Lost,
     Measure,
     Measured,
+    NodeStop,
     Refused,
     Span,
     Start,
     StopOrder,
-    StopRequest,
 )
 from imgkit_entrypoints.rollcall.session import Event, LeadingRoll, Readable
 from imgkit_entrypoints.schedulers.placement import Placement
@@ -189,7 +189,7 @@ class HeadRoll(LeadingRoll):
                 self.answers.append((rank, message))
                 self._news = True
             return
-        elif isinstance(message, StopRequest) and rank not in self._stopping:
+        elif isinstance(message, NodeStop) and rank not in self._stopping:
             self._stopping.add(rank)
             event = StopOrder(node=name, reason=message.reason, requeue=message.requeue)
         else:

@@ -139,7 +139,7 @@ class AttemptEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StopRequest:
+class NodeStop:
     """The sending node was asked to stop."""
 
     reason: str
@@ -276,7 +276,7 @@ class Judged:
     """Node ranks that take no part in it."""
 
 
-FromNode = Call | Beat | Probed | AttemptEnded | StopRequest | Measured
+FromNode = Call | Beat | Probed | AttemptEnded | NodeStop | Measured
 FromHead = (
     Beat
     | Refused
@@ -311,7 +311,7 @@ def _object(message: Message) -> dict[str, Any]:
         case AttemptEnded(code=code, attempt=attempt, place=place, counts=counts, failure=failure):
             data = {"done": code, "attempt": attempt, "place": place, "counts": counts}
             return {**data, **({"failure": _flat(failure)} if failure else {})}
-        case StopRequest(reason=reason, requeue=requeue):
+        case NodeStop(reason=reason, requeue=requeue):
             return {"stop": reason, "requeue": requeue}
         case Refused():
             return {"refused": _flat(message)}
@@ -386,7 +386,7 @@ def from_node(text: bytes) -> FromNode:
             failure=None if data.get("failure") is None else _rank_failure(_fields(data["failure"])),
         )
     if "stop" in data:
-        return StopRequest(reason=_text(data["stop"]), requeue=_flag(data.get("requeue")))
+        return NodeStop(reason=_text(data["stop"]), requeue=_flag(data.get("requeue")))
     if "probed" in data:
         failures = _tuple(data["probed"], FAILURES_REPORTED, _failure)
         return Probed(failures=failures, crowded=_flag(data.get("crowded")))

@@ -22,12 +22,12 @@ from imgkit_entrypoints.rollcall.messages import (
     Lost,
     Measure,
     Measured,
+    NodeStop,
     RankFailure,
     Refused,
     Span,
     Start,
     StopOrder,
-    StopRequest,
 )
 
 if TYPE_CHECKING:  # the only node of a run starts sooner without them
@@ -296,7 +296,7 @@ class MemberRoll(Roll):
             self._link.close(LINGER_S)
 
     def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
-        self._link.send(StopRequest(reason=reason, requeue=requeue))
+        self._link.send(NodeStop(reason=reason, requeue=requeue))
 
     def ended(self, report: AttemptEnded) -> None:
         self._link.send(report)

@@ -37,6 +37,7 @@ from imgkit_entrypoints.rollcall.messages import (
     Lost,
     Measure,
     Measured,
+    NodeStop,
     Offer,
     Probed,
     ProbeOrder,
@@ -44,7 +45,6 @@ from imgkit_entrypoints.rollcall.messages import (
     Refused,
     Start,
     StopOrder,
-    StopRequest,
 )
 from imgkit_entrypoints.rollcall.session import Event, MemberRoll
 from imgkit_entrypoints.terminal import shown
@@ -71,7 +71,7 @@ FROM_NODE: tuple[FromNode, ...] = (
         code=1,
         failure=RankFailure(rank=None, code=None, age_ms=0, after_peer=True, log="", lines=("a", "  b: c")),
     ),
-    StopRequest(reason="SIGUSR1", requeue=True),
+    NodeStop(reason="SIGUSR1", requeue=True),
     Probed(failures=(FAILURE,), crowded=True),
     Measured(stage=0, figures=(("matmul", 1.5), ("disk", 0.0)), failed=("gpus: 0",), notes=("old",)),
     Measured(stage=3, error="no answer", mute=True),
