@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import stored_images
 from layer_reference import Entry
@@ -35,7 +35,7 @@ from imgkit_builder.examine import verify
 from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif import convert
 from imgkit_builder.sif.conversion import Archive, EngineImage, Options
-from imgkit_entrypoints.errors import ImgkitError
+from imgkit_entrypoints.errors import ImgkitError, ToolFailed
 
 HOW = {"error": 1, "short": 2, "die before": 3, "die after": 4}
 FUNCTIONS = (
@@ -110,8 +110,8 @@ class StoredImage:
     def why_unreadable(self) -> str:
         return "an archive"
 
-    def copied(self, layers: int) -> tuple[str, ...] | None:
-        return None
+    def changed(self, other: object, layers: int, folder: Path, *, skip: Sequence[str]) -> Any:
+        raise ToolFailed("an archive")
 
     def export(self) -> contextlib.AbstractContextManager[Iterator[bytes]]:
         raise NotImplementedError

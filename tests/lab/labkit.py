@@ -165,6 +165,23 @@ def public_folder(name: str) -> Path:
     return folder
 
 
+def imgkit_as(who: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
+    """The argv that starts imgkit as an ordinary user with only these variables; skips the test if none can.
+
+    `who` is the argv before a command that makes it that user's. The tests' Python may lie in root's home.
+    Another one of its version then takes its packages.
+    """
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    pythons = (sys.executable, shutil.which(version, path="/usr/bin:/usr/local/bin") or "")
+    path = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(filter(os.path.exists, sys.path))}
+    variables = [f"{name}={value}" for name, value in {**env, **path}.items()]
+    for python in pythons:
+        words = (*who, "env", "-i", *variables, python, "-P", "-m", "imgkit_builder")
+        if run(*words, "--version", folder="/").returncode == 0:
+            return words
+    pytest.skip("an ordinary user can read neither this checkout nor a Python of this version")
+
+
 NEW_STORE = ("--store", "containerd", "--debian")
 PRIVATE_ENGINES: Mapping[str, Sequence[str]] = {
     "sid": (*NEW_STORE, "sid"),
@@ -194,23 +211,9 @@ class PrivateEngine:
 
     @property
     def as_owner(self) -> tuple[str, ...]:
-        """The argv that starts imgkit as that ordinary user; skips the test where the user cannot.
-
-        The Python of the tests may lie in root's home. Another one of its version then takes its packages.
-        """
-        who = ("runuser", "-u", self.owner, "--")
-        version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-        pythons = (sys.executable, shutil.which(version, path="/usr/bin:/usr/local/bin") or "")
-        path = {"PYTHONPATH": os.pathsep.join(filter(os.path.exists, sys.path))}
+        """The argv that starts imgkit as that ordinary user; skips the test where the user cannot."""
         home = {"HOME": f"{self.folder}", "XDG_RUNTIME_DIR": f"{self.folder}"}
-        variables = [
-            f"{name}={value}" for name, value in {**self.env, **self._podman(), **home, **path}.items()
-        ]
-        for python in pythons:
-            words = (*who, "env", "-i", f"PATH={os.environ['PATH']}", *variables, python, "-P", "-m")
-            if run(*words, "imgkit_builder", "--version", folder="/").returncode == 0:
-                return (*words, "imgkit_builder")
-        pytest.skip("an ordinary user can read neither this checkout nor a Python of this version")
+        return imgkit_as(("runuser", "-u", self.owner, "--"), {**self.env, **self._podman(), **home})
 
     def _podman(self) -> dict[str, str]:
         file = self.folder / "env"

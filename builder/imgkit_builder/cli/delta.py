@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,9 +31,16 @@ from imgkit_entrypoints.errors import UsageError
 if TYPE_CHECKING:
     from imgkit_builder.base.progress import Reporter
     from imgkit_builder.delta.make import WrittenDelta
+    from imgkit_builder.delta.source import ReadFrom
     from imgkit_builder.sif.conversion import Options
 
 SCHEMA = 1
+_READ: Mapping[ReadFrom, str] = {
+    "folders": "the engine's folders",
+    "container": "a container of the image",
+    "save": "the whole image",
+    "sif": "both .sif files",
+}
 
 
 def verb_delta(
@@ -55,9 +63,9 @@ def verb_delta(
     """Write the changes of an image over an older .sif: kilobytes instead of gigabytes.
 
     The .sif must come from imgkit sif and share its lowest layers with the
-    image. As root on the engine's machine, or if only code was copied, imgkit
-    reads only the changes; otherwise the engine saves the whole image. A newer
-    .sif needs no engine: imgkit compares every file of both.
+    image. imgkit reads only the changed layers: from the engine's folders as
+    root, otherwise in a container of the image. A newer .sif needs no engine:
+    imgkit compares every file of both.
 
     \b
     Examples:
@@ -211,7 +219,7 @@ def _made(made: WrittenDelta, target: Path, following: str) -> tuple[list[str], 
     about = f"{made.size_bytes / 1e3:.1f} kB  {made.changed} changed, {made.deleted} deleted"
     lines = [
         *stage_lines(made.stages),
-        f"{target}  {about}, read from {made.read_from}",
+        f"{target}  {about}, read from {_READ[made.read_from]}",
         f"image  {delta.image_id}",
         f"over   {delta.base.image_id}, {len(delta.base.deltas)} deltas",
         f"next:  {following}",

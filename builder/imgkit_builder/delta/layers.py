@@ -1,8 +1,8 @@
-"""Layers that are not a squashfs: a plain tar, an overlay2 folder, a copied folder, files in memory.
+"""Layers that are not a squashfs: a plain tar, an overlay2 folder, what a container shows, files in memory.
 
-`Tar` reads a layer's tar on disk. `Folder` reads the engine's files on its disk, for root only. `Graft` lays
-one folder of an image over a .sif: the whole change if the layers only copy into that folder. `Memory` holds
-the few files that imgkit itself adds.
+`Tar` reads a layer's tar on disk. `Folder` reads the engine's files on its disk, for root only. `Changes`
+lays over a .sif what a container of a newer image shows at the changed paths, and `Graft` a file or folder
+that the .sif lacks. `Memory` holds the few files that imgkit itself adds.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from imgkit_builder.archive import tar_read
+from imgkit_builder.archive.changed_files import ChangedFiles
 from imgkit_builder.archive.tar_read import (
     AUFS,
     BLOCK,
@@ -31,7 +32,7 @@ from imgkit_builder.archive.tar_read import (
     expanded,
 )
 from imgkit_builder.base import files
-from imgkit_builder.delta.tree import DEEPEST, Kind, TreeEntry, join
+from imgkit_builder.delta.tree import DEEPEST, Kind, Layer, Stack, TreeEntry, children, find, join
 from imgkit_builder.sif.entries import OwnFile
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed
 
@@ -271,7 +272,7 @@ class Folder:
             mode=stat.S_IMODE(found.st_mode),
             uid=found.st_uid,
             gid=found.st_gid,
-            mtime_s=int(found.st_mtime),
+            mtime_s=found.st_mtime_ns // 10**9,
             size_bytes=found.st_size if kind == "file" else 0,
             link=os.readlink(place) if kind == "symlink" else "",  # noqa: PTH115 - a Path loses ./ and //
             device=(os.major(found.st_rdev), os.minor(found.st_rdev)),
@@ -317,6 +318,56 @@ class Graft:
 
     def _own(self, entry: TreeEntry, *, opaque: bool = False) -> TreeEntry:
         return dataclasses.replace(entry, layer=self, opaque=opaque and entry.kind == "dir")
+
+
+class Changes:
+    """The layer over `below` that makes it show what a container `shown` of a newer image does.
+
+    `kept` is a layer of paths that are in every .sif; no image needs to have them.
+    """
+
+    def __init__(self, shown: ChangedFiles, below: Stack, kept: Layer) -> None:
+        self._tar, self._folders, self._below, self._kept = Tar(shown.tar), shown.folders, below, kept
+        self._listed: dict[str, dict[str, TreeEntry]] = {}
+
+    def children(self, path: str) -> Mapping[str, TreeEntry]:
+        """Entries of the folder `path`; what lies below and does not show is a whiteout."""
+        if path not in self._listed:
+            self._listed[path] = dict(self._tar.children(path))
+            if path in self._folders:
+                gone = self.names_below(path).difference(self._folders[path].names, self._kept.children(path))
+                for name in gone - self._listed[path].keys():
+                    self._listed[path][name] = TreeEntry(layer=self, kind="whiteout")
+        return self._listed[path]
+
+    def names_below(self, path: str) -> set[str]:
+        """Names in the folder `path` of the layers below."""
+        layers = self._below
+        if path:
+            node = find(self._below, path)
+            layers = node.layers if node else ()
+        return set(children(layers, path))
+
+    def uncovered(self) -> Mapping[str, Collection[str]]:
+        """Names that show in a folder although neither a changed layer nor those below have them.
+
+        A layer of the older image has such a folder, and hides what its lower layers hold there. The root is
+        never one: there the engine adds files of its own.
+        """
+        found = {
+            path: folder.names - self._tar.children(path).keys() - self.names_below(path)
+            for path, folder in self._folders.items()
+            if path and folder.in_old
+        }
+        return {path: names for path, names in found.items() if names}
+
+    def content(self, entry: TreeEntry) -> Iterator[bytes]:
+        """The bytes of a file."""
+        return self._tar.content(entry)
+
+    def names(self, group: int) -> Collection[str]:
+        """Paths of one file."""
+        return self._tar.names(group)
 
 
 class Memory:

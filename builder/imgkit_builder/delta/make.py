@@ -13,7 +13,7 @@ from imgkit_builder.delta import descriptor, source, tree, write_squashfs
 from imgkit_builder.delta.descriptor import Delta, Stack
 from imgkit_builder.delta.layers import Memory
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
-from imgkit_builder.delta.source import Trees
+from imgkit_builder.delta.source import ReadFrom, Trees
 from imgkit_builder.delta.tree import Changes, TreeEntry
 from imgkit_builder.inventory.collector import DOCUMENT
 from imgkit_builder.oci.config import epoch
@@ -39,8 +39,7 @@ class WrittenDelta:
     """Number of new or different entries, without folders and the runtime's own files."""
     deleted: int
     """Number of whiteouts."""
-    read_from: str
-    """Source of the files: ``overlay2``, ``copy``, ``save`` or ``sif``."""
+    read_from: ReadFrom
     stages: tuple[Stage, ...]
 
 

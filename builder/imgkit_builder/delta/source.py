@@ -6,16 +6,17 @@ The image is an engine's, an archive, an OCI folder or a .sif.
 from __future__ import annotations
 
 import contextlib
-import posixpath
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from imgkit_builder.archive import oci_folder
 from imgkit_builder.archive.oci_folder import Laid
+from imgkit_builder.archive.tar_read import REGULAR
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import descriptor, tree
-from imgkit_builder.delta.layers import Folder, Graft, Tar
+from imgkit_builder.delta.layers import Changes, Folder, Graft, Memory, Tar
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.inventory import spdx
 from imgkit_builder.inventory.collector import DOCUMENT, InventoryCollector
@@ -23,15 +24,24 @@ from imgkit_builder.inventory.packages import Inventory
 from imgkit_builder.oci.config import ImageConfig, epoch
 from imgkit_builder.sif import coverage, entries, image, locked
 from imgkit_builder.sif.conversion import Archive, EngineImage, OciFolder
+from imgkit_builder.sif.entries import OwnFile
 from imgkit_builder.sif.image import SifImage, root_sha256
 from imgkit_builder.sif.workspace import scratch
 from imgkit_entrypoints import json_text
-from imgkit_entrypoints.errors import CheckFailed
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed
 
 OWN = frozenset({entries.META, ".exec", ".run", ".shell", ".test", "environment", "singularity", DOCUMENT})
 """Paths that a conversion or a runtime adds to every image; a delta does not get them from layers."""
 NEVER = OWN | {"dev", "etc/hostname", "etc/hosts", "etc/resolv.conf", "etc/mtab", "proc", "sys"}
 """Paths that are never part of a difference; the engine or the runtime makes them and mounts over them."""
+
+_ENGINES = frozenset({".dockerenv", "run/.containerenv", "run/secrets"})
+"""Paths that an engine makes in a container, beside those of `NEVER`."""
+_MOST_FETCHED = 20
+"""More files of one folder are fetched with that folder: each one is a request."""
+
+ReadFrom = Literal["folders", "container", "save", "sif"]
+"""What was read: the engine's folders, a container of the image, the save stream, the newer .sif."""
 
 _MOST_DOCUMENT_BYTES = 64 << 20
 
@@ -42,8 +52,7 @@ class Trees:
 
     old: tree.Stack
     new: tree.Stack
-    read_from: str
-    """``overlay2``, ``copy``, ``save`` or ``sif``."""
+    read_from: ReadFrom
 
 
 def trees(
@@ -67,30 +76,86 @@ def trees(
             where=str(base.sif.path),
             hint=f"a full transfer, {size}: imgkit sif {image.name}",
         )
-    folders = image.folders(wanted)
-    new: list[tree.Layer]
-    rest: list[tree.Layer] | None = []
-    """Layers of `base` above the common ones; None if the engine no longer has them."""
-    if folders:
-        new = [Folder(folder) for folder in folders]
-        if shared < len(have):
-            others = image.folders(have)
-            rest = [Folder(folder) for folder in others[shared:]] if others else None
-    elif copies := _copies(image, base, shared, work):
-        return copies
-    else:
-        report.note(f"{image.why_unreadable()}: imgkit reads the whole image")
-        new = _saved(image, work / "new", report)
-        if shared < len(have):
-            other = image.other(base.base.image_id, base.diff_ids)
-            rest = _saved(other, work / "old", report)[shared:] if other else None
-    way = "overlay2" if folders else "save"
-    if rest is None:
+    # Also where no layer of it was replaced: some engines tell the common ones only by comparison.
+    other = image.other(base.base.image_id, base.diff_ids)
+    if shared < len(have) and other is None:
         report.note(
-            f"the engine no longer has the image of {base.sif.path.name}: imgkit compares every file of both"
+            f"the engine no longer has the image of {base.sif.path.name}: imgkit reads the whole image "
+            f"({image.size_bytes / 1e6:.0f} MB) and compares every file; an image with a tag stays when the "
+            "engine is tidied up"
         )
-        return Trees(old=mounted(base.sif), new=(*reversed(new), added), read_from=way)
-    return Trees(old=(*reversed([*new[:shared], *rest]), added), new=(*reversed(new), added), read_from=way)
+        return _over_sif(image, base, added, work, report)
+    if folders := image.folders(wanted):
+        others = image.folders(have) if shared < len(have) else ()
+        if others is not None:
+            return _layered(_folders(folders), _folders(others), shared, added, "folders")
+    try:
+        return _shown(image, base, shared, other, work, report)
+    except ToolFailed as error:
+        twice = ", and that of the base" if shared < len(have) else ""
+        hint = f"; {error.hint}" if error.hint else ""
+        report.note(
+            f"{error.what}: imgkit reads the whole image ({image.size_bytes / 1e6:.0f} MB){twice}{hint}"
+        )
+    new = _saved(image, work / "new", report)
+    old = _saved(other, work / "old", report) if other and shared < len(have) else []
+    return _layered(new, old, shared, added, "save")
+
+
+def _layered(
+    new: Sequence[tree.Layer], old: Sequence[tree.Layer], shared: int, added: tree.Layer, read_from: ReadFrom
+) -> Trees:
+    """Trees of layers, the lowest first; both have the first `shared` ones."""
+    both = new[:shared]
+    return Trees(
+        old=(*reversed([*both, *old[shared:]]), added), new=(*reversed(new), added), read_from=read_from
+    )
+
+
+def _over_sif(
+    image: EngineImage, base: descriptor.Stack, added: tree.Layer, work: Path, report: Reporter
+) -> Trees:
+    folders = image.folders(image.config.diff_ids)
+    new = _folders(folders) if folders else _saved(image, work / "new", report)
+    read_from: ReadFrom = "folders" if folders else "save"
+    return Trees(old=mounted(base.sif), new=(*reversed(new), added), read_from=read_from)
+
+
+def _folders(paths: Iterable[Path]) -> list[tree.Layer]:
+    return [Folder(path) for path in paths]
+
+
+def _shown(
+    image: EngineImage,
+    base: descriptor.Stack,
+    shared: int,
+    other: EngineImage | None,
+    work: Path,
+    report: Reporter,
+) -> Trees:
+    """Trees of the .sif, and of what a container of `image` shows at the changed paths over it.
+
+    Raises
+    ------
+    ToolFailed : a container cannot read the changed layers.
+    """
+    report.stage(f"the python3 of {image.name} reads the changed layers in a container")
+    layers = len(image.config.diff_ids) - shared
+    found = image.changed(other, layers, work, skip=sorted((NEVER - OWN) | _ENGINES))
+    old = mounted(base.sif)
+    # A runtime's own files are no part of an image, but places in which it mounts are in every .sif.
+    places = [one for one in entries.if_missing() if one.path not in OWN]
+    mark = OwnFile(path=descriptor.INSIDE, kind=REGULAR)
+    changes = Changes(found, old, Memory([*places, mark]))
+    fetched = _outermost(
+        tree.join(folder, name) if len(names) <= _MOST_FETCHED else folder
+        for folder, names in changes.uncovered().items()
+        for name in names
+    )
+    paths = [path for path in fetched if path not in _ENGINES | NEVER]
+    tars = image.fetch([f"/{path}" for path in paths], work) if paths else ()
+    grafts = (Graft(path, tar) for path, tar in zip(paths, tars, strict=True))
+    return Trees(old=old, new=(*grafts, changes, *old), read_from="container")
 
 
 def mounted(sif: SifImage) -> tree.Stack:
@@ -126,37 +191,12 @@ def refuse_damaged(stack: descriptor.Stack, report: Reporter) -> None:
         )
 
 
-def _copies(image: EngineImage, base: descriptor.Stack, shared: int, work: Path) -> Trees | None:
-    """Trees of the folders into which the layers above the common ones copy; None if they do more."""
-    targets = image.copied(len(image.config.diff_ids) - shared)
-    if len(base.diff_ids) > shared and targets is not None:
-        other = image.other(base.base.image_id, base.diff_ids)
-        before = other.copied(len(base.diff_ids) - shared) if other else None
-        targets = (*targets, *before) if before is not None else None
-    if targets is None:
-        return None
-    paths = _outermost(posixpath.normpath(target).strip("/") for target in targets)
-    old = mounted(base.sif)
-    if "" in paths or any(_through_a_link(old, path) for path in paths):
-        return None
-    tars = image.fetch([f"/{path}" for path in paths], work)
-    new = (*(Graft(path, tar) for path, tar in zip(paths, tars, strict=True)), *old)
-    return Trees(old=old, new=new, read_from="copy")
-
-
 def _outermost(paths: Iterable[str]) -> list[str]:
     found: list[str] = []
     for path in sorted(set(paths), key=tree.order):
         if not found or not f"{path}/".startswith(f"{found[-1]}/"):
             found.append(path)
     return found
-
-
-def _through_a_link(stack: tree.Stack, path: str) -> bool:
-    """Whether `path` or a folder above it is a symlink: the copied files then lie elsewhere."""
-    parts = path.split("/")
-    nodes = (tree.find(stack, "/".join(parts[:count])) for count in range(1, len(parts) + 1))
-    return any(node is not None and node.entry.kind == "symlink" for node in nodes)
 
 
 def _common(one: Sequence[str], other: Sequence[str]) -> int:

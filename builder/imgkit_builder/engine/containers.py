@@ -9,7 +9,8 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.base.process import Finished
 from imgkit_builder.engine import address
@@ -17,6 +18,9 @@ from imgkit_builder.engine.address import Endpoint
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import translated
 from imgkit_entrypoints.terminal import unstyled
+
+if TYPE_CHECKING:
+    import docker.errors
 
 NOT_FOUND = 127
 """The exit code of a shell for a missing program; the engine refuses the start instead."""
@@ -53,6 +57,7 @@ def created(
     network: bool = False,
     user: str | None = None,
     fed: bool = False,
+    confined: bool = False,
 ) -> Iterator[str]:
     """Yield the name of a container of `image` that would run `argv`; it is not started but always removed.
 
@@ -63,6 +68,7 @@ def created(
     network : whether it has the engine's usual network; by default it has none.
     user : who runs in it, instead of the image's user.
     fed : whether it has a standard input, which ends with the first connection to it.
+    confined : it can read files of all owners and do nothing else; its output is in no log, so attach first.
 
     Notes
     -----
@@ -71,7 +77,8 @@ def created(
     import docker.types
 
     name = f"imgkit-{purpose}-{secrets.token_hex(6)}"
-    with _guarded(name):
+    made = False
+    with _guarded(name) as relieve:
         try:
             with translated(f"create a container of {image}", name=image):
                 engine.api.create_container(
@@ -82,21 +89,38 @@ def created(
                     labels={"imgkit.purpose": purpose},
                     user=user,
                     stdin_open=fed,
+                    # The engine makes a missing one, which would show.
+                    working_dir="/" if confined else None,
                     # An image of several platforms is possible only there.
                     platform=platform if engine.names_manifests else None,
-                    # The engine's default log driver may be one that cannot be read back.
                     host_config=engine.api.create_host_config(
                         network_mode=None if network else "none",
-                        log_config=docker.types.LogConfig(type="json-file"),
+                        # The engine's default log driver may be one that cannot be read back.
+                        log_config=docker.types.LogConfig(type="none" if confined else "json-file"),
                         mounts=[
                             docker.types.Mount(target, folder, type="bind", read_only=True)
                             for folder, target in (shown or {}).items()
                         ],
+                        **(_confinement(engine) if confined else {}),
                     ),
                 )
+            made = True
             yield name
         finally:
             remove(engine, name)
+            # An engine that was interrupted may still be creating it: that is left to the guard.
+            if made:
+                relieve()
+
+
+def _confinement(engine: Engine) -> dict[str, Any]:
+    return {
+        "cap_drop": ["ALL"],
+        "cap_add": ["DAC_READ_SEARCH"],
+        "security_opt": ["no-new-privileges"],
+        # Podman would lay empty file systems over /run, /tmp and /var/tmp.
+        "read_only": not engine.facts().is_podman,
+    }
 
 
 def remove(engine: Engine, name: str) -> None:
@@ -127,7 +151,7 @@ def run(engine: Engine, image: str, argv: Sequence[str], *, platform: str) -> Fi
                 engine.api.start(name)
             except docker.errors.APIError as error:
                 said = str(error.explanation)
-                if "executable file not found" in said or "no such file or directory" in said:
+                if lacks_program(error):
                     # The text before "exec:" describes what containerd and runc were doing.
                     return Finished(
                         argv=tuple(argv), returncode=NOT_FOUND, output=said[max(said.find("exec:"), 0) :]
@@ -139,8 +163,15 @@ def run(engine: Engine, image: str, argv: Sequence[str], *, platform: str) -> Fi
     return Finished(argv=tuple(argv), returncode=code, output=unstyled(output.decode("utf-8", "replace")))
 
 
+def lacks_program(error: docker.errors.APIError) -> bool:
+    """Whether the start of a container failed because the image does not have the program."""
+    said = str(error.explanation)
+    return "executable file not found" in said or "no such file or directory" in said
+
+
 @contextlib.contextmanager
-def _guarded(name: str) -> Iterator[None]:
+def _guarded(name: str) -> Iterator[Callable[[], object]]:
+    """Yield what tells the guard that the container is removed; without it, the guard removes it."""
     # A session of its own: Ctrl-C at the terminal must not stop it before imgkit has cleaned up.
     with subprocess.Popen(
         [sys.executable, "-I", "-c", _GUARD, name, *filter(None, sys.path)],
@@ -149,9 +180,9 @@ def _guarded(name: str) -> Iterator[None]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     ) as guard:
-        yield
         assert guard.stdin is not None  # noqa: S101 - for the type checker: stdin=PIPE
-        guard.stdin.write(b"removed")
+        stdin = guard.stdin
+        yield lambda: stdin.write(b"removed")
 
 
 _SHM_SIZE = "8g"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import re
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from imgkit_builder.archive import tar_read
+from imgkit_builder.archive.changed_files import ChangedFiles
 from imgkit_builder.archive.tar_read import REGULAR
 from imgkit_builder.base.progress import Reporter, Silent
-from imgkit_builder.engine import containers, images
+from imgkit_builder.engine import changed_layers, containers, images
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import explain, translated
 from imgkit_builder.engine.images import ImageInfo, config_json, find, inspect, with_layers
@@ -58,9 +58,20 @@ class LocalImage:
         """The reason why `folders` gives None."""
         return why_unreadable(self.engine)
 
-    def copied(self, layers: int) -> tuple[str, ...] | None:
-        """Targets of the last `layers` layers where they only copy; None where they do more."""
-        return copied(self.engine, self.info.ref, layers)
+    def changed(
+        self, other: LocalImage | None, layers: int, folder: Path, *, skip: Sequence[str]
+    ) -> ChangedFiles:
+        """What shows at the paths of the layers that this image or `other` has and not both.
+
+        Without `other`, these are the last `layers` ones. Paths in `skip` are left out; the tar goes into
+        `folder`.
+
+        Raises
+        ------
+        ToolFailed : a container cannot read them; `what` is the reason.
+        """
+        old = other.info if other else None
+        return changed_layers.read(self.engine, self.info, old, layers, folder, skip=skip)
 
     def fetch(self, paths: Sequence[str], folder: Path) -> tuple[Path | None, ...]:
         """Write a tar of each of `paths` into `folder`; the result has None for a missing path."""
@@ -188,38 +199,6 @@ def _whole(chunks: Iterator[bytes], doing: str) -> Generator[bytes, None, None]:
         f"{doing}: the stream ended before the archive did",
         hint="the engine stopped or its disk is full: docker system df; journalctl -u docker -n 50",
     )
-
-
-_COPY = re.compile(r"/bin/sh -c #\(nop\) +(?:COPY|ADD) .* in (/.*?) ?")
-_WITHOUT_LAYER = re.compile(
-    r"/bin/sh -c #\(nop\) +(?:LABEL|ENV|CMD|ENTRYPOINT|USER|EXPOSE|STOPSIGNAL|HEALTHCHECK|ONBUILD) .*",
-    re.DOTALL,
-)
-
-
-def copied(engine: Engine, name: str, layers: int) -> tuple[str, ...] | None:
-    """Targets of the last `layers` layers if COPY and ADD made all of them, else None.
-
-    The history does not show which steps made a layer. A step that may have made one (WORKDIR) gives None,
-    and so does an engine that cannot tell its history.
-    """
-    steps: list[dict[str, Any]]
-    try:
-        with translated(f"read the history of {name}", name=name):
-            steps = engine.api.history(name)  # type: ignore[no-untyped-call]  # the stubs forgot it
-    except ToolFailed:
-        # Podman 4.3 ends with a nil pointer where a step of the base has no date.
-        return None
-    found: list[str] = []
-    for step in steps:
-        if len(found) == layers:
-            break
-        text = str(step.get("CreatedBy") or "")
-        if match := _COPY.fullmatch(text):
-            found.append(match[1])
-        elif not _WITHOUT_LAYER.fullmatch(text):
-            return None
-    return tuple(found) if len(found) == layers else None
 
 
 def fetch(

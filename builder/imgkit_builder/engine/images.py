@@ -136,6 +136,14 @@ def config_json(engine: Engine, image: ImageInfo) -> bytes:
     ).encode()
 
 
+def storage(engine: Engine, image: ImageInfo) -> tuple[str, dict[str, str]] | None:
+    """The graph driver of `image` and its folders on the engine's machine; None with containerd's store."""
+    if engine.names_manifests:
+        return None
+    driver = _inspect_image(engine, image.ref, image.platform).get("GraphDriver") or {}
+    return str(driver.get("Name") or ""), dict(driver.get("Data") or {})
+
+
 def _layers(data: dict[str, Any]) -> tuple[str, ...]:
     return tuple((data.get("RootFS") or {}).get("Layers") or ())
 

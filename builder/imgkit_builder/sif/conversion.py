@@ -14,9 +14,10 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, BinaryIO, Literal, Protocol, TextIO, runtime_checkable
+from typing import IO, Any, BinaryIO, Literal, Protocol, TextIO, runtime_checkable
 
 from imgkit_builder.archive import compressed
+from imgkit_builder.archive.changed_files import ChangedFiles
 from imgkit_builder.archive.tar_read import TarLimits
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.oci.config import ImageConfig
@@ -75,8 +76,16 @@ class EngineImage(Protocol):
     def why_unreadable(self) -> str:
         """The reason why `folders` gives None."""
 
-    def copied(self, layers: int) -> tuple[str, ...] | None:
-        """Targets of the last `layers` layers where they only copy; None where they do more."""
+    def changed(self, other: Any, layers: int, folder: Path, *, skip: Sequence[str]) -> ChangedFiles:
+        """What shows at the paths of the layers that this image or `other` has and not both.
+
+        `other` is an image that the method `other` gave, or None: then these are the last `layers` ones.
+        Paths in `skip` are left out; the tar goes into `folder`.
+
+        Raises
+        ------
+        ToolFailed : only the save stream has the files; `what` is the reason.
+        """
 
     def fetch(self, paths: Sequence[str], folder: Path) -> tuple[Path | None, ...]:
         """Write a tar of each of `paths` into `folder`; the result has None for a missing path."""

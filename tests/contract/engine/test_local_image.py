@@ -11,7 +11,7 @@ import pytest
 from imgkit_builder import engine as engines
 from imgkit_builder.engine import Engine, LocalImage
 from imgkit_builder.sif.conversion import EngineImage
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 NAME = "small:latest"
 
@@ -45,18 +45,43 @@ def test_layers_of_another_machine_are_not_read(image: LocalImage) -> None:
     assert image.folders(image.config.diff_ids) is None
 
 
-def test_copies_are_read_from_the_history(fake: Any, image: LocalImage, tmp_path: Path) -> None:
-    steps = [{"CreatedBy": "/bin/sh -c #(nop) COPY dir:1 in /workspace "}]
-    fake.on("GET", f"/images/{fake.image_id}/history", fake.raw(json.dumps(steps).encode()))
-    assert image.copied(1) == ("/workspace",)
-    assert image.fetch([], tmp_path) == ()
+def stored(fake: Any, name: str, **places: str) -> None:
+    """Let the engine tell where it keeps the layers of the image."""
+    about = {**fake.image(tags=[NAME]).data, "GraphDriver": {"Name": name, "Data": places}}
+    for ref in (NAME, fake.image_id):
+        fake.on_image(ref, type(fake.image())(data=about))
 
 
-def test_history_that_the_engine_cannot_tell_is_none(fake: Any, image: LocalImage) -> None:
-    # What Podman 4.3 answers where a step of the base has no date.
-    message = "runtime error: invalid memory address or nil pointer dereference"
-    fake.on("GET", f"/images/{fake.image_id}/history", fake.refused(500, message))
-    assert image.copied(1) is None
+def test_storage_without_an_overlay_is_the_reason(fake: Any, image: LocalImage, tmp_path: Path) -> None:
+    stored(fake, "vfs", UpperDir="/x")
+    with pytest.raises(ToolFailed, match="keeps its layers by vfs") as refused:
+        image.changed(None, 1, tmp_path, skip=[])
+    assert "overlay2" in (refused.value.hint or "")
+    assert fake.requests("POST /containers/create") == []
+
+
+def test_refused_mount_is_the_reason(fake: Any, image: LocalImage, tmp_path: Path) -> None:
+    stored(fake, "overlay2", UpperDir="/o/2/diff", LowerDir="/o/1/diff")
+    fake.on("POST", "/containers/create", fake.refused(400, "Mounts denied: /o/2/diff is not shared"))
+    with pytest.raises(ToolFailed, match="/o/2/diff is not shared"):
+        image.changed(None, 1, tmp_path, skip=[])
+
+
+def test_container_gets_only_the_changed_layers_and_no_rights(
+    fake: Any, image: LocalImage, tmp_path: Path
+) -> None:
+    stored(fake, "overlay2", UpperDir="/o/2/diff", LowerDir="/o/1/diff")
+    fake.on("POST", "/containers/.+/attach", fake.refused(400, 'exec: "python3": executable file not found'))
+    with pytest.raises(ToolFailed, match="the image has no python3"):
+        image.changed(None, 1, tmp_path, skip=[])
+    (created,) = fake.requests("POST /containers/create")
+    wanted = json.loads(created.body)
+    assert (wanted["User"], wanted["WorkingDir"]) == ("0", "/")
+    host = wanted["HostConfig"]
+    assert [(one["Source"], one["ReadOnly"]) for one in host["Mounts"]] == [("/o/2/diff", True)]
+    assert (host["NetworkMode"], host["CapDrop"], host["CapAdd"]) == ("none", ["ALL"], ["DAC_READ_SEARCH"])
+    assert (host["SecurityOpt"], host["ReadonlyRootfs"]) == (["no-new-privileges"], True)
+    assert len(fake.requests("DELETE /containers/")) == 1
 
 
 def test_other_image_is_found_by_id_or_layers(fake: Any, image: LocalImage) -> None:

@@ -35,7 +35,7 @@ class Made:
 
     base: Path
     delta: Path
-    way: str
+    method: str
 
 
 def build(tag: str, folder: Path, *, step: str, code: str) -> None:
@@ -69,8 +69,8 @@ def made(
                 docker("rmi", "--force", OLD)
             for route in ROUTES:
                 base, target = folder / f"{route}.sif", folder / f"{route}-{kind}.imgdelta"
-                way = make(engines.local_image(engine, tag), base, target, QUIET, Silent()).read_from
-                found[route, kind] = Made(base=base, delta=target, way=way)
+                method = make(engines.local_image(engine, tag), base, target, QUIET, Silent()).read_from
+                found[route, kind] = Made(base=base, delta=target, method=method)
         yield found
 
 
@@ -108,5 +108,5 @@ def raw(layer: SquashfsLayer, folder: str = "") -> Iterator[tuple[str, tree.Tree
             yield from raw(layer, tree.join(folder, name))
 
 
-def test_changed_code_is_read_without_the_image(made: dict[tuple[str, str], Made]) -> None:
-    assert {made[route, "code"].way for route in ROUTES} == {"copy"}
+def test_image_without_python_is_read_whole(made: dict[tuple[str, str], Made]) -> None:
+    assert {made[route, "code"].method for route in ROUTES} == {"save"}

@@ -10,18 +10,16 @@ from typing import Any, cast
 import pytest
 
 from imgkit_builder.engine.address import Endpoint
+from imgkit_builder.engine.changed_layers import lower_folders
 from imgkit_builder.engine.connection import Engine
-from imgkit_builder.engine.image_source import copied, layer_folders
+from imgkit_builder.engine.image_source import layer_folders
 
 
 class Api:
     """An engine's answers."""
 
-    def __init__(self, *, history: list[str] | None = None, info: dict[str, Any] | None = None) -> None:
-        self._history, self._info = history or [], info or {}
-
-    def history(self, name: str) -> list[dict[str, Any]]:
-        return [{"CreatedBy": text} for text in self._history]
+    def __init__(self, *, info: dict[str, Any]) -> None:
+        self._info = info
 
     def info(self) -> dict[str, Any]:
         return self._info
@@ -29,38 +27,6 @@ class Api:
 
 def engine(api: Api, host: str = "unix:///var/run/docker.sock") -> Engine:
     return Engine(cast("Any", api), Endpoint(host=host))
-
-
-NOP = "/bin/sh -c #(nop) "
-CODE = f"{NOP}COPY dir:12ab in /workspace/src/ "
-FACTS = f"{NOP}COPY multi:34cd in /opt/imgkit/ "
-
-
-def test_last_layers_that_only_copy() -> None:
-    api = Api(
-        history=[f"{NOP} LABEL a=b\nin two lines", FACTS, f"{NOP} ENV A=1", CODE, "/bin/sh -c pip install x"]
-    )
-    assert copied(engine(api), "x", 2) == ("/opt/imgkit/", "/workspace/src/")
-    assert copied(engine(api), "x", 1) == ("/opt/imgkit/",)
-    assert copied(engine(api), "x", 0) == ()
-
-
-@pytest.mark.parametrize(
-    "step",
-    [
-        "/bin/sh -c rm -rf /workspace",
-        f"{NOP} WORKDIR /made/perhaps",
-        f"{NOP}COPY file:12ab in relative ",
-        "COPY src /workspace # buildkit",
-        "",
-    ],
-)
-def test_anything_else_among_them_is_no_copy(step: str) -> None:
-    assert copied(engine(Api(history=[FACTS, step, CODE])), "x", 2) is None
-
-
-def test_fewer_steps_than_layers_is_no_copy() -> None:
-    assert copied(engine(Api(history=[FACTS])), "x", 2) is None
 
 
 FIRST, SECOND = "sha256:" + "1" * 64, "sha256:" + "2" * 64
@@ -107,3 +73,29 @@ def test_engine_elsewhere_or_no_root_is_not_read(root: Path, monkeypatch: pytest
     assert layer_folders(engine(info(root), "tcp://host:2375"), (FIRST,)) is None
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert layer_folders(engine(info(root)), (FIRST,)) is None
+
+
+def root_mount(options: str, kind: str = "overlay") -> str:
+    """What /proc/self/mountinfo has, with a mount before and behind."""
+    other = "229 228 0:54 / /proc rw,nosuid - proc proc rw\n"
+    return f"{other}228 190 0:62 / / ro,relatime master:6 - {kind} overlay {options}\n{other}"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        # Docker 20.10, and Docker 28.5 with containerd's store.
+        "rw,lowerdir=/d/l/INIT:/d/l/TWO:/d/l/ONE,upperdir=/d/up/diff,workdir=/d/up/work",
+        # A kernel's newer form.
+        "rw,lowerdir+=/d/l/INIT,lowerdir+=/d/l/TWO,lowerdir+=/d/l/ONE,upperdir=/d/up/diff,workdir=/d/up/work",
+        # As containerd shortens many: relative to the folder of all snapshots.
+        "rw,lowerdir=l/INIT:l/TWO:l/ONE,upperdir=/d/up/diff,workdir=/d/up/work,index=off",
+    ],
+)
+def test_lower_folders_of_a_containers_root(options: str) -> None:
+    assert lower_folders(root_mount(options)) == ("/d/l/INIT", "/d/l/TWO", "/d/l/ONE")
+
+
+def test_root_that_is_no_overlay_has_no_folders() -> None:
+    assert lower_folders(root_mount("rw,lowerdir=/x", "btrfs")) == ()
+    assert lower_folders("no mount\n") == ()
