@@ -104,6 +104,10 @@ class Queue:
     """Further scheduler options of every job, passed on unchanged, one word each."""
     chunk: tuple[str, ...] = ()
     """Further PBS resources of every chunk of ``select``, for example ``sales_op=blanca``."""
+    client: str = ""
+    """RunAI's client: ``v1``, or the version of a later one such as ``2.24``; empty: the one on PATH."""
+    trainer: str = ""
+    """Version of Kubeflow Trainer that gets a TrainJob, for example ``2.1``; empty: the newest known one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -422,6 +422,8 @@ class SubmittedJob:
     """The queue that it was submitted to; some systems find a job only by both."""
     cluster: str = ""
     """The cluster that the scheduler printed with the id, which is then unique only with it."""
+    kind: str = ""
+    """What the scheduler calls this kind of job; some find a job only by it."""
     answer: str | None = None
     """What the scheduler printed instead of an id; None where it printed one."""
     remote: str = ""

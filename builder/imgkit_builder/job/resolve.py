@@ -42,7 +42,7 @@ def resolve(recipe: Target, request: Request) -> Job:
     """
     facts = recipe.system
     system = systems.named(facts.scheduler)
-    own = _own_flags(request, system)
+    own = system.settled(recipe, _own_flags(request, system))
     size = node_range(request.nodes or str(system.default_nodes(own)))
     gpus = _gpus(recipe, request)
     cpus = _cpus(recipe, request, gpus)

@@ -296,6 +296,7 @@ def submitted(job: AnyJob, output: Generator[bytes, None, None], *, remote: str 
         cluster=cluster if is_id else "",
         answer=None if is_id else text[:_KEPT],
         system=job.system,
+        kind=_kind(job),
         name=job.title,
         recipe=job.recipe.name,
         directory=job.directory,
@@ -305,6 +306,14 @@ def submitted(job: AnyJob, output: Generator[bytes, None, None], *, remote: str 
         submitted=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command=job.command if isinstance(job, Job) else (),
     )
+
+
+def _kind(job: AnyJob) -> str:
+    assert isinstance(job, Job | ImageJob)  # noqa: S101 - there is no other
+    try:
+        return systems.named(job.system).kind(job)
+    except Exception:  # a plug-in has failed, but its job is there
+        return ""
 
 
 def need_id(record: SubmittedJob) -> SubmittedJob:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from imgkit_builder.recipe import pod_versions
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed
 from imgkit_entrypoints.system import SystemFacts
 
@@ -36,6 +37,11 @@ def _no_faults(facts: SystemFacts) -> Iterable[SystemFault]:
     return ()
 
 
+def _unknown_versions(facts: SystemFacts) -> Iterator[SystemFault]:
+    for key, what in pod_versions.faults(facts):
+        yield SystemFault(path=("queue", key), what=what)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
     """What reading a recipe needs to know about a scheduler."""
@@ -51,7 +57,7 @@ class Registration:
 SHIPPED: Mapping[str, Registration] = {
     "slurm": Registration(),
     "pbs": Registration(aliases=("torque",), runtimes=("singularity", "docker", "host")),
-    "runai": Registration(runtimes=("kubernetes",)),
+    "runai": Registration(runtimes=("kubernetes",), check=_unknown_versions),
     "mpi": Registration(aliases=("openmpi", "mpirun"), runtimes=("docker", "singularity", "host")),
     "standalone": Registration(runtimes=("docker", "singularity", "host")),
 }

@@ -1,8 +1,10 @@
-"""Recipes made by hand, so that these tests need no YAML, and the command line in this process."""
+"""Recipes made by hand, so that these tests need no YAML, the command line in this process, a fake runai."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import shlex
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,3 +37,46 @@ def make_recipe() -> MakeRecipe:
         )
 
     return make
+
+
+FakeRunAI = Callable[[Mapping[str, str]], Path]
+FIRST_RUNAI = {
+    "submit": "--name --image --gpu --pvc -e",
+    "submit-dist pytorch": "--name --image --workers --gpu --pvc -e",
+}
+"""Commands of a fake first client, with options in their help."""
+
+
+@pytest.fixture
+def fake_runai(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRunAI:
+    """``fake_runai(commands)``: a fake ``runai`` on PATH; returns the file that keeps its last arguments.
+
+    It has help for these commands alone, which lists the options of each, and takes every other line.
+    """
+
+    def make(commands: Mapping[str, str]) -> Path:
+        called = tmp_path / "runai-called"
+        lines = ["#!/bin/sh", "# A fake client of RunAI.", 'case "$*" in']
+        for command, options in commands.items():
+            listed = "".join(
+                f"  {word}, --word-of{word} stringArray\\n" if len(word) == 2 else f"      {word} string\\n"
+                for word in options.split()
+            )
+            lines.append(f"{shlex.quote(f'{command} --help')}) printf {shlex.quote(listed)};;")
+        lines += ["*--help) echo unknown command >&2; exit 1;;"]
+        lines += [f'*) for word in "$@"; do echo "$word"; done | tee {shlex.quote(str(called))};;', "esac"]
+        folder = tmp_path / "runai-bin"
+        folder.mkdir(exist_ok=True)
+        program = folder / "runai"
+        program.write_text("\n".join((*lines, "")))
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        return called
+
+    return make
+
+
+@pytest.fixture
+def first_runai(fake_runai: FakeRunAI) -> Path:
+    """A fake of RunAI's first client on PATH."""
+    return fake_runai(FIRST_RUNAI)

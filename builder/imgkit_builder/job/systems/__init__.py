@@ -69,6 +69,15 @@ class System(Protocol):
         """Fields of ``system.queue`` that the job must have."""
         return recipe.system.queue.required
 
+    def settled(self, recipe: Target, flags: Any) -> Any:
+        """`flags`, with what the recipe or this machine decides where they decide nothing.
+
+        Raises
+        ------
+        UsageError : a value that the system does not know.
+        """
+        return flags
+
     def hands_to(self, flags: Any) -> str:
         """The name of another system that takes the job because of a flag; empty: this one does."""
         return ""
@@ -106,6 +115,10 @@ class System(Protocol):
         The caller refuses what cannot be an id.
         """
         return (output.strip().splitlines() or [""])[-1]
+
+    def kind(self, job: Job | ImageJob) -> str:
+        """What the system calls this kind of job, where it finds a job only by that; else empty."""
+        return ""
 
     def status(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that show the job."""

@@ -1,6 +1,6 @@
-"""RunAI: the one command that submits a job, in the client's v1 form (``runai submit-dist pytorch``).
+"""RunAI: the one command that submits a job, for the first client or a later one.
 
-The flags are those of docs.run.ai/v2.13/Researcher/cli-reference/runai-submit-dist-pytorch. The ``dist-...``
+tests/golden/runai keeps the options that each client's reference lists, with its address. The ``dist-...``
 command alone follows ``--``: no shell reads it again, so nothing is quoted twice.
 """
 
@@ -10,9 +10,14 @@ from collections.abc import Iterator, Sequence
 
 from imgkit_builder.job import quoting
 from imgkit_builder.job.quoting import quote
-from imgkit_builder.job.request import Job, Script, SubmittedJob
-from imgkit_builder.job.systems import pods
+from imgkit_builder.job.request import ImageJob, Job, Script, SubmittedJob
+from imgkit_builder.job.systems import pods, runai_client
+from imgkit_builder.recipe.pod_versions import V1
+from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.schedulers import kubernetes
+
+KINDS = ("training", "training pytorch")
+"""Commands of the later client for one pod and for several. A job of the first client has an empty kind."""
 
 
 class RunAI(pods.Pods):
@@ -28,51 +33,160 @@ class RunAI(pods.Pods):
         """The command. For an interactive job, comments above it explain how to work in its pods."""
         name = pods.check_name(job)
         command = pods.ASLEEP if job.request.interactive else kubernetes.start_argv(job.command)
-        folder = pods.directory(job)
         words = (
-            # One pod is a plain job; workers are the pods after the first.
-            *(("runai", "submit") if job.nodes == 1 else ("runai", "submit-dist", "pytorch")),
-            *("--name", name),
-            *(("--project", job.queue) if job.queue else ()),
-            *("--image", job.image),
-            *(("--workers", str(job.nodes - 1)) if job.nodes > 1 else ()),
-            *_replicas(job),
-            *("--gpu", str(job.gpus)),
-            *(("--cpu", str(job.cpus)) if job.cpus else ()),
-            *(word for claim in pods.claims(job) for word in ("--pvc", str(claim))),
-            *(("--working-dir", str(folder)) if folder else ()),
-            *_environment(job),
+            *_options(job, name),
             *job.recipe.system.queue.options,
             *map(quoting.option, job.request.options),
             *("--", *map(pods.literal, command)),
         )
-        project = f" --project {job.queue}" if job.queue else ""
-        end = f"runai delete job {name}{project}"
-        comments = pods.entered(job, _ways(job, name, project), end) if job.request.interactive else ()
+        kind, project = self.kind(job), _project(job.queue)
+        end = " ".join(map(quote, _cancel(kind, name, project)))
+        comments = pods.entered(job, _ways(job, name, kind), end) if job.request.interactive else ()
         return Script(text="\n".join((*comments, _rows(words), "")), submit=words)
+
+    def before_submission(self, job: Job) -> None:
+        """Compare the later client's options with the help of the client on PATH.
+
+        Raises
+        ------
+        UsageError : it has no such command, or lacks an option of the recipe or of imgkit; names it.
+        """
+        if kind := self.kind(job):
+            own = (*_options(job, job.name), *job.recipe.system.queue.options)
+            runai_client.refuse_unknown((*kind.split(), "submit"), own)
 
     def job_id(self, output: str, name: str) -> str:
         """The job's name, which is its id."""
         return name
 
+    def kind(self, job: Job | ImageJob) -> str:
+        """The commands of the later client that know the job; empty for the first one, which has one kind."""
+        if not isinstance(job, Job) or job.flags(pods.PodFlags).client == V1:
+            return ""
+        return KINDS[job.nodes > 1]
+
     def status(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that show the job, its pods and its events."""
-        return ("runai", "describe", "job", record.name, *_project(record))
+        return _about(record.kind, "describe", record.name, _project(record.queue))
 
     def logs(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that follow the output of the first pod; the volume has the output of all pods."""
-        return ("runai", "logs", record.name, "--follow", *_project(record))
+        project = _project(record.queue)
+        return (runai_client.PROGRAM, *_commands(record.kind), "logs", record.name, "--follow", *project)
 
     def cancel(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that end the job and delete its pods."""
-        return ("runai", "delete", "job", record.name, *_project(record))
+        return _cancel(record.kind, record.name, _project(record.queue))
 
     def queues(self) -> tuple[tuple[str, ...], ...]:
         """Words that show the projects and their free GPUs."""
-        return (("runai", "list", "projects"),)
+        try:
+            first = runai_client.on_path() == V1
+        except UsageError:
+            first = False
+        return ((runai_client.PROGRAM, *(("list", "projects") if first else ("project", "list"))),)
 
 
 SYSTEM = RunAI()
+
+
+def _about(kind: str, verb: str, name: str, project: Sequence[str]) -> tuple[str, ...]:
+    """The command about one job."""
+    words = (*_commands(kind), verb) if kind else (verb, "job")
+    return (runai_client.PROGRAM, *words, name, *project)
+
+
+def _commands(kind: str) -> tuple[str, ...]:
+    if kind and kind not in KINDS:
+        raise UsageError(
+            f"no runai client calls a job {kind!r}", where="the record of the job", hint="runai workload list"
+        )
+    return tuple(kind.split())
+
+
+def _cancel(kind: str, name: str, project: Sequence[str]) -> tuple[str, ...]:
+    return _about(kind, "delete", name, project)
+
+
+def _project(queue: str) -> tuple[str, ...]:
+    return ("--project", queue) if queue else ()
+
+
+def _options(job: Job, name: str) -> tuple[str, ...]:
+    """The command up to the options of the recipe and of the user."""
+    client = job.flags(pods.PodFlags).client
+    return tuple(_first_client(job, name) if client == V1 else _later_client(job, name, client))
+
+
+def _first_client(job: Job, name: str) -> Iterator[str]:
+    # One pod is a plain job; workers are the pods after the first.
+    yield from ("runai", "submit") if job.nodes == 1 else ("runai", "submit-dist", "pytorch")
+    yield from ("--name", name, *_project(job.queue), "--image", job.image)
+    yield from _workers(job)
+    yield from ("--gpu", str(job.gpus), *(("--cpu", str(job.cpus)) if job.cpus else ()))
+    yield from (word for claim in pods.claims(job) for word in ("--pvc", str(claim)))
+    yield from _directory(job)
+    yield from _variables(job)
+    for key in job.names:
+        # docs.run.ai/v2.13/admin/workloads/secrets: the client passes the reference alone.
+        yield from ("-e", f"{key}=SECRET:{pods.SECRET},{key}")
+
+
+def _later_client(job: Job, name: str, client: str) -> Iterator[str]:
+    _refuse_missing(job, client)
+    yield from ("runai", *KINDS[job.nodes > 1].split(), "submit", name)
+    yield from (*_project(job.queue), "--image", job.image)
+    yield from _workers(job)
+    if job.gpus:  # the option takes a positive number; without it a pod has no GPU
+        yield from ("--gpu-devices-request", str(job.gpus))
+    yield from ("--cpu-core-request", str(job.cpus)) if job.cpus else ()
+    for claim in pods.claims(job):
+        yield from ("--existing-pvc", f"claimname={claim.name},path={claim.path}")
+    yield from _directory(job)
+    # The short form alone is in every reference: 2.18 has --environment, 2.24 --environment-variable.
+    yield from _variables(job)
+    for key in job.names:
+        yield from ("--env-secret", f"{key}={pods.SECRET},key={key}")
+
+
+def _refuse_missing(job: Job, client: str) -> None:
+    """Raise UsageError for what has no option in the reference of this client."""
+    other = "--format pytorchjob, or --client v1"
+    if read_only := [claim for claim in pods.claims(job) if claim.read_only]:
+        raise UsageError(
+            f"{read_only[0]}: the runai client {client} has no option for a read-only volume",
+            where="--pvc",
+            hint=f"--pvc {read_only[0].name}:{read_only[0].path}; {other}",
+        )
+    if job.elastic and client != "2.18":
+        raise UsageError(
+            f"--nodes {job.size}, but the runai client {client} has no --min-replicas",
+            where="--nodes",
+            hint=f"--nodes N; {other}",
+        )
+    if job.names and client == "2.18":
+        raise UsageError(
+            f"{job.names[0]}: the runai client {client} has no option for a key of a Secret",
+            where="--env",
+            hint=other,
+        )
+
+
+def _workers(job: Job) -> Iterator[str]:
+    if job.nodes > 1:
+        yield from ("--workers", str(job.nodes - 1))
+    if job.elastic:
+        yield from ("--min-replicas", str(job.size.least), "--max-replicas", str(job.nodes))
+
+
+def _directory(job: Job) -> tuple[str, ...]:
+    folder = pods.directory(job)
+    return ("--working-dir", str(folder)) if folder else ()
+
+
+def _variables(job: Job) -> Iterator[str]:
+    for name, value in pods.variables(job).items():
+        yield from ("-e", f"{name}={pods.literal(value)}")
 
 
 def _rows(words: Sequence[str]) -> str:
@@ -86,26 +200,9 @@ def _rows(words: Sequence[str]) -> str:
     return " \\\n    ".join(" ".join(map(quote, row)) for row in rows)
 
 
-def _environment(job: Job) -> Iterator[str]:
-    for name, value in pods.variables(job).items():
-        yield from ("-e", f"{name}={pods.literal(value)}")
-    for name in job.names:
-        # docs.run.ai/v2.13/admin/workloads/secrets: the client passes the reference alone.
-        yield from ("-e", f"{name}=SECRET:{pods.SECRET},{name}")
-
-
-def _replicas(job: Job) -> tuple[str, ...]:
-    if not job.elastic:
-        return ()
-    return ("--min-replicas", str(job.size.least), "--max-replicas", str(job.nodes))
-
-
-def _ways(job: Job, name: str, project: str) -> tuple[str, ...]:
+def _ways(job: Job, name: str, kind: str) -> tuple[str, ...]:
+    command = " ".join((runai_client.PROGRAM, *kind.split(), "bash", name, *_project(job.queue)))
     if job.nodes == 1:
-        return (f"runai bash {name}{project}",)
+        return (command,)
     names = (f"{name}-master-0", *(f"{name}-worker-{index}" for index in range(job.nodes - 1)))
-    return tuple(f"runai bash {name}{project} --pod {pod}" for pod in names)
-
-
-def _project(record: SubmittedJob) -> tuple[str, ...]:
-    return ("--project", record.queue) if record.queue else ()
+    return tuple(f"{command} --pod {pod}" for pod in names)

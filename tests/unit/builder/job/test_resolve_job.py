@@ -22,7 +22,7 @@ MN5 = Request(command=("dist-bench",), account="a1", qos="acc_debug", time="10m"
 
 
 def job(recipe: str | Path = "mn5", *, pvcs: tuple[str, ...] = (), **given: Any) -> Job:
-    own = PodFlags(pvcs=pvcs)
+    own = PodFlags(pvcs=pvcs, client="3.0")
     return resolve(find(recipe), dataclasses.replace(MN5, system_flags=(own,) if pvcs else (), **given))
 
 

@@ -1,12 +1,10 @@
-"""The command that RunAI's client is given, and how a submitted job is followed."""
+"""The command that the first client of RunAI is given, and how a submitted job is followed."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ RCP = Request(command=("dist-pi",), nodes="2", image="r.example/me/rcp:1")
 
 
 def job(*, pvcs: tuple[str, ...] = ("home:/home/me",), **given: Any) -> Job:
-    own = pods.PodFlags(pvcs=pvcs)
+    own = pods.PodFlags(pvcs=pvcs, client="v1")
     return resolve(RECIPE, dataclasses.replace(RCP, system_flags=(own,), **given))
 
 
@@ -201,27 +199,22 @@ def test_project_is_needed_to_find_a_job_again() -> None:
 
 
 @pytest.fixture
-def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ``runai`` that takes every command and prints its words."""
-    client = tmp_path / "runai"
-    program = "import json, sys; print(json.dumps(sys.argv[1:]))"
-    client.write_text(f"#!/bin/sh\nexec '{sys.executable}' -c '{program}' \"$@\"\n")
-    client.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+def client(first_runai: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A fake of the first client, and the file of what it was called with."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    return first_runai
 
 
-def test_submission_runs_the_words_and_is_followed(client: None) -> None:
+def test_submission_runs_the_words_and_is_followed(client: Path) -> None:
     app = build_app(("submit", "status"))
     argv = ["--nodes", "2", "--image", "r/x:1", "--pvc", "home:/home/me", "--directory", "/home/me/a"]
     done = CliRunner().invoke(app, ["submit", "rcp", *argv, "-q", "mlo-me", "--", "dist-run", "a b.py"])
     assert (done.exit_code, done.stdout) == (0, "rcp\n")
     done = CliRunner().invoke(app, ["status", "rcp", "--json"])
-    told = json.loads(json.loads(done.stdout)["output"])
-    assert told == ["describe", "job", "rcp", "--project", "mlo-me"]
+    assert json.loads(done.stdout)["output"].split() == ["describe", "job", "rcp", "--project", "mlo-me"]
 
 
-def test_interactive_submission_says_how_to_get_in(client: None) -> None:
+def test_interactive_submission_says_how_to_get_in(client: Path) -> None:
     argv = ["submit", "rcp", "--nodes", "2", "--image", "r/x:1", "--interactive"]
     done = CliRunner().invoke(build_app(("submit", "status")), argv)
     assert done.stdout == "rcp\n"

@@ -1,0 +1,86 @@
+"""RunAI's client on PATH: which one it is, and which options its commands have.
+
+Its own help decides, not its version: the first client and the later one were both released with 2.18 of the
+platform, and what ``runai version`` prints is not documented.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+
+from imgkit_builder.base import process
+from imgkit_builder.recipe.pod_versions import V1
+from imgkit_entrypoints.errors import UsageError
+
+PROGRAM = "runai"
+PYTORCH = ("training", "pytorch")
+"""Words of the later client's commands for a job of several pods; one pod has the first of them."""
+
+
+def on_path() -> str:
+    """The client on PATH, as `pod_versions.client` returns it; empty: there is none.
+
+    Raises
+    ------
+    UsageError : it is neither client.
+    """
+    program = shutil.which(PROGRAM)
+    return _client(program) if program else ""
+
+
+def refuse_unknown(command: Sequence[str], words: Iterable[str]) -> None:
+    """Check the options in `words` by the help of ``runai COMMAND``, where the later client is on PATH.
+
+    The first client hides options that it takes all the same, such as ``--pvc``.
+
+    Raises
+    ------
+    UsageError : the command or one of its options does not exist; names it.
+    """
+    program = shutil.which(PROGRAM)
+    if program is None:
+        return
+    known = _options(program, tuple(command))
+    if not known:
+        raise UsageError(
+            f"{program} has no command {' '.join(command)}",
+            where="--client",
+            hint=f"--client {_client(program)}, the one that is on PATH",
+        )
+    unknown = [word for word in words if word.startswith("-") and word.partition("=")[0] not in known]
+    if unknown:
+        raise UsageError(
+            f"{program}: {' '.join(command)} has no option {unknown[0].partition('=')[0]}",
+            where=program,
+            hint="imgkit submit --dry-run prints the command",
+        )
+
+
+@functools.cache
+def _client(program: str) -> str:
+    later = _options(program, (*PYTORCH, "submit"))
+    if "--workers" in later:
+        # 2.24 and later refer to a key of a Secret, and their -e is short for --environment-variable.
+        return "2.24" if "--env-secret" in later else "2.18"
+    if "--workers" in _options(program, ("submit-dist", "pytorch")):
+        return V1
+    raise UsageError(
+        f"{program} is no runai client that imgkit knows: it has neither training pytorch submit nor "
+        "submit-dist pytorch",
+        where="PATH",
+        hint="runai training pytorch submit --help; or --client VERSION",
+    )
+
+
+@functools.cache
+def _options(program: str, command: tuple[str, ...]) -> frozenset[str]:
+    """The options in the help of a command; empty if it has no such command."""
+    done = process.run([program, *command, "--help"], check=False)
+    if done.returncode:
+        return frozenset()
+    # Both clients list one option a line: "  -e, --environment stringArray   What it does".
+    lines = re.findall(r"^\s+(-\w, )?(--[\w-]+)", done.output, re.MULTILINE)
+    return frozenset(word for short, long in lines for word in (short.removesuffix(", "), long) if word)

@@ -1,0 +1,99 @@
+"""Every option that imgkit writes for a runai client is in the published reference of that client.
+
+``runai/CLIENT.txt`` is what a reference lists; its first lines name the source and what was not seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.job.request import Request, SubmittedJob
+from imgkit_builder.job.resolve import resolve
+from imgkit_builder.job.systems import pods
+from imgkit_builder.job.systems.runai import SYSTEM as runai
+from imgkit_builder.recipe.pod_versions import CLIENTS, V1, client
+from imgkit_builder.recipe.targets import find
+
+HERE = Path(__file__).parent
+JOBS = sorted((HERE / "jobs").glob("*.args"))
+
+
+def reference(name: str) -> Mapping[str, frozenset[str]]:
+    lines = (HERE / f"runai/{name}.txt").read_text(encoding="utf-8").splitlines()
+    found = (line.partition(":") for line in lines if not line.startswith("#"))
+    return {command: frozenset(re.sub(r"[][]", "", options).split()) for command, _, options in found}
+
+
+def unknown(words: Sequence[str], name: str) -> Iterator[str]:
+    """What the reference of the client `name` does not have in ``runai COMMAND [NAME] [OPTIONS]``."""
+    words = words[: words.index("--")] if "--" in words else words
+    known = reference(name)
+    command = max(
+        (each for each in known if f"{' '.join(words[1:])} ".startswith(f"{each} ")), key=len, default=""
+    )
+    if not command:
+        yield " ".join(words[:4])
+        return
+    for word in words:
+        option = word.partition("=")[0]
+        if option.startswith("-") and option not in known[command]:
+            yield option
+
+
+def of_client() -> Iterator[tuple[str, str]]:
+    for file in JOBS:
+        words = shlex.split(file.read_text(encoding="utf-8"))
+        if "--client" in words:
+            yield file.stem, client(words[words.index("--client") + 1])
+
+
+@pytest.mark.parametrize(("case", "name"), list(of_client()))
+def test_submission_has_options_of_the_reference_alone(case: str, name: str) -> None:
+    text = (HERE / f"jobs/{case}.txt").read_text(encoding="utf-8")
+    comments = [line[1:].strip() for line in text.splitlines() if line.startswith("#")]
+    command = shlex.split("\n".join(line for line in text.splitlines() if not line.startswith("#")))
+    assert not list(unknown(command, name))
+    ways = [line for line in comments if line.startswith("runai ")]
+    ends = [line.partition("until: ")[2] for line in comments if "until: " in line]
+    for line in (*ways, *ends):
+        assert not list(unknown(shlex.split(line), name)), line
+
+
+@pytest.mark.parametrize("name", [V1, *CLIENTS])
+@pytest.mark.parametrize("nodes", ["1", "2"])
+def test_job_is_followed_by_commands_of_the_reference(name: str, nodes: str) -> None:
+    request = Request(
+        command=("dist-pi",), nodes=nodes, image="r/x:1", system_flags=(pods.PodFlags(client=name),)
+    )
+    job = resolve(find("rcp"), request)
+    record = SubmittedJob(
+        id="rcp",
+        system="runai",
+        name="rcp",
+        recipe="rcp",
+        directory=Path("/w"),
+        queue="me",
+        kind=runai.kind(job),
+    )
+    for words in (runai.status(record), runai.logs(record), runai.cancel(record)):
+        assert not list(unknown(words, name)), words
+        assert words[-2:] == ("--project", "me")
+    assert runai.cancel(dataclasses.replace(record, queue=""))[-1] == "rcp"
+
+
+def test_every_client_has_a_reference_and_a_job() -> None:
+    assert {path.stem for path in (HERE / "runai").glob("*.txt")} == {V1, *CLIENTS}
+    assert {name for _, name in of_client()} == {V1, *CLIENTS}
+
+
+def test_option_of_another_client_is_noticed() -> None:
+    assert list(unknown(("runai", "training", "submit", "x", "--pvc", "a:/b", "--", "--gpu"), "3.0")) == [
+        "--pvc"
+    ]
+    assert list(unknown(("runai", "submit-dist", "pytorch", "--name", "x"), "3.0"))
