@@ -18,6 +18,7 @@ from imgkit_builder.cli.common import (
     complete_names,
     gigabytes,
     show,
+    terminable,
 )
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.workflow.names import image_name, module_line, stem
@@ -75,7 +76,7 @@ def verb_save(
     from imgkit_builder import engine
     from imgkit_builder.archive import write
 
-    with reporter(as_json=as_json, verbose=verbose) as report, engine.connect() as connected:
+    with terminable(), reporter(as_json=as_json, verbose=verbose) as report, engine.connect() as connected:
         info = engine.inspect(connected, image_name(image))
         if not info.tag:
             raise UsageError(

@@ -95,6 +95,8 @@ def verb_submit(
     code = read_code(request, as_json=as_json) if isinstance(request, Request) else None
     prepared = submit.prepare(given.recipe, request, code)
     job, script = prepared.job, prepared.script
+    if dry_run and (foreign := submit.foreign_image(job)):  # the submission refuses it
+        job = dataclasses.replace(job, warnings=(*job.warnings, f"{job.image}: {foreign.what}"))
     for warning in job.warnings:
         terminal.err(f"imgkit: {warning}")
     if dry_run:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from imgkit_builder.cli.common import JSON, VERBOSE, complete_names, show
+from imgkit_builder.cli.common import JSON, VERBOSE, complete_names, show, terminable
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.recipes import load_recipe
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
@@ -83,7 +83,7 @@ def verb_lock(
     from imgkit_builder.lock.resolve import Wishes
 
     wishes = Wishes(keep=keep, upgrade=upgrade, packages=tuple(packages or ()))
-    with reporter(as_json=as_json, verbose=verbose) as report:
+    with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
         outcome = _lock(
             loaded,
             wishes,

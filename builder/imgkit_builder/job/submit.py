@@ -220,8 +220,6 @@ def _check_delta(job: Job, delta: Delta) -> None:
 
 
 def _check_sif(job: Job) -> None:
-    from imgkit_builder.sif import image
-
     path = Path(job.image)
     if not path.exists():
         raise UsageError(
@@ -231,14 +229,26 @@ def _check_sif(job: Job) -> None:
         return  # a sandbox: singularity runs it too
     if job.delta is not None:
         _check_delta(job, job.delta)
+    if foreign := foreign_image(job):
+        raise foreign
+
+
+def foreign_image(job: Job) -> UsageError | None:
+    """The error for a .sif here of another architecture than the nodes'; None if it fits or is not here."""
+    from imgkit_builder.sif import image
+
+    path = Path(job.image)
+    if job.run_by != "singularity" or job.request.making or not image.is_sif(path):
+        return None
     arch = image.read(path).arch
     wanted = {platform.removeprefix("linux/") for platform in job.recipe.platforms}
-    if arch not in wanted:
-        raise UsageError(
-            f"the image is for {arch}, but the nodes are {' or '.join(sorted(wanted))}",
-            where=str(path),
-            hint=f"imgkit build {job.recipe.name} --platform {min(wanted)}, then imgkit sif",
-        )
+    if arch in wanted:
+        return None
+    return UsageError(
+        f"the image is for {arch}, but the nodes are {' or '.join(sorted(wanted))}",
+        where=str(path),
+        hint=f"imgkit build {job.recipe.name} --platform {min(wanted)}, then imgkit sif",
+    )
 
 
 def write_code(prepared: PreparedJob, options: Options | None, report: Reporter) -> None:
@@ -274,7 +284,12 @@ def send(job: AnyJob, script: Script) -> SubmittedJob:
         [script.text.encode()] if script.on_stdin else [],
         cwd=None if job.run_by == "kubernetes" else job.directory,
     )
-    return dataclasses.replace(submitted(job, output), image_id=image_id)
+    try:
+        return dataclasses.replace(submitted(job, output), image_id=image_id)
+    except ToolFailed as error:
+        why = systems.named(job.system).refusal(f"{error.what}\n{error.hint}", job.name)
+        hint = "\n".join(filter(None, (why, error.hint)))
+        raise ToolFailed(error.what, where=error.where, hint=hint or None) from error
 
 
 def submitted(job: AnyJob, output: Generator[bytes, None, None], *, remote: str = "") -> SubmittedJob:

@@ -463,16 +463,22 @@ def _check_space(source: Source, target: Path, base: Path, means: Means) -> None
 def need_space(size: int, temporary: int, target: Path, base: Path) -> None:
     """Raise CheckFailed if an image of `size` bytes, with `temporary` ones in `base`, has no space."""
     packed = int(size * PACKED_SHARE)
-    needs = {base: temporary}
-    if base.stat().st_dev == target.parent.stat().st_dev:
-        needs[base] += packed
-    else:
-        needs[target.parent] = packed
-    for folder, needed in needs.items():
-        free = disk_usage(folder).free
-        if free < needed:
-            raise CheckFailed(
-                f"{size_text(free)} are free, an image of {size_text(size)} needs {size_text(needed)}",
-                where=str(folder),
-                hint="--tmpdir DIR on a larger disk" if folder == base else "-o FILE.sif on a larger disk",
-            )
+    one_disk = base.stat().st_dev == target.parent.stat().st_dev
+    needs = {base: temporary + packed} if one_disk else {base: temporary, target.parent: packed}
+    free = {folder: disk_usage(folder).free for folder in needs}
+    short = [folder for folder in needs if free[folder] < needs[folder]]
+    if not short:
+        return
+    # All options at once: with one of two alone, the next attempt would end here again.
+    ways = ["--tmpdir DIR"] if base in short else []
+    ways += ["-o FILE.sif"] if one_disk or target.parent in short else []
+    first, *others = short
+    also = "".join(
+        f"; {size_text(needs[one])} in {one}, where {size_text(free[one])} are free" for one in others
+    )
+    here = size_text(free[first])
+    raise CheckFailed(
+        f"{here} are free, an image of {size_text(size)} needs {size_text(needs[first])}{also}",
+        where=str(first),
+        hint=f"{' and '.join(ways)} on a larger disk",
+    )

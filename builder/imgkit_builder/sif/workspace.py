@@ -124,7 +124,8 @@ def _named_if_full(target: Path, base: Path) -> Iterator[None]:
         said = tool.what if tool else getattr(error, "strerror", "")
         folder = files.fullest(target.parent, base)
         other = "-o FILE" if folder != base else "--tmpdir DIR"
-        both = "-o FILE, and --tmpdir DIR," if target.parent == base else other
+        one_disk = target.parent.stat().st_dev == base.stat().st_dev  # it fills again after either alone
+        both = "-o FILE, and --tmpdir DIR," if one_disk else other
         raise ToolFailed(
             f"the disk of {folder} is full: {said}",
             where=str(target),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import NoReturn, Protocol
 
 from imgkit_entrypoints.errors import NoPlan, UsageError
@@ -102,6 +103,9 @@ def _typed_on_host(command: Sequence[str], env: Mapping[str, str], read: Read) -
     for runtime in ("apptainer", "singularity"):
         image = env.get(f"{runtime.upper()}_CONTAINER")
         if image:
+            # Without squashfuse the runtime unpacks the .sif into a temporary folder, which the first names.
+            name = env.get(f"{runtime.upper()}_NAME") or PurePath(image).name
+            image = image if PurePath(image).name == name else name
             binds = env.get(f"{runtime.upper()}_BIND")
             return (
                 *(runtime, "exec"),

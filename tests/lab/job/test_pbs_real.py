@@ -310,6 +310,9 @@ def test_image_for_another_processor_is_refused(pbs: Pbs) -> None:
     done = pbs.run(*IMGKIT, *words)
     assert done.returncode == 2
     assert "the image is for amd64, but the nodes are arm64" in done.stderr
+    warned = pbs.run(*IMGKIT, *words[:4], "--dry-run", *words[4:])
+    assert warned.returncode == 0
+    assert "the image is for amd64, but the nodes are arm64" in warned.stderr
 
 
 def test_chunks_on_one_host_are_refused(pbs: Pbs) -> None:

@@ -201,7 +201,10 @@ def test_source_is_refused_and_its_wheel_kept(index: Index, standin_notorch: str
 
 
 @pytest.mark.soak
-def test_interrupted_lock_leaves_nothing(index: Index, standin_notorch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_lock_leaves_nothing(
+    index: Index, standin_notorch: str, tmp_path: Path, number: signal.Signals
+) -> None:
     file = recipe(tmp_path, index, "imgkit-test-slow")
     asked = threading.Event()
     ended = threading.Event()
@@ -219,7 +222,7 @@ def test_interrupted_lock_leaves_nothing(index: Index, standin_notorch: str, tmp
     with subprocess.Popen([*IMGKIT, "lock", file, "--base", standin_notorch], stderr=subprocess.PIPE) as run:
         assert asked.wait(60)
         assert containers()
-        run.send_signal(signal.SIGINT)
+        run.send_signal(number)
         assert run.wait(30) == 130
     ended.set()
     server.shutdown()

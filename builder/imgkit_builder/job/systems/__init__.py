@@ -120,6 +120,10 @@ class System(Protocol):
         """What the system calls this kind of job, where it finds a job only by that; else empty."""
         return ""
 
+    def refusal(self, said: str, name: str) -> str:
+        """What to do about a refused submission of the job `name`; `said` is its message. Empty: unknown."""
+        return ""
+
     def status(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that show the job."""
         ...

@@ -115,6 +115,12 @@ class Pods(System):
             hint=f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1",
         )
 
+    def refusal(self, said: str, name: str) -> str:
+        """The meaning of a name that exists: it is the job's id."""
+        if not re.search(r"already ?exists", said, re.IGNORECASE):
+            return ""
+        return f"nothing was started: a job named {name} exists, running or ended; --name OTHER, or delete it"
+
 
 def _known(known: Callable[[str], str], text: str, where: str) -> str:
     try:

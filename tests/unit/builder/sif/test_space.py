@@ -62,6 +62,17 @@ def test_compressed_archive_needs_room_for_its_plain_form(
         check(Archive(path=tmp_path / "x.tar.gz"), tmp_path, "new")
 
 
+def test_full_disk_names_both_options_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, 0)
+    with pytest.raises(CheckFailed) as caught:
+        convert.need_space(IMAGE_BYTES, IMAGE_BYTES, tmp_path / "x.sif", tmp_path)
+    assert caught.value.hint == "--tmpdir DIR and -o FILE.sif on a larger disk"
+    other = Path("/dev/shm")  # another file system
+    with pytest.raises(CheckFailed, match=f"needs 1.0 MB; .* in {other}, where 0 bytes are free") as caught:
+        convert.need_space(IMAGE_BYTES, IMAGE_BYTES, other / "x.sif", tmp_path)
+    assert caught.value.hint == "--tmpdir DIR and -o FILE.sif on a larger disk"
+
+
 def test_standard_input_that_is_a_file_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x.tar").write_bytes(bytes(IMAGE_BYTES))
     free(monkeypatch, IMAGE_BYTES)

@@ -136,6 +136,14 @@ def test_full_disk_names_the_target_and_the_options(tmp_path: Path, error: Excep
     assert list(tmp_path.iterdir()) == []
 
 
+def test_full_disk_of_two_folders_names_both_options(tmp_path: Path) -> None:
+    base = tmp_path / "temporary"
+    base.mkdir()
+    with pytest.raises(ToolFailed) as caught, workspace(tmp_path / "x.sif", base):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert caught.value.hint == "-o FILE, and --tmpdir DIR, on a larger disk"
+
+
 @pytest.mark.parametrize("error", [OSError(errno.EACCES, "denied"), ToolFailed("mksquashfs failed")])
 def test_other_failures_pass_unchanged(tmp_path: Path, error: Exception) -> None:
     with pytest.raises(type(error)) as caught, workspace(tmp_path / "x.sif", tmp_path):

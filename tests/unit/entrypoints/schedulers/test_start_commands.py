@@ -77,6 +77,15 @@ def test_printed_command_starts_this_container() -> None:
     assert "exit=1 singularity exec /a.sif dist-train\n" in refusal({**BATCH, **older}, ("dist-train",), {})
 
 
+def test_printed_command_names_the_sif_not_its_unpacked_copy() -> None:
+    unpacked = {"APPTAINER_CONTAINER": "/tmp/rootfs-1234/root", "APPTAINER_NAME": "mn5.sif"}
+    hint = refusal({**BATCH, **unpacked}, ("dist-train",), {})
+    assert "exit=1 apptainer exec mn5.sif dist-train\n" in hint
+    assert "rootfs" not in hint
+    named = {"APPTAINER_CONTAINER": "/my images/a.sif", "APPTAINER_NAME": "a.sif"}
+    assert "exec '/my images/a.sif' dist-train\n" in refusal({**BATCH, **named}, ("dist-train",), {})
+
+
 @pytest.fixture
 def tools(tmp_path: Path) -> Path:
     """Stand-ins that record their calls with the host list; pbsdsh runs its command."""

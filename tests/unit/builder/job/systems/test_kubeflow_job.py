@@ -301,12 +301,19 @@ def test_what_has_no_place_is_refused(kind: KubernetesFormat, given: dict[str, A
     assert refused(kind, **given).where == where
 
 
+def test_name_that_exists_starts_nothing() -> None:
+    said = 'Error from server (AlreadyExists): pytorchjobs.kubeflow.org "rcp" already exists'
+    assert kubeflow.refusal(said, "rcp").startswith("nothing was started: a job named rcp exists")
+    assert kubeflow.refusal("Error from server (Forbidden)", "rcp") == ""
+
+
 @pytest.mark.parametrize(
     ("output", "found"),
     [
         ("pytorchjob.kubeflow.org/rcp created\n", "pytorchjob.rcp"),
         ("Warning: x/y\ntrainjob.trainer.kubeflow.org/run-7 created\n", "trainjob.run-7"),
         ("nothing\n", ""),
+        ("pytorchjob.kubeflow.org/rcp unchanged\n", ""),  # of apply: nothing starts
     ],
 )
 def test_id_is_kind_and_name(output: str, found: str) -> None:
