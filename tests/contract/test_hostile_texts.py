@@ -189,7 +189,14 @@ def record(programs: Path, **values: Any) -> None:
     state.mkdir(parents=True, exist_ok=True)
     of_slurm = {"schema": 1, "id": "7", "system": "slurm", "name": "a", "recipe": "a", "directory": "/"}
     others = {"queue": "", "cluster": "", "answer": None, "remote": "", "submitted": "", "command": []}
-    ended = {"image_id": "", "state": "submitted", "fetched": "", "code": None}
+    ended = {
+        "image_id": "",
+        "state": "submitted",
+        "fetched": "",
+        "code": None,
+        "array": False,
+        "shell_line": "",
+    }
     (state / "7.json").write_text(json.dumps({**of_slurm, **others, **ended, **values}))
 
 
@@ -206,6 +213,14 @@ def test_job_and_runs_with_hostile_texts(programs: Path, check: Callable[..., No
     program(programs, "squeue", "cat said >&2; exit 1")
     check("runs", "--refresh", code=0)
     check("fetch", "7")
+    record(programs, command=[EVIL], state=EVIL, shell_line=EVIL)
+    check("status", code=4)
+    check("status", "7", code=4)
+    check("shell", "--job", "7", "--dry-run", code=0)
+    program(programs, "squeue", "")
+    for name in ("sacct", "scontrol", "cat"):
+        program(programs, name, f"exec /bin/cat {programs.parent}/said")
+    check("status", "7", code=0, shows=False)
     check("status", "8" + EVIL, code=2)
     folder = Path("runs", EVIL)
     folder.mkdir(parents=True)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import collections
 import contextlib
 import fcntl
+import itertools
 import os
 import select
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from imgkit_entrypoints import terminal
-from imgkit_entrypoints.errors import ToolFailed, ToolMissing
+from imgkit_entrypoints.errors import ImgkitError, ToolFailed, ToolMissing
 
 TAIL_LINES = 20
 PIPE_BYTES = 1 << 20
@@ -122,8 +124,12 @@ def own_argv() -> tuple[str, ...]:
     return (sys.executable, str(Path(file).absolute())) if file else ("imgkit",)
 
 
-def attached(argv: Sequence[str]) -> int:
+def attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None) -> int:
     """Run `argv` with our streams and return its exit code; what it prints cannot steer the terminal.
+
+    Parameters
+    ----------
+    until : asked from time to time; when it is true, the program is ended, and the result is 0.
 
     Raises
     ------
@@ -136,14 +142,33 @@ def attached(argv: Sequence[str]) -> int:
         stdout=subprocess.PIPE if out else None,
         stderr=subprocess.STDOUT if out and err else subprocess.PIPE if err else None,
     ) as program:
+        if until is not None:
+            threading.Thread(target=_end_when, args=(program, until), daemon=True).start()
         try:
             if source := program.stdout or program.stderr:
                 pass_on = terminal.passing(to_err=not out)
                 while chunk := os.read(source.fileno(), PIPE_BYTES):
                     pass_on(chunk)
-            return program.wait()
+            code = program.wait()
+            return 0 if until is not None and code == -signal.SIGTERM else code
         except KeyboardInterrupt:
             return 130  # the program got the same Ctrl-C
+
+
+def _end_when(program: subprocess.Popen[bytes], over: Callable[[], bool]) -> None:
+    """End `program` a moment after `over` is true; it is asked soon at first, then every 10 seconds."""
+    for wait_s in itertools.chain((1.0, 1.0, 2.0, 3.0, 5.0), itertools.repeat(10.0)):
+        try:
+            program.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ImgkitError):  # no answer this time
+                if over():
+                    break
+        else:
+            return
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        program.wait(2.0)  # for what tail, which looks once a second, has not shown
+    program.terminate()
 
 
 def become(argv: Sequence[str], *, cwd: Path) -> NoReturn:

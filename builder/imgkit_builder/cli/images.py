@@ -13,7 +13,7 @@ from imgkit_builder.cli.progress import reporter
 from imgkit_builder.workflow.images import shell_command, smoke_test
 from imgkit_builder.workflow.names import image_name
 from imgkit_entrypoints import terminal
-from imgkit_entrypoints.errors import EXIT_NO, ToolMissing
+from imgkit_entrypoints.errors import EXIT_NO, ToolMissing, UsageError
 
 SCHEMA = 1
 
@@ -48,7 +48,8 @@ def verb_test(
 
 def verb_shell(
     image: str = typer.Argument(
-        metavar="IMAGE|SIF|RECIPE",
+        "",
+        metavar="[IMAGE|SIF|RECIPE]",
         autocompletion=complete_names,
         help="A local image, a .sif file or a recipe.",
     ),
@@ -57,32 +58,79 @@ def verb_shell(
         "--host",
         help="Share this machine's home folder, network and the recipe's binds, as in a job.",
     ),
+    job: str = typer.Option("", "--job", metavar="ID", help="Open the shell in this running job."),
+    node: str = typer.Option(
+        "", "--node", metavar="NAME", help="With --job: a node or pod of the job (default: the first one)."
+    ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the command, then exit."),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Print information about the image first."),
 ) -> None:
     """Open a shell in an image or .sif, without this machine's home folder and network.
+
+    With --job, open it within a running job: under Slurm in a new container on a node
+    of the job, with its image, deltas, folders and variables; in a pod in the job's
+    own container.
 
     \b
     Examples:
       imgkit shell mn5
       imgkit shell mn5.sif --host
       imgkit shell mn5 --dry-run
+      imgkit shell --job 4711@mn5 --node as01r1b07
     """
-    command = shell_command(image, host=host)
-    argv = command.argv
-    if verbose and command.image:
-        from imgkit_builder import engine
+    if bool(image) == bool(job):
+        raise UsageError(
+            "--job takes its image from the job" if job else "no image and no job was given",
+            where="IMAGE" if job else "imgkit shell",
+            hint=f"imgkit shell --job {job}" if job else "imgkit shell mn5.sif, or imgkit shell --job ID",
+        )
+    for flag, given, other in (("--host", host and job, "--job"), ("--node", node and image, "an image")):
+        if given:
+            raise UsageError(f"{flag} cannot be combined with {other}", where=flag, hint="leave it out")
+    if job:
+        argv, about = _into_job(job, node, look=not dry_run)
+    else:
+        command = shell_command(image, host=host)
+        argv, about = command.argv, command.reach
+        if verbose and command.image:
+            from imgkit_builder import engine
 
-        terminal.err(*engine.image_facts(command.image).lines())
+            terminal.err(*engine.image_facts(command.image).lines())
     if dry_run:
         terminal.out(shlex.join(argv))
         return
-    terminal.err(f"imgkit: {command.reach}", f"imgkit: {shlex.join(argv)}")
+    terminal.err(f"imgkit: {about}", f"imgkit: {shlex.join(argv)}")
     if shutil.which(argv[0]) is None:
         raise ToolMissing(
-            f"the program {argv[0]!r} is not on PATH", hint="sudo apt-get install docker-cli (or docker.io)"
+            f"the program {argv[0]!r} is not on PATH",
+            hint="run this where the job was submitted"
+            if job
+            else "sudo apt-get install docker-cli (or docker.io)",
         )
     os.execvp(argv[0], argv)  # noqa: S606 - an argv list, no shell; the terminal now belongs to that program
+
+
+def _into_job(job_id: str, node: str, *, look: bool) -> tuple[tuple[str, ...], str]:
+    """The words that open a shell in the job, and what it runs in; `look` whether the job runs."""
+    from imgkit_builder.cli.remote import connected, runner
+    from imgkit_builder.job import quoting, submit, systems
+    from imgkit_builder.project import history
+
+    if node and not quoting.is_job_id(node):
+        raise UsageError(f"{node!r} cannot be the name of a node or pod", where="--node")
+    record = submit.record_of(job_id)
+    line = f"export IMGKIT_RUN_DIR={shlex.quote(str(history.run_of(record)))}; {record.shell_line}"
+    entry = systems.named(record.system).enter(record, line, node)
+    state = history.asked(record, runner(record)).state if look else ""
+    if state in (*history.FINAL, "pending"):
+        raise UsageError(
+            f"the job {record.handle} {'waits' if state == 'pending' else 'has ended'}",
+            where="--job",
+            hint=f"imgkit status {record.handle}",
+        )
+    if not record.remote:
+        return entry.words, entry.about
+    return connected(record.remote).interactive(entry.words), entry.about
 
 
 def verb_push(

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import shlex
 import sys
 from collections.abc import Callable
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from imgkit_builder.cli.common import complete_names, show, terminable
+from imgkit_builder.cli.common import columns, complete_names, show, terminable
 from imgkit_builder.cli.job_flags import COMMAND, JobCommand, read_code
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.project import (
@@ -22,14 +24,15 @@ from imgkit_builder.cli.project import (
     values_data,
     values_table,
 )
-from imgkit_builder.cli.remote import connected, follow
+from imgkit_builder.cli.remote import asked, connected, follow, runner
 from imgkit_builder.cli.sign import REQUIRE_SIGNATURE, require_signatures
 from imgkit_builder.workflow.convert import helper
 from imgkit_entrypoints import terminal
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.job.request import AnyRequest, CodeRecord, ImageJob, Job, Script, SubmittedJob
+    from imgkit_builder.project.history import Ending
     from imgkit_builder.project.measured import SlowNow
     from imgkit_builder.project.toml_file import ProjectFile
 
@@ -163,58 +166,181 @@ def _fanned_out(script: Script) -> int:
 
 
 def verb_status(
-    job_id: str = typer.Argument("", metavar="[ID]", help="Job id (default: show the queues)."),
+    job_id: str = typer.Argument(
+        "", metavar="[ID]", help="Job id (default: your jobs, here and on remotes)."
+    ),
+    queues: bool = typer.Option(False, "--queues", help="Show the queues of the scheduler here."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
-    """Show a job and, while it waits, its expected start; or show the queues.
+    """Show a job, or all of your jobs that wait or run, here and on all remotes.
 
-    For dist-train it also lists current stragglers.
+    Of a job that waits, the scheduler also prints its expected start; of one that has
+    ended, how it ended. For dist-train it also lists current stragglers. A task of an
+    array job has a separate id: 12_3, or 12[3].
 
     \b
     Examples:
-      imgkit status 4711
       imgkit status
+      imgkit status 4711
+      imgkit status 4711_3@mn5
+      imgkit status --queues
     """
+    from imgkit_builder.job import submit, systems
+    from imgkit_builder.project import history
+
+    if queues:
+        _queues(job_id, as_json=as_json)
+    if not job_id:
+        _own_jobs(as_json=as_json)
+        return
+    record = submit.record_of(job_id)
+    run = runner(record)
+    now = history.asked(record, run)
+    if now.state in history.FINAL:
+        _ended(record, history.ending(now, run), as_json=as_json)
+        return
+    words = systems.named(record.system).status(record)
+    _thin(words, as_json=as_json, remote=record.remote, code=record.code, slow=lambda: _slow(record))
+
+
+def _queues(job_id: str, *, as_json: bool) -> NoReturn:
     import shutil
 
-    from imgkit_builder.job import submit, systems
+    from imgkit_builder.job import systems
     from imgkit_entrypoints.errors import ToolMissing
 
     if job_id:
-        record = submit.record_of(job_id)
-        words = systems.named(record.system).status(record)
-        _thin(words, as_json=as_json, remote=record.remote, code=record.code, slow=lambda: _slow(record))
-        return
+        raise UsageError("--queues shows no job", where="--queues", hint=f"imgkit status {job_id}")
     known = [words for system in systems.installed().systems.values() for words in system.queues()]
     for words in known:
         if shutil.which(words[0]):
             _thin(words, as_json=as_json)
-            return
     raise ToolMissing(f"none of {', '.join(words[0] for words in known)} is on PATH", hint="imgkit status ID")
 
 
+def _own_jobs(*, as_json: bool) -> None:
+    """Show each job that had not ended when imgkit last looked, with its state now."""
+    from imgkit_builder.job import submit
+
+    jobs, complete = asked([one for one in submit.records() if _may_run(one)])
+    states = [one.state or ("submitted" if one.answer is None else "unknown") for one in jobs]
+    rows = [
+        {
+            "id": one.handle,
+            "name": one.name,
+            "state": state,
+            "submitted": one.submitted or None,
+            "command": list(one.command),
+        }
+        for one, state in zip(jobs, states, strict=True)
+    ]
+    table = [("JOB", "NAME", "STATE", "SUBMITTED", "COMMAND")]
+    table += [
+        (one.handle, one.name, state, one.submitted[:16].replace("T", " "), shlex.join(one.command))
+        for one, state in zip(jobs, states, strict=True)
+    ]
+    nothing = "no job waits or runs; imgkit runs lists those that have ended"
+    data = {"schema": SCHEMA, "jobs": rows, "complete": complete}
+    show(data, *(columns(table) if jobs else (nothing,)), as_json=as_json)
+    if not complete:
+        raise typer.Exit(ToolFailed.exit_code)
+
+
+def _may_run(record: SubmittedJob) -> bool:
+    """Whether the job had not ended when imgkit last looked; where nobody can know, for a week."""
+    from imgkit_builder.job import systems
+    from imgkit_builder.project import history
+
+    if record.state in history.FINAL:
+        return False
+    try:
+        known = record.answer is None and bool(systems.named(record.system).alive(record))
+    except ImgkitError:  # its plug-in is gone
+        known = False
+    week_ago = datetime.now(timezone.utc) - timedelta(days=7)
+    return known or record.submitted >= week_ago.isoformat()
+
+
+def _ended(before: SubmittedJob, ending: Ending, *, as_json: bool) -> None:
+    """Show how a job has ended, and keep that."""
+    from imgkit_builder.job import submit, systems
+    from imgkit_builder.project import history
+
+    record = ending.record
+    if record.state != before.state and not _is_task(record):
+        with contextlib.suppress(OSError):
+            submit.keep(record)
+    folder = None if record.array else history.run_of(record)
+    if as_json:
+        data: dict[str, Any] = {"schema": SCHEMA, "command": ending.words, "exit_code": 0}
+        data |= {"output": ending.output, "state": record.state, "folder": str(folder) if folder else None}
+        data |= {"code": dataclasses.asdict(record.code)} if record.code else {}
+        show(data, as_json=True)
+        return
+    if ending.words:
+        there = f"on {record.remote}: " if record.remote else ""
+        terminal.err(f"imgkit: {there}{shlex.join(ending.words)}")
+        terminal.passing()(systems.named(record.system).brief(ending.output).encode())
+    why = {
+        "done": "completed",
+        "failed": "failed" if ending.code is None else f"failed with exit code {ending.code}",
+        "ended": "has ended; neither the scheduler nor the run folder knows how",
+    }[record.state]
+    by = "" if ending.words or record.state == "ended" else ", by its run folder"
+    by = by if ending.code is not None else ""
+    terminal.out(f"{record.handle} {why}{by}{f'; run folder: {folder}' if folder else ''}")
+
+
+def _is_task(record: SubmittedJob) -> bool:
+    """Whether the record is derived from that of an array job, which alone is kept."""
+    from imgkit_builder.job import submit
+
+    return record.handle not in (one.handle for one in submit.records())
+
+
 def verb_logs(
-    job_id: str = typer.Argument(metavar="ID"),
+    job_id: str = typer.Argument("", metavar="[ID]", help="Job id (default: the job submitted last)."),
     as_json: bool = typer.Option(
         False, "--json", help="Print the command as one JSON object and run nothing."
     ),
 ) -> None:
-    """Follow a job's output. Ctrl-C stops following; the job continues.
+    """Follow a job's output until the job ends. Ctrl-C stops following; the job continues.
 
     \b
     Examples:
+      imgkit logs
       imgkit logs 4711
+      imgkit logs 4711_3@mn5
     """
+    from imgkit_builder.base import process
     from imgkit_builder.job import submit, systems
+    from imgkit_builder.project import history
 
+    if not job_id:
+        found = [one for one in submit.records() if one.answer is None]
+        if not found:
+            raise UsageError("no job was submitted from here", where="ID", hint="imgkit submit prints the id")
+        job_id = found[0].handle
+        terminal.err(f"imgkit: job {job_id}, the last one")
     record = submit.record_of(job_id)
-    words = systems.named(record.system).logs(record)
+    system = systems.named(record.system)
+    words = system.logs(record)
     if as_json:
         show({"schema": SCHEMA, "id": record.handle, "command": words}, as_json=True)
         return
     if record.remote:
         raise typer.Exit(follow(connected(record.remote), record))
-    _thin(words, as_json=False)
+
+    def over() -> bool:
+        return history.asked(record, runner(record)).state in history.FINAL
+
+    if words[0] != "tail" or not system.alive(record):
+        _thin(words, as_json=False)
+    if over():
+        words = tuple(word for word in words if word not in ("-f", "-F"))
+        _thin(words, as_json=False)
+    terminal.err(f"imgkit: {shlex.join(words)}")
+    raise typer.Exit(process.attached(words, until=over))
 
 
 def verb_cancel(
@@ -328,7 +454,7 @@ def _thin(
     remote: str = "",
     code: CodeRecord | None = None,
     slow: Callable[[], SlowNow] = lambda: None,
-) -> None:
+) -> NoReturn:
     """Print the command, run it here or on `remote`, and exit with its exit code; `slow` finds slow ranks."""
     from imgkit_builder.base import process
 

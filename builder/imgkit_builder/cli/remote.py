@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,10 @@ import typer
 
 from imgkit_builder.cli.common import RESULT_JSON, show
 from imgkit_entrypoints import terminal
+from imgkit_entrypoints.errors import ImgkitError
 
 if TYPE_CHECKING:
+    from imgkit_builder.base.process import Finished
     from imgkit_builder.job.request import SubmittedJob
     from imgkit_builder.remote.connection import Connection
 
@@ -244,7 +247,7 @@ def follow(far: Connection, record: SubmittedJob) -> int:
         return 130
     except Cut as error:
         raise Cut(error.what, where=error.where, hint=f"the job continues; {back}\n{error.hint}") from error
-    record = history.ended(record, partial(jobs.finished, far))
+    record = history.ending(record, partial(jobs.finished, far)).record
     with contextlib.suppress(
         OSError
     ):  # imgkit runs reads it; a folder that cannot be written loses only that
@@ -255,6 +258,47 @@ def follow(far: Connection, record: SubmittedJob) -> int:
     well = record.state == "done"
     say(f"{record.handle} {'completed' if well else 'failed'}; imgkit fetch {record.handle}")
     return 0 if well else 1
+
+
+def runner(record: SubmittedJob) -> Callable[[Sequence[str]], Finished]:
+    """What runs a command where the job is."""
+    from imgkit_builder.base import process
+
+    def run(words: Sequence[str]) -> Finished:
+        if record.remote:
+            from imgkit_builder.remote import jobs
+
+            return jobs.finished(connected(record.remote), words)
+        return process.run(words, check=False)
+
+    return run
+
+
+def asked(records: Sequence[SubmittedJob]) -> tuple[tuple[SubmittedJob, ...], bool]:
+    """The records with the states that their systems know now, which are kept; and whether all answered.
+
+    A remote that cannot be reached is reported once, and is not asked again.
+    """
+    from imgkit_builder.job import submit
+    from imgkit_builder.project import history
+    from imgkit_builder.remote.connection import Cut
+
+    found, silent, complete = [], set(), True
+    for record in records:
+        now = record
+        try:
+            if record.remote not in silent:
+                now = history.asked(record, runner(record))
+        except ImgkitError as error:
+            terminal.err(f"imgkit: {record.handle}: {error.what}")
+            complete = False
+            if isinstance(error, Cut):
+                silent.add(record.remote)
+        if now != record:
+            with contextlib.suppress(OSError):  # the answer counts all the same
+                submit.keep(now)
+        found.append(now)
+    return tuple(found), complete
 
 
 def _target(recipe: str) -> Any:

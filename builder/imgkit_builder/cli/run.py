@@ -134,9 +134,10 @@ def verb_run(
         }
         show(data, as_json=True)
         return
-    if detach:
+    if detach or record.array:  # the tasks of an array have an output each
+        verb = "status" if record.array else "logs"
         terminal.out(record.handle)
-        terminal.err(f"imgkit: imgkit logs {record.handle}")
+        terminal.err(f"imgkit: imgkit {verb} {record.handle}")
         return
     raise typer.Exit(follow(far, record))
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from imgkit_builder.cli.common import RESULT_JSON, columns, show
-from imgkit_builder.cli.remote import connected
+from imgkit_builder.cli.remote import asked
 from imgkit_entrypoints import terminal
-from imgkit_entrypoints.errors import ImgkitError, UsageError
+from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.base.process import Finished
     from imgkit_builder.job.request import SubmittedJob
     from imgkit_builder.project.comparison import Comparison
 
@@ -46,7 +44,7 @@ def verb_runs(
 
     records = submit.records()[:most]
     if refresh:
-        records = _refreshed(records)
+        records, _ = asked(records)
     rows = [(one, history.numbers(one), history.goodput_of(one)) for one in records]
     table = [("RUN", "SUBMITTED", "STATE", "STEP", "LOSS", "GOODPUT", "IMAGE", "CODE", "COMMAND")]
     for one, numbers, share in rows:
@@ -96,32 +94,6 @@ def _described(record: SubmittedJob) -> dict[str, Any]:
         "command": list(record.command),
         "folder": str(folder) if folder and folder.is_dir() else None,
     }
-
-
-def _refreshed(records: Sequence[SubmittedJob]) -> tuple[SubmittedJob, ...]:
-    """The records with the states that their systems know now, which are kept."""
-    from imgkit_builder.base import process
-    from imgkit_builder.job import submit
-    from imgkit_builder.project import history
-    from imgkit_builder.remote import jobs
-
-    found = []
-    for record in records:
-
-        def run(words: Sequence[str], record: SubmittedJob = record) -> Finished:
-            if record.remote:
-                return jobs.finished(connected(record.remote), words)
-            return process.run(words, check=False)
-
-        try:
-            now = history.asked(record, run)
-        except ImgkitError as error:
-            terminal.err(f"imgkit: {record.handle}: {error.what}")
-            now = record
-        if now != record:
-            submit.keep(now)
-        found.append(now)
-    return tuple(found)
 
 
 def verb_compare(

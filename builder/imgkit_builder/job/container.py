@@ -87,6 +87,12 @@ def shell(job: Job) -> tuple[str, ...]:
     return start(job, ("bash",))
 
 
+def shell_line(job: Job) -> str:
+    """The line that opens a shell in the job's image, with its mounts and variables; for a login shell."""
+    load = [f"module load {shlex.quote(name)}" for name in modules(job)]
+    return " && ".join((*load, *exports(job), f"exec {' '.join(map(quoting.quote, shell(job)))}"))
+
+
 def program(job: AnyJob) -> str:
     """The runtime's command: the recipe's, unless the request names another runtime."""
     runtime = job.recipe.system.runtime

@@ -436,6 +436,10 @@ class SubmittedJob:
     """The image with its delta; empty where that is not known."""
     state: str = ""
     """What imgkit last knew: ``done``, ``failed``, ``ended``, or the scheduler's word."""
+    array: bool = False
+    """Whether it is an array; each task has an id, a run folder and an output of its own."""
+    shell_line: str = ""
+    """The line that opens a shell on a node, in a container like the job's; empty for pods."""
     fetched: str = ""
     """The folder here that holds the run's files; empty before the first fetch."""
 

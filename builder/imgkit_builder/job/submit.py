@@ -233,12 +233,12 @@ def _check_sif(job: Job) -> None:
         raise foreign
 
 
-def foreign_image(job: Job) -> UsageError | None:
+def foreign_image(job: AnyJob) -> UsageError | None:
     """The error for a .sif here of another architecture than the nodes'; None if it fits or is not here."""
     from imgkit_builder.sif import image
 
     path = Path(job.image)
-    if job.run_by != "singularity" or job.request.making or not image.is_sif(path):
+    if not isinstance(job, Job) or job.run_by != "singularity" or not image.is_sif(path):
         return None
     arch = image.read(path).arch
     wanted = {platform.removeprefix("linux/") for platform in job.recipe.platforms}
@@ -305,6 +305,7 @@ def submitted(job: AnyJob, output: Generator[bytes, None, None], *, remote: str 
         job_id, _, cluster = systems.named(job.system).job_id(text, job.name).partition(";")
     except Exception:  # a plug-in has failed, but its job is there
         job_id, cluster = "", ""
+    system = systems.named(job.system)
     is_id = quoting.is_job_id(job_id) and (not cluster or quoting.is_job_id(cluster))
     return SubmittedJob(
         id=job_id if is_id else f"unknown-{secrets.token_hex(4)}",
@@ -320,6 +321,10 @@ def submitted(job: AnyJob, output: Generator[bytes, None, None], *, remote: str 
         code=job.code if isinstance(job, Job) else None,
         submitted=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command=job.command if isinstance(job, Job) else (),
+        array=isinstance(job, Job) and system.is_array(job),
+        shell_line=container.shell_line(job)
+        if isinstance(job, Job) and job.run_by in ("singularity", "host")
+        else "",
     )
 
 
@@ -374,6 +379,8 @@ def record_of(job_id: str) -> SubmittedJob:
     try:
         record = _read(_path(job_id))
     except _DAMAGED as error:
+        if task := _task(job_id):
+            return need_id(task)
         known = sorted(_folder().glob("*.json"), key=lambda found: found.stat().st_mtime)
         last = ", ".join(found.stem for found in known[-5:])
         raise UsageError(
@@ -382,6 +389,17 @@ def record_of(job_id: str) -> SubmittedJob:
             hint=f"the last jobs: {last}" if last else "imgkit submit prints the id",
         ) from error
     return need_id(record)
+
+
+def _task(job_id: str) -> SubmittedJob | None:
+    """The record for a task of an array job; None if no array has it."""
+    number, _, remote = job_id.partition("@")
+    for record in records():
+        if record.array and remote in ("", record.remote):
+            task = systems.named(record.system).task(record, number)
+            if task and quoting.is_job_id(task):
+                return dataclasses.replace(record, id=task, array=False, state="", fetched="")
+    return None
 
 
 def records() -> tuple[SubmittedJob, ...]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from imgkit_builder.base import process
 from imgkit_builder.base.process import Finished
 from imgkit_builder.job import submit, systems
 from imgkit_builder.job.request import SubmittedJob
 from imgkit_builder.project import measured
 from imgkit_builder.project.measured import Measured
-from imgkit_entrypoints.errors import CheckFailed
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing
 from imgkit_entrypoints.launch import goodput
 
 FINAL = ("done", "failed", "ended")
@@ -87,6 +89,10 @@ def asked(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Sub
     Parameters
     ----------
     run : starts a command of the scheduler where the job is.
+
+    Raises
+    ------
+    ToolFailed : the scheduler did not answer; the job may run.
     """
     if record.state in FINAL or record.answer is not None:
         return record
@@ -98,12 +104,48 @@ def asked(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Sub
     if alive.returncode == 0 and text:
         is_word = re.fullmatch(r"[A-Za-z_]{1,32}", text)
         return dataclasses.replace(record, state=text.lower() if is_word else "active")
-    return ended(record, run)
+    if alive.returncode != 0 and not system.gone(text):
+        what, hint = process.quoted(f"{words[0]} failed with exit code {alive.returncode}", text)
+        raise ToolFailed(what, where=record.handle, hint=hint or None)
+    return ending(record, run).record
 
 
-def ended(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> SubmittedJob:
-    """`record` of a job that has ended, with its final state; `run` as of `asked`."""
-    system, well = systems.named(record.system), None
-    if words := system.outcome(record):
-        well = system.succeeded(run(words).output)
-    return dataclasses.replace(record, state="ended" if well is None else "done" if well else "failed")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How a job has ended, and who knew it."""
+
+    record: SubmittedJob
+    """The job's record, with its final state."""
+    words: tuple[str, ...] = ()
+    """The scheduler's command that knew it; empty: none did."""
+    output: str = ""
+    """What that command printed."""
+    code: int | None = None
+    """The exit code in the run folder, which counts only if the scheduler does not know how the job ended."""
+
+
+def ending(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Ending:
+    """How the job `record`, which has ended, did so: by its scheduler, else by its run folder.
+
+    Parameters
+    ----------
+    run : as of `asked`.
+    """
+    system = systems.named(record.system)
+    for words in system.outcome(record):
+        try:
+            output = run(words).output
+        except ToolMissing:
+            continue
+        if (well := system.succeeded(output)) is not None:
+            state = "done" if well else "failed"
+            return Ending(record=dataclasses.replace(record, state=state), words=words, output=output)
+    if record.state in FINAL[:2]:  # somebody saw it while the scheduler knew it
+        return Ending(record=record)
+    code = None
+    if not record.array:
+        answer = run(("cat", "--", str(run_of(record) / goodput.FILE)))
+        with contextlib.suppress(ValueError):
+            code = next((start.code for start in reversed(goodput.from_json(answer.output).starts)), None)
+    state = "ended" if code is None else "done" if code == 0 else "failed"
+    return Ending(record=dataclasses.replace(record, state=state), code=code)

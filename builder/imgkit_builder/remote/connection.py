@@ -12,7 +12,7 @@ import os
 import secrets
 import shlex
 import stat
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -143,6 +143,12 @@ class Connection:
         finally:
             source.close()
 
+    def interactive(self, words: Sequence[str]) -> tuple[str, ...]:
+        """The words that run a program on the remote with this terminal, in a login shell's environment."""
+        # The account's own shell may be csh, which reads this line too.
+        line = shlex.join(("exec", "bash", "-lc", f"exec {shlex.join(words)}"))
+        return (*self._options("-tt"), "--", self.remote.address, line)
+
     def login(self) -> None:
         """Connect now where ssh may ask something, so that its question does not meet a progress bar."""
         for host in self._hosts() if self.ask else ():
@@ -162,7 +168,7 @@ class Connection:
             return False
         return process.run((*self._options(), "-O", word, "--", host), check=False).returncode == 0
 
-    def _options(self) -> tuple[str, ...]:
+    def _options(self, terminal: str = "-T") -> tuple[str, ...]:
         given = {
             "BatchMode": "no" if self.ask else "yes",
             "ConnectTimeout": "20",
@@ -181,7 +187,7 @@ class Connection:
             given["ControlPersist"] = str(self.remote.keep_s)
         return (
             "ssh",
-            "-T",
+            terminal,
             "-x",
             *(word for name, value in given.items() for word in ("-o", f"{name}={value}")),
         )

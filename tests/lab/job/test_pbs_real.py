@@ -302,6 +302,34 @@ def test_run_without_container_loads_modules_on_each_node(pbs: Pbs) -> None:
     )
 
 
+def test_array_tasks_have_their_own_folder_output_and_end(pbs: Pbs) -> None:
+    work = 'echo "task $PBS_ARRAY_INDEX"; touch "$IMGKIT_RUN_DIR/mine"; exit "$PBS_ARRAY_INDEX"'
+    array = pbs.submit("--option=-J", "--option=0-1", "--", "sh", "-c", work, nodes=1)
+    number = array.partition("[")[0]
+    assert f"{array} " in pbs.imgkit("status")
+    assert pbs.run(*IMGKIT, "logs", array).returncode == 2
+    assert pbs.imgkit("logs", f"{number}[1]").endswith("task 1")  # until it ends
+    until(lambda: f"{array} " not in pbs.imgkit("status"))
+    assert [(pbs.work / f"runs/eap-{number}[{task}].standin/mine").is_file() for task in (0, 1)] == [
+        True,
+        True,
+    ]
+    for job, state in ((f"{number}[0]", "completed"), (f"{number}[1].standin", "failed"), (array, "failed")):
+        shown = pbs.imgkit("status", job)
+        assert "Exit_status = " in shown
+        assert shown.splitlines()[-1].split()[1].strip(";") == state
+
+
+def test_last_job_is_followed_to_its_end(pbs: Pbs) -> None:
+    job = pbs.submit("--", "sh", "-c", "echo begun; sleep 2; echo done", nodes=1)
+    done = pbs.run(*IMGKIT, "logs")
+    assert (done.returncode, done.stdout.splitlines()[-2:]) == (0, ["begun", "done"])
+    assert f"job {job}, the last one" in done.stderr
+    refused = pbs.run(*IMGKIT, "shell", "--job", job)
+    assert refused.returncode == 2
+    assert "PBS starts no shell in a running job from outside" in refused.stderr
+
+
 MODULES = ("cray-python/3.11.7", "cuda/12.6")
 
 

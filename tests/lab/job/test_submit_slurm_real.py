@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -31,11 +32,11 @@ class Site(Cluster):
 
     folder: Path
 
-    def cluster(self, *words: str | Path) -> Done:
+    def cluster(self, *words: str | Path, given: str = "") -> Done:
         # The function is what a site's login shell hands on to jobs.
         env = {"XDG_STATE_HOME": str(self.state / "state"), "BASH_FUNC_module%%": '() { echo "module $*"; }'}
         env["TOKEN"] = TOKEN
-        return self(*words, env=env)
+        return self(*words, env=env, given=given)
 
     def imgkit(self, *words: str) -> Done:
         """Run imgkit on the login node, in the jobs' folder."""
@@ -125,7 +126,7 @@ def test_one_file_on_a_bare_python_submits_the_image(site: Site) -> None:
     assert f"{pyz}' status {job}; " in done.stderr  # the folder's name has a blank
     site.until(lambda: not site.queued(job), job)
     assert "all_reduce of ones: 4" in site.told(job)
-    assert site.cluster(*tool, "status", job).stderr.startswith(f"imgkit: squeue --jobs={job}")
+    assert f"{job} completed; run folder: " in site.cluster(*tool, "status", job).stdout
 
 
 def test_job_whose_id_a_site_hides_is_named_by_the_scheduler(site: Site) -> None:
@@ -286,6 +287,46 @@ def test_cancelled_job_is_not_requeued(site: Site) -> None:
     site.until(lambda: not site.queued(job), job)
     until(lambda: not site.processes("node1", "node2"), told=lambda: str(site.processes("node1", "node2")))
     assert "requeued" not in site.told(job)
+
+
+def test_array_tasks_have_their_own_folder_output_and_end(site: Site) -> None:
+    work = 'echo "task $SLURM_ARRAY_TASK_ID"; touch "$IMGKIT_RUN_DIR/mine"; exit "$SLURM_ARRAY_TASK_ID"'
+    array = site.submit("--gpus", "0", "--option=--array=0-1", "--", "sh", "-c", work)
+    listed = site.imgkit("status")
+    assert re.search(rf"^{array} +mn5 ", listed.stdout, re.MULTILINE), listed.stdout
+    assert site.imgkit("logs", array).returncode == 2
+    followed = site.imgkit("logs", f"{array}_0")  # until it ends
+    assert "\ntask 0\n" in followed.stdout, followed.stdout
+    site.until(lambda: not site.queued(array), array)
+    assert [(site.folder / f"runs/mn5-{array}_{task}/mine").is_file() for task in (0, 1)] == [True, True]
+    states = {word: site.imgkit("status", word) for word in (f"{array}_0", f"{array}_1", array)}
+    ends = [(done.returncode, done.stdout.splitlines()[-1].split()[1].strip(";")) for done in states.values()]
+    assert ends == [(0, "completed"), (0, "failed"), (0, "failed")]
+    assert "ArrayTaskId=1 JobState=FAILED" in states[f"{array}_1"].stdout
+    assert "task 1\n" in site.imgkit("logs", f"{array}_1").stdout
+
+
+def test_shell_in_a_running_job_has_its_container(site: Site) -> None:
+    job = site.submit("--nodes", "2", "--gpus", "0", "--env", "WORD=a  b", "--", "sleep", "100")
+    site.until(lambda: (site.folder / f"runs/mn5-{job}").is_dir(), job)
+    seen = "$(hostname) [$WORD] $APPTAINER_NAME $IMGKIT_RUN_DIR $(cat /proc/*/comm | grep -c sleep)"
+    typed = f'echo "at {seen}"; exit 7\n'
+
+    def shell(*words: str) -> Done:
+        line = shlex.join(map(str, (*IMGKIT, "shell", "--job", *words)))
+        terminal = ("script", "-qec", line, "/dev/null")
+        return site.cluster("exec", "login", "--cwd", site.folder, "--", *terminal, given=typed)
+
+    for node in ("node1", "node2"):
+        done = shell(job, "--node", node)
+        assert re.search(rf"at {node} \[a  b\] mn5.sif {site.folder}/runs/mn5-{job} [1-9]", done.stdout), (
+            done.stdout
+        )
+        assert done.returncode == 7
+    assert "a new container on a node of the job" in done.stdout
+    site.imgkit("cancel", job)
+    site.until(lambda: not site.queued(job), job)
+    assert f"the job {job} has ended" in shell(job).stdout
 
 
 SPARED = ("dist-run", *ONE, "--lost-after", "4", "--grace", "20")

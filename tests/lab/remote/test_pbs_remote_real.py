@@ -105,8 +105,25 @@ def test_pbs_job_is_seen_kept_and_cancelled(site: Site) -> None:
         os.utime(path, (1e9, 1e9))
     assert "nothing is unused" in site.imgkit("remote", "gc", "far").stdout
     assert site.imgkit("cancel", job).returncode == 0
-    until(lambda: site.imgkit("status", job).returncode != 0)
+    until(lambda: f"{job} failed" in site.imgkit("status", job).stdout)
     assert site.imgkit("logs", job).returncode == 1
+
+
+def test_task_of_an_array_is_followed_and_fetched(site: Site) -> None:
+    make = 'echo "task $PBS_ARRAY_INDEX"; echo "$PBS_ARRAY_INDEX" > "$IMGKIT_RUN_DIR/index"'
+    done = site.run("--option=-J", "--option=0-1", "--", "sh", "-c", make)
+    assert done.returncode == 0, done.stderr
+    array = done.stdout.strip()
+    number = array.partition("[")[0]
+    assert array == f"{number}[].standin@far"
+    assert array in site.imgkit("status").stdout
+    followed = site.imgkit("logs", f"{number}[1]@far")
+    assert (followed.returncode, "task 1\n" in followed.stdout) == (0, True), followed.stderr
+    fetched = site.imgkit("fetch", f"{number}[1]")
+    assert fetched.returncode == 0, fetched.stderr
+    (folder,) = (path for path in (site.here / "runs").iterdir() if f"-{number}[1].standin" in path.name)
+    assert (folder / "index").read_text() == "1\n"
+    assert f"{array} completed" in site.imgkit("status", array).stdout
 
 
 def test_remote_check_names_qsub(site: Site) -> None:
@@ -117,7 +134,7 @@ def test_remote_check_names_qsub(site: Site) -> None:
 def test_failed_pbs_job_fails_the_command(site: Site) -> None:
     done = site.run("--", "sh", "-c", "echo told; exit 3")
     assert "told" in done.stdout.splitlines()
-    assert re.search(r"\d@\w+ failed; imgkit fetch", done.stderr)
+    assert re.search(r"\d\.standin@far failed; imgkit fetch", done.stderr)
     assert done.returncode == 1
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -39,6 +40,21 @@ MODULES: Mapping[str, str] = {
     "kubeflow": "kubeflow",
 }
 """Name -> the module here that has its `SYSTEM`; no recipe names ``kubeflow``: it takes jobs of RunAI."""
+
+
+NEW_CONTAINER = (
+    "a new container on a node of the job, with the job's image, deltas, folders and variables; it is not "
+    "the one in which the job's program runs"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobShell:
+    """How one opens a shell in a running job."""
+
+    words: tuple[str, ...]
+    about: str
+    """What the shell runs in, for people."""
 
 
 class System(Protocol):
@@ -129,7 +145,7 @@ class System(Protocol):
         ...
 
     def logs(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that follow its output."""
+        """Words that follow its output; for ``tail``, the file is the last one."""
         ...
 
     def cancel(self, record: SubmittedJob) -> tuple[str, ...]:
@@ -156,17 +172,69 @@ class System(Protocol):
         """Words that list this user's jobs with their ids, for one whose id is unknown; empty: no hint."""
         return ()
 
-    def outcome(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that print how the job ended; empty if the system forgets that."""
+    def gone(self, said: str) -> bool:
+        """Whether the failed words of `alive`, which printed `said`, mean that the job has ended.
+
+        False: the system did not answer.
+        """
+        return True
+
+    def outcome(self, record: SubmittedJob) -> tuple[tuple[str, ...], ...]:
+        """Commands that print how the job ended; the first that knows it counts."""
         return ()
 
     def succeeded(self, output: str) -> bool | None:
         """Whether the job ended well, by the output of `outcome`; None if that does not say."""
         return None
 
+    def brief(self, output: str) -> str:
+        """The part of the output of `outcome` that people read."""
+        return output
+
+    def is_array(self, job: Job) -> bool:
+        """Whether the job is an array of tasks, each with an id, a run folder and an output of its own."""
+        return False
+
+    def task(self, record: SubmittedJob, job_id: str) -> str:
+        """The whole id of the task `job_id` of the array job `record`; empty if it is none of its tasks."""
+        return ""
+
+    def enter(self, record: SubmittedJob, line: str, node: str) -> JobShell:
+        """The words that open a shell in the running job.
+
+        Parameters
+        ----------
+        line : opens a shell in a container like the job's, in a login shell on one of its nodes.
+        node : the node or pod; empty: the first one.
+
+        Raises
+        ------
+        UsageError : the system starts nothing in a running job.
+        """
+        raise UsageError(
+            f"{record.system} starts no shell in a running job",
+            where="--job",
+            hint=f"on a node of the job: bash -lc {shlex.quote(line)}" if record.shell_line else None,
+        )
+
     def queues(self) -> tuple[tuple[str, ...], ...]:
         """Words that show the queues; the first program that exists is used."""
         return ()
+
+
+def need_task(record: SubmittedJob, example: str) -> None:
+    """Raise UsageError for an array job as a whole, which has no output and no run folder."""
+    if record.array:
+        raise UsageError(
+            f"{record.handle} is an array job: each task has its own output and run folder",
+            where="ID",
+            hint=f"name a task, for example {example}; imgkit status {record.handle} lists them",
+        )
+
+
+def options_of(job: Job) -> tuple[str, ...]:
+    """The options for the scheduler: the recipe's, and those of ``--option``."""
+    return (*job.recipe.system.queue.options, *job.request.options)
 
 
 def last_line(output: str, form: str) -> str:

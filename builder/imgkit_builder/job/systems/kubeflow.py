@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from imgkit_builder.job.request import Job, Script, SubmittedJob
-from imgkit_builder.job.systems import pods
+from imgkit_builder.job.systems import JobShell, pods
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rollcall.secret import MOUNTED
 
@@ -68,6 +68,14 @@ class Kubeflow(pods.Pods):
             *("kubectl", "logs", selector, "--follow", "--prefix", "--tail=-1", "--max-log-requests=1000"),
             *_in_namespace(record),
         )
+
+    def enter(self, record: SubmittedJob, line: str, node: str) -> JobShell:
+        """A further process in a pod's container."""
+        kind, name = _object(record)
+        # JobSet's Jobs have names that are known; the pods of a Job have not.
+        first = f"job/{name}-node-0" if kind == "trainjob" else f"{name}-master-0"
+        words = ("kubectl", "exec", *_in_namespace(record), "--stdin", "--tty", node or first, "--", "bash")
+        return JobShell(words=words, about=pods.SAME_CONTAINER)
 
     def cancel(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that delete the job and its pods."""

@@ -8,15 +8,16 @@ it.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 from imgkit_builder.job import container, quoting
 from imgkit_builder.job.container import fill
 from imgkit_builder.job.quoting import Shell, line
 from imgkit_builder.job.request import AnyJob, ImageJob, Job, Script, SubmittedJob, flag
-from imgkit_builder.job.systems import System, last_line
+from imgkit_builder.job.systems import NEW_CONTAINER, System, last_line, need_task, options_of
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rollcall.secret import VARIABLE
@@ -86,11 +87,15 @@ class Pbs(System):
 
     def status(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that show the job with the server's comment, and its expected start while it waits."""
-        return ("qstat", "-s", "-T", "-w", record.id)
+        subjobs = ("-t",) if record.array else ()
+        return ("qstat", *subjobs, "-s", "-T", "-w", record.id)
 
     def logs(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that follow the job's output, by name: most systems copy it there when the job ends."""
-        path = record.directory / f"{record.name}.o{record.id.partition('.')[0]}"
+        number = record.id.partition(".")[0]
+        need_task(record, number.replace("[]", "[0]"))
+        number = re.sub(r"\[([0-9]+)\]", r".\1", number)  # of a task: NAME.oSEQUENCE.INDEX
+        path = record.directory / f"{record.name}.o{number}"
         return ("tail", "-n", "+1", "-F", str(path))
 
     def cancel(self, record: SubmittedJob) -> tuple[str, ...]:
@@ -101,9 +106,33 @@ class Pbs(System):
         """Words that show the job while it waits or runs, and fail afterwards."""
         return ("qstat", record.id)
 
-    def outcome(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that print how the job ended, where the server keeps a history."""
-        return ("qstat", "-x", "-f", record.id)
+    def gone(self, said: str) -> bool:
+        """Whether the server has forgotten the job, or keeps it only in its history."""
+        return bool(re.search(r"unknown job|has finished", said, re.IGNORECASE))
+
+    def outcome(self, record: SubmittedJob) -> tuple[tuple[str, ...], ...]:
+        """The command that prints how the job ended, where the server keeps a history."""
+        return (("qstat", "-x", "-f", record.id),)
+
+    def brief(self, output: str) -> str:
+        """The attributes that tell how the job ended."""
+        shown = (
+            *("Job Id", "Job_Name", "job_state", "Exit_status", "resources_used.walltime", "exec_host"),
+            *("stime", "obittime", "comment"),
+        )
+        known = (row for row in output.splitlines() if re.split(r" = |: ", row.strip())[0] in shown)
+        return "".join(f"{row}\n" for row in known)
+
+    def is_array(self, job: Job) -> bool:
+        """Whether an option makes the job an array."""
+        return any(word.startswith("-J") for word in options_of(job))
+
+    def task(self, record: SubmittedJob, job_id: str) -> str:
+        """The id of a task: ``SEQUENCE[INDEX].SERVER``; the server's name may be left out."""
+        number, _, server = record.id.partition("[].")
+        found = re.fullmatch(rf"{re.escape(number)}\[[0-9]+\](\..+)?", job_id)
+        whole = f"{job_id.partition('.')[0]}.{server}"
+        return whole if found and record.array and found[1] in (None, f".{server}") else ""
 
     def succeeded(self, output: str) -> bool | None:
         """Whether the job ended well, by the output of `outcome`."""
@@ -117,6 +146,15 @@ class Pbs(System):
     def own_jobs(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that list all jobs: the option for one user needs a name."""
         return ("qstat",)
+
+    def enter(self, record: SubmittedJob, line: str, node: str) -> NoReturn:
+        """Raise UsageError: PBS starts tasks only from within a job."""
+        raise UsageError(
+            "PBS starts no shell in a running job from outside",
+            where="--job",
+            hint=f"where ssh may enter the nodes of your jobs (qstat -n1 {record.id} names them): "
+            f"ssh -t {node or 'NODE'} {shlex.quote('bash -lc ' + shlex.quote(line))}; it is {NEW_CONTAINER}",
+        )
 
     def queues(self) -> tuple[tuple[str, ...], ...]:
         """Words that show the queues; the first program that exists is used."""

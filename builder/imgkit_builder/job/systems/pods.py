@@ -22,6 +22,9 @@ ASLEEP = ("sleep", "infinity")
 SECRET = "imgkit"  # noqa: S105 - a name
 """The user's Secret in the job's namespace: the key `secret` is for the roll call, others for ``--env``."""
 _LABEL = r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?"
+SAME_CONTAINER = (
+    "a shell in the container of the job's first pod (--node POD: another one), next to its program"
+)
 NAME_LIMIT = 50
 """Operators append text like ``-worker-123``, and the whole can have 63 letters (RFC 1123)."""
 

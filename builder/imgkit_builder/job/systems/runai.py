@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from imgkit_builder.job import quoting
 from imgkit_builder.job.quoting import quote
 from imgkit_builder.job.request import ImageJob, Job, Script, SubmittedJob
-from imgkit_builder.job.systems import pods, runai_client
+from imgkit_builder.job.systems import JobShell, pods, runai_client
 from imgkit_builder.recipe.pod_versions import V1
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.schedulers import kubernetes
@@ -73,6 +73,11 @@ class RunAI(pods.Pods):
         """Words that follow the output of the first pod; the volume has the output of all pods."""
         project = _project(record.queue)
         return (runai_client.PROGRAM, *_commands(record.kind), "logs", record.name, "--follow", *project)
+
+    def enter(self, record: SubmittedJob, line: str, node: str) -> JobShell:
+        """A further process in a pod's container."""
+        words = (runai_client.PROGRAM, *_commands(record.kind), "bash", record.name, *_project(record.queue))
+        return JobShell(words=(*words, *(("--pod", node) if node else ())), about=pods.SAME_CONTAINER)
 
     def cancel(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that end the job and delete its pods."""

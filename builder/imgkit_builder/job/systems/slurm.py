@@ -10,9 +10,15 @@ from imgkit_builder.job import container, quoting
 from imgkit_builder.job.container import fill
 from imgkit_builder.job.quoting import Shell, line, quote
 from imgkit_builder.job.request import AnyJob, ImageJob, Job, Script, SubmittedJob
-from imgkit_builder.job.systems import System, last_line
+from imgkit_builder.job.systems import NEW_CONTAINER, JobShell, System, last_line, need_task, options_of
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.schedulers import slurm
+
+ENDED = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
+    *("PREEMPTED", "REVOKED", "TIMEOUT"),
+)
+"""States of a job that has ended; the accounting can lag behind with another one."""
 
 
 class Slurm(System):
@@ -33,7 +39,7 @@ class Slurm(System):
             "slurm.sh.j2",
             directives=(
                 f"--job-name={job.name}",
-                *_place(job),
+                *_place(job, "%A_%a" if self.is_array(job) else "%j"),
                 *_resource_options(job),
                 *(
                     # B: the signal goes to the script alone. A step's signal reaches every process of it. For
@@ -42,6 +48,7 @@ class Slurm(System):
                 ),
                 *(("--requeue", "--open-mode=append") if job.stop_before_s or job.outlives_nodes else ()),
             ),
+            array=self.is_array(job),
             start=line(_start(job, container.start(job, job.command))),
             start_in_node=line(_start(job, (*_IN_NODE, *container.start(job, job.command)))),
         )
@@ -82,6 +89,7 @@ class Slurm(System):
 
     def logs(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that follow the job's output."""
+        need_task(record, f"{record.id}_0")
         return ("tail", "-n", "+1", "-f", str(record.directory / f"{record.name}-{record.id}.out"))
 
     def cancel(self, record: SubmittedJob) -> tuple[str, ...]:
@@ -101,14 +109,59 @@ class Slurm(System):
         """Words that list this user's jobs."""
         return ("squeue", "--me")
 
-    def outcome(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that print how the job ended; Slurm knows that for some minutes."""
-        return ("scontrol", *_at(record.cluster), "--oneliner", "show", "job", record.id)
+    def gone(self, said: str) -> bool:
+        """Whether squeue no longer knows the job."""
+        return "invalid job" in said.lower()
+
+    def outcome(self, record: SubmittedJob) -> tuple[tuple[str, ...], ...]:
+        """Commands that print how the job ended: the accounting's, and Slurm's own for some minutes."""
+        columns = "JobID%-20,State%-20,ExitCode,Elapsed,Start,End,NodeList%-30"
+        at = _at(record.cluster)
+        return (
+            ("sacct", *at, "--allocations", f"--jobs={record.id}", f"--format={columns}"),
+            ("scontrol", *at, "--oneliner", "show", "job", record.id),
+        )
 
     def succeeded(self, output: str) -> bool | None:
-        """Whether the job ended well, by the output of `outcome`."""
-        found = re.search(r"\bJobState=([A-Z_]+)", output)
-        return found[1] == "COMPLETED" if found else None
+        """Whether the job, or all tasks of an array, ended well, by the output of `outcome`."""
+        by_row = re.compile(r"^\S+ +([A-Z_]{3,})\b", re.MULTILINE)
+        states = re.findall(r"\bJobState=([A-Z_]+)", output) or by_row.findall(output)
+        if not states or any(state not in ENDED for state in states):
+            return None
+        return all(state == "COMPLETED" for state in states)
+
+    def brief(self, output: str) -> str:
+        """The fields of scontrol that tell how the job ended; all of sacct."""
+        fields = "JobId|ArrayJobId|ArrayTaskId|JobState|Reason|ExitCode|RunTime|StartTime|EndTime|NodeList"
+        if "JobState=" not in output:
+            return output
+        return "".join(
+            " ".join(re.findall(rf"\b(?:{fields})=\S+", row)) + "\n" for row in output.splitlines() if row
+        )
+
+    def is_array(self, job: Job) -> bool:
+        """Whether an option makes the job an array."""
+        return any(re.match(r"--array\b|-a", word) for word in options_of(job))
+
+    def task(self, record: SubmittedJob, job_id: str) -> str:
+        """The id of a task: ``ARRAY_INDEX``."""
+        return job_id if re.fullmatch(rf"{re.escape(record.id)}_[0-9]+", job_id) else ""
+
+    def enter(self, record: SubmittedJob, line: str, node: str) -> JobShell:
+        """A separate step that shares the nodes with the job's."""
+        need_task(record, f"{record.id}_0")
+        at, on = _at(record.cluster), (f"--nodelist={node}",) if node else ()
+        step = (
+            *(*at, "--overlap", "--nodes=1", "--ntasks=1", *on, f"--chdir={record.directory}", "--pty"),
+            *("bash", "-lc", line),
+        )
+        if record.id.isdecimal():
+            words = ("srun", f"--jobid={record.id}", *step)
+        else:  # srun takes no ARRAY_INDEX, but the number that each task has, too
+            number = shlex.join(("squeue", *at, "--noheader", f"--jobs={record.id}", "--format=%A"))
+            find = f'id=$({number}) && : "${{id:?{record.id} does not run}}" && exec srun --jobid="$id" "$@"'
+            words = ("bash", "-c", find, "srun", *step)  # dash would drop the function of modules
+        return JobShell(words=words, about=NEW_CONTAINER)
 
     def queues(self) -> tuple[tuple[str, ...], ...]:
         """Words that show the queues; the first program that exists is used."""
@@ -123,10 +176,10 @@ def _at(cluster: str) -> tuple[str, ...]:
     return (f"--clusters={cluster}",) if cluster else ()
 
 
-def _place(job: AnyJob) -> tuple[str, str]:
-    """The folder in which a script runs, and the file of its output."""
+def _place(job: AnyJob, numbered: str = "%j") -> tuple[str, str]:
+    """The folder in which a script runs, and the file of its output; `numbered` is the id in its name."""
     folder = str(job.directory)
-    return f'--chdir="{folder}"' if " " in folder else f"--chdir={folder}", "--output=%x-%j.out"
+    return f'--chdir="{folder}"' if " " in folder else f"--chdir={folder}", f"--output=%x-{numbered}.out"
 
 
 def _resource_options(job: Job) -> tuple[str, ...]:

@@ -136,7 +136,7 @@ def test_cluster_of_the_id_goes_to_all_commands(call: Any) -> None:
 )
 def test_word_that_is_no_id_has_no_record(call: Any, word: str) -> None:
     assert not quoting.is_job_id(word)
-    code, _, err = call("status", "--", word) if word else call("logs", "")
+    code, _, err = call("status", "--", word) if word else call("cancel", "")
     assert code == 2
     assert "imgkit has no record of a job" in err
 

@@ -17,7 +17,7 @@ from imgkit_builder.base.process import Finished
 from imgkit_builder.job import submit
 from imgkit_builder.job.request import CodeRecord, SubmittedJob
 from imgkit_builder.project import history, measured
-from imgkit_entrypoints.errors import CheckFailed
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed
 
 SPENT = {"starting": 24.0, "training": 6260.0, "saving": 60.0, "lost": 780.0, "idle": 76.0}
 GOODPUT = json.dumps(
@@ -107,9 +107,12 @@ def test_damaged_record_is_left_out(home: Path, call: Any) -> None:
     [
         (((0, "RUNNING\n"),), "running"),
         (((0, " JOBID STATE\n 4 R\n"),), "active"),
-        (((0, ""), (0, "JobId=1 JobState=COMPLETED")), "done"),
-        (((1, "Invalid job id"), (0, "JobId=1 JobState=TIMEOUT")), "failed"),
-        (((1, "Invalid job id"), (1, "")), "ended"),
+        (((0, ""), (0, "JobID  State\n-----  -----\n1  COMPLETED\n")), "done"),
+        (((0, ""), (1, "disabled"), (0, "JobId=1 JobState=COMPLETED")), "done"),
+        (((1, "Invalid job id"), (1, "disabled"), (0, "JobId=1 JobState=TIMEOUT")), "failed"),
+        (((1, "Invalid job id"), (1, "disabled"), (1, "Invalid job id"), (0, GOODPUT)), "done"),
+        (((1, "Invalid job id"), (1, ""), (1, ""), (0, GOODPUT.replace('"code": 0', '"code": 3'))), "failed"),
+        (((1, "Invalid job id"), (1, ""), (1, ""), (1, "no such file")), "ended"),
     ],
 )
 def test_scheduler_says_the_state(answers: Sequence[tuple[int, str]], state: str) -> None:
@@ -123,6 +126,14 @@ def test_scheduler_says_the_state(answers: Sequence[tuple[int, str]], state: str
     assert (found.state, left) == (state, [])
     if state in history.FINAL:
         assert history.asked(found, run) == found  # nobody is asked again
+
+
+def test_scheduler_without_an_answer_ends_no_job(call: Any) -> None:
+    def run(words: Sequence[str]) -> Finished:
+        return Finished(argv=tuple(words), returncode=1, output="Unable to contact slurm controller")
+
+    with pytest.raises(ToolFailed, match="squeue failed with exit code 1"):
+        history.asked(job(1), run)
 
 
 def test_repeated_steps_count_once() -> None:

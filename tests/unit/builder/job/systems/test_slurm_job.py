@@ -116,10 +116,54 @@ def test_commands_name_the_cluster_that_sbatch_named() -> None:
     record = SubmittedJob(
         id="7", system="slurm", name="mn5", recipe="mn5", directory=Path("/w"), cluster="two"
     )
-    asks = (slurm.status, slurm.alive, slurm.cancel, slurm.outcome)
-    assert all("--clusters=two" in ask(record) for ask in asks)
-    assert not any("--clusters" in " ".join(ask(dataclasses.replace(record, cluster=""))) for ask in asks)
+    for known in (record, dataclasses.replace(record, cluster="")):
+        asks = (slurm.status, slurm.alive, slurm.cancel)
+        calls = (*(ask(known) for ask in asks), *slurm.outcome(known), slurm.enter(known, "", "").words)
+        assert [("--clusters=two" in words) for words in calls] == [bool(known.cluster)] * 6
     assert slurm.unfinished("two") == ("squeue", "--clusters=two", "--noheader", "--format=%A")
+
+
+def test_task_of_an_array_has_its_own_folder_and_output() -> None:
+    array = text(options=("--array=0-3%2",))
+    assert "#SBATCH --output=%x-%A_%a.out\n" in array
+    assert 'runs/mn5-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"\n' in array
+    record = SubmittedJob(id="7", system="slurm", name="mn5", recipe="mn5", directory=Path("/w"), array=True)
+    assert [slurm.task(record, word) for word in ("7_3", "7_", "7_x", "70_3", "7_[1-2]")] == [
+        "7_3",
+        *[""] * 4,
+    ]
+    with pytest.raises(UsageError, match="7 is an array job") as caught:
+        slurm.logs(record)
+    assert "7_0" in str(caught.value.hint)
+    task = dataclasses.replace(record, id="7_3", array=False)
+    assert slurm.logs(task)[-1] == "/w/mn5-7_3.out"
+    assert "squeue --noheader --jobs=7_3 --format=%A" in slurm.enter(task, "", "").words[2]
+
+
+SACCT = """\
+JobID                State                ExitCode    Elapsed               Start                 End NodeList
+-------------------- -------------------- -------- ---------- ------------------- ------------------- --------
+7_0                  COMPLETED                 0:0   00:00:05 2026-11-24T17:16:39 2026-11-24T17:16:44 node1
+7_1                  {} 1:0   00:00:05 2026-11-24T17:16:39 2026-11-24T17:16:44 node2
+"""
+"""Written after the manual of sacct: no accounting ran here."""
+
+
+@pytest.mark.parametrize(
+    ("output", "well"),
+    [
+        (SACCT.format("COMPLETED"), True),
+        (SACCT.format("CANCELLED by 1000"), False),
+        (SACCT.format("RUNNING"), None),  # the accounting is late
+        ("\n".join(SACCT.splitlines()[:2]), None),
+        ("Slurm accounting storage is disabled\n", None),
+        ("JobId=8 JobState=COMPLETED x\nJobId=9 JobState=FAILED x\n", False),
+        ("JobId=8 JobState=COMPLETING x\n", None),
+        ("slurm_load_jobs error: Invalid job id specified\n", None),
+    ],
+)
+def test_end_of_a_job_is_read(output: str, well: bool | None) -> None:
+    assert slurm.succeeded(output) is well
 
 
 def test_logs_are_where_the_script_writes_them() -> None:

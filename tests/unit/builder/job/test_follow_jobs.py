@@ -1,0 +1,238 @@
+"""``status``, ``logs`` and ``shell --job``, with fake schedulers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imgkit_builder.job import submit, systems
+from imgkit_builder.job.request import Request, SubmittedJob
+from imgkit_entrypoints.errors import UsageError
+
+FORGOTTEN = "slurm_load_jobs error: Invalid job id specified"
+FINISHED = "qstat: 1.s Job has finished, use -x or -H to obtain historical job information"
+HISTORY = """\
+Job Id: 1.s
+    Job_Name = a
+    Job_Owner = me@login
+    resources_used.walltime = 00:00:09
+    job_state = F
+    Exit_status = {}
+    Variable_List = PBS_O_HOME=/home/me,
+"""
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
+    Path("bin").mkdir()
+    for name in ("squeue", "sacct", "scontrol", "qstat"):
+        program(name, "echo not asked; exit 9")
+    return tmp_path
+
+
+def program(name: str, script: str) -> None:
+    """A fake program of a scheduler."""
+    path = Path("bin", name)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def job(number: int = 1, **more: Any) -> SubmittedJob:
+    values = {
+        "id": str(number),
+        "system": "slurm",
+        "name": "a",
+        "recipe": "a",
+        "directory": Path.cwd(),
+        **more,
+    }
+    record = SubmittedJob(submitted=f"2026-01-0{number}T00:00:00+00:00", command=("dist-hello",), **values)
+    submit.keep(record)
+    return record
+
+
+def test_ended_job_is_shown_by_the_accounting(call: Any) -> None:
+    job()
+    program("squeue", f"echo '{FORGOTTEN}' >&2; exit 1")
+    program("sacct", "echo 'JobID State'; echo '1     TIMEOUT  0:0'")
+    code, out, err = call("status", "1")
+    assert code == 0
+    assert "1     TIMEOUT  0:0" in out
+    assert f"1 failed; run folder: {Path.cwd()}/runs/a-1\n" in out
+    assert "imgkit: sacct --allocations --jobs=1" in err
+    assert submit.record_of("1").state == "failed"
+
+
+def test_forgotten_job_is_shown_by_its_run_folder(call: Any) -> None:
+    job()
+    for name in ("squeue", "scontrol"):
+        program(name, f"echo '{FORGOTTEN}' >&2; exit 1")
+    program("sacct", "echo Slurm accounting storage is disabled >&2; exit 1")
+    assert "1 has ended; neither the scheduler nor the run folder knows how" in call("status", "1")[1]
+    node_s = {"starting": 1.0, "training": 0.0, "saving": 0.0, "lost": 0.0, "idle": 0.0}
+    start = {"job": "1", "began": "2026-01-01T00:00:00+00:00", "seconds": 1.0, "nodes": 1, "attempts": 1}
+    start |= {"code": 3, "source": "node_agent", "node_s": node_s}
+    Path("runs/a-1").mkdir(parents=True)
+    Path("runs/a-1/goodput.json").write_text(json.dumps({"schema": 1, "starts": [start]}))
+    assert "1 failed with exit code 3, by its run folder" in call("status", "1")[1]
+    assert json.loads(call("status", "1", "--json")[1])["state"] == "failed"
+
+
+@pytest.mark.parametrize(("number", "state"), [(0, "completed"), (-29, "failed")])
+def test_ended_job_of_pbs_is_shown_by_its_history(call: Any, number: int, state: str) -> None:
+    job(id="1.s", system="pbs")
+    program(
+        "qstat",
+        f"case $1 in -x) printf %s '{HISTORY.format(number)}';; *) echo '{FINISHED}' >&2; exit 35;; esac",
+    )
+    code, out, _ = call("status", "1.s")
+    assert code == 0
+    assert f"Exit_status = {number}" in out
+    assert "Variable_List" not in out
+    assert f"1.s {state}; run folder" in out
+
+
+def test_status_lists_the_jobs_that_have_not_ended(call: Any) -> None:
+    job(1)
+    job(2, state="done")
+    job(3, system="pbs", id="3.s")
+    job(4, remote="far")
+    program("squeue", "echo RUNNING")
+    program(
+        "qstat", f"case $1 in -x) printf %s '{HISTORY.format(0)}';; *) echo '{FINISHED}' >&2; exit 35;; esac"
+    )
+    code, out, err = call("status")
+    rows = [line.split()[:3] for line in out.splitlines()]
+    assert rows == [
+        ["JOB", "NAME", "STATE"],
+        ["4@far", "a", "submitted"],
+        ["3.s", "a", "done"],
+        ["1", "a", "running"],
+    ]
+    assert code != 0  # one did not answer
+    assert "4@far: " in err
+    found = json.loads(call("status", "--json")[1])
+    assert ([row["id"] for row in found["jobs"]], found["complete"]) == (["4@far", "1"], False)
+
+
+def test_jobs_that_nobody_can_ask_about_are_listed_for_a_week(call: Any) -> None:
+    job(1, system="runai", id="old")
+    job(2, answer="Thank you", id="unknown-1")
+    for name in ("new", "unknown-2"):
+        answer = "Thank you" if name == "unknown-2" else None
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        submit.keep(dataclasses.replace(job(3, system="runai", id=name, answer=answer), submitted=now))
+    found = json.loads(call("status", "--json")[1])["jobs"]
+    assert {row["id"]: row["state"] for row in found} == {"new": "submitted", "unknown-2": "unknown"}
+
+
+def test_no_open_job_is_an_answer(call: Any) -> None:
+    job(2, state="done")
+    assert call("status")[:2] == (0, "no job waits or runs; imgkit runs lists those that have ended\n")
+
+
+def test_queues_are_shown_on_request(call: Any) -> None:
+    program("bsc_queues", "echo the queues")
+    assert call("status", "--queues", "--json")[0] == 0
+    assert "--queues shows no job" in call("status", "1", "--queues")[2]
+
+
+def test_logs_without_an_id_are_those_of_the_last_job(call: Any) -> None:
+    assert "no job was submitted from here" in call("logs")[2]
+    job(1)
+    job(2, id="2.s", system="pbs")
+    job(3, answer="Thank you", id="unknown-1")
+    code, out, err = call("logs", "--json")
+    assert (code, json.loads(out)["id"]) == (0, "2.s")
+    assert "imgkit: job 2.s, the last one" in err
+
+
+def test_logs_of_an_ended_job_end(call: Any) -> None:
+    job(1)
+    program("squeue", f"echo '{FORGOTTEN}' >&2; exit 1")
+    Path("a-1.out").write_text("all\n")
+    assert call("logs", "1")[0] == 0
+
+
+def test_task_of_an_array_is_found_by_its_id(call: Any) -> None:
+    job(1, array=True)
+    job(2, id="2[].s", system="pbs", array=True)
+    job(3, array=True, remote="far")
+    assert submit.record_of("1_4").id == "1_4"
+    assert {submit.record_of(word).id for word in ("2[4]", "2[4].s")} == {"2[4].s"}
+    assert submit.record_of("3_0@far").handle == "3_0@far"
+    for word in ("1_", "1[4]", "2_4", "2[4].t", "2[x]", "3_0@near", "10_1"):
+        with pytest.raises(UsageError, match="no record of a job"):
+            submit.record_of(word)
+    assert call("logs", "1_4", "--json")[0] == 0
+    assert "1 is an array job" in call("logs", "1")[2]
+    assert "a.o2.4" in call("logs", "2[4]", "--json")[1]
+
+
+def test_shell_in_a_job_has_its_container(call: Any) -> None:
+    Path("mn5.sif").mkdir()  # a sandbox: imgkit does not look inside
+    program("sbatch", "cat > script; echo 7")
+    request = Request(command=("dist-hello",), account="a", qos="acc_debug", time="10m", env=("A=b c",))
+    submit.submit("mn5", request)
+    code, out, _ = call("shell", "--job", "7", "--dry-run")
+    assert code == 0
+    assert out.startswith("srun --jobid=7 --overlap --nodes=1 --ntasks=1 ")
+    started = next(line for line in Path("script").read_text().splitlines() if "mn5.sif" in line)
+    for part in ("--nv", f"{Path.cwd()}/mn5.sif", "A=b c"):
+        assert part in out
+    assert "mn5.sif" in started
+    assert f"IMGKIT_RUN_DIR={Path.cwd()}/runs/mn5-7; " in out
+    assert "--nodelist=n2 " in call("shell", "--job", "7", "--node", "n2", "--dry-run")[1]
+
+
+def test_shell_in_a_pod_is_in_the_job_s_container() -> None:
+    def words(node: str = "", **more: Any) -> str:
+        record = job(**more)
+        return " ".join(systems.named(record.system).enter(record, "", node).words)
+
+    assert words(system="runai", id="a", queue="p") == "runai bash a --project p"
+    assert words("a-worker-0", system="runai", id="a") == "runai bash a --pod a-worker-0"
+    later = words(system="runai", id="a", kind="training pytorch", queue="p")
+    assert later == "runai training pytorch bash a --project p"
+    torch = words(system="kubeflow", id="pytorchjob.a", queue="p")
+    assert torch == "kubectl exec --namespace=runai-p --stdin --tty a-master-0 -- bash"
+    assert "job/a-node-0 -- bash" in words(system="kubeflow", id="trainjob.a")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "no image and no job was given"),
+        (("x.sif", "--job", "1"), "--job takes its image from the job"),
+        (("--job", "1", "--host"), "--host cannot be combined with --job"),
+        (("x.sif", "--node", "n1"), "--node cannot be combined with an image"),
+        (("--job", "1", "--node", "-x"), "cannot be the name of a node"),
+        (("--job", "2.s"), "PBS starts no shell in a running job from outside"),
+        (("--job", "3"), "3 is an array job"),
+        (("--job", "4"), "the job 4 waits"),
+        (("--job", "5"), "the job 5 has ended"),
+    ],
+)
+def test_shell_that_cannot_be_opened_says_why(call: Any, words: tuple[str, ...], message: str) -> None:
+    job(1)
+    job(2, id="2.s", system="pbs", shell_line="exec singularity shell a.sif")
+    job(3, array=True)
+    job(4)
+    job(5, state="done")
+    program("squeue", "echo PENDING")
+    code, out, err = call("shell", *words)
+    assert (code, out) == (2, "")
+    assert message in err
+    if "2.s" in words:
+        assert "ssh -t NODE" in err
+        assert "exec singularity shell a.sif" in err
