@@ -57,6 +57,11 @@ def verb_shell(
         "--host",
         help="Share this machine's home folder, network and the recipe's binds, as in a job.",
     ),
+    workdir: str = typer.Option(
+        "",
+        metavar="/DIR",
+        help="Folder of the container in which the shell starts (default: the recipe's image.workdir).",
+    ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the command, then exit."),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Print information about the image first."),
 ) -> None:
@@ -68,7 +73,7 @@ def verb_shell(
       imgkit shell mn5.sif --host
       imgkit shell mn5 --dry-run
     """
-    command = shell_command(image, host=host)
+    command = shell_command(image, host=host, workdir=workdir)
     argv = command.argv
     if verbose and command.image:
         from imgkit_builder import engine

@@ -138,6 +138,7 @@ class _Finder:
         yield self._row("runtime", job.run_by, ("system", "runtime", "kind"))
         yield self._row("stop-before", job.stop_before_s, field="stop_before_s")
         yield self._row("directory", job.directory)
+        yield self._row("workdir", job.workdir or ".", ("image", "workdir"))
         yield from self._lists(job, given)
         for own in given.system_flags:
             for word in request.given(own):

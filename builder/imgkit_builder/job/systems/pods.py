@@ -206,6 +206,12 @@ def directory(job: Job) -> PurePosixPath | None:
     return path
 
 
+def workdir(job: Job) -> str:
+    """The folder in which the command starts; empty: the image's own."""
+    folder = directory(job)
+    return job.workdir or (str(folder) if folder else "")
+
+
 def variables(job: Job) -> Mapping[str, str]:
     """Variables of each pod: folders for output and state, the node agent's settings, the user's (these win).
 
