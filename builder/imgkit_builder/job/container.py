@@ -276,8 +276,8 @@ def doubts(job: Job) -> Iterator[str]:
     """Warnings: requests that the user may not have meant."""
     if job.run_by == "docker" and job.workdir and not job.request.workdir:
         yield (
-            f"the command starts in {job.workdir} of the image, and a file that it writes there is lost with "
-            "the container: write below $IMGKIT_JOB_DIR, or give --workdir . to start in the job's folder"
+            f"the command starts in {job.workdir} of the image; files that it writes there are lost with the "
+            "container: write below $IMGKIT_JOB_DIR, or start in the job's folder: --workdir ."
         )
 
 

@@ -194,7 +194,7 @@ def directory(job: Job) -> PurePosixPath | None:
     ------
     UsageError : it is not on a volume.
     """
-    if job.request.directory == Request().directory:
+    if job.request.directory == Request().directory or "directory" in job.request.project:
         return None
     path = PurePosixPath(job.request.directory)
     if not any(path.is_relative_to(claim.path) for claim in claims(job)):

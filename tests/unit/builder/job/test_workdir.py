@@ -97,7 +97,7 @@ def test_docker_warns_that_files_in_the_image_are_lost(stated: Any) -> None:
         return job(stated("cpu"), account="", qos="", time="", **given).warnings
 
     (warning,) = warnings()
-    assert "is lost with the container" in warning
+    assert "are lost with the container" in warning
     assert warnings(workdir="/workspace/mine") == ()  # the user has chosen
     assert warnings(runtime="singularity") == ()  # the write fails there
 
