@@ -105,7 +105,7 @@ def test_recipe_of_the_folder_extends_by_a_relative_path(call: Any, tmp_path: Pa
 def test_next_lines_work_as_typed(
     call: Any, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All but the build and the push, which need an engine; a test with one types them."""
+    """Jobs are rendered; of the commands that need an engine the recipe is read."""
     lines = [
         line.removeprefix("next   ")
         for line in call("init", "--recipe", recipe, "my work")[1].splitlines()
