@@ -13,7 +13,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -32,6 +32,14 @@ MOST_BYTES = 16 << 20
 
 _MARK_BYTES = 1 << 16
 _PIECE_BYTES = 1 << 20
+
+
+def in_job_folder(path: Path, env: Mapping[str, str]) -> Path:
+    """`path`, which starts at the job's folder if it is relative, also where the program starts elsewhere.
+
+    Such a folder is in the image, which is read-only, or whose changes are lost with the container.
+    """
+    return Path(env.get("IMGKIT_JOB_DIR", ""), path)
 
 
 def temporary_name(target: Path, token: str = "") -> Path:

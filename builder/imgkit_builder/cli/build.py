@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -188,7 +189,7 @@ def _image(recipe: str, options: BuildOptions, report: Reporter) -> Answer:
         return _image_plan(build.plan(recipe, request, report=report))
     built = build.build(recipe, request, report=report)
     # The next command takes the same argument, unless --tag gave the image another name.
-    return _built_image(built, again=options.tag or recipe)
+    return _built_image(built, recipe, tag=options.tag)
 
 
 def _image_plan(plan: ImagePlan) -> Answer:
@@ -216,12 +217,26 @@ def _commented(rows: dict[str, str]) -> str:
     return "".join(f"# {key:9} {shown(value)}\n" for key, value in rows.items())
 
 
-def _built_image(built: BuiltImage, *, again: str) -> Answer:
+def _next(recipe: str, tag: str | None) -> str:
+    """The next command for an image that was built, as it is typed."""
+    from imgkit_builder.workflow.names import stem, system_of
+
+    system, again = system_of(recipe), shlex.quote(tag or recipe)
+    kind = system.runtime.kind if system else "singularity"
+    if kind == "kubernetes":
+        return f"imgkit push {again} REGISTRY/{stem(tag or recipe)}:1"
+    if kind == "docker":
+        other = f" --image {again}" if tag else ""
+        return f"imgkit submit {shlex.quote(recipe)}{other} -- dist-hello"
+    return f"imgkit sif {again}     # for a cluster: imgkit save {again}"
+
+
+def _built_image(built: BuiltImage, recipe: str, *, tag: str | None) -> Answer:
     from imgkit_builder.base import checks
 
     lines = [
         f"{built.tag}  {built.id}  {built.size_bytes / 1e6:.1f} MB  {built.platform}",
-        f"next: imgkit sif {again}     (for a cluster: imgkit save {again})",
+        f"next: {_next(recipe, tag)}",
     ]
     if built.standin:
         lines.insert(1, f"a STAND-IN: {built.base.name} has no NVIDIA software; for tests only")

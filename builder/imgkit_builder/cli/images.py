@@ -62,6 +62,11 @@ def verb_shell(
     node: str = typer.Option(
         "", "--node", metavar="NAME", help="With --job: a node or pod of the job (default: the first one)."
     ),
+    workdir: str = typer.Option(
+        "",
+        metavar="/DIR",
+        help="Folder of the container in which the shell starts (default: the recipe's image.workdir).",
+    ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the command, then exit."),
     verbose: bool = typer.Option(False, "--verbose", "-v", help="Print information about the image first."),
 ) -> None:
@@ -84,13 +89,17 @@ def verb_shell(
             where="IMAGE" if job else "imgkit shell",
             hint=f"imgkit shell --job {job}" if job else "imgkit shell mn5.sif, or imgkit shell --job ID",
         )
-    for flag, given, other in (("--host", host and job, "--job"), ("--node", node and image, "an image")):
+    for flag, given, other in (
+        ("--host", host and job, "--job"),
+        ("--workdir", workdir and job, "--job"),
+        ("--node", node and image, "an image"),
+    ):
         if given:
             raise UsageError(f"{flag} cannot be combined with {other}", where=flag, hint="leave it out")
     if job:
         argv, about = _into_job(job, node, look=not dry_run)
     else:
-        command = shell_command(image, host=host)
+        command = shell_command(image, host=host, workdir=workdir)
         argv, about = command.argv, command.reach
         if verbose and command.image:
             from imgkit_builder import engine

@@ -63,7 +63,7 @@ def confirm_values(
     from imgkit_builder.project import confirm
 
     found = confirm.of_job(project, recipes, stated=stated)
-    if found.is_known:
+    if found.is_known or (project is not None and confirm.is_authors(project, recipes)):
         return
     # One line each, also in the hint.
     lines = [f"  {name:8} {terminal.shown(text)}" for name, text in found.shown]
@@ -113,15 +113,18 @@ def verb_init(
     queue: str = typer.Option("", "--queue", "-q", help="Queue or partition."),
     qos: str = typer.Option("", help="Quality of service (Slurm)."),
     time: str = typer.Option("", metavar="HH:MM:SS", help="Time limit of a job (default: 30m)."),
-    nodes: str = typer.Option("1", metavar="N|MIN:MAX|N+S", help="Number of nodes."),
+    nodes: str = typer.Option("", metavar="N|MIN:MAX|N+S", help="Number of nodes (default: 1)."),
     keep: bool = typer.Option(
-        False, "--keep-existing", help="Keep existing files and write only the missing ones."
+        False,
+        "--keep-existing",
+        help="Keep existing files and write only the missing ones; .gitignore gets lines that it lacks.",
     ),
     as_json: bool = RESULT_JSON,
 ) -> None:
     """Write an imgkit.toml, a recipe, a train.py that resumes and a .gitignore.
 
-    imgkit run then needs no flags in this folder. Existing files are not overwritten.
+    imgkit run then needs no flags in this folder, nor imgkit submit where the
+    system has no queue. Existing files are not overwritten.
 
     \b
     Examples:
@@ -144,18 +147,20 @@ def verb_init(
         time=time,
         nodes=nodes,
     )
-    made = new_folder.write(folder, new_folder.texts(wanted, parent), keep=keep)
+    texts = new_folder.texts(wanted, parent)
+    made = new_folder.write(folder, texts, keep=keep)
+    added = new_folder.complete_gitignore(folder) if keep else ()
     file = folder / toml_file.NAME
     if file in made:
         project = toml_file.read(file.absolute())
         if Path(project.recipe) in (path.absolute() for path in made):
             confirm.of_job(project, [targets.find(project.recipe)], stated=True).remember()
-    left = [
-        *([] if remote else ["imgkit remote add NAME USER@HOST:DIR, and its name in imgkit.toml"]),
-        *(f"{key} in imgkit.toml, which {parent.name} needs" for key in new_folder.missing(wanted, parent)),
-        f"{'' if folder == Path() else f'cd {folder}; '}imgkit run --dry-run; imgkit run",
+            confirm.remember_author(project.file)
+    lines = [
+        *(f"wrote  {path}" for path in made),
+        *([f"added  {' '.join(added)} to {folder / new_folder.GITIGNORE}"] if added else []),
+        *(f"next   {one}" for one in new_folder.next_steps(wanted, parent, folder)),
     ]
-    lines = [*(f"wrote  {path}" for path in made), *(f"next   {one}" for one in left)]
     data = {"schema": SCHEMA, "files": [str(path) for path in made], "remote": remote, "recipe": recipe}
     show(data, *lines, as_json=as_json)
 

@@ -189,8 +189,10 @@ _SHM_SIZE = "8g"
 """Shared memory is taken only where it is used; 8 GiB is enough for eight GPUs' NCCL and loaders."""
 
 
-def shell_argv(image: str, *, gpus: bool, host: bool, place: Endpoint) -> list[str]:
+def shell_argv(image: str, *, gpus: bool, host: bool, place: Endpoint, workdir: str = "") -> list[str]:
     """The command that opens bash in `image` of the engine at `place`; `host` shares network and IPC.
+
+    It starts in `workdir`, or in the image's own folder.
 
     NCCL and data loader workers use shared memory, and Docker's default of 64 MB is too small. RDMA needs
     unlimited locked memory (NVIDIA's advice for its PyTorch containers). Docker 29 lowers open files to
@@ -199,6 +201,7 @@ def shell_argv(image: str, *, gpus: bool, host: bool, place: Endpoint) -> list[s
     shared = ["--ipc=host"] if host else ["--network", "none", f"--shm-size={_SHM_SIZE}"]
     limits = ("memlock=-1", "stack=67108864", "nofile=16384")
     words = [*_program(place), "run", *shared, *(word for limit in limits for word in ("--ulimit", limit))]
+    words += ["--workdir", workdir] if workdir else []
     return [*words, "-it", "--rm", *(["--gpus", "all"] if gpus else []), image, "bash"]
 
 

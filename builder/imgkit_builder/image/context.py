@@ -127,6 +127,7 @@ def pack(
         # Two builds of a lock are equal, also outside of a git repository.
         revision="" if recipe.lock else revision,
         projects=targets.installed(recipe.image.pip),
+        workdir=targets.stated_workdir(recipe),
     )
     packed = [
         members.file("Dockerfile", dockerfile.encode()),

@@ -41,7 +41,14 @@ def target(path: Path) -> Target:
         ) from error
     platforms = (f"linux/{sif.arch}",)
     return checked(
-        Target(name=made.recipe, system=facts, platforms=platforms, file=path, projects=made.projects)
+        Target(
+            name=made.recipe,
+            system=facts,
+            platforms=platforms,
+            file=path,
+            projects=made.projects,
+            workdir=made.workdir,
+        )
     )
 
 

@@ -156,12 +156,14 @@ def refuse_shadowed(code: CodeFolder, job: Job) -> None:
     ------
     UsageError : the job would run files that may change until it starts, and its record would name the code.
     """
-    root, folder = code.folder.resolve(), job.directory.resolve()
+    root, folder = code.folder.resolve(), Path(job.workdir or job.directory.resolve())
     other = "choose another folder for the job: --directory DIR"
     for before, word in zip(("", *job.command), job.command, strict=False):
         module = word.partition(".")[0] if before == "-m" else ""
         for part in (module, f"{module}.py") if module else (word,):
             here = os.path.normpath(folder / part)
+            if here.startswith(f"/{CODE_PLACE}/"):  # where the code is mounted
+                continue
             for name in (os.path.normpath(part), os.path.relpath(here, root)):
                 sent = tree.find((code.tree,), f"{CODE_PLACE}/{name}")
                 if sent and (module or sent.entry.kind == "file") and os.path.lexists(here):

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -72,7 +72,8 @@ def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> t
     # --env and SINGULARITYENV_*, and a variable that the image sets overrides an exported one.
     given = ("env", *(f"{name}={value}" for name, value in job.env.items())) if job.env else ()
     if job.run_by == "singularity":
-        return (program(job), QUIET, "exec", *options(job), *_mounts(job), job.image, *given, *command)
+        words = (program(job), QUIET, "exec", *options(job), *_mounts(job), *_pwd(job))
+        return (*words, job.image, *given, *command)
     if command and command[0].startswith("dist-"):
         # Only images have dist-* programs; the installed package does not.
         python = f"{job.image}/bin/python3" if job.image else "python3"
@@ -83,7 +84,7 @@ def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> t
 def shell(job: Job) -> tuple[str, ...]:
     """A shell in the job's image."""
     if job.run_by == "singularity" and not job.env:
-        return (program(job), QUIET, "shell", *options(job), *_mounts(job), job.image)
+        return (program(job), QUIET, "shell", *options(job), *_mounts(job), *_pwd(job), job.image)
     return start(job, ("bash",))
 
 
@@ -155,12 +156,17 @@ def _mounts(job: Job) -> tuple[str, ...]:
     return (*layers, "--bind", folder, *binds)
 
 
+def _pwd(job: Job) -> tuple[str, ...]:
+    """The option that starts the command elsewhere than in the job's folder, where the runtime starts it."""
+    return ("--pwd", job.workdir) if job.workdir else ()  # apptainer's --cwd is newer
+
+
 def _docker_mounts(job: Job, forward: Sequence[str]) -> tuple[str, ...]:
     binds = (*job.binds, f"{job.directory}:{job.directory}")
     given = {**job.settings, **job.env}
     return (
         *(word for bind in binds for word in ("--volume", bind if ":" in bind else f"{bind}:{bind}")),
-        *("--workdir", str(job.directory)),
+        *("--workdir", job.workdir or str(job.directory)),
         *(word for name, value in given.items() for word in ("--env", f"{name}={value}")),
         *(("--env-file", job.env_file) if job.env_file else ()),
         *(word for name in (*job.names, *forward) for word in ("--env", name)),
@@ -246,6 +252,38 @@ def refuse_code(request: Request, run_by: RunBy) -> None:
             f"the code is mounted over a .sif, but {run_by} does not run one",
             where="--code",
             hint=f"leave it out; a folder that all nodes see: --bind DIR:/{descriptor.CODE_PLACE}",
+        )
+
+
+def workdir(recipe: Target, request: Request, run_by: RunBy) -> str:
+    """The folder of the container in which the command starts; empty: the job's folder.
+
+    Raises
+    ------
+    UsageError : ``--workdir`` is no folder of a container.
+    """
+    from imgkit_builder.recipe import rules
+
+    if request.workdir:
+        if run_by == "host":
+            hint = "--directory DIR: the job's folder, in which the command starts"
+            raise UsageError("--runtime host has no container", where="--workdir", hint=hint)
+        for what, hint in (
+            () if request.workdir == "." else rules.of_text(("image", "workdir"), request.workdir)
+        ):
+            raise UsageError(what, where="--workdir", hint=f"{hint}; .: the job's folder")
+        return "" if request.workdir == "." else request.workdir
+    if run_by == "host":
+        return ""
+    return recipe.workdir or (f"/{CODE_PLACE}" if request.code is not None else "")
+
+
+def doubts(job: Job) -> Iterator[str]:
+    """Warnings: requests that the user may not have meant."""
+    if job.run_by == "docker" and job.workdir and not job.request.workdir:
+        yield (
+            f"the command starts in {job.workdir} of the image; files that it writes there are lost with the "
+            "container: write below $IMGKIT_JOB_DIR, or start in the job's folder: --workdir ."
         )
 
 

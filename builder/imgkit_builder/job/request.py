@@ -164,6 +164,12 @@ class Request(Allocation):
         (), metavar="NAME", help="With --code: ship this file even though its name looks like a secret."
     )
     yes: bool = flag(False, help="With --code: do not ask for confirmation above 100 MB.")
+    workdir: str = flag(
+        "",
+        metavar="/DIR",
+        help="Folder of the container in which the command starts (default: the recipe's image.workdir, or "
+        "/workspace with --code, else the job's folder); .: the job's folder.",
+    )
     binds: tuple[str, ...] = flag(
         (), "--bind", metavar="/SRC[:/DEST[:ro]]", help="Folder to mount into the container."
     )
@@ -346,6 +352,8 @@ class Job(AnyJob):
     delta: Delta | None
     """The descriptor of `overlay`."""
     binds: tuple[str, ...]
+    workdir: str
+    """Folder of the container in which the command starts; empty: `directory`."""
     env: Mapping[str, str]
     """Variables that are set inside the container: the user's own, and the delta's id."""
     names: tuple[str, ...]

@@ -54,6 +54,7 @@ def resolve(recipe: Target, request: Request) -> Job:
     directory = _directory(request)
     image = container.image(recipe, request, run_by, directory)
     overlay, delta = container.overlay(request, run_by, directory)
+    workdir = container.workdir(recipe, request, run_by)
     job = Job(
         recipe=recipe,
         request=request,
@@ -74,19 +75,24 @@ def resolve(recipe: Target, request: Request) -> Job:
         delta=delta,
         run_by=run_by,
         binds=container.binds(recipe, request, run_by, directory),
+        workdir=workdir,
         env=container.environment(request, run_by, image, delta),
         names=_names(request, system),
         env_file=container.env_file(request, run_by, directory),
         settings={
             **_settings(recipe, request, system, run_by, gpus=gpus, size=size),
             **container.secret(request, directory),
+            **({"IMGKIT_JOB_DIR": str(directory)} if workdir and run_by != "kubernetes" else {}),
         },
         directory=directory,
         stop_before_s=_stop_before(request, queue["time"]),
     )
     _refuse_clean(job)
     return dataclasses.replace(
-        job, warnings=_warnings(request, (*_unused(recipe, request, system), *system.doubts(job)))
+        job,
+        warnings=_warnings(
+            request, (*_unused(recipe, request, system), *system.doubts(job), *container.doubts(job))
+        ),
     )
 
 

@@ -85,6 +85,8 @@ class Manifest:
     """git commit of the recipe's folder, with ``-dirty`` after changes; empty outside git."""
     projects: tuple[InstalledProject, ...] = ()
     """What the recipe's pip steps install of the user's own."""
+    workdir: str = ""
+    """The folder in which jobs start, if the recipe states one."""
 
 
 def labels(manifest: Manifest, *, context_sha256: str, created: str, locked: bool) -> dict[str, str]:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import grp
 import hashlib
 import json
 import os
+import pwd
 import shlex
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder.base import files
+from imgkit_builder.base import files, process
 from imgkit_builder.project import toml_file
 from imgkit_builder.project.toml_file import ProjectFile, ProjectValues
 from imgkit_builder.recipe import host_effects, portable, targets
 from imgkit_builder.recipe.targets import Target
+from imgkit_entrypoints.errors import ToolMissing
 from imgkit_recipes import FOLDER
 
 
@@ -68,6 +72,67 @@ class ForeignValues:
     @property
     def _mark(self) -> Path:
         return files.state_dir() / "confirmed" / self.digest
+
+
+def remember_author(file: Path) -> None:
+    """Take this user as the author of the imgkit.toml `file`, which ``imgkit init`` has just written.
+
+    Raises
+    ------
+    OSError : the state folder cannot be written.
+    """
+    mark = _author_mark(file)
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    files.put(mark, f"{file}\n")
+
+
+def is_authors(project: ProjectFile, recipes: Sequence[Target]) -> bool:
+    """Whether this user has made the imgkit.toml, and nobody else can have changed it or its recipe since.
+
+    The files must belong to the user alone. In a git repository, all commits of them must be the user's.
+    """
+    if not _author_mark(project.file).is_file():
+        return False
+    found = {project.file}
+    for target in recipes:
+        if target.file.parent != FOLDER:
+            if not target.positions:  # an image, or JSON that states no places
+                return False
+            found |= {target.file, *(place.file for place in target.positions.values())}
+    return all(_is_own(file) for file in found if file.parent != FOLDER)
+
+
+def _is_own(file: Path) -> bool:
+    try:
+        status = file.lstat()
+        user = pwd.getpwuid(os.geteuid()).pw_name
+        private = grp.getgrgid(status.st_gid).gr_name == user  # a group of the user alone
+    except (OSError, KeyError):
+        return False
+    shared = stat.S_IWOTH if private else stat.S_IWOTH | stat.S_IWGRP
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & shared:
+        return False
+    git = (*process.GIT, "-C", str(file.parent))
+    try:
+        history = process.run(
+            (*git, "log", "--no-show-signature", "--format=%ae", "--", file.name), check=False
+        )
+        own = process.run((*git, "config", "user.email"), check=False)
+    except ToolMissing:
+        return False
+    # Without a repository or a commit there are no authors.
+    authors = set(history.output.split()) if history.returncode == 0 else set()
+    return authors <= {own.output.strip()}
+
+
+def _author_mark(file: Path) -> Path:
+    """A folder that takes the place of a removed one is another: its number counts, too."""
+    try:
+        number = file.parent.stat().st_ino
+    except OSError:
+        number = 0
+    digest = hashlib.sha256(f"{number} {file.resolve()}".encode(errors="surrogateescape")).hexdigest()
+    return files.state_dir() / "authors" / digest
 
 
 def of_job(project: ProjectFile | None, recipes: Sequence[Target], *, stated: bool) -> ForeignValues:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.base import files
+from imgkit_builder.job import systems
 from imgkit_builder.project import toml_file
 from imgkit_builder.recipe import rules
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import UsageError
 
+PROGRAM = "train.py"
+GITIGNORE = ".gitignore"
 _TIME = "30m"
+_OUTPUTS = ("runs/", "*.sif", "*.imgdelta")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +33,15 @@ class NewFolder:
     queue: str = ""
     qos: str = ""
     time: str = ""
-    nodes: str = "1"
+    nodes: str = ""
+
+    @property
+    def name(self) -> str:
+        """The name of the image and its jobs: that of the folder, where an image can have it."""
+        text = self.folder.name.lower()
+        name = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in text)
+        name = "-".join(part for part in name.split("-") if part)[:40]
+        return "project" if not name or [*rules.recipe_name(name)] else name
 
 
 def texts(wanted: NewFolder, parent: Target) -> Mapping[str, str]:
@@ -36,26 +50,31 @@ def texts(wanted: NewFolder, parent: Target) -> Mapping[str, str]:
     from imgkit_builder.recipe import load
 
     templates = environment("templates/project", None)
-    name = _name(wanted.folder)
+    name = wanted.name
     facts = parent.system.queue
+    uses = systems.named(parent.system.scheduler).uses
     required = {"queue" if key == "name" else key for key in facts.required}
-    time = wanted.time or ("" if facts.time else _TIME)
+    time = wanted.time or ("" if facts.time or "time" not in uses else _TIME)
+    by_hosts = parent.system.scheduler == "mpi"  # the list of hosts is the number of nodes
+    nodes = wanted.nodes or ("" if by_hosts else "1")
     given = {"account": wanted.account, "queue": wanted.queue, "qos": wanted.qos, "time": time}
     values = {
         "name": name,
         "remote": wanted.remote,
-        "parent": str(parent.file) if load.is_path(wanted.recipe) else wanted.recipe,
+        "parent": _from(wanted.folder, parent.file) if load.is_path(wanted.recipe) else wanted.recipe,
         "description": f"{name}, on {parent.system.title or parent.name}",
         "queue": [(key, value) for key, value in given.items() if value or key in required],
-        "unused": [key for key, value in given.items() if not value and key not in required],
+        "unused": [key for key, value in given.items() if not value and key not in required and key in uses],
         "required": required,
-        "nodes": int(wanted.nodes) if wanted.nodes.isdecimal() else wanted.nodes,
+        "nodes": int(nodes) if nodes.isdecimal() else nodes,
+        # Only the program that imgkit writes has the option.
+        "own_program": os.path.lexists(wanted.folder / PROGRAM),
     }
     sources = {
         toml_file.NAME: toml_file.NAME,
         f"{name}.yaml": "recipe.yaml",
-        "train.py": "train.py",
-        ".gitignore": "gitignore",
+        PROGRAM: "train.py",
+        GITIGNORE: "gitignore",
     }
     return {file: templates.get_template(f"{source}.j2").render(values) for file, source in sources.items()}
 
@@ -65,6 +84,34 @@ def missing(wanted: NewFolder, parent: Target) -> tuple[str, ...]:
     facts = parent.system.queue
     keys = ["queue" if key == "name" else key for key in facts.required if not getattr(facts, key)]
     return tuple(key for key in keys if key != "time" and not getattr(wanted, key))
+
+
+def _from(folder: Path, file: Path) -> str:
+    """`file` as a path that starts at `folder`: both can move together, or be cloned."""
+    path = os.path.relpath(file.resolve(), folder.resolve())
+    return path if path.startswith("../") else f"./{path}"
+
+
+def next_steps(wanted: NewFolder, parent: Target, shown_folder: Path) -> Iterator[str]:
+    """What the user does now: commands as they are typed, with what only the user knows in capitals."""
+    cd = "" if shown_folder == Path() else f"cd {shlex.quote(str(shown_folder))} && "
+    recipe, ref = f"./{wanted.name}.yaml", f"REGISTRY/{wanted.name}:1"
+    kind, scheduler = parent.system.runtime.kind, parent.system.scheduler
+    needed = [f"{key} in imgkit.toml, which {parent.name} needs" for key in missing(wanted, parent)]
+    if kind == "kubernetes":
+        yield from needed
+        yield f"{cd}imgkit build {recipe} && imgkit push {recipe} {ref}"
+        yield f"imgkit submit --image {ref} --pvc CLAIM:/PATH"
+    elif kind == "docker":
+        yield from needed
+        yield f"{cd}imgkit build {recipe} && imgkit submit"
+        if scheduler == "mpi":
+            yield f"imgkit push {recipe} {ref} && imgkit submit --hosts HOST1,HOST2 --image {ref}"
+    else:
+        if not wanted.remote:
+            yield "imgkit remote add NAME USER@HOST:DIR, and its name in imgkit.toml"
+        yield from needed
+        yield f"{cd}imgkit run --dry-run && imgkit run"
 
 
 def write(folder: Path, wanted: Mapping[str, str], *, keep: bool) -> tuple[Path, ...]:
@@ -89,8 +136,17 @@ def write(folder: Path, wanted: Mapping[str, str], *, keep: bool) -> tuple[Path,
     return tuple(made)
 
 
-def _name(folder: Path) -> str:
-    """The name of the image and its jobs: that of the folder, where an image can have it."""
-    name = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in folder.name.lower())
-    name = "-".join(part for part in name.split("-") if part)[:40]
-    return "project" if not name or [*rules.recipe_name(name)] else name
+def complete_gitignore(folder: Path) -> tuple[str, ...]:
+    """Add the lines about imgkit's outputs that a .gitignore of the user lacks; returns them.
+
+    Else git would take images of gigabytes. Other lines of the template could hide files of the user.
+    """
+    path = folder / GITIGNORE
+    if path.is_symlink() or not path.is_file():
+        return ()
+    text = files.read_text(path)
+    lines = tuple(line for line in _OUTPUTS if line not in text.splitlines())
+    if lines:
+        between = "" if not text or text.endswith("\n") else "\n"
+        files.put(path, text + between + "\n".join(lines) + "\n")
+    return lines

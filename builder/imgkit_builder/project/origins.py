@@ -35,9 +35,11 @@ def under(request: _Kind, project: ProjectFile | None) -> _Kind:
         return request
     values = project.values
     places = {key: _place(position) for key, position in project.positions.items()}
+    # Pods have no folder of this machine, so they must know who named it.
+    folder = {"directory": shown(project.file).name} if request.directory == Path() else {}
     stated: dict[str, Any] = {
         **{key: getattr(request, key) or getattr(values, key) for key in _STATED if hasattr(request, key)},
-        "project": {"": shown(project.file).name, **places},
+        "project": {"": shown(project.file).name, **places, **folder},
         "directory": project.file.parent if request.directory == Path() else request.directory,
     }
     if not isinstance(request, Request):  # a job that makes a .sif has neither variables nor code
@@ -138,6 +140,7 @@ class _Finder:
         yield self._row("runtime", job.run_by, ("system", "runtime", "kind"))
         yield self._row("stop-before", job.stop_before_s, field="stop_before_s")
         yield self._row("directory", job.directory)
+        yield self._row("workdir", job.workdir or ".", ("image", "workdir"))
         yield from self._lists(job, given)
         for own in given.system_flags:
             for word in request.given(own):

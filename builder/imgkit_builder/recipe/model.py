@@ -152,7 +152,7 @@ class Image:
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels of the image, in addition to those that imgkit writes."""
     workdir: str = "/workspace"
-    """The folder in which commands start; absolute."""
+    """Folder in which ``run`` and, if the recipe states it, the commands of jobs start; absolute."""
 
     @property
     def used_secrets(self) -> frozenset[str]:

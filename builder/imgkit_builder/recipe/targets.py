@@ -51,6 +51,8 @@ class Target:
     """Position of every value that a recipe's file states."""
     projects: tuple[InstalledProject, ...] = ()
     """What its image has installed of the user's own, as far as that is known here."""
+    workdir: str = ""
+    """``image.workdir``, where the recipe states it: jobs start there."""
 
     @property
     def module_line(self) -> str:
@@ -88,7 +90,13 @@ def find(ref: str | Path) -> Target:
         file=recipe.file,
         positions=recipe.positions,
         projects=installed(recipe.image.pip),
+        workdir=stated_workdir(recipe),
     )
+
+
+def stated_workdir(recipe: Recipe) -> str:
+    """``image.workdir``; empty where neither the recipe nor one that it extends states it."""
+    return recipe.image.workdir if ("image", "workdir") in recipe.positions else ""
 
 
 def installed(steps: Iterable[PipStep]) -> tuple[InstalledProject, ...]:
@@ -178,12 +186,15 @@ def from_json(text: str, file: Path) -> Target:
             for depth in range(len(path), 0, -1)
         }
         name = str(data["name"])
+        workdir = str(data["image"]["workdir"]) if "image.workdir" in stated else ""
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise UsageError(
             f"it is not what imgkit show RECIPE --json prints: {reason}", where=str(file), hint=HINT
         ) from error
-    return checked(Target(name=name, system=facts, platforms=platforms, file=file, positions=positions))
+    return checked(
+        Target(name=name, system=facts, platforms=platforms, file=file, positions=positions, workdir=workdir)
+    )
 
 
 def checked(target: Target) -> Target:
@@ -196,6 +207,8 @@ def checked(target: Target) -> Target:
     faults = [("name", *fault) for fault in rules.recipe_name(target.name)]
     for index, platform in enumerate(target.platforms):
         faults += [(f"image.platform[{index}]", *fault) for fault in rules.platform(platform)]
+    if target.workdir:
+        faults += [("image.workdir", *fault) for fault in rules.of_text(("image", "workdir"), target.workdir)]
     for path, value in values_of(target.system, ("system",)):
         found = (*rules.of_key(path), *(rules.of_text(path, value) if isinstance(value, str) else ()))
         faults += [(key_text(path), *fault) for fault in found]

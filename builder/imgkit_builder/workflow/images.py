@@ -85,30 +85,35 @@ class ShellCommand:
     """The engine's image; empty for a .sif."""
 
 
-def shell_command(image: str, *, host: bool = False) -> ShellCommand:
+def shell_command(image: str, *, host: bool = False, workdir: str = "") -> ShellCommand:
     """The command that opens a shell in `image`: a local image, a .sif file or a built recipe.
 
     Parameters
     ----------
     host : share this machine's home folder, network and the recipe's binds, as in a job.
+    workdir : the folder in which the shell starts; empty: the one that the recipe states.
 
     Raises
     ------
     UsageError, ToolMissing : as `smoke_test`.
     """
+    from imgkit_builder.recipe import rules
+
+    for what, hint in rules.of_text(("image", "workdir"), workdir) if workdir else ():
+        raise UsageError(what, where="--workdir", hint=hint)
     if _is_file(image):
-        return _sif_shell(image, host=host)
+        return _sif_shell(image, host=host, workdir=workdir)
     try:
-        return _docker_shell(image, host=host)
+        return _docker_shell(image, host=host, workdir=workdir)
     except ToolMissing:
         # A cluster has no engine: there the name means the .sif made from the image.
         beside = Path(f"{image}.sif")
         if not beside.is_file():
             raise
-        return _sif_shell(str(beside), host=host)
+        return _sif_shell(str(beside), host=host, workdir=workdir)
 
 
-def _docker_shell(target: str, *, host: bool) -> ShellCommand:
+def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
     from imgkit_builder import engine as engines
 
     name = image_name(target)
@@ -116,12 +121,12 @@ def _docker_shell(target: str, *, host: bool) -> ShellCommand:
         info = engines.inspect(engine, name)
         recipe = _recipe_of(target, info.labels)
         gpus = recipe is not None and recipe.system.node.gpus > 0 and engine.has_nvidia
-    argv = engines.shell_argv(name, gpus=gpus, host=host, place=engine.endpoint)
+    argv = engines.shell_argv(name, gpus=gpus, host=host, place=engine.endpoint, workdir=workdir)
     reach = _SHARED if host else f"a shell runs in the image: {_NOTHING_SHARED}"
     return ShellCommand(argv=tuple(argv), reach=reach, image=name)
 
 
-def _sif_shell(path: str, *, host: bool) -> ShellCommand:
+def _sif_shell(path: str, *, host: bool, workdir: str) -> ShellCommand:
     from imgkit_builder.sif.runtime import find_runtime, isolation
 
     target = _target_of(Path(path))
@@ -134,8 +139,20 @@ def _sif_shell(path: str, *, host: bool) -> ShellCommand:
             argv.append(option)
     for bind in runtime.binds if runtime and host else ():
         argv += ["--bind", bind]
+    if start := workdir or _stated_workdir(Path(path)):
+        argv += ["--pwd", start]
     reach = isolated.said("a shell") if isolated else _SHARED
     return ShellCommand(argv=(*argv, str(Path(path).absolute())), reach=reach)
+
+
+def _stated_workdir(path: Path) -> str:
+    """The folder that the recipe of a .sif states; empty if it states none or is unknown."""
+    from imgkit_builder.job import baked
+
+    try:
+        return baked.target(path).workdir
+    except ImgkitError:
+        return ""
 
 
 def _target_of(path: Path) -> Target | None:

@@ -121,6 +121,7 @@ def _target_of(archive: Path, default: str) -> Target:
                 platforms=platforms,
                 file=archive,
                 projects=made.projects,
+                workdir=made.workdir,
             )
         )
     if default:

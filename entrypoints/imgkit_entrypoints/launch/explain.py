@@ -153,6 +153,12 @@ KNOWN: tuple[_Known, ...] = (
         remedy="end the script with sys.stdout.flush(); os._exit(0) after destroy_process_group()",
     ),
     _Known(
+        pattern=r"(?:\[Errno 30\]|: cannot [^\n]*:) Read-only file system",
+        cause="the program writes into the image, which is read-only; a relative path begins in the folder "
+        "where the command starts",
+        remedy="write below $IMGKIT_RUN_DIR or $IMGKIT_JOB_DIR, or start in the job's folder: --workdir .",
+    ),
+    _Known(
         # The C++ frames of c10d::TCPStore below such a line are those of a node without a fault.
         pattern=r"Connection reset by peer|Connection closed by peer|Socket closed"
         r"|recvValue(?:WithTimeout)? failed|Failed to recv, got 0 bytes"

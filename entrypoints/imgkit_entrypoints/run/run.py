@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.files import in_job_folder
 from imgkit_entrypoints.launch.goodput import ProgressNotes
 from imgkit_entrypoints.launch.start_up import first_attempt_s
 from imgkit_entrypoints.launch.watchdog import Pulse
@@ -85,7 +86,8 @@ class Run:
         Parameters
         ----------
         folder : the run's folder, which all nodes share; by default IMGKIT_RUN_DIR, else
-            ``runs/NAME-OF-THE-PROGRAM``. A new run needs a folder of its own.
+            ``runs/NAME-OF-THE-PROGRAM``. A new run needs a folder of its own. A relative path starts at
+            the job's folder, also where the program starts elsewhere (``--workdir``).
         keep : number of checkpoints that stay; 0: the run needs no folder and saves nothing.
         stop_after_s : seconds after which the run saves and stops by itself. Under dist-run they count from
             the first attempt, also after a failure; a job that was requeued counts anew.
@@ -97,7 +99,13 @@ class Run:
         """
         program = Path(sys.argv[0]).stem or "program"
         chosen = folder or os.environ.get("IMGKIT_RUN_DIR") or Path("runs") / program
-        return cls(Path(chosen), keep, os.environ, first_attempt_s(os.environ) + stop_after_s, say)
+        return cls(
+            in_job_folder(Path(chosen), os.environ),
+            keep,
+            os.environ,
+            first_attempt_s(os.environ) + stop_after_s,
+            say,
+        )
 
     @property
     def step(self) -> int:

@@ -50,7 +50,7 @@ def shell(line: str, folder: Path, *more: str) -> str:
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """Where the commands are typed; the images that they name are removed at the end."""
-    names = ("cpu:latest", "mn5:latest", "mine:latest")
+    names = ("cpu:latest", "mn5:latest", "mine:latest", "letters:latest")
     before = docker("images", "--format", "{{.Repository}}:{{.Tag}}").split()
     # Not pytest's own folder: jobs of the cluster's ordinary user run here.
     made = Path(f"/tmp/imgkit-start-{os.getpid()}")
@@ -202,3 +202,105 @@ def test_cluster_page_runs_jobs_of_two_nodes(folder: Path, standin: str) -> None
         assert lines == []
     finally:
         cluster.down()
+
+
+PROJECT = {
+    "configurator.py": """\
+import sys
+
+for argument in sys.argv[1:]:
+    if argument.startswith("--"):
+        name, _, value = argument[2:].partition("=")
+        globals()[name] = type(globals()[name])(value)
+    else:
+        exec(open(argument).read())
+""",
+    "config/small.py": "steps = 40\n",
+    "data/words/input.txt": "the quick brown fox jumps over the lazy dog\n" * 9,
+    "train.py": """\
+import os
+
+import torch
+import torch.distributed as dist
+
+out_dir = "out"
+steps = 2000
+exec(open("configurator.py").read())
+text = open("data/words/input.txt").read()
+letters = torch.tensor([ord(letter) for letter in text])
+dist.init_process_group()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Embedding(128, 128))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+for _ in range(steps):
+    loss = torch.nn.functional.cross_entropy(model(letters[:-1]), letters[1:])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+if dist.get_rank() == 0:
+    os.makedirs(out_dir, exist_ok=True)
+    torch.save(model.module.state_dict(), os.path.join(out_dir, "model.pt"))
+    print(f"trained {steps} steps in {os.getcwd()}", flush=True)
+dist.destroy_process_group()
+""",
+}
+"""A project that is used as nanoGPT is: relative paths, and files that are executed."""
+
+
+@pytest.mark.cluster
+def test_github_page_runs_a_project_with_relative_paths(folder: Path, standin: str) -> None:
+    """Its address is replaced by that of a local repository."""
+    lines = commands("github-project")
+    for name, text in PROJECT.items():
+        (folder / "far" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "far" / name).write_text(text)
+    shell(
+        "git init -q && git add . && git -c user.name=me -c user.email=me@here commit -qm one", folder / "far"
+    )
+    shell(take(lines, "git clone").replace("https://github.com/me/letters.git", "far letters"), folder)
+    clone = folder / take(lines, "cd ").removeprefix("cd ")
+    env = {"XDG_STATE_HOME": str(folder / "state"), "BASH_FUNC_module%%": "() { :; }"}
+
+    def here(line: str, *more: str) -> str:
+        own = " ".join((line.replace("imgkit", shlex.join(IMGKIT), 1), *more))
+        return output("bash", "-c", own, folder=clone, env=env)
+
+    here(take(lines, "imgkit init"))
+    assert (clone / "train.py").read_text() == PROJECT["train.py"]
+    page = (ROOT / "docs/start/github-project.md").read_text(encoding="utf-8")
+    stated = page.split("```yaml\n")[1].split("```")[0]
+    assert set(stated.splitlines()) <= set((clone / "letters.yaml").read_text().splitlines())
+    here(take(lines, "imgkit build"), "--base", standin, "--no-test")
+    here(take(lines, "imgkit sif"), "--from", "daemon", "--no-test")
+    # Named by itself, the .sif states its workdir, too.
+    named = here("imgkit submit letters.sif --dry-run -A a --qos acc_debug --time 5m -- dist-run train.py")
+    assert "--pwd /workspace" in named.replace("\\\n    ", "")
+    assert "--pwd /srv" in here("imgkit shell letters.sif --dry-run --workdir /srv")
+    image = ("singularity", "exec", "--pwd", "/workspace", clone / "letters.sif")
+    assert "Read-only file system" in run(*image, "mkdir", "out").stderr
+    cluster = Cluster(state=Path(f"/tmp/imgkit-github-{os.getpid()}"))
+
+    def typed(line: str) -> Path:
+        """Submit a line of the page; returns the job's output, which comes later."""
+        given = line.replace(" -- ", f" {' '.join(ON_CPU)} -- ").replace("imgkit", shlex.join(IMGKIT), 1)
+        done = cluster("exec", "login", "--cwd", clone, "--", "bash", "-c", given, env=env)
+        assert done.returncode == 0, done.stderr
+        return clone / f"letters-{done.stdout.strip()}.out"
+
+    cluster.up(2, "--cpus", "80")
+    try:
+        logs = [typed(take(lines, f"imgkit submit --{flag}")) for flag in (" ", "code .", "workdir .")]
+        assert lines == []
+        until(lambda: not cluster("squeue", "--noheader").stdout.strip())
+        texts = [log.read_text() for log in logs]
+    finally:
+        cluster.down()
+    assert "trained 40 steps in /workspace\n" in texts[0]
+    assert "trained 20 steps in /workspace\n" in texts[1]
+    assert f"trained 10 steps in {clone}\n" in texts[2]
+    assert {"out", "out-code"} <= {path.parent.name for path in clone.glob("*/model.pt")}
+    # The same image under Docker.
+    (folder / "laptop.yaml").write_text("extends: cpu\nimage: {workdir: /workspace}\n")
+    line = f"imgkit submit ./laptop.yaml --image letters:latest {' '.join(ON_CPU)} -- dist-run train.py"
+    trained = shell(f"{line} config/small.py --out_dir=$PWD/docker", folder)
+    assert "trained 40 steps in /workspace\n" in trained
+    assert (folder / "docker/model.pt").is_file()

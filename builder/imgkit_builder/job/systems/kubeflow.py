@@ -165,13 +165,13 @@ def _pytorchjob(job: Job) -> dict[str, Any]:
 
 
 def _pod(job: Job) -> dict[str, Any]:
-    requested, folder = _requested(job), pods.directory(job)
+    requested, folder = _requested(job), pods.workdir(job)
     container = {
         "name": "pytorch",  # the operator sets its variables only in the container of this name
         "image": job.image,
         # args, not command: keeps the image's entry point, as runai does.
         "args": _command(job),
-        **({"workingDir": str(folder)} if folder else {}),
+        **({"workingDir": folder} if folder else {}),
         "env": _env(job),
         **_resources("resources", job, requested),
         **_mounts(job, requested),
@@ -191,7 +191,7 @@ def _trainjob(job: Job) -> dict[str, Any]:
         raise UsageError(
             f"--nodes {job.size}, but {why}", where="--format", hint="--format pytorchjob, or --nodes N"
         )
-    requested, folder = _requested(job), pods.directory(job)
+    requested, folder = _requested(job), pods.workdir(job)
     trainer = {
         "image": job.image,
         # command, not args: a runtime can have a command of its own, for example torchrun.

@@ -203,7 +203,7 @@ def directory(job: Job) -> PurePosixPath | None:
     ------
     UsageError : it is not on a volume.
     """
-    if job.request.directory == Request().directory:
+    if job.request.directory == Request().directory or "directory" in job.request.project:
         return None
     path = PurePosixPath(job.request.directory)
     if not any(path.is_relative_to(claim.path) for claim in claims(job)):
@@ -213,6 +213,12 @@ def directory(job: Job) -> PurePosixPath | None:
             hint=f"--pvc CLAIM:{path}, or a folder below one of the volumes",
         )
     return path
+
+
+def workdir(job: Job) -> str:
+    """The folder in which the command starts; empty: the image's own."""
+    folder = directory(job)
+    return job.workdir or (str(folder) if folder else "")
 
 
 def variables(job: Job) -> Mapping[str, str]:

@@ -185,8 +185,8 @@ def _workers(job: Job) -> Iterator[str]:
 
 
 def _directory(job: Job) -> tuple[str, ...]:
-    folder = pods.directory(job)
-    return ("--working-dir", str(folder)) if folder else ()
+    folder = pods.workdir(job)
+    return ("--working-dir", folder) if folder else ()
 
 
 def _variables(job: Job) -> Iterator[str]:

@@ -195,6 +195,8 @@ def check(words: Sequence[str], env: Mapping[str, str]) -> argparse.Namespace:
         found = parser.parse_args([*found.config, *words])
     if found.run_dir is None and env.get("IMGKIT_RUN_DIR"):
         found.run_dir = Path(env["IMGKIT_RUN_DIR"])
+    if found.run_dir is not None:
+        found.run_dir = files.in_job_folder(found.run_dir, env)
     refuse_unused(parser, found, NEEDS)
     return found
 

@@ -369,6 +369,30 @@ def test_file_of_the_jobs_folder_is_refused(project: Path, command: str, message
         code.refuse_shadowed(read(project), replace(job, directory=project / "src"))
 
 
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("dist-run train.py", ""),
+        ("dist-run -m scripts.run", ""),
+        ("dist-run {p}/train.py", "/p/train.py"),
+        ("python3 ../{p}/train.py", "/p/train.py"),
+    ],
+)
+def test_command_that_starts_in_the_code_reads_it(
+    project: Path, command: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where this machine has a folder /workspace of its own."""
+    monkeypatch.setattr("os.path.lexists", lambda _: True)
+    words = tuple(command.format(p=project).split())
+    request = Request(command=words, runtime="singularity", directory=project, code=project)
+    job = resolve(find("cpu"), request)
+    if not message:
+        code.refuse_shadowed(read(project), job)
+        return
+    with pytest.raises(UsageError, match=message):
+        code.refuse_shadowed(read(project), job)
+
+
 def test_folder_bound_over_the_code_is_refused(project: Path) -> None:
     for target, fine in (("/workspace", False), ("/workspace/p", False), ("/data", True)):
         request = Request(command=("true",), binds=(f"{project}:{target}:ro",), runtime="singularity")

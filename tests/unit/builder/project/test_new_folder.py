@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ def test_new_folder_needs_no_flags(call: Any, monkeypatch: pytest.MonkeyPatch) -
     call("remote", "add", "mn5", "me@far", "--recipe", "mn5")
     code, out, _ = call("init", "My Folder", "-A", "bsc98", "--qos", "acc_debug", "--nodes", "2:4")
     assert code == 0
-    assert "next   cd My Folder; imgkit run --dry-run; imgkit run" in out
+    assert "next   cd 'My Folder' && imgkit run --dry-run && imgkit run" in out
     folder = Path("My Folder")
     assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "my-folder.yaml"])
     assert load(folder.absolute() / "my-folder.yaml").system.title == "MareNostrum 5 ACC"
@@ -73,6 +75,118 @@ def test_keep_writes_what_is_missing(call: Any) -> None:
     assert "train.py" not in json.loads(out)["files"]
     assert Path("train.py").read_text() == "mine"
     assert Path("imgkit.toml").exists()
+
+
+def test_own_program_gets_a_command_that_fits(call: Any) -> None:
+    Path("train.py").write_text("mine")
+    Path(".gitignore").write_text("*.pyc\n*.sif")
+    code, out, _ = call("init", "--recipe", "mn5", "--keep-existing")
+    assert code == 0
+    assert "added  runs/ *.imgdelta to .gitignore" in out
+    assert toml_file.read(Path("imgkit.toml").absolute()).values.command == (
+        "dist-run",
+        "/workspace/train.py",
+    )
+    assert Path(".gitignore").read_text() == "*.pyc\n*.sif\nruns/\n*.imgdelta\n"
+    Path("imgkit.toml").unlink()
+    assert "added" not in call("init", "--recipe", "mn5", "--keep-existing")[1]
+
+
+def test_recipe_of_the_folder_extends_by_a_relative_path(call: Any, tmp_path: Path) -> None:
+    Path("base.yaml").write_text("extends: mn5\n")
+    for folder, extends in (("sub/mine", "../../base.yaml"), (".", "./base.yaml")):
+        assert call("init", "--recipe", str(tmp_path / "base.yaml"), folder)[0] == 0
+        (file,) = (one for one in Path(folder).glob("*.yaml") if one.name != "base.yaml")
+        assert f'extends: "{extends}"' in file.read_text()
+        assert load(file.absolute()).system.title == "MareNostrum 5 ACC"
+
+
+@pytest.mark.parametrize("recipe", ["cpu", "rcp", "lambda"])
+def test_next_lines_work_as_typed(
+    call: Any, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Jobs are rendered; of the commands that need an engine the recipe is read."""
+    lines = [
+        line.removeprefix("next   ")
+        for line in call("init", "--recipe", recipe, "my work")[1].splitlines()
+        if line.startswith("next")
+    ]
+    typed = [shlex.split(one) for line in lines for one in line.split(" && ")]
+    assert typed.pop(0) == ["cd", "my work"]
+    monkeypatch.chdir(tmp_path / "my work")
+    verbs = [words[1] for words in typed]
+    assert (
+        verbs
+        == {
+            "cpu": ["build", "submit"],
+            "rcp": ["build", "push", "submit"],
+            "lambda": ["build", "submit", "push", "submit"],
+        }[recipe]
+    )
+    for words in typed:
+        assert words[0] == "imgkit"
+        given = [word.replace("CLAIM", "claim").replace("REGISTRY", "r.example") for word in words[1:]]
+        if words[1] == "submit":
+            code, out, err = call(*given, "--dry-run")
+            assert code == 0, err
+            assert "is not used" not in err
+            assert "dist-run /workspace/train.py --epochs 5" in " ".join(out.replace("\\\n", "").split())
+        else:
+            assert load(Path(words[2]).absolute()).name == "my-work"
+
+
+def git(*words: str, author: str = "me@here") -> None:
+    who = ("-c", "user.name=x", "-c", f"user.email={author}")
+    subprocess.run(["git", *who, *words], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "asks"),
+    [
+        ("nothing", False),
+        ("recipe", False),
+        ("own commit", False),
+        ("commit of another", True),
+        ("writable for all", True),
+        ("recipe writable for all", True),
+        ("another folder", True),
+        ("an image", True),
+    ],
+)
+def test_author_who_edits_is_asked_nothing(
+    call: Any, change: str, asks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless somebody else can have edited the files."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    call("init", "--recipe", "mn5", "-A", "a", "--qos", "acc_debug", "mine")
+    folder = Path("mine").absolute()
+    file, recipe = folder / "imgkit.toml", folder / "mine.yaml"
+    for one in (file, recipe):
+        one.chmod(0o644)
+    file.write_text(file.read_text().replace("env = []", 'env = ["HOME"]'))
+    recipe.write_text(recipe.read_text() + "system:\n  runtime: {binds: [/data]}\n")
+    monkeypatch.chdir(folder)
+    if "commit" in change:
+        git("init")
+        git("config", "user.email", "me@here")
+        git("add", "mine.yaml", "imgkit.toml")
+        git("commit", "-m", "one", author="me@here" if change == "own commit" else "you@there")
+    if "writable" in change:
+        (recipe if "recipe" in change else file).chmod(0o646)
+    if change == "another folder":
+        folder = folder.rename(folder.with_name("copy"))
+    project = toml_file.read(folder / "imgkit.toml")
+    target = targets.find(project.recipe)
+    if change == "an image":
+        target = targets.Target(name="x", system=target.system, platforms=(), file=folder / "x.sif")
+    assert not confirm.of_job(project, [target], stated=True).is_known
+    assert confirm.is_authors(project, [target]) is not asks
+    if change == "nothing":
+        err = call("submit")[2]  # goes on, to the .sif that is missing
+        assert "not confirmed" not in err
+        assert "mine.sif" in err
+    if change == "commit of another":
+        assert "are not confirmed on this machine" in call("submit")[2]
 
 
 @pytest.mark.parametrize(

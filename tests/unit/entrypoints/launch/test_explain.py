@@ -7,6 +7,7 @@ import pytest
 from imgkit_entrypoints.launch.explain import KNOWN, explain
 
 SEEN = [
+    ("OSError: [Errno 30] Read-only file system: 'out'", "the program writes into the image"),
     (
         "torch.DistStoreError: Timed out after 11 seconds waiting for clients. 1/2 clients joined.",
         "only 1 of 2 nodes started torchrun",

@@ -51,6 +51,8 @@ def test_run_folder_comes_from_the_job() -> None:
     assert options.read([], {}).run_dir is None
     assert options.read([], {"IMGKIT_RUN_DIR": "/runs/7"}).run_dir == Path("/runs/7")
     assert options.read(["--run-dir", "mine"], {"IMGKIT_RUN_DIR": "/runs/7"}).run_dir == Path("mine")
+    assert options.read(["--run-dir", "mine"], {"IMGKIT_JOB_DIR": "/job"}).run_dir == Path("/job/mine")
+    assert options.read(["--run-dir", "/a"], {"IMGKIT_JOB_DIR": "/job"}).run_dir == Path("/a")
 
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:

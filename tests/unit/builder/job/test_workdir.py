@@ -1,0 +1,137 @@
+"""Where the command of a job starts: --workdir, the recipe's image.workdir, the code, the job's folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imgkit_builder.job import systems
+from imgkit_builder.job.request import Job, Request
+from imgkit_builder.job.resolve import resolve
+from imgkit_builder.job.systems.pods import PodFlags
+from imgkit_builder.oci import manifest
+from imgkit_builder.recipe import targets
+from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.targets import Target, find
+from imgkit_entrypoints.errors import UsageError
+
+RUN = Request(
+    command=("dist-run", "train.py"), directory=Path("/w"), time="10m", account="a", qos="acc_debug"
+)
+
+
+@pytest.fixture
+def stated(tmp_path: Path) -> Any:
+    """``stated("cpu")``: a recipe that extends it and states a workdir."""
+
+    def write(parent: str) -> Target:
+        file = tmp_path / "mine.yaml"
+        file.write_text(f"extends: {parent}\nimage:\n  workdir: /workspace/mine\n")
+        return find(file)
+
+    return write
+
+
+def job(target: Target, **given: Any) -> Job:
+    return resolve(target, dataclasses.replace(RUN, **given))
+
+
+def argv(found: Job) -> tuple[str, ...]:
+    return systems.named(found.system).script(found).submit
+
+
+def test_stated_workdir_holds_under_docker_and_singularity(stated: Any) -> None:
+    target = stated("cpu")
+    docker = argv(job(target))
+    assert docker[docker.index("--workdir") + 1] == "/workspace/mine"
+    assert "IMGKIT_JOB_DIR=/w" in docker
+    singularity = argv(job(target, runtime="singularity"))
+    at = singularity.index("--pwd")
+    assert singularity[at + 1 : at + 3] == ("/workspace/mine", "/w/mine.sif")
+    assert "IMGKIT_JOB_DIR=/w" in singularity
+    shell = argv(job(target, runtime="singularity", command=(), interactive=True))
+    assert "--pwd" in shell
+    script = systems.named("slurm").script(job(stated("mn5"))).text
+    assert "--pwd /workspace/mine" in script.replace("\\\n    ", "")
+    assert "export IMGKIT_JOB_DIR=/w\n" in script
+
+
+@pytest.mark.parametrize("runtime", ["docker", "singularity"])
+def test_command_starts_in_the_jobs_folder_otherwise(stated: Any, runtime: str) -> None:
+    plain = argv(job(find("cpu"), runtime=runtime))
+    assert "--pwd" not in plain
+    assert "IMGKIT_JOB_DIR" not in " ".join(plain)
+    again = argv(job(stated("cpu"), runtime=runtime, workdir=".", image="cpu"))
+    assert again == argv(job(find("cpu"), runtime=runtime, image="cpu"))
+
+
+def test_flag_wins_over_recipe_and_code(stated: Any, tmp_path: Path) -> None:
+    assert job(stated("cpu"), workdir="/srv").workdir == "/srv"
+    code = {"runtime": "singularity", "code": tmp_path}
+    assert job(find("cpu"), **code).workdir == "/workspace"
+    assert job(stated("cpu"), **code).workdir == "/workspace/mine"
+    assert job(find("cpu"), **code, workdir=".").workdir == ""
+
+
+def test_run_without_container_has_no_workdir(stated: Any) -> None:
+    found = job(stated("cpu"), runtime="host")
+    assert (found.workdir, "IMGKIT_JOB_DIR" in found.settings) == ("", False)
+    with pytest.raises(UsageError, match="has no container") as caught:
+        job(find("cpu"), runtime="host", workdir="/x")
+    assert "--directory" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("text", ["data", "./data", "/a b", "/a/../b", "/a\nb"])
+def test_folder_that_no_container_has_is_refused(text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        job(find("cpu"), workdir=text)
+    assert caught.value.where == "--workdir"
+
+
+def test_docker_warns_that_files_in_the_image_are_lost(stated: Any) -> None:
+    def warnings(**given: Any) -> tuple[str, ...]:
+        return job(stated("cpu"), account="", qos="", time="", **given).warnings
+
+    (warning,) = warnings()
+    assert "are lost with the container" in warning
+    assert warnings(workdir="/workspace/mine") == ()  # the user has chosen
+    assert warnings(runtime="singularity") == ()  # the write fails there
+
+
+@pytest.mark.parametrize(
+    ("given", "start"),
+    [({}, "/workspace/mine"), ({"workdir": "."}, "/data/me"), ({"workdir": "/srv"}, "/srv")],
+)
+def test_pods_start_there_too(stated: Any, given: dict[str, str], start: str) -> None:
+    pods = {"image": "r/x:1", "directory": Path("/data/me"), "nodes": "2"}
+    flags = PodFlags(pvcs=("c:/data",))
+    words = argv(job(stated("rcp"), **pods, **given, system_flags=(flags,)))
+    assert words[words.index("--working-dir") + 1] == start
+    for form, text in (("pytorchjob", f"workingDir: {start}\n"), ("trainjob", f"--chdir={start}\n")):
+        found = job(stated("rcp"), **pods, **given, system_flags=(dataclasses.replace(flags, format=form),))
+        assert text in systems.named(found.system).script(found).text
+        assert "IMGKIT_RUN_DIR" in systems.named(found.system).script(found).text
+
+
+def test_recipe_as_json_states_the_same(stated: Any, tmp_path: Path) -> None:
+    for target, workdir in ((stated("cpu"), "/workspace/mine"), (find("cpu"), "")):
+        text = targets.described_json(load(target.file))
+        assert targets.from_json(text, tmp_path / "x.json").workdir == workdir
+    bad = json.loads(targets.described_json(load(stated("cpu").file)))
+    bad["image"]["workdir"] = "x; reboot"
+    with pytest.raises(UsageError, match=r"image\.workdir"):
+        targets.from_json(json.dumps(bad), tmp_path / "x.json")
+
+
+def test_manifest_without_the_key_states_none() -> None:
+    base = manifest.BaseImage(name="b")
+    made = manifest.Manifest(
+        imgkit="0", recipe="r", recipe_sha256="0", base=base, platform="linux/amd64", wheel_sha256="0"
+    )
+    data = json.loads(manifest.to_json(made))
+    del data["workdir"]
+    assert manifest.from_json(json.dumps(data)).workdir == ""
