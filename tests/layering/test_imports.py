@@ -300,6 +300,7 @@ def test_one_module_compares_data_with_annotations() -> None:
 
 
 STARTERS = {
+    "builder/imgkit_builder/apptainer/definition.py": "its program runs in the base, without this package",
     "builder/imgkit_builder/base/process.py": "it is the way to start a program",
     "builder/imgkit_builder/engine/address.py": "ssh runs as long as its connection",
     "builder/imgkit_builder/engine/building.py": "a guard outlives imgkit, to end a build",

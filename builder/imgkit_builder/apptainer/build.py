@@ -283,7 +283,10 @@ def finish(
     check.compare_labels(labels, {name: value for name, value in planned.labels.items() if value}, part)
     record = _described(request, part, sif, labels, job)
     manifest = planned.context.manifest
-    manifest = dataclasses.replace(manifest, base=dataclasses.replace(manifest.base, probe=seen.probe))
+    known = dataclasses.replace(
+        manifest.base, probe=seen.probe, env=manifest.base.env or dict(sorted(seen.env.items()))
+    )
+    manifest = dataclasses.replace(manifest, base=known)
     tested = _smoke(part, sif.arch, manifest, job) if request.options.test else ()
     clock.stage("make durable")
     files.publish(part, target)

@@ -27,7 +27,7 @@ from imgkit_builder.recipe.model import Recipe
 from imgkit_builder.sif import check, convert, coverage
 from imgkit_builder.sif import image as sif_image
 from imgkit_builder.sif.conversion import Archive, OciFolder
-from imgkit_entrypoints import secret_patterns
+from imgkit_entrypoints import json_text, secret_patterns
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 from imgkit_entrypoints.terminal import unstyled
 
@@ -36,6 +36,11 @@ LINKS = "imgkit/links.sh"
 """Files beside the build context that only a build has."""
 MARK = "imgkit: begin step"
 
+RUNTIME = "/.singularity.d"
+"""Folder in which the runtime keeps what a base states."""
+_ENVIRONMENT = ("10-docker2singularity.sh", "90-environment.sh", "91-environment.sh")
+_VARIABLES = "IMGKIT-BASE-VARIABLES "
+
 _FILL = """
 path = "{manifest}"
 with open(path, encoding="utf-8") as stream:
@@ -43,6 +48,14 @@ with open(path, encoding="utf-8") as stream:
 probe = dict((name, seen[name]) for name in ("python", "torch", "cuda", "nccl"))
 probe["pip_conflicts"], probe["skipped"] = seen["pip_conflicts"] or [], ""
 manifest["base"]["probe"] = probe
+if not manifest["base"]["env"]:
+    # A .sif, or an image of a registry: only the runtime knows its variables, and has them in these files.
+    script = "for one in {files}; do test ! -r $one || . $one; done; env -0"
+    shell = subprocess.Popen(["env", "-i", "/bin/sh", "-c", script], stdout=subprocess.PIPE,
+                             stderr=subprocess.DEVNULL)
+    pairs = [pair.split("=", 1) for pair in shell.communicate()[0].decode("utf-8", "replace").split("\\0")]
+    manifest["base"]["env"] = dict(pair for pair in pairs if len(pair) == 2 and pair[0] not in {own})
+    print("{mark}" + json.dumps(manifest["base"]["env"], sort_keys=True))
 with open(path, "w", encoding="utf-8") as stream:
     stream.write(json.dumps(manifest, indent=2, sort_keys=True) + "\\n")
 """
@@ -50,7 +63,12 @@ with open(path, "w", encoding="utf-8") as stream:
 
 def look_program() -> str:
     """A program that reports what the base has, and writes it into the manifest of the image."""
-    return inside.argv()[-1] + _FILL.format(manifest=f"{INSIDE}/manifest.json")
+    return inside.argv()[-1] + _FILL.format(
+        manifest=f"{INSIDE}/manifest.json",
+        files=" ".join(f"{RUNTIME}/env/{name}" for name in _ENVIRONMENT),
+        own=("OLDPWD", "PWD", "SHLVL", "_"),
+        mark=_VARIABLES,
+    )
 
 
 def links_script(links: Mapping[str, str]) -> str:
@@ -288,6 +306,8 @@ class Follower:
         self._step = 0
         self._doing, self._squashing = "the base cannot be fetched", False
         self.probe = Probe(skipped="the base has no python3")
+        self.env: Mapping[str, str] = {}
+        """The base's variables, if the runtime alone knows them."""
 
     def line(self, raw: str) -> None:
         """Process one line of output."""
@@ -306,6 +326,8 @@ class Follower:
                 nccl=seen.nccl,
                 pip_conflicts=seen.pip_conflicts or (),
             )
+        elif self._step == 1 and text.startswith(_VARIABLES):
+            self.env = _mapping(text.removeprefix(_VARIABLES))
         elif said and said[1].startswith(_STEPS):
             self._doing = "the build steps cannot start"
         elif said and said[1].startswith(_SQUASH):
@@ -335,6 +357,14 @@ class Follower:
         self._tail.clear()
         step = self._made.steps[self._step - 1]
         self._report.stage(f"step {self._step}/{len(self._made.steps)}: {_short(step.text)}")
+
+
+def _mapping(text: str) -> Mapping[str, str]:
+    try:
+        data = json_text.parse(text)
+    except ValueError:
+        return {}
+    return {name: str(value) for name, value in data.items()} if isinstance(data, dict) else {}
 
 
 def _short(text: str) -> str:

@@ -31,6 +31,7 @@ from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import portable, requirements, sources, targets
 from imgkit_builder.recipe.model import LockedBase, LockedDeb, LockedWheel, Recipe
+from imgkit_builder.recipe.rules import inherited
 from imgkit_entrypoints import __version__, system
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 from imgkit_recipes import FOLDER
@@ -128,6 +129,7 @@ def pack(
         revision="" if recipe.lock else revision,
         projects=targets.installed(recipe.image.pip),
         workdir=targets.stated_workdir(recipe),
+        env={name: value for name, value in recipe.image.env.items() if inherited(name, value) is None},
     )
     packed = [
         members.file("Dockerfile", dockerfile.encode()),

@@ -53,6 +53,7 @@ class BaseImage:
     standin: bool = False
     """Whether the base has the label ``imgkit.standin``: no NVIDIA software, for tests only."""
     env: Mapping[str, str] = field(default_factory=dict)
+    """Its variables; empty where they are unknown, as every image has a PATH."""
     user: str = ""
     """Its containers start as this user; empty for root."""
     probe: Probe = Probe()
@@ -87,6 +88,9 @@ class Manifest:
     """What the recipe's pip steps install of the user's own."""
     workdir: str = ""
     """The folder in which jobs start, if the recipe states one."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """The recipe's ``image.env``, without values that add to the base's. A launch tells by this and by the
+    base's variables which ones the image brings."""
 
 
 def labels(manifest: Manifest, *, context_sha256: str, created: str, locked: bool) -> dict[str, str]:

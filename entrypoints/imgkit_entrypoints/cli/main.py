@@ -115,6 +115,9 @@ def _dist_env(argv: Sequence[str], env: Mapping[str, str]) -> int:
     if chosen.shell:
         for name, value in sorted(found.network.env.items()):
             terminal.document(f"export {name}={shlex.quote(value)}\n")
+        for name in found.network.unset:
+            if name in env:  # else a variable of the recipe, which nothing has set
+                terminal.document(f"unset {name}\n")
     elif options.json:
         terminal.document(json.dumps(_json(found), indent=2) + "\n")
     else:
@@ -141,7 +144,10 @@ def _json(found: _Findings) -> dict[str, object]:
     return {
         "schema": plan.SCHEMA,
         "imgkit": __version__,
-        "host": dataclasses.asdict(found.host),
+        # Without the image's variables: the decisions name those that matter.
+        "host": {
+            name: value for name, value in dataclasses.asdict(found.host).items() if name != "image_env"
+        },
         "system": None if found.system is None else json_text.parse(to_json(found.system)),
         "placement": found.placement_dict(),
         "fabric": {
@@ -164,6 +170,7 @@ def _lines(found: _Findings) -> list[str]:
             for name, value in found.placement_dict().items()
             if value not in (None, "", (), {})
         ),
+        *((f"image      unknown: {network.image}",) if network.image else ()),
         f"fabric     {network.kind}: {network.reason}",
         *(f"  {'set ' if decision.used else 'note'} {decision}" for decision in network.decisions),
         *(f"  warn {text}" for text in (*found.warnings, *network.warnings, *network.blockers)),

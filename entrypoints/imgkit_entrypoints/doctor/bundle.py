@@ -16,7 +16,7 @@ from imgkit_entrypoints.doctor.checks import software
 from imgkit_entrypoints.doctor.saved_environment import ENVIRONMENT
 from imgkit_entrypoints.facts import NOT_FILES, Reader, health
 from imgkit_entrypoints.facts.reader import Entry, Recorder, entries
-from imgkit_entrypoints.facts.software import absent_files
+from imgkit_entrypoints.facts.software import absent_files, image_env
 
 _MANIFEST = "opt/imgkit/manifest.json"
 
@@ -70,13 +70,17 @@ def _more(reader: Reader, env: Mapping[str, str]) -> Iterator[Entry]:
         text = json.dumps(data)
     if text:
         yield Entry(path=str(system.SYSTEM_JSON).lstrip("/"), kind="file", content=text + "\n")
-    # Only the platform of the manifest, which also has the whole environment of the base image.
+    # Only what a replay reads of the manifest, which has the whole environment of the base image.
     try:
         platform = json_text.parse(reader.text(f"/{_MANIFEST}") or "{}").get("platform")
     except (ValueError, AttributeError):
         platform = None
     if isinstance(platform, str):
-        yield Entry(path=_MANIFEST, kind="file", content=json.dumps({"platform": platform}) + "\n")
+        kept: dict[str, object] = {"platform": platform}
+        if (image := image_env(reader)) is not None:
+            # The empty PATH: a replay knows that no other variable of a launch is the image's.
+            kept["base"] = {"env": {"PATH": "", **saved_environment.chosen(image)[0]}}
+        yield Entry(path=_MANIFEST, kind="file", content=json.dumps(kept) + "\n")
     for name in reader.names("/sys/class/iommu"):
         yield Entry(path=f"sys/class/iommu/{name}", kind="folder")
     if reader.exists("/usr/local/cuda/compat"):

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from imgkit_entrypoints.fabric import lint, ports, slingshot, sockets
+from imgkit_entrypoints.fabric import lint, plugin, ports, slingshot, sockets
 from imgkit_entrypoints.fabric.fabric_plan import Decision, FabricPlan, Finding, PlanDraft, draft_for
 from imgkit_entrypoints.facts import HostFacts, Interface, Port
 from imgkit_entrypoints.system import FabricKind, SystemFacts
+
+UNKNOWN_IMAGE = "/opt/imgkit/manifest.json states no variables of an image, so they count as set by the user"
 
 __all__ = ["Decision", "FabricPlan", "Finding", "choose"]
 
@@ -25,6 +27,8 @@ def choose(
 ) -> FabricPlan:
     """Decide the network variables of this node; variables of the user are kept and reported.
 
+    Those that the image brings are replaced where the facts say otherwise.
+
     Parameters
     ----------
     nnodes : nodes of the run; some settings are only right between nodes.
@@ -32,6 +36,7 @@ def choose(
     """
     draft = draft_for(facts, system, env, nnodes=nnodes, head=head)
     kind, reason, asked = _kind(draft)
+    plugin.decide(draft, kind)
     devices, rate = _FABRICS[kind](draft, system)
     if not asked:
         _expect(draft, system, kind, reason, rate)
@@ -41,11 +46,12 @@ def choose(
         reason=reason,
         env=dict(draft.chosen),
         decisions=tuple(draft.decisions),
-        unset=tuple(draft.unset),
+        unset=tuple(dict.fromkeys(name for name in draft.unset if name not in draft.chosen)),
         warnings=(*draft.warnings, *lint.check(draft, kind)),
         blockers=tuple(draft.blockers),
         devices=devices,
         line_rate_Gbps=rate,
+        image=UNKNOWN_IMAGE if facts.image_env is None else "",
     )
 
 
@@ -56,6 +62,7 @@ def infiniband(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
     """Decide for InfiniBand: exact ports; no GID index, because it routes by LID."""
     used = ports.decide(draft)
     lids = "; ".join(f"{port.path}/lid: {port.lid or 'none'}" for port in used)
+    draft.refuse_image(ports.GID_INDEX, f"InfiniBand routes by LID ({lids})")
     draft.note(
         ports.GID_INDEX, "", f"InfiniBand routes by LID; NCCL 2.22.3 and later ignore the variable ({lids})"
     )
@@ -74,13 +81,25 @@ def roce(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
 
 def _rdma(draft: PlanDraft, used: tuple[Port, ...], kind: str) -> _Carriers:
     sockets.refuse_threads(draft, kind)
+    if used:
+        shown = ", ".join(f"{port.path}/state: {port.state}" for port in used)
+        draft.refuse_image("NCCL_IB_DISABLE", f"the fabric's ports are there ({shown})")
+        if _other_net(draft, ("ib", "ibext", "ucx", "spcx")):
+            draft.refuse_image("NCCL_NET", f"{kind} needs no other network ({shown})")
     return tuple(port.name for port in used), ports.line_rate_Gbps(draft.facts, used)
+
+
+def _other_net(draft: PlanDraft, right: tuple[str, ...]) -> bool:
+    """Whether the image pins a network of NCCL that is none of the `right` ones."""
+    known = draft.from_image("NCCL_NET")
+    return known is not None and known.value.partition("_v")[0].lower() not in right
 
 
 def slingshot_11(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
     """Decide for Slingshot: the plugin's settings, the bootstrap interfaces, and the guard for GH200."""
     cxi = draft.facts.cxi
     slingshot.settings(draft)
+    slingshot.provider(draft)
     slingshot.net(draft)
     slingshot.guard(draft, system.node.gpu_model if system else "")
     hsn = _hsn(draft.facts)
@@ -136,6 +155,8 @@ def tcp(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
     else:
         there = ", ".join(device.path for device in draft.facts.rdma)
         draft.set("NCCL_IB_DISABLE", "1", f"no usable RDMA port ({there}), so NCCL must not try one")
+    if not plugin_only and _other_net(draft, ("socket",)):
+        draft.refuse_image("NCCL_NET", "the data uses TCP (/sys/class/infiniband, /sys/class/cxi)")
     # Sockets run over the fabric's interfaces as well, and faster than over the one with the default route.
     own = [item.name for item in sockets.usable(draft.facts) if item.name.startswith(("hsn", "ib"))]
     item = sockets.decide(draft, prefer=own)
@@ -149,12 +170,12 @@ _FABRICS = {"infiniband": infiniband, "roce": roce, "slingshot": slingshot_11, "
 
 def _kind(draft: PlanDraft) -> tuple[FabricKind, str, bool]:
     """Fabric, reason, and whether TCP was requested; else cxi, then active RDMA ports, then TCP."""
-    net = draft.given("NCCL_NET")
+    net = draft.request("NCCL_NET")
     if net is not None and net.value.lower() == "socket":
         return "tcp", f"NCCL_NET={net.value} ({net.origin})", True
     if draft.facts.cxi:
         return "slingshot", f"Slingshot NICs: {slingshot.nics(draft.facts)}", False
-    off = draft.given("NCCL_IB_DISABLE")
+    off = draft.request("NCCL_IB_DISABLE")
     if off is not None and off.value.strip() not in ("", "0"):
         return "tcp", f"NCCL_IB_DISABLE={off.value} ({off.origin})", True
     used = ports.in_use(draft) or ports.choose(draft.facts, draft.nics)[0]

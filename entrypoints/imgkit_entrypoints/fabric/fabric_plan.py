@@ -1,15 +1,20 @@
 """The network decisions of a node, each with its reason, and the draft in which they are made.
 
-Precedence is decided here alone: the user's environment, then an nccl.conf, the recipe, and last the facts.
+Precedence is decided here alone: the user's environment and an nccl.conf, then the recipe, the facts, and
+last the image. A variable comes from the image if its value is the one that the image's manifest states.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from imgkit_entrypoints.facts import HostFacts
 from imgkit_entrypoints.system import FabricKind, SystemFacts
+
+Origin = Literal["user", "recipe", "facts", "image"]
+"""Who decided a value, in the order of precedence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +27,8 @@ class Decision:
     """One sentence with its evidence: a path and its content, or a variable."""
     used: bool = True
     """False if the value is only reported, and workers do not get it."""
+    origin: Origin = "facts"
+    """Who set `value`."""
 
     def __str__(self) -> str:
         return f"{self.variable}={self.value}: {self.reason}"
@@ -51,7 +58,7 @@ class FabricPlan:
     """Variables to set, without those that the user has set."""
     decisions: tuple[Decision, ...]
     unset: tuple[str, ...] = ()
-    """Variables of the recipe that must not be applied on this node."""
+    """Variables of the recipe or the image that workers on this node must not get."""
     warnings: tuple[Finding, ...] = ()
     """Settings that are slow or dangerous; the run may go on."""
     blockers: tuple[Finding, ...] = ()
@@ -60,6 +67,8 @@ class FabricPlan:
     """Devices that carry the traffic: ``mlx5_0:1``, ``cxi0``, ``eth0``."""
     line_rate_Gbps: float | None = None
     """Rate of all `devices` together, in 1e9 bit/s; None if one rate is unknown."""
+    image: str = ""
+    """Why a value that the image set counts as the user's; empty: the image's variables are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,11 +77,15 @@ class Given:
 
     value: str
     origin: str
-    """``set by the user``, with its file, or ``from the recipe``."""
+    """``set by the user``, with its file, ``from the recipe``, or ``from the image``."""
     place: str
     """File or part of the recipe that sets it; empty for the environment."""
-    mine: bool
-    """True for a value of the user, which is never replaced."""
+    by: Origin
+
+    @property
+    def mine(self) -> bool:
+        """True for a value of the user, which is never replaced."""
+        return self.by == "user"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,26 +112,47 @@ class PlanDraft:
         return self.nnodes > 1
 
     def given(self, variable: str) -> Given | None:
-        """Value that is already set, and by whom; a refused value of the recipe no longer counts."""
-        if variable in self.env:
-            return Given(value=self.env[variable], origin="set by the user", place="", mine=True)
+        """Value that is already set, and by whom; one that was refused or replaced no longer counts."""
+        of_image = self.of_image(variable)
+        if variable in self.env and not of_image:
+            return Given(value=self.env[variable], origin="set by the user", place="", by="user")
         for setting in self.facts.nccl_settings:
             if setting.name == variable:
-                # NCCL reads it only if the environment has none, so setting one would override it.
+                # NCCL reads it only if the environment has none, so setting another would override it.
                 return Given(
                     value=setting.value,
                     origin=f"set by the user in {setting.path}",
                     place=setting.path,
-                    mine=True,
+                    by="user",
                 )
         if variable in self.recipe and variable not in self.unset:
             return Given(
                 value=self.recipe[variable],
                 origin="from the recipe",
                 place="the recipe's system.env",
-                mine=False,
+                by="recipe",
             )
+        if of_image and variable not in self.unset and variable not in self.chosen:
+            return Given(value=self.env[variable], origin="from the image", place="", by="image")
         return None
+
+    def of_image(self, variable: str) -> bool:
+        """Whether the environment has the value of `variable` that the image brings.
+
+        A user who exports the same value looks the same.
+        """
+        known = self.facts.image_env
+        return known is not None and variable in self.env and known.get(variable) == self.env[variable]
+
+    def request(self, variable: str) -> Given | None:
+        """A value that somebody chose for this run or system, and not the image for all of them."""
+        known = self.given(variable)
+        return None if known is None or known.by == "image" else known
+
+    def from_image(self, variable: str) -> Given | None:
+        """The image's value, if nobody else has set one."""
+        known = self.given(variable)
+        return known if known is not None and known.by == "image" else None
 
     def names(self) -> tuple[str, ...]:
         """Every variable that is already set."""
@@ -146,38 +180,46 @@ class PlanDraft:
     def unsetting(self, variable: str) -> str:
         """Words that take away a value, by its origin."""
         known = self.given(variable)
-        if known is None or variable in self.env:
+        if known is not None and known.by == "image":
+            return f"set another {variable} (--env, or the recipe's system.env)"
+        if known is None or not known.place:
             return f"unset {variable}"
         return f"remove {variable} from {known.place}"
 
     def set(self, variable: str, value: str, reason: str) -> None:
-        """Set `variable`; if it is already set, keep that value and report both."""
+        """Set `variable`; if the user or the recipe did, keep that value and report both."""
         known = self.given(variable)
         if known is None:
             self.chosen[variable] = value
             self.decisions.append(Decision(variable=variable, value=value, reason=reason))
             return
-        if not known.mine:
-            self.chosen[variable] = known.value
+        if known.by == "image" and known.value != value:
+            self.chosen[variable] = value
+            reason = f"{reason}; replaces the image's {known.value!r}"
+            self.decisions.append(Decision(variable=variable, value=value, reason=reason))
+            return
         same = "imgkit would set the same" if known.value == value else f"imgkit would set {value!r}"
-        self.decisions.append(
-            Decision(variable=variable, value=known.value, reason=f"{known.origin}; {same}: {reason}")
-        )
+        self._keep(variable, known, f"{known.origin}; {same}: {reason}")
 
     def note(self, variable: str, value: str, reason: str) -> None:
-        """Report a value without setting it; a value that is already set is kept and reported."""
+        """Report a value without setting it; a value that is already set, also the image's, is kept."""
         known = self.given(variable)
         if known is None:
             self.decisions.append(Decision(variable=variable, value=value, reason=reason, used=False))
             return
-        if not known.mine:
+        self._keep(variable, known, f"{known.origin}; not needed: {reason}")
+
+    def _keep(self, variable: str, known: Given, reason: str) -> None:
+        """Report a value that is already set, and hand it to the workers unless it reaches them anyway."""
+        if known.by == "recipe" or (known.mine and self.of_image(variable)):
+            # In the second case the value is that of an nccl.conf, which the image's variable would hide.
             self.chosen[variable] = known.value
-        self.decisions.append(
-            Decision(variable=variable, value=known.value, reason=f"{known.origin}; not needed: {reason}")
-        )
+        if known.by != "image" and self.of_image(variable) and self.env[variable] != known.value:
+            reason = f"{reason}; replaces the image's {self.env[variable]!r}"
+        self.decisions.append(Decision(variable=variable, value=known.value, reason=reason, origin=known.by))
 
     def refuse(self, variable: str, reason: str) -> None:
-        """Leave out a value of the recipe that is wrong on this node; a value of the user stays."""
+        """Leave out a value of the recipe or the image that is wrong here; a value of the user stays."""
         known = self.given(variable)
         if known is None or known.mine:
             return
@@ -186,10 +228,16 @@ class PlanDraft:
             Decision(
                 variable=variable,
                 value=known.value,
-                reason=f"from the recipe, not used: {reason}",
+                reason=f"{known.origin}, not used: {reason}",
                 used=False,
+                origin=known.by,
             )
         )
+
+    def refuse_image(self, variable: str, reason: str) -> None:
+        """Leave out a value of the image that is wrong here; a value of the user or the recipe stays."""
+        if self.from_image(variable):
+            self.refuse(variable, reason)
 
     def rest(self) -> None:
         """Report variables without a decision: the recipe's other variables, and those of nccl.conf files."""
@@ -198,17 +246,15 @@ class PlanDraft:
             if variable in known:
                 continue
             given = self.given(variable)
-            if given is not None and given.mine:
-                reason = f"{given.origin}; the recipe's {value!r} is not used"
-                self.decisions.append(Decision(variable=variable, value=given.value, reason=reason))
-            else:
-                self.chosen[variable] = value
-                self.decisions.append(Decision(variable=variable, value=value, reason="from the recipe"))
+            if given is None:
+                continue
+            other = f"; the recipe's {value!r} is not used" if given.mine else ""
+            self._keep(variable, given, f"{given.origin}{other}")
             known.add(variable)
         for setting in self.facts.nccl_settings:
-            if setting.name not in known and setting.name not in self.env:
-                reason = f"set by the user in {setting.path}"
-                self.decisions.append(Decision(variable=setting.name, value=setting.value, reason=reason))
+            given = self.given(setting.name)
+            if setting.name not in known and given is not None and given.place:
+                self._keep(setting.name, given, given.origin)
 
 
 def draft_for(

@@ -121,7 +121,7 @@ def _socket_numbers(draft: PlanDraft, kind: FabricKind) -> Found:
 
 
 def _plugin_twice(draft: PlanDraft, kind: FabricKind) -> Found:
-    if draft.given("NCCL_NET") and draft.given("NCCL_NET_PLUGIN"):
+    if draft.given("NCCL_NET") and draft.request("NCCL_NET_PLUGIN"):
         yield (
             f"{draft.said('NCCL_NET')} together with {draft.said('NCCL_NET_PLUGIN')}: set only "
             'one of them (CSCS, "Communication libraries": NCCL)',

@@ -171,7 +171,7 @@ def matching(text: str, ports: Iterable[Port]) -> tuple[Port, ...]:
 def in_use(draft: PlanDraft) -> tuple[Port, ...]:
     """Ports that NCCL will use, by the rule or by an existing value of NCCL_IB_HCA."""
     chosen, _ = choose(draft.facts, draft.nics)
-    known = draft.given(HCA)
+    known = draft.request(HCA)
     if known is None:
         return chosen
     usable = [port for _, port in pairs(draft.facts) if not _unusable(port)]
@@ -322,6 +322,7 @@ def decide_gid(draft: PlanDraft, ports: Sequence[Port]) -> None:
     version = draft.facts.nccl
     named = f"{draft.facts.nccl_version} ({draft.facts.nccl_source})"
     if version is not None and version >= FINDS_GID:
+        draft.refuse_image(GID_INDEX, f"NCCL {named} finds {text} itself: {shown}")
         value = str(found[0][1].index) if len(indices) == 1 else text
         draft.note(GID_INDEX, value, f"NCCL {named} finds {text} itself: {shown}")
     elif version is None:
@@ -344,6 +345,7 @@ def _without_ipv4_gid(draft: PlanDraft, port: Port) -> None:
     slots = ", ".join(f"{gid.index}: {gid.value} {gid.kind}".strip() for gid in port.gids) or "all empty"
     netdev = next((gid.netdev for gid in port.gids if gid.netdev), "its interface")
     reason = f"{port.name} has no IPv4 GID, so NCCL uses index 0; {port.path}/gids: {slots}"
+    draft.refuse_image(GID_INDEX, reason)
     draft.note(GID_INDEX, "", reason)
     if draft.given(GID_INDEX) is None:
         draft.block(
@@ -355,6 +357,7 @@ def _without_ipv4_gid(draft: PlanDraft, port: Port) -> None:
 
 def _differing_gids(draft: PlanDraft, first: Port, text: str, shown: str) -> None:
     version = draft.facts.nccl_version
+    draft.refuse_image(GID_INDEX, f"the NICs need different indices ({text}): {shown}")
     draft.note(GID_INDEX, text, f"the NICs need different indices, so none is set: {shown}")
     if draft.given(GID_INDEX) is None:
         draft.block(

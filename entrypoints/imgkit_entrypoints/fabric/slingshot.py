@@ -6,6 +6,7 @@ documentation follows (Sigma2, "PyTorch multi-node", May 2026). CSCS and Isambar
 
 from __future__ import annotations
 
+from imgkit_entrypoints.fabric import plugin as plugins
 from imgkit_entrypoints.fabric.fabric_plan import PlanDraft
 from imgkit_entrypoints.facts import HostFacts
 
@@ -46,9 +47,24 @@ def settings(draft: PlanDraft) -> None:
         draft.set(variable, value, f"{reason} ({nics(draft.facts)})")
 
 
+def provider(draft: PlanDraft) -> None:
+    """Replace a provider of libfabric that the image names, for example that of a cloud."""
+    if draft.from_image("FI_PROVIDER"):
+        draft.set("FI_PROVIDER", "cxi", f"the provider of Slingshot ({nics(draft.facts)})")
+
+
+def _drop_other_plugin(draft: PlanDraft) -> None:
+    """Leave out a plug-in of the image for other fabrics: NCCL would look for no other one."""
+    known = draft.from_image(plugins.VARIABLE)
+    if known is None or (plugins.is_ofi(known.value) and plugins.files(draft.facts, known.value)):
+        return
+    draft.refuse(plugins.VARIABLE, f"Slingshot needs aws-ofi-nccl ({nics(draft.facts)})")
+
+
 def net(draft: PlanDraft) -> None:
     """Decide NCCL_NET between nodes, so that NCCL stops instead of silently falling back to TCP."""
     found = plugin(draft.facts)
+    _drop_other_plugin(draft)
     if not draft.several:
         draft.refuse("NCCL_NET", "on one node the plugin allocates memory for nothing (HPE's guide)")
         draft.note("NCCL_NET", "AWS Libfabric", "one node needs no network; it is set only between nodes")

@@ -91,7 +91,10 @@ def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
     cpus = compute.cpus(reader, known)
     processes, processes_source = compute.processes(reader)
     nccl_version, nccl_source = software.nccl(reader, env)
-    libraries = software.libraries(reader, env)
+    nccl_settings = software.nccl_settings(reader, env)
+    # Not through a recorder: a snapshot holds no environment.
+    plain = Reader(root=reader.root)
+    libraries = software.libraries(reader, env, software.named_plugins(plain, env, nccl_settings))
     return HostFacts(
         hostname=reader.text("/proc/sys/kernel/hostname") or str(known.get("hostname") or platform.node()),
         arch=str(known.get("arch") or platform.machine()),
@@ -125,7 +128,8 @@ def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
         torch_version=software.torch(reader),
         nccl_version=nccl_version,
         nccl_source=nccl_source,
-        nccl_settings=software.nccl_settings(reader, env),
+        nccl_settings=nccl_settings,
+        image_env=software.image_env(plain),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
@@ -115,3 +116,22 @@ def _output(*command: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout if done.returncode == 0 else ""
+
+
+def load_fault(path: str) -> str:
+    """Why the dynamic linker cannot load a library here; empty if it can."""
+    program = (sys.executable, "-I", "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", path)
+    try:
+        done = subprocess.run(
+            program,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=COMMAND_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"loading it takes more than {COMMAND_S:g} s"
+    lines = done.stderr.strip().splitlines()
+    return "" if done.returncode == 0 else lines[-1] if lines else f"exit code {done.returncode}"

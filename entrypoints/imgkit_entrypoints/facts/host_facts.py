@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -237,6 +238,8 @@ class HostFacts:
     """``2.20.5``; empty if unknown."""
     nccl_source: str = ""
     nccl_settings: tuple[Setting, ...] = ()
+    image_env: Mapping[str, str] | None = None
+    """Variables that the image sets, by its manifest; None: unknown, as in an image of another tool."""
 
     @property
     def nccl(self) -> tuple[int, ...] | None:

@@ -6,14 +6,18 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from imgkit_entrypoints import files
+from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.facts.compute import NVIDIA_FILES, driver
 from imgkit_entrypoints.facts.host_facts import Library, Setting
 from imgkit_entrypoints.facts.reader import Reader
+from imgkit_entrypoints.system import SYSTEM_JSON
+
+MANIFEST_JSON = "/opt/imgkit/manifest.json"
 
 LIBRARIES = (
     "libibverbs.so.1",
@@ -44,15 +48,73 @@ def library_folders(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*own, *configured, *fixed)))
 
 
-def libraries(reader: Reader, env: Mapping[str, str]) -> tuple[Library, ...]:
-    """First place of each library that a fabric needs."""
+def libraries(reader: Reader, env: Mapping[str, str], plugin_files: Sequence[str]) -> tuple[Library, ...]:
+    """First place of each library that a fabric needs, and of `plugin_files`, which may be paths."""
     folders = library_folders(reader, env)
     found = []
-    for name in LIBRARIES:
-        path = next((f"{folder}/{name}" for folder in folders if reader.exists(f"{folder}/{name}")), None)
+    for name in dict.fromkeys((*LIBRARIES, *plugin_files)):
+        places = (name,) if name.startswith("/") else (f"{folder}/{name}" for folder in folders)
+        path = next((place for place in places if reader.exists(place)), None)
         if path:
             found.append(Library(name=name, path=path, target=reader.target(path)))
+        elif name in plugin_files and reader.live and f"/{name}\0".encode() in _linker_cache():
+            # A site's own ld.so.conf may name folders that are not read here.
+            found.append(Library(name=name, path=name, target=name))
     return tuple(found)
+
+
+NET_PLUGIN = "NCCL_NET_PLUGIN"
+_NO_FILES = ("none", "STATIC_PLUGIN")
+"""Values of `NET_PLUGIN` for which NCCL opens no file."""
+
+
+def plugins(value: str) -> tuple[str, ...]:
+    """The plug-ins in a value of `NET_PLUGIN`, which newer versions of NCCL read as a list.
+
+    A relative path is left out: it depends on the folder in which a worker starts.
+    """
+    words = (part.strip() for part in value.split(","))
+    return tuple(
+        word for word in words if word and word not in _NO_FILES and (word.startswith("/") or "/" not in word)
+    )
+
+
+def plugin_files(word: str) -> tuple[str, ...]:
+    """Files that NCCL tries to open for a plug-in, in its order."""
+    return (word,) if "/" in word else (word, f"libnccl-net-{word}.so")
+
+
+def named_plugins(reader: Reader, env: Mapping[str, str], settings: Sequence[Setting]) -> tuple[str, ...]:
+    """Files of the plug-ins that the environment, an nccl.conf or the recipe names."""
+    recipe = _baked(reader, str(SYSTEM_JSON)).get("env")
+    values = (
+        env.get(NET_PLUGIN),
+        *(item.value for item in settings if item.name == NET_PLUGIN),
+        recipe.get(NET_PLUGIN) if isinstance(recipe, dict) else None,
+    )
+    words = (word for value in values if isinstance(value, str) for word in plugins(value))
+    return tuple(dict.fromkeys(name for word in words for name in plugin_files(word)))
+
+
+def image_env(reader: Reader) -> Mapping[str, str] | None:
+    """Variables that the image sets, of its base and its recipe; None if no manifest states them."""
+    manifest = _baked(reader, MANIFEST_JSON)
+    base, own = manifest.get("base"), manifest.get("env")
+    inherited = base.get("env") if isinstance(base, dict) else None
+    # Every image has a PATH: without a variable, nothing is known about its base.
+    if not inherited or not isinstance(inherited, dict):
+        return None
+    both = {**inherited, **(own if isinstance(own, dict) else {})}
+    return {name: value for name, value in both.items() if isinstance(value, str)}
+
+
+def _baked(reader: Reader, path: str) -> dict[str, Any]:
+    """A JSON object of the image; empty if it is none, about which the reader of its values complains."""
+    try:
+        data = json_text.parse(reader.text(path) or "{}")
+    except ValueError:
+        return {}
+    return data if isinstance(data, dict) else {}
 
 
 def closed_gpus(reader: Reader, env: Mapping[str, str]) -> Mapping[str, str]:

@@ -130,6 +130,8 @@ class LaunchPlan:
     unset: tuple[str, ...]
     decisions: tuple[Decision, ...]
     warnings: tuple[str, ...]
+    image: str = ""
+    """Why a value that the image set counts as the user's; empty: the image's variables are known."""
     secret: str = ""
     """The place that the secret of the roll call comes from; empty: the start is open, or on one node."""
 
@@ -155,6 +157,8 @@ class LaunchPlan:
         starter = "torchrun" if self.mode == "torchrun" else self.placement.scheduler
         yield "mode", self.mode, f"{starter} starts the workers"
         yield "secret", self.secret or "-", "" if self.secret else "not needed, or none is set"
+        if self.image and any(decision.origin == "user" for decision in self.decisions):
+            yield "image", "unknown", self.image
         decided = {decision.variable for decision in self.decisions}
         for decision in self.decisions:
             reason = decision.reason if decision.used else f"not set: {decision.reason}"
@@ -186,6 +190,7 @@ class LaunchPlan:
             "nproc": self.nproc,
             "mode": self.mode,
             "secret": self.secret,
+            "image": self.image,
             "argv": list(self.argv),
             "env": dict(self.env),
             "unset": list(self.unset),
@@ -226,7 +231,7 @@ def make(
             where=f"fabric {network.kind}",
             hint=f"{network.blockers[0].fix}; --device cpu runs over gloo",
         )
-    decided = {**network.env, **_threads(host, nproc, env, decisions)}
+    decided = {**network.env, **_threads(host, nproc, system, env, decisions)}
     # The names tell the program which values are the node agent's choices and not the user's.
     variables = {"IMGKIT_DEVICE": device, "IMGKIT_DECIDED": ",".join(sorted(decided)), **decided}
     command = tuple(worker)
@@ -248,6 +253,7 @@ def make(
         env=variables,
         unset=(*operators, *network.unset),
         decisions=(*decisions, *network.decisions),
+        image=network.image,
         warnings=(
             *_unused(request, place, nproc, env),
             *_spares_wait_in_vain(place),
@@ -380,18 +386,25 @@ def _unused(request: Request, place: Placement, nproc: int, env: Mapping[str, st
 
 
 def _threads(
-    host: HostFacts, nproc: int, env: Mapping[str, str], decisions: list[Decision]
+    host: HostFacts,
+    nproc: int,
+    system: SystemFacts | None,
+    env: Mapping[str, str],
+    decisions: list[Decision],
 ) -> dict[str, str]:
     name = "OMP_NUM_THREADS"
-    given = env.get(name)
+    given, old = env.get(name), (host.image_env or {}).get(name)
+    if system is not None and name in system.env and given in (None, old):
+        return {}  # the network's plan has the recipe's variables
+    replaced = f"; replaces the image's {old!r}" if given and given == old else ""
     # PBS sets it to the chunk's processors, and mpiexec hands it on. That is no wish of the user's, and nproc
     # times too many.
     by_pbs = bool(env.get("PBS_JOBID")) and given in (env.get("NCPUS"), str(host.cpus))
-    if given and not by_pbs:
-        decisions.append(Decision(variable=name, value=given, reason="set by the user"))
+    if given and not by_pbs and not replaced:
+        decisions.append(Decision(variable=name, value=given, reason="set by the user", origin="user"))
         return {}
     value = str(max(1, host.cpus // nproc))
-    reason = f"{host.cpus} processors allowed / {nproc} processes"
+    reason = f"{host.cpus} processors allowed / {nproc} processes{replaced}"
     decisions.append(Decision(variable=name, value=value, reason=reason))
     return {name: value}
 

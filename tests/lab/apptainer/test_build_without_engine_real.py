@@ -180,6 +180,26 @@ def test_unchanged_recipe_is_up_to_date(lab: Lab) -> None:
     assert path.stat().st_mtime_ns == before
 
 
+@pytest.mark.soak
+def test_variables_of_a_sif_base_are_known(lab: Lab, standin_notorch: str) -> None:
+    text = f"image: {{base: '{standin_notorch}', env: {{OWN: own}}}}\nsystem: {{scheduler: standalone}}\n"
+    (lab.folder / "second.yaml").write_text(text)
+    (lab.folder / "second.json").write_text(
+        output(*IMGKIT, "show", "./second.yaml", "--json", folder=lab.folder)
+    )
+    words = ("build", "second.json", "--with", "apptainer", "--base-from", "mine.sif", "--json")
+    built = json.loads(output(*lab.start, *words, folder=lab.folder))
+    # Its smoke test compares the manifest with what imgkit has read during the build.
+    assert [one["verdict"] for one in built["checks"] if one["verdict"] not in ("ok", "skip")] == []
+    path = lab.folder / "second.sif"
+    found = json.loads(output("singularity", "exec", path, "cat", "/opt/imgkit/manifest.json"))
+    base = found["base"]["env"]
+    assert (base["WORDS"], base["EMPTY"]) == ('it\'s "a" word', "")
+    assert "/usr/bin" in base["PATH"].split(":")
+    assert not {"PWD", "HOME", "SINGULARITY_NAME", "APPTAINER_NAME"} & base.keys()
+    assert found["env"] == {"OWN": "own"}
+
+
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     """A folder with a base of 2 MB, in which nothing of Python works."""

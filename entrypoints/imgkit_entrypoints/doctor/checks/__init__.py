@@ -24,6 +24,7 @@ CHECKS = (
     machine.limits,
     machine.processes,
     network.network,
+    network.net_plugin,
     network.bootstrap,
     network.rdma_ports,
     network.verbs,

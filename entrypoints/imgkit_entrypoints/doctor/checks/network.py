@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 
 from imgkit_entrypoints.doctor.checks.check import Check, Subject
-from imgkit_entrypoints.fabric import ports, sockets
-from imgkit_entrypoints.facts import Port, RdmaDevice
+from imgkit_entrypoints.fabric import plugin, ports, sockets
+from imgkit_entrypoints.facts import Port, RdmaDevice, health
 
 _OWN_CHECKS = {
     "infiniband": ("libibverbs", "cannot be opened"),
@@ -28,8 +28,29 @@ def network(subject: Subject) -> Iterator[Check]:
     for found in subject.plan.blockers:
         yield Check(name="network", verdict=subject.between, evidence=found.what, fix=found.fix)
     for found in subject.plan.warnings:
-        if not any(word in found.what for word in _OWN_CHECKS[subject.plan.kind]):
+        if not any(word in found.what for word in (*_OWN_CHECKS[subject.plan.kind], plugin.UNOPENED)):
             yield Check(name="network", verdict="warn", evidence=found.what, fix=found.fix)
+
+
+def net_plugin(subject: Subject) -> Iterator[Check]:
+    """The plug-in that NCCL_NET_PLUGIN names has a file, and the dynamic linker can load it."""
+    for found in subject.plan.warnings:
+        if plugin.UNOPENED in found.what:
+            yield Check(name="plug-in", verdict="fail", evidence=found.what, fix=found.fix)
+    value = subject.plan.env.get(plugin.VARIABLE) or subject.env.get(plugin.VARIABLE, "")
+    if plugin.VARIABLE in subject.plan.unset or not value:
+        return
+    for path in plugin.files(subject.facts, value):
+        # The program that loads it is another: a plug-in's constructors may do anything.
+        fault = health.load_fault(path) if subject.reader.live else ""
+        yield Check(
+            name="plug-in",
+            verdict="fail" if fault else "ok",
+            evidence=f"{plugin.VARIABLE}={value}: {path}" + (f" cannot be opened: {fault}" if fault else ""),
+            fix="put the folders of what it needs on LD_LIBRARY_PATH, or use a plug-in for this image's glibc"
+            if fault
+            else "",
+        )
 
 
 def bootstrap(subject: Subject) -> Iterator[Check]:

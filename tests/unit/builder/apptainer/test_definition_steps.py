@@ -75,6 +75,39 @@ def test_look_completes_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert json.loads(expected)["base"]["probe"]["python"]
 
 
+def test_look_finds_variables_of_a_base_that_states_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(definition, "INSIDE", str(tmp_path))
+    monkeypatch.setattr(definition, "RUNTIME", str(tmp_path))
+    (tmp_path / "env").mkdir()
+    lines = 'export PATH="/base/bin:/usr/bin:/bin"\nexport NCCL_NET_PLUGIN="${NCCL_NET_PLUGIN:-"spcx"}"\n'
+    (tmp_path / "env/10-docker2singularity.sh").write_text(lines)
+    (tmp_path / "env/90-environment.sh").write_text("export LINES='a\nb' X=1\n")
+    monkeypatch.setenv("NCCL_NET_PLUGIN", "of the host")
+    about = Manifest(
+        imgkit="1", recipe="r", recipe_sha256="0", base=BASE.image, platform="linux/amd64", wheel_sha256="1"
+    )
+    (tmp_path / "manifest.json").write_text(manifest.to_json(about))
+    words = [sys.executable, "-I", "-B", "-c", definition.look_program()]
+    output = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    expected = {"LINES": "a\nb", "NCCL_NET_PLUGIN": "spcx", "PATH": "/base/bin:/usr/bin:/bin", "X": "1"}
+    baked = manifest.from_json((tmp_path / "manifest.json").read_text())
+    assert baked.base.env == expected
+    follower = Follower(
+        Definition(text="", steps=(Step(origin="", command=""),)), base_at="", report=Silent()
+    )
+    follower.line(f"{MARK} 1/1")
+    for line in output.splitlines():
+        follower.line(line)
+    assert follower.env == expected
+    # A base whose archive states its variables keeps them.
+    stated = dataclasses.replace(about, base=dataclasses.replace(about.base, env={"PATH": "/"}))
+    (tmp_path / "manifest.json").write_text(manifest.to_json(stated))
+    subprocess.run(words, capture_output=True, check=True)
+    assert manifest.from_json((tmp_path / "manifest.json").read_text()).base.env == {"PATH": "/"}
+
+
 def failed(made: Definition, *lines: str) -> ToolFailed:
     follower = Follower(made, base_at="mine.yaml:3", report=Silent())
     for line in lines:

@@ -116,6 +116,15 @@ def test_baked_facts_read_back(make_recipe: MakeRecipe) -> None:
     assert texts["Dockerfile"].decode() == packed.dockerfile
 
 
+def test_manifest_has_the_recipes_own_variables(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe(env={"NCCL_NET_PLUGIN": "ofi", "PATH": "/x:$PATH"})
+    base = BaseImage(name="base:1", env={"NCCL_NET_PLUGIN": "spcx", "PATH": "/bin"})
+    packed = context.pack(recipe, base=base, platform="linux/amd64", revision="")
+    assert packed.manifest.env == {"NCCL_NET_PLUGIN": "ofi"}
+    text = manifest.to_json(packed.manifest)
+    assert manifest.from_json(text) == packed.manifest
+
+
 def test_gitignore_rules_decide(pack: Pack, code: Path) -> None:
     for name in (
         "data/x.bin",

@@ -225,6 +225,39 @@ def test_shell_lines_can_be_evaluated():
     assert all(line.startswith("export ") for line in done.stdout.splitlines())
 
 
+@pytest.fixture
+def slingshot(tmp_path: Path) -> dict[str, str]:
+    """Environment of a container that names a plug-in for other fabrics, on a node with a Slingshot NIC."""
+    (tmp_path / "sys/class/cxi/cxi0").mkdir(parents=True)
+    (tmp_path / "opt/imgkit").mkdir(parents=True)
+    manifest = {"platform": "linux/amd64", "base": {"env": {"NCCL_NET_PLUGIN": "spcx", "A_SECRET": "x"}}}
+    (tmp_path / "opt/imgkit/manifest.json").write_text(json.dumps(manifest))
+    return {"NCCL_NET_PLUGIN": "spcx", "IMGKIT_ROOT": str(tmp_path), "IMGKIT_NCCL_VERSION": "2.29.2"}
+
+
+def test_shell_lines_unset_what_the_image_must_not_bring(slingshot: dict[str, str]):
+    done = command("dist-env", "--shell", "--nnodes", "2", "--node-rank", "0", "--head", "h", env=slingshot)
+    assert "unset NCCL_NET_PLUGIN\n" in done.stdout
+    assert "export NCCL_NET='AWS Libfabric'\n" in done.stdout
+
+
+def test_dist_env_names_the_image_and_not_its_variables(slingshot: dict[str, str]):
+    text = command("dist-env", env=slingshot).stdout
+    assert "note NCCL_NET_PLUGIN=spcx: from the image, not used: " in text
+    found = json.loads(command("dist-env", "--json", env=slingshot).stdout)
+    (said,) = (item for item in found["fabric"]["decisions"] if item["variable"] == "NCCL_NET_PLUGIN")
+    assert said["origin"] == "image"
+    assert "image_env" not in found["host"]
+    assert "A_SECRET" not in json.dumps(found)
+
+
+def test_dry_run_names_a_plugin_without_file(slingshot: dict[str, str]):
+    made = json.loads(command("dist-run", *DRY, "x.py", env={**slingshot, "NCCL_NET_PLUGIN": "own"}).stdout)
+    (text,) = (text for text in made["warnings"] if "NCCL_NET_PLUGIN" in text)
+    assert text.startswith("NCCL_NET_PLUGIN='own' (set by the user) cannot be opened, there is no own or ")
+    assert "NCCL_NET_PLUGIN" not in made["unset"]
+
+
 def test_dist_run_takes_a_module():
     made = json.loads(command("dist-run", *DRY, "-m", "pkg.train", "--lr", "1").stdout)
     assert made["argv"][-4:] == ["-m", "pkg.train", "--lr", "1"]

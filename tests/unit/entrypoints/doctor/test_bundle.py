@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import imgkit_entrypoints
+from imgkit_entrypoints import facts
 from imgkit_entrypoints.cli import main
 from imgkit_entrypoints.doctor import bundle, saved_environment
 from imgkit_entrypoints.doctor import node as doctor
@@ -184,6 +185,14 @@ def test_replay_takes_its_variables_from_the_bundle(node: Path, tmp_path: Path) 
         "NCCL_IB_PKEY": "0x8001",
         "NCCL_SOCKET_IFNAME": "it's eth0",
     }
+
+
+def test_replay_knows_the_images_variables(node: Path, tmp_path: Path) -> None:
+    manifest = node / "opt/imgkit/manifest.json"
+    variables = {"PIP_PASSWORD": "hunter2", "NCCL_NET_PLUGIN": "spcx"}
+    manifest.write_text(json.dumps({"platform": "linux/amd64", "base": {"env": variables}}))
+    found = facts.gather(unpacked(node, tmp_path), {})
+    assert found.image_env == {"PATH": "", "NCCL_NET_PLUGIN": "spcx"}
 
 
 def test_replay_runs_nothing_of_its_sender(

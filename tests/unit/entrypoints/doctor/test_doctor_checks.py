@@ -488,3 +488,39 @@ def test_gpus_of_others_end_with_the_reason(
     assert check.verdict == verdict
     assert ("NVIDIA GPUs" in check.fix) == (verdict != "ok")
     assert "--nv" not in check.fix
+
+
+def plug(name: str, path: str) -> tuple[Library, ...]:
+    return (*IB.libraries, Library(name=name, path=path, target=path))
+
+
+def test_plugin_without_file_fails(image: Path) -> None:
+    found = examine(IB, MN5, {**CUDA, "NCCL_NET_PLUGIN": "spcx"}, root=image)
+    assert verdicts(found, "plug-in") == ["fail"]
+    assert "plug-in" not in {check.name for check in examine(IB, MN5, CUDA, root=image)}
+    assert verdicts(found, "network") == ["ok"]
+    (text,) = (check.evidence for check in found if check.name == "plug-in")
+    assert (
+        "NCCL_NET_PLUGIN='spcx' (set by the user) cannot be opened, there is no spcx or libnccl-net" in text
+    )
+
+
+def test_plugin_of_the_image_without_file_is_left_out(image: Path) -> None:
+    env = {**CUDA, "NCCL_NET_PLUGIN": "spcx"}
+    assert verdicts(examine(IB, MN5, env, root=image, image_env=env), "plug-in") == []
+
+
+def test_plugin_that_the_linker_refuses_fails(tmp_path: Path) -> None:
+    broken = tmp_path / "libnccl-net-x.so"
+    broken.write_text("no library")
+    env = {"NCCL_NET_PLUGIN": "x"}
+    found = examine(IB, MN5, env, root=Path("/"), libraries=plug(broken.name, str(broken)))
+    (check,) = (check for check in found if check.name == "plug-in")
+    assert check.verdict == "fail"
+    assert f"{broken} cannot be opened: OSError: {broken}" in check.evidence
+
+
+def test_plugin_that_loads_is_ok() -> None:
+    env = {"NCCL_NET_PLUGIN": "libc.so.6"}
+    found = examine(IB, MN5, env, root=Path("/"), libraries=plug("libc.so.6", "libc.so.6"))
+    assert verdicts(found, "plug-in") == ["ok"]

@@ -116,6 +116,40 @@ def test_recipe_environment_fills_gaps_only():
     )
 
 
+def with_image(env, image, **request):
+    facts = dataclasses.replace(host(), image_env=image)
+    return plan.make(
+        Request(nproc="4"), WORKER, torchrun=TORCHRUN, place=node(), host=facts, env=env, **request
+    )
+
+
+def test_threads_of_the_image_are_replaced():
+    env = {"OMP_NUM_THREADS": "1"}
+    made = with_image(env, env, system=None)
+    assert made.env["OMP_NUM_THREADS"] == "2"
+    (said,) = (item for item in made.decisions if item.variable == "OMP_NUM_THREADS")
+    assert said.reason == "8 processors allowed / 4 processes; replaces the image's '1'"
+    assert "OMP_NUM_THREADS" not in with_image(env, {"PATH": "/bin"}, system=None).env
+
+
+@pytest.mark.parametrize("env", [{}, {"OMP_NUM_THREADS": "1"}])
+def test_threads_of_the_recipe_are_kept(env):
+    made = with_image(env, {"OMP_NUM_THREADS": "1"}, system=SystemFacts(env={"OMP_NUM_THREADS": "5"}))
+    assert made.env["OMP_NUM_THREADS"] == "5"
+    assert [item.origin for item in made.decisions if item.variable == "OMP_NUM_THREADS"] == ["recipe"]
+
+
+def test_unknown_image_is_in_the_plan_where_it_matters():
+    mine = {"OMP_NUM_THREADS": "1"}
+    (row,) = (line for line in with_image(mine, None, system=None).lines() if line.startswith("image "))
+    assert row.split()[1] == "unknown"
+    assert "they count as set by the user" in row
+    assert not any(line.startswith("image ") for line in with_image({}, None, system=None).lines())
+    known = with_image(mine, {"PATH": "/bin"}, system=None)
+    assert not any(line.startswith("image ") for line in known.lines())
+    assert known.to_dict()["image"] == ""
+
+
 def test_fixed_nodes_use_static_rendezvous():
     made = make(place=node(2, 1))
     assert flag(made, "--rdzv-backend") == "static"

@@ -1,0 +1,226 @@
+"""Variables that an image brings: the facts of a machine replace them, and users and recipes win.
+
+`NCCL_NET_PLUGIN=spcx` is what newer NGC images set for every fabric. The other rows are variables of bases
+for clouds and other clusters; their values are chosen so that they are wrong on at least one machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from imgkit_entrypoints import fabric, facts
+from imgkit_entrypoints.facts import HostFacts, Library, Setting
+from imgkit_entrypoints.system import SystemFacts
+
+Machine = Callable[..., HostFacts]
+
+MACHINES = ("ib4_ndr200", "roce_pod", "cxi4", "none")
+KEPT, GONE = "kept", "gone"
+"""The image's value reaches the workers; the variable does not."""
+
+TABLE: Mapping[tuple[str, str], tuple[str, str, str, str]] = {
+    # What workers get on InfiniBand, RoCE, Slingshot and TCP.
+    ("NCCL_NET_PLUGIN", "spcx"): (KEPT, KEPT, GONE, KEPT),
+    ("NCCL_NET_PLUGIN", "lost"): (GONE, GONE, GONE, GONE),
+    ("NCCL_NET_PLUGIN", "none"): (KEPT, KEPT, GONE, KEPT),
+    ("NCCL_NET_PLUGIN", "ofi"): (KEPT, KEPT, KEPT, KEPT),
+    ("NCCL_NET", "IB"): (KEPT, KEPT, "AWS Libfabric", GONE),
+    ("NCCL_NET", "Socket"): (GONE, GONE, "AWS Libfabric", KEPT),
+    ("NCCL_NET", "AWS Libfabric"): (GONE, GONE, KEPT, GONE),
+    ("NCCL_IB_HCA", "mlx5"): ("=mlx5_0:1,mlx5_1:1,mlx5_2:1,mlx5_3:1", "=mlx5_bond_0:1", KEPT, KEPT),
+    ("NCCL_IB_HCA", "=mlx5_4:1"): ("=mlx5_0:1,mlx5_1:1,mlx5_2:1,mlx5_3:1", "=mlx5_bond_0:1", KEPT, KEPT),
+    ("NCCL_IB_DISABLE", "1"): (GONE, GONE, KEPT, KEPT),
+    ("NCCL_IB_DISABLE", "0"): (GONE, GONE, KEPT, "1"),
+    ("NCCL_IB_GID_INDEX", "3"): (GONE, GONE, KEPT, KEPT),
+    ("NCCL_SOCKET_IFNAME", "eth1"): ("ib0", "eth0", "hsn0,hsn1,hsn2,hsn3", "eth0"),
+    ("GLOO_SOCKET_IFNAME", "eth0"): ("ib0", KEPT, "hsn0", KEPT),
+    ("NCCL_SOCKET_NTHREADS", "8"): (GONE, GONE, GONE, KEPT),
+    ("NCCL_PROTO", "Simple"): (KEPT, KEPT, "^LL128", KEPT),
+    ("NCCL_CROSS_NIC", "0"): (KEPT, KEPT, "1", KEPT),
+    ("NCCL_NET_GDR_LEVEL", "SYS"): (KEPT, KEPT, "PHB", KEPT),
+    ("FI_PROVIDER", "efa"): (KEPT, KEPT, "cxi", KEPT),
+    ("FI_CXI_RDZV_THRESHOLD", "16384"): (KEPT, KEPT, "0", KEPT),
+    ("FI_MR_CACHE_MONITOR", "memhooks"): (KEPT, KEPT, "userfaultfd", KEPT),
+    ("UCX_NET_DEVICES", "mlx5_0:1"): (KEPT, KEPT, KEPT, KEPT),
+    ("UCX_TLS", "rc,cuda"): (KEPT, KEPT, KEPT, KEPT),
+    ("OMPI_MCA_coll_hcoll_enable", "0"): (KEPT, KEPT, KEPT, KEPT),
+    ("OMPI_MCA_btl_tcp_if_include", "eth0"): (KEPT, KEPT, KEPT, KEPT),
+}
+CASES = [
+    pytest.param(tree, name, value, expected, id=f"{tree}-{name}={value}")
+    for (name, value), row in TABLE.items()
+    for tree, expected in zip(MACHINES, row, strict=True)
+]
+PLUGINS = tuple(
+    Library(name=name, path=f"/opt/plugins/{name}", target=f"/opt/plugins/{name}")
+    for name in ("libnccl-net-spcx.so", "libnccl-net-ofi.so")
+)
+
+
+def reached(plan: fabric.FabricPlan, env: Mapping[str, str], name: str) -> str | None:
+    """The value that a worker gets, as the launch composes it."""
+    child = {key: value for key, value in env.items() if key not in plan.unset} | dict(plan.env)
+    return child.get(name)
+
+
+def with_plugins(found: HostFacts, image: Mapping[str, str] | None) -> HostFacts:
+    return replace(found, image_env=image, libraries=(*found.libraries, *PLUGINS))
+
+
+@pytest.mark.parametrize(("on", "name", "value", "expected"), CASES)
+def test_facts_correct_the_image(machine: Machine, on: str, name: str, value: str, expected: str):
+    env = {name: value}
+    found = with_plugins(machine(on, env=env), {"PATH": "/bin", **env})
+    plan = fabric.choose(found, None, env, nnodes=2)
+    wanted = {KEPT: value, GONE: None}.get(expected, expected)
+    assert reached(plan, env, name) == wanted
+    assert (plan.kind, plan.devices) == (
+        fabric.choose(replace(found, image_env={}), None, {}, nnodes=2).kind,
+        fabric.choose(replace(found, image_env={}), None, {}, nnodes=2).devices,
+    )
+    mine = [item for item in plan.decisions if item.variable == name]
+    assert not any("set by the user" in str(text) for text in (*mine, *plan.warnings))
+    if wanted != value:
+        assert any("the image" in item.reason for item in mine), mine
+
+
+@pytest.mark.parametrize(("on", "name", "value", "expected"), CASES)
+def test_other_value_than_the_images_is_the_users(
+    machine: Machine, on: str, name: str, value: str, expected: str
+):
+    env = {name: value}
+    found = with_plugins(machine(on, env=env), {"PATH": "/bin", name: "another"})
+    plan = fabric.choose(found, None, env, nnodes=2)
+    assert reached(plan, env, name) == value
+    assert {item.origin for item in plan.decisions if item.variable == name and item.value == value} <= {
+        "user"
+    }
+
+
+@pytest.mark.parametrize(("on", "name", "value", "expected"), CASES)
+def test_recipe_replaces_the_image(machine: Machine, on: str, name: str, value: str, expected: str):
+    env, system = {name: "of the image"}, SystemFacts(env={name: value})
+    found = with_plugins(machine(on, env=env), {"PATH": "/bin", **env})
+    plan = fabric.choose(found, system, env, nnodes=2)
+    bare = fabric.choose(found, system, {}, nnodes=2)
+    assert reached(plan, env, name) == reached(bare, {}, name)
+    assert dict(plan.env) == dict(bare.env)
+
+
+@pytest.mark.parametrize(("on", "name", "value", "expected"), CASES)
+def test_without_manifest_all_values_are_the_users(
+    machine: Machine, on: str, name: str, value: str, expected: str
+):
+    env = {name: value}
+    plan = fabric.choose(with_plugins(machine(on, env=env), None), None, env, nnodes=2)
+    assert reached(plan, env, name) == value
+    assert "no variables of an image" in plan.image
+
+
+def test_images_plugin_keeps_slingshots_guard_and_warning(machine: Machine):
+    env = {"NCCL_NET_PLUGIN": "spcx"}
+    found = machine("cxi4", env=env)
+    of_image = fabric.choose(replace(found, image_env=env), None, env, nnodes=2)
+    assert of_image.env["NCCL_NET"] == "AWS Libfabric"
+    assert of_image.unset == ("NCCL_NET_PLUGIN",)
+    assert any("aws-ofi-nccl" in str(text) for text in of_image.warnings)
+    (said,) = (item for item in of_image.decisions if item.variable == "NCCL_NET_PLUGIN")
+    assert (said.origin, said.used) == ("image", False)
+    assert said.reason.startswith("from the image, not used: ")
+    of_user = fabric.choose(replace(found, image_env={"PATH": "/bin"}), None, env, nnodes=2)
+    assert "NCCL_NET" not in of_user.env
+    assert of_user.unset == ()
+
+
+def test_images_ofi_plugin_that_is_absent_is_dropped(machine: Machine):
+    env = {"NCCL_NET_PLUGIN": "ofi"}
+    found = replace(machine("cxi4", env=env), image_env=env)
+    plan = fabric.choose(found, None, env, nnodes=2)
+    assert (plan.env["NCCL_NET"], plan.unset) == ("AWS Libfabric", ("NCCL_NET_PLUGIN",))
+
+
+def test_decision_names_who_made_it(machine: Machine):
+    env = {"NCCL_CROSS_NIC": "0", "NCCL_PROTO": "^LL128", "NCCL_NET_GDR_LEVEL": "SYS"}
+    image = {"NCCL_PROTO": "^LL128", "NCCL_NET_GDR_LEVEL": "SYS"}
+    system = SystemFacts(env={"FI_CXI_DEFAULT_TX_SIZE": "512"})
+    plan = fabric.choose(replace(machine("cxi4", env=env), image_env=image), system, env, nnodes=2)
+    origins = {item.variable: item.origin for item in plan.decisions}
+    assert origins["NCCL_CROSS_NIC"] == "user"
+    assert origins["FI_CXI_DEFAULT_TX_SIZE"] == "recipe"
+    assert origins["NCCL_PROTO"] == "image"
+    assert origins["NCCL_NET_GDR_LEVEL"] == "facts"
+    (level,) = (item for item in plan.decisions if item.variable == "NCCL_NET_GDR_LEVEL")
+    assert level.reason.endswith("replaces the image's 'SYS'")
+
+
+def test_nccl_conf_is_not_hidden_by_the_image(machine: Machine):
+    env = {"NCCL_CROSS_NIC": "0"}
+    setting = Setting(name="NCCL_CROSS_NIC", value="2", path="/home/u/.nccl.conf")
+    found = replace(machine("none", env=env), image_env=env, nccl_settings=(setting,))
+    plan = fabric.choose(found, None, env, nnodes=2)
+    assert plan.env["NCCL_CROSS_NIC"] == "2"
+    (said,) = (item for item in plan.decisions if item.variable == "NCCL_CROSS_NIC")
+    assert said.origin == "user"
+    assert said.reason == "set by the user in /home/u/.nccl.conf; replaces the image's '0'"
+
+
+def test_user_insists_by_nccl_conf(machine: Machine):
+    env = {"NCCL_NET_PLUGIN": "spcx"}
+    setting = Setting(name="NCCL_NET_PLUGIN", value="spcx", path="/home/u/.nccl.conf")
+    found = replace(with_plugins(machine("cxi4", env=env), env), nccl_settings=(setting,))
+    plan = fabric.choose(found, None, env, nnodes=2)
+    assert reached(plan, env, "NCCL_NET_PLUGIN") == "spcx"
+    assert "NCCL_NET" not in plan.env
+
+
+@pytest.mark.parametrize("place", ["user", "recipe"])
+@pytest.mark.parametrize("on", MACHINES)
+def test_named_plugin_without_file_is_warned_about(machine: Machine, on: str, place: str):
+    env = {"NCCL_NET_PLUGIN": "spcx"}
+    system = SystemFacts(env=env) if place == "recipe" else None
+    given = env if place == "user" else {}
+    plan = fabric.choose(replace(machine(on), image_env={"PATH": "/bin"}), system, given, nnodes=2)
+    (said,) = (str(text) for text in plan.warnings if "spcx" in str(text))
+    assert "cannot be opened, there is no spcx or libnccl-net-spcx.so on the library path" in said
+    assert ("uses TCP" in said) == (on == "cxi4")
+
+
+@pytest.mark.parametrize(
+    "value", ["none", "STATIC_PLUGIN", "spcx", "/opt/mine.so", "ofi,spcx", "lib/own.so", ""]
+)
+def test_plugin_that_is_there_is_not_warned_about(planted, value: str):
+    root: Path = planted("ib4_ndr200")
+    folder = root / "opt/hpcx"
+    folder.mkdir(parents=True)
+    for name in ("libnccl-net-spcx.so", "libnccl-net-ofi.so"):
+        (folder / name).touch()
+    (root / "opt/mine.so").touch()
+    env = {"NCCL_NET_PLUGIN": value, "LD_LIBRARY_PATH": "/opt/hpcx", "IMGKIT_NCCL_VERSION": "2.27.3"}
+    plan = fabric.choose(facts.gather(root, env), None, env, nnodes=2)
+    assert plan.warnings == ()
+
+
+def test_manifest_and_recipe_are_read(planted):
+    root: Path = planted("cxi4")
+    baked = root / "opt/imgkit"
+    baked.mkdir(parents=True)
+    manifest = {"base": {"env": {"NCCL_NET_PLUGIN": "spcx", "A": "1"}}, "env": {"A": "2"}}
+    (baked / "manifest.json").write_text(json.dumps(manifest))
+    (baked / "system.json").write_text(json.dumps({"env": {"NCCL_NET_PLUGIN": "/opt/mine.so"}}))
+    (root / "opt/mine.so").touch()
+    found = facts.gather(root, {})
+    assert found.image_env == {"NCCL_NET_PLUGIN": "spcx", "A": "2"}
+    assert found.library("/opt/mine.so")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"base": {}}', '{"base": {"env": {}}}', '{"base": 3}'])
+def test_image_without_variables_is_unknown(planted, text: str):
+    root: Path = planted("none")
+    (root / "opt/imgkit").mkdir(parents=True)
+    (root / "opt/imgkit/manifest.json").write_text(text)
+    assert facts.gather(root, {}).image_env is None
