@@ -144,7 +144,12 @@ def _mark_folders() -> set[Path]:
     return {folder for place in ("/tmp", "/dev/shm") for folder in Path(place).glob("imgkit-stop-*")}
 
 
-_mark_folders_before = _mark_folders()
+def _log_folders() -> set[Path]:
+    """Folders of the logs of failed runs without a run folder: those of virtual nodes lie in this /tmp."""
+    return {log.parent for log in Path("/tmp").glob("imgkit-*/errors-node*.log")}
+
+
+_folders_before = _mark_folders() | _log_folders()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -181,13 +186,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Remove what lab tests shared, and the mark folders of launchers that they killed with their guards."""
+    """Remove what lab tests shared, mark folders of node agents that they killed, and logs of failed runs."""
     shared = Path(os.environ["IMGKIT_TEST_SHARED"])
-    if _is_worker(config) or not shared.exists():
+    if _is_worker(config):
         return
     for tags in shared.glob("tags*"):
         subprocess.run(["docker", "rmi", "--force", *tags.read_text().split()], capture_output=True)
-    for folder in (shared, *(_mark_folders() - _mark_folders_before)):
+    for folder in (shared, *((_mark_folders() | _log_folders()) - _folders_before)):
         shutil.rmtree(folder, ignore_errors=True)
 
 
