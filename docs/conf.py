@@ -36,7 +36,7 @@ nitpick_ignore_regex = [
     ("py:.*", r"(Path|Mapping|Sequence|Callable|Iterable|Iterator|Any|Literal|NoneType|optional|default.*)"),
     ("py:class", r"torch\..*"),
     # Parts of the results of the Python API that have no section on its page.
-    ("py:class", r"imgkit_builder\.(job|oci|sif|recipe\.model)\..*|Options"),
+    ("py:class", r"imgkit_builder\.(job|oci|sif|recipe\.model)\..*|Options|AnyRequest"),
     ("py:exc", "LargeContext"),
     ("py:class", r"tuple\[.*|.*\]"),
 ]

@@ -217,15 +217,14 @@ def _commented(rows: dict[str, str]) -> str:
     return "".join(f"# {key:9} {shown(value)}\n" for key, value in rows.items())
 
 
-def _next(recipe: str, tag: str | None) -> str:
+def _next(recipe: str, tag: str | None, runtime: str) -> str:
     """The next command for an image that was built, as it is typed."""
-    from imgkit_builder.workflow.names import stem, system_of
+    from imgkit_builder.workflow.names import stem
 
-    system, again = system_of(recipe), shlex.quote(tag or recipe)
-    kind = system.runtime.kind if system else "singularity"
-    if kind == "kubernetes":
+    again = shlex.quote(tag or recipe)
+    if runtime == "kubernetes":
         return f"imgkit push {again} REGISTRY/{stem(tag or recipe)}:1"
-    if kind == "docker":
+    if runtime == "docker":
         other = f" --image {again}" if tag else ""
         return f"imgkit submit {shlex.quote(recipe)}{other} -- dist-hello"
     return f"imgkit sif {again}     # for a cluster: imgkit save {again}"
@@ -236,7 +235,7 @@ def _built_image(built: BuiltImage, recipe: str, *, tag: str | None) -> Answer:
 
     lines = [
         f"{built.tag}  {built.id}  {built.size_bytes / 1e6:.1f} MB  {built.platform}",
-        f"next: {_next(recipe, tag)}",
+        f"next: {_next(recipe, tag, built.runtime)}",
     ]
     if built.standin:
         lines.insert(1, f"a STAND-IN: {built.base.name} has no NVIDIA software; for tests only")

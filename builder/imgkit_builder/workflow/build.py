@@ -96,6 +96,8 @@ class BuiltImage:
     base: BuiltBase
     locked: bool
     """It was built from the recipe's lock."""
+    runtime: str
+    """The kind of runtime of the recipe's system: ``singularity``, ``docker`` or ``kubernetes``."""
     log: Path
     labels: Mapping[str, str]
     checks: tuple[Check, ...] = ()
@@ -320,6 +322,7 @@ def _built_image(recipe: Recipe, built: Built, base: BaseImage) -> BuiltImage:
         standin=base.standin,
         base=BuiltBase(name=base.name, id=base.id, digest=base.digest),
         locked=recipe.lock is not None,
+        runtime=recipe.system.runtime.kind,
         log=built.log,
         labels=dict(built.image.labels),
     )

@@ -102,17 +102,21 @@ def xids(reader: Reader) -> str:
     return "\n".join(line for line in lines if "NVRM: Xid" in line)
 
 
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=COMMAND_S,
+        check=False,
+    )
+
+
 def _output(*command: str) -> str:
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=COMMAND_S,
-            check=False,
-        )
+        done = _run(*command)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout if done.returncode == 0 else ""
@@ -120,17 +124,8 @@ def _output(*command: str) -> str:
 
 def load_fault(path: str) -> str:
     """Why the dynamic linker cannot load a library here; empty if it can."""
-    program = (sys.executable, "-I", "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", path)
     try:
-        done = subprocess.run(
-            program,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=COMMAND_S,
-            check=False,
-        )
+        done = _run(sys.executable, "-I", "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", path)
     except subprocess.TimeoutExpired:
         return f"loading it takes more than {COMMAND_S:g} s"
     lines = done.stderr.strip().splitlines()
