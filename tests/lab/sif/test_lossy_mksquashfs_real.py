@@ -45,7 +45,7 @@ def test_lost_file_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_unknown_line_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, f'{REAL} "$@"; echo "I left something out"', monkeypatch)
-    with pytest.raises(ToolFailed, match="said something") as caught:
+    with pytest.raises(ToolFailed, match="printed something unexpected") as caught:
         sif(tmp_path)
     assert "I left something out" in str(caught.value.hint)
 
