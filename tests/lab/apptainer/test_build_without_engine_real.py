@@ -226,7 +226,7 @@ def test_failed_step_names_the_line(tiny: Path) -> None:
         "failed with exit code 7\n  -> its last lines:\n     https://*************@x/\n     before\n"
         in done.stderr
     )
-    log = Path(done.stderr.split("full log: ")[1].split(",")[0])
+    log = Path(done.stderr.split("full log: ")[1].split(" (with the definition)")[0])
     assert "Bootstrap: oci" in log.read_text()
     assert "hunter2pw" not in log.read_text()
     log.unlink()

@@ -62,12 +62,21 @@ def test_test_that_passes_alone_is_named_and_counts_as_passed(tmp_path: Path) ->
     done = report(tmp_path, PASSED, FAILED, alone=FAILED.partition("<failure")[0].rstrip(">") + "/>")
     assert "failed among others, passed alone:\n  lab: tests.a.test_two\n" in done.stdout
     assert done.stdout.splitlines()[-1] == "total: 2 passed, 0 failed, 0 skipped"
+    assert done.returncode == 0
 
 
 def test_test_that_fails_alone_too_stays_a_failure(tmp_path: Path) -> None:
     done = report(tmp_path, PASSED, FAILED, alone=FAILED)
     assert "passed alone" not in done.stdout
     assert done.stdout.splitlines()[-1] == "total: 1 passed, 1 failed, 0 skipped"
+    assert done.returncode == 1
+
+
+def test_failed_test_that_did_not_run_alone_fails_the_report(tmp_path: Path) -> None:
+    failed = FAILED.replace("test_two", "test_two@loop shapes")
+    done = report(tmp_path, PASSED, failed)
+    assert done.returncode == 1
+    assert "total: 1 passed, 1 failed, 0 skipped" in done.stdout
 
 
 def test_required_skip_fails_in_ci_only(tmp_path: Path) -> None:
