@@ -97,8 +97,6 @@ class KeyValue:
 
     key: str
     value: str
-    adds: bool = False
-    """Whether `value` adds to the base's value, as ``/x:$KEY`` does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ from imgkit_builder.image.instructions import (
     Text,
 )
 from imgkit_builder.recipe.model import KeyPath, Recipe, RunCommand
-from imgkit_builder.recipe.rules import expanded, inherited
+from imgkit_builder.recipe.rules import expanded
 from imgkit_entrypoints import __version__
 from imgkit_entrypoints.errors import UsageError
 
@@ -212,11 +212,8 @@ def _own(purpose: str, command: str) -> Step:
 
 
 def _export(block: Block) -> str:
-    values = (
-        (one.key, install.shell_value(one.key, one.value) if one.adds else shlex.quote(one.value))
-        for one in block.entries
-    )
-    return f"export {NEXT.join(f'{key}={value}' for key, value in values)}"
+    values = (f"{one.key}={install.shell_value(one.key, one.value)}" for one in block.entries)
+    return f"export {NEXT.join(values)}"
 
 
 def _early_steps(steps: Early) -> Iterator[Step]:
@@ -243,7 +240,7 @@ def docker_quote(value: str) -> str:
 
 def _docker_value(entry: KeyValue) -> str:
     """The value of ENV; one that adds to the base's value names it, as Docker expands it."""
-    added = expanded(entry.key, entry.value, lambda text: docker_quote(text)[1:-1]) if entry.adds else None
+    added = expanded(entry.key, entry.value, lambda text: docker_quote(text)[1:-1])
     return added or docker_quote(entry.value)
 
 
@@ -492,11 +489,7 @@ def _env(recipe: Recipe) -> Block:
     # The host's ~/.local is visible inside a .sif; Python must not import its packages.
     merged = {"PYTHONNOUSERSITE": "1", **recipe.image.env}
     stated = _origins(recipe, [("image", "env", key) for key in recipe.image.env])
-    entries = tuple(
-        KeyValue(key=key, value=value, adds=inherited(key, value) is not None)
-        for key, value in merged.items()
-    )
-    return Block(origin=stated or "imgkit: ignore packages in the host's ~/.local", entries=entries)
+    return Block(origin=stated or "imgkit: ignore packages in the host's ~/.local", entries=_entries(merged))
 
 
 def _labels(recipe: Recipe) -> Block:

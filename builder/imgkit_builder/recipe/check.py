@@ -16,8 +16,8 @@ from imgkit_builder.recipe.rules import (
     COMMANDS,
     PLATFORMS,
     BadReference,
-    Fault,
     inherited,
+    is_variable,
     matches,
     of_key,
     of_text,
@@ -148,39 +148,13 @@ def _scalar(path: KeyPath, node: Scalar, found: Collector) -> Checked:
     for what, hint in faults:
         found.error(node.position, path, what, hint)
     if not faults:
-        faults = list(_names_itself(path, node.text))
-        for what, hint in faults:
-            found.error(node.position, path, what, hint)
-    if not faults:
         _suspicious(path, node, found)
     return {path} if faults else set()
 
 
-def _names_itself(path: KeyPath, text: str) -> Iterator[Fault]:
-    """``PATH: /x:$PATH`` adds to the base's value; another text with ``$PATH`` would hold it literally."""
-    if not _is_variable(path):
-        return
-    name = str(path[-1])
-    try:
-        around = inherited(name, text)
-    except ValueError:
-        yield (
-            f"imgkit cannot expand {text!r}",
-            f"add to the base's value by whole elements: {name}: /FIRST:${name} or {name}: ${name}:/LAST",
-        )
-        return
-    if around is not None and path[:2] == ("image", "args"):
-        yield f"an argument has no earlier value: {text!r}", "write the value, or use image.env"
-
-
-def _is_variable(path: KeyPath) -> bool:
-    places = (("image", "env", ANY), ("image", "args", ANY), ("image", "pip", ANY, "env", ANY))
-    return any(matches(path, place) for place in places)
-
-
 def _suspicious(path: KeyPath, node: Scalar, found: Collector) -> None:
     of_system = path[:-1] == ("system", "env")
-    in_env = of_system or path[:-1] == ("image", "labels") or _is_variable(path)
+    in_env = of_system or path[:-1] == ("image", "labels") or is_variable(path)
     holds = secret_patterns.in_value(node.text)
     if holds:
         of_build = path[:2] in (("image", "pip"), ("image", "run"))
@@ -188,8 +162,8 @@ def _suspicious(path: KeyPath, node: Scalar, found: Collector) -> None:
         found.warn(node.position, path, f"this looks like {holds}", hint)
     elif in_env and secret_patterns.in_name(str(path[-1]), node.text):
         found.warn(node.position, path, "this looks like a secret", _EXPOSED)
-    adds = _is_variable(path) and inherited(str(path[-1]), node.text) is not None
-    if (of_system or _is_variable(path)) and not adds and re.search(r"\$\{?[A-Za-z_]", node.text):
+    adds = is_variable(path) and inherited(str(path[-1]), node.text) is not None
+    if (of_system or is_variable(path)) and not adds and re.search(r"\$\{?[A-Za-z_]", node.text):
         found.warn(node.position, path, "variables are not expanded: the $ stays", "write the whole value")
 
 

@@ -430,7 +430,32 @@ def matches(path: KeyPath, pattern: tuple[str, ...]) -> bool:
 def of_text(path: KeyPath, text: str) -> list[Fault]:
     """Everything wrong with the text at `path`."""
     faults = list(printable(text, several_lines=any(matches(path, place) for place in COMMANDS)))
-    return faults or [fault for pattern, rule in TEXT_RULES if matches(path, pattern) for fault in rule(text)]
+    rules = [rule for pattern, rule in TEXT_RULES if matches(path, pattern)]
+    faults = faults or [fault for rule in rules for fault in rule(text)]
+    return faults or list(_names_itself(path, text))
+
+
+def is_variable(path: KeyPath) -> bool:
+    """Whether `path` is a variable of the image or of its build."""
+    places = (("image", "env", ANY), ("image", "args", ANY), ("image", "pip", ANY, "env", ANY))
+    return any(matches(path, place) for place in places)
+
+
+def _names_itself(path: KeyPath, text: str) -> Iterator[Fault]:
+    """``PATH: /x:$PATH`` adds to the base's value; another text with ``$PATH`` would hold it literally."""
+    if not is_variable(path):
+        return
+    name = str(path[-1])
+    try:
+        around = inherited(name, text)
+    except ValueError:
+        yield (
+            f"imgkit cannot expand {text!r}",
+            f"add to the base's value by whole elements: {name}: /FIRST:${name} or {name}: ${name}:/LAST",
+        )
+        return
+    if around is not None and path[:2] == ("image", "args"):
+        yield f"an argument has no earlier value: {text!r}", "write the value, or use image.env"
 
 
 def of_key(path: KeyPath) -> list[Fault]:
