@@ -36,6 +36,7 @@ class Site(Cluster):
         # The function is what a site's login shell hands on to jobs.
         env = {"XDG_STATE_HOME": str(self.state / "state"), "BASH_FUNC_module%%": '() { echo "module $*"; }'}
         env["TOKEN"] = TOKEN
+        env["SHELL"] = "/bin/bash"  # `script` starts it; dash would lose the function
         return self(*words, env=env, given=given)
 
     def imgkit(self, *words: str) -> Done:
