@@ -41,9 +41,9 @@ from imgkit_entrypoints.errors import CheckFailed, UsageError
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "https://slsa.dev/provenance/v1"
 
-# A placeholder until the project has a public home: CONTRIBUTING, "Release", step 1.
-BUILD_TYPE = "https://example.org/imgkit-hpc/imgkit/docs/howto/provenance.html#build-type-1"
-BUILDER = "https://example.org/imgkit-hpc/imgkit"
+# Package URLs: the distribution, and the page in its source that describes what a statement holds.
+BUILDER = "pkg:pypi/imgkit-hpc"
+BUILD_TYPE = f"{BUILDER}#docs/howto/provenance.md"
 
 _MOST_BYTES = 16 << 20
 _AGAIN = "copy it again; details: imgkit verify"

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import imgkit_entrypoints
+
 CI = Path(__file__).resolve().parents[3] / "ci"
 SCRIPTS = sorted(
     str(path.relative_to(CI))
@@ -40,7 +42,7 @@ def test_help_says_how_to_use_it(script: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "script", ["check", "gpu", "quickstart", "lab/base-image", "lab/install-singularity"]
+    "script", ["check", "gpu", "quickstart", "release", "lab/base-image", "lab/install-singularity"]
 )
 def test_unknown_option_is_refused(script: str) -> None:
     done = run(script, "--no-such-option")
@@ -53,6 +55,23 @@ def test_no_gpu_is_a_reason_to_skip(tmp_path: Path) -> None:
     done = run("gpu", str(tmp_path / "gpu.json"), PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert (done.returncode, done.stdout) == (0, "gpu: skipped: python3 has no torch\n")
     assert not (tmp_path / "gpu.json").exists()
+
+
+def test_release_names_all_that_is_missing(tmp_path: Path) -> None:
+    done = subprocess.run(["git", "clone", "-q", str(CI.parent), str(tmp_path / "copy")], check=False)
+    if done.returncode != 0:
+        pytest.skip("not a checkout of git")
+    copy = tmp_path / "copy"
+    (copy / "ci/release").write_bytes((CI / "release").read_bytes())
+    (copy / "pyproject.toml").write_text('[project.urls]\nHomepage = "https://example.org/placeholder"\n')
+    (copy / "CHANGELOG.md").write_text(f"\n## [{imgkit_entrypoints.__version__}] - unreleased\n")
+    done_release = subprocess.run([copy / "ci/release"], capture_output=True, text=True, timeout=60)
+    assert done_release.returncode == 1
+    said = done_release.stderr
+    assert "pyproject.toml:2: Homepage is a placeholder (https://example.org/placeholder)" in said
+    assert f"CHANGELOG.md:2: no date after the heading of {imgkit_entrypoints.__version__}" in said
+    assert "git status: uncommitted files" in said
+    assert not (copy / "build").exists()
 
 
 @pytest.mark.parametrize("script", ["lab/engine", "lab/binfmt"])
