@@ -58,16 +58,15 @@ def test_no_gpu_is_a_reason_to_skip(tmp_path: Path) -> None:
 
 
 def test_release_names_all_that_is_missing(tmp_path: Path) -> None:
-    done = subprocess.run(["git", "clone", "-q", str(CI.parent), str(tmp_path / "copy")], check=False)
-    if done.returncode != 0:
-        pytest.skip("not a checkout of git")
     copy = tmp_path / "copy"
+    if subprocess.run(["git", "clone", "-q", CI.parent, copy], check=False).returncode != 0:
+        pytest.skip("not a checkout of git")
     (copy / "ci/release").write_bytes((CI / "release").read_bytes())
     (copy / "pyproject.toml").write_text('[project.urls]\nHomepage = "https://example.org/placeholder"\n')
     (copy / "CHANGELOG.md").write_text(f"\n## [{imgkit_entrypoints.__version__}] - unreleased\n")
-    done_release = subprocess.run([copy / "ci/release"], capture_output=True, text=True, timeout=60)
-    assert done_release.returncode == 1
-    said = done_release.stderr
+    done = subprocess.run(["bash", copy / "ci/release"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    said = done.stderr
     assert "pyproject.toml:2: Homepage is a placeholder (https://example.org/placeholder)" in said
     assert f"CHANGELOG.md:2: no date after the heading of {imgkit_entrypoints.__version__}" in said
     assert "git status: uncommitted files" in said
