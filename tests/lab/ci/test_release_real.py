@@ -1,4 +1,4 @@
-"""``ci/release`` from a clone with an address and a date: two equal builds, and the laptop page from the wheel."""
+"""``ci/release`` of a clone with an address and a date: two equal builds, the laptop page from the wheel."""
 
 from __future__ import annotations
 
