@@ -23,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[2]
 STANDIN = "imgkit.local/standin:24.03"
 IMAGE = f"imgkit-gallery-{os.getpid()}:latest"
 IMGKIT = (sys.executable, "-m", "imgkit_builder")
-WIDTH = 110
 LINES = 90
 """Longer output ends with a line that says how much is left out."""
 
@@ -55,7 +54,7 @@ def main(folder: Path) -> None:
             _in_image(Path(work), folder)
     finally:
         subprocess.run(["docker", "rmi", "--force", IMAGE], capture_output=True, check=False)
-    _terminal(folder / "doctor.svg", "imgkit doctor cpu", _run((*IMGKIT, "doctor", "cpu"), check=False))
+    _terminal(folder / "doctor.html", "imgkit doctor cpu", _run((*IMGKIT, "doctor", "cpu"), check=False))
 
 
 def _in_image(work: Path, folder: Path) -> None:
@@ -67,15 +66,15 @@ def _in_image(work: Path, folder: Path) -> None:
         return _run(("docker", "run", "--rm", *own, *here, *flags, IMAGE, *words[1:]), check=check)
 
     train = ("dist-train", "--nproc", "2", "--model", "gpt", "--steps", "200", "--run-dir", "first")
-    _terminal(folder / "train.svg", " ".join(train), start(*train))
+    _terminal(folder / "train.html", " ".join(train), start(*train))
     _picture(work / "first/curves.svg", folder / "curves.svg")
     start("dist-bench", "all_reduce", "--nproc", "2", "--max", "4M", "--save", "run.json")
     start("dist-bench", "report", "run.json", "-o", "bench.svg")
     _picture(work / "bench.svg", folder / "bench.svg")
     plan = ("dist-train", "--nproc", "2", "--dry-run", "--json")
-    _terminal(folder / "plan.svg", " ".join(plan), start(*plan))
+    _terminal(folder / "plan.html", " ".join(plan), start(*plan))
     refused = start("dist-train", check=False, **BATCH_SHELL)
-    _terminal(folder / "refused.svg", "dist-train   # in the batch script, without srun", refused)
+    _terminal(folder / "refused.html", "dist-train   # in the batch script, without srun", refused)
 
 
 def _run(words: Sequence[str], *, check: bool = True) -> str:
@@ -99,21 +98,19 @@ def _picture(source: Path, target: Path) -> None:
 
 
 def _terminal(target: Path, command: str, output: str) -> None:
-    """Draw what a terminal shows of `command` and its `output`."""
+    """Write what a terminal shows of `command` and its `output`, as text in the terminal's colours."""
     # The picture is of any checkout, not of this one.
-    for place in (ROOT, Path(sys.prefix).parent):
-        output = output.replace(str(place), "~/imgkit")
+    for folder in (ROOT, Path(sys.prefix).parent):
+        output = output.replace(str(folder), "~/imgkit")
     lines = output.rstrip().splitlines()
     if len(lines) > LINES:
         lines = [*lines[:LINES], f"... ({len(lines) - LINES} more lines)"]
-    console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
-    console.print(Text(f"$ {command}", style="bold"))
-    console.print(Text.from_ansi("\n".join(lines)))
-    svg = console.export_svg(title="", theme=THEME, unique_id=target.stem)
-    # Rich's own template names a font on another host.
-    svg = re.sub(r"@font-face\s*\{.*?\}", "", svg, flags=re.DOTALL)
-    svg = svg.replace("Fira Code, monospace", 'ui-monospace, "DejaVu Sans Mono", Menlo, Consolas, monospace')
-    target.write_text(re.sub(r"[ \t]+$", "", svg, flags=re.MULTILINE), encoding="utf-8")
+    # Lines are not folded: the page scrolls them, on a phone too.
+    console = Console(record=True, width=1000, file=io.StringIO(), force_terminal=True)
+    console.print(Text(f"$ {command}", style="bold"), soft_wrap=True)
+    console.print(Text.from_ansi("\n".join(lines)), soft_wrap=True)
+    page = console.export_html(theme=THEME, inline_styles=True, code_format='<pre class="terminal">{code}</pre>\n')
+    target.write_text(re.sub(r"[ \t]+$", "", page, flags=re.MULTILINE), encoding="utf-8")
 
 
 if __name__ == "__main__":
