@@ -12,7 +12,9 @@ import errno
 import os
 import re
 import secrets
+import shutil
 import stat
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -266,6 +268,28 @@ def make_own_folder(path: Path) -> None:
         path.mkdir(mode=0o700)
     if foreign_folder(path):
         raise NotADirectoryError(errno.ENOTDIR, "it is a link, a file or another user's folder", str(path))
+
+
+def make_links(folder: Path, links: Mapping[str, str]) -> None:
+    """Make `folder` with a symbolic link for each of `links`, or take it if it holds exactly these.
+
+    Raises
+    ------
+    OSError : it cannot be made, holds something else, or others could have put something into it.
+    """
+    new = Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=folder.parent))
+    try:
+        for name, target in links.items():
+            (new / name).symlink_to(target)
+        with contextlib.suppress(OSError):  # another process of this user may have made it
+            new.rename(folder)
+            return
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    found = os.lstat(folder)
+    ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+    if not ours or {path.name: os.readlink(path) for path in folder.iterdir()} != dict(links):  # noqa: PTH115
+        raise FileExistsError(errno.EEXIST, "it holds something else, or others may write there", str(folder))
 
 
 def foreign_folder(path: Path) -> bool:

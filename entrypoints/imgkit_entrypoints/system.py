@@ -17,9 +17,17 @@ from imgkit_entrypoints import json_text
 SCHEMA = 1
 SYSTEM_JSON = Path("/opt/imgkit/system.json")
 
+HOST = "/run/imgkit/host"
+"""Folder of the container below which the host's folders are bound, each at its own path."""
+HOST_FOLDERS = ("/usr", "/opt")
+"""Folders of the host that are always bound there; every host has them."""
+HOST_LIBS = "IMGKIT_HOST_LIBS"
+"""``none``, ``auto``, or ``auto:FOLDER:FOLDER`` with folders of the host that are searched first."""
+
 RuntimeKind = Literal["singularity", "docker", "kubernetes"]
 FabricKind = Literal["infiniband", "roce", "slingshot", "tcp"]
 Arch = Literal["amd64", "arm64"]
+ByRule = Literal["none", "auto"]
 
 
 def _at_least(owner: object, least: int, *names: str) -> None:
@@ -45,6 +53,8 @@ class Runtime:
     """Mounts of every container start, each ``SRC[:DEST[:ro]]``."""
     host_libs: tuple[str, ...] = ()
     """Folders of the host's NCCL, network plugin and libfabric, which are searched before the image's."""
+    cuda_compat: ByRule = "none"
+    """``auto``: use the image's CUDA forward compatibility where driver and GPU need and allow it."""
     host_modules: tuple[str, ...] = ()
     """Environment modules of a run without a container, in load order."""
 
@@ -77,6 +87,8 @@ class Fabric:
     """Network adapters per node."""
     line_rate_Gbps: int | None = None
     """Line rate of all NICs of a node together, in 1e9 bit/s."""
+    host_libs: ByRule = "none"
+    """``auto``: use the host's libfabric, libcxi and aws-ofi-nccl where the image's glibc can load them."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "nics", "line_rate_Gbps")

@@ -32,6 +32,7 @@ from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import delta_check
 from imgkit_entrypoints.rollcall.secret import VARIABLE
+from imgkit_entrypoints.system import HOST, HOST_FOLDERS
 
 GPU_OPTIONS = ("--nv", "--nvccli", "--rocm", "--gpus=all")
 """Options that a job without GPUs leaves out."""
@@ -130,7 +131,8 @@ def exports(job: Job) -> tuple[str, ...]:
     lines = [_UNCLEAN] if job.run_by == "singularity" else []
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.settings.items()]
     lines += [_READ_ENV.format(file=shlex.quote(job.env_file))] if job.env_file else []
-    libraries = ":".join(job.recipe.system.runtime.host_libs)
+    by_rule = job.recipe.system.fabric.host_libs == "auto" and job.run_by != "host"
+    libraries = "" if by_rule else ":".join(job.recipe.system.runtime.host_libs)
     # Expanded where it is used, to the image's own value: a plain value would replace it.
     inherited = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
     if job.run_by == "host":
@@ -147,13 +149,24 @@ def _mounts(job: Job) -> tuple[str, ...]:
     """Options that mount the deltas, the libraries and the folders; the last overlay is uppermost."""
     overlays = (*((job.overlay,) if job.overlay else ()), *job.code_files)
     layers = (word for overlay in overlays for word in ("--overlay", f"{overlay}:ro"))
-    libraries = (f"{folder}:{folder}:ro" for folder in job.recipe.system.runtime.host_libs)
-    binds = (word for bind in (*libraries, *job.binds, str(job.directory)) for word in ("--bind", bind))
+    binds = (word for bind in (*_libraries(job), *job.binds, str(job.directory)) for word in ("--bind", bind))
     if job.code is None or not job.code.replace:
         return (*layers, *binds)
     # The folder itself, mounted from the delta: it hides what the overlay only adds to.
     folder = f"{job.code_files[-1]}:/{CODE_PLACE}:image-src=/{CODE_PLACE},ro"
     return (*layers, "--bind", folder, *binds)
+
+
+def _libraries(job: Job) -> tuple[str, ...]:
+    """Mounts of the host's libraries: at their own path, or for the node agent, which chooses among them."""
+    system = job.recipe.system
+    if system.fabric.host_libs != "auto":
+        return tuple(f"{folder}:{folder}:ro" for folder in system.runtime.host_libs)
+    listed = (folder for folder in system.runtime.host_libs if not folder.startswith(_BELOW))
+    return tuple(f"{folder}:{HOST}{folder}:ro" for folder in (*HOST_FOLDERS, *listed))
+
+
+_BELOW = tuple(f"{folder}/" for folder in HOST_FOLDERS)
 
 
 def _pwd(job: Job) -> tuple[str, ...]:
@@ -162,7 +175,8 @@ def _pwd(job: Job) -> tuple[str, ...]:
 
 
 def _docker_mounts(job: Job, forward: Sequence[str]) -> tuple[str, ...]:
-    binds = (*job.binds, f"{job.directory}:{job.directory}")
+    by_rule = _libraries(job) if job.recipe.system.fabric.host_libs == "auto" else ()
+    binds = (*by_rule, *job.binds, f"{job.directory}:{job.directory}")
     given = {**job.settings, **job.env}
     return (
         *(word for bind in binds for word in ("--volume", bind if ":" in bind else f"{bind}:{bind}")),

@@ -29,6 +29,7 @@ _REACH: tuple[KeyPath, ...] = (
     ("system", "scheduler"),
     ("system", "runtime"),
     ("system", "env"),
+    ("system", "fabric", "host_libs"),
     *(("system", "queue", name) for name in ("options", "chunk", "sif")),
 )
 """Keys whose values choose what starts on a machine, and what of the machine that can reach."""
@@ -89,6 +90,9 @@ def _runtime(recipe: Recipe) -> Found:
                 yield (*path, key, number), f"loads the module file {module}, which is a program"
     for number, folder in enumerate(runtime.host_libs):
         yield (*path, "host_libs", number), f"the job's programs load libraries from {folder}"
+    if recipe.system.fabric.host_libs == "auto":
+        what = "programs of the image see /usr and /opt of the machine, and may load its network libraries"
+        yield ("system", "fabric", "host_libs"), what
     for number, bind in enumerate(runtime.binds):
         yield (*path, "binds", number), f"programs of the image see {bind} of the machine"
 

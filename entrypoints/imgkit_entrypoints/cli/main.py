@@ -113,6 +113,7 @@ def _dist_env(argv: Sequence[str], env: Mapping[str, str]) -> int:
         return start.launch(options, nothing, env, start.find_placement(options.placement, env))
     found = _look(options, env)
     if chosen.shell:
+        start.link_host_libraries(found.network.links)
         for name, value in sorted(found.network.env.items()):
             terminal.document(f"export {name}={shlex.quote(value)}\n")
         for name in found.network.unset:

@@ -16,12 +16,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_entrypoints import __version__, fabric, facts, terminal
+from imgkit_entrypoints import __version__, fabric, facts, files, terminal
 from imgkit_entrypoints.arguments import Parser, natural, positive
 from imgkit_entrypoints.cli.commands import PREFLIGHT, TORCHRUN, Command
 from imgkit_entrypoints.doctor import saved_environment
 from imgkit_entrypoints.errors import NoPlan, UsageError
-from imgkit_entrypoints.fabric import sockets
+from imgkit_entrypoints.fabric import library_path, sockets
 from imgkit_entrypoints.facts import storage
 from imgkit_entrypoints.facts.software import absent_files
 from imgkit_entrypoints.launch import plan, user_program
@@ -31,6 +31,7 @@ from imgkit_entrypoints.rollcall.messages import MODES
 from imgkit_entrypoints.schedulers import resolve
 from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest, Size
 from imgkit_entrypoints.schedulers.resolve import NAMES
+from imgkit_entrypoints.system import HOST_LIBS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,8 +373,8 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
     child = {name: value for name, value in env.items() if name not in launch_plan.unset} | dict(
         launch_plan.env
     )
-    files = absent_files(facts.Reader(root=facts.root_of(env)), child)
-    absent = (str(fabric.Finding(what=what, fix=fix)) for what, fix in files)
+    unread = absent_files(facts.Reader(root=facts.root_of(env)), child)
+    absent = (str(fabric.Finding(what=what, fix=fix)) for what, fix in unread)
     warnings = (*odd, *launch_plan.warnings, *absent, *(() if worker.own else _shadows(env)))
     if options.dry_run:
         meets = placement.nnodes > 1 and launch_plan.mode == "torchrun"
@@ -403,6 +404,7 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
             hint="leave out --direct, or start one process per node",
         )
     _require_torch()
+    link_host_libraries(launch_plan.links)
     proof = _secret(options, env, placement)
     child.pop(secret.VARIABLE, None)
     if worker.own:
@@ -437,6 +439,23 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
         measures=PREFLIGHT,
         log_dir=options.request.log_dir,
     )
+
+
+def link_host_libraries(links: Mapping[str, str]) -> None:
+    """Make the folder on the library path that has the host's libraries, if a plan uses any.
+
+    Raises
+    ------
+    UsageError : it cannot be made, or is not as this user would make it.
+    """
+    if not links:
+        return
+    folder = Path(library_path.links_folder(links))
+    try:
+        files.make_links(folder, links)
+    except OSError as error:
+        hint = f"rm -r {folder}; or without the host's libraries: {HOST_LIBS}=none"
+        raise UsageError(f"cannot be used: {error.strerror}", where=str(folder), hint=hint) from error
 
 
 def _secret(options: LaunchOptions, env: Mapping[str, str], placement: Placement) -> bytes | None:

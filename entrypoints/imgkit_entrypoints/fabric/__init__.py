@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from imgkit_entrypoints.fabric import lint, plugin, ports, slingshot, sockets
+from imgkit_entrypoints.fabric import library_path, lint, plugin, ports, slingshot, sockets
 from imgkit_entrypoints.fabric.fabric_plan import Decision, FabricPlan, Finding, PlanDraft, draft_for
 from imgkit_entrypoints.facts import HostFacts, Interface, Port
 from imgkit_entrypoints.system import FabricKind, SystemFacts
@@ -36,6 +36,7 @@ def choose(
     """
     draft = draft_for(facts, system, env, nnodes=nnodes, head=head)
     kind, reason, asked = _kind(draft)
+    library_path.decide(draft, kind)
     plugin.decide(draft, kind)
     devices, rate = _FABRICS[kind](draft, system)
     if not asked:
@@ -51,6 +52,7 @@ def choose(
         blockers=tuple(draft.blockers),
         devices=devices,
         line_rate_Gbps=rate,
+        links=dict(draft.links),
         image=UNKNOWN_IMAGE if facts.image_env is None else "",
     )
 

@@ -67,6 +67,8 @@ class FabricPlan:
     """Devices that carry the traffic: ``mlx5_0:1``, ``cxi0``, ``eth0``."""
     line_rate_Gbps: float | None = None
     """Rate of all `devices` together, in 1e9 bit/s; None if one rate is unknown."""
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Libraries of the host that workers load: the file in the container by the name that programs open."""
     image: str = ""
     """Why a value that the image set counts as the user's; empty: the image's variables are known."""
 
@@ -103,6 +105,8 @@ class PlanDraft:
     decisions: list[Decision] = field(default_factory=list)
     chosen: dict[str, str] = field(default_factory=dict)
     unset: list[str] = field(default_factory=list)
+    links: dict[str, str] = field(default_factory=dict)
+    """`FabricPlan.links`."""
     warnings: list[Finding] = field(default_factory=list)
     blockers: list[Finding] = field(default_factory=list)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 from collections.abc import Mapping
@@ -12,12 +13,15 @@ from pathlib import Path
 
 from imgkit_entrypoints import files, system
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.facts import compute, network, software
+from imgkit_entrypoints.facts import compute, host_libs, network, software
 from imgkit_entrypoints.facts.host_facts import (
+    Candidate,
+    CudaCompat,
     CxiDevice,
     Gid,
     Gpu,
     HostFacts,
+    HostLibraries,
     Interface,
     Library,
     Limit,
@@ -30,10 +34,13 @@ from imgkit_entrypoints.facts.reader import NOT_FILES, Entry, Reader, Recorder, 
 
 __all__ = [
     "NOT_FILES",
+    "Candidate",
+    "CudaCompat",
     "CxiDevice",
     "Gid",
     "Gpu",
     "HostFacts",
+    "HostLibraries",
     "Interface",
     "Library",
     "Limit",
@@ -74,7 +81,7 @@ def snapshot(root: Path | None = None, env: Mapping[str, str] = os.environ) -> t
     devices.update(dict.fromkeys(software.closed_gpus(recorder, env), False))
     for path in devices:
         recorder.exists(path)
-    not_files = {
+    not_files: dict[str, object] = {
         "hostname": found.hostname,
         "arch": found.arch,
         "python": found.python,
@@ -82,6 +89,10 @@ def snapshot(root: Path | None = None, env: Mapping[str, str] = os.environ) -> t
         "shm_bytes": found.shm_bytes,
         "closed": sorted(path for path, opens in devices.items() if not opens),
     }
+    # A tree holds no libraries, so it keeps what was read of them.
+    for name, read in (("host_libraries", found.host_libraries), ("cuda_compat", found.cuda_compat)):
+        if read is not None:
+            not_files[name] = dataclasses.asdict(read)
     return entries(recorder, not_files)
 
 
@@ -130,6 +141,8 @@ def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
         nccl_source=nccl_source,
         nccl_settings=nccl_settings,
         image_env=software.image_env(plain),
+        host_libraries=host_libs.libraries(plain, env),
+        cuda_compat=host_libs.compat(plain, env),
     )
 
 

@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from imgkit_entrypoints.facts.elf import SharedObject
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gid:
@@ -179,6 +181,46 @@ class Library:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A library that the host or the image offers under a name."""
+
+    name: str
+    path: str
+    """Path on its own side."""
+    target: str
+    """Path in the container of the file behind all links; empty where a link leads out of what is bound."""
+    object: SharedObject | None = None
+    fault: str = ""
+    """Why the file is no shared object."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLibraries:
+    """Libraries of the fabric on the host, what they need there, and what the image has of all of these."""
+
+    source: str
+    """Who asks for them: a variable, or the recipe."""
+    bound: bool
+    """True if the host's folders are visible in the container."""
+    host: tuple[Candidate, ...] = ()
+    image: tuple[Candidate, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CudaCompat:
+    """The image's libraries for CUDA's forward compatibility."""
+
+    source: str
+    """Who asks for them: a variable, or the recipe."""
+    folder: str = ""
+    """Folder with its libcuda.so.1; empty: the image has none."""
+    target: str = ""
+    """The file behind that: ``/usr/local/cuda/compat/lib.real/libcuda.so.575.57.08``."""
+    others: tuple[str, ...] = ()
+    """Folders of the library path that have a libcuda.so.1 as well, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     """A variable set in an nccl.conf file, where no shell shows it."""
 
@@ -240,6 +282,10 @@ class HostFacts:
     nccl_settings: tuple[Setting, ...] = ()
     image_env: Mapping[str, str] | None = None
     """Variables that the image sets, by its manifest; None: unknown, as in an image of another tool."""
+    host_libraries: HostLibraries | None = None
+    """None: nobody asks for them."""
+    cuda_compat: CudaCompat | None = None
+    """None: nobody asks for it."""
 
     @property
     def nccl(self) -> tuple[int, ...] | None:

@@ -21,7 +21,10 @@ from imgkit_entrypoints.errors import UsageError
 NOT_FILES = "facts.json"
 """JSON file of a saved tree with the facts that come from calls instead of files (arch, shm_bytes, ...)."""
 
-_NOT_FILES = {"hostname": str, "arch": str, "python": str, "cpus": int, "shm_bytes": int, "closed": list}
+_NOT_FILES = {
+    **{"hostname": str, "arch": str, "python": str, "cpus": int, "shm_bytes": int, "closed": list},
+    **{"host_libraries": dict, "cuda_compat": dict},
+}
 _PIECE_BYTES = 1 << 16
 _MOST_BYTES = 4 << 20
 """A file is read no further; those of sysfs have a page."""

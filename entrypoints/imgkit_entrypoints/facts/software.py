@@ -86,7 +86,7 @@ def plugin_files(word: str) -> tuple[str, ...]:
 
 def named_plugins(reader: Reader, env: Mapping[str, str], settings: Sequence[Setting]) -> tuple[str, ...]:
     """Files of the plug-ins that the environment, an nccl.conf or the recipe names."""
-    recipe = _baked(reader, str(SYSTEM_JSON)).get("env")
+    recipe = baked(reader, str(SYSTEM_JSON)).get("env")
     values = (
         env.get(NET_PLUGIN),
         *(item.value for item in settings if item.name == NET_PLUGIN),
@@ -98,7 +98,7 @@ def named_plugins(reader: Reader, env: Mapping[str, str], settings: Sequence[Set
 
 def image_env(reader: Reader) -> Mapping[str, str] | None:
     """Variables that the image sets, of its base and its recipe; None if no manifest states them."""
-    manifest = _baked(reader, MANIFEST_JSON)
+    manifest = baked(reader, MANIFEST_JSON)
     base, own = manifest.get("base"), manifest.get("env")
     inherited = base.get("env") if isinstance(base, dict) else None
     # Every image has a PATH: without a variable, nothing is known about its base.
@@ -108,7 +108,7 @@ def image_env(reader: Reader) -> Mapping[str, str] | None:
     return {name: value for name, value in both.items() if isinstance(value, str)}
 
 
-def _baked(reader: Reader, path: str) -> dict[str, Any]:
+def baked(reader: Reader, path: str) -> dict[str, Any]:
     """A JSON object of the image; empty if it is none, about which the reader of its values complains."""
     try:
         data = json_text.parse(reader.text(path) or "{}")

@@ -130,6 +130,8 @@ class LaunchPlan:
     unset: tuple[str, ...]
     decisions: tuple[Decision, ...]
     warnings: tuple[str, ...]
+    links: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Libraries of the host that workers load: the file in the container by the name that programs open."""
     image: str = ""
     """Why a value that the image set counts as the user's; empty: the image's variables are known."""
     secret: str = ""
@@ -253,6 +255,7 @@ def make(
         env=variables,
         unset=(*operators, *network.unset),
         decisions=(*decisions, *network.decisions),
+        links=network.links,
         image=network.image,
         warnings=(
             *_unused(request, place, nproc, env),

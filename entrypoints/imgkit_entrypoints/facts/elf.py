@@ -1,0 +1,183 @@
+"""What the dynamic linker reads of a shared object: names, needed libraries, and versions of its symbols.
+
+The layout is that of the System V gABI and of glibc's elf.h. A file may be damaged or made to harm: every
+offset is compared with the file's size, and every table with a limit.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from imgkit_entrypoints import files
+
+_MOST_SEGMENTS = 256
+_MOST_ENTRIES = 4096
+"""Most entries of a table: of the dynamic section, and of needed or defined versions."""
+_MOST_NAMES_BYTES = 8 << 20
+"""Most bytes of the table of names; that of a large C++ library has 3 MB."""
+_MOST_NAME_BYTES = 1024
+
+_SHARED_OBJECT = 3
+_LOAD, _DYNAMIC = 1, 2
+_NEEDED, _STRTAB, _STRSZ, _SONAME, _RPATH, _RUNPATH = 1, 5, 10, 14, 15, 29
+_VERDEF, _VERDEFNUM, _VERNEED, _VERNEEDNUM = 0x6FFFFFFC, 0x6FFFFFFD, 0x6FFFFFFE, 0x6FFFFFFF
+_WEAK, _BASE = 2, 1
+"""A weak version may be absent; the base version is the file's own name."""
+MACHINES = {62: "x86_64", 183: "aarch64"}
+
+
+class NotShared(ValueError):
+    """The file is not a whole shared object of a known kind; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedObject:
+    """Names and versions in the dynamic section of a library."""
+
+    machine: str
+    """Architecture as ``uname -m`` prints it."""
+    soname: str
+    needed: tuple[str, ...]
+    rpath: tuple[str, ...]
+    """Folders that are searched before LD_LIBRARY_PATH, as written."""
+    runpath: tuple[str, ...]
+    """Folders that are searched after it."""
+    needs: Mapping[str, tuple[str, ...]]
+    """Versions by the library that must define them: ``{"libc.so.6": ("GLIBC_2.34",)}``."""
+    defines: tuple[str, ...]
+    """Versions that it defines; empty where its symbols have none."""
+
+
+def read(path: Path) -> SharedObject:
+    """Read the shared object `path`.
+
+    Raises
+    ------
+    NotShared : it is not one, or is damaged. OSError : it cannot be read.
+    """
+    with files.open_regular(path) as file:
+        return _Object(file).parsed()
+
+
+class _Object:
+    """One open file, and the numbers of its header."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.size = os.fstat(file.fileno()).st_size
+        identity = self.at(0, 16)
+        if identity[:4] != b"\x7fELF":
+            raise NotShared("is not an ELF file")
+        if identity[4:7] != b"\x02\x01\x01":
+            raise NotShared("is not a 64-bit little-endian ELF file")
+        kind, machine, _, _, table, _, _, _, width, count = struct.unpack("<HHIQQQIHHH", self.at(16, 42))
+        if kind != _SHARED_OBJECT:
+            raise NotShared(f"is not a shared object (ELF type {kind})")
+        if width != 56 or not 0 < count <= _MOST_SEGMENTS:
+            raise NotShared(f"has {count} program headers of {width} bytes")
+        self.machine = MACHINES.get(machine, f"ELF machine {machine}")
+        self.segments = [*struct.iter_unpack("<IIQQQQQQ", self.at(table, 56 * count))]
+
+    def at(self, offset: int, length: int) -> bytes:
+        """Bytes of the file."""
+        if offset + length > self.size:
+            raise NotShared(f"is truncated: bytes {offset} to {offset + length} of {self.size}")
+        self.file.seek(offset)
+        data = self.file.read(length)
+        if len(data) != length:
+            raise NotShared("became shorter while it was read")
+        return data
+
+    def offset(self, address: int) -> int:
+        """Offset in the file of an address in memory."""
+        for kind, _, offset, start, _, in_file, _, _ in self.segments:
+            if kind == _LOAD and start <= address < start + in_file:
+                return int(offset + address - start)
+        raise NotShared(f"names the address {address:#x}, which no segment holds")
+
+    def parsed(self) -> SharedObject:
+        dynamic = self._dynamic()
+        one = {tag: values[0] for tag, values in dynamic.items()}
+        if _STRTAB not in one or not 0 < one.get(_STRSZ, 0) <= _MOST_NAMES_BYTES:
+            raise NotShared("has no table of names, or one that is too large")
+        names = self.at(self.offset(one[_STRTAB]), one[_STRSZ])
+
+        def folders(tag: int) -> tuple[str, ...]:
+            return tuple(filter(None, _name(names, one[tag]).split(":"))) if tag in one else ()
+
+        runpath = folders(_RUNPATH)
+        return SharedObject(
+            machine=self.machine,
+            soname=_name(names, one[_SONAME]) if _SONAME in one else "",
+            needed=tuple(_name(names, value) for value in dynamic.get(_NEEDED, ())),
+            rpath=() if runpath else folders(_RPATH),
+            runpath=runpath,
+            needs=self._needs(names, one.get(_VERNEED), one.get(_VERNEEDNUM, 0)),
+            defines=tuple(self._defines(names, one.get(_VERDEF), one.get(_VERDEFNUM, 0))),
+        )
+
+    def _dynamic(self) -> Mapping[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        segment = next((entry for entry in self.segments if entry[0] == _DYNAMIC), None)
+        if segment is None:
+            raise NotShared("has no dynamic section: it is static, or its data is in another file")
+        length = min(segment[5] // 16, _MOST_ENTRIES) * 16
+        for tag, value in struct.iter_unpack("<qQ", self.at(segment[2], length)):
+            if tag == 0:
+                return found
+            found.setdefault(tag, []).append(value)
+        raise NotShared("has a dynamic section without an end")
+
+    def _chain(self, address: int, count: int, layout: str) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Offset and fields of each entry of a chain, whose last field leads to the next one."""
+        offset = self.offset(address)
+        for _ in range(_limited(count)):
+            fields = struct.unpack(layout, self.at(offset, struct.calcsize(layout)))
+            yield offset, fields
+            if fields[-1] == 0:
+                return
+            offset += fields[-1]
+
+    def _needs(self, names: bytes, address: int | None, count: int) -> Mapping[str, tuple[str, ...]]:
+        found: dict[str, list[str]] = {}
+        most = _MOST_ENTRIES
+        for offset, (_, parts, file, first, _) in self._chain(address, count, "<HHIII") if address else ():
+            versions = found.setdefault(_name(names, file), [])
+            for _ in range(_limited(parts)):
+                _, flags, _, name, further = struct.unpack("<IHHII", self.at(offset + first, 16))
+                most -= 1
+                _limited(_MOST_ENTRIES - most)
+                if not flags & _WEAK:
+                    versions.append(_name(names, name))
+                if further == 0:
+                    break
+                first += further
+        return {file: tuple(versions) for file, versions in found.items()}
+
+    def _defines(self, names: bytes, address: int | None, count: int) -> Iterator[str]:
+        for offset, (_, flags, _, parts, _, first, _) in (
+            self._chain(address, count, "<HHHHIII") if address else ()
+        ):
+            if parts and not flags & _BASE:
+                yield _name(names, struct.unpack("<I", self.at(offset + first, 4))[0])
+
+
+def _limited(count: int) -> int:
+    if count > _MOST_ENTRIES:
+        raise NotShared(f"has a table of more than {_MOST_ENTRIES} versions")
+    return count
+
+
+def _name(names: bytes, offset: int) -> str:
+    end = names.find(b"\0", offset, offset + _MOST_NAME_BYTES)
+    if offset >= len(names) or end < 0:
+        raise NotShared("names something outside its table of names")
+    text = names[offset:end].decode("utf-8", "backslashreplace")
+    if not text.isprintable():
+        raise NotShared("has a name with control characters")
+    return text
