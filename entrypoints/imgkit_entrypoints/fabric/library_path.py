@@ -21,6 +21,8 @@ from imgkit_entrypoints.system import HOST, HOST_FOLDERS, FabricKind
 VARIABLE = "LD_LIBRARY_PATH"
 KEY = "host_libs"
 COMPAT_KEY = "cuda_compat"
+_FOLLOWS = "which is not used"
+"""Part of a fault that follows from that of another library, which is reported itself."""
 _OF_RUNTIME = "/.singularity.d/libs"
 """Folder of the driver's libraries, which the runtime adds to the image's path."""
 _DATA_CENTRE = re.compile(
@@ -100,7 +102,8 @@ def _host(draft: PlanDraft, known: HostLibraries, kind: FabricKind) -> None:
             )
         elif fault := judge.fault(name):
             _note(draft, name, lib.path, f"{name} {fault}")
-            draft.warn(f"{KEY}: the host's {lib.path} is not used: {name} {fault}", _fix(fault))
+            if _FOLLOWS not in fault and name not in PLUGINS[1:]:
+                draft.warn(f"{KEY}: the host's {lib.path} is not used: {name} {fault}", _fix(fault))
     if not names:
         what = f"the host has none of {', '.join(WANTED)} in {HOST}: {known.source}"
         _note(draft, KEY, "auto", what)
@@ -159,10 +162,8 @@ class _Judge:
         versions = lib.object.needs.get("libc.so.6", ()) if lib.object else ()
         libc = self.image.get("libc.so.6")
         newest = _newest(versions, "GLIBC")
-        return (
-            f"the host's; it needs GLIBC_{newest or '(no version)'}, "
-            f"the image has {_newest(_defined(libc), 'GLIBC')} ({libc.path if libc else 'no libc.so.6'})"
-        )
+        needed = f"GLIBC_{newest}" if newest else "no version of glibc"
+        return f"the host's; it needs {needed}, {_has(libc, 'GLIBC_') if libc else ''}"
 
     def fault(self, name: str) -> str:
         """Why the image cannot load the host's `name`; empty if it can."""
@@ -216,11 +217,9 @@ class _Judge:
             where = "the image does not have" if need in OF_IMAGE else "neither the image nor the host has"
             return f"needs {need}, which {where}"
         fault = self.fault(need)
-        return (
-            f"needs {need}: {need} {fault}"
-            if fault
-            else f"needs {self._lacking(lib, self.host[need])} of {need}"
-        )
+        if fault:
+            return f"needs {need}, {_FOLLOWS}" if need in WANTED else f"needs {need}, and {need} {fault}"
+        return f"needs {self._lacking(lib, self.host[need])} of {need}, which the host's lacks"
 
     def _of_image(self, folder: str, need: str) -> bool:
         mine = self.image.get(need)

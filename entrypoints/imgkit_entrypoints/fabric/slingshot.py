@@ -6,6 +6,8 @@ documentation follows (Sigma2, "PyTorch multi-node", May 2026). CSCS and Isambar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from imgkit_entrypoints.fabric import plugin as plugins
 from imgkit_entrypoints.fabric.fabric_plan import PlanDraft
 from imgkit_entrypoints.facts import HostFacts
@@ -29,10 +31,10 @@ CORRUPTS_FROM = (2, 27, 3)
 """NVIDIA/nccl issue 2001: LL128 between nodes gives wrong sums on GH200 with Slingshot; 2.26.6 is correct."""
 
 
-def plugin(draft: PlanDraft) -> str:
-    """Path of the plugin on the library path; empty if there is none."""
-    found = draft.facts.library("libnccl-net-ofi.so") or draft.facts.library("libnccl-net.so")
-    return draft.links.get("libnccl-net.so") or (found.path if found else "")
+def plugin(facts: HostFacts, links: Mapping[str, str]) -> str:
+    """Path of the plugin, the host's or the one on the library path; empty if there is none."""
+    found = facts.library("libnccl-net-ofi.so") or facts.library("libnccl-net.so")
+    return links.get("libnccl-net.so") or (found.path if found else "")
 
 
 def nics(facts: HostFacts) -> str:
@@ -63,7 +65,7 @@ def _drop_other_plugin(draft: PlanDraft) -> None:
 
 def net(draft: PlanDraft) -> None:
     """Decide NCCL_NET between nodes, so that NCCL stops instead of silently falling back to TCP."""
-    found = plugin(draft)
+    found = plugin(draft.facts, draft.links)
     _drop_other_plugin(draft)
     if not draft.several:
         draft.refuse("NCCL_NET", "on one node the plugin allocates memory for nothing (HPE's guide)")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
@@ -102,7 +104,7 @@ def xids(reader: Reader) -> str:
     return "\n".join(line for line in lines if "NVRM: Xid" in line)
 
 
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
+def _run(*command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -110,6 +112,7 @@ def _run(*command: str) -> subprocess.CompletedProcess[str]:
         text=True,
         errors="replace",
         timeout=COMMAND_S,
+        env=env,
         check=False,
     )
 
@@ -122,10 +125,16 @@ def _output(*command: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def load_fault(path: str) -> str:
-    """Why the dynamic linker cannot load a library here; empty if it can."""
+def load_fault(path: str, library_path: str | None = None) -> str:
+    """Why the dynamic linker cannot load a library here; empty if it can.
+
+    Parameters
+    ----------
+    library_path : replaces LD_LIBRARY_PATH.
+    """
+    env = None if library_path is None else {**os.environ, "LD_LIBRARY_PATH": library_path}
     try:
-        done = _run(sys.executable, "-I", "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", path)
+        done = _run(sys.executable, "-I", "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", path, env=env)
     except subprocess.TimeoutExpired:
         return f"loading it takes more than {COMMAND_S:g} s"
     lines = done.stderr.strip().splitlines()

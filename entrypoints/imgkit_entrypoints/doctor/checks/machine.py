@@ -9,7 +9,8 @@ from pathlib import Path
 
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.doctor.checks.check import Check, Subject
-from imgkit_entrypoints.facts import Limit, storage
+from imgkit_entrypoints.fabric import library_path
+from imgkit_entrypoints.facts import Limit, host_libs, storage
 from imgkit_entrypoints.facts.compute import ONLY_NVIDIA
 from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS
 
@@ -100,8 +101,12 @@ def driver(subject: Subject) -> Iterator[Check]:
         )
     elif int(version[1]) >= least:
         yield Check(name="driver", verdict="ok", evidence=evidence)
-    elif subject.reader.exists("/usr/local/cuda/compat"):
-        fix = "data-centre GPUs use /usr/local/cuda/compat; for other GPUs take an older base image"
+    elif any(item.variable == library_path.COMPAT_KEY and item.used for item in subject.plan.decisions):
+        shown = f"{evidence}, which needs driver {least}; workers use {host_libs.COMPAT}"
+        yield Check(name="driver", verdict="ok", evidence=shown)
+    elif subject.reader.exists(host_libs.COMPAT):
+        fix = "for data-centre GPUs: system.runtime.cuda_compat: auto in the recipe, or "
+        fix += "IMGKIT_CUDA_COMPAT=auto; for others use an older base image"
         yield Check(
             name="driver", verdict="warn", evidence=f"{evidence}, which needs driver {least}", fix=fix
         )

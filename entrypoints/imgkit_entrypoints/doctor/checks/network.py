@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
+from imgkit_entrypoints import files
 from imgkit_entrypoints.doctor.checks.check import Check, Subject
-from imgkit_entrypoints.fabric import plugin, ports, sockets
+from imgkit_entrypoints.fabric import library_path, plugin, ports, sockets
+from imgkit_entrypoints.fabric.slingshot import plugin as slingshot_plugin
 from imgkit_entrypoints.facts import Port, RdmaDevice, health
+from imgkit_entrypoints.system import HOST_LIBS
 
 _OWN_CHECKS = {
     "infiniband": ("libibverbs", "cannot be opened"),
@@ -163,18 +167,21 @@ def slingshot(subject: Subject) -> Iterator[Check]:
         evidence=f"cannot be opened: {', '.join(closed)}" if closed else f"{names} can be opened",
         fix="Slurm: use a job step with a network allocation; Singularity: no --contain" if closed else "",
     )
-    plugin = subject.facts.library("libnccl-net-ofi.so") or subject.facts.library("libnccl-net.so")
-    lacking = [name for name in ("libfabric.so.1", "libcxi.so.1") if subject.facts.library(name) is None]
-    lacking += [] if plugin else ["libnccl-net.so"]
+    links = subject.plan.links
+    wanted = ("libfabric.so.1", "libcxi.so.1")
+    lacking = [name for name in wanted if name not in links and subject.facts.library(name) is None]
+    found = slingshot_plugin(subject.facts, links)
+    lacking += [] if found else ["libnccl-net.so"]
     yield Check(
         name="libfabric",
         verdict=subject.between if lacking else "ok",
-        evidence=f"not on the library path: {', '.join(lacking)}" if lacking else f"{plugin and plugin.path}",
-        fix="bind the host's libfabric, libcxi and aws-ofi-nccl, and put their folders on LD_LIBRARY_PATH "
-        "(SINGULARITYENV_LD_LIBRARY_PATH); otherwise NCCL uses TCP"
+        evidence=f"not on the library path: {', '.join(lacking)}" if lacking else found,
+        fix="in the recipe: system.fabric.host_libs: auto, and their folders in system.runtime.host_libs; "
+        "otherwise NCCL uses TCP"
         if lacking
         else "",
     )
+    yield from _host_libraries(subject)
     version = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", subject.facts.kernel)
     if version and (int(version[1]), int(version[2])) < (5, 12):
         yield Check(
@@ -185,6 +192,26 @@ def slingshot(subject: Subject) -> Iterator[Check]:
             fix="if data workers crash, use no workers or the start method spawn (RHEL 8.6 and SLES 15 SP4 "
             "are safe despite their older kernels)",
         )
+
+
+def _host_libraries(subject: Subject) -> Iterator[Check]:
+    """The dynamic linker loads what the plan takes from the host."""
+    links = subject.plan.links
+    if not links or not subject.reader.live:
+        return
+    folder, searched = library_path.links_folder(links), subject.plan.env[library_path.VARIABLE]
+    faults = []
+    try:
+        files.make_links(Path(folder), links)
+        faults = [text for name in links if (text := health.load_fault(f"{folder}/{name}", searched))]
+    except OSError as error:
+        faults = [str(error)]
+    yield Check(
+        name="host libraries",
+        verdict=subject.between if faults else "ok",
+        evidence=faults[0] if faults else f"{', '.join(links)} of the host can be loaded",
+        fix=f"to run without them: {HOST_LIBS}=none" if faults else "",
+    )
 
 
 def gpudirect(subject: Subject) -> Iterator[Check]:
