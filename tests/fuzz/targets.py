@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ from imgkit_entrypoints.apps.bench import record as bench_reader
 from imgkit_entrypoints.apps.train.options import file_arguments
 from imgkit_entrypoints.doctor import node
 from imgkit_entrypoints.errors import ImgkitError
+from imgkit_entrypoints.facts import elf
 from imgkit_entrypoints.launch import goodput, nccl
 from imgkit_entrypoints.run import disk
 from imgkit_entrypoints.schedulers import hostlist, resolve
@@ -436,9 +438,27 @@ TREE = {
     "</volatile></ecc_errors><clocks_event_reasons><clocks_event_reason_hw_slowdown>Active</clocks_event_reason_hw_slowdown>"
     "</clocks_event_reasons></gpu></log>",
     "commands/xid.txt": "NVRM: Xid (PCI:0000:17:00): 79, pid=1",
-    "facts.json": '{"arch": "x86_64", "cpus": 8, "shm_bytes": 1000, "closed": ["/dev/infiniband/uverbs0"], "python": "3"}',
+    "facts.json": '{"arch": "x86_64", "cpus": 8, "shm_bytes": 1000, "closed": ["/dev/infiniband/uverbs0"], "python": "3",'
+    ' "host_libraries": {"source": "x", "bound": true, "host": [{"name": "libcxi.so.1", "path": "/usr/lib64/libcxi.so.1", "target": "/y",'
+    ' "object": {"machine": "x86_64", "soname": "libcxi.so.1", "needed": ["libc.so.6", "libcxi.so.1"], "rpath": [], "runpath": [],'
+    ' "needs": {"libc.so.6": ["GLIBC_2.38"]}, "defines": []}, "fault": ""}], "image": [{"name": "libc.so.6", "path": "/lib/libc.so.6",'
+    ' "target": "/lib/libc.so.6", "object": {"machine": "x86_64", "soname": "libc.so.6", "needed": [], "rpath": [], "runpath": [],'
+    ' "needs": {}, "defines": ["GLIBC_2.35"]}, "fault": ""}]}, "cuda_compat": {"source": "x", "folder": "/c", "target": "/c/libcuda.so.575.57",'
+    ' "others": ["/usr/lib"]}}',
     "opt/imgkit/manifest.json": '{"platform": "linux/amd64"}',
+    "opt/imgkit/system.json": '{"fabric": {"host_libs": "auto"}, "runtime": {"cuda_compat": "auto", "host_libs": ["/opt/x"]}}',
 }
+
+CXI = {"sys/class/cxi/cxi0/device/vendor": "0x17db"}
+"""The same machine with Slingshot."""
+
+
+def _libraries() -> list[bytes]:
+    sys.path.append(str(ROOT / "tests/lab"))
+    from shared_object import shared_object
+
+    needs = {"libc.so.6": ("GLIBC_2.34", "GLIBC_2.38"), "libz.so.1": ("ZLIB_1.2",)}
+    return [shared_object("libx.so.1", needs=needs, defines=("X_1.0", "X_1.1"), rpath="$ORIGIN:/a")]
 
 
 def _tree(data: bytes, folder: Path) -> None:
@@ -869,7 +889,13 @@ TARGETS = (
         change=mutate.in_json,
         also=submit._DAMAGED,
     ),
-    Target(name="machine", run=_tree, seeds=lambda: [json.dumps(TREE).encode()], change=mutate.in_json),
+    Target(name="shared-object", run=_file(elf.read), seeds=_libraries, also=(elf.NotShared,)),
+    Target(
+        name="machine",
+        run=_tree,
+        seeds=_lines(json.dumps(TREE), json.dumps(TREE | CXI)),
+        change=mutate.in_json,
+    ),
 )
 
 

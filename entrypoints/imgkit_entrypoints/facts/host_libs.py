@@ -11,6 +11,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
@@ -28,6 +29,7 @@ CRAY = "/opt/cray/libfabric"
 COMPAT = "/usr/local/cuda/compat"
 _COMPAT_FOLDERS = (COMPAT, f"{COMPAT}/lib.real", f"{COMPAT}/lib")
 """CUDA's images have the libraries in the first, NGC's in the second (its start script makes the third)."""
+_Kept = TypeVar("_Kept", HostLibraries, CudaCompat)
 _MOST_LIBRARIES = 128
 _MOST_LINKS = 40
 OF_IMAGE = frozenset(
@@ -77,8 +79,8 @@ def libraries(reader: Reader, env: Mapping[str, str]) -> HostLibraries | None:
     source, first = asked(reader, env)
     if not source:
         return None
-    if saved := reader.not_files().get("host_libraries"):
-        return json_text.read(HostLibraries, saved, NOT_FILES)  # type: ignore[no-any-return]
+    if saved := _saved(reader, HostLibraries, "host_libraries"):
+        return saved
     if not reader.exists(HOST):
         return HostLibraries(source=source, bound=False)
     search = _Search(
@@ -89,6 +91,18 @@ def libraries(reader: Reader, env: Mapping[str, str]) -> HostLibraries | None:
     # The image's C library decides, also where no library of the host could be read.
     search.look("libc.so.6")
     return HostLibraries(source=source, bound=True, host=tuple(search.found), image=tuple(search.of_image))
+
+
+def _saved(reader: Reader, kind: type[_Kept], name: str) -> _Kept | None:
+    """What a saved tree keeps in the place of libraries; None on a live machine, or if it keeps nothing."""
+    data = reader.not_files().get(name)
+    if data is None:
+        return None
+    try:
+        kept: _Kept = json_text.read(kind, data, name)
+    except ValueError as error:
+        raise UsageError(str(error), where=str(reader.place(NOT_FILES))) from error
+    return kept
 
 
 def _host_folders(reader: Reader, first: Sequence[str]) -> tuple[str, ...]:
@@ -186,8 +200,8 @@ def compat(reader: Reader, env: Mapping[str, str]) -> CudaCompat | None:
     recipe = runtime.get("cuda_compat") if isinstance(runtime, dict) else None
     if (given or recipe) != "auto":
         return None
-    if saved := reader.not_files().get("cuda_compat"):
-        return json_text.read(CudaCompat, saved, NOT_FILES)  # type: ignore[no-any-return]
+    if saved := _saved(reader, CudaCompat, "cuda_compat"):
+        return saved
     source = f"{COMPAT_VARIABLE}=auto" if given else f"{SYSTEM_JSON}: runtime.cuda_compat auto"
     folders = software.library_folders(reader, env)
     others = tuple(folder for folder in folders if reader.exists(f"{folder}/libcuda.so.1"))

@@ -1,0 +1,144 @@
+"""Libraries compiled against two versions of glibc, on a host with Slingshot, and really loaded in a .sif.
+
+Real are the compiler, the libraries, the dynamic linker and the container. FAKES are what cannot be here: the
+NICs (a /sys of text files), and the content of libcxi, libfabric and aws-ofi-nccl. The newer glibc is that of
+Debian sid where the lab has it, else a stand-in that defines one more version.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from labkit import Done, public_folder, run
+
+pytestmark = [
+    pytest.mark.docker,
+    pytest.mark.singularity,
+    pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler: apt-get install build-essential"),
+]
+SID = Path("/var/cache/imgkit-lab/docker-sid/usr/lib/x86_64-linux-gnu/libc.so.6")
+SOURCES = {
+    "cxi": "#include <stdlib.h>\nlong cxil_number(const char *t) { return strtol(t, 0, 10); }",
+    "newer": "long NEWER(const char *, char **, int);\nlong cxil_number(const char *t) { return NEWER(t, 0, 10); }",
+    "fabric": "long cxil_number(const char *);\nlong fi_number(const char *t) { return cxil_number(t); }",
+    "plugin": "long fi_number(const char *);\nlong ncclNetPlugin_v8(const char *t) { return fi_number(t); }",
+    "libc": "long newer_strtol(const char *t, char **e, int b) { return 0; }",
+}
+LOADS = "import ctypes; print('NCCL would get', ctypes.CDLL('libnccl-net.so').ncclNetPlugin_v8(b'42'))"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Node:
+    """A node whose host has the libraries."""
+
+    folder: Path
+    version: str
+    """Version of glibc that the newer libcxi needs."""
+
+    def inside(self, sif: Path, host: str, *words: str | Path, env: Sequence[str] = ()) -> Done:
+        """Run `words` as the container of a job does, with the tree `host` as the node's own."""
+        bound = (
+            f"{self.folder}/{host}/usr:/run/imgkit/host/usr:ro",
+            f"{self.folder}/sys:/sys",
+            str(self.folder),
+        )
+        binds = (word for bind in bound for word in ("--bind", bind))
+        given = (word for text in ("IMGKIT_HOST_LIBS=auto", *env) for word in ("--env", text))
+        return run("singularity", "exec", "--no-mount", "sys", *binds, *given, sif, *words, folder="/")
+
+
+@pytest.fixture(scope="module")
+def node() -> Iterator[Node]:
+    folder = public_folder("host-libs")
+    try:
+        for name, text in SOURCES.items():
+            (folder / f"{name}.c").write_text(text)
+        (folder / "load.py").write_text(LOADS)
+        for number in range(2):
+            place = folder / f"sys/class/cxi/cxi{number}"
+            place.mkdir(parents=True)
+        older, newer = folder / "older/usr/lib64", folder / "newer/usr/lib64"
+        needs = library(older, "libcxi.so.1", folder / "cxi.c")
+        assert "GLIBC_" in needs
+        if SID.exists():
+            version = "2.38"
+            library(newer, "libcxi.so.1", folder / "newer.c", "-DNEWER=__isoc23_strtol", "-nostdlib", SID)
+        else:
+            version = "2.99"
+            (folder / "map").write_text("GLIBC_2.99 { newer_strtol; };")
+            library(folder, "libc.so.6", folder / "libc.c", f"-Wl,--version-script={folder}/map", "-nostdlib")
+            words = ("-DNEWER=newer_strtol", "-nostdlib", folder / "libc.so.6")
+            library(newer, "libcxi.so.1", folder / "newer.c", *words)
+        for place in (older, newer):
+            library(place, "libfabric.so.1", folder / "fabric.c", place / "libcxi.so.1")
+            library(place, "libnccl-net-ofi.so", folder / "plugin.c", place / "libfabric.so.1")
+            (place / "libnccl-net.so").symlink_to("libnccl-net-ofi.so")
+        yield Node(folder=folder, version=version)
+    finally:
+        shutil.rmtree(folder)
+
+
+def library(place: Path, name: str, source: Path, *words: str | Path) -> str:
+    """Compile a library; what readelf prints of its versions."""
+    place.mkdir(parents=True, exist_ok=True)
+    made = place / name
+    options = ("-shared", "-fPIC", f"-Wl,-soname,{name}", "-Wl,--allow-shlib-undefined", "-Wl,--no-as-needed")
+    subprocess.run(["cc", *options, "-o", made, source, *words], check=True)
+    return subprocess.run(["readelf", "-VW", made], check=True, capture_output=True, text=True).stdout
+
+
+def test_fitting_libraries_are_loaded_in_the_container(mn5_sif: Path, node: Node) -> None:
+    done = node.inside(
+        mn5_sif, "older", "dist-run", "--device", "cpu", "--nproc", "1", node.folder / "load.py"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "NCCL would get 42" in done.stdout
+    assert "libcxi.so.1=/usr/lib64/libcxi.so.1: the host's; it needs GLIBC_2" in done.stderr
+    done = node.inside(mn5_sif, "older", "dist-doctor", "--json")
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert (checks["host libraries"]["verdict"], checks["libfabric"]["verdict"]) == ("ok", "ok"), done.stdout
+
+
+def test_newer_glibc_is_refused_as_the_linker_would(mn5_sif: Path, node: Node) -> None:
+    done = node.inside(mn5_sif, "newer", "dist-env", "--dry-run", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    own = re.search(r"libcxi.so.1 needs GLIBC_(\S+), the image has (2\.\d+) \(/\S*libc.so.6\)", done.stdout)
+    assert own, done.stdout
+    assert own[1] == node.version
+    assert "LD_LIBRARY_PATH " not in done.stdout
+    assert "libfabric.so.1 needs libcxi.so.1, which is not used" in done.stdout
+    # What happens without the rule: the dynamic linker says the same, when the run has begun.
+    forced = "LD_LIBRARY_PATH=/run/imgkit/host/usr/lib64"
+    done = node.inside(mn5_sif, "newer", "env", forced, "python3", "-I", node.folder / "load.py")
+    assert done.returncode != 0
+    assert f"version `GLIBC_{node.version}' not found" in done.stderr
+
+
+def test_user_declines_the_hosts_libraries(mn5_sif: Path, node: Node) -> None:
+    words = ("dist-run", "--device", "cpu", "--nproc", "1", node.folder / "load.py")
+    done = node.inside(mn5_sif, "older", *words, env=["IMGKIT_HOST_LIBS=none"])
+    assert done.returncode == 1
+    assert "libnccl-net.so: cannot open shared object file" in done.stdout + done.stderr
+
+
+def test_folder_of_somebody_else_is_not_used(mn5_sif: Path, node: Node) -> None:
+    done = node.inside(mn5_sif, "older", "dist-env", "--dry-run", "--json", "--device", "cpu")
+    folder = Path(json.loads(done.stdout)["env"]["LD_LIBRARY_PATH"].split(":")[0])
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "libcxi.so.1").symlink_to("/home/stranger/libcxi.so.1")
+    try:
+        words = ("dist-run", "--device", "cpu", "--nproc", "1", node.folder / "load.py")
+        done = node.inside(mn5_sif, "older", *words)
+        assert done.returncode == 2
+        assert f"{folder}: cannot be used: it holds something else" in done.stderr
+        assert f"rm -r {folder}" in done.stderr
+    finally:
+        shutil.rmtree(folder)

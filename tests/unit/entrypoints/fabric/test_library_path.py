@@ -1,0 +1,335 @@
+"""Libraries of the host, and CUDA's forward compatibility: used by rule, else refused with the reason.
+
+The libraries and the drivers' files are fakes: names and versions that the dynamic linker would compare.
+`tests/lab/launch/test_host_libs_real.py` loads compiled ones in a container.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from shared_object import shared_object
+
+from imgkit_entrypoints import fabric, facts
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.fabric import library_path
+from imgkit_entrypoints.facts.reader import write as write_tree
+
+Planted = Callable[[str], Path]
+HOST, LIB = "/run/imgkit/host", "/usr/lib64"
+AUTO = {"IMGKIT_HOST_LIBS": "auto"}
+LIBC = "libc.so.6"
+
+
+def put(root: Path, path: str, **about: Any) -> None:
+    """A library of the machine, for its processor unless `about` says another."""
+    place = root / path.lstrip("/")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    about = {"soname": place.name, "machine": "aarch64", **about}
+    place.write_bytes(shared_object(about.pop("soname"), **about))
+
+
+def of_host(root: Path, name: str, folder: str = LIB, **about: Any) -> None:
+    put(root, f"{HOST}{folder}/{name}", **about)
+
+
+@pytest.fixture
+def root(planted: Planted) -> Path:
+    """A node with Slingshot, whose host has the three libraries and whose image has glibc 2.35."""
+    root = planted("cxi4")
+    put(root, f"{LIB}/{LIBC}", defines=("GLIBC_2.17", "GLIBC_2.34", "GLIBC_2.35"))
+    of_host(root, "libcxi.so.1", needs={LIBC: ("GLIBC_2.34",)})
+    of_host(root, "libfabric.so.1", needed=("libcxi.so.1",), defines=("FABRIC_1.0", "FABRIC_1.7"))
+    of_host(root, "libnccl-net-ofi.so", needs={"libfabric.so.1": ("FABRIC_1.7",), LIBC: ("GLIBC_2.17",)})
+    return root
+
+
+def choose(root: Path, env: Mapping[str, str] | None = None, nnodes: int = 2) -> fabric.FabricPlan:
+    env = {**(AUTO if env is None else env), "IMGKIT_ROOT": str(root), "IMGKIT_NCCL_VERSION": "2.27.3"}
+    return fabric.choose(facts.gather(env=env), None, env, nnodes=nnodes)
+
+
+def reason(plan: fabric.FabricPlan, name: str) -> str:
+    (found,) = (item for item in plan.decisions if item.variable == name)
+    taken = (
+        f"{COMPAT}/lib.real" in plan.env.get("LD_LIBRARY_PATH", "")
+        if name == "cuda_compat"
+        else name in plan.links
+    )
+    assert found.used == taken
+    return found.reason
+
+
+def warned(plan: fabric.FabricPlan) -> Sequence[str]:
+    return [str(found) for found in plan.warnings if "host" in found.what]
+
+
+def test_fitting_libraries_are_used(root: Path) -> None:
+    plan = choose(root)
+    assert dict(plan.links) == {
+        "libcxi.so.1": f"{HOST}{LIB}/libcxi.so.1",
+        "libfabric.so.1": f"{HOST}{LIB}/libfabric.so.1",
+        "libnccl-net-ofi.so": f"{HOST}{LIB}/libnccl-net-ofi.so",
+        "libnccl-net.so": f"{HOST}{LIB}/libnccl-net-ofi.so",
+    }
+    assert plan.env["LD_LIBRARY_PATH"] == library_path.links_folder(plan.links)
+    assert "needs GLIBC_2.34, the image has 2.35 (/usr/lib64/libc.so.6)" in reason(plan, "libcxi.so.1")
+    assert plan.env["NCCL_NET"] == "AWS Libfabric"
+    assert not any("not on the library path" in str(found) for found in plan.warnings)
+
+
+def test_nothing_happens_unless_asked(root: Path) -> None:
+    for env in ({}, {"IMGKIT_HOST_LIBS": "none"}):
+        plan = choose(root, env)
+        assert not plan.links
+        assert "LD_LIBRARY_PATH" not in plan.env
+        assert not any("libcxi" in item.variable for item in plan.decisions)
+
+
+def test_newer_glibc_is_refused_by_name(root: Path) -> None:
+    of_host(root, "libcxi.so.1", needs={LIBC: ("GLIBC_2.34", "GLIBC_2.38")})
+    plan = choose(root)
+    assert not plan.links
+    text = "libcxi.so.1 needs GLIBC_2.38, the image has 2.35 (/usr/lib64/libc.so.6)"
+    assert reason(plan, "libcxi.so.1") == text
+    assert reason(plan, "libfabric.so.1") == "libfabric.so.1 needs libcxi.so.1, which is not used"
+    (warning,) = warned(plan)
+    assert text in warning
+    assert "Use a newer base image" in warning
+
+
+def test_relative_relocations_count_as_a_version(root: Path) -> None:
+    of_host(root, "libcxi.so.1", needs={LIBC: ("GLIBC_ABI_DT_RELR",)})
+    assert "needs GLIBC_ABI_DT_RELR, which the image's" in reason(choose(root), "libcxi.so.1")
+
+
+def test_other_soname_is_refused(root: Path) -> None:
+    of_host(root, "libcxi.so.1", soname="libcxi.so.2")
+    assert reason(choose(root), "libcxi.so.1").startswith("libcxi.so.1 has the SONAME libcxi.so.2")
+
+
+def test_other_processor_is_refused(root: Path) -> None:
+    of_host(root, "libcxi.so.1", machine="x86_64")
+    assert "is for x86_64, the image is for aarch64" in reason(choose(root), "libcxi.so.1")
+
+
+def test_damaged_library_is_refused_by_name(root: Path) -> None:
+    place = root / f"{HOST}{LIB}/libcxi.so.1".lstrip("/")
+    place.write_bytes(place.read_bytes()[:100])
+    assert "libcxi.so.1 of the host is truncated: bytes" in reason(choose(root), "libcxi.so.1")
+
+
+def test_absent_need_is_named(root: Path) -> None:
+    of_host(root, "libnccl-net-ofi.so", needed=("libcudart.so.13", "libfabric.so.1"))
+    plan = choose(root)
+    text = "libnccl-net-ofi.so needs libcudart.so.13, which neither the image nor the host has"
+    assert reason(plan, "libnccl-net-ofi.so") == text
+    assert set(plan.links) == {"libcxi.so.1", "libfabric.so.1"}
+
+
+def test_needs_come_along_from_the_host(root: Path) -> None:
+    of_host(root, "libcxi.so.1", needs={"libjson-c.so.3": ("JSONC_1",), LIBC: ("GLIBC_2.17",)})
+    of_host(root, "libjson-c.so.3", defines=("JSONC_1",))
+    assert choose(root).links["libjson-c.so.3"] == f"{HOST}{LIB}/libjson-c.so.3"
+    # The image's own is taken as soon as it can serve.
+    put(root, f"{LIB}/libjson-c.so.3", defines=("JSONC_1", "JSONC_2"))
+    assert "libjson-c.so.3" not in choose(root).links
+
+
+def test_need_that_would_break_the_image_is_refused(root: Path) -> None:
+    of_host(root, "libcxi.so.1", needs={"libjson-c.so.3": ("JSONC_2",)})
+    of_host(root, "libjson-c.so.3", defines=("JSONC_2",))
+    put(root, f"{LIB}/libjson-c.so.3", defines=("JSONC_1",))
+    text = reason(choose(root), "libcxi.so.1")
+    assert "needs JSONC_2, and the host's libjson-c.so.3 lacks JSONC_1, which the image's has" in text
+
+
+def test_compilers_library_never_comes_from_the_host(root: Path) -> None:
+    of_host(root, "libfabric.so.1", needs={"libstdc++.so.6": ("GLIBCXX_3.4.32",)}, defines=("FABRIC_1.7",))
+    of_host(root, "libstdc++.so.6", defines=("GLIBCXX_3.4.30", "GLIBCXX_3.4.32"))
+    assert "libstdc++.so.6, which the image does not have" in reason(choose(root), "libfabric.so.1")
+    put(root, f"{LIB}/libstdc++.so.6", defines=("GLIBCXX_3.4.30",))
+    assert "needs GLIBCXX_3.4.32, the image has 3.4.30" in reason(choose(root), "libfabric.so.1")
+
+
+def test_older_library_does_not_replace_the_images(root: Path) -> None:
+    put(root, f"{LIB}/libfabric.so.1", defines=("FABRIC_1.0", "FABRIC_1.7", "FABRIC_1.8"))
+    plan = choose(root)
+    assert "lacks FABRIC_1.8, which the image's has" in reason(plan, "libfabric.so.1")
+    # The plug-in of the host can use the image's.
+    assert "libnccl-net-ofi.so" in plan.links
+
+
+def test_rpath_into_the_image_is_refused(root: Path) -> None:
+    put(root, f"{LIB}/libcxi.so.1")
+    of_host(root, "libfabric.so.1", needed=("libcxi.so.1",), rpath=LIB, defines=("FABRIC_1.7",))
+    assert "has the RPATH /usr/lib64, where the image has another" in reason(choose(root), "libfabric.so.1")
+
+
+def test_listed_folders_are_searched_first(root: Path) -> None:
+    of_host(root, "libcxi.so.1", "/cluster/ofi/lib", needs={LIBC: ("GLIBC_2.17",)})
+    of_host(root, "libfabric.so.1", "/opt/cray/libfabric/1.22.0/lib64", defines=("FABRIC_1.7",))
+    of_host(root, "libfabric.so.1", "/opt/cray/libfabric/1.9.0/lib64", defines=("FABRIC_1.7",))
+    links = choose(root, {"IMGKIT_HOST_LIBS": "auto:/cluster/ofi/lib"}).links
+    assert links["libcxi.so.1"] == f"{HOST}/cluster/ofi/lib/libcxi.so.1"
+    assert links["libfabric.so.1"] == f"{HOST}/opt/cray/libfabric/1.22.0/lib64/libfabric.so.1"
+
+
+def test_links_are_followed_as_on_the_host(root: Path) -> None:
+    folder = root / f"{HOST}{LIB}".lstrip("/")
+    (folder / "libcxi.so.1").rename(folder / "libcxi.so.1.5.0")
+    (folder / "libcxi.so.1").symlink_to("/usr/lib64/libcxi.so.1.5.0")
+    assert choose(root).links["libcxi.so.1"] == f"{HOST}{LIB}/libcxi.so.1.5.0"
+    (folder / "libcxi.so.1").unlink()
+    (folder / "libcxi.so.1").symlink_to("/etc/alternatives/libcxi.so.1")
+    assert "is a link out of what is bound (/usr, /opt)" in reason(choose(root), "libcxi.so.1")
+
+
+def test_circle_of_links_ends(root: Path) -> None:
+    folder = root / f"{HOST}{LIB}".lstrip("/")
+    (folder / "libcxi.so.1").unlink()
+    (folder / "libcxi.so.1").symlink_to("libcxi.so.1")
+    assert "is a link out of what is bound" in reason(choose(root), "libcxi.so.1")
+
+
+def test_users_library_comes_first(root: Path) -> None:
+    put(root, "/mine/libcxi.so.1")
+    (root / "opt/imgkit").mkdir(parents=True, exist_ok=True)
+    image = {"base": {"env": {"PATH": "/bin", "LD_LIBRARY_PATH": "/of/image"}}}
+    (root / "opt/imgkit/manifest.json").write_text(json.dumps(image))
+    plan = choose(root, {**AUTO, "LD_LIBRARY_PATH": "/mine:/of/image:/.singularity.d/libs"})
+    assert "libcxi.so.1" not in plan.links
+    (mine,) = (item for item in plan.decisions if item.variable == "libcxi.so.1")
+    assert (mine.value, mine.origin) == ("/mine/libcxi.so.1", "user")
+    own = library_path.links_folder(plan.links)
+    assert plan.env["LD_LIBRARY_PATH"] == f"/mine:{own}:/of/image:/.singularity.d/libs"
+
+
+def test_other_fabric_needs_none(root: Path) -> None:
+    plan = choose(root, {**AUTO, "NCCL_NET": "Socket"})
+    assert not plan.links
+    assert reason(plan, "host_libs").startswith("the fabric is tcp, which needs none of them")
+
+
+def test_container_without_the_hosts_folders_says_so(planted: Planted) -> None:
+    plan = choose(planted("cxi4"))
+    assert "/run/imgkit/host does not exist" in reason(plan, "host_libs")
+    assert "--bind /usr:/run/imgkit/host/usr:ro,/opt:/run/imgkit/host/opt:ro" in warned(plan)[0]
+
+
+def test_host_without_any_says_so(planted: Planted) -> None:
+    root = planted("cxi4")
+    (root / "run/imgkit/host/usr").mkdir(parents=True)
+    assert "system.runtime.host_libs" in warned(choose(root))[0]
+
+
+def test_recipe_asks_and_the_user_declines(root: Path) -> None:
+    (root / "opt/imgkit").mkdir(parents=True, exist_ok=True)
+    baked = {"fabric": {"host_libs": "auto"}, "runtime": {"host_libs": ["/cluster/lib"]}}
+    (root / "opt/imgkit/system.json").write_text(json.dumps(baked))
+    of_host(root, "libcxi.so.1", "/cluster/lib")
+    assert choose(root, {}).links["libcxi.so.1"] == f"{HOST}/cluster/lib/libcxi.so.1"
+    assert not choose(root, {"IMGKIT_HOST_LIBS": "none"}).links
+
+
+@pytest.mark.parametrize("value", ["on", "auto:lib", "none:", "/usr/lib64"])
+def test_other_value_is_refused(root: Path, value: str) -> None:
+    with pytest.raises(UsageError, match="neither none nor auto"):
+        choose(root, {"IMGKIT_HOST_LIBS": value})
+    with pytest.raises(UsageError, match="neither none nor auto"):
+        choose(root, {"IMGKIT_CUDA_COMPAT": value})
+
+
+def test_saved_tree_replays_the_decision(root: Path, tmp_path: Path) -> None:
+    env = {**AUTO, "IMGKIT_ROOT": str(root), "IMGKIT_CUDA_COMPAT": "auto"}
+    write_tree(facts.snapshot(env=env), tmp_path / "saved")
+    assert not list((tmp_path / "saved").rglob("libcxi*"))
+    assert choose(tmp_path / "saved").decisions == choose(root).decisions
+
+
+def test_damaged_saved_tree_is_refused(root: Path) -> None:
+    (root / "facts.json").write_text('{"host_libraries": {"source": 1}}')
+    with pytest.raises(UsageError, match="host_libraries"):
+        choose(root)
+
+
+COMPAT = "/usr/local/cuda/compat"
+
+
+def driver_tree(planted: Planted, driver: str, model: str, file: str = "libcuda.so.575.57.08") -> Path:
+    """A FAKE tree of NVIDIA's driver beside an image's real layout of the compat folder."""
+    root = planted("none")
+    info = root / "proc/driver/nvidia/gpus/0000:17:00.0/information"
+    info.parent.mkdir(parents=True)
+    info.write_text(f"Model: \t\t {model}\n")
+    version = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Tue\n"
+    (root / "proc/driver/nvidia/version").write_text(version)
+    folder = root / f"{COMPAT}/lib.real".lstrip("/")
+    folder.mkdir(parents=True)
+    (folder / file).touch()
+    (folder / "libcuda.so.1").symlink_to(file)
+    return root
+
+
+def compat(root: Path, cuda: str, **env: str) -> fabric.FabricPlan:
+    return choose(root, {"IMGKIT_CUDA_COMPAT": "auto", "CUDA_VERSION": cuda, **env}, nnodes=1)
+
+
+def test_newer_cuda_on_a_data_centre_gpu_uses_compat(planted: Planted) -> None:
+    plan = compat(
+        driver_tree(planted, "550.54.15", "NVIDIA H100 80GB HBM3"), "12.9.0.043", LD_LIBRARY_PATH="/x"
+    )
+    assert plan.env["LD_LIBRARY_PATH"] == f"{COMPAT}/lib.real:/x"
+    text = (
+        "driver 550.54.15 supports CUDA 12.4, the image has 12.9; NVIDIA H100 80GB HBM3 is a data-centre GPU"
+    )
+    assert text in reason(plan, "cuda_compat")
+
+
+@pytest.mark.parametrize(
+    ("driver", "model", "cuda", "words"),
+    [
+        ("550.54.15", "NVIDIA H100 80GB HBM3", "12.4.1", "supports CUDA 12.4, the image has 12.4"),
+        ("580.65.06", "Tesla T4", "12.9.0", "supports CUDA 13.0, the image has 12.9"),
+        (
+            "550.54.15",
+            "NVIDIA GeForce RTX 4090",
+            "12.9.0",
+            "for data-centre GPUs, and NVIDIA GeForce RTX 4090 is",
+        ),
+        ("550.54.15", "NVIDIA RTX A6000", "13.0.0", "for data-centre GPUs, and NVIDIA RTX A6000 is none"),
+        ("550.54.15", "NVIDIA A800 40GB Active", "13.0.0", "is none"),
+        ("550.54.15", "", "13.0.0", "a GPU without a name is none"),
+        ("575.57.08", "NVIDIA H200", "13.0.0", "is not newer than the driver"),
+        ("999.10.01", "NVIDIA H200", "19.1.0", "newer than imgkit's table"),
+        ("550.54.15", "NVIDIA H200", "", "unknown versions"),
+    ],
+)
+def test_compat_is_refused_with_the_reason(
+    planted: Planted, driver: str, model: str, cuda: str, words: str
+) -> None:
+    plan = compat(driver_tree(planted, driver, model), cuda)
+    assert "LD_LIBRARY_PATH" not in plan.env
+    assert words in reason(plan, "cuda_compat")
+
+
+def test_image_without_compat_says_so(planted: Planted) -> None:
+    plan = compat(planted("none"), "12.9.0")
+    assert "the image has no /usr/local/cuda/compat/libcuda.so.1" in reason(plan, "cuda_compat")
+
+
+def test_compat_comes_before_the_links(root: Path) -> None:
+    for name in ("libcuda.so.575.57.08", "libcuda.so.1"):
+        place = root / f"{COMPAT}/{name}".lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.touch()
+    (root / "proc/driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX Kernel Module  550.54.15\n")
+    plan = compat(root, "12.9.0", **AUTO)
+    first, second = plan.env["LD_LIBRARY_PATH"].split(":")
+    assert (first, second) == (COMPAT, library_path.links_folder(plan.links))
+    assert str(os.getuid()) in second

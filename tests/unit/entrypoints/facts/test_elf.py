@@ -1,0 +1,111 @@
+"""Names and versions of shared objects: as readelf prints them, and refused where a file is damaged."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import pytest
+from shared_object import shared_object
+
+from imgkit_entrypoints.facts import elf
+
+NEEDS = {"libc.so.6": ("GLIBC_2.2.5", "GLIBC_2.38"), "libcxi.so.1": ("CXI_1.0",)}
+LIBRARY = shared_object(
+    "libx.so.1", needed=("libz.so.1",), needs=NEEDS, defines=("X_1.0", "X_1.1"), rpath="/a:/b"
+)
+
+
+def put(folder: Path, data: bytes) -> Path:
+    path = folder / "libx.so.1"
+    path.write_bytes(data)
+    return path
+
+
+def loaded() -> list[Path]:
+    """Libraries that this Python has loaded, of glibc and others."""
+    maps = Path("/proc/self/maps").read_text()
+    return [Path(path) for path in sorted(set(re.findall(r"(/\S+\.so[.0-9]*)$", maps, re.MULTILINE)))]
+
+
+def test_names_and_versions_are_read(tmp_path: Path) -> None:
+    found = elf.read(put(tmp_path, LIBRARY))
+    assert (found.soname, found.machine, found.rpath, found.runpath) == (
+        "libx.so.1",
+        "x86_64",
+        ("/a", "/b"),
+        (),
+    )
+    assert found.needed == ("libz.so.1", *NEEDS)
+    assert found.needs == NEEDS
+    assert found.defines == ("X_1.0", "X_1.1")
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf: apt-get install binutils")
+@pytest.mark.parametrize("path", loaded(), ids=lambda path: path.name)
+def test_real_library_reads_as_by_readelf(path: Path) -> None:
+    text = subprocess.run(["readelf", "-dVW", path], capture_output=True, text=True, check=True).stdout
+    found = elf.read(path)
+    assert list(found.needed) == re.findall(r"\(NEEDED\).*\[(.*)\]", text)
+    assert [found.soname] == (re.findall(r"\(SONAME\).*\[(.*)\]", text) or [""])
+    before, _, needs = text.partition("Version needs section")
+    names = re.findall(r"Name: (\S+)\s+Flags: (?!WEAK)\S+", needs)
+    assert sorted(version for versions in found.needs.values() for version in versions) == sorted(names)
+    assert sorted(found.needs) == sorted(re.findall(r"File: (\S+)", needs))
+    _, _, defines = before.partition("Version definition section")
+    rows = re.findall(r"Flags: (\S+).*Cnt: [1-9]\d*\s+Name: (\S+)", defines)
+    assert list(found.defines) == [name for flags, name in rows if flags != "BASE"]
+
+
+@pytest.mark.parametrize("length", [0, 3, 15, 40, 63, 100, 175, 200, 300, len(LIBRARY) - 1])
+def test_truncated_file_is_refused(tmp_path: Path, length: int) -> None:
+    with pytest.raises(elf.NotShared):
+        elf.read(put(tmp_path, LIBRARY[:length]))
+
+
+def changed(offset: int, layout: str, value: int) -> bytes:
+    data = bytearray(LIBRARY)
+    struct.pack_into(layout, data, offset, value)
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"#!/bin/sh\nexec true # a script that is as long as a header\n", "is not an ELF file"),
+        (b"GROUP ( /lib/libc.so.6 ) /* a script of the linker */", "is not an ELF file"),
+        (changed(4, "<B", 1), "is not a 64-bit little-endian ELF file"),
+        (changed(5, "<B", 2), "is not a 64-bit little-endian ELF file"),
+        (changed(16, "<H", 2), r"is not a shared object \(ELF type 2\)"),
+        (changed(56, "<H", 65535), "has 65535 program headers of 56 bytes"),
+        (changed(32, "<Q", 1 << 63), "is truncated: bytes"),
+        (changed(120, "<I", 4), "has no dynamic section"),
+        (changed(128, "<Q", 1 << 62), "is truncated: bytes"),
+        (changed(152, "<Q", 16), "has a dynamic section without an end"),
+        (changed(96, "<Q", 8), "which no segment holds"),
+    ],
+)
+def test_other_file_is_refused_by_name(tmp_path: Path, data: bytes, words: str) -> None:
+    with pytest.raises(elf.NotShared, match=words):
+        elf.read(put(tmp_path, data))
+
+
+def test_chain_without_an_end_is_refused(tmp_path: Path) -> None:
+    many = {"libc.so.6": tuple(f"GLIBC_2.{number}" for number in range(4097))}
+    with pytest.raises(elf.NotShared, match="more than 4096 versions"):
+        elf.read(put(tmp_path, shared_object("libx.so.1", needs=many)))
+
+
+def test_name_with_control_characters_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(elf.NotShared, match="control characters"):
+        elf.read(put(tmp_path, shared_object("lib\x1b[2J.so.1")))
+
+
+def test_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "libx.so.1")
+    with pytest.raises(OSError, match="not a regular file"):
+        elf.read(tmp_path / "libx.so.1")
