@@ -26,7 +26,8 @@ pytestmark = [
 SID = Path("/var/cache/imgkit-lab/docker-sid/usr/lib/x86_64-linux-gnu/libc.so.6")
 SOURCES = {
     "cxi": "#include <stdlib.h>\nlong cxil_number(const char *t) { return strtol(t, 0, 10); }",
-    "newer": "long NEWER(const char *, char **, int);\nlong cxil_number(const char *t) { return NEWER(t, 0, 10); }",
+    "newer": "long NEWER(const char *, char **, int);\n"
+    "long cxil_number(const char *t) { return NEWER(t, 0, 10); }",
     "fabric": "long cxil_number(const char *);\nlong fi_number(const char *t) { return cxil_number(t); }",
     "plugin": "long fi_number(const char *);\nlong ncclNetPlugin_v8(const char *t) { return fi_number(t); }",
     "libc": "long newer_strtol(const char *t, char **e, int b) { return 0; }",
@@ -122,10 +123,10 @@ def test_newer_glibc_is_refused_as_the_linker_would(mn5_sif: Path, node: Node) -
 
 
 def test_user_declines_the_hosts_libraries(mn5_sif: Path, node: Node) -> None:
-    words = ("dist-run", "--device", "cpu", "--nproc", "1", node.folder / "load.py")
-    done = node.inside(mn5_sif, "older", *words, env=["IMGKIT_HOST_LIBS=none"])
-    assert done.returncode == 1
-    assert "libnccl-net.so: cannot open shared object file" in done.stdout + done.stderr
+    env = ["IMGKIT_HOST_LIBS=none"]
+    done = node.inside(mn5_sif, "older", "dist-env", "--dry-run", "--device", "cpu", env=env)
+    assert done.returncode == 0, done.stderr
+    assert "libcxi" not in done.stdout
 
 
 def test_folder_of_somebody_else_is_not_used(mn5_sif: Path, node: Node) -> None:
