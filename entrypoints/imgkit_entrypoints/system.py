@@ -23,6 +23,8 @@ HOST_FOLDERS = ("/usr", "/opt")
 """Folders of the host that are always bound there; every host has them."""
 HOST_LIBS = "IMGKIT_HOST_LIBS"
 """``none``, ``auto``, or ``auto:FOLDER:FOLDER`` with folders of the host that are searched first."""
+CUDA_COMPAT = "IMGKIT_CUDA_COMPAT"
+"""``none`` or ``auto``: as the recipe's ``runtime.cuda_compat``, before which it counts."""
 
 RuntimeKind = Literal["singularity", "docker", "kubernetes"]
 FabricKind = Literal["infiniband", "roce", "slingshot", "tcp"]

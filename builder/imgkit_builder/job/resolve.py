@@ -27,7 +27,7 @@ from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.schedulers.placement import Size
-from imgkit_entrypoints.system import HOST_LIBS
+from imgkit_entrypoints.system import CUDA_COMPAT, HOST_LIBS
 
 _CLEAN = re.compile(r"--(cleanenv|containall)(=.*)?|-[cfinpuw]*[eC].*")
 """Options of singularity that keep the node's variables out of the container; short ones can be combined."""
@@ -273,6 +273,8 @@ def _settings(
         settings["IMGKIT_NNODES"] = str(size)
     if recipe.system.fabric.host_libs == "auto" and run_by in ("singularity", "docker"):
         settings[HOST_LIBS] = ":".join(("auto", *recipe.system.runtime.host_libs))
+    if recipe.system.runtime.cuda_compat == "auto" and run_by != "host":
+        settings[CUDA_COMPAT] = "auto"
     if request.preflight:
         settings["IMGKIT_PREFLIGHT"] = "1"
     if request.max_failures is not None:

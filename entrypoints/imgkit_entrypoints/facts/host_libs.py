@@ -18,9 +18,8 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.facts import elf, software
 from imgkit_entrypoints.facts.host_facts import Candidate, CudaCompat, HostLibraries
 from imgkit_entrypoints.facts.reader import NOT_FILES, Reader, natural
-from imgkit_entrypoints.system import HOST, HOST_FOLDERS, HOST_LIBS, SYSTEM_JSON
+from imgkit_entrypoints.system import CUDA_COMPAT, HOST, HOST_FOLDERS, HOST_LIBS, SYSTEM_JSON
 
-COMPAT_VARIABLE = "IMGKIT_CUDA_COMPAT"
 PLUGINS = ("libnccl-net-ofi.so", "libnccl-net.so")
 """Names of aws-ofi-nccl; NCCL looks for the second one."""
 WANTED = ("libcxi.so.1", "libfabric.so.1", *PLUGINS)
@@ -191,18 +190,18 @@ def compat(reader: Reader, env: Mapping[str, str]) -> CudaCompat | None:
 
     Raises
     ------
-    UsageError : `COMPAT_VARIABLE` is neither ``none`` nor ``auto``.
+    UsageError : `CUDA_COMPAT` is neither ``none`` nor ``auto``.
     """
-    given = env.get(COMPAT_VARIABLE)
+    given = env.get(CUDA_COMPAT)
     if given not in (None, "", "none", "auto"):
-        raise UsageError(f"{given!r} is neither none nor auto", where=COMPAT_VARIABLE)
+        raise UsageError(f"{given!r} is neither none nor auto", where=CUDA_COMPAT)
     runtime = software.baked(reader, str(SYSTEM_JSON)).get("runtime")
     recipe = runtime.get("cuda_compat") if isinstance(runtime, dict) else None
     if (given or recipe) != "auto":
         return None
     if saved := _saved(reader, CudaCompat, "cuda_compat"):
         return saved
-    source = f"{COMPAT_VARIABLE}=auto" if given else f"{SYSTEM_JSON}: runtime.cuda_compat auto"
+    source = f"{CUDA_COMPAT}=auto" if given else f"{SYSTEM_JSON}: runtime.cuda_compat auto"
     folders = software.library_folders(reader, env)
     others = tuple(folder for folder in folders if reader.exists(f"{folder}/libcuda.so.1"))
     for folder in _COMPAT_FOLDERS:

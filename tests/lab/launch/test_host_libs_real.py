@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from labkit import Done, public_folder, run
+from labkit import IMGKIT, Done, public_folder, run
 
 pytestmark = [
     pytest.mark.docker,
@@ -95,13 +95,32 @@ def library(place: Path, name: str, source: Path, *words: str | Path) -> str:
     return subprocess.run(["readelf", "-VW", made], check=True, capture_output=True, text=True).stdout
 
 
-def test_fitting_libraries_are_loaded_in_the_container(mn5_sif: Path, node: Node) -> None:
-    done = node.inside(
-        mn5_sif, "older", "dist-run", "--device", "cpu", "--nproc", "1", node.folder / "load.py"
-    )
+RECIPE = """
+extends: cpu
+system:
+  runtime:
+    kind: singularity
+    command: apptainer
+    options: [--no-mount, sys]
+    binds: ["FOLDER/sys:/sys", FOLDER]
+    host_libs: [FOLDER/older/usr/lib64]
+  fabric: {kind: slingshot, host_libs: auto}
+"""
+
+
+def test_job_loads_what_fits_of_its_host(mn5_sif: Path, node: Node) -> None:
+    recipe = node.folder / "mine.yaml"
+    recipe.write_text(RECIPE.replace("FOLDER", str(node.folder)))
+    words = ("dist-run", "--device", "cpu", "--nproc", "1", node.folder / "load.py")
+    job = ("submit", recipe, "--image", mn5_sif, "--gpus", "0", "--no-code", "--", *words)
+    done = run(*IMGKIT, *job, folder=node.folder)
     assert done.returncode == 0, done.stderr
     assert "NCCL would get 42" in done.stdout
-    assert "libcxi.so.1=/usr/lib64/libcxi.so.1: the host's; it needs GLIBC_2" in done.stderr
+    path = f"{node.folder}/older/usr/lib64/libcxi.so.1"
+    assert f"libcxi.so.1={path}: the host's; it needs GLIBC_2" in done.stderr
+
+
+def test_doctor_loads_what_fits(mn5_sif: Path, node: Node) -> None:
     done = node.inside(mn5_sif, "older", "dist-doctor", "--json")
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert (checks["host libraries"]["verdict"], checks["libfabric"]["verdict"]) == ("ok", "ok"), done.stdout

@@ -131,6 +131,7 @@ system:
     modules: [/tmp/evil-module]
     binds: [/root]
     host_libs: [/tmp/lib]
+  fabric: {{host_libs: auto}}
   env: {{LD_PRELOAD: /tmp/evil.so, NCCL_DEBUG: WARN}}
   queue: {{options: [--launch-agent, /tmp/evil]}}
 """
@@ -149,6 +150,7 @@ def test_strict_check_lists_what_a_recipe_does_on_this_machine(write: Write) -> 
         "the module file /tmp/evil-module",
         "see /root",
         "load libraries from /tmp/lib",
+        "system.fabric.host_libs: programs of the image see /usr and /opt",
         "sets LD_PRELOAD",
         f"the file {Path.home()}/.ssh/id_rsa",
         "the variable HF_TOKEN",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -185,6 +186,33 @@ def test_own_libraries_are_bound_and_searched_first(tmp_path: Path) -> None:
     assert f'export LD_LIBRARY_PATH="{paths}"\n' in text(recipe, runtime="host")
     production = own(tmp_path, "scheduler: slurm", "runtime: {host_libs: [/opt/nccl/lib, /opt/ofi/lib]}")
     assert f"export APPTAINERENV_LD_LIBRARY_PATH='{paths}'\n" in slurm.script(job(production)).text
+
+
+def test_libraries_by_rule_are_bound_out_of_the_way(tmp_path: Path) -> None:
+    libs = "runtime: {host_libs: [/cluster/nccl/lib, /opt/ofi/lib], cuda_compat: auto}"
+    recipe = own(tmp_path, libs, "fabric: {host_libs: auto}")
+    script = text(recipe).replace(" \\\n   ", "")
+    bound = re.findall(r"--bind (\S+:/run/imgkit/\S+)", script)
+    assert bound == [
+        "/usr:/run/imgkit/host/usr:ro",
+        "/opt:/run/imgkit/host/opt:ro",
+        "/cluster/nccl/lib:/run/imgkit/host/cluster/nccl/lib:ro",
+    ]
+    assert "LD_LIBRARY_PATH" not in script
+    assert "export IMGKIT_HOST_LIBS=auto:/cluster/nccl/lib:/opt/ofi/lib\n" in script
+    assert "export IMGKIT_CUDA_COMPAT=auto\n" in script
+    words = text(recipe, runtime="docker").split()
+    assert "/usr:/run/imgkit/host/usr:ro" in words
+    assert "IMGKIT_HOST_LIBS=auto:/cluster/nccl/lib:/opt/ofi/lib" in words
+    host = text(recipe, runtime="host")
+    assert "IMGKIT_HOST_LIBS" not in host
+    assert 'export LD_LIBRARY_PATH="/cluster/nccl/lib:/opt/ofi/lib' in host
+
+
+@pytest.mark.parametrize("key", ["fabric: {host_libs: always}", "runtime: {cuda_compat: 'on'}"])
+def test_rule_that_is_none_is_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(UsageError, match="is not known"):
+        own(tmp_path, key)
 
 
 def test_docker_is_handed_what_the_launcher_reads() -> None:
