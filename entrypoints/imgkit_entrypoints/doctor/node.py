@@ -15,6 +15,7 @@ from imgkit_entrypoints.arguments import positive
 from imgkit_entrypoints.doctor import bundle
 from imgkit_entrypoints.doctor.checks import CHECKS, Check, Subject
 from imgkit_entrypoints.errors import EXIT_NO
+from imgkit_entrypoints.fabric import library_path
 from imgkit_entrypoints.facts import HostFacts, Reader
 from imgkit_entrypoints.system import SystemFacts
 
@@ -100,7 +101,8 @@ def examine(
     nnodes : nodes of the run; on one node, a problem between nodes is only a warning.
     """
     decided = env.get(DECIDED, "").split(",")
-    own = {name: value for name, value in env.items() if name not in decided}
+    # The path keeps what is not the node agent's; what is, `library_path` finds in it.
+    own = {name: env[name] for name in env if name not in decided or name == library_path.VARIABLE}
     # Always the plan of a run on several nodes: users ask the doctor about those.
     plan = fabric.choose(host, system, own, nnodes=max(2, nnodes))
     subject = Subject(facts=host, system=system, env=own, plan=plan, several=nnodes > 1, reader=reader)

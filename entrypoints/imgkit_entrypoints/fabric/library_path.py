@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from imgkit_entrypoints.fabric.fabric_plan import Decision, PlanDraft
 from imgkit_entrypoints.facts import Candidate, CudaCompat, HostLibraries
-from imgkit_entrypoints.facts.host_libs import COMPAT, OF_IMAGE, PLUGINS, WANTED
+from imgkit_entrypoints.facts.host_libs import COMPAT, LINKS, OF_IMAGE, PLUGINS, WANTED
 from imgkit_entrypoints.system import HOST, HOST_FOLDERS, FabricKind
 
 VARIABLE = "LD_LIBRARY_PATH"
@@ -62,12 +62,17 @@ def decide(draft: PlanDraft, kind: FabricKind) -> None:
 def links_folder(links: Mapping[str, str]) -> str:
     """Folder of the node with a link for each library; the same libraries have the same folder."""
     digest = hashlib.sha256(repr(sorted(links.items())).encode()).hexdigest()[:12]
-    return f"/tmp/imgkit-host-libs-{os.getuid()}-{digest}"  # noqa: S108 - files.make_links refuses another's
+    return f"{LINKS}{os.getuid()}-{digest}"
 
 
 def _parts(draft: PlanDraft) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Folders of the library path that the user added, and those of image and runtime."""
-    now = [word for word in (draft.value(VARIABLE) or "").split(":") if word]
+    """Folders of the library path that the user added, and those of image and runtime.
+
+    Those that an outer launch put there are left out: this one decides again.
+    """
+    compat = draft.facts.cuda_compat.folder if draft.facts.cuda_compat else ""
+    words = (draft.value(VARIABLE) or "").split(":")
+    now = [word for word in words if word and word != compat and not word.startswith(LINKS)]
     image = draft.facts.image_env
     # Without a manifest nobody knows the image's path: what the runtime leaves of it counts as the user's.
     others = {_OF_RUNTIME, *(image.get(VARIABLE, "") if image else "").split(":")}
@@ -258,8 +263,9 @@ def _has(server: Candidate, lacking: str) -> str:
 def _compat(draft: PlanDraft, known: CudaCompat) -> str:
     """The folder of CUDA's forward compatibility; empty where it must not be used, which is reported."""
     fault, reason = _compat_fault(draft, known)
-    if not fault and known.others and known.others[0] in _parts(draft)[0]:
-        fault = f"{VARIABLE} names {known.others[0]}, which has a libcuda.so.1 as well"
+    mine = next((folder for folder in known.others if folder in _parts(draft)[0]), "")
+    if not fault and mine:
+        fault = f"{VARIABLE} names {mine}, which has a libcuda.so.1 as well"
     if fault:
         _note(draft, COMPAT_KEY, known.folder or COMPAT, f"{fault} ({known.source})")
         return ""

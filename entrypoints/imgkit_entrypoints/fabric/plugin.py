@@ -38,7 +38,11 @@ def absent(facts: HostFacts, value: str) -> tuple[str, ...]:
 def decide(draft: PlanDraft, kind: FabricKind) -> None:
     """Leave out a plug-in of the image that is not there, and warn about one of the user or the recipe."""
     known = draft.given(VARIABLE)
-    lacking = absent(draft.facts, known.value) if known else ()
+    lacking = [
+        word
+        for word in (absent(draft.facts, known.value) if known else ())
+        if not any(name in draft.links for name in software.plugin_files(word))
+    ]
     if known is None or not lacking:
         return
     sought = " or ".join(dict.fromkeys(name for word in lacking for name in software.plugin_files(word)))

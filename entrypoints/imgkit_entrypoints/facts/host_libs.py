@@ -23,6 +23,8 @@ from imgkit_entrypoints.system import CUDA_COMPAT, HOST, HOST_FOLDERS, HOST_LIBS
 PLUGINS = ("libnccl-net-ofi.so", "libnccl-net.so")
 """Names of aws-ofi-nccl; NCCL looks for the second one."""
 WANTED = ("libcxi.so.1", "libfabric.so.1", *PLUGINS)
+LINKS = "/tmp/imgkit-host-libs-"  # noqa: S108 - files.make_links refuses another's
+"""How the name begins of a folder with links to the chosen libraries, on the path of a program in a run."""
 CRAY = "/opt/cray/libfabric"
 """HPE's folder of libfabric, with one folder for each version."""
 COMPAT = "/usr/local/cuda/compat"
@@ -82,9 +84,8 @@ def libraries(reader: Reader, env: Mapping[str, str]) -> HostLibraries | None:
         return saved
     if not reader.exists(HOST):
         return HostLibraries(source=source, bound=False)
-    search = _Search(
-        reader=reader, host=_host_folders(reader, first), image=software.library_folders(reader, env)
-    )
+    own = tuple(folder for folder in software.library_folders(reader, env) if not folder.startswith(LINKS))
+    search = _Search(reader=reader, host=_host_folders(reader, first), image=own)
     for name in WANTED:
         search.look(name)
     # The image's C library decides, also where no library of the host could be read.

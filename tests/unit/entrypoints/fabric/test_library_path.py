@@ -83,6 +83,13 @@ def test_fitting_libraries_are_used(root: Path) -> None:
     assert not any("not on the library path" in str(found) for found in plan.warnings)
 
 
+def test_plug_in_of_the_host_can_be_named(root: Path) -> None:
+    plan = choose(root, {**AUTO, "NCCL_NET_PLUGIN": "ofi"})
+    assert not any("NCCL_NET_PLUGIN" in found.what for found in plan.warnings), plan.warnings
+    plan = choose(root, {"NCCL_NET_PLUGIN": "ofi"})
+    assert any("NCCL_NET_PLUGIN" in found.what for found in plan.warnings)
+
+
 def test_nothing_happens_unless_asked(root: Path) -> None:
     for env in ({}, {"IMGKIT_HOST_LIBS": "none"}):
         plan = choose(root, env)
@@ -208,6 +215,26 @@ def test_users_library_comes_first(root: Path) -> None:
     assert (mine.value, mine.origin) == ("/mine/libcxi.so.1", "user")
     own = library_path.links_folder(plan.links)
     assert plan.env["LD_LIBRARY_PATH"] == f"/mine:{own}:/of/image:/.singularity.d/libs"
+
+
+def test_launch_within_a_run_decides_the_same(root: Path, planted: Planted) -> None:
+    outer = choose(root, {**AUTO, "LD_LIBRARY_PATH": "/mine"})
+    stale = "/tmp/imgkit-host-libs-0-0123456789ab"
+    put(root, f"{stale}/libcxi.so.1")
+    inner = choose(root, {**AUTO, "LD_LIBRARY_PATH": f"{outer.env['LD_LIBRARY_PATH']}:{stale}"})
+    assert (inner.links, inner.env) == (outer.links, outer.env)
+    gpu = driver_tree(planted, "550.54.15", "NVIDIA H100 80GB HBM3")
+    first = compat(gpu, "12.9.0", LD_LIBRARY_PATH="/mine")
+    second = compat(gpu, "12.9.0", LD_LIBRARY_PATH=first.env["LD_LIBRARY_PATH"])
+    assert second.env == first.env
+
+
+def test_users_own_driver_comes_first(planted: Planted) -> None:
+    root = driver_tree(planted, "550.54.15", "NVIDIA H100 80GB HBM3")
+    (root / "mine").mkdir()
+    (root / "mine/libcuda.so.1").touch()
+    plan = compat(root, "12.9.0", LD_LIBRARY_PATH="/mine")
+    assert "LD_LIBRARY_PATH names /mine, which has a libcuda.so.1 as well" in reason(plan, "cuda_compat")
 
 
 def test_other_fabric_needs_none(root: Path) -> None:
