@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, Done, public_folder, run
+from labkit import IMGKIT, ROOT, Done, public_folder, run
+
+from imgkit_entrypoints.facts import host_libs
 
 pytestmark = [
     pytest.mark.docker,
@@ -84,6 +88,8 @@ def node() -> Iterator[Node]:
         yield Node(folder=folder, version=version)
     finally:
         shutil.rmtree(folder)
+        for made in Path("/tmp").glob(f"imgkit-host-libs-{os.getuid()}-*"):
+            shutil.rmtree(made)
 
 
 def library(place: Path, name: str, source: Path, *words: str | Path) -> str:
@@ -162,3 +168,45 @@ def test_folder_of_somebody_else_is_not_used(mn5_sif: Path, node: Node) -> None:
         assert f"rm -r {folder}" in done.stderr
     finally:
         shutil.rmtree(folder)
+
+
+DECIDES = """
+import os, subprocess, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from imgkit_entrypoints import fabric, facts, files
+from imgkit_entrypoints.fabric import library_path
+plan = fabric.choose(facts.gather(), None, os.environ)
+print(*(decision.reason for decision in plan.decisions if decision.variable == "libcxi.so.1"))
+files.make_links(Path(library_path.links_folder(plan.links)), plan.links)
+env = {**os.environ, "LD_LIBRARY_PATH": plan.env["LD_LIBRARY_PATH"]}
+sys.exit(subprocess.run([sys.executable, sys.argv[2]], env=env).returncode)
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(
+    not SID.exists(), reason="no root of Debian sid: ci/lab/engine start --private DIR --debian sid"
+)
+@pytest.mark.parametrize("host", ["older", "newer"])
+def test_newer_image_loads_both(node: Node, tmp_path: Path, host: str) -> None:
+    # The root has no Python. This one's runs there: glibc serves programs of older versions.
+    modules = Path(sys.base_prefix).glob("lib/python3*/lib-dynload/*.so")
+    text = subprocess.run(["ldd", *modules], check=True, capture_output=True, text=True).stdout
+    for found in set(re.findall(r"=> (/\S+)", text)):
+        if Path(found).name not in host_libs.OF_IMAGE and "libcrypt.so" not in found:
+            shutil.copy(found, tmp_path)
+    entrypoints = ROOT / "entrypoints"
+    binds = (sys.base_prefix, entrypoints, tmp_path, node.folder, f"{node.folder}/sys:/sys")
+    bound = (*binds, f"{node.folder}/{host}/usr:/run/imgkit/host/usr:ro")
+    env = ("--env", f"IMGKIT_HOST_LIBS=auto,LD_LIBRARY_PATH={tmp_path}", "--no-mount", "sys,home")
+    root = SID.parents[3]
+    python = Path(sys.executable).resolve()
+    words = (python, "-c", DECIDES, entrypoints, node.folder / "load.py")
+    mounts = (word for bind in bound for word in ("--bind", bind))
+    done = run("apptainer", "--quiet", "exec", *env, *mounts, root, *words, folder="/")
+    assert done.returncode == 0, done.stderr
+    assert re.match(r"the host's; it needs GLIBC_2\S+, the image has 2\.\d+ \(/\S*libc", done.stdout), (
+        done.stdout
+    )
+    assert "NCCL would get 42" in done.stdout
