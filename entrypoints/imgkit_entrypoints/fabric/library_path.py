@@ -107,7 +107,8 @@ def _host(draft: PlanDraft, known: HostLibraries, kind: FabricKind) -> None:
             )
         elif fault := judge.fault(name):
             _note(draft, name, lib.path, f"{name} {fault}")
-            if _FOLLOWS not in fault and name not in PLUGINS[1:]:
+            # The two names of the plug-in are mostly one file.
+            if _FOLLOWS not in fault and not (name == PLUGINS[1] and PLUGINS[0] in judge.host):
                 draft.warn(f"{KEY}: the host's {lib.path} is not used: {name} {fault}", _fix(fault))
     if not names:
         what = f"the host has none of {', '.join(WANTED)} in {HOST}: {known.source}"

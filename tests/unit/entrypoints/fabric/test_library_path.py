@@ -139,6 +139,13 @@ def test_absent_need_is_named(root: Path) -> None:
     assert set(plan.links) == {"libcxi.so.1", "libfabric.so.1"}
 
 
+def test_second_name_of_the_plug_in_is_reported_alone(root: Path) -> None:
+    folder = root / f"{HOST}{LIB}".lstrip("/")
+    (folder / "libnccl-net-ofi.so").unlink()
+    of_host(root, "libnccl-net.so", needed=("libcudart.so.13",))
+    assert "libnccl-net.so needs libcudart.so.13" in warned(choose(root))[0]
+
+
 def test_needs_come_along_from_the_host(root: Path) -> None:
     of_host(root, "libcxi.so.1", needs={"libjson-c.so.3": ("JSONC_1",), LIBC: ("GLIBC_2.17",)})
     of_host(root, "libjson-c.so.3", defines=("JSONC_1",))
