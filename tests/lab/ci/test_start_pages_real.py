@@ -247,6 +247,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slurm
+@pytest.mark.soak
 def test_github_page_runs_a_project_with_relative_paths(folder: Path, standin: str) -> None:
     """Its address is replaced by that of a local repository."""
     lines = commands("github-project")

@@ -97,7 +97,11 @@ def site(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
             id="dist-pi",
             marks=pytest.mark.soak,
         ),
-        (("dist-train", *ONE, "--steps", "100"), r"loss 2\d\.\d+ -> 0\.00\d+, 2 ranks"),
+        pytest.param(
+            *(("dist-train", *ONE, "--steps", "100"), r"loss 2\d\.\d+ -> 0\.00\d+, 2 ranks"),
+            id="dist-train",
+            marks=pytest.mark.soak,
+        ),
         pytest.param(
             *(("dist-bench", *ONE, "--max", "64K", "--iters", "5"), r"all_reduce \w+ sum, 2 ranks, gloo"),
             id="dist-bench",

@@ -89,7 +89,7 @@ def test_batch_script_is_refused_and_its_hint_works(state: Path) -> None:
 
 
 def test_step_has_the_processors_that_its_command_names(state: Path) -> None:
-    # From some release on a step inherits those of the job, also as SLURM_TRES_PER_TASK, unless it names them.
+    # Newer releases let a step inherit those of the job, also as SLURM_TRES_PER_TASK, unless it names them.
     step = slurm.start_argv(("printenv", "SLURM_CPUS_PER_TASK"), nnodes=2, cpus=2)
     assert batch(state, "#SBATCH --cpus-per-task=4", shlex.join(step)) == ["2", "2"]
 
