@@ -324,6 +324,7 @@ def inside(layers: Stack) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.soak
 def test_ordinary_user_applies_and_flattens(lab: Lab, stacked: tuple[str, Path], user: str) -> None:
     """The single-file executable keeps owners and devices that no mount shows to an ordinary user."""
     imgkit_json("apply", "--flatten", stacked[1], "-o", "root.sif", folder=lab.folder)
@@ -605,6 +606,11 @@ def no_logs() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_logs")
+@pytest.mark.parametrize(
+    "call",
+    ["apply", *(pytest.param(verb, marks=pytest.mark.soak) for verb in ("delta", "flatten"))],
+    indirect=True,
+)
 def test_full_disk_at_any_step_leaves_the_old_file(lab: Lab, call: Call) -> None:
     imgkit_json(*call.words, folder=lab.folder)
     size = call.target.stat().st_size
