@@ -36,11 +36,15 @@ STANDIN_ARM64 = "imgkit.local/standin:24.03-arm64"
 STANDIN_ARM64_NOTORCH = "imgkit.local/standin:24.03-arm64-notorch"
 
 
-def probe(argv: Sequence[str | Path]) -> str | None:
+def probe(argv: Sequence[str | Path], timeout_s: float = 60) -> str | None:
     """None if the command succeeds, else its last line (or why it could not be run)."""
     try:
         done = subprocess.run(
-            [str(word) for word in argv], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
+            [str(word) for word in argv],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
@@ -91,9 +95,14 @@ def _cluster() -> str | None:
     if os.geteuid() != 0:
         return "the virtual cluster needs root"
     places = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-    programs = ("slurmctld", "slurmd", "srun", "munged", "sshd", "mpirun", "ip")
+    programs = ("sshd", "mpirun", "ip")
     lacking = [name for name in programs if shutil.which(name, path=places) is None]
     return f"not installed: {', '.join(lacking)}; ci/check installs them" if lacking else None
+
+
+def _slurm() -> str | None:
+    # Fetched once, if it is not in the cache. This takes a minute.
+    return _cluster() or probe([ROOT / "ci/lab/cluster", "fetch", "trixie"], timeout_s=900)
 
 
 def _torch_arm64() -> str | None:
@@ -111,6 +120,7 @@ CAPABILITIES: dict[str, Callable[[], str | None]] = {
         "qemu": _qemu,
         "sshd": _sshd,
         "cluster": _cluster,
+        "slurm": _slurm,
         "torch_arm64": _torch_arm64,
     }.items()
 }

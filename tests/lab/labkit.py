@@ -42,6 +42,9 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 """The test nodes' only user is root, and mpirun refuses root without these."""
 
 cluster_marks = [pytest.mark.cluster, pytest.mark.docker, pytest.mark.singularity]
+slurm_marks = [*cluster_marks, pytest.mark.slurm]
+SLURMS = ["trixie", *(pytest.param(release, marks=pytest.mark.soak) for release in ("own", "sid"))]
+"""Releases of Debian whose Slurm the nodes have; "own" is what this machine has installed."""
 
 
 def run(
@@ -282,8 +285,16 @@ class Cluster:
     def __call__(self, *words: object, timeout_s: float = 240, **options: Any) -> Done:
         return run(*self.argv(*words), timeout_s=timeout_s, **options)
 
-    def up(self, nodes: int, *options: str) -> None:
-        done = self("up", nodes, *options, "--die-with", os.getpid())
+    def up(self, nodes: int, *options: str, release: str = "") -> None:
+        """Start it, with the Slurm of a Debian `release`; "own" is what this machine has installed."""
+        release = release or ("own" if "--no-slurm" in options else "trixie")
+        places = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+        programs = ("slurmctld", "slurmd", "srun", "munged")
+        lacking = [name for name in programs if not shutil.which(name, path=places)]
+        if release == "own" and "--no-slurm" not in options and lacking:
+            pytest.skip(f"not installed: {', '.join(lacking)}; ci/soak installs them")
+        newer = () if release == "own" else ("--debian", release)
+        done = self("up", nodes, *options, *newer, "--die-with", os.getpid(), timeout_s=900)
         assert done.returncode == 0, done.stderr
 
     def down(self) -> None:

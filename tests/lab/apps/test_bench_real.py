@@ -15,7 +15,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from labkit import AS_ROOT, Cluster, Done, cluster_marks, in_image
+from labkit import AS_ROOT, Cluster, Done, in_image, slurm_marks
 
 from imgkit_entrypoints.apps.bench import json_schema, record
 from imgkit_entrypoints.apps.bench.collectives import EVERY, named
@@ -257,14 +257,14 @@ def test_unwritable_file_is_refused_with_the_usage_code(standin: str, tmp_path: 
 
 def on_wires(test: Any) -> Any:
     """A test whose numbers are times: it runs when no other test does, on one cluster for all of them."""
-    for mark in (*cluster_marks, pytest.mark.quiet):
+    for mark in (*slurm_marks, pytest.mark.quiet):
         test = mark(test)
     return test
 
 
 def on_nodes(test: Any) -> Any:
     """A test on the same nodes whose numbers do not count: it runs beside others."""
-    for mark in (*cluster_marks, pytest.mark.xdist_group("bench")):
+    for mark in (*slurm_marks, pytest.mark.xdist_group("bench")):
         test = mark(test)
     return test
 

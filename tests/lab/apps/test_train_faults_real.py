@@ -65,6 +65,7 @@ def test_killed_worker_is_started_again_and_goes_on(standin: str, runs: Path, wh
     assert kept(runs / "killed") == whole
 
 
+@pytest.mark.soak  # tests/lab/job has spares with stubs
 def test_spare_takes_over_from_a_killed_node(standin: str, runs: Path, whole: dict[str, str]) -> None:
     script = """
 export PAUSE=0.05 IMGKIT_RUN_DIR=spare

@@ -54,7 +54,7 @@ def kept(run: Path, step: int) -> dict[str, str]:
     return {name: said["sha256"] for name, said in manifest["files"].items() if name != "course.pt"}
 
 
-@pytest.mark.parametrize("world_sizes", [(1, 2, 3), pytest.param((4,), marks=pytest.mark.soak)])
+@pytest.mark.parametrize("world_sizes", [(3,), pytest.param((1, 2, 4), marks=pytest.mark.soak)])
 def test_resumed_run_is_bitwise_the_same(standin: str, runs: Path, world_sizes: tuple[int, ...]) -> None:
     # Several gradient buckets, dropout, and 3 epochs that each end with a short step.
     script = """

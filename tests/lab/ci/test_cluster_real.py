@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import Cluster
+from labkit import LAB, SLURMS, Cluster, run
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("cluster")]
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("cluster")]
 
 
 def keepers(state: Path) -> list[str]:
@@ -25,10 +25,10 @@ def keepers(state: Path) -> list[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def up() -> Iterator[Cluster]:
+@pytest.fixture(scope="module", params=SLURMS)
+def up(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     made = Cluster(state=Path(f"/tmp/imgkit-test-cluster-{os.getpid()}"))
-    made.up(2)
+    made.up(2, release=request.param)
     yield made
     made.down()
 
@@ -51,6 +51,24 @@ def test_unknown_node_is_refused(up: Cluster) -> None:
     done = up("exec", "node9", "--", "true")
     assert done.returncode == 1
     assert "node9 is not up" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("start", "reason"),
+    [
+        (("unshare", "--net"), "mmdebstrap failed for Debian nosuch's slurmctld"),
+        (("setpriv", "--reuid", "65534", "--clear-groups"), "not unpacked here; as root: "),
+    ],
+    ids=["no network", "not root"],
+)
+def test_release_that_cannot_be_fetched_is_a_reason(start: tuple[str, ...], reason: str) -> None:
+    done = run(*start, "/usr/bin/python3", LAB / "cluster", "fetch", "nosuch")
+    if "can't open file" in done.stderr:
+        pytest.skip("an ordinary user cannot read this checkout")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("cluster: Debian nosuch's slurm is not here: ")
+    assert reason in done.stderr.splitlines()[-1]
+    assert not list(Path("/var/cache/imgkit-lab").glob("*nosuch*"))
 
 
 def test_down_leaves_nothing() -> None:

@@ -122,7 +122,7 @@ def test_cluster_page_needs_no_flags(folder: Path, monkeypatch: pytest.MonkeyPat
     assert [line.split()[1] for line in lines] == ["logs", "fetch", "compare"]
 
 
-@pytest.mark.cluster
+@pytest.mark.slurm
 @pytest.mark.sshd
 @pytest.mark.soak
 def test_cluster_page_trains_over_ssh(folder: Path, standin: str) -> None:
@@ -166,7 +166,7 @@ def test_cluster_page_trains_over_ssh(folder: Path, standin: str) -> None:
         assert [line.split()[1] for line in lines] == ["compare"]  # tests/lab/remote compares two runs
 
 
-@pytest.mark.cluster
+@pytest.mark.slurm
 def test_cluster_page_runs_jobs_of_two_nodes(folder: Path, standin: str) -> None:
     lines = commands("cluster")
     lines = lines[lines.index(BY_HAND) :]
@@ -247,7 +247,8 @@ dist.destroy_process_group()
 """A project that is used as nanoGPT is: relative paths, and files that are executed."""
 
 
-@pytest.mark.cluster
+@pytest.mark.slurm
+@pytest.mark.soak
 def test_github_page_runs_a_project_with_relative_paths(folder: Path, standin: str) -> None:
     """Its address is replaced by that of a local repository."""
     lines = commands("github-project")

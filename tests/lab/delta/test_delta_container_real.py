@@ -73,9 +73,11 @@ class Edited:
     scope="module",
     params=[
         pytest.param("sid", marks=pytest.mark.xdist_group("containerd")),
-        pytest.param("rootless-podman", marks=[pytest.mark.podman, pytest.mark.xdist_group("podman")]),
-        pytest.param(
-            "podman", marks=[pytest.mark.podman, pytest.mark.xdist_group("podman"), pytest.mark.soak]
+        *(
+            pytest.param(
+                kind, marks=[pytest.mark.podman, pytest.mark.xdist_group("podman"), pytest.mark.soak]
+            )
+            for kind in ("rootless-podman", "podman")
         ),
         pytest.param("rootless", marks=[pytest.mark.xdist_group("rootless"), pytest.mark.soak]),
     ],

@@ -8,6 +8,7 @@ imgkit must refuse.
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
 import pwd
@@ -175,8 +176,17 @@ def differing(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     return {name: (one.get(name), other.get(name)) for name in names if one.get(name) != other.get(name)}
 
 
-@pytest.mark.parametrize("way", ["root", "user", "fuse"])
-@pytest.mark.parametrize("pair", ["replaced", "added"])
+# Each pair once; ci/soak runs the others.
+HERE = {("replaced", "user"), ("added", "fuse")}
+
+
+@pytest.mark.parametrize(
+    ("pair", "way"),
+    [
+        pytest.param(*case, marks=() if case in HERE else pytest.mark.soak)
+        for case in itertools.product(("replaced", "added"), ("root", "user", "fuse"))
+    ],
+)
 def test_shows_what_a_full_conversion_shows(
     lab: Lab, pair: str, way: str, user: str, request: pytest.FixtureRequest
 ) -> None:
@@ -278,7 +288,9 @@ def stacked(lab: Lab, replaced: Pair) -> tuple[str, Path]:
     return tag, lab.folder / "abd.sif"
 
 
-@pytest.mark.parametrize("way", ["root", "user", "fuse"])
+@pytest.mark.parametrize(
+    "way", ["root", *(pytest.param(way, marks=pytest.mark.soak) for way in ("user", "fuse"))]
+)
 def test_two_in_the_sif_show_the_third_image(
     lab: Lab, stacked: tuple[str, Path], way: str, user: str, request: pytest.FixtureRequest
 ) -> None:
@@ -312,6 +324,7 @@ def inside(layers: Stack) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.soak
 def test_ordinary_user_applies_and_flattens(lab: Lab, stacked: tuple[str, Path], user: str) -> None:
     """The single-file executable keeps owners and devices that no mount shows to an ordinary user."""
     imgkit_json("apply", "--flatten", stacked[1], "-o", "root.sif", folder=lab.folder)
@@ -593,6 +606,11 @@ def no_logs() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_logs")
+@pytest.mark.parametrize(
+    "call",
+    ["apply", *(pytest.param(verb, marks=pytest.mark.soak) for verb in ("delta", "flatten"))],
+    indirect=True,
+)
 def test_full_disk_at_any_step_leaves_the_old_file(lab: Lab, call: Call) -> None:
     imgkit_json(*call.words, folder=lab.folder)
     size = call.target.stat().st_size

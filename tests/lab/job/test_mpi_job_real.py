@@ -100,10 +100,14 @@ class Nodes(Cluster):
         until(lambda: not self.processes(), told=lambda: "\n".join(self.processes()))
 
 
-@pytest.fixture(scope="module")
-def cluster(mn5_sif: Path) -> Iterator[Nodes]:
+TRIXIE = pytest.param("trixie", marks=pytest.mark.soak)
+"""Debian trixie's launchers: Open MPI 5 and MPICH."""
+
+
+@pytest.fixture(scope="module", params=["own", TRIXIE])
+def cluster(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
     made = Nodes(state=Path(f"/tmp/imgkit-test-mpi-{os.getpid()}"), sif=mn5_sif)
-    made.up(2, "--no-slurm")
+    made.up(2, "--no-slurm", release=request.param)
     made.folder.mkdir()
     try:
         yield made
@@ -215,6 +219,43 @@ def test_end_of_the_fan_out_empties_the_nodes(cluster: Nodes, number: signal.Sig
         assert seen == 4
         child = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()[0]
         os.kill(int(child), number)
+        running.stdout.read()
+        assert running.wait(240) != 0
+    cluster.emptied()
+
+
+@pytest.mark.parametrize("cluster", [TRIXIE], indirect=True, scope="module")
+def test_hydra_without_a_head_is_refused_and_its_hint_works(cluster: Nodes) -> None:
+    start = ("mpiexec.hydra", "-hosts", "node1,node2", "-n", "2", "-ppn", "1", "-bind-to", "none")
+    run = ("singularity", "exec", cluster.sif, "dist-hello", "--device", "cpu", "--nproc", "2")
+    refused = cluster.on("login", *start, *run)
+    assert refused.returncode == 5, refused.stdout + refused.stderr
+    assert "-genv IMGKIT_HEAD HOST" in refused.stdout + refused.stderr
+    done = cluster.on("login", *start, "-genv", "IMGKIT_HEAD", "node1", *run)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all_reduce of ones: 4" in done.stdout
+    assert re.findall(r"(\d)  (node\d)  cpu", done.stdout) == [
+        *(("0", "node1"), ("1", "node1"), ("2", "node2"), ("3", "node2"))
+    ]
+    cluster.emptied()
+
+
+@pytest.mark.parametrize("cluster", [TRIXIE], indirect=True, scope="module")
+def test_killed_node_agent_ends_hydra(cluster: Nodes) -> None:
+    (cluster.folder / "loop.py").write_text(STUB)
+    start = ("mpiexec.hydra", "-hosts", "node1,node2", "-n", "2", "-ppn", "1", "-bind-to", "none")
+    image = ("singularity", "exec", "--bind", cluster.folder, cluster.sif)
+    run = ("dist-run", "--device", "cpu", "--nproc", "1", "--grace", "2", cluster.folder / "loop.py")
+    argv = cluster.argv("exec", "login", "--", *start, "-genv", "IMGKIT_HEAD", "node1", *image, *run)
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
+        assert running.stdout is not None
+        seen = 0
+        for line in running.stdout:
+            seen += " works" in line
+            if seen == 2:
+                break
+        assert seen == 2
+        cluster.on("node2", "pkill", "-KILL", "-f", "imgkit_entrypoints dist-run")
         running.stdout.read()
         assert running.wait(240) != 0
     cluster.emptied()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, LOOK, LOOKED, ROOT, TOKEN, Cluster, Done, cluster_marks, output, until
+from labkit import IMGKIT, LOOK, LOOKED, ROOT, SLURMS, TOKEN, Cluster, Done, output, slurm_marks, until
 
 from imgkit_builder.cli import bundle
 from imgkit_entrypoints.launch import goodput
@@ -23,7 +23,7 @@ CPU = ("--device", "cpu", "--nproc", "2")
 ONE = ("--device", "cpu", "--nproc", "1")  # a worker a node: several are tested without Slurm, too
 COUNT = ("dist-run", *ONE, "--grace", "20", "save_and_resume.py")
 
-pytestmark = [*cluster_marks, pytest.mark.xdist_group("submit")]
+pytestmark = [*slurm_marks, pytest.mark.xdist_group("submit")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +70,8 @@ class Site(Cluster):
         return [line for line in lines if re.search(r"imgkit_entrypoints|torch|save_and", line)]
 
 
-@pytest.fixture(scope="module")
-def site(mn5_sif: Path) -> Iterator[Site]:
+@pytest.fixture(scope="module", params=SLURMS)
+def site(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
     made = Site(
         state=Path(f"/tmp/imgkit-submit-{os.getpid()}"), folder=Path(f"/tmp/imgkit jobs {os.getpid()}")
     )
@@ -81,7 +81,7 @@ def site(mn5_sif: Path) -> Iterator[Site]:
     (made.folder / "mn5.sif").symlink_to(mn5_sif)
     shutil.copy(ROOT / "examples/save_and_resume.py", made.folder)
     try:
-        made.up(3, "--cpus", "80")
+        made.up(3, "--cpus", "80", release=request.param)
         yield made
     finally:
         made.down()
@@ -97,7 +97,11 @@ def site(mn5_sif: Path) -> Iterator[Site]:
             id="dist-pi",
             marks=pytest.mark.soak,
         ),
-        (("dist-train", *ONE, "--steps", "100"), r"loss 2\d\.\d+ -> 0\.00\d+, 2 ranks"),
+        pytest.param(
+            *(("dist-train", *ONE, "--steps", "100"), r"loss 2\d\.\d+ -> 0\.00\d+, 2 ranks"),
+            id="dist-train",
+            marks=pytest.mark.soak,
+        ),
         pytest.param(
             *(("dist-bench", *ONE, "--max", "64K", "--iters", "5"), r"all_reduce \w+ sum, 2 ranks, gloo"),
             id="dist-bench",
@@ -133,7 +137,7 @@ def test_one_file_on_a_bare_python_submits_the_image(site: Site) -> None:
 def test_job_whose_id_a_site_hides_is_named_by_the_scheduler(site: Site) -> None:
     wrapper = site.folder / "bin/sbatch"
     wrapper.parent.mkdir()
-    wrapper.write_text(f'#!/bin/sh\n{shutil.which("sbatch")} "$@" && echo Thank you\n')
+    wrapper.write_text('#!/bin/sh\n/usr/bin/sbatch "$@" && echo Thank you\n')
     wrapper.chmod(0o755)
     path = f"PATH={wrapper.parent}:{os.environ['PATH']}"
     words = ("submit", "mn5", *SITE, "--name", "hidden", "--option=--hold", "--", "dist-hello")

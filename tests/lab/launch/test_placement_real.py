@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import ROOT, Cluster
+from labkit import ROOT, SLURMS, Cluster
 
+from imgkit_entrypoints.schedulers import slurm
 from imgkit_entrypoints.schedulers.hostlist import expand_nodelist
 
-pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("placement")]
+pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("placement")]
 
 SHOW = """
 import os, sys
@@ -38,10 +40,10 @@ else:
 """
 
 
-@pytest.fixture(scope="module")
-def state() -> Iterator[Path]:
+@pytest.fixture(scope="module", params=SLURMS)
+def state(request: pytest.FixtureRequest) -> Iterator[Path]:
     made = Cluster(state=Path(f"/tmp/imgkit-test-placement-{os.getpid()}"))
-    made.up(2)
+    made.up(2, release=request.param)
     shown = f"import sys\nsys.path.insert(0, {str(ROOT / 'entrypoints')!r})\n{SHOW}"
     (made.state / "show.py").write_text(shown)
     yield made.state
@@ -84,6 +86,12 @@ def test_batch_script_is_refused_and_its_hint_works(state: Path) -> None:
     assert refused[0].startswith("5 SLURM_JOB_NUM_NODES=2: this is the shell of the batch script")
     typed = next(line.strip() for line in refused if line.strip().startswith("srun "))
     assert sorted(batch(state, typed)) == [f"place slurm {node}/2 node1,node2 node1 -" for node in (0, 1)]
+
+
+def test_step_has_the_processors_that_its_command_names(state: Path) -> None:
+    # Newer releases let a step inherit those of the job, also as SLURM_TRES_PER_TASK, unless it names them.
+    step = slurm.start_argv(("printenv", "SLURM_CPUS_PER_TASK"), nnodes=2, cpus=2)
+    assert batch(state, "#SBATCH --cpus-per-task=4", shlex.join(step)) == ["2", "2"]
 
 
 def test_one_node_step_of_larger_job_is_valid(state: Path) -> None:

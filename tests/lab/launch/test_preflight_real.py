@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from labkit import PACKAGE, PLACE, Cluster, cluster_marks, in_image
+from labkit import PACKAGE, PLACE, Cluster, in_image, slurm_marks
 
 TWO = """
 mkdir /run/shared
@@ -76,7 +76,7 @@ def site(mn5_sif: Path) -> Iterator[Site]:
 
 def on_nodes(test: Any) -> Any:
     """A test on four nodes with two processors: a good node may be named too, but never as the worst."""
-    for mark in (*cluster_marks, pytest.mark.soak, pytest.mark.xdist_group("preflight")):
+    for mark in (*slurm_marks, pytest.mark.soak, pytest.mark.xdist_group("preflight")):
         test = mark(test)
     return test
 

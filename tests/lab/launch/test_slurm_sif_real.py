@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import Cluster, cluster_marks, until
+from labkit import SLURMS, Cluster, slurm_marks, until
 
 PER_NODE = ("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1")
 TWO = ("--device", "cpu", "--nproc", "2")
 PLACES = [("0", "node1"), ("1", "node1"), ("2", "node2"), ("3", "node2")]
 """Rank and node of every process, two a node."""
 
-pytestmark = [*cluster_marks, pytest.mark.xdist_group("slurm-sif")]
+pytestmark = [*slurm_marks, pytest.mark.xdist_group("slurm-sif")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +60,10 @@ class Slurm(Cluster):
         return [line for line in lines if line.startswith("researcher ")]
 
 
-@pytest.fixture(scope="module")
-def slurm(mn5_sif: Path) -> Iterator[Slurm]:
+@pytest.fixture(scope="module", params=SLURMS)
+def slurm(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[Slurm]:
     made = Slurm(state=Path(f"/tmp/imgkit-test-slurm-sif-{os.getpid()}"), sif=mn5_sif)
-    made.up(2)
+    made.up(2, release=request.param)
     made.output.parent.mkdir()
     made.output.parent.chmod(0o1777)
     yield made

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from labkit import IMGKIT, PACKAGE, PLACE, QUIET, Cluster, cluster_marks, imgkit, run, until
+from labkit import IMGKIT, PACKAGE, PLACE, QUIET, Cluster, imgkit, run, slurm_marks, until
 from remotekit import FarHost, far_host, login_node
 
-pytestmark = [*cluster_marks, pytest.mark.sshd, pytest.mark.soak]
+pytestmark = [*slurm_marks, pytest.mark.sshd, pytest.mark.soak]
 SYSTEM = """\
 image:
   base: imgkit.local/standin:24.03

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import tiny_image
-from labkit import IMGKIT, TOKEN, Cluster, Done, cluster_marks, output, run, until
+from labkit import IMGKIT, TOKEN, Cluster, Done, output, run, slurm_marks, until
 from remotekit import FarSite, far_host, login_node
 
 BASE = "imgkit.local/standin:24.03-notorch"
@@ -38,7 +38,7 @@ MEASURED = [
 ]
 SLOW = 'for i in $(seq 60); do echo "line $i"; sleep 0.5; done'
 
-pytestmark = [*cluster_marks, pytest.mark.sshd, pytest.mark.xdist_group("far-run")]
+pytestmark = [*slurm_marks, pytest.mark.sshd, pytest.mark.xdist_group("far-run")]
 
 
 @dataclass(frozen=True, kw_only=True)

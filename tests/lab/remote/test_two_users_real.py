@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import TOKEN, Cluster, Done, afterwards, cluster_marks, ordinary_user, output, public_folder, run
+from labkit import TOKEN, Cluster, Done, afterwards, ordinary_user, output, public_folder, run, slurm_marks
 from remotekit import FarHost, far_host, login_node
 
 BASE = "imgkit.local/standin:24.03-notorch"
@@ -27,7 +27,7 @@ system:
 """
 WORK = 'dist-env > /dev/null; id -un; echo "$SECRET" > "$IMGKIT_RUN_DIR/of $(id -un)"; sleep 2'
 
-pytestmark = [*cluster_marks, pytest.mark.sshd, pytest.mark.soak, pytest.mark.xdist_group("far-users")]
+pytestmark = [*slurm_marks, pytest.mark.sshd, pytest.mark.soak, pytest.mark.xdist_group("far-users")]
 
 
 @dataclass(frozen=True, kw_only=True)

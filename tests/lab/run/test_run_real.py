@@ -133,6 +133,7 @@ def same(one, other):
 """
 
 
+@pytest.mark.soak  # tests/lab/run/test_loops_real.py cuts loops of all kinds
 def test_loops_of_every_kind_resume_bitwise(standin: str, tmp_path: Path) -> None:
     # Without `steps`, and with a stop that has to wait for the update of the weights.
     script = """
@@ -473,13 +474,11 @@ assert_equal_state()
 @pytest.mark.parametrize(
     ("script", "ranks", "program"),
     [
-        (KILLED_AND_STOPPED, 2, GPT),
         *(
             pytest.param(script, ranks, program, marks=pytest.mark.soak)
             for script in (KILLED_AND_STOPPED, LAUNCHER_KILLED)
             for ranks in (2, 3)
             for program in (GPT, MULTINODE)
-            if (script, ranks, program) != (KILLED_AND_STOPPED, 2, GPT)
         ),
     ],
     ids=lambda value: (

@@ -47,12 +47,14 @@ def folder(standin_notorch: str) -> Iterator[Path]:
         run("docker", "rmi", "--force", TAG)
 
 
-def made(recipe: Path, base: str, sif: Path, *ways: str, imgkit: tuple[str, ...] = IMGKIT) -> str:
+def made(
+    recipe: Path, base: str, sif: Path, *ways: str, imgkit: tuple[str, ...] = IMGKIT, umask: str = "022"
+) -> str:
     """Build and convert; the result is the sha256 of the .sif."""
     build = ("build", recipe.name, "--locked", "--base", base, "--tag", TAG, "--no-test", "--no-cache")
-    umask = ("sh", "-c", 'umask "$1"; shift; exec "$@"', "sh", "077" if imgkit != IMGKIT else "022")
-    output(*umask, *imgkit, *build, folder=recipe.parent)
-    output(*umask, *imgkit, "sif", TAG, "--no-test", "--force", "-o", sif, *ways, folder=recipe.parent)
+    start = ("sh", "-c", 'umask "$1"; shift; exec "$@"', "sh", umask, *imgkit)
+    output(*start, *build, folder=recipe.parent)
+    output(*start, "sif", TAG, "--no-test", "--force", "-o", sif, *ways, folder=recipe.parent)
     return sha256(sif)
 
 
@@ -66,6 +68,16 @@ def give_base(base: str, engine: PrivateEngine) -> None:
         subprocess.run(["docker", "load", "--quiet"], stdin=save.stdout, check=True, env=env)
 
 
+@pytest.mark.xdist_group("equal")
+def test_another_folder_and_umask(folder: Path, tmp_path: Path, standin_notorch: str) -> None:
+    other = tmp_path / "a folder"
+    shutil.copytree(folder, other, symlinks=True, ignore=shutil.ignore_patterns("*.sif"))
+    output("chmod", "-R", "go-rwx", other)
+    found = made(other / "mine.yaml", standin_notorch, other / "new.sif", umask="077")
+    assert found == sha256(folder / "mine.sif")
+
+
+@pytest.mark.soak
 @pytest.mark.xdist_group("equal")
 def test_another_clock_user_umask_and_folder(
     folder: Path, standin_notorch: str, started: Callable[[str], PrivateEngine], user: str
@@ -82,7 +94,7 @@ def test_another_clock_user_umask_and_folder(
         for path in (engine.folder, engine.folder / "docker.sock"):
             path.chmod(0o777)
         words = dataclasses.replace(engine, owner=user).as_owner
-        found = made(other / "mine.yaml", standin_notorch, other / "new.sif", imgkit=words)
+        found = made(other / "mine.yaml", standin_notorch, other / "new.sif", imgkit=words, umask="077")
         assert found == sha256(folder / "mine.sif")
     finally:
         shutil.rmtree(there)

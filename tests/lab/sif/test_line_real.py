@@ -61,6 +61,7 @@ def losses(output: str) -> list[float]:
     return [float(text) for text in re.findall(r"step +\d+/\d+ +loss (\S+)", output)]
 
 
+@pytest.mark.soak  # as an ordinary user: the next one
 def test_training_inside_learns(line: Line) -> None:
     done = run(
         "singularity", "exec", line.fast, "dist-train", "--device", "cpu", "--nproc", "2", "--steps", "60"
