@@ -73,6 +73,8 @@ class Node:
     """CPUs per node."""
     cpus_per_gpu: int | None = None
     """CPUs that the scheduler gives a job with each GPU."""
+    driver: str = ""
+    """Version of the NVIDIA driver, for example ``535.129.03``; empty: unknown."""
 
     def __post_init__(self) -> None:
         _at_least(self, 0, "gpus")

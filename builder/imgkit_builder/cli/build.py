@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import typer
 
 from imgkit_builder.cli.common import (
+    BASE_HELP,
     MB,
     complete_names,
     next_line,
@@ -43,7 +44,7 @@ class BuildOptions:
     """The options of ``imgkit build``; None takes the recipe's value."""
 
     tag: str | None = flag(None, help="Tag of the image (default: RECIPE:latest).")
-    base: str | None = flag(None, metavar="REF", help="Base image instead of the recipe's.")
+    base: str | None = flag(None, metavar="REF", help=BASE_HELP)
     program: Literal["docker", "apptainer"] = flag(
         "docker",
         "--with",

@@ -35,6 +35,7 @@ UNPACK_LIMIT: float | None = typer.Option(
     min=0,
     help="Largest size of a compressed archive once unpacked (default: 100 times the file, at least 1).",
 )
+BASE_HELP = "Base image instead of the recipe's; current: the recipe's current_base."
 VERBOSE: bool = typer.Option(False, "--verbose", "-v", help="Show all output.")
 RUNTIME: str | None = typer.Option(
     None,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from imgkit_builder.cli.common import JSON, VERBOSE, complete_names, show, terminable
+from imgkit_builder.cli.common import BASE_HELP, JSON, VERBOSE, complete_names, show, terminable
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.recipes import load_recipe
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
@@ -39,7 +39,7 @@ def verb_lock(
     platform: str = typer.Option(
         None, metavar="PLATFORM", help="linux/amd64 or linux/arm64, if the recipe allows both."
     ),
-    base: str = typer.Option(None, metavar="REF", help="Base image instead of the recipe's."),
+    base: str | None = typer.Option(None, metavar="REF", help=BASE_HELP),
     upgrade: bool = typer.Option(
         False, "--upgrade", help="Upgrade packages to the newest versions that fit."
     ),
@@ -76,7 +76,10 @@ def verb_lock(
             where="imgkit lock",
             hint=f"imgkit lock {recipe} --upgrade {' '.join(packages)}",
         )
+    from imgkit_builder.recipe import bases
+
     loaded = load_recipe(recipe)
+    base = bases.chosen(base, loaded)
     if check:
         _check(loaded, base=base, platform=platform, as_json=as_json)
         return

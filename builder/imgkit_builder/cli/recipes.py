@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from imgkit_builder.cli.common import (
+    BASE_HELP,
     LARGE,
     RESULT_JSON,
     columns,
@@ -40,6 +42,9 @@ def load_recipe(ref: str, *, build_args: Sequence[str] = ()) -> Recipe:
 
 
 def verb_list(
+    bases: bool = typer.Option(
+        False, "--bases", help="List what is known of NVIDIA's PyTorch images instead, for image.base."
+    ),
     as_json: bool = RESULT_JSON,
 ) -> None:
     """List the shipped recipes.
@@ -48,7 +53,11 @@ def verb_list(
     Examples:
       imgkit list
       imgkit list --json
+      imgkit list --bases          (--json: with the source of each value)
     """
+    if bases:
+        _list_bases(as_json=as_json)
+        return
     from imgkit_builder.recipe.load import load
     from imgkit_recipes import recipe_names
 
@@ -59,6 +68,7 @@ def verb_list(
                 "name": recipe.name,
                 "description": recipe.description,
                 "base": recipe.image.base,
+                "current_base": recipe.image.current_base,
                 "platforms": recipe.image.platforms,
                 "scheduler": recipe.system.scheduler,
                 "fabric": recipe.system.fabric.kind,
@@ -79,6 +89,18 @@ def verb_list(
         for recipe in recipes
     ]
     terminal.out(*columns(table))
+
+
+def _list_bases(*, as_json: bool) -> None:
+    from imgkit_builder.recipe.bases import table
+
+    if as_json:
+        rows = [{"reference": base.reference, **dataclasses.asdict(base)} for base in table()]
+        show({"schema": 1, "bases": rows}, as_json=True)
+        return
+    lines = [(base.tag, *(cell.value if cell else "unknown" for _, cell in base.cells())) for base in table()]
+    heads = (name.replace("_", "-").upper() for name, _ in table()[0].cells())
+    terminal.out(*columns([("TAG", *heads), *lines]))
 
 
 def verb_show(
@@ -262,9 +284,7 @@ def verb_render(
         "--format",
         help="Output format: dockerfile, or def for singularity and apptainer.",
     ),
-    base: str | None = typer.Option(
-        None, "--base", metavar="REF", help="Base image instead of the recipe's."
-    ),
+    base: str | None = typer.Option(None, "--base", metavar="REF", help=BASE_HELP),
     platform: str | None = typer.Option(
         None,
         "--platform",
@@ -297,9 +317,10 @@ def verb_render(
     """
     from imgkit_builder.base import files
     from imgkit_builder.image import render
-    from imgkit_builder.recipe import lock_file
+    from imgkit_builder.recipe import bases, lock_file
 
     loaded = load_recipe(recipe, build_args=build_args)
+    base = bases.chosen(base, loaded)
     if not no_lock:
         wanted = platform or loaded.image.platforms[0]
         loaded = lock_file.follow(loaded, platform=wanted, base=base)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from imgkit_builder.cli.common import JSON, complete_names, show, terminable
+from imgkit_builder.cli.common import BASE_HELP, JSON, complete_names, show, terminable
 from imgkit_builder.cli.job_flags import COMMAND, RemoteJobCommand, read_code
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.project import CONFIRM, confirm_values, project_here, values_data, values_table
@@ -41,7 +41,7 @@ def verb_run(
     on: str = typer.Option(
         "", "--on", metavar="NAME", help="The remote (imgkit remote add; default: that of imgkit.toml)."
     ),
-    base: str | None = typer.Option(None, metavar="REF", help="Base image instead of the recipe's."),
+    base: str | None = typer.Option(None, metavar="REF", help=BASE_HELP),
     detach: bool = typer.Option(
         False, "--detach", help="Submit, print the job's id, and do not follow its output."
     ),

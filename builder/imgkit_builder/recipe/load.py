@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder.recipe import rules, systems
+from imgkit_builder.recipe import bases, rules, systems
 from imgkit_builder.recipe.check import check, check_system, normalise, walk
 from imgkit_builder.recipe.model import Image, PipStep, Recipe
 from imgkit_builder.recipe.problems import (
@@ -60,6 +60,9 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
     document = typecheck(tree, check(tree, found), found, whole=resolved.whole)
     if document is not None and systems.is_known(document.system.scheduler):
         check_system(document.system, tree, found)
+    if document is not None:
+        for path, (what, hint) in bases.doubts(document.image, document.system):
+            found.warn(deepest(tree, path)[0].position, path, what, hint)
     if document is None or found.errors:
         raise RecipeErrors(sorted(found.errors, key=lambda problem: _order(problem, file)))
     positions = {path: node.position for path, node, _ in walk(tree)}
@@ -146,6 +149,8 @@ def _sha256(name: str, document: Document, image: Image, found: Collector) -> st
     `found` receives the digests of these files, and of what projects state.
     """
     content = {"name": name, **dataclasses.asdict(document)}
+    # A build on it names it as --base does; the others are the same with any.
+    del content["image"]["current_base"]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
     locks = (image.uv.project / UV_LOCK,) if image.uv else ()
     requirements = (step.requirements for step in image.pip if step.requirements is not None)

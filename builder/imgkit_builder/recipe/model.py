@@ -126,6 +126,8 @@ class Image:
 
     base: str
     """The image to start from, with tag or digest."""
+    current_base: str | None = None
+    """A newer base, which ``--base current`` selects."""
     platforms: tuple[Platform, ...] = ("linux/amd64",)
     """``platform`` in YAML, one or a list; default: the host's platform if listed, else the first."""
     ca: tuple[Path, ...] = ()

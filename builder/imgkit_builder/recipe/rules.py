@@ -325,6 +325,12 @@ def walltime(text: str) -> Iterator[Fault]:
         yield f"{text!r} is not a duration", 'write "HH:MM:SS"'
 
 
+def driver(text: str) -> Iterator[Fault]:
+    """A version of NVIDIA's driver; empty means not known."""
+    if text and not re.fullmatch(r"[0-9]{3,4}(?:\.[0-9]{1,3}){0,2}", text):
+        yield f"{text!r} is not a version of NVIDIA's driver", 'write what nvidia-smi shows: "535.129.03"'
+
+
 def job_field(text: str) -> Iterator[Fault]:
     """The name of a field of `Queue`."""
     if text not in JOB_FIELDS:
@@ -375,6 +381,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (("image", "run", ANY), ("image", "run",
 
 TEXT_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("image", "base"), image_reference),
+    (("image", "current_base"), image_reference),
     (("image", "platforms", ANY), platform),
     (("image", "secrets", ANY, "id"), secret_name),
     (("image", "secrets", ANY, "env"), env_name),
@@ -402,6 +409,7 @@ TEXT_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("system", "runtime", "binds", ANY), bind),
     (("system", "runtime", "host_libs", ANY), host_folder),
     (("system", "runtime", "host_modules", ANY), word),
+    (("system", "node", "driver"), driver),
     (("system", "queue", "time"), walltime),
     (("system", "queue", "required", ANY), job_field),
     (("system", "queue", "limits", ANY), walltime),

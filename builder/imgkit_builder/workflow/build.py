@@ -30,7 +30,7 @@ class _Build:
     """What both kinds of build can be asked for; None takes the recipe's value."""
 
     base: str | None = None
-    """Base image instead of the recipe's."""
+    """Base image instead of the recipe's; ``current``: the recipe's ``current_base``."""
     platform: str | None = None
     """``linux/amd64`` or ``linux/arm64``, if the recipe allows both."""
     build_args: tuple[str, ...] = ()
@@ -447,11 +447,12 @@ def _followed(recipe: Recipe, platform: str, request: _Build, report: Reporter) 
     ------
     UsageError : as `lock_file.follow` does.
     """
-    from imgkit_builder.recipe import lock_file
+    from imgkit_builder.recipe import bases, lock_file
 
     if request.no_lock or recipe.lock:
         return recipe
-    found = lock_file.follow(recipe, platform=platform, base=request.base, required=request.locked)
+    base = bases.chosen(request.base, recipe)
+    found = lock_file.follow(recipe, platform=platform, base=base, required=request.locked)
     for note in _lock_notes(found):
         report.note(note)
     return found
@@ -472,7 +473,10 @@ def _lock_notes(recipe: Recipe) -> tuple[str, ...]:
 
 def _base_of(recipe: Recipe, request: _Build) -> str | None:
     """The name of the base instead of the recipe's: the lock's digest, else that of the request."""
-    return recipe.lock.base.exact if recipe.lock and recipe.lock.base.digest else request.base
+    from imgkit_builder.recipe import bases
+
+    locked = recipe.lock.base if recipe.lock and recipe.lock.base.digest else None
+    return locked.exact if locked else bases.chosen(request.base, recipe)
 
 
 def _check_base(recipe: Recipe, base: BaseImage) -> None:

@@ -9,7 +9,7 @@ RUN mkdir -p /opt/imgkit \
     && python3 -m pip list --format=freeze --disable-pip-version-check > /opt/imgkit/constraint.txt \
     && sed -n -i -E '/^(torch|torchvision|torchaudio|triton|pytorch[-_.]triton|nvidia[-_.]nccl[-_.]cu[0-9]+)==/Ip' /opt/imgkit/constraint.txt
 
-# cpu.yaml:10
+# cpu.yaml:11
 RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore \
     python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
         --index-url https://download.pytorch.org/whl/cpu \

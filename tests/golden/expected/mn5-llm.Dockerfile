@@ -9,14 +9,14 @@ RUN mkdir -p /opt/imgkit \
     && python3 -m pip list --format=freeze --disable-pip-version-check > /opt/imgkit/constraint.txt \
     && sed -n -i -E '/^(torch|torchvision|torchaudio|triton|pytorch[-_.]triton|nvidia[-_.]nccl[-_.]cu[0-9]+)==/Ip' /opt/imgkit/constraint.txt
 
-# mn5-llm.yaml:10
+# mn5-llm.yaml:11
 COPY ["imgkit/requirements-0.txt", "/opt/imgkit/requirements-0.txt"]
-# mn5-llm.yaml:10
+# mn5-llm.yaml:11
 RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore \
     python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
         --requirement /opt/imgkit/requirements-0.txt
 
-# mn5-llm.yaml:12
+# mn5-llm.yaml:13
 RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore \
     python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
         --no-build-isolation \

@@ -4,7 +4,7 @@
 # rcp.yaml:9
 FROM nvcr.io/nvidia/pytorch:24.03-py3
 
-# rcp.yaml:11
+# rcp.yaml:13
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
         tmux \

@@ -1,0 +1,195 @@
+"""What is known of base images: a table of NVIDIA's PyTorch images, and the warnings that follow from it.
+
+Each cell has its source. One that no source states is unknown, and causes no warning.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+from imgkit_builder.recipe import problems
+from imgkit_builder.recipe.problems import KeyPath
+from imgkit_builder.recipe.rules import BadReference, Fault, ImageReference, parse_reference
+from imgkit_entrypoints import files, json_text
+from imgkit_entrypoints.errors import ImgkitError, UsageError
+from imgkit_entrypoints.system import SystemFacts
+from imgkit_recipes import FOLDER
+
+if TYPE_CHECKING:
+    from imgkit_builder.recipe.model import Image, Recipe
+
+CURRENT = "current"
+"""The word of ``--base`` for ``image.current_base``; an image reference has a tag."""
+FLOOR = (3, 10)
+"""The oldest Python that the entry points run on."""
+NONE = "none"
+"""Value of a part that an image lacks."""
+REPOSITORY = "nvcr.io/nvidia/pytorch"
+TABLE = FOLDER / "bases.toml"
+
+_OF_NGC = re.compile(r"(?:.*/)?nvidia/pytorch")
+_NGC_TAG = re.compile(r"([0-9]{2}\.[0-9]{2})-py3")
+_OF_PYTHON = ("python", "library/python")
+"""Docker Hub's image of Python, whose tag begins with the version."""
+_PLUGIN_BY = re.compile(r"ofi-nccl|libnccl-net")
+"""What a step that installs NCCL's plug-in for libfabric names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A value and the public source that states it."""
+
+    value: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """One image of NVIDIA's PyTorch; None where no source is known."""
+
+    tag: str
+    python: Cell | None = None
+    torch: Cell | None = None
+    cuda: Cell | None = None
+    driver: Cell | None = None
+    """First driver branch that runs this CUDA without the image's cuda-compat package."""
+    nccl: Cell | None = None
+    ucx: Cell | None = None
+    libfabric: Cell | None = None
+    aws_ofi_nccl: Cell | None = None
+    """NCCL's plug-in for libfabric: a version, ``present`` or `NONE`."""
+    variables: Cell | None = None
+    """Variables that the image sets and that decide on NCCL's network."""
+
+    @property
+    def reference(self) -> str:
+        """The image's name."""
+        return f"{REPOSITORY}:{self.tag}-py3"
+
+    def cells(self) -> Iterator[tuple[str, Cell | None]]:
+        """The columns in their order."""
+        return ((one.name, getattr(self, one.name)) for one in fields(self) if one.name != "tag")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Table:
+    sources: Mapping[str, str]
+    bases: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
+
+
+@functools.cache
+def table() -> tuple[Base, ...]:
+    """The known images, oldest first.
+
+    Raises
+    ------
+    ImgkitError : the file of the table is damaged, or a cell has no source.
+    """
+    try:
+        data = problems.parse_toml(files.read_text(TABLE))
+        content: _Table = json_text.read(_Table, data, "bases", closed=True)
+        names = {one.name for one in fields(Base)} - {"tag"}
+        return tuple(_base(tag, row, names, content.sources) for tag, row in content.bases.items())
+    except ValueError as error:
+        raise ImgkitError(str(error), where=str(TABLE), hint="install imgkit again") from error
+
+
+def _base(tag: str, row: Mapping[str, tuple[str, ...]], names: set[str], sources: Mapping[str, str]) -> Base:
+    for name, cell in row.items():
+        if name not in names or len(cell) != 2 or cell[1] not in sources:
+            raise ValueError(f"{tag}: {name} must be a column with a value and the name of a source")
+    cells = {name: Cell(value, sources[source]) for name, (value, source) in row.items()}
+    return Base(tag=tag, **cells)
+
+
+def known(reference: str) -> Base | None:
+    """The row of an image that a recipe names, from NGC or a mirror of it; None for any other."""
+    found = _parsed(reference)
+    tag = _NGC_TAG.fullmatch(found.tag) if found and _OF_NGC.fullmatch(found.repository) else None
+    return next((base for base in table() if tag and base.tag == tag[1]), None)
+
+
+def _parsed(reference: str) -> ImageReference | None:
+    try:
+        return parse_reference(reference)
+    except BadReference:
+        return None
+
+
+def chosen(base: str | None, recipe: Recipe) -> str | None:
+    """The image that the value of ``--base`` means.
+
+    Raises
+    ------
+    UsageError : it is `CURRENT`, and `recipe` names no current base.
+    """
+    if base != CURRENT:
+        return base
+    if not recipe.image.current_base:
+        raise UsageError(
+            f"the recipe {recipe.name} names no current base",
+            where=f"--base {CURRENT}",
+            hint=f"add image.current_base to {recipe.file.name}, or name an image: --base {REPOSITORY}:TAG",
+        )
+    return recipe.image.current_base
+
+
+def doubts(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
+    """Reasons why `image` would not run well on `system`, each with the key of the base."""
+    for key in ("base", "current_base"):
+        if reference := getattr(image, key):
+            for found in (
+                *_old_python(reference),
+                *_old_driver(reference, system),
+                *_no_plugin(reference, image, system),
+            ):
+                yield ("image", key), found
+
+
+def _old_python(reference: str) -> Iterator[Fault]:
+    base, found = known(reference), _parsed(reference)
+    version = base.python.value if base and base.python else ""
+    if found and found.repository in _OF_PYTHON and found.registry in ("", "docker.io"):
+        version = found.tag
+    number = re.match(r"([0-9]{1,3})\.([0-9]{1,3})(?![0-9])", version)
+    if number and (int(number[1]), int(number[2])) < FLOOR:
+        least = ".".join(map(str, FLOOR))
+        yield (
+            f"{reference} has Python {number[0]}: imgkit's entry points need {least} or newer",
+            f"choose a base with Python {least}; imgkit list --bases",
+        )
+
+
+def _old_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
+    base = known(reference)
+    here = re.match(r"[0-9]{1,9}", system.node.driver)
+    if base is None or base.driver is None or here is None or int(here[0]) >= int(base.driver.value):
+        return
+    fitting = [one for one in table() if one.driver and int(one.driver.value) <= int(here[0])]
+    cuda = f" {base.cuda.value}" if base.cuda else ""
+    yield (
+        f"CUDA{cuda} of {reference} needs driver {base.driver.value} or newer, and system.node.driver is "
+        f"{system.node.driver}",
+        (f"choose {fitting[-1].reference} or an older one" if fitting else "update the driver")
+        + "; data-centre GPUs may run it by its cuda-compat package: dist-doctor shows it there",
+    )
+
+
+def _no_plugin(reference: str, image: Image, system: SystemFacts) -> Iterator[Fault]:
+    base = known(reference)
+    lacks = base is not None and base.aws_ofi_nccl is not None and base.aws_ofi_nccl.value == NONE
+    if system.fabric.kind != "slingshot" or not lacks or system.runtime.host_libs:
+        return
+    commands = (one.command for one in image.run)
+    texts = (*system.runtime.binds, *commands, *(str(one.source) for one in image.copy))
+    if any(_PLUGIN_BY.search(text) for text in texts):
+        return
+    yield (
+        f"{reference} has no aws-ofi-nccl: on Slingshot NCCL would use TCP",
+        "list the folders of the system's libfabric with cxi and of its aws-ofi-nccl in "
+        "system.runtime.host_libs, or build both in image.run",
+    )

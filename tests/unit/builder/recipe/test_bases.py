@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.recipe import bases
+from imgkit_builder.recipe.load import load
+from imgkit_entrypoints.errors import ImgkitError, UsageError
+from imgkit_recipes import recipe_names
+
+Write = Callable[..., Path]
+NGC = "nvcr.io/nvidia/pytorch"
+
+
+def imgkit(*argv: str) -> subprocess.CompletedProcess[str]:
+    main = "import sys; from imgkit_builder.cli.app import main; main(('list', 'render', 'check'))"
+    return subprocess.run([sys.executable, "-c", main, *argv], capture_output=True, text=True)
+
+
+def warned(file: Path) -> list[str]:
+    return [f"{problem.key}: {problem.what}; {problem.hint}" for problem in load(file).warnings]
+
+
+def test_every_cell_has_a_source() -> None:
+    rows = bases.table()
+    assert [row.tag for row in rows] == sorted(row.tag for row in rows)
+    assert {"24.03", "26.09"} <= {row.tag for row in rows}
+    for row in rows:
+        cells = [cell for _, cell in row.cells() if cell is not None]
+        assert cells
+        assert all(cell.value and len(cell.source) > 10 for cell in cells)
+    unknown = next(row for row in rows if row.tag == "24.03")
+    assert unknown.nccl is None
+
+
+def test_driver_follows_from_cuda() -> None:
+    for row in bases.table():
+        if row.cuda and row.driver:
+            assert row.driver.value == {"12": "525", "13": "580"}[row.cuda.value.split(".")[0]]
+
+
+def test_list_prints_unknown_cells() -> None:
+    lines = imgkit("list", "--bases").stdout.splitlines()
+    heads = lines[0].split()
+    assert heads[:5] == ["TAG", "PYTHON", "TORCH", "CUDA", "DRIVER"]
+    row = next(line.split() for line in lines if line.startswith("26.06"))
+    assert (row[0], row[-2], row[-1]) == ("26.06", "none", "NCCL_NET_PLUGIN=spcx")
+    assert "unknown" in row
+
+
+def test_list_as_json_has_sources() -> None:
+    content = json.loads(imgkit("list", "--bases", "--json").stdout)
+    row = next(row for row in content["bases"] if row["tag"] == "25.10")
+    assert row["reference"] == f"{NGC}:25.10-py3"
+    assert row["nccl"]["value"] == "2.27.7"
+    assert "history" in row["nccl"]["source"]
+    assert row["variables"] is None
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        '[bases."24.03"]\nnccl = ["2.20", "nowhere"]\n',
+        '[bases."24.03"]\nnccl = ["2.20"]\n',
+        "[bases]\nx = 1\n",
+    ],
+)
+def test_cell_without_source_is_refused(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "bases.toml"
+    file.write_text('[sources]\nnotes = "release notes"\n' + damage)
+    monkeypatch.setattr(bases, "TABLE", file)
+    with pytest.raises(ImgkitError) as caught:
+        bases.table.__wrapped__()
+    assert caught.value.where == str(file)
+
+
+@pytest.mark.parametrize(
+    ("base", "key", "driver"),
+    [
+        ("26.02", "base", "550.54.15"),
+        ("25.08", "base", "579"),
+        ("26.08", "current_base", "535.129.03"),
+    ],
+)
+def test_old_driver_names_a_fitting_base(write: Write, base: str, key: str, driver: str) -> None:
+    others = "" if key == "base" else "base: 'a:1', "
+    text = f'image: {{{others}{key}: "{NGC}:{base}-py3"}}\nsystem: {{node: {{driver: "{driver}"}}}}\n'
+    (found,) = warned(write(text))
+    assert found.startswith(f"image.{key}: CUDA 13")
+    assert f"needs driver 580 or newer, and system.node.driver is {driver}" in found
+    assert f"choose {NGC}:25.06-py3 or an older one" in found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'image: {{base: "{NGC}:26.02-py3"}}\nsystem: {{node: {{driver: "580.95.05"}}}}\n',
+        f'image: {{base: "{NGC}:26.02-py3"}}\n',
+        f'image: {{base: "{NGC}:26.12-py3"}}\nsystem: {{node: {{driver: "470"}}}}\n',
+        f'image: {{base: "{NGC}:22.06-py3.10"}}\n',
+        'image: {base: "other/pytorch:26.02-py3"}\nsystem: {node: {driver: "470"}}\n',
+        'image: {base: "python:3.10-slim"}\n',
+        'image: {base: "example.org/python:3.9"}\n',
+        'image: {base: "python:3"}\n',
+    ],
+)
+def test_unknown_or_fitting_base_is_silent(write: Write, text: str) -> None:
+    assert warned(write(text)) == []
+
+
+@pytest.mark.parametrize(
+    "base", ["python:3.9-slim", "docker.io/library/python:3.8", f"mirror.example.org/x{NGC[7:]}:22.06-py3"]
+)
+def test_old_python_is_a_warning(write: Write, base: str) -> None:
+    (found,) = warned(write(f'image: {{base: "{base}"}}\n'))
+    assert re.search(r"has Python 3\.[89]: imgkit's entry points need 3\.10 or newer", found)
+
+
+SLINGSHOT = """
+    image: {{base: "nvcr.io/nvidia/pytorch:{tag}-py3"{image}}}
+    system: {{fabric: {{kind: {kind}}}{system}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("tag", "kind", "image", "system", "warns"),
+    [
+        ("26.06", "slingshot", "", "", True),
+        ("26.06", "infiniband", "", "", False),
+        ("26.02", "slingshot", "", "", False),
+        ("26.05", "slingshot", "", "", False),
+        ("26.06", "slingshot", "", ", runtime: {host_libs: [/opt/cray/lib64]}", False),
+        ("26.06", "slingshot", ", run: [/opt/build-aws-ofi-nccl.sh]", "", False),
+    ],
+)
+def test_slingshot_needs_its_plugin(
+    write: Write, tag: str, kind: str, image: str, system: str, warns: bool
+) -> None:
+    found = warned(write(SLINGSHOT.format(tag=tag, kind=kind, image=image, system=system)))
+    assert bool(found) is warns
+    assert all("has no aws-ofi-nccl: on Slingshot NCCL would use TCP" in text for text in found)
+
+
+def test_check_strict_fails_on_a_warning(write: Write) -> None:
+    file = write('image: {base: "python:3.9"}\n')
+    assert imgkit("check", str(file)).returncode == 0
+    done = imgkit("check", "--strict", "--json", str(file))
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["recipes"][0]["warnings"][0]["key"] == "image.base"
+
+
+def test_every_shipped_recipe_names_a_current_base() -> None:
+    for name in recipe_names():
+        image = load(name).image
+        assert image.current_base
+        assert image.current_base != image.base
+
+
+def test_current_base_is_the_base_if_asked_for() -> None:
+    recipe = load("mn5")
+    assert bases.chosen("current", recipe) == recipe.image.current_base
+    assert bases.chosen(None, recipe) is None
+    done = imgkit("render", "mn5", "--base", "current")
+    assert f"\nFROM {recipe.image.current_base}\n" in done.stdout
+    assert f"\nFROM {recipe.image.base}\n" in imgkit("render", "mn5").stdout
+
+
+def test_no_current_base_is_refused(write: Write) -> None:
+    with pytest.raises(UsageError, match="names no current base") as caught:
+        bases.chosen("current", load(write("image: {base: 'a:1'}\n")))
+    assert "add image.current_base to mine.yaml" in str(caught.value.hint)
+
+
+def test_current_base_changes_no_digest(write: Write) -> None:
+    plain = load(write("image: {base: 'a:1'}\n")).sha256
+    assert load(write("image: {base: 'a:1', current_base: 'a:2'}\n")).sha256 == plain
+
+
+@pytest.mark.parametrize("driver", ["new", "53", "535.129.03.1", "-1"])
+def test_wrong_driver_is_refused(write: Write, driver: str) -> None:
+    with pytest.raises(UsageError, match="is not a version of NVIDIA's driver"):
+        load(write(f'image: {{base: "a:1"}}\nsystem: {{node: {{driver: "{driver}"}}}}\n'))
