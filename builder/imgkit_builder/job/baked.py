@@ -48,6 +48,8 @@ def target(path: Path) -> Target:
             file=path,
             projects=made.projects,
             workdir=made.workdir,
+            base=made.base.name,
+            base_env=tuple(made.base.env),
         )
     )
 

@@ -22,6 +22,7 @@ from imgkit_builder.job.request import (
     given,
 )
 from imgkit_builder.job.systems import OPTIONAL, System
+from imgkit_builder.recipe import bases
 from imgkit_builder.recipe.problems import choices
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.cli.commands import COMMANDS
@@ -89,6 +90,7 @@ def resolve(recipe: Target, request: Request) -> Job:
         stop_before_s=_stop_before(request, queue["time"]),
     )
     _refuse_clean(job)
+    _refuse_amd(job)
     return dataclasses.replace(
         job,
         warnings=_warnings(
@@ -242,6 +244,29 @@ def _refuse_clean(job: Job) -> None:
         )
 
 
+def _refuse_amd(job: Job) -> None:
+    """Raise UsageError for AMD's GPUs or image, unless the request chooses CPUs.
+
+    The node agent refuses such a start, too; any other program would find no GPU.
+    """
+    request, recipe = job.request, job.recipe
+    chosen = " ".join(request.command).replace("=", " ")
+    if request.gpus == 0 or re.search(r"(?:^| )--device cpu(?: |$)", chosen):
+        return
+    own = job.run_by in ("docker", "kubernetes") and bool(request.image)
+    evidence, place = "", ""
+    if own:
+        evidence, place = bases.amd_image(request.image), "--image"
+    elif job.run_by != "host":
+        evidence, place = bases.amd_image(recipe.base, recipe.base_env), recipe.where("image", "base")
+    if not evidence and job.gpus:
+        evidence, place = bases.amd_nodes(recipe.system), recipe.where("system", "node", "gpu_model")
+    if evidence:
+        raise UsageError(
+            f"{evidence}: imgkit supports only work on CPUs with it", where=place, hint=bases.CPU_WORK
+        )
+
+
 def _names(request: Request, system: System) -> tuple[str, ...]:
     names = container.names(request)
     if names and not system.passes_names:
@@ -258,7 +283,7 @@ def _settings(
 ) -> Mapping[str, str]:
     """Options of the node agent that follow from the request, as its variables."""
     settings = {}
-    if gpus == 0 and recipe.system.node.gpus:
+    if gpus == 0 and (recipe.system.node.gpus or request.gpus == 0):
         settings["IMGKIT_DEVICE"] = "cpu"  # the image's node agent refuses to start without the node's GPUs
     if gpus and (run_by == "host" or not recipe.system.node.gpus):
         # No system.json tells the node agent to expect them.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,9 @@ _OF_PYTHON = ("python", "library/python")
 """Docker Hub's image of Python, whose tag begins with the version."""
 _PLUGIN_BY = re.compile(r"ofi-nccl|libnccl-net")
 """What a step that installs NCCL's plug-in for libfabric names."""
+_ROCM_NAME = re.compile(r"(?:^|[/:._-])rocm")
+_ROCM_VARIABLE = re.compile(r"(?:ROCM|HIP)_|PYTORCH_ROCM_ARCH$")
+_AMD_MODEL = re.compile(r"\b(?:AMD|Instinct|Radeon|MI[0-9]{2,3}[AX]?)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +149,38 @@ def doubts(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]
                 *_old_python(reference),
                 *_old_driver(reference, system),
                 *_no_plugin(reference, image, system),
+                *_for_amd(amd_image(reference)),
             ):
                 yield ("image", key), found
+    yield from ((("system", "node"), found) for found in _for_amd(amd_nodes(system)))
+
+
+def amd_image(reference: str, env: Iterable[str] = ()) -> str:
+    """Evidence that an image, by its name and the names of its variables, is for AMD GPUs; else empty."""
+    if _ROCM_NAME.search(reference):
+        return f"{reference} is an image for AMD GPUs (ROCm)"
+    name = next((name for name in sorted(env) if _ROCM_VARIABLE.match(name)), "")
+    return f"{reference} is an image for AMD GPUs: it sets {name}" if name else ""
+
+
+def amd_nodes(system: SystemFacts) -> str:
+    """Evidence that the GPUs of `system` are AMD's; else empty."""
+    if system.node.gpus and _AMD_MODEL.search(system.node.gpu_model):
+        return f"{system.node.gpu_model} is a GPU of AMD"
+    if "--rocm" in system.runtime.options:
+        return "the option --rocm of system.runtime is for AMD GPUs"
+    return ""
+
+
+def _for_amd(evidence: str) -> Iterator[Fault]:
+    if evidence:
+        yield f"{evidence}: imgkit supports only work on CPUs with it", CPU_WORK
+
+
+CPU_WORK = (
+    "for CPUs: imgkit submit --gpus 0, or --device cpu of dist-*; for GPUs: an image and nodes for NVIDIA's"
+)
+"""What works with AMD's images and on its nodes."""
 
 
 def _old_python(reference: str) -> Iterator[Fault]:

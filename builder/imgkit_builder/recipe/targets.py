@@ -53,6 +53,10 @@ class Target:
     """What its image has installed of the user's own, as far as that is known here."""
     workdir: str = ""
     """``image.workdir``, where the recipe states it: jobs start there."""
+    base: str = ""
+    """The base of its image."""
+    base_env: tuple[str, ...] = ()
+    """Names of the base's variables, where the image is known."""
 
     @property
     def module_line(self) -> str:
@@ -91,6 +95,7 @@ def find(ref: str | Path) -> Target:
         positions=recipe.positions,
         projects=installed(recipe.image.pip),
         workdir=stated_workdir(recipe),
+        base=recipe.image.base,
     )
 
 
@@ -187,13 +192,22 @@ def from_json(text: str, file: Path) -> Target:
         }
         name = str(data["name"])
         workdir = str(data["image"]["workdir"]) if "image.workdir" in stated else ""
+        base = str(data["image"]["base"])
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
         raise UsageError(
             f"it is not what imgkit show RECIPE --json prints: {reason}", where=str(file), hint=HINT
         ) from error
     return checked(
-        Target(name=name, system=facts, platforms=platforms, file=file, positions=positions, workdir=workdir)
+        Target(
+            name=name,
+            system=facts,
+            platforms=platforms,
+            file=file,
+            positions=positions,
+            workdir=workdir,
+            base=base,
+        )
     )
 
 

@@ -230,6 +230,7 @@ def build_loaded(
     from imgkit_builder.engine import unchanged
     from imgkit_builder.image import context as contexts
     from imgkit_builder.image import secret_values
+    from imgkit_builder.recipe import bases
 
     values = secret_values.read(recipe)
     secrets_at = recipe.where("image", "secrets") if values.options else ""
@@ -247,6 +248,8 @@ def build_loaded(
             engine, recipe, override=base_name, platform=request.platform, pull=request.pull, report=report
         )
         _check_base(recipe, base)
+        if evidence := bases.amd_image(name, base.env):
+            report.note(f"warning: {evidence}: imgkit supports only work on CPUs with it")
         probe = engines.probe(engine, base)
         if probe.skipped:
             report.note(f"the base could not be probed: {probe.skipped}")

@@ -122,6 +122,8 @@ def _target_of(archive: Path, default: str) -> Target:
                 file=archive,
                 projects=made.projects,
                 workdir=made.workdir,
+                base=made.base.name,
+                base_env=tuple(made.base.env),
             )
         )
     if default:

@@ -138,14 +138,18 @@ _OTHER_FILES = r"kfd|dri|accel|hl\d+|davinci\d+|neuron\d+"
 _MAKERS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel", "0x1da3": "Habana"}
 
 
-def _pci_gpus(reader: Reader) -> Mapping[str, int]:
-    """Number of GPUs and accelerators on the PCI bus by maker, also of those that a container hides."""
+def _pci_gpus(reader: Reader, *, computing: bool = False) -> Mapping[str, int]:
+    """Number of GPUs and accelerators on the PCI bus by maker, also of those that a container hides.
+
+    `computing` leaves out those of AMD that drive a display.
+    """
     found: collections.Counter[str] = collections.Counter()
     for address in reader.names("/sys/bus/pci/devices"):
         kind, vendor = (reader.text(f"/sys/bus/pci/devices/{address}/{file}") for file in ("class", "vendor"))
         maker = _MAKERS.get(vendor or "", "")
         # 3D controllers and accelerators. Service processors and processors of Intel have a display, too.
-        displays = ("0x0380",) if maker == "Intel" else ("0x03",) if maker else ()
+        only = maker == "Intel" or (computing and maker == "AMD")
+        displays = ("0x0380",) if only else ("0x03",) if maker else ()
         if (kind or "").startswith(("0x0302", "0x1200", *displays)):
             found[maker or f"vendor {vendor}"] += 1
     return found
@@ -164,6 +168,35 @@ def _hidden(reader: Reader, has_files: bool) -> str:
         ONLY_NVIDIA if foreign and not (has_files or driver or "NVIDIA" in makers) else "",
     )
     return "".join(f"; {text}" for text in found if text)
+
+
+def amd_gpus(reader: Reader) -> str:
+    """Evidence of AMD GPUs that could compute, unless the node shows one of NVIDIA's; empty without them.
+
+    /dev/kfd is the device of AMD's compute driver. A card that only drives a display counts with it alone.
+    Source of the folders: Linux, drivers/gpu/drm/amd/amdkfd/kfd_topology.c.
+    """
+    accelerators = _pci_gpus(reader, computing=True)
+    nvidia = reader.names("/dev", NVIDIA_FILES) or reader.names("/proc/driver/nvidia/gpus")
+    has_kfd = reader.exists("/dev/kfd")
+    if nvidia or "NVIDIA" in accelerators or not (has_kfd or "AMD" in accelerators):
+        return ""
+    nodes, cards = "/sys/class/kfd/kfd/topology/nodes", "/sys/class/drm"
+    nodes_of_amd = sum(_is_amd_gpu(reader.text(f"{nodes}/{name}/properties")) for name in reader.names(nodes))
+    vendors = (reader.text(f"{cards}/{name}/device/vendor") for name in reader.names(cards, r"card\d+"))
+    counts = {
+        nodes: nodes_of_amd,
+        cards: sum(_MAKERS.get(vendor or "") == "AMD" for vendor in vendors),
+        "/sys/bus/pci/devices": accelerators.get("AMD", 0),
+    }
+    first = next((f"{place}: {count} of AMD" for place, count in counts.items() if count), "")
+    return "; ".join(filter(None, ("/dev/kfd" if has_kfd else "", first)))
+
+
+def _is_amd_gpu(properties: str | None) -> bool:
+    """Whether a node of the topology is a GPU of AMD; processors have nodes without SIMD units."""
+    values = dict(line.split(maxsplit=1) for line in (properties or "").splitlines() if line.count(" ") == 1)
+    return values.get("vendor_id") == str(0x1002) and (digits(values.get("simd_count", "")) or 0) > 0
 
 
 def gpus(reader: Reader, env: Mapping[str, str], closed: Mapping[str, str]) -> VisibleGpus:

@@ -247,6 +247,8 @@ class HostFacts:
     cpus_source: str = ""
     cpu_quota: float | None = None
     """Processors of the cgroup's quota; None without a quota."""
+    amd_gpus: str = ""
+    """Evidence of AMD GPUs on a node that shows none of NVIDIA's; empty without them."""
     gpu_devices: tuple[Gpu, ...] = ()
     driver: str = ""
     """First line of /proc/driver/nvidia/version."""
@@ -276,6 +278,8 @@ class HostFacts:
     libraries: tuple[Library, ...] = ()
     verbs_providers: tuple[str, ...] = ()
     torch_version: str = ""
+    rocm: str = ""
+    """Evidence that this image is made for AMD GPUs; empty if it is not."""
     nccl_version: str = ""
     """``2.20.5``; empty if unknown."""
     nccl_source: str = ""

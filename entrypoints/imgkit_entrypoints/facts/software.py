@@ -161,12 +161,34 @@ def torch(reader: Reader) -> str:
     The source is torch's version.py: importing torch takes seconds, and importlib.metadata would take a
     quarter of our start-up.
     """
+    _, text = _torch_version_file(reader)
+    found = _VERSION_LINE.search(text)
+    return found[1] if found else ""
+
+
+_VERSION_LINE = re.compile(r"^__version__ = '([^']+)'", re.MULTILINE)
+
+
+def _torch_version_file(reader: Reader) -> tuple[str, str]:
+    """Path and content of the version.py of the torch that Python finds; empty if there is none."""
     for folder in sys.path:
-        text = reader.text(f"{folder}/torch/version.py") if folder.startswith("/") else None
-        found = re.search(r"^__version__ = '([^']+)'", text or "", re.MULTILINE)
-        if found:
-            return found[1]
-    return ""
+        path = f"{folder}/torch/version.py"
+        text = reader.text(path) if folder.startswith("/") else None
+        if text and _VERSION_LINE.search(text):
+            return path, text
+    return "", ""
+
+
+def rocm(reader: Reader) -> str:
+    """Evidence that this image is made for AMD GPUs; empty if it is not.
+
+    torch decides where there is one: a node's ROCm may be mounted into a container with another torch.
+    """
+    path, text = _torch_version_file(reader)
+    if path:
+        hip = re.search(r"^hip(?:: [^=\n]+)? = '([^'\n]+)'", text, re.MULTILINE)
+        return f"{path}: hip = {hip[1]}" if hip else ""
+    return next((place for place in ("/opt/rocm/.info/version", "/opt/rocm") if reader.exists(place)), "")
 
 
 def nccl(reader: Reader, env: Mapping[str, str]) -> tuple[str, str]:

@@ -296,6 +296,7 @@ def _device(
 ) -> Literal["cpu", "cuda"]:
     if request.device == "cpu":
         return "cpu"
+    _refuse_amd(host)
     if host.gpus:
         decisions.append(
             Decision(variable="device", value="cuda", reason=f"{host.gpus} GPUs: {host.gpus_source}")
@@ -319,6 +320,24 @@ def _device(
         Decision(variable="device", value="cpu", reason="no GPU is visible, and none is expected")
     )
     return "cpu"
+
+
+def _refuse_amd(host: HostFacts) -> None:
+    """Raise NoPlan for AMD's GPUs or software, where the plan would be one process on the CPU."""
+    if host.rocm:
+        what, help_ = "the image is made for AMD GPUs", "an image for NVIDIA GPUs"
+    elif host.amd_gpus and not host.gpus:
+        what, help_ = (
+            "this node has AMD GPUs",
+            "a node with NVIDIA GPUs; a container with --rocm does not help",
+        )
+    else:
+        return
+    raise NoPlan(
+        f"{what}, and imgkit supports only work on CPUs with them",
+        where=host.rocm or host.amd_gpus,
+        hint=f"to run on CPUs: --device cpu (imgkit submit --gpus 0); for GPUs, use {help_}",
+    )
 
 
 def _expected_gpus(system: SystemFacts | None, env: Mapping[str, str]) -> tuple[int, str]:

@@ -67,12 +67,13 @@ def gpus(subject: Subject) -> Iterator[Check]:
     evidence = f"{found} visible ({source})" + (f", the recipe says {expected} per node" if expected else "")
     wanted = expected or len(subject.facts.gpu_devices)
     fix = f"start the container with --nv, and request GPUs (Slurm: --gres=gpu:{wanted})"
-    if not found and ONLY_NVIDIA in source and (expected or subject.reader.exists("/dev/kfd")):
+    amd = subject.facts.rocm or ("" if found else subject.facts.amd_gpus)
+    if amd or (not found and ONLY_NVIDIA in source and expected):
         yield Check(
             name="gpus",
-            verdict="fail" if expected and subject.env.get("IMGKIT_DEVICE") != "cpu" else "warn",
-            evidence=evidence,
-            fix="imgkit supports CUDA and NCCL only: use a node with NVIDIA GPUs, "
+            verdict="fail" if (expected or amd) and subject.env.get("IMGKIT_DEVICE") != "cpu" else "warn",
+            evidence=f"{evidence}; made for AMD GPUs: {amd}" if subject.facts.rocm else evidence,
+            fix="imgkit supports CUDA and NCCL only: use an image and a node for NVIDIA GPUs, "
             "or CPUs only (--device cpu)",
         )
         return

@@ -318,3 +318,51 @@ def test_submission_without_the_variable_or_with_an_open_file_is_refused(
     with pytest.raises(UsageError, match="other users have access") as caught:
         submit.before_submission(job(recipe, env_file=Path("tokens"), **here))
     assert str(caught.value.hint) == f"chmod 600 {tmp_path}/tokens"
+
+
+ROCM = 'extends: mn5\nimage: {base: "rocm/pytorch:rocm6.4"}\n'
+MI250X = "extends: mn5\nsystem: {node: {gpu_model: AMD Instinct MI250X}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "line"),
+    [
+        (ROCM, "rocm/pytorch:rocm6.4 is an image for AMD GPUs (ROCm)", "mine.yaml:2"),
+        (MI250X, "AMD Instinct MI250X is a GPU of AMD", "mine.yaml:2"),
+    ],
+)
+def test_job_on_amd_needs_the_choice_of_cpus(tmp_path: Path, text: str, what: str, line: str) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    error = refused(file)
+    assert error.what == f"{what}: imgkit supports only work on CPUs with it"
+    assert error.where == line
+    assert "imgkit submit --gpus 0" in str(error.hint)
+    assert refused(file, gpus=1).what == error.what
+    assert refused(file, command=("python", "train.py")).what == error.what
+    assert job(file, gpus=0).settings["IMGKIT_DEVICE"] == "cpu"
+    for words in (("--device", "cpu"), ("--device=cpu",)):
+        assert job(file, command=("dist-train", *words)).command[-1] == words[-1]
+
+
+def test_image_of_the_base_s_variables_is_refused(tmp_path: Path) -> None:
+    target = dataclasses.replace(find("mn5"), base="mine:1", base_env=("PATH", "ROCM_PATH"))
+    with pytest.raises(UsageError, match="mine:1 is an image for AMD GPUs: it sets ROCM_PATH"):
+        resolve(target, MN5)
+
+
+def test_other_image_replaces_the_recipe_s(tmp_path: Path) -> None:
+    given = {"account": "", "qos": "", "time": ""}
+    assert "rocm/x:1 is an image for AMD" in refused("rcp", image="rocm/x:1", **given).what
+    assert job("rcp", image="rocm/x:1", gpus=0, **given).gpus == 0
+    file = tmp_path / "mine.yaml"
+    file.write_text('extends: rcp\nimage: {base: "rocm/pytorch:rocm6.4"}\n')
+    assert job(file, image="r.example/cuda:1", **given).image == "r.example/cuda:1"
+
+
+def test_recipe_without_gpus_still_needs_the_choice(tmp_path: Path) -> None:
+    """The image's node agent refuses to start, and would do so in the job."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(ROCM + "system: {node: {gpus: 0}}\n")
+    assert "rocm/pytorch:rocm6.4 is an image for AMD GPUs" in refused(file).what
+    assert job(file, gpus=0).settings["IMGKIT_DEVICE"] == "cpu"

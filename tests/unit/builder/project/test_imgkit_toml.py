@@ -279,7 +279,7 @@ image:
 BASE = """\
 extends: mn5
 system:
-  runtime: {command: singularity, binds: [/data], options: [--rocm], modules: [mine]}
+  runtime: {command: singularity, binds: [/data], options: [--no-home], modules: [mine]}
   env: {NCCL_DEBUG: INFO}
   queue: {options: [--exclusive]}
 """
@@ -317,7 +317,7 @@ def test_what_a_recipe_starts_and_mounts_waits_for_a_person(cloned: Any) -> None
         "recipe   system.runtime.binds[0]: /data",
         "recipe   system.runtime.command: singularity",
         "recipe   system.runtime.modules[1]: mine",
-        "recipe   system.runtime.options[1]: --rocm",
+        "recipe   system.runtime.options[1]: --no-home",
     ):
         assert f"  {shown}\n" in err
     assert "modules[0]" not in err  # the shipped recipe states it
@@ -334,7 +334,7 @@ def test_what_a_recipe_starts_and_mounts_waits_for_a_person(cloned: Any) -> None
         ("base.yaml", "/data", "/home"),
         ("base.yaml", "command: singularity", "command: ./singularity"),
         ("base.yaml", "[mine]", "[mine, other]"),
-        ("base.yaml", "--rocm", "--writable"),
+        ("base.yaml", "--no-home", "--writable"),
         ("base.yaml", "NCCL_DEBUG: INFO", "LD_PRELOAD: /x.so"),
         ("base.yaml", "--exclusive", "--uenv=x"),
         ("base.yaml", "system:", "system:\n  scheduler: slurm"),

@@ -186,3 +186,41 @@ def test_current_base_changes_no_digest(write: Write) -> None:
 def test_wrong_driver_is_refused(write: Write, driver: str) -> None:
     with pytest.raises(UsageError, match="is not a version of NVIDIA's driver"):
         load(write(f'image: {{base: "a:1"}}\nsystem: {{node: {{driver: "{driver}"}}}}\n'))
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ('image: {base: "rocm/pytorch:latest"}', "image.base"),
+        ('image: {base: "docker.io/rocm/dev-ubuntu-22.04:6.4"}', "image.base"),
+        ('image: {base: "a:1", current_base: "example.org/x/pytorch:2.6-rocm6.4"}', "image.current_base"),
+        ('image: {base: "a:1"}\nsystem: {node: {gpus: 8, gpu_model: AMD Instinct MI250X}}', "system.node"),
+        ('image: {base: "a:1"}\nsystem: {node: {gpus: 4, gpu_model: MI300A}}', "system.node"),
+        ('image: {base: "a:1"}\nsystem: {runtime: {options: [--rocm]}}', "system.node"),
+    ],
+)
+def test_amd_is_a_warning_with_the_way_on(write: Write, text: str, key: str) -> None:
+    (found,) = warned(write(text))
+    assert found.startswith(f"{key}: ")
+    assert (
+        "imgkit supports only work on CPUs with it; for CPUs: imgkit submit --gpus 0, or --device cpu"
+        in found
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'image: {base: "macrocmd/pytorch:1"}',
+        'image: {base: "a:1"}\nsystem: {node: {gpus: 8, gpu_model: NVIDIA RTX A6000}}',
+        'image: {base: "a:1"}\nsystem: {env: {HSA_FORCE_FINE_GRAIN_PCIE: "1"}}',
+    ],
+)
+def test_others_are_not_taken_for_amd(write: Write, text: str) -> None:
+    assert warned(write(text)) == []
+
+
+def test_variables_of_the_base_tell_amd() -> None:
+    assert bases.amd_image("mine:1", ("PATH", "ROCM_PATH")).endswith("it sets ROCM_PATH")
+    assert bases.amd_image("mine:1", ("HIP_VISIBLE_DEVICES",))
+    assert bases.amd_image("mine:1", ("PATH", "CHIP_X", "NCCL_VERSION")) == ""

@@ -475,15 +475,16 @@ def test_wrong_option_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize(
     ("system", "file", "verdict"),
-    [(MN5, "kfd", "fail"), (None, "kfd", "warn"), (MN5, "accel", "fail"), (None, "accel", "ok")],
+    [(MN5, "kfd", "fail"), (None, "kfd", "fail"), (MN5, "accel", "fail"), (None, "accel", "ok")],
 )
 def test_gpus_of_others_end_with_the_reason(
     image: Path, system: SystemFacts | None, file: str, verdict: str
 ) -> None:
     (image / "dev").mkdir()
     (image / "dev" / file).touch()
-    source = facts.gather(image, {}).gpus_source
-    found = examine(IB, system, root=image, gpus=0, gpu_devices=(), gpus_source=source)
+    seen = facts.gather(image, {})
+    others = {"gpu_devices": (), "gpus_source": seen.gpus_source, "amd_gpus": seen.amd_gpus}
+    found = examine(IB, system, root=image, gpus=0, **others)
     (check,) = [check for check in found if check.name == "gpus"]
     assert check.verdict == verdict
     assert ("NVIDIA GPUs" in check.fix) == (verdict != "ok")

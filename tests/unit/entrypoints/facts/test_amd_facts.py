@@ -1,0 +1,143 @@
+"""AMD GPUs and AMD images, as fake trees: no machine of the tests has them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from imgkit_entrypoints import facts
+from imgkit_entrypoints.cli.commands import TORCHRUN
+from imgkit_entrypoints.errors import EXIT_NO_PLAN, NoPlan
+from imgkit_entrypoints.facts import HostFacts
+from imgkit_entrypoints.launch import plan
+from imgkit_entrypoints.launch.plan import Request
+from imgkit_entrypoints.schedulers.placement import Placement
+from imgkit_entrypoints.system import Node, SystemFacts
+
+TOPOLOGY = "sys/class/kfd/kfd/topology/nodes"
+PROCESSOR = "cpu_cores_count 64\nsimd_count 0\nvendor_id 0\n"
+MI250X = "cpu_cores_count 0\nsimd_count 440\nvendor_id 4098\n"
+SITE = next(folder for folder in sys.path if folder.startswith("/"))
+
+
+def fake(root: Path, files: dict[str, str]) -> HostFacts:
+    """Facts of a fake machine with these files."""
+    for path, content in files.items():
+        place = root / path.lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(content)
+    return facts.gather(root, {})
+
+
+def fake_amd_node(*, kfd: bool = True) -> dict[str, str]:
+    """A node with two GPUs of AMD's compute kind, the processors' own node in front."""
+    cards = {f"sys/class/drm/card{number}/device/vendor": "0x1002\n" for number in range(2)}
+    nodes = {f"{TOPOLOGY}/{number}/properties": MI250X for number in (1, 2)}
+    return {
+        **({"dev/kfd": ""} if kfd else {}),
+        **cards,
+        f"{TOPOLOGY}/0/properties": PROCESSOR,
+        **nodes,
+    }
+
+
+def fake_torch(hip: str) -> dict[str, str]:
+    text = f"__version__ = '2.6.0+rocm6.4'\ncuda: Optional[str] = None\nhip: Optional[str] = {hip}\n"
+    return {f"{SITE}/torch/version.py": text}
+
+
+def fake_pci(kind: str, vendor: str) -> dict[str, str]:
+    folder = "sys/bus/pci/devices/0000:03:00.0"
+    return {f"{folder}/class": f"{kind}\n", f"{folder}/vendor": f"{vendor}\n"}
+
+
+def start(host: HostFacts, device: str = "auto", system: SystemFacts | None = None) -> plan.LaunchPlan:
+    place = Placement(
+        nnodes=1,
+        node_rank=0,
+        scheduler="standalone",
+        hosts=("n0",),
+        head="",
+        port=None,
+        job_id="7",
+        source={},
+    )
+    return plan.make(
+        Request(device=device), ("w",), torchrun=TORCHRUN, place=place, host=host, system=system, env={}
+    )
+
+
+def test_compute_driver_of_amd_is_found(tmp_path: Path) -> None:
+    host = fake(tmp_path, fake_amd_node())
+    assert host.amd_gpus == f"/dev/kfd; /{TOPOLOGY}: 2 of AMD"
+    assert host.rocm == ""
+
+
+@pytest.mark.parametrize(
+    ("files", "evidence"),
+    [
+        ({"dev/kfd": ""}, "/dev/kfd"),
+        (
+            {"dev/kfd": "", "sys/class/drm/card0/device/vendor": "0x1002"},
+            "/dev/kfd; /sys/class/drm: 1 of AMD",
+        ),
+        (fake_pci("0x120000", "0x1002"), "/sys/bus/pci/devices: 1 of AMD"),
+        (fake_pci("0x038000", "0x1002"), "/sys/bus/pci/devices: 1 of AMD"),
+        (fake_pci("0x030000", "0x1002"), ""),  # a card that drives a display
+        (fake_amd_node(kfd=False), ""),  # a laptop's graphics, seen from a container without its device
+        ({"dev/dri/card0": "", "sys/class/drm/card0/device/vendor": "0x8086"}, ""),
+        ({**fake_amd_node(), "dev/nvidia0": ""}, ""),
+        ({**fake_amd_node(), **fake_pci("0x030200", "0x10de")}, ""),
+        (
+            {"dev/kfd": "", f"{TOPOLOGY}/0/properties": "vendor_id\nsimd_count x 1\nvendor_id 4098"},
+            "/dev/kfd",
+        ),
+    ],
+)
+def test_amd_gpus_count_if_they_can_compute(tmp_path: Path, files: dict[str, str], evidence: str) -> None:
+    assert fake(tmp_path, files).amd_gpus == evidence
+
+
+@pytest.mark.parametrize(
+    ("files", "evidence"),
+    [
+        (fake_torch("'6.4.43482'"), f"{SITE}/torch/version.py: hip = 6.4.43482"),
+        (fake_torch("None"), ""),
+        ({**fake_torch("None"), "opt/rocm/.info/version": "6.4"}, ""),  # the node's ROCm, another torch
+        ({"opt/rocm/.info/version": "6.4"}, "/opt/rocm/.info/version"),
+        ({"opt/rocm/bin/rocminfo": ""}, "/opt/rocm"),
+        ({}, ""),
+    ],
+)
+def test_image_for_amd_is_told_by_its_torch(tmp_path: Path, files: dict[str, str], evidence: str) -> None:
+    assert fake(tmp_path, files).rocm == evidence
+
+
+@pytest.mark.parametrize("system", [None, SystemFacts(), SystemFacts(node=Node(gpus=8))])
+@pytest.mark.parametrize(
+    ("files", "what", "where"),
+    [
+        (fake_amd_node(), "this node has AMD GPUs", "/dev/kfd"),
+        (fake_torch("'6.4'"), "the image is made for AMD GPUs", "hip = 6.4"),
+        ({**fake_torch("'6.4'"), "dev/nvidia0": ""}, "the image is made for AMD GPUs", "hip = 6.4"),
+    ],
+)
+def test_start_on_amd_is_refused(
+    tmp_path: Path, files: dict[str, str], what: str, where: str, system: SystemFacts | None
+) -> None:
+    host = fake(tmp_path, files)
+    for device in ("auto", "cuda"):
+        with pytest.raises(NoPlan) as caught:
+            start(host, device, system)
+        assert caught.value.what == f"{what}, and imgkit supports only work on CPUs with them"
+        assert where in str(caught.value.where)
+        assert "to run on CPUs: --device cpu (imgkit submit --gpus 0)" in str(caught.value.hint)
+        assert caught.value.exit_code == EXIT_NO_PLAN
+
+
+@pytest.mark.parametrize("files", [fake_amd_node(), fake_torch("'6.4'")])
+def test_device_cpu_starts_on_amd(tmp_path: Path, files: dict[str, str]) -> None:
+    made = start(fake(tmp_path, files), "cpu", SystemFacts(node=Node(gpus=8)))
+    assert made.env["IMGKIT_DEVICE"] == "cpu"
