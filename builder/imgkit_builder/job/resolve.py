@@ -253,10 +253,11 @@ def _refuse_amd(job: Job) -> None:
     chosen = " ".join(request.command).replace("=", " ")
     if request.gpus == 0 or re.search(r"(?:^| )--device cpu(?: |$)", chosen):
         return
-    own = job.run_by in ("docker", "kubernetes") and bool(request.image)
+    # A .sif that names its own system is the recipe's image, and no other.
+    other = request.image if Path(request.image) != recipe.file.absolute() else ""
     evidence, place = "", ""
-    if own:
-        evidence, place = bases.amd_image(request.image), "--image"
+    if other and job.run_by in ("docker", "kubernetes"):
+        evidence, place = bases.amd_image(other), "--image"
     elif job.run_by != "host":
         evidence, place = bases.amd_image(recipe.base, recipe.base_env), recipe.where("image", "base")
     if not evidence and job.gpus:

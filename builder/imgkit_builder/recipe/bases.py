@@ -160,7 +160,7 @@ def amd_image(reference: str, env: Iterable[str] = ()) -> str:
     if _ROCM_NAME.search(reference):
         return f"{reference} is an image for AMD GPUs (ROCm)"
     name = next((name for name in sorted(env) if _ROCM_VARIABLE.match(name)), "")
-    return f"{reference} is an image for AMD GPUs: it sets {name}" if name else ""
+    return f"{reference}, which sets {name}, is an image for AMD GPUs" if name else ""
 
 
 def amd_nodes(system: SystemFacts) -> str:

@@ -347,8 +347,11 @@ def test_job_on_amd_needs_the_choice_of_cpus(tmp_path: Path, text: str, what: st
 
 def test_image_of_the_base_s_variables_is_refused(tmp_path: Path) -> None:
     target = dataclasses.replace(find("mn5"), base="mine:1", base_env=("PATH", "ROCM_PATH"))
-    with pytest.raises(UsageError, match="mine:1 is an image for AMD GPUs: it sets ROCM_PATH"):
+    with pytest.raises(UsageError, match="mine:1, which sets ROCM_PATH, is an image for AMD GPUs"):
         resolve(target, MN5)
+    sif = dataclasses.replace(target, system=find("cpu").system, file=tmp_path / "x.sif")
+    with pytest.raises(UsageError, match="which sets ROCM_PATH"):
+        resolve(sif, Request(command=("dist-hello",), image=str(sif.file)))
 
 
 def test_other_image_replaces_the_recipe_s(tmp_path: Path) -> None:

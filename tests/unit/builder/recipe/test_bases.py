@@ -221,6 +221,7 @@ def test_others_are_not_taken_for_amd(write: Write, text: str) -> None:
 
 
 def test_variables_of_the_base_tell_amd() -> None:
-    assert bases.amd_image("mine:1", ("PATH", "ROCM_PATH")).endswith("it sets ROCM_PATH")
+    found = bases.amd_image("mine:1", ("PATH", "ROCM_PATH"))
+    assert found == "mine:1, which sets ROCM_PATH, is an image for AMD GPUs"
     assert bases.amd_image("mine:1", ("HIP_VISIBLE_DEVICES",))
     assert bases.amd_image("mine:1", ("PATH", "CHIP_X", "NCCL_VERSION")) == ""
