@@ -327,3 +327,27 @@ def test_push_and_pull_give_the_same_digest(registry: str, home: Path) -> None:
     finally:
         for name in (local, ref, f"{registry}/group/tiny@{digest}"):
             subprocess.run(["docker", "rmi", "--force", name], capture_output=True, check=False)
+
+
+def test_fake_amd_image_starts_on_cpus_alone(write: Callable[..., Path], standin_notorch: str) -> None:
+    """A fake: the stand-in with ROCm's variable and folder. No AMD software exists here."""
+    base = f"{PREFIX}-fake-amd:1"
+    dockerfile = f"FROM {standin_notorch}\nENV ROCM_PATH=/opt/rocm\nRUN mkdir -p /opt/rocm\n"
+    docker("build", "--quiet", "--tag", base, "-", given=dockerfile)
+    try:
+        file = write("amd", base=base)
+        built = imgkit("build", file, "--base", base, "--no-test")
+        assert f"warning: {base}, which sets ROCM_PATH, is an image for AMD GPUs" in built.stderr
+        run = ("docker", "run", "--rm", "--entrypoint", "dist-hello", f"{file.stem}:latest")
+        refused = subprocess.run(run, capture_output=True, text=True, check=False)
+        assert refused.returncode == 5
+        assert "/opt/rocm: the image is made for AMD GPUs" in refused.stderr
+        assert "to run on CPUs: --device cpu" in refused.stderr
+        planned = subprocess.run(
+            (*run, "--device", "cpu", "--dry-run"), capture_output=True, text=True, check=False
+        )
+        assert planned.returncode == 0, planned.stderr
+    finally:
+        subprocess.run(
+            ["docker", "rmi", "--force", f"{PREFIX}-amd:latest", base], capture_output=True, check=False
+        )
