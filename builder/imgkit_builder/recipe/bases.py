@@ -202,20 +202,23 @@ def _old_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
     here = re.match(r"[0-9]{1,9}", system.node.driver)
     if base is None or base.driver is None or here is None or int(here[0]) >= int(base.driver.value):
         return
+    if system.runtime.cuda_compat == "auto":
+        return  # the node agent decides, by the node's own driver and GPUs
     fitting = [one for one in table() if one.driver and int(one.driver.value) <= int(here[0])]
     cuda = f" {base.cuda.value}" if base.cuda else ""
     yield (
         f"CUDA{cuda} of {reference} needs driver {base.driver.value} or newer, and system.node.driver is "
         f"{system.node.driver}",
         (f"choose {fitting[-1].reference} or an older one" if fitting else "update the driver")
-        + "; data-centre GPUs may run it by its cuda-compat package: dist-doctor shows it there",
+        + "; or, for data-centre GPUs, try the base's cuda-compat package: system.runtime.cuda_compat: auto",
     )
 
 
 def _no_plugin(reference: str, image: Image, system: SystemFacts) -> Iterator[Fault]:
     base = known(reference)
     lacks = base is not None and base.aws_ofi_nccl is not None and base.aws_ofi_nccl.value == NONE
-    if system.fabric.kind != "slingshot" or not lacks or system.runtime.host_libs:
+    brings = system.runtime.host_libs or system.fabric.host_libs == "auto"
+    if system.fabric.kind != "slingshot" or not lacks or brings:
         return
     commands = (one.command for one in image.run)
     texts = (*system.runtime.binds, *commands, *(str(one.source) for one in image.copy))
@@ -223,6 +226,6 @@ def _no_plugin(reference: str, image: Image, system: SystemFacts) -> Iterator[Fa
         return
     yield (
         f"{reference} has no aws-ofi-nccl: on Slingshot NCCL would use TCP",
-        "list the folders of the system's libfabric with cxi and of its aws-ofi-nccl in "
-        "system.runtime.host_libs, or build both in image.run",
+        "use libfabric with cxi and aws-ofi-nccl of the nodes: system.fabric.host_libs: auto, or their "
+        "folders in system.runtime.host_libs; or build both in image.run",
     )

@@ -103,6 +103,8 @@ def test_old_driver_names_a_fitting_base(write: Write, base: str, key: str, driv
         f'image: {{base: "{NGC}:26.02-py3"}}\nsystem: {{node: {{driver: "580.95.05"}}}}\n',
         f'image: {{base: "{NGC}:26.02-py3"}}\n',
         f'image: {{base: "{NGC}:26.12-py3"}}\nsystem: {{node: {{driver: "470"}}}}\n',
+        f'image: {{base: "{NGC}:26.02-py3"}}\n'
+        'system: {node: {driver: "550"}, runtime: {cuda_compat: auto}}\n',
         f'image: {{base: "{NGC}:22.06-py3.10"}}\n',
         'image: {base: "other/pytorch:26.02-py3"}\nsystem: {node: {driver: "470"}}\n',
         'image: {base: "python:3.10-slim"}\n',
@@ -136,6 +138,7 @@ SLINGSHOT = """
         ("26.02", "slingshot", "", "", False),
         ("26.05", "slingshot", "", "", False),
         ("26.06", "slingshot", "", ", runtime: {host_libs: [/opt/cray/lib64]}", False),
+        ("26.06", "slingshot, host_libs: auto", "", "", False),
         ("26.06", "slingshot", ", run: [/opt/build-aws-ofi-nccl.sh]", "", False),
     ],
 )
