@@ -136,7 +136,7 @@ def _format(target: str | Path | None, request: ConversionRequest) -> Format:
 
     Raises
     ------
-    UsageError : the two disagree, or a runtime would have to start a .sqsh.
+    UsageError : the two disagree, or a runtime is named for a .sqsh.
     """
     named: Format | None = {".sif": "sif", ".sqsh": "sqsh"}.get(Path(target or "").suffix)  # type: ignore[assignment]
     found = request.format or named or "sif"
@@ -146,9 +146,9 @@ def _format(target: str | Path | None, request: ConversionRequest) -> Format:
         )
     if found == "sqsh" and request.runtime:
         raise UsageError(
-            "--runtime cannot be combined with --format sqsh: Singularity and Apptainer start no .sqsh",
-            where="--runtime",
-            hint="leave --runtime out",
+            "--runtime-command cannot be combined with --format sqsh: imgkit starts no .sqsh",
+            where="--runtime-command",
+            hint="leave it out",
         )
     return found
 
