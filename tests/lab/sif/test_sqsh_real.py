@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +18,12 @@ from labkit import imgkit, output, public_folder, run
 from layer_reference import Entry
 from stored_images import archive, only
 
+from imgkit_builder.base.progress import Silent
 from imgkit_builder.examine.verify import verify
 from imgkit_builder.job.request import Request
+from imgkit_builder.sif import convert
+from imgkit_builder.sif import sqsh as sqsh_files
+from imgkit_builder.sif.conversion import Archive, Options
 from imgkit_builder.signing import signatures
 from imgkit_builder.workflow import remote_run
 from imgkit_entrypoints.errors import CheckFailed, UsageError
@@ -319,6 +325,57 @@ def test_a_damaged_archive_leaves_the_old_file(
     whole = (folder / "x.tar").read_bytes()
     (copy.parent / "y.tar").write_bytes(whole[: int(len(whole) * size)])
     refused(copy.parent, "sif", "y.tar", "-o", copy.name, "--force", code=1)
+
+
+class Killed(Silent):
+    """A reporter that ends its process at one stage, as ``kill -9`` does."""
+
+    def __init__(self, stage: str) -> None:
+        self.last = stage
+
+    def stage(self, text: str) -> None:
+        if text == self.last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill(source: Path, target: Path, stage: str, patch: Callable[[], None] = lambda: None) -> None:
+    """Convert in a child that dies at a stage."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            patch()
+            convert.convert(Archive(path=source), target, Options(test=False, format="sqsh"), Killed(stage))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("stage", ["merge and squash", "check", "make durable"])
+@pytest.mark.parametrize("older", [False, True])
+def test_a_killed_conversion_leaves_the_old_file_or_none(
+    folder: Path, sqsh: Path, tmp_path: Path, stage: str, older: bool
+) -> None:
+    target = tmp_path / "x.sqsh"
+    if older:
+        target.write_bytes(b"hsqs the old one")
+    kill(folder / "x.tar", target, stage)
+    assert target.read_bytes() == b"hsqs the old one" if older else not target.exists()
+    convert.convert(Archive(path=folder / "x.tar"), target, Options(format="sqsh"), Silent())
+    assert target.read_bytes() == sqsh.read_bytes()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["x.sqsh", "x.sqsh.sha256"]
+
+
+def test_a_kill_before_the_checksum_leaves_none(folder: Path, sqsh: Path, tmp_path: Path) -> None:
+    def patch() -> None:
+        sqsh_files.files.put = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+
+    target = tmp_path / "x.sqsh"
+    target.write_bytes(b"hsqs the old one")
+    Path(f"{target}.sha256").write_text(f"{'0' * 64}  x.sqsh\n")
+    kill(folder / "x.tar", target, "", patch)
+    assert target.read_bytes() == sqsh.read_bytes()
+    assert not Path(f"{target}.sha256").exists()
+    convert.convert(Archive(path=folder / "x.tar"), target, Options(format="sqsh"), Silent())
+    assert verdicts(target)["sha256"] == "ok"
 
 
 def test_mksquashfs_without_zstd_is_told(folder: Path, tmp_path: Path) -> None:
