@@ -58,7 +58,7 @@ if [ -s /etc/rc.local ]; then
     . /etc/rc.local
 fi
 if [ $# -eq 0 ]; then
-    set -- {cmd}
+    set --{cmd}
 fi
 exec {entrypoint}"$@"
 """
@@ -185,7 +185,7 @@ def _rc(config: ImageConfig) -> str:
     return _RC.format(
         image_id=config.image_id,
         workdir=shlex.quote(posixpath.join("/", config.workdir)),
-        cmd=shlex.join(cmd),
+        cmd="".join(f" {shlex.quote(word)}" for word in cmd),
         entrypoint=f"{shlex.join(entrypoint)} " if entrypoint else "",
     )
 
