@@ -428,18 +428,29 @@ def test_an_image_of_the_engine_gives_the_same_files(folder: Path, sqsh: Path, t
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(
-    shutil.which("enroot") is None, reason="enroot is not installed here, and no package of Debian"
-)
-def test_enroot_starts_it(sqsh: Path, tmp_path: Path, user: str) -> None:
-    image = Path(shutil.copy(sqsh, "/tmp/imgkit-enroot.sqsh"))
-    as_me = ("runuser", "-u", user, "--", "env", f"HOME=/tmp/{user}", f"ENROOT_DATA_PATH=/tmp/{user}/data")
+@pytest.mark.skipif(shutil.which("enroot") is None, reason="no enroot here: it is no package of Debian")
+def test_enroot_starts_it(sqsh: Path, as_user: Sequence[str]) -> None:
+    made = public_folder("enroot")
+    made.chmod(0o777)
+    places = [f"{name}={made}/{name}" for name in ("HOME", "XDG_RUNTIME_DIR", "XDG_DATA_HOME")]
+    output(*as_user, "mkdir", *(one.partition("=")[2] for one in places))
+    (made / "rc").write_text('exec "$@"\n')
+    enroot = (*as_user, *places, "enroot")
     try:
-        image.chmod(0o644)
-        output(*as_me, "enroot", "create", "-n", "imgkit-sqsh", image, folder="/")
-        assert output(*as_me, "enroot", "start", "imgkit-sqsh", folder="/") == "<a b><it's>"
-        found = output(*as_me, "enroot", "start", "imgkit-sqsh", "env", folder="/")
-        assert found
+        output(*enroot, "create", "-n", "made", sqsh, folder="/")
+        assert output(*enroot, "start", "made", folder="/") == "<a b><it's>"
+        found = output(*enroot, "start", "--rc", made / "rc", "made", "env", folder="/").splitlines()
+        assert {*ENV} - {"TWICE=1"} <= {*found}
     finally:
-        run(*as_me, "enroot", "remove", "-f", "imgkit-sqsh", folder="/")
-        image.unlink()
+        output("rm", "-rf", made)
+
+
+@pytest.mark.soak
+def test_pyxis_starts_it(folder: Path, sqsh: Path) -> None:
+    if shutil.which("srun") is None or "--container-image" not in run("srun", "--help").stdout:
+        pytest.skip("no Slurm with pyxis here: it is no package of Debian")
+    plain = Path(shutil.copy(sqsh, folder / "pyxis.sqsh"))
+    found = output("srun", f"--container-image={plain}", "env", folder="/").splitlines()
+    # pyxis starts a login shell, which may set another PATH.
+    assert {*ENV} - {"TWICE=1", "PATH=/bin"} <= {*found}
+    plain.unlink()
