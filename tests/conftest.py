@@ -78,6 +78,11 @@ def _singularity() -> str | None:
     return reason and f"{command} does not run ({reason}); as root: ci/lab/install-singularity --force"
 
 
+def _charliecloud() -> str | None:
+    reason = probe(["env", "USER=me", "ch-run", "--version"])
+    return reason and f"ch-run does not run ({reason}); as root: apt-get install charliecloud"
+
+
 def _qemu() -> str | None:
     reason = probe([ROOT / "ci/lab/binfmt", "status", "arm64"])
     return reason and "arm64 programs do not run here; as root: ci/lab/binfmt register"
@@ -117,6 +122,7 @@ CAPABILITIES: dict[str, Callable[[], str | None]] = {
         "podman": _podman,
         "buildx": _buildx,
         "singularity": _singularity,
+        "charliecloud": _charliecloud,
         "qemu": _qemu,
         "sshd": _sshd,
         "cluster": _cluster,

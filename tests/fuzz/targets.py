@@ -23,6 +23,7 @@ import mutate
 
 from imgkit_builder.archive import compressed, oci_folder, read, sidecar
 from imgkit_builder.archive.tar_read import TarStream
+from imgkit_builder.base import files
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.delta import descriptor, tree
 from imgkit_builder.delta.layers import Tar
@@ -55,7 +56,7 @@ from imgkit_builder.remote import check as far_check
 from imgkit_builder.remote import fetch, gc, store
 from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import Connection
-from imgkit_builder.sif import image, runtime_build, table
+from imgkit_builder.sif import image, runtime_build, sqsh, table
 from imgkit_entrypoints import fabric, facts, json_text, system
 from imgkit_entrypoints.apps.bench import record as bench_reader
 from imgkit_entrypoints.apps.train.options import file_arguments
@@ -297,6 +298,30 @@ def _read_sif(path: Path) -> None:
     if found.root:
         _walk((SquashfsLayer(path, found.root.offset),))
     verify(path)
+
+
+def _sqshs() -> list[bytes]:
+    """A .sqsh with its record."""
+    record = image.ImgkitRecord(
+        image_id="sha256:" + "0" * 64,
+        diff_ids=(),
+        root_sha256="0" * 64,
+        runtime="r",
+        compression="c",
+        route="stream",
+        imgkit="0",
+        arch="amd64",
+    )
+    tail = files.description(image.record_text(record), sqsh.MARK)
+    return [one + tail for one in squashfs_seeds() or [b"hsqs" + bytes(200)]]
+
+
+def _read_sqsh(path: Path) -> None:
+    sqsh.structure(path)
+    sqsh.record(path)
+    sqsh.digests(path)
+    if sqsh.is_sqsh(path):
+        verify(path)
 
 
 # ---- JSON
@@ -604,6 +629,12 @@ TARGETS = (
     Target(name="gzip", run=_gunzip, seeds=lambda: [gzip.compress(layer(), mtime=0)], change=mutate.in_bytes),
     Target(name="squashfs", run=_file(_read_squashfs), seeds=squashfs_seeds, change=mutate.in_squashfs),
     Target(name="sif", run=_file(_read_sif), seeds=_sifs),
+    Target(name="sqsh", run=_file(_read_sqsh), seeds=_sqshs, change=mutate.in_squashfs),
+    Target(
+        name="sqsh-environment",
+        run=_text(sqsh.variables),
+        seeds=lambda: [b"A=1\nB='q'\n C = \"x\" \nENROOT_X=1\n"],
+    ),
     Target(name="delta", run=_file(descriptor.read), seeds=_deltas, change=mutate.in_delta),
     Target(
         name="json",

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,9 @@ __all__ = (
     "cache_dir",
     "config_dir",
     "create",
+    "described",
+    "description",
+    "ends_with",
     "foreign",
     "fullest",
     "make_own_folder",
@@ -66,6 +70,32 @@ CHUNK_BYTES = 1 << 20
 
 # 1980-01-01: zip files and wheels, which a user may make inside the image, hold no earlier time.
 MTIME_S = 315532800
+
+_END = struct.Struct("<Q8s")
+"""What stands behind a description at the end of a file: its length, and the mark of its kind."""
+_MOST_DESCRIPTION_BYTES = 1 << 20
+
+
+def description(text: bytes, mark: bytes) -> bytes:
+    """What to append to a file, so that `described` finds `text` under `mark`."""
+    return text + _END.pack(len(text), mark)
+
+
+def ends_with(stream: BinaryIO, mark: bytes) -> bool:
+    """Whether the file ends with a description of this kind."""
+    stream.seek(max(0, os.fstat(stream.fileno()).st_size - len(mark)))
+    return stream.read(len(mark)) == mark
+
+
+def described(stream: BinaryIO, start: int, size_bytes: int, mark: bytes) -> bytes | None:
+    """The text at the end of `size_bytes` from byte `start` on; None if there is none, or it is cut short."""
+    stream.seek(max(start + size_bytes - _END.size, 0))
+    tail = stream.read(_END.size)
+    length, found = _END.unpack(tail) if len(tail) == _END.size else (0, b"")
+    if found != mark or not 0 < length <= min(_MOST_DESCRIPTION_BYTES, size_bytes - _END.size):
+        return None
+    stream.seek(start + size_bytes - _END.size - length)
+    return stream.read(length)
 
 
 def sha256(

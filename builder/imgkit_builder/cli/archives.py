@@ -1,4 +1,4 @@
-"""Archives: save an image, verify an archive or .sif."""
+"""Archives: save an image, verify an archive, .sif or .sqsh."""
 
 from __future__ import annotations
 
@@ -213,7 +213,9 @@ def _commands(path: Path, system: SystemFacts | None) -> dict[str, str]:
 
 
 def verb_verify(
-    file: Path = typer.Argument(metavar="FILE", help="An archive (.tar, .tar.gz, .tar.zst), .sif or delta."),
+    file: Path = typer.Argument(
+        metavar="FILE", help="An archive (.tar, .tar.gz, .tar.zst), .sif, .sqsh or delta."
+    ),
     keyring: Path | None = typer.Option(
         None,
         metavar="FILE",
@@ -223,11 +225,11 @@ def verb_verify(
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
 ) -> None:
-    """Check an archive, .sif or delta against its recorded digests.
+    """Check an archive, .sif, .sqsh or delta against its recorded digests.
 
     Needs no Docker engine. Reads the file once. Of an archive it checks the
     checksum, the one image and every layer's digest; of a .sif the root
-    partition and the deltas. Exit code 1 if a check fails.
+    partition and the deltas; of a .sqsh the checksum and its record. Exit code 1 if a check fails.
 
     \b
     Examples:

@@ -116,7 +116,7 @@ def image_of(name: str, report: Reporter, unpack_limit_gb: float | None) -> Iter
     from imgkit_builder.sif.conversion import Piped
 
     limit = gigabytes(unpack_limit_gb)
-    if name.endswith(".sif") or image.is_sif(Path(name)):
+    if name.endswith((".sif", ".sqsh")) or image.is_sif(Path(name)):
         with source.opened(Path(name), report) as found:
             yield found
         return

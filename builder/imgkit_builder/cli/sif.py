@@ -1,9 +1,10 @@
-"""``imgkit sif``: any image to a .sif."""
+"""``imgkit sif``: any image to a .sif or .sqsh."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,19 @@ from imgkit_builder.cli.common import (
 )
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.workflow.convert import MOST_ENTRIES, ConversionRequest, convert, plan_conversion
-from imgkit_builder.workflow.names import stem
+from imgkit_entrypoints.errors import ImgkitError
 
 if TYPE_CHECKING:
     from imgkit_builder.sif.conversion import Converted
 
 SCHEMA = 1
+
+
+class SifFormat(str, enum.Enum):
+    """Format of the file."""
+
+    SIF = "sif"
+    SQSH = "sqsh"
 
 
 class SifCompression(str, enum.Enum):
@@ -67,22 +75,29 @@ def verb_sif(
         "image, or an OCI folder.",
     ),
     output: Path | None = typer.Option(
-        None, "--output", "-o", metavar="X.sif", help="File to write (default: NAME.sif here)."
+        None, "--output", "-o", metavar="FILE", help="File to write (default: NAME.sif or NAME.sqsh here)."
+    ),
+    format: SifFormat | None = typer.Option(
+        None,
+        "--format",
+        help="sif: for Singularity and Apptainer. sqsh: for pyxis, enroot and Charliecloud (default: sqsh if "
+        "the name of --output ends in .sqsh, else sif).",
     ),
     origin: ImageOrigin | None = typer.Option(
         None,
         "--from",
         help="Source (default: a file is an archive, an image comes from the engine by the faster method). "
-        "daemon: write the engine's export straight into the .sif. "
+        "daemon: write the engine's export straight into the file. "
         "layers: save the image's layers to disk first, and merge them.",
     ),
     writer: SifWriter = typer.Option(
         SifWriter.AUTO,
-        help="imgkit: write the .sif with mksquashfs. runtime: let Singularity or Apptainer build it from "
+        help="imgkit: write the file with mksquashfs. runtime: let Singularity or Apptainer build it from "
         "the layers, through spython. auto: imgkit if something can squash, else runtime; prints its choice.",
     ),
     compression: SifCompression = typer.Option(
-        SifCompression.AUTO, help="auto: zstd if this machine can write and mount it, else gzip."
+        SifCompression.AUTO,
+        help="auto: gzip in a .sqsh; in a .sif zstd if this machine can write and mount it, else gzip.",
     ),
     tmpdir: Path | None = typer.Option(
         None,
@@ -95,7 +110,7 @@ def verb_sif(
         MOST_ENTRIES, min=1, metavar="N", help="Maximum number of entries per layer."
     ),
     force: bool = typer.Option(
-        False, "--force", help="Convert even if the .sif is up to date; overwrite a file that is not a .sif."
+        False, "--force", help="Convert even if the file is up to date; overwrite a file of another format."
     ),
     runtime: str | None = RUNTIME,
     no_test: bool = NO_TEST,
@@ -107,7 +122,8 @@ def verb_sif(
 
     Needs no root and, for an archive, no Docker and no Singularity. Replaces an older
     .sif atomically, and only once the new one is verified; an up-to-date .sif is left
-    alone. An interrupted run leaves the old file or none.
+    alone. An interrupted run leaves the old file or none. --format sqsh writes the
+    squashfs that pyxis, enroot and Charliecloud start, and its checksum next to it.
 
     \b
     Examples:
@@ -115,9 +131,11 @@ def verb_sif(
       imgkit sif mn5
       docker save mine:1 | imgkit sif - -o mine.sif
       imgkit sif mn5.tar.zst -o /scratch/mn5.sif --tmpdir /scratch/tmp
+      imgkit sif mn5.tar --format sqsh
     """
     request = ConversionRequest(
         origin=origin.value if origin else None,
+        format=format.value if format else None,
         compression=compression.value,
         tmpdir=tmpdir,
         unpack_limit_bytes=gigabytes(unpack_limit),
@@ -129,21 +147,22 @@ def verb_sif(
     )
     if dry_run:
         target, commands = plan_conversion(image, output, request)
-        data = {"schema": SCHEMA, "dry_run": True, "sif": str(target), "commands": list(commands)}
+        data = {"schema": SCHEMA, "dry_run": True, "file": str(target), "commands": list(commands)}
         show(data, *commands, as_json=as_json)
         return
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
         converted = convert(image, output, request, report=report)
-    lines, data = _converted(converted, output or Path(f"{stem(image)}.sif"))
+    lines, data = _converted(converted, output or Path(converted.path.name))
     show(data, *lines, as_json=as_json)
 
 
 def _converted(converted: Converted, target: Path) -> tuple[list[str], dict[str, Any]]:
-    following = next_line(target, "dist-train")
+    following = next_line(target, "dist-train") if converted.format == "sif" else _start(converted.path)
     record = converted.record
     data = {
         "schema": SCHEMA,
-        "sif": str(converted.path),
+        "file": str(converted.path),
+        "format": converted.format,
         "size_bytes": converted.size_bytes,
         "arch": converted.arch,
         "up_to_date": converted.up_to_date,
@@ -159,3 +178,15 @@ def _converted(converted: Converted, target: Path) -> tuple[list[str], dict[str,
         lines.append(f"image  {record.image_id}")
     lines += [f"root   sha256:{record.root_sha256}", f"next:  {following}"]
     return lines, data
+
+
+def _start(sqsh: Path) -> str:
+    """The command that starts a .sqsh by pyxis: training, or a shell in an image of others."""
+    from imgkit_builder.job import baked
+
+    try:
+        baked.target(sqsh)
+        command = ["dist-train"]
+    except (ImgkitError, OSError):
+        command = ["--pty", "/bin/sh"]
+    return shlex.join(["srun", f"--container-image={sqsh}", *command])

@@ -21,7 +21,9 @@ REQUIRE_SIGNATURE: Path | None = typer.Option(
 
 
 def verb_sign(
-    file: Path = typer.Argument(metavar="FILE", help="A .sif, a delta, or an archive from imgkit save."),
+    file: Path = typer.Argument(
+        metavar="FILE", help="A .sif, a .sqsh, a delta, or an archive from imgkit save."
+    ),
     key: Path | None = typer.Option(
         None, "--key", metavar="FILE.pem", help="For a .sif: private key in PEM."
     ),
@@ -29,15 +31,19 @@ def verb_sign(
         None, "--keyidx", metavar="N", help="For a .sif: OpenPGP key N of: singularity key list --secret."
     ),
     gpg_key: str = typer.Option(
-        "", "--gpg-key", metavar="ID", help="For a delta or an archive: gpg's key (default: gpg's own)."
+        "",
+        "--gpg-key",
+        metavar="ID",
+        help="For a .sqsh, a delta or an archive: gpg's key (default: gpg's own).",
     ),
     runtime: str | None = RUNTIME,
     as_json: bool = JSON,
 ) -> None:
-    """Sign a .sif, a delta or an archive. The passphrase is prompted for, never taken from the command line.
+    """Sign a .sif, a .sqsh, a delta or an archive.
 
-    Singularity or Apptainer adds a signature object to a .sif. For a delta gpg
-    writes FILE.asc, and for an archive a signature of its manifest.
+    The passphrase is prompted for, never taken from the command line. Singularity or
+    Apptainer adds a signature object to a .sif. For a .sqsh or delta gpg writes
+    FILE.asc, and for an archive a signature of its manifest.
 
     \b
     Examples:

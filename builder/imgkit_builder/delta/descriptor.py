@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from imgkit_builder.base import files
-from imgkit_builder.sif import image
+from imgkit_builder.sif import image, sqsh
 from imgkit_builder.sif.image import Descriptor, ImgkitRecord, SifImage
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, UsageError
@@ -36,9 +35,7 @@ INSIDE = delta_check.DELTA_JSON.lstrip("/")
 """A file in the delta's tree, by which the commands of the image see that the delta is there."""
 CODE_PLACE = "workspace"
 """Folder of an image over which the code of a run lies (`delta/code.py`)."""
-_MARK = b"IMGDELTA"
-_END = struct.Struct("<Q8s")
-_MAX_BYTES = 1 << 20
+_MARK = image.DELTA_MARK
 
 _FACTS_SCHEMA = 1
 _MB, _KB = 1e6, 1e3
@@ -106,8 +103,7 @@ def with_sha256(delta: Delta, path: Path) -> Delta:
 
 def append(path: Path, delta: Delta) -> None:
     """Write `delta` behind the squashfs `path`."""
-    text = _text(delta)
-    files.append(path, text + _END.pack(len(text), _MARK))
+    files.append(path, files.description(_text(delta), _MARK))
 
 
 def _text(delta: Delta) -> bytes:
@@ -137,8 +133,7 @@ def is_delta(path: Path) -> bool:
     """Whether the file ends like a delta; False also if it cannot be read."""
     try:
         with files.open_regular(path) as stream:
-            stream.seek(-len(_MARK), 2)
-            return stream.read() == _MARK
+            return files.ends_with(stream, _MARK)
     except OSError:
         return False
 
@@ -188,13 +183,9 @@ def stack(path: Path) -> Stack:
 
 def _read(path: Path, start: int, size_bytes: int) -> Delta:
     with files.open_regular(path) as stream:
-        stream.seek(max(start + size_bytes - _END.size, 0))
-        tail = stream.read(_END.size)
-        length, mark = _END.unpack(tail) if len(tail) == _END.size else (0, b"")
-        if mark != _MARK or not 0 < length <= min(_MAX_BYTES, size_bytes - _END.size):
-            raise CheckFailed("not a delta of imgkit, or cut short", where=str(path), hint="copy it again")
-        stream.seek(start + size_bytes - _END.size - length)
-        text = stream.read(length)
+        text = files.described(stream, start, size_bytes, _MARK)
+    if text is None:
+        raise CheckFailed("not a delta of imgkit, or cut short", where=str(path), hint="copy it again")
     try:
         values: dict[str, Any] = json_text.parse(text)
         if values["schema"] != SCHEMA:
@@ -210,9 +201,10 @@ def _read(path: Path, start: int, size_bytes: int) -> Delta:
         raise CheckFailed(
             "its description is not in the form that imgkit writes", where=str(path), hint="copy it again"
         )
-    if found.size_bytes + length + _END.size != size_bytes:
+    stated = found.size_bytes + len(files.description(text, _MARK))
+    if stated != size_bytes:
         raise CheckFailed(
-            f"it has {size_bytes} bytes, its description says {found.size_bytes + length + _END.size}",
+            f"it has {size_bytes} bytes, its description says {stated}",
             where=str(path),
             hint="copy it again",
         )
@@ -221,8 +213,9 @@ def _read(path: Path, start: int, size_bytes: int) -> Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFacts:
-    """Content of a .sif (`record`, and `deltas` lowest first), or a delta alone (no `record`)."""
+    """Content of a .sif (`record`, and `deltas` lowest first), a .sqsh (`record`), or a delta alone."""
 
+    kind: Literal["sif", "sqsh", "delta"]
     path: str
     size_bytes: int
     arch: str
@@ -239,45 +232,58 @@ class FileFacts:
         """The JSON form, with its schema number."""
         return {
             "schema": _FACTS_SCHEMA,
-            "kind": "sif" if self.record else "delta",
             **dataclasses.asdict(self),
         }
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         record = self.record
-        yield "sif" if record else "delta", f"{self.path}  {self.size_bytes / _MB:.1f} MB  {self.arch}"
+        yield self.kind, f"{self.path}  {self.size_bytes / _MB:.1f} MB  {self.arch}"
         if record:
             yield "base", f"{record.source}  {record.image_id}"
-            yield "", f"root partition sha256:{record.root_sha256}, {len(record.diff_ids)} layers"
+            root = "squashfs" if self.kind == "sqsh" else "root partition"
+            yield "", f"{root} sha256:{record.root_sha256}, {len(record.diff_ids)} layers"
             yield "", f"{record.compression}, by {record.runtime}"
         for number, delta in enumerate(self.deltas, 1):
             yield f"delta {number}" if record else "image", f"{delta.source}  {delta.image_id}"
             yield "", f"{delta.size_bytes / _KB:.1f} kB  sha256:{delta.sha256}, made {delta.created}"
             if not record:
                 yield "over", str(delta.base)
-        if record:
+        if record and self.kind == "sif":
             top = self.deltas[-1] if self.deltas else record
             yield "together", f"{top.source}  {top.image_id}"
 
 
 def is_file(name: str) -> bool:
-    """Whether the file `name` exists and is a .sif or delta."""
+    """Whether the file `name` exists and is a .sif, .sqsh or delta."""
     path = Path(name)
-    return image.is_sif(path) or is_delta(path)
+    return image.is_sif(path) or is_delta(path) or sqsh.is_sqsh(path)
 
 
 def file_facts(name: str) -> FileFacts:
-    """The facts of the .sif or delta `name`.
+    """The facts of the .sif, .sqsh or delta `name`.
 
     Raises
     ------
-    CheckFailed : the .sif has no record, is damaged, or has other deltas than recorded.
+    CheckFailed : the file has no record, is damaged, or has other deltas than recorded.
     """
     path = Path(name)
+    kind: Literal["sif", "sqsh", "delta"]
     if image.is_sif(path):
         found = stack(path)
         arch, record, deltas = found.sif.arch, found.sif.record, found.deltas
+        kind = "sif"
+    elif sqsh.is_sqsh(path):
+        record, deltas, kind = sqsh.record(path), (), "sqsh"
+        if record is None:
+            raise CheckFailed(
+                "it has no record of imgkit: another program made this .sqsh",
+                where=name,
+                hint=f"imgkit verify {name}",
+            )
+        arch = record.arch
     else:
         delta = read(path)
-        arch, record, deltas = delta.arch, None, (delta,)
-    return FileFacts(path=name, size_bytes=path.stat().st_size, arch=arch, record=record, deltas=deltas)
+        arch, record, deltas, kind = delta.arch, None, (delta,), "delta"
+    return FileFacts(
+        kind=kind, path=name, size_bytes=path.stat().st_size, arch=arch, record=record, deltas=deltas
+    )

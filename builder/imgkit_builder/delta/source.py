@@ -1,6 +1,6 @@
 """Open any image as one tree of files, and choose where to read the layers of two trees: the fastest place.
 
-The image is an engine's, an archive, an OCI folder or a .sif.
+The image is an engine's, an archive, an OCI folder, a .sif or a .sqsh.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from imgkit_builder.inventory import spdx
 from imgkit_builder.inventory.collector import DOCUMENT, InventoryCollector
 from imgkit_builder.inventory.packages import Inventory
 from imgkit_builder.oci.config import ImageConfig, epoch
-from imgkit_builder.sif import coverage, entries, image, locked
+from imgkit_builder.sif import coverage, entries, image, locked, sqsh
 from imgkit_builder.sif.conversion import Archive, EngineImage, OciFolder
 from imgkit_builder.sif.entries import OwnFile
 from imgkit_builder.sif.image import SifImage, root_sha256
@@ -32,6 +32,8 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed
 
 OWN = frozenset({entries.META, ".exec", ".run", ".shell", ".test", "environment", "singularity", DOCUMENT})
 """Paths that a conversion or a runtime adds to every image; a delta does not get them from layers."""
+OWN_OF_SQSH = sqsh.OWN | {DOCUMENT}
+"""The same of a .sqsh."""
 NEVER = OWN | {"dev", "etc/hostname", "etc/hosts", "etc/resolv.conf", "etc/mtab", "proc", "sys"}
 """Paths that are never part of a difference; the engine or the runtime makes them and mounts over them."""
 
@@ -225,8 +227,10 @@ class OpenedImage:
     env: tuple[tuple[str, str], ...]
     """Variables that the image sets, sorted."""
     layers: tuple[tuple[str, tree.Layer], ...]
-    """Digest and files of each layer, the lowest first; empty for a .sif, which keeps none."""
+    """Digest and files of each layer, the lowest first; empty for a .sif or .sqsh, which keeps none."""
     stack: tree.Stack
+    added: frozenset[str] = frozenset()
+    """Paths that the conversion to this format adds to an image."""
 
 
 @contextlib.contextmanager
@@ -236,7 +240,7 @@ def opened(
     *,
     unpack_limit_bytes: int | None = None,
 ) -> Iterator[OpenedImage]:
-    """Yield what `found` holds; a path is a .sif.
+    """Yield what `found` holds; a path is a .sif or .sqsh.
 
     An archive, and an engine's image that only the engine can read, are unpacked into a temporary folder.
 
@@ -246,7 +250,7 @@ def opened(
     ToolMissing : this machine cannot unpack its compression.
     """
     if isinstance(found, Path):
-        yield _of_sif(found)
+        yield _of_sqsh(found) if sqsh.is_sqsh(found) else _of_sif(found)
         return
     if isinstance(found, EngineImage) and (folders := found.folders(found.config.diff_ids)):
         yield _of_layers(found.name, found.config, [Folder(folder) for folder in folders])
@@ -293,7 +297,37 @@ def _of_sif(path: Path) -> OpenedImage:
         env=tuple(sorted(entries.variables(script.decode("utf-8", "replace")).items())),
         layers=(),
         stack=stack,
+        added=OWN,
     )
+
+
+def _of_sqsh(path: Path) -> OpenedImage:
+    arch, stack = in_file(path)
+    script = tree.content(stack, sqsh.ENVIRONMENT) or b""
+    return OpenedImage(
+        name=str(path),
+        arch=arch,
+        created_s=sqsh.structure(path).mkfs_time_s,
+        env=tuple(sorted(sqsh.variables(script.decode("utf-8", "replace")).items())),
+        layers=(),
+        stack=stack,
+        added=OWN_OF_SQSH,
+    )
+
+
+def in_file(path: Path) -> tuple[str, tree.Stack]:
+    """Architecture and layers of the .sif or .sqsh `path`; another program's .sqsh does not state the first.
+
+    Raises
+    ------
+    CheckFailed, ToolMissing : as of `mounted`.
+    """
+    if sqsh.is_sqsh(path):
+        sqsh.structure(path)
+        record = sqsh.record(path)
+        return record.arch if record else "unknown", (SquashfsLayer(path),)
+    sif = image.read(path)
+    return sif.arch, mounted(sif)
 
 
 def _of_layers(name: str, config: ImageConfig, layers: Sequence[tree.Layer]) -> OpenedImage:

@@ -174,13 +174,13 @@ def _not_compared(one: ComparedSide, other: ComparedSide) -> Iterator[str]:
             yield "a lock has no files, no layers and no variables"
     images = [side.image for side in (one, other) if side.image]
     if len(images) == 2 and not all(image.layers for image in images):
-        yield "a .sif keeps no layers"
+        yield "a .sif or .sqsh keeps no layers"
 
 
 def _files(old: OpenedImage, new: OpenedImage) -> Iterator[FileDifference]:
     """Files that differ; those that a conversion or a runtime makes only where both sides have them."""
-    both = bool(old.layers) == bool(new.layers)
-    skip = source.NEVER - source.OWN if both else source.NEVER
+    both = old.added == new.added
+    skip = (source.NEVER - source.OWN) | (frozenset() if both else old.added | new.added)
     places = frozenset() if both else _PLACES
     before = _ByPath(old.stack)
     for path, entry in tree.changes(old.stack, new.stack, skip=skip).items():

@@ -1,4 +1,4 @@
-"""Compares an archive, .sif or delta with its sidecars and records. Standard library only."""
+"""Compares an archive, .sif, .sqsh or delta with its sidecars and records. Standard library only."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.delta import descriptor, source, tree
 from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.oci import manifest
-from imgkit_builder.sif import coverage
+from imgkit_builder.sif import coverage, sqsh
 from imgkit_builder.sif import image as sif
 from imgkit_builder.sif.coverage import Findings
-from imgkit_builder.sif.image import SifImage
+from imgkit_builder.sif.image import ImgkitRecord, SifImage
 from imgkit_builder.signing import signatures
 from imgkit_builder.signing.signatures import Signer
 from imgkit_entrypoints import files
@@ -32,14 +32,14 @@ def verify(
     unpack_limit_bytes: int | None = None,
     keyring: Path | None = None,
 ) -> tuple[Check, ...]:
-    """Check the archive, .sif or delta at `path`; reads it once, and extracts or changes nothing.
+    """Check the archive, .sif, .sqsh or delta at `path`; reads it once, and extracts or changes nothing.
 
     With a `keyring`, it fails unless a key in that file signed it.
     An archive that unpacks to more than `unpack_limit_bytes` fails (default: `compressed.Allowance`).
 
     Raises
     ------
-    UsageError : the file is missing, or is neither an image archive, a .sif nor a delta.
+    UsageError : the file is missing, or is neither an image archive, a .sif, a .sqsh nor a delta.
     ToolMissing : a zstd archive needs the ``zstd`` program, a signature gpg or openssl.
     """
     report = report or Silent()
@@ -52,10 +52,12 @@ def verify(
         return tuple(_sif_checks(path, report, keyring))
     if descriptor.is_delta(path):
         return (*_delta_checks(path, report), _detached_signature(path, keyring))
+    if sqsh.is_sqsh(path):
+        return (*_sqsh_checks(path, report), _detached_signature(path, keyring))
     compress = read.archive_compression(path)
     if compress is None:
         raise UsageError(
-            "neither an image archive (.tar, .tar.gz, .tar.zst) nor a .sif or delta",
+            "neither an image archive (.tar, .tar.gz, .tar.zst) nor a .sif, .sqsh or delta",
             where=str(path),
             hint=f"it begins with {start[:16]!r}" if start else "it is empty: copy it again",
         )
@@ -186,7 +188,7 @@ def _sif_checks(path: Path, report: Reporter, keyring: Path | None) -> Iterator[
     yield Check(name="header", verdict="ok", found=about)
     report.stage(f"read {path.name}")
     root_sha256 = sif.root_sha256(path, advance=report.advance)
-    root = _root_partition(image, root_sha256)
+    root = _content("root partition", image.record, root_sha256)
     yield root
     yield _coverage(coverage.check(path, root_sha256=root_sha256))
     yield _signatures(image, keyring)
@@ -194,7 +196,26 @@ def _sif_checks(path: Path, report: Reporter, keyring: Path | None) -> Iterator[
     if root.verdict == "fail":
         yield Check(name="manifest", verdict="skip", found="not checked: the root partition is damaged")
     else:
-        yield _baked_manifest(image)
+        yield _baked_manifest(path)
+
+
+def _sqsh_checks(path: Path, report: Reporter) -> Iterator[Check]:
+    report.stage(f"read {path.name}")
+    try:
+        squashed, record = sqsh.structure(path), sqsh.record(path)
+        root_sha256, whole = sqsh.digests(path, advance=report.advance)
+    except CheckFailed as error:
+        yield Check(name="squashfs", verdict="fail", found=error.what, hint=error.hint or _AGAIN)
+        return
+    yield checksum(path, whole, path.stat().st_size)
+    arch = record.arch if record else "unknown architecture"
+    yield Check(name="squashfs", verdict="ok", found=f"{arch}, with {squashed.compressor}")
+    content = _content("content", record, root_sha256)
+    yield content
+    if content.verdict == "fail":
+        yield Check(name="manifest", verdict="skip", found="not checked: the squashfs is damaged")
+    else:
+        yield _baked_manifest(path)
 
 
 def _delta_checks(path: Path, report: Reporter) -> Iterator[Check]:
@@ -229,8 +250,8 @@ def _delta(name: str, delta: Delta, actual: str) -> Check:
     return Check(name=name, verdict="ok", found=found)
 
 
-def _root_partition(image: SifImage, actual: str) -> Check:
-    name, record = "root partition", image.record
+def _content(name: str, record: ImgkitRecord | None, actual: str) -> Check:
+    """Compare the digest of a squashfs with the record of its .sif or .sqsh."""
     if record is None:
         found = f"sha256 {actual}; the file has no record of imgkit"
         return Check(
@@ -282,11 +303,12 @@ def _trusted(ask: Callable[[], Signer]) -> Check:
         return Check(name="signature", verdict="fail", found=error.what, hint=error.hint or "")
 
 
-def _baked_manifest(image: SifImage) -> Check:
-    """Read the manifest with imgkit's own reader, which runs nothing, and compare it with the .sif."""
+def _baked_manifest(path: Path) -> Check:
+    """Read the manifest with imgkit's own reader, which runs nothing, and compare it with the file."""
     name = "manifest"
     try:
-        text = tree.content(source.mounted(image), manifest.MANIFEST_JSON)
+        found_arch, stack = source.in_file(path)
+        text = tree.content(stack, manifest.MANIFEST_JSON)
         if text is None:
             absent = f"no {manifest.MANIFEST_JSON}: imgkit did not build this image"
             return Check(name=name, verdict="warn", found=absent)
@@ -300,8 +322,8 @@ def _baked_manifest(image: SifImage) -> Check:
     except ImgkitError as error:
         return Check(name=name, verdict="fail", found=error.what, hint=error.hint or "")
     arch = baked.platform.partition("/")[2]
-    if arch != image.arch:
-        found = f"it says {baked.platform}, but the .sif is for {image.arch}"
+    if found_arch not in (arch, "unknown"):
+        found = f"it says {baked.platform}, but the file is for {found_arch}"
         return Check(name=name, verdict="fail", found=found, hint="convert it again")
     base = f"{baked.base.name}{' (a stand-in)' if baked.base.standin else ''}"
     return Check(

@@ -20,7 +20,7 @@ from imgkit_entrypoints.errors import CheckFailed
 
 
 def target(path: Path) -> Target:
-    """The recipe's name and system inside the .sif `path`.
+    """The recipe's name and system inside the .sif or .sqsh `path`.
 
     Raises
     ------
@@ -28,8 +28,7 @@ def target(path: Path) -> Target:
     ToolMissing : this machine cannot unpack its compression.
     UsageError : its system holds a value that no recipe may have.
     """
-    sif = image.read(path)
-    layers = source.mounted(sif)
+    arch, layers = source.in_file(path)
     try:
         made = manifest.from_json(_text(layers, manifest.MANIFEST_JSON))
         facts = system.from_json(_text(layers, str(system.SYSTEM_JSON)))
@@ -39,7 +38,7 @@ def target(path: Path) -> Target:
             where=str(path),
             hint=f"name the recipe: imgkit submit RECIPE --image {path} ...",
         ) from error
-    platforms = (f"linux/{sif.arch}",)
+    platforms = (f"linux/{arch}",)
     return checked(
         Target(
             name=made.recipe,

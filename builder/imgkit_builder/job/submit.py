@@ -113,10 +113,10 @@ def prepare(recipe: str | Path, request: AnyRequest, code: CodeFolder | None = N
     ------
     UsageError : a value that the system cannot satisfy.
     """
-    from imgkit_builder.sif import image
+    from imgkit_builder.sif import image, sqsh
 
     file = Path(recipe)
-    if image.is_sif(file):
+    if image.is_sif(file) or sqsh.is_sqsh(file):
         target, default = baked.target(file), str(file.absolute())
     else:
         target, default = targets.find(recipe), ""
@@ -124,6 +124,12 @@ def prepare(recipe: str | Path, request: AnyRequest, code: CodeFolder | None = N
         making = resolve_image(target, request)
         return PreparedJob(job=making, script=systems.named(making.system).image_script(making))
     job = resolve(target, dataclasses.replace(request, image=request.image or default))
+    if job.run_by == "singularity" and sqsh.is_sqsh(Path(job.image)):
+        raise UsageError(
+            "Singularity and Apptainer would start a .sqsh without the variables of its image",
+            where=job.image,
+            hint="make a .sif of the image: imgkit sif",
+        )
     sif = Path(job.image) if image.is_sif(Path(job.image)) else None
     code_of.refuse_unused_bind(job, sif)
     if code is not None:

@@ -35,6 +35,7 @@ class ImageConfig:
     """Names and values of ENV in their order; None where the configuration has a name alone."""
     entrypoint: tuple[str, ...] = ()
     cmd: tuple[str, ...] = ()
+    workdir: str = ""
 
 
 def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> ImageConfig:
@@ -65,6 +66,7 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
             env=tuple(_variable(one) for one in settings.get("Env") or ()),
             entrypoint=_texts(settings.get("Entrypoint")),
             cmd=_texts(settings.get("Cmd")),
+            workdir=str(settings.get("WorkingDir") or ""),
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckFailed(f"its image configuration cannot be read: {error!r}", where=where) from error

@@ -29,6 +29,8 @@ from imgkit_entrypoints.errors import UsageError
 
 CompressionChoice = Literal["auto", "zstd", "gzip"]
 WriterChoice = Literal["auto", "imgkit", "runtime"]
+Format = Literal["sif", "sqsh"]
+"""What is written: a .sif, or the .sqsh that enroot, pyxis and ch-run start."""
 
 PACKED_SHARE = 0.5
 """Size of a squashfs per image byte, with a margin: measured 0.26 to 0.4."""
@@ -149,9 +151,10 @@ class Options:
     """Command name or path; None means singularity, else apptainer."""
     module_hint: str | None = None
     """The line that provides the runtime on the system."""
+    format: Format = "sif"
     compression: CompressionChoice = "auto"
     writer: WriterChoice = "auto"
-    """Who writes the .sif; ``auto``: imgkit where something squashes a tar, else the runtime."""
+    """Who writes the file; ``auto``: imgkit where something squashes a tar, else the runtime."""
     direct: bool | None = None
     """Convert an `EngineImage` from its export stream, not from its layers; None: where that works."""
     tmpdir: Path | None = None
@@ -160,7 +163,7 @@ class Options:
     limits: TarLimits = field(default_factory=TarLimits)
     """What a layer, or an engine's export, may ask of its reader."""
     force: bool = False
-    """Convert even if the target is up to date; replace a target that is no .sif."""
+    """Convert even if the target is up to date; replace a target of another format."""
     test: bool = True
     """Run ``true`` in the new .sif."""
     helper: Callable[[], Helper | None] = lambda: None
@@ -177,9 +180,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """A whole and checked .sif."""
+    """A whole and checked .sif or .sqsh."""
 
     path: Path
+    format: Format = "sif"
     size_bytes: int
     arch: str
     record: ImgkitRecord

@@ -1,4 +1,4 @@
-"""Convert any source to a checked .sif: choose the method, check the free space, run the steps in order."""
+"""Convert any source to a checked .sif or .sqsh: choose the method, check the disks, run the steps."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from imgkit_builder.sif import (
     locked,
     mksquashfs,
     runtime_build,
+    sqsh,
     squashers,
     stream,
 )
@@ -37,6 +38,7 @@ from imgkit_builder.sif.conversion import (
     ConversionJob,
     Converted,
     EngineImage,
+    Format,
     OciFolder,
     Options,
     Piped,
@@ -72,18 +74,18 @@ class _Made:
 
 
 def convert(source: Source, target: Path, options: Options, report: Reporter) -> Converted:
-    """Convert `source` to the .sif `target`, which afterwards is whole and checked, or as it was before.
+    """Convert `source` to the file `target`, which afterwards is whole and checked, or as it was before.
 
     Raises
     ------
-    UsageError : the target is another kind of file, the archive has several images, or there is no temporary
-        folder.
+    UsageError : the target is another kind of file, the archive has several images, there is no temporary
+        folder, or a .sqsh cannot hold a variable of the image.
     ToolMissing : neither a mksquashfs that reads a tar nor a runtime; for a zstd archive, no zstd program.
     ToolFailed : mksquashfs or the runtime failed; quotes its last lines and names the log.
     CheckFailed : no space, a damaged source, or a result that differs from the image.
     """
     target = target.absolute()
-    check_target(target, force=options.force)
+    check_target(target, force=options.force, format=options.format)
     means = _choose_method(source, options)
     known = _known_config(source)
     if known and (done := _up_to_date(target, known, means, options)):
@@ -116,7 +118,7 @@ def _converted(job: ConversionJob, source: Source, target: Path, means: Means) -
             config = locked.settled(found)
             if _known_config(source) is None and (done := _up_to_date(target, found, means, job.options)):
                 return done
-            _tell_arch(config, job.clock)
+            _tell_arch(config, job)
             room = _room_for_layers(image_here, target, job.work.folder.parent, means.squasher)
             stream.write_layers(job, image_here, room_bytes=room)
         name = name_of(source, image_here.selected.names)
@@ -127,7 +129,7 @@ def _converted(job: ConversionJob, source: Source, target: Path, means: Means) -
 def _exported(job: ConversionJob, source: Source) -> _Made:
     assert isinstance(source, EngineImage)  # noqa: S101 - for the type checker: only those can be exported
     config = locked.settled(source.config)
-    _tell_arch(config, job.clock)
+    _tell_arch(config, job)
     stream.write_export(job, source)
     origin_id = source.config.image_id
     return _Made(name=source.name, config=config, layer_bytes=source.size_bytes, origin_id=origin_id)
@@ -139,7 +141,7 @@ def _built(job: ConversionJob, source: Source) -> _Made:
     assert tool is not None  # noqa: S101 - for the type checker: this method has one
     laid = runtime_build.lay_out(source, job)
     name = name_of(source, laid.names)
-    _tell_arch(laid.config, job.clock)
+    _tell_arch(laid.config, job)
     runtime_build.build(job, tool, runtime_build.address(name))
     return _Made(name=name, config=laid.config, layer_bytes=laid.layer_bytes)
 
@@ -148,6 +150,8 @@ def _finish(job: ConversionJob, made: _Made, target: Path, method: Method) -> Co
     """Check, describe, publish."""
     part, clock = job.work.part, job.clock
     clock.stage("check")
+    if job.options.format == "sqsh":
+        return _finish_sqsh(job, made, target, method)
     # What squashes got every byte, and its names were counted: an image of zeros is whole.
     expected = made.layer_bytes if method == "layers" else None
     sif, _ = check.structure(part, config=made.config, layer_bytes=expected)
@@ -168,6 +172,32 @@ def _finish(job: ConversionJob, made: _Made, target: Path, method: Method) -> Co
         stages=tuple(clock.stages),
         log=Path(job.log.name),
     )
+
+
+def _finish_sqsh(job: ConversionJob, made: _Made, target: Path, method: Method) -> Converted:
+    part, clock = job.work.part, job.clock
+    sqsh.structure(part)
+    record, sha256 = sqsh.describe(part, lambda root: _record(job, made, method, root), advance=clock.advance)
+    clock.stage("make durable")
+    sqsh.publish(part, target, sha256)
+    if locked.epoch_s(made.config) is not None:
+        locked.remember(_note_of(made.origin_id, "sqsh"), record.root_sha256)
+    clock.finish()
+    return Converted(
+        path=target,
+        format="sqsh",
+        size_bytes=target.stat().st_size,
+        arch=made.config.arch,
+        record=record,
+        up_to_date=False,
+        stages=tuple(clock.stages),
+        log=Path(job.log.name),
+    )
+
+
+def _note_of(image_id: str, format: Format) -> str:
+    """The name under which `locked` keeps the digest of what this image became."""
+    return image_id if format == "sif" else f"{image_id}.{format}"
 
 
 def _check_content(job: ConversionJob, made: _Made, sif: SifImage, method: Method) -> None:
@@ -193,6 +223,7 @@ def _record(job: ConversionJob, made: _Made, method: Method, root_sha256: str) -
         compression=str(job.compression),
         route=_route(config, method),
         imgkit=__version__,
+        arch=config.arch if job.options.format == "sqsh" else "",
         # The name that the user gave may be another in the next build of the lock.
         source=config.labels.get("imgkit.recipe", "") if is_locked else made.name,
     )
@@ -206,25 +237,31 @@ def _route(config: ImageConfig, method: Method) -> Method:
 
 def _up_to_date(target: Path, config: ImageConfig, means: Means, options: Options) -> Converted | None:
     """The result without work, if `target` already has the right bytes."""
-    origin_id, config = config.image_id, locked.settled(config)
+    kept_as, config = _note_of(config.image_id, options.format), locked.settled(config)
 
-    def wanted(_: SifImage, record: ImgkitRecord) -> bool:
+    def wanted(record: ImgkitRecord) -> bool:
         return (
             _is_wanted(record, means, options, _route(config, means.method))
             and record.image_id == config.image_id
             # Two images with one settled configuration may differ: `image.run` is arbitrary.
-            and (locked.epoch_s(config) is None or locked.root_of(origin_id) == record.root_sha256)
+            and (locked.epoch_s(config) is None or locked.root_of(kept_as) == record.root_sha256)
             and _is_packed_well(record, means, options)
         )
 
-    found = None if options.force else coverage.undamaged(target, wanted)
-    if found is None:
+    if options.force:
         return None
-    sif, record = found
+    if options.format == "sqsh":
+        record = sqsh.undamaged(target, wanted)
+    else:
+        found = coverage.undamaged(target, lambda _, record: wanted(record))
+        record = found[1] if found else None
+    if record is None:
+        return None
     return Converted(
         path=target,
-        size_bytes=sif.size_bytes,
-        arch=sif.arch,
+        format=options.format,
+        size_bytes=target.stat().st_size,
+        arch=config.arch,
         record=record,
         up_to_date=True,
         stages=(),
@@ -257,26 +294,28 @@ def _known_config(source: Source) -> ImageConfig | None:
     return oci_folder.peek(source.path) if isinstance(source, Archive) else None
 
 
-def check_target(target: Path, *, force: bool) -> None:
-    """Raise UsageError if a .sif cannot be written to `target`."""
+def check_target(target: Path, *, force: bool, format: Format = "sif") -> None:
+    """Raise UsageError if a file of this format cannot be written to `target`."""
     if target.is_dir():
-        raise UsageError("the target is a folder", where=str(target), hint=f"-o {target}/NAME.sif")
+        raise UsageError("the target is a folder", where=str(target), hint=f"-o {target}/NAME.{format}")
     if not target.parent.is_dir():
         raise UsageError(
             f"the folder {target.parent} does not exist", where=str(target), hint=f"mkdir -p {target.parent}"
         )
-    if target.exists() and not force and not image.is_sif(target):
+    is_one = sqsh.is_sqsh if format == "sqsh" else image.is_sif
+    if target.exists() and not force and not is_one(target):
         raise UsageError(
-            "target exists and is not a .sif; refusing to overwrite it",
+            f"target exists and is not a .{format}; refusing to overwrite it",
             where=str(target),
             hint="choose another name with -o, or --force",
         )
 
 
-def _tell_arch(config: ImageConfig, report: Reporter) -> None:
+def _tell_arch(config: ImageConfig, job: ConversionJob) -> None:
     if config.arch != host_arch():
-        report.note(
-            f"the image is {config.arch}, this machine {host_arch()}: the .sif runs on {config.arch} only"
+        job.clock.note(
+            f"the image is {config.arch}, this machine {host_arch()}: the .{job.options.format} runs on "
+            f"{config.arch} only"
         )
 
 
@@ -303,6 +342,8 @@ def _choose_method(source: Source, options: Options) -> Means:
     UsageError : the compression that was asked for is not possible.
     """
     if options.writer == "runtime":
+        if options.format == "sqsh":
+            raise UsageError("no runtime writes a .sqsh", where="--writer runtime", hint="leave --writer out")
         if options.direct:
             raise UsageError(
                 "--from daemon cannot be combined with --writer runtime, which builds from layers",
@@ -313,12 +354,20 @@ def _choose_method(source: Source, options: Options) -> Means:
     try:
         squasher = squashers.choose(options.helper)
     except ToolMissing as error:
+        if options.format == "sqsh":
+            raise ToolMissing(error.what, hint=squashers.INSTALL) from error
         if options.direct or options.writer == "imgkit":
             raise
         return _by_runtime(options, error.what, fallback=True)
     method: Method = "export" if isinstance(source, EngineImage) and options.direct is not False else "stream"
-    exported = "the engine's export is written straight into the .sif (--from layers uses the layers)"
-    packing = conversion.choose_compression(None, options.compression, lacks_zstd=squasher.lacks_zstd)
+    straight = f"the engine's export is written straight into the .{options.format}"
+    exported = f"{straight} (--from layers uses the layers)"
+    packing = conversion.choose_compression(
+        None,
+        # unsquashfs of RHEL 8 reads no zstd, and the user's machine cannot tell what the nodes have.
+        "gzip" if options.format == "sqsh" and options.compression == "auto" else options.compression,
+        lacks_zstd=squasher.lacks_zstd,
+    )
     why = "--writer imgkit" if options.writer == "imgkit" else "it keeps all owners and needs no runtime"
     writer = f"writer: imgkit, with {squasher}: {why}"
     notes = (writer, exported if method == "export" else "", squasher.note, packing.note)
@@ -326,7 +375,7 @@ def _choose_method(source: Source, options: Options) -> Means:
         method=method,
         packing=packing,
         squasher=squasher,
-        tool=runtime_if_any(options.runtime) if options.test else None,
+        tool=runtime_if_any(options.runtime) if options.test and options.format == "sif" else None,
         notes=tuple(filter(None, notes)),
     )
 
@@ -340,7 +389,7 @@ def _prepared(means: Means, options: Options, report: Reporter) -> Means:
     try:
         means.squasher.prepare(report)
     except ImgkitError as error:
-        if options.writer == "imgkit":
+        if options.writer == "imgkit" or options.format == "sqsh":
             raise
         try:
             other = _by_runtime(options, f"{means.squasher}: {error.what}", fallback=True)
@@ -397,6 +446,10 @@ def commands(source: Source, target: Path, options: Options) -> tuple[str, ...]:
             lines.append(f"docker export CONTAINER-OF-{name} | {squashed}")
         else:
             lines += [f"# merge the layers of {name} into one stream", f"... | {squashed}"]
+    if options.format == "sqsh":
+        name = shlex.quote(target.name)
+        lines.append("# add the record of the image")
+        return (*lines, f"mv {part} {target}", f"sha256sum {name} > {shlex.quote(f'{target.name}.sha256')}")
     lines.append("# add the record of the image, and digests of everything in the file")
     return (*lines, f"mv {part} {target}")
 

@@ -85,7 +85,7 @@ def put_record(path: Path, record: ImgkitRecord) -> None:
     """
     clear(path)
     root = _root(path)
-    text = json.dumps({"schema": 1, **asdict(record)}, indent=1, sort_keys=True).encode()
+    text = image.record_text(record)
     table.add(path, NewObject(datatype=DataType.JSON, name=IMGKIT_OBJECT, group=root.group, data=text))
     add(path, root_sha256=record.root_sha256)
     if image.read(path).record != record:

@@ -23,6 +23,7 @@ that exists.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -59,7 +60,9 @@ _FS_SQUASHFS = 1
 PARTITION_ALIGN_BYTES = 4096
 """A runtime mounts a partition only at such a place."""
 _SQUASHFS = struct.Struct("<4sIIIIHHHHHHQQ")
-_SQUASHFS_MAGIC = b"hsqs"
+SQUASHFS_MAGIC = b"hsqs"
+DELTA_MARK = b"IMGDELTA"
+"""Ends a delta, which begins as a squashfs does."""
 _MAX_JSON_BYTES = 4 << 20
 
 ARCHS: tuple[str, ...] = (
@@ -140,14 +143,14 @@ class Superblock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImgkitRecord:
-    """The JSON object ``imgkit`` of a .sif: its source, and how it was converted."""
+    """The JSON object ``imgkit`` of a .sif or .sqsh: its source, and how it was converted."""
 
     image_id: str
     """``sha256:...`` of the image configuration; empty if the source does not state it (a registry)."""
     diff_ids: tuple[str, ...]
     """``sha256:...`` of each uncompressed layer, lowest first."""
     root_sha256: str
-    """Hex digest of the root partition. The whole file is no identity: its headers hold times and a UUID."""
+    """Hex digest of the squashfs. The whole file is no identity: headers of a .sif hold times and a UUID."""
     runtime: str
     """``apptainer 1.4.5``."""
     compression: str
@@ -160,6 +163,8 @@ class ImgkitRecord:
     """Name of the image, for people."""
     deltas: tuple[str, ...] = ()
     """Hex sha256 of the deltas on the root partition, lowest first."""
+    arch: str = ""
+    """Architecture, in the record of a .sqsh; the header of a .sif has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +256,7 @@ def _read(path: Path, stream: BinaryIO) -> SifImage:
         uuid=found.header.uuid.hex(),
         descriptors=descriptors,
         size_bytes=os.fstat(stream.fileno()).st_size,
-        record=_record(path, _data(stream, record)) if record else None,
+        record=parse_record(path, _data(stream, record)) if record else None,
     )
 
 
@@ -304,7 +309,21 @@ def data(image: SifImage, descriptor: Descriptor) -> bytes:
         return _data(stream, descriptor)
 
 
-def _record(path: Path, raw: bytes) -> ImgkitRecord:
+def record_text(record: ImgkitRecord) -> bytes:
+    """The JSON of `record`."""
+    values = dataclasses.asdict(record)
+    if not record.arch:
+        del values["arch"]
+    return json.dumps({"schema": 1, **values}, indent=1, sort_keys=True).encode()
+
+
+def parse_record(path: Path, raw: bytes) -> ImgkitRecord:
+    """Read what `record_text` wrote; `path` is for messages.
+
+    Raises
+    ------
+    CheckFailed : it is not the record of an image, or of a later version.
+    """
     try:
         values = json_text.parse(raw)
         if values.pop("schema") != 1:
@@ -322,12 +341,18 @@ def squashfs(image: SifImage) -> Superblock | None:
     root = image.root
     if root is None or root.size_bytes < _SQUASHFS.size:
         return None
-    with files.open_regular(image.path) as stream:
-        stream.seek(root.offset)
-        magic, inodes, time_s, block, _, number, _, _, _, _, _, _, used = _SQUASHFS.unpack(
-            stream.read(_SQUASHFS.size)
-        )
-    if magic != _SQUASHFS_MAGIC:
+    return superblock(image.path, root.offset)
+
+
+def superblock(path: Path, offset: int = 0) -> Superblock | None:
+    """Superblock of the squashfs at byte `offset` of `path`; None if there is none."""
+    with files.open_regular(path) as stream:
+        stream.seek(offset)
+        head = stream.read(_SQUASHFS.size)
+    if len(head) < _SQUASHFS.size:
+        return None
+    magic, inodes, time_s, block, _, number, _, _, _, _, _, _, used = _SQUASHFS.unpack(head)
+    if magic != SQUASHFS_MAGIC:
         return None
     return Superblock(
         compressor=COMPRESSORS[number] if number < len(COMPRESSORS) else "unknown",

@@ -40,11 +40,12 @@ from imgkit_builder.archive.tar_read import (
 from imgkit_builder.inventory import spdx
 from imgkit_builder.inventory.collector import BAKED, DOCUMENT, InventoryCollector
 from imgkit_builder.oci.config import ImageConfig, epoch
-from imgkit_builder.sif import entries, locked, mksquashfs, squash
+from imgkit_builder.sif import entries, locked, mksquashfs, sqsh, squash
 from imgkit_builder.sif.conversion import (
     Archive,
     ConversionJob,
     EngineImage,
+    Format,
     OciFolder,
     Piped,
     Source,
@@ -125,7 +126,7 @@ def _plain(job: ConversionJob, source: Source) -> Iterator[Iterator[bytes]]:
 
 
 def write_layers(job: ConversionJob, image: StoredImage, *, room_bytes: int = 0) -> None:
-    """Write the .sif of `image` to the job's part file; its record is still to come.
+    """Write the file of `image` to the job's part file; its record is still to come.
 
     Compressed layers are unpacked once, in the workspace, if they fit in `room_bytes`; else twice.
 
@@ -135,16 +136,48 @@ def write_layers(job: ConversionJob, image: StoredImage, *, room_bytes: int = 0)
     ToolMissing, ToolFailed : there is no mksquashfs that reads a tar, or it failed.
     """
     config = locked.settled(image.selected.config)
-    for name in entries.skipped_variables(config):
-        job.clock.note(f"the image sets the variable {name!r}, which no shell can set: left out")
+    _additions(job, config)  # refuses before anything is read
+    _tell_skipped(job, config)
     with _merged_layers(job, image, room_bytes) as merged:
         job.clock.stage("merge and squash")
-        around = frame(config)
-        with squash.writing(job, job.work.part, created=config.created, offset=around.root_at) as made:
+        with _framed_squash(job, config) as made:
             in_order = locked.epoch_s(config) is not None and not merged.image.packed_bytes
             found = _in_order(merged, job) if in_order else _shown_entries(merged, job)
-            send(found, made, config, job.clock.note)
+            send(found, made, config, job.clock.note, job.options.format)
+
+
+def _tell_skipped(job: ConversionJob, config: ImageConfig) -> None:
+    if job.options.format == "sqsh":
+        for name in sqsh.left_out(config):
+            job.clock.note(f"the image sets the variable {name!r}, which enroot never sets: left out")
+        return
+    for name in entries.skipped_variables(config):
+        job.clock.note(f"the image sets the variable {name!r}, which no shell can set: left out")
+
+
+@contextlib.contextmanager
+def _framed_squash(job: ConversionJob, config: ImageConfig) -> Iterator[Squash]:
+    """Yield the squashfs in the part file; a .sif has more around it."""
+    if job.options.format == "sqsh":
+        with squash.writing(job, job.work.part, created=config.created) as made:
+            yield made
+        return
+    around = frame(config)
+    with squash.writing(job, job.work.part, created=config.created, offset=around.root_at) as made:
+        yield made
     surround(job.work.part, around)
+
+
+def _additions(job: ConversionJob, config: ImageConfig) -> tuple[tuple[OwnFile, ...], tuple[OwnFile, ...]]:
+    """What imgkit adds to the image: files that replace the image's own, and those that it may lack.
+
+    Raises
+    ------
+    UsageError : the format cannot hold a value of the configuration.
+    """
+    if job.options.format == "sqsh":
+        return sqsh.own_files(config), sqsh.if_missing(config)
+    return entries.own_files(config), entries.if_missing()
 
 
 @contextlib.contextmanager
@@ -175,7 +208,8 @@ def _merged(job: ConversionJob, image: StoredImage, spool: Spool | None) -> _Mer
         unpack_limit_bytes=job.options.unpack_limit_bytes,
         spool=spool,
     )
-    own = [*entries.own_files(config), *(one for one in entries.if_missing() if not tree.has(one.path))]
+    replacing, lacking = _additions(job, config)
+    own = [*replacing, *(one for one in lacking if not tree.has(one.path))]
     tree.add_layer(_member(one, epoch(config.created)) for one in own)
     return _Merged(image=image, plan=tree.plan(), own=tuple(own), created_s=epoch(config.created))
 
@@ -268,7 +302,7 @@ def _showing(
 
 
 def write_export(job: ConversionJob, source: EngineImage) -> None:
-    """Write the .sif of `source` to the job's part file; its record is still to come.
+    """Write the file of `source` to the job's part file; its record is still to come.
 
     Raises
     ------
@@ -277,22 +311,19 @@ def write_export(job: ConversionJob, source: EngineImage) -> None:
     """
     config = locked.settled(source.config)
     job.clock.stage("export and squash")
-    around = frame(config)
-    with (
-        squash.writing(job, job.work.part, created=config.created, offset=around.root_at) as made,
-        source.export() as chunks,
-    ):
+    own, lacking = _additions(job, config)
+    _tell_skipped(job, config)
+    with _framed_squash(job, config) as made, source.export() as chunks:
         found = exported_entries(
             chunks,
-            entries.own_files(config),
-            entries.if_missing(),
+            own,
+            lacking,
             epoch=epoch(config.created),
             name=source.name,
             limits=job.options.limits,
             advance=lambda done: job.clock.advance(done, source.size_bytes),
         )
-        send(found, made, config, job.clock.note)
-    surround(job.work.part, around)
+        send(found, made, config, job.clock.note, job.options.format)
 
 
 def exported_entries(
@@ -369,18 +400,25 @@ def _exported_entry(member: Member, stream: TarStream, mark_s: int | None, epoch
     return entries.of_member(member, stream.content(), header=header)
 
 
-def stages(config: ImageConfig) -> tuple[PassingStage, ...]:
+def stages(
+    config: ImageConfig, note: Callable[[str], None], format: Format = "sif"
+) -> tuple[PassingStage, ...]:
     """What the entries of an image with this configuration pass through, in this order."""
     epoch_s = locked.epoch_s(config)
     normalised = () if epoch_s is None else (locked.normalising(epoch_s),)
-    return (*normalised, _adding_document(config))
+    plain = (sqsh.without_devices(note),) if format == "sqsh" else ()
+    return (*normalised, *plain, _adding_document(config))
 
 
 def send(
-    entries: Iterator[ImageEntry], made: Squash, config: ImageConfig, note: Callable[[str], None]
+    entries: Iterator[ImageEntry],
+    made: Squash,
+    config: ImageConfig,
+    note: Callable[[str], None],
+    format: Format = "sif",
 ) -> None:
     """Write `entries` to `made`, as the stages for `config` leave them; `note` learns what is left out."""
-    for stage in stages(config):
+    for stage in stages(config, note, format):
         entries = stage(entries)
     bare = 0
     for entry in entries:
@@ -393,7 +431,7 @@ def send(
         for name in entry.names[1:]:
             made.entry(entry.kind, tar_write.header(name, HARD_LINK, link=entry.name))
     if bare:
-        note(f"{bare} files lose extended attributes: a .sif of imgkit holds capabilities only")
+        note(f"{bare} files lose extended attributes: a squashfs of imgkit holds capabilities only")
 
 
 def _header(entry: ImageEntry) -> bytes:

@@ -32,7 +32,7 @@ from imgkit_builder.oci.manifest import CONTEXT_LABEL, CREATED_LABEL, LOCK_TOML,
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.model import LockedPlatform
 from imgkit_builder.recipe.requirements import canonical
-from imgkit_builder.sif import check, coverage, image, table
+from imgkit_builder.sif import check, coverage, image, sqsh, table
 from imgkit_builder.sif.image import IMGKIT_OBJECT, DataType
 from imgkit_builder.sif.table import NewObject
 from imgkit_entrypoints import json_text
@@ -204,6 +204,12 @@ def of_file(path: Path, report: Reporter) -> Examined:
         raise UsageError("there is no such file", where=str(path))
     if image.is_sif(path):
         return _of_sif(path, report)
+    if sqsh.is_sqsh(path):
+        raise UsageError(
+            "a provenance statement is about a .sif or an archive, and this is a .sqsh",
+            where=str(path),
+            hint="make it of the archive that the .sqsh came from",
+        )
     compress = read.archive_compression(path)
     if compress is None:
         raise UsageError("neither a .sif nor an image archive", where=str(path))

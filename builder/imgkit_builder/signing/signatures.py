@@ -1,10 +1,10 @@
-"""Sign a .sif, a delta or an archive, and check who signed it. Only the keys that the user names count.
+"""Sign a .sif, a .sqsh, a delta or an archive, and check who signed it. Only keys that the user names count.
 
 A .sif carries its signatures, which the runtime makes. Each covers a list of digests that the runtime made;
 one of them has to be that of the coverage object, which in turn holds the digests of everything else
-(`sif.coverage`). A delta and an archive have a detached signature of gpg next to them: of the delta's file,
-and of the archive's manifest, which holds the archive's sha256. ``gpg --verify FILE.asc`` checks these by
-hand. Both programs ask for passphrases.
+(`sif.coverage`). A .sqsh, a delta and an archive have a detached signature of gpg next to them: of the .sqsh
+or delta, and of the archive's manifest, which holds the archive's sha256. ``gpg --verify FILE.asc`` checks
+these by hand. Both programs ask for passphrases.
 
 gpg checks OpenPGP signatures, and openssl those of a public key in PEM. gpg gets a separate home folder,
 which holds the keys of the given file and nothing else: neither the user's keys nor a key server can make a
@@ -29,7 +29,7 @@ from imgkit_builder.archive import read, sidecar
 from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.delta import apply, descriptor
-from imgkit_builder.sif import coverage, image, runtime, table
+from imgkit_builder.sif import coverage, image, runtime, sqsh, table
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, UsageError
 
@@ -91,12 +91,14 @@ def sign_sif(path: Path, way: tuple[str, str], command: str | None = None) -> No
 
 
 def sign_detached(path: Path, key: str = "") -> Path:
-    """Write the signature of the delta or archive `path` with gpg's default key, or `key`; return its place.
+    """Write the signature of the .sqsh, delta or archive `path` with gpg's default key, or `key`.
+
+    Returns its place.
 
     Raises
     ------
-    CheckFailed : the delta is damaged.
-    UsageError : neither a delta, nor an archive with its manifest.
+    CheckFailed : the file is damaged.
+    UsageError : neither a .sqsh or delta, nor an archive with its manifest.
     ToolMissing, ToolFailed : no gpg, or it did not sign.
     """
     signed, target = signed_file(path), signature_path(path)
@@ -104,9 +106,11 @@ def sign_detached(path: Path, key: str = "") -> Path:
         delta = descriptor.read(path)
         if descriptor.sha256(path, delta) != delta.sha256:
             raise CheckFailed("the delta is damaged", where=str(path), hint="copy it again")
+    elif sqsh.is_sqsh(path):
+        _refuse_changed(path)
     elif (described := sidecar.read(path)) is None:
         raise UsageError(
-            f"not a delta, nor an archive with {signed.name}, which the signature covers",
+            f"not a .sqsh or delta, nor an archive with {signed.name}, which the signature covers",
             where=str(path),
             hint="imgkit save writes both",
         )
@@ -128,18 +132,25 @@ def sign_detached(path: Path, key: str = "") -> Path:
 
 
 def signed_file(path: Path) -> Path:
-    """The file that the detached signature of a delta or an archive covers."""
-    return path if descriptor.is_delta(path) else sidecar.json_path(path)
+    """The file that the detached signature of a .sqsh, a delta or an archive covers."""
+    return path if descriptor.is_delta(path) or sqsh.is_sqsh(path) else sidecar.json_path(path)
+
+
+def _refuse_changed(path: Path) -> None:
+    """Raise CheckFailed where a .sqsh differs from its own record."""
+    record = sqsh.record(path)
+    if record is not None and sqsh.digests(path)[0] != record.root_sha256:
+        raise CheckFailed("it is damaged", where=str(path), hint=_LOOK)
 
 
 def signature_path(path: Path) -> Path:
-    """Place of the detached signature of a delta or an archive."""
+    """Place of the detached signature of a .sqsh, a delta or an archive."""
     signed = signed_file(path)
     return signed.with_name(signed.name + ".asc")
 
 
 def require(path: Path, keyring: Path, report: Reporter | None = None) -> Signer:
-    """Return who signed the .sif, delta or archive `path`; reads all of it.
+    """Return who signed the .sif, .sqsh, delta or archive `path`; reads all of it.
 
     Raises
     ------
@@ -154,6 +165,8 @@ def require(path: Path, keyring: Path, report: Reporter | None = None) -> Signer
             raise CheckFailed(f"it was modified: {faults[0]}", where=str(path), hint=_LOOK)
         return signer_of_sif(path, keyring)
     found = signer_of_file(path, keyring)
+    if sqsh.is_sqsh(path):  # all of it is signed
+        return found
     if descriptor.is_delta(path):
         delta = descriptor.read(path)
         if descriptor.sha256(path, delta) != delta.sha256:

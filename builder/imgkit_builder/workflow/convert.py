@@ -1,4 +1,4 @@
-"""Convert an archive, an OCI folder or an image of the engine to a .sif."""
+"""Convert an archive, an OCI folder or an image of the engine to a .sif or .sqsh."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.archive.sidecar import Sidecar
-    from imgkit_builder.sif.conversion import Converted, EngineImage, Helper, Options, Source
+    from imgkit_builder.sif.conversion import Converted, EngineImage, Format, Helper, Options, Source
     from imgkit_entrypoints.system import SystemFacts
 
 Origin = Literal["archive", "daemon", "layers", "oci"]
@@ -37,10 +37,12 @@ class ConversionRequest:
 
     origin: Origin | None = None
     """None: a file is an archive, and an image comes from the engine by the faster method."""
+    format: Format | None = None
+    """None: ``sqsh`` where the name of the file ends so, else ``sif``."""
     compression: Literal["auto", "zstd", "gzip"] = "auto"
-    """``auto``: zstd if this machine can write and mount it, else gzip."""
+    """``auto``: for a .sif zstd if this machine can write and mount it, else gzip."""
     writer: Literal["auto", "imgkit", "runtime"] = "auto"
-    """Who writes the .sif; ``auto``: imgkit if something here squashes, else Singularity or Apptainer."""
+    """Who writes the file; ``auto``: imgkit if something here squashes, else Singularity or Apptainer."""
     tmpdir: Path | None = None
     """Folder for temporary files."""
     unpack_limit_bytes: int | None = None
@@ -48,7 +50,7 @@ class ConversionRequest:
     max_entries: int = MOST_ENTRIES
     """Maximum number of entries per layer."""
     force: bool = False
-    """Convert even if the .sif is up to date; overwrite a file that is not a .sif."""
+    """Convert even if the file is up to date; overwrite a file of another format."""
     runtime: str | None = None
     """Command name or path of the runtime; None: singularity, else apptainer."""
     no_test: bool = False
@@ -64,7 +66,7 @@ def convert(
 ) -> Converted:
     """Convert `image` to the file `sif`, and check it; NAME.sif in this folder where none is named.
 
-    An older .sif is replaced in one step, and only by a checked one; one that is up to date stays.
+    An older one is replaced in one step, and only by a checked one; one that is up to date stays.
 
     Parameters
     ----------
@@ -94,7 +96,7 @@ def plan_conversion(
     from imgkit_builder.sif import convert as conversion
 
     with _prepared(str(image), sif, request) as (source, target, options):
-        conversion.check_target(target.absolute(), force=options.force)
+        conversion.check_target(target.absolute(), force=options.force, format=options.format)
         return target, tuple(conversion.commands(source, target.absolute(), options))
 
 
@@ -105,13 +107,17 @@ def _prepared(
     from imgkit_builder.archive.tar_read import TarLimits
     from imgkit_builder.sif.conversion import EngineImage, Options
 
+    format = _format(sif, request)
     with source_of(image, request.origin) as (source, system):
         if image == "-" and sif is None:
-            raise UsageError("an image from standard input has no name yet", where="-", hint="-o FILE.sif")
+            raise UsageError(
+                "an image from standard input has no name yet", where="-", hint=f"-o FILE.{format}"
+            )
         direct = {"daemon": True, "layers": False}.get(request.origin or "")
         options = Options(
             runtime=request.runtime,
             module_hint=module_line(system),
+            format=format,
             compression=request.compression,
             writer=request.writer,
             direct=direct,
@@ -122,7 +128,29 @@ def _prepared(
             test=not request.no_test,
             helper=helper(source if isinstance(source, EngineImage) else None),
         )
-        yield source, Path(sif or f"{stem(image)}.sif"), options
+        yield source, Path(sif or f"{stem(image)}.{format}"), options
+
+
+def _format(target: str | Path | None, request: ConversionRequest) -> Format:
+    """The format that was asked for, by the option or by the name of the file.
+
+    Raises
+    ------
+    UsageError : the two disagree, or a runtime is named for a .sqsh.
+    """
+    named: Format | None = {".sif": "sif", ".sqsh": "sqsh"}.get(Path(target or "").suffix)  # type: ignore[assignment]
+    found = request.format or named or "sif"
+    if named and found != named:
+        raise UsageError(
+            f"--format {found} writes no .{named}", where=f"-o {target}", hint=f"-o NAME.{found}"
+        )
+    if found == "sqsh" and request.runtime:
+        raise UsageError(
+            "--runtime-command cannot be combined with --format sqsh: imgkit starts no .sqsh",
+            where="--runtime-command",
+            hint="leave it out",
+        )
+    return found
 
 
 @contextlib.contextmanager
@@ -135,7 +163,7 @@ def source_of(image: str, origin: Origin | None = None) -> Iterator[tuple[Source
     if image == "-":
         yield Piped(stream=sys.stdin.buffer), None
     elif origin not in ("daemon", "layers") and path.is_file() and path.suffix not in RECIPE_SUFFIXES:
-        _refuse_sif(path)
+        _refuse_converted(path)
         described = sidecar.read(path)
         if described:
             _refuse_unfinished(path, described)
@@ -164,11 +192,18 @@ def _refuse_unfinished(path: Path, described: Sidecar) -> None:
         raise CheckFailed(what, where=str(path), hint=mend)
 
 
-def _refuse_sif(path: Path) -> None:
+def _refuse_converted(path: Path) -> None:
     from imgkit_builder.sif.image import is_sif
+    from imgkit_builder.sif.sqsh import is_sqsh
 
     if is_sif(path):
         raise UsageError("it is a .sif already", where=str(path), hint=f"check it: imgkit test {path}")
+    if is_sqsh(path):
+        raise UsageError(
+            "it is a .sqsh, which is not converted: a .sif is made of the image itself",
+            where=str(path),
+            hint=f"check it: imgkit verify {path}",
+        )
 
 
 @contextlib.contextmanager

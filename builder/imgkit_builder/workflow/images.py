@@ -128,7 +128,13 @@ def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
 
 def _sif_shell(path: str, *, host: bool, workdir: str) -> ShellCommand:
     from imgkit_builder.sif.runtime import find_runtime, isolation
+    from imgkit_builder.sif.sqsh import is_sqsh
 
+    if is_sqsh(Path(path)):
+        raise UsageError(
+            f"{path} is not a .sif, and a runtime would start it without the variables of its image",
+            hint="make a .sif of the image: imgkit sif",
+        )
     target = _target_of(Path(path))
     runtime = target.system.runtime if target else None
     tool = find_runtime(module_hint=module_line(target.system if target else None))

@@ -83,7 +83,7 @@ def _chosen(recipe: str, given: Request, project: ProjectFile | None, default: s
     from imgkit_builder.job import baked
     from imgkit_builder.project import origins
     from imgkit_builder.recipe import targets
-    from imgkit_builder.sif import image
+    from imgkit_builder.sif import image, sqsh
 
     word = recipe or (project.recipe if project else "") or default
     request = dataclasses.replace(origins.under(given, project), directory=given.directory)
@@ -96,6 +96,12 @@ def _chosen(recipe: str, given: Request, project: ProjectFile | None, default: s
     file = Path(word)
     if image.is_sif(file):
         return RunPlan(word=word, target=baked.target(file), recipe="", sif=file, request=request)
+    if sqsh.is_sqsh(file):
+        raise UsageError(
+            "imgkit run sends a .sif, and this is a .sqsh",
+            where=word,
+            hint="name the recipe or the archive; or copy the file yourself: rsync -P",
+        )
     folder = project.file.parent if project and project.recipe and not recipe else Path()
     sif = folder / f"{stem(word)}.sif"
     if Path(file, "oci-layout").exists() or (

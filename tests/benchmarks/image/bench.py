@@ -2,8 +2,8 @@
 
     python tests/benchmarks/image/bench.py [--base REF] [--repeat N] [--work DIR] [--json FILE] [PART ...]
 
-Needs an engine, singularity or apptainer, and mksquashfs. The image is built first. Parts: sif archive memory
-files squash build rebuild save startup. All of them take about 40 minutes with --repeat 3.
+Needs an engine, singularity or apptainer, and mksquashfs. The image is built first. Parts: sif archive sqsh
+memory files squash build rebuild save startup. All of them take about 40 minutes with --repeat 3.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from archives import in_parts, many_files, with_packed_layers
 from measure import Side, alternate, ratio, spread
 
-PARTS = ("sif", "archive", "memory", "files", "squash", "build", "rebuild", "save", "startup")
+PARTS = ("sif", "archive", "sqsh", "memory", "files", "squash", "build", "rebuild", "save", "startup")
 RECIPE = "mn5"
 TAG = "imgkit-bench:latest"
 IMGKIT = (sys.executable, "-m", "imgkit_builder")
@@ -208,6 +208,25 @@ class Bench:
         wall = {name: statistics.median(run["wall_s"] for run in runs) for name, runs in kept.items()}
         floor = next(iter(wall.values()))
         print("\nof the floor: " + ", ".join(f"{name} {value / floor:.2f}" for name, value in wall.items()))
+
+    def sqsh(self, kept: dict[str, Any]) -> None:
+        """One archive to a .sif and to a .sqsh, with the same compression: CPU seconds."""
+        self.clean()
+        tar = str(self.folder / "x.tar")
+        run(*IMGKIT, "save", TAG, "-o", tar)
+        for compression in ("zstd", "gzip"):
+            words = ("--compression", compression, "--no-test", "--force")
+            sides = [
+                Side(
+                    name=f".{form}, {compression}",
+                    commands=((*IMGKIT, "sif", tar, "-o", str(self.folder / f"x.{form}"), *words),),
+                )
+                for form in ("sif", "sqsh")
+            ]
+            self.table(kept, sides, warmup=1)
+            cpu = {side.name: [item["cpu_s"] for item in kept[side.name]] for side in sides}
+            one, other = cpu.values()
+            print(f"\nCPU seconds of the .sqsh per one of the .sif: {ratio(other, one)}\n")
 
     def memory(self, kept: dict[str, Any]) -> None:
         """Largest sizes of imgkit and mksquashfs, each at its own moment and both at once."""

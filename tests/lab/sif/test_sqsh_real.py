@@ -1,0 +1,456 @@
+"""A .sqsh that imgkit wrote: ch-run starts it, an ordinary user unpacks it, accidents leave nothing half."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from labkit import imgkit, output, public_folder, run
+from layer_reference import Entry
+from stored_images import archive, only
+
+from imgkit_builder.base.progress import Silent
+from imgkit_builder.examine.verify import verify
+from imgkit_builder.job.request import Request
+from imgkit_builder.sif import convert
+from imgkit_builder.sif import sqsh as sqsh_files
+from imgkit_builder.sif.conversion import Archive, Options
+from imgkit_builder.signing import signatures
+from imgkit_builder.workflow import remote_run
+from imgkit_entrypoints.errors import CheckFailed, UsageError
+
+BUSYBOX = Path("/bin/busybox")
+NVIDIA = ("NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility")
+ENV = (
+    *NVIDIA,
+    "PATH=/bin",
+    "SPACES=  a  b  ",
+    'QUOTED="a b"',
+    "SINGLE='a'",
+    "HOST=$HOME",
+    "TWICE=1",
+    "TWICE=2",
+)
+NASTY = 'it\'s a "name" with $spaces'
+
+pytestmark = [
+    pytest.mark.xdist_group("sqsh"),
+    pytest.mark.skipif(not BUSYBOX.exists(), reason="apt install busybox-static"),
+    pytest.mark.skipif(shutil.which("unsquashfs") is None, reason="apt install squashfs-tools"),
+]
+
+
+def entry(name: str, data: bytes = b"", kind: bytes = tarfile.REGTYPE, link: str = "") -> Entry:
+    info = tarfile.TarInfo(name)
+    info.type, info.size, info.linkname, info.mode = kind, len(data), link, 0o755
+    if kind == tarfile.SYMTYPE:
+        info.mode = 0o777
+    info.devmajor, info.devminor = (1, 3) if kind == tarfile.CHRTYPE else (0, 0)
+    return info, data
+
+
+def layer() -> list[Entry]:
+    return [
+        entry("bin/busybox", BUSYBOX.read_bytes()),
+        *(
+            entry(f"bin/{name}", kind=tarfile.SYMTYPE, link="busybox")
+            for name in ("sh", "printf", "env", "pwd", "mkdir")
+        ),
+        entry("dev/null", kind=tarfile.CHRTYPE),
+        entry("dev/fd", kind=tarfile.SYMTYPE, link="/proc/self/fd"),
+        entry("etc/environment", b"OLD=1\n"),
+        entry("etc/fstab", b"/etc /mnt none bind\n"),
+        entry("etc/rc.local", b"exit 9\n"),
+        entry("etc/passwd", b"root:x:0:0:root:/:/bin/sh\n"),
+    ]
+
+
+CONFIG = {"Env": ENV, "Entrypoint": ["printf", "<%s>"], "Cmd": ["a b", "it's"], "WorkingDir": "/work/in side"}
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """A place that every user can enter."""
+    made = public_folder("sqsh")
+    (made / "x.tar").write_bytes(archive([layer()], config=CONFIG))
+    yield made
+    shutil.rmtree(made)
+
+
+@pytest.fixture(scope="module")
+def sqsh(folder: Path) -> Path:
+    target = folder / f"{NASTY}.sqsh"
+    done = imgkit("sif", folder / "x.tar", "-o", target, "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["file"], told["format"], told["record"]["compression"]) == (str(target), "sqsh", "gzip 6")
+    assert told["next"].startswith("srun '--container-image=")
+    assert sorted(one.name for one in folder.iterdir()) == sorted(
+        [target.name, f"{target.name}.sha256", "x.tar"]
+    )
+    return target
+
+
+@pytest.fixture(params=["root", "ordinary user"])
+def as_user(request: pytest.FixtureRequest) -> Sequence[str]:
+    """Words before a command: root's, or those of an ordinary user."""
+    if request.param == "root":
+        return ("env", "USER=root")
+    if os.geteuid() != 0:
+        pytest.skip("the tests run as an ordinary user already")
+    name = request.getfixturevalue("user")
+    return ("runuser", "-u", name, "--", "env", f"USER={name}")
+
+
+@pytest.fixture
+def unpacked(sqsh: Path, as_user: Sequence[str], request: pytest.FixtureRequest) -> Iterator[Path]:
+    """The files of the .sqsh, as this user unpacks them, without an error."""
+    made = public_folder("unpacked")
+    made.chmod(0o777)
+    output(*as_user, "unsquashfs", "-quiet", "-no-progress", "-d", made / "root", sqsh)
+    yield made / "root"
+    shutil.rmtree(made)
+
+
+def ch_run(as_user: Sequence[str], image: Path, root: Path, *command: object) -> str:
+    """What a command prints in a container of `image`, with the variables of /etc/environment of `root`."""
+    words = (f"--set-env={root}/etc/environment", image, "--", *command)
+    return output(*as_user, "HOME=/", "ch-run", "--env-no-expand", *words, folder="/")
+
+
+@pytest.mark.charliecloud
+def test_ch_run_starts_the_unpacked_files(unpacked: Path, as_user: Sequence[str]) -> None:
+    assert ch_run(as_user, unpacked, unpacked, "/etc/rc") == "<a b><it's>"
+    assert ch_run(as_user, unpacked, unpacked, "/etc/rc", "c  d", "*") == "<c  d><*>"
+    found = ch_run(as_user, unpacked, unpacked, "env").splitlines()
+    assert {*ENV} - {"TWICE=1"} <= {*found}
+    assert not {"TWICE=1", "OLD=1"} & {*found}
+
+
+@pytest.mark.charliecloud
+@pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="there is no /dev/fuse")
+def test_ch_run_mounts_the_file_itself(sqsh: Path, unpacked: Path, as_user: Sequence[str]) -> None:
+    assert ch_run(as_user, sqsh, unpacked, "/etc/rc") == "<a b><it's>"
+
+
+@pytest.mark.charliecloud
+def test_a_script_in_its_place_skips_the_entrypoint(unpacked: Path, as_user: Sequence[str]) -> None:
+    """pyxis puts such a script there."""
+    (unpacked / "etc/rc.local").write_text('exec "$@"\n')
+    assert ch_run(as_user, unpacked, unpacked, "/etc/rc", "pwd") == "/work/in side\n"
+
+
+def test_an_ordinary_user_unpacks_it_without_devices(unpacked: Path) -> None:
+    assert not [*(unpacked / "dev").iterdir()]
+    assert (unpacked / "etc/fstab").read_text() == (unpacked / "etc/rc.local").read_text() == ""
+
+
+def test_it_holds_the_files_of_the_sif(folder: Path, sqsh: Path) -> None:
+    assert imgkit("sif", folder / "x.tar", "-o", folder / "x.sif", "--no-test").returncode == 0
+    done = imgkit("diff", folder / "x.sif", sqsh, "--json")
+    found = json.loads(done.stdout)
+    # The .sif has no folder for the program to begin in, and no /etc/group.
+    assert [one["path"] for one in found["files"]] == ["etc/group", "work", "work/in side"]
+    assert (found["env"], found["packages"]) == ([], [])
+    (folder / "x.sif").unlink()
+
+
+def test_the_same_image_gives_the_same_bytes(folder: Path, sqsh: Path) -> None:
+    again = folder / "again"
+    again.mkdir()
+    env = only("old", again)
+    assert imgkit("sif", folder / "x.tar", "-o", again / "1.sqsh").returncode == 0
+    assert (again / "1.sqsh").read_bytes() == sqsh.read_bytes()
+    # One of RHEL 8 cannot read a tar: another order, the same files.
+    assert imgkit("sif", folder / "x.tar", "-o", again / "2.sqsh", env=env).returncode == 0
+    assert json.loads(imgkit("diff", sqsh, again / "2.sqsh", "--json").stdout)["files"] == []
+    shutil.rmtree(again)
+
+
+def test_an_up_to_date_file_is_left_alone(folder: Path, sqsh: Path) -> None:
+    before = sqsh.stat()
+    done = imgkit("sif", folder / "x.tar", "-o", sqsh)
+    assert "up to date" in done.stdout
+    assert sqsh.stat() == before
+    checksum = Path(f"{sqsh}.sha256")
+    checksum.unlink()
+    assert "up to date" not in imgkit("sif", folder / "x.tar", "-o", sqsh).stdout
+    output("sha256sum", "-c", checksum.name, folder=folder)
+
+
+Call = Callable[..., Any]
+"""The command line, in this process."""
+
+
+def verdicts(path: Path, keyring: Path | None = None) -> dict[str, str]:
+    return {one.name: one.verdict for one in verify(path, keyring=keyring)}
+
+
+@pytest.fixture
+def copy(sqsh: Path, tmp_path: Path) -> Path:
+    shutil.copy(f"{sqsh}.sha256", tmp_path)
+    return Path(shutil.copy(sqsh, tmp_path))
+
+
+def test_verify_notices_each_kind_of_damage(copy: Path) -> None:
+    whole = copy.read_bytes()
+    fine = {"sha256": "ok", "squashfs": "ok", "content": "ok", "manifest": "warn", "signature": "skip"}
+    assert verdicts(copy) == fine
+    copy.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
+    assert verdicts(copy) == {**fine, "sha256": "fail", "content": "fail", "manifest": "skip"}
+    copy.write_bytes(whole[: len(whole) // 2])
+    assert verdicts(copy) == {"squashfs": "fail", "signature": "skip"}
+    copy.write_bytes(whole.replace(b'"amd64"', b'"arm64"'))
+    assert verdicts(copy)["sha256"] == "fail"
+    copy.write_bytes(whole)
+    Path(f"{copy}.sha256").unlink()
+    assert verdicts(copy) == {**fine, "sha256": "warn"}
+
+
+@pytest.mark.skipif(shutil.which("gpg") is None, reason="apt install gnupg")
+def test_a_signature_covers_the_whole_file(
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, keyring = tmp_path / "home", tmp_path / "keyring"
+    home.mkdir(mode=0o700)
+    gpg = ("gpg", "--homedir", home, "--batch", "--passphrase", "", "--pinentry-mode", "loopback")
+    output(*gpg, "--quick-gen-key", "me <me@example.org>", "ed25519", "sign", "never")
+    keyring.write_text(output(*gpg, "--export", "--armor"))
+    assert verdicts(copy, keyring)["signature"] == "fail"
+    monkeypatch.setenv("GNUPGHOME", str(home))
+    assert signatures.sign_detached(copy) == Path(f"{copy}.asc")
+    assert verdicts(copy, keyring)["signature"] == "ok"
+    assert signatures.require(copy, keyring)
+    copy.write_bytes(copy.read_bytes().replace(b'"amd64"', b'"arm64"'))
+    assert verdicts(copy, keyring)["signature"] == "fail"
+    with pytest.raises(CheckFailed):
+        signatures.require(copy, keyring)
+
+
+def test_a_damaged_file_is_not_signed(copy: Path) -> None:
+    data = copy.read_bytes()
+    copy.write_bytes(data[:5000] + bytes([data[5000] ^ 1]) + data[5001:])
+    with pytest.raises(CheckFailed, match="it is damaged"):
+        signatures.sign_detached(copy)
+
+
+def test_show_prints_image_and_compression(call: Call, sqsh: Path) -> None:
+    told = json.loads(call("show", str(sqsh), "--json")[1])
+    assert (told["kind"], told["arch"], told["record"]["compression"]) == ("sqsh", "amd64", "gzip 6")
+
+
+@pytest.fixture
+def refused(call: Call, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What imgkit prints when it refuses something in a folder, whose files stay as they were."""
+
+    def run(folder: Path, *words: object, code: int = 2) -> str:
+        before = {one.name: one.stat().st_mtime_ns for one in folder.iterdir()}
+        monkeypatch.chdir(folder)
+        found, _, said = call(*map(str, words))
+        assert found == code, said
+        assert {one.name: one.stat().st_mtime_ns for one in folder.iterdir()} == before
+        return str(said)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--writer", "runtime"), "no runtime writes a .sqsh"),
+        (("--runtime-command", "apptainer"), "imgkit starts no .sqsh"),
+        (("-o", "x.sif"), "--format sqsh writes no .sif"),
+        (("-o", "x.tar"), "target exists and is not a .sqsh"),
+    ],
+)
+def test_what_a_sqsh_cannot_be_is_refused(
+    refused: Callable[..., str], folder: Path, words: tuple[str, ...], why: str
+) -> None:
+    assert why in refused(folder, "sif", "x.tar", "--format", "sqsh", *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("sif",), "it is a .sqsh, which is not converted"),
+        (("test",), "is not a .sif"),
+        (("shell",), "is not a .sif"),
+        (("sbom", "--provenance"), "and this is a .sqsh"),
+    ],
+)
+def test_verbs_of_a_sif_refuse_a_sqsh_by_name(
+    refused: Callable[..., str], folder: Path, sqsh: Path, words: tuple[str, ...], why: str
+) -> None:
+    assert why in refused(folder, *words, sqsh)
+
+
+def test_no_job_starts_a_sqsh_by_singularity(refused: Callable[..., str], folder: Path, sqsh: Path) -> None:
+    plain = folder / "plain.sqsh"
+    plain.symlink_to(sqsh)
+    words = ("submit", "cpu", "--runtime", "singularity", "--dry-run", "--image", plain, "--", "dist-env")
+    assert "would start a .sqsh without the variables of its image" in refused(folder, *words)
+    plain.unlink()
+
+
+def test_a_sqsh_is_not_sent_to_a_remote(sqsh: Path) -> None:
+    with pytest.raises(UsageError, match=r"imgkit run sends a \.sif, and this is a \.sqsh"):
+        remote_run.plan(str(sqsh), Request(), None, "cpu")
+
+
+def test_a_sqsh_is_no_base_of_deltas(refused: Callable[..., str], folder: Path, sqsh: Path) -> None:
+    assert "not a .sif" in refused(folder, "apply", "--flatten", sqsh, "-o", "new.sif", code=1)
+
+
+def test_a_value_that_no_line_holds_leaves_no_file(refused: Callable[..., str], tmp_path: Path) -> None:
+    config = {"Env": ["PATH=/bin", "MINE=/a:${MINE}"]}
+    (tmp_path / "x.tar").write_bytes(archive([layer()], config=config))
+    said = refused(tmp_path, "sif", "x.tar", "--format", "sqsh")
+    assert "a .sqsh cannot hold the value of MINE: enroot replaces ${MINE}" in said
+    assert "image.env.MINE" in said
+
+
+@pytest.mark.parametrize("size", [0.3, 0.9])
+def test_a_damaged_archive_leaves_the_old_file(
+    refused: Callable[..., str], folder: Path, copy: Path, size: float
+) -> None:
+    whole = (folder / "x.tar").read_bytes()
+    (copy.parent / "y.tar").write_bytes(whole[: int(len(whole) * size)])
+    refused(copy.parent, "sif", "y.tar", "-o", copy.name, "--force", code=1)
+
+
+class Killed(Silent):
+    """A reporter that ends its process at one stage, as ``kill -9`` does."""
+
+    def __init__(self, stage: str) -> None:
+        self.last = stage
+
+    def stage(self, text: str) -> None:
+        if text == self.last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill(source: Path, target: Path, stage: str, patch: Callable[[], None] = lambda: None) -> None:
+    """Convert in a child that dies at a stage."""
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            patch()
+            convert.convert(Archive(path=source), target, Options(test=False, format="sqsh"), Killed(stage))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("stage", ["merge and squash", "check", "make durable"])
+@pytest.mark.parametrize("older", [False, True])
+def test_a_killed_conversion_leaves_the_old_file_or_none(
+    folder: Path, sqsh: Path, tmp_path: Path, stage: str, older: bool
+) -> None:
+    target = tmp_path / "x.sqsh"
+    if older:
+        target.write_bytes(b"hsqs the old one")
+    kill(folder / "x.tar", target, stage)
+    assert target.read_bytes() == b"hsqs the old one" if older else not target.exists()
+    convert.convert(Archive(path=folder / "x.tar"), target, Options(format="sqsh"), Silent())
+    assert target.read_bytes() == sqsh.read_bytes()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["x.sqsh", "x.sqsh.sha256"]
+
+
+def test_a_kill_before_the_checksum_leaves_none(folder: Path, sqsh: Path, tmp_path: Path) -> None:
+    def patch() -> None:
+        sqsh_files.files.put = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+
+    target = tmp_path / "x.sqsh"
+    target.write_bytes(b"hsqs the old one")
+    Path(f"{target}.sha256").write_text(f"{'0' * 64}  x.sqsh\n")
+    kill(folder / "x.tar", target, "", patch)
+    assert target.read_bytes() == sqsh.read_bytes()
+    assert not Path(f"{target}.sha256").exists()
+    convert.convert(Archive(path=folder / "x.tar"), target, Options(format="sqsh"), Silent())
+    assert verdicts(target)["sha256"] == "ok"
+
+
+def test_mksquashfs_without_zstd_is_told(folder: Path, tmp_path: Path) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    real = shutil.which("mksquashfs")
+    (programs / "mksquashfs").write_text(
+        f'#!/bin/sh\ncase "$1" in -help*) {real} "$1" 2>&1 | grep -v zstd; exit 1;; esac\nexec {real} "$@"\n'
+    )
+    (programs / "mksquashfs").chmod(0o755)
+    env = {"PATH": f"{programs}:{os.environ['PATH']}"}
+    target = tmp_path / "x.sqsh"
+    done = imgkit("sif", folder / "x.tar", "-o", target, "--compression", "zstd", env=env)
+    assert done.returncode == 2
+    assert "was built without zstd" in done.stderr
+    assert not target.exists()
+    assert imgkit("sif", folder / "x.tar", "-o", target, env=env).returncode == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    data = os.urandom(3_000_000)
+    (tmp_path / "x.tar").write_bytes(archive([[*layer(), entry("data", data)]]))
+    output("mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk)
+    try:
+        done = imgkit("sif", tmp_path / "x.tar", "-o", disk / "x.sqsh")
+        assert done.returncode != 0
+        assert f"{disk}" in done.stderr
+        assert "on a larger disk" in done.stderr
+        assert not [*disk.iterdir()]
+    finally:
+        output("umount", disk)
+
+
+@pytest.mark.docker
+def test_an_image_of_the_engine_gives_the_same_files(folder: Path, sqsh: Path, tmp_path: Path) -> None:
+    tag = f"imgkit-test-sqsh-{os.getpid()}:1"
+    loaded = output("docker", "load", "-i", folder / "x.tar")
+    name = loaded.partition("Loaded image")[2].partition(": ")[2].strip()
+    try:
+        output("docker", "tag", name, tag)
+        assert imgkit("sif", tag, "-o", tmp_path / "x.sqsh").returncode == 0
+        found = json.loads(imgkit("diff", sqsh, tmp_path / "x.sqsh", "--json").stdout)
+        assert [one["path"] for one in found["files"]] == []
+        assert found["env"] == []
+    finally:
+        subprocess.run(["docker", "rmi", tag], check=False, capture_output=True)
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(shutil.which("enroot") is None, reason="no enroot here: it is no package of Debian")
+def test_enroot_starts_it(sqsh: Path, as_user: Sequence[str]) -> None:
+    made = public_folder("enroot")
+    made.chmod(0o777)
+    places = [f"{name}={made}/{name}" for name in ("HOME", "XDG_RUNTIME_DIR", "XDG_DATA_HOME")]
+    output(*as_user, "mkdir", *(one.partition("=")[2] for one in places))
+    (made / "rc").write_text('exec "$@"\n')
+    enroot = (*as_user, *places, "enroot")
+    try:
+        output(*enroot, "create", "-n", "made", sqsh, folder="/")
+        assert output(*enroot, "start", "made", folder="/") == "<a b><it's>"
+        found = output(*enroot, "start", "--rc", made / "rc", "made", "env", folder="/").splitlines()
+        assert {*ENV} - {"TWICE=1"} <= {*found}
+    finally:
+        output("rm", "-rf", made)
+
+
+@pytest.mark.soak
+def test_pyxis_starts_it(folder: Path, sqsh: Path) -> None:
+    if shutil.which("srun") is None or "--container-image" not in run("srun", "--help").stdout:
+        pytest.skip("no Slurm with pyxis here: it is no package of Debian")
+    plain = Path(shutil.copy(sqsh, folder / "pyxis.sqsh"))
+    found = output("srun", f"--container-image={plain}", "env", folder="/").splitlines()
+    # pyxis starts a login shell, which may set another PATH.
+    assert {*ENV} - {"TWICE=1", "PATH=/bin"} <= {*found}
+    plain.unlink()

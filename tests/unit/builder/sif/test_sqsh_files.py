@@ -1,0 +1,239 @@
+"""The files by which enroot, pyxis and ch-run configure a container, made from an image configuration."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imgkit_builder.archive.tar_read import CHARACTER, DIRECTORY, HARD_LINK, REGULAR, SYMLINK
+from imgkit_builder.oci.config import ImageConfig, parse_config
+from imgkit_builder.sif import sqsh
+from imgkit_builder.sif.entries import ImageEntry
+from imgkit_builder.sif.image import ImgkitRecord
+from imgkit_entrypoints.errors import CheckFailed, UsageError
+
+
+def config(*env: str, **settings: Any) -> ImageConfig:
+    values = {
+        "architecture": "amd64",
+        "rootfs": {"diff_ids": [f"sha256:{1:064x}"]},
+        "config": {"Env": list(env), **settings},
+    }
+    return parse_config(json.dumps(values).encode(), where="x")
+
+
+def text(of: ImageConfig, path: str) -> str:
+    return next(one.data.decode() for one in sqsh.own_files(of) if one.path == path)
+
+
+def environment(*env: str) -> list[str]:
+    return text(
+        config("NVIDIA_VISIBLE_DEVICES=0", "NVIDIA_DRIVER_CAPABILITIES=all", *env), "etc/environment"
+    )[len("NVIDIA_VISIBLE_DEVICES=0\nNVIDIA_DRIVER_CAPABILITIES=all\n") :].split("\n")[:-1]
+
+
+def as_enroot(line: str) -> str:
+    """The value that enroot 4.1 makes of a line; the host has no variables."""
+    line = re.sub(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}", "", line)
+    quoted = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=[\"'](.*)[\"']\s*", line)
+    return quoted[1] if quoted else line.partition("=")[2]
+
+
+def as_ch_run(line: str) -> str:
+    """The value that ch-run makes of a line with --env-no-expand."""
+    value = line.partition("=")[2]
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] == "'" else value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "a b",
+        '"a"',
+        "'a'",
+        "'a' ",
+        "\"a'",
+        "'",
+        '"',
+        "''",
+        " a ",
+        "$HOME",
+        "$",
+        "${",
+        "${}",
+        "${1}",
+        "{}",
+        "#",
+        *("a\\nb", "a=b", "`id`", "$(id)", "é", "a\rb", "\t", "${a-b}"),
+    ],
+)
+def test_every_value_arrives_exactly(value: str) -> None:
+    (line,) = environment(f"X={value}")
+    assert (as_enroot(line), as_ch_run(line), sqsh.variables(line)) == (value, value, {"X": value})
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("${HOME}", "enroot replaces ${HOME} by the host's variable"),
+        ("/a:${PATH}:/b", "enroot replaces ${PATH}"),
+        ("a\nb", "line break"),
+        ("a\0b", "zero byte"),
+        ("\ud800", "not UTF-8"),
+    ],
+)
+def test_a_value_that_cannot_be_held_is_refused(value: str, why: str) -> None:
+    with pytest.raises(UsageError) as error:
+        sqsh.own_files(config(f"MINE={value}"))
+    assert why in str(error.value)
+    assert error.value.where == "ENV MINE"
+    assert "image.env.MINE" in (error.value.hint or "")
+
+
+def test_the_last_of_two_values_counts() -> None:
+    assert environment("A=1", "A=2") == ["A=2"]
+    assert environment("A=${X}", "A=2") == ["A=2"]
+
+
+def test_names_that_enroot_drops_are_left_out_and_told() -> None:
+    env = ("1a=x", "a-b=x", "ENROOT_ROOTFS=/", "=x", "A=1")
+    assert environment(*env) == ["A=1"]
+    assert sqsh.left_out(config(*env)) == ("1a", "a-b", "ENROOT_ROOTFS", "")
+
+
+def test_gpus_are_visible_unless_the_image_says_otherwise() -> None:
+    added = ["NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"]
+    assert text(config("A=1"), "etc/environment").splitlines() == [*added, "A=1"]
+    own = text(config("NVIDIA_VISIBLE_DEVICES=void"), "etc/environment").splitlines()
+    assert own == ["NVIDIA_VISIBLE_DEVICES=void", added[1]]
+
+
+def started(folder: Path, arguments: tuple[str, ...] = (), rc_local: str = "", **settings: Any) -> str:
+    """What /etc/rc prints, run by this machine's sh with the paths of `folder`."""
+    script = text(config(**{"WorkingDir": str(folder), **settings}), "etc/rc")
+    (folder / "rc.local").write_text(rc_local)
+    (folder / "rc").write_text(script.replace("/etc/rc.local", str(folder / "rc.local")))
+    command = ["sh", str(folder / "rc"), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+SHOW = ("printf", "<%s>")
+
+
+def test_arguments_replace_cmd(tmp_path: Path) -> None:
+    words = {"Entrypoint": SHOW, "Cmd": ["a b", "$HOME", "it's"]}
+    assert started(tmp_path, **words) == "<a b><$HOME><it's>"
+    assert started(tmp_path, ("c  d", "-e", "*"), **words) == "<c  d><-e><*>"
+
+
+def test_rc_begins_in_the_working_folder(tmp_path: Path) -> None:
+    place = tmp_path / "in side's"
+    assert started(tmp_path, ("pwd",), WorkingDir=str(place)) == f"{place}\n"
+
+
+def test_a_script_that_is_not_empty_replaces_the_entrypoint(tmp_path: Path) -> None:
+    assert started(tmp_path, ("echo", "mine"), 'exec "$@"\n', Entrypoint=SHOW) == "mine\n"
+
+
+def test_an_image_without_a_command_starts_a_shell() -> None:
+    assert text(config(), "etc/rc").endswith('    set -- /bin/sh\nfi\nexec "$@"\n')
+
+
+@pytest.mark.parametrize("what", [{"Entrypoint": ["a\0"]}, {"Cmd": ["\ud800"]}, {"WorkingDir": "/\0"}])
+def test_a_command_that_no_script_can_hold_is_refused(what: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="cannot hold"):
+        sqsh.own_files(config(**what))
+
+
+def test_what_a_start_needs_is_added_where_it_lacks() -> None:
+    made = {one.path: one.kind for one in sqsh.if_missing(config(WorkingDir="work/in side"))}
+    assert made.keys() >= {"dev", "proc", "sys", "tmp", "etc/passwd", "etc/group", "work", "work/in side"}
+    assert SYMLINK not in made.values()
+
+
+def entry(name: str, kind: bytes = REGULAR, link: str = "", *more: str) -> ImageEntry:
+    return ImageEntry(names=(name, *more), kind=kind, link=link)
+
+
+def test_devices_and_all_in_dev_are_left_out() -> None:
+    told: list[str] = []
+    found = [
+        entry("dev", DIRECTORY),
+        entry("dev/null", CHARACTER),
+        entry("dev/shm", DIRECTORY),
+        entry("a", REGULAR, "", "dev/b"),
+        entry("jail/null", CHARACTER),
+        entry("jail/too", HARD_LINK, "jail/null"),
+        entry("device"),
+    ]
+    left = list(sqsh.without_devices(told.append)(iter(found)))
+    assert [one.names for one in left] == [("dev",), ("a",), ("device",)]
+    assert told == ["1 devices outside /dev are left out, as /jail/null: only root can unpack one"]
+
+
+def test_an_etc_that_is_a_link_is_refused() -> None:
+    found = sqsh.without_devices(lambda _: None)(iter([entry("etc", SYMLINK, "/usr/etc")]))
+    with pytest.raises(CheckFailed, match="/etc of the image is not a folder"):
+        list(found)
+
+
+RECORD = ImgkitRecord(
+    image_id=f"sha256:{'1' * 64}",
+    diff_ids=(),
+    root_sha256="",
+    runtime="imgkit 0",
+    compression="gzip 6",
+    route="stream",
+    imgkit="0",
+    arch="arm64",
+)
+
+
+def described(path: Path) -> ImgkitRecord:
+    path.write_bytes(b"hsqs" + bytes(5000))
+    record, _ = sqsh.describe(path, lambda root: ImgkitRecord(**{**as_dict(RECORD), "root_sha256": root}))
+    return record
+
+
+def as_dict(record: ImgkitRecord) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__slots__}
+
+
+def test_the_record_at_the_end_is_read_back(tmp_path: Path) -> None:
+    made = described(tmp_path / "x.sqsh")
+    assert sqsh.record(tmp_path / "x.sqsh") == made
+    assert sqsh.digests(tmp_path / "x.sqsh")[0] == made.root_sha256
+    assert sqsh.is_sqsh(tmp_path / "x.sqsh")
+
+
+@pytest.mark.parametrize("change", ["length", "json", "schema"])
+def test_a_damaged_record_is_refused(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "x.sqsh"
+    described(path)
+    data = path.read_bytes()
+    if change == "length":
+        data = data[:-16] + (1 << 40).to_bytes(8, "little") + data[-8:]
+    else:
+        data = data.replace(
+            b'"arch"' if change == "json" else b'"schema": 1',
+            b'"hcra"' if change == "json" else b'"schema": 9',
+        )
+    path.write_bytes(data)
+    with pytest.raises(CheckFailed):
+        sqsh.record(path)
+
+
+def test_a_squashfs_of_others_has_no_record(tmp_path: Path) -> None:
+    path = tmp_path / "x.sqsh"
+    path.write_bytes(b"hsqs" + bytes(200))
+    assert sqsh.is_sqsh(path)
+    assert sqsh.record(path) is None
+    (tmp_path / "delta").write_bytes(b"hsqs" + bytes(200) + b"IMGDELTA")
+    assert not sqsh.is_sqsh(tmp_path / "delta")
+    assert not sqsh.is_sqsh(tmp_path / "absent")
