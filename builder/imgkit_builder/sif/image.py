@@ -56,10 +56,11 @@ IMGKIT_OBJECT = "imgkit"
 _PARTITION = struct.Struct("<ii3s")
 _FINGERPRINT_BYTES = 20
 _FS_SQUASHFS = 1
+_FS_ENCRYPTED = 5
 PARTITION_ALIGN_BYTES = 4096
 """A runtime mounts a partition only at such a place."""
 _SQUASHFS = struct.Struct("<4sIIIIHHHHHHQQ")
-_SQUASHFS_MAGIC = b"hsqs"
+SQUASHFS_MAGIC = b"hsqs"
 _MAX_JSON_BYTES = 4 << 20
 
 ARCHS: tuple[str, ...] = (
@@ -123,6 +124,8 @@ class Descriptor:
     """A `PartitionType` number; 0 where the object is no partition."""
     arch: str = ""
     """Architecture of a partition; empty for other objects."""
+    encrypted: bool = False
+    """Whether it is a partition that a runtime mounts only with a key."""
     signer: str = ""
     """Fingerprint of the OpenPGP key that a signature names, in hex; empty for other objects."""
 
@@ -180,6 +183,11 @@ class SifImage:
             if descriptor.partition == PartitionType.PRIMARY:
                 return descriptor
         return None
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether the root partition can be read only with a key."""
+        return self.root is not None and self.root.encrypted
 
     @property
     def overlays(self) -> tuple[Descriptor, ...]:
@@ -256,9 +264,9 @@ def _read(path: Path, stream: BinaryIO) -> SifImage:
 
 
 def _descriptor(entry: Entry) -> Descriptor:
-    partition, arch, signer = 0, "", ""
+    system, partition, arch, signer = 0, 0, "", ""
     if entry.datatype == DataType.PARTITION:
-        _, partition, code = _PARTITION.unpack_from(entry.extra)
+        system, partition, code = _PARTITION.unpack_from(entry.extra)
         arch = _arch(code)
     elif entry.datatype == DataType.SIGNATURE:
         fingerprint = entry.extra[4 : 4 + _FINGERPRINT_BYTES]
@@ -273,6 +281,7 @@ def _descriptor(entry: Entry) -> Descriptor:
         name=entry.label,
         partition=partition,
         arch=arch,
+        encrypted=system == _FS_ENCRYPTED,
         signer=signer,
     )
 
@@ -327,7 +336,7 @@ def squashfs(image: SifImage) -> Superblock | None:
         magic, inodes, time_s, block, _, number, _, _, _, _, _, _, used = _SQUASHFS.unpack(
             stream.read(_SQUASHFS.size)
         )
-    if magic != _SQUASHFS_MAGIC:
+    if magic != SQUASHFS_MAGIC:
         return None
     return Superblock(
         compressor=COMPRESSORS[number] if number < len(COMPRESSORS) else "unknown",
