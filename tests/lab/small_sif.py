@@ -18,9 +18,12 @@ ROOT = struct.pack("<4sIIIIHHHHHHQQ", b"hsqs", 1, 0, 1 << 20, 0, 6, 20, 0, 1, 4,
 
 
 def write(
-    path: Path, root: bytes = ROOT, *, arch: str = "amd64", covered: bool = True, seed: int = 1
+    path: Path, root: bytes | Path = ROOT, *, arch: str = "amd64", covered: bool = True, seed: int = 1
 ) -> Path:
-    """Write a .sif with the root partition `root`; another `seed` gives another one."""
+    """Write a .sif with the root partition `root`; another `seed` gives another one.
+
+    Only imgkit's are covered: they have its record. `root` is then bytes.
+    """
     code = b"%02d\0" % ARCHS.index(arch)
     header = Header(
         launch=b"#!/usr/bin/env run-singularity\n",
@@ -46,6 +49,7 @@ def write(
         NewObject(datatype=DataType.PARTITION, name="root", group=1, data=root, extra=extra, align=4096),
     )
     if covered:
+        assert isinstance(root, bytes)
         coverage.put_record(path, record(root))
     return path
 

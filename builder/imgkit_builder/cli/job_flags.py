@@ -96,9 +96,9 @@ class JobCommand(OptionsCommand):
 
 
 class RemoteJobCommand(JobCommand):
-    """`JobCommand` for jobs on a remote: imgkit chooses their image and their folder."""
+    """`JobCommand` for jobs on a remote: imgkit chooses their folder."""
 
-    without = ("image", "delta", "interactive", "directory")
+    without = ("delta", "interactive", "directory")
 
     def owners(self, *, quiet: bool) -> list[type[Any]]:
         """Those of `JobCommand` without the flags of jobs that make a .sif."""

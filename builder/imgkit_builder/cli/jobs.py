@@ -84,7 +84,7 @@ def verb_submit(
       imgkit submit cpu --nproc 2 -- dist-train --steps 100
     """
     from imgkit_builder.base import process
-    from imgkit_builder.job import submit
+    from imgkit_builder.job import bound, submit
     from imgkit_builder.job.request import BuildJobRequest, Job, Request
     from imgkit_builder.recipe import targets
     from imgkit_builder.sif.conversion import Options
@@ -102,19 +102,24 @@ def verb_submit(
         job = dataclasses.replace(job, warnings=(*job.warnings, f"{job.image}: {foreign.what}"))
     for warning in job.warnings:
         terminal.err(f"imgkit: {warning}")
-    if dry_run:
-        _show(job, script, given, values=verbose, as_json=as_json)
-        return
     recipes = [job.recipe]
     if isinstance(job.request, BuildJobRequest):
         recipes.append(targets.find(job.request.build))
-    confirm_values(given.project, recipes, confirm, stated=given.project is not None)
+    if not dry_run or (isinstance(job, Job) and bound.is_foreign(job)):  # a look runs the recipe's runtime
+        confirm_values(given.project, recipes, confirm, stated=given.project is not None)
+    if dry_run:
+        if require_signature is not None and isinstance(job, Job) and bound.is_foreign(job):
+            require_signatures(require_signature, *submit.signed_files(job))
+        prepared = submit.look_into(dataclasses.replace(prepared, job=job))
+        _show(prepared.job, prepared.script, given, values=verbose, as_json=as_json)
+        return
     submit.before_submission(job)
     if require_signature is not None:
         require_signatures(require_signature, *submit.signed_files(job))
-    if code is not None:
-        with terminable(), reporter(as_json=as_json) as report:
-            submit.write_code(prepared, Options(helper=helper()), report)
+    prepared = submit.look_into(prepared)
+    job, script = prepared.job, prepared.script
+    with terminable(), reporter(as_json=as_json) as report:
+        submit.write_files(prepared, Options(helper=helper()) if code is not None else None, report)
     if script.remote:
         raise typer.Exit(_fanned_out(script))
     if script.foreground:

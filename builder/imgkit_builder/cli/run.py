@@ -77,6 +77,7 @@ def verb_run(
       imgkit run --on mn5 --time 10m --code . -- dist-run /workspace/train.py
       imgkit run mine.sif --on mn5 --time 10m --detach -- dist-bench
       imgkit run mine.tar --on mn5 --time 10m -- dist-bench
+      imgkit run mn5 --on mn5 --image /apps/torch.sif --time 10m -- dist-run train.py
     """
     from imgkit_builder.job import code as code_of
     from imgkit_builder.job import submit as submission
@@ -94,7 +95,8 @@ def verb_run(
             origins.of_word("recipe", plan.word, flag="RECIPE" if recipe else "", project=project),
         )
         values = origins.of_job(plan.early, given, project)
-        rows = [*first, *(one for one in values if one.name not in _UNKNOWN_HERE)]
+        known = {"image"} if plan.far_image else set()
+        rows = [*first, *(one for one in values if one.name not in {*_UNKNOWN_HERE} - known)]
         show({"schema": SCHEMA, "values": values_data(rows)}, *values_table(rows), as_json=as_json)
         return
     stated = not recipe and bool(project and project.recipe)
@@ -102,7 +104,8 @@ def verb_run(
     remote_run.check(plan)
     code = read_code(plan.request, as_json=as_json)
     if code is not None:
-        code_of.refuse_unused(code, plan.target, None if plan.recipe or plan.archive else plan.sif)
+        is_here = not (plan.recipe or plan.archive or plan.far_image)
+        code_of.refuse_unused(code, plan.target, plan.sif if is_here else None)
     for warning in plan.early.warnings:
         terminal.err(f"imgkit: {warning}")
     far = connection.connect(remote, ask=may_ask())

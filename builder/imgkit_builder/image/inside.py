@@ -1,10 +1,13 @@
-"""The one Python program that inspects an image from inside. Standard library only."""
+"""The Python programs that inspect an image from inside: `argv` all of one that imgkit built, and
+`python_argv` what a job needs to know of any other. Standard library only.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from imgkit_builder.oci.manifest import MANIFEST_JSON
 from imgkit_entrypoints import json_text
 
 _MARK = "IMGKIT-SEEN "
@@ -78,4 +81,85 @@ def parse(output: str) -> Seen | None:
                 return Seen(pip_conflicts=None if conflicts is None else tuple(conflicts), **data)
             except (ValueError, KeyError, TypeError, AttributeError):
                 return None
+    return None
+
+
+_PYTHON_MARK = "IMGKIT-PYTHON "
+
+# As `-I` would, which Python 2 does not have, it ignores the current folder.
+_PYTHON_PROGRAM = """
+import sys
+sys.path[:] = [one for one in sys.path if one]
+import json, os, platform
+seen = {"version": platform.python_version(), "path": sys.executable or "", "machine": platform.machine(),
+        "site": "", "torch": "", "entry_points": "", "built": os.path.exists("MANIFEST")}
+if sys.version_info >= (3, 8):
+    import importlib.util, sysconfig
+    from importlib import metadata
+    kinds = ("site-packages", "dist-packages")
+    folders = [one for one in sys.path if os.path.isdir(one) and os.path.basename(one) in kinds]
+    purelib = sysconfig.get_paths()["purelib"]
+    seen["site"] = purelib if purelib in folders else (folders or [""])[0]
+    own = importlib.util.find_spec("imgkit_entrypoints")
+    if own and own.origin:
+        seen["entry_points"] = os.path.dirname(os.path.dirname(own.origin))
+    torch = importlib.util.find_spec("torch")
+    if torch and torch.origin:
+        try:
+            seen["torch"] = metadata.version("torch")
+        except metadata.PackageNotFoundError:
+            seen["torch"] = "of unknown version"
+sys.stdout.flush()
+print("\\nMARK" + json.dumps(seen))
+""".replace("MARK", _PYTHON_MARK).replace("MANIFEST", MANIFEST_JSON)
+
+_FIND_PYTHON = """\
+python=${2:-$(command -v python3 || command -v python)}
+if ! command -v "${python:-python3}" > /dev/null 2>&1; then echo "no program ${python:-python3}"; exit 127; fi
+exec "$python" -E -s -c "$1"
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PythonSeen:
+    """A Python of an image, and what it has installed."""
+
+    version: str
+    path: str
+    """Its absolute path in the image."""
+    machine: str
+    site: str
+    """The folder of installed packages that it searches first; empty if there is none."""
+    torch: str
+    """The version of torch; empty where it is missing."""
+    entry_points: str
+    """The folder that holds imgkit's entry points; empty where they are missing."""
+    built: bool
+    """Whether the image has a manifest of imgkit."""
+
+
+def python_argv(python: str = "") -> list[str]:
+    """The command to run inside the image.
+
+    Parameters
+    ----------
+    python : the Python to inspect; default: ``python3``, or ``python``.
+    """
+    return ["sh", "-c", _FIND_PYTHON, "sh", _PYTHON_PROGRAM, python]
+
+
+def parse_python(output: str) -> PythonSeen | None:
+    """Parse the output of the program in `python_argv`, whatever the image prints around it; None: no result.
+
+    Fields of another type than `PythonSeen` says count as no result, too.
+    """
+    for line in output.splitlines():
+        if line.startswith(_PYTHON_MARK):
+            try:
+                found: PythonSeen = json_text.read(
+                    PythonSeen, json_text.parse(line.removeprefix(_PYTHON_MARK)), "it", closed=True
+                )
+            except (ValueError, TypeError):
+                return None
+            return found
     return None

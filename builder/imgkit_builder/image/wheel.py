@@ -87,6 +87,12 @@ def entrypoints_wheel() -> Wheel:
     return Wheel(name=file_name(), data=data, sha256=hashlib.sha256(data).hexdigest())
 
 
+def entrypoints_files() -> tuple[tuple[str, bytes], ...]:
+    """The files of imgkit_entrypoints, sorted by their names, which begin with `PACKAGE`."""
+    found = ((one.name, one.data) for one in _modules(importlib.resources.files(PACKAGE), PACKAGE))
+    return tuple(sorted(found))
+
+
 def _modules(folder: Traversable, prefix: str) -> Iterator[_WheelFile]:
     for entry in folder.iterdir():
         if entry.is_dir():

@@ -14,10 +14,12 @@ from typing import Any
 from imgkit_builder.base import process
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import CODE_PLACE, Delta
+from imgkit_builder.image.wheel import PACKAGE
 from imgkit_builder.job import quoting
 from imgkit_builder.job.request import (
     Allocation,
     AnyJob,
+    BoundEntryPoints,
     BuildJobRequest,
     CodeRecord,
     ConversionJobRequest,
@@ -32,9 +34,9 @@ from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import delta_check
 from imgkit_entrypoints.rollcall.secret import VARIABLE
-from imgkit_entrypoints.system import HOST, HOST_FOLDERS
+from imgkit_entrypoints.system import HOST, HOST_FOLDERS, SYSTEM_JSON
 
-GPU_OPTIONS = ("--nv", "--nvccli", "--rocm", "--gpus=all")
+GPU_OPTIONS = ("--nv", "--nvccli", "--rocm", "--gpus=all", "--gpu", "--device=nvidia.com/gpu=all")
 """Options that a job without GPUs leaves out."""
 
 QUIET = "--quiet"
@@ -52,6 +54,13 @@ OPEN_FILES = "--ulimit=nofile=16384"
 A larger one would keep a container from starting where the engine's own limit is lower (rootless, sandboxes).
 """
 
+PODMAN_OPTIONS = ("--network=host", "--ipc=host", "--cgroups=disabled", "--pull=never")
+"""Options of Podman under Slurm that the recipe does not set.
+
+The nodes meet on the host's network, and the workers of a node in its shared memory. The processes stay in
+the cgroup of the step, so that Slurm counts and ends them. A thousand nodes do not ask a registry at once.
+"""
+
 _READ_ENV = (
     'while IFS= read -r text || [ "$text" ]; do case ${{text%%=*}} in "" | [0-9]* | *[!A-Za-z0-9_]*) ;; '
     '*) export "${{text?}}" ;; esac; done < {file}'
@@ -66,15 +75,18 @@ def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> t
     ----------
     forward : variables that docker copies from its own environment; other runtimes copy all.
     """
+    if job.bound is not None:
+        command = _with_python(job.bound, command)
+    activate = _activation(job)
     if job.run_by == "docker":
         words = (program(job), "run", "--rm", *options(job), *_docker_mounts(job, forward))
-        return (*words, job.image, *command)
+        return (*words, job.image, *activate, *command)
     # By env inside the container: apptainer and older versions of singularity execute $(...) in the values of
     # --env and SINGULARITYENV_*, and a variable that the image sets overrides an exported one.
     given = ("env", *(f"{name}={value}" for name, value in job.env.items())) if job.env else ()
     if job.run_by == "singularity":
         words = (program(job), QUIET, "exec", *options(job), *_mounts(job), *_pwd(job))
-        return (*words, job.image, *given, *command)
+        return (*words, job.image, *activate, *given, *command)
     if command and command[0].startswith("dist-"):
         # Only images have dist-* programs; the installed package does not.
         python = f"{job.image}/bin/python3" if job.image else "python3"
@@ -82,9 +94,32 @@ def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> t
     return (*given, *command)
 
 
+def _with_python(bound: BoundEntryPoints, command: Sequence[str]) -> tuple[str, ...]:
+    """`command`, where a ``dist-*`` program of the image is one of the bound entry points."""
+    if not command or not command[0].startswith("dist-"):
+        return tuple(command)
+    # Not by PYTHONPATH: the workers start with -I, too.
+    return (bound.python, "-I", "-m", PACKAGE, *command)
+
+
+_ACTIVATE = """\
+eval "$1" >&2 || { echo "imgkit: the command of --activate failed with exit code $?: $1" >&2; exit 3; }
+shift
+exec "$@"
+"""
+
+
+def _activation(job: Job) -> tuple[str, ...]:
+    """Words that activate an environment of the image, before the words that run in it."""
+    command = job.request.activate
+    if re.fullmatch(r"\$\w+|\$\{\w+\}", command):
+        command = f'eval "{command}"'  # the command in a variable, which may have several parts
+    return ("bash", "-c", _ACTIVATE, "bash", command) if command else ()
+
+
 def shell(job: Job) -> tuple[str, ...]:
     """A shell in the job's image."""
-    if job.run_by == "singularity" and not job.env:
+    if job.run_by == "singularity" and not job.env and not job.request.activate:
         return (program(job), QUIET, "shell", *options(job), *_mounts(job), *_pwd(job), job.image)
     return start(job, ("bash",))
 
@@ -106,7 +141,10 @@ def options(job: Job) -> tuple[str, ...]:
     runtime = job.recipe.system.runtime
     usual = ("--nv",) if job.run_by == "singularity" else DOCKER_OPTIONS
     words = runtime.options if runtime.kind == job.run_by else usual
-    if job.run_by == "docker" and not any("nofile" in word for word in (*words, *job.request.options)):
+    if job.run_by == "docker" and job.system == "slurm":
+        names = {word.partition("=")[0] for word in words}
+        words = (*words, *(word for word in PODMAN_OPTIONS if word.partition("=")[0] not in names))
+    elif job.run_by == "docker" and not any("nofile" in word for word in (*words, *job.request.options)):
         words = (*words, OPEN_FILES)
     return words if job.gpus else tuple(word for word in words if word not in GPU_OPTIONS)
 
@@ -119,6 +157,13 @@ def modules(job: AnyJob) -> tuple[str, ...]:
     return runtime.modules if runtime.kind == job.run_by else ()
 
 
+EDGES = """{{ head -c {bytes} {image}; tail -c {bytes} {image}; stat -L -c %s {image}; }} | sha256sum"""
+"""Shell words that print the digest of both ends of a file and of its size.
+
+Its bounds: a .sif begins with its table and its superblock, and ends with the tables of its squashfs, which
+hold the place, size and time of every file. To read all of it would take a minute on each node.
+"""
+EDGE_BYTES = 65536
 _CLEANING = [
     f"{runtime}_{option}" for option in ("CLEANENV", "CONTAINALL") for runtime in ("APPTAINER", "SINGULARITY")
 ]
@@ -126,11 +171,27 @@ _UNCLEAN = f"unset {' '.join(_CLEANING)}"
 """A user's shell may set them: without the node's variables in the container, each node would run alone."""
 
 
+def _unchanged(job: Job, digest: str) -> str:
+    """Shell lines that end the job where its image is not the one that imgkit looked into, or is missing."""
+    if job.run_by == "singularity":
+        found, digest = EDGES.format(bytes=EDGE_BYTES, image='"$image"'), f"{digest}  -"
+    else:
+        found = f"{shlex.quote(program(job))} image inspect --format '{{{{.Id}}}}' \"$image\""
+    return f"""\
+image={shlex.quote(job.image)}
+if [ "$({found})" != "{digest}" ]; then
+    echo "imgkit: $image has changed since its job was submitted, or this node lacks it: submit again" >&2
+    exit 2
+fi"""
+
+
 def exports(job: Job) -> tuple[str, ...]:
     """Shell lines that set variables of the runtime and of the node agent."""
     lines = [_UNCLEAN] if job.run_by == "singularity" else []
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.settings.items()]
     lines += [_READ_ENV.format(file=shlex.quote(job.env_file))] if job.env_file else []
+    if job.bound is not None and job.bound.digest:
+        lines.append(_unchanged(job, job.bound.digest))
     by_rule = job.recipe.system.fabric.host_libs == "auto" and job.run_by != "host"
     libraries = "" if by_rule else ":".join(job.recipe.system.runtime.host_libs)
     # Expanded where it is used, to the image's own value: a plain value would replace it.
@@ -149,7 +210,8 @@ def _mounts(job: Job) -> tuple[str, ...]:
     """Options that mount the deltas, the libraries and the folders; the last overlay is uppermost."""
     overlays = (*((job.overlay,) if job.overlay else ()), *job.code_files)
     layers = (word for overlay in overlays for word in ("--overlay", f"{overlay}:ro"))
-    binds = (word for bind in (*_libraries(job), *job.binds, str(job.directory)) for word in ("--bind", bind))
+    folders = (*_libraries(job), *job.binds, *_bound(job), str(job.directory))
+    binds = (word for bind in folders for word in ("--bind", bind))
     if job.code is None or not job.code.replace:
         return (*layers, *binds)
     # The folder itself, mounted from the delta: it hides what the overlay only adds to.
@@ -169,6 +231,14 @@ def _libraries(job: Job) -> tuple[str, ...]:
 _BELOW = tuple(f"{folder}/" for folder in HOST_FOLDERS)
 
 
+def _bound(job: Job) -> tuple[str, ...]:
+    """The mounts of the entry points, and of the system that they are for."""
+    if job.bound is None:
+        return ()
+    folder, site = job.bound.folder, job.bound.site
+    return (f"{folder}/{PACKAGE}:{site}/{PACKAGE}:ro", f"{folder}/{SYSTEM_JSON.name}:{SYSTEM_JSON}:ro")
+
+
 def _pwd(job: Job) -> tuple[str, ...]:
     """The option that starts the command elsewhere than in the job's folder, where the runtime starts it."""
     return ("--pwd", job.workdir) if job.workdir else ()  # apptainer's --cwd is newer
@@ -176,7 +246,7 @@ def _pwd(job: Job) -> tuple[str, ...]:
 
 def _docker_mounts(job: Job, forward: Sequence[str]) -> tuple[str, ...]:
     by_rule = _libraries(job) if job.recipe.system.fabric.host_libs == "auto" else ()
-    binds = (*by_rule, *job.binds, f"{job.directory}:{job.directory}")
+    binds = (*by_rule, *job.binds, *_bound(job), f"{job.directory}:{job.directory}")
     given = {**job.settings, **job.env}
     return (
         *(word for bind in binds for word in ("--volume", bind if ":" in bind else f"{bind}:{bind}")),

@@ -111,7 +111,10 @@ class Allocation:
     queue: str = flag("", "--queue", "-q", help="Queue, partition or RunAI project.")
     qos: str = flag("", help="Quality of service (Slurm).")
     image: str = flag(
-        "", metavar="PATH|REF", help="Image to run (default: RECIPE.sif here, or RECIPE:latest)."
+        "",
+        metavar="PATH|REF",
+        help="Image to run, also one that imgkit did not build (default: RECIPE.sif here, or RECIPE:latest); "
+        "for imgkit run, its path on the remote.",
     )
     name: str = flag("", help="Job name (default: the recipe's name).")
     options: tuple[str, ...] = flag(
@@ -195,6 +198,18 @@ class Request(Allocation):
         None,
         choices=("singularity", "docker", "host"),
         help="What starts the program (default: the recipe's runtime); host: no container.",
+    )
+    python: str = flag(
+        "",
+        metavar="PATH",
+        help="Python of an image that imgkit did not build (default: its python3); imgkit binds its entry "
+        "points there.",
+    )
+    activate: str = flag(
+        "",
+        metavar="COMMAND",
+        help="Command of bash that activates an environment of such an image first, for example "
+        "'source /opt/venv/bin/activate' or '$WITH_CONDA'.",
     )
     secret_file: Path | None = flag(
         None,
@@ -294,6 +309,24 @@ class CodeRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BoundEntryPoints:
+    """imgkit's entry points for an image without them, and where they are bound in it."""
+
+    version: str
+    """Version of imgkit."""
+    folder: str
+    """Path on the nodes of the folder with the package and ``system.json``."""
+    python: str
+    """Path of the Python in the image."""
+    site: str
+    """The folder of the image that this Python searches for packages."""
+    activate: str
+    """The command of bash that runs before it; empty if there is none."""
+    digest: str
+    """What `imgkit_builder.job.bound` has seen of the image; empty where nothing stands for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AnyJob:
     """What every job has: values found and checked against the system's limits."""
 
@@ -368,6 +401,8 @@ class Job(AnyJob):
     """The code over the image and its delta; None if there is none."""
     code_files: tuple[str, ...] = ()
     """Paths of its deltas, lowest first."""
+    bound: BoundEntryPoints | None = None
+    """The entry points, where the image has none; None: it has its own."""
 
     @property
     def nodes(self) -> int:
@@ -437,6 +472,8 @@ class SubmittedJob:
     remote: str = ""
     """Name of the remote on which it was submitted; empty: here."""
     code: CodeRecord | None = None
+    bound_entry_points: str = ""
+    """Version of imgkit's entry points that were bound into the image; empty where it has its own."""
     submitted: str = ""
     """When, UTC."""
     command: tuple[str, ...] = ()

@@ -24,6 +24,7 @@ from imgkit_builder.job.request import (
 from imgkit_builder.job.systems import OPTIONAL, System
 from imgkit_builder.recipe import bases
 from imgkit_builder.recipe.problems import choices
+from imgkit_builder.recipe.systems import is_podman
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
@@ -210,23 +211,30 @@ def _run_by(recipe: Target, requested: RunBy | None, system: System) -> RunBy:
     ------
     UsageError : the system cannot start programs by it, or its containers would lack the node's variables.
     """
-    runtime = recipe.system.runtime
+    runtime, known = recipe.system.runtime, system.registration
     kind = requested or runtime.kind
-    if kind in system.registration.runtimes:
+    program = runtime.command if kind == runtime.kind else kind
+    needs_podman = kind == "docker" and known.by_podman and not is_podman(program)
+    if kind in known.runtimes and not needs_podman:
         return kind
     what = f"{kind} cannot be used on {recipe.system.title or recipe.name}"
-    if kind == "docker" and "host" in system.registration.runtimes:
-        program = "docker" if requested else runtime.command
+    allowed = choices(kind, known.runtimes)
+    if needs_podman:
+        what += (
+            f": containers of {program} belong to its service on each node, and {recipe.system.scheduler} "
+            "neither counts nor ends them"
+        )
+        allowed = "system.runtime with kind: docker and command: podman (or podman-hpc) in the recipe"
+    elif kind == "docker" and "host" in known.runtimes:
         what += (
             f": {program} does not pass {recipe.system.scheduler}'s variables into the container, so each "
             "node would run alone"
         )
-    allowed = choices(kind, system.registration.runtimes)
     if requested:
         raise UsageError(what, where="--runtime", hint=allowed)
     raise UsageError(
         what,
-        where=recipe.where("system", "runtime", "kind"),
+        where=recipe.where("system", "runtime", "command" if needs_podman else "kind"),
         hint=f"{allowed}; change system.runtime in the recipe, or give --runtime",
     )
 

@@ -1,7 +1,7 @@
 """Prepare a job, check it, submit it, and keep a record by which its id is enough to follow it.
 
 `submit` does all of it and prints nothing. A command line calls the steps one by one, because it asks people
-between them. Only `send`, `write_code` and `keep` have an effect.
+between them. Only `send`, `write_files` and `keep` have an effect.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import Delta
-from imgkit_builder.job import baked, container, quoting, systems
+from imgkit_builder.job import baked, bound, container, quoting, systems
 from imgkit_builder.job import code as code_of
 from imgkit_builder.job.code import CodeFolder
 from imgkit_builder.job.request import (
@@ -92,7 +92,8 @@ def submit(
     for warning in prepared.job.warnings:
         report.note(warning)
     before_submission(prepared.job)
-    write_code(prepared, options, report)
+    prepared = look_into(prepared)
+    write_files(prepared, options, report)
     record = send(prepared.job, prepared.script)
     try:
         keep(record)
@@ -137,6 +138,20 @@ def prepare(recipe: str | Path, request: AnyRequest, code: CodeFolder | None = N
         code_of.refuse_shadowed(code, job)
         job = container.with_code(job, code.record, [str(job.directory / "deltas" / code.name)])
     return PreparedJob(job=job, script=systems.named(job.system).script(job), code=code)
+
+
+def look_into(prepared: PreparedJob) -> PreparedJob:
+    """`prepared`, with the entry points bound into an image that imgkit did not build: its Python runs once.
+
+    Raises
+    ------
+    UsageError : the image cannot run the entry points.
+    ToolMissing : the runtime is not here.
+    """
+    if not isinstance(prepared.job, Job) or foreign_image(prepared.job):  # the submission refuses that
+        return prepared
+    job = bound.bind(prepared.job)
+    return dataclasses.replace(prepared, job=job, script=systems.named(job.system).script(job))
 
 
 def before_submission(job: Job | ImageJob) -> None:
@@ -257,8 +272,13 @@ def foreign_image(job: AnyJob) -> UsageError | None:
     )
 
 
-def write_code(prepared: PreparedJob, options: Options | None, report: Reporter) -> None:
-    """Write the delta of the code where the job looks for it, unless an earlier job has done so."""
+def write_files(prepared: PreparedJob, options: Options | None, report: Reporter) -> None:
+    """Write what the job mounts where it looks for it, unless an earlier job has done so.
+
+    That is the delta of the code, and the entry points for an image without them.
+    """
+    if isinstance(prepared.job, Job):
+        bound.write(prepared.job)
     if prepared.code is None:
         return
     from imgkit_builder.delta import code as code_delta
@@ -325,6 +345,7 @@ def submitted(job: AnyJob, output: Generator[bytes, None, None], *, remote: str 
         queue=job.queue,
         remote=remote,
         code=job.code if isinstance(job, Job) else None,
+        bound_entry_points=job.bound.version if isinstance(job, Job) and job.bound else "",
         submitted=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command=job.command if isinstance(job, Job) else (),
         array=isinstance(job, Job) and system.is_array(job),

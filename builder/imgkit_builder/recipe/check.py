@@ -297,11 +297,15 @@ def _runtime(path: KeyPath, node: Table, found: Collector) -> None:
 
 def check_system(facts: SystemFacts, tree: Table, found: Collector) -> None:
     """Apply what the recipe's own scheduler knows about its section."""
-    scheduler = systems.registration(facts.scheduler)
-    if facts.runtime.kind not in scheduler.runtimes:
+    scheduler, runtime = systems.registration(facts.scheduler), facts.runtime
+    if runtime.kind not in scheduler.runtimes:
         path: KeyPath = ("system", "runtime", "kind")
-        what = f"{facts.scheduler} does not start programs by {facts.runtime.kind}: imgkit submit refuses it"
+        what = f"{facts.scheduler} does not start programs by {runtime.kind}: imgkit submit refuses it"
         found.warn(deepest(tree, path)[0].position, path, what, choices("", scheduler.runtimes))
+    elif runtime.kind == "docker" and scheduler.by_podman and not systems.is_podman(runtime.command):
+        path = ("system", "runtime", "command")
+        what = f"{facts.scheduler} starts containers by podman alone: imgkit submit refuses {runtime.command}"
+        found.warn(deepest(tree, path)[0].position, path, what, "command: podman, or podman-hpc")
     for fault in scheduler.check(facts):
         path = ("system", *fault.path)
         found.error(deepest(tree, path)[0].position, path, fault.what, fault.hint)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.recipe import pod_versions
@@ -50,18 +51,28 @@ class Registration:
     """Other words that people use for it, in lower case; a recipe with one of them gets a hint."""
     runtimes: tuple[str, ...] = ("singularity", "host")
     """What can start the program on a node with the node's variables; a job with another is refused."""
+    by_podman: bool = False
+    """Whether docker among `runtimes` means Podman alone: its containers are processes of the job, which the
+    scheduler ends, while those of Docker belong to a service of the node.
+    """
     check: Callable[[SystemFacts], Iterable[SystemFault]] = _no_faults
     """Everything in a recipe's system section that the scheduler cannot work with."""
 
 
 SHIPPED: Mapping[str, Registration] = {
-    "slurm": Registration(),
+    "slurm": Registration(runtimes=("singularity", "docker", "host"), by_podman=True),
     "pbs": Registration(aliases=("torque",), runtimes=("singularity", "docker", "host")),
     "runai": Registration(runtimes=("kubernetes",), check=_unknown_versions),
     "mpi": Registration(aliases=("openmpi", "mpirun"), runtimes=("docker", "singularity", "host")),
     "standalone": Registration(runtimes=("docker", "singularity", "host")),
 }
 """Word of the recipe -> the scheduler."""
+
+
+def is_podman(command: str) -> bool:
+    """Whether the program of a runtime of the kind docker is Podman: ``podman`` or ``podman-hpc``."""
+    return PurePath(command).name.startswith("podman")
+
 
 RESERVED = ("kubeflow",)
 """Names that no recipe and no plug-in can have: another scheduler hands jobs to them."""

@@ -127,6 +127,18 @@ _OF_DOCKERFILES: Mapping[KeyPath, tuple[str, str]] = {
 """Keys for what a Dockerfile can do and a recipe cannot, with the reason and the way that works."""
 
 
+_NOT_STARTED: Mapping[str, str] = {
+    "shifter": "it has not been tried with one",
+    "edf": "it does not write the file of srun --environment",
+    "sarus": "it does not write the file of srun --edf",
+}
+"""Container runtimes of clusters that no recipe can name, and why."""
+_STARTED = (
+    "singularity, or docker with command: podman, where the site has them; or a job without a container: "
+    "imgkit submit --runtime host"
+)
+
+
 def _explain(tree: Table, path: KeyPath, fault: Fault, found: Collector) -> None:
     """Report one fault with the names of the file."""
     node, reached = deepest(tree, path)
@@ -144,6 +156,11 @@ def _explain(tree: Table, path: KeyPath, fault: Fault, found: Collector) -> None
     elif isinstance(node, Scalar) and node.type not in ("text", "nothing") and reached == path:
         found.error(node.position, path, *_misread(node, fault))
     elif fault.kind == "choice" and isinstance(node, Scalar):
+        if path == ("system", "runtime", "kind") and (why := _NOT_STARTED.get(node.text.lower())):
+            found.error(
+                node.position, path, f"imgkit does not start containers by {node.text}: {why}", _STARTED
+            )
+            return
         meant = _ALIASES.get(node.text.lower(), node.text)
         found.error(node.position, path, f"{node.text!r} is not known", choices(meant, fault.expected))
     else:

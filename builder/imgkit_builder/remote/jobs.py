@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
+import tarfile
 import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import PurePosixPath
 
 from imgkit_builder.base import process
 from imgkit_builder.base.process import Finished
-from imgkit_builder.job import systems
+from imgkit_builder.job import bound, systems
 from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
 from imgkit_builder.job.submit import submitted
 from imgkit_builder.recipe.targets import Target
@@ -78,6 +80,38 @@ exit 0
 )
 # What came too late for tail, which looks for an absent file once a second.
 _REST = 'if [ -e "$log" ]; then exec tail -c "+$from" -- "$log"; fi\n'
+
+
+# Another submission may make the same folder at any moment.
+_UNPACK = """\
+umask 077
+cd -- "$folder" && made=$(mktemp -d .imgkit-entrypoints.XXXXXXXX) || exit 1
+tar -xzf - -C "$made" && mv -T -- "$made" "$name" 2> /dev/null
+rm -rf -- "$made"
+[ -d "$name" ]
+"""
+
+
+def send_entry_points(connection: Connection, job: Job) -> None:
+    """Write the folder that `job` binds into its image, unless it is there.
+
+    Raises
+    ------
+    Cut, ScriptFailed : the connection is lost, or the folder cannot be made.
+    """
+    if job.bound is None:
+        return
+    folder, _, name = job.bound.folder.rpartition("/")
+    there = connection.run('if [ -d "$made" ]; then echo there; fi\n', made=job.bound.folder)
+    if there.strip() == b"there":
+        return
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        for member, data in bound.members(job):
+            entry = tarfile.TarInfo(member)
+            entry.size = len(data)
+            tar.addfile(entry, io.BytesIO(data))
+    connection.answer(connection.stream(_UNPACK, {"folder": folder, "name": name}, data=[packed.getvalue()]))
 
 
 def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:

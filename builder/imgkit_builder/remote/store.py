@@ -105,7 +105,8 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
 
     Parameters
     ----------
-    image_id : ``sha256:...`` of the image's configuration; at most 64 KiB of each .sif of it are read.
+    image_id : ``sha256:...`` of the image's configuration; at most 64 KiB of each .sif of it are read. Empty:
+        the store has no part in the image.
     program : the scheduler's program.
     wanted : the one name that counts; default: any .sif of the image alone, without deltas.
 
@@ -115,7 +116,7 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
     ToolFailed, UsageError : as of `read`.
     """
     digest = image_id.removeprefix("sha256:")
-    if not re.fullmatch(r"[0-9a-f]{64}", digest):
+    if image_id and not re.fullmatch(r"[0-9a-f]{64}", digest):
         raise UsageError(f"{image_id!r} is not an image id", hint="imgkit build, or imgkit sif, makes one")
     output = connection.run(
         _LOOK, folder=connection.remote.folder, program=program, image=digest, edge=str(EDGE_BYTES)

@@ -57,6 +57,7 @@ IMGKIT_OBJECT = "imgkit"
 _PARTITION = struct.Struct("<ii3s")
 _FINGERPRINT_BYTES = 20
 _FS_SQUASHFS = 1
+_FS_ENCRYPTED = 5
 PARTITION_ALIGN_BYTES = 4096
 """A runtime mounts a partition only at such a place."""
 _SQUASHFS = struct.Struct("<4sIIIIHHHHHHQQ")
@@ -126,6 +127,8 @@ class Descriptor:
     """A `PartitionType` number; 0 where the object is no partition."""
     arch: str = ""
     """Architecture of a partition; empty for other objects."""
+    encrypted: bool = False
+    """Whether it is a partition that a runtime mounts only with a key."""
     signer: str = ""
     """Fingerprint of the OpenPGP key that a signature names, in hex; empty for other objects."""
 
@@ -185,6 +188,11 @@ class SifImage:
             if descriptor.partition == PartitionType.PRIMARY:
                 return descriptor
         return None
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether the root partition can be read only with a key."""
+        return self.root is not None and self.root.encrypted
 
     @property
     def overlays(self) -> tuple[Descriptor, ...]:
@@ -261,9 +269,9 @@ def _read(path: Path, stream: BinaryIO) -> SifImage:
 
 
 def _descriptor(entry: Entry) -> Descriptor:
-    partition, arch, signer = 0, "", ""
+    system, partition, arch, signer = 0, 0, "", ""
     if entry.datatype == DataType.PARTITION:
-        _, partition, code = _PARTITION.unpack_from(entry.extra)
+        system, partition, code = _PARTITION.unpack_from(entry.extra)
         arch = _arch(code)
     elif entry.datatype == DataType.SIGNATURE:
         fingerprint = entry.extra[4 : 4 + _FINGERPRINT_BYTES]
@@ -278,6 +286,7 @@ def _descriptor(entry: Entry) -> Descriptor:
         name=entry.label,
         partition=partition,
         arch=arch,
+        encrypted=system == _FS_ENCRYPTED,
         signer=signer,
     )
 

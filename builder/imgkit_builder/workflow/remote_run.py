@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,17 +42,19 @@ class RunPlan:
     request: Request
     archive: Path | None = None
     """The archive or OCI folder; None for a recipe or a .sif."""
+    far_image: str = ""
+    """Path of an image that is on the remote already; then nothing is built or sent."""
 
     @property
     def early(self) -> Job:
         """The job, as far as it is known before imgkit has looked at the remote."""
-        return self.resolved(_EARLY, "image.sif")
+        return self.resolved(_EARLY, self.far_image or "image.sif")
 
     def resolved(self, home: str, image: str) -> Job:
-        """The job with the remote's folder and the path of the .sif in it."""
+        """The job with the remote's folder and the path of the .sif, which may be in it."""
         from imgkit_builder.job.resolve import resolve
 
-        request = dataclasses.replace(self.request, directory=Path(home), image=f"{home}/{image}")
+        request = dataclasses.replace(self.request, directory=Path(home), image=str(Path(home, image)))
         return resolve(self.target, request)
 
 
@@ -94,6 +97,8 @@ def _chosen(recipe: str, given: Request, project: ProjectFile | None, default: s
             hint="imgkit run RECIPE --on NAME ...",
         )
     file = Path(word)
+    if request.image:
+        return _far(word, request)
     if image.is_sif(file):
         return RunPlan(word=word, target=baked.target(file), recipe="", sif=file, request=request)
     if sqsh.is_sqsh(file):
@@ -110,6 +115,20 @@ def _chosen(recipe: str, given: Request, project: ProjectFile | None, default: s
         target = _target_of(file, default)
         return RunPlan(word=word, target=target, recipe="", sif=sif, request=request, archive=file)
     return RunPlan(word=word, target=targets.find(word), recipe=word, sif=sif, request=request)
+
+
+def _far(word: str, request: Request) -> RunPlan:
+    """The run of the image ``--image`` that is on the remote, on the system of the recipe `word`."""
+    from imgkit_builder.recipe import targets
+
+    if not re.fullmatch(r"/[^\x00-\x1f\x7f:,]*", request.image):
+        raise UsageError(
+            f"{request.image!r} is not a path on the remote",
+            where="--image",
+            hint="the absolute path of an image there; for one that is here: imgkit run X.sif",
+        )
+    target = targets.find(word)
+    return RunPlan(word=word, target=target, recipe="", sif=Path(), request=request, far_image=request.image)
 
 
 def _target_of(archive: Path, default: str) -> Target:
@@ -182,9 +201,13 @@ def run(
     UsageError : as `check`; or the remote has no such scheduler, or imgkit did not make the .sif.
     ImgkitError : as of the build, the conversion, the transfer and the submission.
     """
-    from imgkit_builder.job import systems
+    from imgkit_builder.job import bound, systems
     from imgkit_builder.remote import jobs
 
+    if base and planned.far_image:
+        raise UsageError(
+            "--base cannot be combined with --image", where="--base", hint="nothing is built: leave it out"
+        )
     request = _SendRequest(
         recipe=planned.recipe,
         base=base,
@@ -193,10 +216,14 @@ def run(
         most_per_s=most_per_s,
         code=code,
         archive=planned.archive,
+        far_image=planned.far_image,
     )
     sent = _bring(request, far, check(planned).submit[0], report)
     report.stage(f"submit to {far.remote.name}")
     job = sent.over(planned.resolved(sent.home, sent.image))
+    if planned.far_image or job.request.python or job.request.activate:
+        job = bound.bind(job, lambda words: jobs.finished(far, words))
+        jobs.send_entry_points(far, job)
     record = jobs.submit(far, job, systems.named(job.system).script(job))
     record = dataclasses.replace(record, image_id=sent.image_id)
     return RemoteJob(record=record, job=job, home=sent.home)
@@ -220,6 +247,8 @@ class _SendRequest:
     """A folder to lay over the image."""
     archive: Path | None = None
     """The archive or OCI folder of the image; None for a recipe or a .sif."""
+    far_image: str = ""
+    """Path of an image that is there already; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +258,7 @@ class _SentImage:
     home: str
     """imgkit's folder there."""
     image: str
-    """Path of the .sif in it."""
+    """Path of the .sif in it, or of an image elsewhere."""
     overlay: str = ""
     """Path of the delta over it; empty if there is none."""
     delta: Delta | None = None
@@ -239,7 +268,9 @@ class _SentImage:
 
     @property
     def image_id(self) -> str:
-        """The id of the image with its delta, which is in the name of its file."""
+        """The id of the image with its delta, which is in the name of its file; empty for others."""
+        if Path(self.image).is_absolute():
+            return ""
         return self.delta.image_id if self.delta else f"sha256:{Path(self.image).name.partition('-')[0]}"
 
     def over(self, job: Job) -> Job:
@@ -268,8 +299,10 @@ def _bring(request: _SendRequest, far: Connection, program: str, report: Reporte
     from imgkit_builder.remote import store
     from imgkit_builder.sif import image
 
-    name = ""
-    if request.archive:
+    name = image_id = ""
+    if request.far_image:
+        pass
+    elif request.archive:
         name = _converted_archive(request, request.archive, far.remote.name, report)
         image_id = f"sha256:{name.partition('-')[0]}"
     elif request.recipe:
@@ -284,7 +317,8 @@ def _bring(request: _SendRequest, far: Connection, program: str, report: Reporte
             raise UsageError(
                 "imgkit did not make this .sif",
                 where=str(request.sif),
-                hint="imgkit sif makes one of an archive or image",
+                hint="imgkit sif makes one of an archive or image; or copy this one to the remote, then: "
+                "imgkit run RECIPE --image /PATH",
             )
         image_id, name = record.image_id, image.store_name(record)
     report.stage(f"look at {far.remote.name}")
@@ -295,7 +329,10 @@ def _bring(request: _SendRequest, far: Connection, program: str, report: Reporte
             where="--on",
             hint=f"imgkit remote check {far.remote.name}",
         )
-    sent = _image(request, far, there, image_id, name, report)
+    if request.far_image:
+        sent = _SentImage(home=there.home, image=request.far_image)
+    else:
+        sent = _image(request, far, there, image_id, name, report)
     if request.code is None:
         return sent
     files = _code(request, request.code, far, there, report)

@@ -49,8 +49,8 @@ class Slurm(System):
                 *(("--requeue", "--open-mode=append") if job.stop_before_s or job.outlives_nodes else ()),
             ),
             array=self.is_array(job),
-            start=line(_start(job, container.start(job, job.command))),
-            start_in_node=line(_start(job, (*_IN_NODE, *container.start(job, job.command)))),
+            start=line(_start(job, _container(job))),
+            start_in_node=line(_start(job, (*_IN_NODE, *_container(job)))),
         )
         return Script(text=text, submit=("sbatch", "--parsable"), on_stdin=True)
 
@@ -204,6 +204,14 @@ _IN_NODE = ("bash", "-c", Shell('"$task"'), "node")
 """Words that run a node agent within the function of templates/job/slurm-spares.sh.j2."""
 
 
+PODMAN_FORWARD = ("SLURM*", "IMGKIT_*", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Variables that podman passes into the container; it alone expands the stars."""
+
+
+def _container(job: Job) -> tuple[str, ...]:
+    return container.start(job, job.command, forward=PODMAN_FORWARD)
+
+
 def _start(job: Job, words: Sequence[str]) -> tuple[str, ...]:
     # srun does not read --network from the script's directives.
     network = tuple(word for word in job.recipe.system.queue.options if word.startswith("--network="))
@@ -223,7 +231,7 @@ def _typed(job: Job) -> str:
     modules = [f"module load {shlex.quote(name)}" for name in container.modules(job)]
     cpus = (f"--cpus-per-task={job.cpus}",) if job.cpus else ()
     words = (
-        _start(job, container.start(job, job.command))
+        _start(job, _container(job))
         if job.command
         else ("srun", "--nodes=1", "--ntasks=1", *cpus, "--pty", *container.shell(job))
     )

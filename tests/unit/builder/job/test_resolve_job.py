@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.job import container, quoting, submit
+from imgkit_builder.job import container, quoting, submit, systems
 from imgkit_builder.job.request import Job, Request
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems.pods import PodFlags
@@ -162,17 +162,31 @@ ELSEWHERE = {"qos": "", "account": ""}
 
 
 @pytest.mark.parametrize("flags", [(), ("--dry-run",)])
-def test_container_without_slurm_s_variables_is_refused(
+def test_docker_under_slurm_is_refused_where_podman_works(
     tmp_path: Path, flags: tuple[str, ...], call: Callable[..., tuple[int, str, str]]
 ) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text(RUNTIME.format("mn5") + PODMAN)
+    file.write_text(RUNTIME.format("mn5") + PODMAN.replace("podman-hpc", "docker"))
     words = ("submit", str(file), *flags, "-A", "a1", "--qos", "acc_debug", "--time", "5m", "--nodes", "2")
     code, out, told = call(*words, "--", "dist-hello")
     assert (code, out) == (2, "")
-    assert "mine.yaml:4: docker cannot be used on MareNostrum 5 ACC: podman-hpc does not pass slurm's" in told
-    assert "allowed: host, singularity; change system.runtime in the recipe, or give --runtime" in told
+    assert "mine.yaml:5: docker cannot be used on MareNostrum 5 ACC: containers of docker belong" in told
+    assert "kind: docker and command: podman (or podman-hpc) in the recipe" in told
     assert job(file, runtime="singularity").run_by == "singularity"
+    assert refused(runtime="docker").where == "--runtime"
+
+
+def test_podman_under_slurm_gets_the_variables_of_the_step(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(RUNTIME.format("mn5") + PODMAN + "    options: [--gpu, --ipc=private]\n")
+    made = job(file, nodes="2")
+    text = systems.named("slurm").script(made).text.replace(" \\\n    ", " ")
+    start = next(line for line in text.splitlines() if "podman-hpc" in line)
+    assert "podman-hpc run --rm --nv --gpu --ipc=private --network=host --cgroups=disabled --pull=never" in start
+    assert "--env 'SLURM*' --env 'IMGKIT_*' --env CUDA_VISIBLE_DEVICES" in start
+    assert "--ipc=host" not in start
+    assert "nofile" not in start  # Podman keeps the limits of the node
+    assert "--gpu " not in systems.named("slurm").script(job(file, gpus=0)).text
 
 
 def test_container_that_gets_the_variables_by_name_is_kept(tmp_path: Path) -> None:

@@ -1,0 +1,290 @@
+"""Images that imgkit did not build: look into one once, and bind the entry points there.
+
+The look runs the image's own Python, with the job's mounts and options, on the machine that submits. Its
+result is kept by a digest of the image, so that the next submission costs nothing. A .sif is known by its two
+ends and its size (`container.EDGES`), an image of an engine by its id.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from imgkit_builder.base import files, process
+from imgkit_builder.base.process import Finished
+from imgkit_builder.delta import source, tree
+from imgkit_builder.image import inside, smoke, wheel
+from imgkit_builder.image.inside import PythonSeen
+from imgkit_builder.job import container, quoting
+from imgkit_builder.job.request import BoundEntryPoints, Job
+from imgkit_builder.oci.manifest import MANIFEST_JSON
+from imgkit_builder.oci.platform import kernel_names
+from imgkit_builder.sif import image
+from imgkit_builder.sif.image import SifImage
+from imgkit_entrypoints import __version__, json_text, system
+from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
+
+Runner = Callable[[Sequence[str]], Finished]
+"""Runs a command where the job is submitted, to its end; exit code 127 where a program is missing."""
+
+_CHOOSE = "choose one: --python PATH of the image, or --activate 'COMMAND' that puts one on PATH"
+_CHOOSE_OTHER = _CHOOSE.replace("one", "another", 1)
+
+
+def is_foreign(job: Job) -> bool:
+    """Whether `bind` looks into the image: one that is here, and that imgkit did not build by its record.
+
+    Raises
+    ------
+    UsageError : the image cannot be used, or the flags for such an image mean nothing in this job.
+    """
+    chosen = _chosen(job)
+    if job.run_by == "docker":
+        return bool(chosen or job.request.image)
+    if job.run_by != "singularity":
+        return False
+    path = Path(job.image)
+    if path.is_dir():  # a sandbox
+        return bool(chosen) or ((path / "usr").is_dir() and not Path(f"{path}{MANIFEST_JSON}").exists())
+    if not image.is_sif(path):
+        return bool(chosen) or _is_squashfs(path)
+    sif = image.read(path)
+    if sif.encrypted:
+        raise UsageError(
+            "the .sif is encrypted: each node would need its key",
+            where=str(path),
+            hint="ask its owner for one that is not, or for the archive: imgkit sif ARCHIVE",
+        )
+    return bool(chosen) or sif.record is None or not _has_manifest(sif)
+
+
+def bind(job: Job, run: Runner | None = None) -> Job:
+    """`job`, with the entry points bound where its image has none.
+
+    An image that is not where the job is submitted is left to the checks of the submission.
+
+    Parameters
+    ----------
+    run : runs a command on the remote that takes the job; default: on this machine.
+
+    Raises
+    ------
+    UsageError : nothing in the image can run the entry points; says what imgkit found there.
+    ToolMissing : the runtime is not here.
+    """
+    if run is None and not is_foreign(job):
+        return job
+    ask, chosen = run or _here, _chosen(job)
+    digest = _digest(job, ask)
+    if not digest:
+        if chosen or run is not None:
+            where = "on the remote" if run is not None else "here"
+            raise UsageError(
+                f"{job.image} does not exist or cannot be read {where}, so imgkit cannot look into it",
+                where="--image",
+                hint="the absolute path of an image there"
+                if run is not None
+                else "submit where the image is",
+            )
+        return job
+    # What only the nodes have cannot be mounted here.
+    here = tuple(one for one in job.binds if os.path.lexists(one.partition(":")[0]))
+    seen = _look(job if run else dataclasses.replace(job, binds=here), digest, ask)
+    if seen.built and seen.entry_points and not chosen:
+        return job
+    _refuse(job, seen)
+    folder = f"{job.directory}/deltas/{name_of(job)}"
+    made = BoundEntryPoints(
+        version=__version__,
+        folder=quoting.check("--directory", folder),
+        python=seen.path,
+        site=seen.entry_points or seen.site,
+        activate=job.request.activate,
+        digest="" if digest == "folder" else digest,
+    )
+    return dataclasses.replace(job, bound=made)
+
+
+def members(job: Job) -> tuple[tuple[str, bytes], ...]:
+    """The files of the folder that is bound: the package, the system of the job, and a list for git."""
+    facts = system.to_json(job.recipe.system).encode()
+    # Neither git nor `--code` takes the folder for a part of the user's code.
+    return (*wheel.entrypoints_files(), (system.SYSTEM_JSON.name, facts), (".gitignore", b"*\n"))
+
+
+def name_of(job: Job) -> str:
+    """The name of that folder, which differs for other contents."""
+    digest = hashlib.sha256()
+    for name, data in members(job):
+        digest.update(f"{name} {len(data)}\n".encode() + data)
+    return f"entrypoints-{__version__}-{digest.hexdigest()[:12]}"
+
+
+def write(job: Job) -> None:
+    """Write the folder where the job looks for it, unless an earlier job has done so."""
+    if job.bound is None or Path(job.bound.folder).is_dir():
+        return
+    target = Path(job.bound.folder)
+    target.parent.mkdir(exist_ok=True)
+    made = files.temporary_name(target)
+    try:
+        for name, data in members(job):
+            (made / name).parent.mkdir(parents=True, exist_ok=True)
+            with files.create(made / name) as stream:
+                stream.write(data)
+        made.rename(target)
+    except OSError:
+        if not target.is_dir():  # another job may have made it meanwhile
+            raise
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _chosen(job: Job) -> str:
+    """The flag that chooses the Python; empty if there is none."""
+    chosen = next((f"--{name}" for name in ("python", "activate") if getattr(job.request, name)), "")
+    if chosen and job.run_by not in ("singularity", "docker"):
+        hint = "leave it out" if job.run_by == "host" else "build an image with that one as its base"
+        raise UsageError(f"{job.run_by} binds nothing into an image", where=chosen, hint=hint)
+    for flag, value in (("--python", job.request.python), ("--activate", job.request.activate)):
+        if any(ord(letter) < 32 for letter in value):
+            raise UsageError("it holds a control character", where=flag)
+    python = job.request.python
+    if python and not re.fullmatch(r"[A-Za-z0-9._+-]+|/[^:,]*", python):
+        raise UsageError(
+            f"{python!r} is not a Python of the image",
+            where="--python",
+            hint="an absolute path in the image, or a name on its PATH, without : and ,",
+        )
+    return chosen
+
+
+def _has_manifest(sif: SifImage) -> bool:
+    """Whether imgkit built the image of a .sif that it converted; True where this machine cannot read it."""
+    try:
+        return tree.content(source.mounted(sif), MANIFEST_JSON) is not None
+    except (CheckFailed, ToolMissing, UsageError):
+        return True
+
+
+def _is_squashfs(path: Path) -> bool:
+    try:
+        with files.open_regular(path) as stream:
+            return stream.read(len(image.SQUASHFS_MAGIC)) == image.SQUASHFS_MAGIC
+    except OSError:
+        return False
+
+
+def _here(argv: Sequence[str]) -> Finished:
+    try:
+        return process.run(argv, check=False)
+    except ToolMissing as error:
+        return Finished(argv=tuple(argv), returncode=127, output=error.what)
+
+
+def _digest(job: Job, run: Runner) -> str:
+    """What stands for the image's content; empty where the image is not here. A folder has only its path."""
+    if job.run_by == "docker":
+        words = (container.program(job), "image", "inspect", "--format", "{{.Id}}", job.image)
+        found = run(words)
+        last = found.output.strip().rpartition("\n")[2]  # warnings come before it
+        return last if found.returncode == 0 and re.fullmatch(r"(sha256:)?[0-9a-f]{64}", last) else ""
+    line = container.EDGES.format(bytes=container.EDGE_BYTES, image='"$1"')
+    check = f'if [ -d "$1" ]; then echo folder; elif [ -r "$1" ]; then {line}; fi'
+    said = run(("sh", "-c", check, "sh", job.image)).output.split()
+    return said[0] if said else ""
+
+
+def _look(job: Job, digest: str, run: Runner) -> PythonSeen:
+    """What the image's Python says of itself, from the cache where the same image was looked at before."""
+    argv = _argv(job)
+    key = hashlib.sha256(json.dumps([__version__, digest, *argv]).encode()).hexdigest()
+    kept = files.cache_dir() / "looks" / f"{key}.json"
+    if digest != "folder" and (known := _kept(kept)):
+        return known
+    finished = run(argv)
+    seen = inside.parse_python(finished.output)
+    if seen is None:
+        raise _no_python(job, finished)
+    if digest != "folder":
+        files.write_cache(kept, json.dumps(dataclasses.asdict(seen)))
+    return seen
+
+
+def _kept(file: Path) -> PythonSeen | None:
+    try:
+        if files.foreign(file):
+            return None
+        found: PythonSeen = json_text.read(PythonSeen, json_text.load(file), "it", closed=True)
+    except (OSError, ValueError, TypeError):
+        return None
+    return found
+
+
+def _argv(job: Job) -> tuple[str, ...]:
+    """The command that looks into the image as the job will start it, without its GPUs and modules apart."""
+    plain = dataclasses.replace(job, gpus=0, code=None, code_files=(), settings={}, workdir="")
+    words = container.start(plain, inside.python_argv(job.request.python))
+    modules = container.modules(job)
+    if not modules:
+        return words
+    load = " && ".join(f"module load {shlex.quote(name)}" for name in modules)
+    return ("bash", "-lc", f'{load} && exec "$@"', "bash", *words)
+
+
+def _no_python(job: Job, finished: Finished) -> UsageError | ToolMissing:
+    said = [line.strip() for line in finished.output.splitlines() if line.strip()]
+    own = ("imgkit: the command of --activate", "module load ")  # a site's modules may echo what they do
+    said = [line for line in said if not line.startswith(own)]
+    last = said[-1] if said else f"exit code {finished.returncode}"
+    if finished.returncode == 127 and not last.startswith("no program "):
+        program = job.recipe.module_line or container.program(job)
+        return ToolMissing(
+            f"imgkit has to look into this image, which it did not build, but {program!r} fails here: {last}",
+            where=job.image,
+            hint="submit on a login node of the system",
+        )
+    if job.request.activate and not last.startswith("no program "):
+        return UsageError(
+            f"the command fails in {job.image}: {last}",
+            where="--activate",
+            hint=f"try it there: {container.program(job)} exec {job.image} bash",
+        )
+    arch = image.read(Path(job.image)).arch if image.is_sif(Path(job.image)) else ""
+    if arch and platform.machine() not in kernel_names(arch):
+        return UsageError(
+            f"the image is for {arch}, and this machine cannot run it to look for its Python: {last}",
+            where=job.image,
+            hint=f"submit on a machine of {arch}, for example from a node of the job",
+        )
+    return UsageError(
+        f"imgkit did not build this image and found no Python in it: {last}", where=job.image, hint=_CHOOSE
+    )
+
+
+def _refuse(job: Job, seen: PythonSeen) -> None:
+    """Raise UsageError for a Python that cannot run the entry points."""
+    least = ".".join(map(str, smoke.FLOOR))
+    about = f"the Python of this image, {seen.path or 'without a path'}, is {seen.version}"
+    if tuple(int(part) for part in seen.version.split(".")[:2]) < smoke.FLOOR:
+        raise UsageError(
+            f"{about}; the entry points need Python {least}", where=job.image, hint=_CHOOSE_OTHER
+        )
+    if not seen.torch:
+        raise UsageError(f"{about} and has no torch", where=job.image, hint=_CHOOSE_OTHER)
+    site = seen.entry_points or seen.site
+    if not site or not re.fullmatch(r"/[^:,\x00-\x1f]*", site) or not seen.path.startswith("/"):
+        raise UsageError(
+            f"{about} and has no folder of packages to which imgkit can bind its entry points"
+            + (f": {site!r}" if site else ""),
+            where=job.image,
+            hint=_CHOOSE_OTHER,
+        )

@@ -1,0 +1,164 @@
+"""Jobs of a real Slurm whose containers a real Podman starts, with an image that imgkit did not build."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from labkit import IMGKIT, ROOT, Cluster, Done, cluster_marks, output, until
+
+RECIPE = """\
+image: {base: "imgkit.local/standin:24.03", platform: amd64}
+system: {scheduler: slurm, runtime: {kind: docker, command: podman}, node: {gpus: 0, cpus: 2}}
+"""
+STORAGE = """\
+[storage]
+driver = "overlay"
+graphroot = "{data}"
+runroot = "{run}"
+[storage.options]
+additionalimagestores = [{stores}]
+"""
+# crun refuses machines with both versions of cgroups, and this machine may not let Podman raise limits.
+CONTAINERS = """\
+[containers]
+default_ulimits = ["nofile=1024:1024", "nproc=2000:2000"]
+[engine]
+cgroup_manager = "cgroupfs"
+events_logger = "file"
+tmp_dir = "{tmp}"
+runtime = "{runtime}"
+"""
+LOCAL = "/run/imgkit-podman"
+"""What each node has of its own: its containers. The store with the image is shared, and read only."""
+COUNT = ("dist-run", "--device", "cpu", "--nproc", "1", "--grace", "10", "save_and_resume.py")
+
+pytestmark = [*cluster_marks, pytest.mark.podman, pytest.mark.soak, pytest.mark.xdist_group("podman-slurm")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site(Cluster):
+    """A login node, two nodes, and the folder in which the jobs run."""
+
+    folder: Path
+    image: str
+
+    @property
+    def podman(self) -> dict[str, str]:
+        names = {"CONTAINERS_STORAGE_CONF": "storage.conf", "CONTAINERS_CONF": "containers.conf"}
+        return {name: str(self.folder / file) for name, file in names.items()}
+
+    def submit(self, *words: str) -> str:
+        env = {**self.podman, **{f"XDG_{name}_HOME": str(self.state / name) for name in ("STATE", "CACHE")}}
+        job = ("submit", "site.yaml", "--image", self.image, "--nodes", "2", "--time", "15m", *words)
+        done: Done = self("exec", "login", "--cwd", self.folder, "--", *IMGKIT, *job, env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def told(self, job: str) -> str:
+        file = self.folder / f"site-{job}.out"
+        return file.read_text() if file.exists() else ""
+
+    def until(self, condition: Callable[[], bool], job: str) -> None:
+        until(condition, told=lambda: self.told(job))
+
+    def ended(self, job: str) -> str:
+        self.until(lambda: not self("squeue", "--noheader", f"--jobs={job}").stdout.strip(), job)
+        return self.told(job)
+
+    def processes(self) -> list[str]:
+        return [
+            row for row in self.ps("args", "node1", "node2") if re.search("imgkit_entry|conmon|podman ", row)
+        ]
+
+
+@pytest.fixture(scope="module")
+def site(standin: str) -> Iterator[Site]:
+    if os.geteuid() != 0 or shutil.which("crun") is None:
+        pytest.skip("Podman on virtual nodes needs root and crun: apt-get install crun")
+    made = Site(
+        state=Path(f"/tmp/imgkit-podman-slurm-{os.getpid()}"),
+        folder=Path(f"/tmp/imgkit-podman-jobs-{os.getpid()}"),
+        image=standin,
+    )
+    store = made.folder / "store"
+    made.folder.mkdir(mode=0o755)
+    try:
+        _configure(made.folder, data=store, run=made.folder / "run", stores="", runtime="runc")
+        load = 'docker save "$1" | podman load'
+        output("bash", "-o", "pipefail", "-c", load, "bash", standin, env=made.podman)
+        _configure(made.folder, data=f"{LOCAL}/data", run=f"{LOCAL}/run", stores=f'"{store}"', runtime="crun")
+        (made.folder / "site.yaml").write_text(RECIPE)
+        shutil.copy(ROOT / "examples/save_and_resume.py", made.folder)
+        made.up(2)
+        for node in ("login", "node1", "node2"):
+            assert (
+                made("exec", node, "--", "mount", "-t", "cgroup2", "none", "/sys/fs/cgroup").returncode == 0
+            )
+        yield made
+    finally:
+        made.down()
+        shutil.rmtree(made.folder)
+
+
+def _configure(folder: Path, *, data: object, run: object, stores: str, runtime: str) -> None:
+    (folder / "storage.conf").write_text(STORAGE.format(data=data, run=run, stores=stores))
+    (folder / "containers.conf").write_text(CONTAINERS.format(tmp=f"{run}/tmp", runtime=runtime))
+
+
+def test_job_in_podman_is_stopped_and_resumes(site: Site) -> None:
+    job = site.submit("--", *COUNT, "60")
+    site.until(lambda: "starts at 0" in site.told(job), job)
+    assert list((site.folder / f"runs/site-{job}").glob(".imgkit-secret*"))
+    site("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@120 does
+    site.until(lambda: "requeued" in site.told(job), job)
+    saved = re.search(r"state saved \(\S+ (\d+)\): requeued", site.told(job))
+    assert saved, site.told(job)
+    site.start_again(job)
+    told = site.ended(job)
+    assert f"starts at {saved[1]}\n" in told
+    assert "finished at 60" in told, told
+    assert "no secret is set" not in told
+    until(lambda: not site.processes(), told=lambda: str(site.processes()))
+
+
+@pytest.mark.parametrize("how", ["cancel", "kill"])
+def test_container_ends_with_its_job(site: Site, how: str) -> None:
+    job = site.submit("--", *COUNT, "6000")
+    site.until(lambda: "starts at 0" in site.told(job), job)
+    if how == "cancel":
+        site("scancel", job)
+    else:  # a node agent, in its container
+        site("exec", "node2", "--", "pkill", "-KILL", "-f", "imgkit_entrypoints dist-run")
+    told = site.ended(job)
+    assert "finished" not in told
+    until(lambda: not site.processes(), told=lambda: str(site.processes()))
+
+
+def test_container_stays_in_the_cgroup_that_slurm_ends(site: Site) -> None:
+    # A cgroup as that of a step with Slurm's proctrack/cgroup, which needs systemd.
+    options = "--network=host --ipc=host --cgroups=disabled --pull=never"
+    script = f"""
+        step=/sys/fs/cgroup/step; mkdir "$step"
+        (echo "$BASHPID" > "$step/cgroup.procs"; exec podman run --rm {options} {site.image} sleep 777) &
+        until pgrep -x sleep > /dev/null; do sleep 0.1; done
+        pgrep -x conmon; pgrep -x sleep; echo are in; cat "$step/cgroup.procs"
+        echo 1 > "$step/cgroup.kill"; wait; while pgrep -x sleep; do sleep 0.1; done; rmdir "$step"
+    """
+    done = site("exec", "node1", "--", "bash", "-c", script, env=site.podman)
+    assert done.returncode == 0, done.stderr
+    own, within = (set(part.split()) for part in done.stdout.split("are in"))
+    assert own < within
+
+
+def test_image_that_no_node_has_is_not_pulled(site: Site) -> None:
+    env = {**site.podman, "XDG_STATE_HOME": str(site.state / "STATE")}
+    words = ("submit", "site.yaml", "--image", "imgkit.local/none:1", "--time", "5m", "--", "dist-hello")
+    done = site("exec", "login", "--cwd", site.folder, "--", *IMGKIT, *words, env=env)
+    assert done.returncode == 0, done.stderr
+    assert "imgkit.local/none:1" in site.ended(done.stdout.strip())

@@ -1,0 +1,251 @@
+"""Images that imgkit did not build: what a look decides, with a fake runtime that answers in its place."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_sif
+
+from imgkit_builder.base.process import Finished
+from imgkit_builder.image import inside
+from imgkit_builder.job import bound, container, submit, systems
+from imgkit_builder.job.request import Job, Request
+from imgkit_builder.job.resolve import resolve
+from imgkit_builder.recipe.targets import find
+from imgkit_entrypoints import __version__, system
+from imgkit_entrypoints.errors import ToolMissing, UsageError
+
+DIGEST = "0123456789abcdef" * 4
+SEEN = {
+    "version": "3.11.2",
+    "path": "/opt/venv/bin/python",
+    "machine": "x86_64",
+    "site": "/opt/venv/lib/python3.11/site-packages",
+    "torch": "2.5.1",
+    "entry_points": "",
+    "built": False,
+}
+HELLO = Request(command=("dist-hello",), image="/site.sif", account="a", qos="acc_debug", time="5m")
+
+
+def job(folder: Path, **given: Any) -> Job:
+    return resolve(find("mn5"), dataclasses.replace(HELLO, directory=folder, **given))
+
+
+def fake(text: str = "", code: int = 0, *, digest: str = DIGEST, **seen: Any) -> bound.Runner:
+    """A fake of the shell and the runtime: the image has `digest`, and its Python sees `seen`."""
+
+    def run(argv: Sequence[str]) -> Finished:
+        if argv[0] == "sh":
+            return Finished(argv=tuple(argv), returncode=0, output=f"{digest}  -\n" if digest else "")
+        said = f"IMGKIT-PYTHON {json.dumps({**SEEN, **seen})}\n"
+        return Finished(argv=tuple(argv), returncode=code, output=text or f"INFO: hello\n{said}bye\n")
+
+    return run
+
+
+def bind(folder: Path, run: bound.Runner, **given: Any) -> Job:
+    return bound.bind(job(folder, **given), run)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_entry_points_are_bound_and_started_by_the_image_s_python(tmp_path: Path) -> None:
+    made = bind(tmp_path, fake(), env=("A=b",))
+    folder = f"{tmp_path}/deltas/{bound.name_of(made)}"
+    words = container.start(made, made.command)
+    assert f"{folder}/imgkit_entrypoints:{SEEN['site']}/imgkit_entrypoints:ro" in words
+    assert f"{folder}/system.json:/opt/imgkit/system.json:ro" in words
+    assert words[-8:] == (
+        *("/site.sif", "env", "A=b", SEEN["path"], "-I", "-m", "imgkit_entrypoints", "dist-hello"),
+    )
+    assert made.bound
+    assert made.bound.version == __version__
+
+
+def test_folder_holds_the_package_and_the_system(tmp_path: Path) -> None:
+    made = bind(tmp_path, fake())
+    bound.write(made)
+    assert made.bound
+    folder = Path(made.bound.folder)
+    assert system.from_json((folder / "system.json").read_text()) == made.recipe.system
+    assert (folder / "imgkit_entrypoints/__main__.py").is_file()
+    assert (folder / ".gitignore").read_text() == "*\n"  # neither git nor --code takes it for the user's code
+    before = folder.stat().st_mtime_ns
+    bound.write(made)
+    assert folder.stat().st_mtime_ns == before
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_image_is_looked_at_once(tmp_path: Path) -> None:
+    bind(tmp_path, fake())
+    assert bind(tmp_path, fake("no answer any more")).bound
+    with pytest.raises(UsageError, match="no answer any more"):
+        bind(tmp_path, fake("no answer any more", digest="f" * 64))
+
+
+def test_image_that_has_entry_points_is_left_alone(tmp_path: Path) -> None:
+    assert bind(tmp_path, fake(built=True, entry_points="/usr/lib/python3/dist-packages")).bound is None
+
+
+def test_chosen_python_of_imgkit_s_own_image_is_bound_over_it(tmp_path: Path) -> None:
+    made = bind(tmp_path, fake(built=True, entry_points="/opt/x"), python="/opt/x/bin/python")
+    assert made.bound
+    assert made.bound.site == "/opt/x"
+
+
+@pytest.mark.parametrize(
+    ("run", "given", "what"),
+    [
+        (fake(version="3.9.18"), {}, "/opt/venv/bin/python, is 3.9.18; the entry points need Python 3.10"),
+        (fake(version="2.7.5", site=""), {}, "is 2.7.5; the entry points need"),
+        (fake(torch=""), {}, "is 3.11.2 and has no torch"),
+        (fake(site=""), {}, "has no folder of packages"),
+        (fake(site="/opt/a:b"), {}, "has no folder of packages"),
+        (fake("no program python3\n", 127), {}, "found no Python in it: no program python3"),
+        (fake("FATAL: no such option\n", 255), {}, "found no Python in it: FATAL: no such option"),
+        (
+            fake("a\nno such env\n", 3),
+            {"activate": "source x"},
+            "the command fails in /site.sif: no such env",
+        ),
+        (fake(digest=""), {}, "/site.sif does not exist or cannot be read on the remote"),
+        (fake(), {"python": "bin/python"}, "'bin/python' is not a Python of the image"),
+        (fake(), {"python": "/a:b"}, "is not a Python of the image"),
+        (fake(), {"activate": "a\nb"}, "holds a control character"),
+        (fake(), {"python": "/x", "runtime": "host", "image": ""}, "host binds nothing into an image"),
+    ],
+)
+def test_image_that_cannot_run_the_entry_points_is_refused(
+    tmp_path: Path, run: bound.Runner, given: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(what)):
+        bind(tmp_path, run, **given)
+
+
+def test_missing_runtime_names_its_module(tmp_path: Path) -> None:
+    with pytest.raises(ToolMissing, match="'module load singularity' fails here: bash: singularity: command"):
+        bind(tmp_path, fake("bash: singularity: command not found\n", 127))
+
+
+def test_encrypted_sif_is_refused(tmp_path: Path) -> None:
+    path = small_sif.write(tmp_path / "secret.sif", covered=False)
+    data = path.read_bytes()
+    plain, encrypted = (kind.to_bytes(4, "little") + (2).to_bytes(4, "little") for kind in (1, 5))
+    assert data.count(plain + b"02") == 1
+    path.write_bytes(data.replace(plain + b"02", encrypted + b"02"))
+    with pytest.raises(UsageError, match="the \\.sif is encrypted"):
+        bound.bind(job(tmp_path, image=str(path)))
+
+
+def test_foreign_architecture_is_named_before_a_look(tmp_path: Path) -> None:
+    path = small_sif.write(tmp_path / "arm.sif", covered=False, arch="arm64")
+    prepared = submit.prepare("mn5", dataclasses.replace(HELLO, image=str(path), directory=tmp_path))
+    assert submit.look_into(prepared) is prepared
+    assert isinstance(prepared.job, Job)
+    with pytest.raises(UsageError, match="the image is for arm64, but the nodes are amd64"):
+        submit.before_submission(prepared.job)
+
+
+def test_sif_of_imgkit_is_not_looked_at(tmp_path: Path) -> None:
+    assert not bound.is_foreign(job(tmp_path, image=str(small_sif.write(tmp_path / "own.sif"))))
+    assert bound.is_foreign(job(tmp_path, image=str(small_sif.write(tmp_path / "b.sif", covered=False))))
+
+
+def test_digest_of_the_job_is_the_one_that_was_looked_at(tmp_path: Path) -> None:
+    image = tmp_path / "an image"
+    image.write_bytes(bytes(200_000))
+    digests: list[str] = []
+
+    def run(argv: Sequence[str]) -> Finished:
+        if argv[0] != "sh":
+            return fake()(argv)
+        done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True)
+        digests.append(done.stdout)
+        return Finished(argv=tuple(argv), returncode=0, output=done.stdout)
+
+    made = bind(tmp_path, run, image=str(image))
+    line = container.exports(made)[-1]
+    shell = ("bash", "-c", f"{line}\necho starts")
+    assert subprocess.run(shell, stdout=subprocess.PIPE, check=True).stdout == b"starts\n"
+    for change in (lambda: image.write_bytes(bytes(199_999) + b"x"), image.unlink):
+        change()
+        done = subprocess.run(shell, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert (
+            f"imgkit: {image} has changed since its job was submitted, or this node lacks it" in done.stderr
+        )
+
+
+@pytest.mark.parametrize(
+    ("activate", "output", "code"),
+    [
+        ("PATH=/x:$PATH; A=1", "1 a b\n", 0),
+        ("$WITH_CONDA", "2 a b\n", 0),
+        ("${WITH_CONDA}", "2 a b\n", 0),
+        ("echo noise; A=3", "3 a b\n", 0),
+        ("false", "", 3),
+        ("exit 7", "", 7),
+    ],
+)
+def test_activation_runs_before_the_command(
+    tmp_path: Path, activate: str, output: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = bind(tmp_path, fake(), activate=activate)
+    words = container.start(made, ("sh", "-c", 'echo "$A $1 $2"', "sh", "a", "b"))
+    monkeypatch.setenv("WITH_CONDA", "true && export A=2")
+    monkeypatch.setenv("A", "0")
+    done = subprocess.run(words[words.index("/site.sif") + 1 :], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == (output, code)
+    assert ("--activate failed with exit code 1: false" in done.stderr) == (activate == "false")
+
+
+@pytest.mark.parametrize("recipe", ["mn5", "olivia-eap"])
+def test_script_with_an_activation_passes_shellcheck(tmp_path: Path, recipe: str) -> None:
+    name = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    assert name, "shellcheck is not installed; pip install -e '.[dev]'"
+    request = dataclasses.replace(HELLO, directory=tmp_path, nodes="2", activate="$WITH_CONDA")
+    made = bound.bind(resolve(find(recipe), request), fake())
+    text = systems.named(made.system).script(made).text
+    argv = (name, "--shell=bash", "--severity=style", "--exclude=SC2016", "-")
+    done = subprocess.run(argv, input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{text}\n{done.stdout}"
+
+
+@pytest.mark.parametrize("noise", ["", "print('welcome')", "import sys; sys.stdout.write('no line end')"])
+def test_python_that_prints_at_its_start_is_understood(
+    tmp_path: Path, noise: str, run_python: Callable[[str], str]
+) -> None:
+    seen = inside.parse_python(run_python(noise))
+    assert seen
+    assert seen.path.startswith("/")
+    assert tuple(map(int, seen.version.split(".")[:2])) >= (3, 10)
+    assert not seen.built
+
+
+@pytest.fixture
+def run_python(tmp_path: Path) -> Callable[[str], str]:
+    def run(noise: str) -> str:
+        argv = inside.python_argv()
+        argv[4] = f"{noise}\n{argv[4]}"
+        return subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+    return run
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"version": 3}', "[" * 100, "null"])
+def test_answer_in_another_form_is_none(text: str) -> None:
+    assert inside.parse_python(f"IMGKIT-PYTHON {text}\n") is None
