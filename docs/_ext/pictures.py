@@ -109,7 +109,9 @@ def _terminal(target: Path, command: str, output: str) -> None:
     console = Console(record=True, width=1000, file=io.StringIO(), force_terminal=True)
     console.print(Text(f"$ {command}", style="bold"), soft_wrap=True)
     console.print(Text.from_ansi("\n".join(lines)), soft_wrap=True)
-    page = console.export_html(theme=THEME, inline_styles=True, code_format='<pre class="terminal">{code}</pre>\n')
+    page = console.export_html(
+        theme=THEME, inline_styles=True, code_format='<pre class="terminal">{code}</pre>\n'
+    )
     target.write_text(re.sub(r"[ \t]+$", "", page, flags=re.MULTILINE), encoding="utf-8")
 
 
