@@ -264,8 +264,9 @@ def _refuse_amd(job: Job) -> None:
     # A .sif that names its own system is the recipe's image, and no other.
     other = request.image if Path(request.image) != recipe.file.absolute() else ""
     evidence, place = "", ""
-    if other and job.run_by in ("docker", "kubernetes"):
-        evidence, place = bases.amd_image(other), "--image"
+    if other and job.run_by != "host":
+        name = Path(other).name if job.run_by == "singularity" else other
+        evidence, place = bases.amd_image(name), "--image"
     elif job.run_by != "host":
         evidence, place = bases.amd_image(recipe.base, recipe.base_env), recipe.where("image", "base")
     if not evidence and job.gpus:

@@ -182,7 +182,9 @@ def test_podman_under_slurm_gets_the_variables_of_the_step(tmp_path: Path) -> No
     made = job(file, nodes="2")
     text = systems.named("slurm").script(made).text.replace(" \\\n    ", " ")
     start = next(line for line in text.splitlines() if "podman-hpc" in line)
-    assert "podman-hpc run --rm --nv --gpu --ipc=private --network=host --cgroups=disabled --pull=never" in start
+    assert (
+        "podman-hpc run --rm --nv --gpu --ipc=private --network=host --cgroups=disabled --pull=never" in start
+    )
     assert "--env 'SLURM*' --env 'IMGKIT_*' --env CUDA_VISIBLE_DEVICES" in start
     assert "--ipc=host" not in start
     assert "nofile" not in start  # Podman keeps the limits of the node
@@ -375,6 +377,8 @@ def test_other_image_replaces_the_recipe_s(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text('extends: rcp\nimage: {base: "rocm/pytorch:rocm6.4"}\n')
     assert job(file, image="r.example/cuda:1", **given).image == "r.example/cuda:1"
+    assert "rocm-6.4.sif is an image for AMD" in refused(image="site/rocm-6.4.sif").what
+    assert job(image="rocm/site.sif").image == "/w/rocm/site.sif"
 
 
 def test_recipe_without_gpus_still_needs_the_choice(tmp_path: Path) -> None:
