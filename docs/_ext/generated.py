@@ -133,21 +133,24 @@ def keys_page(schema: Schema) -> str:
         _keys_table(schema, "", schema),
     ]
     for key in ("image", "system"):
+        forms = (_resolve(one, schema) for one in _forms(schema["properties"][key]))
+        node = next(form for form in forms if "properties" in form)
         parts.append(f"## {key}")
-        parts.append(_keys_table(_resolve(schema["properties"][key], schema), "", schema))
-        parts += list(_below(_resolve(schema["properties"][key], schema), key, schema))
+        parts.append(_keys_table(node, "", schema))
+        parts += list(_below(node, key, schema))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _below(node: Schema, path: str, schema: Schema) -> Iterator[str]:
-    """A section for every mapping and every list of mappings below `node`."""
+    """A section for every mapping, and every list or mapping of mappings, below `node`."""
     for name, value in node["properties"].items():
         # A list may allow a short form, a text, beside the mapping.
-        forms = (_resolve(one, schema) for one in (_forms(value["items"]) if "items" in value else (value,)))
+        inner = value.get("items") or value.get("additionalProperties") or value
+        forms = (_resolve(one, schema) for one in ((value,) if inner is value else _forms(inner)))
         item = next((form for form in forms if "properties" in form), None)
         if item is None:
             continue
-        listed = " (each item)" if "items" in value else ""
+        listed = " (each item)" if inner is not value else ""
         yield f"### {path}.{name}{listed}"
         yield str(item.get("description", "")).replace("``", "`")
         yield _keys_table(item, "", schema)
@@ -190,7 +193,9 @@ def _type(value: Schema, schema: Schema) -> str:
         kinds = ("mappings" if "properties" in form else _type(form, schema) for form in forms)
         return f"list of {' or '.join(dict.fromkeys(kinds))}"
     if kind == "object":
-        return "mapping" if "properties" in resolved else "mapping of text"
+        inner = _resolve(resolved.get("additionalProperties") or {}, schema)
+        of = "mappings" if "properties" in inner else "text"
+        return "mapping" if "properties" in resolved else f"mapping of {of}"
     names = {"string": "text", "integer": "whole number", "number": "number", "boolean": "true or false"}
     return "path" if resolved.get("format") == "path" else names[str(kind)]
 

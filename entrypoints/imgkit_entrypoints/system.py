@@ -15,6 +15,8 @@ from typing import Literal
 from imgkit_entrypoints import json_text
 
 SCHEMA = 1
+PARTITION = "SLURM_JOB_PARTITION"
+"""Variable with the one partition in which a job runs."""
 SYSTEM_JSON = Path("/opt/imgkit/system.json")
 
 HOST = "/run/imgkit/host"
@@ -82,6 +84,28 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """What the nodes of one Slurm partition have; a value that is not set is that of `node`."""
+
+    gpus: int | None = None
+    """GPUs per node."""
+    gpu_model: str = ""
+    """Model of the GPUs."""
+    cpus: int | None = None
+    """CPUs per node."""
+    cpus_per_gpu: int | None = None
+    """CPUs that the scheduler gives a job with each GPU."""
+    driver: str = ""
+    """Version of the NVIDIA driver."""
+    interfaces: tuple[str, ...] = ()
+    """Network interfaces of NCCL's sockets by their whole names; Gloo uses the first."""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 0, "gpus")
+        _at_least(self, 1, "cpus", "cpus_per_gpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fabric:
     """Network between nodes; device names and GIDs are never set here but read from sysfs at run time."""
 
@@ -93,6 +117,8 @@ class Fabric:
     """Line rate of all NICs of a node together, in 1e9 bit/s."""
     host_libs: ByRule = "none"
     """``auto``: use the host's libfabric, libcxi and aws-ofi-nccl where the image's glibc can load them."""
+    head_suffix: str = ""
+    """End of the head's host name on the fast network, if Slurm's node list lacks it, for example ``i``."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "nics", "line_rate_Gbps")
@@ -118,6 +144,10 @@ class Queue:
     """Scheduler options of the job that converts an archive to a .sif."""
     options: tuple[str, ...] = ()
     """Further scheduler options of every job, passed on unchanged, one word each."""
+    srun: tuple[str, ...] = ()
+    """Options of ``srun`` alone, which starts the command on each node: ``--cpu-bind=none``."""
+    output: Literal["joined", "separate"] = "joined"
+    """``separate``: Slurm writes a batch job's stderr to a file of its own, ``NAME-ID.err``."""
     chunk: tuple[str, ...] = ()
     """Further PBS resources of every chunk of ``select``, for example ``sales_op=blanca``."""
     client: str = ""
@@ -146,11 +176,23 @@ class SystemFacts:
     """slurm, pbs, runai, mpi, standalone, or the name of a plug-in's system."""
     runtime: Runtime = Runtime()
     node: Node = Node()
+    partitions: Mapping[str, Partition] = field(default_factory=dict)
+    """Slurm partitions whose nodes differ from `node`, by their names."""
     fabric: Fabric = Fabric()
     queue: Queue = Queue()
     transfer: Transfer = Transfer()
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables that the entry point sets unless the user does; they are never baked as ENV."""
+
+    def in_partition(self, partition: str) -> SystemFacts:
+        """These facts with the nodes of `partition`; an empty or unlisted one has those of `node`."""
+        own = self.partitions.get(partition, Partition())
+        stated = {
+            known.name: value
+            for known in dataclasses.fields(Node)
+            if (value := getattr(own, known.name)) not in (None, "")
+        }
+        return dataclasses.replace(self, node=dataclasses.replace(self.node, **stated))
 
 
 def to_json(facts: SystemFacts) -> str:

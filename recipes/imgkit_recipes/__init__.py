@@ -1,10 +1,12 @@
-"""The shipped recipes and templates, as data; this module only has their paths."""
+"""The shipped recipes, systems and templates, as data; this module only has their paths."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+SYSTEMS = FOLDER / "systems"
+"""One file for each system that recipes can name."""
 
 
 def recipe_names() -> tuple[str, ...]:

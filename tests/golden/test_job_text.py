@@ -1,7 +1,8 @@
 """What ``imgkit submit --dry-run`` prints, byte by byte, and that shellcheck has nothing to say about it.
 
 A case is two files in ``jobs/``: ``CASE.args``, the arguments of ``imgkit submit`` as a shell reads them, and
-``CASE.txt``, what is printed. After a wanted change: ``IMGKIT_UPDATE_GOLDEN=1 pytest tests/golden``.
+``CASE.txt``, what is printed; RECIPES is the folder ``recipes``. After a wanted change:
+``IMGKIT_UPDATE_GOLDEN=1 pytest tests/golden``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ def printed(case: str) -> str:
     """What ``imgkit submit --dry-run`` prints in a folder with a blank in its name."""
     from typer.testing import CliRunner
 
-    words = shlex.split((JOBS / f"{case}.args").read_text(encoding="utf-8"))
+    text = (JOBS / f"{case}.args").read_text(encoding="utf-8")
+    words = shlex.split(text.replace("RECIPES/", f"{JOBS.parent / 'recipes'}/"))
     before, dashes, command = (
         (words[: words.index("--")], ["--"], words[words.index("--") + 1 :])
         if "--" in words

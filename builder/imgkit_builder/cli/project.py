@@ -14,6 +14,7 @@ from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
+    from imgkit_builder.project.confirm import ForeignValues
     from imgkit_builder.project.origins import ValueSource
     from imgkit_builder.project.toml_file import ProjectFile
     from imgkit_builder.recipe.targets import Target
@@ -24,7 +25,7 @@ CONFIRM: str = typer.Option(
     "",
     "--confirm",
     metavar="DIGEST",
-    help="Accept the values of a new imgkit.toml, and what its recipe runs and mounts.",
+    help="Accept the values of a new imgkit.toml or of a site's system, and what they run and mount.",
 )
 
 
@@ -62,8 +63,16 @@ def confirm_values(
         return
     from imgkit_builder.project import confirm
 
+    if site := confirm.of_site(recipes):
+        _confirm(site, given)
     found = confirm.of_job(project, recipes, stated=stated)
-    if found.is_known or (project is not None and confirm.is_authors(project, recipes)):
+    if project is None or not confirm.is_authors(project, recipes):
+        _confirm(found, given)
+
+
+def _confirm(found: ForeignValues, given: str) -> None:
+    """Ask whether to use the values `found`, unless that has been answered, or `given` is their digest."""
+    if found.is_known:
         return
     # One line each, also in the hint.
     lines = [f"  {name:8} {terminal.shown(text)}" for name, text in found.shown]

@@ -45,6 +45,9 @@ def verb_list(
     bases: bool = typer.Option(
         False, "--bases", help="List what is known of NVIDIA's PyTorch images instead, for image.base."
     ),
+    of_systems: bool = typer.Option(
+        False, "--systems", help="List the systems that recipes can name, and who has proved each of them."
+    ),
     as_json: bool = RESULT_JSON,
 ) -> None:
     """List the shipped recipes.
@@ -52,11 +55,19 @@ def verb_list(
     \b
     Examples:
       imgkit list
+      imgkit list --systems
       imgkit list --json
       imgkit list --bases          (--json: with the source of each value)
     """
+    if bases and of_systems:
+        raise UsageError(
+            "--bases cannot be combined with --systems", where="--systems", hint="imgkit list --bases"
+        )
     if bases:
         _list_bases(as_json=as_json)
+        return
+    if of_systems:
+        _list_systems(as_json=as_json)
         return
     from imgkit_builder.recipe.load import load
     from imgkit_recipes import recipe_names
@@ -101,6 +112,43 @@ def _list_bases(*, as_json: bool) -> None:
     lines = [(base.tag, *(cell.value if cell else "unknown" for _, cell in base.cells())) for base in table()]
     heads = (name.replace("_", "-").upper() for name, _ in table()[0].cells())
     terminal.out(*columns([("TAG", *heads), *lines]))
+
+
+def _list_systems(*, as_json: bool) -> None:
+    """Print each system with the strongest proof of its values, or with all of them as JSON."""
+    from imgkit_builder.recipe import system_files
+    from imgkit_builder.recipe.load import load_system
+
+    systems = [load_system(name) for name in system_files.known()]
+    if as_json:
+        rows = [
+            {
+                "name": one.name,
+                "title": one.facts.title,
+                "scheduler": one.facts.scheduler,
+                "runtime": one.facts.runtime.kind,
+                "proof": {
+                    "run": one.proof.run,
+                    "rendered": one.proof.rendered,
+                    "documented": one.proof.documented,
+                },
+                "site": system_files.is_site(one.file),
+                "file": str(one.file),
+            }
+            for one in systems
+        ]
+        show({"schema": 1, "systems": rows}, as_json=True)
+        return
+    table = [
+        (
+            one.name,
+            one.facts.scheduler,
+            one.proof.short,
+            one.facts.title + (f" ({one.file})" if system_files.is_site(one.file) else ""),
+        )
+        for one in systems
+    ]
+    terminal.out(*columns(table))
 
 
 def verb_show(

@@ -43,6 +43,7 @@ def resolve(recipe: Target, request: Request) -> Job:
     UsageError : a value that the system cannot satisfy; where the recipe sets the limit, with its line.
     ToolFailed : the system is a plug-in that cannot be used.
     """
+    recipe = _in_partition(recipe, request.queue or recipe.system.queue.name)
     facts = recipe.system
     system = systems.named(facts.scheduler)
     own = system.settled(recipe, _own_flags(request, system))
@@ -98,6 +99,15 @@ def resolve(recipe: Target, request: Request) -> Job:
             request, (*_unused(recipe, request, system), *system.doubts(job), *container.doubts(job))
         ),
     )
+
+
+def _in_partition(recipe: Target, name: str) -> Target:
+    """`recipe` with the nodes of the partition `name` as those of the system."""
+    above, stated = ("system", "partitions", name), dict(recipe.positions)
+    for path, position in recipe.positions.items():
+        if path[:-1] == above:
+            stated["system", "node", path[-1]] = position
+    return dataclasses.replace(recipe, system=recipe.system.in_partition(name), positions=stated)
 
 
 def resolve_image(recipe: Target, request: ConversionJobRequest | BuildJobRequest) -> ImageJob:

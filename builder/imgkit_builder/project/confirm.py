@@ -16,7 +16,7 @@ from pathlib import Path
 from imgkit_builder.base import files, process
 from imgkit_builder.project import toml_file
 from imgkit_builder.project.toml_file import ProjectFile, ProjectValues
-from imgkit_builder.recipe import host_effects, portable, targets
+from imgkit_builder.recipe import host_effects, portable, system_files, targets
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import ToolMissing
 from imgkit_recipes import FOLDER
@@ -99,7 +99,10 @@ def is_authors(project: ProjectFile, recipes: Sequence[Target]) -> bool:
             if not target.positions:  # an image, or JSON that states no places
                 return False
             found |= {target.file, *(place.file for place in target.positions.values())}
-    return all(_is_own(file) for file in found if file.parent != FOLDER)
+    # The values of a site's systems are confirmed apart, by `of_site`.
+    return all(
+        _is_own(file) for file in found if not file.is_relative_to(FOLDER) and not system_files.is_site(file)
+    )
 
 
 def _is_own(file: Path) -> bool:
@@ -152,6 +155,23 @@ def of_job(project: ProjectFile | None, recipes: Sequence[Target], *, stated: bo
     return ForeignValues(
         file=file, toml=project.values if project else ProjectValues(), recipe=tuple(sorted(found))
     )
+
+
+def of_site(recipes: Sequence[Target]) -> ForeignValues | None:
+    """What a site's systems decide for a job; None where it has none of them.
+
+    Nobody is asked about a system that imgkit ships, nor about the user's own file.
+    """
+    stated = [place.file for target in recipes for place in target.positions.values()]
+    file = next((one for one in stated if system_files.is_site(one)), None)
+    if file is None:
+        return None
+    found = {
+        pair
+        for target in recipes
+        for pair in host_effects.reach(target.system, target.positions, of_site=True)
+    }
+    return ForeignValues(file=file, toml=ProjectValues(), recipe=tuple(sorted(found)))
 
 
 def _reach(target: Target) -> Iterator[tuple[str, str]]:

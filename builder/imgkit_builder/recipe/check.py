@@ -180,7 +180,7 @@ def _together(tree: Table, found: Collector, bad: Checked) -> None:
             _platform_list(path, node, found, bad)
         elif path == ("system", "runtime") and isinstance(node, Table):
             _runtime(path, node, found)
-        elif matches(path, ("system", ANY, ANY)) and isinstance(node, Scalar) and node.type == "integer":
+        elif path[0] == "system" and isinstance(node, Scalar) and node.type == "integer":
             _least(path, node, found, bad)
         elif matches(path, ("image", "copy", ANY, "source")) and isinstance(node, Scalar):
             _inside(path, node, found, folder_allowed=True, bad=bad)
@@ -306,7 +306,7 @@ def check_system(facts: SystemFacts, tree: Table, found: Collector) -> None:
         path = ("system", "runtime", "command")
         what = f"{facts.scheduler} starts containers by podman alone: imgkit submit refuses {runtime.command}"
         found.warn(deepest(tree, path)[0].position, path, what, "command: podman, or podman-hpc")
-    for fault in scheduler.check(facts):
+    for fault in scheduler.faults(facts):
         path = ("system", *fault.path)
         found.error(deepest(tree, path)[0].position, path, fault.what, fault.hint)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from imgkit_builder.recipe import targets
+from imgkit_builder.recipe import system_files, targets
 from imgkit_builder.recipe.model import BuildSecret, Recipe
 from imgkit_builder.recipe.problems import KeyPath, Position, Problem, key_text
 from imgkit_entrypoints.system import SystemFacts
@@ -30,7 +30,7 @@ _REACH: tuple[KeyPath, ...] = (
     ("system", "runtime"),
     ("system", "env"),
     ("system", "fabric", "host_libs"),
-    *(("system", "queue", name) for name in ("options", "chunk", "sif")),
+    *(("system", "queue", name) for name in ("options", "srun", "chunk", "sif")),
 )
 """Keys whose values choose what starts on a machine, and what of the machine that can reach."""
 
@@ -49,7 +49,11 @@ def warnings(recipe: Recipe) -> tuple[Problem, ...]:
 
 
 def reach(
-    system: SystemFacts, stated: Mapping[KeyPath, Position], secrets: Sequence[BuildSecret] = ()
+    system: SystemFacts,
+    stated: Mapping[KeyPath, Position],
+    secrets: Sequence[BuildSecret] = (),
+    *,
+    of_site: bool = False,
 ) -> Iterator[tuple[str, str]]:
     """Yield key and value of all by which a recipe chooses what starts on a machine and what that can reach.
 
@@ -57,13 +61,16 @@ def reach(
     ----------
     stated : positions of the values; those in shipped recipes are left out. Empty: nobody knows who stated
         them, and all count that are no defaults.
+    of_site : yield those of the site's systems; otherwise, those of all other files.
     """
     usual = dict(targets.values_of(SystemFacts(), ("system",)))
     for path, value in targets.values_of(system, ("system",)):
         position = _position(stated, path)
         is_shipped = position is not None and position.file.is_relative_to(FOLDER)
         is_default = path not in stated and value == usual.get(path)
-        if any(path[: len(key)] == key for key in _REACH) and not is_shipped and not is_default:
+        is_site = position is not None and system_files.is_site(position.file)
+        counts = is_site == of_site and not is_shipped and not is_default
+        if counts and any(path[: len(key)] == key for key in _REACH):
             yield key_text(path), str(value)
     for number, secret in enumerate(secrets):
         yield key_text(("image", "secrets", number)), _source(secret)
@@ -99,13 +106,15 @@ def _runtime(recipe: Recipe) -> Found:
 
 def _options(recipe: Recipe) -> Found:
     """Options of a runtime, of mpirun or of a scheduler can name programs and folders of the machine."""
-    for section, words in (
-        ("runtime", recipe.system.runtime.options),
-        ("queue", recipe.system.queue.options),
+    queue = recipe.system.queue
+    for path, words in (
+        (("runtime", "options"), recipe.system.runtime.options),
+        (("queue", "options"), queue.options),
+        (("queue", "srun"), queue.srun),
     ):
         for number, word in enumerate(words):
             if word not in _OPTIONS:
-                yield ("system", section, "options", number), f"passes the option {word} to a program here"
+                yield ("system", *path, number), f"passes the option {word} to a program here"
 
 
 def _variables(recipe: Recipe) -> Found:

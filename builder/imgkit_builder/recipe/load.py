@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder.recipe import bases, rules, systems
+from imgkit_builder.recipe import bases, rules, system_files, systems
 from imgkit_builder.recipe.check import check, check_system, normalise, walk
 from imgkit_builder.recipe.model import Image, PipStep, Recipe
 from imgkit_builder.recipe.problems import (
@@ -23,6 +23,7 @@ from imgkit_builder.recipe.problems import (
     shown,
 )
 from imgkit_builder.recipe.requirements import PYPROJECT
+from imgkit_builder.recipe.system_files import Proof
 from imgkit_builder.recipe.typecheck import Document, typecheck
 from imgkit_builder.recipe.uv_lock import UV_LOCK
 from imgkit_builder.recipe.yaml_tree import (
@@ -31,12 +32,14 @@ from imgkit_builder.recipe.yaml_tree import (
     Table,
     TableEntry,
     YamlNode,
+    children,
     deepest,
     kind,
     parse,
 )
-from imgkit_entrypoints import files
+from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.system import SystemFacts
 from imgkit_recipes import FOLDER, recipe_names, recipe_path
 
 
@@ -51,20 +54,13 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
     UsageError : there is no such recipe.
     """
     file = locate(str(ref.absolute()) if isinstance(ref, Path) else ref, Path.cwd())
-    found = Collector(shows=(file.parent.resolve(), FOLDER.resolve()))
+    found = Collector(shows=(file.parent.resolve(), FOLDER.resolve(), system_files.site_folder().resolve()))
     _check_name(file, found)
     resolved = resolve(file, found)
     if resolved.tree is None:
         raise RecipeErrors(found.errors)
     tree = normalise(_with_args(resolved.tree, build_args), found)
-    document = typecheck(tree, check(tree, found), found, whole=resolved.whole)
-    if document is not None and systems.is_known(document.system.scheduler):
-        check_system(document.system, tree, found)
-    if document is not None:
-        for path, (what, hint) in bases.doubts(document.image, document.system):
-            found.warn(deepest(tree, path)[0].position, path, what, hint)
-    if document is None or found.errors:
-        raise RecipeErrors(sorted(found.errors, key=lambda problem: _order(problem, file)))
+    document = _checked(tree, found, file, whole=resolved.whole)
     positions = {path: node.position for path, node, _ in walk(tree)}
     image = _absolute(document.image, positions)
     description = document.description.strip()
@@ -79,6 +75,51 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
         sources=dict(found.digests),
         warnings=tuple(found.warnings),
     )
+
+
+def _checked(tree: Table, found: Collector, file: Path, *, whole: bool) -> Document:
+    """The values of `tree`, which `file` begins. Raises RecipeErrors with everything that `found` holds."""
+    document = typecheck(tree, check(tree, found), found, whole=whole)
+    if document is not None and systems.is_known(document.system.scheduler):
+        check_system(document.system, tree, found)
+    if document is not None:
+        for path, (what, hint) in bases.doubts(document.image, document.system):
+            found.warn(deepest(tree, path)[0].position, path, what, hint)
+    if document is None or found.errors:
+        raise RecipeErrors(sorted(found.errors, key=lambda problem: _order(problem, file)))
+    return document
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownSystem:
+    """A system that recipes can name."""
+
+    name: str
+    file: Path
+    facts: SystemFacts
+    proof: Proof
+
+
+def load_system(name: str) -> KnownSystem:
+    """Load the known system `name` alone.
+
+    Raises
+    ------
+    RecipeErrors : its file has problems; lists all of them.
+    UsageError : there is no such system, or others can write its file.
+    """
+    file = system_files.locate(name, Path.cwd() / "recipe")
+    found = Collector(shows=(FOLDER.resolve(), file.parent.resolve()))
+    tree, proof = _system(file, [], found)
+    if tree is None:
+        raise RecipeErrors(found.errors)
+    # Any image will do: the rules are those of a recipe.
+    base = Scalar(position=tree.position, text="scratch:none")
+    image = Table(position=tree.position, entries={"base": TableEntry(key=tree.position, value=base)})
+    parts = {"image": image, "system": tree}
+    entries = {key: TableEntry(key=tree.position, value=part) for key, part in parts.items()}
+    document = _checked(Table(position=tree.position, entries=entries), found, file, whole=True)
+    return KnownSystem(name=name, file=file, facts=document.system, proof=proof)
 
 
 def _with_args(tree: Table, build_args: Sequence[str]) -> Table:
@@ -232,6 +273,9 @@ def locate(ref: str, folder: Path) -> Path:
 def _shipped(name: str) -> Path:
     if name in recipe_names():
         return recipe_path(name)
+    if name in system_files.known():
+        hint = f"write a recipe of two lines: `image: {{base: NAME:TAG}}` and `system: {name}`"
+        raise UsageError(f"{name} is a system, not a recipe", hint=hint)
     if not name:
         raise UsageError("the recipe's name is empty", hint=choices("", recipe_names()))
     beside = f"; for the file {name}.yaml write ./{name}.yaml" if Path(f"{name}.yaml").is_file() else ""
@@ -240,7 +284,7 @@ def _shipped(name: str) -> Path:
 
 def resolve(file: Path, found: Collector) -> Resolved:
     """Read `file` and what it extends, and merge them; problems go to `found`."""
-    chain: list[Table] = []
+    chain: list[tuple[Table, bool]] = []
     files = [file.resolve()]
     whole = True
     current: Path | None = file
@@ -250,17 +294,107 @@ def resolve(file: Path, found: Collector) -> Resolved:
             whole = False
             break
         parent = tree.entries.get("extends")
-        chain.append(_without(tree, "extends"))
+        _refuse_system_file(tree, found)
+        own, names_system, complete = _with_system(_without(tree, "extends"), current, found)
+        whole = whole and complete
+        chain.append((own, names_system))
         if parent is None:
             break
         current = _parent(parent.value, current.parent, files, found)
-        whole = current is not None
+        whole = whole and current is not None
     if not chain:
         return Resolved(tree=None, whole=False)
-    merged = chain.pop()
+    merged, _ = chain.pop()
     while chain:
-        merged = _merge_tables(merged, chain.pop(), ())
+        own, names_system = chain.pop()
+        merged = _merge_tables(_without(merged, "system") if names_system else merged, own, ())
     return Resolved(tree=merged, whole=whole)
+
+
+def _refuse_system_file(tree: Table, found: Collector) -> None:
+    """Report a file that describes a system where a recipe is expected."""
+    keys = {known.name for known in dataclasses.fields(SystemFacts)} - {"env"}
+    if "image" not in tree.entries and "system" not in tree.entries and keys & set(tree.entries):
+        hint = f"a recipe names it: `image: {{base: NAME:TAG}}` and `system: ./{tree.position.file.name}`"
+        found.error(tree.position, (), "it describes a system, not a recipe", hint)
+        raise RecipeErrors(found.errors)
+
+
+def _with_system(tree: Table, file: Path, found: Collector) -> tuple[Table, bool, bool]:
+    """`tree` with the system that ``system: NAME`` or ``system: {extends: NAME}`` names in its place.
+
+    The second value says whether it names one, which then replaces that of a recipe which `tree` extends;
+    the third whether that system could be read.
+    """
+    stated = tree.entries.get("system")
+    if stated is None:
+        return tree, False, True
+    ref = stated.value
+    own = Table(position=ref.position, entries={})
+    if isinstance(ref, Scalar) and ref.type == "nothing":
+        return tree, False, True
+    if isinstance(ref, Table):
+        if "extends" not in ref.entries:
+            return tree, False, True
+        own, ref = _without(ref, "extends"), ref.entries["extends"].value
+    base = _named_system(ref, file, ("system",), [], found)
+    if base is None:
+        return _without(tree, "system"), True, False
+    entry = TableEntry(key=stated.key, value=_merge_tables(base, own, ("system",)))
+    return Table(position=tree.position, entries={**tree.entries, "system": entry}), True, True
+
+
+def _named_system(
+    ref: YamlNode, stated_in: Path, path: KeyPath, files: list[Path], found: Collector
+) -> Table | None:
+    """The system that `ref` in the file `stated_in` names; None after a problem."""
+    if not isinstance(ref, Scalar) or ref.type != "text":
+        hint = "write system: NAME, or keys below it; imgkit list --systems shows the names"
+        found.error(ref.position, path, f"must be the name or path of one system, not {kind(ref)}", hint)
+        return None
+    try:
+        file = system_files.locate(ref.text, stated_in)
+    except UsageError as error:
+        where = f"{error.where}: " if error.where else ""
+        # The hint names files that are there.
+        may_show = not system_files.is_path(ref.text) or found.may_show(stated_in.parent / ref.text)
+        found.error(ref.position, path, f"{where}{error.what}", (error.hint if may_show else "") or "")
+        return None
+    seen = file.resolve()
+    if seen in files:
+        cycle = " -> ".join(step.name for step in (*files[files.index(seen) :], seen))
+        found.error(ref.position, path, f"is circular: {cycle}", "remove one `extends`")
+        return None
+    return _system(file, files, found)[0]
+
+
+def _system(file: Path, files: list[Path], found: Collector) -> tuple[Table | None, Proof]:
+    """The values of the system `file`, over those that it extends, and the proof that it states."""
+    tree = parse(file, found)
+    if tree is None:
+        return None, Proof()
+    if image := tree.entries.get("image") or tree.entries.get("system"):
+        found.error(image.key, (), "a system has no image", "write its keys without `system:` above them")
+        return None, Proof()
+    stated = tree.entries.get("proof")
+    proof = _proof(stated.value, found) if stated else Proof()
+    own, parent = _without(_without(tree, "proof"), "extends"), tree.entries.get("extends")
+    if parent is None:
+        return own, proof
+    above = _named_system(parent.value, file, ("extends",), [*files, file.resolve()], found)
+    return (None if above is None else _merge_tables(above, own, ("system",))), proof
+
+
+def _proof(node: YamlNode, found: Collector) -> Proof:
+    texts = {key: child.text if isinstance(child, Scalar) else None for key, child in children(node)}
+    made, faults = json_text.checked(Proof, texts, closed=True)
+    unseen = any(True for text in texts.values() for _ in rules.printable(text or ""))
+    if faults or unseen or not isinstance(node, Table):
+        hint = "write one line of text for documented, rendered or run"
+        found.error(node.position, ("proof",), "does not say who has found the values to be right", hint)
+        return Proof()
+    proved: Proof = made
+    return proved
 
 
 def _parent(ref: YamlNode, folder: Path, files: list[Path], found: Collector) -> Path | None:

@@ -20,6 +20,8 @@ YAML_NAMES = {"platforms": "platform"}
 """Fields of the model whose name differs in YAML, where a single value may replace a list."""
 
 
+SYSTEMS = "systems"
+"""Folder of files that describe systems, in imgkit and at a site."""
 _SHOWN = 75
 """Characters of the recipe's line that a problem shows before and after its place."""
 
@@ -137,7 +139,12 @@ def place(positions: Mapping[KeyPath, Position], path: KeyPath, file: Path) -> s
         path = path[:-1]
     found = positions.get(path)
     # A name may have a line break, and this is a comment in files that imgkit renders.
-    return terminal.shown(f"{found.file.name}:{found.line}" if found else file.name)
+    return terminal.shown(f"{label(found.file)}:{found.line}" if found else file.name)
+
+
+def label(file: Path) -> str:
+    """Name of `file` for comments and tables; a system may have the name of a recipe."""
+    return f"{SYSTEMS}/{file.name}" if file.parent.name == SYSTEMS else file.name
 
 
 def key_text(path: KeyPath) -> str:

@@ -367,6 +367,33 @@ def host(text: str) -> Iterator[Fault]:
         yield f"{text!r} is not a host", "write HOST or USER@HOST; the folder belongs in `directory`"
 
 
+def srun_option(text: str) -> Iterator[Fault]:
+    """An option of srun that leaves the number of its tasks alone."""
+    if not text.strip():
+        yield "is empty", "remove it"
+    elif re.match(r"--(?:nodes|ntasks|ntasks-per-node|kill-on-bad-exit|wait|no-kill)\b|-[nNKkW]", text):
+        yield f"imgkit decides {text.partition('=')[0]} itself", "remove it; --nodes of a job sets its nodes"
+
+
+def partition_name(text: str) -> Iterator[Fault]:
+    """The name of one Slurm partition."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", text):
+        yield f"{text!r} is not the name of a partition", "write one name as sinfo prints it, without *"
+
+
+def interface(text: str) -> Iterator[Fault]:
+    """The whole name of a network interface, as ``ip link`` prints it."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,14}", text):
+        hint = "write one whole name as ip link prints it, such as ib0, without = ^ and commas"
+        yield f"{text!r} is not the name of an interface", hint
+
+
+def host_suffix(text: str) -> Iterator[Fault]:
+    """What can follow the first part of a host name."""
+    if not re.fullmatch(r"[A-Za-z0-9.-]*", text):
+        yield f"{text!r} cannot end a host name", "allowed: letters, digits, - and ."
+
+
 def not_empty(text: str) -> Iterator[Fault]:
     """Any text that is not empty."""
     if not text.strip():
@@ -415,7 +442,10 @@ TEXT_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("system", "queue", "limits", ANY), walltime),
     (("system", "queue", "options", ANY), not_empty),
     (("system", "queue", "sif", ANY), not_empty),
+    (("system", "queue", "srun", ANY), srun_option),
     (("system", "queue", "chunk", ANY), word),
+    (("system", "partitions", ANY, "interfaces", ANY), interface),
+    (("system", "fabric", "head_suffix"), host_suffix),
     (("system", "transfer", "host"), host),
 )
 
@@ -425,6 +455,7 @@ KEY_RULES: tuple[tuple[tuple[str, ...], Rule], ...] = (
     (("image", "args", ANY), pip_env_name),
     (("image", "labels", ANY), label_name),
     (("system", "env", ANY), env_name),
+    (("system", "partitions", ANY), partition_name),
 )
 
 

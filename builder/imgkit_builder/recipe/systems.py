@@ -8,6 +8,7 @@ is the word. Nothing looks for plug-ins unless a recipe's word is not a shipped 
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -57,10 +58,26 @@ class Registration:
     """
     check: Callable[[SystemFacts], Iterable[SystemFault]] = _no_faults
     """Everything in a recipe's system section that the scheduler cannot work with."""
+    keys: tuple[str, ...] = ()
+    """Those of `SPECIAL` that the scheduler obeys."""
+
+    def faults(self, facts: SystemFacts) -> Iterator[SystemFault]:
+        """What `check` finds, and keys with a value that the scheduler would ignore."""
+        usual = SystemFacts()
+        for key in SPECIAL:
+            path = tuple(key.split("."))
+            if key not in self.keys and operator.attrgetter(key)(facts) != operator.attrgetter(key)(usual):
+                what = f"is not used by {facts.scheduler}"
+                yield SystemFault(path=path, what=what, hint="remove it: only Slurm's jobs obey it")
+        yield from self.check(facts)
+
+
+SPECIAL = ("partitions", "fabric.head_suffix", "queue.srun", "queue.output")
+"""Keys below ``system`` that are for some schedulers only."""
 
 
 SHIPPED: Mapping[str, Registration] = {
-    "slurm": Registration(runtimes=("singularity", "docker", "host"), by_podman=True),
+    "slurm": Registration(runtimes=("singularity", "docker", "host"), by_podman=True, keys=SPECIAL),
     "pbs": Registration(aliases=("torque",), runtimes=("singularity", "docker", "host")),
     "runai": Registration(runtimes=("kubernetes",), check=_unknown_versions),
     "mpi": Registration(aliases=("openmpi", "mpirun"), runtimes=("docker", "singularity", "host")),

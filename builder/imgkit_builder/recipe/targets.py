@@ -229,7 +229,7 @@ def checked(target: Target) -> Target:
     if not faults:
         faults += [
             (key_text(("system", *fault.path)), fault.what, fault.hint)
-            for fault in registry.registration(target.system.scheduler).check(target.system)
+            for fault in registry.registration(target.system.scheduler).faults(target.system)
         ]
     if faults:
         texts = [f"{key}: {what}; {hint}" if hint else f"{key}: {what}" for key, what, hint in faults]
@@ -328,7 +328,7 @@ def _plain(value: str | int | None) -> str:
 
 
 def _place(row: Mapping[str, Any]) -> str:
-    return "default" if row["default"] else f"{Path(row['file']).name}:{row['line']}"
+    return "default" if row["default"] else f"{problems.label(Path(row['file']))}:{row['line']}"
 
 
 def described_json(recipe: Recipe) -> str:

@@ -25,7 +25,7 @@ from imgkit_builder.recipe.problems import (
     key_text,
     nearest,
 )
-from imgkit_builder.recipe.rules import JOB_FIELDS, PLATFORMS
+from imgkit_builder.recipe.rules import ANY, JOB_FIELDS, PLATFORMS, matches
 from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, YamlNode, deepest, kind
 from imgkit_entrypoints import json_text, system
 from imgkit_entrypoints.json_text import Fault
@@ -226,12 +226,12 @@ def _key_hint(path: KeyPath) -> str:
 def _fields(path: KeyPath) -> tuple[str, ...]:
     """Keys that YAML allows at `path`."""
     wanted = tuple(part for part in path if not isinstance(part, int))
-    names = tuple(YAML_NAMES.get(place[-1], place[-1]) for place in places() if place[:-1] == wanted)
-    return (*names, "extends") if not path else names
+    names = tuple(YAML_NAMES.get(place[-1], place[-1]) for place in places() if matches(wanted, place[:-1]))
+    return (*names, "extends") if path in ((), ("system",)) else names
 
 
 def places() -> list[tuple[str, ...]]:
-    """Every key of a recipe as a path without indices, read from the dataclasses."""
+    """Every key of a recipe as a path without indices, read from the dataclasses; `ANY`: any name."""
 
     def below(owner: Any, path: tuple[str, ...]) -> list[tuple[str, ...]]:
         places = []
@@ -241,7 +241,8 @@ def places() -> list[tuple[str, ...]]:
             places.append(place)
             for candidate in (hints[known.name], *typing.get_args(hints[known.name])):
                 if dataclasses.is_dataclass(candidate):
-                    places.extend(below(candidate, place))
+                    is_named = typing.get_origin(hints[known.name]) is collections.abc.Mapping
+                    places.extend(below(candidate, (*place, ANY) if is_named else place))
         return places
 
     return below(Document, ())
@@ -361,6 +362,15 @@ def _schema_as_written(schema: dict[str, Any], definitions: dict[str, Any]) -> N
     schema["properties"]["extends"] = {
         "type": "string",
         "description": "The recipe to start from: a shipped recipe's name, or a path relative to this file.",
+    }
+    schema["properties"]["system"] = {
+        "description": "The name of a system, or a path relative to this file; or keys, with `extends` for a "
+        "system to start from. It replaces that of a recipe which this one extends if it names one.",
+        "anyOf": [{"type": "string"}, {"$ref": "#/$defs/SystemFacts"}],
+    }
+    definitions["SystemFacts"]["properties"]["extends"] = {
+        "type": "string",
+        "description": "The system to start from: a name of `imgkit list --systems`, or a path.",
     }
     scheduler = definitions["SystemFacts"]["properties"]["scheduler"]
     scheduler["enum"] = list(systems.words())

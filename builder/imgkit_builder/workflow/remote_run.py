@@ -55,7 +55,14 @@ class RunPlan:
         from imgkit_builder.job.resolve import resolve
 
         request = dataclasses.replace(self.request, directory=Path(home), image=str(Path(home, image)))
-        return resolve(self.target, request)
+        job = resolve(self.target, request)
+        if job.recipe.system.queue.output == "joined":
+            return job
+        queue = dataclasses.replace(job.recipe.system.queue, output="joined")
+        system = dataclasses.replace(job.recipe.system, queue=queue)
+        recipe = dataclasses.replace(job.recipe, system=system)
+        told = f"{recipe.where('system', 'queue', 'output')}: imgkit follows one file of a remote job: joined"
+        return dataclasses.replace(job, recipe=recipe, warnings=(*job.warnings, told))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -347,7 +347,9 @@ def find_placement(request: PlacementRequest, env: Mapping[str, str]) -> Placeme
     ------
     NoPlan : there is none, or two launchers contradict each other.
     """
-    return resolve.place(request, env, facts.Reader(root=facts.root_of(env)).text)
+    system = facts.system_facts(env=env)
+    suffix = system.fabric.head_suffix if system else ""
+    return resolve.place(request, env, facts.Reader(root=facts.root_of(env)).text, head_suffix=suffix)
 
 
 def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], placement: Placement) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from imgkit_entrypoints.fabric import library_path, lint, plugin, ports, slingshot, sockets
 from imgkit_entrypoints.fabric.fabric_plan import Decision, FabricPlan, Finding, PlanDraft, draft_for
 from imgkit_entrypoints.facts import HostFacts, Interface, Port
-from imgkit_entrypoints.system import FabricKind, SystemFacts
+from imgkit_entrypoints.system import PARTITION, FabricKind, SystemFacts
 
 UNKNOWN_IMAGE = "/opt/imgkit/manifest.json states no variables of an image, so they count as set by the user"
 
@@ -35,6 +35,7 @@ def choose(
     head : address of node 0, empty if unknown; an interface in its network is preferred.
     """
     draft = draft_for(facts, system, env, nnodes=nnodes, head=head)
+    sockets.of_partition(draft, system, env.get(PARTITION, ""))
     kind, reason, asked = _kind(draft)
     library_path.decide(draft, kind)
     plugin.decide(draft, kind)

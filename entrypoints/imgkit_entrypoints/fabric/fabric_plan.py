@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from imgkit_entrypoints.facts import HostFacts
-from imgkit_entrypoints.system import FabricKind, SystemFacts
+from imgkit_entrypoints.system import PARTITION, FabricKind, SystemFacts
+
+INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 Origin = Literal["user", "recipe", "facts", "image"]
 """Who decided a value, in the order of precedence."""
@@ -102,6 +104,8 @@ class PlanDraft:
     """Address of node 0; empty if unknown."""
     nics: int | None = None
     """NICs of a node according to the recipe."""
+    partition: str = ""
+    """The Slurm partition for which the recipe states interfaces; `recipe` has them then."""
     decisions: list[Decision] = field(default_factory=list)
     chosen: dict[str, str] = field(default_factory=dict)
     unset: list[str] = field(default_factory=list)
@@ -130,10 +134,11 @@ class PlanDraft:
                     by="user",
                 )
         if variable in self.recipe and variable not in self.unset:
+            by_name = self.partition and variable in INTERFACES
             return Given(
                 value=self.recipe[variable],
-                origin="from the recipe",
-                place="the recipe's system.env",
+                origin=f"from the recipe, for {PARTITION}={self.partition}" if by_name else "from the recipe",
+                place=f"the recipe's system.{f'partitions.{self.partition}' if by_name else 'env'}",
                 by="recipe",
             )
         if of_image and variable not in self.unset and variable not in self.chosen:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
 
-from imgkit_entrypoints.fabric.fabric_plan import PlanDraft
+from imgkit_entrypoints.fabric.fabric_plan import INTERFACES, PlanDraft
 from imgkit_entrypoints.facts import HostFacts, Interface
+from imgkit_entrypoints.system import Partition, SystemFacts
 
-NCCL = "NCCL_SOCKET_IFNAME"
-GLOO = "GLOO_SOCKET_IFNAME"
+NCCL, GLOO = INTERFACES
 THREADS = ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
 _VIRTUAL = (
     "docker",
@@ -135,6 +135,16 @@ def decide(draft: PlanDraft, prefer: Sequence[str] = ()) -> Interface | None:
     draft.set(NCCL, spell([item.name], draft.facts), reason)
     draft.set(GLOO, item.name, reason)
     return item
+
+
+def of_partition(draft: PlanDraft, system: SystemFacts | None, name: str) -> None:
+    """Take the interfaces that the recipe states for the partition `name`, before those of its ``env``."""
+    own = system.partitions.get(name, Partition()).interfaces if system else ()
+    if own:
+        there = [item.name for item in draft.facts.interfaces if item.name in own]
+        one = next((name for name in own if name in there), own[0])
+        draft.recipe = {**draft.recipe, NCCL: spell(own, draft.facts), GLOO: one}
+        draft.partition = name
 
 
 def refuse_absent(draft: PlanDraft) -> None:

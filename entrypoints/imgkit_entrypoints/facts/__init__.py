@@ -149,7 +149,7 @@ def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
 
 
 def system_facts(path: Path | None = None, env: Mapping[str, str] = os.environ) -> system.SystemFacts | None:
-    """The recipe's facts in this image; None outside an image made by imgkit.
+    """The recipe's facts in this image, for the partition of this job; None outside an image made by imgkit.
 
     Raises
     ------
@@ -157,7 +157,7 @@ def system_facts(path: Path | None = None, env: Mapping[str, str] = os.environ) 
     """
     found = root_of(env) / str(system.SYSTEM_JSON).lstrip("/") if path is None else path
     try:
-        return system.from_json(files.read_text(found))
+        return system.from_json(files.read_text(found)).in_partition(env.get(system.PARTITION, ""))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:

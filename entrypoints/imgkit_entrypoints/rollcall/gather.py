@@ -450,8 +450,15 @@ def compare_software(place: Placement, callers: Mapping[int, Caller]) -> tuple[s
             "the nodes do not run the same software: " + "; ".join(differing),
             hint="start the same .sif on every node; compare: sha256sum IMAGE.sif, dist-env --json",
         )
+    workers = _groups(place, callers, "workers per node", lambda caller: str(caller.nproc))
+    if workers and place.size is not None:
+        raise NoPlan(
+            f"the nodes differ in {workers}: an attempt without one of them would have another batch",
+            where=f"--nnodes {place.size}",
+            hint="give the same --nproc to all nodes, or a fixed number of nodes",
+        )
     found = (
-        _groups(place, callers, "workers per node", lambda caller: str(caller.nproc)),
+        workers,
         _groups(place, callers, "GPU", lambda caller: caller.gpu),
     )
     return tuple(f"the nodes differ in {text}" for text in found if text)

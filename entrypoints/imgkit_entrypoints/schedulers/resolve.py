@@ -30,11 +30,17 @@ from imgkit_entrypoints.schedulers.placement import (
 )
 
 
-def place(request: PlacementRequest, env: Mapping[str, str], read: Read) -> Placement:
+def place(
+    request: PlacementRequest, env: Mapping[str, str], read: Read, *, head_suffix: str = ""
+) -> Placement:
     """Find the place of this process from flags, the environment and sometimes a file.
 
     Order: a torchrun worker is refused; the flag ``--scheduler``; complete flags (``--nnodes --node-rank
     --head``); the one launcher whose variables are set; IMGKIT_NODES; this machine alone.
+
+    Parameters
+    ----------
+    head_suffix : ends the head's name if it comes from Slurm's list of nodes (``fabric.head_suffix``).
 
     Raises
     ------
@@ -57,7 +63,19 @@ def place(request: PlacementRequest, env: Mapping[str, str], read: Read) -> Plac
         module = claimants[0] if claimants else manual if manual.claims(resolved_env) else standalone
         found = _place_by(module, request, resolved_env, read)
     _check_host(found, read)
-    return _applied(found, request, env)
+    return _applied(_on_fast_network(found, head_suffix), request, env)
+
+
+def _on_fast_network(found: Placement, suffix: str) -> Placement:
+    """`found` with the head's name on the fast network, unless somebody has named the head or the hosts."""
+    listed_by = found.source.get("hosts", "")
+    if not suffix or not found.head or listed_by not in slurm.FIELDS["hosts"]:
+        return found
+    if found.source["head"] != listed_by:
+        return found
+    name, dot, domain = found.head.partition(".")
+    source = {**found.source, "head": f"{listed_by}, with the system's fabric.head_suffix {suffix!r}"}
+    return dataclasses.replace(found, head=f"{name}{suffix}{dot}{domain}", source=source)
 
 
 def warnings(

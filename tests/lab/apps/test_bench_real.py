@@ -61,6 +61,27 @@ def test_every_collective_is_measured_and_right(standin: str, tmp_path: Path) ->
     assert not [text for text in found.fingerprint if "TOKEN" in text or "PATH" in text]
 
 
+TWO_NODES = """
+for node in 0 1; do
+    words="--nnodes 2 --node-rank $node --head 127.0.0.1 --port 29731 --nproc $((node + 1))"
+    "$@" $words > /tmp/$node 2>&1 &
+done
+wait
+cat /tmp/0
+"""
+"""A script that starts one worker on a first node and two on a second, and shows the first one's output."""
+
+
+@pytest.mark.docker
+@pytest.mark.soak
+def test_nodes_with_different_numbers_of_ranks_are_refused(standin: str, tmp_path: Path) -> None:
+    told = inside(standin, tmp_path, "bash", "-c", TWO_NODES, "bash", *BENCH, "--max", "1K").stdout
+    assert re.search(
+        r"the nodes have different numbers of ranks: 1 on \S+ \(node 0\), 2 on \S+ \(node 1\)", told
+    ), told
+    assert "--nproc 1 starts the same number on each node" in told
+
+
 # One rank needs no launcher. The collective says which memory it was given, and what was in it.
 ROTATED = """
 import os

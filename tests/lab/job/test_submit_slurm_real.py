@@ -16,6 +16,8 @@ import pytest
 from labkit import IMGKIT, LOOK, LOOKED, ROOT, SLURMS, TOKEN, Cluster, Done, output, slurm_marks, until
 
 from imgkit_builder.cli import bundle
+from imgkit_builder.recipe.load import load
+from imgkit_entrypoints import system
 from imgkit_entrypoints.launch import goodput
 
 SITE = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m")
@@ -120,6 +122,66 @@ def test_submitted_command_runs_on_two_nodes(site: Site, command: tuple[str, ...
     assert told.startswith("module load singularity\n")
     assert "no secret is set: any program" not in told
     assert re.search(result, told), told
+
+
+OWN = """\
+image: {base: "python:3.12-slim"}
+system:
+  extends: mn5
+  runtime:
+    binds: ["%s/system.json:/opt/imgkit/system.json:ro"]
+  partitions:
+    debug: {gpus: 2, interfaces: [eth0]}
+  fabric: {head_suffix: i}
+  queue:
+    name: debug
+    srun: [--label, --cpu-bind=none]  # sbatch has no --label
+    output: separate
+"""
+
+
+def test_system_of_ones_own_reaches_srun_and_the_nodes(site: Site) -> None:
+    (site.folder / "own.yaml").write_text(OWN % site.folder)
+    facts = load(site.folder / "own.yaml").system
+    (site.folder / "system.json").write_text(system.to_json(facts))  # over that of the image
+    for node in ("node1", "node2", "node3"):
+        hosts = "sed 's/ node1$/ node1i/; t; d' /etc/hosts > /tmp/$$; cat /tmp/$$ >> /etc/hosts; rm /tmp/$$"
+        site.cluster("exec", node, "--", "sh", "-c", hosts)
+    words = ("submit", "./own.yaml", *SITE, "--image", "mn5.sif", "--nodes", "2", "--name", "own")
+
+    def ended(*more: str) -> str:
+        done = site.imgkit(*words, *more)
+        assert done.returncode == 0, done.stderr
+        job = done.stdout.strip()
+        site.until(lambda: not site.queued(job), job)
+        told, wrong = ((site.folder / f"own-{job}.{end}").read_text() for end in ("out", "err"))
+        shown = site.imgkit("logs", job).stdout
+        assert told in shown
+        assert wrong in shown
+        return told + wrong
+
+    plan = ended("--env", "IMGKIT_DRY_RUN=1", "--", "dist-hello", *CPU)
+    # Each line begins with srun's label; sbatch would refuse that option.
+    heads = re.findall(r"^([01]): head +(\S+) +(.+)$", plan, re.MULTILINE)
+    source = "SLURM_STEP_NODELIST, with the system's fabric.head_suffix 'i'"
+    assert sorted(heads) == [("0", "node1i", source), ("1", "node1i", source)], plan
+    interfaces = re.findall(
+        r"^[01]: NCCL_SOCKET_IFNAME +eth0 .*SLURM_JOB_PARTITION=debug", plan, re.MULTILINE
+    )
+    assert len(interfaces) == 2, plan
+    told = ended("--", "dist-hello", *CPU)
+    assert re.search(r"^[01]: .*all_reduce of ones: 4", told, re.MULTILINE), told
+
+
+UNEQUAL = ("sh", "-c", 'IMGKIT_NPROC=$((SLURM_NODEID + 1)) exec "$@"', "sh")
+"""A command that starts one worker on the first node, and two on the second."""
+
+
+@pytest.mark.soak
+def test_nodes_with_different_numbers_of_workers_train(site: Site) -> None:
+    told = site.finished(*("--nodes", "2", "--", *UNEQUAL, "dist-train", "--device", "cpu", "--steps", "20"))
+    assert re.search(r"loss 2\d\.\d+ -> \d+\.\d+, 3 ranks", told), told
+    assert "the nodes differ in workers per node 1 on node 0 of 2 (node1), 2 on node 1 of 2 (node2)" in told
 
 
 def test_one_file_on_a_bare_python_submits_the_image(site: Site) -> None:

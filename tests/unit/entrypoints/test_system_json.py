@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from imgkit_entrypoints import system
-from imgkit_entrypoints.system import Fabric, Node, Queue, Runtime, SystemFacts
+from imgkit_entrypoints.system import Fabric, Node, Partition, Queue, Runtime, SystemFacts
 
 
 def test_facts_survive_json():
@@ -19,6 +19,21 @@ def test_facts_survive_json():
         env={"NCCL_CROSS_NIC": "1"},
     )
     assert system.from_json(system.to_json(facts)) == facts
+
+
+def test_partition_has_nodes_of_its_own():
+    big = Partition(gpus=8, gpu_model="H200", interfaces=("ib0",))
+    facts = SystemFacts(node=Node(gpus=4, gpu_model="A100", cpus=64), partitions={"big": big})
+    assert system.from_json(system.to_json(facts)) == facts
+    assert facts.in_partition("big").node == Node(gpus=8, gpu_model="H200", cpus=64)
+    assert facts.in_partition("small") == facts.in_partition("") == facts
+
+
+def test_partition_without_gpus_has_none():
+    facts = SystemFacts(node=Node(gpus=4), partitions={"cpu": Partition(gpus=0)})
+    assert facts.in_partition("cpu").node.gpus == 0
+    with pytest.raises(ValueError, match="at least"):
+        Partition(gpus=-1)
 
 
 def test_json_is_the_same_each_time():

@@ -90,7 +90,10 @@ class Slurm(System):
     def logs(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that follow the job's output."""
         need_task(record, f"{record.id}_0")
-        return ("tail", "-n", "+1", "-f", str(record.directory / f"{record.name}-{record.id}.out"))
+        output = record.directory / f"{record.name}-{record.id}.out"
+        errors = output.with_name(f"{record.name}-{record.id}.err")
+        # On a remote there is none, and nothing here has its name.
+        return ("tail", "-n", "+1", "-f", *((str(errors),) if errors.is_file() else ()), str(output))
 
     def cancel(self, record: SubmittedJob) -> tuple[str, ...]:
         """Words that end the job."""
@@ -176,10 +179,14 @@ def _at(cluster: str) -> tuple[str, ...]:
     return (f"--clusters={cluster}",) if cluster else ()
 
 
-def _place(job: AnyJob, numbered: str = "%j") -> tuple[str, str]:
-    """The folder in which a script runs, and the file of its output; `numbered` is the id in its name."""
+def _place(job: AnyJob, numbered: str = "%j") -> tuple[str, ...]:
+    """The folder in which a script runs, and the files of its output; `numbered` is the id in their names."""
     folder = str(job.directory)
-    return f'--chdir="{folder}"' if " " in folder else f"--chdir={folder}", f"--output=%x-{numbered}.out"
+    return (
+        f'--chdir="{folder}"' if " " in folder else f"--chdir={folder}",
+        f"--output=%x-{numbered}.out",
+        *((f"--error=%x-{numbered}.err",) if job.recipe.system.queue.output == "separate" else ()),
+    )
 
 
 def _resource_options(job: Job) -> tuple[str, ...]:
@@ -222,7 +229,7 @@ def _start(job: Job, words: Sequence[str]) -> tuple[str, ...]:
         words,
         nnodes=None if job.elastic else job.nodes,
         outlives_nodes=job.outlives_nodes,
-        options=(*cpus, *network),
+        options=(*cpus, *network, *job.recipe.system.queue.srun),
     )
 
 
@@ -230,9 +237,10 @@ def _typed(job: Job) -> str:
     """The line that runs in the allocation: the command on all nodes, or a shell on the first one."""
     modules = [f"module load {shlex.quote(name)}" for name in container.modules(job)]
     cpus = (f"--cpus-per-task={job.cpus}",) if job.cpus else ()
+    own = job.recipe.system.queue.srun
     words = (
         _start(job, _container(job))
         if job.command
-        else ("srun", "--nodes=1", "--ntasks=1", *cpus, "--pty", *container.shell(job))
+        else ("srun", "--nodes=1", "--ntasks=1", *cpus, *own, "--pty", *container.shell(job))
     )
     return " && ".join((*modules, *container.exports(job), " ".join(("exec", *map(quote, words)))))

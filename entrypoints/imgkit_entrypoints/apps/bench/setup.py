@@ -6,7 +6,7 @@ import datetime
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -104,14 +104,15 @@ def set_up(options: BenchOptions, here: Ranks) -> RunSetup:
 
     Raises
     ------
-    UsageError : on all ranks: the groups differ in size, there is no line rate for the percentage of
-        ``--require``, or rank 0 cannot use the files of ``--save`` and ``--baseline``.
+    UsageError : on all ranks: the nodes or the groups differ in size, there is no line rate for the
+        percentage of ``--require``, or rank 0 cannot use the files of ``--save`` and ``--baseline``.
     """
     locations = locate_ranks(here)
     joined = join_groups(options.group, locations, here, options.communicators)
     dtype = verify.dtype_named(options.dtype)
     nodes = 1 + max(one.node for one in locations)
     hosts = tuple(next(one.host for one in locations if one.node == node) for node in range(nodes))
+    _refuse_unequal([sum(one.node == node for one in locations) for node in range(nodes)], hosts)
     speaks = here.rank == min(one.rank for one in locations if one.node == locations[here.rank].node)
     ranks_per_node = -(-here.world_size // nodes)
     found = read_machine(os.environ, nodes, ranks_per_node, _software(here))
@@ -151,6 +152,18 @@ def set_up(options: BenchOptions, here: Ranks) -> RunSetup:
         late_from_s=verdict.LATE_FROM_SHARED_S if shared else verdict.LATE_FROM_S,
         rails=rails or (tuple(first_ranks(locations)),),
     )
+
+
+def _refuse_unequal(counts: Sequence[int], hosts: Sequence[str]) -> None:
+    """Raise UsageError if the nodes have different numbers of ranks: no line rate would fit all of them."""
+    if len(set(counts)) > 1:
+        odd = next(node for node, count in enumerate(counts) if count != counts[0])
+        shown = f"{counts[0]} on {hosts[0]}, {counts[odd]} on {hosts[odd]}"
+        raise UsageError(
+            f"the nodes have different numbers of ranks: {shown}",
+            where="--nproc",
+            hint=f"--nproc {min(counts)} starts the same number on each node",
+        )
 
 
 def _least_free_bytes(here: Ranks, ranks_per_node: int) -> float:

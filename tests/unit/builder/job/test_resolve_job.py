@@ -42,6 +42,42 @@ def test_gpus_bring_their_share_of_cpus() -> None:
     assert job(gpus=2).cpus == 40
 
 
+GOLDEN = Path(__file__).parents[3] / "golden/recipes"
+PARTS = """\
+image: {base: "python:3.12-slim"}
+system:
+  extends: snellius
+  partitions: {gpu_mig: {gpus: 8}}
+"""
+
+
+def parts(tmp_path: Path) -> Path:
+    file = tmp_path / "parts.yaml"
+    file.write_text(PARTS)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("queue", "gpus", "cpus"),
+    [("gpu_a100", 4, 72), ("gpu_h100", 4, 64), ("gpu_mig", 8, None)],
+)
+def test_partition_decides_on_its_nodes(tmp_path: Path, queue: str, gpus: int, cpus: int | None) -> None:
+    found = job(parts(tmp_path), queue=queue)
+    assert (found.gpus, found.cpus, found.queue) == (gpus, cpus, queue)
+
+
+def test_limit_of_a_partition_is_named_with_its_line(tmp_path: Path) -> None:
+    assert refused(parts(tmp_path), queue="gpu_mig", gpus=9).where == "parts.yaml:4"
+    error = refused(GOLDEN / "snellius.yaml", queue="gpu_h100", gpus=1, cpus=18)
+    assert "1 GPUs come with 16 CPUs" in error.what
+    assert (error.where or "").startswith("systems/snellius.yaml:")
+
+
+def test_several_partitions_at_once_are_refused(tmp_path: Path) -> None:
+    error = refused(parts(tmp_path), queue="gpu_a100,gpu_mig")  # their nodes may differ
+    assert error.what == "'gpu_a100,gpu_mig' cannot be used in a job"
+
+
 @pytest.mark.parametrize(
     ("given", "what", "key"),
     [
@@ -55,7 +91,7 @@ def test_limit_is_named_with_its_line(given: dict[str, Any], what: str, key: tup
     error = refused(**given)
     assert what in error.what
     assert error.where == find("mn5").where(*key)
-    assert error.where.startswith("mn5.yaml:")
+    assert error.where.startswith("systems/mn5.yaml:")
 
 
 def test_queue_s_limit_is_named_with_its_line(tmp_path: Path) -> None:

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from imgkit_builder.job import systems
+from imgkit_builder.job.request import Request
 from imgkit_builder.project import confirm, toml_file
 from imgkit_builder.project.confirm import ForeignValues
 from imgkit_builder.project.toml_file import ProjectValues
 from imgkit_builder.recipe import targets
 from imgkit_builder.recipe.targets import Target
+from imgkit_builder.workflow.remote_run import RunPlan
 from imgkit_entrypoints.errors import UsageError
 
 WHOLE = """\
@@ -28,6 +31,7 @@ binds = [
 env = ["A=1", "HOME"]
 command = ["dist-hello"]
 """
+PLAN = Request(command=("dist-hello",), account="a", time="1h")
 RECIPE = "extends: mn5\nsystem:\n  queue: {qos: acc_debug}\n"
 
 
@@ -228,6 +232,23 @@ def test_plan_of_a_run_says_what_decides(call: Any) -> None:
     assert found["remote mn5"] == "imgkit.toml:2"
     assert found[f"recipe {Path('mine.yaml').absolute()}"] == "imgkit.toml:3"
     assert found["time 01:00:00"] == "imgkit.toml:11"
+
+
+def test_run_on_a_remote_keeps_one_file_of_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yaml").write_text(RECIPE.replace("queue: {", "queue: {output: separate, "))
+    plan = RunPlan(
+        word="mine",
+        target=targets.find("./mine.yaml"),
+        recipe="./mine.yaml",
+        sif=Path("mine.sif"),
+        request=PLAN,
+    )
+    (told,) = plan.early.warnings
+    assert told == "mine.yaml:3: imgkit follows one file of a remote job: joined"
+    script = systems.named("slurm").script(plan.early).text
+    assert "#SBATCH --output=" in script
+    assert "--error" not in script
 
 
 def test_foreign_values_wait_for_a_person(call: Any) -> None:

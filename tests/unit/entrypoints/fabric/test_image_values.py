@@ -15,7 +15,7 @@ import pytest
 
 from imgkit_entrypoints import fabric, facts
 from imgkit_entrypoints.facts import HostFacts, Library, Setting
-from imgkit_entrypoints.system import SystemFacts
+from imgkit_entrypoints.system import Partition, SystemFacts
 
 Machine = Callable[..., HostFacts]
 
@@ -120,6 +120,27 @@ def test_without_manifest_all_values_are_the_users(
     plan = fabric.choose(with_plugins(machine(on, env=env), None), None, env, nnodes=2)
     assert reached(plan, env, name) == value
     assert "no variables of an image" in plan.image
+
+
+def test_interface_of_the_partition_is_that_of_the_recipe(machine: Machine):
+    own = {"a": Partition(interfaces=("eno1", "ib0")), "b": Partition(interfaces=("eth9",))}
+    system = SystemFacts(env={"NCCL_SOCKET_IFNAME": "ib0"}, partitions=own)
+    found = machine("ib4_ndr200")
+    plans = {
+        name: fabric.choose(found, system, {"SLURM_JOB_PARTITION": name}, nnodes=2)
+        for name in ("a", "b", "c")
+    }
+    assert plans["a"].env["NCCL_SOCKET_IFNAME"].lstrip("=") == "eno1,ib0"
+    assert plans["a"].env["GLOO_SOCKET_IFNAME"] == "eno1"
+    (said,) = (item for item in plans["a"].decisions if item.variable == "NCCL_SOCKET_IFNAME")
+    assert said.origin == "recipe"
+    assert said.reason.startswith("from the recipe, for SLURM_JOB_PARTITION=a; ")
+    # A name that the machine does not have is left out, with the reason.
+    assert plans["b"].env["NCCL_SOCKET_IFNAME"] == "ib0"
+    assert any("eth9" in item.value and "not used" in item.reason for item in plans["b"].decisions)
+    assert plans["c"].env["NCCL_SOCKET_IFNAME"] == "ib0"
+    user = {"SLURM_JOB_PARTITION": "a", "NCCL_SOCKET_IFNAME": "ib0"}
+    assert "NCCL_SOCKET_IFNAME" not in fabric.choose(found, system, user, nnodes=2).env
 
 
 def test_images_plugin_keeps_slingshots_guard_and_warning(machine: Machine):

@@ -17,7 +17,7 @@ from imgkit_entrypoints.rollcall import messages, ports, session
 from imgkit_entrypoints.rollcall.link import Link
 from imgkit_entrypoints.rollcall.messages import AllDone, AttemptEnded, Failed, Identity, Lost, StopOrder
 from imgkit_entrypoints.rollcall.session import Event, Roll
-from imgkit_entrypoints.schedulers.placement import Placement, job_port
+from imgkit_entrypoints.schedulers.placement import Placement, Size, job_port
 
 
 def quiet(rolls: list[Roll], seconds: float) -> list[list[Event]]:
@@ -79,6 +79,13 @@ def test_different_gpus_are_a_warning(place: Placement) -> None:
     assert rolls[0].warnings == rolls[1].warnings
     assert "the nodes differ in workers per node 4 on node 0" in rolls[0].warnings[0]
     close(rolls)
+
+
+def test_different_workers_with_spares_are_refused(place: Placement) -> None:
+    place = replace(place, size=Size.parse("1+1"))
+    calls = [CallThread(place, rank, nproc=4 - rank) for rank in range(2)]
+    for call in calls:
+        assert "the nodes differ in workers per node 4 on node 0" in call.refusal()
 
 
 def test_two_nodes_of_one_rank_are_refused(place: Placement) -> None:

@@ -263,7 +263,7 @@ def test_recipe_is_built_where_the_recipe_of_the_system_says(tmp_path: Path) -> 
 def test_conversion_without_a_place_is_refused() -> None:
     with pytest.raises(UsageError) as caught:
         image_text(RECIPE, ConversionJobRequest(archive=Path("/a.tar"), **SHARED))
-    assert (caught.value.where or "").startswith("olivia-eap.yaml:")
+    assert (caught.value.where or "").startswith("systems/olivia-eap.yaml:")
     assert "imgkit sif /a.tar" in (caught.value.hint or "")
 
 

@@ -1,0 +1,144 @@
+"""Files that describe a system, apart from images: those of imgkit, those of a site, and a user's own.
+
+A site's folder is that of ``$IMGKIT_SYSTEMS``, or ``/etc/imgkit/systems``. Only their owners may be able to
+write its files, and what they start and mount is confirmed once (`imgkit_builder.project.confirm`).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from imgkit_builder.recipe.problems import choices, nearest
+from imgkit_entrypoints.errors import UsageError
+from imgkit_recipes import SYSTEMS
+
+VARIABLE = "IMGKIT_SYSTEMS"
+OF_MACHINE = Path("/etc/imgkit/systems")
+SUFFIX = ".yaml"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """Who has found a system's values to be right, and where: one sentence each; empty: nobody."""
+
+    documented: str = ""
+    """The documentation that the values come from."""
+    rendered: str = ""
+    """Where the job scripts for it are compared, byte by byte."""
+    run: str = ""
+    """Where jobs have run with it, and on what."""
+
+    @property
+    def short(self) -> str:
+        """The strongest one."""
+        return (
+            "run" if self.run else "rendered" if self.rendered else "documented" if self.documented else "-"
+        )
+
+
+def site_folder() -> Path:
+    """The site's folder, whether it exists or not.
+
+    Raises
+    ------
+    UsageError : the variable does not hold an absolute path.
+    """
+    named = os.environ.get(VARIABLE, "")
+    if named and not Path(named).is_absolute():
+        hint = f"export {VARIABLE}={Path(named).absolute()}"
+        raise UsageError(f"{named!r} is not an absolute path", where=VARIABLE, hint=hint)
+    return Path(named) if named else OF_MACHINE
+
+
+def is_site(file: Path) -> bool:
+    """Whether `file` lies in the site's folder, under its own name or behind a link."""
+    folder = site_folder()
+    names = ((file, folder), (file.resolve(), folder.resolve()))
+    return any(one.is_relative_to(above) for one, above in names)
+
+
+def known() -> Mapping[str, Path]:
+    """Every system that a recipe can name, with its file; those of the site come last.
+
+    Raises
+    ------
+    UsageError : the site's folder cannot be read, or has a system with the name of one that imgkit ships.
+    """
+    found = {path.stem: path for path in sorted(SYSTEMS.glob(f"*{SUFFIX}"), key=lambda path: path.stem)}
+    folder = site_folder()
+    try:
+        of_site = sorted(path for path in folder.iterdir() if path.suffix == SUFFIX)
+    except FileNotFoundError:
+        if os.environ.get(VARIABLE):
+            raise UsageError(
+                "there is no such folder", where=f"{VARIABLE}={folder}", hint=f"unset {VARIABLE}"
+            ) from None
+        of_site = []
+    except OSError as error:
+        raise UsageError(f"cannot be read: {error.strerror}", where=str(folder)) from error
+    for path in of_site:
+        if path.stem in found:
+            raise UsageError(
+                f"imgkit ships a system named {path.stem!r}",
+                where=str(path),
+                hint=f"rename the file, and begin it with `extends: {path.stem}` to change some values",
+            )
+    return found | {path.stem: path for path in of_site}
+
+
+def is_path(ref: str) -> bool:
+    """Whether `ref` names a file rather than a known system."""
+    return "/" in ref or ref.endswith((SUFFIX, ".yml"))
+
+
+def locate(ref: str, stated_in: Path) -> Path:
+    """The absolute path of the system `ref`, a name or a path from the folder of the file `stated_in`.
+
+    Raises
+    ------
+    UsageError : there is none, or a file of the site that others can write.
+    """
+    if not is_path(ref):
+        names = known()
+        if ref not in names:
+            beside = stated_in.parent / f"{ref}{SUFFIX}"
+            more = f"; for the file {beside.name} write ./{beside.name}" if beside.is_file() else ""
+            raise UsageError(f"there is no system {ref!r}", hint=choices(ref, names) + more)
+        return private(names[ref])
+    if is_site(stated_in):
+        raise UsageError(f"{ref} is a path", hint="a system of a site's folder extends another by its name")
+    file = (stated_in.parent / ref).absolute()
+    try:
+        if file.is_file():
+            return private(file)
+        there = sorted(path.name for path in file.parent.glob("*.y*ml"))
+    except (OSError, ValueError) as error:  # a name too long, a NUL byte, no permission
+        raise UsageError(f"{ref!r} is not a system: {error}") from error
+    near = nearest(file.name, there)
+    hint = f"did you mean {near}?" if near else "imgkit list --systems shows the known systems"
+    raise UsageError(f"there is no file {ref}", hint=hint)
+
+
+def private(file: Path) -> Path:
+    """`file`, unless it is a site's and another user than its owner can write it.
+
+    Raises
+    ------
+    UsageError : its group or all users can write it or its folder; names the command that ends that.
+    """
+    if not is_site(file):
+        return file
+    for path in dict.fromkeys((site_folder(), file.parent, file.resolve().parent, file)):
+        try:
+            mode = path.stat().st_mode
+        except OSError as error:
+            raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        if mode & (stat.S_IWGRP | stat.S_IWOTH):
+            who = "everybody" if mode & stat.S_IWOTH else "its group"
+            what = f"{who} can write this {'folder' if stat.S_ISDIR(mode) else 'file'} of systems"
+            raise UsageError(what, where=str(path), hint=f"chmod go-w {path}")
+    return file

@@ -1,0 +1,289 @@
+"""Systems as files of their own: those of imgkit, a user's and a site's; who may write them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from imgkit_builder.project import confirm
+from imgkit_builder.recipe import system_files, targets
+from imgkit_builder.recipe.load import load, load_system
+from imgkit_builder.recipe.problems import RecipeErrors
+from imgkit_entrypoints.errors import UsageError
+from imgkit_recipes import SYSTEMS
+
+Write = Callable[..., Path]
+GOLDEN = Path(__file__).parents[3] / "golden"
+IMAGE = "image: {base: 'python:3.12-slim'}\n"
+HERE = "title: ours\nscheduler: slurm\nruntime: {command: sing, modules: [ours], binds: [/data]}\n"
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A site's folder that only its owner can write, with the system ``ours``."""
+    folder = tmp_path / "site"
+    folder.mkdir(mode=0o755)
+    monkeypatch.setenv(system_files.VARIABLE, str(folder))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (folder / "ours.yaml").write_text(HERE)
+    (folder / "ours.yaml").chmod(0o644)
+    return folder
+
+
+def refusal(file: Path) -> str:
+    with pytest.raises(RecipeErrors) as caught:
+        load(file)
+    return str(caught.value)
+
+
+# ---- two lines
+
+
+def test_own_image_with_a_shipped_system(write: Write) -> None:
+    recipe = load(write(f"{IMAGE}system: mn5\n"))
+    assert recipe.image.base == "python:3.12-slim"
+    assert recipe.system == load("mn5").system
+    assert recipe.where("system", "node", "gpus").startswith("systems/mn5.yaml:")
+
+
+def test_shipped_image_with_another_system(write: Write) -> None:
+    recipe = load(write("extends: mn5\nsystem: olivia\n"))
+    assert recipe.image == load("mn5").image
+    assert recipe.system == load("olivia").system  # nothing of mn5's is left
+
+
+def test_own_system_from_a_file_beside_the_recipe(write: Write) -> None:
+    write(HERE, "ours.yaml")
+    assert load(write(f"{IMAGE}system: ./ours.yaml\n")).system.title == "ours"
+
+
+def test_few_values_over_a_named_system(write: Write) -> None:
+    file = write(
+        f"{IMAGE}system:\n  extends: mn5\n  queue: {{account: bsc98}}\n  runtime: {{binds: [/data]}}\n"
+    )
+    recipe = load(file)
+    assert recipe.system.queue.account == "bsc98"
+    assert recipe.system.queue.required == load("mn5").system.queue.required
+    assert recipe.system.runtime.modules == ("singularity",)
+    assert recipe.where("system", "queue", "account") == "mine.yaml:4"
+
+
+def test_system_keys_still_merge_into_those_of_the_parent(write: Write) -> None:
+    recipe = load(write("extends: mn5\nsystem:\n  queue: {account: bsc98}\n"))
+    assert (recipe.system.title, recipe.system.queue.account) == ("MareNostrum 5 ACC", "bsc98")
+
+
+@pytest.mark.parametrize(
+    ("system", "says"),
+    [
+        ("mn6", "there is no system 'mn6'; allowed: mn5, "),
+        ("./mn6.yaml", "there is no file ./mn6.yaml"),
+        ("[mn5]", "must be the name or path of one system, not a list"),
+        ("{extends: 5}", "must be the name or path of one system, not "),
+        ("./circle.yaml", "is circular: circle.yaml -> circle.yaml"),
+        ("./recipe.yaml", "a system has no image; write its keys without `system:` above them"),
+        ("./odd.yaml", "proof: does not say who has found the values to be right"),
+        ("./wrong.yaml", "wrong.yaml:1:1: system.quue: unknown key; allowed: queue, "),
+    ],
+)
+def test_system_that_cannot_be_used_is_refused(write: Write, system: str, says: str) -> None:
+    write("extends: ./circle.yaml\n", "circle.yaml")
+    write(IMAGE, "recipe.yaml")
+    write("proof: {seen: yes}\n", "odd.yaml")
+    write("quue: {}\n", "wrong.yaml")
+    assert says in refusal(write(f"{IMAGE}system: {system}\n"))
+
+
+def test_system_is_no_recipe(write: Write) -> None:
+    with pytest.raises(UsageError, match="leonardo is a system, not a recipe") as caught:
+        load("leonardo")
+    assert "`system: leonardo`" in str(caught.value)
+    assert "it describes a system, not a recipe" in refusal(write(HERE, "ours.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [
+        ("queue: {srun: [--ntasks=8]}", "imgkit decides --ntasks itself"),
+        ("queue: {srun: [-N2]}", "imgkit decides -N2 itself"),
+        ("queue: {output: both}", "'both' is not known; allowed: joined, separate"),
+        ("fabric: {head_suffix: i j}", "'i j' cannot end a host name"),
+        ("partitions: {'a,b': {gpus: 1}}", "'a,b' is not the name of a partition"),
+        ("partitions: {a: {interfaces: ['=ib0']}}", "'=ib0' is not the name of an interface"),
+        ("partitions: {a: {gpus: -1}}", "-1 is too small"),
+        ("partitions: {a: {gpu: 1}}", "unknown key; allowed: gpus, "),
+        ("scheduler: pbs\n  queue: {srun: [--label]}", "is not used by pbs; remove it: only Slurm's jobs"),
+        ("scheduler: mpi\n  fabric: {head_suffix: i}", "is not used by mpi; remove it: only Slurm's jobs"),
+    ],
+)
+def test_key_of_a_cluster_that_cannot_be_right_is_refused(write: Write, keys: str, says: str) -> None:
+    assert says in refusal(write(f"{IMAGE}system:\n  extends: leonardo\n  {keys}\n"))
+
+
+def test_files_of_the_page_are_what_it_says(write: Write) -> None:
+    page = (GOLDEN.parents[1] / "docs/howto/own-cluster.md").read_text()
+    blocks = re.findall(r"^```yaml\n# (\S+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    files = {name: write(text, name) for name, text in blocks}
+    assert list(files) == ["mine.yaml", "there.yaml", "ours.yaml", "here.yaml"]
+    assert load(files["mine.yaml"]).system == load("mn5").system
+    assert load(files["there.yaml"]).system.title == "Leonardo Booster"
+    assert load(files["ours.yaml"]).system.queue.account == "EUHPC_1"
+    assert load(write(f"{IMAGE}system: ./here.yaml\n", "two.yaml")).system.title == "our cluster"
+
+
+# ---- the shipped ones
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(SYSTEMS.glob("*.yaml"))])
+def test_each_value_of_a_shipped_system_has_its_source(name: str) -> None:
+    lines = (SYSTEMS / f"{name}.yaml").read_text().partition("\nproof:\n")[0].splitlines()
+    head = "\n".join(line for line in lines if line.startswith("#"))
+    assert name == "cpu" or re.search(r"read 20\d\d-\d\d-\d\d", head), "when was each source read?"
+    above = -1  # indentation of a comment that stands for the lines below it
+    for line in lines if name != "cpu" else ():
+        depth = len(line) - len(line.lstrip())
+        if not line.strip() or line.startswith("#"):
+            above = -1
+        elif line.lstrip().startswith("#"):
+            above = depth
+        elif above < 0 or depth < above:
+            above = -1
+            is_value = not re.fullmatch(r"\s*[\w-]+:", line) and not line.startswith("extends:")
+            assert not is_value or " # " in line, f"{name}.yaml: {line}"
+
+
+@pytest.mark.parametrize("name", [path.stem for path in sorted(SYSTEMS.glob("*.yaml"))])
+def test_proof_of_a_shipped_system_is_what_is_there(name: str) -> None:
+    proof = load_system(name).proof
+    assert proof.documented
+    assert bool(proof.rendered) == bool(list((GOLDEN / "jobs").glob(f"{name}*.txt")))
+
+
+# ---- a site's
+
+
+def test_systems_of_a_site_have_names_too(site: Path, write: Write) -> None:
+    assert list(system_files.known())[-1] == "ours"
+    assert load(write(f"{IMAGE}system: ours\n")).system.title == "ours"
+    (site / "more.yaml").write_text("extends: ours\ntitle: more\n")
+    (site / "more.yaml").chmod(0o644)
+    assert load(write(f"{IMAGE}system: more\n")).system.runtime.modules == ("ours",)
+
+
+@pytest.mark.parametrize("what", ["ours.yaml", "."])
+@pytest.mark.parametrize(("mode", "who"), [(0o022, "everybody"), (0o020, "its group")])
+def test_site_that_others_can_write_is_refused(
+    site: Path, write: Write, what: str, mode: int, who: str
+) -> None:
+    path = site / what
+    path.chmod(path.stat().st_mode | mode)
+    says = refusal(write(f"{IMAGE}system: ours\n"))
+    assert f"{who} can write this {'file' if path.is_file() else 'folder'} of systems; chmod go-w " in says
+    by_path = write(f"{IMAGE}system: {site}/ours.yaml\n")
+    assert f"{who} can write" in refusal(by_path)
+
+
+def test_link_to_a_file_that_others_can_write_is_refused(site: Path, write: Write) -> None:
+    open_file = write(HERE, "open.yaml")
+    open_file.chmod(0o666)
+    (site / "linked.yaml").symlink_to(open_file)
+    assert "everybody can write this file" in refusal(write(f"{IMAGE}system: linked\n"))
+
+
+def test_site_cannot_replace_a_shipped_system(site: Path, write: Write) -> None:
+    (site / "mn5.yaml").write_text("title: another\n")
+    says = refusal(write(f"{IMAGE}system: mn5\n"))
+    assert "imgkit ships a system named 'mn5'; rename the file" in says
+
+
+def test_system_of_a_site_leads_to_no_other_folder(site: Path, write: Write) -> None:
+    write(HERE, "outside.yaml")
+    (site / "out.yaml").write_text("extends: ../outside.yaml\n")
+    (site / "out.yaml").chmod(0o644)
+    assert "a system of a site's folder extends another by its name" in refusal(
+        write(f"{IMAGE}system: out\n")
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "says"), [("site", "'site' is not an absolute path"), ("/no/such", "there is no such folder")]
+)
+def test_folder_of_a_site_has_to_be_there(monkeypatch: pytest.MonkeyPatch, value: str, says: str) -> None:
+    monkeypatch.setenv(system_files.VARIABLE, value)
+    with pytest.raises(UsageError, match=re.escape(says)):
+        system_files.known()
+
+
+def site_values(file: Path) -> confirm.ForeignValues:
+    found = confirm.of_site([targets.find(file)])
+    assert found is not None
+    return found
+
+
+def test_what_a_site_starts_and_mounts_is_confirmed_once(site: Path, write: Write) -> None:
+    file = write(f"{IMAGE}system: ours\n")
+    found = site_values(file)
+    assert found.file == site / "ours.yaml"
+    assert dict(found.recipe) == {
+        "system.runtime.binds[0]": "/data",
+        "system.runtime.command": "sing",
+        "system.runtime.modules[0]": "ours",
+        "system.scheduler": "slurm",
+    }
+    assert not found.is_known
+    found.remember()
+    (site / "ours.yaml").write_text(HERE + "node: {gpus: 8}\n")
+    assert site_values(file).is_known  # GPUs harm nobody
+    (site / "ours.yaml").write_text(HERE.replace("/data", "/home"))
+    assert not site_values(file).is_known
+    assert confirm.of_site([targets.find("mn5")]) is None
+
+
+@pytest.mark.parametrize("words", [("submit",), ("submit", "--confirm", "0" * 64)])
+def test_unconfirmed_site_submits_nothing(
+    site: Path, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    from typer.testing import CliRunner
+
+    from imgkit_builder.cli.app import build_app
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.sif").mkdir()
+    fake = tmp_path / "bin/sbatch"  # a fake: nothing may reach it
+    fake.parent.mkdir()
+    fake.write_text("#!/bin/sh\ntouch submitted\necho 1\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
+    write(f"{IMAGE}system: ours\n")
+    argv = [words[0], "./mine.yaml", *words[1:], "--", "dist-hello"]
+    done = CliRunner().invoke(build_app(("submit", "list")), argv)
+    assert "are not confirmed on this machine" in str(done.exception)
+    assert not (tmp_path / "submitted").exists()
+    digest = str(done.exception).rpartition("--confirm ")[2].strip()
+    done = CliRunner().invoke(build_app(("submit", "list")), [*argv[:2], "--confirm", digest, *argv[-2:]])
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "submitted").exists()
+
+
+def test_list_says_who_proved_what(site: Path) -> None:
+    from typer.testing import CliRunner
+
+    from imgkit_builder.cli.app import build_app
+
+    done = CliRunner().invoke(build_app(("submit", "list")), ["list", "--systems"])
+    rows = {line.split()[0]: line.split()[1:3] for line in done.stdout.splitlines()}
+    assert (rows["mn5"], rows["leonardo"], rows["ours"]) == (
+        ["slurm", "run"],
+        ["slurm", "rendered"],
+        ["slurm", "-"],
+    )
+    assert f"ours ({site}/ours.yaml)" in done.stdout
+    (site / "ours.yaml").write_text(HERE + "proof: {run: Ada with 4 nodes on 2026-11-20}\n")
+    done = CliRunner().invoke(build_app(("submit", "list")), ["list", "--systems", "--json"])
+    (ours,) = (one for one in json.loads(done.stdout)["systems"] if one["site"])
+    assert ours["proof"] == {"run": "Ada with 4 nodes on 2026-11-20", "rendered": "", "documented": ""}
