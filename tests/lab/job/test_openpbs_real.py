@@ -27,7 +27,8 @@ system:
   node: {gpus: 4, cpus: 2}
   queue: {options: [-l, place=scatter]}
 """
-# Its database is PostgreSQL of the user postgres, whose socket is in /run/postgresql.
+# Its database is PostgreSQL of the user postgres, whose socket is in /run/postgresql. A mom that starts again removes what
+# it finds of jobs in its temporary folder, and the virtual nodes share /var/tmp.
 START = """
 home=/run/pbs server=0 mom=1
 if [ "$(hostname)" = login ]; then server=1 mom=0; fi
@@ -43,7 +44,8 @@ PBS_SCP=/usr/bin/scp
 END
 mkdir -p $home /run/postgresql
 chown postgres /run/postgresql
-"$1/libexec/pbs_habitat" && printf '$usecp *:/ /\\n' >>$home/mom_priv/config && "$1/libexec/pbs_init.d" start
+"$1/libexec/pbs_habitat" &&
+printf '$usecp *:/ /\\n$tmpdir /run/local\\n' >>$home/mom_priv/config && "$1/libexec/pbs_init.d" start
 """
 SETTINGS = (
     *(f"create node node{number} resources_available.ncpus=8" for number in (1, 2)),
