@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import site_images
-from labkit import IMGKIT, ROOT, Cluster, Done, cluster_marks, until
+from labkit import IMGKIT, ROOT, Cluster, Done, slurm_marks, until
 from remotekit import FarSite, far_host, login_node
 
 from imgkit_entrypoints import __version__
@@ -27,7 +27,7 @@ CHOICES = {
 }
 """What chooses the Python of each image."""
 
-pytestmark = [*cluster_marks, pytest.mark.xdist_group("any-image")]
+pytestmark = [*slurm_marks, pytest.mark.xdist_group("any-image")]
 
 
 @dataclass(frozen=True, kw_only=True)

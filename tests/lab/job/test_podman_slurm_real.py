@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, ROOT, Cluster, Done, cluster_marks, output, until
+from labkit import IMGKIT, ROOT, Cluster, Done, output, slurm_marks, until
 
 RECIPE = """\
 image: {base: "imgkit.local/standin:24.03", platform: amd64}
@@ -38,7 +38,7 @@ LOCAL = "/run/imgkit-podman"
 """What each node has of its own: its containers. The store with the image is shared, and read only."""
 COUNT = ("dist-run", "--device", "cpu", "--nproc", "1", "--grace", "10", "save_and_resume.py")
 
-pytestmark = [*cluster_marks, pytest.mark.podman, pytest.mark.soak, pytest.mark.xdist_group("podman-slurm")]
+pytestmark = [*slurm_marks, pytest.mark.podman, pytest.mark.soak, pytest.mark.xdist_group("podman-slurm")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,225 @@
+"""Jobs on the OpenPBS that this machine has, on two nodes of the virtual cluster, and what breaks them.
+
+No script of the project builds OpenPBS; ``ci/check`` takes ``ci/lab/pbs-standin`` in its place.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from labkit import IMGKIT, Cluster, Done, cluster_marks, output, until
+
+from imgkit_builder.cli import bundle
+
+SERVER = shutil.which("pbs_server", path=f"{os.environ['PATH']}:/usr/sbin:/opt/pbs/sbin:/usr/local/sbin")
+PREFIX = Path(SERVER or "/opt/pbs/sbin/pbs_server").resolve().parents[1]
+RECIPE = """
+image: {base: "imgkit.local/standin:24.03", platform: amd64}
+system:
+  scheduler: pbs
+  runtime: {kind: singularity, command: singularity}
+  node: {gpus: 4, cpus: 2}
+  queue: {options: [-l, place=scatter]}
+"""
+# Its database is PostgreSQL of the user postgres, whose socket is in /run/postgresql. A mom that starts again removes what
+# it finds of jobs in its temporary folder, and the virtual nodes share /var/tmp.
+START = """
+home=/run/pbs server=0 mom=1
+if [ "$(hostname)" = login ]; then server=1 mom=0; fi
+cat >/etc/pbs.conf <<END
+PBS_SERVER=login
+PBS_START_SERVER=$server
+PBS_START_SCHED=$server
+PBS_START_COMM=$server
+PBS_START_MOM=$mom
+PBS_EXEC=$1
+PBS_HOME=$home
+PBS_SCP=/usr/bin/scp
+END
+mkdir -p $home /run/postgresql
+chown postgres /run/postgresql
+"$1/libexec/pbs_habitat" &&
+printf '$usecp *:/ /\\n$tmpdir /run/local\\n' >>$home/mom_priv/config && "$1/libexec/pbs_init.d" start
+"""
+SETTINGS = (
+    *(f"create node node{number} resources_available.ncpus=8" for number in (1, 2)),
+    *("set server job_history_enable=True", "set server flatuid=True", "set server scheduler_iteration=5"),
+)
+WAITS = """
+import os, time
+print("waits", flush=True)
+while not os.path.exists("go"):
+    time.sleep(0.1)
+"""
+
+pytestmark = [
+    *cluster_marks,
+    pytest.mark.soak,
+    pytest.mark.xdist_group("openpbs"),
+    pytest.mark.skipif(
+        SERVER is None, reason="pbs_server is not installed, and no script here builds OpenPBS"
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenPbs(Cluster):
+    """Two nodes with a mom each, and the server on the login node."""
+
+    sif: Path
+
+    @property
+    def work(self) -> Path:
+        return self.state / "work"
+
+    def run(self, *words: str | Path) -> Done:
+        """A command of the ordinary user on the login node."""
+        path = ("env", f"PATH={PREFIX}/bin:{os.environ['PATH']}")
+        return self("exec", "--user", "login", "--cwd", self.work, "--", *path, *words)
+
+    def imgkit(self, *words: str | Path) -> Done:
+        # That user cannot enter every checkout.
+        return self.run("/usr/bin/python3", "-I", self.work / "imgkit.pyz", *words)
+
+    def submit(self, *command: str, start: str = "pbsdsh", time: str = "5m") -> str:
+        options = (
+            "--nodes",
+            "2",
+            "--gpus",
+            "0",
+            "--nproc",
+            "1",
+            "--time",
+            time,
+            "--pbs-start",
+            start,
+            "--image",
+            self.sif,
+        )
+        done = self.imgkit("submit", self.work / "site.json", *options, "--", *command)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def shown(self, job: str) -> str:
+        return self.run("qstat", "-x", "-f", job).stdout
+
+    def end(self, job: str) -> tuple[int, str]:
+        """Exit status and output of a job, when it has ended."""
+        until(lambda: "job_state = F" in self.shown(job), told=lambda: self.shown(job))
+        (code,) = re.findall(r"Exit_status = (-?\d+)", self.shown(job))
+        files = self.work.glob(f"*.[oe]{job.partition('.')[0]}")
+        return int(code), "".join(file.read_text() for file in sorted(files))
+
+    def waiting(self, start: str) -> str:
+        """A job whose two workers wait for the file ``go``."""
+        (self.work / "go").unlink(missing_ok=True)
+        (self.work / "waits.py").write_text(WAITS)
+        job = self.submit("dist-run", "--grace", "2", "waits.py", start=start)
+        until(lambda: len(self.workers()) >= 2 or "job_state = F" in self.shown(job))
+        assert "job_state = R" in self.shown(job), self.end(job)
+        return job
+
+    def workers(self) -> list[str]:
+        return [line for line in self.processes() if line.endswith("waits.py") and "dist-run" not in line]
+
+    def processes(self) -> list[str]:
+        """Processes of the jobs' user, on both nodes."""
+        lines = self.ps("user:16,args", "node1", "node2")
+        return [line for line in lines if line.startswith("researcher ")]
+
+    def emptied(self) -> None:
+        until(lambda: not self.processes(), told=lambda: "\n".join(self.processes()))
+
+
+@pytest.fixture(scope="module")
+def pbs(mn5_sif: Path) -> Iterator[OpenPbs]:
+    made = OpenPbs(state=Path(f"/tmp/imgkit-openpbs-{os.getpid()}"), sif=mn5_sif)
+    made.up(2, "--no-slurm")
+    try:
+        made.work.mkdir()
+        made.work.chmod(0o1777)
+        (made.state / "site.yaml").write_text(RECIPE)
+        (made.work / "site.json").write_text(output(*IMGKIT, "show", made.state / "site.yaml", "--json"))
+        bundle.write(made.work / "imgkit.pyz")
+        for node in ("login", "node1", "node2"):
+            started = made("exec", node, "--", "sh", "-c", START, "sh", PREFIX)
+            assert started.returncode == 0, started.stdout + started.stderr
+        for setting in SETTINGS:
+            done = made("exec", "login", "--", PREFIX / "bin/qmgr", "-c", setting)
+            assert done.returncode == 0, done.stderr
+        profile = made.state / "home/researcher/.profile"
+        profile.write_text(f"PATH={PREFIX}/bin:{os.environ['PATH']}\n")
+        yield made
+    finally:
+        made.down()
+
+
+@pytest.mark.parametrize("start", ["pbsdsh", "ssh"])
+def test_every_start_connects_all_ranks(pbs: OpenPbs, start: str) -> None:
+    job = pbs.submit("dist-hello", start=start)
+    code, told = pbs.end(job)
+    assert "all_reduce of ones: 2" in told, told
+    assert re.findall(r": +(\d)  (node\d)  cpu", told) == [("0", "node1"), ("1", "node2")]
+    assert code == 0
+    ended = pbs.run("qstat", job)
+    assert ended.returncode == 35
+    assert "Job has finished, use -x" in ended.stderr
+    assert "completed" in pbs.imgkit("status", job).stdout
+    pbs.emptied()
+
+
+@pytest.mark.parametrize("start", ["pbsdsh", "ssh"])
+def test_cancelled_job_leaves_no_process(pbs: OpenPbs, start: str) -> None:
+    job = pbs.waiting(start)
+    assert pbs.imgkit("cancel", job).returncode == 0
+    assert pbs.end(job)[0] == 271  # 256 and SIGTERM
+    pbs.emptied()
+
+
+def test_walltime_ends_a_job(pbs: OpenPbs) -> None:
+    job = pbs.submit("sleep", "600", time="1m")
+    assert pbs.run("qalter", "-l", "walltime=00:00:10", job).returncode == 0
+    assert pbs.end(job)[0] in (-29, 271)
+    pbs.emptied()
+
+
+@pytest.mark.parametrize("start", ["pbsdsh", "ssh"])
+def test_killed_launcher_ends_the_job(pbs: OpenPbs, start: str) -> None:
+    job = pbs.waiting(start)
+    killed = pbs("exec", "node2", "--", "pkill", "-KILL", "-f", "imgkit_entrypoints dist-run")
+    assert killed.returncode == 0
+    code, told = pbs.end(job)
+    assert code not in (0, 271), told
+    assert "Traceback" not in told
+    pbs.emptied()
+
+
+def test_job_outlives_a_killed_mom(pbs: OpenPbs) -> None:
+    job = pbs.waiting("pbsdsh")
+    assert pbs("exec", "node2", "--", "pkill", "-KILL", "-x", "pbs_mom").returncode == 0
+    again = pbs("exec", "node2", "--", PREFIX / "libexec/pbs_init.d", "start")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert len(pbs.workers()) >= 2
+    (pbs.work / "go").touch()
+    code, told = pbs.end(job)
+    assert code == 0, told
+    pbs.emptied()
+
+
+def test_job_ends_when_a_host_is_cut_off(pbs: OpenPbs) -> None:
+    job = pbs.waiting("pbsdsh")
+    try:
+        pbs("fault", "cut", "node2")
+        code, told = pbs.end(job)
+        assert code not in (0, 271), told
+        assert "lost node 1 of 2 (node2)" in told, told
+        assert "Traceback" not in told
+    finally:
+        pbs("fault", "heal", "node2")
+    pbs.emptied()
