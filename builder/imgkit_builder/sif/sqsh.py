@@ -12,9 +12,9 @@
 
 enroot's doc/image-format.md and sources (4.1) say what the files in /etc mean. ``environment`` has a variable
 on each line. enroot replaces ``${NAME}`` in a line by the host's variable, and knows no escape. It drops
-names that no shell can set, and its own (``ENROOT_``). It removes one pair of quotes around a value, and
-ch-run one pair of single quotes. ``fstab`` lists mounts, and ``rc`` is the script that starts the container.
-pyxis puts another ``rc.local`` there to skip the entrypoint.
+names that no shell can set, and its own (``ENROOT_``). It removes one pair of quotes or backslashes around a
+value, and ch-run one pair of single quotes. ``fstab`` lists mounts, and ``rc`` is the script that starts the
+container. pyxis puts another ``rc.local`` there to skip the entrypoint.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ OWN = frozenset({ENVIRONMENT, "etc/fstab", "etc/rc", "etc/rc.local"})
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SUBSTITUTED = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 _RESERVED = "ENROOT_"
+_STRIPPED = ("'", '"', "\\")
+"""What enroot 4.1 removes where one is at the beginning of a value and one at its end."""
 Advance = Callable[[int, "int | None"], None]
 _GPUS = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
 """enroot's hook mounts no GPU where the first is missing, without a word, and no CUDA where the second is."""
@@ -159,7 +161,7 @@ def _no_text(value: str) -> str:
 
 def _enclosed(value: str) -> str:
     """The value with a pair of quotes for enroot and ch-run to remove, where they would remove its own."""
-    return f"'{value}'" if value.startswith(("'", '"')) else value
+    return f"'{value}'" if value.startswith(_STRIPPED) else value
 
 
 def variables(text: str) -> dict[str, str]:
@@ -170,7 +172,7 @@ def variables(text: str) -> dict[str, str]:
         if not equals or not _kept(name):
             continue
         bare = value.rstrip()
-        quoted = len(bare) > 1 and bare[0] in "'\"" and bare[-1] in "'\""
+        quoted = len(bare) > 1 and bare.startswith(_STRIPPED) and bare.endswith(_STRIPPED)
         found[name] = bare[1:-1] if quoted else value
     return found
 

@@ -36,6 +36,7 @@ ENV = (
     "SPACES=  a  b  ",
     'QUOTED="a b"',
     "SINGLE='a'",
+    "BACK=\\a\\",
     "HOST=$HOME",
     "TWICE=1",
     "TWICE=2",

@@ -40,7 +40,7 @@ def environment(*env: str) -> list[str]:
 def as_enroot(line: str) -> str:
     """The value that enroot 4.1 makes of a line; the host has no variables."""
     line = re.sub(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}", "", line)
-    quoted = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=[\"'](.*)[\"']\s*", line)
+    quoted = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=[\\\"'](.*)[\\\"']\s*", line)
     return quoted[1] if quoted else line.partition("=")[2]
 
 
@@ -70,6 +70,7 @@ def as_ch_run(line: str) -> str:
         "${1}",
         "{}",
         "#",
+        *("\\", "\\\\", "\\a'", '"a\\ ', "a\\"),
         *("a\\nb", "a=b", "`id`", "$(id)", "é", "a\rb", "\t", "${a-b}"),
     ],
 )
