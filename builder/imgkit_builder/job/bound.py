@@ -129,10 +129,20 @@ def name_of(job: Job) -> str:
 
 
 def write(job: Job) -> None:
-    """Write the folder where the job looks for it, unless an earlier job has done so."""
-    if job.bound is None or Path(job.bound.folder).is_dir():
+    """Write the folder where the job looks for it, unless an earlier job has done so.
+
+    Raises
+    ------
+    UsageError : another user has made a folder of that name, which the job would execute.
+    """
+    if job.bound is None:
         return
     target = Path(job.bound.folder)
+    if os.path.lexists(target):
+        if target.is_symlink() or files.foreign_folder(target):
+            what = "it is a link or belongs to another user, and the job would execute what is in it"
+            raise UsageError(what, where=str(target), hint="remove it, or choose another --directory")
+        return
     target.parent.mkdir(exist_ok=True)
     made = files.temporary_name(target)
     try:
@@ -140,7 +150,7 @@ def write(job: Job) -> None:
             (made / name).parent.mkdir(parents=True, exist_ok=True)
             with files.create(made / name) as stream:
                 stream.write(data)
-        made.rename(target)
+        files.publish(made, target)
     except OSError:
         if not target.is_dir():  # another job may have made it meanwhile
             raise

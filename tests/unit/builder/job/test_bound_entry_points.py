@@ -90,6 +90,16 @@ def test_folder_holds_the_package_and_the_system(tmp_path: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
+def test_folder_that_another_could_change_is_refused(tmp_path: Path) -> None:
+    made = bind(tmp_path, fake())
+    assert made.bound
+    place = Path(made.bound.folder)
+    place.parent.mkdir()
+    place.symlink_to(tmp_path)
+    with pytest.raises(UsageError, match="the job would execute what is in it"):
+        bound.write(made)
+
+
 def test_image_is_looked_at_once(tmp_path: Path) -> None:
     bind(tmp_path, fake())
     assert bind(tmp_path, fake("no answer any more")).bound
