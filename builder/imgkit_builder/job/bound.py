@@ -25,8 +25,10 @@ from imgkit_builder.image import inside, smoke, wheel
 from imgkit_builder.image.inside import PythonSeen
 from imgkit_builder.job import container, quoting
 from imgkit_builder.job.request import BoundEntryPoints, Job
+from imgkit_builder.job.resolve import chooses_cpus
 from imgkit_builder.oci.manifest import MANIFEST_JSON
 from imgkit_builder.oci.platform import kernel_names
+from imgkit_builder.recipe import bases
 from imgkit_builder.sif import image
 from imgkit_builder.sif.image import SifImage
 from imgkit_entrypoints import __version__, json_text, system
@@ -290,6 +292,12 @@ def _refuse(job: Job, seen: PythonSeen) -> None:
         )
     if not seen.torch:
         raise UsageError(f"{about} and has no torch", where=job.image, hint=_CHOOSE_OTHER)
+    if "+rocm" in seen.torch and not chooses_cpus(job.request):
+        raise UsageError(
+            f"torch {seen.torch} of this image is for AMD GPUs: imgkit supports only work on CPUs with it",
+            where=job.image,
+            hint=bases.CPU_WORK,
+        )
     site = seen.entry_points or seen.site
     if not site or not re.fullmatch(r"/[^:,\x00-\x1f]*", site) or not seen.path.startswith("/"):
         raise UsageError(
