@@ -65,7 +65,7 @@ def is_foreign(job: Job) -> bool:
             where=str(path),
             hint="ask its owner for one that is not, or for the archive: imgkit sif ARCHIVE",
         )
-    return bool(chosen) or sif.record is None or not _has_manifest(sif)
+    return bool(chosen) or sif.record is None or not has_manifest(sif)
 
 
 def bind(job: Job, run: Runner | None = None) -> Job:
@@ -179,7 +179,7 @@ def _chosen(job: Job) -> str:
     return chosen
 
 
-def _has_manifest(sif: SifImage) -> bool:
+def has_manifest(sif: SifImage) -> bool:
     """Whether imgkit built the image of a .sif that it converted; True where this machine cannot read it."""
     try:
         return tree.content(source.mounted(sif), MANIFEST_JSON) is not None
@@ -248,8 +248,10 @@ def _argv(job: Job) -> tuple[str, ...]:
     modules = container.modules(job)
     if not modules:
         return words
-    load = " && ".join(f"module load {shlex.quote(name)}" for name in modules)
-    return ("bash", "-lc", f'{load} && exec "$@"', "bash", *words)
+    # Where there are no modules, the runtime may be on PATH; if it is not, bash says so.
+    load = shlex.join(("module", "load", *modules))
+    script = f'if type module > /dev/null 2>&1; then {load} || exit; fi; exec "$@"'
+    return ("bash", "-lc", script, "bash", *words)
 
 
 def _no_python(job: Job, finished: Finished) -> UsageError | ToolMissing:
