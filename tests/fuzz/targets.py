@@ -723,6 +723,15 @@ TARGETS = (
         seeds=lambda: [f'x\n{inside._MARK}{{"pip_conflicts": [], "files": {{}}}}'.encode()],
         change=mutate.in_text,
     ),
+    Target(
+        name="python-of-an-image",
+        run=_text(inside.parse_python),
+        seeds=_lines(
+            'x\nIMGKIT-PYTHON {"version": "3.11.2", "path": "/p", "machine": "x86_64", "site": "/s", "torch": "2", '
+            '"entry_points": "", "built": false}'
+        ),
+        change=mutate.in_text,
+    ),
     Target(name="recipe", run=_file(load, "r.yaml"), seeds=_recipes, change=mutate.in_text),
     Target(name="extended", run=_extended, seeds=_recipes, change=mutate.in_text),
     Target(name="toml", run=_text(problems.parse_toml), seeds=_tomls, change=mutate.in_text),

@@ -102,13 +102,14 @@ def verb_submit(
         job = dataclasses.replace(job, warnings=(*job.warnings, f"{job.image}: {foreign.what}"))
     for warning in job.warnings:
         terminal.err(f"imgkit: {warning}")
-    recipes = [job.recipe]
-    if isinstance(job.request, BuildJobRequest):
-        recipes.append(targets.find(job.request.build))
-    if not dry_run or (isinstance(job, Job) and bound.is_foreign(job)):  # a look runs the recipe's runtime
+    looks = isinstance(job, Job) and bound.is_foreign(job)  # then programs run also for --dry-run
+    if not dry_run or looks:
+        recipes = [job.recipe]
+        if isinstance(job.request, BuildJobRequest):
+            recipes.append(targets.find(job.request.build))
         confirm_values(given.project, recipes, confirm, stated=given.project is not None)
     if dry_run:
-        if require_signature is not None and isinstance(job, Job) and bound.is_foreign(job):
+        if require_signature is not None and looks:
             require_signatures(require_signature, *submit.signed_files(job))
         prepared = submit.look_into(dataclasses.replace(prepared, job=job))
         _show(prepared.job, prepared.script, given, values=verbose, as_json=as_json)

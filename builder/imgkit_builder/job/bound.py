@@ -25,8 +25,10 @@ from imgkit_builder.image import inside, smoke, wheel
 from imgkit_builder.image.inside import PythonSeen
 from imgkit_builder.job import container, quoting
 from imgkit_builder.job.request import BoundEntryPoints, Job
+from imgkit_builder.job.resolve import chooses_cpus
 from imgkit_builder.oci.manifest import MANIFEST_JSON
 from imgkit_builder.oci.platform import kernel_names
+from imgkit_builder.recipe import bases
 from imgkit_builder.sif import image
 from imgkit_builder.sif.image import SifImage
 from imgkit_entrypoints import __version__, json_text, system
@@ -63,7 +65,7 @@ def is_foreign(job: Job) -> bool:
             where=str(path),
             hint="ask its owner for one that is not, or for the archive: imgkit sif ARCHIVE",
         )
-    return bool(chosen) or sif.record is None or not _has_manifest(sif)
+    return bool(chosen) or sif.record is None or not has_manifest(sif)
 
 
 def bind(job: Job, run: Runner | None = None) -> Job:
@@ -129,10 +131,20 @@ def name_of(job: Job) -> str:
 
 
 def write(job: Job) -> None:
-    """Write the folder where the job looks for it, unless an earlier job has done so."""
-    if job.bound is None or Path(job.bound.folder).is_dir():
+    """Write the folder where the job looks for it, unless an earlier job has done so.
+
+    Raises
+    ------
+    UsageError : another user has made a folder of that name, which the job would execute.
+    """
+    if job.bound is None:
         return
     target = Path(job.bound.folder)
+    if os.path.lexists(target):
+        if target.is_symlink() or files.foreign_folder(target):
+            what = "it is a link or belongs to another user, and the job would execute what is in it"
+            raise UsageError(what, where=str(target), hint="remove it, or choose another --directory")
+        return
     target.parent.mkdir(exist_ok=True)
     made = files.temporary_name(target)
     try:
@@ -140,7 +152,7 @@ def write(job: Job) -> None:
             (made / name).parent.mkdir(parents=True, exist_ok=True)
             with files.create(made / name) as stream:
                 stream.write(data)
-        made.rename(target)
+        files.publish(made, target)
     except OSError:
         if not target.is_dir():  # another job may have made it meanwhile
             raise
@@ -167,7 +179,7 @@ def _chosen(job: Job) -> str:
     return chosen
 
 
-def _has_manifest(sif: SifImage) -> bool:
+def has_manifest(sif: SifImage) -> bool:
     """Whether imgkit built the image of a .sif that it converted; True where this machine cannot read it."""
     try:
         return tree.content(source.mounted(sif), MANIFEST_JSON) is not None
@@ -236,8 +248,10 @@ def _argv(job: Job) -> tuple[str, ...]:
     modules = container.modules(job)
     if not modules:
         return words
-    load = " && ".join(f"module load {shlex.quote(name)}" for name in modules)
-    return ("bash", "-lc", f'{load} && exec "$@"', "bash", *words)
+    # Where there are no modules, the runtime may be on PATH; if it is not, bash says so.
+    load = shlex.join(("module", "load", *modules))
+    script = f'if type module > /dev/null 2>&1; then {load} || exit; fi; exec "$@"'
+    return ("bash", "-lc", script, "bash", *words)
 
 
 def _no_python(job: Job, finished: Finished) -> UsageError | ToolMissing:
@@ -280,6 +294,12 @@ def _refuse(job: Job, seen: PythonSeen) -> None:
         )
     if not seen.torch:
         raise UsageError(f"{about} and has no torch", where=job.image, hint=_CHOOSE_OTHER)
+    if "+rocm" in seen.torch and not chooses_cpus(job.request):
+        raise UsageError(
+            f"torch {seen.torch} of this image is for AMD GPUs: imgkit supports only work on CPUs with it",
+            where=job.image,
+            hint=bases.CPU_WORK,
+        )
     site = seen.entry_points or seen.site
     if not site or not re.fullmatch(r"/[^:,\x00-\x1f]*", site) or not seen.path.startswith("/"):
         raise UsageError(

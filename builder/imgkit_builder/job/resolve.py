@@ -262,14 +262,19 @@ def _refuse_clean(job: Job) -> None:
         )
 
 
+def chooses_cpus(request: Request) -> bool:
+    """Whether the user asks for work on CPUs, whatever GPUs the nodes have."""
+    chosen = " ".join(request.command).replace("=", " ")
+    return request.gpus == 0 or re.search(r"(?:^| )--device cpu(?: |$)", chosen) is not None
+
+
 def _refuse_amd(job: Job) -> None:
     """Raise UsageError for AMD's GPUs or image, unless the request chooses CPUs.
 
     The node agent refuses such a start, too; any other program would find no GPU.
     """
     request, recipe = job.request, job.recipe
-    chosen = " ".join(request.command).replace("=", " ")
-    if request.gpus == 0 or re.search(r"(?:^| )--device cpu(?: |$)", chosen):
+    if chooses_cpus(request):
         return
     # A .sif that names its own system is the recipe's image, and no other.
     other = request.image if Path(request.image) != recipe.file.absolute() else ""

@@ -246,10 +246,12 @@ def _ends(size: int, body: bytes) -> Iterator[Path]:
 
 
 def _is_whole(path: Path, name: str, wanted: str) -> bool:
-    """Whether the .sif is whole, and has the name that its record gives it."""
+    """Whether the .sif is whole, and has the name that its record gives it; else it is `wanted`."""
     try:
         record = image.read(path).record
-        if record is None or name != image.store_name(record):
+        if record is None:
+            return name == wanted
+        if name != image.store_name(record):
             return False
     except (CheckFailed, UsageError):
         return False

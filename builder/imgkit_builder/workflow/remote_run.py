@@ -44,6 +44,8 @@ class RunPlan:
     """The archive or OCI folder; None for a recipe or a .sif."""
     far_image: str = ""
     """Path of an image that is on the remote already; then nothing is built or sent."""
+    foreign: bool = False
+    """Whether imgkit did not build the image of `sif`."""
 
     @property
     def early(self) -> Job:
@@ -90,7 +92,7 @@ def plan(recipe: str, given: Request, project: ProjectFile | None, default: str)
 
 
 def _chosen(recipe: str, given: Request, project: ProjectFile | None, default: str) -> RunPlan:
-    from imgkit_builder.job import baked
+    from imgkit_builder.job import baked, bound
     from imgkit_builder.project import origins
     from imgkit_builder.recipe import targets
     from imgkit_builder.sif import image, sqsh
@@ -107,7 +109,9 @@ def _chosen(recipe: str, given: Request, project: ProjectFile | None, default: s
     if request.image:
         return _far(word, request)
     if image.is_sif(file):
-        return RunPlan(word=word, target=baked.target(file), recipe="", sif=file, request=request)
+        foreign = not bound.has_manifest(image.read(file))
+        target = _system_of(file, default) if foreign else baked.target(file)
+        return RunPlan(word=word, target=target, recipe="", sif=file, request=request, foreign=foreign)
     if sqsh.is_sqsh(file):
         raise UsageError(
             "imgkit run sends a .sif, and this is a .sqsh",
@@ -158,11 +162,18 @@ def _target_of(archive: Path, default: str) -> Target:
                 base_env=tuple(made.base.env),
             )
         )
+    return _system_of(archive, default)
+
+
+def _system_of(file: Path, default: str) -> Target:
+    """The remote's recipe `default`, for a file that does not name its system."""
+    from imgkit_builder.recipe import targets
+
     if default:
         return targets.find(default)
     raise UsageError(
-        "neither the archive nor the remote names its system",
-        where=str(archive),
+        "neither this file nor the remote names its system",
+        where=str(file),
         hint="a remote with a recipe: imgkit remote add NAME USER@HOST:DIR --recipe RECIPE --replace",
     )
 
@@ -228,11 +239,11 @@ def run(
     sent = _bring(request, far, check(planned).submit[0], report)
     report.stage(f"submit to {far.remote.name}")
     job = sent.over(planned.resolved(sent.home, sent.image))
-    if planned.far_image or job.request.python or job.request.activate:
+    if planned.far_image or planned.foreign or job.request.python or job.request.activate:
         job = bound.bind(job, lambda words: jobs.finished(far, words))
         jobs.send_entry_points(far, job)
     record = jobs.submit(far, job, systems.named(job.system).script(job))
-    record = dataclasses.replace(record, image_id=sent.image_id)
+    record = dataclasses.replace(record, image_id="" if planned.foreign else sent.image_id)
     return RemoteJob(record=record, job=job, home=sent.home)
 
 
@@ -304,7 +315,6 @@ def _bring(request: _SendRequest, far: Connection, program: str, report: Reporte
     ImgkitError : as of the build, the conversion and the transfer.
     """
     from imgkit_builder.remote import store
-    from imgkit_builder.sif import image
 
     name = image_id = ""
     if request.far_image:
@@ -319,15 +329,7 @@ def _bring(request: _SendRequest, far: Connection, program: str, report: Reporte
             name = _converted(request, report)
             image_id = f"sha256:{name.partition('-')[0]}"
     else:
-        record = image.read(request.sif).record
-        if record is None:
-            raise UsageError(
-                "imgkit did not make this .sif",
-                where=str(request.sif),
-                hint="imgkit sif makes one of an archive or image; or copy this one to the remote, then: "
-                "imgkit run RECIPE --image /PATH",
-            )
-        image_id, name = record.image_id, image.store_name(record)
+        image_id, name = _identity(request.sif)
     report.stage(f"look at {far.remote.name}")
     there = store.look(far, image_id=image_id, program=program, wanted=name)
     if not there.has_program:
@@ -344,6 +346,17 @@ def _bring(request: _SendRequest, far: Connection, program: str, report: Reporte
         return sent
     files = _code(request, request.code, far, there, report)
     return dataclasses.replace(sent, code=request.code.record, code_files=files)
+
+
+def _identity(sif: Path) -> tuple[str, str]:
+    """The image id of the .sif and its name in the store; without a record, its digest stands for both."""
+    from imgkit_builder.sif import image
+
+    record = image.read(sif).record
+    if record is not None:
+        return record.image_id, image.store_name(record)
+    digest = image.root_sha256(sif)
+    return f"sha256:{digest}", f"{digest}-{digest[:12]}.sif"
 
 
 def _image(

@@ -137,7 +137,7 @@ def test_image_without_a_usable_python_is_refused(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", CHOICES)
-def test_killed_training_resumes_with_its_code_and_a_spare(site: Site, name: str) -> None:
+def test_training_with_its_code_goes_on_after_a_killed_worker(site: Site, name: str) -> None:
     train = ("dist-train", *ONE, "--steps", "3000", "--save-every", "200")
     job = site.submit(name, "--max-failures", "2", "--code", ROOT / "examples", "--", *train)
     site.until(lambda: bool(re.search(r"step +[4-9]\d\d/", site.told(job))), job)
@@ -183,3 +183,16 @@ def test_image_that_a_remote_has_runs_without_a_build(site: Site, far: FarSite) 
     assert "found no Python in it: no program python3" in refused.stderr
     absent = far.imgkit("run", "--on", "far", "--image", "/none.sif", "--time", "5m", "--", *count)
     assert "/none.sif does not exist or cannot be read on the remote" in absent.stderr
+
+
+@pytest.mark.soak
+@pytest.mark.sshd
+def test_image_that_is_here_is_sent_once(site: Site, far: FarSite) -> None:
+    words = ("run", site.folder / "debian.sif", "--on", "far", "--time", "5m", "--", "dist-hello", *ONE)
+    first = far.imgkit(*words)
+    assert first.returncode == 0, first.stderr
+    assert "all_reduce of ones: 1" in first.stdout
+    second = far.imgkit(*words)
+    assert "to send: nothing; far has the image" in second.stderr, second.stderr
+    assert "all_reduce of ones: 1" in second.stdout
+    assert len(list((far.store / "images").iterdir())) == 1

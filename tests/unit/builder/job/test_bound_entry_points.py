@@ -90,6 +90,16 @@ def test_folder_holds_the_package_and_the_system(tmp_path: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
+def test_folder_that_another_could_change_is_refused(tmp_path: Path) -> None:
+    made = bind(tmp_path, fake())
+    assert made.bound
+    place = Path(made.bound.folder)
+    place.parent.mkdir()
+    place.symlink_to(tmp_path)
+    with pytest.raises(UsageError, match="the job would execute what is in it"):
+        bound.write(made)
+
+
 def test_image_is_looked_at_once(tmp_path: Path) -> None:
     bind(tmp_path, fake())
     assert bind(tmp_path, fake("no answer any more")).bound
@@ -113,6 +123,7 @@ def test_chosen_python_of_imgkit_s_own_image_is_bound_over_it(tmp_path: Path) ->
         (fake(version="3.9.18"), {}, "/opt/venv/bin/python, is 3.9.18; the entry points need Python 3.10"),
         (fake(version="2.7.5", site=""), {}, "is 2.7.5; the entry points need"),
         (fake(torch=""), {}, "is 3.11.2 and has no torch"),
+        (fake(torch="2.5.1+rocm6.2"), {}, "torch 2.5.1+rocm6.2 of this image is for AMD GPUs"),
         (fake(site=""), {}, "has no folder of packages"),
         (fake(site="/opt/a:b"), {}, "has no folder of packages"),
         (fake("no program python3\n", 127), {}, "found no Python in it: no program python3"),

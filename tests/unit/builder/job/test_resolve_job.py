@@ -218,9 +218,8 @@ def test_podman_under_slurm_gets_the_variables_of_the_step(tmp_path: Path) -> No
     made = job(file, nodes="2")
     text = systems.named("slurm").script(made).text.replace(" \\\n    ", " ")
     start = next(line for line in text.splitlines() if "podman-hpc" in line)
-    assert (
-        "podman-hpc run --rm --nv --gpu --ipc=private --network=host --cgroups=disabled --pull=never" in start
-    )
+    words = "podman-hpc run --rm --nv --gpu --ipc=private --network=host --cgroups=disabled --pull=never"
+    assert words in start
     assert "--env 'SLURM*' --env 'IMGKIT_*' --env CUDA_VISIBLE_DEVICES" in start
     assert "--ipc=host" not in start
     assert "nofile" not in start  # Podman keeps the limits of the node
