@@ -27,8 +27,8 @@ system:
   node: {gpus: 4, cpus: 2}
   queue: {options: [-l, place=scatter]}
 """
-# Its database is PostgreSQL of the user postgres, whose socket is in /run/postgresql. A mom that starts again removes
-# what it finds of jobs in its temporary folder, and the virtual nodes share /var/tmp.
+# Its database is PostgreSQL of the user postgres, whose socket is in /run/postgresql. A mom that starts again
+# removes what it finds of jobs in its temporary folder, and the virtual nodes share /var/tmp.
 START = """
 home=/run/pbs server=0 mom=1
 if [ "$(hostname)" = login ]; then server=1 mom=0; fi
@@ -200,16 +200,15 @@ def test_killed_launcher_ends_the_job(pbs: OpenPbs, start: str) -> None:
     pbs.emptied()
 
 
-def test_job_outlives_a_killed_mom(pbs: OpenPbs) -> None:
+def test_killed_mom_ends_a_job_only_when_it_starts_again(pbs: OpenPbs) -> None:
     job = pbs.waiting("pbsdsh")
     assert pbs("exec", "node2", "--", "pkill", "-KILL", "-x", "pbs_mom").returncode == 0
-    again = pbs("exec", "node2", "--", PREFIX / "sbin/pbs_mom", "-p")  # keeps the jobs
-    assert again.returncode == 0, again.stdout + again.stderr
+    assert "job_state = R" in pbs.shown(job)
     assert len(pbs.workers()) >= 2
-    (pbs.work / "go").touch()
-    code, told = pbs.end(job)
-    assert code == 0, told
-    pbs.emptied()
+    again = pbs("exec", "node2", "--", PREFIX / "libexec/pbs_init.d", "start")
+    assert again.returncode == 0, again.stdout + again.stderr
+    code, told = pbs.end(job)  # "requested job die"
+    assert code == 271, told
 
 
 def test_job_ends_when_a_host_is_cut_off(pbs: OpenPbs) -> None:
