@@ -45,12 +45,12 @@ assert -9 in start(RANKS, own, "cut", at=each + 20, rank=1)
 assert start(RANKS, own, "cut", at=2 * each + 5, how=signal.SIGUSR1, pause=0.01) == [85] * RANKS
 assert start(RANKS, own, "cut") == [0] * RANKS
 whole, cut = weights("whole"), weights("cut")
-assert sorted(whole) == sorted(cut) == ["model.pt", "optimizer.pt", "pass.pt", "random.pt"]
+assert sorted(whole) == sorted(cut) == ["model.pt", "optimizer.pt", "pass.ranks.pt", "random.ranks.pt"]
 for key, value in whole["model.pt"].items():
     assert torch.equal(value, cut["model.pt"][key]), key
 for key, state in whole["optimizer.pt"]["state"].items():
     assert all(torch.equal(one, cut["optimizer.pt"]["state"][key][name]) for name, one in state.items())
-for one, other in zip(whole["random.pt"], cut["random.pt"]):
+for one, other in zip(whole["random.ranks.pt"], cut["random.ranks.pt"]):
     assert torch.equal(one["torch"], other["torch"])
 """
     told = many(standin, tmp_path, script.replace("RANKS", str(ranks)))
@@ -117,7 +117,7 @@ assert start(1, loop, "cut", at=9) == [-9]
 assert start(1, loop, "cut") == [0]
 one, other = weights("whole"), weights("cut")
 assert torch.equal(one["model.pt"]["weight"], other["model.pt"]["weight"])
-assert torch.equal(one["random.pt"][0]["torch"], other["random.pt"][0]["torch"])
+assert torch.equal(one["random.ranks.pt"][0]["torch"], other["random.ranks.pt"][0]["torch"])
 """
     told = many(standin, tmp_path, PROGRAMS + script.replace("WORKERS", str(workers)))
     assert told.count("run: resumes after step ") == 2, told
@@ -128,7 +128,7 @@ def same(one, other):
     one, other = weights(one), weights(other)
     assert sorted(one) == sorted(other)
     assert all(torch.equal(value, other["model.pt"][key]) for key, value in one["model.pt"].items())
-    for mine, others in zip(one["random.pt"], other["random.pt"], strict=True):
+    for mine, others in zip(one["random.ranks.pt"], other["random.ranks.pt"], strict=True):
         assert torch.equal(mine["torch"], others["torch"])
 """
 
@@ -356,7 +356,7 @@ class Runs:
         return print, ("the pickle ran code",)
 part = lambda data: lambda sink: sink.write(data)
 state = json.dumps({"run": {"step": 9, "loops": {}, "batch": 1, "at_start": False}}).encode()
-parts = {"state.json": state, "model.pt": pickle.dumps(Runs()), "random.pt": b"", "pass.pt": b""}
+parts = {"state.json": state, "model.pt": pickle.dumps(Runs()), "random.ranks.pt": b"", "pass.ranks.pt": b""}
 def write(folder):
     os.makedirs(f"{folder}/checkpoints", exist_ok=True)
     content = {name: part(data) for name, data in parts.items()}
@@ -432,7 +432,7 @@ def assert_equal(one, other, where=""):
 def assert_equal_state():
     states = weights("whole"), weights("cut")
     for state in states:
-        for part in ("random.pt", "pass.pt"):  # Python's and NumPy's generators have no seed here
+        for part in ("random.ranks.pt", "pass.ranks.pt"):  # Python's and NumPy's generators have no seed here
             state[part] = [one["torch"] for one in state.get(part, ())]
     assert_equal(*states)
 """

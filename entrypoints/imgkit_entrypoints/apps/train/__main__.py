@@ -51,6 +51,7 @@ def main() -> None:
             config.run_dir,
             keep=config.keep if config.run_dir else 0,
             stop_after_s=math.inf if config.stop_after_s is None else config.stop_after_s,
+            options={},  # `resumed` compares them
             say=say,
         )
         torch.use_deterministic_algorithms(config.deterministic)
