@@ -370,7 +370,7 @@ class FoundCheckpoint:
         return on_host(self.mapped(name))
 
     def mapped(self, name: str) -> Any:
-        """As `tensors`, but all tensors lie in the file, whose pages the ranks of a node share.
+        """Read the same, but all tensors lie in the file, whose pages the ranks of a node share.
 
         They are for a copy at once: a change of the file by someone else would end the process.
         """
@@ -406,7 +406,7 @@ class FoundCheckpoint:
 
 
 class Rows:
-    """The states of ranks in a checkpoint, each of which is read when it is needed."""
+    """The states of ranks in a checkpoint; each is read when it is needed."""
 
     def __init__(self, load: Callable[[bytes], Any], rows: Sequence[Tensor]) -> None:
         self._load, self._rows = load, rows

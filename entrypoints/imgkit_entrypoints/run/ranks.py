@@ -139,7 +139,7 @@ class Ranks:
         return rows.cpu()
 
     def _at_rank_0(self, mine: torch.Tensor) -> torch.Tensor | None:
-        """On rank 0 what `_gathered` returns, elsewhere nothing."""
+        """What `_gathered` returns, on rank 0 alone."""
         if self.world_size == 1:
             return mine[None]
         own = mine.to(self.device)
