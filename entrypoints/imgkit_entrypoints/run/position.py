@@ -198,14 +198,21 @@ class LivePosition:
         pass_drawn = found.rows(PASS) if PASS in found.parts else drawn
         self.step, self._loops, self._batch = position.step, dict(position.loops), position.batch
         self._saved_loops = dict(position.loops)
-        if len(drawn) == here.world_size:
-            own = drawn[here.rank]
-            random_state.restore(own)
-        else:
-            own = self._of_other_ranks(len(drawn), drawn[0], here, say)
-        begun = pass_drawn[here.rank % len(pass_drawn)]
+        try:
+            if len(drawn) == here.world_size:
+                own = drawn[here.rank]
+                random_state.restore(own)
+            else:
+                own = self._of_other_ranks(len(drawn), drawn[0], here, say)
+            begun = pass_drawn[here.rank % len(pass_drawn)]
+            self._generators.take_over(own.get("more", {}), begun.get("more", {}))
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise UsageError(
+                f"the random state of rank {here.rank} in the checkpoint is invalid ({error})",
+                where=str(found.where / RANDOM),
+                hint=f"mv {found.where} elsewhere, and the run resumes from an older checkpoint",
+            ) from None
         self._pass_drawn = begun
-        self._generators.take_over(own.get("more", {}), begun.get("more", {}))
         self._resumed = _Resumed(
             drawn=own,
             pass_drawn=begun,

@@ -344,7 +344,7 @@ assert start(2, lambda: unlike(name=lambda: f"model{dist.get_rank()}"), "names")
 
 def test_damaged_and_hostile_checkpoints_do_no_harm(standin: str, tmp_path: Path) -> None:
     script = """
-import json, pickle, shutil
+import io, json, pickle, shutil
 from imgkit_entrypoints.run import disk
 assert start(2, lambda: training(range(4), save_every=2), "damaged") == [0, 0]
 with open("damaged/checkpoints/step-0000000004/model.pt", "ab") as file:
@@ -355,7 +355,8 @@ class Runs:
     def __reduce__(self):
         return print, ("the pickle ran code",)
 part = lambda data: lambda sink: sink.write(data)
-state = json.dumps({"run": {"step": 9, "loops": {}, "batch": 1, "at_start": False}}).encode()
+position = {"step": 9, "loops": {}, "batch": 1, "at_start": False}
+state = json.dumps({"run": position, "program": {"options": {}, "built": {}}}).encode()
 parts = {"state.json": state, "model.pt": pickle.dumps(Runs()), "random.ranks.pt": b"", "pass.ranks.pt": b""}
 def write(folder):
     os.makedirs(f"{folder}/checkpoints", exist_ok=True)
@@ -368,6 +369,21 @@ assert start(2, lambda: training(range(4)), "damaged") == [2, 2]
 shutil.move("damaged/checkpoints/step-0000000009", "elsewhere")
 os.truncate("damaged/checkpoints/step-0000000004/model.pt", 100)
 assert start(2, lambda: training(range(4), save_every=2), "damaged") == [0, 0]
+def saved(value):
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content.getvalue()
+parts["model.pt"] = saved({"weight": torch.zeros(1, 1), "bias": torch.zeros(1)})
+for rows in (
+    [torch.tensor(list(pickle.dumps(Runs())), dtype=torch.uint8)] * 2,
+    [torch.tensor(list(saved({"torch": 7, "python": 7})), dtype=torch.uint8)] * 2,
+    [b"bytes"] * 2,
+    {},
+):
+    parts["random.ranks.pt"] = saved(rows)
+    shutil.rmtree("hostile")
+    write("hostile")
+    assert start(2, lambda: training(range(4)), "hostile") == [2, 2]
 parts["state.json"] = b"{}"
 write("foreign")
 assert start(2, lambda: training(range(4)), "foreign") == [2, 2]
@@ -388,6 +404,13 @@ assert sorted(os.listdir("damaged/checkpoints")) == ["step-0000000002", "step-00
     )
     assert "model.pt: this part of the checkpoint cannot be read" in told
     assert "this checkpoint was written by another program" in told
+    for text in (
+        "random.ranks.pt: this part of the checkpoint cannot be read: ",
+        "random.ranks.pt: the random state of rank 0 in the checkpoint is invalid",
+        "random.ranks.pt: this part of the checkpoint cannot be read: its rows are no bytes",
+        "random.ranks.pt: this part of the checkpoint cannot be read: it has no rows",
+    ):
+        assert text in told, (text, told)
     assert "the pickle ran code" not in told
 
 
