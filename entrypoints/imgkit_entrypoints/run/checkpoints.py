@@ -375,6 +375,8 @@ class FoundCheckpoint:
         They are for a copy at once: a change of the file by someone else would end the process.
         """
         with self._open(name) as stream:
+            if stream.read(4) != b"PK\x03\x04":
+                raise self._unreadable(name, "torch has not saved it")
             return self._loaded(name, f"/proc/self/fd/{stream.fileno()}", mmap=True)
 
     def rows(self, name: str) -> Rows:

@@ -380,7 +380,7 @@ for rows in (
     [b"bytes"] * 2,
     {},
 ):
-    parts["random.ranks.pt"] = saved(rows)
+    parts["random.ranks.pt"] = parts["pass.ranks.pt"] = saved(rows)
     shutil.rmtree("hostile")
     write("hostile")
     assert start(2, lambda: training(range(4)), "hostile") == [2, 2]
