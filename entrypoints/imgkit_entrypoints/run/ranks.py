@@ -26,6 +26,8 @@ LONGEST_ROWS = 1 << 36
 
 PIECE = 4 << 20
 """Bytes of a file that travel at once."""
+INLINE = 480
+"""Bytes of a value that travel with its size, so that a short one takes one exchange."""
 LONGEST_CALL = 24
 """Letters of the longest name of a call."""
 
@@ -64,12 +66,14 @@ class Ranks:
         ToolFailed : on every rank, if one sent too much or something else than a `kind`; names it.
         """
         sent = json.dumps(mine, default=dataclasses.asdict, allow_nan=False).encode()
-        sizes = self._sizes(len(sent), call, LONGEST)
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+        sizes, rows = self._announced(len(sent), sent, call, LONGEST)
+        if max(sizes) > INLINE:
+            padded = torch.zeros(max(sizes), dtype=torch.uint8)
+            padded[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+            rows = _rows_of(self._gathered(padded))
         values: list[Any] = []
         known: dict[bytes, Any] = {}  # most ranks send the same, and reading it takes most of the time
-        for rank, row in enumerate(_rows_of(self._gathered(padded))):
+        for rank, row in enumerate(rows):
             text = row[: sizes[rank]]
             try:
                 if text not in known:
@@ -79,11 +83,11 @@ class Ranks:
             values.append(known[text])
         return values
 
-    def _sizes(self, mine: int, call: str, most: int) -> list[int]:
-        """The sizes that all ranks are about to send, from 1 to `most`."""
-        own = bytearray(mine.to_bytes(8, "little") + call.encode().ljust(LONGEST_CALL))
-        heads = _rows_of(self._gathered(torch.frombuffer(own, dtype=torch.uint8)))
-        calls = [head[8:].decode(errors="replace").rstrip() for head in heads]
+    def _announced(self, size: int, sent: bytes, call: str, most: int) -> tuple[list[int], list[bytes]]:
+        """The sizes of what all ranks send, from 1 to `most`, and its first `INLINE` bytes."""
+        own = size.to_bytes(8, "little") + call.encode().ljust(LONGEST_CALL) + sent[:INLINE].ljust(INLINE)
+        heads = _rows_of(self._gathered(torch.frombuffer(bytearray(own), dtype=torch.uint8)))
+        calls = [head[8 : 8 + LONGEST_CALL].decode(errors="replace").rstrip() for head in heads]
         if len(set(calls)) > 1:
             raise CheckFailed(
                 f"the ranks are at different calls: {told(calls)}",
@@ -94,13 +98,13 @@ class Ranks:
         for rank, size in enumerate(sizes):
             if not 0 < size <= most:
                 raise _refused(rank, f"{size} bytes, not 1 to {most}")
-        return sizes
+        return sizes, [head[8 + LONGEST_CALL :] for head in heads]
 
     def collect(self, rows: Mapping[str, bytes], *, call: str = "") -> dict[str, list[torch.Tensor]]:
         """Give rank 0 the rows of all ranks by name, and the others nothing; a collective call.
 
         The names are the same on all ranks. They travel to rank 0 alone, once and as they are: it looks into
-        none of them. The rows of a name lie one after the other in one storage, which torch saves as it is.
+        none of them. The rows are views of one tensor.
 
         Raises
         ------
@@ -110,7 +114,7 @@ class Ranks:
         names = sorted(rows)
         head = b"".join(len(rows[name]).to_bytes(8, "little") for name in names)
         sent = b"".join((head, *(rows[name] for name in names)))
-        sizes = self._sizes(max(1, len(sent)), call, LONGEST_ROWS)
+        sizes, _ = self._announced(max(1, len(sent)), b"", call, LONGEST_ROWS)
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         if sent:
             padded[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
