@@ -17,14 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import random_state, resumable
 from imgkit_entrypoints.run.checkpoints import FoundCheckpoint
-from imgkit_entrypoints.run.ranks import Ranks
 from imgkit_entrypoints.run.tracked import Tracked
 from imgkit_entrypoints.run.updates import live
 
 
-def rehearsed(
-    batch: Any, times: int, loader: Any, tracked: Tracked, found: FoundCheckpoint, here: Ranks
-) -> Iterator[Any]:
+def rehearsed(batch: Any, times: int, loader: Any, tracked: Tracked, found: FoundCheckpoint) -> Iterator[Any]:
     """Yield `batch` so often, and undo what the loop's body did with it.
 
     Parameters
@@ -32,7 +29,7 @@ def rehearsed(
     found : the checkpoint from which the run has just been restored.
     """
     more = {"": resumable.generators(loader)}
-    drawn, bring_back = random_state.current(more), tracked.noted(loader, found, here)
+    drawn, bring_back = random_state.current(more), tracked.noted(loader, found)
     for _ in range(times):
         yield copy.deepcopy(batch)
     tracked.drop_gradients()

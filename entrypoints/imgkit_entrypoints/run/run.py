@@ -316,7 +316,7 @@ class Run:
                 if passes:
                     times, passes = passes * accumulate, 0
                     log, self._stepping.log = self._stepping.log, NumberLog()
-                    again = self._state.rehearsed(batch, times, loader, here)
+                    again = self._state.rehearsed(batch, times, loader)
                     yield from enumerate(again, self._position.step + 1)
                     self._stepping.log = log
                 self._state.first_step()

@@ -177,10 +177,10 @@ class RunState:
         for text in changes if here.rank == 0 else ():
             self._say(f"warning: {text}")
 
-    def rehearsed(self, batch: Any, times: int, loader: Any, here: Ranks) -> Iterator[Any]:
+    def rehearsed(self, batch: Any, times: int, loader: Any) -> Iterator[Any]:
         """Yield `batch` so often, and undo what the loop's body did with it; a collective call."""
         found = self._restored
-        return rehearsal.rehearsed(batch, times, loader, self.tracked, found, here) if found else iter(())
+        return rehearsal.rehearsed(batch, times, loader, self.tracked, found) if found else iter(())
 
     def first_step(self) -> None:
         """Forget the checkpoint from which the run goes on: nothing needs it any more."""

@@ -269,22 +269,25 @@ class Tracked:
             ) from error
         self._note(name, _state(name, value))
 
-    def noted(self, loader: Any, found: FoundCheckpoint, here: Ranks) -> Callable[[], None]:
+    def noted(self, loader: Any, found: FoundCheckpoint) -> Callable[[], None]:
         """Note the states of this rank, and return what brings them back; both are collective calls.
 
         Not those of loaders, which belong to their iterators, nor of `loader`. Of what is in the checkpoint
         bit by bit, as almost all is after a restore, there is no copy.
         """
+
+        def saved(name: str) -> Any:
+            return None if name in self._by_rank else found.mapped(f"{name}.pt")
+
         noted = {
-            name: each_tensor(_state(name, one), _unlike(self._in_part(name, found, here)))
+            name: each_tensor(_state(name, one), _unlike(saved(name)))
             for name, one in self._parts.items()
             if one is not loader and (not _is_loader(one) or hasattr(one, "__next__"))
         }
 
         def bring_back() -> None:
             for name, state in noted.items():
-                whole = _with_saved(state, self._in_part(name, found, here))
-                self._load(name, whole, "the state before the first step")
+                self._load(name, _with_saved(state, saved(name)), "the state before the first step")
 
         return bring_back
 
