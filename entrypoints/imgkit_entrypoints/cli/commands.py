@@ -56,6 +56,7 @@ COMMANDS: tuple[Command, ...] = (
         summary="train a model with DDP",
         app="imgkit_entrypoints.apps.train",
         options="imgkit_entrypoints.apps.train.options",
+        verbs={"export": "imgkit_entrypoints.run.export"},
         goodput="program",
     ),
     Command(

@@ -1,42 +1,175 @@
-"""Save the state of a run as a checkpoint, and find and load it again: one rank does it for all."""
+"""Save the state of a run as a checkpoint, and find and read it again.
+
+Rank 0 writes for all. Each node reads for itself, or gets what it does not see from a node that does.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from imgkit_entrypoints import __version__, files, json_text
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import disk
-from imgkit_entrypoints.run.random_state import SentState
-from imgkit_entrypoints.run.ranks import Ranks
+from imgkit_entrypoints.run.ranks import Delivery, Ranks, bytes_of
 
 Say = Callable[[str], None]
 FOLDER = "checkpoints"
 """Name of the folder in a run folder."""
 STATE = "state.json"
 """Part with the values that JSON keeps, and the versions that wrote them."""
+TOLD_S = 30.0
+"""Time after which a run that waits for the program's `checkpoint_done` reports it."""
+
+
+def each_leaf(value: Any, change: Callable[[Any, tuple[object, ...]], Any], *where: object) -> Any:
+    """Copy dicts, lists and tuples, with what `change` returns for each other value and its path in them."""
+    if isinstance(value, dict):
+        return {key: each_leaf(one, change, *where, key) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(each_leaf(one, change, *where, number) for number, one in enumerate(value))
+    return change(value, where)
+
+
+def each_tensor(value: Any, change: Callable[[Tensor, tuple[object, ...]], Any], *where: object) -> Any:
+    """Copy dicts, lists and tuples, with what `change` returns for each tensor and its path in them."""
+    return each_leaf(value, lambda one, path: change(one, path) if isinstance(one, Tensor) else one, *where)
 
 
 def on_host(value: Any) -> Any:
-    """Copy `value` with every tensor in host memory of its own."""
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: on_host(one) for key, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(on_host(one) for one in value)
-    return value
+    """Copy `value` with every tensor in host memory of its own; tied ones stay tied."""
+    copies: dict[tuple[object, ...], Tensor] = {}
+
+    def copied(tensor: Tensor, _: object) -> Tensor:
+        found = copies.get(_view(tensor))
+        return (
+            copies.setdefault(_view(tensor), tensor.detach().to("cpu", copy=True)) if found is None else found
+        )
+
+    return each_tensor(value, copied)
+
+
+def _view(tensor: Tensor) -> tuple[object, ...]:
+    """What two tensors have in common if they are the same values in the same memory."""
+    if tensor.layout != torch.strided or not tensor.numel() or type(tensor) not in (Tensor, nn.Parameter):
+        return (id(tensor),)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+class HostCopies:
+    """Copies of tensors in host memory that stays from one checkpoint to the next; pinned for a GPU.
+
+    From a GPU, the copy is work in its current stream, for which the host does not wait. What comes after it
+    in the stream does, as the next optimizer step, so that it changes nothing that is not copied yet.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[object, ...], Tensor] = {}
+        self._copied: list[Any] = []
+        """CUDA events after the copies that are under way."""
+
+    def take(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Copy `values`, over the copy before; equal views of one storage have one copy."""
+        seen: dict[tuple[object, ...], Tensor] = {}
+        used: dict[tuple[object, ...], Tensor] = {}
+        devices = set()
+
+        def copied(tensor: Tensor, where: tuple[object, ...]) -> Tensor:
+            view = _view(tensor)
+            if view in seen:
+                return seen[view]
+            value = tensor.detach()
+            if len(view) == 1:  # a kind of tensor that may have no such memory
+                return seen.setdefault(view, value.to("cpu", copy=True))
+            on_gpu = value.device.type == "cuda"
+            kept = self._kept.get(where)
+            if kept is None or (kept.dtype, kept.shape, kept.stride()) != (
+                value.dtype,
+                value.shape,
+                value.stride(),
+            ):
+                kept = torch.empty_like(value, device="cpu", pin_memory=on_gpu)
+            kept.copy_(value, non_blocking=on_gpu)
+            if on_gpu:
+                devices.add(value.device)
+            used[where] = seen[view] = kept
+            return kept
+
+        found = {name: each_tensor(part, copied, name) for name, part in values.items()}
+        self._kept = used
+        self._copied = [torch.cuda.current_stream(device).record_event() for device in devices]
+        return found
+
+    def wait(self) -> None:
+        """Wait until the copies are whole."""
+        for event in self._copied:
+            event.synchronize()
+
+
+class DoneCalls:
+    """Calls a function of the program for whole checkpoints, in a thread of its own.
+
+    A checkpoint stays while it waits for the call and during it. Of those that come during a call, the newest
+    waits, and takes the place of an older one that waits.
+    """
+
+    def __init__(self, call: Callable[[Path, int], object], say: Say) -> None:
+        self._call, self._say = call, say
+        self._now: tuple[Path, int] | None = None
+        self._next: tuple[Path, int] | None = None
+        self._changed = threading.Condition()
+
+    def held(self) -> set[Path]:
+        """The checkpoints that must stay."""
+        with self._changed:
+            return {one[0] for one in (self._now, self._next) if one is not None}
+
+    def add(self, path: Path, step: int) -> None:
+        """Call the function for this checkpoint soon."""
+        with self._changed:
+            starts = self._now is None
+            if starts:
+                self._now = path, step
+            else:
+                self._next = path, step
+        if starts:
+            threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        while self._now is not None:
+            path, step = self._now
+            try:
+                self._call(path, step)
+            except Exception as error:  # it is the program's
+                what = f"{type(error).__name__}: {error}".partition("\n")[0]
+                self._say(f"warning: checkpoint_done failed for the checkpoint of step {step}: {what}")
+            with self._changed:
+                self._now, self._next = self._next, None
+                self._changed.notify_all()
+
+    def wait(self, path: Path | None = None) -> None:
+        """Wait for the calls of `path`, by default for all."""
+
+        def are_done() -> bool:
+            held = {one[0] for one in (self._now, self._next) if one is not None}
+            return not held if path is None else path not in held
+
+        with self._changed:
+            if not self._changed.wait_for(are_done, TOLD_S):
+                self._say("waits for the program's checkpoint_done")
+                self._changed.wait_for(are_done)
 
 
 class CheckpointWriter:
@@ -49,10 +182,12 @@ class CheckpointWriter:
         here: Ranks,
         say: Say,
         kept: Callable[[int], None] = lambda _: None,
+        done: DoneCalls | None = None,
     ) -> None:
-        """Save into `run_dir`; `kept` gets the step of each checkpoint once it is safely written."""
+        """Save into `run_dir`; `kept` and `done` get each checkpoint once it is safely written."""
         self._folder, self._keep, self._here, self._say = run_dir / FOLDER, keep, here, say
-        self._kept = kept
+        self._kept, self._done = kept, done
+        self._copies = HostCopies()
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
         self._warned = False
@@ -66,47 +201,50 @@ class CheckpointWriter:
         step: int,
         *,
         tensors: Callable[[], Mapping[str, Any]],
-        drawn: Mapping[str, SentState],
+        rows: Mapping[str, bytes],
         about: Mapping[str, Any],
-        texts: Mapping[str, str] | None = None,
     ) -> None:
         """Copy the state to host memory and write it in the background; a collective call.
 
         Parameters
         ----------
         tensors : returns part names and what torch saves in each; called on rank 0 alone.
-        drawn : part names and a random state of this rank; each part keeps those of all ranks.
+        rows : part names and this rank's state, as torch saves it; each part keeps those of all ranks.
         about : values for `STATE`.
-        texts : more part names, and their text.
         """
         began = time.perf_counter()
-        sent = {name: self._here.gather(mine, SentState, call="run.save") for name, mine in drawn.items()}
+        every = self._here.collect(rows, call="run.save")
         if self._here.rank == 0:
             self._finish_writing()
-            values = {name: on_host(part) for name, part in tensors().items()}
-            values.update({name: [one.state() for one in every] for name, every in sent.items()})
+            values = self._copies.take(tensors())
             versions = {
                 "imgkit": __version__,
                 "torch": torch.__version__,
                 "python": platform.python_version(),
             }
             state = {**about, "ranks": self._here.world_size, "versions": versions}
-            words = {STATE: json.dumps(state), **(texts or {})}
-            parts = {
-                **{name: _saving(value) for name, value in values.items()},
-                **{name: _writing(text) for name, text in words.items()},
-            }
+            parts = {name: _saving(value) for name, value in values.items()}
+            parts.update({name: _saving_rows(own) for name, own in every.items()})
+            parts[STATE] = _writing(json.dumps(state))
             self._thread = threading.Thread(target=self._write, args=(step, parts))
             self._thread.start()
         stall_s = time.perf_counter() - began
         self.stalled_s, self.longest_stall_s = self.stalled_s + stall_s, max(self.longest_stall_s, stall_s)
 
     def _write(self, step: int, parts: Mapping[str, disk.WriteFile]) -> None:
+        held = (lambda: set()) if self._done is None else self._done.held
         try:
+            self._copies.wait()
+            if self._done is not None:
+                self._done.wait(self._folder / disk.checkpoint_name(step))
             self._folder.mkdir(parents=True, exist_ok=True)
-            disk.write_checkpoint(self._folder, step, parts, keep=self._keep, warn=self._warn)
+            path = disk.write_checkpoint(
+                self._folder, step, parts, keep=self._keep, warn=self._warn, held=held
+            )
             self.saved_step = step
             self._kept(step)
+            if self._done is not None:
+                self._done.add(path, step)
         except OSError as error:
             self._error = error
         except RuntimeError as error:  # torch.save turns an OSError of its sink into this
@@ -140,6 +278,11 @@ def _saving(value: Any) -> disk.WriteFile:
     return lambda sink: torch.save(value, sink)
 
 
+def _saving_rows(rows: Sequence[Tensor]) -> disk.WriteFile:
+    """Save rows one after the other in one storage: a reader maps all and touches its own."""
+    return lambda sink: torch.save(list(torch.cat(tuple(rows)).split([len(one) for one in rows])), sink)
+
+
 def _writing(text: str) -> disk.WriteFile:
     return lambda sink: sink.write(text.encode())
 
@@ -153,26 +296,56 @@ def _cause(error: BaseException) -> OSError:
     return OSError(0, str(error))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Offer:
+    """The newest valid checkpoint that the first rank of a node has found."""
+
+    node: str
+    step: int = -1
+    """-1: none, or this is another rank of the node."""
+    manifest: str = ""
+    """The sha256 of its manifest, which has those of all parts."""
+
+
 class FoundCheckpoint:
-    """A valid checkpoint that one rank reads for all. Its methods are collective calls."""
+    """A valid checkpoint. Each node that sees its folder reads it there; the others get it, once each.
 
-    def __init__(self, mine: Path | None, source: int, here: Ranks) -> None:
-        self._mine, self._source, self._here = mine, source, here
-        sent = here.broadcast(os.fsencode(mine) if mine is not None else b"", source)
-        self.where = Path(os.fsdecode(sent))
-        """Its folder on the rank that reads it."""
-        names = sorted(path.name for path in mine.iterdir()) if mine is not None else []
-        self.parts: tuple[str, ...] = tuple(
-            json_text.parse(here.broadcast(json.dumps(names).encode(), source))
-        )
+    Its methods are collective calls.
 
-    def read(self, name: str) -> bytes:
-        """The bytes of a part."""
-        data = b""
-        if self._mine is not None:
-            part = self._mine / name
-            data = files.read_bytes(part, most_bytes=part.stat().st_size)
-        return self._here.broadcast(data, self._source)
+    Parameters
+    ----------
+    mine : its folder, on the rank `source`.
+    offers : those of all ranks.
+    """
+
+    def __init__(self, mine: Path | None, source: int, offers: Sequence[_Offer], here: Ranks) -> None:
+        content = b""
+        if mine is not None:
+            content = os.fsencode(mine) + b"\0" + files.read_bytes(mine / disk.MANIFEST)
+        where, _, manifest = here.broadcast(content, source).partition(b"\0")
+        self.where = Path(os.fsdecode(where))
+        """Its folder on the nodes that see it."""
+        self._files: Mapping[str, Any] = json_text.parse(manifest)["files"]
+        self.parts: tuple[str, ...] = tuple(sorted(self._files))
+        node, digest = offers[here.rank].node, hashlib.sha256(manifest).hexdigest()
+        is_valid_here = any(one.node == node and one.manifest == digest for one in offers)
+        sees = is_valid_here and _sha256_of(self.where / disk.MANIFEST) == digest
+        blind = here.gather("" if sees else node, str, call="run.restore")
+        self._delivery = Delivery(source, blind, here) if any(blind) else None
+
+    def _open(self, name: str) -> BinaryIO:
+        if name not in self._files:
+            raise self._unreadable(name, "it is missing")
+        size, path = int(self._files[name]["size_bytes"]), self.where / name
+        stream = self._delivery.part(path, size, str(self._files[name]["sha256"])) if self._delivery else None
+        try:
+            stream = stream or files.open_regular(path)
+            found = os.fstat(stream.fileno()).st_size
+        except OSError as error:
+            raise self._unreadable(name, error.strerror or str(error)) from None
+        if found != size:
+            raise self._unreadable(name, f"it has {found} bytes, not {size}")
+        return stream
 
     def values(self, name: str) -> Any:
         """The content of a part of JSON.
@@ -181,10 +354,11 @@ class FoundCheckpoint:
         ------
         UsageError : it is no JSON.
         """
-        try:
-            return json_text.parse(self.read(name))
-        except ValueError as error:
-            raise self._unreadable(name, str(error)) from None
+        with self._open(name) as stream:
+            try:
+                return json_text.parse(stream.read())
+            except ValueError as error:
+                raise self._unreadable(name, str(error)) from None
 
     def tensors(self, name: str) -> Any:
         """What torch saved in a part. Only tensors and plain values are read: no code of a pickle runs.
@@ -193,9 +367,35 @@ class FoundCheckpoint:
         ------
         UsageError : it holds something else.
         """
-        content = io.BytesIO(self.read(name))
+        return on_host(self.mapped(name))
+
+    def mapped(self, name: str) -> Any:
+        """Read the same, but all tensors lie in the file, whose pages the ranks of a node share.
+
+        They are for a copy at once: a change of the file by someone else would end the process.
+        """
+        with self._open(name) as stream:
+            if stream.read(4) != b"PK\x03\x04":
+                raise self._unreadable(name, "torch has not saved it")
+            return self._loaded(name, f"/proc/self/fd/{stream.fileno()}", mmap=True)
+
+    def rows(self, name: str) -> Rows:
+        """The rows of a part with one for each rank.
+
+        Raises
+        ------
+        UsageError : it holds something else.
+        """
+        found = self.mapped(name)
+        if not isinstance(found, list) or not found:
+            raise self._unreadable(name, "it has no rows")
+        if any(not isinstance(one, Tensor) or one.dtype != torch.uint8 or one.dim() != 1 for one in found):
+            raise self._unreadable(name, "its rows are no bytes")
+        return Rows(lambda row: self._loaded(name, io.BytesIO(row), mmap=False), found)
+
+    def _loaded(self, name: str, source: Any, *, mmap: bool) -> Any:
         try:
-            return torch.load(content, map_location="cpu", weights_only=True)
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
         except Exception as error:  # torch raises many kinds for bytes that it did not write
             raise self._unreadable(name, str(error).strip().partition("\n")[0]) from None
 
@@ -207,30 +407,66 @@ class FoundCheckpoint:
         )
 
 
+class Rows:
+    """The states of ranks in a checkpoint; each is read when it is needed."""
+
+    def __init__(self, load: Callable[[bytes], Any], rows: Sequence[Tensor]) -> None:
+        self._load, self._rows = load, rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, rank: int) -> Any:
+        return self._load(bytes_of(self._rows[rank], len(self._rows[rank])))
+
+
 def newest(path: Path, here: Ranks, say: Say) -> FoundCheckpoint | None:
     """Find the newest valid checkpoint at `path` on any node; None: there is none. A collective call.
 
-    A shared file system is not needed: the first rank of each node searches, and the one with the newest
-    checkpoint reads it.
+    A shared file system is not needed: the first rank of each node searches, and reads all of what it finds
+    once, to compare it with its manifest.
     """
     mine: Path | None = None
     if here.local_rank == 0:
         mine = next(disk.valid_ones(path, say), None)
-    offers = here.gather(-1 if mine is None else disk.step_of(mine), int, call="run.restore")
-    step = max(offers)
-    if step < 0:
+    own = _Offer(node=platform.node())
+    if mine is not None:
+        digest = _sha256_of(mine / disk.MANIFEST)
+        own = _Offer(node=own.node, step=disk.step_of(mine), manifest=digest)
+    offers = here.gather(own, _Offer, call="run.restore")
+    steps = [one.step for one in offers]
+    if max(steps) < 0:
         return None
-    source = offers.index(step)
-    return FoundCheckpoint(mine if here.rank == source else None, source, here)
+    source = steps.index(max(steps))
+    others = {one.manifest for one in offers if one.step == max(steps)} - {offers[source].manifest}
+    if others:
+        say(
+            f"warning: nodes have different checkpoints of step {max(steps)} at {path}; that of "
+            f"{offers[source].node} counts"
+        )
+    return FoundCheckpoint(mine if here.rank == source else None, source, offers, here)
 
 
-def first_difference(saved: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> str | None:
-    """The first key at which two models differ, with both shapes; None if they agree."""
+def _sha256_of(path: Path) -> str:
+    """The sha256 of a small file; empty if it cannot be read."""
+    try:
+        return hashlib.sha256(files.read_bytes(path)).hexdigest()
+    except OSError:
+        return ""
 
-    def shown(weights: Mapping[str, Tensor], key: str) -> str:
-        return f"{tuple(weights[key].shape)}" if key in weights else "nothing"
 
-    for key in (*saved, *model):
-        if key not in saved or key not in model or saved[key].shape != model[key].shape:
-            return f"{key} is {shown(saved, key)} in the checkpoint and {shown(model, key)} in the model"
+def differences(saved: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> str | None:
+    """How two models differ: the names that one lacks, or the first other shape; None if they agree."""
+    lost, new = [key for key in saved if key not in model], [key for key in model if key not in saved]
+    if lost or new:
+        return f"{_some(lost)} only in the checkpoint, {_some(new)} only in the model"
+    for key in saved:
+        if saved[key].shape != model[key].shape:
+            shapes = f"{tuple(saved[key].shape)} in the checkpoint and {tuple(model[key].shape)} in the model"
+            return f"{key} is {shapes}"
     return None
+
+
+def _some(names: Sequence[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more or "nothing"

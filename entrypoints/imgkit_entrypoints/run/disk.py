@@ -16,7 +16,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
@@ -84,13 +84,15 @@ def write_checkpoint(
     *,
     keep: int,
     warn: Callable[[str], None] = print,
+    held: Callable[[], Collection[Path]] = tuple,
     env: Mapping[str, str] = os.environ,
 ) -> Path:
     """Write a checkpoint into `folder`, and remove all but the `keep` newest.
 
     Checkpoints of later steps are removed too: the run was resumed from before them. What cannot be removed
-    stays, as a file on NFS that another process holds open: `warn` gets a line about it. `env` names this
-    worker's attempt: one that is over changes nothing in `folder` (fence.py).
+    stays, as a file on NFS that another process holds open: `warn` gets a line about it. `held` returns those
+    that are in use and stay until a later call. `env` names this worker's attempt: one that is over changes
+    nothing in `folder` (fence.py).
 
     Raises
     ------
@@ -116,7 +118,10 @@ def write_checkpoint(
     # The new checkpoint is safe.
     found = newest_first(folder)
     here = found.index(target) if target in found else len(found)
+    in_use = held()
     for path in (*found[:here], *found[here + keep :]):
+        if path in in_use:
+            continue
         try:
             os.rename(path, folder / f"{LEAVING}{path.name}.{token}")  # noqa: PTH104
         except OSError as error:

@@ -14,11 +14,11 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import checkpoints, random_state, resumable
 from imgkit_entrypoints.run.checkpoints import FoundCheckpoint
-from imgkit_entrypoints.run.random_state import LoopGenerators, SentState
+from imgkit_entrypoints.run.random_state import LoopGenerators
 from imgkit_entrypoints.run.ranks import Ranks, told
+from imgkit_entrypoints.run.tracked import OWN_PARTS
 
-RANDOM, PASS = "random.pt", "pass.pt"
-"""Parts of a checkpoint: the random states of all ranks, now and at the start of the pass."""
+RANDOM, PASS = OWN_PARTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,8 @@ class Loop:
     keeps_workers: bool = False
     """Whether the pass began with the workers of the one before."""
     keeps_generators: bool = False
+    data: str = ""
+    """`resumable.fingerprint` of rank 0's loader; empty: unknown."""
 
     @classmethod
     def over(cls, loader: Any, samples: int, last: Loop) -> Loop:
@@ -48,6 +50,7 @@ class Loop:
             batch_size=resumable.batch_size(loader),
             sampler_epoch=resumable.sampler_epoch(loader),
             keeps_workers=getattr(loader, "_iterator", None) is not None,
+            data=resumable.fingerprint(loader),
         )
 
 
@@ -107,6 +110,8 @@ class LivePosition:
         self._generators = LoopGenerators()
         self._pass_drawn: Mapping[str, Any] | None = None
         self._resumed: _Resumed | None = None
+        self._saved_loops: dict[str, Loop] = {}
+        """Those in the checkpoint without a pass since the restore."""
 
     @property
     def epoch(self) -> int:
@@ -138,6 +143,17 @@ class LivePosition:
         now = random_state.current()
         return not any(random_state.same(now, one) for one in (resumed.drawn, resumed.pass_drawn))
 
+    def other_data(self, name: str, loader: Any, samples: int) -> str:
+        """How the data of a loop's first pass since the restore differ from those in the checkpoint."""
+        saved = self._saved_loops.pop(name, None)
+        if saved is None:
+            return ""
+        if -1 not in (saved.samples, samples) and saved.samples != samples:
+            return f"has {samples} samples, and had {saved.samples}"
+        if saved.data and (now := resumable.fingerprint(loader)) and now != saved.data:
+            return f"has as many samples as before, but other values or file names ({saved.data}, now {now})"
+        return ""
+
     @property
     def repeats(self) -> bool:
         """Whether the program does again what it had done in this epoch before the checkpoint."""
@@ -165,30 +181,38 @@ class LivePosition:
         """Whether the weights are updated after every `accumulate` batches, and were after this one."""
         return self._batch % accumulate == 0 or self._batch == self._length
 
-    def drawn(self) -> dict[str, SentState]:
-        """This rank's random states, by the part of a checkpoint that keeps them."""
+    def drawn(self) -> dict[str, bytes]:
+        """This rank's random states as torch saves them, by the part of a checkpoint that keeps them."""
         pending = self._resumed.drawn if self._resumed and self._batch else None
         now = {**(pending or random_state.current()), "more": self._generators.states()}
         states: dict[str, Mapping[str, Any]] = {RANDOM: now}
         if self._loops:
             states[PASS] = {**(self._pass_drawn or now), "more": self._generators.at_start()}
-        return {name: SentState.of(state) for name, state in states.items()}
+        return {name: random_state.written(state) for name, state in states.items()}
 
     def take_over(
         self, position: RunPosition, found: FoundCheckpoint, here: Ranks, say: Callable[[str], None]
     ) -> None:
         """Go on from the `position` in a checkpoint, with its random numbers; a collective call."""
-        drawn = found.tensors(RANDOM)
-        pass_drawn = found.tensors(PASS) if PASS in found.parts else drawn
+        drawn = found.rows(RANDOM)
+        pass_drawn = found.rows(PASS) if PASS in found.parts else drawn
         self.step, self._loops, self._batch = position.step, dict(position.loops), position.batch
-        if len(drawn) == here.world_size:
-            own = drawn[here.rank]
-            random_state.restore(own)
-        else:
-            own = self._of_other_ranks(len(drawn), drawn[0], here, say)
-        begun = pass_drawn[here.rank % len(pass_drawn)]
+        self._saved_loops = dict(position.loops)
+        try:
+            if len(drawn) == here.world_size:
+                own = drawn[here.rank]
+                random_state.restore(own)
+            else:
+                own = self._of_other_ranks(len(drawn), drawn[0], here, say)
+            begun = pass_drawn[here.rank % len(pass_drawn)]
+            self._generators.take_over(own.get("more", {}), begun.get("more", {}))
+        except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+            raise UsageError(
+                f"the random state of rank {here.rank} in the checkpoint is invalid ({error})",
+                where=str(found.where / RANDOM),
+                hint=f"mv {found.where} elsewhere, and the run resumes from an older checkpoint",
+            ) from None
         self._pass_drawn = begun
-        self._generators.take_over(own.get("more", {}), begun.get("more", {}))
         self._resumed = _Resumed(
             drawn=own,
             pass_drawn=begun,

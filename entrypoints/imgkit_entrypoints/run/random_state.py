@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import io
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -39,68 +39,11 @@ def current(more: Generators = MappingProxyType({})) -> dict[str, Any]:
     return state
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NumpyState:
-    """The state of NumPy's generator, as its ``get_state`` lists it."""
-
-    kind: str
-    words: list[int]
-    position: int
-    has_gauss: int
-    gauss: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SentState:
-    """A state of `current` in values that JSON keeps exactly: ranks exchange it. Bytes are hexadecimal."""
-
-    torch: str
-    python: list[int]
-    python_version: int
-    python_gauss: float | None
-    cuda: str | None
-    numpy: NumpyState | None
-    more: Mapping[str, list[str]] = field(default_factory=dict)
-    """States of generators of the program's own, by the name of their loop."""
-
-    @classmethod
-    def of(cls, state: Mapping[str, Any]) -> SentState:
-        """Make it from a state that `current` returned."""
-        version, words, gauss = state["python"]
-        numpy = None
-        if "numpy" in state:
-            names = ("kind", "words", "position", "has_gauss", "gauss")
-            numpy = NumpyState(**dict(zip(names, state["numpy"], strict=True)))
-        return cls(
-            torch=_hexadecimal(state["torch"]),
-            python=list(words),
-            python_version=version,
-            python_gauss=gauss,
-            cuda=_hexadecimal(state["cuda"]) if "cuda" in state else None,
-            numpy=numpy,
-            more={name: [_hexadecimal(one) for one in own] for name, own in state.get("more", {}).items()},
-        )
-
-    def state(self) -> dict[str, Any]:
-        """The state as `current` returned it."""
-        python = (self.python_version, tuple(self.python), self.python_gauss)
-        found: dict[str, Any] = {"torch": _bytes(self.torch), "python": python}
-        if self.cuda is not None:
-            found["cuda"] = _bytes(self.cuda)
-        if self.numpy is not None:
-            own = self.numpy
-            found["numpy"] = (own.kind, own.words, own.position, own.has_gauss, own.gauss)
-        if self.more:
-            found["more"] = {name: [_bytes(one) for one in own] for name, own in self.more.items()}
-        return found
-
-
-def _hexadecimal(state: torch.Tensor) -> str:
-    return bytes(state.tolist()).hex()
-
-
-def _bytes(text: str) -> torch.Tensor:
-    return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
+def written(state: Mapping[str, Any]) -> bytes:
+    """A state that `current` returned, as torch saves it: the row of this rank in a checkpoint."""
+    content = io.BytesIO()
+    torch.save(dict(state), content)
+    return content.getvalue()
 
 
 def restore(state: Mapping[str, Any], more: Generators = MappingProxyType({})) -> None:

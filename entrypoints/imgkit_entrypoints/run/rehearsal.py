@@ -15,19 +15,25 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.run import checkpoints, random_state, resumable
+from imgkit_entrypoints.run import random_state, resumable
+from imgkit_entrypoints.run.checkpoints import FoundCheckpoint
 from imgkit_entrypoints.run.tracked import Tracked
 from imgkit_entrypoints.run.updates import live
 
 
-def rehearsed(batch: Any, times: int, loader: Any, tracked: Tracked) -> Iterator[Any]:
-    """Yield `batch` so often, and undo what the loop's body did with it."""
+def rehearsed(batch: Any, times: int, loader: Any, tracked: Tracked, found: FoundCheckpoint) -> Iterator[Any]:
+    """Yield `batch` so often, and undo what the loop's body did with it.
+
+    Parameters
+    ----------
+    found : the checkpoint from which the run has just been restored.
+    """
     more = {"": resumable.generators(loader)}
-    drawn, before = random_state.current(more), checkpoints.on_host(tracked.of_a_step(loader))
+    drawn, bring_back = random_state.current(more), tracked.noted(loader, found)
     for _ in range(times):
         yield copy.deepcopy(batch)
-    tracked.load(before, "the state before the first step")
     tracked.drop_gradients()
+    bring_back()
     random_state.restore(drawn, more)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
@@ -57,6 +59,50 @@ def samples(loader: Any) -> int:
     if isinstance(loader, DataLoader):
         return length(loader.dataset)
     return -1 if has_state(loader) or isinstance(loader, range) else length(loader)  # a range may grow
+
+
+MOST_DEPTH, MOST_ATTRIBUTES = 6, 64
+"""How far `fingerprint` looks into a data set."""
+
+
+def fingerprint(loader: Any) -> str:
+    """A digest of a few values in the data set under a loader; empty: it has none that can be compared.
+
+    It reads no sample, which may draw random numbers, but arrays, lists and file names in the data set's
+    attributes: their lengths, and of each the first, the middle and the last value.
+    """
+    data = loader.dataset if isinstance(loader, DataLoader) else loader
+    if data is loader and (has_state(loader) or isinstance(loader, range)):
+        return ""
+    found: list[str] = []
+    _describe(data, found, MOST_DEPTH)
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16] if found else ""
+
+
+def _describe(value: Any, found: list[str], depth: int) -> None:
+    own = getattr(value, "_fingerprint", None)  # of the data sets of Hugging Face, which hash their content
+    if isinstance(own, str):
+        found.append(own)
+    elif isinstance(value, torch.Tensor) or type(value).__module__ == "numpy":
+        if getattr(value, "shape", ()) and len(value) and getattr(value, "device", "cpu") in ("cpu", _CPU):
+            some = [repr(value[at].reshape(-1)[:8].tolist()) for at in (0, len(value) // 2, -1)]
+            found.append(f"{value.dtype} {tuple(value.shape)} {some}")
+    elif isinstance(value, list | tuple):
+        found.append(f"{len(value)} values")
+        for at in (0, len(value) // 2, -1) if value and depth else ():
+            _describe(value[at], found, depth - 1)
+    elif isinstance(value, str | PurePath):  # a copy on a node's own disk has another folder
+        found.append("/".join(str(value).split("/")[-2:]))
+    elif isinstance(value, bool | int | float | None):
+        found.append(repr(value))
+    elif depth and not isinstance(value, Mapping | set | torch.nn.Module):
+        for name, one in sorted(_attributes(value).items())[:MOST_ATTRIBUTES]:
+            is_data = isinstance(one, torch.Tensor | list | tuple) or hasattr(one, "__getitem__")
+            if is_data and not isinstance(one, str) and not name.startswith("_") and "cache" not in name:
+                _describe(one, found, depth - 1)
+
+
+_CPU = torch.device("cpu")
 
 
 def has_fixed_length(loader: Any) -> bool:

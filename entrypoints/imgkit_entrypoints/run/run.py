@@ -20,9 +20,10 @@ from imgkit_entrypoints.files import in_job_folder
 from imgkit_entrypoints.launch.goodput import ProgressNotes
 from imgkit_entrypoints.launch.start_up import first_attempt_s
 from imgkit_entrypoints.launch.watchdog import Pulse
-from imgkit_entrypoints.run import disk, random_state, ranks, rehearsal, stepping, stop_requests
+from imgkit_entrypoints.run import disk, random_state, ranks, stepping, stop_requests
 from imgkit_entrypoints.run.agreement import AddedNumbers, NumberLog
-from imgkit_entrypoints.run.checkpoints import CheckpointWriter, FoundCheckpoint
+from imgkit_entrypoints.run.checkpoints import CheckpointWriter, DoneCalls, FoundCheckpoint
+from imgkit_entrypoints.run.program import ProgramRecord
 from imgkit_entrypoints.run.ranks import Ranks
 from imgkit_entrypoints.run.rehearsal import DdpModels
 from imgkit_entrypoints.run.stepping import RunState, Stepping
@@ -45,7 +46,13 @@ class Run:
     """
 
     def __init__(
-        self, folder: Path, keep: int, env: Mapping[str, str], until: float, say: Callable[[str], None]
+        self,
+        folder: Path,
+        keep: int,
+        env: Mapping[str, str],
+        until: float,
+        say: Callable[[str], None],
+        program: ProgramRecord,
     ) -> None:
         self.folder = folder
         """The run's folder."""
@@ -66,7 +73,7 @@ class Run:
         self._requests = StopRequests(env, own if self._rank == 0 else None, until)
         node = env.get("IMGKIT_STOP_DIR")
         notes = ProgressNotes(node, self._rank)
-        self._state = RunState(kept, keep, notes, say)
+        self._state = RunState(kept, keep, notes, say, program)
         self._position = self._state.position
         self._stepping = Stepping(self._position, kept, Pulse(node, self._rank), notes, say)
         self._updates = Updates(self._state.tracked, self._tell)
@@ -79,6 +86,7 @@ class Run:
         *,
         keep: int = 2,
         stop_after_s: float = math.inf,
+        options: Mapping[str, object] | None = None,
         say: Callable[[str], None] = _say,
     ) -> Run:
         """Look out for requests to stop, and open the run's folder. Needs no process group.
@@ -91,6 +99,8 @@ class Run:
         keep : number of checkpoints that stay; 0: the run needs no folder and saves nothing.
         stop_after_s : seconds after which the run saves and stops by itself. Under dist-run they count from
             the first attempt, also after a failure; a job that was requeued counts anew.
+        options : the program's options, such as ``vars(args)``; by default those of the command line. A
+            checkpoint keeps them, and `restore` names those that have changed.
         say : gets the run's messages; by default they go to stderr.
 
         Raises
@@ -105,6 +115,7 @@ class Run:
             os.environ,
             first_attempt_s(os.environ) + stop_after_s,
             say,
+            ProgramRecord(options, sys.argv[1:]),
         )
 
     @property
@@ -176,6 +187,25 @@ class Run:
             raise UsageError("run.track comes too late", hint="call it before run.restore and run.steps")
         for name, value in parts.items():
             self._state.tracked.add(name, value, by_rank=by_rank)
+            self._state.program.add(name, value)
+
+    def checkpoint_done(self, call: Callable[[Path, int], object]) -> None:
+        """Let `call` get the folder and the step of each checkpoint that is safely written, to upload it.
+
+        It runs on rank 0, in a thread of its own, and no step waits for it. Its checkpoint stays meanwhile.
+        If several come during a call, the newest is next, and the others are passed over. The end of the run
+        waits for it. What it raises is reported.
+
+        Raises
+        ------
+        UsageError : it is called twice, or after the first checkpoint.
+        """
+        if self._state.done is not None or self._state.has_written:
+            raise UsageError(
+                "run.checkpoint_done is called twice, or too late", hint="call it once, after run.track"
+            )
+        if self._rank == 0:
+            self._state.done = DoneCalls(call, self._say)
 
     def connect(self, here: Ranks) -> None:
         """Use a process group of the program, not a gloo group of the run's own: fewer connections.
@@ -286,9 +316,10 @@ class Run:
                 if passes:
                     times, passes = passes * accumulate, 0
                     log, self._stepping.log = self._stepping.log, NumberLog()
-                    again = rehearsal.rehearsed(batch, times, loader, self._state.tracked)
+                    again = self._state.rehearsed(batch, times, loader)
                     yield from enumerate(again, self._position.step + 1)
                     self._stepping.log = log
+                self._state.first_step()
                 self._stepping.enter()
                 self._updates.forget()
                 yield self._position.step + 1, batch
@@ -369,6 +400,7 @@ class Run:
         """
         self._begin(save_every, before_step=False)
         self._count()
+        self._state.first_step()
         self._look_at_loaders(None)
         if self._watches:
             self._refuse_unsettled()

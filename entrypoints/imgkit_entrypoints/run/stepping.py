@@ -18,9 +18,9 @@ import torch.distributed as dist
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, CheckFailed, UsageError
 from imgkit_entrypoints.launch.goodput import ProgressNotes
 from imgkit_entrypoints.launch.watchdog import Pulse
-from imgkit_entrypoints.run import checkpoints, resumable, stop_requests
+from imgkit_entrypoints.run import checkpoints, rehearsal, resumable, stop_requests
 from imgkit_entrypoints.run.agreement import AddedNumbers, Agreed, Agreement, NumberLog
-from imgkit_entrypoints.run.checkpoints import CheckpointWriter, FoundCheckpoint
+from imgkit_entrypoints.run.checkpoints import CheckpointWriter, DoneCalls, FoundCheckpoint
 from imgkit_entrypoints.run.disk import newest_first
 from imgkit_entrypoints.run.metrics import MetricsFile, ProgressLines
 from imgkit_entrypoints.run.position import (
@@ -30,6 +30,7 @@ from imgkit_entrypoints.run.position import (
     position_in,
     refuse_different,
 )
+from imgkit_entrypoints.run.program import ProgramRecord
 from imgkit_entrypoints.run.ranks import Ranks
 from imgkit_entrypoints.run.tracked import Tracked
 
@@ -127,16 +128,26 @@ class RunState:
     folder : the run's folder; None: nothing is written.
     keep : number of checkpoints that stay.
     notes : get the time that saving takes.
+    program : what checkpoints record of the program.
     """
 
     def __init__(
-        self, folder: Path | None, keep: int, notes: ProgressNotes, say: Callable[[str], None]
+        self,
+        folder: Path | None,
+        keep: int,
+        notes: ProgressNotes,
+        say: Callable[[str], None],
+        program: ProgramRecord,
     ) -> None:
         self.folder, self._keep, self.notes, self._say = folder, keep, notes, say
+        self.program = program
+        self.done: DoneCalls | None = None
+        """Gets each checkpoint that is whole, on rank 0."""
         self.tracked, self.position = Tracked(), LivePosition()
         self.may_write = self.has_written = False
         self._saved = RunPosition()
         self._restored: FoundCheckpoint | None = None
+        """The checkpoint from which the run goes on, until its first step."""
         self._warned: set[str] = set()
         self._loader: Callable[[], Any] = lambda: None
         """Returns the loader of the latest pass, if the program still has it."""
@@ -159,9 +170,21 @@ class RunState:
         UsageError : it holds other objects, or cannot be read.
         """
         position = position_in(found)
-        self.tracked.load(self.tracked.read(found, here), str(found.where))
+        changes = self.program.changes(found)
+        self.tracked.restore(found, here)
         self.position.take_over(position, found, here, self._say)
         self._saved, self._restored = self.position.kept(), found
+        for text in changes if here.rank == 0 else ():
+            self._say(f"warning: {text}")
+
+    def rehearsed(self, batch: Any, times: int, loader: Any) -> Iterator[Any]:
+        """Yield `batch` so often, and undo what the loop's body did with it; a collective call."""
+        found = self._restored
+        return rehearsal.rehearsed(batch, times, loader, self.tracked, found) if found else iter(())
+
+    def first_step(self) -> None:
+        """Forget the checkpoint from which the run goes on: nothing needs it any more."""
+        self._restored = None
 
     def next_pass(
         self, loader: Any, name: str, save_every: int, accumulate: int, here: Ranks
@@ -201,14 +224,14 @@ class RunState:
         """
         if self._restored and self.position.repeats:
             # What the program has done in this epoch was done before the checkpoint already.
-            self.tracked.load(self.tracked.read(self._restored, here), str(self._restored.where))
-        self._restored = None
+            self.tracked.restore(self._restored, here)
         if here.rank == 0:
-            self._warn(loader, options.name)
+            self._warn(loader, options)
         return self.position.open(loader, options)
 
-    def _warn(self, loader: Any, name: str) -> None:
+    def _warn(self, loader: Any, options: PassOptions) -> None:
         """Warn, once each, of what may differ after a resume."""
+        name = options.name
         warnings = [
             f"the loader's {one} draws random numbers that no checkpoint keeps: after a resume within a pass "
             "they are others; docs/howto/own-loop.md names what else the run cannot see"
@@ -224,6 +247,9 @@ class RunState:
                 "the program has drawn random numbers between run.restore and run.steps: at the beginning of "
                 "this pass, before the checkpoint, they were others; seed them by the epoch"
             )
+        if other := self.position.other_data(name, loader, options.samples):
+            of = f" of the loop {name}" if name else ""
+            warnings.append(f"the data set{of} is not the one in the checkpoint: it {other}")
         before = self._loader()
         if not name and before is not None and before is not loader:
             warnings.append(
@@ -263,20 +289,20 @@ class RunState:
             self.may_write = True
         step = self.position.step
         with self.notes.saving(step):
-            parts = self.tracked.kept(here)
+            parts, rows = self.tracked.kept(here)
             self._saved, self.has_written = self.position.kept(at_start=at_start), True
             self.writer(here).save(
                 step,
                 tensors=lambda: parts,
-                drawn=self.position.drawn(),
-                about={"run": dataclasses.asdict(self._saved)},
+                rows={**rows, **self.position.drawn()},
+                about={"run": dataclasses.asdict(self._saved), "program": self.program.kept()},
             )
 
     def writer(self, here: Ranks) -> CheckpointWriter:
         """What writes the checkpoints; made at the first call, which may come before any `save`."""
         if self._writer is None:
             self._writer = CheckpointWriter(
-                self.folder or Path(), self._keep, here, self._say, self.notes.keeps
+                self.folder or Path(), self._keep, here, self._say, self.notes.keeps, self.done
             )
         return self._writer
 
@@ -286,6 +312,11 @@ class RunState:
         with self.notes.saving():
             writer.close()
         return writer
+
+    def wait_for_calls(self) -> None:
+        """Wait until the program's `checkpoint_done` is done."""
+        if self.done is not None:
+            self.done.wait()
 
 
 _EXIT_CODES: list[int] = []
@@ -327,6 +358,7 @@ def leave(
         kept = f"the state of step {saved} is saved" if saved >= 0 else "this start saved no state"
         tell(f"stopped after step {step}: {why}; {kept}")
         code = code_of(step, saved, why, state.folder, here, env)
+    state.wait_for_calls()
     _EXIT_CODES.append(code)
     raise SystemExit(code)
 
@@ -347,7 +379,9 @@ def finish(state: RunState, stepping: Stepping, here: Ranks, tell: Callable[[str
     stepping.agreement.stop = ""  # all is done
     if state.has_moved:
         state.save(here)
-    if state.has_written and state.wait(here).saved_step != state.position.step:
+    saved = state.wait(here).saved_step if state.has_written else state.position.step
+    state.wait_for_calls()
+    if saved != state.position.step:
         raise NotSaved(f"the state of step {state.position.step} is not saved", where=str(state.folder))
 
 

@@ -109,7 +109,7 @@ def test_rank_without_samples_is_not_slow(runs: Path) -> None:
 def test_clock_leaves_every_bit_of_the_weights(runs: Path) -> None:
     both = [runs / name / "checkpoints/step-0000000009/manifest.json" for name in ("timed", "untimed")]
     one, other = (json.loads(file.read_text())["files"] for file in both)
-    for name in ("weights.pt", "optimizer.pt", "random.pt"):
+    for name in ("weights.pt", "optimizer.pt", "random.ranks.pt"):
         assert one[name] == other[name]
     rates = [
         json.loads((runs / name / "metrics.jsonl").read_text().splitlines()[-1])

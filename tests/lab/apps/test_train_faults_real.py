@@ -56,7 +56,9 @@ def inside(standin: str, runs: Path, script: str, *words: str) -> str:
 def kept(run: Path) -> dict[str, str]:
     """Checksums of the last step's weights and optimizer; torch.save of equal state gives equal bytes."""
     manifest = json.loads((run / f"checkpoints/step-{STEPS:010d}/manifest.json").read_text())
-    return {name: manifest["files"][name]["sha256"] for name in ("weights.pt", "optimizer.pt", "random.pt")}
+    return {
+        name: manifest["files"][name]["sha256"] for name in ("weights.pt", "optimizer.pt", "random.ranks.pt")
+    }
 
 
 def test_killed_worker_is_started_again_and_goes_on(standin: str, runs: Path, whole: dict[str, str]) -> None:

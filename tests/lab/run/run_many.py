@@ -6,6 +6,7 @@ code in which ``start(RANKS, PROGRAM, FOLDER)`` is such a run and returns the ra
 
 from __future__ import annotations
 
+import io
 import os
 import runpy
 import signal
@@ -101,9 +102,16 @@ def leave(program, words, grouped=True):
 
 
 def weights(folder):
-    """The state of the newest checkpoint in a run folder, by part."""
+    """The state of the newest checkpoint in a run folder, by part; of parts of ranks, one for each."""
     newest = max(Path(folder, "checkpoints").glob("step-*"))
-    return {path.name: torch.load(path, weights_only=True) for path in sorted(newest.glob("*.pt"))}
+    found = {path.name: torch.load(path, weights_only=True) for path in sorted(newest.glob("*.pt"))}
+    rows = {name: [unpacked(one) for one in part] for name, part in found.items() if ".ranks." in name}
+    return {**found, **rows}
+
+
+def unpacked(row):
+    """The state in a row of a part of ranks."""
+    return torch.load(io.BytesIO(bytes(row.tolist())), weights_only=True)
 
 
 if __name__ == "__main__":

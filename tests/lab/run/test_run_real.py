@@ -45,12 +45,12 @@ assert -9 in start(RANKS, own, "cut", at=each + 20, rank=1)
 assert start(RANKS, own, "cut", at=2 * each + 5, how=signal.SIGUSR1, pause=0.01) == [85] * RANKS
 assert start(RANKS, own, "cut") == [0] * RANKS
 whole, cut = weights("whole"), weights("cut")
-assert sorted(whole) == sorted(cut) == ["model.pt", "optimizer.pt", "pass.pt", "random.pt"]
+assert sorted(whole) == sorted(cut) == ["model.pt", "optimizer.pt", "pass.ranks.pt", "random.ranks.pt"]
 for key, value in whole["model.pt"].items():
     assert torch.equal(value, cut["model.pt"][key]), key
 for key, state in whole["optimizer.pt"]["state"].items():
     assert all(torch.equal(one, cut["optimizer.pt"]["state"][key][name]) for name, one in state.items())
-for one, other in zip(whole["random.pt"], cut["random.pt"]):
+for one, other in zip(whole["random.ranks.pt"], cut["random.ranks.pt"]):
     assert torch.equal(one["torch"], other["torch"])
 """
     told = many(standin, tmp_path, script.replace("RANKS", str(ranks)))
@@ -117,7 +117,7 @@ assert start(1, loop, "cut", at=9) == [-9]
 assert start(1, loop, "cut") == [0]
 one, other = weights("whole"), weights("cut")
 assert torch.equal(one["model.pt"]["weight"], other["model.pt"]["weight"])
-assert torch.equal(one["random.pt"][0]["torch"], other["random.pt"][0]["torch"])
+assert torch.equal(one["random.ranks.pt"][0]["torch"], other["random.ranks.pt"][0]["torch"])
 """
     told = many(standin, tmp_path, PROGRAMS + script.replace("WORKERS", str(workers)))
     assert told.count("run: resumes after step ") == 2, told
@@ -128,7 +128,7 @@ def same(one, other):
     one, other = weights(one), weights(other)
     assert sorted(one) == sorted(other)
     assert all(torch.equal(value, other["model.pt"][key]) for key, value in one["model.pt"].items())
-    for mine, others in zip(one["random.pt"], other["random.pt"], strict=True):
+    for mine, others in zip(one["random.ranks.pt"], other["random.ranks.pt"], strict=True):
         assert torch.equal(mine["torch"], others["torch"])
 """
 
@@ -344,7 +344,7 @@ assert start(2, lambda: unlike(name=lambda: f"model{dist.get_rank()}"), "names")
 
 def test_damaged_and_hostile_checkpoints_do_no_harm(standin: str, tmp_path: Path) -> None:
     script = """
-import json, pickle, shutil
+import io, json, pickle, shutil
 from imgkit_entrypoints.run import disk
 assert start(2, lambda: training(range(4), save_every=2), "damaged") == [0, 0]
 with open("damaged/checkpoints/step-0000000004/model.pt", "ab") as file:
@@ -355,8 +355,9 @@ class Runs:
     def __reduce__(self):
         return print, ("the pickle ran code",)
 part = lambda data: lambda sink: sink.write(data)
-state = json.dumps({"run": {"step": 9, "loops": {}, "batch": 1, "at_start": False}}).encode()
-parts = {"state.json": state, "model.pt": pickle.dumps(Runs()), "random.pt": b"", "pass.pt": b""}
+position = {"step": 9, "loops": {}, "batch": 1, "at_start": False}
+state = json.dumps({"run": position, "program": {"options": {}, "built": {}}}).encode()
+parts = {"state.json": state, "model.pt": pickle.dumps(Runs()), "random.ranks.pt": b"", "pass.ranks.pt": b""}
 def write(folder):
     os.makedirs(f"{folder}/checkpoints", exist_ok=True)
     content = {name: part(data) for name, data in parts.items()}
@@ -368,6 +369,21 @@ assert start(2, lambda: training(range(4)), "damaged") == [2, 2]
 shutil.move("damaged/checkpoints/step-0000000009", "elsewhere")
 os.truncate("damaged/checkpoints/step-0000000004/model.pt", 100)
 assert start(2, lambda: training(range(4), save_every=2), "damaged") == [0, 0]
+def saved(value):
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content.getvalue()
+parts["model.pt"] = saved({"weight": torch.zeros(1, 1), "bias": torch.zeros(1)})
+for rows in (
+    [torch.tensor(list(pickle.dumps(Runs())), dtype=torch.uint8)] * 2,
+    [torch.tensor(list(saved({"torch": 7, "python": 7})), dtype=torch.uint8)] * 2,
+    [b"bytes"] * 2,
+    {},
+):
+    parts["random.ranks.pt"] = parts["pass.ranks.pt"] = saved(rows)
+    shutil.rmtree("hostile")
+    write("hostile")
+    assert start(2, lambda: training(range(4)), "hostile") == [2, 2]
 parts["state.json"] = b"{}"
 write("foreign")
 assert start(2, lambda: training(range(4)), "foreign") == [2, 2]
@@ -388,6 +404,13 @@ assert sorted(os.listdir("damaged/checkpoints")) == ["step-0000000002", "step-00
     )
     assert "model.pt: this part of the checkpoint cannot be read" in told
     assert "this checkpoint was written by another program" in told
+    for text in (
+        "random.ranks.pt: this part of the checkpoint cannot be read: ",
+        "random.ranks.pt: the random state of rank 0 in the checkpoint is invalid",
+        "random.ranks.pt: this part of the checkpoint cannot be read: its rows are no bytes",
+        "random.ranks.pt: this part of the checkpoint cannot be read: it has no rows",
+    ):
+        assert text in told, (text, told)
     assert "the pickle ran code" not in told
 
 
@@ -432,7 +455,7 @@ def assert_equal(one, other, where=""):
 def assert_equal_state():
     states = weights("whole"), weights("cut")
     for state in states:
-        for part in ("random.pt", "pass.pt"):  # Python's and NumPy's generators have no seed here
+        for part in ("random.ranks.pt", "pass.ranks.pt"):  # Python's and NumPy's generators have no seed here
             state[part] = [one["torch"] for one in state.get(part, ())]
     assert_equal(*states)
 """

@@ -14,12 +14,11 @@ WRITTEN = ROOT / "tests/written"
 LAB = ROOT / "tests/lab"
 VERSIONS = sorted(path.parent.name for path in WRITTEN.glob("*/small.sif"))
 LIBRARY = """
-import io
 before = weights("library")
 assert set(before) >= {"model.pt", "optimizer.pt", "seen.ranks.pt"}, sorted(before)
 total = sum(value.double().sum().item() for value in before["model.pt"].values())
 assert start(2, "/written/library_run.py", "library", words=["8"]) == [0, 0]
-own = [torch.load(io.BytesIO(one), weights_only=True)["total"] for one in before["seen.ranks.pt"]]
+own = [one["total"] for one in before["seen.ranks.pt"]]
 assert own[0] != own[1]
 for rank in range(2):
     print(f"expected: rank {rank} begins after step 6 with {total:.4f}, {own[rank]:.4f};")

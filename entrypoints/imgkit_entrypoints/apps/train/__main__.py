@@ -33,7 +33,7 @@ from imgkit_entrypoints.apps.train.trainer import Evaluation, StepSums, Trainer
 from imgkit_entrypoints.errors import EXIT_NO, CheckFailed, ImgkitError, UsageError
 from imgkit_entrypoints.launch import stop_protocol, user_program
 from imgkit_entrypoints.launch.start_up import StartUp
-from imgkit_entrypoints.run import Run
+from imgkit_entrypoints.run import Run, resumable
 from imgkit_entrypoints.run.random_state import seed_everything
 from imgkit_entrypoints.run.ranks import Ranks, told
 
@@ -51,6 +51,7 @@ def main() -> None:
             config.run_dir,
             keep=config.keep if config.run_dir else 0,
             stop_after_s=math.inf if config.stop_after_s is None else config.stop_after_s,
+            options={},  # `resumed` compares them
             say=say,
         )
         torch.use_deterministic_algorithms(config.deterministic)
@@ -104,6 +105,10 @@ def train(config: Config, own: Components, run: Run, here: Ranks, started: Start
         done = main_loop.course_of(found)
         config, changes = resumed(config, done.config, found.where)
     samples = own.data(config, "train")
+    data = f"{len(samples)} samples with the digest {resumable.fingerprint(samples)}"
+    if found is not None and done.data != data:
+        changes = (*changes, f"the data are not those of the checkpoint: {done.data}, and {data} now")
+    done.data = data
     order = _order(config, len(samples), here, new=found is None)
     report_counts(order.global_batch, here, os.environ)
     steps = total_steps(config, order.steps_per_epoch)

@@ -127,6 +127,8 @@ class Course:
     first_loss: float = math.nan
     config: Mapping[str, Any] = field(default_factory=dict)
     """The options, as JSON has them."""
+    data: str = ""
+    """Number of samples, and a digest of a few values in them."""
 
     def state_dict(self) -> dict[str, Any]:
         """The values in a checkpoint."""
@@ -175,7 +177,10 @@ def course_of(found: FoundCheckpoint) -> Course:
         values = found.tensors(PART)
         position: Position = json_text.read(Position, values["position"], "position")
         return Course(
-            position=position, first_loss=float(values["first_loss"]), config=dict(values["config"])
+            position=position,
+            first_loss=float(values["first_loss"]),
+            config=dict(values["config"]),
+            data=str(values["data"]),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
