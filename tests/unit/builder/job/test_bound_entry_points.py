@@ -224,16 +224,44 @@ def test_activation_runs_before_the_command(
     assert ("--activate failed with exit code 1: false" in done.stderr) == (activate == "false")
 
 
+PODMAN = """\
+extends: mn5
+system: {runtime: {kind: docker, command: podman, options: [--gpu]}}
+"""
+
+
+@pytest.mark.parametrize("text", ["", "WARN: no network\n"])
+def test_image_of_podman_is_known_by_its_id(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "pod.yaml"
+    file.write_text(PODMAN)
+
+    def run(argv: Sequence[str]) -> Finished:
+        if argv[1:3] == ("image", "inspect"):
+            return Finished(argv=tuple(argv), returncode=0, output=f"{text}sha256:{DIGEST}\n")
+        return fake()(argv)
+
+    request = dataclasses.replace(HELLO, image="docker.io/site/torch:1", directory=tmp_path, nodes="2")
+    made = bound.bind(resolve(find(file), request), run)
+    lines = systems.named("slurm").script(made).text
+    assert f"""podman image inspect --format '{{{{.Id}}}}' "$image")" != "sha256:{DIGEST}" ]""" in lines
+    assert f"--volume {tmp_path}/deltas/" in lines.replace(" \\\n    ", " ")
+    checked(lines)
+
+
 @pytest.mark.parametrize("recipe", ["mn5", "olivia-eap"])
 def test_script_with_an_activation_passes_shellcheck(tmp_path: Path, recipe: str) -> None:
-    name = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
-    assert name, "shellcheck is not installed; pip install -e '.[dev]'"
     request = dataclasses.replace(HELLO, directory=tmp_path, nodes="2", activate="$WITH_CONDA")
     made = bound.bind(resolve(find(recipe), request), fake())
-    text = systems.named(made.system).script(made).text
+    checked(systems.named(made.system).script(made).text)
+
+
+def checked(script: str) -> None:
+    """Fail where shellcheck finds something in `script`."""
+    name = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
+    assert name, "shellcheck is not installed; pip install -e '.[dev]'"
     argv = (name, "--shell=bash", "--severity=style", "--exclude=SC2016", "-")
-    done = subprocess.run(argv, input=text, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{text}\n{done.stdout}"
+    done = subprocess.run(argv, input=script, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{script}\n{done.stdout}"
 
 
 @pytest.mark.parametrize("noise", ["", "print('welcome')", "import sys; sys.stdout.write('no line end')"])
