@@ -28,21 +28,21 @@ SEAL = "self_sha256"
 """Key of the digest of all other keys and values, as json.dumps writes them with sorted keys."""
 DEEPEST = 100
 """Lists and objects within each other."""
-_MOST_BRACKETS = 100_000
+MOST_BRACKETS = 100_000
 """Lists and objects in one text: 4 MiB of empty lists would take 100 MB of memory."""
 _MOST_DIGITS = 100
 _SHOWN = 60
 """Characters of a wrong value that a message repeats."""
 
 
-def parse(text: str | bytes, *, most_bytes: int = MOST_BYTES) -> Any:
+def parse(text: str | bytes, *, most_bytes: int = MOST_BYTES, most_brackets: int = MOST_BRACKETS) -> Any:
     """Parse a JSON text; bytes are UTF-8.
 
     Raises
     ------
     ValueError : no JSON, too large, too deep, a key twice, or a number that is not finite or has 100 digits.
     """
-    _check_size(text, most_bytes)
+    _check_size(text, most_bytes, most_brackets)
     if isinstance(text, bytes):
         text = text.decode()
     try:
@@ -74,7 +74,7 @@ def first_object(output: str) -> Any:
     if start < 0:
         raise ValueError("it contains no JSON object")
     output = output[start : start + MOST_BYTES]
-    _check_size(output, MOST_BYTES)
+    _check_size(output, MOST_BYTES, MOST_BRACKETS)
     try:
         value, _ = _DECODER.raw_decode(output)
     except RecursionError:
@@ -82,15 +82,15 @@ def first_object(output: str) -> Any:
     return _shallow(value)
 
 
-def _check_size(text: str | bytes, most_bytes: int) -> None:
+def _check_size(text: str | bytes, most_bytes: int, most_brackets: int) -> None:
     if len(text) > most_bytes:
         raise ValueError(f"it has more than {most_bytes} bytes")
     if isinstance(text, bytes):
         brackets = text.count(b"[") + text.count(b"{")
     else:
         brackets = text.count("[") + text.count("{")
-    if brackets > _MOST_BRACKETS:
-        raise ValueError(f"it has more than {_MOST_BRACKETS} lists and objects")
+    if brackets > most_brackets:
+        raise ValueError(f"it has more than {most_brackets} lists and objects")
 
 
 def _shallow(value: Any) -> Any:

@@ -5,6 +5,7 @@ Rank 0 writes for all. Each node reads for itself, or gets what it does not see 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -22,8 +23,10 @@ from torch import Tensor, nn
 
 from imgkit_entrypoints import __version__, files, json_text
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.run import disk
+from imgkit_entrypoints.run import disk, shard_file, shard_index, shared_folder
 from imgkit_entrypoints.run.ranks import Delivery, Ranks, bytes_of
+from imgkit_entrypoints.run.sharded import Contents, Staged
+from imgkit_entrypoints.run.shared_folder import Writing
 
 Say = Callable[[str], None]
 FOLDER = "checkpoints"
@@ -183,10 +186,14 @@ class CheckpointWriter:
         say: Say,
         kept: Callable[[int], None] = lambda _: None,
         done: DoneCalls | None = None,
+        together: Ranks | None = None,
     ) -> None:
-        """Save into `run_dir`; `kept` and `done` get each checkpoint once it is safely written."""
+        """Save into `run_dir`; `kept` and `done` get each checkpoint once it is safely written.
+
+        `together` has a group for the threads that write shards, and for nothing else.
+        """
         self._folder, self._keep, self._here, self._say = run_dir / FOLDER, keep, here, say
-        self._kept, self._done = kept, done
+        self._kept, self._done, self._together = kept, done, together
         self._copies = HostCopies()
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
@@ -203,6 +210,7 @@ class CheckpointWriter:
         tensors: Callable[[], Mapping[str, Any]],
         rows: Mapping[str, bytes],
         about: Mapping[str, Any],
+        shards: Callable[[], Staged] | None = None,
     ) -> None:
         """Copy the state to host memory and write it in the background; a collective call.
 
@@ -211,9 +219,18 @@ class CheckpointWriter:
         tensors : returns part names and what torch saves in each; called on rank 0 alone.
         rows : part names and this rank's state, as torch saves it; each part keeps those of all ranks.
         about : values for `STATE`.
+        shards : copies this rank's pieces of sharded state; called on every rank.
         """
         began = time.perf_counter()
         every = self._here.collect(rows, call="run.save")
+        writing, index = None, ""
+        if shards is not None and self._together is not None:
+            self._finish_writing()
+            staged = shards()
+            writing, index = Writing(self._together, staged), staged.index
+            if self._here.rank > 0:
+                self._thread = threading.Thread(target=self._follow, args=(step, writing))
+                self._thread.start()
         if self._here.rank == 0:
             self._finish_writing()
             values = self._copies.take(tensors())
@@ -226,12 +243,15 @@ class CheckpointWriter:
             parts = {name: _saving(value) for name, value in values.items()}
             parts.update({name: _saving_rows(own) for name, own in every.items()})
             parts[STATE] = _writing(json.dumps(state))
-            self._thread = threading.Thread(target=self._write, args=(step, parts))
+            if writing is not None:
+                parts[shard_index.INDEX] = _writing(index)
+            self._thread = threading.Thread(target=self._write, args=(step, parts, writing))
             self._thread.start()
         stall_s = time.perf_counter() - began
         self.stalled_s, self.longest_stall_s = self.stalled_s + stall_s, max(self.longest_stall_s, stall_s)
 
-    def _write(self, step: int, parts: Mapping[str, disk.WriteFile]) -> None:
+    def _write(self, step: int, parts: Mapping[str, disk.WriteFile], writing: Writing | None) -> None:
+        lead = None if writing is None else writing.lead
         held = (lambda: set()) if self._done is None else self._done.held
         try:
             self._copies.wait()
@@ -239,7 +259,7 @@ class CheckpointWriter:
                 self._done.wait(self._folder / disk.checkpoint_name(step))
             self._folder.mkdir(parents=True, exist_ok=True)
             path = disk.write_checkpoint(
-                self._folder, step, parts, keep=self._keep, warn=self._warn, held=held
+                self._folder, step, parts, keep=self._keep, warn=self._warn, held=held, shards=lead
             )
             self.saved_step = step
             self._kept(step)
@@ -249,6 +269,14 @@ class CheckpointWriter:
             self._error = error
         except RuntimeError as error:  # torch.save turns an OSError of its sink into this
             self._error = _cause(error)
+        if writing is not None:
+            with contextlib.suppress(RuntimeError):  # the other ranks have ended
+                writing.conclude(is_written=self.saved_step == step)
+
+    def _follow(self, step: int, writing: Writing) -> None:
+        with contextlib.suppress(OSError, RuntimeError):  # rank 0 reports it
+            if writing.follow(self._folder):
+                self.saved_step = step
 
     def _warn(self, problem: str) -> None:
         if not self._warned:
@@ -332,6 +360,13 @@ class FoundCheckpoint:
         sees = is_valid_here and _sha256_of(self.where / disk.MANIFEST) == digest
         blind = here.gather("" if sees else node, str, call="run.restore")
         self._delivery = Delivery(source, blind, here) if any(blind) else None
+        self.shards: Contents | None = None
+        """Its sharded part, which every rank reads for itself."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether it has a sharded part."""
+        return any(name == shard_index.INDEX or name.endswith(shard_file.SUFFIX) for name in self.parts)
 
     def _open(self, name: str) -> BinaryIO:
         if name not in self._files:
@@ -424,27 +459,37 @@ def newest(path: Path, here: Ranks, say: Say) -> FoundCheckpoint | None:
     """Find the newest valid checkpoint at `path` on any node; None: there is none. A collective call.
 
     A shared file system is not needed: the first rank of each node searches, and reads all of what it finds
-    once, to compare it with its manifest.
+    once, to compare it with its manifest. Shards are read by all ranks.
     """
-    mine: Path | None = None
-    if here.local_rank == 0:
-        mine = next(disk.valid_ones(path, say), None)
-    own = _Offer(node=platform.node())
-    if mine is not None:
-        digest = _sha256_of(mine / disk.MANIFEST)
-        own = _Offer(node=own.node, step=disk.step_of(mine), manifest=digest)
-    offers = here.gather(own, _Offer, call="run.restore")
-    steps = [one.step for one in offers]
-    if max(steps) < 0:
-        return None
-    source = steps.index(max(steps))
-    others = {one.manifest for one in offers if one.step == max(steps)} - {offers[source].manifest}
-    if others:
-        say(
-            f"warning: nodes have different checkpoints of step {max(steps)} at {path}; that of "
-            f"{offers[source].node} counts"
-        )
-    return FoundCheckpoint(mine if here.rank == source else None, source, offers, here)
+    every = disk.valid_ones(path, say) if here.local_rank == 0 else iter(())
+    mine = next(every, None)
+    while True:
+        own = _Offer(node=platform.node())
+        if mine is not None:
+            digest = _sha256_of(mine / disk.MANIFEST)
+            own = _Offer(node=own.node, step=disk.step_of(mine), manifest=digest)
+        offers = here.gather(own, _Offer, call="run.restore")
+        steps = [one.step for one in offers]
+        if max(steps) < 0:
+            return None
+        source = steps.index(max(steps))
+        others = {one.manifest for one in offers if one.step == max(steps)} - {offers[source].manifest}
+        if others:
+            say(
+                f"warning: nodes have different checkpoints of step {max(steps)} at {path}; that of "
+                f"{offers[source].node} counts"
+            )
+        found = FoundCheckpoint(mine if here.rank == source else None, source, offers, here)
+        if not found.is_sharded:
+            return found
+        name = os.path.relpath(mine, path).encode() if mine is not None and here.rank == source else b""
+        contents = shared_folder.verify(path / os.fsdecode(here.broadcast(name, source)), here, source)
+        if isinstance(contents, Contents):
+            found.shards = contents
+            return found
+        say(f"checkpoint skipped: {contents}")
+        if own.step == max(steps):
+            mine = next(every, None)
 
 
 def _sha256_of(path: Path) -> str:

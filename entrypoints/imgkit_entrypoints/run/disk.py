@@ -18,11 +18,12 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from imgkit_entrypoints import fence, files, json_text
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import stop_protocol
+from imgkit_entrypoints.run import shard_file
 
 SCHEMA = 1
 MANIFEST = "manifest.json"
@@ -42,6 +43,8 @@ class Sink(Protocol):
 
 WriteFile = Callable[[Sink], object]
 """Writes the content of one file into a sink."""
+Rows = Mapping[str, dict[str, int | str]]
+"""Size and sha256 of files by name, as a manifest has them."""
 
 
 class _File:
@@ -86,13 +89,15 @@ def write_checkpoint(
     warn: Callable[[str], None] = print,
     held: Callable[[], Collection[Path]] = tuple,
     env: Mapping[str, str] = os.environ,
+    shards: Callable[[Path], Rows] | None = None,
 ) -> Path:
     """Write a checkpoint into `folder`, and remove all but the `keep` newest.
 
     Checkpoints of later steps are removed too: the run was resumed from before them. What cannot be removed
     stays, as a file on NFS that another process holds open: `warn` gets a line about it. `held` returns those
     that are in use and stay until a later call. `env` names this worker's attempt: one that is over changes
-    nothing in `folder` (fence.py).
+    nothing in `folder` (fence.py). `shards` gets the unfinished checkpoint, into which all
+    ranks write, and returns the rows of their files for the manifest.
 
     Raises
     ------
@@ -106,7 +111,7 @@ def write_checkpoint(
     _clear(folder)
     try:
         os.mkdir(temporary)  # noqa: PTH102 - tests interrupt each os call of this module
-        _fill(temporary, step, parts)
+        _fill(temporary, step, parts, shards(temporary) if shards else {})
         fence.check(env)
         if os.path.lexists(target):
             os.rename(target, folder / f"{LEAVING}{target.name}.{token}")  # noqa: PTH104
@@ -131,21 +136,26 @@ def write_checkpoint(
     return target
 
 
-def _fill(temporary: Path, step: int, parts: Mapping[str, WriteFile]) -> None:
-    files: dict[str, dict[str, int | str]] = {}
+def _fill(temporary: Path, step: int, parts: Mapping[str, WriteFile], shards: Rows) -> None:
+    files = dict(shards)
 
     def manifest(sink: Sink) -> None:
         values = json_text.sealed({"schema": SCHEMA, "step": step, "files": files})
         sink.write(json.dumps(values).encode())
 
     for part_name, part in (*parts.items(), (MANIFEST, manifest)):
-        file = _File(temporary / part_name)
-        try:
-            part(file)
-            files[part_name] = file.finish()
-        finally:
-            file.close()
+        files[part_name] = write_file(temporary / part_name, part)
     _sync(temporary)
+
+
+def write_file(path: Path, write: WriteFile) -> dict[str, int | str]:
+    """Write and sync a new file; return its row of the manifest."""
+    file = _File(path)
+    try:
+        write(file)
+        return file.finish()
+    finally:
+        file.close()
 
 
 def _sync(folder: Path) -> None:
@@ -204,7 +214,10 @@ def newest_first(folder: Path) -> list[Path]:
 
 
 def problem(checkpoint: Path) -> str | None:
-    """The reason why `checkpoint` cannot be used; None if every file is as it was written."""
+    """The reason why `checkpoint` cannot be used; None if every file is as it was written.
+
+    Of shards it compares the sizes alone: all ranks together read those (shared_folder.py).
+    """
     try:
         manifest = json_text.load(checkpoint / MANIFEST)
         if manifest["schema"] != SCHEMA:
@@ -221,13 +234,20 @@ def problem(checkpoint: Path) -> str | None:
         for part_name, said in manifest["files"].items():
             if (size := (checkpoint / part_name).stat().st_size) != said["size_bytes"]:
                 return f"{checkpoint / part_name} has {size} bytes, not {said['size_bytes']}"
-            if _sha256(checkpoint / part_name) != said["sha256"]:
-                return f"{checkpoint / part_name} is damaged: its sha256 differs from the manifest"
+            if not part_name.endswith(shard_file.SUFFIX) and (damage := damaged(checkpoint, part_name, said)):
+                return damage
     except OSError as error:
         return f"{error.filename or checkpoint}: {error.strerror}"
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{checkpoint / MANIFEST} is not a manifest, or damaged"
     return None
+
+
+def damaged(checkpoint: Path, part_name: str, row: Mapping[str, Any]) -> str:
+    """The message if a file differs from its row in the manifest; empty: it does not."""
+    if _sha256(checkpoint / part_name) == row["sha256"]:
+        return ""
+    return f"{checkpoint / part_name} is damaged: its sha256 differs from the manifest"
 
 
 def _sha256(path: Path) -> str:

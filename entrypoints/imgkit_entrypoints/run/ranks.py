@@ -343,3 +343,9 @@ def connected(env: Mapping[str, str], own_rank: int) -> Ranks:
         # Its calls mix with none of the program's, and use no GPU.
         group=dist.new_group(backend="gloo") if world_size > 1 else None,
     )
+
+
+def with_own_group(here: Ranks) -> Ranks:
+    """The same ranks with another gloo group, for calls of a thread; a collective call."""
+    group = dist.new_group(backend="gloo") if here.world_size > 1 else None
+    return dataclasses.replace(here, device=torch.device("cpu"), group=group)

@@ -152,6 +152,7 @@ class Run:
             in_step = kind is None or self.stopping  # after an error, others may still use it
             if in_step and here is not None and here.group is not None:
                 with contextlib.suppress(ValueError, AssertionError):  # the program has destroyed all groups
+                    self._state.close()
                     dist.destroy_process_group(here.group)
             if self._lock is not None:
                 self._lock.close()
@@ -160,13 +161,14 @@ class Run:
         """Name the objects whose state belongs to the run: model, optimizer, scheduler, scaler, loader.
 
         A checkpoint keeps rank 0's state of each, and a resume gives it to all ranks; of a loader it keeps
-        one for each rank. Random states of torch, Python and NumPy always belong to it. A model is saved
+        one for each rank. Of models and optimizers that FSDP2 shards it keeps the pieces of all ranks. Random
+        states of torch, Python and NumPy always belong to it. A model is saved
         without the wrappers of DDP and torch.compile. A DataLoader over a map-style dataset needs no
         state: `steps` counts its batches.
 
         Raises
         ------
-        UsageError : an object has no state_dict and load_state_dict, or is sharded over the ranks.
+        UsageError : an object has no state_dict and load_state_dict, or is sharded otherwise than by FSDP2.
         """
         self._track(parts, by_rank=False)
 
@@ -244,7 +246,9 @@ class Run:
             count for all; or a scheduler is not tracked.
         """
         self._updates.refuse_unknown_scheduler()
-        here, newest = self._join(), found or self.find()
+        here = self._join()
+        self._state.prove_shared(here)
+        newest = found or self.find()
         self._state.may_write = True
         self._look_for_ddp(here, before_steps=True)
         if newest is None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, CheckFailed, UsageError
 from imgkit_entrypoints.launch.goodput import ProgressNotes
 from imgkit_entrypoints.launch.watchdog import Pulse
-from imgkit_entrypoints.run import checkpoints, rehearsal, resumable, stop_requests
+from imgkit_entrypoints.run import checkpoints, ranks, rehearsal, resumable, shared_folder, stop_requests
 from imgkit_entrypoints.run.agreement import AddedNumbers, Agreed, Agreement, NumberLog
 from imgkit_entrypoints.run.checkpoints import CheckpointWriter, DoneCalls, FoundCheckpoint
 from imgkit_entrypoints.run.disk import newest_first
@@ -148,10 +148,13 @@ class RunState:
         self._saved = RunPosition()
         self._restored: FoundCheckpoint | None = None
         """The checkpoint from which the run goes on, until its first step."""
+        self._is_proven = False
+        """Whether all ranks see the folder, if that matters."""
         self._warned: set[str] = set()
         self._loader: Callable[[], Any] = lambda: None
         """Returns the loader of the latest pass, if the program still has it."""
         self._writer: CheckpointWriter | None = None
+        self._together: Ranks | None = None
 
     @property
     def has_moved(self) -> bool:
@@ -287,6 +290,7 @@ class RunState:
         if not self.may_write:
             self.refuse_older(here)
             self.may_write = True
+        self.prove_shared(here)
         step = self.position.step
         with self.notes.saving(step):
             parts, rows = self.tracked.kept(here)
@@ -296,15 +300,41 @@ class RunState:
                 tensors=lambda: parts,
                 rows={**rows, **self.position.drawn()},
                 about={"run": dataclasses.asdict(self._saved), "program": self.program.kept()},
+                shards=(lambda: self.tracked.staged(here)) if self.tracked.has_shards else None,
             )
 
     def writer(self, here: Ranks) -> CheckpointWriter:
         """What writes the checkpoints; made at the first call, which may come before any `save`."""
         if self._writer is None:
+            self._together = ranks.with_own_group(here) if self.tracked.has_shards else None
             self._writer = CheckpointWriter(
-                self.folder or Path(), self._keep, here, self._say, self.notes.keeps, self.done
+                self.folder or Path(),
+                self._keep,
+                here,
+                self._say,
+                self.notes.keeps,
+                self.done,
+                self._together,
             )
         return self._writer
+
+    def prove_shared(self, here: Ranks) -> None:
+        """Prove, once, that all ranks see the folder, if they have sharded state; a collective call.
+
+        Raises
+        ------
+        UsageError : they do not; names the hosts.
+        """
+        if self.folder is None or self._is_proven:
+            return
+        self._is_proven = True
+        if any(here.gather(self.tracked.has_shards, bool, call="run.restore")):
+            shared_folder.prove(self.folder, here)
+
+    def close(self) -> None:
+        """Free the group of the threads that write shards."""
+        if self._together is not None and self._together.group is not None:
+            dist.destroy_process_group(self._together.group)
 
     def wait(self, here: Ranks) -> CheckpointWriter:
         """Wait until the last checkpoint is whole."""

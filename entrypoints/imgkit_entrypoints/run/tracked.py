@@ -10,18 +10,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.run import checkpoints, resumable
+from imgkit_entrypoints.run import checkpoints, resumable, shard_file, shard_index, sharded
 from imgkit_entrypoints.run.checkpoints import FoundCheckpoint, differences, each_leaf, each_tensor, on_host
 from imgkit_entrypoints.run.ranks import Ranks, told
+from imgkit_entrypoints.run.sharded import ShardedObjects, Staged
 
-RESERVED = ("random", "pass")
+SHARDS_OF = "sharded"
+RESERVED = ("random", "pass", SHARDS_OF)
 """Names of a checkpoint's own parts."""
-OF_RANKS = ".ranks"
-"""Ends the name of a part that has one state for each rank."""
-OWN_PARTS = tuple(f"{name}{OF_RANKS}.pt" for name in RESERVED)
+OF_RANKS, SHARDED = ".ranks", ".sharded"
+"""Ends of names: of a part with one state for each rank, and of an object that is divided among them."""
+OWN_PARTS = ("random.ranks.pt", "pass.ranks.pt")
 """Parts of every checkpoint: the random states of all ranks, now and at the start of the pass."""
 SHARDING = ("FullyShardedDataParallel", "DeepSpeedEngine", "ZeroRedundancyOptimizer")
 """Classes that share a model or an optimizer among the ranks; their state_dict may be a collective call."""
@@ -53,6 +56,7 @@ class Tracked:
     def __init__(self) -> None:
         self._parts: dict[str, Any] = {}
         self._by_rank: set[str] = set()
+        self._sharded: set[str] = set()
         self._before: dict[str, dict[str, str]] = {}
         """Values that must not differ between ranks, when the run began."""
 
@@ -94,6 +98,11 @@ class Tracked:
                 where="run.track",
                 hint="track objects with state_dict and load_state_dict",
             )
+        if sharded.is_sharded(value) and not by_rank:
+            sharded.refuse_unfit(name, value, dist.get_world_size())
+            self._parts[name] = value
+            self._sharded.add(name)
+            return
         state = _state(name, value)
         if by_rank or not _is_large(value):
             _refuse_other_values(name, state)
@@ -114,9 +123,26 @@ class Tracked:
         UsageError : as `agreed`.
         """
         states = self.agreed(here, "run.save")
-        parts = {f"{part}.pt": name for part, name in self._own().items()}
+        parts = {f"{part}.pt": name for part, name in self._own().items() if name in states}
         rows = {part: states[name] for part, name in parts.items() if name in self._by_rank}
         return {part: states[name] for part, name in parts.items() if part not in rows}, rows
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether an object is sharded."""
+        return bool(self._sharded)
+
+    def staged(self, here: Ranks) -> Staged:
+        """This rank's pieces of the sharded objects, in host memory."""
+        return self._shards().staged(here, on_host)
+
+    def _shards(self) -> ShardedObjects:
+        own = {name: self._parts[name] for name in sorted(self._sharded)}
+        return ShardedObjects(
+            {name: one for name, one in own.items() if isinstance(one, nn.Module)},
+            {name: one for name, one in own.items() if not isinstance(one, nn.Module)},
+            _plain_keys,
+        )
 
     def agreed(self, here: Ranks, call: str) -> dict[str, Any]:
         """Return this rank's states, as bytes where each rank has its own; a collective call.
@@ -128,7 +154,11 @@ class Tracked:
         states, now, saves = {}, {}, call == "run.save"
         look = _Look(names=_listed(self._own()))
         try:
+            if self.has_shards:
+                now[SHARDS_OF] = self._shards().compared()
             for name, one in self._parts.items():
+                if name in self._sharded:
+                    continue
                 states[name] = _state(name, one)
                 if name in self._before:
                     # Before the run begins, DDP may not have made the weights equal yet.
@@ -159,6 +189,12 @@ class Tracked:
     def _refuse_differing(self, now: Mapping[str, Mapping[str, str]], here: Ranks, call: str) -> None:
         """Raise UsageError, on every rank, for a value that ranks other than rank 0 have set."""
         for name, values in now.items():
+            if name == SHARDS_OF:
+                raise UsageError(
+                    "the sharded objects differ between the ranks",
+                    where=call,
+                    hint="build the same model, optimizer and parameter groups on all ranks",
+                )
             before = self._before[name]
             mine = {path: [before.get(path, ""), values.get(path, "")] for path in {**before, **values}}
             every = here.gather(mine, Mapping[str, list[str]], call=call)
@@ -178,7 +214,8 @@ class Tracked:
 
     def _own(self) -> dict[str, str]:
         """The names of the objects, by those of their parts."""
-        return {f"{name}{OF_RANKS}" if name in self._by_rank else name: name for name in self._parts}
+        ends = {**dict.fromkeys(self._by_rank, OF_RANKS), **dict.fromkeys(self._sharded, SHARDED)}
+        return {f"{name}{ends.get(name, '')}": name for name in self._parts}
 
     def restore(self, found: FoundCheckpoint, here: Ranks) -> None:
         """Give every object its state from a checkpoint, one after the other; a collective call.
@@ -188,19 +225,25 @@ class Tracked:
         UsageError : it holds other objects or another model, and nothing is loaded; or states of another
             number of ranks, or of another object.
         """
-        own_parts = {*OWN_PARTS, checkpoints.STATE}
-        kept = {part.removesuffix(".pt") for part in found.parts if part not in own_parts}
+        own_parts = {*OWN_PARTS, checkpoints.STATE, shard_index.INDEX}
+        shards = {part for part in found.parts if part.endswith(shard_file.SUFFIX)}
+        kept = {part.removesuffix(".pt") for part in found.parts if part not in own_parts | shards}
         own = self._own()
+        if found.shards is not None:
+            kept |= {f"{name}{SHARDED}" for name in found.shards.index.objects()}
         if kept != own.keys():
             raise UsageError(
                 f"the checkpoint contains {_listed(kept)}, and this program tracks {_listed(own)}",
                 where=str(found.where),
                 hint="track the same objects under the same names, or start a new run in another folder",
             )
-        parts = {name: f"{part}.pt" for part, name in sorted(own.items())}
+        parts = {name: f"{part}.pt" for part, name in sorted(own.items()) if name not in self._sharded}
+        load_shards = self._shards().loading(found.shards) if found.shards is not None else None
         for name in parts:
             if name not in self._by_rank and _is_large(self._parts[name]):
                 self._refuse_other(name, found.mapped(parts[name]), str(found.where))
+        if load_shards is not None:
+            load_shards()
         for name in parts:
             self._load(name, self._in_part(name, found, here), str(found.where))
 
@@ -275,6 +318,12 @@ class Tracked:
         Not those of loaders, which belong to their iterators, nor of `loader`. Of what is in the checkpoint
         bit by bit, as almost all is after a restore, there is no copy.
         """
+        if self.has_shards:
+            raise UsageError(
+                f"{_listed(self._sharded)} is sharded, and the program has a DDP model, too",
+                where="run.steps",
+                hint="use DistributedDataParallel(..., find_unused_parameters=True), or shard all models",
+            )
 
         def saved(name: str) -> Any:
             return None if name in self._by_rank else found.mapped(f"{name}.pt")
@@ -299,7 +348,11 @@ class Tracked:
 
 
 def _listed(parts: Collection[str]) -> str:
-    shown = (f"{one.removesuffix(OF_RANKS)} of each rank" if one.endswith(OF_RANKS) else one for one in parts)
+    ends = {OF_RANKS: " of each rank", SHARDED: " (sharded)"}
+    shown = (
+        next((one.removesuffix(end) + words for end, words in ends.items() if one.endswith(end)), one)
+        for one in parts
+    )
     return ", ".join(sorted(shown)) or "nothing"
 
 
@@ -365,8 +418,8 @@ def _sharded(what: str) -> UsageError:
     return UsageError(
         f"{what} is sharded over the ranks, and no rank has all of it",
         where="run.track",
-        hint="let its library save to the next_path() of a LibraryCheckpoint(run) where run.due() says so: "
-        "docs/howto/own-loop.md",
+        hint="shard models by fully_shard (FSDP2); or let its library save to the next_path() of a "
+        "LibraryCheckpoint(run) where run.due() says so: docs/howto/own-loop.md",
     )
 
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.run import sharded
 from imgkit_entrypoints.run.tracked import Tracked, is_a
 
 MOST_WAIT = 256
@@ -81,7 +82,7 @@ class Updates:
             _key(one) not in self._stepped
             and any(getattr(grad, _USED, None) != grad._version for grad in _gradients(one))
             for one in self._optimizers()
-        )
+        ) or any(sharded.holds_back_gradients(one) for one in self._tracked if isinstance(one, nn.Module))
         self._waited = self._waited + 1 if waiting else 0
         if self._waited == MOST_WAIT:
             self._say(
