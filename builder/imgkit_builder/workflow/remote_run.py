@@ -131,6 +131,7 @@ def _chosen(recipe: str, given: Request, project: ProjectFile | None, default: s
 def _far(word: str, request: Request) -> RunPlan:
     """The run of the image ``--image`` that is on the remote, on the system of the recipe `word`."""
     from imgkit_builder.recipe import targets
+    from imgkit_builder.sif import image
 
     if not re.fullmatch(r"/[^\x00-\x1f\x7f:,]*", request.image):
         raise UsageError(
