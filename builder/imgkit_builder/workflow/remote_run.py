@@ -139,6 +139,10 @@ def _far(word: str, request: Request) -> RunPlan:
             where="--image",
             hint="the absolute path of an image there; for one that is here: imgkit run X.sif",
         )
+    if image.is_sif(Path(word)):
+        raise UsageError(
+            f"--image cannot be combined with {word}", where="--image", hint="name a recipe, or use only one"
+        )
     target = targets.find(word)
     return RunPlan(word=word, target=target, recipe="", sif=Path(), request=request, far_image=request.image)
 
