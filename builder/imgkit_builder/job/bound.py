@@ -49,6 +49,8 @@ def is_foreign(job: Job) -> bool:
     UsageError : the image cannot be used, or the flags for such an image mean nothing in this job.
     """
     chosen = _chosen(job)
+    if not _needs_entry_points(job):
+        return False
     if job.run_by == "docker":
         return bool(chosen or job.request.image)
     if job.run_by != "singularity":
@@ -82,9 +84,9 @@ def bind(job: Job, run: Runner | None = None) -> Job:
     UsageError : nothing in the image can run the entry points; says what imgkit found there.
     ToolMissing : the runtime is not here.
     """
-    if run is None and not is_foreign(job):
-        return job
     ask, chosen = run or _here, _chosen(job)
+    if not (_needs_entry_points(job) if run else is_foreign(job)):
+        return job
     digest = _digest(job, ask)
     if not digest:
         if chosen or run is not None:
@@ -160,12 +162,20 @@ def write(job: Job) -> None:
         shutil.rmtree(made, ignore_errors=True)
 
 
+def _needs_entry_points(job: Job) -> bool:
+    """Whether the job's command is one of imgkit; any other runs in any image."""
+    return bool(job.command) and job.command[0].startswith("dist-")
+
+
 def _chosen(job: Job) -> str:
     """The flag that chooses the Python; empty if there is none."""
     chosen = next((f"--{name}" for name in ("python", "activate") if getattr(job.request, name)), "")
     if chosen and job.run_by not in ("singularity", "docker"):
         hint = "leave it out" if job.run_by == "host" else "build an image with that one as its base"
         raise UsageError(f"{job.run_by} binds nothing into an image", where=chosen, hint=hint)
+    if job.request.python and not _needs_entry_points(job):
+        what = "--python chooses the Python of the dist-* commands, and the job runs none"
+        raise UsageError(what, where="--python", hint="-- dist-run SCRIPT, or --activate")
     for flag, value in (("--python", job.request.python), ("--activate", job.request.activate)):
         if any(ord(letter) < 32 for letter in value):
             raise UsageError("it holds a control character", where=flag)

@@ -131,12 +131,17 @@ def _chosen(recipe: str, given: Request, project: ProjectFile | None, default: s
 def _far(word: str, request: Request) -> RunPlan:
     """The run of the image ``--image`` that is on the remote, on the system of the recipe `word`."""
     from imgkit_builder.recipe import targets
+    from imgkit_builder.sif import image
 
     if not re.fullmatch(r"/[^\x00-\x1f\x7f:,]*", request.image):
         raise UsageError(
             f"{request.image!r} is not a path on the remote",
             where="--image",
             hint="the absolute path of an image there; for one that is here: imgkit run X.sif",
+        )
+    if image.is_sif(Path(word)):
+        raise UsageError(
+            f"--image cannot be combined with {word}", where="--image", hint="name a recipe, or use only one"
         )
     target = targets.find(word)
     return RunPlan(word=word, target=target, recipe="", sif=Path(), request=request, far_image=request.image)

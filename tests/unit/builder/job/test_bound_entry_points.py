@@ -90,6 +90,13 @@ def test_folder_holds_the_package_and_the_system(tmp_path: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
+def test_any_other_command_runs_in_any_image(tmp_path: Path) -> None:
+    made = bind(tmp_path, fake(torch=""), command=("sh", "-c", "date"), activate="A=1")
+    assert made.bound is None
+    words = container.start(made, made.command)
+    assert words[-5:] == ("bash", "A=1", "sh", "-c", "date")
+
+
 def test_folder_that_another_could_change_is_refused(tmp_path: Path) -> None:
     made = bind(tmp_path, fake())
     assert made.bound
@@ -135,6 +142,7 @@ def test_chosen_python_of_imgkit_s_own_image_is_bound_over_it(tmp_path: Path) ->
         ),
         (fake(digest=""), {}, "/site.sif does not exist or cannot be read on the remote"),
         (fake(), {"python": "bin/python"}, "'bin/python' is not a Python of the image"),
+        (fake(), {"python": "/x", "command": ("sh",)}, "the job runs none"),
         (fake(), {"python": "/a:b"}, "is not a Python of the image"),
         (fake(), {"activate": "a\nb"}, "holds a control character"),
         (fake(), {"python": "/x", "runtime": "host", "image": ""}, "host binds nothing into an image"),
