@@ -114,7 +114,7 @@ def test_answer_without_an_id_is_an_error(folder: Path, answer: str) -> None:
         submit.submit("mn5", REQUEST)
 
 
-@pytest.mark.parametrize("flag", ["--image", "--sif", "--delta", "--build", "--directory", "-i"])
+@pytest.mark.parametrize("flag", ["--sif", "--delta", "--build", "--directory", "-i"])
 def test_run_has_no_flag_that_it_would_refuse(call: Any, folder: Path, flag: str) -> None:
     assert call("submit", "--help")[1].count(flag)
     code, out, err = call("run", "mn5", "--on", "x", flag, "y", "--", "dist-hello")
