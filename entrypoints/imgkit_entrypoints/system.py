@@ -28,7 +28,7 @@ HOST_LIBS = "IMGKIT_HOST_LIBS"
 CUDA_COMPAT = "IMGKIT_CUDA_COMPAT"
 """``none`` or ``auto``: as the recipe's ``runtime.cuda_compat``, before which it counts."""
 
-RuntimeKind = Literal["singularity", "docker", "kubernetes"]
+RuntimeKind = Literal["singularity", "docker", "pyxis", "kubernetes"]
 FabricKind = Literal["infiniband", "roce", "slingshot", "tcp"]
 Arch = Literal["amd64", "arm64"]
 ByRule = Literal["none", "auto"]
@@ -48,7 +48,7 @@ class Runtime:
     kind: RuntimeKind = "singularity"
     """Kind of container runtime."""
     command: str = "singularity"
-    """The runtime's program; required for other kinds than ``singularity``."""
+    """The runtime's program; required for ``docker`` and ``kubernetes``, and not used by ``pyxis``."""
     modules: tuple[str, ...] = ()
     """Environment modules that provide `command`, in load order."""
     options: tuple[str, ...] = ()

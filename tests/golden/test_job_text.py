@@ -23,7 +23,7 @@ CASES = sorted(path.stem for path in JOBS.glob("*.args"))
 
 
 def printed(case: str) -> str:
-    """What ``imgkit submit --dry-run`` prints in a folder with a blank in its name."""
+    """What ``imgkit submit --dry-run`` prints in a folder with a blank, if the case names none."""
     from typer.testing import CliRunner
 
     text = (JOBS / f"{case}.args").read_text(encoding="utf-8")
@@ -33,7 +33,8 @@ def printed(case: str) -> str:
         if "--" in words
         else (words, [], [])
     )
-    argv = ["submit", "--dry-run", *before, "--directory", "/home/me/my run", *dashes, *command]
+    folder = [] if "--directory" in before else ["--directory", "/home/me/my run"]
+    argv = ["submit", "--dry-run", *before, *folder, *dashes, *command]
     done = CliRunner().invoke(build_app(("submit", "list")), argv, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout

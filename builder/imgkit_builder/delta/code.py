@@ -28,6 +28,7 @@ from imgkit_entrypoints.errors import CheckFailed, UsageError
 from imgkit_entrypoints.launch import delta_check
 
 SCHEMA = 1
+SUFFIX = ".imgdelta"
 _INSIDE = delta_check.CODE_JSON.lstrip("/")
 _TIMES = 1 << 29
 
@@ -135,8 +136,8 @@ class CodeTree:
 
 
 def name_of(sha256: str) -> str:
-    """The file name of the code with that digest."""
-    return f"code-{sha256}.imgdelta"
+    """The file name of the code with that digest; without the suffix, that of its folder."""
+    return f"code-{sha256}{SUFFIX}"
 
 
 def name_over(sha256: str, base: str) -> str:
@@ -153,6 +154,19 @@ def write(code: CodeTree, target: Path, options: Options, report: Reporter) -> N
     ToolMissing, ToolFailed : nothing here squashes, or it failed.
     """
     _write(code, tree.everything((code,)), target.absolute(), options, report)
+
+
+def write_folder(code: CodeTree, folder: Path) -> None:
+    """Write what is in the delta to `folder`, which does not exist. Raises UsageError as `write` does."""
+    folder.mkdir()
+    for path, entry in tree.everything((code,)):
+        if entry.kind == "dir":
+            (folder / path).mkdir()
+        elif entry.kind == "symlink":
+            (folder / path).symlink_to(entry.link)
+        else:
+            with files.create(folder / path, mode=0o777 if entry.mode & 0o100 else 0o666) as stream:
+                stream.writelines(code.content(entry))
 
 
 def write_over(code: CodeTree, base: Path, target: Path, options: Options, report: Reporter) -> bool:

@@ -21,6 +21,7 @@ from pathlib import Path
 from imgkit_builder.base import files, process
 from imgkit_builder.base.process import Finished
 from imgkit_builder.delta import source, tree
+from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.image import inside, smoke, wheel
 from imgkit_builder.image.inside import PythonSeen
 from imgkit_builder.job import container, quoting
@@ -29,7 +30,7 @@ from imgkit_builder.job.resolve import chooses_cpus
 from imgkit_builder.oci.manifest import MANIFEST_JSON
 from imgkit_builder.oci.platform import kernel_names
 from imgkit_builder.recipe import bases
-from imgkit_builder.sif import image
+from imgkit_builder.sif import image, sqsh
 from imgkit_builder.sif.image import SifImage
 from imgkit_entrypoints import __version__, json_text, system
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
@@ -53,9 +54,17 @@ def is_foreign(job: Job) -> bool:
         return False
     if job.run_by == "docker":
         return bool(chosen or job.request.image)
+    path = Path(job.image)
+    is_squashed = job.run_by == "pyxis" and sqsh.is_sqsh(path)
+    if is_squashed and tree.content((SquashfsLayer(path),), MANIFEST_JSON) is None:
+        raise UsageError(
+            "imgkit did not build this image, and binds its entry points only into a .sif or an image of "
+            "Podman or Docker",
+            where=str(path),
+            hint="build an image with that one as its base; or start another command than dist-...",
+        )
     if job.run_by != "singularity":
         return False
-    path = Path(job.image)
     if path.is_dir():  # a sandbox
         return bool(chosen) or ((path / "usr").is_dir() and not Path(f"{path}{MANIFEST_JSON}").exists())
     if not image.is_sif(path):
@@ -141,7 +150,18 @@ def write(job: Job) -> None:
     """
     if job.bound is None:
         return
-    target = Path(job.bound.folder)
+
+    def fill(made: Path) -> None:
+        for name, data in members(job):
+            (made / name).parent.mkdir(parents=True, exist_ok=True)
+            with files.create(made / name) as stream:
+                stream.write(data)
+
+    write_folder(Path(job.bound.folder), fill)
+
+
+def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
+    """Put the folder `target` in place, which `fill` writes, unless it is there. Raises as `write` does."""
     if os.path.lexists(target):
         if target.is_symlink() or files.foreign_folder(target):
             what = "it is a link or belongs to another user, and the job would execute what is in it"
@@ -150,10 +170,7 @@ def write(job: Job) -> None:
     target.parent.mkdir(exist_ok=True)
     made = files.temporary_name(target)
     try:
-        for name, data in members(job):
-            (made / name).parent.mkdir(parents=True, exist_ok=True)
-            with files.create(made / name) as stream:
-                stream.write(data)
+        fill(made)
         files.publish(made, target)
     except OSError:
         if not target.is_dir():  # another job may have made it meanwhile

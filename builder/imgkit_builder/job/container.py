@@ -15,7 +15,7 @@ from imgkit_builder.base import process
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import CODE_PLACE, Delta
 from imgkit_builder.image.wheel import PACKAGE
-from imgkit_builder.job import quoting
+from imgkit_builder.job import pyxis, quoting
 from imgkit_builder.job.request import (
     Allocation,
     AnyJob,
@@ -78,6 +78,9 @@ def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> t
     if job.bound is not None:
         command = _with_python(job.bound, command)
     activate = _activation(job)
+    if job.run_by == "pyxis":
+        mounts, own = (*_libraries(job), *job.binds), _listed_libraries(job)
+        return pyxis.start(job, command, options=options(job), mounts=mounts, libraries=own)
     if job.run_by == "docker":
         words = (program(job), "run", "--rm", *options(job), *_docker_mounts(job, forward))
         return (*words, job.image, *activate, *command)
@@ -139,7 +142,7 @@ def program(job: AnyJob) -> str:
 def options(job: Job) -> tuple[str, ...]:
     """Options of the runtime at every start."""
     runtime = job.recipe.system.runtime
-    usual = ("--nv",) if job.run_by == "singularity" else DOCKER_OPTIONS
+    usual = {"singularity": ("--nv",), "docker": DOCKER_OPTIONS}.get(job.run_by, ())
     words = runtime.options if runtime.kind == job.run_by else usual
     if job.run_by == "docker" and job.system == "slurm":
         names = {word.partition("=")[0] for word in words}
@@ -192,8 +195,7 @@ def exports(job: Job) -> tuple[str, ...]:
     lines += [_READ_ENV.format(file=shlex.quote(job.env_file))] if job.env_file else []
     if job.bound is not None and job.bound.digest:
         lines.append(_unchanged(job, job.bound.digest))
-    by_rule = job.recipe.system.fabric.host_libs == "auto" and job.run_by != "host"
-    libraries = "" if by_rule else ":".join(job.recipe.system.runtime.host_libs)
+    libraries = ":".join(_listed_libraries(job))
     # Expanded where it is used, to the image's own value: a plain value would replace it.
     inherited = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
     if job.run_by == "host":
@@ -204,6 +206,12 @@ def exports(job: Job) -> tuple[str, ...]:
         prefix = "APPTAINERENV" if PurePath(program(job)).name == "apptainer" else "SINGULARITYENV"
         lines.append(f"export {prefix}_LD_LIBRARY_PATH='{libraries}{inherited}'")
     return tuple(lines)
+
+
+def _listed_libraries(job: Job) -> tuple[str, ...]:
+    """The recipe's folders of libraries, where they are searched as they stand and not by the node agent."""
+    by_rule = job.recipe.system.fabric.host_libs == "auto" and job.run_by != "host"
+    return () if by_rule else job.recipe.system.runtime.host_libs
 
 
 def _mounts(job: Job) -> tuple[str, ...]:
@@ -263,6 +271,8 @@ _RECIPE_FILES = (".yaml", ".yml", ".json")
 def image(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> str:
     """Path of a .sif, an image reference, or the virtual environment of a run without a container."""
     image = _printable_image(request)
+    if run_by == "pyxis":
+        return pyxis.named(image, recipe.name, directory)
     if run_by == "singularity":
         return str(directory / (image or f"{recipe.name}.sif"))
     if run_by == "kubernetes" and not image:
@@ -285,9 +295,10 @@ def _printable_image(request: Allocation) -> str:
 
 
 def image_to_make(recipe: Target, request: ConversionJobRequest | BuildJobRequest, directory: Path) -> str:
-    """Path of the .sif that a job makes."""
+    """Path of the .sif or .sqsh that a job makes."""
     name = Path(request.build).stem if isinstance(request, BuildJobRequest) else recipe.name
-    return str(directory / (_printable_image(request) or f"{name}.sif"))
+    suffix = ".sqsh" if recipe.system.runtime.kind == "pyxis" else ".sif"
+    return str(directory / (_printable_image(request) or f"{name}{suffix}"))
 
 
 def making(job: ImageJob) -> tuple[str, ...]:
@@ -331,7 +342,7 @@ def refuse_code(request: Request, run_by: RunBy) -> None:
         for flag, given in (("--code-replace", request.code_replace), ("--allow", request.allow)):
             if given:
                 raise UsageError(f"{flag} without --code", where=flag, hint="--code DIR")
-    elif run_by != "singularity":
+    elif run_by not in ("singularity", "pyxis"):
         raise UsageError(
             f"the code is mounted over a .sif, but {run_by} does not run one",
             where="--code",

@@ -98,7 +98,7 @@ def _literals(kind: Any) -> tuple[str, ...]:
     return ()
 
 
-RunBy = Literal["singularity", "docker", "host", "kubernetes"]
+RunBy = Literal["singularity", "docker", "pyxis", "host", "kubernetes"]
 Flags = TypeVar("Flags")
 
 
@@ -196,7 +196,7 @@ class Request(Allocation):
     interactive: bool = flag(False, "--interactive", "-i", help="Allocate nodes for interactive work.")
     runtime: RunBy | None = flag(
         None,
-        choices=("singularity", "docker", "host"),
+        choices=("singularity", "docker", "pyxis", "host"),
         help="What starts the program (default: the recipe's runtime); host: no container.",
     )
     python: str = flag(

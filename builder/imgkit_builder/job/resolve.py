@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from imgkit_builder.job import container, quoting, systems
+from imgkit_builder.job import container, pyxis, quoting, systems
 from imgkit_builder.job.request import (
     Allocation,
     BuildJobRequest,
@@ -93,10 +93,15 @@ def resolve(recipe: Target, request: Request) -> Job:
     )
     _refuse_clean(job)
     _refuse_amd(job)
+    own_doubts: tuple[str, ...] = ()
+    if run_by == "pyxis":
+        pyxis.refuse(job)
+        own_doubts = tuple(pyxis.doubts(job))
     return dataclasses.replace(
         job,
         warnings=_warnings(
-            request, (*_unused(recipe, request, system), *system.doubts(job), *container.doubts(job))
+            request,
+            (*_unused(recipe, request, system), *system.doubts(job), *container.doubts(job), *own_doubts),
         ),
     )
 
@@ -116,6 +121,9 @@ def resolve_image(recipe: Target, request: ConversionJobRequest | BuildJobReques
     system = systems.named(facts.scheduler)
     queue = _queue(recipe, request, facts.queue.required)
     container.refuse_secrets(recipe, request)
+    if isinstance(request, BuildJobRequest) and facts.runtime.kind == "pyxis":
+        hint = "build it with an engine elsewhere, and here: imgkit submit --sif ARCHIVE"
+        raise UsageError("the job builds a .sif, and pyxis starts none", where="--build", hint=hint)
     directory = _directory(request)
     return ImageJob(
         recipe=recipe,
@@ -321,7 +329,7 @@ def _settings(
         settings["IMGKIT_NPROC"] = str(request.gpus)
     if not size.fixed:
         settings["IMGKIT_NNODES"] = str(size)
-    if recipe.system.fabric.host_libs == "auto" and run_by in ("singularity", "docker"):
+    if recipe.system.fabric.host_libs == "auto" and run_by in ("singularity", "docker", "pyxis"):
         settings[HOST_LIBS] = ":".join(("auto", *recipe.system.runtime.host_libs))
     if recipe.system.runtime.cuda_compat == "auto" and run_by != "host":
         settings[CUDA_COMPAT] = "auto"

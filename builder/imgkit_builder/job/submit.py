@@ -7,6 +7,7 @@ between them. Only `send`, `write_files` and `keep` have an effect.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import glob
 import json
 import os
@@ -20,9 +21,10 @@ from typing import TYPE_CHECKING
 
 from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
+from imgkit_builder.delta import code as code_delta
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import Delta
-from imgkit_builder.job import baked, bound, container, quoting, systems
+from imgkit_builder.job import baked, bound, container, pyxis, quoting, systems
 from imgkit_builder.job import code as code_of
 from imgkit_builder.job.code import CodeFolder
 from imgkit_builder.job.request import (
@@ -38,6 +40,7 @@ from imgkit_builder.job.request import (
 )
 from imgkit_builder.job.resolve import resolve, resolve_image
 from imgkit_builder.recipe import targets
+from imgkit_builder.sif import image, sqsh
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 from imgkit_entrypoints.rollcall import secret
@@ -114,8 +117,6 @@ def prepare(recipe: str | Path, request: AnyRequest, code: CodeFolder | None = N
     ------
     UsageError : a value that the system cannot satisfy.
     """
-    from imgkit_builder.sif import image, sqsh
-
     file = Path(recipe)
     if image.is_sif(file) or sqsh.is_sqsh(file):
         target, default = baked.target(file), str(file.absolute())
@@ -125,18 +126,20 @@ def prepare(recipe: str | Path, request: AnyRequest, code: CodeFolder | None = N
         making = resolve_image(target, request)
         return PreparedJob(job=making, script=systems.named(making.system).image_script(making))
     job = resolve(target, dataclasses.replace(request, image=request.image or default))
-    if job.run_by == "singularity" and sqsh.is_sqsh(Path(job.image)):
+    if job.run_by != "pyxis" and job.image and sqsh.is_sqsh(Path(job.image)):
+        what = "Singularity and Apptainer would start a .sqsh without the variables of its image"
         raise UsageError(
-            "Singularity and Apptainer would start a .sqsh without the variables of its image",
+            what if job.run_by == "singularity" else f"{job.run_by} does not start a .sqsh",
             where=job.image,
-            hint="make a .sif of the image: imgkit sif",
+            hint="make a .sif of the image: imgkit sif; or on a cluster with pyxis: --runtime pyxis",
         )
     sif = Path(job.image) if image.is_sif(Path(job.image)) else None
     code_of.refuse_unused_bind(job, sif)
     if code is not None:
         code_of.refuse_unused(code, target, sif, job.overlay)
         code_of.refuse_shadowed(code, job)
-        job = container.with_code(job, code.record, [str(job.directory / "deltas" / code.name)])
+        name = code.name.removesuffix(code_delta.SUFFIX) if job.run_by == "pyxis" else code.name
+        job = container.with_code(job, code.record, [str(job.directory / "deltas" / name)])
     return PreparedJob(job=job, script=systems.named(job.system).script(job), code=code)
 
 
@@ -170,6 +173,13 @@ def before_submission(job: Job | ImageJob) -> None:
     systems.named(job.system).before_submission(job)
     if job.run_by == "singularity":
         _check_sif(job)
+    elif job.run_by == "pyxis" and pyxis.is_file(job.image):
+        if not sqsh.is_sqsh(Path(job.image)):
+            what = "is not a .sqsh" if Path(job.image).exists() else "does not exist"
+            hint = f"imgkit sif {job.recipe.name} -o {job.recipe.name}.sqsh, or --image PATH"
+            raise UsageError(f"the image {what}", where=job.image, hint=hint)
+        if foreign := foreign_image(job):
+            raise foreign
     elif job.run_by == "host" and job.image and not os.path.lexists(f"{job.image}/bin/python3"):
         # It is not run: a login node can have another processor than the nodes it was made on.
         raise UsageError(
@@ -256,12 +266,14 @@ def _check_sif(job: Job) -> None:
 
 def foreign_image(job: AnyJob) -> UsageError | None:
     """The error for a .sif here of another architecture than the nodes'; None if it fits or is not here."""
-    from imgkit_builder.sif import image
-
-    path = Path(job.image)
-    if not isinstance(job, Job) or job.run_by != "singularity" or not image.is_sif(path):
+    path, arch = Path(job.image), ""
+    if isinstance(job, Job) and job.run_by == "singularity" and image.is_sif(path):
+        arch = image.read(path).arch
+    elif isinstance(job, Job) and job.run_by == "pyxis" and sqsh.is_sqsh(path):
+        record = sqsh.record(path)
+        arch = record.arch if record else ""  # another program's does not state it
+    if not arch:
         return None
-    arch = image.read(path).arch
     wanted = {platform.removeprefix("linux/") for platform in job.recipe.platforms}
     if arch in wanted:
         return None
@@ -281,11 +293,13 @@ def write_files(prepared: PreparedJob, options: Options | None, report: Reporter
         bound.write(prepared.job)
     if prepared.code is None:
         return
-    from imgkit_builder.delta import code as code_delta
     from imgkit_builder.sif.conversion import Options
 
     assert isinstance(prepared.job, Job)  # noqa: S101 - no other job has code
     file = Path(prepared.job.code_files[-1])
+    if prepared.job.run_by == "pyxis":
+        bound.write_folder(file, functools.partial(code_delta.write_folder, prepared.code.tree))
+        return
     if file.is_file():
         return
     file.parent.mkdir(exist_ok=True)
@@ -385,8 +399,6 @@ def need_id(record: SubmittedJob) -> SubmittedJob:
 
 
 def _image_id(job: AnyJob) -> str:
-    from imgkit_builder.sif import image
-
     if not isinstance(job, Job):
         return ""  # the image is still to be made
     if job.delta is not None or not image.is_sif(Path(job.image)):

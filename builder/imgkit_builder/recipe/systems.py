@@ -44,6 +44,22 @@ def _unknown_versions(facts: SystemFacts) -> Iterator[SystemFault]:
         yield SystemFault(path=("queue", key), what=what)
 
 
+_SET_BY_JOBS = ("--container-image", "--container-mounts", "--container-workdir")
+
+
+def _options_of_pyxis(facts: SystemFacts) -> Iterator[SystemFault]:
+    """Options of another runtime, which srun refuses, and those that every job sets itself."""
+    for word in facts.runtime.options if facts.runtime.kind == "pyxis" else ():
+        name = word.partition("=")[0]
+        if not name.startswith(("--container-", "--no-container-")):
+            what, hint = f"{word} is not an option of pyxis", "--container-... and --no-container-..."
+        elif name in _SET_BY_JOBS:
+            what, hint = f"{name} is set by each job", "remove it; mounts are system.runtime.binds"
+        else:
+            continue
+        yield SystemFault(path=("runtime", "options"), what=what, hint=hint)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:
     """What reading a recipe needs to know about a scheduler."""
@@ -77,7 +93,12 @@ SPECIAL = ("partitions", "fabric.head_suffix", "queue.srun", "queue.output")
 
 
 SHIPPED: Mapping[str, Registration] = {
-    "slurm": Registration(runtimes=("singularity", "docker", "host"), by_podman=True, keys=SPECIAL),
+    "slurm": Registration(
+        runtimes=("singularity", "docker", "pyxis", "host"),
+        by_podman=True,
+        check=_options_of_pyxis,
+        keys=SPECIAL,
+    ),
     "pbs": Registration(aliases=("torque",), runtimes=("singularity", "docker", "host")),
     "runai": Registration(runtimes=("kubernetes",), check=_unknown_versions),
     "mpi": Registration(aliases=("openmpi", "mpirun"), runtimes=("docker", "singularity", "host")),

@@ -33,6 +33,7 @@ from imgkit_entrypoints.system import SystemFacts
 
 _ALIASES = {
     "apptainer": "singularity",
+    "enroot": "pyxis",
     "k8s": "kubernetes",
     "podman": "docker",
     "ib": "infiniband",
@@ -134,8 +135,8 @@ _NOT_STARTED: Mapping[str, str] = {
 }
 """Container runtimes of clusters that no recipe can name, and why."""
 _STARTED = (
-    "singularity, or docker with command: podman, where the site has them; or a job without a container: "
-    "imgkit submit --runtime host"
+    "singularity, pyxis, or docker with command: podman, where the site has them; or a job without a "
+    "container: imgkit submit --runtime host"
 )
 
 

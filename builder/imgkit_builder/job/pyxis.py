@@ -1,0 +1,143 @@
+"""pyxis: options of srun by which it starts the job's step in a container of enroot.
+
+Notes
+-----
+Seen with pyxis 0.24 and enroot 4.1, or read in pyxis' args.c:
+
+* The image's variables win over the job's, and LANG, LANGUAGE and LC_ALL of the job are dropped. PATH is that
+  of a login shell of the image, /etc/profile, and not that of its ENV. So the container starts with a line of
+  shell that reads PATH from enroot's /etc/environment, and env sets the job's variables.
+* A mount becomes a line of fstab with three words: no name in it can have a blank.
+* The whole step is in the container: nothing of it can ask Slurm.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from imgkit_builder.delta.descriptor import CODE_PLACE
+from imgkit_builder.job.request import Job
+from imgkit_builder.sif import image, sqsh
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.launch import delta_check
+
+DROPPED = ("LANG", "LANGUAGE", "LC_ALL")
+"""Variables of the job that pyxis does not hand on, also where the image has none."""
+
+_START = (
+    'if [ -r /etc/environment ]; then while IFS= read -r line || [ "$line" ]; do '
+    'case $line in PATH=/*) export "$line" ;; esac; done < /etc/environment; fi; '
+)
+"""Sets PATH to that of the image's ENV, which enroot and imgkit write without quotes."""
+_MOUNT = re.compile(r"[^\s,$\\\"'#:]+(:[^\s,$\\\"'#:]+){0,2}")
+
+
+def is_file(text: str) -> bool:
+    """Whether an image is a file's path, and not a name of a registry."""
+    return text.endswith((".sqsh", ".squashfs")) or text.startswith(("/", "./", "../"))
+
+
+def named(text: str, recipe: str, directory: Path) -> str:
+    """The image as pyxis takes it: the path of a .sqsh, or ``[REGISTRY#]NAME[:TAG]``.
+
+    Raises
+    ------
+    UsageError : pyxis would start another image, or none.
+    """
+    if text.endswith(".sif"):
+        raise UsageError(
+            "pyxis does not start a .sif", where=f"--image {text}", hint="imgkit sif IMAGE -o NAME.sqsh"
+        )
+    if not text or is_file(text):
+        return str(directory / (text or f"{recipe}.sqsh"))
+    registry, slash, name = text.rpartition("://")[2].partition("/")
+    if "://" in text or (slash and "#" not in text and re.search(r"[.:]|^localhost$", registry)):
+        raise UsageError(
+            f"pyxis would look for {text!r} at Docker Hub: it separates the registry by #",
+            where="--image",
+            hint=f"--image {registry}#{name}" if name else "--image REGISTRY#NAME:TAG, or a .sqsh",
+        )
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@:/#+-]*", text):
+        raise UsageError(f"{text!r} is not an image", where="--image", hint="REGISTRY#NAME:TAG, or a .sqsh")
+    return text
+
+
+def start(
+    job: Job,
+    command: Sequence[str],
+    *,
+    options: Sequence[str],
+    mounts: Sequence[str],
+    libraries: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """Options of srun, and the command that it starts in the container.
+
+    Parameters
+    ----------
+    options : of the recipe.
+    mounts : ``SRC[:DEST[:ro]]`` of the host's folders.
+    libraries : folders of the container that are searched for libraries before those of the image.
+    """
+    folder, inside = str(job.directory), (f"/{CODE_PLACE}", delta_check.CODE_JSON)
+    code = (f"{file}{path}:{path}:ro" for file in job.code_files for path in inside)
+    whole = dict.fromkeys(one if ":" in one else f"{one}:{one}" for one in (*mounts, *code, folder))
+    text = _START
+    if libraries:
+        inherited = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+        text += f'export LD_LIBRARY_PATH="{":".join(libraries)}{inherited}"; '
+    home = () if "--container-mount-home" in options else ("--no-container-mount-home",)
+    given = ("env", *(f"{name}={value}" for name, value in job.env.items())) if job.env else ()
+    return (
+        f"--container-image={job.image}",
+        f"--container-mounts={','.join(whole)}",
+        f"--container-workdir={job.workdir or folder}",
+        *home,
+        # The value stays in the environment alone, and the image's own value does not win.
+        *((f"--container-env={','.join(job.names)}",) if job.names else ()),
+        *options,
+        *("sh", "-c", f'{text}exec "$@"', "sh", *given, *command),
+    )
+
+
+def refuse(job: Job) -> None:
+    """Raise UsageError for what pyxis cannot do, or would do differently."""
+    if job.outlives_nodes:
+        raise UsageError(
+            f"--nodes {job.size}: with pyxis the whole step is in the container, where no node can ask Slurm "
+            "which nodes are left",
+            where="--nodes",
+            hint="a number of nodes, or --max-failures 0 with a range",
+        )
+    for name in job.names:
+        if name in DROPPED:
+            raise UsageError(
+                f"pyxis does not hand {name} on", where=f"--env {name}", hint=f"--env {name}=VALUE"
+            )
+    for text in (*job.binds, str(job.directory)):
+        if not _MOUNT.fullmatch(text):
+            raise UsageError(
+                f"pyxis cannot mount {text!r}",
+                where="--directory" if text == str(job.directory) else "--bind, or system.runtime.binds",
+                hint="a path without blanks, quotes and \\ $ # ,",
+            )
+    if job.request.code is not None and not job.request.code_replace:
+        raise UsageError(
+            "with pyxis the code is a mount, which hides what the image has in /workspace",
+            where="--code",
+            hint="--code DIR --code-replace, if the code needs none of it",
+        )
+
+
+def doubts(job: Job) -> Iterator[str]:
+    """Warnings: an image that only some nodes can start."""
+    path = Path(job.image)
+    if not sqsh.is_sqsh(path):
+        return
+    found = image.superblock(path)
+    if found is not None and found.compressor not in ("gzip", "xz", "lzo"):
+        yield (
+            f"{path.name} is compressed with {found.compressor}: unsquashfs of RHEL 8 cannot read that; "
+            "imgkit sif --format sqsh writes gzip"
+        )
