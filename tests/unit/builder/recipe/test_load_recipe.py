@@ -364,3 +364,42 @@ def test_run_may_be_written_as_a_block(write: Write) -> None:
         """)
     )
     assert [one.command.strip() for one in recipe.image.run] == ["echo one", "echo two && echo three"]
+
+
+# ---- runtimes that a site may have
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("shifter", "it has not been tried with one"),
+        ("edf", "it does not write the file of srun --environment"),
+        ("Sarus", "it does not write the file of srun --edf"),
+    ],
+)
+def test_runtimes_of_other_sites_are_refused_by_name(write: Write, kind: str, why: str) -> None:
+    with pytest.raises(RecipeErrors) as caught:
+        load(write(f"{SMALLEST}system: {{scheduler: slurm, runtime: {{kind: {kind}}}}}\n"))
+    (problem,) = caught.value.problems
+    assert problem.what == f"imgkit does not start containers by {kind}: {why}"
+    assert problem.hint.startswith(
+        "singularity, pyxis, or docker with command: podman, where the site has them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "what"),
+    [
+        ("--nv", "--nv is not an option of pyxis"),
+        ("--container-mounts=/a:/b", "--container-mounts is set by each job"),
+    ],
+)
+def test_options_of_pyxis_are_those_of_srun(write: Write, option: str, what: str) -> None:
+    runtime = f"{{kind: pyxis, options: ['{option}']}}"
+    (found,) = problems(write(f"{SMALLEST}system: {{scheduler: slurm, runtime: {runtime}}}\n"))
+    assert what in found
+
+
+def test_enroot_is_started_by_pyxis(write: Write) -> None:
+    with pytest.raises(RecipeErrors, match="pyxis"):
+        load(write(f"{SMALLEST}system: {{scheduler: slurm, runtime: {{kind: enroot}}}}\n"))

@@ -58,6 +58,14 @@ def test_one_launcher_alone_decides(name: str) -> None:
     assert place(LAUNCHERS[name]).scheduler == name
 
 
+def test_variables_of_pyxis_do_not_decide() -> None:
+    """It sets RANK and LOCAL_RANK for an image with PYTORCH_VERSION, and enroot's hook the others."""
+    hook = {"MASTER_ADDR": "n9", "MASTER_PORT": "1", "WORLD_SIZE": "16", "RANK": "8", "LOCAL_RANK": "0"}
+    found = place({**LAUNCHERS["slurm"], "PYTORCH_VERSION": "2.5.1", **hook})
+    assert (found.scheduler, found.nnodes, found.node_rank, found.head) == ("slurm", 2, 1, "n1")
+    assert found == place(LAUNCHERS["slurm"])
+
+
 @pytest.mark.parametrize("pair", list(itertools.combinations(LAUNCHERS, 2)), ids="+".join)
 def test_pairs_are_decided_or_refused(pair: tuple[str, str]) -> None:
     env = LAUNCHERS[pair[0]] | LAUNCHERS[pair[1]]

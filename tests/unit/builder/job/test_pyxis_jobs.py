@@ -1,0 +1,296 @@
+"""Jobs that pyxis starts. pyxis and enroot are not here: what srun would get is compared with their rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_sif
+
+from imgkit_builder.base.progress import Silent
+from imgkit_builder.delta import code as code_delta
+from imgkit_builder.job import bound, code, container, submit
+from imgkit_builder.job.request import BuildJobRequest, Job, Request
+from imgkit_builder.job.resolve import resolve, resolve_image
+from imgkit_builder.oci import manifest as manifest_of
+from imgkit_builder.oci.manifest import MANIFEST_JSON, BaseImage, Manifest
+from imgkit_builder.recipe.targets import Target, find
+from imgkit_builder.sif import sqsh
+from imgkit_entrypoints import system
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.system import Fabric, Runtime
+
+MANIFEST = Manifest(
+    imgkit="0.3.0",
+    recipe="cpu",
+    recipe_sha256="ab",
+    base=BaseImage(name="example.org/base:1"),
+    platform="linux/amd64",
+    wheel_sha256="cd",
+)
+HELLO = Request(command=("dist-hello",), nodes="2", time="1h", directory=Path("/home/me/run"))
+
+
+def recipe(**runtime: Any) -> Target:
+    found = find("cpu")
+    facts = dataclasses.replace(
+        found.system, scheduler="slurm", runtime=Runtime(kind="pyxis", **runtime), fabric=Fabric()
+    )
+    return dataclasses.replace(found, system=facts)
+
+
+def job(of: Target | None = None, **given: Any) -> Job:
+    return resolve(of or recipe(), dataclasses.replace(HELLO, **given))
+
+
+def words(of: Job) -> tuple[str, ...]:
+    return container.start(of, of.command)
+
+
+def option(name: str, of: Job) -> str:
+    (found,) = [word.partition("=")[2] for word in words(of) if word.startswith(f"--container-{name}=")]
+    return found
+
+
+def started(of: Job, environment: Path, *command: str) -> str:
+    """What the command prints, started as in the container whose /etc/environment is `environment`."""
+    argv = container.start(of, command)
+    argv = tuple(word.replace("/etc/environment", str(environment)) for word in argv[argv.index("sh") :])
+    env = {**os.environ, "PATH": "/usr/bin:/bin", "LD_LIBRARY_PATH": "/own"}
+    return subprocess.run(argv, env=env, capture_output=True, text=True, check=True).stdout
+
+
+def squashed(path: Path, *, manifest: bool = True, arch: str = "amd64", compression: str = "gzip") -> Path:
+    """A .sqsh with the system of `recipe`; without a manifest, as another program writes it."""
+    folder = path.parent / f"{path.name}.folder"
+    (folder / "opt/imgkit").mkdir(parents=True)
+    (folder / system.SYSTEM_JSON.relative_to("/")).write_text(system.to_json(recipe().system))
+    if manifest:
+        (folder / MANIFEST_JSON.lstrip("/")).write_text(manifest_of.to_json(MANIFEST))
+    subprocess.run(
+        ["mksquashfs", folder, path, "-comp", compression, "-quiet", "-no-progress"],
+        check=True,
+        capture_output=True,
+    )
+    if manifest:
+        made = dataclasses.replace(small_sif.record(), arch=arch)
+        sqsh.describe(path, lambda root: dataclasses.replace(made, root_sha256=root))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("given", "image"),
+    [
+        ("", "/home/me/run/cpu.sqsh"),
+        ("/images/a.sqsh", "/images/a.sqsh"),
+        ("images/a.sqsh", "/home/me/run/images/a.sqsh"),
+        ("./a", "/home/me/run/a"),
+        ("nvcr.io#nvidia/pytorch:24.03-py3", "nvcr.io#nvidia/pytorch:24.03-py3"),
+        ("me@nvcr.io#nvidia/pytorch", "me@nvcr.io#nvidia/pytorch"),
+        ("pytorch/pytorch:2.5.1", "pytorch/pytorch:2.5.1"),
+        ("ubuntu", "ubuntu"),
+    ],
+)
+def test_image_is_a_file_or_a_name(given: str, image: str) -> None:
+    assert option("image", job(image=given)) == image
+
+
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("nvcr.io/nvidia/pytorch:24.03-py3", "--image nvcr.io#nvidia/pytorch:24.03-py3"),
+        ("docker://nvcr.io/nvidia/pytorch", "--image nvcr.io#nvidia/pytorch"),
+        ("localhost/a", "--image localhost#a"),
+        ("host:5000/a:1", "--image host:5000#a:1"),
+        ("a.sif", "imgkit sif IMAGE -o NAME.sqsh"),
+        ("-x", "REGISTRY#NAME:TAG, or a .sqsh"),
+        ("a b", "REGISTRY#NAME:TAG, or a .sqsh"),
+    ],
+)
+def test_other_images_are_refused(given: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        job(image=given)
+    assert caught.value.hint == hint
+
+
+def test_mounts_and_folder_are_options_of_srun() -> None:
+    made = job(recipe(binds=("/scratch",)), binds=("/data/v1:/data:ro",), secret_file=Path("/home/me/secret"))
+    assert option("mounts", made) == (
+        "/scratch:/scratch,/data/v1:/data:ro,/home/me/secret:/home/me/secret:ro,/home/me/run:/home/me/run"
+    )
+    assert option("workdir", made) == "/home/me/run"
+    assert "--no-container-mount-home" in words(made)
+    assert option("workdir", job(workdir="/opt/a")) == "/opt/a"
+
+
+def test_home_is_mounted_where_the_recipe_says_so() -> None:
+    made = words(job(recipe(options=("--container-mount-home",))))
+    assert "--container-mount-home" in made
+    assert "--no-container-mount-home" not in made
+
+
+def test_path_is_that_of_the_image(tmp_path: Path) -> None:
+    file = tmp_path / "environment"
+    file.write_text("A=$(touch x)\nPATH=/opt/a b/bin:/usr/bin\nPATHS=/no\nLD_LIBRARY_PATH=/no")
+    assert started(job(), file, "printenv", "PATH") == "/opt/a b/bin:/usr/bin\n"
+    assert started(job(env=("PATH=/bin",)), file, "printenv", "PATH") == "/bin\n"
+    file.write_text('PATH="/usr/bin:/quoted"\n')
+    assert started(job(), file, "printenv", "PATH") == "/usr/bin:/bin\n"
+    assert started(job(), tmp_path / "none", "printenv", "PATH") == "/usr/bin:/bin\n"
+
+
+def test_variables_are_set_inside(tmp_path: Path) -> None:
+    made = job(env=("LANG=C.UTF-8", "TEXT=it's $(date)"))
+    assert started(made, tmp_path / "none", "printenv", "LANG", "TEXT") == "C.UTF-8\nit's $(date)\n"
+
+
+def test_libraries_of_the_host_come_first(tmp_path: Path) -> None:
+    made = job(recipe(host_libs=("/opt/aws",)))
+    assert "/opt/aws:/opt/aws:ro," in option("mounts", made)
+    assert started(made, tmp_path / "none", "printenv", "LD_LIBRARY_PATH") == "/opt/aws:/own\n"
+
+
+def test_hidden_variables_win_over_the_image() -> None:
+    assert option("env", job(env=("WANDB_API_KEY", "B", "C=1"))) == "WANDB_API_KEY,B"
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"nodes": "4+1"}, "--nodes 4+1: with pyxis the whole step is in the container"),
+        ({"nodes": "1:2"}, "--nodes 1:2: with pyxis the whole step is in the container"),
+        ({"env": ("LC_ALL",)}, "pyxis does not hand LC_ALL on"),
+        ({"binds": ("/a b",)}, "pyxis cannot mount '/a b'"),
+        ({"binds": ("/a$HOME:/b",)}, "pyxis cannot mount '/a$HOME:/b'"),
+        ({"directory": Path("/home/me/my run")}, "pyxis cannot mount '/home/me/my run'"),
+        ({"code": Path()}, "with pyxis the code is a mount"),
+    ],
+)
+def test_what_pyxis_cannot_do_is_refused(given: dict[str, Any], what: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        job(**given)
+    assert caught.value.what.startswith(what)
+
+
+def test_range_without_failures_is_one_step() -> None:
+    assert job(nodes="1:2", max_failures=0).elastic
+
+
+def test_delta_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("imgkit_builder.delta.descriptor.read", lambda path: None)
+    with pytest.raises(UsageError, match=r"a delta is mounted over a .sif, but pyxis does not run a .sif"):
+        job(delta=tmp_path / "a.imgdelta")
+
+
+@pytest.mark.parametrize("flag", ["python", "activate"])
+def test_flags_of_other_images_are_refused(flag: str) -> None:
+    with pytest.raises(UsageError, match="pyxis binds nothing into an image") as caught:
+        bound.is_foreign(job(**{flag: "/opt/venv/bin/python"}))
+    assert caught.value.where == f"--{flag}"
+
+
+def test_build_of_a_sif_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"the job builds a .sif, and pyxis starts none"):
+        resolve_image(recipe(), BuildJobRequest(build="cpu", directory=Path("/home/me/run"), time="1h"))
+
+
+@pytest.mark.parametrize("scheduler", ["pbs", "mpi", "standalone"])
+def test_only_slurm_has_pyxis(scheduler: str) -> None:
+    other = dataclasses.replace(recipe(), system=dataclasses.replace(recipe().system, scheduler=scheduler))
+    with pytest.raises(UsageError, match=r"^\S*:?.*pyxis cannot be used on"):
+        job(other)
+
+
+def test_sqsh_runs_on_its_own_system(tmp_path: Path) -> None:
+    image = squashed(tmp_path / "a.sqsh")
+    prepared = submit.prepare(image, dataclasses.replace(HELLO, directory=tmp_path))
+    submit.before_submission(prepared.job)
+    assert f"--container-image={image}" in prepared.script.text
+    assert prepared.job.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("runtime", "what"),
+    [
+        ("singularity", "Singularity and Apptainer would start a .sqsh without the variables of its image"),
+        ("host", "host does not start a .sqsh"),
+    ],
+)
+def test_other_runtimes_refuse_a_sqsh(tmp_path: Path, runtime: Any, what: str) -> None:
+    image = squashed(tmp_path / "a.sqsh")
+    with pytest.raises(UsageError) as caught:
+        submit.prepare(image, dataclasses.replace(HELLO, directory=tmp_path, runtime=runtime))
+    assert (caught.value.what, caught.value.where) == (what, str(image))
+    assert "--runtime pyxis" in str(caught.value.hint)
+
+
+def test_sqsh_for_other_nodes_is_refused(tmp_path: Path) -> None:
+    made = job(dataclasses.replace(recipe(), platforms=("linux/arm64",)), directory=tmp_path)
+    squashed(tmp_path / "cpu.sqsh")
+    with pytest.raises(UsageError, match="the image is for amd64, but the nodes are arm64"):
+        submit.before_submission(made)
+
+
+@pytest.mark.parametrize(("text", "what"), [(None, "does not exist"), ("hsif", "is not a .sqsh")])
+def test_missing_sqsh_is_refused_before_the_queue(tmp_path: Path, text: str | None, what: str) -> None:
+    if text:
+        (tmp_path / "cpu.sqsh").write_text(text)
+    with pytest.raises(UsageError, match=f"the image {what}"):
+        submit.before_submission(job(directory=tmp_path))
+
+
+def test_sqsh_of_another_program_runs_other_commands(tmp_path: Path) -> None:
+    image = squashed(tmp_path / "a.sqsh", manifest=False)
+    with pytest.raises(UsageError, match="imgkit did not build this image"):
+        bound.bind(job(image=str(image), directory=tmp_path))
+    other = job(image=str(image), directory=tmp_path, command=("true",))
+    submit.before_submission(other)
+    assert bound.bind(other).bound is None
+
+
+def test_compression_that_old_nodes_lack_is_named(tmp_path: Path) -> None:
+    image = squashed(tmp_path / "a.sqsh", compression="zstd")
+    (warning,) = job(image=str(image)).warnings
+    assert warning.startswith("a.sqsh is compressed with zstd: unsquashfs of RHEL 8 cannot read that")
+    with pytest.raises(UsageError, match="compressed with zstd"):
+        job(image=str(image), strict=True)
+
+
+def test_code_is_a_folder_that_is_mounted(tmp_path: Path) -> None:
+    mine, runs = tmp_path / "code", tmp_path / "runs"
+    for folder in (mine / "a", runs):
+        folder.mkdir(parents=True)
+    (mine / "a/run").write_text("x")
+    (mine / "a/run").chmod(0o700)
+    (mine / "link").symlink_to("a/run")
+    image = squashed(tmp_path / "a.sqsh")
+    request = dataclasses.replace(HELLO, directory=runs, code=mine, code_replace=True)
+    read = code.read(request, large=False, report=Silent())
+    prepared = submit.prepare(image, request, read)
+    for _ in range(2):  # the second job finds the folder
+        submit.write_files(prepared, None, Silent())
+    folder = runs / "deltas" / f"code-{read.record.sha256}"
+    assert os.access(folder / "workspace/a/run", os.X_OK)
+    assert str((folder / "workspace/link").readlink()) == "a/run"
+    assert json.loads((folder / "opt/imgkit/code.json").read_text())["sha256"] == read.record.sha256
+    assert f"{folder}/workspace:/workspace:ro" in prepared.script.text
+    assert f"{folder}/opt/imgkit/code.json:/opt/imgkit/code.json:ro" in prepared.script.text
+    assert f"env IMGKIT_CODE={read.record.sha256}" in prepared.script.text
+    assert "--container-workdir=/workspace" in prepared.script.text
+
+
+def test_changed_code_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/a.py").write_text("1")
+    request = dataclasses.replace(HELLO, code=tmp_path / "code", code_replace=True)
+    read = code.read(request, large=False, report=Silent())
+    (tmp_path / "code/a.py").write_text("22")
+    target = tmp_path / "deltas/x"
+    with pytest.raises(UsageError, match="it changed while imgkit read it"):
+        bound.write_folder(target, lambda made: code_delta.write_folder(read.tree, made))
+    assert not list(target.parent.iterdir())
