@@ -198,7 +198,7 @@ def _commands(path: Path, system: SystemFacts | None) -> dict[str, str]:
     # Quoted for this shell; the user replaces the words in capitals.
     copy = f"rsync -P {shlex.join(files)} {shlex.quote(f'{user}{host}:{folder}')}"
     runtime = system.runtime if system else None
-    on_singularity = runtime is None or runtime.kind == "singularity"
+    kind = runtime.kind if runtime else "singularity"
     slurm = system is not None and system.scheduler == "slurm" and system.queue.sif
     account = "-A ACCOUNT " if system is not None and "account" in system.queue.required else ""
     return {
@@ -206,9 +206,10 @@ def _commands(path: Path, system: SystemFacts | None) -> dict[str, str]:
         "allocate": f"salloc {account}{shlex.join(system.queue.sif)}" if slurm and system else "",
         "module": module_line(system) or "",
         "verify": shlex.join(["sha256sum", "-c", sidecar.sha256_path(Path(path.name)).name]),
-        "convert": shlex.join(["imgkit", "sif", path.name])
-        if on_singularity
-        else f"docker load -i {path.name}",
+        "convert": {
+            "singularity": shlex.join(["imgkit", "sif", path.name]),
+            "pyxis": shlex.join(["imgkit", "sif", path.name, "--format", "sqsh"]),
+        }.get(kind, f"docker load -i {path.name}"),
     }
 
 

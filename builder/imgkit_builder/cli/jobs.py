@@ -43,10 +43,10 @@ SCHEMA = 1
 
 RECIPE: str = typer.Argument(
     "",
-    metavar="[RECIPE|X.sif]",
+    metavar="[RECIPE|X.sif|X.sqsh]",
     autocompletion=complete_names,
-    help="A shipped recipe, a recipe's file or its JSON, or a .sif to run on its system (default: the recipe "
-    "in imgkit.toml, whose other values then apply, too).",
+    help="A shipped recipe, a recipe's file or its JSON, or a .sif or .sqsh to run on its system (default: "
+    "the recipe in imgkit.toml, whose other values then apply, too).",
 )
 
 

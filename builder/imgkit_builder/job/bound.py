@@ -21,7 +21,6 @@ from pathlib import Path
 from imgkit_builder.base import files, process
 from imgkit_builder.base.process import Finished
 from imgkit_builder.delta import source, tree
-from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.image import inside, smoke, wheel
 from imgkit_builder.image.inside import PythonSeen
 from imgkit_builder.job import container, quoting
@@ -55,8 +54,7 @@ def is_foreign(job: Job) -> bool:
     if job.run_by == "docker":
         return bool(chosen or job.request.image)
     path = Path(job.image)
-    is_squashed = job.run_by == "pyxis" and sqsh.is_sqsh(path)
-    if is_squashed and tree.content((SquashfsLayer(path),), MANIFEST_JSON) is None:
+    if job.run_by == "pyxis" and sqsh.is_sqsh(path) and not _has_manifest(lambda: source.in_file(path)[1]):
         raise UsageError(
             "imgkit did not build this image, and binds its entry points only into a .sif or an image of "
             "Podman or Docker",
@@ -208,8 +206,12 @@ def _chosen(job: Job) -> str:
 
 def has_manifest(sif: SifImage) -> bool:
     """Whether imgkit built the image of a .sif that it converted; True where this machine cannot read it."""
+    return _has_manifest(lambda: source.mounted(sif))
+
+
+def _has_manifest(opened: Callable[[], tree.Stack]) -> bool:
     try:
-        return tree.content(source.mounted(sif), MANIFEST_JSON) is not None
+        return tree.content(opened(), MANIFEST_JSON) is not None
     except (CheckFailed, ToolMissing, UsageError):
         return True
 

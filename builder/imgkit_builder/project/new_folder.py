@@ -107,6 +107,9 @@ def next_steps(wanted: NewFolder, parent: Target, shown_folder: Path) -> Iterato
         yield f"{cd}imgkit build {recipe} && imgkit submit"
         if scheduler == "mpi":
             yield f"imgkit push {recipe} {ref} && imgkit submit --hosts HOST1,HOST2 --image {ref}"
+    elif kind == "pyxis":
+        yield from needed
+        yield f"{cd}imgkit build {recipe} && imgkit sif {recipe} --format sqsh && imgkit submit"
     else:
         if not wanted.remote:
             yield "imgkit remote add NAME USER@HOST:DIR, and its name in imgkit.toml"
