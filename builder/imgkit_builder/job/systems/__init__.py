@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -242,6 +242,23 @@ def last_line(output: str, form: str) -> str:
     *before, last = output.strip().splitlines() or [""]
     is_id = re.compile(form).fullmatch
     return last if is_id(last) and not any(line != last and is_id(line) for line in before) else ""
+
+
+_HAS_FOLDERS = (
+    'while [ "$1" != -- ]; do [ -e "$1" ] || { echo "imgkit: node $(uname -n) has no $1, which the job '
+    'mounts (--bind, --secret-file or system.runtime.binds)" >&2; exit 2; }; shift; done; shift; exec "$@"'
+)
+
+
+def with_folders(job: Job, words: Sequence[str]) -> tuple[str, ...]:
+    """`words`, which start on a node only where it has all that they mount.
+
+    A runtime names no node, and docker makes an empty folder. pyxis mounts before anything can look.
+    """
+    sources = dict.fromkeys(bind.partition(":")[0] for bind in job.binds)
+    if not sources or job.run_by not in ("singularity", "docker"):
+        return tuple(words)
+    return ("sh", "-c", _HAS_FOLDERS, "sh", *sources, "--", *words)
 
 
 def program_starts_once(job: Job) -> tuple[str, ...]:

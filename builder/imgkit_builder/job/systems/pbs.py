@@ -17,7 +17,7 @@ from imgkit_builder.job import container, quoting
 from imgkit_builder.job.container import fill
 from imgkit_builder.job.quoting import Shell, line
 from imgkit_builder.job.request import AnyJob, ImageJob, Job, Script, SubmittedJob, flag
-from imgkit_builder.job.systems import NEW_CONTAINER, System, last_line, need_task, options_of
+from imgkit_builder.job.systems import NEW_CONTAINER, System, last_line, need_task, options_of, with_folders
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rollcall.secret import VARIABLE
@@ -206,7 +206,8 @@ def _node(job: Job, *, rdzv: bool) -> tuple[str, ...]:
     by_pals = job.nodes > 1 and job.flags(PbsFlags).pbs_start == "pals"
     known = PALS.fields.variables if by_pals else ("PBS_JOBID", "PBS_NODENUM", "PBS_TASKNUM")
     secret = (VARIABLE,) if job.makes_secret else ()
-    words = container.start(job, job.command, forward=(*known, *pbs.FORWARD, RUN_DIR, *secret))
+    start = container.start(job, job.command, forward=(*known, *pbs.FORWARD, RUN_DIR, *secret))
+    words = with_folders(job, start)
     if not by_pals:
         return words
     network = (Shell('"${network[@]}"'),) if rdzv else ()

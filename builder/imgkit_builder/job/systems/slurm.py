@@ -10,7 +10,15 @@ from imgkit_builder.job import container, quoting
 from imgkit_builder.job.container import fill
 from imgkit_builder.job.quoting import Shell, line, quote
 from imgkit_builder.job.request import AnyJob, ImageJob, Job, Script, SubmittedJob
-from imgkit_builder.job.systems import NEW_CONTAINER, JobShell, System, last_line, need_task, options_of
+from imgkit_builder.job.systems import (
+    NEW_CONTAINER,
+    JobShell,
+    System,
+    last_line,
+    need_task,
+    options_of,
+    with_folders,
+)
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.schedulers import slurm
 
@@ -216,7 +224,7 @@ PODMAN_FORWARD = ("SLURM*", "IMGKIT_*", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DE
 
 
 def _container(job: Job) -> tuple[str, ...]:
-    return container.start(job, job.command, forward=PODMAN_FORWARD)
+    return with_folders(job, container.start(job, job.command, forward=PODMAN_FORWARD))
 
 
 def _start(job: Job, words: Sequence[str]) -> tuple[str, ...]:

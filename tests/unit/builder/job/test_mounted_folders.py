@@ -1,0 +1,57 @@
+"""What a job mounts is looked for on each node, before its container starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imgkit_builder.job import systems
+from imgkit_builder.job.request import Job, Request
+from imgkit_builder.job.resolve import resolve
+from imgkit_builder.recipe.targets import find
+
+
+def job(folder: Path, recipe: str = "mn5", **given: Any) -> Job:
+    request = Request(command=("dist-hello",), directory=folder, account="a", qos="acc_debug", time="5m")
+    return resolve(find(recipe), dataclasses.replace(request, **given))
+
+
+def started(of: Job, *command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(systems.with_folders(of, command), capture_output=True, text=True, check=False)
+
+
+def test_node_without_a_folder_is_named(tmp_path: Path) -> None:
+    missing = tmp_path / "it's $(not) here"
+    done = started(job(tmp_path, binds=(f"{tmp_path}:/in", f"{missing}:/b:ro")), "echo", "started")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"imgkit: node {os.uname().nodename} has no {missing}, which the job mounts "
+        "(--bind, --secret-file or system.runtime.binds)\n"
+    )
+
+
+def test_secret_that_a_node_lacks_is_named(tmp_path: Path) -> None:
+    done = started(job(tmp_path / "run", secret_file=tmp_path / "secret"), "echo", "started")
+    assert f"has no {tmp_path}/secret," in done.stderr
+
+
+def test_command_starts_with_its_own_words(tmp_path: Path) -> None:
+    done = started(job(tmp_path, binds=(str(tmp_path),)), "printf", "%s|", "--", "a b", "$c", "")
+    assert (done.returncode, done.stdout) == (0, "--|a b|$c||")
+
+
+@pytest.mark.parametrize("recipe", ["mn5", "olivia-eap"])
+def test_script_looks_before_the_container_starts(tmp_path: Path, recipe: str) -> None:
+    made = job(tmp_path, recipe, binds=("/data:/in:ro",))
+    text = systems.named(made.system).script(made).text.replace("\\\n", " ")
+    assert " ".join(text.split()).count(" sh /data -- ") == 1
+
+
+def test_job_that_mounts_nothing_has_no_look(tmp_path: Path) -> None:
+    for given in ({}, {"binds": ("/data",), "runtime": "pyxis"}):
+        assert systems.with_folders(job(tmp_path, **given), ("x",)) == ("x",)
