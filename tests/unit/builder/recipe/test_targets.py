@@ -95,7 +95,7 @@ def test_json_of_something_else_is_refused(text: str) -> None:
             "runtime",
             "kind",
             "podman",
-            'system.runtime.kind is "podman", not singularity or docker or kubernetes',
+            'system.runtime.kind is "podman", not singularity or docker or pyxis or kubernetes',
         ),
         ("queue", "limits", {"gp": 60}, "system.queue.limits.gp is 60, not text"),
         ("queue", "limits", [], r"system.queue.limits is \[\], not an object"),
