@@ -137,6 +137,13 @@ def _into_job(job_id: str, node: str, *, look: bool) -> tuple[tuple[str, ...], s
             where="--job",
             hint=f"imgkit status {record.handle}",
         )
+    if not record.shell_line and entry.about == systems.NEW_CONTAINER:
+        raise UsageError(
+            f"no shell opens in {record.handle}: imgkit starts a second container in a job only by "
+            "Singularity and Apptainer",
+            where="--job",
+            hint="imgkit submit --interactive opens one in a job of its own",
+        )
     if not record.remote:
         return entry.words, entry.about
     return connected(record.remote).interactive(entry.words), entry.about

@@ -203,7 +203,7 @@ def check_environment(job: Job) -> None:
 
 
 def signed_files(job: Job | ImageJob) -> tuple[Path, ...]:
-    """The files that can carry a signature which imgkit checks: the .sif and its delta, or the archive.
+    """The files that can carry a signature which imgkit checks: .sif and delta, .sqsh, or archive.
 
     Raises
     ------
@@ -211,10 +211,12 @@ def signed_files(job: Job | ImageJob) -> tuple[Path, ...]:
     """
     if isinstance(job.request, ConversionJobRequest):
         return (job.request.archive,)
+    if isinstance(job, Job) and job.run_by == "pyxis" and pyxis.is_file(job.image):
+        return (Path(job.image),)
     if isinstance(job, ImageJob) or job.run_by != "singularity" or Path(job.image).is_dir():
         does = f"builds {job.image}" if isinstance(job, ImageJob) else f"runs {job.image or 'no image'}"
         raise UsageError(
-            f"imgkit checks the signatures of .sif files, and this job {does}",
+            f"imgkit checks the signatures of .sif and .sqsh files, and this job {does}",
             where="--require-signature",
             hint="for an image in a registry: cosign, or an admission policy of the cluster",
         )

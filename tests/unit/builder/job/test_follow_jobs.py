@@ -221,6 +221,7 @@ def test_shell_in_a_pod_is_in_the_job_s_container() -> None:
         (("--job", "3"), "3 is an array job"),
         (("--job", "4"), "the job 4 waits"),
         (("--job", "5"), "the job 5 has ended"),
+        (("--job", "6"), "no shell opens in 6: imgkit starts a second container in a job only by"),
     ],
 )
 def test_shell_that_cannot_be_opened_says_why(call: Any, words: tuple[str, ...], message: str) -> None:
@@ -229,7 +230,8 @@ def test_shell_that_cannot_be_opened_says_why(call: Any, words: tuple[str, ...],
     job(3, array=True)
     job(4)
     job(5, state="done")
-    program("squeue", "echo PENDING")
+    job(6)  # its record has no line for a shell, as with pyxis
+    program("squeue", "case $* in *=6*) echo RUNNING ;; *) echo PENDING ;; esac")
     code, out, err = call("shell", *words)
     assert (code, out) == (2, "")
     assert message in err
