@@ -192,6 +192,9 @@ def _rc(config: ImageConfig) -> str:
     )
 
 
+_PADDING_BYTES = 1 << 20
+
+
 def is_sqsh(path: Path) -> bool:
     """Whether the file is a squashfs, by whatever program, and no delta; False also if it cannot be read."""
     try:
@@ -206,7 +209,7 @@ def structure(path: Path) -> Superblock:
 
     Raises
     ------
-    CheckFailed : it is no squashfs, or cut short.
+    CheckFailed : it is no squashfs, or cut short, or the end of a record or of a delta is missing.
     """
     found = image.superblock(path)
     if found is None:
@@ -216,6 +219,12 @@ def structure(path: Path) -> Superblock:
         raise CheckFailed(
             f"it has {size} of {found.used_bytes} bytes: cut short", where=str(path), hint="copy it again"
         )
+    with files.open_regular(path) as stream:
+        stream.seek(found.used_bytes)
+        # Programs pad a squashfs with zeros.
+        if stream.read(_PADDING_BYTES).strip(b"\0") and not files.ends_with(stream, MARK):
+            what = "what follows the squashfs is no record of imgkit: cut short, or changed"
+            raise CheckFailed(what, where=str(path), hint="copy it again")
     return found
 
 

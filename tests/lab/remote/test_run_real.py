@@ -385,7 +385,7 @@ for folder; do
     mount -t overlay -o "lowerdir=$folder,upperdir=$above/upper,workdir=$above/work" overlay "$folder"
     rm -f "$folder"/python* "$folder"/rsync
     if [ -n "$fake" ]; then printf %s "$fake" > "$folder/python3"; chmod 755 "$folder/python3"; fi
-    mount -o remount,ro "$folder" # a profile with pyenv would make its links again
+    mount -o remount,bind,ro "$folder" # a profile with pyenv would make its links again
 done
 """
 FAKE_OF_PYTHON_36 = """\

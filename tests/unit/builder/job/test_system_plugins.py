@@ -1,4 +1,4 @@
-"""Systems of plug-ins: the example of CONTRIBUTING is installed and takes a job, and broken ones are named.
+"""Systems of plug-ins: the example of docs/extend.md is installed and takes a job, and broken ones are named.
 
 ``fakeq``, the scheduler's program, is a fake: it prints its words and what it reads.
 """
@@ -34,8 +34,8 @@ RECIPE = "image: {base: 'example.org/torch:1'}\nsystem:\n  scheduler: fakeq\n  t
 
 
 def example(language: str) -> str:
-    """The first block in that language of CONTRIBUTING's section about schedulers."""
-    section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\n## Add a scheduler\n")[2]
+    """The first block in that language of the section about schedulers in docs/extend.md."""
+    section = (ROOT / "docs/extend.md").read_text(encoding="utf-8").partition("\n## A scheduler\n")[2]
     found = re.search(rf"^```{language}\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
     assert found
     return found[1]

@@ -185,7 +185,7 @@ def test_averages_are_verified_where_they_are_exact(ranks: int, exact: bool) -> 
 
 
 def test_new_collective_is_one_record() -> None:
-    # The example of docs/bench.md.
+    # An exchange with both neighbours of a ring.
     op = Collective(
         name="neighbours",
         output=lambda shape: 2 * shape.count,
