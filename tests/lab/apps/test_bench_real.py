@@ -139,6 +139,7 @@ ranks.run_worker(main)
 """
 
 
+@pytest.mark.soak  # other tests measure each collective
 @pytest.mark.docker
 def test_variants_are_measured_and_right(standin: str, tmp_path: Path) -> None:
     done = inside(standin, tmp_path, *TORCHRUN, "/given.py", given=VARIANTS)

@@ -166,6 +166,7 @@ def test_cluster_page_trains_over_ssh(folder: Path, standin: str) -> None:
         assert [line.split()[1] for line in lines] == ["compare"]  # tests/lab/remote compares two runs
 
 
+@pytest.mark.soak  # tests/lab/job submits the same jobs
 @pytest.mark.slurm
 def test_cluster_page_runs_jobs_of_two_nodes(folder: Path, standin: str) -> None:
     lines = commands("cluster")

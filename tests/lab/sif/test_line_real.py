@@ -72,6 +72,7 @@ def test_training_inside_learns(line: Line) -> None:
     assert "2 ranks" in done.stdout
 
 
+@pytest.mark.soak  # an ordinary user's conversion is tested next to it
 def test_ordinary_user_trains_too(line: Line, user: str) -> None:
     words = ("dist-train", "--device", "cpu", "--nproc", "2", "--steps", "40")
     done = as_user(user, "singularity", "exec", line.default, *words)
