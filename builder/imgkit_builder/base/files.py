@@ -107,6 +107,13 @@ def sha256(
 
     `advance` gets the bytes done and `size_bytes`.
     """
+    return sha256_begun(stream, start, size_bytes, advance=advance).hexdigest()
+
+
+def sha256_begun(
+    stream: BinaryIO, start: int, size_bytes: int, *, advance: Callable[[int, int | None], None] | None = None
+) -> hashlib._Hash:
+    """The same as `sha256`, to which the caller adds what follows."""
     digest, done = hashlib.sha256(), 0
     stream.seek(start)
     while chunk := stream.read(max(0, min(CHUNK_BYTES, size_bytes - done))):
@@ -114,7 +121,7 @@ def sha256(
         done += len(chunk)
         if advance:
             advance(done, size_bytes)
-    return digest.hexdigest()
+    return digest
 
 
 def state_dir() -> Path:

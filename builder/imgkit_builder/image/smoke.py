@@ -16,10 +16,10 @@ from imgkit_builder.image.inside import Seen
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import MANIFEST_JSON, Manifest, Probe
 from imgkit_builder.oci.platform import kernel_names
+from imgkit_builder.recipe.bases import FLOOR
 from imgkit_entrypoints import json_text, system
 from imgkit_entrypoints.errors import UsageError
 
-FLOOR = (3, 10)
 _REBUILD = "build the image again: imgkit build RECIPE"
 
 Runner = Callable[[Sequence[str]], Finished]

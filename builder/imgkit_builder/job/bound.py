@@ -21,7 +21,7 @@ from pathlib import Path
 from imgkit_builder.base import files, process
 from imgkit_builder.base.process import Finished
 from imgkit_builder.delta import source, tree
-from imgkit_builder.image import inside, smoke, wheel
+from imgkit_builder.image import inside, wheel
 from imgkit_builder.image.inside import PythonSeen
 from imgkit_builder.job import container, quoting
 from imgkit_builder.job.request import BoundEntryPoints, Job
@@ -30,7 +30,6 @@ from imgkit_builder.oci.manifest import MANIFEST_JSON
 from imgkit_builder.oci.platform import kernel_names
 from imgkit_builder.recipe import bases
 from imgkit_builder.sif import image, sqsh
-from imgkit_builder.sif.image import SifImage
 from imgkit_entrypoints import __version__, json_text, system
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
@@ -54,7 +53,7 @@ def is_foreign(job: Job) -> bool:
     if job.run_by == "docker":
         return bool(chosen or job.request.image)
     path = Path(job.image)
-    if job.run_by == "pyxis" and sqsh.is_sqsh(path) and not _has_manifest(lambda: source.in_file(path)[1]):
+    if job.run_by == "pyxis" and sqsh.is_sqsh(path) and not has_manifest(path):
         raise UsageError(
             "imgkit did not build this image, and binds its entry points only into a .sif or an image of "
             "Podman or Docker",
@@ -74,7 +73,7 @@ def is_foreign(job: Job) -> bool:
             where=str(path),
             hint="ask its owner for one that is not, or for the archive: imgkit sif ARCHIVE",
         )
-    return bool(chosen) or sif.record is None or not has_manifest(sif)
+    return bool(chosen) or sif.record is None or not has_manifest(path)
 
 
 def bind(job: Job, run: Runner | None = None) -> Job:
@@ -204,14 +203,10 @@ def _chosen(job: Job) -> str:
     return chosen
 
 
-def has_manifest(sif: SifImage) -> bool:
-    """Whether imgkit built the image of a .sif that it converted; True where this machine cannot read it."""
-    return _has_manifest(lambda: source.mounted(sif))
-
-
-def _has_manifest(opened: Callable[[], tree.Stack]) -> bool:
+def has_manifest(path: Path) -> bool:
+    """Whether imgkit built the image of a .sif or .sqsh; True where this machine cannot read it."""
     try:
-        return tree.content(opened(), MANIFEST_JSON) is not None
+        return tree.content(source.in_file(path)[1], MANIFEST_JSON) is not None
     except (CheckFailed, ToolMissing, UsageError):
         return True
 
@@ -315,20 +310,17 @@ def _no_python(job: Job, finished: Finished) -> UsageError | ToolMissing:
 
 def _refuse(job: Job, seen: PythonSeen) -> None:
     """Raise UsageError for a Python that cannot run the entry points."""
-    least = ".".join(map(str, smoke.FLOOR))
+    least = ".".join(map(str, bases.FLOOR))
     about = f"the Python of this image, {seen.path or 'without a path'}, is {seen.version}"
-    if tuple(int(part) for part in seen.version.split(".")[:2]) < smoke.FLOOR:
+    if tuple(int(part) for part in seen.version.split(".")[:2]) < bases.FLOOR:
         raise UsageError(
             f"{about}; the entry points need Python {least}", where=job.image, hint=_CHOOSE_OTHER
         )
     if not seen.torch:
         raise UsageError(f"{about} and has no torch", where=job.image, hint=_CHOOSE_OTHER)
     if "+rocm" in seen.torch and not chooses_cpus(job.request):
-        raise UsageError(
-            f"torch {seen.torch} of this image is for AMD GPUs: imgkit supports only work on CPUs with it",
-            where=job.image,
-            hint=bases.CPU_WORK,
-        )
+        what, hint = bases.for_amd(f"torch {seen.torch} of this image is for AMD GPUs")
+        raise UsageError(what, where=job.image, hint=hint)
     site = seen.entry_points or seen.site
     if not site or not re.fullmatch(r"/[^:,\x00-\x1f]*", site) or not seen.path.startswith("/"):
         raise UsageError(

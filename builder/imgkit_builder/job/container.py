@@ -380,6 +380,8 @@ def doubts(job: Job) -> Iterator[str]:
             f"the command starts in {job.workdir} of the image; files that it writes there are lost with the "
             "container: write below $IMGKIT_JOB_DIR, or start in the job's folder: --workdir ."
         )
+    if job.run_by == "pyxis":
+        yield from pyxis.doubts(job)
 
 
 def with_code(job: Job, code: CodeRecord, files: Sequence[str]) -> Job:

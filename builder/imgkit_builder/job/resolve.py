@@ -93,15 +93,12 @@ def resolve(recipe: Target, request: Request) -> Job:
     )
     _refuse_clean(job)
     _refuse_amd(job)
-    own_doubts: tuple[str, ...] = ()
     if run_by == "pyxis":
         pyxis.refuse(job)
-        own_doubts = tuple(pyxis.doubts(job))
     return dataclasses.replace(
         job,
         warnings=_warnings(
-            request,
-            (*_unused(recipe, request, system), *system.doubts(job), *container.doubts(job), *own_doubts),
+            request, (*_unused(recipe, request, system), *system.doubts(job), *container.doubts(job))
         ),
     )
 
@@ -295,9 +292,8 @@ def _refuse_amd(job: Job) -> None:
     if not evidence and job.gpus:
         evidence, place = bases.amd_nodes(recipe.system), recipe.where("system", "node", "gpu_model")
     if evidence:
-        raise UsageError(
-            f"{evidence}: imgkit supports only work on CPUs with it", where=place, hint=bases.CPU_WORK
-        )
+        what, hint = bases.for_amd(evidence)
+        raise UsageError(what, where=place, hint=hint)
 
 
 def _names(request: Request, system: System) -> tuple[str, ...]:

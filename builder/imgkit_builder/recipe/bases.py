@@ -113,7 +113,7 @@ def known(reference: str) -> Base | None:
     """The row of an image that a recipe names, from NGC or a mirror of it; None for any other."""
     found = _parsed(reference)
     tag = _NGC_TAG.fullmatch(found.tag) if found and _OF_NGC.fullmatch(found.repository) else None
-    return next((base for base in table() if tag and base.tag == tag[1]), None)
+    return next((base for base in table() if base.tag == tag[1]), None) if tag else None
 
 
 def _parsed(reference: str) -> ImageReference | None:
@@ -149,10 +149,11 @@ def doubts(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]
                 *_old_python(reference),
                 *_old_driver(reference, system),
                 *_no_plugin(reference, image, system),
-                *_for_amd(amd_image(reference)),
+                *map(for_amd, filter(None, (amd_image(reference),))),
             ):
                 yield ("image", key), found
-    yield from ((("system", "node"), found) for found in _for_amd(amd_nodes(system)))
+    if evidence := amd_nodes(system):
+        yield ("system", "node"), for_amd(evidence)
 
 
 def amd_image(reference: str, env: Iterable[str] = ()) -> str:
@@ -172,9 +173,9 @@ def amd_nodes(system: SystemFacts) -> str:
     return ""
 
 
-def _for_amd(evidence: str) -> Iterator[Fault]:
-    if evidence:
-        yield f"{evidence}: imgkit supports only work on CPUs with it", CPU_WORK
+def for_amd(evidence: str) -> Fault:
+    """What to say of an image or of nodes that `evidence` shows to be AMD's."""
+    return f"{evidence}: imgkit supports only work on CPUs with it", CPU_WORK
 
 
 CPU_WORK = (

@@ -65,12 +65,13 @@ def reach(
     """
     usual = dict(targets.values_of(SystemFacts(), ("system",)))
     for path, value in targets.values_of(system, ("system",)):
+        is_default = path not in stated and value == usual.get(path)
+        if is_default or not any(path[: len(key)] == key for key in _REACH):
+            continue
         position = _position(stated, path)
         is_shipped = position is not None and position.file.is_relative_to(FOLDER)
-        is_default = path not in stated and value == usual.get(path)
         is_site = position is not None and system_files.is_site(position.file)
-        counts = is_site == of_site and not is_shipped and not is_default
-        if counts and any(path[: len(key)] == key for key in _REACH):
+        if is_site == of_site and not is_shipped:
             yield key_text(path), str(value)
     for number, secret in enumerate(secrets):
         yield key_text(("image", "secrets", number)), _source(secret)

@@ -360,12 +360,17 @@ def _named_system(
         may_show = not system_files.is_path(ref.text) or found.may_show(stated_in.parent / ref.text)
         found.error(ref.position, path, f"{where}{error.what}", (error.hint if may_show else "") or "")
         return None
+    return None if _is_circular(file, files, ref, path, found) else _system(file, files, found)[0]
+
+
+def _is_circular(file: Path, files: list[Path], ref: YamlNode, path: KeyPath, found: Collector) -> bool:
+    """Whether `file`, which `ref` names, is one of those that lead to it; reports that."""
     seen = file.resolve()
-    if seen in files:
-        cycle = " -> ".join(step.name for step in (*files[files.index(seen) :], seen))
-        found.error(ref.position, path, f"is circular: {cycle}", "remove one `extends`")
-        return None
-    return _system(file, files, found)[0]
+    if seen not in files:
+        return False
+    cycle = " -> ".join(step.name for step in (*files[files.index(seen) :], seen))
+    found.error(ref.position, path, f"is circular: {cycle}", "remove one `extends`")
+    return True
 
 
 def _system(file: Path, files: list[Path], found: Collector) -> tuple[Table | None, Proof]:
@@ -411,12 +416,9 @@ def _parent(ref: YamlNode, folder: Path, files: list[Path], found: Collector) ->
         hint = error.hint if not is_path(ref.text) or found.may_show(folder / ref.text) else ""
         found.error(ref.position, path, error.what, hint or "")
         return None
-    seen = file.resolve()
-    if seen in files:
-        cycle = " -> ".join(step.name for step in (*files[files.index(seen) :], seen))
-        found.error(ref.position, path, f"is circular: {cycle}", "remove one `extends`")
+    if _is_circular(file, files, ref, path, found):
         return None
-    files.append(seen)
+    files.append(file.resolve())
     return file
 
 

@@ -265,13 +265,8 @@ def digests(path: Path, *, advance: Advance = lambda *_: None) -> tuple[str, str
 
 
 def _digest(path: Path, size_bytes: int, advance: Advance) -> hashlib._Hash:
-    digest, done = hashlib.sha256(), 0
     with files.open_regular(path) as stream:
-        while chunk := stream.read(min(files.CHUNK_BYTES, size_bytes - done)):
-            digest.update(chunk)
-            done += len(chunk)
-            advance(done, size_bytes)
-    return digest
+        return files.sha256_begun(stream, 0, size_bytes, advance=advance)
 
 
 def describe(

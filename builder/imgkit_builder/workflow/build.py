@@ -249,7 +249,7 @@ def build_loaded(
         )
         _check_base(recipe, base)
         if evidence := bases.amd_image(name, base.env):
-            report.note(f"warning: {evidence}: imgkit supports only work on CPUs with it")
+            report.note(f"warning: {bases.for_amd(evidence)[0]}")
         probe = engines.probe(engine, base)
         if probe.skipped:
             report.note(f"the base could not be probed: {probe.skipped}")

@@ -109,7 +109,7 @@ def _chosen(recipe: str, given: Request, project: ProjectFile | None, default: s
     if request.image:
         return _far(word, request)
     if image.is_sif(file):
-        foreign = not bound.has_manifest(image.read(file))
+        foreign = not bound.has_manifest(file)
         target = _system_of(file, default) if foreign else baked.target(file)
         return RunPlan(word=word, target=target, recipe="", sif=file, request=request, foreign=foreign)
     if sqsh.is_sqsh(file):

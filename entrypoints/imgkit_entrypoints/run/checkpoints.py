@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from imgkit_entrypoints import __version__, files, json_text
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import disk, shard_file, shard_index, shared_folder
-from imgkit_entrypoints.run.ranks import Delivery, Ranks, bytes_of
+from imgkit_entrypoints.run.ranks import Delivery, Ranks, bytes_of, some
 from imgkit_entrypoints.run.sharded import Contents, Staged
 from imgkit_entrypoints.run.shared_folder import Writing
 
@@ -504,14 +504,9 @@ def differences(saved: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> str
     """How two models differ: the names that one lacks, or the first other shape; None if they agree."""
     lost, new = [key for key in saved if key not in model], [key for key in model if key not in saved]
     if lost or new:
-        return f"{_some(lost)} only in the checkpoint, {_some(new)} only in the model"
+        return f"{some(lost) or 'nothing'} only in the checkpoint, {some(new) or 'nothing'} only in the model"
     for key in saved:
         if saved[key].shape != model[key].shape:
             shapes = f"{tuple(saved[key].shape)} in the checkpoint and {tuple(model[key].shape)} in the model"
             return f"{key} is {shapes}"
     return None
-
-
-def _some(names: Sequence[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more or "nothing"

@@ -8,7 +8,6 @@ gaps. A checkpoint of another kind is exported by an iterator over its `Weight`.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,25 +16,12 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from imgkit_entrypoints import files, terminal
 from imgkit_entrypoints.errors import ImgkitError, UsageError
-from imgkit_entrypoints.run import disk
+from imgkit_entrypoints.run import disk, shard_file
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-TYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+TYPES = {own: name for name, own in shard_file.TYPES.items()}
 """The format's names of torch's types."""
 MODELS = ("weights", "model")
 """Names of the parts that are taken without ``--part``: those of dist-train and of most programs."""
@@ -181,9 +167,7 @@ def write(weights: Sequence[Weight], about: dict[str, str], sink: BinaryIO) -> N
         ends = at + one.size_bytes
         header[one.name] = {"dtype": TYPES[one.dtype], "shape": one.shape, "data_offsets": [at, ends]}
         at = ends
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    sink.write(len(text).to_bytes(8, "little") + text)
+    sink.write(shard_file.framed(header))
     for one in once:
         flat = one.read().reshape(-1).view(torch.uint8)
         for begin in range(0, one.size_bytes, PIECE):

@@ -302,6 +302,16 @@ def bytes_of(row: torch.Tensor, size: int) -> bytes:
     return bytes(content)
 
 
+SHOWN = 5
+"""Names that a message lists."""
+
+
+def some(names: Sequence[str]) -> str:
+    """The first of `names`, for a message: ``a, b and 7 more``."""
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(names[:SHOWN]) + more
+
+
 def told(values: Sequence[object]) -> str:
     """Name the ranks of each value, the most frequent one last: ``rank 1: 3, ranks 0, 2: 4``."""
     known = sorted(set(values), key=lambda value: (values.count(value), str(value)))

@@ -21,13 +21,28 @@ from typing import Any
 from imgkit_entrypoints import files, json_text
 
 SUFFIX = ".safetensors"
+TYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+"""torch's types of numbers by the format's names."""
 BYTES_OF = {
     **dict.fromkeys(("F64", "I64"), 8),
     **dict.fromkeys(("F32", "I32"), 4),
     **dict.fromkeys(("F16", "BF16", "I16"), 2),
     **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
 }
-"""The types of numbers by the format's names, and their bytes."""
+"""Their bytes."""
 MOST_BYTES, MOST_BRACKETS = 256 << 20, 8_000_000
 """Limits of a header and of the index of a checkpoint: a million pieces."""
 _METADATA, _OFFSETS, _SAVED = "__metadata__", "DCP_SHARDING_INFO", "saved_offsets"
@@ -67,6 +82,11 @@ def header(pieces: Sequence[Piece]) -> bytes:
         table[one.name] = {"dtype": one.dtype, "shape": one.sizes, "data_offsets": [begin, end]}
         offsets[one.name] = {_SAVED: one.offsets}
     table[_METADATA] = {"format": "pt", _OFFSETS: json.dumps(offsets)}
+    return framed(table)
+
+
+def framed(table: Mapping[str, Any]) -> bytes:
+    """A header as it stands in a file, with its length; what follows begins at a multiple of 8 bytes."""
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text

@@ -17,20 +17,7 @@ from imgkit_entrypoints.run import shard_file
 
 INDEX = "sharded.json"
 """Part of a checkpoint that says what its shards are."""
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
+DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, own) for name, own in shard_file.TYPES.items()}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import disk, shard_file
-from imgkit_entrypoints.run.ranks import Ranks
+from imgkit_entrypoints.run.ranks import Ranks, some
 from imgkit_entrypoints.run.shard_file import Piece
 from imgkit_entrypoints.run.shard_index import (
     DTYPE_NAMES,
@@ -40,8 +40,6 @@ from imgkit_entrypoints.run.shard_index import (
 
 OLDEST_TORCH = (2, 6)
 """The first one whose `fully_shard` and DTensor are public."""
-_SHOWN = 5
-"""Names that a message lists of each kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +148,8 @@ class ShardedObjects:
         self._states: dict[str, dict[str, Any]] = {}
         self._names: dict[int, str] = {}
         for name, model in models.items():
-            state = (
-                model.state_dict()
-            )  # after this, parameters are sharded, also those that a pass has gathered
+            # After this, parameters are sharded, also those that a pass has gathered.
+            state = model.state_dict()
             weights = dict(model.named_parameters())
             plain = self._keys[name] = plain_keys(model, {**weights, **state})
             self._states[name] = {plain[key]: one for key, one in state.items()}
@@ -449,12 +446,7 @@ def _refuse_other(name: str, saved: Mapping[str, Whole], live: Mapping[str, Whol
 def _named(saved: Sequence[str], live: Sequence[str]) -> str:
     """The names that one of them lacks; empty: none."""
     sides = (("the checkpoint", sorted({*saved} - {*live})), ("the program", sorted({*live} - {*saved})))
-    return "; ".join(f"only {side} has {_listed(names)}" for side, names in sides if names)
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return "; ".join(f"only {side} has {some(names)}" for side, names in sides if names)
 
 
 def _other(name: str, why: str, where: str) -> UsageError:

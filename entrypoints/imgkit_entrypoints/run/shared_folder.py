@@ -165,15 +165,15 @@ def verify(checkpoint: Path, here: Ranks, source: int) -> Contents | str:
     contents: Contents | None = None
     problem = ""
     try:
-        names = [name for name in json_text.parse(manifest)["files"] if name.endswith(shard_file.SUFFIX)]
         rows = json_text.parse(manifest)["files"]
-        for name in sorted(names)[here.rank :: here.world_size]:
+        names = sorted(name for name in rows if name.endswith(shard_file.SUFFIX))
+        for name in names[here.rank :: here.world_size]:
             problem = problem or disk.damaged(checkpoint, name, rows[name])
     except (OSError, ValueError, KeyError, TypeError) as error:
         problem = f"{checkpoint}: {error}"
     problem = _first(problem, here)
     if not problem:  # a damaged header would be reported as one of another format
-        contents, problem = _contents(checkpoint, sorted(names))
+        contents, problem = _contents(checkpoint, names)
     problem = _first(problem, here)
     return problem if problem or contents is None else contents
 

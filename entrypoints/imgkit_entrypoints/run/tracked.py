@@ -272,11 +272,10 @@ class Tracked:
             names = _plain_keys(value, live)
             other = differences(state, {names[key]: one for key, one in live.items()})
         else:
-            sizes = [
+            saved, now = (
                 [len(group["params"]) for group in groups]
                 for groups in (state["param_groups"], value.param_groups)
-            ]
-            saved, now = sizes
+            )
             other = f"groups of {saved} weights in the checkpoint, and of {now} now" if saved != now else None
         if other:
             raise UsageError(
