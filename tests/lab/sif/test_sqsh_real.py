@@ -219,10 +219,11 @@ def test_verify_notices_each_kind_of_damage(copy: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("gpg") is None, reason="apt install gnupg")
 def test_a_signature_covers_the_whole_file(
-    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     home, keyring = tmp_path / "home", tmp_path / "keyring"
     home.mkdir(mode=0o700)
+    request.addfinalizer(lambda: run("gpgconf", "--homedir", home, "--kill", "all"))
     gpg = ("gpg", "--homedir", home, "--batch", "--passphrase", "", "--pinentry-mode", "loopback")
     output(*gpg, "--quick-gen-key", "me <me@example.org>", "ed25519", "sign", "never")
     keyring.write_text(output(*gpg, "--export", "--armor"))
