@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -18,13 +19,25 @@ class Parser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]  # no caller gives a namespace of a class of its own
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        found, unknown = self.parse_known_args(args, namespace)
+        given = sys.argv[1:] if args is None else args
+        try:
+            found, unknown = self.parse_known_args(given, namespace)
+        except UsageError as error:
+            # argparse takes the value of an unknown option for a positional argument: name the option.
+            named = tuple(f"argument {one.metavar}:" for one in self._actions if not one.option_strings)
+            options = [word for word in given if word.startswith("--") and not self._knows(word)]
+            if options and str(error).startswith(named):
+                self.error(self._unknown(options))
+            raise
         if unknown:
             self.error(self._unknown(unknown))
         return found
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, hint=f"{self.prog} --help")
+
+    def _knows(self, word: str) -> bool:
+        return word == "--" or word.partition("=")[0] in self._option_string_actions
 
     def _unknown(self, words: Sequence[str]) -> str:
         options = [word.partition("=")[0] for word in words if word.startswith("-")]

@@ -120,7 +120,11 @@ def svg(found: Comparison) -> str:
 def html(found: Comparison) -> str:
     """One page with the table and the charts."""
     head, *rows = grid(found)
-    figures = [f'<figure class="wide">{curves.figure(chart)}</figure>' for chart in _charts(found)]
+    figures = [
+        f'<figure class="{screen}">{curves.figure(chart, width)}</figure>'
+        for chart in _charts(found)
+        for screen, width in (("desk", curves.WIDTH), ("phone", curves.PHONE))
+    ]
     return drawing.page(TITLE, [f"<h1>{TITLE}</h1>", drawing.table(head, rows, words=True), *figures])
 
 

@@ -170,7 +170,9 @@ def test_two_runs_are_drawn_over_each_other(call: Any) -> None:
     lines = [one for one in drawing.iter() if one.tag.endswith("polyline")]
     assert len(lines) == 3  # loss of both, and the rate of one
     assert lines[2].get("class") == lines[1].get("class")  # a run looks alike in all charts
-    assert "runs/a &lt;b&gt;" in Path("c.html").read_text()
+    page = Path("c.html").read_text()
+    assert "runs/a &lt;b&gt;" in page
+    assert page.count('<figure class="phone"><svg') == page.count('<figure class="desk"><svg') > 0
     rows = list(csv.DictReader(Path("c.csv").read_text().splitlines()))
     assert [(row["run"], row["step"], row["loss"]) for row in rows] == [
         ("1", "8", repr(math.exp(-8))),

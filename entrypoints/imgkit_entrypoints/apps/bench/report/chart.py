@@ -40,7 +40,7 @@ class Layout:
 
 
 WIDE = Layout(width=1024, left=124, right=308, sizes=10, beside=True)
-NARROW = Layout(width=350, left=52, right=8, sizes=6, beside=False)
+NARROW = Layout(width=350, left=64, right=8, sizes=6, beside=False)
 """The layout of a phone: its width fits without scaling."""
 
 
