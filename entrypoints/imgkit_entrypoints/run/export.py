@@ -2,14 +2,17 @@
 
 The format is that of huggingface/safetensors: the length of a JSON header in 8 bytes, little-endian; the
 header, which names each tensor with its type, its shape and the range of its bytes; and these bytes, without
-gaps. A checkpoint of another kind is exported by an iterator over its `Weight`.
+gaps. Of sharded weights, some rows are in memory at a time; others are mapped.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import math
+import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -20,6 +23,8 @@ from imgkit_entrypoints.run import disk, shard_file
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from imgkit_entrypoints.run.sharded import Contents
 
 TYPES = {own: name for name, own in shard_file.TYPES.items()}
 """The format's names of torch's types."""
@@ -36,7 +41,8 @@ class Weight:
     """The name of its type in torch."""
     shape: tuple[int, ...]
     size_bytes: int
-    read: Callable[[], Tensor]
+    read: Callable[[], Iterable[Tensor]]
+    """Returns its values in order, in as many tensors as it takes."""
     same_as: str = ""
     """The name of an earlier one that is the same memory; such a one is written once."""
 
@@ -44,7 +50,7 @@ class Weight:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the verb."""
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, a folder of them, or a run folder")
-    parser.add_argument("file", type=Path, help="the file to write; one that exists is replaced")
+    parser.add_argument("file", type=Path, help="the file to write; it must not exist")
     parser.add_argument(
         "--part", metavar="NAME", help=f"name of the tracked model (default: {' or '.join(MODELS)})"
     )
@@ -73,24 +79,47 @@ def export(path: Path, target: Path, part: str | None = None) -> tuple[int, int]
 
     Raises
     ------
-    UsageError : there is no valid checkpoint, no such model in it, or `target` cannot be written.
+    UsageError : there is no valid checkpoint, no such model in it, or `target` exists or cannot be written.
     """
-    checkpoint = next(disk.valid_ones(path, lambda text: terminal.err(f"dist-train export: {text}")), None)
-    if checkpoint is None:
+    if os.path.lexists(target):
+        raise UsageError("the file exists already", where=str(target), hint="remove it, or name another file")
+    found = next(_valid_ones(path), None)
+    if found is None:
         raise UsageError(
             "no valid checkpoint found",
             where=str(path),
             hint="name a run folder, or checkpoints/step-N in it",
         )
-    weights = list(weights_in(checkpoint, part))
+    checkpoint, shards = found
+    weights = list(weights_in(checkpoint, shards, part))
     hint = "free space, or name a file in another folder"
     with files.replacing(target, failed="cannot write the weights", hint=hint) as sink:
         write(weights, {"step": str(disk.step_of(checkpoint))}, sink)
     return disk.step_of(checkpoint), len(weights)
 
 
-def weights_in(checkpoint: Path, part: str | None = None) -> Iterable[Weight]:
-    """The weights of a model in a valid checkpoint; their bytes stay in its file until they are read.
+def _valid_ones(path: Path) -> Iterator[tuple[Path, Contents | None]]:
+    """Valid checkpoints at `path` and their sharded parts, newest first."""
+    import torch
+
+    from imgkit_entrypoints.run import shard_index, shared_folder
+    from imgkit_entrypoints.run.ranks import Ranks
+
+    def say(text: str) -> None:
+        terminal.err(f"dist-train export: {text}")
+
+    alone = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+    for checkpoint in disk.valid_ones(path, say):
+        if not (checkpoint / shard_index.INDEX).exists():
+            yield checkpoint, None
+        elif isinstance(found := shared_folder.verify(checkpoint, alone, 0), str):
+            say(f"checkpoint skipped: {found}")
+        else:
+            yield checkpoint, found
+
+
+def weights_in(checkpoint: Path, shards: Contents | None, part: str | None = None) -> Iterable[Weight]:
+    """The weights of a model in a valid checkpoint; their bytes stay in its files until they are read.
 
     Raises
     ------
@@ -98,8 +127,11 @@ def weights_in(checkpoint: Path, part: str | None = None) -> Iterable[Weight]:
     """
     import torch
 
+    from imgkit_entrypoints.run import shard_index
+
+    unsharded = [one.name for one in checkpoint.glob("*.pt") if ".ranks." not in one.name]
     there = sorted(
-        one.name.removesuffix(".pt") for one in checkpoint.glob("*.pt") if ".ranks." not in one.name
+        [one.removesuffix(".pt") for one in unsharded] + (shards.index.objects() if shards else [])
     )
     name = part or next((one for one in MODELS if one in there), None)
     if name not in there:
@@ -110,6 +142,10 @@ def weights_in(checkpoint: Path, part: str | None = None) -> Iterable[Weight]:
             hint="name the tracked model: --part NAME",
         )
     where = checkpoint / f"{name}.pt"
+    if shards and name in shards.index.models:
+        return _sharded_weights(shards, shards.index.models[name])
+    if shards and name in shards.index.optimizers:
+        raise _no_model(checkpoint / shard_index.INDEX)
     try:
         with files.open_regular(where) as stream:
             state = torch.load(
@@ -119,10 +155,35 @@ def weights_in(checkpoint: Path, part: str | None = None) -> Iterable[Weight]:
         what = str(error).partition("\n")[0]
         raise UsageError(f"this part of the checkpoint cannot be read: {what}", where=str(where)) from None
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-        raise UsageError(
-            "this part is not the state of a model", where=str(where), hint="name another: --part"
-        )
+        raise _no_model(where)
     return _weights(state, where)
+
+
+def _no_model(where: Path) -> UsageError:
+    return UsageError("this part is not the state of a model", where=str(where), hint="name another: --part")
+
+
+def _sharded_weights(shards: Contents, tensors: Mapping[str, str]) -> Iterable[Weight]:
+    first: dict[str, str] = {}
+
+    def blocks(tensor: str) -> Iterator[Tensor]:
+        try:
+            yield from shards.blocks(tensor)
+        except OSError as error:
+            what = f"this checkpoint cannot be read: {error.strerror}"
+            raise UsageError(what, where=str(error.filename or shards.folder)) from error
+
+    for name, tensor in tensors.items():
+        whole = shards.index.wholes[tensor]
+        yield Weight(
+            name=name,
+            dtype=shard_file.TYPES[whole.dtype],
+            shape=tuple(whole.shape),
+            size_bytes=math.prod(whole.shape) * shard_file.BYTES_OF[whole.dtype],
+            read=functools.partial(blocks, tensor),
+            same_as=first.get(tensor, ""),
+        )
+        first.setdefault(tensor, name)
 
 
 def _weights(state: dict[str, Any], where: Path) -> Iterable[Weight]:
@@ -144,10 +205,14 @@ def _weights(state: dict[str, Any], where: Path) -> Iterable[Weight]:
             dtype=dtype,
             shape=tuple(one.shape),
             size_bytes=one.numel() * one.element_size(),
-            read=one.contiguous,
+            read=functools.partial(_values, one),
             same_as=known.setdefault(view, name) if view in known else "",
         )
         known.setdefault(view, name)
+
+
+def _values(one: Tensor) -> Iterator[Tensor]:
+    yield one.contiguous()
 
 
 def write(weights: Sequence[Weight], about: dict[str, str], sink: BinaryIO) -> None:
@@ -169,16 +234,15 @@ def write(weights: Sequence[Weight], about: dict[str, str], sink: BinaryIO) -> N
         at = ends
     sink.write(shard_file.framed(header))
     for one in once:
-        flat = one.read().reshape(-1).view(torch.uint8)
-        for begin in range(0, one.size_bytes, PIECE):
-            piece = flat[begin : begin + PIECE]
-            sink.write(bytes_of(piece, len(piece)))
+        for block in one.read():
+            flat = block.reshape(-1).view(torch.uint8)
+            for begin in range(0, len(flat), PIECE):
+                piece = flat[begin : begin + PIECE]
+                sink.write(bytes_of(piece, len(piece)))
 
 
 def _width(one: Weight) -> int:
-    count = 1
-    for size in one.shape:
-        count *= size
+    count = math.prod(one.shape)
     return one.size_bytes // count if count else 1
 
 

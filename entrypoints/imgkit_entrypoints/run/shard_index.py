@@ -58,7 +58,7 @@ class Index:
     """What a checkpoint has of sharded objects."""
 
     models: Mapping[str, Mapping[str, str]]
-    """Names of their tensors, by model and key."""
+    """Names of their tensors, by model and key; tied ones are one tensor."""
     optimizers: Mapping[str, OptimizerIndex]
     wholes: Mapping[str, Whole]
 
@@ -76,7 +76,7 @@ class Index:
         """
         limits = {"most_bytes": shard_file.MOST_BYTES, "most_brackets": shard_file.MOST_BRACKETS}
         index: Index = json_text.read(cls, json_text.parse(text, **limits), INDEX, closed=True)
-        named = [one for own in index.models.values() for one in own.values()]
+        named = [one for own in index.models.values() for one in {*own.values()}]
         for own in index.optimizers.values():
             named += [one for tensors in own.tensors.values() for one in tensors.values()]
             for values in (*own.values.values(), *(one.options for one in own.groups)):

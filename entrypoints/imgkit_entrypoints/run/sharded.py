@@ -13,7 +13,7 @@ import dataclasses
 import json
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ from imgkit_entrypoints.run.shard_index import (
 
 OLDEST_TORCH = (2, 6)
 """The first one whose `fully_shard` and DTensor are public."""
+BLOCK_BYTES = 64 << 20
+"""Bytes of a whole tensor that are in memory at once; more only if one row has more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +50,35 @@ class Contents:
 
     folder: Path
     index: Index
-    pieces: Mapping[tuple[str, tuple[int, ...]], Piece]
-    """The pieces, by tensor and offsets."""
+    pieces: Mapping[str, Mapping[tuple[int, ...], Piece]]
+    """The pieces, by tensor and offsets; a tensor without elements has none."""
+
+    def blocks(self, name: str) -> Iterator[Tensor]:
+        """Yield a whole tensor, some rows at a time: no more of it is in memory.
+
+        Raises
+        ------
+        OSError : a file cannot be read.
+        """
+        whole, pieces = self.index.wholes[name], [*self.pieces.get(name, {}).values()]
+        if not whole.shape:
+            yield from (_part(self.folder, one, (), ()) for one in pieces)
+            return
+        rows, *others = whole.shape
+        row_bytes = math.prod(others) * shard_file.BYTES_OF[whole.dtype]
+        step = max(1, BLOCK_BYTES // max(1, row_bytes))
+        for begin in range(0, rows, step):
+            end = min(begin + step, rows)
+            block = torch.empty((end - begin, *others), dtype=DTYPES[whole.dtype])
+            for one in pieces:
+                first, last = max(begin, one.offsets[0]), min(end, one.offsets[0] + one.sizes[0])
+                if first < last:
+                    target = block[first - begin : last - begin]
+                    for at in range(1, len(one.sizes)):
+                        target = target.narrow(at, one.offsets[at], one.sizes[at])
+                    own = (first - one.offsets[0], *[0] * len(others)), (last - first, *one.sizes[1:])
+                    target.copy_(_part(self.folder, one, *own))
+            yield block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,13 +176,22 @@ class ShardedObjects:
         self._keys: dict[str, dict[str, str]] = {}
         self._states: dict[str, dict[str, Any]] = {}
         self._names: dict[int, str] = {}
+        self._tied: dict[str, dict[str, str]] = {}
+        """The name under which each tensor of a model is kept, by key: tied ones have that of the first."""
         for name, model in models.items():
             # After this, parameters are sharded, also those that a pass has gathered.
             state = model.state_dict()
-            weights = dict(model.named_parameters())
+            weights = dict(model.named_parameters(remove_duplicate=False))
             plain = self._keys[name] = plain_keys(model, {**weights, **state})
             self._states[name] = {plain[key]: one for key, one in state.items()}
-            self._names.update({id(one): f"{name}.{plain[key]}" for key, one in weights.items()})
+            own: dict[int, str] = {}
+            for key, one in weights.items():
+                own.setdefault(id(one), f"{name}.{plain[key]}")
+            self._names.update(own)
+            self._tied[name] = {
+                plain[key]: own[id(weights[key])] if key in weights else f"{name}.{plain[key]}"
+                for key in state
+            }
 
     def index(self) -> Index:
         """Describe their state now.
@@ -164,7 +202,7 @@ class ShardedObjects:
         """
         self._tensors = {}
         found = {
-            name: {key: self._kept(f"{name}.{key}", one) for key, one in state.items()}
+            name: {key: self._kept(self._tied[name][key], one) for key, one in state.items()}
             for name, state in self._states.items()
         }
         optimizers = {name: self._index_of(name, one) for name, one in self._optimizers.items()}
@@ -274,6 +312,10 @@ class ShardedObjects:
         for name, state in self._states.items():
             saved = {key: index.wholes[one] for key, one in index.models.get(name, {}).items()}
             _refuse_other(name, saved, {key: _whole(one) for key, one in state.items()}, where)
+            own_of: dict[str, str] = {}
+            for key, one in index.models[name].items():
+                if own_of.setdefault(one, self._tied[name][key]) != self._tied[name][key]:
+                    raise _other(name, f"{key} is tied in the checkpoint, and not in the program", where)
         targets: dict[str, Tensor] = {
             index.models[name][key]: one for name, own in self._states.items() for key, one in own.items()
         }
@@ -341,19 +383,17 @@ def _fill(targets: dict[str, Tensor], contents: Contents) -> None:
     )
     from torch.distributed.checkpoint.planner import LoadItemType
 
-    chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in targets}
-    for (name, offsets), piece in contents.pieces.items():
-        if name in chunks:
-            chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(piece.sizes))
-            chunks[name].append(chunk)
     metadata = Metadata(
         state_dict_metadata={
             name: TensorStorageMetadata(
                 properties=TensorProperties(dtype=DTYPES[contents.index.wholes[name].dtype]),
                 size=torch.Size(contents.index.wholes[name].shape),
-                chunks=own,
+                chunks=[
+                    ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(piece.sizes))
+                    for offsets, piece in contents.pieces.get(name, {}).items()
+                ],
             )
-            for name, own in chunks.items()
+            for name in targets
         }
     )
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -361,7 +401,7 @@ def _fill(targets: dict[str, Tensor], contents: Contents) -> None:
     for item in planner.create_local_plan().items:
         if item.type != LoadItemType.TENSOR:
             raise _other(item.storage_index.fqn, "it is no tensor", str(contents.folder))
-        piece = contents.pieces[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
+        piece = contents.pieces[item.storage_index.fqn][tuple(item.storage_index.offset or ())]
         target = planner.resolve_tensor(item).detach()
         with torch.no_grad():
             target.copy_(_part(contents.folder, piece, item.storage_offsets, item.lengths))

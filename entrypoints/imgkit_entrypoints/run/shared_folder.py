@@ -197,7 +197,7 @@ def _contents(checkpoint: Path, names: list[str]) -> tuple[Contents | None, str]
     shapes = {name: (one.dtype, one.shape) for name, one in index.wholes.items()}
     if gap := shard_file.first_gap(pieces, shapes):
         return None, f"{checkpoint}: {gap}"
-    by_offsets = {(one.name, one.offsets): one for own in pieces.values() for one in own}
+    by_offsets = {name: {one.offsets: one for one in own} for name, own in pieces.items()}
     return Contents(folder=checkpoint, index=index, pieces=by_offsets), ""
 
 

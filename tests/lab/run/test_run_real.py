@@ -14,10 +14,13 @@ pytestmark = pytest.mark.docker
 HERE = Path(__file__).parent
 
 
-def many(standin: str, runs: Path, script: str) -> str:
-    """Run the Python `script`, in which ``start(RANKS, PROGRAM, FOLDER)`` is a run without a launcher."""
+def many(standin: str, runs: Path, script: str, *options: str) -> str:
+    """Run the Python `script`, in which ``start(RANKS, PROGRAM, FOLDER)`` is a run without a launcher.
+
+    `options` are those of the container.
+    """
     mounted = ("--volume", f"{HERE}:/test:ro", "--volume", f"{ROOT}/examples:/examples:ro")
-    here = (*mounted, "--volume", f"{runs}:/runs", "--workdir", "/runs")
+    here = (*mounted, "--volume", f"{runs}:/runs", "--workdir", "/runs", *options)
     done = in_image(standin, "python3", "/test/run_many.py", options=here, given=script)
     told = done.stdout + done.stderr
     assert done.returncode == 0, told

@@ -1,0 +1,146 @@
+"""`dist-train export` of sharded checkpoints: one process, one file, the bytes of `full_tensor()`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .test_run_real import many
+from .test_sharded_real import HOSTILE, PROGRAM
+
+pytestmark = pytest.mark.docker
+
+EXPORT = """
+import contextlib, io, json, pickle
+from torch.distributed.tensor import Shard
+from imgkit_entrypoints.run import export, sharded
+
+def exported(*words):
+    '''Exit code and messages.'''
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
+        code = export.main([*map(str, words)])
+    print(told.getvalue(), flush=True)
+    return code, told.getvalue()
+
+def content(path):
+    data = Path(path).read_bytes()
+    begin = 8 + int.from_bytes(data[:8], "little")
+    table = json.loads(data[8:begin])
+    def values(row):
+        first, last = row["data_offsets"]
+        return row["dtype"], row["shape"], data[begin + first : begin + last]
+    return table.pop("__metadata__"), {name: values(row) for name, row in table.items()}
+
+def raw(tensor):
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+def same(path, full, ties=()):
+    about, found = content(path)
+    wholes = {name: one for name, one in torch.load(full + ".pt").items() if name not in ties}
+    wholes = {name: one for name, one in wholes.items() if not name.split(".")[0].isdigit() or name in found}
+    assert found.keys() == wholes.keys(), (found.keys() ^ wholes.keys())
+    for name, one in wholes.items():
+        assert found[name][1:] == ([*one.shape], raw(one)), name
+    return about
+"""
+
+TIED = """
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = torch.nn.Embedding(40, 12)
+        self.wide = torch.nn.Linear(12, 9)  # 9 rows over 2 shards: uneven
+        self.across = torch.nn.Linear(8, 6, bias=False)  # divided by columns
+        self.out = torch.nn.Linear(12, 40, bias=False)
+        self.out.weight = self.words.weight
+        self.scale = torch.nn.Parameter(torch.ones(1))
+        self.register_buffer("seen", torch.tensor(7))
+        self.register_buffer("none", torch.empty(0, 3, dtype=torch.bfloat16))
+        self.register_buffer("mask", torch.arange(5) % 2 == 0)
+
+def tied(hybrid, folder, untie=False):
+    torch.manual_seed(0)
+    ranks, net = dist.get_world_size(), Net()
+    if untie:
+        net.out.weight = torch.nn.Parameter(net.words.weight.detach().clone())
+    names = {"mesh_dim_names": ("replicas", "shards")} if hybrid else {}
+    mesh = init_device_mesh("cpu", (2, ranks // 2) if hybrid else (ranks,), **names)
+    by_columns = lambda one: Shard(1) if one.shape == (6, 8) else None
+    fully_shard(net, mesh=mesh, shard_placement_fn=by_columns)
+    with Run.start(folder) as run:
+        run.track(model=net)
+        run.restore()
+        if not run.step:
+            for step, _ in run.steps(range(1), save_every=1):
+                pass
+    keep(net, torch.optim.SGD(net.parameters(), 0.1), folder + f"-{ranks}")
+
+sharded.BLOCK_BYTES = 64  # of most tensors, more than one block
+for ranks, hybrid in ((4, True), (2, False)):
+    folder = f"tied{ranks}"
+    assert start(ranks, lambda: tied(hybrid, folder), "x") == [0] * ranks
+    assert exported(folder, folder + ".safetensors")[0] == 0
+    about = same(folder + ".safetensors", f"{folder}-{ranks}", ties=("out.weight",))
+    assert about == {"format": "pt", "step": "1", "out.weight": "words.weight"}
+files = [Path(one).read_bytes() for one in ("tied2.safetensors", "tied4.safetensors")]
+assert files[0] == files[1]
+assert start(4, lambda: tied(False, "tied2"), "x") == [0] * 4
+equal("tied2-2", "tied2-4")
+assert start(2, lambda: tied(False, "tied2", untie=True), "x") == [2] * 2
+"""
+
+
+def test_exported_tensors_are_the_full_ones_bit_for_bit(standin: str, tmp_path: Path) -> None:
+    told = many(standin, tmp_path, PROGRAM + EXPORT + TIED)
+    assert "different model: out.weight is tied in the checkpoint, and not in the program" in told
+
+
+REFUSED = """
+def flipped(path):
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+
+def refused(text, *words):
+    code, told = exported(*words)
+    assert code == 2 and text in told, (code, told)
+    assert not Path("other").exists() and not list(Path(".").glob(".imgkit-*"))
+
+newest = Path("run/checkpoints/step-0000000006")
+for change, text in (
+    (lambda path: path.unlink(), "shard-00001-of-00002.safetensors is missing"),
+    (lambda path: os.truncate(path, path.stat().st_size - 1), "shard-00001-of-00002.safetensors has "),
+    (flipped, "shard-00001-of-00002.safetensors is damaged: its sha256 differs from the manifest"),
+    (lambda path: path.write_bytes(pickle.dumps(Boom())), "shard-00001-of-00002.safetensors has "),
+):
+    change(fresh() / SHARD)
+    refused(text, "hostile/step-0000000006", "other")
+    assert exported("hostile", "older")[0] == 0  # of step 3
+    assert content("older")[0] == {"format": "pt", "step": "3"}
+    os.unlink("older")
+for name, change in CASES.items():
+    sealed_again(fresh(), change)
+    refused("checkpoint skipped: hostile/step-0000000006", "hostile/step-0000000006", "other")
+
+def shorter(self, name):
+    '''Another process changes the file once its sha256 was compared.'''
+    os.truncate(newest / SHARD, 0)
+    yield from blocks(self, name)
+refused("this part is not the state of a model", newest, "other", "--part", "optimizer")
+refused("contains no net: it has model, optimizer, scheduler", newest, "other", "--part", "net")
+refused("cannot write the weights: No space left on device", newest, "/full/other")
+assert os.listdir("/full") == []
+Path("there").write_text("mine")
+refused("there: the file exists already", newest, "there")
+assert Path("there").read_text() == "mine"
+blocks, sharded.Contents.blocks = sharded.Contents.blocks, shorter
+refused("this checkpoint cannot be read: the file ends too early", newest, "other")
+assert not Path("boom").exists()
+"""
+
+
+def test_damaged_shard_and_full_disk_leave_no_file(standin: str, tmp_path: Path) -> None:
+    full = ("--tmpfs", "/full:size=4k")
+    many(standin, tmp_path, PROGRAM + HOSTILE + EXPORT + REFUSED, *full)
