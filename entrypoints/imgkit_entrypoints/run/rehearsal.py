@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from imgkit_entrypoints.errors import UsageError
@@ -32,7 +33,9 @@ def rehearsed(batch: Any, times: int, loader: Any, tracked: Tracked, found: Foun
     drawn, bring_back = random_state.current(more), tracked.noted(loader, found)
     for _ in range(times):
         yield copy.deepcopy(batch)
-    tracked.drop_gradients()
+    for one in tracked:
+        if isinstance(one, nn.Module):
+            one.zero_grad(set_to_none=True)
     bring_back()
     random_state.restore(drawn, more)
 

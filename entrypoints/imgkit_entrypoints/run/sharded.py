@@ -137,7 +137,7 @@ def refuse_unfit(name: str, value: Any, ranks: int) -> None:
     """Raise UsageError if a sharded object cannot be kept."""
     version = tuple(int(one) for one in torch.__version__.split(".")[:2])
     if version < OLDEST_TORCH:
-        raise _unfit(
+        raise unfit(
             f"{name} is sharded, and this is torch {torch.__version__}",
             f"use an image with torch {'.'.join(map(str, OLDEST_TORCH))} or newer (NGC 25.01), or wrap the "
             "model in DDP",
@@ -147,15 +147,15 @@ def refuse_unfit(name: str, value: Any, ranks: int) -> None:
     parameters = value.named_parameters() if isinstance(value, nn.Module) else ()
     for key, one in parameters:
         if one.is_meta:
-            raise _unfit(f"{name}.{key} is on the meta device", "call run.track after model.to_empty()")
+            raise unfit(f"{name}.{key} is on the meta device", "call run.track after model.to_empty()")
         if not _is_dtensor(one):
             continue
         if odd := [str(place) for place in one.placements if type(place) not in (Shard, Replicate)]:
-            raise _unfit(
+            raise unfit(
                 f"{name}.{key} is divided by {odd[0]}", "shard it by fully_shard alone: FSDP2 or HSDP"
             )
         if one.device_mesh.size() != ranks:
-            raise _unfit(
+            raise unfit(
                 f"{name}.{key} is sharded over {one.device_mesh.size()} of {ranks} ranks",
                 "use a mesh of all ranks, init_device_mesh(device, (REPLICAS, SHARDS))",
             )
@@ -166,19 +166,19 @@ class ShardedObjects:
 
     def __init__(
         self,
-        models: Mapping[str, nn.Module],
-        optimizers: Mapping[str, Optimizer],
+        objects: Mapping[str, Any],
         plain_keys: Callable[[nn.Module, Mapping[str, Any]], dict[str, str]],
     ) -> None:
         """`plain_keys` returns the keys of a model's state, and what they would be without wrappers."""
-        self._models, self._optimizers = models, optimizers
+        self._models = {name: one for name, one in objects.items() if isinstance(one, nn.Module)}
+        self._optimizers = {name: one for name, one in objects.items() if name not in self._models}
         self._tensors: dict[str, Tensor] = {}
         self._keys: dict[str, dict[str, str]] = {}
         self._states: dict[str, dict[str, Any]] = {}
         self._names: dict[int, str] = {}
         self._tied: dict[str, dict[str, str]] = {}
         """The name under which each tensor of a model is kept, by key: tied ones have that of the first."""
-        for name, model in models.items():
+        for name, model in self._models.items():
             # After this, parameters are sharded, also those that a pass has gathered.
             state = model.state_dict()
             weights = dict(model.named_parameters(remove_duplicate=False))
@@ -220,11 +220,11 @@ class ShardedObjects:
 
     def _kept(self, name: str, value: Any) -> str:
         if not isinstance(value, Tensor):
-            raise _unfit(
+            raise unfit(
                 f"{name} is a {type(value).__name__}", "keep only tensors in the state of a sharded model"
             )
         if value.dtype not in DTYPE_NAMES or value.layout != torch.strided:
-            raise _unfit(
+            raise unfit(
                 f"{name} is a {value.layout} tensor of {value.dtype}", f"use one of {', '.join(DTYPES)}"
             )
         self._tensors[name] = value
@@ -233,7 +233,7 @@ class ShardedObjects:
     def _index_of(self, name: str, optimizer: Optimizer) -> OptimizerIndex:
         state = optimizer.state_dict()
         if odd := sorted(state.keys() - {"state", "param_groups"}):
-            raise _unfit(f"{name}[{odd[0]!r}] is in no parameter group", "use an optimizer of torch.optim")
+            raise unfit(f"{name}[{odd[0]!r}] is in no parameter group", "use an optimizer of torch.optim")
         params = self._params(name, optimizer)
         numbers = [number for group in state["param_groups"] for number in group["params"]]
         names = dict(zip(numbers, [one for group in params for one in group], strict=True))
@@ -247,7 +247,7 @@ class ShardedObjects:
             for key, value in own.items():
                 if isinstance(value, Tensor) and (value.dim() or _is_dtensor(value)):
                     if _is_dtensor(value) and not _is_divided_as(value, weights[number]):
-                        raise _unfit(
+                        raise unfit(
                             f"{name} keeps {key} of {param} in another shape than the weight",
                             "use an optimizer whose state has the shape of its weights, such as AdamW",
                         )
@@ -270,7 +270,7 @@ class ShardedObjects:
         try:
             return [[self._names[id(one)] for one in group["params"]] for group in optimizer.param_groups]
         except KeyError:
-            raise _unfit(
+            raise unfit(
                 f"{name} updates weights of no tracked model",
                 "run.track(model=model, ...) with each model that it updates; shard a model before its "
                 "optimizer is made",
@@ -288,7 +288,7 @@ class ShardedObjects:
         for item in planner.create_local_plan().items:
             name, data = item.index.fqn, item.tensor_data
             if data is None:
-                raise _unfit(f"{name} is no tensor", "keep only tensors in the state of a sharded model")
+                raise unfit(f"{name} is no tensor", "keep only tensors in the state of a sharded model")
             if data.chunk.sizes.numel():
                 piece = Piece(
                     name=name,
@@ -315,7 +315,7 @@ class ShardedObjects:
             own_of: dict[str, str] = {}
             for key, one in index.models[name].items():
                 if own_of.setdefault(one, self._tied[name][key]) != self._tied[name][key]:
-                    raise _other(name, f"{key} is tied in the checkpoint, and not in the program", where)
+                    raise other(name, f"{key} is tied in the checkpoint, and not in the program", where)
         targets: dict[str, Tensor] = {
             index.models[name][key]: one for name, own in self._states.items() for key, one in own.items()
         }
@@ -324,11 +324,11 @@ class ShardedObjects:
             own = index.optimizers.get(name)
             params = self._params(name, optimizer)
             if own is not None and own.kind != type(optimizer).__name__:
-                raise _other(name, f"{own.kind}, and the program has {type(optimizer).__name__}", where)
+                raise other(name, f"{own.kind}, and the program has {type(optimizer).__name__}", where)
             if own is None or [one.params for one in own.groups] != params:
                 saved_names = [one for group in own.groups for one in group.params] if own else []
                 live_names = [one for group in params for one in group]
-                raise _other(name, _named(saved_names, live_names) or "its parameter groups differ", where)
+                raise other(name, _named(saved_names, live_names) or "its parameter groups differ", where)
             states[name] = self._state_of(optimizer, own, index, targets, where)
 
         def load() -> None:
@@ -360,7 +360,7 @@ class ShardedObjects:
             for key, tensor in own.tensors.get(name, {}).items():
                 whole = index.wholes[tensor]
                 if whole.placements and whole.shape != list(param.shape):
-                    raise _other(name, f"{key} has another shape than the weight", where)
+                    raise other(name, f"{key} has another shape than the weight", where)
                 targets[tensor] = values[key] = _empty(whole, param)
             if values:
                 state[number] = values
@@ -400,7 +400,7 @@ def _fill(targets: dict[str, Tensor], contents: Contents) -> None:
     planner.set_up_planner(targets, metadata, is_coordinator=False)
     for item in planner.create_local_plan().items:
         if item.type != LoadItemType.TENSOR:
-            raise _other(item.storage_index.fqn, "it is no tensor", str(contents.folder))
+            raise other(item.storage_index.fqn, "it is no tensor", str(contents.folder))
         piece = contents.pieces[item.storage_index.fqn][tuple(item.storage_index.offset or ())]
         target = planner.resolve_tensor(item).detach()
         with torch.no_grad():
@@ -476,11 +476,11 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def _refuse_other(name: str, saved: Mapping[str, Whole], live: Mapping[str, Whole], where: str) -> None:
     if why := _named([*saved], [*live]):
-        raise _other(name, why, where)
+        raise other(name, why, where)
     for key, one in live.items():
         if (saved[key].dtype, saved[key].shape) != (one.dtype, one.shape):
             both = [f"{each.dtype} {tuple(each.shape)}" for each in (saved[key], one)]
-            raise _other(name, f"{key} is {both[0]} in the checkpoint and {both[1]} in the program", where)
+            raise other(name, f"{key} is {both[0]} in the checkpoint and {both[1]} in the program", where)
 
 
 def _named(saved: Sequence[str], live: Sequence[str]) -> str:
@@ -489,7 +489,8 @@ def _named(saved: Sequence[str], live: Sequence[str]) -> str:
     return "; ".join(f"only {side} has {some(names)}" for side, names in sides if names)
 
 
-def _other(name: str, why: str, where: str) -> UsageError:
+def other(name: str, why: str, where: str) -> UsageError:
+    """The error for a checkpoint of another object, before anything is loaded."""
     return UsageError(
         f"the checkpoint contains a different {name}: {why}",
         where=where,
@@ -497,5 +498,6 @@ def _other(name: str, why: str, where: str) -> UsageError:
     )
 
 
-def _unfit(what: str, hint: str) -> UsageError:
+def unfit(what: str, hint: str) -> UsageError:
+    """The error for an object that a checkpoint cannot keep."""
     return UsageError(what, where="run.track", hint=hint)

@@ -200,7 +200,7 @@ class RunState:
             comes now.
         """
         resumable.refuse_without_position(loader)
-        if resumable.has_state(loader) and not self.tracked.has(loader):
+        if resumable.has_state(loader) and not any(one is loader for one in self.tracked):
             raise UsageError(
                 f"run.steps: the state of this {type(loader).__name__} is not tracked",
                 hint="run.track(loader=loader, ...)",

@@ -17,7 +17,7 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import checkpoints, resumable, shard_file, shard_index, sharded
 from imgkit_entrypoints.run.checkpoints import FoundCheckpoint, differences, each_leaf, each_tensor, on_host
 from imgkit_entrypoints.run.ranks import Ranks, told
-from imgkit_entrypoints.run.sharded import ShardedObjects, Staged
+from imgkit_entrypoints.run.sharded import ShardedObjects, Staged, other, unfit
 
 SHARDS_OF = "sharded"
 RESERVED = ("random", "pass", SHARDS_OF)
@@ -70,10 +70,6 @@ class Tracked:
         """The names, sorted."""
         return sorted(self._parts)
 
-    def has(self, value: object) -> bool:
-        """Whether `value` is one of the objects."""
-        return any(one is value for one in self._parts.values())
-
     @property
     def only_checkpoints(self) -> bool:
         """Whether another library keeps all of the state."""
@@ -88,16 +84,13 @@ class Tracked:
         """
         if name in RESERVED or name in self._parts:
             why = "a part of every checkpoint" if name in RESERVED else "tracked already"
-            raise UsageError(f"the name {name} is {why}", where="run.track", hint="choose another name")
+            raise unfit(f"the name {name} is {why}", "choose another name")
         if not resumable.has_state(value):
             if hasattr(value, "__iter__"):
                 resumable.refuse_without_position(value)
                 return  # `steps` counts its batches
-            raise UsageError(
-                f"{name} is a {type(value).__name__} without a state",
-                where="run.track",
-                hint="track objects with state_dict and load_state_dict",
-            )
+            what = f"{name} is a {type(value).__name__} without a state"
+            raise unfit(what, "track objects with state_dict and load_state_dict")
         if sharded.is_sharded(value) and not by_rank:
             sharded.refuse_unfit(name, value, dist.get_world_size())
             self._parts[name] = value
@@ -137,12 +130,7 @@ class Tracked:
         return self._shards().staged(here, on_host)
 
     def _shards(self) -> ShardedObjects:
-        own = {name: self._parts[name] for name in sorted(self._sharded)}
-        return ShardedObjects(
-            {name: one for name, one in own.items() if isinstance(one, nn.Module)},
-            {name: one for name, one in own.items() if not isinstance(one, nn.Module)},
-            _plain_keys,
-        )
+        return ShardedObjects({name: self._parts[name] for name in sorted(self._sharded)}, _plain_keys)
 
     def agreed(self, here: Ranks, call: str) -> dict[str, Any]:
         """Return this rank's states, as bytes where each rank has its own; a collective call.
@@ -172,9 +160,9 @@ class Tracked:
         except UsageError as error:
             look = dataclasses.replace(look, what=error.what, hint=error.hint or "")
         every = here.gather(look, _Look, call=call)
-        for rank, other in enumerate(every):
-            if other.what:
-                raise UsageError(f"rank {rank}: {other.what}", where=call, hint=other.hint)
+        for rank, one in enumerate(every):
+            if one.what:
+                raise UsageError(f"rank {rank}: {one.what}", where=call, hint=one.hint)
         if len({one.names for one in every}) > 1:
             raise UsageError(
                 f"the ranks track different objects: {told([one.names for one in every])}",
@@ -238,12 +226,11 @@ class Tracked:
                 hint="track the same objects under the same names, or start a new run in another folder",
             )
         parts = {name: f"{part}.pt" for part, name in sorted(own.items()) if name not in self._sharded}
-        load_shards = self._shards().loading(found.shards) if found.shards is not None else None
+        load_shards = self._shards().loading(found.shards) if found.shards is not None else lambda: None
         for name in parts:
             if name not in self._by_rank and _is_large(self._parts[name]):
                 self._refuse_other(name, found.mapped(parts[name]), str(found.where))
-        if load_shards is not None:
-            load_shards()
+        load_shards()
         for name in parts:
             self._load(name, self._in_part(name, found, here), str(found.where))
 
@@ -265,24 +252,20 @@ class Tracked:
         return regroup([rows[rank] for rank in range(len(rows))], here.rank, here.world_size)
 
     def _refuse_other(self, name: str, state: Any, where: str) -> None:
-        """Raise UsageError if the state of a model or an optimizer is that of another one."""
+        """Raise UsageError if the state of a model or an optimizer is that of a different one."""
         value = self._parts[name]
         if isinstance(value, nn.Module):
             live = value.state_dict()
             names = _plain_keys(value, live)
-            other = differences(state, {names[key]: one for key, one in live.items()})
+            why = differences(state, {names[key]: one for key, one in live.items()})
         else:
             saved, now = (
                 [len(group["params"]) for group in groups]
                 for groups in (state["param_groups"], value.param_groups)
             )
-            other = f"groups of {saved} weights in the checkpoint, and of {now} now" if saved != now else None
-        if other:
-            raise UsageError(
-                f"the checkpoint contains a different {name}: {other}",
-                where=where,
-                hint="build the same model, or start a new run in another folder",
-            )
+            why = f"groups of {saved} weights in the checkpoint, and of {now} now" if saved != now else None
+        if why:
+            raise other(name, why, where)
 
     def _load(self, name: str, state: Any, where: str) -> None:
         """Give an object its state, whose tensors may lie in a file: it keeps none of them.
@@ -297,7 +280,7 @@ class Tracked:
                 plain = _plain_keys(value, value.state_dict())
                 own = {key: state[one] for key, one in plain.items()}
                 value.load_state_dict(own)
-                if _share_memory(value.state_dict(), own):  # a module with its own way to load
+                if _memory(value.state_dict()) & _memory(own):  # a module with its own way to load
                     value.load_state_dict(on_host(own))
             elif isinstance(value, torch.optim.Optimizer):
                 value.load_state_dict(_in_place(state, value))
@@ -339,12 +322,6 @@ class Tracked:
 
         return bring_back
 
-    def drop_gradients(self) -> None:
-        """Remove the gradients of all models."""
-        for one in self._parts.values():
-            if isinstance(one, nn.Module):
-                one.zero_grad(set_to_none=True)
-
 
 def _listed(parts: Collection[str]) -> str:
     ends = {OF_RANKS: " of each rank", SHARDED: " (sharded)"}
@@ -379,10 +356,9 @@ def _state(name: str, value: Any) -> Any:
     try:
         state = value.state_dict()
     except Exception as error:  # the object is not ours
-        raise UsageError(
+        raise unfit(
             f"the state of {name}, a {type(value).__name__}, cannot be read: {error}",
-            where="run.track",
-            hint="a loader of accelerate has a state only with use_stateful_dataloader=True",
+            "a loader of accelerate has a state only with use_stateful_dataloader=True",
         ) from error
     for where, one in _leaves(state):
         if is_a(one, SHARDS):
@@ -414,10 +390,9 @@ def _leaves(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _sharded(what: str) -> UsageError:
-    return UsageError(
+    return unfit(
         f"{what} is sharded over the ranks, and no rank has all of it",
-        where="run.track",
-        hint="shard models by fully_shard (FSDP2); or let its library save to the next_path() of a "
+        "shard models by fully_shard (FSDP2); or let its library save to the next_path() of a "
         "LibraryCheckpoint(run) where run.due() says so: docs/howto/own-loop.md",
     )
 
@@ -430,14 +405,14 @@ def _plain_keys(model: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
         for kind, attribute in WRAPPERS.items()
         if is_a(one, (kind,))
     ]
-    names = {}
-    for key in state:
-        plain = key
+
+    def plain(key: str) -> str:
         for outer, attribute in reversed(inner):  # the innermost comes last
-            if plain.startswith(outer + attribute):
-                plain = outer + plain.removeprefix(outer + attribute)
-        names[key] = plain
-    return names
+            if key.startswith(outer + attribute):
+                key = outer + key.removeprefix(outer + attribute)
+        return key
+
+    return {key: plain(key) for key in state}
 
 
 def _compared_of(value: Any, state: Any) -> dict[str, str]:
@@ -485,10 +460,10 @@ def _unlike(saved: Any) -> Callable[[Tensor, tuple[object, ...]], Any]:
     """Return what copies tensors to the host but for those that `saved` has."""
 
     def noted(value: Tensor, where: tuple[object, ...]) -> Any:
-        other = _at(saved, where)
-        fits = isinstance(other, Tensor) and (other.dtype, other.shape) == (value.dtype, value.shape)
-        are_plain = fits and value.layout == other.layout == torch.strided
-        if are_plain and torch.equal(_bits(value), _bits(other).to(value.device)):
+        kept = _at(saved, where)
+        fits = isinstance(kept, Tensor) and (kept.dtype, kept.shape) == (value.dtype, value.shape)
+        are_plain = fits and value.layout == kept.layout == torch.strided
+        if are_plain and torch.equal(_bits(value), _bits(kept).to(value.device)):
             return _SAVED
         return on_host(value)
 
@@ -510,17 +485,10 @@ def _at(value: Any, where: tuple[Any, ...]) -> Any:
     return value
 
 
-def _share_memory(one: Any, other: Any) -> bool:
-    """Whether a tensor within `one` lies in the memory of one within `other`."""
-    places = [
-        {leaf.untyped_storage().data_ptr() for _, leaf in _leaves(values) if _has_memory(leaf)}
-        for values in (one, other)
-    ]
-    return bool(places[0] & places[1])
-
-
-def _has_memory(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.layout == torch.strided and value.numel() > 0
+def _memory(values: Any) -> set[int]:
+    """Where in memory the tensors within `values` lie."""
+    tensors = [one for _, one in _leaves(values) if isinstance(one, Tensor) and one.layout == torch.strided]
+    return {one.untyped_storage().data_ptr() for one in tensors if one.numel()}
 
 
 def _in_place(saved: Any, optimizer: torch.optim.Optimizer) -> Any:
@@ -574,8 +542,7 @@ def _refuse_other_values(name: str, state: Any) -> None:
     try:
         torch.load(io.BytesIO(_written(without)), map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds
-        raise UsageError(
+        raise unfit(
             f"the state of {name} holds more than tensors and plain values",
-            where="run.track",
-            hint="return only numbers, texts, lists, dicts and tensors from its state_dict",
+            "return only numbers, texts, lists, dicts and tensors from its state_dict",
         ) from error

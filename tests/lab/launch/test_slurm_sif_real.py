@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import SLURMS, Cluster, slurm_marks, until
+from labkit import ROOT, SLURMS, Cluster, slurm_marks, until
 
 PER_NODE = ("srun", "--nodes=2", "--ntasks-per-node=1", "--kill-on-bad-exit=1")
 TWO = ("--device", "cpu", "--nproc", "2")
@@ -143,3 +144,52 @@ def test_killed_worker_ends_the_job(slurm: Slurm) -> None:
     assert re.search(r"rank [23] on node 1 of 2 \(node2\) failed(?: first:|,) killed by SIGKILL", told), told
     assert re.search(r"node 1 of 2 \(node2\) ended with exit code \d+", told), told
     assert not told.endswith("code=0\n")
+
+
+def sharded(slurm: Slurm, name: str, *options: str) -> list[str]:
+    """A job script of examples/fsdp2.py on one worker a node, with its run folder."""
+    program = slurm.state / "fsdp2.py"
+    program.write_text((ROOT / "examples/fsdp2.py").read_text())
+    run = slurm.exec("dist-run", "--device", "cpu", "--nproc", "1", *options, program)
+    return [f"export IMGKIT_RUN_DIR={slurm.output.parent / name}", " ".join((*PER_NODE, run)), "echo code=$?"]
+
+
+def shards(slurm: Slurm, name: str) -> tuple[str, dict[str, object]]:
+    """The newest checkpoint's name, and the sha256 of its shards."""
+    newest = max((slurm.output.parent / name / "checkpoints").iterdir())
+    files = json.loads((newest / "manifest.json").read_text())["files"]
+    return newest.name, {file: row for file, row in files.items() if file.startswith("shard-")}
+
+
+@pytest.mark.soak
+def test_sharded_run_on_two_nodes_resumes_bitwise(slurm: Slurm) -> None:
+    assert slurm.run(*sharded(slurm, "whole")).endswith("code=0\n")
+    job = slurm.submit(*sharded(slurm, "cut"))
+    slurm.until(lambda: (slurm.output.parent / "cut/checkpoints/step-0000000100").exists())
+    slurm("exec", "node2", "--", "pkill", "-KILL", "--newest", "-f", "fsdp2.py")
+    slurm.ended(job)
+    slurm.until(lambda: not slurm.processes())
+    assert shards(slurm, "cut")[0] == "step-0000000100"
+    told = slurm.run(*sharded(slurm, "cut"))
+    assert "run: resumes after step 100: " in told
+    assert told.endswith("code=0\n"), told
+    assert shards(slurm, "whole") == shards(slurm, "cut")
+    assert len(shards(slurm, "cut")[1]) == 2
+
+
+@pytest.mark.soak
+def test_run_folder_of_one_node_alone_is_refused(slurm: Slurm) -> None:
+    folder = slurm.output.parent / "unshared"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    slurm("exec", "node2", "--", "mount", "-t", "tmpfs", "-o", "mode=1777", "tmpfs", folder)
+    try:
+        told = slurm.run(*sharded(slurm, "unshared"))
+    finally:
+        slurm("exec", "node2", "--", "umount", folder)
+    said = (
+        "sharded state needs a folder that all ranks see and write, and rank 0 on node1 shares this one not "
+    )
+    assert f"{said}with node2 (No such file or directory)" in told, told
+    assert "code=0" not in told
+    assert not list(folder.glob("checkpoints/*"))

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.docker
 
 EXPORT = """
 import contextlib, io, json, pickle
-from torch.distributed.tensor import Shard
 from imgkit_entrypoints.run import export, sharded
 
 def exported(*words):
@@ -47,6 +46,8 @@ def same(path, full, ties=()):
 """
 
 TIED = """
+from torch.distributed.tensor import Shard
+
 class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -162,6 +162,62 @@ def test_unfit_sharded_state_is_refused_by_name(standin: str, tmp_path: Path) ->
         assert told.count(text) == 2, (text, told)
 
 
+SHARED = """
+import time
+
+def held():
+    counted = Run._count
+    def count(run):
+        counted(run)
+        while run.step == 4 and not os.path.exists("ended"):
+            time.sleep(0.05)
+    Run._count = count
+
+child = os.fork()
+if child == 0:
+    codes = start(2, lambda: train(8, full="first", every=2, prepare=held), "both")
+    os._exit(codes != [0, 0])
+while not os.path.exists("both/checkpoints/step-0000000002"):
+    time.sleep(0.05)
+codes = start(2, lambda: train(9, full="second", every=1), "both")
+assert codes[0] == 2 and codes[1], codes  # rank 1 misses rank 0
+Path("ended").touch()
+assert os.waitpid(child, 0)[1] == 0
+assert sorted(os.listdir("both/checkpoints"))[-1] == "step-0000000008"
+assert not [name for name in os.listdir("both") if name.startswith(".imgkit-")]
+assert start(2, lambda: train(8, full="alone", every=2), "alone") == [0, 0]
+equal("first", "alone")
+
+class Cursor:
+    at = 0
+    def state_dict(self):
+        return {"at": self.at}
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+def reading(steps):
+    cursor, net = Cursor(), build()
+    with Run.start() as run:
+        run.track(model=net)
+        run.track_per_rank(cursor=cursor)
+        run.restore()
+        print("cursor", cursor.at, flush=True)
+        for _ in run.steps(range(steps), save_every=2):
+            cursor.at += 1 + dist.get_rank()
+
+assert start(2, lambda: reading(4), "own") == [0, 0]
+assert start(3, lambda: reading(6), "own") == [2, 2, 2]
+assert start(2, lambda: reading(6), "own") == [0, 0]
+"""
+
+
+def test_second_run_and_lost_states_of_ranks_are_refused(standin: str, tmp_path: Path) -> None:
+    told = many(standin, tmp_path, PROGRAM + SHARED)
+    assert "both: another run writes into this folder (process " in told
+    assert told.count("cursor has a state for each of 2 ranks, but there are 3") == 3
+    assert {"cursor 4", "cursor 8"} < set(told.splitlines()), told
+
+
 HOSTILE = """
 import random
 from imgkit_entrypoints import json_text

@@ -1,0 +1,100 @@
+"""Releases of torch before 2.6, as NGC 24.03 has one: sharded state is refused by name, all else works.
+
+pip installs each into a container of its own, whose image is removed at the end. Takes about 12 GB of the
+engine's disk where torch comes with CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from labkit import docker, run
+
+from . import test_resume_real, test_run_real, test_state_real
+from .test_run_real import many
+from .test_sharded_export_real import EXPORT
+from .test_sharded_real import PROGRAM
+
+pytestmark = [pytest.mark.docker, pytest.mark.soak, pytest.mark.xdist_group("old-torch")]
+
+
+@pytest.fixture(scope="module", params=["2.3.1", "2.5.1"])
+def old(standin: str, request: pytest.FixtureRequest) -> Iterator[str]:
+    """An image of the stand-in with an older torch."""
+    name = f"imgkit-test-torch-{request.param}-{os.getpid()}"
+    install = 'exec python3 -m pip install -q --no-compile --root-user-action ignore "torch==$0" "numpy<2"'
+    free = ("--env", "PIP_CONSTRAINT=")  # which holds the stand-in's own torch
+    words = ("docker", "run", "--name", name, *free, standin, "sh", "-c", install, request.param)
+    try:
+        done = run(*words, timeout_s=1200)
+        if done.returncode:
+            pytest.skip(f"pip cannot install torch {request.param}: {done.stderr.strip()[-300:]}")
+        docker("commit", name, name)
+    finally:
+        run("docker", "rm", "--force", name)
+    try:
+        yield name
+    finally:
+        docker("image", "rm", name)
+
+
+REFUSED = """
+from torch.distributed._composable.fsdp import fully_shard  # not public yet
+from torch.distributed.device_mesh import init_device_mesh
+
+def sharded(hybrid, of):
+    names = {"mesh_dim_names": ("replicas", "shards")} if hybrid else {}
+    mesh = init_device_mesh("cpu", (2, 1) if hybrid else (2,), **names)
+    fully_shard(net := torch.nn.Linear(4, 4), mesh=mesh)
+    with Run.start() as run:
+        run.track(**{of: net if of == "model" else torch.optim.AdamW(net.parameters())})
+        raise AssertionError("nothing was refused")
+
+for hybrid in (False, True):
+    for of in ("model", "optimizer"):
+        assert start(2, lambda: sharded(hybrid, of), "run") == [2, 2]
+"""
+
+
+def test_old_torch_refuses_sharded_state_by_name(old: str, tmp_path: Path) -> None:
+    told = many(old, tmp_path, REFUSED)
+    version = old.split("-")[3]
+    for name in ("model", "optimizer"):
+        assert told.count(f"run.track: {name} is sharded, and this is torch {version}") == 4, told
+    assert "-> use an image with torch 2.6 or newer (NGC 25.01), or wrap the model in DDP" in told
+
+
+def test_old_torch_exports_checkpoint_of_newer_one(standin: str, old: str, tmp_path: Path) -> None:
+    written = 'assert start(4, lambda: train(4, hybrid=True, every=2, full="full"), "run") == [0] * 4\n'
+    many(standin, tmp_path, PROGRAM + written)
+    many(old, tmp_path, EXPORT + 'assert exported("run", "file")[0] == 0\nsame("file", "full")\n')
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        test_run_real.test_loops_of_every_kind_resume_bitwise,
+        test_run_real.test_requests_to_stop_end_with_their_codes,
+        test_run_real.test_misuse_is_refused_with_names,
+        test_run_real.test_damaged_and_hostile_checkpoints_do_no_harm,
+        test_run_real.test_other_number_of_ranks_takes_the_rest_of_the_samples,
+        test_state_real.test_wrapped_model_resumes_bitwise_in_another_wrapper,
+        test_state_real.test_every_wrapper_resumes_bitwise,
+        test_state_real.test_each_rank_resumes_from_its_own_state,
+        test_resume_real.test_node_that_does_not_see_the_folder_gets_the_state,
+        test_resume_real.test_change_of_the_program_is_named,
+        test_resume_real.test_tied_weights_are_stored_once_and_exported,
+    ],
+    ids=lambda test: test.__name__.removeprefix("test_"),
+)
+def test_everything_else_works_with_old_torch(
+    old: str, tmp_path: Path, test: Callable[[str, Path], None]
+) -> None:
+    test(old, tmp_path)
+
+
+def test_killed_loop_resumes_bitwise_with_old_torch(old: str, tmp_path: Path) -> None:
+    test_run_real.test_killed_and_stopped_loop_resumes_bitwise(old, tmp_path, 3)
