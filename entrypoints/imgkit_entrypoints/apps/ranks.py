@@ -22,6 +22,9 @@ from imgkit_entrypoints.run.ranks import Ranks
 
 REFUSE_S = 5.0
 """Time that the others give local rank 0 to leave first; a loaded machine starts workers seconds apart."""
+RELEASE_S = 0.05
+"""Time in which a thread of gloo gets the GIL and releases its last work."""
+_kept: list[object] = []
 
 
 @contextlib.contextmanager
@@ -61,6 +64,12 @@ def opened(
             rank=dist.get_rank(), local_rank=local_rank, world_size=dist.get_world_size(), device=device
         )
     finally:
+        # The group's destructor holds the GIL and waits for a thread of gloo, which may wait for the GIL to
+        # release its last work: 4 of 10 ranks hung after a gather (torch 2.3 and 2.5).
+        if store is None:
+            _kept.append(dist.group.WORLD)  # until the worker leaves
+        else:
+            time.sleep(RELEASE_S)
         dist.destroy_process_group()
 
 

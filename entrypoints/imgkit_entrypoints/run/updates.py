@@ -109,7 +109,13 @@ class Updates:
     def _refuse_untracked(self, optimizer: Optimizer) -> None:
         """Raise UsageError if it has kept a state from one step to the next; a new one in each may be."""
         first = self._untracked.setdefault(optimizer, self._turn)
-        if first == self._turn or first < 0 or not any(optimizer.state.values()):
+        kept = [
+            one
+            for own in optimizer.state.values()
+            for one in (own.values() if isinstance(own, dict) else [own])
+        ]
+        # torch 2.3 keeps None in place of a momentum that is not used.
+        if first == self._turn or first < 0 or all(one is None for one in kept):
             return
         if not self._are_ours or any(one is optimizer for one in self._parts()):
             self._untracked[optimizer] = -1  # another object keeps its state

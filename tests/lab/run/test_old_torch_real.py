@@ -73,6 +73,38 @@ def test_old_torch_exports_checkpoint_of_newer_one(standin: str, old: str, tmp_p
     many(old, tmp_path, EXPORT + 'assert exported("run", "file")[0] == 0\nsame("file", "full")\n')
 
 
+ENDING = """
+from imgkit_entrypoints.apps import ranks
+
+def worker(turn, rank):
+    store = dist.FileStore(f"store{turn}", 2) if turn % 2 else None
+    more = {"store": store, "rank": rank, "world_size": 2} if store else {}
+    with ranks.opened(device=torch.device("cpu"), **more) as here:
+        here.gather("x", str)
+
+def both(turn):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+    children = []
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # ends a rank that hangs
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", **address)
+            ranks.run_worker(lambda: worker(turn, rank))
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+for turn in range(20):
+    assert (codes := both(turn)) == [0, 0], (turn, codes)
+"""
+
+
+def test_worker_ends_right_after_an_exchange(old: str, tmp_path: Path) -> None:
+    many(old, tmp_path, ENDING)
+
+
 @pytest.mark.parametrize(
     "test",
     [

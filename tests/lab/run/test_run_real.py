@@ -380,7 +380,7 @@ parts["model.pt"] = saved({"weight": torch.zeros(1, 1), "bias": torch.zeros(1)})
 for rows in (
     [torch.tensor(list(pickle.dumps(Runs())), dtype=torch.uint8)] * 2,
     [torch.tensor(list(saved({"torch": 7, "python": 7})), dtype=torch.uint8)] * 2,
-    [b"bytes"] * 2,
+    [torch.zeros(3)] * 2,
     {},
 ):
     parts["random.ranks.pt"] = parts["pass.ranks.pt"] = saved(rows)
