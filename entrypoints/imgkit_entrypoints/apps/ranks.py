@@ -111,7 +111,10 @@ def run_worker(main: Callable[[], None], *, end: Callable[[], None] = lambda: No
         if isinstance(kept, SystemExit):
             code = 0 if kept.code is None else kept.code
         else:
-            sys.excepthook(type(error), error, error.__traceback__)
+            try:
+                sys.excepthook(type(error), error, error.__traceback__)
+            except ValueError:  # torch 2.3 puts one of its own in front, which needs the group
+                user_program.excepthook(type(error), error, error.__traceback__)
             code = EXIT_NO
     if not isinstance(code, int):
         terminal.err(*str(code).split("\n"))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from labkit import docker, run
+from labkit import docker, in_image, run
 
 from . import test_resume_real, test_run_real, test_state_real
 from .test_run_real import many
@@ -81,6 +81,8 @@ def worker(turn, rank):
     more = {"store": store, "rank": rank, "world_size": 2} if store else {}
     with ranks.opened(device=torch.device("cpu"), **more) as here:
         here.gather("x", str)
+        if turn == 20:
+            raise KeyError("mine")
 
 def both(turn):
     with socket.socket() as listener:
@@ -98,11 +100,13 @@ def both(turn):
 
 for turn in range(20):
     assert (codes := both(turn)) == [0, 0], (turn, codes)
+assert both(20) == [1, 1]
 """
 
 
 def test_worker_ends_right_after_an_exchange(old: str, tmp_path: Path) -> None:
-    many(old, tmp_path, ENDING)
+    told = many(old, tmp_path, ENDING)
+    assert told.count("KeyError: 'mine'") == 2, told
 
 
 @pytest.mark.parametrize(
@@ -126,6 +130,19 @@ def test_everything_else_works_with_old_torch(
     old: str, tmp_path: Path, test: Callable[[str, Path], None]
 ) -> None:
     test(old, tmp_path)
+
+
+@pytest.mark.parametrize("optimizer", [("sgd", "--momentum", "0.9"), ("adamw",)], ids=lambda words: words[0])
+def test_dist_train_saves_and_exports_with_old_torch(
+    old: str, tmp_path: Path, optimizer: tuple[str, ...]
+) -> None:
+    here = ("--volume", f"{tmp_path}:/runs", "--workdir", "/runs")
+    app = ("python3", "-I", "-m", "imgkit_entrypoints", "dist-train")
+    steps = ("--nproc", "2", "--steps", "4", "--run-dir", "own", "--optimizer", *optimizer)
+    for words in (steps, steps, ("export", "own", "weights.safetensors")):
+        done = in_image(old, *app, *words, options=here)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "tensors of step 4" in done.stdout
 
 
 def test_killed_loop_resumes_bitwise_with_old_torch(old: str, tmp_path: Path) -> None:
