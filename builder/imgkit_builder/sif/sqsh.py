@@ -164,6 +164,17 @@ def _enclosed(value: str) -> str:
     return f"'{value}'" if value.startswith(_STRIPPED) else value
 
 
+READ_ENVIRONMENT = (
+    f"if [ -r /{ENVIRONMENT} ]; then "
+    'while IFS= read -r line || [ "$line" ]; do '
+    "name=${line%%=*}; value=${line#*=}; "
+    f'case $name in "$line" | "" | [0-9]* | *[!A-Za-z0-9_]* | {_RESERVED}*) continue ;; esac; '
+    """case $value in [\\'\\"\\\\]*[\\'\\"\\\\]) value=${value#?}; value=${value%?} ;; esac; """
+    f'export "$name=$value"; done < /{ENVIRONMENT}; fi; '
+)
+"""Words of sh that set the variables of `ENVIRONMENT` in a container whose runtime does not read it."""
+
+
 def variables(text: str) -> dict[str, str]:
     """The variables that the text of `ENVIRONMENT` sets, as enroot reads it."""
     found: dict[str, str] = {}

@@ -249,6 +249,14 @@ def _typed(job: Job) -> str:
     words = (
         _start(job, _container(job))
         if job.command
-        else ("srun", "--nodes=1", "--ntasks=1", *cpus, *own, "--pty", *container.shell(job))
+        else (
+            "srun",
+            "--nodes=1",
+            "--ntasks=1",
+            *cpus,
+            *own,
+            "--pty",
+            *with_folders(job, container.shell(job)),
+        )
     )
     return " && ".join((*modules, *container.exports(job), " ".join(("exec", *map(quote, words)))))

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.sif import conversion, mksquashfs
-from imgkit_builder.sif.conversion import Compression, CompressionChoice
+from imgkit_builder.sif.conversion import Compression
 from imgkit_builder.sif.runtime import Capabilities
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.system import CompressionChoice
 
 NEW = Capabilities(mksquashfs_args=True, disable_cache=True, no_https=True)
 OLD = Capabilities(mksquashfs_args=False, disable_cache=True, no_https=True)
