@@ -272,6 +272,7 @@ def _argv(job: Job) -> tuple[str, ...]:
 
 _STARTERS = ("apptainer", "singularity", "ch-run", "enroot")
 """Programs that start a .sqsh where srun cannot: the first of them on PATH looks into it."""
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def _without_pyxis(job: Job, probe: Sequence[str]) -> tuple[str, ...]:
@@ -282,7 +283,8 @@ def _without_pyxis(job: Job, probe: Sequence[str]) -> tuple[str, ...]:
     ToolMissing : nothing here starts a .sqsh.
     """
     program = next(filter(shutil.which, _STARTERS), "")
-    if not program:
+    path = shutil.which(program) if program else None
+    if path is None:
         raise ToolMissing(
             "imgkit has to look into this image, which it did not build, and nothing here starts a .sqsh",
             where=job.image,
@@ -294,8 +296,9 @@ def _without_pyxis(job: Job, probe: Sequence[str]) -> tuple[str, ...]:
     recipe = dataclasses.replace(job.recipe, system=system)
     words = container.start(dataclasses.replace(job, recipe=recipe, run_by="singularity"), probe)
     at = words.index(job.image)
-    if program == "ch-run":  # it mounts only where the image has a folder, so a mount is not seen
-        return (program, job.image, "--", *words[at + 1 :])
+    if program == "ch-run":
+        # It hands on PATH, and mounts only where the image has a folder: what is in a mount is not seen.
+        return ("env", "-u", "LD_LIBRARY_PATH", f"PATH={_PATH}", path, job.image, "--", *words[at + 1 :])
     if program == "enroot":
         pairs = [words[number + 1] for number in range(at) if words[number] == "--bind"]
         whole = (one if ":" in one else f"{one}:{one}" for one in pairs)

@@ -116,7 +116,7 @@ def _chosen(recipe: str, given: Request, project: ProjectFile | None, default: s
         raise UsageError(
             "imgkit run sends a .sif, and this is a .sqsh",
             where=word,
-            hint="name the recipe or the archive; or copy the file yourself: rsync -P",
+            hint="name the recipe or the archive; or copy the file there (rsync -P), and: --image PATH",
         )
     folder = project.file.parent if project and project.recipe and not recipe else Path()
     sif = folder / f"{stem(word)}.sif"

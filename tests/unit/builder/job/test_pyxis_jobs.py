@@ -308,7 +308,7 @@ def starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "programs"
     folder.mkdir()
-    for name in ("sh", "head", "tail", "stat", "sha256sum", "mksquashfs"):
+    for name in ("sh", "head", "tail", "stat", "sha256sum", "mksquashfs", "env"):
         (folder / name).symlink_to(str(shutil.which(name)))
     monkeypatch.setenv("PATH", str(folder))
 
