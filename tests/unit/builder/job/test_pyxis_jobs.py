@@ -18,7 +18,7 @@ import small_sif
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.delta import code as code_delta
 from imgkit_builder.job import bound, code, container, pyxis, submit
-from imgkit_builder.job.request import BuildJobRequest, Job, Request
+from imgkit_builder.job.request import BuildJobRequest, ConversionJobRequest, Job, Request
 from imgkit_builder.job.resolve import resolve, resolve_image
 from imgkit_builder.oci import manifest as manifest_of
 from imgkit_builder.oci.manifest import MANIFEST_JSON, BaseImage, Manifest
@@ -212,6 +212,15 @@ def test_image_of_a_registry_without_entry_points_ends_with_the_way(tmp_path: Pa
     env["PATH"] += f":{tmp_path}"
     subprocess.run(argv[argv.index("sh") :], env=env, check=True)
     assert "has no dist-run" not in str(words(job(image="me/x:1", command=("true",))))
+
+
+@pytest.mark.parametrize(("stated", "words"), [("auto", ()), ("zstd", ("--compression", "zstd"))])
+def test_job_that_writes_the_sqsh_compresses_as_the_system_states(
+    stated: Any, words: tuple[str, ...]
+) -> None:
+    request = ConversionJobRequest(archive=Path("/a.tar"), directory=Path("/home/me/run"), time="1h")
+    made = resolve_image(recipe(compression=stated), request)
+    assert container.making(made)[-2 - len(words) :] == ("-o", "/home/me/run/cpu.sqsh", *words)
 
 
 def test_build_of_a_sif_is_refused() -> None:
