@@ -224,7 +224,6 @@ def exports(job: Job) -> tuple[str, ...]:
     lines += [_READ_ENV.format(file=shlex.quote(job.env_file))] if job.env_file else []
     if job.bound is not None and job.bound.digest:
         lines.append(_unchanged(job, job.bound.digest))
-    lines += pyxis.readable(job) if job.run_by == "pyxis" else ()
     libraries = ":".join(_listed_libraries(job))
     if job.run_by == "host":
         # There is no image, so the node agent has no system.json to read.

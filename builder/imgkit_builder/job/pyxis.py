@@ -182,19 +182,3 @@ def _newer_compressor(job: Job) -> str:
     found = image.superblock(path) if sqsh.is_sqsh(path) else None
     usual = ("gzip", "xz", "lzo", job.recipe.system.runtime.compression)
     return found.compressor if found is not None and found.compressor not in usual else ""
-
-
-def readable(job: Job) -> tuple[str, ...]:
-    """Shell lines that end the job where unsquashfs of its first node cannot read the .sqsh."""
-    compressor = _newer_compressor(job)
-    if not compressor:
-        return ()
-    return (
-        f"""\
-known=$(unsquashfs -help 2>&1 | sed -n '/Decompressors/,/^$/p' || true)
-if [[ $known && $known != *{compressor}* ]]; then
-    echo "imgkit: unsquashfs of $(uname -n) cannot read the .sqsh, which is compressed with {compressor}:" \\
-        "imgkit sif --compression gzip" >&2
-    exit 2
-fi""",
-    )

@@ -17,7 +17,7 @@ import small_sif
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.delta import code as code_delta
-from imgkit_builder.job import bound, code, container, pyxis, submit
+from imgkit_builder.job import bound, code, container, submit
 from imgkit_builder.job.request import BuildJobRequest, ConversionJobRequest, Job, Request
 from imgkit_builder.job.resolve import resolve, resolve_image
 from imgkit_builder.oci import manifest as manifest_of
@@ -406,27 +406,6 @@ def test_compression_that_old_nodes_lack_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="compressed with zstd"):
         job(image=str(image), strict=True)
     assert job(recipe(compression="zstd"), image=str(image)).warnings == ()
-
-
-@pytest.mark.parametrize(("known", "code"), [("gzip\n\txz", 2), ("gzip\n\tzstd", 0), ("", 0)])
-def test_node_whose_unsquashfs_lacks_the_compression_is_named(tmp_path: Path, known: str, code: int) -> None:
-    made = job(image=str(squashed(tmp_path / "a.sqsh", compression="zstd")))
-    if known:
-        said = f"Usage: zstd\nDecompressors available:\n\t{known}\n\nsee zstd\n"
-        (tmp_path / "said").write_text(said)
-        (tmp_path / "unsquashfs").write_text(f"#!/bin/sh\ncat {tmp_path}/said >&2\nexit 1\n")
-        (tmp_path / "unsquashfs").chmod(0o755)
-    for name in ("sed", "uname", "cat"):
-        (tmp_path / name).symlink_to(str(shutil.which(name)))
-    text = "\n".join(("set -e", *container.exports(made), "echo starts"))
-    env = {"PATH": str(tmp_path)}
-    done = subprocess.run(("/bin/bash", "-c", text), env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == code
-    expected = (
-        f"imgkit: unsquashfs of {os.uname().nodename} cannot read the .sqsh, which is compressed with zstd"
-    )
-    assert (expected in done.stderr) == (code == 2)
-    assert not pyxis.readable(job(image=str(squashed(tmp_path / "b.sqsh"))))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices")
