@@ -307,8 +307,14 @@ def test_singularity_starts_it_with_its_variables(
         image=str(plain), command=("env",), runtime="singularity", env=("MINE=1",), directory=folder
     )
     text = submit.prepare("cpu", request).script.text.replace("singularity", runtime, 1)
-    found = output(*as_user, "HOME=/", "sh", "-c", text, folder="/").splitlines()
+    library = folder / "libimgkit.so.1"
+    library.touch()
+    # Bound as the libraries of --nv are; without a file of the image's own, no runtime puts them on the path.
+    libraries = f"{runtime.upper()}_CONTAINLIBS={library}"
+    found = output(*as_user, "HOME=/", libraries, "sh", "-c", text, folder="/").splitlines()
     plain.unlink()
+    library.unlink()
+    assert "LD_LIBRARY_PATH=/.singularity.d/libs" in found
     assert {*ENV, "MINE=1"} - {"TWICE=1"} <= {*found}
     assert not {"TWICE=1", "OLD=1"} & {*found}
 
