@@ -114,31 +114,32 @@ def arch(path: Path) -> str:
         return ""
     if stated != "unknown":
         return stated
-    is_little = head[:4] == b"\x7fELF" and head[5] == 1
+    is_little = head[:4] == b"\x7fELF" and head[5:6] == b"\x01"
     return _MACHINES.get(int.from_bytes(head[18:20], "little"), "") if is_little else ""
 
 
 def _followed(layers: tree.Stack, path: str) -> tree.TreeEntry | None:
-    """The entry to which the links on `path` lead; None if there is none."""
-    parts, at, links, found = path.split("/")[::-1], "", 0, None
-    while parts:
+    """The entry to which the links on `path` lead; None if there is none, or it takes too many steps."""
+    parts, at, found = path.split("/")[::-1], "", None
+    for _ in range(_MOST_STEPS):
+        if not parts:
+            return found
         name = parts.pop()
-        node = tree.find(layers, tree.join(at, name))
         if name in ("", ".", ".."):
             at = posixpath.dirname(at) if name == ".." else at
-        elif node is None or links == _MOST_LINKS:
+            continue
+        node = tree.find(layers, tree.join(at, name))
+        if node is None:
             return None
-        elif node.entry.kind == "symlink":
-            links += 1
+        if node.entry.kind == "symlink":
             at = "" if node.entry.link.startswith("/") else at
             parts += node.entry.link.split("/")[::-1]
         else:
             at, found = tree.join(at, name), node.entry
-    return found
+    return None
 
 
-_MOST_LINKS = 40
-"""The kernel's own limit."""
+_MOST_STEPS = 200
 
 
 def _text(layers: tree.Stack, path: str) -> str:

@@ -418,6 +418,14 @@ def test_devices_that_an_ordinary_user_cannot_unpack_are_named(tmp_path: Path) -
     assert warning.startswith("a.sqsh holds devices, as /dev/full, which an ordinary user cannot unpack")
 
 
+@pytest.mark.parametrize("program", [b"", b"\x7fELF", b"#!/bin/sh\n", b"\x7fELF\x02\x02" + bytes(20)])
+def test_shell_that_tells_no_architecture_is_not_judged(tmp_path: Path, program: bytes) -> None:
+    (tmp_path / "a.sqsh.folder/bin").mkdir(parents=True)
+    (tmp_path / "a.sqsh.folder/bin/sh").write_bytes(program)
+    image = squashed(tmp_path / "a.sqsh", manifest=False)
+    assert submit.foreign_image(job(image=str(image), directory=tmp_path)) is None
+
+
 @pytest.mark.parametrize("runtime", ["pyxis", "singularity"])
 @pytest.mark.parametrize("link", ["", "busybox", "/usr/bin/../bin/busybox", "sh"])
 def test_architecture_of_another_program_s_sqsh_is_that_of_its_shell(
