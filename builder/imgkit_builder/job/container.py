@@ -30,7 +30,7 @@ from imgkit_builder.job.request import (
     declared,
 )
 from imgkit_builder.recipe.targets import Target
-from imgkit_builder.sif import entries, sqsh
+from imgkit_builder.sif import sqsh
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import delta_check
@@ -92,7 +92,8 @@ def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> t
     given = ("env", *(f"{name}={value}" for name, value in job.env.items())) if job.env else ()
     if job.run_by == "singularity":
         words = (program(job), QUIET, "exec", *options(job), *_mounts(job), *_pwd(job))
-        return (*words, job.image, *_environment_of_sqsh(job), *activate, *given, *command)
+        own = sqsh.environment_words(_listed_libraries(job)) if is_sqsh(job) else ()
+        return (*words, job.image, *own, *activate, *given, *command)
     if command and command[0].startswith("dist-"):
         # Only images have dist-* programs; the installed package does not.
         python = f"{job.image}/bin/python3" if job.image else "python3"
@@ -123,27 +124,11 @@ def _activation(job: Job) -> tuple[str, ...]:
     return ("bash", "-c", _ACTIVATE, "bash", command) if command else ()
 
 
-_LIBS_OF_NV = (
-    f"libs={entries.LIBS}; "
-    'if [ -d "$libs" ]; then case ":${LD_LIBRARY_PATH-}:" in *":$libs:"*) ;; '
-    '*) export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$libs" ;; esac; fi; '
-)
-
-
 def is_sqsh(job: Job) -> bool:
     """Whether Singularity starts a plain squashfs; by its name where the file is not here."""
     return job.run_by == "singularity" and (
         job.image.endswith(pyxis.SUFFIXES) or sqsh.is_sqsh(Path(job.image))
     )
-
-
-def _environment_of_sqsh(job: Job) -> tuple[str, ...]:
-    """Words that set what a .sif sets by its own scripts: the image's variables, and where libraries are."""
-    if not is_sqsh(job):
-        return ()
-    libraries = ":".join(_listed_libraries(job))
-    first = f'export LD_LIBRARY_PATH="{libraries}{_INHERITED}"; ' if libraries else ""
-    return ("sh", "-c", f'{sqsh.READ_ENVIRONMENT}{first}{_LIBS_OF_NV}exec "$@"', "sh")
 
 
 def shell(job: Job) -> tuple[str, ...]:

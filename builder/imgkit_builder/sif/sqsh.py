@@ -24,7 +24,7 @@ import os
 import posixpath
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from imgkit_builder.archive import sidecar
@@ -164,7 +164,7 @@ def _enclosed(value: str) -> str:
     return f"'{value}'" if value.startswith(_STRIPPED) else value
 
 
-READ_ENVIRONMENT = (
+_READ = (
     f"if [ -r /{ENVIRONMENT} ]; then "
     'while IFS= read -r line || [ "$line" ]; do '
     "name=${line%%=*}; value=${line#*=}; "
@@ -172,7 +172,26 @@ READ_ENVIRONMENT = (
     """case $value in [\\'\\"\\\\]*[\\'\\"\\\\]) value=${value#?}; value=${value%?} ;; esac; """
     f'export "$name=$value"; done < /{ENVIRONMENT}; fi; '
 )
-"""Words of sh that set the variables of `ENVIRONMENT` in a container whose runtime does not read it."""
+"""Sets what `variables` reads."""
+_LIBS = (
+    f"libs={entries.LIBS}; "
+    'if [ -d "$libs" ]; then case ":${LD_LIBRARY_PATH-}:" in *":$libs:"*) ;; '
+    '*) export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$libs" ;; esac; fi; '
+)
+
+
+def environment_words(libraries: Sequence[str]) -> tuple[str, ...]:
+    """Words before a command in a container of Singularity, which sets nothing that a .sqsh states.
+
+    They set the image's variables, and find the libraries of ``--nv`` after the image's own.
+
+    Parameters
+    ----------
+    libraries : folders of the container that are searched for libraries first.
+    """
+    inherited = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    first = f'export LD_LIBRARY_PATH="{":".join(libraries)}{inherited}"; ' if libraries else ""
+    return ("sh", "-c", f'{_READ}{first}{_LIBS}exec "$@"', "sh")
 
 
 def variables(text: str) -> dict[str, str]:
