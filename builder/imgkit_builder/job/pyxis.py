@@ -115,11 +115,6 @@ def start(
     )
 
 
-def mounts(text: str) -> bool:
-    """Whether pyxis can mount `text`, ``SRC[:DEST[:ro]]``: what it writes into a line of fstab."""
-    return _MOUNT.fullmatch(text) is not None
-
-
 def refuse(job: Job) -> None:
     """Raise UsageError for what pyxis cannot do, or would do differently."""
     if job.outlives_nodes:
@@ -147,6 +142,11 @@ def refuse(job: Job) -> None:
             where="--code",
             hint="--code DIR --code-replace, if the code needs none of it",
         )
+
+
+def mounts(text: str) -> bool:
+    """Whether pyxis can mount `text`, ``SRC[:DEST[:ro]]``: what it writes into a line of fstab."""
+    return _MOUNT.fullmatch(text) is not None
 
 
 def doubts(job: Job) -> Iterator[str]:

@@ -164,6 +164,34 @@ def _enclosed(value: str) -> str:
     return f"'{value}'" if value.startswith(_STRIPPED) else value
 
 
+def variables(text: str) -> dict[str, str]:
+    """The variables that the text of `ENVIRONMENT` sets, as enroot reads it."""
+    found: dict[str, str] = {}
+    for line in text.split("\n"):
+        name, equals, value = line.lstrip().partition("=")
+        if not equals or not _kept(name):
+            continue
+        bare = value.rstrip()
+        quoted = len(bare) > 1 and bare.startswith(_STRIPPED) and bare.endswith(_STRIPPED)
+        found[name] = bare[1:-1] if quoted else value
+    return found
+
+
+def _rc(config: ImageConfig) -> str:
+    entrypoint, cmd = config.entrypoint, config.cmd
+    for what, words in (("ENTRYPOINT", entrypoint), ("CMD", cmd), ("WORKDIR", (config.workdir,))):
+        if why := next(filter(None, map(_no_text, words)), ""):
+            raise UsageError(f"a .sqsh cannot hold {what}: {why}", where=what, hint="change it in the image")
+    if not entrypoint and not cmd:
+        cmd = ("/bin/sh",)
+    return _RC.format(
+        image_id=config.image_id,
+        workdir=shlex.quote(posixpath.join("/", config.workdir)),
+        cmd="".join(f" {shlex.quote(word)}" for word in cmd),
+        entrypoint=f"{shlex.join(entrypoint)} " if entrypoint else "",
+    )
+
+
 _READ = (
     f"if [ -r /{ENVIRONMENT} ]; then "
     'while IFS= read -r line || [ "$line" ]; do '
@@ -192,34 +220,6 @@ def environment_words(libraries: Sequence[str]) -> tuple[str, ...]:
     inherited = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
     first = f'export LD_LIBRARY_PATH="{":".join(libraries)}{inherited}"; ' if libraries else ""
     return ("sh", "-c", f'{_READ}{first}{_LIBS}exec "$@"', "sh")
-
-
-def variables(text: str) -> dict[str, str]:
-    """The variables that the text of `ENVIRONMENT` sets, as enroot reads it."""
-    found: dict[str, str] = {}
-    for line in text.split("\n"):
-        name, equals, value = line.lstrip().partition("=")
-        if not equals or not _kept(name):
-            continue
-        bare = value.rstrip()
-        quoted = len(bare) > 1 and bare.startswith(_STRIPPED) and bare.endswith(_STRIPPED)
-        found[name] = bare[1:-1] if quoted else value
-    return found
-
-
-def _rc(config: ImageConfig) -> str:
-    entrypoint, cmd = config.entrypoint, config.cmd
-    for what, words in (("ENTRYPOINT", entrypoint), ("CMD", cmd), ("WORKDIR", (config.workdir,))):
-        if why := next(filter(None, map(_no_text, words)), ""):
-            raise UsageError(f"a .sqsh cannot hold {what}: {why}", where=what, hint="change it in the image")
-    if not entrypoint and not cmd:
-        cmd = ("/bin/sh",)
-    return _RC.format(
-        image_id=config.image_id,
-        workdir=shlex.quote(posixpath.join("/", config.workdir)),
-        cmd="".join(f" {shlex.quote(word)}" for word in cmd),
-        entrypoint=f"{shlex.join(entrypoint)} " if entrypoint else "",
-    )
 
 
 _PADDING_BYTES = 1 << 20
