@@ -29,6 +29,7 @@ CUDA_COMPAT = "IMGKIT_CUDA_COMPAT"
 """``none`` or ``auto``: as the recipe's ``runtime.cuda_compat``, before which it counts."""
 
 RuntimeKind = Literal["singularity", "docker", "pyxis", "kubernetes"]
+CompressionChoice = Literal["auto", "zstd", "gzip"]
 FabricKind = Literal["infiniband", "roce", "slingshot", "tcp"]
 Arch = Literal["amd64", "arm64"]
 ByRule = Literal["none", "auto"]
@@ -61,6 +62,8 @@ class Runtime:
     """``auto``: use the image's CUDA forward compatibility where driver and GPU need and allow it."""
     host_modules: tuple[str, ...] = ()
     """Environment modules of a run without a container, in load order."""
+    compression: CompressionChoice = "auto"
+    """Compression of a .sif or .sqsh, as ``imgkit sif --compression``: ``zstd`` where all nodes read it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

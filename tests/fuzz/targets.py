@@ -30,8 +30,8 @@ from imgkit_builder.delta.layers import Tar
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.examine.verify import verify
 from imgkit_builder.image import inside
+from imgkit_builder.job import baked, submit
 from imgkit_builder.job import quoting as job_fields
-from imgkit_builder.job import submit
 from imgkit_builder.job import systems as job_systems
 from imgkit_builder.job.ssh import doctor as ssh_doctor
 from imgkit_builder.job.ssh import fanout
@@ -225,6 +225,8 @@ def squashfs_seeds() -> list[bytes]:
         (folder / "a/large").write_bytes(os.urandom(5000) + bytes(9000))
         os.link(folder / "a/large", folder / "a/b/hard")
         (folder / "a/link").symlink_to("../" + "l" * 80)
+        (folder / "a/bin").symlink_to("b/../b")
+        (folder / "a/b/sh").write_bytes(b"\x7fELF\x02\x01".ljust(18, b"\0") + b"\x3e\0")
         with contextlib.suppress(OSError):
             os.setxattr(folder / "a/large", "user.a", b"x" * 100)
         found = []
@@ -248,6 +250,7 @@ def squashfs_seeds() -> list[bytes]:
 
 
 def _read_squashfs(path: Path) -> None:
+    baked.arch(path)
     _walk((SquashfsLayer(path),))
 
 

@@ -27,8 +27,8 @@ PATH=/{PREFIX}/envs/main/bin:$PATH
 def write(standin: str, folder: Path) -> Iterator[Path]:
     """Yield the .sif files ``debian``, ``venv`` and ``conda``; each is written when it is asked for.
 
-    `debian` has torch in the system's Python, `venv` in a virtual environment outside PATH. In `conda` no
-    Python is on PATH; ``$WITH_CONDA`` activates one.
+    Next to each lies a .sqsh with the same files. `debian` has torch in the system's Python, `venv` in a
+    virtual environment outside PATH. In `conda` no Python is on PATH; ``$WITH_CONDA`` activates one.
     """
     squash = f'mksquashfs - "$2" -tar {" ".join(QUICK)}'
     yield _sif(folder / "debian.sif", lambda part: _export(standin, squash, part))
@@ -75,9 +75,8 @@ def _conda(root: Path) -> None:
 
 
 def _sif(target: Path, squash: Callable[[Path], object]) -> Path:
-    """The .sif with what `squash` writes to the path that it gets."""
-    part = target.with_suffix(".squashfs")
+    """The .sif with what `squash` writes to the path that it gets; that stays as a .sqsh."""
+    part = target.with_suffix(".sqsh")
     squash(part)
     small_sif.write(target, part, covered=False)
-    part.unlink()
     return target

@@ -97,7 +97,8 @@ def verb_sif(
     ),
     compression: SifCompression = typer.Option(
         SifCompression.AUTO,
-        help="auto: gzip in a .sqsh; in a .sif zstd if this machine can write and mount it, else gzip.",
+        help="auto: runtime.compression of the system, if it states one; else gzip in a .sqsh, and in a "
+        ".sif zstd if this machine can write and mount it, else gzip.",
     ),
     tmpdir: Path | None = typer.Option(
         None,

@@ -9,9 +9,10 @@ from imgkit_builder.archive import tar_write
 from imgkit_builder.archive.tar_read import BLOCK, CHARACTER, DIRECTORY, FIFO, HARD_LINK, REGULAR, SYMLINK
 from imgkit_builder.delta.tree import Kind, TreeEntry
 from imgkit_builder.sif import conversion, image, squash, squashers
-from imgkit_builder.sif.conversion import Compression, CompressionChoice, ConversionJob, Options
+from imgkit_builder.sif.conversion import Compression, ConversionJob, Options
 from imgkit_builder.sif.image import SifImage
 from imgkit_builder.sif.squash import Squash
+from imgkit_entrypoints.system import CompressionChoice
 
 _TYPES: Mapping[Kind, bytes] = {
     "file": REGULAR,

@@ -1,4 +1,4 @@
-"""The system that a .sif is for and the projects in it, read from the image without a runtime."""
+"""The system that a .sif is for, its projects and its architecture, read from the image without a runtime."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from imgkit_builder.recipe.requirements import canonical
 from imgkit_builder.recipe.targets import Target, checked
 from imgkit_builder.sif import entries, image
 from imgkit_entrypoints import json_text, system
-from imgkit_entrypoints.errors import CheckFailed
+from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 
 def target(path: Path) -> Target:
@@ -98,6 +98,48 @@ def _editable(direct_url: bytes) -> str:
         return unquote(urlsplit(stated["url"]).path) if stated["dir_info"].get("editable") else ""
     except (ValueError, KeyError, TypeError, AttributeError):
         return ""
+
+
+_MACHINES = {0x3E: "amd64", 0xB7: "arm64", 0x15: "ppc64le", 0xF3: "riscv64"}
+"""Field ``e_machine`` of an ELF program."""
+
+
+def arch(path: Path) -> str:
+    """The architecture of the .sif or .sqsh `path`, stated or that of its shell; empty if it is unknown."""
+    try:
+        stated, layers = source.in_file(path)
+        shell = None if stated != "unknown" else _followed(layers, "bin/sh")
+        head = next(iter(shell.layer.content(shell)), b"")[:20] if shell and shell.kind == "file" else b""
+    except (CheckFailed, ToolMissing, UsageError):
+        return ""
+    if stated != "unknown":
+        return stated
+    is_little = head[:4] == b"\x7fELF" and head[5:6] == b"\x01"
+    return _MACHINES.get(int.from_bytes(head[18:20], "little"), "") if is_little else ""
+
+
+def _followed(layers: tree.Stack, path: str) -> tree.TreeEntry | None:
+    """The entry to which the links on `path` lead; None if there is none, or it takes too many steps."""
+    parts, at, found = path.split("/")[::-1], "", None
+    for _ in range(_MOST_STEPS):
+        if not parts:
+            return found
+        name = parts.pop()
+        if name in ("", ".", ".."):
+            at = posixpath.dirname(at) if name == ".." else at
+            continue
+        node = tree.find(layers, tree.join(at, name))
+        if node is None:
+            return None
+        if node.entry.kind == "symlink":
+            at = "" if node.entry.link.startswith("/") else at
+            parts += node.entry.link.split("/")[::-1]
+        else:
+            at, found = tree.join(at, name), node.entry
+    return None
+
+
+_MOST_STEPS = 200
 
 
 def _text(layers: tree.Stack, path: str) -> str:

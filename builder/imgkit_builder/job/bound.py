@@ -23,7 +23,7 @@ from imgkit_builder.base.process import Finished
 from imgkit_builder.delta import source, tree
 from imgkit_builder.image import inside, wheel
 from imgkit_builder.image.inside import PythonSeen
-from imgkit_builder.job import container, quoting
+from imgkit_builder.job import container, pyxis, quoting
 from imgkit_builder.job.request import BoundEntryPoints, Job
 from imgkit_builder.job.resolve import chooses_cpus
 from imgkit_builder.oci.manifest import MANIFEST_JSON
@@ -32,6 +32,7 @@ from imgkit_builder.recipe import bases
 from imgkit_builder.sif import image, sqsh
 from imgkit_entrypoints import __version__, json_text, system
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
+from imgkit_entrypoints.system import Runtime
 
 Runner = Callable[[Sequence[str]], Finished]
 """Runs a command where the job is submitted, to its end; exit code 127 where a program is missing."""
@@ -52,20 +53,13 @@ def is_foreign(job: Job) -> bool:
         return False
     if job.run_by == "docker":
         return bool(chosen or job.request.image)
-    path = Path(job.image)
-    if job.run_by == "pyxis" and sqsh.is_sqsh(path) and not has_manifest(path):
-        raise UsageError(
-            "imgkit did not build this image, and binds its entry points only into a .sif or an image of "
-            "Podman or Docker",
-            where=str(path),
-            hint="build an image with that one as its base; or start another command than dist-...",
-        )
-    if job.run_by != "singularity":
+    if job.run_by not in ("singularity", "pyxis"):
         return False
-    if path.is_dir():  # a sandbox
+    path = Path(job.image)
+    if job.run_by == "singularity" and path.is_dir():  # a sandbox
         return bool(chosen) or ((path / "usr").is_dir() and not Path(f"{path}{MANIFEST_JSON}").exists())
     if not image.is_sif(path):
-        return bool(chosen) or _is_squashfs(path)
+        return bool(chosen) or (sqsh.is_sqsh(path) and not has_manifest(path))
     sif = image.read(path)
     if sif.encrypted:
         raise UsageError(
@@ -184,7 +178,10 @@ def _needs_entry_points(job: Job) -> bool:
 def _chosen(job: Job) -> str:
     """The flag that chooses the Python; empty if there is none."""
     chosen = next((f"--{name}" for name in ("python", "activate") if getattr(job.request, name)), "")
-    if chosen and job.run_by not in ("singularity", "docker"):
+    if chosen and job.run_by == "pyxis" and not pyxis.is_file(job.image):
+        what = f"imgkit does not look into {job.image}, an image of a registry"
+        raise UsageError(what, where=chosen, hint=pyxis.NEEDS_FILE)
+    if chosen and job.run_by in ("host", "kubernetes"):
         hint = "leave it out" if job.run_by == "host" else "build an image with that one as its base"
         raise UsageError(f"{job.run_by} binds nothing into an image", where=chosen, hint=hint)
     if job.request.python and not _needs_entry_points(job):
@@ -209,14 +206,6 @@ def has_manifest(path: Path) -> bool:
         return tree.content(source.in_file(path)[1], MANIFEST_JSON) is not None
     except (CheckFailed, ToolMissing, UsageError):
         return True
-
-
-def _is_squashfs(path: Path) -> bool:
-    try:
-        with files.open_regular(path) as stream:
-            return stream.read(len(image.SQUASHFS_MAGIC)) == image.SQUASHFS_MAGIC
-    except OSError:
-        return False
 
 
 def _here(argv: Sequence[str]) -> Finished:
@@ -268,7 +257,10 @@ def _kept(file: Path) -> PythonSeen | None:
 def _argv(job: Job) -> tuple[str, ...]:
     """The command that looks into the image as the job will start it, without its GPUs and modules apart."""
     plain = dataclasses.replace(job, gpus=0, code=None, code_files=(), settings={}, workdir="")
-    words = container.start(plain, inside.python_argv(job.request.python))
+    probe = inside.python_argv(job.request.python)
+    if job.run_by == "pyxis":
+        return _without_pyxis(plain, probe)
+    words = container.start(plain, probe)
     modules = container.modules(job)
     if not modules:
         return words
@@ -278,12 +270,51 @@ def _argv(job: Job) -> tuple[str, ...]:
     return ("bash", "-lc", script, "bash", *words)
 
 
+_STARTERS = ("apptainer", "singularity", "ch-run", "enroot")
+"""Programs that start a .sqsh where srun cannot: the first of them on PATH looks into it."""
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+
+
+def _without_pyxis(job: Job, probe: Sequence[str]) -> tuple[str, ...]:
+    """The words that run `probe` in the .sqsh of a job of pyxis on this machine, with the image's variables.
+
+    Raises
+    ------
+    ToolMissing : nothing here starts a .sqsh.
+    """
+    program = next(filter(shutil.which, _STARTERS), "")
+    path = shutil.which(program) if program else None
+    if path is None:
+        raise ToolMissing(
+            "imgkit has to look into this image, which it did not build, and nothing here starts a .sqsh",
+            where=job.image,
+            hint=f"one of {', '.join(_STARTERS)} on PATH; or submit where there is one",
+        )
+    libraries = tuple(filter(os.path.isdir, job.recipe.system.runtime.host_libs))
+    runtime = Runtime(kind="singularity", command=program, host_libs=libraries)
+    system = dataclasses.replace(job.recipe.system, runtime=runtime)
+    recipe = dataclasses.replace(job.recipe, system=system)
+    words = container.start(dataclasses.replace(job, recipe=recipe, run_by="singularity"), probe)
+    at = words.index(job.image)
+    if program == "ch-run":
+        # It hands on PATH, and mounts only where the image has a folder: what is in a mount is not seen.
+        return ("env", "-u", "LD_LIBRARY_PATH", f"PATH={_PATH}", path, job.image, "--", *words[at + 1 :])
+    if program == "enroot":
+        pairs = [words[number + 1] for number in range(at) if words[number] == "--bind"]
+        whole = (one if ":" in one else f"{one}:{one}" for one in pairs)
+        places = (":".join((*one.split(":")[:2], "x-create=auto,bind")) for one in whole)
+        mounts = (word for place in places for word in ("--mount", place))
+        # Its hook for GPUs ends the container where there are none.
+        return (program, "start", "--env", "NVIDIA_VISIBLE_DEVICES=void", *mounts, *words[at:])
+    return words
+
+
 def _no_python(job: Job, finished: Finished) -> UsageError | ToolMissing:
     said = [line.strip() for line in finished.output.splitlines() if line.strip()]
     own = ("imgkit: the command of --activate", "module load ")  # a site's modules may echo what they do
     said = [line for line in said if not line.startswith(own)]
     last = said[-1] if said else f"exit code {finished.returncode}"
-    if finished.returncode == 127 and not last.startswith("no program "):
+    if finished.returncode == 127 and not last.startswith("no program ") and job.run_by != "pyxis":
         program = job.recipe.module_line or container.program(job)
         return ToolMissing(
             f"imgkit has to look into this image, which it did not build, but {program!r} fails here: {last}",
@@ -294,7 +325,7 @@ def _no_python(job: Job, finished: Finished) -> UsageError | ToolMissing:
         return UsageError(
             f"the command fails in {job.image}: {last}",
             where="--activate",
-            hint=f"try it there: {container.program(job)} exec {job.image} bash",
+            hint=f"try it there: {_shell(job)}",
         )
     arch = image.read(Path(job.image)).arch if image.is_sif(Path(job.image)) else ""
     if arch and platform.machine() not in kernel_names(arch):
@@ -308,8 +339,14 @@ def _no_python(job: Job, finished: Finished) -> UsageError | ToolMissing:
     )
 
 
+def _shell(job: Job) -> str:
+    if job.run_by == "pyxis":
+        return f"srun --container-image={shlex.quote(job.image)} --pty bash"
+    return f"{container.program(job)} exec {job.image} bash"
+
+
 def _refuse(job: Job, seen: PythonSeen) -> None:
-    """Raise UsageError for a Python that cannot run the entry points."""
+    """Raise UsageError for a Python that cannot run the entry points, or that the nodes cannot run."""
     least = ".".join(map(str, bases.FLOOR))
     about = f"the Python of this image, {seen.path or 'without a path'}, is {seen.version}"
     if tuple(int(part) for part in seen.version.split(".")[:2]) < bases.FLOOR:
@@ -318,11 +355,19 @@ def _refuse(job: Job, seen: PythonSeen) -> None:
         )
     if not seen.torch:
         raise UsageError(f"{about} and has no torch", where=job.image, hint=_CHOOSE_OTHER)
+    archs = [one.removeprefix("linux/") for one in job.recipe.platforms]
+    if archs and seen.machine not in (name for arch in archs for name in kernel_names(arch)):
+        raise UsageError(
+            f"{about} and for {seen.machine}, but the nodes are {' or '.join(archs)}",
+            where=job.image,
+            hint="an image for the nodes: --image PATH",
+        )
     if "+rocm" in seen.torch and not chooses_cpus(job.request):
         what, hint = bases.for_amd(f"torch {seen.torch} of this image is for AMD GPUs")
         raise UsageError(what, where=job.image, hint=hint)
     site = seen.entry_points or seen.site
-    if not site or not re.fullmatch(r"/[^:,\x00-\x1f]*", site) or not seen.path.startswith("/"):
+    can_mount = pyxis.mounts(site) if job.run_by == "pyxis" else re.fullmatch(r"/[^:,\x00-\x1f]*", site)
+    if not site or not can_mount or not seen.path.startswith("/"):
         raise UsageError(
             f"{about} and has no folder of packages to which imgkit can bind its entry points"
             + (f": {site!r}" if site else ""),

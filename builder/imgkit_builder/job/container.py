@@ -30,6 +30,7 @@ from imgkit_builder.job.request import (
     declared,
 )
 from imgkit_builder.recipe.targets import Target
+from imgkit_builder.sif import sqsh
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import delta_check
@@ -79,8 +80,10 @@ def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> t
         command = _with_python(job.bound, command)
     activate = _activation(job)
     if job.run_by == "pyxis":
-        mounts, own = (*_libraries(job), *job.binds), _listed_libraries(job)
-        return pyxis.start(job, command, options=options(job), mounts=mounts, libraries=own)
+        mounts, own = (*_libraries(job), *job.binds, *_bound(job)), _listed_libraries(job)
+        return pyxis.start(
+            job, command, options=options(job), mounts=mounts, libraries=own, activate=activate
+        )
     if job.run_by == "docker":
         words = (program(job), "run", "--rm", *options(job), *_docker_mounts(job, forward))
         return (*words, job.image, *activate, *command)
@@ -89,7 +92,8 @@ def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> t
     given = ("env", *(f"{name}={value}" for name, value in job.env.items())) if job.env else ()
     if job.run_by == "singularity":
         words = (program(job), QUIET, "exec", *options(job), *_mounts(job), *_pwd(job))
-        return (*words, job.image, *activate, *given, *command)
+        own = sqsh.environment_words(_listed_libraries(job)) if is_sqsh(job) else ()
+        return (*words, job.image, *own, *activate, *given, *command)
     if command and command[0].startswith("dist-"):
         # Only images have dist-* programs; the installed package does not.
         python = f"{job.image}/bin/python3" if job.image else "python3"
@@ -120,9 +124,17 @@ def _activation(job: Job) -> tuple[str, ...]:
     return ("bash", "-c", _ACTIVATE, "bash", command) if command else ()
 
 
+def is_sqsh(job: Job) -> bool:
+    """Whether Singularity starts a plain squashfs; by its name where the file is not here."""
+    return job.run_by == "singularity" and (
+        job.image.endswith(pyxis.SUFFIXES) or sqsh.is_sqsh(Path(job.image))
+    )
+
+
 def shell(job: Job) -> tuple[str, ...]:
     """A shell in the job's image."""
-    if job.run_by == "singularity" and not job.env and not job.request.activate:
+    plain = not (job.env or job.request.activate or is_sqsh(job))
+    if job.run_by == "singularity" and plain:
         return (program(job), QUIET, "shell", *options(job), *_mounts(job), *_pwd(job), job.image)
     return start(job, ("bash",))
 
@@ -160,6 +172,8 @@ def modules(job: AnyJob) -> tuple[str, ...]:
     return runtime.modules if runtime.kind == job.run_by else ()
 
 
+_INHERITED = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+"""Expanded where it is used, to the image's own value: a plain value would replace it."""
 EDGES = """{{ head -c {bytes} {image}; tail -c {bytes} {image}; stat -L -c %s {image}; }} | sha256sum"""
 """Shell words that print the digest of both ends of a file and of its size.
 
@@ -176,7 +190,7 @@ _UNCLEAN = f"unset {' '.join(_CLEANING)}"
 
 def _unchanged(job: Job, digest: str) -> str:
     """Shell lines that end the job where its image is not the one that imgkit looked into, or is missing."""
-    if job.run_by == "singularity":
+    if job.run_by != "docker":
         found, digest = EDGES.format(bytes=EDGE_BYTES, image='"$image"'), f"{digest}  -"
     else:
         found = f"{shlex.quote(program(job))} image inspect --format '{{{{.Id}}}}' \"$image\""
@@ -196,15 +210,13 @@ def exports(job: Job) -> tuple[str, ...]:
     if job.bound is not None and job.bound.digest:
         lines.append(_unchanged(job, job.bound.digest))
     libraries = ":".join(_listed_libraries(job))
-    # Expanded where it is used, to the image's own value: a plain value would replace it.
-    inherited = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
     if job.run_by == "host":
         # There is no image, so the node agent has no system.json to read.
         lines += [f"export {name}={shlex.quote(value)}" for name, value in job.recipe.system.env.items()]
-        lines += [f'export LD_LIBRARY_PATH="{libraries}{inherited}"'] if libraries else []
-    elif job.run_by == "singularity" and libraries:
+        lines += [f'export LD_LIBRARY_PATH="{libraries}{_INHERITED}"'] if libraries else []
+    elif job.run_by == "singularity" and libraries and not is_sqsh(job):
         prefix = "APPTAINERENV" if PurePath(program(job)).name == "apptainer" else "SINGULARITYENV"
-        lines.append(f"export {prefix}_LD_LIBRARY_PATH='{libraries}{inherited}'")
+        lines.append(f"export {prefix}_LD_LIBRARY_PATH='{libraries}{_INHERITED}'")
     return tuple(lines)
 
 
@@ -305,7 +317,9 @@ def making(job: ImageJob) -> tuple[str, ...]:
     """The argv that makes the image of `job`."""
     request = job.request
     if isinstance(request, ConversionJobRequest):
-        return (*process.own_argv(), "sif", str(request.archive.absolute()), "-o", job.image)
+        stated = job.recipe.system.runtime.compression
+        packed = ("--compression", stated) if stated != "auto" else ()
+        return (*process.own_argv(), "sif", str(request.archive.absolute()), "-o", job.image, *packed)
     file = Path(request.build)
     built = str(file.absolute()) if file.suffix in _RECIPE_FILES else request.build
     base = ("--base-from", str(request.base_from.absolute())) if request.base_from is not None else ()

@@ -17,10 +17,11 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from imgkit_builder.delta import source, tree
 from imgkit_builder.delta.descriptor import CODE_PLACE
 from imgkit_builder.job.request import Job
 from imgkit_builder.sif import image, sqsh
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 from imgkit_entrypoints.launch import delta_check
 
 DROPPED = ("LANG", "LANGUAGE", "LC_ALL")
@@ -31,12 +32,21 @@ _START = (
     'case $line in PATH=/*) export "$line" ;; esac; done < /etc/environment; fi; '
 )
 """Sets PATH to that of the image's ENV, which enroot and imgkit write without quotes."""
+NEEDS_FILE = (
+    "imgkit binds its entry points only into a file: "
+    "enroot import -o NAME.sqsh docker://REGISTRY#NAME:TAG, then --image NAME.sqsh"
+)
+_HAS_ENTRY_POINTS = (
+    "command -v dist-run > /dev/null || "
+    f'{{ echo "imgkit: the image has no dist-run, so imgkit did not build it; {NEEDS_FILE}" >&2; exit 2; }}; '
+)
+SUFFIXES = (".sqsh", ".squashfs")
 _MOUNT = re.compile(r"[^\s,$\\\"'#:]+(:[^\s,$\\\"'#:]+){0,2}")
 
 
 def is_file(text: str) -> bool:
     """Whether an image is a file's path, and not a name of a registry."""
-    return text.endswith((".sqsh", ".squashfs")) or text.startswith(("/", "./", "../"))
+    return text.endswith(SUFFIXES) or text.startswith(("/", "./", "../"))
 
 
 def named(text: str, recipe: str, directory: Path) -> str:
@@ -71,6 +81,7 @@ def start(
     options: Sequence[str],
     mounts: Sequence[str],
     libraries: Sequence[str] = (),
+    activate: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """Options of srun, and the command that it starts in the container.
 
@@ -79,11 +90,14 @@ def start(
     options : of the recipe.
     mounts : ``SRC[:DEST[:ro]]`` of the host's folders.
     libraries : folders of the container that are searched for libraries before those of the image.
+    activate : words that activate an environment of the image, before the words that run in it.
     """
     folder, inside = str(job.directory), (f"/{CODE_PLACE}", delta_check.CODE_JSON)
     code = (f"{file}{path}:{path}:ro" for file in job.code_files for path in inside)
     whole = dict.fromkeys(one if ":" in one else f"{one}:{one}" for one in (*mounts, *code, folder))
     text = _START
+    if not is_file(job.image) and command[:1] and command[0].startswith("dist-"):
+        text += _HAS_ENTRY_POINTS
     if libraries:
         inherited = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
         text += f'export LD_LIBRARY_PATH="{":".join(libraries)}{inherited}"; '
@@ -97,7 +111,7 @@ def start(
         # The value stays in the environment alone, and the image's own value does not win.
         *((f"--container-env={','.join(job.names)}",) if job.names else ()),
         *options,
-        *("sh", "-c", f'{text}exec "$@"', "sh", *given, *command),
+        *("sh", "-c", f'{text}exec "$@"', "sh", *activate, *given, *command),
     )
 
 
@@ -116,7 +130,7 @@ def refuse(job: Job) -> None:
                 f"pyxis does not hand {name} on", where=f"--env {name}", hint=f"--env {name}=VALUE"
             )
     for text in (*job.binds, str(job.directory)):
-        if not _MOUNT.fullmatch(text):
+        if not mounts(text):
             raise UsageError(
                 f"pyxis cannot mount {text!r}",
                 where="--directory" if text == str(job.directory) else "--bind, or system.runtime.binds",
@@ -130,14 +144,41 @@ def refuse(job: Job) -> None:
         )
 
 
+def mounts(text: str) -> bool:
+    """Whether pyxis can mount `text`, ``SRC[:DEST[:ro]]``: what it writes into a line of fstab."""
+    return _MOUNT.fullmatch(text) is not None
+
+
 def doubts(job: Job) -> Iterator[str]:
     """Warnings: an image that only some nodes can start."""
-    path = Path(job.image)
-    if not sqsh.is_sqsh(path):
-        return
-    found = image.superblock(path)
-    if found is not None and found.compressor not in ("gzip", "xz", "lzo"):
+    if compressor := _newer_compressor(job):
         yield (
-            f"{path.name} is compressed with {found.compressor}: unsquashfs of RHEL 8 cannot read that; "
-            "imgkit sif --format sqsh writes gzip"
+            f"{Path(job.image).name} is compressed with {compressor}: unsquashfs of RHEL 8 cannot read that; "
+            "imgkit sif --compression gzip; or state system.runtime.compression: zstd, if all nodes can"
         )
+    if device := _device(Path(job.image)):
+        yield (
+            f"{Path(job.image).name} holds devices, as {device}, which an ordinary user cannot unpack: pyxis "
+            "starts it only where its administrator has set use_squashfuse=1; enroot import and imgkit sif "
+            "leave them out"
+        )
+
+
+def _device(path: Path) -> str:
+    """A device in /dev of the .sqsh; empty if there is none, or this machine cannot read the file."""
+    if not sqsh.is_sqsh(path):
+        return ""
+    try:
+        found = tree.children(source.in_file(path)[1], "dev")
+    except (CheckFailed, ToolMissing, UsageError):
+        return ""
+    names = sorted(name for name, node in found.items() if node.entry.kind in ("char", "block"))
+    return f"/dev/{names[0]}" if names else ""
+
+
+def _newer_compressor(job: Job) -> str:
+    """The compression of the .sqsh if some nodes may not read it; empty if all can, or the system says so."""
+    path = Path(job.image)
+    found = image.superblock(path) if sqsh.is_sqsh(path) else None
+    usual = ("gzip", "xz", "lzo", job.recipe.system.runtime.compression)
+    return found.compressor if found is not None and found.compressor not in usual else ""

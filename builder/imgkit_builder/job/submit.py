@@ -126,12 +126,11 @@ def prepare(recipe: str | Path, request: AnyRequest, code: CodeFolder | None = N
         making = resolve_image(target, request)
         return PreparedJob(job=making, script=systems.named(making.system).image_script(making))
     job = resolve(target, dataclasses.replace(request, image=request.image or default))
-    if job.run_by != "pyxis" and job.image and sqsh.is_sqsh(Path(job.image)):
-        what = "Singularity and Apptainer would start a .sqsh without the variables of its image"
+    if job.run_by not in ("pyxis", "singularity") and job.image and sqsh.is_sqsh(Path(job.image)):
         raise UsageError(
-            what if job.run_by == "singularity" else f"{job.run_by} does not start a .sqsh",
+            f"{job.run_by} does not start a .sqsh",
             where=job.image,
-            hint="make a .sif of the image: imgkit sif; or on a cluster with pyxis: --runtime pyxis",
+            hint="--runtime singularity; or on a cluster with pyxis: --runtime pyxis",
         )
     sif = Path(job.image) if image.is_sif(Path(job.image)) else None
     code_of.refuse_unused_bind(job, sif)
@@ -260,6 +259,9 @@ def _check_sif(job: Job) -> None:
         )
     if path.is_dir():
         return  # a sandbox: singularity runs it too
+    if job.delta is not None and sqsh.is_sqsh(path):
+        what = f"a delta lies over a .sif, and {path} is a .sqsh"
+        raise UsageError(what, where="--delta", hint="leave it out, or name the .sif: --image PATH")
     if job.delta is not None:
         _check_delta(job, job.delta)
     if foreign := foreign_image(job):
@@ -271,9 +273,8 @@ def foreign_image(job: AnyJob) -> UsageError | None:
     path, arch = Path(job.image), ""
     if isinstance(job, Job) and job.run_by == "singularity" and image.is_sif(path):
         arch = image.read(path).arch
-    elif isinstance(job, Job) and job.run_by == "pyxis" and sqsh.is_sqsh(path):
-        record = sqsh.record(path)
-        arch = record.arch if record else ""  # another program's does not state it
+    elif isinstance(job, Job) and job.run_by in ("pyxis", "singularity") and sqsh.is_sqsh(path):
+        arch = baked.arch(path)
     if not arch:
         return None
     wanted = {platform.removeprefix("linux/") for platform in job.recipe.platforms}

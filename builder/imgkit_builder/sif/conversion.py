@@ -26,8 +26,8 @@ from imgkit_builder.sif.mksquashfs import Limits
 from imgkit_builder.sif.runtime import Capabilities, RuntimeTool, find_runtime, run, scratch_env
 from imgkit_builder.sif.workspace import Workspace
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.system import CompressionChoice
 
-CompressionChoice = Literal["auto", "zstd", "gzip"]
 WriterChoice = Literal["auto", "imgkit", "runtime"]
 Format = Literal["sif", "sqsh"]
 """What is written: a .sif, or the .sqsh that enroot, pyxis and ch-run start."""

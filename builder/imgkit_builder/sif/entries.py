@@ -23,7 +23,7 @@ from imgkit_builder.oci.config import ImageConfig, epoch
 
 META = ".singularity.d"
 """Folder of the runtime's own files."""
-_LIBS = f"/{META}/libs"
+LIBS = f"/{META}/libs"
 """Where a runtime binds the libraries of ``--nv``."""
 ENVIRONMENT = f"{META}/env/10-docker2singularity.sh"
 """Script with the variables of the image's configuration; the runtimes write one, too."""
@@ -42,7 +42,7 @@ _EMPTY = ("etc/hosts", "etc/resolv.conf")
 
 _BASE = f"""#!/bin/sh
 # The runtime sets the variables of the user directly after this file.
-LD_LIBRARY_PATH="${{LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}}{_LIBS}"
+LD_LIBRARY_PATH="${{LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}}{LIBS}"
 export LD_LIBRARY_PATH
 """
 _RUNSCRIPT = """#!/bin/sh

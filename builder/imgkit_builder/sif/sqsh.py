@@ -24,7 +24,7 @@ import os
 import posixpath
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from imgkit_builder.archive import sidecar
@@ -190,6 +190,36 @@ def _rc(config: ImageConfig) -> str:
         cmd="".join(f" {shlex.quote(word)}" for word in cmd),
         entrypoint=f"{shlex.join(entrypoint)} " if entrypoint else "",
     )
+
+
+_READ = (
+    f"if [ -r /{ENVIRONMENT} ]; then "
+    'while IFS= read -r line || [ "$line" ]; do '
+    "name=${line%%=*}; value=${line#*=}; "
+    f'case $name in "$line" | "" | [0-9]* | *[!A-Za-z0-9_]* | {_RESERVED}*) continue ;; esac; '
+    """case $value in [\\'\\"\\\\]*[\\'\\"\\\\]) value=${value#?}; value=${value%?} ;; esac; """
+    f'export "$name=$value"; done < /{ENVIRONMENT}; fi; '
+)
+"""Sets what `variables` reads."""
+_LIBS = (
+    f"libs={entries.LIBS}; "
+    'if [ -d "$libs" ]; then case ":${LD_LIBRARY_PATH-}:" in *":$libs:"*) ;; '
+    '*) export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$libs" ;; esac; fi; '
+)
+
+
+def environment_words(libraries: Sequence[str]) -> tuple[str, ...]:
+    """Words before a command in a container of Singularity, which sets nothing that a .sqsh states.
+
+    They set the image's variables, and find the libraries of ``--nv`` after the image's own.
+
+    Parameters
+    ----------
+    libraries : folders of the container that are searched for libraries first.
+    """
+    inherited = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+    first = f'export LD_LIBRARY_PATH="{":".join(libraries)}{inherited}"; ' if libraries else ""
+    return ("sh", "-c", f'{_READ}{first}{_LIBS}exec "$@"', "sh")
 
 
 _PADDING_BYTES = 1 << 20

@@ -408,6 +408,7 @@ def _sif_request(
         base_from=request.base_from,
         options=Options(
             runtime=request.runtime,
+            compression=loaded.system.runtime.compression,
             module_hint=module_line(loaded.system) or None,
             tmpdir=request.tmpdir,
             force=request.no_cache or request.pull,

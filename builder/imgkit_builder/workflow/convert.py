@@ -23,7 +23,7 @@ from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 if TYPE_CHECKING:
     from imgkit_builder.archive.sidecar import Sidecar
     from imgkit_builder.sif.conversion import Converted, EngineImage, Format, Helper, Options, Source
-    from imgkit_entrypoints.system import SystemFacts
+    from imgkit_entrypoints.system import CompressionChoice, SystemFacts
 
 Origin = Literal["archive", "daemon", "layers", "oci"]
 """Where an image comes from, and how: ``daemon`` and ``layers`` are two ways to read it from an engine."""
@@ -39,8 +39,8 @@ class ConversionRequest:
     """None: a file is an archive, and an image comes from the engine by the faster method."""
     format: Format | None = None
     """None: ``sqsh`` where the name of the file ends so, else ``sif``."""
-    compression: Literal["auto", "zstd", "gzip"] = "auto"
-    """``auto``: for a .sif zstd if this machine can write and mount it, else gzip."""
+    compression: CompressionChoice = "auto"
+    """``auto``: as `compression_for` the system of the image."""
     writer: Literal["auto", "imgkit", "runtime"] = "auto"
     """Who writes the file; ``auto``: imgkit if something here squashes, else Singularity or Apptainer."""
     tmpdir: Path | None = None
@@ -118,7 +118,7 @@ def _prepared(
             runtime=request.runtime,
             module_hint=module_line(system),
             format=format,
-            compression=request.compression,
+            compression=compression_for(system, request.compression),
             writer=request.writer,
             direct=direct,
             tmpdir=request.tmpdir,
@@ -129,6 +129,14 @@ def _prepared(
             helper=helper(source if isinstance(source, EngineImage) else None),
         )
         yield source, Path(sif or f"{stem(image)}.{format}"), options
+
+
+def compression_for(system: SystemFacts | None, wanted: CompressionChoice = "auto") -> CompressionChoice:
+    """`wanted`, else what the system states.
+
+    ``auto`` is left where neither chooses: gzip in a .sqsh, and in a .sif zstd if this machine mounts that.
+    """
+    return wanted if wanted != "auto" or system is None else system.runtime.compression
 
 
 def _format(target: str | Path | None, request: ConversionRequest) -> Format:

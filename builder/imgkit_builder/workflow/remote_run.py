@@ -116,7 +116,7 @@ def _chosen(recipe: str, given: Request, project: ProjectFile | None, default: s
         raise UsageError(
             "imgkit run sends a .sif, and this is a .sqsh",
             where=word,
-            hint="name the recipe or the archive; or copy the file yourself: rsync -P",
+            hint="name the recipe or the archive; or copy the file there (rsync -P), and: --image PATH",
         )
     folder = project.file.parent if project and project.recipe and not recipe else Path()
     sif = folder / f"{stem(word)}.sif"
@@ -433,10 +433,11 @@ def _converted(request: _SendRequest, report: Reporter) -> str:
     """Make the .sif here; the result is its name in the store."""
     from imgkit_builder.sif import convert, image
     from imgkit_builder.sif.conversion import Options
-    from imgkit_builder.workflow.convert import engine_image, helper
+    from imgkit_builder.workflow.convert import compression_for, engine_image, helper
+    from imgkit_builder.workflow.names import system_of
 
     with engine_image(request.recipe) as source:
-        options = Options(helper=helper(source))
+        options = Options(compression=compression_for(system_of(request.recipe)), helper=helper(source))
         return image.store_name(convert.convert(source, request.sif, options, report).record)
 
 

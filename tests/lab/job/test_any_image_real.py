@@ -1,4 +1,4 @@
-"""``imgkit submit --image`` with images that imgkit did not build, on a real Slurm of two nodes."""
+"""``imgkit submit --image`` with images that imgkit did not build, on a real Slurm."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import site_images
-from labkit import IMGKIT, ROOT, Cluster, Done, slurm_marks, until
+from labkit import IMGKIT, ROOT, Cluster, Done, run, slurm_marks, until
 from remotekit import FarSite, far_host, login_node
 
 from imgkit_entrypoints import __version__
@@ -20,6 +20,7 @@ from imgkit_entrypoints import __version__
 ONE = ("--device", "cpu", "--nproc", "1")
 COUNT = ("dist-run", *ONE, "--grace", "20", "save_and_resume.py")
 SITE = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m", "--nodes", "2")
+SPARED = ("dist-run", *ONE, "--lost-after", "4", "--grace", "20")
 CHOICES = {
     "debian": (),
     "venv": ("--python", f"/{site_images.VENV}/bin/python"),
@@ -32,7 +33,7 @@ pytestmark = [*slurm_marks, pytest.mark.xdist_group("any-image")]
 
 @dataclass(frozen=True, kw_only=True)
 class Site(Cluster):
-    """A login node, two nodes, and the folder in which the jobs run."""
+    """A login node, two nodes, in the soak three, and the folder in which the jobs run."""
 
     folder: Path
 
@@ -42,7 +43,9 @@ class Site(Cluster):
         return self("exec", "login", "--cwd", self.folder, "--", *IMGKIT, *words, env=env)
 
     def submit(self, name: str, *words: object) -> str:
-        done = self.imgkit("submit", "mn5", *SITE, "--image", f"{name}.sif", *CHOICES[name], *words)
+        image = name if "." in name else f"{name}.sif"
+        chosen = CHOICES[name.partition(".")[0]]
+        done = self.imgkit("submit", "mn5", *SITE, "--image", image, *chosen, *words)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -76,7 +79,7 @@ def site(standin: str, request: pytest.FixtureRequest) -> Iterator[Site]:
         for _ in zip(names, site_images.write(standin, made.folder), strict=False):
             pass
         shutil.copy(ROOT / "examples/save_and_resume.py", made.folder)
-        made.up(2, "--cpus", "80")
+        made.up(3 if request.config.getoption("--soak") else 2, "--cpus", "80")
         yield made
     finally:
         made.down()
@@ -84,7 +87,8 @@ def site(standin: str, request: pytest.FixtureRequest) -> Iterator[Site]:
 
 
 @pytest.mark.parametrize(
-    "name", ["debian", *(pytest.param(name, marks=pytest.mark.soak) for name in ("venv", "conda"))]
+    "name",
+    ["debian", *(pytest.param(name, marks=pytest.mark.soak) for name in ("venv", "conda", "venv.sqsh"))],
 )
 def test_image_of_a_site_runs_is_stopped_and_resumes(site: Site, name: str) -> None:
     job = site.submit(name, "--", *COUNT, "60")
@@ -99,6 +103,70 @@ def test_image_of_a_site_runs_is_stopped_and_resumes(site: Site, name: str) -> N
     assert "finished at 60" in told, told
     assert site.record(job) == __version__
     assert (site.folder / f"runs/mn5-{job}").is_dir()
+
+
+@pytest.mark.parametrize(
+    "name", ["debian.sqsh", *(pytest.param(name, marks=pytest.mark.soak) for name in ("debian", "venv"))]
+)
+def test_node_without_a_mounted_folder_is_named(site: Site, name: str) -> None:
+    place = Path("/run/imgkit-only-node1")  # each node has a /run of its own
+    made = site("exec", "node1", "--", "mkdir", "-p", place)
+    assert made.returncode == 0, made.stderr
+    job = site.submit(name, "--bind", place, "--", "dist-hello", *ONE)
+    told = site.ended(job)
+    assert f"imgkit: node node2 has no {place}, which the job mounts (--bind, " in told, told
+    assert "node1 has no" not in told
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["debian", "venv.sqsh"])
+def test_spare_takes_over_in_an_image_of_a_site(site: Site, name: str) -> None:
+    job = site.submit(name, "--nodes", "2+1", "--", *SPARED, "save_and_resume.py", "60")
+    site.until(lambda: "starts at 0" in site.told(job), job)
+    site("exec", "node2", "--", "pkill", "-KILL", "-f", "imgkit_entrypoints dist-run")
+    told = site.ended(job)
+    assert "attempt 2 starts" in told, told
+    assert "finished at 60" in told, told
+    assert (site.folder / f"runs/mn5-{job}/result").read_text() == f"{job}.0 0\n"
+
+
+PYXIS = """\
+image: {base: "imgkit.local/standin:24.03", platform: amd64}
+system: {scheduler: slurm, runtime: {kind: pyxis}, node: {gpus: 0, cpus: 2}}
+"""
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param("ch-run", marks=pytest.mark.charliecloud),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("apptainer", "singularity", "enroot")),
+    ],
+)
+def test_sqsh_for_pyxis_is_looked_into_where_it_is_submitted(
+    site: Site, program: str, tmp_path: Path
+) -> None:
+    if shutil.which(program) is None:
+        pytest.skip(f"no {program} here")
+    (site.folder / "pyxis.yaml").write_text(PYXIS)
+    place = str(shutil.which(program))
+    # All programs but other starters; not those of this PATH count in the container.
+    own = [*Path("/usr/bin").iterdir(), *Path(place).parent.glob(f"{program}*")]
+    for path in {one.name: one for one in own if one.name != "ch-run" or program == "ch-run"}.values():
+        (tmp_path / path.name).symlink_to(path)
+    env = {"PATH": str(tmp_path), "XDG_CACHE_HOME": f"{tmp_path}/cache", "USER": "root"}
+    words = (*IMGKIT, "submit", "pyxis.yaml", "--dry-run", "--time", "5m", "--image", "debian.sqsh")
+    done = run(*words, "--", "dist-hello", folder=site.folder, env=env)
+    assert done.returncode == 0, done.stderr
+    assert f"/imgkit_entrypoints:/{site_images.SYSTEM}/imgkit_entrypoints:ro," in done.stdout
+    assert "/usr/bin/python3 -I -m imgkit_entrypoints dist-hello" in done.stdout
+    refused = run(*words, "--python", "/opt/none", "--", "dist-hello", folder=site.folder, env=env)
+    assert refused.returncode == 2
+    assert "found no Python in it: no program /opt/none" in refused.stderr
+    (tmp_path / program).unlink()
+    lacking = run(*words, "--python", "python3", "--", "dist-hello", folder=site.folder, env=env)
+    assert lacking.returncode == 3
+    assert "nothing here starts a .sqsh" in lacking.stderr
 
 
 def test_image_that_changed_after_the_submission_is_not_started(site: Site) -> None:
@@ -183,6 +251,19 @@ def test_image_that_a_remote_has_runs_without_a_build(site: Site, far: FarSite) 
     assert "found no Python in it: no program python3" in refused.stderr
     absent = far.imgkit("run", "--on", "far", "--image", "/none.sif", "--time", "5m", "--", *count)
     assert "/none.sif does not exist or cannot be read on the remote" in absent.stderr
+
+
+@pytest.mark.soak
+@pytest.mark.sshd
+def test_sqsh_that_a_remote_has_runs(site: Site, far: FarSite) -> None:
+    words = ("run", "--on", "far", "--image", site.folder / "venv.sqsh", *CHOICES["venv"], "--time", "5m")
+    done = far.imgkit(*words, "--nodes", "2", "--", "dist-hello", *ONE)
+    assert done.returncode == 0, done.stderr
+    assert "all_reduce of ones: 2" in done.stdout
+    refused = far.imgkit("run", site.folder / "venv.sqsh", "--on", "far", "--", "dist-hello")
+    assert refused.returncode == 2
+    assert "imgkit run sends a .sif, and this is a .sqsh" in refused.stderr
+    assert "--image PATH" in refused.stderr
 
 
 @pytest.mark.soak

@@ -196,6 +196,17 @@ def test_printed_lines_of_torch_s_launcher_run(cluster: Nodes) -> None:
     assert "all_reduce of ones: 2" in done.stdout, done.stderr
 
 
+@pytest.mark.parametrize("form", ["launcher", "ssh", pytest.param("direct", marks=pytest.mark.soak)])
+def test_host_without_a_mounted_folder_is_named(cluster: Nodes, form: str) -> None:
+    place = "/run/imgkit only here"  # each node has a /run of its own
+    assert cluster.on("node1", "mkdir", "-p", place).returncode == 0
+    done = cluster.on("login", *cluster.job("submit", *FORMS[form], "--bind", place, command=("true",)))
+    assert done.returncode == 2, done.stderr
+    told = done.stdout + done.stderr
+    assert f"imgkit: node node2 has no {place}, which the job mounts (--bind, " in told, told
+    assert "node1 has no" not in told
+
+
 def test_other_order_than_mpirun_s_is_refused(cluster: Nodes) -> None:
     done = cluster.on("node2", *cluster.job("submit", command=("dist-hello",)))
     assert done.returncode == 2

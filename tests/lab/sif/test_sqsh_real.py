@@ -20,6 +20,7 @@ from stored_images import archive, only
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.examine.verify import verify
+from imgkit_builder.job import submit
 from imgkit_builder.job.request import Request
 from imgkit_builder.sif import convert
 from imgkit_builder.sif import sqsh as sqsh_files
@@ -295,11 +296,34 @@ def test_verbs_of_a_sif_refuse_a_sqsh_by_name(
     assert why in refused(folder, *words, sqsh)
 
 
-def test_no_job_starts_a_sqsh_by_singularity(refused: Callable[..., str], folder: Path, sqsh: Path) -> None:
+@pytest.mark.singularity
+@pytest.mark.parametrize("runtime", ["singularity", pytest.param("apptainer", marks=pytest.mark.soak)])
+def test_singularity_starts_it_with_its_variables(
+    folder: Path, sqsh: Path, as_user: Sequence[str], runtime: str
+) -> None:
     plain = folder / "plain.sqsh"
     plain.symlink_to(sqsh)
-    words = ("submit", "cpu", "--runtime", "singularity", "--dry-run", "--image", plain, "--", "dist-env")
-    assert "would start a .sqsh without the variables of its image" in refused(folder, *words)
+    request = Request(
+        image=str(plain), command=("env",), runtime="singularity", env=("MINE=1",), directory=folder
+    )
+    text = submit.prepare("cpu", request).script.text.replace("singularity", runtime, 1)
+    library = folder / "libimgkit.so.1"
+    library.touch()
+    # Bound as the libraries of --nv are; without a file of the image's own, no runtime puts them on the path.
+    libraries = f"{runtime.upper()}_CONTAINLIBS={library}"
+    found = output(*as_user, "HOME=/", libraries, "sh", "-c", text, folder="/").splitlines()
+    plain.unlink()
+    library.unlink()
+    assert "LD_LIBRARY_PATH=/.singularity.d/libs" in found
+    assert {*ENV, "MINE=1"} - {"TWICE=1"} <= {*found}
+    assert not {"TWICE=1", "OLD=1"} & {*found}
+
+
+def test_runtimes_that_start_no_sqsh_refuse_it(refused: Callable[..., str], folder: Path, sqsh: Path) -> None:
+    plain = folder / "plain.sqsh"
+    plain.symlink_to(sqsh)
+    words = ("submit", "cpu", "--runtime", "docker", "--dry-run", "--image", plain, "--", "dist-env")
+    assert "docker does not start a .sqsh" in refused(folder, *words)
     plain.unlink()
 
 

@@ -7,7 +7,7 @@ from typing import NoReturn
 from imgkit_builder.job import container, quoting
 from imgkit_builder.job.quoting import line
 from imgkit_builder.job.request import Job, Script, SubmittedJob
-from imgkit_builder.job.systems import System
+from imgkit_builder.job.systems import System, with_folders
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
 
@@ -44,7 +44,8 @@ class Local(ForegroundSystem):
         if job.run_by == "docker" and job.request.interactive:
             # Only on request: docker refuses to use a pipe as a terminal.
             words = with_options(job, words, "--interactive", "--tty")
-        words = with_settings(job, with_options(job, words, *map(quoting.option, job.request.options)))
+        words = with_options(job, words, *map(quoting.option, job.request.options))
+        words = with_settings(job, with_folders(job, words))
         return Script(text=line(words) + "\n", submit=words, foreground=True)
 
 

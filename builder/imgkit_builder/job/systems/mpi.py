@@ -13,7 +13,13 @@ from imgkit_builder.job import container, quoting
 from imgkit_builder.job.quoting import line
 from imgkit_builder.job.request import Job, Script, flag
 from imgkit_builder.job.ssh import fanout
-from imgkit_builder.job.systems import local, part_of_nodes, program_starts_once, spare_waits_for_nothing
+from imgkit_builder.job.systems import (
+    local,
+    part_of_nodes,
+    program_starts_once,
+    spare_waits_for_nothing,
+    with_folders,
+)
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
@@ -135,7 +141,8 @@ def _by_mpirun(job: Job) -> Script:
     more = (*(word for name in job.names for word in ("-x", name)), *more)
     if job.run_by == "host":
         more = ("-x", "PATH", *more)  # ssh sets another one on the other hosts, without the venv
-    command = local.with_settings(job, container.start(job, job.command, forward=FORWARD))
+    start = with_folders(job, container.start(job, job.command, forward=FORWARD))
+    command = local.with_settings(job, start)
     if job.flags(MpiFlags).direct:
         ranks = _ranks(job)
         where = ("-H", ",".join(f"{host}:{ranks}" for host in hosts)) if hosts else ()
@@ -215,7 +222,7 @@ def _head(job: Job) -> str:
 
 
 def _started(job: Job, command: Sequence[str]) -> tuple[str, ...]:
-    return local.with_settings(job, container.start(job, command))
+    return local.with_settings(job, with_folders(job, container.start(job, command)))
 
 
 def _guarded(job: Job, command: Sequence[str]) -> tuple[str, ...]:
@@ -226,7 +233,7 @@ def _guarded(job: Job, command: Sequence[str]) -> tuple[str, ...]:
     words = container.start(job, fanout.guarded(command, sent))
     if job.run_by == "docker":
         words = local.with_options(job, words, "--interactive")
-    return local.with_settings(job, words)
+    return local.with_settings(job, with_folders(job, words))
 
 
 def _sent(job: Job) -> fanout.Sent:
@@ -286,5 +293,5 @@ def _shell(job: Job) -> Script:
     shell = container.shell(job)
     if job.run_by == "docker":
         shell = local.with_options(job, shell, "--interactive", "--tty")
-    words = ("ssh", "-t", _hosts(job)[0], _remote(job, local.with_settings(job, shell)))
+    words = ("ssh", "-t", _hosts(job)[0], _remote(job, local.with_settings(job, with_folders(job, shell))))
     return Script(text=line(words) + "\n", submit=words, foreground=True)

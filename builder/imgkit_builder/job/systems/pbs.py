@@ -233,7 +233,7 @@ def _interactive(job: Job) -> Script:
         "# In the shell that it gives, on one of the nodes:",
         *(f"#   module load {name}" for name in container.modules(job)),
         *(f"#   {text}" for text in container.exports(job)),
-        *(f"#   {text}" for text in line(container.shell(job)).split("\n")),
+        *(f"#   {text}" for text in line(with_folders(job, container.shell(job))).split("\n")),
         "# On all nodes: imgkit submit --dry-run ... > job.sh, without --interactive; here: bash job.sh",
     )
     return Script(text="\n".join((*comments, line(words), "")), submit=words, foreground=True)

@@ -245,10 +245,12 @@ def _typed(job: Job) -> str:
     """The line that runs in the allocation: the command on all nodes, or a shell on the first one."""
     modules = [f"module load {shlex.quote(name)}" for name in container.modules(job)]
     cpus = (f"--cpus-per-task={job.cpus}",) if job.cpus else ()
-    own = job.recipe.system.queue.srun
+    own, shell = job.recipe.system.queue.srun, container.shell(job)
+    if job.run_by != "pyxis":  # whose words are first options of srun
+        shell = with_folders(job, shell)
     words = (
         _start(job, _container(job))
         if job.command
-        else ("srun", "--nodes=1", "--ntasks=1", *cpus, *own, "--pty", *container.shell(job))
+        else ("srun", "--nodes=1", "--ntasks=1", *cpus, *own, "--pty", *shell)
     )
     return " && ".join((*modules, *container.exports(job), " ".join(("exec", *map(quote, words)))))

@@ -130,6 +130,7 @@ def test_chosen_python_of_imgkit_s_own_image_is_bound_over_it(tmp_path: Path) ->
         (fake(version="3.9.18"), {}, "/opt/venv/bin/python, is 3.9.18; the entry points need Python 3.10"),
         (fake(version="2.7.5", site=""), {}, "is 2.7.5; the entry points need"),
         (fake(torch=""), {}, "is 3.11.2 and has no torch"),
+        (fake(machine="aarch64"), {}, "is 3.11.2 and for aarch64, but the nodes are amd64"),
         (fake(torch="2.5.1+rocm6.2"), {}, "torch 2.5.1+rocm6.2 of this image is for AMD GPUs"),
         (fake(site=""), {}, "has no folder of packages"),
         (fake(site="/opt/a:b"), {}, "has no folder of packages"),
@@ -259,7 +260,8 @@ def test_image_of_podman_is_known_by_its_id(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("recipe", ["mn5", "olivia-eap"])
 def test_script_with_an_activation_passes_shellcheck(tmp_path: Path, recipe: str) -> None:
     request = dataclasses.replace(HELLO, directory=tmp_path, nodes="2", activate="$WITH_CONDA")
-    made = bound.bind(resolve(find(recipe), request), fake())
+    machine = "x86_64" if recipe == "mn5" else "aarch64"
+    made = bound.bind(resolve(find(recipe), request), fake(machine=machine))
     checked(systems.named(made.system).script(made).text)
 
 

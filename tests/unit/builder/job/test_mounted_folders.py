@@ -13,6 +13,7 @@ import pytest
 from imgkit_builder.job import systems
 from imgkit_builder.job.request import Job, Request
 from imgkit_builder.job.resolve import resolve
+from imgkit_builder.job.systems.mpi import MpiFlags
 from imgkit_builder.recipe.targets import find
 
 
@@ -43,6 +44,36 @@ def test_secret_that_a_node_lacks_is_named(tmp_path: Path) -> None:
 def test_command_starts_with_its_own_words(tmp_path: Path) -> None:
     done = started(job(tmp_path, binds=(str(tmp_path),)), "printf", "%s|", "--", "a b", "$c", "")
     assert (done.returncode, done.stdout) == (0, "--|a b|$c||")
+
+
+SHELL = {"interactive": True, "command": ()}
+HOSTS = MpiFlags(hosts="a,b")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "looks"),
+    [
+        ("mn5", SHELL, 1),
+        ("mn5", {"interactive": True}, 1),
+        ("olivia-eap", SHELL, 1),
+        ("lambda", {"system_flags": (HOSTS,)}, 1),
+        ("lambda", {"system_flags": (dataclasses.replace(HOSTS, direct=True),)}, 1),
+        ("lambda", {"system_flags": (dataclasses.replace(HOSTS, ssh=True),)}, 2),
+        ("lambda", {"system_flags": (dataclasses.replace(HOSTS, hosts="a"),), **SHELL}, 1),
+        ("lambda", {"system_flags": (dataclasses.replace(HOSTS, ssh=True),), "runtime": "singularity"}, 2),
+        ("cpu", {}, 1),
+        ("cpu", SHELL, 1),
+    ],
+)
+def test_each_start_looks_before_the_container(
+    tmp_path: Path, recipe: str, given: dict[str, Any], looks: int
+) -> None:
+    made = job(tmp_path, recipe, binds=("/data/v1:/in:ro",), **given)
+    script = systems.named(made.system).script(made)
+    told = [line for line in script.text.splitlines() if "torch.distributed.launch" not in line]
+    assert "\n".join(told).count("/data/v1 -- ") == looks
+    for _, line in script.remote:
+        assert line.index("/data/v1 -- ") < line.index("/data/v1:/in:ro")
 
 
 @pytest.mark.parametrize("recipe", ["mn5", "olivia-eap"])

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import posixpath
+import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import small_sif
@@ -15,14 +18,14 @@ import small_sif
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.delta import code as code_delta
 from imgkit_builder.job import bound, code, container, submit
-from imgkit_builder.job.request import BuildJobRequest, Job, Request
+from imgkit_builder.job.request import BuildJobRequest, ConversionJobRequest, Job, Request
 from imgkit_builder.job.resolve import resolve, resolve_image
 from imgkit_builder.oci import manifest as manifest_of
 from imgkit_builder.oci.manifest import MANIFEST_JSON, BaseImage, Manifest
 from imgkit_builder.recipe.targets import Target, find
 from imgkit_builder.sif import sqsh
 from imgkit_entrypoints import system
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.errors import ToolMissing, UsageError
 from imgkit_entrypoints.system import Fabric, Runtime
 
 MANIFEST = Manifest(
@@ -68,7 +71,7 @@ def started(of: Job, environment: Path, *command: str) -> str:
 def squashed(path: Path, *, manifest: bool = True, arch: str = "amd64", compression: str = "gzip") -> Path:
     """A .sqsh with the system of `recipe`; without a manifest, as another program writes it."""
     folder = path.parent / f"{path.name}.folder"
-    (folder / "opt/imgkit").mkdir(parents=True)
+    (folder / "opt/imgkit").mkdir(parents=True, exist_ok=True)
     (folder / system.SYSTEM_JSON.relative_to("/")).write_text(system.to_json(recipe().system))
     if manifest:
         (folder / MANIFEST_JSON.lstrip("/")).write_text(manifest_of.to_json(MANIFEST))
@@ -188,10 +191,36 @@ def test_delta_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("flag", ["python", "activate"])
-def test_flags_of_other_images_are_refused(flag: str) -> None:
-    with pytest.raises(UsageError, match="pyxis binds nothing into an image") as caught:
-        bound.is_foreign(job(**{flag: "/opt/venv/bin/python"}))
+def test_image_of_a_registry_is_not_looked_into(flag: str) -> None:
+    with pytest.raises(
+        UsageError, match="imgkit does not look into me/x:1, an image of a registry"
+    ) as caught:
+        bound.is_foreign(job(image="me/x:1", **{flag: "/opt/venv/bin/python"}))
     assert caught.value.where == f"--{flag}"
+    assert str(caught.value.hint).endswith("then --image NAME.sqsh")
+
+
+def test_image_of_a_registry_without_entry_points_ends_with_the_way(tmp_path: Path) -> None:
+    argv = words(job(image="me/x:1"))
+    env = {**os.environ, "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(argv[argv.index("sh") :], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the image has no dist-run, so imgkit did not build it" in done.stderr
+    assert "enroot import -o NAME.sqsh docker://" in done.stderr
+    (tmp_path / "dist-run").symlink_to("/bin/true")
+    (tmp_path / "dist-hello").symlink_to("/bin/true")
+    env["PATH"] += f":{tmp_path}"
+    subprocess.run(argv[argv.index("sh") :], env=env, check=True)
+    assert "has no dist-run" not in str(words(job(image="me/x:1", command=("true",))))
+
+
+@pytest.mark.parametrize(("stated", "words"), [("auto", ()), ("zstd", ("--compression", "zstd"))])
+def test_job_that_writes_the_sqsh_compresses_as_the_system_states(
+    stated: Any, words: tuple[str, ...]
+) -> None:
+    request = ConversionJobRequest(archive=Path("/a.tar"), directory=Path("/home/me/run"), time="1h")
+    made = resolve_image(recipe(compression=stated), request)
+    assert container.making(made)[-2 - len(words) :] == ("-o", "/home/me/run/cpu.sqsh", *words)
 
 
 def test_build_of_a_sif_is_refused() -> None:
@@ -220,19 +249,47 @@ def test_signature_of_a_sqsh_is_checked_and_of_a_name_not() -> None:
         submit.signed_files(job(image="ubuntu"))
 
 
-@pytest.mark.parametrize(
-    ("runtime", "what"),
-    [
-        ("singularity", "Singularity and Apptainer would start a .sqsh without the variables of its image"),
-        ("host", "host does not start a .sqsh"),
-    ],
-)
-def test_other_runtimes_refuse_a_sqsh(tmp_path: Path, runtime: Any, what: str) -> None:
+def test_runtimes_that_start_no_sqsh_refuse_it(tmp_path: Path) -> None:
     image = squashed(tmp_path / "a.sqsh")
     with pytest.raises(UsageError) as caught:
-        submit.prepare(image, dataclasses.replace(HELLO, directory=tmp_path, runtime=runtime))
-    assert (caught.value.what, caught.value.where) == (what, str(image))
-    assert "--runtime pyxis" in str(caught.value.hint)
+        submit.prepare(image, dataclasses.replace(HELLO, directory=tmp_path, runtime="host"))
+    assert (caught.value.what, caught.value.where) == ("host does not start a .sqsh", str(image))
+    assert "--runtime singularity" in str(caught.value.hint)
+
+
+def test_singularity_gets_the_variables_of_a_sqsh(tmp_path: Path) -> None:
+    image = squashed(tmp_path / "a.sqsh")
+    request = dataclasses.replace(HELLO, directory=tmp_path, runtime="singularity", env=("B=job",))
+    made = submit.prepare(image, request).job
+    assert isinstance(made, Job)
+    submit.before_submission(made)
+    file = tmp_path / "environment"
+    file.write_text("PATH=/usr/bin:/bin\nA='$(date)'\nB=image\nQ=  a \nENROOT_X=1\n1X=1\nno\nE=")
+    argv = container.start(made, ("printenv", "A", "B", "Q", "E"))
+    inside = [word.replace("/etc/environment", str(file)) for word in argv[argv.index(str(image)) + 1 :]]
+    assert subprocess.check_output(inside, text=True) == "$(date)\njob\n  a \n\n"
+    names = subprocess.check_output([*inside[: inside.index("printenv")], "env"], text=True)
+    assert "ENROOT_X" not in names
+    assert "1X" not in names
+
+
+@pytest.mark.parametrize("libraries", ["", "/own", "/own:/.singularity.d/libs"])
+def test_libraries_of_the_host_and_of_the_gpu_are_found(tmp_path: Path, libraries: str) -> None:
+    of = recipe(host_libs=("/opt/aws",))
+    made = job(of, runtime="singularity", image="/far/a.sqsh", directory=tmp_path)
+    argv = [word.replace("libs=/.singularity.d/libs", "libs=/usr/bin") for word in words(made)]
+    argv = argv[argv.index("/far/a.sqsh") + 1 : argv.index("dist-hello")]
+    env = {"PATH": "/usr/bin:/bin", "LD_LIBRARY_PATH": libraries.replace("/.singularity.d/libs", "/usr/bin")}
+    found = subprocess.check_output([*argv, "printenv", "LD_LIBRARY_PATH"], env=env, text=True)
+    assert found == {"": "/opt/aws:/usr/bin\n"}.get(libraries, "/opt/aws:/own:/usr/bin\n")
+    assert not [line for line in container.exports(made) if "LD_LIBRARY_PATH" in line]
+
+
+def test_delta_over_a_sqsh_is_refused(tmp_path: Path) -> None:
+    image = squashed(tmp_path / "a.sqsh")
+    made = job(runtime="singularity", image=str(image), directory=tmp_path)
+    with pytest.raises(UsageError, match=r"a delta lies over a .sif, and .*a.sqsh is a .sqsh"):
+        submit.before_submission(dataclasses.replace(made, delta=cast("Any", object())))
 
 
 def test_sqsh_for_other_nodes_is_refused(tmp_path: Path) -> None:
@@ -250,13 +307,96 @@ def test_missing_sqsh_is_refused_before_the_queue(tmp_path: Path, text: str | No
         submit.before_submission(job(directory=tmp_path))
 
 
+SEEN = {"version": "3.11.2", "path": "/opt/x/bin/python", "machine": "x86_64", "site": "/opt/x/site-packages"}
+STARTERS = ("apptainer", "singularity", "ch-run", "enroot")
+
+
+@pytest.fixture
+def starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+    """Fakes of programs that start a .sqsh: each notes its arguments, and its image's Python answers."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    for name in ("sh", "head", "tail", "stat", "sha256sum", "mksquashfs", "env"):
+        (folder / name).symlink_to(str(shutil.which(name)))
+    monkeypatch.setenv("PATH", str(folder))
+
+    def write(name: str, code: int = 0, **seen: str) -> Path:
+        noted = tmp_path / f"{name}.words"
+        found = {**SEEN, "torch": "2.5.1", "entry_points": "", "built": False, **seen}
+        said = "FATAL: it is broken" if code else f"IMGKIT-PYTHON {json.dumps(found)}"
+        note = f"printf '%s\\n' \"$@\" >> {noted}\necho 'hello of a sitecustomize'"
+        (folder / name).write_text(f"#!/bin/sh\n{note}\necho '{said}'\nexit {code}\n")
+        (folder / name).chmod(0o755)
+        return noted
+
+    return write
+
+
+@pytest.mark.parametrize("program", STARTERS)
+def test_sqsh_of_another_program_is_looked_into_by(
+    tmp_path: Path, program: str, starter: Callable[..., Path]
+) -> None:
+    image = squashed(tmp_path / "a.sqsh", manifest=False)
+    noted = starter(program)
+    made = job(image=str(image), directory=tmp_path, binds=(f"{tmp_path}:/data:ro",), activate="A=1")
+    submit.before_submission(made)
+    found = bound.bind(made)
+    said = noted.read_text().splitlines()
+    assert {str(image), "A=1"} <= {*said}
+    assert (f"{tmp_path}:/data" in " ".join(said)) == (program != "ch-run")
+    mounts = option("mounts", found)
+    folder = f"{tmp_path}/deltas/{bound.name_of(found)}"
+    assert f"{folder}/imgkit_entrypoints:/opt/x/site-packages/imgkit_entrypoints:ro" in mounts
+    assert f"{folder}/system.json:/opt/imgkit/system.json:ro" in mounts
+    started = ("bash", "A=1", "/opt/x/bin/python", "-I", "-m", "imgkit_entrypoints", "dist-hello")
+    assert words(found)[-7:] == started
+    before = noted.read_text()
+    assert bound.bind(made) == found
+    assert noted.read_text() == before  # the second job does not look
+
+
+@pytest.mark.parametrize(
+    ("fake", "given", "what"),
+    [
+        ({}, {}, "nothing here starts a .sqsh"),
+        ({"version": "3.9.1"}, {}, "is 3.9.1; the entry points need Python 3.10"),
+        ({"site": "/opt/a b"}, {}, "has no folder of packages"),
+        ({"code": 255}, {}, "found no Python in it: FATAL: it is broken"),
+        ({"code": 3}, {"activate": "x"}, "the command fails in"),
+    ],
+)
+def test_sqsh_that_cannot_run_the_entry_points_is_refused(
+    tmp_path: Path, starter: Callable[..., Path], fake: dict[str, Any], given: dict[str, Any], what: str
+) -> None:
+    image = squashed(tmp_path / "a.sqsh", manifest=False)
+    if fake:
+        starter("apptainer", **fake)
+    with pytest.raises((ToolMissing, UsageError), match=what) as caught:
+        bound.bind(job(image=str(image), directory=tmp_path, **given))
+    if not fake:
+        assert all(name in str(caught.value.hint) for name in STARTERS)
+
+
 def test_sqsh_of_another_program_runs_other_commands(tmp_path: Path) -> None:
     image = squashed(tmp_path / "a.sqsh", manifest=False)
-    with pytest.raises(UsageError, match="imgkit did not build this image"):
-        bound.bind(job(image=str(image), directory=tmp_path))
     other = job(image=str(image), directory=tmp_path, command=("true",))
     submit.before_submission(other)
     assert bound.bind(other).bound is None
+
+
+def test_sqsh_that_has_changed_is_not_started(tmp_path: Path, starter: Callable[..., Path]) -> None:
+    image = squashed(tmp_path / "a.sqsh", manifest=False)
+    starter("apptainer")
+    made = bound.bind(job(image=str(image), directory=tmp_path))
+    text = "\n".join((*container.exports(made), "echo starts"))
+    bash = ("/bin/bash", "-c", text)
+    assert subprocess.run(bash, capture_output=True, text=True, check=False).stdout == "starts\n"
+    with image.open("ab") as stream:
+        stream.write(b"x")
+    done = subprocess.run(bash, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "has changed since its job was submitted" in done.stderr
 
 
 def test_compression_that_old_nodes_lack_is_named(tmp_path: Path) -> None:
@@ -265,6 +405,50 @@ def test_compression_that_old_nodes_lack_is_named(tmp_path: Path) -> None:
     assert warning.startswith("a.sqsh is compressed with zstd: unsquashfs of RHEL 8 cannot read that")
     with pytest.raises(UsageError, match="compressed with zstd"):
         job(image=str(image), strict=True)
+    assert job(recipe(compression="zstd"), image=str(image)).warnings == ()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices")
+def test_devices_that_an_ordinary_user_cannot_unpack_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "a.sqsh.folder/dev"
+    folder.mkdir(parents=True)
+    os.mknod(folder / "full", 0o20666, os.makedev(1, 7))
+    image = squashed(tmp_path / "a.sqsh", manifest=False)
+    (warning,) = job(image=str(image)).warnings
+    assert warning.startswith("a.sqsh holds devices, as /dev/full, which an ordinary user cannot unpack")
+
+
+@pytest.mark.parametrize("program", [b"", b"\x7fELF", b"#!/bin/sh\n", b"\x7fELF\x02\x02" + bytes(20)])
+def test_shell_that_tells_no_architecture_is_not_judged(tmp_path: Path, program: bytes) -> None:
+    (tmp_path / "a.sqsh.folder/bin").mkdir(parents=True)
+    (tmp_path / "a.sqsh.folder/bin/sh").write_bytes(program)
+    image = squashed(tmp_path / "a.sqsh", manifest=False)
+    assert submit.foreign_image(job(image=str(image), directory=tmp_path)) is None
+
+
+@pytest.mark.parametrize("runtime", ["pyxis", "singularity"])
+@pytest.mark.parametrize("link", ["", "busybox", "/usr/bin/../bin/busybox", "sh"])
+def test_architecture_of_another_program_s_sqsh_is_that_of_its_shell(
+    tmp_path: Path, link: str, runtime: Any
+) -> None:
+    programs = tmp_path / "a.sqsh.folder/usr/bin"
+    programs.mkdir(parents=True)
+    (tmp_path / "a.sqsh.folder/bin").symlink_to("usr/bin")
+    program = b"\x7fELF\x02\x01".ljust(18, b"\0") + (0xB7).to_bytes(2, "little") + bytes(100)
+    (programs / (posixpath.basename(link) if link != "sh" and link else "sh")).write_bytes(program)
+    if link and link != "sh":
+        (programs / "sh").symlink_to(link)
+    elif link:
+        (programs / "sh").unlink()
+        (programs / "sh").symlink_to("sh")  # a link to itself leads nowhere
+    image = squashed(tmp_path / "a.sqsh", manifest=False)
+    amd = dataclasses.replace(recipe(), platforms=("linux/amd64",))
+    made = job(amd, image=str(image), directory=tmp_path, runtime=runtime)
+    if link == "sh":
+        assert submit.foreign_image(made) is None
+        return
+    with pytest.raises(UsageError, match="the image is for arm64, but the nodes are amd64"):
+        submit.before_submission(made)
 
 
 def test_code_is_a_folder_that_is_mounted(tmp_path: Path) -> None:

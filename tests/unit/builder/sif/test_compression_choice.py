@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
 
+from imgkit_builder.archive import sidecar
 from imgkit_builder.sif import conversion, mksquashfs
-from imgkit_builder.sif.conversion import Compression, CompressionChoice
+from imgkit_builder.sif.conversion import Compression
 from imgkit_builder.sif.runtime import Capabilities
+from imgkit_builder.workflow.convert import ConversionRequest, compression_for, plan_conversion
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.system import CompressionChoice, Runtime, SystemFacts
 
+WRITTEN = Path(__file__).parents[3] / "written/0.3.0"
 NEW = Capabilities(mksquashfs_args=True, disable_cache=True, no_https=True)
 OLD = Capabilities(mksquashfs_args=False, disable_cache=True, no_https=True)
 
@@ -71,3 +77,40 @@ def test_runtime_that_takes_no_options_says_so() -> None:
     chosen = choose(OLD, "auto")
     assert chosen.options == ()
     assert "gzip 9 by default" in chosen.note
+
+
+@pytest.mark.parametrize(
+    ("stated", "wanted", "found"),
+    [
+        ("auto", "auto", "auto"),
+        ("zstd", "auto", "zstd"),
+        ("zstd", "gzip", "gzip"),
+        ("gzip", "zstd", "zstd"),
+        ("gzip", "auto", "gzip"),
+    ],
+)
+def test_option_counts_before_the_system(
+    stated: CompressionChoice, wanted: CompressionChoice, found: CompressionChoice
+) -> None:
+    assert compression_for(SystemFacts(runtime=Runtime(compression=stated)), wanted) == found
+    assert compression_for(None, wanted) == wanted
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"), [((), "-comp zstd "), (("--compression", "gzip"), "-comp gzip ")]
+)
+def test_archive_gets_the_compression_of_its_system(
+    words: tuple[str, ...], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, monkeypatch, FULL)
+    for name in ("small.tar.gz", "small.tar.gz.sha256"):
+        shutil.copy(WRITTEN / name, tmp_path)
+    described = sidecar.read(WRITTEN / "small.tar.gz")
+    assert described
+    facts = SystemFacts(runtime=Runtime(compression="zstd"))
+    (tmp_path / "small.tar.gz.manifest.json").write_text(
+        sidecar.to_json(dataclasses.replace(described, system=facts))
+    )
+    request = ConversionRequest(format="sqsh", compression="gzip" if words else "auto")
+    _, lines = plan_conversion(tmp_path / "small.tar.gz", None, request)
+    assert expected in "\n".join(lines)
