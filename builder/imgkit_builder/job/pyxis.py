@@ -4,9 +4,10 @@ Notes
 -----
 Seen with pyxis 0.24 and enroot 4.1, or read in pyxis' args.c:
 
-* The image's variables win over the job's, and LANG, LANGUAGE and LC_ALL of the job are dropped. PATH is that
-  of a login shell of the image, /etc/profile, and not that of its ENV. So the container starts with a line of
-  shell that reads PATH from enroot's /etc/environment, and env sets the job's variables.
+* The image's variables win over the job's, and LANG, LANGUAGE and LC_ALL of the job are dropped, unless
+  --container-env (from 0.15) names them. PATH is that of a login shell of the image, /etc/profile, and not
+  that of its ENV. So the container starts with a line of shell that reads PATH from enroot's
+  /etc/environment, and env sets the job's variables.
 * A mount becomes a line of fstab with three words: no name in it can have a blank.
 * The whole step is in the container: nothing of it can ask Slurm.
 """
@@ -22,9 +23,6 @@ from imgkit_builder.job.request import Job
 from imgkit_builder.sif import image, sqsh
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import delta_check
-
-DROPPED = ("LANG", "LANGUAGE", "LC_ALL")
-"""Variables of the job that pyxis does not hand on, also where the image has none."""
 
 _START = (
     'if [ -r /etc/environment ]; then while IFS= read -r line || [ "$line" ]; do '
@@ -155,11 +153,6 @@ def refuse(job: Job) -> None:
             where="--nodes",
             hint="a number of nodes, or --max-failures 0 with a range",
         )
-    for name in job.names:
-        if name in DROPPED:
-            raise UsageError(
-                f"pyxis does not hand {name} on", where=f"--env {name}", hint=f"--env {name}=VALUE"
-            )
     for text in (*job.binds, str(job.directory)):
         if not _MOUNT.fullmatch(text):
             raise UsageError(

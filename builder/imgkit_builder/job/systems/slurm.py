@@ -233,8 +233,8 @@ def _look(job: Job) -> tuple[str, ...]:
     """The step that looks at each node before the one that pyxis starts; empty if there is nothing to see."""
     if job.run_by != "pyxis" or not (words := pyxis.look(job) or (("true",) if job.binds else ())):
         return ()
-    # The next step need not wait until Slurm has cleaned up after this one.
-    return ("srun", "--overlap", "--ntasks-per-node=1", "--kill-on-bad-exit=1", *with_folders(job, words))
+    # The next step need not wait until Slurm has cleaned up after this one, and gets all that is typed.
+    return ("srun", "--overlap", "--input=none", "--ntasks-per-node=1", *with_folders(job, words))
 
 
 def _start(job: Job, words: Sequence[str]) -> tuple[str, ...]:

@@ -60,5 +60,5 @@ def test_pyxis_looks_in_a_step_of_its_own(tmp_path: Path) -> None:
     made = job(tmp_path, binds=("/data:/in:ro",), runtime="pyxis", image="ubuntu")
     text = " ".join(systems.named(made.system).script(made).text.replace("\\\n", " ").split())
     look, _, start = text.partition(" sh /data -- true ")
-    assert "srun --overlap --ntasks-per-node=1 --kill-on-bad-exit=1 sh -c" in look
+    assert "srun --overlap --input=none --ntasks-per-node=1 sh -c" in look
     assert "--container-image=ubuntu" in start

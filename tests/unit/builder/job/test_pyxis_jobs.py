@@ -156,7 +156,7 @@ def test_libraries_of_the_host_come_first(tmp_path: Path) -> None:
 
 
 def test_hidden_variables_win_over_the_image() -> None:
-    assert option("env", job(env=("WANDB_API_KEY", "B", "C=1"))) == "WANDB_API_KEY,B"
+    assert option("env", job(env=("WANDB_API_KEY", "LANG", "C=1"))) == "WANDB_API_KEY,LANG"
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,6 @@ def test_hidden_variables_win_over_the_image() -> None:
     [
         ({"nodes": "4+1"}, "--nodes 4+1: with pyxis the whole step is in the container"),
         ({"nodes": "1:2"}, "--nodes 1:2: with pyxis the whole step is in the container"),
-        ({"env": ("LC_ALL",)}, "pyxis does not hand LC_ALL on"),
         ({"binds": ("/a b",)}, "pyxis cannot mount '/a b'"),
         ({"binds": ("/a$HOME:/b",)}, "pyxis cannot mount '/a$HOME:/b'"),
         ({"directory": Path("/home/me/my run")}, "pyxis cannot mount '/home/me/my run'"),
