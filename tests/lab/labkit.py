@@ -41,6 +41,9 @@ LOOKED = re.compile(r"looked: (\[.*\]) found (\[.*\]) with True True$", re.MULTI
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 """The test nodes' only user is root, and mpirun refuses root without these."""
 
+PYXIS = os.environ.get("IMGKIT_PYXIS", "")
+"""A folder with bin/enroot and lib/slurm/spank_pyxis.so, for this machine's Slurm; empty: there is none."""
+
 cluster_marks = [pytest.mark.cluster, pytest.mark.docker, pytest.mark.singularity]
 slurm_marks = [*cluster_marks, pytest.mark.slurm]
 SLURMS = ["trixie", *(pytest.param(release, marks=pytest.mark.soak) for release in ("own", "sid"))]

@@ -205,6 +205,7 @@ fi"""
 def exports(job: Job) -> tuple[str, ...]:
     """Shell lines that set variables of the runtime and of the node agent."""
     lines = [_UNCLEAN] if job.run_by == "singularity" else []
+    lines += pyxis.exports(job) if job.run_by == "pyxis" else ()
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.settings.items()]
     lines += [_READ_ENV.format(file=shlex.quote(job.env_file))] if job.env_file else []
     if job.bound is not None and job.bound.digest:

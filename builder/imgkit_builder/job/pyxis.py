@@ -4,9 +4,10 @@ Notes
 -----
 Seen with pyxis 0.24 and enroot 4.1, or read in pyxis' args.c:
 
-* The image's variables win over the job's, and LANG, LANGUAGE and LC_ALL of the job are dropped. PATH is that
-  of a login shell of the image, /etc/profile, and not that of its ENV. So the container starts with a line of
-  shell that reads PATH from enroot's /etc/environment, and env sets the job's variables.
+* The image's variables win over the job's, and LANG, LANGUAGE and LC_ALL of the job are dropped, unless
+  --container-env (from 0.15) names them. PATH is that of a login shell of the image, /etc/profile, and not
+  that of its ENV. So the container starts with a line of shell that reads PATH from enroot's
+  /etc/environment, and env sets the job's variables.
 * A mount becomes a line of fstab with three words: no name in it can have a blank.
 * The whole step is in the container: nothing of it can ask Slurm.
 """
@@ -14,7 +15,7 @@ Seen with pyxis 0.24 and enroot 4.1, or read in pyxis' args.c:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from imgkit_builder.delta import source, tree
@@ -23,9 +24,6 @@ from imgkit_builder.job.request import Job
 from imgkit_builder.sif import image, sqsh
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 from imgkit_entrypoints.launch import delta_check
-
-DROPPED = ("LANG", "LANGUAGE", "LC_ALL")
-"""Variables of the job that pyxis does not hand on, also where the image has none."""
 
 _START = (
     'if [ -r /etc/environment ]; then while IFS= read -r line || [ "$line" ]; do '
@@ -115,6 +113,51 @@ def start(
     )
 
 
+def exports(job: Job) -> tuple[str, ...]:
+    """Shell lines before srun: what the user's shell sets for other containers does not change this one.
+
+    PYXIS_CONTAINER_NAME would start another image, _SAVE write a file, and _UNSHARE=net cut the nodes off
+    from each other. A node without GPUs may lack nvidia-container-cli, and then enroot's hook ends a
+    container whose ENV has NVIDIA_VISIBLE_DEVICES. The hook takes the job's value before the image's.
+    """
+    lines = ('unset "${!PYXIS_CONTAINER_@}" "${!ENROOT_UNSHARE_@}" ENROOT_REMAP_ROOT ENROOT_RESTRICT_DEV',)
+    return lines if job.gpus else (*lines, "export NVIDIA_VISIBLE_DEVICES=void")
+
+
+def check_environment(variables: Mapping[str, str]) -> None:
+    """Raise UsageError for variables by which pyxis would start the job's script itself in a container.
+
+    sbatch hands them on, and pyxis reads them before the script can unset them. There is no srun in there.
+    """
+    for name in ("PYXIS_CONTAINER_IMAGE", "PYXIS_CONTAINER_NAME"):
+        if variables.get(name) is not None:
+            what = f"{name} is set here: pyxis would start the job's script itself in a container"
+            raise UsageError(what, where=name, hint=f"unset {name}; the image is --image PATH")
+
+
+_LOOK = (
+    '[ -r "$1" ] || { echo "imgkit: node $(uname -n) has no $1, or may not read it" >&2; exit 2; }; '
+    "PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin; command -v unsquashfs > /dev/null || exit 0; "
+    'said=$(unsquashfs -l "$1" etc/environment 2>&1) || echo "imgkit: unsquashfs of node $(uname -n) cannot '
+    'read $1$2: $(printf %s "$said" | head -n 1); it starts only where pyxis mounts it by squashfuse" >&2'
+)
+"""squashfuse may read more than unsquashfs: only pyxis knows that the second alone is an error."""
+
+
+def look(job: Job) -> tuple[str, ...]:
+    """Words that look at the image where they run: a node without it ends the job; empty for a name.
+
+    They run without a container, in a step of their own: pyxis mounts before anything of the job's step runs,
+    and enroot names neither the compression nor unsquashfs ("Invalid image format").
+    """
+    if not is_file(job.image):
+        return ()
+    path = Path(job.image)
+    found = image.superblock(path) if sqsh.is_sqsh(path) else None
+    how = f" (compressed with {found.compressor})" if found else ""
+    return ("sh", "-c", _LOOK, "sh", job.image, how)
+
+
 def refuse(job: Job) -> None:
     """Raise UsageError for what pyxis cannot do, or would do differently."""
     if job.outlives_nodes:
@@ -124,11 +167,6 @@ def refuse(job: Job) -> None:
             where="--nodes",
             hint="a number of nodes, or --max-failures 0 with a range",
         )
-    for name in job.names:
-        if name in DROPPED:
-            raise UsageError(
-                f"pyxis does not hand {name} on", where=f"--env {name}", hint=f"--env {name}=VALUE"
-            )
     for text in (*job.binds, str(job.directory)):
         if not mounts(text):
             raise UsageError(

@@ -162,6 +162,7 @@ def before_submission(job: Job | ImageJob) -> None:
     Raises
     ------
     UsageError : the image does not exist, or is for other nodes.
+    CheckFailed : a .sqsh is cut short.
     """
     if job.run_by != "kubernetes" and not job.directory.is_dir():  # pods have folders of their own
         raise UsageError(f"no folder {job.directory}", where="--directory")
@@ -177,6 +178,7 @@ def before_submission(job: Job | ImageJob) -> None:
             what = "is not a .sqsh" if Path(job.image).exists() else "does not exist"
             hint = f"imgkit sif {job.recipe.name} -o {job.recipe.name}.sqsh, or --image PATH"
             raise UsageError(f"the image {what}", where=job.image, hint=hint)
+        sqsh.structure(Path(job.image))
         if foreign := foreign_image(job):
             raise foreign
     elif job.run_by == "host" and job.image and not os.path.lexists(f"{job.image}/bin/python3"):
@@ -189,7 +191,9 @@ def before_submission(job: Job | ImageJob) -> None:
 
 
 def check_environment(job: Job) -> None:
-    """Raise UsageError for variables that the job takes from here, and that are not set."""
+    """Raise UsageError for a variable that the job takes from here, and that is not set or means trouble."""
+    if job.run_by == "pyxis":
+        pyxis.check_environment(os.environ)
     for name in job.names if job.run_by != "kubernetes" else ():
         if name not in os.environ:
             raise UsageError(

@@ -55,6 +55,9 @@ def _options_of_pyxis(facts: SystemFacts) -> Iterator[SystemFault]:
             what, hint = f"{word} is not an option of pyxis", "--container-... and --no-container-..."
         elif name in _SET_BY_JOBS:
             what, hint = f"{name} is set by each job", "remove it; mounts are system.runtime.binds"
+        elif name == "--container-name":
+            what = "a container with this name is started again, and the image of a later job is not"
+            hint = "remove --container-name"
         else:
             continue
         yield SystemFault(path=("runtime", "options"), what=what, hint=hint)

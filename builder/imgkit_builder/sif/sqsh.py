@@ -12,9 +12,10 @@
 
 enroot's doc/image-format.md and sources (4.1) say what the files in /etc mean. ``environment`` has a variable
 on each line. enroot replaces ``${NAME}`` in a line by the host's variable, and knows no escape. It drops
-names that no shell can set, and its own (``ENROOT_``). It removes one pair of quotes or backslashes around a
-value, and ch-run one pair of single quotes. ``fstab`` lists mounts, and ``rc`` is the script that starts the
-container. pyxis puts another ``rc.local`` there to skip the entrypoint.
+names that no shell can set, and its own (``ENROOT_``). It removes a pair of quotes or backslashes around a
+value, twice, and ch-run one pair of single quotes: a pair is added here, and ``rc`` sets what lost its own.
+``fstab`` lists mounts, and ``rc`` is the script that starts the container. pyxis puts another ``rc.local``
+there to skip the entrypoint.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ _RC = """\
 mkdir -p {workdir} 2> /dev/null
 cd {workdir} || exit 1
 unset OLDPWD
-if [ -s /etc/rc.local ]; then
+{restored}if [ -s /etc/rc.local ]; then
     . /etc/rc.local
 fi
 if [ $# -eq 0 ]; then
@@ -164,16 +165,31 @@ def _enclosed(value: str) -> str:
     return f"'{value}'" if value.startswith(_STRIPPED) else value
 
 
+def _restored(config: ImageConfig) -> str:
+    """Lines of ``rc`` that set the values from which enroot removes a pair of their own."""
+    found = {name: value or "" for name, value in config.env if _kept(name)}
+    pairs = ((name, value, _without_pair(value)) for name, value in found.items())
+    return "".join(
+        f'[ "${{{name}-}}" != {shlex.quote(left)} ] || export {name}={shlex.quote(value)}\n'
+        for name, value, left in pairs
+        if left != value
+    )
+
+
+def _without_pair(value: str) -> str:
+    """The value without the pair that enroot removes; itself if there is none."""
+    bare = value.rstrip()
+    return bare[1:-1] if len(bare) > 1 and bare.startswith(_STRIPPED) and bare.endswith(_STRIPPED) else value
+
+
 def variables(text: str) -> dict[str, str]:
-    """The variables that the text of `ENVIRONMENT` sets, as enroot reads it."""
+    """The variables that the text of `ENVIRONMENT` sets, as enroot first reads it."""
     found: dict[str, str] = {}
     for line in text.split("\n"):
         name, equals, value = line.lstrip().partition("=")
         if not equals or not _kept(name):
             continue
-        bare = value.rstrip()
-        quoted = len(bare) > 1 and bare.startswith(_STRIPPED) and bare.endswith(_STRIPPED)
-        found[name] = bare[1:-1] if quoted else value
+        found[name] = _without_pair(value)
     return found
 
 
@@ -189,6 +205,7 @@ def _rc(config: ImageConfig) -> str:
         workdir=shlex.quote(posixpath.join("/", config.workdir)),
         cmd="".join(f" {shlex.quote(word)}" for word in cmd),
         entrypoint=f"{shlex.join(entrypoint)} " if entrypoint else "",
+        restored=_restored(config),
     )
 
 

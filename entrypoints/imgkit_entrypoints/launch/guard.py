@@ -28,6 +28,8 @@ LEAVE_S = 3.0
 REAP_S = 8.0
 """Seconds to wait after KILL. A process that is still there hangs in the kernel, and no signal reaches it."""
 TICK_S = 0.05
+PROC = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+"""Opened early: the process that serves the image's files can end first, and no path leads to /proc then."""
 
 
 def adopt_orphans() -> bool:
@@ -55,14 +57,21 @@ def descendants() -> dict[int, str]:
 
 
 def _processes() -> Iterator[tuple[int, tuple[int, str]]]:
-    for entry in os.listdir("/proc"):  # noqa: PTH208 - pathlib costs this process a third of its start
+    for entry in os.listdir(PROC):  # noqa: PTH208 - pathlib costs this process a third of its start
         if entry.isdigit():
-            with contextlib.suppress(OSError, ValueError), open(f"/proc/{entry}/stat", "rb") as file:  # noqa: PTH123
+            with (
+                contextlib.suppress(OSError, ValueError),
+                open(f"{entry}/stat", "rb", opener=_in_proc) as file,
+            ):
                 # "12 (a name) S 1 ...": the name may hold spaces and parentheses.
                 head, _, tail = file.read().rpartition(b")")
                 state, parent = tail.split()[:2]
                 if state not in (b"Z", b"X"):
                     yield int(entry), (int(parent), head.partition(b"(")[2].decode(errors="replace"))
+
+
+def _in_proc(path: str, flags: int) -> int:
+    return os.open(path, flags, dir_fd=PROC)
 
 
 def reap(codes: dict[int, int]) -> bool:

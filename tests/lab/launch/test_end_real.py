@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 
 import pytest
-from labkit import Done, in_image, run
+from labkit import PACKAGE, Done, in_image, run
 
 PYTHON = os.environ.get("IMGKIT_TEST_TORCH_PYTHON", "")
 pytestmark = [] if PYTHON else [pytest.mark.docker]
@@ -153,3 +155,28 @@ def test_head_prints_the_cause_of_another_node(end: End, how: str) -> None:
     last = "ValueError: bad value at step 3" if how == "raises" else "it left no traceback"
     assert head.splitlines()[-1].startswith(last)
     assert not [word for word in NOISE if word in head + other]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a mount over /proc needs root")
+def test_guard_ends_all_where_no_path_leads_to_proc() -> None:
+    """As in a container whose files another process serves, when Slurm has ended that one first."""
+    (control, agent), (told, status) = os.pipe(), os.pipe()
+    program = "setsid sleep 500 & mount -t tmpfs none /proc && echo $! && wait"
+    guard = (sys.executable, "-I", "-S", PACKAGE / "launch/guard.py", str(control), str(status), "1024")
+    with subprocess.Popen(
+        ["unshare", "--mount", *guard, "sh", "-c", program],
+        pass_fds=(control, status),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as child:
+        os.close(control)
+        os.close(status)
+        assert child.stdout is not None
+        worker = int(child.stdout.readline())
+        os.kill(worker, 0)
+        os.close(agent)
+        child.wait()
+    assert os.read(told, 4096).decode().splitlines()[-1].startswith("clean ")
+    os.close(told)
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker, 0)

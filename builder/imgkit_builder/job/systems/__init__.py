@@ -253,10 +253,10 @@ _HAS_FOLDERS = (
 def with_folders(job: Job, words: Sequence[str]) -> tuple[str, ...]:
     """`words`, which start on a node only where it has all that they mount.
 
-    A runtime names no node, and docker makes an empty folder. pyxis mounts before anything can look.
+    A runtime names no node, and docker makes an empty folder.
     """
     sources = dict.fromkeys(bind.partition(":")[0] for bind in job.binds)
-    if not sources or job.run_by not in ("singularity", "docker"):
+    if not sources or job.run_by not in ("singularity", "docker", "pyxis"):
         return tuple(words)
     return ("sh", "-c", _HAS_FOLDERS, "sh", *sources, "--", *words)
 

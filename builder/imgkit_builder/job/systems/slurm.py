@@ -6,7 +6,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from imgkit_builder.job import container, quoting
+from imgkit_builder.job import container, pyxis, quoting
 from imgkit_builder.job.container import fill
 from imgkit_builder.job.quoting import Shell, line, quote
 from imgkit_builder.job.request import AnyJob, ImageJob, Job, Script, SubmittedJob
@@ -57,6 +57,7 @@ class Slurm(System):
                 *(("--requeue", "--open-mode=append") if job.stop_before_s or job.outlives_nodes else ()),
             ),
             array=self.is_array(job),
+            look=line(look) if (look := _look(job)) else "",
             start=line(_start(job, _container(job))),
             start_in_node=line(_start(job, (*_IN_NODE, *_container(job)))),
         )
@@ -224,7 +225,16 @@ PODMAN_FORWARD = ("SLURM*", "IMGKIT_*", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DE
 
 
 def _container(job: Job) -> tuple[str, ...]:
-    return with_folders(job, container.start(job, job.command, forward=PODMAN_FORWARD))
+    words = container.start(job, job.command, forward=PODMAN_FORWARD)
+    return words if job.run_by == "pyxis" else with_folders(job, words)
+
+
+def _look(job: Job) -> tuple[str, ...]:
+    """The step that looks at each node before the one that pyxis starts; empty if there is nothing to see."""
+    if job.run_by != "pyxis" or not (words := pyxis.look(job) or (("true",) if job.binds else ())):
+        return ()
+    # The next step need not wait until Slurm has cleaned up after this one, and gets all that is typed.
+    return ("srun", "--overlap", "--input=none", "--ntasks-per-node=1", *with_folders(job, words))
 
 
 def _start(job: Job, words: Sequence[str]) -> tuple[str, ...]:
@@ -253,4 +263,6 @@ def _typed(job: Job) -> str:
         if job.command
         else ("srun", "--nodes=1", "--ntasks=1", *cpus, *own, "--pty", *shell)
     )
-    return " && ".join((*modules, *container.exports(job), " ".join(("exec", *map(quote, words)))))
+    steps = (_look(job), ("exec", *words))
+    typed = (" ".join(map(quote, step)) for step in steps if step)
+    return " && ".join((*modules, *container.exports(job), *typed))

@@ -84,5 +84,12 @@ def test_script_looks_before_the_container_starts(tmp_path: Path, recipe: str) -
 
 
 def test_job_that_mounts_nothing_has_no_look(tmp_path: Path) -> None:
-    for given in ({}, {"binds": ("/data",), "runtime": "pyxis"}):
-        assert systems.with_folders(job(tmp_path, **given), ("x",)) == ("x",)
+    assert systems.with_folders(job(tmp_path), ("x",)) == ("x",)
+
+
+def test_pyxis_looks_in_a_step_of_its_own(tmp_path: Path) -> None:
+    made = job(tmp_path, binds=("/data:/in:ro",), runtime="pyxis", image="ubuntu")
+    text = " ".join(systems.named(made.system).script(made).text.replace("\\\n", " ").split())
+    look, _, start = text.partition(" sh /data -- true ")
+    assert "srun --overlap --input=none --ntasks-per-node=1 sh -c" in look
+    assert "--container-image=ubuntu" in start

@@ -1,4 +1,4 @@
-"""Jobs that pyxis starts. pyxis and enroot are not here: what srun would get is compared with their rules."""
+"""Jobs that pyxis starts. pyxis and enroot are not here; tests/lab/job/test_pyxis_real.py starts them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import small_sif
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.delta import code as code_delta
-from imgkit_builder.job import bound, code, container, submit
+from imgkit_builder.job import bound, code, container, pyxis, submit
 from imgkit_builder.job.request import BuildJobRequest, ConversionJobRequest, Job, Request
 from imgkit_builder.job.resolve import resolve, resolve_image
 from imgkit_builder.oci import manifest as manifest_of
@@ -25,7 +25,7 @@ from imgkit_builder.oci.manifest import MANIFEST_JSON, BaseImage, Manifest
 from imgkit_builder.recipe.targets import Target, find
 from imgkit_builder.sif import sqsh
 from imgkit_entrypoints import system
-from imgkit_entrypoints.errors import ToolMissing, UsageError
+from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 from imgkit_entrypoints.system import Fabric, Runtime
 
 MANIFEST = Manifest(
@@ -159,7 +159,7 @@ def test_libraries_of_the_host_come_first(tmp_path: Path) -> None:
 
 
 def test_hidden_variables_win_over_the_image() -> None:
-    assert option("env", job(env=("WANDB_API_KEY", "B", "C=1"))) == "WANDB_API_KEY,B"
+    assert option("env", job(env=("WANDB_API_KEY", "LANG", "C=1"))) == "WANDB_API_KEY,LANG"
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,6 @@ def test_hidden_variables_win_over_the_image() -> None:
     [
         ({"nodes": "4+1"}, "--nodes 4+1: with pyxis the whole step is in the container"),
         ({"nodes": "1:2"}, "--nodes 1:2: with pyxis the whole step is in the container"),
-        ({"env": ("LC_ALL",)}, "pyxis does not hand LC_ALL on"),
         ({"binds": ("/a b",)}, "pyxis cannot mount '/a b'"),
         ({"binds": ("/a$HOME:/b",)}, "pyxis cannot mount '/a$HOME:/b'"),
         ({"directory": Path("/home/me/my run")}, "pyxis cannot mount '/home/me/my run'"),
@@ -178,6 +177,71 @@ def test_what_pyxis_cannot_do_is_refused(given: dict[str, Any], what: str) -> No
     with pytest.raises(UsageError) as caught:
         job(**given)
     assert caught.value.what.startswith(what)
+
+
+SHELL = {
+    "PYXIS_CONTAINER_NAME": "other",
+    "PYXIS_CONTAINER_UNSHARE": "net",
+    "ENROOT_UNSHARE_NET": "yes",
+    "ENROOT_REMAP_ROOT": "yes",
+    "ENROOT_CACHE_PATH": "/cache",
+}
+
+
+def test_variables_of_the_shell_do_not_reach_pyxis() -> None:
+    script = "\n".join(("set -eu", *container.exports(job()), "env"))
+    env = {**SHELL, "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, check=True)
+    found = [line for line in done.stdout.splitlines() if line.startswith(("PYXIS", "ENROOT", "NVIDIA"))]
+    assert sorted(found) == ["ENROOT_CACHE_PATH=/cache", "NVIDIA_VISIBLE_DEVICES=void"]
+    assert not any("NVIDIA" in line for line in container.exports(job(of_gpus())))
+
+
+def of_gpus() -> Target:
+    made = recipe()
+    facts = dataclasses.replace(made.system, node=dataclasses.replace(made.system.node, gpus=4))
+    return dataclasses.replace(made, system=facts)
+
+
+@pytest.mark.parametrize("name", ["PYXIS_CONTAINER_IMAGE", "PYXIS_CONTAINER_NAME"])
+def test_variable_that_moves_the_script_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "")
+    with pytest.raises(UsageError, match="would start the job's script itself in a container") as caught:
+        submit.check_environment(job())
+    assert caught.value.where == name
+    submit.check_environment(dataclasses.replace(job(), run_by="singularity"))
+
+
+def looked(of: Job, *, path: str = "/usr/bin:/bin") -> tuple[int, str]:
+    """Exit code and messages of the look on a node."""
+    done = subprocess.run(pyxis.look(of), env={"PATH": path}, capture_output=True, text=True, check=False)
+    return done.returncode, done.stderr
+
+
+def test_node_without_the_image_is_named(tmp_path: Path) -> None:
+    code, said = looked(job(image="a.sqsh", directory=tmp_path))
+    assert code == 2
+    assert said == f"imgkit: node {os.uname().nodename} has no {tmp_path}/a.sqsh, or may not read it\n"
+    assert pyxis.look(job(image="ubuntu")) == ()
+
+
+def test_node_that_cannot_unpack_the_image_is_named(tmp_path: Path) -> None:
+    made = job(image=str(squashed(tmp_path / "it's.sqsh", compression="xz")), directory=tmp_path)
+    assert looked(made) == (0, "")
+    tool = tmp_path / "bin/unsquashfs"  # a stand-in for one without xz
+    tool.parent.mkdir()
+    tool.write_text("#!/bin/sh\necho Filesystem uses xz compression, this is unsupported\nexit 1\n")
+    tool.chmod(0o755)
+    code, said = looked(made, path=f"{tool.parent}:/usr/bin:/bin")
+    assert code == 0
+    assert f"{tmp_path}/it's.sqsh (compressed with xz): Filesystem uses xz compression" in said
+
+
+def test_image_that_is_cut_short_is_refused(tmp_path: Path) -> None:
+    whole = squashed(tmp_path / "cpu.sqsh").read_bytes()
+    (tmp_path / "cpu.sqsh").write_bytes(whole[:200])
+    with pytest.raises(CheckFailed, match="cut short"):
+        submit.before_submission(job(directory=tmp_path))
 
 
 def test_range_without_failures_is_one_step() -> None:

@@ -392,6 +392,7 @@ def test_runtimes_of_other_sites_are_refused_by_name(write: Write, kind: str, wh
     [
         ("--nv", "--nv is not an option of pyxis"),
         ("--container-mounts=/a:/b", "--container-mounts is set by each job"),
+        ("--container-name=mine", "a container with this name is started again"),
     ],
 )
 def test_options_of_pyxis_are_those_of_srun(write: Write, option: str, what: str) -> None:

@@ -17,6 +17,8 @@ from imgkit_builder.sif.entries import ImageEntry
 from imgkit_builder.sif.image import ImgkitRecord
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
+PATH = "/usr/bin:/bin"
+
 
 def config(*env: str, **settings: Any) -> ImageConfig:
     values = {
@@ -38,10 +40,12 @@ def environment(*env: str) -> list[str]:
 
 
 def as_enroot(line: str) -> str:
-    """The value that enroot 4.1 makes of a line; the host has no variables."""
-    line = re.sub(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}", "", line)
-    quoted = re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=[\\\"'](.*)[\\\"']\s*", line)
-    return quoted[1] if quoted else line.partition("=")[2]
+    """The value that enroot 4.1 makes of a line, before and after its hooks; the host has no variables."""
+    value = re.sub(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}", "", line).partition("=")[2]
+    for _ in range(2):
+        quoted = re.fullmatch(r"[\\\"'](.*)[\\\"']\s*", value)
+        value = quoted[1] if quoted else value
+    return value
 
 
 def as_ch_run(line: str) -> str:
@@ -74,9 +78,14 @@ def as_ch_run(line: str) -> str:
         *("a\\nb", "a=b", "`id`", "$(id)", "é", "a\rb", "\t", "${a-b}"),
     ],
 )
-def test_every_value_arrives_exactly(value: str) -> None:
+def test_every_value_arrives_exactly(value: str, tmp_path: Path) -> None:
     (line,) = environment(f"X={value}")
-    assert (as_enroot(line), as_ch_run(line), sqsh.variables(line)) == (value, value, {"X": value})
+    assert (as_ch_run(line), sqsh.variables(line)) == (value, {"X": value})
+    script = text(config(f"X={value}"), "etc/rc")
+    (tmp_path / "rc").write_text(script.replace("/etc/rc.local", "/none"))
+    shown = ("sh", tmp_path / "rc", "printenv", "X")
+    done = subprocess.run(shown, env={"PATH": PATH, "X": as_enroot(line)}, capture_output=True, check=True)
+    assert done.stdout.decode() == f"{value}\n"
 
 
 @pytest.mark.parametrize(

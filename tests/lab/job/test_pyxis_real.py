@@ -1,0 +1,338 @@
+"""Jobs of a real Slurm with a real pyxis and enroot, which nothing here installs: see `labkit.PYXIS`."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from labkit import (
+    PYXIS,
+    Cluster,
+    Done,
+    docker,
+    imgkit_as,
+    imgkit_json,
+    output,
+    public_folder,
+    run,
+    slurm_marks,
+    until,
+)
+
+RECIPE = """\
+image:
+  base: imgkit.local/standin:24.03
+  platform: amd64
+  env: {GREETING: image, QUOTED: '"a b"', BACK: \\a\\, HOST: $HOME}
+system: {scheduler: slurm, runtime: {kind: pyxis}, node: {gpus: 0, cpus: 2}}
+"""
+HOOK = """\
+#!/bin/sh
+printf '%s\\n' MASTER_ADDR=elsewhere MASTER_PORT=1 WORLD_SIZE=7 RANK=5 NODE_RANK=3 GROUP_RANK=3 \\
+    >> "$ENROOT_ENVIRON"
+"""
+"""enroot's 50-slurm-pytorch.sh sets such variables, for the job. These are of no job."""
+SET_UP = """
+mount -t overlay overlay /usr/local/bin -o "lowerdir=$1/bin:/usr/local/bin"
+echo "required $1/lib/slurm/spank_pyxis.so $2" > /etc/slurm/plugstack.conf
+mkdir -p /run/pyxis /run/enroot "$3" "$4/.local/share/enroot"
+chown --recursive --reference="$4" /run/enroot "$3" "$4"
+mount --bind "$3" "$4/.local/share/enroot"
+"""
+"""Gives a node enroot and pyxis: $1 the prefix, $2 options, $3 the node's containers, $4 the user's home."""
+OLD_UNSQUASHFS = """\
+#!/bin/sh
+case "$*" in
+    -s*) ;; # prints the superblock
+    *zstd.sqsh*) echo "Filesystem uses zstd compression, this is unsupported by this version"; exit 1 ;;
+esac
+exec /usr/bin/unsquashfs "$@"
+"""
+"""A stand-in for unsquashfs of RHEL 8, which Debian has no longer: this machine's, without zstd."""
+ONE = ("--device", "cpu", "--nproc", "1")
+TRAIN = ("dist-train", *ONE, "--steps", "6000", "--save-every", "500")
+WAIT = "import os, time; print('waits', os.environ['RANK'], os.getpid(), flush=True); time.sleep(600)"
+
+pytestmark = [
+    *slurm_marks,
+    pytest.mark.soak,
+    pytest.mark.xdist_group("pyxis"),
+    pytest.mark.skipif(not PYXIS, reason="IMGKIT_PYXIS names no folder with enroot and pyxis"),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site(Cluster):
+    """A login node, two nodes, and the folder in which an ordinary user's jobs run."""
+
+    folder: Path
+    mounts: bool
+    """Whether pyxis mounts images by squashfuse instead of unpacking them."""
+
+    def imgkit(self, *words: object, env: Mapping[str, str] | None = None, given: str = "") -> Done:
+        user = {"HOME": str(self.state / "home/researcher"), "USER": "researcher", "SHELL": "/bin/bash"}
+        who = self.argv("exec", "--user", "login", "--cwd", self.folder, "--")
+        argv = (*imgkit_as(who, {**user, **(env or {})})[len(who) :], *map(str, words))
+        if given:  # typed at a terminal
+            argv = ("script", "-qec", shlex.join(argv), "/dev/null")
+        return run(*who, *argv, given=given, folder="/")
+
+    def submit(self, *words: object, env: Mapping[str, str] | None = None) -> str:
+        done = self.imgkit("submit", *words, env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def told(self, job: str) -> str:
+        return "".join(file.read_text() for file in self.folder.glob(f"*-{job}.out"))
+
+    def queued(self, job: str) -> bool:
+        return bool(self("squeue", "--noheader", f"--jobs={job}").stdout.strip())
+
+    def until(self, condition: Callable[[], bool], job: str) -> None:
+        until(lambda: condition() or not self.queued(job), told=lambda: self.told(job))
+        assert condition(), self.told(job)
+
+    def ended(self, job: str) -> str:
+        until(lambda: not self.queued(job), told=lambda: self.told(job))
+        return self.told(job)
+
+    def finished(self, *words: object, env: Mapping[str, str] | None = None) -> str:
+        return self.ended(self.submit(*words, env=env))
+
+    def end_of(self, job: str) -> str:
+        """State and exit code of a job."""
+        shown = self("scontrol", "show", "job", job).stdout
+        return " ".join(re.findall(r"\b(?:JobState|ExitCode)=(\S+)", shown))
+
+    def processes(self) -> list[str]:
+        """Processes of the user on the nodes."""
+        return [row for row in self.ps("user:16,args", "node1", "node2") if row.startswith("researcher ")]
+
+
+@pytest.fixture(scope="module")
+def folder(standin: str) -> Iterator[Path]:
+    """A folder that every user may write, with the recipe and its .sqsh."""
+    made, tag = public_folder("pyxis"), f"imgkit-test-pyxis-{os.getpid()}:1"
+    made.chmod(0o777)
+    (made / "site.yaml").write_text(RECIPE)
+    (made / "wait.py").write_text(WAIT)
+    try:
+        imgkit_json("build", made / "site.yaml", "--base", standin, "--tag", tag, "--no-test")
+        imgkit_json("sif", tag, "-o", made / "site.sqsh")
+        yield made
+    finally:
+        docker("rmi", "--force", tag)
+        shutil.rmtree(made)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["unpacked", "squashfuse"])
+def site(folder: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
+    state = Path(f"/tmp/imgkit-pyxis-lab-{os.getpid()}")
+    made = Site(state=state, folder=folder, mounts=request.param)
+    home = made.state / "home/researcher"
+    try:
+        made.up(2, release="own")  # pyxis loads into the Slurm that it was compiled for
+        (hooks := home / ".config/enroot/hooks.d").mkdir(parents=True)
+        (hooks / "60-ranks.sh").write_text(HOOK)
+        (hooks / "60-ranks.sh").chmod(0o755)
+        for node in ("login", "node1", "node2"):
+            own = made.state / f"enroot-{node}"
+            option = f"use_squashfuse={made.mounts:d}"
+            words = ("bash", "-euc", SET_UP, "bash", PYXIS, option, own, home)
+            done = made("exec", node, "--", *words)
+            assert done.returncode == 0, done.stderr
+        yield made
+    finally:
+        made.down()
+
+
+TWO = ("site.yaml", "--nodes", "2", "--time", "15m")
+
+
+def test_both_nodes_meet_whatever_a_hook_has_set(site: Site) -> None:
+    told = site.finished(*TWO, "--", "dist-hello", *ONE)
+    assert "all_reduce of ones: 2" in told, told
+    assert "imgkit: roll call: 2/2 present" in told
+    plan = site.finished(*TWO, "--", "dist-hello", *ONE, "--dry-run")
+    assert sorted(re.findall(r"^node_rank +(\d)", plan, re.MULTILINE)) == ["0", "1"], plan
+
+
+def losses(told: str) -> dict[str, str]:
+    return dict(re.findall(r"step +(\d+)/\d+ +loss (\S+)", told))
+
+
+def test_requeued_job_goes_on_with_the_same_losses(site: Site) -> None:
+    whole = losses(site.finished(*TWO, "--", *TRAIN))
+    job = site.submit(*TWO, "--", *TRAIN)
+    site.until(lambda: bool(losses(site.told(job))), job)
+    site("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@120 does
+    site.until(lambda: "requeued" in site.told(job), job)
+    saved = re.search(r"state saved \(\S+ (\d+)\): requeued", site.told(job))
+    assert saved, site.told(job)
+    site.start_again(job)
+    told = site.ended(job)
+    assert f"resumes after step {saved[1]}" in told, told
+    again = losses(told)
+    assert "6000" in again
+    assert [step for step in again if step in whole and again[step] != whole[step]] == []
+
+
+def test_stop_file_saves_and_ends_the_job(site: Site) -> None:
+    job = site.submit(*TWO, "--", *TRAIN)
+    site.until(lambda: bool(losses(site.told(job))), job)
+    # In enroot's user namespace, root is nobody: its file would not count.
+    site("exec", "--user", "login", "--", "touch", site.folder / f"runs/site-{job}/stop")
+    told = site.ended(job)
+    assert re.search(r"state saved at step \d+", told), told
+    assert "requeued" not in told
+    assert site.end_of(job) == "COMPLETED 0:0"
+
+
+@pytest.mark.parametrize("how", ["worker", "cancel"])
+def test_no_process_is_left_of_a_job_that_ends_early(site: Site, how: str) -> None:
+    job = site.submit(*TWO, "--", "dist-run", *ONE, "--grace", "2", "wait.py")
+    site.until(lambda: site.told(job).count("waits") == 2, job)
+    if how == "worker":
+        worker = re.search(r"waits 1 (\d+)", site.told(job))
+        assert worker
+        site("exec", "node2", "--", "kill", "-KILL", worker[1])
+        assert "rank 1 on node 1 of 2 (node2) failed, killed by SIGKILL" in site.ended(job)
+        assert site.end_of(job).startswith("FAILED")
+    else:
+        assert site.imgkit("cancel", job).returncode == 0
+        site.ended(job)
+    until(lambda: not site.processes(), told=lambda: str(site.processes()))
+
+
+NAMES = ("GREETING", "LANG", "TEXT", "HIDDEN", "FILED", "QUOTED", "BACK", "HOST", "PATH", "PWD")
+SHOW = f'printf "<%s>\\n" {" ".join(f""""${name}" """ for name in NAMES)}; ls'
+
+
+def test_values_and_code_arrive(site: Site) -> None:
+    (site.folder / "env").write_text("FILED=of a file\n")
+    (site.folder / "env").chmod(0o600)
+    os.chown(site.folder / "env", 20777, 20777)
+    code = site.folder / "code"
+    code.mkdir(exist_ok=True)
+    (code / "mine.txt").touch()
+    given = ("--env", "GREETING=mine", "--env", "LANG", "--env", "TEXT=it's $(id)", "--env", "HIDDEN")
+    words = (*given, "--env-file", "env", "--code", "code", "--code-replace")
+    told = site.finished(
+        *TWO, *words, "--", "sh", "-c", SHOW, env={"HIDDEN": "of the shell", "LANG": "POSIX"}
+    )
+    path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    image = ('"a b"', "\\a\\", "$HOME")
+    values = ("mine", "POSIX", "it's $(id)", "of the shell", "of a file", *image, path, "/workspace")
+    assert told.count("".join(f"<{value}>\n" for value in values)) == 2, told
+    assert told.count("mine.txt\n") == 2
+
+
+def test_workdir_is_a_folder_of_the_image(site: Site) -> None:
+    told = site.finished(*TWO, "--workdir", "/opt/imgkit", "--", "sh", "-c", "pwd; ls system.json")
+    assert told.count("/opt/imgkit\nsystem.json\n") == 2, told
+
+
+def test_shell_opens_in_the_container(site: Site) -> None:
+    words = ("submit", *TWO, "--interactive", "--env", "WORD=a  b")
+    typed = 'echo "at $(hostname) [$WORD] $GREETING $PWD"; exit 7\n'
+    done = site.imgkit(*words, given=typed)
+    assert f"at node1 [a  b] image {site.folder}" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 7
+
+
+def test_sqsh_runs_on_the_system_in_it(site: Site) -> None:
+    told = site.finished("site.sqsh", "--nodes", "2", "--time", "5m", "--", "dist-hello", *ONE)
+    assert "all_reduce of ones: 2" in told, told
+
+
+def test_variables_of_the_shell_do_not_change_the_container(site: Site) -> None:
+    saved = site.folder / "saved.sqsh"
+    env = {
+        "PYXIS_CONTAINER_UNSHARE": "net",
+        "PYXIS_CONTAINER_SAVE": str(saved),
+        "PYXIS_CONTAINER_REMAP_ROOT": "yes",
+        "ENROOT_UNSHARE_NET": "yes",
+        "ENROOT_REMAP_ROOT": "yes",
+    }
+    told = site.finished(*TWO, "--", "sh", "-c", "id -u; ls /sys/class/net", env=env)
+    assert sorted(told.split()) == ["20777", "20777", "eth0", "eth0", "lo", "lo"], told
+    assert not saved.exists()
+
+
+def test_folder_that_one_node_lacks_is_named(site: Site) -> None:
+    site("exec", "node1", "--", "mkdir", "-p", "/run/data")
+    job = site.submit(*TWO, "--bind", "/run/data", "--", "true")
+    told = site.ended(job)
+    assert "imgkit: node node2 has no /run/data, which the job mounts" in told
+    assert "pyxis:" not in told, told
+    assert site.end_of(job) == "FAILED 2:0"
+
+
+def test_compression_that_a_node_cannot_read_is_named(site: Site) -> None:
+    (tools := site.folder / "tools").mkdir(exist_ok=True)
+    (tools / "unsquashfs").write_text(OLD_UNSQUASHFS)
+    (tools / "unsquashfs").chmod(0o755)
+    lowest = f"lowerdir={tools}:/usr/local/bin"
+    site("exec", "node2", "--", "mount", "-t", "overlay", "overlay", "/usr/local/bin", "-o", lowest)
+    small, image = site.folder / "small", site.folder / "zstd.sqsh"
+    (small / "bin").mkdir(parents=True, exist_ok=True)
+    shutil.copy("/bin/busybox", small / "bin/sh")
+    output("mksquashfs", small, image, "-comp", "zstd", "-noappend", "-quiet", "-no-progress")
+    job = site.submit(*TWO, "--image", image, "--", "true")
+    told = site.ended(job)
+    assert (
+        f"unsquashfs of node node2 cannot read {image} (compressed with zstd): Filesystem uses zstd" in told
+    )
+    assert "unsquashfs of node node1" not in told
+    # squashfuse reads it.
+    assert site.end_of(job) == ("COMPLETED 0:0" if site.mounts else "FAILED 1:0"), told
+
+
+def test_enroot_alone_starts_it(site: Site) -> None:
+    env = ("NVIDIA_VISIBLE_DEVICES=void", "XDG_CONFIG_HOME=/none")
+    enroot = ("exec", "--user", "login", "--", "env", *env, "enroot")
+    done = site(*enroot, "create", "--name", "mine", site.folder / "site.sqsh")
+    assert done.returncode == 0, done.stderr
+    done = site(*enroot, "start", "mine", "dist-env")
+    assert done.returncode == 0, done.stderr
+    assert "system     slurm" in done.stdout, done.stdout
+
+
+@pytest.fixture(scope="module")
+def foreign(folder: Path, standin: str) -> Path:
+    """A .sqsh that imgkit did not write, without devices, as `enroot import` leaves them out."""
+    image = folder / "foreign.sqsh"
+    container = output("docker", "create", standin, "true").strip()
+    export = 'docker export "$1" | tar --delete --wildcards -f - \'dev/*\' | mksquashfs - "$2" -tar -quiet'
+    quick = ("-noI", "-noD", "-noF", "-noX", "-no-progress", "-noappend")
+    try:
+        output("bash", "-o", "pipefail", "-c", f"{export} {' '.join(quick)}", "bash", container, image)
+    finally:
+        output("docker", "rm", container)
+    return image
+
+
+def test_sqsh_of_another_program_runs(site: Site, foreign: Path) -> None:
+    words = (*TWO, "--image", foreign, "--activate", "export ACTIVATED=1", "--require-secret")
+    told = site.finished(*words, "--", "dist-hello", *ONE)
+    assert "all_reduce of ones: 2" in told, told
+
+
+def test_sqsh_that_changed_after_the_submission_is_not_started(site: Site, foreign: Path) -> None:
+    job = site.submit(*TWO, "--image", foreign, "--option=--hold", "--", "dist-hello", *ONE)
+    size = foreign.stat().st_size
+    with foreign.open("ab") as stream:
+        stream.write(b"another")
+    try:
+        site("scontrol", "release", job)
+        told = site.ended(job)
+    finally:
+        os.truncate(foreign, size)
+    assert f"imgkit: {foreign} has changed since its job was submitted" in told, told
+    assert site.end_of(job) == "FAILED 2:0"
