@@ -117,9 +117,8 @@ class Site(Cluster):
 
 @pytest.fixture(scope="module")
 def folder(standin: str) -> Iterator[Path]:
-    """A folder that every user may write, with the recipe and its .sqsh."""
+    """A folder that every user can enter, with the recipe and its .sqsh."""
     made, tag = public_folder("pyxis"), f"imgkit-test-pyxis-{os.getpid()}:1"
-    made.chmod(0o777)
     (made / "site.yaml").write_text(RECIPE)
     (made / "wait.py").write_text(WAIT)
     try:
@@ -134,7 +133,12 @@ def folder(standin: str) -> Iterator[Path]:
 @pytest.fixture(scope="module", params=[False, True], ids=["unpacked", "squashfuse"])
 def site(folder: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
     state = Path(f"/tmp/imgkit-pyxis-lab-{os.getpid()}")
-    made = Site(state=state, folder=folder, mounts=request.param)
+    jobs = folder / f"mounts-{request.param}"  # the next cluster counts its jobs from 1 again
+    jobs.mkdir()
+    jobs.chmod(0o777)
+    for name in ("site.yaml", "site.sqsh", "wait.py"):
+        (jobs / name).hardlink_to(folder / name)
+    made = Site(state=state, folder=jobs, mounts=request.param)
     home = made.state / "home/researcher"
     try:
         made.up(2, release="own")  # pyxis loads into the Slurm that it was compiled for
