@@ -136,6 +136,10 @@ def check_environment(variables: Mapping[str, str]) -> None:
 
 
 _LOOK = (
+    'if [ "${SLURM_RESTART_COUNT-}" ]; then (unset ENROOT_DATA_PATH; '
+    "for old in $(enroot list 2> /dev/null); do "
+    'case $old in "pyxis_$SLURM_JOB_ID"[._]*) enroot remove -f "$old" ;; esac; done); fi; '
+    '[ "$1" ] || exit 0; '
     '[ -r "$1" ] || { echo "imgkit: node $(uname -n) has no $1, or may not read it" >&2; exit 2; }; '
     "PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin; command -v unsquashfs > /dev/null || exit 0; "
     'said=$(unsquashfs -l "$1" etc/environment 2>&1) || echo "imgkit: unsquashfs of node $(uname -n) cannot '
@@ -145,17 +149,17 @@ _LOOK = (
 
 
 def look(job: Job) -> tuple[str, ...]:
-    """Words that look at the image where they run: a node without it ends the job; empty for a name.
+    """Words that look at the image where they run: a node without the file ends the job.
 
     They run without a container, in a step of their own: pyxis mounts before anything of the job's step runs,
-    and enroot names neither the compression nor unsquashfs ("Invalid image format").
+    and enroot names neither the compression nor unsquashfs ("Invalid image format"). They also remove what an
+    earlier start of the job has left: Slurm can kill pyxis' clean-up, and a requeued job, whose container has
+    the same name, would end with "File already exists".
     """
-    if not is_file(job.image):
-        return ()
     path = Path(job.image)
-    found = image.superblock(path) if sqsh.is_sqsh(path) else None
+    found = image.superblock(path) if is_file(job.image) and sqsh.is_sqsh(path) else None
     how = f" (compressed with {found.compressor})" if found else ""
-    return ("sh", "-c", _LOOK, "sh", job.image, how)
+    return ("sh", "-c", _LOOK, "sh", job.image if is_file(job.image) else "", how)
 
 
 def refuse(job: Job) -> None:

@@ -59,19 +59,20 @@ def descendants() -> dict[int, str]:
 def _processes() -> Iterator[tuple[int, tuple[int, str]]]:
     for entry in os.listdir(PROC):  # noqa: PTH208 - pathlib costs this process a third of its start
         if entry.isdigit():
-            with (
-                contextlib.suppress(OSError, ValueError),
-                open(f"{entry}/stat", "rb", opener=_in_proc) as file,
-            ):
+            with contextlib.suppress(OSError, ValueError):
                 # "12 (a name) S 1 ...": the name may hold spaces and parentheses.
-                head, _, tail = file.read().rpartition(b")")
+                head, _, tail = _read(f"{entry}/stat").rpartition(b")")
                 state, parent = tail.split()[:2]
                 if state not in (b"Z", b"X"):
                     yield int(entry), (int(parent), head.partition(b"(")[2].decode(errors="replace"))
 
 
-def _in_proc(path: str, flags: int) -> int:
-    return os.open(path, flags, dir_fd=PROC)
+def _read(path: str) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY, dir_fd=PROC)
+    try:
+        return os.read(descriptor, 4096)
+    finally:
+        os.close(descriptor)
 
 
 def reap(codes: dict[int, int]) -> bool:

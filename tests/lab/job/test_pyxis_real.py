@@ -179,6 +179,9 @@ def test_requeued_job_goes_on_with_the_same_losses(site: Site) -> None:
     site.until(lambda: "requeued" in site.told(job), job)
     saved = re.search(r"state saved \(\S+ (\d+)\): requeued", site.told(job))
     assert saved, site.told(job)
+    for node in ("node1", "node2"):  # as of a clean-up that Slurm has killed
+        left = site.state / f"enroot-{node}/pyxis_{job}.1/etc"
+        site("exec", "--user", node, "--", "mkdir", "-p", left)
     site.start_again(job)
     told = site.ended(job)
     assert f"resumes after step {saved[1]}" in told, told

@@ -159,7 +159,7 @@ def test_head_prints_the_cause_of_another_node(end: End, how: str) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a mount over /proc needs root")
 def test_guard_ends_all_where_no_path_leads_to_proc() -> None:
-    """As in a container whose files another process serves, when Slurm has ended that one first."""
+    """So it is in a container whose files another process serves, when Slurm has ended that one first."""
     (control, agent), (told, status) = os.pipe(), os.pipe()
     program = "setsid sleep 500 & mount -t tmpfs none /proc && echo $! && wait"
     guard = (sys.executable, "-I", "-S", PACKAGE / "launch/guard.py", str(control), str(status), "1024")

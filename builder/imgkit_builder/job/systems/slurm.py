@@ -230,11 +230,12 @@ def _container(job: Job) -> tuple[str, ...]:
 
 
 def _look(job: Job) -> tuple[str, ...]:
-    """The step that looks at each node before the one that pyxis starts; empty if there is nothing to see."""
-    if job.run_by != "pyxis" or not (words := pyxis.look(job) or (("true",) if job.binds else ())):
+    """The step that looks at each node before the one that pyxis starts; empty for other runtimes."""
+    if job.run_by != "pyxis":
         return ()
     # The next step need not wait until Slurm has cleaned up after this one, and gets all that is typed.
-    return ("srun", "--overlap", "--input=none", "--ntasks-per-node=1", *with_folders(job, words))
+    words = with_folders(job, pyxis.look(job))
+    return ("srun", "--overlap", "--input=none", "--ntasks-per-node=1", *words)
 
 
 def _start(job: Job, words: Sequence[str]) -> tuple[str, ...]:

@@ -90,6 +90,6 @@ def test_job_that_mounts_nothing_has_no_look(tmp_path: Path) -> None:
 def test_pyxis_looks_in_a_step_of_its_own(tmp_path: Path) -> None:
     made = job(tmp_path, binds=("/data:/in:ro",), runtime="pyxis", image="ubuntu")
     text = " ".join(systems.named(made.system).script(made).text.replace("\\\n", " ").split())
-    look, _, start = text.partition(" sh /data -- true ")
+    look, _, start = text.partition(" sh /data -- sh -c ")
     assert "srun --overlap --input=none --ntasks-per-node=1 sh -c" in look
     assert "--container-image=ubuntu" in start

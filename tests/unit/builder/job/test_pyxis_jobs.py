@@ -222,7 +222,24 @@ def test_node_without_the_image_is_named(tmp_path: Path) -> None:
     code, said = looked(job(image="a.sqsh", directory=tmp_path))
     assert code == 2
     assert said == f"imgkit: node {os.uname().nodename} has no {tmp_path}/a.sqsh, or may not read it\n"
-    assert pyxis.look(job(image="ubuntu")) == ()
+    assert looked(job(image="ubuntu")) == (0, "")
+
+
+def test_requeued_job_removes_what_its_start_has_left(tmp_path: Path) -> None:
+    tool = tmp_path / "enroot"  # a stand-in that lists three containers, and tells what it removes
+    names = "pyxis_12.1 pyxis_12_12.1 pyxis_123.1"
+    tool.write_text(
+        f'#!/bin/sh\ncase $1 in list) echo {names} ;; *) echo "$ENROOT_DATA_PATH$*" >&2 ;; esac\n'
+    )
+    tool.chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "12", "ENROOT_DATA_PATH": "/mine"}
+    for more, said in (
+        ({}, ""),
+        ({"SLURM_RESTART_COUNT": "1"}, "remove -f pyxis_12.1\nremove -f pyxis_12_12.1\n"),
+    ):
+        words = pyxis.look(job(image="ubuntu"))
+        done = subprocess.run(words, env={**env, **more}, capture_output=True, text=True, check=True)
+        assert done.stderr == said
 
 
 def test_node_that_cannot_unpack_the_image_is_named(tmp_path: Path) -> None:
