@@ -41,6 +41,7 @@ def test_files_begin_with_this_version() -> None:
     [
         ("small.tar.gz", ["sha256", "archive", "image id", "layers", "sidecar"]),
         ("small.sif", ["header", "root partition", "coverage", "manifest"]),
+        ("small.sqsh", ["sha256", "squashfs", "content", "manifest"]),
         ("small.imgdelta", ["delta"]),
         ("applied.sif", ["header", "root partition", "coverage", "delta 1", "manifest"]),
     ],
@@ -94,7 +95,7 @@ def test_record_of_a_job_has_every_field(written: Path, monkeypatch: pytest.Monk
     )
 
 
-@pytest.mark.parametrize("name", ["dist-train", "library"])
+@pytest.mark.parametrize("name", ["dist-train", "library", "sharded"])
 def test_run_folder_is_read(written: Path, name: str) -> None:
     said: list[str] = []
     run = written / name

@@ -1,14 +1,21 @@
-"""A program on the run library: ``library_run.py STEPS``. First it prints its step and its weights' sum."""
+"""A program on the run library: ``library_run.py STEPS [sharded]``.
+
+First it prints its step and its weights' sum. Its model is wrapped in DDP, or sharded by FSDP2.
+"""
 
 import itertools
 import sys
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from imgkit_entrypoints.run import Run
+
+SHARDED = sys.argv[2:] == ["sharded"]
 
 
 class Seen:
@@ -29,13 +36,17 @@ def main(run, until):
     sampler = DistributedSampler(data)
     loader = DataLoader(data, batch_size=4, sampler=sampler)
     layers = torch.nn.Linear(3, 4), torch.nn.Dropout(0.1), torch.nn.Linear(4, 1)
-    model = DistributedDataParallel(torch.nn.Sequential(*layers))
+    model = torch.nn.Sequential(*layers)
+    if SHARDED:
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    else:
+        model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     seen = Seen()
     run.track(model=model, optimizer=optimizer, loader=loader)
     run.track_per_rank(seen=seen)
     run.restore()
-    total = torch.nn.utils.parameters_to_vector(model.parameters()).sum()
+    total = sum((one.full_tensor() if SHARDED else one).double().sum().item() for one in model.parameters())
     print(
         f"rank {dist.get_rank()} begins after step {run.step} with {total:.4f}, {seen.total:.4f}", flush=True
     )

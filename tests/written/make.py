@@ -2,8 +2,9 @@
 
     python tests/written/make.py
 
-Writes ``tests/written/VERSION``: an archive, a .sif, a delta and a .sif with it, the record of a job, and run
-folders of dist-train and of a program on the run library. Needs Docker, the stand-in image and mksquashfs.
+Writes ``tests/written/VERSION``: an archive, a .sif, a .sqsh, a delta and a .sif with it, the record of a
+job, and run folders of dist-train and of a program on the run library: one with DDP, one that is sharded.
+Needs Docker, the stand-in image and mksquashfs.
 Once the version is released, its files never change: a reader that refuses them is the bug.
 """
 
@@ -39,7 +40,9 @@ export IMGKIT_RUN_DIR=/tmp/dist-train
 dist-train --nproc 2 --model linear --device cpu --steps 6 --save-every 3 --keep 1
 export IMGKIT_RUN_DIR=/tmp/library
 dist-run --nproc 2 /test/library_run.py 6
-tar -cf - dist-train library
+export IMGKIT_RUN_DIR=/tmp/sharded
+dist-run --nproc 2 /test/library_run.py 6 sharded
+tar -cf - dist-train library sharded
 """
 
 
@@ -80,6 +83,7 @@ def images(target: Path) -> None:
     try:
         imgkit("save", names[0], "--compression", "gzip", "-o", target / "small.tar.gz")
         imgkit("sif", target / "small.tar.gz", "-o", target / "small.sif", "--no-test")
+        imgkit("sif", target / "small.tar.gz", "-o", target / "small.sqsh")
         imgkit("delta", names[1], "--against", target / "small.sif", "-o", target / "small.imgdelta")
         applied = ("apply", target / "small.imgdelta", target / "small.sif", "-o", target / "applied.sif")
         imgkit(*applied)
@@ -95,7 +99,8 @@ def runs(target: Path) -> None:
     # The stand-in has no dist-* commands.
     script = RUNS.replace("\ndist-", "\npython3 -m imgkit_entrypoints >&2 dist-")
     run("tar", "-xf", "-", "-C", target, input=run(*start, STANDIN, "sh", "-ec", script))
-    for leftover in ("dist-train/curves.svg", "dist-train/run.lock", "library/run.lock"):
+    leftovers = [f"{name}/run.lock" for name in ("dist-train", "library", "sharded")]
+    for leftover in ("dist-train/curves.svg", *leftovers):
         (target / leftover).unlink(missing_ok=True)
 
 
