@@ -255,9 +255,10 @@ def _optimizer(config: Config, parameters: list[nn.Parameter]) -> tuple[torch.op
     on_gpu, kernel = parameters[0].device.type == "cuda", f"aten::_fused_{config.optimizer}_"
     # Measured on CPU: fused is up to 7 times as fast, but slower for plain SGD (w -= lr * g).
     is_faster = on_gpu or config.optimizer != "sgd" or config.momentum
-    # torch 2.3 takes fused=True for SGD on a CPU, and has no such kernel.
-    if is_faster and (on_gpu or torch._C._dispatch_has_kernel_for_dispatch_key(kernel, "CPU")):
-        return kind(parameters, fused=True, **more), True
+    with contextlib.suppress(RuntimeError):  # older torch: no such operator, or not on this device
+        # torch 2.3 takes fused=True for SGD on a CPU, and has no such kernel.
+        if is_faster and (on_gpu or torch._C._dispatch_has_kernel_for_dispatch_key(kernel, "CPU")):
+            return kind(parameters, fused=True, **more), True
     return kind(parameters, foreach=False, **more), False
 
 
