@@ -36,7 +36,8 @@ nitpick_ignore_regex = [
     ("py:.*", r"(Path|Mapping|Sequence|Callable|Iterable|Iterator|Any|Literal|NoneType|optional|default.*)"),
     ("py:class", r"torch\..*"),
     # Parts of the results of the Python API that have no section on its page.
-    ("py:class", r"imgkit_builder\.(job|oci|sif|recipe\.model)\..*|Options|AnyRequest|Origin|Format"),
+    ("py:class", r"imgkit_builder\.(job|oci|sif|recipe\.model)\..*"),
+    ("py:class", "Options|AnyRequest|Origin|Format|CompressionChoice"),
     ("py:exc", "LargeContext"),
     ("py:class", r"imgkit_entrypoints\.run\.program\..*"),
     ("py:class", r"tuple\[.*|.*\]"),

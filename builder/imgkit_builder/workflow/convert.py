@@ -40,7 +40,8 @@ class ConversionRequest:
     format: Format | None = None
     """None: ``sqsh`` where the name of the file ends so, else ``sif``."""
     compression: CompressionChoice = "auto"
-    """``auto``: as `compression_for` the system of the image."""
+    """``zstd`` or ``gzip``; ``auto``: what the system of the image states, else gzip in a .sqsh, and zstd
+    in a .sif if this machine can write and mount it."""
     writer: Literal["auto", "imgkit", "runtime"] = "auto"
     """Who writes the file; ``auto``: imgkit if something here squashes, else Singularity or Apptainer."""
     tmpdir: Path | None = None
