@@ -282,9 +282,8 @@ def _without_pyxis(job: Job, probe: Sequence[str]) -> tuple[str, ...]:
     ------
     ToolMissing : nothing here starts a .sqsh.
     """
-    program = next(filter(shutil.which, _STARTERS), "")
-    path = shutil.which(program) if program else None
-    if path is None:
+    program, path = next(((name, path) for name in _STARTERS if (path := shutil.which(name))), ("", ""))
+    if not path:
         raise ToolMissing(
             "imgkit has to look into this image, which it did not build, and nothing here starts a .sqsh",
             where=job.image,

@@ -92,7 +92,9 @@ def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> t
     given = ("env", *(f"{name}={value}" for name, value in job.env.items())) if job.env else ()
     if job.run_by == "singularity":
         words = (program(job), QUIET, "exec", *options(job), *_mounts(job), *_pwd(job))
-        own = sqsh.environment_words(_listed_libraries(job)) if is_sqsh(job) else ()
+        listed = _listed_libraries(job)
+        first = quoting.search_first(listed) if listed else ""
+        own = sqsh.environment_words(first) if is_sqsh(job) else ()
         return (*words, job.image, *own, *activate, *given, *command)
     if command and command[0].startswith("dist-"):
         # Only images have dist-* programs; the installed package does not.
@@ -172,8 +174,6 @@ def modules(job: AnyJob) -> tuple[str, ...]:
     return runtime.modules if runtime.kind == job.run_by else ()
 
 
-_INHERITED = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
-"""Expanded where it is used, to the image's own value: a plain value would replace it."""
 EDGES = """{{ head -c {bytes} {image}; tail -c {bytes} {image}; stat -L -c %s {image}; }} | sha256sum"""
 """Shell words that print the digest of both ends of a file and of its size.
 
@@ -210,14 +210,14 @@ def exports(job: Job) -> tuple[str, ...]:
     lines += [_READ_ENV.format(file=shlex.quote(job.env_file))] if job.env_file else []
     if job.bound is not None and job.bound.digest:
         lines.append(_unchanged(job, job.bound.digest))
-    libraries = ":".join(_listed_libraries(job))
+    libraries = _listed_libraries(job)
     if job.run_by == "host":
         # There is no image, so the node agent has no system.json to read.
         lines += [f"export {name}={shlex.quote(value)}" for name, value in job.recipe.system.env.items()]
-        lines += [f'export LD_LIBRARY_PATH="{libraries}{_INHERITED}"'] if libraries else []
+        lines += [quoting.search_first(libraries)] if libraries else []
     elif job.run_by == "singularity" and libraries and not is_sqsh(job):
         prefix = "APPTAINERENV" if PurePath(program(job)).name == "apptainer" else "SINGULARITYENV"
-        lines.append(f"export {prefix}_LD_LIBRARY_PATH='{libraries}{_INHERITED}'")
+        lines.append(f"export {prefix}_LD_LIBRARY_PATH='{':'.join(libraries)}{quoting.INHERITED}'")
     return tuple(lines)
 
 

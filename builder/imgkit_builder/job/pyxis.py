@@ -20,6 +20,7 @@ from pathlib import Path
 
 from imgkit_builder.delta import source, tree
 from imgkit_builder.delta.descriptor import CODE_PLACE
+from imgkit_builder.job import quoting
 from imgkit_builder.job.request import Job
 from imgkit_builder.sif import image, sqsh
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
@@ -97,8 +98,7 @@ def start(
     if not is_file(job.image) and command[:1] and command[0].startswith("dist-"):
         text += _HAS_ENTRY_POINTS
     if libraries:
-        inherited = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
-        text += f'export LD_LIBRARY_PATH="{":".join(libraries)}{inherited}"; '
+        text += f"{quoting.search_first(libraries)}; "
     home = () if "--container-mount-home" in options else ("--no-container-mount-home",)
     given = ("env", *(f"{name}={value}" for name, value in job.env.items())) if job.env else ()
     return (
@@ -156,10 +156,9 @@ def look(job: Job) -> tuple[str, ...]:
     earlier start of the job has left: Slurm can kill pyxis' clean-up, and a requeued job, whose container has
     the same name, would end with "File already exists".
     """
-    path = Path(job.image)
-    found = image.superblock(path) if is_file(job.image) and sqsh.is_sqsh(path) else None
-    how = f" (compressed with {found.compressor})" if found else ""
-    return ("sh", "-c", _LOOK, "sh", job.image if is_file(job.image) else "", how)
+    file = job.image if is_file(job.image) else ""
+    found = _compressor(Path(file)) if file else ""
+    return ("sh", "-c", _LOOK, "sh", file, f" (compressed with {found})" if found else "")
 
 
 def refuse(job: Job) -> None:
@@ -220,7 +219,11 @@ def _device(path: Path) -> str:
 
 def _newer_compressor(job: Job) -> str:
     """The compression of the .sqsh if some nodes may not read it; empty if all can, or the system says so."""
-    path = Path(job.image)
+    found = _compressor(Path(job.image))
+    return "" if found in ("gzip", "xz", "lzo", job.recipe.system.runtime.compression) else found
+
+
+def _compressor(path: Path) -> str:
+    """The compression of a .sqsh; empty if there is none here."""
     found = image.superblock(path) if sqsh.is_sqsh(path) else None
-    usual = ("gzip", "xz", "lzo", job.recipe.system.runtime.compression)
-    return found.compressor if found is not None and found.compressor not in usual else ""
+    return found.compressor if found is not None else ""

@@ -57,6 +57,15 @@ def check(flag: str, value: str) -> str:
     return value
 
 
+def search_first(libraries: Sequence[str]) -> str:
+    """Shell words that have libraries searched in these folders before those of LD_LIBRARY_PATH."""
+    return f'export LD_LIBRARY_PATH="{":".join(libraries)}{INHERITED}"'
+
+
+INHERITED = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
+"""Expanded where it is used, to the value there: a plain value would replace it."""
+
+
 def option(value: str) -> str:
     """A scheduler option as one directive: one word, which cannot start a second directive.
 

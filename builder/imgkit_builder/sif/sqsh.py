@@ -25,7 +25,7 @@ import os
 import posixpath
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from imgkit_builder.archive import sidecar
@@ -225,18 +225,16 @@ _LIBS = (
 )
 
 
-def environment_words(libraries: Sequence[str]) -> tuple[str, ...]:
+def environment_words(first: str = "") -> tuple[str, ...]:
     """Words before a command in a container of Singularity, which sets nothing that a .sqsh states.
 
     They set the image's variables, and find the libraries of ``--nv`` after the image's own.
 
     Parameters
     ----------
-    libraries : folders of the container that are searched for libraries first.
+    first : a command of sh between the two.
     """
-    inherited = "${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
-    first = f'export LD_LIBRARY_PATH="{":".join(libraries)}{inherited}"; ' if libraries else ""
-    return ("sh", "-c", f'{_READ}{first}{_LIBS}exec "$@"', "sh")
+    return ("sh", "-c", f'{_READ}{f"{first}; " if first else ""}{_LIBS}exec "$@"', "sh")
 
 
 _PADDING_BYTES = 1 << 20

@@ -225,8 +225,12 @@ PODMAN_FORWARD = ("SLURM*", "IMGKIT_*", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DE
 
 
 def _container(job: Job) -> tuple[str, ...]:
-    words = container.start(job, job.command, forward=PODMAN_FORWARD)
-    return words if job.run_by == "pyxis" else with_folders(job, words)
+    return _with_folders(job, container.start(job, job.command, forward=PODMAN_FORWARD))
+
+
+def _with_folders(job: Job, words: Sequence[str]) -> tuple[str, ...]:
+    """The same as `with_folders`, but for pyxis, whose words are first options of srun: `_look` does it."""
+    return tuple(words) if job.run_by == "pyxis" else with_folders(job, words)
 
 
 def _look(job: Job) -> tuple[str, ...]:
@@ -256,9 +260,7 @@ def _typed(job: Job) -> str:
     """The line that runs in the allocation: the command on all nodes, or a shell on the first one."""
     modules = [f"module load {shlex.quote(name)}" for name in container.modules(job)]
     cpus = (f"--cpus-per-task={job.cpus}",) if job.cpus else ()
-    own, shell = job.recipe.system.queue.srun, container.shell(job)
-    if job.run_by != "pyxis":  # whose words are first options of srun
-        shell = with_folders(job, shell)
+    own, shell = job.recipe.system.queue.srun, _with_folders(job, container.shell(job))
     words = (
         _start(job, _container(job))
         if job.command
