@@ -378,10 +378,11 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
     unread = absent_files(facts.Reader(root=facts.root_of(env)), child)
     absent = (str(fabric.Finding(what=what, fix=fix)) for what, fix in unread)
     warnings = (*odd, *launch_plan.warnings, *absent, *(() if worker.own else _shadows(env)))
+    launch_plan = dataclasses.replace(launch_plan, warnings=warnings)
     if options.dry_run:
         meets = placement.nnodes > 1 and launch_plan.mode == "torchrun"
         source = secret.source(options.secret_file, env, shared_home=_shared_home(env)) if meets else ""
-        shown = dataclasses.replace(launch_plan, warnings=warnings, secret=source)
+        shown = dataclasses.replace(launch_plan, secret=source)
         if options.json:
             terminal.document(json.dumps(shown.to_dict(), indent=2) + "\n")
         else:
@@ -416,7 +417,7 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
             folder.refuse_stopped()
         os.execvpe(launch_plan.argv[0], launch_plan.argv, child)  # noqa: S606 - an argv list, no shell
     if placement.node_rank == 0:
-        for text in (*(str(decision) for decision in launch_plan.decisions if decision.used), *warnings):
+        for text in launch_plan.announcements():
             say(text)
     carrier = sockets.selected(host, child) if options.network_test else None
     me = Caller(

@@ -136,6 +136,15 @@ class LaunchPlan:
     """Why a value that the image set counts as the user's; empty: the image's variables are known."""
     secret: str = ""
     """The place that the secret of the roll call comes from; empty: the start is open, or on one node."""
+    unused_network: frozenset[str] = frozenset()
+    """Variables of the network in a run that uses none: they are set, but not announced."""
+
+    def announcements(self) -> Iterator[str]:
+        """Yield what the head prints at the start: each value that was set with its reason, then the warnings."""
+        for decision in self.decisions:
+            if decision.used and decision.variable not in self.unused_network:
+                yield str(decision)
+        yield from self.warnings
 
     def lines(self) -> Iterator[str]:
         """Yield the text of ``--dry-run``: each value with its source, the warnings, and the command."""
@@ -233,6 +242,8 @@ def make(
             where=f"fabric {network.kind}",
             hint=f"{network.blockers[0].fix}; --device cpu runs over gloo",
         )
+    # Gloo on one node takes lo: what the recipe expects of the cluster's network says nothing about this run.
+    uses_network = device == "cuda" or place.nnodes > 1
     decided = {**network.env, **_threads(host, nproc, system, env, decisions)}
     # The names tell the program which values are the node agent's choices and not the user's.
     variables = {"IMGKIT_DEVICE": device, "IMGKIT_DECIDED": ",".join(sorted(decided)), **decided}
@@ -260,7 +271,10 @@ def make(
         warnings=(
             *_unused(request, place, nproc, env),
             *_spares_wait_in_vain(place),
-            *map(str, network.warnings),
+            *map(str, network.warnings if uses_network else ()),
+        ),
+        unused_network=frozenset(
+            () if uses_network else (decision.variable for decision in network.decisions)
         ),
     )
 

@@ -323,6 +323,17 @@ def test_nodes_that_could_not_connect_are_refused():
     assert make(device="cpu", place=node(2), system=system).env["IMGKIT_DEVICE"] == "cpu"
 
 
+def test_network_is_announced_only_where_it_is_used():
+    system = SystemFacts(node=Node(), fabric=Fabric(kind="infiniband"))
+    laptop = make(system=system)
+    assert laptop.env["NCCL_IB_DISABLE"] == "1"
+    assert not any("NCCL" in line or "infiniband" in line for line in laptop.announcements())
+    for plan_with_network in (make(place=node(2), system=system), make(gpus=1, system=system)):
+        announced = list(plan_with_network.announcements())
+        assert any(line.startswith("NCCL_IB_DISABLE=1") for line in announced)
+        assert any("the recipe says infiniband" in line for line in announced)
+
+
 def test_spares_and_failures_are_in_the_plan():
     made = make(place=node(3, size=Size.parse("2+1")))
     shown = json.loads(json.dumps(made.to_dict()))
