@@ -238,7 +238,7 @@ def test_remote_with_hostile_texts(programs: Path, check: Callable[..., None]) -
     check("remote", "check", "far")
     # A stand-in for a login node: what ssh would run there runs here, and the scheduler's programs lie.
     program(programs, "ssh", 'for last; do :; done; cd "$HOME" && exec sh -c "$last"')
-    for name in ("sinfo", "sacctmgr", "singularity", "lfs", "quota"):
+    for name in ("sbatch", "sinfo", "sacctmgr", "singularity", "lfs", "quota"):
         program(programs, name, f"cat {programs.parent}/said")
     check("remote", "check", "far")
 
