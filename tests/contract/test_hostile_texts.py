@@ -68,6 +68,7 @@ def evil(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
+@pytest.mark.programs("mksquashfs")
 def test_archive_with_hostile_texts(evil: Any, check: Callable[..., None]) -> None:
     layouts = {
         "modern.tar": evil.modern_members(),
@@ -109,6 +110,7 @@ def test_record_beside_an_archive_with_hostile_texts(evil: Any, check: Callable[
     check("verify", "x.tar")
 
 
+@pytest.mark.programs("mksquashfs")
 def test_sif_with_hostile_texts(evil: Any, check: Callable[..., None]) -> None:
     Path("x.tar").write_bytes(evil.tar(evil.modern_members()))
     check("sif", "x.tar", "--no-test", "--compression", "gzip", code=0, shows=False)

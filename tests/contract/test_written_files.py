@@ -65,6 +65,7 @@ def test_one_image_is_known_by_one_id(written: Path) -> None:
     assert (applied, delta.imgkit) == (delta, written.name)
 
 
+@pytest.mark.programs("mksquashfs")
 def test_converted_archive_is_up_to_date(written: Path, call: Callable[..., Any]) -> None:
     code, out, err = call("sif", str(written / "small.tar.gz"), "-o", str(written / "small.sif"), "--no-test")
     assert (code, "up to date" in out) == (0, True), err

@@ -27,7 +27,7 @@ from labkit import (
 
 pytestmark = [
     pytest.mark.docker,
-    pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="apt install dpkg"),
+    pytest.mark.programs("dpkg-deb"),
 ]
 
 TAG = f"imgkit-test-equal-{shared_folder().name}:1"

@@ -17,7 +17,7 @@ from imgkit_builder.sif import squash
 
 PROGRAM = shutil.which("mksquashfs")
 pytestmark = [
-    pytest.mark.skipif(PROGRAM is None, reason="apt install squashfs-tools"),
+    pytest.mark.programs("mksquashfs"),
     pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user"),
 ]
 CAPABILITY = "\x01\x02"

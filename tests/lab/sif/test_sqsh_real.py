@@ -46,8 +46,8 @@ NASTY = 'it\'s a "name" with $spaces'
 
 pytestmark = [
     pytest.mark.xdist_group("sqsh"),
-    pytest.mark.skipif(not BUSYBOX.exists(), reason="apt install busybox-static"),
-    pytest.mark.skipif(shutil.which("unsquashfs") is None, reason="apt install squashfs-tools"),
+    pytest.mark.programs("busybox"),
+    pytest.mark.programs("unsquashfs"),
 ]
 
 
@@ -218,7 +218,7 @@ def test_verify_notices_each_kind_of_damage(copy: Path) -> None:
     assert verdicts(copy) == {**fine, "sha256": "warn"}
 
 
-@pytest.mark.skipif(shutil.which("gpg") is None, reason="apt install gnupg")
+@pytest.mark.programs("gpg")
 def test_a_signature_covers_the_whole_file(
     copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

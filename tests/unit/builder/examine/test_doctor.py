@@ -299,14 +299,19 @@ def test_absent_tmp_is_told(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(("squashes", "enough"), [(NEW, 10), (OLD, 40), (BROKEN, 76)])
 def test_disk_that_the_way_fills_warns(
-    runtime: Path, monkeypatch: pytest.MonkeyPatch, squashes: str, enough: int
+    runtime: Path,
+    root: Callable[..., Machine],
+    monkeypatch: pytest.MonkeyPatch,
+    squashes: str,
+    enough: int,
 ) -> None:
     """The stream needs room for the .sif alone, plain files for the image, a runtime for three of them."""
     script(runtime.parent / "mksquashfs", squashes)
     for free, verdict in ((enough, "ok"), (enough - 1, "warn")):
         usage = type("usage", (), {"free": free * 10**9})
         monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
-        found = look(purpose="sif", machine=Machine(uid=0))["disk tmp"]
+        machine = root(uid=0, mounts="/dev/vda / ext4 rw 0 0\n")
+        found = look(purpose="sif", machine=machine)["disk tmp"]
         assert found.verdict == verdict
 
 
