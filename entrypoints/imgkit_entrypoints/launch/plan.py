@@ -140,7 +140,7 @@ class LaunchPlan:
     """Variables of the network in a run that uses none: they are set, but not announced."""
 
     def announcements(self) -> Iterator[str]:
-        """Yield what the head prints at the start: each value that was set with its reason, then the warnings."""
+        """Yield what the head prints at the start: values with their reasons, then the warnings."""
         for decision in self.decisions:
             if decision.used and decision.variable not in self.unused_network:
                 yield str(decision)
