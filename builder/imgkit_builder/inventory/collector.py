@@ -5,7 +5,7 @@ holds, collecting ends with an inventory that says what it leaves out. Links are
 names, so that none leads out of the image.
 
 The lock that an image was made by is read as ``recipe.lock_file`` writes it. Python reads TOML from 3.11 on.
-The list must have the same bytes on every Python, so `locked_entries` takes just the lines that it needs.
+The list must have the same bytes on every Python, so `_locked_entries` takes just the lines that it needs.
 """
 
 from __future__ import annotations

@@ -395,8 +395,8 @@ def _proof(node: YamlNode, found: Collector) -> Proof:
     made, faults = json_text.checked(Proof, texts, closed=True)
     unseen = any(True for text in texts.values() for _ in rules.printable(text or ""))
     if faults or unseen or not isinstance(node, Table):
-        hint = "write one line of text for documented, rendered or run"
-        found.error(node.position, ("proof",), "does not say who has found the values to be right", hint)
+        hint = "write one line of text for documented, rendered, simulated or run"
+        found.error(node.position, ("proof",), "does not say how the values were tested", hint)
         return Proof()
     proved: Proof = made
     return proved

@@ -23,21 +23,27 @@ SUFFIX = ".yaml"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """Who has found a system's values to be right, and where: one sentence each; empty: nobody."""
+    """How a system's values were tested, and where: one sentence each; empty: not at all."""
 
     documented: str = ""
     """The documentation that the values come from."""
     rendered: str = ""
     """Where the job scripts for it are compared, byte by byte."""
+    simulated: str = ""
+    """Where jobs have run with it on a cluster that imitates this one, and what differs there."""
     run: str = ""
-    """Where jobs have run with it, and on what."""
+    """Who has run jobs with it on the machine itself, and when."""
 
     @property
-    def short(self) -> str:
-        """The strongest one."""
-        return (
-            "run" if self.run else "rendered" if self.rendered else "documented" if self.documented else "-"
-        )
+    def strongest(self) -> str:
+        """The strongest kind of test, as `imgkit list --systems` prints it."""
+        if self.run:
+            return "ran there"
+        if self.simulated:
+            return "simulated"
+        if self.rendered:
+            return "script only"
+        return "documented" if self.documented else "-"
 
 
 def site_folder() -> Path:

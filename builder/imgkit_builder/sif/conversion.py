@@ -239,7 +239,7 @@ class ConversionJob:
     clock: Clock
     log: TextIO
     squasher: Squasher | None = None
-    """None: the first of `squash_ways` that works here."""
+    """None: the first of `squashers` that works here."""
 
     def run(
         self,

@@ -172,7 +172,7 @@ def _check_host(found: Placement, read: Read) -> None:
         )
 
 
-# Field of `PlacementRequest` -> the variable that the modules read; `as_environment` writes flags there.
+# Field of `PlacementRequest` -> the variable that the modules read; `_as_environment` writes flags there.
 _VARIABLES: Mapping[str, str] = {
     "nnodes": "IMGKIT_NNODES",
     "node_rank": "IMGKIT_NODE_RANK",
@@ -235,7 +235,7 @@ def _as_environment(request: PlacementRequest, env: Mapping[str, str]) -> Mappin
 
 
 def _complete(request: PlacementRequest) -> bool:
-    """True if the flags say everything about this node, so that no launcher need be resolved_env."""
+    """Return whether the flags say everything about this node, so that no launcher is asked."""
     several = request.nnodes is not None and request.nnodes > 1
     return several and request.node_rank is not None and request.head is not None
 

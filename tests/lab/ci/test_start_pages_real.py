@@ -63,6 +63,7 @@ def folder() -> Iterator[Path]:
 @pytest.mark.soak  # ci/quickstart does nearly the same
 def test_laptop_page_trains_and_resumes(folder: Path, standin: str) -> None:
     lines = commands("laptop")
+    take(lines, "pip install torch numpy --index-url")  # from the internet
     take(lines, "pip install .")
     assert "--run-dir first" in take(lines, "dist-train --nproc 2")  # ci/release runs it: torch is not here
     shell(take(lines, "imgkit build cpu"), folder, "--base", standin)

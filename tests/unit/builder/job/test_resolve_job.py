@@ -185,7 +185,7 @@ def test_plain_program_is_doubted() -> None:
         ({"command": ("dist-run", "a\nb")}, "COMMAND"),
         ({"command": ()}, "COMMAND"),
         ({"runtime": "docker"}, "--runtime"),
-        ({"stop_before_s": 600}, "--stop-before"),
+        ({"stop_before_s": -1}, "--stop-before"),
     ],
 )
 def test_bad_value_is_refused_by_its_flag(given: dict[str, Any], where: str) -> None:
@@ -299,6 +299,17 @@ def test_short_job_is_not_asked_to_save() -> None:
     assert job(time="9m").stop_before_s == 0
     assert job(time="10m").stop_before_s == 120
     assert job(time="2m", stop_before_s=60).stop_before_s == 60
+
+
+def test_stop_at_or_before_the_start_names_both_times() -> None:
+    error = refused(time="10m", stop_before_s=600)
+    assert error.where == "--stop-before"
+    assert ("600 s" in error.what, "00:10:00" in error.what) == (True, True)
+
+
+def test_negative_stop_of_a_job_without_limit_is_refused() -> None:
+    error = refused("cpu", account="", qos="", time="", stop_before_s=-1)
+    assert (error.where, "at least 0" in error.what) == ("--stop-before", True)
 
 
 def test_value_that_looks_like_a_secret_is_refused_and_not_repeated() -> None:

@@ -87,7 +87,7 @@ def test_system_keys_still_merge_into_those_of_the_parent(write: Write) -> None:
         ("{extends: 5}", "must be the name or path of one system, not "),
         ("./circle.yaml", "is circular: circle.yaml -> circle.yaml"),
         ("./recipe.yaml", "a system has no image; write its keys without `system:` above them"),
-        ("./odd.yaml", "proof: does not say who has found the values to be right"),
+        ("./odd.yaml", "proof: does not say how the values were tested"),
         ("./wrong.yaml", "wrong.yaml:1:1: system.quue: unknown key; allowed: queue, "),
     ],
 )
@@ -162,6 +162,7 @@ def test_proof_of_a_shipped_system_is_what_is_there(name: str) -> None:
     proof = load_system(name).proof
     assert proof.documented
     assert bool(proof.rendered) == bool(list((GOLDEN / "jobs").glob(f"{name}*.txt")))
+    assert not (proof.run and "nobody of imgkit has used" in proof.documented)
 
 
 # ---- a site's
@@ -270,20 +271,23 @@ def test_unconfirmed_site_submits_nothing(
     assert (tmp_path / "submitted").exists()
 
 
-def test_list_says_who_proved_what(site: Path) -> None:
+def test_list_says_how_each_system_was_tested(site: Path) -> None:
     from typer.testing import CliRunner
 
     from imgkit_builder.cli.app import build_app
 
     done = CliRunner().invoke(build_app(("submit", "list")), ["list", "--systems"])
-    rows = {line.split()[0]: line.split()[1:3] for line in done.stdout.splitlines()}
-    assert (rows["mn5"], rows["leonardo"], rows["ours"]) == (
-        ["slurm", "run"],
-        ["slurm", "rendered"],
-        ["slurm", "-"],
-    )
+    rows = {line.split()[0]: re.split(r"  +", line)[1:3] for line in done.stdout.splitlines()}
+    assert {name: rows[name] for name in ("cpu", "mn5", "juwels-booster", "leonardo", "ours")} == {
+        "cpu": ["standalone", "ran there"],
+        "mn5": ["slurm", "simulated"],
+        "juwels-booster": ["slurm", "simulated"],
+        "leonardo": ["slurm", "script only"],
+        "ours": ["slurm", "-"],
+    }
     assert f"ours ({site}/ours.yaml)" in done.stdout
     (site / "ours.yaml").write_text(HERE + "proof: {run: Ada with 4 nodes on 2026-11-20}\n")
     done = CliRunner().invoke(build_app(("submit", "list")), ["list", "--systems", "--json"])
     (ours,) = (one for one in json.loads(done.stdout)["systems"] if one["site"])
-    assert ours["proof"] == {"run": "Ada with 4 nodes on 2026-11-20", "rendered": "", "documented": ""}
+    ran = "Ada with 4 nodes on 2026-11-20"
+    assert ours["proof"] == {"run": ran, "simulated": "", "rendered": "", "documented": ""}
