@@ -38,7 +38,7 @@ ask() { # folder, launcher, signal: the launcher gets the signal in the middle o
 """
 UNDER_DIST_RUN = """
 (start whole dist_run); echo "whole: $?"
-(start cut dist_run AT=40); echo "killed: $?"
+(start cut dist_run AT=65 PAUSE=0.1); echo "killed: $?"  # after 60, the last step of an epoch of Lightning
 ask cut dist_run USR1; echo "stopped: $?"
 ls /runs/cut/state-saved
 (start cut dist_run); echo "resumed: $?"
@@ -78,7 +78,7 @@ ask asked alone USR1; echo "stopped: $?"
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_example_is_short_and_on_the_page(name: str) -> None:
     text = (ROOT / f"examples/{name}.py").read_text()
-    assert len(text.splitlines()) <= 40
+    assert len(text.splitlines()) <= 45
     ast.parse(text)
     shown = f"```{{literalinclude}} ../../examples/{name}.py\n"
     assert shown in (ROOT / "docs/howto/own-loop.md").read_text()
