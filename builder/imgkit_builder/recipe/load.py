@@ -20,6 +20,7 @@ from imgkit_builder.recipe.problems import (
     RecipeErrors,
     choices,
     nearest,
+    reason,
     shown,
 )
 from imgkit_builder.recipe.requirements import PYPROJECT
@@ -267,7 +268,7 @@ def locate(ref: str, folder: Path) -> Path:
             )
         return file
     except (OSError, ValueError) as error:  # a name too long, a NUL byte, no permission
-        raise UsageError(f"{ref!r} is not a recipe: {error}") from error
+        raise UsageError(f"{ref!r} is not a recipe: {reason(error)}") from error
 
 
 def _shipped(name: str) -> Path:

@@ -176,6 +176,11 @@ def choices(word: str, allowed: Iterable[str]) -> str:
     return f"{text}; did you mean {near}?" if near else text
 
 
+def reason(error: Exception) -> str:
+    """Return why a file cannot be used, without its path, which may be long."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
 DEEPEST = 32
 """Tables and lists within each other, and parts of a dotted key: the time for them grows with the square."""
 _LONG_KEY = re.compile(

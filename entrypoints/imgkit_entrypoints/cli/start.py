@@ -406,6 +406,9 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
             where="--preflight",
             hint="leave out --direct, or start one process per node",
         )
+    if log_dir := options.request.log_dir:
+        where, hint = f"--log-dir {log_dir}", "name a folder that this node can write"
+        files.refuse_unusable_folder(Path(log_dir), "log folder", where=where, hint=hint)
     _require_torch()
     link_host_libraries(launch_plan.links)
     proof = _secret(options, env, placement)
@@ -414,6 +417,7 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
         child.pop("PYTHONPATH", None)  # a json.py in it would end every worker
     if launch_plan.mode == "direct":
         if folder := RunFolder.of(env, say):  # else the supervisor asks
+            folder.refuse_unusable()
             folder.refuse_stopped()
         os.execvpe(launch_plan.argv[0], launch_plan.argv, child)  # noqa: S606 - an argv list, no shell
     if placement.node_rank == 0:

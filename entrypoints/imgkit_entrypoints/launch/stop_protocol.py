@@ -176,6 +176,11 @@ class RunFolder:
                 hint=f"rm {shlex.quote(str(file))}",
             )
 
+    def refuse_unusable(self) -> None:
+        """Raise UsageError where a run cannot write the folder, before its workers start."""
+        where, hint = f"IMGKIT_RUN_DIR: {self.path}", "name a writable folder that all nodes share"
+        files.refuse_unusable_folder(self.path, "run folder", where=where, hint=hint)
+
     def clear(self) -> None:
         """Remove the marks and the script's request of an earlier start.
 

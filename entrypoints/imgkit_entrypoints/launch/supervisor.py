@@ -101,6 +101,7 @@ def run(
     ):
         shared = RunFolder.of(env, say)
         if shared and head:
+            shared.refuse_unusable()
             shared.clear()
         with _result(shared if head and place.size else None, job_id, say) as result, ExitStack() as held:
             last_words = FinalMessage(say)

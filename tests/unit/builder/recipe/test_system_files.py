@@ -196,6 +196,28 @@ def test_link_to_a_file_that_others_can_write_is_refused(site: Path, write: Writ
     assert "everybody can write this file" in refusal(write(f"{IMAGE}system: linked\n"))
 
 
+@pytest.mark.parametrize(
+    ("ref", "says"),
+    [
+        ("x" * 300, "is not a system: File name too long"),
+        (f"./{'x' * 300}.yaml", "is not a system: File name too long"),
+        (f"./{'x/' * 3000}x.yaml", "is not a system: File name too long"),
+        ('"a\\0b"', "there is no system"),
+        ('"a\\0b.yaml"', "there is no file a"),
+        ("file/x.yaml", "there is no file file/x.yaml"),
+    ],
+    ids=["name", "file", "path", "nul", "nul-file", "below-a-file"],
+)
+def test_name_that_no_file_can_have_is_an_error_of_the_line(write: Write, ref: str, says: str) -> None:
+    file = write(f"{IMAGE}system: {ref}\n")
+    (file.parent / "file").touch()
+    with pytest.raises(RecipeErrors) as caught:
+        load(file)
+    assert f"{file.name}:2:9: system: " in str(caught.value)
+    assert says in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
 def test_site_cannot_replace_a_shipped_system(site: Path, write: Write) -> None:
     (site / "mn5.yaml").write_text("title: another\n")
     says = refusal(write(f"{IMAGE}system: mn5\n"))

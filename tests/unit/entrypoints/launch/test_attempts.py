@@ -244,9 +244,13 @@ def test_stop_of_a_second_attempt_saves(nodes: Any) -> None:
 
 
 def test_run_folder_that_cannot_be_written_costs_the_marks_alone(nodes: Any) -> None:
-    (nodes.folder / "run").write_text("a file")
+    # At the start such a folder is refused; this one is lost later.
+    run = nodes.folder / "run"
+    run.mkdir()
     three = start(nodes, HANG_ONCE)
     nodes.said("works;", 2)
+    run.rename(nodes.folder / "lost")
+    run.write_text("a file")
     three[1].kill()
     assert nodes.codes() == [0, -9, 0]
     assert "workers of an earlier attempt may still write" in nodes.output()

@@ -71,6 +71,15 @@ def test_start_is_refused_while_the_file_is_there(nodes: Any, run_dir: Path, nno
     assert left(run_dir) == ["stop"]
 
 
+def test_run_folder_that_is_a_file_is_refused_before_the_start(nodes: Any) -> None:
+    file = nodes.folder / "run"
+    file.touch()
+    nodes.start(["echo", "started"])
+    assert nodes.codes() == [2]
+    assert f"IMGKIT_RUN_DIR: {file}: the run folder cannot be written: Not a directory" in nodes.output()
+    assert "started" not in nodes.output()
+
+
 def test_folder_with_a_blank_gives_a_line_to_copy(tmp_path: Path) -> None:
     folder = tmp_path / "my run"
     folder.mkdir()
