@@ -284,13 +284,6 @@ def on_wires(test: Any) -> Any:
     return test
 
 
-def on_nodes(test: Any) -> Any:
-    """A test on the same nodes whose numbers do not count: it runs beside others."""
-    for mark in (*slurm_marks, pytest.mark.xdist_group("bench")):
-        test = mark(test)
-    return test
-
-
 @dataclass(frozen=True, kw_only=True)
 class Site(Cluster):
     """Three nodes behind wires that are 50 Mbit/s fast, or as a test makes them."""
@@ -390,47 +383,6 @@ def test_late_host_is_named_as_a_whole(site: Site) -> None:
     assert re.search(
         r"All ranks of node2 come [12]\d[.\d]* ms late .* The cause is a slow process, not a slow link", told
     ), told
-
-
-# gloo has one transport, so these arms differ in one variable only. The launches and all else are real.
-TWO_ARMS = """
-from imgkit_entrypoints.cli import main
-from imgkit_entrypoints.apps.bench import options
-a, b = (options.Arm(carrier="sockets", device="cpu", env=env) for env in ({}, {"GLOO_SOCKET_IFNAME": "eth0"}))
-options.ARMS = {"a": a, "b": b}
-words = "--compare a,b --min 64K --max 256K --factor 4 --iters 3 --no-verify --save arms.json"
-main.main(["dist-bench", "--device", "cpu", *words.split()])
-"""
-
-
-@on_nodes
-@pytest.mark.soak
-def test_arms_run_in_turn_on_all_nodes(site: Site) -> None:
-    site.rate(50_000)
-    (site.state / "arms.py").write_text(TWO_ARMS)
-    image = ("singularity", "exec", str(site.sif), "python3", "-I", "arms.py")
-    told = site.told("srun", "-N2", f"--chdir={site.state}", *image)
-    assert re.findall(r"--compare: (\S+ round \d) of 2", told) == [
-        "a, round 1",
-        "b, round 1",
-        "a, round 2",
-        "b, round 2",
-    ]
-    assert told.count("roll call: 2/2 present") == 4
-    assert (
-        len(
-            re.findall(
-                r"^all_reduce +\S+ \(\S+\) +(?:[\d.]+ +){5} [\d.]+, [\d.]+(?:  undecided)?$",
-                told,
-                re.MULTILINE,
-            )
-        )
-        == 2
-    ), told
-    assert "through eth0" in told
-    runs = [loaded(site.state / f"arms.{name}.json") for name in ("a", "b")]
-    assert [(run.arm, run.complete) for run in runs] == [("a", True), ("b", True)]
-    assert {len(one.times_us) for run in runs for one in run.results} == {0, 6}
 
 
 @on_wires

@@ -5,6 +5,6 @@ A run, from the top down: ``sweep`` (all collectives and sizes in order) with ``
 ``verify`` (its expected values); ``record`` (the saved file) and ``verdict`` (the figures in sentences).
 
 Other modes: ``soak`` (``--duration``), ``compute`` (``--compute``, ``--overlap``), ``matrix`` (``--matrix``),
-``compare`` (``--compare``, which starts several runs), ``baseline`` (``--baseline``) and ``report`` (saved
+``baseline`` (``--baseline``) and ``report`` (saved
 runs as a page; it uses ``record`` only).
 """

@@ -57,10 +57,9 @@ def made() -> Schema:
                 "line_rate_Gbps": {"type": ["number", "null"], "minimum": 0},
                 "results": _array(_result()),
                 "transport": _array(_TEXT),
-                "arm": _TEXT,
                 "verdict": _verdict(),
             },
-            optional=("line_rate_Gbps", "transport", "arm", "verdict"),
+            optional=("line_rate_Gbps", "transport", "verdict"),
         ),
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from imgkit_entrypoints.apps.bench import collectives, sizes, verify
 from imgkit_entrypoints.arguments import Need, duration, natural, positive, refuse_unused
@@ -14,8 +14,6 @@ GROUPS = ("world", "node", "rail")
 LEAST_BYTES = 8
 MOST_BYTES = {"gloo": 64 << 20, "nccl": 4 << 30}
 """Default of ``--max``, where memory allows it."""
-WHOLE_COMMAND = "IMGKIT_BENCH_COMMAND"
-"""The variable by which the node agent passes the user's command line to the workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +43,6 @@ class BenchOptions:
     """Measure each rank's device alone, and no collective."""
     matrix: str
     """"nodes": one rank per node; "rails": each local rank in turn; "": no matrix."""
-    compare: tuple[str, str] | None
-    rounds: int
     timeout_s: int
     line_rate_Gbps: float | None
     require: Requirement | None
@@ -65,8 +61,7 @@ EXAMPLES = """examples:
   dist-bench --matrix rails                           # the same for the network port of each GPU
   dist-bench --size 4G --require 80%                  # exit with 1 below 80 % of the line rate
   dist-bench --size 1G --duration 30m                 # does it stay fast and correct?
-  dist-bench --compare rdma,tcp --save run.json       # how much RDMA gains here
-  dist-bench report run.rdma.json run.tcp.json --reference rcp -o report.html
+  dist-bench report run.json --reference rcp -o report.html
 
 Meaning of the figures: docs/bench.md. The saved file: docs/bench-report.md and dist-bench schema."""
 
@@ -224,15 +219,6 @@ def _compared(group: argparse._ArgumentGroup) -> None:
         "of an "
         "operation, or a link of --matrix, is slower",
     )
-    group.add_argument(
-        "--compare",
-        type=parse_arms,
-        metavar="A,B",
-        help="rdma,tcp: run both in turn in one job, verify which network each used, and print their ratio",
-    )
-    group.add_argument(
-        "--rounds", type=positive, default=2, metavar="N", help="rounds of --compare (default: 2, A B A B)"
-    )
     group.add_argument("--save", metavar="FILE", help="save all figures as JSON; updated after every size")
     group.add_argument(
         "--baseline", metavar="FILE", help="compare with this saved run, and exit with 1 if slower"
@@ -258,7 +244,6 @@ _OPERATIONS: Mapping[str, tuple[str, ...]] = {
 }
 """Options -> the operations that have that variant."""
 _NEEDS: Mapping[str, tuple[str, Callable[[argparse.Namespace], object]]] = {
-    "--rounds": ("without --compare A,B", lambda found: found.compare),
     "--tolerance": ("without --baseline FILE", lambda found: found.baseline),
     "--max": ("with --size", lambda found: not found.size),
     "--min": ("with --size or --duration", lambda found: not (found.size or found.duration_s)),
@@ -293,6 +278,16 @@ def _measures(operations: Collection[str]) -> Callable[[argparse.Namespace], boo
 
 def _ops(found: argparse.Namespace) -> tuple[str, ...]:
     return collectives.EVERY if found.op == "all" else (found.op or "all_reduce",)
+
+
+def check(words: Sequence[str], _env: Mapping[str, str]) -> None:
+    """Refuse options that contradict each other before any worker starts.
+
+    Raises
+    ------
+    SystemExit, UsageError : as `read`.
+    """
+    read(words)
 
 
 def read(words: Sequence[str] | None = None) -> BenchOptions:
@@ -337,8 +332,6 @@ def read(words: Sequence[str] | None = None) -> BenchOptions:
         verify=found.verify,
         compute=found.compute,
         matrix=found.matrix,
-        compare=found.compare,
-        rounds=found.rounds,
         timeout_s=found.timeout,
         line_rate_Gbps=found.line_rate,
         require=found.require,
@@ -377,37 +370,6 @@ def _share(text: str) -> float:
     if value >= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1: 0.05 is 5 %")
     return value
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arm:
-    """One way through the network."""
-
-    carrier: str
-    """The transport that must have carried the arm's data: "RDMA" or "sockets"."""
-    env: Mapping[str, str] = field(default_factory=dict)
-    device: str = "cuda"
-    """The only device type whose backend offers this choice."""
-
-
-ARMS: Mapping[str, Arm] = {
-    "rdma": Arm(carrier="RDMA"),
-    # The node agent's fabric plan follows this variable: no verbs, and the interfaces that carry the data.
-    "tcp": Arm(carrier="sockets", env={"NCCL_NET": "Socket"}),
-}
-
-
-def parse_arms(text: str) -> tuple[str, str]:
-    """The two names of ``--compare A,B``.
-
-    Raises
-    ------
-    argparse.ArgumentTypeError : they are not two known arms.
-    """
-    names = text.split(",")
-    if len(names) != 2 or names[0] == names[1] or not set(names) <= set(ARMS):
-        raise argparse.ArgumentTypeError(f"{text!r} is not two of {', '.join(ARMS)}, as in rdma,tcp")
-    return names[0], names[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,8 +114,6 @@ class BenchRun:
     results: tuple[Result, ...]
     sentences: tuple[str, ...]
     """The run's own verdict."""
-    arm: str = ""
-    """Arm of ``--compare``; empty otherwise."""
     transport: tuple[str, ...] = ()
     """The transports that NCCL's log names: ``network IB``, ``via NET/IB with GDRDMA``."""
     carried: Mapping[str, int] = field(default_factory=dict)
@@ -138,8 +136,6 @@ class Record:
     verdict: dict[str, Any] = field(default_factory=lambda: {"sentences": []})
     complete: bool = False
     transport: tuple[str, ...] = ()
-    arm: str = ""
-    """Arm of ``--compare``; empty otherwise."""
 
     def to_json(self) -> str:
         """The text of the file; fields: docs/bench-report.md."""
@@ -157,7 +153,6 @@ class Record:
                 "results": [_written_result(item) for item in self.results],
                 "transport": list(self.transport),
                 "verdict": self.verdict,
-                **({"arm": self.arm} if self.arm else {}),
             },
             indent=1,
         )
@@ -307,7 +302,6 @@ def parse(data: object, where: str) -> BenchRun:
         line_rate_Gbps=top.number("line_rate_Gbps") if top.data.get("line_rate_Gbps") is not None else None,
         results=results,
         sentences=verdict.texts("sentences"),
-        arm=top.text("arm") if "arm" in top.data else "",
         transport=top.texts("transport") if "transport" in top.data else (),
         carried=_carried(verdict),
         seen=any(entry.data.get("measured_Gbps") is not None for entry in verdict.objects("traffic")),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from imgkit_entrypoints.apps.bench.machine import (
     read_machine,
 )
 from imgkit_entrypoints.apps.bench.measurement import ROTATED_BYTES, Measurer
-from imgkit_entrypoints.apps.bench.options import WHOLE_COMMAND, BenchOptions
+from imgkit_entrypoints.apps.bench.options import BenchOptions
 from imgkit_entrypoints.apps.bench.record import BenchRun, World
 from imgkit_entrypoints.apps.bench.verify import ExpectedValues, Noise
 from imgkit_entrypoints.errors import ImgkitError, UsageError
@@ -90,9 +89,7 @@ class RunSetup:
         """A record without results, started now."""
         return record.Record(
             started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            command=tuple(
-                shlex.split(os.environ.get(WHOLE_COMMAND) or shlex.join(("dist-bench", *sys.argv[1:])))
-            ),
+            command=("dist-bench", *sys.argv[1:]),
             world=self.world,
             fingerprint=self.machine.fingerprint,
             line_rate_Gbps=self.line_rate_Gbps,

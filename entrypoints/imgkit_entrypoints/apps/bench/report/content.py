@@ -340,8 +340,7 @@ def _fingerprint(named: Sequence[tuple[str, BenchRun]]) -> Grid:
             name: ", ".join(value) if isinstance(value, tuple) else str(value)
             for name, value in asdict(run.world).items()
         }
-        ways = {"arm": run.arm, "NCCL's log": ", ".join(run.transport)}
-        found = {name: value for name, value in ways.items() if value}
+        found = {"NCCL's log": ", ".join(run.transport)} if run.transport else {}
         columns.append({**world, **found, **run.fingerprint, "saved by imgkit": run.version})
     names = list(dict.fromkeys(name for one in columns for name in one))
     rows = [(name, *(one.get(name, "-") for one in columns)) for name in names]

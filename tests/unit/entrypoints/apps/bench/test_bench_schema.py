@@ -100,7 +100,6 @@ def whole() -> dict[str, Any]:
         verdict=verdict.judge([largest], context, [LateRank(rank=1, seconds=0.02)], ["n1"] * 8),
         complete=True,
         transport=("network IB",),
-        arm="rdma",
     )
     made.verdict["matrix_GBps"] = [[0.0, 1.5], [1.5, 0.0]]
     moment = soak.Moment(
