@@ -62,10 +62,6 @@ COMMANDS: tuple[Command, ...] = (
         summary="measure collectives, with verified values",
         app="imgkit_entrypoints.apps.bench",
         options="imgkit_entrypoints.apps.bench.options",
-        verbs={
-            "report": "imgkit_entrypoints.apps.bench.report.command",
-            "schema": "imgkit_entrypoints.apps.bench.json_schema",
-        },
     ),
     Command(
         name="dist-env",
