@@ -58,7 +58,6 @@ from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import Connection
 from imgkit_builder.sif import image, runtime_build, sqsh, table
 from imgkit_entrypoints import fabric, facts, json_text, system
-from imgkit_entrypoints.apps.bench import record as bench_reader
 from imgkit_entrypoints.apps.train.options import file_arguments
 from imgkit_entrypoints.doctor import node
 from imgkit_entrypoints.errors import ImgkitError
@@ -367,39 +366,6 @@ def _recipe_texts() -> list[bytes]:
     return [recipe_json(load(name)).encode() for name in ("mn5", "olivia")]
 
 
-def _bench_records() -> list[bytes]:
-    found = sorted((ROOT / "tests").rglob("*.json"))
-    kept = [path.read_bytes() for path in found if b'"dist-bench"' in path.read_bytes()[:4000]]
-    row = {
-        **{"op": "all_reduce", "size_bytes": 1000, "dtype": "float32", "group": "world", "timing": "batched"},
-        **{
-            "iterations": 5,
-            "time_us": 1.0,
-            "algbw_GBps": 1.0,
-            "busbw_GBps": 1.0,
-            "wrong": 0,
-            "batches_us": [1.0],
-        },
-    }
-    world = {"ranks": 2, "nodes": 1, "ranks_per_node": 2, "hosts": ["a"], "backend": "gloo", "device": "cpu"}
-    about = {
-        "tool": "dist-bench",
-        "schema": 1,
-        "version": "0",
-        "complete": True,
-        "started": "",
-        "command": ["x"],
-    }
-    rest = {
-        "verdict": {"sentences": [], "ports": [{"port": "a", "sent_bytes": 1}], "traffic": [{}]},
-        "transport": [],
-    }
-    return [
-        *kept[:1],
-        json.dumps({**about, "world": world, "fingerprint": {"a": 1}, "results": [row], **rest}).encode(),
-    ]
-
-
 def _shard() -> bytes:
     pieces = [
         shard_file.Piece(name="model.w", dtype="BF16", offsets=(2, 0), sizes=(2, 3)),
@@ -690,7 +656,6 @@ TARGETS = (
         seeds=_recipe_texts,
         change=mutate.in_json,
     ),
-    Target(name="bench-record", run=_file(bench_reader.load), seeds=_bench_records, change=mutate.in_json),
     Target(
         name="train-config",
         run=_file(file_arguments, "c.json"),

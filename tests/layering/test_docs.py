@@ -137,7 +137,7 @@ def test_options_on_the_pages_exist() -> None:
     helps: dict[str, str] = {}
     for text in (generated.verbs_page(), generated.commands_page()):
         for name, below in re.findall(r"^##+ (.*?)$(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-            # dist-bench report: dist-bench; imgkit remote add: imgkit remote
+            # dist-train export: dist-train; imgkit remote add: imgkit remote
             command = " ".join(name.split()[: 2 if name.startswith("imgkit") else 1])
             helps[command] = helps.get(command, "") + below
     pages = [ROOT / "README.md", *(path for path in DOCS.rglob("*.md") if "generated" not in path.parts)]

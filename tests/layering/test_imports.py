@@ -296,7 +296,6 @@ def test_foreign_json_and_tars_have_one_reader(folder: Path) -> None:
 BY_ANNOTATIONS = {
     "entrypoints/imgkit_entrypoints/json_text.py": "it is the checker",
     "builder/imgkit_builder/recipe/typecheck.py": "it makes the JSON Schema of the same annotations",
-    "entrypoints/imgkit_entrypoints/apps/bench/json_schema.py": "it makes the JSON Schema of its records",
     "builder/imgkit_builder/job/request.py": "it makes options of them, and compares nothing",
 }
 """File -> why it may read the annotations of a dataclass (docs/adr/0022-one-checker.md)."""

@@ -257,10 +257,10 @@ def _copy_words(words: Sequence[str]) -> str:
 # Byte code of the entry points: a read-only image would compile them at every start. What pip writes holds
 # the time of the installation, and a delta would have all of it after each change. The hash of a source
 # stays, and under one seed the order of sets does. Columns for tracebacks are a quarter of it when
-# compressed, and dist-bench makes reports once, on a laptop.
+# compressed.
 COMPILE = (
     "PYTHONHASHSEED=0 python3 -s -X no_debug_ranges -m compileall -q --invalidation-mode checked-hash"
-    f"{NEXT}    -x /bench/report/ \"$(python3 -IBc 'import {wheel.PACKAGE} as it; print(it.__path__[0])')\""
+    f"{NEXT}    \"$(python3 -IBc 'import {wheel.PACKAGE} as it; print(it.__path__[0])')\""
 )
 
 CERTIFICATES = "/usr/local/share/ca-certificates"

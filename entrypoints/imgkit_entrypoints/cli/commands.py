@@ -28,8 +28,6 @@ class Command:
     """Default of ``--device``."""
     verbs: Mapping[str, str] = field(default_factory=dict)
     """First word -> module whose ``main(words)`` runs here without a launch; it imports no torch."""
-    series: str | None = None
-    """Module whose ``run(Series)`` may launch the app several times instead of once; it imports no torch."""
     goodput: str = ""
     """Who knows where the time of a run goes (launch/goodput.py); empty: nobody asks."""
 
@@ -64,11 +62,6 @@ COMMANDS: tuple[Command, ...] = (
         summary="measure collectives, with verified values",
         app="imgkit_entrypoints.apps.bench",
         options="imgkit_entrypoints.apps.bench.options",
-        verbs={
-            "report": "imgkit_entrypoints.apps.bench.report.command",
-            "schema": "imgkit_entrypoints.apps.bench.json_schema",
-        },
-        series="imgkit_entrypoints.apps.bench.compare",
     ),
     Command(
         name="dist-env",

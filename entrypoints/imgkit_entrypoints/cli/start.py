@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import importlib
 import json
 import os
@@ -51,10 +50,6 @@ class Worker:
     def argv(self) -> tuple[str, ...]:
         """The whole command line."""
         return (*self.start, *self.arguments)
-
-    def with_arguments(self, arguments: Sequence[str]) -> Worker:
-        """The same program with other arguments."""
-        return dataclasses.replace(self, arguments=tuple(arguments))
 
 
 def module_worker(module: str, arguments: Sequence[str]) -> Worker:
@@ -493,7 +488,7 @@ def _secret(options: LaunchOptions, env: Mapping[str, str], placement: Placement
         )
     if placement.node_rank == 0:
         port = ports.roll_call(placement.job_id, placement.port)
-        _say_once(
+        say(
             f"no secret is set: any program that reaches port {port} of {placement.head} can join this run. "
             f"To prevent that, create one file for all nodes with {make}, and pass --secret-file FILE"
         )
@@ -508,12 +503,6 @@ def _shared_home(env: Mapping[str, str]) -> bool:
 def say(text: str, *more: str) -> None:
     """Tell the user, in one line or several; results alone go to stdout."""
     terminal.err(f"imgkit: {text}", *more)
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    """Tell the user what holds for all launches of a series."""
-    say(text)
 
 
 def _shadows(env: Mapping[str, str]) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ def _rdma_off(draft: PlanDraft, kind: FabricKind) -> Found:
     yield (
         f"{draft.said(name)} turns RDMA off: {names} would carry {fast}, and TCP over {interface} carries "
         f"{slow}{times}",
-        f"{draft.unsetting(name)}. To measure both: dist-bench --compare rdma,tcp",
+        draft.unsetting(name),
     )
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Literal
@@ -77,22 +77,6 @@ class LaunchOptions:
     """Several nodes do not start without a secret."""
     preflight: str = ""
     """How the nodes are measured before the start, one of `messages.MODES`; empty: not at all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
-    """An app that may be launched several times, with other arguments or variables each time."""
-
-    arguments: tuple[str, ...]
-    """The app's own arguments; those of the launch are in `options`."""
-    command: tuple[str, ...]
-    """The whole command line."""
-    options: LaunchOptions
-    place: Placement
-    env: Mapping[str, str]
-    launch: Callable[[Sequence[str], Mapping[str, str]], int]
-    """Launches the app once with the given arguments and added variables; the exit code of this node."""
-    say: Callable[[str], None]
 
 
 SCHEMA = 1

@@ -474,7 +474,7 @@ def test_unknown_option_is_refused_before_any_launch(name: str):
         (("dist-bench", "--lst", "--formt"), "unknown options --lst, --formt"),
         (("dist-pi", "a", "b"), "unexpected arguments a b"),
         (("dist-bench", "--itres", "16"), "unknown option --itres; did you mean --iters?"),
-        (("dist-bench", "--iters", "16", "sixteen"), "argument OP: invalid choice: 'sixteen'"),
+        (("dist-bench", "--iters", "16", "sixteen"), "argument COLLECTIVE: invalid choice: 'sixteen'"),
     ],
 )
 def test_misspelt_option_names_the_nearest(words: tuple[str, ...], said: str):
