@@ -51,7 +51,6 @@ VERB_GROUPS: dict[str, dict[str, str]] = {
         "render": "recipes",
         "diff": "diff",
         "sbom": "sbom",
-        "sign": "sign",
         "rebuild": "rebuild",
     },
 }
@@ -71,7 +70,6 @@ BUNDLE_VERBS = (
     "verify",
     "sbom",
     "diff",
-    "sign",
     "submit",
     "status",
     "logs",

@@ -23,7 +23,6 @@ from imgkit_builder.cli.common import (
     terminable,
 )
 from imgkit_builder.cli.progress import reporter
-from imgkit_builder.cli.sign import REQUIRE_SIGNATURE, require_signatures
 from imgkit_builder.workflow.convert import engine_image, helper
 from imgkit_builder.workflow.names import module_line, stem, system_of
 from imgkit_entrypoints.errors import UsageError
@@ -110,7 +109,6 @@ def verb_apply(
     flatten: bool = typer.Option(
         False, "--flatten", help="Merge a .sif and its deltas into one root file system; takes no BASE.sif."
     ),
-    require_signature: Path | None = REQUIRE_SIGNATURE,
     tmpdir: Path | None = TMPDIR,
     runtime: str | None = RUNTIME,
     as_json: bool = JSON,
@@ -125,13 +123,11 @@ def verb_apply(
     \b
     Examples:
       imgkit apply mn5.imgdelta mn5.sif -o mn5-2.sif
-      imgkit apply mn5.imgdelta mn5.sif -o mn5-2.sif --require-signature trusted.asc
       imgkit apply --flatten mn5-2.sif -o mn5-flat.sif
     """
     from imgkit_builder.sif.conversion import Options
 
     _check_files(file, base, flatten=flatten)
-    require_signatures(require_signature, *(one for one in (file, base) if one))
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
         options = Options(runtime=runtime, tmpdir=tmpdir, helper=helper())
         if base is None:

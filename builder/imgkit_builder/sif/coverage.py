@@ -13,7 +13,7 @@ object. It holds sha256 digests of
 Bytes that no check sees, because they mean nothing to a runtime or to imgkit:
 
 * ``modified_s`` of the header (8 bytes at 72): the time of the last change; signing sets it;
-* the content of a signature object, as long as nobody says whom to trust (``--keyring``).
+* the content of a signature object, which the runtime checks (``apptainer verify``).
 
 ``free`` and ``data_bytes`` of the header follow from the descriptors, and `check` compares them. An unused
 descriptor is zeros, and so is the padding between signatures.

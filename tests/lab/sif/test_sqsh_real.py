@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from labkit import PYXIS, imgkit, output, public_folder, run
+from labkit import PYXIS, imgkit, output, public_folder
 from layer_reference import Entry
 from stored_images import archive, only
 
@@ -25,9 +25,8 @@ from imgkit_builder.job.request import Request
 from imgkit_builder.sif import convert
 from imgkit_builder.sif import sqsh as sqsh_files
 from imgkit_builder.sif.conversion import Archive, Options
-from imgkit_builder.signing import signatures
 from imgkit_builder.workflow import remote_run
-from imgkit_entrypoints.errors import CheckFailed, UsageError
+from imgkit_entrypoints.errors import UsageError
 
 BUSYBOX = Path("/bin/busybox")
 NVIDIA = ("NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility")
@@ -193,8 +192,8 @@ Call = Callable[..., Any]
 """The command line, in this process."""
 
 
-def verdicts(path: Path, keyring: Path | None = None) -> dict[str, str]:
-    return {one.name: one.verdict for one in verify(path, keyring=keyring)}
+def verdicts(path: Path) -> dict[str, str]:
+    return {one.name: one.verdict for one in verify(path)}
 
 
 @pytest.fixture
@@ -205,45 +204,17 @@ def copy(sqsh: Path, tmp_path: Path) -> Path:
 
 def test_verify_notices_each_kind_of_damage(copy: Path) -> None:
     whole = copy.read_bytes()
-    fine = {"sha256": "ok", "squashfs": "ok", "content": "ok", "manifest": "warn", "signature": "skip"}
+    fine = {"sha256": "ok", "squashfs": "ok", "content": "ok", "manifest": "warn"}
     assert verdicts(copy) == fine
     copy.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
     assert verdicts(copy) == {**fine, "sha256": "fail", "content": "fail", "manifest": "skip"}
     copy.write_bytes(whole[: len(whole) // 2])
-    assert verdicts(copy) == {"squashfs": "fail", "signature": "skip"}
+    assert verdicts(copy) == {"squashfs": "fail"}
     copy.write_bytes(whole.replace(b'"amd64"', b'"arm64"'))
     assert verdicts(copy)["sha256"] == "fail"
     copy.write_bytes(whole)
     Path(f"{copy}.sha256").unlink()
     assert verdicts(copy) == {**fine, "sha256": "warn"}
-
-
-@pytest.mark.skipif(shutil.which("gpg") is None, reason="apt install gnupg")
-def test_a_signature_covers_the_whole_file(
-    copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    home, keyring = tmp_path / "home", tmp_path / "keyring"
-    home.mkdir(mode=0o700)
-    request.addfinalizer(lambda: run("gpgconf", "--homedir", home, "--kill", "all"))
-    gpg = ("gpg", "--homedir", home, "--batch", "--passphrase", "", "--pinentry-mode", "loopback")
-    output(*gpg, "--quick-gen-key", "me <me@example.org>", "ed25519", "sign", "never")
-    keyring.write_text(output(*gpg, "--export", "--armor"))
-    assert verdicts(copy, keyring)["signature"] == "fail"
-    monkeypatch.setenv("GNUPGHOME", str(home))
-    assert signatures.sign_detached(copy) == Path(f"{copy}.asc")
-    assert verdicts(copy, keyring)["signature"] == "ok"
-    assert signatures.require(copy, keyring)
-    copy.write_bytes(copy.read_bytes().replace(b'"amd64"', b'"arm64"'))
-    assert verdicts(copy, keyring)["signature"] == "fail"
-    with pytest.raises(CheckFailed):
-        signatures.require(copy, keyring)
-
-
-def test_a_damaged_file_is_not_signed(copy: Path) -> None:
-    data = copy.read_bytes()
-    copy.write_bytes(data[:5000] + bytes([data[5000] ^ 1]) + data[5001:])
-    with pytest.raises(CheckFailed, match="it is damaged"):
-        signatures.sign_detached(copy)
 
 
 def test_show_prints_image_and_compression(call: Call, sqsh: Path) -> None:
@@ -287,7 +258,6 @@ def test_what_a_sqsh_cannot_be_is_refused(
         (("sif",), "it is a .sqsh, which is not converted"),
         (("test",), "is not a .sif"),
         (("shell",), "is not a .sif"),
-        (("sbom", "--provenance"), "and this is a .sqsh"),
     ],
 )
 def test_verbs_of_a_sif_refuse_a_sqsh_by_name(
