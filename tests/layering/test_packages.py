@@ -24,12 +24,12 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
         "api": "workflow job apptainer sif recipe base entrypoints/values",
         "cli": "workflow remote project examine job delta apptainer lock sif engine archive "
         "image recipe oci base entrypoints/values",
-        "workflow": "remote project examine job delta apptainer sif engine archive image recipe oci base "
+        "workflow": "remote project job delta apptainer sif engine archive image recipe oci base "
         "entrypoints/values",
         "remote": "job delta sif archive recipe base entrypoints/values",
         "project": "job image recipe base "
         "entrypoints/apps/train entrypoints/apps entrypoints/launch entrypoints/values",
-        "examine": "delta apptainer sif inventory engine archive recipe oci base entrypoints/values",
+        "examine": "delta apptainer sif engine archive recipe oci base entrypoints/values",
         "job": "delta sif image recipe oci base entrypoints/cli entrypoints/launch entrypoints/rollcall "
         "entrypoints/schedulers entrypoints/values",
         "delta": "sif inventory archive oci base entrypoints/launch entrypoints/values",

@@ -195,7 +195,7 @@ class InventoryCollector:
     def _with_origin(self, one: Package) -> Package:
         """The package with what the lock says about its file."""
         deb = _deb_key(one.name, one.version, one.architecture)
-        key = deb if one.kind == "deb" else pypi_key(one.name, one.version)
+        key = deb if one.kind == "deb" else _pypi_key(one.name, one.version)
         known = self._locked.get(key)
         return dataclasses.replace(one, sha256=known.sha256, url=known.url) if known else one
 
@@ -229,7 +229,7 @@ def _deb_key(name: str, version: str, architecture: str) -> _Key:
     return architecture, name, version
 
 
-def pypi_key(name: str, version: str) -> _Key:
+def _pypi_key(name: str, version: str) -> _Key:
     """The key of a Python package, whose name has several spellings."""
     return "pypi", re.sub(r"[-_.]+", "-", name).lower(), version
 
@@ -242,7 +242,7 @@ def _locked_entries(text: str) -> dict[_Key, _LockEntry]:
         sha256, url = values.get("sha256", ""), values.get("url", "")
         if _SHA256.fullmatch(sha256):
             architecture = values.get("architecture", "")
-            key = _deb_key(name, version, architecture) if kind == "apt" else pypi_key(name, version)
+            key = _deb_key(name, version, architecture) if kind == "apt" else _pypi_key(name, version)
             found[key] = _LockEntry(sha256=sha256, url=url if _URL.fullmatch(url) else "")
     return found
 

@@ -23,7 +23,6 @@ from imgkit_builder.sif import (
     conversion,
     coverage,
     image,
-    locked,
     mksquashfs,
     runtime_build,
     sqsh,
@@ -69,8 +68,6 @@ class _Made:
     name: str
     config: ImageConfig
     layer_bytes: int
-    origin_id: str = ""
-    """The image id that the source has; another than that of `config` where the image is locked."""
 
 
 def convert(source: Source, target: Path, options: Options, report: Reporter) -> Converted:
@@ -114,25 +111,22 @@ def _converted(job: ConversionJob, source: Source, target: Path, means: Means) -
         made = _built(job, source)
     else:
         with stream.stored_image(job, source) as image_here:
-            found = image_here.selected.config
-            config = locked.settled(found)
-            if _known_config(source) is None and (done := _up_to_date(target, found, means, job.options)):
+            config = image_here.selected.config
+            if _known_config(source) is None and (done := _up_to_date(target, config, means, job.options)):
                 return done
             _tell_arch(config, job)
             room = _room_for_layers(image_here, target, job.work.folder.parent, means.squasher)
             stream.write_layers(job, image_here, room_bytes=room)
         name = name_of(source, image_here.selected.names)
-        made = _Made(name=name, config=config, layer_bytes=image_here.stored_bytes, origin_id=found.image_id)
+        made = _Made(name=name, config=config, layer_bytes=image_here.stored_bytes)
     return _finish(job, made, target, means.method)
 
 
 def _exported(job: ConversionJob, source: Source) -> _Made:
     assert isinstance(source, EngineImage)  # noqa: S101 - for the type checker: only those can be exported
-    config = locked.settled(source.config)
-    _tell_arch(config, job)
+    _tell_arch(source.config, job)
     stream.write_export(job, source)
-    origin_id = source.config.image_id
-    return _Made(name=source.name, config=config, layer_bytes=source.size_bytes, origin_id=origin_id)
+    return _Made(name=source.name, config=source.config, layer_bytes=source.size_bytes)
 
 
 def _built(job: ConversionJob, source: Source) -> _Made:
@@ -160,8 +154,6 @@ def _finish(job: ConversionJob, made: _Made, target: Path, method: Method) -> Co
     _check_content(job, made, sif, method)
     clock.stage("make durable")
     files.publish(part, target)
-    if locked.epoch_s(made.config) is not None:
-        locked.remember(made.origin_id, record.root_sha256)
     clock.finish()
     return Converted(
         path=target,
@@ -180,8 +172,6 @@ def _finish_sqsh(job: ConversionJob, made: _Made, target: Path, method: Method) 
     record, sha256 = sqsh.describe(part, lambda root: _record(job, made, method, root), advance=clock.advance)
     clock.stage("make durable")
     sqsh.publish(part, target, sha256)
-    if locked.epoch_s(made.config) is not None:
-        locked.remember(_note_of(made.origin_id, "sqsh"), record.root_sha256)
     clock.finish()
     return Converted(
         path=target,
@@ -193,11 +183,6 @@ def _finish_sqsh(job: ConversionJob, made: _Made, target: Path, method: Method) 
         stages=tuple(clock.stages),
         log=Path(job.log.name),
     )
-
-
-def _note_of(image_id: str, format: Format) -> str:
-    """The name under which `locked` keeps the digest of what this image became."""
-    return image_id if format == "sif" else f"{image_id}.{format}"
 
 
 def _check_content(job: ConversionJob, made: _Made, sif: SifImage, method: Method) -> None:
@@ -214,37 +199,26 @@ def _check_content(job: ConversionJob, made: _Made, sif: SifImage, method: Metho
 
 def _record(job: ConversionJob, made: _Made, method: Method, root_sha256: str) -> ImgkitRecord:
     config = made.config
-    is_locked = locked.epoch_s(config) is not None
     return ImgkitRecord(
         image_id=config.image_id,
         diff_ids=config.diff_ids,
         root_sha256=root_sha256,
         runtime=str(job.tool) if method == "layers" else f"imgkit {__version__}",
         compression=str(job.compression),
-        route=_route(config, method),
+        route=method,
         imgkit=__version__,
         arch=config.arch if job.options.format == "sqsh" else "",
-        # The name that the user gave may be another in the next build of the lock.
-        source=config.labels.get("imgkit.recipe", "") if is_locked else made.name,
+        source=made.name,
     )
-
-
-def _route(config: ImageConfig, method: Method) -> Method:
-    """The method in the record; both methods of imgkit give one file where the image is locked."""
-    both = locked.epoch_s(config) is not None and method == "stream"
-    return "export" if both else method
 
 
 def _up_to_date(target: Path, config: ImageConfig, means: Means, options: Options) -> Converted | None:
     """The result without work, if `target` already has the right bytes."""
-    kept_as, config = _note_of(config.image_id, options.format), locked.settled(config)
 
     def wanted(record: ImgkitRecord) -> bool:
         return (
-            _is_wanted(record, means, options, _route(config, means.method))
+            _is_wanted(record, means, options)
             and record.image_id == config.image_id
-            # Two images with one settled configuration may differ: `image.run` is arbitrary.
-            and (locked.epoch_s(config) is None or locked.root_of(kept_as) == record.root_sha256)
             and _is_packed_well(record, means, options)
         )
 
@@ -269,14 +243,14 @@ def _up_to_date(target: Path, config: ImageConfig, means: Means, options: Option
     )
 
 
-def _is_wanted(record: ImgkitRecord, means: Means, options: Options, route: Method) -> bool:
+def _is_wanted(record: ImgkitRecord, means: Means, options: Options) -> bool:
     """Whether a file that was made so is as good as what would be made now."""
     if means.method == "layers":
         return record.route != "flatten" and record.runtime == str(means.tool)
     if options.writer == "imgkit" and record.route == "layers":
         return False
     # All methods give the same files: where the user leaves it open, any will do.
-    return record.route == route if options.direct is not None else record.route != "flatten"
+    return record.route == means.method if options.direct is not None else record.route != "flatten"
 
 
 def _is_packed_well(record: ImgkitRecord, means: Means, options: Options) -> bool:

@@ -127,15 +127,6 @@ def _root(path: Path) -> Descriptor:
     return root
 
 
-def data_of(path: Path) -> bytes | None:
-    """The bytes of the coverage object; None if there is none in the root partition's group."""
-    sif = image.read(path)
-    for one in sif.descriptors:
-        if _is_coverage(one.datatype, one.name) and sif.root and one.group == sif.root.group:
-            return image.data(sif, one)
-    return None
-
-
 def check(path: Path, *, root_sha256: str | None = None) -> Findings:
     """Compare the .sif `path` with its coverage object; added signatures are no difference.
 

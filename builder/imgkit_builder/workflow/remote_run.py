@@ -328,11 +328,7 @@ def _bring(request: _SendRequest, far: Connection, program: str, report: Reporte
         name = _converted_archive(request, request.archive, far.remote.name, report)
         image_id = f"sha256:{name.partition('-')[0]}"
     elif request.recipe:
-        image_id, is_locked = _built(request, report)
-        if is_locked:
-            # Its .sif has an id of its own (docs/adr/0019).
-            name = _converted(request, report)
-            image_id = f"sha256:{name.partition('-')[0]}"
+        image_id = _built(request, report)
     else:
         image_id, name = _identity(request.sif)
     report.stage(f"look at {far.remote.name}")
@@ -421,12 +417,11 @@ def _send(
     transfer.upload(far, file, home=there.home, target=target, report=report, most_per_s=request.most_per_s)
 
 
-def _built(request: _SendRequest, report: Reporter) -> tuple[str, bool]:
-    """The id of the recipe's image, which is built if it is not up to date, and whether it has a lock."""
+def _built(request: _SendRequest, report: Reporter) -> str:
+    """Return the id of the recipe's image, which is built if it is not up to date."""
     from imgkit_builder.workflow.build import BuildRequest, build
 
-    built = build(request.recipe, BuildRequest(base=request.base), report=report)
-    return built.id, built.locked
+    return build(request.recipe, BuildRequest(base=request.base), report=report).id
 
 
 def _converted(request: _SendRequest, report: Reporter) -> str:

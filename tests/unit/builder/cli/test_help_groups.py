@@ -36,7 +36,7 @@ def test_group_without_a_verb_has_no_heading() -> None:
     assert "Images:" not in shown("build", "status")
 
 
-@pytest.mark.parametrize("verb", ["pull", "job", "flatten", "schema", "provenance", "sign"])
+@pytest.mark.parametrize("verb", ["pull", "job", "flatten", "schema", "provenance"])
 def test_removed_verb_is_refused(verb: str) -> None:
     result = CliRunner().invoke(app.build_app(), [verb, "x"])
     assert result.exit_code == 2
