@@ -24,7 +24,6 @@ from imgkit_builder.cli.project import (
     values_table,
 )
 from imgkit_builder.cli.remote import asked, connected, follow, runner
-from imgkit_builder.workflow.convert import helper
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
@@ -113,7 +112,7 @@ def verb_submit(
     prepared = submit.look_into(prepared)
     job, script = prepared.job, prepared.script
     with terminable(), reporter(as_json=as_json) as report:
-        submit.write_files(prepared, Options(helper=helper()) if code is not None else None, report)
+        submit.write_files(prepared, Options() if code is not None else None, report)
     if script.remote:
         raise typer.Exit(_fanned_out(script))
     if script.foreground:

@@ -125,24 +125,6 @@ def name_of(source: Source, tags: Sequence[str] = ()) -> str:
     return tags[0] if tags else source.path.name.split(".tar", 1)[0]
 
 
-class Helper(Protocol):
-    """An engine that squashes in a container; ``engine.EngineHelper`` is one."""
-
-    def __str__(self) -> str:
-        """Product and version of the engine."""
-
-    def prepare(self, report: Reporter) -> None:
-        """Make the image with mksquashfs, unless the engine has it; comes before `feed`."""
-
-    def feed(
-        self, options: Sequence[str], target: Path, offset: int, judge: Callable[[int, bool, str], None]
-    ) -> AbstractContextManager[IO[bytes]]:
-        """Take a whole tar; on leaving, its squashfs lies at byte `offset` of `target`.
-
-        `judge` gets the exit code of mksquashfs, whether it ended early, and what it said.
-        """
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How to convert."""
@@ -166,8 +148,6 @@ class Options:
     """Convert even if the target is up to date; replace a target of another format."""
     test: bool = True
     """Run ``true`` in the new .sif."""
-    helper: Callable[[], Helper | None] = lambda: None
-    """Finds an engine that squashes; asked only where this machine cannot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,14 +288,6 @@ class Squasher(Protocol):
 
     def __str__(self) -> str:
         """Name it for people, with its version."""
-
-    def prepare(self, report: Reporter) -> None:
-        """Get what it needs before the first tar; quick where that is here.
-
-        Raises
-        ------
-        ImgkitError : that is not available.
-        """
 
     def shown(self, order: SquashOrder) -> str:
         """The command that reads the tar, for people."""

@@ -50,7 +50,7 @@ from imgkit_builder.sif.image import ImgkitRecord, SifImage
 from imgkit_builder.sif.runtime import RuntimeTool, find_runtime, log_file, runtime_if_any
 from imgkit_builder.sif.workspace import remove_leftovers, tmp_base, workspace
 from imgkit_entrypoints import __version__
-from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolMissing, UsageError
+from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 Method = Literal["stream", "export", "layers"]
 """How the files travel; the record calls it the route."""
@@ -88,7 +88,8 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
     if known and (done := _up_to_date(target, known, means, options)):
         remove_leftovers(target)  # a run that was killed after it had put the file in place
         return done
-    means = _prepared(means, options, report)
+    for note in means.notes:
+        report.note(note)
     base = tmp_base(target, options.tmpdir)
     _check_space(source, target, base, means)
     with workspace(target, base) as work, log_file(target.stem) as log:
@@ -326,13 +327,15 @@ def _choose_method(source: Source, options: Options) -> Means:
             )
         return _by_runtime(options, "--writer runtime")
     try:
-        squasher = squashers.choose(options.helper)
+        squasher = squashers.choose()
     except ToolMissing as error:
+        install = _install_hint(source)
         if options.format == "sqsh":
-            raise ToolMissing(error.what, hint=squashers.INSTALL) from error
+            raise ToolMissing(error.what, hint=install) from error
         if options.direct or options.writer == "imgkit":
-            raise
-        return _by_runtime(options, error.what, fallback=True)
+            hint = f"{install}\nor let a runtime build: --from layers"
+            raise ToolMissing(error.what, hint=hint) from error
+        return _by_runtime(options, error.what, install=install)
     method: Method = "export" if isinstance(source, EngineImage) and options.direct is not False else "stream"
     straight = f"the engine's export is written straight into the .{options.format}"
     exported = f"{straight} (--from layers uses the layers)"
@@ -354,39 +357,29 @@ def _choose_method(source: Source, options: Options) -> Means:
     )
 
 
-def _prepared(means: Means, options: Options, report: Reporter) -> Means:
-    """Tell `means`, and get what they need, or else those of the runtime, if there is one."""
-    for note in means.notes:
-        report.note(note)
-    if means.squasher is None:
-        return means
-    try:
-        means.squasher.prepare(report)
-    except ImgkitError as error:
-        if options.writer == "imgkit" or options.format == "sqsh":
-            raise
-        try:
-            other = _by_runtime(options, f"{means.squasher}: {error.what}", fallback=True)
-        except ImgkitError:
-            raise error from None
-        for note in other.notes:
-            report.note(note)
-        return other
-    return means
+def _install_hint(source: Source) -> str:
+    """Return what helps where nothing here squashes."""
+    if not isinstance(source, EngineImage):
+        return squashers.INSTALL
+    elsewhere = "or convert on the cluster: imgkit save IMAGE here, imgkit sif IMAGE.tar there"
+    return f"{squashers.INSTALL}\n{elsewhere}"
 
 
-def _by_runtime(options: Options, why: str, *, fallback: bool = False) -> Means:
-    """The runtime builds, for the reason `why`; with `fallback`, because nothing here squashes."""
+def _by_runtime(options: Options, why: str, *, install: str = "") -> Means:
+    """Return the means of the runtime, which builds for the reason `why`.
+
+    `install` is the hint for a machine where nothing squashes.
+    """
     try:
         builder = find_runtime(options.runtime, module_hint=options.module_hint)
     except ToolMissing as error:
-        if not fallback:
+        if not install:
             raise
-        more = f"or without a runtime: {squashers.INSTALL}"
+        more = f"or without a runtime: {install}"
         raise ToolMissing(error.what, hint=f"{error.hint}; {more}") from error
     lacks = mksquashfs.lacks_zstd(mksquashfs.find())
     packing = conversion.choose_compression(builder.capabilities, options.compression, lacks_zstd=lacks)
-    slower = " (slower)" if fallback else ""
+    slower = " (slower)" if install else ""
     writer = f"writer: {builder}, started through spython{slower}: {why}"
     return Means(
         method="layers",

@@ -93,8 +93,7 @@ def writing(job: ConversionJob, target: Path, *, created: str, offset: int = 0) 
         on_line=job.clock.line,
         note=job.clock.note,
     )
-    squasher = job.squasher or squashers.choose(job.options.helper)
-    squasher.prepare(job.clock)
+    squasher = job.squasher or squashers.choose()
     with squasher.feed(order) as sink:
         made = Squash(sink=sink)
         yield made

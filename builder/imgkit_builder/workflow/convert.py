@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -22,7 +22,7 @@ from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.archive.sidecar import Sidecar
-    from imgkit_builder.sif.conversion import Converted, EngineImage, Format, Helper, Options, Source
+    from imgkit_builder.sif.conversion import Converted, EngineImage, Format, Options, Source
     from imgkit_entrypoints.system import CompressionChoice, SystemFacts
 
 Origin = Literal["archive", "daemon", "layers", "oci"]
@@ -106,7 +106,7 @@ def _prepared(
     image: str, sif: str | Path | None, request: ConversionRequest
 ) -> Iterator[tuple[Source, Path, Options]]:
     from imgkit_builder.archive.tar_read import TarLimits
-    from imgkit_builder.sif.conversion import EngineImage, Options
+    from imgkit_builder.sif.conversion import Options
 
     format = _format(sif, request)
     with source_of(image, request.origin) as (source, system):
@@ -127,7 +127,6 @@ def _prepared(
             limits=TarLimits(entries=request.max_entries, hint=_MORE_ENTRIES),
             force=request.force,
             test=not request.no_test,
-            helper=helper(source if isinstance(source, EngineImage) else None),
         )
         yield source, Path(sif or f"{stem(image)}.{format}"), options
 
@@ -228,16 +227,3 @@ def engine_image(image: str) -> Iterator[EngineImage]:
         raise ToolMissing(error.what, where=error.where, hint=hint) from error
     with opened as connected:
         yield engine.local_image(connected, name)
-
-
-def helper(image: EngineImage | None = None) -> Callable[[], Helper | None]:
-    """Return what finds an engine that squashes; the base of `image` then serves to install mksquashfs."""
-
-    def find() -> Helper | None:
-        from imgkit_builder import engine
-
-        labels = dict(image.config.labels) if image else {}
-        base = labels.get("org.opencontainers.image.base.name", "")
-        return engine.squash_helper((base,) if base else ())
-
-    return find

@@ -386,9 +386,8 @@ def _code(
     """Upload what the remote lacks of the code; the result is the paths of its deltas, lowest first."""
     from imgkit_builder.remote import code as far_code
     from imgkit_builder.sif.conversion import Options
-    from imgkit_builder.workflow.convert import helper
 
-    with far_code.plan(code, there, Options(helper=helper()), report) as plan:
+    with far_code.plan(code, there, Options(), report) as plan:
         if plan.file is None:
             report.note(f"to send: no code; {far.remote.name} has that of {code.folder}")
         else:
@@ -428,11 +427,11 @@ def _converted(request: _SendRequest, report: Reporter) -> str:
     """Make the .sif here; the result is its name in the store."""
     from imgkit_builder.sif import convert, image
     from imgkit_builder.sif.conversion import Options
-    from imgkit_builder.workflow.convert import compression_for, engine_image, helper
+    from imgkit_builder.workflow.convert import compression_for, engine_image
     from imgkit_builder.workflow.names import system_of
 
     with engine_image(request.recipe) as source:
-        options = Options(compression=compression_for(system_of(request.recipe)), helper=helper(source))
+        options = Options(compression=compression_for(system_of(request.recipe)))
         return image.store_name(convert.convert(source, request.sif, options, report).record)
 
 
@@ -483,7 +482,7 @@ def _difference(request: _SendRequest, stack: Stack, image_id: str, report: Repo
     from imgkit_builder.delta import descriptor
     from imgkit_builder.delta.make import make
     from imgkit_builder.sif.conversion import Options
-    from imgkit_builder.workflow.convert import engine_image, helper
+    from imgkit_builder.workflow.convert import engine_image
 
     file = request.sif.with_suffix(".imgdelta")
     if descriptor.is_delta(file):
@@ -491,4 +490,4 @@ def _difference(request: _SendRequest, stack: Stack, image_id: str, report: Repo
         if known.image_id == image_id and known.base == stack.base:
             return file, known
     with engine_image(request.recipe) as source:
-        return file, make(source, request.sif, file, Options(helper=helper(source)), report).delta
+        return file, make(source, request.sif, file, Options(), report).delta
