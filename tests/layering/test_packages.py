@@ -34,7 +34,7 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
         "entrypoints/schedulers entrypoints/values",
         "delta": "sif inventory archive oci base entrypoints/launch entrypoints/values",
         "apptainer": "sif archive image recipe oci base entrypoints/values",
-        "lock": "sif engine image recipe oci base entrypoints/values",
+        "lock": "engine image recipe oci base entrypoints/values",
         "sif": "inventory archive oci base entrypoints/values",
         "inventory": "oci entrypoints/values",
         "engine": "archive image recipe oci base entrypoints/values",
