@@ -32,7 +32,7 @@ def verb_sbom(
     unpack_limit: float | None = UNPACK_LIMIT,
     verbose: bool = VERBOSE,
 ) -> None:
-    """List the packages in an image, with versions, licences and digests.
+    """List the packages in an image, with versions and digests.
 
     Lists Debian and Python packages and imgkit's own files, as an SPDX 2.3
     document in JSON, which scanners read. Executes nothing in the image. A .sif that

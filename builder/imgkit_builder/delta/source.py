@@ -262,9 +262,7 @@ def inventory(found: OpenedImage) -> Inventory:
     """The packages in an open image."""
     collector = InventoryCollector()
     for path, entry in tree.everything(found.stack):
-        if entry.kind == "symlink":
-            collector.add_link(path, entry.link)
-        elif entry.kind == "file" and collector.wants(path):
+        if entry.kind == "file" and collector.wants(path):
             small = entry.size_bytes <= collector.most_bytes(path)
             collector.add(path, b"".join(entry.layer.content(entry)) if small else None)
     return collector.inventory(arch=found.arch, created_s=found.created_s)

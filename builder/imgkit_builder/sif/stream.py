@@ -462,7 +462,7 @@ def _observed(entry: ImageEntry, collector: InventoryCollector) -> ImageEntry:
             for name in wanted:
                 collector.add(name, data)
             return replace(entry, content=(data,))  # with its own header
-    elif entry.kind == HARD_LINK or entry.kind == SYMLINK:
+    elif entry.kind == HARD_LINK:
         for name in entry.names:
-            collector.add_link(name, entry.link, hard=entry.kind == HARD_LINK)
+            collector.add_hard_link(name, entry.link)
     return entry
