@@ -18,7 +18,6 @@ from typing import IO, Any, BinaryIO, Literal, Protocol, TextIO, runtime_checkab
 
 from imgkit_builder.archive import compressed
 from imgkit_builder.archive.changed_files import ChangedFiles
-from imgkit_builder.archive.tar_read import TarLimits
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif.image import ImgkitRecord
@@ -142,8 +141,6 @@ class Options:
     tmpdir: Path | None = None
     unpack_limit_bytes: int | None = None
     """Most bytes that an archive may unpack to; None: 100 times its size, and at least 1 GB."""
-    limits: TarLimits = field(default_factory=TarLimits)
-    """What a layer, or an engine's export, may ask of its reader."""
     force: bool = False
     """Convert even if the target is up to date; replace a target of another format."""
     test: bool = True

@@ -34,7 +34,6 @@ from imgkit_builder.archive.tar_read import (
     REGULAR,
     SYMLINK,
     Member,
-    TarLimits,
     TarStream,
 )
 from imgkit_builder.inventory import spdx
@@ -95,7 +94,7 @@ def stored_image(job: ConversionJob, source: Source) -> Iterator[StoredImage]:
     ToolMissing : it is compressed with zstd, and there is no such program.
     """
     if isinstance(source, OciFolder) or (isinstance(source, Archive) and not is_spooled(source, "stream")):
-        yield stored.open_image(source.path, limits=job.options.limits)
+        yield stored.open_image(source.path)
         return
     path, where = job.work.folder / "spool.tar", name_of(source)
     expected = source.size_bytes if isinstance(source, EngineImage) else None
@@ -103,7 +102,7 @@ def stored_image(job: ConversionJob, source: Source) -> Iterator[StoredImage]:
         digests = stored.spool(
             chunks, path, where=where, advance=lambda done: job.clock.advance(done, expected)
         )
-    yield stored.open_image(path, limits=job.options.limits, where=where, digests=digests)
+    yield stored.open_image(path, where=where, digests=digests)
     path.unlink()
 
 
@@ -291,7 +290,6 @@ def write_export(job: ConversionJob, source: EngineImage) -> None:
             lacking,
             epoch=epoch(config.created),
             name=source.name,
-            limits=job.options.limits,
             advance=lambda done: job.clock.advance(done, source.size_bytes),
         )
         send(found, made, config, job.clock.note, job.options.format)
@@ -304,7 +302,6 @@ def exported_entries(
     *,
     epoch: int,
     name: str = "docker export",
-    limits: TarLimits | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Iterator[ImageEntry]:
     """The entries of an export stream, without the files that the engine adds.
@@ -318,7 +315,7 @@ def exported_entries(
     known = {one.path: one for one in own}
     wanted = dict(known) | {one.path: one for one in if_missing}
     mark_s: int | None = None
-    stream = TarStream(chunks, name=name, limits=limits)
+    stream = TarStream(chunks, name=name)
     for member in stream:
         if member.name == _MARK:
             mark_s = member.mtime_s

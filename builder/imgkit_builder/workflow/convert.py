@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 Origin = Literal["archive", "daemon", "layers", "oci"]
 """Where an image comes from, and how: ``daemon`` and ``layers`` are two ways to read it from an engine."""
-MOST_ENTRIES = 5_000_000
-_MORE_ENTRIES = "--max-entries N allows more; do not use the image if you do not know its author"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +46,6 @@ class ConversionRequest:
     """Folder for temporary files."""
     unpack_limit_bytes: int | None = None
     """Largest size of a compressed archive once unpacked; None: 100 times the file, and at least 1 GB."""
-    max_entries: int = MOST_ENTRIES
-    """Maximum number of entries per layer."""
     force: bool = False
     """Convert even if the file is up to date; overwrite a file of another format."""
     runtime: str | None = None
@@ -105,7 +101,6 @@ def plan_conversion(
 def _prepared(
     image: str, sif: str | Path | None, request: ConversionRequest
 ) -> Iterator[tuple[Source, Path, Options]]:
-    from imgkit_builder.archive.tar_read import TarLimits
     from imgkit_builder.sif.conversion import Options
 
     format = _format(sif, request)
@@ -124,7 +119,6 @@ def _prepared(
             direct=direct,
             tmpdir=request.tmpdir,
             unpack_limit_bytes=request.unpack_limit_bytes,
-            limits=TarLimits(entries=request.max_entries, hint=_MORE_ENTRIES),
             force=request.force,
             test=not request.no_test,
         )
