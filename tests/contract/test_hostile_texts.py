@@ -79,13 +79,10 @@ def test_archive_with_hostile_texts(evil: Any, check: Callable[..., None]) -> No
         Path(name).write_bytes(evil.tar(members))
         check("verify", name)
         check("verify", name, "--json")
-        check("sbom", name, "--provenance")
         check("sif", name, "--dry-run", shows=False)
     check("sbom", "modern.tar")
     evil.layers = [evil.layers[1]]
     Path("other.tar").write_bytes(evil.tar(evil.modern_members()))
-    check("diff", "modern.tar", "other.tar", code=1)
-    check("diff", "modern.tar", "other.tar", "--json", code=1)
     Path(f"{EVIL}.tar").write_bytes(b"no archive")
     check("verify", f"{EVIL}.tar")
     check("sif", f"{EVIL}.tar")
@@ -118,11 +115,9 @@ def test_sif_with_hostile_texts(evil: Any, check: Callable[..., None]) -> None:
     check("show", "x.sif", "--json", code=0)
     check("verify", "x.sif")
     check("sbom", "x.sif", code=0)
-    check("sbom", "x.sif", "--provenance")
     evil.layers = evil.layers[1:]
     evil.tags = [f"new:{EVIL}"]
     Path("y.tar").write_bytes(evil.tar(evil.modern_members()))
-    check("diff", "y.tar", "x.sif", code=1)
     check("sif", "y.tar", "--no-test", "--compression", "gzip", "-o", f"{EVIL}.sif", code=0)
     check("delta", f"{EVIL}.sif", "--against", "x.sif", "-o", f"{EVIL}.imgdelta", code=0)
     check("show", f"{EVIL}.imgdelta", code=0)
@@ -163,7 +158,6 @@ def test_recipe_and_lock_with_hostile_texts(
     )
     Path("mine.lock").write_text(lock_file.text(Lock(recipe=EVIL, imgkit=EVIL, platforms=(part,))))
     check("render", "mine.yaml", code=2)
-    check("diff", "mine.lock", "mine.lock", code=2)
     check("lock", "mine.yaml", "--check", code=1)
 
 

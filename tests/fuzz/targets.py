@@ -607,11 +607,6 @@ TARGETS = (
     Target(name="squashfs", run=_file(_read_squashfs), seeds=squashfs_seeds, change=mutate.in_squashfs),
     Target(name="sif", run=_file(_read_sif), seeds=_sifs),
     Target(name="sqsh", run=_file(_read_sqsh), seeds=_sqshs, change=mutate.in_squashfs),
-    Target(
-        name="sqsh-environment",
-        run=_text(sqsh.variables),
-        seeds=lambda: [b"A=1\nB='q'\n C = \"x\" \nENROOT_X=1\n"],
-    ),
     Target(name="delta", run=_file(descriptor.read), seeds=_deltas, change=mutate.in_delta),
     Target(
         name="json",

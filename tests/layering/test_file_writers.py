@@ -29,7 +29,6 @@ REASONS: Mapping[str, str] = {
     "builder/imgkit_builder/image/uv_inside.py": "it runs in the base",
     "builder/imgkit_builder/image/members.py": PRIVATE,
     "builder/imgkit_builder/recipe/portable.py": PRIVATE,
-    "builder/imgkit_builder/signing/signatures.py": PRIVATE,
     "builder/imgkit_builder/sif/table.py": "changes a part file, and makes none",
     "builder/imgkit_builder/lock/inside_apt.py": "it runs in the base, in a layer that nobody keeps",
     "builder/imgkit_builder/lock/inside_pip.py": "it runs in the base, in a layer that nobody keeps",

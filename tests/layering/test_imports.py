@@ -23,7 +23,6 @@ BUNDLE_MODULES = (
     "base",
     "delta",
     "examine",
-    "signing",
     "image/inside",
     "image/smoke",
     "job",

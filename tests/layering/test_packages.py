@@ -22,20 +22,19 @@ VALUES = ("errors", "system", "files", "fence", "arguments", "json_text", "secre
 _TABLE: Mapping[str, Mapping[str, str]] = {
     "builder": {
         "api": "workflow job apptainer sif recipe base entrypoints/values",
-        "cli": "workflow remote project examine signing job delta apptainer lock sif engine archive "
+        "cli": "workflow remote project examine job delta apptainer lock sif engine archive "
         "image recipe oci base entrypoints/values",
-        "workflow": "remote project examine job delta apptainer sif engine archive image recipe oci base "
+        "workflow": "remote project job delta apptainer sif engine archive image recipe oci base "
         "entrypoints/values",
         "remote": "job delta sif archive recipe base entrypoints/values",
         "project": "job image recipe base "
         "entrypoints/apps/train entrypoints/apps entrypoints/launch entrypoints/values",
-        "examine": "signing delta apptainer sif inventory engine archive recipe oci base entrypoints/values",
-        "signing": "delta sif archive recipe oci base entrypoints/values",
+        "examine": "delta apptainer sif engine archive recipe oci base entrypoints/values",
         "job": "delta sif image recipe oci base entrypoints/cli entrypoints/launch entrypoints/rollcall "
         "entrypoints/schedulers entrypoints/values",
         "delta": "sif inventory archive oci base entrypoints/launch entrypoints/values",
         "apptainer": "sif archive image recipe oci base entrypoints/values",
-        "lock": "sif engine image recipe oci base entrypoints/values",
+        "lock": "engine image recipe oci base entrypoints/values",
         "sif": "inventory archive oci base entrypoints/values",
         "inventory": "oci entrypoints/values",
         "engine": "archive image recipe oci base entrypoints/values",

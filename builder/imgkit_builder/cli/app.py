@@ -49,10 +49,7 @@ VERB_GROUPS: dict[str, dict[str, str]] = {
         "doctor": "doctor",
         "verify": "archives",
         "render": "recipes",
-        "diff": "diff",
         "sbom": "sbom",
-        "sign": "sign",
-        "rebuild": "rebuild",
     },
 }
 """Group of ``--help`` to its verbs, the commonest first, with the module of ``cli`` for ``verb_NAME``."""
@@ -70,8 +67,6 @@ BUNDLE_VERBS = (
     "apply",
     "verify",
     "sbom",
-    "diff",
-    "sign",
     "submit",
     "status",
     "logs",

@@ -9,7 +9,6 @@ import shlex
 import sys
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -25,8 +24,6 @@ from imgkit_builder.cli.project import (
     values_table,
 )
 from imgkit_builder.cli.remote import asked, connected, follow, runner
-from imgkit_builder.cli.sign import REQUIRE_SIGNATURE, require_signatures
-from imgkit_builder.workflow.convert import helper
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
@@ -54,7 +51,6 @@ def verb_submit(
     flags: typer.Context,
     recipe: str = RECIPE,
     command: list[str] = typer.Argument(None, metavar="-- COMMAND...", help="dist-... and its arguments."),
-    require_signature: Path | None = REQUIRE_SIGNATURE,
     dry_run: bool = typer.Option(
         False, "--dry-run", help="Print exactly what would be submitted, then exit."
     ),
@@ -76,7 +72,7 @@ def verb_submit(
       imgkit submit mn5 -A bsc98 --qos acc_debug --time 10m --dry-run -- dist-bench
       imgkit submit mn5 -A bsc98 --qos acc_debug --time 1h --interactive
       imgkit submit mn5 -A bsc98 --qos gp_debug --time 1h --sif mn5.tar
-      imgkit submit mine.sif --time 1h --require-signature trusted.asc -- dist-bench
+      imgkit submit mine.sif --time 1h -- dist-bench
       imgkit submit rcp --nodes 4 --image registry.example.org/me/rcp:1 -- dist-train --steps 1000
       imgkit submit olivia-eap --nodes 2 --time 30m --pbs-start pbsdsh -- dist-hello
       imgkit submit lambda --hosts 10.0.0.1,10.0.0.2 -- dist-hello
@@ -109,18 +105,14 @@ def verb_submit(
             recipes.append(targets.find(job.request.build))
         confirm_values(given.project, recipes, confirm, stated=given.project is not None)
     if dry_run:
-        if require_signature is not None and looks:
-            require_signatures(require_signature, *submit.signed_files(job))
         prepared = submit.look_into(dataclasses.replace(prepared, job=job))
         _show(prepared.job, prepared.script, given, values=verbose, as_json=as_json)
         return
     submit.before_submission(job)
-    if require_signature is not None:
-        require_signatures(require_signature, *submit.signed_files(job))
     prepared = submit.look_into(prepared)
     job, script = prepared.job, prepared.script
     with terminable(), reporter(as_json=as_json) as report:
-        submit.write_files(prepared, Options(helper=helper()) if code is not None else None, report)
+        submit.write_files(prepared, Options() if code is not None else None, report)
     if script.remote:
         raise typer.Exit(_fanned_out(script))
     if script.foreground:

@@ -295,7 +295,6 @@ def layers(
         uses_secrets=bool(image.used_secrets),
         base=_base(recipe, base),
         base_user="" if base_user.partition(":")[0] in ("root", "0") else base_user,
-        clock=_clock(recipe),
         args=_args(recipe),
         ca=_ca(recipe),
         before_apt=_early(recipe, "base"),
@@ -327,7 +326,7 @@ def layers(
             if step.project is not None
         ),
         copy=_copies(recipe, "pip"),
-        origins=(_locked(install.LOCK_TOML), _locked(install.RECIPE_JSON)) if recipe.lock else (),
+        origins=(_locked(install.LOCK_TOML),) if recipe.lock else (),
         run_after_copy=_run_steps(recipe, "copy"),
         labels=_labels(recipe),
     )
@@ -396,14 +395,6 @@ def _base(recipe: Recipe, override: str | None) -> Text:
     if override in (None, recipe.image.base):
         return Text(origin=stated, text=recipe.image.base)
     return Text(origin=f"--base (instead of {recipe.image.base}, {stated})", text=override)
-
-
-def _clock(recipe: Recipe) -> tuple[KeyValue, ...]:
-    """Let Python write byte code with the hash of its source, and every program the time of the lock."""
-    if recipe.lock is None:
-        return ()
-    variables = {"SOURCE_DATE_EPOCH": str(recipe.lock.source_date_epoch), "PYTHONHASHSEED": "0"}
-    return _entries(variables)
 
 
 def _args(recipe: Recipe) -> Block | None:
@@ -504,7 +495,7 @@ def _labels(recipe: Recipe) -> Block:
         "imgkit.recipe": recipe.name,
         "imgkit.recipe.sha256": recipe.sha256,
         "imgkit.version": __version__,
-        **(install.lock_labels(recipe.lock, recipe.lock_text) if recipe.lock else {}),
+        **(install.lock_labels(recipe.lock_text) if recipe.lock else {}),
     }
     stated = _origins(recipe, [("image", "labels", key) for key in recipe.image.labels])
     return Block(origin=stated or "imgkit: what this image is", entries=_entries(merged))

@@ -205,27 +205,6 @@ def check_environment(job: Job) -> None:
         os.close(secret.open_private(Path(job.env_file), purpose="the file of --env-file"))
 
 
-def signed_files(job: Job | ImageJob) -> tuple[Path, ...]:
-    """The files that can carry a signature which imgkit checks: .sif and delta, .sqsh, or archive.
-
-    Raises
-    ------
-    UsageError : the job runs something else.
-    """
-    if isinstance(job.request, ConversionJobRequest):
-        return (job.request.archive,)
-    if isinstance(job, Job) and job.run_by == "pyxis" and pyxis.is_file(job.image):
-        return (Path(job.image),)
-    if isinstance(job, ImageJob) or job.run_by != "singularity" or Path(job.image).is_dir():
-        does = f"builds {job.image}" if isinstance(job, ImageJob) else f"runs {job.image or 'no image'}"
-        raise UsageError(
-            f"imgkit checks the signatures of .sif and .sqsh files, and this job {does}",
-            where="--require-signature",
-            hint="for an image in a registry: cosign, or an admission policy of the cluster",
-        )
-    return (Path(job.image), *([Path(job.overlay)] if job.overlay else []))
-
-
 def _check_source(request: ConversionJobRequest | BuildJobRequest) -> None:
     """Look for the archive here, or read the recipe and look for the base, before the job waits."""
     from imgkit_builder.recipe import portable

@@ -232,10 +232,8 @@ def test_export_is_taken_and_told(lab: Lab, tmp_path: Path) -> None:
 
 
 def test_machine_that_cannot_squash_takes_the_slow_route(lab: Lab, tmp_path: Path) -> None:
-    """PATH begins with programs that know no option. An engine squashes; without one the runtime builds."""
+    """PATH begins with programs that know no option; the runtime builds."""
     env = only("runtime", tmp_path)
-    told = imgkit("sif", lab.name, "--dry-run", folder=tmp_path, env={"PATH": env["PATH"]}).stdout
-    assert "mksquashfs runs in a container of" in told
     told = imgkit("sif", lab.archive, "--dry-run", folder=tmp_path, env=env).stdout
     assert "slower" in told
     assert "cannot read a tar" in told

@@ -328,12 +328,6 @@ def test_sqsh_runs_on_its_own_system(tmp_path: Path) -> None:
     assert prepared.job.warnings == ()
 
 
-def test_signature_of_a_sqsh_is_checked_and_of_a_name_not() -> None:
-    assert submit.signed_files(job()) == (Path("/home/me/run/cpu.sqsh"),)
-    with pytest.raises(UsageError, match=r"imgkit checks the signatures of .sif and .sqsh files"):
-        submit.signed_files(job(image="ubuntu"))
-
-
 @needs_squasher
 def test_runtimes_that_start_no_sqsh_refuse_it(tmp_path: Path) -> None:
     image = squashed(tmp_path / "a.sqsh")
