@@ -20,9 +20,7 @@ from imgkit_builder.archive import sidecar
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import lock_file
-from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import Lock, LockedBase, LockedPlatform, LockRequest
-from imgkit_builder.recipe.targets import described_json
 from imgkit_entrypoints.system import SystemFacts
 
 FORGED = "ok    signature  good"
@@ -150,11 +148,6 @@ def test_recipe_and_lock_with_hostile_texts(
     check("render", "child.yaml", code=0)
     check("show", "child.yaml")
     Path("mine.yaml").write_text("image: {base: a:1}\n")
-    data = json.loads(described_json(load("mine.yaml")))
-    for key in ("name", "description", "file"):
-        Path("mine.json").write_text(json.dumps({**data, key: EVIL}))
-        check("show", "mine.json")
-        check("submit", "--dry-run", "mine.json", "--", "dist-env", shows=key == "name")
     base = LockedBase(name=EVIL, digest=EVIL)
     part = LockedPlatform(
         platform="linux/amd64", source_date_epoch=1, request=LockRequest(base=EVIL, apt=(EVIL,)), base=base

@@ -147,8 +147,7 @@ def verb_submit(
     if isinstance(job, Job) and job.request.interactive:
         # The comments above the command explain how to get in.
         terminal.err(*(text for text in script.text.splitlines() if text.startswith("#")))
-    own = shlex.join(process.own_argv())
-    follow = "; ".join(f"{own} {verb} {record.id}" for verb in ("status", "logs", "cancel"))
+    follow = "; ".join(f"imgkit {verb} {record.id}" for verb in ("status", "logs", "cancel"))
     terminal.err(f"imgkit: {follow}")
 
 

@@ -31,10 +31,6 @@ CONFIRM: str = typer.Option(
 
 def project_here() -> ProjectFile | None:
     """The imgkit.toml of this folder or above it, which is named on stderr; None if there is none."""
-    from imgkit_builder.recipe import targets
-
-    if targets.is_bundled():
-        return None  # a file of a laptop's folder: the single-file tool runs on clusters
     from imgkit_builder.project import toml_file
     from imgkit_builder.recipe.problems import shown
 
@@ -57,10 +53,6 @@ def confirm_values(
     ------
     UsageError : nobody has confirmed them, and there is nobody to ask, or the answer is no.
     """
-    from imgkit_builder.recipe import targets
-
-    if targets.is_bundled():
-        return
     from imgkit_builder.project import confirm
 
     if site := confirm.of_site(recipes):

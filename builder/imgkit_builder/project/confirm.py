@@ -16,7 +16,8 @@ from pathlib import Path
 from imgkit_builder.base import files, process
 from imgkit_builder.project import toml_file
 from imgkit_builder.project.toml_file import ProjectFile, ProjectValues
-from imgkit_builder.recipe import host_effects, portable, system_files, targets
+from imgkit_builder.recipe import host_effects, system_files
+from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import ToolMissing
 from imgkit_recipes import FOLDER
@@ -177,13 +178,11 @@ def of_site(recipes: Sequence[Target]) -> ForeignValues | None:
 def _reach(target: Target) -> Iterator[tuple[str, str]]:
     if target.file.parent == FOLDER:
         return
-    is_json = target.file.suffix == targets.JSON_SUFFIX
-    if not is_json and not target.positions:  # an image
+    if not target.positions:  # an image
         yield from host_effects.reach(target.system, {})
         return
-    recipe = portable.find(str(target.file))
-    # JSON can claim any positions.
-    yield from host_effects.reach(recipe.system, {} if is_json else recipe.positions, recipe.image.secrets)
+    recipe = load(str(target.file))
+    yield from host_effects.reach(recipe.system, recipe.positions, recipe.image.secrets)
 
 
 def _in_project(file: Path) -> bool:

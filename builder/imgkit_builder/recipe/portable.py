@@ -4,13 +4,8 @@ read.
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
-import importlib.resources
 import json
-import shutil
-import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +17,7 @@ from imgkit_entrypoints.errors import UsageError
 
 
 def to_json(recipe: Recipe) -> str:
-    """Deterministic text, which `whole.from_json` reads: a recipe with the same digest, without positions.
+    """Deterministic text, which `from_json` reads: a recipe with the same digest, without positions.
 
     The lines of requirements files are packages and options in it. Files that it names next to them, such as
     code and certificates, keep the paths that the recipe states. Passwords that it states are left out.
@@ -85,29 +80,8 @@ def _stated(recipe: Recipe, path: Path, *where: str | int) -> Path:
     return path.relative_to(folder) if path.is_relative_to(folder) else Path(path.name)
 
 
-def find(ref: str, *, build_args: Sequence[str] = ()) -> Recipe:
-    """Load the recipe `ref`: a shipped name, a JSON file or, outside the single-file imgkit, a recipe's file.
-
-    Raises
-    ------
-    UsageError : there is no such recipe, it has problems, or the single-file imgkit cannot read it.
-    """
-    text = targets.as_json(ref)
-    if text is not None:
-        if build_args:
-            raise UsageError(
-                "a recipe as JSON has its values already",
-                where="--build-arg",
-                hint="leave it out, or build from the recipe's YAML file",
-            )
-        return from_json(text, Path(ref))
-    from imgkit_builder.recipe.load import load
-
-    return load(ref, build_args=build_args)
-
-
 def from_json(text: str, file: Path) -> Recipe:
-    """Read the text of ``imgkit show RECIPE --json``, which `file` holds.
+    """Read the text of `to_json`, which `file` holds.
 
     Raises
     ------
@@ -142,33 +116,9 @@ def from_json(text: str, file: Path) -> Recipe:
     return Recipe(
         name=target.name,
         description=description,
-        image=_with_own_files(image),
+        image=image,
         system=target.system,
         file=source if source.is_absolute() else file.absolute().with_name(source.name),
         sha256=sha256,
         positions=positions,
-    )
-
-
-def _with_own_files(image: Image) -> Image:
-    """`image` with the requirements files of a shipped recipe, which lie inside the single-file imgkit."""
-    shipped = [
-        step.requirements for step in image.pip if step.requirements and not step.requirements.is_absolute()
-    ]
-    if not shipped:
-        return image
-    folder = Path(tempfile.mkdtemp(prefix="imgkit-recipe-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for name in shipped:
-        (folder / name.name).write_bytes(
-            importlib.resources.files("imgkit_recipes").joinpath(name.name).read_bytes()
-        )
-    return dataclasses.replace(
-        image,
-        pip=tuple(
-            dataclasses.replace(step, requirements=folder / step.requirements.name)
-            if step.requirements in shipped and step.requirements
-            else step
-            for step in image.pip
-        ),
     )

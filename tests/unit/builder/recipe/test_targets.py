@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.resources
 import json
 from pathlib import Path
 from typing import Any
@@ -12,13 +11,6 @@ from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import UsageError
 from imgkit_recipes import recipe_names
-
-
-@pytest.fixture
-def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Imitate the single-file executable, where the recipes are beside the package."""
-    (tmp_path / targets.RECIPES_JSON).write_text(targets.bundled_json())
-    monkeypatch.setattr(importlib.resources, "files", lambda _: tmp_path)
 
 
 def shown(recipe: str) -> dict[str, Any]:
@@ -44,35 +36,9 @@ def test_json_says_what_the_recipe_says(name: str) -> None:
     assert [target.where(*path) for path in stated] == [recipe.where(*path) for path in stated]
 
 
-@pytest.mark.usefixtures("bundled")
-def test_bundle_knows_the_shipped_recipes() -> None:
-    assert targets.names() == recipe_names()
-    found = targets.find("mn5")
-    assert found.module_line == "module load singularity"
-    assert found.platforms == ("linux/amd64",)
-
-
-def test_bundle_names_no_folder_of_this_machine() -> None:
-    assert str(Path(__file__).parents[4]) not in targets.bundled_json()
-
-
-@pytest.mark.usefixtures("bundled")
-@pytest.mark.parametrize("ref", ["mn6", "./mine.yaml"])
-def test_bundle_refuses_other_recipes(ref: str) -> None:
-    with pytest.raises(UsageError, match="does not know") as caught:
-        targets.find(ref)
-    assert "mn5" in str(caught.value.hint)
-    assert "imgkit show RECIPE --json" in str(caught.value.hint)
-
-
 def test_unknown_recipe_is_refused() -> None:
     with pytest.raises(UsageError):
         targets.find("no-such-recipe")
-
-
-def test_absent_json_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="cannot be read"):
-        targets.find(str(tmp_path / "absent.json"))
 
 
 @pytest.mark.parametrize(
