@@ -804,7 +804,7 @@ TARGETS = (
     ),
     Target(
         name="metrics",
-        run=lambda data, folder: measured.read(_put(folder, data, measured.METRICS).parent),
+        run=lambda data, folder: measured.tail(_put(folder, data, measured.METRICS).parent),
         seeds=_lines('{"step": 1, "loss": 2.5, "time": "x"}\n{"step": 2, "loss": 1e-3, "epoch": 0.5}\n'),
         change=mutate.in_text,
     ),

@@ -27,8 +27,7 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
         "workflow": "remote project examine job delta apptainer sif engine archive image recipe oci base "
         "entrypoints/values",
         "remote": "job delta sif archive recipe base entrypoints/values",
-        "project": "job image recipe base "
-        "entrypoints/apps/train entrypoints/apps entrypoints/launch entrypoints/values",
+        "project": "job image recipe base entrypoints/apps/train entrypoints/launch entrypoints/values",
         "examine": "signing delta apptainer sif inventory engine archive recipe oci base entrypoints/values",
         "signing": "delta sif archive recipe oci base entrypoints/values",
         "job": "delta sif image recipe oci base entrypoints/cli entrypoints/launch entrypoints/rollcall "

@@ -39,7 +39,6 @@ VERB_GROUPS: dict[str, dict[str, str]] = {
         "cancel": "jobs",
         "fetch": "run",
         "runs": "runs",
-        "compare": "runs",
         "remote": "remote",
     },
     "Checks": {
