@@ -55,7 +55,7 @@ class ProjectFile:
         from imgkit_builder.recipe import load
 
         word = self.values.recipe
-        is_file = load.is_path(word) or word.endswith((".sif", ".json"))
+        is_file = load.is_path(word) or word.endswith(".sif")
         return str(self.file.parent / word) if is_file else word
 
     @property
