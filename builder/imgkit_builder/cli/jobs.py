@@ -18,8 +18,7 @@ from imgkit_builder.cli.common import columns, complete_names, show, terminable
 from imgkit_builder.cli.job_flags import COMMAND, JobCommand, read_code
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.project import (
-    CONFIRM,
-    confirm_values,
+    TRUST_FOLDER,
     project_here,
     values_data,
     values_table,
@@ -61,7 +60,7 @@ def verb_submit(
     verbose: bool = typer.Option(
         False, "--verbose", "-v", help="With --dry-run: also show every resolved value and its source."
     ),
-    confirm: str = CONFIRM,
+    trust_folder: bool = TRUST_FOLDER,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Submit a job that runs COMMAND on N nodes, and print its id.
@@ -85,15 +84,14 @@ def verb_submit(
     """
     from imgkit_builder.base import process
     from imgkit_builder.job import bound, submit
-    from imgkit_builder.job.request import BuildJobRequest, Job, Request
-    from imgkit_builder.recipe import targets
+    from imgkit_builder.job.request import Job, Request
     from imgkit_builder.sif.conversion import Options
 
     if verbose and not dry_run:
         raise UsageError(
             "--verbose needs --dry-run", where="--verbose", hint="imgkit submit --dry-run -v ..."
         )
-    given = _given(recipe, flags, command)
+    given = _given(recipe, flags, command, trusted=trust_folder)
     request = given.request
     code = read_code(request, as_json=as_json) if isinstance(request, Request) else None
     prepared = submit.prepare(given.recipe, request, code)
@@ -103,11 +101,6 @@ def verb_submit(
     for warning in job.warnings:
         terminal.err(f"imgkit: {warning}")
     looks = isinstance(job, Job) and bound.is_foreign(job)  # then programs run also for --dry-run
-    if not dry_run or looks:
-        recipes = [job.recipe]
-        if isinstance(job.request, BuildJobRequest):
-            recipes.append(targets.find(job.request.build))
-        confirm_values(given.project, recipes, confirm, stated=given.project is not None)
     if dry_run:
         if require_signature is not None and looks:
             require_signatures(require_signature, *submit.signed_files(job))
@@ -382,13 +375,13 @@ class _GivenJob:
         return origins.under(self.flags, self.project)
 
 
-def _given(recipe: str, flags: typer.Context, command: list[str] | None) -> _GivenJob:
+def _given(recipe: str, flags: typer.Context, command: list[str] | None, *, trusted: bool) -> _GivenJob:
     from imgkit_builder.job.request import request_of
 
     run, image_flags = flags.obj
     argv = (*(command or ()), *flags.meta[COMMAND])
     request = request_of(dataclasses.replace(run, command=argv), image_flags)
-    project = None if recipe else project_here()
+    project = None if recipe else project_here(recipe="", trusted=trusted)
     if not recipe and not (project and project.recipe):
         raise UsageError(
             "no recipe given, and none set by an imgkit.toml here",

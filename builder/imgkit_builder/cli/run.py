@@ -11,7 +11,7 @@ import typer
 from imgkit_builder.cli.common import BASE_HELP, JSON, complete_names, show, terminable
 from imgkit_builder.cli.job_flags import COMMAND, RemoteJobCommand, read_code
 from imgkit_builder.cli.progress import reporter
-from imgkit_builder.cli.project import CONFIRM, confirm_values, project_here, values_data, values_table
+from imgkit_builder.cli.project import TRUST_FOLDER, project_here, values_data, values_table
 from imgkit_builder.cli.remote import connected, follow, may_ask
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
@@ -54,7 +54,7 @@ def verb_run(
     dry_run: bool = typer.Option(
         False, "--dry-run", help="Show every resolved value and its source, then exit."
     ),
-    confirm: str = CONFIRM,
+    trust_folder: bool = TRUST_FOLDER,
     as_json: bool = typer.Option(
         False, "--json", help="Print one JSON object and do not follow; progress as JSON lines on stderr."
     ),
@@ -85,7 +85,7 @@ def verb_run(
     from imgkit_builder.remote import config, connection
     from imgkit_builder.workflow import remote_run
 
-    project = project_here()
+    project = project_here(recipe=recipe, trusted=trust_folder)
     given = dataclasses.replace(flags.obj, command=flags.meta[COMMAND])
     remote = config.find(on or _stated_remote(project))
     plan = remote_run.plan(recipe, given, project, remote.recipe)
@@ -99,8 +99,6 @@ def verb_run(
         rows = [*first, *(one for one in values if one.name not in {*_UNKNOWN_HERE} - known)]
         show({"schema": SCHEMA, "values": values_data(rows)}, *values_table(rows), as_json=as_json)
         return
-    stated = not recipe and bool(project and project.recipe)
-    confirm_values(project, [plan.target], confirm, stated=stated)
     remote_run.check(plan)
     code = read_code(plan.request, as_json=as_json)
     if code is not None:
