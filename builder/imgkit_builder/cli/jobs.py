@@ -44,7 +44,7 @@ RECIPE: str = typer.Argument(
     "",
     metavar="[RECIPE|X.sif|X.sqsh]",
     autocompletion=complete_names,
-    help="A shipped recipe, a recipe's file or its JSON, or a .sif or .sqsh to run on its system (default: "
+    help="A shipped recipe, a recipe's file, or a .sif or .sqsh to run on its system (default: "
     "the recipe in imgkit.toml, whose other values then apply, too).",
 )
 
@@ -167,7 +167,6 @@ def verb_status(
     job_id: str = typer.Argument(
         "", metavar="[ID]", help="Job id (default: your jobs, here and on remotes)."
     ),
-    queues: bool = typer.Option(False, "--queues", help="Show the queues of the scheduler here."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Show a job, or all of your jobs that wait or run, here and on all remotes.
@@ -181,13 +180,10 @@ def verb_status(
       imgkit status
       imgkit status 4711
       imgkit status 4711_3@mn5
-      imgkit status --queues
     """
     from imgkit_builder.job import submit, systems
     from imgkit_builder.project import history
 
-    if queues:
-        _queues(job_id, as_json=as_json)
     if not job_id:
         _own_jobs(as_json=as_json)
         return
@@ -199,21 +195,6 @@ def verb_status(
         return
     words = systems.named(record.system).status(record)
     _thin(words, as_json=as_json, remote=record.remote, code=record.code, slow=lambda: _slow(record))
-
-
-def _queues(job_id: str, *, as_json: bool) -> NoReturn:
-    import shutil
-
-    from imgkit_builder.job import systems
-    from imgkit_entrypoints.errors import ToolMissing
-
-    if job_id:
-        raise UsageError("--queues shows no job", where="--queues", hint=f"imgkit status {job_id}")
-    known = [words for system in systems.installed().systems.values() for words in system.queues()]
-    for words in known:
-        if shutil.which(words[0]):
-            _thin(words, as_json=as_json)
-    raise ToolMissing(f"none of {', '.join(words[0] for words in known)} is on PATH", hint="imgkit status ID")
 
 
 def _own_jobs(*, as_json: bool) -> None:
