@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from imgkit_builder.project.toml_file import ProjectFile
 
 SCHEMA = 1
-_WATCH_S = 30
 _UNKNOWN_HERE = ("image", "directory")
 """Values that are known only after a look at the remote."""
 
@@ -177,7 +176,6 @@ def verb_fetch(
     checkpoints: bool = typer.Option(
         False, "--checkpoints", help="Also fetch the checkpoints of a training."
     ),
-    watch: bool = typer.Option(False, "--watch", help="Repeat every 30 s until interrupted."),
     as_json: bool = JSON,
 ) -> None:
     """Copy a remote job's run folder here: curves, metrics and output.
@@ -187,10 +185,7 @@ def verb_fetch(
     \b
     Examples:
       imgkit fetch 4711@mn5
-      imgkit fetch 4711@mn5 --watch
     """
-    import time
-
     from imgkit_builder.job import submit
     from imgkit_builder.remote import fetch
 
@@ -201,19 +196,15 @@ def verb_fetch(
     far = connected(record.remote)
     far.login()
     record = dataclasses.replace(record, fetched=str(folder.absolute()))
-    while True:
-        with reporter(as_json=as_json) as report:
-            done = fetch.fetch(far, record, folder, checkpoints=checkpoints, report=report)
-        submit.keep(record)  # imgkit runs and compare find the folder
-        text = f"{folder}  {len(done.new)} of {done.files} files were new, {done.bytes / 1e6:.1f} MB"
-        data = {
-            "schema": SCHEMA,
-            "folder": str(folder),
-            "files": done.files,
-            "new": [str(path) for path in done.new],
-            "bytes": done.bytes,
-        }
-        show(data, text, as_json=as_json)
-        if not watch:
-            return
-        time.sleep(_WATCH_S)
+    with reporter(as_json=as_json) as report:
+        done = fetch.fetch(far, record, folder, checkpoints=checkpoints, report=report)
+    submit.keep(record)  # imgkit runs finds the folder
+    text = f"{folder}  {len(done.new)} of {done.files} files were new, {done.bytes / 1e6:.1f} MB"
+    data = {
+        "schema": SCHEMA,
+        "folder": str(folder),
+        "files": done.files,
+        "new": [str(path) for path in done.new],
+        "bytes": done.bytes,
+    }
+    show(data, text, as_json=as_json)
