@@ -52,3 +52,9 @@ def test_folder_of_wheels_installs_without_a_network(tmp_path: Path) -> None:
     output(*WITHOUT_ROUTE, venv / "bin/python", "-m", "pip", *install)
     assert output(*WITHOUT_ROUTE, venv / "bin/imgkit", "--version").startswith("imgkit ")
     assert "\nmn5 " in output(*WITHOUT_ROUTE, venv / "bin/imgkit", "list", folder="/")
+    compiled = [*venv.rglob("*.so")]  # a node with another processor finds none that it can load
+    assert compiled
+    for path in compiled:
+        path.unlink()
+    assert "\nmn5 " in output(*WITHOUT_ROUTE, venv / "bin/imgkit", "list", folder="/")
+    assert "\nFROM " in output(*WITHOUT_ROUTE, venv / "bin/imgkit", "render", "mn5", folder="/")
