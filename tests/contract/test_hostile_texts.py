@@ -20,9 +20,7 @@ from imgkit_builder.archive import sidecar
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import lock_file
-from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import Lock, LockedBase, LockedPlatform, LockRequest
-from imgkit_builder.recipe.targets import described_json
 from imgkit_entrypoints.system import SystemFacts
 
 FORGED = "ok    signature  good"
@@ -147,11 +145,6 @@ def test_recipe_and_lock_with_hostile_texts(
     check("render", "child.yaml", code=0)
     check("show", "child.yaml")
     Path("mine.yaml").write_text("image: {base: a:1}\n")
-    data = json.loads(described_json(load("mine.yaml")))
-    for key in ("name", "description", "file"):
-        Path("mine.json").write_text(json.dumps({**data, key: EVIL}))
-        check("show", "mine.json")
-        check("submit", "--dry-run", "mine.json", "--", "dist-env", shows=key == "name")
     base = LockedBase(name=EVIL, digest=EVIL)
     part = LockedPlatform(
         platform="linux/amd64", source_date_epoch=1, request=LockRequest(base=EVIL, apt=(EVIL,)), base=base
@@ -218,11 +211,6 @@ def test_job_and_runs_with_hostile_texts(programs: Path, check: Callable[..., No
         program(programs, name, f"exec /bin/cat {programs.parent}/said")
     check("status", "7", code=0, shows=False)
     check("status", "8" + EVIL, code=2)
-    folder = Path("runs", EVIL)
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1, EVIL: 2}) + "\n")
-    check("compare", str(folder), code=0)
-    check("compare", str(folder), "--value", EVIL)
 
 
 def test_remote_with_hostile_texts(programs: Path, check: Callable[..., None]) -> None:

@@ -646,12 +646,6 @@ TARGETS = (
         change=mutate.in_sealed,
     ),
     Target(
-        name="recipe-json",
-        run=lambda data, _: targets.from_json(data.decode("utf-8", "replace"), Path("x.json")),
-        seeds=_recipe_texts,
-        change=mutate.in_json,
-    ),
-    Target(
         name="train-config",
         run=_file(file_arguments, "c.json"),
         seeds=_lines('{"model": "mlp", "epochs": 3, "lr": 0.1}'),
@@ -764,7 +758,7 @@ TARGETS = (
     ),
     Target(
         name="metrics",
-        run=lambda data, folder: measured.read(_put(folder, data, measured.METRICS).parent),
+        run=lambda data, folder: measured.tail(_put(folder, data, measured.METRICS).parent),
         seeds=_lines('{"step": 1, "loss": 2.5, "time": "x"}\n{"step": 2, "loss": 1e-3, "epoch": 0.5}\n'),
         change=mutate.in_text,
     ),

@@ -113,17 +113,6 @@ def test_recipe_tests_pass_with_the_new_key(code: Path, work: Path) -> None:
     assert done.returncode == 0, done.stdout[-6000:]
 
 
-def test_recipe_as_json_has_the_new_key_and_reads_back(code: Path, work: Path) -> None:
-    (work / "mn5.json").write_text(imgkit(code, work, "show", "mn5", "--json").stdout)
-    (work / "mine.json").write_text(imgkit(code, work, "show", "./mine.yaml", "--json").stdout)
-    (work / "zones.py").write_text(
-        "from imgkit_builder.recipe import portable\n"
-        "print([portable.find(name).image.timezone for name in ('./mn5.json', './mine.json')])\n"
-    )
-    done = run(code, work, "zones")
-    assert done.stdout == "[None, 'Europe/Madrid']\n", done.stderr
-
-
 def hello(code: Path, work: Path, **env: str) -> subprocess.CompletedProcess[str]:
     return run(code, work, "imgkit_entrypoints", "dist-hello", "--dry-run", "--json", **env)
 

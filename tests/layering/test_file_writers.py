@@ -28,7 +28,6 @@ REASONS: Mapping[str, str] = {
     "builder/imgkit_builder/apptainer/build.py": PRIVATE,
     "builder/imgkit_builder/image/uv_inside.py": "it runs in the base",
     "builder/imgkit_builder/image/members.py": PRIVATE,
-    "builder/imgkit_builder/recipe/portable.py": PRIVATE,
     "builder/imgkit_builder/sif/table.py": "changes a part file, and makes none",
     "builder/imgkit_builder/lock/inside_apt.py": "it runs in the base, in a layer that nobody keeps",
     "builder/imgkit_builder/lock/inside_pip.py": "it runs in the base, in a layer that nobody keeps",
@@ -217,7 +216,6 @@ OWN = "files of imgkit's own packages"
 READERS: Mapping[str, str] = {
     "builder/imgkit_builder/oci/platform.py": KERNEL,
     "builder/imgkit_builder/cli/recipes.py": "a build context, and no file",
-    "builder/imgkit_builder/workflow/zipapp.py": OWN,
     "builder/imgkit_builder/engine/build_guard.py": KERNEL,
     "builder/imgkit_builder/engine/building.py": PRIVATE,
     "builder/imgkit_builder/engine/image_source.py": "the engine's own folder, into which root alone writes",
@@ -225,7 +223,6 @@ READERS: Mapping[str, str] = {
     "builder/imgkit_builder/image/uv_inside.py": "it runs in the base",
     "builder/imgkit_builder/image/wheel.py": OWN,
     "builder/imgkit_builder/lock/inside_pip.py": "it runs in the base, in a layer that nobody keeps",
-    "builder/imgkit_builder/recipe/targets.py": OWN,
     "builder/imgkit_builder/sif/mksquashfs.py": KERNEL,
     "builder/imgkit_builder/sif/runtime.py": PRIVATE,
     "entrypoints/imgkit_entrypoints/facts/reader.py": "quicker, for thousands of files in /sys",

@@ -130,12 +130,6 @@ def processors() -> int:
         return os.cpu_count() or 1
 
 
-def own_argv() -> tuple[str, ...]:
-    """The argv that starts this imgkit: its name, or this Python and the path of the single-file imgkit."""
-    file = getattr(__spec__.loader, "archive", "")
-    return (sys.executable, str(Path(file).absolute())) if file else ("imgkit",)
-
-
 def attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None) -> int:
     """Run `argv` with our streams and return its exit code; what it prints cannot steer the terminal.
 

@@ -180,9 +180,6 @@ def _result(saved: Saved, described: Sidecar) -> tuple[list[str], dict[str, Any]
     lines.append(f"on {where}:")
     steps = [commands[step] for step in ("allocate", "module", "verify", "convert")]
     lines += [f"            {command}" for command in steps if command]
-    lines.append(
-        "            (if the cluster has no imgkit: also copy the executable that imgkit bundle writes)"
-    )
     return lines, data
 
 

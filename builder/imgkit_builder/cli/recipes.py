@@ -152,7 +152,7 @@ def verb_show(
         ...,
         metavar="RECIPE|IMAGE|FILE",
         autocompletion=complete_names,
-        help="A recipe or its JSON, an image, or a .sif or delta file.",
+        help="A recipe, an image, or a .sif or delta file.",
     ),
     as_json: bool = RESULT_JSON,
 ) -> None:
@@ -182,11 +182,7 @@ def verb_show(
         return
     from imgkit_builder.recipe import targets
 
-    text = targets.as_json(recipe)
-    if text is None:
-        text = targets.described_json(load_recipe(recipe))
-    else:
-        targets.from_json(text, Path(recipe))
+    text = targets.described_json(load_recipe(recipe))
     if as_json:
         terminal.document(text.rstrip() + "\n")
     else:

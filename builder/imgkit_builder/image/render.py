@@ -148,7 +148,6 @@ def environment(shipped: str, own: Path | None = None) -> Environment:
     from imgkit_builder.image.sandbox import Templates
 
     made = Templates(
-        # The second one also reads the single-file executable.
         loader=ChoiceLoader(
             [*([FileSystemLoader(own)] if own else []), PackageLoader("imgkit_recipes", shipped)]
         ),

@@ -110,7 +110,7 @@ def prepare(recipe: str | Path, request: AnyRequest, code: CodeFolder | None = N
 
     Parameters
     ----------
-    recipe : a shipped name, a recipe's file or its JSON, or a .sif to run on its own system.
+    recipe : a shipped name, a recipe's file, or a .sif to run on its own system.
     code : the code of the request, which `job.code.read` has read.
 
     Raises
@@ -207,13 +207,13 @@ def check_environment(job: Job) -> None:
 
 def _check_source(request: ConversionJobRequest | BuildJobRequest) -> None:
     """Look for the archive here, or read the recipe and look for the base, before the job waits."""
-    from imgkit_builder.recipe import portable
+    from imgkit_builder.recipe.load import load
 
     if isinstance(request, ConversionJobRequest):
         if not request.archive.is_file():
             raise UsageError(f"no file {request.archive}", where="--sif", hint="imgkit save makes one")
         return
-    portable.find(request.build)
+    load(request.build)
     if request.base_from is not None and not request.base_from.exists():
         raise UsageError(
             f"no file {request.base_from}",

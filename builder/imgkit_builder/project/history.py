@@ -11,26 +11,15 @@ from pathlib import Path
 
 from imgkit_builder.base import process
 from imgkit_builder.base.process import Finished
-from imgkit_builder.job import submit, systems
+from imgkit_builder.job import systems
 from imgkit_builder.job.request import SubmittedJob
 from imgkit_builder.project import measured
 from imgkit_builder.project.measured import Measured
-from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing
+from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 from imgkit_entrypoints.launch import goodput
 
 FINAL = ("done", "failed", "ended")
 """States that do not change: ended well, with an error, or nobody knows how."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunHere:
-    """A run whose files are on this machine."""
-
-    name: str
-    """The word for it: its id, or its folder."""
-    folder: Path
-    record: SubmittedJob | None
-    """None where this user has not submitted it from here."""
 
 
 def run_of(record: SubmittedJob) -> Path:
@@ -43,29 +32,6 @@ def folder_of(record: SubmittedJob) -> Path | None:
     if record.remote:
         return Path(record.fetched) if record.fetched else None
     return run_of(record)
-
-
-def named(word: str) -> RunHere:
-    """The run that `word` means: a folder, or the id of a job.
-
-    Raises
-    ------
-    UsageError : there is no such folder and no such job.
-    CheckFailed : its files have not been fetched.
-    """
-    if Path(word).is_dir():
-        folder = Path(word).absolute()
-        known = next((one for one in submit.records() if folder_of(one) == folder), None)
-        return RunHere(name=word.rstrip("/"), folder=folder, record=known)
-    record = submit.record_of(word)
-    place = folder_of(record)
-    if place is None or not place.is_dir():
-        raise CheckFailed(
-            "the files of this run are not here",
-            where=record.handle,
-            hint=f"imgkit fetch {record.handle}" if record.remote else f"it has no folder {place}",
-        )
-    return RunHere(name=record.handle, folder=place, record=record)
 
 
 def numbers(record: SubmittedJob) -> Measured:

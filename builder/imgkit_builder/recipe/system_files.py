@@ -1,7 +1,7 @@
 """Files that describe a system, apart from images: those of imgkit, those of a site, and a user's own.
 
 A site's folder is that of ``$IMGKIT_SYSTEMS``, or ``/etc/imgkit/systems``. Only their owners may be able to
-write its files, and what they start and mount is confirmed once (`imgkit_builder.project.confirm`).
+write its files.
 """
 
 from __future__ import annotations

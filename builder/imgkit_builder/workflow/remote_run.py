@@ -120,9 +120,7 @@ def _chosen(recipe: str, given: Request, project: ProjectFile | None, default: s
         )
     folder = project.file.parent if project and project.recipe and not recipe else Path()
     sif = folder / f"{stem(word)}.sif"
-    if Path(file, "oci-layout").exists() or (
-        file.is_file() and file.suffix not in (*RECIPE_SUFFIXES, ".json")
-    ):
+    if Path(file, "oci-layout").exists() or (file.is_file() and file.suffix not in RECIPE_SUFFIXES):
         target = _target_of(file, default)
         return RunPlan(word=word, target=target, recipe="", sif=sif, request=request, archive=file)
     return RunPlan(word=word, target=targets.find(word), recipe=word, sif=sif, request=request)

@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from pathlib import Path
 import pytest
 from labkit import IMGKIT, LOOK, LOOKED, ROOT, SLURMS, TOKEN, Cluster, Done, output, slurm_marks, until
 
-from imgkit_builder.cli import bundle
 from imgkit_builder.recipe.load import load
 from imgkit_entrypoints import system
 from imgkit_entrypoints.launch import goodput
@@ -184,16 +182,14 @@ def test_nodes_with_different_numbers_of_workers_train(site: Site) -> None:
     assert "the nodes differ in workers per node 1 on node 0 of 2 (node1), 2 on node 1 of 2 (node2)" in told
 
 
-def test_one_file_on_a_bare_python_submits_the_image(site: Site) -> None:
-    pyz = bundle.write(site.folder / "imgkit.pyz").path
-    tool = ("exec", "login", "--cwd", site.folder, "--", sys.executable, "-I", "-S", pyz)
-    done = site.cluster(*tool, "submit", "mn5.sif", *SITE, "--nodes", "2", "--", "dist-hello", *CPU)
+def test_image_is_submitted_to_its_own_system(site: Site) -> None:
+    done = site.imgkit("submit", "mn5.sif", *SITE, "--nodes", "2", "--", "dist-hello", *CPU)
     assert done.returncode == 0, done.stderr
     job = done.stdout.strip()
-    assert f"{pyz}' status {job}; " in done.stderr  # the folder's name has a blank
+    assert f"imgkit status {job}; " in done.stderr
     site.until(lambda: not site.queued(job), job)
     assert "all_reduce of ones: 4" in site.told(job)
-    assert f"{job} completed; run folder: " in site.cluster(*tool, "status", job).stdout
+    assert f"{job} completed; run folder: " in site.imgkit("status", job).stdout
 
 
 def test_job_whose_id_a_site_hides_is_named_by_the_scheduler(site: Site) -> None:

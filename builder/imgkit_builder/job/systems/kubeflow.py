@@ -5,7 +5,6 @@ The recipe has options of RunAI's client; each of them becomes a part of the doc
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -90,10 +89,7 @@ def _yaml(document: Mapping[str, Any]) -> str:
 
     kubectl reads 1e-4 as a number, PyYAML as text that needs no quotes. A number cannot be an argument.
     """
-    try:
-        import yaml
-    except ImportError:  # in the single-file executable; kubectl reads JSON too
-        return json.dumps(document, indent=2) + "\n"
+    import yaml
 
     class Dumper(yaml.SafeDumper):
         def represent_text(self, text: str) -> yaml.Node:

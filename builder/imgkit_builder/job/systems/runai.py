@@ -83,14 +83,6 @@ class RunAI(pods.Pods):
         """Words that end the job and delete its pods."""
         return _cancel(record.kind, record.name, _project(record.queue))
 
-    def queues(self) -> tuple[tuple[str, ...], ...]:
-        """Words that show the projects and their free GPUs."""
-        try:
-            first = runai_client.on_path() == V1
-        except UsageError:
-            first = False
-        return ((runai_client.PROGRAM, *(("list", "projects") if first else ("project", "list"))),)
-
 
 SYSTEM = RunAI()
 

@@ -175,10 +175,6 @@ class Slurm(System):
             words = ("bash", "-c", find, "srun", *step)  # dash would drop the function of modules
         return JobShell(words=words, about=NEW_CONTAINER)
 
-    def queues(self) -> tuple[tuple[str, ...], ...]:
-        """Words that show the queues; the first program that exists is used."""
-        return (("bsc_queues",), ("sinfo",))
-
 
 SYSTEM = Slurm()
 

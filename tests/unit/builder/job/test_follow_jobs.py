@@ -141,12 +141,6 @@ def test_no_open_job_is_an_answer(call: Any) -> None:
     assert call("status")[:2] == (0, "no job waits or runs; imgkit runs lists those that have ended\n")
 
 
-def test_queues_are_shown_on_request(call: Any) -> None:
-    program("bsc_queues", "echo the queues")
-    assert call("status", "--queues", "--json")[0] == 0
-    assert "--queues shows no job" in call("status", "1", "--queues")[2]
-
-
 def test_logs_without_an_id_are_those_of_the_last_job(call: Any) -> None:
     assert "no job was submitted from here" in call("logs")[2]
     job(1)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from imgkit_builder.project import confirm
-from imgkit_builder.recipe import system_files, targets
+from imgkit_builder.recipe import system_files
 from imgkit_builder.recipe.load import load, load_system
 from imgkit_builder.recipe.problems import RecipeErrors
 from imgkit_entrypoints.errors import UsageError
@@ -240,57 +238,6 @@ def test_folder_of_a_site_has_to_be_there(monkeypatch: pytest.MonkeyPatch, value
     monkeypatch.setenv(system_files.VARIABLE, value)
     with pytest.raises(UsageError, match=re.escape(says)):
         system_files.known()
-
-
-def site_values(file: Path) -> confirm.ForeignValues:
-    found = confirm.of_site([targets.find(file)])
-    assert found is not None
-    return found
-
-
-def test_what_a_site_starts_and_mounts_is_confirmed_once(site: Path, write: Write) -> None:
-    file = write(f"{IMAGE}system: ours\n")
-    found = site_values(file)
-    assert found.file == site / "ours.yaml"
-    assert dict(found.recipe) == {
-        "system.runtime.binds[0]": "/data",
-        "system.runtime.command": "sing",
-        "system.runtime.modules[0]": "ours",
-        "system.scheduler": "slurm",
-    }
-    assert not found.is_known
-    found.remember()
-    (site / "ours.yaml").write_text(HERE + "node: {gpus: 8}\n")
-    assert site_values(file).is_known  # GPUs harm nobody
-    (site / "ours.yaml").write_text(HERE.replace("/data", "/home"))
-    assert not site_values(file).is_known
-    assert confirm.of_site([targets.find("mn5")]) is None
-
-
-@pytest.mark.parametrize("words", [("submit",), ("submit", "--confirm", "0" * 64)])
-def test_unconfirmed_site_submits_nothing(
-    site: Path, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
-) -> None:
-    from typer.testing import CliRunner
-
-    from imgkit_builder.cli.app import build_app
-
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.sif").mkdir()
-    fake = tmp_path / "bin/sbatch"  # a fake: nothing may reach it
-    fake.parent.mkdir()
-    fake.write_text("#!/bin/sh\ntouch submitted\necho 1\n")
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
-    write(f"{IMAGE}system: ours\n")
-    argv = [words[0], "./mine.yaml", *words[1:], "--", "dist-hello"]
-    done = CliRunner().invoke(build_app(("submit", "list")), argv)
-    assert "are not confirmed on this machine" in str(done.exception)
-    assert not (tmp_path / "submitted").exists()
-    digest = str(done.exception).rpartition("--confirm ")[2].strip()
-    done = CliRunner().invoke(build_app(("submit", "list")), [*argv[:2], "--confirm", digest, *argv[-2:]])
-    assert done.exit_code == 0, done.output
-    assert (tmp_path / "submitted").exists()
 
 
 def test_list_says_how_each_system_was_tested(site: Path) -> None:

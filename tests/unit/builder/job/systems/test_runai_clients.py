@@ -218,12 +218,6 @@ def test_record_with_another_kind_starts_nothing() -> None:
         runai.cancel(record)
 
 
-def test_projects_are_listed_by_each_client(fake_runai: FakeRunAI) -> None:
-    assert runai.queues() == (("runai", "project", "list"),)
-    fake_runai({"submit-dist pytorch": "--workers"})
-    assert runai.queues() == (("runai", "list", "projects"),)
-
-
 @pytest.mark.parametrize(
     ("own", "warning"),
     [
