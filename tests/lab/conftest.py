@@ -13,7 +13,7 @@ import pytest
 from labkit import PrivateEngine, imgkit_json, locked, ordinary_user, private_engine, shared_folder
 
 LONGEST_FIRST = (
-    "test_elastic_pod",
+    "test_spare_pod",
     "test_training_survives",
     "test_submit_slurm_real",
     "test_delta_real",

@@ -29,7 +29,7 @@ from imgkit_entrypoints.launch.plan import FAILURES, LaunchOptions, Request, Tim
 from imgkit_entrypoints.rollcall import ports, secret
 from imgkit_entrypoints.rollcall.messages import MODES
 from imgkit_entrypoints.schedulers import resolve
-from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest, Size
+from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest, Size, size_examples
 from imgkit_entrypoints.schedulers.resolve import NAMES
 from imgkit_entrypoints.system import HOST_LIBS
 
@@ -168,8 +168,8 @@ def launch_parser(
         "--nnodes",
         _size,
         None,
-        "N|MIN:MAX|N+S",
-        "number of nodes, a range, or N nodes and S spares (default: the scheduler's number)",
+        "N|N+S",
+        "number of nodes, or N nodes and S spares (default: the scheduler's number)",
     )
     option(
         "--node-rank", natural, None, "RANK", "rank of this node; the head is 0 (default: the scheduler's)"
@@ -182,7 +182,7 @@ def launch_parser(
         None,
         "K",
         f"failures (lost nodes or workers) to survive before the run is aborted (default: {FAILURES} with "
-        "spares or a range, else 0)",
+        "spares, else 0)",
     )
     option(
         "--lost-after",
@@ -337,7 +337,7 @@ def _size(text: str) -> Size:
     try:
         return Size.parse(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise UsageError(str(error), where="--nnodes", hint=size_examples(text, "--nnodes ")) from None
 
 
 def find_placement(request: PlacementRequest, env: Mapping[str, str]) -> Placement:

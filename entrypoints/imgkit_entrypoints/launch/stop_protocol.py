@@ -13,9 +13,6 @@ node agent then exits with 85, "requeue me", or with 0 if a person requested it.
 
 Ranks see the file at slightly different times, so they must agree on the step by an all-reduce first.
 
-A program that cannot go on with any number of nodes writes those that it can go on with into
-``node-counts``, one line of numbers. Where a range of nodes shrinks, the head takes the largest of them.
-
 **Requests** come as signals (`CollectedSignals`) or as files in the run's folder (IMGKIT_RUN_DIR,
 `RunFolder`), which people, job scripts and all nodes share. A person's request is ``touch RUN_DIR/stop``:
 the run saves and ends with 0, nobody requeues it, and it does not start again while the file is there. A
@@ -38,12 +35,11 @@ from pathlib import Path
 from types import FrameType
 
 from imgkit_entrypoints import fence, files, terminal
-from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import failures
 from imgkit_entrypoints.launch.user_program import STOP_SIGNALS
 
-STOP, SAVED, COUNTS = "stop", "state-saved", "node-counts"
+STOP, SAVED = "stop", "state-saved"
 PHASE = "torchrun"
 """How far torchrun is (start_up.py); no part of the protocol."""
 LOCAL_JOB = "local"
@@ -86,7 +82,7 @@ def clear(place: Path) -> None:
     ------
     OSError : a mark cannot be removed.
     """
-    for name in (STOP, SAVED, COUNTS, PHASE):
+    for name in (STOP, SAVED, PHASE):
         (place / name).unlink(missing_ok=True)
     failures.clear(place)
 
@@ -122,16 +118,6 @@ def saved_step(place: Path, job_id: str) -> tuple[str | None, str]:
         found = words[0] if words else "nothing"
         return None, f"{place / SAVED} names job {found}, not {job_id} (IMGKIT_JOB_ID), so it is ignored"
     return (words[1] if len(words) > 1 else "?"), ""
-
-
-def node_counts(place: Path) -> tuple[int, ...]:
-    """Return the numbers of nodes that the program has said it can go on with; empty: it has not said."""
-    try:
-        words = files.read_own(place / COUNTS).split()
-    except (OSError, UnicodeDecodeError):
-        return ()
-    counts = [digits(word) for word in words]
-    return tuple(count for count in counts if count)
 
 
 BY_PERSON, FOR_REQUEUE = "stop", "stop-for-requeue"

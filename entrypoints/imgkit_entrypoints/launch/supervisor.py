@@ -220,7 +220,7 @@ def _attempts(
             say(f"warning: {why}")
 
     nnodes = roll.place.nnodes
-    size = roll.place.size or Size(least=nnodes, most=nnodes)
+    size = roll.place.size or Size(training=nnodes)
     return Attempts(roll, size, max_failures=max_failures, say=say, fence=admit)
 
 
@@ -237,7 +237,7 @@ def _measured(mode: str, module: str, around: Surroundings, shared: RunFolder | 
         signals=around.signals,
         say=around.say,
         folder=shared.path if shared else None,
-        spares=place.nnodes - place.size.least if place.size else 0,
+        spares=place.nnodes - place.size.training if place.size else 0,
     )
     return preflight(around.roll, needs)
 
@@ -414,7 +414,6 @@ class NodeRun:
                 code=code,
                 attempt=start.attempt,
                 place=watch.furthest(),
-                counts=stop_protocol.node_counts(node.stop_folder),
                 failure=self._own,
             )
         )

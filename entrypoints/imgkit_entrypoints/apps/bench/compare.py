@@ -111,7 +111,7 @@ def _refuse_place(names: Sequence[str], place: Placement, device: str, env: Mapp
         raise UsageError(
             "each arm needs separate workers, started by one node agent per node on a fixed number of nodes",
             where=where,
-            hint="start dist-bench once on every node, without --direct, --nnodes MIN:MAX and N+S",
+            hint="start dist-bench once on every node, without --direct and --nnodes N+S",
         )
     host, system = facts.gather(env=env), facts.system_facts(env=env)
     for arm in (options.ARMS[name] for name in names):

@@ -250,7 +250,7 @@ def test_other_arms_are_refused(text: str) -> None:
     [
         ((), ("--device", "cpu"), None, "only NCCL between GPUs can choose"),
         ((), (), place(nnodes=1), "nothing crosses the network"),
-        ((), (), place(size=Size(least=1, most=2)), "separate workers"),
+        ((), (), place(size=Size(training=1, spares=1)), "separate workers"),
         (("--baseline", "old.json"), (), None, "--baseline needs a single run"),
         (("--matrix",), (), None, "--compare would have no effect with --matrix"),
         (("--duration", "30m"), (), None, "--duration needs a single run"),
