@@ -44,8 +44,6 @@ class Worker:
     """The arguments."""
     own: bool
     """It is a program of this package, and needs no PYTHONPATH."""
-    goodput: str = ""
-    """`CountedStart.source` in launch/goodput.py; empty: it measures or shows something, and ends soon."""
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -79,10 +77,9 @@ def parse_app(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
     parsed, rest = launch.parse_known_args(argv[1:])
     if hasattr(app, "check"):
         app.check(rest, env)
-    worker = module_worker(command.app, rest)
     options = read_options(parsed, tuple(argv))
     refuse_json_alone(options)
-    return options, dataclasses.replace(worker, goodput=command.goodput)
+    return options, module_worker(command.app, rest)
 
 
 def parse_user_program(
@@ -109,7 +106,7 @@ def parse_user_program(
     flags = (("--pass-local-rank", parsed.pass_local_rank), ("-m", parsed.module))
     given = tuple(flag for flag, on in flags if on)
     start = (sys.executable, "-u", user_program.__file__)
-    worker = Worker(start=start, arguments=(*given, *parsed.program), own=False, goodput=command.goodput)
+    worker = Worker(start=start, arguments=(*given, *parsed.program), own=False)
     options = read_options(parsed, tuple(argv))
     refuse_json_alone(options)
     return options, worker
@@ -436,7 +433,6 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
         say=say,
         timeouts=options.timeouts,
         max_failures=launch_plan.max_failures,
-        goodput=worker.goodput,
         preflight=options.preflight,
         measures=PREFLIGHT,
         log_dir=options.request.log_dir,

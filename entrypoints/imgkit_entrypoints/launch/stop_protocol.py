@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -122,7 +123,7 @@ def saved_step(place: Path, job_id: str) -> tuple[str | None, str]:
 
 BY_PERSON, FOR_REQUEUE = "stop", "stop-for-requeue"
 RESULT = "result"
-"""Name of the file that tells a job script how a run with a range or spares has ended: ``JOB_ID CODE``."""
+"""Name of the file that says how a run has ended: ``JOB_ID CODE``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,6 +212,14 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         files.put(self.path / SAVED, files.read_own(stop_folder / SAVED))
 
+    def last_change_s(self) -> float:
+        """Return when an earlier start has last written here, in seconds of the epoch; 0: it has not."""
+        times = [0.0]
+        for name in (RESULT, fence.FILE):
+            with contextlib.suppress(OSError):
+                times.append((self.path / name).lstat().st_mtime)
+        return max(times)
+
     def end(self, job_id: str, code: int) -> None:
         """Leave the exit code of the whole run.
 
@@ -220,6 +229,12 @@ class RunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         files.put(self.path / RESULT, f"{job_id} {code}\n")
+
+
+def result_code(text: str) -> int | None:
+    """Return the exit code in the text of a run folder's `RESULT`; None where the text is another one."""
+    match = re.fullmatch(r"\S+ ([0-9]{1,3})\n?", text, re.ASCII)
+    return int(match[1]) if match else None
 
 
 REPEAT_S = 2.0
