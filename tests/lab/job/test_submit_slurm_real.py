@@ -272,11 +272,12 @@ def test_job_asked_to_stop_is_requeued_and_finishes(site: Site) -> None:
 
 @pytest.mark.soak
 def test_each_start_ends_with_the_time_of_its_parts(site: Site) -> None:
-    job = site.submit("--nodes", "2", "--", "dist-train", *ONE, "--steps", "2000", "--save-every", "500")
+    job = site.submit("--nodes", "2", "--", "dist-train", *ONE, "--steps", "20000", "--save-every", "500")
     step = re.compile(r"step +(\d+)/")
     site.until(lambda: bool(step.search(site.told(job))), job)
     saved = stopped_and_requeued(site, job)
-    site.until(lambda: f"resumes after step {saved}" in site.told(job), job)
+    site.until(lambda: bool(step.search(site.told(job).partition(f"resumes after step {saved}")[2])), job)
+    (site.folder / f"runs/mn5-{job}/stop").touch()
     site.until(lambda: not site.queued(job), job)
     line = r"imgkit: [\d.]+ s on 2 nodes: starting [\d.]+ s \(\d+ %\), training [\d.]+ s \(\d+ %\), saving"
     assert len(re.findall(line, site.told(job))) == 2
