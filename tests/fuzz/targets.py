@@ -62,7 +62,7 @@ from imgkit_entrypoints.apps.train.options import file_arguments
 from imgkit_entrypoints.doctor import node
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.facts import elf
-from imgkit_entrypoints.launch import goodput, nccl
+from imgkit_entrypoints.launch import nccl, stop_protocol
 from imgkit_entrypoints.run import disk, shard_file
 from imgkit_entrypoints.schedulers import hostlist, resolve
 from imgkit_entrypoints.schedulers.placement import PlacementRequest
@@ -498,14 +498,6 @@ def _placement(data: bytes, _: Path) -> None:
     resolve.place(PlacementRequest(), env, lambda path: file if path == env.get("PBS_NODEFILE") else None)
 
 
-def _goodput_start() -> goodput.CountedStart:
-    spent = goodput.Parts(starting=24.0, training=6260.5, saving=60.0, lost=780.0, idle=76.0)
-    began = "2026-03-01T10:00:00.000+00:00"
-    return goodput.CountedStart(
-        job="7", began=began, seconds=3600.25, nodes=2, attempts=1, code=None, source="program", node_s=spent
-    )
-
-
 def _ras_report(data: bytes, _: Path) -> None:
     lines = nccl.report(data)
     assert len(lines) <= nccl.SHOWN + 1
@@ -821,11 +813,10 @@ TARGETS = (
         change=mutate.in_json,
     ),
     Target(
-        name="goodput",
-        run=_text(lambda text: (str(found := goodput.from_json(text)), found.to_json())),
-        seeds=lambda: [goodput.Goodput(starts=(_goodput_start(), _goodput_start())).to_json().encode()],
-        change=mutate.in_json,
-        also=(ValueError,),
+        name="result",
+        run=_text(stop_protocol.result_code),
+        seeds=_lines("4711.0 85"),
+        change=mutate.in_text,
     ),
     Target(
         name="nccl-ras",

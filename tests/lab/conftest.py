@@ -23,7 +23,7 @@ from labkit import (
 )
 
 LONGEST_FIRST = (
-    "test_elastic_pod",
+    "test_spare_pod",
     "test_training_survives",
     "test_submit_slurm_real",
     "test_delta_real",

@@ -382,7 +382,7 @@ def _described(job: Job | ImageJob, script: Script) -> dict[str, Any]:
     run: dict[str, Any] = {}
     if isinstance(job, Job):
         run = {
-            "nodes": [job.size.least, job.nodes],
+            "nodes": job.size.training,
             "spares": job.size.spares,
             "gpus": job.gpus,
             "cpus": job.cpus,

@@ -84,7 +84,7 @@ def verb_init(
     queue: str = typer.Option("", "--queue", "-q", help="Queue or partition."),
     qos: str = typer.Option("", help="Quality of service (Slurm)."),
     time: str = typer.Option("", metavar="HH:MM:SS", help="Time limit of a job (default: 30m)."),
-    nodes: str = typer.Option("", metavar="N|MIN:MAX|N+S", help="Number of nodes (default: 1)."),
+    nodes: str = typer.Option("", metavar="N|N+S", help="Number of nodes (default: 1)."),
     keep: bool = typer.Option(
         False,
         "--keep-existing",

@@ -41,9 +41,9 @@ def verb_runs(
     records = submit.records()[:most]
     if refresh:
         records, _ = asked(records)
-    rows = [(one, history.numbers(one), history.goodput_of(one)) for one in records]
-    table = [("RUN", "SUBMITTED", "STATE", "STEP", "LOSS", "GOODPUT", "IMAGE", "CODE", "COMMAND")]
-    for one, numbers, share in rows:
+    rows = [(one, history.numbers(one)) for one in records]
+    table = [("RUN", "SUBMITTED", "STATE", "STEP", "LOSS", "IMAGE", "CODE", "COMMAND")]
+    for one, numbers in rows:
         loss = numbers.last("loss")
         table.append(
             (
@@ -52,7 +52,6 @@ def verb_runs(
                 one.state or "submitted",
                 "-" if numbers.step is None else str(numbers.step),
                 "-" if loss is None else f"{loss:.6g}",
-                "-" if share is None else f"{share:.0%}",
                 one.image_id.removeprefix("sha256:")[:12] or "-",
                 one.code.sha256[:12] if one.code else "-",
                 shlex.join(one.command) or "-",
@@ -67,9 +66,8 @@ def verb_runs(
                 "state": one.state or "submitted",
                 "step": numbers.step,
                 "loss": numbers.last("loss"),
-                "goodput": share,
             }
-            for one, numbers, share in rows
+            for one, numbers in rows
         ],
     }
     lines = columns(table) if rows else ("no runs yet; imgkit run and imgkit submit start one",)

@@ -28,7 +28,7 @@ from imgkit_builder.recipe.systems import is_podman
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.schedulers.placement import Size
+from imgkit_entrypoints.schedulers.placement import Size, size_examples
 from imgkit_entrypoints.system import CUDA_COMPAT, HOST_LIBS
 
 _CLEAN = re.compile(r"--(cleanenv|containall)(=.*)?|-[cfinpuw]*[eC].*")
@@ -47,7 +47,7 @@ def resolve(recipe: Target, request: Request) -> Job:
     facts = recipe.system
     system = systems.named(facts.scheduler)
     own = system.settled(recipe, _own_flags(request, system))
-    size = node_range(request.nodes or str(system.default_nodes(own)))
+    size = parse_nodes(request.nodes or str(system.default_nodes(own)))
     gpus = _gpus(recipe, request)
     cpus = _cpus(recipe, request, gpus)
     queue = _queue(recipe, request, system.required(recipe, request))
@@ -323,7 +323,7 @@ def _settings(
         settings["IMGKIT_NPROC"] = str(request.nproc)
     elif request.gpus and not system.hides_gpus:
         settings["IMGKIT_NPROC"] = str(request.gpus)
-    if not size.fixed:
+    if size.spares:
         settings["IMGKIT_NNODES"] = str(size)
     if recipe.system.fabric.host_libs == "auto" and run_by in ("singularity", "docker", "pyxis"):
         settings[HOST_LIBS] = ":".join(("auto", *recipe.system.runtime.host_libs))
@@ -344,14 +344,12 @@ SHORT_S = 600
 """Shorter jobs are not asked to save before their end unless ``--stop-before`` is given."""
 
 
-def node_range(text: str) -> Size:
-    """Nodes that ``N``, ``MIN:MAX`` or ``N+SPARES`` asks for."""
+def parse_nodes(text: str) -> Size:
+    """Return the nodes that ``N`` or ``N+SPARES`` asks for."""
     try:
         return Size.parse(text)
     except ValueError as error:
-        raise UsageError(
-            str(error), where="--nodes", hint="a number, MIN:MAX, or N+SPARES such as 16+1"
-        ) from None
+        raise UsageError(str(error), where="--nodes", hint=size_examples(text, "--nodes ")) from None
 
 
 def _failures(request: Request) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ from imgkit_builder.job.request import SubmittedJob
 from imgkit_builder.project import measured
 from imgkit_builder.project.measured import Measured
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing
-from imgkit_entrypoints.launch import goodput
+from imgkit_entrypoints.launch import stop_protocol
 
 FINAL = ("done", "failed", "ended")
 """States that do not change: ended well, with an error, or nobody knows how."""
@@ -38,15 +37,6 @@ def numbers(record: SubmittedJob) -> Measured:
     """The last numbers of the run; none where its files are not here."""
     folder = folder_of(record)
     return measured.tail(folder) if folder else Measured(points={})
-
-
-def goodput_of(record: SubmittedJob) -> float | None:
-    """The share of its time in which the run trained, 0 to 1; None where that is not known here."""
-    folder = folder_of(record)
-    try:
-        return goodput.read(folder / goodput.FILE).share if folder else None
-    except (OSError, ValueError):
-        return None
 
 
 def asked(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> SubmittedJob:
@@ -110,8 +100,7 @@ def ending(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> En
         return Ending(record=record)
     code = None
     if not record.array:
-        answer = run(("cat", "--", str(run_of(record) / goodput.FILE)))
-        with contextlib.suppress(ValueError):
-            code = next((start.code for start in reversed(goodput.from_json(answer.output).starts)), None)
+        answer = run(("cat", "--", str(run_of(record) / stop_protocol.RESULT)))
+        code = stop_protocol.result_code(answer.output)
     state = "ended" if code is None else "done" if code == 0 else "failed"
     return Ending(record=dataclasses.replace(record, state=state), code=code)

@@ -182,7 +182,7 @@ def _check_values(values: ProjectValues, positions: Mapping[str, Position], foun
     if values.time:
         report(("time",), partial(job_fields.seconds, values.time, where=""))
     if values.nodes:
-        report(("nodes",), partial(resolve.node_range, values.nodes))
+        report(("nodes",), partial(resolve.parse_nodes, values.nodes))
     for number, one in enumerate(values.env):
         report(("env", number), partial(container.variable, one))
         for what, hint in rules.env_value(one):

@@ -28,15 +28,12 @@ class Command:
     """Default of ``--device``."""
     verbs: Mapping[str, str] = field(default_factory=dict)
     """First word -> module whose ``main(words)`` runs here without a launch; it imports no torch."""
-    goodput: str = ""
-    """Who knows where the time of a run goes (launch/goodput.py); empty: nobody asks."""
 
 
 COMMANDS: tuple[Command, ...] = (
     Command(
         name="dist-run",
         summary="run your own script under torchrun: dist-run [OPTIONS] SCRIPT|-m MODULE [ARGS]",
-        goodput="node_agent",
     ),
     Command(
         name="dist-hello",
@@ -55,7 +52,6 @@ COMMANDS: tuple[Command, ...] = (
         app="imgkit_entrypoints.apps.train",
         options="imgkit_entrypoints.apps.train.options",
         verbs={"export": "imgkit_entrypoints.run.export"},
-        goodput="program",
     ),
     Command(
         name="dist-bench",

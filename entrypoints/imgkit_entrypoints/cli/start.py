@@ -28,7 +28,7 @@ from imgkit_entrypoints.launch.plan import FAILURES, LaunchOptions, Request, Tim
 from imgkit_entrypoints.rollcall import ports, secret
 from imgkit_entrypoints.rollcall.messages import MODES
 from imgkit_entrypoints.schedulers import resolve
-from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest, Size
+from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest, Size, size_examples
 from imgkit_entrypoints.schedulers.resolve import NAMES
 from imgkit_entrypoints.system import HOST_LIBS
 
@@ -43,8 +43,6 @@ class Worker:
     """The arguments."""
     own: bool
     """It is a program of this package, and needs no PYTHONPATH."""
-    goodput: str = ""
-    """`CountedStart.source` in launch/goodput.py; empty: it measures or shows something, and ends soon."""
 
     @property
     def argv(self) -> tuple[str, ...]:
@@ -74,10 +72,9 @@ def parse_app(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
     parsed, rest = launch.parse_known_args(argv[1:])
     if hasattr(app, "check"):
         app.check(rest, env)
-    worker = module_worker(command.app, rest)
     options = read_options(parsed, tuple(argv))
     refuse_json_alone(options)
-    return options, dataclasses.replace(worker, goodput=command.goodput)
+    return options, module_worker(command.app, rest)
 
 
 def parse_user_program(
@@ -104,7 +101,7 @@ def parse_user_program(
     flags = (("--pass-local-rank", parsed.pass_local_rank), ("-m", parsed.module))
     given = tuple(flag for flag, on in flags if on)
     start = (sys.executable, "-u", user_program.__file__)
-    worker = Worker(start=start, arguments=(*given, *parsed.program), own=False, goodput=command.goodput)
+    worker = Worker(start=start, arguments=(*given, *parsed.program), own=False)
     options = read_options(parsed, tuple(argv))
     refuse_json_alone(options)
     return options, worker
@@ -163,8 +160,8 @@ def launch_parser(
         "--nnodes",
         _size,
         None,
-        "N|MIN:MAX|N+S",
-        "number of nodes, a range, or N nodes and S spares (default: the scheduler's number)",
+        "N|N+S",
+        "number of nodes, or N nodes and S spares (default: the scheduler's number)",
     )
     option(
         "--node-rank", natural, None, "RANK", "rank of this node; the head is 0 (default: the scheduler's)"
@@ -177,7 +174,7 @@ def launch_parser(
         None,
         "K",
         f"failures (lost nodes or workers) to survive before the run is aborted (default: {FAILURES} with "
-        "spares or a range, else 0)",
+        "spares, else 0)",
     )
     option(
         "--lost-after",
@@ -332,7 +329,7 @@ def _size(text: str) -> Size:
     try:
         return Size.parse(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise UsageError(str(error), where="--nnodes", hint=size_examples(text, "--nnodes ")) from None
 
 
 def find_placement(request: PlacementRequest, env: Mapping[str, str]) -> Placement:
@@ -436,7 +433,6 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
         say=say,
         timeouts=options.timeouts,
         max_failures=launch_plan.max_failures,
-        goodput=worker.goodput,
         preflight=options.preflight,
         measures=PREFLIGHT,
         log_dir=options.request.log_dir,

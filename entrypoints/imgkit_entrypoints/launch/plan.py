@@ -173,7 +173,7 @@ class LaunchPlan:
             "source": dict(place.source),
             "placement": {
                 "nnodes": place.nnodes,
-                "size": dataclasses.asdict(place.size or Size(least=place.nnodes, most=place.nnodes)),
+                "size": dataclasses.asdict(place.size or Size(training=place.nnodes)),
                 "node_rank": place.node_rank,
                 "hosts": list(place.hosts),
                 "head": place.head,
@@ -485,7 +485,7 @@ def _rendezvous(place: Placement) -> tuple[str, ...]:
 PORT_PENDING = "<port from the roll call>"
 """Stands for torchrun's port: the head chooses a free one during the roll call."""
 NNODES_PENDING = "<number of nodes of this attempt>"
-"""Stands for the nodes that train, where a range or spares let attempts differ."""
+"""Stands for the nodes that train, where the run has spares."""
 NODE_RANK_PENDING = "<node rank of this attempt>"
 """Stands for this node's number among them."""
 ATTEMPT_PENDING = "<attempt>"

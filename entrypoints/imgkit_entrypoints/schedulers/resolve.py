@@ -241,7 +241,7 @@ def _complete(request: PlacementRequest) -> bool:
 
 
 def _applied(found: Placement, request: PlacementRequest, env: Mapping[str, str]) -> Placement:
-    """Return the placement with the requested port and range, and with sources under the user's names.
+    """Return the placement with the requested port and spares, and with sources under the user's names.
 
     Raises
     ------
@@ -259,7 +259,7 @@ def _applied(found: Placement, request: PlacementRequest, env: Mapping[str, str]
         found,
         port=port,
         direct=_direct_of(found, request),
-        size=found.size if request.size is None else None if request.size.fixed else request.size,
+        size=request.size if request.size and request.size.spares else None,
         source={field: name for field, name in source.items() if name},
     )
 
@@ -267,7 +267,7 @@ def _applied(found: Placement, request: PlacementRequest, env: Mapping[str, str]
 def _compare_flags(found: Placement, request: PlacementRequest) -> None:
     """Refuse a flag that differs from the launcher: neither may win silently."""
     size = request.size
-    if size and not size.least <= found.nnodes <= size.started:
+    if size and not size.training <= found.nnodes <= size.started:
         raise NoPlan(
             f"--nnodes is {size}, but {found.scheduler} started {found.nnodes}",
             where=found.source.get("nnodes", "--nnodes"),

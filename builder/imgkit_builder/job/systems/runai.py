@@ -155,12 +155,6 @@ def _refuse_missing(job: Job, client: str) -> None:
             where="--pvc",
             hint=f"--pvc {read_only[0].name}:{read_only[0].path}; {other}",
         )
-    if job.elastic and client != "2.18":
-        raise UsageError(
-            f"--nodes {job.size}, but the runai client {client} has no --min-replicas",
-            where="--nodes",
-            hint=f"--nodes N; {other}",
-        )
     if job.names and client == "2.18":
         raise UsageError(
             f"{job.names[0]}: the runai client {client} has no option for a key of a Secret",
@@ -172,8 +166,6 @@ def _refuse_missing(job: Job, client: str) -> None:
 def _workers(job: Job) -> Iterator[str]:
     if job.nodes > 1:
         yield from ("--workers", str(job.nodes - 1))
-    if job.elastic:
-        yield from ("--min-replicas", str(job.size.least), "--max-replicas", str(job.nodes))
 
 
 def _directory(job: Job) -> tuple[str, ...]:

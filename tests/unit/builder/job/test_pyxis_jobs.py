@@ -167,7 +167,6 @@ def test_hidden_variables_win_over_the_image() -> None:
     ("given", "what"),
     [
         ({"nodes": "4+1"}, "--nodes 4+1: with pyxis the whole step is in the container"),
-        ({"nodes": "1:2"}, "--nodes 1:2: with pyxis the whole step is in the container"),
         ({"binds": ("/a b",)}, "pyxis cannot mount '/a b'"),
         ({"binds": ("/a$HOME:/b",)}, "pyxis cannot mount '/a$HOME:/b'"),
         ({"directory": Path("/home/me/my run")}, "pyxis cannot mount '/home/me/my run'"),
@@ -264,8 +263,8 @@ def test_image_that_is_cut_short_is_refused(tmp_path: Path) -> None:
         submit.before_submission(job(directory=tmp_path))
 
 
-def test_range_without_failures_is_one_step() -> None:
-    assert job(nodes="1:2", max_failures=0).elastic
+def test_spares_without_failures_are_one_step() -> None:
+    assert job(nodes="1+1", max_failures=0).nodes == 2
 
 
 def test_delta_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,7 @@ def test_part_of_a_node_on_several_is_doubted() -> None:
 
 def test_job_without_gpus_tells_the_launcher() -> None:
     assert job(gpus=0, nproc=20).settings == {"IMGKIT_DEVICE": "cpu", "IMGKIT_NPROC": "20"}
-    assert job(nodes="1:3").settings == {"IMGKIT_NNODES": "1:3"}
+    assert job(nodes="2+1").settings == {"IMGKIT_NNODES": "2+1"}
     assert job(preflight=True).settings == {"IMGKIT_PREFLIGHT": "1"}
     assert job(nodes="2+1", max_failures=0).settings == {"IMGKIT_NNODES": "2+1", "IMGKIT_MAX_FAILURES": "0"}
 
@@ -132,12 +132,20 @@ def test_spares_are_nodes_of_the_job() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "failures", "outlives"),
-    [("2", None, False), ("2", 3, False), ("2+1", None, True), ("2+1", 0, False), ("1:3", None, True)],
+    [("2", None, False), ("2", 3, False), ("2+1", None, True), ("2+1", 0, False)],
 )
 def test_only_a_run_with_nodes_to_spare_outlives_one(
     nodes: str, failures: int | None, outlives: bool
 ) -> None:
     assert job(nodes=nodes, max_failures=failures).outlives_nodes is outlives
+
+
+@pytest.mark.parametrize(("nodes", "hint"), [("2:4", "--nodes 4, or --nodes 4+1"), ("two", "--nodes 4, or")])
+def test_other_number_of_nodes_is_refused_with_what_to_type(nodes: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        job(nodes=nodes)
+    assert repr(nodes) in caught.value.what
+    assert (caught.value.hint or "").startswith(hint)
 
 
 def test_plain_program_is_doubted() -> None:
@@ -162,7 +170,7 @@ def test_plain_program_is_doubted() -> None:
         ({"time": "00:00:00"}, "--time"),
         ({"time": "1:99:00"}, "--time"),
         ({"nodes": "0"}, "--nodes"),
-        ({"nodes": "3:2"}, "--nodes"),
+        ({"nodes": "2:4"}, "--nodes"),
         ({"nodes": "two"}, "--nodes"),
         ({"nodes": "0+1"}, "--nodes"),
         ({"nodes": "2+"}, "--nodes"),

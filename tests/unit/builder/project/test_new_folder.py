@@ -27,7 +27,7 @@ def call(call: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 def test_new_folder_needs_no_flags(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     call("remote", "add", "mn5", "me@far", "--recipe", "mn5")
-    code, out, _ = call("init", "My Folder", "-A", "bsc98", "--qos", "acc_debug", "--nodes", "2:4")
+    code, out, _ = call("init", "My Folder", "-A", "bsc98", "--qos", "acc_debug", "--nodes", "4+1")
     assert code == 0
     assert "next   cd 'My Folder' && imgkit run --dry-run && imgkit run" in out
     folder = Path("My Folder")
@@ -40,7 +40,7 @@ def test_new_folder_needs_no_flags(call: Any, monkeypatch: pytest.MonkeyPatch) -
     code, out, _ = call("run", "--dry-run", "--json")
     assert code == 0
     rows = {row["name"]: row["value"] for row in json.loads(out)["values"]}
-    assert (rows["remote"], rows["nodes"], rows["time"]) == ("mn5", "2:4", "00:30:00")
+    assert (rows["remote"], rows["nodes"], rows["time"]) == ("mn5", "4+1", "00:30:00")
     assert rows["command"] == "dist-run /workspace/train.py --epochs 5"
 
 

@@ -16,19 +16,6 @@ from imgkit_builder.job.request import CodeRecord, SubmittedJob
 from imgkit_builder.project import history, measured
 from imgkit_entrypoints.errors import ToolFailed
 
-SPENT = {"starting": 24.0, "training": 6260.0, "saving": 60.0, "lost": 780.0, "idle": 76.0}
-GOODPUT = json.dumps(
-    {
-        "schema": 1,
-        "starts": [
-            {
-                **{"job": "1", "began": "2026-01-01T00:00:00+00:00", "seconds": 3600.0, "nodes": 2},
-                **{"attempts": 1, "code": 0, "source": "program", "node_s": SPENT},
-            }
-        ],
-    }
-)
-
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -68,24 +55,17 @@ def test_newest_run_comes_first(call: Any) -> None:
     job(1, state="done", image_id="sha256:" + "a" * 64, code=code)
     job(3, remote="far")
     job(2)
-    folder = put("mn5-1", {"step": 5, "loss": 0.25})
-    (folder / "goodput.json").write_text(GOODPUT)
+    put("mn5-1", {"step": 5, "loss": 0.25})
     code, out, _ = call("runs")
     assert code == 0
     rows = [line.split() for line in out.splitlines()]
     assert [row[0] for row in rows] == ["RUN", "3@far", "2", "1"]
-    assert rows[3][3:] == ["done", "5", "0.25", "87%", "a" * 12, "c" * 12, "dist-run", "'a", "b'"]
+    assert rows[3][3:] == ["done", "5", "0.25", "a" * 12, "c" * 12, "dist-run", "'a", "b'"]
     found = json.loads(call("runs", "-n", "2", "--json")[1])["runs"]
-    assert [(row["id"], row["remote"], row["loss"], row["goodput"]) for row in found] == [
-        ("3@far", "far", None, None),
-        ("2", None, None, None),
+    assert [(row["id"], row["remote"], row["loss"]) for row in found] == [
+        ("3@far", "far", None),
+        ("2", None, None),
     ]
-
-
-def test_damaged_goodput_is_not_shown(call: Any) -> None:
-    job(1)
-    (put("mn5-1", {"step": 5, "loss": 0.25}) / "goodput.json").write_text(GOODPUT[:50])
-    assert json.loads(call("runs", "--json")[1])["runs"][0]["goodput"] is None
 
 
 def test_run_without_metrics_has_no_numbers(home: Path) -> None:
@@ -111,8 +91,9 @@ def test_damaged_record_is_left_out(home: Path, call: Any) -> None:
         (((0, ""), (0, "JobID  State\n-----  -----\n1  COMPLETED\n")), "done"),
         (((0, ""), (1, "disabled"), (0, "JobId=1 JobState=COMPLETED")), "done"),
         (((1, "Invalid job id"), (1, "disabled"), (0, "JobId=1 JobState=TIMEOUT")), "failed"),
-        (((1, "Invalid job id"), (1, "disabled"), (1, "Invalid job id"), (0, GOODPUT)), "done"),
-        (((1, "Invalid job id"), (1, ""), (1, ""), (0, GOODPUT.replace('"code": 0', '"code": 3'))), "failed"),
+        (((1, "Invalid job id"), (1, "disabled"), (1, "Invalid job id"), (0, "1.0 0\n")), "done"),
+        (((1, "Invalid job id"), (1, ""), (1, ""), (0, "1.0 3\n")), "failed"),
+        (((1, "Invalid job id"), (1, ""), (1, ""), (0, "1.0")), "ended"),
         (((1, "Invalid job id"), (1, ""), (1, ""), (1, "no such file")), "ended"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A range of nodes, ``--nnodes MIN:MAX``: who is there starts, numbered without gaps; nobody joins later."""
+"""A run with spares, ``--nnodes N+S``: who is there starts, numbered without gaps; nobody joins later."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def place() -> Placement:
-    """A range of two or three nodes."""
-    return replace(placement(), nnodes=3, size=Size(least=2, most=3))
+    """Two nodes and a spare."""
+    return replace(placement(), nnodes=3, size=Size(training=2, spares=1))
 
 
 def met(place: Placement, *ranks: int, **more: object) -> list[Roll]:
@@ -65,7 +65,7 @@ def test_missing_node_leaves_no_gap(place: Placement, secret: bytes | None) -> N
 
 
 def test_head_starts_alone_where_one_is_enough(place: Placement) -> None:
-    rolls = met(replace(place, size=Size(least=1, most=3)), 0)
+    rolls = met(replace(place, size=Size(training=1, spares=2)), 0)
     assert numbers(rolls) == [(0, 1)]
     rolls[0].ended(AttemptEnded(code=0))
     assert hear(rolls, lambda events: bool(events[0])) == [[AllDone(codes=(0,))]]
@@ -74,7 +74,7 @@ def test_head_starts_alone_where_one_is_enough(place: Placement) -> None:
 
 def test_each_call_gives_the_next_node_time(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "LAST_CALL_S", 60.0)
-    place = replace(place, size=Size(least=1, most=3))
+    place = replace(place, size=Size(training=1, spares=2))
     me, end = Caller(host="as07r3b12"), time.monotonic() + NEVER_S
     with probe.offering("", "") as opened:
         head = gather._Gathering(place, me, opened, NEVER_S, print, lambda: "", None)
@@ -170,11 +170,11 @@ def test_words_about_an_earlier_attempt_do_not_count(elastic: tuple[LeadingRoll,
     head.start(1, {0: 0, 1: 1})
     head.start(2, {0: 0, 1: 1})
     hear(rolls, all)
-    rolls[1].ended(AttemptEnded(code=0, attempt=2, place=9, counts=(1, 2)))
+    rolls[1].ended(AttemptEnded(code=0, attempt=2, place=9))
     rolls[1].ended(AttemptEnded(code=7, attempt=1))
     rolls[1].ask_stop("the last word")
     hear(rolls[:1], lambda events: bool(events[0]))
-    assert head.reports == {1: AttemptEnded(code=0, attempt=2, place=9, counts=(1, 2))}
+    assert head.reports == {1: AttemptEnded(code=0, attempt=2, place=9)}
     old = EndAttempt(attempt=1, why="it is over")
     head._tell(1, old)
     head._tell(1, Start(attempt=1, nnodes=2, node_rank=1, port=9))
