@@ -102,9 +102,9 @@ def definition(recipe: Recipe, start: Start, labels: Mapping[str, str]) -> Defin
         recipe,
         base=start.image.name,
         platform=start.image.platform,
-        more=Additions(mark=MARK, files=(look, links), steps=own, labels=rows),
+        additions=Additions(mark=MARK, files=(look, links), steps=own, labels=rows),
         bootstrap=start.bootstrap,
-        place=start.place,
+        source=start.place,
     )
 
 

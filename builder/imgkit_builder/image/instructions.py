@@ -29,26 +29,16 @@ class ContextFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipCommand:
-    """One pip step and its requirements file."""
+    """One pip step, or that of a uv project."""
 
     origin: str
     command: str
-    requirements: ContextFile | None
+    files: tuple[ContextFile, ...]
+    """Its requirements, and the other files that it needs."""
     kept: ContextFile | None
     """A folder with wheels, which must not stay in the image."""
     mounts: str
     """Options of RUN that give it its secrets, each with a line end."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UvCommand:
-    """The step of a uv project and the files that it needs."""
-
-    origin: str
-    files: tuple[ContextFile, ...]
-    kept: ContextFile | None
-    """The folder of its wheels, where all of them lie on this machine."""
-    command: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +49,7 @@ class Project:
     member: str
     target: str
     command: str
-    stays: bool
+    is_editable: bool
     """Whether the image needs `target` afterwards."""
     mounts: str
 
@@ -127,7 +117,7 @@ class Layers:
     """The argument of ``imgkit render`` for this recipe."""
     platform: str
     uses_secrets: bool
-    """Whether a step needs a builder that knows secrets."""
+    """Whether a step needs a builder that supports secrets."""
     base: Text
     base_user: str
     """The user of the base, whom the finished image has too; empty for root, as whom all steps run."""
@@ -143,7 +133,6 @@ class Layers:
     after_apt: Early
     protect: str
     filtered_constraint: Text | None
-    uv: UvCommand | None
     pip: tuple[PipCommand, ...]
     env: Block
     workdir: Text

@@ -29,8 +29,12 @@ name = "my-project"
 version = "1.0"
 requires-python = ">=3.10"
 dependencies = ["imgkit-test-upper"]
+
+[[tool.uv.index]]
+url = "INDEX"
+default = true
 """
-RECIPE = "image:\n  base: registry.invalid/base:1\n  uv: {project: .}\n"
+RECIPE = "image:\n  base: registry.invalid/base:1\n  uv: {project: .}\n  args: {PIP_TRUSTED_HOST: HOST}\n"
 OWN = """
 [[package]]
 name = "my-project"
@@ -100,11 +104,11 @@ def lock(index: str, folder: Path, **digests: str) -> str:
     return text
 
 
-def project(folder: Path, lock: str) -> Path:
-    (folder / "pyproject.toml").write_text(PYPROJECT)
+def project(folder: Path, index: str, lock: str) -> Path:
+    (folder / "pyproject.toml").write_text(PYPROJECT.replace("INDEX", index))
     (folder / "uv.lock").write_text(lock)
     file = folder / f"{NAME}.yaml"
-    file.write_text(RECIPE)
+    file.write_text(RECIPE.replace("HOST", host_address()))
     return file
 
 
@@ -116,7 +120,7 @@ def installed() -> dict[str, str]:
 
 @pytest.mark.soak
 def test_locked_packages_are_in_the_base(index: str, standin_notorch: str, tmp_path: Path) -> None:
-    recipe = project(tmp_path, lock(index, tmp_path))
+    recipe = project(tmp_path, index, lock(index, tmp_path))
     try:
         imgkit_json("build", recipe, "--base", standin_notorch, "--no-test")
         found = installed()
@@ -131,15 +135,16 @@ def test_locked_packages_are_in_the_base(index: str, standin_notorch: str, tmp_p
 def test_conflict_and_wrong_hash_name_the_line(index: str, standin: str, tmp_path: Path) -> None:
     text = lock(index, tmp_path, lower="0" * 64)
     torch = (
-        '\n[[package]]\nname = "torch"\nversion = "2.0.1"\nsource = { registry = "https://example.org" }\n'
+        f'\n[[package]]\nname = "torch"\nversion = "2.0.1"\nsource = {{ registry = "{index}" }}\n'
+        f'wheels = [{{ url = "{index}/torch-2.0.1-py3-none-any.whl", hash = "sha256:{"0" * 64}" }}]\n'
     )
     wanting = text.replace('[{ name = "imgkit-test-lower" }]', '[{ name = "torch" }]') + torch
-    done = imgkit("build", project(tmp_path, wanting), "--base", standin, "--no-test")
+    done = imgkit("build", project(tmp_path, index, wanting), "--base", standin, "--no-test")
     assert done.returncode == 4
     assert f"{NAME}.yaml:3: step " in done.stderr
     assert "torch: uv.lock has 2.0.1, but the base has 2." in done.stderr
-    assert "(wanted by my-project -> imgkit-test-upper)" in done.stderr
-    done = imgkit("build", project(tmp_path, text), "--base", standin, "--no-test")
+    assert "uv lock --upgrade-package 'torch==2." in done.stderr
+    done = imgkit("build", project(tmp_path, index, text), "--base", standin, "--no-test")
     assert done.returncode == 4
     assert f"{NAME}.yaml:3: step " in done.stderr
     assert "THESE PACKAGES DO NOT MATCH THE HASHES" in done.stderr
@@ -149,26 +154,25 @@ def test_conflict_and_wrong_hash_name_the_line(index: str, standin: str, tmp_pat
 def test_lock_of_the_real_uv(index: str, standin_notorch: str, tmp_path: Path) -> None:
     uv = shutil.which("uv", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     assert uv, "uv is not installed; pip install -e '.[dev]'"
-    recipe = project(tmp_path, "")
+    recipe = project(tmp_path, index, "")
     (tmp_path / "uv.lock").unlink()
     env = {"UV_CACHE_DIR": str(tmp_path / "cache"), "UV_PYTHON_DOWNLOADS": "never"}
-    output(uv, "lock", "--default-index", index, "--directory", tmp_path, env=env)
+    output(uv, "lock", "--directory", tmp_path, env=env)
     try:
         imgkit_json("build", recipe, "--base", standin_notorch)
         assert set(PACKAGES) <= installed().keys()
-        # uv finds its own lock up to date where imgkit does, and a changed project stale where imgkit does.
-        output(uv, "lock", "--check", "--default-index", index, "--directory", tmp_path, env=env)
-        (tmp_path / "pyproject.toml").write_text(PYPROJECT.replace("-upper", "-upper>=1.5"))
+        pyproject = tmp_path / "pyproject.toml"
+        pyproject.write_text(pyproject.read_text().replace("-upper", "-upper>=1.5"))
         done = imgkit("check", recipe)
         assert done.returncode == 2
-        assert "pyproject.toml:6 and the lock differ about imgkit-test-upper" in done.stderr
+        assert "uv.lock is not up to date" in done.stderr
     finally:
         docker("image", "rm", "--force", TAG)
 
 
 @pytest.mark.soak
 def test_lock_has_the_wheels_of_a_uv_project(index: str, standin_notorch: str, tmp_path: Path) -> None:
-    recipe = project(tmp_path, lock(index, tmp_path))
+    recipe = project(tmp_path, index, lock(index, tmp_path))
     (tmp_path / "lock").mkdir()
     recipe = recipe.rename(tmp_path / "lock" / recipe.name)
     for name in ("pyproject.toml", "uv.lock"):

@@ -1,0 +1,144 @@
+"""Exports a project's uv.lock with uv, on this machine, for ``inside_uv``, which fits it to the base.
+
+uv runs offline, so the result depends on the lock and pyproject.toml alone. It exports the lock twice, with
+and without what only torch needs: whether a base has a torch is known inside that base only.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from imgkit_builder.base import process
+from imgkit_builder.recipe import lock_file, problems
+from imgkit_builder.recipe.model import Recipe
+from imgkit_builder.recipe.requirements import PROTECTED, PYPROJECT, canonical
+from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
+from imgkit_entrypoints.files import read_text
+
+_INSTALL_UV = "python3 -m pip install uv"
+_OFFLINE = ("--offline", "--no-cache", "--quiet")
+_EXPORT = (
+    *("export", "--frozen", "--format", "requirements-txt", "--no-default-groups", "--no-emit-project"),
+    *("--no-annotate", "--no-header"),
+)
+_LOCK_CHANGES = 1
+"""The exit code of ``uv lock --check`` for a lock that is not up to date; 2 where uv cannot find out."""
+_HASHES = r"(?: --hash=sha256:[0-9a-f]{64})+"
+_WHEEL = re.compile(rf"[a-z0-9-]+(==\S+| @ https?://[^\s@]+\.whl)(?: ; [^\\]+?)?{_HASHES}")
+_NAME = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
+
+
+def export_uv_lock(recipe: Recipe) -> bytes:
+    """Return what the uv project of `recipe` locks, as the JSON that ``inside_uv`` reads.
+
+    Raises
+    ------
+    ToolMissing : uv is not installed.
+    UsageError : uv cannot use the lock, the lock is older than pyproject.toml, or it has something else than
+        wheels with a sha256.
+    """
+    uv = recipe.image.uv
+    assert uv is not None  # noqa: S101 - for the type checker
+    where = recipe.where("image", "uv")
+    program = _find_uv(where)
+    project = ("--project", str(uv.project))
+    argv = [program, *_EXPORT, *_OFFLINE, *project]
+    argv += [word for extra in uv.extras for word in ("--extra", extra)]
+    argv += [word for group in uv.groups for word in ("--group", group)]
+    try:
+        requirements = _read_export(argv, uv.project)
+        beside_torch = _read_export([*argv, "--prune", "torch"], uv.project)
+        pyproject = _read_pyproject(uv.project)
+    except (ToolFailed, OSError, ValueError) as error:
+        message = error.what if isinstance(error, ToolFailed) else str(error)
+        hint = error.hint if isinstance(error, ToolFailed) else None
+        raise UsageError(f"its uv.lock cannot be used: {message}", where=where, hint=hint) from error
+    # After the export, whose errors say more about a lock that uv cannot read.
+    check = process.run([program, "lock", "--check", *_OFFLINE, *project], check=False, cwd=uv.project)
+    if check.returncode == _LOCK_CHANGES:
+        what = f"uv.lock is not up to date with {PYPROJECT}"
+        raise UsageError(what, where=where, hint=f"write it again: uv lock --project {uv.project}")
+    left_to_pip = set(_names_in_pip_steps(recipe))
+    for line in beside_torch:
+        name = _name(line)
+        is_kept = name in left_to_pip or re.fullmatch(PROTECTED, name)
+        if not is_kept and not _WHEEL.fullmatch(line):
+            raise UsageError(
+                f"uv.lock has {lock_file.public(line)}, which is not a wheel with a sha256",
+                where=where,
+                hint=f"install it in a pip step: pip: [{{packages: [{name or 'NAME'}]}}]",
+            )
+    settings = pyproject.get("tool", {}).get("uv", {})
+    content = {
+        "requires_python": pyproject.get("project", {}).get("requires-python", ""),
+        "environments": settings.get("environments", []),
+        "index_options": index_options(recipe),
+        "left_to_pip": sorted(left_to_pip),
+        "requirements": requirements,
+        "beside_torch": beside_torch,
+    }
+    return f"{json.dumps(content, indent=1)}\n".encode()
+
+
+def _find_uv(where: str) -> str:
+    # "pip install uv" puts it next to imgkit's Python, whose folder is not always on PATH.
+    neighbour = Path(sys.executable).with_name("uv")
+    program = str(neighbour) if neighbour.exists() else shutil.which("uv")
+    if program is None:
+        raise ToolMissing("uv, which reads uv.lock, is not installed", where=where, hint=_INSTALL_UV)
+    return program
+
+
+def _read_export(argv: list[str], project: Path) -> list[str]:
+    """Return the exported requirements, one a line."""
+    output = process.answer(process.through(argv, (), cwd=project), "uv").decode()
+    return re.sub(r" \\\n *", " ", output).splitlines()
+
+
+def _name(line: str) -> str:
+    match = _NAME.match(line)
+    return canonical(match[1]) if match else ""
+
+
+def _names_in_pip_steps(recipe: Recipe) -> Iterator[str]:
+    """Yield the names of the packages that the pip steps name: those steps may also build them."""
+    for step in recipe.image.pip:
+        lines = list(step.packages)
+        if step.requirements is not None:
+            lines += read_text(step.requirements, errors="replace").splitlines()
+        # The name of a repository is known only where the requirement states it: NAME @ git+URL.
+        yield from (_name(line) for line in lines if not line.startswith("git+"))
+
+
+def _read_pyproject(project: Path) -> dict[str, Any]:
+    content: dict[str, Any] = problems.parse_toml(read_text(project / PYPROJECT))
+    return content
+
+
+def index_options(recipe: Recipe) -> list[str]:
+    """Return the options by which pip finds the indexes in ``tool.uv.index`` of the recipe's uv project.
+
+    Raises
+    ------
+    UsageError : an index is no plain HTTP URL.
+    OSError, ValueError : pyproject.toml cannot be read.
+    """
+    uv = recipe.image.uv
+    indexes = _read_pyproject(uv.project).get("tool", {}).get("uv", {}).get("index", []) if uv else []
+    options = []
+    for index in indexes:
+        url = str(index.get("url", ""))
+        if not re.fullmatch(r"https?://[^\s@]+", url):
+            raise UsageError(
+                f"the index {lock_file.public(url)} is no plain HTTP URL; a password would be in the image",
+                where=recipe.where("image", "uv"),
+                hint=f"change tool.uv.index in {PYPROJECT}, or name its packages in a pip step with a secret",
+            )
+        options += ["--index-url" if index.get("default") else "--extra-index-url", url]
+    return options
