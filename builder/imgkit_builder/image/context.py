@@ -294,11 +294,11 @@ def _locked_files(recipe: Recipe, lock: LockedPlatform) -> Iterator[TarMember]:
     yield members.file(install.LOCK_TOML, recipe.lock_text.encode())
     yield members.file(install.RECIPE_JSON, portable.to_json(recipe).encode())
     if lock.apt:
-        folder = f"imgkit/{install.LOCKED_APT}"
-        yield members.folder(folder)
-        yield _template(f"{folder}/{install.SCRIPT}", install.SCRIPT)
-        yield members.file(f"{folder}/{install.PACKAGES}", install.locked_packages(recipe).encode())
-        yield from _kept_files(recipe, folder, lock.apt)
+        apt_folder = f"imgkit/{install.LOCKED_APT}"
+        yield members.folder(apt_folder)
+        yield _template(f"{apt_folder}/{install.SCRIPT}", install.SCRIPT)
+        yield members.file(f"{apt_folder}/{install.PACKAGES}", install.locked_packages(recipe).encode())
+        yield from _kept_files(recipe, apt_folder, lock.apt)
     for number in install.pip_step_numbers(recipe):
         wheels = install.locked_wheels(recipe, number)
         if wheels:
@@ -306,9 +306,9 @@ def _locked_files(recipe: Recipe, lock: LockedPlatform) -> Iterator[TarMember]:
             yield members.file(install.requirements_file(number).member, text.encode())
         if wheels and number == UV_STEP:
             yield members.file(install.UV_LINKS.member, install.uv_links(recipe).encode())
-        if kept := install.kept_wheels(recipe, number):
-            yield members.folder(kept.member)
-            yield from _kept_files(recipe, kept.member, wheels)
+        if folder := install.kept_wheels(recipe, number):
+            yield members.folder(folder.member)
+            yield from _kept_files(recipe, folder.member, wheels)
 
 
 def _kept_files(

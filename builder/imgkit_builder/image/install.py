@@ -104,12 +104,12 @@ def pip_command(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> PipCo
         step, where = recipe.image.pip[number], recipe.where("image", "pip", number)
     command = _install(recipe, step, pip)
     file = requirements_file(number)
-    kept = None
+    wheels = None
     if recipe.lock:
-        kept = kept_wheels(recipe, number)
+        wheels = kept_wheels(recipe, number)
         files = [file, UV_LINKS] if number == UV_STEP else [file]
         command += f"{NEXT}    {pip_options(recipe, number)}{NEXT}    --requirement {file.path}"
-        command += _advice(recipe) + (f"{NEXT}&& rm -rf {kept.path}" if kept else "")
+        command += _advice(recipe) + (f"{NEXT}&& rm -rf {wheels.path}" if wheels else "")
     elif number == UV_STEP:
         files = [UV_JSON, UV_PROGRAM]
         command += f"{NEXT}    {_LOCKED_OPTIONS}{NEXT}    --requirement {file.path}"
@@ -119,7 +119,7 @@ def pip_command(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> PipCo
         command += f"{NEXT}    --requirement {file.path}" if files else ""
         command += "".join(f"{NEXT}    {shlex.quote(package)}" for package in step.packages)
     return PipCommand(
-        origin=where, command=command, files=tuple(files), kept=kept, mounts=secret_mounts(step.secrets)
+        origin=where, command=command, files=tuple(files), wheels=wheels, mounts=secret_mounts(step.secrets)
     )
 
 
@@ -244,15 +244,14 @@ def kept_wheels(recipe: Recipe, number: int) -> ContextFile | None:
 
 def pip_options(recipe: Recipe, number: int) -> str:
     """Return the options of a locked pip step; one whose wheels are all kept asks no index."""
-    kept = kept_wheels(recipe, number)
-    needs_index = not all(wheel.file in recipe.kept for wheel in locked_wheels(recipe, number))
+    folder = kept_wheels(recipe, number)
     options = _LOCKED_OPTIONS
     if number == UV_STEP:
         # The lock has the URLs of its wheels, and the project's indexes may be unknown to the base.
         options += f" --no-index{NEXT}    --find-links {UV_LINKS.path}"
-    elif not needs_index:
+    elif all(wheel.file in recipe.kept for wheel in locked_wheels(recipe, number)):
         options += " --no-index"
-    return options + (f"{NEXT}    --find-links {kept.path}" if kept else "")
+    return options + (f"{NEXT}    --find-links {folder.path}" if folder else "")
 
 
 def _advice(recipe: Recipe) -> str:

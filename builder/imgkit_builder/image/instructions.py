@@ -35,7 +35,7 @@ class PipCommand:
     command: str
     files: tuple[ContextFile, ...]
     """Its requirements, and the other files that it needs."""
-    kept: ContextFile | None
+    wheels: ContextFile | None
     """A folder with wheels, which must not stay in the image."""
     mounts: str
     """Options of RUN that give it its secrets, each with a line end."""

@@ -121,8 +121,8 @@ def _regular_file(path: Path, name: str, status: os.stat_result, where: str) -> 
     if not stat.S_ISREG(status.st_mode):
         kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
         kind = kinds.get(stat.S_IFMT(status.st_mode), "a device")
-        what = f"{path} is {kind}, and only files, folders and links go into an image"
-        raise UsageError(what, where=where, hint=_ignore_hint(path))
+        problem = f"{path} is {kind}, and only files, folders and links go into an image"
+        raise UsageError(problem, where=where, hint=_ignore_hint(path))
     mode = 0o755 if status.st_mode & stat.S_IXUSR else 0o644
     return TarMember(name=name, mode=mode, size_bytes=status.st_size, source=path)
 

@@ -49,8 +49,7 @@ def export_uv_lock(recipe: Recipe) -> bytes:
     program = _find_uv(where)
     project = ("--project", str(uv.project))
     argv = [program, *_EXPORT, *_OFFLINE, *project]
-    argv += [word for extra in uv.extras for word in ("--extra", extra)]
-    argv += [word for group in uv.groups for word in ("--group", group)]
+    argv += [f"--extra={extra}" for extra in uv.extras] + [f"--group={group}" for group in uv.groups]
     try:
         requirements = _read_export(argv, uv.project)
         beside_torch = _read_export([*argv, "--prune", "torch"], uv.project)
@@ -62,8 +61,8 @@ def export_uv_lock(recipe: Recipe) -> bytes:
     # After the export, whose errors say more about a lock that uv cannot read.
     check = process.run([program, "lock", "--check", *_OFFLINE, *project], check=False, cwd=uv.project)
     if check.returncode == _LOCK_CHANGES:
-        what = f"uv.lock is not up to date with {PYPROJECT}"
-        raise UsageError(what, where=where, hint=f"write it again: uv lock --project {uv.project}")
+        problem = f"uv.lock is not up to date with {PYPROJECT}"
+        raise UsageError(problem, where=where, hint=f"write it again: uv lock --project {uv.project}")
     left_to_pip = set(_names_in_pip_steps(recipe))
     for line in beside_torch:
         name = _name(line)

@@ -34,16 +34,14 @@ class _ReportItem:
 
 
 class Unresolved(Exception):
-    """A step has no answer, or one that a lock cannot state; `explain` knows the recipe's line."""
+    """A step has no answer, or one that a lock cannot state; `explain` finds the recipe's line.
 
-    def __init__(self, step: int | str, *, what: str = "", packages: str = "", output: str = "") -> None:
-        super().__init__(what)
-        self.step = step
-        self.what = what
-        """The problem; empty where only the program's output has it."""
-        self.packages = packages
-        """Those to blame, with commas."""
-        self.output = output
+    It has either the `problem` and the `packages` to blame, with commas, or the `output` of the program.
+    """
+
+    def __init__(self, step: int | str, problem: str = "", packages: str = "", output: str = "") -> None:
+        super().__init__(problem)
+        self.step, self.problem, self.packages, self.output = step, problem, packages, output
 
 
 @contextlib.contextmanager
@@ -68,10 +66,9 @@ def read_debs(text: str) -> tuple[LockedDeb, ...]:
         name, version, architecture = match["file"].removesuffix(".deb").split("_")
         url, sha256 = without_credentials(match["url"]), match["sha256"] or ""
         if not url.startswith(_HTTP):
-            what = f"apt takes {name} from {url}, which no other machine can read"
-            raise Unresolved(APT, what=what, packages=name)
+            raise Unresolved(APT, f"apt takes {name} from {url}, which no other machine can read", name)
         if not _SHA256.fullmatch(sha256):
-            raise Unresolved(APT, what=f"the archive states no sha256 of {name}: {match[0]}", packages=name)
+            raise Unresolved(APT, f"the archive states no sha256 of {name}: {match[0]}", name)
         deb = LockedDeb(
             name=name,
             version=unquote(version),
@@ -113,8 +110,7 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
             missing.append(package)
             continue
         if not _SHA256.fullmatch(sha256) or digests.get(file, sha256) != sha256:
-            what = f"{package} has no sha256, or another one than its file: {url}"
-            raise Unresolved(step, what=what, packages=package)
+            raise Unresolved(step, f"{package} has no sha256, or another one than its file: {url}", package)
         wheel = LockedWheel(
             step=step,
             name=item.name,
@@ -128,7 +124,7 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
         wheels.append(wheel)
     if missing:
         packages = ", ".join(missing)
-        raise Unresolved(step, what=f"no index has a wheel of {packages} for this base", packages=packages)
+        raise Unresolved(step, f"no index has a wheel of {packages} for this base", packages)
     return tuple(sorted(wheels, key=lambda wheel: canonical(wheel.name)))
 
 
@@ -173,7 +169,7 @@ class _Cause(NamedTuple):
     """An error by a pattern of a program's output, whose groups fill in the text."""
 
     pattern: str
-    what: str
+    text: str
     error: type[ToolFailed | UsageError] = ToolFailed
     hint: str = ""
 
@@ -185,6 +181,7 @@ _CAUSES = (
         UsageError,
         "install a newer one: image: {{run: [{{command: python3 -m pip install 'pip>=23', after: base}}]}}",
     ),
+    # pip does not name the package again; it collected it last.
     _Cause(
         r"(?s)Collecting ([A-Za-z0-9][^\s(;]*)(?!.*Collecting ).*metadata-generation-failed",
         "the source of {} cannot be prepared in this base",
@@ -207,39 +204,26 @@ _CAUSES = (
         UsageError,
         _KEEP_FILES,
     ),
+    _Cause("", "the packages of this step could not be resolved", UsageError),
 )
-"""The first whose pattern occurs counts."""
-_UNKNOWN = _Cause("", "the packages of this step could not be resolved", UsageError)
+"""The first whose pattern occurs counts; the last occurs in any output."""
 
 
 def explain(recipe: Recipe, failure: Unresolved, *, log: str) -> ImgkitError:
     """Return the error at the line of `recipe` that asks for the package to blame."""
     keep_files = f"{lock_file.command(recipe)} --keep-files"
-    if failure.what:
+    if failure.problem:
         where = find_line(recipe, failure.step, failure.packages.split(", "))
-        hint = "name an archive with HTTP URLs in the base's /etc/apt/sources.list"
-        return UsageError(
-            failure.what, where=where, hint=hint if failure.step == APT else _KEEP_FILES.format(keep_files)
-        )
-    lines = last_lines(failure.output)
-    output = ["its output:", *lines] if lines else []
-    cause, groups = _find_cause(failure.output)
-    blamed = [*filter(None, groups), *_BLAMED.findall(failure.output)]
+        archives = "name an archive with HTTP URLs in the base's /etc/apt/sources.list"
+        hint = archives if failure.step == APT else _KEEP_FILES.format(keep_files)
+        return UsageError(failure.problem, where=where, hint=hint)
+    matches = ((cause, re.search(cause.pattern, failure.output, re.IGNORECASE)) for cause in _CAUSES)
+    cause, groups = next((cause, match.groups("")) for cause, match in matches if match)
+    where = find_line(recipe, failure.step, [*groups, *_BLAMED.findall(failure.output)])
     hints = [cause.hint.format(keep_files)] if cause.hint else []
-    return cause.error(
-        cause.what.format(*groups),
-        where=find_line(recipe, failure.step, blamed),
-        hint="\n".join([*hints, *output, f"full log: {log}"]),
-    )
-
-
-def _find_cause(output: str) -> tuple[_Cause, tuple[str, ...]]:
-    """Return the cause, and the texts of the groups of its pattern."""
-    for cause in _CAUSES:
-        match = re.search(cause.pattern, output, re.IGNORECASE)
-        if match:
-            return cause, match.groups()
-    return _UNKNOWN, ()
+    if lines := last_lines(failure.output):
+        hints += ["its output:", *lines]
+    return cause.error(cause.text.format(*groups), where=where, hint="\n".join([*hints, f"full log: {log}"]))
 
 
 def last_lines(output: str) -> list[str]:

@@ -49,7 +49,7 @@ def error_of(recipe: Recipe, step: int | str, output: str) -> ImgkitError:
 
 
 def test_package_without_wheel_names_its_line_and_the_remedy(recipe: Recipe) -> None:
-    error = explain(recipe, Unresolved(0, what="no wheel", packages="x==1, flash-attn==2.5.5"), log="")
+    error = explain(recipe, Unresolved(0, "no wheel", "x==1, flash-attn==2.5.5"), log="")
     assert isinstance(error, UsageError)
     assert (error.where or "").endswith("mine.yaml:10")
     assert (error.hint or "").endswith("mine.yaml --keep-files")
