@@ -100,9 +100,9 @@ def definition(recipe: Recipe, start: Start, labels: Mapping[str, str]) -> Defin
     rows = tuple(KeyValue(key=key, value=" ".join(value.split())) for key, value in labels.items())
     return render.marked_definition(
         recipe,
+        Additions(mark=MARK, files=(look, links), steps=own, labels=rows),
         base=start.image.name,
         platform=start.image.platform,
-        additions=Additions(mark=MARK, files=(look, links), steps=own, labels=rows),
         bootstrap=start.bootstrap,
         source=start.place,
     )

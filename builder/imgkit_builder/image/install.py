@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import posixpath
 import re
 import shlex
@@ -12,13 +11,11 @@ from html import escape
 from urllib.parse import urlsplit
 
 from imgkit_builder.image.instructions import INSIDE, NEXT, ContextFile, PipCommand, Project, Text
-from imgkit_builder.oci.manifest import EPOCH_LABEL, LOCK_LABEL
 from imgkit_builder.recipe import lock_file, requirements
 from imgkit_builder.recipe.model import (
     UV_STEP,
     Constraints,
     LockedDeb,
-    LockedPlatform,
     LockedWheel,
     PipStep,
     Recipe,
@@ -109,7 +106,13 @@ def pip_command(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> PipCo
         wheels = kept_wheels(recipe, number)
         files = [file, UV_LINKS] if number == UV_STEP else [file]
         command += f"{NEXT}    {pip_options(recipe, number)}{NEXT}    --requirement {file.path}"
-        command += _advice(recipe) + (f"{NEXT}&& rm -rf {wheels.path}" if wheels else "")
+        advice = (
+            "imgkit: where an index no longer has a wheel of the lock: imgkit lock "
+            f"{recipe.reference} --upgrade, or put the wheel into {_lock_name(recipe)}.files/ (imgkit lock "
+            f"{recipe.reference} --keep-files stores all of them there)"
+        )
+        command += f"{NEXT}|| {{ echo {shlex.quote(advice)} >&2; exit 1; }}"
+        command += f"{NEXT}&& rm -rf {wheels.path}" if wheels else ""
     elif number == UV_STEP:
         files = [UV_JSON, UV_PROGRAM]
         command += f"{NEXT}    {_LOCKED_OPTIONS}{NEXT}    --requirement {file.path}"
@@ -199,14 +202,6 @@ _SNAPSHOTS = {
 _LATER_S = (0, 86400)
 
 
-def lock_labels(lock: LockedPlatform, text: str) -> dict[str, str]:
-    """Return the labels of a locked image; `text` is that of its lock."""
-    return {
-        LOCK_LABEL: hashlib.sha256(text.encode()).hexdigest(),
-        EPOCH_LABEL: str(lock.source_date_epoch),
-    }
-
-
 def locked_packages(recipe: Recipe) -> str:
     """Return the content of `PACKAGES`: a line for each package of the lock, as `SCRIPT` reads it."""
     lock = recipe.lock
@@ -252,16 +247,6 @@ def pip_options(recipe: Recipe, number: int) -> str:
     elif all(wheel.file in recipe.kept for wheel in locked_wheels(recipe, number)):
         options += " --no-index"
     return options + (f"{NEXT}    --find-links {folder.path}" if folder else "")
-
-
-def _advice(recipe: Recipe) -> str:
-    """Return the end of a locked pip step, which says what helps where the step fails."""
-    text = (
-        "imgkit: where an index no longer has a wheel of the lock: imgkit lock "
-        f"{recipe.reference} --upgrade, or put the wheel into {_lock_name(recipe)}.files/ (imgkit lock "
-        f"{recipe.reference} --keep-files stores all of them there)"
-    )
-    return f"{NEXT}|| {{ echo {shlex.quote(text)} >&2; exit 1; }}"
 
 
 def _lock_name(recipe: Recipe) -> str:

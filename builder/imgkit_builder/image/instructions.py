@@ -158,7 +158,7 @@ class Step:
 
     @property
     def text(self) -> str:
-        """Its first command on one line, or the purpose of a step of imgkit's own."""
+        """Return its first command on one line, or the purpose of a step of imgkit's own."""
         purpose = self.origin.removeprefix("imgkit: ")
         if purpose != self.origin:
             return purpose

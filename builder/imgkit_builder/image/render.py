@@ -12,6 +12,7 @@ position.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import posixpath
 import re
@@ -38,6 +39,7 @@ from imgkit_builder.image.instructions import (
     Step,
     Text,
 )
+from imgkit_builder.oci.manifest import EPOCH_LABEL, LOCK_LABEL
 from imgkit_builder.recipe.model import KeyPath, Recipe, RunCommand
 from imgkit_builder.recipe.rules import expanded
 from imgkit_entrypoints import __version__
@@ -80,27 +82,23 @@ def definition(recipe: Recipe, *, base: str | None = None, platform: str | None 
     ------
     UsageError : a definition file cannot express a value; a Dockerfile can express most of them.
     """
-    name = build_layers(recipe, base=base, platform=platform).base.text
-    additions = Additions()
-    return marked_definition(
-        recipe, base=base, platform=platform, additions=additions, bootstrap="docker", source=name
-    ).text
+    return marked_definition(recipe, Additions(), base=base, platform=platform).text
 
 
 def marked_definition(
     recipe: Recipe,
-    *,
-    base: str | None,
-    platform: str | None,
     additions: Additions,
-    bootstrap: str,
-    source: str,
+    *,
+    base: str | None = None,
+    platform: str | None = None,
+    bootstrap: str = "docker",
+    source: str = "",
 ) -> Definition:
     """Return the same with `additions`, as imgkit builds it.
 
     Parameters
     ----------
-    bootstrap, source : the agent of the runtime, and where that finds `base`.
+    bootstrap, source : the agent of the runtime, and where it finds `base`; by default that name.
 
     Raises
     ------
@@ -117,9 +115,8 @@ def marked_definition(
                 problem, "a definition file", layers.labels.origin, "remove it, or use --format dockerfile"
             )
     steps = (*additions.steps, *_definition_steps(layers))
-    text = _fill(
-        "definition.j2", layers, additions=additions, steps=steps, bootstrap=bootstrap, source=source
-    )
+    values = {"additions": additions, "steps": steps, "bootstrap": bootstrap}
+    text = _fill("definition.j2", layers, source=source or layers.base.text, **values)
     for number, line in enumerate(text.split("\n"), 1):
         # Apptainer >= 1.2 replaces {{ word }} by a build argument, and fails if there is no such argument.
         if match := re.search(r"\{\{\s*\w+\s*\}\}", line):
@@ -496,8 +493,10 @@ def _labels(recipe: Recipe) -> Block:
         "imgkit.recipe": recipe.name,
         "imgkit.recipe.sha256": recipe.sha256,
         "imgkit.version": __version__,
-        **(install.lock_labels(recipe.lock, recipe.lock_text) if recipe.lock else {}),
     }
+    if recipe.lock:
+        pairs[LOCK_LABEL] = hashlib.sha256(recipe.lock_text.encode()).hexdigest()
+        pairs[EPOCH_LABEL] = str(recipe.lock.source_date_epoch)
     return _block(recipe, _paths("labels", recipe.image.labels), pairs, "imgkit: what this image is")
 
 

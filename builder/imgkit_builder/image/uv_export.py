@@ -64,15 +64,7 @@ def export_uv_lock(recipe: Recipe) -> bytes:
         problem = f"uv.lock is not up to date with {PYPROJECT}"
         raise UsageError(problem, where=where, hint=f"write it again: uv lock --project {uv.project}")
     left_to_pip = set(_names_in_pip_steps(recipe))
-    for line in beside_torch:
-        name = _name(line)
-        is_kept = name in left_to_pip or re.fullmatch(PROTECTED, name)
-        if not is_kept and not _WHEEL.fullmatch(line):
-            raise UsageError(
-                f"uv.lock has {lock_file.public(line)}, which is not a wheel with a sha256",
-                where=where,
-                hint=f"install it in a pip step: pip: [{{packages: [{name or 'NAME'}]}}]",
-            )
+    _check_wheels(beside_torch, left_to_pip, where)
     settings = pyproject.get("tool", {}).get("uv", {})
     content = {
         "requires_python": pyproject.get("project", {}).get("requires-python", ""),
@@ -83,6 +75,18 @@ def export_uv_lock(recipe: Recipe) -> bytes:
         "beside_torch": beside_torch,
     }
     return f"{json.dumps(content, indent=1)}\n".encode()
+
+
+def _check_wheels(requirements: list[str], left_to_pip: set[str], where: str) -> None:
+    """Refuse a requirement that pip could not install with a hash, unless a pip step names it."""
+    for line in requirements:
+        name = _name(line)
+        if not (name in left_to_pip or re.fullmatch(PROTECTED, name) or _WHEEL.fullmatch(line)):
+            raise UsageError(
+                f"uv.lock has {lock_file.public(line)}, which is not a wheel with a sha256",
+                where=where,
+                hint=f"install it in a pip step: pip: [{{packages: [{name or 'NAME'}]}}]",
+            )
 
 
 def _find_uv(where: str) -> str:
