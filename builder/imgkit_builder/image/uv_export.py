@@ -1,7 +1,9 @@
 """Exports a project's uv.lock with uv, on this machine, for ``inside_uv``, which fits it to the base.
 
-uv runs offline, so the result depends on the lock and pyproject.toml alone. It exports the lock twice, with
-and without what only torch needs: whether a base has a torch is known inside that base only.
+``uv export --frozen`` runs offline, and executes nothing of the project. ``uv lock --check`` would: the
+project's build backend, and the Python of its ``.venv``. So what pyproject.toml requires is compared with the
+export here. uv exports the lock twice, with and without what only torch needs: whether a base has a torch is
+known inside that base only.
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.base import process
 from imgkit_builder.recipe import lock_file, problems
-from imgkit_builder.recipe.model import Recipe
+from imgkit_builder.recipe.model import Recipe, UvProject
 from imgkit_builder.recipe.requirements import PROTECTED, PYPROJECT, canonical
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 from imgkit_entrypoints.files import read_text
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 _INSTALL_UV = "python3 -m pip install uv"
 _OFFLINE = ("--offline", "--no-cache", "--quiet")
@@ -27,8 +32,7 @@ _EXPORT = (
     *("export", "--frozen", "--format", "requirements-txt", "--no-default-groups", "--no-emit-project"),
     *("--no-annotate", "--no-header"),
 )
-_LOCK_CHANGES = 1
-"""The exit code of ``uv lock --check`` for a lock that is not up to date; 2 where uv cannot find out."""
+_PYTHONS = [f"3.{minor}" for minor in range(10, 17)]
 _HASHES = r"(?: --hash=sha256:[0-9a-f]{64})+"
 _WHEEL = re.compile(rf"[a-z0-9-]+(==\S+| @ https?://[^\s@]+\.whl)(?: ; [^\\]+?)?{_HASHES}")
 _NAME = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
@@ -40,8 +44,8 @@ def export_uv_lock(recipe: Recipe) -> bytes:
     Raises
     ------
     ToolMissing : uv is not installed.
-    UsageError : uv cannot use the lock, the lock is older than pyproject.toml, or it has something else than
-        wheels with a sha256.
+    UsageError : uv cannot use the lock, the lock lacks what pyproject.toml requires, or it has something else
+        than wheels with a sha256.
     """
     uv = recipe.image.uv
     assert uv is not None  # noqa: S101 - for the type checker
@@ -58,11 +62,12 @@ def export_uv_lock(recipe: Recipe) -> bytes:
         message = error.what if isinstance(error, ToolFailed) else str(error)
         hint = error.hint if isinstance(error, ToolFailed) else None
         raise UsageError(f"its uv.lock cannot be used: {message}", where=where, hint=hint) from error
-    # After the export, whose errors say more about a lock that uv cannot read.
-    check = process.run([program, "lock", "--check", *_OFFLINE, *project], check=False, cwd=uv.project)
-    if check.returncode == _LOCK_CHANGES:
-        problem = f"uv.lock is not up to date with {PYPROJECT}"
-        raise UsageError(problem, where=where, hint=f"write it again: uv lock --project {uv.project}")
+    for problem in _unsatisfied(pyproject, requirements, uv):
+        raise UsageError(
+            f"uv.lock is not up to date: {PYPROJECT} requires {problem}",
+            where=where,
+            hint=f"write it again: uv lock --project {uv.project}",
+        )
     left_to_pip = set(_names_in_pip_steps(recipe))
     _check_wheels(beside_torch, left_to_pip, where)
     settings = pyproject.get("tool", {}).get("uv", {})
@@ -74,7 +79,59 @@ def export_uv_lock(recipe: Recipe) -> bytes:
         "requirements": requirements,
         "beside_torch": beside_torch,
     }
-    return f"{json.dumps(content, indent=1)}\n".encode()
+    # The image has this file: a repository that a pip step builds may have a password in its URL.
+    return re.sub(r"://[^/@\s]*@", "://", f"{json.dumps(content, indent=1)}\n").encode()
+
+
+def _unsatisfied(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -> Iterator[str]:
+    """Yield what pyproject.toml requires on Linux, and the export lacks or has in another version."""
+    from packaging.requirements import Requirement
+
+    versions: dict[str, list[str]] = {}
+    for line in lines:
+        version = re.match(r"\S+==(\S+)", line)
+        versions.setdefault(_name(line), []).extend(version.groups() if version else ())
+    overridden = pyproject.get("tool", {}).get("uv", {}).get("override-dependencies", [])
+    ignored = {canonical(pyproject["project"]["name"]), *map(_name, overridden)}
+    for text in _required(pyproject, uv):
+        requirement = Requirement(text)
+        name = canonical(requirement.name)
+        if name in ignored or not _applies_on_linux(requirement):
+            continue
+        locked = versions.get(name)
+        if locked is None:
+            yield f"{text}, which uv.lock lacks"
+        elif locked and not any(requirement.specifier.contains(v, prereleases=True) for v in locked):
+            yield f"{text}, and uv.lock has {', '.join(locked)}"
+
+
+def _required(pyproject: dict[str, Any], uv: UvProject) -> Iterator[str]:
+    """Yield the requirements of the project, and of its extras and groups that the recipe names."""
+    project, groups = pyproject["project"], pyproject.get("dependency-groups", {})
+    yield from project.get("dependencies", [])
+    for extra, requirements in project.get("optional-dependencies", {}).items():
+        if canonical(extra) in map(canonical, uv.extras):
+            yield from requirements
+    for group, requirements in groups.items():
+        if canonical(group) in map(canonical, uv.groups):
+            # A group that includes another one has a table for it.
+            yield from (requirement for requirement in requirements if isinstance(requirement, str))
+
+
+def _applies_on_linux(requirement: Requirement) -> bool:
+    linux = {"sys_platform": "linux", "platform_system": "Linux", "os_name": "posix", "extra": ""}
+    return requirement.marker is None or any(
+        requirement.marker.evaluate(
+            {
+                **linux,
+                "platform_machine": machine,
+                "python_version": python,
+                "python_full_version": f"{python}.0",
+            }
+        )
+        for machine in ("x86_64", "aarch64")
+        for python in _PYTHONS
+    )
 
 
 def _check_wheels(requirements: list[str], left_to_pip: set[str], where: str) -> None:
@@ -137,7 +194,7 @@ def index_options(recipe: Recipe) -> list[str]:
     options = []
     for index in indexes:
         url = str(index.get("url", ""))
-        if not re.fullmatch(r"https?://[^\s@]+", url):
+        if not re.fullmatch(r"https?://[^\s@]+", url) or lock_file.public(url) != url:
             raise UsageError(
                 f"the index {lock_file.public(url)} is no plain HTTP URL; a password would be in the image",
                 where=recipe.where("image", "uv"),

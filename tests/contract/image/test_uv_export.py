@@ -150,20 +150,55 @@ def test_unusable_lock_is_refused_at_its_line(tmp_path: Path, old: str, new: str
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
-    [("einops==0.8.0", "einops>=0.8.0"), ('    "torchmetrics",\n', ""), ("< '3.11'", "< '3.12'")],
+    ("old", "new", "what"),
+    [
+        ("einops==0.8.0", "einops>=0.9", "einops>=0.9, and uv.lock has 0.8.0"),
+        ('"torchmetrics",', '"torchmetrics", "Mine_Too",', "Mine_Too, which uv.lock lacks"),
+        ("requests[socks]>=2.32", "mine; python_version < '3.12'", "mine; python_version < '3.12', which uv"),
+        ('plots = ["cycler"]', 'plots = ["cycler>9"]', "cycler>9, and uv.lock has 0.12.1"),
+        ('dev = ["iniconfig"]', 'dev = ["mine"]', "mine, which uv.lock lacks"),
+    ],
 )
-def test_stale_lock_is_refused(tmp_path: Path, old: str, new: str) -> None:
-    problem = refusal(project_recipe(tmp_path), "pyproject.toml", old, new)
-    assert "uv.lock is not up to date with pyproject.toml" in problem
+def test_stale_lock_is_refused(tmp_path: Path, old: str, new: str, what: str) -> None:
+    recipe = project_recipe(tmp_path, ", extras: [plots], groups: [dev]")
+    problem = refusal(recipe, "pyproject.toml", old, new)
+    assert f"uv.lock is not up to date: pyproject.toml requires {what}" in problem
     assert "uv lock --project" in problem
 
 
-def test_marker_in_other_words_is_not_stale(tmp_path: Path) -> None:
-    recipe = project_recipe(tmp_path, pip="  pip: [{packages: [x]}]\n")
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("python_version < '3.11'", "python_full_version < '3.11'"),
+        ("einops==0.8.0", "einops>=0.8"),
+        ('"torchmetrics",', '"torchmetrics", "mine; sys_platform == \'win32\'", "my-project[plots]",'),
+        ('"torch==2.14.1", "numpy==2.2.6"]', '"numpy==2.2.6"]\noverride-dependencies = ["einops==0.8.0"]'),
+    ],
+)
+def test_lock_that_still_fits_is_accepted(tmp_path: Path, old: str, new: str) -> None:
+    recipe = project_recipe(tmp_path)
     file = tmp_path / "my-project/pyproject.toml"
-    file.write_text(file.read_text().replace("python_version < '3.11'", "python_full_version < '3.11'"))
+    assert old in file.read_text()
+    text = file.read_text().replace(old, new)
+    file.write_text(text.replace('einops==0.8.0",\n', 'einops==9",\n') if "override" in new else text)
+    uv_export.export_uv_lock(recipe)
+
+
+def test_nothing_of_the_project_is_executed(tmp_path: Path) -> None:
+    recipe = project_recipe(tmp_path)
+    project = tmp_path / "my-project"
+    program = f'#!/bin/sh\ntouch {tmp_path}/executed\nexec {sys.executable} "$@"\n'
+    (project / ".venv/bin").mkdir(parents=True)
+    (project / ".venv/pyvenv.cfg").write_text("home = /usr/bin\n")
+    for name in ("python", "python3"):
+        (project / ".venv/bin" / name).write_text(program)
+        (project / ".venv/bin" / name).chmod(0o755)
+    (project / "backend.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    text = (project / "pyproject.toml").read_text().replace('version = "0.1.0"', 'dynamic = ["version"]')
+    backend = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
+    (project / "pyproject.toml").write_text(f"{text}\n{backend}")
     check_code(recipe)
+    assert not (tmp_path / "executed").exists()
 
 
 def test_missing_lock_and_unknown_extra_are_refused(tmp_path: Path) -> None:
@@ -214,15 +249,32 @@ def test_what_is_no_hashed_wheel_is_refused(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = project_recipe(tmp_path)
+    pyproject = '[project]\nname = "my-project"\nversion = "0.1.0"\n'
+    (tmp_path / "my-project/pyproject.toml").write_text(pyproject)
     monkeypatch.setattr(uv_export, "_read_export", lambda *_: [line])
     problem = refusal(recipe)
     assert "which is not a wheel with a sha256" in problem
     assert "pass-word" not in problem
 
 
+def test_password_of_a_repository_is_not_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = project_recipe(tmp_path, pip="  pip: [{packages: [einops]}]\n")
+    line = "einops @ git+https://me:pass-word@example.org/e@0123"
+    pyproject = '[project]\nname = "my-project"\nversion = "0.1.0"\n'
+    (tmp_path / "my-project/pyproject.toml").write_text(pyproject)
+    monkeypatch.setattr(uv_export, "_read_export", lambda *_: [line])
+    exported = uv_export.export_uv_lock(recipe).decode()
+    assert "git+https://example.org/e@0123" in exported
+    assert "pass-word" not in exported
+    assert fit(tmp_path, exported, "") == 0
+    assert requirements(tmp_path) == {}
+
+
 def test_wheel_by_its_url_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = project_recipe(tmp_path)
     line = f"einops @ https://example.org/einops-1-py3-none-any.whl ; sys_platform == 'linux'{HASH}"
+    pyproject = '[project]\nname = "my-project"\nversion = "0.1.0"\n'
+    (tmp_path / "my-project/pyproject.toml").write_text(pyproject)
     monkeypatch.setattr(uv_export, "_read_export", lambda *_: [line])
     assert fit(tmp_path, uv_export.export_uv_lock(recipe).decode(), "") == 0
     assert line in (tmp_path / "requirements-uv.txt").read_text()
@@ -248,6 +300,9 @@ def test_index_with_a_password_is_refused(tmp_path: Path) -> None:
     problem = refusal(recipe)
     assert "the index https://index.example.org/simple is no plain HTTP URL" in problem
     assert "pass-word" not in problem
+    pyproject.write_text(pyproject.read_text().replace("https://me:pass-word@", "file:///srv/"))
+    with pytest.raises(UsageError, match="the index file:///srv/"):
+        uv_export.index_options(recipe)
 
 
 def test_export_has_no_url_of_the_lock(exported: str) -> None:

@@ -138,7 +138,7 @@ def test_changed_project_is_refused(index: str, tmp_path: Path) -> None:
     recipe = project(tmp_path, index)
     assert imgkit("check", recipe).returncode == 0
     pyproject = tmp_path / "pyproject.toml"
-    pyproject.write_text(pyproject.read_text().replace("-upper", "-upper>=1.5"))
+    pyproject.write_text(pyproject.read_text().replace("-upper", "-upper>=2"))
     done = imgkit("check", recipe)
     assert done.returncode == 2
     assert "uv.lock is not up to date" in done.stderr
