@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from urllib.parse import urlsplit
 
-from imgkit_builder.image.instructions import INSIDE, NEXT, ContextFile, PipCommand, Project, Text
+from imgkit_builder.image.instructions import INSIDE, NEXT, ContextFile, Project, Step
 from imgkit_builder.recipe import lock_file, requirements
 from imgkit_builder.recipe.model import (
     UV_STEP,
@@ -60,22 +60,21 @@ def requirements_file(number: int) -> ContextFile:
     return ContextFile(member=f"imgkit/{name}", path=f"{INSIDE}/{name}")
 
 
-def protect() -> str:
-    """Return the command that writes the versions of the base's `PROTECTED` distributions to `CONSTRAINT`."""
+def protect() -> Step:
+    """Return the step that writes the versions of the base's `PROTECTED` distributions to `CONSTRAINT`."""
     # "pip freeze" would print "torch @ file://..." for a torch built in the base, as in NVIDIA's images.
     parts = (
         f"mkdir -p {INSIDE}",
         f"python3 -m pip list --format=freeze --disable-pip-version-check > {CONSTRAINT}",
         f"sed -n -i -E '/^({PROTECTED})==/Ip' {CONSTRAINT}",
     )
-    return f"{NEXT}&& ".join(parts)
+    purpose = "every pip step below must keep the base's torch and NCCL"
+    return Step(origin=f"imgkit: {purpose}", command=f"{NEXT}&& ".join(parts))
 
 
-def filtered_constraint(recipe: Recipe) -> Text | None:
-    """Return the command that copies the base's constraint file without the dropped names."""
+def filtered_constraint(recipe: Recipe) -> Step:
+    """Return the step that copies the base's constraint file without the dropped names."""
     constraints = recipe.image.constraints
-    if constraints.policy != "drop":
-        return None
     where = recipe.where("image", "constraints")
     for name in constraints.drop:
         if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name):
@@ -90,10 +89,10 @@ def filtered_constraint(recipe: Recipe) -> Text | None:
         f"    sed -E '/^({names})([^A-Za-z0-9._-]|$)/Id' \"$PIP_CONSTRAINT\" > {BASE_CONSTRAINT};",
         f"else : > {BASE_CONSTRAINT}; fi",
     )
-    return Text(origin=where, text=NEXT.join(parts))
+    return Step(origin=where, command=NEXT.join(parts))
 
 
-def pip_command(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> PipCommand:
+def pip_command(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> Step:
     """Return the step `number` that installs packages and requirements by `pip`."""
     if number == UV_STEP:
         step, where = PipStep(), recipe.where("image", "uv")
@@ -101,10 +100,9 @@ def pip_command(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> PipCo
         step, where = recipe.image.pip[number], recipe.where("image", "pip", number)
     command = _install(recipe, step, pip)
     file = requirements_file(number)
-    wheels = None
     if recipe.lock:
         wheels = kept_wheels(recipe, number)
-        files = [file, UV_LINKS] if number == UV_STEP else [file]
+        files = [file, *([UV_LINKS] if number == UV_STEP else []), *([wheels] if wheels else [])]
         command += f"{NEXT}    {pip_options(recipe, number)}{NEXT}    --requirement {file.path}"
         advice = (
             "imgkit: where an index no longer has a wheel of the lock: imgkit lock "
@@ -121,9 +119,8 @@ def pip_command(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> PipCo
         files = [file] if step.requirements is not None or step.project is not None else []
         command += f"{NEXT}    --requirement {file.path}" if files else ""
         command += "".join(f"{NEXT}    {shlex.quote(package)}" for package in step.packages)
-    return PipCommand(
-        origin=where, command=command, files=tuple(files), wheels=wheels, mounts=secret_mounts(step.secrets)
-    )
+    mounts = secret_mounts(step.secrets)
+    return Step(origin=where, command=command, mounts=mounts, files=tuple(files))
 
 
 def project(recipe: Recipe, number: int, step: PipStep) -> Project:
@@ -165,12 +162,14 @@ def base_constraint(constraints: Constraints) -> str:
     ]
 
 
-def apt_command(recipe: Recipe) -> str:
-    """Return the command of the apt step."""
+def apt_step(recipe: Recipe, origin: str) -> Step:
+    """Return the apt step."""
+    files: tuple[ContextFile, ...] = ()
     if recipe.lock:
-        folder = f"{INSIDE}/{LOCKED_APT}"
-        script = shlex.join(("sh", f"{folder}/{SCRIPT}", recipe.reference, _lock_name(recipe)))
-        parts = [script, "apt-get clean", f"rm -rf /var/lib/apt/lists/* {folder}"]
+        folder = ContextFile(member=f"imgkit/{LOCKED_APT}", path=f"{INSIDE}/{LOCKED_APT}", is_folder=True)
+        files = (folder,)
+        script = shlex.join(("sh", f"{folder.path}/{SCRIPT}", recipe.reference, _lock_name(recipe)))
+        parts = [script, "apt-get clean", f"rm -rf /var/lib/apt/lists/* {folder.path}"]
     else:
         packages = "".join(f"{NEXT}    {shlex.quote(package)}" for package in recipe.image.apt)
         parts = [
@@ -179,7 +178,7 @@ def apt_command(recipe: Recipe) -> str:
             "apt-get clean",
             "rm -rf /var/lib/apt/lists/*",
         ]
-    return f"{NEXT}&& ".join(parts)
+    return Step(origin=origin, command=f"{NEXT}&& ".join(parts), files=files)
 
 
 LOCKED_APT = "locked-apt"
@@ -234,7 +233,7 @@ def kept_wheels(recipe: Recipe, number: int) -> ContextFile | None:
     if not any(wheel.file in recipe.kept for wheel in locked_wheels(recipe, number)):
         return None
     name = f"locked-pip-{step_name(number)}"
-    return ContextFile(member=f"imgkit/{name}", path=f"{INSIDE}/{name}")
+    return ContextFile(member=f"imgkit/{name}", path=f"{INSIDE}/{name}", is_folder=True)
 
 
 def pip_options(recipe: Recipe, number: int) -> str:

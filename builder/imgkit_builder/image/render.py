@@ -12,6 +12,7 @@ position.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import posixpath
@@ -34,8 +35,6 @@ from imgkit_builder.image.instructions import (
     Early,
     KeyValue,
     Layers,
-    Project,
-    RunStep,
     Step,
     Text,
 )
@@ -144,6 +143,7 @@ def _fill(template: str, layers: Layers, **values: object) -> str:
         sh_value=lambda entry: install.shell_value(entry.key, entry.value),
         docker_key=_docker_key,
         copy_words=_copy_words,
+        copy_file=_copy_file,
     )
     values.update((name, getattr(layers, name)) for name in layers.__slots__)
     return jinja.get_template(template).render(values)
@@ -171,10 +171,7 @@ def environment(shipped: str, folder: Path | None = None) -> Environment:
 
 
 def _definition_steps(layers: Layers) -> Iterator[Step]:
-    """Yield the steps of an image in a definition.
-
-    Brackets around a command with ``&&``: without them, only its last part would end the build by a failure.
-    """
+    """Yield the steps of an image in a definition."""
     if layers.args:
         yield Step(origin=layers.args.origin, command=_export(layers.args.entries))
     copied = [INSIDE, *(file.path for file in layers.ca.files)] if layers.ca else [INSIDE]
@@ -185,23 +182,14 @@ def _definition_steps(layers: Layers) -> Iterator[Step]:
     if layers.ca:
         yield Step(origin=layers.ca.origin, command=f"{layers.ca.install}\n{_export(layers.ca.env)}")
     yield from _user_steps(layers.before_apt.copy, layers.before_apt.run, "/")
-    if layers.apt:
-        yield Step(origin=layers.apt.origin, command=f"({layers.apt.text})")
+    yield from map(_bracketed, layers.apt)
     yield from _user_steps(layers.after_apt.copy, layers.after_apt.run, "/")
-    if layers.protect:
-        purpose = "every pip step below must keep the base's torch and NCCL"
-        yield _imgkit_step(purpose, f"({layers.protect})")
-    if layers.filtered_constraint:
-        yield Step(origin=layers.filtered_constraint.origin, command=layers.filtered_constraint.text)
-    for pip in layers.pip:
-        command = f"({pip.command})" if f"{NEXT}&& " in pip.command else pip.command
-        yield Step(origin=pip.origin, command=command)
+    yield from map(_bracketed, (*layers.protect, *layers.pip))
     workdir = layers.workdir
     yield Step(origin=layers.env.origin, command=_export(layers.env.entries))
     yield Step(origin=workdir.origin, command=f"mkdir -p -- {shlex.quote(workdir.text)}")
     yield from _user_steps((), layers.run, workdir.text)
-    purpose = "no index, no dependencies; forced, because a changed wheel can have the same version"
-    yield _imgkit_step(purpose, f"({layers.install_wheel})")
+    yield _bracketed(layers.install_wheel)
     for project in layers.projects:
         copy = f"{_copy_command(project)}\n" if project.is_editable else ""
         yield Step(origin=project.origin, command=f"{copy}{project.command}")
@@ -213,15 +201,22 @@ def _definition_steps(layers: Layers) -> Iterator[Step]:
     yield from _user_steps((), layers.run_after_copy, workdir.text)
 
 
-def _imgkit_step(purpose: str, command: str) -> Step:
-    return Step(origin=f"imgkit: {purpose}", command=command)
+def _bracketed(step: Step) -> Step:
+    """Put brackets around ``&&``: without them, only the last command would end the build when it fails."""
+    if f"{NEXT}&& " not in step.command:
+        return step
+    return dataclasses.replace(step, command=f"({step.command})")
 
 
-def _user_steps(copies: Sequence[Copy], runs: Sequence[RunStep], folder: str) -> Iterator[Step]:
+def _imgkit_step(purpose: str, command: str, files: tuple[ContextFile, ...] = ()) -> Step:
+    return Step(origin=f"imgkit: {purpose}", command=command, files=files)
+
+
+def _user_steps(copies: Sequence[Copy], runs: Sequence[Step], folder: str) -> Iterator[Step]:
     for copy in copies:
         yield Step(origin=copy.origin, command=_copy_command(copy))
     for run in runs:
-        yield Step(origin=run.origin, command=f"(cd -- {shlex.quote(folder)} && {run.posix})")
+        yield Step(origin=run.origin, command=f"(cd -- {shlex.quote(folder)} && {run.command})")
 
 
 def _export(entries: Sequence[KeyValue]) -> str:
@@ -229,7 +224,7 @@ def _export(entries: Sequence[KeyValue]) -> str:
     return f"export {NEXT.join(values)}"
 
 
-def _copy_command(code: Copy | Project) -> str:
+def _copy_command(code: Copy) -> str:
     """Return the commands that copy the content of a folder of the context to its target."""
     target = shlex.quote(code.target)
     return f"mkdir -p -- {target}\ncp -RP -- {INSIDE}/{code.member}/. {target}"
@@ -254,6 +249,12 @@ def _docker_key(value: str) -> str:
 def _copy_words(paths: Sequence[str]) -> str:
     """Return the JSON form of COPY; the builder expands each path once more after decoding it."""
     return json.dumps([re.sub(r"""([\\"'$])""", r"\\\1", path) for path in paths], ensure_ascii=False)
+
+
+def _copy_file(file: ContextFile) -> str:
+    """Return the JSON form of COPY for one file, or for the content of a folder."""
+    slash = "/" if file.is_folder else ""
+    return _copy_words([f"{file.member}{slash}", f"{file.path}{slash}"])
 
 
 # Byte code of the entry points: a read-only image would compile them at every start. What pip writes holds
@@ -289,7 +290,6 @@ def build_layers(
             problem = f"{'.'.join(map(str, path))}: a line end or NUL"
             refuse(problem, "a Dockerfile", recipe.where(*path), "write it on one line")
     lock = recipe.lock
-    wheel_name = wheel.file_name()
     has_workdir = ("image", "workdir") in recipe.positions
     return Layers(
         name=recipe.name,
@@ -307,15 +307,10 @@ def build_layers(
         ca=_authorities(recipe) if image.ca else None,
         before_apt=Early(copy=_copies(recipe, "base"), run=_run_steps(recipe, "base")),
         after_apt=Early(copy=_copies(recipe, "apt"), run=_run_steps(recipe, "apt")),
-        apt=Text(
-            origin=_origins(recipe, _paths("apt", range(len(image.apt)))), text=install.apt_command(recipe)
-        )
+        apt=(install.apt_step(recipe, _origins(recipe, _paths("apt", range(len(image.apt))))),)
         if (lock.apt if lock else image.apt)
-        else None,
-        apt_files=_locked_file(f"imgkit/{install.LOCKED_APT}") if lock and lock.apt else None,
-        # A run step may call pip too, and can then use the file.
-        protect=install.protect() if image.uv or image.pip or image.run else "",
-        filtered_constraint=install.filtered_constraint(recipe) if image.uv or image.pip else None,
+        else (),
+        protect=_protect(recipe),
         pip=tuple(
             install.pip_command(recipe, number)
             for number in install.pip_step_numbers(recipe)
@@ -327,11 +322,7 @@ def build_layers(
             text=image.workdir,
         ),
         run=_run_steps(recipe, "pip"),
-        wheel=ContextFile(member=f"imgkit/{wheel_name}", path=f"{INSIDE}/{wheel_name}"),
-        # The base's PIP_CONSTRAINT does not apply here; if its file is missing, pip would stop.
-        install_wheel=f"{install.PIP} PIP_CONSTRAINT=''{NEXT}python3 -m pip install --no-cache-dir"
-        f" --no-compile --no-index --no-deps --force-reinstall{NEXT}    {INSIDE}/{wheel_name}"
-        f"{NEXT}&& {COMPILE}",
+        install_wheel=_install_wheel(),
         projects=tuple(
             install.project(recipe, number, step)
             for number, step in enumerate(image.pip)
@@ -341,6 +332,28 @@ def build_layers(
         origins=(_locked_file(install.LOCK_TOML), _locked_file(install.RECIPE_JSON)) if lock else (),
         run_after_copy=_run_steps(recipe, "copy"),
         labels=_labels(recipe),
+    )
+
+
+def _protect(recipe: Recipe) -> tuple[Step, ...]:
+    image = recipe.image
+    uses_pip = image.uv or image.pip
+    # A run step may call pip too, and can then use the file.
+    steps = [install.protect()] if uses_pip or image.run else []
+    if uses_pip and image.constraints.policy == "drop":
+        steps.append(install.filtered_constraint(recipe))
+    return tuple(steps)
+
+
+def _install_wheel() -> Step:
+    member = f"imgkit/{wheel.file_name()}"
+    path = f"{INSIDE}/{wheel.file_name()}"
+    return _imgkit_step(
+        "no index, no dependencies; forced, because a changed wheel can have the same version",
+        # The base's PIP_CONSTRAINT does not apply here; if its file is missing, pip would stop.
+        f"{install.PIP} PIP_CONSTRAINT=''{NEXT}python3 -m pip install --no-cache-dir --no-compile --no-index"
+        f" --no-deps --force-reinstall{NEXT}    {path}{NEXT}&& {COMPILE}",
+        files=(ContextFile(member=member, path=path),),
     )
 
 
@@ -440,13 +453,13 @@ def _authorities(recipe: Recipe) -> Authorities:
     )
 
 
-def _run_steps(recipe: Recipe, after: str) -> tuple[RunStep, ...]:
+def _run_steps(recipe: Recipe, after: str) -> tuple[Step, ...]:
     """Return the user's commands of one position."""
     commands = enumerate(recipe.image.run)
     return tuple(_run_step(recipe, number, run) for number, run in commands if run.after == after)
 
 
-def _run_step(recipe: Recipe, number: int, command: RunCommand) -> RunStep:
+def _run_step(recipe: Recipe, number: int, command: RunCommand) -> Step:
     text = command.command.strip()
     # Docker reads some beginnings as its own syntax (flags, JSON), a last backslash as a continued line, and
     # newer engines read << as a heredoc; the exec form keeps all of them as text, and line ends too.
@@ -460,10 +473,10 @@ def _run_step(recipe: Recipe, number: int, command: RunCommand) -> RunStep:
         argv = (*install.secret_argv(recipe, command.secrets), *shell)
         posix = install.with_secrets(recipe, command.secrets, "") + posix
         docker = json.dumps(argv, ensure_ascii=False) if has_lines else posix
-    return RunStep(
+    return Step(
         origin=recipe.where("image", "run", number),
+        command=posix,
         docker=docker,
-        posix=posix,
         mounts=install.secret_mounts(command.secrets),
     )
 

@@ -181,14 +181,13 @@ def pack(resolution: Resolution) -> BuildContext:
     """
     recipe, base = resolution.recipe, resolution.base
     layers = render.build_layers(recipe, base=base.name, platform=base.platform, base_user=base.user)
-    packages = "".join(f"{NEXT}    {shlex.quote(package)}" for package in recipe.image.apt)
+    program = f"python3 {FOLDER}/{_PROGRAM}"
+    apt = f"{program} apt" + "".join(f"{NEXT}    {shlex.quote(package)}" for package in recipe.image.apt)
     layers = dataclasses.replace(
         layers,
-        apt=layers.apt and dataclasses.replace(layers.apt, text=f"python3 {FOLDER}/{_PROGRAM} apt{packages}"),
+        apt=tuple(dataclasses.replace(step, command=apt) for step in layers.apt),
         pip=tuple(
-            install.pip_command(
-                recipe, number, pip=f"python3 {FOLDER}/{_PROGRAM} {install.step_name(number)}"
-            )
+            install.pip_command(recipe, number, pip=f"{program} {install.step_name(number)}")
             for number in install.pip_step_numbers(recipe)
         ),
     )
