@@ -147,7 +147,7 @@ def _lock(
         old = lock.of(found.platform) if lock else None
         kept = {} if options.upgrade and not options.packages else kept_files(file, old)
         resolution = Resolution(
-            recipe=recipe, request=request, base=found, old=old, options=options, kept=kept
+            recipe=recipe, request=request, base=found, old=old, options=options, kept_wheels=kept
         )
         new = resolve(
             engine,

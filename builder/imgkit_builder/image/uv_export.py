@@ -8,13 +8,14 @@ known inside that base only.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from imgkit_builder.base import process
 from imgkit_builder.recipe import lock_file, problems
@@ -22,9 +23,6 @@ from imgkit_builder.recipe.model import Recipe, UvProject
 from imgkit_builder.recipe.requirements import PROTECTED, PYPROJECT, canonical
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 from imgkit_entrypoints.files import read_text
-
-if TYPE_CHECKING:
-    from packaging.requirements import Requirement
 
 _INSTALL_UV = "python3 -m pip install uv"
 _OFFLINE = ("--offline", "--no-cache", "--quiet")
@@ -58,13 +56,15 @@ def export_uv_lock(recipe: Recipe) -> bytes:
         requirements = _read_export(argv, uv.project)
         beside_torch = _read_export([*argv, "--prune", "torch"], uv.project)
         pyproject = _read_pyproject(uv.project)
-    except (ToolFailed, OSError, ValueError) as error:
+        unsatisfied = next(_unsatisfied(pyproject, requirements, uv), "")
+        options = index_options(recipe)
+    except (ToolFailed, OSError, ValueError, TypeError, AttributeError) as error:
         message = error.what if isinstance(error, ToolFailed) else str(error)
         hint = error.hint if isinstance(error, ToolFailed) else None
         raise UsageError(f"its uv.lock cannot be used: {message}", where=where, hint=hint) from error
-    for problem in _unsatisfied(pyproject, requirements, uv):
+    if unsatisfied:
         raise UsageError(
-            f"uv.lock is not up to date: {PYPROJECT} requires {problem}",
+            f"uv.lock is not up to date: {PYPROJECT} requires {unsatisfied}",
             where=where,
             hint=f"write it again: uv lock --project {uv.project}",
         )
@@ -74,7 +74,7 @@ def export_uv_lock(recipe: Recipe) -> bytes:
     content = {
         "requires_python": pyproject.get("project", {}).get("requires-python", ""),
         "environments": settings.get("environments", []),
-        "index_options": index_options(recipe),
+        "index_options": options,
         "left_to_pip": sorted(left_to_pip),
         "requirements": requirements,
         "beside_torch": beside_torch,
@@ -93,10 +93,12 @@ def _unsatisfied(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -> 
         versions.setdefault(_name(line), []).extend(version.groups() if version else ())
     overridden = pyproject.get("tool", {}).get("uv", {}).get("override-dependencies", [])
     ignored = {canonical(pyproject["project"]["name"]), *map(_name, overridden)}
+    environments = _environments(pyproject)
     for text in _required(pyproject, uv):
         requirement = Requirement(text)
         name = canonical(requirement.name)
-        if name in ignored or not _applies_on_linux(requirement):
+        marker = requirement.marker
+        if name in ignored or not (marker is None or any(map(marker.evaluate, environments))):
             continue
         locked = versions.get(name)
         if locked is None:
@@ -118,20 +120,28 @@ def _required(pyproject: dict[str, Any], uv: UvProject) -> Iterator[str]:
             yield from (requirement for requirement in requirements if isinstance(requirement, str))
 
 
-def _applies_on_linux(requirement: Requirement) -> bool:
-    linux = {"sys_platform": "linux", "platform_system": "Linux", "os_name": "posix", "extra": ""}
-    return requirement.marker is None or any(
-        requirement.marker.evaluate(
-            {
-                **linux,
-                "platform_machine": machine,
-                "python_version": python,
-                "python_full_version": f"{python}.0",
-            }
-        )
-        for machine in ("x86_64", "aarch64")
-        for python in _PYTHONS
-    )
+def _environments(pyproject: dict[str, Any]) -> list[dict[str, str]]:
+    """Return the environments of an image that the project allows, as markers name them."""
+    from packaging.markers import Marker
+    from packaging.specifiers import SpecifierSet
+
+    allowed = [Marker(text) for text in pyproject.get("tool", {}).get("uv", {}).get("environments", [])]
+    requires_python = SpecifierSet(pyproject["project"].get("requires-python", ""))
+    environments = []
+    for python, machine in itertools.product(_PYTHONS, ("x86_64", "aarch64")):
+        environment = {
+            "sys_platform": "linux",
+            "platform_system": "Linux",
+            "os_name": "posix",
+            "platform_machine": machine,
+            "python_version": python,
+            "python_full_version": f"{python}.99",
+            "extra": "",
+        }
+        is_allowed = not allowed or any(marker.evaluate(environment) for marker in allowed)
+        if is_allowed and requires_python.contains(f"{python}.99"):
+            environments.append(environment)
+    return environments
 
 
 def _check_wheels(requirements: list[str], left_to_pip: set[str], where: str) -> None:
@@ -178,6 +188,8 @@ def _names_in_pip_steps(recipe: Recipe) -> Iterator[str]:
 
 def _read_pyproject(project: Path) -> dict[str, Any]:
     content: dict[str, Any] = problems.parse_toml(read_text(project / PYPROJECT))
+    if not isinstance(content.get("project", {}).get("name"), str):
+        raise ValueError(f"{PYPROJECT} has no project.name")
     return content
 
 

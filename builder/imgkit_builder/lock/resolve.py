@@ -78,7 +78,7 @@ class Resolution:
     old: LockedPlatform | None = None
     """The lock so far: its versions stay unless `options` upgrades them."""
     options: LockOptions = LockOptions()
-    kept: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+    kept_wheels: Mapping[str, Path] = dataclasses.field(default_factory=dict)
     """The files of wheels that were built for `old`."""
 
 
@@ -128,8 +128,10 @@ def resolve(
     except answers.Unresolved as error:
         raise answers.explain(resolution.recipe, error, log=log) from error
     except (ToolFailed, OSError) as error:
-        what = error.what if isinstance(error, ToolFailed) else f"an answer of the base is missing: {error}"
-        raise ToolFailed(what, hint=f"full log: {log}") from error
+        problem = (
+            error.what if isinstance(error, ToolFailed) else f"an answer of the base is missing: {error}"
+        )
+        raise ToolFailed(problem, hint=f"full log: {log}") from error
     return dataclasses.replace(part, source_date_epoch=now_s(), tools=tools())
 
 
@@ -148,7 +150,7 @@ def _read_answers(folder: Path, resolution: Resolution, mask: Callable[[str], st
     if failed.exists():
         raise answers.read_failure(mask(files.read_text(failed, errors="replace")))
     debs = files.read_text(folder / "apt.txt", errors="replace") if request.apt else ""
-    digests = _digests([*resolution.kept.values(), *sorted(folder.iterdir())])
+    digests = _digests([*resolution.kept_wheels.values(), *sorted(folder.iterdir())])
     wheels: list[LockedWheel] = []
     for number in install.pip_step_numbers(resolution.recipe):
         answer = files.read_bytes(folder / f"pip-{install.step_name(number)}.json")
@@ -191,17 +193,16 @@ def pack(resolution: Resolution) -> BuildContext:
             for number in install.pip_step_numbers(recipe)
         ),
     )
+    program_data = importlib.resources.files(__package__).joinpath(_PROGRAM).read_bytes()
     packed = [
+        *context.package_files(recipe),
         members.folder(_MEMBER),
         members.file(f"{_MEMBER}/order.json", json.dumps(_order(resolution)).encode()),
-        members.file(
-            f"{_MEMBER}/{_PROGRAM}", importlib.resources.files(__package__).joinpath(_PROGRAM).read_bytes()
-        ),
-        *context.package_files(recipe),
+        members.file(f"{_MEMBER}/{_PROGRAM}", program_data),
     ]
-    if resolution.kept:
+    if resolution.kept_wheels:
         packed.append(members.folder(f"{_MEMBER}/kept"))
-    for name, file in resolution.kept.items():
+    for name, file in resolution.kept_wheels.items():
         data = files.read_bytes(file, most_bytes=file.stat().st_size)
         packed.append(members.file(f"{_MEMBER}/kept/{name}", data))
     manifest = Manifest(

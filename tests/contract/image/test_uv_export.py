@@ -172,6 +172,8 @@ def test_stale_lock_is_refused(tmp_path: Path, old: str, new: str, what: str) ->
         ("python_version < '3.11'", "python_full_version < '3.11'"),
         ("einops==0.8.0", "einops>=0.8"),
         ('"torchmetrics",', '"torchmetrics", "mine; sys_platform == \'win32\'", "my-project[plots]",'),
+        ('"torchmetrics",', '"torchmetrics", "mine; python_version < \'3.10\'",'),
+        ("[tool.uv]", "[tool.uv]\nenvironments = [\"platform_machine == 'aarch64'\"]"),
         ('"torch==2.14.1", "numpy==2.2.6"]', '"numpy==2.2.6"]\noverride-dependencies = ["einops==0.8.0"]'),
     ],
 )
@@ -180,6 +182,8 @@ def test_lock_that_still_fits_is_accepted(tmp_path: Path, old: str, new: str) ->
     file = tmp_path / "my-project/pyproject.toml"
     assert old in file.read_text()
     text = file.read_text().replace(old, new)
+    if "environments" in new:
+        text = text.replace('"torchmetrics",', '"torchmetrics", "mine; platform_machine == \'x86_64\'",')
     file.write_text(text.replace('einops==0.8.0",\n', 'einops==9",\n') if "override" in new else text)
     uv_export.export_uv_lock(recipe)
 
@@ -199,6 +203,16 @@ def test_nothing_of_the_project_is_executed(tmp_path: Path) -> None:
     (project / "pyproject.toml").write_text(f"{text}\n{backend}")
     check_code(recipe)
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "project = 1", "[project]\nname = 'x'\nversion = '1'\n[tool]\nuv = [1]"]
+)
+def test_project_that_is_none_is_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = project_recipe(tmp_path)
+    monkeypatch.setattr(uv_export, "_read_export", lambda *_: [])
+    (tmp_path / "my-project/pyproject.toml").write_text(text)
+    assert "its uv.lock cannot be used" in refusal(recipe)
 
 
 def test_missing_lock_and_unknown_extra_are_refused(tmp_path: Path) -> None:
