@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 NEXT = " \\\n    "
 """Continues a shell command or instruction on the next line."""
@@ -81,19 +82,11 @@ class Early:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyValue:
-    """A variable or a label."""
-
-    key: str
-    value: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """Variables or labels that form one layer."""
 
     origin: str
-    entries: tuple[KeyValue, ...]
+    entries: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +96,7 @@ class Authorities:
     origin: str
     files: tuple[ContextFile, ...]
     install: str
-    env: tuple[KeyValue, ...]
+    env: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +113,7 @@ class Layers:
     base: Text
     base_user: str
     """The user of the base, whom the finished image has too; empty for root, as whom all steps run."""
-    clock: tuple[KeyValue, ...]
+    clock: Mapping[str, str]
     """Variables of every step of a locked build, which the image does not keep."""
     args: Block | None
     """The recipe's own variables of every step."""
@@ -152,7 +145,7 @@ class Additions:
     files: tuple[ContextFile, ...] = ()
     steps: tuple[Step, ...] = ()
     """Steps before those of the recipe."""
-    labels: tuple[KeyValue, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

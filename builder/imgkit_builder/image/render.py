@@ -33,7 +33,6 @@ from imgkit_builder.image.instructions import (
     Copy,
     Definition,
     Early,
-    KeyValue,
     Layers,
     Step,
     Text,
@@ -107,9 +106,9 @@ def marked_definition(
     if layers.uses_secrets:
         where = recipe.where("image", "secrets")
         refuse("a build secret", "a definition file", where, "use --format dockerfile and imgkit build")
-    for label in layers.labels.entries:
-        if re.search(r"\s", label.key) or label.value != label.value.strip():
-            problem = f"label {label.key!r}: white space in its name or around its value"
+    for label, value in layers.labels.entries.items():
+        if re.search(r"\s", label) or value != value.strip():
+            problem = f"label {label!r}: white space in its name or around its value"
             refuse(
                 problem, "a definition file", layers.labels.origin, "remove it, or use --format dockerfile"
             )
@@ -140,7 +139,7 @@ def _fill(template: str, layers: Layers, **values: object) -> str:
     jinja.filters.update(
         docker_quote=docker_quote,
         docker_value=_docker_value,
-        sh_value=lambda entry: install.shell_value(entry.key, entry.value),
+        sh_value=lambda value, key: install.shell_value(key, value),
         docker_key=_docker_key,
         copy_words=_copy_words,
         copy_file=_copy_file,
@@ -219,8 +218,8 @@ def _user_steps(copies: Sequence[Copy], runs: Sequence[Step], folder: str) -> It
         yield Step(origin=run.origin, command=f"(cd -- {shlex.quote(folder)} && {run.command})")
 
 
-def _export(entries: Sequence[KeyValue]) -> str:
-    values = (f"{entry.key}={install.shell_value(entry.key, entry.value)}" for entry in entries)
+def _export(variables: Mapping[str, str]) -> str:
+    values = (f"{key}={install.shell_value(key, value)}" for key, value in variables.items())
     return f"export {NEXT.join(values)}"
 
 
@@ -235,10 +234,9 @@ def docker_quote(value: str) -> str:
     return '"' + re.sub(r'([\\"$])', r"\\\1", value) + '"'
 
 
-def _docker_value(entry: KeyValue) -> str:
+def _docker_value(value: str, key: str) -> str:
     """Return the value of ENV; one that adds to the base's value names it, as Docker expands it."""
-    added = expanded(entry.key, entry.value, lambda text: docker_quote(text)[1:-1])
-    return added or docker_quote(entry.value)
+    return expanded(key, value, lambda text: docker_quote(text)[1:-1]) or docker_quote(value)
 
 
 def _docker_key(value: str) -> str:
@@ -300,9 +298,7 @@ def build_layers(
         base=_base(recipe, base),
         base_user="" if base_user.partition(":")[0] in ("root", "0") else base_user,
         # Python writes byte code with the hash of its source, and every program the time of the lock.
-        clock=_entries({"SOURCE_DATE_EPOCH": str(lock.source_date_epoch), "PYTHONHASHSEED": "0"})
-        if lock
-        else (),
+        clock={"SOURCE_DATE_EPOCH": str(lock.source_date_epoch), "PYTHONHASHSEED": "0"} if lock else {},
         args=_block(recipe, _paths("args", image.args), image.args) if image.args else None,
         ca=_authorities(recipe) if image.ca else None,
         before_apt=Early(copy=_copies(recipe, "base"), run=_run_steps(recipe, "base")),
@@ -449,7 +445,7 @@ def _authorities(recipe: Recipe) -> Authorities:
             for member in members
         ),
         install=NEXT.join(parts),
-        env=_entries(dict.fromkeys(TRUST, BUNDLE)),
+        env=dict.fromkeys(TRUST, BUNDLE),
     )
 
 
@@ -520,11 +516,7 @@ def _paths(key: str, items: Iterable[str | int]) -> list[KeyPath]:
 
 def _block(recipe: Recipe, paths: list[KeyPath], pairs: Mapping[str, str], default_origin: str = "") -> Block:
     """Return a block of `pairs`, which the values at `paths` state."""
-    return Block(origin=_origins(recipe, paths) or default_origin, entries=_entries(pairs))
-
-
-def _entries(pairs: Mapping[str, str]) -> tuple[KeyValue, ...]:
-    return tuple(KeyValue(key=key, value=value) for key, value in pairs.items())
+    return Block(origin=_origins(recipe, paths) or default_origin, entries=pairs)
 
 
 def _origins(recipe: Recipe, paths: Sequence[KeyPath]) -> str:
