@@ -49,6 +49,10 @@ def export_uv_lock(recipe: Recipe) -> bytes:
     assert uv is not None  # noqa: S101 - for the type checker
     where = recipe.where("image", "uv")
     program = _find_uv(where)
+    for name in (PYPROJECT, "uv.lock", "uv.toml"):
+        # uv's errors quote the file.
+        if not (uv.project / name).resolve().is_relative_to(uv.project.resolve()):
+            raise UsageError(f"its {name} is a link out of the project", where=where, hint="copy the file")
     project = ("--project", str(uv.project))
     argv = [program, *_EXPORT, *_OFFLINE, *project]
     argv += [f"--extra={extra}" for extra in uv.extras] + [f"--group={group}" for group in uv.groups]

@@ -215,6 +215,16 @@ def test_project_that_is_none_is_refused(text: str, tmp_path: Path, monkeypatch:
     assert "its uv.lock cannot be used" in refusal(recipe)
 
 
+@pytest.mark.parametrize("name", ["pyproject.toml", "uv.lock", "uv.toml"])
+def test_nothing_of_a_linked_file_is_quoted(name: str, tmp_path: Path) -> None:
+    recipe = project_recipe(tmp_path)
+    (tmp_path / "outside").write_text("secret = of somebody\n")
+    (tmp_path / "my-project" / name).unlink(missing_ok=True)
+    (tmp_path / "my-project" / name).symlink_to("../outside")
+    with pytest.raises(UsageError, match="is a link out of the project"):
+        uv_export.export_uv_lock(recipe)
+
+
 def test_missing_lock_and_unknown_extra_are_refused(tmp_path: Path) -> None:
     recipe = project_recipe(tmp_path)
     assert recipe.image.uv is not None
