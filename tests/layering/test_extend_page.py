@@ -1,6 +1,7 @@
 """The examples of docs/extend.md, applied to a copy of the code: each new thing works as the page says.
 
-The cluster, the launcher and the scheduler of the page are made up: no program of theirs runs.
+The cluster, the launcher and the scheduler of the page are made up: no program of theirs runs. The unit tests
+that read the keys of a recipe run on the copy, too: an example that breaks them is not complete.
 """
 
 from __future__ import annotations
@@ -18,6 +19,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/extend.md").read_text(encoding="utf-8")
 CODE = ("builder", "recipes", "entrypoints")
+OF_RECIPES = "tests/unit/builder/recipe"
+KEY_TESTS = (
+    "test_recipe_reference.py",
+    "test_recipe_schema.py",
+    "test_lock_follow.py",
+    "test_shipped_recipes.py",
+)
+"""Tests in `OF_RECIPES` that look at all keys or at a recipe as JSON."""
 RECIPE = "image:\n  base: example.org/torch:1\n  timezone: Europe/Madrid\nsystem: fakecluster\n"
 
 
@@ -29,10 +38,13 @@ def blocks(heading: str, language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the three packages with every example of the page applied to it."""
+    """A copy of the packages, the recipe tests and docs/recipes.md, with all examples of the page applied."""
     copy = tmp_path_factory.mktemp("code")
-    for name in CODE:
+    for name in (*CODE, OF_RECIPES, "tests/golden/recipes"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("docs/recipes.md", "pyproject.toml", "tests/conftest.py"):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, copy / name)
     (file,) = re.findall(r"^`(recipes/\S+\.yaml)`", PAGE, re.MULTILINE)
     (copy / file).write_text(blocks("A system", "yaml")[0])
     for heading in ("A recipe key", "A launcher", "A collective"):
@@ -56,7 +68,7 @@ def run(code: Path, work: Path, module: str, *words: str, **env: str) -> subproc
     path = os.pathsep.join(str(code / name) for name in CODE)
     env = {"PATH": os.environ["PATH"], "HOME": str(work), "PYTHONPATH": path, **env}
     argv = [sys.executable, "-m", module, *words]
-    return subprocess.run(argv, cwd=work, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(argv, cwd=work, env=env, capture_output=True, text=True, timeout=300)
 
 
 def imgkit(code: Path, work: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -93,6 +105,12 @@ def test_wrong_value_of_the_new_key_is_refused(code: Path, work: Path) -> None:
     done = imgkit(code, work, "check", "mine.yaml")
     (shown,) = blocks("A recipe key", "text")
     assert (done.returncode, done.stderr) == (2, shown)
+
+
+def test_recipe_tests_pass_with_the_new_key(code: Path, work: Path) -> None:
+    files = [str(code / OF_RECIPES / name) for name in KEY_TESTS]
+    done = run(code, work, "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(code), *files)
+    assert done.returncode == 0, done.stdout[-6000:]
 
 
 def hello(code: Path, work: Path, **env: str) -> subprocess.CompletedProcess[str]:

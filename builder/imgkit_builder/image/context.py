@@ -28,7 +28,7 @@ from imgkit_builder.image.members import Code, Packed, TarMember
 from imgkit_builder.image.wheel import entrypoints_wheel
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import BaseImage, Manifest
-from imgkit_builder.recipe import portable, requirements, sources, targets
+from imgkit_builder.recipe import requirements, sources, targets
 from imgkit_builder.recipe.model import UV_STEP, LockedBase, LockedDeb, LockedPlatform, LockedWheel, Recipe
 from imgkit_builder.recipe.rules import inherited
 from imgkit_entrypoints import __version__, system
@@ -48,13 +48,11 @@ class BuildContext:
     members: tuple[TarMember, ...]
     sha256: str
     """Digest of the whole tar."""
-    label_sha256: str
-    """The digest in the image's label: `sha256`; where there is a lock, one without the recipe's position."""
     size_bytes: int
     code: Packed = field(default_factory=Packed)
     """The user's code among `members`."""
-    source_date_epoch: int | None = None
-    """The time of creation that the image states, in seconds since 1970; None: that of the build."""
+    is_locked: bool = False
+    """Whether a lock decides what the build installs."""
 
     def open(self, report: Reporter | None = None) -> BinaryIO:
         """Open the tar as a stream; read it to its end, then close it.
@@ -124,8 +122,7 @@ def pack(
         base=_locked_base(base, lock.base) if lock else base,
         platform=platform,
         wheel_sha256=wheel.sha256,
-        # Two builds of a lock are equal, also outside of a git repository.
-        revision="" if lock else revision,
+        revision=revision,
         projects=targets.installed(recipe.image.pip),
         workdir=targets.stated_workdir(recipe),
         env={name: value for name, value in recipe.image.env.items() if inherited(name, value) is None},
@@ -140,8 +137,7 @@ def pack(
     code = members.pack(_code(recipe), _secret_files(recipe))
     if not large:
         _refuse_large(code)
-    epoch = lock.source_date_epoch if lock else None
-    return sealed(packed, dockerfile, manifest, code=code, source_date_epoch=epoch, report=report)
+    return sealed(packed, dockerfile, manifest, code=code, is_locked=lock is not None, report=report)
 
 
 def sealed(
@@ -150,7 +146,7 @@ def sealed(
     manifest: Manifest,
     *,
     code: Packed,
-    source_date_epoch: int | None = None,
+    is_locked: bool = False,
     report: Reporter | None = None,
 ) -> BuildContext:
     """Return the context of `packed` and of `code`, the user's, whose files are read once."""
@@ -164,32 +160,20 @@ def sealed(
     for chunk in _reported(members.tar(contents), report or Silent(), total_bytes):
         digest.update(chunk)
         size_bytes += len(chunk)
-    sha256 = digest.hexdigest()
-    is_locked = source_date_epoch is not None
     return BuildContext(
         dockerfile=dockerfile,
         manifest=manifest,
         members=tuple(contents),
-        sha256=sha256,
+        sha256=digest.hexdigest(),
         size_bytes=size_bytes,
-        label_sha256=_sha256_without_comments(contents, dockerfile) if is_locked else sha256,
         code=code,
-        source_date_epoch=source_date_epoch,
+        is_locked=is_locked,
     )
 
 
 def _locked_base(base: BaseImage, lock: LockedBase) -> BaseImage:
     """Return `base` with the digest of the lock: some engines invent one for an image of no registry."""
     return dataclasses.replace(base, digest=lock.exact if lock.digest else "", id=lock.id or base.id)
-
-
-def _sha256_without_comments(contents: list[TarMember], dockerfile: str) -> str:
-    """Return the digest of all but the Dockerfile's comments, which name the recipe's file."""
-    lines = dockerfile.splitlines(keepends=True)
-    digest = hashlib.sha256("".join(line for line in lines if not line.startswith("#")).encode())
-    for chunk in members.tar([member for member in contents if member.name != "Dockerfile"]):
-        digest.update(chunk)
-    return digest.hexdigest()
 
 
 def check_code(recipe: Recipe) -> None:
@@ -292,7 +276,6 @@ def _template(member: str, name: str) -> TarMember:
 def _locked_files(recipe: Recipe, lock: LockedPlatform) -> Iterator[TarMember]:
     """Yield what only a locked build needs: its lists, and the packages that lie on this machine."""
     yield members.file(install.LOCK_TOML, recipe.lock_text.encode())
-    yield members.file(install.RECIPE_JSON, portable.to_json(recipe).encode())
     if lock.apt:
         apt_folder = f"imgkit/{install.LOCKED_APT}"
         yield members.folder(apt_folder)

@@ -186,8 +186,7 @@ LOCKED_APT = "locked-apt"
 SCRIPT = "install-locked.sh"
 PACKAGES = "packages.txt"
 LOCK_TOML = "imgkit/lock.toml"
-RECIPE_JSON = "imgkit/recipe.json"
-"""Files of the context that say what the image is made of; the image has them in `INSIDE`."""
+"""The lock in the context; the image has it in `INSIDE`."""
 
 
 # Both services take any time, and give the archive as it was then. A package that was a few hours old when

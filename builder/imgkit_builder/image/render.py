@@ -37,7 +37,7 @@ from imgkit_builder.image.instructions import (
     Step,
     Text,
 )
-from imgkit_builder.oci.manifest import EPOCH_LABEL, LOCK_LABEL
+from imgkit_builder.oci.manifest import LOCK_LABEL
 from imgkit_builder.recipe.model import KeyPath, Recipe, RunCommand
 from imgkit_builder.recipe.rules import expanded
 from imgkit_entrypoints import __version__
@@ -157,7 +157,6 @@ def environment(shipped: str, folder: Path | None = None) -> Environment:
 
     loaders = [FileSystemLoader(folder)] if folder else []
     jinja = Templates(
-        # The second one also reads the single-file executable.
         loader=ChoiceLoader([*loaders, PackageLoader("imgkit_recipes", shipped)]),
         undefined=StrictUndefined,
         autoescape=False,
@@ -258,10 +257,10 @@ def _copy_file(file: ContextFile) -> str:
 # Byte code of the entry points: a read-only image would compile them at every start. What pip writes holds
 # the time of the installation, and a delta would have all of it after each change. The hash of a source
 # stays, and under one seed the order of sets does. Columns for tracebacks are a quarter of it when
-# compressed, and dist-bench makes reports once, on a laptop.
+# compressed.
 COMPILE = (
     "PYTHONHASHSEED=0 python3 -s -X no_debug_ranges -m compileall -q --invalidation-mode checked-hash"
-    f"{NEXT}    -x /bench/report/ \"$(python3 -IBc 'import {wheel.PACKAGE} as it; print(it.__path__[0])')\""
+    f"{NEXT}    \"$(python3 -IBc 'import {wheel.PACKAGE} as it; print(it.__path__[0])')\""
 )
 
 CERTIFICATES = "/usr/local/share/ca-certificates"
@@ -297,8 +296,6 @@ def build_layers(
         uses_secrets=bool(image.used_secrets),
         base=_base(recipe, base),
         base_user="" if base_user.partition(":")[0] in ("root", "0") else base_user,
-        # Python writes byte code with the hash of its source, and every program the time of the lock.
-        clock={"SOURCE_DATE_EPOCH": str(lock.source_date_epoch), "PYTHONHASHSEED": "0"} if lock else {},
         args=_block(recipe, _paths("args", image.args), image.args) if image.args else None,
         ca=_authorities(recipe) if image.ca else None,
         before_apt=Early(copy=_copies(recipe, "base"), run=_run_steps(recipe, "base")),
@@ -325,7 +322,7 @@ def build_layers(
             if step.project is not None
         ),
         copy=_copies(recipe, "pip"),
-        origins=(_locked_file(install.LOCK_TOML), _locked_file(install.RECIPE_JSON)) if lock else (),
+        origins=(_locked_file(install.LOCK_TOML),) if lock else (),
         run_after_copy=_run_steps(recipe, "copy"),
         labels=_labels(recipe),
     )
@@ -505,7 +502,6 @@ def _labels(recipe: Recipe) -> Block:
     }
     if recipe.lock:
         pairs[LOCK_LABEL] = hashlib.sha256(recipe.lock_text.encode()).hexdigest()
-        pairs[EPOCH_LABEL] = str(recipe.lock.source_date_epoch)
     return _block(recipe, _paths("labels", recipe.image.labels), pairs, "imgkit: what this image is")
 
 

@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from imgkit_builder.base import process
-from imgkit_builder.recipe import lock_file, problems
+from imgkit_builder.recipe import problems
 from imgkit_builder.recipe.model import Recipe, UvProject
 from imgkit_builder.recipe.requirements import PROTECTED, PYPROJECT, canonical
+from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 from imgkit_entrypoints.files import read_text
 
@@ -33,6 +34,7 @@ _EXPORT = (
 _PYTHONS = [f"3.{minor}" for minor in range(10, 17)]
 _HASHES = r"(?: --hash=sha256:[0-9a-f]{64})+"
 _WHEEL = re.compile(rf"[a-z0-9-]+(==\S+| @ https?://[^\s@]+\.whl)(?: ; [^\\]+?)?{_HASHES}")
+_CREDENTIALS = re.compile(r"://[^/@\s]*@")
 _NAME = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
 
 
@@ -84,7 +86,7 @@ def export_uv_lock(recipe: Recipe) -> bytes:
         "beside_torch": beside_torch,
     }
     # The image has this file: a repository that a pip step builds may have a password in its URL.
-    return re.sub(r"://[^/@\s]*@", "://", f"{json.dumps(content, indent=1)}\n").encode()
+    return f"{_CREDENTIALS.sub('://', json.dumps(content, indent=1))}\n".encode()
 
 
 def _unsatisfied(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -> Iterator[str]:
@@ -154,10 +156,15 @@ def _check_wheels(requirements: list[str], left_to_pip: set[str], where: str) ->
         name = _name(line)
         if not (name in left_to_pip or re.fullmatch(PROTECTED, name) or _WHEEL.fullmatch(line)):
             raise UsageError(
-                f"uv.lock has {lock_file.public(line)}, which is not a wheel with a sha256",
+                f"uv.lock has {_public(line)}, which is not a wheel with a sha256",
                 where=where,
                 hint=f"install it in a pip step: pip: [{{packages: [{name or 'NAME'}]}}]",
             )
+
+
+def _public(text: str) -> str:
+    """Return `text` for a message, without credentials in URLs and other secrets."""
+    return secret_patterns.masked(_CREDENTIALS.sub("://", text))
 
 
 def _find_uv(where: str) -> str:
@@ -210,9 +217,9 @@ def index_options(recipe: Recipe) -> list[str]:
     options = []
     for index in indexes:
         url = str(index.get("url", ""))
-        if not re.fullmatch(r"https?://[^\s@]+", url) or lock_file.public(url) != url:
+        if not re.fullmatch(r"https?://[^\s@]+", url) or _public(url) != url:
             raise UsageError(
-                f"the index {lock_file.public(url)} is no plain HTTP URL; a password would be in the image",
+                f"the index {_public(url)} is no plain HTTP URL; a password would be in the image",
                 where=recipe.where("image", "uv"),
                 hint=f"change tool.uv.index in {PYPROJECT}, or name its packages in a pip step with a secret",
             )

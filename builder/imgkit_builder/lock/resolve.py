@@ -32,13 +32,11 @@ from imgkit_builder.recipe.model import (
     Lock,
     LockedBase,
     LockedPlatform,
-    LockedTools,
     LockedWheel,
     LockRequest,
     Recipe,
 )
 from imgkit_builder.recipe.requirements import canonical
-from imgkit_builder.sif import conversion, mksquashfs
 from imgkit_entrypoints import __version__
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 from imgkit_entrypoints.files import replacing
@@ -132,15 +130,7 @@ def resolve(
             error.what if isinstance(error, ToolFailed) else f"an answer of the base is missing: {error}"
         )
         raise ToolFailed(problem, hint=f"full log: {log}") from error
-    return dataclasses.replace(part, source_date_epoch=now_s(), tools=tools())
-
-
-def tools() -> LockedTools:
-    """Return what this machine makes a .sif with."""
-    program = mksquashfs.find()
-    compression = conversion.GZIP if mksquashfs.lacks_zstd(program) else conversion.ZSTD
-    version = mksquashfs.version(program) if program else ""
-    return LockedTools(mksquashfs=version, compressor=" ".join(compression.options))
+    return part
 
 
 def _read_answers(folder: Path, resolution: Resolution, mask: Callable[[str], str]) -> LockedPlatform:
@@ -157,7 +147,7 @@ def _read_answers(folder: Path, resolution: Resolution, mask: Callable[[str], st
         wheels += answers.read_wheels(answer, number, digests)
     return LockedPlatform(
         platform=base.platform,
-        source_date_epoch=0,
+        source_date_epoch=now_s(),
         request=request,
         base=LockedBase(name=request.base, digest=base.digest.partition("@")[2], id=base.id),
         apt=answers.read_debs(debs),

@@ -50,13 +50,18 @@ class ProjectFile:
     """The place of every key that the file states."""
 
     @property
-    def recipe(self) -> str:
-        """The word for the recipe; a path in the file starts at the file's folder."""
+    def recipe_file(self) -> Path | None:
+        """The file of the recipe, whose path starts at the file's folder; None for a shipped recipe."""
         from imgkit_builder.recipe import load
 
         word = self.values.recipe
-        is_file = load.is_path(word) or word.endswith((".sif", ".json"))
-        return str(self.file.parent / word) if is_file else word
+        return self.file.parent / word if load.is_path(word) or word.endswith(".sif") else None
+
+    @property
+    def recipe(self) -> str:
+        """The path of the recipe's file, or the name of a shipped recipe."""
+        file = self.recipe_file
+        return str(file) if file else self.values.recipe
 
     @property
     def code(self) -> Path | None:
@@ -64,21 +69,11 @@ class ProjectFile:
         return self.file.parent / self.values.code if self.values.code else None
 
 
-def find(folder: Path) -> ProjectFile | None:
-    """The ``imgkit.toml`` of `folder`, or of the nearest folder above it in its git repository.
+def locate(folder: Path) -> Path | None:
+    """Return the ``imgkit.toml`` of `folder`, or of the nearest folder above it in its git repository.
 
     Outside of a repository only `folder` counts: a file in /tmp or a home says nothing about what lies below.
-
-    Raises
-    ------
-    UsageError : the file has problems; lists all of them with their lines.
     """
-    file = locate(folder)
-    return read(file) if file else None
-
-
-def locate(folder: Path) -> Path | None:
-    """The file that `find` reads."""
     folder = folder.absolute()
     above = [folder, *folder.parents]
     root = next((number for number, place in enumerate(above) if (place / ".git").exists()), 0)
@@ -187,7 +182,7 @@ def _check_values(values: ProjectValues, positions: Mapping[str, Position], foun
     if values.time:
         report(("time",), partial(job_fields.seconds, values.time, where=""))
     if values.nodes:
-        report(("nodes",), partial(resolve.node_range, values.nodes))
+        report(("nodes",), partial(resolve.parse_nodes, values.nodes))
     for number, one in enumerate(values.env):
         report(("env", number), partial(container.variable, one))
         for what, hint in rules.env_value(one):

@@ -20,6 +20,7 @@ from imgkit_builder.recipe.problems import (
     RecipeErrors,
     choices,
     nearest,
+    reason,
     shown,
 )
 from imgkit_builder.recipe.requirements import PYPROJECT
@@ -267,7 +268,7 @@ def locate(ref: str, folder: Path) -> Path:
             )
         return file
     except (OSError, ValueError) as error:  # a name too long, a NUL byte, no permission
-        raise UsageError(f"{ref!r} is not a recipe: {error}") from error
+        raise UsageError(f"{ref!r} is not a recipe: {reason(error)}") from error
 
 
 def _shipped(name: str) -> Path:
@@ -395,8 +396,8 @@ def _proof(node: YamlNode, found: Collector) -> Proof:
     made, faults = json_text.checked(Proof, texts, closed=True)
     unseen = any(True for text in texts.values() for _ in rules.printable(text or ""))
     if faults or unseen or not isinstance(node, Table):
-        hint = "write one line of text for documented, rendered or run"
-        found.error(node.position, ("proof",), "does not say who has found the values to be right", hint)
+        hint = "write one line of text for documented, rendered, simulated or run"
+        found.error(node.position, ("proof",), "does not say how the values were tested", hint)
         return Proof()
     proved: Proof = made
     return proved

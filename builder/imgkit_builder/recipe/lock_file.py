@@ -63,7 +63,6 @@ def _base(text: str) -> Iterator[rules.Fault]:
 
 _VERSION = _like(r"[A-Za-z0-9][A-Za-z0-9.+~:_!-]*", "a version")
 _DIGEST = _like(r"(sha256:[0-9a-f]{64})?", "sha256: and 64 hex digits")
-_TOOL = _like(r"[A-Za-z0-9 ._+-]*", "the version or the options of a program")
 _FILE = r"[A-Za-z0-9][A-Za-z0-9.+~%:_!-]*"
 _SHA256 = _like(r"[0-9a-f]{64}", "64 hex digits")
 _PLAIN_URL = "a URL of http or https, without credentials and special characters"
@@ -77,8 +76,6 @@ _TEXT_RULES: Mapping[str, rules.Rule] = {
     "platforms.request.uv": _like(r"([0-9a-f]{64})?", "64 hex digits"),
     "platforms.base.digest": _DIGEST,
     "platforms.base.id": _DIGEST,
-    "platforms.tools.mksquashfs": _TOOL,
-    "platforms.tools.compressor": _TOOL,
     "platforms.apt.name": _like(r"[a-z0-9][a-z0-9+.-]+", "the name of a Debian package"),
     "platforms.apt.version": _VERSION,
     "platforms.apt.architecture": _like(r"[a-z0-9][a-z0-9-]*", "an architecture"),
@@ -300,10 +297,10 @@ def follow(recipe: Recipe, *, platform: str, base: str | None = None, required: 
         # A lock that appears later changes what a build makes.
         return dataclasses.replace(recipe, sources={**recipe.sources, file: ""})
     lock = read(file)
-    return attached(recipe, lock, file, platform=platform, base=base)
+    return _attached(recipe, lock, file, platform=platform, base=base)
 
 
-def attached(recipe: Recipe, lock: Lock, file: Path, *, platform: str, base: str | None = None) -> Recipe:
+def _attached(recipe: Recipe, lock: Lock, file: Path, *, platform: str, base: str | None) -> Recipe:
     """`recipe` with the part of `lock`, which `file` holds, for `platform`. Raises as `follow` does."""
     again = f"{command(recipe)}; to ignore the lock: --no-lock"
     place = str(shown(file))
@@ -391,7 +388,7 @@ def request_of(recipe: Recipe, *, base: str | None = None) -> LockRequest:
 def _uv(uv: UvProject) -> str:
     """The digest of what a lock takes from a uv project."""
     lock = uv.project / UV_LOCK
-    # A recipe out of an image comes without the files that it names; its lock is whole without them.
+    # A recipe as JSON may come without the files that it names; its lock is whole without them.
     content = files.read_bytes(lock) if lock.is_file() else None
     words = "\0".join(("extras", *sorted(uv.extras), "groups", *sorted(uv.groups)))
     return _UNKNOWN if content is None else hashlib.sha256(content + words.encode()).hexdigest()
@@ -420,12 +417,8 @@ def _step(step: PipStep) -> LockedStep:
 
 
 def _public(texts: Iterable[str]) -> tuple[str, ...]:
-    return tuple(map(public, texts))
-
-
-def public(text: str) -> str:
-    """`text` without credentials in URLs, and with stars for other secrets: others read locks and images."""
-    return secret_patterns.masked(re.sub(r"://[^/@\s]*@", "://", text))
+    """Return `texts` without credentials in URLs, and with stars for other secrets: others read locks."""
+    return tuple(secret_patterns.masked(re.sub(r"://[^/@\s]*@", "://", text)) for text in texts)
 
 
 def difference(now: LockRequest, locked: LockRequest) -> Difference | None:

@@ -249,15 +249,6 @@ class LockedBase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LockedTools:
-    """What makes the .sif: its bytes are promised for the same tools."""
-
-    mksquashfs: str = ""
-    """``4.5.1``; empty where there was none."""
-    compressor: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LockedDeb:
     """One Debian package that the apt step installs."""
 
@@ -294,10 +285,9 @@ class LockedPlatform:
 
     platform: str
     source_date_epoch: int
-    """The time of the lock in seconds since 1970: no file of the image is newer."""
+    """The time of the lock in seconds since 1970, for the snapshot services of Debian and Ubuntu."""
     request: LockRequest
     base: LockedBase
-    tools: LockedTools = LockedTools()
     apt: tuple[LockedDeb, ...] = ()
     """Sorted by name."""
     pip: tuple[LockedWheel, ...] = ()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from imgkit_entrypoints import secret_patterns, terminal
-from imgkit_entrypoints.errors import ToolMissing, UsageError, shortened
+from imgkit_entrypoints.errors import UsageError, shortened
 
 KeyPath = tuple[str | int, ...]
 """Path of a resolved value, for example ``("image", "pip", 0, "packages", 2)``."""
@@ -176,6 +176,11 @@ def choices(word: str, allowed: Iterable[str]) -> str:
     return f"{text}; did you mean {near}?" if near else text
 
 
+def reason(error: Exception) -> str:
+    """Return why a file cannot be used, without its path, which may be long."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
 DEEPEST = 32
 """Tables and lists within each other, and parts of a dotted key: the time for them grows with the square."""
 _LONG_KEY = re.compile(
@@ -198,19 +203,11 @@ def parse_toml(text: str) -> dict[str, Any]:
     Raises
     ------
     NotToml : it is not TOML, too deep, or an integer has more than TOML's 64 bits.
-    ToolMissing : this Python has no reader of TOML, as the single-file executable brings none.
     """
     if sys.version_info >= (3, 11):
         import tomllib
     else:
-        try:
-            import tomli as tomllib
-        except ModuleNotFoundError:
-            raise ToolMissing(
-                f"Python {sys.version_info[0]}.{sys.version_info[1]} cannot read TOML",
-                where=sys.executable,
-                hint="run imgkit with Python 3.11 or newer, or: python3 -m pip install --user tomli",
-            ) from None
+        import tomli as tomllib
     if long := _LONG_KEY.search(text):
         line = text.count("\n", 0, long.start()) + 1
         raise NotToml(f"a key has more than {DEEPEST} parts", line=line, column=1)

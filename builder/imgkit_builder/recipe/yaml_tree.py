@@ -15,7 +15,7 @@ from typing import Literal
 
 import yaml
 
-from imgkit_builder.recipe.problems import Collector, KeyPath, Position
+from imgkit_builder.recipe.problems import Collector, KeyPath, Position, reason
 from imgkit_entrypoints import files
 
 MAX_BYTES = 1 << 20
@@ -164,8 +164,7 @@ def _read(file: Path, start: Position, found: Collector) -> str | None:
         data = files.read_bytes(file, most_bytes=MAX_BYTES)
         found.digests[file] = hashlib.sha256(data).hexdigest()
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        found.error(start, (), f"cannot be read: {reason}")
+        found.error(start, (), f"cannot be read: {reason(error)}")
         return None
     try:
         return data.decode("utf-8-sig")
