@@ -253,7 +253,7 @@ def stopped_and_requeued(site: Site, job: str) -> str:
 
 def test_job_asked_to_stop_is_requeued_and_finishes(site: Site) -> None:
     # As an ordinary user: there a process of the step serves the image's files, and must not be signalled.
-    made = site.imgkit("submit", "--dry-run", "mn5", *SITE, "--nodes", "2", "--", *COUNT, "100")
+    made = site.imgkit("submit", "--dry-run", "mn5", *SITE, "--nodes", "2", "--", *COUNT, "400")
     (site.folder / "job.sh").write_text(made.stdout)
     submitted = site.cluster("--user", "sbatch", "--parsable", site.folder / "job.sh")
     assert submitted.returncode == 0, submitted.stderr
@@ -262,7 +262,7 @@ def test_job_asked_to_stop_is_requeued_and_finishes(site: Site) -> None:
     saved = stopped_and_requeued(site, job)
     site.until(lambda: not site.queued(job), job)
     assert f"starts at {saved}\n" in site.told(job)
-    assert "finished at 100" in site.told(job)
+    assert "finished at 400" in site.told(job)
     assert (site.folder / f"runs/mn5-{job}/result").read_text() == f"{job}.0 0\n"
 
 
