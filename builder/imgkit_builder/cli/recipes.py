@@ -275,11 +275,11 @@ def verb_check(
 
 
 def _print_schema(files: list[str]) -> None:
-    from imgkit_builder.recipe import typecheck
+    from imgkit_builder.recipe.schema import schema_json
 
     if files:
         raise UsageError("--schema takes no FILE", where="--schema", hint="imgkit check --schema")
-    terminal.document(typecheck.schema_json() + "\n")
+    terminal.document(schema_json() + "\n")
 
 
 def _host_effects(recipe: Recipe) -> tuple[Problem, ...]:

@@ -43,7 +43,7 @@ _AGAIN = "do not edit a lock; make it again: imgkit lock RECIPE"
 _URL = r"https?://[A-Za-z0-9._~:/?\[\]!&+,=%-]+"
 
 
-def _like(pattern: str, what: str) -> rules.Rule:
+def _like(pattern: str, what: str) -> rules.Check:
     """A rule by which the whole text matches `pattern`."""
 
     def rule(text: str) -> Iterator[rules.Fault]:
@@ -67,7 +67,7 @@ _TOOL = _like(r"[A-Za-z0-9 ._+-]*", "the version or the options of a program")
 _FILE = r"[A-Za-z0-9][A-Za-z0-9.+~%:_!-]*"
 _SHA256 = _like(r"[0-9a-f]{64}", "64 hex digits")
 _PLAIN_URL = "a URL of http or https, without credentials and special characters"
-_TEXT_RULES: Mapping[str, rules.Rule] = {
+_TEXT_RULES: Mapping[str, rules.Check] = {
     "recipe": rules.recipe_name,
     "imgkit": _VERSION,
     "platforms.platform": rules.platform,
@@ -205,35 +205,38 @@ def _explained(fault: Fault) -> tuple[str, str]:
 
 
 class _Faults:
-    """Collects the faults of a file, each with its line."""
+    """Collects the faults of a file, each with its key and, below a package, with the package's name."""
 
     def __init__(self, file: Path, content: str) -> None:
-        lines = content.split("\n")
-        self.problems = Collector(lines={file: lines}, shows=(file.parent.resolve(),))
+        self.problems = Collector(lines={file: content.split("\n")}, shows=(file.parent.resolve(),))
+        self.values: Any = {}
         self._file = file
-        self._lines = {key: line for key, line, _ in problems.toml_positions(content)}
 
     def add(self, path: KeyPath, what: str, hint: str = _AGAIN) -> None:
         """Add a fault of the value at `path`."""
-        above = path
-        while above and above not in self._lines:
-            above = above[:-1]
-        self.at(self._lines.get(above, 1), path, what, hint)
+        key, value = "", self.values
+        for part in path:
+            try:
+                value = value[part]
+            except (KeyError, IndexError, TypeError):
+                value = None
+            key += f"[{part}]" if isinstance(part, int) else f".{part}"
+            if isinstance(part, int) and isinstance(value, dict) and isinstance(value.get("name"), str):
+                key += f" ({value['name'][:60]})"
+        self.at(0, 0, f"{key.lstrip('.')}: {what}", hint)
 
-    def at(self, line: int, path: KeyPath, what: str, hint: str = _AGAIN) -> None:
-        """Add a fault in a line."""
-        key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
-        position = Position(file=self._file, line=line, column=1)
-        # Not as the path of a recipe's value, whose names differ.
-        self.problems.error(position, (), f"{key}: {what}" if key else what, hint)
+    def at(self, line: int, column: int, what: str, hint: str = _AGAIN) -> None:
+        """Add a fault in a line; 0: the file as a whole."""
+        self.problems.error(Position(file=self._file, line=line, column=column), (), what, hint)
 
 
 def _parsed(content: str, found: _Faults) -> dict[str, Any]:
     try:
-        return problems.parse_toml(content)
+        found.values = problems.parse_toml(content)
     except problems.NotToml as error:
-        found.at(error.line, (), error.what)
-    return {}
+        found.at(error.line, error.column, error.what)
+    values: dict[str, Any] = found.values
+    return values
 
 
 def _check_values(lock: Lock, found: _Faults) -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from imgkit_builder.recipe import lock_file, rules, targets
-from imgkit_builder.recipe.model import Image, KeyPath, LockedStep, PipStep, Recipe
+from imgkit_builder.recipe.model import Document, Image, KeyPath, LockedStep, PipStep, Recipe
 from imgkit_builder.recipe.problems import Position, key_text
+from imgkit_builder.recipe.validation import validate
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 
@@ -116,9 +117,7 @@ def from_json(text: str, file: Path) -> Recipe:
     target = targets.from_json(text, file)
     try:
         data: dict[str, Any] = json_text.parse(text)
-        part = data["image"]
-        part["run"] = [{"command": one} if isinstance(one, str) else one for one in part["run"]]
-        image: Image = json_text.read(Image, part, "image")
+        image: Image = json_text.read(Image, _long_form(data["image"]), "image")
         sha256, description = str(data["sha256"]), str(data["description"])
         stated = {row["key"]: row for row in data["values"] if row["line"] is not None}
         source = Path(str(data["file"]))
@@ -127,10 +126,13 @@ def from_json(text: str, file: Path) -> Recipe:
             f"its image part cannot be read: {error}", where=str(file), hint=targets.HINT
         ) from error
     faults = [f"description: {what}" for what, _ in rules.printable(description.strip())]
+    _, mistakes = validate(Document, {"image": _as_in_yaml(image)})
+    faults += [f"{key_text(mistake.path)}: {mistake.message}" for mistake in mistakes]
     positions = dict(target.positions)
     for path, value in targets.values_of(image, ("image",)):
-        found = (*rules.of_key(path), *(rules.of_text(path, str(value)) if value is not None else ()))
-        faults += [f"{key_text(path)}: {what}" for what, _ in found]
+        if isinstance(value, str) and len(path) > 2 and path[-2] in ("env", "args"):
+            for what, _ in rules.variable(str(path[-1]), value, has_earlier_value=path[1] != "args"):
+                faults.append(f"{key_text(path)}: {what}")
         # A step that is one text has a row for itself, and none for its command.
         rows = (stated.get(key_text(path[:end])) for end in range(len(path), 1, -1))
         if row := next(filter(None, rows), None):
@@ -148,6 +150,31 @@ def from_json(text: str, file: Path) -> Recipe:
         sha256=sha256,
         positions=positions,
     )
+
+
+def _long_form(part: dict[str, Any]) -> dict[str, Any]:
+    return {**part, "run": [{"command": one} if isinstance(one, str) else one for one in part["run"]]}
+
+
+def _as_in_yaml(image: Image) -> dict[str, Any]:
+    """The values of `image` in the form of a recipe's file."""
+    part = targets.stated(image)
+    policy, drop = image.constraints.policy, image.constraints.drop
+    return {
+        **{key: value for key, value in part.items() if key != "platforms"},
+        "platform": image.platforms,
+        "constraints": {"drop": drop} if policy == "drop" else policy,
+        **{key: _texts(part[key]) for key in ("ca", "uv", "secrets", "pip", "copy") if key in part},
+    }
+
+
+def _texts(value: Any) -> Any:
+    """`value` with paths as texts."""
+    if isinstance(value, dict):
+        return {key: _texts(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_texts(one) for one in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def _with_own_files(image: Image) -> Image:

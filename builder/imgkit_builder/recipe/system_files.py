@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from imgkit_builder.recipe.model import KEYS
 from imgkit_builder.recipe.problems import choices, nearest
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.rules import Line
 from imgkit_recipes import SYSTEMS
 
 VARIABLE = "IMGKIT_SYSTEMS"
@@ -25,11 +27,13 @@ SUFFIX = ".yaml"
 class Proof:
     """Who has found a system's values to be right, and where: one sentence each; empty: nobody."""
 
-    documented: str = ""
+    __pydantic_config__ = KEYS
+
+    documented: Line = ""
     """The documentation that the values come from."""
-    rendered: str = ""
+    rendered: Line = ""
     """Where the job scripts for it are compared, byte by byte."""
-    run: str = ""
+    run: Line = ""
     """Where jobs have run with it, and on what."""
 
     @property

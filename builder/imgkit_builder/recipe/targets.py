@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.oci.manifest import InstalledProject
-from imgkit_builder.recipe import problems, rules
-from imgkit_builder.recipe import systems as registry
-from imgkit_builder.recipe.model import Recipe, RunCommand
-from imgkit_builder.recipe.problems import KeyPath, Position, key_text
+from imgkit_builder.recipe import problems, rules, systems
+from imgkit_builder.recipe.model import Document, Recipe, RunCommand
+from imgkit_builder.recipe.problems import KeyPath, Position, choices, key_text
 from imgkit_builder.recipe.requirements import PYPROJECT, project_name
+from imgkit_builder.recipe.validation import validate
 from imgkit_entrypoints import files, json_text
-from imgkit_entrypoints import system as systems
+from imgkit_entrypoints import system as system_facts
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import SystemFacts
 from imgkit_entrypoints.terminal import shown
@@ -182,7 +182,7 @@ def from_json(text: str, file: Path) -> Target:
         if data["schema"] != SHOW_SCHEMA:
             raise ValueError(f"schema {data['schema']!r}, not {SHOW_SCHEMA}")
         stated = {row["key"]: row for row in data["values"] if row["line"] is not None}
-        facts = systems.from_json(json.dumps(data["system"]))
+        facts = system_facts.from_json(json.dumps(data["system"]))
         platforms = tuple(str(platform) for platform in data["image"]["platforms"])
         positions = {
             path[:depth]: Position(file=Path(row["file"]), line=row["line"], column=row["column"])
@@ -212,29 +212,38 @@ def from_json(text: str, file: Path) -> Target:
 
 
 def checked(target: Target) -> Target:
-    """`target`, after the rules that apply to a recipe's file.
+    """Return `target`, after the rules that apply to a recipe's file.
 
     Raises
     ------
     UsageError : a value breaks a rule; lists all of them.
     """
     faults = [("name", *fault) for fault in rules.recipe_name(target.name)]
-    for index, platform in enumerate(target.platforms):
-        faults += [(f"image.platform[{index}]", *fault) for fault in rules.platform(platform)]
+    image: dict[str, Any] = {"base": "scratch:none", "platform": target.platforms}
     if target.workdir:
-        faults += [("image.workdir", *fault) for fault in rules.of_text(("image", "workdir"), target.workdir)]
-    for path, value in values_of(target.system, ("system",)):
-        found = (*rules.of_key(path), *(rules.of_text(path, value) if isinstance(value, str) else ()))
-        faults += [(key_text(path), *fault) for fault in found]
+        image["workdir"] = target.workdir
+    _, mistakes = validate(Document, {"image": image, "system": stated(target.system)})
+    faults += [(key_text(mistake.path), mistake.message, mistake.hint) for mistake in mistakes]
+    if not systems.is_known(target.system.scheduler):
+        word = target.system.scheduler
+        hint = choices(systems.meant(word), systems.words())
+        faults.append(("system.scheduler", f"{word!r} is not known", hint))
     if not faults:
         faults += [
             (key_text(("system", *fault.path)), fault.what, fault.hint)
-            for fault in registry.registration(target.system.scheduler).faults(target.system)
+            for fault in systems.registration(target.system.scheduler).faults(target.system)
         ]
     if faults:
         texts = [f"{key}: {what}; {hint}" if hint else f"{key}: {what}" for key, what, hint in faults]
         raise several(texts, target.file)
     return target
+
+
+def stated(values: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass as a recipe states them: without those that have no value."""
+    return dataclasses.asdict(
+        values, dict_factory=lambda pairs: {key: value for key, value in pairs if value is not None}
+    )
 
 
 def several(faults: Sequence[str], file: Path, *hints: str) -> UsageError:
@@ -290,7 +299,10 @@ def _below(path: KeyPath, content: Any, positions: Mapping[KeyPath, Position]) -
         yield from _below(path, content.short, positions)
         return
     if dataclasses.is_dataclass(content):
-        parts = [(known.name, getattr(content, known.name)) for known in dataclasses.fields(content)]
+        parts = [
+            (known.metadata.get("alias", known.name), getattr(content, known.name))
+            for known in dataclasses.fields(content)
+        ]
     elif isinstance(content, Mapping):
         parts = list(content.items())
     elif isinstance(content, tuple):

@@ -127,11 +127,11 @@ def locked_sif(folder: Path, lock: bytes, recipe: Path) -> Path:
     [
         (
             lambda text: text.replace(b'name = "example.org', b'name = "evil.example'),
-            "lock.toml:14:1: platforms[0].base.name",
+            "lock.toml: platforms[0].base.name",
         ),
         (
             lambda text: text.replace(b"base:1", b"base:1\\nRUN id"),
-            "lock.toml:11:1: platforms[0].request.base",
+            "lock.toml: platforms[0].request.base",
         ),
         (
             lambda text: text.replace(b"example.org", b"evil.example"),
