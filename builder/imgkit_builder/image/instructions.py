@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from imgkit_builder.recipe import Image
+
 NEXT = " \\\n    "
 """Continues a shell command or instruction on the next line."""
 
@@ -121,6 +123,8 @@ class Authorities:
 class Layers:
     """An image as its layers, in order."""
 
+    image: Image
+    """The recipe's values, for keys that a template writes without help."""
     name: str
     file: str
     reference: str

@@ -288,6 +288,7 @@ def layers(
             refuse(found, "a Dockerfile", recipe.where(*path), "write it on one line")
     wheel_name = wheel.file_name()
     return Layers(
+        image=image,
         name=recipe.name,
         file=recipe.file.name,
         reference=shlex.quote(recipe.reference),
