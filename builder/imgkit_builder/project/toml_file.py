@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Annotated, Any
 from imgkit_builder.job import container, quoting, resolve
 from imgkit_builder.recipe.model import KEYS, Short
 from imgkit_builder.recipe.problems import Collector, NotToml, Position, RecipeErrors, choices, parse_toml
+from imgkit_builder.recipe.schema import allowed_keys
 from imgkit_builder.recipe.validation import Mistake, validate
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
@@ -171,7 +171,7 @@ def _explain(mistake: Mistake, data: Mapping[str, Any]) -> tuple[str, str]:
     if mistake.kind == "rule":
         return mistake.message, mistake.hint
     if mistake.kind == "unknown":
-        return "unknown key", choices(key, (field.name for field in dataclasses.fields(ProjectValues)))
+        return "unknown key", choices(key, allowed_keys((key,), ProjectValues))
     value = data[key][mistake.path[1]] if len(mistake.path) > 1 else data[key]
     names = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list"}
     kind = names.get(type(value), "a table" if isinstance(value, dict) else "a date or time")

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from imgkit_builder.recipe import named_files, rules, systems
 from imgkit_builder.recipe.model import Document
 from imgkit_builder.recipe.problems import Collector, KeyPath, choices, key_text, nearest
-from imgkit_builder.recipe.schema import key_paths
+from imgkit_builder.recipe.schema import allowed_keys, key_paths
 from imgkit_builder.recipe.validation import Mistake, validate
 from imgkit_builder.recipe.yaml_tree import (
     ANY,
@@ -135,8 +135,7 @@ def _unknown_key(path: KeyPath) -> tuple[str, str]:
     name = str(path[-1])
     if path[:-1] == ("image",) and name.lower() in _OF_DOCKERFILES:
         return _OF_DOCKERFILES[name.lower()]
-    above = [part for part in path[:-1] if isinstance(part, str)]
-    allowed = [keys[-1] for keys in key_paths() if _fits(above, keys[:-1])]
+    allowed = allowed_keys(path)
     if path[:-1] in ((), ("system",)):
         allowed.append("extends")
     hint = choices(name, allowed)
@@ -144,12 +143,6 @@ def _unknown_key(path: KeyPath) -> tuple[str, str]:
     if elsewhere and not nearest(name, allowed):
         hint += f"; did you mean {key_text(elsewhere)}?"
     return "unknown key", hint
-
-
-def _fits(path: list[str], pattern: tuple[str, ...]) -> bool:
-    return len(path) == len(pattern) and all(
-        part == expected or expected == ANY for part, expected in zip(path, pattern, strict=True)
-    )
 
 
 def _wrong_value(node: YamlNode, mistake: Mistake) -> tuple[str, str]:

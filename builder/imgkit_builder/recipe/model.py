@@ -7,14 +7,25 @@ from them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from imgkit_builder.recipe import rules
 from imgkit_builder.recipe.problems import KeyPath, Position, Problem, place
-from imgkit_entrypoints.rules import ENV_NAME, LINE, EnvName, EnvValue, Line, Rule, Text, Unfit, like
+from imgkit_entrypoints.rules import (
+    ENV_NAME,
+    LINE,
+    EnvName,
+    EnvValue,
+    Line,
+    Rule,
+    Text,
+    Unfit,
+    at_least,
+    like,
+)
 from imgkit_entrypoints.system import SystemFacts
 from imgkit_recipes import FOLDER
 
@@ -203,7 +214,7 @@ class RunCommand:
 
     @property
     def short(self) -> str | None:
-        """The text that stands for this command; None where it states more."""
+        """Return the text that stands for this command; None where it states more."""
         return self.command if self == RunCommand(command=self.command) else None
 
 
@@ -254,7 +265,7 @@ class Image:
 
     @property
     def used_secrets(self) -> frozenset[str]:
-        """Names of the secrets that a step uses."""
+        """Return the names of the secrets that a step uses."""
         pip = (name for step in self.pip for name in step.secrets)
         run = (name for step in self.run for name in step.secrets)
         return frozenset(pip) | frozenset(run)
@@ -301,28 +312,58 @@ class Recipe:
 
     @property
     def reference(self) -> str:
-        """The word for it on a command line in its folder: the name of a shipped recipe, else the file."""
+        """Return what names it on a command line in its folder: a shipped recipe's name, or the file."""
         return self.name if self.file.parent == FOLDER else self.file.name
 
     def where(self, *path: str | int) -> str:
-        """``file.yaml:12`` for the nearest stated value at or above `path`, for comments and messages."""
+        """Return ``file.yaml:12`` for the nearest stated value at or above `path`."""
         return place(self.positions, path, self.file)
 
 
 LOCK_SCHEMA = 1
 UV_STEP = -1
 """The step of the wheels of a uv project, which come before those of the pip steps."""
+LOCK_HINT = "do not edit a lock; make it again: imgkit lock RECIPE"
+
+
+def _locked(pattern: str, fault: str) -> Rule:
+    return like(pattern, f"must be {fault}", LOCK_HINT)
+
+
+def _locked_base(text: str) -> Iterator[rules.Fault]:
+    """Accept an image reference; one of --base may lack a tag."""
+    try:
+        rules.parse_reference(text)
+    except rules.BadReference as error:
+        yield error.what, error.hint
+
+
+def _epoch(seconds: int) -> Iterator[rules.Fault]:
+    if not 0 <= seconds < 1 << 32:
+        yield "must be seconds since 1970, and fit into 32 bits", LOCK_HINT
+
+
+_FILE_NAME = r"[A-Za-z0-9][A-Za-z0-9.+~%:_!-]*"
+_URL = r"https?://[A-Za-z0-9._~:/?\[\]!&+,=%-]+"
+_PLAIN_URL = "a URL of http or https, without credentials and special characters"
+Version = Annotated[Line, _locked(r"[A-Za-z0-9][A-Za-z0-9.+~:_!-]*", "a version")]
+Sha256 = Annotated[Line, _locked("[0-9a-f]{64}", "64 hex digits")]
+OptionalSha256 = Annotated[Line, _locked("([0-9a-f]{64})?", "64 hex digits")]
+Digest = Annotated[Line, _locked("(sha256:[0-9a-f]{64})?", "sha256: and 64 hex digits")]
+Tool = Annotated[Line, _locked("[A-Za-z0-9 ._+-]*", "the version or the options of a program")]
+Number = Annotated[int, at_least(0)]
+Flag = Annotated[bool, Rule(lambda _: iter(()), core={"type": "bool", "strict": True})]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockedStep:
     """One pip step as the recipe asked for it when the lock was made."""
 
-    requirements: tuple[str, ...] = ()
+    requirements: tuple[Line, ...] = ()
     """Its packages, the lines of its requirements file, or the dependencies of its project."""
-    options: tuple[str, ...] = ()
+    options: tuple[Line, ...] = ()
     """Its options, then those that the requirements file states."""
-    env: tuple[str, ...] = ()
+    env: tuple[Line, ...] = ()
     """``NAME=VALUE``, sorted."""
 
 
@@ -330,12 +371,12 @@ class LockedStep:
 class LockRequest:
     """What the recipe asked for: a recipe that asks for something else has a stale lock."""
 
-    base: str
+    base: Annotated[Line, Rule(_locked_base)]
     """The base's name as the recipe, or ``--base``, states it."""
-    apt: tuple[str, ...] = ()
-    constraints: tuple[str, ...] = ("keep",)
+    apt: tuple[Annotated[Line, Rule(rules.apt_package)], ...] = ()
+    constraints: tuple[PipName, ...] = ("keep",)
     """The policy, and behind ``drop`` the names."""
-    uv: str = ""
+    uv: OptionalSha256 = ""
     """Digest of the project's uv.lock with the chosen extras and groups; empty without a uv project."""
     pip: tuple[LockedStep, ...] = ()
 
@@ -344,16 +385,16 @@ class LockRequest:
 class LockedBase:
     """The image that a locked build starts from."""
 
-    name: str
+    name: Line
     """The name in the request."""
-    digest: str = ""
+    digest: Digest = ""
     """``sha256:...`` of the registry's manifest; empty for an image that was never in a registry."""
-    id: str = ""
+    id: Digest = ""
     """``sha256:...`` of the configuration."""
 
     @property
     def exact(self) -> str:
-        """``REPOSITORY@sha256:...``; the name itself where it has a digest or no registry had the image."""
+        """Return ``REPOSITORY@sha256:...``; the name where it has a digest or no registry had the image."""
         if "@" in self.name or not self.digest:
             return self.name
         folder, slash, last = self.name.rpartition("/")
@@ -364,39 +405,39 @@ class LockedBase:
 class LockedTools:
     """What makes the .sif: its bytes are promised for the same tools."""
 
-    mksquashfs: str = ""
+    mksquashfs: Tool = ""
     """``4.5.1``; empty where there was none."""
-    compressor: str = ""
+    compressor: Tool = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockedDeb:
     """One Debian package that the apt step installs."""
 
-    name: str
-    version: str
-    architecture: str
-    file: str
-    url: str
-    sha256: str
-    size_bytes: int
+    name: Annotated[Line, _locked("[a-z0-9][a-z0-9+.-]+", "the name of a Debian package")]
+    version: Version
+    architecture: Annotated[Line, _locked("[a-z0-9][a-z0-9-]*", "an architecture")]
+    file: Annotated[Line, _locked(rf"{_FILE_NAME}\.deb", "the name of a .deb, without a folder")]
+    url: Annotated[Line, _locked(_URL, _PLAIN_URL)]
+    sha256: Sha256
+    size_bytes: Number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockedWheel:
     """One wheel that a pip step installs."""
 
-    step: int
+    step: Annotated[int, at_least(UV_STEP)]
     """Number of the step, from 0, or `UV_STEP`."""
-    name: str
-    version: str
-    file: str
-    url: str = ""
+    name: PipName
+    version: Version
+    file: Annotated[Line, _locked(rf"{_FILE_NAME}\.whl", "the name of a .whl, without a folder")]
+    url: Annotated[Line, _locked(f"({_URL})?", _PLAIN_URL)] = ""
     """Where it came from; empty for one that was built from a source distribution."""
-    sha256: str
-    kept: bool = False
+    sha256: Sha256
+    kept: Flag = False
     """Whether no index has it: it lies in the folder of kept files only."""
-    direct: bool = False
+    direct: Flag = False
     """Whether the recipe names the URL itself, and no index is asked."""
 
 
@@ -404,8 +445,8 @@ class LockedWheel:
 class LockedPlatform:
     """All that one platform's image is made of."""
 
-    platform: str
-    source_date_epoch: int
+    platform: Annotated[Line, Rule(rules.platform)]
+    source_date_epoch: Annotated[int, Rule(_epoch, core={"type": "int", "strict": True})]
     """The time of the lock in seconds since 1970: no file of the image is newer."""
     request: LockRequest
     base: LockedBase
@@ -417,31 +458,30 @@ class LockedPlatform:
 
     @property
     def digests(self) -> dict[str, str]:
-        """The sha256 of every file, by its name."""
-        return dict(
-            [(one.file, one.sha256) for one in self.apt] + [(one.file, one.sha256) for one in self.pip]
-        )
+        """Return the sha256 of every file, by its name."""
+        debs = {deb.file: deb.sha256 for deb in self.apt}
+        return debs | {wheel.file: wheel.sha256 for wheel in self.pip}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lock:
     """The content of a lock file."""
 
-    schema: int = LOCK_SCHEMA
-    recipe: str
+    __pydantic_config__ = KEYS
+
+    schema: Number = LOCK_SCHEMA
+    recipe: Annotated[Line, Rule(rules.recipe_name)]
     """The recipe's name."""
-    imgkit: str
+    imgkit: Version
     """The version that made the lock."""
     platforms: tuple[LockedPlatform, ...]
     """Sorted by platform."""
 
     def of(self, platform: str) -> LockedPlatform | None:
-        """The part for `platform`."""
-        return next((one for one in self.platforms if one.platform == platform), None)
+        """Return the part for `platform`."""
+        return next((part for part in self.platforms if part.platform == platform), None)
 
     def replaced(self, part: LockedPlatform) -> Lock:
-        """This lock with `part` in the place of its platform's."""
-        others = (one for one in self.platforms if one.platform != part.platform)
-        return dataclasses.replace(
-            self, platforms=tuple(sorted((*others, part), key=lambda one: one.platform))
-        )
+        """Return this lock with `part` in the place of its platform's."""
+        parts = {locked.platform: locked for locked in (*self.platforms, part)}
+        return dataclasses.replace(self, platforms=tuple(parts[name] for name in sorted(parts)))

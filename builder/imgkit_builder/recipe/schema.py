@@ -11,6 +11,7 @@ from typing import Any
 
 from imgkit_builder.recipe import systems
 from imgkit_builder.recipe.model import Document
+from imgkit_builder.recipe.problems import KeyPath
 from imgkit_builder.recipe.validation import adapter
 from imgkit_builder.recipe.yaml_tree import ANY
 
@@ -26,6 +27,18 @@ def key_paths(model: Any = Document, path: tuple[str, ...] = ()) -> Iterator[tup
         for candidate in (hint, *typing.get_args(hint)):
             if dataclasses.is_dataclass(candidate):
                 yield from key_paths(candidate, (*key_path, ANY) if is_named else key_path)
+
+
+def allowed_keys(path: KeyPath, model: Any = Document) -> list[str]:
+    """Return the keys that `model` allows where `path` states one."""
+    above = [part for part in path[:-1] if isinstance(part, str)]
+    return [keys[-1] for keys in key_paths(model) if _fits(above, keys[:-1])]
+
+
+def _fits(path: list[str], pattern: tuple[str, ...]) -> bool:
+    return len(path) == len(pattern) and all(
+        part == expected or expected == ANY for part, expected in zip(path, pattern, strict=True)
+    )
 
 
 def schema_json() -> str:
