@@ -14,13 +14,15 @@ def main(run):
     loader = DataLoader(data, batch_size=10, shuffle=True, generator=torch.Generator())
     model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)  # of epochs
     by_epoch = DataLoaderConfiguration(use_seedable_sampler=True)  # the order depends on the epoch alone
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), dataloader_config=by_epoch)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    accelerator.register_for_checkpointing(scheduler)
     checkpoint = LibraryCheckpoint(run)
     if run.restore() and checkpoint.path:
         accelerator.load_state(checkpoint.path)
-    for epoch in range(checkpoint.step // len(loader), 3):
+    for epoch in range(max(0, checkpoint.step - 1) // len(loader), 3):  # its end comes after its last step
         loader.set_epoch(epoch)
         done = max(0, checkpoint.step - epoch * len(loader))
         for batch, target in accelerator.skip_first_batches(loader, done):
@@ -30,6 +32,7 @@ def main(run):
             if run.due(save_every=15):  # all ranks agree, also that one was asked to stop
                 accelerator.save_state(checkpoint.next_path())
                 run.save()  # now this checkpoint counts; after a request to stop, the program ends here
+        scheduler.step()
 
 
 if __name__ == "__main__":

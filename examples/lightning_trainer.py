@@ -14,12 +14,15 @@ from imgkit_entrypoints.run import LibraryCheckpoint, Run
 class SaveAndResume(Callback):
     def __init__(self, run):
         self.run, self.checkpoint, self.on_sigterm = run, LibraryCheckpoint(run), getsignal(SIGTERM)
+        self.due = False
 
     def on_train_start(self, trainer, module):
         signal(SIGTERM, self.on_sigterm)  # Lightning's own handler ends the program unsaved
 
     def on_train_batch_end(self, trainer, module, *_):
-        if self.run.due(save_every=15):  # all ranks agree, also that one was asked to stop
+        self.due |= self.run.due(save_every=15)  # all ranks agree, also that one was asked to stop
+        if self.due and not trainer.is_last_batch:  # from there, Lightning would not train the next epoch
+            self.due = False
             trainer.save_checkpoint(self.checkpoint.next_path(), weights_only=False)
             self.run.save()  # now this checkpoint counts; after a request to stop, the program ends here
 

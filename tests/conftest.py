@@ -132,14 +132,30 @@ CAPABILITIES: dict[str, Callable[[], str | None]] = {
 }
 """Marker to the probe that says why it is not there; None means that it is."""
 
+PACKAGES = {
+    "busybox": "busybox-static",
+    "cc": "build-essential",
+    "mksquashfs": "squashfs-tools",
+    "readelf": "binutils",
+    "unsquashfs": "squashfs-tools",
+}
+"""Debian packages of programs that are named otherwise."""
+
+
+def missing_programs(names: Sequence[str]) -> str | None:
+    """Say which programs are not on PATH, and what installs them."""
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+    absent = [name for name in names if shutil.which(name, path=path) is None]
+    packages = dict.fromkeys(PACKAGES.get(name, name) for name in absent)
+    return f"no {', '.join(absent)}; as root: apt-get install {' '.join(packages)}" if absent else None
+
 
 def required() -> frozenset[str]:
     """The capabilities whose absence is a failure."""
     names = frozenset(re.findall(r"[\w-]+", os.environ.get("IMGKIT_REQUIRE", "")))
-    if unknown := names - set(CAPABILITIES):
-        raise pytest.UsageError(
-            f"IMGKIT_REQUIRE: unknown {sorted(unknown)}; there are {sorted(CAPABILITIES)}"
-        )
+    supported = {*CAPABILITIES, "programs"}
+    if unknown := names - supported:
+        raise pytest.UsageError(f"IMGKIT_REQUIRE: unknown {sorted(unknown)}; there are {sorted(supported)}")
     return names
 
 
@@ -217,6 +233,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for name, capability in CAPABILITIES.items():
         if item.get_closest_marker(name) and (reason := capability()):
             missing(name, reason)
+    for marker in item.iter_markers("programs"):
+        if reason := missing_programs(marker.args):
+            missing("programs", reason)
 
 
 def _standin(name: str, *options: str) -> str:

@@ -21,13 +21,12 @@ WIDTH = 88
 
 def write(folder: Path) -> None:
     """Write all generated pages into `folder`, and the schemas into `folder`/schemas."""
-    recipe, bench = recipe_schema(), bench_schema()
+    recipe = recipe_schema()
     pages = {
         "verbs.md": verbs_page(),
         "commands.md": commands_page(),
         "recipe-keys.md": keys_page(recipe),
         "schemas/recipe.schema.json": json.dumps(recipe, indent=2) + "\n",
-        "schemas/bench.schema.json": json.dumps(bench, indent=2) + "\n",
     }
     for name, text in pages.items():
         place = folder / name
@@ -43,13 +42,6 @@ def recipe_schema() -> Schema:
 
     schema: Schema = json.loads(schema_json())
     return schema
-
-
-def bench_schema() -> Schema:
-    """The JSON Schema that ``dist-bench schema`` prints."""
-    from imgkit_entrypoints.apps.bench import json_schema
-
-    return json_schema.made()
 
 
 def verbs_page() -> str:

@@ -44,6 +44,31 @@ def in_job_folder(path: Path, env: Mapping[str, str]) -> Path:
     return Path(env.get("IMGKIT_JOB_DIR", ""), path)
 
 
+def refuse_unusable_folder(path: Path, name: str, *, where: str, hint: str) -> None:
+    """Raise UsageError if `path` cannot be a folder that this user writes; it need not exist.
+
+    It makes nothing. Of a folder that is absent, only what is there above it counts.
+    """
+    if fault := _folder_fault(path):
+        raise UsageError(f"the {name} cannot be written: {fault}", where=where, hint=hint)
+
+
+def _folder_fault(path: Path) -> str:
+    for place in (path, *path.parents):
+        try:
+            mode = place.stat().st_mode
+        except FileNotFoundError:
+            continue
+        except OSError as error:  # a name too long, a file above it, no permission
+            return error.strerror or str(error)
+        if not stat.S_ISDIR(mode):
+            return os.strerror(errno.ENOTDIR)
+        if place == path and not os.access(path, os.W_OK | os.X_OK):
+            return os.strerror(errno.EACCES)
+        return ""
+    return ""
+
+
 def temporary_name(target: Path, token: str = "") -> Path:
     """A free name beside `target`, so that the rename stays within one file system."""
     return target.with_name(f"{TEMPORARY}{token or secrets.token_hex(4)}.{target.name}.part")

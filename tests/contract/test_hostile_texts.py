@@ -20,9 +20,7 @@ from imgkit_builder.archive import sidecar
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import lock_file
-from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import Lock, LockedBase, LockedPlatform, LockRequest
-from imgkit_builder.recipe.targets import described_json
 from imgkit_entrypoints.system import SystemFacts
 
 FORGED = "ok    signature  good"
@@ -68,6 +66,7 @@ def evil(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
+@pytest.mark.programs("mksquashfs")
 def test_archive_with_hostile_texts(evil: Any, check: Callable[..., None]) -> None:
     layouts = {
         "modern.tar": evil.modern_members(),
@@ -78,13 +77,10 @@ def test_archive_with_hostile_texts(evil: Any, check: Callable[..., None]) -> No
         Path(name).write_bytes(evil.tar(members))
         check("verify", name)
         check("verify", name, "--json")
-        check("sbom", name, "--provenance")
         check("sif", name, "--dry-run", shows=False)
     check("sbom", "modern.tar")
     evil.layers = [evil.layers[1]]
     Path("other.tar").write_bytes(evil.tar(evil.modern_members()))
-    check("diff", "modern.tar", "other.tar", code=1)
-    check("diff", "modern.tar", "other.tar", "--json", code=1)
     Path(f"{EVIL}.tar").write_bytes(b"no archive")
     check("verify", f"{EVIL}.tar")
     check("sif", f"{EVIL}.tar")
@@ -109,6 +105,7 @@ def test_record_beside_an_archive_with_hostile_texts(evil: Any, check: Callable[
     check("verify", "x.tar")
 
 
+@pytest.mark.programs("mksquashfs")
 def test_sif_with_hostile_texts(evil: Any, check: Callable[..., None]) -> None:
     Path("x.tar").write_bytes(evil.tar(evil.modern_members()))
     check("sif", "x.tar", "--no-test", "--compression", "gzip", code=0, shows=False)
@@ -116,11 +113,9 @@ def test_sif_with_hostile_texts(evil: Any, check: Callable[..., None]) -> None:
     check("show", "x.sif", "--json", code=0)
     check("verify", "x.sif")
     check("sbom", "x.sif", code=0)
-    check("sbom", "x.sif", "--provenance")
     evil.layers = evil.layers[1:]
     evil.tags = [f"new:{EVIL}"]
     Path("y.tar").write_bytes(evil.tar(evil.modern_members()))
-    check("diff", "y.tar", "x.sif", code=1)
     check("sif", "y.tar", "--no-test", "--compression", "gzip", "-o", f"{EVIL}.sif", code=0)
     check("delta", f"{EVIL}.sif", "--against", "x.sif", "-o", f"{EVIL}.imgdelta", code=0)
     check("show", f"{EVIL}.imgdelta", code=0)
@@ -150,18 +145,12 @@ def test_recipe_and_lock_with_hostile_texts(
     check("render", "child.yaml", code=0)
     check("show", "child.yaml")
     Path("mine.yaml").write_text("image: {base: a:1}\n")
-    data = json.loads(described_json(load("mine.yaml")))
-    for key in ("name", "description", "file"):
-        Path("mine.json").write_text(json.dumps({**data, key: EVIL}))
-        check("show", "mine.json")
-        check("submit", "--dry-run", "mine.json", "--", "dist-env", shows=key == "name")
     base = LockedBase(name=EVIL, digest=EVIL)
     part = LockedPlatform(
         platform="linux/amd64", source_date_epoch=1, request=LockRequest(base=EVIL, apt=(EVIL,)), base=base
     )
     Path("mine.lock").write_text(lock_file.text(Lock(recipe=EVIL, imgkit=EVIL, platforms=(part,))))
     check("render", "mine.yaml", code=2, shows=False)
-    check("diff", "mine.lock", "mine.lock", code=2, shows=False)
     check("lock", "mine.yaml", "--check", code=1, shows=False)
 
 
@@ -222,11 +211,6 @@ def test_job_and_runs_with_hostile_texts(programs: Path, check: Callable[..., No
         program(programs, name, f"exec /bin/cat {programs.parent}/said")
     check("status", "7", code=0, shows=False)
     check("status", "8" + EVIL, code=2)
-    folder = Path("runs", EVIL)
-    folder.mkdir(parents=True)
-    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 1, EVIL: 2}) + "\n")
-    check("compare", str(folder), code=0)
-    check("compare", str(folder), "--value", EVIL)
 
 
 def test_remote_with_hostile_texts(programs: Path, check: Callable[..., None]) -> None:
@@ -238,7 +222,7 @@ def test_remote_with_hostile_texts(programs: Path, check: Callable[..., None]) -
     check("remote", "check", "far")
     # A stand-in for a login node: what ssh would run there runs here, and the scheduler's programs lie.
     program(programs, "ssh", 'for last; do :; done; cd "$HOME" && exec sh -c "$last"')
-    for name in ("sinfo", "sacctmgr", "singularity", "lfs", "quota"):
+    for name in ("sbatch", "sinfo", "sacctmgr", "singularity", "lfs", "quota"):
         program(programs, name, f"cat {programs.parent}/said")
     check("remote", "check", "far")
 

@@ -58,12 +58,11 @@ from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import Connection
 from imgkit_builder.sif import image, runtime_build, sqsh, table
 from imgkit_entrypoints import fabric, facts, json_text, system
-from imgkit_entrypoints.apps.bench import record as bench_reader
 from imgkit_entrypoints.apps.train.options import file_arguments
 from imgkit_entrypoints.doctor import node
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.facts import elf
-from imgkit_entrypoints.launch import goodput, nccl
+from imgkit_entrypoints.launch import nccl, stop_protocol
 from imgkit_entrypoints.run import disk, shard_file
 from imgkit_entrypoints.schedulers import hostlist, resolve
 from imgkit_entrypoints.schedulers.placement import PlacementRequest
@@ -367,39 +366,6 @@ def _recipe_texts() -> list[bytes]:
     return [recipe_json(load(name)).encode() for name in ("mn5", "olivia")]
 
 
-def _bench_records() -> list[bytes]:
-    found = sorted((ROOT / "tests").rglob("*.json"))
-    kept = [path.read_bytes() for path in found if b'"dist-bench"' in path.read_bytes()[:4000]]
-    row = {
-        **{"op": "all_reduce", "size_bytes": 1000, "dtype": "float32", "group": "world", "timing": "batched"},
-        **{
-            "iterations": 5,
-            "time_us": 1.0,
-            "algbw_GBps": 1.0,
-            "busbw_GBps": 1.0,
-            "wrong": 0,
-            "batches_us": [1.0],
-        },
-    }
-    world = {"ranks": 2, "nodes": 1, "ranks_per_node": 2, "hosts": ["a"], "backend": "gloo", "device": "cpu"}
-    about = {
-        "tool": "dist-bench",
-        "schema": 1,
-        "version": "0",
-        "complete": True,
-        "started": "",
-        "command": ["x"],
-    }
-    rest = {
-        "verdict": {"sentences": [], "ports": [{"port": "a", "sent_bytes": 1}], "traffic": [{}]},
-        "transport": [],
-    }
-    return [
-        *kept[:1],
-        json.dumps({**about, "world": world, "fingerprint": {"a": 1}, "results": [row], **rest}).encode(),
-    ]
-
-
 def _shard() -> bytes:
     pieces = [
         shard_file.Piece(name="model.w", dtype="BF16", offsets=(2, 0), sizes=(2, 3)),
@@ -532,14 +498,6 @@ def _placement(data: bytes, _: Path) -> None:
     resolve.place(PlacementRequest(), env, lambda path: file if path == env.get("PBS_NODEFILE") else None)
 
 
-def _goodput_start() -> goodput.CountedStart:
-    spent = goodput.Parts(starting=24.0, training=6260.5, saving=60.0, lost=780.0, idle=76.0)
-    began = "2026-03-01T10:00:00.000+00:00"
-    return goodput.CountedStart(
-        job="7", began=began, seconds=3600.25, nodes=2, attempts=1, code=None, source="program", node_s=spent
-    )
-
-
 def _ras_report(data: bytes, _: Path) -> None:
     lines = nccl.report(data)
     assert len(lines) <= nccl.SHOWN + 1
@@ -641,11 +599,6 @@ TARGETS = (
     Target(name="squashfs", run=_file(_read_squashfs), seeds=squashfs_seeds, change=mutate.in_squashfs),
     Target(name="sif", run=_file(_read_sif), seeds=_sifs),
     Target(name="sqsh", run=_file(_read_sqsh), seeds=_sqshs, change=mutate.in_squashfs),
-    Target(
-        name="sqsh-environment",
-        run=_text(sqsh.variables),
-        seeds=lambda: [b"A=1\nB='q'\n C = \"x\" \nENROOT_X=1\n"],
-    ),
     Target(name="delta", run=_file(descriptor.read), seeds=_deltas, change=mutate.in_delta),
     Target(
         name="json",
@@ -684,13 +637,6 @@ TARGETS = (
         seeds=_sidecars,
         change=mutate.in_sealed,
     ),
-    Target(
-        name="recipe-json",
-        run=lambda data, _: targets.from_json(data.decode("utf-8", "replace"), Path("x.json")),
-        seeds=_recipe_texts,
-        change=mutate.in_json,
-    ),
-    Target(name="bench-record", run=_file(bench_reader.load), seeds=_bench_records, change=mutate.in_json),
     Target(
         name="train-config",
         run=_file(file_arguments, "c.json"),
@@ -804,7 +750,7 @@ TARGETS = (
     ),
     Target(
         name="metrics",
-        run=lambda data, folder: measured.read(_put(folder, data, measured.METRICS).parent),
+        run=lambda data, folder: measured.tail(_put(folder, data, measured.METRICS).parent),
         seeds=_lines('{"step": 1, "loss": 2.5, "time": "x"}\n{"step": 2, "loss": 1e-3, "epoch": 0.5}\n'),
         change=mutate.in_text,
     ),
@@ -867,11 +813,10 @@ TARGETS = (
         change=mutate.in_json,
     ),
     Target(
-        name="goodput",
-        run=_text(lambda text: (str(found := goodput.from_json(text)), found.to_json())),
-        seeds=lambda: [goodput.Goodput(starts=(_goodput_start(), _goodput_start())).to_json().encode()],
-        change=mutate.in_json,
-        also=(ValueError,),
+        name="result",
+        run=_text(stop_protocol.result_code),
+        seeds=_lines("4711.0 85"),
+        change=mutate.in_text,
     ),
     Target(
         name="nccl-ras",

@@ -10,10 +10,20 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
-from labkit import PrivateEngine, imgkit_json, locked, ordinary_user, private_engine, shared_folder
+from labkit import (
+    LAB,
+    ROOT,
+    PrivateEngine,
+    imgkit_json,
+    locked,
+    ordinary_user,
+    output,
+    private_engine,
+    shared_folder,
+)
 
 LONGEST_FIRST = (
-    "test_elastic_pod",
+    "test_spare_pod",
     "test_training_survives",
     "test_submit_slurm_real",
     "test_delta_real",
@@ -56,6 +66,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def _shared() -> None:
     """The folder is there, so that the end of the run cleans up."""
     shared_folder()
+
+
+@pytest.fixture(scope="session")
+def public_imgkit() -> Path:
+    """The program imgkit in an environment of the machine's Python, which every user can enter; made once."""
+    folder = shared_folder() / "venv"
+    with locked("venv"):
+        if not folder.exists():
+            output(LAB / "venv", "--python", "/usr/bin/python3", folder)
+            # That install is an editable one of the checkout, which not every user can enter.
+            pip = (folder / "bin/python", "-m", "pip", "install", "--quiet", "--force-reinstall")
+            output(*pip, "--no-deps", "--no-build-isolation", ROOT)
+    return folder / "bin/imgkit"
 
 
 @pytest.fixture(scope="session")

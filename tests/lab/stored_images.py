@@ -52,7 +52,7 @@ def archive(
 
 
 def only(way: Way, folder: Path) -> dict[str, str]:
-    """Variables under which imgkit finds no better way to a squashfs than this one, and no engine.
+    """Variables under which imgkit finds no better way to a squashfs than this one.
 
     `old` stands in for mksquashfs 4.4: the one of this machine, whose help does not list ``-tar``.
     """
@@ -64,7 +64,7 @@ def only(way: Way, folder: Path) -> dict[str, str]:
     program.write_text(f'#!/bin/sh\ncase "$1" in -help*) {shown} exit 1;; esac\nexec {real} "$@"\n')
     program.chmod(0o755)
     programs.chmod(0o755)
-    return {"PATH": f"{programs}:{os.environ['PATH']}", "DOCKER_HOST": f"unix://{programs}/no.sock"}
+    return {"PATH": f"{programs}:{os.environ['PATH']}"}
 
 
 @functools.cache

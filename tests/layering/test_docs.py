@@ -61,10 +61,6 @@ def messages() -> list[str]:
     return [text for path in sources() for text in texts(path) if len(text) > 10]
 
 
-def test_there_are_25_error_pages_and_more() -> None:
-    assert len(TROUBLE) >= 25
-
-
 @pytest.mark.parametrize("page", TROUBLE, ids=lambda page: page.stem)
 def test_title_of_an_error_page_is_a_message_of_the_code(page: Path, messages: list[str]) -> None:
     title = title_of(page)
@@ -90,19 +86,6 @@ def test_placeholders_stand_for_values(tmp_path: Path, title: str, code: str, sa
 def test_every_error_page_is_in_the_index() -> None:
     index = (DOCS / "trouble/index.md").read_text(encoding="utf-8")
     assert [page.name for page in TROUBLE if f"[{title_of(page)}]({page.name})" not in index] == []
-
-
-def test_each_page_ends_with_where_to_go_next() -> None:
-    # Records of decisions and messages end where they end; contributing.md is the text of CONTRIBUTING.
-    apart = ("adr", "trouble", "generated")
-    pages = [page for page in DOCS.rglob("*.md") if not set(apart) & set(page.parts)]
-    assert len(pages) > 50
-    without = []
-    for page in pages:
-        text = re.sub(r"^```\{toctree\}.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
-        if "](" not in text.strip().split("\n\n")[-1] and page.name != "contributing.md":
-            without.append(page.relative_to(DOCS).as_posix())
-    assert without == []
 
 
 def test_every_variable_of_the_code_is_in_the_table() -> None:
@@ -154,7 +137,7 @@ def test_options_on_the_pages_exist() -> None:
     helps: dict[str, str] = {}
     for text in (generated.verbs_page(), generated.commands_page()):
         for name, below in re.findall(r"^##+ (.*?)$(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-            # dist-bench report: dist-bench; imgkit remote add: imgkit remote
+            # dist-train export: dist-train; imgkit remote add: imgkit remote
             command = " ".join(name.split()[: 2 if name.startswith("imgkit") else 1])
             helps[command] = helps.get(command, "") + below
     pages = [ROOT / "README.md", *(path for path in DOCS.rglob("*.md") if "generated" not in path.parts)]

@@ -111,9 +111,9 @@ def _planned(request: SifRequest, base: Start, pack: Pack, report: Reporter) -> 
     context = pack(base.image)
     fresh = manifests.labels(
         context.manifest,
-        context_sha256=context.label_sha256,
-        created=manifests.time_of_build(context.source_date_epoch),
-        locked=context.source_date_epoch is not None,
+        context_sha256=context.sha256,
+        created=manifests.time_of_build(),
+        locked=context.is_locked,
     )
     made = definition.definition(request.recipe, base, fresh)
     return _Planned(context=context, definition=made, labels=fresh)

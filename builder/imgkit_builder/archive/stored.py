@@ -226,7 +226,6 @@ def spool(
 def open_image(
     path: Path,
     *,
-    limits: TarLimits | None = None,
     where: str = "",
     digests: Mapping[int, str] = MappingProxyType({}),
 ) -> StoredImage:
@@ -237,7 +236,7 @@ def open_image(
     CheckFailed : damaged, or its configuration and its list of layers differ.
     UsageError : several images, none, or no image at all.
     """
-    where, limits = where or str(path), limits or TarLimits()
+    where = where or str(path)
     selected = _in_folder(path, where) if path.is_dir() else _in_archive(path, where)
     selected.refuse_faults(where)
     layers = tuple(
@@ -246,7 +245,7 @@ def open_image(
             diff_id=diff_id,
             name=f"{where}: layer {number}",
             compress=compressed.kind_of(next(region.chunks(8), b"")),
-            limits=limits,
+            limits=TarLimits(),
             stored_sha256=digests.get(region.start, ""),
         )
         for number, ((_, region), diff_id) in enumerate(

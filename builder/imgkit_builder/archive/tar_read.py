@@ -56,8 +56,6 @@ class TarLimits:
     """Extended headers before one member, or its map where it is sparse."""
     hole_bytes: int = 10**11
     """Bytes that sparse files have and the archive has not, over all members."""
-    hint: str = "do not use the archive if you do not know its author"
-    """What to do for an archive that needs more, with the option that raises the limit."""
 
 
 class TarStream:
@@ -245,7 +243,9 @@ class TarStream:
         )
 
     def _beyond(self, what: str) -> CheckFailed:
-        return CheckFailed(what, where=self._name, hint=self._limits.hint)
+        return CheckFailed(
+            what, where=self._name, hint="do not use the archive if you do not know its author"
+        )
 
 
 def expanded(

@@ -65,6 +65,18 @@ class TooLong(ToolFailed):
         """What it printed before imgkit ended it."""
 
 
+class ErrorsTooLong(ToolFailed):
+    """A program printed more than `MOST_BYTES` of error messages, and nothing else meanwhile."""
+
+    def __init__(self, program: str, start: bytes) -> None:
+        super().__init__(
+            f"{program} printed more than {MOST_BYTES >> 20} MB of error messages; "
+            f"their first line: {first_line(start)}"
+        )
+        self.start = start
+        """What it printed first."""
+
+
 class Exited(ToolFailed):
     """A program of `through` failed."""
 
@@ -116,12 +128,6 @@ def processors() -> int:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
         return os.cpu_count() or 1
-
-
-def own_argv() -> tuple[str, ...]:
-    """The argv that starts this imgkit: its name, or this Python and the path of the single-file imgkit."""
-    file = getattr(__spec__.loader, "archive", "")
-    return (sys.executable, str(Path(file).absolute())) if file else ("imgkit",)
 
 
 def attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None) -> int:
@@ -283,20 +289,47 @@ def through(
     ------
     ToolMissing : the program is not on PATH.
     Exited : it failed; quotes its standard error.
+    ErrorsTooLong : it prints errors without end; it has been ended.
     """
     need(argv[0], hint)
-    said = bytearray()
+    errors = _Errors(argv[0])
     with subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, cwd=cwd
     ) as program:
         try:
-            yield from pumped(program, iter(chunks), hold=hold, said=said)
-            _ended(program, said)
+            yield from pumped(program, iter(chunks), hold=hold, errors=errors)
+            _ended(program, errors)
         finally:
             # Reached on errors and when the reader stops early; harmless once the program has ended.
             program.kill()
     if program.returncode != 0:
-        raise Exited(argv[0], program.returncode, said.decode(errors="replace").strip(), hint)
+        raise Exited(argv[0], program.returncode, errors.end.decode(errors="replace").strip(), hint)
+
+
+class _Errors:
+    """What a program prints to its standard error: the first piece, the end, and how much."""
+
+    def __init__(self, program: str) -> None:
+        self.end = bytearray()
+        self._program, self._start, self._count = program, b"", 0
+
+    def add(self, data: bytes) -> None:
+        """Take a piece.
+
+        Raises
+        ------
+        ErrorsTooLong : they are more than `MOST_BYTES` since the last progress.
+        """
+        self._start = self._start or data
+        self.end += data
+        del self.end[:-_SAID_BYTES]
+        self._count += len(data)
+        if self._count > MOST_BYTES:
+            raise ErrorsTooLong(self._program, self._start)
+
+    def note_progress(self) -> None:
+        """Count anew: a program that reads or answers may have a warning for each of many files."""
+        self._count = 0
 
 
 def pumped(
@@ -304,13 +337,18 @@ def pumped(
     chunks: Iterator[bytes],
     *,
     hold: bool = False,
-    said: bytearray | None = None,
+    errors: _Errors | None = None,
 ) -> Iterator[bytes]:
     """Feed `chunks` to the running `program` and yield its output until that ends.
 
-    `hold` leaves its standard input open behind the last chunk. `said` receives the end of its standard
-    error, if that is a pipe.
+    `hold` leaves its standard input open behind the last chunk. `errors` receives its standard error, if that
+    is a pipe.
+
+    Raises
+    ------
+    ErrorsTooLong : as `_Errors.add`.
     """
+    errors = errors or _Errors(str(program.args))
     assert program.stdin is not None  # noqa: S101 - for the type checker: both are pipes
     assert program.stdout is not None  # noqa: S101
     sink, source = program.stdin, program.stdout
@@ -337,7 +375,9 @@ def pumped(
             except BrokenPipeError:
                 waiting, fed = memoryview(b""), True
                 sink.close()
-        if program.stderr in readable and not _heard(program, said):
+        if writable or source in readable:
+            errors.note_progress()
+        if program.stderr in readable and not _heard(program, errors):
             sources = [source]
         if source in readable:
             data = os.read(source.fileno(), PIPE_BYTES)
@@ -347,24 +387,22 @@ def pumped(
             yield data
 
 
-def _heard(program: subprocess.Popen[bytes], said: bytearray | None) -> bool:
-    """Add what `program` has printed to its standard error to `said`; False at the end of that."""
+def _heard(program: subprocess.Popen[bytes], errors: _Errors) -> bool:
+    """Add what `program` has printed to its standard error to `errors`; False at the end of that."""
     assert program.stderr is not None  # noqa: S101 - for the type checker: stderr=PIPE
     data = os.read(program.stderr.fileno(), PIPE_BYTES)
-    if said is not None:
-        said += data
-        del said[:-_SAID_BYTES]
+    errors.add(data)
     return bool(data)
 
 
-def _ended(program: subprocess.Popen[bytes], said: bytearray) -> None:
+def _ended(program: subprocess.Popen[bytes], errors: _Errors) -> None:
     """Wait for the end of `program`, whose output has ended, and hear what it prints until then.
 
     What it leaves behind, such as a shared connection of ssh, may hold its standard error open.
     """
-    errors = [program.stderr] if program.stderr else []
+    streams = [program.stderr] if program.stderr else []
     while program.poll() is None:
-        if select.select(errors, [], [], _POLL_S)[0] and not _heard(program, said):
+        if select.select(streams, [], [], _POLL_S)[0] and not _heard(program, errors):
             program.wait()
-    if select.select(errors, [], [], 0)[0]:
-        _heard(program, said)
+    if select.select(streams, [], [], 0)[0]:
+        _heard(program, errors)

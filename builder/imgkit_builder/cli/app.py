@@ -39,9 +39,7 @@ VERB_GROUPS: dict[str, dict[str, str]] = {
         "cancel": "jobs",
         "fetch": "run",
         "runs": "runs",
-        "compare": "runs",
         "remote": "remote",
-        "bundle": "bundle",
     },
     "Checks": {
         "check": "recipes",
@@ -49,10 +47,7 @@ VERB_GROUPS: dict[str, dict[str, str]] = {
         "doctor": "doctor",
         "verify": "archives",
         "render": "recipes",
-        "diff": "diff",
         "sbom": "sbom",
-        "sign": "sign",
-        "rebuild": "rebuild",
     },
 }
 """Group of ``--help`` to its verbs, the commonest first, with the module of ``cli`` for ``verb_NAME``."""
@@ -61,24 +56,6 @@ VERBS = {verb: module for group in VERB_GROUPS.values() for verb, module in grou
 """Verb to module."""
 
 INTERRUPTED = 130
-
-BUNDLE_VERBS = (
-    "show",
-    "build",
-    "test",
-    "sif",
-    "apply",
-    "verify",
-    "sbom",
-    "diff",
-    "sign",
-    "submit",
-    "status",
-    "logs",
-    "cancel",
-    "doctor",
-)
-"""Verbs of the single-file executable: those that need pure Python only."""
 
 
 class GroupedVerbs(TyperGroup):
@@ -142,7 +119,7 @@ def _root(
     """
 
 
-def main(verbs: Sequence[str] = tuple(VERBS)) -> None:
+def main() -> None:
     """Run the command line; an error prints one message and exits with the code of its kind.
 
     The message goes to stderr. With ``--json`` one JSON object goes to stdout, also for a wrong command line,
@@ -152,7 +129,7 @@ def main(verbs: Sequence[str] = tuple(VERBS)) -> None:
     # Words behind "--" belong to the user's program.
     as_json = "--json" in (words[: words.index("--")] if "--" in words else words)
     try:
-        code = build_app(_needed(words, verbs))(standalone_mode=False)
+        code = build_app(_needed(words))(standalone_mode=False)
     except ImgkitError as error:
         _end(error, as_json=as_json)
     except OSError as error:
@@ -174,14 +151,9 @@ def main(verbs: Sequence[str] = tuple(VERBS)) -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def main_bundled() -> None:
-    """Run the command line of the single-file executable."""
-    main(BUNDLE_VERBS)
-
-
-def _needed(words: Sequence[str], verbs: Sequence[str]) -> Sequence[str]:
+def _needed(words: Sequence[str]) -> Sequence[str]:
     """The verb that begins the command line, whose module alone is loaded; all where none does."""
-    return words[:1] if words[:1] and words[0] in verbs else verbs
+    return words[:1] if words and words[0] in VERBS else tuple(VERBS)
 
 
 _WRONG_COMMAND_LINE: type[Exception] = typer.BadParameter.__mro__[1]

@@ -180,9 +180,6 @@ def _result(saved: Saved, described: Sidecar) -> tuple[list[str], dict[str, Any]
     lines.append(f"on {where}:")
     steps = [commands[step] for step in ("allocate", "module", "verify", "convert")]
     lines += [f"            {command}" for command in steps if command]
-    lines.append(
-        "            (if the cluster has no imgkit: also copy the executable that imgkit bundle writes)"
-    )
     return lines, data
 
 
@@ -217,11 +214,6 @@ def verb_verify(
     file: Path = typer.Argument(
         metavar="FILE", help="An archive (.tar, .tar.gz, .tar.zst), .sif, .sqsh or delta."
     ),
-    keyring: Path | None = typer.Option(
-        None,
-        metavar="FILE",
-        help="Fail unless a key in FILE signed it: OpenPGP keys (gpg --export), or a public key in PEM.",
-    ),
     unpack_limit: float | None = UNPACK_LIMIT,
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
@@ -236,14 +228,13 @@ def verb_verify(
     Examples:
       imgkit verify mn5.tar
       imgkit verify mn5.sif --json
-      imgkit verify mn5.sif --keyring trusted.asc
     """
     from imgkit_builder.base import checks
     from imgkit_builder.examine import verify
 
     with reporter(as_json=as_json, verbose=verbose) as report:
         limit = gigabytes(unpack_limit)
-        results = verify.verify(file, report=report, unpack_limit_bytes=limit, keyring=keyring)
+        results = verify.verify(file, report=report, unpack_limit_bytes=limit)
     show(checks.to_dict(results, file=str(file)), *checks.table(results), as_json=as_json)
     if not checks.passed(results):
         raise typer.Exit(EXIT_NO)

@@ -177,14 +177,6 @@ def _request(kind: type[_BuildKind], options: BuildOptions) -> _BuildKind:
 
 
 def _image(recipe: str, options: BuildOptions, report: Reporter) -> Answer:
-    from imgkit_builder.recipe import targets
-
-    if targets.is_bundled():
-        raise UsageError(
-            "the single-file imgkit does not build with Docker",
-            where="--with docker",
-            hint=f"build --with apptainer, or where imgkit is installed: imgkit build {recipe}",
-        )
     request = _request(build.BuildRequest, options)
     if options.dry_run:
         return _image_plan(build.plan(recipe, request, report=report))

@@ -124,9 +124,9 @@ def problem_data(problem: Problem) -> dict[str, Any]:
 
 def complete_names(incomplete: str) -> list[str]:
     """Names of recipes, and files and folders, that begin with `incomplete`; the shell's completion asks."""
-    from imgkit_builder.recipe import targets
+    from imgkit_recipes import recipe_names
 
-    names = [name for name in targets.names() if name.startswith(incomplete)]
+    names = [name for name in recipe_names() if name.startswith(incomplete)]
     suffixes = (*RECIPE_SUFFIXES, *ARCHIVE_SUFFIXES, ".sif", ".imgdelta")
     folder, _, start = incomplete.rpartition("/")
     place = Path(f"{folder}/") if "/" in incomplete else Path()

@@ -23,8 +23,7 @@ from imgkit_builder.cli.common import (
     terminable,
 )
 from imgkit_builder.cli.progress import reporter
-from imgkit_builder.cli.sign import REQUIRE_SIGNATURE, require_signatures
-from imgkit_builder.workflow.convert import engine_image, helper
+from imgkit_builder.workflow.convert import engine_image
 from imgkit_builder.workflow.names import module_line, stem, system_of
 from imgkit_entrypoints.errors import UsageError
 
@@ -82,14 +81,13 @@ def verb_delta(
     target = output or Path(f"{stem(image).removesuffix('.sif')}.imgdelta")
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
         if is_sif(newer):
-            made = between(newer, base, target, Options(tmpdir=tmpdir, helper=helper()), report)
+            made = between(newer, base, target, Options(tmpdir=tmpdir), report)
         else:
             with engine_image(image) as found:
                 options = Options(
                     runtime=runtime,
                     module_hint=module_line(system_of(image)),
                     tmpdir=tmpdir,
-                    helper=helper(found),
                 )
                 made = make(found, base, target, options, report)
     lines, data = _made(made, target, next_line(base, "dist-env", overlay=f"{target}:ro"))
@@ -110,7 +108,6 @@ def verb_apply(
     flatten: bool = typer.Option(
         False, "--flatten", help="Merge a .sif and its deltas into one root file system; takes no BASE.sif."
     ),
-    require_signature: Path | None = REQUIRE_SIGNATURE,
     tmpdir: Path | None = TMPDIR,
     runtime: str | None = RUNTIME,
     as_json: bool = JSON,
@@ -125,15 +122,13 @@ def verb_apply(
     \b
     Examples:
       imgkit apply mn5.imgdelta mn5.sif -o mn5-2.sif
-      imgkit apply mn5.imgdelta mn5.sif -o mn5-2.sif --require-signature trusted.asc
       imgkit apply --flatten mn5-2.sif -o mn5-flat.sif
     """
     from imgkit_builder.sif.conversion import Options
 
     _check_files(file, base, flatten=flatten)
-    require_signatures(require_signature, *(one for one in (file, base) if one))
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
-        options = Options(runtime=runtime, tmpdir=tmpdir, helper=helper())
+        options = Options(runtime=runtime, tmpdir=tmpdir)
         if base is None:
             lines, data = _flattened(file, output, options, report)
         else:

@@ -9,7 +9,6 @@ import shlex
 import sys
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
@@ -18,15 +17,12 @@ from imgkit_builder.cli.common import columns, complete_names, show, terminable
 from imgkit_builder.cli.job_flags import COMMAND, JobCommand, read_code
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.project import (
-    CONFIRM,
-    confirm_values,
+    TRUST_FOLDER,
     project_here,
     values_data,
     values_table,
 )
 from imgkit_builder.cli.remote import asked, connected, follow, runner
-from imgkit_builder.cli.sign import REQUIRE_SIGNATURE, require_signatures
-from imgkit_builder.workflow.convert import helper
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
@@ -45,7 +41,7 @@ RECIPE: str = typer.Argument(
     "",
     metavar="[RECIPE|X.sif|X.sqsh]",
     autocompletion=complete_names,
-    help="A shipped recipe, a recipe's file or its JSON, or a .sif or .sqsh to run on its system (default: "
+    help="A shipped recipe, a recipe's file, or a .sif or .sqsh to run on its system (default: "
     "the recipe in imgkit.toml, whose other values then apply, too).",
 )
 
@@ -54,14 +50,13 @@ def verb_submit(
     flags: typer.Context,
     recipe: str = RECIPE,
     command: list[str] = typer.Argument(None, metavar="-- COMMAND...", help="dist-... and its arguments."),
-    require_signature: Path | None = REQUIRE_SIGNATURE,
     dry_run: bool = typer.Option(
         False, "--dry-run", help="Print exactly what would be submitted, then exit."
     ),
     verbose: bool = typer.Option(
         False, "--verbose", "-v", help="With --dry-run: also show every resolved value and its source."
     ),
-    confirm: str = CONFIRM,
+    trust_folder: bool = TRUST_FOLDER,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Submit a job that runs COMMAND on N nodes, and print its id.
@@ -76,7 +71,7 @@ def verb_submit(
       imgkit submit mn5 -A bsc98 --qos acc_debug --time 10m --dry-run -- dist-bench
       imgkit submit mn5 -A bsc98 --qos acc_debug --time 1h --interactive
       imgkit submit mn5 -A bsc98 --qos gp_debug --time 1h --sif mn5.tar
-      imgkit submit mine.sif --time 1h --require-signature trusted.asc -- dist-bench
+      imgkit submit mine.sif --time 1h -- dist-bench
       imgkit submit rcp --nodes 4 --image registry.example.org/me/rcp:1 -- dist-train --steps 1000
       imgkit submit olivia-eap --nodes 2 --time 30m --pbs-start pbsdsh -- dist-hello
       imgkit submit lambda --hosts 10.0.0.1,10.0.0.2 -- dist-hello
@@ -84,16 +79,15 @@ def verb_submit(
       imgkit submit cpu --nproc 2 -- dist-train --steps 100
     """
     from imgkit_builder.base import process
-    from imgkit_builder.job import bound, submit
-    from imgkit_builder.job.request import BuildJobRequest, Job, Request
-    from imgkit_builder.recipe import targets
+    from imgkit_builder.job import submit
+    from imgkit_builder.job.request import Job, Request
     from imgkit_builder.sif.conversion import Options
 
     if verbose and not dry_run:
         raise UsageError(
             "--verbose needs --dry-run", where="--verbose", hint="imgkit submit --dry-run -v ..."
         )
-    given = _given(recipe, flags, command)
+    given = _given(recipe, flags, command, trusted=trust_folder)
     request = given.request
     code = read_code(request, as_json=as_json) if isinstance(request, Request) else None
     prepared = submit.prepare(given.recipe, request, code)
@@ -102,25 +96,15 @@ def verb_submit(
         job = dataclasses.replace(job, warnings=(*job.warnings, f"{job.image}: {foreign.what}"))
     for warning in job.warnings:
         terminal.err(f"imgkit: {warning}")
-    looks = isinstance(job, Job) and bound.is_foreign(job)  # then programs run also for --dry-run
-    if not dry_run or looks:
-        recipes = [job.recipe]
-        if isinstance(job.request, BuildJobRequest):
-            recipes.append(targets.find(job.request.build))
-        confirm_values(given.project, recipes, confirm, stated=given.project is not None)
     if dry_run:
-        if require_signature is not None and looks:
-            require_signatures(require_signature, *submit.signed_files(job))
         prepared = submit.look_into(dataclasses.replace(prepared, job=job))
         _show(prepared.job, prepared.script, given, values=verbose, as_json=as_json)
         return
     submit.before_submission(job)
-    if require_signature is not None:
-        require_signatures(require_signature, *submit.signed_files(job))
     prepared = submit.look_into(prepared)
     job, script = prepared.job, prepared.script
     with terminable(), reporter(as_json=as_json) as report:
-        submit.write_files(prepared, Options(helper=helper()) if code is not None else None, report)
+        submit.write_files(prepared, Options() if code is not None else None, report)
     if script.remote:
         raise typer.Exit(_fanned_out(script))
     if script.foreground:
@@ -147,8 +131,7 @@ def verb_submit(
     if isinstance(job, Job) and job.request.interactive:
         # The comments above the command explain how to get in.
         terminal.err(*(text for text in script.text.splitlines() if text.startswith("#")))
-    own = shlex.join(process.own_argv())
-    follow = "; ".join(f"{own} {verb} {record.id}" for verb in ("status", "logs", "cancel"))
+    follow = "; ".join(f"imgkit {verb} {record.id}" for verb in ("status", "logs", "cancel"))
     terminal.err(f"imgkit: {follow}")
 
 
@@ -175,7 +158,6 @@ def verb_status(
     job_id: str = typer.Argument(
         "", metavar="[ID]", help="Job id (default: your jobs, here and on remotes)."
     ),
-    queues: bool = typer.Option(False, "--queues", help="Show the queues of the scheduler here."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
 ) -> None:
     """Show a job, or all of your jobs that wait or run, here and on all remotes.
@@ -189,13 +171,10 @@ def verb_status(
       imgkit status
       imgkit status 4711
       imgkit status 4711_3@mn5
-      imgkit status --queues
     """
     from imgkit_builder.job import submit, systems
     from imgkit_builder.project import history
 
-    if queues:
-        _queues(job_id, as_json=as_json)
     if not job_id:
         _own_jobs(as_json=as_json)
         return
@@ -207,21 +186,6 @@ def verb_status(
         return
     words = systems.named(record.system).status(record)
     _thin(words, as_json=as_json, remote=record.remote, code=record.code, slow=lambda: _slow(record))
-
-
-def _queues(job_id: str, *, as_json: bool) -> NoReturn:
-    import shutil
-
-    from imgkit_builder.job import systems
-    from imgkit_entrypoints.errors import ToolMissing
-
-    if job_id:
-        raise UsageError("--queues shows no job", where="--queues", hint=f"imgkit status {job_id}")
-    known = [words for system in systems.installed().systems.values() for words in system.queues()]
-    for words in known:
-        if shutil.which(words[0]):
-            _thin(words, as_json=as_json)
-    raise ToolMissing(f"none of {', '.join(words[0] for words in known)} is on PATH", hint="imgkit status ID")
 
 
 def _own_jobs(*, as_json: bool) -> None:
@@ -383,13 +347,13 @@ class _GivenJob:
         return origins.under(self.flags, self.project)
 
 
-def _given(recipe: str, flags: typer.Context, command: list[str] | None) -> _GivenJob:
+def _given(recipe: str, flags: typer.Context, command: list[str] | None, *, trusted: bool) -> _GivenJob:
     from imgkit_builder.job.request import request_of
 
     run, image_flags = flags.obj
     argv = (*(command or ()), *flags.meta[COMMAND])
     request = request_of(dataclasses.replace(run, command=argv), image_flags)
-    project = None if recipe else project_here()
+    project = None if recipe else project_here(recipe="", trusted=trusted)
     if not recipe and not (project and project.recipe):
         raise UsageError(
             "no recipe given, and none set by an imgkit.toml here",
@@ -418,7 +382,7 @@ def _described(job: Job | ImageJob, script: Script) -> dict[str, Any]:
     run: dict[str, Any] = {}
     if isinstance(job, Job):
         run = {
-            "nodes": [job.size.least, job.nodes],
+            "nodes": job.size.training,
             "spares": job.size.spares,
             "gpus": job.gpus,
             "cpus": job.cpus,

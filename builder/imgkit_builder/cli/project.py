@@ -2,93 +2,55 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import RESULT_JSON, columns, confirmed, show
+from imgkit_builder.cli.common import RESULT_JSON, columns, show
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.project.confirm import ForeignValues
     from imgkit_builder.project.origins import ValueSource
     from imgkit_builder.project.toml_file import ProjectFile
-    from imgkit_builder.recipe.targets import Target
 
 SCHEMA = 1
 
-CONFIRM: str = typer.Option(
-    "",
-    "--confirm",
-    metavar="DIGEST",
-    help="Accept the values of a new imgkit.toml or of a site's system, and what they run and mount.",
+TRUST_FOLDER: bool = typer.Option(
+    False,
+    "--trust-folder",
+    help="Use the imgkit.toml here and what it names even if other users can change them.",
 )
 
 
-def project_here() -> ProjectFile | None:
-    """The imgkit.toml of this folder or above it, which is named on stderr; None if there is none."""
-    from imgkit_builder.recipe import targets
-
-    if targets.is_bundled():
-        return None  # a file of a laptop's folder: the single-file tool runs on clusters
-    from imgkit_builder.project import toml_file
-    from imgkit_builder.recipe.problems import shown
-
-    found = toml_file.find(Path.cwd())
-    if found:
-        terminal.err(f"imgkit: values from {shown(found.file)}")
-    return found
-
-
-def confirm_values(
-    project: ProjectFile | None, recipes: Sequence[Target], given: str, *, stated: bool
-) -> None:
-    """Let a person look at another person's values before the first run with them.
+def project_here(*, recipe: str, trusted: bool) -> ProjectFile | None:
+    """Return the imgkit.toml of this folder or above it, and print its path on stderr; None if there is none.
 
     Parameters
     ----------
-    recipes, stated : as of `confirm.of_job`.
+    recipe : the one that the user named, if any; the file's own is then not used.
+    trusted : do not check who can change the file and what it names.
 
     Raises
     ------
-    UsageError : nobody has confirmed them, and there is nobody to ask, or the answer is no.
+    UsageError : it has problems, or users other than this one can change it or what it names.
     """
-    from imgkit_builder.recipe import targets
+    from imgkit_builder.project import ownership, toml_file
+    from imgkit_builder.recipe.problems import shown
 
-    if targets.is_bundled():
-        return
-    from imgkit_builder.project import confirm
-
-    if site := confirm.of_site(recipes):
-        _confirm(site, given)
-    found = confirm.of_job(project, recipes, stated=stated)
-    if project is None or not confirm.is_authors(project, recipes):
-        _confirm(found, given)
-
-
-def _confirm(found: ForeignValues, given: str) -> None:
-    """Ask whether to use the values `found`, unless that has been answered, or `given` is their digest."""
-    if found.is_known:
-        return
-    # One line each, also in the hint.
-    lines = [f"  {name:8} {terminal.shown(text)}" for name, text in found.shown]
-    if given != found.digest:
-        head = f"{found.file} is new here. A run with it uses:"
-        may_ask = sys.stdin.isatty() and sys.stderr.isatty()
-        if not may_ask or not confirmed(head, *lines, "Continue, and remember this answer?"):
-            raise UsageError(
-                "these values are not confirmed on this machine",
-                where=str(found.file),
-                hint="\n".join(("they are:", *lines, f"if you trust them, pass --confirm {found.digest}")),
-            )
-    try:
-        found.remember()
-    except OSError as error:
-        terminal.err(f"imgkit: cannot save this confirmation ({error.filename}: {error.strerror})")
+    file = toml_file.locate(Path.cwd())
+    if file is None:
+        return None
+    if not trusted:
+        ownership.refuse_foreign(file)
+    project = toml_file.read(file)
+    if not trusted:
+        for path in ownership.named_paths(project, with_recipe=not recipe):
+            ownership.refuse_foreign(path)
+    terminal.err(f"imgkit: values from {shown(file)}")
+    return project
 
 
 def values_table(rows: Sequence[ValueSource]) -> Iterator[str]:
@@ -122,7 +84,7 @@ def verb_init(
     queue: str = typer.Option("", "--queue", "-q", help="Queue or partition."),
     qos: str = typer.Option("", help="Quality of service (Slurm)."),
     time: str = typer.Option("", metavar="HH:MM:SS", help="Time limit of a job (default: 30m)."),
-    nodes: str = typer.Option("", metavar="N|MIN:MAX|N+S", help="Number of nodes (default: 1)."),
+    nodes: str = typer.Option("", metavar="N|N+S", help="Number of nodes (default: 1)."),
     keep: bool = typer.Option(
         False,
         "--keep-existing",
@@ -141,7 +103,7 @@ def verb_init(
       imgkit init --recipe mn5 -A bsc98 --qos acc_debug mine
       imgkit init --keep-existing
     """
-    from imgkit_builder.project import confirm, new_folder, toml_file
+    from imgkit_builder.project import new_folder
     from imgkit_builder.recipe import targets
 
     remote, recipe = _chosen(on, recipe)
@@ -159,12 +121,6 @@ def verb_init(
     texts = new_folder.texts(wanted, parent)
     made = new_folder.write(folder, texts, keep=keep)
     added = new_folder.complete_gitignore(folder) if keep else ()
-    file = folder / toml_file.NAME
-    if file in made:
-        project = toml_file.read(file.absolute())
-        if Path(project.recipe) in (path.absolute() for path in made):
-            confirm.of_job(project, [targets.find(project.recipe)], stated=True).remember()
-            confirm.remember_author(project.file)
     lines = [
         *(f"wrote  {path}" for path in made),
         *([f"added  {' '.join(added)} to {folder / new_folder.GITIGNORE}"] if added else []),

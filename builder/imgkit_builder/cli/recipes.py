@@ -46,7 +46,7 @@ def verb_list(
         False, "--bases", help="List what is known of NVIDIA's PyTorch images instead, for image.base."
     ),
     of_systems: bool = typer.Option(
-        False, "--systems", help="List the systems that recipes can name, and who has proved each of them."
+        False, "--systems", help="List known clusters and how each has been tested."
     ),
     as_json: bool = RESULT_JSON,
 ) -> None:
@@ -115,7 +115,7 @@ def _list_bases(*, as_json: bool) -> None:
 
 
 def _list_systems(*, as_json: bool) -> None:
-    """Print each system with the strongest proof of its values, or with all of them as JSON."""
+    """Print each system with the strongest test of its values, or with all of them as JSON."""
     from imgkit_builder.recipe import system_files
     from imgkit_builder.recipe.load import load_system
 
@@ -127,11 +127,7 @@ def _list_systems(*, as_json: bool) -> None:
                 "title": one.facts.title,
                 "scheduler": one.facts.scheduler,
                 "runtime": one.facts.runtime.kind,
-                "proof": {
-                    "run": one.proof.run,
-                    "rendered": one.proof.rendered,
-                    "documented": one.proof.documented,
-                },
+                "proof": dataclasses.asdict(one.proof),
                 "site": system_files.is_site(one.file),
                 "file": str(one.file),
             }
@@ -143,7 +139,7 @@ def _list_systems(*, as_json: bool) -> None:
         (
             one.name,
             one.facts.scheduler,
-            one.proof.short,
+            one.proof.strongest,
             one.facts.title + (f" ({one.file})" if system_files.is_site(one.file) else ""),
         )
         for one in systems
@@ -156,7 +152,7 @@ def verb_show(
         ...,
         metavar="RECIPE|IMAGE|FILE",
         autocompletion=complete_names,
-        help="A recipe or its JSON, an image, or a .sif or delta file.",
+        help="A recipe, an image, or a .sif or delta file.",
     ),
     as_json: bool = RESULT_JSON,
 ) -> None:
@@ -186,11 +182,7 @@ def verb_show(
         return
     from imgkit_builder.recipe import targets
 
-    text = targets.as_json(recipe)
-    if text is None:
-        text = targets.described_json(load_recipe(recipe))
-    else:
-        targets.from_json(text, Path(recipe))
+    text = targets.described_json(load_recipe(recipe))
     if as_json:
         terminal.document(text.rstrip() + "\n")
     else:

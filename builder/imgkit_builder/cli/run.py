@@ -11,7 +11,7 @@ import typer
 from imgkit_builder.cli.common import BASE_HELP, JSON, complete_names, show, terminable
 from imgkit_builder.cli.job_flags import COMMAND, RemoteJobCommand, read_code
 from imgkit_builder.cli.progress import reporter
-from imgkit_builder.cli.project import CONFIRM, confirm_values, project_here, values_data, values_table
+from imgkit_builder.cli.project import TRUST_FOLDER, project_here, values_data, values_table
 from imgkit_builder.cli.remote import connected, follow, may_ask
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from imgkit_builder.project.toml_file import ProjectFile
 
 SCHEMA = 1
-_WATCH_S = 30
 _UNKNOWN_HERE = ("image", "directory")
 """Values that are known only after a look at the remote."""
 
@@ -54,7 +53,7 @@ def verb_run(
     dry_run: bool = typer.Option(
         False, "--dry-run", help="Show every resolved value and its source, then exit."
     ),
-    confirm: str = CONFIRM,
+    trust_folder: bool = TRUST_FOLDER,
     as_json: bool = typer.Option(
         False, "--json", help="Print one JSON object and do not follow; progress as JSON lines on stderr."
     ),
@@ -85,7 +84,7 @@ def verb_run(
     from imgkit_builder.remote import config, connection
     from imgkit_builder.workflow import remote_run
 
-    project = project_here()
+    project = project_here(recipe=recipe, trusted=trust_folder)
     given = dataclasses.replace(flags.obj, command=flags.meta[COMMAND])
     remote = config.find(on or _stated_remote(project))
     plan = remote_run.plan(recipe, given, project, remote.recipe)
@@ -99,8 +98,6 @@ def verb_run(
         rows = [*first, *(one for one in values if one.name not in {*_UNKNOWN_HERE} - known)]
         show({"schema": SCHEMA, "values": values_data(rows)}, *values_table(rows), as_json=as_json)
         return
-    stated = not recipe and bool(project and project.recipe)
-    confirm_values(project, [plan.target], confirm, stated=stated)
     remote_run.check(plan)
     code = read_code(plan.request, as_json=as_json)
     if code is not None:
@@ -179,7 +176,6 @@ def verb_fetch(
     checkpoints: bool = typer.Option(
         False, "--checkpoints", help="Also fetch the checkpoints of a training."
     ),
-    watch: bool = typer.Option(False, "--watch", help="Repeat every 30 s until interrupted."),
     as_json: bool = JSON,
 ) -> None:
     """Copy a remote job's run folder here: curves, metrics and output.
@@ -189,10 +185,7 @@ def verb_fetch(
     \b
     Examples:
       imgkit fetch 4711@mn5
-      imgkit fetch 4711@mn5 --watch
     """
-    import time
-
     from imgkit_builder.job import submit
     from imgkit_builder.remote import fetch
 
@@ -203,19 +196,15 @@ def verb_fetch(
     far = connected(record.remote)
     far.login()
     record = dataclasses.replace(record, fetched=str(folder.absolute()))
-    while True:
-        with reporter(as_json=as_json) as report:
-            done = fetch.fetch(far, record, folder, checkpoints=checkpoints, report=report)
-        submit.keep(record)  # imgkit runs and compare find the folder
-        text = f"{folder}  {len(done.new)} of {done.files} files were new, {done.bytes / 1e6:.1f} MB"
-        data = {
-            "schema": SCHEMA,
-            "folder": str(folder),
-            "files": done.files,
-            "new": [str(path) for path in done.new],
-            "bytes": done.bytes,
-        }
-        show(data, text, as_json=as_json)
-        if not watch:
-            return
-        time.sleep(_WATCH_S)
+    with reporter(as_json=as_json) as report:
+        done = fetch.fetch(far, record, folder, checkpoints=checkpoints, report=report)
+    submit.keep(record)  # imgkit runs finds the folder
+    text = f"{folder}  {len(done.new)} of {done.files} files were new, {done.bytes / 1e6:.1f} MB"
+    data = {
+        "schema": SCHEMA,
+        "folder": str(folder),
+        "files": done.files,
+        "new": [str(path) for path in done.new],
+        "bytes": done.bytes,
+    }
+    show(data, text, as_json=as_json)

@@ -26,7 +26,7 @@ from imgkit_builder.cli.common import (
     terminable,
 )
 from imgkit_builder.cli.progress import reporter
-from imgkit_builder.workflow.convert import MOST_ENTRIES, ConversionRequest, convert, plan_conversion
+from imgkit_builder.workflow.convert import ConversionRequest, convert, plan_conversion
 from imgkit_entrypoints.errors import ImgkitError
 
 if TYPE_CHECKING:
@@ -107,9 +107,6 @@ def verb_sif(
         "$APPTAINER_TMPDIR, $SINGULARITY_TMPDIR, $TMPDIR, else next to the .sif).",
     ),
     unpack_limit: float | None = UNPACK_LIMIT,
-    max_entries: int = typer.Option(
-        MOST_ENTRIES, min=1, metavar="N", help="Maximum number of entries per layer."
-    ),
     force: bool = typer.Option(
         False, "--force", help="Convert even if the file is up to date; overwrite a file of another format."
     ),
@@ -140,7 +137,6 @@ def verb_sif(
         compression=compression.value,
         tmpdir=tmpdir,
         unpack_limit_bytes=gigabytes(unpack_limit),
-        max_entries=max_entries,
         writer=writer.value,
         force=force,
         runtime=runtime,

@@ -113,7 +113,7 @@ def _note_signatures(stack: Stack, report: Reporter) -> None:
         what = "its signature" if count == 1 else f"its {count} signatures"
         report.note(
             f"{stack.sif.path.name} is signed, but the new .sif does not keep {what}. "
-            "Sign it again: imgkit sign NEW.sif"
+            "Sign it again: apptainer sign NEW.sif"
         )
 
 

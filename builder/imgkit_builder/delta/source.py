@@ -22,7 +22,7 @@ from imgkit_builder.inventory import spdx
 from imgkit_builder.inventory.collector import DOCUMENT, InventoryCollector
 from imgkit_builder.inventory.packages import Inventory
 from imgkit_builder.oci.config import ImageConfig, epoch
-from imgkit_builder.sif import coverage, entries, image, locked, sqsh
+from imgkit_builder.sif import coverage, entries, image, sqsh
 from imgkit_builder.sif.conversion import Archive, EngineImage, OciFolder
 from imgkit_builder.sif.entries import OwnFile
 from imgkit_builder.sif.image import SifImage, root_sha256
@@ -32,8 +32,6 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed
 
 OWN = frozenset({entries.META, ".exec", ".run", ".shell", ".test", "environment", "singularity", DOCUMENT})
 """Paths that a conversion or a runtime adds to every image; a delta does not get them from layers."""
-OWN_OF_SQSH = sqsh.OWN | {DOCUMENT}
-"""The same of a .sqsh."""
 NEVER = OWN | {"dev", "etc/hostname", "etc/hosts", "etc/resolv.conf", "etc/mtab", "proc", "sys"}
 """Paths that are never part of a difference; the engine or the runtime makes them and mounts over them."""
 
@@ -224,13 +222,9 @@ class OpenedImage:
     arch: str
     created_s: int
     """Seconds since 1970; a .sif that a runtime built says when that was."""
-    env: tuple[tuple[str, str], ...]
-    """Variables that the image sets, sorted."""
     layers: tuple[tuple[str, tree.Layer], ...]
     """Digest and files of each layer, the lowest first; empty for a .sif or .sqsh, which keeps none."""
     stack: tree.Stack
-    added: frozenset[str] = frozenset()
-    """Paths that the conversion to this format adds to an image."""
 
 
 @contextlib.contextmanager
@@ -268,9 +262,7 @@ def inventory(found: OpenedImage) -> Inventory:
     """The packages in an open image."""
     collector = InventoryCollector()
     for path, entry in tree.everything(found.stack):
-        if entry.kind == "symlink":
-            collector.add_link(path, entry.link)
-        elif entry.kind == "file" and collector.wants(path):
+        if entry.kind == "file" and collector.wants(path):
             small = entry.size_bytes <= collector.most_bytes(path)
             collector.add(path, b"".join(entry.layer.content(entry)) if small else None)
     return collector.inventory(arch=found.arch, created_s=found.created_s)
@@ -289,29 +281,23 @@ def _of_sif(path: Path) -> OpenedImage:
     sif = image.read(path)
     stack = mounted(sif)
     made = image.squashfs(sif)
-    script = tree.content(stack, entries.ENVIRONMENT) or b""
     return OpenedImage(
         name=str(path),
         arch=sif.arch,
         created_s=made.mkfs_time_s if made else 0,
-        env=tuple(sorted(entries.variables(script.decode("utf-8", "replace")).items())),
         layers=(),
         stack=stack,
-        added=OWN,
     )
 
 
 def _of_sqsh(path: Path) -> OpenedImage:
     arch, stack = in_file(path)
-    script = tree.content(stack, sqsh.ENVIRONMENT) or b""
     return OpenedImage(
         name=str(path),
         arch=arch,
         created_s=sqsh.structure(path).mkfs_time_s,
-        env=tuple(sorted(sqsh.variables(script.decode("utf-8", "replace")).items())),
         layers=(),
         stack=stack,
-        added=OWN_OF_SQSH,
     )
 
 
@@ -334,8 +320,7 @@ def _of_layers(name: str, config: ImageConfig, layers: Sequence[tree.Layer]) -> 
     return OpenedImage(
         name=name,
         arch=config.arch,
-        created_s=epoch(locked.settled(config).created),
-        env=tuple(sorted((key, value or "") for key, value in dict(config.env).items())),
+        created_s=epoch(config.created),
         layers=tuple(zip(config.diff_ids, layers, strict=True)),
         stack=tuple(reversed(layers)),
     )

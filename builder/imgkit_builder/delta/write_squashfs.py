@@ -34,7 +34,7 @@ def compression_of(base: SifImage, options: Options) -> Compression:
     """
     found = image.squashfs(base)
     wanted: CompressionChoice = "auto" if found and found.compressor == "zstd" else "gzip"
-    return conversion.choose_compression(None, wanted, lacks_zstd=squashers.choose(options.helper).lacks_zstd)
+    return conversion.choose_compression(None, wanted, lacks_zstd=squashers.choose().lacks_zstd)
 
 
 def make(

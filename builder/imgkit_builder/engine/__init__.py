@@ -1,7 +1,7 @@
 """The Docker engine: the only importer of docker, and only inside functions.
 
 Read in this order: ``address``, ``connection``, ``images``, ``base_image``, ``builders``, ``building``,
-``transfer``, ``image_source``, ``squash_helper``.
+``transfer``, ``image_source``.
 """
 
 from imgkit_builder.engine.base_image import choose_platform, probe, resolve_base
@@ -18,14 +18,12 @@ from imgkit_builder.engine.images import (
     image_facts,
     inspect,
 )
-from imgkit_builder.engine.squash_helper import EngineHelper, squash_helper
 from imgkit_builder.engine.transfer import add_tag, load, pull, push
 
 __all__ = [
     "Builder",
     "Built",
     "Engine",
-    "EngineHelper",
     "ImageFacts",
     "ImageInfo",
     "LocalImage",
@@ -50,5 +48,4 @@ __all__ = [
     "run",
     "save_stream",
     "shell_argv",
-    "squash_helper",
 ]

@@ -87,9 +87,9 @@ def build(
     created = _created(engine, context, tag=tag, fresh=no_cache)
     values = manifests.labels(
         context.manifest,
-        context_sha256=context.label_sha256,
+        context_sha256=context.sha256,
         created=created,
-        locked=context.source_date_epoch is not None,
+        locked=context.is_locked,
     )
     dockerfile = context.dockerfile.rstrip("\n") + "\n" + _label_instruction(values)
     files.put(folder / "Dockerfile", hide(dockerfile))
@@ -339,16 +339,15 @@ def _chunks(stream: BinaryIO) -> Iterator[bytes]:
 def _created(engine: Engine, context: BuildContext, *, tag: str, fresh: bool) -> str:
     """Time of creation in RFC 3339.
 
-    That of the lock where `context` follows one, then ``SOURCE_DATE_EPOCH`` where set; else, unless
-    `fresh`, the time of the image `tag` if that was built from the same context. The label then stays, so
-    that a rebuild is fully cached and gives the same image id.
+    ``SOURCE_DATE_EPOCH`` where set; else, unless `fresh`, the time of the image `tag` if that was built from
+    the same context. The label then stays, so that a rebuild is fully cached and gives the same image id.
     """
-    if context.source_date_epoch is None and not os.environ.get("SOURCE_DATE_EPOCH", "").isdigit():
+    if not os.environ.get("SOURCE_DATE_EPOCH", "").isdigit():
         old = None if fresh else find(engine, tag)
         # The context contains the manifest, hence the base's id: an equal context means an equal base.
-        if old and old.labels.get(CONTEXT_LABEL) == context.label_sha256 and old.labels.get(CREATED_LABEL):
+        if old and old.labels.get(CONTEXT_LABEL) == context.sha256 and old.labels.get(CREATED_LABEL):
             return old.labels[CREATED_LABEL]
-    return time_of_build(context.source_date_epoch)
+    return time_of_build()
 
 
 def _label_instruction(values: Mapping[str, str]) -> str:

@@ -1,6 +1,6 @@
 """Connections to the Docker engine by its SDK, and the few questions that are asked over plain HTTP.
 
-The single-file executable has no SDK, and loading the SDK takes long.
+Loading the SDK takes long.
 """
 
 from __future__ import annotations

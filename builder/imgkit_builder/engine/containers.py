@@ -54,20 +54,18 @@ def created(
     purpose: str,
     platform: str,
     shown: Mapping[str, str] | None = None,
-    network: bool = False,
     user: str | None = None,
-    fed: bool = False,
     confined: bool = False,
 ) -> Iterator[str]:
     """Yield the name of a container of `image` that would run `argv`; it is not started but always removed.
+
+    It has no network.
 
     Parameters
     ----------
     image : the engine's name for it, `ImageInfo.ref`.
     shown : folders of the engine's machine, and where the container has them, read-only.
-    network : whether it has the engine's usual network; by default it has none.
     user : who runs in it, instead of the image's user.
-    fed : whether it has a standard input, which ends with the first connection to it.
     confined : it can read files of all owners and do nothing else; its output is in no log, so attach first.
 
     Notes
@@ -88,13 +86,12 @@ def created(
                     name=name,
                     labels={"imgkit.purpose": purpose},
                     user=user,
-                    stdin_open=fed,
                     # The engine makes a missing one, which would show.
                     working_dir="/" if confined else None,
                     # An image of several platforms is possible only there.
                     platform=platform if engine.names_manifests else None,
                     host_config=engine.api.create_host_config(
-                        network_mode=None if network else "none",
+                        network_mode="none",
                         # The engine's default log driver may be one that cannot be read back.
                         log_config=docker.types.LogConfig(type="none" if confined else "json-file"),
                         mounts=[

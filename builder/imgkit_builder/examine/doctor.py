@@ -8,7 +8,6 @@ choose.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import platform
 import shutil
@@ -78,7 +77,7 @@ def examine(
     """
     machine = machine or Machine()
     (engine, *more), tool = checks(), _runtime(target)
-    way = _way(tool, engine)
+    way = _way(tool)
     definitions = (_definitions(machine),) if tool.verdict in ("ok", "warn") else ()
     others = (
         # Without a runtime this machine cannot run a .sif, but imgkit may still write one.
@@ -88,7 +87,7 @@ def examine(
         *definitions,
         way,
         _zstd(),
-        *_disks(machine, purpose, engine),
+        *_disks(machine, purpose),
         *_amd_gpus(machine),
         *_user_packages(),
     )
@@ -202,18 +201,14 @@ def _fuse(machine: Machine) -> Check:
     )
 
 
-def _way(tool: Check, engine: Check) -> Check:
-    """How `imgkit sif` would write a file: itself, by an engine, or by the runtime."""
-    name, hint = "imgkit sif", "apt-get install squashfs-tools (4.5 or newer)"
+def _way(tool: Check) -> Check:
+    """Report how `imgkit sif` would write a file: itself, or by the runtime."""
+    name, hint = "imgkit sif", squashers.INSTALL
     try:
         squasher = squashers.choose()
     except ToolMissing as error:
         path = mksquashfs.find()
         obstacle = f"{error.what}{f' (version {mksquashfs.version(path)})' if path else ''}"
-        if _can_squash(engine):
-            product = engine.found.partition(",")[0]
-            found = f"writes the file itself, with mksquashfs in a container of {product}: {obstacle}"
-            return Check(name=name, verdict="warn", found=found, hint=hint)
         if tool.verdict in ("fail", "skip"):
             found = f"cannot convert: {obstacle}, and there is no runtime"
             return Check(name=name, verdict=tool.verdict, found=found, hint=hint)
@@ -236,7 +231,7 @@ def _zstd() -> Check:
     return Check(name="zstd", verdict="warn", found="not on PATH", hint=hint)
 
 
-def _disks(machine: Machine, purpose: Purpose, engine: Check) -> Iterator[Check]:
+def _disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
     here, sif_bytes = Path.cwd(), 0 if purpose == "build" else _SIF_SPACE_BYTES
     try:
         scratch = tmp_base(here / "image.sif", None)
@@ -244,7 +239,7 @@ def _disks(machine: Machine, purpose: Purpose, engine: Check) -> Iterator[Check]
         yield Check(name="disk tmp", verdict="fail", found=error.what, hint=f"{error.where}: {error.hint}")
     else:
         shared = scratch.stat().st_dev == here.stat().st_dev
-        check = _space("disk tmp", scratch, _scratch_bytes(engine) + (sif_bytes if shared else 0))
+        check = _space("disk tmp", scratch, _scratch_bytes() + (sif_bytes if shared else 0))
         if _file_system(machine, scratch) in ("tmpfs", "ramfs"):
             hint = "unpacked files would use memory: imgkit sif --tmpdir FOLDER-ON-A-DISK"
             found = f"{check.found}, in memory (tmpfs)"
@@ -255,19 +250,12 @@ def _disks(machine: Machine, purpose: Purpose, engine: Check) -> Iterator[Check]
     yield _space("disk here", here, _BUILD_SPACE_BYTES if purpose == "build" else sif_bytes)
 
 
-def _can_squash(engine: Check) -> bool:
-    """Whether mksquashfs could run in a container of the engine; the single-file imgkit has no SDK for it."""
-    return engine.verdict != "fail" and importlib.util.find_spec("docker") is not None
-
-
-def _scratch_bytes(engine: Check) -> int:
+def _scratch_bytes() -> int:
     """Size of the temporary files that `imgkit sif` would write for an NVIDIA image."""
-    squasher = None
     try:
         squasher = squashers.choose()
     except ToolMissing:
-        if _can_squash(engine):
-            return 0
+        squasher = None
     return int(convert.temporary_share(squasher) * _NVIDIA_IMAGE_BYTES)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from imgkit_builder.archive import read, sidecar
@@ -17,8 +17,6 @@ from imgkit_builder.sif import coverage, sqsh
 from imgkit_builder.sif import image as sif
 from imgkit_builder.sif.coverage import Findings
 from imgkit_builder.sif.image import ImgkitRecord, SifImage
-from imgkit_builder.signing import signatures
-from imgkit_builder.signing.signatures import Signer
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolMissing, UsageError
 
@@ -26,21 +24,16 @@ _AGAIN = "copy it again (rsync -P resumes), or save it again"
 
 
 def verify(
-    path: Path,
-    *,
-    report: Reporter | None = None,
-    unpack_limit_bytes: int | None = None,
-    keyring: Path | None = None,
+    path: Path, *, report: Reporter | None = None, unpack_limit_bytes: int | None = None
 ) -> tuple[Check, ...]:
     """Check the archive, .sif, .sqsh or delta at `path`; reads it once, and extracts or changes nothing.
 
-    With a `keyring`, it fails unless a key in that file signed it.
     An archive that unpacks to more than `unpack_limit_bytes` fails (default: `compressed.Allowance`).
 
     Raises
     ------
     UsageError : the file is missing, or is neither an image archive, a .sif, a .sqsh nor a delta.
-    ToolMissing : a zstd archive needs the ``zstd`` program, a signature gpg or openssl.
+    ToolMissing : a zstd archive needs the ``zstd`` program.
     """
     report = report or Silent()
     try:
@@ -49,11 +42,11 @@ def verify(
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
     if sif.is_sif(path):
-        return tuple(_sif_checks(path, report, keyring))
+        return tuple(_sif_checks(path, report))
     if descriptor.is_delta(path):
-        return (*_delta_checks(path, report), _detached_signature(path, keyring))
+        return tuple(_delta_checks(path, report))
     if sqsh.is_sqsh(path):
-        return (*_sqsh_checks(path, report), _detached_signature(path, keyring))
+        return tuple(_sqsh_checks(path, report))
     compress = read.archive_compression(path)
     if compress is None:
         raise UsageError(
@@ -63,7 +56,7 @@ def verify(
         )
     report.stage(f"read {path.name}")
     held = read.digest_archive(path, compress=compress, report=report, unpack_limit_bytes=unpack_limit_bytes)
-    return (*_archive_checks(path, held), _detached_signature(path, keyring))
+    return _archive_checks(path, held)
 
 
 def _archive_checks(path: Path, held: Contents) -> tuple[Check, ...]:
@@ -171,7 +164,7 @@ def _platform(image: SelectedImage[HashedFile]) -> str:
     return f"{image.config.os}/{image.config.arch}"
 
 
-def _sif_checks(path: Path, report: Reporter, keyring: Path | None) -> Iterator[Check]:
+def _sif_checks(path: Path, report: Reporter) -> Iterator[Check]:
     if sidecar.sha256_path(path).exists():
         report.stage(f"read {path.name}")
         yield checksum(path, read.sha256(path, report=report), path.stat().st_size)
@@ -191,7 +184,6 @@ def _sif_checks(path: Path, report: Reporter, keyring: Path | None) -> Iterator[
     root = _content("root partition", image.record, root_sha256)
     yield root
     yield _coverage(coverage.check(path, root_sha256=root_sha256))
-    yield _signatures(image, keyring)
     yield from _deltas(image, report)
     if root.verdict == "fail":
         yield Check(name="manifest", verdict="skip", found="not checked: the root partition is damaged")
@@ -276,31 +268,6 @@ def _coverage(found: Findings) -> Check:
     return Check(
         name=name, verdict="ok", found=f"header, descriptors and {found.objects} objects as recorded"
     )
-
-
-def _signatures(image: SifImage, keyring: Path | None) -> Check:
-    name = "signature"
-    if keyring is not None:
-        return _trusted(lambda: signatures.signer_of_sif(image.path, keyring))
-    if not image.signatures:
-        return Check(name=name, verdict="skip", found="unsigned")
-    signers = ", ".join(one.signer or "a PEM key" for one in image.signatures)
-    return Check(name=name, verdict="skip", found=f"signed by {signers}; not checked: --keyring FILE")
-
-
-def _detached_signature(path: Path, keyring: Path | None) -> Check:
-    if keyring is not None:
-        return _trusted(lambda: signatures.signer_of_file(path, keyring))
-    place = signatures.signature_path(path)
-    found = f"{place.name} is there; not checked: --keyring FILE" if place.exists() else "unsigned"
-    return Check(name="signature", verdict="skip", found=found)
-
-
-def _trusted(ask: Callable[[], Signer]) -> Check:
-    try:
-        return Check(name="signature", verdict="ok", found=f"good, by {ask()}")
-    except CheckFailed as error:
-        return Check(name="signature", verdict="fail", found=error.what, hint=error.hint or "")
 
 
 def _baked_manifest(path: Path) -> Check:

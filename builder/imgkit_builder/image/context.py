@@ -16,7 +16,7 @@ import io
 import os
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -29,7 +29,7 @@ from imgkit_builder.image.members import Code, Packed, TarMember
 from imgkit_builder.image.wheel import entrypoints_wheel
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import BaseImage, Manifest
-from imgkit_builder.recipe import portable, requirements, sources, targets
+from imgkit_builder.recipe import requirements, sources, targets
 from imgkit_builder.recipe.model import LockedBase, LockedDeb, LockedWheel, Recipe
 from imgkit_builder.recipe.rules import inherited
 from imgkit_entrypoints import __version__, system
@@ -49,13 +49,11 @@ class BuildContext:
     members: tuple[TarMember, ...]
     sha256: str
     """Digest of the whole tar."""
-    label_sha256: str
-    """The digest in the image's label: `sha256`; where there is a lock, one without the recipe's place."""
     size_bytes: int
     code: Packed = field(default_factory=Packed)
     """The user's code among `members`."""
-    source_date_epoch: int | None = None
-    """The time of creation that the image states, in seconds since 1970; None: that of the build."""
+    is_locked: bool = False
+    """Whether a lock decides what the build installs."""
 
     def open(self, report: Reporter | None = None) -> BinaryIO:
         """Open the tar as a stream; read it to its end, then close it.
@@ -125,8 +123,7 @@ def pack(
         base=_as_locked(base, recipe.lock.base) if recipe.lock else base,
         platform=platform,
         wheel_sha256=wheel.sha256,
-        # Two builds of a lock are equal, also outside of a git repository.
-        revision="" if recipe.lock else revision,
+        revision=revision,
         projects=targets.installed(recipe.image.pip),
         workdir=targets.stated_workdir(recipe),
         env={name: value for name, value in recipe.image.env.items() if inherited(name, value) is None},
@@ -155,7 +152,7 @@ def pack(
         dockerfile,
         manifest,
         code=code,
-        source_date_epoch=recipe.lock.source_date_epoch if recipe.lock else None,
+        is_locked=recipe.lock is not None,
         report=report,
     )
 
@@ -166,7 +163,7 @@ def sealed(
     manifest: Manifest,
     *,
     code: Packed | None = None,
-    source_date_epoch: int | None = None,
+    is_locked: bool = False,
     report: Reporter | None = None,
 ) -> BuildContext:
     """The context of all of `packed`, whose files are read once; `code` are those of the user."""
@@ -183,26 +180,14 @@ def sealed(
         members=tuple(packed),
         sha256=digest.hexdigest(),
         size_bytes=size_bytes,
-        label_sha256=digest.hexdigest()
-        if source_date_epoch is None
-        else _without_comments(packed, dockerfile),
         code=code or Packed(),
-        source_date_epoch=source_date_epoch,
+        is_locked=is_locked,
     )
 
 
 def _as_locked(base: BaseImage, lock: LockedBase) -> BaseImage:
     """`base` with the digest of the lock: some engines invent one for an image that came from no registry."""
     return dataclasses.replace(base, digest=lock.exact if lock.digest else "", id=lock.id or base.id)
-
-
-def _without_comments(packed: Sequence[TarMember], dockerfile: str) -> str:
-    """Digest of everything in a context but the Dockerfile's comments, which name the recipe's file."""
-    lines = dockerfile.splitlines(keepends=True)
-    digest = hashlib.sha256("".join(line for line in lines if not line.startswith("#")).encode())
-    for chunk in members.tar([one for one in packed if one.name != "Dockerfile"]):
-        digest.update(chunk)
-    return digest.hexdigest()
 
 
 def check_code(recipe: Recipe) -> None:
@@ -301,7 +286,6 @@ def _locked(recipe: Recipe) -> Iterator[TarMember]:
     """What only a locked build needs: its lists, and the packages that lie on this machine."""
     assert recipe.lock is not None  # noqa: S101 - for the type checker
     yield members.file(install.LOCK_TOML, recipe.lock_text.encode())
-    yield members.file(install.RECIPE_JSON, portable.to_json(recipe).encode())
     if recipe.lock.apt:
         folder = f"imgkit/{install.LOCKED_APT}"
         script = (FOLDER / "templates" / install.SCRIPT).read_bytes()

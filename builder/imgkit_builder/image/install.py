@@ -19,13 +19,12 @@ from urllib.parse import urlsplit
 
 from imgkit_builder.image import uv_inside
 from imgkit_builder.image.instructions import INSIDE, NEXT, ContextFile, PipCommand, Project, Text, UvCommand
-from imgkit_builder.oci.manifest import EPOCH_LABEL, LOCK_LABEL
+from imgkit_builder.oci.manifest import LOCK_LABEL
 from imgkit_builder.recipe import lock_file, requirements, uv_lock
 from imgkit_builder.recipe.model import (
     UV_STEP,
     Constraints,
     LockedDeb,
-    LockedPlatform,
     LockedWheel,
     PipStep,
     Recipe,
@@ -288,8 +287,7 @@ LOCKED_APT = "locked-apt"
 SCRIPT = "install-locked.sh"
 PACKAGES = "packages.txt"
 LOCK_TOML = "imgkit/lock.toml"
-RECIPE_JSON = "imgkit/recipe.json"
-"""Files of the context that say what the image is made of; the image has them in `INSIDE`."""
+"""The lock in the context; the image has it in `INSIDE`."""
 
 
 # Both services take any time, and give the archive as it was then. A package that was a few hours old when
@@ -303,12 +301,9 @@ _SNAPSHOTS = {
 _LATER_S = (0, 86400)
 
 
-def lock_labels(lock: LockedPlatform, text: str) -> dict[str, str]:
-    """Labels of a locked image; `text` is that of its lock."""
-    return {
-        LOCK_LABEL: hashlib.sha256(text.encode()).hexdigest(),
-        EPOCH_LABEL: str(lock.source_date_epoch),
-    }
+def lock_labels(text: str) -> dict[str, str]:
+    """Return the labels of a locked image; `text` is that of its lock."""
+    return {LOCK_LABEL: hashlib.sha256(text.encode()).hexdigest()}
 
 
 def locked_apt(recipe: Recipe) -> str:

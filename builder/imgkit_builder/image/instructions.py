@@ -135,8 +135,6 @@ class Layers:
     base: Text
     base_user: str
     """The user of the base, whom the finished image has too; empty for root, as whom all steps run."""
-    clock: tuple[KeyValue, ...]
-    """Variables of every step of a locked build, which the image does not keep."""
     args: Block | None
     """The recipe's own variables of every step."""
     ca: Authorities | None
@@ -157,7 +155,7 @@ class Layers:
     projects: tuple[Project, ...]
     copy: tuple[Copy, ...]
     origins: tuple[ContextFile, ...]
-    """What a locked image says about itself: its lock and its recipe."""
+    """What a locked image says about itself: its lock."""
     run_after_copy: tuple[RunStep, ...]
     labels: Block
 

@@ -148,7 +148,6 @@ def environment(shipped: str, own: Path | None = None) -> Environment:
     from imgkit_builder.image.sandbox import Templates
 
     made = Templates(
-        # The second one also reads the single-file executable.
         loader=ChoiceLoader(
             [*([FileSystemLoader(own)] if own else []), PackageLoader("imgkit_recipes", shipped)]
         ),
@@ -257,10 +256,10 @@ def _copy_words(words: Sequence[str]) -> str:
 # Byte code of the entry points: a read-only image would compile them at every start. What pip writes holds
 # the time of the installation, and a delta would have all of it after each change. The hash of a source
 # stays, and under one seed the order of sets does. Columns for tracebacks are a quarter of it when
-# compressed, and dist-bench makes reports once, on a laptop.
+# compressed.
 COMPILE = (
     "PYTHONHASHSEED=0 python3 -s -X no_debug_ranges -m compileall -q --invalidation-mode checked-hash"
-    f"{NEXT}    -x /bench/report/ \"$(python3 -IBc 'import {wheel.PACKAGE} as it; print(it.__path__[0])')\""
+    f"{NEXT}    \"$(python3 -IBc 'import {wheel.PACKAGE} as it; print(it.__path__[0])')\""
 )
 
 CERTIFICATES = "/usr/local/share/ca-certificates"
@@ -296,7 +295,6 @@ def layers(
         uses_secrets=bool(image.used_secrets),
         base=_base(recipe, base),
         base_user="" if base_user.partition(":")[0] in ("root", "0") else base_user,
-        clock=_clock(recipe),
         args=_args(recipe),
         ca=_ca(recipe),
         before_apt=_early(recipe, "base"),
@@ -328,7 +326,7 @@ def layers(
             if step.project is not None
         ),
         copy=_copies(recipe, "pip"),
-        origins=(_locked(install.LOCK_TOML), _locked(install.RECIPE_JSON)) if recipe.lock else (),
+        origins=(_locked(install.LOCK_TOML),) if recipe.lock else (),
         run_after_copy=_run_steps(recipe, "copy"),
         labels=_labels(recipe),
     )
@@ -397,14 +395,6 @@ def _base(recipe: Recipe, override: str | None) -> Text:
     if override in (None, recipe.image.base):
         return Text(origin=stated, text=recipe.image.base)
     return Text(origin=f"--base (instead of {recipe.image.base}, {stated})", text=override)
-
-
-def _clock(recipe: Recipe) -> tuple[KeyValue, ...]:
-    """Let Python write byte code with the hash of its source, and every program the time of the lock."""
-    if recipe.lock is None:
-        return ()
-    variables = {"SOURCE_DATE_EPOCH": str(recipe.lock.source_date_epoch), "PYTHONHASHSEED": "0"}
-    return _entries(variables)
 
 
 def _args(recipe: Recipe) -> Block | None:
@@ -505,7 +495,7 @@ def _labels(recipe: Recipe) -> Block:
         "imgkit.recipe": recipe.name,
         "imgkit.recipe.sha256": recipe.sha256,
         "imgkit.version": __version__,
-        **(install.lock_labels(recipe.lock, recipe.lock_text) if recipe.lock else {}),
+        **(install.lock_labels(recipe.lock_text) if recipe.lock else {}),
     }
     stated = _origins(recipe, [("image", "labels", key) for key in recipe.image.labels])
     return Block(origin=stated or "imgkit: what this image is", entries=_entries(merged))

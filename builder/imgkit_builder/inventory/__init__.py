@@ -1,4 +1,4 @@
-"""What an image holds: packages, their licences and digests, and the document that lists them. Pure.
+"""What an image holds: packages, their digests, and the document that lists them. Pure.
 
-Read in this order: ``packages``, ``licences``, ``collector``, ``spdx``.
+Read in this order: ``packages``, ``collector``, ``spdx``.
 """

@@ -1,25 +1,24 @@
 """Collect what an inventory needs while the files of an image pass by, in any order.
 
 Only files of interest are read, each up to a limit, and what is kept of them is small. Whatever an image
-holds, collecting ends with an inventory that says what it leaves out. Links are followed within the collected
-names, so that none leads out of the image.
+holds, collecting ends with an inventory that says what it leaves out. Hard links are followed within the
+collected names, so that none leads out of the image.
 
 The lock that an image was made by is read as ``recipe.lock_file`` writes it. Python reads TOML from 3.11 on.
-The list must have the same bytes on every Python, so `locked_entries` takes just the lines that it needs.
+The list must have the same bytes on every Python, so `_locked_entries` takes just the lines that it needs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from imgkit_builder.inventory import packages
-from imgkit_builder.inventory.packages import BakedFile, Inventory, Licence, Package
+from imgkit_builder.inventory.packages import BakedFile, Inventory, Package
 from imgkit_builder.oci import manifest
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_entrypoints import json_text
@@ -33,15 +32,12 @@ DOCUMENT = f"{BAKED}/sbom.spdx.json"
 _MOST_BYTES = 16 << 20
 """The largest dpkg lists have 5 MB."""
 _MOST_TEXT_BYTES = 2 << 20
-"""The head of METADATA is what counts, and no licence file is as large."""
+"""The head of METADATA is what counts."""
 _MOST_PACKAGES = 50_000
 _MOST_LEFT_OUT = 100
-_MOST_HOPS = 8
 _STATUS = "var/lib/dpkg/status"
 _STATUS_FOLDER = "var/lib/dpkg/status.d/"
 _RELEASES = ("etc/os-release", "usr/lib/os-release")
-_DOC = "usr/share/doc/"
-_COPYRIGHT = "/copyright"
 Kept = TypeVar("Kept")
 
 _WORD = re.compile(r"[a-z0-9._-]{1,64}")
@@ -59,8 +55,6 @@ class InventoryCollector:
         self._packages: list[Package] = []
         self._python: dict[str, Package | None] = {}
         """Files that describe a Python package, by their path."""
-        self._licences: dict[str, Licence] = {}
-        self._links: dict[str, str] = {}
         self._hard_links: dict[str, str] = {}
         self._releases: dict[str, dict[str, str]] = {}
         self._baked: list[BakedFile] = []
@@ -72,8 +66,6 @@ class InventoryCollector:
         """Whether `add` has a use for the file `path`; costs little, as it sees every file."""
         if path.endswith(("/METADATA", "/PKG-INFO", ".egg-info")):
             return packages.describes_python(path)
-        if path.endswith(_COPYRIGHT):
-            return path.startswith(_DOC) and path.count("/") == 4
         if path.startswith(_STATUS_FOLDER):
             return not path.endswith(".md5sums")
         in_baked = path.startswith(f"{BAKED}/") and path.count("/") == 2 and path != DOCUMENT
@@ -93,27 +85,21 @@ class InventoryCollector:
         text = (data or b"").decode("utf-8", "replace")
         if packages.describes_python(path):
             self._keep(self._python, path, packages.python_package(path, text))
-        elif path.startswith(_DOC):
-            self._keep(self._licences, path, packages.debian_licence(text))
         elif path in _RELEASES:
             self._releases[path] = _release(text)
         else:
             self._add_debian(path, text)
 
-    def add_link(self, path: str, target: str, *, hard: bool = False) -> None:
-        """Take a link that may lead to a licence, or give a Python package a second name."""
-        if hard:
-            if self.wants(path):
-                self._keep(self._hard_links, path, target)
-        elif path.startswith(_DOC) and (path.count("/") == 3 or path.endswith(_COPYRIGHT)):
-            place = posixpath.normpath(posixpath.join("/", posixpath.dirname(path), target))
-            self._keep(self._links, path, place[1:])
+    def add_hard_link(self, path: str, target: str) -> None:
+        """Take a hard link that may give a Python package a second name."""
+        if self.wants(path):
+            self._keep(self._hard_links, path, target)
 
     def inventory(self, *, arch: str, created_s: int) -> Inventory:
         """What the files so far say about an image for `arch`, made at `created_s`."""
         release = next((self._releases[path] for path in _RELEASES if self._releases.get(path)), {})
         base = self._manifest.base if self._manifest else BaseImage(name="")
-        packages = {self._with_origin(one) for one in (*self._debian(), *self._pythons())}
+        packages = {self._with_origin(one) for one in (*self._packages, *self._pythons())}
         return Inventory(
             recipe=self._manifest.recipe if self._manifest else "",
             base=base.name,
@@ -156,24 +142,6 @@ class InventoryCollector:
             else:
                 self._leave_out(path, one)
 
-    def _debian(self) -> list[Package]:
-        """Debian packages with their licences."""
-        return [dataclasses.replace(one, licence=self._licence_of(one.name)) for one in self._packages]
-
-    def _licence_of(self, package: str) -> Licence:
-        path = f"{_DOC}{package}{_COPYRIGHT}"
-        for _ in range(_MOST_HOPS):
-            if path in self._licences:
-                return self._licences[path]
-            folder = path.removesuffix(_COPYRIGHT)
-            if path in self._links:
-                path = self._links[path]
-            elif folder in self._links:
-                path = self._links[folder] + _COPYRIGHT
-            else:
-                break
-        return Licence()
-
     def _pythons(self) -> list[Package]:
         found = dict(self._python)
         for path, target in self._hard_links.items():
@@ -195,7 +163,7 @@ class InventoryCollector:
     def _with_origin(self, one: Package) -> Package:
         """The package with what the lock says about its file."""
         deb = _deb_key(one.name, one.version, one.architecture)
-        key = deb if one.kind == "deb" else pypi_key(one.name, one.version)
+        key = deb if one.kind == "deb" else _pypi_key(one.name, one.version)
         known = self._locked.get(key)
         return dataclasses.replace(one, sha256=known.sha256, url=known.url) if known else one
 
@@ -229,7 +197,7 @@ def _deb_key(name: str, version: str, architecture: str) -> _Key:
     return architecture, name, version
 
 
-def pypi_key(name: str, version: str) -> _Key:
+def _pypi_key(name: str, version: str) -> _Key:
     """The key of a Python package, whose name has several spellings."""
     return "pypi", re.sub(r"[-_.]+", "-", name).lower(), version
 
@@ -242,7 +210,7 @@ def _locked_entries(text: str) -> dict[_Key, _LockEntry]:
         sha256, url = values.get("sha256", ""), values.get("url", "")
         if _SHA256.fullmatch(sha256):
             architecture = values.get("architecture", "")
-            key = _deb_key(name, version, architecture) if kind == "apt" else pypi_key(name, version)
+            key = _deb_key(name, version, architecture) if kind == "apt" else _pypi_key(name, version)
             found[key] = _LockEntry(sha256=sha256, url=url if _URL.fullmatch(url) else "")
     return found
 

@@ -1,9 +1,9 @@
 """The values of an inventory, and the Debian and Python packages that the files of an image describe.
 
 dpkg's list has one paragraph per package. A distroless image has a file for each package instead of the list.
-The licence files have the machine-readable form 1.0 of the Debian policy (DEP 5). Python packages are found
-as pip finds them: METADATA of wheels, PKG-INFO of eggs and of distutils. All of these are paragraphs of
-``Field: value`` lines. Python's email package reads such headers too, but slower, and as those of mail.
+Python packages are found as pip finds them: METADATA of wheels, PKG-INFO of eggs and of distutils. All of
+these are paragraphs of ``Field: value`` lines. Python's email package reads such headers too, but slower, and
+as those of mail.
 """
 
 from __future__ import annotations
@@ -14,32 +14,17 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal
 
-from imgkit_builder.inventory import licences
-
 Fields = Mapping[str, tuple[str, ...]]
 """Field name in lower case to its values; the lines of a value have no indentation."""
 
 _DEB_NAME = re.compile(r"[a-z0-9][a-z0-9+.-]{1,127}")
 _DEB_VERSION = re.compile(r"[0-9A-Za-z.+:~-]{1,128}")
 _ARCHITECTURE = re.compile(r"[a-z0-9-]{0,32}")
-_FORMAT = "copyright-format/1.0"
-_HEAD_CHARACTERS = 400
-"""The format is the first field, behind comments at most."""
 
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,126}[A-Za-z0-9])?")
 _VERSION = re.compile(r"[0-9A-Za-z.!+_*-]{1,128}")
 _FOLDERS = ("site-packages", "dist-packages")
 _ENDINGS = (".dist-info/METADATA", ".egg-info/PKG-INFO", ".egg/EGG-INFO/PKG-INFO", ".egg-info")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Licence:
-    """What a package says about its licence."""
-
-    spdx: str = ""
-    """An SPDX expression; empty where the package states none that leaves no doubt."""
-    stated: str = ""
-    """The package's own words, shortened."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +38,6 @@ class Package:
     """``amd64`` or ``all``; empty for a Python package."""
     folder: str = ""
     """Folder of a Python package, ``/usr/lib/python3/dist-packages``; empty for a Debian package."""
-    licence: Licence = Licence()
     sha256: str = ""
     """Hex digest of the file that was installed; empty where the image does not record it."""
     url: str = ""
@@ -151,22 +135,6 @@ def debian_packages(text: str) -> Iterator[Package | str]:
             yield f"entry {number} is not a package"
 
 
-def debian_licence(text: str) -> Licence:
-    """The licences in debian/copyright, which is `text`; empty where it is not machine-readable."""
-    if _FORMAT not in text[:_HEAD_CHARACTERS]:
-        return Licence()
-    names: dict[str, None] = {}
-    for fields in paragraphs(text):
-        if "files" in fields:
-            name = value(fields, "license").partition("\n")[0].strip()
-            names[name] = None
-    stated = [name for name in names if name]
-    spdx = [licences.from_debian(name) for name in names]
-    return Licence(
-        spdx=licences.all_of(spdx) if all(spdx) else "", stated=licences.shortened(", ".join(stated))
-    )
-
-
 def describes_python(path: str) -> bool:
     """Whether the file `path` describes a Python package."""
     return path.endswith(_ENDINGS)
@@ -185,7 +153,7 @@ def python_package(path: str, text: str) -> Package | None:
         name, version = (*entry.name.split("-"), "", "")[:2]
     if not _NAME.fullmatch(name) or not _VERSION.fullmatch(version):
         return None
-    return Package(kind="pypi", name=name, version=version, folder=folder_of(path), licence=_licence(fields))
+    return Package(kind="pypi", name=name, version=version, folder=folder_of(path))
 
 
 def folder_of(path: str) -> str:
@@ -197,19 +165,3 @@ def folder_of(path: str) -> str:
 def is_installed_python(package: Package) -> bool:
     """Whether Python finds it; what another one brings along, as ``setuptools/_vendor`` has, is none."""
     return PurePosixPath(package.folder).name in _FOLDERS
-
-
-def _licence(fields: Fields) -> Licence:
-    """The licence by the three fields that name one, the newest first; two classifiers are no expression."""
-    if expression := value(fields, "license-expression"):
-        return Licence(spdx=licences.expression(expression), stated=licences.shortened(expression))
-    stated = value(fields, "license")
-    if stated.upper() == "UNKNOWN":
-        stated = ""
-    classified = [one for one in fields.get("classifier", ()) if one.startswith("License :: ")]
-    spdx = licences.from_text(stated)
-    if not spdx and len(classified) == 1:
-        spdx = licences.from_classifier(classified[0])
-    # Some packages put the whole text there.
-    words = [stated.partition("\n")[0], *(one.rpartition(" :: ")[2] for one in classified)]
-    return Licence(spdx=spdx, stated=licences.shortened("; ".join(filter(None, words))))

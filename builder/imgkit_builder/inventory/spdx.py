@@ -89,7 +89,7 @@ def _package(package: Package, inventory: Inventory) -> dict[str, Any]:
         "downloadLocation": package.url or _NONE,
         "filesAnalyzed": False,
         "licenseConcluded": _NONE,
-        "licenseDeclared": package.licence.spdx or _NONE,
+        "licenseDeclared": _NONE,
         "copyrightText": _NONE,
         "externalRefs": [
             {
@@ -99,8 +99,6 @@ def _package(package: Package, inventory: Inventory) -> dict[str, Any]:
             }
         ],
     }
-    if package.licence.stated and package.licence.stated != package.licence.spdx:
-        found["licenseComments"] = f"the package states: {package.licence.stated}"
     if package.sha256:
         found["checksums"] = [{"algorithm": "SHA256", "checksumValue": package.sha256}]
     if package.folder:

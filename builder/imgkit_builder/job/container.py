@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from imgkit_builder.base import process
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import CODE_PLACE, Delta
 from imgkit_builder.image.wheel import PACKAGE
@@ -278,7 +277,7 @@ def _docker_mounts(job: Job, forward: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-_RECIPE_FILES = (".yaml", ".yml", ".json")
+_RECIPE_FILES = (".yaml", ".yml")
 
 
 def image(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> str:
@@ -320,11 +319,11 @@ def making(job: ImageJob) -> tuple[str, ...]:
     if isinstance(request, ConversionJobRequest):
         stated = job.recipe.system.runtime.compression
         packed = ("--compression", stated) if stated != "auto" else ()
-        return (*process.own_argv(), "sif", str(request.archive.absolute()), "-o", job.image, *packed)
+        return ("imgkit", "sif", str(request.archive.absolute()), "-o", job.image, *packed)
     file = Path(request.build)
     built = str(file.absolute()) if file.suffix in _RECIPE_FILES else request.build
     base = ("--base-from", str(request.base_from.absolute())) if request.base_from is not None else ()
-    return (*process.own_argv(), "build", built, "--with", "apptainer", *base, "-o", job.image)
+    return ("imgkit", "build", built, "--with", "apptainer", *base, "-o", job.image)
 
 
 def overlay(request: Request, run_by: RunBy, directory: Path) -> tuple[str, Delta | None]:

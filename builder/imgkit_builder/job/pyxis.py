@@ -168,7 +168,7 @@ def refuse(job: Job) -> None:
             f"--nodes {job.size}: with pyxis the whole step is in the container, where no node can ask Slurm "
             "which nodes are left",
             where="--nodes",
-            hint="a number of nodes, or --max-failures 0 with a range",
+            hint=f"--nodes {job.size.training}",
         )
     for text in (*job.binds, str(job.directory)):
         if not mounts(text):

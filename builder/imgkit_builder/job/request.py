@@ -139,15 +139,15 @@ class Request(Allocation):
     """``dist-...`` with its arguments."""
     nodes: str = flag(
         "",
-        metavar="N|MIN:MAX|N+S",
-        help="Number of nodes (default: 1, or all --hosts). MIN:MAX takes as many as there are. 16+1 takes "
-        "17 nodes, one as a spare for a node that is lost.",
+        metavar="N|N+S",
+        help="Number of nodes (default: 1, or all --hosts). 16+1 takes 17 nodes, one as a spare for a node "
+        "that is lost.",
     )
     max_failures: int | None = flag(
         None,
         metavar="K",
-        help="Failures (lost nodes or workers) to survive before the run is aborted (default: 3 with spares "
-        "or a range, else 0).",
+        help="Failures (lost nodes or workers) to survive before the run is aborted (default: 3 with spares, "
+        "else 0).",
     )
     gpus: int | None = flag(None, metavar="G", help="GPUs per node (default: all).")
     cpus: int | None = flag(None, metavar="C", help="CPUs per node.")
@@ -406,18 +406,13 @@ class Job(AnyJob):
 
     @property
     def nodes(self) -> int:
-        """The most nodes on which the command starts, spares among them."""
+        """Nodes on which the command starts, spares among them."""
         return self.size.started
-
-    @property
-    def elastic(self) -> bool:
-        """Whether `nodes` is the upper end of a range."""
-        return self.size.least < self.size.most
 
     @property
     def outlives_nodes(self) -> bool:
         """Whether the node agents go on when a node is lost: nothing may end them for it."""
-        return not self.size.fixed and self.max_failures != 0
+        return self.size.spares > 0 and self.max_failures != 0
 
     @property
     def makes_secret(self) -> bool:

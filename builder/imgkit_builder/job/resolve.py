@@ -28,7 +28,7 @@ from imgkit_builder.recipe.systems import is_podman
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.schedulers.placement import Size
+from imgkit_entrypoints.schedulers.placement import Size, size_examples
 from imgkit_entrypoints.system import CUDA_COMPAT, HOST_LIBS
 
 _CLEAN = re.compile(r"--(cleanenv|containall)(=.*)?|-[cfinpuw]*[eC].*")
@@ -47,7 +47,7 @@ def resolve(recipe: Target, request: Request) -> Job:
     facts = recipe.system
     system = systems.named(facts.scheduler)
     own = system.settled(recipe, _own_flags(request, system))
-    size = node_range(request.nodes or str(system.default_nodes(own)))
+    size = parse_nodes(request.nodes or str(system.default_nodes(own)))
     gpus = _gpus(recipe, request)
     cpus = _cpus(recipe, request, gpus)
     queue = _queue(recipe, request, system.required(recipe, request))
@@ -323,7 +323,7 @@ def _settings(
         settings["IMGKIT_NPROC"] = str(request.nproc)
     elif request.gpus and not system.hides_gpus:
         settings["IMGKIT_NPROC"] = str(request.gpus)
-    if not size.fixed:
+    if size.spares:
         settings["IMGKIT_NNODES"] = str(size)
     if recipe.system.fabric.host_libs == "auto" and run_by in ("singularity", "docker", "pyxis"):
         settings[HOST_LIBS] = ":".join(("auto", *recipe.system.runtime.host_libs))
@@ -344,14 +344,12 @@ SHORT_S = 600
 """Shorter jobs are not asked to save before their end unless ``--stop-before`` is given."""
 
 
-def node_range(text: str) -> Size:
-    """Nodes that ``N``, ``MIN:MAX`` or ``N+SPARES`` asks for."""
+def parse_nodes(text: str) -> Size:
+    """Return the nodes that ``N`` or ``N+SPARES`` asks for."""
     try:
         return Size.parse(text)
     except ValueError as error:
-        raise UsageError(
-            str(error), where="--nodes", hint="a number, MIN:MAX, or N+SPARES such as 16+1"
-        ) from None
+        raise UsageError(str(error), where="--nodes", hint=size_examples(text, "--nodes ")) from None
 
 
 def _failures(request: Request) -> int | None:
@@ -360,13 +358,13 @@ def _failures(request: Request) -> int | None:
         raise UsageError(
             f"{request.max_failures} failures",
             where="--max-failures",
-            hint="a number; 0: the first ends the run",
+            hint="expected a number of failures; 0 stops at the first one",
         )
     return request.max_failures
 
 
 def _gpus(recipe: Target, request: Request) -> int:
-    """GPUs per node."""
+    """Return the GPUs per node."""
     limit = recipe.system.node.gpus
     if request.gpus is None:
         return limit
@@ -384,19 +382,19 @@ def _gpus(recipe: Target, request: Request) -> int:
     return request.gpus
 
 
-def _cpus(recipe: Target, request: Request, _gpus: int) -> int | None:
-    """CPUs per node; None leaves the number to the system."""
+def _cpus(recipe: Target, request: Request, gpus: int) -> int | None:
+    """Return the CPUs per node beside `gpus`; None leaves the number to the system."""
     node = recipe.system.node
     share = node.cpus_per_gpu
     if request.cpus is None:
-        return _gpus * share if _gpus and share else request.nproc or node.cpus
+        return gpus * share if gpus and share else request.nproc or node.cpus
     if request.cpus < 1:
         raise UsageError(f"--cpus must be at least 1 (got {request.cpus})", where="--cpus")
-    if _gpus and share and request.cpus != _gpus * share:
+    if gpus and share and request.cpus != gpus * share:
         raise UsageError(
-            f"--cpus {request.cpus}, but {_gpus} GPUs come with {_gpus * share} CPUs ({share} each)",
+            f"--cpus {request.cpus}, but {gpus} GPUs come with {gpus * share} CPUs ({share} each)",
             where=recipe.where("system", "node", "cpus_per_gpu"),
-            hint=f"leave --cpus out, or --cpus {_gpus * share}",
+            hint=f"leave --cpus out, or --cpus {gpus * share}",
         )
     if node.cpus is not None and request.cpus > node.cpus:
         raise UsageError(
@@ -413,29 +411,37 @@ def _time(recipe: Target, request: Allocation) -> str:
     text = request.time or queue.time
     if not text:
         return ""
-    wanted = quoting.seconds(
+    time_s = quoting.seconds(
         text, where="--time" if request.time else recipe.where("system", "queue", "time")
     )
     for name in (request.qos or queue.qos, request.queue or queue.name):
         limit = queue.limits.get(name, "")
-        if limit and wanted > quoting.seconds(limit, where=recipe.where("system", "queue", "limits", name)):
+        if limit and time_s > quoting.seconds(limit, where=recipe.where("system", "queue", "limits", name)):
             raise UsageError(
-                f"--time {quoting.clock(wanted)}, but {name} ends jobs after {limit}",
+                f"--time {quoting.clock(time_s)}, but {name} ends jobs after {limit}",
                 where=recipe.where("system", "queue", "limits", name),
                 hint=f"--time {limit}, or another queue; dist-train resumes where a job left off",
             )
-    return quoting.clock(wanted)
+    return quoting.clock(time_s)
 
 
-def _stop_before(request: Request, _time: str) -> int:
-    """Seconds before the time limit at which the program is asked to save; 0: never."""
-    limit = quoting.seconds(_time, where="--time") if _time else None
-    if request.stop_before_s is None:
-        return 0 if limit is not None and limit < SHORT_S else STOP_BEFORE_S
-    if request.stop_before_s < 0 or (limit is not None and request.stop_before_s >= limit):
+def _stop_before(request: Request, time_limit: str) -> int:
+    """Return how many seconds before `time_limit` the program is asked to save; 0: never.
+
+    Parameters
+    ----------
+    time_limit : ``HH:MM:SS``; empty: the job has none.
+    """
+    stop_before_s = request.stop_before_s
+    limit_s = quoting.seconds(time_limit, where="--time") if time_limit else None
+    if stop_before_s is None:
+        return 0 if limit_s is not None and limit_s < SHORT_S else STOP_BEFORE_S
+    if stop_before_s < 0:
+        raise UsageError(f"--stop-before must be at least 0 (got {stop_before_s})", where="--stop-before")
+    if limit_s is not None and stop_before_s >= limit_s:
         raise UsageError(
-            f"{request.stop_before_s} s before the end of a job of {_time or 'unlimited _time'}",
+            f"{stop_before_s} s must be less than the job's time limit, {time_limit}",
             where="--stop-before",
-            hint="less than --time; 0: never",
+            hint=f"a longer --time, or --stop-before {limit_s // 2}; 0: never",
         )
-    return request.stop_before_s
+    return stop_before_s

@@ -110,7 +110,7 @@ def prepare(recipe: str | Path, request: AnyRequest, code: CodeFolder | None = N
 
     Parameters
     ----------
-    recipe : a shipped name, a recipe's file or its JSON, or a .sif to run on its own system.
+    recipe : a shipped name, a recipe's file, or a .sif to run on its own system.
     code : the code of the request, which `job.code.read` has read.
 
     Raises
@@ -205,36 +205,15 @@ def check_environment(job: Job) -> None:
         os.close(secret.open_private(Path(job.env_file), purpose="the file of --env-file"))
 
 
-def signed_files(job: Job | ImageJob) -> tuple[Path, ...]:
-    """The files that can carry a signature which imgkit checks: .sif and delta, .sqsh, or archive.
-
-    Raises
-    ------
-    UsageError : the job runs something else.
-    """
-    if isinstance(job.request, ConversionJobRequest):
-        return (job.request.archive,)
-    if isinstance(job, Job) and job.run_by == "pyxis" and pyxis.is_file(job.image):
-        return (Path(job.image),)
-    if isinstance(job, ImageJob) or job.run_by != "singularity" or Path(job.image).is_dir():
-        does = f"builds {job.image}" if isinstance(job, ImageJob) else f"runs {job.image or 'no image'}"
-        raise UsageError(
-            f"imgkit checks the signatures of .sif and .sqsh files, and this job {does}",
-            where="--require-signature",
-            hint="for an image in a registry: cosign, or an admission policy of the cluster",
-        )
-    return (Path(job.image), *([Path(job.overlay)] if job.overlay else []))
-
-
 def _check_source(request: ConversionJobRequest | BuildJobRequest) -> None:
     """Look for the archive here, or read the recipe and look for the base, before the job waits."""
-    from imgkit_builder.recipe import portable
+    from imgkit_builder.recipe.load import load
 
     if isinstance(request, ConversionJobRequest):
         if not request.archive.is_file():
             raise UsageError(f"no file {request.archive}", where="--sif", hint="imgkit save makes one")
         return
-    portable.find(request.build)
+    load(request.build)
     if request.base_from is not None and not request.base_from.exists():
         raise UsageError(
             f"no file {request.base_from}",

@@ -48,8 +48,6 @@ def is_same(old: LockedPlatform | None, new: LockedPlatform) -> bool:
 
 def _values(part: LockedPlatform) -> Iterator[tuple[tuple[str, str], str]]:
     yield ("base", part.base.name), (part.base.digest or part.base.id)[:19]
-    yield ("tool", "mksquashfs"), part.tools.mksquashfs
-    yield ("tool", "compressor"), part.tools.compressor
     for deb in part.apt:
         yield ("apt", f"{deb.name}:{deb.architecture}"), deb.version
     steps: dict[str, list[str]] = {}

@@ -30,9 +30,8 @@ from imgkit_builder.lock import answers
 from imgkit_builder.lock.answers import BaseFile, Unresolved
 from imgkit_builder.oci.manifest import BaseImage, Manifest, now_s
 from imgkit_builder.recipe import lock_file
-from imgkit_builder.recipe.model import Lock, LockedBase, LockedPlatform, LockedTools, LockRequest, Recipe
+from imgkit_builder.recipe.model import Lock, LockedBase, LockedPlatform, LockRequest, Recipe
 from imgkit_builder.recipe.requirements import canonical
-from imgkit_builder.sif import conversion, mksquashfs
 from imgkit_entrypoints import __version__
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 from imgkit_entrypoints.files import replacing
@@ -104,16 +103,6 @@ def resolve(
         platform=base.platform,
         source_date_epoch=now_s(),
         base=LockedBase(name=request.base, digest=base.digest.partition("@")[2], id=base.id),
-        tools=tools(),
-    )
-
-
-def tools() -> LockedTools:
-    """What this machine makes a .sif with."""
-    program = mksquashfs.find()
-    chosen = conversion.GZIP if mksquashfs.lacks_zstd(program) else conversion.ZSTD
-    return LockedTools(
-        mksquashfs=mksquashfs.version(program) if program else "", compressor=" ".join(chosen.options)
     )
 
 

@@ -20,8 +20,6 @@ LOCK_TOML = "/opt/imgkit/lock.toml"
 STANDIN_LABEL = "imgkit.standin"
 CONTEXT_LABEL = "imgkit.context.sha256"
 LOCK_LABEL = "imgkit.lock.sha256"
-EPOCH_LABEL = "imgkit.source-date-epoch"
-"""Label of a locked image: seconds since 1970, the latest time that a file of its .sif has."""
 CREATED_LABEL = "org.opencontainers.image.created"
 
 
@@ -96,8 +94,8 @@ class Manifest:
 def labels(manifest: Manifest, *, context_sha256: str, created: str, locked: bool) -> dict[str, str]:
     """The labels that only a build knows, sorted; those of the recipe are in the rendered text.
 
-    An empty revision is written too: otherwise the image would inherit the revision of NVIDIA's image. So are
-    empty labels of a lock, on a base that was built by one.
+    An empty revision is written too: otherwise the image would inherit the revision of NVIDIA's image. So is
+    an empty label of a lock, on a base that was built by one.
     """
     base = manifest.base
     found = {
@@ -107,17 +105,13 @@ def labels(manifest: Manifest, *, context_sha256: str, created: str, locked: boo
         "org.opencontainers.image.base.digest": base.digest.partition("@")[2] or base.id,
         CONTEXT_LABEL: context_sha256,
     }
-    inherited = {} if locked else {LOCK_LABEL: "", EPOCH_LABEL: ""}
+    inherited = {} if locked else {LOCK_LABEL: ""}
     return dict(sorted({**found, **inherited}.items()))
 
 
-def time_of_build(locked: int | None = None) -> str:
-    """The time of a build that begins now, in RFC 3339; ``SOURCE_DATE_EPOCH`` where that is set.
-
-    `locked` is the time of the lock that the build follows: it wins, so that every build states the same.
-    """
-    seconds = now_s() if locked is None else locked
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
+def time_of_build() -> str:
+    """The time of a build that begins now, in RFC 3339; ``SOURCE_DATE_EPOCH`` where that is set."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now_s()))
 
 
 def now_s() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
@@ -11,26 +10,15 @@ from pathlib import Path
 
 from imgkit_builder.base import process
 from imgkit_builder.base.process import Finished
-from imgkit_builder.job import submit, systems
+from imgkit_builder.job import systems
 from imgkit_builder.job.request import SubmittedJob
 from imgkit_builder.project import measured
 from imgkit_builder.project.measured import Measured
-from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing
-from imgkit_entrypoints.launch import goodput
+from imgkit_entrypoints.errors import ToolFailed, ToolMissing
+from imgkit_entrypoints.launch import stop_protocol
 
 FINAL = ("done", "failed", "ended")
 """States that do not change: ended well, with an error, or nobody knows how."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunHere:
-    """A run whose files are on this machine."""
-
-    name: str
-    """The word for it: its id, or its folder."""
-    folder: Path
-    record: SubmittedJob | None
-    """None where this user has not submitted it from here."""
 
 
 def run_of(record: SubmittedJob) -> Path:
@@ -45,42 +33,10 @@ def folder_of(record: SubmittedJob) -> Path | None:
     return run_of(record)
 
 
-def named(word: str) -> RunHere:
-    """The run that `word` means: a folder, or the id of a job.
-
-    Raises
-    ------
-    UsageError : there is no such folder and no such job.
-    CheckFailed : its files have not been fetched.
-    """
-    if Path(word).is_dir():
-        folder = Path(word).absolute()
-        known = next((one for one in submit.records() if folder_of(one) == folder), None)
-        return RunHere(name=word.rstrip("/"), folder=folder, record=known)
-    record = submit.record_of(word)
-    place = folder_of(record)
-    if place is None or not place.is_dir():
-        raise CheckFailed(
-            "the files of this run are not here",
-            where=record.handle,
-            hint=f"imgkit fetch {record.handle}" if record.remote else f"it has no folder {place}",
-        )
-    return RunHere(name=record.handle, folder=place, record=record)
-
-
 def numbers(record: SubmittedJob) -> Measured:
     """The last numbers of the run; none where its files are not here."""
     folder = folder_of(record)
     return measured.tail(folder) if folder else Measured(points={})
-
-
-def goodput_of(record: SubmittedJob) -> float | None:
-    """The share of its time in which the run trained, 0 to 1; None where that is not known here."""
-    folder = folder_of(record)
-    try:
-        return goodput.read(folder / goodput.FILE).share if folder else None
-    except (OSError, ValueError):
-        return None
 
 
 def asked(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> SubmittedJob:
@@ -144,8 +100,7 @@ def ending(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> En
         return Ending(record=record)
     code = None
     if not record.array:
-        answer = run(("cat", "--", str(run_of(record) / goodput.FILE)))
-        with contextlib.suppress(ValueError):
-            code = next((start.code for start in reversed(goodput.from_json(answer.output).starts)), None)
+        answer = run(("cat", "--", str(run_of(record) / stop_protocol.RESULT)))
+        code = stop_protocol.result_code(answer.output)
     state = "ended" if code is None else "done" if code == 0 else "failed"
     return Ending(record=dataclasses.replace(record, state=state), code=code)

@@ -10,10 +10,8 @@ from typing import TypeAlias
 
 from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.apps.train.stragglers import Straggler
-from imgkit_entrypoints.errors import CheckFailed
 
 METRICS = "metrics.jsonl"
-_MOST_BYTES = 256 << 20
 _TAIL_BYTES = 64 << 10
 _LONGEST_LINE = 64 << 10
 SlowNow: TypeAlias = tuple[Straggler, ...] | None
@@ -31,38 +29,10 @@ class Measured:
         """The value at the last step that has one."""
         return self.points[name][-1][1] if self.points.get(name) else None
 
-    def least(self, name: str) -> float | None:
-        """The smallest value."""
-        return min((value for _, value in self.points.get(name, ())), default=None)
-
     @property
     def step(self) -> int | None:
         """The last step."""
         return max((points[-1][0] for points in self.points.values()), default=None)
-
-
-def read(folder: Path) -> Measured:
-    """Read all numbers of the run whose files are in `folder`.
-
-    Raises
-    ------
-    CheckFailed : there are none, or the file is larger than 256 MiB.
-    """
-    file = folder / METRICS
-    if not file.is_file():
-        raise CheckFailed(
-            f"there is no {METRICS}",
-            where=str(folder),
-            hint="dist-train writes one; so does a program that appends lines such as "
-            '{"step": 20, "loss": 0.5} to it in $IMGKIT_RUN_DIR',
-        )
-    if file.stat().st_size > _MOST_BYTES:
-        raise CheckFailed(f"it has more than {_MOST_BYTES >> 20} MiB", where=str(file))
-    with files.open_regular(file) as stream:
-        found = _collected(stream)
-    if not found.points:
-        raise CheckFailed("no line holds a step and a number", where=str(file))
-    return found
 
 
 def tail(folder: Path) -> Measured:

@@ -53,7 +53,7 @@ class ProjectValues:
     queue: Annotated[str, _as_flag(partial(quoting.check, "--queue"))] = ""
     qos: Annotated[str, _as_flag(partial(quoting.check, "--qos"))] = ""
     time: Annotated[str, _as_flag(partial(quoting.seconds, where=""))] = ""
-    nodes: Annotated[str, _as_flag(resolve.node_range), Short(_number_as_text)] = ""
+    nodes: Annotated[str, _as_flag(resolve.parse_nodes), Short(_number_as_text)] = ""
     binds: tuple[Bind, ...] = ()
     env: tuple[Annotated[EnvValue, _as_flag(container.variable)], ...] = ()
     """``NAME=VALUE``, or ``NAME`` for the value that the variable has here."""
@@ -72,13 +72,18 @@ class ProjectFile:
     """The place of every key that the file states."""
 
     @property
-    def recipe(self) -> str:
-        """Return the recipe's name or path; a path in the file starts at the file's folder."""
+    def recipe_file(self) -> Path | None:
+        """Return the recipe's file, whose path starts at the file's folder; None for a shipped recipe."""
         from imgkit_builder.recipe import load
 
-        recipe = self.values.recipe
-        is_file = load.is_path(recipe) or recipe.endswith((".sif", ".json"))
-        return str(self.file.parent / recipe) if is_file else recipe
+        ref = self.values.recipe
+        return self.file.parent / ref if load.is_path(ref) or ref.endswith(".sif") else None
+
+    @property
+    def recipe(self) -> str:
+        """Return the path of the recipe's file, or the name of a shipped recipe."""
+        file = self.recipe_file
+        return str(file) if file else self.values.recipe
 
     @property
     def code(self) -> Path | None:
@@ -86,21 +91,11 @@ class ProjectFile:
         return self.file.parent / self.values.code if self.values.code else None
 
 
-def find(folder: Path) -> ProjectFile | None:
+def locate(folder: Path) -> Path | None:
     """Return the ``imgkit.toml`` of `folder`, or of the nearest folder above it in its git repository.
 
     Outside of a repository only `folder` counts: a file in /tmp or a home says nothing about what lies below.
-
-    Raises
-    ------
-    UsageError : the file has problems; lists all of them with their lines.
     """
-    file = locate(folder)
-    return read(file) if file else None
-
-
-def locate(folder: Path) -> Path | None:
-    """Return the file that `find` reads."""
     folder = folder.absolute()
     above = [folder, *folder.parents]
     root = next((number for number, parent in enumerate(above) if (parent / ".git").exists()), 0)

@@ -11,11 +11,10 @@ from collections.abc import Iterator, Mapping
 
 from imgkit_builder.recipe import named_files, rules, systems
 from imgkit_builder.recipe.model import Document
-from imgkit_builder.recipe.problems import Collector, KeyPath, choices, key_text, nearest
+from imgkit_builder.recipe.problems import ANY, Collector, KeyPath, choices, key_text, nearest
 from imgkit_builder.recipe.schema import allowed_keys, key_paths
 from imgkit_builder.recipe.validation import Mistake, validate
 from imgkit_builder.recipe.yaml_tree import (
-    ANY,
     Items,
     Scalar,
     Table,

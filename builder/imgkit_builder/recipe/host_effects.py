@@ -1,18 +1,15 @@
 """What a recipe does on the machine that builds it or starts its jobs.
 
 A stranger's recipe is a program: commands and packages run in the build container, the rest of these lists
-outside of it. Shipped recipes are part of imgkit and not listed. `warnings` is for ``imgkit check --strict``;
-`reach` is for the confirmation of a folder, and also has values that are harmless as long as they stay.
+outside of it. Shipped recipes are part of imgkit and not listed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from imgkit_builder.recipe import system_files, targets
 from imgkit_builder.recipe.model import BuildSecret, Recipe
 from imgkit_builder.recipe.problems import KeyPath, Position, Problem, key_text
-from imgkit_entrypoints.system import SystemFacts
 from imgkit_recipes import FOLDER
 
 PROGRAMS = ("singularity", "apptainer", "docker", "podman", "kubectl", "runai")
@@ -25,20 +22,11 @@ _VARIABLES = (
 """Variables that choose what other programs execute."""
 _HINT = "read it, and use the recipe only if you trust its author"
 
-_REACH: tuple[KeyPath, ...] = (
-    ("system", "scheduler"),
-    ("system", "runtime"),
-    ("system", "env"),
-    ("system", "fabric", "host_libs"),
-    *(("system", "queue", name) for name in ("options", "srun", "chunk", "sif")),
-)
-"""Keys whose values choose what starts on a machine, and what of the machine that can reach."""
-
 Found = Iterator[tuple[KeyPath, str]]
 
 
 def warnings(recipe: Recipe) -> tuple[Problem, ...]:
-    """One warning for each value with which `recipe` reaches beyond the image."""
+    """Return a warning for each value with which `recipe` reaches beyond the image."""
     found = []
     for rule in (_runtime, _options, _variables, _secrets):
         for path, what in rule(recipe):
@@ -46,35 +34,6 @@ def warnings(recipe: Recipe) -> tuple[Problem, ...]:
             if position is not None and not position.file.is_relative_to(FOLDER):
                 found.append(Problem(position=position, key=key_text(path), what=what, hint=_HINT))
     return tuple(found)
-
-
-def reach(
-    system: SystemFacts,
-    stated: Mapping[KeyPath, Position],
-    secrets: Sequence[BuildSecret] = (),
-    *,
-    of_site: bool = False,
-) -> Iterator[tuple[str, str]]:
-    """Yield key and value of all by which a recipe chooses what starts on a machine and what that can reach.
-
-    Parameters
-    ----------
-    stated : positions of the values; those in shipped recipes are left out. Empty: nobody knows who stated
-        them, and all count that are no defaults.
-    of_site : yield those of the site's systems; otherwise, those of all other files.
-    """
-    usual = dict(targets.values_of(SystemFacts(), ("system",)))
-    for path, value in targets.values_of(system, ("system",)):
-        is_default = path not in stated and value == usual.get(path)
-        if is_default or not any(path[: len(key)] == key for key in _REACH):
-            continue
-        position = _position(stated, path)
-        is_shipped = position is not None and position.file.is_relative_to(FOLDER)
-        is_site = position is not None and system_files.is_site(position.file)
-        if is_site == of_site and not is_shipped:
-            yield key_text(path), str(value)
-    for number, secret in enumerate(secrets):
-        yield key_text(("image", "secrets", number)), _source(secret)
 
 
 def _source(secret: BuildSecret) -> str:

@@ -20,6 +20,7 @@ from imgkit_builder.recipe.problems import (
     RecipeErrors,
     choices,
     nearest,
+    reason,
     shown,
 )
 from imgkit_builder.recipe.requirements import PYPROJECT
@@ -251,7 +252,7 @@ def locate(ref: str, folder: Path) -> Path:
             raise UsageError(f"there is no file {ref}", hint=hint)
         return file
     except (OSError, ValueError) as error:  # a name too long, a NUL byte, no permission
-        raise UsageError(f"{ref!r} is not a recipe: {error}") from error
+        raise UsageError(f"{ref!r} is not a recipe: {reason(error)}") from error
 
 
 def _shipped(name: str) -> Path:
@@ -378,8 +379,8 @@ def _system(file: Path, seen: list[Path], problems: Collector) -> tuple[Table | 
 def _proof(node: YamlNode, problems: Collector) -> Proof:
     proof, _ = validate(Proof, plain(node))
     if proof is None:
-        hint = "write one line of text for documented, rendered or run"
-        message = "does not say who has found the values to be right"
+        hint = "write one line of text for documented, rendered, simulated or run"
+        message = "does not say how the values were tested"
         problems.error(node.position, ("proof",), message, hint)
     return proof or Proof()
 

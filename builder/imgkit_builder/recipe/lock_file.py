@@ -231,10 +231,10 @@ def follow(recipe: Recipe, *, platform: str, base: str | None = None, required: 
         # A lock that appears later changes what a build makes.
         return dataclasses.replace(recipe, sources={**recipe.sources, file: ""})
     lock = read(file)
-    return attached(recipe, lock, file, platform=platform, base=base)
+    return _attached(recipe, lock, file, platform=platform, base=base)
 
 
-def attached(recipe: Recipe, lock: Lock, file: Path, *, platform: str, base: str | None = None) -> Recipe:
+def _attached(recipe: Recipe, lock: Lock, file: Path, *, platform: str, base: str | None) -> Recipe:
     """Return `recipe` with the part of `lock`, the content of `file`, for `platform`. Raises as `follow`."""
     again = f"{command(recipe)}; to ignore the lock: --no-lock"
     if lock.recipe != recipe.name:
@@ -322,7 +322,7 @@ def request_of(recipe: Recipe, *, base: str | None = None) -> LockRequest:
 def _uv(uv: UvProject) -> str:
     """Return the digest of what a lock takes from a uv project."""
     lock = uv.project / UV_LOCK
-    # A recipe out of an image comes without the files that it names; its lock is whole without them.
+    # A recipe as JSON may come without the files that it names; its lock is whole without them.
     content = files.read_bytes(lock) if lock.is_file() else None
     selection = "\0".join(("extras", *sorted(uv.extras), "groups", *sorted(uv.groups)))
     return _UNKNOWN if content is None else hashlib.sha256(content + selection.encode()).hexdigest()

@@ -350,7 +350,6 @@ Version = Annotated[Line, _locked(r"[A-Za-z0-9][A-Za-z0-9.+~:_!-]*", "a version"
 Sha256 = Annotated[Line, _locked("[0-9a-f]{64}", "64 hex digits")]
 OptionalSha256 = Annotated[Line, _locked("([0-9a-f]{64})?", "64 hex digits")]
 Digest = Annotated[Line, _locked("(sha256:[0-9a-f]{64})?", "sha256: and 64 hex digits")]
-Tool = Annotated[Line, _locked("[A-Za-z0-9 ._+-]*", "the version or the options of a program")]
 Number = Annotated[int, at_least(0)]
 Flag = Annotated[bool, Rule(lambda _: iter(()), core={"type": "bool", "strict": True})]
 
@@ -402,15 +401,6 @@ class LockedBase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LockedTools:
-    """What makes the .sif: its bytes are promised for the same tools."""
-
-    mksquashfs: Tool = ""
-    """``4.5.1``; empty where there was none."""
-    compressor: Tool = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LockedDeb:
     """One Debian package that the apt step installs."""
 
@@ -447,10 +437,9 @@ class LockedPlatform:
 
     platform: Annotated[Line, Rule(rules.platform)]
     source_date_epoch: Annotated[int, Rule(_epoch, core={"type": "int", "strict": True})]
-    """The time of the lock in seconds since 1970: no file of the image is newer."""
+    """The time of the lock in seconds since 1970, for the snapshot services of Debian and Ubuntu."""
     request: LockRequest
     base: LockedBase
-    tools: LockedTools = LockedTools()
     apt: tuple[LockedDeb, ...] = ()
     """Sorted by name."""
     pip: tuple[LockedWheel, ...] = ()

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.recipe import requirements, uv_lock
-from imgkit_builder.recipe.problems import Collector, KeyPath, Position, nearest
+from imgkit_builder.recipe.problems import ANY, Collector, KeyPath, Position, nearest
 from imgkit_builder.recipe.rules import BadReference, parse_reference
-from imgkit_builder.recipe.yaml_tree import ANY, Scalar, Table, deepest, select
+from imgkit_builder.recipe.yaml_tree import Scalar, Table, deepest, select
 from imgkit_entrypoints import files, secret_patterns
 
 

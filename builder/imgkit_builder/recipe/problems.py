@@ -15,6 +15,8 @@ from imgkit_entrypoints.errors import UsageError, shortened
 
 KeyPath = tuple[str | int, ...]
 """Path of a resolved value, for example ``("image", "pip", 0, "packages", 2)``."""
+ANY = "*"
+"""Any key or index in a pattern of paths."""
 
 SYSTEMS = "systems"
 """Folder of files that describe systems, in imgkit and at a site."""
@@ -160,6 +162,11 @@ def choices(word: str, allowed: Iterable[str]) -> str:
     names = sorted(allowed, key=lambda name: (name != near, name))
     text = f"allowed: {', '.join(names)}"
     return f"{text}; did you mean {near}?" if near else text
+
+
+def reason(error: Exception) -> str:
+    """Return why a file cannot be used, without its path, which may be long."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
 
 
 DEEPEST = 32

@@ -65,7 +65,6 @@ def of_project(folder: Path) -> tuple[str, ...]:
     ------
     OSError : there is no pyproject.toml, or it cannot be read.
     ValueError : it is not TOML, or its dependencies are not a list of strings.
-    ToolMissing : this Python cannot read TOML.
     """
     text = files.read_text(folder / PYPROJECT, most_bytes=_MOST_BYTES)
     content: dict[str, Any] = problems.parse_toml(text)

@@ -11,9 +11,8 @@ from typing import Any
 
 from imgkit_builder.recipe import systems
 from imgkit_builder.recipe.model import Document
-from imgkit_builder.recipe.problems import KeyPath
+from imgkit_builder.recipe.problems import ANY, KeyPath
 from imgkit_builder.recipe.validation import adapter
-from imgkit_builder.recipe.yaml_tree import ANY
 
 
 def key_paths(model: Any = Document, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

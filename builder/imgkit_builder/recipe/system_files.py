@@ -1,7 +1,7 @@
 """Files that describe a system, apart from images: those of imgkit, those of a site, and a user's own.
 
 A site's folder is that of ``$IMGKIT_SYSTEMS``, or ``/etc/imgkit/systems``. Only their owners may be able to
-write its files, and what they start and mount is confirmed once (`imgkit_builder.project.confirm`).
+write its files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.recipe.model import KEYS
-from imgkit_builder.recipe.problems import choices, nearest
+from imgkit_builder.recipe.problems import choices, nearest, reason
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rules import Line
 from imgkit_recipes import SYSTEMS
@@ -25,7 +25,7 @@ SUFFIX = ".yaml"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """Who has found a system's values to be right, and where: one sentence each; empty: nobody."""
+    """How a system's values were tested, and where: one sentence each; empty: not at all."""
 
     __pydantic_config__ = KEYS
 
@@ -33,15 +33,21 @@ class Proof:
     """The documentation that the values come from."""
     rendered: Line = ""
     """Where the job scripts for it are compared, byte by byte."""
+    simulated: Line = ""
+    """Where jobs have run with it on a cluster that imitates this one, and what differs there."""
     run: Line = ""
-    """Where jobs have run with it, and on what."""
+    """Who has run jobs with it on the machine itself, and when."""
 
     @property
-    def short(self) -> str:
-        """The strongest one."""
-        return (
-            "run" if self.run else "rendered" if self.rendered else "documented" if self.documented else "-"
-        )
+    def strongest(self) -> str:
+        """The strongest kind of test, as `imgkit list --systems` prints it."""
+        if self.run:
+            return "ran there"
+        if self.simulated:
+            return "simulated"
+        if self.rendered:
+            return "script only"
+        return "documented" if self.documented else "-"
 
 
 def site_folder() -> Path:
@@ -106,25 +112,30 @@ def locate(ref: str, stated_in: Path) -> Path:
     ------
     UsageError : there is none, or a file of the site that others can write.
     """
-    if not is_path(ref):
-        names = known()
-        if ref not in names:
-            beside = stated_in.parent / f"{ref}{SUFFIX}"
-            more = f"; for the file {beside.name} write ./{beside.name}" if beside.is_file() else ""
-            raise UsageError(f"there is no system {ref!r}", hint=choices(ref, names) + more)
-        return private(names[ref])
-    if is_site(stated_in):
-        raise UsageError(f"{ref} is a path", hint="a system of a site's folder extends another by its name")
-    file = (stated_in.parent / ref).absolute()
     try:
+        if not is_path(ref):
+            return private(_named(ref, stated_in))
+        if is_site(stated_in):
+            hint = "a system of a site's folder extends another by its name"
+            raise UsageError(f"{ref} is a path", hint=hint)
+        file = (stated_in.parent / ref).absolute()
         if file.is_file():
             return private(file)
         there = sorted(path.name for path in file.parent.glob("*.y*ml"))
     except (OSError, ValueError) as error:  # a name too long, a NUL byte, no permission
-        raise UsageError(f"{ref!r} is not a system: {error}") from error
+        raise UsageError(f"{ref!r} is not a system: {reason(error)}") from error
     near = nearest(file.name, there)
     hint = f"did you mean {near}?" if near else "imgkit list --systems shows the known systems"
     raise UsageError(f"there is no file {ref}", hint=hint)
+
+
+def _named(name: str, stated_in: Path) -> Path:
+    names = known()
+    if name in names:
+        return names[name]
+    beside = stated_in.parent / f"{name}{SUFFIX}"
+    more = f"; for the file {beside.name} write ./{beside.name}" if beside.is_file() else ""
+    raise UsageError(f"there is no system {name!r}", hint=choices(name, names) + more)
 
 
 def private(file: Path) -> Path:

@@ -1,14 +1,8 @@
-"""The parts of a recipe that a cluster needs, also in the single-file imgkit, which cannot read recipe files.
-
-Reading YAML needs PyYAML, which is compiled. The JSON of ``imgkit show RECIPE --json`` needs
-the standard library only. The single-file imgkit carries that of the shipped recipes as ``recipes.json``; a
-user's own recipe comes as a file.
-"""
+"""The parts of a recipe that its machine needs, and all its values as text and JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.resources
 import json
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,19 +16,13 @@ from imgkit_builder.recipe.model import Document, Recipe, RunCommand
 from imgkit_builder.recipe.problems import KeyPath, Position, choices, key_text
 from imgkit_builder.recipe.requirements import PYPROJECT, project_name
 from imgkit_builder.recipe.validation import validate
-from imgkit_entrypoints import files, json_text
-from imgkit_entrypoints import system as system_facts
+from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import SystemFacts
 from imgkit_entrypoints.terminal import shown
 
 if TYPE_CHECKING:
     from imgkit_builder.recipe.model import PipStep
-
-RECIPES_JSON = "recipes.json"
-"""File of the single-file imgkit, in the folder of the package: the JSON of each shipped recipe, by name."""
-JSON_SUFFIX = ".json"
-HINT = "write it where imgkit is installed: imgkit show RECIPE --json > RECIPE.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +63,12 @@ def module_line(system: SystemFacts) -> str:
 
 
 def find(ref: str | Path) -> Target:
-    """Find the recipe `ref`: a shipped name, a JSON file or, outside the single-file imgkit, a recipe's file.
+    """Find the recipe `ref`: a shipped name or a recipe's file.
 
     Raises
     ------
-    UsageError : there is no such recipe, it has problems, or the single-file imgkit cannot read it.
+    UsageError : there is no such recipe, or it has problems.
     """
-    text = as_json(str(ref))
-    if text is not None:
-        return from_json(text, Path(ref))
     from imgkit_builder.recipe.load import load
 
     recipe = load(ref)
@@ -114,100 +99,6 @@ def installed(steps: Iterable[PipStep]) -> tuple[InstalledProject, ...]:
         )
         for number, step in enumerate(steps)
         if step.project is not None
-    )
-
-
-def as_json(ref: str) -> str | None:
-    """The recipe `ref` as JSON, from a JSON file or the single-file imgkit; None: its YAML is to be loaded.
-
-    Raises
-    ------
-    UsageError : the file cannot be read, or the single-file imgkit has no such recipe.
-    """
-    if ref.endswith(JSON_SUFFIX):
-        try:
-            return files.read_text(Path(ref))
-        except (OSError, ValueError) as error:
-            raise UsageError(f"cannot be read: {error}", where=ref, hint=HINT) from error
-    known = _bundled()
-    if not known:
-        return None
-    if ref not in known:
-        raise UsageError(
-            f"the single-file imgkit does not know the recipe {ref!r}",
-            hint=f"it knows: {', '.join(sorted(known))}\n"
-            f"it reads JSON instead of a recipe's file; {HINT}\n"
-            "or name the .sif of the recipe's image",
-        )
-    return json.dumps(known[ref], indent=2)
-
-
-def names() -> tuple[str, ...]:
-    """Names of the shipped recipes, sorted."""
-    import imgkit_recipes
-
-    return tuple(sorted(_bundled())) or imgkit_recipes.recipe_names()
-
-
-def is_bundled() -> bool:
-    """Whether this is the single-file imgkit."""
-    return bool(_bundled())
-
-
-def _bundled() -> Mapping[str, Any]:
-    """The recipes of the single-file imgkit by name; empty where imgkit is installed."""
-    file = importlib.resources.files("imgkit_builder").joinpath(RECIPES_JSON)
-    known: dict[str, Any] = json_text.parse(file.read_bytes()) if file.is_file() else {}
-    return known
-
-
-def bundled_json() -> str:
-    """Deterministic text of `RECIPES_JSON`; files are named without the folder that they are in here."""
-    import imgkit_recipes
-    from imgkit_builder.recipe.load import load
-
-    recipes = {name: json_text.parse(described_json(load(name))) for name in imgkit_recipes.recipe_names()}
-    return json.dumps(recipes).replace(json.dumps(f"{imgkit_recipes.FOLDER}/")[1:-1], "")
-
-
-def from_json(text: str, file: Path) -> Target:
-    """Read the text of ``imgkit show RECIPE --json``, which `file` holds.
-
-    Raises
-    ------
-    UsageError : it is something else, or holds a value that no recipe may have.
-    """
-    try:
-        data: dict[str, Any] = json_text.parse(text)
-        if data["schema"] != SHOW_SCHEMA:
-            raise ValueError(f"schema {data['schema']!r}, not {SHOW_SCHEMA}")
-        stated = {row["key"]: row for row in data["values"] if row["line"] is not None}
-        facts = system_facts.from_json(json.dumps(data["system"]))
-        platforms = tuple(str(platform) for platform in data["image"]["platforms"])
-        positions = {
-            path[:depth]: Position(file=Path(row["file"]), line=row["line"], column=row["column"])
-            for path, _ in reversed(tuple(values_of(facts, ("system",))))
-            if (row := stated.get(key_text(path)))
-            for depth in range(len(path), 0, -1)
-        }
-        name = str(data["name"])
-        workdir = str(data["image"]["workdir"]) if "image.workdir" in stated else ""
-        base = str(data["image"]["base"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise UsageError(
-            f"it is not what imgkit show RECIPE --json prints: {reason}", where=str(file), hint=HINT
-        ) from error
-    return checked(
-        Target(
-            name=name,
-            system=facts,
-            platforms=platforms,
-            file=file,
-            positions=positions,
-            workdir=workdir,
-            base=base,
-        )
     )
 
 

@@ -15,14 +15,12 @@ from typing import Any, Literal
 
 import yaml
 
-from imgkit_builder.recipe.problems import Collector, KeyPath, Position
+from imgkit_builder.recipe.problems import ANY, Collector, KeyPath, Position, reason
 from imgkit_entrypoints import files
 
 MAX_BYTES = 1 << 20
 MAX_NODES = 10_000
 """Limit for one file with its anchors expanded: nine lines of nested aliases can mean billions of values."""
-ANY = "*"
-"""Any key or index in a pattern of `select`."""
 
 ScalarType = Literal["text", "integer", "number", "boolean", "nothing", "date"]
 
@@ -194,8 +192,7 @@ def _read(file: Path, start: Position, problems: Collector) -> str | None:
         data = files.read_bytes(file, most_bytes=MAX_BYTES)
         problems.digests[file] = hashlib.sha256(data).hexdigest()
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        problems.error(start, (), f"cannot be read: {reason}")
+        problems.error(start, (), f"cannot be read: {reason(error)}")
         return None
     try:
         return data.decode("utf-8-sig")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.base import files, process
-from imgkit_builder.base.process import Exited
+from imgkit_builder.base.process import ErrorsTooLong, Exited
 from imgkit_builder.job.ssh import fanout
 from imgkit_builder.job.ssh.fanout import SSH_FAILED
 from imgkit_builder.remote.config import Remote
@@ -81,6 +81,7 @@ class Connection:
         Cut : ssh could not connect, or lost the connection.
         ScriptFailed : the script failed.
         TooLong : it printed more than an answer can have; the connection has been ended.
+        ToolFailed : it printed errors without end; the connection has been ended.
         """
         return self.answer(self.stream(script, values, by_transfer=by_transfer))
 
@@ -140,6 +141,9 @@ class Connection:
             yield from _behind(source, f"{token}\n".encode(), host)
         except Exited as error:
             raise self._explained(error, host) from error
+        except ErrorsTooLong as error:
+            what = ErrorsTooLong(f"a command on {host}", error.start).what
+            raise ToolFailed(what, where=self.remote.name, hint=_look_at(host)) from error
         finally:
             source.close()
 
@@ -210,6 +214,11 @@ class Connection:
         return Cut(what, where=self.remote.name, hint=hint)
 
 
+def _look_at(host: str) -> str:
+    """Return the hint where more than imgkit's script runs on a host."""
+    return f"look at the start-up files of that account: ssh {shlex.quote(host)} echo works"
+
+
 def odd(remote: str, output: bytes) -> ToolFailed:
     """The error for an answer of `remote` that is cut short, or that imgkit's script did not print."""
     return ToolFailed(
@@ -272,6 +281,6 @@ def _behind(source: Iterable[bytes], token: bytes, host: str) -> Generator[bytes
         what, hint = process.quoted(
             f"the login shell of {host} runs no command" + ("; it printed" if shown else ""),
             shown,
-            f"look at the start-up files of that account: ssh {shlex.quote(host)} echo works",
+            _look_at(host),
         )
         raise ToolFailed(what, hint=hint)

@@ -168,8 +168,7 @@ def _send(
     with files.open_regular(source, buffering=0) as stream:
         data = _data(stream, at, size, whole, report, most_per_s)
         try:
-            for _ in connection.stream(_SEND, values, data=data, by_transfer=True):
-                pass
+            connection.answer(connection.stream(_SEND, values, data=data, by_transfer=True))
         except ScriptFailed as error:
             raise _explained(error, connection, f"{home}/{part}") from error
         for _ in data:  # dd may end first: the sum needs the rest

@@ -18,7 +18,6 @@ from typing import IO, Any, BinaryIO, Literal, Protocol, TextIO, runtime_checkab
 
 from imgkit_builder.archive import compressed
 from imgkit_builder.archive.changed_files import ChangedFiles
-from imgkit_builder.archive.tar_read import TarLimits
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif.image import ImgkitRecord
@@ -125,24 +124,6 @@ def name_of(source: Source, tags: Sequence[str] = ()) -> str:
     return tags[0] if tags else source.path.name.split(".tar", 1)[0]
 
 
-class Helper(Protocol):
-    """An engine that squashes in a container; ``engine.EngineHelper`` is one."""
-
-    def __str__(self) -> str:
-        """Product and version of the engine."""
-
-    def prepare(self, report: Reporter) -> None:
-        """Make the image with mksquashfs, unless the engine has it; comes before `feed`."""
-
-    def feed(
-        self, options: Sequence[str], target: Path, offset: int, judge: Callable[[int, bool, str], None]
-    ) -> AbstractContextManager[IO[bytes]]:
-        """Take a whole tar; on leaving, its squashfs lies at byte `offset` of `target`.
-
-        `judge` gets the exit code of mksquashfs, whether it ended early, and what it said.
-        """
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How to convert."""
@@ -160,14 +141,10 @@ class Options:
     tmpdir: Path | None = None
     unpack_limit_bytes: int | None = None
     """Most bytes that an archive may unpack to; None: 100 times its size, and at least 1 GB."""
-    limits: TarLimits = field(default_factory=TarLimits)
-    """What a layer, or an engine's export, may ask of its reader."""
     force: bool = False
     """Convert even if the target is up to date; replace a target of another format."""
     test: bool = True
     """Run ``true`` in the new .sif."""
-    helper: Callable[[], Helper | None] = lambda: None
-    """Finds an engine that squashes; asked only where this machine cannot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +216,7 @@ class ConversionJob:
     clock: Clock
     log: TextIO
     squasher: Squasher | None = None
-    """None: the first of `squash_ways` that works here."""
+    """None: the first of `squashers` that works here."""
 
     def run(
         self,
@@ -308,14 +285,6 @@ class Squasher(Protocol):
 
     def __str__(self) -> str:
         """Name it for people, with its version."""
-
-    def prepare(self, report: Reporter) -> None:
-        """Get what it needs before the first tar; quick where that is here.
-
-        Raises
-        ------
-        ImgkitError : that is not available.
-        """
 
     def shown(self, order: SquashOrder) -> str:
         """The command that reads the tar, for people."""

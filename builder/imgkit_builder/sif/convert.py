@@ -23,7 +23,6 @@ from imgkit_builder.sif import (
     conversion,
     coverage,
     image,
-    locked,
     mksquashfs,
     runtime_build,
     sqsh,
@@ -51,7 +50,7 @@ from imgkit_builder.sif.image import ImgkitRecord, SifImage
 from imgkit_builder.sif.runtime import RuntimeTool, find_runtime, log_file, runtime_if_any
 from imgkit_builder.sif.workspace import remove_leftovers, tmp_base, workspace
 from imgkit_entrypoints import __version__
-from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolMissing, UsageError
+from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 Method = Literal["stream", "export", "layers"]
 """How the files travel; the record calls it the route."""
@@ -69,8 +68,6 @@ class _Made:
     name: str
     config: ImageConfig
     layer_bytes: int
-    origin_id: str = ""
-    """The image id that the source has; another than that of `config` where the image is locked."""
 
 
 def convert(source: Source, target: Path, options: Options, report: Reporter) -> Converted:
@@ -91,7 +88,8 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
     if known and (done := _up_to_date(target, known, means, options)):
         remove_leftovers(target)  # a run that was killed after it had put the file in place
         return done
-    means = _prepared(means, options, report)
+    for note in means.notes:
+        report.note(note)
     base = tmp_base(target, options.tmpdir)
     _check_space(source, target, base, means)
     with workspace(target, base) as work, log_file(target.stem) as log:
@@ -114,25 +112,22 @@ def _converted(job: ConversionJob, source: Source, target: Path, means: Means) -
         made = _built(job, source)
     else:
         with stream.stored_image(job, source) as image_here:
-            found = image_here.selected.config
-            config = locked.settled(found)
-            if _known_config(source) is None and (done := _up_to_date(target, found, means, job.options)):
+            config = image_here.selected.config
+            if _known_config(source) is None and (done := _up_to_date(target, config, means, job.options)):
                 return done
             _tell_arch(config, job)
             room = _room_for_layers(image_here, target, job.work.folder.parent, means.squasher)
             stream.write_layers(job, image_here, room_bytes=room)
         name = name_of(source, image_here.selected.names)
-        made = _Made(name=name, config=config, layer_bytes=image_here.stored_bytes, origin_id=found.image_id)
+        made = _Made(name=name, config=config, layer_bytes=image_here.stored_bytes)
     return _finish(job, made, target, means.method)
 
 
 def _exported(job: ConversionJob, source: Source) -> _Made:
     assert isinstance(source, EngineImage)  # noqa: S101 - for the type checker: only those can be exported
-    config = locked.settled(source.config)
-    _tell_arch(config, job)
+    _tell_arch(source.config, job)
     stream.write_export(job, source)
-    origin_id = source.config.image_id
-    return _Made(name=source.name, config=config, layer_bytes=source.size_bytes, origin_id=origin_id)
+    return _Made(name=source.name, config=source.config, layer_bytes=source.size_bytes)
 
 
 def _built(job: ConversionJob, source: Source) -> _Made:
@@ -160,8 +155,6 @@ def _finish(job: ConversionJob, made: _Made, target: Path, method: Method) -> Co
     _check_content(job, made, sif, method)
     clock.stage("make durable")
     files.publish(part, target)
-    if locked.epoch_s(made.config) is not None:
-        locked.remember(made.origin_id, record.root_sha256)
     clock.finish()
     return Converted(
         path=target,
@@ -180,8 +173,6 @@ def _finish_sqsh(job: ConversionJob, made: _Made, target: Path, method: Method) 
     record, sha256 = sqsh.describe(part, lambda root: _record(job, made, method, root), advance=clock.advance)
     clock.stage("make durable")
     sqsh.publish(part, target, sha256)
-    if locked.epoch_s(made.config) is not None:
-        locked.remember(_note_of(made.origin_id, "sqsh"), record.root_sha256)
     clock.finish()
     return Converted(
         path=target,
@@ -193,11 +184,6 @@ def _finish_sqsh(job: ConversionJob, made: _Made, target: Path, method: Method) 
         stages=tuple(clock.stages),
         log=Path(job.log.name),
     )
-
-
-def _note_of(image_id: str, format: Format) -> str:
-    """The name under which `locked` keeps the digest of what this image became."""
-    return image_id if format == "sif" else f"{image_id}.{format}"
 
 
 def _check_content(job: ConversionJob, made: _Made, sif: SifImage, method: Method) -> None:
@@ -214,37 +200,26 @@ def _check_content(job: ConversionJob, made: _Made, sif: SifImage, method: Metho
 
 def _record(job: ConversionJob, made: _Made, method: Method, root_sha256: str) -> ImgkitRecord:
     config = made.config
-    is_locked = locked.epoch_s(config) is not None
     return ImgkitRecord(
         image_id=config.image_id,
         diff_ids=config.diff_ids,
         root_sha256=root_sha256,
         runtime=str(job.tool) if method == "layers" else f"imgkit {__version__}",
         compression=str(job.compression),
-        route=_route(config, method),
+        route=method,
         imgkit=__version__,
         arch=config.arch if job.options.format == "sqsh" else "",
-        # The name that the user gave may be another in the next build of the lock.
-        source=config.labels.get("imgkit.recipe", "") if is_locked else made.name,
+        source=made.name,
     )
-
-
-def _route(config: ImageConfig, method: Method) -> Method:
-    """The method in the record; both methods of imgkit give one file where the image is locked."""
-    both = locked.epoch_s(config) is not None and method == "stream"
-    return "export" if both else method
 
 
 def _up_to_date(target: Path, config: ImageConfig, means: Means, options: Options) -> Converted | None:
     """The result without work, if `target` already has the right bytes."""
-    kept_as, config = _note_of(config.image_id, options.format), locked.settled(config)
 
     def wanted(record: ImgkitRecord) -> bool:
         return (
-            _is_wanted(record, means, options, _route(config, means.method))
+            _is_wanted(record, means, options)
             and record.image_id == config.image_id
-            # Two images with one settled configuration may differ: `image.run` is arbitrary.
-            and (locked.epoch_s(config) is None or locked.root_of(kept_as) == record.root_sha256)
             and _is_packed_well(record, means, options)
         )
 
@@ -269,14 +244,14 @@ def _up_to_date(target: Path, config: ImageConfig, means: Means, options: Option
     )
 
 
-def _is_wanted(record: ImgkitRecord, means: Means, options: Options, route: Method) -> bool:
+def _is_wanted(record: ImgkitRecord, means: Means, options: Options) -> bool:
     """Whether a file that was made so is as good as what would be made now."""
     if means.method == "layers":
         return record.route != "flatten" and record.runtime == str(means.tool)
     if options.writer == "imgkit" and record.route == "layers":
         return False
     # All methods give the same files: where the user leaves it open, any will do.
-    return record.route == route if options.direct is not None else record.route != "flatten"
+    return record.route == means.method if options.direct is not None else record.route != "flatten"
 
 
 def _is_packed_well(record: ImgkitRecord, means: Means, options: Options) -> bool:
@@ -352,13 +327,15 @@ def _choose_method(source: Source, options: Options) -> Means:
             )
         return _by_runtime(options, "--writer runtime")
     try:
-        squasher = squashers.choose(options.helper)
+        squasher = squashers.choose()
     except ToolMissing as error:
+        install = _install_hint(source)
         if options.format == "sqsh":
-            raise ToolMissing(error.what, hint=squashers.INSTALL) from error
+            raise ToolMissing(error.what, hint=install) from error
         if options.direct or options.writer == "imgkit":
-            raise
-        return _by_runtime(options, error.what, fallback=True)
+            hint = f"{install}\nor let a runtime build: --from layers"
+            raise ToolMissing(error.what, hint=hint) from error
+        return _by_runtime(options, error.what, install=install)
     method: Method = "export" if isinstance(source, EngineImage) and options.direct is not False else "stream"
     straight = f"the engine's export is written straight into the .{options.format}"
     exported = f"{straight} (--from layers uses the layers)"
@@ -380,39 +357,29 @@ def _choose_method(source: Source, options: Options) -> Means:
     )
 
 
-def _prepared(means: Means, options: Options, report: Reporter) -> Means:
-    """Tell `means`, and get what they need, or else those of the runtime, if there is one."""
-    for note in means.notes:
-        report.note(note)
-    if means.squasher is None:
-        return means
-    try:
-        means.squasher.prepare(report)
-    except ImgkitError as error:
-        if options.writer == "imgkit" or options.format == "sqsh":
-            raise
-        try:
-            other = _by_runtime(options, f"{means.squasher}: {error.what}", fallback=True)
-        except ImgkitError:
-            raise error from None
-        for note in other.notes:
-            report.note(note)
-        return other
-    return means
+def _install_hint(source: Source) -> str:
+    """Return what helps where nothing here squashes."""
+    if not isinstance(source, EngineImage):
+        return squashers.INSTALL
+    elsewhere = "or convert on the cluster: imgkit save IMAGE here, imgkit sif IMAGE.tar there"
+    return f"{squashers.INSTALL}\n{elsewhere}"
 
 
-def _by_runtime(options: Options, why: str, *, fallback: bool = False) -> Means:
-    """The runtime builds, for the reason `why`; with `fallback`, because nothing here squashes."""
+def _by_runtime(options: Options, why: str, *, install: str = "") -> Means:
+    """Return the means of the runtime, which builds for the reason `why`.
+
+    `install` is the hint for a machine where nothing squashes.
+    """
     try:
         builder = find_runtime(options.runtime, module_hint=options.module_hint)
     except ToolMissing as error:
-        if not fallback:
+        if not install:
             raise
-        more = f"or without a runtime: {squashers.INSTALL}"
+        more = f"or without a runtime: {install}"
         raise ToolMissing(error.what, hint=f"{error.hint}; {more}") from error
     lacks = mksquashfs.lacks_zstd(mksquashfs.find())
     packing = conversion.choose_compression(builder.capabilities, options.compression, lacks_zstd=lacks)
-    slower = " (slower)" if fallback else ""
+    slower = " (slower)" if install else ""
     writer = f"writer: {builder}, started through spython{slower}: {why}"
     return Means(
         method="layers",

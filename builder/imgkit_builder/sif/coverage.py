@@ -13,7 +13,7 @@ object. It holds sha256 digests of
 Bytes that no check sees, because they mean nothing to a runtime or to imgkit:
 
 * ``modified_s`` of the header (8 bytes at 72): the time of the last change; signing sets it;
-* the content of a signature object, as long as nobody says whom to trust (``--keyring``).
+* the content of a signature object, which the runtime checks (``apptainer verify``).
 
 ``free`` and ``data_bytes`` of the header follow from the descriptors, and `check` compares them. An unused
 descriptor is zeros, and so is the padding between signatures.
@@ -125,15 +125,6 @@ def _root(path: Path) -> Descriptor:
     if root is None:
         raise CheckFailed("the .sif has no root partition", where=str(path))
     return root
-
-
-def data_of(path: Path) -> bytes | None:
-    """The bytes of the coverage object; None if there is none in the root partition's group."""
-    sif = image.read(path)
-    for one in sif.descriptors:
-        if _is_coverage(one.datatype, one.name) and sif.root and one.group == sif.root.group:
-            return image.data(sif, one)
-    return None
 
 
 def check(path: Path, *, root_sha256: str | None = None) -> Findings:

@@ -55,7 +55,6 @@ IMGKIT_OBJECT = "imgkit"
 """Name of the JSON object that imgkit adds."""
 
 _PARTITION = struct.Struct("<ii3s")
-_FINGERPRINT_BYTES = 20
 _FS_SQUASHFS = 1
 _FS_ENCRYPTED = 5
 PARTITION_ALIGN_BYTES = 4096
@@ -129,8 +128,6 @@ class Descriptor:
     """Architecture of a partition; empty for other objects."""
     encrypted: bool = False
     """Whether it is a partition that a runtime mounts only with a key."""
-    signer: str = ""
-    """Fingerprint of the OpenPGP key that a signature names, in hex; empty for other objects."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,13 +266,10 @@ def _read(path: Path, stream: BinaryIO) -> SifImage:
 
 
 def _descriptor(entry: Entry) -> Descriptor:
-    system, partition, arch, signer = 0, 0, "", ""
+    system, partition, arch = 0, 0, ""
     if entry.datatype == DataType.PARTITION:
         system, partition, code = _PARTITION.unpack_from(entry.extra)
         arch = _arch(code)
-    elif entry.datatype == DataType.SIGNATURE:
-        fingerprint = entry.extra[4 : 4 + _FINGERPRINT_BYTES]
-        signer = fingerprint.hex().upper() if any(fingerprint) else ""
     return Descriptor(
         datatype=entry.datatype,
         id=entry.id,
@@ -287,7 +281,6 @@ def _descriptor(entry: Entry) -> Descriptor:
         partition=partition,
         arch=arch,
         encrypted=system == _FS_ENCRYPTED,
-        signer=signer,
     )
 
 

@@ -249,7 +249,7 @@ def _source(module: str) -> str:
 
 
 def _end(pid_file: Path) -> None:
-    """End the process group of `supervisor`, and wait until it is gone."""
+    """End the process group that `pid_file` names, and wait until it is gone."""
     try:
         group = int(pid_file.read_text())
     except (OSError, ValueError):

@@ -40,8 +40,6 @@ from imgkit_entrypoints.errors import CheckFailed, UsageError
 MARK = b"IMGKSQSH"
 ENVIRONMENT = "etc/environment"
 """File with the variables of the image's configuration."""
-OWN = frozenset({ENVIRONMENT, "etc/fstab", "etc/rc", "etc/rc.local"})
-"""Paths of `own_files`."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SUBSTITUTED = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 _RESERVED = "ENROOT_"
@@ -180,17 +178,6 @@ def _without_pair(value: str) -> str:
     """The value without the pair that enroot removes; itself if there is none."""
     bare = value.rstrip()
     return bare[1:-1] if len(bare) > 1 and bare.startswith(_STRIPPED) and bare.endswith(_STRIPPED) else value
-
-
-def variables(text: str) -> dict[str, str]:
-    """The variables that the text of `ENVIRONMENT` sets, as enroot first reads it."""
-    found: dict[str, str] = {}
-    for line in text.split("\n"):
-        name, equals, value = line.lstrip().partition("=")
-        if not equals or not _kept(name):
-            continue
-        found[name] = _without_pair(value)
-    return found
 
 
 def _rc(config: ImageConfig) -> str:

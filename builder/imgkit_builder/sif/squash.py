@@ -15,7 +15,7 @@ import contextlib
 import os
 import struct
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, BinaryIO
@@ -51,12 +51,6 @@ _FOLDER_TYPES = (1, 8)
 _INODE_OWNERS_AT, _INODE_TIME_AT = 4, 8
 """Offsets in an inode: type, mode, uid and gid take two bytes each; uid and gid index the table of owners."""
 
-_COUNT_AT, _USED_AT, _OWNERS_AT, _ATTRIBUTES_AT = 26, 40, 48, 56
-"""Places in the superblock: number of owners, bytes used, table of owners, table of attributes."""
-_MOST = 2048
-"""Owners in one block."""
-_PAD_BYTES = 4096
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Squash:
@@ -65,8 +59,6 @@ class Squash:
     sink: IO[bytes]
     names: Counter[bytes] = field(default_factory=Counter)
     """Number of names of each kind so far."""
-    owners: set[int] = field(default_factory=set)
-    """Users and groups of what was sent, where the sender states them."""
 
     def entry(self, kind: bytes, header: bytes) -> None:
         """Begin an entry; the content of a file follows in `content`."""
@@ -101,16 +93,13 @@ def writing(job: ConversionJob, target: Path, *, created: str, offset: int = 0) 
         on_line=job.clock.line,
         note=job.clock.note,
     )
-    squasher = job.squasher or squashers.choose(job.options.helper)
-    squasher.prepare(job.clock)
+    squasher = job.squasher or squashers.choose()
     with squasher.feed(order) as sink:
         made = Squash(sink=sink)
         yield made
         sink.write(END)
     _compare(target, made.names, offset=offset)
     set_root(target, order.created_s, offset=offset)
-    if made.owners:
-        remove_unused(target, made.owners, offset=offset)
 
 
 def _names_by_kind(path: Path, *, offset: int = 0) -> Counter[bytes]:
@@ -235,57 +224,3 @@ def _place_of_root(stream: BinaryIO, offset: int, table: int, count: int) -> int
     first = min(count, _BLOCK_BYTES // 4)
     owners = struct.unpack(f"<{first}I", stream.read(4 * first))
     return owners.index(0) if 0 in owners else None
-
-
-def remove_unused(path: Path, sent: Collection[int], *, offset: int = 0) -> bool:
-    """Remove the last owners of the squashfs at byte `offset` of `path` that are not among those `sent`.
-
-    Returns False, and changes nothing, if there is none, or if the table is compressed or long.
-    """
-    with files.open_own(path, os.O_RDWR, "r+b") as stream:
-        stream.seek(offset)
-        head = bytearray(stream.read(96))
-        (count,) = struct.unpack_from("<H", head, _COUNT_AT)
-        used, index, attributes = struct.unpack_from("<QQQ", head, _USED_AT)
-        if not 1 < count <= _MOST:
-            return False
-        stream.seek(offset + index)
-        (block,) = struct.unpack("<Q", stream.read(8))
-        stream.seek(offset + block)
-        tail = stream.read(used - block)
-        (length,) = struct.unpack_from("<H", tail)
-        if length != _PLAIN | 4 * count or block + 2 + 4 * count != index:
-            return False
-        owners = list(struct.unpack_from(f"<{count}I", tail, 2))
-        while len(owners) > 1 and owners[-1] not in sent and owners[-1] != 0:
-            owners.pop()
-        gone = 4 * (count - len(owners))
-        if not gone:
-            return False
-        rest = bytearray(tail[index - block + 8 :])
-        if attributes != _ABSENT:
-            _move(rest, attributes - index - 8, gone)
-            struct.pack_into("<Q", head, _ATTRIBUTES_AT, attributes - gone)
-        struct.pack_into("<H", head, _COUNT_AT, len(owners))
-        struct.pack_into("<QQ", head, _USED_AT, used - gone, index - gone)
-        table = struct.pack(f"<H{len(owners)}I", _PLAIN | 4 * len(owners), *owners)
-        new = table + struct.pack("<Q", block) + rest
-        stream.seek(offset)
-        stream.write(head)
-        stream.seek(offset + block)
-        stream.write(new)
-        size = block + len(new)
-        # What squashes fills the last page with zeros.
-        stream.write(bytes(-size % _PAD_BYTES))
-        stream.truncate()
-    return True
-
-
-def _move(rest: bytearray, at: int, gone: int) -> None:
-    """Correct the places in the table of attributes, which lies at byte `at` of `rest`."""
-    start, count = struct.unpack_from("<QI", rest, at)
-    struct.pack_into("<Q", rest, at, start - gone)
-    # A block has 512 entries of 16 bytes.
-    for place in range(at + 16, at + 16 + 8 * -(-count // 512), 8):
-        (block,) = struct.unpack_from("<Q", rest, place)
-        struct.pack_into("<Q", rest, place, block - gone)

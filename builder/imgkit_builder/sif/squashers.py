@@ -1,6 +1,6 @@
-"""The programs that write a squashfs from a tar: mksquashfs from 4.5 on, 4.3 and 4.4, and one in a container.
+"""The programs that write a squashfs from a tar: mksquashfs from 4.5 on, and 4.3 and 4.4.
 
-All of them receive one tar with every name once, folders first. What they write is compared with it
+Both receive one tar with every name once, folders first. What they write is compared with it
 afterwards (`squash`).
 
 mksquashfs 4.3 and 4.4 cannot read a tar, so the files are unpacked once. An ordinary user cannot give files
@@ -35,13 +35,12 @@ from imgkit_builder.archive.tar_read import (
     TarStream,
 )
 from imgkit_builder.base import files
-from imgkit_builder.base.progress import Reporter
 from imgkit_builder.sif import mksquashfs
-from imgkit_builder.sif.conversion import PACKED_SHARE, Helper, Squasher, SquashOrder
+from imgkit_builder.sif.conversion import PACKED_SHARE, Squasher, SquashOrder
 from imgkit_builder.sif.workspace import remove_tree
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing
 
-INSTALL = "apt install squashfs-tools (4.5 or later)"
+INSTALL = "apt install squashfs-tools, dnf install squashfs-tools, or brew install squashfs"
 
 _READ_BYTES = 1 << 20
 _MOST_TIME_S = (1 << 32) - 1
@@ -67,9 +66,6 @@ class TarMksquashfs:
         """Whether this build of it has zstd."""
         return mksquashfs.lacks_zstd(self.program)
 
-    def prepare(self, report: Reporter) -> None:
-        """Nothing."""
-
     def words(self, order: SquashOrder) -> list[str]:
         """The program and its arguments."""
         return [
@@ -93,44 +89,6 @@ class TarMksquashfs:
             yield sink
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _EngineMksquashfs:
-    """mksquashfs in a container of an engine."""
-
-    helper: Helper
-    note: str
-    lacks_zstd: str = ""
-    disk_share: float = 0.0
-
-    def __str__(self) -> str:
-        return f"mksquashfs in a container of {self.helper}"
-
-    def prepare(self, report: Reporter) -> None:
-        """Make the image with mksquashfs."""
-        self.helper.prepare(report)
-
-    def words(self, order: SquashOrder) -> list[str]:
-        """The options of mksquashfs; processors and memory are the engine's matter."""
-        return [*order.compression.options, *_root_options(order)]
-
-    def shown(self, order: SquashOrder) -> str:
-        """The program in its container, and the copy."""
-        words = shlex.join(self.words(order))
-        return f"docker start -i HELPER   # mksquashfs - root.sqfs -tar {words}"
-
-    @contextlib.contextmanager
-    def feed(self, order: SquashOrder) -> Iterator[IO[bytes]]:
-        """Feed it through the engine, and receive its file."""
-        words = self.words(order)
-        order.log.write(f"$ ... | mksquashfs in a container of {self.helper}: {' '.join(words)}\n")
-
-        def judge(code: int, broken: bool, text: str) -> None:
-            mksquashfs.judge(code, text, broken=broken, log=order.log, on_line=order.on_line)
-
-        with self.helper.feed(words, order.target, order.offset, judge) as sink:
-            yield sink
-
-
 def _root_options(order: SquashOrder) -> tuple[str, ...]:
     created_s = str(order.created_s)
     return (
@@ -142,8 +100,8 @@ def _root_options(order: SquashOrder) -> tuple[str, ...]:
     )
 
 
-def choose(find_helper: Callable[[], Helper | None] = lambda: None) -> Squasher:
-    """The first program that works on this machine, or else with the engine that `find_helper` finds.
+def choose() -> Squasher:
+    """Return the first program that works on this machine.
 
     Raises
     ------
@@ -156,9 +114,7 @@ def choose(find_helper: Callable[[], Helper | None] = lambda: None) -> Squasher:
         if mksquashfs.knows(old, r"-pf\b"):
             note = f"the files are written to disk once, and squashed from there (slower): {why}"
             return OldMksquashfs(program=old, note=note)
-    if helper := find_helper():
-        return _EngineMksquashfs(helper=helper, note=f"mksquashfs runs in a container of {helper}: {why}")
-    raise ToolMissing(why, hint=f"{INSTALL}, or a runtime that builds: --from layers")
+    raise ToolMissing(why, hint=INSTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,9 +132,6 @@ class OldMksquashfs:
     def lacks_zstd(self) -> str:
         """Whether this build of it has zstd; 4.3 has not."""
         return mksquashfs.lacks_zstd(self.program)
-
-    def prepare(self, report: Reporter) -> None:
-        """Nothing."""
 
     def words(self, order: SquashOrder, output: Path, *options: str) -> list[str]:
         """The program and its arguments."""

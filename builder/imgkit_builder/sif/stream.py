@@ -34,13 +34,12 @@ from imgkit_builder.archive.tar_read import (
     REGULAR,
     SYMLINK,
     Member,
-    TarLimits,
     TarStream,
 )
 from imgkit_builder.inventory import spdx
 from imgkit_builder.inventory.collector import BAKED, DOCUMENT, InventoryCollector
 from imgkit_builder.oci.config import ImageConfig, epoch
-from imgkit_builder.sif import entries, locked, mksquashfs, sqsh, squash
+from imgkit_builder.sif import entries, mksquashfs, sqsh, squash
 from imgkit_builder.sif.conversion import (
     Archive,
     ConversionJob,
@@ -95,7 +94,7 @@ def stored_image(job: ConversionJob, source: Source) -> Iterator[StoredImage]:
     ToolMissing : it is compressed with zstd, and there is no such program.
     """
     if isinstance(source, OciFolder) or (isinstance(source, Archive) and not is_spooled(source, "stream")):
-        yield stored.open_image(source.path, limits=job.options.limits)
+        yield stored.open_image(source.path)
         return
     path, where = job.work.folder / "spool.tar", name_of(source)
     expected = source.size_bytes if isinstance(source, EngineImage) else None
@@ -103,7 +102,7 @@ def stored_image(job: ConversionJob, source: Source) -> Iterator[StoredImage]:
         digests = stored.spool(
             chunks, path, where=where, advance=lambda done: job.clock.advance(done, expected)
         )
-    yield stored.open_image(path, limits=job.options.limits, where=where, digests=digests)
+    yield stored.open_image(path, where=where, digests=digests)
     path.unlink()
 
 
@@ -135,15 +134,13 @@ def write_layers(job: ConversionJob, image: StoredImage, *, room_bytes: int = 0)
     CheckFailed : a layer is damaged or holds what no image may, or mksquashfs lost something.
     ToolMissing, ToolFailed : there is no mksquashfs that reads a tar, or it failed.
     """
-    config = locked.settled(image.selected.config)
+    config = image.selected.config
     _additions(job, config)  # refuses before anything is read
     _tell_skipped(job, config)
     with _merged_layers(job, image, room_bytes) as merged:
         job.clock.stage("merge and squash")
         with _framed_squash(job, config) as made:
-            in_order = locked.epoch_s(config) is not None and not merged.image.packed_bytes
-            found = _in_order(merged, job) if in_order else _shown_entries(merged, job)
-            send(found, made, config, job.clock.note, job.options.format)
+            send(_shown_entries(merged, job), made, config, job.clock.note, job.options.format)
 
 
 def _tell_skipped(job: ConversionJob, config: ImageConfig) -> None:
@@ -199,7 +196,7 @@ def _merged_layers(job: ConversionJob, image: StoredImage, room_bytes: int) -> I
 
 
 def _merged(job: ConversionJob, image: StoredImage, spool: Spool | None) -> _Merged:
-    config = locked.settled(image.selected.config)
+    config = image.selected.config
     tree = LayerTree(image.where)
     image = scan(
         image,
@@ -248,33 +245,6 @@ def _shown_entries(merged: _Merged, job: ConversionJob) -> Iterator[ImageEntry]:
         yield entries.of_own(merged.own[number], merged.created_s, path=path)
 
 
-def _in_order(merged: _Merged, job: ConversionJob) -> Iterator[ImageEntry]:
-    """The entries in the order of an engine's export, so that both methods give the same squashfs."""
-    ours = {one.path for one in merged.own}
-    found = [_folder(path, one or FolderEntry(mtime_s=merged.created_s)) for path, one in merged.plan.folders]
-    *layers, own = merged.plan.names
-    for layer, names in zip(merged.image.layers, layers, strict=True):
-        with layer.open(bodies=False) as stream:
-            for member, shown in _showing(stream, names):
-                first, *others = sorted(shown, key=_walk)
-                found.append(entries.of_member(member, layer.content(member), names=(first,)))
-                found += (ImageEntry(names=(one,), kind=HARD_LINK, link=first) for one in others)
-    for number, (path,) in own.items():
-        found.append(entries.of_own(merged.own[number], merged.created_s, path=path))
-    total, done = sum(one.size_bytes for one in found), 0
-    mine = [one for one in found if one.name in ours]
-    found = [one for one in found if one.name not in ours]
-    # `exported_entries` has imgkit's own behind all others.
-    for entry in (*sorted(found, key=lambda one: _walk(one.name)), *sorted(mine, key=lambda one: one.name)):
-        yield entry
-        job.clock.advance(done := done + entry.size_bytes, total)
-
-
-def _walk(path: str) -> list[bytes]:
-    """Sort key by which a folder comes directly before what is in it."""
-    return [part.encode("utf-8", "surrogateescape") for part in path.split("/")]
-
-
 def _folder(path: str, found: FolderEntry) -> ImageEntry:
     return ImageEntry(
         names=(path,),
@@ -309,7 +279,7 @@ def write_export(job: ConversionJob, source: EngineImage) -> None:
     ToolMissing, ToolFailed : no mksquashfs reads a tar, or it failed.
     CheckFailed : the stream is damaged, or mksquashfs lost something.
     """
-    config = locked.settled(source.config)
+    config = source.config
     job.clock.stage("export and squash")
     own, lacking = _additions(job, config)
     _tell_skipped(job, config)
@@ -320,7 +290,6 @@ def write_export(job: ConversionJob, source: EngineImage) -> None:
             lacking,
             epoch=epoch(config.created),
             name=source.name,
-            limits=job.options.limits,
             advance=lambda done: job.clock.advance(done, source.size_bytes),
         )
         send(found, made, config, job.clock.note, job.options.format)
@@ -333,7 +302,6 @@ def exported_entries(
     *,
     epoch: int,
     name: str = "docker export",
-    limits: TarLimits | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> Iterator[ImageEntry]:
     """The entries of an export stream, without the files that the engine adds.
@@ -347,7 +315,7 @@ def exported_entries(
     known = {one.path: one for one in own}
     wanted = dict(known) | {one.path: one for one in if_missing}
     mark_s: int | None = None
-    stream = TarStream(chunks, name=name, limits=limits)
+    stream = TarStream(chunks, name=name)
     for member in stream:
         if member.name == _MARK:
             mark_s = member.mtime_s
@@ -404,10 +372,8 @@ def stages(
     config: ImageConfig, note: Callable[[str], None], format: Format = "sif"
 ) -> tuple[PassingStage, ...]:
     """What the entries of an image with this configuration pass through, in this order."""
-    epoch_s = locked.epoch_s(config)
-    normalised = () if epoch_s is None else (locked.normalising(epoch_s),)
     plain = (sqsh.without_devices(note),) if format == "sqsh" else ()
-    return (*normalised, *plain, _adding_document(config))
+    return (*plain, _adding_document(config))
 
 
 def send(
@@ -424,7 +390,6 @@ def send(
     for entry in entries:
         others = entry.xattrs.keys() - {CAPABILITY}
         bare += bool(others)
-        made.owners.update((entry.uid, entry.gid))
         made.entry(entry.kind, _header(entry) if others else entry.header or _header(entry))
         if entry.size_bytes:
             made.content(entry.content, entry.size_bytes)
@@ -494,7 +459,7 @@ def _observed(entry: ImageEntry, collector: InventoryCollector) -> ImageEntry:
             for name in wanted:
                 collector.add(name, data)
             return replace(entry, content=(data,))  # with its own header
-    elif entry.kind == HARD_LINK or entry.kind == SYMLINK:
+    elif entry.kind == HARD_LINK:
         for name in entry.names:
-            collector.add_link(name, entry.link, hard=entry.kind == HARD_LINK)
+            collector.add_hard_link(name, entry.link)
     return entry

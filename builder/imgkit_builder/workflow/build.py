@@ -372,12 +372,12 @@ def _sif_request(
     from imgkit_builder.apptainer.build import SifRequest
     from imgkit_builder.image.context import pack, revision
     from imgkit_builder.oci.platform import host_platform
-    from imgkit_builder.recipe import portable
+    from imgkit_builder.recipe.load import load
     from imgkit_builder.recipe.targets import module_line
     from imgkit_builder.sif.conversion import Options
 
     refuse_both_locks(request)
-    loaded = portable.find(str(recipe), build_args=request.build_args)
+    loaded = load(str(recipe), build_args=request.build_args)
     note_warnings(loaded, report)
     _refuse_for_sif(loaded, request)
     loaded = _followed(loaded, host_platform(), request, report)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -22,13 +22,11 @@ from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.archive.sidecar import Sidecar
-    from imgkit_builder.sif.conversion import Converted, EngineImage, Format, Helper, Options, Source
+    from imgkit_builder.sif.conversion import Converted, EngineImage, Format, Options, Source
     from imgkit_entrypoints.system import CompressionChoice, SystemFacts
 
 Origin = Literal["archive", "daemon", "layers", "oci"]
 """Where an image comes from, and how: ``daemon`` and ``layers`` are two ways to read it from an engine."""
-MOST_ENTRIES = 5_000_000
-_MORE_ENTRIES = "--max-entries N allows more; do not use the image if you do not know its author"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +46,6 @@ class ConversionRequest:
     """Folder for temporary files."""
     unpack_limit_bytes: int | None = None
     """Largest size of a compressed archive once unpacked; None: 100 times the file, and at least 1 GB."""
-    max_entries: int = MOST_ENTRIES
-    """Maximum number of entries per layer."""
     force: bool = False
     """Convert even if the file is up to date; overwrite a file of another format."""
     runtime: str | None = None
@@ -105,8 +101,7 @@ def plan_conversion(
 def _prepared(
     image: str, sif: str | Path | None, request: ConversionRequest
 ) -> Iterator[tuple[Source, Path, Options]]:
-    from imgkit_builder.archive.tar_read import TarLimits
-    from imgkit_builder.sif.conversion import EngineImage, Options
+    from imgkit_builder.sif.conversion import Options
 
     format = _format(sif, request)
     with source_of(image, request.origin) as (source, system):
@@ -124,10 +119,8 @@ def _prepared(
             direct=direct,
             tmpdir=request.tmpdir,
             unpack_limit_bytes=request.unpack_limit_bytes,
-            limits=TarLimits(entries=request.max_entries, hint=_MORE_ENTRIES),
             force=request.force,
             test=not request.no_test,
-            helper=helper(source if isinstance(source, EngineImage) else None),
         )
         yield source, Path(sif or f"{stem(image)}.{format}"), options
 
@@ -228,16 +221,3 @@ def engine_image(image: str) -> Iterator[EngineImage]:
         raise ToolMissing(error.what, where=error.where, hint=hint) from error
     with opened as connected:
         yield engine.local_image(connected, name)
-
-
-def helper(image: EngineImage | None = None) -> Callable[[], Helper | None]:
-    """Return what finds an engine that squashes; the base of `image` then serves to install mksquashfs."""
-
-    def find() -> Helper | None:
-        from imgkit_builder import engine
-
-        labels = dict(image.config.labels) if image else {}
-        base = labels.get("org.opencontainers.image.base.name", "")
-        return engine.squash_helper((base,) if base else ())
-
-    return find

@@ -34,11 +34,12 @@ def stem(image: str) -> str:
 def system_of(image: str) -> SystemFacts | None:
     """The system of the recipe `image`, or of the shipped recipe with the image's name."""
     from imgkit_builder.recipe import targets
+    from imgkit_recipes import recipe_names
 
     if image.endswith(RECIPE_SUFFIXES):
         return targets.find(image).system
     name = image.rpartition("/")[2].partition(":")[0]
-    return targets.find(name).system if name in targets.names() else None
+    return targets.find(name).system if name in recipe_names() else None
 
 
 def module_line(system: SystemFacts | None) -> str | None:

@@ -120,9 +120,7 @@ def _chosen(recipe: str, given: Request, project: ProjectFile | None, default: s
         )
     folder = project.file.parent if project and project.recipe and not recipe else Path()
     sif = folder / f"{stem(word)}.sif"
-    if Path(file, "oci-layout").exists() or (
-        file.is_file() and file.suffix not in (*RECIPE_SUFFIXES, ".json")
-    ):
+    if Path(file, "oci-layout").exists() or (file.is_file() and file.suffix not in RECIPE_SUFFIXES):
         target = _target_of(file, default)
         return RunPlan(word=word, target=target, recipe="", sif=sif, request=request, archive=file)
     return RunPlan(word=word, target=targets.find(word), recipe=word, sif=sif, request=request)
@@ -328,11 +326,7 @@ def _bring(request: _SendRequest, far: Connection, program: str, report: Reporte
         name = _converted_archive(request, request.archive, far.remote.name, report)
         image_id = f"sha256:{name.partition('-')[0]}"
     elif request.recipe:
-        image_id, is_locked = _built(request, report)
-        if is_locked:
-            # Its .sif has an id of its own (docs/adr/0019).
-            name = _converted(request, report)
-            image_id = f"sha256:{name.partition('-')[0]}"
+        image_id = _built(request, report)
     else:
         image_id, name = _identity(request.sif)
     report.stage(f"look at {far.remote.name}")
@@ -390,9 +384,8 @@ def _code(
     """Upload what the remote lacks of the code; the result is the paths of its deltas, lowest first."""
     from imgkit_builder.remote import code as far_code
     from imgkit_builder.sif.conversion import Options
-    from imgkit_builder.workflow.convert import helper
 
-    with far_code.plan(code, there, Options(helper=helper()), report) as plan:
+    with far_code.plan(code, there, Options(), report) as plan:
         if plan.file is None:
             report.note(f"to send: no code; {far.remote.name} has that of {code.folder}")
         else:
@@ -421,23 +414,22 @@ def _send(
     transfer.upload(far, file, home=there.home, target=target, report=report, most_per_s=request.most_per_s)
 
 
-def _built(request: _SendRequest, report: Reporter) -> tuple[str, bool]:
-    """The id of the recipe's image, which is built if it is not up to date, and whether it has a lock."""
+def _built(request: _SendRequest, report: Reporter) -> str:
+    """Return the id of the recipe's image, which is built if it is not up to date."""
     from imgkit_builder.workflow.build import BuildRequest, build
 
-    built = build(request.recipe, BuildRequest(base=request.base), report=report)
-    return built.id, built.locked
+    return build(request.recipe, BuildRequest(base=request.base), report=report).id
 
 
 def _converted(request: _SendRequest, report: Reporter) -> str:
     """Make the .sif here; the result is its name in the store."""
     from imgkit_builder.sif import convert, image
     from imgkit_builder.sif.conversion import Options
-    from imgkit_builder.workflow.convert import compression_for, engine_image, helper
+    from imgkit_builder.workflow.convert import compression_for, engine_image
     from imgkit_builder.workflow.names import system_of
 
     with engine_image(request.recipe) as source:
-        options = Options(compression=compression_for(system_of(request.recipe)), helper=helper(source))
+        options = Options(compression=compression_for(system_of(request.recipe)))
         return image.store_name(convert.convert(source, request.sif, options, report).record)
 
 
@@ -488,7 +480,7 @@ def _difference(request: _SendRequest, stack: Stack, image_id: str, report: Repo
     from imgkit_builder.delta import descriptor
     from imgkit_builder.delta.make import make
     from imgkit_builder.sif.conversion import Options
-    from imgkit_builder.workflow.convert import engine_image, helper
+    from imgkit_builder.workflow.convert import engine_image
 
     file = request.sif.with_suffix(".imgdelta")
     if descriptor.is_delta(file):
@@ -496,4 +488,4 @@ def _difference(request: _SendRequest, stack: Stack, image_id: str, report: Repo
         if known.image_id == image_id and known.base == stack.base:
             return file, known
     with engine_image(request.recipe) as source:
-        return file, make(source, request.sif, file, Options(helper=helper(source)), report).delta
+        return file, make(source, request.sif, file, Options(), report).delta

@@ -25,14 +25,11 @@ STYLE = (
     ".paper{fill:#fff}.grid{stroke:#e3e5e8}.frame{stroke:#8a9099;fill:none}"
     "text{font:12px system-ui,'DejaVu Sans',Helvetica,Arial,sans-serif;fill:#1c1f23}"
     "text.quiet{fill:#555b63}text.head{font-size:15px;font-weight:600}"
-    ".published{stroke:#6b7179;fill:#fff}.published.way{fill:none}.level{stroke:#b3001b;fill:none}"
-    "text.rate{fill:#b3001b;stroke:#fff;stroke-width:4px;paint-order:stroke}"
     + "".join(
         f".s{number}{{stroke:{light}}}.f{number}{{fill:{light}}}" for number, (light, _) in enumerate(COLOURS)
     )
     + "@media (prefers-color-scheme:dark){.paper{fill:#16181b}.grid{stroke:#2c3035}.frame{stroke:#737a83}"
-    "text{fill:#e8eaed}text.quiet{fill:#a9b0b9}.published{stroke:#a9b0b9;fill:#16181b}.level{stroke:#ff8a94}"
-    "text.rate{fill:#ff8a94;stroke:#16181b}"
+    "text{fill:#e8eaed}text.quiet{fill:#a9b0b9}"
     + "".join(
         f".s{number}{{stroke:{dark}}}.f{number}{{fill:{dark}}}" for number, (_, dark) in enumerate(COLOURS)
     )

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from imgkit_entrypoints import terminal
-from imgkit_entrypoints.arguments import positive
 
 if TYPE_CHECKING:
     import torch
@@ -21,18 +20,12 @@ if TYPE_CHECKING:
 
 TEXT_BYTES = 256
 """Length of every text on the network: the receiver of a tensor must know its size."""
-WARM_UP = 3
+WARM_UP, ROUND_TRIPS = 3, 20
+"""Round trips to each rank that do not count, and those that do."""
 
 
 def add_arguments(parser: argparse._ActionsContainer) -> None:
-    """Options of dist-hello."""
-    parser.add_argument(
-        "--round-trips",
-        type=positive,
-        default=20,
-        metavar="N",
-        help="timed round trips to each rank (default: %(default)s)",
-    )
+    """Add nothing: dist-hello has the options of the launch alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +68,14 @@ def main() -> None:
 
     from imgkit_entrypoints.apps import ranks
 
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    rounds: int = parser.parse_args().round_trips
     with ranks.opened() as here:
         if here.rank == 0:
             peers = [Peer(rank=0, host=platform.node(), device=_device(here))]
-            peers += [_call(peer, rounds, here) for peer in range(1, here.world_size)]
-            said = f"latency: half the median of {rounds} round trips of 8 bytes, {dist.get_backend()}"
+            peers += [_call(peer, here) for peer in range(1, here.world_size)]
+            said = f"latency: half the median of {ROUND_TRIPS} round trips of 8 bytes, {dist.get_backend()}"
             terminal.out(*table(peers), said)
         else:
-            _answer(rounds, here)
+            _answer(here)
         total = torch.ones(1, device=here.device)
         dist.all_reduce(total)
         if here.rank == 0:
@@ -95,7 +85,7 @@ def main() -> None:
         sys.exit(terminal.shown(wrong))
 
 
-def _call(peer: int, rounds: int, here: Ranks) -> Peer:
+def _call(peer: int, here: Ranks) -> Peer:
     """Rank 0's side of the exchange with `peer`."""
     import torch
     import torch.distributed as dist
@@ -104,7 +94,7 @@ def _call(peer: int, rounds: int, here: Ranks) -> Peer:
     host, _, device = _receive_text(peer, here).partition("\n")
     times = []
     number = torch.zeros(1, dtype=torch.int64, device=here.device)
-    for turn in range(WARM_UP + rounds):
+    for turn in range(WARM_UP + ROUND_TRIPS):
         number.fill_(turn)
         here.synchronize()
         began = time.perf_counter()
@@ -118,7 +108,7 @@ def _call(peer: int, rounds: int, here: Ranks) -> Peer:
     return Peer(rank=peer, host=host, device=device, seconds=statistics.median(times[WARM_UP:]) / 2)
 
 
-def _answer(rounds: int, here: Ranks) -> None:
+def _answer(here: Ranks) -> None:
     """The other side: name host and device, then send every number back with this rank added."""
     import torch
     import torch.distributed as dist
@@ -126,7 +116,7 @@ def _answer(rounds: int, here: Ranks) -> None:
     _receive_text(0, here)
     _send_text(f"{platform.node()}\n{_device(here)}", 0, here)
     number = torch.zeros(1, dtype=torch.int64, device=here.device)
-    for _ in range(WARM_UP + rounds):
+    for _ in range(WARM_UP + ROUND_TRIPS):
         dist.recv(number, 0)
         number += here.rank
         dist.send(number, 0)

@@ -28,17 +28,12 @@ class Command:
     """Default of ``--device``."""
     verbs: Mapping[str, str] = field(default_factory=dict)
     """First word -> module whose ``main(words)`` runs here without a launch; it imports no torch."""
-    series: str | None = None
-    """Module whose ``run(Series)`` may launch the app several times instead of once; it imports no torch."""
-    goodput: str = ""
-    """Who knows where the time of a run goes (launch/goodput.py); empty: nobody asks."""
 
 
 COMMANDS: tuple[Command, ...] = (
     Command(
         name="dist-run",
         summary="run your own script under torchrun: dist-run [OPTIONS] SCRIPT|-m MODULE [ARGS]",
-        goodput="node_agent",
     ),
     Command(
         name="dist-hello",
@@ -57,18 +52,12 @@ COMMANDS: tuple[Command, ...] = (
         app="imgkit_entrypoints.apps.train",
         options="imgkit_entrypoints.apps.train.options",
         verbs={"export": "imgkit_entrypoints.run.export"},
-        goodput="program",
     ),
     Command(
         name="dist-bench",
         summary="measure collectives, with verified values",
         app="imgkit_entrypoints.apps.bench",
         options="imgkit_entrypoints.apps.bench.options",
-        verbs={
-            "report": "imgkit_entrypoints.apps.bench.report.command",
-            "schema": "imgkit_entrypoints.apps.bench.json_schema",
-        },
-        series="imgkit_entrypoints.apps.bench.compare",
     ),
     Command(
         name="dist-env",

@@ -20,7 +20,7 @@ from imgkit_entrypoints.doctor import saved_environment
 from imgkit_entrypoints.errors import ImgkitError, NoPlan, UsageError
 from imgkit_entrypoints.facts import HostFacts
 from imgkit_entrypoints.launch import delta_check, plan
-from imgkit_entrypoints.launch.plan import LaunchOptions, Series
+from imgkit_entrypoints.launch.plan import LaunchOptions
 from imgkit_entrypoints.schedulers import resolve
 from imgkit_entrypoints.schedulers.placement import Placement
 from imgkit_entrypoints.system import SystemFacts, to_json
@@ -56,23 +56,7 @@ def _run(argv: tuple[str, ...], env: Mapping[str, str]) -> int:
         return int(importlib.import_module(command.verbs[argv[1]]).main(argv[2:]))
     parse = start.parse_user_program if command.app is None else start.parse_app
     options, program = parse(command, argv, env)
-    place = start.find_placement(options.placement, env)
-    if command.series is None:
-        return start.launch(options, program, env, place)
-
-    def launch(arguments: Sequence[str], variables: Mapping[str, str]) -> int:
-        return start.launch(options, program.with_arguments(arguments), {**env, **variables}, place)
-
-    series = Series(
-        arguments=program.arguments,
-        command=argv,
-        options=options,
-        place=place,
-        env=env,
-        launch=launch,
-        say=start.say,
-    )
-    return int(importlib.import_module(command.series).run(series))
+    return start.launch(options, program, env, start.find_placement(options.placement, env))
 
 
 def _command(name: str) -> Command:

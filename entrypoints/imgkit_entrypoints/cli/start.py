@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import importlib
 import json
 import os
@@ -29,7 +28,7 @@ from imgkit_entrypoints.launch.plan import FAILURES, LaunchOptions, Request, Tim
 from imgkit_entrypoints.rollcall import ports, secret
 from imgkit_entrypoints.rollcall.messages import MODES
 from imgkit_entrypoints.schedulers import resolve
-from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest, Size
+from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest, Size, size_examples
 from imgkit_entrypoints.schedulers.resolve import NAMES
 from imgkit_entrypoints.system import HOST_LIBS
 
@@ -44,17 +43,11 @@ class Worker:
     """The arguments."""
     own: bool
     """It is a program of this package, and needs no PYTHONPATH."""
-    goodput: str = ""
-    """`CountedStart.source` in launch/goodput.py; empty: it measures or shows something, and ends soon."""
 
     @property
     def argv(self) -> tuple[str, ...]:
         """The whole command line."""
         return (*self.start, *self.arguments)
-
-    def with_arguments(self, arguments: Sequence[str]) -> Worker:
-        """The same program with other arguments."""
-        return dataclasses.replace(self, arguments=tuple(arguments))
 
 
 def module_worker(module: str, arguments: Sequence[str]) -> Worker:
@@ -79,10 +72,9 @@ def parse_app(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
     parsed, rest = launch.parse_known_args(argv[1:])
     if hasattr(app, "check"):
         app.check(rest, env)
-    worker = module_worker(command.app, rest)
     options = read_options(parsed, tuple(argv))
     refuse_json_alone(options)
-    return options, dataclasses.replace(worker, goodput=command.goodput)
+    return options, module_worker(command.app, rest)
 
 
 def parse_user_program(
@@ -109,7 +101,7 @@ def parse_user_program(
     flags = (("--pass-local-rank", parsed.pass_local_rank), ("-m", parsed.module))
     given = tuple(flag for flag, on in flags if on)
     start = (sys.executable, "-u", user_program.__file__)
-    worker = Worker(start=start, arguments=(*given, *parsed.program), own=False, goodput=command.goodput)
+    worker = Worker(start=start, arguments=(*given, *parsed.program), own=False)
     options = read_options(parsed, tuple(argv))
     refuse_json_alone(options)
     return options, worker
@@ -168,8 +160,8 @@ def launch_parser(
         "--nnodes",
         _size,
         None,
-        "N|MIN:MAX|N+S",
-        "number of nodes, a range, or N nodes and S spares (default: the scheduler's number)",
+        "N|N+S",
+        "number of nodes, or N nodes and S spares (default: the scheduler's number)",
     )
     option(
         "--node-rank", natural, None, "RANK", "rank of this node; the head is 0 (default: the scheduler's)"
@@ -182,7 +174,7 @@ def launch_parser(
         None,
         "K",
         f"failures (lost nodes or workers) to survive before the run is aborted (default: {FAILURES} with "
-        "spares or a range, else 0)",
+        "spares, else 0)",
     )
     option(
         "--lost-after",
@@ -337,7 +329,7 @@ def _size(text: str) -> Size:
     try:
         return Size.parse(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        raise UsageError(str(error), where="--nnodes", hint=size_examples(text, "--nnodes ")) from None
 
 
 def find_placement(request: PlacementRequest, env: Mapping[str, str]) -> Placement:
@@ -378,10 +370,11 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
     unread = absent_files(facts.Reader(root=facts.root_of(env)), child)
     absent = (str(fabric.Finding(what=what, fix=fix)) for what, fix in unread)
     warnings = (*odd, *launch_plan.warnings, *absent, *(() if worker.own else _shadows(env)))
+    launch_plan = dataclasses.replace(launch_plan, warnings=warnings)
     if options.dry_run:
         meets = placement.nnodes > 1 and launch_plan.mode == "torchrun"
         source = secret.source(options.secret_file, env, shared_home=_shared_home(env)) if meets else ""
-        shown = dataclasses.replace(launch_plan, warnings=warnings, secret=source)
+        shown = dataclasses.replace(launch_plan, secret=source)
         if options.json:
             terminal.document(json.dumps(shown.to_dict(), indent=2) + "\n")
         else:
@@ -405,6 +398,9 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
             where="--preflight",
             hint="leave out --direct, or start one process per node",
         )
+    if log_dir := options.request.log_dir:
+        where, hint = f"--log-dir {log_dir}", "name a folder that this node can write"
+        files.refuse_unusable_folder(Path(log_dir), "log folder", where=where, hint=hint)
     _require_torch()
     link_host_libraries(launch_plan.links)
     proof = _secret(options, env, placement)
@@ -413,10 +409,11 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
         child.pop("PYTHONPATH", None)  # a json.py in it would end every worker
     if launch_plan.mode == "direct":
         if folder := RunFolder.of(env, say):  # else the supervisor asks
+            folder.refuse_unusable()
             folder.refuse_stopped()
         os.execvpe(launch_plan.argv[0], launch_plan.argv, child)  # noqa: S606 - an argv list, no shell
     if placement.node_rank == 0:
-        for text in (*(str(decision) for decision in launch_plan.decisions if decision.used), *warnings):
+        for text in launch_plan.announcements():
             say(text)
     carrier = sockets.selected(host, child) if options.network_test else None
     me = Caller(
@@ -436,7 +433,6 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
         say=say,
         timeouts=options.timeouts,
         max_failures=launch_plan.max_failures,
-        goodput=worker.goodput,
         preflight=options.preflight,
         measures=PREFLIGHT,
         log_dir=options.request.log_dir,
@@ -488,7 +484,7 @@ def _secret(options: LaunchOptions, env: Mapping[str, str], placement: Placement
         )
     if placement.node_rank == 0:
         port = ports.roll_call(placement.job_id, placement.port)
-        _say_once(
+        say(
             f"no secret is set: any program that reaches port {port} of {placement.head} can join this run. "
             f"To prevent that, create one file for all nodes with {make}, and pass --secret-file FILE"
         )
@@ -503,12 +499,6 @@ def _shared_home(env: Mapping[str, str]) -> bool:
 def say(text: str, *more: str) -> None:
     """Tell the user, in one line or several; results alone go to stdout."""
     terminal.err(f"imgkit: {text}", *more)
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    """Tell the user what holds for all launches of a series."""
-    say(text)
 
 
 def _shadows(env: Mapping[str, str]) -> tuple[str, ...]:

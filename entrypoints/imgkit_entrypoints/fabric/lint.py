@@ -80,7 +80,7 @@ def _rdma_off(draft: PlanDraft, kind: FabricKind) -> Found:
     yield (
         f"{draft.said(name)} turns RDMA off: {names} would carry {fast}, and TCP over {interface} carries "
         f"{slow}{times}",
-        f"{draft.unsetting(name)}. To measure both: dist-bench --compare rdma,tcp",
+        draft.unsetting(name),
     )
 
 
@@ -274,7 +274,7 @@ def _visible_gpus(draft: PlanDraft, kind: FabricKind) -> Found:
 
 _PREFIXES = ("NCCL_", "GLOO_", "TORCH_")
 OLD_NAMES = ("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DESYNC_DEBUG", "NCCL_IB_CUDA_SUPPORT")
-"""Names of earlier versions; lint.py has the present ones."""
+"""Names that earlier versions read; `RENAMED` has the present ones."""
 ALIKE = 0.85
 """Least likeness of a misspelled name to the one that is meant, by difflib's measure."""
 FUNCTIONS = ("Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce")
@@ -316,14 +316,9 @@ def nearest(word: str, known: Iterable[str], alike: float = ALIKE) -> str:
     """Return the known word that is most like `word`; empty if none is like it."""
     from difflib import get_close_matches  # a start without misspelled words does without it
 
-    _misspelled_values = {item.lower(): item for item in known}
-    return next(
-        (
-            _misspelled_values[found]
-            for found in get_close_matches(word.lower(), _misspelled_values, 1, alike)
-        ),
-        "",
-    )
+    spellings = {item.lower(): item for item in known}
+    matches = get_close_matches(word.lower(), spellings, n=1, cutoff=alike)
+    return spellings[matches[0]] if matches else ""
 
 
 def meant(name: str) -> str:
@@ -351,7 +346,7 @@ def _misspelled_values(draft: PlanDraft, kind: FabricKind) -> Found:
             bad += [(function, FUNCTIONS)] if function else []
             for word, choice in bad:
                 if word.strip().lower() not in {item.lower() for item in choice}:
-                    yield _bad(draft, variable, word.strip(), choice)
+                    yield _misspelled(draft, variable, word.strip(), choice)
     net = draft.given("NCCL_NET")
     if (
         net
@@ -366,16 +361,18 @@ def _misspelled_values(draft: PlanDraft, kind: FabricKind) -> Found:
         )
 
 
-def _bad(draft: PlanDraft, variable: str, word: str, choice: tuple[str, ...]) -> tuple[str, str]:
+def _misspelled(draft: PlanDraft, variable: str, word: str, choice: tuple[str, ...]) -> tuple[str, str]:
+    """Return the finding that `word` of the variable's value is not in `choice`, and its remedy."""
     right = nearest(word, choice, 0.5)
-    correct = draft.value(variable) or ""
     what = (
         f"{draft.said(variable)}: {word!r} is none of {', '.join(choice)}. NCCL {REFUSES_FROM} and later end "
         'with "invalid usage", earlier versions ignore it'
     )
-    if right:
-        return what, f"set {variable}='{correct.replace(word, right)}', or {draft.unsetting(variable)}"
-    return what, draft.unsetting(variable)
+    if not right:
+        return what, draft.unsetting(variable)
+    # Only the whole word: Tree,Tre must not become Treee,Tree.
+    corrected = re.sub(rf"(?<!\w){re.escape(word)}(?!\w)", right, draft.value(variable) or "")
+    return what, f"set {variable}='{corrected}', or {draft.unsetting(variable)}"
 
 
 _NCCL = """

@@ -54,7 +54,6 @@ class Attempts:
         self._number = 0
         self._ranks: Mapping[int, int] = {}
         self._began = 0.0
-        self._counts: Collection[int] = ()
         self._failures: list[FailedAttempt] = []
         self._trouble: _Trouble | None = None
         self._left_out: set[int] = set()
@@ -73,10 +72,10 @@ class Attempts:
         """
         self._left_out |= set(but)
         alive = [number for number in self._roll.alive if number not in self._left_out]
-        ranks = assigned(alive, self._size, self._counts, self._ranks or None)
+        ranks = assigned(alive, self._size.training, self._ranks or None)
         if not ranks:
             code = self._trouble.code if self._trouble else EXIT_TOOL_FAILED
-            self._end(f"{_nodes(len(alive))} left, and the run needs {self._needed()}", code)
+            self._end(f"{_nodes(len(alive))} left, and the run needs {self._size.training}", code)
             return
         if self._failures and (why := verdict(self._failures, self._most)):
             causes = "; before that: ".join(one.cause for one in self._failures[:-3:-1])
@@ -136,7 +135,6 @@ class Attempts:
         places = [one.place for one in reports if one.place is not None]
         if self._trouble.place is not None:
             places.append(self._trouble.place)
-        self._counts = next((one.counts for one in reports if one.counts), self._counts)
         # A node that is lost meanwhile explains why the workers of others have failed.
         cause = self._cause(gone, {}) if gone else self._trouble.cause
         place = max(places, default=None)
@@ -162,20 +160,11 @@ class Attempts:
     def _changes(self, ranks: Mapping[int, int]) -> str:
         """Say which nodes take part in another place than before."""
         changed = [(rank, number) for number, rank in ranks.items() if self._ranks.get(number) != rank]
-        idle = sorted(self._ranks.keys() - ranks.keys() - self._roll.gone.keys())
         parts = [f"{self._roll.named(number)} takes rank {rank}" for rank, number in sorted(changed)]
-        if idle:
-            parts.append(f"{self._named(idle)} wait{'s' * (len(idle) == 1)} as a spare")
         return "".join(f"; {part}" for part in parts)
 
     def _named(self, numbers: Collection[int]) -> str:
         return ", ".join(self._roll.named(number) for number in numbers)
-
-    def _needed(self) -> str:
-        if not self._counts:
-            return f"{self._size.least} or more"
-        allowed = [count for count in self._counts if count >= self._size.least]
-        return f"one of {', '.join(map(str, sorted(allowed)))}: the global batch allows no other number"
 
 
 class RendezvousWatch:
@@ -235,31 +224,22 @@ class FailedAttempt:
         return None if self.place is None or self.place < 0 else (self.place + 1) // 2
 
 
-def assigned(
-    alive: Sequence[int], size: Size, counts: Collection[int] = (), before: Mapping[int, int] | None = None
-) -> Mapping[int, int]:
+def assigned(alive: Sequence[int], nnodes: int, before: Mapping[int, int] | None = None) -> Mapping[int, int]:
     """Return the node ranks of the next attempt by number; empty where too few nodes are there.
 
-    A node keeps its rank of the attempt before. A rank that is free goes to a node whose own rank no longer
-    exists, else to a spare. So with a spare all other ranks stay as they were.
+    A node keeps its rank of the attempt before, and a rank that is free goes to a spare.
 
     Parameters
     ----------
     alive : numbers of the nodes that are there, in order.
-    counts : numbers of nodes that the program can go on with; empty: any.
+    nnodes : nodes that train.
     before : node ranks by number of the attempt before; None: this is the first one.
     """
-    allowed = [
-        count for count in range(size.least, min(size.most, len(alive)) + 1) if not counts or count in counts
-    ]
-    if not allowed:
+    if len(alive) < nnodes:
         return {}
-    nnodes = allowed[-1]
-    kept = {number: rank for number, rank in (before or {}).items() if number in alive and rank < nnodes}
+    kept = {number: rank for number, rank in (before or {}).items() if number in alive}
     free = sorted(set(range(nnodes)) - set(kept.values()))
-    # Nodes that have trained come first: their host memory and caches hold the data.
-    waiting = sorted(set(alive) - kept.keys(), key=lambda number: (number not in (before or {}), number))
-    return kept | dict(zip(waiting, free, strict=False))
+    return kept | dict(zip(sorted(set(alive) - kept.keys()), free, strict=False))
 
 
 def verdict(failures: Sequence[FailedAttempt], most: int) -> str:

@@ -157,7 +157,7 @@ RENAMED = (2, 9)
 
 
 def recorder_variables(env: Mapping[str, str], torch: str, job_id: str) -> dict[str, str]:
-    """Return the variables that make torch of version `torch` record and dump where `dumps` looks.
+    """Return the variables that make torch of version `torch` record and dump where `recorder_dumps` looks.
 
     Variables that `env` already has are left out.
     """

@@ -10,7 +10,7 @@ import dataclasses
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Literal
@@ -79,22 +79,6 @@ class LaunchOptions:
     """How the nodes are measured before the start, one of `messages.MODES`; empty: not at all."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Series:
-    """An app that may be launched several times, with other arguments or variables each time."""
-
-    arguments: tuple[str, ...]
-    """The app's own arguments; those of the launch are in `options`."""
-    command: tuple[str, ...]
-    """The whole command line."""
-    options: LaunchOptions
-    place: Placement
-    env: Mapping[str, str]
-    launch: Callable[[Sequence[str], Mapping[str, str]], int]
-    """Launches the app once with the given arguments and added variables; the exit code of this node."""
-    say: Callable[[str], None]
-
-
 SCHEMA = 1
 
 _FLAGS_SINCE: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = (
@@ -136,6 +120,15 @@ class LaunchPlan:
     """Why a value that the image set counts as the user's; empty: the image's variables are known."""
     secret: str = ""
     """The place that the secret of the roll call comes from; empty: the start is open, or on one node."""
+    unused_network: frozenset[str] = frozenset()
+    """Variables of the network in a run that uses none: they are set, but not announced."""
+
+    def announcements(self) -> Iterator[str]:
+        """Yield what the head prints at the start: values with their reasons, then the warnings."""
+        for decision in self.decisions:
+            if decision.used and decision.variable not in self.unused_network:
+                yield str(decision)
+        yield from self.warnings
 
     def lines(self) -> Iterator[str]:
         """Yield the text of ``--dry-run``: each value with its source, the warnings, and the command."""
@@ -180,7 +173,7 @@ class LaunchPlan:
             "source": dict(place.source),
             "placement": {
                 "nnodes": place.nnodes,
-                "size": dataclasses.asdict(place.size or Size(least=place.nnodes, most=place.nnodes)),
+                "size": dataclasses.asdict(place.size or Size(training=place.nnodes)),
                 "node_rank": place.node_rank,
                 "hosts": list(place.hosts),
                 "head": place.head,
@@ -233,6 +226,8 @@ def make(
             where=f"fabric {network.kind}",
             hint=f"{network.blockers[0].fix}; --device cpu runs over gloo",
         )
+    # Gloo on one node takes lo: what the recipe expects of the cluster's network says nothing about this run.
+    uses_network = device == "cuda" or place.nnodes > 1
     decided = {**network.env, **_threads(host, nproc, system, env, decisions)}
     # The names tell the program which values are the node agent's choices and not the user's.
     variables = {"IMGKIT_DEVICE": device, "IMGKIT_DECIDED": ",".join(sorted(decided)), **decided}
@@ -260,7 +255,10 @@ def make(
         warnings=(
             *_unused(request, place, nproc, env),
             *_spares_wait_in_vain(place),
-            *map(str, network.warnings),
+            *map(str, network.warnings if uses_network else ()),
+        ),
+        unused_network=frozenset(
+            () if uses_network else (decision.variable for decision in network.decisions)
         ),
     )
 
@@ -487,7 +485,7 @@ def _rendezvous(place: Placement) -> tuple[str, ...]:
 PORT_PENDING = "<port from the roll call>"
 """Stands for torchrun's port: the head chooses a free one during the roll call."""
 NNODES_PENDING = "<number of nodes of this attempt>"
-"""Stands for the nodes that train, where a range or spares let attempts differ."""
+"""Stands for the nodes that train, where the run has spares."""
 NODE_RANK_PENDING = "<node rank of this attempt>"
 """Stands for this node's number among them."""
 ATTEMPT_PENDING = "<attempt>"

@@ -18,7 +18,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from imgkit_entrypoints import files
+from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.launch import stop_protocol
+from imgkit_entrypoints.launch.stop_protocol import RunFolder
 from imgkit_entrypoints.rollcall.messages import PHASES, RENDEZVOUS, STARTING, WORKERS
 
 VARIABLE = "IMGKIT_START_UP"
@@ -66,6 +68,24 @@ def first_attempt_s(env: Mapping[str, str]) -> float:
         return min(float(env[FIRST_ATTEMPT]), time.monotonic())
     except (KeyError, ValueError):  # or somebody else's variable
         return time.monotonic()
+
+
+LONGEST_S = 400 * 86400
+"""No job is older."""
+
+
+def start_began_s(env: Mapping[str, str], folder: RunFolder | None) -> float:
+    """Return when this start began: with its job where Slurm says when, else with this process.
+
+    The job's time counts only in a run's folder: an interactive allocation has begun long before the commands
+    in it. A later start of one job begins when the earlier one has last written to the folder.
+    """
+    process_s = process_began_s()
+    job_s = digits(env.get("SLURM_JOB_START_TIME", ""))
+    if folder is None or job_s is None:
+        return process_s
+    age_s = time.time() - max(float(job_s), folder.last_change_s())
+    return min(process_s, time.monotonic() - age_s) if 0 <= age_s <= LONGEST_S else process_s
 
 
 def process_began_s() -> float:

@@ -13,9 +13,6 @@ node agent then exits with 85, "requeue me", or with 0 if a person requested it.
 
 Ranks see the file at slightly different times, so they must agree on the step by an all-reduce first.
 
-A program that cannot go on with any number of nodes writes those that it can go on with into
-``node-counts``, one line of numbers. Where a range of nodes shrinks, the head takes the largest of them.
-
 **Requests** come as signals (`CollectedSignals`) or as files in the run's folder (IMGKIT_RUN_DIR,
 `RunFolder`), which people, job scripts and all nodes share. A person's request is ``touch RUN_DIR/stop``:
 the run saves and ends with 0, nobody requeues it, and it does not start again while the file is there. A
@@ -27,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -38,12 +36,11 @@ from pathlib import Path
 from types import FrameType
 
 from imgkit_entrypoints import fence, files, terminal
-from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import failures
 from imgkit_entrypoints.launch.user_program import STOP_SIGNALS
 
-STOP, SAVED, COUNTS = "stop", "state-saved", "node-counts"
+STOP, SAVED = "stop", "state-saved"
 PHASE = "torchrun"
 """How far torchrun is (start_up.py); no part of the protocol."""
 LOCAL_JOB = "local"
@@ -86,7 +83,7 @@ def clear(place: Path) -> None:
     ------
     OSError : a mark cannot be removed.
     """
-    for name in (STOP, SAVED, COUNTS, PHASE):
+    for name in (STOP, SAVED, PHASE):
         (place / name).unlink(missing_ok=True)
     failures.clear(place)
 
@@ -124,19 +121,9 @@ def saved_step(place: Path, job_id: str) -> tuple[str | None, str]:
     return (words[1] if len(words) > 1 else "?"), ""
 
 
-def node_counts(place: Path) -> tuple[int, ...]:
-    """Return the numbers of nodes that the program has said it can go on with; empty: it has not said."""
-    try:
-        words = files.read_own(place / COUNTS).split()
-    except (OSError, UnicodeDecodeError):
-        return ()
-    counts = [digits(word) for word in words]
-    return tuple(count for count in counts if count)
-
-
 BY_PERSON, FOR_REQUEUE = "stop", "stop-for-requeue"
 RESULT = "result"
-"""Name of the file that tells a job script how a run with a range or spares has ended: ``JOB_ID CODE``."""
+"""Name of the file that says how a run has ended: ``JOB_ID CODE``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +162,11 @@ class RunFolder:
                 where=str(file),
                 hint=f"rm {shlex.quote(str(file))}",
             )
+
+    def refuse_unusable(self) -> None:
+        """Raise UsageError where a run cannot write the folder, before its workers start."""
+        where, hint = f"IMGKIT_RUN_DIR: {self.path}", "name a writable folder that all nodes share"
+        files.refuse_unusable_folder(self.path, "run folder", where=where, hint=hint)
 
     def clear(self) -> None:
         """Remove the marks and the script's request of an earlier start.
@@ -225,6 +217,14 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         files.put(self.path / SAVED, files.read_own(stop_folder / SAVED))
 
+    def last_change_s(self) -> float:
+        """Return when an earlier start has last written here, in seconds of the epoch; 0: it has not."""
+        times = [0.0]
+        for name in (RESULT, fence.FILE):
+            with contextlib.suppress(OSError):
+                times.append((self.path / name).lstat().st_mtime)
+        return max(times)
+
     def end(self, job_id: str, code: int) -> None:
         """Leave the exit code of the whole run.
 
@@ -234,6 +234,12 @@ class RunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         files.put(self.path / RESULT, f"{job_id} {code}\n")
+
+
+def result_code(text: str) -> int | None:
+    """Return the exit code in the text of a run folder's `RESULT`; None where the text is another one."""
+    match = re.fullmatch(r"\S+ ([0-9]{1,3})\n?", text, re.ASCII)
+    return int(match[1]) if match else None
 
 
 REPEAT_S = 2.0

@@ -28,9 +28,9 @@ from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, EXIT_TOOL_FAILED, Img
 from imgkit_entrypoints.launch import failures, guard, guarded, nccl, plan, start_up, stop_protocol
 from imgkit_entrypoints.launch.attempts import Attempts, RendezvousWatch
 from imgkit_entrypoints.launch.failures import FinalMessage, LateRecords, NodeFailure
-from imgkit_entrypoints.launch.goodput import GoodputTimer
 from imgkit_entrypoints.launch.guarded import ForcedEnd, GuardedCommand
-from imgkit_entrypoints.launch.start_up import StartUp, process_began_s
+from imgkit_entrypoints.launch.progress import StepTimer
+from imgkit_entrypoints.launch.start_up import StartUp, process_began_s, start_began_s
 from imgkit_entrypoints.launch.stop_protocol import CollectedSignals, RunFolder, StopRequest
 from imgkit_entrypoints.launch.watchdog import Watchdog
 from imgkit_entrypoints.rollcall.messages import (
@@ -66,7 +66,6 @@ def run(
     timeouts: Timeouts,
     max_failures: int = 0,
     secret: bytes | None = None,
-    goodput: str = "",
     preflight: str = "",
     measures: str = "",
     log_dir: str | None = None,
@@ -80,7 +79,6 @@ def run(
         IMGKIT_STOP_DIR is the parent of the node's stop folder; unset, the folder is a temporary one.
     max_failures : lost nodes and failed workers that the run survives by a new attempt.
     secret : what all nodes of the run know, and no stranger (rollcall/link.py); None: an open start.
-    goodput : who knows where the time goes, see `GoodputTimer`.
     preflight : how all nodes are measured before the start (launch/preflight); empty: not at all.
     measures : the module that then measures a node.
     log_dir : folder for the log of a failed run; None: the run's folder, or a temporary one.
@@ -100,15 +98,17 @@ def run(
         stop_protocol.folder(wanted, place.node_rank) as folder,
     ):
         shared = RunFolder.of(env, say)
+        # Now, before the files of an earlier start are removed; only that of the head is shown.
+        began_s = start_began_s(env, shared if head else None)
         if shared and head:
+            shared.refuse_unusable()
             shared.clear()
-        with _result(shared if head and place.size else None, job_id, say) as result, ExitStack() as held:
+        with _result(shared if head else None, job_id, say) as result, ExitStack() as held:
             last_words = FinalMessage(say)
             held.callback(last_words)
             if shared:
                 shared.refuse_stopped()  # on every node: none waits in the roll call for one that has refused
-            times = held.enter_context(GoodputTimer(env, place, say, goodput))
-            started = StartUp(min(times.began_s, process_began_s()))
+            started = StartUp(began_s)
             started.ends("container", process_began_s())
             started.ends("node_agent")
             try:
@@ -119,7 +119,8 @@ def run(
                     return result.code
                 raise
             started.ends("roll_call")
-            roll.lost_s, times.nodes = timeouts.lost_after_s, roll.place.nnodes
+            roll.lost_s = timeouts.lost_after_s
+            timer = StepTimer(began_s)
             around = Surroundings(
                 argv=argv,
                 env={**_variables(env, me, folder, job_id), **({fence.VARIABLE: word} if head else {})},
@@ -132,7 +133,7 @@ def run(
                 head=head,
                 roll=roll,
                 attempts=_attempts(roll, max_failures, job_id, word, shared, say),
-                times=times,
+                timer=timer,
                 started=started,
                 last_words=last_words,
                 log_folder=str(Path(log_dir, f"node{place.node_rank}")) if log_dir else _path_of(shared),
@@ -149,14 +150,16 @@ def run(
                     started.ends("preflight")
                 if around.attempts:
                     around.attempts.start(left_out)
-                result.code = times.code = NodeRun(around).to_the_end()
+                result.code = NodeRun(around).to_the_end()
             except NoPlan:
                 if signals.got:
-                    result.code = times.code = 128 + signals.got[0]
+                    result.code = 128 + signals.got[0]
                     return result.code
                 raise
             finally:
                 roll.close()
+                if head and (line := timer.summary(roll.place.nnodes)):
+                    say(line)
         return result.code
 
 
@@ -181,7 +184,7 @@ class _RunEnd:
 
 @contextlib.contextmanager
 def _result(folder: RunFolder | None, job_id: str, say: Say) -> Iterator[_RunEnd]:
-    """Leave the exit code of the whole run in `folder` as the last thing, for the job script."""
+    """Leave the exit code of the whole run in `folder` as the last thing."""
     result = _RunEnd()
     try:
         yield result
@@ -194,7 +197,7 @@ def _result(folder: RunFolder | None, job_id: str, say: Say) -> Iterator[_RunEnd
                 folder.end(job_id, result.code)
             except OSError as error:
                 why = f"{folder.path}: {error.strerror}"
-                say(f"warning: {why}; the job script will not see how the run has ended")
+                say(f"warning: {why}; the job script and imgkit status will not see how the run has ended")
 
 
 def _variables(env: Mapping[str, str], me: Caller, stop_folder: Path, job_id: str) -> Mapping[str, str]:
@@ -220,7 +223,7 @@ def _attempts(
             say(f"warning: {why}")
 
     nnodes = roll.place.nnodes
-    size = roll.place.size or Size(least=nnodes, most=nnodes)
+    size = roll.place.size or Size(training=nnodes)
     return Attempts(roll, size, max_failures=max_failures, say=say, fence=admit)
 
 
@@ -237,7 +240,7 @@ def _measured(mode: str, module: str, around: Surroundings, shared: RunFolder | 
         signals=around.signals,
         say=around.say,
         folder=shared.path if shared else None,
-        spares=place.nnodes - place.size.least if place.size else 0,
+        spares=place.nnodes - place.size.training if place.size else 0,
     )
     return preflight(around.roll, needs)
 
@@ -293,7 +296,7 @@ class Surroundings:
     roll: Roll
     attempts: Attempts | None
     """Set on the head, where a failure may be followed by another attempt."""
-    times: GoodputTimer
+    timer: StepTimer
     started: StartUp
     """The time until the first attempt."""
     last_words: FinalMessage
@@ -383,7 +386,7 @@ class NodeRun:
             self._raise_flag(self.stop)
         self._late = LateRecords(node.stop_folder)
         watch = Watchdog(node.stop_folder, node.host, node.hang_after_s, lambda: nccl.question(node.env))
-        first_s = node.times.attempt(node.stop_folder, start.nnodes)
+        first_s = node.timer.start_attempt(node.stop_folder)
         if start.attempt > self._cancelled:
             with GuardedCommand(
                 self._command(start),
@@ -407,14 +410,13 @@ class NodeRun:
             if code not in (0, EXIT_SAVED):
                 self._own = self._failure(child, start.attempt)
                 self._explain(child, began)
-        node.times.ended(code)
+        node.timer.end_attempt(node.stop_folder)
         node.roll.span = None
         node.roll.ended(
             AttemptEnded(
                 code=code,
                 attempt=start.attempt,
                 place=watch.furthest(),
-                counts=stop_protocol.node_counts(node.stop_folder),
                 failure=self._own,
             )
         )
@@ -558,7 +560,6 @@ class NodeRun:
         self.node.signals.drain()
 
     def _react(self) -> None:
-        self.node.times.refresh()
         for event in self.node.roll.tick():
             self._hear(event)
         self._act_on_signals()

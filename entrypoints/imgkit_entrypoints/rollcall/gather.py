@@ -4,9 +4,9 @@ Node 0 listens (`_Gathering`) and the others call (`_Joining`). The head names e
 calls, refuses nodes with different software on all nodes at once, lets the nodes test the network between
 them (probe.py), and hands out a free port for torchrun. The connections stay open (session.py).
 
-A range of nodes (``--nnodes MIN:MAX``) starts with MAX nodes, or with MIN or more once no further one has
-called for `LAST_CALL_S`; with spares (``--nnodes N+S``), N is MIN and N+S is MAX. The head numbers those
-that are there anew, since torchrun allows no gaps. Nobody joins after the start.
+A run with spares (``--nnodes N+S``) starts with N+S nodes, or with N or more once no further one has called
+for `LAST_CALL_S`. The head numbers those that are there anew, since torchrun allows no gaps. Nobody joins
+after the start.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ LONGEST_NAMES = 400
 """Characters of the names of missing nodes in one message; it names as many as `SHOWN` of them otherwise."""
 SHOWN = 32
 LAST_CALL_S = 30.0
-"""Time that a range of nodes waits for one more after the last call; torchrun's own waits as long.
+"""Time that a run with spares waits for one more after the last call.
 
 Nodes of one job start seconds apart, and pods as far apart as their images take to pull. So a shorter wait
-would leave nodes out, and a longer one costs every run that gets fewer than MAX."""
+would leave nodes out, and a longer one costs every run in which a node is missing."""
 
 Say = Callable[[str], None]
 
@@ -67,7 +67,7 @@ def call(
 ) -> Roll:
     """Meet all nodes of `place` within `timeout_s` seconds from this node's own start.
 
-    The place of the result counts the nodes that are there, also where `place` has a range.
+    The place of the result counts the nodes that are there, also where `place` has spares.
 
     Parameters
     ----------
@@ -178,7 +178,7 @@ class _Gathering:
         NoPlan : the time is over, and too few nodes have called.
         """
         present, size = len(self.callers), self.place.size
-        least = size.least if size else self.place.nnodes
+        least = size.training if size else self.place.nnodes
         if present == self.place.nnodes:
             return True
         if present >= least:
@@ -455,7 +455,7 @@ def compare_software(place: Placement, callers: Mapping[int, Caller]) -> tuple[s
         raise NoPlan(
             f"the nodes differ in {workers}: an attempt without one of them would have another batch",
             where=f"--nnodes {place.size}",
-            hint="give the same --nproc to all nodes, or a fixed number of nodes",
+            hint="give the same --nproc to all nodes, or leave out the spares",
         )
     found = (
         workers,

@@ -220,7 +220,7 @@ class HeadRoll(LeadingRoll):
         hint = "it may be started twice on this host: pbsdsh starts it once per line of the node file"
         if self.place.size:
             what = f"the run has started with {self.place.nnodes} nodes, and no node can join it later"
-            hint = "start it with the others: the head waits for MAX nodes, or 30 s for one more than it has"
+            hint = "start it with the others: the head waits 30 s for one more than it has"
         for link, _ in self._strangers.callers():
             self._strangers.dismiss(link, Refused(what=what, where=self._hosts[0], hint=hint))
 

@@ -132,8 +132,6 @@ class AttemptEnded:
     attempt: int = 1
     place: int | None = None
     """Furthest place of a worker of this node (launch/watchdog.py); None: no worker notes its place."""
-    counts: tuple[int, ...] = ()
-    """Numbers of nodes that the program can go on with; empty: it has not said."""
     failure: RankFailure | None = None
     """The worker of this node that failed first."""
 
@@ -308,8 +306,8 @@ def _object(message: Message) -> dict[str, Any]:
             return {**data, "probe": _flat(offer) if offer else None}
         case Probed(failures=failures, crowded=crowded):
             return {"probed": [_flat(one) for one in failures], "crowded": crowded}
-        case AttemptEnded(code=code, attempt=attempt, place=place, counts=counts, failure=failure):
-            data = {"done": code, "attempt": attempt, "place": place, "counts": counts}
+        case AttemptEnded(code=code, attempt=attempt, place=place, failure=failure):
+            data = {"done": code, "attempt": attempt, "place": place}
             return {**data, **({"failure": _flat(failure)} if failure else {})}
         case NodeStop(reason=reason, requeue=requeue):
             return {"stop": reason, "requeue": requeue}
@@ -354,8 +352,6 @@ PORTS_OFFERED = 8
 FAILURES_REPORTED = 1024
 ATTEMPTS = 1 << 20
 """More attempts than any run has."""
-COUNTS = 1024
-"""Most numbers of nodes that a program can name."""
 LINES, LINE = 200, 1000
 """Lines of a traceback, and characters of each."""
 FIGURES, REMARKS, REMARK = 32, 32, 1000
@@ -382,7 +378,6 @@ def from_node(text: bytes) -> FromNode:
             code=_code(data["done"]),
             attempt=_integer(data.get("attempt"), 1, ATTEMPTS),
             place=None if data.get("place") is None else _integer(data["place"], -1, _PLACE),
-            counts=_tuple(data.get("counts"), COUNTS, lambda one: _integer(one, 1, NODES)),
             failure=None if data.get("failure") is None else _rank_failure(_fields(data["failure"])),
         )
     if "stop" in data:

@@ -80,7 +80,7 @@ class Roll(ABC):
         self, place: Placement, port: int, warnings: Sequence[str], *, elastic: bool = False
     ) -> None:
         self.place = place
-        """The node's place in the run that has started: without the nodes of a range that did not join."""
+        """The node's place in the run that has started: without the nodes that did not join."""
         self.port = port
         """Torchrun's port, free on the head when it was handed out."""
         self.warnings = tuple(warnings)

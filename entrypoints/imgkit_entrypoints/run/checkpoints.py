@@ -184,16 +184,15 @@ class CheckpointWriter:
         keep: int,
         here: Ranks,
         say: Say,
-        kept: Callable[[int], None] = lambda _: None,
         done: DoneCalls | None = None,
         together: Ranks | None = None,
     ) -> None:
-        """Save into `run_dir`; `kept` and `done` get each checkpoint once it is safely written.
+        """Save into `run_dir`; `done` gets each checkpoint once it is safely written.
 
         `together` has a group for the threads that write shards, and for nothing else.
         """
         self._folder, self._keep, self._here, self._say = run_dir / FOLDER, keep, here, say
-        self._kept, self._done, self._together = kept, done, together
+        self._done, self._together = done, together
         self._copies = HostCopies()
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
@@ -262,7 +261,6 @@ class CheckpointWriter:
                 self._folder, step, parts, keep=self._keep, warn=self._warn, held=held, shards=lead
             )
             self.saved_step = step
-            self._kept(step)
             if self._done is not None:
                 self._done.add(path, step)
         except OSError as error:

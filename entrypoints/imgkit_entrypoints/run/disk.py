@@ -310,7 +310,7 @@ def lock(folder: Path, say: Callable[[str], None], env: Mapping[str, str]) -> Bi
             f"the run folder cannot be written: {error.strerror}",
             where=str(error.filename or path),
             hint="name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR",
-        ) from error
+        ) from None  # its traceback would come below the hint
     end = time.monotonic() + PATIENCE_S
     while not _locked(stream, path, say):
         if time.monotonic() > end:

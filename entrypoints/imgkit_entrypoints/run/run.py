@@ -17,7 +17,7 @@ import torch.distributed as dist
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.files import in_job_folder
-from imgkit_entrypoints.launch.goodput import ProgressNotes
+from imgkit_entrypoints.launch.progress import ProgressNotes
 from imgkit_entrypoints.launch.start_up import first_attempt_s
 from imgkit_entrypoints.launch.watchdog import Pulse
 from imgkit_entrypoints.run import disk, random_state, ranks, stepping, stop_requests
@@ -514,7 +514,7 @@ class Run:
         self._look_for_ddp(here, before_steps=True)
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
-        """Count the time in it as saving in ``goodput.json``, for files of the program's own."""
+        """Count the time in it as saving in the line at the end, for files of the program's own."""
         return self._state.notes.saving()
 
     def wait(self) -> CheckpointWriter:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from imgkit_entrypoints import json_text
-from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import shard_file
+from imgkit_entrypoints.run.readable import unreadable
 
 INDEX = "sharded.json"
 """Part of a checkpoint that says what its shards are."""
@@ -98,17 +98,13 @@ def encoded(name: str, value: Any) -> str:
 def _for_json(name: str, value: Any) -> Any:
     if isinstance(value, Tensor) and not value.dim() and value.dtype in DTYPE_NAMES:
         return {"number": [DTYPE_NAMES[value.dtype], _for_json(name, value.item())]}
-    if isinstance(value, tuple | list):
-        return {type(value).__name__: [_for_json(name, one) for one in value]}
-    if isinstance(value, float) and not math.isfinite(value):
+    if type(value) in (tuple, list):
+        return {type(value).__name__: [_for_json(f"{name}[{at}]", one) for at, one in enumerate(value)]}
+    if type(value) is float and not math.isfinite(value):
         return {"float": str(value)}
     if value is None or type(value) in (bool, int, float, str):
         return value
-    raise UsageError(
-        f"{name} is a {type(value).__name__}",
-        where="run.track",
-        hint="keep only tensors and plain values in the state of an optimizer",
-    )
+    raise unreadable(name, value)
 
 
 def decoded(text: str) -> Any:

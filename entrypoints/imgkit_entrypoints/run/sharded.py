@@ -26,6 +26,7 @@ from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import disk, shard_file
 from imgkit_entrypoints.run.ranks import Ranks, some
+from imgkit_entrypoints.run.readable import unfit
 from imgkit_entrypoints.run.shard_file import Piece
 from imgkit_entrypoints.run.shard_index import (
     DTYPE_NAMES,
@@ -253,15 +254,17 @@ class ShardedObjects:
                         )
                     tensors.setdefault(param, {})[key] = self._kept(f"{name}.state.{param}.{key}", value)
                 else:
-                    values.setdefault(param, {})[key] = encoded(f"{name}.state.{param}.{key}", value)
+                    values.setdefault(param, {})[key] = encoded(f"{name}['state'][{param!r}][{key!r}]", value)
         groups = [
             Group(
                 params=own,
                 options={
-                    key: encoded(f"{name}.{key}", value) for key, value in group.items() if key != "params"
+                    key: encoded(f"{name}['param_groups'][{number}][{key!r}]", value)
+                    for key, value in group.items()
+                    if key != "params"
                 },
             )
-            for own, group in zip(params, state["param_groups"], strict=True)
+            for number, (own, group) in enumerate(zip(params, state["param_groups"], strict=True))
         ]
         return OptimizerIndex(kind=type(optimizer).__name__, groups=groups, tensors=tensors, values=values)
 
@@ -496,8 +499,3 @@ def other(name: str, why: str, where: str) -> UsageError:
         where=where,
         hint="build the same objects, or start a new run in another folder; nothing was loaded",
     )
-
-
-def unfit(what: str, hint: str) -> UsageError:
-    """The error for an object that a checkpoint cannot keep."""
-    return UsageError(what, where="run.track", hint=hint)

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, CheckFailed, UsageError
-from imgkit_entrypoints.launch.goodput import ProgressNotes
+from imgkit_entrypoints.launch.progress import ProgressNotes
 from imgkit_entrypoints.launch.watchdog import Pulse
 from imgkit_entrypoints.run import checkpoints, ranks, rehearsal, resumable, shared_folder, stop_requests
 from imgkit_entrypoints.run.agreement import AddedNumbers, Agreed, Agreement, NumberLog
@@ -292,7 +292,7 @@ class RunState:
             self.may_write = True
         self.prove_shared(here)
         step = self.position.step
-        with self.notes.saving(step):
+        with self.notes.saving():
             parts, rows = self.tracked.kept(here)
             self._saved, self.has_written = self.position.kept(at_start=at_start), True
             self.writer(here).save(
@@ -312,7 +312,6 @@ class RunState:
                 self._keep,
                 here,
                 self._say,
-                self.notes.keeps,
                 self.done,
                 self._together,
             )

@@ -17,7 +17,8 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import checkpoints, resumable, shard_file, shard_index, sharded
 from imgkit_entrypoints.run.checkpoints import FoundCheckpoint, differences, each_leaf, each_tensor, on_host
 from imgkit_entrypoints.run.ranks import Ranks, told
-from imgkit_entrypoints.run.sharded import ShardedObjects, Staged, other, unfit
+from imgkit_entrypoints.run.readable import refuse_unreadable, unfit
+from imgkit_entrypoints.run.sharded import ShardedObjects, Staged, other
 
 SHARDS_OF = "sharded"
 RESERVED = ("random", "pass", SHARDS_OF)
@@ -97,8 +98,7 @@ class Tracked:
             self._sharded.add(name)
             return
         state = _state(name, value)
-        if by_rank or not _is_large(value):
-            _refuse_other_values(name, state)
+        refuse_unreadable(name, state)
         if by_rank or _is_loader(value):
             self._by_rank.add(name)
         self._parts[name] = value
@@ -148,12 +148,12 @@ class Tracked:
                 if name in self._sharded:
                     continue
                 states[name] = _state(name, one)
+                refuse_unreadable(name, states[name])
                 if name in self._before:
                     # Before the run begins, DDP may not have made the weights equal yet.
                     if not _is_large(one) or (saves and here.world_size > 1):
                         now[name] = _compared_of(one, states[name])
                 elif name in self._by_rank:
-                    _refuse_other_values(name, states[name])
                     states[name] = _written(states[name])
             digests = {name: _digest(repr(values)) for name, values in now.items()}
             look = dataclasses.replace(look, digests=digests)
@@ -532,17 +532,5 @@ def _digest(text: str) -> str:
 
 def _written(state: Any) -> bytes:
     content = io.BytesIO()
-    torch.save(state, content)
+    torch.save(each_leaf(state, lambda one, _: one), content)
     return content.getvalue()
-
-
-def _refuse_other_values(name: str, state: Any) -> None:
-    """Raise UsageError for a state that no checkpoint can give back: with code, or objects of a class."""
-    without = each_tensor(state, lambda one, _: torch.empty(0, dtype=one.dtype))
-    try:
-        torch.load(io.BytesIO(_written(without)), map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds
-        raise unfit(
-            f"the state of {name} holds more than tensors and plain values",
-            "return only numbers, texts, lists, dicts and tensors from its state_dict",
-        ) from error

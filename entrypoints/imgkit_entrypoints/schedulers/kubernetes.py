@@ -4,14 +4,13 @@ Notes
 -----
 Operators use the same names with different meanings. RANK and WORLD_SIZE count pods in the operator v1 of the
 RunAI tutorials. In later ones WORLD_SIZE is pods x processes; these also set PET_NNODES and PET_NODE_RANK, so
-PET_* win where they are set. Empty ones (``PET_STANDALONE=""``) count as not set. Pods of an elastic job get
-no rank, but a name that ends in it: ``NAME-worker-2``. Source: kubeflow/training-operator
-pkg/controller.v1/pytorch/{envvar,elastic}.go and pkg/core/utils.go.
+PET_* win where they are set. Empty ones (``PET_STANDALONE=""``) count as not set. Pods of a job with an
+elasticPolicy have a range in PET_NNODES, and are refused. Source: kubeflow/training-operator
+pkg/controller.v1/pytorch/{envvar,elastic}.go.
 """
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 
@@ -22,12 +21,10 @@ from imgkit_entrypoints.schedulers.placement import (
     Read,
     first,
     head_of,
-    hostname,
     named_hosts,
     number,
     port_in,
     present,
-    size_in,
 )
 
 NAME = "kubeflow"
@@ -57,21 +54,23 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
 
     Raises
     ------
-    NoPlan : the rank is not below the number of pods, or no variable says where the first pod is.
+    NoPlan : the number of pods is a range, the rank is not below it, or no variable says where the first
+    pod is.
     """
     nnodes_from = first(env, FIELDS["nnodes"])
-    size = size_in(env, nnodes_from or "PET_NNODES")
-    nnodes = number(env, "PET_NNODES") if size is None else size.started
+    if ":" in env.get("PET_NNODES", ""):
+        raise NoPlan(
+            "the number of pods is a range, but a run has a fixed number of nodes",
+            where=f"PET_NNODES={env['PET_NNODES']}",
+            hint="leave elasticPolicy out of the PyTorchJob, or --min-replicas out of runai",
+        )
+    nnodes = number(env, nnodes_from or "PET_NNODES", least=1)
     wanted = env.get("IMGKIT_NNODES", "")
     if nnodes_from == "WORLD_SIZE" and (given := digits(wanted)) is not None:
         # The only ambiguous number: one operator counts pods in it, another counts processes.
         nnodes, nnodes_from = given, "IMGKIT_NNODES"
     rank_from = first(env, FIELDS["node_rank"])
-    named = re.fullmatch(r".+-worker-([0-9]{1,6})", hostname(read))
-    if size and not size.fixed and not rank_from and named:
-        node_rank, rank_from = int(named[1]), "hostname"
-    else:
-        node_rank = number(env, rank_from or "PET_NODE_RANK") if nnodes > 1 else 0
+    node_rank = number(env, rank_from or "PET_NODE_RANK") if nnodes > 1 else 0
     if node_rank >= nnodes:
         raise NoPlan(
             f"this is pod {node_rank}, but {nnodes_from} allows only pods 0 to {nnodes - 1}",
@@ -101,7 +100,6 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
         head=head,
         port=port_in(env, port_from) if port_from and nnodes > 1 else None,
         job_id=env.get("PET_RDZV_ID", ""),
-        size=size if size and not size.fixed else None,
         source={
             "nnodes": nnodes_from,
             "node_rank": rank_from,

@@ -32,47 +32,54 @@ class Direct:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Nodes that a run needs, takes and keeps in reserve: the value of ``--nnodes``."""
+    """Nodes that a run uses and keeps in reserve: the value of ``--nnodes``."""
 
-    least: int
-    """Fewest nodes that may train."""
-    most: int
-    """Most nodes that train at a time."""
+    training: int
+    """Nodes that train."""
     spares: int = 0
     """Further nodes, which wait for the loss of one."""
 
     @classmethod
     def parse(cls, text: str) -> Size:
-        """Return the size that ``N``, ``MIN:MAX`` or ``N+S`` means.
+        """Return the size that ``N`` or ``N+S`` means.
 
         Raises
         ------
-        ValueError : it is none of them.
+        ValueError : it is neither; `size_examples` has what to type instead.
         """
-        found = re.fullmatch(r"([0-9]{1,7})(?:([:+])([0-9]{1,7}))?", text.strip(), re.ASCII)
-        if found is None:
-            raise ValueError(f"{text!r} is none of N, MIN:MAX and N+S")
-        first, sign, last = int(found[1]), found[2], int(found[3] or 0)
-        if first < 1:
-            raise ValueError(f"{text!r} asks for {first} nodes; at least 1 must train")
-        if sign == ":" and last < first:
-            raise ValueError(f"{text!r} is not a range MIN:MAX, since MIN is the larger one")
-        return cls(least=first, most=last if sign == ":" else first, spares=last if sign == "+" else 0)
+        match = re.fullmatch(r"([0-9]{1,7})(?:\+([0-9]{1,7}))?", text.strip(), re.ASCII)
+        if match is None and _RANGE.fullmatch(text.strip()):
+            raise ValueError(f"{text!r} is a range, but a run has a fixed number of nodes")
+        if match is None:
+            raise ValueError(f"{text!r} is neither N nor N+S")
+        training, spares = int(match[1]), int(match[2] or 0)
+        if training < 1:
+            raise ValueError(f"{text!r} asks for {training} nodes; at least 1 must train")
+        return cls(training=training, spares=spares)
 
     def __str__(self) -> str:
-        if self.spares:
-            return f"{self.most}+{self.spares}"
-        return f"{self.least}:{self.most}" if self.least < self.most else str(self.most)
+        return f"{self.training}+{self.spares}" if self.spares else str(self.training)
 
     @property
     def started(self) -> int:
         """Nodes on which the command is started."""
-        return self.most + self.spares
+        return self.training + self.spares
 
-    @property
-    def fixed(self) -> bool:
-        """Whether it is a plain number of nodes."""
-        return self.least == self.most and not self.spares
+
+_RANGE = re.compile(r"([0-9]{1,7}):([0-9]{1,7})", re.ASCII)
+"""``MIN:MAX``, as torchrun and some schedulers accept it."""
+
+
+def size_examples(text: str, option: str) -> str:
+    """Return what to type instead of `text`, which `Size.parse` refuses: ``--nnodes 4, or --nnodes 4+1``.
+
+    Parameters
+    ----------
+    option : the option or variable with the text between it and its value.
+    """
+    ends = _RANGE.fullmatch(text.strip())
+    nodes = max(1, *map(int, ends.groups())) if ends else 4
+    return f"{option}{nodes}, or {option}{nodes}+1 with one spare"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +102,7 @@ class Placement:
     """Field -> the variables or the flag that it came from."""
     direct: Direct | None = None
     size: Size | None = None
-    """The size that was asked for, as a range or with spares; None: all `nnodes` train."""
+    """The size with its spares; None: all `nnodes` train."""
 
     def numbered(self, nnodes: int, node_rank: int) -> Placement:
         """Return this node's place in a run that `nnodes` nodes have started, numbered by the head."""
@@ -191,7 +198,7 @@ def size_in(env: Mapping[str, str], name: str) -> Size | None:
     try:
         return Size.parse(text) if text.strip() else None
     except ValueError as error:
-        raise NoPlan(str(error), where=name, hint="give a number of nodes, MIN:MAX or N+SPARES") from None
+        raise NoPlan(str(error), where=name, hint=size_examples(text, f"{name}=")) from None
 
 
 def given_nodes(env: Mapping[str, str]) -> tuple[str, ...]:

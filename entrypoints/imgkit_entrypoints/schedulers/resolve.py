@@ -172,7 +172,7 @@ def _check_host(found: Placement, read: Read) -> None:
         )
 
 
-# Field of `PlacementRequest` -> the variable that the modules read; `as_environment` writes flags there.
+# Field of `PlacementRequest` -> the variable that the modules read; `_as_environment` writes flags there.
 _VARIABLES: Mapping[str, str] = {
     "nnodes": "IMGKIT_NNODES",
     "node_rank": "IMGKIT_NODE_RANK",
@@ -235,13 +235,13 @@ def _as_environment(request: PlacementRequest, env: Mapping[str, str]) -> Mappin
 
 
 def _complete(request: PlacementRequest) -> bool:
-    """True if the flags say everything about this node, so that no launcher need be resolved_env."""
+    """Return whether the flags say everything about this node, so that no launcher is asked."""
     several = request.nnodes is not None and request.nnodes > 1
     return several and request.node_rank is not None and request.head is not None
 
 
 def _applied(found: Placement, request: PlacementRequest, env: Mapping[str, str]) -> Placement:
-    """Return the placement with the requested port and range, and with sources under the user's names.
+    """Return the placement with the requested port and spares, and with sources under the user's names.
 
     Raises
     ------
@@ -259,7 +259,7 @@ def _applied(found: Placement, request: PlacementRequest, env: Mapping[str, str]
         found,
         port=port,
         direct=_direct_of(found, request),
-        size=found.size if request.size is None else None if request.size.fixed else request.size,
+        size=request.size if request.size and request.size.spares else None,
         source={field: name for field, name in source.items() if name},
     )
 
@@ -267,7 +267,7 @@ def _applied(found: Placement, request: PlacementRequest, env: Mapping[str, str]
 def _compare_flags(found: Placement, request: PlacementRequest) -> None:
     """Refuse a flag that differs from the launcher: neither may win silently."""
     size = request.size
-    if size and not size.least <= found.nnodes <= size.started:
+    if size and not size.training <= found.nnodes <= size.started:
         raise NoPlan(
             f"--nnodes is {size}, but {found.scheduler} started {found.nnodes}",
             where=found.source.get("nnodes", "--nnodes"),

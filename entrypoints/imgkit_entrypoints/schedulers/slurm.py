@@ -127,19 +127,17 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
 def start_argv(
     command: Sequence[str],
     *,
-    nnodes: int | None,
+    nnodes: int,
     cpus: int | None = None,
     outlives_nodes: bool = False,
     options: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """The argv that starts `command` once on each of `nnodes` nodes of this job, with `cpus` CPUs each.
 
-    If `nnodes` is None, the command runs on all nodes of the job. With `outlives_nodes`, neither a task that
-    ends nor a lost node ends the others.
+    With `outlives_nodes`, neither a task that ends nor a lost node ends the others.
     """
-    counts = () if nnodes is None else (f"--nodes={nnodes}", f"--ntasks={nnodes}")
     return (
-        *("srun", *counts, "--ntasks-per-node=1"),
+        *("srun", f"--nodes={nnodes}", f"--ntasks={nnodes}", "--ntasks-per-node=1"),
         *(() if cpus is None else (f"--cpus-per-task={cpus}",)),
         *(OUTLIVES_NODES if outlives_nodes else ("--kill-on-bad-exit=1",)),
         *(*options, *command),

@@ -23,9 +23,8 @@ from pathlib import Path
 import torch
 
 from imgkit_entrypoints.apps import ranks
-from imgkit_entrypoints.apps.bench import collectives, machine, measurement, options, sizes, verify
-from imgkit_entrypoints.apps.bench.collectives import Collective, allocated, launch
-from imgkit_entrypoints.apps.bench.machine import RankGroup
+from imgkit_entrypoints.apps.bench import collectives, measurement, options, sizes, verify
+from imgkit_entrypoints.apps.bench.collectives import Collective, allocate, bind
 from imgkit_entrypoints.apps.bench.measurement import ROTATED_BYTES, Measurer
 from imgkit_entrypoints.apps.bench.verify import ExpectedValues, Noise
 from imgkit_entrypoints.run.ranks import Ranks
@@ -66,12 +65,12 @@ def status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def processor_time(here: Ranks, group: RankGroup, rounds: int, size_bytes: int) -> None:
+def processor_time(here: Ranks, rounds: int, size_bytes: int) -> None:
     """`measurement.time_batch` against a bare loop, in pairs, the order changing."""
     op = collectives.named("all_reduce")
     count = size_bytes // DTYPE.item_bytes
-    (buffers,) = allocated(op, count, getattr(torch, DTYPE.torch), group, here.device)
-    run, tensor = launch(op, count, buffers, group), buffers.input
+    (buffers,) = allocate(op, count, getattr(torch, DTYPE.torch), here)
+    run, tensor = bind(op, buffers, here), buffers.input
 
     def bare() -> None:
         measurement.meet(here)
@@ -97,25 +96,22 @@ def processor_time(here: Ranks, group: RankGroup, rounds: int, size_bytes: int) 
             )
 
 
-def memory(here: Ranks, group: RankGroup, size_bytes: int) -> None:
+def memory(here: Ranks, size_bytes: int) -> None:
     """Memory growth of each collective on the rank that grows most: bare, and with dist-bench."""
     asked = options.read(["--size", str(size_bytes), "--iters", "3", "--warmup-iters", "1"])
     for op in collectives.COLLECTIVES:
 
         def bare(op: Collective = op) -> None:
-            count = op.elements(size_bytes, DTYPE.item_bytes, group.size)
-            (buffers,) = allocated(op, count, getattr(torch, DTYPE.torch), group, here.device)
-            launch(op, count, buffers, group)()
+            count = op.elements(size_bytes, DTYPE.item_bytes, here.world_size)
+            (buffers,) = allocate(op, count, getattr(torch, DTYPE.torch), here)
+            bind(op, buffers, here)()
 
         def measured(op: Collective = op) -> None:
             Measurer(
                 options=asked,
-                here=here,
-                groups=(group,),
+                ranks=here,
                 dtype=DTYPE,
                 expected=ExpectedValues(DTYPE, here.world_size, here.device),
-                counting=False,
-                nodes=1,
                 noise=Noise(DTYPE, here.device),
                 rotated_bytes=ROTATED_BYTES["cpu"],
             ).measure(op, size_bytes)
@@ -131,9 +127,8 @@ def memory(here: Ranks, group: RankGroup, size_bytes: int) -> None:
 def worker(rounds: int, size_bytes: int) -> None:
     """One rank; rank 0 prints."""
     with ranks.opened() as here:
-        (group,) = machine.join_groups("world", machine.locate_ranks(here), here)
-        processor_time(here, group, rounds, size_bytes)
-        memory(here, group, size_bytes)
+        processor_time(here, rounds, size_bytes)
+        memory(here, size_bytes)
 
 
 def main() -> None:

@@ -100,7 +100,7 @@ RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=i
     python3 -m pip install --no-cache-dir --no-compile --no-index --no-deps --force-reinstall \
         /opt/imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl \
     && PYTHONHASHSEED=0 python3 -s -X no_debug_ranges -m compileall -q --invalidation-mode checked-hash \
-        -x /bench/report/ "$(python3 -IBc 'import imgkit_entrypoints as it; print(it.__path__[0])')"
+        "$(python3 -IBc 'import imgkit_entrypoints as it; print(it.__path__[0])')"
 
 # everything.yaml:16
 COPY ["project/2/", "/opt/imgkit/project/2/"]

@@ -4,11 +4,6 @@
 # locked.yaml:3
 FROM nvcr.io/nvidia/pytorch@sha256:bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb
 
-# imgkit: for every step of a locked build, so that two of them write the same bytes; the image does not keep it
-ARG SOURCE_DATE_EPOCH=1700000000
-# imgkit: for every step of a locked build, so that two of them write the same bytes; the image does not keep it
-ARG PYTHONHASHSEED=0
-
 # locked.yaml:4
 COPY ["imgkit/locked-apt/", "/opt/imgkit/locked-apt/"]
 # locked.yaml:4
@@ -57,7 +52,7 @@ RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=i
     python3 -m pip install --no-cache-dir --no-compile --no-index --no-deps --force-reinstall \
         /opt/imgkit/imgkit_entrypoints-VERSION-py3-none-any.whl \
     && PYTHONHASHSEED=0 python3 -s -X no_debug_ranges -m compileall -q --invalidation-mode checked-hash \
-        -x /bench/report/ "$(python3 -IBc 'import imgkit_entrypoints as it; print(it.__path__[0])')"
+        "$(python3 -IBc 'import imgkit_entrypoints as it; print(it.__path__[0])')"
 
 # locked.yaml:9
 COPY ["project/2/", "/opt/project/"]
@@ -67,7 +62,7 @@ RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=i
         --no-deps --editable /opt/project
 
 # imgkit: facts about the system and provenance; late, because they change with every commit
-COPY ["imgkit/system.json", "imgkit/manifest.json", "imgkit/lock.toml", "imgkit/recipe.json", "/opt/imgkit/"]
+COPY ["imgkit/system.json", "imgkit/manifest.json", "imgkit/lock.toml", "/opt/imgkit/"]
 
 # imgkit: what this image is
 LABEL org.opencontainers.image.title="locked" \
@@ -75,5 +70,4 @@ LABEL org.opencontainers.image.title="locked" \
     imgkit.recipe="locked" \
     imgkit.recipe.sha256="SHA256" \
     imgkit.version="VERSION" \
-    imgkit.lock.sha256="cbd3da5a3992695ba672254ee95cafb7a9410b571f1fe19bd1f81ed9de1f3ed5" \
-    imgkit.source-date-epoch="1700000000"
+    imgkit.lock.sha256="42de846646b479c31a5f0a3a91b01961bb96d27fdf30014519139d957e84d6e7"

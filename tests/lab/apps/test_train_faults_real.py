@@ -88,39 +88,6 @@ wait $spare
     assert kept(runs / "spare") == whole
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(("batch", "size", "left"), [(12, "2:3", "2 nodes"), (9, "1:3", "1 node")])
-def test_shrunk_run_takes_each_sample_once(
-    standin: str, runs: Path, batch: int, size: str, left: str
-) -> None:
-    # A sample that is missed or taken twice changes the weights far more than rounding does.
-    script = f"""
-export PAUSE=0.05
-words="--nproc 1 --head 127.0.0.1 --no-network-test --model faults.py:plain --global-batch {batch}"
-whole="$words --nnodes 3 --run-dir three{batch}"
-shrunk="$words --nnodes {size} --run-dir shrunk{batch}"
-(train $whole --node-rank 1) & (train $whole --node-rank 2) & (train $whole --node-rank 0)
-(train $shrunk --node-rank 1) & other=$!
-(train $shrunk --node-rank 2) & victim=$!
-(train $shrunk --node-rank 0) & head=$!
-until test -e shrunk{batch}/checkpoints/step-*10; do sleep 0.05; kill -0 $head; done
-kill -KILL $victim
-wait $head
-wait $other
-python3 - <<END
-import torch
-path = "checkpoints/step-{STEPS:010d}/weights.pt"
-three, shrunk = (torch.load(f"{{run}}{batch}/{{path}}") for run in ("three", "shrunk"))
-print("differ by", max(((three[k] - shrunk[k]).abs().max() / three[k].abs().max()).item() for k in three))
-END
-"""
-    told = inside(standin, runs, script)
-    assert f"attempt 2 starts with {left}" in told
-    found = re.search(r"^differ by (\S+)$", told, re.M)
-    assert found, told
-    assert float(found[1]) < 1e-5
-
-
 @pytest.mark.soak  # half an hour
 def test_random_faults_of_three_nodes_cost_nothing(standin: str, runs: Path, whole: dict[str, str]) -> None:
     seed = time.time_ns() % 10**6

@@ -57,8 +57,3 @@ def steep(config, split):
 
 def model(config):
     return torch.nn.Sequential(torch.nn.Linear(1, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1))
-
-
-def plain(config):
-    """The model without dropout, whose random numbers depend on the number of ranks."""
-    return torch.nn.Sequential(torch.nn.Linear(1, 64), torch.nn.Linear(64, 1))

@@ -57,16 +57,16 @@ OWN = ("opt/imgkit/manifest.json", DOCUMENT, "etc/resolv.conf", "etc/hosts")
 
 @dataclass(frozen=True, kw_only=True)
 class Lab:
-    """A folder that an ordinary user can write, with a recipe, its base and the single-file executable."""
+    """A folder that an ordinary user can write, with a recipe and its base."""
 
     folder: Path
     start: tuple[str, ...]
-    """The argv that starts the single-file executable as that user."""
+    """The argv that starts imgkit as that user."""
     built: dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def lab(standin_notorch: str, user: str) -> Iterator[Lab]:
+def lab(standin_notorch: str, user: str, public_imgkit: Path) -> Iterator[Lab]:
     folder = public_folder("without-engine")
     try:
         output("docker", "save", "-o", folder / "base.tar", standin_notorch)
@@ -76,25 +76,12 @@ def lab(standin_notorch: str, user: str) -> Iterator[Lab]:
         (folder / "code/deep/run.sh").write_text("#!/bin/sh\n")
         (folder / "code/deep/run.sh").chmod(0o700)
         (folder / "mine.yaml").write_text(RECIPE.format(base=standin_notorch))
-        (folder / "mine.json").write_text(output(*IMGKIT, "show", "./mine.yaml", "--json", folder=folder))
-        assert imgkit("bundle", "-o", folder / "imgkit.pyz").returncode == 0
         output("chown", "-R", user, folder)
         places = f"{Path(shutil.which('singularity') or '').parent}:/usr/bin:/bin:/usr/sbin"
         who = ("runuser", "-u", user, "--") if os.geteuid() == 0 else ()
         home = f"HOME=/home/{user}"
-        python = str(Path("/usr/bin/python3").resolve())
-        start = (
-            *who,
-            "env",
-            "-i",
-            f"PATH={places}",
-            home,
-            "LC_ALL=C.UTF-8",
-            python,
-            "-I",
-            f"{folder}/imgkit.pyz",
-        )
-        words = ("build", "mine.json", "--with", "apptainer", "--base-from", "base.tar", "--json")
+        start = (*who, "env", "-i", f"PATH={places}", home, "LC_ALL=C.UTF-8", str(public_imgkit))
+        words = ("build", "mine.yaml", "--with", "apptainer", "--base-from", "base.tar", "--json")
         # Modes must not depend on the umask.
         shell = ("sh", "-c", 'umask 077; exec "$@"', "sh")
         built = json.loads(output(*shell, *start, *words, folder=folder))
@@ -175,7 +162,7 @@ def test_ordinary_user_gets_a_tested_file(lab: Lab) -> None:
 def test_unchanged_recipe_is_up_to_date(lab: Lab) -> None:
     path = lab.folder / "mine.sif"
     before = path.stat().st_mtime_ns
-    words = ("build", "mine.json", "--with", "apptainer", "--base-from", "base.tar", "--json")
+    words = ("build", "mine.yaml", "--with", "apptainer", "--base-from", "base.tar", "--json")
     assert json.loads(output(*lab.start, *words, folder=lab.folder))["up_to_date"]
     assert path.stat().st_mtime_ns == before
 
@@ -184,10 +171,7 @@ def test_unchanged_recipe_is_up_to_date(lab: Lab) -> None:
 def test_variables_of_a_sif_base_are_known(lab: Lab, standin_notorch: str) -> None:
     text = f"image: {{base: '{standin_notorch}', env: {{OWN: own}}}}\nsystem: {{scheduler: standalone}}\n"
     (lab.folder / "second.yaml").write_text(text)
-    (lab.folder / "second.json").write_text(
-        output(*IMGKIT, "show", "./second.yaml", "--json", folder=lab.folder)
-    )
-    words = ("build", "second.json", "--with", "apptainer", "--base-from", "mine.sif", "--json")
+    words = ("build", "second.yaml", "--with", "apptainer", "--base-from", "mine.sif", "--json")
     built = json.loads(output(*lab.start, *words, folder=lab.folder))
     # Its smoke test compares the manifest with what imgkit has read during the build.
     assert [one["verdict"] for one in built["checks"] if one["verdict"] not in ("ok", "skip")] == []

@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 
 pytestmark = [
-    pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler: apt-get install build-essential"),
+    pytest.mark.programs("cc"),
     pytest.mark.skipif(sys.platform != "linux", reason="LD_PRELOAD"),
 ]
 
@@ -64,7 +63,7 @@ def test_fault_in_any_call_tears_nothing(
         assert [one for one in found if one["ended"] != "reported" or one["left"]] == []
 
 
-@pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="apt install squashfs-tools")
+@pytest.mark.programs("mksquashfs")
 @pytest.mark.parametrize("before", [pytest.param("first", marks=SOAK), "again"])
 @pytest.mark.parametrize(
     "verb", ["sif", *(pytest.param(one, marks=SOAK) for one in ("delta", "apply", "flatten"))]

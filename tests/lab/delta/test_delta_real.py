@@ -325,14 +325,15 @@ def inside(layers: Stack) -> dict[str, Any]:
 
 
 @pytest.mark.soak
-def test_ordinary_user_applies_and_flattens(lab: Lab, stacked: tuple[str, Path], user: str) -> None:
-    """The single-file executable keeps owners and devices that no mount shows to an ordinary user."""
+def test_ordinary_user_applies_and_flattens(
+    lab: Lab, stacked: tuple[str, Path], user: str, public_imgkit: Path
+) -> None:
+    """imgkit keeps owners and devices that no mount shows to an ordinary user."""
     imgkit_json("apply", "--flatten", stacked[1], "-o", "root.sif", folder=lab.folder)
     home = Path(pwd.getpwnam(user).pw_dir)
-    assert imgkit("bundle", "-o", lab.folder / "imgkit.pyz", folder=lab.folder).returncode == 0
     places = f"{Path(shutil.which('singularity') or '').parent}:/usr/bin:/bin"
     start = ("runuser", "-u", user, "--", "env", "-i", f"PATH={places}", f"HOME={home}", "LC_ALL=C.UTF-8")
-    tool = (*start, Path("/usr/bin/python3").resolve(), "-I", lab.folder / "imgkit.pyz")
+    tool = (*start, public_imgkit)
     output(*tool, "apply", lab.folder / "d.imgdelta", lab.folder / "ab.sif", "-o", "mine.sif", folder=home)
     output(*tool, "apply", "--flatten", "mine.sif", "-o", "flat.sif", folder=home)
     mine, roots = (

@@ -286,7 +286,10 @@ def test_owner_of_a_rootless_engine_needs_no_root(
 
 
 def test_push_to_nobody_is_no_success(line: Line) -> None:
-    done = imgkit("push", line.name, "127.0.0.1:1/group/line:1")
+    try:
+        done = imgkit("push", line.name, "127.0.0.1:1/group/line:1")
+    finally:
+        run("docker", "rmi", "127.0.0.1:1/group/line:1")  # a push gives the image this name first
     assert done.returncode == 4
     assert "connection refused" in done.stderr
 

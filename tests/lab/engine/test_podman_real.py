@@ -82,8 +82,7 @@ def context(*steps: str, copied: bytes = b"1") -> BuildContext:
             revision="",
         ),
         members=members,
-        sha256=(digest := hashlib.sha256(b"".join(tar(members))).hexdigest()),
-        label_sha256=digest,
+        sha256=hashlib.sha256(b"".join(tar(members))).hexdigest(),
         size_bytes=0,
     )
 

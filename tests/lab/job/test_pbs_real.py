@@ -18,8 +18,6 @@ from pathlib import Path
 import pytest
 from labkit import IMGKIT, LAB, LOOK, LOOKED, ROOT, TOKEN, Cluster, Done, cluster_marks, output, run, until
 
-from imgkit_builder.cli import bundle
-
 STARTS = ("pals", "pbsdsh", "ssh")
 RECIPE = """
 extends: olivia-eap
@@ -178,18 +176,19 @@ system: {{scheduler: pbs}}
 
 @pytest.mark.soak
 @pytest.mark.parametrize("run_step", ["echo made > /made", "echo before; exit 7"], ids=["made", "failed"])
-def test_recipe_is_built_on_a_node(pbs: Pbs, standin_notorch: str, run_step: str) -> None:
+def test_recipe_is_built_on_a_node(
+    pbs: Pbs, standin_notorch: str, public_imgkit: Path, run_step: str
+) -> None:
     output("docker", "save", "-o", pbs.work / "base.tar", standin_notorch)
     (pbs.work / "base.tar").chmod(0o644)
     (pbs.work / "mine.yaml").write_text(BUILT.format(base=standin_notorch, run=json.dumps(run_step)))
-    (pbs.work / "mine.json").write_text(pbs.imgkit("show", "./mine.yaml", "--json"))
     text = RECIPE.replace("STATE", str(pbs.state)) + "  queue: {sif: ['-l', 'select=1:ncpus=2']}\n"
     (pbs.state / "builder.yaml").write_text(text)
-    (pbs.state / "builder.json").write_text(pbs.imgkit("show", pbs.state / "builder.yaml", "--json"))
-    pyz = bundle.write(pbs.work / "imgkit.pyz").path
-    words = ("submit", pbs.state / "builder.json", "--time", "5m", "--build", "mine.json")
     # The jobs' user cannot enter every checkout, and so not this Python's environment.
-    done = pbs.run("/usr/bin/python3", "-I", pyz, *words, "--base-from", "base.tar")
+    with (pbs.state / "home/researcher/.profile").open("a") as profile:
+        profile.write(f"PATH=$PATH:{public_imgkit.parent}\n")
+    words = ("submit", pbs.state / "builder.yaml", "--time", "5m", "--build", "./mine.yaml")
+    done = pbs.run(public_imgkit, *words, "--base-from", "base.tar")
     assert done.returncode == 0, done.stderr
     code, told = pbs.end(done.stdout.strip())
     sif = pbs.work / "mine.sif"

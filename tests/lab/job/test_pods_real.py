@@ -1,8 +1,8 @@
 """Pods, for real: what ``imgkit submit rcp`` writes, started on nodes as the operators start it.
 
-An operator gives each pod the document's command and variables, and variables of its own (envvar.go and
-elastic.go in kubeflow/training-operator pkg/controller.v1/pytorch; Trainer v2's torch plugin). Pods share no
-list of hosts, only the name of the first one, which resolves once that one is ready.
+An operator gives each pod the document's command and variables, and variables of its own (envvar.go in
+kubeflow/training-operator pkg/controller.v1/pytorch; Trainer v2's torch plugin). Pods share no list of hosts,
+only the name of the first one, which resolves once that one is ready.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import yaml
 from labkit import IMGKIT, Cluster, cluster_marks, output, until
 
 PORT = "23456"
-ELASTIC = """
+SAY_WORLD = """
 import os, time, torch, torch.distributed as dist
 from pathlib import Path
 dist.init_process_group("gloo")
@@ -221,33 +221,27 @@ def test_bench_waits_for_the_head_s_name_and_is_kept_on_the_volume(
 
 @pytest.mark.xdist_group("alone")  # on a cluster of its own, since it takes long
 @pytest.mark.soak
-def test_elastic_pods_go_on_without_a_lost_one(pods: Pods) -> None:
-    name, end = "elastic", pods.volume / "end"
-    program = pods.volume / "elastic.py"
-    program.write_text(ELASTIC)
+def test_spare_pod_takes_over_from_a_lost_one(pods: Pods) -> None:
+    name, end = "spare", pods.volume / "end"
+    program = pods.volume / "spare.py"
+    program.write_text(SAY_WORLD)
     command = ("dist-run", "--nproc", "1", str(program))
     words, env = written(
-        pods, "pytorchjob", "--name", name, "--nodes", "1:3", "--env", f"END={end}", "--", *command
+        pods, "pytorchjob", "--name", name, "--nodes", "2+1", "--env", f"END={end}", "--", *command
     )
-    pods.resolve(f"{name}-worker-0")
-    operator = {
-        "PET_RDZV_ENDPOINT": f"{name}-worker-0:{PORT}",
-        "PET_RDZV_BACKEND": "c10d",
-        "PET_NNODES": "1:3",
-    }
+    pods.resolve(f"{name}-master-0")
 
     def start(index: int) -> None:
-        # PET_NODE_RANK: what the document takes from the label that the operator numbers pods in.
-        assert env["PET_NODE_RANK"] == ""
-        pods.start(f"node{index + 1}", words, {**env, **operator, "PET_NODE_RANK": str(index)})
+        operator = {**operator_v1_later(f"{name}-master-0", index), "WORLD_SIZE": "3", "PET_NNODES": "3"}
+        pods.start(f"node{index + 1}", words, {**env, **operator})
 
     for index in range(3):
         start(index)
-    said(pods, 3, "world 3")
+    said(pods, 2, "world 2")
     assert pods("fault", "kill", "node2", "dist-run").returncode == 0
     assert pods.started["node2"].wait(timeout=120) == 137
     said(pods, 1, "attempt 2 starts with 2 nodes")
-    said(pods, 2, "world 2")
+    said(pods, 4, "world 2")
     start(1)  # as Kubernetes does
     assert pods.started["node2"].wait(timeout=120) == 5
     said(pods, 1, "no node can join it later")

@@ -25,7 +25,7 @@ from imgkit_entrypoints.facts import host_libs
 pytestmark = [
     pytest.mark.docker,
     pytest.mark.singularity,
-    pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler: apt-get install build-essential"),
+    pytest.mark.programs("cc"),
 ]
 SID = Path("/var/cache/imgkit-lab/docker-sid/usr/lib/x86_64-linux-gnu/libc.so.6")
 SOURCES = {

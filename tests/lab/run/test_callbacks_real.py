@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from labkit import ROOT, in_image, output
 
+from .test_run_real import many
+
 PROGRAMS = ("lightning_trainer", "hf_trainer", "accelerate_loop")
 HERE = Path(__file__).parent
 IMAGE = "imgkit.local/standin:24.03-trainers"
@@ -36,7 +38,7 @@ ask() { # folder, launcher, signal: the launcher gets the signal in the middle o
 """
 UNDER_DIST_RUN = """
 (start whole dist_run); echo "whole: $?"
-(start cut dist_run AT=40); echo "killed: $?"
+(start cut dist_run AT=65 PAUSE=0.1); echo "killed: $?"  # after 60, the last step of an epoch of Lightning
 ask cut dist_run USR1; echo "stopped: $?"
 ls /runs/cut/state-saved
 (start cut dist_run); echo "resumed: $?"
@@ -76,7 +78,7 @@ ask asked alone USR1; echo "stopped: $?"
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_example_is_short_and_on_the_page(name: str) -> None:
     text = (ROOT / f"examples/{name}.py").read_text()
-    assert len(text.splitlines()) <= 40
+    assert len(text.splitlines()) <= 45
     ast.parse(text)
     shown = f"```{{literalinclude}} ../../examples/{name}.py\n"
     assert shown in (ROOT / "docs/howto/own-loop.md").read_text()
@@ -99,6 +101,54 @@ def told(trainers: str, runs: Path, name: str, script: str) -> str:
     here = (*mounted, "--volume", f"{runs}:/runs", "--workdir", "/runs", "--env", "HOME=/tmp")
     done = in_image(trainers, "bash", "-c", STARTS + script, "bash", name, options=here, timeout_s=1800)
     return done.stdout + done.stderr
+
+
+LAST_STEP = """
+from pathlib import Path
+
+text = Path("/examples/accelerate_loop.py").read_text()
+assert text.count("save_every=15") == 1
+Path("loop.py").write_text(text.replace("save_every=15", "save_every=20"))
+each = 80 // RANKS
+assert start(RANKS, "loop.py", "whole") == [0] * RANKS
+# The checkpoint of the step before has to be whole.
+assert -9 in start(RANKS, "loop.py", "cut", at=each + 5, rank=RANKS - 1, pause=0.05)
+assert start(RANKS, "loop.py", "cut") == [0] * RANKS
+
+def newest(folder):
+    path = Path(folder, weights(folder)["library_checkpoint.pt"]["path"])
+    return {file.name: file for file in path.iterdir()}
+
+def same(one, other):
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(value, other[key]) for key, value in one.items())
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if torch.is_tensor(one) else one == other
+
+whole, cut = newest("whole"), newest("cut")
+assert whole.keys() == cut.keys()
+for name in whole:
+    if name in ("state.pt", "optimizer.bin", "custom_checkpoint_0.pkl"):
+        states = [torch.load(files[name], weights_only=True) for files in (whole, cut)]
+        print(name, "is the same:", same(*states))
+    elif name == "model.safetensors":
+        print(name, "is the same:", whole[name].read_bytes() == cut[name].read_bytes())
+"""
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("package", ["stub", pytest.param("accelerate", marks=pytest.mark.soak)])
+def test_checkpoint_of_an_epochs_last_step_keeps_its_end(
+    request: pytest.FixtureRequest, tmp_path: Path, package: str
+) -> None:
+    # The end of the epoch lowers the learning rate; it comes after this checkpoint.
+    image = request.getfixturevalue("standin" if package == "stub" else "trainers")
+    ranks, files = ("1", 1) if package == "stub" else ("2", 3)
+    first = "import accelerate_stub\n" if package == "stub" else ""
+    found = many(image, tmp_path, first + LAST_STEP.replace("RANKS", ranks))
+    assert found.count(" is the same: True") == files, found
+    assert f"run: resumes after step {80 // int(ranks)}: " in found
 
 
 @pytest.mark.docker

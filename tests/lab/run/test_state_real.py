@@ -318,6 +318,120 @@ assert start(2, lambda: averaged("together"), "together") == [0, 0]  # rank 0 al
     assert "-> wrap the model in DDP; or run.track_per_rank(model=model) in place of run.track" in told
 
 
+UNREADABLE = """
+import collections
+import numpy
+
+class Best:
+    '''What a program remembers of its evaluations.'''
+    def __init__(self, value=0.0):
+        self.value = value
+    def state_dict(self):
+        return {"best": self.value}
+    def load_state_dict(self, state):
+        self.value = state["best"]
+
+class Named(torch.Tensor):
+    pass
+
+Point = collections.namedtuple("Point", "x y")
+BAD = [
+    numpy.mean([1.0, 2.0]),
+    numpy.arange(3),
+    [0.5, (numpy.int64(3),)],
+    {numpy.str_("key"): 1},
+    Point(1, 2),
+    torch.ones(2).as_subclass(Named),
+    collections.deque([1]),
+]
+GOOD = [
+    [1, 0.5, "text", None, b"bytes", 1j, {2}, {(1, 2): True}, torch.float16, torch.Size([3]), torch.ones(2)],
+    collections.defaultdict(list, {"losses": [0.5]}),
+    collections.OrderedDict(a=torch.nn.Parameter(torch.ones(1))),
+]
+
+def evaluated(how, before, after=None):
+    torch.manual_seed(0)
+    model, best = torch.nn.Linear(2, 1), Best(before)
+    with Run.start() as run:
+        run.track(model=model)
+        getattr(run, how)(best=best)
+        run.restore()
+        for step, _ in run.steps(range(4), save_every=2):
+            if step == 2 and after is not None:
+                best.value = after
+
+def scheduled(sharded):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with Run.start() as run:
+        run.track(model=model, optimizer=optimizer)
+        run.restore()
+        for step, _ in run.steps(range(4), save_every=2):
+            for group in optimizer.param_groups:
+                group["lr"] = numpy.cos(0.1 * step) if sharded != "betas" else group["lr"]
+                group["betas"] = torch.Size([0, 0]) if sharded == "betas" else group["betas"]
+            model(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+"""
+
+
+def test_value_that_no_resume_could_read_is_refused(standin: str, tmp_path: Path) -> None:
+    script = """
+for number, value in enumerate(BAD):
+    for how in ("track", "track_per_rank"):
+        assert start(1, lambda: evaluated(how, value), f"before-{number}-{how}") == [2]
+        assert start(1, lambda: evaluated(how, 0.0, value), f"after-{number}-{how}") == [2]
+assert start(1, lambda: scheduled(False), "lr") == [2]
+assert start(2, lambda: evaluated("track", 0.0, BAD[0]), "ranks") == [2, 2]
+assert not list(Path().glob("*/checkpoints/*"))
+for number, value in enumerate(GOOD):
+    for how in ("track", "track_per_rank"):
+        assert start(1, lambda: evaluated(how, value, value), f"good-{number}-{how}") == [0]
+        assert start(1, lambda: evaluated(how, value), f"good-{number}-{how}") == [0]
+"""
+    told = many(standin, tmp_path, UNREADABLE + script)
+    for text in (
+        "run.track: best['best'] is a numpy.float64, ",
+        "run.save: rank 0: best['best'] is a numpy.float64, ",
+        "run.save: rank 0: optimizer['param_groups'][0]['lr'] is a numpy.float64, ",
+        "-> set it to a plain value: group['lr'] = float(...)",
+        "-> set it to a plain value: float(...)",
+        "best['best'] is a numpy.ndarray, ",
+        "-> set it to a tensor: torch.from_numpy(...)",
+        "best['best'][1][0] is a numpy.int64, ",
+        "-> set it to a plain value: int(...)",
+        "'key') of best['best'] is a numpy.str_, ",
+        "best['best'] is a __main__.Point, ",
+        "best['best'] is a __main__.Named, ",
+        "best['best'] is a collections.deque, ",
+    ):
+        assert text in told, (text, told)
+    assert told.count("run: resumes after step 4: ") == 6, told
+
+
+def test_sharded_optimizer_refuses_what_no_resume_could_read(standin: str, tmp_path: Path) -> None:
+    script = """
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import init_device_mesh
+
+for which in ("lr", "betas"):
+    assert start(2, lambda: scheduled(which), which) == [2, 2]
+assert not list(Path().glob("*/checkpoints/*"))
+"""
+    told = many(standin, tmp_path, UNREADABLE + script)
+    for text in (
+        "run.save: rank 0: optimizer['param_groups'][0]['lr'] is a numpy.float64, ",
+        "-> set it to a plain value: group['lr'] = float(...)",
+        "run.save: rank 0: optimizer['param_groups'][0]['betas'] is a torch.Size, ",
+    ):
+        assert told.count(text) == 2 or "->" in text, (text, told)
+        assert text in told, (text, told)
+
+
 STOPPED = """
 import os, signal, sys, time
 if os.environ["IMGKIT_ATTEMPT"] == "1":

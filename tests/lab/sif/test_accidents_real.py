@@ -30,7 +30,7 @@ from imgkit_builder.sif.conversion import Archive, Options
 
 pytestmark = [
     pytest.mark.xdist_group("accidents"),
-    pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="apt install squashfs-tools"),
+    pytest.mark.programs("mksquashfs"),
 ]
 BUSYBOX = Path("/bin/busybox")
 STAGES = 5

@@ -15,7 +15,7 @@ from imgkit_builder.sif.conversion import Archive, Options
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed
 
 REAL = shutil.which("mksquashfs")
-pytestmark = pytest.mark.skipif(REAL is None, reason="apt install squashfs-tools")
+pytestmark = pytest.mark.programs("mksquashfs")
 
 
 def install(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from imgkit_builder.sif import image as sif_image
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0, reason="the reference is unpacked by root"),
-    pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="apt install squashfs-tools"),
+    pytest.mark.programs("mksquashfs"),
 ]
 STRANGER = 12345
 CAPABILITY = bytes.fromhex("0100000200040000000000000000000000000000").decode("latin-1")

@@ -33,7 +33,7 @@ LOADED = Path("/bin/ls")
 pytestmark = [
     pytest.mark.singularity,
     pytest.mark.xdist_group("own writer"),
-    pytest.mark.skipif(not BUSYBOX.exists(), reason="apt install busybox-static"),
+    pytest.mark.programs("busybox"),
 ]
 
 

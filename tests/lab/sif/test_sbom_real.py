@@ -96,32 +96,6 @@ def test_output_file_has_the_document(mn5_sif: Path, document: str, tmp_path: Pa
     assert target.read_text() == document
 
 
-def test_recipe_differs_from_its_image_in_the_base_alone(mn5_image: str) -> None:
-    done = imgkit("diff", "mn5", mn5_image, "--json")
-    assert done.returncode == 1, done.stderr
-    found = json.loads(done.stdout)
-    assert found["base"][0]["after"].startswith("imgkit.local/standin")
-    assert (found["packages"], found["env"], found["files"]) == ([], [], None)
-
-
-@pytest.mark.soak
-def test_image_and_sif_do_not_differ(standin: str, mn5_image: str, mn5_sif: Path) -> None:
-    same = imgkit("diff", mn5_sif, mn5_image)
-    assert (same.returncode, same.stdout.splitlines()[0]) == (0, "no differences")
-    other = imgkit("diff", standin, mn5_image, "-n", "1")
-    assert other.returncode == 1
-    assert "+ pypi imgkit-entrypoints" in other.stdout
-    assert "imgkit_entrypoints-0.3.0-py3-none-any.whl" in other.stdout
-
-
-def test_unknown_side_of_a_comparison_refused(tmp_path: Path) -> None:
-    (tmp_path / "bad.lock").write_text("schema = 99\n")
-    for name, code in (("bad.lock", 2), ("no.lock", 2), ("no.sif", 1), ("no-such-recipe", 2)):
-        done = imgkit("diff", name, name, folder=tmp_path)
-        assert (done.returncode, done.stdout) == (code, ""), name
-        assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize(
     ("name", "code", "expected"),
     [

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from labkit import IMGKIT, imgkit, output, public_folder
+from labkit import IMGKIT, output, public_folder
 from layer_reference import Entry
 from stored_images import archive, files_of
 
@@ -105,7 +105,9 @@ def trees(request: pytest.FixtureRequest) -> Iterator[tuple[str, Tree, Tree]]:
         (folder / "x.tar").write_bytes(archive(layers(), config={"Env": ["PATH=/bin"]}))
         start: tuple[object, ...] = IMGKIT
         if request.param != "root":
-            start = _as_user(request.getfixturevalue("user"), folder)
+            start = _as_user(request.getfixturevalue("user"), request.getfixturevalue("public_imgkit"))
+            (folder / "made").mkdir()
+            shutil.chown(folder / "made", request.getfixturevalue("user"))
         found = []
         for writer, route in (("imgkit", "stream"), ("runtime", "layers")):
             (folder / "made").mkdir(exist_ok=True)
@@ -121,15 +123,12 @@ def trees(request: pytest.FixtureRequest) -> Iterator[tuple[str, Tree, Tree]]:
         shutil.rmtree(folder)
 
 
-def _as_user(user: str, folder: Path) -> tuple[object, ...]:
+def _as_user(user: str, program: Path) -> tuple[object, ...]:
     """The argv that starts imgkit as `user`, who may not read the folder of this Python."""
-    assert imgkit("bundle", "-o", folder / "imgkit.pyz").returncode == 0
-    (folder / "made").mkdir()
-    shutil.chown(folder / "made", user)
     places = f"{Path(shutil.which('singularity') or '').parent}:/usr/bin:/bin:/usr/sbin:/sbin"
     home = f"HOME={pwd.getpwnam(user).pw_dir}"
     env = ("env", "-i", f"PATH={places}", home, "LC_ALL=C.UTF-8")
-    return ("runuser", "-u", user, "--", *env, "/usr/bin/python3", "-I", folder / "imgkit.pyz")
+    return ("runuser", "-u", user, "--", *env, program)
 
 
 def differences(one: Tree, other: Tree) -> dict[str, list[dict[str, Any]]]:

@@ -15,6 +15,10 @@ import pytest
 def test_needs_docker():
     pass
 
+@pytest.mark.programs("sh", "absent-program", "second-absent-program")
+def test_needs_programs():
+    pass
+
 def test_needs_nothing():
     pass
 """
@@ -24,7 +28,7 @@ def pytest_without_docker(folder: Path, require: str) -> subprocess.CompletedPro
     (folder / "tests").mkdir()
     (folder / "tests/conftest.py").write_text(CONFTEST.read_text())
     (folder / "tests/test_it.py").write_text(TEST)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    docker\naddopts = -ra\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    docker\n    programs\naddopts = -ra\n")
     env = {**os.environ, "IMGKIT_REQUIRE": require, "DOCKER_HOST": f"unix://{folder}/none.sock"}
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests"],
@@ -39,14 +43,21 @@ def pytest_without_docker(folder: Path, require: str) -> subprocess.CompletedPro
 def test_missing_docker_skips_with_the_remedy(tmp_path: Path) -> None:
     done = pytest_without_docker(tmp_path, "")
     assert done.returncode == 0
-    assert "1 passed, 1 skipped" in done.stdout
+    assert "1 passed, 2 skipped" in done.stdout
     assert "ci/lab/engine start" in done.stdout
+    assert "no absent-program, second-absent-program; as root: apt-get install absent-program" in done.stdout
 
 
 def test_missing_docker_fails_where_required(tmp_path: Path) -> None:
     done = pytest_without_docker(tmp_path, "docker,cluster")
     assert done.returncode == 1
     assert "docker is required by IMGKIT_REQUIRE" in done.stdout
+
+
+def test_missing_program_fails_where_required(tmp_path: Path) -> None:
+    done = pytest_without_docker(tmp_path, "programs")
+    assert done.returncode == 1
+    assert "programs is required by IMGKIT_REQUIRE: no absent-program" in done.stdout
 
 
 def test_unknown_requirement_is_refused(tmp_path: Path) -> None:

@@ -110,8 +110,8 @@ def test_lock_holds_what_the_project_asks_for(name: str, python: str) -> None:
 
 def test_environment_takes_nothing_without_a_hash() -> None:
     text = (ROOT / "ci/lab/venv").read_text(encoding="utf-8")
-    installs = [line for line in text.splitlines() if line.startswith('"${pip[@]}"')]
-    assert len(installs) == 2
+    installs = [line for line in text.splitlines() if line.startswith(('"${pip[@]}" install', '"${uv[@]}"'))]
+    assert len(installs) == 3
     assert all("--require-hashes" in line or "--no-deps --no-build-isolation" in line for line in installs)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_entrypoints import files
+from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import stop_protocol
 from imgkit_entrypoints.launch.stop_protocol import RunFolder
 
@@ -204,8 +205,6 @@ def test_start_goes_on_beside_marks_of_a_stranger(shared: Path, victim: Path, tm
 @as_root
 @pytest.mark.parametrize("kind", ["folder", "link"])
 def test_stop_folder_of_a_stranger_is_refused(shared: Path, tmp_path: Path, kind: str) -> None:
-    from imgkit_entrypoints.errors import UsageError
-
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     make = {"folder": lambda path: path.mkdir(0o777), "link": lambda path: path.symlink_to(theirs)}[kind]
@@ -235,3 +234,19 @@ def test_collectives_are_not_recorded_where_a_stranger_planted_links(shared: Pat
     own.rmdir()
     as_stranger(lambda: own.mkdir(0o777))
     assert "TORCH_FR_DUMP_TEMP_FILE" not in nccl.recorder_variables(env, "2.13", "7")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
+def test_folder_that_this_user_cannot_write_is_refused(tmp_path: Path) -> None:
+    for folder in (tmp_path, *list(tmp_path.parents)[:3]):
+        folder.chmod(folder.stat().st_mode | 0o011)  # pytest's own folders are private
+    pid = os.fork()
+    if pid == 0:
+        os.setuid(12345)
+        try:
+            files.refuse_unusable_folder(tmp_path, "run folder", where="--run-dir", hint="another")
+        except UsageError as error:
+            os._exit(str(error).startswith("--run-dir: the run folder cannot be written: Permission denied"))
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1

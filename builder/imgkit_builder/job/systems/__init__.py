@@ -217,10 +217,6 @@ class System(Protocol):
             hint=f"on a node of the job: bash -lc {shlex.quote(line)}" if record.shell_line else None,
         )
 
-    def queues(self) -> tuple[tuple[str, ...], ...]:
-        """Words that show the queues; the first program that exists is used."""
-        return ()
-
 
 def need_task(record: SubmittedJob, example: str) -> None:
     """Raise UsageError for an array job as a whole, which has no output and no run folder."""

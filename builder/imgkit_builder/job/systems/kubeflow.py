@@ -5,7 +5,6 @@ The recipe has options of RunAI's client; each of them becomes a part of the doc
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ from imgkit_entrypoints.rollcall.secret import MOUNTED
 RUNTIME = "torch-distributed"
 """The ClusterTrainingRuntime for PyTorch that comes with Kubeflow Trainer."""
 SCHEDULER = "runai-scheduler"
-PORT = 23456
-"""torchrun's port on the first of elastic pods: the operator's default (pytorchjob_types.go)."""
 
 _SELECTORS = {
     "pytorchjob": "training.kubeflow.org/job-name",
@@ -90,10 +87,7 @@ def _yaml(document: Mapping[str, Any]) -> str:
 
     kubectl reads 1e-4 as a number, PyYAML as text that needs no quotes. A number cannot be an argument.
     """
-    try:
-        import yaml
-    except ImportError:  # in the single-file executable; kubectl reads JSON too
-        return json.dumps(document, indent=2) + "\n"
+    import yaml
 
     class Dumper(yaml.SafeDumper):
         def represent_text(self, text: str) -> yaml.Node:
@@ -138,23 +132,17 @@ def _requested(job: Job) -> _Requested:
 
 
 def _pytorchjob(job: Job) -> dict[str, Any]:
-    if job.elastic:
-        # Workers only: all are alike, and the first one is the head. A pod that fails starts again: when the
-        # first one is lost, all others fail, and meet anew.
-        replicas = {"Worker": (job.nodes, "OnFailure")}
-    elif job.outlives_nodes:
+    if job.outlives_nodes:
         # The master's exit code is the job's. A master that was killed (128 and more) starts again, as do the
         # workers, which fail without it. For a worker with Never, one lost pod would make the job "failed",
         # although the run goes on; with OnFailure the operator makes a new pod.
         replicas = {"Master": (1, "ExitCode"), "Worker": (job.nodes - 1, "OnFailure")}
     else:
         replicas = {"Master": (1, "Never"), "Worker": (job.nodes - 1, "Never")}
-    policy = {"rdzvPort": PORT, "minReplicas": job.size.least, "maxReplicas": job.nodes}
     # Pods that have ended stay, and so do their logs. A worker that comes back too late would call for ever.
     clean = "Running" if job.outlives_nodes else "None"
     spec = {
         "runPolicy": {"cleanPodPolicy": clean},
-        **({"elasticPolicy": policy} if job.elastic else {}),
         "pytorchReplicaSpecs": {
             role: {"replicas": count, "restartPolicy": restart, "template": _pod(job)}
             for role, (count, restart) in replicas.items()
@@ -184,12 +172,11 @@ def _pod(job: Job) -> dict[str, Any]:
 
 
 def _trainjob(job: Job) -> dict[str, Any]:
-    if not job.size.fixed:
-        why = "a TrainJob has no range of nodes (since Trainer 2.2)"
-        if job.size.spares:
-            why = "a TrainJob ends on all nodes when one pod has failed a few times"
+    if job.size.spares:
         raise UsageError(
-            f"--nodes {job.size}, but {why}", where="--format", hint="--format pytorchjob, or --nodes N"
+            f"--nodes {job.size}, but a TrainJob ends on all nodes when one pod has failed a few times",
+            where="--format",
+            hint=f"--format pytorchjob, or --nodes {job.size.training}",
         )
     requested, folder = _requested(job), pods.workdir(job)
     trainer = {
@@ -262,10 +249,6 @@ def _env(job: Job) -> list[dict[str, Any]]:
     for name in job.names:
         reference = {"name": pods.SECRET, "key": name}
         given.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
-    if job.elastic:
-        # The operator numbers elastic pods only in a label.
-        label = "metadata.labels['training.kubeflow.org/replica-index']"
-        given.append({"name": "PET_NODE_RANK", "valueFrom": {"fieldRef": {"fieldPath": label}}})
     return given
 
 

@@ -92,13 +92,6 @@ def _hosts(job: Job) -> tuple[str, ...]:
 
 def _check(job: Job) -> None:
     hosts = _hosts(job)
-    if job.elastic:
-        raise UsageError(
-            "mpirun starts all nodes or none, so --nodes cannot be a range",
-            where="--nodes",
-            hint=f"--nodes {job.nodes}; or on each host: dist-run --nnodes "
-            f"{job.size} --node-rank RANK --head HOST",
-        )
     if len(hosts) != job.nodes and (hosts or job.nodes > 1 or job.flags(MpiFlags).ssh):
         raise UsageError(
             f"{job.nodes} nodes, but {len(hosts)} hosts" + (f": {', '.join(hosts)}" if hosts else ""),
@@ -190,7 +183,7 @@ def _by_ssh(job: Job) -> Script:
         command = _node_command(job, rank)
         rows.append(line(("ssh", "-t", host, _remote(job, _started(job, command)))))
         remote.append((host, _remote(job, _guarded(job, command))))
-    if job.size.fixed and (program := _torch_program(job.command)):
+    if not job.size.spares and (program := _torch_program(job.command)):
         rows.append("# The same by PyTorch's own launcher:")
         for rank, host in enumerate(hosts):
             words = _started(job, _torch_launch(job, program, rank))

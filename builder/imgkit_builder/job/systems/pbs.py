@@ -156,10 +156,6 @@ class Pbs(System):
             f"ssh -t {node or 'NODE'} {shlex.quote('bash -lc ' + shlex.quote(line))}; it is {NEW_CONTAINER}",
         )
 
-    def queues(self) -> tuple[tuple[str, ...], ...]:
-        """Words that show the queues; the first program that exists is used."""
-        return (("qstat", "-Q"),)
-
 
 SYSTEM = Pbs()
 

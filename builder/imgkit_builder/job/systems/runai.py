@@ -83,14 +83,6 @@ class RunAI(pods.Pods):
         """Words that end the job and delete its pods."""
         return _cancel(record.kind, record.name, _project(record.queue))
 
-    def queues(self) -> tuple[tuple[str, ...], ...]:
-        """Words that show the projects and their free GPUs."""
-        try:
-            first = runai_client.on_path() == V1
-        except UsageError:
-            first = False
-        return ((runai_client.PROGRAM, *(("list", "projects") if first else ("project", "list"))),)
-
 
 SYSTEM = RunAI()
 
@@ -163,12 +155,6 @@ def _refuse_missing(job: Job, client: str) -> None:
             where="--pvc",
             hint=f"--pvc {read_only[0].name}:{read_only[0].path}; {other}",
         )
-    if job.elastic and client != "2.18":
-        raise UsageError(
-            f"--nodes {job.size}, but the runai client {client} has no --min-replicas",
-            where="--nodes",
-            hint=f"--nodes N; {other}",
-        )
     if job.names and client == "2.18":
         raise UsageError(
             f"{job.names[0]}: the runai client {client} has no option for a key of a Secret",
@@ -180,8 +166,6 @@ def _refuse_missing(job: Job, client: str) -> None:
 def _workers(job: Job) -> Iterator[str]:
     if job.nodes > 1:
         yield from ("--workers", str(job.nodes - 1))
-    if job.elastic:
-        yield from ("--min-replicas", str(job.size.least), "--max-replicas", str(job.nodes))
 
 
 def _directory(job: Job) -> tuple[str, ...]:

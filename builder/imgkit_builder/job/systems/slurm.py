@@ -175,10 +175,6 @@ class Slurm(System):
             words = ("bash", "-c", find, "srun", *step)  # dash would drop the function of modules
         return JobShell(words=words, about=NEW_CONTAINER)
 
-    def queues(self) -> tuple[tuple[str, ...], ...]:
-        """Words that show the queues; the first program that exists is used."""
-        return (("bsc_queues",), ("sinfo",))
-
 
 SYSTEM = Slurm()
 
@@ -200,9 +196,8 @@ def _place(job: AnyJob, numbered: str = "%j") -> tuple[str, ...]:
 
 def _resource_options(job: Job) -> tuple[str, ...]:
     """The resources to request; directives and salloc take the same words."""
-    nodes = f"{job.size.least}-{job.nodes}" if job.elastic else str(job.nodes)
     return (
-        f"--nodes={nodes}",
+        f"--nodes={job.nodes}",
         *(("--no-kill",) if job.outlives_nodes else ()),
         "--ntasks-per-node=1",
         *((f"--gres=gpu:{job.gpus}",) if job.gpus else ()),
@@ -250,7 +245,7 @@ def _start(job: Job, words: Sequence[str]) -> tuple[str, ...]:
     cpus = (Shell('--cpus-per-task="$SLURM_CPUS_PER_TASK"'),) if job.cpus else ()
     return slurm.start_argv(
         words,
-        nnodes=None if job.elastic else job.nodes,
+        nnodes=job.nodes,
         outlives_nodes=job.outlives_nodes,
         options=(*cpus, *network, *job.recipe.system.queue.srun),
     )

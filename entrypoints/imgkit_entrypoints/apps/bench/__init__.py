@@ -1,10 +1,7 @@
-"""dist-bench: measure, verify and judge collectives. The command line, saved files and reports need no torch.
+"""dist-bench: time and verify collectives, with the sizes and bus bandwidths of nccl-tests.
 
-A run, from the top down: ``sweep`` (all collectives and sizes in order) with ``setup`` and ``outcome``;
-``measurement`` (one collective at one size, timed twice), ``collectives`` (the record of each collective) and
-``verify`` (its expected values); ``record`` (the saved file) and ``verdict`` (the figures in sentences).
-
-Other modes: ``soak`` (``--duration``), ``compute`` (``--compute``, ``--overlap``), ``matrix`` (``--matrix``),
-``compare`` (``--compare``, which starts several runs), ``baseline`` (``--baseline``) and ``report`` (saved
-runs as a page; it uses ``record`` only).
+A run, from the top down: ``sweep`` (all collectives and sizes in order) on what ``setup`` prepares;
+``measurement`` (one collective at one size), ``collectives`` (the record of each collective) and ``verify``
+(its expected values); ``table``, ``record`` and ``chart`` (what is printed and saved), ``verdict`` (the
+comparison with the expected busbw). ``compute`` and ``exchange`` are measurements of the preflight.
 """

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from imgkit_entrypoints.apps.bench.sighup import HangupThread
 
-
-def main(hangup: HangupThread | None = None) -> None:
+def main() -> None:
     """Run as one worker."""
     from imgkit_entrypoints.apps.bench import sweep
 
-    sys.exit(sweep.main(hangup or HangupThread()))
+    sys.exit(sweep.main())
 
 
 if __name__ == "__main__":
-    first = HangupThread()  # before torch, whose import starts threads
     from imgkit_entrypoints.apps.ranks import run_worker
 
-    run_worker(lambda: main(first))
+    run_worker(main)

@@ -1,8 +1,4 @@
-"""``--compute`` and ``--overlap``: a device that multiplies matrices, alone and during a collective.
-
-``--compute`` measures each rank's device without any other rank's help. ``--overlap`` runs a collective while
-the device computes: how much of the shorter one is hidden?
-"""
+"""The speed of one rank's device: matrix products and memory copies. The preflight compares nodes by it."""
 
 from __future__ import annotations
 
@@ -11,16 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from imgkit_entrypoints.apps.bench.collectives import Collective
-from imgkit_entrypoints.apps.bench.sizes import LEAST_BATCHES
+import torch
+
+from imgkit_entrypoints.apps.bench import measurement
+from imgkit_entrypoints.apps.bench.sizes import MIN_BATCHES
 
 if TYPE_CHECKING:
-    import torch
-
-    from imgkit_entrypoints.apps.bench.measurement import Measurer
     from imgkit_entrypoints.run.ranks import Ranks
 
-ALONE_WIDTH = {"cpu": 1024, "cuda": 8192}
+WIDTH = {"cpu": 1024, "cuda": 8192}
 """Rows of the square matrices: large enough that a product keeps the whole device busy."""
 COPIED_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 """More than the caches of most devices hold."""
@@ -36,99 +31,25 @@ class DeviceSpeed:
     """1e9 bytes a second that a copy reads and writes, both counted."""
 
 
-def matrix_product(device: torch.device, width: int) -> Callable[[], object]:
-    """A product of two square matrices of `width` rows on `device`; each call computes it anew."""
-    import torch
-
-    kind = torch.bfloat16 if device.type == "cuda" else torch.float32
-    one, other = (torch.rand(width, width, device=device).to(kind) for _ in range(2))
-    made = torch.empty(width, width, device=device, dtype=kind)
-    return lambda: torch.mm(one, other, out=made)
-
-
-def measure_device(here: Ranks, seconds: float) -> DeviceSpeed:
+def measure_device(ranks: Ranks, seconds: float) -> DeviceSpeed:
     """Time products and copies on this rank's device for about `seconds` each; a collective call."""
-    import torch
-
-    width, size = ALONE_WIDTH[here.device.type], COPIED_BYTES[here.device.type]
-    product_s = _once_s(matrix_product(here.device, width), here, seconds)
-    given = torch.zeros(size, dtype=torch.uint8, device=here.device)
-    taken = torch.ones_like(given)
-    copy_s = _once_s(lambda: taken.copy_(given), here, seconds)
-    return DeviceSpeed(matmul_TFLOPs=2 * width**3 / product_s / 1e12, memory_GBps=2 * size / copy_s / 1e9)
-
-
-def _once_s(work: Callable[[], object], here: Ranks, seconds: float) -> float:
-    """Median time of one call of `work`, over batches that fill `seconds`."""
-    from imgkit_entrypoints.apps.bench import measurement
-
-    def launch(async_op: bool = False) -> None:
-        work()
-
-    launch()  # the first call allocates and chooses an algorithm
-    guess_s = measurement.time_batch(launch, 1, here)
-    each = max(1, int(seconds / LEAST_BATCHES / max(guess_s, 1e-7)))
-    return statistics.median(measurement.time_batch(launch, each, here) for _ in range(LEAST_BATCHES)) / each
-
-
-SHORT_WIDTH = {"cpu": 256, "cuda": 4096}
-"""Rows of the square matrices that are multiplied: one product is short beside a large collective."""
-MOST_PRODUCTS = 10_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OverlapTimes:
-    """One collective with and without computing; medians of the slowest rank's times, in seconds."""
-
-    op: str
-    size_bytes: int
-    communication_s: float
-    computation_s: float
-    both_s: float
-
-    @property
-    def hidden(self) -> float:
-        """Share of the shorter one that the longer one hides, from 0 to 1."""
-        saved = self.communication_s + self.computation_s - self.both_s
-        return min(1.0, max(0.0, saved / min(self.communication_s, self.computation_s)))
-
-
-def measure_overlap(measurer: Measurer, op: Collective, size_bytes: int) -> OverlapTimes:
-    """Time `op` alone, as much computing alone, and both at once; a collective call.
-
-    Raises
-    ------
-    OutOfMemory : on all ranks.
-    """
-    from imgkit_entrypoints.apps.bench import measurement
-
-    here, launch = measurer.here, measurer.slots(op, size_bytes)[0].launch
-    alone = [measurement.time_once(launch, here).took for _ in range(LEAST_BATCHES)]
-    product = matrix_product(here.device, SHORT_WIDTH[here.device.type])
-    product()
-    one_s = statistics.median(
-        measurement.time_batch(lambda async_op=False: product(), 1, here) for _ in range(LEAST_BATCHES)
+    width, size_bytes = WIDTH[ranks.device.type], COPIED_BYTES[ranks.device.type]
+    dtype = torch.bfloat16 if ranks.device.type == "cuda" else torch.float32
+    left, right = (torch.rand(width, width, device=ranks.device).to(dtype) for _ in range(2))
+    product = torch.empty(width, width, device=ranks.device, dtype=dtype)
+    product_s = _median_s(lambda: torch.mm(left, right, out=product), ranks, seconds)
+    source = torch.zeros(size_bytes, dtype=torch.uint8, device=ranks.device)
+    target = torch.ones_like(source)
+    copy_s = _median_s(lambda: target.copy_(source), ranks, seconds)
+    return DeviceSpeed(
+        matmul_TFLOPs=2 * width**3 / product_s / 1e12, memory_GBps=2 * size_bytes / copy_s / 1e9
     )
-    fitting = statistics.median(alone) / max(one_s, 1e-9)
-    count = int(measurement.agreed(lambda: (min(MOST_PRODUCTS, max(1, round(fitting))),), 1, here)[0])
 
-    def products(async_op: bool = False) -> None:
-        for _ in range(count):
-            product()
 
-    rows = []
-    for _ in range(LEAST_BATCHES):  # in turn, so that a slow phase of the machine meets all three
-        rows += [
-            measurement.time_once(launch, here).took,
-            measurement.time_batch(products, 1, here),
-            measurement.time_once(launch, here, meanwhile=products).took,
-        ]
-    slowest = [max(column) for column in zip(*measurer.together(rows), strict=True)]
-    communication_s, computation_s, both_s = (statistics.median(slowest[place::3]) for place in range(3))
-    return OverlapTimes(
-        op=op.name,
-        size_bytes=size_bytes,
-        communication_s=communication_s,
-        computation_s=computation_s,
-        both_s=both_s,
-    )
+def _median_s(work: Callable[[], object], ranks: Ranks, seconds: float) -> float:
+    """Return the median time of one call of `work`, over batches that fill `seconds`."""
+    work()  # the first call allocates and chooses an algorithm
+    guess_s = measurement.time_batch(work, 1, ranks)
+    calls = max(1, int(seconds / MIN_BATCHES / max(guess_s, 1e-7)))
+    batches = [measurement.time_batch(work, calls, ranks) for _ in range(MIN_BATCHES)]
+    return statistics.median(batches) / calls

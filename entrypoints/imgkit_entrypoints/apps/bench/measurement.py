@@ -1,8 +1,7 @@
-"""Measure one collective at one size on all ranks: warm up, agree on the counts, time twice, verify.
+"""Measure one collective at one size on all ranks: warm up, agree on the counts, time batches, verify.
 
-The two timings are never mixed: a batch of launches with one wait, and every iteration by itself. GPU times
-come from CUDA events, CPU times from the monotonic clock. Both hold for one rank alone; `Measurer` takes the
-slowest rank's.
+A batch is many launches with one wait. GPU times come from CUDA events, CPU times from the monotonic clock.
+`time_batch` measures this rank; `Measurer` takes the slowest rank's time of every batch.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,13 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from imgkit_entrypoints.apps.bench import node_state
-from imgkit_entrypoints.apps.bench.collectives import Collective, Lane, Slot, prepared, rotating
-from imgkit_entrypoints.apps.bench.machine import RankGroup
+from imgkit_entrypoints.apps.bench import collectives
+from imgkit_entrypoints.apps.bench.collectives import Buffers, Collective, Shape
 from imgkit_entrypoints.apps.bench.options import BenchOptions
-from imgkit_entrypoints.apps.bench.sizes import Counts, planned
+from imgkit_entrypoints.apps.bench.sizes import Counts, plan_counts
 from imgkit_entrypoints.apps.bench.verify import Dtype, ExpectedValues, Noise, WrongElement
-from imgkit_entrypoints.facts import Reader, root_of
 from imgkit_entrypoints.launch import stop_protocol
 
 if TYPE_CHECKING:
@@ -33,31 +30,29 @@ if TYPE_CHECKING:
 
 ROTATED_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 """Memory through which batches rotate: more than most caches hold."""
-_WATCHED_S = 0.1
-"""Iterations longer than this check for a stop request each time."""
-PROBE_ITERATIONS = 100
-PROBE_BYTES = 8
-"""So small that no link, however slow, makes a difference; only the processes do."""
+_SLOW_S = 0.1
+"""Launches longer than this check for a stop request before each batch and verified iteration."""
 
 
 class OutOfMemory(Exception):
     """A rank has no memory for the buffers."""
 
 
+class Stopped(Exception):
+    """The node agent asks the run to save and end."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """The measurement of one size, over all ranks; times in seconds."""
+    """The measurement of one size, over all ranks."""
 
     counts: Counts
     batches: tuple[float, ...]
-    """The slowest rank's time of every batch."""
-    times: tuple[float, ...]
-    """The slowest rank's time of every single iteration."""
+    """The slowest rank's seconds of every batch."""
     wrong: int | None
-    first: tuple[WrongElement, ...]
+    """Elements that differ from the expected ones, on all ranks; None: values were not verified."""
+    first_wrong: tuple[WrongElement, ...]
     """The first wrong element of every rank that has one."""
-    nodes: tuple[Mapping[str, node_state.Count], ...]
-    """Growth of each node's port counters during the batches."""
 
     @property
     def size_bytes(self) -> int:
@@ -70,286 +65,192 @@ class Measurer:
     """Measures one size after the other; the fields stay the same for all sizes."""
 
     options: BenchOptions
-    here: Ranks
-    groups: tuple[RankGroup, ...]
-    """The communicators that run each operation at once; all have the same ranks."""
+    ranks: Ranks
     dtype: Dtype
     expected: ExpectedValues | None
     """None: values are not verified."""
-    counting: bool
-    """True if this rank reads its node's counters."""
-    nodes: int
     noise: Noise
     rotated_bytes: int
     """Memory through which batches rotate."""
 
-    @property
-    def group(self) -> RankGroup:
-        """The ranks that run a collective together with this one."""
-        return self.groups[0]
+    def size_bytes(self, collective: Collective, requested_bytes: int) -> int:
+        """Round to whole elements, or to whole chunks for every rank."""
+        item_bytes = self.dtype.item_bytes
+        return collective.elements(requested_bytes, item_bytes, self.ranks.world_size) * item_bytes
 
-    def size_bytes(self, op: Collective, asked: int) -> int:
-        """Round `asked` to whole elements, or to whole chunks for every rank."""
-        item = self.dtype.item_bytes
-        return op.elements(asked, item, self.group.size) * item
+    def needed_bytes(self, collective: Collective, size_bytes: int) -> int:
+        """Return the memory for one launch, on the rank that needs most."""
+        return collective.buffer_bytes(size_bytes, self.ranks.world_size)
 
-    def slots(self, op: Collective, size_bytes: int, number: int = 1) -> tuple[Slot, ...]:
-        """Allocate memory for `number` launches of `size_bytes`, on all ranks or on none.
+    def allocate(self, collective: Collective, size_bytes: int, copies: int = 1) -> tuple[Buffers, ...]:
+        """Allocate memory for `copies` launches, on all ranks or on none.
 
         Raises
         ------
         OutOfMemory : on all ranks, if one of them has too little memory.
         """
-        made: tuple[Slot, ...] = ()
-        failed = torch.zeros(1, device=self.here.device)
+        buffers: tuple[Buffers, ...] = ()
+        failed = torch.zeros(1, device=self.ranks.device)
+        count, dtype = size_bytes // self.dtype.item_bytes, getattr(torch, self.dtype.torch)
         try:
-            kind, count = getattr(torch, self.dtype.torch), size_bytes // self.dtype.item_bytes
-            made = prepared(op, count, kind, self.groups, self.here.device, number)
-        except (
-            RuntimeError,
-            MemoryError,
-        ):  # CUDA's OutOfMemoryError and the CPU allocator's error are RuntimeErrors
+            buffers = collectives.allocate(collective, count, dtype, self.ranks, copies)
+        except (RuntimeError, MemoryError):  # the errors of CUDA and of the CPU allocator are RuntimeErrors
             failed += 1
         dist.all_reduce(failed)
-        if not made or failed.item():
+        if not buffers or failed.item():
             raise OutOfMemory
-        return made
+        return buffers
 
-    def once(self, op: Collective, size_bytes: int) -> None:
-        """Run `op` once, untimed; a collective call."""
-        self.slots(op, size_bytes)[0].launch()
-        self.here.synchronize()
+    def run_once(self, collective: Collective, size_bytes: int) -> None:
+        """Run `collective` once, untimed; a collective call."""
+        (buffers,) = self.allocate(collective, size_bytes)
+        collectives.bind(collective, buffers, self.ranks)()
+        self.ranks.synchronize()
 
-    def needed_bytes(self, op: Collective, size_bytes: int) -> int:
-        """Memory for one launch, on the rank that needs most."""
-        return len(self.groups) * op.buffer_bytes(size_bytes, self.group.size)
-
-    def measure(self, op: Collective, asked: int, before: Counts | None = None) -> Measurement:
-        """Take both timings of `op` at `asked` bytes; a collective call. `before` is of the last size.
+    def measure(
+        self, collective: Collective, requested_bytes: int, previous: Counts | None = None
+    ) -> Measurement:
+        """Time and verify `collective` at one size; a collective call.
 
         Raises
         ------
         Stopped : on all ranks; the size is not measured. OutOfMemory : on all ranks.
         """
-        size_bytes = self.size_bytes(op, asked)
-        slots = self.slots(op, size_bytes)
-        run = slots[0].launch
-        if self.options.warmup_iters:
-            run()
-        guesses = [time_batch(run, 1, self.here) for _ in range(max(1, self.options.warmup_iters - 1))]
-        counts, watched = self._counts(size_bytes, statistics.median(guesses), before)
-        rotated = min(counts.launches, self.rotated_bytes // self.needed_bytes(op, size_bytes))
-        if rotated > 1:
-            del run  # and with it the memory of the guesses
-            slots = self.slots(op, size_bytes, rotated)
-        expected = self.expected if op.exact(self.group.size) else None
-        one = OneSize(op, counts, slots, here=self.here, noise=self.noise, expected=expected)
-        grown: list[Mapping[str, node_state.Count]] = []
-        for batches, singles in counts.turns():
-            ports = self._ports()
-            one.time_batches(batches)
-            grown.append(node_state.since(ports, self._ports()))
-            one.time_singles(singles, watched=watched)
-        together = self.together([float(one.wrong), *one.batches, *one.singles])
-        slowest = [max(column) for column in zip(*together, strict=True)][1:]
+        size_bytes = self.size_bytes(collective, requested_bytes)
+        buffers = self.allocate(collective, size_bytes)
+        launch_s = self._warm_up(collectives.bind(collective, buffers[0], self.ranks))
+        counts, is_slow = self._agree_on_counts(size_bytes, launch_s, previous)
+        copies = min(counts.launches, self.rotated_bytes // self.needed_bytes(collective, size_bytes))
+        if copies > 1:
+            del buffers  # both at once may not fit
+            buffers = self.allocate(collective, size_bytes, copies)
+        batches = self._time_batches(collective, buffers, counts, is_slow)
+        wrong, first_wrong = 0, None
+        if self.expected:
+            wrong, first_wrong = self._verify(self.expected, collective, buffers[0], counts, is_slow)
+        rows = self.ranks_rows([float(wrong), *batches])
+        slowest = [max(column) for column in zip(*rows, strict=True)]
+        total_wrong = sum(int(row[0]) for row in rows)
         return Measurement(
             counts=counts,
-            batches=tuple(slowest[: counts.batches]),
-            times=tuple(slowest[counts.batches :]),
-            wrong=sum(int(row[0]) for row in together) if expected else None,
-            first=self._first(one.first) if any(row[0] for row in together) else (),
-            nodes=self._nodes(node_state.total(grown)),
+            batches=tuple(slowest[1:]),
+            wrong=total_wrong if self.expected else None,
+            first_wrong=self._gather_first(first_wrong) if total_wrong else (),
         )
 
-    def waits(self) -> list[list[float]]:
-        """Seconds that every rank waited in each of many tiny collectives; a collective call."""
-        buffer = torch.zeros(PROBE_BYTES // 4, device=self.here.device)
-        waits = []
-        for turn in range(-5, PROBE_ITERATIONS):
-            found = time_once(lambda async_op=False: dist.all_reduce(buffer, async_op=async_op), self.here)
-            if turn >= 0:
-                waits.append(found.waited)
-        return self.together(waits)
-
-    def _counts(self, size_bytes: int, one_s: float, before: Counts | None) -> tuple[Counts, bool]:
-        """Agree on the counts, and on whether each single iteration checks for a stop request."""
-        fitting = self.options.seconds / max(one_s, 1e-7)
-        found = agreed(lambda: (fitting, one_s > _WATCHED_S, stop_requested()), 3, self.here)
-        if found[2]:
-            raise Stopped
-        counts = planned(
-            size_bytes,
-            fitting=found[0],
-            iters=self.options.iters,
-            checked=self.expected is not None,
-            before=before,
-        )
-        return counts, bool(found[1])
-
-    def together(self, mine: list[float]) -> list[list[float]]:
-        """Every rank's numbers; a collective call."""
-        numbers = torch.tensor(mine, dtype=torch.float64, device=self.here.device)
-        rows = [torch.empty_like(numbers) for _ in range(self.here.world_size)]
+    def ranks_rows(self, row: list[float]) -> list[list[float]]:
+        """Return every rank's numbers; a collective call."""
+        numbers = torch.tensor(row, dtype=torch.float64, device=self.ranks.device)
+        rows = [torch.empty_like(numbers) for _ in range(self.ranks.world_size)]
         dist.all_gather(rows, numbers)
-        return [row.tolist() for row in rows]
+        return [numbers.tolist() for numbers in rows]
 
-    def _first(self, mine: WrongElement | None) -> tuple[WrongElement, ...]:
-        found = self.here.gather(mine, WrongElement | None)
-        return tuple(item for item in found if item is not None)
+    def _warm_up(self, launch: Launch) -> float:
+        """Run the untimed iterations; return a guess of the seconds of one launch."""
+        if self.options.warmup_iters:
+            launch()
+        rounds = max(1, self.options.warmup_iters - 1)
+        return statistics.median(time_batch(launch, 1, self.ranks) for _ in range(rounds))
 
-    def _ports(self) -> dict[str, node_state.Count]:
-        return node_state.read_ports(Reader(root=root_of(os.environ))) if self.counting else {}
+    def _agree_on_counts(
+        self, size_bytes: int, launch_s: float, previous: Counts | None
+    ) -> tuple[Counts, bool]:
+        """Return the counts, and whether launches are so slow that each checks for a stop request."""
+        fitting = self.options.seconds / max(launch_s, 1e-7)
+        fitting, is_slow, stop = broadcast((fitting, launch_s > _SLOW_S, stop_requested()), self.ranks)
+        if stop:
+            raise Stopped
+        counts = plan_counts(size_bytes, fitting=fitting, iters=self.options.iters, previous=previous)
+        return counts, bool(is_slow)
 
-    def _nodes(self, mine: Mapping[str, node_state.Count]) -> tuple[Mapping[str, node_state.Count], ...]:
-        if self.nodes == 1:
-            return ()
-        counts = Mapping[str, node_state.Count] | None
-        found = self.here.gather(mine if self.counting else None, counts)
-        return tuple(item for item in found if item is not None)
+    def _time_batches(
+        self, collective: Collective, buffers: Sequence[Buffers], counts: Counts, is_slow: bool
+    ) -> list[float]:
+        """Return the seconds of each batch, whose launches rotate through buffers of random data."""
+        times = []
+        for batch in range(counts.batches):
+            self._check_stop(is_slow)
+            if batch == 0 or (collective.sums and not collective.separate):  # sums in place grow to infinity
+                for copy, pair in enumerate(buffers):
+                    self.noise.fill(pair.input, self.ranks.rank, copy)
+            launch = collectives.rotate([collectives.bind(collective, pair, self.ranks) for pair in buffers])
+            times.append(time_batch(launch, counts.launches, self.ranks))
+        return times
 
-
-class Stopped(Exception):
-    """The node agent asks the run to save and end."""
-
-
-class OneSize:
-    """Times of one size on this rank, in seconds."""
-
-    def __init__(
+    def _verify(
         self,
-        op: Collective,
+        expected: ExpectedValues,
+        collective: Collective,
+        buffers: Buffers,
         counts: Counts,
-        slots: Sequence[Slot],
-        *,
-        here: Ranks,
-        noise: Noise,
-        expected: ExpectedValues | None,
-    ) -> None:
-        self._op, self._counts, self._slots = op, counts, slots
-        self._here, self._noise, self._expected = here, noise, expected
-        self.batches: list[float] = []
-        """Time of each batch."""
-        self.singles: list[float] = []
-        self.wrong = 0
-        """Elements that differ from the expected ones."""
-        self.first: WrongElement | None = None
+        is_slow: bool,
+    ) -> tuple[int, WrongElement | None]:
+        """Return the wrong elements of this rank over all verified iterations, and the first of them."""
+        launch, rank = collectives.bind(collective, buffers, self.ranks), self.ranks.rank
+        count = counts.size_bytes // self.dtype.item_bytes
+        result = collective.result(Shape(count=count, ranks=self.ranks.world_size, rank=rank))
+        total, first_wrong = 0, None
+        for iteration in range(counts.verified):
+            self._check_stop(is_slow)
+            expected.fill(buffers.input, rank, iteration)
+            launch()
+            self.ranks.synchronize()
+            wrong, first = expected.count_wrong(buffers.output, result, iteration)
+            total += wrong
+            if first and first_wrong is None:
+                first_wrong = WrongElement(
+                    collective=collective.name,
+                    size_bytes=counts.size_bytes,
+                    iteration=iteration,
+                    rank=rank,
+                    index=first[0],
+                    expected=f"{first[1]:g}",
+                    actual=f"{first[2]:g}",
+                )
+        return total, first_wrong
 
-    def time_batches(self, count: int) -> None:
-        """Time `count` batches, whose launches rotate through buffers of random data."""
-        for turn in range(count):
-            if turn == 0 or (self._op.sums and not self._op.separate):  # sums in place grow, up to infinity
-                for number, slot in enumerate(self._slots):
-                    for lane in slot.lanes:
-                        self._noise.fill(lane.buffers.input, lane.group.rank, number)
-            run = rotating([slot.launch for slot in self._slots])
-            self.batches.append(time_batch(run, self._counts.launches, self._here))
+    def _check_stop(self, is_slow: bool) -> None:
+        """Raise Stopped on all ranks if launches are slow and the node agent of rank 0 asks to stop."""
+        if is_slow and broadcast((stop_requested(),), self.ranks)[0]:
+            raise Stopped
 
-    def time_singles(self, count: int, *, watched: bool) -> None:
-        """Time `count` iterations by themselves; each asks for a stop request if `watched`.
-
-        Raises
-        ------
-        Stopped : on all ranks.
-        """
-        for _ in range(count):
-            if watched and agreed(lambda: (stop_requested(),), 1, self._here)[0]:
-                raise Stopped
-            turn, slot = len(self.singles), self._slots[0]
-            numbered = [(turn * len(slot.lanes) + place, lane) for place, lane in enumerate(slot.lanes)]
-            if self._expected:
-                for number, lane in numbered:
-                    self._expected.fill(lane.buffers.input, lane.group.rank, number)
-            self.singles.append(time_once(slot.launch, self._here).took)
-            if self._expected:
-                for number, lane in numbered:
-                    self._verify(self._expected, lane, turn, number)
-
-    def _verify(self, expected: ExpectedValues, lane: Lane, turn: int, number: int) -> None:
-        result = self._op.result(self._op.shape(lane.count, lane.group.size, lane.group.rank))
-        count, what = expected.wrong(lane.buffers.output, result, number)
-        self.wrong += count
-        if what and self.first is None:
-            index, must, is_ = what
-            self.first = WrongElement(
-                op=self._op.name,
-                size_bytes=self._counts.size_bytes,
-                iteration=turn,
-                rank=self._here.rank,
-                index=index,
-                expected=f"{must:g}",
-                got=f"{is_:g}",
-            )
+    def _gather_first(self, first_wrong: WrongElement | None) -> tuple[WrongElement, ...]:
+        elements = self.ranks.gather(first_wrong, WrongElement | None)
+        return tuple(element for element in elements if element is not None)
 
 
 def stop_requested() -> float:
-    """1.0 if the node agent has asked this node's workers to stop, else 0.0."""
+    """Return 1.0 if the node agent has asked this node's workers to stop, else 0.0."""
     folder = os.environ.get("IMGKIT_STOP_DIR")
     return float(bool(folder) and (Path(folder or "") / stop_protocol.STOP).exists())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Once:
-    """The times of one iteration on this rank, in seconds."""
-
-    took: float
-    waited: float
-    """Time from the launch to the end: the rank that comes last waits least."""
-
-
-def meet(here: Ranks) -> None:
+def meet(ranks: Ranks) -> None:
     """Let all ranks meet, with no work left on the device."""
-    here.synchronize()
+    ranks.synchronize()
     dist.barrier()
-    here.synchronize()
+    ranks.synchronize()
 
 
-def time_batch(launch: Launch, count: int, here: Ranks) -> float:
-    """Time `count` launches and one wait for all of them, in seconds."""
-    meet(here)
-    if here.device.type == "cuda":
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
+def time_batch(launch: Launch, count: int, ranks: Ranks) -> float:
+    """Return the seconds of `count` launches and one wait for all of them, after all ranks have met."""
+    meet(ranks)
+    if ranks.device.type == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         for _ in range(count):
             launch()
-        ended.record()
-        here.synchronize()
-        return float(began.elapsed_time(ended)) / 1e3
-    start = time.perf_counter()
+        end.record()
+        ranks.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+    start_s = time.perf_counter()
     for _ in range(count):
         launch()
-    return time.perf_counter() - start
+    return time.perf_counter() - start_s
 
 
-def time_once(launch: Launch, here: Ranks, meanwhile: Callable[[], object] | None = None) -> Once:
-    """Time one launch and the wait for it, after all ranks have met; `meanwhile` runs between both."""
-    meet(here)
-    if here.device.type == "cuda":
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        work = launch(async_op=True)
-        if meanwhile:
-            meanwhile()
-        work.wait()
-        ended.record()
-        launched = time.perf_counter()
-        here.synchronize()
-        done = time.perf_counter()
-        return Once(took=float(began.elapsed_time(ended)) / 1e3, waited=done - launched)
-    start = time.perf_counter()
-    work = launch(async_op=True)
-    launched = time.perf_counter()
-    if meanwhile:
-        meanwhile()
-    work.wait()
-    done = time.perf_counter()
-    return Once(took=done - start, waited=done - launched)
-
-
-def agreed(values: Callable[[], tuple[float, ...]], size: int, here: Ranks) -> tuple[float, ...]:
-    """Broadcast the `size` numbers that rank 0 computes. Ranks that decided alone could wait for ever."""
-    numbers = torch.zeros(size, dtype=torch.float64)
-    if here.rank == 0:
-        numbers = torch.tensor(values(), dtype=torch.float64)
-    numbers = numbers.to(here.device)
+def broadcast(values: Sequence[float], ranks: Ranks) -> tuple[float, ...]:
+    """Return rank 0's `values` on all ranks. Ranks that decided alone could wait for ever."""
+    numbers = torch.tensor(values, dtype=torch.float64, device=ranks.device)
     dist.broadcast(numbers, 0)
     return tuple(numbers.tolist())

@@ -1,13 +1,11 @@
 """The sizes of a sweep, and how often each is run.
 
-Users write sizes as ``4G`` (GiB as in nccl-tests) or ``4GB`` (4e9 bytes), and tables print both. The counts
-of a size are its batches, the launches in each, and its single iterations.
+Users write sizes as ``4G`` (GiB as in nccl-tests) or ``4GB`` (4e9 bytes), and messages name both.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,11 +21,11 @@ def size(text: str) -> int:
     ------
     argparse.ArgumentTypeError : the text is not a size above zero.
     """
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(|IB|B)", text.strip().upper())
-    if found:
-        unit = (_DECIMAL if found[3] == "B" else _BINARY)[found[2]]
-        value = float(found[1]) * unit
-        if value >= 1 and value == int(value) and (found[2] or found[3] != "IB"):
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGT]?)(|IB|B)", text.strip().upper())
+    if match:
+        unit = (_DECIMAL if match[3] == "B" else _BINARY)[match[2]]
+        value = float(match[1]) * unit
+        if value >= 1 and value == int(value) and (match[2] or match[3] != "IB"):
             return int(value)
     raise argparse.ArgumentTypeError(f"{text!r} is not a size: 64M is 64 x 1024 x 1024 bytes, 64MB is 64e6")
 
@@ -37,39 +35,36 @@ def binary(size_bytes: int) -> str:
     return _written(size_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
-def decimal(size_bytes: int) -> str:
-    """Write with powers of 1000 and three digits: ``4GB``, ``4.29GB``."""
-    return _written(size_bytes, 1000, ("B", "kB", "MB", "GB", "TB"))
-
-
 def both(size_bytes: int) -> str:
     """Write both ways: ``4GiB (4.29GB)``, or once where they are equal."""
-    one, other = binary(size_bytes), decimal(size_bytes)
-    return one if one == other else f"{one} ({other})"
+    with_1024 = binary(size_bytes)
+    with_1000 = _written(size_bytes, 1000, ("B", "kB", "MB", "GB", "TB"))
+    return with_1024 if with_1024 == with_1000 else f"{with_1024} ({with_1000})"
 
 
 def _written(size_bytes: int, step: int, units: tuple[str, ...]) -> str:
-    value, place = float(size_bytes), 0
-    while value >= step and place < len(units) - 1:
-        value, place = value / step, place + 1
-    return f"{value:.4g}{units[place]}" if value >= 1000 else f"{value:.3g}{units[place]}"
+    value, power = float(size_bytes), 0
+    while value >= step and power < len(units) - 1:
+        value, power = value / step, power + 1
+    return f"{value:.4g}{units[power]}" if value >= 1000 else f"{value:.3g}{units[power]}"
 
 
-def swept(least: int, most: int, factor: int) -> Iterator[int]:
-    """Yield `least`, `least` x `factor`, ... up to `most`."""
-    now = least
-    while now <= most:
-        yield now
-        now *= factor
+def sweep(min_bytes: int, max_bytes: int, factor: int) -> Iterator[int]:
+    """Yield `min_bytes`, `min_bytes` x `factor`, ... up to `max_bytes`."""
+    size_bytes = min_bytes
+    while size_bytes <= max_bytes:
+        yield size_bytes
+        size_bytes *= factor
 
 
-LEAST_BATCHES, MOST_BATCHES = 5, 50
+MIN_BATCHES, MAX_BATCHES = 5, 50
 """Batches of one size: their median and their spread are the result."""
-LAUNCHES = 10
+BATCH_LAUNCHES = 10
 """Launches in a batch from which on a size gets more batches instead of longer ones."""
-MOST_LAUNCHES = 1000
+MAX_LAUNCHES = 1000
 """Launches of all batches together."""
-LEAST_SINGLE, MOST_SINGLE = 20, 200
+MIN_VERIFIED, MAX_VERIFIED = 20, 200
+"""Verified iterations: errors that come and go need several to show."""
 STEP = 2.0
 """Largest factor between the launches of neighbouring sizes, or the factor of the sizes if that is larger."""
 
@@ -82,47 +77,31 @@ class Counts:
     batches: int
     launches: int
     """Launches in each batch."""
-    singles: int
 
     @property
     def total(self) -> int:
         """Launches of all batches together."""
         return self.batches * self.launches
 
-    def turns(self) -> tuple[tuple[int, int], ...]:
-        """Batches and single iterations in each of `LEAST_BATCHES` turns.
-
-        They take turns so that a slow phase of the machine does not meet all batches of a size.
-        """
-        ends = [
-            (self.batches * turn // LEAST_BATCHES, self.singles * turn // LEAST_BATCHES)
-            for turn in range(LEAST_BATCHES + 1)
-        ]
-        return tuple((b - a, d - c) for (a, c), (b, d) in itertools.pairwise(ends))
+    @property
+    def verified(self) -> int:
+        """Iterations whose values are verified."""
+        return min(MAX_VERIFIED, max(MIN_VERIFIED, self.total))
 
 
-def planned(
-    size_bytes: int,
-    *,
-    fitting: float,
-    iters: int | None,
-    checked: bool,
-    before: Counts | None,
-) -> Counts:
+def plan_counts(size_bytes: int, *, fitting: float, iters: int | None, previous: Counts | None) -> Counts:
     """Plan one size.
 
-    `fitting` iterations fit into the time budget, by a first guess that may be far off; `iters`, if given, is
-    the number that the user wants. The counts `before` are those of the size before this one.
+    Parameters
+    ----------
+    fitting : iterations that fit into the time budget, by a first guess that may be far off.
+    iters : iterations that the user wants, or None.
+    previous : counts of the previous size. From one size to the next they change little, so that one wrong
+        guess neither starves a size nor takes minutes.
     """
-    total = float(iters or min(MOST_LAUNCHES, max(LEAST_BATCHES, fitting)))
-    if before and not iters:
-        step = max(STEP, size_bytes / before.size_bytes)
-        total = min(max(total, before.total / step, LEAST_BATCHES), before.total * STEP, MOST_LAUNCHES)
-    batches = int(min(MOST_BATCHES, max(LEAST_BATCHES, total // LAUNCHES)))
-    least = LEAST_SINGLE if checked else 1  # intermittent errors need iterations to show
-    return Counts(
-        size_bytes=size_bytes,
-        batches=batches,
-        launches=-(-int(total) // batches),
-        singles=max(least, iters or min(MOST_SINGLE, int(total))),
-    )
+    total = float(iters or min(MAX_LAUNCHES, max(MIN_BATCHES, fitting)))
+    if previous and not iters:
+        step = max(STEP, size_bytes / previous.size_bytes)
+        total = min(max(total, previous.total / step, MIN_BATCHES), previous.total * STEP, MAX_LAUNCHES)
+    batches = int(min(MAX_BATCHES, max(MIN_BATCHES, total // BATCH_LAUNCHES)))
+    return Counts(size_bytes=size_bytes, batches=batches, launches=-(-int(total) // batches))

@@ -1,4 +1,4 @@
-"""Input whose result is known exactly, and its comparison bit by bit, on the device, in chunks.
+"""Input whose result is known exactly, and its comparison bit by bit, on the device, in blocks.
 
 Element j of rank r in iteration k is ``table[(j + 7919 r + 104729 k) mod 131071]``: a table of hashed whole
 numbers, small enough that the sum over all ranks is exact in the type. The number depends on element, rank
@@ -29,52 +29,52 @@ _LARGEST = 1 << 12
 class WrongElement:
     """One element that differs from its expected value."""
 
-    op: str
+    collective: str
     size_bytes: int
     iteration: int
     rank: int
     index: int
     expected: str
-    """Like `got`, a text: ranks send both as JSON, which has no infinity."""
-    got: str
+    """Like `actual`, a text: ranks send both as JSON, which has no infinity."""
+    actual: str
 
     def __str__(self) -> str:
         return (
-            f"WRONG: {self.op} of {self.size_bytes} bytes, iteration {self.iteration}, rank {self.rank}, "
-            f"element {self.index}: {self.got}, expected {self.expected}"
+            f"WRONG: {self.collective} of {self.size_bytes} bytes, iteration {self.iteration}, "
+            f"rank {self.rank}, element {self.index}: {self.actual}, expected {self.expected}"
         )
 
 
 def phase(rank: int, iteration: int) -> int:
-    """Position in the table at which the input of `rank` begins."""
+    """Return the position in the table at which the input of `rank` begins."""
     return (rank * _RANK_STEP + iteration * _ITERATION_STEP) % PERIOD
 
 
-def blocks(count: int, first: int, most: int) -> Iterator[tuple[int, int, int]]:
+def blocks(count: int, first: int, length: int) -> Iterator[tuple[int, int, int]]:
     """Yield (start, position in the table, length) of each block of `count` elements from `first` on."""
-    for start in range(0, count, most):
-        yield start, (first + start) % PERIOD, min(most, count - start)
+    for start in range(0, count, length):
+        yield start, (first + start) % PERIOD, min(length, count - start)
 
 
 def numbers(dtype: Dtype, ranks: int) -> array.array[int]:
-    """One period of the table: whole numbers whose sum over `ranks` is exact in `dtype`."""
+    """Return one period of the table: whole numbers whose sum over `ranks` is exact in `dtype`."""
     modulus = min(max(2, dtype.exact // ranks + 1), _LARGEST)
     # With more ranks than the type can count, most numbers are 0; half of the range is left for chance.
-    keep = (1 << 16) if ranks <= dtype.exact else (dtype.exact << 15) // ranks
-    found = array.array("i")
-    for place in range(PERIOD):
-        mixed = (place + 1) * 0x9E3779B1 & 0xFFFFFFFF
+    nonzero = (1 << 16) if ranks <= dtype.exact else (dtype.exact << 15) // ranks
+    values = array.array("i")
+    for index in range(PERIOD):
+        mixed = (index + 1) * 0x9E3779B1 & 0xFFFFFFFF
         mixed = (mixed ^ mixed >> 15) * 0x85EBCA77 & 0xFFFFFFFF
         mixed = (mixed ^ mixed >> 13) * 0xC2B2AE3D & 0xFFFFFFFF
         mixed ^= mixed >> 16
-        found.append(mixed % modulus if mixed >> 16 < keep else 0)
-    return found
+        values.append(mixed % modulus if mixed >> 16 < nonzero else 0)
+    return values
 
 
-def pour(table: torch.Tensor, buffer: torch.Tensor, first: int, most: int) -> None:
-    """Fill `buffer` from the periodic `table`, from place `first` on, `most` elements at once."""
-    for start, place, length in blocks(buffer.numel(), first, most):
-        buffer[start : start + length].copy_(table[place : place + length])
+def fill(buffer: torch.Tensor, table: torch.Tensor, first: int, length: int) -> None:
+    """Fill `buffer` from the periodic `table`, from position `first` on, `length` elements at once."""
+    for start, position, count in blocks(buffer.numel(), first, length):
+        buffer[start : start + count].copy_(table[position : position + count])
 
 
 class Noise:
@@ -84,68 +84,65 @@ class Noise:
         import torch
 
         self._block = BLOCK[device.type]
-        one = torch.rand(PERIOD, generator=torch.Generator().manual_seed(0)) * 2 - 1
-        kind = getattr(torch, dtype.torch)
-        self._table = one.to(kind).to(device).repeat(2 + self._block // PERIOD)
+        values = torch.rand(PERIOD, generator=torch.Generator().manual_seed(0)) * 2 - 1
+        values = values.to(getattr(torch, dtype.torch))
+        self._table = values.to(device).repeat(2 + self._block // PERIOD)
 
-    def fill(self, buffer: torch.Tensor, rank: int, slot: int) -> None:
-        """Fill the buffer of `rank` in `slot`."""
-        pour(self._table, buffer, phase(rank, slot), self._block)
+    def fill(self, buffer: torch.Tensor, rank: int, copy: int) -> None:
+        """Fill the `copy`-th buffer of `rank`."""
+        fill(buffer, self._table, phase(rank, copy), self._block)
 
 
 class ExpectedValues:
-    """The tables for one type, number of ranks and way to combine their values, on one device."""
+    """The tables for one type and number of ranks, on one device."""
 
-    def __init__(self, dtype: Dtype, ranks: int, device: torch.device, redop: str = "sum") -> None:
+    def __init__(self, dtype: Dtype, ranks: int, device: torch.device) -> None:
         import torch
 
-        one = torch.frombuffer(numbers(dtype, ranks), dtype=torch.int32)
-        combine = {"min": torch.minimum, "max": torch.maximum}.get(redop, torch.add)
-        total = one
+        single = torch.frombuffer(numbers(dtype, ranks), dtype=torch.int32)
+        total = single
         for rank in range(1, ranks):
-            total = combine(total, one.roll(-(rank * _RANK_STEP) % PERIOD))
+            total = total + single.roll(-(rank * _RANK_STEP) % PERIOD)
         assert int(total.max()) <= dtype.exact, (dtype, ranks)
-        if redop == "avg":
-            total = total / ranks
-        kind = getattr(torch, dtype.torch)
         self._bits = getattr(torch, dtype.bits)
         self._block = BLOCK[device.type]
-        self._one, self._total = (
-            table.to(kind).to(device).repeat(2 + self._block // PERIOD) for table in (one, total)
-        )
+        torch_dtype, repeats = getattr(torch, dtype.torch), 2 + self._block // PERIOD
+        self._single = single.to(torch_dtype).to(device).repeat(repeats)
+        self._total = total.to(torch_dtype).to(device).repeat(repeats)
 
     def fill(self, buffer: torch.Tensor, rank: int, iteration: int) -> None:
         """Fill `buffer` with the input of `rank`."""
-        pour(self._one, buffer, phase(rank, iteration), self._block)
+        fill(buffer, self._single, phase(rank, iteration), self._block)
 
-    def wrong(
+    def count_wrong(
         self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int
     ) -> tuple[int, tuple[int, float, float] | None]:
-        """Number of elements of `buffer` that differ from `result`; index, expected and got of the first."""
+        """Return how many elements differ from `result`, and (index, expected, actual) of the first."""
         import torch
 
         count = torch.zeros((), dtype=torch.int64, device=buffer.device)
-        for _, expected, got in self._pairs(buffer, result, iteration):
-            count += torch.count_nonzero(expected.view(self._bits) != got.view(self._bits))
-        found = int(count.item())
-        if not found:
+        for _, expected, actual in self._pairs(buffer, result, iteration):
+            count += torch.count_nonzero(expected.view(self._bits) != actual.view(self._bits))
+        if not count.item():
             return 0, None
-        for start, expected, got in self._pairs(buffer, result, iteration):
-            places = torch.nonzero(expected.view(self._bits) != got.view(self._bits))
-            if len(places):
-                at = int(places[0].item())
-                return found, (start + at, float(expected[at].item()), float(got[at].item()))
+        for start, expected, actual in self._pairs(buffer, result, iteration):
+            positions = torch.nonzero(expected.view(self._bits) != actual.view(self._bits))
+            if len(positions):
+                index = int(positions[0].item())
+                first = start + index, float(expected[index].item()), float(actual[index].item())
+                return int(count.item()), first
         raise AssertionError("unreachable: counted above")
 
     def _pairs(
         self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int
     ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Yield the start, the expected and the actual values of each block."""
         for segment in result:
-            table = self._total if segment.source is None else self._one
+            table = self._total if segment.source is None else self._single
             first = phase(segment.source or 0, iteration) + segment.offset
-            for start, place, length in blocks(segment.count, first, self._block):
-                at = segment.start + start
-                yield at, table[place : place + length], buffer[at : at + length]
+            for offset, position, length in blocks(segment.count, first, self._block):
+                start = segment.start + offset
+                yield start, table[position : position + length], buffer[start : start + length]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,4 +168,4 @@ DTYPES: tuple[Dtype, ...] = (
 
 def dtype_named(name: str) -> Dtype:
     """Return the type with this name."""
-    return next(item for item in DTYPES if item.name == name)
+    return next(dtype for dtype in DTYPES if dtype.name == name)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from imgkit_entrypoints import facts
 from imgkit_entrypoints.apps import ranks
-from imgkit_entrypoints.apps.bench import compute, matrix, measurement, options, setup
-from imgkit_entrypoints.apps.bench.measurement import PROBE_BYTES
+from imgkit_entrypoints.apps.bench import compute, exchange, measurement, options, setup
+from imgkit_entrypoints.apps.bench.collectives import named
 from imgkit_entrypoints.doctor.node import clock_remark, examine
 from imgkit_entrypoints.facts import storage
 from imgkit_entrypoints.rollcall.messages import Measure, Measured
@@ -30,6 +30,8 @@ SUMS: Mapping[str, int] = {"quick": 5, "full": 20}
 """Sums over all nodes in a batch; at least 20 more are verified."""
 SMALL_TURNS = 3
 """The exchange of a few bytes takes milliseconds, so one busy moment would spoil it; the best turn counts."""
+PROBE_BYTES = 8
+"""So small that no link, however slow, makes a difference; only the processes do."""
 EXCHANGED_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 """Small enough that a link of 20 Mbit/s still gives a figure within the limit of its stage."""
 
@@ -92,7 +94,7 @@ def _pair(order: Measure) -> Measured:
         ).measurer
 
         def rate_GBps(size_bytes: int) -> float:
-            return matrix.measure(measurer, size_bytes, (0, 1))[0][1]
+            return exchange.measure_exchange_GBps(measurer, size_bytes)
 
         small = [rate_GBps(PROBE_BYTES) for _ in range(SMALL_TURNS - 1)]
         bandwidth = rate_GBps(EXCHANGED_BYTES[here.device.type])
@@ -105,7 +107,7 @@ def _all(order: Measure) -> Measured:
     """Sum up over all nodes, with verified values, and compare the clocks."""
     with _met(order) as here:
         whole = setup.set_up(_options(order, "--iters", str(SUMS[order.mode])), here)
-        op = whole.collective("all_reduce")
+        op = named("all_reduce")
         found = whole.measurer.measure(op, EXCHANGED_BYTES[here.device.type])
         measurement.meet(here)
         now_s = time.time()

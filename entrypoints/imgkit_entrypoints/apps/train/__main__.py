@@ -10,16 +10,15 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo  # DDP and the optimizers do; here the garbage collector still rests
 from torch import nn
 
-from imgkit_entrypoints import files, json_text, terminal
+from imgkit_entrypoints import json_text, terminal
 from imgkit_entrypoints.apps import ranks
 from imgkit_entrypoints.apps.train import datasets, main_loop, models, options, plugins, run_log
 from imgkit_entrypoints.apps.train.batches import BadSample, Batches
@@ -31,7 +30,7 @@ from imgkit_entrypoints.apps.train.run_log import Gauges, RunLog
 from imgkit_entrypoints.apps.train.stragglers import RankOnNode, Stragglers
 from imgkit_entrypoints.apps.train.trainer import Evaluation, StepSums, Trainer
 from imgkit_entrypoints.errors import EXIT_NO, CheckFailed, ImgkitError, UsageError
-from imgkit_entrypoints.launch import stop_protocol, user_program
+from imgkit_entrypoints.launch import user_program
 from imgkit_entrypoints.launch.start_up import StartUp
 from imgkit_entrypoints.run import Run, resumable
 from imgkit_entrypoints.run.random_state import seed_everything
@@ -110,7 +109,6 @@ def train(config: Config, own: Components, run: Run, here: Ranks, started: Start
         changes = (*changes, f"the data are not those of the checkpoint: {done.data}, and {data} now")
     done.data = data
     order = _order(config, len(samples), here, new=found is None)
-    report_counts(order.global_batch, here, os.environ)
     steps = total_steps(config, order.steps_per_epoch)
     if config.profiled() and config.profiled().start > steps:
         raise UsageError(
@@ -238,15 +236,6 @@ def _gauges(config: Config, feed: Batches, trainer: Trainer, batch: Any, here: R
         tokens_a_sample=inputs.shape[1] if tokens else None,
         names=trainer.names,
     )
-
-
-def report_counts(global_batch: int, here: Ranks, env: Mapping[str, str]) -> None:
-    """Report to the node agent which numbers of nodes can share the global batch equally."""
-    if env.get("IMGKIT_STOP_DIR") and here.local_rank == 0:
-        nproc = int(env.get("LOCAL_WORLD_SIZE", "1"))
-        nodes = range(1, here.world_size // nproc + 1)
-        counts = (str(count) for count in nodes if global_batch % (count * nproc) == 0)
-        files.put(Path(env["IMGKIT_STOP_DIR"]) / stop_protocol.COUNTS, f"{' '.join(counts)}\n")
 
 
 def say(text: str) -> None:

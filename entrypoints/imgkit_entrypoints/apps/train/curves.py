@@ -10,15 +10,7 @@ from imgkit_entrypoints.apps import drawing
 from imgkit_entrypoints.apps.drawing import COLOURS, DASHES, escaped
 
 WIDTH, HEIGHT = 860, 300
-PHONE = 350
-"""The width of a drawing that a phone shows without scaling it."""
-RIGHT, TOP, BOTTOM = 20, 40, 50
-LOOKS = len(COLOURS) * len(DASHES)
-"""Curves that a reader can tell apart."""
-_SHORT = 18
-"""Characters of a label that has room above the plot."""
-_ROW = 18
-"""Height of a label below the plot."""
+LEFT, RIGHT, TOP, BOTTOM = 90, 20, 40, 50
 MOST_POINTS = 2000
 """Points per line; more than its pixels would not be visible."""
 
@@ -63,45 +55,27 @@ class _Axis:
 
 def document(charts: Sequence[StepChart]) -> str:
     """One SVG file with the charts below each other."""
-    drawings, high = [], 0
-    for chart in charts:
-        drawings.append(figure(chart, y=high))
-        high += height(chart)
+    drawings = [_figure(chart, y=number * HEIGHT) for number, chart in enumerate(charts)]
     paper = '<rect class="paper" width="100%" height="100%"/>'
-    return drawing.document("\n".join((paper, *drawings)), WIDTH, high)
+    return drawing.document("\n".join((paper, *drawings)), WIDTH, HEIGHT * len(charts))
 
 
-def figure(chart: StepChart, width: int = WIDTH, *, y: int = 0) -> str:
-    """One chart as an element of a page or of another drawing; `width` is WIDTH or PHONE."""
-    tall = height(chart, width)
+def _figure(chart: StepChart, y: int) -> str:
     return (
-        f'<svg role="img" aria-label="{escaped(chart.title)}" y="{y}" width="{width}" height="{tall}" '
-        f'viewBox="0 0 {width} {tall}">{"".join(_draw(chart, width))}</svg>'
+        f'<svg role="img" aria-label="{escaped(chart.title)}" y="{y}" width="{WIDTH}" height="{HEIGHT}" '
+        f'viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(_draw(chart))}</svg>'
     )
 
 
-def height(chart: StepChart, width: int = WIDTH) -> int:
-    """Height of the chart with its labels."""
-    return HEIGHT + _ROW * len(_labels_below(chart, width))
-
-
-def _labels_below(chart: StepChart, width: int) -> tuple[str, ...]:
-    """The labels that stand below the plot, since they have no room above it."""
-    labels = tuple(curve.label for curve in chart.curves if curve.points and curve.label)
-    room = width == WIDTH and len(labels) <= 2 and all(len(label) <= _SHORT for label in labels)
-    return () if room else labels
-
-
-def _draw(chart: StepChart, width: int) -> Iterator[str]:
-    left = 90 if width == WIDTH else 70
-    wide, tall = width - left - RIGHT, HEIGHT - TOP - BOTTOM
+def _draw(chart: StepChart) -> Iterator[str]:
+    wide, tall = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
     curves = [curve for curve in chart.curves if curve.points]
-    yield f'<text class="head" x="{left}" y="24">{escaped(chart.title)}</text>'
+    yield f'<text class="head" x="{LEFT}" y="24">{escaped(chart.title)}</text>'
     if not curves:
-        yield f'<text class="quiet" x="{left}" y="{TOP + 30}">No data.</text>'
+        yield f'<text class="quiet" x="{LEFT}" y="{TOP + 30}">No data.</text>'
         return
     steps, values = zip(*(point for curve in curves for point in curve.points), strict=True)
-    across = _Axis(min(0, *steps), max(steps), left, wide)
+    across = _Axis(min(0, *steps), max(steps), LEFT, wide)
     up = _values_axis(min(values), max(values), from_zero=chart.from_zero, tall=tall)
     for step in ticks(across.low, across.high):
         x = across.at(step)
@@ -109,20 +83,14 @@ def _draw(chart: StepChart, width: int) -> Iterator[str]:
         yield f'<text x="{x:.1f}" y="{TOP + tall + 18}" text-anchor="middle">{step:.10g}</text>'
     for value in up.ticks():
         y = up.at(value)
-        yield f'<path class="grid" d="M{left} {y:.1f}h{wide}"/>'
-        yield f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.10g}</text>'
-    yield f'<rect class="frame" x="{left}" y="{TOP}" width="{wide}" height="{tall}"/>'
-    yield f'<text x="{left + wide / 2}" y="{TOP + tall + 38}" text-anchor="middle">step</text>'
-    below, row = bool(_labels_below(chart, width)), 0
-    for number, curve in enumerate(chart.curves):  # a curve looks alike in all charts of a drawing
-        if not curve.points:
-            continue
+        yield f'<path class="grid" d="M{LEFT} {y:.1f}h{wide}"/>'
+        yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.10g}</text>'
+    yield f'<rect class="frame" x="{LEFT}" y="{TOP}" width="{wide}" height="{tall}"/>'
+    yield f'<text x="{LEFT + wide / 2}" y="{TOP + tall + 38}" text-anchor="middle">step</text>'
+    for number, curve in enumerate(curves):
         yield from _line(curve, number, across, up)
-        if curve.label and below:
-            yield from _label(curve.label, number, left, HEIGHT + _ROW * row)
-        elif curve.label:
-            yield from _label(curve.label, number, width - RIGHT - 300 + 160 * row, 24)
-        row += 1
+        if curve.label:
+            yield from _label(curve.label, number, WIDTH - RIGHT - 300 + 160 * number, 24)
 
 
 def _values_axis(least: float, most: float, *, from_zero: bool, tall: int) -> _Axis:

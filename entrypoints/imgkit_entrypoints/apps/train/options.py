@@ -197,6 +197,8 @@ def check(words: Sequence[str], env: Mapping[str, str]) -> argparse.Namespace:
         found.run_dir = Path(env["IMGKIT_RUN_DIR"])
     if found.run_dir is not None:
         found.run_dir = files.in_job_folder(found.run_dir, env)
+        hint = "name another folder by --run-dir or IMGKIT_RUN_DIR"
+        files.refuse_unusable_folder(found.run_dir, "run folder", where=str(found.run_dir), hint=hint)
     refuse_unused(parser, found, NEEDS)
     return found
 

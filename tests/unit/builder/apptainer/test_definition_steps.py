@@ -17,11 +17,9 @@ from imgkit_builder.base.progress import Silent
 from imgkit_builder.image.instructions import Definition, Step
 from imgkit_builder.oci import manifest
 from imgkit_builder.oci.manifest import BaseImage, Manifest
-from imgkit_builder.recipe import portable, targets
-from imgkit_builder.recipe.load import load
-from imgkit_builder.recipe.model import CopyStep, Recipe
+from imgkit_builder.recipe.model import Recipe
 from imgkit_builder.sif.conversion import Archive
-from imgkit_entrypoints.errors import ToolFailed, UsageError
+from imgkit_entrypoints.errors import ToolFailed
 
 BASE = Start(source=Archive(path=Path("/base.tar")), image=BaseImage(name="b:1", platform="linux/amd64"))
 
@@ -136,35 +134,3 @@ def test_failure_names_the_step_that_ran(made: Definition) -> None:
 def test_failure_before_the_steps_is_the_bases(made: Definition) -> None:
     error = failed(made, "INFO:    Starting build...", "FATAL:   no such image")
     assert (error.where, error.what) == ("mine.yaml:3", "the base cannot be fetched: apptainer failed")
-
-
-def test_json_is_the_whole_recipe(tmp_path: Path) -> None:
-    (tmp_path / "code").mkdir()
-    (tmp_path / "mine.yaml").write_text(
-        "image:\n  base: b:1\n  run:\n    - echo 1\n    - {command: make, after: copy}\n"
-        "  pip: [{packages: [numpy]}]\n  copy: [{source: code}]\nsystem: {scheduler: standalone}\n"
-    )
-    recipe = load(tmp_path / "mine.yaml")
-    again = portable.from_json(targets.described_json(recipe), tmp_path / "mine.json")
-    assert again.image == recipe.image
-    assert again.image.copy == (CopyStep(source=tmp_path / "code"),)
-    assert (again.name, again.sha256, again.file) == (recipe.name, recipe.sha256, recipe.file)
-    for number in (0, 1):
-        assert again.where("image", "run", number) == recipe.where("image", "run", number)
-    assert recipe.where("image", "run", 0).endswith(":4")
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"base": 1}, "image.base is 1, not text"),
-        ({"workdir": "relative"}, "image.workdir"),
-        ({"run": [{"command": "a", "after": "never"}]}, "after"),
-    ],
-)
-def test_json_with_wrong_image_is_refused(tmp_path: Path, change: dict[str, object], said: str) -> None:
-    (tmp_path / "mine.yaml").write_text("image: {base: 'b:1'}\nsystem: {scheduler: standalone}\n")
-    data = json.loads(targets.described_json(load(tmp_path / "mine.yaml")))
-    data["image"].update(change)
-    with pytest.raises(UsageError, match=said):
-        portable.from_json(json.dumps(data), tmp_path / "mine.json")

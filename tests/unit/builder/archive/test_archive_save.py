@@ -26,7 +26,7 @@ from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
 DATA = os.urandom(300_000) + bytes(3_000_000)
 
-needs_zstd = pytest.mark.skipif(shutil.which("zstd") is None, reason="no zstd program")
+needs_zstd = pytest.mark.programs("zstd")
 
 
 def cut(data: bytes, size: int = 32_768) -> Iterator[bytes]:

@@ -193,11 +193,10 @@ def test_no_step_for_a_size_that_lies() -> None:
     ("limits", "says"),
     [(TarLimits(entries=3), "more than 3 entries"), (TarLimits(hole_bytes=10**9), "more than 1 GB")],
 )
-def test_limits_name_what_to_do(limits: TarLimits, says: str) -> None:
+def test_tar_beyond_a_limit_is_refused(limits: TarLimits, says: str) -> None:
     holes = pax_header({"GNU.sparse.map": b"0,0", "GNU.sparse.size": b"300000000"}) + FILE
-    with pytest.raises(CheckFailed, match=says) as caught:
+    with pytest.raises(CheckFailed, match=says):
         list(TarStream(iter([holes * 4 + bytes(1024)]), name="x", limits=limits))
-    assert caught.value.hint == limits.hint
 
 
 @pytest.mark.parametrize(

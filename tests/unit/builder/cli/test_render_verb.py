@@ -20,7 +20,7 @@ image:
 """
 
 # The verb alone: what other verbs need at import is not under test here.
-RUN = "import sys; from imgkit_builder.cli.app import main; main(('render', 'check'))"
+RUN = "import sys; from imgkit_builder.cli.app import main; main()"
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import random
-import shutil
 import stat
 import subprocess
 import tarfile
@@ -177,7 +176,7 @@ def test_half_entries_of_the_engine_refused(tmp_path: Path) -> None:
         Folder(tmp_path).children("")
 
 
-@pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="needs mksquashfs")
+@pytest.mark.programs("mksquashfs")
 @pytest.mark.parametrize("compression", ["gzip", "xz", "zstd"])
 def test_squashfs_gives_back_what_was_put_in(tmp_path: Path, compression: str) -> None:
     members = [
@@ -243,7 +242,7 @@ def read_all(path: Path) -> None:
             layer.names(entry.group)
 
 
-@pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="needs mksquashfs")
+@pytest.mark.programs("mksquashfs")
 @pytest.mark.parametrize("compression", ["gzip", "xz", "zstd"])
 def test_any_damage_is_named_and_never_a_traceback(tmp_path: Path, compression: str) -> None:
     """A damaged number becomes a place, a size or an index: Python raises another error for each."""
@@ -268,7 +267,7 @@ def test_any_damage_is_named_and_never_a_traceback(tmp_path: Path, compression: 
     assert refused > 20
 
 
-@pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="needs mksquashfs")
+@pytest.mark.programs("mksquashfs")
 @pytest.mark.parametrize("name", [b"../..", b"inn/r", b"in\0er"])
 def test_name_that_leads_out_refused(tmp_path: Path, name: bytes) -> None:
     (tmp_path / "files").mkdir()
@@ -280,7 +279,7 @@ def test_name_that_leads_out_refused(tmp_path: Path, name: bytes) -> None:
         read_all(tmp_path / "bad")
 
 
-@pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="needs mksquashfs")
+@pytest.mark.programs("mksquashfs")
 def test_folder_within_itself_refused(tmp_path: Path) -> None:
     """Its only entry leads back to the folder: a reader that does not look never ends."""
     (tmp_path / "files/outer").mkdir(parents=True)
@@ -305,7 +304,7 @@ def test_compression_nobody_can_undo_refused(tmp_path: Path) -> None:
         SquashfsLayer(tmp_path / "x")
 
 
-@pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="needs mksquashfs")
+@pytest.mark.programs("mksquashfs")
 def test_root_folder_is_roots_whoever_made_it(tmp_path: Path) -> None:
     packed = packed_tar([("a", TreeEntry(layer=archive(tmp_path / "t", []), kind="fifo", mode=0o600))])
     target = tmp_path / "x.sqfs"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import json
-import shutil
 import ssl
 import subprocess
 import threading
@@ -17,7 +16,7 @@ from imgkit_builder import engine
 from imgkit_builder.engine import address
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="apt install openssl")
+pytestmark = pytest.mark.programs("openssl")
 
 
 class Answers(http.server.BaseHTTPRequestHandler):

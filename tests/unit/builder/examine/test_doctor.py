@@ -229,18 +229,6 @@ def test_absent_mksquashfs_of_the_configuration_is_ignored(runtime: Path) -> Non
     assert "mksquashfs is not on this machine" in look(machine=Machine(uid=0))["imgkit sif"].found
 
 
-def test_engine_squashes_where_nothing_else_does(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Check(name="docker", verdict="ok", found="Docker 28.5.2, API 1.51")
-    monkeypatch.setattr(doctor, "checks", lambda: (engine,))
-    usage = type("usage", (), {"free": 10 * 10**9})
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    checks = look(purpose="sif", machine=Machine(uid=0))
-    found = checks["imgkit sif"]
-    assert found.verdict == "warn"
-    assert found.found.startswith("writes the file itself, with mksquashfs in a container of Docker 28.5.2: ")
-    assert checks["disk tmp"].verdict == "ok"
-
-
 def test_runtime_builds_where_nothing_squashes(runtime: Path) -> None:
     script(runtime.parent / "mksquashfs", BROKEN)
     found = look(machine=Machine(uid=0))["imgkit sif"]
@@ -299,14 +287,19 @@ def test_absent_tmp_is_told(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(("squashes", "enough"), [(NEW, 10), (OLD, 40), (BROKEN, 76)])
 def test_disk_that_the_way_fills_warns(
-    runtime: Path, monkeypatch: pytest.MonkeyPatch, squashes: str, enough: int
+    runtime: Path,
+    root: Callable[..., Machine],
+    monkeypatch: pytest.MonkeyPatch,
+    squashes: str,
+    enough: int,
 ) -> None:
     """The stream needs room for the .sif alone, plain files for the image, a runtime for three of them."""
     script(runtime.parent / "mksquashfs", squashes)
     for free, verdict in ((enough, "ok"), (enough - 1, "warn")):
         usage = type("usage", (), {"free": free * 10**9})
         monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
-        found = look(purpose="sif", machine=Machine(uid=0))["disk tmp"]
+        machine = root(uid=0, mounts="/dev/vda / ext4 rw 0 0\n")
+        found = look(purpose="sif", machine=machine)["disk tmp"]
         assert found.verdict == verdict
 
 

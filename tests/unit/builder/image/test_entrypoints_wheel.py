@@ -59,16 +59,6 @@ def test_same_bytes_from_site_packages(tmp_path: Path) -> None:
     assert cut(site) == entrypoints_wheel().sha256
 
 
-def test_same_bytes_from_a_zip(tmp_path: Path) -> None:
-    archive = tmp_path / "imgkit.pyz"
-    with zipfile.ZipFile(archive, "w") as bundle:
-        for package in sources():
-            for path in package.rglob("*"):
-                if path.is_file() and "__pycache__" not in path.parts:
-                    bundle.write(path, path.relative_to(package.parent))
-    assert cut(archive) == entrypoints_wheel().sha256
-
-
 def test_record_names_every_member() -> None:
     archive = zipfile.ZipFile(io.BytesIO(entrypoints_wheel().data))
     record = next(name for name in archive.namelist() if name.endswith("/RECORD"))

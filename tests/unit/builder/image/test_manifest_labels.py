@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from imgkit_builder.oci import manifest
-from imgkit_builder.oci.manifest import EPOCH_LABEL, LOCK_LABEL, BaseImage, Manifest
+from imgkit_builder.oci.manifest import LOCK_LABEL, BaseImage, Manifest
 
 MADE = Manifest(
     imgkit="0.3.0",
@@ -19,12 +19,12 @@ MADE = Manifest(
 
 def test_unlocked_image_inherits_no_lock_of_its_base() -> None:
     found = manifest.labels(MADE, context_sha256="ef", created="2026-01-01T00:00:00Z", locked=False)
-    assert found[LOCK_LABEL] == found[EPOCH_LABEL] == ""
+    assert found[LOCK_LABEL] == ""
 
 
 def test_labels_of_a_build_leave_those_of_its_lock_alone() -> None:
     found = manifest.labels(MADE, context_sha256="ef", created="2026-01-01T00:00:00Z", locked=True)
-    assert not {LOCK_LABEL, EPOCH_LABEL} & found.keys()
+    assert LOCK_LABEL not in found
 
 
 def test_image_outside_git_inherits_no_revision_of_its_base() -> None:

@@ -9,8 +9,8 @@ from packageurl import PackageURL
 from spdx_tools.spdx.parser.parse_anything import parse_file
 from spdx_tools.spdx.validation.document_validator import validate_full_spdx_document
 
-from imgkit_builder.inventory import licences, spdx
-from imgkit_builder.inventory.packages import BakedFile, Inventory, Licence, Package
+from imgkit_builder.inventory import spdx
+from imgkit_builder.inventory.packages import BakedFile, Inventory, Package
 from imgkit_builder.inventory.spdx import package_url
 
 CURL = Package(
@@ -18,7 +18,6 @@ CURL = Package(
     name="libstdc++6",
     version="1:12.2.0-14+deb12u1~bpo",
     architecture="amd64",
-    licence=Licence(spdx="GPL-2.0-or-later AND MIT", stated="GPL-2+, Expat"),
     sha256="ab" * 32,
     url="https://deb.example.org/pool/a.deb",
 )
@@ -27,7 +26,6 @@ TORCH = Package(
     name="Torch_X.y",
     version="2.13.0+cpu",
     folder="/usr/lib/python3/dist-packages",
-    licence=Licence(stated="BSD License"),
 )
 FULL = Inventory(
     recipe="mine",
@@ -53,23 +51,6 @@ def test_spdx_library_accepts_the_document(inventory: Inventory, tmp_path: Path)
     assert validate_full_spdx_document(parse_file(str(path)), "SPDX-2.3") == []
 
 
-def test_library_knows_every_licence(tmp_path: Path) -> None:
-    each = [Package(kind="pypi", name=f"a{number}", version="1", licence=Licence(spdx=one))
-            for number, one in enumerate(sorted(licences.KNOWN))]  # fmt: skip
-    excepted = [Package(kind="pypi", name=f"b{number}", version="1", licence=Licence(spdx=f"MIT WITH {one}"))
-                for number, one in enumerate(sorted(licences.EXCEPTIONS))]  # fmt: skip
-    path = tmp_path / "x.spdx.json"
-    path.write_text(spdx.document(dataclasses.replace(EMPTY, packages=(*each, *excepted))))
-    assert validate_full_spdx_document(parse_file(str(path)), "SPDX-2.3") == []
-
-
-def test_unknown_licence_is_refused_by_the_library(tmp_path: Path) -> None:
-    package = dataclasses.replace(CURL, licence=Licence(spdx="No-Such-Licence"))
-    path = tmp_path / "x.spdx.json"
-    path.write_text(spdx.document(dataclasses.replace(FULL, packages=(package,))))
-    assert validate_full_spdx_document(parse_file(str(path)), "SPDX-2.3")
-
-
 def test_only_the_content_decides_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     first = spdx.document(FULL)
     monkeypatch.setenv("TZ", "Asia/Tokyo")
@@ -90,12 +71,6 @@ def test_package_urls_are_those_of_the_library() -> None:
     assert deb.qualifiers == {"arch": "amd64", "distro": "debian-12"}
     assert (wheel.name, wheel.version) == ("torch-x.y", TORCH.version)
     assert package_url(TORCH, FULL) == wheel.to_string()
-
-
-def test_doubtful_licence_stays_in_its_own_words() -> None:
-    torch = next(one for one in json.loads(spdx.document(FULL))["packages"] if one["name"] == TORCH.name)
-    assert torch["licenseDeclared"] == "NOASSERTION"
-    assert torch["licenseComments"] == "the package states: BSD License"
 
 
 def test_left_out_files_are_named() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from imgkit_builder.inventory import licences, packages
+from imgkit_builder.inventory import packages
 from imgkit_builder.inventory.collector import DOCUMENT, InventoryCollector
 from imgkit_builder.inventory.packages import Inventory, Package
 from imgkit_builder.recipe import lock_file
@@ -33,28 +33,12 @@ Status: install ok installed
 Architecture: all
 Version: 3.134
 """
-DEP5 = """\
-Format: https://packages.example.org/copyright-format/1.0/
-
-Files: *
-Copyright: somebody
-License: GPL-2+
- The text.
-
-Files: debian/*
-License: Expat
-
-License: GPL-2+
- Not a file's.
-"""
 WHERE = "usr/lib/python3/dist-packages"
 
 
-def collected(files: dict[str, str | bytes | None], links: dict[str, str] | None = None) -> Inventory:
+def collected(files: dict[str, str | bytes | None]) -> Inventory:
     """What the collector says about an image with `files`; None is one that is too large."""
     collector = InventoryCollector()
-    for path, target in (links or {}).items():
-        collector.add_link(path, target)
     for path, data in files.items():
         assert collector.wants(path), path
         collector.add(path, data.encode() if isinstance(data, str) else data)
@@ -77,52 +61,6 @@ def test_only_installed_debian_packages_count() -> None:
 )
 def test_impossible_debian_package_refused(entry: str, expected: str) -> None:
     assert list(packages.debian_packages(entry)) == [expected]
-
-
-def test_licences_of_all_files_hold_together() -> None:
-    assert packages.debian_licence(DEP5).spdx == "GPL-2.0-or-later AND MIT"
-    assert packages.debian_licence(DEP5).stated == "GPL-2+, Expat"
-
-
-@pytest.mark.parametrize(
-    ("text", "stated"),
-    [
-        (DEP5.replace("Expat", "public-domain"), "GPL-2+, public-domain"),
-        (DEP5.replace("GPL-2+\n The", "GPL-2+, with my changes\n The"), "GPL-2+, with my changes, Expat"),
-        ("This is free software.\nLicense: GPL-2+\n", ""),
-    ],
-)
-def test_doubtful_licence_is_no_expression(text: str, stated: str) -> None:
-    found = packages.debian_licence(text)
-    assert (found.spdx, found.stated) == ("", stated)
-
-
-@pytest.mark.parametrize(
-    ("head", "expected"),
-    [
-        ("License-Expression: apache-2.0 with llvm-exception", "Apache-2.0 WITH LLVM-exception"),
-        ("License-Expression: (MIT OR Apache-2.0) AND ISC", "(MIT OR Apache-2.0) AND ISC"),
-        ("License: BSD 3-Clause License", "BSD-3-Clause"),
-        ("License: UNKNOWN\nClassifier: License :: OSI Approved :: MIT License", "MIT"),
-        ("Classifier: License :: OSI Approved :: BSD License", ""),
-        ("License: BSD", ""),
-        ("License-Expression: MIT AND", ""),
-        ("License-Expression: (MIT", ""),
-        ("License-Expression: LLVM-exception", ""),
-        ("License-Expression: LicenseRef-mine", ""),
-        ("License-Expression: " + "MIT AND " * 1000 + "MIT", ""),
-    ],
-)
-def test_python_licence_by_its_fields(head: str, expected: str) -> None:
-    text = f"Metadata-Version: 2.4\nName: a\nVersion: 1\n{head}\n\nLicense: GPL, says the description"
-    found = packages.python_package(f"{WHERE}/a-1.dist-info/METADATA", text)
-    assert found
-    assert found.licence.spdx == expected
-
-
-@pytest.mark.parametrize("text", ["GPL", "GPL-4", "GPL-2.1+", "", "MIT/X11", "GPL-2+ with OpenSSL exception"])
-def test_unclear_debian_short_name_refused(text: str) -> None:
-    assert licences.from_debian(text) == ""
 
 
 @pytest.mark.parametrize(
@@ -155,23 +93,6 @@ def test_name_of_file_stands_in_for_damaged_metadata() -> None:
 
 def test_package_with_no_name_at_all_left_out() -> None:
     assert collected({f"{WHERE}/..-\x1b.dist-info/METADATA": "Name: ;rm\nVersion: 1\n"}).packages == ()
-
-
-def test_licence_found_through_links_of_the_image() -> None:
-    links = {
-        "usr/share/doc/curl": "/usr/share/doc/libcurl4",
-        "usr/share/doc/libcurl4/copyright": "../libcurl3/copyright",
-    }
-    files = {"var/lib/dpkg/status": STATUS, "usr/share/doc/libcurl3/copyright": DEP5}
-    by_name = {one.name: one for one in collected(files, links).packages}
-    assert by_name["curl"].licence.spdx == "GPL-2.0-or-later AND MIT"
-    assert by_name["adduser"].licence.spdx == ""
-
-
-@pytest.mark.parametrize("target", ["/usr/share/doc/curl", "../curl", "../../../../../../etc/passwd", "\0"])
-def test_link_that_leads_nowhere_gives_no_licence(target: str) -> None:
-    found = collected({"var/lib/dpkg/status": STATUS}, {"usr/share/doc/curl": target})
-    assert {one.licence.spdx for one in found.packages} == {""}
 
 
 def test_image_says_its_distribution() -> None:
@@ -260,8 +181,7 @@ def test_foreign_manifest_is_named_and_left_out() -> None:
         DOCUMENT,
         "opt/imgkit/a/b",
         "etc/passwd",
-        "usr/share/doc/a/b/copyright",
-        "srv/usr/share/doc/a/copyright",
+        "usr/share/doc/a/copyright",
         "var/lib/dpkg/status-old",
         "var/lib/dpkg/status.d/tzdata.md5sums",
         "root/METADATA",

@@ -59,7 +59,7 @@ def write(found: code.CodeFolder, target: Path) -> bytes:
     return target.read_bytes()
 
 
-needs_squasher = pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="apt install squashfs-tools")
+needs_squasher = pytest.mark.programs("mksquashfs")
 
 
 @needs_squasher

@@ -79,11 +79,8 @@ def test_forgotten_job_is_shown_by_its_run_folder(call: Any) -> None:
         program(name, f"echo '{FORGOTTEN}' >&2; exit 1")
     program("sacct", "echo Slurm accounting storage is disabled >&2; exit 1")
     assert "1 has ended; neither the scheduler nor the run folder knows how" in call("status", "1")[1]
-    node_s = {"starting": 1.0, "training": 0.0, "saving": 0.0, "lost": 0.0, "idle": 0.0}
-    start = {"job": "1", "began": "2026-01-01T00:00:00+00:00", "seconds": 1.0, "nodes": 1, "attempts": 1}
-    start |= {"code": 3, "source": "node_agent", "node_s": node_s}
     Path("runs/a-1").mkdir(parents=True)
-    Path("runs/a-1/goodput.json").write_text(json.dumps({"schema": 1, "starts": [start]}))
+    Path("runs/a-1/result").write_text("1.0 3\n")
     assert "1 failed with exit code 3, by its run folder" in call("status", "1")[1]
     assert json.loads(call("status", "1", "--json")[1])["state"] == "failed"
 
@@ -139,12 +136,6 @@ def test_jobs_that_nobody_can_ask_about_are_listed_for_a_week(call: Any) -> None
 def test_no_open_job_is_an_answer(call: Any) -> None:
     job(2, state="done")
     assert call("status")[:2] == (0, "no job waits or runs; imgkit runs lists those that have ended\n")
-
-
-def test_queues_are_shown_on_request(call: Any) -> None:
-    program("bsc_queues", "echo the queues")
-    assert call("status", "--queues", "--json")[0] == 0
-    assert "--queues shows no job" in call("status", "1", "--queues")[2]
 
 
 def test_logs_without_an_id_are_those_of_the_last_job(call: Any) -> None:

@@ -107,7 +107,7 @@ def test_job_without_an_id_is_listed_and_nothing_is_done_with_it(call: Any) -> N
     rows = json.loads(call("runs", "--refresh", "--json")[1])["runs"]
     assert [(row["id"], row["state"]) for row in rows] == [(handle, "submitted")]
     Path("calls").unlink()
-    for verb in ("status", "logs", "cancel", "fetch", "compare"):
+    for verb in ("status", "logs", "cancel", "fetch"):
         code, out, err = call(verb, handle)
         assert (code, out) == (4, ""), verb
         assert "its id is unknown" in err

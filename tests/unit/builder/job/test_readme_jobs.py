@@ -48,7 +48,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_line_of_the_readme_renders(line: str, folder: Path) -> None:
     words = shlex.split(line)[2:]
     # Files of the example: tests/lab makes real ones, and looks into real images.
-    for option in ("--delta", "--require-signature", "--python", "--activate"):
+    for option in ("--delta", "--python", "--activate"):
         if option in words:
             del words[words.index(option) : words.index(option) + 2]
     if words[0].startswith("-"):  # the line belongs into a folder of `imgkit init`
@@ -64,8 +64,3 @@ def test_line_of_the_readme_renders(line: str, folder: Path) -> None:
 def test_readme_has_a_line_for_every_scheduler() -> None:
     recipes = {shlex.split(str(line.values[0]))[2] for line in LINES}
     assert {"mn5", "olivia", "olivia-eap", "rcp", "lambda", "cpu"} <= recipes
-
-
-def test_readme_itself_submits_on_a_laptop_and_on_a_cluster() -> None:
-    recipes = {shlex.split(line)[2] for line in job_lines(ROOT / "README.md")}
-    assert {"cpu", "mn5"} <= recipes

@@ -119,7 +119,7 @@ def test_part_of_a_node_on_several_is_doubted() -> None:
 
 def test_job_without_gpus_tells_the_launcher() -> None:
     assert job(gpus=0, nproc=20).settings == {"IMGKIT_DEVICE": "cpu", "IMGKIT_NPROC": "20"}
-    assert job(nodes="1:3").settings == {"IMGKIT_NNODES": "1:3"}
+    assert job(nodes="2+1").settings == {"IMGKIT_NNODES": "2+1"}
     assert job(preflight=True).settings == {"IMGKIT_PREFLIGHT": "1"}
     assert job(nodes="2+1", max_failures=0).settings == {"IMGKIT_NNODES": "2+1", "IMGKIT_MAX_FAILURES": "0"}
 
@@ -132,12 +132,20 @@ def test_spares_are_nodes_of_the_job() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "failures", "outlives"),
-    [("2", None, False), ("2", 3, False), ("2+1", None, True), ("2+1", 0, False), ("1:3", None, True)],
+    [("2", None, False), ("2", 3, False), ("2+1", None, True), ("2+1", 0, False)],
 )
 def test_only_a_run_with_nodes_to_spare_outlives_one(
     nodes: str, failures: int | None, outlives: bool
 ) -> None:
     assert job(nodes=nodes, max_failures=failures).outlives_nodes is outlives
+
+
+@pytest.mark.parametrize(("nodes", "hint"), [("2:4", "--nodes 4, or --nodes 4+1"), ("two", "--nodes 4, or")])
+def test_other_number_of_nodes_is_refused_with_what_to_type(nodes: str, hint: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        job(nodes=nodes)
+    assert repr(nodes) in caught.value.what
+    assert (caught.value.hint or "").startswith(hint)
 
 
 def test_plain_program_is_doubted() -> None:
@@ -162,7 +170,7 @@ def test_plain_program_is_doubted() -> None:
         ({"time": "00:00:00"}, "--time"),
         ({"time": "1:99:00"}, "--time"),
         ({"nodes": "0"}, "--nodes"),
-        ({"nodes": "3:2"}, "--nodes"),
+        ({"nodes": "2:4"}, "--nodes"),
         ({"nodes": "two"}, "--nodes"),
         ({"nodes": "0+1"}, "--nodes"),
         ({"nodes": "2+"}, "--nodes"),
@@ -185,7 +193,7 @@ def test_plain_program_is_doubted() -> None:
         ({"command": ("dist-run", "a\nb")}, "COMMAND"),
         ({"command": ()}, "COMMAND"),
         ({"runtime": "docker"}, "--runtime"),
-        ({"stop_before_s": 600}, "--stop-before"),
+        ({"stop_before_s": -1}, "--stop-before"),
     ],
 )
 def test_bad_value_is_refused_by_its_flag(given: dict[str, Any], where: str) -> None:
@@ -299,6 +307,17 @@ def test_short_job_is_not_asked_to_save() -> None:
     assert job(time="9m").stop_before_s == 0
     assert job(time="10m").stop_before_s == 120
     assert job(time="2m", stop_before_s=60).stop_before_s == 60
+
+
+def test_stop_at_or_before_the_start_names_both_times() -> None:
+    error = refused(time="10m", stop_before_s=600)
+    assert error.where == "--stop-before"
+    assert ("600 s" in error.what, "00:10:00" in error.what) == (True, True)
+
+
+def test_negative_stop_of_a_job_without_limit_is_refused() -> None:
+    error = refused("cpu", account="", qos="", time="", stop_before_s=-1)
+    assert (error.where, "at least 0" in error.what) == ("--stop-before", True)
 
 
 def test_value_that_looks_like_a_secret_is_refused_and_not_repeated() -> None:

@@ -14,8 +14,6 @@ from imgkit_builder.job.request import Job, Request
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems.pods import PodFlags
 from imgkit_builder.oci import manifest
-from imgkit_builder.recipe import targets
-from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.targets import Target, find
 from imgkit_entrypoints.errors import UsageError
 
@@ -115,16 +113,6 @@ def test_pods_start_there_too(stated: Any, given: dict[str, str], start: str) ->
         found = job(stated("rcp"), **pods, **given, system_flags=(dataclasses.replace(flags, format=form),))
         assert text in systems.named(found.system).script(found).text
         assert "IMGKIT_RUN_DIR" in systems.named(found.system).script(found).text
-
-
-def test_recipe_as_json_states_the_same(stated: Any, tmp_path: Path) -> None:
-    for target, workdir in ((stated("cpu"), "/workspace/mine"), (find("cpu"), "")):
-        text = targets.described_json(load(target.file))
-        assert targets.from_json(text, tmp_path / "x.json").workdir == workdir
-    bad = json.loads(targets.described_json(load(stated("cpu").file)))
-    bad["image"]["workdir"] = "x; reboot"
-    with pytest.raises(UsageError, match=r"image\.workdir"):
-        targets.from_json(json.dumps(bad), tmp_path / "x.json")
 
 
 def test_manifest_without_the_key_states_none() -> None:

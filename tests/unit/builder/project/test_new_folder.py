@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from imgkit_builder.project import confirm, toml_file
-from imgkit_builder.recipe import targets
+from imgkit_builder.project import toml_file
 from imgkit_builder.recipe.load import load
 
 EXAMPLE = Path(__file__).parents[4] / "examples/train.py"
@@ -29,7 +27,7 @@ def call(call: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 def test_new_folder_needs_no_flags(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     call("remote", "add", "mn5", "me@far", "--recipe", "mn5")
-    code, out, _ = call("init", "My Folder", "-A", "bsc98", "--qos", "acc_debug", "--nodes", "2:4")
+    code, out, _ = call("init", "My Folder", "-A", "bsc98", "--qos", "acc_debug", "--nodes", "4+1")
     assert code == 0
     assert "next   cd 'My Folder' && imgkit run --dry-run && imgkit run" in out
     folder = Path("My Folder")
@@ -38,14 +36,11 @@ def test_new_folder_needs_no_flags(call: Any, monkeypatch: pytest.MonkeyPatch) -
     program = (folder / "train.py").read_text()
     assert program == EXAMPLE.read_text()  # one text, in two places
     assert len(program.splitlines()) <= 150
-    found = toml_file.read((folder / "imgkit.toml").absolute())
-    own = targets.find(found.recipe)
-    assert confirm.of_job(found, [own], stated=True).is_known  # its author needs no question
     monkeypatch.chdir(folder)
     code, out, _ = call("run", "--dry-run", "--json")
     assert code == 0
     rows = {row["name"]: row["value"] for row in json.loads(out)["values"]}
-    assert (rows["remote"], rows["nodes"], rows["time"]) == ("mn5", "2:4", "00:30:00")
+    assert (rows["remote"], rows["nodes"], rows["time"]) == ("mn5", "4+1", "00:30:00")
     assert rows["command"] == "dist-run /workspace/train.py --epochs 5"
 
 
@@ -133,60 +128,6 @@ def test_next_lines_work_as_typed(
             assert "dist-run /workspace/train.py --epochs 5" in " ".join(out.replace("\\\n", "").split())
         else:
             assert load(Path(words[2]).absolute()).name == "my-work"
-
-
-def git(*words: str, author: str = "me@here") -> None:
-    who = ("-c", "user.name=x", "-c", f"user.email={author}")
-    subprocess.run(["git", *who, *words], check=True, capture_output=True)
-
-
-@pytest.mark.parametrize(
-    ("change", "asks"),
-    [
-        ("nothing", False),
-        ("recipe", False),
-        ("own commit", False),
-        ("commit of another", True),
-        ("writable for all", True),
-        ("recipe writable for all", True),
-        ("another folder", True),
-        ("an image", True),
-    ],
-)
-def test_author_who_edits_is_asked_nothing(
-    call: Any, change: str, asks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unless somebody else can have edited the files."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    call("init", "--recipe", "mn5", "-A", "a", "--qos", "acc_debug", "mine")
-    folder = Path("mine").absolute()
-    file, recipe = folder / "imgkit.toml", folder / "mine.yaml"
-    for one in (file, recipe):
-        one.chmod(0o644)
-    file.write_text(file.read_text().replace("env = []", 'env = ["HOME"]'))
-    recipe.write_text(recipe.read_text() + "system:\n  runtime: {binds: [/data]}\n")
-    monkeypatch.chdir(folder)
-    if "commit" in change:
-        git("init")
-        git("config", "user.email", "me@here")
-        git("add", "mine.yaml", "imgkit.toml")
-        git("commit", "-m", "one", author="me@here" if change == "own commit" else "you@there")
-    if "writable" in change:
-        (recipe if "recipe" in change else file).chmod(0o646)
-    if change == "another folder":
-        folder = folder.rename(folder.with_name("copy"))
-    project = toml_file.read(folder / "imgkit.toml")
-    target = targets.find(project.recipe)
-    if change == "an image":
-        target = targets.Target(name="x", system=target.system, platforms=(), file=folder / "x.sif")
-    assert not confirm.of_job(project, [target], stated=True).is_known
-    assert confirm.is_authors(project, [target]) is not asks
-    if change == "nothing":
-        err = call("submit")[2]  # goes on, to the .sif that is missing
-        assert "not confirmed" not in err
-        assert "mine.sif" in err
-    if change == "commit of another":
-        assert "are not confirmed on this machine" in call("submit")[2]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,9 @@
-"""The list of runs and their comparison: records, numbers of killed runs, formats, and what is refused."""
+"""The list of runs: records, states, numbers of killed runs, slow ranks."""
 
 from __future__ import annotations
 
-import csv
 import json
-import math
 import os
-import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,20 +14,7 @@ from imgkit_builder.base.process import Finished
 from imgkit_builder.job import submit
 from imgkit_builder.job.request import CodeRecord, SubmittedJob
 from imgkit_builder.project import history, measured
-from imgkit_entrypoints.errors import CheckFailed, ToolFailed
-
-SPENT = {"starting": 24.0, "training": 6260.0, "saving": 60.0, "lost": 780.0, "idle": 76.0}
-GOODPUT = json.dumps(
-    {
-        "schema": 1,
-        "starts": [
-            {
-                **{"job": "1", "began": "2026-01-01T00:00:00+00:00", "seconds": 3600.0, "nodes": 2},
-                **{"attempts": 1, "code": 0, "source": "program", "node_s": SPENT},
-            }
-        ],
-    }
-)
+from imgkit_entrypoints.errors import ToolFailed
 
 
 @pytest.fixture(autouse=True)
@@ -71,24 +55,21 @@ def test_newest_run_comes_first(call: Any) -> None:
     job(1, state="done", image_id="sha256:" + "a" * 64, code=code)
     job(3, remote="far")
     job(2)
-    folder = put("mn5-1", {"step": 5, "loss": 0.25})
-    (folder / "goodput.json").write_text(GOODPUT)
+    put("mn5-1", {"step": 5, "loss": 0.25})
     code, out, _ = call("runs")
     assert code == 0
     rows = [line.split() for line in out.splitlines()]
     assert [row[0] for row in rows] == ["RUN", "3@far", "2", "1"]
-    assert rows[3][3:] == ["done", "5", "0.25", "87%", "a" * 12, "c" * 12, "dist-run", "'a", "b'"]
+    assert rows[3][3:] == ["done", "5", "0.25", "a" * 12, "c" * 12, "dist-run", "'a", "b'"]
     found = json.loads(call("runs", "-n", "2", "--json")[1])["runs"]
-    assert [(row["id"], row["remote"], row["loss"], row["goodput"]) for row in found] == [
-        ("3@far", "far", None, None),
-        ("2", None, None, None),
+    assert [(row["id"], row["remote"], row["loss"]) for row in found] == [
+        ("3@far", "far", None),
+        ("2", None, None),
     ]
 
 
-def test_damaged_goodput_is_not_shown(call: Any) -> None:
-    job(1)
-    (put("mn5-1", {"step": 5, "loss": 0.25}) / "goodput.json").write_text(GOODPUT[:50])
-    assert json.loads(call("runs", "--json")[1])["runs"][0]["goodput"] is None
+def test_run_without_metrics_has_no_numbers(home: Path) -> None:
+    assert measured.tail(home).step is None
 
 
 def test_no_runs_is_an_answer(call: Any) -> None:
@@ -110,8 +91,9 @@ def test_damaged_record_is_left_out(home: Path, call: Any) -> None:
         (((0, ""), (0, "JobID  State\n-----  -----\n1  COMPLETED\n")), "done"),
         (((0, ""), (1, "disabled"), (0, "JobId=1 JobState=COMPLETED")), "done"),
         (((1, "Invalid job id"), (1, "disabled"), (0, "JobId=1 JobState=TIMEOUT")), "failed"),
-        (((1, "Invalid job id"), (1, "disabled"), (1, "Invalid job id"), (0, GOODPUT)), "done"),
-        (((1, "Invalid job id"), (1, ""), (1, ""), (0, GOODPUT.replace('"code": 0', '"code": 3'))), "failed"),
+        (((1, "Invalid job id"), (1, "disabled"), (1, "Invalid job id"), (0, "1.0 0\n")), "done"),
+        (((1, "Invalid job id"), (1, ""), (1, ""), (0, "1.0 3\n")), "failed"),
+        (((1, "Invalid job id"), (1, ""), (1, ""), (0, "1.0")), "ended"),
         (((1, "Invalid job id"), (1, ""), (1, ""), (1, "no such file")), "ended"),
     ],
 )
@@ -140,71 +122,9 @@ def test_repeated_steps_count_once() -> None:
     lines: list[object] = [{"step": step, "loss": 9.0} for step in (1, 2, 3)]
     killed = ['{"step": 4, "lo', '{"step": 5, "loss": NaN}', "[1]", '{"step": true, "loss": 1}', "7"]
     again = [{"step": 2, "loss": 1, "name": "x", "on": True}, {"step": 3, "eval_loss": 0.5}]
-    found = measured.read(put("x", *lines, *killed, *again))
+    found = measured.tail(put("x", *lines, *killed, *again))
     assert found.points == {"loss": ((1, 9.0), (2, 1.0)), "eval_loss": ((3, 0.5),)}
-    assert (found.step, found.last("loss"), found.least("loss"), found.last("lr")) == (3, 1.0, 1.0, None)
-
-
-@pytest.mark.parametrize("lines", [None, ("text",), ({"loss": 1},)])
-def test_run_without_metrics_is_refused(call: Any, lines: tuple[object, ...] | None) -> None:
-    folder = put("x", *(lines or ()))
-    if lines is None:
-        (folder / measured.METRICS).unlink()
-    with pytest.raises(CheckFailed):
-        measured.read(folder)
-    code, out, err = call("compare", str(folder))
-    assert (code, out) == (1, "")
-    assert "metrics.jsonl" in err
-
-
-def test_two_runs_are_drawn_over_each_other(call: Any) -> None:
-    job(1, image_id="sha256:" + "b" * 64)
-    put("mn5-1", *({"step": step, "loss": math.exp(-step), "lr": 0.1} for step in range(1, 9)))
-    put("a <b>", *({"step": step, "loss": 1 / step, "samples_per_s": 7} for step in range(1, 5)))
-    files = ("c.svg", "c.html", "c.csv")
-    code, out, err = call("compare", "1", "runs/a <b>", *(word for name in files for word in ("-o", name)))
-    assert code == 0
-    assert [f"imgkit: wrote {name}" for name in files] == err.splitlines()
-    assert out.partition("\n")[0].split()[:5] == ["run", "step", "loss", "samples_per_s", "least"]
-    drawing = ET.fromstring(Path("c.svg").read_text())  # noqa: S314 - our own
-    lines = [one for one in drawing.iter() if one.tag.endswith("polyline")]
-    assert len(lines) == 3  # loss of both, and the rate of one
-    assert lines[2].get("class") == lines[1].get("class")  # a run looks alike in all charts
-    page = Path("c.html").read_text()
-    assert "runs/a &lt;b&gt;" in page
-    assert page.count('<figure class="phone"><svg') == page.count('<figure class="desk"><svg') > 0
-    rows = list(csv.DictReader(Path("c.csv").read_text().splitlines()))
-    assert [(row["run"], row["step"], row["loss"]) for row in rows] == [
-        ("1", "8", repr(math.exp(-8))),
-        ("runs/a <b>", "4", "0.25"),
-    ]
-    assert rows[0]["image"] == "b" * 64
-    only = json.loads(call("compare", "1", "--value", "lr", "--json")[1])
-    assert only["runs"][0]["last"] == {"lr": 0.1}
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (("runs/x", "runs/x/"), 2, "the same run is named twice"),
-        (("4711",), 2, "imgkit has no record of a job '4711'"),
-        (("3",), 1, "imgkit fetch 3@far"),
-        (("runs/x", "--value", "los"), 1, "no run has the number los"),
-        (("runs/y",), 1, "no run has loss, eval_loss, samples_per_s, steps_per_s"),
-        (("runs/x", "-o", "x.png"), 2, "use a name that ends in .svg, .html, .csv"),
-        (tuple(f"runs/{number}" for number in range(19)), 2, "at most 18 curves"),
-    ],
-    ids=lambda part: part[0] if isinstance(part, tuple) else "",
-)
-def test_refused_comparison_says_why(call: Any, words: tuple[str, ...], code: int, message: str) -> None:
-    job(3, remote="far")
-    put("x", {"step": 1, "loss": 1})
-    put("y", {"step": 1, "other": 1})
-    for number in range(19):
-        put(str(number), {"step": 1, "loss": 1})
-    found, out, err = call("compare", *words)
-    assert (found, out) == (code, "")
-    assert message in err
+    assert (found.step, found.last("loss"), found.last("lr")) == (3, 1.0, None)
 
 
 SLOW = {"rank": 2, "node": "n1", "local_rank": 0, "from_step": 5, "to_step": 9, "times": 1}

@@ -19,7 +19,7 @@ NGC = "nvcr.io/nvidia/pytorch"
 
 
 def imgkit(*argv: str) -> subprocess.CompletedProcess[str]:
-    main = "import sys; from imgkit_builder.cli.app import main; main(('list', 'render', 'check'))"
+    main = "import sys; from imgkit_builder.cli.app import main; main()"
     return subprocess.run([sys.executable, "-c", main, *argv], capture_output=True, text=True)
 
 

@@ -16,7 +16,6 @@ from imgkit_builder.recipe.model import (
     LockedDeb,
     LockedPlatform,
     LockedStep,
-    LockedTools,
     LockedWheel,
     LockRequest,
 )
@@ -50,7 +49,6 @@ PART = LockedPlatform(
         pip=(LockedStep(requirements=('rich; python_version > "3"',), env=('A=b\t"',)), LockedStep()),
     ),
     base=LockedBase(name="base.example.org/torch:24.03", digest=DIGEST, id=DIGEST),
-    tools=LockedTools(mksquashfs="4.5.1", compressor="zstd level 3"),
     apt=(DEB,),
     pip=(WHEEL, dataclasses.replace(WHEEL, step=1, name="own", url="", kept=True)),
 )
@@ -110,7 +108,6 @@ def test_upgrade_changes_lines_of_its_package_only() -> None:
             r'name = "a\nRUN id\nb/',
             "mine.lock: platforms[0].base.name: contains",
         ),
-        ('compressor = "zstd', r'compressor = "\u001b[2Jzstd', "contains the control character U+001B"),
         ('"rich; python', r'"\u202erich; python', "contains the invisible character U+202E"),
         ("step = 0", "step = 7", "there is no pip step 7"),
         ('platform = "linux/amd64"', 'platform = "linux/arm46"', "'linux/arm46' is not supported"),
@@ -121,7 +118,7 @@ def test_upgrade_changes_lines_of_its_package_only() -> None:
         ("[[platforms.apt]]", "[platforms.apt]", "platforms[0].apt"),
         ("[platforms.base]", "[[platforms.base]]", "platforms[0].base: must be a table"),
         (DIGEST, "sha256:12", "must be sha256: and 64 hex digits"),
-        ("step = 0", "step = = 0", "mine.lock:42:8: it is not TOML"),
+        ("step = 0", "step = = 0", "mine.lock:38:8: it is not TOML"),
         ("schema = 1", "schema = 1\nschema = 1", "it is not TOML"),
     ],
 )

@@ -6,14 +6,12 @@ Each file in ``public`` is a case in our own words. ``# renders TEXT`` is in its
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
 from imgkit_builder.image import render
-from imgkit_builder.recipe import portable, targets
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.problems import RecipeErrors
 from imgkit_entrypoints.errors import UsageError
@@ -95,16 +93,6 @@ def test_variable_adds_to_the_base_s_value(tmp_path: Path, value: str, quoted: s
     file = tmp_path / "one.yaml"
     file.write_text(f"extends: mn5\nimage:\n  env: {{PATH: '{value}'}}\n")
     assert f"PATH={quoted}" in render.dockerfile(load(file))
-
-
-@pytest.mark.parametrize("value", ["/x$PATH", "$PATH"])
-def test_value_that_cannot_be_expanded_is_refused_in_json(tmp_path: Path, value: str) -> None:
-    file = tmp_path / "one.json"
-    shown = json.loads(targets.described_json(load("mn5")))
-    shown["image"]["env"] = {"PATH": value}
-    file.write_text(json.dumps(shown))
-    with pytest.raises(UsageError, match=r"image\.env\.PATH: imgkit cannot expand"):
-        portable.find(str(file))
 
 
 def test_user_of_the_base_comes_back() -> None:

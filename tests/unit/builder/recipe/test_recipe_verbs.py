@@ -14,7 +14,7 @@ from imgkit_recipes import recipe_names
 
 Write = Callable[..., Path]
 
-MAIN = "import sys; from imgkit_builder.cli.app import main; main(('list', 'show', 'check'))"
+MAIN = "import sys; from imgkit_builder.cli.app import main; main()"
 
 
 def imgkit(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from imgkit_builder.project import confirm
-from imgkit_builder.recipe import system_files, targets
+from imgkit_builder.recipe import system_files
 from imgkit_builder.recipe.load import load, load_system
 from imgkit_builder.recipe.problems import RecipeErrors
 from imgkit_entrypoints.errors import UsageError
@@ -87,7 +85,7 @@ def test_system_keys_still_merge_into_those_of_the_parent(write: Write) -> None:
         ("{extends: 5}", "must be the name or path of one system, not "),
         ("./circle.yaml", "is circular: circle.yaml -> circle.yaml"),
         ("./recipe.yaml", "a system has no image; write its keys without `system:` above them"),
-        ("./odd.yaml", "proof: does not say who has found the values to be right"),
+        ("./odd.yaml", "proof: does not say how the values were tested"),
         ("./wrong.yaml", "wrong.yaml:1:1: system.quue: unknown key; allowed: queue, "),
     ],
 )
@@ -162,6 +160,7 @@ def test_proof_of_a_shipped_system_is_what_is_there(name: str) -> None:
     proof = load_system(name).proof
     assert proof.documented
     assert bool(proof.rendered) == bool(list((GOLDEN / "jobs").glob(f"{name}*.txt")))
+    assert not (proof.run and "nobody of imgkit has used" in proof.documented)
 
 
 # ---- a site's
@@ -195,6 +194,28 @@ def test_link_to_a_file_that_others_can_write_is_refused(site: Path, write: Writ
     assert "everybody can write this file" in refusal(write(f"{IMAGE}system: linked\n"))
 
 
+@pytest.mark.parametrize(
+    ("ref", "says"),
+    [
+        ("x" * 300, "is not a system: File name too long"),
+        (f"./{'x' * 300}.yaml", "is not a system: File name too long"),
+        (f"./{'x/' * 3000}x.yaml", "is not a system: File name too long"),
+        ('"a\\0b"', "there is no system"),
+        ('"a\\0b.yaml"', "there is no file a"),
+        ("file/x.yaml", "there is no file file/x.yaml"),
+    ],
+    ids=["name", "file", "path", "nul", "nul-file", "below-a-file"],
+)
+def test_name_that_no_file_can_have_is_an_error_of_the_line(write: Write, ref: str, says: str) -> None:
+    file = write(f"{IMAGE}system: {ref}\n")
+    (file.parent / "file").touch()
+    with pytest.raises(RecipeErrors) as caught:
+        load(file)
+    assert f"{file.name}:2:9: system: " in str(caught.value)
+    assert says in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
 def test_site_cannot_replace_a_shipped_system(site: Path, write: Write) -> None:
     (site / "mn5.yaml").write_text("title: another\n")
     says = refusal(write(f"{IMAGE}system: mn5\n"))
@@ -219,71 +240,23 @@ def test_folder_of_a_site_has_to_be_there(monkeypatch: pytest.MonkeyPatch, value
         system_files.known()
 
 
-def site_values(file: Path) -> confirm.ForeignValues:
-    found = confirm.of_site([targets.find(file)])
-    assert found is not None
-    return found
-
-
-def test_what_a_site_starts_and_mounts_is_confirmed_once(site: Path, write: Write) -> None:
-    file = write(f"{IMAGE}system: ours\n")
-    found = site_values(file)
-    assert found.file == site / "ours.yaml"
-    assert dict(found.recipe) == {
-        "system.runtime.binds[0]": "/data",
-        "system.runtime.command": "sing",
-        "system.runtime.modules[0]": "ours",
-        "system.scheduler": "slurm",
-    }
-    assert not found.is_known
-    found.remember()
-    (site / "ours.yaml").write_text(HERE + "node: {gpus: 8}\n")
-    assert site_values(file).is_known  # GPUs harm nobody
-    (site / "ours.yaml").write_text(HERE.replace("/data", "/home"))
-    assert not site_values(file).is_known
-    assert confirm.of_site([targets.find("mn5")]) is None
-
-
-@pytest.mark.parametrize("words", [("submit",), ("submit", "--confirm", "0" * 64)])
-def test_unconfirmed_site_submits_nothing(
-    site: Path, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
-) -> None:
-    from typer.testing import CliRunner
-
-    from imgkit_builder.cli.app import build_app
-
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.sif").mkdir()
-    fake = tmp_path / "bin/sbatch"  # a fake: nothing may reach it
-    fake.parent.mkdir()
-    fake.write_text("#!/bin/sh\ntouch submitted\necho 1\n")
-    fake.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
-    write(f"{IMAGE}system: ours\n")
-    argv = [words[0], "./mine.yaml", *words[1:], "--", "dist-hello"]
-    done = CliRunner().invoke(build_app(("submit", "list")), argv)
-    assert "are not confirmed on this machine" in str(done.exception)
-    assert not (tmp_path / "submitted").exists()
-    digest = str(done.exception).rpartition("--confirm ")[2].strip()
-    done = CliRunner().invoke(build_app(("submit", "list")), [*argv[:2], "--confirm", digest, *argv[-2:]])
-    assert done.exit_code == 0, done.output
-    assert (tmp_path / "submitted").exists()
-
-
-def test_list_says_who_proved_what(site: Path) -> None:
+def test_list_says_how_each_system_was_tested(site: Path) -> None:
     from typer.testing import CliRunner
 
     from imgkit_builder.cli.app import build_app
 
     done = CliRunner().invoke(build_app(("submit", "list")), ["list", "--systems"])
-    rows = {line.split()[0]: line.split()[1:3] for line in done.stdout.splitlines()}
-    assert (rows["mn5"], rows["leonardo"], rows["ours"]) == (
-        ["slurm", "run"],
-        ["slurm", "rendered"],
-        ["slurm", "-"],
-    )
+    rows = {line.split()[0]: re.split(r"  +", line)[1:3] for line in done.stdout.splitlines()}
+    assert {name: rows[name] for name in ("cpu", "mn5", "juwels-booster", "leonardo", "ours")} == {
+        "cpu": ["standalone", "ran there"],
+        "mn5": ["slurm", "simulated"],
+        "juwels-booster": ["slurm", "simulated"],
+        "leonardo": ["slurm", "script only"],
+        "ours": ["slurm", "-"],
+    }
     assert f"ours ({site}/ours.yaml)" in done.stdout
     (site / "ours.yaml").write_text(HERE + "proof: {run: Ada with 4 nodes on 2026-11-20}\n")
     done = CliRunner().invoke(build_app(("submit", "list")), ["list", "--systems", "--json"])
     (ours,) = (one for one in json.loads(done.stdout)["systems"] if one["site"])
-    assert ours["proof"] == {"run": "Ada with 4 nodes on 2026-11-20", "rendered": "", "documented": ""}
+    ran = "Ada with 4 nodes on 2026-11-20"
+    assert ours["proof"] == {"run": ran, "simulated": "", "rendered": "", "documented": ""}

@@ -19,7 +19,7 @@ from imgkit_builder.remote import code as far_code
 from imgkit_builder.remote.store import Store
 from imgkit_builder.sif.conversion import Options
 
-pytestmark = pytest.mark.skipif(shutil.which("mksquashfs") is None, reason="apt install squashfs-tools")
+pytestmark = pytest.mark.programs("mksquashfs")
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.base.process import MOST_BYTES, TooLong
+from imgkit_builder.base.progress import SILENT
 from imgkit_builder.job.request import Request
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems import named
@@ -132,6 +133,38 @@ def test_answer_without_end_is_refused(far: Connection, name: str) -> None:
         read(far)
 
 
+@pytest.mark.parametrize("floods", ["before", "behind"])
+@pytest.mark.parametrize("name", [*READERS, "scheduler"])
+def test_errors_without_end_are_refused(far: Connection, name: str, floods: str) -> None:
+    endless = "yes 'no space left' >&2"
+    begins = "#!/bin/sh\n# A fake ssh that writes to stderr without end.\n"
+    put_ssh(begins + (endless if floods == "before" else f'read -r echo token\necho "$token"\n{endless}\n'))
+    read = READERS[name][0] if name in READERS else lambda far: jobs.finished(far, ("squeue",))
+    what = "a command on me@far printed more than 8 MB of error messages; their first line: no space left"
+    with pytest.raises(ToolFailed) as caught:
+        read(far)
+    assert (caught.value.what, caught.value.where) == (what, "far")
+    assert "ssh me@far echo works" in (caught.value.hint or "")
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_transfer_ends_where_the_remote_prints_without_end(far: Connection, stream: str) -> None:
+    begins = (
+        f'#!/bin/sh\n# A fake ssh that writes to {stream} without end.\nread -r echo token\necho "$token"\n'
+    )
+    put_ssh(begins + ("yes >&2" if stream == "stderr" else "yes"))
+    Path("image").write_bytes(b"x" * 1000)
+    with pytest.raises(ToolFailed, match="printed more than 8 MB"):
+        transfer._send(far, Path("image"), "/x", "part", 0, 1000, SILENT, None)
+
+
+def test_many_warnings_do_not_end_a_transfer_that_gets_on(far: Connection) -> None:
+    # tar prints a line for each file with a time in the future.
+    warns = "head -c 5000000 /dev/zero >&2; echo got on"
+    put_ssh(ANSWERS.replace("cat answer", f"{warns}; {warns}; {warns}"))
+    assert far.run("") == b"got on\n" * 3
+
+
 FLOOD = """
 from imgkit_builder.remote import connection, gc
 from imgkit_builder.remote.config import Remote
@@ -151,7 +184,7 @@ print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
     ("flood", "found"),
     [
         ("head -c 100000000 /dev/zero", "printed more than 8 MB"),
-        ("head -c 100000000 /dev/zero >&2; exit 3", "failed with exit code 3"),
+        ("head -c 100000000 /dev/zero >&2; exit 3", "printed more than 8 MB"),
     ],
     ids=["output", "errors"],
 )

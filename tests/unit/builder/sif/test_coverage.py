@@ -94,8 +94,9 @@ def test_added_object_is_named(sif: Path, group: int) -> None:
 
 
 def test_second_coverage_object_is_refused(sif: Path) -> None:
-    data = coverage.data_of(sif)
-    assert data is not None
+    content = image.read(sif)
+    (coverage_object,) = (entry for entry in content.descriptors if entry.name == coverage.NAME)
+    data = image.data(content, coverage_object)
     table.add(sif, NewObject(datatype=DataType.JSON, name=coverage.NAME, group=0, data=data))
     (fault,) = coverage.check(sif).faults
     assert "not the only one" in fault

@@ -101,8 +101,8 @@ def test_large_file_is_not_read_early() -> None:
 
 def test_hard_links_of_both_kinds_are_names_of_a_package() -> None:
     cached = "root/.cache/a-1.dist-info/METADATA"
-    text = b"Name: a\nVersion: 1\nLicense: MIT\n"
+    text = b"Name: a\nVersion: 1\n"
     link = ImageEntry(names=(METADATA,), kind=HARD_LINK, link=cached)
     split, joined = passed(file(cached, data=text), link), passed(file(cached, METADATA, data=text))
     assert split[-1][1] == joined[-1][1]
-    assert '"licenseDeclared": "MIT"' in split[-1][1].decode()
+    assert '"name": "a"' in split[-1][1].decode()

@@ -80,7 +80,7 @@ def as_ch_run(line: str) -> str:
 )
 def test_every_value_arrives_exactly(value: str, tmp_path: Path) -> None:
     (line,) = environment(f"X={value}")
-    assert (as_ch_run(line), sqsh.variables(line)) == (value, {"X": value})
+    assert as_ch_run(line) == value
     script = text(config(f"X={value}"), "etc/rc")
     (tmp_path / "rc").write_text(script.replace("/etc/rc.local", "/none"))
     shown = ("sh", tmp_path / "rc", "printenv", "X")

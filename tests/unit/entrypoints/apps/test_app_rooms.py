@@ -1,4 +1,4 @@
-"""Sub-rooms of dist-bench and dist-train import downwards only; no app but preflight imports another."""
+"""Modules of dist-bench and dist-train import in no circle; no app but preflight imports another."""
 
 from __future__ import annotations
 
@@ -11,14 +11,10 @@ import imgkit_entrypoints
 
 APPS = Path(imgkit_entrypoints.__file__).parent / "apps"
 PREFIX = "imgkit_entrypoints.apps."
-BELOW = {
-    "bench/report": set[str](),
-}
-"""Sub-rooms that each sub-room may import; the docstrings of the packages say the same."""
 
 
 def imported(file: Path) -> set[str]:
-    """The modules of apps that `file` imports, as paths: ``bench/judge/verdict``, ``ranks``."""
+    """The modules of apps that `file` imports, as paths: ``bench/verdict``, ``ranks``."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(PREFIX):
@@ -31,14 +27,6 @@ def imported(file: Path) -> set[str]:
 
 def app_of(path: str) -> str:
     return path.partition("/")[0]
-
-
-@pytest.mark.parametrize("room", BELOW)
-def test_subroom_imports_only_those_below(room: str) -> None:
-    files = list((APPS / room).rglob("*.py"))
-    assert len(files) > 1
-    rooms = {str(Path(path).parent) for file in files for path in imported(file)}
-    assert {other for other in rooms if other in BELOW and other != room} <= BELOW[room]
 
 
 @pytest.mark.parametrize("app", ["bench", "train"])

@@ -105,17 +105,10 @@ def test_table_shows_every_rank() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("app", "words"),
-    [
-        (hello, ["--round-trips", "0"]),
-        (pi, ["--intervals", "1e8"]),
-    ],
-)
-def test_bad_numbers_are_refused(app: object, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_number_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
-    app.add_arguments(parser)  # type: ignore[attr-defined]
+    pi.add_arguments(parser)
     with pytest.raises(SystemExit) as caught:
-        parser.parse_args(words)
+        parser.parse_args(["--intervals", "1e8"])
     assert caught.value.code == 2
-    assert words[0] in capsys.readouterr().err
+    assert "--intervals" in capsys.readouterr().err

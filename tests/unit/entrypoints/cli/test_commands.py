@@ -316,7 +316,8 @@ def test_shares_of_pi_are_exact(intervals: int, ranks: int):
         (["dist-train", "--steps", "0"], "'0' is not a whole number of at least 1"),
         (["dist-train", "--nproc", "many"], "'many' is not a whole number"),
         (["dist-train", "--device", "tpu"], "none of auto, cuda, cpu"),
-        (["dist-train", "--nnodes", "3:x"], "'3:x' is none of N, MIN:MAX and N+S"),
+        (["dist-train", "--nnodes", "3:x"], "--nnodes: '3:x' is neither N nor N+S"),
+        (["dist-train", "--nnodes", "2:4"], "--nnodes 4, or --nnodes 4+1"),
         (["dist-train", "--scheduler", "lsf"], "none of"),
         (["dist-run", "--nproc", "2"], "no script given"),
     ],
@@ -474,7 +475,7 @@ def test_unknown_option_is_refused_before_any_launch(name: str):
         (("dist-bench", "--lst", "--formt"), "unknown options --lst, --formt"),
         (("dist-pi", "a", "b"), "unexpected arguments a b"),
         (("dist-bench", "--itres", "16"), "unknown option --itres; did you mean --iters?"),
-        (("dist-bench", "--iters", "16", "sixteen"), "argument OP: invalid choice: 'sixteen'"),
+        (("dist-bench", "--iters", "16", "sixteen"), "argument COLLECTIVE: invalid choice: 'sixteen'"),
     ],
 )
 def test_misspelt_option_names_the_nearest(words: tuple[str, ...], said: str):

@@ -63,6 +63,7 @@ DANGERS = {
     "misspelled gloo": ("none", {"GLOO_SOCKET_IFNAMES": "eth0"}, "Rename it to GLOO_SOCKET_IFNAME"),
     "misspelled torch": ("none", {"TORCH_NCCL_BLOCKNG_WAIT": "1"}, "did you mean TORCH_NCCL_BLOCKING_WAIT?"),
     "misspelled algorithm": ("none", {"NCCL_ALGO": "Tree,Rign"}, "Set NCCL_ALGO='Tree,Ring'"),
+    "start of a right word": ("none", {"NCCL_ALGO": "Tree,Tre"}, "Set NCCL_ALGO='Tree,Tree'"),
     "algorithm of no function": ("none", {"NCCL_ALGO": "allreducer:ring"}, "'allreducer' is none of"),
     "misspelled protocol": ("none", {"NCCL_PROTO": "^LL129"}, "Set NCCL_PROTO='^LL128'"),
     "unknown network": ("none", {"NCCL_NET": "foo"}, "is neither IB nor Socket"),

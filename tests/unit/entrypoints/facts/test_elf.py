@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import struct
 import subprocess
 from pathlib import Path
@@ -45,7 +44,7 @@ def test_names_and_versions_are_read(tmp_path: Path) -> None:
     assert found.defines == ("X_1.0", "X_1.1")
 
 
-@pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf: apt-get install binutils")
+@pytest.mark.programs("readelf")
 @pytest.mark.parametrize("path", loaded(), ids=lambda path: path.name)
 def test_real_library_reads_as_by_readelf(path: Path) -> None:
     text = subprocess.run(["readelf", "-dVW", path], capture_output=True, text=True, check=True).stdout

@@ -59,7 +59,6 @@ try:
             hang_after_s=options.get("hang_after_s", 0.0),
             lost_after_s=options.get("lost_s", 2.0),
         ),
-        goodput=options.get("goodput", ""),
     )
 except ImgkitError as error:
     say(*str(error).split("\n"))

@@ -7,10 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from imgkit_entrypoints.launch.attempts import FailedAttempt, assigned, cause, verdict
-from imgkit_entrypoints.schedulers.placement import Size
-
-SPARE = Size.parse("2+1")
-RANGE = Size.parse("2:4")
 
 
 def failed(place: int | None = None, after_s: float = 1000.0) -> FailedAttempt:
@@ -18,62 +14,35 @@ def failed(place: int | None = None, after_s: float = 1000.0) -> FailedAttempt:
 
 
 def test_first_attempt_leaves_the_last_nodes_in_reserve() -> None:
-    assert assigned([0, 1, 2], SPARE) == {0: 0, 1: 1}
+    assert assigned([0, 1, 2], 2) == {0: 0, 1: 1}
 
 
 def test_spare_takes_the_rank_of_the_lost_node() -> None:
-    before = assigned(range(5), Size.parse("4+1"))
-    assert assigned([0, 2, 3, 4], Size.parse("4+1"), (), before) == {0: 0, 4: 1, 2: 2, 3: 3}
+    before = assigned(range(5), 4)
+    assert assigned([0, 2, 3, 4], 4, before) == {0: 0, 4: 1, 2: 2, 3: 3}
 
 
 def test_lost_spare_changes_nothing() -> None:
-    assert assigned([0, 1], SPARE, (), {0: 0, 1: 1}) == {0: 0, 1: 1}
+    assert assigned([0, 1], 2, {0: 0, 1: 1}) == {0: 0, 1: 1}
 
 
 def test_node_that_is_left_out_leaves_its_rank_to_the_spare() -> None:
-    assert assigned([0, 2], SPARE) == {0: 0, 2: 1}
+    assert assigned([0, 2], 2) == {0: 0, 2: 1}
 
 
-def test_range_shrinks_without_a_gap() -> None:
-    before = assigned(range(4), RANGE)
-    assert assigned([0, 2, 3], RANGE, (), before) == {0: 0, 2: 2, 3: 1}
+@pytest.mark.parametrize(("alive", "nnodes"), [([0], 2), ([0, 1], 4), ([], 1)])
+def test_too_few_nodes_are_no_attempt(alive: list[int], nnodes: int) -> None:
+    assert assigned(alive, nnodes) == {}
 
 
-def test_range_shrinks_to_a_number_that_the_batch_allows() -> None:
-    before = assigned(range(4), RANGE)
-    ranks = assigned([0, 1, 3], RANGE, (1, 2, 4), before)
-    assert ranks == {0: 0, 1: 1}
-
-
-def test_surplus_node_of_a_shrunk_run_is_a_spare() -> None:
-    assert assigned([0, 3], RANGE, (1, 2, 4), {0: 0, 1: 1}) == {0: 0, 3: 1}
-
-
-@pytest.mark.parametrize(
-    ("alive", "size", "counts"),
-    [
-        ([0], SPARE, ()),
-        ([0, 1], Size.parse("4"), ()),
-        ([0, 1, 2], Size.parse("3:4"), (1, 2, 4)),
-        ([], RANGE, ()),
-    ],
-)
-def test_too_few_nodes_are_no_attempt(alive: list[int], size: Size, counts: tuple[int, ...]) -> None:
-    assert assigned(alive, size, counts) == {}
-
-
-@given(st.integers(1, 6), st.integers(0, 3), st.integers(0, 3), st.data())
-def test_ranks_are_whole_and_kept_over_any_losses(
-    least: int, more: int, spares: int, data: st.DataObject
-) -> None:
-    size = Size(least=least, most=least + more, spares=spares)
-    alive, before = list(range(size.started)), None
-    while ranks := assigned(alive, size, (), before):
-        assert sorted(ranks.values()) == list(range(len(ranks)))
+@given(st.integers(1, 9), st.integers(0, 3), st.data())
+def test_ranks_are_whole_and_kept_over_any_losses(nnodes: int, spares: int, data: st.DataObject) -> None:
+    alive, before = list(range(nnodes + spares)), None
+    while ranks := assigned(alive, nnodes, before):
+        assert sorted(ranks.values()) == list(range(nnodes))
         assert ranks[0] == 0
-        assert len(ranks) == min(size.most, len(alive))
         for number, rank in (before or {}).items():
-            if number in alive and rank < len(ranks):
+            if number in alive:
                 assert ranks[number] == rank
         before = ranks
         if len(alive) == 1:

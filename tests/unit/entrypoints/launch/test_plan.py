@@ -158,8 +158,8 @@ def test_fixed_nodes_use_static_rendezvous():
     assert flag(made, "--master-port") == PORT_PENDING
 
 
-def test_range_of_nodes_is_numbered_in_the_roll_call():
-    made = make(place=node(4, 3, size=Size(least=2, most=4)))
+def test_run_with_spares_is_numbered_in_the_roll_call():
+    made = make(place=node(4, 3, size=Size(training=2, spares=2)))
     assert flag(made, "--rdzv-backend") == "static"
     assert flag(made, "--nnodes") == NNODES_PENDING
     assert flag(made, "--node-rank") == NODE_RANK_PENDING
@@ -167,13 +167,13 @@ def test_range_of_nodes_is_numbered_in_the_roll_call():
     assert flag(made, "--max-restarts") == "0"
 
 
-def test_range_that_ends_at_one_is_one_node():
-    made = make(place=node(size=Size(least=1, most=4)))
+def test_run_whose_spares_did_not_come_is_one_node():
+    made = make(place=node(size=Size(training=1, spares=3)))
     assert (flag(made, "--nnodes"), flag(made, "--node-rank")) == ("1", "0")
 
 
 def test_no_start_uses_a_rendezvous_that_unpickles():
-    for place in (node(), node(2, 1), node(3, size=Size(least=2, most=3))):
+    for place in (node(), node(2, 1), node(3, size=Size(training=2, spares=1))):
         made = make(place=place)
         assert flag(made, "--rdzv-backend") == "static"
         assert "--standalone" not in made.argv
@@ -323,10 +323,21 @@ def test_nodes_that_could_not_connect_are_refused():
     assert make(device="cpu", place=node(2), system=system).env["IMGKIT_DEVICE"] == "cpu"
 
 
+def test_network_is_announced_only_where_it_is_used():
+    system = SystemFacts(node=Node(), fabric=Fabric(kind="infiniband"))
+    laptop = make(system=system)
+    assert laptop.env["NCCL_IB_DISABLE"] == "1"
+    assert not any("NCCL" in line or "infiniband" in line for line in laptop.announcements())
+    for plan_with_network in (make(place=node(2), system=system), make(gpus=1, system=system)):
+        announced = list(plan_with_network.announcements())
+        assert any(line.startswith("NCCL_IB_DISABLE=1") for line in announced)
+        assert any("the recipe says infiniband" in line for line in announced)
+
+
 def test_spares_and_failures_are_in_the_plan():
     made = make(place=node(3, size=Size.parse("2+1")))
     shown = json.loads(json.dumps(made.to_dict()))
-    assert shown["placement"]["size"] == {"least": 2, "most": 2, "spares": 1}
+    assert shown["placement"]["size"] == {"training": 2, "spares": 1}
     assert shown["max_failures"] == 3
     assert make(place=node(3)).max_failures == 0
     assert make(place=node(3), max_failures=2).max_failures == 2

@@ -42,7 +42,7 @@ def test_file_of_a_person_ends_both_nodes_for_good(nodes: Any, run_dir: Path) ->
     (run_dir / "stop").touch()
     assert nodes.codes() == [0, 0]
     assert nodes.output().count("state saved at step 7") == 2
-    assert left(run_dir) == ["stop"]  # no mark: nobody is to requeue the job
+    assert left(run_dir) == ["result", "stop"]  # no mark: nobody is to requeue the job
 
 
 def test_file_of_a_script_asks_for_a_requeue(nodes: Any, run_dir: Path) -> None:
@@ -50,7 +50,7 @@ def test_file_of_a_script_asks_for_a_requeue(nodes: Any, run_dir: Path) -> None:
     nodes.said("ready")
     (run_dir / "stop-for-requeue").touch()
     assert nodes.codes() == [85]
-    assert left(run_dir) == ["state-saved", "stop-for-requeue"]
+    assert left(run_dir) == ["result", "state-saved", "stop-for-requeue"]
 
 
 def test_of_two_files_the_one_of_a_person_counts(tmp_path: Path) -> None:
@@ -68,7 +68,16 @@ def test_start_is_refused_while_the_file_is_there(nodes: Any, run_dir: Path, nno
     assert f"{run_dir}/stop: this file prevents the run from starting" in nodes.output()
     assert f"rm {run_dir}/stop" in nodes.output()
     assert "started" not in nodes.output()
-    assert left(run_dir) == ["stop"]
+    assert left(run_dir) == ["result", "stop"]
+
+
+def test_run_folder_that_is_a_file_is_refused_before_the_start(nodes: Any) -> None:
+    file = nodes.folder / "run"
+    file.touch()
+    nodes.start(["echo", "started"])
+    assert nodes.codes() == [2]
+    assert f"IMGKIT_RUN_DIR: {file}: the run folder cannot be written: Not a directory" in nodes.output()
+    assert "started" not in nodes.output()
 
 
 def test_folder_with_a_blank_gives_a_line_to_copy(tmp_path: Path) -> None:

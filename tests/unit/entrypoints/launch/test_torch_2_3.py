@@ -91,9 +91,9 @@ def test_fixed_number_of_nodes(python: str, tmp_path: Path) -> None:
     assert ended(*nodes) == ["0 0 2 --lr a b", "1 0 2 --lr a b"]
 
 
-def test_range_of_nodes(python: str, tmp_path: Path) -> None:
-    elastic = ("--nnodes", "1:2", "--head", "127.0.0.1", "--port", free_port(), "--node-rank")
-    nodes = [start(python, tmp_path, *elastic, str(rank)) for rank in range(2)]
+def test_nodes_and_a_spare(python: str, tmp_path: Path) -> None:
+    three = ("--nnodes", "2+1", "--head", "127.0.0.1", "--port", free_port(), "--node-rank")
+    nodes = [start(python, tmp_path, *three, str(rank)) for rank in range(3)]
     assert ended(*nodes) == ["0 0 2 --lr a b", "1 0 2 --lr a b"]
 
 

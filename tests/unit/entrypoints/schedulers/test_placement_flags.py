@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from imgkit_entrypoints.errors import NoPlan, UsageError
 from imgkit_entrypoints.schedulers import resolve
-from imgkit_entrypoints.schedulers.placement import Direct, Placement, PlacementRequest, Size, job_port
+from imgkit_entrypoints.schedulers.placement import (
+    Direct,
+    Placement,
+    PlacementRequest,
+    Size,
+    job_port,
+    size_examples,
+)
 
 STEP = {
     "SLURM_JOB_ID": "7",
@@ -84,13 +91,6 @@ def test_number_of_pods_can_be_set_right() -> None:
     assert place(pod, nnodes=2).nnodes == 2
     with pytest.raises(NoPlan, match="--nnodes is 2, but kubeflow started 4"):
         place({**pod, "PET_NNODES": "4"}, nnodes=2)
-
-
-def test_range_takes_what_was_started() -> None:
-    found = place(STEP, nnodes="1:4")
-    assert (found.nnodes, found.size) == (2, Size(least=1, most=4))
-    with pytest.raises(NoPlan, match="--nnodes is 3:4, but slurm started 2"):
-        place(STEP, nnodes="3:4")
 
 
 def test_rank_filled_in_by_the_script_is_caught() -> None:
@@ -249,10 +249,9 @@ def test_nodes_of_a_step_agree_on_the_port() -> None:
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("16", Size(least=16, most=16)),
-        ("2:4", Size(least=2, most=4)),
-        ("16+1", Size(least=16, most=16, spares=1)),
-        ("3+0", Size(least=3, most=3)),
+        ("16", Size(training=16)),
+        ("16+1", Size(training=16, spares=1)),
+        ("3+0", Size(training=3)),
     ],
 )
 def test_size_of_a_run_is_read(text: str, size: Size) -> None:
@@ -263,14 +262,23 @@ def test_size_of_a_run_is_read(text: str, size: Size) -> None:
     "text", ["", "0", "0:2", "4:2", "+1", "1+", "2:4+1", "-1", "²", "1e3", "12345678", "2+1+1"]
 )
 def test_other_size_is_refused(text: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"none of N, MIN:MAX and N|at least 1 must train|MIN is the larger one"
-    ):
+    with pytest.raises(ValueError, match=r"neither N nor N|at least 1 must train|is a range"):
         Size.parse(text)
+
+
+@pytest.mark.parametrize(("text", "number"), [("2:4", 4), ("4:2", 4), (" 7:7", 7), ("0:0", 1), ("two", 4)])
+def test_refused_size_comes_with_what_to_type(text: str, number: int) -> None:
+    assert size_examples(text, "--nnodes ").startswith(f"--nnodes {number}, or --nnodes {number}+1")
+
+
+def test_range_in_the_variable_is_refused_with_what_to_type() -> None:
+    with pytest.raises(NoPlan, match="is a range") as caught:
+        place({"IMGKIT_NNODES": "2:4"})
+    assert (caught.value.hint or "").startswith("IMGKIT_NNODES=4, or IMGKIT_NNODES=4+1")
 
 
 def test_spares_are_nodes_of_the_launcher() -> None:
     found = place(STEP, nnodes="1+1")
-    assert (found.nnodes, found.size) == (2, Size(least=1, most=1, spares=1))
+    assert (found.nnodes, found.size) == (2, Size(training=1, spares=1))
     with pytest.raises(NoPlan, match=r"--nnodes is 3\+1, but slurm started 2"):
         place(STEP, nnodes="3+1")

@@ -13,7 +13,7 @@ import pytest
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers import resolve
-from imgkit_entrypoints.schedulers.placement import Direct, Placement, PlacementRequest, Size
+from imgkit_entrypoints.schedulers.placement import Direct, Placement, PlacementRequest
 
 Env = dict[str, str]
 
@@ -284,15 +284,10 @@ RIGHT: dict[str, tuple[Env, Callable[[str], str | None], tuple[Any, ...]]] = {
         NOTHING,
         ("kubeflow", 2, 1, (), "job-node-0-0.job", 29500, ""),
     ),
-    "elastic pods with an endpoint": (
-        {"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "job-worker-0:29400", "RANK": "1", "WORLD_SIZE": "3"},
+    "pods with an endpoint": (
+        {"PET_NNODES": "3", "PET_RDZV_ENDPOINT": "job-worker-0:29400", "RANK": "1", "WORLD_SIZE": "3"},
         NOTHING,
         ("kubeflow", 3, 1, (), "job-worker-0", 29400, ""),
-    ),
-    "elastic pods with their names alone": (
-        {"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "job-worker-0:23456", "PET_RDZV_BACKEND": "c10d"},
-        files(hostname="job-worker-2\n"),
-        ("kubeflow", 3, 2, (), "job-worker-0", 23456, ""),
     ),
     "ssh to each of a list": (
         {"IMGKIT_NODES": "x9,x10"},
@@ -336,11 +331,6 @@ def test_every_source_is_a_variable_that_was_set(name: str) -> None:
     for sources in place(env, read).source.values():
         for source in sources.split(", "):
             assert source == "hostname" or env.get(source), source
-
-
-def test_elastic_pods_keep_their_minimum() -> None:
-    env, read, _ = RIGHT["elastic pods with an endpoint"]
-    assert place(env, read).size == Size(least=1, most=3)
 
 
 DIRECT: dict[str, tuple[Env, tuple[str, int, int], Direct]] = {
@@ -556,8 +546,14 @@ WRONG: dict[str, tuple[Env, Callable[[str], str | None], str, str]] = {
     "pods with an odd number": (
         {**trainer(1, 2), "PET_NNODES": "two"},
         NOTHING,
-        "'two' is none of N, MIN:MAX and N",
+        "'two' is not a whole number",
         "",
+    ),
+    "pods of an elastic job": (
+        {"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "job-worker-0:23456", "RANK": "1", "WORLD_SIZE": "3"},
+        NOTHING,
+        "the number of pods is a range",
+        "leave elasticPolicy out",
     ),
     "list without this host": (
         {"IMGKIT_NODES": "x9,x10"},

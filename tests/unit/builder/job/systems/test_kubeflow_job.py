@@ -106,11 +106,6 @@ def test_document_is_what_models_know(kind: KubernetesFormat, given: dict[str, A
     assert understood(found) == found
 
 
-def test_elastic_document_is_what_models_know() -> None:
-    found = document("pytorchjob", nodes="1:3")
-    assert understood(found) == found
-
-
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("place", ["job", "pod", "container"])
 def test_unknown_key_is_noticed(kind: KubernetesFormat, place: str) -> None:
@@ -188,18 +183,6 @@ def test_directory_is_where_the_program_starts() -> None:
     assert trainer["command"][:3] == ["env", "--chdir=/home/me/my run", "dist-train"]
 
 
-def test_elastic_pods_learn_their_number_from_the_label() -> None:
-    found = document("pytorchjob", nodes="2:5")
-    policy = found["spec"]["elasticPolicy"]
-    assert (policy["minReplicas"], policy["maxReplicas"]) == (2, 5)
-    assert {name: role["replicas"] for name, role in found["spec"]["pytorchReplicaSpecs"].items()} == {
-        "Worker": 5
-    }
-    (rank,) = (entry for entry in containers(found)[0]["env"] if entry["name"] == "PET_NODE_RANK")
-    path = "metadata.labels['training.kubeflow.org/replica-index']"
-    assert rank["valueFrom"] == {"fieldRef": {"fieldPath": path}}
-
-
 def test_lost_worker_does_not_end_a_job_with_a_spare() -> None:
     found = document("pytorchjob", nodes="2+1")
     assert understood(found) == found
@@ -256,11 +239,10 @@ def test_unknown_trainer_is_refused_by_name() -> None:
     assert refused("trainjob", trainer="3.0").what == what
 
 
-@pytest.mark.parametrize("nodes", ["2+1", "1:3"])
-def test_train_job_refuses_other_than_fixed_nodes(nodes: str) -> None:
-    error = refused("trainjob", nodes=nodes)
-    assert f"--nodes {nodes}, but a TrainJob" in error.what
-    assert "--format pytorchjob" in (error.hint or "")
+def test_train_job_refuses_spares() -> None:
+    error = refused("trainjob", nodes="2+1")
+    assert "--nodes 2+1, but a TrainJob" in error.what
+    assert error.hint == "--format pytorchjob, or --nodes 2"
 
 
 def test_project_is_a_namespace_and_its_scheduler() -> None:
@@ -290,7 +272,7 @@ def test_document_goes_in_on_stdin() -> None:
 @pytest.mark.parametrize(
     ("kind", "given", "where"),
     [
-        ("trainjob", {"nodes": "1:3"}, "--format"),
+        ("trainjob", {"nodes": "2+1"}, "--format"),
         ("pytorchjob", {"options": ("--backoff-limit=0",)}, "--option"),
         ("pytorchjob", {"options": ("--annotation=x",)}, "--option"),
         ("trainjob", {"options": ("--annotation",)}, "--option"),

@@ -172,7 +172,6 @@ def test_shell_is_for_one_host() -> None:
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        ({"nodes": "1:2"}, "mpirun starts all nodes or none"),
         ({"direct": True, "ssh": True}, "--direct cannot be combined with --ssh"),
         ({"hosts": ("me@node1", "node2")}, "mpirun cannot use 'me@node1'"),
         ({"hosts": ("node1", "fd00::7")}, "mpirun cannot use 'fd00::7'"),

@@ -120,7 +120,6 @@ def test_unknown_trainer_is_refused_by_name(text: str, tmp_path: Path) -> None:
     [
         ("2.24", {"pvcs": ("data:/data:ro",)}, "--pvc", "2.24 has no option for a read-only volume"),
         ("2.18", {"env": ("WANDB_API_KEY",)}, "--env", "2.18 has no option for a key of a Secret"),
-        ("3.0", {"nodes": "1:3"}, "--nodes", "3.0 has no --min-replicas"),
     ],
 )
 def test_what_a_client_has_no_option_for_is_refused(
@@ -216,12 +215,6 @@ def test_record_with_another_kind_starts_nothing() -> None:
     )
     with pytest.raises(UsageError, match="upgrade --force"):
         runai.cancel(record)
-
-
-def test_projects_are_listed_by_each_client(fake_runai: FakeRunAI) -> None:
-    assert runai.queues() == (("runai", "project", "list"),)
-    fake_runai({"submit-dist pytorch": "--workers"})
-    assert runai.queues() == (("runai", "list", "projects"),)
 
 
 @pytest.mark.parametrize(

@@ -131,12 +131,6 @@ def test_interactive_pods_sleep_and_each_is_named() -> None:
     assert comments[-1].endswith("runai delete job rcp --project mlo-me")
 
 
-def test_elastic_range_is_passed_on() -> None:
-    made = script(nodes="1:3")
-    assert (value(made, "--min-replicas"), value(made, "--max-replicas")) == ("1", "3")
-    assert variables(made)["IMGKIT_NNODES"] == "1:3"
-
-
 @pytest.mark.parametrize(
     ("given", "doubt"),
     [

@@ -63,12 +63,6 @@ def test_only_long_jobs_are_requeued() -> None:
     assert "--signal" not in text(time="5m")
 
 
-def test_elastic_job_takes_the_nodes_it_was_given() -> None:
-    script = text(nodes="1:3")
-    assert "#SBATCH --nodes=1-3\n" in script
-    assert not any(word.startswith("--nodes") for word in srun(script))
-
-
 def test_job_with_a_spare_outlives_a_node() -> None:
     script = text(nodes="2+1", stop_before_s=0)
     assert {"#SBATCH --nodes=3", "#SBATCH --no-kill", "#SBATCH --requeue"} <= set(script.splitlines())

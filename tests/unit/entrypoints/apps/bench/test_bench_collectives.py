@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from fractions import Fraction
 
 import pytest
 
 from imgkit_entrypoints.apps.bench import collectives
-from imgkit_entrypoints.apps.bench.collectives import COLLECTIVES, NAMES, Collective, Segment, named
+from imgkit_entrypoints.apps.bench.collectives import COLLECTIVES, NAMES, Collective, Segment, Shape, named
 
 
 @pytest.mark.parametrize(
@@ -33,7 +32,6 @@ def test_factors_are_those_of_nccl_tests(name: str, factors: tuple[float, ...]) 
 
 def test_table_of_factors_is_whole() -> None:
     assert len(NAMES) == len(set(NAMES)) == 10
-    assert len(collectives.EVERY) == 9
 
 
 @pytest.mark.parametrize(
@@ -70,31 +68,29 @@ def test_no_chunk_is_cut_within_16_bytes(ranks: int, item: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "least", "ring"),
-    # 4 nodes of 4 ranks: bytes that leave a node for each byte of the size.
+    ("name", "busbw"),
+    # 4 nodes of 4 ranks with 800 Gbps (100 GBps) each.
     [
-        ("all_reduce", 1.5, 1.875),
-        ("all_gather", 0.75, 0.9375),
-        ("alltoall", 3.0, 3.0),
-        ("broadcast", 1.0, 1.0),
-        ("sendrecv", 1.0, 1.0),
+        ("all_reduce", 100.0),  # a flat ring sends 2 x 15/16 of the size out of each node
+        ("all_gather", 100.0),
+        ("reduce_scatter", 100.0),
+        ("alltoall", 100 / 3 * 15 / 16),  # a node's 4 ranks send 3/4 of their sizes out of it
+        ("alltoallv", 100 / 3 * 15 / 16),
+        ("broadcast", 100.0),
+        ("reduce", 100.0),
+        ("sendrecv", 100.0),
+        ("gather", 100 / 0.75 * 15 / 16),  # 3/4 of the size enters the root's node
+        ("scatter", 100 / 0.75 * 15 / 16),
     ],
 )
-def test_traffic_of_a_node_is_a_range(name: str, least: float, ring: float) -> None:
-    op = named(name)
-    assert (op.least_traffic(4, 4), op.ring_traffic(4, 4)) == pytest.approx((least, ring))
-
-
-@pytest.mark.parametrize("op", COLLECTIVES, ids=NAMES)
-def test_one_node_sends_nothing_out(op: Collective) -> None:
-    assert op.least_traffic(1, 8) == op.ring_traffic(1, 8) == 0.0
+def test_expected_busbw_fills_the_network_of_a_node(name: str, busbw: float) -> None:
+    assert named(name).expected_busbw_GBps(800.0, 4, 4) == pytest.approx(busbw)
 
 
 def simulated(op: Collective, inputs: list[list[int]], rank: int) -> list[int] | None:
     """An independent definition of each collective; None if a rank gets nothing."""
     ranks, root = len(inputs), collectives.ROOT
     part = max(1, len(inputs[root]) // ranks)
-    splits = [0, *itertools.accumulate(op.shape(op.elements(48, 4, ranks), ranks, rank).splits)]
     total = [sum(column) for column in zip(*inputs, strict=False)]
     joined = [value for row in inputs for value in row]
     mine = slice(rank * part, (rank + 1) * part)
@@ -105,7 +101,7 @@ def simulated(op: Collective, inputs: list[list[int]], rank: int) -> list[int] |
         "broadcast": inputs[root],
         "reduce": total if rank == root else None,
         "alltoall": [value for row in inputs for value in row[mine]],
-        "alltoallv": [value for row in inputs for value in row[splits[rank] : splits[rank + 1]]],
+        "alltoallv": [value for row in inputs for value in row[mine]],
         "sendrecv": inputs[(rank - 1) % ranks],
         "gather": joined if rank == root else None,
         "scatter": inputs[root][mine],
@@ -113,75 +109,32 @@ def simulated(op: Collective, inputs: list[list[int]], rank: int) -> list[int] |
     return results[op.name]
 
 
-VARIANTS = (
-    *COLLECTIVES,
-    collectives.variant("alltoallv", skew=1.0),
-    collectives.variant("alltoallv", skew=9.0),
-    *(collectives.variant(name, out_of_place=True) for name in ("all_reduce", "broadcast", "reduce")),
-)
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("op", VARIANTS, ids=lambda op: f"{op.name} {op.variant}")
+@pytest.mark.parametrize("op", COLLECTIVES, ids=NAMES)
 def test_result_says_where_every_element_is_from(op: Collective, ranks: int) -> None:
     count = op.elements(48, 4, ranks)
     inputs = [
-        [1000 * rank + place for place in range(op.input_elements(count, ranks, rank))]
+        [1000 * rank + index for index in range(op.input(Shape(count=count, ranks=ranks, rank=rank)))]
         for rank in range(ranks)
     ]
     for rank in range(ranks):
-        wanted = simulated(op, inputs, rank)
-        said: list[int] = []
-        for segment in op.result(op.shape(count, ranks, rank)):
-            assert segment.start == len(said)
-            places = range(segment.offset, segment.offset + segment.count)
+        shape = Shape(count=count, ranks=ranks, rank=rank)
+        expected = simulated(op, inputs, rank)
+        output: list[int] = []
+        for segment in op.result(shape):
+            assert segment.start == len(output)
+            positions = range(segment.offset, segment.offset + segment.count)
             sources = inputs if segment.source is None else [inputs[segment.source]]
-            said += [sum(row[place] for row in sources) for place in places]
-        assert (said or None) == wanted
-        if op.separate and wanted is not None:
-            assert op.output_elements(count, ranks, rank) == len(wanted)
+            output += [sum(row[position] for row in sources) for position in positions]
+        assert (output or None) == expected
+        if op.separate and expected is not None:
+            assert op.output_elements(shape) == len(expected)
 
 
 @pytest.mark.parametrize(("name", "times"), [("all_reduce", 1), ("broadcast", 1), ("alltoall", 2)])
 def test_buffers_are_at_most_twice_the_size(name: str, times: float) -> None:
     assert named(name).buffer_bytes(4096, 4) == times * 4096
-    assert all(op.buffer_bytes(4096, 4) <= 2 * 4096 for op in VARIANTS)
-
-
-def test_popular_expert_receives_most() -> None:
-    op = collectives.variant("alltoallv", skew=1.0)
-    assert op.shape(1 << 20, 4, 0).splits == (262144, 131072, 87376, 65536)  # 1, 1/2, 1/3 and 1/4 of it
-    assert op.output_elements(1 << 20, 4, 0) == 1 << 20
-    assert op.variant == "skew 1"
-
-
-def test_no_skew_is_alltoall() -> None:
-    op, plain = collectives.variant("alltoallv", skew=0.0), named("alltoall")
-    assert op.shape(1 << 20, 4, 0).splits == (1 << 18,) * 4
-    assert op.least_traffic(4, 8) == pytest.approx(plain.least_traffic(4, 8))
-
-
-def test_skew_takes_traffic_from_other_ranks_only() -> None:
-    # Two nodes of two: ranks 0 and 1 receive 1 + 1/2 of a share from each of two other ranks.
-    assert collectives.variant("alltoallv", skew=1.0).least_traffic(2, 2) == pytest.approx(0.75)
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 64])
-def test_skewed_chunks_are_never_empty(ranks: int) -> None:
-    splits = collectives.variant("alltoallv", skew=5.0).shape(ranks * 4, ranks, 0).splits
-    assert min(splits) > 0
-    assert all(one % 4 == 0 for one in splits)
-
-
-def test_variant_is_told_where_it_changes_something() -> None:
-    asked = [collectives.variant(name, redop="avg", out_of_place=True).variant for name in NAMES[:3]]
-    assert asked == ["avg, out of place", "", "avg"]
-
-
-@pytest.mark.parametrize(("ranks", "exact"), [(2, True), (8, True), (3, False), (12, False)])
-def test_averages_are_verified_where_they_are_exact(ranks: int, exact: bool) -> None:
-    assert collectives.variant("all_reduce", redop="avg").exact(ranks) is exact
-    assert collectives.variant("all_reduce", redop="max").exact(ranks)
+    assert all(op.buffer_bytes(4096, 4) <= 2 * 4096 for op in COLLECTIVES)
 
 
 def test_new_collective_is_one_record() -> None:
@@ -190,18 +143,17 @@ def test_new_collective_is_one_record() -> None:
         name="neighbours",
         output=lambda shape: 2 * shape.count,
         bus=lambda _: Fraction(2),
-        leaves_node=lambda _share, _weights: 2.0,
+        traffic=lambda _nodes, _ranks_per_node: Fraction(2),
         call=lambda to: to.bind(print, to.input),
         result=lambda shape: (
             Segment(start=0, count=shape.count, source=(shape.rank - 1) % shape.ranks, offset=0),
             Segment(start=shape.count, count=shape.count, source=(shape.rank + 1) % shape.ranks, offset=0),
         ),
     )
-    assert [part.source for part in op.result(op.shape(4, 3, 0))] == [2, 1]
-    assert (op.buffer_bytes(100, 3), op.factor(8), op.least_traffic(2, 4)) == (300, 2.0, 2.0)
+    assert [part.source for part in op.result(Shape(count=4, ranks=3, rank=0))] == [2, 1]
+    assert (op.buffer_bytes(100, 3), op.factor(8), op.expected_busbw_GBps(80.0, 2, 4)) == (300, 2.0, 10.0)
     assert op.busbw_GBps(10**9, 0.5, 3) == 4.0
     assert op.separate
-    assert not op.variant
 
 
 def test_record_without_call_or_result_is_refused() -> None:
@@ -215,4 +167,5 @@ def test_low_share_of_the_line_rate_is_remarkable_where_all_nodes_send_all_the_t
         "all_gather",
         "reduce_scatter",
         "alltoall",
+        "alltoallv",
     }

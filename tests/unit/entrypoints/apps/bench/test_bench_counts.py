@@ -16,8 +16,8 @@ GUESSES = st.lists(st.floats(0.0, 1e7), min_size=2, max_size=20)
 
 
 def planned(size: int = 8, **changed: Any) -> Counts:
-    asked: dict[str, Any] = {"fitting": 500.0, "iters": None, "checked": True, "before": None}
-    return sizes.planned(size, **(asked | changed))
+    arguments: dict[str, Any] = {"fitting": 500.0, "iters": None, "previous": None}
+    return sizes.plan_counts(size, **(arguments | changed))
 
 
 @given(st.floats(0.0, 1e9), st.none() | st.integers(1, 10**6))
@@ -29,42 +29,31 @@ def test_every_size_has_five_batches(fitting: float, iters: int | None) -> None:
 
 @given(GUESSES)
 def test_wild_guesses_make_no_jumps(guesses: list[float]) -> None:
-    before, totals = None, []
+    previous, totals = None, []
     for power, fitting in enumerate(guesses):
-        before = planned(8 << power, fitting=fitting, before=before)
-        totals.append(before.batches * before.launches)
+        previous = planned(8 << power, fitting=fitting, previous=previous)
+        totals.append(previous.total)
     for one, other in itertools.pairwise(totals):
         assert max(one, other) <= 2 * min(one, other) + 50  # batches are whole
 
 
 def test_larger_steps_of_the_size_may_lower_the_count() -> None:
-    before = planned(8, fitting=1000.0)
-    assert planned(8 * 128, fitting=1.0, before=before).total < before.total / 50
+    previous = planned(8, fitting=1000.0)
+    assert planned(8 * 128, fitting=1.0, previous=previous).total < previous.total / 50
 
 
 @pytest.mark.parametrize(("iters", "total"), [(2, 5), (50, 50), (7, 10), (2000, 2000)])
 def test_given_iterations_are_kept_in_whole_batches(iters: int, total: int) -> None:
     assert planned(iters=iters).total == total
-    assert planned(iters=iters, checked=False).singles == iters
 
 
-def test_verified_sizes_have_twenty_iterations() -> None:
-    assert planned(iters=2).singles == planned(fitting=0.1).singles == 20
-    assert planned(fitting=0.1, checked=False).singles < 20
-
-
-@given(st.floats(0.0, 1e9))
-def test_turns_leave_nothing_out(fitting: float) -> None:
-    found = planned(fitting=fitting)
-    turns = found.turns()
-    assert len(turns) == 5
-    assert all(batches and singles for batches, singles in turns)
-    assert sum(batches for batches, _ in turns) == found.batches
-    assert sum(singles for _, singles in turns) == found.singles
+@pytest.mark.parametrize(("iters", "verified"), [(2, 20), (50, 50), (2000, 200)])
+def test_at_least_twenty_iterations_are_verified(iters: int, verified: int) -> None:
+    assert planned(iters=iters).verified == verified
 
 
 def test_slow_guess_does_not_starve_the_next_sizes() -> None:
-    before = planned(8, fitting=5.0)
+    previous = planned(8, fitting=5.0)
     for power in range(1, 9):
-        before = planned(8 << power, fitting=800.0, before=before)
-    assert before.total >= 800
+        previous = planned(8 << power, fitting=800.0, previous=previous)
+    assert previous.total >= 800

@@ -55,6 +55,16 @@ def test_run_folder_comes_from_the_job() -> None:
     assert options.read(["--run-dir", "/a"], {"IMGKIT_JOB_DIR": "/job"}).run_dir == Path("/a")
 
 
+def test_run_folder_that_no_run_can_write_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for name in ("file", "file/below", "x" * 300):
+        with pytest.raises(UsageError, match="the run folder cannot be written") as caught:
+            options.check(["--run-dir", str(tmp_path / name)], {})
+        assert caught.value.where == str(tmp_path / name)
+    assert options.read(["--run-dir", str(tmp_path / "new/run")], {}).run_dir == tmp_path / "new/run"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]  # nothing is made
+
+
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
     file.write_text('{"lr": 0.5, "batch_size": 8, "clip": null, "deterministic": true}')

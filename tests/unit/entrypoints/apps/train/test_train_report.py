@@ -209,17 +209,6 @@ def test_legend_lies_above_the_plot() -> None:
     assert max(told["trained on"], told["held out"]) < curves.TOP
 
 
-@pytest.mark.parametrize("width", [curves.WIDTH, curves.PHONE])
-def test_figure_of_a_page_lies_within_its_width(width: int) -> None:
-    lines = [curves.StepCurve(label="a", points=((0, 1.0), (900, 2.0)))]
-    root = ElementTree.fromstring(curves.figure(curves.StepChart("loss", tuple(lines)), width))  # noqa: S314
-    assert root.get("viewBox") == f"0 0 {width} {root.get('height')}"
-    ends = [one.get("points", "").split()[-1].split(",") for one in root.iter("polyline")]
-    (circle,) = root.iter("circle")
-    assert [float(x) for x, _ in ends] == [float(circle.get("cx", "0"))] == [width - curves.RIGHT]
-    assert all(0 < float(one.get("x", "0")) < width for one in root.iter("text"))
-
-
 @pytest.mark.parametrize(
     ("values", "from_zero", "there", "absent"),
     [

@@ -1,0 +1,50 @@
+"""The printed table: the columns of nccl-tests, and the range of the batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from imgkit_entrypoints.apps.bench.collectives import ROOT, Collective
+from imgkit_entrypoints.apps.bench.record import Result, World
+from imgkit_entrypoints.apps.bench.verify import dtype_named
+
+HEADER = (
+    "#       size         count      type   redop    root       time    algbw    busbw  #wrong"
+    "        low       high",
+    "#        (B)    (elements)                             (us)   (GB/s)   (GB/s)        "
+    "           (us)       (us)",
+)
+
+
+def title(collective: Collective, dtype: str, world: World) -> str:
+    """Return the line above the table of one collective."""
+    ranks = "1 rank" if world.ranks == 1 else f"{world.ranks} ranks"
+    nodes = f", {world.nodes} nodes" if world.nodes > 1 else ""
+    redop = " sum" if collective.sums else ""
+    return f"# {collective.name} {dtype_named(dtype).torch}{redop}, {ranks}, {world.backend}{nodes}"
+
+
+def row(collective: Collective, result: Result) -> str:
+    """Return the row of one size; GB/s is 1e9 B/s, as in nccl-tests."""
+    redop = "sum" if collective.sums else "none"
+    root = ROOT if collective.has_root else -1
+    dtype = dtype_named(result.dtype).torch
+    wrong = "N/A" if result.wrong is None else str(result.wrong)
+    return (
+        f"{result.size_bytes:12}  {result.count:12}  {dtype:>8}  {redop:>6}  {root:6}  "
+        f"{result.time_us:9.2f}  {result.algbw_GBps:7.3f}  {result.busbw_GBps:7.3f}  {wrong:>6}  "
+        f"{result.low_us:9.2f}  {result.high_us:9.2f}"
+    )
+
+
+def summary(results: Sequence[Result]) -> tuple[str, ...]:
+    """Return the last lines of nccl-tests, which programs search for."""
+    if not results:
+        return ()
+    verified = [result.wrong for result in results if result.wrong is not None]
+    wrong = f"{sum(verified)} {'FAILED' if any(verified) else 'OK'}" if verified else "N/A"
+    mean_GBps = sum(result.busbw_GBps for result in results) / len(results)
+    return (
+        f"# Out of bounds values : {wrong}",
+        f"# Avg bus bandwidth    : {mean_GBps:g}",
+    )

@@ -1,0 +1,177 @@
+"""An imgkit.toml that nobody named, and what it names: who may be able to change them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imgkit_builder.project import ownership
+
+SBATCH = "#!/bin/sh\n# A fake sbatch.\ncat > /dev/null\ntouch started\necho 4711\n"
+TOML = """\
+recipe = './mine.yaml'
+account = 'a'
+qos = 'acc_debug'
+time = '10m'
+code = 'src'
+command = ['dist-run', 'train.py']
+"""
+FILES = {
+    "imgkit.toml": TOML,
+    "mine.yaml": "extends: ./base.yaml\nsystem: ./system.yaml\nimage: {pip: [{requirements: needs.txt}]}\n",
+    "needs.txt": "einops\n",
+    "base.yaml": "extends: mn5\n",
+    "system.yaml": "extends: mn5\nruntime: {binds: [/data]}\n",
+    "mine.lock": "",
+    "src/train.py": "",
+    "bin/sbatch": SBATCH,
+}
+STRANGER = 4711
+
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, a project, with a fake sbatch."""
+    project = tmp_path / "project"
+    for name, text in FILES.items():
+        file = project / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        file.chmod(0o755 if name == "bin/sbatch" else 0o644)
+    (project / "mine.sif").mkdir()  # an image as a folder, which nothing looks into
+    monkeypatch.chdir(project)
+    for name in ("CONFIG", "STATE"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
+    monkeypatch.setenv("PATH", f"{project / 'bin'}:{os.environ['PATH']}")
+    return project
+
+
+def give_away(path: Path) -> None:
+    os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
+
+
+def open_to_all(path: Path) -> None:
+    path.chmod(0o777 if path.is_dir() else 0o666)
+
+
+def refusal(call: Any, *words: str) -> str:
+    """The message of a run that is refused."""
+    code, out, err = call(*words)
+    assert (code, out) == (2, ""), err
+    assert not Path("started").exists()
+    assert "--trust-folder" in err
+    return re.sub(r"\s+", " ", err)
+
+
+def submit(call: Any, *words: str) -> tuple[int, str]:
+    code, out, err = call("submit", "--no-code", *words)
+    assert "--trust-folder" not in err
+    assert code == 0, err
+    return code, out
+
+
+def test_own_folder_is_used_without_a_question(folder: Path, call: Any) -> None:
+    code, _, err = call("submit", "--dry-run")
+    assert code == 0, err
+    assert submit(call) == (0, "4711\n")
+    assert Path("started").exists()
+
+
+NAMED = ["imgkit.toml", "mine.yaml", "base.yaml", "system.yaml", "needs.txt", "mine.lock", "src"]
+
+
+@as_root
+@pytest.mark.parametrize("name", NAMED)
+def test_project_file_of_another_user_is_refused(folder: Path, call: Any, name: str) -> None:
+    give_away(folder / name)
+    mode = "0755" if name == "src" else "0644"
+    err = refusal(call, "submit")
+    assert f"{folder}/{name}: belongs to user {STRANGER} (mode {mode}), not to you, root or the owner" in err
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_project_file_that_every_user_can_write_is_refused(folder: Path, call: Any, name: str) -> None:
+    open_to_all(folder / name)
+    err = refusal(call, "submit")
+    mode = "0777" if name == "src" else "0666"
+    assert re.search(rf"/{name}: every user can write it \(owner \w+, mode {mode}\) ", err)
+    assert f"-> chmod o-w {folder}/{name} or " in err
+
+
+@pytest.mark.parametrize("above", [Path(), Path("..")])
+def test_folder_in_which_every_user_can_replace_it_is_refused(folder: Path, call: Any, above: Path) -> None:
+    place = (folder / above).resolve()
+    place.chmod(0o777)
+    err = refusal(call, "submit")
+    assert f"{folder}/imgkit.toml: every user can replace it in {place} (owner " in err
+    assert f"-> chmod o-w {place} " in err
+    place.chmod(0o1777)
+    assert submit(call)[0] == 0
+
+
+@as_root
+@pytest.mark.parametrize("name", ["imgkit.toml", "src"])
+def test_both_ends_of_a_link_count(folder: Path, call: Any, name: str) -> None:
+    file = folder / name
+    elsewhere = folder.parent / "elsewhere"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+    assert submit(call)[0] == 0
+    Path("started").unlink()
+    give_away(file)
+    assert f"{file}: belongs to" in refusal(call, "submit")
+    os.lchown(file, 0, 0)
+    give_away(elsewhere)
+    assert f"{elsewhere}: belongs to" in refusal(call, "submit")
+
+
+@as_root
+@pytest.mark.parametrize("change", [give_away, open_to_all])
+def test_trusted_folder_is_used(folder: Path, call: Any, change: Callable[[Path], None]) -> None:
+    for name in NAMED:
+        change(folder / name)
+    change(folder)
+    assert submit(call, "--trust-folder") == (0, "4711\n")
+
+
+@as_root
+def test_typed_path_is_consent(folder: Path, call: Any) -> None:
+    for name in NAMED:
+        give_away(folder / name)
+    flags = ("-A", "a", "--qos", "acc_debug", "--time", "10m", "--image", "mine.sif", "--", "dist-hello")
+    assert submit(call, "./mine.yaml", *flags) == (0, "4711\n")
+
+
+@as_root
+@pytest.mark.parametrize("words", [(), ("./mine.yaml",)])
+def test_run_refuses_a_foreign_file(folder: Path, call: Any, words: tuple[str, ...]) -> None:
+    call("remote", "add", "far", "me@far", "--recipe", "mn5")
+    give_away(folder / "imgkit.toml")
+    assert "/imgkit.toml: belongs to" in refusal(call, "run", *words, "--on", "far")
+    assert "/imgkit.toml: belongs to" in refusal(call, "run", *words, "--on", "far", "--dry-run")
+    assert call("run", *words, "--on", "far", "--dry-run", "--trust-folder")[0] == 0
+
+
+@as_root
+def test_run_takes_a_foreign_recipe_that_is_named(folder: Path, call: Any) -> None:
+    call("remote", "add", "far", "me@far")
+    give_away(folder / "mine.yaml")
+    assert "/mine.yaml: belongs to" in refusal(call, "run", "--on", "far", "--dry-run")
+    assert call("run", "./mine.yaml", "--on", "far", "--dry-run")[0] == 0
+
+
+@as_root
+def test_owner_of_the_installation_counts_as_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, installed = tmp_path / "imgkit.toml", tmp_path / "__init__.py"
+    for path in (file, installed):
+        path.touch(mode=0o644)
+        give_away(path)
+    monkeypatch.setattr(ownership, "__file__", str(installed))
+    ownership.refuse_foreign(file)
