@@ -150,8 +150,8 @@ def _wrong_value(node: YamlNode, mistake: Mistake) -> tuple[str, str]:
     if isinstance(node, Scalar) and node.type == "text" and mistake.kind == "choice":
         if mistake.path[-1] == "kind" and (reason := _OTHER_RUNTIMES.get(node.text.lower())):
             return f"imgkit does not start containers by {node.text}: {reason}", _RUNTIME_HINT
-        meant = _ALIASES.get(node.text.lower(), node.text)
-        return f"{node.text!r} is not known", choices(meant, mistake.choices)
+        name = _ALIASES.get(node.text.lower(), node.text)
+        return f"{node.text!r} is not known", choices(name, mistake.choices)
     if isinstance(node, Scalar) and node.type != "text" and expects_text:
         return f"must be text, but YAML reads {node.text} as {_reading(node)}", f'quote it: "{node.text}"'
     if isinstance(node, Scalar) and node.type != "text" and mistake.message == "an integer":
@@ -240,12 +240,12 @@ def _check_secrets(tree: Table, problems: Collector) -> None:
 def _check_pip_steps(tree: Table, problems: Collector) -> None:
     sources = ("packages", "requirements", "project")
     for path, step in _tables(tree, "image", "pip", ANY):
-        stated = [key for key in sources if key in step.entries]
-        if len(stated) != 1:
+        present = [key for key in sources if key in step.entries]
+        if len(present) != 1:
             message = (
-                f"needs exactly one of {', '.join(sources)}; it has {' and '.join(stated) or 'none of them'}"
+                f"needs exactly one of {', '.join(sources)}; it has {' and '.join(present) or 'none of them'}"
             )
-            hint = "write a step for each" if stated else "add packages: [NAME]"
+            hint = "write a step for each" if present else "add packages: [NAME]"
             problems.error(step.position, path, message, hint)
         for key, reason in (
             ("editable", "other packages have no folder of their own"),
@@ -291,7 +291,7 @@ def _check_runtime(tree: Table, problems: Collector) -> None:
 def _check_scheduler(tree: Table, problems: Collector) -> None:
     for path, node in select(tree, "system", "scheduler"):
         if isinstance(node, Scalar) and node.type == "text" and not systems.is_known(node.text):
-            hint = choices(systems.meant(node.text), systems.words())
+            hint = choices(systems.with_alias(node.text), systems.names())
             problems.error(node.position, path, f"{node.text!r} is not known", hint)
 
 

@@ -263,8 +263,8 @@ def _shipped(name: str) -> Path:
         raise UsageError(f"{name} is a system, not a recipe", hint=hint)
     if not name:
         raise UsageError("the recipe's name is empty", hint=choices("", recipe_names()))
-    own = f"; for the file {name}.yaml write ./{name}.yaml" if Path(f"{name}.yaml").is_file() else ""
-    raise UsageError(f"there is no recipe {name!r}", hint=choices(name, recipe_names()) + own)
+    advice = f"; for the file {name}.yaml write ./{name}.yaml" if Path(f"{name}.yaml").is_file() else ""
+    raise UsageError(f"there is no recipe {name!r}", hint=choices(name, recipe_names()) + advice)
 
 
 def resolve(file: Path, problems: Collector) -> tuple[Table | None, bool]:
@@ -282,9 +282,9 @@ def resolve(file: Path, problems: Collector) -> tuple[Table | None, bool]:
             is_complete = False
             break
         _refuse_system_file(tree, problems)
-        own, names_system, has_system = _with_system(tree.without("extends"), current, problems)
+        child, names_system, has_system = _with_system(tree.without("extends"), current, problems)
         is_complete = is_complete and has_system
-        chain.append((own, names_system))
+        chain.append((child, names_system))
         if "extends" not in tree.entries:
             break
         current = _parent(tree.entries["extends"], current.parent, seen, problems)
@@ -293,8 +293,8 @@ def resolve(file: Path, problems: Collector) -> tuple[Table | None, bool]:
         return None, False
     merged, _ = chain.pop()
     while chain:
-        own, names_system = chain.pop()
-        merged = merge_tables(merged.without("system") if names_system else merged, own, ())
+        child, names_system = chain.pop()
+        merged = merge_tables(merged.without("system") if names_system else merged, child, ())
     return merged, is_complete
 
 
@@ -316,15 +316,15 @@ def _with_system(tree: Table, file: Path, problems: Collector) -> tuple[Table, b
     ref = tree.entries.get("system")
     if ref is None or (isinstance(ref, Scalar) and ref.type == "nothing"):
         return tree, False, True
-    own = Table(position=ref.position, entries={}, keys={})
+    changes = Table(position=ref.position, entries={}, keys={})
     if isinstance(ref, Table):
         if "extends" not in ref.entries:
             return tree, False, True
-        own, ref = ref.without("extends"), ref.entries["extends"]
+        changes, ref = ref.without("extends"), ref.entries["extends"]
     base = _named_system(ref, file, ("system",), [], problems)
     if base is None:
         return tree.without("system"), True, False
-    system = merge_tables(base, own, ("system",))
+    system = merge_tables(base, changes, ("system",))
     return _replace(tree, ("system",), system), True, True
 
 
@@ -369,11 +369,11 @@ def _system(file: Path, seen: list[Path], problems: Collector) -> tuple[Table | 
             problems.error(tree.keys[key], (), "a system has no image", hint)
             return None, Proof()
     proof = _proof(tree.entries["proof"], problems) if "proof" in tree.entries else Proof()
-    own, parent = tree.without("proof", "extends"), tree.entries.get("extends")
+    values, parent = tree.without("proof", "extends"), tree.entries.get("extends")
     if parent is None:
-        return own, proof
+        return values, proof
     base = _named_system(parent, file, ("extends",), [*seen, file.resolve()], problems)
-    return (None if base is None else merge_tables(base, own, ("system",))), proof
+    return (None if base is None else merge_tables(base, values, ("system",))), proof
 
 
 def _proof(node: YamlNode, problems: Collector) -> Proof:

@@ -149,17 +149,17 @@ def key_text(path: KeyPath) -> str:
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
 
 
-def nearest(word: str, allowed: Iterable[str]) -> str:
-    """Return the word in `allowed` that was probably meant, or an empty string."""
-    by_lower = {name.lower(): name for name in allowed}
-    matches = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+def nearest(name: str, allowed: Iterable[str]) -> str:
+    """Return the one of `allowed` that was probably meant, or an empty string."""
+    by_lower = {choice.lower(): choice for choice in allowed}
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[matches[0]] if matches else ""
 
 
-def choices(word: str, allowed: Iterable[str]) -> str:
-    """Return ``allowed: b, a, c; did you mean b?``, sorted with the nearest word first."""
-    near = nearest(word, allowed := tuple(allowed))
-    names = sorted(allowed, key=lambda name: (name != near, name))
+def choices(name: str, allowed: Iterable[str]) -> str:
+    """Return ``allowed: b, a, c; did you mean b?``, sorted with the nearest first."""
+    near = nearest(name, allowed := tuple(allowed))
+    names = sorted(allowed, key=lambda choice: (choice != near, choice))
     text = f"allowed: {', '.join(names)}"
     return f"{text}; did you mean {near}?" if near else text
 

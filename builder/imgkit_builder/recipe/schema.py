@@ -58,7 +58,7 @@ def schema_json() -> str:
         "type": "string",
         "description": "The system to start from: a name of `imgkit list --systems`, or a path.",
     }
-    facts["scheduler"]["enum"] = list(systems.words())
+    facts["scheduler"]["enum"] = list(systems.names())
     # The recipe that this one extends may state the missing keys.
     del definitions["Image"]["required"], schema["required"]
     schema["anyOf"] = [
