@@ -119,7 +119,7 @@ def _list_systems(*, as_json: bool) -> None:
     from imgkit_builder.recipe import system_files
     from imgkit_builder.recipe.load import load_system
 
-    systems = [load_system(name) for name in system_files.known()]
+    systems = [load_system(name) for name in system_files.find_all()]
     if as_json:
         rows = [
             {

@@ -258,7 +258,7 @@ def locate(ref: str, folder: Path) -> Path:
 def _shipped(name: str) -> Path:
     if name in recipe_names():
         return recipe_path(name)
-    if name in system_files.known():
+    if name in system_files.find_all():
         hint = f"write a recipe of two lines: `image: {{base: NAME:TAG}}` and `system: {name}`"
         raise UsageError(f"{name} is a system, not a recipe", hint=hint)
     if not name:

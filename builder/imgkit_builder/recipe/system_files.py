@@ -70,7 +70,7 @@ def is_site(file: Path) -> bool:
     return file.is_relative_to(folder) or file.resolve().is_relative_to(folder.resolve())
 
 
-def known() -> Mapping[str, Path]:
+def find_all() -> Mapping[str, Path]:
     """Return every system that a recipe can name, with its file; those of the site come last.
 
     Raises
@@ -129,7 +129,7 @@ def locate(ref: str, source: Path) -> Path:
 
 
 def _named(name: str, source: Path) -> Path:
-    names = known()
+    names = find_all()
     if name in names:
         return names[name]
     sibling = source.parent / f"{name}{SUFFIX}"

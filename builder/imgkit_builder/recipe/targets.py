@@ -144,7 +144,7 @@ _UNNAMED: Mapping[KeyPath, KeyPath] = {("image", "constraints", "policy"): ("ima
 def _values(
     path: KeyPath, content: Any, positions: Mapping[KeyPath, Position]
 ) -> Iterator[tuple[str, str | int | None, Position | None]]:
-    """Yield key, value and position of what is below `content`; a default has no position, a list no value."""
+    """Yield key, value and position of what is below `content`; a default has no position."""
     parts: list[tuple[str | int, Any]] | None = None
     if isinstance(content, RunCommand) and content.short is not None:
         content = content.short
