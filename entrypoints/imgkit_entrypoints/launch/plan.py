@@ -121,14 +121,14 @@ class LaunchPlan:
     secret: str = ""
     """The place that the secret of the roll call comes from; empty: the start is open, or on one node."""
     unused_network: frozenset[str] = frozenset()
-    """Variables of the network in a run that uses none: they are set, but not announced."""
+    """Variables and warnings about the network in a run that uses none: they are not announced."""
 
     def announcements(self) -> Iterator[str]:
         """Yield what the head prints at the start: values with their reasons, then the warnings."""
         for decision in self.decisions:
             if decision.used and decision.variable not in self.unused_network:
                 yield str(decision)
-        yield from self.warnings
+        yield from (warning for warning in self.warnings if warning not in self.unused_network)
 
     def lines(self) -> Iterator[str]:
         """Yield the text of ``--dry-run``: each value with its source, the warnings, and the command."""
@@ -226,6 +226,8 @@ def make(
             where=f"fabric {network.kind}",
             hint=f"{network.blockers[0].fix}; --device cpu runs over gloo",
         )
+    network_variables = tuple(decision.variable for decision in network.decisions)
+    network_warnings = tuple(map(str, network.warnings))
     # Gloo on one node takes lo: what the recipe expects of the cluster's network says nothing about this run.
     uses_network = device == "cuda" or place.nnodes > 1
     decided = {**network.env, **_threads(host, nproc, system, env, decisions)}
@@ -255,11 +257,9 @@ def make(
         warnings=(
             *_unused(request, place, nproc, env),
             *_spares_wait_in_vain(place),
-            *map(str, network.warnings if uses_network else ()),
+            *network_warnings,
         ),
-        unused_network=frozenset(
-            () if uses_network else (decision.variable for decision in network.decisions)
-        ),
+        unused_network=frozenset(() if uses_network else (*network_variables, *network_warnings)),
     )
 
 

@@ -48,7 +48,6 @@ def test_unknown_recipe_is_refused() -> None:
 @pytest.mark.parametrize(
     ("part", "key", "value", "message"),
     [
-        ("node", "gpus", -1, "gpus must be at least 0"),
         ("queue", "name", "a\n#SBATCH --x", "system.queue.name: contains a line break"),
         ("runtime", "command", "a; b", "system.runtime.command: 'a; b' is not one word"),
     ],

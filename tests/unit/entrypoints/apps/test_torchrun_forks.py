@@ -41,7 +41,7 @@ def forked(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("app", ["hello", "pi", "doctor"])
+@pytest.mark.parametrize("app", ["pi", "doctor"])
 def test_forked_worker_starts_without_a_warning(app: str):
     done = forked(f"imgkit_entrypoints.apps.{app}", "--help")
     assert done.returncode == 0, done.stderr
