@@ -19,7 +19,7 @@ from imgkit_builder.archive import oci_folder, stored
 from imgkit_builder.base.process import TAIL_LINES
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image import inside, render
-from imgkit_builder.image.instructions import INSIDE, Additions, ContextFile, Definition, KeyValue, Step
+from imgkit_builder.image.instructions import INSIDE, Additions, ContextFile, Definition, Step
 from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.oci.manifest import CREATED_LABEL, STANDIN_LABEL, BaseImage, Probe
 from imgkit_builder.oci.platform import host_platform
@@ -97,14 +97,14 @@ def definition(recipe: Recipe, start: Start, labels: Mapping[str, str]) -> Defin
             command=f"sh {links.path}\nrm {look.path} {links.path}",
         ),
     )
-    rows = tuple(KeyValue(key=key, value=" ".join(value.split())) for key, value in labels.items())
+    rows = {key: " ".join(value.split()) for key, value in labels.items()}
     return render.marked_definition(
         recipe,
+        Additions(mark=MARK, files=(look, links), steps=own, labels=rows),
         base=start.image.name,
         platform=start.image.platform,
-        more=Additions(mark=MARK, files=(look, links), steps=own, labels=rows),
         bootstrap=start.bootstrap,
-        place=start.place,
+        source=start.place,
     )
 
 

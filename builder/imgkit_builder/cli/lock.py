@@ -19,7 +19,7 @@ from imgkit_entrypoints.errors import EXIT_NO, UsageError
 if TYPE_CHECKING:
     from imgkit_builder.base.progress import Reporter
     from imgkit_builder.lock.changes import Change
-    from imgkit_builder.lock.resolve import Wishes
+    from imgkit_builder.lock.resolve import LockOptions
     from imgkit_builder.recipe.model import LockedPlatform, LockRequest, Recipe
 
 SCHEMA = 1
@@ -83,13 +83,13 @@ def verb_lock(
     if check:
         _check(loaded, base=base, platform=platform, as_json=as_json)
         return
-    from imgkit_builder.lock.resolve import Wishes
+    from imgkit_builder.lock.resolve import LockOptions
 
-    wishes = Wishes(keep=keep, upgrade=upgrade, packages=tuple(packages or ()))
+    options = LockOptions(keep_files=keep, upgrade=upgrade, packages=tuple(packages or ()))
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
         outcome = _lock(
             loaded,
-            wishes,
+            options,
             base=base,
             platform=platform,
             builder=builder,
@@ -111,7 +111,7 @@ class _Outcome:
 
 def _lock(
     recipe: Recipe,
-    wishes: Wishes,
+    options: LockOptions,
     *,
     base: str | None,
     platform: str | None,
@@ -123,7 +123,7 @@ def _lock(
     from imgkit_builder import engine as engines
     from imgkit_builder.image import secret_values
     from imgkit_builder.lock import changes
-    from imgkit_builder.lock.resolve import kept_files, resolve, write_lock
+    from imgkit_builder.lock.resolve import Resolution, kept_files, resolve, write_lock
     from imgkit_builder.recipe import lock_file
 
     request = _request(recipe, base)
@@ -145,24 +145,22 @@ def _lock(
             engine, recipe, override=base, platform=platform, pull=pull, report=report
         )
         old = lock.of(found.platform) if lock else None
-        kept = {} if wishes.upgrade and not wishes.packages else kept_files(file, old)
+        kept = {} if options.upgrade and not options.packages else kept_files(file, old)
+        resolution = Resolution(
+            recipe=recipe, request=request, base=found, old=old, options=options, kept_wheels=kept
+        )
         new = resolve(
             engine,
-            recipe,
-            request,
-            found,
-            old=old,
-            wishes=wishes,
-            kept=kept,
+            resolution,
             builder=dataclasses.replace(choice, options=values.options),
             values=values,
             folder=Path(folder),
             report=report,
         )
         same = changes.is_same(old, new)
-        if writes and (wishes.keep or not same):
+        if writes and (options.keep_files or not same):
             stays = old if same and old else new
-            write_lock(recipe, file, lock, stays, Path(folder) if wishes.keep else None)
+            write_lock(recipe, file, lock, stays, Path(folder) if options.keep_files else None)
     return _Outcome(
         file=file, part=new, changes=changes.between(old, new), same=same, written=writes and not same
     )

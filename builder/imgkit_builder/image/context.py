@@ -1,7 +1,5 @@
 """The build context: one normalised tar of exactly the files that the recipe needs.
 
-Notes
------
 Names are sorted, the owner is 0:0, the time is fixed, and modes are 0644 or 0755 by the executable bit. So
 umask, user and time of checkout neither change the sha256 nor invalidate a layer. Files are read from disk
 twice, once for the sha256 and once while they are sent, and never kept in memory.
@@ -12,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
+import importlib.resources
 import io
 import os
 import posixpath
@@ -24,13 +23,13 @@ from typing import BinaryIO
 from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.image import install, members, render
+from imgkit_builder.image import install, members, render, uv_export
 from imgkit_builder.image.members import Code, Packed, TarMember
 from imgkit_builder.image.wheel import entrypoints_wheel
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import requirements, sources, targets
-from imgkit_builder.recipe.model import LockedBase, LockedDeb, LockedWheel, Recipe
+from imgkit_builder.recipe.model import UV_STEP, LockedBase, LockedDeb, LockedPlatform, LockedWheel, Recipe
 from imgkit_builder.recipe.rules import inherited
 from imgkit_entrypoints import __version__, system
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
@@ -73,8 +72,7 @@ class BuildContext:
         """
         digest = hashlib.sha256()
         links = members.unpack(self.members, folder, digest.update)
-        if digest.hexdigest() != self.sha256:
-            raise _changed("unpacked")
+        self._check(digest.hexdigest(), "unpacked")
         return links
 
     def _checked(self, report: Reporter) -> Iterator[bytes]:
@@ -82,16 +80,16 @@ class BuildContext:
         for chunk in _reported(members.tar(self.members), report, self.size_bytes):
             digest.update(chunk)
             # After a mismatch the last chunk is not sent: the engine builds nothing from an unfinished tar.
-            if chunk is members.END and digest.hexdigest() != self.sha256:
-                raise _changed("sent")
+            if chunk is members.END:
+                self._check(digest.hexdigest(), "sent")
             yield chunk
 
-
-def _changed(how: str) -> UsageError:
-    return UsageError(
-        f"files of image.copy changed while they were {how}",
-        hint="build again when no program writes to them, or list them under `ignore`",
-    )
+    def _check(self, sha256: str, action: str) -> None:
+        if sha256 != self.sha256:
+            raise UsageError(
+                f"files of image.copy changed while they were {action}",
+                hint="build again when no program writes to them, or list them under `ignore`",
+            )
 
 
 class LargeContext(UsageError):
@@ -111,16 +109,17 @@ def pack(
 
     Raises
     ------
-    UsageError : a source is missing, unreadable, or more than files, folders and links inside itself.
+    UsageError : a source is missing, unreadable, or more than files, folders and links inside itself; or uv
+        refuses the project's uv.lock.
     LargeContext : the code is large, and `large` does not allow it; raised before a file is read.
     """
-    dockerfile = render.dockerfile(recipe, base=base.name, platform=platform, base_user=base.user)
+    lock = recipe.lock
     wheel = entrypoints_wheel()
     manifest = Manifest(
         imgkit=__version__,
         recipe=recipe.name,
         recipe_sha256=recipe.sha256,
-        base=_as_locked(base, recipe.lock.base) if recipe.lock else base,
+        base=_locked_base(base, lock.base) if lock else base,
         platform=platform,
         wheel_sha256=wheel.sha256,
         revision=revision,
@@ -128,33 +127,17 @@ def pack(
         workdir=targets.stated_workdir(recipe),
         env={name: value for name, value in recipe.image.env.items() if inherited(name, value) is None},
     )
+    dockerfile = render.dockerfile(recipe, base=base.name, platform=platform, base_user=base.user)
     packed = [
-        members.file("Dockerfile", dockerfile.encode()),
-        members.folder("imgkit"),
         members.file(f"imgkit/{wheel.name}", wheel.data),
         members.file("imgkit/system.json", system.to_json(recipe.system).encode()),
         members.file("imgkit/manifest.json", manifests.to_json(manifest).encode()),
-        *certificates(recipe),
-        *(_locked(recipe) if recipe.lock else requirements_files(recipe)),
-        *(members.file(name, data) for name, data in install.uv_files(recipe)),
+        *package_files(recipe),
     ]
-    if recipe.image.used_secrets:
-        packed.append(members.file(install.WITH_SECRETS, (FOLDER / "templates/with-secrets.sh").read_bytes()))
-    code = members.pack(_code(recipe), _hidden(recipe))
+    code = members.pack(_code(recipe), _secret_files(recipe))
     if not large:
         _refuse_large(code)
-    packed += [
-        members.folder(name) for name in dict.fromkeys(posixpath.dirname(one.member) for one in code.parts)
-    ]
-    packed += [member for part in code.parts.values() for member in part]
-    return sealed(
-        packed,
-        dockerfile,
-        manifest,
-        code=code,
-        is_locked=recipe.lock is not None,
-        report=report,
-    )
+    return sealed(packed, dockerfile, manifest, code=code, is_locked=lock is not None, report=report)
 
 
 def sealed(
@@ -162,62 +145,67 @@ def sealed(
     dockerfile: str,
     manifest: Manifest,
     *,
-    code: Packed | None = None,
+    code: Packed,
     is_locked: bool = False,
     report: Reporter | None = None,
 ) -> BuildContext:
-    """The context of all of `packed`, whose files are read once; `code` are those of the user."""
-    report = report or Silent()
+    """Return the context of `packed` and of `code`, the user's, whose files are read once."""
+    contents = [members.file("Dockerfile", dockerfile.encode()), members.folder("imgkit"), *packed]
+    contents += [members.folder(name) for name in {posixpath.dirname(folder.member) for folder in code.parts}]
+    contents += [member for part in code.parts.values() for member in part]
     # By bytes: the order of text depends on how a name outside UTF-8 was decoded.
-    packed = sorted(packed, key=lambda member: os.fsencode(member.name))
+    contents.sort(key=lambda member: os.fsencode(member.name))
     digest, size_bytes = hashlib.sha256(), 0
-    for chunk in _reported(members.tar(packed), report, sum(one.size_bytes for one in packed)):
+    total_bytes = sum(member.size_bytes for member in contents)
+    for chunk in _reported(members.tar(contents), report or Silent(), total_bytes):
         digest.update(chunk)
         size_bytes += len(chunk)
     return BuildContext(
         dockerfile=dockerfile,
         manifest=manifest,
-        members=tuple(packed),
+        members=tuple(contents),
         sha256=digest.hexdigest(),
         size_bytes=size_bytes,
-        code=code or Packed(),
+        code=code,
         is_locked=is_locked,
     )
 
 
-def _as_locked(base: BaseImage, lock: LockedBase) -> BaseImage:
-    """`base` with the digest of the lock: some engines invent one for an image that came from no registry."""
+def _locked_base(base: BaseImage, lock: LockedBase) -> BaseImage:
+    """Return `base` with the digest of the lock: some engines invent one for an image of no registry."""
     return dataclasses.replace(base, digest=lock.exact if lock.digest else "", id=lock.id or base.id)
 
 
 def check_code(recipe: Recipe) -> None:
-    """Look at everything that `pack` would take from projects and copies, and read no file.
+    """Look at everything that `pack` would take from projects, copies and uv.lock.
 
     Raises
     ------
-    UsageError : as `pack` does.
+    ToolMissing, UsageError : as `pack` does.
     """
-    members.pack(_code(recipe), _hidden(recipe))
+    members.pack(_code(recipe), _secret_files(recipe))
+    if recipe.image.uv and not recipe.lock:
+        uv_export.export_uv_lock(recipe)
 
 
 def _reported(chunks: Iterator[bytes], report: Reporter, total_bytes: int) -> Iterator[bytes]:
     """Yield `chunks`, and report their bytes once a mebibyte: a tar of small files has many chunks."""
-    done_bytes = told_bytes = 0
+    sent_bytes = reported_bytes = 0
     for chunk in chunks:
-        done_bytes += len(chunk)
-        if done_bytes - told_bytes >= files.CHUNK_BYTES or chunk is members.END:
-            told_bytes = done_bytes
-            report.advance(done_bytes, max(done_bytes, total_bytes))
+        sent_bytes += len(chunk)
+        if sent_bytes - reported_bytes >= files.CHUNK_BYTES or chunk is members.END:
+            reported_bytes = sent_bytes
+            report.advance(sent_bytes, max(sent_bytes, total_bytes))
         yield chunk
 
 
-def _hidden(recipe: Recipe) -> list[Path]:
-    """The files of build secrets, which stay out of the context wherever they lie."""
+def _secret_files(recipe: Recipe) -> list[Path]:
+    """Return the files of build secrets, which stay out of the context wherever they lie."""
     return [secret.file.resolve() for secret in recipe.image.secrets if secret.file is not None]
 
 
 def _code(recipe: Recipe) -> Iterator[Code]:
-    """The projects and copies of `recipe`."""
+    """Yield the projects and copies of `recipe`."""
     for number, step in enumerate(recipe.image.pip):
         if step.project is not None:
             where = recipe.where("image", "pip", number, "project")
@@ -228,15 +216,11 @@ def _code(recipe: Recipe) -> Iterator[Code]:
         yield Code(source=copy.source, member=render.copy_member(number), where=where, ignore=copy.ignore)
 
 
-def early_files(recipe: Recipe) -> Iterator[TarMember]:
-    """Yield what the steps before pip copy: those of a lock need it too."""
-    early = {render.copy_member(number) for number, one in enumerate(recipe.image.copy) if one.after != "pip"}
-    chosen = (code for code in _code(recipe) if code.member in early)
-    parts = members.pack(chosen, _hidden(recipe)).parts.values()
-    if early:
-        yield members.folder("copy")
-    for part in parts:
-        yield from part
+def early_code(recipe: Recipe) -> Packed:
+    """Return what the steps before pip copy: those of a lock need it too."""
+    copies = enumerate(recipe.image.copy)
+    early = {render.copy_member(number) for number, copy in copies if copy.after != "pip"}
+    return members.pack([code for code in _code(recipe) if code.member in early], _secret_files(recipe))
 
 
 def _refuse_large(packed: Packed) -> None:
@@ -248,10 +232,10 @@ def _refuse_large(packed: Packed) -> None:
         for member in part:
             name = member.name.removeprefix(f"{code.member}/").partition("/")[0]
             sizes[code.where, name] += member.size_bytes
-    largest = [one for one in sizes.most_common(3) if one[1] > sizes.total() / 100]
-    shown = ", ".join(f"{name} {size_text(size_bytes)}" for (_, name), size_bytes in largest)
+    largest = [item for item in sizes.most_common(3) if item[1] > sizes.total() / 100]
+    names = ", ".join(f"{name} {size_text(size_bytes)}" for (_, name), size_bytes in largest)
     raise LargeContext(
-        f"the code for the image is {size_text(sizes.total())}: {shown}",
+        f"the code for the image is {size_text(sizes.total())}: {names}",
         where=largest[0][0][0],
         hint="list what the image does not need under `ignore` or in .dockerignore; bind data when a job "
         "starts; to pack all of it: --large",
@@ -259,7 +243,7 @@ def _refuse_large(packed: Packed) -> None:
 
 
 def revision(folder: Path) -> str:
-    """The git commit of `folder`, with ``-dirty`` after changes; empty where git does not track it."""
+    """Return the git commit of `folder`, with ``-dirty`` after changes; empty where git does not track it."""
     git = (*process.GIT, "-C", folder)
     try:
         head = process.run([*git, "rev-parse", "--verify", "HEAD"], check=False)
@@ -274,80 +258,92 @@ def revision(folder: Path) -> str:
     return commit.group() + ("-dirty" if changed.output else "")
 
 
-def certificates(recipe: Recipe) -> Iterator[TarMember]:
-    """Yield the recipe's certificates."""
+def package_files(recipe: Recipe) -> Iterator[TarMember]:
+    """Yield the files of the steps that install packages: certificates, requirements, locked packages."""
     for number, file in enumerate(recipe.image.ca):
         with members.readable(file, recipe.where("image", "ca", number), "name another file"):
             # A file without a last line end would spoil the bundle.
             yield members.file(render.certificate_member(number), files.read_bytes(file).rstrip() + b"\n")
+    if recipe.image.used_secrets:
+        yield _template(install.WITH_SECRETS, "with-secrets.sh")
+    yield from _locked_files(recipe, recipe.lock) if recipe.lock else _requirements_files(recipe)
 
 
-def _locked(recipe: Recipe) -> Iterator[TarMember]:
-    """What only a locked build needs: its lists, and the packages that lie on this machine."""
-    assert recipe.lock is not None  # noqa: S101 - for the type checker
+def _template(member: str, name: str) -> TarMember:
+    return members.file(member, (FOLDER / "templates" / name).read_bytes())
+
+
+def _locked_files(recipe: Recipe, lock: LockedPlatform) -> Iterator[TarMember]:
+    """Yield what only a locked build needs: its lists, and the packages that lie on this machine."""
     yield members.file(install.LOCK_TOML, recipe.lock_text.encode())
-    if recipe.lock.apt:
-        folder = f"imgkit/{install.LOCKED_APT}"
-        script = (FOLDER / "templates" / install.SCRIPT).read_bytes()
-        yield members.folder(folder)
-        yield members.file(f"{folder}/{install.SCRIPT}", script)
-        yield members.file(f"{folder}/{install.PACKAGES}", install.locked_packages(recipe).encode())
-        yield from _kept(recipe, folder, recipe.lock.apt)
-    if wheels := install.kept_uv(recipe):
-        yield members.folder(install.UV_KEPT.member)
-        yield from _kept(recipe, install.UV_KEPT.member, wheels)
-    for number in range(len(recipe.image.pip)):
+    if lock.apt:
+        apt_folder = f"imgkit/{install.LOCKED_APT}"
+        yield members.folder(apt_folder)
+        yield _template(f"{apt_folder}/{install.SCRIPT}", install.SCRIPT)
+        yield members.file(f"{apt_folder}/{install.PACKAGES}", install.locked_packages(recipe).encode())
+        yield from _kept_files(recipe, apt_folder, lock.apt)
+    for number in install.pip_step_numbers(recipe):
         wheels = install.locked_wheels(recipe, number)
         if wheels:
             text = install.requirements_text(recipe, number)
-            yield members.file(install.requirements_member(number), text.encode())
-        if kept := install.kept_wheels(recipe, number):
-            yield members.folder(kept.member)
-            yield from _kept(recipe, kept.member, wheels)
+            yield members.file(install.requirements_file(number).member, text.encode())
+        if wheels and number == UV_STEP:
+            yield members.file(install.UV_LINKS.member, install.uv_links(recipe).encode())
+        if folder := install.kept_wheels(recipe, number):
+            yield members.folder(folder.member)
+            yield from _kept_files(recipe, folder.member, wheels)
 
 
-def _kept(recipe: Recipe, folder: str, locked: Iterable[LockedDeb | LockedWheel]) -> Iterator[TarMember]:
-    for one in locked:
-        file = recipe.kept.get(one.file)
+def _kept_files(
+    recipe: Recipe, folder: str, packages: Iterable[LockedDeb | LockedWheel]
+) -> Iterator[TarMember]:
+    for package in packages:
+        file = recipe.kept.get(package.file)
         if file is None:
             continue
-        otherwise = "remove it, or make it again: imgkit lock --keep-files"
-        with members.readable(file, otherwise=otherwise), files.open_regular(file) as stream:
+        hint = "remove it, or make it again: imgkit lock --keep-files"
+        with members.readable(file, hint=hint), files.open_regular(file) as stream:
             size_bytes = os.fstat(stream.fileno()).st_size
-            found = files.sha256(stream, 0, size_bytes)
-        if found != one.sha256:
+            sha256 = files.sha256(stream, 0, size_bytes)
+        if sha256 != package.sha256:
             raise CheckFailed(
-                f"its sha256 is {found}, and the lock has {one.sha256}",
+                f"its sha256 is {sha256}, and the lock has {package.sha256}",
                 where=str(file),
                 hint="remove it, and the build downloads it; or make it again: imgkit lock --keep-files",
             )
-        yield TarMember(name=f"{folder}/{one.file}", size_bytes=size_bytes, source=file)
+        yield TarMember(name=f"{folder}/{package.file}", size_bytes=size_bytes, source=file)
 
 
-def requirements_files(recipe: Recipe) -> Iterator[TarMember]:
-    """Yield the requirements file of each pip step that has one: the recipe's, or what its project needs."""
+def _requirements_files(recipe: Recipe) -> Iterator[TarMember]:
+    """Yield the requirements of each pip step: the recipe's, or what its project needs; and the uv export."""
+    if recipe.image.uv:
+        program = importlib.resources.files(__package__).joinpath("inside_uv.py").read_bytes()
+        yield members.file(install.UV_JSON.member, uv_export.export_uv_lock(recipe))
+        yield members.file(install.UV_PROGRAM.member, program)
     for number, step in enumerate(recipe.image.pip):
+        member = install.requirements_file(number).member
         if step.project is not None:
             with members.readable(step.project, recipe.where("image", "pip", number, "project")):
                 needed = requirements.of_project(step.project)
             # Installed early: an edit of the project does not repeat that.
-            yield members.file(
-                install.requirements_member(number), "".join(f"{one}\n" for one in needed).encode()
+            yield members.file(member, "".join(f"{line}\n" for line in needed).encode())
+        if step.requirements is not None:
+            where = recipe.where("image", "pip", number, "requirements")
+            yield members.file(member, _read_requirements(step.requirements, where))
+
+
+def _read_requirements(file: Path, where: str) -> bytes:
+    with members.readable(file, where, "name another file"):
+        data = files.read_bytes(file)
+    for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
+        # A recipe's check refuses this too; the file may have changed since.
+        if requirements.names_other_file(line):
+            raise UsageError(
+                f"a requirements file names another file: {line.strip()}",
+                where=f"{file}:{number}",
+                hint="copy its lines here; install your own code with pip: [{project: FOLDER}]",
             )
-        if step.requirements is None:
-            continue
-        stated = recipe.where("image", "pip", number, "requirements")
-        with members.readable(step.requirements, stated, "name another file"):
-            data = files.read_bytes(step.requirements)
-        for line, text in enumerate(data.decode(errors="replace").splitlines(), 1):
-            # A recipe's check refuses this too; the file may have changed since.
-            if requirements.names_other_file(text):
-                raise UsageError(
-                    f"a requirements file names another file: {text.strip()}",
-                    where=f"{step.requirements}:{line}",
-                    hint="copy its lines here; install your own code with pip: [{project: FOLDER}]",
-                )
-        yield members.file(install.requirements_member(number), data)
+    return data
 
 
 class _Stream(io.RawIOBase):
@@ -355,20 +351,20 @@ class _Stream(io.RawIOBase):
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._chunks = chunks
-        self._left = memoryview(b"")
+        self._rest = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]
-        while not self._left:
+        while not self._rest:
             chunk = next(self._chunks, None)
             if chunk is None:
                 return 0
-            self._left = memoryview(chunk)
-        count = min(len(buffer), len(self._left))
-        buffer[:count] = self._left[:count]
-        self._left = self._left[count:]
+            self._rest = memoryview(chunk)
+        count = min(len(buffer), len(self._rest))
+        buffer[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
         return count
 
     def close(self) -> None:

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar, cast
 
 from imgkit_builder.oci.manifest import MANIFEST_JSON
 from imgkit_entrypoints import json_text
 
+_T = TypeVar("_T")
 _MARK = "IMGKIT-SEEN "
 
 # Even an old Python must run it, so that imgkit can report its version.
@@ -65,21 +67,27 @@ class Seen:
 
 
 def argv(*files: str) -> list[str]:
-    """The command to run inside the image; the program also reads `files`."""
+    """Return the command to run inside the image; the program also reads `files`."""
     # -I: the user's site-packages and the host's PYTHONPATH must not change the result.
     return ["python3", "-I", "-c", _PROGRAM, *files]
 
 
 def parse(output: str) -> Seen | None:
-    """Parse the output of the program in `argv`; None where it printed no result."""
+    """Parse the output of the program in `argv`; return None where it printed no result."""
+    return _parse(Seen, _MARK, output)
+
+
+def _parse(kind: type[_T], mark: str, output: str) -> _T | None:
+    """Return the last result in `output`, whatever the image prints around it.
+
+    Fields of another type than `kind` has count as no result, too.
+    """
     for line in reversed(output.splitlines()):
-        _, mark, text = line.partition(_MARK)
-        if mark:
+        _, end, text = line.partition(mark)
+        if end:
             try:
-                data = json_text.parse(text)
-                conflicts = data.pop("pip_conflicts")
-                return Seen(pip_conflicts=None if conflicts is None else tuple(conflicts), **data)
-            except (ValueError, KeyError, TypeError, AttributeError):
+                return cast("_T", json_text.read(kind, json_text.parse(text), "it", closed=True))
+            except (ValueError, TypeError):
                 return None
     return None
 
@@ -89,7 +97,7 @@ _PYTHON_MARK = "IMGKIT-PYTHON "
 # As `-I` would, which Python 2 does not have, it ignores the current folder.
 _PYTHON_PROGRAM = """
 import sys
-sys.path[:] = [one for one in sys.path if one]
+sys.path[:] = [folder for folder in sys.path if folder]
 import json, os, platform
 seen = {"version": platform.python_version(), "path": sys.executable or "", "machine": platform.machine(),
         "site": "", "torch": "", "entry_points": "", "built": os.path.exists("MANIFEST")}
@@ -97,12 +105,12 @@ if sys.version_info >= (3, 8):
     import importlib.util, sysconfig
     from importlib import metadata
     kinds = ("site-packages", "dist-packages")
-    folders = [one for one in sys.path if os.path.isdir(one) and os.path.basename(one) in kinds]
+    folders = [path for path in sys.path if os.path.isdir(path) and os.path.basename(path) in kinds]
     purelib = sysconfig.get_paths()["purelib"]
     seen["site"] = purelib if purelib in folders else (folders or [""])[0]
-    own = importlib.util.find_spec("imgkit_entrypoints")
-    if own and own.origin:
-        seen["entry_points"] = os.path.dirname(os.path.dirname(own.origin))
+    spec = importlib.util.find_spec("imgkit_entrypoints")
+    if spec and spec.origin:
+        seen["entry_points"] = os.path.dirname(os.path.dirname(spec.origin))
     torch = importlib.util.find_spec("torch")
     if torch and torch.origin:
         try:
@@ -139,7 +147,7 @@ class PythonSeen:
 
 
 def python_argv(python: str = "") -> list[str]:
-    """The command to run inside the image.
+    """Return the command to run inside the image.
 
     Parameters
     ----------
@@ -149,17 +157,5 @@ def python_argv(python: str = "") -> list[str]:
 
 
 def parse_python(output: str) -> PythonSeen | None:
-    """Parse the output of the program in `python_argv`, whatever the image prints around it; None: no result.
-
-    Fields of another type than `PythonSeen` says count as no result, too.
-    """
-    for line in output.splitlines():
-        if line.startswith(_PYTHON_MARK):
-            try:
-                found: PythonSeen = json_text.read(
-                    PythonSeen, json_text.parse(line.removeprefix(_PYTHON_MARK)), "it", closed=True
-                )
-            except (ValueError, TypeError):
-                return None
-            return found
-    return None
+    """Parse the output of the program in `python_argv`; return None where it printed no result."""
+    return _parse(PythonSeen, _PYTHON_MARK, output)

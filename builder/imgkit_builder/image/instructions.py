@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from imgkit_builder.recipe import Image
 
@@ -15,7 +16,7 @@ INSIDE = "/opt/imgkit"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """One word, or one shell command whose line ends are escaped, so that it is a single instruction."""
+    """A value with its line of the recipe."""
 
     origin: str
     text: str
@@ -23,57 +24,36 @@ class Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextFile:
-    """A file: its path in the build context and its path in the image."""
+    """A file or folder: its path in the build context and its path in the image."""
 
     member: str
     path: str
+    is_folder: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipCommand:
-    """One pip step and its requirements file."""
+class Step:
+    """A step of the build: one RUN, and one step of a definition's ``%post``."""
 
     origin: str
+    """The recipe's line, or ``imgkit: `` and its purpose."""
     command: str
-    requirements: ContextFile | None
-    kept: ContextFile | None
-    """A folder with wheels, which must not stay in the image."""
-    mounts: str
+    """Shell commands; line ends are escaped, so that a Dockerfile has a single instruction."""
+    docker: str = ""
+    """The argument of RUN where it is not `command`."""
+    mounts: str = ""
     """Options of RUN that give it its secrets, each with a line end."""
+    files: tuple[ContextFile, ...] = ()
+    """What it needs of the context. It removes the folders again."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UvCommand:
-    """The step of a uv project and the files that it needs."""
-
-    origin: str
-    files: tuple[ContextFile, ...]
-    kept: ContextFile | None
-    """The folder of its wheels, where all of them lie on this machine."""
-    command: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Project:
-    """A project of the user: the content of the folder `member` goes into `target`, and pip installs that."""
-
-    origin: str
-    member: str
-    target: str
-    command: str
-    stays: bool
-    """Whether the image needs `target` afterwards."""
-    mounts: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunStep:
-    """A user's command, as the argument of RUN and as one command of ``%post``."""
-
-    origin: str
-    docker: str
-    posix: str
-    mounts: str
+    @property
+    def text(self) -> str:
+        """Return its first command on one line, or the purpose of a step of imgkit's own."""
+        purpose = self.origin.removeprefix("imgkit: ")
+        if purpose != self.origin:
+            return purpose
+        first = self.command.replace("\\\n", " ").partition("\n")[0]
+        return " ".join(first.split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,19 +66,21 @@ class Copy:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Project(Copy):
+    """User code that pip installs."""
+
+    command: str
+    mounts: str
+    is_editable: bool
+    """Whether the image needs `target` afterwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Early:
     """Files and commands of the user that packages need; the commands start in ``/``."""
 
     copy: tuple[Copy, ...]
-    run: tuple[RunStep, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyValue:
-    """A variable or a label."""
-
-    key: str
-    value: str
+    run: tuple[Step, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +88,7 @@ class Block:
     """Variables or labels that form one layer."""
 
     origin: str
-    entries: tuple[KeyValue, ...]
+    entries: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +98,7 @@ class Authorities:
     origin: str
     files: tuple[ContextFile, ...]
     install: str
-    env: tuple[KeyValue, ...]
+    env: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +113,7 @@ class Layers:
     """The argument of ``imgkit render`` for this recipe."""
     platform: str
     uses_secrets: bool
-    """Whether a step needs a builder that knows secrets."""
+    """Whether a step needs a builder that supports secrets."""
     base: Text
     base_user: str
     """The user of the base, whom the finished image has too; empty for root, as whom all steps run."""
@@ -139,44 +121,21 @@ class Layers:
     """The recipe's own variables of every step."""
     ca: Authorities | None
     before_apt: Early
-    apt: Text | None
-    apt_files: ContextFile | None
-    """The folder that a locked apt step needs, and removes."""
+    apt: tuple[Step, ...]
     after_apt: Early
-    protect: str
-    filtered_constraint: Text | None
-    uv: UvCommand | None
-    pip: tuple[PipCommand, ...]
+    protect: tuple[Step, ...]
+    """What makes pip keep packages of the base."""
+    pip: tuple[Step, ...]
     env: Block
     workdir: Text
-    run: tuple[RunStep, ...]
-    wheel: ContextFile
-    install_wheel: str
+    run: tuple[Step, ...]
+    install_wheel: Step
     projects: tuple[Project, ...]
     copy: tuple[Copy, ...]
     origins: tuple[ContextFile, ...]
     """What a locked image says about itself: its lock."""
-    run_after_copy: tuple[RunStep, ...]
+    run_after_copy: tuple[Step, ...]
     labels: Block
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One step of a definition's ``%post``."""
-
-    origin: str
-    """The recipe's line, or ``imgkit: `` and its purpose."""
-    command: str
-    """Commands of the shell."""
-
-    @property
-    def text(self) -> str:
-        """Its first command on one line, or the purpose of a step of imgkit's own."""
-        purpose = self.origin.removeprefix("imgkit: ")
-        if purpose != self.origin:
-            return purpose
-        first = self.command.replace("\\\n", " ").partition("\n")[0]
-        return " ".join(first.split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +147,7 @@ class Additions:
     files: tuple[ContextFile, ...] = ()
     steps: tuple[Step, ...] = ()
     """Steps before those of the recipe."""
-    labels: tuple[KeyValue, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

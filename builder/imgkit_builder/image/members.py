@@ -13,7 +13,7 @@ from pathlib import Path
 
 from imgkit_builder.base import files
 from imgkit_builder.recipe import sources
-from imgkit_entrypoints.errors import ImgkitError, UsageError
+from imgkit_entrypoints.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,18 +31,18 @@ class TarMember:
 
 
 def file(name: str, data: bytes) -> TarMember:
-    """A file whose content is in memory."""
+    """Return a file whose content is in memory."""
     return TarMember(name=name, data=data, size_bytes=len(data))
 
 
 def folder(name: str) -> TarMember:
-    """A folder without its content."""
+    """Return a folder without its content."""
     return TarMember(name=name, kind=tarfile.DIRTYPE, mode=0o755)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code:
-    """A folder or file of the user, and its place in the context."""
+    """A folder or file of the user, and its position in the context."""
 
     source: Path
     member: str
@@ -50,35 +50,6 @@ class Code:
     where: str
     """The recipe's line."""
     ignore: tuple[str, ...] = ()
-
-
-def of_code(
-    code: Code, hidden: Collection[Path], left_out: list[str], secret: list[str]
-) -> Iterator[TarMember]:
-    """The files of `code` without `hidden` ones.
-
-    `left_out` receives names that its `ignore` does not list, and `secret` those that usually hold secrets.
-
-    Raises
-    ------
-    UsageError : the source is missing, unreadable, or more than files, folders and links inside itself.
-    """
-    yield folder(code.member)
-    with readable(code.source, code.where, "name another source"):
-        status = code.source.stat()
-    if not stat.S_ISDIR(status.st_mode):
-        yield _entry(code.source, f"{code.member}/{code.source.name}", status, code.where)
-        return
-    root = code.source.resolve()
-    with readable(code.source):
-        for found in sources.walk(code.source, code.ignore, hidden=hidden, left_out=left_out, secret=secret):
-            path, name = Path(found.entry.path), f"{code.member}/{found.name}"
-            if found.entry.is_dir(follow_symlinks=False):
-                yield folder(name)
-            elif found.entry.is_symlink():
-                yield _link(path, name, root)
-            else:
-                yield _entry(path, name, path.lstat(), code.where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,65 +64,83 @@ class Packed:
 
     @property
     def size_bytes(self) -> int:
-        """Size of all files."""
+        """Return the size of all files."""
         return sum(member.size_bytes for part in self.parts.values() for member in part)
 
     def sha256(self) -> str:
-        """Digest of the code as the context has it; reads every file.
+        """Return the digest of the code as the context has it; reads every file.
 
         Raises
         ------
         UsageError : a file changed its size since, or cannot be read.
         """
-        found = hashlib.sha256()
+        digest = hashlib.sha256()
         for code, part in self.parts.items():
-            found.update(f"{code.member}\0{len(part)}\0".encode())
+            digest.update(f"{code.member}\0{len(part)}\0".encode())
             for chunk in tar(part):
-                found.update(chunk)
-        return found.hexdigest()
+                digest.update(chunk)
+        return digest.hexdigest()
 
 
 def pack(codes: Iterable[Code], hidden: Collection[Path] = ()) -> Packed:
-    """Look at all files of `codes` without `hidden` ones, and read none. Raises as `of_code` does."""
+    """Look at all files of `codes` without `hidden` ones, and read none.
+
+    Raises
+    ------
+    UsageError : a source is missing, unreadable, or more than files, folders and links inside itself.
+    """
     left_out: list[str] = []
     secret: list[str] = []
-    parts = {code: tuple(of_code(code, hidden, left_out, secret)) for code in codes}
+    parts = {code: tuple(_members(code, hidden, left_out, secret)) for code in codes}
     return Packed(parts=parts, left_out=tuple(dict.fromkeys(left_out)), secret=tuple(dict.fromkeys(secret)))
 
 
-def _entry(path: Path, name: str, status: os.stat_result, where: str) -> TarMember:
+def _members(
+    code: Code, hidden: Collection[Path], left_out: list[str], secret: list[str]
+) -> Iterator[TarMember]:
+    """Yield the files of `code`; `left_out` and `secret` receive the names of those that stay out."""
+    yield folder(code.member)
+    with readable(code.source, code.where, "name another source"):
+        status = code.source.stat()
+    if not stat.S_ISDIR(status.st_mode):
+        yield _regular_file(code.source, f"{code.member}/{code.source.name}", status, code.where)
+        return
+    root = code.source.resolve()
+    with readable(code.source):
+        for item in sources.walk(code.source, code.ignore, hidden=hidden, left_out=left_out, secret=secret):
+            path, name = Path(item.entry.path), f"{code.member}/{item.name}"
+            if item.entry.is_dir(follow_symlinks=False):
+                yield folder(name)
+            elif item.entry.is_symlink():
+                yield _link(path, name, root)
+            else:
+                yield _regular_file(path, name, path.lstat(), code.where)
+
+
+def _regular_file(path: Path, name: str, status: os.stat_result, where: str) -> TarMember:
     if not stat.S_ISREG(status.st_mode):
-        kind = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}.get(
-            stat.S_IFMT(status.st_mode), "a device"
-        )
-        raise UsageError(
-            f"{path} is {kind}, and only files, folders and links go into an image",
-            where=where,
-            hint=_ignore_hint(path),
-        )
-    return TarMember(
-        name=name,
-        mode=0o755 if status.st_mode & stat.S_IXUSR else 0o644,
-        size_bytes=status.st_size,
-        source=path,
-    )
+        kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+        kind = kinds.get(stat.S_IFMT(status.st_mode), "a device")
+        problem = f"{path} is {kind}, and only files, folders and links go into an image"
+        raise UsageError(problem, where=where, hint=_ignore_hint(path))
+    mode = 0o755 if status.st_mode & stat.S_IXUSR else 0o644
+    return TarMember(name=name, mode=mode, size_bytes=status.st_size, source=path)
 
 
 def _link(path: Path, name: str, root: Path) -> TarMember:
     target = path.readlink()
     # The resolved target counts: "a/../x" leaves the folder if a is itself a link to a deeper folder.
-    inside = not target.is_absolute() and Path(os.path.realpath(path)).is_relative_to(root)
-    if not inside:
+    if target.is_absolute() or not Path(os.path.realpath(path)).is_relative_to(root):
         raise UsageError(
             f"a link out of the copied folder, to {target}",
             where=str(path),
-            hint=f"make it a relative link inside {root}, replace it by a copy, or " + _ignore_hint(path),
+            hint=f"make it a relative link inside {root}, replace it by a copy, or {_ignore_hint(path)}",
         )
     return TarMember(name=name, kind=tarfile.SYMTYPE, mode=0o777, link=str(target))
 
 
 @contextlib.contextmanager
-def readable(path: Path, where: str = "", otherwise: str = "") -> Iterator[None]:
+def readable(path: Path, where: str = "", hint: str = "") -> Iterator[None]:
     """Turn an OSError inside the block into an error that names its file, by default `path`."""
     try:
         yield
@@ -160,7 +149,7 @@ def readable(path: Path, where: str = "", otherwise: str = "") -> Iterator[None]
         raise UsageError(
             f"{file}: cannot be read: {error.strerror}",
             where=where or None,
-            hint=otherwise or f"chmod u+rX it, or {_ignore_hint(file)}",
+            hint=hint or f"chmod u+rX it, or {_ignore_hint(file)}",
         ) from error
 
 
@@ -169,7 +158,7 @@ def _ignore_hint(path: Path) -> str:
 
 
 def tar(members: list[TarMember] | tuple[TarMember, ...]) -> Iterator[bytes]:
-    """The archive in chunks; the last chunk is the object `END`."""
+    """Yield the archive in chunks; the last chunk is the object `END`."""
     for member in members:
         yield _header(member)
         yield from _content(member)
@@ -180,28 +169,28 @@ def tar(members: list[TarMember] | tuple[TarMember, ...]) -> Iterator[bytes]:
 END = bytes(2 * tarfile.BLOCKSIZE)
 
 
-def unpack(members: Iterable[TarMember], folder: Path, take: Callable[[bytes], None]) -> dict[str, str]:
+def unpack(members: Iterable[TarMember], folder: Path, on_chunk: Callable[[bytes], None]) -> dict[str, str]:
     """Write `members` below `folder`, and return the links, which are left out, by their names.
 
-    `take` receives the bytes of the tar on the way.
+    `on_chunk` receives the bytes of the tar.
     """
     links: dict[str, str] = {}
     for member in members:
-        take(_header(member))
-        place = folder / member.name
+        on_chunk(_header(member))
+        path = folder / member.name
         if member.kind == tarfile.SYMTYPE:
             links[member.name] = member.link
         elif member.kind == tarfile.DIRTYPE:
-            place.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
         else:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with place.open("xb") as stream:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("xb") as stream:
                 for chunk in _content(member):
-                    take(chunk)
+                    on_chunk(chunk)
                     stream.write(chunk)
-            place.chmod(member.mode)
-        take(bytes(-member.size_bytes % tarfile.BLOCKSIZE))
-    take(END)
+            path.chmod(member.mode)
+        on_chunk(bytes(-member.size_bytes % tarfile.BLOCKSIZE))
+    on_chunk(END)
     return links
 
 
@@ -217,20 +206,22 @@ def _content(member: TarMember) -> Iterator[bytes]:
     if member.source is None:
         yield member.data
         return
-    left = member.size_bytes
+    remaining = member.size_bytes
     with readable(member.source), files.open_regular(member.source, buffering=0) as stream:
         # Reading one byte more than expected detects a file that grew.
-        while chunk := stream.read(min(files.CHUNK_BYTES, left + 1)):
-            left -= len(chunk)
-            if left < 0:
-                raise _changed(member.source, "grew")
-            yield chunk
-    if left:
-        raise _changed(member.source, "shrank")
+        while remaining >= 0 and (chunk := stream.read(min(files.CHUNK_BYTES, remaining + 1))):
+            remaining -= len(chunk)
+            if remaining >= 0:
+                yield chunk
+    if remaining:
+        raise UsageError(
+            f"{member.source} {'grew' if remaining < 0 else 'shrank'} while it was read",
+            hint=f"build again when no program writes to it, or {_ignore_hint(member.source)}",
+        )
 
 
 def holding(members: Iterable[TarMember], needles: Collection[bytes]) -> Iterator[str]:
-    """The names of members whose content holds one of `needles`."""
+    """Yield the names of members whose content holds one of `needles`."""
     longest = max(map(len, needles))
     for member in members:
         end = b""
@@ -240,10 +231,3 @@ def holding(members: Iterable[TarMember], needles: Collection[bytes]) -> Iterato
                 yield member.name
                 break
             end = window[-longest:]
-
-
-def _changed(path: Path, how: str) -> ImgkitError:
-    return UsageError(
-        f"{path} {how} while it was read",
-        hint=f"build again when no program writes to it, or {_ignore_hint(path)}",
-    )

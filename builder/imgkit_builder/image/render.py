@@ -12,11 +12,13 @@ position.
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import posixpath
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -31,13 +33,11 @@ from imgkit_builder.image.instructions import (
     Copy,
     Definition,
     Early,
-    KeyValue,
     Layers,
-    Project,
-    RunStep,
     Step,
     Text,
 )
+from imgkit_builder.oci.manifest import LOCK_LABEL
 from imgkit_builder.recipe.model import KeyPath, Recipe, RunCommand
 from imgkit_builder.recipe.rules import expanded
 from imgkit_entrypoints import __version__
@@ -52,7 +52,7 @@ TRACE = re.compile(r"\s*# (imgkit: .+|--base .+|[^/]+:\d+(?:-\d+)?(?:, [^/]+:\d+
 def dockerfile(
     recipe: Recipe, *, base: str | None = None, platform: str | None = None, base_user: str = ""
 ) -> str:
-    """Text of the Dockerfile; `base` replaces the recipe's, `platform` appears only in a comment.
+    """Return the text of the Dockerfile; `base` replaces the recipe's, `platform` appears only in a comment.
 
     Only a machine that has the base knows its user; for another one than root, name `base_user`.
 
@@ -63,16 +63,16 @@ def dockerfile(
     ------
     UsageError : a Dockerfile cannot express a value, for example a variable with a line end.
     """
-    return _fill("dockerfile.j2", layers(recipe, base=base, platform=platform, base_user=base_user))
+    return _fill("dockerfile.j2", build_layers(recipe, base=base, platform=platform, base_user=base_user))
 
 
-def resolver(made: Layers, *, folder: str) -> str:
-    """Text of the Dockerfile that asks a base, with `made`'s steps as questions that `folder` answers."""
-    return _fill("resolver.j2", made, folder=folder)
+def resolver(layers: Layers, *, folder: str) -> str:
+    """Return the Dockerfile that resolves a recipe's packages; the programs in `folder` are its steps."""
+    return _fill("resolver.j2", layers, folder=folder)
 
 
 def definition(recipe: Recipe, *, base: str | None = None, platform: str | None = None) -> str:
-    """Text of a Singularity definition file for the same image.
+    """Return the text of a Singularity definition file for the same image.
 
     Build the text inside the unpacked build context; its first lines have the commands.
 
@@ -80,177 +80,178 @@ def definition(recipe: Recipe, *, base: str | None = None, platform: str | None 
     ------
     UsageError : a definition file cannot express a value; a Dockerfile can express most of them.
     """
-    made = layers(recipe, base=base, platform=platform)
-    return _definition(recipe, made, more=Additions(), bootstrap="docker", place=made.base.text).text
+    return marked_definition(recipe, Additions(), base=base, platform=platform).text
 
 
 def marked_definition(
-    recipe: Recipe, *, base: str, platform: str, more: Additions, bootstrap: str, place: str
+    recipe: Recipe,
+    additions: Additions,
+    *,
+    base: str | None = None,
+    platform: str | None = None,
+    bootstrap: str = "docker",
+    source: str = "",
 ) -> Definition:
-    """The same with `more`, as imgkit builds it; `bootstrap` and `place` name where the runtime finds `base`.
+    """Return the same with `additions`, as imgkit builds it.
+
+    Parameters
+    ----------
+    bootstrap, source : the agent of the runtime, and where it finds `base`; by default that name.
 
     Raises
     ------
     UsageError : as in `definition`.
     """
-    made = layers(recipe, base=base, platform=platform)
-    return _definition(recipe, made, more=more, bootstrap=bootstrap, place=place)
-
-
-def _definition(recipe: Recipe, made: Layers, *, more: Additions, bootstrap: str, place: str) -> Definition:
-    if made.uses_secrets:
-        stated = recipe.where("image", "secrets")
-        refuse("a build secret", "a definition file", stated, "use --format dockerfile and imgkit build")
-    for label in made.labels.entries:
-        if re.search(r"\s", label.key) or label.value != label.value.strip():
-            found = f"label {label.key!r}: white space in its name or around its value"
-            refuse(found, "a definition file", made.labels.origin, "remove it, or use --format dockerfile")
-    run = (*more.steps, *_definition_steps(made))
-    text = _fill("definition.j2", made, more=more, steps=run, bootstrap=bootstrap, place=place)
+    layers = build_layers(recipe, base=base, platform=platform)
+    if layers.uses_secrets:
+        where = recipe.where("image", "secrets")
+        refuse("a build secret", "a definition file", where, "use --format dockerfile and imgkit build")
+    for label, value in layers.labels.entries.items():
+        if re.search(r"\s", label) or value != value.strip():
+            problem = f"label {label!r}: white space in its name or around its value"
+            refuse(
+                problem, "a definition file", layers.labels.origin, "remove it, or use --format dockerfile"
+            )
+    steps = (*additions.steps, *_definition_steps(layers))
+    values = {"additions": additions, "steps": steps, "bootstrap": bootstrap}
+    text = _fill("definition.j2", layers, source=source or layers.base.text, **values)
     for number, line in enumerate(text.split("\n"), 1):
         # Apptainer >= 1.2 replaces {{ word }} by a build argument, and fails if there is no such argument.
         if match := re.search(r"\{\{\s*\w+\s*\}\}", line):
             refuse(match.group(), "a definition file", origin(text, number), "use --format dockerfile")
-    return Definition(text=text, steps=run)
+    return Definition(text=text, steps=steps)
 
 
 def origin(text: str, line: int) -> str:
-    """The comment above line `line` (from 1) of a rendered text: ``mn5.yaml:12``.
+    """Return the comment above line `line` (from 1) of a rendered text: ``mn5.yaml:12``.
 
     An instruction made of several values gives ``mn5.yaml:12-14, mn5-llm.yaml:3``. A step of imgkit's own
     gives ``imgkit: `` and its purpose. A line above all instructions gives an empty string.
     """
     for above in reversed(text.split("\n")[:line]):
-        if found := TRACE.fullmatch(above):
-            return found.group(1)
+        if match := TRACE.fullmatch(above):
+            return match.group(1)
     return ""
 
 
-def _fill(template: str, made: Layers, **further: object) -> str:
+def _fill(template: str, layers: Layers, **values: object) -> str:
     jinja = environment("templates")
-    filters: Mapping[str, Callable[..., str]] = {
-        "docker_quote": docker_quote,
-        "docker_value": _docker_value,
-        "sh_value": lambda entry: install.shell_value(entry.key, entry.value),
-        "docker_key": _docker_key,
-        "copy_words": _copy_words,
-    }
-    jinja.filters.update(filters)
-    values = {name: getattr(made, name) for name in made.__slots__}
-    return jinja.get_template(template).render(values, **further)
+    jinja.filters.update(
+        docker_quote=docker_quote,
+        docker_value=_docker_value,
+        sh_value=lambda value, key: install.shell_value(key, value),
+        docker_key=_docker_key,
+        copy_words=_copy_words,
+        copy_file=_copy_file,
+    )
+    values.update((name, getattr(layers, name)) for name in layers.__slots__)
+    return jinja.get_template(template).render(values)
 
 
-def environment(shipped: str, own: Path | None = None) -> Environment:
-    """Templates from the folder `own`, then the shipped ones of that folder; a missing value is an error."""
+def environment(shipped: str, folder: Path | None = None) -> Environment:
+    """Return templates from `folder`, then the `shipped` ones of that name; a missing value is an error."""
     # Imported here: only some verbs render, and the import takes longer than the rest of "imgkit --help".
     from jinja2 import ChoiceLoader, FileSystemLoader, PackageLoader, StrictUndefined
 
     from imgkit_builder.image.sandbox import Templates
 
-    made = Templates(
-        loader=ChoiceLoader(
-            [*([FileSystemLoader(own)] if own else []), PackageLoader("imgkit_recipes", shipped)]
-        ),
+    loaders = [FileSystemLoader(folder)] if folder else []
+    jinja = Templates(
+        loader=ChoiceLoader([*loaders, PackageLoader("imgkit_recipes", shipped)]),
         undefined=StrictUndefined,
         autoescape=False,
         keep_trailing_newline=True,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters["sh_quote"] = shlex.quote
-    return made
+    jinja.filters["sh_quote"] = shlex.quote
+    return jinja
 
 
-def _definition_steps(made: Layers) -> Iterator[Step]:
-    """Yield the steps of the image `made`."""
-    if made.args:
-        yield Step(origin=made.args.origin, command=_export(made.args))
-    # Brackets: without them, only the last command of several behind && would end the build when it fails.
-    copied = " ".join((INSIDE, *(file.path for file in made.ca.files))) if made.ca else INSIDE
-    yield _own(
-        "copied files have the same modes, whatever umask copied them", f"chmod -R u=rwX,go=rX {copied}"
+def _definition_steps(layers: Layers) -> Iterator[Step]:
+    """Yield the steps of an image in a definition."""
+    if layers.args:
+        yield Step(origin=layers.args.origin, command=_export(layers.args.entries))
+    copied = [INSIDE, *(file.path for file in layers.ca.files)] if layers.ca else [INSIDE]
+    yield _imgkit_step(
+        "copied files have the same modes, whatever umask copied them",
+        f"chmod -R u=rwX,go=rX {' '.join(copied)}",
     )
-    if made.ca:
-        exported = _export(Block(origin=made.ca.origin, entries=made.ca.env))
-        yield Step(origin=made.ca.origin, command=f"{made.ca.install}\n{exported}")
-    yield from _early_steps(made.before_apt)
-    if made.apt:
-        yield Step(origin=made.apt.origin, command=f"({made.apt.text})")
-    yield from _early_steps(made.after_apt)
-    if made.protect:
-        yield _own("every pip step below must keep the base's torch and NCCL", f"({made.protect})")
-    if made.filtered_constraint:
-        yield Step(origin=made.filtered_constraint.origin, command=made.filtered_constraint.text)
-    if made.uv:
-        yield Step(origin=made.uv.origin, command=f"({made.uv.command})")
-    for pip in made.pip:
-        yield Step(origin=pip.origin, command=f"({pip.command})" if pip.kept else pip.command)
-    yield Step(origin=made.env.origin, command=_export(made.env))
-    yield Step(origin=made.workdir.origin, command=f"mkdir -p -- {shlex.quote(made.workdir.text)}")
-    for run in made.run:
-        yield _run(run, made.workdir.text)
-    yield _own(
-        "no index, no dependencies; forced, because a changed wheel can have the same version",
-        f"({made.install_wheel})",
-    )
-    for project in made.projects:
-        placed = f"{_placed(project)}\n" if project.stays else ""
-        yield Step(origin=project.origin, command=f"{placed}{project.command}")
-    if made.projects:
-        yield _own("the projects are installed", f"rm -rf {INSIDE}/project")
-    for copy in made.copy:
-        yield Step(origin=copy.origin, command=_placed(copy))
-    if made.copy:
-        yield _own("the copies are in their places", f"rm -rf {INSIDE}/copy")
-    for run in made.run_after_copy:
-        yield _run(run, made.workdir.text)
+    if layers.ca:
+        yield Step(origin=layers.ca.origin, command=f"{layers.ca.install}\n{_export(layers.ca.env)}")
+    yield from _user_steps(layers.before_apt.copy, layers.before_apt.run, "/")
+    yield from map(_bracketed, layers.apt)
+    yield from _user_steps(layers.after_apt.copy, layers.after_apt.run, "/")
+    yield from map(_bracketed, (*layers.protect, *layers.pip))
+    workdir = layers.workdir
+    yield Step(origin=layers.env.origin, command=_export(layers.env.entries))
+    yield Step(origin=workdir.origin, command=f"mkdir -p -- {shlex.quote(workdir.text)}")
+    yield from _user_steps((), layers.run, workdir.text)
+    yield _bracketed(layers.install_wheel)
+    for project in layers.projects:
+        copy = f"{_copy_command(project)}\n" if project.is_editable else ""
+        yield Step(origin=project.origin, command=f"{copy}{project.command}")
+    if layers.projects:
+        yield _imgkit_step("the projects are installed", f"rm -rf {INSIDE}/project")
+    yield from _user_steps(layers.copy, (), workdir.text)
+    if layers.copy:
+        yield _imgkit_step("the copies are in their places", f"rm -rf {INSIDE}/copy")
+    yield from _user_steps((), layers.run_after_copy, workdir.text)
 
 
-def _own(purpose: str, command: str) -> Step:
-    return Step(origin=f"imgkit: {purpose}", command=command)
+def _bracketed(step: Step) -> Step:
+    """Put brackets around ``&&``: without them, only the last command would end the build when it fails."""
+    if f"{NEXT}&& " not in step.command:
+        return step
+    return dataclasses.replace(step, command=f"({step.command})")
 
 
-def _export(block: Block) -> str:
-    values = (f"{one.key}={install.shell_value(one.key, one.value)}" for one in block.entries)
+def _imgkit_step(purpose: str, command: str, files: tuple[ContextFile, ...] = ()) -> Step:
+    return Step(origin=f"imgkit: {purpose}", command=command, files=files)
+
+
+def _user_steps(copies: Sequence[Copy], runs: Sequence[Step], folder: str) -> Iterator[Step]:
+    for copy in copies:
+        yield Step(origin=copy.origin, command=_copy_command(copy))
+    for run in runs:
+        yield Step(origin=run.origin, command=f"(cd -- {shlex.quote(folder)} && {run.command})")
+
+
+def _export(variables: Mapping[str, str]) -> str:
+    values = (f"{key}={install.shell_value(key, value)}" for key, value in variables.items())
     return f"export {NEXT.join(values)}"
 
 
-def _early_steps(steps: Early) -> Iterator[Step]:
-    for copy in steps.copy:
-        yield Step(origin=copy.origin, command=_placed(copy))
-    for run in steps.run:
-        yield _run(run, "/")
-
-
-def _run(step: RunStep, folder: str) -> Step:
-    return Step(origin=step.origin, command=f"(cd -- {shlex.quote(folder)} && {step.posix})")
-
-
-def _placed(code: Copy | Project) -> str:
-    """The commands that put the content of a folder of the context into its place."""
+def _copy_command(code: Copy) -> str:
+    """Return the commands that copy the content of a folder of the context to its target."""
     target = shlex.quote(code.target)
     return f"mkdir -p -- {target}\ncp -RP -- {INSIDE}/{code.member}/. {target}"
 
 
 def docker_quote(value: str) -> str:
-    """Double quotes for ENV, LABEL and WORKDIR, with ``$`` escaped."""
+    """Return `value` in double quotes for ENV, LABEL and WORKDIR, with ``$`` escaped."""
     return '"' + re.sub(r'([\\"$])', r"\\\1", value) + '"'
 
 
-def _docker_value(entry: KeyValue) -> str:
-    """The value of ENV; one that adds to the base's value names it, as Docker expands it."""
-    added = expanded(entry.key, entry.value, lambda text: docker_quote(text)[1:-1])
-    return added or docker_quote(entry.value)
+def _docker_value(value: str, key: str) -> str:
+    """Return the value of ENV; one that adds to the base's value names it, as Docker expands it."""
+    return expanded(key, value, lambda text: docker_quote(text)[1:-1]) or docker_quote(value)
 
 
 def _docker_key(value: str) -> str:
-    """The name of a label, quoted only where it must be."""
+    """Return the name of a label, quoted only where it must be."""
     return value if re.fullmatch(r"[A-Za-z0-9._/-]+", value) else docker_quote(value)
 
 
-def _copy_words(words: Sequence[str]) -> str:
-    """The JSON form of COPY; the builder expands each word once more after decoding it."""
-    return json.dumps([re.sub(r"""([\\"'$])""", r"\\\1", word) for word in words], ensure_ascii=False)
+def _copy_words(paths: Sequence[str]) -> str:
+    """Return the JSON form of COPY; the builder expands each path once more after decoding it."""
+    return json.dumps([re.sub(r"""([\\"'$])""", r"\\\1", path) for path in paths], ensure_ascii=False)
+
+
+def _copy_file(file: ContextFile) -> str:
+    """Return the JSON form of COPY for one file, or for the content of a folder."""
+    slash = "/" if file.is_folder else ""
+    return _copy_words([f"{file.member}{slash}", f"{file.path}{slash}"])
 
 
 # Byte code of the entry points: a read-only image would compile them at every start. What pip writes holds
@@ -269,10 +270,10 @@ TRUST = ("CURL_CA_BUNDLE", "PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
 """Variables of programs that come with authorities of their own: pip, requests, and what conda installs."""
 
 
-def layers(
+def build_layers(
     recipe: Recipe, *, base: str | None = None, platform: str | None = None, base_user: str = ""
 ) -> Layers:
-    """The layers of `recipe` on `base` (default: the recipe's), whose user is `base_user`.
+    """Return the layers of `recipe` on `base` (default: the recipe's), whose user is `base_user`.
 
     Only shell commands are quoted.
 
@@ -281,11 +282,12 @@ def layers(
     UsageError : a value does not fit on one line, or is not the name of a distribution.
     """
     image = recipe.image
-    for value, path in _values(recipe):
+    for path, value in _one_line_values(recipe):
         if re.search(r"[\n\r\0]", value):
-            found = f"{'.'.join(map(str, path))}: a line end or NUL"
-            refuse(found, "a Dockerfile", recipe.where(*path), "write it on one line")
-    wheel_name = wheel.file_name()
+            problem = f"{'.'.join(map(str, path))}: a line end or NUL"
+            refuse(problem, "a Dockerfile", recipe.where(*path), "write it on one line")
+    lock = recipe.lock
+    has_workdir = ("image", "workdir") in recipe.positions
     return Layers(
         image=image,
         name=recipe.name,
@@ -295,45 +297,58 @@ def layers(
         uses_secrets=bool(image.used_secrets),
         base=_base(recipe, base),
         base_user="" if base_user.partition(":")[0] in ("root", "0") else base_user,
-        args=_args(recipe),
-        ca=_ca(recipe),
-        before_apt=_early(recipe, "base"),
-        after_apt=_early(recipe, "apt"),
-        apt=_apt(recipe),
-        apt_files=_locked(f"imgkit/{install.LOCKED_APT}") if recipe.lock and recipe.lock.apt else None,
-        # A run step may call pip too, and can then use the file.
-        protect=install.protect() if image.uv or image.pip or image.run else "",
-        filtered_constraint=install.filtered_constraint(recipe) if image.uv or image.pip else None,
-        uv=install.uv_command(recipe),
+        args=_block(recipe, _paths("args", image.args), image.args) if image.args else None,
+        ca=_authorities(recipe) if image.ca else None,
+        before_apt=Early(copy=_copies(recipe, "base"), run=_run_steps(recipe, "base")),
+        after_apt=Early(copy=_copies(recipe, "apt"), run=_run_steps(recipe, "apt")),
+        apt=(install.apt_step(recipe, _origins(recipe, _paths("apt", range(len(image.apt))))),)
+        if (lock.apt if lock else image.apt)
+        else (),
+        protect=_protect(recipe),
         pip=tuple(
-            install.pip_command(recipe, number, step)
-            for number, step in enumerate(image.pip)
-            if recipe.lock is None or install.locked_wheels(recipe, number)
+            install.pip_command(recipe, number)
+            for number in install.pip_step_numbers(recipe)
+            if lock is None or install.locked_wheels(recipe, number)
         ),
         env=_env(recipe),
         workdir=Text(
-            origin=_stated(recipe, "image", "workdir") or "imgkit: the default folder", text=image.workdir
+            origin=recipe.where("image", "workdir") if has_workdir else "imgkit: the default folder",
+            text=image.workdir,
         ),
         run=_run_steps(recipe, "pip"),
-        wheel=ContextFile(member=f"imgkit/{wheel_name}", path=f"{INSIDE}/{wheel_name}"),
-        # The base's PIP_CONSTRAINT does not apply here; if its file is missing, pip would stop.
-        install_wheel=f"{install.PIP} PIP_CONSTRAINT=''{NEXT}python3 -m pip install --no-cache-dir"
-        f" --no-compile --no-index --no-deps --force-reinstall{NEXT}    {INSIDE}/{wheel_name}"
-        f"{NEXT}&& {COMPILE}",
+        install_wheel=_install_wheel(),
         projects=tuple(
             install.project(recipe, number, step)
             for number, step in enumerate(image.pip)
             if step.project is not None
         ),
         copy=_copies(recipe, "pip"),
-        origins=(_locked(install.LOCK_TOML),) if recipe.lock else (),
+        origins=(_locked_file(install.LOCK_TOML),) if lock else (),
         run_after_copy=_run_steps(recipe, "copy"),
         labels=_labels(recipe),
     )
 
 
-def _early(recipe: Recipe, after: str) -> Early:
-    return Early(copy=_copies(recipe, after), run=_run_steps(recipe, after))
+def _protect(recipe: Recipe) -> tuple[Step, ...]:
+    image = recipe.image
+    uses_pip = image.uv or image.pip
+    # A run step may call pip too, and can then use the file.
+    steps = [install.protect()] if uses_pip or image.run else []
+    if uses_pip and image.constraints.policy == "drop":
+        steps.append(install.filtered_constraint(recipe))
+    return tuple(steps)
+
+
+def _install_wheel() -> Step:
+    member = f"imgkit/{wheel.file_name()}"
+    path = f"{INSIDE}/{wheel.file_name()}"
+    return _imgkit_step(
+        "no index, no dependencies; forced, because a changed wheel can have the same version",
+        # The base's PIP_CONSTRAINT does not apply here; if its file is missing, pip would stop.
+        f"{install.PIP} PIP_CONSTRAINT=''{NEXT}python3 -m pip install --no-cache-dir --no-compile --no-index"
+        f" --no-deps --force-reinstall{NEXT}    {path}{NEXT}&& {COMPILE}",
+        files=(ContextFile(member=member, path=path),),
+    )
 
 
 def _copies(recipe: Recipe, after: str) -> tuple[Copy, ...]:
@@ -348,65 +363,72 @@ def _copies(recipe: Recipe, after: str) -> tuple[Copy, ...]:
     )
 
 
-def _locked(member: str) -> ContextFile:
-    """A file or folder that only a locked build has."""
+def _locked_file(member: str) -> ContextFile:
+    """Return a file or folder that only a locked build has."""
     return ContextFile(member=member, path=f"{INSIDE}/{member.removeprefix('imgkit/')}")
 
 
 def certificate_member(number: int) -> str:
-    """Path of certificate `number` (from 0) in the build context."""
+    """Return the path of certificate `number` (from 0) in the build context."""
     return f"imgkit/ca-{number}.crt"
 
 
 def copy_member(number: int) -> str:
-    """The folder of copy step `number` (from 0) in the build context."""
+    """Return the folder of copy step `number` (from 0) in the build context."""
     return f"copy/{number}"
 
 
-def _values(recipe: Recipe) -> Iterable[tuple[str, KeyPath]]:
-    """Every value of the image part that must fit on one line, with its path."""
+def _one_line_values(recipe: Recipe) -> Iterator[tuple[KeyPath, str]]:
+    """Yield every value of the image part that must fit on one line, with its path."""
     image = recipe.image
-    yield image.base, ("image", "base")
-    yield image.workdir, ("image", "workdir")
-    for number, package in enumerate(image.apt):
-        yield package, ("image", "apt", number)
-    for number, command in enumerate(image.run):
-        yield command.command.replace("\n", " "), ("image", "run", number)
-    for number, step in enumerate(image.pip):
-        editable = (step.editable,) if step.editable else ()
-        for key, words in (("options", step.options), ("packages", step.packages), ("editable", editable)):
-            for place, word in enumerate(words):
-                yield word, ("image", "pip", number, key, place)
-    for number, copy in enumerate(image.copy):
-        yield copy.target, ("image", "copy", number, "target")
-    steps: Iterable[tuple[KeyPath, Mapping[str, str]]]
-    steps = ((("image", "pip", number, "env"), step.env) for number, step in enumerate(image.pip))
-    mappings = {"env": image.env, "args": image.args, "labels": image.labels}
-    for where, pairs in (*steps, *((("image", key), value) for key, value in mappings.items())):
-        for key, value in pairs.items():
-            yield key, (*where, key)
-            yield value, (*where, key)
+    values: dict[str, object] = {
+        "base": image.base,
+        "workdir": image.workdir,
+        "apt": image.apt,
+        # Its line ends are quoted, so that a command may have several.
+        "run": [run.command.replace("\n", " ") for run in image.run],
+        "pip": [
+            {
+                "options": step.options,
+                "packages": step.packages,
+                "editable": step.editable or "",
+                "env": step.env,
+            }
+            for step in image.pip
+        ],
+        "copy": [{"target": copy.target} for copy in image.copy],
+        "env": image.env,
+        "args": image.args,
+        "labels": image.labels,
+    }
+    return _texts(values, ("image",))
+
+
+def _texts(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
+    """Yield every text and key below `value` with its path."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield (*path, key), key
+            yield from _texts(item, (*path, key))
+    elif isinstance(value, Sequence):
+        for number, item in enumerate(value):
+            yield from _texts(item, (*path, number))
 
 
 def _base(recipe: Recipe, override: str | None) -> Text:
-    stated = recipe.where("image", "base")
+    where = recipe.where("image", "base")
     if recipe.lock and override in (None, recipe.lock.base.exact):
-        return Text(origin=stated, text=recipe.lock.base.exact)
-    if override in (None, recipe.image.base):
-        return Text(origin=stated, text=recipe.image.base)
-    return Text(origin=f"--base (instead of {recipe.image.base}, {stated})", text=override)
+        return Text(origin=where, text=recipe.lock.base.exact)
+    if override is None or override == recipe.image.base:
+        return Text(origin=where, text=recipe.image.base)
+    return Text(origin=f"--base (instead of {recipe.image.base}, {where})", text=override)
 
 
-def _args(recipe: Recipe) -> Block | None:
-    stated = _origins(recipe, [("image", "args", key) for key in recipe.image.args])
-    return Block(origin=stated, entries=_entries(recipe.image.args)) if recipe.image.args else None
-
-
-def _ca(recipe: Recipe) -> Authorities | None:
-    """The command that adds the certificates to the system's, before the first step that uses the network."""
-    if not recipe.image.ca:
-        return None
-    names = [posixpath.basename(certificate_member(number)) for number in range(len(recipe.image.ca))]
+def _authorities(recipe: Recipe) -> Authorities:
+    """Return the command that adds the certificates to the system's, before the first use of the network."""
+    members = [certificate_member(number) for number in range(len(recipe.image.ca))]
     # A base that names a bundle for pip trusts what it holds: the variable set here must not lose that.
     parts = (
         f'if [ -f "${{PIP_CERT:-}}" ] && [ "$PIP_CERT" != {BUNDLE} ]; then',
@@ -415,79 +437,62 @@ def _ca(recipe: Recipe) -> Authorities | None:
         f"else mkdir -p {posixpath.dirname(BUNDLE)} && cat {CERTIFICATES}/*.crt >> {BUNDLE}; fi",
     )
     return Authorities(
-        origin=_origins(recipe, [("image", "ca", number) for number in range(len(names))]),
+        origin=_origins(recipe, _paths("ca", range(len(members)))),
         files=tuple(
-            ContextFile(member=certificate_member(number), path=f"{CERTIFICATES}/imgkit-{name}")
-            for number, name in enumerate(names)
+            ContextFile(member=member, path=f"{CERTIFICATES}/imgkit-{posixpath.basename(member)}")
+            for member in members
         ),
         install=NEXT.join(parts),
-        env=tuple(KeyValue(key=name, value=BUNDLE) for name in TRUST),
+        env=dict.fromkeys(TRUST, BUNDLE),
     )
 
 
-def _apt(recipe: Recipe) -> Text | None:
-    packages = recipe.image.apt
-    if not packages or (recipe.lock and not recipe.lock.apt):
-        return None
-    stated = _origins(recipe, [("image", "apt", number) for number in range(len(packages))])
-    if recipe.lock:
-        return Text(origin=stated, text=install.locked_apt(recipe))
-    parts = (
-        "apt-get update",
-        "DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends"
-        + "".join(f"{NEXT}    {shlex.quote(package)}" for package in packages),
-        "apt-get clean",
-        "rm -rf /var/lib/apt/lists/*",
-    )
-    return Text(origin=stated, text=f"{NEXT}&& ".join(parts))
-
-
-def _run_steps(recipe: Recipe, after: str) -> tuple[RunStep, ...]:
-    """The user's commands of one place."""
+def _run_steps(recipe: Recipe, after: str) -> tuple[Step, ...]:
+    """Return the user's commands of one position."""
     commands = enumerate(recipe.image.run)
-    return tuple(_command(recipe, number, one) for number, one in commands if one.after == after)
+    return tuple(_run_step(recipe, number, run) for number, run in commands if run.after == after)
 
 
-def _command(recipe: Recipe, number: int, command: RunCommand) -> RunStep:
+def _run_step(recipe: Recipe, number: int, command: RunCommand) -> Step:
     text = command.command.strip()
     # Docker reads some beginnings as its own syntax (flags, JSON), a last backslash as a continued line, and
     # newer engines read << as a heredoc; the exec form keeps all of them as text, and line ends too.
-    lines = "\n" in text
-    plain = not (lines or text.startswith(("--", "[")) or "<<" in text or text.endswith("\\"))
+    has_lines = "\n" in text
+    is_plain = not (has_lines or text.startswith(("--", "[")) or "<<" in text or text.endswith("\\"))
     # Of several lines, the first that fails ends the step; a shell alone would go on.
-    shell = ("/bin/sh", "-ec" if lines else "-c", text)
-    posix = f"sh {shell[1]} {_one_line(text) if lines else shlex.quote(text)}"
-    docker = text if plain else json.dumps(shell, ensure_ascii=False)
+    shell = ("/bin/sh", "-ec" if has_lines else "-c", text)
+    posix = f"sh {shell[1]} {_one_line(text) if has_lines else shlex.quote(text)}"
+    docker = text if is_plain else json.dumps(shell, ensure_ascii=False)
     if command.secrets:
         argv = (*install.secret_argv(recipe, command.secrets), *shell)
         posix = install.with_secrets(recipe, command.secrets, "") + posix
-        docker = json.dumps(argv, ensure_ascii=False) if lines else posix
-    return RunStep(
+        docker = json.dumps(argv, ensure_ascii=False) if has_lines else posix
+    return Step(
         origin=recipe.where("image", "run", number),
+        command=posix,
         docker=docker,
-        posix=posix,
         mounts=install.secret_mounts(command.secrets),
     )
 
 
 def _one_line(text: str) -> str:
-    """One word of a shell that is `text`: a definition ends where a line begins with ``%``."""
+    """Return one word of a shell that is `text`: a definition ends where a line begins with ``%``."""
     escaped = text.replace("\\", "\\\\").replace("\n", "\\n")
     return f'"$(printf %b {shlex.quote(escaped)})"'
 
 
 def _env(recipe: Recipe) -> Block:
     # The host's ~/.local is visible inside a .sif; Python must not import its packages.
-    merged = {"PYTHONNOUSERSITE": "1", **recipe.image.env}
-    stated = _origins(recipe, [("image", "env", key) for key in recipe.image.env])
-    return Block(origin=stated or "imgkit: ignore packages in the host's ~/.local", entries=_entries(merged))
+    pairs = {"PYTHONNOUSERSITE": "1", **recipe.image.env}
+    paths = _paths("env", recipe.image.env)
+    return _block(recipe, paths, pairs, "imgkit: ignore packages in the host's ~/.local")
 
 
 def _labels(recipe: Recipe) -> Block:
-    """Labels that depend on the recipe alone; the build adds date, revision, base and context."""
+    """Return the labels that depend on the recipe alone; the build adds date, revision, base and context."""
     description = " ".join(recipe.description.split())
     # Without its own title and version, the image would inherit those of the base's Linux distribution.
-    merged = {
+    pairs = {
         "org.opencontainers.image.title": recipe.name,
         "org.opencontainers.image.version": __version__,
         **({"org.opencontainers.image.description": description} if description else {}),
@@ -495,23 +500,24 @@ def _labels(recipe: Recipe) -> Block:
         "imgkit.recipe": recipe.name,
         "imgkit.recipe.sha256": recipe.sha256,
         "imgkit.version": __version__,
-        **(install.lock_labels(recipe.lock_text) if recipe.lock else {}),
     }
-    stated = _origins(recipe, [("image", "labels", key) for key in recipe.image.labels])
-    return Block(origin=stated or "imgkit: what this image is", entries=_entries(merged))
+    if recipe.lock:
+        pairs[LOCK_LABEL] = hashlib.sha256(recipe.lock_text.encode()).hexdigest()
+    return _block(recipe, _paths("labels", recipe.image.labels), pairs, "imgkit: what this image is")
 
 
-def _entries(pairs: Mapping[str, str]) -> tuple[KeyValue, ...]:
-    return tuple(KeyValue(key=key, value=value) for key, value in pairs.items())
+def _paths(key: str, items: Iterable[str | int]) -> list[KeyPath]:
+    """Return the paths of items below ``image.KEY``."""
+    return [("image", key, item) for item in items]
 
 
-def _stated(recipe: Recipe, *path: str | int) -> str:
-    """``file.yaml:12`` for the value at `path`; empty for a default."""
-    return recipe.where(*path) if path in recipe.positions else ""
+def _block(recipe: Recipe, paths: list[KeyPath], pairs: Mapping[str, str], default_origin: str = "") -> Block:
+    """Return a block of `pairs`, which the values at `paths` state."""
+    return Block(origin=_origins(recipe, paths) or default_origin, entries=pairs)
 
 
 def _origins(recipe: Recipe, paths: Sequence[KeyPath]) -> str:
-    """Places of several values, shortened: ``mn5.yaml:12-14, mn5-llm.yaml:3``."""
+    """Return the lines of several values, shortened: ``mn5.yaml:12-14, mn5-llm.yaml:3``."""
     spans: list[tuple[str, int, int]] = []
     for path in paths:
         name, _, number = recipe.where(*path).rpartition(":")
@@ -525,6 +531,6 @@ def _origins(recipe: Recipe, paths: Sequence[KeyPath]) -> str:
     return ", ".join(f"{name}:{first}" + (f"-{last}" if last > first else "") for name, first, last in spans)
 
 
-def refuse(found: str, place: str, where: str, hint: str) -> NoReturn:
-    """Raise the error for a value that the rendered format cannot express."""
-    raise UsageError(f"{found} cannot appear in {place}", where=where or None, hint=hint)
+def refuse(value: str, form: str, where: str, hint: str) -> NoReturn:
+    """Raise the error for a value that a rendered form cannot express."""
+    raise UsageError(f"{value} cannot appear in {form}", where=where or None, hint=hint)

@@ -17,6 +17,7 @@ class Templates(SandboxedEnvironment):
     """
 
     def is_safe_callable(self, obj: Any) -> bool:
-        """Whether a template may call `obj`."""
-        known = isinstance(obj, Macro) or any(obj is one for one in self.globals.values())
-        return known or (isinstance(getattr(obj, "__self__", None), _PLAIN) and super().is_safe_callable(obj))
+        """Return whether a template may call `obj`."""
+        if isinstance(obj, Macro) or any(obj is function for function in self.globals.values()):
+            return True
+        return isinstance(getattr(obj, "__self__", None), _PLAIN) and super().is_safe_callable(obj)

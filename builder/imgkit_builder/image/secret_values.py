@@ -13,7 +13,7 @@ from imgkit_entrypoints import files, secret_patterns
 from imgkit_entrypoints.errors import UsageError
 
 LEAST = 8
-"""Characters of the shortest line that imgkit looks for; shorter ones are in many texts by chance."""
+"""Characters of the shortest line that imgkit searches for; shorter ones are in many texts by chance."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +21,11 @@ class SecretValues:
     """What a build needs of its secrets; the default has none."""
 
     options: tuple[str, ...] = ()
-    """Words for ``docker buildx build`` and ``podman build``, which name the sources and hold no value."""
+    """Options of ``docker buildx build`` and ``podman build``, which name the sources and hold no value."""
     lines: tuple[str, ...] = field(default=(), repr=False)
 
     def masked(self, text: str) -> str:
-        """`text` with stars in the place of these values, and of what else looks like a secret."""
+        """Return `text` with stars for these values, and for what else looks like a secret."""
         for line in self.lines:
             text = text.replace(line, "***")
         return secret_patterns.masked(text)
@@ -36,49 +36,42 @@ def read(recipe: Recipe) -> SecretValues:
 
     Raises
     ------
-    UsageError : a variable is not set, a file cannot be read, or a value is too short to look for.
+    UsageError : a variable is not set, a file cannot be read, or a value is too short to search for.
     """
     options: list[str] = []
-    lines: set[str] = set()
+    values: set[str] = set()
     for number, secret in enumerate(recipe.image.secrets):
         if secret.id not in recipe.image.used_secrets:
             continue
         where = recipe.where("image", "secrets", number)
-        found = [line for line in _value(secret, where).splitlines() if not line.startswith("-----")]
-        found = [line for line in found if len(line) >= LEAST]
-        if not found:
+        lines = _value(secret, where).splitlines()
+        # The first and last line of a key are the same in all keys.
+        lines = [line for line in lines if len(line) >= LEAST and not line.startswith("-----")]
+        if not lines:
             raise UsageError(
                 f"the secret {secret.id} has no line of {LEAST} characters",
                 where=where,
                 hint="imgkit searches for it in the files of the build; shorter values also occur by chance",
             )
-        lines.update(found)
-        options += [
-            "--secret",
-            f"id={secret.id},{f'env={secret.env}' if secret.env else f'src={secret.file}'}",
-        ]
-    return SecretValues(options=tuple(options), lines=tuple(sorted(lines, key=len, reverse=True)))
+        values.update(lines)
+        source = f"env={secret.env}" if secret.env else f"src={secret.file}"
+        options += ["--secret", f"id={secret.id},{source}"]
+    return SecretValues(options=tuple(options), lines=tuple(sorted(values, key=len, reverse=True)))
 
 
 def _value(secret: BuildSecret, where: str) -> str:
     if secret.env is not None:
         value = os.environ.get(secret.env, "")
         if not value:
-            raise UsageError(
-                f"the variable {secret.env} of the secret {secret.id} is not set",
-                where=where,
-                hint=f"export {secret.env}=..., then build again",
-            )
+            problem = f"the variable {secret.env} of the secret {secret.id} is not set"
+            raise UsageError(problem, where=where, hint=f"export {secret.env}=..., then build again")
         return value
     file = secret.file or Path()
     try:
         return files.read_text(file, errors="surrogateescape")
     except OSError as error:
-        raise UsageError(
-            f"the file of the secret {secret.id} cannot be read: {error.strerror}",
-            where=where,
-            hint=f"create {file}, or change image.secrets",
-        ) from error
+        problem = f"the file of the secret {secret.id} cannot be read: {error.strerror}"
+        raise UsageError(problem, where=where, hint=f"create {file}, or change image.secrets") from error
 
 
 def refuse_in(context: BuildContext, values: SecretValues) -> None:
@@ -89,11 +82,11 @@ def refuse_in(context: BuildContext, values: SecretValues) -> None:
     UsageError : a file holds one; its content would be in the image.
     """
     needles = [line.encode("utf-8", "surrogateescape") for line in values.lines]
-    held = next(members.holding(context.members, needles), "") if needles else ""
-    if held:
-        name = held.split("/", 2)[-1] if held.startswith(("copy/", "project/")) else held
+    member = next(members.holding(context.members, needles), "") if needles else ""
+    if member:
+        name = member.split("/", 2)[-1] if member.startswith(("copy/", "project/")) else member
         raise UsageError(
             f"{name} holds the value of a build secret, and would be in the image",
-            where=held,
+            where=member,
             hint=f"list {name} under `ignore` or in .dockerignore, or take the value out of the recipe",
         )

@@ -12,7 +12,7 @@ from imgkit_builder.recipe.requirements import canonical
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One thing that a lock now has in another version, or no longer, or for the first time."""
+    """An item that a lock now has in another version, or no longer, or for the first time."""
 
     kind: str
     """``base``, ``tool``, ``apt``, ``pip`` or ``file``."""
@@ -30,23 +30,23 @@ class Change:
 
 
 def between(old: LockedPlatform | None, new: LockedPlatform) -> tuple[Change, ...]:
-    """The changes from `old`, which may not exist, to `new`."""
-    before = dict(_values(old)) if old else {}
-    after = dict(_values(new))
-    names = [*after, *(name for name in before if name not in after)]
+    """Return the changes from `old`, which may not exist, to `new`."""
+    before = dict(_versions(old)) if old else {}
+    after = dict(_versions(new))
+    keys = [*after, *(key for key in before if key not in after)]
     return tuple(
-        Change(kind=kind, name=name, old=before.get((kind, name), ""), new=after.get((kind, name), ""))
-        for kind, name in names
-        if before.get((kind, name), "") != after.get((kind, name), "")
+        Change(kind=key[0], name=key[1], old=before.get(key, ""), new=after.get(key, ""))
+        for key in keys
+        if before.get(key, "") != after.get(key, "")
     )
 
 
 def is_same(old: LockedPlatform | None, new: LockedPlatform) -> bool:
-    """Whether the two differ in nothing but their time."""
+    """Return whether the two differ in nothing but their time."""
     return old is not None and old == dataclasses.replace(new, source_date_epoch=old.source_date_epoch)
 
 
-def _values(part: LockedPlatform) -> Iterator[tuple[tuple[str, str], str]]:
+def _versions(part: LockedPlatform) -> Iterator[tuple[tuple[str, str], str]]:
     yield ("base", part.base.name), (part.base.digest or part.base.id)[:19]
     for deb in part.apt:
         yield ("apt", f"{deb.name}:{deb.architecture}"), deb.version

@@ -1,6 +1,4 @@
-"""Asks a base what a recipe needs: the build context with the questions, the build, and the lock that is
-written.
-"""
+"""Resolves the packages of a recipe in its base: the context with the request, the build, and the lock."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ import re
 import secrets
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,51 +20,84 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_builder.engine import image_source, images
 from imgkit_builder.engine.builders import Choice
 from imgkit_builder.engine.connection import Engine
-from imgkit_builder.image import context, install, members, render, secret_values
+from imgkit_builder.image import context, install, members, render, secret_values, uv_export
 from imgkit_builder.image.context import BuildContext
 from imgkit_builder.image.instructions import INSIDE, NEXT
 from imgkit_builder.image.secret_values import SecretValues
 from imgkit_builder.lock import answers
-from imgkit_builder.lock.answers import BaseFile, Unresolved
 from imgkit_builder.oci.manifest import BaseImage, Manifest, now_s
 from imgkit_builder.recipe import lock_file
-from imgkit_builder.recipe.model import Lock, LockedBase, LockedPlatform, LockRequest, Recipe
+from imgkit_builder.recipe.model import (
+    UV_STEP,
+    Lock,
+    LockedBase,
+    LockedPlatform,
+    LockedWheel,
+    LockRequest,
+    Recipe,
+)
 from imgkit_builder.recipe.requirements import canonical
 from imgkit_entrypoints import __version__
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 from imgkit_entrypoints.files import replacing
-from imgkit_recipes import FOLDER
 
-_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+~%:_!-]*\.(deb|whl)")
-_REPORT = re.compile(r"(apt|uv|failed|pip-\d+)\.json")
+FOLDER = f"{INSIDE}/lock"
+"""The folder of the request, the programs and their answers in the base."""
+OUT = f"{FOLDER}/out"
+_MEMBER = "imgkit/lock"
+_PROGRAM = "inside.py"
+_PACKAGE_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+~%:_!-]*\.(deb|whl)")
+_ANSWER = re.compile(r"(apt|failed)\.txt|pip-(uv|\d+)\.json")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LockOptions:
+    """How to lock, besides what the recipe states."""
+
+    keep_files: bool = False
+    """Whether the files are stored too, and wheels are built where there are none."""
+    upgrade: bool = False
+    packages: tuple[str, ...] = ()
+    """The only packages that `upgrade` is about; empty for all."""
+
+    def keeps_version(self, name: str) -> bool:
+        """Return whether a locked package stays in its version, if that fits."""
+        upgraded = {canonical(package) for package in self.packages}
+        return not self.upgrade or bool(upgraded and canonical(name) not in upgraded)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolution:
+    """A recipe whose packages are to be resolved on a base."""
+
+    recipe: Recipe
+    request: LockRequest
+    base: BaseImage
+    old: LockedPlatform | None = None
+    """The lock so far: its versions stay unless `options` upgrades them."""
+    options: LockOptions = LockOptions()
+    kept_wheels: Mapping[str, Path] = dataclasses.field(default_factory=dict)
+    """The files of wheels that were built for `old`."""
 
 
 def resolve(
     engine: Engine,
-    recipe: Recipe,
-    request: LockRequest,
-    base: BaseImage,
+    resolution: Resolution,
     *,
-    old: LockedPlatform | None,
-    wishes: Wishes,
-    kept: Mapping[str, Path],
     builder: Choice,
     values: SecretValues,
     folder: Path,
     report: Reporter,
 ) -> LockedPlatform:
-    """The lock of `recipe` on `base`; the files of a lock with files lie in `folder` afterwards.
-
-    Parameters
-    ----------
-    old, wishes, kept : as in `order.pack`.
+    """Return the lock; the files of a lock with files lie in `folder` afterwards.
 
     Raises
     ------
     UsageError : pip or apt finds no solution, or a package has no wheel; names the recipe's line.
     ToolFailed : a wheel cannot be built, or the network, the engine or a program fails.
     """
-    context = pack(recipe, request, base, old=old, wishes=wishes, kept=kept)
+    request, base = resolution.request, resolution.base
+    context = pack(resolution)
     secret_values.refuse_in(context, values)
     log = ""
     if request.apt or request.uv or request.pip:
@@ -74,165 +105,96 @@ def resolve(
         try:
             # Nothing from a cache: an index may have changed since.
             built = engines.build(
-                engine,
-                context,
-                tag=tag,
-                report=report,
-                builder=builder,
-                no_cache=True,
-                hide=values.masked,
+                engine, context, tag=tag, report=report, builder=builder, no_cache=True, hide=values.masked
             )
             log = str(built.log)
             report.stage("read the answers")
-            _fetch(engine, built.image.ref, folder, platform=base.platform)
+            image_source.store_files(
+                engine,
+                built.image.ref,
+                OUT,
+                folder,
+                wanted=lambda name: bool(_PACKAGE_FILE.fullmatch(name) or _ANSWER.fullmatch(name)),
+                platform=base.platform,
+            )
         finally:
             # The engine may be what failed.
             with contextlib.suppress(ImgkitError):
                 images.remove(engine, tag)
     try:
-        found = _read(folder, request, kept, hide=values.masked)
-    except Unresolved as error:
-        raise answers.explained(recipe, error.failure, log=log) from error
+        part = _read_answers(folder, resolution, values.masked)
+    except answers.Unresolved as error:
+        raise answers.explain(resolution.recipe, error, log=log) from error
     except (ToolFailed, OSError) as error:
-        what = (
-            error.what if isinstance(error, ToolFailed) else f"an answer of the base cannot be read: {error}"
+        problem = (
+            error.what if isinstance(error, ToolFailed) else f"an answer of the base is missing: {error}"
         )
-        raise ToolFailed(what, hint=f"full log: {log}") from error
-    return dataclasses.replace(
-        found,
+        raise ToolFailed(problem, hint=f"full log: {log}") from error
+    return part
+
+
+def _read_answers(folder: Path, resolution: Resolution, mask: Callable[[str], str]) -> LockedPlatform:
+    """Return the packages that the answers in `folder` name."""
+    request, base = resolution.request, resolution.base
+    failed = folder / "failed.txt"
+    if failed.exists():
+        raise answers.read_failure(mask(files.read_text(failed, errors="replace")))
+    debs = files.read_text(folder / "apt.txt", errors="replace") if request.apt else ""
+    digests = _digests([*resolution.kept_wheels.values(), *sorted(folder.iterdir())])
+    wheels: list[LockedWheel] = []
+    for number in install.pip_step_numbers(resolution.recipe):
+        answer = files.read_bytes(folder / f"pip-{install.step_name(number)}.json")
+        wheels += answers.read_wheels(answer, number, digests)
+    return LockedPlatform(
         platform=base.platform,
         source_date_epoch=now_s(),
-        base=LockedBase(name=request.base, digest=base.digest.partition("@")[2], id=base.id),
-    )
-
-
-def _fetch(engine: Engine, name: str, folder: Path, *, platform: str) -> None:
-    """Copy the reports and files that the scripts left in the image `name` into `folder`."""
-    image_source.store_files(
-        engine,
-        name,
-        OUT,
-        folder,
-        wanted=lambda file: bool(_FILE.fullmatch(file) or _REPORT.fullmatch(file)),
-        platform=platform,
-    )
-
-
-def _read(
-    folder: Path, request: LockRequest, kept: Mapping[str, Path], *, hide: Callable[[str], str]
-) -> LockedPlatform:
-    """The packages that the reports in `folder` name.
-
-    Raises
-    ------
-    Unresolved : a script has failed, or what it found cannot be locked.
-    """
-    failed = folder / FAILED_JSON
-    if failed.exists():
-        with answers.readable():
-            failure = answers.read(files.read_bytes(failed))
-        raise Unresolved(dataclasses.replace(failure, output=hide(failure.output)))
-    stored = {one.name: one for one in _files((*kept.values(), *sorted(folder.iterdir())))}
-    debs = files.read_bytes(folder / APT_JSON) if request.apt else b""
-    return LockedPlatform(
-        platform="",
-        source_date_epoch=0,
         request=request,
-        base=LockedBase(name=request.base),
-        apt=answers.debs(debs) if debs else (),
-        pip=(
-            *(answers.uv_wheels(files.read_bytes(folder / UV_JSON)) if request.uv else ()),
-            *(
-                wheel
-                for number in range(len(request.pip))
-                for wheel in answers.wheels(files.read_bytes(folder / report_member(number)), number, stored)
-            ),
-        ),
+        base=LockedBase(name=request.base, digest=base.digest.partition("@")[2], id=base.id),
+        apt=answers.read_debs(debs),
+        pip=tuple(wheels),
     )
 
 
-def _files(paths: Iterable[Path]) -> Iterator[BaseFile]:
-    for file in paths:
-        if _FILE.fullmatch(file.name):
-            with files.open_regular(file) as stream:
-                digest = files.sha256(stream, 0, file.stat().st_size)
-            yield BaseFile(name=file.name, sha256=digest)
+def _digests(paths: Iterable[Path]) -> dict[str, str]:
+    digests = {}
+    for path in paths:
+        if _PACKAGE_FILE.fullmatch(path.name):
+            with files.open_regular(path) as stream:
+                digests[path.name] = files.sha256(stream, 0, path.stat().st_size)
+    return digests
 
 
-PLACE = f"{INSIDE}/lock"
-"""The folder of the questions and answers in the base."""
-OUT = f"{PLACE}/out"
-APT_JSON, UV_JSON, FAILED_JSON = "apt.json", "uv.json", "failed.json"
-_MEMBER = "imgkit/lock"
-_SCRIPTS = ("inside_apt.py", "inside_pip.py")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """What a lock should be like, besides what the recipe states."""
-
-    keep: bool = False
-    """Whether the files are stored too, and wheels are built where there are none."""
-    upgrade: bool = False
-    packages: tuple[str, ...] = ()
-    """The only packages that `upgrade` is about; empty for all."""
-
-
-def report_member(number: int) -> str:
-    """Name of the report of pip step `number` (from 0) in `OUT`."""
-    return f"pip-{number}.json"
-
-
-def pack(
-    recipe: Recipe,
-    request: LockRequest,
-    base: BaseImage,
-    *,
-    old: LockedPlatform | None,
-    wishes: Wishes,
-    kept: Mapping[str, Path],
-) -> BuildContext:
-    """The context whose build leaves the answers in `OUT`.
-
-    Parameters
-    ----------
-    old : the lock that there is: its versions stay unless `wishes` upgrades them.
-    kept : the files of wheels that were built for `old`.
+def pack(resolution: Resolution) -> BuildContext:
+    """Return the context whose build leaves the answers in `OUT`.
 
     Raises
     ------
     UsageError : a value of the recipe does not fit on one line, or a file cannot be read.
     """
-    made = render.layers(recipe, base=base.name, platform=base.platform, base_user=base.user)
-    packages = "".join(f"{NEXT}    {shlex.quote(one)}" for one in recipe.image.apt)
-    made = dataclasses.replace(
-        made,
-        uv=install.uv_question(recipe, f"{OUT}/{UV_JSON}", keep=f"{OUT}/files" if wishes.keep else ""),
-        apt=made.apt and dataclasses.replace(made.apt, text=f"python3 {PLACE}/{_SCRIPTS[0]}{packages}"),
+    recipe, base = resolution.recipe, resolution.base
+    layers = render.build_layers(recipe, base=base.name, platform=base.platform, base_user=base.user)
+    program = f"python3 {FOLDER}/{_PROGRAM}"
+    apt = f"{program} apt" + "".join(f"{NEXT}    {shlex.quote(package)}" for package in recipe.image.apt)
+    layers = dataclasses.replace(
+        layers,
+        apt=tuple(dataclasses.replace(step, command=apt) for step in layers.apt),
         pip=tuple(
-            install.pip_command(recipe, number, step, pip=f"python3 {PLACE}/{_SCRIPTS[1]} {number}")
-            for number, step in enumerate(recipe.image.pip)
+            install.pip_command(recipe, number, pip=f"{program} {install.step_name(number)}")
+            for number in install.pip_step_numbers(recipe)
         ),
     )
+    program_data = importlib.resources.files(__package__).joinpath(_PROGRAM).read_bytes()
     packed = [
-        *context.early_files(recipe),
-        members.folder("imgkit"),
+        *context.package_files(recipe),
         members.folder(_MEMBER),
-        members.file(f"{_MEMBER}/order.json", _order(recipe, request, old, wishes, bool(kept)).encode()),
-        *(members.file(f"{_MEMBER}/{name}", _script(name)) for name in _SCRIPTS),
-        *context.certificates(recipe),
-        *context.requirements_files(recipe),
-        *(members.file(name, data) for name, data in install.uv_files(recipe)),
+        members.file(f"{_MEMBER}/order.json", json.dumps(_order(resolution)).encode()),
+        members.file(f"{_MEMBER}/{_PROGRAM}", program_data),
     ]
-    if kept:
+    if resolution.kept_wheels:
         packed.append(members.folder(f"{_MEMBER}/kept"))
-        packed += [
-            members.file(f"{_MEMBER}/kept/{name}", files.read_bytes(file, most_bytes=file.stat().st_size))
-            for name, file in kept.items()
-        ]
-    if recipe.image.used_secrets:
-        script = (FOLDER / "templates/with-secrets.sh").read_bytes()
-        packed.append(members.file(install.WITH_SECRETS, script))
+    for name, file in resolution.kept_wheels.items():
+        data = files.read_bytes(file, most_bytes=file.stat().st_size)
+        packed.append(members.file(f"{_MEMBER}/kept/{name}", data))
     manifest = Manifest(
         imgkit=__version__,
         recipe=recipe.name,
@@ -241,71 +203,56 @@ def pack(
         platform=base.platform,
         wheel_sha256="",
     )
-    return context.sealed(packed, render.resolver(made, folder=PLACE), manifest)
+    dockerfile = render.resolver(layers, folder=FOLDER)
+    return context.sealed(packed, dockerfile, manifest, code=context.early_code(recipe))
 
 
-def _order(
-    recipe: Recipe, request: LockRequest, old: LockedPlatform | None, wishes: Wishes, has_kept: bool
-) -> str:
-    """What the scripts read."""
-    wanted = {canonical(name) for name in wishes.packages}
-
-    def stays(name: str) -> bool:
-        return not wishes.upgrade or (bool(wanted) and canonical(name) not in wanted)
-
-    return json.dumps(
-        {
-            "keep": wishes.keep,
-            "kept": has_kept,
-            "has_pip": bool(request.pip),
-            "debs": [(one.name, one.version) for one in old.apt if stays(one.name)] if old else [],
-            # The same package in two steps may have two versions: the pins of each step are its own.
-            "wheels": [
-                {
-                    canonical(one.name): one.version
-                    for one in old.pip
-                    if one.step == number and stays(one.name)
-                }
-                if old
-                else {}
-                for number in range(len(request.pip))
-            ],
-            "steps": [
-                {"packages": one.requirements, "options": lock_file.options_of(step)}
-                for one, step in zip(request.pip, recipe.image.pip, strict=True)
-            ],
+def _order(resolution: Resolution) -> dict[str, object]:
+    """Return what the programs in the base read."""
+    recipe, old, options = resolution.recipe, resolution.old, resolution.options
+    steps = {}
+    for number in install.pip_step_numbers(recipe):
+        # The same package in two steps may have two versions: the pins of each step are its own.
+        pins = {
+            canonical(wheel.name): wheel.version
+            for wheel in (old.pip if old else ())
+            if wheel.step == number and options.keeps_version(wheel.name)
         }
-    )
-
-
-def _script(name: str) -> bytes:
-    return importlib.resources.files(__package__).joinpath(name).read_bytes()
+        is_uv = number == UV_STEP
+        pip_options = (
+            uv_export.index_options(recipe) if is_uv else lock_file.options_of(recipe.image.pip[number])
+        )
+        # uv.lock has the versions of its step.
+        steps[install.step_name(number)] = {"options": pip_options, "pins": {} if is_uv else pins}
+    debs = [(deb.name, deb.version) for deb in (old.apt if old else ()) if options.keeps_version(deb.name)]
+    return {"keep_files": options.keep_files, "debs": debs, "steps": steps}
 
 
 def kept_files(file: Path, part: LockedPlatform | None) -> dict[str, Path]:
-    """The wheels of `part` that no index has, by name.
+    """Return the wheels of `part` that no index has, by name.
 
     Raises
     ------
     UsageError : one is missing.
     """
-    found = {
-        one.file: lock_file.kept_folder(file) / one.file for one in (part.pip if part else ()) if one.kept
-    }
-    for name, path in found.items():
+    wheels = part.pip if part else ()
+    paths = {wheel.file: lock_file.kept_folder(file) / wheel.file for wheel in wheels if wheel.kept}
+    for name, path in paths.items():
         if not path.is_file():
             raise UsageError(
                 f"the kept wheel {name} is missing",
                 where=str(path),
                 hint="restore the folder, or build it again: imgkit lock RECIPE --keep-files --upgrade",
             )
-    return found
+    return paths
 
 
-def write_lock(recipe: Recipe, file: Path, old: Lock | None, part: LockedPlatform, made: Path | None) -> None:
-    """Write `part` into the lock `file`, and its files from the folder `made` next to it.
+def write_lock(
+    recipe: Recipe, file: Path, old: Lock | None, part: LockedPlatform, new_files: Path | None
+) -> None:
+    """Write `part` into the lock `file`, and its packages from the folder `new_files` next to it.
 
-    The files come first: a lock never names a file that is not there. Those that only `old` names go last.
+    The packages come first: a lock never names a file that is not there. Those that only `old` names go last.
 
     Raises
     ------
@@ -316,19 +263,16 @@ def write_lock(recipe: Recipe, file: Path, old: Lock | None, part: LockedPlatfor
     new = Lock(recipe=recipe.name, imgkit=__version__, platforms=lock.replaced(part).platforms)
     content = lock_file.text(new)
     lock_file.parse(content, file)  # names, versions and URLs are what the base answered
-    if made is not None:
-        _store(lock_file.kept_folder(file), made, part.digests)
+    folder = lock_file.kept_folder(file)
+    if new_files is not None:
+        folder.mkdir(exist_ok=True)
+        for name in sorted(part.digests):
+            if (new_files / name).is_file():
+                with files.writing(folder / name) as stream, files.open_regular(new_files / name) as package:
+                    shutil.copyfileobj(package, stream)
     hint = "choose a folder that this user may write to"
     with replacing(file, failed="the lock cannot be written", hint=hint) as stream:
         stream.write(content.encode())
-    named = {name for one in new.platforms for name in one.digests}
-    for name in {name for one in lock.platforms for name in one.digests} - named:
-        (lock_file.kept_folder(file) / name).unlink(missing_ok=True)
-
-
-def _store(folder: Path, made: Path, digests: Mapping[str, str]) -> None:
-    folder.mkdir(exist_ok=True)
-    for name in sorted(digests):
-        if (made / name).is_file():
-            with files.writing(folder / name) as stream, files.open_regular(made / name) as source:
-                shutil.copyfileobj(source, stream)
+    old_names = {name for platform in lock.platforms for name in platform.digests}
+    for name in old_names - {name for platform in new.platforms for name in platform.digests}:
+        (folder / name).unlink(missing_ok=True)

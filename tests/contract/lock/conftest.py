@@ -11,11 +11,11 @@ HERE = Path(__file__).parent
 
 @pytest.fixture
 def apt_answer() -> str:
-    """What ``inside_apt`` wrote about jq and libnuma1."""
-    return (HERE / "apt_answer.json").read_text()
+    """Return what apt printed about jq and libnuma1."""
+    return (HERE / "apt_answer.txt").read_text()
 
 
 @pytest.fixture
 def pip_report() -> str:
-    """What ``inside_pip`` wrote about einops, requests[socks] and tqdm, which was named by its URL."""
+    """Return pip's report of einops, requests[socks] and tqdm, which was named by its URL."""
     return (HERE / "pip_report.json").read_text()

@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.image import install, render, uv_inside
+from imgkit_builder.image import context, install, render
 from imgkit_builder.lock import answers
-from imgkit_builder.recipe import lock_file, uv_lock
+from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import UV_STEP, Lock, LockedBase, LockedPlatform, Recipe
-from imgkit_entrypoints.errors import ToolFailed, UsageError
+from imgkit_entrypoints.errors import UsageError
 
-RECORDED = Path(__file__).parents[1] / "recipe" / "my-project"
+RECORDED = Path(__file__).parents[1] / "image" / "my-project"
 TEXT = "image:\n  base: python:3\n  uv: {project: my-project}\n"
-BASE = {"torch": "2.14.1", "numpy": "2.2.6", "antlr4-python3-runtime": "4.9.3"}
 
 
 @pytest.fixture
@@ -29,50 +28,59 @@ def recipe(tmp_path: Path) -> Recipe:
 
 
 def locked(recipe: Recipe, tmp_path: Path) -> Recipe:
-    """The recipe with a lock beside it, made of what the program in a base writes."""
-    assert recipe.image.uv is not None
-    (tmp_path / "uv.json").write_text(install.as_json(recipe, uv_lock.read(recipe.image.uv.project)))
-    choice = uv_inside.UvChoice(json.loads((tmp_path / "uv.json").read_text()), BASE, {})
-    choice.walk()
+    """Return the recipe with a lock beside it, made of what the program in a base writes."""
+    report = json.dumps([wheel("certifi", "2026.10.18"), wheel("einops", "0.8.0")])
     part = LockedPlatform(
         platform="linux/amd64",
         source_date_epoch=1_700_000_000,
         request=lock_file.request_of(recipe),
         base=LockedBase(name="python:3", digest=f"sha256:{'b' * 64}"),
-        pip=answers.uv_wheels(json.dumps(choice.wheels)),
+        pip=answers.read_wheels(report, UV_STEP, {}),
     )
     file = lock_file.beside(recipe)
     file.write_text(lock_file.text(Lock(recipe="mine", imgkit="0.3.0", platforms=(part,))))
     return lock_file.follow(recipe, platform="linux/amd64")
 
 
+def wheel(name: str, version: str) -> dict[str, object]:
+    url = f"https://files.example.org/{name}-{version}-py3-none-any.whl"
+    return {"name": name, "version": version, "url": url, "sha256": "a" * 64, "direct": False}
+
+
+def context_files(recipe: Recipe) -> dict[str, bytes]:
+    return {member.name: member.data for member in context.package_files(recipe)}
+
+
 def test_locked_step_needs_the_lock_alone(recipe: Recipe, tmp_path: Path) -> None:
-    found = locked(recipe, tmp_path)
+    recipe = locked(recipe, tmp_path)
     shutil.rmtree(tmp_path / "my-project")
-    files = dict(install.uv_files(found))
-    assert files.keys() == {"imgkit/uv.txt", "imgkit/uv.html"}
-    assert files["imgkit/uv.txt"].startswith(b"certifi==2026.10.18 --hash=sha256:73191c47")
-    assert files["imgkit/uv.html"].count(b"<a href=") == len(install.locked_wheels(found, UV_STEP)) > 5
-    text = render.dockerfile(found)
-    assert 'COPY ["imgkit/uv.txt", "imgkit/uv.html", "/opt/imgkit/"]' in text
-    assert "uv-inside" not in text
+    files = context_files(recipe)
+    digest = "a" * 64
+    assert files["imgkit/requirements-uv.txt"].splitlines() == [
+        f"certifi==2026.10.18 --hash=sha256:{digest}".encode(),
+        f"einops==0.8.0 --hash=sha256:{digest}".encode(),
+    ]
+    link = f'<a href="https://files.example.org/einops-0.8.0-py3-none-any.whl#sha256={digest}">einops-0.8.0-'
+    assert link.encode() in files["imgkit/uv.html"]
+    text = render.dockerfile(recipe)
+    assert 'COPY ["imgkit/uv.html", "/opt/imgkit/uv.html"]' in text
+    assert "--no-index \\\n        --find-links /opt/imgkit/uv.html" in text
+    assert "inside_uv" not in text
 
 
 def test_kept_wheels_ask_no_server(recipe: Recipe, tmp_path: Path) -> None:
     first = locked(recipe, tmp_path)
     folder = tmp_path / "mine.lock.files"
     folder.mkdir()
-    names = [one.file for one in install.locked_wheels(first, UV_STEP)]
-    for name in names:
-        (folder / name).touch()
-    found = lock_file.follow(recipe, platform="linux/amd64")
-    assert dict(install.uv_files(found)).keys() == {"imgkit/uv.txt"}
-    assert render.dockerfile(found).count("locked-uv") == 4
-    assert "/opt/imgkit/locked-uv" in render.definition(found)
-    # One missing file: pip takes all of them from where uv.lock has them.
-    (folder / names[0]).unlink()
-    found = lock_file.follow(recipe, platform="linux/amd64")
-    assert "imgkit/uv.html" in dict(install.uv_files(found))
+    names = [wheel.file for wheel in install.locked_wheels(first, UV_STEP)]
+    (folder / names[0]).touch()
+    half = lock_file.follow(recipe, platform="linux/amd64")
+    assert "/opt/imgkit/locked-pip-uv" in render.definition(half)
+    assert names[0] not in install.uv_links(half)
+    assert names[1] in install.uv_links(half)
+    (folder / names[1]).touch()
+    whole = lock_file.follow(recipe, platform="linux/amd64")
+    assert "<a " not in install.uv_links(whole)
 
 
 @pytest.mark.parametrize("change", ["lock", "extras", "none"])
@@ -98,9 +106,9 @@ def test_other_uv_project_makes_the_lock_stale(recipe: Recipe, tmp_path: Path, c
 
 
 def test_locked_recipe_needs_no_uv_lock(recipe: Recipe, tmp_path: Path) -> None:
-    found = locked(recipe, tmp_path)
+    with_lock = locked(recipe, tmp_path)
     (tmp_path / "my-project" / "uv.lock").unlink()
-    assert lock_file.follow(recipe, platform="linux/amd64").lock == found.lock
+    assert lock_file.follow(recipe, platform="linux/amd64").lock == with_lock.lock
 
 
 def test_wheels_of_no_uv_project_are_refused(recipe: Recipe, tmp_path: Path) -> None:
@@ -110,9 +118,3 @@ def test_wheels_of_no_uv_project_are_refused(recipe: Recipe, tmp_path: Path) -> 
     text = lock_file.text(Lock(recipe="mine", imgkit="0.3.0", platforms=(part,)))
     with pytest.raises(UsageError, match="there is no pip step -1 in the request"):
         lock_file.parse(text, tmp_path / "mine.lock")
-
-
-@pytest.mark.parametrize("text", ["[1]", '[{"name": "x"}]', '[{"name": 1}]', "["])
-def test_answer_of_another_program_is_refused(text: str) -> None:
-    with pytest.raises(ToolFailed, match="an answer of the base cannot be read"):
-        answers.uv_wheels(text)

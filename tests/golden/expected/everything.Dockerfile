@@ -37,13 +37,15 @@ RUN if [ -n "${PIP_CONSTRAINT:-}" ]; then \
     else : > /opt/imgkit/base-constraint.txt; fi
 
 # everything.yaml:10
-COPY ["imgkit/uv.json", "imgkit/uv-inside.py", "/opt/imgkit/"]
+COPY ["imgkit/uv.json", "/opt/imgkit/uv.json"]
 # everything.yaml:10
-RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt \
-    python3 -I -B /opt/imgkit/uv-inside.py /opt/imgkit/uv.json /opt/imgkit \
-    && PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT='' \
-    python3 -m pip install --no-cache-dir --require-hashes --no-deps --only-binary=:all: --no-index \
-        --find-links /opt/imgkit/uv.html --requirement /opt/imgkit/uv.txt
+COPY ["imgkit/inside_uv.py", "/opt/imgkit/inside_uv.py"]
+# everything.yaml:10
+RUN python3 -I -B /opt/imgkit/inside_uv.py /opt/imgkit \
+    && PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt \
+    python3 -m pip install --no-cache-dir --constraint /opt/imgkit/constraint.txt \
+        --require-hashes --no-deps --only-binary=:all: \
+        --requirement /opt/imgkit/requirements-uv.txt
 
 # everything.yaml:12
 RUN PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt \

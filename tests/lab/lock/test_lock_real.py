@@ -179,7 +179,7 @@ def test_source_is_refused_and_its_wheel_kept(index: Index, standin_notorch: str
     refused = imgkit("lock", file, "--base", standin_notorch)
     assert refused.returncode == 2
     assert f"{file.name}:4" in refused.stderr
-    assert "imgkit-test-built has no wheel" in refused.stderr
+    assert "no index has a wheel of imgkit-test-built" in refused.stderr
     assert "--keep-files" in refused.stderr
     assert not file.with_suffix(".lock").exists()
     imgkit_json("lock", file, "--base", standin_notorch, "--keep-files")

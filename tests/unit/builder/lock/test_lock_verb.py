@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from imgkit_builder.lock import changes, resolve
-from imgkit_builder.lock.resolve import Wishes
+from imgkit_builder.lock.resolve import LockOptions, Resolution
 from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.load import load
@@ -60,37 +60,46 @@ def part(recipe: Recipe) -> LockedPlatform:
     )
 
 
-def ordered(recipe: Recipe, part: LockedPlatform | None, wishes: Wishes) -> dict[str, Any]:
-    """What the scripts in the base would read."""
-    base = BaseImage(name="registry.invalid/base:1", platform="linux/amd64")
-    request = lock_file.request_of(recipe)
-    context = resolve.pack(recipe, request, base, old=part, wishes=wishes, kept={})
-    (found,) = (one for one in context.members if one.name.endswith("order.json"))
-    read: dict[str, Any] = json.loads(found.data)
-    return read
+def resolution(
+    recipe: Recipe, old: LockedPlatform | None = None, options: LockOptions | None = None
+) -> Resolution:
+    return Resolution(
+        recipe=recipe,
+        request=lock_file.request_of(recipe),
+        base=BaseImage(name="registry.invalid/base:1", platform="linux/amd64"),
+        old=old,
+        options=options or LockOptions(),
+    )
+
+
+def order(recipe: Recipe, part: LockedPlatform | None, options: LockOptions) -> dict[str, Any]:
+    """Return what the program in the base reads."""
+    context = resolve.pack(resolution(recipe, part, options))
+    (member,) = (member for member in context.members if member.name.endswith("order.json"))
+    content: dict[str, Any] = json.loads(member.data)
+    return content
 
 
 def test_locked_versions_stay(recipe: Recipe, part: LockedPlatform) -> None:
-    found = ordered(recipe, part, Wishes())
-    assert found["wheels"] == [{"einops": "0.8.1", "tqdm": "4.1"}]
-    assert found["debs"] == [["jq", "1.6"]]
+    content = order(recipe, part, LockOptions())
+    assert content["steps"]["0"]["pins"] == {"einops": "0.8.1", "tqdm": "4.1"}
+    assert content["debs"] == [["jq", "1.6"]]
 
 
 def test_upgrade_frees_the_named_packages_only(recipe: Recipe, part: LockedPlatform) -> None:
-    found = ordered(recipe, part, Wishes(upgrade=True, packages=("TQDM", "jq")))
-    assert found["wheels"] == [{"einops": "0.8.1"}]
-    assert found["debs"] == []
+    content = order(recipe, part, LockOptions(upgrade=True, packages=("TQDM", "jq")))
+    assert content["steps"]["0"]["pins"] == {"einops": "0.8.1"}
+    assert content["debs"] == []
 
 
 def test_upgrade_of_all_frees_all(recipe: Recipe, part: LockedPlatform) -> None:
-    assert ordered(recipe, part, Wishes(upgrade=True))["wheels"] == [{}]
+    assert order(recipe, part, LockOptions(upgrade=True))["steps"]["0"]["pins"] == {}
 
 
 def test_base_is_asked_with_the_constraints_of_a_build(recipe: Recipe) -> None:
-    base = BaseImage(name="registry.invalid/base:1", platform="linux/amd64")
-    context = resolve.pack(recipe, lock_file.request_of(recipe), base, old=None, wishes=Wishes(), kept={})
-    asks = context.dockerfile.partition("inside_pip.py 0 install")[2]
-    assert "--constraint /opt/imgkit/constraint.txt" in asks
+    context = resolve.pack(resolution(recipe))
+    arguments = context.dockerfile.partition("inside.py 0 install")[2]
+    assert "--constraint /opt/imgkit/constraint.txt" in arguments
     assert "python3 -m pip list --format=freeze" in context.dockerfile
 
 

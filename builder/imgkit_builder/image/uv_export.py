@@ -1,0 +1,227 @@
+"""Exports a project's uv.lock with uv, on this machine, for ``inside_uv``, which fits it to the base.
+
+``uv export --frozen`` runs offline, and executes nothing of the project. ``uv lock --check`` would: the
+project's build backend, and the Python of its ``.venv``. So what pyproject.toml requires is compared with the
+export here. uv exports the lock twice, with and without what only torch needs: whether a base has a torch is
+known inside that base only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from imgkit_builder.base import process
+from imgkit_builder.recipe import problems
+from imgkit_builder.recipe.model import Recipe, UvProject
+from imgkit_builder.recipe.requirements import PROTECTED, PYPROJECT, canonical
+from imgkit_entrypoints import secret_patterns
+from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
+from imgkit_entrypoints.files import read_text
+
+_INSTALL_UV = "python3 -m pip install uv"
+_OFFLINE = ("--offline", "--no-cache", "--quiet")
+_EXPORT = (
+    *("export", "--frozen", "--format", "requirements-txt", "--no-default-groups", "--no-emit-project"),
+    *("--no-annotate", "--no-header"),
+)
+_PYTHONS = [f"3.{minor}" for minor in range(10, 17)]
+_HASHES = r"(?: --hash=sha256:[0-9a-f]{64})+"
+_WHEEL = re.compile(rf"[a-z0-9-]+(==\S+| @ https?://[^\s@]+\.whl)(?: ; [^\\]+?)?{_HASHES}")
+_CREDENTIALS = re.compile(r"://[^/@\s]*@")
+_NAME = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
+
+
+def export_uv_lock(recipe: Recipe) -> bytes:
+    """Return what the uv project of `recipe` locks, as the JSON that ``inside_uv`` reads.
+
+    Raises
+    ------
+    ToolMissing : uv is not installed.
+    UsageError : uv cannot use the lock, the lock lacks what pyproject.toml requires, or it has something else
+        than wheels with a sha256.
+    """
+    uv = recipe.image.uv
+    assert uv is not None  # noqa: S101 - for the type checker
+    where = recipe.where("image", "uv")
+    program = _find_uv(where)
+    for name in (PYPROJECT, "uv.lock", "uv.toml"):
+        # uv's errors quote the file.
+        if not (uv.project / name).resolve().is_relative_to(uv.project.resolve()):
+            raise UsageError(f"its {name} is a link out of the project", where=where, hint="copy the file")
+    project = ("--project", str(uv.project))
+    argv = [program, *_EXPORT, *_OFFLINE, *project]
+    argv += [f"--extra={extra}" for extra in uv.extras] + [f"--group={group}" for group in uv.groups]
+    try:
+        requirements = _read_export(argv, uv.project)
+        beside_torch = _read_export([*argv, "--prune", "torch"], uv.project)
+        pyproject = _read_pyproject(uv.project)
+        unsatisfied = next(_unsatisfied(pyproject, requirements, uv), "")
+        options = index_options(recipe)
+    except (ToolFailed, OSError, ValueError, TypeError, AttributeError) as error:
+        message = error.what if isinstance(error, ToolFailed) else str(error)
+        hint = error.hint if isinstance(error, ToolFailed) else None
+        raise UsageError(f"its uv.lock cannot be used: {message}", where=where, hint=hint) from error
+    if unsatisfied:
+        raise UsageError(
+            f"uv.lock is not up to date: {PYPROJECT} requires {unsatisfied}",
+            where=where,
+            hint=f"write it again: uv lock --project {uv.project}",
+        )
+    left_to_pip = set(_names_in_pip_steps(recipe))
+    _check_wheels(beside_torch, left_to_pip, where)
+    settings = pyproject.get("tool", {}).get("uv", {})
+    content = {
+        "requires_python": pyproject.get("project", {}).get("requires-python", ""),
+        "environments": settings.get("environments", []),
+        "index_options": options,
+        "left_to_pip": sorted(left_to_pip),
+        "requirements": requirements,
+        "beside_torch": beside_torch,
+    }
+    # The image has this file: a repository that a pip step builds may have a password in its URL.
+    return f"{_CREDENTIALS.sub('://', json.dumps(content, indent=1))}\n".encode()
+
+
+def _unsatisfied(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -> Iterator[str]:
+    """Yield what pyproject.toml requires on Linux, and the export lacks or has in another version."""
+    from packaging.requirements import Requirement
+
+    versions: dict[str, list[str]] = {}
+    for line in lines:
+        version = re.match(r"\S+==(\S+)", line)
+        versions.setdefault(_name(line), []).extend(version.groups() if version else ())
+    overridden = pyproject.get("tool", {}).get("uv", {}).get("override-dependencies", [])
+    ignored = {canonical(pyproject["project"]["name"]), *map(_name, overridden)}
+    environments = _environments(pyproject)
+    for text in _required(pyproject, uv):
+        requirement = Requirement(text)
+        name = canonical(requirement.name)
+        marker = requirement.marker
+        if name in ignored or not (marker is None or any(map(marker.evaluate, environments))):
+            continue
+        locked = versions.get(name)
+        if locked is None:
+            yield f"{text}, which uv.lock lacks"
+        elif locked and not any(requirement.specifier.contains(v, prereleases=True) for v in locked):
+            yield f"{text}, and uv.lock has {', '.join(locked)}"
+
+
+def _required(pyproject: dict[str, Any], uv: UvProject) -> Iterator[str]:
+    """Yield the requirements of the project, and of its extras and groups that the recipe names."""
+    project, groups = pyproject["project"], pyproject.get("dependency-groups", {})
+    yield from project.get("dependencies", [])
+    for extra, requirements in project.get("optional-dependencies", {}).items():
+        if canonical(extra) in map(canonical, uv.extras):
+            yield from requirements
+    for group, requirements in groups.items():
+        if canonical(group) in map(canonical, uv.groups):
+            # A group that includes another one has a table for it.
+            yield from (requirement for requirement in requirements if isinstance(requirement, str))
+
+
+def _environments(pyproject: dict[str, Any]) -> list[dict[str, str]]:
+    """Return the environments of an image that the project allows, as markers name them."""
+    from packaging.markers import Marker
+    from packaging.specifiers import SpecifierSet
+
+    allowed = [Marker(text) for text in pyproject.get("tool", {}).get("uv", {}).get("environments", [])]
+    requires_python = SpecifierSet(pyproject["project"].get("requires-python", ""))
+    environments = []
+    for python, machine in itertools.product(_PYTHONS, ("x86_64", "aarch64")):
+        environment = {
+            "sys_platform": "linux",
+            "platform_system": "Linux",
+            "os_name": "posix",
+            "platform_machine": machine,
+            "python_version": python,
+            "python_full_version": f"{python}.99",
+            "extra": "",
+        }
+        is_allowed = not allowed or any(marker.evaluate(environment) for marker in allowed)
+        if is_allowed and requires_python.contains(f"{python}.99"):
+            environments.append(environment)
+    return environments
+
+
+def _check_wheels(requirements: list[str], left_to_pip: set[str], where: str) -> None:
+    """Refuse a requirement that pip could not install with a hash, unless a pip step names it."""
+    for line in requirements:
+        name = _name(line)
+        if not (name in left_to_pip or re.fullmatch(PROTECTED, name) or _WHEEL.fullmatch(line)):
+            raise UsageError(
+                f"uv.lock has {_public(line)}, which is not a wheel with a sha256",
+                where=where,
+                hint=f"install it in a pip step: pip: [{{packages: [{name or 'NAME'}]}}]",
+            )
+
+
+def _public(text: str) -> str:
+    """Return `text` for a message, without credentials in URLs and other secrets."""
+    return secret_patterns.masked(_CREDENTIALS.sub("://", text))
+
+
+def _find_uv(where: str) -> str:
+    # "pip install uv" puts it next to imgkit's Python, whose folder is not always on PATH.
+    neighbour = Path(sys.executable).with_name("uv")
+    program = str(neighbour) if neighbour.exists() else shutil.which("uv")
+    if program is None:
+        raise ToolMissing("uv, which reads uv.lock, is not installed", where=where, hint=_INSTALL_UV)
+    return program
+
+
+def _read_export(argv: list[str], project: Path) -> list[str]:
+    """Return the exported requirements, one a line."""
+    output = process.answer(process.through(argv, (), cwd=project), "uv").decode()
+    return re.sub(r" \\\n *", " ", output).splitlines()
+
+
+def _name(line: str) -> str:
+    match = _NAME.match(line)
+    return canonical(match[1]) if match else ""
+
+
+def _names_in_pip_steps(recipe: Recipe) -> Iterator[str]:
+    """Yield the names of the packages that the pip steps name: those steps may also build them."""
+    for step in recipe.image.pip:
+        lines = list(step.packages)
+        if step.requirements is not None:
+            lines += read_text(step.requirements, errors="replace").splitlines()
+        # The name of a repository is known only where the requirement states it: NAME @ git+URL.
+        yield from (_name(line) for line in lines if not line.startswith("git+"))
+
+
+def _read_pyproject(project: Path) -> dict[str, Any]:
+    content: dict[str, Any] = problems.parse_toml(read_text(project / PYPROJECT))
+    if not isinstance(content.get("project", {}).get("name"), str):
+        raise ValueError(f"{PYPROJECT} has no project.name")
+    return content
+
+
+def index_options(recipe: Recipe) -> list[str]:
+    """Return the options by which pip finds the indexes in ``tool.uv.index`` of the recipe's uv project.
+
+    Raises
+    ------
+    UsageError : an index is no plain HTTP URL.
+    OSError, ValueError : pyproject.toml cannot be read.
+    """
+    uv = recipe.image.uv
+    indexes = _read_pyproject(uv.project).get("tool", {}).get("uv", {}).get("index", []) if uv else []
+    options = []
+    for index in indexes:
+        url = str(index.get("url", ""))
+        if not re.fullmatch(r"https?://[^\s@]+", url) or _public(url) != url:
+            raise UsageError(
+                f"the index {_public(url)} is no plain HTTP URL; a password would be in the image",
+                where=recipe.where("image", "uv"),
+                hint=f"change tool.uv.index in {PYPROJECT}, or name its packages in a pip step with a secret",
+            )
+        options += ["--index-url" if index.get("default") else "--extra-index-url", url]
+    return options

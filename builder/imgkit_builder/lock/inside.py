@@ -1,0 +1,170 @@
+"""Resolves one step inside the base, by its apt or pip. Runs by path in the base; standard library only.
+
+``inside.py apt PACKAGE...`` and ``inside.py STEP install ARGUMENTS``, with the arguments of the step's ``pip
+install``, read ``order.json`` next to them, and write into ``out/`` there: ``apt.txt``, the files that apt
+would download, ``pip-STEP.json``, what pip reports, or ``failed.txt``. The files of a lock with files lie in
+``out/files``. The exit code is 0 also after a failure.
+
+Every step but the last is also installed: the next one then meets what it meets in a build.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+OUT = FOLDER / "out"
+FILES = OUT / "files"
+FAILED = OUT / "failed.txt"
+ARCHIVES = FOLDER / "archives"
+KEPT = ["--find-links", str(FOLDER / "kept")] if (FOLDER / "kept").is_dir() else []
+PREFERENCES = Path("/etc/apt/preferences.d/imgkit-lock.pref")
+PINNED = re.compile(r"(?:\(constraint\)|satisfies the requirement|found for) ([A-Za-z0-9][A-Za-z0-9._-]*)==")
+INSTALL_ONLY = (
+    *("--upgrade", "-U", "--force-reinstall", "--ignore-installed", "-I", "--no-compile", "--compile"),
+    "--require-hashes",
+)
+"""Options of ``pip install`` that ``pip wheel`` does not have, or that fit only the whole step."""
+
+
+def main(step: str, arguments: list[str]) -> None:
+    """Resolve `step`, unless an earlier one has failed."""
+    if FAILED.exists():
+        return
+    FILES.mkdir(parents=True, exist_ok=True)
+    order = json.loads((FOLDER / "order.json").read_text(encoding="utf-8"))
+    try:
+        if step == "apt":
+            resolve_apt(arguments, order)
+        else:
+            resolve_pip(step, arguments, order)
+    except subprocess.CalledProcessError as error:
+        FAILED.write_text(f"{step}\n{error.output[-8000:]}", encoding="utf-8")
+
+
+def resolve_apt(packages: list[str], order: dict[str, Any]) -> None:
+    """Write what apt would download for `packages`, and install it where a pip step comes after it.
+
+    Raises
+    ------
+    CalledProcessError : apt failed.
+    """
+    os.environ.update(DEBIAN_FRONTEND="noninteractive", LC_ALL="C")
+    # Without it, apt goes on with half of its lists when an archive does not answer.
+    run(["apt-get", "update", "-o", "APT::Update::Error-Mode=any"])
+    if order["debs"]:
+        pin = "Package: {}\nPin: version {}\nPin-Priority: 1001\n\n"
+        PREFERENCES.write_text("".join(pin.format(*deb) for deb in order["debs"]), encoding="utf-8")
+    install = ["install", "-y", "--no-install-recommends", *packages]
+    # By default apt names an MD5 sum where an index also has a SHA256.
+    uris = run(["apt-get", "--print-uris", "-qq", "-o", "Acquire::ForceHash=SHA256", *install])
+    (OUT / "apt.txt").write_text(uris, encoding="utf-8")
+    if uris and (order["keep_files"] or order["steps"]):
+        # A folder of our own: many images remove every .deb from apt's.
+        (ARCHIVES / "partial").mkdir(parents=True, exist_ok=True)
+        options = ["-o", f"Dir::Cache::archives={ARCHIVES}", "-o", "APT::Keep-Downloaded-Packages=true"]
+        options += [] if order["steps"] else ["--download-only"]
+        run(["apt-get", *options, *install])
+    for file in sorted(ARCHIVES.glob("*.deb")):
+        if order["keep_files"]:
+            file.rename(FILES / file.name)
+        else:
+            file.unlink()
+
+
+def resolve_pip(step: str, arguments: list[str], order: dict[str, Any]) -> None:
+    """Write what pip reports for the step, keep its wheels, and install it for the next step.
+
+    Raises
+    ------
+    CalledProcessError : pip found no solution, or could not build a wheel.
+    """
+    pip = [sys.executable, "-m", "pip"]
+    keep_files, is_last = order["keep_files"], step == list(order["steps"])[-1]
+    report = OUT / f"pip-{step}.json"
+    install = [*pip, *arguments, *KEPT, "--report", str(report)]
+    install += [] if keep_files else ["--only-binary", ":all:"]
+    install += ["--dry-run"] if keep_files or is_last else []
+    install_pinned(install, order["steps"][step]["pins"])
+    items = json.loads(report.read_text(encoding="utf-8"))["install"]
+    report.write_text(json.dumps([summary(item) for item in items]), encoding="utf-8")
+    if keep_files and items:
+        options = [option for option in order["steps"][step]["options"] if option not in INSTALL_ONLY]
+        fetch = ["wheel", "--no-deps", "--no-cache-dir", "--wheel-dir", str(FILES), *options, *KEPT]
+        run([*pip, *fetch, *map(requirement, items)])
+        if not is_last:
+            exact = [f"{item['metadata']['name']}=={item['metadata']['version']}" for item in items]
+            local = ["--no-deps", "--no-index", "--find-links", str(FILES), "--no-cache-dir"]
+            run([*pip, "install", *local, *exact])
+
+
+def install_pinned(argv: list[str], pins: dict[str, str]) -> None:
+    """Run ``pip install`` with the locked versions `pins`, without those that no longer fit."""
+    constraint = FOLDER / "pins.txt"
+    while pins:
+        lines = (f"{name}=={version}\n" for name, version in sorted(pins.items()))
+        constraint.write_text("".join(lines), encoding="utf-8")
+        try:
+            run([*argv, "--constraint", str(constraint)])
+        except subprocess.CalledProcessError as error:
+            unfit = {re.sub(r"[-_.]+", "-", name).lower() for name in PINNED.findall(error.output)}
+            unfit = unfit & pins.keys() or set(pins)
+            print(f"imgkit: locked versions do not fit: {', '.join(sorted(unfit))}", flush=True)
+            pins = {name: version for name, version in pins.items() if name not in unfit}
+        else:
+            return
+    run(argv)
+
+
+def summary(item: dict[str, Any]) -> dict[str, Any]:
+    """Return what a lock needs of an item of pip's report, whose metadata can be megabytes."""
+    download = item["download_info"]
+    archive = download.get("archive_info") or {}
+    # pip before 23.0 states ``hash`` alone.
+    sha256 = archive.get("hashes", {}).get("sha256") or archive.get("hash") or ""
+    return {
+        "name": item["metadata"]["name"],
+        "version": item["metadata"]["version"],
+        "url": download["url"],
+        "sha256": sha256.rpartition("sha256=")[2],
+        "direct": bool(item.get("is_direct")),
+    }
+
+
+def requirement(item: dict[str, Any]) -> str:
+    """Return the requirement that gives exactly what an item of pip's report is."""
+    name, download = item["metadata"]["name"], item["download_info"]
+    if not item.get("is_direct"):
+        # Not the URL: pip reports it without the password of its index.
+        return f"{name}=={item['metadata']['version']}"
+    vcs = download.get("vcs_info")
+    return f"{name} @ " + (f"{vcs['vcs']}+{download['url']}@{vcs['commit_id']}" if vcs else download["url"])
+
+
+def run(argv: list[str]) -> str:
+    """Run a program, let its output go on line by line, and return it.
+
+    Raises
+    ------
+    CalledProcessError : it failed.
+    """
+    lines = []
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", bufsize=1
+    ) as process:
+        for line in process.stdout or ():
+            lines.append(line)
+            print(line, end="", flush=True)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, argv, "".join(lines))
+    return "".join(lines)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

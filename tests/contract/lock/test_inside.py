@@ -1,0 +1,151 @@
+"""The program that resolves a step in a base: with a real pip and an index, and with a stand-in for apt."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from imgkit_builder.lock import inside
+
+WHEELS = (("imgkit-test-one", "1.0"), ("imgkit-test-one", "2.0"), ("imgkit-test-two", "1.5"))
+
+
+class SilentHandler(http.server.SimpleHTTPRequestHandler):
+    """Serves files and logs nothing."""
+
+    def log_message(self, *_: object) -> None:
+        """Ignore."""
+
+
+@pytest.fixture(scope="module")
+def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Serve an index of `WHEELS` that states no sha256."""
+    folder = tmp_path_factory.mktemp("index")
+    for name, version in WHEELS:
+        module = name.replace("-", "_")
+        (folder / name).mkdir(exist_ok=True)
+        with zipfile.ZipFile(folder / name / f"{module}-{version}-py3-none-any.whl", "w") as archive:
+            metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+            archive.writestr(f"{module}-{version}.dist-info/METADATA", metadata)
+            wheel = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+            archive.writestr(f"{module}-{version}.dist-info/WHEEL", wheel)
+            archive.writestr(f"{module}-{version}.dist-info/RECORD", "")
+        links = (f'<a href="{file.name}">{file.name}</a>' for file in sorted((folder / name).glob("*.whl")))
+        (folder / name / "index.html").write_text(
+            f"<!DOCTYPE html><html><body>{''.join(links)}</body></html>"
+        )
+    handler = functools.partial(SilentHandler, directory=str(folder))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def resolve(folder: Path, index: str, *packages: str, keep_files: bool = False, **pins: str) -> Path:
+    """Run the program for a last pip step in `folder`, and return the folder of its answers."""
+    options = ["--index-url", index, "--no-build-isolation"]
+    steps = {"0": {"options": options, "pins": {f"imgkit-test-{name}": pin for name, pin in pins.items()}}}
+    order = {"keep_files": keep_files, "debs": [], "steps": steps}
+    shutil.copy(inside.__file__, folder / "inside.py")
+    (folder / "order.json").write_text(json.dumps(order))
+    env = {"PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0"}
+    argv = [sys.executable, str(folder / "inside.py"), "0", "install", "--no-cache-dir", *options, *packages]
+    subprocess.run(argv, env=env, check=True, timeout=120)
+    return folder / "out"
+
+
+def report(out: Path) -> dict[str, Any]:
+    return {item["name"]: item for item in json.loads((out / "pip-0.json").read_text())}
+
+
+def test_report_has_the_sha256_that_the_index_lacks(index: str, tmp_path: Path) -> None:
+    out = resolve(tmp_path, index, "imgkit-test-one", "imgkit-test-two", one="1.0", two="0.9")
+    items = report(out)
+    # The pin that fits stays; the other one is dropped.
+    assert {name: item["version"] for name, item in items.items()} == {
+        "imgkit-test-one": "1.0",
+        "imgkit-test-two": "1.5",
+    }
+    assert items["imgkit-test-one"]["url"].startswith(f"{index}/imgkit-test-one/")
+    assert len(items["imgkit-test-one"]["sha256"]) == 64
+    assert not items["imgkit-test-one"]["direct"]
+    assert not list((out / "files").iterdir())
+
+
+def test_kept_files_are_those_of_the_report(index: str, tmp_path: Path) -> None:
+    out = resolve(tmp_path, index, "imgkit-test-one", keep_files=True)
+    (file,) = (out / "files").iterdir()
+    assert file.name == "imgkit_test_one-2.0-py3-none-any.whl"
+    assert hashlib.sha256(file.read_bytes()).hexdigest() == report(out)["imgkit-test-one"]["sha256"]
+
+
+def test_failure_has_its_step_and_the_output_of_pip(index: str, tmp_path: Path) -> None:
+    out = resolve(tmp_path, index, "imgkit-test-one==9")
+    step, _, output = (out / "failed.txt").read_text().partition("\n")
+    assert step == "0"
+    assert "No matching distribution found for imgkit-test-one==9" in output
+    # A later step does not run.
+    assert "9" in (resolve(tmp_path, index, "imgkit-test-two") / "failed.txt").read_text()
+    assert not (out / "pip-0.json").exists()
+
+
+APT_GET = """#!/bin/sh
+echo "$@" >> "$LOG"
+case "$*" in
+*--print-uris*ForceHash=SHA256*) echo "'http://a.example/x.deb' x_1_all.deb 5 SHA256:00" ;;
+*no-such*) echo "E: Unable to locate package no-such" >&2; exit 100 ;;
+esac
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder in which the program has a stand-in for apt-get, whose calls are in ``log``."""
+    (tmp_path / "apt-get").write_text(APT_GET)
+    (tmp_path / "apt-get").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("LOG", str(tmp_path / "log"))
+    for name in ("DEBIAN_FRONTEND", "LC_ALL"):
+        monkeypatch.setenv(name, "")
+    out = tmp_path / "out"
+    paths = {"FOLDER": tmp_path, "OUT": out, "FILES": out / "files", "FAILED": out / "failed.txt"}
+    paths |= {"ARCHIVES": tmp_path / "archives", "PREFERENCES": tmp_path / "pins"}
+    for name, path in paths.items():
+        monkeypatch.setattr(inside, name, path)
+    return tmp_path
+
+
+def test_apt_states_sha256_and_keeps_locked_versions(base: Path) -> None:
+    order = {"keep_files": False, "debs": [["jq", "1.6"]], "steps": {}}
+    (base / "order.json").write_text(json.dumps(order))
+    inside.main("apt", ["jq", "x"])
+    assert (base / "out/apt.txt").read_text() == "'http://a.example/x.deb' x_1_all.deb 5 SHA256:00\n"
+    assert (base / "pins").read_text() == "Package: jq\nPin: version 1.6\nPin-Priority: 1001\n\n"
+    # Nothing is installed where no pip step follows.
+    assert len((base / "log").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(("keep_files", "steps"), [(True, {}), (False, {"0": {}})])
+def test_apt_installs_for_a_later_step_only(base: Path, keep_files: bool, steps: dict[str, Any]) -> None:
+    (base / "order.json").write_text(json.dumps({"keep_files": keep_files, "debs": [], "steps": steps}))
+    inside.main("apt", ["jq"])
+    assert ("--download-only" in (base / "log").read_text().splitlines()[2]) == keep_files
+
+
+def test_failure_of_apt_is_written(base: Path) -> None:
+    (base / "order.json").write_text(json.dumps({"keep_files": True, "debs": [], "steps": {}}))
+    inside.main("apt", ["no-such"])
+    assert (base / "out/failed.txt").read_text() == "apt\nE: Unable to locate package no-such\n"
