@@ -178,9 +178,7 @@ def _check_uv_project(folder: Path, named: NamedFile, tree: Table) -> None:
             return
     extras, groups = (_texts(tree, "image", "uv", key, ANY) for key in ("extras", "groups"))
     try:
-        pyproject, content = uv_lock.tables(folder)
-        lock = uv_lock.from_tables(pyproject, content)
-        changed = uv_lock.changed(pyproject, lock.stated, extras=extras, groups=groups)
+        changed = uv_lock.stale(folder, extras=extras, groups=groups)
     except (OSError, ValueError) as error:
         named.error(f"its uv.lock cannot be used: {error}")
         return
