@@ -38,7 +38,8 @@ from imgkit_builder.image.instructions import (
     Text,
 )
 from imgkit_builder.oci.manifest import LOCK_LABEL
-from imgkit_builder.recipe.model import KeyPath, Recipe, RunCommand
+from imgkit_builder.recipe.model import Recipe, RunCommand
+from imgkit_builder.recipe.problems import KeyPath
 from imgkit_builder.recipe.rules import expanded
 from imgkit_entrypoints import __version__
 from imgkit_entrypoints.errors import UsageError

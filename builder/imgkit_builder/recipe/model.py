@@ -29,20 +29,6 @@ from imgkit_entrypoints.rules import (
 from imgkit_entrypoints.system import SystemFacts
 from imgkit_recipes import FOLDER
 
-__all__ = [
-    "BuildSecret",
-    "Constraints",
-    "CopyStep",
-    "Image",
-    "KeyPath",
-    "PipStep",
-    "Platform",
-    "Position",
-    "Recipe",
-    "RunCommand",
-    "UvProject",
-]
-
 KEYS = {"extra": "forbid", "use_attribute_docstrings": True}
 """pydantic's configuration: unknown keys are refused, and a field's docstring is its description."""
 
