@@ -38,7 +38,7 @@ def write(folder: Path) -> None:
 
 def recipe_schema() -> Schema:
     """The JSON Schema that ``imgkit check --schema`` prints."""
-    from imgkit_builder.recipe.typecheck import schema_json
+    from imgkit_builder.recipe.schema import schema_json
 
     schema: Schema = json.loads(schema_json())
     return schema

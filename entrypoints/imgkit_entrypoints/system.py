@@ -1,6 +1,7 @@
 """System facts: the part of a recipe that every image carries as ``/opt/imgkit/system.json``.
 
-Both halves read these plain dataclasses with the standard library alone, checked by their annotations.
+Both halves read these plain dataclasses, checked by their annotations: the image half with the standard
+library alone, the host half with pydantic where a person wrote the values.
 """
 
 from __future__ import annotations
@@ -10,9 +11,23 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from imgkit_entrypoints import json_text
+from imgkit_entrypoints.rules import (
+    EnvName,
+    EnvValue,
+    Line,
+    Rule,
+    Text,
+    Walltime,
+    Word,
+    at_least,
+    bind,
+    host_folder,
+    like,
+    srun_option,
+)
 
 SCHEMA = 1
 PARTITION = "SLURM_JOB_PARTITION"
@@ -35,6 +50,32 @@ Arch = Literal["amd64", "arm64"]
 ByRule = Literal["none", "auto"]
 
 
+JobField = Literal["account", "name", "qos", "time"]
+
+Bind = Annotated[Line, Rule(bind)]
+HostFolder = Annotated[Line, Rule(host_folder)]
+SrunOption = Annotated[Text, Rule(srun_option)]
+_DRIVER = r"(?:[0-9]{3,4}(?:\.[0-9]{1,3}){0,2})?"
+_DRIVER_HINT = 'write what nvidia-smi shows: "535.129.03"'
+DriverVersion = Annotated[Line, like(_DRIVER, "is not a version of NVIDIA's driver", _DRIVER_HINT)]
+_PARTITION_HINT = "write one name as sinfo prints it, without *"
+PartitionName = Annotated[
+    Line, like(r"[A-Za-z0-9][A-Za-z0-9_.-]*", "is not the name of a partition", _PARTITION_HINT)
+]
+_INTERFACE_HINT = "write one whole name as ip link prints it, such as ib0, without = ^ and commas"
+Interface = Annotated[
+    Line, like(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,14}", "is not the name of an interface", _INTERFACE_HINT)
+]
+_SUFFIX_HINT = "allowed: letters, digits, - and ."
+HostSuffix = Annotated[Line, like(r"[A-Za-z0-9.-]*", "cannot end a host name", _SUFFIX_HINT)]
+_HOST = r"(?:(?:[A-Za-z0-9._-]+@)?[A-Za-z0-9][A-Za-z0-9._-]*)?"
+_HOST_HINT = "write HOST or USER@HOST; the folder belongs in `directory`"
+Host = Annotated[Line, like(_HOST, "is not a host", _HOST_HINT)]
+Count = Annotated[int, at_least(0)]
+OptionalCount = Annotated[int | None, at_least(0)]
+OptionalSize = Annotated[int | None, at_least(1)]
+
+
 def _at_least(owner: object, least: int, *names: str) -> None:
     for name in names:
         value = getattr(owner, name)
@@ -48,19 +89,19 @@ class Runtime:
 
     kind: RuntimeKind = "singularity"
     """Kind of container runtime."""
-    command: str = "singularity"
+    command: Word = "singularity"
     """The runtime's program; required for ``docker`` and ``kubernetes``, and not used by ``pyxis``."""
-    modules: tuple[str, ...] = ()
+    modules: tuple[Word, ...] = ()
     """Environment modules that provide `command`, in load order."""
-    options: tuple[str, ...] = ()
+    options: tuple[Text, ...] = ()
     """Options of every container start, for example ``--nv``."""
-    binds: tuple[str, ...] = ()
+    binds: tuple[Bind, ...] = ()
     """Mounts of every container start, each ``SRC[:DEST[:ro]]``."""
-    host_libs: tuple[str, ...] = ()
+    host_libs: tuple[HostFolder, ...] = ()
     """Folders of the host's NCCL, network plugin and libfabric, which are searched before the image's."""
     cuda_compat: ByRule = "none"
     """``auto``: use the image's CUDA forward compatibility where driver and GPU need and allow it."""
-    host_modules: tuple[str, ...] = ()
+    host_modules: tuple[Word, ...] = ()
     """Environment modules of a run without a container, in load order."""
     compression: CompressionChoice = "auto"
     """Compression of a .sif or .sqsh, as ``imgkit sif --compression``: ``zstd`` where all nodes read it."""
@@ -70,15 +111,15 @@ class Runtime:
 class Node:
     """One compute node."""
 
-    gpus: int = 0
+    gpus: Count = 0
     """GPUs per node."""
-    gpu_model: str = ""
+    gpu_model: Line = ""
     """Model of the GPUs, for example ``NVIDIA H100 64GB``."""
-    cpus: int | None = None
+    cpus: OptionalSize = None
     """CPUs per node."""
-    cpus_per_gpu: int | None = None
+    cpus_per_gpu: OptionalSize = None
     """CPUs that the scheduler gives a job with each GPU."""
-    driver: str = ""
+    driver: DriverVersion = ""
     """Version of the NVIDIA driver, for example ``535.129.03``; empty: unknown."""
 
     def __post_init__(self) -> None:
@@ -90,17 +131,17 @@ class Node:
 class Partition:
     """What the nodes of one Slurm partition have; a value that is not set is that of `node`."""
 
-    gpus: int | None = None
+    gpus: OptionalCount = None
     """GPUs per node."""
-    gpu_model: str = ""
+    gpu_model: Line = ""
     """Model of the GPUs."""
-    cpus: int | None = None
+    cpus: OptionalSize = None
     """CPUs per node."""
-    cpus_per_gpu: int | None = None
+    cpus_per_gpu: OptionalSize = None
     """CPUs that the scheduler gives a job with each GPU."""
-    driver: str = ""
+    driver: DriverVersion = ""
     """Version of the NVIDIA driver."""
-    interfaces: tuple[str, ...] = ()
+    interfaces: tuple[Interface, ...] = ()
     """Network interfaces of NCCL's sockets by their whole names; Gloo uses the first."""
 
     def __post_init__(self) -> None:
@@ -114,13 +155,13 @@ class Fabric:
 
     kind: FabricKind = "tcp"
     """Kind of network between nodes."""
-    nics: int | None = None
+    nics: OptionalSize = None
     """Network adapters per node."""
-    line_rate_Gbps: int | None = None
+    line_rate_Gbps: OptionalSize = None
     """Line rate of all NICs of a node together, in 1e9 bit/s."""
     host_libs: ByRule = "none"
     """``auto``: use the host's libfabric, libcxi and aws-ofi-nccl where the image's glibc can load them."""
-    head_suffix: str = ""
+    head_suffix: HostSuffix = ""
     """End of the head's host name on the fast network, if Slurm's node list lacks it, for example ``i``."""
 
     def __post_init__(self) -> None:
@@ -131,31 +172,31 @@ class Fabric:
 class Queue:
     """Defaults and required fields of a job on the system; an empty string means "not set"."""
 
-    name: str = ""
+    name: Line = ""
     """Queue, partition or pool."""
-    account: str = ""
+    account: Line = ""
     """Account or project that pays for jobs."""
-    qos: str = ""
+    qos: Line = ""
     """Slurm's quality of service."""
-    time: str = ""
+    time: Walltime = ""
     """``HH:MM:SS``."""
-    required: tuple[str, ...] = ()
+    required: tuple[JobField, ...] = ()
     """Fields that every job must set, for example ``account``."""
-    limits: Mapping[str, str] = field(default_factory=dict)
+    limits: Mapping[Line, Walltime] = field(default_factory=dict)
     """Time limit of each queue or QoS by its name, ``HH:MM:SS``."""
-    sif: tuple[str, ...] = ()
+    sif: tuple[Text, ...] = ()
     """Scheduler options of the job that converts an archive to a .sif."""
-    options: tuple[str, ...] = ()
+    options: tuple[Text, ...] = ()
     """Further scheduler options of every job, passed on unchanged, one word each."""
-    srun: tuple[str, ...] = ()
+    srun: tuple[SrunOption, ...] = ()
     """Options of ``srun`` alone, which starts the command on each node: ``--cpu-bind=none``."""
     output: Literal["joined", "separate"] = "joined"
     """``separate``: Slurm writes a batch job's stderr to a file of its own, ``NAME-ID.err``."""
-    chunk: tuple[str, ...] = ()
+    chunk: tuple[Word, ...] = ()
     """Further PBS resources of every chunk of ``select``, for example ``sales_op=blanca``."""
-    client: str = ""
+    client: Line = ""
     """RunAI's client: ``v1``, or the version of a later one such as ``2.24``; empty: the one on PATH."""
-    trainer: str = ""
+    trainer: Line = ""
     """Version of Kubeflow Trainer that gets a TrainJob, for example ``2.1``; empty: the newest known one."""
 
 
@@ -163,9 +204,9 @@ class Queue:
 class Transfer:
     """Destination of an archive: ``rsync ARCHIVE host:directory``."""
 
-    host: str = ""
+    host: Host = ""
     """``[USER@]HOST`` that archives are copied to."""
-    directory: str = ""
+    directory: Line = ""
     """Folder on that host."""
 
 
@@ -173,18 +214,18 @@ class Transfer:
 class SystemFacts:
     """Facts of a recipe about the system that the image is for."""
 
-    title: str = ""
+    title: Line = ""
     """Name of the system, for people."""
-    scheduler: str = "standalone"
+    scheduler: Line = "standalone"
     """slurm, pbs, runai, mpi, standalone, or the name of a plug-in's system."""
     runtime: Runtime = Runtime()
     node: Node = Node()
-    partitions: Mapping[str, Partition] = field(default_factory=dict)
+    partitions: Mapping[PartitionName, Partition] = field(default_factory=dict)
     """Slurm partitions whose nodes differ from `node`, by their names."""
     fabric: Fabric = Fabric()
     queue: Queue = Queue()
     transfer: Transfer = Transfer()
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[EnvName, EnvValue] = field(default_factory=dict)
     """Variables that the entry point sets unless the user does; they are never baked as ENV."""
 
     def in_partition(self, partition: str) -> SystemFacts:

@@ -560,7 +560,7 @@ def _extended(data: bytes, folder: Path) -> None:
 
 def _uv_lock(data: bytes, folder: Path) -> None:
     _put(folder, b'[project]\nname = "p"\n', "pyproject.toml")
-    uv_lock.read(_put(folder, data, uv_lock.UV_LOCK).parent)
+    uv_lock.stale(_put(folder, data, uv_lock.UV_LOCK).parent, extras=(), groups=())
 
 
 def _failure(data: bytes, folder: Path) -> None:

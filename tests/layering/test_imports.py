@@ -322,10 +322,10 @@ def test_foreign_json_and_tars_have_one_reader(folder: Path) -> None:
 
 BY_ANNOTATIONS = {
     "entrypoints/imgkit_entrypoints/json_text.py": "it is the checker",
-    "builder/imgkit_builder/recipe/typecheck.py": "it makes the JSON Schema of the same annotations",
+    "builder/imgkit_builder/recipe/schema.py": "it lists the keys of a recipe",
     "builder/imgkit_builder/job/request.py": "it makes options of them, and compares nothing",
 }
-"""File -> why it may read the annotations of a dataclass (docs/adr/0022-one-checker.md)."""
+"""File -> why it may read the annotations of a dataclass."""
 
 
 def test_one_module_compares_data_with_annotations() -> None:

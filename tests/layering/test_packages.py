@@ -16,7 +16,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 HALVES = {"imgkit_builder": ROOT / "builder", "imgkit_entrypoints": ROOT / "entrypoints"}
-VALUES = ("errors", "system", "files", "fence", "arguments", "json_text", "secret_patterns", "terminal")
+VALUES = (
+    "errors",
+    "system",
+    "rules",
+    "files",
+    "fence",
+    "arguments",
+    "json_text",
+    "secret_patterns",
+    "terminal",
+)
 """Modules at the top of the image half whose values both halves share; together they count as one package."""
 
 _TABLE: Mapping[str, Mapping[str, str]] = {

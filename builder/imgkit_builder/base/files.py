@@ -12,61 +12,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+# Handed on under the same names; sorting would give each a statement of its own.
+# isort: off
 from imgkit_entrypoints.files import (
-    FULL,
-    TEMPORARY,
-    append,
-    create,
-    foreign,
-    foreign_folder,
-    make_own_folder,
-    open_own,
-    open_regular,
-    publish,
-    put,
-    read_bytes,
-    read_own,
-    read_text,
-    remove,
-    sync,
-    temporary_files,
-    temporary_name,
-    writing,
+    FULL as FULL,
+    TEMPORARY as TEMPORARY,
+    append as append,
+    create as create,
+    foreign as foreign,
+    foreign_folder as foreign_folder,
+    make_own_folder as make_own_folder,
+    open_own as open_own,
+    open_regular as open_regular,
+    publish as publish,
+    put as put,
+    read_bytes as read_bytes,
+    read_own as read_own,
+    read_text as read_text,
+    remove as remove,
+    sync as sync,
+    temporary_files as temporary_files,
+    temporary_name as temporary_name,
+    writing as writing,
 )
-
-__all__ = (
-    "CHUNK_BYTES",
-    "FULL",
-    "MTIME_S",
-    "TEMPORARY",
-    "append",
-    "cache_dir",
-    "config_dir",
-    "create",
-    "described",
-    "description",
-    "ends_with",
-    "foreign",
-    "foreign_folder",
-    "fullest",
-    "make_own_folder",
-    "open_own",
-    "open_regular",
-    "publish",
-    "put",
-    "read_bytes",
-    "read_own",
-    "read_text",
-    "remove",
-    "sha256",
-    "state_dir",
-    "sync",
-    "temporary_files",
-    "temporary_name",
-    "where_full",
-    "write_cache",
-    "writing",
-)
+# isort: on
 
 CHUNK_BYTES = 1 << 20
 
@@ -79,22 +48,22 @@ _MOST_DESCRIPTION_BYTES = 1 << 20
 
 
 def description(text: bytes, mark: bytes) -> bytes:
-    """What to append to a file, so that `described` finds `text` under `mark`."""
+    """Return what to append to a file, so that `described` finds `text` under `mark`."""
     return text + _END.pack(len(text), mark)
 
 
 def ends_with(stream: BinaryIO, mark: bytes) -> bool:
-    """Whether the file ends with a description of this kind."""
+    """Return whether the file ends with a description of this kind."""
     stream.seek(max(0, os.fstat(stream.fileno()).st_size - len(mark)))
     return stream.read(len(mark)) == mark
 
 
 def described(stream: BinaryIO, start: int, size_bytes: int, mark: bytes) -> bytes | None:
-    """The text at the end of `size_bytes` from byte `start` on; None if there is none, or it is cut short."""
+    """Return the text at the end of `size_bytes` from byte `start` on; None if there is none or it is cut."""
     stream.seek(max(start + size_bytes - _END.size, 0))
     tail = stream.read(_END.size)
-    length, found = _END.unpack(tail) if len(tail) == _END.size else (0, b"")
-    if found != mark or not 0 < length <= min(_MOST_DESCRIPTION_BYTES, size_bytes - _END.size):
+    length, actual_mark = _END.unpack(tail) if len(tail) == _END.size else (0, b"")
+    if actual_mark != mark or not 0 < length <= min(_MOST_DESCRIPTION_BYTES, size_bytes - _END.size):
         return None
     stream.seek(start + size_bytes - _END.size - length)
     return stream.read(length)
@@ -103,7 +72,7 @@ def described(stream: BinaryIO, start: int, size_bytes: int, mark: bytes) -> byt
 def sha256(
     stream: BinaryIO, start: int, size_bytes: int, *, advance: Callable[[int, int | None], None] | None = None
 ) -> str:
-    """Hex digest of `size_bytes` of `stream` from byte `start` on, or of fewer where the stream ends before.
+    """Return the hex digest of `size_bytes` of `stream` from byte `start` on, or of fewer where it ends.
 
     `advance` gets the bytes done and `size_bytes`.
     """
@@ -113,29 +82,29 @@ def sha256(
 def sha256_begun(
     stream: BinaryIO, start: int, size_bytes: int, *, advance: Callable[[int, int | None], None] | None = None
 ) -> hashlib._Hash:
-    """The same as `sha256`, to which the caller adds what follows."""
-    digest, done = hashlib.sha256(), 0
+    """Return the digest of `sha256` as an object, to which the caller adds what follows."""
+    digest, position = hashlib.sha256(), 0
     stream.seek(start)
-    while chunk := stream.read(max(0, min(CHUNK_BYTES, size_bytes - done))):
+    while chunk := stream.read(max(0, min(CHUNK_BYTES, size_bytes - position))):
         digest.update(chunk)
-        done += len(chunk)
+        position += len(chunk)
         if advance:
-            advance(done, size_bytes)
+            advance(position, size_bytes)
     return digest
 
 
 def state_dir() -> Path:
-    """The folder for logs of builds and jobs: ``$XDG_STATE_HOME/imgkit``."""
+    """Return the folder for logs of builds and jobs: ``$XDG_STATE_HOME/imgkit``."""
     return _xdg("XDG_STATE_HOME", ".local/state")
 
 
 def cache_dir() -> Path:
-    """The folder for files that may be deleted at any time: ``$XDG_CACHE_HOME/imgkit``."""
+    """Return the folder for files that may be deleted at any time: ``$XDG_CACHE_HOME/imgkit``."""
     return _xdg("XDG_CACHE_HOME", ".cache")
 
 
 def config_dir() -> Path:
-    """The folder for what the user has set up: ``$XDG_CONFIG_HOME/imgkit``."""
+    """Return the folder for what the user has set up: ``$XDG_CONFIG_HOME/imgkit``."""
     return _xdg("XDG_CONFIG_HOME", ".config")
 
 
@@ -151,16 +120,16 @@ def _xdg(variable: str, fallback: str) -> Path:
 
 
 def fullest(*folders: Path) -> Path:
-    """The one of `folders`, which exist, whose disk has the least free space."""
+    """Return the one of `folders`, which exist, whose disk has the least free space."""
     return min(folders, key=lambda folder: shutil.disk_usage(folder).free)
 
 
 def where_full(error: OSError) -> str:
-    """The file whose disk is full; if `error` does not name it, the fullest folder that imgkit writes to."""
+    """Return the file whose disk is full; if `error` names none, the fullest folder that imgkit writes to."""
     if error.filename:
         return str(error.filename)
-    own = (Path.cwd(), Path(tempfile.gettempdir()), state_dir(), cache_dir())
-    return str(fullest(*(folder for folder in own if folder.is_dir())))
+    folders = (Path.cwd(), Path(tempfile.gettempdir()), state_dir(), cache_dir())
+    return str(fullest(*(folder for folder in folders if folder.is_dir())))
 
 
 def write_cache(target: Path, text: str) -> None:

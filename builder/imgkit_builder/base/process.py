@@ -25,7 +25,7 @@ TAIL_LINES = 20
 PIPE_BYTES = 1 << 20
 MOST_BYTES = 8 << 20
 """What is kept of a program's output. Answers have some KB, and long lists some MB."""
-_SAID_BYTES = 1 << 16
+_ERROR_BYTES = 1 << 16
 """What is kept of the standard error of a program of `through`: its end."""
 _PIECE = 1 << 16
 _SHOWN = 200
@@ -53,38 +53,38 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-class TooLong(ToolFailed):
+class _Flood(ToolFailed):
     """A program printed more than `MOST_BYTES`."""
 
+    excess = ""
+
     def __init__(self, program: str, start: bytes) -> None:
-        super().__init__(
-            f"{program} printed more than {MOST_BYTES >> 20} MB instead of a short answer; "
-            f"its first line: {first_line(start)}"
-        )
+        limit = f"{MOST_BYTES >> 20} MB"
+        super().__init__(f"{program} printed more than {limit} {self.excess} first line: {first_line(start)}")
         self.start = start
-        """What it printed before imgkit ended it."""
+        """What it printed before imgkit ended it, or the first of its errors."""
 
 
-class ErrorsTooLong(ToolFailed):
+class TooLong(_Flood):
+    """A program printed more than `MOST_BYTES` of output."""
+
+    excess = "instead of a short answer; its"
+
+
+class ErrorsTooLong(_Flood):
     """A program printed more than `MOST_BYTES` of error messages, and nothing else meanwhile."""
 
-    def __init__(self, program: str, start: bytes) -> None:
-        super().__init__(
-            f"{program} printed more than {MOST_BYTES >> 20} MB of error messages; "
-            f"their first line: {first_line(start)}"
-        )
-        self.start = start
-        """What it printed first."""
+    excess = "of error messages; their"
 
 
 class Exited(ToolFailed):
     """A program of `through` failed."""
 
-    def __init__(self, program: str, code: int, said: str, hint: str) -> None:
-        what, hint = quoted(f"{program} failed with exit code {code}", said, hint)
-        super().__init__(what, hint=hint or None)
+    def __init__(self, program: str, code: int, errors: str, hint: str) -> None:
+        message, hint = quoted(f"{program} failed with exit code {code}", errors, hint)
+        super().__init__(message, hint=hint or None)
         self.code = code
-        self.said = said
+        self.errors = errors
         """The end of its standard error."""
 
 
@@ -98,22 +98,22 @@ class Finished:
     """Standard output and standard error, merged; of more than `MOST_BYTES` characters the end."""
 
     def tail(self) -> str:
-        """The last lines, as quoted in errors."""
+        """Return the last lines, as quoted in errors."""
         return "\n".join(self.output.splitlines()[-TAIL_LINES:])
 
 
 def first_line(output: bytes) -> str:
-    """The first line with text in what a program printed, as quoted in errors."""
+    """Return the first line with text in what a program printed, as quoted in errors."""
     text = output[:_PIECE].decode(errors="replace").strip()
     return text.split("\n", 1)[0].strip()[:_SHOWN] or "(nothing)"
 
 
-def quoted(what: str, said: str, hint: str = "") -> tuple[str, str]:
-    """The what and hint of an error about a program: the first has what it `said`, if that is one line."""
-    lines = said.splitlines()[-TAIL_LINES:]
+def quoted(message: str, output: str, hint: str = "") -> tuple[str, str]:
+    """Return message and hint of an error: one line of output joins the message, more lines the hint."""
+    lines = output.splitlines()[-TAIL_LINES:]
     if len(lines) < 2:
-        return f"{what}: {said}" if said else what, hint
-    return what, "\n".join(filter(None, ("its last lines:", *lines, hint)))
+        return f"{message}: {output}" if output else message, hint
+    return message, "\n".join(filter(None, ("its last lines:", *lines, hint)))
 
 
 def need(program: str, hint: str = "", env: Mapping[str, str] | None = None) -> None:
@@ -123,7 +123,7 @@ def need(program: str, hint: str = "", env: Mapping[str, str] | None = None) -> 
 
 
 def processors() -> int:
-    """Number of processors that this process may use."""
+    """Return the number of processors that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except AttributeError:  # not on macOS
@@ -161,14 +161,14 @@ def attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None) ->
             return 130  # the program got the same Ctrl-C
 
 
-def _end_when(program: subprocess.Popen[bytes], over: Callable[[], bool]) -> None:
-    """End `program` a moment after `over` is true; it is asked soon at first, then every 10 seconds."""
+def _end_when(program: subprocess.Popen[bytes], is_over: Callable[[], bool]) -> None:
+    """End `program` a moment after `is_over` is true; it is asked soon at first, then every 10 seconds."""
     for wait_s in itertools.chain((1.0, 1.0, 2.0, 3.0, 5.0), itertools.repeat(10.0)):
         try:
             program.wait(wait_s)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ImgkitError):  # no answer this time
-                if over():
+                if is_over():
                     break
         else:
             return
@@ -194,13 +194,12 @@ def become(argv: Sequence[str], *, cwd: Path) -> NoReturn:
 
 
 def bound(argv: Sequence[str]) -> list[str]:
-    """The argv that starts `argv`, a program with its path, so that it ends when imgkit is killed with -9.
+    """Return the argv that starts `argv`, a path first, so that it ends when imgkit is killed with -9.
 
     Notes
     -----
     Only Linux can do that, and a process that has become another user may be unable to start its Python:
-    then the words are `argv` itself. The program ends with the thread that starts it, which has to
-    wait.
+    then the result is `argv` itself. The program ends with the thread that starts it, which has to wait.
     """
     if sys.platform != "linux" or not os.access(sys.executable, os.X_OK):
         return list(argv)
@@ -222,12 +221,12 @@ def run(
     ToolMissing : the program is not on PATH; `hint` explains how to install it.
     ToolFailed : `check` and the exit code is not 0; quotes the last lines.
     """
-    words = tuple(str(word) for word in argv)
-    need(words[0], hint, env)
+    command = tuple(map(str, argv))
+    need(command[0], hint, env)
     pieces: collections.deque[str] = collections.deque()
-    kept = 0
+    length = 0
     with subprocess.Popen(
-        words,
+        command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -240,35 +239,35 @@ def run(
         try:
             while piece := process.stdout.read(_PIECE):
                 pieces.append(piece)
-                kept += len(piece)
-                while kept > MOST_BYTES:
-                    kept -= len(pieces.popleft())
+                length += len(piece)
+                while length > MOST_BYTES:
+                    length -= len(pieces.popleft())
         except BaseException:
             process.kill()
             raise
-    finished = Finished(argv=words, returncode=process.returncode, output="".join(pieces))
+    finished = Finished(argv=command, returncode=process.returncode, output="".join(pieces))
     if check and finished.returncode != 0:
         raise ToolFailed(
-            f"{words[0]} failed with exit code {finished.returncode}: {' '.join(words)}",
+            f"{command[0]} failed with exit code {finished.returncode}: {' '.join(command)}",
             hint=f"its last lines:\n{finished.tail()}" + (f"\n{hint}" if hint else ""),
         )
     return finished
 
 
 def answer(output: Generator[bytes, None, None], program: str) -> bytes:
-    """All of `output`, which `through` yields from `program`.
+    """Return all of `output`, which `through` yields from `program`.
 
     Raises
     ------
     TooLong : it is more than `MOST_BYTES`; the program has been ended.
     """
-    found = bytearray()
+    data = bytearray()
     with contextlib.closing(output):
         for chunk in output:
-            found += chunk
-            if len(found) > MOST_BYTES:
-                raise TooLong(program, bytes(found))
-    return bytes(found)
+            data += chunk
+            if len(data) > MOST_BYTES:
+                raise TooLong(program, bytes(data))
+    return bytes(data)
 
 
 def through(
@@ -298,7 +297,7 @@ def through(
     ) as program:
         try:
             yield from pumped(program, iter(chunks), hold=hold, errors=errors)
-            _ended(program, errors)
+            _wait_for_end(program, errors)
         finally:
             # Reached on errors and when the reader stops early; harmless once the program has ended.
             program.kill()
@@ -322,7 +321,7 @@ class _Errors:
         """
         self._start = self._start or data
         self.end += data
-        del self.end[:-_SAID_BYTES]
+        del self.end[:-_ERROR_BYTES]
         self._count += len(data)
         if self._count > MOST_BYTES:
             raise ErrorsTooLong(self._program, self._start)
@@ -357,27 +356,27 @@ def pumped(
         # Fewer, larger writes; beyond a user's pipe quota this is refused, and the default stays.
         with contextlib.suppress(OSError, AttributeError):
             fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    waiting, fed = memoryview(b""), False
+    pending, is_fed = memoryview(b""), False
     sources = [source, program.stderr] if program.stderr else [source]
     while True:
-        while not waiting and not fed:
+        while not pending and not is_fed:
             chunk = next(chunks, None)
             if chunk is None:
-                fed = True
+                is_fed = True
                 if not hold:
                     sink.close()
             else:
-                waiting = memoryview(chunk)
-        readable, writable, _ = select.select(sources, [sink] if waiting else [], [])
+                pending = memoryview(chunk)
+        readable, writable, _ = select.select(sources, [sink] if pending else [], [])
         if writable:
             try:
-                waiting = waiting[os.write(sink.fileno(), waiting) :]
+                pending = pending[os.write(sink.fileno(), pending) :]
             except BrokenPipeError:
-                waiting, fed = memoryview(b""), True
+                pending, is_fed = memoryview(b""), True
                 sink.close()
         if writable or source in readable:
             errors.note_progress()
-        if program.stderr in readable and not _heard(program, errors):
+        if program.stderr in readable and not _read_errors(program, errors):
             sources = [source]
         if source in readable:
             data = os.read(source.fileno(), PIPE_BYTES)
@@ -387,7 +386,7 @@ def pumped(
             yield data
 
 
-def _heard(program: subprocess.Popen[bytes], errors: _Errors) -> bool:
+def _read_errors(program: subprocess.Popen[bytes], errors: _Errors) -> bool:
     """Add what `program` has printed to its standard error to `errors`; False at the end of that."""
     assert program.stderr is not None  # noqa: S101 - for the type checker: stderr=PIPE
     data = os.read(program.stderr.fileno(), PIPE_BYTES)
@@ -395,14 +394,14 @@ def _heard(program: subprocess.Popen[bytes], errors: _Errors) -> bool:
     return bool(data)
 
 
-def _ended(program: subprocess.Popen[bytes], errors: _Errors) -> None:
+def _wait_for_end(program: subprocess.Popen[bytes], errors: _Errors) -> None:
     """Wait for the end of `program`, whose output has ended, and hear what it prints until then.
 
     What it leaves behind, such as a shared connection of ssh, may hold its standard error open.
     """
     streams = [program.stderr] if program.stderr else []
     while program.poll() is None:
-        if select.select(streams, [], [], _POLL_S)[0] and not _heard(program, errors):
+        if select.select(streams, [], [], _POLL_S)[0] and not _read_errors(program, errors):
             program.wait()
     if select.select(streams, [], [], 0)[0]:
-        _heard(program, errors)
+        _read_errors(program, errors)

@@ -119,7 +119,7 @@ def _list_systems(*, as_json: bool) -> None:
     from imgkit_builder.recipe import system_files
     from imgkit_builder.recipe.load import load_system
 
-    systems = [load_system(name) for name in system_files.known()]
+    systems = [load_system(name) for name in system_files.find_all()]
     if as_json:
         rows = [
             {
@@ -267,11 +267,11 @@ def verb_check(
 
 
 def _print_schema(files: list[str]) -> None:
-    from imgkit_builder.recipe import typecheck
+    from imgkit_builder.recipe.schema import schema_json
 
     if files:
         raise UsageError("--schema takes no FILE", where="--schema", hint="imgkit check --schema")
-    terminal.document(typecheck.schema_json() + "\n")
+    terminal.document(schema_json() + "\n")
 
 
 def _host_effects(recipe: Recipe) -> tuple[Problem, ...]:

@@ -107,7 +107,7 @@ def choose_platform(recipe: Recipe, *, wanted: str | None, host: str) -> str:
     if full not in offered:
         raise UsageError(
             f"{recipe.name} is not for {wanted!r}",
-            where=recipe.where("image", "platforms"),
+            where=recipe.where("image", "platform"),
             hint=f"it allows: {', '.join(offered)}; omit --platform, or add the platform to the recipe",
         )
     return full
@@ -123,7 +123,7 @@ def _other_platform(engine: Engine, image: ImageInfo, name: str, target: str, re
         ways.append(f"build for its platform: --platform {image.platform}")
     return UsageError(
         f"the local image {name!r} is {image.platform}, the build is for {target}",
-        where=recipe.where("image", "platforms"),
+        where=recipe.where("image", "platform"),
         hint=", or ".join(ways),
     )
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from imgkit_builder.recipe import Image
+
 NEXT = " \\\n    "
 """Continues a shell command or instruction on the next line."""
 
@@ -103,6 +105,8 @@ class Authorities:
 class Layers:
     """An image as its layers, in order."""
 
+    image: Image
+    """The recipe's values, for keys that a template writes without help."""
     name: str
     file: str
     reference: str

@@ -38,7 +38,8 @@ from imgkit_builder.image.instructions import (
     Text,
 )
 from imgkit_builder.oci.manifest import LOCK_LABEL
-from imgkit_builder.recipe.model import KeyPath, Recipe, RunCommand
+from imgkit_builder.recipe.model import Recipe, RunCommand
+from imgkit_builder.recipe.problems import KeyPath
 from imgkit_builder.recipe.rules import expanded
 from imgkit_entrypoints import __version__
 from imgkit_entrypoints.errors import UsageError
@@ -289,6 +290,7 @@ def build_layers(
     lock = recipe.lock
     has_workdir = ("image", "workdir") in recipe.positions
     return Layers(
+        image=image,
         name=recipe.name,
         file=recipe.file.name,
         reference=shlex.quote(recipe.reference),

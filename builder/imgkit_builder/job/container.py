@@ -377,9 +377,7 @@ def workdir(recipe: Target, request: Request, run_by: RunBy) -> str:
         if run_by == "host":
             hint = "--directory DIR: the job's folder, in which the command starts"
             raise UsageError("--runtime host has no container", where="--workdir", hint=hint)
-        for what, hint in (
-            () if request.workdir == "." else rules.of_text(("image", "workdir"), request.workdir)
-        ):
+        for what, hint in () if request.workdir == "." else rules.image_path(request.workdir):
             raise UsageError(what, where="--workdir", hint=f"{hint}; .: the job's folder")
         return "" if request.workdir == "." else request.workdir
     if run_by == "host":

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from imgkit_builder.recipe import lock_file
-from imgkit_builder.recipe.model import UV_STEP, KeyPath, LockedDeb, LockedWheel, Recipe
+from imgkit_builder.recipe.model import UV_STEP, LockedDeb, LockedWheel, Recipe
+from imgkit_builder.recipe.problems import KeyPath
 from imgkit_builder.recipe.requirements import PROTECTED, canonical
 from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError

@@ -2,42 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from imgkit_builder.job import container, resolve
-from imgkit_builder.job import quoting as job_fields
-from imgkit_builder.recipe import problems, rules
-from imgkit_builder.recipe.problems import Collector, KeyPath, Position, RecipeErrors, choices
-from imgkit_entrypoints import files, json_text
+from imgkit_builder.job import container, quoting, resolve
+from imgkit_builder.recipe.model import KEYS, Short
+from imgkit_builder.recipe.problems import Collector, NotToml, Position, RecipeErrors, choices, parse_toml
+from imgkit_builder.recipe.schema import allowed_keys
+from imgkit_builder.recipe.validation import Mistake, validate
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.json_text import Fault
+from imgkit_entrypoints.rules import EnvValue, Fault, Line, Rule
+from imgkit_entrypoints.system import Bind
 
 NAME = "imgkit.toml"
 _MOST_BYTES = 32 << 10
 _MOST_LINES = 500
 
 
+def _as_flag(check: Callable[[str], object]) -> Rule:
+    """Return the rule of a value that a flag takes too; empty means "not stated"."""
+
+    def rule(text: str) -> Iterator[Fault]:
+        try:
+            if text:
+                check(text)
+        except UsageError as error:
+            yield error.what, error.hint or ""
+
+    return Rule(rule)
+
+
+def _number_as_text(value: Any) -> Any:
+    return str(value) if type(value) is int else value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectValues:
     """The keys of the file; each takes what the flag of its name takes, and empty means "not stated"."""
 
-    remote: str = ""
-    recipe: str = ""
-    account: str = ""
-    queue: str = ""
-    qos: str = ""
-    time: str = ""
-    nodes: str = ""
-    binds: tuple[str, ...] = ()
-    env: tuple[str, ...] = ()
+    __pydantic_config__ = KEYS
+
+    remote: Line = ""
+    recipe: Line = ""
+    account: Annotated[str, _as_flag(partial(quoting.check, "--account"))] = ""
+    queue: Annotated[str, _as_flag(partial(quoting.check, "--queue"))] = ""
+    qos: Annotated[str, _as_flag(partial(quoting.check, "--qos"))] = ""
+    time: Annotated[str, _as_flag(partial(quoting.seconds, where=""))] = ""
+    nodes: Annotated[str, _as_flag(resolve.parse_nodes), Short(_number_as_text)] = ""
+    binds: tuple[Bind, ...] = ()
+    env: tuple[Annotated[EnvValue, _as_flag(container.variable)], ...] = ()
     """``NAME=VALUE``, or ``NAME`` for the value that the variable has here."""
-    code: str = ""
+    code: Line = ""
     """A folder to lay over /workspace; the path starts at the file's folder."""
-    command: tuple[str, ...] = ()
+    command: tuple[Line, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,21 +73,21 @@ class ProjectFile:
 
     @property
     def recipe_file(self) -> Path | None:
-        """The file of the recipe, whose path starts at the file's folder; None for a shipped recipe."""
+        """Return the recipe's file, whose path starts at the file's folder; None for a shipped recipe."""
         from imgkit_builder.recipe import load
 
-        word = self.values.recipe
-        return self.file.parent / word if load.is_path(word) or word.endswith(".sif") else None
+        ref = self.values.recipe
+        return self.file.parent / ref if load.is_path(ref) or ref.endswith(".sif") else None
 
     @property
     def recipe(self) -> str:
-        """The path of the recipe's file, or the name of a shipped recipe."""
+        """Return the path of the recipe's file, or the name of a shipped recipe."""
         file = self.recipe_file
         return str(file) if file else self.values.recipe
 
     @property
     def code(self) -> Path | None:
-        """The folder to lay over /workspace."""
+        """Return the folder to lay over /workspace."""
         return self.file.parent / self.values.code if self.values.code else None
 
 
@@ -76,10 +98,10 @@ def locate(folder: Path) -> Path | None:
     """
     folder = folder.absolute()
     above = [folder, *folder.parents]
-    root = next((number for number, place in enumerate(above) if (place / ".git").exists()), 0)
-    for place in above[: root + 1]:
-        if (place / NAME).is_file():
-            return place / NAME
+    root = next((number for number, parent in enumerate(above) if (parent / ".git").exists()), 0)
+    for parent in above[: root + 1]:
+        if (parent / NAME).is_file():
+            return parent / NAME
     return None
 
 
@@ -94,23 +116,21 @@ def read(file: Path) -> ProjectFile:
 
 
 def parse(text: str, file: Path) -> ProjectFile:
-    """`text` as the content of `file`.
+    """Read `text` as the content of `file`.
 
     Raises
     ------
     UsageError : as `read`.
     """
-    found = Collector(lines={file: text.split("\n")}, shows=(file.parent.resolve(),))
-    data = _parsed(text, file, found)
-    positions = _positions(text, file) if data else {}
-    data = {key: value for key, value in data.items() if value != ""}
-    _check_types(data, positions, found)
-    if not found.errors:
-        values = ProjectValues(**{key: _plain(value) for key, value in data.items()})
-        _check_values(values, positions, found)
-    if found.errors:
-        problems = sorted(found.errors, key=lambda one: (one.position.line, one.position.column))
-        raise RecipeErrors(problems, of=NAME)
+    problems = Collector(lines={file: text.split("\n")}, shows=(file.parent.resolve(),))
+    data = _parsed(text, file, problems)
+    positions = {key: _position(key, text, file) for key in data}
+    values, mistakes = validate(ProjectValues, {key: value for key, value in data.items() if value != ""})
+    for mistake in mistakes:
+        problems.error(positions[str(mistake.path[0])], mistake.path, *_explain(mistake, data))
+    if values is None or problems.errors:
+        errors = sorted(problems.errors, key=lambda problem: problem.position.line)
+        raise RecipeErrors(errors, of=NAME)
     return ProjectFile(file=file, values=values, positions=positions)
 
 
@@ -124,75 +144,32 @@ def _text(file: Path) -> str:
     return text
 
 
-def _parsed(text: str, file: Path, found: Collector) -> dict[str, Any]:
+def _parsed(text: str, file: Path, problems: Collector) -> dict[str, Any]:
     try:
-        return problems.parse_toml(text)
-    except problems.NotToml as error:
-        place = Position(file=file, line=error.line, column=error.column)
-        found.error(place, (), error.what, 'write KEY = "VALUE"')
+        return parse_toml(text)
+    except NotToml as error:
+        position = Position(file=file, line=error.line, column=error.column)
+        problems.error(position, (), error.what, 'write KEY = "VALUE"')
     return {}
 
 
-def _positions(text: str, file: Path) -> dict[str, Position]:
-    """The first place of each key; a table is an unknown one."""
-    found: dict[str, Position] = {}
-    for path, line, column in problems.toml_positions(text):
-        found.setdefault(str(path[0]), Position(file=file, line=line, column=column))
-    return found
+def _position(key: str, text: str, file: Path) -> Position:
+    """Return the line of `key`, which begins it in a file without tables, or the file as a whole."""
+    match = re.search(rf"^[ \t]*(?:{re.escape(key)}[ \t]*=|\[+{re.escape(key)}\b)", text, re.MULTILINE)
+    line = text.count("\n", 0, match.start()) + 1 if match else 0
+    return Position(file=file, line=line, column=min(line, 1))
 
 
-def _check_types(data: Mapping[str, Any], positions: Mapping[str, Position], found: Collector) -> None:
-    plain = {
-        key: str(value) if key == "nodes" and type(value) is int else value for key, value in data.items()
-    }
-    for fault in json_text.checked(ProjectValues, plain, closed=True)[1]:
-        key = str(fault.path[0])
-        found.error(positions[key], fault.path, *_explained(key, fault))
-
-
-def _explained(key: str, fault: Fault) -> tuple[str, str]:
-    if fault.kind == "unknown":
-        return "unknown key", choices(key, fault.expected)
-    if fault.expected is not str:
-        return f"must be a list of strings, not {_kind(fault.value)}", 'write ["ONE", "TWO"]'
-    hint = "" if isinstance(fault.value, list | dict) else f'quote it: "{fault.value}"'
-    return f"must be text, not {_kind(fault.value)}", hint
-
-
-def _kind(value: object) -> str:
+def _explain(mistake: Mistake, data: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the message and the hint for `mistake` in `data`."""
+    key = str(mistake.path[0])
+    if mistake.kind == "rule":
+        return mistake.message, mistake.hint
+    if mistake.kind == "unknown":
+        return "unknown key", choices(key, allowed_keys((key,), ProjectValues))
+    value = data[key][mistake.path[1]] if len(mistake.path) > 1 else data[key]
     names = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list"}
-    return names.get(type(value), "a table" if isinstance(value, dict) else "a date or time")
-
-
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else str(value)
-
-
-def _check_values(values: ProjectValues, positions: Mapping[str, Position], found: Collector) -> None:
-    """Report each value that its flag would refuse."""
-
-    def report(path: KeyPath, check: Callable[[], object]) -> None:
-        try:
-            check()
-        except UsageError as error:
-            found.error(positions[str(path[0])], path, error.what, error.hint or "")
-
-    for key in ("account", "queue", "qos"):
-        report((key,), partial(job_fields.check, f"--{key}", getattr(values, key)))
-    if values.time:
-        report(("time",), partial(job_fields.seconds, values.time, where=""))
-    if values.nodes:
-        report(("nodes",), partial(resolve.parse_nodes, values.nodes))
-    for number, one in enumerate(values.env):
-        report(("env", number), partial(container.variable, one))
-        for what, hint in rules.env_value(one):
-            found.error(positions["env"], ("env", number), what, hint)
-    for number, one in enumerate(values.binds):
-        for what, hint in rules.bind(one):
-            found.error(positions["binds"], ("binds", number), what, hint)
-    if not values.code.isprintable():
-        found.error(positions["code"], ("code",), f"{values.code!r} holds a control character", "delete it")
-    for key in ("binds", "command"):
-        for number, one in enumerate(getattr(values, key)):
-            if not one.isprintable():
-                found.error(positions[key], (key, number), f"{one!r} holds a control character", "delete it")
+    kind = names.get(type(value), "a table" if isinstance(value, dict) else "a date or time")
+    if mistake.message == "a list":
+        return f"must be a list of strings, not {kind}", 'write ["ONE", "TWO"]'
+    return f"must be text, not {kind}", "" if isinstance(value, list | dict) else f'quote it: "{value}"'

@@ -1,27 +1,5 @@
 """Recipes: ``load.load`` turns YAML into checked, frozen values."""
 
-from imgkit_builder.recipe.model import (
-    BuildSecret,
-    Constraints,
-    CopyStep,
-    Image,
-    PipStep,
-    Platform,
-    Recipe,
-    RunCommand,
-)
-from imgkit_builder.recipe.problems import Position, Problem, RecipeErrors
+from imgkit_builder.recipe.model import Image, Recipe
 
-__all__ = [
-    "BuildSecret",
-    "Constraints",
-    "CopyStep",
-    "Image",
-    "PipStep",
-    "Platform",
-    "Position",
-    "Problem",
-    "Recipe",
-    "RecipeErrors",
-    "RunCommand",
-]
+__all__ = ["Image", "Recipe"]

@@ -70,12 +70,12 @@ class Base:
 
     @property
     def reference(self) -> str:
-        """The image's name."""
+        """Return the image's name."""
         return f"{REPOSITORY}:{self.tag}-py3"
 
     def cells(self) -> Iterator[tuple[str, Cell | None]]:
-        """The columns in their order."""
-        return ((one.name, getattr(self, one.name)) for one in fields(self) if one.name != "tag")
+        """Return the columns in their order."""
+        return ((column.name, getattr(self, column.name)) for column in fields(self) if column.name != "tag")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class _Table:
 
 @functools.cache
 def table() -> tuple[Base, ...]:
-    """The known images, oldest first.
+    """Return the images in the table, oldest first.
 
     Raises
     ------
@@ -95,24 +95,26 @@ def table() -> tuple[Base, ...]:
     try:
         data = problems.parse_toml(files.read_text(TABLE))
         content: _Table = json_text.read(_Table, data, "bases", closed=True)
-        names = {one.name for one in fields(Base)} - {"tag"}
-        return tuple(_base(tag, row, names, content.sources) for tag, row in content.bases.items())
+        columns = {column.name for column in fields(Base)} - {"tag"}
+        return tuple(_base(tag, row, columns, content.sources) for tag, row in content.bases.items())
     except ValueError as error:
         raise ImgkitError(str(error), where=str(TABLE), hint="install imgkit again") from error
 
 
-def _base(tag: str, row: Mapping[str, tuple[str, ...]], names: set[str], sources: Mapping[str, str]) -> Base:
+def _base(
+    tag: str, row: Mapping[str, tuple[str, ...]], columns: set[str], sources: Mapping[str, str]
+) -> Base:
     for name, cell in row.items():
-        if name not in names or len(cell) != 2 or cell[1] not in sources:
+        if name not in columns or len(cell) != 2 or cell[1] not in sources:
             raise ValueError(f"{tag}: {name} must be a column with a value and the name of a source")
     cells = {name: Cell(value, sources[source]) for name, (value, source) in row.items()}
     return Base(tag=tag, **cells)
 
 
-def known(reference: str) -> Base | None:
-    """The row of an image that a recipe names, from NGC or a mirror of it; None for any other."""
-    found = _parsed(reference)
-    tag = _NGC_TAG.fullmatch(found.tag) if found and _OF_NGC.fullmatch(found.repository) else None
+def ngc_image(reference: str) -> Base | None:
+    """Return the row of an image that a recipe names, from NGC or a mirror of it; None for any other."""
+    image = _parsed(reference)
+    tag = _NGC_TAG.fullmatch(image.tag) if image and _OF_NGC.fullmatch(image.repository) else None
     return next((base for base in table() if base.tag == tag[1]), None) if tag else None
 
 
@@ -124,7 +126,7 @@ def _parsed(reference: str) -> ImageReference | None:
 
 
 def chosen(base: str | None, recipe: Recipe) -> str | None:
-    """The image that the value of ``--base`` means.
+    """Return the image that the value of ``--base`` means.
 
     Raises
     ------
@@ -142,22 +144,22 @@ def chosen(base: str | None, recipe: Recipe) -> str | None:
 
 
 def doubts(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
-    """Reasons why `image` would not run well on `system`, each with the key of the base."""
+    """Yield reasons why `image` would not run well on `system`, each with the key of the base."""
     for key in ("base", "current_base"):
         if reference := getattr(image, key):
-            for found in (
+            faults = (
                 *_old_python(reference),
                 *_old_driver(reference, system),
                 *_no_plugin(reference, image, system),
                 *map(for_amd, filter(None, (amd_image(reference),))),
-            ):
-                yield ("image", key), found
+            )
+            yield from ((("image", key), fault) for fault in faults)
     if evidence := amd_nodes(system):
         yield ("system", "node"), for_amd(evidence)
 
 
 def amd_image(reference: str, env: Iterable[str] = ()) -> str:
-    """Evidence that an image, by its name and the names of its variables, is for AMD GPUs; else empty."""
+    """Return evidence that an image, by its name and its variables' names, is for AMD GPUs; else empty."""
     if _ROCM_NAME.search(reference):
         return f"{reference} is an image for AMD GPUs (ROCm)"
     name = next((name for name in sorted(env) if _ROCM_VARIABLE.match(name)), "")
@@ -165,7 +167,7 @@ def amd_image(reference: str, env: Iterable[str] = ()) -> str:
 
 
 def amd_nodes(system: SystemFacts) -> str:
-    """Evidence that the GPUs of `system` are AMD's; else empty."""
+    """Return evidence that the GPUs of `system` are AMD's; else empty."""
     if system.node.gpus and _AMD_MODEL.search(system.node.gpu_model):
         return f"{system.node.gpu_model} is a GPU of AMD"
     if "--rocm" in system.runtime.options:
@@ -174,7 +176,7 @@ def amd_nodes(system: SystemFacts) -> str:
 
 
 def for_amd(evidence: str) -> Fault:
-    """What to say of an image or of nodes that `evidence` shows to be AMD's."""
+    """Return the warning about an image or nodes that `evidence` shows to be AMD's."""
     return f"{evidence}: imgkit supports only work on CPUs with it", CPU_WORK
 
 
@@ -185,10 +187,10 @@ CPU_WORK = (
 
 
 def _old_python(reference: str) -> Iterator[Fault]:
-    base, found = known(reference), _parsed(reference)
+    base, image = ngc_image(reference), _parsed(reference)
     version = base.python.value if base and base.python else ""
-    if found and found.repository in _OF_PYTHON and found.registry in ("", "docker.io"):
-        version = found.tag
+    if image and image.repository in _OF_PYTHON and image.registry in ("", "docker.io"):
+        version = image.tag
     number = re.match(r"([0-9]{1,3})\.([0-9]{1,3})(?![0-9])", version)
     if number and (int(number[1]), int(number[2])) < FLOOR:
         least = ".".join(map(str, FLOOR))
@@ -199,30 +201,31 @@ def _old_python(reference: str) -> Iterator[Fault]:
 
 
 def _old_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
-    base = known(reference)
-    here = re.match(r"[0-9]{1,9}", system.node.driver)
-    if base is None or base.driver is None or here is None or int(here[0]) >= int(base.driver.value):
+    base = ngc_image(reference)
+    branch = re.match(r"[0-9]{1,9}", system.node.driver)
+    if base is None or base.driver is None or branch is None or int(branch[0]) >= int(base.driver.value):
         return
     if system.runtime.cuda_compat == "auto":
         return  # the node agent decides, by the node's own driver and GPUs
-    fitting = [one for one in table() if one.driver and int(one.driver.value) <= int(here[0])]
+    fitting = [row for row in table() if row.driver and int(row.driver.value) <= int(branch[0])]
     cuda = f" {base.cuda.value}" if base.cuda else ""
+    remedy = f"choose {fitting[-1].reference} or an older one" if fitting else "update the driver"
     yield (
         f"CUDA{cuda} of {reference} needs driver {base.driver.value} or newer, and system.node.driver is "
         f"{system.node.driver}",
-        (f"choose {fitting[-1].reference} or an older one" if fitting else "update the driver")
-        + "; or, for data-centre GPUs, try the base's cuda-compat package: system.runtime.cuda_compat: auto",
+        f"{remedy}; or, for data-centre GPUs, try the base's cuda-compat package: "
+        "system.runtime.cuda_compat: auto",
     )
 
 
 def _no_plugin(reference: str, image: Image, system: SystemFacts) -> Iterator[Fault]:
-    base = known(reference)
-    lacks = base is not None and base.aws_ofi_nccl is not None and base.aws_ofi_nccl.value == NONE
-    brings = system.runtime.host_libs or system.fabric.host_libs == "auto"
-    if system.fabric.kind != "slingshot" or not lacks or brings:
+    base = ngc_image(reference)
+    has_none = base is not None and base.aws_ofi_nccl is not None and base.aws_ofi_nccl.value == NONE
+    has_host_libs = system.runtime.host_libs or system.fabric.host_libs == "auto"
+    if system.fabric.kind != "slingshot" or not has_none or has_host_libs:
         return
-    commands = (one.command for one in image.run)
-    texts = (*system.runtime.binds, *commands, *(str(one.source) for one in image.copy))
+    commands = (step.command for step in image.run)
+    texts = (*system.runtime.binds, *commands, *(str(step.source) for step in image.copy))
     if any(_PLUGIN_BY.search(text) for text in texts):
         return
     yield (

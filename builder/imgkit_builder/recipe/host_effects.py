@@ -22,32 +22,32 @@ _VARIABLES = (
 """Variables that choose what other programs execute."""
 _HINT = "read it, and use the recipe only if you trust its author"
 
-Found = Iterator[tuple[KeyPath, str]]
+Effects = Iterator[tuple[KeyPath, str]]
 
 
 def warnings(recipe: Recipe) -> tuple[Problem, ...]:
     """Return a warning for each value with which `recipe` reaches beyond the image."""
-    found = []
+    problems = []
     for rule in (_runtime, _options, _variables, _secrets):
-        for path, what in rule(recipe):
+        for path, message in rule(recipe):
             position = _position(recipe.positions, path)
             if position is not None and not position.file.is_relative_to(FOLDER):
-                found.append(Problem(position=position, key=key_text(path), what=what, hint=_HINT))
-    return tuple(found)
+                problems.append(Problem(position=position, key=key_text(path), what=message, hint=_HINT))
+    return tuple(problems)
 
 
 def _source(secret: BuildSecret) -> str:
     return f"the variable {secret.env}" if secret.env else f"the file {secret.file}"
 
 
-def _position(stated: Mapping[KeyPath, Position], path: KeyPath) -> Position | None:
-    """The position of the value, or of what contains it; None where the recipe states neither."""
-    while len(path) > 1 and path not in stated:
+def _position(positions: Mapping[KeyPath, Position], path: KeyPath) -> Position | None:
+    """Return the position of the value, or of what contains it; None where the recipe states neither."""
+    while len(path) > 1 and path not in positions:
         path = path[:-1]
-    return stated.get(path)
+    return positions.get(path)
 
 
-def _runtime(recipe: Recipe) -> Found:
+def _runtime(recipe: Recipe) -> Effects:
     runtime, path = recipe.system.runtime, ("system", "runtime")
     if runtime.command not in PROGRAMS:
         yield (*path, "command"), f"runs the program {runtime.command} on the machine that starts a job"
@@ -58,31 +58,31 @@ def _runtime(recipe: Recipe) -> Found:
     for number, folder in enumerate(runtime.host_libs):
         yield (*path, "host_libs", number), f"the job's programs load libraries from {folder}"
     if recipe.system.fabric.host_libs == "auto":
-        what = "programs of the image see /usr and /opt of the machine, and may load its network libraries"
-        yield ("system", "fabric", "host_libs"), what
+        message = "programs of the image see /usr and /opt of the machine, and may load its network libraries"
+        yield ("system", "fabric", "host_libs"), message
     for number, bind in enumerate(runtime.binds):
         yield (*path, "binds", number), f"programs of the image see {bind} of the machine"
 
 
-def _options(recipe: Recipe) -> Found:
+def _options(recipe: Recipe) -> Effects:
     """Options of a runtime, of mpirun or of a scheduler can name programs and folders of the machine."""
     queue = recipe.system.queue
-    for path, words in (
+    for path, options in (
         (("runtime", "options"), recipe.system.runtime.options),
         (("queue", "options"), queue.options),
         (("queue", "srun"), queue.srun),
     ):
-        for number, word in enumerate(words):
-            if word not in _OPTIONS:
-                yield ("system", *path, number), f"passes the option {word} to a program here"
+        for number, option in enumerate(options):
+            if option not in _OPTIONS:
+                yield ("system", *path, number), f"passes the option {option} to a program here"
 
 
-def _variables(recipe: Recipe) -> Found:
+def _variables(recipe: Recipe) -> Effects:
     for name in recipe.system.env:
         if name in _VARIABLES:
             yield ("system", "env", name), f"sets {name}, which decides what programs of a job execute"
 
 
-def _secrets(recipe: Recipe) -> Found:
+def _secrets(recipe: Recipe) -> Effects:
     for number, secret in enumerate(recipe.image.secrets):
         yield ("image", "secrets", number), f"gives {_source(secret)} of this machine to steps of the build"

@@ -10,13 +10,14 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from imgkit_builder.recipe import problems, requirements, rules
+from imgkit_builder.recipe import requirements
 from imgkit_builder.recipe.model import (
+    LOCK_HINT,
     LOCK_SCHEMA,
     UV_STEP,
     Lock,
@@ -27,11 +28,22 @@ from imgkit_builder.recipe.model import (
     Recipe,
     UvProject,
 )
-from imgkit_builder.recipe.problems import Collector, KeyPath, Position, RecipeErrors, choices, shown
+from imgkit_builder.recipe.problems import (
+    Collector,
+    KeyPath,
+    NotToml,
+    Position,
+    RecipeErrors,
+    choices,
+    key_text,
+    parse_toml,
+    shown,
+)
+from imgkit_builder.recipe.schema import allowed_keys
 from imgkit_builder.recipe.uv_lock import UV_LOCK
-from imgkit_entrypoints import files, json_text, secret_patterns
+from imgkit_builder.recipe.validation import Mistake, validate
+from imgkit_entrypoints import files, secret_patterns
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.json_text import Fault
 from imgkit_recipes import FOLDER
 
 SUFFIX = ".lock"
@@ -39,96 +51,46 @@ KEPT_SUFFIX = ".files"
 """Follows the name of a lock: the folder of the packages that ``imgkit lock --keep-files`` stores."""
 _HEAD = "# Made by imgkit lock, which also changes it. Keep it beside its recipe, under version control.\n"
 _MOST_BYTES = 16 << 20
-_AGAIN = "do not edit a lock; make it again: imgkit lock RECIPE"
-_URL = r"https?://[A-Za-z0-9._~:/?\[\]!&+,=%-]+"
-
-
-def _like(pattern: str, what: str) -> rules.Rule:
-    """A rule by which the whole text matches `pattern`."""
-
-    def rule(text: str) -> Iterator[rules.Fault]:
-        if not re.fullmatch(pattern, text):
-            yield f"{text[:60]!r} must be {what}", _AGAIN
-
-    return rule
-
-
-def _base(text: str) -> Iterator[rules.Fault]:
-    """An image reference; one of --base may lack a tag."""
-    try:
-        rules.parse_reference(text)
-    except rules.BadReference as bad:
-        yield bad.what, bad.hint
-
-
-_VERSION = _like(r"[A-Za-z0-9][A-Za-z0-9.+~:_!-]*", "a version")
-_DIGEST = _like(r"(sha256:[0-9a-f]{64})?", "sha256: and 64 hex digits")
-_FILE = r"[A-Za-z0-9][A-Za-z0-9.+~%:_!-]*"
-_SHA256 = _like(r"[0-9a-f]{64}", "64 hex digits")
-_PLAIN_URL = "a URL of http or https, without credentials and special characters"
-_TEXT_RULES: Mapping[str, rules.Rule] = {
-    "recipe": rules.recipe_name,
-    "imgkit": _VERSION,
-    "platforms.platform": rules.platform,
-    "platforms.request.base": _base,
-    "platforms.request.apt": rules.apt_package,
-    "platforms.request.constraints": rules.pip_name,
-    "platforms.request.uv": _like(r"([0-9a-f]{64})?", "64 hex digits"),
-    "platforms.base.digest": _DIGEST,
-    "platforms.base.id": _DIGEST,
-    "platforms.apt.name": _like(r"[a-z0-9][a-z0-9+.-]+", "the name of a Debian package"),
-    "platforms.apt.version": _VERSION,
-    "platforms.apt.architecture": _like(r"[a-z0-9][a-z0-9-]*", "an architecture"),
-    "platforms.apt.file": _like(rf"{_FILE}\.deb", "the name of a .deb, without a folder"),
-    "platforms.apt.url": _like(_URL, _PLAIN_URL),
-    "platforms.apt.sha256": _SHA256,
-    "platforms.pip.name": rules.pip_name,
-    "platforms.pip.version": _VERSION,
-    "platforms.pip.file": _like(rf"{_FILE}\.whl", "the name of a .whl, without a folder"),
-    "platforms.pip.url": _like(rf"({_URL})?", _PLAIN_URL),
-    "platforms.pip.sha256": _SHA256,
-}
-"""What a text must be, by its key. Any other text equals one of the recipe, and has to be printable only."""
 
 
 def beside(recipe: Recipe) -> Path:
-    """Where the lock of `recipe` lies: next to its file; for a shipped recipe in the working folder."""
+    """Return where the lock of `recipe` lies: next to its file; for a shipped one in the working folder."""
     if recipe.file.parent == FOLDER:
         return Path.cwd() / f"{recipe.name}{SUFFIX}"
     return recipe.file.with_suffix(SUFFIX)
 
 
 def text(lock: Lock) -> str:
-    """The content of the file; the same lock gives the same bytes."""
+    """Return the content of the file; the same lock gives the same bytes."""
     return _HEAD + "".join(_table(lock, ""))
 
 
 def section(lock: Lock, part: LockedPlatform) -> str:
-    """The content of a file with `part` alone."""
+    """Return the content of a file with `part` alone."""
     return text(dataclasses.replace(lock, platforms=(part,)))
 
 
-def _table(value: Any, above: str) -> Iterator[str]:
-    """Yield the lines of a dataclass: plain values first, as TOML wants, then the tables below it."""
+def _table(table: Any, path: str) -> Iterator[str]:
+    """Yield the lines of a dataclass: plain values first, as TOML requires, then the tables below it."""
     tables = []
-    for known in dataclasses.fields(value):
-        found = getattr(value, known.name)
-        key = f"{above}.{known.name}" if above else known.name
-        if dataclasses.is_dataclass(found):
-            tables += [(f"[{key}]", key, found)]
-        elif isinstance(found, tuple) and found and dataclasses.is_dataclass(found[0]):
-            tables += [(f"[[{key}]]", key, one) for one in found]
-        elif known.name == "schema" or found != known.default:
-            yield f"{known.name} = {_plain(found)}\n"
-    for head, key, found in tables:
-        lines = "".join(_table(found, key))
-        if lines or head.startswith("[["):
-            yield f"\n{head}\n{lines}" if not lines.startswith("\n") else f"\n{head}{lines}"
+    for field in dataclasses.fields(table):
+        value = getattr(table, field.name)
+        key = f"{path}.{field.name}" if path else field.name
+        if dataclasses.is_dataclass(value):
+            tables.append((f"[{key}]", key, value))
+        elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
+            tables += [(f"[[{key}]]", key, item) for item in value]
+        elif field.name == "schema" or value != field.default:
+            yield f"{field.name} = {_plain(value)}\n"
+    for heading, key, value in tables:
+        lines = "".join(_table(value, key))
+        if lines or heading.startswith("[["):
+            yield f"\n{heading}\n{lines}" if not lines.startswith("\n") else f"\n{heading}{lines}"
 
 
 def _plain(value: str | bool | int | tuple[str, ...]) -> str:
     if isinstance(value, tuple):
-        items = [_plain(one) for one in value]
+        items = [_plain(item) for item in value]
         return f"[{', '.join(items)}]" if len(items) < 2 else "[\n    " + ",\n    ".join(items) + ",\n]"
     if isinstance(value, str):
         # A text of TOML is one of JSON, except that DEL must be escaped.
@@ -142,7 +104,7 @@ def read(file: Path) -> Lock:
     Raises
     ------
     UsageError : it cannot be read, is not TOML, has a later schema, an unknown key, or a missing or wrong
-        value; lists all faults with their lines.
+        value; lists all faults with their keys and packages.
     """
     try:
         data = files.read_bytes(file, most_bytes=_MOST_BYTES)
@@ -152,11 +114,11 @@ def read(file: Path) -> Lock:
 
 
 def _unreadable(error: Exception, file: Path) -> UsageError:
-    return UsageError(f"the lock cannot be read: {error}", where=str(file), hint=_AGAIN)
+    return UsageError(f"the lock cannot be read: {error}", where=str(file), hint=LOCK_HINT)
 
 
 def parse(data: str | bytes, file: Path) -> Lock:
-    """The lock in `data`, the content of `file`.
+    """Return the lock in `data`, the content of `file`.
 
     Raises
     ------
@@ -166,117 +128,89 @@ def parse(data: str | bytes, file: Path) -> Lock:
         content = (data if isinstance(data, str) else data.decode()).replace("\r\n", "\n")
     except ValueError as error:
         raise _unreadable(error, file) from error
-    found = _Faults(file, content)
-    values = _parsed(content, found)
-    schema = values.get("schema", LOCK_SCHEMA)
-    if not found.problems.errors and schema != LOCK_SCHEMA:
-        later = isinstance(schema, int) and schema > LOCK_SCHEMA
-        hint = "use that imgkit, or make the lock again: imgkit lock RECIPE" if later else _AGAIN
-        what = (
-            f"schema {schema} is that of a later imgkit" if later else f"{schema!r} is not a schema of a lock"
-        )
-        found.add(("schema",), what, hint)
-    if not found.problems.errors:
-        lock, faults = json_text.checked(Lock, values, closed=True)
-        for fault in faults:
-            found.add(fault.path, *_explained(fault))
-        if not faults:
-            _check_values(lock, found)
-    if found.problems.errors:
-        raise RecipeErrors(found.problems.errors, of=file.name)
-    made: Lock = lock
-    return made
-
-
-def _explained(fault: Fault) -> tuple[str, str]:
-    """What is wrong with a value, and the hint."""
-    if fault.kind == "missing":
-        return "is missing", _AGAIN
-    if fault.kind == "unknown":
-        return "unknown key", choices(str(fault.path[-1]), fault.expected)
-    if fault.kind == "type" and dataclasses.is_dataclass(fault.expected):
-        return "must be a table", _AGAIN
-    if fault.kind == "type" and not isinstance(fault.value, str | int | list | dict):
-        return "must not be a date, a time or a number with a point", _AGAIN
-    return fault.text("").partition(" ")[2], _AGAIN
-
-
-class _Faults:
-    """Collects the faults of a file, each with its line."""
-
-    def __init__(self, file: Path, content: str) -> None:
-        lines = content.split("\n")
-        self.problems = Collector(lines={file: lines}, shows=(file.parent.resolve(),))
-        self._file = file
-        self._lines = {key: line for key, line, _ in problems.toml_positions(content)}
-
-    def add(self, path: KeyPath, what: str, hint: str = _AGAIN) -> None:
-        """Add a fault of the value at `path`."""
-        above = path
-        while above and above not in self._lines:
-            above = above[:-1]
-        self.at(self._lines.get(above, 1), path, what, hint)
-
-    def at(self, line: int, path: KeyPath, what: str, hint: str = _AGAIN) -> None:
-        """Add a fault in a line."""
-        key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
-        position = Position(file=self._file, line=line, column=1)
-        # Not as the path of a recipe's value, whose names differ.
-        self.problems.error(position, (), f"{key}: {what}" if key else what, hint)
-
-
-def _parsed(content: str, found: _Faults) -> dict[str, Any]:
+    problems = Collector(lines={file: content.split("\n")}, shows=(file.parent.resolve(),))
+    whole_file = Position(file=file, line=0, column=0)
+    lock = None
     try:
-        return problems.parse_toml(content)
-    except problems.NotToml as error:
-        found.at(error.line, (), error.what)
-    return {}
+        values = parse_toml(content)
+    except NotToml as error:
+        position = Position(file=file, line=error.line, column=error.column)
+        problems.error(position, (), error.what, LOCK_HINT)
+    else:
+        lock, faults = _checked(values)
+        for path, message, hint in faults:
+            package = _package(path, values)
+            problems.error(whole_file, (), f"{key_text(path)}: {message}{package}", hint)
+    if lock is None or problems.errors:
+        raise RecipeErrors(problems.errors, of=file.name)
+    return lock
 
 
-def _check_values(lock: Lock, found: _Faults) -> None:
-    for path, value in _texts(lock, ()):
-        key = ".".join(one for one in path if isinstance(one, str))
-        faults = list(rules.printable(value)) or list(_TEXT_RULES.get(key, rules.printable)(value))
-        for what, _ in faults:
-            found.add(path, what)
-    seen: set[str] = set()
+_Fault = tuple[KeyPath, str, str]
+"""The path of a value, what is wrong with it, and a hint."""
+
+
+def _checked(values: dict[str, Any]) -> tuple[Lock | None, list[_Fault]]:
+    schema = values.get("schema", LOCK_SCHEMA)
+    if isinstance(schema, int) and schema > LOCK_SCHEMA:
+        hint = "use that imgkit, or make the lock again: imgkit lock RECIPE"
+        return None, [(("schema",), f"schema {schema} is that of a later imgkit", hint)]
+    if schema != LOCK_SCHEMA:
+        return None, [(("schema",), f"{schema!r} is not a schema of a lock", LOCK_HINT)]
+    lock, mistakes = validate(Lock, values)
+    faults = [(mistake.path, *_explain(mistake)) for mistake in mistakes]
+    if lock is not None:
+        faults = [(path, message, LOCK_HINT) for path, message in _contradictions(lock)]
+    return lock, faults
+
+
+def _package(path: KeyPath, values: Any) -> str:
+    """Return `` (package zsh)`` where `path` leads into a package of `values`, else an empty text."""
+    name = ""
+    for part in path:
+        try:
+            values = values[part]
+        except (KeyError, IndexError, TypeError):
+            break
+        if isinstance(part, int) and isinstance(values, dict):
+            name = str(values.get("name", ""))[:60]
+    return f" (package {name})" if name else ""
+
+
+def _explain(mistake: Mistake) -> tuple[str, str]:
+    """Return what is wrong with a value, and the hint."""
+    if mistake.kind == "missing":
+        return "is missing", LOCK_HINT
+    if mistake.kind == "unknown":
+        return "unknown key", choices(str(mistake.path[-1]), allowed_keys(mistake.path, Lock))
+    if mistake.kind == "type":
+        return f"must be {mistake.message.replace('a mapping', 'a table')}", LOCK_HINT
+    return mistake.message, mistake.hint
+
+
+def _contradictions(lock: Lock) -> Iterator[tuple[KeyPath, str]]:
+    """Yield what is wrong with several values together."""
+    platforms: set[str] = set()
     for number, part in enumerate(lock.platforms):
         path = ("platforms", number)
-        if part.platform in seen:
-            found.add((*path, "platform"), f"{part.platform} occurs twice")
-        seen.add(part.platform)
-        if not 0 <= part.source_date_epoch < 1 << 32:
-            found.add((*path, "source_date_epoch"), "must be seconds since 1970, and fit into 32 bits")
+        if part.platform in platforms:
+            yield (*path, "platform"), f"{part.platform} occurs twice"
+        platforms.add(part.platform)
         if part.base.name != part.request.base:
-            what = f"{part.base.name!r} must be {part.request.base!r}, the base in the request"
-            found.add((*path, "base", "name"), what)
+            message = f"{part.base.name!r} must be {part.request.base!r}, the base in the request"
+            yield (*path, "base", "name"), message
         if not (part.base.digest or part.base.id):
-            found.add((*path, "base"), "must have a digest or an id")
-        for index, deb in enumerate(part.apt):
-            if deb.size_bytes < 0:
-                found.add((*path, "apt", index, "size_bytes"), "must be a size")
+            yield (*path, "base"), "must have a digest or an id"
+        first = UV_STEP if part.request.uv else 0
         for index, wheel in enumerate(part.pip):
-            first = UV_STEP if part.request.uv else 0
             if not first <= wheel.step < len(part.request.pip):
-                found.add((*path, "pip", index, "step"), f"there is no pip step {wheel.step} in the request")
+                yield (*path, "pip", index, "step"), f"there is no pip step {wheel.step} in the request"
             if not (wheel.url or wheel.kept):
-                found.add((*path, "pip", index, "url"), "is missing, and the wheel is not a kept one")
-
-
-def _texts(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """Yield every text in a value of a lock, with its place."""
-    if isinstance(value, str):
-        yield path, value
-    elif dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield from _texts(getattr(value, field.name), (*path, field.name))
-    elif isinstance(value, tuple):
-        for number, one in enumerate(value):
-            yield from _texts(one, (*path, number))
+                yield (*path, "pip", index, "url"), "is missing, and the wheel is not a kept one"
 
 
 def follow(recipe: Recipe, *, platform: str, base: str | None = None, required: bool = False) -> Recipe:
-    """`recipe` with the lock that lies next to it; unchanged where there is none.
+    """Return `recipe` with the lock that lies next to it; unchanged where there is none.
 
     Parameters
     ----------
@@ -301,29 +235,30 @@ def follow(recipe: Recipe, *, platform: str, base: str | None = None, required: 
 
 
 def _attached(recipe: Recipe, lock: Lock, file: Path, *, platform: str, base: str | None) -> Recipe:
-    """`recipe` with the part of `lock`, which `file` holds, for `platform`. Raises as `follow` does."""
+    """Return `recipe` with the part of `lock`, the content of `file`, for `platform`. Raises as `follow`."""
     again = f"{command(recipe)}; to ignore the lock: --no-lock"
-    place = str(shown(file))
     if lock.recipe != recipe.name:
-        what = f"it is the lock of the recipe {lock.recipe!r}, and not of {recipe.name!r}"
-        raise UsageError(what, where=place, hint=f"rename or remove it, or: {again}")
+        message = f"it is the lock of the recipe {lock.recipe!r}, and not of {recipe.name!r}"
+        raise UsageError(message, where=str(shown(file)), hint=f"rename or remove it, or: {again}")
     part = lock.of(platform)
     if part is None:
-        has = ", ".join(one.platform for one in lock.platforms) or "none"
+        platforms = ", ".join(locked.platform for locked in lock.platforms) or "none"
+        message = f"the lock is not for {platform}; it has: {platforms}"
         hint = f"{command(recipe)} --platform {platform}; to ignore the lock: --no-lock"
-        raise UsageError(f"the lock is not for {platform}; it has: {has}", where=place, hint=hint)
+        raise UsageError(message, where=str(shown(file)), hint=hint)
     try:
-        asked = request_of(recipe, base=base)
+        request = request_of(recipe, base=base)
     except (OSError, ValueError) as error:
-        what = f"a file of the recipe cannot be read: {error}"
-        raise UsageError(what, where=recipe.where("image", "pip"), hint=f"restore it, or: {again}") from error
-    stale = difference(asked, part.request)
+        message = f"a file of the recipe cannot be read: {error}"
+        where = recipe.where("image", "pip")
+        raise UsageError(message, where=where, hint=f"restore it, or: {again}") from error
+    stale = difference(request, part.request)
     if stale:
         where = "--base" if base and stale.path == ("image", "base") else recipe.where(*stale.path)
         raise UsageError(f"the lock {file.name} is stale: {stale.what}", where=where, hint=again)
-    kept = _kept(part, kept_folder(file))
+    kept_files = _kept_files(part, kept_folder(file))
     for wheel in part.pip:
-        if wheel.kept and wheel.file not in kept:
+        if wheel.kept and wheel.file not in kept_files:
             raise UsageError(
                 f"{wheel.file} is missing, which was built when the lock was made",
                 where=str(shown(kept_folder(file))),
@@ -334,25 +269,24 @@ def _attached(recipe: Recipe, lock: Lock, file: Path, *, platform: str, base: st
         recipe,
         lock=part,
         lock_text=section(lock, part),
-        kept=kept,
+        kept=kept_files,
         sources={**recipe.sources, file: digest},
     )
 
 
 def kept_folder(file: Path) -> Path:
-    """The folder of the packages that ``imgkit lock --keep-files`` stores for the lock `file`."""
+    """Return the folder of the packages that ``imgkit lock --keep-files`` stores for the lock `file`."""
     return file.with_name(file.name + KEPT_SUFFIX)
 
 
-def _kept(part: LockedPlatform, folder: Path) -> Mapping[str, Path]:
-    names = (*(one.file for one in part.apt), *(one.file for one in part.pip))
-    return {name: folder / name for name in names if (folder / name).is_file()}
+def _kept_files(part: LockedPlatform, folder: Path) -> Mapping[str, Path]:
+    return {name: folder / name for name in part.digests if (folder / name).is_file()}
 
 
 def command(recipe: Recipe) -> str:
-    """The command that makes the lock of `recipe`."""
-    shipped = recipe.file.parent == FOLDER
-    return f"imgkit lock {recipe.name if shipped else shlex.quote(str(shown(recipe.file)))}"
+    """Return the command that makes the lock of `recipe`."""
+    is_shipped = recipe.file.parent == FOLDER
+    return f"imgkit lock {recipe.name if is_shipped else shlex.quote(str(shown(recipe.file)))}"
 
 
 _UNKNOWN = "unknown"
@@ -368,7 +302,7 @@ class Difference:
 
 
 def request_of(recipe: Recipe, *, base: str | None = None) -> LockRequest:
-    """What `recipe` asks for, on `base` (default: the recipe's).
+    """Return what `recipe` asks for, on `base` (default: the recipe's).
 
     Raises
     ------
@@ -381,21 +315,21 @@ def request_of(recipe: Recipe, *, base: str | None = None) -> LockRequest:
         apt=image.apt,
         constraints=(image.constraints.policy, *image.constraints.drop),
         uv=_uv(image.uv) if image.uv else "",
-        pip=tuple(_step(one) for one in image.pip),
+        pip=tuple(map(_locked_step, image.pip)),
     )
 
 
 def _uv(uv: UvProject) -> str:
-    """The digest of what a lock takes from a uv project."""
+    """Return the digest of what a lock takes from a uv project."""
     lock = uv.project / UV_LOCK
     # A recipe as JSON may come without the files that it names; its lock is whole without them.
     content = files.read_bytes(lock) if lock.is_file() else None
-    words = "\0".join(("extras", *sorted(uv.extras), "groups", *sorted(uv.groups)))
-    return _UNKNOWN if content is None else hashlib.sha256(content + words.encode()).hexdigest()
+    selection = "\0".join(("extras", *sorted(uv.extras), "groups", *sorted(uv.groups)))
+    return _UNKNOWN if content is None else hashlib.sha256(content + selection.encode()).hexdigest()
 
 
 def options_of(step: PipStep) -> tuple[str, ...]:
-    """The options of a pip step, then those that its requirements file states; URLs may hold credentials.
+    """Return the options of a pip step and those in its requirements file; URLs may hold credentials.
 
     Raises
     ------
@@ -405,60 +339,61 @@ def options_of(step: PipStep) -> tuple[str, ...]:
     return (*step.options, *(word for line in lines if line.startswith("-") for word in shlex.split(line)))
 
 
-def _step(step: PipStep) -> LockedStep:
+def _locked_step(step: PipStep) -> LockedStep:
     lines = requirements.of_file(step.requirements) if step.requirements else ()
     project = requirements.of_project(step.project) if step.project else ()
-    stated = [line for line in lines if not line.startswith("-")]
+    packages = [line for line in lines if not line.startswith("-")]
+    variables = (f"{name}={value}" for name, value in sorted(step.env.items()))
     return LockedStep(
-        requirements=_public((*step.packages, *stated, *project)),
-        options=_public(options_of(step)),
-        env=_public(f"{name}={value}" for name, value in sorted(step.env.items())),
+        requirements=tuple(map(public, (*step.packages, *packages, *project))),
+        options=tuple(map(public, options_of(step))),
+        env=tuple(map(public, variables)),
     )
 
 
-def _public(texts: Iterable[str]) -> tuple[str, ...]:
-    """Return `texts` without credentials in URLs, and with stars for other secrets: others read locks."""
-    return tuple(secret_patterns.masked(re.sub(r"://[^/@\s]*@", "://", text)) for text in texts)
+def public(text: str) -> str:
+    """Return `text` without credentials in URLs, and with stars for other secrets, as others read it."""
+    return secret_patterns.masked(re.sub(r"://[^/@\s]*@", "://", text))
 
 
-def difference(now: LockRequest, locked: LockRequest) -> Difference | None:
-    """The first value in which the request `now` of a recipe differs from the one that was `locked`."""
-    if now.base != locked.base:
-        return Difference(path=("image", "base"), what=f"the base is {now.base}, and was {locked.base}")
-    if found := _of_list(now.apt, locked.apt, ("image", "apt"), "the apt packages"):
-        return found
-    if now.constraints != locked.constraints:
-        words = (" ".join(one.constraints) for one in (now, locked))
-        return Difference(path=("image", "constraints"), what="constraints: {}, and was {}".format(*words))
-    if now.uv not in (locked.uv, _UNKNOWN):
-        said = (
-            "uv.lock, or the chosen extras and groups, have changed" if now.uv else "there is no uv project"
-        )
-        return Difference(path=("image", "uv"), what=said)
-    for number, (new, old) in enumerate(zip(now.pip, locked.pip, strict=False)):
-        path: KeyPath = ("image", "pip", number)
-        found = (
-            _of_list(new.requirements, old.requirements, (*path, "packages"), "the packages of this pip step")
-            or _of_list(new.options, old.options, (*path, "options"), "the options of this pip step")
-            or _of_list(new.env, old.env, (*path, "env"), "the variables of this pip step")
-        )
-        if found:
-            return found
-    if len(now.pip) != len(locked.pip):
-        last = ("image", "pip", len(locked.pip)) if len(now.pip) > len(locked.pip) else ("image", "pip")
-        return Difference(path=last, what=f"there are {len(now.pip)} pip steps, and were {len(locked.pip)}")
+def difference(new: LockRequest, locked: LockRequest) -> Difference | None:
+    """Return the first value in which the request `new` of a recipe differs from the `locked` one."""
+    if new.base != locked.base:
+        return Difference(path=("image", "base"), what=f"the base is {new.base}, and was {locked.base}")
+    if apt := _list_difference(new.apt, locked.apt, ("image", "apt"), "the apt packages"):
+        return apt
+    if new.constraints != locked.constraints:
+        message = f"constraints: {' '.join(new.constraints)}, and was {' '.join(locked.constraints)}"
+        return Difference(path=("image", "constraints"), what=message)
+    if new.uv not in (locked.uv, _UNKNOWN):
+        changed = "uv.lock, or the chosen extras and groups, have changed"
+        return Difference(path=("image", "uv"), what=changed if new.uv else "there is no uv project")
+    for number, (step, locked_step) in enumerate(zip(new.pip, locked.pip, strict=False)):
+        for field, key, noun in (
+            ("requirements", "packages", "the packages of this pip step"),
+            ("options", "options", "the options of this pip step"),
+            ("env", "env", "the variables of this pip step"),
+        ):
+            path: KeyPath = ("image", "pip", number, key)
+            values, locked_values = getattr(step, field), getattr(locked_step, field)
+            if change := _list_difference(values, locked_values, path, noun):
+                return change
+    count, locked_count = len(new.pip), len(locked.pip)
+    if count != locked_count:
+        path = ("image", "pip", locked_count) if count > locked_count else ("image", "pip")
+        return Difference(path=path, what=f"there are {count} pip steps, and were {locked_count}")
     return None
 
 
-def _of_list(now: Sequence[str], locked: Sequence[str], path: KeyPath, what: str) -> Difference | None:
-    if now == locked:
+def _list_difference(
+    values: Sequence[str], locked: Sequence[str], path: KeyPath, noun: str
+) -> Difference | None:
+    if values == locked:
         return None
-    added = next((number for number, one in enumerate(now) if one not in locked), None)
-    if added is not None:
-        return Difference(
-            path=(*path, added), what=f"{what} have {now[added]!r}, which the lock does not know"
-        )
-    gone = next((one for one in locked if one not in now), None)
-    if gone is not None:
-        return Difference(path=path, what=f"{what} no longer have {gone!r}")
-    return Difference(path=path, what=f"{what} have another order")
+    for number, value in enumerate(values):
+        if value not in locked:
+            message = f"{noun} have {value!r}, which the lock does not know"
+            return Difference(path=(*path, number), what=message)
+    removed = next((value for value in locked if value not in values), None)
+    change = "have another order" if removed is None else f"no longer have {removed!r}"
+    return Difference(path=path, what=f"{noun} {change}")

@@ -1,45 +1,127 @@
-"""The values of a recipe and of its lock: frozen; their annotations are the types that a file is checked
-by.
+"""The values of a recipe and of its lock: frozen dataclasses whose annotations pydantic validates.
+
+A key of a recipe is one field: its type with rules, its default, and its description. The JSON Schema follows
+from them.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Any, Literal
 
+from imgkit_builder.recipe import rules
 from imgkit_builder.recipe.problems import KeyPath, Position, Problem, place
+from imgkit_entrypoints.rules import (
+    ENV_NAME,
+    LINE,
+    EnvName,
+    EnvValue,
+    Line,
+    Rule,
+    Text,
+    Unfit,
+    at_least,
+    like,
+)
 from imgkit_entrypoints.system import SystemFacts
 from imgkit_recipes import FOLDER
 
-__all__ = [
-    "BuildSecret",
-    "Constraints",
-    "CopyStep",
-    "Image",
-    "KeyPath",
-    "PipStep",
-    "Platform",
-    "Position",
-    "Recipe",
-    "RunCommand",
-    "UvProject",
-]
+KEYS = {"extra": "forbid", "use_attribute_docstrings": True}
+"""pydantic's configuration: unknown keys are refused, and a field's docstring is its description."""
 
-Platform = Literal["linux/amd64", "linux/arm64"]
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Short:
+    """A short form of a value in YAML, which is expanded before pydantic checks the type."""
+
+    expand: Callable[[Any], Any]
+    schema: Callable[[dict[str, Any]], dict[str, Any]] = lambda schema: schema
+    """Make the JSON Schema of both forms from that of the long one."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
+        validator = {"type": "no-info", "function": self.expand}
+        return {"type": "function-before", "function": validator, "schema": handler(source)}
+
+    def __get_pydantic_json_schema__(self, core: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
+        return self.schema(handler(core))
+
+
+def _expand_platforms(value: Any) -> Any:
+    names = value if isinstance(value, list | tuple) else [value]
+    return [f"linux/{name}" if f"linux/{name}" in rules.PLATFORMS else name for name in names]
+
+
+_CONSTRAINTS = "allowed: keep, ignore, {drop: [NAME, ...]}"
+
+
+def _expand_constraints(value: Any) -> Any:
+    if value in ("keep", "ignore"):
+        return {"policy": value}
+    if not isinstance(value, dict):
+        raise Unfit(
+            f"{value!r} is not a policy" if isinstance(value, str) else "is not a policy", _CONSTRAINTS
+        )
+    if unknown := set(value) - {"drop"}:
+        raise Unfit(f"unknown key {min(unknown)}", _CONSTRAINTS)
+    if not value.get("drop"):
+        raise Unfit("drops nothing", _CONSTRAINTS)
+    return {"policy": "drop", **value}
+
+
+def _constraints_schema(_: dict[str, Any]) -> dict[str, Any]:
+    names = {"type": "array", "items": {"type": "string"}, "minItems": 1}
+    drop = {
+        "type": "object",
+        "properties": {"drop": names},
+        "required": ["drop"],
+        "additionalProperties": False,
+    }
+    return {"anyOf": [{"enum": ["keep", "ignore"]}, drop]}
+
+
+def _with_one_of(*keys: str, **schema: Any) -> dict[str, Any]:
+    """Return `KEYS` with a JSON Schema that wants exactly one of `keys`."""
+    return {**KEYS, "json_schema_extra": {"oneOf": [{"required": [key]} for key in keys], **schema}}
+
+
+_SECRET_KEYS = _with_one_of("env", "file")
+_PIP_KEYS = _with_one_of("packages", "requirements", "project", dependentRequired={"editable": ["project"]})
+_PLATFORM_NAMES = sorted([*rules.PLATFORMS, *(name.removeprefix("linux/") for name in rules.PLATFORMS)])
+_FILE = Rule(rules.printable, core={"type": "str"}, convert=Path)
+_SECRET_NAME = like(
+    "[A-Za-z0-9][A-Za-z0-9_.-]*", "is not a name of a secret", "allowed: letters, digits and _ . -"
+)
+_SECRET_FILE = Rule(rules.secret_file, core={"type": "str"}, convert=Path)
+
+Platform = Annotated[Line, Rule(rules.platform, schema={"enum": _PLATFORM_NAMES})]
+Platforms = Annotated[
+    tuple[Platform, ...],
+    Short(
+        _expand_platforms,
+        lambda many: {"anyOf": [many["items"], {**many, "minItems": 1, "uniqueItems": True}]},
+    ),
+]
+ImageReference = Annotated[Line, Rule(rules.image_reference)]
+File = Annotated[Path, _FILE]
+PipName = Annotated[Line, Rule(rules.pip_name)]
+BuildEnvName = Annotated[EnvName, Rule(rules.pip_env_name)]
+ImageEnvName = Annotated[EnvName, Rule(rules.image_env_name)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildSecret:
     """A value that steps may use and that never becomes part of the image: a token, a netrc file."""
 
-    id: str
+    __pydantic_config__ = _SECRET_KEYS
+
+    id: Annotated[Line, _SECRET_NAME]
     """Its name; a step finds the value in the file ``/run/secrets/ID``."""
-    env: str | None = None
+    env: Annotated[str | None, LINE, ENV_NAME] = None
     """The variable of this machine that holds the value; a step sees the same variable."""
-    file: Path | None = None
+    file: Annotated[Path | None, _SECRET_FILE] = None
     """The file of this machine that holds the value: absolute, below ``~``, or relative to the recipe."""
 
 
@@ -47,21 +129,23 @@ class BuildSecret:
 class PipStep:
     """One ``pip install``: `packages`, a `requirements` file or a `project`, with `options` before them."""
 
-    packages: tuple[str, ...] = ()
+    __pydantic_config__ = _PIP_KEYS
+
+    packages: tuple[Annotated[Line, Rule(rules.pip_package)], ...] = ()
     """Requirements as pip writes them: ``numpy``, ``deepspeed==0.13.1``."""
-    requirements: Path | None = None
+    requirements: Annotated[Path | None, _FILE] = None
     """A requirements file, relative to the recipe's file; absolute after loading."""
-    project: Path | None = None
+    project: Annotated[Path | None, _FILE] = None
     """Folder with a pyproject.toml: its dependencies are installed in this order, its code before `copy`."""
-    editable: str | None = None
+    editable: Annotated[str | None, LINE, Rule(rules.copy_target)] = None
     """Absolute path in the image where the project's folder stays; ``pip install --editable`` links to it."""
-    options: tuple[str, ...] = ()
+    options: tuple[Annotated[Line, Rule(rules.pip_option)], ...] = ()
     """Options of this ``pip install``, one word per item: ``--no-build-isolation``."""
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[BuildEnvName, EnvValue] = field(default_factory=dict)
     """Variables of this ``pip install`` alone: ``MAX_JOBS``, ``TORCH_CUDA_ARCH_LIST``."""
-    secrets: tuple[str, ...] = ()
+    secrets: tuple[Line, ...] = ()
     """Names (`id`) of the build secrets that this ``pip install`` may use."""
-    ignore: tuple[str, ...] = ()
+    ignore: tuple[Text, ...] = ()
     """Patterns of gitignore's kind (``*.pyc``, ``data/``), matched below `project`."""
 
 
@@ -69,11 +153,11 @@ class PipStep:
 class UvProject:
     """A uv project: what the base lacks of its ``uv.lock`` is installed before the pip steps."""
 
-    project: Path
+    project: File
     """Folder with pyproject.toml and uv.lock, relative to the recipe's file; absolute after loading."""
-    extras: tuple[str, ...] = ()
+    extras: tuple[PipName, ...] = ()
     """Extras of the project (``project.optional-dependencies``) that the image needs."""
-    groups: tuple[str, ...] = ()
+    groups: tuple[PipName, ...] = ()
     """Dependency groups that the image needs; none by default, not even ``dev``."""
 
 
@@ -85,7 +169,7 @@ class Constraints:
     """
 
     policy: Literal["keep", "ignore", "drop"] = "keep"
-    drop: tuple[str, ...] = ()
+    drop: tuple[PipName, ...] = ()
     """Packages that may differ from the base's version."""
 
 
@@ -93,11 +177,11 @@ class Constraints:
 class CopyStep:
     """User code that is copied into the image."""
 
-    source: Path
+    source: File
     """File or folder relative to the recipe's file, inside its folder; absolute after loading."""
-    target: str = "/workspace"
+    target: Annotated[str, Rule(rules.copy_target)] = "/workspace"
     """Absolute path in the image; a folder's content lands in it, a file lands in it under its name."""
-    ignore: tuple[str, ...] = ()
+    ignore: tuple[Text, ...] = ()
     """Patterns of gitignore's kind (``*.pyc``, ``data/``), matched below `source`."""
     after: Literal["base", "apt", "pip"] = "pip"
     """``base``, ``apt``: just before the `run` steps that state the same; ``pip``: late, as code changes."""
@@ -107,59 +191,84 @@ class CopyStep:
 class RunCommand:
     """A shell command; a text in the list is short for ``{command: TEXT}``."""
 
-    command: str
+    command: Annotated[str, Rule(rules.shell_command)]
     """What ``/bin/sh`` runs; a separate layer. Of several lines, the first that fails ends the build."""
     after: Literal["base", "apt", "pip", "copy"] = "pip"
     """``base``: before the apt step; ``apt``: before pip; ``pip``: after it; ``copy``: after your code."""
-    secrets: tuple[str, ...] = ()
+    secrets: tuple[Line, ...] = ()
     """Names (`id`) of the build secrets that this command may use."""
 
     @property
     def short(self) -> str | None:
-        """The text that stands for this command; None where it states more."""
+        """Return the text that stands for this command; None where it states more."""
         return self.command if self == RunCommand(command=self.command) else None
+
+
+Command = Annotated[
+    RunCommand,
+    Short(
+        lambda value: value if isinstance(value, dict | list) else {"command": value},
+        lambda mapping: {"anyOf": [{"type": "string"}, mapping]},
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
     """The image part of a recipe."""
 
-    base: str
+    base: ImageReference
     """The image to start from, with tag or digest."""
-    current_base: str | None = None
+    current_base: Annotated[str | None, LINE, Rule(rules.image_reference)] = None
     """A newer base, which ``--base current`` selects."""
-    platforms: tuple[Platform, ...] = ("linux/amd64",)
-    """``platform`` in YAML, one or a list; default: the host's platform if listed, else the first."""
-    ca: tuple[Path, ...] = ()
+    platforms: Platforms = field(default=("linux/amd64",), metadata={"alias": "platform"})
+    """One platform or a list; default: the host's platform if listed, else the first."""
+    ca: tuple[File, ...] = ()
     """Certificates (PEM) of the site's own authority, trusted before the first step that uses the network."""
     secrets: tuple[BuildSecret, ...] = ()
     """Values that the steps which name them may use, and that the image never holds."""
-    args: Mapping[str, str] = field(default_factory=dict)
+    args: Mapping[BuildEnvName, EnvValue] = field(default_factory=dict)
     """Variables of every build step, not kept in the image; ``--build-arg NAME=VALUE`` sets another value."""
-    apt: tuple[str, ...] = ()
+    apt: tuple[Annotated[Line, Rule(rules.apt_package)], ...] = ()
     """Debian packages: ``git``, ``git=1:2.39.2-1``."""
     uv: UvProject | None = None
     """A uv project whose ``uv.lock`` decides on versions."""
     pip: tuple[PipStep, ...] = ()
     """``pip install`` steps, in this order."""
-    constraints: Constraints = Constraints()
+    constraints: Annotated[Constraints, Short(_expand_constraints, _constraints_schema)] = Constraints()
     """How pip treats the base's own constraint file; the base's torch and NCCL are always protected."""
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[ImageEnvName, EnvValue] = field(default_factory=dict)
     """Variables stored in the image; ``PATH: /x:$PATH`` adds to the base's value. Network and thread tuning
     belongs in ``system.env``."""
     copy: tuple[CopyStep, ...] = ()
     """User code, copied into the last layers of the image."""
-    run: tuple[RunCommand, ...] = ()
+    run: tuple[Command, ...] = ()
     """Shell commands, one layer each: after pip and before imgkit's own files, or ``after: copy``."""
-    labels: Mapping[str, str] = field(default_factory=dict)
+    labels: Mapping[Annotated[Line, Rule(rules.label_name)], Line] = field(default_factory=dict)
     """Labels of the image, in addition to those that imgkit writes."""
-    workdir: str = "/workspace"
+    workdir: Annotated[str, Rule(rules.image_path)] = "/workspace"
     """Folder in which ``run`` and, if the recipe states it, the commands of jobs start; absolute."""
 
     @property
     def used_secrets(self) -> frozenset[str]:
-        """Names of the secrets that a step uses."""
-        return frozenset().union(*(one.secrets for one in self.pip), *(one.secrets for one in self.run))
+        """Return the names of the secrets that a step uses."""
+        pip = (name for step in self.pip for name in step.secrets)
+        run = (name for step in self.run for name in step.secrets)
+        return frozenset(pip) | frozenset(run)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Document:
+    """The content of an image, and facts about the system it is for."""
+
+    __pydantic_config__ = KEYS
+
+    description: Annotated[str, Rule(rules.description)] = ""
+    """One line about the recipe, for people."""
+    image: Image
+    """What the image holds."""
+    system: SystemFacts = field(default_factory=SystemFacts)
+    """The system that the image is for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,28 +298,57 @@ class Recipe:
 
     @property
     def reference(self) -> str:
-        """The word for it on a command line in its folder: the name of a shipped recipe, else the file."""
+        """Return what names it on a command line in its folder: a shipped recipe's name, or the file."""
         return self.name if self.file.parent == FOLDER else self.file.name
 
     def where(self, *path: str | int) -> str:
-        """``file.yaml:12`` for the nearest stated value at or above `path`, for comments and messages."""
+        """Return ``file.yaml:12`` for the nearest stated value at or above `path`."""
         return place(self.positions, path, self.file)
 
 
 LOCK_SCHEMA = 1
 UV_STEP = -1
 """The step of the wheels of a uv project, which come before those of the pip steps."""
+LOCK_HINT = "do not edit a lock; make it again: imgkit lock RECIPE"
+
+
+def _locked(pattern: str, fault: str) -> Rule:
+    return like(pattern, f"must be {fault}", LOCK_HINT)
+
+
+def _locked_base(text: str) -> Iterator[rules.Fault]:
+    """Accept an image reference; one of --base may lack a tag."""
+    try:
+        rules.parse_reference(text)
+    except rules.BadReference as error:
+        yield error.what, error.hint
+
+
+def _epoch(seconds: int) -> Iterator[rules.Fault]:
+    if not 0 <= seconds < 1 << 32:
+        yield "must be seconds since 1970, and fit into 32 bits", LOCK_HINT
+
+
+_FILE_NAME = r"[A-Za-z0-9][A-Za-z0-9.+~%:_!-]*"
+_URL = r"https?://[A-Za-z0-9._~:/?\[\]!&+,=%-]+"
+_PLAIN_URL = "a URL of http or https, without credentials and special characters"
+Version = Annotated[Line, _locked(r"[A-Za-z0-9][A-Za-z0-9.+~:_!-]*", "a version")]
+Sha256 = Annotated[Line, _locked("[0-9a-f]{64}", "64 hex digits")]
+OptionalSha256 = Annotated[Line, _locked("([0-9a-f]{64})?", "64 hex digits")]
+Digest = Annotated[Line, _locked("(sha256:[0-9a-f]{64})?", "sha256: and 64 hex digits")]
+Number = Annotated[int, at_least(0)]
+Flag = Annotated[bool, Rule(lambda _: iter(()), core={"type": "bool", "strict": True})]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockedStep:
     """One pip step as the recipe asked for it when the lock was made."""
 
-    requirements: tuple[str, ...] = ()
+    requirements: tuple[Line, ...] = ()
     """Its packages, the lines of its requirements file, or the dependencies of its project."""
-    options: tuple[str, ...] = ()
+    options: tuple[Line, ...] = ()
     """Its options, then those that the requirements file states."""
-    env: tuple[str, ...] = ()
+    env: tuple[Line, ...] = ()
     """``NAME=VALUE``, sorted."""
 
 
@@ -218,12 +356,12 @@ class LockedStep:
 class LockRequest:
     """What the recipe asked for: a recipe that asks for something else has a stale lock."""
 
-    base: str
+    base: Annotated[Line, Rule(_locked_base)]
     """The base's name as the recipe, or ``--base``, states it."""
-    apt: tuple[str, ...] = ()
-    constraints: tuple[str, ...] = ("keep",)
+    apt: tuple[Annotated[Line, Rule(rules.apt_package)], ...] = ()
+    constraints: tuple[PipName, ...] = ("keep",)
     """The policy, and behind ``drop`` the names."""
-    uv: str = ""
+    uv: OptionalSha256 = ""
     """Digest of the project's uv.lock with the chosen extras and groups; empty without a uv project."""
     pip: tuple[LockedStep, ...] = ()
 
@@ -232,16 +370,16 @@ class LockRequest:
 class LockedBase:
     """The image that a locked build starts from."""
 
-    name: str
+    name: Line
     """The name in the request."""
-    digest: str = ""
+    digest: Digest = ""
     """``sha256:...`` of the registry's manifest; empty for an image that was never in a registry."""
-    id: str = ""
+    id: Digest = ""
     """``sha256:...`` of the configuration."""
 
     @property
     def exact(self) -> str:
-        """``REPOSITORY@sha256:...``; the name itself where it has a digest or no registry had the image."""
+        """Return ``REPOSITORY@sha256:...``; the name where it has a digest or no registry had the image."""
         if "@" in self.name or not self.digest:
             return self.name
         folder, slash, last = self.name.rpartition("/")
@@ -252,30 +390,30 @@ class LockedBase:
 class LockedDeb:
     """One Debian package that the apt step installs."""
 
-    name: str
-    version: str
-    architecture: str
-    file: str
-    url: str
-    sha256: str
-    size_bytes: int
+    name: Annotated[Line, _locked("[a-z0-9][a-z0-9+.-]+", "the name of a Debian package")]
+    version: Version
+    architecture: Annotated[Line, _locked("[a-z0-9][a-z0-9-]*", "an architecture")]
+    file: Annotated[Line, _locked(rf"{_FILE_NAME}\.deb", "the name of a .deb, without a folder")]
+    url: Annotated[Line, _locked(_URL, _PLAIN_URL)]
+    sha256: Sha256
+    size_bytes: Number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LockedWheel:
     """One wheel that a pip step installs."""
 
-    step: int
+    step: Annotated[int, at_least(UV_STEP)]
     """Number of the step, from 0, or `UV_STEP`."""
-    name: str
-    version: str
-    file: str
-    url: str = ""
+    name: PipName
+    version: Version
+    file: Annotated[Line, _locked(rf"{_FILE_NAME}\.whl", "the name of a .whl, without a folder")]
+    url: Annotated[Line, _locked(f"({_URL})?", _PLAIN_URL)] = ""
     """Where it came from; empty for one that was built from a source distribution."""
-    sha256: str
-    kept: bool = False
+    sha256: Sha256
+    kept: Flag = False
     """Whether no index has it: it lies in the folder of kept files only."""
-    direct: bool = False
+    direct: Flag = False
     """Whether the recipe names the URL itself, and no index is asked."""
 
 
@@ -283,8 +421,8 @@ class LockedWheel:
 class LockedPlatform:
     """All that one platform's image is made of."""
 
-    platform: str
-    source_date_epoch: int
+    platform: Annotated[Line, Rule(rules.platform)]
+    source_date_epoch: Annotated[int, Rule(_epoch, core={"type": "int", "strict": True})]
     """The time of the lock in seconds since 1970, for the snapshot services of Debian and Ubuntu."""
     request: LockRequest
     base: LockedBase
@@ -295,31 +433,30 @@ class LockedPlatform:
 
     @property
     def digests(self) -> dict[str, str]:
-        """The sha256 of every file, by its name."""
-        return dict(
-            [(one.file, one.sha256) for one in self.apt] + [(one.file, one.sha256) for one in self.pip]
-        )
+        """Return the sha256 of every file, by its name."""
+        debs = {deb.file: deb.sha256 for deb in self.apt}
+        return debs | {wheel.file: wheel.sha256 for wheel in self.pip}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lock:
     """The content of a lock file."""
 
-    schema: int = LOCK_SCHEMA
-    recipe: str
+    __pydantic_config__ = KEYS
+
+    schema: Number = LOCK_SCHEMA
+    recipe: Annotated[Line, Rule(rules.recipe_name)]
     """The recipe's name."""
-    imgkit: str
+    imgkit: Version
     """The version that made the lock."""
     platforms: tuple[LockedPlatform, ...]
     """Sorted by platform."""
 
     def of(self, platform: str) -> LockedPlatform | None:
-        """The part for `platform`."""
-        return next((one for one in self.platforms if one.platform == platform), None)
+        """Return the part for `platform`."""
+        return next((part for part in self.platforms if part.platform == platform), None)
 
     def replaced(self, part: LockedPlatform) -> Lock:
-        """This lock with `part` in the place of its platform's."""
-        others = (one for one in self.platforms if one.platform != part.platform)
-        return dataclasses.replace(
-            self, platforms=tuple(sorted((*others, part), key=lambda one: one.platform))
-        )
+        """Return this lock with `part` in the place of its platform's."""
+        parts = {locked.platform: locked for locked in (*self.platforms, part)}
+        return dataclasses.replace(self, platforms=tuple(parts[name] for name in sorted(parts)))

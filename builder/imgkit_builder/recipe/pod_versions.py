@@ -20,32 +20,32 @@ TRAINERS = ("2.0", "2.1", "2.2", "2.3")
 
 
 def client(text: str) -> str:
-    """``v1``, or the item of `CLIENTS` that the client `text` follows. Raises ValueError for others."""
+    """Return ``v1``, or the item of `CLIENTS` that the client `text` follows, else raise ValueError."""
     return V1 if text == V1 else _followed(text, CLIENTS, "runai client", f"{V1}, or ")
 
 
 def trainer(text: str) -> str:
-    """The item of `TRAINERS` that the Trainer `text` follows. Raises ValueError for an unknown one."""
+    """Return the item of `TRAINERS` that the Trainer `text` follows. Raises ValueError for an unknown one."""
     return _followed(text, TRAINERS, "Kubeflow Trainer", "")
 
 
 def faults(facts: SystemFacts) -> Iterator[tuple[str, str]]:
-    """Keys of ``system.queue`` whose version imgkit does not know, and what is wrong with each."""
-    stated = (("client", facts.queue.client, client), ("trainer", facts.queue.trainer, trainer))
-    for key, text, known in stated:
+    """Yield the keys of ``system.queue`` whose version imgkit does not know, and what is wrong with each."""
+    versions = (("client", facts.queue.client, client), ("trainer", facts.queue.trainer, trainer))
+    for key, text, resolve in versions:
         try:
             if text:
-                known(text)
+                resolve(text)
         except ValueError as error:
             yield key, str(error)
 
 
-def _followed(text: str, known: tuple[str, ...], program: str, before: str) -> str:
+def _followed(text: str, compared: tuple[str, ...], program: str, before: str) -> str:
     match = re.fullmatch(r"([0-9]{1,3})\.([0-9]{1,3})(\.[0-9]{1,9})?", text)
     version = (int(match[1]), int(match[2])) if match else None
-    if version is None or not _pair(known[0]) <= version <= _pair(known[-1]):
-        raise ValueError(f"unknown {program} {text!r}: known are {before}{known[0]} to {known[-1]}")
-    return max((each for each in known if _pair(each) <= version), key=_pair)
+    if version is None or not _pair(compared[0]) <= version <= _pair(compared[-1]):
+        raise ValueError(f"unknown {program} {text!r}: known are {before}{compared[0]} to {compared[-1]}")
+    return max((release for release in compared if _pair(release) <= version), key=_pair)
 
 
 def _pair(text: str) -> tuple[int, int]:

@@ -21,7 +21,7 @@ _OTHER_FILE = re.compile(r"-[rce]\b|--(?:requirement|constraint|editable)\b|\.{0
 
 
 def released_pin(line: str) -> str:
-    """The name of a `PROTECTED` distribution that `line` pins to a released version, else an empty text."""
+    """Return the `PROTECTED` distribution that `line` pins to a released version, else an empty text."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
@@ -30,14 +30,15 @@ def released_pin(line: str) -> str:
         return ""
     released = re.compile(r"[0-9]+(?:\.[0-9]+)*")
     pinned = any(
-        one.operator in ("==", "===") and released.fullmatch(one.version) for one in requirement.specifier
+        clause.operator in ("==", "===") and released.fullmatch(clause.version)
+        for clause in requirement.specifier
     )
     protected = re.fullmatch(PROTECTED, requirement.name, re.IGNORECASE)
     return requirement.name if pinned and protected else ""
 
 
 def names_other_file(line: str) -> bool:
-    """Whether a line of a requirements file reads another file, which the image would not have.
+    """Return whether a line of a requirements file reads another file, which the image would not have.
 
     The image gets only this file, and the recipe's sha256 covers only its bytes.
     """
@@ -45,7 +46,7 @@ def names_other_file(line: str) -> bool:
 
 
 def of_file(file: Path) -> tuple[str, ...]:
-    """The requirements and options that `file` states, one per line, without comments.
+    """Return the requirements and options that `file` states, one per line, without comments.
 
     A line that ends in a backslash continues on the next one, as pip reads it.
 
@@ -53,13 +54,13 @@ def of_file(file: Path) -> tuple[str, ...]:
     ------
     OSError : it cannot be read.
     """
-    whole = re.sub(r"\\\r?\n", "", files.read_text(file, errors="replace"))
-    lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in whole.splitlines())
+    text = re.sub(r"\\\r?\n", "", files.read_text(file, errors="replace"))
+    lines = (re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines())
     return tuple(line for line in lines if line)
 
 
 def of_project(folder: Path) -> tuple[str, ...]:
-    """The dependencies that the project's pyproject.toml states; none where its build backend computes them.
+    """Return the dependencies that pyproject.toml states; none where the build backend computes them.
 
     Raises
     ------
@@ -69,14 +70,16 @@ def of_project(folder: Path) -> tuple[str, ...]:
     text = files.read_text(folder / PYPROJECT, most_bytes=_MOST_BYTES)
     content: dict[str, Any] = problems.parse_toml(text)
     project = content.get("project", {})
-    stated = project.get("dependencies", []) if isinstance(project, dict) else None
-    if not isinstance(stated, list) or not all(isinstance(one, str) and "\n" not in one for one in stated):
+    dependencies = project.get("dependencies", []) if isinstance(project, dict) else None
+    if not isinstance(dependencies, list):
         raise ValueError("project.dependencies is not a list of strings")
-    return tuple(stated)
+    if not all(isinstance(line, str) and "\n" not in line for line in dependencies):
+        raise ValueError("project.dependencies is not a list of strings")
+    return tuple(dependencies)
 
 
 def project_name(file: Path) -> str:
-    """The canonical name of the project in a pyproject.toml; empty where it states none, or cannot be read.
+    """Return the canonical name of the project in a pyproject.toml; empty where it states none.
 
     This needs no reader of TOML, so every machine finds the same name.
     """
@@ -86,11 +89,11 @@ def project_name(file: Path) -> str:
     for line in text.splitlines():
         if line.startswith("["):
             table = line.partition("#")[0].strip()
-        elif table in ("[project]", "[tool.poetry]") and (stated := _NAME.match(line)):
-            return canonical(stated[1])
+        elif table in ("[project]", "[tool.poetry]") and (match := _NAME.match(line)):
+            return canonical(match[1])
     return ""
 
 
 def canonical(name: str) -> str:
-    """The name of a distribution as PyPA's specification normalises it."""
+    """Return the name of a distribution as PyPA's specification normalises it."""
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -61,7 +61,7 @@ class _Patterns:
     spec: GitIgnoreSpec
 
     def decision(self, path: str) -> bool | None:
-        """Whether `path`, below the source, stays out; None where no pattern matches."""
+        """Return whether `path`, below the source, stays out; None where no pattern matches."""
         if not path.startswith(self.below):
             return None
         return self.spec.check_file(self.above + path.removeprefix(self.below)).include
@@ -74,7 +74,7 @@ class _Listed:
     names: frozenset[str]
 
     def decision(self, path: str) -> bool | None:
-        """Whether `path` stays out; None for a path of the list."""
+        """Return whether `path` stays out; None for a path of the list."""
         return None if path in self.names else True
 
 
@@ -106,12 +106,12 @@ def walk(
     UsageError : a pattern is none, or has more than four stars.
     """
     ignore = tuple(ignore)
-    own = _Patterns(above="", below="", spec=_spec(ignore, "ignore"))
+    of_recipe = _Patterns(above="", below="", spec=_spec(ignore, "ignore"))
     brought_back = (pattern[1:].rstrip("/").rpartition("/")[2] for pattern in ignore if pattern[:1] == "!")
     walker = _Walker(
-        own=own,
+        of_recipe=of_recipe,
         reads_gitignore=listed is None,
-        late=(*_dockerignore(source), own),
+        late=(*_dockerignore(source), of_recipe),
         hidden=frozenset(hidden),
         left_out=[] if left_out is None else left_out,
         secret=[] if secret is None else secret,
@@ -124,9 +124,10 @@ def walk(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Walker:
-    own: _Patterns
+    of_recipe: _Patterns
+    """Those of the recipe, which count last."""
     late: tuple[_Patterns, ...]
-    """The patterns that win over those of folders; `own` is the last."""
+    """The patterns that win over those of folders; `of_recipe` is the last."""
     reads_gitignore: bool
     hidden: frozenset[Path]
     left_out: list[str]
@@ -158,11 +159,11 @@ class _Walker:
                 yield SourceEntry(name=name.rstrip("/"), entry=entry)
                 if is_folder:
                     yield from self.folder(Path(entry.path), name, general)
-            elif self.own.decision(name) is None:
+            elif self.of_recipe.decision(name) is None:
                 self.left_out.append(name)
 
     def _is_made(self, folder: os.DirEntry[str], name: str, general: _Rules) -> bool:
-        """Whether a program made all of `folder`: it is a cache, or holds outputs of imgkit alone."""
+        """Return whether a program made all of `folder`: it is a cache, or holds outputs of imgkit alone."""
         with os.scandir(folder) as scan:
             entries = list(scan)
         names, rules = {entry.name for entry in entries}, (*general, *self.late)
@@ -177,7 +178,7 @@ class _Walker:
 
     def _is_named(self, entry: os.DirEntry[str], name: str) -> bool:
         by_name = any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in self.named)
-        return by_name and self.own.decision(name) is False
+        return by_name and self.of_recipe.decision(name) is False
 
     def _is_hidden(self, entry: os.DirEntry[str]) -> bool:
         return any(entry.name == path.name and Path(entry.path).resolve() == path for path in self.hidden)
@@ -195,12 +196,12 @@ def _with_folders(listed: Iterable[str]) -> frozenset[str]:
 
 
 def _last_word(patterns: _Rules, path: str) -> bool | None:
-    decisions = (one.decision(path) for one in reversed(patterns))
-    return next((one for one in decisions if one is not None), None)
+    decisions = (rules.decision(path) for rules in reversed(patterns))
+    return next((decision for decision in decisions if decision is not None), None)
 
 
 def _is_secret(entry: os.DirEntry[str], name: str) -> bool:
-    """Whether the name says so, or a key lies in a file with the name of a key; certificates are public."""
+    """Return whether its name says so, or a key lies in a file with a key's name; certificates are public."""
     if not entry.is_file(follow_symlinks=False):
         return secret_patterns.in_file_name(name)
     of_both = name.lower().endswith((".pem", ".key"))
@@ -214,7 +215,7 @@ def _is_secret(entry: os.DirEntry[str], name: str) -> bool:
 
 
 def _maybe_key(entry: os.DirEntry[str]) -> bool:
-    """A small file without a suffix, such as ``id_deploy``: its content decides."""
+    """Return whether it is a small file without a suffix, such as ``id_deploy``: its content decides."""
     return "." not in entry.name and entry.stat().st_size <= _KEY_BYTES
 
 
@@ -245,31 +246,31 @@ def _spec(patterns: Iterable[str], where: str) -> GitIgnoreSpec:
 
 
 def _gitignore(folder: Path, below: str) -> tuple[_Patterns, ...]:
-    """The patterns of the folder's own ``.gitignore``."""
+    """Return the patterns of the folder's own ``.gitignore``."""
     file = folder / ".gitignore"
     lines = _lines(file)
     return (_Patterns(above="", below=below, spec=_spec(lines, str(file))),) if lines else ()
 
 
 def _above(source: Path) -> tuple[_Patterns, ...]:
-    """The patterns of ``.gitignore`` files above `source`, up to its repository's root, the outermost first.
+    """Return the patterns of ``.gitignore`` above `source`, up to its repository's root, the outermost first.
 
     A source that these patterns exclude as a whole was named on purpose: then they do not count.
     """
     source = source.resolve()
-    found: tuple[_Patterns, ...] = ()
+    patterns: tuple[_Patterns, ...] = ()
     for folder in (source, *source.parents):
         if folder != source and (lines := _lines(folder / ".gitignore")):
             above = f"{source.relative_to(folder).as_posix()}/"
             spec = _spec(lines, str(folder / ".gitignore"))
-            found = (_Patterns(above=above, below="", spec=spec), *found)
+            patterns = (_Patterns(above=above, below="", spec=spec), *patterns)
         if os.path.lexists(folder / ".git"):
-            return () if _last_word(found, "") else found
+            return () if _last_word(patterns, "") else patterns
     return ()  # outside git, a file of somebody's home folder says nothing about this one
 
 
 def _dockerignore(source: Path) -> tuple[_Patterns, ...]:
-    """The patterns of ``.dockerignore``, which all start at its folder, as patterns of gitignore's kind."""
+    """Return the patterns of ``.dockerignore``, which start at its folder, as those of gitignore's kind."""
     anchored, file = [], source / ".dockerignore"
     # A message may quote the patterns, and a stranger's link may lead to a secret.
     if file.is_symlink() and not file.resolve().is_relative_to(source.resolve()):

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from imgkit_builder.recipe.model import KEYS
 from imgkit_builder.recipe.problems import choices, nearest, reason
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.rules import Line
 from imgkit_recipes import SYSTEMS
 
 VARIABLE = "IMGKIT_SYSTEMS"
@@ -25,18 +27,20 @@ SUFFIX = ".yaml"
 class Proof:
     """How a system's values were tested, and where: one sentence each; empty: not at all."""
 
-    documented: str = ""
+    __pydantic_config__ = KEYS
+
+    documented: Line = ""
     """The documentation that the values come from."""
-    rendered: str = ""
+    rendered: Line = ""
     """Where the job scripts for it are compared, byte by byte."""
-    simulated: str = ""
+    simulated: Line = ""
     """Where jobs have run with it on a cluster that imitates this one, and what differs there."""
-    run: str = ""
+    run: Line = ""
     """Who has run jobs with it on the machine itself, and when."""
 
     @property
     def strongest(self) -> str:
-        """The strongest kind of test, as `imgkit list --systems` prints it."""
+        """Return the strongest kind of test, as `imgkit list --systems` prints it."""
         if self.run:
             return "ran there"
         if self.simulated:
@@ -47,7 +51,7 @@ class Proof:
 
 
 def site_folder() -> Path:
-    """The site's folder, whether it exists or not.
+    """Return the site's folder, whether it exists or not.
 
     Raises
     ------
@@ -61,20 +65,19 @@ def site_folder() -> Path:
 
 
 def is_site(file: Path) -> bool:
-    """Whether `file` lies in the site's folder, under its own name or behind a link."""
+    """Return whether `file` lies in the site's folder, under its own name or behind a link."""
     folder = site_folder()
-    names = ((file, folder), (file.resolve(), folder.resolve()))
-    return any(one.is_relative_to(above) for one, above in names)
+    return file.is_relative_to(folder) or file.resolve().is_relative_to(folder.resolve())
 
 
-def known() -> Mapping[str, Path]:
-    """Every system that a recipe can name, with its file; those of the site come last.
+def find_all() -> Mapping[str, Path]:
+    """Return every system that a recipe can name, with its file; those of the site come last.
 
     Raises
     ------
     UsageError : the site's folder cannot be read, or has a system with the name of one that imgkit ships.
     """
-    found = {path.stem: path for path in sorted(SYSTEMS.glob(f"*{SUFFIX}"), key=lambda path: path.stem)}
+    shipped = {path.stem: path for path in sorted(SYSTEMS.glob(f"*{SUFFIX}"), key=lambda path: path.stem)}
     folder = site_folder()
     try:
         of_site = sorted(path for path in folder.iterdir() if path.suffix == SUFFIX)
@@ -87,22 +90,22 @@ def known() -> Mapping[str, Path]:
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(folder)) from error
     for path in of_site:
-        if path.stem in found:
+        if path.stem in shipped:
             raise UsageError(
                 f"imgkit ships a system named {path.stem!r}",
                 where=str(path),
                 hint=f"rename the file, and begin it with `extends: {path.stem}` to change some values",
             )
-    return found | {path.stem: path for path in of_site}
+    return shipped | {path.stem: path for path in of_site}
 
 
 def is_path(ref: str) -> bool:
-    """Whether `ref` names a file rather than a known system."""
+    """Return whether `ref` names a file rather than a known system."""
     return "/" in ref or ref.endswith((SUFFIX, ".yml"))
 
 
-def locate(ref: str, stated_in: Path) -> Path:
-    """The absolute path of the system `ref`, a name or a path from the folder of the file `stated_in`.
+def locate(ref: str, source: Path) -> Path:
+    """Return the absolute path of the system `ref`, a name or a path from the folder of the file `source`.
 
     Raises
     ------
@@ -110,32 +113,32 @@ def locate(ref: str, stated_in: Path) -> Path:
     """
     try:
         if not is_path(ref):
-            return private(_named(ref, stated_in))
-        if is_site(stated_in):
+            return private(_named(ref, source))
+        if is_site(source):
             hint = "a system of a site's folder extends another by its name"
             raise UsageError(f"{ref} is a path", hint=hint)
-        file = (stated_in.parent / ref).absolute()
+        file = (source.parent / ref).absolute()
         if file.is_file():
             return private(file)
-        there = sorted(path.name for path in file.parent.glob("*.y*ml"))
+        siblings = sorted(path.name for path in file.parent.glob("*.y*ml"))
     except (OSError, ValueError) as error:  # a name too long, a NUL byte, no permission
         raise UsageError(f"{ref!r} is not a system: {reason(error)}") from error
-    near = nearest(file.name, there)
+    near = nearest(file.name, siblings)
     hint = f"did you mean {near}?" if near else "imgkit list --systems shows the known systems"
     raise UsageError(f"there is no file {ref}", hint=hint)
 
 
-def _named(name: str, stated_in: Path) -> Path:
-    names = known()
+def _named(name: str, source: Path) -> Path:
+    names = find_all()
     if name in names:
         return names[name]
-    beside = stated_in.parent / f"{name}{SUFFIX}"
-    more = f"; for the file {beside.name} write ./{beside.name}" if beside.is_file() else ""
-    raise UsageError(f"there is no system {name!r}", hint=choices(name, names) + more)
+    sibling = source.parent / f"{name}{SUFFIX}"
+    advice = f"; for the file {sibling.name} write ./{sibling.name}" if sibling.is_file() else ""
+    raise UsageError(f"there is no system {name!r}", hint=choices(name, names) + advice)
 
 
 def private(file: Path) -> Path:
-    """`file`, unless it is a site's and another user than its owner can write it.
+    """Return `file`, unless it is a site's and another user than its owner can write it.
 
     Raises
     ------
@@ -149,7 +152,8 @@ def private(file: Path) -> Path:
         except OSError as error:
             raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
         if mode & (stat.S_IWGRP | stat.S_IWOTH):
-            who = "everybody" if mode & stat.S_IWOTH else "its group"
-            what = f"{who} can write this {'folder' if stat.S_ISDIR(mode) else 'file'} of systems"
-            raise UsageError(what, where=str(path), hint=f"chmod go-w {path}")
+            writers = "everybody" if mode & stat.S_IWOTH else "its group"
+            kind = "folder" if stat.S_ISDIR(mode) else "file"
+            message = f"{writers} can write this {kind} of systems"
+            raise UsageError(message, where=str(path), hint=f"chmod go-w {path}")
     return file

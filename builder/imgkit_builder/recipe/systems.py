@@ -40,27 +40,27 @@ def _no_faults(facts: SystemFacts) -> Iterable[SystemFault]:
 
 
 def _unknown_versions(facts: SystemFacts) -> Iterator[SystemFault]:
-    for key, what in pod_versions.faults(facts):
-        yield SystemFault(path=("queue", key), what=what)
+    for key, message in pod_versions.faults(facts):
+        yield SystemFault(path=("queue", key), what=message)
 
 
 _SET_BY_JOBS = ("--container-image", "--container-mounts", "--container-workdir")
 
 
 def _options_of_pyxis(facts: SystemFacts) -> Iterator[SystemFault]:
-    """Options of another runtime, which srun refuses, and those that every job sets itself."""
-    for word in facts.runtime.options if facts.runtime.kind == "pyxis" else ():
-        name = word.partition("=")[0]
+    """Yield options of another runtime, which srun refuses, and those that every job sets itself."""
+    for option in facts.runtime.options if facts.runtime.kind == "pyxis" else ():
+        name = option.partition("=")[0]
         if not name.startswith(("--container-", "--no-container-")):
-            what, hint = f"{word} is not an option of pyxis", "--container-... and --no-container-..."
+            message, hint = f"{option} is not an option of pyxis", "--container-... and --no-container-..."
         elif name in _SET_BY_JOBS:
-            what, hint = f"{name} is set by each job", "remove it; mounts are system.runtime.binds"
+            message, hint = f"{name} is set by each job", "remove it; mounts are system.runtime.binds"
         elif name == "--container-name":
-            what = "a container with this name is started again, and the image of a later job is not"
+            message = "a container with this name is started again, and the image of a later job is not"
             hint = "remove --container-name"
         else:
             continue
-        yield SystemFault(path=("runtime", "options"), what=what, hint=hint)
+        yield SystemFault(path=("runtime", "options"), what=message, hint=hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +81,13 @@ class Registration:
     """Those of `SPECIAL` that the scheduler obeys."""
 
     def faults(self, facts: SystemFacts) -> Iterator[SystemFault]:
-        """What `check` finds, and keys with a value that the scheduler would ignore."""
-        usual = SystemFacts()
+        """Yield what `check` reports, and keys with a value that the scheduler would ignore."""
+        defaults = SystemFacts()
         for key in SPECIAL:
-            path = tuple(key.split("."))
-            if key not in self.keys and operator.attrgetter(key)(facts) != operator.attrgetter(key)(usual):
-                what = f"is not used by {facts.scheduler}"
-                yield SystemFault(path=path, what=what, hint="remove it: only Slurm's jobs obey it")
+            value = operator.attrgetter(key)
+            if key not in self.keys and value(facts) != value(defaults):
+                message, hint = f"is not used by {facts.scheduler}", "remove it: only Slurm's jobs obey it"
+                yield SystemFault(path=tuple(key.split(".")), what=message, hint=hint)
         yield from self.check(facts)
 
 
@@ -111,7 +111,7 @@ SHIPPED: Mapping[str, Registration] = {
 
 
 def is_podman(command: str) -> bool:
-    """Whether the program of a runtime of the kind docker is Podman: ``podman`` or ``podman-hpc``."""
+    """Return whether the program of a runtime of the kind docker is Podman: ``podman`` or ``podman-hpc``."""
     return PurePath(command).name.startswith("podman")
 
 
@@ -119,98 +119,97 @@ RESERVED = ("kubeflow",)
 """Names that no recipe and no plug-in can have: another scheduler hands jobs to them."""
 
 
-def is_known(word: str) -> bool:
-    """Whether a shipped scheduler or a plug-in has this name."""
-    return word in SHIPPED or word in _plugins()
+def is_known(name: str) -> bool:
+    """Return whether a shipped scheduler or a plug-in has this name."""
+    return name in SHIPPED or name in _plugins()
 
 
-def words() -> tuple[str, ...]:
-    """All words that ``system.scheduler`` can be: the shipped schedulers, then plug-ins by name."""
+def names() -> tuple[str, ...]:
+    """Return what ``system.scheduler`` can be: the shipped schedulers, then plug-ins by name."""
     return (*SHIPPED, *sorted(_plugins()))
 
 
-def meant(word: str) -> str:
-    """The scheduler that has `word` as an alias; `word` itself where none has."""
-    for known in words():
+def with_alias(alias: str) -> str:
+    """Return the scheduler that has this alias; the alias itself where none has."""
+    for name in names():
         try:
-            aliases = registration(known).aliases
+            aliases = registration(name).aliases
         except ToolFailed:
-            continue  # a broken plug-in: the message about `word` must not depend on it
-        if word.lower() in aliases:
-            return known
-    return word
+            continue  # a broken plug-in: the message about the alias must not depend on it
+        if alias.lower() in aliases:
+            return name
+    return alias
 
 
-def registration(word: str) -> Registration:
-    """The data of the shipped scheduler or plug-in of that name. Raises as `plugin` does."""
-    if word in SHIPPED:
-        return SHIPPED[word]
-    found: Registration = plugin(word).registration
-    return found
+def registration(name: str) -> Registration:
+    """Return the data of the shipped scheduler or plug-in of that name. Raises as `plugin` does."""
+    if name in SHIPPED:
+        return SHIPPED[name]
+    data: Registration = plugin(name).registration
+    return data
 
 
-def plugin(word: str) -> Any:
-    """The object that the plug-in `word` registers.
+def plugin(name: str) -> Any:
+    """Return the object that the plug-in `name` registers.
 
     Raises
     ------
     KeyError : no plug-in has that name.
     ToolFailed : it cannot be loaded; names its distribution.
     """
-    first, *others = _plugins()[word]
-    if others:
+    first, *duplicates = _plugins()[name]
+    if duplicates:
         raise ToolFailed(
-            f"{len(others) + 1} plug-ins add a system named {word!r}",
-            where=" and ".join(origin(entry) for entry in (first, *others)),
-            hint=f"pip uninstall {distribution(others[0])}",
+            f"{len(duplicates) + 1} plug-ins add a system named {name!r}",
+            where=" and ".join(origin(entry) for entry in (first, *duplicates)),
+            hint=f"pip uninstall {distribution(duplicates[0])}",
         )
     try:
-        found = first.load()
+        system = first.load()
     except (Exception, SystemExit) as error:  # a plug-in's own code: anything can come out of it
         reason = (str(error).splitlines() or [""])[0]
         raise broken(first, f"cannot be loaded: {type(error).__name__}: {reason}") from error
-    if not isinstance(getattr(found, "registration", None), Registration):
+    if not isinstance(getattr(system, "registration", None), Registration):
         hint = f"{first.value} must be an object of a class that extends System: see CONTRIBUTING.md"
         raise broken(first, "has no registration", hint=hint)
-    return found
+    return system
 
 
 def plugins() -> tuple[str, ...]:
-    """Names of the schedulers that plug-ins add."""
+    """Return the names of the schedulers that plug-ins add."""
     return tuple(sorted(_plugins()))
 
 
 def refused() -> Iterator[ImgkitError]:
-    """An error for each plug-in whose name is taken by imgkit; it is never loaded."""
+    """Yield an error for each plug-in whose name is taken by imgkit; it is never loaded."""
     for entry in _entries():
         if entry.name in SHIPPED or entry.name in RESERVED:
-            yield broken(
-                entry, "is ignored: imgkit ships a system of that name", hint="rename the entry point"
-            )
+            fault = "is ignored: imgkit ships a system of that name"
+            yield broken(entry, fault, hint="rename the entry point")
 
 
-def entry_of(word: str) -> EntryPoint:
-    """The entry point of the plug-in `word`."""
-    return _plugins()[word][0]
+def entry_of(name: str) -> EntryPoint:
+    """Return the entry point of the plug-in `name`."""
+    return _plugins()[name][0]
 
 
-def broken(entry: EntryPoint, what: str, *, hint: str = "") -> ToolFailed:
-    """The error for a plug-in that cannot be used, with its distribution."""
+def broken(entry: EntryPoint, fault: str, *, hint: str = "") -> ToolFailed:
+    """Return the error for a plug-in that cannot be used, with its distribution."""
     name = distribution(entry)
     return ToolFailed(
-        f"the plug-in for the system {entry.name!r} {what}",
+        f"the plug-in for the system {entry.name!r} {fault}",
         where=origin(entry),
         hint=hint or f"ask the authors of {name}, or remove it: pip uninstall {name}",
     )
 
 
 def origin(entry: EntryPoint) -> str:
-    """``DISTRIBUTION VERSION``, which brought the entry point."""
+    """Return ``DISTRIBUTION VERSION``, which brought the entry point."""
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist else entry.value
 
 
 def distribution(entry: EntryPoint) -> str:
-    """Name of the distribution that brought the entry point."""
+    """Return the name of the distribution that brought the entry point."""
     return entry.dist.name if entry.dist else entry.value
 
 
@@ -223,9 +222,9 @@ def _entries() -> tuple[EntryPoint, ...]:
 
 @functools.cache
 def _plugins() -> Mapping[str, tuple[EntryPoint, ...]]:
-    """Plug-ins by name; more than one under a name where distributions disagree."""
-    found: dict[str, tuple[EntryPoint, ...]] = {}
+    """Return plug-ins by name; more than one under a name where distributions disagree."""
+    entries: dict[str, tuple[EntryPoint, ...]] = {}
     for entry in _entries():
         if entry.name not in SHIPPED and entry.name not in RESERVED:
-            found[entry.name] = (*found.get(entry.name, ()), entry)
-    return found
+            entries[entry.name] = (*entries.get(entry.name, ()), entry)
+    return entries

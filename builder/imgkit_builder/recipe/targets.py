@@ -5,21 +5,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import posixpath
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.oci.manifest import InstalledProject
-from imgkit_builder.recipe import problems, rules
-from imgkit_builder.recipe import systems as registry
-from imgkit_builder.recipe.model import Recipe, RunCommand
-from imgkit_builder.recipe.problems import KeyPath, Position, key_text
+from imgkit_builder.recipe import problems, rules, systems
+from imgkit_builder.recipe.model import Document, Recipe, RunCommand
+from imgkit_builder.recipe.problems import KeyPath, Position, choices, key_text
 from imgkit_builder.recipe.requirements import PYPROJECT, project_name
-from imgkit_entrypoints import json_text
+from imgkit_builder.recipe.validation import validate
+from imgkit_entrypoints import json_text, terminal
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import SystemFacts
-from imgkit_entrypoints.terminal import shown
 
 if TYPE_CHECKING:
     from imgkit_builder.recipe.model import PipStep
@@ -48,16 +47,16 @@ class Target:
 
     @property
     def module_line(self) -> str:
-        """``module load ...`` for its runtime; empty where the recipe names no module."""
+        """Return ``module load ...`` for its runtime; empty where the recipe names no module."""
         return module_line(self.system)
 
     def where(self, *path: str | int) -> str:
-        """``file.yaml:12`` for the nearest stated value at or above `path`, for messages."""
+        """Return ``file.yaml:12`` for the nearest stated value at or above `path`, for messages."""
         return problems.place(self.positions, path, self.file)
 
 
 def module_line(system: SystemFacts) -> str:
-    """``module load ...`` for the runtime of `system`; empty where it needs no module."""
+    """Return ``module load ...`` for the runtime of `system`; empty where it needs no module."""
     modules = system.runtime.modules
     return f"module load {' '.join(modules)}" if modules else ""
 
@@ -85,12 +84,12 @@ def find(ref: str | Path) -> Target:
 
 
 def stated_workdir(recipe: Recipe) -> str:
-    """``image.workdir``; empty where neither the recipe nor one that it extends states it."""
+    """Return ``image.workdir``; empty where neither the recipe nor one that it extends states it."""
     return recipe.image.workdir if ("image", "workdir") in recipe.positions else ""
 
 
 def installed(steps: Iterable[PipStep]) -> tuple[InstalledProject, ...]:
-    """The projects that the pip steps of a recipe install."""
+    """Return the projects that the pip steps of a recipe install."""
     return tuple(
         InstalledProject(
             name=project_name(step.project / PYPROJECT),
@@ -103,137 +102,106 @@ def installed(steps: Iterable[PipStep]) -> tuple[InstalledProject, ...]:
 
 
 def checked(target: Target) -> Target:
-    """`target`, after the rules that apply to a recipe's file.
+    """Return `target`, after the rules that apply to a recipe's file.
 
     Raises
     ------
     UsageError : a value breaks a rule; lists all of them.
     """
-    faults = [("name", *fault) for fault in rules.recipe_name(target.name)]
-    for index, platform in enumerate(target.platforms):
-        faults += [(f"image.platform[{index}]", *fault) for fault in rules.platform(platform)]
+    name = target.system.scheduler
+    image: dict[str, Any] = {"base": "scratch:none", "platform": target.platforms}
     if target.workdir:
-        faults += [("image.workdir", *fault) for fault in rules.of_text(("image", "workdir"), target.workdir)]
-    for path, value in values_of(target.system, ("system",)):
-        found = (*rules.of_key(path), *(rules.of_text(path, value) if isinstance(value, str) else ()))
-        faults += [(key_text(path), *fault) for fault in found]
-    if not faults:
-        faults += [
-            (key_text(("system", *fault.path)), fault.what, fault.hint)
-            for fault in registry.registration(target.system.scheduler).faults(target.system)
-        ]
-    if faults:
-        texts = [f"{key}: {what}; {hint}" if hint else f"{key}: {what}" for key, what, hint in faults]
-        raise several(texts, target.file)
+        image["workdir"] = target.workdir
+    # A recipe leaves out what has no value.
+    system = dataclasses.asdict(
+        target.system,
+        dict_factory=lambda pairs: {key: value for key, value in pairs if value is not None},
+    )
+    _, mistakes = validate(Document, {"image": image, "system": system})
+    faults = [("name", *fault) for fault in rules.recipe_name(target.name)]
+    faults += [(key_text(mistake.path), mistake.message, mistake.hint) for mistake in mistakes]
+    if not systems.is_known(name):
+        hint = choices(systems.with_alias(name), systems.names())
+        faults.append(("system.scheduler", f"{name!r} is not known", hint))
+    elif not faults:
+        for fault in systems.registration(name).faults(target.system):
+            faults.append((key_text(("system", *fault.path)), fault.what, fault.hint))
+    texts = [f"{key}: {message}; {hint}" if hint else f"{key}: {message}" for key, message, hint in faults]
+    if len(texts) == 1:
+        raise UsageError(texts[0], where=str(target.file))
+    if texts:
+        message = f"{len(texts)} of its values are not valid in a recipe"
+        raise UsageError(message, where=str(target.file), hint="\n".join(texts))
     return target
-
-
-def several(faults: Sequence[str], file: Path, *hints: str) -> UsageError:
-    """The error of a file with values that no recipe may have: one fault stands in it, several below it."""
-    if len(faults) == 1:
-        return UsageError(faults[0], where=str(file), hint="\n".join(hints) or None)
-    what = f"{len(faults)} of its values are not valid in a recipe"
-    return UsageError(what, where=str(file), hint="\n".join((*faults, *hints)))
-
-
-def values_of(content: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield every value below `content` that has no parts, with its path."""
-    if dataclasses.is_dataclass(content):
-        for known in dataclasses.fields(content):
-            yield from values_of(getattr(content, known.name), (*path, known.name))
-    elif isinstance(content, Mapping):
-        for name, value in content.items():
-            yield from values_of(value, (*path, name))
-    elif isinstance(content, tuple):
-        for index, value in enumerate(content):
-            yield from values_of(value, (*path, index))
-    else:
-        yield path, content
 
 
 SHOW_SCHEMA = 1
 
-_WORDS: Mapping[KeyPath, KeyPath] = {("image", "constraints", "policy"): ("image", "constraints")}
+_UNNAMED: Mapping[KeyPath, KeyPath] = {("image", "constraints", "policy"): ("image", "constraints")}
 """Fields whose name YAML omits."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Value:
-    """One value of a recipe; `position` is None for a default."""
-
-    key: str
-    value: str | int | None
-    position: Position | None
-
-
-def values(recipe: Recipe) -> tuple[Value, ...]:
-    """Every value of `recipe` in the order of the reference; an empty list or mapping counts as None."""
-    return tuple(
-        value
-        for part, content in (("image", recipe.image), ("system", recipe.system))
-        for value in _below((part,), content, recipe.positions)
-    )
-
-
-def _below(path: KeyPath, content: Any, positions: Mapping[KeyPath, Position]) -> Iterator[Value]:
+def _values(
+    path: KeyPath, content: Any, positions: Mapping[KeyPath, Position]
+) -> Iterator[tuple[str, str | int | None, Position | None]]:
+    """Yield key, value and position of what is below `content`; a default has no position."""
     parts: list[tuple[str | int, Any]] | None = None
     if isinstance(content, RunCommand) and content.short is not None:
-        yield from _below(path, content.short, positions)
-        return
+        content = content.short
     if dataclasses.is_dataclass(content):
-        parts = [(known.name, getattr(content, known.name)) for known in dataclasses.fields(content)]
+        parts = [
+            (field.metadata.get("alias", field.name), getattr(content, field.name))
+            for field in dataclasses.fields(content)
+        ]
     elif isinstance(content, Mapping):
         parts = list(content.items())
     elif isinstance(content, tuple):
         parts = list(enumerate(content))
-    if parts:
-        for part, below in parts:
-            if path == ("image", "constraints") and part == "drop" and not below:
-                continue
-            if isinstance(path[-1], int) and below in ((), None, {}):
-                continue  # a step shows only what it has
-            yield from _below((*path, part), below, positions)
-        return
-    value = None if parts is not None else str(content) if isinstance(content, Path) else content
-    yield Value(key=key_text(_WORDS.get(path, path)), value=value, position=positions.get(path))
+    if not parts:
+        text = str(content) if isinstance(content, Path) else content
+        yield key_text(_UNNAMED.get(path, path)), None if parts == [] else text, positions.get(path)
+    for part, value in parts or ():
+        is_absent_drop = path == ("image", "constraints") and part == "drop" and not value
+        # A step shows only what it has.
+        if not is_absent_drop and not (isinstance(path[-1], int) and value in ((), None, {})):
+            yield from _values((*path, part), value, positions)
 
 
 def table(text: str) -> list[str]:
-    """The text of `to_json` as the lines of a table: key, value, and ``file:line`` or ``default``."""
+    """Return the text of `described_json` as a table: key, value, and ``file:line`` or ``default``."""
     recipe = json_text.parse(text)
     head = f"{recipe['name']}: {recipe['description']}" if recipe["description"] else recipe["name"]
-    rows = [(row["key"], shown(_plain(row["value"])), _place(row)) for row in recipe["values"]]
+    rows = [(row["key"], terminal.shown(_plain(row["value"])), _source(row)) for row in recipe["values"]]
     key_width = max(len(key) for key, _, _ in rows)
     value_width = min(max(len(value) for _, value, _ in rows), 60)
     lines = [head, f"file    {recipe['file']}", f"sha256  {recipe['sha256']}", ""]
-    lines += [f"{key:{key_width}}  {value:{value_width}}  {place}" for key, value, place in rows]
+    lines += [f"{key:{key_width}}  {value:{value_width}}  {source}" for key, value, source in rows]
     return lines
-
-
-def _run(command: RunCommand) -> str | dict[str, Any]:
-    return dataclasses.asdict(command) if command.short is None else command.short
 
 
 def _plain(value: str | int | None) -> str:
     return "-" if value is None or value == "" else str(value)
 
 
-def _place(row: Mapping[str, Any]) -> str:
+def _source(row: Mapping[str, Any]) -> str:
     return "default" if row["default"] else f"{problems.label(Path(row['file']))}:{row['line']}"
 
 
 def described_json(recipe: Recipe) -> str:
-    """One JSON object: the resolved parts, and `values` with their places."""
+    """Return one JSON object: the resolved parts, and ``values`` with their positions."""
+    image = dataclasses.asdict(recipe.image)
+    image["run"] = [command.short or dataclasses.asdict(command) for command in recipe.image.run]
     rows = [
         {
-            "key": row.key,
-            "value": row.value,
-            "default": row.position is None,
-            "file": str(row.position.file) if row.position else None,
-            "line": row.position.line if row.position else None,
-            "column": row.position.column if row.position else None,
+            "key": key,
+            "value": value,
+            "default": position is None,
+            "file": str(position.file) if position else None,
+            "line": position.line if position else None,
+            "column": position.column if position else None,
         }
-        for row in values(recipe)
+        for part, content in (("image", recipe.image), ("system", recipe.system))
+        for key, value, position in _values((part,), content, recipe.positions)
     ]
     content = {
         "schema": SHOW_SCHEMA,
@@ -241,7 +209,7 @@ def described_json(recipe: Recipe) -> str:
         "description": recipe.description,
         "file": str(recipe.file),
         "sha256": recipe.sha256,
-        "image": {**dataclasses.asdict(recipe.image), "run": [_run(one) for one in recipe.image.run]},
+        "image": image,
         "system": dataclasses.asdict(recipe.system),
         "values": rows,
         "warnings": [str(warning) for warning in recipe.warnings],

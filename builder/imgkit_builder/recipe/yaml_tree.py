@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
-from imgkit_builder.recipe.problems import Collector, KeyPath, Position, reason
+from imgkit_builder.recipe.problems import ANY, Collector, KeyPath, Position, reason
 from imgkit_entrypoints import files
 
 MAX_BYTES = 1 << 20
@@ -68,161 +68,184 @@ class Items:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TableEntry:
-    """The position of a key, and its value."""
-
-    key: Position
-    value: YamlNode
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
     """A mapping, in the order of the file."""
 
     position: Position
-    entries: Mapping[str, TableEntry]
+    entries: Mapping[str, YamlNode]
+    keys: Mapping[str, Position]
+
+    def without(self, *names: str) -> Table:
+        """Return this mapping without some keys."""
+        entries = {key: node for key, node in self.entries.items() if key not in names}
+        return Table(position=self.position, entries=entries, keys=self.keys)
 
 
 YamlNode = Scalar | Items | Table
 
 
-def children(node: YamlNode) -> tuple[tuple[str | int, YamlNode], ...]:
-    """The parts of a list or table with their keys; a scalar has none."""
+def children(node: YamlNode) -> Iterator[tuple[str | int, YamlNode]]:
+    """Yield the parts of a list or mapping with their keys; a scalar has none."""
     if isinstance(node, Items):
-        return tuple(enumerate(node.items))
-    if isinstance(node, Table):
-        return tuple((key, entry.value) for key, entry in node.entries.items())
-    return ()
+        yield from enumerate(node.items)
+    elif isinstance(node, Table):
+        yield from node.entries.items()
 
 
 def deepest(root: YamlNode, path: KeyPath) -> tuple[YamlNode, KeyPath]:
-    """The node at `path`, or the last existing one above it, and the path of that node."""
-    node, reached = root, 0
-    for part in path:
+    """Return the node at `path`, or the last existing one above it, and the path of that node."""
+    node = root
+    for depth, part in enumerate(path):
         below = dict(children(node)).get(part)
         if below is None:
-            break
-        node, reached = below, reached + 1
-    return node, path[:reached]
+            return node, path[:depth]
+        node = below
+    return node, path
 
 
-def parse(file: Path, found: Collector) -> Table | None:
-    """Read `file`; problems go to `found`, and the result is None if the file is unusable."""
-    start = Position(file=file, line=1, column=1)
-    text = _read(file, start, found)
-    if text is None:
-        return None
-    # YAML's own line breaks: str.splitlines splits at further characters, which would shift the numbers.
-    found.lines[file] = re.split("\r\n|[\n\r\x85\u2028\u2029]", text)
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        if root is None:
-            found.error(start, (), "the recipe is empty", "it needs at least `image: {base: NAME:TAG}`")
-            return None
-        tree = _Converter(file, found).convert(root, ())
-    except yaml.MarkedYAMLError as error:
-        _syntax(error, file, found)
-        return None
-    except yaml.reader.ReaderError as error:
-        before = text[: error.position]
-        place = Position(file=file, line=before.count("\n") + 1, column=error.position - before.rfind("\n"))
-        found.error(place, (), f"the character U+{ord_of(error):04X} is not allowed in YAML", "delete it")
-        return None
-    except _TooManyError:
-        found.error(
-            start, (), f"more than {MAX_NODES} values after its anchors are expanded", "recipes are small"
-        )
-        return None
-    except RecursionError:
-        found.error(start, (), "nested too deeply", "recipes need five levels at most")
-        return None
-    if tree is not None and not isinstance(tree, Table):
-        found.error(tree.position, (), f"a recipe is a mapping, not {kind(tree)}", "write `key: value` lines")
-        return None
-    return tree
+def select(root: YamlNode, *pattern: str) -> Iterator[tuple[KeyPath, YamlNode]]:
+    """Yield each node whose path fits `pattern`, in which `ANY` stands for any key or index."""
+    if not pattern:
+        yield (), root
+    for part, child in children(root) if pattern else ():
+        if pattern[0] in (ANY, part):
+            for path, node in select(child, *pattern[1:]):
+                yield (part, *path), node
+
+
+def walk(node: YamlNode, path: KeyPath = ()) -> Iterator[tuple[KeyPath, YamlNode]]:
+    """Yield every node below `node` with its path."""
+    for part, child in children(node):
+        yield (*path, part), child
+        yield from walk(child, (*path, part))
+
+
+def plain(node: YamlNode) -> Any:
+    """Return the data of `node`; a value that YAML reads as something else than its text becomes a float.
+
+    No key of a recipe takes a float, so its type is refused, and the message can quote the text.
+    """
+    if isinstance(node, Table):
+        return {key: plain(child) for key, child in node.entries.items()}
+    if isinstance(node, Items):
+        return [plain(item) for item in node.items]
+    if node.type == "integer":
+        # YAML also reads 0644 (octal, 420), 1_000 and 3:00:00 (sexagesimal, 10800) as integers.
+        return int(node.text) if re.fullmatch(r"-?(?:0|[1-9][0-9]{0,17})", node.text) else 0.5
+    if node.type == "boolean":
+        return node.text.lower() in ("true", "yes", "on")
+    return {"text": node.text, "nothing": None}.get(node.type, 0.5)
 
 
 def kind(node: YamlNode) -> str:
-    """The kind of `node`, for messages."""
+    """Return the kind of `node`, for messages."""
     if isinstance(node, Scalar):
         article = {"text": "text", "nothing": "empty", "integer": "an integer"}
         return article.get(node.type, f"a {node.type}")
     return "a list" if isinstance(node, Items) else "a mapping"
 
 
-def ord_of(error: yaml.reader.ReaderError) -> int:
-    """The code point that the reader refused; PyYAML reports a number or a character."""
-    return error.character if isinstance(error.character, int) else ord(error.character)
-
-
 class _TooManyError(Exception):
     """The expanded tree exceeds its limit."""
 
 
-def _read(file: Path, start: Position, found: Collector) -> str | None:
+def parse(file: Path, problems: Collector) -> Table | None:
+    """Read `file`; report what is wrong to `problems`, and return None if the file is unusable."""
+    start = Position(file=file, line=1, column=1)
+    text = _read(file, start, problems)
+    if text is None:
+        return None
+    # YAML's own line breaks: str.splitlines splits at further characters, which would shift the numbers.
+    problems.lines[file] = re.split("\r\n|[\n\r\x85\u2028\u2029]", text)
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        if root is None:
+            problems.error(start, (), "the recipe is empty", "it needs at least `image: {base: NAME:TAG}`")
+            return None
+        tree = _Converter(file, problems).convert(root, ())
+    except yaml.MarkedYAMLError as error:
+        _report_syntax(error, file, problems)
+        return None
+    except yaml.reader.ReaderError as error:
+        before = text[: error.position]
+        column = error.position - before.rfind("\n")
+        position = Position(file=file, line=before.count("\n") + 1, column=column)
+        # PyYAML names a number or a character.
+        code = error.character if isinstance(error.character, int) else ord(error.character)
+        problems.error(position, (), f"the character U+{code:04X} is not allowed in YAML", "delete it")
+        return None
+    except _TooManyError:
+        message = f"more than {MAX_NODES} values after its anchors are expanded"
+        problems.error(start, (), message, "recipes are small")
+        return None
+    except RecursionError:
+        problems.error(start, (), "nested too deeply", "recipes need five levels at most")
+        return None
+    if tree is None or isinstance(tree, Table):
+        return tree
+    problems.error(tree.position, (), f"a recipe is a mapping, not {kind(tree)}", "write `key: value` lines")
+    return None
+
+
+def _read(file: Path, start: Position, problems: Collector) -> str | None:
     try:
         data = files.read_bytes(file, most_bytes=MAX_BYTES)
-        found.digests[file] = hashlib.sha256(data).hexdigest()
+        problems.digests[file] = hashlib.sha256(data).hexdigest()
     except (OSError, ValueError) as error:
-        found.error(start, (), f"cannot be read: {reason(error)}")
+        problems.error(start, (), f"cannot be read: {reason(error)}")
         return None
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        before = data[: error.start]
-        line_start = before.rfind(b"\n") + 1
-        place = Position(
-            file=file,
-            line=before.count(b"\n") + 1,
-            column=len(before[line_start:].decode("utf-8", "replace")) + 1,
-        )
-        found.lines[file] = data.decode("utf-8", "replace").split("\n")
-        found.error(place, (), f"not UTF-8: byte 0x{data[error.start]:02x}", "save the file as UTF-8")
+        before = data[: error.start].decode("utf-8", "replace")
+        position = Position(file=file, line=before.count("\n") + 1, column=len(before) - before.rfind("\n"))
+        problems.lines[file] = data.decode("utf-8", "replace").split("\n")
+        problems.error(position, (), f"not UTF-8: byte 0x{data[error.start]:02x}", "save the file as UTF-8")
         return None
 
 
-def _syntax(error: yaml.MarkedYAMLError, file: Path, found: Collector) -> None:
-    what = " ".join(part for part in (error.context, error.problem) if part)
+def _report_syntax(error: yaml.MarkedYAMLError, file: Path, problems: Collector) -> None:
+    message = " ".join(part for part in (error.context, error.problem) if part)
     # If the end of a construct is missing, the error points to its beginning.
-    marks = (error.problem_mark, error.context_mark)
-    mark = next(
-        (mark for mark in (marks[::-1] if "end" in what and "stream" in what else marks) if mark), None
-    )
-    place = Position(file=file, line=mark.line + 1 if mark else 1, column=mark.column + 1 if mark else 1)
-    if "'\\t'" in what:
-        _tabs(place, file, found)
+    marks = [error.problem_mark, error.context_mark]
+    if "end" in message and "stream" in message:
+        marks.reverse()
+    mark = next(filter(None, marks), None)
+    position = Position(file=file, line=mark.line + 1 if mark else 1, column=mark.column + 1 if mark else 1)
+    if "'\\t'" in message:
+        _report_tabs(position, file, problems)
         return
-    hint = next((hint for sign, hint in _SYNTAX_HINTS if sign in what), "")
-    said = what.replace("'<stream end>'", "the end of the file")
-    found.error(place, (), f"not YAML: {said}", hint)
+    hint = next((hint for sign, hint in _SYNTAX_HINTS if sign in message), "")
+    message = message.replace("'<stream end>'", "the end of the file")
+    problems.error(position, (), f"not YAML: {message}", hint)
 
 
-def _tabs(place: Position, file: Path, found: Collector) -> None:
-    """YAML's scanner stops at the first tab; report the tabs of later lines too."""
-    what, hint = "a tab: YAML is indented with spaces only", "replace it with spaces"
-    found.error(place, (), what, hint)
-    for number, line in enumerate(found.lines[file], start=1):
+def _report_tabs(position: Position, file: Path, problems: Collector) -> None:
+    """Report the tab at which YAML's scanner stops, and those of later lines."""
+    message, hint = "a tab: YAML is indented with spaces only", "replace it with spaces"
+    problems.error(position, (), message, hint)
+    for number, line in enumerate(problems.lines[file], start=1):
         tab = re.match("[ ]*\t", line)
-        if tab and number > place.line:
-            found.error(Position(file=file, line=number, column=tab.end()), (), what, hint)
+        if tab and number > position.line:
+            problems.error(Position(file=file, line=number, column=tab.end()), (), message, hint)
 
 
 class _Converter:
     """Converts PyYAML's nodes to ours: expands anchors and merge keys, and checks keys."""
 
-    def __init__(self, file: Path, found: Collector) -> None:
-        self._file, self._found = file, found
+    def __init__(self, file: Path, problems: Collector) -> None:
+        self._file, self._problems = file, problems
         self._count = 0
         self._open: set[int] = set()
 
     def convert(self, node: yaml.Node, path: KeyPath) -> YamlNode | None:
-        """Our node, or None after a problem."""
+        """Return our node, or None after a problem."""
         self._count += 1
         if self._count > MAX_NODES:
             raise _TooManyError
         position = self._position(node)
         if id(node) in self._open:
-            self._found.error(position, path, "this anchor contains itself", "write out its values")
+            self._problems.error(position, path, "this anchor contains itself", "write out its values")
             return None
         if isinstance(node, yaml.ScalarNode):
             if node.tag in _TYPES:
@@ -231,61 +254,67 @@ class _Converter:
             self._open.add(id(node))
             try:
                 if isinstance(node, yaml.MappingNode):
-                    return Table(position=position, entries=self._entries(node, path))
+                    return self._table(node, position, path)
                 below = [self.convert(item, (*path, index)) for index, item in enumerate(node.value)]
                 return Items(position=position, items=tuple(item for item in below if item is not None))
             finally:
                 self._open.discard(id(node))
         tag = str(node.tag).replace("tag:yaml.org,2002:", "!!")
-        self._found.error(
-            position, path, f"the tag {tag} is not allowed", "text that begins with ! must be quoted"
-        )
+        hint = "text that begins with ! must be quoted"
+        self._problems.error(position, path, f"the tag {tag} is not allowed", hint)
         return None
 
-    def _entries(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, TableEntry]:
-        stated: dict[str, TableEntry] = {}
-        seen: dict[str, int] = {}
-        merged: dict[str, TableEntry] = {}
+    def _table(self, node: yaml.MappingNode, position: Position, path: KeyPath) -> Table:
+        entries: dict[str, YamlNode] = {}
+        keys: dict[str, Position] = {}
+        merged: list[Table] = []
         for key, value in node.value:
-            place = self._position(key)
+            key_position = self._position(key)
             if key.tag == _MERGE:
-                self._merge(value, path, merged)
+                merged += self._merged(value, path)
                 continue
             if not isinstance(key, yaml.ScalarNode) or _TYPES.get(key.tag) != "text":
-                self._bad_key(key, place, path)
+                self._report_key(key, key_position, path)
                 continue
             below = (*path, str(key.value))
-            if key.value in seen:
-                what = f"stated twice; the first is on line {seen[key.value]}"
-                self._found.error(place, below, what, "keep one of them")
+            if key.value in keys:
+                message = f"stated twice; the first is on line {keys[key.value].line}"
+                self._problems.error(key_position, below, message, "keep one of them")
                 continue
-            seen[key.value] = place.line
+            keys[key.value] = key_position
             child = self.convert(value, below)
+            if isinstance(child, Scalar) and child.type == "nothing" and not child.text:
+                # YAML places a missing value at the next token; report it at its key.
+                child = Scalar(position=key_position, text="", type="nothing")
             if child is not None:
-                if child == Scalar(position=child.position, text="", type="nothing"):
-                    # YAML places a missing value at the next token; report it at its key.
-                    child = Scalar(position=place, text="", type="nothing")
-                stated[key.value] = TableEntry(key=place, value=child)
+                entries[key.value] = child
         # Explicit keys override merged ones, wherever the merge key is.
-        return {**{key: entry for key, entry in merged.items() if key not in seen}, **stated}
+        from_merge: dict[str, YamlNode] = {}
+        for table in merged:
+            for key, child in table.entries.items():
+                if key not in keys:
+                    from_merge.setdefault(key, child)
+        positions = {key: table.keys[key] for table in reversed(merged) for key in table.entries}
+        return Table(position=position, entries={**from_merge, **entries}, keys={**positions, **keys})
 
-    def _merge(self, value: yaml.Node, path: KeyPath, merged: dict[str, TableEntry]) -> None:
-        """Expand a ``<<`` key: one mapping or a list of them, the first with precedence."""
+    def _merged(self, value: yaml.Node, path: KeyPath) -> Iterator[Table]:
+        """Yield what a ``<<`` key names: one mapping or a list of them, the first with precedence."""
         for source in value.value if isinstance(value, yaml.SequenceNode) else (value,):
             table = self.convert(source, path)
             if isinstance(table, Table):
-                for key, entry in table.entries.items():
-                    merged.setdefault(key, entry)
+                yield table
             elif table is not None:
-                self._found.error(table.position, path, f"<< merges mappings, not {kind(table)}")
+                self._problems.error(table.position, path, f"<< merges mappings, not {kind(table)}")
 
-    def _bad_key(self, key: yaml.Node, place: Position, path: KeyPath) -> None:
-        if isinstance(key, yaml.ScalarNode) and key.tag in _TYPES:
-            said = kind(Scalar(position=place, text=key.value, type=_TYPES[key.tag]))
-            what = f"YAML reads the key {key.value} as {said}" if key.value else "a key is missing"
-            self._found.error(place, path, what, f'quote it: "{key.value}"' if key.value else "")
+    def _report_key(self, key: yaml.Node, position: Position, path: KeyPath) -> None:
+        if not isinstance(key, yaml.ScalarNode) or key.tag not in _TYPES:
+            self._problems.error(position, path, "a key must be text", "write `key: value`")
+        elif not key.value:
+            self._problems.error(position, path, "a key is missing")
         else:
-            self._found.error(place, path, "a key must be text", "write `key: value`")
+            reading = kind(Scalar(position=position, text=key.value, type=_TYPES[key.tag]))
+            message = f"YAML reads the key {key.value} as {reading}"
+            self._problems.error(position, path, message, f'quote it: "{key.value}"')
 
     def _position(self, node: yaml.Node) -> Position:
         mark = node.start_mark

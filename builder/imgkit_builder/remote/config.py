@@ -8,19 +8,23 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from imgkit_builder.base import files
 from imgkit_builder.job.ssh import fanout
 from imgkit_builder.recipe import problems
-from imgkit_builder.recipe.problems import KeyPath, choices
-from imgkit_entrypoints import json_text
+from imgkit_builder.recipe.model import KEYS
+from imgkit_builder.recipe.problems import choices
+from imgkit_builder.recipe.validation import validate
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.rules import Fault, Rule, like
 
 FOLDER = "imgkit"
 """imgkit's folder on a remote, in the home there, where the user names none."""
 KEEP_S = 600
 _MOST_KEEP_S = 86400
 _NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,31}"
+_NAME_HINT = "up to 32 letters, digits and _ -, for example mn5"
 _MOST_BYTES = 1 << 20
 
 
@@ -91,7 +95,7 @@ def check_name(name: str) -> str:
         raise UsageError(
             f"{name!r} is not a valid name of a remote",
             where="NAME",
-            hint="up to 32 letters, digits and _ -, for example mn5",
+            hint=_NAME_HINT,
         )
     return name
 
@@ -200,48 +204,60 @@ def _checked(text: str) -> dict[str, Remote]:
     except problems.NotToml as error:
         where = f"{path()}:{error.line}"
         raise UsageError(error.what, where=where, hint="correct the file") from error
-    found, faults = json_text.checked(Mapping[str, _RemoteTable], data, closed=True)
-    wrong = [(fault.path, fault.text("").partition(" ")[2]) for fault in faults] or [*_wrong_values(found)]
-    for key, what in wrong:
-        raise UsageError(
-            f"{'.'.join(map(str, key))}: {what}",
-            where=f"{path()}:{_line(text, key)}",
-            hint="correct the line",
-        )
-    return {name: Remote(name=name, **dataclasses.asdict(values)) for name, values in found.items()}
+    tables, mistakes = validate(_RemoteFile, {"remotes": data})
+    if tables is None:
+        mistake = mistakes[0]
+        key = ".".join(map(str, mistake.path[1:]))
+        message = {"missing": "is missing", "unknown": "unknown key"}.get(mistake.kind, mistake.message)
+        if mistake.kind == "type":
+            message = f"must be {mistake.message}"
+        raise UsageError(f"{key}: {message}", where=str(path()), hint=mistake.hint or "correct the value")
+    return {name: Remote(name=name, **dataclasses.asdict(values)) for name, values in tables.remotes.items()}
+
+
+def _host(text: str) -> Iterator[Fault]:
+    if not fanout.is_host(text):
+        yield f"{text!r} is not an address", "USER@HOST, or a Host of ~/.ssh/config"
+
+
+def _transfer(text: str) -> Iterator[Fault]:
+    if text:
+        yield from _host(text)
+
+
+def _folder(text: str) -> Iterator[Fault]:
+    try:
+        check_folder(text, where="")
+    except UsageError as error:
+        yield error.what, error.hint or ""
+
+
+def _keep_s(seconds: int) -> Iterator[Fault]:
+    if not 0 <= seconds <= _MOST_KEEP_S:
+        yield f"must be 0 to {_MOST_KEEP_S} seconds", ""
+
+
+_RemoteName = Annotated[str, like(_NAME, "is not a valid name of a remote", _NAME_HINT)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RemoteTable:
     """The keys of a table of the file, as in `Remote`."""
 
-    address: str
-    folder: str = FOLDER
+    address: Annotated[str, Rule(_host)]
+    folder: Annotated[str, Rule(_folder)] = FOLDER
     recipe: str = ""
-    transfer: str = ""
-    keep_s: int = KEEP_S
+    transfer: Annotated[str, Rule(_transfer)] = ""
+    keep_s: Annotated[int, Rule(_keep_s, core={"type": "int", "strict": True})] = KEEP_S
 
 
-def _wrong_values(tables: Mapping[str, _RemoteTable]) -> Iterator[tuple[KeyPath, str]]:
-    """Each value of the right type that a remote cannot have."""
-    for name, one in tables.items():
-        if not re.fullmatch(_NAME, name):
-            yield (name,), "is not a valid name of a remote"
-        for key, value in (("address", one.address), ("transfer", one.transfer)):
-            if not fanout.is_host(value) and (value or key == "address"):
-                yield (name, key), f"{value!r} is not an address"
-        try:
-            check_folder(one.folder, where="")
-        except UsageError as error:
-            yield (name, "folder"), error.what
-        if not 0 <= one.keep_s <= _MOST_KEEP_S:
-            yield (name, "keep_s"), f"must be 0 to {_MOST_KEEP_S} seconds"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RemoteFile:
+    """The content of the file, with its tables below one key."""
 
+    __pydantic_config__ = KEYS
 
-def _line(text: str, key: KeyPath) -> int:
-    """The line of a key of a table, or of the table itself."""
-    lines = {path: line for path, line, _ in problems.toml_positions(text)}
-    return next((lines[key[:end]] for end in range(len(key), 0, -1) if key[:end] in lines), 1)
+    remotes: Mapping[_RemoteName, _RemoteTable]
 
 
 def _without(text: str, name: str) -> str:

@@ -427,7 +427,7 @@ def _refuse_for_sif(recipe: Recipe, request: SifBuildRequest) -> None:
     if stated != host:
         raise UsageError(
             f"--with apptainer builds for this machine's platform, {host}, and not for {stated}",
-            where="--platform" if request.platform else recipe.where("image", "platforms"),
+            where="--platform" if request.platform else recipe.where("image", "platform"),
             hint=f"run it on a machine of that kind, or build with Docker: imgkit build {recipe.name}",
         )
     if recipe.image.used_secrets:

@@ -99,7 +99,7 @@ def shell_command(image: str, *, host: bool = False, workdir: str = "") -> Shell
     """
     from imgkit_builder.recipe import rules
 
-    for what, hint in rules.of_text(("image", "workdir"), workdir) if workdir else ():
+    for what, hint in rules.image_path(workdir) if workdir else ():
         raise UsageError(what, where="--workdir", hint=hint)
     if _is_file(image):
         return _sif_shell(image, host=host, workdir=workdir)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.recipe import uv_lock
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.problems import RecipeErrors
 
@@ -40,43 +39,19 @@ def refusal(file: Path) -> str:
     return re.sub(r"\S*mine.yaml", "mine.yaml", str(caught.value))
 
 
-def test_lock_is_read_whole() -> None:
-    lock = uv_lock.read(RECORDED)
-    own = lock.packages[lock.project]
-    assert [(lock.packages[one.package].name, one.extras) for one in own.needs] == [
-        ("antlr4-python3-runtime", ()),
-        ("einops", ()),
-        ("requests", ("socks",)),
-        ("tomli", ()),
-        ("torchmetrics", ()),
-    ]
-    assert [one.name for one in lock.packages].count("numpy") == 1
-    assert lock.groups.keys() == {"dev"}
-    assert own.extras.keys() == {"plots"}
-    assert not any("win" in wheel.file for one in lock.packages for wheel in one.wheels)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "what"),
     [
         ("version = 1\n", "version = 2\n", "uv.lock has version 2; this imgkit reads version 1"),
         ("revision = 5\n", 'conflicts = [[{ package = "x" }]]\n', "has conflicting extras or groups"),
-        (
-            "//files.example.org/packages/54",
-            "//me:secret@files.example.org/packages/54",
-            "holds a user or a password, which would be in the image",
-        ),
-        ('whl", hash = "sha256:', 'whl", hash = "md5:', "has a wheel without a sha256"),
         ('name = "my-project"', 'name = "other"', "does not know the project my-project"),
         ("[[package]]", "[[package", "uv.lock:16: it is not TOML"),
-        ('{ name = "einops" }', '{ name = "absent" }', "has 0 packages that fit absent"),
     ],
 )
 def test_unusable_lock_is_refused_at_its_line(edited: Edit, old: str, new: str, what: str) -> None:
     problem = refusal(edited(old=old, new=new))
     assert problem.startswith("mine.yaml:3:17: image.uv.project: its uv.lock cannot be used: ")
     assert what in problem
-    assert "secret" not in problem
 
 
 @pytest.mark.parametrize(

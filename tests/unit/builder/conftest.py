@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.recipe.model import Image, Position, Recipe, RunCommand
+from imgkit_builder.recipe.model import Image, Recipe, RunCommand
+from imgkit_builder.recipe.problems import Position
 from imgkit_entrypoints.system import SystemFacts
 
 MakeRecipe = Callable[..., Recipe]

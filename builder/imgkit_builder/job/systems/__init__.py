@@ -323,7 +323,7 @@ def named(name: str) -> System:
         raise UsageError(
             f"no system is named {name!r}",
             where="system",
-            hint=f"install the plug-in that adds it again; there are {', '.join(registry.words())}",
+            hint=f"install the plug-in that adds it again; there are {', '.join(registry.names())}",
         ) from None
     _check_plugin(name, found)
     return cast(System, found)

@@ -131,7 +131,9 @@ def test_words_of_a_setup_py_are_quoted(recipe: Recipe) -> None:
 
 
 def test_failed_build_of_a_wheel_quotes_its_end(recipe: Recipe) -> None:
-    output = "building\nnvcc was not found\n      [end of output]\n  ERROR: Failed building wheel for flash-attn\n"
+    output = (
+        "building\nnvcc was not found\n      [end of output]\n  ERROR: Failed building wheel for flash-attn\n"
+    )
     error = error_of(recipe, 0, output)
     assert isinstance(error, ToolFailed)
     assert "the wheel of flash-attn cannot be built" in error.what

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from imgkit_builder.recipe.load import APPENDED, ATOMIC, load, merge
 from imgkit_builder.recipe.problems import KeyPath, Position, RecipeErrors
-from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, TableEntry, YamlNode
+from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, YamlNode, children, plain
 
 Write = Callable[..., Path]
 HERE = Position(file=Path("x.yaml"), line=1, column=1)
@@ -20,19 +20,11 @@ HERE = Position(file=Path("x.yaml"), line=1, column=1)
 
 def tree(data: Any, place: Position = HERE) -> YamlNode:
     if isinstance(data, dict):
-        return Table(
-            position=place,
-            entries={key: TableEntry(key=place, value=tree(value, place)) for key, value in data.items()},
-        )
+        entries = {key: tree(value, place) for key, value in data.items()}
+        return Table(position=place, entries=entries, keys=dict.fromkeys(data, place))
     if isinstance(data, list):
         return Items(position=place, items=tuple(tree(item, place) for item in data))
     return Scalar(position=place, text=data)
-
-
-def plain(node: YamlNode) -> Any:
-    if isinstance(node, Table):
-        return {key: plain(entry.value) for key, entry in node.entries.items()}
-    return [plain(item) for item in node.items] if isinstance(node, Items) else node.text
 
 
 def reference(parent: Any, child: Any, path: KeyPath) -> Any:
@@ -98,8 +90,7 @@ def test_every_value_keeps_the_place_that_states_it(parent: Any, child: Any) -> 
     def scalars(node: YamlNode) -> list[tuple[str, str]]:
         if isinstance(node, Scalar):
             return [(node.text, node.position.file.name)]
-        below = node.items if isinstance(node, Items) else [entry.value for entry in node.entries.values()]
-        return [found for child in below for found in scalars(child)]
+        return [found for _, child in children(node) for found in scalars(child)]
 
     # Told apart by text: the same merge with the parent's and the child's texts marked.
     def marked(data: Any, mark: str) -> Any:

@@ -1,10 +1,13 @@
 """Each file in ``malformed`` is a case; ``# expect [FILE:]LINE:COL: KEY: WHAT`` lines end it.
 
-They are all its problems, in this order; WHAT is the beginning of the message.
+They are all its problems, in this order; WHAT is the beginning of the message. ``malformed.txt`` has the
+whole messages. After an intended change: ``IMGKIT_UPDATE_GOLDEN=1 pytest tests/unit/builder/recipe``, then
+review the diff.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from imgkit_entrypoints.terminal import shown
 
 FOLDER = Path(__file__).parent / "malformed"
 CASES = sorted(FOLDER.glob("*.yaml"))
+MESSAGES = FOLDER.with_suffix(".txt")
 
 
 def told(problem: Problem, case: Path) -> str:
@@ -48,6 +52,19 @@ def test_caret_stands_below_the_column(case: Path) -> None:
         assert caret.strip() == "^"
         assert len(caret) == 5 + len(shown(problem.source[: problem.position.column - 1]))
         assert source == f"    {shown(problem.source)}"
+
+
+def test_messages_are_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(FOLDER)
+    rows = []
+    for case in CASES:
+        with pytest.raises(RecipeErrors) as caught:
+            load(f"./{case.name}")
+        rows += [f"== {case.name}", str(caught.value).replace(str(FOLDER), "FOLDER"), ""]
+    messages = "\n".join(rows)
+    if os.environ.get("IMGKIT_UPDATE_GOLDEN") == "1":
+        MESSAGES.write_text(messages, encoding="utf-8")
+    assert messages == MESSAGES.read_text(encoding="utf-8")
 
 
 def test_enough_cases_are_there() -> None:

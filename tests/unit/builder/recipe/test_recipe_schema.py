@@ -13,13 +13,13 @@ import jsonschema
 import pytest
 import yaml
 
-from imgkit_builder.recipe import typecheck
+from imgkit_builder.recipe import schema
 from imgkit_builder.recipe.load import is_path, load
 from imgkit_entrypoints.errors import UsageError
 from imgkit_recipes import FOLDER
 
 Write = Callable[..., Path]
-SCHEMA: dict[str, Any] = json.loads(typecheck.schema_json())
+SCHEMA: dict[str, Any] = json.loads(schema.schema_json())
 MALFORMED = Path(__file__).parent / "malformed"
 
 NOT_FOR_A_SCHEMA = ("base-", "extends-", "env-", "binds", "copy-", "labels-own", "run-", "workdir", "apt-bad")
@@ -36,7 +36,7 @@ def test_schema_is_itself_valid() -> None:
 
 def test_check_jsonschema_accepts_the_shipped_recipes(tmp_path: Path) -> None:
     file = tmp_path / "schema.json"
-    file.write_text(typecheck.schema_json())
+    file.write_text(schema.schema_json())
     argv = [sys.executable, "-m", "check_jsonschema", "--schemafile", str(file)]
     done = subprocess.run([*argv, *map(str, FOLDER.glob("*.yaml"))], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout

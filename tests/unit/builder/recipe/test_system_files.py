@@ -167,7 +167,7 @@ def test_proof_of_a_shipped_system_is_what_is_there(name: str) -> None:
 
 
 def test_systems_of_a_site_have_names_too(site: Path, write: Write) -> None:
-    assert list(system_files.known())[-1] == "ours"
+    assert list(system_files.find_all())[-1] == "ours"
     assert load(write(f"{IMAGE}system: ours\n")).system.title == "ours"
     (site / "more.yaml").write_text("extends: ours\ntitle: more\n")
     (site / "more.yaml").chmod(0o644)
@@ -237,7 +237,7 @@ def test_system_of_a_site_leads_to_no_other_folder(site: Path, write: Write) -> 
 def test_folder_of_a_site_has_to_be_there(monkeypatch: pytest.MonkeyPatch, value: str, says: str) -> None:
     monkeypatch.setenv(system_files.VARIABLE, value)
     with pytest.raises(UsageError, match=re.escape(says)):
-        system_files.known()
+        system_files.find_all()
 
 
 def test_list_says_how_each_system_was_tested(site: Path) -> None:

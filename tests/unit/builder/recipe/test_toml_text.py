@@ -1,4 +1,4 @@
-"""TOML on a Python without a reader of it."""
+"""TOML texts, and what no reader of them takes."""
 
 from __future__ import annotations
 

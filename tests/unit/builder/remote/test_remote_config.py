@@ -1,4 +1,4 @@
-"""The list of remotes: addresses, the file that a person may edit, and its faults with their lines."""
+"""The list of remotes: addresses, the file that a person may edit, and its faults with their keys."""
 
 from __future__ import annotations
 
@@ -73,21 +73,33 @@ def test_other_lines_of_the_file_stay(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "what"),
+    ("text", "message"),
     [
-        ("[a]\naddress = 'x'\nkeep_s = 'soon'\n", 3, "a.keep_s"),
-        ("[a]\naddress = 'x'\n[b]\naddress = 'y'\nport = 22\n", 5, "b.port"),
-        ("[a]\nfolder = 'x'\n", 1, "a.address"),
-        ("# no\n\n[a]\naddress = '-oProxyCommand=x'\n", 4, "is not an address"),
-        ("[a]\naddress = 'x'\nfolder = \"/a'b\"\n", 3, "cannot be the folder"),
+        ("[a]\naddress = 'x'\nkeep_s = 'soon'\n", "a.keep_s: must be an integer"),
+        ("[a]\naddress = 'x'\nkeep_s = -1\n", "a.keep_s: must be 0 to 86400 seconds"),
+        ("[a]\naddress = 'x'\n[b]\naddress = 'y'\nport = 22\n", "b.port: unknown key"),
+        ("[a]\nfolder = 'x'\n", "a.address: is missing"),
+        ("a = 1\n", "a: must be a mapping"),
+        ("# no\n\n[a]\naddress = '-oProxyCommand=x'\n", "a.address: '-oProxyCommand=x' is not an address"),
+        ("[a]\naddress = 'x'\ntransfer = '-x'\n", "a.transfer: '-x' is not an address"),
+        ("[a]\naddress = 'x'\nfolder = \"/a'b\"\n", 'a.folder: "/a\'b" cannot be the folder of jobs'),
+        ("['a b']\naddress = 'x'\n", "a b: 'a b' is not a valid name of a remote"),
     ],
 )
-def test_fault_of_the_file_names_its_line(home: Path, text: str, line: int, what: str) -> None:
+def test_fault_of_the_file_names_its_key(home: Path, text: str, message: str) -> None:
     home.parent.mkdir()
     home.write_text(text)
-    with pytest.raises(UsageError, match=what) as caught:
+    with pytest.raises(UsageError) as caught:
         config.remotes()
-    assert caught.value.where == f"{home}:{line}"
+    assert (caught.value.where, caught.value.what) == (str(home), message)
+
+
+def test_syntax_error_of_the_file_names_its_line(home: Path) -> None:
+    home.parent.mkdir()
+    home.write_text("[a]\naddress = x\n")
+    with pytest.raises(UsageError, match="not TOML") as caught:
+        config.remotes()
+    assert caught.value.where == f"{home}:2"
 
 
 @pytest.mark.parametrize("text", ["[a\n", "a = [[[[", "\0", "[a]\n[a]\n"])

@@ -1,0 +1,217 @@
+"""Checks the files that a recipe names: they exist below its folder, and hold what an image can use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from imgkit_builder.recipe import requirements, uv_lock
+from imgkit_builder.recipe.problems import ANY, Collector, KeyPath, Position, nearest
+from imgkit_builder.recipe.rules import BadReference, parse_reference
+from imgkit_builder.recipe.yaml_tree import Scalar, Table, deepest, select
+from imgkit_entrypoints import files, secret_patterns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedFile:
+    """A value of a recipe that names a file or a folder."""
+
+    node: Scalar
+    path: KeyPath
+    problems: Collector
+    ngc_base: str
+    """The recipe's base if it is an image of NVIDIA's PyTorch; else empty."""
+
+    def error(self, message: str, hint: str = "") -> None:
+        """Report a problem at the value."""
+        self.problems.error(self.node.position, self.path, message, hint)
+
+
+def check(tree: Table, problems: Collector, faulty: Collection[KeyPath]) -> None:
+    """Report every file that is missing, lies outside of the recipe's folder, or cannot be used.
+
+    Values at a path of `faulty` have a problem already.
+    """
+    ngc_base = _ngc_base(tree)
+    for path, node in select(tree, "image", "pip", ANY, "packages", ANY):
+        if isinstance(node, Scalar):
+            _check_torch(node.text, ngc_base, node.position, path, problems)
+    for pattern, check_content in _KEYS.items():
+        for path, node in select(tree, *pattern):
+            if isinstance(node, Scalar) and node.type == "text" and path not in faulty:
+                named = NamedFile(node=node, path=path, problems=problems, ngc_base=ngc_base)
+                file = _resolve(named, folder_allowed=pattern[-1] in ("source", "project"))
+                if file is not None:
+                    check_content(file, named, tree)
+
+
+def _resolve(named: NamedFile, *, folder_allowed: bool) -> Path | None:
+    """Return the file that a value names, if it exists inside the folder of the recipe's file."""
+    text, folder = named.node.text, named.node.position.file.resolve().parent
+    try:
+        message, hint = _problem(text, folder, folder_allowed=folder_allowed)
+    except (OSError, ValueError, RuntimeError) as error:
+        # RuntimeError: a circle of links, before Python 3.13
+        message, hint = f"{text!r} cannot be checked: {error}", "name a file in the recipe's folder"
+    if message:
+        named.error(message, hint)
+        return None
+    return (folder / text).resolve()
+
+
+def _problem(text: str, folder: Path, *, folder_allowed: bool) -> tuple[str, str]:
+    """Return what is wrong with the file `text` of a recipe in `folder`, and a hint; empty if nothing is."""
+    named = folder / text
+    target = named.resolve()
+    if not text:
+        return "is empty", "name a file"
+    if Path(text).is_absolute() or text.startswith("~"):
+        return f"{text} is not relative", f"paths start at the recipe's folder, {folder}"
+    if not target.is_relative_to(folder):
+        way = " through a symbolic link" if ".." not in Path(text).parts else ""
+        return f"{text} leaves the recipe's folder{way}", f"put it below {folder}"
+    if not target.exists():
+        names = [entry.name for entry in named.parent.iterdir()] if named.parent.is_dir() else []
+        near = nearest(named.name, names)
+        return f"there is no {text} in {folder}", f"did you mean {near}?" if near else "create it"
+    if target.is_dir() and not folder_allowed:
+        return f"{text} is a folder", "name a file"
+    if not (target.is_dir() or target.is_file()):
+        return f"{text} is neither a file nor a folder", "name a regular file"
+    return "", ""
+
+
+def _ngc_base(tree: Table) -> str:
+    """Return the recipe's base if it is an image of NVIDIA's PyTorch, from any registry; else nothing."""
+    node, path = deepest(tree, ("image", "base"))
+    if len(path) < 2 or not isinstance(node, Scalar):
+        return ""
+    try:
+        repository = parse_reference(node.text).repository
+    except BadReference:
+        return ""
+    return node.text if f"/{repository}".endswith("/nvidia/pytorch") else ""
+
+
+def _check_torch(text: str, base: str, position: Position, path: KeyPath, problems: Collector) -> None:
+    """Report a requirement that no version in the NGC image `base` fulfils: its torch is NVIDIA's own build.
+
+    ``2.3.0a0+40ec155e58.nv24.03`` is a pre-release, and equals no version that an index has.
+    """
+    name = requirements.released_pin(text) if base else ""
+    if name:
+        message = f"{text!r} would replace the {name} of {base}, which imgkit keeps: the build would fail"
+        hint = f"remove the version: {name}; or choose a base with that version of {name}"
+        problems.error(position, path, message, hint)
+
+
+def _accept(file: Path, named: NamedFile, tree: Table) -> None:
+    """Take any content: code is only copied."""
+
+
+def _check_requirements(file: Path, named: NamedFile, tree: Table) -> None:
+    """Report lines that name further files: only this one goes into the image."""
+    problems = named.problems
+    try:
+        lines = files.read_text(file).splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        problems.error(Position(file=file, line=1, column=1), named.path, f"cannot be read: {error}")
+        return
+    problems.lines[file] = lines
+    for number, line in enumerate(lines, start=1):
+        text, start = line.strip(), Position(file=file, line=number, column=1)
+        if requirements.names_other_file(line):
+            position = Position(file=file, line=number, column=len(line) - len(line.lstrip()) + 1)
+            message = f"{text!r} names a file that is not in the image"
+            problems.error(position, named.path, message, "write its lines here")
+        _check_torch(text, named.ngc_base, start, named.path, problems)
+        if secret := secret_patterns.in_value(text):
+            problems.warn(start, named.path, f"this looks like {secret}", IN_HISTORY)
+
+
+def _check_certificate(file: Path, named: NamedFile, tree: Table) -> None:
+    """Report a file that is not a certificate as PEM text, or that holds a private key."""
+    try:
+        data = files.read_bytes(file)
+    except OSError as error:
+        named.error(f"{file.name} cannot be read: {error.strerror}")
+        return
+    if b"PRIVATE KEY-----" in data:
+        hint = f"keep only the certificate: openssl x509 -in {file.name} -out certificate.crt"
+        named.error(f"{file.name} holds a private key, which would be in the image", hint)
+    elif b"-----BEGIN CERTIFICATE-----" not in data:
+        hint = f"if it is DER, convert it: openssl x509 -inform der -in {file.name} -out certificate.crt"
+        named.error(f"{file.name} is not a certificate in PEM form", hint)
+
+
+def _check_project(folder: Path, named: NamedFile, tree: Table) -> None:
+    """Report a folder without a usable pyproject.toml."""
+    if not (folder / requirements.PYPROJECT).is_file():
+        hint = "name the folder that has one" if folder.is_dir() else "name a folder"
+        if (folder / "setup.py").is_file():
+            hint = 'add one next to setup.py: [build-system] with requires = ["setuptools"]'
+        named.error(f"{folder.name} has no {requirements.PYPROJECT}", hint)
+        return
+    try:
+        dependencies = requirements.of_project(folder)
+    except (OSError, ValueError) as error:
+        named.error(f"its {requirements.PYPROJECT} cannot be read: {error}")
+        return
+    for dependency in dependencies:
+        # PEP 508 spells a path "NAME @ file:...".
+        if requirements.names_other_file(dependency.rpartition("@")[2]):
+            message = f"depends on {dependency!r}, a path that is not in the image"
+            named.error(message, "add a pip step with a project of its own before this one")
+        _check_torch(dependency, named.ngc_base, named.node.position, named.path, named.problems)
+
+
+def _check_uv_project(folder: Path, named: NamedFile, tree: Table) -> None:
+    """Report a folder without a usable uv.lock, or whose pyproject.toml has changed since."""
+    for name in (requirements.PYPROJECT, uv_lock.UV_LOCK):
+        if not (folder / name).is_file():
+            is_lock = name == uv_lock.UV_LOCK and folder.is_dir()
+            named.error(
+                f"{folder.name} has no {name}", "write it: uv lock" if is_lock else "name the folder of one"
+            )
+            return
+    extras, groups = (_texts(tree, "image", "uv", key, ANY) for key in ("extras", "groups"))
+    try:
+        changed = uv_lock.stale(folder, extras=extras, groups=groups)
+    except (OSError, ValueError) as error:
+        named.error(f"its uv.lock cannot be used: {error}")
+        return
+    for name in changed:
+        message = f"uv.lock is not up to date: {_line(folder, name)} and the lock differ about {name}"
+        named.error(message, "write it again: uv lock")
+
+
+def _texts(tree: Table, *pattern: str) -> Sequence[str]:
+    return [node.text for _, node in select(tree, *pattern) if isinstance(node, Scalar)]
+
+
+def _line(folder: Path, name: str) -> str:
+    """Return ``pyproject.toml:7`` for the first line that names a distribution, or the file's name."""
+    lines = files.read_text(folder / requirements.PYPROJECT).splitlines()
+    spelling = rf"(?<![A-Za-z0-9]){re.sub('-', '[-_.]+', name)}(?![A-Za-z0-9_.-])"
+    for number, line in enumerate(lines, start=1):
+        if re.search(spelling, line, re.IGNORECASE):
+            return f"{requirements.PYPROJECT}:{number}"
+    return requirements.PYPROJECT
+
+
+IN_HISTORY = (
+    "it stays in the image's history; write ${NAME} instead, in a requirements file or a command, and "
+    "declare the variable: secrets: [{id: mine, env: NAME}], with secrets: [mine] in the step"
+)
+"""The hint for a secret in a step of the build."""
+
+_KEYS: dict[tuple[str, ...], Callable[[Path, NamedFile, Table], None]] = {
+    ("image", "ca", ANY): _check_certificate,
+    ("image", "uv", "project"): _check_uv_project,
+    ("image", "pip", ANY, "requirements"): _check_requirements,
+    ("image", "pip", ANY, "project"): _check_project,
+    ("image", "copy", ANY, "source"): _accept,
+}
+"""Keys that name a file in the recipe's folder, and the check of its content."""
