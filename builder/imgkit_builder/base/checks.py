@@ -25,15 +25,15 @@ class Check:
 
 
 def passed(checks: Sequence[Check]) -> bool:
-    """Whether no check failed."""
+    """Return whether no check failed."""
     return all(check.verdict != "fail" for check in checks)
 
 
-def to_dict(checks: Sequence[Check], **about: Any) -> dict[str, Any]:
-    """The JSON form: ``{"schema": 1, "passed": ..., "checks": [...], **about}``."""
+def to_dict(checks: Sequence[Check], **fields: Any) -> dict[str, Any]:
+    """Return the JSON form: ``{"schema": 1, **fields, "passed": ..., "checks": [...]}``."""
     return {
         "schema": SCHEMA,
-        **about,
+        **fields,
         "passed": passed(checks),
         "checks": [dataclasses.asdict(check) for check in checks],
     }

@@ -22,7 +22,7 @@ class Reporter(Protocol):
 
 
 class Silent:
-    """Reports nothing."""
+    """Ignores all progress."""
 
     def stage(self, text: str) -> None:
         """Ignore."""

@@ -197,7 +197,7 @@ class Connection:
         )
 
     def _explained(self, error: Exited, host: str) -> ToolFailed:
-        said = "\n".join(error.said.splitlines()[-_SHOWN_LINES:])
+        said = "\n".join(error.errors.splitlines()[-_SHOWN_LINES:])
         if error.code != SSH_FAILED and error.code > 0:
             return ScriptFailed(
                 f"a command on {host} failed with exit code {error.code}",
@@ -205,10 +205,10 @@ class Connection:
                 code=error.code,
                 said=said,
             )
-        hint = fanout.after(error.said, host)
-        if "Permission denied" in error.said and not self.ask:
+        hint = fanout.after(error.errors, host)
+        if "Permission denied" in error.errors and not self.ask:
             check = f"in a terminal, where ssh can ask: imgkit remote check {self.remote.name}"
-            again = fanout.SECOND_FACTOR in error.said and self.control
+            again = fanout.SECOND_FACTOR in error.errors and self.control
             hint = f"{check}; then this command again" if again else f"{check}; or without questions: {hint}"
         what, hint = process.quoted(f"ssh to {host} failed", said or "the connection was lost", hint)
         return Cut(what, where=self.remote.name, hint=hint)
