@@ -85,7 +85,7 @@ def of_job(job: Job | ImageJob, flags: AnyRequest, project: ProjectFile | None) 
     """Yield every value of `job` with its source; `flags` holds the flags alone."""
     positions = job.recipe.positions
     # --no-code decides the code, too.
-    flag_of = {word.lstrip("-").removeprefix("no-"): word for word in given(flags)}
+    flag_of = {flag.lstrip("-").removeprefix("no-"): flag for flag in given(flags)}
     if isinstance(flags, Request) and flags.command:
         flag_of["command"] = "--"
     for name, (value, *keys) in _single_values(job).items():
