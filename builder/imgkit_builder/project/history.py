@@ -103,6 +103,7 @@ def ending(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> En
     if record.state in ("done", "failed"):
         # An earlier look recorded it while the scheduler still knew the job.
         return Ending(record=record)
+    # The tasks of an array have run folders of their own, so there is no single exit code.
     code = None
     if not record.array:
         answer = run(("cat", "--", str(run_of(record) / stop_protocol.RESULT)))

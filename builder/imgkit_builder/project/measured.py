@@ -44,6 +44,7 @@ def tail(folder: Path) -> LastNumbers:
 
 def last_lines(file: Path) -> bytes:
     """Return the last 64 KiB of `file`; nothing if it cannot be read."""
+    # Of a long run, reading all lines would take longer than the verb itself.
     try:
         with files.open_regular(file) as stream:
             stream.seek(0, io.SEEK_END)

@@ -49,6 +49,7 @@ def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
     from imgkit_builder.recipe import load
 
     facts, scheduler = parent.system.queue, parent.system.scheduler
+    # A key that the scheduler does not use would be refused, or mislead.
     used = systems.named(scheduler).uses
     required = _required_keys(parent)
     # A recipe that is a file is named by a path from the folder, so that both can move or be cloned together.
@@ -118,6 +119,7 @@ def write(folder: Path, contents: Mapping[str, str], *, keep: bool) -> tuple[Pat
     ------
     UsageError : a value is wrong or, without `keep`, some are there already; nothing is written.
     """
+    # A wrong flag is found before any file is written.
     toml_file.parse(contents[toml_file.NAME], folder / toml_file.NAME)
     existing = [name for name in contents if os.path.lexists(folder / name)]
     if existing and not keep:

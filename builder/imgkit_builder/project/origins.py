@@ -36,7 +36,8 @@ def under(request: _Kind, project: ProjectFile | None) -> _Kind:
         changes["directory"] = project.file.parent
         # Pods have no folder of this machine, so they must know who named it.
         names["directory"] = file
-    if isinstance(request, Request):  # a job that makes a .sif has neither variables nor code
+    # A job that makes a .sif has neither variables nor code.
+    if isinstance(request, Request):
         flag_variables = set(map(_variable_name, request.env))
         inherited = (item for item in values.env if _variable_name(item) not in flag_variables)
         changes["env"] = (*inherited, *request.env)
@@ -88,9 +89,11 @@ def of_job(job: Job | ImageJob, flags: AnyRequest, project: ProjectFile | None) 
     flag_of = {flag.lstrip("-").removeprefix("no-"): flag for flag in given(flags)}
     if isinstance(flags, Request) and flags.command:
         flag_of["command"] = "--"
+    # Every field has the name of its flag, so that one table serves flags, file and recipe.
     for name, (value, *keys) in _single_values(job).items():
         flag = flag_of.get(name, "")
         if value or flag or name not in ("delta", "code"):
+            # The first key that the recipe states counts: cpus_per_gpu before cpus.
             paths = [tuple(key.split(".")) for key in keys]
             default = next((positions[path] for path in paths if path in positions), None)
             text = "" if value is None else str(value)
@@ -147,12 +150,14 @@ def _binds_and_env(job: Job, flags: Request, project: ProjectFile | None) -> Ite
     for number, bind in enumerate(job.binds):
         position = file_positions.get("binds") if bind in values.binds else None
         flag = "--bind" if bind in flags.binds else ""
+        # The recipe's binds come first; a flag may repeat one of them.
         if number < recipe_binds:
             position, flag = job.recipe.positions.get(("system", "runtime", "binds", number)), ""
         yield ValueSource(name="bind", value=bind, flag=flag, position=None if flag else position)
     flag_variables = set(map(_variable_name, flags.env))
     file_variables = set(map(_variable_name, values.env))
     for name in (*job.env, *job.names):
+        # The value of a variable that the user only names may be a secret.
         text = f"{name}={job.env[name]}" if name in job.env else f"{name} (with its value from here)"
         flag = "--env" if name in flag_variables else ""
         position = file_positions.get("env") if name in file_variables and not flag else None
