@@ -49,7 +49,7 @@ def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
     from imgkit_builder.recipe import load
 
     facts, scheduler = parent.system.queue, parent.system.scheduler
-    # A key that the scheduler does not use would be refused, or mislead.
+    # imgkit submit warns of a key that the scheduler does not use.
     used = systems.named(scheduler).uses
     required = _required_keys(parent)
     # A recipe that is a file is named by a path from the folder, so that both can move or be cloned together.
