@@ -34,9 +34,9 @@ from imgkit_builder.archive.tar_read import (
     expanded,
 )
 from imgkit_builder.base import files
+from imgkit_builder.base.files import FULL
 from imgkit_builder.base.sizes import size_text
 from imgkit_entrypoints.errors import CheckFailed
-from imgkit_entrypoints.files import FULL
 
 _HEADER_BYTES = 64 << 10
 """Read at once where only headers count, and the rest is passed over."""

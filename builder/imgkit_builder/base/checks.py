@@ -29,11 +29,11 @@ def passed(checks: Sequence[Check]) -> bool:
     return all(check.verdict != "fail" for check in checks)
 
 
-def to_dict(checks: Sequence[Check], **fields: Any) -> dict[str, Any]:
-    """Return the JSON form: ``{"schema": 1, **fields, "passed": ..., "checks": [...]}``."""
+def to_dict(checks: Sequence[Check], **context: Any) -> dict[str, Any]:
+    """Return the JSON form: ``{"schema": 1, "passed": ..., "checks": [...], **context}``."""
     return {
         "schema": SCHEMA,
-        **fields,
+        **context,
         "passed": passed(checks),
         "checks": [dataclasses.asdict(check) for check in checks],
     }

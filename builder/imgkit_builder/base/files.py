@@ -12,9 +12,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-# This module extends that of the nodes' half: callers find the functions of both in it.
-from imgkit_entrypoints.files import *  # noqa: F403
-from imgkit_entrypoints.files import make_own_folder, put
+# Handed on under the same names; sorting would give each a statement of its own.
+# isort: off
+from imgkit_entrypoints.files import (
+    FULL as FULL,
+    TEMPORARY as TEMPORARY,
+    append as append,
+    create as create,
+    foreign as foreign,
+    foreign_folder as foreign_folder,
+    make_own_folder as make_own_folder,
+    open_own as open_own,
+    open_regular as open_regular,
+    publish as publish,
+    put as put,
+    read_bytes as read_bytes,
+    read_own as read_own,
+    read_text as read_text,
+    remove as remove,
+    sync as sync,
+    temporary_files as temporary_files,
+    temporary_name as temporary_name,
+    writing as writing,
+)
+# isort: on
 
 CHUNK_BYTES = 1 << 20
 
@@ -38,12 +59,11 @@ def ends_with(stream: BinaryIO, mark: bytes) -> bool:
 
 
 def described(stream: BinaryIO, start: int, size_bytes: int, mark: bytes) -> bytes | None:
-    """Return the text at the end of `size_bytes` from byte `start` on; None if it is missing or cut short."""
+    """Return the text at the end of `size_bytes` from byte `start` on; None if there is none or it is cut."""
     stream.seek(max(start + size_bytes - _END.size, 0))
     tail = stream.read(_END.size)
-    length, tail_mark = _END.unpack(tail) if len(tail) == _END.size else (0, b"")
-    # The length comes from a file of anybody: it decides neither how much is read nor from where.
-    if tail_mark != mark or not 0 < length <= min(_MOST_DESCRIPTION_BYTES, size_bytes - _END.size):
+    length, actual_mark = _END.unpack(tail) if len(tail) == _END.size else (0, b"")
+    if actual_mark != mark or not 0 < length <= min(_MOST_DESCRIPTION_BYTES, size_bytes - _END.size):
         return None
     stream.seek(start + size_bytes - _END.size - length)
     return stream.read(length)
@@ -52,9 +72,9 @@ def described(stream: BinaryIO, start: int, size_bytes: int, mark: bytes) -> byt
 def sha256(
     stream: BinaryIO, start: int, size_bytes: int, *, advance: Callable[[int, int | None], None] | None = None
 ) -> str:
-    """Return the hex digest of `size_bytes` of `stream` from byte `start` on, or of fewer at its end.
+    """Return the hex digest of `size_bytes` of `stream` from byte `start` on, or of fewer where it ends.
 
-    `advance` gets the bytes read so far and `size_bytes`.
+    `advance` gets the bytes done and `size_bytes`.
     """
     return sha256_begun(stream, start, size_bytes, advance=advance).hexdigest()
 
@@ -62,14 +82,14 @@ def sha256(
 def sha256_begun(
     stream: BinaryIO, start: int, size_bytes: int, *, advance: Callable[[int, int | None], None] | None = None
 ) -> hashlib._Hash:
-    """Return the digest of `sha256`, to which the caller can add what follows."""
-    digest, read_so_far = hashlib.sha256(), 0
+    """Return the digest of `sha256` as an object, to which the caller adds what follows."""
+    digest, position = hashlib.sha256(), 0
     stream.seek(start)
-    while chunk := stream.read(max(0, min(CHUNK_BYTES, size_bytes - read_so_far))):
+    while chunk := stream.read(max(0, min(CHUNK_BYTES, size_bytes - position))):
         digest.update(chunk)
-        read_so_far += len(chunk)
+        position += len(chunk)
         if advance:
-            advance(read_so_far, size_bytes)
+            advance(position, size_bytes)
     return digest
 
 
@@ -95,28 +115,25 @@ def _xdg(variable: str, fallback: str) -> Path:
         return Path(value) / "imgkit"
     try:
         return Path.home() / fallback / "imgkit"
-    except RuntimeError:
-        # Without any home folder, nothing can be written there, as in a read-only one.
+    except RuntimeError:  # no home folder at all: nothing can be written there, as in a read-only one
         return Path("/dev/null") / fallback / "imgkit"
 
 
 def fullest(*folders: Path) -> Path:
-    """Return that of the existing `folders` whose disk has the least free space."""
+    """Return the one of `folders`, which exist, whose disk has the least free space."""
     return min(folders, key=lambda folder: shutil.disk_usage(folder).free)
 
 
 def where_full(error: OSError) -> str:
-    """Return the file whose disk is full; if `error` does not name it, the fullest folder of imgkit."""
+    """Return the file whose disk is full; if `error` names none, the fullest folder that imgkit writes to."""
     if error.filename:
         return str(error.filename)
-    # Which of them it was, the system does not say; mostly it is the fullest.
-    written = (Path.cwd(), Path(tempfile.gettempdir()), state_dir(), cache_dir())
-    return str(fullest(*filter(Path.is_dir, written)))
+    folders = (Path.cwd(), Path(tempfile.gettempdir()), state_dir(), cache_dir())
+    return str(fullest(*(folder for folder in folders if folder.is_dir())))
 
 
 def write_cache(target: Path, text: str) -> None:
-    """Write a file of `cache_dir`, if that can be written."""
-    # A read-only HOME, as on some clusters' compute nodes, costs time, no more.
+    """Write a file of `cache_dir` if that can be written: a read-only HOME costs time, no more."""
     with contextlib.suppress(OSError):
         make_own_folder(cache_dir())
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ class Reporter(Protocol):
 
 
 class Silent:
-    """Ignores all progress."""
+    """Reports nothing."""
 
     def stage(self, text: str) -> None:
         """Ignore."""
