@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -32,7 +33,7 @@ _SHOWN = 200
 """Characters of a line that an error quotes."""
 _POLL_S = 0.02
 GIT = ("git", "--no-optional-locks", "-c", "core.fsmonitor=false")
-"""Words before a question to git, which would run a program that a folder of another person names."""
+"""The start of a read-only git command: git would run a monitor that a folder of another user names."""
 
 # Arguments: the pid of imgkit, then the program. The kernel remembers the request through exec. Python
 # ignores the two signals, and the program would inherit that.
@@ -53,39 +54,40 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-class _Flood(ToolFailed):
+class _TooMuch(ToolFailed):
     """A program printed more than `MOST_BYTES`."""
 
-    excess = ""
+    kind = ""
 
     def __init__(self, program: str, start: bytes) -> None:
-        limit = f"{MOST_BYTES >> 20} MB"
-        super().__init__(f"{program} printed more than {limit} {self.excess} first line: {first_line(start)}")
+        super().__init__(
+            f"{program} printed more than {MOST_BYTES >> 20} MB {self.kind} first line: {first_line(start)}"
+        )
         self.start = start
-        """What it printed before imgkit ended it, or the first of its errors."""
+        """What it printed first."""
 
 
-class TooLong(_Flood):
+class TooLong(_TooMuch):
     """A program printed more than `MOST_BYTES` of output."""
 
-    excess = "instead of a short answer; its"
+    kind = "instead of a short answer; its"
 
 
-class ErrorsTooLong(_Flood):
+class ErrorsTooLong(_TooMuch):
     """A program printed more than `MOST_BYTES` of error messages, and nothing else meanwhile."""
 
-    excess = "of error messages; their"
+    kind = "of error messages; their"
 
 
 class Exited(ToolFailed):
     """A program of `through` failed."""
 
-    def __init__(self, program: str, code: int, errors: str, hint: str) -> None:
-        message, hint = quoted(f"{program} failed with exit code {code}", errors, hint)
+    def __init__(self, program: str, code: int, errors: bytes, hint: str) -> None:
+        self.errors = errors.decode(errors="replace").strip()
+        """The end of its standard error."""
+        message, hint = quoted(f"{program} failed with exit code {code}", self.errors, hint)
         super().__init__(message, hint=hint or None)
         self.code = code
-        self.errors = errors
-        """The end of its standard error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,13 +105,16 @@ class Finished:
 
 
 def first_line(output: bytes) -> str:
-    """Return the first line with text in what a program printed, as quoted in errors."""
+    """Return the first line with text in a program's output, as quoted in errors."""
     text = output[:_PIECE].decode(errors="replace").strip()
     return text.split("\n", 1)[0].strip()[:_SHOWN] or "(nothing)"
 
 
 def quoted(message: str, output: str, hint: str = "") -> tuple[str, str]:
-    """Return message and hint of an error: one line of output joins the message, more lines the hint."""
+    """Return the message and hint of an error about a program, with the end of its `output`.
+
+    One line of output goes into the message, more lines into the hint.
+    """
     lines = output.splitlines()[-TAIL_LINES:]
     if len(lines) < 2:
         return f"{message}: {output}" if output else message, hint
@@ -135,7 +140,7 @@ def attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None) ->
 
     Parameters
     ----------
-    until : asked from time to time; when it is true, the program is ended, and the result is 0.
+    until : called from time to time; when it returns true, the program is ended, and the result is 0.
 
     Raises
     ------
@@ -151,6 +156,7 @@ def attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None) ->
         if until is not None:
             threading.Thread(target=_end_when, args=(program, until), daemon=True).start()
         try:
+            # A stream that is no terminal is inherited: a file takes what is printed as it is.
             if source := program.stdout or program.stderr:
                 pass_on = terminal.passing(to_err=not out)
                 while chunk := os.read(source.fileno(), PIPE_BYTES):
@@ -158,20 +164,20 @@ def attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None) ->
             code = program.wait()
             return 0 if until is not None and code == -signal.SIGTERM else code
         except KeyboardInterrupt:
-            return 130  # the program got the same Ctrl-C
+            # The program got the same Ctrl-C, and ends by itself.
+            return 130
 
 
 def _end_when(program: subprocess.Popen[bytes], is_over: Callable[[], bool]) -> None:
-    """End `program` a moment after `is_over` is true; it is asked soon at first, then every 10 seconds."""
+    """End `program` a moment after `is_over`, which is called soon at first, then every 10 seconds."""
     for wait_s in itertools.chain((1.0, 1.0, 2.0, 3.0, 5.0), itertools.repeat(10.0)):
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             program.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ImgkitError):  # no answer this time
-                if is_over():
-                    break
-        else:
             return
+        # A scheduler that does not answer this time may answer the next.
+        with contextlib.suppress(ImgkitError):
+            if is_over():
+                break
     with contextlib.suppress(subprocess.TimeoutExpired):
         program.wait(2.0)  # for what tail, which looks once a second, has not shown
     program.terminate()
@@ -188,19 +194,19 @@ def become(argv: Sequence[str], *, cwd: Path) -> NoReturn:
     os.chdir(cwd)
     sys.stdout.flush()
     sys.stderr.flush()
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and children inherit that
+    # Python ignores these two, and the program would inherit that.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     os.execvp(argv[0], list(argv))  # noqa: S606 - an argv list, no shell
 
 
 def bound(argv: Sequence[str]) -> list[str]:
-    """Return the argv that starts `argv`, a path first, so that it ends when imgkit is killed with -9.
+    """Return the argv that starts `argv`, a program's path and arguments, and ends it if imgkit is killed.
 
-    Notes
-    -----
-    Only Linux can do that, and a process that has become another user may be unable to start its Python:
-    then the result is `argv` itself. The program ends with the thread that starts it, which has to wait.
+    The program ends with the thread that starts it, which has to wait.
     """
+    # Only Linux can do that, and a process that has become another user may be unable to start its Python:
+    # then the program starts without it.
     if sys.platform != "linux" or not os.access(sys.executable, os.X_OK):
         return list(argv)
     return [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), *argv]
@@ -223,8 +229,6 @@ def run(
     """
     command = tuple(map(str, argv))
     need(command[0], hint, env)
-    pieces: collections.deque[str] = collections.deque()
-    length = 0
     with subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
@@ -237,12 +241,12 @@ def run(
     ) as process:
         assert process.stdout is not None  # noqa: S101 - for the type checker: stdout=PIPE
         try:
-            while piece := process.stdout.read(_PIECE):
-                pieces.append(piece)
-                length += len(piece)
-                while length > MOST_BYTES:
-                    length -= len(pieces.popleft())
+            # Every piece but the last is full, so that this keeps the last `MOST_BYTES` characters.
+            pieces = collections.deque(
+                iter(partial(process.stdout.read, _PIECE), ""), maxlen=MOST_BYTES // _PIECE
+            )
         except BaseException:
+            # Ctrl-C ends us while the program may ignore it.
             process.kill()
             raise
     finished = Finished(argv=command, returncode=process.returncode, output="".join(pieces))
@@ -261,13 +265,13 @@ def answer(output: Generator[bytes, None, None], program: str) -> bytes:
     ------
     TooLong : it is more than `MOST_BYTES`; the program has been ended.
     """
-    data = bytearray()
+    text = bytearray()
     with contextlib.closing(output):
         for chunk in output:
-            data += chunk
-            if len(data) > MOST_BYTES:
-                raise TooLong(program, bytes(data))
-    return bytes(data)
+            text += chunk
+            if len(text) > MOST_BYTES:
+                raise TooLong(program, bytes(text))
+    return bytes(text)
 
 
 def through(
@@ -291,117 +295,80 @@ def through(
     ErrorsTooLong : it prints errors without end; it has been ended.
     """
     need(argv[0], hint)
-    errors = _Errors(argv[0])
     with subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, cwd=cwd
     ) as program:
         try:
-            yield from pumped(program, iter(chunks), hold=hold, errors=errors)
-            _wait_for_end(program, errors)
+            errors = yield from pump(program, iter(chunks), hold=hold, name=argv[0])
         finally:
             # Reached on errors and when the reader stops early; harmless once the program has ended.
             program.kill()
     if program.returncode != 0:
-        raise Exited(argv[0], program.returncode, errors.end.decode(errors="replace").strip(), hint)
+        raise Exited(argv[0], program.returncode, errors, hint)
 
 
-class _Errors:
-    """What a program prints to its standard error: the first piece, the end, and how much."""
+def pump(
+    program: subprocess.Popen[bytes], chunks: Iterator[bytes], *, hold: bool = False, name: str = ""
+) -> Generator[bytes, None, bytes]:
+    """Feed `chunks` to the running `program`, yield its output, and return the end of its errors.
 
-    def __init__(self, program: str) -> None:
-        self.end = bytearray()
-        self._program, self._start, self._count = program, b"", 0
-
-    def add(self, data: bytes) -> None:
-        """Take a piece.
-
-        Raises
-        ------
-        ErrorsTooLong : they are more than `MOST_BYTES` since the last progress.
-        """
-        self._start = self._start or data
-        self.end += data
-        del self.end[:-_ERROR_BYTES]
-        self._count += len(data)
-        if self._count > MOST_BYTES:
-            raise ErrorsTooLong(self._program, self._start)
-
-    def note_progress(self) -> None:
-        """Count anew: a program that reads or answers may have a warning for each of many files."""
-        self._count = 0
-
-
-def pumped(
-    program: subprocess.Popen[bytes],
-    chunks: Iterator[bytes],
-    *,
-    hold: bool = False,
-    errors: _Errors | None = None,
-) -> Iterator[bytes]:
-    """Feed `chunks` to the running `program` and yield its output until that ends.
-
-    `hold` leaves its standard input open behind the last chunk. `errors` receives its standard error, if that
-    is a pipe.
+    Parameters
+    ----------
+    program : its standard input and output are pipes without buffers; its standard error may be one.
+    hold : leave its standard input open behind the last chunk.
+    name : the program's name in errors.
 
     Raises
     ------
-    ErrorsTooLong : as `_Errors.add`.
+    ErrorsTooLong : it prints errors without end, and neither reads nor answers meanwhile.
     """
-    errors = errors or _Errors(str(program.args))
     assert program.stdin is not None  # noqa: S101 - for the type checker: both are pipes
     assert program.stdout is not None  # noqa: S101
-    sink, source = program.stdin, program.stdout
+    sink, source, errors = program.stdin, program.stdout, program.stderr
+    # A blocking write could wait for a program that waits for us to read its output.
     os.set_blocking(sink.fileno(), False)
-    for end in (sink, source):
+    for pipe in (sink, source):
         # Fewer, larger writes; beyond a user's pipe quota this is refused, and the default stays.
         with contextlib.suppress(OSError, AttributeError):
-            fcntl.fcntl(end, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    pending, is_fed = memoryview(b""), False
-    sources = [source, program.stderr] if program.stderr else [source]
-    while True:
-        while not pending and not is_fed:
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    waiting, is_fed = memoryview(b""), False
+    pipes = [source, errors] if errors else [source]
+    first_errors, last_errors, error_bytes = b"", b"", 0
+    has_ended = False
+    while not has_ended:
+        while not waiting and not is_fed:
             chunk = next(chunks, None)
-            if chunk is None:
-                is_fed = True
-                if not hold:
-                    sink.close()
-            else:
-                pending = memoryview(chunk)
-        readable, writable, _ = select.select(sources, [sink] if pending else [], [])
+            waiting, is_fed = memoryview(chunk or b""), chunk is None
+            if is_fed and not hold:
+                sink.close()
+        # What a program leaves behind, such as a shared connection of ssh, may hold its standard error open:
+        # after its output, only its own end counts. What it printed until then is read once more.
+        has_ended = source.closed and program.poll() is not None
+        timeout_s = None if not source.closed else 0.0 if has_ended else _POLL_S
+        readable, writable, _ = select.select(pipes, [sink] if waiting else [], [], timeout_s)
         if writable:
             try:
-                pending = pending[os.write(sink.fileno(), pending) :]
+                waiting = waiting[os.write(sink.fileno(), waiting) :]
             except BrokenPipeError:
-                pending, is_fed = memoryview(b""), True
+                # It has read enough; whether that is an error, its exit code says.
+                waiting, is_fed = memoryview(b""), True
                 sink.close()
         if writable or source in readable:
-            errors.note_progress()
-        if program.stderr in readable and not _read_errors(program, errors):
-            sources = [source]
+            error_bytes = 0  # a program that reads or answers may have a warning for each of many files
+        if errors and errors in readable:
+            data = os.read(errors.fileno(), PIPE_BYTES)
+            if not data:
+                pipes.remove(errors)
+            first_errors, last_errors = first_errors or data, (last_errors + data)[-_ERROR_BYTES:]
+            error_bytes += len(data)
+            if error_bytes > MOST_BYTES:
+                raise ErrorsTooLong(name, first_errors)
         if source in readable:
             data = os.read(source.fileno(), PIPE_BYTES)
-            if not data:
+            if data:
+                yield data
+            else:
+                pipes.remove(source)
                 source.close()
-                return
-            yield data
-
-
-def _read_errors(program: subprocess.Popen[bytes], errors: _Errors) -> bool:
-    """Add what `program` has printed to its standard error to `errors`; False at the end of that."""
-    assert program.stderr is not None  # noqa: S101 - for the type checker: stderr=PIPE
-    data = os.read(program.stderr.fileno(), PIPE_BYTES)
-    errors.add(data)
-    return bool(data)
-
-
-def _wait_for_end(program: subprocess.Popen[bytes], errors: _Errors) -> None:
-    """Wait for the end of `program`, whose output has ended, and hear what it prints until then.
-
-    What it leaves behind, such as a shared connection of ssh, may hold its standard error open.
-    """
-    streams = [program.stderr] if program.stderr else []
-    while program.poll() is None:
-        if select.select(streams, [], [], _POLL_S)[0] and not _read_errors(program, errors):
-            program.wait()
-    if select.select(streams, [], [], 0)[0]:
-        _read_errors(program, errors)
+                waiting, is_fed = memoryview(b""), True
+    return last_errors

@@ -130,7 +130,7 @@ def _into_job(job_id: str, node: str, *, look: bool) -> tuple[tuple[str, ...], s
     record = submit.record_of(job_id)
     line = f"export IMGKIT_RUN_DIR={shlex.quote(str(history.run_of(record)))}; {record.shell_line}"
     entry = systems.named(record.system).enter(record, line, node)
-    state = history.asked(record, runner(record)).state if look else ""
+    state = history.refresh_state(record, runner(record)).state if look else ""
     if state in (*history.FINAL, "pending"):
         raise UsageError(
             f"the job {record.handle} {'waits' if state == 'pending' else 'has ended'}",

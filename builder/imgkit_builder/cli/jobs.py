@@ -180,7 +180,7 @@ def verb_status(
         return
     record = submit.record_of(job_id)
     run = runner(record)
-    now = history.asked(record, run)
+    now = history.refresh_state(record, run)
     if now.state in history.FINAL:
         _ended(record, history.ending(now, run), as_json=as_json)
         return
@@ -242,21 +242,21 @@ def _ended(before: SubmittedJob, ending: Ending, *, as_json: bool) -> None:
             submit.keep(record)
     folder = None if record.array else history.run_of(record)
     if as_json:
-        data: dict[str, Any] = {"schema": SCHEMA, "command": ending.words, "exit_code": 0}
+        data: dict[str, Any] = {"schema": SCHEMA, "command": ending.argv, "exit_code": 0}
         data |= {"output": ending.output, "state": record.state, "folder": str(folder) if folder else None}
         data |= {"code": dataclasses.asdict(record.code)} if record.code else {}
         show(data, as_json=True)
         return
-    if ending.words:
+    if ending.argv:
         there = f"on {record.remote}: " if record.remote else ""
-        terminal.err(f"imgkit: {there}{shlex.join(ending.words)}")
+        terminal.err(f"imgkit: {there}{shlex.join(ending.argv)}")
         terminal.passing()(systems.named(record.system).brief(ending.output).encode())
     why = {
         "done": "completed",
         "failed": "failed" if ending.code is None else f"failed with exit code {ending.code}",
         "ended": "has ended; neither the scheduler nor the run folder knows how",
     }[record.state]
-    by = "" if ending.words or record.state == "ended" else ", by its run folder"
+    by = "" if ending.argv or record.state == "ended" else ", by its run folder"
     by = by if ending.code is not None else ""
     terminal.out(f"{record.handle} {why}{by}{f'; run folder: {folder}' if folder else ''}")
 
@@ -302,7 +302,7 @@ def verb_logs(
         raise typer.Exit(follow(connected(record.remote), record))
 
     def over() -> bool:
-        return history.asked(record, runner(record)).state in history.FINAL
+        return history.refresh_state(record, runner(record)).state in history.FINAL
 
     if words[0] != "tail" or not system.alive(record):
         _thin(words, as_json=False)
@@ -367,7 +367,7 @@ def _show(job: Job | ImageJob, script: Script, given: _GivenJob, *, values: bool
     """Print `script` on stdout; `values` adds each value and its source, on stderr or to the JSON object."""
     from imgkit_builder.project import origins
 
-    rows = origins.of_job(job, given.flags, given.project) if values else ()
+    rows = tuple(origins.of_job(job, given.flags, given.project)) if values else ()
     if as_json:
         data = _described(job, script)
         show({**data, "values": values_data(rows)} if values else data, as_json=True)

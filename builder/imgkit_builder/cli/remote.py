@@ -288,7 +288,7 @@ def asked(records: Sequence[SubmittedJob]) -> tuple[tuple[SubmittedJob, ...], bo
         now = record
         try:
             if record.remote not in silent:
-                now = history.asked(record, runner(record))
+                now = history.refresh_state(record, runner(record))
         except ImgkitError as error:
             terminal.err(f"imgkit: {record.handle}: {error.what}")
             complete = False

@@ -44,7 +44,7 @@ def verb_runs(
     rows = [(one, history.numbers(one)) for one in records]
     table = [("RUN", "SUBMITTED", "STATE", "STEP", "LOSS", "IMAGE", "CODE", "COMMAND")]
     for one, numbers in rows:
-        loss = numbers.last("loss")
+        loss = numbers.loss
         table.append(
             (
                 one.handle,
@@ -65,7 +65,7 @@ def verb_runs(
                 "submitted": one.submitted or None,
                 "state": one.state or "submitted",
                 "step": numbers.step,
-                "loss": numbers.last("loss"),
+                "loss": numbers.loss,
             }
             for one, numbers in rows
         ],

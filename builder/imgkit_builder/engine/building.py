@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 from imgkit_builder.base import files
-from imgkit_builder.base.process import pumped
+from imgkit_builder.base.process import pump
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.engine import containers
 from imgkit_builder.engine.builders import PODMAN, Choice, after_refusal, own_storage
@@ -295,7 +295,7 @@ def _guarded(
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     with _guard(argv, token, containers, env) as guard:
-        for data in pumped(guard, chunks):
+        for data in pump(guard, chunks):
             take(decoder.decode(data))
         return guard.wait()
 

@@ -1,4 +1,4 @@
-"""What ran where: the records of jobs, with what their files here say."""
+"""The records of submitted jobs: their states, how they ended, and what their files on this machine say."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from imgkit_builder.base.process import Finished
 from imgkit_builder.job import systems
 from imgkit_builder.job.request import SubmittedJob
 from imgkit_builder.project import measured
-from imgkit_builder.project.measured import Measured
+from imgkit_builder.project.measured import LastNumbers
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 from imgkit_entrypoints.launch import stop_protocol
 
 FINAL = ("done", "failed", "ended")
-"""States that do not change: ended well, with an error, or nobody knows how."""
+"""States that do not change: ended well, with an error, or in a way that nobody can tell."""
 
 
 def run_of(record: SubmittedJob) -> Path:
-    """The folder in which the job itself writes, on its own machine."""
+    """Return the folder in which the job itself writes, on its own machine."""
     return record.directory / "runs" / f"{record.name}-{record.id}"
 
 
 def folder_of(record: SubmittedJob) -> Path | None:
-    """The folder here with the run's files; None before the first fetch."""
+    """Return the folder on this machine with the run's files; None before the first fetch."""
     if record.remote:
         return Path(record.fetched) if record.fetched else None
     return run_of(record)
 
 
-def numbers(record: SubmittedJob) -> Measured:
-    """The last numbers of the run; none where its files are not here."""
+def numbers(record: SubmittedJob) -> LastNumbers:
+    """Return the last numbers of the run, as far as its files are on this machine."""
     folder = folder_of(record)
-    return measured.tail(folder) if folder else Measured(points={})
+    return measured.tail(folder) if folder else LastNumbers()
 
 
-def asked(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> SubmittedJob:
-    """`record` with the state that its system knows now; the same where that does not answer.
+def refresh_state(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> SubmittedJob:
+    """Return `record` with the state that its scheduler reports now.
 
     Parameters
     ----------
@@ -53,27 +53,29 @@ def asked(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Sub
     if record.state in FINAL or record.answer is not None:
         return record
     system = systems.named(record.system)
-    if not (words := system.alive(record)):
+    argv = system.alive(record)
+    if not argv:
         return record
-    alive = run(words)
-    text = alive.output.strip()
-    if alive.returncode == 0 and text:
+    answer = run(argv)
+    text = answer.output.strip()
+    if answer.returncode == 0 and text:
+        # A plug-in's scheduler may print a table instead of one word.
         is_word = re.fullmatch(r"[A-Za-z_]{1,32}", text)
         return dataclasses.replace(record, state=text.lower() if is_word else "active")
-    if alive.returncode != 0 and not system.gone(text):
-        what, hint = process.quoted(f"{words[0]} failed with exit code {alive.returncode}", text)
-        raise ToolFailed(what, where=record.handle, hint=hint or None)
+    if answer.returncode != 0 and not system.gone(text):
+        message, hint = process.quoted(f"{argv[0]} failed with exit code {answer.returncode}", text)
+        raise ToolFailed(message, where=record.handle, hint=hint or None)
     return ending(record, run).record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a job has ended, and who knew it."""
+    """How a job has ended, and the source of that."""
 
     record: SubmittedJob
     """The job's record, with its final state."""
-    words: tuple[str, ...] = ()
-    """The scheduler's command that knew it; empty: none did."""
+    argv: tuple[str, ...] = ()
+    """The scheduler's command that knew the state; empty: none did."""
     output: str = ""
     """What that command printed."""
     code: int | None = None
@@ -81,23 +83,27 @@ class Ending:
 
 
 def ending(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Ending:
-    """How the job `record`, which has ended, did so: by its scheduler, else by its run folder.
+    """Return how the job of `record` has ended: by its scheduler, else by its run folder.
 
     Parameters
     ----------
-    run : as of `asked`.
+    run : as of `refresh_state`.
     """
     system = systems.named(record.system)
-    for words in system.outcome(record):
+    for argv in system.outcome(record):
+        # Accounting is switched off, or not installed, at some sites: the next command may know.
         try:
-            output = run(words).output
+            output = run(argv).output
         except ToolMissing:
             continue
-        if (well := system.succeeded(output)) is not None:
-            state = "done" if well else "failed"
-            return Ending(record=dataclasses.replace(record, state=state), words=words, output=output)
-    if record.state in FINAL[:2]:  # somebody saw it while the scheduler knew it
+        has_succeeded = system.succeeded(output)
+        if has_succeeded is not None:
+            state = "done" if has_succeeded else "failed"
+            return Ending(record=dataclasses.replace(record, state=state), argv=argv, output=output)
+    if record.state in ("done", "failed"):
+        # An earlier look recorded it while the scheduler still knew the job.
         return Ending(record=record)
+    # The tasks of an array have run folders of their own, so there is no single exit code.
     code = None
     if not record.array:
         answer = run(("cat", "--", str(run_of(record) / stop_protocol.RESULT)))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.apps.train.stragglers import Straggler
@@ -15,33 +15,36 @@ METRICS = "metrics.jsonl"
 _TAIL_BYTES = 64 << 10
 _LONGEST_LINE = 64 << 10
 SlowNow: TypeAlias = tuple[Straggler, ...] | None
-"""Ranks that are slow; None: nobody knows."""
+"""Ranks that are slow; None: the run does not report them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """The numbers of a run over its steps."""
+class LastNumbers:
+    """The last numbers that a run has written; None: it has written none."""
 
-    points: Mapping[str, tuple[tuple[int, float], ...]]
-    """Name of a number to its steps and values, steps ascending."""
-
-    def last(self, name: str) -> float | None:
-        """The value at the last step that has one."""
-        return self.points[name][-1][1] if self.points.get(name) else None
-
-    @property
-    def step(self) -> int | None:
-        """The last step."""
-        return max((points[-1][0] for points in self.points.values()), default=None)
+    step: int | None = None
+    loss: float | None = None
 
 
-def tail(folder: Path) -> Measured:
-    """The last numbers of the run; none where there is no file."""
-    return _collected(last_lines(folder / METRICS).splitlines())
+def tail(folder: Path) -> LastNumbers:
+    """Return the last numbers of the run in `folder`."""
+    step = None
+    # A killed run repeats steps when it goes on: the last line counts, not the highest step.
+    for values in _objects(last_lines(folder / METRICS)):
+        line_step = values.pop("step", None)
+        if type(line_step) is not int or not 0 <= line_step < 1 << 62:
+            continue
+        # JSON's true is an int in Python.
+        numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
+        step = line_step if step is None and numbers else step
+        if "loss" in numbers:
+            return LastNumbers(step=step, loss=float(numbers["loss"]))
+    return LastNumbers(step=step)
 
 
 def last_lines(file: Path) -> bytes:
-    """The last 64 KiB of a file; nothing if it cannot be read."""
+    """Return the last 64 KiB of `file`; nothing if it cannot be read."""
+    # Of a long run, reading all lines would take longer than the verb itself.
     try:
         with files.open_regular(file) as stream:
             stream.seek(0, io.SEEK_END)
@@ -52,33 +55,24 @@ def last_lines(file: Path) -> bytes:
 
 
 def slow_ranks(lines: bytes) -> SlowNow:
-    """The ranks that were slow at the last of `lines` that says so; None if no line knows."""
-    for line in reversed(lines.splitlines()):
+    """Return the ranks that were slow at the last of `lines` that reports them."""
+    for values in _objects(lines):
         try:
-            values = json_text.parse(line, most_bytes=_LONGEST_LINE)
             ranks = tuple(json_text.read(list[Straggler], values["slow"], "slow"))
-            if all(one.node.isprintable() for one in ranks):
-                return ranks
-        except (ValueError, KeyError, TypeError):
-            continue  # held-out data, half a line, or another program's
+        except (ValueError, KeyError):
+            continue  # held-out data, or a line of another program
+        # The names go to the terminal, which control characters would steer.
+        if all(straggler.node.isprintable() for straggler in ranks):
+            return ranks
     return None
 
 
-def _collected(lines: Iterable[bytes]) -> Measured:
-    found: dict[str, list[tuple[int, float]]] = {}
-    for line in lines:
+def _objects(lines: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects of `lines`, the last one first."""
+    for line in reversed(lines.splitlines()):
         try:
             values = json_text.parse(line, most_bytes=_LONGEST_LINE)
-            step = values.pop("step")
-        except (ValueError, AttributeError, KeyError, TypeError):
-            continue  # half a line of a run that was killed, or another program's
-        if type(step) is not int or not 0 <= step < 1 << 62:
-            continue
-        for name, value in values.items():
-            if type(value) not in (int, float) or abs(value) > 1e300 or not name.isprintable():
-                continue
-            points = found.setdefault(name, [])
-            while points and points[-1][0] >= step:  # a run that was killed repeats steps
-                points.pop()
-            points.append((step, float(value)))
-    return Measured(points={name: tuple(points) for name, points in found.items()})
+        except ValueError:
+            continue  # half a line of a run that was killed, or of the file's part that was read
+        if isinstance(values, dict):
+            yield values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,11 +24,11 @@ _OUTPUTS = ("runs/", "*.sif", "*.imgdelta")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewFolder:
-    """What the user said about a folder that is to be written."""
+    """The options of ``imgkit init``."""
 
     folder: Path
     recipe: str
-    """The user's word for the recipe that the folder's own extends."""
+    """The recipe that the folder's own extends, as the user names it."""
     remote: str = ""
     account: str = ""
     queue: str = ""
@@ -37,110 +38,105 @@ class NewFolder:
 
     @property
     def name(self) -> str:
-        """The name of the image and its jobs: that of the folder, where an image can have it."""
-        text = self.folder.name.lower()
-        name = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in text)
-        name = "-".join(part for part in name.split("-") if part)[:40]
+        """Return the name of the image and its jobs: that of the folder, where an image can have it."""
+        name = re.sub(r"[^a-z0-9]+", "-", self.folder.name.lower()).strip("-")[:40]
         return "project" if not name or [*rules.recipe_name(name)] else name
 
 
-def texts(wanted: NewFolder, parent: Target) -> Mapping[str, str]:
-    """The content of each file by its name; `parent` is what the word for the recipe means."""
+def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
+    """Return the content of each file by its name; `parent` is the recipe that `options` name."""
     from imgkit_builder.image.render import environment
     from imgkit_builder.recipe import load
 
-    templates = environment("templates/project", None)
-    name = wanted.name
-    facts = parent.system.queue
-    uses = systems.named(parent.system.scheduler).uses
-    required = {"queue" if key == "name" else key for key in facts.required}
-    time = wanted.time or ("" if facts.time or "time" not in uses else _TIME)
-    by_hosts = parent.system.scheduler == "mpi"  # the list of hosts is the number of nodes
-    nodes = wanted.nodes or ("" if by_hosts else "1")
-    given = {"account": wanted.account, "queue": wanted.queue, "qos": wanted.qos, "time": time}
+    facts, scheduler = parent.system.queue, parent.system.scheduler
+    # imgkit submit warns of a key that the scheduler does not use.
+    used = systems.named(scheduler).uses
+    required = _required_keys(parent)
+    # A recipe that is a file is named by a path from the folder, so that both can move or be cloned together.
+    path = os.path.relpath(parent.file.resolve(), options.folder.resolve())
+    path = path if path.startswith("../") else f"./{path}"
+    queue = {key: getattr(options, key) for key in ("account", "queue", "qos", "time")}
+    if not queue["time"] and not facts.time and "time" in used:
+        queue["time"] = _TIME
+    # For mpi, the list of hosts is the number of nodes.
+    nodes = options.nodes or ("" if scheduler == "mpi" else "1")
     values = {
-        "name": name,
-        "remote": wanted.remote,
-        "parent": _from(wanted.folder, parent.file) if load.is_path(wanted.recipe) else wanted.recipe,
-        "description": f"{name}, on {parent.system.title or parent.name}",
-        "queue": [(key, value) for key, value in given.items() if value or key in required],
-        "unused": [key for key, value in given.items() if not value and key not in required and key in uses],
+        "name": options.name,
+        "remote": options.remote,
+        "parent": path if load.is_path(options.recipe) else options.recipe,
+        "description": f"{options.name}, on {parent.system.title or parent.name}",
+        "queue": [(key, value) for key, value in queue.items() if value or key in required],
+        "unused": [key for key, value in queue.items() if not value and key in used and key not in required],
         "required": required,
         "nodes": int(nodes) if nodes.isdecimal() else nodes,
-        # Only the program that imgkit writes has the option.
-        "own_program": os.path.lexists(wanted.folder / PROGRAM),
+        # Only the program that imgkit writes has the option --epochs.
+        "own_program": os.path.lexists(options.folder / PROGRAM),
     }
     sources = {
         toml_file.NAME: toml_file.NAME,
-        f"{name}.yaml": "recipe.yaml",
-        PROGRAM: "train.py",
+        f"{options.name}.yaml": "recipe.yaml",
+        PROGRAM: PROGRAM,
         GITIGNORE: "gitignore",
     }
+    templates = environment("templates/project", None)
     return {file: templates.get_template(f"{source}.j2").render(values) for file, source in sources.items()}
 
 
-def missing(wanted: NewFolder, parent: Target) -> tuple[str, ...]:
-    """Keys that the system needs and that nobody has stated."""
-    facts = parent.system.queue
-    keys = ["queue" if key == "name" else key for key in facts.required if not getattr(facts, key)]
-    return tuple(key for key in keys if key != "time" and not getattr(wanted, key))
+def _required_keys(parent: Target) -> Mapping[str, bool]:
+    """Return the keys that a job on the system needs, and whether its recipe has a value for each."""
+    queue = parent.system.queue
+    return {"queue" if key == "name" else key: bool(getattr(queue, key)) for key in queue.required}
 
 
-def _from(folder: Path, file: Path) -> str:
-    """`file` as a path that starts at `folder`: both can move together, or be cloned."""
-    path = os.path.relpath(file.resolve(), folder.resolve())
-    return path if path.startswith("../") else f"./{path}"
+def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str]:
+    """Yield the commands to type next, with values that only the user knows in capitals."""
+    cd = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
+    recipe, ref = f"./{options.name}.yaml", f"REGISTRY/{options.name}:1"
+    build = f"{cd}imgkit build {recipe}"
+    commands = {
+        "kubernetes": [
+            f"{build} && imgkit push {recipe} {ref}",
+            f"imgkit submit --image {ref} --pvc CLAIM:/PATH",
+        ],
+        "docker": [f"{build} && imgkit submit"],
+        "pyxis": [f"{build} && imgkit sif {recipe} --format sqsh && imgkit submit"],
+    }.get(parent.system.runtime.kind)
+    if commands is None and not options.remote:
+        yield "imgkit remote add NAME USER@HOST:DIR, and its name in imgkit.toml"
+    for key, has_value in _required_keys(parent).items():
+        # imgkit.toml has a time limit already.
+        if not has_value and key != "time" and not getattr(options, key):
+            yield f"{key} in imgkit.toml, which {parent.name} needs"
+    yield from commands or [f"{cd}imgkit run --dry-run && imgkit run"]
+    if parent.system.runtime.kind == "docker" and parent.system.scheduler == "mpi":
+        yield f"imgkit push {recipe} {ref} && imgkit submit --hosts HOST1,HOST2 --image {ref}"
 
 
-def next_steps(wanted: NewFolder, parent: Target, shown_folder: Path) -> Iterator[str]:
-    """What the user does now: commands as they are typed, with what only the user knows in capitals."""
-    cd = "" if shown_folder == Path() else f"cd {shlex.quote(str(shown_folder))} && "
-    recipe, ref = f"./{wanted.name}.yaml", f"REGISTRY/{wanted.name}:1"
-    kind, scheduler = parent.system.runtime.kind, parent.system.scheduler
-    needed = [f"{key} in imgkit.toml, which {parent.name} needs" for key in missing(wanted, parent)]
-    if kind == "kubernetes":
-        yield from needed
-        yield f"{cd}imgkit build {recipe} && imgkit push {recipe} {ref}"
-        yield f"imgkit submit --image {ref} --pvc CLAIM:/PATH"
-    elif kind == "docker":
-        yield from needed
-        yield f"{cd}imgkit build {recipe} && imgkit submit"
-        if scheduler == "mpi":
-            yield f"imgkit push {recipe} {ref} && imgkit submit --hosts HOST1,HOST2 --image {ref}"
-    elif kind == "pyxis":
-        yield from needed
-        yield f"{cd}imgkit build {recipe} && imgkit sif {recipe} --format sqsh && imgkit submit"
-    else:
-        if not wanted.remote:
-            yield "imgkit remote add NAME USER@HOST:DIR, and its name in imgkit.toml"
-        yield from needed
-        yield f"{cd}imgkit run --dry-run && imgkit run"
-
-
-def write(folder: Path, wanted: Mapping[str, str], *, keep: bool) -> tuple[Path, ...]:
-    """Write the files of `wanted`, and return their paths; with `keep` those that are missing.
+def write(folder: Path, contents: Mapping[str, str], *, keep: bool) -> tuple[Path, ...]:
+    """Write `contents` by file name, and return the paths; with `keep` only the files that are missing.
 
     Raises
     ------
     UsageError : a value is wrong or, without `keep`, some are there already; nothing is written.
     """
-    toml_file.parse(wanted[toml_file.NAME], folder / toml_file.NAME)
-    taken = [name for name in wanted if (folder / name).is_symlink() or (folder / name).exists()]
-    if taken and not keep:
+    # A wrong flag is found before any file is written.
+    toml_file.parse(contents[toml_file.NAME], folder / toml_file.NAME)
+    existing = [name for name in contents if os.path.lexists(folder / name)]
+    if existing and not keep:
         raise UsageError(
-            f"these files already exist: {', '.join(taken)}",
+            f"these files already exist: {', '.join(existing)}",
             where=str(folder),
             hint="--keep-existing keeps them and writes the others",
         )
     folder.mkdir(parents=True, exist_ok=True)
-    made = [folder / name for name in wanted if name not in taken]
-    for path in made:
-        files.put(path, wanted[path.name])
-    return tuple(made)
+    paths = tuple(folder / name for name in contents if name not in existing)
+    for path in paths:
+        files.put(path, contents[path.name])
+    return paths
 
 
 def complete_gitignore(folder: Path) -> tuple[str, ...]:
-    """Add the lines about imgkit's outputs that a .gitignore of the user lacks; returns them.
+    """Add imgkit's outputs to the user's .gitignore, and return the lines that it lacked.
 
     Else git would take images of gigabytes. Other lines of the template could hide files of the user.
     """
@@ -150,6 +146,6 @@ def complete_gitignore(folder: Path) -> tuple[str, ...]:
     text = files.read_text(path)
     lines = tuple(line for line in _OUTPUTS if line not in text.splitlines())
     if lines:
-        between = "" if not text or text.endswith("\n") else "\n"
-        files.put(path, text + between + "\n".join(lines) + "\n")
+        line_end = "" if not text or text.endswith("\n") else "\n"
+        files.put(path, text + line_end + "\n".join(lines) + "\n")
     return lines

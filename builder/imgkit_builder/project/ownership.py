@@ -29,6 +29,7 @@ def named_paths(project: ProjectFile, *, with_recipe: bool) -> Iterator[Path]:
     """
     if project.code is not None:
         yield project.code
+    # A shipped recipe belongs to the installation, whose owner is trusted anyway.
     file = project.recipe_file
     if not with_recipe or file is None:
         return
@@ -53,43 +54,28 @@ def refuse_foreign(path: Path) -> None:
     """
     if not path.exists():
         return
+    trusted_users = (os.geteuid(), 0, Path(__file__).stat().st_uid)
     for end in dict.fromkeys((Path(os.path.abspath(path)), path.resolve())):  # noqa: PTH100 - keeps links
-        _refuse_owner(end)
-        for place in (end, *end.parents):
-            _refuse_mode(end, place)
+        status = end.lstat()
+        if status.st_uid not in trusted_users:
+            owner, mode = _owner_and_mode(status)
+            message = f"belongs to {owner} (mode {mode}), not to you, root or the owner of imgkit"
+            raise UsageError(message, where=str(end), hint=_LOOK)
+        for writable in (end, *end.parents):
+            status = end.lstat() if writable == end else writable.stat()
+            # The mode of a link means nothing, and in a sticky folder such as /tmp only owners replace files.
+            is_safe = stat.S_ISLNK(status.st_mode) or (writable != end and status.st_mode & stat.S_ISVTX)
+            if status.st_mode & stat.S_IWOTH and not is_safe:
+                message = f"every user can {'write it' if writable == end else f'replace it in {writable}'}"
+                owner, mode = _owner_and_mode(status)
+                hint = f"chmod o-w {shlex.quote(str(writable))}\nor {_LOOK}"
+                raise UsageError(f"{message} (owner {owner}, mode {mode})", where=str(end), hint=hint)
 
 
-def _refuse_owner(path: Path) -> None:
-    status = path.lstat()
-    if status.st_uid in (os.geteuid(), 0, Path(__file__).stat().st_uid):
-        return
-    raise UsageError(
-        f"belongs to {_user(status)} (mode {_octal(status)}), not to you, root or the owner of imgkit",
-        where=str(path),
-        hint=_LOOK,
-    )
-
-
-def _refuse_mode(path: Path, place: Path) -> None:
-    """Refuse `path` if every user can write `place`, which is `path` or a folder above it."""
-    status = place.lstat() if place == path else place.stat()
-    is_safe = stat.S_ISLNK(status.st_mode) or (place != path and status.st_mode & stat.S_ISVTX)
-    if is_safe or not status.st_mode & stat.S_IWOTH:
-        return
-    what = "every user can write it" if place == path else f"every user can replace it in {place}"
-    raise UsageError(
-        f"{what} (owner {_user(status)}, mode {_octal(status)})",
-        where=str(path),
-        hint=f"chmod o-w {shlex.quote(str(place))}\nor {_LOOK}",
-    )
-
-
-def _octal(status: os.stat_result) -> str:
-    return f"{stat.S_IMODE(status.st_mode):04o}"
-
-
-def _user(status: os.stat_result) -> str:
+def _owner_and_mode(status: os.stat_result) -> tuple[str, str]:
+    """Return the name of the owner, or the id of one without a name, and the mode in octal digits."""
+    mode = f"{stat.S_IMODE(status.st_mode):04o}"
     try:
-        return pwd.getpwuid(status.st_uid).pw_name
+        return pwd.getpwuid(status.st_uid).pw_name, mode
     except KeyError:
-        return f"user {status.st_uid}"
+        return f"user {status.st_uid}", mode

@@ -14,6 +14,7 @@ from imgkit_builder.base.process import Finished
 from imgkit_builder.job import submit
 from imgkit_builder.job.request import CodeRecord, SubmittedJob
 from imgkit_builder.project import history, measured
+from imgkit_builder.project.measured import LastNumbers
 from imgkit_entrypoints.errors import ToolFailed
 
 
@@ -104,10 +105,10 @@ def test_scheduler_says_the_state(answers: Sequence[tuple[int, str]], state: str
         code, output = left.pop(0)
         return Finished(argv=tuple(words), returncode=code, output=output)
 
-    found = history.asked(job(1), run)
+    found = history.refresh_state(job(1), run)
     assert (found.state, left) == (state, [])
     if state in history.FINAL:
-        assert history.asked(found, run) == found  # nobody is asked again
+        assert history.refresh_state(found, run) == found  # nobody is asked again
 
 
 def test_scheduler_without_an_answer_ends_no_job(call: Any) -> None:
@@ -115,16 +116,14 @@ def test_scheduler_without_an_answer_ends_no_job(call: Any) -> None:
         return Finished(argv=tuple(words), returncode=1, output="Unable to contact slurm controller")
 
     with pytest.raises(ToolFailed, match="squeue failed with exit code 1"):
-        history.asked(job(1), run)
+        history.refresh_state(job(1), run)
 
 
 def test_repeated_steps_count_once() -> None:
     lines: list[object] = [{"step": step, "loss": 9.0} for step in (1, 2, 3)]
     killed = ['{"step": 4, "lo', '{"step": 5, "loss": NaN}', "[1]", '{"step": true, "loss": 1}', "7"]
     again = [{"step": 2, "loss": 1, "name": "x", "on": True}, {"step": 3, "eval_loss": 0.5}]
-    found = measured.tail(put("x", *lines, *killed, *again))
-    assert found.points == {"loss": ((1, 9.0), (2, 1.0)), "eval_loss": ((3, 0.5),)}
-    assert (found.step, found.last("loss"), found.last("lr")) == (3, 1.0, None)
+    assert measured.tail(put("x", *lines, *killed, *again)) == LastNumbers(step=3, loss=1.0)
 
 
 SLOW = {"rank": 2, "node": "n1", "local_rank": 0, "from_step": 5, "to_step": 9, "times": 1}
