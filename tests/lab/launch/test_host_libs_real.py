@@ -129,7 +129,9 @@ def test_job_loads_what_fits_of_its_host(mn5_sif: Path, node: Node) -> None:
 def test_dry_run_names_the_library_that_fits(mn5_sif: Path, node: Node) -> None:
     done = node.inside(mn5_sif, "older", "dist-env", "--dry-run", "--device", "cpu")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"libcxi\.so\.1 +\S+/libcxi\.so\.1 +the host's; it needs GLIBC_2", done.stdout), done.stdout
+    assert re.search(r"libcxi\.so\.1 +\S+/libcxi\.so\.1 +the host's; it needs GLIBC_2", done.stdout), (
+        done.stdout
+    )
 
 
 def test_doctor_loads_what_fits(mn5_sif: Path, node: Node) -> None:
