@@ -47,7 +47,6 @@ from imgkit_builder.recipe import (
     rules,
     sources,
     targets,
-    uv_lock,
 )
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.targets import described_json as recipe_json
@@ -558,11 +557,6 @@ def _extended(data: bytes, folder: Path) -> None:
     load(_put(folder, b"extends: ./parent.yaml\n", "r.yaml"))
 
 
-def _uv_lock(data: bytes, folder: Path) -> None:
-    _put(folder, b'[project]\nname = "p"\n', "pyproject.toml")
-    uv_lock.stale(_put(folder, data, uv_lock.UV_LOCK).parent, extras=(), groups=())
-
-
 def _failure(data: bytes, folder: Path) -> None:
     recipe = load(_put(folder, b"image: {base: 'b:1', apt: [x], pip: [{packages: [a]}]}\n", "r.yaml"))
     error = answers.explain(recipe, answers.read_failure(data.decode(errors="replace")), log="log")
@@ -698,17 +692,6 @@ TARGETS = (
     Target(name="recipe", run=_file(load, "r.yaml"), seeds=_recipes, change=mutate.in_text),
     Target(name="extended", run=_extended, seeds=_recipes, change=mutate.in_text),
     Target(name="toml", run=_text(problems.parse_toml), seeds=_tomls, change=mutate.in_text),
-    Target(
-        name="uv-lock",
-        run=_uv_lock,
-        seeds=_lines(
-            'version = 1\n[[package]]\nname = "p"\nsource = { virtual = "." }\ndependencies = [{ name = "a" }]\n'
-            '[[package]]\nname = "a"\nversion = "1"\nsource = { registry = "https://x" }\n'
-            'wheels = [{ url = "https://x/a-1-py3-none-any.whl", hash = "sha256:' + "0" * 64 + '" }]\n'
-        ),
-        change=mutate.in_text,
-        also=(ValueError,),
-    ),
     Target(
         name="lock-apt",
         run=lambda data, _: answers.read_debs(data.decode(errors="replace")),

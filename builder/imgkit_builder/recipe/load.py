@@ -23,9 +23,8 @@ from imgkit_builder.recipe.problems import (
     reason,
     shown,
 )
-from imgkit_builder.recipe.requirements import PYPROJECT
+from imgkit_builder.recipe.requirements import PYPROJECT, UV_LOCK
 from imgkit_builder.recipe.system_files import Proof
-from imgkit_builder.recipe.uv_lock import UV_LOCK
 from imgkit_builder.recipe.validation import validate
 from imgkit_builder.recipe.yaml_tree import (
     Items,

@@ -40,7 +40,6 @@ from imgkit_builder.recipe.problems import (
     shown,
 )
 from imgkit_builder.recipe.schema import allowed_keys
-from imgkit_builder.recipe.uv_lock import UV_LOCK
 from imgkit_builder.recipe.validation import Mistake, validate
 from imgkit_entrypoints import files, secret_patterns
 from imgkit_entrypoints.errors import UsageError
@@ -321,7 +320,7 @@ def request_of(recipe: Recipe, *, base: str | None = None) -> LockRequest:
 
 def _uv(uv: UvProject) -> str:
     """Return the digest of what a lock takes from a uv project."""
-    lock = uv.project / UV_LOCK
+    lock = uv.project / requirements.UV_LOCK
     # A recipe as JSON may come without the files that it names; its lock is whole without them.
     content = files.read_bytes(lock) if lock.is_file() else None
     selection = "\0".join(("extras", *sorted(uv.extras), "groups", *sorted(uv.groups)))

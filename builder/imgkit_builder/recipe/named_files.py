@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder.recipe import requirements, uv_lock
+from imgkit_builder.recipe import requirements
 from imgkit_builder.recipe.problems import ANY, Collector, KeyPath, Position, nearest
 from imgkit_builder.recipe.rules import BadReference, parse_reference
 from imgkit_builder.recipe.yaml_tree import Scalar, Table, deepest, select
@@ -168,37 +167,14 @@ def _check_project(folder: Path, named: NamedFile, tree: Table) -> None:
 
 
 def _check_uv_project(folder: Path, named: NamedFile, tree: Table) -> None:
-    """Report a folder without a usable uv.lock, or whose pyproject.toml has changed since."""
-    for name in (requirements.PYPROJECT, uv_lock.UV_LOCK):
+    """Report a folder without pyproject.toml and uv.lock; uv reads them when the image is built."""
+    for name in (requirements.PYPROJECT, requirements.UV_LOCK):
         if not (folder / name).is_file():
-            is_lock = name == uv_lock.UV_LOCK and folder.is_dir()
+            is_lock = name == requirements.UV_LOCK and folder.is_dir()
             named.error(
                 f"{folder.name} has no {name}", "write it: uv lock" if is_lock else "name the folder of one"
             )
             return
-    extras, groups = (_texts(tree, "image", "uv", key, ANY) for key in ("extras", "groups"))
-    try:
-        changed = uv_lock.stale(folder, extras=extras, groups=groups)
-    except (OSError, ValueError) as error:
-        named.error(f"its uv.lock cannot be used: {error}")
-        return
-    for name in changed:
-        message = f"uv.lock is not up to date: {_line(folder, name)} and the lock differ about {name}"
-        named.error(message, "write it again: uv lock")
-
-
-def _texts(tree: Table, *pattern: str) -> Sequence[str]:
-    return [node.text for _, node in select(tree, *pattern) if isinstance(node, Scalar)]
-
-
-def _line(folder: Path, name: str) -> str:
-    """Return ``pyproject.toml:7`` for the first line that names a distribution, or the file's name."""
-    lines = files.read_text(folder / requirements.PYPROJECT).splitlines()
-    spelling = rf"(?<![A-Za-z0-9]){re.sub('-', '[-_.]+', name)}(?![A-Za-z0-9_.-])"
-    for number, line in enumerate(lines, start=1):
-        if re.search(spelling, line, re.IGNORECASE):
-            return f"{requirements.PYPROJECT}:{number}"
-    return requirements.PYPROJECT
 
 
 IN_HISTORY = (

@@ -11,6 +11,7 @@ from imgkit_builder.recipe import problems
 from imgkit_entrypoints import files
 
 PYPROJECT = "pyproject.toml"
+UV_LOCK = "uv.lock"
 _MOST_BYTES = 1 << 20
 
 # A pip step must never replace these distributions of the base; their names are the same in every release.
