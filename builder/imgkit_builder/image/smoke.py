@@ -41,7 +41,7 @@ def check(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[Check, 
         lines = finished.output.strip().splitlines()
         problem = lines[-1] if lines else f"exit code {finished.returncode}"
         hint = "the architecture differs, or the image has no Python: imgkit show IMAGE, imgkit doctor"
-        return (_fail("python", f"python3 does not run: {problem}", hint),)
+        return (_check("python", problem=f"python3 does not run: {problem}", hint=hint),)
     baked, manifest_check = _manifest(seen, manifest)
     provenance = manifest or baked
     probe = provenance.base.probe if provenance else None
@@ -75,30 +75,24 @@ def _record(image_id: str) -> Path:
     return files.cache_dir() / "smoke" / __version__ / image_id.replace(":", "-")
 
 
-def _ok(name: str, text: str) -> Check:
-    return Check(name=name, verdict="ok", found=text)
-
-
-def _skip(name: str, text: str) -> Check:
-    return Check(name=name, verdict="skip", found=text)
-
-
-def _fail(name: str, text: str, hint: str) -> Check:
-    return Check(name=name, verdict="fail", found=text, hint=hint)
+def _check(name: str, fact: str = "", *, problem: str = "", hint: str = "", missing: str = "") -> Check:
+    """Return a check that fails by a `problem`; without a `fact` it is skipped, as that is `missing`."""
+    if problem:
+        return Check(name=name, verdict="fail", found=problem, hint=hint)
+    return Check(name=name, verdict="ok" if fact else "skip", found=fact or missing)
 
 
 def _arch(seen: Seen, arch: str) -> Check:
-    if arch and seen.machine not in kernel_names(arch):
-        hint = "the base has another architecture: imgkit build RECIPE --platform linux/ARCH --pull"
-        return _fail("arch", f"{seen.machine}, but the image is marked {arch}", hint)
-    return _ok("arch", seen.machine)
+    fits = not arch or seen.machine in kernel_names(arch)
+    problem = "" if fits else f"{seen.machine}, but the image is marked {arch}"
+    hint = "the base has another architecture: imgkit build RECIPE --platform linux/ARCH --pull"
+    return _check("arch", seen.machine, problem=problem, hint=hint)
 
 
 def _python(seen: Seen) -> Check:
-    if tuple(int(part) for part in seen.python.split(".")[:2]) < FLOOR:
-        floor = ".".join(map(str, FLOOR))
-        return _fail("python", seen.python, f"the entry points need Python {floor}: use a newer base")
-    return _ok("python", seen.python)
+    is_old = tuple(int(part) for part in seen.python.split(".")[:2]) < FLOOR
+    hint = f"the entry points need Python {'.'.join(map(str, FLOOR))}: use a newer base"
+    return _check("python", seen.python, problem=seen.python if is_old else "", hint=hint)
 
 
 def _torch(seen: Seen, probe: Probe | None) -> Check:
@@ -106,68 +100,69 @@ def _torch(seen: Seen, probe: Probe | None) -> Check:
     expected = probe.torch if probe and is_probed else ""
     if seen.torch_error:
         hint = "a pip or apt step broke it; list the steps: imgkit show RECIPE"
-        return _fail("torch", f"cannot be imported: {seen.torch_error}", hint)
-    if expected and seen.torch != expected:
-        return _fail(
-            "torch",
-            f"{seen.torch or 'none'}, the base has {expected}",
-            "a pip step replaced the base's torch, the only one that fits its CUDA and NCCL; find the "
-            "package that requires another one (pip show torch) and pin it",
-        )
-    if not seen.torch:
-        # A base without torch serves tests of imgkit itself.
-        return _skip("torch", "the image has no torch")
-    return _ok("torch", seen.torch + ("" if is_probed else " (the base was not probed)"))
+        return _check("torch", problem=f"cannot be imported: {seen.torch_error}", hint=hint)
+    hint = (
+        "a pip step replaced the base's torch, the only one that fits its CUDA and NCCL; find the "
+        "package that requires another one (pip show torch) and pin it"
+    )
+    problem = _difference(seen.torch, expected)
+    fact = seen.torch and seen.torch + ("" if is_probed else " (the base was not probed)")
+    # A base without torch serves tests of imgkit itself.
+    return _check("torch", fact, problem=problem, hint=hint, missing="the image has no torch")
 
 
 def _nccl(seen: Seen, probe: Probe | None) -> Check:
-    expected = probe.nccl if probe else ""
-    if expected and seen.nccl != expected:
-        hint = "a pip step installed another NCCL (pip list | grep nccl): pin or drop it"
-        return _fail("nccl", f"{seen.nccl or 'none'}, the base has {expected}", hint)
-    if not seen.nccl:
-        return _skip("nccl", "torch has no CUDA" if seen.torch else "no torch")
-    return _ok("nccl", seen.nccl)
+    hint = "a pip step installed another NCCL (pip list | grep nccl): pin or drop it"
+    problem = _difference(seen.nccl, probe.nccl if probe else "")
+    missing = "torch has no CUDA" if seen.torch else "no torch"
+    return _check("nccl", seen.nccl, problem=problem, hint=hint, missing=missing)
+
+
+def _difference(version: str, expected: str) -> str:
+    """Return what is wrong with a version of the image; the base may state none."""
+    return f"{version or 'none'}, the base has {expected}" if expected and version != expected else ""
 
 
 def _pip(seen: Seen, probe: Probe | None) -> Check:
     if seen.pip_conflicts is None:
-        return _skip("pip", "the image has no pip")
+        return _check("pip", missing="the image has no pip")
     conflicts_of_base = probe.pip_conflicts if probe else ()
     new = [line for line in seen.pip_conflicts if line not in conflicts_of_base]
-    if new:
-        hint = "pin these packages in image.pip to versions that fit the base"
-        return _fail("pip", f"new conflicts: {'; '.join(new)}", hint)
     count = len(seen.pip_conflicts)
-    return _ok("pip", f"no new conflict ({count} of the base's own)" if count else "no conflict")
+    return _check(
+        "pip",
+        f"no new conflict ({count} of the base's own)" if count else "no conflict",
+        problem=f"new conflicts: {'; '.join(new)}" if new else "",
+        hint="pin these packages in image.pip to versions that fit the base",
+    )
 
 
 def _manifest(seen: Seen, expected: Manifest | None) -> tuple[Manifest | None, Check]:
     text = seen.files.get(MANIFEST_JSON)
     if text is None:
         hint = f"imgkit did not build this image; {_REBUILD}"
-        return None, _fail("manifest", f"no {MANIFEST_JSON}", hint)
+        return None, _check("manifest", problem=f"no {MANIFEST_JSON}", hint=hint)
     try:
         baked = manifests.from_json(text)
     except UsageError as error:
-        return None, _fail("manifest", error.what, error.hint or _REBUILD)
+        return None, _check("manifest", problem=error.what, hint=error.hint or _REBUILD)
+    problem = ""
     if expected is not None and text != manifests.to_json(expected):
         problem = f"it names recipe {baked.recipe} {baked.recipe_sha256[:12]}, not this build"
-        hint = f"a step of the recipe overwrote {MANIFEST_JSON}, or the cache is stale: --no-cache"
-        return baked, _fail("manifest", problem, hint)
-    return baked, _ok("manifest", f"{baked.recipe}, imgkit {baked.imgkit}")
+    hint = f"a step of the recipe overwrote {MANIFEST_JSON}, or the cache is stale: --no-cache"
+    return baked, _check("manifest", f"{baked.recipe}, imgkit {baked.imgkit}", problem=problem, hint=hint)
 
 
 def _system(seen: Seen) -> Check:
     path = str(system.SYSTEM_JSON)
     text = seen.files.get(path)
     if text is None:
-        return _fail("system", f"no {path}", _REBUILD)
+        return _check("system", problem=f"no {path}", hint=_REBUILD)
     try:
         facts = system.from_json(text)
     except (ValueError, TypeError, KeyError) as error:
-        return _fail("system", f"{path} cannot be read: {error}", _REBUILD)
-    return _ok("system", f"{facts.title or '(no title)'}, {facts.scheduler}")
+        return _check("system", problem=f"{path} cannot be read: {error}", hint=_REBUILD)
+    return _check("system", f"{facts.title or '(no title)'}, {facts.scheduler}")
 
 
 def _dist_env(finished: Finished) -> Check:
@@ -180,5 +175,5 @@ def _dist_env(finished: Finished) -> Check:
         lines = str(error).splitlines()
         problem = lines[-1] if lines else "no output"
         hint = f"the entry points are broken in this image; {_REBUILD}"
-        return _fail("dist-env", f"dist-env --json: {problem}", hint)
-    return _ok("dist-env", "dist-env --json answers")
+        return _check("dist-env", problem=f"dist-env --json: {problem}", hint=hint)
+    return _check("dist-env", "dist-env --json answers")
