@@ -33,10 +33,9 @@ def between(old: LockedPlatform | None, new: LockedPlatform) -> tuple[Change, ..
     """Return the changes from `old`, which may not exist, to `new`."""
     before = dict(_versions(old)) if old else {}
     after = dict(_versions(new))
-    keys = [*after, *(key for key in before if key not in after)]
     return tuple(
         Change(kind=key[0], name=key[1], old=before.get(key, ""), new=after.get(key, ""))
-        for key in keys
+        for key in {**after, **before}  # what is gone comes last
         if before.get(key, "") != after.get(key, "")
     )
 

@@ -23,6 +23,7 @@ from imgkit_builder.engine.connection import Engine
 from imgkit_builder.image import context, install, members, render, secret_values, uv_export
 from imgkit_builder.image.context import BuildContext
 from imgkit_builder.image.instructions import INSIDE, NEXT
+from imgkit_builder.image.members import TarMember
 from imgkit_builder.image.secret_values import SecretValues
 from imgkit_builder.lock import answers
 from imgkit_builder.oci.manifest import BaseImage, Manifest, now_s
@@ -193,8 +194,9 @@ def pack(resolution: Resolution) -> BuildContext:
     if resolution.kept_wheels:
         packed.append(members.folder(f"{_MEMBER}/kept"))
     for name, file in resolution.kept_wheels.items():
-        data = files.read_bytes(file, most_bytes=file.stat().st_size)
-        packed.append(members.file(f"{_MEMBER}/kept/{name}", data))
+        # A wheel can have gigabytes: it is read while it is sent.
+        size_bytes = file.stat().st_size
+        packed.append(TarMember(name=f"{_MEMBER}/kept/{name}", size_bytes=size_bytes, source=file))
     manifest = Manifest(
         imgkit=__version__,
         recipe=recipe.name,
