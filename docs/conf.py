@@ -39,6 +39,7 @@ nitpick_ignore_regex = [
     ("py:class", r"imgkit_builder\.(job|oci|sif|recipe\.model)\..*"),
     ("py:class", "Options|AnyRequest|Origin|Format|CompressionChoice"),
     ("py:exc", "LargeContext"),
+    ("py:class", r"imgkit_entrypoints\.rules\..*|Rule\(\)"),
     ("py:class", r"imgkit_entrypoints\.run\.program\..*"),
     ("py:class", r"tuple\[.*|.*\]"),
 ]

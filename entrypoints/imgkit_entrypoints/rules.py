@@ -33,13 +33,14 @@ class Unfit(ValueError):
 class Rule:
     """What a value of the annotated type must be."""
 
-    check: Check
+    # No field is in the repr, which the documentation of a type shows.
+    check: Check = field(repr=False)
     """Yield what is wrong with a value."""
-    core: Mapping[str, Any] | None = None
+    core: Mapping[str, Any] | None = field(default=None, repr=False)
     """pydantic's schema of the value before the check; None: that of the type."""
-    convert: Callable[[Any], Any] = lambda value: value
+    convert: Callable[[Any], Any] = field(default=lambda value: value, repr=False)
     """Make the value from what passed the check."""
-    schema: Mapping[str, Any] = field(default_factory=dict)
+    schema: Mapping[str, Any] = field(default_factory=dict, repr=False)
     """Keys for the JSON Schema."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
