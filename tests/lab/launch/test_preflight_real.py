@@ -27,6 +27,7 @@ cat /run/shared/preflight.json >&3
 
 
 @pytest.mark.docker
+@pytest.mark.quiet
 def test_two_nodes_are_measured_and_start(standin: str) -> None:
     done = in_image(standin, "bash", "-c", f"exec 3>&1 >&2\n{TWO}")
     assert done.returncode == 0, done.stderr
