@@ -194,10 +194,8 @@ class Queue:
     """``separate``: Slurm writes a batch job's stderr to a file of its own, ``NAME-ID.err``."""
     chunk: tuple[Word, ...] = ()
     """Further PBS resources of every chunk of ``select``, for example ``sales_op=blanca``."""
-    client: Line = ""
-    """RunAI's client: ``v1``, or the version of a later one such as ``2.24``; empty: the one on PATH."""
-    trainer: Line = ""
-    """Version of Kubeflow Trainer that gets a TrainJob, for example ``2.1``; empty: the newest known one."""
+    client: Literal["", "v1", "v2"] = ""
+    """RunAI's client: ``v1`` (``runai submit``) or ``v2`` (``runai training submit``); empty: on PATH."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

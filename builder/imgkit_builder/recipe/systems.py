@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from imgkit_builder.recipe import pod_versions
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed
 from imgkit_entrypoints.system import SystemFacts
 
@@ -37,11 +36,6 @@ class SystemFault:
 
 def _no_faults(facts: SystemFacts) -> Iterable[SystemFault]:
     return ()
-
-
-def _unknown_versions(facts: SystemFacts) -> Iterator[SystemFault]:
-    for key, message in pod_versions.faults(facts):
-        yield SystemFault(path=("queue", key), what=message)
 
 
 _SET_BY_JOBS = ("--container-image", "--container-mounts", "--container-workdir")
@@ -103,7 +97,7 @@ SHIPPED: Mapping[str, Registration] = {
         keys=SPECIAL,
     ),
     "pbs": Registration(aliases=("torque",), runtimes=("singularity", "docker", "host")),
-    "runai": Registration(runtimes=("kubernetes",), check=_unknown_versions),
+    "runai": Registration(runtimes=("kubernetes",)),
     "mpi": Registration(aliases=("openmpi", "mpirun"), runtimes=("docker", "singularity", "host")),
     "standalone": Registration(runtimes=("docker", "singularity", "host")),
 }

@@ -164,7 +164,7 @@ def trainer_v2(head: str, rank: int) -> dict[str, str]:
 
 VINTAGES = {
     "runai": ("runai v1", operator_v1),
-    "runai-later": ("runai 3.0", operator_v1_later),
+    "runai-later": ("runai v2", operator_v1_later),
     "pytorchjob": ("pytorchjob", operator_v1_later),
     "trainjob": ("trainjob", trainer_v2),
 }

@@ -193,31 +193,14 @@ def _trainjob(job: Job) -> dict[str, Any]:
     mounts = _mounts(job, requested)
     containers = {"containers": [{"name": "node", **mounts}]} if mounts else {}
     pod = {**_annotated(requested), "spec": {**containers, **_volumes(job, requested)}}
+    # Kubeflow Trainer before 2.2 knows no runtimePatches: its fields for the same had other names.
+    jobs = {"replicatedJobs": [{"name": "node", "template": {"spec": {"template": pod}}}]}
+    patch = {"manager": "imgkit/job", "trainingRuntimeSpec": {"template": {"spec": jobs}}}
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
         "metadata": _metadata(job),
-        "spec": {"runtimeRef": {"name": RUNTIME}, "trainer": trainer, **_over_runtime(job, pod)},
-    }
-
-
-def _over_runtime(job: Job, pod: dict[str, Any]) -> dict[str, Any]:
-    """`pod` over the runtime's own, in the form of the job's Trainer: each of three versions renamed it."""
-    trainer = job.flags(pods.PodFlags).trainer
-    target = {"targetJobs": [{"name": "node"}]}
-    if trainer == "2.0":
-        if "metadata" in pod:
-            raise UsageError(
-                "Trainer 2.0 cannot annotate the pods of a TrainJob",
-                where="--trainer",
-                hint="--trainer 2.1 or later, --format pytorchjob, or a recipe without --annotation",
-            )
-        return {"podSpecOverrides": [{**target, **pod["spec"]}]}
-    if trainer == "2.1":
-        return {"podTemplateOverrides": [{**target, **pod}]}
-    patch = {"replicatedJobs": [{"name": "node", "template": {"spec": {"template": pod}}}]}
-    return {
-        "runtimePatches": [{"manager": "imgkit/job", "trainingRuntimeSpec": {"template": {"spec": patch}}}]
+        "spec": {"runtimeRef": {"name": RUNTIME}, "trainer": trainer, "runtimePatches": [patch]},
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal
@@ -12,7 +12,6 @@ from typing import Literal
 from imgkit_builder.job.quoting import quote
 from imgkit_builder.job.request import ImageJob, Job, Request, Script, flag
 from imgkit_builder.job.systems import System, part_of_nodes, program_starts_once, runai_client
-from imgkit_builder.recipe import pod_versions
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import UsageError
@@ -40,16 +39,11 @@ class PodFlags:
     pvcs: tuple[str, ...] = flag(
         (), "--pvc", metavar="CLAIM:/PATH[:ro]", help="Kubernetes: volume to mount into the pods."
     )
-    client: str = flag(
-        "", metavar="v1|VERSION", help="RunAI: client to write the command for (default: the one on PATH)."
+    client: runai_client.Client | None = flag(
+        None, help="RunAI: client to write the command for (default: the one on PATH)."
     )
-    trainer: str = flag(
-        "",
-        metavar="VERSION",
-        help="Kubernetes: Kubeflow Trainer to write a trainjob for (default: the newest known).",
-    )
-    client_from: str = ""
-    """What decided on `client`: a flag, a recipe's key or a program; empty: nothing did."""
+    is_client_known: bool = True
+    """False if no flag, recipe or program on PATH says which client takes the job."""
 
 
 class Pods(System):
@@ -64,27 +58,16 @@ class Pods(System):
         return () if request.interactive else recipe.system.queue.required
 
     def settled(self, recipe: Target, flags: PodFlags) -> PodFlags:
-        """`flags` with the versions of the programs that take the job; imgkit writes for nothing unknown.
+        """Return `flags` with RunAI's client: that of the flag, the recipe or PATH, else the later one.
 
         Raises
         ------
-        UsageError : an unknown version, or the ``runai`` on PATH is no client that imgkit knows.
+        UsageError : the ``runai`` on PATH is neither client.
         """
-        queue = recipe.system.queue
-        if flags.format == "trainjob":
-            at = "--trainer" if flags.trainer else recipe.where("system", "queue", "trainer")
-            stated = flags.trainer or queue.trainer or pod_versions.TRAINERS[-1]
-            return dataclasses.replace(flags, trainer=_known(pod_versions.trainer, stated, at))
         if flags.format != "runai":
             return flags
-        at = "--client" if flags.client else recipe.where("system", "queue", "client")
-        stated = flags.client or queue.client
-        if stated:
-            return dataclasses.replace(flags, client=_known(pod_versions.client, stated, at), client_from=at)
-        found = runai_client.on_path()
-        return dataclasses.replace(
-            flags, client=found or pod_versions.CLIENTS[-1], client_from=found and runai_client.PROGRAM
-        )
+        client = flags.client or recipe.system.queue.client or runai_client.on_path()
+        return dataclasses.replace(flags, client=client or "v2", is_client_known=bool(client))
 
     def doubts(self, job: Job) -> Iterator[str]:
         """Warnings: requests that the user may not have meant."""
@@ -97,8 +80,9 @@ class Pods(System):
             yield "no --pvc to write to: output, checkpoints and logs disappear with the pods"
         if job.size.spares and format_of(job) == "runai":
             yield f"--nodes {job.size}: RunAI decides what follows a lost pod; --format pytorchjob states it"
-        yield from _without_effect(job)
-        if format_of(job) == "runai" and job.flags(PodFlags).client == pod_versions.V1:
+        if job.flags(PodFlags).client and format_of(job) != "runai":
+            yield f"--client is not used with --format {format_of(job)}"
+        if format_of(job) == "runai" and job.flags(PodFlags).client == "v1":
             odd = [
                 word for word in (*job.command, *request.env, str(request.directory)) if quote(word) != word
             ]
@@ -106,9 +90,8 @@ class Pods(System):
                 # The RCP tutorial needs '"..."' around a word with blanks, later pages of
                 # epfml/getting-started do not: whether words are split again depends on the client's version.
                 yield f"{odd[0]!r}: older runai clients split and expand arguments once more"
-        if format_of(job) == "runai" and not job.flags(PodFlags).client_from:
-            newest = job.flags(PodFlags).client
-            yield f"no runai on PATH: the command is for the client {newest}; --client names another one"
+        if not job.flags(PodFlags).is_client_known:
+            yield "no runai on PATH: the command is for the later client; --client v1 names the first one"
 
     def image_script(self, job: ImageJob) -> Script:
         """Raise UsageError: pods pull images."""
@@ -123,21 +106,6 @@ class Pods(System):
         if not re.search(r"already ?exists", said, re.IGNORECASE):
             return ""
         return f"nothing was started: a job named {name} exists, running or ended; --name OTHER, or delete it"
-
-
-def _known(known: Callable[[str], str], text: str, where: str) -> str:
-    try:
-        return known(text)
-    except ValueError as error:
-        raise UsageError(str(error), where=where) from None
-
-
-def _without_effect(job: Job) -> Iterator[str]:
-    form, flags = format_of(job), job.flags(PodFlags)
-    if flags.client and form != "runai":
-        yield f"--client is not used with --format {form}"
-    if flags.trainer and form != "trainjob":
-        yield f"--trainer is not used with --format {form}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

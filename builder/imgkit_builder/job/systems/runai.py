@@ -12,7 +12,6 @@ from imgkit_builder.job import quoting
 from imgkit_builder.job.quoting import quote
 from imgkit_builder.job.request import ImageJob, Job, Script, SubmittedJob
 from imgkit_builder.job.systems import JobShell, pods, runai_client
-from imgkit_builder.recipe.pod_versions import V1
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.schedulers import kubernetes
 
@@ -61,7 +60,7 @@ class RunAI(pods.Pods):
 
     def kind(self, job: Job | ImageJob) -> str:
         """The commands of the later client that know the job; empty for the first one, which has one kind."""
-        if not isinstance(job, Job) or job.flags(pods.PodFlags).client == V1:
+        if not isinstance(job, Job) or job.flags(pods.PodFlags).client == "v1":
             return ""
         return KINDS[job.nodes > 1]
 
@@ -111,8 +110,8 @@ def _project(queue: str) -> tuple[str, ...]:
 
 def _options(job: Job, name: str) -> tuple[str, ...]:
     """The command up to the options of the recipe and of the user."""
-    client = job.flags(pods.PodFlags).client
-    return tuple(_first_client(job, name) if client == V1 else _later_client(job, name, client))
+    is_first = job.flags(pods.PodFlags).client == "v1"
+    return tuple(_first_client(job, name) if is_first else _later_client(job, name))
 
 
 def _first_client(job: Job, name: str) -> Iterator[str]:
@@ -129,8 +128,13 @@ def _first_client(job: Job, name: str) -> Iterator[str]:
         yield from ("-e", f"{key}=SECRET:{pods.SECRET},{key}")
 
 
-def _later_client(job: Job, name: str, client: str) -> Iterator[str]:
-    _refuse_missing(job, client)
+def _later_client(job: Job, name: str) -> Iterator[str]:
+    if read_only := [claim for claim in pods.claims(job) if claim.read_only]:
+        raise UsageError(
+            f"{read_only[0]}: the later runai client has no option for a read-only volume",
+            where="--pvc",
+            hint=f"--pvc {read_only[0].name}:{read_only[0].path}; --format pytorchjob, or --client v1",
+        )
     yield from ("runai", *KINDS[job.nodes > 1].split(), "submit", name)
     yield from (*_project(job.queue), "--image", job.image)
     yield from _workers(job)
@@ -144,23 +148,6 @@ def _later_client(job: Job, name: str, client: str) -> Iterator[str]:
     yield from _variables(job)
     for key in job.names:
         yield from ("--env-secret", f"{key}={pods.SECRET},key={key}")
-
-
-def _refuse_missing(job: Job, client: str) -> None:
-    """Raise UsageError for what has no option in the reference of this client."""
-    other = "--format pytorchjob, or --client v1"
-    if read_only := [claim for claim in pods.claims(job) if claim.read_only]:
-        raise UsageError(
-            f"{read_only[0]}: the runai client {client} has no option for a read-only volume",
-            where="--pvc",
-            hint=f"--pvc {read_only[0].name}:{read_only[0].path}; {other}",
-        )
-    if job.names and client == "2.18":
-        raise UsageError(
-            f"{job.names[0]}: the runai client {client} has no option for a key of a Secret",
-            where="--env",
-            hint=other,
-        )
 
 
 def _workers(job: Job) -> Iterator[str]:

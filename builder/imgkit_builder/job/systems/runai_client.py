@@ -10,25 +10,27 @@ import functools
 import re
 import shutil
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
 from imgkit_builder.base import process
-from imgkit_builder.recipe.pod_versions import V1
 from imgkit_entrypoints.errors import UsageError
 
+Client = Literal["v1", "v2"]
+"""The first client has ``runai submit`` and ``submit-dist``, the later one ``runai training submit``."""
 PROGRAM = "runai"
 PYTORCH = ("training", "pytorch")
 """Words of the later client's commands for a job of several pods; one pod has the first of them."""
 
 
-def on_path() -> str:
-    """The client on PATH, as `pod_versions.client` returns it; empty: there is none.
+def on_path() -> Client | None:
+    """Return the client on PATH; None if there is no ``runai``.
 
     Raises
     ------
     UsageError : it is neither client.
     """
     program = shutil.which(PROGRAM)
-    return _client(program) if program else ""
+    return _client(program) if program else None
 
 
 def refuse_unknown(command: Sequence[str], words: Iterable[str]) -> None:
@@ -60,18 +62,16 @@ def refuse_unknown(command: Sequence[str], words: Iterable[str]) -> None:
 
 
 @functools.cache
-def _client(program: str) -> str:
-    later = _options(program, (*PYTORCH, "submit"))
-    if "--workers" in later:
-        # 2.24 and later refer to a key of a Secret, and their -e is short for --environment-variable.
-        return "2.24" if "--env-secret" in later else "2.18"
+def _client(program: str) -> Client:
+    if "--workers" in _options(program, (*PYTORCH, "submit")):
+        return "v2"
     if "--workers" in _options(program, ("submit-dist", "pytorch")):
-        return V1
+        return "v1"
     raise UsageError(
         f"{program} is no runai client that imgkit knows: it has neither training pytorch submit nor "
         "submit-dist pytorch",
         where="PATH",
-        hint="runai training pytorch submit --help; or --client VERSION",
+        hint="runai training pytorch submit --help; or --client v1, or v2",
     )
 
 

@@ -24,10 +24,8 @@ HOME = ("data:/data:ro", "home:/home/me")
 FORMATS: tuple[KubernetesFormat, ...] = ("pytorchjob", "trainjob")
 
 
-def job(
-    kind: KubernetesFormat, *, pvcs: tuple[str, ...] = (), trainer: str = "", recipe: str = "", **given: Any
-) -> Job:
-    own = PodFlags(format=kind, pvcs=pvcs, trainer=trainer)
+def job(kind: KubernetesFormat, *, pvcs: tuple[str, ...] = (), recipe: str = "", **given: Any) -> Job:
+    own = PodFlags(format=kind, pvcs=pvcs)
     return resolve(find(recipe) if recipe else RECIPE, dataclasses.replace(RCP, system_flags=(own,), **given))
 
 
@@ -192,51 +190,6 @@ def test_lost_worker_does_not_end_a_job_with_a_spare() -> None:
         "Master": (1, "ExitCode"),
         "Worker": (2, "OnFailure"),
     }
-
-
-@pytest.fixture
-def plain(tmp_path: Path) -> str:
-    """A recipe whose pods have no annotation."""
-    file = tmp_path / "plain.yaml"
-    file.write_text("extends: rcp\nsystem:\n  queue:\n    options: [--large-shm]\n")
-    return str(file)
-
-
-@pytest.mark.parametrize("trainer", ["", "2.2", "2.2.1", "2.3"])
-def test_later_trainers_get_patches_of_the_runtime(trainer: str) -> None:
-    assert document("trainjob", trainer=trainer, pvcs=HOME) == document("trainjob", pvcs=HOME)
-
-
-def test_pods_are_the_same_for_every_trainer(plain: str) -> None:
-    """Compared by hand with the models of kubeflow_trainer_api 2.0.0 and 2.1.0, which know each key."""
-    given = {"pvcs": HOME, "recipe": plain}
-    (pod,) = pod_specs(document("trainjob", **given))
-    (first,) = document("trainjob", trainer="2.0", **given)["spec"]["podSpecOverrides"]
-    assert first == {"targetJobs": [{"name": "node"}], **pod["spec"]}
-    (second,) = document("trainjob", trainer="2.1", **given)["spec"]["podTemplateOverrides"]
-    assert second == {"targetJobs": [{"name": "node"}], **pod}
-    (annotated,) = document("trainjob", trainer="2.1", pvcs=HOME)["spec"]["podTemplateOverrides"]
-    assert annotated["metadata"]["annotations"] == {"k8s.v1.cni.cncf.io/networks": "kube-system/roce"}
-
-
-@pytest.mark.parametrize("trainer", ["2.0", "2.1"])
-def test_earlier_trainers_get_no_key_of_later_ones(trainer: str, plain: str) -> None:
-    spec = document("trainjob", trainer=trainer, recipe=plain)["spec"]
-    key = {"2.0": "podSpecOverrides", "2.1": "podTemplateOverrides"}[trainer]
-    assert set(spec) == {"runtimeRef", "trainer", key}
-
-
-def test_first_trainer_cannot_annotate_pods() -> None:
-    error = refused("trainjob", trainer="2.0")
-    assert (error.where, error.what) == (
-        "--trainer",
-        "Trainer 2.0 cannot annotate the pods of a TrainJob",
-    )
-
-
-def test_unknown_trainer_is_refused_by_name() -> None:
-    what = "unknown Kubeflow Trainer '3.0': known are 2.0 to 2.3"
-    assert refused("trainjob", trainer="3.0").what == what
 
 
 def test_train_job_refuses_spares() -> None:
