@@ -90,7 +90,7 @@ def test_record_of_a_job_has_every_field(written: Path, monkeypatch: pytest.Monk
         submitted="2026-01-01T00:00:00+00:00",
         command=("dist-run", "train.py", "--lr", "0.1"),
         image_id="sha256:" + "a" * 64,
-        state="done",
+        state="succeeded",
         fetched="/home/me/runs/mine-4711",
     )
 

@@ -533,8 +533,8 @@ def _scheduler(data: bytes, _: Path) -> None:
     text = data.decode("utf-8", "replace")
     for name in ("slurm", "pbs", "kubeflow"):
         system = job_systems.named(name)
-        system.succeeded(text)
-        job_fields.is_job_id(system.job_id(text, "x").partition(";")[0])
+        system.parse_status(text)
+        job_fields.is_job_id(system.parse_job_id(text, "x").partition(";")[0])
 
 
 def _lines(*texts: str) -> Callable[[], list[bytes]]:

@@ -89,12 +89,13 @@ def test_job_is_followed_by_commands_of_the_reference(
         recipe="rcp",
         directory=Path("/w"),
         queue="me",
-        kind=runai.kind(job),
+        kind=runai.script(job).kind,
     )
-    for words in (runai.status(record), runai.logs(record), runai.cancel(record)):
+    (status,) = runai.status_commands(record)
+    for words in (status, runai.log_source(record), runai.cancel_command(record)):
         assert not list(unknown(words, name)), words
         assert words[-2:] == ("--project", "me")
-    assert runai.cancel(dataclasses.replace(record, queue=""))[-1] == "rcp"
+    assert runai.cancel_command(dataclasses.replace(record, queue=""))[-1] == "rcp"
 
 
 def test_every_client_has_a_reference_and_a_job() -> None:

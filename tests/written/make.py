@@ -121,7 +121,7 @@ def job(target: Path) -> None:
             submitted="2026-01-01T00:00:00+00:00",
             command=("dist-run", "train.py", "--lr", "0.1"),
             image_id="sha256:" + "a" * 64,
-            state="done",
+            state="succeeded",
             fetched="/home/me/runs/mine-4711",
         )
     )

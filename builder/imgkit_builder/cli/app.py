@@ -35,6 +35,7 @@ VERB_GROUPS: dict[str, dict[str, str]] = {
     "Jobs": {
         "submit": "jobs",
         "status": "jobs",
+        "wait": "jobs",
         "logs": "jobs",
         "cancel": "jobs",
         "fetch": "run",

@@ -123,17 +123,18 @@ def _into_job(job_id: str, node: str, *, look: bool) -> tuple[tuple[str, ...], s
     """The words that open a shell in the job, and what it runs in; `look` whether the job runs."""
     from imgkit_builder.cli.remote import connected, runner
     from imgkit_builder.job import quoting, submit, systems
+    from imgkit_builder.job.request import FINAL_STATES
     from imgkit_builder.project import history
 
     if node and not quoting.is_job_id(node):
         raise UsageError(f"{node!r} cannot be the name of a node or pod", where="--node")
     record = submit.record_of(job_id)
     line = f"export IMGKIT_RUN_DIR={shlex.quote(str(history.run_of(record)))}; {record.shell_line}"
-    entry = systems.named(record.system).enter(record, line, node)
+    entry = systems.named(record.system).shell_command(record, line, node)
     state = history.refresh_state(record, runner(record)).state if look else ""
-    if state in (*history.FINAL, "pending"):
+    if state in (*FINAL_STATES, "waiting"):
         raise UsageError(
-            f"the job {record.handle} {'waits' if state == 'pending' else 'has ended'}",
+            f"the job {record.handle} {'waits' if state == 'waiting' else 'has ended'}",
             where="--job",
             hint=f"imgkit status {record.handle}",
         )

@@ -7,7 +7,6 @@ import dataclasses
 import re
 import shlex
 import sys
-from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -27,11 +26,12 @@ from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.job.request import AnyRequest, CodeRecord, ImageJob, Job, Script, SubmittedJob
-    from imgkit_builder.project.history import Ending
+    from imgkit_builder.job.request import AnyRequest, ImageJob, Job, Script, SubmittedJob
+    from imgkit_builder.project.history import JobReport
     from imgkit_builder.project.measured import SlowNow
     from imgkit_builder.project.toml_file import ProjectFile
 
+INTERRUPTED = 130
 COMMAND_CLASSES = {"submit": JobCommand}
 """The verb whose flags are not all in its signature."""
 
@@ -172,20 +172,27 @@ def verb_status(
       imgkit status 4711
       imgkit status 4711_3@mn5
     """
-    from imgkit_builder.job import submit, systems
+    from imgkit_builder.job import submit
     from imgkit_builder.project import history
 
     if not job_id:
         _own_jobs(as_json=as_json)
         return
     record = submit.record_of(job_id)
-    run = runner(record)
-    now = history.refresh_state(record, run)
-    if now.state in history.FINAL:
-        _ended(record, history.ending(now, run), as_json=as_json)
+    report = history.report(record, runner(record))
+    _keep_state(record, report)
+    slow = None if report.has_ended else _slow(record)
+    if as_json:
+        show(_reported(report, slow), as_json=True)
         return
-    words = systems.named(record.system).status(record)
-    _thin(words, as_json=as_json, remote=record.remote, code=record.code, slow=lambda: _slow(record))
+    if report.argv:
+        there = f"on {record.remote}: " if record.remote else ""
+        terminal.err(f"imgkit: {there}{shlex.join(report.argv)}")
+        terminal.passing()(report.text.encode())
+    if report.has_ended:
+        _show_end(report)
+    for rank in slow or ():
+        terminal.out(f"slow: {rank.name}: {rank.excess} (step {rank.to_step})")
 
 
 def _own_jobs(*, as_json: bool) -> None:
@@ -219,46 +226,60 @@ def _own_jobs(*, as_json: bool) -> None:
 def _may_run(record: SubmittedJob) -> bool:
     """Whether the job had not ended when imgkit last looked; where nobody can know, for a week."""
     from imgkit_builder.job import systems
-    from imgkit_builder.project import history
+    from imgkit_builder.job.request import FINAL_STATES
 
-    if record.state in history.FINAL:
+    if record.state in FINAL_STATES:
         return False
     try:
-        known = record.answer is None and bool(systems.named(record.system).alive(record))
+        known = record.answer is None and systems.named(record.system).reports_state
     except ImgkitError:  # its plug-in is gone
         known = False
     week_ago = datetime.now(timezone.utc) - timedelta(days=7)
     return known or record.submitted >= week_ago.isoformat()
 
 
-def _ended(before: SubmittedJob, ending: Ending, *, as_json: bool) -> None:
-    """Show how a job has ended, and keep that."""
-    from imgkit_builder.job import submit, systems
+def _reported(report: JobReport, slow: SlowNow) -> dict[str, Any]:
+    """Return what ``imgkit status ID --json`` prints."""
     from imgkit_builder.project import history
 
-    record = ending.record
-    if record.state != before.state and not _is_task(record):
-        with contextlib.suppress(OSError):
-            submit.keep(record)
-    folder = None if record.array else history.run_of(record)
-    if as_json:
-        data: dict[str, Any] = {"schema": SCHEMA, "command": ending.argv, "exit_code": 0}
-        data |= {"output": ending.output, "state": record.state, "folder": str(folder) if folder else None}
-        data |= {"code": dataclasses.asdict(record.code)} if record.code else {}
-        show(data, as_json=True)
-        return
-    if ending.argv:
-        there = f"on {record.remote}: " if record.remote else ""
-        terminal.err(f"imgkit: {there}{shlex.join(ending.argv)}")
-        terminal.passing()(systems.named(record.system).brief(ending.output).encode())
-    why = {
-        "done": "completed",
-        "failed": "failed" if ending.code is None else f"failed with exit code {ending.code}",
+    record = report.record
+    data: dict[str, Any] = {
+        "schema": SCHEMA,
+        "id": record.handle,
+        "state": record.state,
+        "code": report.code if report.has_ended else None,
+        "command": list(report.argv),
+        "output": report.text,
+        "folder": None if record.array else str(history.run_of(record)),
+    }
+    if record.code is not None:
+        data["source"] = dataclasses.asdict(record.code)
+    if slow is not None:
+        data["slow"] = [dataclasses.asdict(rank) for rank in slow]
+    return data
+
+
+def _show_end(report: JobReport) -> None:
+    from imgkit_builder.project import history
+
+    record = report.record
+    text = {
+        "succeeded": "completed",
+        "cancelled": "was cancelled",
         "ended": "has ended; neither the scheduler nor the run folder knows how",
-    }[record.state]
-    by = "" if ending.argv or record.state == "ended" else ", by its run folder"
-    by = by if ending.code is not None else ""
-    terminal.out(f"{record.handle} {why}{by}{f'; run folder: {folder}' if folder else ''}")
+    }.get(record.state, f"failed with exit code {report.code}" if report.code else "failed")
+    source = "" if report.argv or report.code is None else ", by its run folder"
+    folder = "" if record.array else f"; run folder: {history.run_of(record)}"
+    terminal.out(f"{record.handle} {text}{source}{folder}")
+
+
+def _keep_state(record: SubmittedJob, report: JobReport) -> None:
+    """Save the state for ``imgkit runs``; a folder that cannot be written loses only that."""
+    from imgkit_builder.job import submit
+
+    if report.record.state != record.state and not _is_task(record):
+        with contextlib.suppress(OSError):
+            submit.keep(report.record)
 
 
 def _is_task(record: SubmittedJob) -> bool:
@@ -294,7 +315,7 @@ def verb_logs(
         terminal.err(f"imgkit: job {job_id}, the last one")
     record = submit.record_of(job_id)
     system = systems.named(record.system)
-    words = system.logs(record)
+    words = system.log_source(record)
     if as_json:
         show({"schema": SCHEMA, "id": record.handle, "command": words}, as_json=True)
         return
@@ -302,15 +323,52 @@ def verb_logs(
         raise typer.Exit(follow(connected(record.remote), record))
 
     def over() -> bool:
-        return history.refresh_state(record, runner(record)).state in history.FINAL
+        return history.report(record, runner(record)).has_ended
 
-    if words[0] != "tail" or not system.alive(record):
+    if words[0] != "tail" or not system.reports_state:
         _thin(words, as_json=False)
     if over():
         words = tuple(word for word in words if word not in ("-f", "-F"))
         _thin(words, as_json=False)
     terminal.err(f"imgkit: {shlex.join(words)}")
     raise typer.Exit(process.attached(words, until=over))
+
+
+def verb_wait(
+    job_id: str = typer.Argument(metavar="ID"),
+    timeout: str = typer.Option("", metavar="TIME", help="Time to wait, for example 90m or 2h."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+) -> None:
+    """Wait until a job has ended. Ctrl-C stops waiting; the job continues.
+
+    The exit code is 0 if the job succeeded, 1 if not, and 4 if it has not ended in
+    time.
+
+    \b
+    Examples:
+      imgkit wait 4711
+      imgkit wait 4711@mn5 --timeout 2h --json
+    """
+    from imgkit_builder.job import quoting, submit
+    from imgkit_builder.project import history
+
+    limit_s = quoting.seconds(timeout, where="--timeout") if timeout else None
+    record = submit.record_of(job_id)
+    try:
+        report = history.wait(record, runner(record), limit_s=limit_s)
+    except KeyboardInterrupt:
+        terminal.err(f"imgkit: {record.handle} continues; imgkit wait {record.handle}")
+        raise typer.Exit(INTERRUPTED) from None
+    _keep_state(record, report)
+    if as_json:
+        show(_reported(report, None), as_json=True)
+    elif report.has_ended:
+        _show_end(report)
+    if not report.has_ended:
+        raise ToolFailed(
+            f"{record.handle} has not ended after {timeout}", hint=f"imgkit wait {record.handle}"
+        )
+    raise typer.Exit(0 if report.record.state == "succeeded" else 1)
 
 
 def verb_cancel(
@@ -326,7 +384,7 @@ def verb_cancel(
     from imgkit_builder.job import submit, systems
 
     record = submit.record_of(job_id)
-    _thin(systems.named(record.system).cancel(record), as_json=as_json, remote=record.remote)
+    _thin(systems.named(record.system).cancel_command(record), as_json=as_json, remote=record.remote)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -417,43 +475,24 @@ def _slow(record: SubmittedJob) -> SlowNow:
     return measured.slow_ranks(found.output.encode())
 
 
-def _thin(
-    words: tuple[str, ...],
-    *,
-    as_json: bool,
-    remote: str = "",
-    code: CodeRecord | None = None,
-    slow: Callable[[], SlowNow] = lambda: None,
-) -> NoReturn:
-    """Print the command, run it here or on `remote`, and exit with its exit code; `slow` finds slow ranks."""
+def _thin(words: tuple[str, ...], *, as_json: bool, remote: str = "") -> NoReturn:
+    """Print the command, run it here or on `remote`, and exit with its exit code."""
     from imgkit_builder.base import process
 
     if not as_json:
         there = f"on {remote}: " if remote else ""
         terminal.err(f"imgkit: {there}{shlex.join(words)}")
     if not as_json and not remote:
-        exit_code = process.attached(words)
-        _show_slow(slow())
-        raise typer.Exit(exit_code)
+        raise typer.Exit(process.attached(words))
     if remote:
         from imgkit_builder.remote import jobs
 
         done = jobs.finished(connected(remote), words)
     else:
         done = process.run(words, check=False)
-    data = {"schema": SCHEMA, "command": words, "exit_code": done.returncode, "output": done.output}
-    if code is not None:
-        data["code"] = dataclasses.asdict(code)
-    if (ranks := slow()) is not None:
-        data["slow"] = [dataclasses.asdict(one) for one in ranks]
     if as_json:
+        data = {"schema": SCHEMA, "command": words, "exit_code": done.returncode, "output": done.output}
         show(data, as_json=True)
     else:
         terminal.passing()(done.output.encode())
-        _show_slow(ranks)
     raise typer.Exit(done.returncode)
-
-
-def _show_slow(ranks: SlowNow) -> None:
-    for one in ranks or ():
-        terminal.out(f"slow: {one.name}: {one.excess} (step {one.to_step})")

@@ -247,7 +247,7 @@ def follow(far: Connection, record: SubmittedJob) -> int:
         return 130
     except Cut as error:
         raise Cut(error.what, where=error.where, hint=f"the job continues; {back}\n{error.hint}") from error
-    record = history.ending(record, partial(jobs.finished, far)).record
+    record = history.report(record, partial(jobs.finished, far)).record
     with contextlib.suppress(
         OSError
     ):  # imgkit runs reads it; a folder that cannot be written loses only that
@@ -255,8 +255,8 @@ def follow(far: Connection, record: SubmittedJob) -> int:
     if record.state == "ended":
         say(f"{record.handle} has ended; the scheduler no longer knows its exit status")
         return 0
-    well = record.state == "done"
-    say(f"{record.handle} {'completed' if well else 'failed'}; imgkit fetch {record.handle}")
+    well = record.state == "succeeded"
+    say(f"{record.handle} {'completed' if well else record.state}; imgkit fetch {record.handle}")
     return 0 if well else 1
 
 

@@ -44,8 +44,18 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoFlags:
-    """A system without flags of its own."""
+class SystemFlags:
+    """Base of the flags that only one system has; by itself, the flags of a system without any."""
+
+    @property
+    def default_nodes(self) -> int:
+        """Number of nodes of a job without ``--nodes``."""
+        return 1
+
+    @property
+    def system(self) -> str:
+        """Name of another system that takes the job because of a flag; empty: none does."""
+        return ""
 
 
 def flag(default: Any, *names: str, help: str, metavar: str = "", choices: tuple[str, ...] = ()) -> Any:
@@ -426,6 +436,22 @@ class Job(AnyJob):
         return self.system_flags
 
 
+JobState = Literal["", "waiting", "running", "succeeded", "failed", "cancelled", "ended"]
+"""State of a submitted job. Empty: nobody has said; ``ended``: nobody knows how it ended."""
+FINAL_STATES: tuple[JobState, ...] = ("succeeded", "failed", "cancelled", "ended")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStatus:
+    """What a scheduler's command says about a job."""
+
+    state: JobState
+    text: str
+    """The part of its output that people read."""
+    code: int | None = None
+    """The exit code of the job, or the largest one of an array's tasks."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
     """The exact text and words of a submission."""
@@ -443,6 +469,10 @@ class Script:
     """What each of them reads first."""
     head_decides: bool = False
     """Whether the run is over when the first host's line is, and not when that of any host fails."""
+    kind: str = ""
+    """What the scheduler calls this kind of job, where it finds a job only by that."""
+    is_array: bool = False
+    """Whether the job is an array of tasks, each with an id, a run folder and an output of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -474,8 +504,8 @@ class SubmittedJob:
     command: tuple[str, ...] = ()
     image_id: str = ""
     """The image with its delta; empty where that is not known."""
-    state: str = ""
-    """What imgkit last knew: ``done``, ``failed``, ``ended``, or the scheduler's word."""
+    state: JobState = ""
+    """What imgkit last knew."""
     array: bool = False
     """Whether it is an array; each task has an id, a run folder and an output of its own."""
     shell_line: str = ""

@@ -46,11 +46,12 @@ def resolve(recipe: Target, request: Request) -> Job:
     recipe = _in_partition(recipe, request.queue or recipe.system.queue.name)
     facts = recipe.system
     system = systems.named(facts.scheduler)
-    own = system.settled(recipe, _own_flags(request, system))
-    size = parse_nodes(request.nodes or str(system.default_nodes(own)))
+    own = _own_flags(request, system)
+    size = parse_nodes(request.nodes or str(own.default_nodes))
     gpus = _gpus(recipe, request)
     cpus = _cpus(recipe, request, gpus)
-    queue = _queue(recipe, request, system.required(recipe, request))
+    is_shell = request.interactive and not system.needs_fields_for_shells
+    queue = _queue(recipe, request, () if is_shell else recipe.system.queue.required)
     container.refuse_secrets(recipe, request)
     command = _command(request)
     run_by = _run_by(recipe, request.runtime, system)
@@ -62,7 +63,7 @@ def resolve(recipe: Target, request: Request) -> Job:
     job = Job(
         recipe=recipe,
         request=request,
-        system=system.hands_to(own) or facts.scheduler,
+        system=own.system or facts.scheduler,
         system_flags=own,
         command=command,
         name=quoting.check("--name", request.name or recipe.name),
@@ -98,7 +99,7 @@ def resolve(recipe: Target, request: Request) -> Job:
     return dataclasses.replace(
         job,
         warnings=_warnings(
-            request, (*_unused(recipe, request, system), *system.doubts(job), *container.doubts(job))
+            request, (*_unused(recipe, request, system), *system.check(job), *container.doubts(job))
         ),
     )
 
@@ -125,7 +126,7 @@ def resolve_image(recipe: Target, request: ConversionJobRequest | BuildJobReques
     return ImageJob(
         recipe=recipe,
         request=request,
-        system=system.hands_to(_own_flags(request, system)) or facts.scheduler,
+        system=_own_flags(request, system).system or facts.scheduler,
         name=quoting.check("--name", request.name or recipe.name),
         time=queue["time"],
         account=queue["account"],
@@ -138,7 +139,7 @@ def resolve_image(recipe: Target, request: ConversionJobRequest | BuildJobReques
 
 
 def _own_flags(request: Allocation, system: System) -> Any:
-    return next((each for each in request.system_flags if isinstance(each, system.flags)), system.flags())
+    return next((each for each in request.system_flags if type(each) is system.flags), system.flags())
 
 
 def _directory(request: Allocation) -> Path:
@@ -174,7 +175,7 @@ def _unused(recipe: Target, request: Allocation, system: System) -> Iterator[str
         if getattr(request, known, None) and name not in system.uses
     ]
     for other in request.system_flags:
-        if not isinstance(other, system.flags):
+        if type(other) is not system.flags:
             ignored += given(other)
     title = recipe.system.title or recipe.name
     return (f"{name} is not used: {title} ({recipe.system.scheduler}) has no such flag" for name in ignored)

@@ -11,6 +11,7 @@ import functools
 import glob
 import json
 import os
+import re
 import secrets
 import shlex
 from collections.abc import Generator
@@ -124,7 +125,7 @@ def prepare(recipe: str | Path, request: AnyRequest, code: CodeFolder | None = N
         target, default = targets.find(recipe), ""
     if not isinstance(request, Request):
         making = resolve_image(target, request)
-        return PreparedJob(job=making, script=systems.named(making.system).image_script(making))
+        return PreparedJob(job=making, script=systems.named(making.system).script(making))
     job = resolve(target, dataclasses.replace(request, image=request.image or default))
     if job.run_by not in ("pyxis", "singularity") and job.image and sqsh.is_sqsh(Path(job.image)):
         raise UsageError(
@@ -170,7 +171,8 @@ def before_submission(job: Job | ImageJob) -> None:
         _check_source(job.request)
         return
     check_environment(job)
-    systems.named(job.system).before_submission(job)
+    for _ in systems.named(job.system).check(job, is_submitted=True):
+        pass  # the warnings have been shown
     if job.run_by == "singularity":
         _check_sif(job)
     elif job.run_by == "pyxis" and pyxis.is_file(job.image):
@@ -311,15 +313,23 @@ def send(job: AnyJob, script: Script) -> SubmittedJob:
         cwd=None if job.run_by == "kubernetes" else job.directory,
     )
     try:
-        return dataclasses.replace(submitted(job, output), image_id=image_id)
+        return dataclasses.replace(submitted(job, script, output), image_id=image_id)
     except ToolFailed as error:
-        why = systems.named(job.system).refusal(f"{error.what}\n{error.hint}", job.name)
-        hint = "\n".join(filter(None, (why, error.hint)))
-        raise ToolFailed(error.what, where=error.where, hint=hint or None) from error
+        # Of a job in pods, the name is the id.
+        if not re.search("already ?exists", f"{error.what}\n{error.hint}", re.IGNORECASE):
+            raise
+        hint = f"nothing was started: a job named {job.name} exists; choose --name OTHER, or delete that job"
+        raise ToolFailed(error.what, where=error.where, hint=f"{hint}\n{error.hint or ''}".strip()) from error
 
 
-def submitted(job: AnyJob, output: Generator[bytes, None, None], *, remote: str = "") -> SubmittedJob:
-    """The record of `job`; `output` is what its submission prints, on the cluster `remote` if that is named.
+def submitted(
+    job: AnyJob, script: Script, output: Generator[bytes, None, None], *, remote: str = ""
+) -> SubmittedJob:
+    """Return the record of `job`.
+
+    Parameters
+    ----------
+    output : what the submission of `script` prints, on the cluster `remote` if that is named.
 
     The job exists, whatever the scheduler printed: an answer without an id becomes part of the record.
     """
@@ -328,17 +338,16 @@ def submitted(job: AnyJob, output: Generator[bytes, None, None], *, remote: str 
     except process.TooLong as error:
         text = error.start.decode(errors="replace")
     try:
-        job_id, _, cluster = systems.named(job.system).job_id(text, job.name).partition(";")
+        job_id, _, cluster = systems.named(job.system).parse_job_id(text, job.name).partition(";")
     except Exception:  # a plug-in has failed, but its job is there
         job_id, cluster = "", ""
-    system = systems.named(job.system)
     is_id = quoting.is_job_id(job_id) and (not cluster or quoting.is_job_id(cluster))
     return SubmittedJob(
         id=job_id if is_id else f"unknown-{secrets.token_hex(4)}",
         cluster=cluster if is_id else "",
         answer=None if is_id else text[:_KEPT],
         system=job.system,
-        kind=_kind(job),
+        kind=script.kind,
         name=job.title,
         recipe=job.recipe.name,
         directory=job.directory,
@@ -348,19 +357,11 @@ def submitted(job: AnyJob, output: Generator[bytes, None, None], *, remote: str 
         bound_entry_points=job.bound.version if isinstance(job, Job) and job.bound else "",
         submitted=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         command=job.command if isinstance(job, Job) else (),
-        array=isinstance(job, Job) and system.is_array(job),
+        array=script.is_array,
         shell_line=container.shell_line(job)
         if isinstance(job, Job) and job.run_by in ("singularity", "host")
         else "",
     )
-
-
-def _kind(job: AnyJob) -> str:
-    assert isinstance(job, Job | ImageJob)  # noqa: S101 - there is no other
-    try:
-        return systems.named(job.system).kind(job)
-    except Exception:  # a plug-in has failed, but its job is there
-        return ""
 
 
 def need_id(record: SubmittedJob) -> SubmittedJob:
@@ -372,7 +373,7 @@ def need_id(record: SubmittedJob) -> SubmittedJob:
     """
     if record.answer is None:
         return record
-    words = systems.named(record.system).own_jobs(record)
+    words = systems.named(record.system).own_jobs
     there = f" on {record.remote}" if record.remote else ""
     look = f"{shlex.join(words)}{there}" if words else f"the commands of {record.system}{there}"
     printed = repr(record.answer.strip()) if record.answer.strip() else "nothing"
@@ -421,7 +422,7 @@ def _task(job_id: str) -> SubmittedJob | None:
     number, _, remote = job_id.partition("@")
     for record in records():
         if record.array and remote in ("", record.remote):
-            task = systems.named(record.system).task(record, number)
+            task = systems.task_id(record, number)
             if task and quoting.is_job_id(task):
                 return dataclasses.replace(record, id=task, array=False, state="", fetched="")
     return None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +14,11 @@ from pathlib import Path
 from imgkit_builder.base import process
 from imgkit_builder.base.process import Finished
 from imgkit_builder.job import systems
-from imgkit_builder.job.request import SubmittedJob
+from imgkit_builder.job.request import FINAL_STATES, JobState, SubmittedJob
 from imgkit_builder.project import measured
 from imgkit_builder.project.measured import LastNumbers
-from imgkit_entrypoints.errors import ToolFailed, ToolMissing
+from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 from imgkit_entrypoints.launch import stop_protocol
-
-FINAL = ("done", "failed", "ended")
-"""States that do not change: ended well, with an error, or in a way that nobody can tell."""
 
 
 def run_of(record: SubmittedJob) -> Path:
@@ -39,8 +39,27 @@ def numbers(record: SubmittedJob) -> LastNumbers:
     return measured.tail(folder) if folder else LastNumbers()
 
 
-def refresh_state(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> SubmittedJob:
-    """Return `record` with the state that its scheduler reports now.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobReport:
+    """What is known about a job now, and the source of that."""
+
+    record: SubmittedJob
+    """The job's record, with its state."""
+    argv: tuple[str, ...] = ()
+    """The scheduler's command that knew the job; empty: none did."""
+    text: str = ""
+    """What that command printed, as far as people read it."""
+    code: int | None = None
+    """The job's exit code; by its run folder if `argv` is empty."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job has ended."""
+        return self.record.state in FINAL_STATES
+
+
+def report(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
+    """Return what the scheduler says about the job, or else its run folder.
 
     Parameters
     ----------
@@ -50,63 +69,85 @@ def refresh_state(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]
     ------
     ToolFailed : the scheduler did not answer; the job may run.
     """
-    if record.state in FINAL or record.answer is not None:
-        return record
+    if record.answer is not None:
+        return JobReport(record=record)
     system = systems.named(record.system)
-    argv = system.alive(record)
-    if not argv:
-        return record
-    answer = run(argv)
-    text = answer.output.strip()
-    if answer.returncode == 0 and text:
-        # A plug-in's scheduler may print a table instead of one word.
-        is_word = re.fullmatch(r"[A-Za-z_]{1,32}", text)
-        return dataclasses.replace(record, state=text.lower() if is_word else "active")
-    if answer.returncode != 0 and not system.gone(text):
-        message, hint = process.quoted(f"{argv[0]} failed with exit code {answer.returncode}", text)
-        raise ToolFailed(message, where=record.handle, hint=hint or None)
-    return ending(record, run).record
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How a job has ended, and the source of that."""
-
-    record: SubmittedJob
-    """The job's record, with its final state."""
-    argv: tuple[str, ...] = ()
-    """The scheduler's command that knew the state; empty: none did."""
-    output: str = ""
-    """What that command printed."""
-    code: int | None = None
-    """The exit code in the run folder, which counts only if the scheduler does not know how the job ended."""
-
-
-def ending(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Ending:
-    """Return how the job of `record` has ended: by its scheduler, else by its run folder.
-
-    Parameters
-    ----------
-    run : as of `refresh_state`.
-    """
-    system = systems.named(record.system)
-    for argv in system.outcome(record):
-        # Accounting is switched off, or not installed, at some sites: the next command may know.
+    for number, argv in enumerate(system.status_commands(record)):
         try:
-            output = run(argv).output
+            answer = run(argv)
         except ToolMissing:
-            continue
-        has_succeeded = system.succeeded(output)
-        if has_succeeded is not None:
-            state = "done" if has_succeeded else "failed"
-            return Ending(record=dataclasses.replace(record, state=state), argv=argv, output=output)
-    if record.state in ("done", "failed"):
+            if number == 0 and record.state not in FINAL_STATES:
+                raise
+            continue  # some sites have no accounting: the next command may know
+        if not system.reports_state and answer.returncode == 0:
+            return JobReport(record=record, argv=argv, text=answer.output)
+        status = system.parse_status(answer.output)
+        is_in_queue = number == 0 and answer.returncode == 0 and bool(answer.output.strip())
+        if is_in_queue or status.state in FINAL_STATES:
+            now = dataclasses.replace(record, state=status.state)
+            return JobReport(record=now, argv=argv, text=status.text, code=status.code)
+        is_unknown = system.reports_state and re.search(system.unknown_job, answer.output)
+        may_run = number == 0 and record.state not in FINAL_STATES
+        if may_run and answer.returncode != 0 and not is_unknown:
+            message, hint = process.quoted(
+                f"{argv[0]} failed with exit code {answer.returncode}", answer.output.strip()
+            )
+            raise ToolFailed(message, where=record.handle, hint=hint or None)
+    if record.state in FINAL_STATES and record.state != "ended":
         # An earlier look recorded it while the scheduler still knew the job.
-        return Ending(record=record)
+        return JobReport(record=record)
     # The tasks of an array have run folders of their own, so there is no single exit code.
     code = None
     if not record.array:
         answer = run(("cat", "--", str(run_of(record) / stop_protocol.RESULT)))
         code = stop_protocol.result_code(answer.output)
-    state = "ended" if code is None else "done" if code == 0 else "failed"
-    return Ending(record=dataclasses.replace(record, state=state), code=code)
+    state: JobState = "ended" if code is None else "succeeded" if code == 0 else "failed"
+    return JobReport(record=dataclasses.replace(record, state=state), code=code)
+
+
+POLL_S = (1.0, 1.0, 2.0, 3.0, 5.0, 10.0, 10.0, 30.0)
+"""Seconds between looks at a job; the last one repeats. A login node asks no scheduler every second."""
+
+
+def wait(
+    record: SubmittedJob, run: Callable[[Sequence[str]], Finished], *, limit_s: float | None = None
+) -> JobReport:
+    """Wait until the job has ended, or for `limit_s` seconds, and return what is known then.
+
+    Raises
+    ------
+    UsageError : nobody can know when a job of this system has ended.
+    ToolFailed : the scheduler has not answered even once.
+    """
+    if not systems.named(record.system).reports_state:
+        raise UsageError(
+            f"imgkit cannot ask {record.system} whether a job has ended",
+            where=record.handle,
+            hint=f"imgkit logs {record.handle} ends with the job",
+        )
+    end_s = math.inf if limit_s is None else time.monotonic() + limit_s
+    latest = None
+    for pause_s in itertools.chain(POLL_S, itertools.repeat(POLL_S[-1])):
+        try:
+            latest = report(record, run)
+        except ToolFailed:
+            if latest is None:
+                raise
+            # A scheduler that does not answer this time may answer the next.
+        left_s = end_s - time.monotonic()
+        if latest.has_ended or left_s <= 0:
+            return latest
+        time.sleep(min(pause_s, left_s))
+    raise AssertionError("the pauses do not end")
+
+
+def refresh_state(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> SubmittedJob:
+    """Return `record` with its state now, without asking about a job that has ended.
+
+    Raises
+    ------
+    ToolFailed : as `report`.
+    """
+    if record.state in FINAL_STATES or not systems.named(record.system).reports_state:
+        return record
+    return report(record, run).record

@@ -204,11 +204,12 @@ def unfinished(connection: Connection, name: str) -> tuple[Collection[str] | Non
     """
     name, _, cluster = name.partition(";")
     try:
-        words = systems.named(name).unfinished(cluster)
+        system = systems.named(name)
     except (UsageError, ToolFailed) as error:
         return None, error.what
-    if not words:
+    if not system.unfinished_ids:
         return None, f"{name} lists no jobs"
+    words = (*system.unfinished_ids, *((f"{system.cluster_option}{cluster}",) if cluster else ()))
     done = jobs.finished(connection, words)
     if done.returncode != 0:
         return None, f"{words[0]} failed with exit code {done.returncode}: {done.tail()}"

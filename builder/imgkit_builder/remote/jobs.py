@@ -138,7 +138,7 @@ def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:
         data=[script.text.encode()] if script.on_stdin else [],
     )
     try:
-        return submitted(job, output, remote=remote.name)
+        return submitted(job, script, output, remote=remote.name)
     except ScriptFailed as error:
         what, hint = process.quoted(
             f"{script.submit[0]} on {remote.name} failed with exit code {error.code}", error.said
@@ -205,7 +205,7 @@ def follow(
     Cut : the remote cannot be reached for some minutes.
     """
     system = systems.named(record.system)
-    words = system.alive(record)
+    words = system.status_commands(record)[0] if system.reports_state else ()
     log = log_file(record)
     shown, failures = 0, 0
     while True:
@@ -232,4 +232,4 @@ def follow(
 
 def log_file(record: SubmittedJob) -> PurePosixPath:
     """The file of the job's output: the last word of what follows it."""
-    return PurePosixPath(systems.named(record.system).logs(record)[-1])
+    return PurePosixPath(systems.named(record.system).log_source(record)[-1])

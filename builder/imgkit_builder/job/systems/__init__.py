@@ -18,15 +18,16 @@ from imgkit_builder.job.request import (
     ImageFlags,
     ImageJob,
     Job,
-    NoFlags,
+    JobState,
+    JobStatus,
     Request,
     Script,
     SubmittedJob,
+    SystemFlags,
     declared,
 )
 from imgkit_builder.recipe import systems as registry
 from imgkit_builder.recipe.systems import Registration, SystemFault
-from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
 __all__ = ["Installed", "Registration", "System", "SystemFault", "installed", "named"]
@@ -58,10 +59,10 @@ class JobShell:
 
 
 class System(Protocol):
-    """A scheduler, or the lack of one. Words are argv tuples; nothing is run here."""
+    """A scheduler, or the lack of one: it writes jobs and the commands about them, and runs nothing."""
 
-    flags: type[Any] = NoFlags
-    """A frozen dataclass with the flags that only this system has (`imgkit_builder.job.request.flag`)."""
+    flags: type[Any] = SystemFlags
+    """A `SystemFlags` dataclass with the flags that only this system has (`request.flag`)."""
     uses: tuple[str, ...] = ()
     """Flags of every job that mean something here, out of `OPTIONAL`; the others cause a warning."""
     registration: Registration = Registration()
@@ -76,131 +77,66 @@ class System(Protocol):
     """Whether nothing here ends the node agents of the other nodes when a node is lost."""
     hides_gpus: bool = True
     """Whether programs see only the GPUs that the job asked for."""
+    needs_fields_for_shells: bool = True
+    """Whether an interactive job must have the fields that ``system.queue.required`` names."""
+    reports_state: bool = True
+    """Whether `parse_status` can tell a job that runs from one that has ended."""
+    unknown_job: str = ""
+    """Pattern in the output of a failed status command that means: there is no such job (any more)."""
+    own_jobs: tuple[str, ...] = ()
+    """The command that lists this user's jobs, for one whose id is unknown."""
+    unfinished_ids: tuple[str, ...] = ()
+    """The command that prints the ids of all jobs that wait or run."""
+    cluster_option: str = ""
+    """The option, with ``=``, that names the cluster in `unfinished_ids`."""
 
-    def default_nodes(self, flags: Any) -> int:
-        """Number of nodes of a job without ``--nodes``; `flags` is a value of the class `flags`."""
-        return 1
-
-    def required(self, recipe: Target, request: Request) -> tuple[str, ...]:
-        """Fields of ``system.queue`` that the job must have."""
-        return recipe.system.queue.required
-
-    def settled(self, recipe: Target, flags: Any) -> Any:
-        """`flags`, with what the recipe or this machine decides where they decide nothing.
+    def script(self, job: Job | ImageJob) -> Script:
+        """Return the text of the submission and the command that submits it.
 
         Raises
         ------
-        UsageError : a value that the system does not know.
+        UsageError : the system takes no such job; an `ImageJob` needs a queue.
         """
-        return flags
-
-    def hands_to(self, flags: Any) -> str:
-        """The name of another system that takes the job because of a flag; empty: this one does."""
-        return ""
-
-    def doubts(self, job: Job) -> Iterable[str]:
-        """Warnings: requests that the user may not have meant."""
-        waits = () if self.spares_take_over else spare_waits_for_nothing(job)
-        return (*program_starts_once(job), *part_of_nodes(job), *waits)
-
-    def before_submission(self, job: Job) -> None:
-        """Raise UsageError for what can be known only where the job is submitted."""
-        return
-
-    def script(self, job: Job) -> Script:
-        """The text and the words of the submission."""
         ...
 
-    def image_script(self, job: ImageJob) -> Script:
-        """The text and the words of a job that makes a .sif.
+    def check(self, job: Job, *, is_submitted: bool = False) -> Iterable[str]:
+        """Yield warnings about requests that the user may not have meant.
 
         Raises
         ------
-        UsageError : the system takes none; says what makes one here.
+        UsageError : if `is_submitted`, what can only be known on the machine that submits the job now.
         """
-        builds = isinstance(job.request, BuildJobRequest)
-        raise UsageError(
-            "there is no scheduler to submit this to",
-            where=job.request.where,
-            hint="imgkit build RECIPE --with apptainer" if builds else "imgkit sif ARCHIVE",
-        )
+        spares = () if self.spares_take_over else spare_waits_for_nothing(job)
+        return (*program_starts_once(job), *part_of_nodes(job), *spares)
 
-    def job_id(self, output: str, name: str) -> str:
-        """``ID`` or ``ID;CLUSTER`` in the output of the submission of the job `name`; empty if it has none.
+    def parse_job_id(self, output: str, name: str) -> str:
+        """Return ``ID`` or ``ID;CLUSTER`` from the output of the submission of the job `name`; empty if none.
 
         The caller refuses what cannot be an id.
         """
         return (output.strip().splitlines() or [""])[-1]
 
-    def kind(self, job: Job | ImageJob) -> str:
-        """What the system calls this kind of job, where it finds a job only by that; else empty."""
-        return ""
+    def status_commands(self, record: SubmittedJob) -> tuple[tuple[str, ...], ...]:
+        """Return commands to run in turn until one knows the job.
 
-    def refusal(self, said: str, name: str) -> str:
-        """What to do about a refused submission of the job `name`; `said` is its message. Empty: unknown."""
-        return ""
-
-    def status(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that show the job."""
+        The first one prints nothing, or fails, once the job has left the queue.
+        """
         ...
 
-    def logs(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that follow its output; for ``tail``, the file is the last one."""
+    def parse_status(self, output: str) -> JobStatus:
+        """Return what the output of a status command says; of an array, about all of its tasks."""
+        return JobStatus(state="", text=output)
+
+    def log_source(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Return the command that follows the job's output; for ``tail``, the file is the last word."""
         ...
 
-    def cancel(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that end it."""
+    def cancel_command(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Return the command that ends the job."""
         ...
 
-    def alive(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that print something while the job waits or runs, and nothing or an error afterwards.
-
-        Empty: nobody can know, and following its output never ends by itself.
-        """
-        return ()
-
-    def unfinished(self, cluster: str = "") -> tuple[str, ...]:
-        """Words that print the ids of all jobs that wait or run; empty if there are none.
-
-        Parameters
-        ----------
-        cluster : where the jobs are, as in `SubmittedJob`.
-        """
-        return ()
-
-    def own_jobs(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that list this user's jobs with their ids, for one whose id is unknown; empty: no hint."""
-        return ()
-
-    def gone(self, said: str) -> bool:
-        """Whether the failed words of `alive`, which printed `said`, mean that the job has ended.
-
-        False: the system did not answer.
-        """
-        return True
-
-    def outcome(self, record: SubmittedJob) -> tuple[tuple[str, ...], ...]:
-        """Commands that print how the job ended; the first that knows it counts."""
-        return ()
-
-    def succeeded(self, output: str) -> bool | None:
-        """Whether the job ended well, by the output of `outcome`; None if that does not say."""
-        return None
-
-    def brief(self, output: str) -> str:
-        """The part of the output of `outcome` that people read."""
-        return output
-
-    def is_array(self, job: Job) -> bool:
-        """Whether the job is an array of tasks, each with an id, a run folder and an output of its own."""
-        return False
-
-    def task(self, record: SubmittedJob, job_id: str) -> str:
-        """The whole id of the task `job_id` of the array job `record`; empty if it is none of its tasks."""
-        return ""
-
-    def enter(self, record: SubmittedJob, line: str, node: str) -> JobShell:
-        """The words that open a shell in the running job.
+    def shell_command(self, record: SubmittedJob, line: str, node: str) -> JobShell:
+        """Return the command that opens a shell in the running job.
 
         Parameters
         ----------
@@ -216,6 +152,37 @@ class System(Protocol):
             where="--job",
             hint=f"on a node of the job: bash -lc {shlex.quote(line)}" if record.shell_line else None,
         )
+
+
+def need_program(job: Job | ImageJob) -> Job:
+    """Return `job`; raise UsageError if it makes a .sif, since there is no queue for it."""
+    if isinstance(job, Job):
+        return job
+    builds = isinstance(job.request, BuildJobRequest)
+    raise UsageError(
+        "there is no scheduler to submit this to",
+        where=job.request.where,
+        hint="imgkit build RECIPE --with apptainer" if builds else "imgkit sif ARCHIVE",
+    )
+
+
+def worst(states: Iterable[JobState]) -> JobState:
+    """Return the state of an array: running while a task is, and failed once all ended and one has failed."""
+    found = set(states)
+    order: tuple[JobState, ...] = ("running", "waiting", "", "failed", "cancelled", "succeeded")
+    return next((state for state in order if state in found), "")
+
+
+def task_id(record: SubmittedJob, job_id: str) -> str:
+    """Return the whole id of the task `job_id` of the array `record`; empty if it is none of its tasks.
+
+    Slurm writes ``ARRAY_INDEX``, PBS ``SEQUENCE[INDEX].SERVER``, where the server may be left out.
+    """
+    sequence, brackets, server = record.id.partition("[]")
+    if not brackets:
+        return job_id if re.fullmatch(rf"{re.escape(record.id)}_[0-9]+", job_id) else ""
+    match = re.fullmatch(rf"({re.escape(sequence)}\[[0-9]+\])({re.escape(server)})?", job_id)
+    return f"{match[1]}{server}" if match else ""
 
 
 def need_task(record: SubmittedJob, example: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from imgkit_builder.job.request import Job, Script, SubmittedJob
+from imgkit_builder.job.request import ImageJob, Job, JobState, JobStatus, Script, SubmittedJob
 from imgkit_builder.job.systems import JobShell, pods
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rollcall.secret import MOUNTED
@@ -19,6 +19,16 @@ RUNTIME = "torch-distributed"
 """The ClusterTrainingRuntime for PyTorch that comes with Kubeflow Trainer."""
 SCHEDULER = "runai-scheduler"
 
+STATES: Mapping[str, JobState] = {
+    "Created": "waiting",
+    "Suspended": "waiting",
+    "Running": "running",
+    "Restarting": "running",
+    "Succeeded": "succeeded",
+    "Complete": "succeeded",
+    "Failed": "failed",
+}
+"""Types of the conditions of a PyTorchJob (kubeflow.org/v1) and of a TrainJob (v1alpha1)."""
 _SELECTORS = {
     "pytorchjob": "training.kubeflow.org/job-name",
     "trainjob": "jobset.sigs.k8s.io/jobset-name",
@@ -28,8 +38,12 @@ _SELECTORS = {
 class Kubeflow(pods.Pods):
     """Kubeflow: documents that kubectl creates. RunAI hands jobs to it; no recipe names it."""
 
-    def script(self, job: Job) -> Script:
-        """The document for ``kubectl create``."""
+    unknown_job = "NotFound"
+    own_jobs = ("kubectl", "get", "pods", "--namespace=runai-PROJECT")  # their names begin with the job's
+
+    def script(self, job: Job | ImageJob) -> Script:
+        """Return the document for ``kubectl create``."""
+        job = pods.need_program(job)
         document = _pytorchjob(job) if pods.format_of(job) == "pytorchjob" else _trainjob(job)
         text = _yaml(document)
         if job.request.interactive:
@@ -44,21 +58,23 @@ class Kubeflow(pods.Pods):
             text = "\n".join((*pods.entered(job, ways, f"kubectl delete{namespace} {kind} {job.name}"), text))
         return Script(text=text, submit=("kubectl", "create", "-f", "-"), on_stdin=True)
 
-    def job_id(self, output: str, name: str) -> str:
-        """Kind and name in ``pytorchjob.kubeflow.org/NAME created``; kubectl needs both to find the job."""
+    def parse_job_id(self, output: str, name: str) -> str:
+        """Return kind and name, which kubectl needs, from ``pytorchjob.kubeflow.org/NAME created``."""
         match = re.search(r"^(\w+)\.\S*/(\S+) created", output, re.MULTILINE)
         return f"{match[1]}.{match[2]}" if match else ""
 
-    def own_jobs(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that list the pods of the user's jobs, whose names begin with those of the jobs."""
-        return ("kubectl", "get", "pods", *_in_namespace(record))
+    def status_commands(self, record: SubmittedJob) -> tuple[tuple[str, ...], ...]:
+        """Return the command that shows the job and its events."""
+        return (("kubectl", "describe", *_object(record), *_in_namespace(record)),)
 
-    def status(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that show the job and its events."""
-        return ("kubectl", "describe", *_object(record), *_in_namespace(record))
+    def parse_status(self, output: str) -> JobStatus:
+        """Return the state by the newest condition that holds, as ``kubectl describe`` lists them."""
+        conditions = re.findall(r"^ *Status: +True\n +Type: +(\w+)$", output, re.MULTILINE)
+        state: JobState = STATES.get(conditions[-1], "") if conditions else ""
+        return JobStatus(state=state, text=output)
 
-    def logs(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that follow the output of all pods."""
+    def log_source(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Return the command that follows the output of all pods."""
         kind, name = _object(record)
         selector = f"--selector={_SELECTORS[kind]}={name}"
         return (
@@ -66,16 +82,16 @@ class Kubeflow(pods.Pods):
             *_in_namespace(record),
         )
 
-    def enter(self, record: SubmittedJob, line: str, node: str) -> JobShell:
-        """A further process in a pod's container."""
+    def shell_command(self, record: SubmittedJob, line: str, node: str) -> JobShell:
+        """Return the command of a further process in a pod's container."""
         kind, name = _object(record)
         # JobSet's Jobs have names that are known; the pods of a Job have not.
         first = f"job/{name}-node-0" if kind == "trainjob" else f"{name}-master-0"
         words = ("kubectl", "exec", *_in_namespace(record), "--stdin", "--tty", node or first, "--", "bash")
         return JobShell(words=words, about=pods.SAME_CONTAINER)
 
-    def cancel(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that delete the job and its pods."""
+    def cancel_command(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Return the command that deletes the job and its pods."""
         return ("kubectl", "delete", *_object(record), *_in_namespace(record))
 
 

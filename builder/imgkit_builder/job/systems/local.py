@@ -6,8 +6,8 @@ from typing import NoReturn
 
 from imgkit_builder.job import container, quoting
 from imgkit_builder.job.quoting import line
-from imgkit_builder.job.request import Job, Script, SubmittedJob
-from imgkit_builder.job.systems import System, with_folders
+from imgkit_builder.job.request import ImageJob, Job, Script, SubmittedJob
+from imgkit_builder.job.systems import System, need_program, with_folders
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
 
@@ -19,11 +19,13 @@ class ForegroundSystem(System):
     passes_names = True
     where = "on this machine"
 
-    def status(self, record: SubmittedJob) -> NoReturn:
+    reports_state = False
+
+    def status_commands(self, record: SubmittedJob) -> NoReturn:
         """Raise UsageError: there is no queue."""
         raise UsageError(f"a run {self.where} has no job id", hint="it ends with its command")
 
-    logs = cancel = status
+    log_source = cancel_command = status_commands
 
 
 class Local(ForegroundSystem):
@@ -31,8 +33,9 @@ class Local(ForegroundSystem):
 
     registration = SHIPPED["standalone"]
 
-    def script(self, job: Job) -> Script:
-        """The command that starts the container."""
+    def script(self, job: Job | ImageJob) -> Script:
+        """Return the command that starts the container."""
+        job = need_program(job)
         if job.nodes > 1:
             raise UsageError(
                 f"{job.nodes} nodes, but this is one machine",

@@ -11,10 +11,11 @@ from pathlib import Path
 
 from imgkit_builder.job import container, quoting
 from imgkit_builder.job.quoting import line
-from imgkit_builder.job.request import Job, Script, flag
+from imgkit_builder.job.request import ImageJob, Job, Script, SystemFlags, flag
 from imgkit_builder.job.ssh import fanout
 from imgkit_builder.job.systems import (
     local,
+    need_program,
     part_of_nodes,
     program_starts_once,
     spare_waits_for_nothing,
@@ -37,7 +38,7 @@ FORWARD = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MpiFlags:
+class MpiFlags(SystemFlags):
     """Flags that only hosts without a scheduler have."""
 
     hosts: str = flag("", metavar="A,B", help="MPI, ssh: the nodes, the head first.")
@@ -50,6 +51,11 @@ class MpiFlags:
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", fanout.read(self.hosts, self.hostfile))
 
+    @property
+    def default_nodes(self) -> int:
+        """One node for each host."""
+        return len(self.names) or 1
+
 
 class Mpi(local.ForegroundSystem):
     """Hosts that mpirun or ssh reaches."""
@@ -58,25 +64,24 @@ class Mpi(local.ForegroundSystem):
     registration = SHIPPED["mpi"]
     where = "over ssh"
 
-    def default_nodes(self, flags: MpiFlags) -> int:
-        """One node for each host."""
-        return len(flags.names) or 1
+    def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
+        """Yield warnings about requests that the user may not have meant.
 
-    def doubts(self, job: Job) -> Iterator[str]:
-        """Warnings: requests that the user may not have meant."""
+        Raises
+        ------
+        UsageError : if `is_submitted`, an order of hosts that mpirun would change.
+        """
+        if is_submitted and not job.flags(MpiFlags).ssh:
+            _check_order(_hosts(job))
         if not job.flags(MpiFlags).direct:
             yield from program_starts_once(job)
         yield from part_of_nodes(job)
         if not job.flags(MpiFlags).ssh:
             yield from spare_waits_for_nothing(job)
 
-    def before_submission(self, job: Job) -> None:
-        """Raise UsageError for an order of hosts that mpirun would change."""
-        if not job.flags(MpiFlags).ssh:
-            _check_order(_hosts(job))
-
-    def script(self, job: Job) -> Script:
-        """The ``mpirun`` line, or one ``ssh`` line for each host."""
+    def script(self, job: Job | ImageJob) -> Script:
+        """Return the ``mpirun`` line, or one ``ssh`` line for each host."""
+        job = need_program(job)
         _check(job)
         if job.request.interactive and not job.command:
             return _shell(job)

@@ -9,14 +9,24 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 from imgkit_builder.job import container, quoting
 from imgkit_builder.job.container import fill
 from imgkit_builder.job.quoting import Shell, line
-from imgkit_builder.job.request import AnyJob, ImageJob, Job, Script, SubmittedJob, flag
+from imgkit_builder.job.request import (
+    AnyJob,
+    ImageJob,
+    Job,
+    JobState,
+    JobStatus,
+    Script,
+    SubmittedJob,
+    SystemFlags,
+    flag,
+)
 from imgkit_builder.job.systems import NEW_CONTAINER, System, last_line, need_task, options_of, with_folders
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
@@ -30,10 +40,24 @@ PATIENCE_S = 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PbsFlags:
+class PbsFlags(SystemFlags):
     """Flags that only PBS has."""
 
     pbs_start: Literal["pals", "pbsdsh", "ssh"] = flag("pals", help="PBS: what starts one process per node.")
+
+
+STATES: Mapping[str, JobState] = {
+    **dict.fromkeys("QHWTSM", "waiting"),
+    **dict.fromkeys("RBEU", "running"),
+}
+"""States of a job in the queue (qstat(1)): B is an array that has started, E a job that exits."""
+_SHOWN = frozenset(
+    (
+        *("Job Id", "Job_Name", "job_state", "array_state_count", "comment", "estimated.start_time", "stime"),
+        *("resources_used.walltime", "exec_host", "obittime", "Exit_status"),
+    )
+)
+"""Attributes of a job that people read."""
 
 
 class Pbs(System):
@@ -42,9 +66,14 @@ class Pbs(System):
     registration = SHIPPED["pbs"]
     flags = PbsFlags
     uses = ("account", "queue", "time", "cpus")
+    unknown_job = "[Uu]nknown [Jj]ob|has finished"
+    own_jobs = ("qstat",)  # the option for one user needs a name
+    unfinished_ids = ("qselect",)
 
-    def script(self, job: Job) -> Script:
-        """The script for ``qsub``, or the ``qsub -I`` line of an interactive job."""
+    def script(self, job: Job | ImageJob) -> Script:
+        """Return the script for ``qsub``, or the ``qsub -I`` line of an interactive job."""
+        if isinstance(job, ImageJob):
+            return _image_script(job)
         if job.request.interactive:
             return _interactive(job)
         start = job.flags(PbsFlags).pbs_start
@@ -60,94 +89,41 @@ class Pbs(System):
             node=line(_node(job, rdzv=rdzv)),
             words=line(_remote(by_task)) if by_task else "",
         )
-        return Script(text=text, submit=("qsub",), on_stdin=True)
+        is_array = any(word.startswith("-J") for word in options_of(job))
+        return Script(text=text, submit=("qsub",), on_stdin=True, is_array=is_array)
 
-    def image_script(self, job: ImageJob) -> Script:
-        """The script for ``qsub``."""
-        queue = job.recipe.system.queue
-        if not queue.sif:
-            raise UsageError(
-                f"the recipe {job.recipe.name} does not name the nodes that make a .sif",
-                where=job.recipe.where("system", "queue"),
-                hint=f"{line(container.making(job))} on a node; or queue.sif: [-l, select=1:ncpus=8] in a "
-                f"recipe that extends {job.recipe.name}",
-            )
-        words = (*_common(job, job.title), *map(quoting.option, (*queue.sif, *job.request.options)))
-        text = fill(
-            job,
-            "pbs-sif.sh.j2",
-            directives=_lines(("-S", "/bin/bash", "-j", "oe", *words)),
-            make=line(container.making(job)),
-        )
-        return Script(text=text, submit=("qsub",), on_stdin=True)
-
-    def job_id(self, output: str, name: str) -> str:
-        """The id that ``qsub`` prints: ``SEQUENCE.SERVER``, or ``SEQUENCE[].SERVER`` of an array."""
+    def parse_job_id(self, output: str, name: str) -> str:
+        """Return the id that ``qsub`` prints: ``SEQUENCE.SERVER``, or ``SEQUENCE[].SERVER`` of an array."""
         return last_line(output, r"[0-9]+(\[[0-9]*\])?(\..+)?")
 
-    def status(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that show the job with the server's comment, and its expected start while it waits."""
-        subjobs = ("-t",) if record.array else ()
-        return ("qstat", *subjobs, "-s", "-T", "-w", record.id)
+    def status_commands(self, record: SubmittedJob) -> tuple[tuple[str, ...], ...]:
+        """Return the commands for a job in the queue, and for one in the history that a server may keep."""
+        return (("qstat", "-f", record.id), ("qstat", "-x", "-f", record.id))
 
-    def logs(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that follow the job's output, by name: most systems copy it there when the job ends."""
+    def parse_status(self, output: str) -> JobStatus:
+        """Return the state and the attributes that people read; a finished job's is in its exit status."""
+        rows = [row for row in output.splitlines() if re.split(r" = |: ", row.strip())[0] in _SHOWN]
+        state = re.search(r"^\s*job_state = (\w)$", output, re.MULTILINE)
+        code = re.search(r"^\s*Exit_status = (-?[0-9]{1,9})\s*$", output, re.MULTILINE)
+        found: JobState = STATES.get(state[1], "") if state else ""
+        if code and not found:
+            found = "succeeded" if int(code[1]) == 0 else "failed"
+        text = "".join(f"{row}\n" for row in rows)
+        return JobStatus(state=found, text=text, code=int(code[1]) if code else None)
+
+    def log_source(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Return the command that follows the output by name: most systems copy it when the job ends."""
         number = record.id.partition(".")[0]
         need_task(record, number.replace("[]", "[0]"))
         number = re.sub(r"\[([0-9]+)\]", r".\1", number)  # of a task: NAME.oSEQUENCE.INDEX
         path = record.directory / f"{record.name}.o{number}"
         return ("tail", "-n", "+1", "-F", str(path))
 
-    def cancel(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that end the job."""
+    def cancel_command(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Return the command that ends the job."""
         return ("qdel", record.id)
 
-    def alive(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that show the job while it waits or runs, and fail afterwards."""
-        return ("qstat", record.id)
-
-    def gone(self, said: str) -> bool:
-        """Whether the server has forgotten the job, or keeps it only in its history."""
-        return bool(re.search(r"unknown job|has finished", said, re.IGNORECASE))
-
-    def outcome(self, record: SubmittedJob) -> tuple[tuple[str, ...], ...]:
-        """The command that prints how the job ended, where the server keeps a history."""
-        return (("qstat", "-x", "-f", record.id),)
-
-    def brief(self, output: str) -> str:
-        """The attributes that tell how the job ended."""
-        shown = (
-            *("Job Id", "Job_Name", "job_state", "Exit_status", "resources_used.walltime", "exec_host"),
-            *("stime", "obittime", "comment"),
-        )
-        known = (row for row in output.splitlines() if re.split(r" = |: ", row.strip())[0] in shown)
-        return "".join(f"{row}\n" for row in known)
-
-    def is_array(self, job: Job) -> bool:
-        """Whether an option makes the job an array."""
-        return any(word.startswith("-J") for word in options_of(job))
-
-    def task(self, record: SubmittedJob, job_id: str) -> str:
-        """The id of a task: ``SEQUENCE[INDEX].SERVER``; the server's name may be left out."""
-        number, _, server = record.id.partition("[].")
-        found = re.fullmatch(rf"{re.escape(number)}\[[0-9]+\](\..+)?", job_id)
-        whole = f"{job_id.partition('.')[0]}.{server}"
-        return whole if found and record.array and found[1] in (None, f".{server}") else ""
-
-    def succeeded(self, output: str) -> bool | None:
-        """Whether the job ended well, by the output of `outcome`."""
-        found = re.search(r"^\s*Exit_status = (-?[0-9]{1,9})\s*$", output, re.MULTILINE)
-        return int(found[1]) == 0 if found else None
-
-    def unfinished(self, cluster: str = "") -> tuple[str, ...]:
-        """Words that print the id of each job that waits or runs."""
-        return ("qselect",)
-
-    def own_jobs(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that list all jobs: the option for one user needs a name."""
-        return ("qstat",)
-
-    def enter(self, record: SubmittedJob, line: str, node: str) -> NoReturn:
+    def shell_command(self, record: SubmittedJob, line: str, node: str) -> NoReturn:
         """Raise UsageError: PBS starts tasks only from within a job."""
         raise UsageError(
             "PBS starts no shell in a running job from outside",
@@ -158,6 +134,22 @@ class Pbs(System):
 
 
 SYSTEM = Pbs()
+
+
+def _image_script(job: ImageJob) -> Script:
+    """Return the script of a job that makes a .sif."""
+    queue = job.recipe.system.queue
+    if not queue.sif:
+        raise UsageError(
+            f"the recipe {job.recipe.name} does not name the nodes that make a .sif",
+            where=job.recipe.where("system", "queue"),
+            hint=f"{line(container.making(job))} on a node; or queue.sif: [-l, select=1:ncpus=8] in a "
+            f"recipe that extends {job.recipe.name}",
+        )
+    words = (*_common(job, job.title), *map(quoting.option, (*queue.sif, *job.request.options)))
+    directives = _lines(("-S", "/bin/bash", "-j", "oe", *words))
+    text = fill(job, "pbs-sif.sh.j2", directives=directives, make=line(container.making(job)))
+    return Script(text=text, submit=("qsub",), on_stdin=True)
 
 
 def _resource_options(job: Job) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +9,9 @@ from pathlib import PurePosixPath
 from typing import Literal
 
 from imgkit_builder.job.quoting import quote
-from imgkit_builder.job.request import ImageJob, Job, Request, Script, flag
+from imgkit_builder.job.request import ImageJob, Job, Request, SystemFlags, flag
 from imgkit_builder.job.systems import System, part_of_nodes, program_starts_once, runai_client
 from imgkit_builder.recipe.systems import SHIPPED
-from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import UsageError
 
 ASLEEP = ("sleep", "infinity")
@@ -32,7 +30,7 @@ KubernetesFormat = Literal["runai", "pytorchjob", "trainjob"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PodFlags:
+class PodFlags(SystemFlags):
     """Flags that only jobs in pods have."""
 
     format: KubernetesFormat = flag("runai", help="Kubernetes: output format.")
@@ -42,8 +40,11 @@ class PodFlags:
     client: runai_client.Client | None = flag(
         None, help="RunAI: client to write the command for (default: the one on PATH)."
     )
-    is_client_known: bool = True
-    """False if no flag, recipe or program on PATH says which client takes the job."""
+
+    @property
+    def system(self) -> str:
+        """Name of the system that takes manifests, if ``--format`` asks for one."""
+        return "" if self.format == "runai" else "kubeflow"
 
 
 class Pods(System):
@@ -52,25 +53,10 @@ class Pods(System):
     flags = PodFlags
     registration = SHIPPED["runai"]
     passes_names = True
+    needs_fields_for_shells = False
 
-    def required(self, recipe: Target, request: Request) -> tuple[str, ...]:
-        """Fields of ``system.queue`` that the job must have; none if it is interactive."""
-        return () if request.interactive else recipe.system.queue.required
-
-    def settled(self, recipe: Target, flags: PodFlags) -> PodFlags:
-        """Return `flags` with RunAI's client: that of the flag, the recipe or PATH, else the later one.
-
-        Raises
-        ------
-        UsageError : the ``runai`` on PATH is neither client.
-        """
-        if flags.format != "runai":
-            return flags
-        client = flags.client or recipe.system.queue.client or runai_client.on_path()
-        return dataclasses.replace(flags, client=client or "v2", is_client_known=bool(client))
-
-    def doubts(self, job: Job) -> Iterator[str]:
-        """Warnings: requests that the user may not have meant."""
+    def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
+        """Yield warnings about requests that the user may not have meant."""
         request = job.request
         yield from program_starts_once(job)
         yield from part_of_nodes(job, ": pods may share a node")
@@ -82,7 +68,9 @@ class Pods(System):
             yield f"--nodes {job.size}: RunAI decides what follows a lost pod; --format pytorchjob states it"
         if job.flags(PodFlags).client and format_of(job) != "runai":
             yield f"--client is not used with --format {format_of(job)}"
-        if format_of(job) == "runai" and job.flags(PodFlags).client == "v1":
+        if format_of(job) != "runai":
+            return
+        if client_of(job) == "v1":
             odd = [
                 word for word in (*job.command, *request.env, str(request.directory)) if quote(word) != word
             ]
@@ -90,22 +78,33 @@ class Pods(System):
                 # The RCP tutorial needs '"..."' around a word with blanks, later pages of
                 # epfml/getting-started do not: whether words are split again depends on the client's version.
                 yield f"{odd[0]!r}: older runai clients split and expand arguments once more"
-        if not job.flags(PodFlags).is_client_known:
+        if not (_stated_client(job) or runai_client.on_path()):
             yield "no runai on PATH: the command is for the later client; --client v1 names the first one"
 
-    def image_script(self, job: ImageJob) -> Script:
-        """Raise UsageError: pods pull images."""
-        raise UsageError(
-            "pods pull their image from a registry; a .sif is of no use to them",
-            where=job.request.where,
-            hint=f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1",
-        )
 
-    def refusal(self, said: str, name: str) -> str:
-        """The meaning of a name that exists: it is the job's id."""
-        if not re.search(r"already ?exists", said, re.IGNORECASE):
-            return ""
-        return f"nothing was started: a job named {name} exists, running or ended; --name OTHER, or delete it"
+def need_program(job: Job | ImageJob) -> Job:
+    """Return `job`; raise UsageError if it makes a .sif, since pods pull images."""
+    if isinstance(job, Job):
+        return job
+    raise UsageError(
+        "pods pull their image from a registry; a .sif is of no use to them",
+        where=job.request.where,
+        hint=f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1",
+    )
+
+
+def client_of(job: Job) -> runai_client.Client:
+    """Return RunAI's client that takes the job: that of the flag, the recipe or PATH, else the later one.
+
+    Raises
+    ------
+    UsageError : the ``runai`` on PATH is neither client.
+    """
+    return _stated_client(job) or runai_client.on_path() or "v2"
+
+
+def _stated_client(job: Job) -> runai_client.Client | None:
+    return job.flags(PodFlags).client or job.recipe.system.queue.client or None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,12 +24,11 @@ class RunAI(pods.Pods):
 
     uses = ("queue", "cpus")
 
-    def hands_to(self, flags: pods.PodFlags) -> str:
-        """Kubeflow, if ``--format`` asks for a document."""
-        return "" if flags.format == "runai" else "kubeflow"
+    reports_state = False
 
-    def script(self, job: Job) -> Script:
-        """The command. For an interactive job, comments above it explain how to work in its pods."""
+    def script(self, job: Job | ImageJob) -> Script:
+        """Return the command. For an interactive job, comments above it explain how to work in its pods."""
+        job = pods.need_program(job)
         name = pods.check_name(job)
         command = pods.ASLEEP if job.request.interactive else kubernetes.start_argv(job.command)
         words = (
@@ -38,52 +37,52 @@ class RunAI(pods.Pods):
             *map(quoting.option, job.request.options),
             *("--", *map(pods.literal, command)),
         )
-        kind, project = self.kind(job), _project(job.queue)
+        kind, project = _kind(job), _project(job.queue)
         end = " ".join(map(quote, _cancel(kind, name, project)))
         comments = pods.entered(job, _ways(job, name, kind), end) if job.request.interactive else ()
-        return Script(text="\n".join((*comments, _rows(words), "")), submit=words)
+        return Script(text="\n".join((*comments, _rows(words), "")), submit=words, kind=kind)
 
-    def before_submission(self, job: Job) -> None:
-        """Compare the later client's options with the help of the client on PATH.
+    def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
+        """Yield warnings, and compare the later client's options with the help of the client on PATH.
 
         Raises
         ------
-        UsageError : it has no such command, or lacks an option of the recipe or of imgkit; names it.
+        UsageError : that client has no such command, or lacks an option of the recipe or of imgkit; names it.
         """
-        if kind := self.kind(job):
+        yield from super().check(job, is_submitted=is_submitted)
+        if is_submitted and (kind := _kind(job)):
             own = (*_options(job, job.name), *job.recipe.system.queue.options)
             runai_client.refuse_unknown((*kind.split(), "submit"), own)
 
-    def job_id(self, output: str, name: str) -> str:
-        """The job's name, which is its id."""
+    def parse_job_id(self, output: str, name: str) -> str:
+        """Return the job's name, which is its id."""
         return name
 
-    def kind(self, job: Job | ImageJob) -> str:
-        """The commands of the later client that know the job; empty for the first one, which has one kind."""
-        if not isinstance(job, Job) or job.flags(pods.PodFlags).client == "v1":
-            return ""
-        return KINDS[job.nodes > 1]
+    def status_commands(self, record: SubmittedJob) -> tuple[tuple[str, ...], ...]:
+        """Return the command that shows the job, its pods and its events."""
+        return (_about(record.kind, "describe", record.name, _project(record.queue)),)
 
-    def status(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that show the job, its pods and its events."""
-        return _about(record.kind, "describe", record.name, _project(record.queue))
-
-    def logs(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that follow the output of the first pod; the volume has the output of all pods."""
+    def log_source(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Return the command that follows the output of the first pod; the volume has that of all pods."""
         project = _project(record.queue)
         return (runai_client.PROGRAM, *_commands(record.kind), "logs", record.name, "--follow", *project)
 
-    def enter(self, record: SubmittedJob, line: str, node: str) -> JobShell:
-        """A further process in a pod's container."""
+    def shell_command(self, record: SubmittedJob, line: str, node: str) -> JobShell:
+        """Return the command of a further process in a pod's container."""
         words = (runai_client.PROGRAM, *_commands(record.kind), "bash", record.name, *_project(record.queue))
         return JobShell(words=(*words, *(("--pod", node) if node else ())), about=pods.SAME_CONTAINER)
 
-    def cancel(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that end the job and delete its pods."""
+    def cancel_command(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Return the command that ends the job and deletes its pods."""
         return _cancel(record.kind, record.name, _project(record.queue))
 
 
 SYSTEM = RunAI()
+
+
+def _kind(job: Job) -> str:
+    """Return the commands of the later client that know the job; empty for the first client."""
+    return "" if pods.client_of(job) == "v1" else KINDS[job.nodes > 1]
 
 
 def _about(kind: str, verb: str, name: str, project: Sequence[str]) -> tuple[str, ...]:
@@ -110,7 +109,7 @@ def _project(queue: str) -> tuple[str, ...]:
 
 def _options(job: Job, name: str) -> tuple[str, ...]:
     """The command up to the options of the recipe and of the user."""
-    is_first = job.flags(pods.PodFlags).client == "v1"
+    is_first = pods.client_of(job) == "v1"
     return tuple(_first_client(job, name) if is_first else _later_client(job, name))
 
 

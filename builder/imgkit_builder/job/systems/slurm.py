@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from imgkit_builder.job import container, pyxis, quoting
 from imgkit_builder.job.container import fill
 from imgkit_builder.job.quoting import Shell, line, quote
-from imgkit_builder.job.request import AnyJob, ImageJob, Job, Script, SubmittedJob
+from imgkit_builder.job.request import AnyJob, ImageJob, Job, JobState, JobStatus, Script, SubmittedJob
 from imgkit_builder.job.systems import (
     NEW_CONTAINER,
     JobShell,
@@ -18,15 +18,50 @@ from imgkit_builder.job.systems import (
     need_task,
     options_of,
     with_folders,
+    worst,
 )
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.schedulers import slurm
 
-ENDED = (
-    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"),
-    *("PREEMPTED", "REVOKED", "TIMEOUT"),
+SUBMIT = ("sbatch", "--parsable")
+STATES: Mapping[str, JobState] = {
+    "PENDING": "waiting",
+    "CONFIGURING": "waiting",
+    "REQUEUED": "waiting",
+    "REQUEUE_FED": "waiting",
+    "REQUEUE_HOLD": "waiting",
+    "RESV_DEL_HOLD": "waiting",
+    "SPECIAL_EXIT": "waiting",
+    "RUNNING": "running",
+    "COMPLETING": "running",
+    "RESIZING": "running",
+    "SIGNALING": "running",
+    "STAGE_OUT": "running",
+    "STOPPED": "running",
+    "SUSPENDED": "running",
+    "COMPLETED": "succeeded",
+    "CANCELLED": "cancelled",
+    "BOOT_FAIL": "failed",
+    "DEADLINE": "failed",
+    "FAILED": "failed",
+    "NODE_FAIL": "failed",
+    "OUT_OF_MEMORY": "failed",
+    "PREEMPTED": "failed",
+    "REVOKED": "failed",
+    "TIMEOUT": "failed",
+}
+"""Slurm's states (slurm.schedmd.com/job_state_codes.html)."""
+_STATE = re.compile(
+    r"\bJobState=(?P<scontrol>[A-Z_]+)"
+    r"|^ *[0-9]\S*  \S+ (?P<squeue>[A-Z_]+),"
+    r"|^ *[0-9]\S* +(?P<sacct>[A-Z_]{3,})\b",
+    re.MULTILINE,
 )
-"""States of a job that has ended; the accounting can lag behind with another one."""
+"""The state in the output of each of `status_commands`; rows of squeue and sacct begin with the job's id."""
+_CODE = re.compile(
+    r"\bExitCode=([0-9]{1,3}):|^ *[0-9]\S* +[A-Z_]{3,}(?: by [0-9]+)? +([0-9]{1,3}):", re.MULTILINE
+)
+"""The exit code, before that of the signal, in the output of scontrol or sacct."""
 
 
 class Slurm(System):
@@ -36,18 +71,25 @@ class Slurm(System):
     passes_names = True  # sbatch and salloc hand their environment on
     uses = ("account", "queue", "qos", "time", "cpus", "stop-before")
     spares_take_over = True
+    unknown_job = "[Ii]nvalid job"
+    own_jobs = ("squeue", "--me")
+    unfinished_ids = ("squeue", "--noheader", "--format=%A")
+    cluster_option = "--clusters="
 
-    def script(self, job: Job) -> Script:
-        """The script for ``sbatch``, or the ``salloc`` line of an interactive job."""
+    def script(self, job: Job | ImageJob) -> Script:
+        """Return the script for ``sbatch``, or the ``salloc`` line of an interactive job."""
+        if isinstance(job, ImageJob):
+            return _image_script(job)
         if job.request.interactive:
             words = ("salloc", *_resource_options(job), "bash", "-lc", _typed(job))
             return Script(text=line(words) + "\n", submit=words, foreground=True)
+        is_array = any(re.match(r"--array\b|-a", word) for word in options_of(job))
         text = fill(
             job,
             "slurm.sh.j2",
             directives=(
                 f"--job-name={job.name}",
-                *_place(job, "%A_%a" if self.is_array(job) else "%j"),
+                *_place(job, "%A_%a" if is_array else "%j"),
                 *_resource_options(job),
                 *(
                     # B: the signal goes to the script alone. A step's signal reaches every process of it. For
@@ -56,111 +98,56 @@ class Slurm(System):
                 ),
                 *(("--requeue", "--open-mode=append") if job.stop_before_s or job.outlives_nodes else ()),
             ),
-            array=self.is_array(job),
+            array=is_array,
             look=line(look) if (look := _look(job)) else "",
             start=line(_start(job, _container(job))),
             start_in_node=line(_start(job, (*_IN_NODE, *_container(job)))),
         )
-        return Script(text=text, submit=("sbatch", "--parsable"), on_stdin=True)
+        return Script(text=text, submit=SUBMIT, on_stdin=True, is_array=is_array)
 
-    def image_script(self, job: ImageJob) -> Script:
-        """The script for ``sbatch``."""
-        queue = job.recipe.system.queue
-        text = fill(
-            job,
-            "slurm-sif.sh.j2",
-            directives=(
-                f"--job-name={job.title}",
-                *_place(job),
-                "--nodes=1",
-                "--ntasks=1",
-                *((f"--time={job.time}",) if job.time else ()),
-                *((f"--account={job.account}",) if job.account else ()),
-                *queue.sif,
-                *map(quoting.option, job.request.options),
-            ),
-            make=line(container.making(job)),
-        )
-        return Script(text=text, submit=("sbatch", "--parsable"), on_stdin=True)
-
-    def job_id(self, output: str, name: str) -> str:
-        """The id in the output of ``sbatch --parsable``: ``ID``, or ``ID;CLUSTER`` of one of several."""
+    def parse_job_id(self, output: str, name: str) -> str:
+        """Return what ``sbatch --parsable`` prints: ``ID``, or ``ID;CLUSTER`` of one of several clusters."""
         return last_line(output, r"[0-9]+(;.+)?")
 
-    def status(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that show the job; %S is its start, or its expected start while it waits."""
+    def status_commands(self, record: SubmittedJob) -> tuple[tuple[str, ...], ...]:
+        """Return the commands of the queue, of the accounting, and of Slurm's memory of some minutes."""
+        at = _at(record.cluster)
+        # %S is the start, or the expected start of a job that waits. From 20.02 on, --noheader leaves out the
+        # name of a single cluster, too.
+        row = "%i  %P %T, %D nodes, elapsed %M, start %S  %R"
+        columns = "JobID%-20,State%-20,ExitCode,Elapsed,Start,End,NodeList%-30"
         return (
-            "squeue",
-            *_at(record.cluster),
-            f"--jobs={record.id}",
-            "--format=%.12i %.10P %.20j %.10T %.10M %.6D %.20S %R",
+            ("squeue", *at, "--noheader", f"--jobs={record.id}", f"--format={row}"),
+            ("sacct", *at, "--allocations", f"--jobs={record.id}", f"--format={columns}"),
+            ("scontrol", *at, "--oneliner", "show", "job", record.id),
         )
 
-    def logs(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that follow the job's output."""
+    def parse_status(self, output: str) -> JobStatus:
+        """Return the state that squeue, sacct or scontrol printed; of an array, that of all its tasks."""
+        names = (match[match.lastgroup or 0] for match in _STATE.finditer(output))
+        state = worst(STATES.get(name, "") for name in names)
+        code = max((int(one or other) for one, other in _CODE.findall(output)), default=None)
+        if "JobState=" not in output:
+            return JobStatus(state=state, text=output, code=code)
+        fields = "JobId|ArrayJobId|ArrayTaskId|JobState|Reason|ExitCode|RunTime|StartTime|EndTime|NodeList"
+        rows = [re.findall(rf"\b(?:{fields})=\S+", row) for row in output.splitlines()]
+        text = "".join(" ".join(row) + "\n" for row in rows if row)
+        return JobStatus(state=state, text=text, code=code)
+
+    def log_source(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Return the command that follows the job's output."""
         need_task(record, f"{record.id}_0")
         output = record.directory / f"{record.name}-{record.id}.out"
         errors = output.with_name(f"{record.name}-{record.id}.err")
         # On a remote there is none, and nothing here has its name.
         return ("tail", "-n", "+1", "-f", *((str(errors),) if errors.is_file() else ()), str(output))
 
-    def cancel(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that end the job."""
+    def cancel_command(self, record: SubmittedJob) -> tuple[str, ...]:
+        """Return the command that ends the job and all tasks of its array."""
         return ("scancel", *_at(record.cluster), record.id)
 
-    def alive(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that print the job's state while it waits or runs."""
-        # From 20.02 on, --noheader leaves out the name of a single cluster, too.
-        return ("squeue", *_at(record.cluster), "--noheader", f"--jobs={record.id}", "--format=%T")
-
-    def unfinished(self, cluster: str = "") -> tuple[str, ...]:
-        """Words that print the id of each job that waits or runs."""
-        return ("squeue", *_at(cluster), "--noheader", "--format=%A")
-
-    def own_jobs(self, record: SubmittedJob) -> tuple[str, ...]:
-        """Words that list this user's jobs."""
-        return ("squeue", "--me")
-
-    def gone(self, said: str) -> bool:
-        """Whether squeue no longer knows the job."""
-        return "invalid job" in said.lower()
-
-    def outcome(self, record: SubmittedJob) -> tuple[tuple[str, ...], ...]:
-        """Commands that print how the job ended: the accounting's, and Slurm's own for some minutes."""
-        columns = "JobID%-20,State%-20,ExitCode,Elapsed,Start,End,NodeList%-30"
-        at = _at(record.cluster)
-        return (
-            ("sacct", *at, "--allocations", f"--jobs={record.id}", f"--format={columns}"),
-            ("scontrol", *at, "--oneliner", "show", "job", record.id),
-        )
-
-    def succeeded(self, output: str) -> bool | None:
-        """Whether the job, or all tasks of an array, ended well, by the output of `outcome`."""
-        by_row = re.compile(r"^\S+ +([A-Z_]{3,})\b", re.MULTILINE)
-        states = re.findall(r"\bJobState=([A-Z_]+)", output) or by_row.findall(output)
-        if not states or any(state not in ENDED for state in states):
-            return None
-        return all(state == "COMPLETED" for state in states)
-
-    def brief(self, output: str) -> str:
-        """The fields of scontrol that tell how the job ended; all of sacct."""
-        fields = "JobId|ArrayJobId|ArrayTaskId|JobState|Reason|ExitCode|RunTime|StartTime|EndTime|NodeList"
-        if "JobState=" not in output:
-            return output
-        return "".join(
-            " ".join(re.findall(rf"\b(?:{fields})=\S+", row)) + "\n" for row in output.splitlines() if row
-        )
-
-    def is_array(self, job: Job) -> bool:
-        """Whether an option makes the job an array."""
-        return any(re.match(r"--array\b|-a", word) for word in options_of(job))
-
-    def task(self, record: SubmittedJob, job_id: str) -> str:
-        """The id of a task: ``ARRAY_INDEX``."""
-        return job_id if re.fullmatch(rf"{re.escape(record.id)}_[0-9]+", job_id) else ""
-
-    def enter(self, record: SubmittedJob, line: str, node: str) -> JobShell:
-        """A separate step that shares the nodes with the job's."""
+    def shell_command(self, record: SubmittedJob, line: str, node: str) -> JobShell:
+        """Return the command of a separate step, which shares the nodes with the job's."""
         need_task(record, f"{record.id}_0")
         at, on = _at(record.cluster), (f"--nodelist={node}",) if node else ()
         step = (
@@ -177,6 +164,23 @@ class Slurm(System):
 
 
 SYSTEM = Slurm()
+
+
+def _image_script(job: ImageJob) -> Script:
+    """Return the script of a job that makes a .sif."""
+    queue = job.recipe.system.queue
+    directives = (
+        f"--job-name={job.title}",
+        *_place(job),
+        "--nodes=1",
+        "--ntasks=1",
+        *((f"--time={job.time}",) if job.time else ()),
+        *((f"--account={job.account}",) if job.account else ()),
+        *queue.sif,
+        *map(quoting.option, job.request.options),
+    )
+    text = fill(job, "slurm-sif.sh.j2", directives=directives, make=line(container.making(job)))
+    return Script(text=text, submit=SUBMIT, on_stdin=True)
 
 
 def _at(cluster: str) -> tuple[str, ...]:

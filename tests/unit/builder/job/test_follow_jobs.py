@@ -85,7 +85,7 @@ def test_forgotten_job_is_shown_by_its_run_folder(call: Any) -> None:
     assert json.loads(call("status", "1", "--json")[1])["state"] == "failed"
 
 
-@pytest.mark.parametrize(("number", "state"), [(0, "completed"), (-29, "failed")])
+@pytest.mark.parametrize(("number", "state"), [(0, "completed"), (-29, "failed with exit code -29")])
 def test_ended_job_of_pbs_is_shown_by_its_history(call: Any, number: int, state: str) -> None:
     job(id="1.s", system="pbs")
     program(
@@ -101,10 +101,10 @@ def test_ended_job_of_pbs_is_shown_by_its_history(call: Any, number: int, state:
 
 def test_status_lists_the_jobs_that_have_not_ended(call: Any) -> None:
     job(1)
-    job(2, state="done")
+    job(2, state="succeeded")
     job(3, system="pbs", id="3.s")
     job(4, remote="far")
-    program("squeue", "echo RUNNING")
+    program("squeue", "echo '1  gpu RUNNING, 1 nodes'")
     program(
         "qstat", f"case $1 in -x) printf %s '{HISTORY.format(0)}';; *) echo '{FINISHED}' >&2; exit 35;; esac"
     )
@@ -113,7 +113,7 @@ def test_status_lists_the_jobs_that_have_not_ended(call: Any) -> None:
     assert rows == [
         ["JOB", "NAME", "STATE"],
         ["4@far", "a", "submitted"],
-        ["3.s", "a", "done"],
+        ["3.s", "a", "succeeded"],
         ["1", "a", "running"],
     ]
     assert code != 0  # one did not answer
@@ -134,7 +134,7 @@ def test_jobs_that_nobody_can_ask_about_are_listed_for_a_week(call: Any) -> None
 
 
 def test_no_open_job_is_an_answer(call: Any) -> None:
-    job(2, state="done")
+    job(2, state="succeeded")
     assert call("status")[:2] == (0, "no job waits or runs; imgkit runs lists those that have ended\n")
 
 
@@ -189,7 +189,7 @@ def test_shell_in_a_job_has_its_container(call: Any) -> None:
 def test_shell_in_a_pod_is_in_the_job_s_container() -> None:
     def words(node: str = "", **more: Any) -> str:
         record = job(**more)
-        return " ".join(systems.named(record.system).enter(record, "", node).words)
+        return " ".join(systems.named(record.system).shell_command(record, "", node).words)
 
     assert words(system="runai", id="a", queue="p") == "runai bash a --project p"
     assert words("a-worker-0", system="runai", id="a") == "runai bash a --pod a-worker-0"
@@ -220,12 +220,63 @@ def test_shell_that_cannot_be_opened_says_why(call: Any, words: tuple[str, ...],
     job(2, id="2.s", system="pbs", shell_line="exec singularity shell a.sif")
     job(3, array=True)
     job(4)
-    job(5, state="done")
+    job(5, state="succeeded")
     job(6)  # its record has no line for a shell, as with pyxis
-    program("squeue", "case $* in *=6*) echo RUNNING ;; *) echo PENDING ;; esac")
+    program("squeue", "case $* in *=6*) echo '6  p RUNNING,' ;; *) echo '4  p PENDING,' ;; esac")
     code, out, err = call("shell", *words)
     assert (code, out) == (2, "")
     assert message in err
     if "2.s" in words:
         assert "ssh -t NODE" in err
         assert "exec singularity shell a.sif" in err
+
+
+@pytest.mark.parametrize(
+    ("history", "code", "data"),
+    [
+        ("COMPLETED 0:0", 0, {"state": "succeeded", "code": 0}),
+        ("FAILED 7:0", 1, {"state": "failed", "code": 7}),
+        ("CANCELLED by 1000 0:15", 1, {"state": "cancelled", "code": 0}),
+    ],
+)
+def test_wait_ends_with_the_job(
+    call: Any, monkeypatch: pytest.MonkeyPatch, history: str, code: int, data: dict[str, object]
+) -> None:
+    monkeypatch.setattr("imgkit_builder.project.history.POLL_S", (0.01,))
+    job()
+    running = "echo '1  gpu RUNNING, 1 nodes'; mv asked asked-twice 2> /dev/null || touch asked"
+    program("squeue", f"[ -e asked-twice ] && {{ echo '{FORGOTTEN}' >&2; exit 1; }}; {running}")
+    program("sacct", f"echo 'JobID State ExitCode'; echo '1     {history}'")
+    found, out, _ = call("wait", "1", "--json")
+    assert (found, data.items() <= json.loads(out).items()) == (code, True)
+    assert submit.record_of("1").state == data["state"]
+    assert call("wait", "1")[0] == code
+
+
+def test_wait_gives_up_with_another_exit_code(call: Any) -> None:
+    job()
+    program("squeue", "echo '1  gpu PENDING, 1 nodes'")
+    code, _, err = call("wait", "1", "--timeout", "1s")
+    assert (code, "1 has not ended after 1s" in err) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("system", "words", "message"),
+    [
+        ("runai", ("1",), "cannot ask runai whether a job has ended"),
+        ("slurm", ("1", "--timeout", "soon"), "'soon' is not a time limit"),
+        ("slurm", ("2",), "no record of a job '2'"),
+    ],
+)
+def test_wait_that_cannot_end_is_refused(
+    call: Any, system: str, words: tuple[str, ...], message: str
+) -> None:
+    job(system=system)
+    code, _, err = call("wait", *words)
+    assert (code, message in err) == (2, True)
+
+
+def test_scheduler_that_does_not_answer_is_no_end(call: Any) -> None:
+    job()
+    program("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")
+    assert call("wait", "1")[0] == 4

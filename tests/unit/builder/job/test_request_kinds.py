@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.job import submit, systems
+from imgkit_builder.job import submit
 from imgkit_builder.job.request import (
     Allocation,
     BuildJobRequest,
@@ -91,7 +91,7 @@ def test_image_job_names_its_file_and_follows_no_run() -> None:
     prepared = submit.prepare("mn5", ConversionJobRequest(archive=ARCHIVE, **MN5))
     assert isinstance(prepared.job, ImageJob)
     assert (prepared.job.title, prepared.job.image) == ("mn5-sif", "/w/mn5.sif")
-    record = submit.submitted(prepared.job, (line for line in [b"7\n"]))
+    record = submit.submitted(prepared.job, prepared.script, (line for line in [b"7\n"]))
     assert (record.id, record.name, record.command, record.code) == ("7", "mn5-sif", (), None)
 
 
@@ -99,13 +99,6 @@ def test_missing_archive_is_refused_before_the_queue(tmp_path: Path) -> None:
     asked = ConversionJobRequest(archive=tmp_path / "none.tar", **{**MN5, "directory": tmp_path})
     with pytest.raises(UsageError, match=r"no file .*none\.tar"):
         submit.before_submission(submit.prepare("mn5", asked).job)
-
-
-def test_plug_in_without_image_jobs_refuses_them() -> None:
-    job = submit.prepare("mn5", BuildJobRequest(build="mn5", **MN5)).job
-    assert isinstance(job, ImageJob)
-    with pytest.raises(UsageError, match="no scheduler to submit this to"):
-        systems.System.image_script(systems.named("standalone"), job)
 
 
 def test_dry_run_shows_an_image_job(call: Callable[..., tuple[int, str, str]]) -> None:

@@ -113,7 +113,7 @@ def test_job_of_a_plugin_is_submitted_and_followed(work: Path, example_installed
         done = imgkit(work, example_installed, verb, "job-7")
         assert (done.returncode, done.stdout) == (0, f"fakeq {verb} job-7\n")
     told = json.loads(imgkit(work, example_installed, "status", "job-7", "--json").stdout)
-    assert (told["command"], told["exit_code"]) == (["fakeq", "status", "job-7"], 0)
+    assert (told["command"], told["output"]) == (["fakeq", "status", "job-7"], "fakeq status job-7\n")
 
 
 def test_node_finds_its_place_by_the_host_list(work: Path, example_installed: Path) -> None:

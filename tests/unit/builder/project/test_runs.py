@@ -12,7 +12,7 @@ import pytest
 
 from imgkit_builder.base.process import Finished
 from imgkit_builder.job import submit
-from imgkit_builder.job.request import CodeRecord, SubmittedJob
+from imgkit_builder.job.request import FINAL_STATES, CodeRecord, SubmittedJob
 from imgkit_builder.project import history, measured
 from imgkit_builder.project.measured import LastNumbers
 from imgkit_entrypoints.errors import ToolFailed
@@ -53,7 +53,7 @@ def put(name: str, *lines: object) -> Path:
 
 def test_newest_run_comes_first(call: Any) -> None:
     code = CodeRecord(sha256="c" * 64, git="v1-dirty", uncommitted=True, replace=False)
-    job(1, state="done", image_id="sha256:" + "a" * 64, code=code)
+    job(1, state="succeeded", image_id="sha256:" + "a" * 64, code=code)
     job(3, remote="far")
     job(2)
     put("mn5-1", {"step": 5, "loss": 0.25})
@@ -61,7 +61,7 @@ def test_newest_run_comes_first(call: Any) -> None:
     assert code == 0
     rows = [line.split() for line in out.splitlines()]
     assert [row[0] for row in rows] == ["RUN", "3@far", "2", "1"]
-    assert rows[3][3:] == ["done", "5", "0.25", "a" * 12, "c" * 12, "dist-run", "'a", "b'"]
+    assert rows[3][3:] == ["succeeded", "5", "0.25", "a" * 12, "c" * 12, "dist-run", "'a", "b'"]
     found = json.loads(call("runs", "-n", "2", "--json")[1])["runs"]
     assert [(row["id"], row["remote"], row["loss"]) for row in found] == [
         ("3@far", "far", None),
@@ -87,12 +87,14 @@ def test_damaged_record_is_left_out(home: Path, call: Any) -> None:
 @pytest.mark.parametrize(
     ("answers", "state"),
     [
-        (((0, "RUNNING\n"),), "running"),
-        (((0, " JOBID STATE\n 4 R\n"),), "active"),
-        (((0, ""), (0, "JobID  State\n-----  -----\n1  COMPLETED\n")), "done"),
-        (((0, ""), (1, "disabled"), (0, "JobId=1 JobState=COMPLETED")), "done"),
+        (((0, "1  gpu RUNNING, 1 nodes\n"),), "running"),
+        (((0, " JOBID STATE\n 4 R\n"),), ""),
+        # The accounting is late.
+        (((0, ""), (0, "1  RUNNING\n"), (0, "JobId=1 JobState=COMPLETED")), "succeeded"),
+        (((0, ""), (0, "JobID  State\n-----  -----\n1  COMPLETED\n")), "succeeded"),
+        (((0, ""), (1, "disabled"), (0, "JobId=1 JobState=COMPLETED")), "succeeded"),
         (((1, "Invalid job id"), (1, "disabled"), (0, "JobId=1 JobState=TIMEOUT")), "failed"),
-        (((1, "Invalid job id"), (1, "disabled"), (1, "Invalid job id"), (0, "1.0 0\n")), "done"),
+        (((1, "Invalid job id"), (1, "disabled"), (1, "Invalid job id"), (0, "1.0 0\n")), "succeeded"),
         (((1, "Invalid job id"), (1, ""), (1, ""), (0, "1.0 3\n")), "failed"),
         (((1, "Invalid job id"), (1, ""), (1, ""), (0, "1.0")), "ended"),
         (((1, "Invalid job id"), (1, ""), (1, ""), (1, "no such file")), "ended"),
@@ -107,7 +109,7 @@ def test_scheduler_says_the_state(answers: Sequence[tuple[int, str]], state: str
 
     found = history.refresh_state(job(1), run)
     assert (found.state, left) == (state, [])
-    if state in history.FINAL:
+    if state in FINAL_STATES:
         assert history.refresh_state(found, run) == found  # nobody is asked again
 
 
@@ -145,7 +147,7 @@ def test_status_names_slow_ranks(quiet_queue: None, call: Any) -> None:
     put("mn5-1", {"step": 1, "slow": []}, SLOW_LINE, {"step": 9, "eval_loss": 1.0}, '{"step": 1')
     code, out, _ = call("status", "1")
     line = "slow: rank 2 on n1 (local rank 0): its own work takes 200 ms a step, not 100 ms (step 9)"
-    assert (code, out) == (0, f"{line}\n")
+    assert (code, out) == (0, f"the queue\n{line}\n")
     assert json.loads(call("status", "1", "--json")[1])["slow"] == SLOW_LINE["slow"]
 
 

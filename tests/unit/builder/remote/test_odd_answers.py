@@ -261,4 +261,4 @@ def test_waiting_jobs_of_a_cluster_are_asked_for_there(far: Connection) -> None:
     Path("bin/squeue").write_text('#!/bin/sh\n# A fake squeue.\necho "$*" > words\necho 4711\n')
     Path("bin/squeue").chmod(0o755)
     assert gc.unfinished(far, "slurm;two") == (frozenset({"4711"}), "")
-    assert Path("words").read_text() == "--clusters=two --noheader --format=%A\n"
+    assert Path("words").read_text() == "--noheader --format=%A --clusters=two\n"

@@ -1,4 +1,4 @@
-"""What the schedulers' answers say about the end of a job."""
+"""What the schedulers' answers say about a job."""
 
 from __future__ import annotations
 
@@ -8,23 +8,30 @@ from imgkit_builder.job import systems
 
 
 @pytest.mark.parametrize(
-    ("system", "output", "well"),
+    ("system", "output", "state"),
     [
-        ("slurm", "JobId=7 JobName=x JobState=COMPLETED Reason=None", True),
-        ("slurm", "JobId=7 JobName=x JobState=FAILED Reason=NonZeroExitCode", False),
-        ("slurm", "slurm_load_jobs error: Invalid job id specified", None),
-        ("pbs", "Job Id: 7.s\n    job_state = F\n    Exit_status = 0\n", True),
-        ("pbs", "Job Id: 7.s\n    job_state = F\n    Exit_status = 271\n", False),
-        ("pbs", "Job Id: 7.s\n    job_state = F\n    Exit_status = -1\n", False),
-        ("pbs", "Job Id: 7.s\n    comment = Exit_status = 0 is good\n", None),
-        ("pbs", f"    Exit_status = {'0' * 5000}\n", None),
-        ("pbs", "qstat: PBS is not configured to maintain job history 7.s", None),
+        ("slurm", "JobId=7 JobName=x JobState=COMPLETED Reason=None", "succeeded"),
+        ("slurm", "JobId=7 JobName=x JobState=FAILED Reason=NonZeroExitCode", "failed"),
+        ("slurm", "7  gpu PENDING, 2 nodes, elapsed 0:00, start N/A  (Resources)", "waiting"),
+        ("slurm", "7  GPU,LONG RUNNING, 2 nodes, elapsed 0:09, start 2026-01-01T00:00:00  n[1-2]", "running"),
+        ("slurm", "7_1  gpu RUNNING, 1 nodes\n7_[2-9]  gpu PENDING, 1 nodes\n", "running"),
+        ("slurm", "7_1  gpu RUNNING_AROUND, 1 nodes\n", ""),
+        ("slurm", "slurm_load_jobs error: Invalid job id specified", ""),
+        ("pbs", "Job Id: 7.s\n    job_state = F\n    Exit_status = 0\n", "succeeded"),
+        ("pbs", "Job Id: 7.s\n    job_state = F\n    Exit_status = 271\n", "failed"),
+        ("pbs", "Job Id: 7.s\n    job_state = F\n    Exit_status = -1\n", "failed"),
+        ("pbs", "Job Id: 7.s\n    job_state = Q\n    comment = Not Running: no resources\n", "waiting"),
+        ("pbs", "Job Id: 7[].s\n    job_state = B\n    array_state_count = Queued:1 Running:1\n", "running"),
+        ("pbs", "Job Id: 7[1].s\n    job_state = X\n    Exit_status = 0\n", "succeeded"),
+        ("pbs", "Job Id: 7.s\n    comment = Exit_status = 0 is good\n", ""),
+        ("pbs", f"    Exit_status = {'0' * 5000}\n", ""),
+        ("pbs", "qstat: PBS is not configured to maintain job history 7.s", ""),
     ],
 )
-def test_answer_says_how_the_job_ended(system: str, output: str, well: bool | None) -> None:
-    assert systems.named(system).succeeded(output) is well
+def test_answer_says_the_state(system: str, output: str, state: str) -> None:
+    assert systems.named(system).parse_status(output).state == state
 
 
 @pytest.mark.parametrize("system", ["slurm", "pbs"])
 def test_system_with_a_queue_lists_its_jobs(system: str) -> None:
-    assert systems.named(system).unfinished()
+    assert systems.named(system).unfinished_ids

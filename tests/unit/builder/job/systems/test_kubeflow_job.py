@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
+from imgkit_builder.job import submit
 from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems.kubeflow import SYSTEM as kubeflow
 from imgkit_builder.job.systems.pods import KubernetesFormat, PodFlags
 from imgkit_builder.recipe.targets import find
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 RECIPE = find("rcp")
 RCP = Request(command=("dist-train", "--steps", "1000"), nodes="3", image="r.example/me/rcp:1")
@@ -236,10 +238,16 @@ def test_what_has_no_place_is_refused(kind: KubernetesFormat, given: dict[str, A
     assert refused(kind, **given).where == where
 
 
-def test_name_that_exists_starts_nothing() -> None:
+def test_name_that_exists_starts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The client's message, from a fake kubectl."""
     said = 'Error from server (AlreadyExists): pytorchjobs.kubeflow.org "rcp" already exists'
-    assert kubeflow.refusal(said, "rcp").startswith("nothing was started: a job named rcp exists")
-    assert kubeflow.refusal("Error from server (Forbidden)", "rcp") == ""
+    (tmp_path / "kubectl").write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+    (tmp_path / "kubectl").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    existing = job("pytorchjob")
+    with pytest.raises(ToolFailed) as caught:
+        submit.send(existing, kubeflow.script(existing))
+    assert str(caught.value.hint).startswith("nothing was started: a job named rcp exists")
 
 
 @pytest.mark.parametrize(
@@ -252,18 +260,46 @@ def test_name_that_exists_starts_nothing() -> None:
     ],
 )
 def test_id_is_kind_and_name(output: str, found: str) -> None:
-    assert kubeflow.job_id(output, "rcp") == found
+    assert kubeflow.parse_job_id(output, "rcp") == found
+
+
+CONDITION = """\
+    Last Update Time:      2026-01-01T00:00:00Z
+    Reason:                PyTorchJob{type}
+    Status:                {status}
+    Type:                  {type}
+"""
+"""A condition as ``kubectl describe`` prints it; no cluster ran here."""
+
+
+@pytest.mark.parametrize(
+    ("conditions", "state"),
+    [
+        ((("Created", "True"),), "waiting"),
+        ((("Created", "True"), ("Running", "True")), "running"),
+        ((("Created", "True"), ("Running", "False"), ("Succeeded", "True")), "succeeded"),
+        ((("Created", "True"), ("Failed", "True")), "failed"),
+        ((("Complete", "True"),), "succeeded"),
+        ((("Other", "True"),), ""),
+        ((), ""),
+    ],
+)
+def test_newest_condition_is_the_state(conditions: tuple[tuple[str, str], ...], state: str) -> None:
+    text = "".join(CONDITION.format(type=kind, status=status) for kind, status in conditions)
+    assert kubeflow.parse_status(f"Status:\n  Conditions:\n{text}Events: <none>\n").state == state
 
 
 def test_submitted_job_is_found_again() -> None:
     record = SubmittedJob(
         id="trainjob.rcp", system="kubeflow", name="rcp", recipe="rcp", directory=Path("/w"), queue="me"
     )
-    assert kubeflow.status(record) == ("kubectl", "describe", "trainjob", "rcp", "--namespace=runai-me")
-    assert "--selector=jobset.sigs.k8s.io/jobset-name=rcp" in kubeflow.logs(record)
+    assert kubeflow.status_commands(record) == (
+        ("kubectl", "describe", "trainjob", "rcp", "--namespace=runai-me"),
+    )
+    assert "--selector=jobset.sigs.k8s.io/jobset-name=rcp" in kubeflow.log_source(record)
     first = dataclasses.replace(record, id="pytorchjob.rcp", queue="")
-    assert kubeflow.cancel(first) == ("kubectl", "delete", "pytorchjob", "rcp")
-    assert "--selector=training.kubeflow.org/job-name=rcp" in kubeflow.logs(first)
+    assert kubeflow.cancel_command(first) == ("kubectl", "delete", "pytorchjob", "rcp")
+    assert "--selector=training.kubeflow.org/job-name=rcp" in kubeflow.log_source(first)
 
 
 @pytest.mark.parametrize("kind", FORMATS)

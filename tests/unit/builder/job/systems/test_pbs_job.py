@@ -47,7 +47,7 @@ def text(recipe: Any = RECIPE, **given: Any) -> str:
 
 
 def image_text(recipe: Any, request: ConversionJobRequest | BuildJobRequest) -> str:
-    return pbs.image_script(resolve_image(recipe, request)).text
+    return pbs.script(resolve_image(recipe, request)).text
 
 
 def own(tmp_path: Path, *lines: str) -> Any:
@@ -321,10 +321,10 @@ def test_script_passes_shellcheck(tmp_path: Path, start: str) -> None:
 
 
 def test_id_and_output_are_those_of_pbs() -> None:
-    assert pbs.job_id("a notice\n15422.redoak-login2\n", "ddp") == "15422.redoak-login2"
-    assert pbs.job_id("12[].redoak-login2\n", "ddp") == "12[].redoak-login2"
+    assert pbs.parse_job_id("a notice\n15422.redoak-login2\n", "ddp") == "15422.redoak-login2"
+    assert pbs.parse_job_id("12[].redoak-login2\n", "ddp") == "12[].redoak-login2"
     record = SubmittedJob(
         id="15422.redoak-login2", system="pbs", name="ddp", recipe="r", directory=Path("/w")
     )
-    assert pbs.logs(record)[-1] == "/w/ddp.o15422"
-    assert pbs.cancel(record) == ("qdel", "15422.redoak-login2")
+    assert pbs.log_source(record)[-1] == "/w/ddp.o15422"
+    assert pbs.cancel_command(record) == ("qdel", "15422.redoak-login2")

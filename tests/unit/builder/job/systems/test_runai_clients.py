@@ -54,8 +54,8 @@ def job(
     return resolve(targets.find(recipe), dataclasses.replace(RCP, system_flags=(own,), **given))
 
 
-def decided(found: Job) -> str | None:
-    return found.flags(pods.PodFlags).client
+def decided(found: Job) -> str:
+    return pods.client_of(found)
 
 
 def stated(tmp_path: Path, text: str) -> Path:
@@ -203,7 +203,7 @@ def test_record_with_another_kind_starts_nothing() -> None:
         id="rcp", system="runai", name="rcp", recipe="rcp", directory=Path("/w"), kind="upgrade --force"
     )
     with pytest.raises(UsageError, match="upgrade --force"):
-        runai.cancel(record)
+        runai.cancel_command(record)
 
 
 @pytest.mark.parametrize(

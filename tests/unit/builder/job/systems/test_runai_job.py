@@ -187,9 +187,9 @@ def test_project_is_needed_to_find_a_job_again() -> None:
     record = SubmittedJob(
         id="rcp", system="runai", name="rcp", recipe="rcp", directory=Path("/w"), queue="mlo-me"
     )
-    assert runai.status(record) == ("runai", "describe", "job", "rcp", "--project", "mlo-me")
-    assert runai.logs(record) == ("runai", "logs", "rcp", "--follow", "--project", "mlo-me")
-    assert runai.cancel(dataclasses.replace(record, queue="")) == ("runai", "delete", "job", "rcp")
+    assert runai.status_commands(record) == (("runai", "describe", "job", "rcp", "--project", "mlo-me"),)
+    assert runai.log_source(record) == ("runai", "logs", "rcp", "--follow", "--project", "mlo-me")
+    assert runai.cancel_command(dataclasses.replace(record, queue="")) == ("runai", "delete", "job", "rcp")
 
 
 @pytest.fixture

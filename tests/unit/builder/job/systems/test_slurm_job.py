@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from imgkit_builder.job import systems
 from imgkit_builder.job.request import Request, SubmittedJob
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems.slurm import SYSTEM as slurm
@@ -111,10 +112,9 @@ def test_commands_name_the_cluster_that_sbatch_named() -> None:
         id="7", system="slurm", name="mn5", recipe="mn5", directory=Path("/w"), cluster="two"
     )
     for known in (record, dataclasses.replace(record, cluster="")):
-        asks = (slurm.status, slurm.alive, slurm.cancel)
-        calls = (*(ask(known) for ask in asks), *slurm.outcome(known), slurm.enter(known, "", "").words)
-        assert [("--clusters=two" in words) for words in calls] == [bool(known.cluster)] * 6
-    assert slurm.unfinished("two") == ("squeue", "--clusters=two", "--noheader", "--format=%A")
+        shell = slurm.shell_command(known, "", "").words
+        calls = (*slurm.status_commands(known), slurm.cancel_command(known), shell)
+        assert [("--clusters=two" in words) for words in calls] == [bool(known.cluster)] * 5
 
 
 def test_task_of_an_array_has_its_own_folder_and_output() -> None:
@@ -122,16 +122,16 @@ def test_task_of_an_array_has_its_own_folder_and_output() -> None:
     assert "#SBATCH --output=%x-%A_%a.out\n" in array
     assert 'runs/mn5-${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"\n' in array
     record = SubmittedJob(id="7", system="slurm", name="mn5", recipe="mn5", directory=Path("/w"), array=True)
-    assert [slurm.task(record, word) for word in ("7_3", "7_", "7_x", "70_3", "7_[1-2]")] == [
+    assert [systems.task_id(record, word) for word in ("7_3", "7_", "7_x", "70_3", "7_[1-2]")] == [
         "7_3",
         *[""] * 4,
     ]
     with pytest.raises(UsageError, match="7 is an array job") as caught:
-        slurm.logs(record)
+        slurm.log_source(record)
     assert "7_0" in str(caught.value.hint)
     task = dataclasses.replace(record, id="7_3", array=False)
-    assert slurm.logs(task)[-1] == "/w/mn5-7_3.out"
-    assert "squeue --noheader --jobs=7_3 --format=%A" in slurm.enter(task, "", "").words[2]
+    assert slurm.log_source(task)[-1] == "/w/mn5-7_3.out"
+    assert "squeue --noheader --jobs=7_3 --format=%A" in slurm.shell_command(task, "", "").words[2]
 
 
 SACCT = """\
@@ -144,24 +144,24 @@ JobID                State                ExitCode    Elapsed               Star
 
 
 @pytest.mark.parametrize(
-    ("output", "well"),
+    ("output", "state"),
     [
-        (SACCT.format("COMPLETED"), True),
-        (SACCT.format("CANCELLED by 1000"), False),
-        (SACCT.format("RUNNING"), None),  # the accounting is late
-        ("\n".join(SACCT.splitlines()[:2]), None),
-        ("Slurm accounting storage is disabled\n", None),
-        ("JobId=8 JobState=COMPLETED x\nJobId=9 JobState=FAILED x\n", False),
-        ("JobId=8 JobState=COMPLETING x\n", None),
-        ("slurm_load_jobs error: Invalid job id specified\n", None),
+        (SACCT.format("COMPLETED"), "succeeded"),
+        (SACCT.format("CANCELLED by 1000"), "cancelled"),
+        (SACCT.format("RUNNING"), "running"),
+        ("\n".join(SACCT.splitlines()[:2]), ""),
+        ("Slurm accounting storage is disabled\n", ""),
+        ("JobId=8 JobState=COMPLETED x\nJobId=9 JobState=FAILED x\n", "failed"),
+        ("JobId=8 JobState=COMPLETING x\n", "running"),
+        ("slurm_load_jobs error: Invalid job id specified\n", ""),
     ],
 )
-def test_end_of_a_job_is_read(output: str, well: bool | None) -> None:
-    assert slurm.succeeded(output) is well
+def test_state_of_a_job_is_read(output: str, state: str) -> None:
+    assert slurm.parse_status(output).state == state
 
 
 def test_logs_are_where_the_script_writes_them() -> None:
     record = SubmittedJob(id="7", system="slurm", name="mn5", recipe="mn5", directory=Path("/w"))
-    assert slurm.logs(record)[-1] == "/w/mn5-7.out"
+    assert slurm.log_source(record)[-1] == "/w/mn5-7.out"
     assert "#SBATCH --output=%x-%j.out\n" in text()
     assert "#SBATCH --chdir=/w\n" in text()
