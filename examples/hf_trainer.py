@@ -1,6 +1,6 @@
 """Hugging Face's Trainer, made to stop, save and resume. Copy the class, and lines with `run` or `saver`.
 
-imgkit submit mn5-llm -A bsc98 --qos acc_debug --time 2h -- dist-run hf_trainer.py
+imgkit run mn5-llm -A bsc98 --qos acc_debug --time 2h -- dist-run hf_trainer.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Any program that saves on request and resumes from there; this one only counts.
 
-    imgkit submit mn5 --nodes 2 ... -- dist-run --device cpu save_and_resume.py 1000
+    imgkit run mn5 --nodes 2 ... -- dist-run --device cpu save_and_resume.py 1000
 
 The three lines that a training loop needs are marked.
 """

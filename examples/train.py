@@ -1,7 +1,7 @@
 """A training program to copy: your model, data, evaluation and export go where the comments say.
 
     imgkit run                              in a folder that `imgkit init` made
-    imgkit submit mn5 -A bsc98 --qos acc_debug --time 2h --nodes 2 -- dist-run train.py --epochs 20
+    imgkit run mn5 -A bsc98 --qos acc_debug --time 2h --nodes 2 -- dist-run train.py --epochs 20
     torchrun --nproc-per-node 4 train.py    also without dist-run
     python3 train.py                        one process
 

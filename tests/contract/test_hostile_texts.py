@@ -180,7 +180,7 @@ def record(programs: Path, **values: Any) -> None:
     others = {"queue": "", "cluster": "", "answer": None, "remote": "", "submitted": "", "command": []}
     ended = {
         "image_id": "",
-        "state": "submitted",
+        "state": "running",
         "fetched": "",
         "code": None,
         "array": False,
@@ -193,16 +193,16 @@ def test_job_and_runs_with_hostile_texts(programs: Path, check: Callable[..., No
     small_sif.write(programs.parent / "x.sif")
     slurm = ("mn5", "-A", "a", "--qos", "acc_debug", "--time", "1h", "--image", "x.sif", "--", "dist-env")
     program(programs, "sbatch", "cat said >&2; exit 1")
-    check("submit", *slurm, code=4)
+    check("run", "--detach", *slurm, code=4)
     program(programs, "sbatch", "cat said")
-    check("submit", *slurm, code=4)
-    record(programs, recipe=EVIL, directory=f"/{EVIL}", command=[EVIL], state=EVIL, image_id=EVIL)
+    check("run", "--detach", *slurm, code=4)
+    record(programs, recipe=EVIL, directory=f"/{EVIL}", command=[EVIL], image_id=EVIL)
     check("runs", code=0)
     check("runs", "--json", code=0)
     program(programs, "squeue", "cat said >&2; exit 1")
     check("runs", "--refresh", code=0)
     check("fetch", "7")
-    record(programs, command=[EVIL], state=EVIL, shell_line=EVIL)
+    record(programs, command=[EVIL], shell_line=EVIL)
     check("status", code=4)
     check("status", "7", code=4)
     check("shell", "--job", "7", "--dry-run", code=0)

@@ -1,6 +1,6 @@
-"""What ``imgkit submit --dry-run`` prints, byte by byte, and that shellcheck has nothing to say about it.
+"""What ``imgkit run --dry-run`` prints, byte by byte, and that shellcheck has nothing to say about it.
 
-A case is two files in ``jobs/``: ``CASE.args``, the arguments of ``imgkit submit`` as a shell reads them, and
+A case is two files in ``jobs/``: ``CASE.args``, the arguments of ``imgkit run`` as a shell reads them, and
 ``CASE.txt``, what is printed; RECIPES is the folder ``recipes``. After a wanted change:
 ``IMGKIT_UPDATE_GOLDEN=1 pytest tests/golden``.
 """
@@ -23,7 +23,7 @@ CASES = sorted(path.stem for path in JOBS.glob("*.args"))
 
 
 def printed(case: str) -> str:
-    """What ``imgkit submit --dry-run`` prints in a folder with a blank, if the case names none."""
+    """What ``imgkit run --dry-run`` prints in a folder with a blank, if the case names none."""
     from typer.testing import CliRunner
 
     text = (JOBS / f"{case}.args").read_text(encoding="utf-8")
@@ -34,8 +34,8 @@ def printed(case: str) -> str:
         else (words, [], [])
     )
     folder = [] if "--directory" in before else ["--directory", "/home/me/my run"]
-    argv = ["submit", "--dry-run", *before, *folder, *dashes, *command]
-    done = CliRunner().invoke(build_app(("submit", "list")), argv, catch_exceptions=False)
+    argv = ["run", "--dry-run", *before, *folder, *dashes, *command]
+    done = CliRunner().invoke(build_app(("run", "list")), argv, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
 

@@ -78,13 +78,13 @@ def test_new_system_is_listed_and_renders(code: Path, work: Path) -> None:
     listed = imgkit(code, work, "list", "--systems")
     assert re.search(r"^fakecluster +slurm +documented +Fakecluster$", listed.stdout, re.MULTILINE)
     job = ("./mine.yaml", "-A", "me", "--nodes", "2", "--", "dist-hello")
-    script = imgkit(code, work, "submit", "--dry-run", *job)
+    script = imgkit(code, work, "run", "--dry-run", *job)
     assert script.returncode == 0, script.stderr
     assert {"#SBATCH --gres=gpu:4", "#SBATCH --partition=gpu"} <= set(script.stdout.splitlines())
 
 
 def test_job_without_the_required_account_is_refused(code: Path, work: Path) -> None:
-    done = imgkit(code, work, "submit", "--dry-run", "./mine.yaml", "--", "dist-hello")
+    done = imgkit(code, work, "run", "--dry-run", "./mine.yaml", "--", "dist-hello")
     assert (done.returncode, "--account" in done.stderr) == (2, True)
 
 

@@ -105,7 +105,7 @@ def runs(target: Path) -> None:
 
 
 def job(target: Path) -> None:
-    """The record of a job with every field, as `imgkit submit` keeps it."""
+    """The record of a job with every field, as `imgkit run` keeps it."""
     os.environ["XDG_STATE_HOME"] = str(target / "state")
     submit.keep(
         SubmittedJob(

@@ -33,7 +33,6 @@ VERB_GROUPS: dict[str, dict[str, str]] = {
         "lock": "lock",
     },
     "Jobs": {
-        "submit": "jobs",
         "status": "jobs",
         "wait": "jobs",
         "logs": "jobs",

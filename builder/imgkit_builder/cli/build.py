@@ -219,7 +219,7 @@ def _next(recipe: str, tag: str | None, runtime: str) -> str:
         return f"imgkit push {again} REGISTRY/{stem(tag or recipe)}:1"
     if runtime == "docker":
         other = f" --image {again}" if tag else ""
-        return f"imgkit submit {shlex.quote(recipe)}{other} -- dist-hello"
+        return f"imgkit run {shlex.quote(recipe)}{other} -- dist-hello"
     return f"imgkit sif {again}     # for a cluster: imgkit save {again}"
 
 

@@ -70,7 +70,7 @@ def verb_delta(
     Examples:
       imgkit build mn5 && imgkit delta mn5 --against mn5.sif
       singularity exec --nv --overlay mn5.imgdelta:ro mn5.sif dist-train
-      imgkit submit mn5 -A bsc98 --qos acc_debug --delta mn5.imgdelta -- dist-train
+      imgkit run mn5 -A bsc98 --qos acc_debug --delta mn5.imgdelta -- dist-train
       imgkit delta olivia-2.sif --against olivia.sif
     """
     from imgkit_builder.delta.make import between, make

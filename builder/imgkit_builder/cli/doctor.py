@@ -38,7 +38,7 @@ def verb_doctor(
     ),
     hostfile: Path | None = typer.Option(None, metavar="FILE", help="File with the hosts, one per line."),
     image: str = typer.Option(
-        "", metavar="PATH|REF", help="With --hosts: the image of the job (default: as imgkit submit)."
+        "", metavar="PATH|REF", help="With --hosts: the image of the job (default: as imgkit run)."
     ),
     as_json: bool = RESULT_JSON,
 ) -> None:

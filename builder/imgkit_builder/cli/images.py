@@ -143,7 +143,7 @@ def _into_job(job_id: str, node: str, *, look: bool) -> tuple[tuple[str, ...], s
             f"no shell opens in {record.handle}: imgkit starts a second container in a job only by "
             "Singularity and Apptainer",
             where="--job",
-            hint="imgkit submit --interactive opens one in a job of its own",
+            hint="imgkit run --interactive opens one in a job of its own",
         )
     if not record.remote:
         return entry.words, entry.about

@@ -1,4 +1,4 @@
-"""The flags of ``imgkit submit`` and ``run`` as options: those of every job, then those of each system."""
+"""The flags of ``imgkit run`` as options: those of every job, then those of each system."""
 
 from __future__ import annotations
 
@@ -93,25 +93,6 @@ class JobCommand(OptionsCommand):
         own = (owner(**fields) for owner, fields in values.items())
         chosen = tuple(flags for flags in own if flags != type(flags)())
         return Request(**common, system_flags=chosen), ImageFlags(**image)
-
-
-class RemoteJobCommand(JobCommand):
-    """`JobCommand` for jobs on a remote: imgkit chooses their folder."""
-
-    without = ("delta", "interactive", "directory")
-
-    def owners(self, *, quiet: bool) -> list[type[Any]]:
-        """Those of `JobCommand` without the flags of jobs that make a .sif."""
-        from imgkit_builder.job.request import ImageFlags
-
-        return [owner for owner in super().owners(quiet=quiet) if owner is not ImageFlags]
-
-    def made(self, values: dict[type[Any], dict[str, Any]]) -> Any:
-        """The request, with what was given for systems."""
-        from imgkit_builder.job.request import ImageFlags
-
-        request, _ = super().made({**values, ImageFlags: {}})
-        return request
 
 
 def read_code(request: Request, *, as_json: bool) -> CodeFolder | None:

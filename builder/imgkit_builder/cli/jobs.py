@@ -1,157 +1,27 @@
-"""``imgkit submit``, ``status``, ``logs`` and ``cancel``: run an image on N nodes."""
+"""``imgkit status``, ``wait``, ``logs`` and ``cancel``: follow jobs that were submitted from here."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 import shlex
-import sys
 from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 
-from imgkit_builder.cli.common import columns, complete_names, show, terminable
-from imgkit_builder.cli.job_flags import COMMAND, JobCommand, read_code
-from imgkit_builder.cli.progress import reporter
-from imgkit_builder.cli.project import (
-    TRUST_FOLDER,
-    project_here,
-    values_data,
-    values_table,
-)
+from imgkit_builder.cli.common import columns, show
 from imgkit_builder.cli.remote import asked, connected, follow, runner
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.job.request import AnyRequest, ImageJob, Job, Script, SubmittedJob
+    from imgkit_builder.job.request import SubmittedJob
     from imgkit_builder.project.history import JobReport
     from imgkit_builder.project.measured import SlowNow
-    from imgkit_builder.project.toml_file import ProjectFile
 
 INTERRUPTED = 130
-COMMAND_CLASSES = {"submit": JobCommand}
-"""The verb whose flags are not all in its signature."""
-
 SCHEMA = 1
-
-RECIPE: str = typer.Argument(
-    "",
-    metavar="[RECIPE|X.sif|X.sqsh]",
-    autocompletion=complete_names,
-    help="A shipped recipe, a recipe's file, or a .sif or .sqsh to run on its system (default: "
-    "the recipe in imgkit.toml, whose other values then apply, too).",
-)
-
-
-def verb_submit(
-    flags: typer.Context,
-    recipe: str = RECIPE,
-    command: list[str] = typer.Argument(None, metavar="-- COMMAND...", help="dist-... and its arguments."),
-    dry_run: bool = typer.Option(
-        False, "--dry-run", help="Print exactly what would be submitted, then exit."
-    ),
-    verbose: bool = typer.Option(
-        False, "--verbose", "-v", help="With --dry-run: also show every resolved value and its source."
-    ),
-    trust_folder: bool = TRUST_FOLDER,
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
-) -> None:
-    """Submit a job that runs COMMAND on N nodes, and print its id.
-
-    Values come from the recipe's system section; flags override them. Requests
-    that the cluster cannot satisfy fail now, not in the queue. Without a scheduler
-    the command runs here, and imgkit exits with its exit code.
-
-    \b
-    Examples:
-      imgkit submit mn5 --nodes 2 -A bsc98 --qos acc_debug --time 10m -- dist-pi
-      imgkit submit mn5 -A bsc98 --qos acc_debug --time 10m --dry-run -- dist-bench
-      imgkit submit mn5 -A bsc98 --qos acc_debug --time 1h --interactive
-      imgkit submit mn5 -A bsc98 --qos gp_debug --time 1h --sif mn5.tar
-      imgkit submit mine.sif --time 1h -- dist-bench
-      imgkit submit rcp --nodes 4 --image registry.example.org/me/rcp:1 -- dist-train --steps 1000
-      imgkit submit olivia-eap --nodes 2 --time 30m --pbs-start pbsdsh -- dist-hello
-      imgkit submit lambda --hosts 10.0.0.1,10.0.0.2 -- dist-hello
-      imgkit submit lambda --hosts 10.0.0.1,10.0.0.2 --ssh -- dist-hello
-      imgkit submit cpu --nproc 2 -- dist-train --steps 100
-    """
-    from imgkit_builder.base import process
-    from imgkit_builder.job import submit
-    from imgkit_builder.job.request import Job, Request
-    from imgkit_builder.sif.conversion import Options
-
-    if verbose and not dry_run:
-        raise UsageError(
-            "--verbose needs --dry-run", where="--verbose", hint="imgkit submit --dry-run -v ..."
-        )
-    given = _given(recipe, flags, command, trusted=trust_folder)
-    request = given.request
-    code = read_code(request, as_json=as_json) if isinstance(request, Request) else None
-    prepared = submit.prepare(given.recipe, request, code)
-    job, script = prepared.job, prepared.script
-    if dry_run and (foreign := submit.foreign_image(job)):  # the submission refuses it
-        job = dataclasses.replace(job, warnings=(*job.warnings, f"{job.image}: {foreign.what}"))
-    for warning in job.warnings:
-        terminal.err(f"imgkit: {warning}")
-    if dry_run:
-        prepared = submit.look_into(dataclasses.replace(prepared, job=job))
-        _show(prepared.job, prepared.script, given, values=verbose, as_json=as_json)
-        return
-    submit.before_submission(job)
-    prepared = submit.look_into(prepared)
-    job, script = prepared.job, prepared.script
-    with terminable(), reporter(as_json=as_json) as report:
-        submit.write_files(prepared, Options() if code is not None else None, report)
-    if script.remote:
-        raise typer.Exit(_fanned_out(script))
-    if script.foreground:
-        terminal.err(f"imgkit: {shlex.join(script.submit)}")
-        process.become(script.submit, cwd=job.directory)
-    record = submit.send(job, script)
-    # Printed before anything else can fail: the job exists now.
-    if record.answer is None:
-        show({**_described(job, script), "id": record.id}, record.id, as_json=as_json)
-    try:
-        submit.keep(record)
-    except OSError as error:
-        # The job runs all the same, so its own system answers.
-        terminal.err(
-            "imgkit: the job is submitted, but its record cannot be saved "
-            f"({error.filename}: {error.strerror}): imgkit status, logs and cancel will not know it",
-            "  -> next time: export XDG_STATE_HOME=FOLDER",
-        )
-        submit.need_id(record)
-        return
-    submit.need_id(record)
-    if as_json:
-        return
-    if isinstance(job, Job) and job.request.interactive:
-        # The comments above the command explain how to get in.
-        terminal.err(*(text for text in script.text.splitlines() if text.startswith("#")))
-    follow = "; ".join(f"imgkit {verb} {record.id}" for verb in ("status", "logs", "cancel"))
-    terminal.err(f"imgkit: {follow}")
-
-
-def _fanned_out(script: Script) -> int:
-    """Run the lines of all hosts; each line of output begins with the host's name."""
-    from imgkit_builder.base import process
-    from imgkit_builder.job.ssh import fanout
-
-    process.need("ssh", "apt-get install openssh-client")
-
-    def show(host: str, text: bytes, error: bool) -> None:
-        # On a terminal a carriage return ends a line of a program, and each line has its host.
-        is_terminal = sys.stderr.isatty() if error else sys.stdout.isatty()
-        for line in re.split(rb"\r+", text.rstrip(b"\r")) if is_terminal else (text,):
-            terminal.passing(to_err=error)(f"{host}: ".encode() + line + b"\n")
-
-    def say(text: str) -> None:
-        terminal.err(f"imgkit: {text}")
-
-    return fanout.run(script.remote, show=show, say=say, sent=script.sent, head_decides=script.head_decides)
 
 
 def verb_status(
@@ -190,7 +60,7 @@ def verb_status(
         terminal.err(f"imgkit: {there}{shlex.join(report.argv)}")
         terminal.passing()(report.text.encode())
     if report.has_ended:
-        _show_end(report)
+        terminal.out(history.ending_text(report))
     for rank in slow or ():
         terminal.out(f"slow: {rank.name}: {rank.excess} (step {rank.to_step})")
 
@@ -259,20 +129,6 @@ def _reported(report: JobReport, slow: SlowNow) -> dict[str, Any]:
     return data
 
 
-def _show_end(report: JobReport) -> None:
-    from imgkit_builder.project import history
-
-    record = report.record
-    text = {
-        "succeeded": "completed",
-        "cancelled": "was cancelled",
-        "ended": "has ended; neither the scheduler nor the run folder knows how",
-    }.get(record.state, f"failed with exit code {report.code}" if report.code else "failed")
-    source = "" if report.argv or report.code is None else ", by its run folder"
-    folder = "" if record.array else f"; run folder: {history.run_of(record)}"
-    terminal.out(f"{record.handle} {text}{source}{folder}")
-
-
 def _keep_state(record: SubmittedJob, report: JobReport) -> None:
     """Save the state for ``imgkit runs``; a folder that cannot be written loses only that."""
     from imgkit_builder.job import submit
@@ -310,7 +166,7 @@ def verb_logs(
     if not job_id:
         found = [one for one in submit.records() if one.answer is None]
         if not found:
-            raise UsageError("no job was submitted from here", where="ID", hint="imgkit submit prints the id")
+            raise UsageError("no job was submitted from here", where="ID", hint="imgkit run prints the id")
         job_id = found[0].handle
         terminal.err(f"imgkit: job {job_id}, the last one")
     record = submit.record_of(job_id)
@@ -363,7 +219,7 @@ def verb_wait(
     if as_json:
         show(_reported(report, None), as_json=True)
     elif report.has_ended:
-        _show_end(report)
+        terminal.out(history.ending_text(report))
     if not report.has_ended:
         raise ToolFailed(
             f"{record.handle} has not ended after {timeout}", hint=f"imgkit wait {record.handle}"
@@ -385,79 +241,6 @@ def verb_cancel(
 
     record = submit.record_of(job_id)
     _thin(systems.named(record.system).cancel_command(record), as_json=as_json, remote=record.remote)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _GivenJob:
-    """What the command line asks for, and the imgkit.toml that fills what is missing."""
-
-    recipe: str
-    flags: AnyRequest
-    """The flags alone."""
-    project: ProjectFile | None
-    """None where a recipe was named: the file then does not count."""
-
-    @property
-    def request(self) -> AnyRequest:
-        """The flags, over the file."""
-        from imgkit_builder.project import origins
-
-        return origins.under(self.flags, self.project)
-
-
-def _given(recipe: str, flags: typer.Context, command: list[str] | None, *, trusted: bool) -> _GivenJob:
-    from imgkit_builder.job.request import request_of
-
-    run, image_flags = flags.obj
-    argv = (*(command or ()), *flags.meta[COMMAND])
-    request = request_of(dataclasses.replace(run, command=argv), image_flags)
-    project = None if recipe else project_here(recipe="", trusted=trusted)
-    if not recipe and not (project and project.recipe):
-        raise UsageError(
-            "no recipe given, and none set by an imgkit.toml here",
-            where="RECIPE",
-            hint="name one (imgkit list), or write the file (imgkit init --recipe RECIPE)",
-        )
-    return _GivenJob(recipe=recipe or (project.recipe if project else ""), flags=request, project=project)
-
-
-def _show(job: Job | ImageJob, script: Script, given: _GivenJob, *, values: bool, as_json: bool) -> None:
-    """Print `script` on stdout; `values` adds each value and its source, on stderr or to the JSON object."""
-    from imgkit_builder.project import origins
-
-    rows = tuple(origins.of_job(job, given.flags, given.project)) if values else ()
-    if as_json:
-        data = _described(job, script)
-        show({**data, "values": values_data(rows)} if values else data, as_json=True)
-        return
-    terminal.err(*values_table(rows))
-    terminal.document(script.text)
-
-
-def _described(job: Job | ImageJob, script: Script) -> dict[str, Any]:
-    from imgkit_builder.job.request import Job
-
-    run: dict[str, Any] = {}
-    if isinstance(job, Job):
-        run = {
-            "nodes": job.size.training,
-            "spares": job.size.spares,
-            "gpus": job.gpus,
-            "cpus": job.cpus,
-            "code": dataclasses.asdict(job.code) if job.code else None,
-        }
-    return {
-        "schema": SCHEMA,
-        "recipe": job.recipe.name,
-        "scheduler": job.recipe.system.scheduler,
-        "name": job.name,
-        **run,
-        "time": job.time,
-        "image": job.image,
-        "submit": list(script.submit),
-        "script": script.text,
-        "warnings": list(job.warnings),
-    }
 
 
 def _slow(record: SubmittedJob) -> SlowNow:

@@ -94,8 +94,7 @@ def verb_init(
 ) -> None:
     """Write an imgkit.toml, a recipe, a train.py that resumes and a .gitignore.
 
-    imgkit run then needs no flags in this folder, nor imgkit submit where the
-    system has no queue. Existing files are not overwritten.
+    imgkit run then needs no flags in this folder. Existing files are not overwritten.
 
     \b
     Examples:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -258,6 +259,39 @@ def follow(far: Connection, record: SubmittedJob) -> int:
     well = record.state == "succeeded"
     say(f"{record.handle} {'completed' if well else record.state}; imgkit fetch {record.handle}")
     return 0 if well else 1
+
+
+def follow_here(record: SubmittedJob) -> int:
+    """Show the output of a job of this machine until it ends; the result is imgkit's exit code.
+
+    A job in pods is not followed: its output begins when a node has pulled the image.
+    """
+    from imgkit_builder.base import process
+    from imgkit_builder.job import submit, systems
+    from imgkit_builder.project import history
+
+    run, system = runner(record), systems.named(record.system)
+    argv = system.log_source(record)
+    if argv[0] != "tail" or not system.reports_state:
+        return 0
+
+    def has_ended() -> bool:
+        return history.report(record, run).has_ended
+
+    try:
+        for pause_s in history.poll_pauses():
+            if Path(argv[-1]).exists() or has_ended():
+                break
+            time.sleep(pause_s)
+        process.attached(argv, until=has_ended)
+        report = history.wait(record, run)
+    except KeyboardInterrupt:
+        terminal.err(f"imgkit: the job continues; imgkit logs {record.handle}")
+        return 130
+    with contextlib.suppress(OSError):  # only imgkit runs reads it
+        submit.keep(report.record)
+    terminal.err(f"imgkit: {history.ending_text(report)}")
+    return 0 if report.record.state in ("succeeded", "ended") else 1
 
 
 def runner(record: SubmittedJob) -> Callable[[Sequence[str]], Finished]:

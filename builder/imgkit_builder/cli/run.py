@@ -1,129 +1,192 @@
-"""``imgkit run`` and ``fetch``: from here to a job on a remote, and its results back."""
+"""``imgkit run`` and ``fetch``: from a recipe to a job here or on a remote, and its results back."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+import shlex
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from imgkit_builder.cli.common import BASE_HELP, JSON, complete_names, show, terminable
-from imgkit_builder.cli.job_flags import COMMAND, RemoteJobCommand, read_code
+from imgkit_builder.cli.job_flags import COMMAND, JobCommand, read_code
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.project import TRUST_FOLDER, project_here, values_data, values_table
-from imgkit_builder.cli.remote import connected, follow, may_ask
+from imgkit_builder.cli.remote import connected, follow, follow_here, may_ask
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.job.request import SubmittedJob
+    from imgkit_builder.job.request import ImageFlags, ImageJob, Job, Request, Script, SubmittedJob
+    from imgkit_builder.project.origins import ValueSource
     from imgkit_builder.project.toml_file import ProjectFile
+    from imgkit_builder.remote.config import Remote
+    from imgkit_builder.workflow.remote_run import RunPlan
 
 SCHEMA = 1
+HERE = "here"
+"""The value of ``--on`` for this machine, where an imgkit.toml names a remote."""
+COMMAND_CLASSES = {"run": JobCommand}
+"""The verb whose flags are not all in its signature."""
 _UNKNOWN_HERE = ("image", "directory")
 """Values that are known only after a look at the remote."""
-
-
-COMMAND_CLASSES = {"run": RemoteJobCommand}
+_NOT_ON_REMOTES = ("--interactive", "--delta", "--directory", "--sif", "--build", "--base-from")
+"""Flags for jobs of this machine: on a remote, imgkit chooses the folder and sends the image itself."""
 
 
 def verb_run(
     flags: typer.Context,
     recipe: str = typer.Argument(
         "",
-        metavar="[RECIPE|X.sif|ARCHIVE] -- COMMAND...",
+        metavar="[RECIPE|X.sif|X.sqsh|ARCHIVE] -- COMMAND...",
         autocompletion=complete_names,
-        help="Image to run (default: the recipe of imgkit.toml, or the remote's). An archive or OCI folder "
-        "becomes a .sif here.",
+        help="Image to run (default: the recipe of imgkit.toml, or the remote's). With --on, an archive "
+        "or OCI folder becomes a .sif here.",
     ),
     on: str = typer.Option(
-        "", "--on", metavar="NAME", help="The remote (imgkit remote add; default: that of imgkit.toml)."
+        "",
+        "--on",
+        metavar="NAME",
+        help="The remote (imgkit remote add; default: that of imgkit.toml), or here: this machine.",
     ),
-    base: str | None = typer.Option(None, metavar="REF", help=BASE_HELP),
+    base: str | None = typer.Option(None, metavar="REF", help=f"With --on: {BASE_HELP}"),
     detach: bool = typer.Option(
         False, "--detach", help="Submit, print the job's id, and do not follow its output."
     ),
     bwlimit: float | None = typer.Option(
-        None, metavar="MB/s", min=0.01, help="Upload bandwidth limit in MB/s."
+        None, metavar="MB/s", min=0.01, help="With --on: upload bandwidth limit in MB/s."
     ),
     whole: bool = typer.Option(
-        False, "--whole", help="Send the complete .sif even if a delta over an older one would do."
+        False, "--whole", help="With --on: send the complete .sif even if a delta over an older one would do."
     ),
     dry_run: bool = typer.Option(
-        False, "--dry-run", help="Show every resolved value and its source, then exit."
+        False, "--dry-run", help="Print exactly what would be submitted, then exit."
+    ),
+    verbose: bool = typer.Option(
+        False, "--verbose", "-v", help="With --dry-run: also show every resolved value and its source."
     ),
     trust_folder: bool = TRUST_FOLDER,
     as_json: bool = typer.Option(
         False, "--json", help="Print one JSON object and do not follow; progress as JSON lines on stderr."
     ),
 ) -> None:
-    """Build, upload what the cluster lacks, submit, and follow the output.
+    """Run COMMAND in the image on N nodes, and follow its output.
 
-    The build is cached, and files that the cluster has are not sent again. After an
-    edit only a delta over a .sif on both sides is sent; an interrupted transfer resumes.
-    Ctrl-C stops following; the job continues. The exit code is 1 if the job failed.
+    With --on, or a remote in imgkit.toml: build, upload what the cluster lacks, and
+    submit there. Else the recipe's scheduler takes the job on this machine. Without a
+    scheduler, the command runs here. Ctrl-C stops following; the job continues. The
+    exit code is 1 if the job failed.
 
     Values that no flag sets come from an imgkit.toml here, or in a parent folder of
-    the same git repository (imgkit init).
+    the same git repository (imgkit init), unless RECIPE is named without --on; then
+    from the recipe's system section.
+    Requests that the cluster cannot satisfy fail now, not in the queue.
 
     \b
     Examples:
       imgkit run
-      imgkit run --dry-run
       imgkit run mn5 --on mn5 --nodes 2 -A bsc98 --qos acc_debug --time 10m -- dist-train
-      imgkit run --on mn5 --time 10m -- dist-hello
       imgkit run --on mn5 --time 10m --code . -- dist-run /workspace/train.py
       imgkit run mine.sif --on mn5 --time 10m --detach -- dist-bench
-      imgkit run mine.tar --on mn5 --time 10m -- dist-bench
-      imgkit run mn5 --on mn5 --image /apps/torch.sif --time 10m -- dist-run train.py
+      imgkit run mn5 -A bsc98 --qos acc_debug --time 10m --dry-run -- dist-bench
+      imgkit run mn5 -A bsc98 --qos acc_debug --time 1h --interactive
+      imgkit run mn5 -A bsc98 --qos gp_debug --time 1h --sif mn5.tar
+      imgkit run rcp --nodes 4 --image registry.example.org/me/rcp:1 -- dist-train --steps 1000
+      imgkit run lambda --hosts 10.0.0.1,10.0.0.2 -- dist-hello
+      imgkit run cpu --nproc 2 -- dist-train --steps 100
     """
+    from imgkit_builder.remote import config
+
+    if verbose and not dry_run:
+        raise UsageError("--verbose needs --dry-run", where="--verbose", hint="imgkit run --dry-run -v ...")
+    # A recipe that is named for this machine is another one than the file's, and so are its values.
+    reads_file = not recipe or on not in ("", HERE)
+    project = project_here(recipe=recipe, trusted=trust_folder) if reads_file else None
+    name = on or (project.values.remote if project else "")
+    options = _Options(
+        recipe=recipe,
+        on=on,
+        base=base,
+        detach=detach,
+        bwlimit=bwlimit,
+        whole=whole,
+        dry_run=dry_run,
+        verbose=verbose,
+        as_json=as_json,
+    )
+    run, image_flags = flags.obj
+    run = dataclasses.replace(run, command=flags.meta[COMMAND])
+    if name and name != HERE:
+        _run_there(options, config.find(name), run, image_flags, project)
+    else:
+        _run_here(options, run, image_flags, project)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """The options of ``imgkit run`` that are not those of a job."""
+
+    recipe: str
+    on: str
+    base: str | None
+    detach: bool
+    bwlimit: float | None
+    whole: bool
+    dry_run: bool
+    verbose: bool
+    as_json: bool
+
+
+def _run_there(
+    options: _Options, remote: Remote, run: Request, image_flags: ImageFlags, project: ProjectFile | None
+) -> None:
+    """Build, send what `remote` lacks, submit there, and follow."""
     from imgkit_builder.job import code as code_of
-    from imgkit_builder.job import submit as submission
-    from imgkit_builder.project import origins
-    from imgkit_builder.remote import config, connection
+    from imgkit_builder.job.request import given
+    from imgkit_builder.remote import connection
     from imgkit_builder.workflow import remote_run
 
-    project = project_here(recipe=recipe, trusted=trust_folder)
-    given = dataclasses.replace(flags.obj, command=flags.meta[COMMAND])
-    remote = config.find(on or _stated_remote(project))
-    plan = remote_run.plan(recipe, given, project, remote.recipe)
-    if dry_run:
-        first = (
-            origins.of_word("remote", remote.name, flag="--on" if on else "", project=project),
-            origins.of_word("recipe", plan.word, flag="RECIPE" if recipe else "", project=project),
+    excess = [name for name in (*given(run), *given(image_flags)) if name in _NOT_ON_REMOTES]
+    if excess:
+        raise UsageError(
+            f"{excess[0]} cannot be combined with a remote",
+            where=excess[0],
+            hint=f"leave it out; or, on the cluster itself, imgkit run --on {HERE} ...",
         )
-        values = origins.of_job(plan.early, given, project)
-        known = {"image"} if plan.far_image else set()
-        rows = [*first, *(one for one in values if one.name not in {*_UNKNOWN_HERE} - known)]
-        show({"schema": SCHEMA, "values": values_data(rows)}, *values_table(rows), as_json=as_json)
+    plan = remote_run.plan(options.recipe, run, project, remote.recipe)
+    script = remote_run.check(plan) if not options.dry_run else None
+    if script is None:
+        _show_early(options, remote, plan, run, project)
         return
-    remote_run.check(plan)
-    code = read_code(plan.request, as_json=as_json)
+    code = read_code(plan.request, as_json=options.as_json)
     if code is not None:
         is_here = not (plan.recipe or plan.archive or plan.far_image)
         code_of.refuse_unused(code, plan.target, plan.sif if is_here else None)
+    source = "--on" if options.on else "imgkit.toml"
+    terminal.err(f"imgkit: {plan.word} on {remote.name} ({source}), submitted there with {script.submit[0]}")
     for warning in plan.early.warnings:
         terminal.err(f"imgkit: {warning}")
     far = connection.connect(remote, ask=may_ask())
     if far.why_alone:
         terminal.err(f"imgkit: every ssh command opens its own connection: {far.why_alone}")
     far.login()
-    with terminable(), reporter(as_json=as_json) as report:
+    with terminable(), reporter(as_json=options.as_json) as report:
         done = remote_run.run(
             plan,
             far,
-            base=base,
-            whole=whole,
-            most_per_s=None if bwlimit is None else bwlimit * 1e6,
+            base=options.base,
+            whole=options.whole,
+            most_per_s=None if options.bwlimit is None else options.bwlimit * 1e6,
             code=code,
             report=report,
         )
     record, job = done.record, done.job
-    _kept(record)
-    submission.need_id(record)
-    if as_json:
-        data = {
+    _submitted(
+        record,
+        {
             "schema": SCHEMA,
             "id": record.handle,
             "image": job.image,
@@ -131,41 +194,184 @@ def verb_run(
             "code": dataclasses.asdict(job.code) if job.code else None,
             "folder": done.home,
             "name": job.name,
-        }
-        show(data, as_json=True)
-        return
-    if detach or record.array:  # the tasks of an array have an output each
-        verb = "status" if record.array else "logs"
-        terminal.out(record.handle)
-        terminal.err(f"imgkit: imgkit {verb} {record.handle}")
-        return
-    raise typer.Exit(follow(far, record))
+        },
+        options,
+    )
+    if not (options.as_json or options.detach or record.array):
+        raise typer.Exit(follow(far, record))
 
 
-def _kept(record: SubmittedJob) -> None:
+def _show_early(
+    options: _Options, remote: Remote, plan: RunPlan, run: Request, project: ProjectFile | None
+) -> None:
+    """Print the script of a job on a remote, as far as it is known before a look there."""
+    from imgkit_builder.job import systems
+    from imgkit_builder.project import origins
+
+    job = plan.early
+    first = (
+        origins.of_word("remote", remote.name, flag="--on" if options.on else "", project=project),
+        origins.of_word("recipe", plan.word, flag="RECIPE" if options.recipe else "", project=project),
+    )
+    values = origins.of_job(job, run, project)
+    known = {"image"} if plan.far_image else set()
+    rows = (*first, *(row for row in values if row.name not in {*_UNKNOWN_HERE} - known))
+    script = systems.named(job.system).script(job)
+    terminal.err(f"imgkit: {plan.home} stands for the folder on {remote.name}")
+    _show(job, script, rows if options.verbose else (), as_json=options.as_json)
+
+
+def _run_here(options: _Options, run: Request, image_flags: ImageFlags, project: ProjectFile | None) -> None:
+    """Submit the job to the scheduler of this machine, or start it here where there is none."""
+    from imgkit_builder.base import process
+    from imgkit_builder.job import submit
+    from imgkit_builder.job.request import Job, Request, request_of
+    from imgkit_builder.project import origins
+    from imgkit_builder.sif.conversion import Options
+
+    for name, value in (("--base", options.base), ("--bwlimit", options.bwlimit), ("--whole", options.whole)):
+        if value:
+            raise UsageError(f"{name} is for a remote", where=name, hint=f"imgkit run --on NAME {name} ...")
+    recipe = options.recipe or (project.recipe if project else "")
+    if not recipe:
+        raise UsageError(
+            "no recipe given, and none set by an imgkit.toml here",
+            where="RECIPE",
+            hint="name one (imgkit list), or write the file (imgkit init --recipe RECIPE)",
+        )
+    asked = request_of(run, image_flags)
+    request = origins.under(asked, project)
+    code = read_code(request, as_json=options.as_json) if isinstance(request, Request) else None
+    prepared = submit.prepare(recipe, request, code)
+    job, script = prepared.job, prepared.script
+    if options.dry_run and (foreign := submit.foreign_image(job)):  # the submission refuses it
+        job = dataclasses.replace(job, warnings=(*job.warnings, f"{job.image}: {foreign.what}"))
+    for warning in job.warnings:
+        terminal.err(f"imgkit: {warning}")
+    if options.dry_run:
+        prepared = submit.look_into(dataclasses.replace(prepared, job=job))
+        rows = tuple(origins.of_job(job, asked, project)) if options.verbose else ()
+        _show(prepared.job, prepared.script, rows, as_json=options.as_json)
+        return
+    if not (script.foreground or script.remote):
+        process.need(script.submit[0], _without_scheduler(recipe))
+        terminal.err(
+            f"imgkit: {recipe} on this machine, submitted with {script.submit[0]} "
+            f"(its scheduler is {job.recipe.system.scheduler})"
+        )
+    elif options.detach:
+        terminal.err("imgkit: --detach is not used: the command runs here, and imgkit ends with it")
+    submit.before_submission(job)
+    prepared = submit.look_into(prepared)
+    job, script = prepared.job, prepared.script
+    with terminable(), reporter(as_json=options.as_json) as report:
+        submit.write_files(prepared, Options() if code is not None else None, report)
+    if script.remote:
+        raise typer.Exit(_fanned_out(script))
+    if script.foreground:
+        terminal.err(f"imgkit: {shlex.join(script.submit)}")
+        process.become(script.submit, cwd=job.directory)
+    record = submit.send(job, script)
+    _submitted(record, {**_described(job, script), "id": record.id}, options)
+    if options.as_json:
+        return
+    if isinstance(job, Job) and job.request.interactive:
+        # The comments above the command explain how to get in.
+        terminal.err(*(text for text in script.text.splitlines() if text.startswith("#")))
+    elif not (options.detach or record.array):
+        raise typer.Exit(follow_here(record))
+
+
+def _without_scheduler(recipe: str) -> str:
+    """Return what to type where the recipe's scheduler is not on PATH."""
+    from imgkit_builder.remote import config
+
+    names = config.remotes()
+    fitting = [name for name, remote in names.items() if remote.recipe == recipe] or list(names)
+    remote = fitting[0] if fitting else "NAME"
+    added = "" if fitting else "imgkit remote add NAME USER@HOST:DIR, then "
+    return (
+        f"{added}imgkit run {recipe} --on {remote} ... sends the job to the cluster; "
+        "on a login node, load the module of the scheduler"
+    )
+
+
+def _submitted(record: SubmittedJob, data: dict[str, Any], options: _Options) -> None:
+    """Print the id of a job that exists now, and save its record."""
     from imgkit_builder.job import submit
 
+    # Printed before anything else can fail.
+    if record.answer is None:
+        show(data, record.handle, as_json=options.as_json)
     try:
         submit.keep(record)
     except OSError as error:
+        # The job runs all the same, so its own system answers.
         terminal.err(
-            f"imgkit: the job {record.id} is submitted, but its record cannot be saved "
-            f"({error.filename}: {error.strerror})",
+            f"imgkit: the job {record.handle} is submitted, but its record cannot be saved "
+            f"({error.filename}: {error.strerror}): imgkit status, logs and cancel will not know it",
             "  -> next time: export XDG_STATE_HOME=FOLDER",
         )
+    submit.need_id(record)
+    if not options.as_json:
+        # The tasks of an array have an output each.
+        verbs = ("status", "cancel") if record.array else ("status", "logs", "cancel")
+        terminal.err("imgkit: " + "; ".join(f"imgkit {verb} {record.handle}" for verb in verbs))
 
 
-def _stated_remote(project: ProjectFile | None) -> str:
-    if project and project.values.remote:
-        return project.values.remote
-    from imgkit_builder.remote import config
+def _show(job: Job | ImageJob, script: Script, rows: tuple[ValueSource, ...], *, as_json: bool) -> None:
+    """Print `script` on stdout; `rows` are its values and their sources, on stderr or in the JSON object."""
+    if as_json:
+        data = _described(job, script)
+        show({**data, "values": values_data(rows)} if rows else data, as_json=True)
+        return
+    terminal.err(*values_table(rows))
+    terminal.document(script.text)
 
-    known = ", ".join(config.remotes())
-    raise UsageError(
-        "no remote given, and none set by an imgkit.toml here",
-        where="--on",
-        hint=f"--on NAME; there are: {known}" if known else "imgkit remote add NAME USER@HOST:DIR",
-    )
+
+def _described(job: Job | ImageJob, script: Script) -> dict[str, Any]:
+    from imgkit_builder.job.request import Job
+
+    run: dict[str, Any] = {}
+    if isinstance(job, Job):
+        run = {
+            "nodes": job.size.training,
+            "spares": job.size.spares,
+            "gpus": job.gpus,
+            "cpus": job.cpus,
+            "code": dataclasses.asdict(job.code) if job.code else None,
+        }
+    return {
+        "schema": SCHEMA,
+        "recipe": job.recipe.name,
+        "scheduler": job.recipe.system.scheduler,
+        "name": job.name,
+        **run,
+        "time": job.time,
+        "image": job.image,
+        "submit": list(script.submit),
+        "script": script.text,
+        "warnings": list(job.warnings),
+    }
+
+
+def _fanned_out(script: Script) -> int:
+    """Run the lines of all hosts; each line of output begins with the host's name."""
+    from imgkit_builder.base import process
+    from imgkit_builder.job.ssh import fanout
+
+    process.need("ssh", "apt-get install openssh-client")
+
+    def show(host: str, text: bytes, error: bool) -> None:
+        # On a terminal a carriage return ends a line of a program, and each line has its host.
+        is_terminal = sys.stderr.isatty() if error else sys.stdout.isatty()
+        for line in re.split(rb"\r+", text.rstrip(b"\r")) if is_terminal else (text,):
+            terminal.passing(to_err=error)(f"{host}: ".encode() + line + b"\n")
+
+    def say(text: str) -> None:
+        terminal.err(f"imgkit: {text}")
+
+    return fanout.run(script.remote, show=show, say=say, sent=script.sent, head_decides=script.head_decides)
 
 
 def verb_fetch(

@@ -70,7 +70,7 @@ def verb_runs(
             for one, numbers in rows
         ],
     }
-    lines = columns(table) if rows else ("no runs yet; imgkit run and imgkit submit start one",)
+    lines = columns(table) if rows else ("no runs yet; imgkit run starts one",)
     show(data, *lines, as_json=as_json)
 
 

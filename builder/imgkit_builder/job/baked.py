@@ -36,7 +36,7 @@ def target(path: Path) -> Target:
         raise CheckFailed(
             f"it does not name its system: {error}",
             where=str(path),
-            hint=f"name the recipe: imgkit submit RECIPE --image {path} ...",
+            hint=f"name the recipe: imgkit run RECIPE --image {path} ...",
         ) from error
     platforms = (f"linux/{arch}",)
     return checked(

@@ -1,7 +1,7 @@
 """Requests, the job that each becomes, the `Script` to submit, and the `SubmittedJob` to follow.
 
 Each kind of job has a request and a job of its own: `Request` and `Job` run a command, the others make a
-.sif. Fields declare the flags of ``imgkit submit`` (`flag`); a scheduler declares its own in a class of the
+.sif. Fields declare the flags of ``imgkit run`` (`flag`); a scheduler declares its own in a class of the
 same kind. ``cli/job_flags.py`` turns them into options.
 """
 
@@ -65,7 +65,7 @@ def flag(default: Any, *names: str, help: str, metavar: str = "", choices: tuple
     ----------
     default : also decides whether the flag was given.
     names : the flag's words; default: ``--`` and the field's name.
-    help : one line of ``imgkit submit --help``.
+    help : one line of ``imgkit run --help``.
     metavar : the value's name in ``--help``.
     choices : the values that the flag takes; default: those of the field's Literal type.
     """

@@ -120,7 +120,7 @@ def resolve_image(recipe: Target, request: ConversionJobRequest | BuildJobReques
     queue = _queue(recipe, request, facts.queue.required)
     container.refuse_secrets(recipe, request)
     if isinstance(request, BuildJobRequest) and facts.runtime.kind == "pyxis":
-        hint = "build it with an engine elsewhere, and here: imgkit submit --sif ARCHIVE"
+        hint = "build it with an engine elsewhere, and here: imgkit run --sif ARCHIVE"
         raise UsageError("the job builds a .sif, and pyxis starts none", where="--build", hint=hint)
     directory = _directory(request)
     return ImageJob(
@@ -209,7 +209,7 @@ def _command(request: Request) -> tuple[str, ...]:
         raise UsageError(
             "no command given",
             where="COMMAND",
-            hint="imgkit submit RECIPE -- dist-bench; or --interactive",
+            hint="imgkit run RECIPE -- dist-bench; or --interactive",
         )
     if any("\n" in word or "\0" in word for word in command):
         raise UsageError(

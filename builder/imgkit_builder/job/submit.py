@@ -91,7 +91,7 @@ def submit(
         raise UsageError(
             f"{prepared.job.recipe.name} has no scheduler: the run would take place in this process",
             where="system.scheduler",
-            hint=f"imgkit submit {recipe} ...",
+            hint=f"imgkit run {recipe} ...",
         )
     for warning in prepared.job.warnings:
         report.note(warning)
@@ -304,7 +304,7 @@ def send(job: AnyJob, script: Script) -> SubmittedJob:
     """
     process.need(
         script.submit[0],
-        "run this on a login node of the system, or copy the output of imgkit submit --dry-run there",
+        "run this on a login node of the system, or copy the output of imgkit run --dry-run there",
     )
     image_id = _image_id(job)
     output = process.through(
@@ -412,7 +412,7 @@ def record_of(job_id: str) -> SubmittedJob:
         raise UsageError(
             f"imgkit has no record of a job {job_id!r}",
             where="ID",
-            hint=f"the last jobs: {last}" if last else "imgkit submit prints the id",
+            hint=f"the last jobs: {last}" if last else "imgkit run prints the id",
         ) from error
     return need_id(record)
 

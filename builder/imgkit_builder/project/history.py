@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,8 +105,27 @@ def report(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Jo
     return JobReport(record=dataclasses.replace(record, state=state), code=code)
 
 
+def ending_text(report: JobReport) -> str:
+    """Return the line about a job that has ended, and where its files are."""
+    record = report.record
+    text = {
+        "succeeded": "completed",
+        "cancelled": "was cancelled",
+        "ended": "has ended; neither the scheduler nor the run folder knows how",
+    }.get(record.state, f"failed with exit code {report.code}" if report.code else "failed")
+    source = "" if report.argv or report.code is None else ", by its run folder"
+    folder = "" if record.array else f"; run folder: {run_of(record)}"
+    return f"{record.handle} {text}{source}{folder}"
+
+
 POLL_S = (1.0, 1.0, 2.0, 3.0, 5.0, 10.0, 10.0, 30.0)
 """Seconds between looks at a job; the last one repeats. A login node asks no scheduler every second."""
+
+
+def poll_pauses() -> Iterator[float]:
+    """Yield the seconds to wait between looks at a job, without end."""
+    yield from POLL_S
+    yield from itertools.repeat(POLL_S[-1])
 
 
 def wait(
@@ -127,7 +146,7 @@ def wait(
         )
     end_s = math.inf if limit_s is None else time.monotonic() + limit_s
     latest = None
-    for pause_s in itertools.chain(POLL_S, itertools.repeat(POLL_S[-1])):
+    for pause_s in poll_pauses():
         try:
             latest = report(record, run)
         except ToolFailed:

@@ -49,7 +49,7 @@ def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
     from imgkit_builder.recipe import load
 
     facts, scheduler = parent.system.queue, parent.system.scheduler
-    # imgkit submit warns of a key that the scheduler does not use.
+    # imgkit run warns of a key that the scheduler does not use.
     used = systems.named(scheduler).uses
     required = _required_keys(parent)
     # A recipe that is a file is named by a path from the folder, so that both can move or be cloned together.
@@ -96,10 +96,10 @@ def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str
     commands = {
         "kubernetes": [
             f"{build} && imgkit push {recipe} {ref}",
-            f"imgkit submit --image {ref} --pvc CLAIM:/PATH",
+            f"imgkit run --image {ref} --pvc CLAIM:/PATH",
         ],
-        "docker": [f"{build} && imgkit submit"],
-        "pyxis": [f"{build} && imgkit sif {recipe} --format sqsh && imgkit submit"],
+        "docker": [f"{build} && imgkit run"],
+        "pyxis": [f"{build} && imgkit sif {recipe} --format sqsh && imgkit run"],
     }.get(parent.system.runtime.kind)
     if commands is None and not options.remote:
         yield "imgkit remote add NAME USER@HOST:DIR, and its name in imgkit.toml"
@@ -109,7 +109,7 @@ def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str
             yield f"{key} in imgkit.toml, which {parent.name} needs"
     yield from commands or [f"{cd}imgkit run --dry-run && imgkit run"]
     if parent.system.runtime.kind == "docker" and parent.system.scheduler == "mpi":
-        yield f"imgkit push {recipe} {ref} && imgkit submit --hosts HOST1,HOST2 --image {ref}"
+        yield f"imgkit push {recipe} {ref} && imgkit run --hosts HOST1,HOST2 --image {ref}"
 
 
 def write(folder: Path, contents: Mapping[str, str], *, keep: bool) -> tuple[Path, ...]:

@@ -181,7 +181,7 @@ def for_amd(evidence: str) -> Fault:
 
 
 CPU_WORK = (
-    "for CPUs: imgkit submit --gpus 0, or --device cpu of dist-*; for GPUs: an image and nodes for NVIDIA's"
+    "for CPUs: imgkit run --gpus 0, or --device cpu of dist-*; for GPUs: an image and nodes for NVIDIA's"
 )
 """What works with AMD's images and on its nodes."""
 

@@ -75,9 +75,7 @@ _ALIASES = {
     "ethernet": "tcp",
 }
 """Other names for allowed values."""
-_START = (
-    "an image keeps the start program of its base; a job names its command: imgkit submit RECIPE -- COMMAND"
-)
+_START = "an image keeps the start program of its base; a job names its command: imgkit run RECIPE -- COMMAND"
 _STAGES = "a recipe has one stage"
 _SECOND_IMAGE = "build what is compiled in an image of its own, and copy its files, or compile it in `run`"
 _OF_DOCKERFILES: Mapping[str, tuple[str, str]] = {
@@ -98,7 +96,7 @@ _OTHER_RUNTIMES: Mapping[str, str] = {
 """Container runtimes of clusters that no recipe can name, and why."""
 _RUNTIME_HINT = (
     "singularity, pyxis, or docker with command: podman, where the site has them; or a job without a "
-    "container: imgkit submit --runtime host"
+    "container: imgkit run --runtime host"
 )
 _FORMS: Mapping[str, tuple[str, str]] = {
     "text": ("text", ""),
@@ -300,13 +298,11 @@ def check_system(facts: SystemFacts, tree: Table, problems: Collector) -> None:
     scheduler, runtime = systems.registration(facts.scheduler), facts.runtime
     if runtime.kind not in scheduler.runtimes:
         path: KeyPath = ("system", "runtime", "kind")
-        message = f"{facts.scheduler} does not start programs by {runtime.kind}: imgkit submit refuses it"
+        message = f"{facts.scheduler} does not start programs by {runtime.kind}: imgkit run refuses it"
         problems.warn(deepest(tree, path)[0].position, path, message, choices("", scheduler.runtimes))
     elif runtime.kind == "docker" and scheduler.by_podman and not systems.is_podman(runtime.command):
         path = ("system", "runtime", "command")
-        message = (
-            f"{facts.scheduler} starts containers by podman alone: imgkit submit refuses {runtime.command}"
-        )
+        message = f"{facts.scheduler} starts containers by podman alone: imgkit run refuses {runtime.command}"
         problems.warn(deepest(tree, path)[0].position, path, message, "command: podman, or podman-hpc")
     for fault in scheduler.faults(facts):
         path = ("system", *fault.path)

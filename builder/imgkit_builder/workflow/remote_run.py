@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 _WORTH = 0.5
 """A delta of more than this share of the .sif below it is not worth two files at every start."""
-_EARLY = "/imgkit"
-"""Stands for the folder on the remote before imgkit has looked there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +45,13 @@ class RunPlan:
     foreign: bool = False
     """Whether imgkit did not build the image of `sif`."""
 
+    home: str = "/imgkit"
+    """The folder on the remote, or what stands for it before imgkit has looked there."""
+
     @property
     def early(self) -> Job:
         """The job, as far as it is known before imgkit has looked at the remote."""
-        return self.resolved(_EARLY, self.far_image or "image.sif")
+        return self.resolved(self.home, self.far_image or "image.sif")
 
     def resolved(self, home: str, image: str) -> Job:
         """The job with the remote's folder and the path of the .sif, which may be in it."""
@@ -441,8 +442,8 @@ def _converted_archive(request: _SendRequest, archive: Path, remote: str, report
     try:
         done = convert(archive, request.sif, report=report)
     except ToolMissing as error:
-        there = f"imgkit submit RECIPE --sif {shlex.quote(archive.name)}"
-        hint = f"{error.hint}\nor copy it to {remote}, and there: {there}, then imgkit submit RECIPE"
+        there = f"imgkit run RECIPE --sif {shlex.quote(archive.name)}"
+        hint = f"{error.hint}\nor copy it to {remote}, and there: {there}, then imgkit run RECIPE"
         raise ToolMissing(error.what, where=str(archive), hint=hint) from error
     return image.store_name(done.record)
 

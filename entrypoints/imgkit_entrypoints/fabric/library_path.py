@@ -93,7 +93,7 @@ def _host(draft: PlanDraft, known: HostLibraries, kind: FabricKind) -> None:
         binds = ",".join(f"{folder}:{HOST}{folder}:ro" for folder in HOST_FOLDERS)
         what = f"{HOST} does not exist, so no library of the host can be used ({known.source})"
         _note(draft, KEY, "auto", what)
-        draft.warn(what, f"start the job with imgkit submit, or the container with --bind {binds}")
+        draft.warn(what, f"start the job with imgkit run, or the container with --bind {binds}")
         return
     users, _ = _parts(draft)
     judge = _Judge(known=known, users=users)

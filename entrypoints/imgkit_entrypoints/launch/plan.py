@@ -334,7 +334,7 @@ def _refuse_amd(host: HostFacts) -> None:
     raise NoPlan(
         f"{what}, and imgkit supports only work on CPUs with them",
         where=host.rocm or host.amd_gpus,
-        hint=f"to run on CPUs: --device cpu (imgkit submit --gpus 0); for GPUs, use {help_}",
+        hint=f"to run on CPUs: --device cpu (imgkit run --gpus 0); for GPUs, use {help_}",
     )
 
 

@@ -25,7 +25,7 @@ from imgkit_entrypoints.errors import UsageError
 
 VARIABLE = "IMGKIT_SECRET_FILE"
 STDIN = "-"
-"""The file name that stands for a line on standard input; ``imgkit submit --ssh`` sends one."""
+"""The file name that stands for a line on standard input; ``imgkit run --ssh`` sends one."""
 MOUNTED = Path("/run/secrets/imgkit/secret")
 LEAST_BYTES, MOST_BYTES = 32, 4096
 PURPOSE = "the run's secret"
@@ -182,7 +182,7 @@ def _why_closed(path: Path, error: OSError) -> tuple[str, str]:
         return "it is a symbolic link", f"name the file itself: {os.path.realpath(path)}"
     return error.strerror or str(error), (
         "every node needs it at the same path, and a job its folder on a disk that all nodes share. "
-        f"To start without one: imgkit submit --env {VARIABLE}="
+        f"To start without one: imgkit run --env {VARIABLE}="
     )
 
 

@@ -67,7 +67,7 @@ def test_laptop_page_trains_and_resumes(folder: Path, standin: str) -> None:
     take(lines, "pip install .")
     assert "--run-dir first" in take(lines, "dist-train --nproc 2")  # ci/release runs it: torch is not here
     shell(take(lines, "imgkit build cpu"), folder, "--base", standin)
-    train = take(lines, "imgkit submit cpu")
+    train = take(lines, "imgkit run cpu")
     losses = re.search(r"loss (\S+) -> (\S+),", shell(train, folder))
     assert losses is not None
     assert float(losses[2]) < float(losses[1])
@@ -77,7 +77,7 @@ def test_laptop_page_trains_and_resumes(folder: Path, standin: str) -> None:
     metrics = (folder / "second/metrics.jsonl").read_text()
     shell(train, folder)  # typed again: it goes on from the last checkpoint, which is the end
     assert (folder / "second/metrics.jsonl").read_text() == metrics
-    assert "docker run" in shell(take(lines, "imgkit submit cpu"), folder)
+    assert "docker run" in shell(take(lines, "imgkit run cpu"), folder)
     assert "docker" in shell(take(lines, "imgkit doctor cpu"), folder)
     assert lines == []
 
@@ -96,7 +96,7 @@ def test_edit_page_shows_the_edited_line(folder: Path, standin: str) -> None:
     shell(take(lines, "imgkit delta"), folder)
     assert (folder / "mine.imgdelta").stat().st_size < 64 * 1024
     assert "lr 1e-3" in shell(take(lines, "singularity exec --overlay"), folder)
-    job = shell(take(lines, "imgkit submit").replace("imgkit submit", "imgkit submit --dry-run"), folder)
+    job = shell(take(lines, "imgkit run").replace("imgkit run", "imgkit run --dry-run"), folder)
     assert "mine.imgdelta:ro" in job
     assert lines == []
 
@@ -176,9 +176,9 @@ def test_cluster_page_runs_jobs_of_two_nodes(folder: Path, standin: str) -> None
     assert "rsync" in shell(take(lines, "imgkit save mn5"), folder)
     shell(take(lines, "imgkit verify mn5.tar"), folder)
     shell(take(lines, "imgkit sif mn5.tar"), folder)
-    convert = take(lines, "imgkit submit mn5").replace("imgkit submit", "imgkit submit --dry-run")
+    convert = take(lines, "imgkit run mn5").replace("imgkit run", "imgkit run --dry-run")
     assert "mn5.tar" in shell(convert, folder)
-    assert "--nodes=2" in shell(take(lines, "imgkit submit mn5"), folder)
+    assert "--nodes=2" in shell(take(lines, "imgkit run mn5"), folder)
     cluster = Cluster(state=Path(f"/tmp/imgkit-start-cluster-{os.getpid()}"))
     env = {"XDG_STATE_HOME": str(folder / "state"), "BASH_FUNC_module%%": "() { :; }"}
 
@@ -190,14 +190,14 @@ def test_cluster_page_runs_jobs_of_two_nodes(folder: Path, standin: str) -> None
 
     cluster.up(2, "--cpus", "80")
     try:
-        job = typed(take(lines, "imgkit submit mn5"))
+        job = typed(take(lines, "imgkit run mn5"))
         log = folder / f"mn5-{job}.out"
         until(lambda: not cluster("squeue", "--noheader", f"--jobs={job}").stdout.strip())
         assert "all_reduce of ones: 4" in log.read_text()
         assert "--" in shell(
-            take(lines, "imgkit submit mn5").replace("imgkit submit", "imgkit submit --dry-run"), folder
+            take(lines, "imgkit run mn5").replace("imgkit run", "imgkit run --dry-run"), folder
         )
-        job = typed(take(lines, "imgkit submit mn5"))
+        job = typed(take(lines, "imgkit run mn5"))
         assert job in typed(take(lines, "imgkit status").replace("4711", job))
         take(lines, "imgkit logs")  # it follows until Ctrl-C: tests/lab/job
         typed(take(lines, "imgkit cancel").replace("4711", job))
@@ -276,7 +276,7 @@ def test_github_page_runs_a_project_with_relative_paths(folder: Path, standin: s
     here(take(lines, "imgkit build"), "--base", standin, "--no-test")
     here(take(lines, "imgkit sif"), "--from", "daemon", "--no-test")
     # Named by itself, the .sif states its workdir, too.
-    named = here("imgkit submit letters.sif --dry-run -A a --qos acc_debug --time 5m -- dist-run train.py")
+    named = here("imgkit run letters.sif --dry-run -A a --qos acc_debug --time 5m -- dist-run train.py")
     assert "--pwd /workspace" in named.replace("\\\n    ", "")
     assert "--pwd /srv" in here("imgkit shell letters.sif --dry-run --workdir /srv")
     image = ("singularity", "exec", "--pwd", "/workspace", clone / "letters.sif")
@@ -292,7 +292,7 @@ def test_github_page_runs_a_project_with_relative_paths(folder: Path, standin: s
 
     cluster.up(2, "--cpus", "80")
     try:
-        logs = [typed(take(lines, f"imgkit submit --{flag}")) for flag in (" ", "code .", "workdir .")]
+        logs = [typed(take(lines, f"imgkit run --{flag}")) for flag in (" ", "code .", "workdir .")]
         assert lines == []
         until(lambda: not cluster("squeue", "--noheader").stdout.strip())
         texts = [log.read_text() for log in logs]
@@ -304,7 +304,7 @@ def test_github_page_runs_a_project_with_relative_paths(folder: Path, standin: s
     assert {"out", "out-code"} <= {path.parent.name for path in clone.glob("*/model.pt")}
     # The same image under Docker.
     (folder / "laptop.yaml").write_text("extends: cpu\nimage: {workdir: /workspace}\n")
-    line = f"imgkit submit ./laptop.yaml --image letters:latest {' '.join(ON_CPU)} -- dist-run train.py"
+    line = f"imgkit run ./laptop.yaml --image letters:latest {' '.join(ON_CPU)} -- dist-run train.py"
     trained = shell(f"{line} config/small.py --out_dir=$PWD/docker", folder)
     assert "trained 40 steps in /workspace\n" in trained
     assert (folder / "docker/model.pt").is_file()

@@ -403,12 +403,12 @@ def test_overlay_without_the_group_is_refused(lab: Lab, replaced: Pair) -> None:
         done = imgkit(*words, folder=lab.folder)
         assert done.returncode == 1
         assert "group" in done.stdout + done.stderr
-    job = ("submit", "cpu", "--dry-run", "--runtime", "singularity", "--image", broken, "--", "dist-env")
+    job = ("run", "cpu", "--dry-run", "--runtime", "singularity", "--image", broken, "--", "dist-env")
     assert imgkit(*job, folder=lab.folder).returncode == 1
 
 
 def test_commands_refuse_where_the_delta_is_not(lab: Lab, replaced: Pair, user: str) -> None:
-    job = ("submit", "cpu", "--runtime", "singularity", "--image", replaced.base, "--directory", lab.folder)
+    job = ("run", "cpu", "--runtime", "singularity", "--image", replaced.base, "--directory", lab.folder)
     delta = ("--delta", replaced.delta, "--", "dist-env")
     done = imgkit(*job, *delta, folder=lab.folder)
     assert (done.returncode, "placement" in done.stdout) == (0, True), done.stderr
@@ -431,13 +431,13 @@ def test_deltas_switched_off_by_the_admin(lab: Lab, replaced: Pair) -> None:
     imgkit_json("apply", replaced.delta, replaced.base, "-o", "applied.sif", folder=lab.folder)
     words = ("cpu", "--runtime", "singularity", "--image", lab.folder / "applied.sif", "--", "dist-env")
     path = f"{off.parent}:{os.environ['PATH']}"
-    done = imgkit("submit", *words, folder=lab.folder, env={"PATH": path})
+    done = imgkit("run", *words, folder=lab.folder, env={"PATH": path})
     assert done.returncode == 5
     assert "without it" in done.stderr
 
 
 def test_delta_of_another_base_refused(lab: Lab, replaced: Pair, added: Pair) -> None:
-    submit = ("submit", "cpu", "--runtime", "singularity")
+    submit = ("run", "cpu", "--runtime", "singularity")
     other = (*submit, "--image", replaced.full, "--delta", added.delta, "--", "dist-env")
     for words, said in (
         (("apply", added.delta, replaced.full, "-o", "x.sif"), "the delta is for image"),

@@ -190,7 +190,8 @@ def test_the_canary_leaves_marks_where_it_runs(lab: Lab) -> None:
         ("verify", "canary.sif"),
         ("show", "canary.sif"),
         (
-            "submit",
+            "run",
+            "--detach",
             "canary.sif",
             "-A",
             "x",
@@ -203,7 +204,8 @@ def test_the_canary_leaves_marks_where_it_runs(lab: Lab) -> None:
             "dist-train",
         ),
         (
-            "submit",
+            "run",
+            "--detach",
             "--dry-run",
             "mn5",
             "--image",

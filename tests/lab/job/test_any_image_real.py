@@ -1,4 +1,4 @@
-"""``imgkit submit --image`` with images that imgkit did not build, on a real Slurm."""
+"""``imgkit run --image`` with images that imgkit did not build, on a real Slurm."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Site(Cluster):
     def submit(self, name: str, *words: object) -> str:
         image = name if "." in name else f"{name}.sif"
         chosen = CHOICES[name.partition(".")[0]]
-        done = self.imgkit("submit", "mn5", *SITE, "--image", image, *chosen, *words)
+        done = self.imgkit("run", "--detach", "mn5", *SITE, "--image", image, *chosen, *words)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -155,7 +155,7 @@ def test_sqsh_for_pyxis_is_looked_into_where_it_is_submitted(
     for path in {one.name: one for one in own if one.name != "ch-run" or program == "ch-run"}.values():
         (tmp_path / path.name).symlink_to(path)
     env = {"PATH": str(tmp_path), "XDG_CACHE_HOME": f"{tmp_path}/cache", "USER": "root"}
-    words = (*IMGKIT, "submit", "pyxis.yaml", "--dry-run", "--time", "5m", "--image", "debian.sqsh")
+    words = (*IMGKIT, "run", "pyxis.yaml", "--dry-run", "--time", "5m", "--image", "debian.sqsh")
     done = run(*words, "--", "dist-hello", folder=site.folder, env=env)
     assert done.returncode == 0, done.stderr
     assert f"/imgkit_entrypoints:/{site_images.SYSTEM}/imgkit_entrypoints:ro," in done.stdout
@@ -197,7 +197,7 @@ def test_image_that_changed_after_the_submission_is_not_started(site: Site) -> N
 def test_image_without_a_usable_python_is_refused(
     site: Site, name: str, words: tuple[str, ...], what: str
 ) -> None:
-    done = site.imgkit("submit", "mn5", *SITE, "--image", f"{name}.sif", *words, "--", "dist-hello")
+    done = site.imgkit("run", "--detach", "mn5", *SITE, "--image", f"{name}.sif", *words, "--", "dist-hello")
     assert done.returncode == 2, done.stdout
     assert what in done.stderr
     assert "--python PATH" in done.stderr or "try it there" in done.stderr

@@ -1,4 +1,4 @@
-"""``imgkit submit`` with docker on this machine: here, by mpirun, and by ssh through a server of its own."""
+"""``imgkit run`` with docker on this machine: here, by mpirun, and by ssh through a server of its own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def argv(recipe: str | Path, image: str, folder: Path, *words: str) -> list[str]:
-    flags = ("submit", recipe, "--image", image, "--directory", folder, *words)
+    flags = ("run", recipe, "--image", image, "--directory", folder, *words)
     return [str(word) for word in (*IMGKIT, *flags)]
 
 
@@ -227,7 +227,7 @@ def test_sent_code_runs_or_is_refused(standin_notorch: str, tmp_path: Path) -> N
     jobs.mkdir()
     shutil.copytree(tmp_path / "linked", send / "linked")
     (send / "linked/src/linked/__init__.py").write_text("WHO = 'new'\ndef main(): print(WHO)\n")
-    job = ("submit", "two.sif", "--directory", jobs, "--code")
+    job = ("run", "two.sif", "--directory", jobs, "--code")
     commands = "run-linked; python3 -m linked; python3 /workspace/linked/train.py"
     done = imgkit(*job, send, "--", "sh", "-c", commands, folder=tmp_path)
     assert done.stdout == "new\nnew\nnew\n", done.stderr

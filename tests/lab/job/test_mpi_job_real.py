@@ -1,4 +1,4 @@
-"""``imgkit submit`` without a scheduler, for real: Open MPI and ssh between the nodes of the virtual cluster,
+"""``imgkit run`` without a scheduler, for real: Open MPI and ssh between the nodes of the virtual cluster,
 docker on this machine. The .sif is that of the recipe mn5; what is tested is how it is started.
 """
 
@@ -119,7 +119,7 @@ def cluster(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
     "form", ["launcher", *(pytest.param(one, marks=pytest.mark.soak) for one in ("direct", "ssh"))]
 )
 def test_hello_connects_all_ranks(cluster: Nodes, form: str) -> None:
-    done = cluster.on("login", *cluster.job("submit", *FORMS[form], command=("dist-hello",)))
+    done = cluster.on("login", *cluster.job("run", *FORMS[form], command=("dist-hello",)))
     assert done.returncode == 0, done.stderr
     assert "all_reduce of ones: 4" in done.stdout
     ranks = re.findall(r"(\d)  (node\d)  cpu", done.stdout)
@@ -139,7 +139,7 @@ def test_no_text_of_a_job_holds_its_secrets(cluster: Nodes, form: str) -> None:
         "--require-secret",
         *(("--secret-file", str(secret)) if form == "launcher" else ()),
     )
-    job = cluster.job("submit", *FORMS[form], *flags, command=("dist-run", LOOK.name), nproc=1)
+    job = cluster.job("run", *FORMS[form], *flags, command=("dist-run", LOOK.name), nproc=1)
     done = cluster.on("login", *job)
     assert LOOKED.findall(done.stdout) == [("[]", "[]")] * 2, done.stdout + done.stderr
     assert done.returncode == 0
@@ -148,7 +148,7 @@ def test_no_text_of_a_job_holds_its_secrets(cluster: Nodes, form: str) -> None:
 
 def test_pi_is_right(cluster: Nodes) -> None:
     # Started on a node of the job: mpirun counts its own host, too.
-    done = cluster.on("node1", *cluster.job("submit", command=("dist-pi",), nproc=1))
+    done = cluster.on("node1", *cluster.job("run", command=("dist-pi",), nproc=1))
     assert done.returncode == 0, done.stderr
     found = re.search(r"pi = 3\.14159265358979\d, error (\S+), 100000000 intervals, 2 ranks", done.stdout)
     assert found is not None, done.stdout
@@ -158,7 +158,7 @@ def test_pi_is_right(cluster: Nodes) -> None:
 @pytest.mark.soak
 def test_bench_verifies_its_values(cluster: Nodes) -> None:
     bench = ("dist-bench", "all_reduce", "--size", "4K", "--seconds", "0.1")
-    done = cluster.on("login", *cluster.job("submit", "--direct", command=bench, nproc=1))
+    done = cluster.on("login", *cluster.job("run", "--direct", command=bench, nproc=1))
     assert done.returncode == 0, done.stderr
     assert re.search(r" 4KiB .* 0$", done.stdout, re.MULTILINE), done.stdout  # the column `wrong`
 
@@ -179,7 +179,7 @@ def test_tutorial_programs_run_unchanged(cluster: Nodes, form: str) -> None:
         command, nproc = ["dist-run", "--pass-local-rank"], 2
     (cluster.folder / "main.py").write_text(text)
     words = (*command, "main.py", "--backend=gloo")
-    job = cluster.job("submit", *FORMS[form], command=words, nproc=nproc)
+    job = cluster.job("run", *FORMS[form], command=words, nproc=nproc)
     done = cluster.on("node1", *job)
     assert done.returncode == 0, done.stderr
     others = range(1, 2 * nproc)
@@ -188,7 +188,7 @@ def test_tutorial_programs_run_unchanged(cluster: Nodes, form: str) -> None:
 
 def test_printed_lines_of_torch_s_launcher_run(cluster: Nodes) -> None:
     printed = cluster.on(
-        "login", *cluster.job("submit", "--dry-run", "--ssh", command=("dist-hello",), nproc=1)
+        "login", *cluster.job("run", "--dry-run", "--ssh", command=("dist-hello",), nproc=1)
     ).stdout
     lines = [line.removeprefix("# ") for line in printed.splitlines() if line.startswith("# ssh ")]
     assert len(lines) == 2
@@ -200,7 +200,7 @@ def test_printed_lines_of_torch_s_launcher_run(cluster: Nodes) -> None:
 def test_host_without_a_mounted_folder_is_named(cluster: Nodes, form: str) -> None:
     place = "/run/imgkit only here"  # each node has a /run of its own
     assert cluster.on("node1", "mkdir", "-p", place).returncode == 0
-    done = cluster.on("login", *cluster.job("submit", *FORMS[form], "--bind", place, command=("true",)))
+    done = cluster.on("login", *cluster.job("run", *FORMS[form], "--bind", place, command=("true",)))
     assert done.returncode == 2, done.stderr
     told = done.stdout + done.stderr
     assert f"imgkit: node node2 has no {place}, which the job mounts (--bind, " in told, told
@@ -208,7 +208,7 @@ def test_host_without_a_mounted_folder_is_named(cluster: Nodes, form: str) -> No
 
 
 def test_other_order_than_mpirun_s_is_refused(cluster: Nodes) -> None:
-    done = cluster.on("node2", *cluster.job("submit", command=("dist-hello",)))
+    done = cluster.on("node2", *cluster.job("run", command=("dist-hello",)))
     assert done.returncode == 2
     assert "this is node2: mpirun gives rank 0 to its own host" in done.stderr
 
@@ -216,7 +216,7 @@ def test_other_order_than_mpirun_s_is_refused(cluster: Nodes) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_end_of_the_fan_out_empties_the_nodes(cluster: Nodes, number: signal.Signals) -> None:
     (cluster.folder / "loop.py").write_text(STUB)
-    job = cluster.job("submit", "--ssh", command=("dist-run", "--grace", "2", "loop.py"))
+    job = cluster.job("run", "--ssh", command=("dist-run", "--grace", "2", "loop.py"))
     # Its own processes end with the first one's end otherwise: this one is to be killed alone.
     with subprocess.Popen(
         cluster.argv("exec", "login", "--", *job), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -101,7 +101,7 @@ class OpenPbs(Cluster):
             "--image",
             self.sif,
         )
-        done = self.imgkit("submit", self.work / "site.yaml", *options, "--", *command)
+        done = self.imgkit("run", "--detach", self.work / "site.yaml", *options, "--", *command)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 

@@ -72,7 +72,8 @@ class Pbs(Cluster):
             start,
         )
         return self.imgkit(
-            "submit",
+            "run",
+            "--detach",
             self.state / recipe,
             *options,
             *(() if "--image" in words else ("--image", self.sif)),
@@ -187,7 +188,7 @@ def test_recipe_is_built_on_a_node(
     # The jobs' user cannot enter every checkout, and so not this Python's environment.
     with (pbs.state / "home/researcher/.profile").open("a") as profile:
         profile.write(f"PATH=$PATH:{public_imgkit.parent}\n")
-    words = ("submit", pbs.state / "builder.yaml", "--time", "5m", "--build", "./mine.yaml")
+    words = ("run", "--detach", pbs.state / "builder.yaml", "--time", "5m", "--build", "./mine.yaml")
     done = pbs.run(public_imgkit, *words, "--base-from", "base.tar")
     assert done.returncode == 0, done.stderr
     code, told = pbs.end(done.stdout.strip())
@@ -333,7 +334,7 @@ MODULES = ("cray-python/3.11.7", "cuda/12.6")
 
 
 def test_image_for_another_processor_is_refused(pbs: Pbs) -> None:
-    words = ("submit", "olivia-eap", "--time", "5m", "--image", pbs.sif, "--", "dist-hello")
+    words = ("run", "--detach", "olivia-eap", "--time", "5m", "--image", pbs.sif, "--", "dist-hello")
     done = pbs.run(*IMGKIT, *words)
     assert done.returncode == 2
     assert "the image is for amd64, but the nodes are arm64" in done.stderr

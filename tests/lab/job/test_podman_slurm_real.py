@@ -55,7 +55,7 @@ class Site(Cluster):
 
     def submit(self, *words: str) -> str:
         env = {**self.podman, **{f"XDG_{name}_HOME": str(self.state / name) for name in ("STATE", "CACHE")}}
-        job = ("submit", "site.yaml", "--image", self.image, "--nodes", "2", "--time", "15m", *words)
+        job = ("run", "--detach", "site.yaml", "--image", self.image, "--nodes", "2", "--time", "15m", *words)
         done: Done = self("exec", "login", "--cwd", self.folder, "--", *IMGKIT, *job, env=env)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
@@ -158,7 +158,17 @@ def test_container_stays_in_the_cgroup_that_slurm_ends(site: Site) -> None:
 
 def test_image_that_no_node_has_is_not_pulled(site: Site) -> None:
     env = {**site.podman, "XDG_STATE_HOME": str(site.state / "STATE")}
-    words = ("submit", "site.yaml", "--image", "imgkit.local/none:1", "--time", "5m", "--", "dist-hello")
+    words = (
+        "run",
+        "--detach",
+        "site.yaml",
+        "--image",
+        "imgkit.local/none:1",
+        "--time",
+        "5m",
+        "--",
+        "dist-hello",
+    )
     done = site("exec", "login", "--cwd", site.folder, "--", *IMGKIT, *words, env=env)
     assert done.returncode == 0, done.stderr
     assert "imgkit.local/none:1" in site.ended(done.stdout.strip())

@@ -1,4 +1,4 @@
-"""Pods, for real: what ``imgkit submit rcp`` writes, started on nodes as the operators start it.
+"""Pods, for real: what ``imgkit run rcp`` writes, started on nodes as the operators start it.
 
 An operator gives each pod the document's command and variables, and variables of its own (envvar.go in
 kubeflow/training-operator pkg/controller.v1/pytorch; Trainer v2's torch plugin). Pods share no list of hosts,
@@ -119,7 +119,7 @@ def pods(nodes: Pods) -> Pods:
 
 
 def written(pods: Pods, kind: str, *words: str) -> tuple[list[str], dict[str, str]]:
-    """Command and variables of each pod, as ``imgkit submit rcp`` writes them in the form `kind`.
+    """Command and variables of each pod, as ``imgkit run rcp`` writes them in the form `kind`.
 
     A client can follow the form.
     """
@@ -127,7 +127,7 @@ def written(pods: Pods, kind: str, *words: str) -> tuple[list[str], dict[str, st
     form, _, client = kind.partition(" ")
     before = (*(("--client", client) if client else ()), *before)
     asked = ("--format", form, "--gpus", "0", "--image", "r/rcp:1", "--pvc", f"home:{pods.volume}", *before)
-    job = json.loads(output(*IMGKIT, "submit", "--dry-run", "rcp", "--json", *asked, *command))
+    job = json.loads(output(*IMGKIT, "run", "--dry-run", "rcp", "--json", *asked, *command))
     if form == "runai":
         submit = job["submit"]
         given = [submit[index + 1] for index, word in enumerate(submit) if word == "-e"]

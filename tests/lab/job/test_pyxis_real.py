@@ -84,7 +84,7 @@ class Site(Cluster):
         return run(*who, *argv, given=given, folder="/")
 
     def submit(self, *words: object, env: Mapping[str, str] | None = None) -> str:
-        done = self.imgkit("submit", *words, env=env)
+        done = self.imgkit("run", "--detach", *words, env=env)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -246,7 +246,7 @@ def test_workdir_is_a_folder_of_the_image(site: Site) -> None:
 
 
 def test_shell_opens_in_the_container(site: Site) -> None:
-    words = ("submit", *TWO, "--interactive", "--env", "WORD=a  b")
+    words = ("run", *TWO, "--interactive", "--env", "WORD=a  b")
     typed = 'echo "at $(hostname) [$WORD] $GREETING $PWD"; exit 7\n'
     done = site.imgkit(*words, given=typed)
     assert f"at node1 [a  b] image {site.folder}" in done.stdout, done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""``imgkit submit mn5`` on a real Slurm of three nodes: run, requeue, cancel, allocate, lose a node."""
+"""``imgkit run mn5`` on a real Slurm of three nodes: run, requeue, cancel, allocate, lose a node."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Site(Cluster):
         return self.cluster("exec", "login", "--cwd", self.folder, "--", *IMGKIT, *words)
 
     def submit(self, *words: str) -> str:
-        done = self.imgkit("submit", "mn5", *SITE, *words)
+        done = self.imgkit("run", "--detach", "mn5", *SITE, *words)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -144,7 +144,7 @@ def test_system_of_ones_own_reaches_srun_and_the_nodes(site: Site) -> None:
     for node in ("node1", "node2", "node3"):
         hosts = "sed 's/ node1$/ node1i/; t; d' /etc/hosts > /tmp/$$; cat /tmp/$$ >> /etc/hosts; rm /tmp/$$"
         site.cluster("exec", node, "--", "sh", "-c", hosts)
-    words = ("submit", "./own.yaml", *SITE, "--image", "mn5.sif", "--nodes", "2", "--name", "own")
+    words = ("run", "--detach", "./own.yaml", *SITE, "--image", "mn5.sif", "--nodes", "2", "--name", "own")
 
     def ended(*more: str) -> str:
         done = site.imgkit(*words, *more)
@@ -182,7 +182,7 @@ def test_nodes_with_different_numbers_of_workers_train(site: Site) -> None:
 
 
 def test_image_is_submitted_to_its_own_system(site: Site) -> None:
-    done = site.imgkit("submit", "mn5.sif", *SITE, "--nodes", "2", "--", "dist-hello", *CPU)
+    done = site.imgkit("run", "--detach", "mn5.sif", *SITE, "--nodes", "2", "--", "dist-hello", *CPU)
     assert done.returncode == 0, done.stderr
     job = done.stdout.strip()
     assert f"imgkit status {job}; " in done.stderr
@@ -197,7 +197,7 @@ def test_job_whose_id_a_site_hides_is_named_by_the_scheduler(site: Site) -> None
     wrapper.write_text('#!/bin/sh\n/usr/bin/sbatch "$@" && echo Thank you\n')
     wrapper.chmod(0o755)
     path = f"PATH={wrapper.parent}:{os.environ['PATH']}"
-    words = ("submit", "mn5", *SITE, "--name", "hidden", "--option=--hold", "--", "dist-hello")
+    words = ("run", "--detach", "mn5", *SITE, "--name", "hidden", "--option=--hold", "--", "dist-hello")
     done = site.cluster("exec", "login", "--cwd", site.folder, "--", "env", path, *IMGKIT, *words)
     try:
         assert (done.returncode, done.stdout) == (4, "")
@@ -253,7 +253,7 @@ def stopped_and_requeued(site: Site, job: str) -> str:
 
 def test_job_asked_to_stop_is_requeued_and_finishes(site: Site) -> None:
     # As an ordinary user: there a process of the step serves the image's files, and must not be signalled.
-    made = site.imgkit("submit", "--dry-run", "mn5", *SITE, "--nodes", "2", "--", *COUNT, "400")
+    made = site.imgkit("run", "--dry-run", "mn5", *SITE, "--nodes", "2", "--", *COUNT, "400")
     (site.folder / "job.sh").write_text(made.stdout)
     submitted = site.cluster("--user", "sbatch", "--parsable", site.folder / "job.sh")
     assert submitted.returncode == 0, submitted.stderr
@@ -491,7 +491,7 @@ def test_spare_takes_over_without_a_scheduler(site: Site) -> None:
     folder.mkdir()
     image = ("--runtime", "singularity", "--image", "mn5.sif", "--gpus", "0", "--nproc", "1")
     hosts = ("--ssh", "--hosts", "node1,node2,node3", "--nodes", "2+1", "--env", f"IMGKIT_RUN_DIR={folder}")
-    words = ("submit", "lambda", *hosts, *image, "--", *SPARED, "save_and_resume.py", "60")
+    words = ("run", "--detach", "lambda", *hosts, *image, "--", *SPARED, "save_and_resume.py", "60")
     output = site.folder / "by-ssh.out"
 
     def told() -> str:
@@ -527,7 +527,7 @@ def test_recipe_is_built_on_a_node(site: Site, standin_notorch: str) -> None:
 
 
 def test_allocation_by_hand_runs_the_command(site: Site) -> None:
-    done = site.imgkit("submit", "mn5", *SITE, "--nodes", "2", "-i", "--", "dist-hello", *ONE)
+    done = site.imgkit("run", "mn5", *SITE, "--nodes", "2", "-i", "--", "dist-hello", *ONE)
     assert done.returncode == 0, done.stderr
     assert "all_reduce of ones: 2" in done.stdout
 
@@ -543,7 +543,7 @@ def test_allocation_by_hand_runs_the_command(site: Site) -> None:
     ],
 )
 def test_refused_job_says_why(site: Site, words: tuple[str, ...], message: str) -> None:
-    done = site.imgkit("submit", "mn5", *SITE, *words)
+    done = site.imgkit("run", "--detach", "mn5", *SITE, *words)
     assert done.returncode in (2, 4)
     assert message in done.stderr
     assert done.stdout == ""

@@ -118,7 +118,7 @@ def test_job_loads_what_fits_of_its_host(mn5_sif: Path, node: Node) -> None:
     recipe = node.folder / "mine.yaml"
     recipe.write_text(RECIPE.replace("FOLDER", str(node.folder)))
     words = ("dist-run", "--device", "cpu", "--nproc", "1", node.folder / "load.py")
-    job = ("submit", recipe, "--image", mn5_sif, "--gpus", "0", "--no-code", "--", *words)
+    job = ("run", recipe, "--image", mn5_sif, "--gpus", "0", "--no-code", "--", *words)
     done = run(*IMGKIT, *job, folder=node.folder)
     assert done.returncode == 0, done.stderr
     assert "NCCL would get 42" in done.stdout

@@ -293,7 +293,7 @@ def test_archive_that_nothing_here_converts_names_the_way_there(far: FarHost, tm
         done = far.imgkit("run", "my tiny.tar", "--on", "mine", *words, folder=tmp_path, env=here)
     assert done.returncode == 3, done.stderr
     assert "apt install squashfs-tools" in done.stderr
-    assert "or copy it to mine, and there: imgkit submit RECIPE --sif 'my tiny.tar', then" in done.stderr
+    assert "or copy it to mine, and there: imgkit run RECIPE --sif 'my tiny.tar', then" in done.stderr
     assert not (tmp_path / "a b/images").exists()
 
 

@@ -305,7 +305,7 @@ def test_singularity_starts_it_with_its_variables(
 def test_runtimes_that_start_no_sqsh_refuse_it(refused: Callable[..., str], folder: Path, sqsh: Path) -> None:
     plain = folder / "plain.sqsh"
     plain.symlink_to(sqsh)
-    words = ("submit", "cpu", "--runtime", "docker", "--dry-run", "--image", plain, "--", "dist-env")
+    words = ("run", "cpu", "--runtime", "docker", "--dry-run", "--image", plain, "--", "dist-env")
     assert "docker does not start a .sqsh" in refused(folder, *words)
     plain.unlink()
 

@@ -1,4 +1,4 @@
-"""Systems: everything that ``imgkit submit`` knows about a scheduler, one module each, loaded by name.
+"""Systems: everything that ``imgkit run`` knows about a scheduler, one module each, loaded by name.
 
 What recipes need of a shipped one is in ``recipe/systems.py``. A plug-in adds one by an entry point of the
 group ``imgkit.systems``: an object of a class that extends `System`, or a module that has all of its names.

@@ -141,7 +141,7 @@ def _requested(job: Job) -> _Requested:
                 f"{flag} cannot be part of a {pods.format_of(job)}",
                 where="--option",
                 hint="--option=--annotation=NAME=VALUE, --option=--extended-resource=NAME=COUNT, or edit "
-                "the output of imgkit submit --dry-run",
+                "the output of imgkit run --dry-run",
             )
         into[name] = text
     return _Requested(annotations=annotations, resources=resources, large_shm=large_shm)

@@ -178,11 +178,9 @@ def _ranks(job: Job) -> int:
 def _by_ssh(job: Job) -> Script:
     hosts = _hosts(job)
     title = job.recipe.system.title or job.recipe.name
-    rows = [
-        f"# {title}, by imgkit: one command per host, each in its own terminal; or from here: imgkit submit"
-    ]
+    rows = [f"# {title}, by imgkit: one command per host, each in its own terminal; or from here: imgkit run"]
     if job.names:
-        rows.append(f"# imgkit submit also sends the values of {', '.join(job.names)}; these lines do not.")
+        rows.append(f"# imgkit run also sends the values of {', '.join(job.names)}; these lines do not.")
     remote = []
     for rank, host in enumerate(hosts):
         command = _node_command(job, rank)

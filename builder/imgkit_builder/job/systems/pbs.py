@@ -214,7 +214,7 @@ def _interactive(job: Job) -> Script:
         raise UsageError(
             f"PBS takes no command for an interactive job, but {job.command[0]} was given",
             where="--interactive",
-            hint="imgkit submit --dry-run ... > job.sh without --interactive; bash job.sh in the job's shell",
+            hint="imgkit run --dry-run ... > job.sh without --interactive; bash job.sh in the job's shell",
         )
     words = ("qsub", "-I", *_resource_options(job))
     comments = (
@@ -222,6 +222,6 @@ def _interactive(job: Job) -> Script:
         *(f"#   module load {name}" for name in container.modules(job)),
         *(f"#   {text}" for text in container.exports(job)),
         *(f"#   {text}" for text in line(with_folders(job, container.shell(job))).split("\n")),
-        "# On all nodes: imgkit submit --dry-run ... > job.sh, without --interactive; here: bash job.sh",
+        "# On all nodes: imgkit run --dry-run ... > job.sh, without --interactive; here: bash job.sh",
     )
     return Script(text="\n".join((*comments, line(words), "")), submit=words, foreground=True)

@@ -57,7 +57,7 @@ def refuse_unknown(command: Sequence[str], words: Iterable[str]) -> None:
         raise UsageError(
             f"{program}: {' '.join(command)} has no option {unknown[0].partition('=')[0]}",
             where=program,
-            hint="imgkit submit --dry-run prints the command",
+            hint="imgkit run --dry-run prints the command",
         )
 
 

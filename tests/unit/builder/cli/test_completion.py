@@ -28,7 +28,7 @@ def test_nothing_begins_like_that(beginning: str) -> None:
     assert complete_names(beginning) == []
 
 
-@pytest.mark.parametrize("verb", ["build", "sif", "submit", "show", "check", "doctor"])
+@pytest.mark.parametrize("verb", ["build", "sif", "run", "show", "check", "doctor"])
 def test_shell_gets_the_names(verb: str) -> None:
     env = {"_IMGKIT_COMPLETE": "complete_bash", "COMP_WORDS": f"imgkit {verb} oli", "COMP_CWORD": "2"}
     imgkit = Path(sys.executable).with_name("imgkit")

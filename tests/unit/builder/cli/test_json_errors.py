@@ -39,7 +39,7 @@ def test_wrong_command_line_is_one_object(call: Any, words: tuple[str, ...]) -> 
 
 
 def test_words_of_the_users_program_do_not_count(call: Any) -> None:
-    code, out, err = call("submit", "--dry-run", "no-such-recipe", "--", "dist-env", "--json")
+    code, out, err = call("run", "--dry-run", "no-such-recipe", "--", "dist-env", "--json")
     assert (code, out) == (2, "")
     assert err.startswith("imgkit: ")
 

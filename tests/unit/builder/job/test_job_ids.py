@@ -31,7 +31,7 @@ JOBS = {
 
 @pytest.fixture
 def call(call: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """``call("submit", ...)`` in a folder with images and fake schedulers."""
+    """``call("run", "--detach", ...)`` in a folder with images and fake schedulers."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
@@ -47,7 +47,9 @@ def call(call: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 def submitted(call: Any, system: str, answer: bytes, *words: str) -> tuple[object, str, str]:
     Path("answer").write_bytes(answer)
     time = () if "rcp" in JOBS[system] else ("--time", "10m")
-    result: tuple[object, str, str] = call("submit", *JOBS[system], *time, *words, "--", "dist-hello")
+    result: tuple[object, str, str] = call(
+        "run", "--detach", *JOBS[system], *time, *words, "--", "dist-hello"
+    )
     return result
 
 
@@ -103,7 +105,7 @@ def test_job_without_an_id_is_listed_and_nothing_is_done_with_it(call: Any) -> N
     code, _, err = submitted(call, "slurm", b"4711\nThank you\n")
     assert "slurm printed '4711\\nThank you'" in err
     assert "squeue --me shows the job mn5 with its id" in err
-    handle = err.split()[1].rstrip(":")
+    handle = next(line.split()[1].rstrip(":") for line in err.splitlines() if "unknown-" in line)
     rows = json.loads(call("runs", "--refresh", "--json")[1])["runs"]
     assert [(row["id"], row["state"]) for row in rows] == [(handle, "submitted")]
     Path("calls").unlink()

@@ -16,13 +16,13 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 
 
 def job_lines(page: Path) -> list[str]:
-    """The `imgkit submit` commands of a page; one with ` ... ` is not a whole command."""
+    """The `imgkit run` commands of a page; one with ` ... ` is not a whole command."""
     return [
         part.strip()
         for line in page.read_text(encoding="utf-8").splitlines()
         if line.startswith("    imgkit ") and " ... " not in line
         for part in re.split(r"&&|>", line.partition(" #")[0])
-        if re.match(r"\s*imgkit submit ", part)
+        if re.match(r"\s*imgkit run ", part)
     ]
 
 
@@ -41,6 +41,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mine.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
     (tmp_path / "src").mkdir()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    remote = ["remote", "add", "mn5", "me@far:/gpfs/me", "--recipe", "mn5"]
+    added = CliRunner().invoke(build_app(("remote", "list")), remote)
+    assert added.exit_code == 0, added.output
+    (tmp_path / "mine.tar").touch()
     return tmp_path
 
 
@@ -51,11 +56,12 @@ def test_line_of_the_readme_renders(line: str, folder: Path) -> None:
     for option in ("--delta", "--python", "--activate"):
         if option in words:
             del words[words.index(option) : words.index(option) + 2]
-    if words[0].startswith("-"):  # the line belongs into a folder of `imgkit init`
+    if words[0].startswith("-") or "--on" in words:  # the line belongs into a folder of `imgkit init`
         text = "recipe = './mine.yaml'\naccount = 'bsc98'\nqos = 'acc_debug'\ntime = '30m'\n"
+        text += "" if "--" in words else "command = ['dist-hello']\n"
         (folder / "imgkit.toml").write_text(text)
     done = CliRunner().invoke(
-        build_app(("submit", "list")), ["submit", "--dry-run", *words], catch_exceptions=False
+        build_app(("run", "list")), ["run", "--dry-run", *words], catch_exceptions=False
     )
     assert done.exit_code == 0, done.output
     assert done.stdout.strip()

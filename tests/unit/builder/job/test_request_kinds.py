@@ -1,4 +1,4 @@
-"""Each kind of job has its own request: flags of `imgkit submit` choose it; flags of another are refused."""
+"""Each kind of job has its own request: flags of `imgkit run` choose it; flags of another are refused."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_missing_archive_is_refused_before_the_queue(tmp_path: Path) -> None:
 
 
 def test_dry_run_shows_an_image_job(call: Callable[..., tuple[int, str, str]]) -> None:
-    words = ("submit", "mn5", "-A", "a1", "--qos", "gp_debug", "--time", "1h", "--sif", "/x.tar")
+    words = ("run", "mn5", "-A", "a1", "--qos", "gp_debug", "--time", "1h", "--sif", "/x.tar")
     code, out, err = call(*words, "--dry-run", "-v")
     assert (code, out.splitlines()[0]) == (0, "#!/bin/bash")
     assert [line.split() for line in err.splitlines() if line.split()[:1] == ["sif"]] == [

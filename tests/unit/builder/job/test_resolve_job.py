@@ -211,7 +211,7 @@ def test_docker_under_slurm_is_refused_where_podman_works(
 ) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(RUNTIME.format("mn5") + PODMAN.replace("podman-hpc", "docker"))
-    words = ("submit", str(file), *flags, "-A", "a1", "--qos", "acc_debug", "--time", "5m", "--nodes", "2")
+    words = ("run", str(file), *flags, "-A", "a1", "--qos", "acc_debug", "--time", "5m", "--nodes", "2")
     code, out, told = call(*words, "--", "dist-hello")
     assert (code, out) == (2, "")
     assert "mine.yaml:5: docker cannot be used on MareNostrum 5 ACC: containers of docker belong" in told
@@ -407,7 +407,7 @@ def test_job_on_amd_needs_the_choice_of_cpus(tmp_path: Path, text: str, what: st
     error = refused(file)
     assert error.what == f"{what}: imgkit supports only work on CPUs with it"
     assert error.where == line
-    assert "imgkit submit --gpus 0" in str(error.hint)
+    assert "imgkit run --gpus 0" in str(error.hint)
     assert refused(file, gpus=1).what == error.what
     assert refused(file, command=("python", "train.py")).what == error.what
     assert job(file, gpus=0).settings["IMGKIT_DEVICE"] == "cpu"

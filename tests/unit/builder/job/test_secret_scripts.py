@@ -39,8 +39,8 @@ Start = Callable[[], "subprocess.Popen[str]"]
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
     """Starts the script of a job on two nodes in a process group of its own."""
     launcher, words, env = JOBS[request.param]
-    argv = ["submit", "--dry-run", *words, "--nodes", "2", "--directory", str(tmp_path), "--", "dist-hello"]
-    done = CliRunner().invoke(build_app(("submit", "list")), argv, catch_exceptions=False)
+    argv = ["run", "--dry-run", *words, "--nodes", "2", "--directory", str(tmp_path), "--", "dist-hello"]
+    done = CliRunner().invoke(build_app(("run", "list")), argv, catch_exceptions=False)
     (tmp_path / "job.text").write_text(done.stdout)
     (tmp_path / "job").write_text('module() { :; }\n. "$0.text"\n')
     (tmp_path / launcher).write_text(STUB)

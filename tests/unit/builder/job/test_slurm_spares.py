@@ -50,7 +50,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """``start(LAUNCHER, LAUNCHER, LAUNCHER)``: the script of a job of 2+1 nodes with these launchers."""
     where = ("--directory", str(tmp_path), "--nodes", "2+1", "--stop-before", "0")
     words = (
-        "submit",
+        "run",
         "--dry-run",
         "mn5",
         "-A",
@@ -63,7 +63,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         "--",
         "dist-hello",
     )
-    done = CliRunner().invoke(build_app(("submit", "list")), words, catch_exceptions=False)
+    done = CliRunner().invoke(build_app(("run", "list")), words, catch_exceptions=False)
     (tmp_path / "job").write_text(f"module() {{ :; }}\nexport -f module\n{done.stdout}")
     for name, text in STUBS.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}")

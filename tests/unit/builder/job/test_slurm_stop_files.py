@@ -53,7 +53,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         "dist-hello",
     )
     done = CliRunner().invoke(
-        build_app(("submit", "list")), ["submit", "--dry-run", *words], catch_exceptions=False
+        build_app(("run", "list")), ["run", "--dry-run", *words], catch_exceptions=False
     )
     (tmp_path / "job.text").write_text(done.stdout)
     (tmp_path / "job").write_text(MODULE)

@@ -30,7 +30,8 @@ class Notes(Silent):
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with an image and the scheduler's program."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for name in ("STATE", "CONFIG"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name.lower()))
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     Path("mn5.sif").mkdir()  # a sandbox: imgkit does not look inside
     Path("bin").mkdir()
@@ -53,15 +54,15 @@ def test_submitted_job_is_known_by_its_id(folder: Path, capfd: pytest.CaptureFix
 
 def test_dry_run_prints_the_bytes_that_are_submitted(folder: Path, call: Any) -> None:
     argv = ("mn5", "-A", "a", "--qos", "acc_debug", "--time", "10m", "--nodes", "2")
-    code, out, err = call("submit", *argv, "--dry-run", "--", "dist-hello")
+    code, out, err = call("run", *argv, "--dry-run", "--", "dist-hello")
     assert (code, err) == (0, "")
     assert not (folder / "script").exists()
-    assert call("submit", *argv, "--", "dist-hello")[:2] == (0, "4711\n")
+    assert call("run", "--detach", *argv, "--", "dist-hello")[:2] == (0, "4711\n")
     assert (folder / "script").read_text() == out
 
 
 def test_values_go_to_stderr_and_the_script_to_stdout(folder: Path, call: Any) -> None:
-    argv = ("submit", "mn5", "-A", "a", "--qos", "acc_debug", "--time", "10m", "--dry-run")
+    argv = ("run", "mn5", "-A", "a", "--qos", "acc_debug", "--time", "10m", "--dry-run")
     plain = call(*argv, "--", "dist-hello")
     code, out, err = call(*argv, "-v", "--", "dist-hello")
     assert (code, out) == (0, plain[1])
@@ -82,7 +83,7 @@ def as_dict(request: Request) -> dict[str, Any]:
 
 
 def test_values_without_a_dry_run_are_refused(folder: Path, call: Any) -> None:
-    code, out, err = call("submit", "mn5", "-v", "--", "dist-hello")
+    code, out, err = call("run", "mn5", "-v", "--", "dist-hello")
     assert (code, out) == (2, "")
     assert "--verbose needs --dry-run" in err
 
@@ -114,9 +115,45 @@ def test_answer_without_an_id_is_an_error(folder: Path, answer: str) -> None:
         submit.submit("mn5", REQUEST)
 
 
-@pytest.mark.parametrize("flag", ["--sif", "--delta", "--build", "--directory", "-i"])
-def test_run_has_no_flag_that_it_would_refuse(call: Any, folder: Path, flag: str) -> None:
-    assert call("submit", "--help")[1].count(flag)
-    code, out, err = call("run", "mn5", "--on", "x", flag, "y", "--", "dist-hello")
+@pytest.mark.parametrize("flag", ["--sif", "--delta", "--build", "--directory", "--interactive"])
+def test_flag_for_this_machine_is_refused_for_a_remote(call: Any, folder: Path, flag: str) -> None:
+    call("remote", "add", "x", "me@x")
+    value = () if flag == "--interactive" else ("y",)
+    code, out, err = call("run", "mn5", "--on", "x", flag, *value, "--", "dist-hello")
     assert (code, out) == (2, "")
-    assert f"No such option: {flag}" in err
+    assert f"{flag} cannot be combined with a remote" in err
+
+
+@pytest.mark.parametrize("flag", ["--base", "--bwlimit", "--whole"])
+def test_flag_for_a_remote_is_refused_here(call: Any, folder: Path, flag: str) -> None:
+    value = () if flag == "--whole" else ("5",)
+    code, out, err = call("run", "mn5", flag, *value, "--", "dist-hello")
+    assert (code, out) == (2, "")
+    assert f"{flag} is for a remote" in err
+
+
+def test_missing_scheduler_names_the_way_to_the_cluster(
+    folder: Path, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "bin/sbatch").unlink()
+    monkeypatch.setenv("PATH", str(folder / "bin"))
+    argv = ("run", "mn5", "-A", "a", "--qos", "acc_debug", "--time", "10m", "--", "dist-hello")
+    code, _, err = call(*argv)
+    assert code == 3
+    assert "imgkit remote add NAME USER@HOST:DIR, then imgkit run mn5 --on NAME" in err
+    call("remote", "add", "mare", "me@far", "--recipe", "mn5")
+    assert "imgkit run mn5 --on mare" in call(*argv)[2]
+
+
+def test_output_is_followed_until_the_job_ends(folder: Path, call: Any) -> None:
+    """The fake job has written its output when it is looked at first, and is known to have failed."""
+    ended = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+    for name, script in (("squeue", ended), ("sacct", "echo '4711  FAILED  3:0'")):
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / "bin" / name).chmod(0o755)
+    (folder / "mn5-4711.out").write_text("the output\n")
+    argv = ("mn5", "-A", "a", "--qos", "acc_debug", "--time", "10m", "--", "dist-hello")
+    code, out, err = call("run", *argv)
+    assert (code, out) == (1, "4711\n")
+    assert "4711 failed with exit code 3; run folder: " in err
+    assert submit.record_of("4711").state == "failed"

@@ -91,7 +91,7 @@ JOB = ("./mine.yaml", "--nodes", "2", "--lane", "fast", "--time", "10m", "--", "
 
 
 def test_job_of_a_plugin_is_printed(work: Path, example_installed: Path) -> None:
-    done = imgkit(work, example_installed, "submit", "--dry-run", *JOB)
+    done = imgkit(work, example_installed, "run", "--dry-run", *JOB)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.replace(" \\\n   ", "").splitlines() == [
         "#!/bin/bash",
@@ -105,8 +105,8 @@ def test_job_of_a_plugin_is_printed(work: Path, example_installed: Path) -> None
 
 
 def test_job_of_a_plugin_is_submitted_and_followed(work: Path, example_installed: Path) -> None:
-    printed = imgkit(work, example_installed, "submit", "--dry-run", *JOB).stdout
-    done = imgkit(work, example_installed, "submit", *JOB)
+    printed = imgkit(work, example_installed, "run", "--dry-run", *JOB).stdout
+    done = imgkit(work, example_installed, "run", "--detach", *JOB)
     assert (done.returncode, done.stdout) == (0, "job-7\n")
     assert (work / "submitted.sh").read_text() == printed
     for verb in ("status", "logs", "cancel"):
@@ -118,7 +118,7 @@ def test_job_of_a_plugin_is_submitted_and_followed(work: Path, example_installed
 
 def test_node_finds_its_place_by_the_host_list(work: Path, example_installed: Path) -> None:
     job = ("./mine.yaml", "--nodes", "2", "--runtime", "host", "--", "dist-env", "--json")
-    script = imgkit(work, example_installed, "submit", "--dry-run", *job).stdout
+    script = imgkit(work, example_installed, "run", "--dry-run", *job).stdout
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     env = {"PATH": path, "FAKEQ_HOSTS": f"another,{socket.gethostname()}"}
     done = subprocess.run(
@@ -137,22 +137,22 @@ def test_node_finds_its_place_by_the_host_list(work: Path, example_installed: Pa
 def test_flags_of_a_plugin_are_in_the_help(work: Path, example_installed: Path) -> None:
     assert re.search(
         r"--lane NAME +fakeq: lane of the queue",
-        imgkit(work, example_installed, "submit", "--dry-run", "-h").stdout,
+        imgkit(work, example_installed, "run", "--dry-run", "-h").stdout,
     )
-    assert "--lane" not in imgkit(work, work, "submit", "--dry-run", "-h").stdout
+    assert "--lane" not in imgkit(work, work, "run", "--dry-run", "-h").stdout
 
 
 def test_flag_of_another_system_is_a_warning(work: Path, example_installed: Path) -> None:
-    done = imgkit(work, example_installed, "submit", "--dry-run", "cpu", "--lane", "fast", "--", "dist-pi")
+    done = imgkit(work, example_installed, "run", "--dry-run", "cpu", "--lane", "fast", "--", "dist-pi")
     assert done.returncode == 0
     assert "--lane is not used: " in done.stderr
-    done = imgkit(work, example_installed, "submit", "--dry-run", "./mine.yaml", "-A", "me", "--", "dist-pi")
+    done = imgkit(work, example_installed, "run", "--dry-run", "./mine.yaml", "-A", "me", "--", "dist-pi")
     assert "--account is not used: The fake (fakeq) has no such flag" in done.stderr
 
 
 def test_value_that_no_directive_holds_is_refused(work: Path, example_installed: Path) -> None:
     done = imgkit(
-        work, example_installed, "submit", "--dry-run", "./mine.yaml", "--lane", "a b", "--", "dist-pi"
+        work, example_installed, "run", "--dry-run", "./mine.yaml", "--lane", "a b", "--", "dist-pi"
     )
     assert done.returncode == 2
     assert "'a b' cannot be used in a directive" in done.stderr
@@ -172,7 +172,7 @@ def test_unknown_word_names_the_nearest_system(work: Path, example_installed: Pa
 
 
 def test_job_outlives_its_plugin_with_a_clear_message(work: Path, example_installed: Path) -> None:
-    assert imgkit(work, example_installed, "submit", *JOB).returncode == 0
+    assert imgkit(work, example_installed, "run", "--detach", *JOB).returncode == 0
     done = imgkit(work, work, "status", "job-7")
     assert done.returncode == 2
     assert "no system is named 'fakeq'" in done.stderr
@@ -240,14 +240,14 @@ def refused(work: Path) -> ToolFailed:
 
 def test_broken_plugin_gives_no_traceback(work: Path, tmp_path: Path) -> None:
     broken = plugin(tmp_path / "broken", "import no_such_module\n")
-    done = imgkit(work, broken, "submit", "--dry-run", "./mine.yaml", "--", "dist-pi")
+    done = imgkit(work, broken, "run", "--dry-run", "./mine.yaml", "--", "dist-pi")
     assert done.returncode == 4
     assert "fakeq-dist 1.0: the plug-in for the system 'fakeq' cannot be loaded" in done.stderr
     assert "Traceback" not in done.stderr
-    done = imgkit(work, broken, "submit", "--dry-run", "cpu", "--", "dist-pi")
+    done = imgkit(work, broken, "run", "--dry-run", "cpu", "--", "dist-pi")
     assert (done.returncode, done.stdout) == (
         0,
-        imgkit(work, work, "submit", "--dry-run", "cpu", "--", "dist-pi").stdout,
+        imgkit(work, work, "run", "--dry-run", "cpu", "--", "dist-pi").stdout,
     )
     assert "pip uninstall fakeq-dist" in done.stderr
     done = imgkit(work, broken, "--help")
@@ -304,7 +304,7 @@ def test_plugin_checks_the_recipe(work: Path, plugins: Path) -> None:
     assert load(file).warnings == ()
     file.write_text(RECIPE + "  runtime: {kind: docker, command: docker}\n")
     (warning,) = load(file).warnings
-    assert warning.what == "fakeq does not start programs by docker: imgkit submit refuses it"
+    assert warning.what == "fakeq does not start programs by docker: imgkit run refuses it"
     file.write_text(RECIPE + "  queue: {name: fast}\n")
     with pytest.raises(RecipeErrors) as caught:
         find(file)

@@ -34,7 +34,7 @@ RECIPE = "extends: mn5\nsystem:\n  queue: {qos: acc_debug}\n"
 
 @pytest.fixture
 def call(call: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """``call("submit", "--dry-run")`` in an empty folder with a blank."""
+    """``call("run", "--dry-run")`` in an empty folder with a blank."""
     (tmp_path / "a b").mkdir()
     monkeypatch.chdir(tmp_path / "a b")
     for name in ("CONFIG", "STATE"):
@@ -132,7 +132,7 @@ def test_flag_beats_the_file_which_beats_the_recipe(call: Any) -> None:
     Path("mine.yaml").write_text(RECIPE)
     written(WHOLE)
     flags = ("--time", "1h", "--env", "A=2", "--bind", "/x")
-    code, out, err = call("submit", "--dry-run", "-v", "--json", *flags, "--", "dist-pi")
+    code, out, err = call("run", "--on", "here", "--dry-run", "-v", "--json", *flags, "--", "dist-pi")
     assert (code, err) == (0, "imgkit: values from imgkit.toml\n")
     found = sources(out)
     assert found["account bsc98"] == "imgkit.toml:4"
@@ -160,10 +160,10 @@ def test_flag_beats_the_folder_of_code(call: Any) -> None:
         (("--code", "other"), "code other", "--code"),
         (("--no-code",), "code ", "--no-code"),
     ):
-        code, out, err = call("submit", "--dry-run", "-v", "--json", *words)
+        code, out, err = call("run", "--on", "here", "--dry-run", "-v", "--json", *words)
         assert code == 0, err
         assert sources(out)[row] == source
-    code, _, err = call("submit", "--dry-run", "--code", "src", "--no-code")
+    code, _, err = call("run", "--on", "here", "--dry-run", "--code", "src", "--no-code")
     assert code == 2
     assert "--code cannot be combined with --no-code" in err
 
@@ -173,11 +173,12 @@ def test_script_of_a_project_lays_its_code_over_the_image(call: Any) -> None:
     Path("src").mkdir()
     Path("src/train.py").write_text("print(1)\n")
     written(WHOLE + "time = '1h'\ncode = 'src'\n")
-    assert "/deltas/code-" in call("submit", "--dry-run")[1]
-    assert "/deltas/code-" not in call("submit", "--dry-run", "--no-code")[1]
-    code, out, err = call("submit", "--dry-run", "--sif", "mine.tar")  # runs neither the command nor the code
+    assert "/deltas/code-" in call("run", "--on", "here", "--dry-run")[1]
+    assert "/deltas/code-" not in call("run", "--on", "here", "--dry-run", "--no-code")[1]
+    # A conversion runs neither the command nor the code.
+    code, out, err = call("run", "--on", "here", "--dry-run", "--sif", "mine.tar")
     assert (code, "/deltas/code-" in out) == (0, False), err
-    code, _, err = call("submit", "--dry-run", "--code", "absent")
+    code, _, err = call("run", "--on", "here", "--dry-run", "--code", "absent")
     assert code == 2
     assert "--code absent: no such directory" in err
 
@@ -185,41 +186,35 @@ def test_script_of_a_project_lays_its_code_over_the_image(call: Any) -> None:
 def test_missing_value_names_the_line_that_takes_it(call: Any) -> None:
     Path("mine.yaml").write_text(RECIPE.replace("acc_debug", '""'))
     written(WHOLE.replace('"bsc98"', '""') + "time = '1h'\n")
-    code, _, err = call("submit", "--dry-run")
+    code, _, err = call("run", "--on", "here", "--dry-run")
     assert code == 2
     assert "needs --account, --qos" in err
     assert (
         'set account = "..." in imgkit.toml:4, qos = "..." in imgkit.toml; or add --account ... --qos ...'
         in err
     )
-    code, _, err = call("submit", "--dry-run", "mine.yaml", "--time", "1h", "--", "dist-hello")
+    code, _, err = call("run", "--dry-run", "mine.yaml", "--time", "1h", "--", "dist-hello")
     assert "add --account ... --qos ..., or set it in a recipe that extends mine" in err
 
 
 def test_named_recipe_leaves_the_file_out(call: Any) -> None:
     written("this is not TOML")
-    code, out, err = call("submit", "--dry-run", "cpu", "--", "dist-hello")
+    code, out, err = call("run", "--dry-run", "cpu", "--", "dist-hello")
     assert (code, err) == (0, "")
     assert "dist-hello" in out
 
 
 def test_job_without_any_recipe_is_refused(call: Any) -> None:
-    code, _, err = call("submit", "--dry-run", "--", "dist-hello")
+    code, _, err = call("run", "--dry-run", "--", "dist-hello")
     assert code == 2
     assert "no recipe given, and none set by an imgkit.toml here" in err
-
-
-def test_run_without_a_remote_names_those_there_are(call: Any) -> None:
-    assert call("run", "--", "dist-hello")[2].endswith("-> imgkit remote add NAME USER@HOST:DIR\n")
-    call("remote", "add", "far", "me@far")
-    assert call("run", "--", "dist-hello")[2].endswith("-> --on NAME; there are: far\n")
 
 
 def test_plan_of_a_run_says_what_decides(call: Any) -> None:
     Path("mine.yaml").write_text(RECIPE)
     written(WHOLE + "time = '1h'\n")
     call("remote", "add", "mn5", "me@far")
-    code, out, _ = call("run", "--dry-run", "--json")
+    code, out, _ = call("run", "--dry-run", "-v", "--json")
     assert code == 0
     found = sources(out)
     assert found["remote mn5"] == "imgkit.toml:2"

@@ -37,7 +37,7 @@ def test_new_folder_needs_no_flags(call: Any, monkeypatch: pytest.MonkeyPatch) -
     assert program == EXAMPLE.read_text()  # one text, in two places
     assert len(program.splitlines()) <= 150
     monkeypatch.chdir(folder)
-    code, out, _ = call("run", "--dry-run", "--json")
+    code, out, _ = call("run", "--dry-run", "-v", "--json")
     assert code == 0
     rows = {row["name"]: row["value"] for row in json.loads(out)["values"]}
     assert (rows["remote"], rows["nodes"], rows["time"]) == ("mn5", "4+1", "00:30:00")
@@ -113,15 +113,15 @@ def test_next_lines_work_as_typed(
     assert (
         verbs
         == {
-            "cpu": ["build", "submit"],
-            "rcp": ["build", "push", "submit"],
-            "lambda": ["build", "submit", "push", "submit"],
+            "cpu": ["build", "run"],
+            "rcp": ["build", "push", "run"],
+            "lambda": ["build", "run", "push", "run"],
         }[recipe]
     )
     for words in typed:
         assert words[0] == "imgkit"
         given = [word.replace("CLAIM", "claim").replace("REGISTRY", "r.example") for word in words[1:]]
-        if words[1] == "submit":
+        if words[1] == "run":
             code, out, err = call(*given, "--dry-run")
             assert code == 0, err
             assert "is not used" not in err

@@ -71,14 +71,14 @@ def refusal(call: Any, *words: str) -> str:
 
 
 def submit(call: Any, *words: str) -> tuple[int, str]:
-    code, out, err = call("submit", "--no-code", *words)
+    code, out, err = call("run", "--detach", "--no-code", *words)
     assert "--trust-folder" not in err
     assert code == 0, err
     return code, out
 
 
 def test_own_folder_is_used_without_a_question(folder: Path, call: Any) -> None:
-    code, _, err = call("submit", "--dry-run")
+    code, _, err = call("run", "--dry-run")
     assert code == 0, err
     assert submit(call) == (0, "4711\n")
     assert Path("started").exists()
@@ -92,14 +92,14 @@ NAMED = ["imgkit.toml", "mine.yaml", "base.yaml", "system.yaml", "needs.txt", "m
 def test_project_file_of_another_user_is_refused(folder: Path, call: Any, name: str) -> None:
     give_away(folder / name)
     mode = "0755" if name == "src" else "0644"
-    err = refusal(call, "submit")
+    err = refusal(call, "run")
     assert f"{folder}/{name}: belongs to user {STRANGER} (mode {mode}), not to you, root or the owner" in err
 
 
 @pytest.mark.parametrize("name", NAMED)
 def test_project_file_that_every_user_can_write_is_refused(folder: Path, call: Any, name: str) -> None:
     open_to_all(folder / name)
-    err = refusal(call, "submit")
+    err = refusal(call, "run")
     mode = "0777" if name == "src" else "0666"
     assert re.search(rf"/{name}: every user can write it \(owner \w+, mode {mode}\) ", err)
     assert f"-> chmod o-w {folder}/{name} or " in err
@@ -109,7 +109,7 @@ def test_project_file_that_every_user_can_write_is_refused(folder: Path, call: A
 def test_folder_in_which_every_user_can_replace_it_is_refused(folder: Path, call: Any, above: Path) -> None:
     place = (folder / above).resolve()
     place.chmod(0o777)
-    err = refusal(call, "submit")
+    err = refusal(call, "run")
     assert f"{folder}/imgkit.toml: every user can replace it in {place} (owner " in err
     assert f"-> chmod o-w {place} " in err
     place.chmod(0o1777)
@@ -126,10 +126,10 @@ def test_both_ends_of_a_link_count(folder: Path, call: Any, name: str) -> None:
     assert submit(call)[0] == 0
     Path("started").unlink()
     give_away(file)
-    assert f"{file}: belongs to" in refusal(call, "submit")
+    assert f"{file}: belongs to" in refusal(call, "run")
     os.lchown(file, 0, 0)
     give_away(elsewhere)
-    assert f"{elsewhere}: belongs to" in refusal(call, "submit")
+    assert f"{elsewhere}: belongs to" in refusal(call, "run")
 
 
 @as_root

@@ -74,7 +74,7 @@ def test_run_without_metrics_has_no_numbers(home: Path) -> None:
 
 
 def test_no_runs_is_an_answer(call: Any) -> None:
-    assert call("runs")[:2] == (0, "no runs yet; imgkit run and imgkit submit start one\n")
+    assert call("runs")[:2] == (0, "no runs yet; imgkit run starts one\n")
     assert json.loads(call("runs", "--json")[1])["runs"] == []
 
 

@@ -206,8 +206,7 @@ def test_amd_is_a_warning_with_the_way_on(write: Write, text: str, key: str) -> 
     (found,) = warned(write(text))
     assert found.startswith(f"{key}: ")
     assert (
-        "imgkit supports only work on CPUs with it; for CPUs: imgkit submit --gpus 0, or --device cpu"
-        in found
+        "imgkit supports only work on CPUs with it; for CPUs: imgkit run --gpus 0, or --device cpu" in found
     )
 
 

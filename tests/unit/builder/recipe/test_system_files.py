@@ -245,7 +245,7 @@ def test_list_says_how_each_system_was_tested(site: Path) -> None:
 
     from imgkit_builder.cli.app import build_app
 
-    done = CliRunner().invoke(build_app(("submit", "list")), ["list", "--systems"])
+    done = CliRunner().invoke(build_app(("run", "list")), ["list", "--systems"])
     rows = {line.split()[0]: re.split(r"  +", line)[1:3] for line in done.stdout.splitlines()}
     assert {name: rows[name] for name in ("cpu", "mn5", "juwels-booster", "leonardo", "ours")} == {
         "cpu": ["standalone", "ran there"],
@@ -256,7 +256,7 @@ def test_list_says_how_each_system_was_tested(site: Path) -> None:
     }
     assert f"ours ({site}/ours.yaml)" in done.stdout
     (site / "ours.yaml").write_text(HERE + "proof: {run: Ada with 4 nodes on 2026-11-20}\n")
-    done = CliRunner().invoke(build_app(("submit", "list")), ["list", "--systems", "--json"])
+    done = CliRunner().invoke(build_app(("run", "list")), ["list", "--systems", "--json"])
     (ours,) = (one for one in json.loads(done.stdout)["systems"] if one["site"])
     ran = "Ada with 4 nodes on 2026-11-20"
     assert ours["proof"] == {"run": ran, "simulated": "", "rendered": "", "documented": ""}

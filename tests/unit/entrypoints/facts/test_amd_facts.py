@@ -133,7 +133,7 @@ def test_start_on_amd_is_refused(
             start(host, device, system)
         assert caught.value.what == f"{what}, and imgkit supports only work on CPUs with them"
         assert where in str(caught.value.where)
-        assert "to run on CPUs: --device cpu (imgkit submit --gpus 0)" in str(caught.value.hint)
+        assert "to run on CPUs: --device cpu (imgkit run --gpus 0)" in str(caught.value.hint)
         assert caught.value.exit_code == EXIT_NO_PLAN
 
 

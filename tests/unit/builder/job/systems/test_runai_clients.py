@@ -164,7 +164,8 @@ def test_submitted_job_is_followed_by_its_commands(
 ) -> None:
     called = fake_runai(LATE)
     argv = [
-        "submit",
+        "run",
+        "--detach",
         "rcp",
         "--nodes",
         nodes,
@@ -177,7 +178,7 @@ def test_submitted_job_is_followed_by_its_commands(
         "--",
         "dist-pi",
     ]
-    app = build_app(("submit", "status", "cancel", "logs"))
+    app = build_app(("run", "status", "cancel", "logs"))
     done = CliRunner().invoke(app, argv)
     assert (done.exit_code, done.stdout) == (0, "rcp\n"), done.output
     assert called.read_text().split()[: len(commands) + 2] == [*commands, "submit", "rcp"]

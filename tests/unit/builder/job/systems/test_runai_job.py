@@ -200,17 +200,19 @@ def client(first_runai: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 
 def test_submission_runs_the_words_and_is_followed(client: Path) -> None:
-    app = build_app(("submit", "status"))
+    app = build_app(("run", "status"))
     argv = ["--nodes", "2", "--image", "r/x:1", "--pvc", "home:/home/me", "--directory", "/home/me/a"]
-    done = CliRunner().invoke(app, ["submit", "rcp", *argv, "-q", "mlo-me", "--", "dist-run", "a b.py"])
+    done = CliRunner().invoke(
+        app, ["run", "--detach", "rcp", *argv, "-q", "mlo-me", "--", "dist-run", "a b.py"]
+    )
     assert (done.exit_code, done.stdout) == (0, "rcp\n")
     done = CliRunner().invoke(app, ["status", "rcp", "--json"])
     assert json.loads(done.stdout)["output"].split() == ["describe", "job", "rcp", "--project", "mlo-me"]
 
 
 def test_interactive_submission_says_how_to_get_in(client: Path) -> None:
-    argv = ["submit", "rcp", "--nodes", "2", "--image", "r/x:1", "--interactive"]
-    done = CliRunner().invoke(build_app(("submit", "status")), argv)
+    argv = ["run", "rcp", "--nodes", "2", "--image", "r/x:1", "--interactive"]
+    done = CliRunner().invoke(build_app(("run", "status")), argv)
     assert done.stdout == "rcp\n"
     assert "runai bash rcp --pod rcp-worker-0" in done.stderr
 
