@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from imgkit_builder.job.request import Flag, Request
 
 
+USUAL = ("on", "nodes", "time", "account", "queue", "qos", "code", "env", "detach", "dry_run")
+"""Names of the options that most jobs need; help lists the others below them."""
 COMMAND = "imgkit.command"
 """Key of ``Context.meta``: the words behind ``--``."""
 
@@ -54,6 +56,20 @@ class OptionsCommand(TyperCommand):
             at = sum(parameter.param_type_name == "argument" for parameter in self.params)
             self.params[at:at] = [option.parameter for option in self._options]
         return super().get_params(ctx)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, the options that most jobs need, and the others as "Advanced"."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], "Advanced": []}
+        for parameter in self.get_params(ctx):
+            title = "Options" if parameter.name in USUAL else "Advanced"
+            if parameter.param_type_name == "argument":
+                title = "Arguments"
+            if record := parameter.get_help_record(ctx):
+                sections[title].append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
     def invoke(self, ctx: Any) -> Any:
         """Call the verb, with the flags in ``ctx.obj``."""

@@ -134,7 +134,6 @@ class Allocation:
     templates: Path | None = flag(
         None, metavar="DIR", help="Folder of custom templates; they replace the shipped ones."
     )
-    strict: bool = flag(False, help="Treat warnings as errors.")
     project: Mapping[str, str] = field(default_factory=dict)
     """Where the imgkit.toml below the flags states each key, and "" its name; empty without such a file."""
     system_flags: tuple[object, ...] = ()

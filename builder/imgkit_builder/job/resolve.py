@@ -98,9 +98,7 @@ def resolve(recipe: Target, request: Request) -> Job:
         pyxis.refuse(job)
     return dataclasses.replace(
         job,
-        warnings=_warnings(
-            request, (*_unused(recipe, request, system), *system.check(job), *container.doubts(job))
-        ),
+        warnings=(*_unused(recipe, request, system), *system.check(job), *container.doubts(job)),
     )
 
 
@@ -134,7 +132,7 @@ def resolve_image(recipe: Target, request: ConversionJobRequest | BuildJobReques
         image=container.image_to_make(recipe, request, directory),
         run_by=_run_by(recipe, None, system),
         directory=directory,
-        warnings=_warnings(request, tuple(_unused(recipe, request, system))),
+        warnings=tuple(_unused(recipe, request, system)),
     )
 
 
@@ -159,12 +157,6 @@ def _queue(recipe: Target, request: Allocation, required: tuple[str, ...]) -> Ma
     }
     _require(recipe, required, queue, request.project)
     return queue
-
-
-def _warnings(request: Allocation, warnings: tuple[str, ...]) -> tuple[str, ...]:
-    if warnings and request.strict:
-        raise UsageError("; ".join(warnings), where="--strict")
-    return warnings
 
 
 def _unused(recipe: Target, request: Allocation, system: System) -> Iterator[str]:

@@ -104,11 +104,10 @@ def test_queue_s_limit_is_named_with_its_line(tmp_path: Path) -> None:
     assert "acc_debug ends jobs after 02:00:00" in error.what
 
 
-def test_flag_without_meaning_is_a_warning_or_strict_error() -> None:
+def test_flag_without_meaning_is_a_warning() -> None:
     given = {"image": "r.example/x:1", "qos": "", "time": "", "nodes": "2", "pvcs": ("home:/w",)}
     warning = "--account is not used: EPFL RCP (runai) has no such flag"
     assert job("rcp", **given).warnings == (warning,)
-    assert warning in refused("rcp", strict=True, **given).what
 
 
 def test_part_of_a_node_on_several_is_doubted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +158,12 @@ def test_output_is_followed_until_the_job_ends(folder: Path, call: Any) -> None:
     assert (code, out) == (1, "4711\n")
     assert "4711 failed with exit code 3; run folder: " in err
     assert submit.record_of("4711").state == "failed"
+
+
+def test_help_lists_the_usual_options_first(call: Any) -> None:
+    text = call("run", "--help")[1]
+    usual, advanced = text.split("\nOptions:\n")[1].split("\nAdvanced:\n")
+    names = [re.findall(r"^  (?:-\w, )?(--[\w-]+)", part, re.MULTILINE) for part in (usual, advanced)]
+    assert len(names[0]) == 10
+    assert {"--on", "--nodes", "--time"} <= {*names[0]}
+    assert len({*names[0], *names[1]}) == len(names[0]) + len(names[1])
