@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from imgkit_builder.apptainer.build import BuiltSif
     from imgkit_builder.base.checks import Check
     from imgkit_builder.base.progress import Reporter
-    from imgkit_builder.job.request import BuildJobRequest, ConversionJobRequest, SubmittedJob
+    from imgkit_builder.job.request import BuildJobRequest, ConversionJobRequest, JobState, SubmittedJob
     from imgkit_builder.job.request import Request as JobRequest
     from imgkit_builder.job.submit import PreparedJob, prepare, submit
     from imgkit_builder.recipe.load import load
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     )
     from imgkit_builder.workflow.convert import ConversionRequest, convert
     from imgkit_builder.workflow.images import smoke_test
+    from imgkit_builder.workflow.jobs import JobHandle, find_job, run
     from imgkit_entrypoints.errors import ImgkitError
 
 __all__ = [
@@ -46,7 +47,9 @@ __all__ = [
     "Converted",
     "ImagePlan",
     "ImgkitError",
+    "JobHandle",
     "JobRequest",
+    "JobState",
     "PreparedJob",
     "Recipe",
     "Reporter",
@@ -56,9 +59,11 @@ __all__ = [
     "build",
     "build_sif",
     "convert",
+    "find_job",
     "load",
     "plan",
     "prepare",
+    "run",
     "smoke_test",
     "submit",
 ]
@@ -67,7 +72,13 @@ _MODULES = {
     "imgkit_builder.apptainer.build": ("BuiltSif",),
     "imgkit_builder.base.checks": ("Check",),
     "imgkit_builder.base.progress": ("Reporter",),
-    "imgkit_builder.job.request": ("BuildJobRequest", "ConversionJobRequest", "Request", "SubmittedJob"),
+    "imgkit_builder.job.request": (
+        "BuildJobRequest",
+        "ConversionJobRequest",
+        "JobState",
+        "Request",
+        "SubmittedJob",
+    ),
     "imgkit_builder.job.submit": ("PreparedJob", "prepare", "submit"),
     "imgkit_builder.recipe.load": ("load",),
     "imgkit_builder.recipe.model": ("Recipe",),
@@ -83,6 +94,7 @@ _MODULES = {
     ),
     "imgkit_builder.workflow.convert": ("ConversionRequest", "convert"),
     "imgkit_builder.workflow.images": ("smoke_test",),
+    "imgkit_builder.workflow.jobs": ("JobHandle", "find_job", "run"),
     "imgkit_entrypoints.errors": ("ImgkitError",),
 }
 _HERE = {"Request": "JobRequest"}

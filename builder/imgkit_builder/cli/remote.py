@@ -296,16 +296,9 @@ def follow_here(record: SubmittedJob) -> int:
 
 def runner(record: SubmittedJob) -> Callable[[Sequence[str]], Finished]:
     """What runs a command where the job is."""
-    from imgkit_builder.base import process
+    from imgkit_builder.workflow import jobs
 
-    def run(words: Sequence[str]) -> Finished:
-        if record.remote:
-            from imgkit_builder.remote import jobs
-
-            return jobs.finished(connected(record.remote), words)
-        return process.run(words, check=False)
-
-    return run
+    return jobs.runner(record, may_ask=may_ask())
 
 
 def asked(records: Sequence[SubmittedJob]) -> tuple[tuple[SubmittedJob, ...], bool]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import imgkit_builder as imgkit
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.job import submit
 from imgkit_builder.job.request import Request
@@ -167,3 +168,37 @@ def test_help_lists_the_usual_options_first(call: Any) -> None:
     assert len(names[0]) == 10
     assert {"--on", "--nodes", "--time"} <= {*names[0]}
     assert len({*names[0], *names[1]}) == len(names[0]) + len(names[1])
+
+
+def programs(folder: Path, **scripts: str) -> None:
+    for name, script in scripts.items():
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / "bin" / name).chmod(0o755)
+
+
+def test_api_runs_a_job_and_follows_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("imgkit_builder.project.history.POLL_S", (0.01,))
+    programs(folder, squeue="echo '4711  gpu RUNNING, 1 nodes'", scancel='echo "$*" > cancelled')
+    job = imgkit.run("mn5", REQUEST)
+    assert (job.id, job.status(), job.logs()) == ("4711", "running", "")
+    assert imgkit.find_job("4711").record == job.record
+    assert job.wait(timeout_s=0.1) == "running"
+    (folder / "mn5-4711.out").write_text("hello\n")
+    assert job.logs() == "hello\n"
+    job.cancel()
+    assert (folder / "cancelled").read_text() == "4711\n"
+    ended = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+    programs(folder, squeue=ended, sacct="echo '4711  COMPLETED  0:0'", scancel="echo no such job; exit 1")
+    assert job.wait() == "succeeded"
+    assert job.fetch() == folder / "runs/mn5-4711"
+    with pytest.raises(ToolFailed, match="scancel failed with exit code 1"):
+        job.cancel()
+
+
+def test_api_refuses_what_the_command_refuses(folder: Path) -> None:
+    with pytest.raises(UsageError, match="there is no remote 'far'"):
+        imgkit.run("mn5", REQUEST, on="far")
+    with pytest.raises(UsageError, match="a base is for a remote"):
+        imgkit.run("mn5", REQUEST, base="debian:12")
+    with pytest.raises(UsageError, match="no record of a job 'x'"):
+        imgkit.find_job("x")

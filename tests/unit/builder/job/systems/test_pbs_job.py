@@ -281,8 +281,6 @@ def test_spare_serves_the_preflight_alone() -> None:
 
 def test_time_before_the_end_is_not_used() -> None:
     assert any("--stop-before is not used" in warning for warning in job(stop_before_s=60).warnings)
-    with pytest.raises(UsageError, match="stop-before"):
-        job(stop_before_s=60, strict=True)
 
 
 @pytest.mark.parametrize("word", ["-l x y", "-N\n#PBS -l z", "'", "$HOME", ""])
