@@ -334,7 +334,7 @@ def test_cancelled_job_is_not_requeued(site: Site) -> None:
     site.until(lambda: "starts at 0" in site.told(job), job)
     shown = site.imgkit("status", job)
     assert "RUNNING" in shown.stdout
-    assert f"imgkit: squeue --jobs={job}" in shown.stderr
+    assert f"imgkit: squeue --noheader --jobs={job}" in shown.stderr
     assert site.imgkit("cancel", job).returncode == 0
     site.until(lambda: not site.queued(job), job)
     until(lambda: not site.processes("node1", "node2"), told=lambda: str(site.processes("node1", "node2")))

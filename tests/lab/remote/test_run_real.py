@@ -173,7 +173,7 @@ def test_new_folder_runs_without_a_flag(site: Site) -> None:
         again = site.imgkit("run", "--nodes", "1", "--detach")
         assert again.returncode == 0, again.stderr
         second = again.stdout.strip()
-        until(lambda: listed(site, "--refresh")[second]["state"] == "done")
+        until(lambda: listed(site, "--refresh")[second]["state"] == "succeeded")
         check_list(site, handle(done), second)
     finally:
         for path in set(site.here.iterdir()) - before:
@@ -189,7 +189,7 @@ def check_list(site: Site, first: str, second: str) -> None:
     """Two runs are listed with what they ran, and with their numbers once they are fetched."""
     rows = listed(site)
     assert list(rows)[:2] == [second, first]
-    assert [rows[first][key] for key in ("state", "loss", "command")] == ["done", None, MEASURED]
+    assert [rows[first][key] for key in ("state", "loss", "command")] == ["succeeded", None, MEASURED]
     shown = json.loads(site.imgkit("show", site.sif, "--json").stdout)
     assert rows[first]["image"] == shown["record"]["image_id"]
     for job in (first, second):
@@ -298,7 +298,7 @@ def test_interrupt_leaves_the_job_and_says_how_to_come_back(site: Site) -> None:
 
     shown = site.imgkit("status", job[1])
     assert "RUNNING" in shown.stdout
-    assert f"imgkit: on far: squeue --jobs={number}" in shown.stderr
+    assert f"imgkit: on far: squeue --noheader --jobs={number}" in shown.stderr
     listed = site.imgkit("status")
     assert re.search(rf"^{re.escape(job[1])} .* running ", listed.stdout, re.MULTILINE), listed.stdout
     line = shlex.join(map(str, (*IMGKIT, "shell", "--job", job[1])))
