@@ -184,6 +184,8 @@ def test_cluster_page_runs_jobs_of_two_nodes(folder: Path, standin: str) -> None
 
     def typed(line: str) -> str:
         words = line.replace(" -- ", f" {' '.join(ON_CPU)} -- ").removeprefix("imgkit ").split()
+        if words[0] == "run":
+            words.insert(1, "--detach")
         done = cluster("exec", "login", "--cwd", folder, "--", *IMGKIT, *words, env=env)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
