@@ -61,6 +61,7 @@ from imgkit_entrypoints.doctor import node
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.facts import elf
 from imgkit_entrypoints.launch import nccl, stop_protocol
+from imgkit_entrypoints.rules import Unfit
 from imgkit_entrypoints.run import disk, shard_file
 from imgkit_entrypoints.schedulers import hostlist, resolve
 from imgkit_entrypoints.schedulers.placement import PlacementRequest
@@ -751,7 +752,7 @@ TARGETS = (
     Target(
         name="image-reference",
         run=_text(rules.parse_reference),
-        also=(rules.BadReference,),
+        also=(Unfit,),
         seeds=_lines("nvcr.io/nvidia/pytorch:24.03-py3", "a.b:5/c@sha256:" + "0" * 64),
         change=mutate.in_text,
     ),

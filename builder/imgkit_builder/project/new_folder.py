@@ -13,6 +13,7 @@ from imgkit_builder.base import files
 from imgkit_builder.job import systems
 from imgkit_builder.project import toml_file
 from imgkit_builder.recipe import rules
+from imgkit_builder.recipe.system_files import is_path
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import UsageError
 
@@ -46,7 +47,6 @@ class NewFolder:
 def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
     """Return the content of each file by its name; `parent` is the recipe that `options` name."""
     from imgkit_builder.image.render import environment
-    from imgkit_builder.recipe import load
 
     facts, scheduler = parent.system.queue, parent.system.scheduler
     # imgkit submit warns of a key that the scheduler does not use.
@@ -63,7 +63,7 @@ def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
     values = {
         "name": options.name,
         "remote": options.remote,
-        "parent": path if load.is_path(options.recipe) else options.recipe,
+        "parent": path if is_path(options.recipe) else options.recipe,
         "description": f"{options.name}, on {parent.system.title or parent.name}",
         "queue": [(key, value) for key, value in queue.items() if value or key in required],
         "unused": [key for key, value in queue.items() if not value and key in used and key not in required],

@@ -13,6 +13,7 @@ from imgkit_builder.job import container, quoting, resolve
 from imgkit_builder.recipe.model import KEYS, Short
 from imgkit_builder.recipe.problems import Collector, NotToml, Position, RecipeErrors, choices, parse_toml
 from imgkit_builder.recipe.schema import allowed_keys
+from imgkit_builder.recipe.system_files import is_path
 from imgkit_builder.recipe.validation import Mistake, validate
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
@@ -74,10 +75,8 @@ class ProjectFile:
     @property
     def recipe_file(self) -> Path | None:
         """Return the recipe's file, whose path starts at the file's folder; None for a shipped recipe."""
-        from imgkit_builder.recipe import load
-
         ref = self.values.recipe
-        return self.file.parent / ref if load.is_path(ref) or ref.endswith(".sif") else None
+        return self.file.parent / ref if is_path(ref) or ref.endswith(".sif") else None
 
     @property
     def recipe(self) -> str:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from imgkit_builder.recipe import bases, rules, system_files, systems
 from imgkit_builder.recipe.check import check, check_system
@@ -24,7 +25,7 @@ from imgkit_builder.recipe.problems import (
     shown,
 )
 from imgkit_builder.recipe.requirements import PYPROJECT, UV_LOCK
-from imgkit_builder.recipe.system_files import Proof
+from imgkit_builder.recipe.system_files import Proof, is_path
 from imgkit_builder.recipe.validation import validate
 from imgkit_builder.recipe.yaml_tree import (
     Items,
@@ -73,7 +74,7 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
     document = _document(tree, problems, file, is_complete=is_complete)
     document = dataclasses.replace(document, description=document.description.strip())
     positions = _positions(tree)
-    image = _absolute(document.image, positions)
+    image: Image = _absolute(document.image, ("image",), positions)
     return Recipe(
         name=file.stem,
         description=document.description,
@@ -135,7 +136,7 @@ def load_system(name: str) -> KnownSystem:
     """
     file = system_files.locate(name, Path.cwd() / "recipe")
     problems = Collector(shows=(FOLDER.resolve(), file.parent.resolve()))
-    tree, proof = _system(file, [], problems)
+    tree, proof = _system(file, (), problems)
     if tree is None:
         raise RecipeErrors(problems.errors)
     # Any image will do: the rules are those of a recipe.
@@ -173,33 +174,18 @@ def _with_args(tree: Table, build_args: Sequence[str]) -> Table:
     return tree
 
 
-def _absolute(image: Image, positions: Mapping[KeyPath, Position]) -> Image:
-    """Make the paths of `image` absolute; each starts at the folder of the file that states it."""
-
-    def absolute(path: Path, *key: str | int) -> Path:
+def _absolute(value: Any, path: KeyPath, positions: Mapping[KeyPath, Position]) -> Any:
+    """Return `value` with absolute paths; each starts at the folder of the file that states it."""
+    if isinstance(value, Path):
         # A file of this machine may be anywhere: "/" and "~" do not start at the recipe.
-        key_path: KeyPath = ("image", *key)
-        return positions[key_path].file.parent / path.expanduser()
-
-    pip = tuple(
-        dataclasses.replace(
-            step,
-            requirements=step.requirements and absolute(step.requirements, "pip", index, "requirements"),
-            project=step.project and absolute(step.project, "pip", index, "project"),
-        )
-        for index, step in enumerate(image.pip)
-    )
-    copy = tuple(
-        dataclasses.replace(step, source=absolute(step.source, "copy", index, "source"))
-        for index, step in enumerate(image.copy)
-    )
-    secrets = tuple(
-        dataclasses.replace(secret, file=secret.file and absolute(secret.file, "secrets", index, "file"))
-        for index, secret in enumerate(image.secrets)
-    )
-    uv = image.uv and dataclasses.replace(image.uv, project=absolute(image.uv.project, "uv", "project"))
-    ca = tuple(absolute(file, "ca", index) for index, file in enumerate(image.ca))
-    return dataclasses.replace(image, ca=ca, secrets=secrets, uv=uv, pip=pip, copy=copy)
+        return positions[path].file.parent / value.expanduser()
+    if isinstance(value, tuple):
+        return tuple(_absolute(item, (*path, index), positions) for index, item in enumerate(value))
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    names = [field.name for field in dataclasses.fields(value)]
+    parts = {name: _absolute(getattr(value, name), (*path, name), positions) for name in names}
+    return dataclasses.replace(value, **parts)
 
 
 def _sha256(name: str, document: Document, image: Image, problems: Collector) -> str:
@@ -222,11 +208,6 @@ def _sha256(name: str, document: Document, image: Image, problems: Collector) ->
         pyproject = project / PYPROJECT
         problems.digests[pyproject] = hashlib.sha256(files.read_bytes(pyproject)).hexdigest()
     return digest.hexdigest()
-
-
-def is_path(ref: str) -> bool:
-    """Return whether `ref` names a file rather than a shipped recipe."""
-    return "/" in ref or ref.endswith((".yaml", ".yml"))
 
 
 def locate(ref: str, folder: Path) -> Path:
@@ -266,35 +247,25 @@ def _shipped(name: str) -> Path:
     raise UsageError(f"there is no recipe {name!r}", hint=choices(name, recipe_names()) + advice)
 
 
-def resolve(file: Path, problems: Collector) -> tuple[Table | None, bool]:
+def resolve(file: Path, problems: Collector, children: Sequence[Path] = ()) -> tuple[Table | None, bool]:
     """Read `file` and what it extends, and merge them; problems go to `problems`.
 
-    The second value says whether every file could be read.
+    The second value says whether every file could be read. `children` are the resolved files that led to it.
     """
-    chain: list[tuple[Table, bool]] = []
-    seen = [file.resolve()]
-    is_complete = True
-    current: Path | None = file
-    while current is not None:
-        tree = parse(current, problems)
-        if tree is None:
-            is_complete = False
-            break
-        _refuse_system_file(tree, problems)
-        child, names_system, has_system = _with_system(tree.without("extends"), current, problems)
-        is_complete = is_complete and has_system
-        chain.append((child, names_system))
-        if "extends" not in tree.entries:
-            break
-        current = _parent(tree.entries["extends"], current.parent, seen, problems)
-        is_complete = is_complete and current is not None
-    if not chain:
+    tree = parse(file, problems)
+    if tree is None:
         return None, False
-    merged, _ = chain.pop()
-    while chain:
-        child, names_system = chain.pop()
-        merged = merge_tables(merged.without("system") if names_system else merged, child, ())
-    return merged, is_complete
+    _refuse_system_file(tree, problems)
+    child, names_system, is_complete = _with_system(tree.without("extends"), file, problems)
+    if "extends" not in tree.entries:
+        return child, is_complete
+    chain = (*children, file.resolve())
+    parent_file = _locate_named(tree.entries["extends"], file, ("extends",), chain, problems, "recipe")
+    parent, is_parent_complete = resolve(parent_file, problems, chain) if parent_file else (None, False)
+    if parent is None:
+        return child, False
+    merged = merge_tables(parent.without("system") if names_system else parent, child, ())
+    return merged, is_complete and is_parent_complete
 
 
 def _refuse_system_file(tree: Table, problems: Collector) -> None:
@@ -320,44 +291,52 @@ def _with_system(tree: Table, file: Path, problems: Collector) -> tuple[Table, b
         if "extends" not in ref.entries:
             return tree, False, True
         changes, ref = ref.without("extends"), ref.entries["extends"]
-    base = _named_system(ref, file, ("system",), [], problems)
+    system_file = _locate_named(ref, file, ("system",), (), problems, "system")
+    base = _system(system_file, (), problems)[0] if system_file else None
     if base is None:
         return tree.without("system"), True, False
     system = merge_tables(base, changes, ("system",))
     return _replace(tree, ("system",), system), True, True
 
 
-def _named_system(
-    ref: YamlNode, source: Path, path: KeyPath, seen: list[Path], problems: Collector
-) -> Table | None:
-    """Return the system that `ref` in the file `source` names; None after a problem."""
+_MOST_PARENTS = 50
+_NAME_HINTS = {
+    "recipe": "the parent can extend a further recipe",
+    "system": "write system: NAME, or keys below it; imgkit list --systems shows the names",
+}
+
+
+def _locate_named(
+    ref: YamlNode, source: Path, path: KeyPath, chain: Sequence[Path], problems: Collector, noun: str
+) -> Path | None:
+    """Return the file of the ``recipe`` or ``system`` that `ref` in `source` names; None after a problem.
+
+    `chain` are the resolved files that led to it.
+    """
     if not isinstance(ref, Scalar) or ref.type != "text":
-        message = f"must be the name or path of one system, not {kind(ref)}"
-        hint = "write system: NAME, or keys below it; imgkit list --systems shows the names"
-        problems.error(ref.position, path, message, hint)
+        message = f"must be the name or path of one {noun}, not {kind(ref)}"
+        problems.error(ref.position, path, message, _NAME_HINTS[noun])
         return None
     try:
-        file = system_files.locate(ref.text, source)
+        file = locate(ref.text, source.parent) if noun == "recipe" else system_files.locate(ref.text, source)
     except UsageError as error:
         message = f"{error.where}: {error.what}" if error.where else error.what
         # The hint names files that are there.
-        may_show = not system_files.is_path(ref.text) or problems.may_show(source.parent / ref.text)
+        may_show = not is_path(ref.text) or problems.may_show(source.parent / ref.text)
         problems.error(ref.position, path, message, (error.hint if may_show else "") or "")
         return None
-    return None if _is_circular(file, seen, ref, path, problems) else _system(file, seen, problems)[0]
-
-
-def _is_circular(file: Path, seen: list[Path], ref: YamlNode, path: KeyPath, problems: Collector) -> bool:
-    """Report `file`, which `ref` names, if it is one of those that lead to it; return whether it is."""
     resolved = file.resolve()
-    if resolved not in seen:
-        return False
-    cycle = " -> ".join(step.name for step in (*seen[seen.index(resolved) :], resolved))
-    problems.error(ref.position, path, f"is circular: {cycle}", "remove one `extends`")
-    return True
+    if resolved in chain:
+        cycle = " -> ".join(step.name for step in (*chain[chain.index(resolved) :], resolved))
+        problems.error(ref.position, path, f"is circular: {cycle}", "remove one `extends`")
+        return None
+    if len(chain) > _MOST_PARENTS:
+        problems.error(ref.position, path, f"more than {_MOST_PARENTS} files extend each other", "merge some")
+        return None
+    return file
 
 
-def _system(file: Path, seen: list[Path], problems: Collector) -> tuple[Table | None, Proof]:
+def _system(file: Path, children: Sequence[Path], problems: Collector) -> tuple[Table | None, Proof]:
     """Return the values of the system `file` over those that it extends, and the proof that it states."""
     tree = parse(file, problems)
     if tree is None:
@@ -371,7 +350,9 @@ def _system(file: Path, seen: list[Path], problems: Collector) -> tuple[Table | 
     values, parent = tree.without("proof", "extends"), tree.entries.get("extends")
     if parent is None:
         return values, proof
-    base = _named_system(parent, file, ("extends",), [*seen, file.resolve()], problems)
+    chain = (*children, file.resolve())
+    parent_file = _locate_named(parent, file, ("extends",), chain, problems, "system")
+    base = _system(parent_file, chain, problems)[0] if parent_file else None
     return (None if base is None else merge_tables(base, values, ("system",))), proof
 
 
@@ -382,26 +363,6 @@ def _proof(node: YamlNode, problems: Collector) -> Proof:
         message = "does not say how the values were tested"
         problems.error(node.position, ("proof",), message, hint)
     return proof or Proof()
-
-
-def _parent(ref: YamlNode, folder: Path, seen: list[Path], problems: Collector) -> Path | None:
-    """Return the file that `ref` names, which is added to `seen`; None after a problem."""
-    path: KeyPath = ("extends",)
-    if not isinstance(ref, Scalar) or ref.type != "text":
-        message = f"must be the name or path of one recipe, not {kind(ref)}"
-        problems.error(ref.position, path, message, "the parent can extend a further recipe")
-        return None
-    try:
-        file = locate(ref.text, folder)
-    except UsageError as error:
-        # The hint names files that are there.
-        hint = error.hint if not is_path(ref.text) or problems.may_show(folder / ref.text) else ""
-        problems.error(ref.position, path, error.what, hint or "")
-        return None
-    if _is_circular(file, seen, ref, path, problems):
-        return None
-    seen.append(file.resolve())
-    return file
 
 
 def merge(parent: YamlNode, child: YamlNode, path: KeyPath) -> YamlNode:

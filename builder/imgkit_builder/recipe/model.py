@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -316,14 +317,6 @@ def _locked(pattern: str, fault: str) -> Rule:
     return like(pattern, f"must be {fault}", LOCK_HINT)
 
 
-def _locked_base(text: str) -> Iterator[rules.Fault]:
-    """Accept an image reference; one of --base may lack a tag."""
-    try:
-        rules.parse_reference(text)
-    except rules.BadReference as error:
-        yield error.what, error.hint
-
-
 def _epoch(seconds: int) -> Iterator[rules.Fault]:
     if not 0 <= seconds < 1 << 32:
         yield "must be seconds since 1970, and fit into 32 bits", LOCK_HINT
@@ -356,8 +349,8 @@ class LockedStep:
 class LockRequest:
     """What the recipe asked for: a recipe that asks for something else has a stale lock."""
 
-    base: Annotated[Line, Rule(_locked_base)]
-    """The base's name as the recipe, or ``--base``, states it."""
+    base: Annotated[Line, Rule(partial(rules.image_reference, needs_tag=False))]
+    """The base's name as the recipe, or ``--base``, states it; the latter may lack a tag."""
     apt: tuple[Annotated[Line, Rule(rules.apt_package)], ...] = ()
     constraints: tuple[PipName, ...] = ("keep",)
     """The policy, and behind ``drop`` the names."""

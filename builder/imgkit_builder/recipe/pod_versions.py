@@ -7,9 +7,6 @@ writes. Later versions than the last of these are refused: nobody knows their op
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-
-from imgkit_entrypoints.system import SystemFacts
 
 V1 = "v1"
 """RunAI's first client, ``runai submit-dist``; the later one has the version of the platform."""
@@ -27,17 +24,6 @@ def client(text: str) -> str:
 def trainer(text: str) -> str:
     """Return the item of `TRAINERS` that the Trainer `text` follows. Raises ValueError for an unknown one."""
     return _followed(text, TRAINERS, "Kubeflow Trainer", "")
-
-
-def faults(facts: SystemFacts) -> Iterator[tuple[str, str]]:
-    """Yield the keys of ``system.queue`` whose version imgkit does not know, and what is wrong with each."""
-    versions = (("client", facts.queue.client, client), ("trainer", facts.queue.trainer, trainer))
-    for key, text, resolve in versions:
-        try:
-            if text:
-                resolve(text)
-        except ValueError as error:
-            yield key, str(error)
 
 
 def _followed(text: str, compared: tuple[str, ...], program: str, before: str) -> str:

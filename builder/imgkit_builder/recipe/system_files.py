@@ -100,7 +100,7 @@ def find_all() -> Mapping[str, Path]:
 
 
 def is_path(ref: str) -> bool:
-    """Return whether `ref` names a file rather than a known system."""
+    """Return whether `ref` names a file rather than a shipped recipe or a known system."""
     return "/" in ref or ref.endswith((SUFFIX, ".yml"))
 
 

@@ -40,8 +40,13 @@ def _no_faults(facts: SystemFacts) -> Iterable[SystemFault]:
 
 
 def _unknown_versions(facts: SystemFacts) -> Iterator[SystemFault]:
-    for key, message in pod_versions.faults(facts):
-        yield SystemFault(path=("queue", key), what=message)
+    """Yield the versions of programs that imgkit does not know."""
+    for key, resolve in (("client", pod_versions.client), ("trainer", pod_versions.trainer)):
+        try:
+            if version := getattr(facts.queue, key):
+                resolve(version)
+        except ValueError as error:
+            yield SystemFault(path=("queue", key), what=str(error))
 
 
 _SET_BY_JOBS = ("--container-image", "--container-mounts", "--container-workdir")
@@ -126,7 +131,7 @@ def is_known(name: str) -> bool:
 
 def names() -> tuple[str, ...]:
     """Return what ``system.scheduler`` can be: the shipped schedulers, then plug-ins by name."""
-    return (*SHIPPED, *sorted(_plugins()))
+    return (*SHIPPED, *plugins())
 
 
 def with_alias(alias: str) -> str:

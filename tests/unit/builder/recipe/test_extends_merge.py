@@ -213,3 +213,11 @@ def test_names_in_a_folder_outside_are_not_shown(write: Write) -> None:
 def test_recipe_outside_without_a_fault_is_extended(write: Write) -> None:
     write("image: {base: 'python:3'}\n", "shared/base.yaml")
     assert load(write("extends: ../shared/base.yaml\n", "own/mine.yaml")).image.base == "python:3"
+
+
+@pytest.mark.parametrize("prefix", ["", "system: {scheduler: slurm}\n"])
+def test_long_chain_is_refused(write: Write, prefix: str) -> None:
+    for number in range(60):
+        write(f"extends: ./r{number + 1}.yaml\n", f"r{number}.yaml")
+    with pytest.raises(RecipeErrors, match="more than 50 files extend each other"):
+        load(write(f"{prefix}extends: ./r0.yaml\n"))
