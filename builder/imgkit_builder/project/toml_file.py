@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 from imgkit_builder.job import container, quoting, resolve
 from imgkit_builder.recipe.model import KEYS, Short
-from imgkit_builder.recipe.problems import Collector, NotToml, Position, RecipeErrors, choices, parse_toml
-from imgkit_builder.recipe.schema import allowed_keys
+from imgkit_builder.recipe.problems import Collector, NotToml, Position, RecipeErrors, parse_toml
 from imgkit_builder.recipe.system_files import is_path
 from imgkit_builder.recipe.validation import Mistake, validate
 from imgkit_entrypoints import files
@@ -161,14 +160,12 @@ def _position(key: str, text: str, file: Path) -> Position:
 
 def _explain(mistake: Mistake, data: Mapping[str, Any]) -> tuple[str, str]:
     """Return the message and the hint for `mistake` in `data`."""
-    key = str(mistake.path[0])
-    if mistake.kind == "rule":
+    if mistake.kind != "type":
         return mistake.message, mistake.hint
-    if mistake.kind == "unknown":
-        return "unknown key", choices(key, allowed_keys((key,), ProjectValues))
+    key = str(mistake.path[0])
     value = data[key][mistake.path[1]] if len(mistake.path) > 1 else data[key]
     names = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list"}
     kind = names.get(type(value), "a table" if isinstance(value, dict) else "a date or time")
-    if mistake.message == "a list":
+    if mistake.expected == "a list":
         return f"must be a list of strings, not {kind}", 'write ["ONE", "TWO"]'
     return f"must be text, not {kind}", "" if isinstance(value, list | dict) else f'quote it: "{value}"'

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 from imgkit_builder.recipe import named_files, rules, systems
 from imgkit_builder.recipe.model import Document
 from imgkit_builder.recipe.problems import ANY, Collector, KeyPath, choices, key_text, nearest
-from imgkit_builder.recipe.schema import allowed_keys, key_paths
-from imgkit_builder.recipe.validation import Mistake, validate
+from imgkit_builder.recipe.validation import Mistake, allowed_keys, key_paths, validate
 from imgkit_builder.recipe.yaml_tree import (
     Items,
     Scalar,
@@ -116,7 +115,7 @@ def _report(mistake: Mistake, tree: Table, problems: Collector) -> None:
     if mistake.kind == "missing":
         smallest = "a recipe needs at least `image: {base: NAME:TAG}`"
         hint = smallest if len(mistake.path) < 3 else f"add `{mistake.path[-1]}: ...`"
-        problems.error(node.position, mistake.path, "is missing", hint)
+        problems.error(node.position, mistake.path, mistake.message, hint)
     elif mistake.is_key:
         table, _ = deepest(tree, mistake.path[:-1])
         message, hint = mistake.message, mistake.hint
@@ -134,11 +133,11 @@ def _unknown_key(path: KeyPath) -> tuple[str, str]:
     name = str(path[-1])
     if path[:-1] == ("image",) and name.lower() in _OF_DOCKERFILES:
         return _OF_DOCKERFILES[name.lower()]
-    allowed = allowed_keys(path)
+    allowed = allowed_keys(path, Document)
     if path[:-1] in ((), ("system",)):
         allowed.append("extends")
     hint = choices(name, allowed)
-    elsewhere = next((keys for keys in key_paths() if keys[-1] == name), None)
+    elsewhere = next((keys for keys in key_paths(Document) if keys[-1] == name), None)
     if elsewhere and not nearest(name, allowed):
         hint += f"; did you mean {key_text(elsewhere)}?"
     return "unknown key", hint
@@ -146,7 +145,7 @@ def _unknown_key(path: KeyPath) -> tuple[str, str]:
 
 def _wrong_value(node: YamlNode, mistake: Mistake) -> tuple[str, str]:
     """Return the message and the hint for a value of a wrong type, or another one than those allowed."""
-    expects_text = mistake.kind == "choice" or mistake.message == "text"
+    expects_text = mistake.kind == "choice" or mistake.expected == "text"
     if isinstance(node, Scalar) and node.type == "text" and mistake.kind == "choice":
         if mistake.path[-1] == "kind" and (reason := _OTHER_RUNTIMES.get(node.text.lower())):
             return f"imgkit does not start containers by {node.text}: {reason}", _RUNTIME_HINT
@@ -154,13 +153,13 @@ def _wrong_value(node: YamlNode, mistake: Mistake) -> tuple[str, str]:
         return f"{node.text!r} is not known", choices(name, mistake.choices)
     if isinstance(node, Scalar) and node.type != "text" and expects_text:
         return f"must be text, but YAML reads {node.text} as {_reading(node)}", f'quote it: "{node.text}"'
-    if isinstance(node, Scalar) and node.type != "text" and mistake.message == "an integer":
+    if isinstance(node, Scalar) and node.type != "text" and mistake.expected == "an integer":
         if node.type == "integer":
             return f"YAML reads {node.text} as {_reading(node)}", "write plain decimal digits"
         return f"must be an integer, not {kind(node)}", ""
     if mistake.kind == "choice":
         return f"must be text, not {kind(node)}", choices("", mistake.choices)
-    form, hint = _FORMS[mistake.message]
+    form, hint = _FORMS[mistake.expected]
     return f"must be {form}, not {kind(node)}", hint
 
 

@@ -32,13 +32,11 @@ from imgkit_builder.recipe.problems import (
     NotToml,
     Position,
     RecipeErrors,
-    choices,
     key_text,
     parse_toml,
     shown,
 )
-from imgkit_builder.recipe.schema import allowed_keys
-from imgkit_builder.recipe.validation import Mistake, validate
+from imgkit_builder.recipe.validation import validate
 from imgkit_entrypoints import files, secret_patterns
 from imgkit_entrypoints.errors import UsageError
 from imgkit_recipes import FOLDER
@@ -136,7 +134,10 @@ def _checked(values: dict[str, Any]) -> tuple[Lock | None, list[_Fault]]:
     if schema != LOCK_SCHEMA:
         return None, [(("schema",), f"{schema!r} is not a schema of a lock", LOCK_HINT)]
     lock, mistakes = validate(Lock, values)
-    faults = [(mistake.path, *_explain(mistake)) for mistake in mistakes]
+    faults: list[_Fault] = []
+    for mistake in mistakes:
+        message = mistake.message.replace("a mapping", "a table")
+        faults.append((mistake.path, message, mistake.hint or LOCK_HINT))
     if lock is not None:
         faults = [(path, message, LOCK_HINT) for path, message in _contradictions(lock)]
     return lock, faults
@@ -153,17 +154,6 @@ def _package(path: KeyPath, values: Any) -> str:
         if isinstance(part, int) and isinstance(values, dict):
             name = str(values.get("name", ""))[:60]
     return f" (package {name})" if name else ""
-
-
-def _explain(mistake: Mistake) -> tuple[str, str]:
-    """Return what is wrong with a value, and the hint."""
-    if mistake.kind == "missing":
-        return "is missing", LOCK_HINT
-    if mistake.kind == "unknown":
-        return "unknown key", choices(str(mistake.path[-1]), allowed_keys(mistake.path, Lock))
-    if mistake.kind == "type":
-        return f"must be {mistake.message.replace('a mapping', 'a table')}", LOCK_HINT
-    return mistake.message, mistake.hint
 
 
 def _contradictions(lock: Lock) -> Iterator[tuple[KeyPath, str]]:

@@ -130,11 +130,16 @@ def shown(file: Path) -> Path:
         return file
 
 
-def place(positions: Mapping[KeyPath, Position], path: KeyPath, file: Path) -> str:
-    """Return ``file.yaml:12`` for the nearest stated value at or above `path`, else the name of `file`."""
+def nearest_position(positions: Mapping[KeyPath, Position], path: KeyPath) -> Position | None:
+    """Return the position of the nearest stated value at or above `path`."""
     while path and path not in positions:
         path = path[:-1]
-    position = positions.get(path)
+    return positions.get(path)
+
+
+def place(positions: Mapping[KeyPath, Position], path: KeyPath, file: Path) -> str:
+    """Return ``file.yaml:12`` for the nearest stated value at or above `path`, else the name of `file`."""
+    position = nearest_position(positions, path)
     # A name may have a line break, and this is a comment in files that imgkit renders.
     return terminal.shown(f"{label(position.file)}:{position.line}" if position else file.name)
 

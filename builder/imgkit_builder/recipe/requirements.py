@@ -79,8 +79,7 @@ def project_name(file: Path) -> str:
     """Return the canonical name of the project in a pyproject.toml; empty where it states none."""
     try:
         content = problems.parse_toml(files.read_text(file, most_bytes=_MOST_BYTES))
-        name = content.get("project", content.get("tool", {}).get("poetry", {}))["name"]
-        return canonical(name)
+        return canonical({**content.get("tool", {}).get("poetry", {}), **content.get("project", {})}["name"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return ""
 

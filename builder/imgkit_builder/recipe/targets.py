@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 from imgkit_builder.oci.manifest import InstalledProject
 from imgkit_builder.recipe import problems, rules, systems
 from imgkit_builder.recipe.model import Document, Recipe, RunCommand
-from imgkit_builder.recipe.problems import KeyPath, Position, choices, key_text
+from imgkit_builder.recipe.problems import Collector, KeyPath, Position, RecipeErrors, choices, key_text
 from imgkit_builder.recipe.requirements import PYPROJECT, project_name
 from imgkit_builder.recipe.validation import validate
 from imgkit_entrypoints import json_text, terminal
-from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import SystemFacts
 
 if TYPE_CHECKING:
@@ -118,20 +117,19 @@ def checked(target: Target) -> Target:
         dict_factory=lambda pairs: {key: value for key, value in pairs if value is not None},
     )
     _, mistakes = validate(Document, {"image": image, "system": system})
-    faults = [("name", *fault) for fault in rules.recipe_name(target.name)]
-    faults += [(key_text(mistake.path), mistake.message, mistake.hint) for mistake in mistakes]
+    collector, position = Collector(), Position(file=target.file, line=0, column=0)
+    for message, hint in rules.recipe_name(target.name):
+        collector.error(position, ("name",), message, hint)
+    for mistake in mistakes:
+        collector.error(position, mistake.path, mistake.message, mistake.hint)
     if not systems.is_known(name):
         hint = choices(systems.with_alias(name), systems.names())
-        faults.append(("system.scheduler", f"{name!r} is not known", hint))
-    elif not faults:
+        collector.error(position, ("system", "scheduler"), f"{name!r} is not known", hint)
+    elif not collector.errors:
         for fault in systems.registration(name).faults(target.system):
-            faults.append((key_text(("system", *fault.path)), fault.what, fault.hint))
-    texts = [f"{key}: {message}; {hint}" if hint else f"{key}: {message}" for key, message, hint in faults]
-    if len(texts) == 1:
-        raise UsageError(texts[0], where=str(target.file))
-    if texts:
-        message = f"{len(texts)} of its values are not valid in a recipe"
-        raise UsageError(message, where=str(target.file), hint="\n".join(texts))
+            collector.error(position, ("system", *fault.path), fault.what, fault.hint)
+    if collector.errors:
+        raise RecipeErrors(collector.errors, of=target.file.name)
     return target
 
 
