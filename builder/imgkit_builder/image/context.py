@@ -15,7 +15,9 @@ import io
 import os
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+import tarfile
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -70,26 +72,32 @@ class BuildContext:
         ------
         UsageError : a file differs from what `pack` saw.
         """
-        digest = hashlib.sha256()
-        links = members.unpack(self.members, folder, digest.update)
-        self._check(digest.hexdigest(), "unpacked")
+        links: dict[str, str] = {}
+        with self.open() as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+            for member in archive:
+                path, content = folder / member.name, archive.extractfile(member) if member.isfile() else None
+                if member.issym():
+                    links[member.name] = member.linkname
+                elif content is None:
+                    path.mkdir(parents=True, exist_ok=True)
+                else:
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    with path.open("xb") as file:
+                        shutil.copyfileobj(content, file)
+                    path.chmod(member.mode)
         return links
 
-    def _checked(self, report: Reporter) -> Iterator[bytes]:
+    def _checked(self, report: Reporter) -> Generator[bytes]:
         digest = hashlib.sha256()
         for chunk in _reported(members.tar(self.members), report, self.size_bytes):
             digest.update(chunk)
             # After a mismatch the last chunk is not sent: the engine builds nothing from an unfinished tar.
-            if chunk is members.END:
-                self._check(digest.hexdigest(), "sent")
+            if chunk is members.END and digest.hexdigest() != self.sha256:
+                raise UsageError(
+                    "files of image.copy changed while they were read",
+                    hint="build again when no program writes to them, or list them under `ignore`",
+                )
             yield chunk
-
-    def _check(self, sha256: str, action: str) -> None:
-        if sha256 != self.sha256:
-            raise UsageError(
-                f"files of image.copy changed while they were {action}",
-                hint="build again when no program writes to them, or list them under `ignore`",
-            )
 
 
 class LargeContext(UsageError):
@@ -349,7 +357,7 @@ def _read_requirements(file: Path, where: str) -> bytes:
 class _Stream(io.RawIOBase):
     """A readable file over chunks."""
 
-    def __init__(self, chunks: Iterator[bytes]) -> None:
+    def __init__(self, chunks: Generator[bytes]) -> None:
         self._chunks = chunks
         self._rest = memoryview(b"")
 
@@ -369,8 +377,5 @@ class _Stream(io.RawIOBase):
 
     def close(self) -> None:
         # The generator may have a file open; closing the generator closes the file.
-        if not self.closed:
-            close = getattr(self._chunks, "close", None)
-            if close:
-                close()
+        self._chunks.close()
         super().close()

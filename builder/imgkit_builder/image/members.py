@@ -7,7 +7,7 @@ import hashlib
 import os
 import stat
 import tarfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -167,31 +167,6 @@ def tar(members: list[TarMember] | tuple[TarMember, ...]) -> Iterator[bytes]:
 
 
 END = bytes(2 * tarfile.BLOCKSIZE)
-
-
-def unpack(members: Iterable[TarMember], folder: Path, on_chunk: Callable[[bytes], None]) -> dict[str, str]:
-    """Write `members` below `folder`, and return the links, which are left out, by their names.
-
-    `on_chunk` receives the bytes of the tar.
-    """
-    links: dict[str, str] = {}
-    for member in members:
-        on_chunk(_header(member))
-        path = folder / member.name
-        if member.kind == tarfile.SYMTYPE:
-            links[member.name] = member.link
-        elif member.kind == tarfile.DIRTYPE:
-            path.mkdir(parents=True, exist_ok=True)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("xb") as stream:
-                for chunk in _content(member):
-                    on_chunk(chunk)
-                    stream.write(chunk)
-            path.chmod(member.mode)
-        on_chunk(bytes(-member.size_bytes % tarfile.BLOCKSIZE))
-    on_chunk(END)
-    return links
 
 
 def _header(member: TarMember) -> bytes:

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.model import UV_STEP, LockedDeb, LockedWheel, Recipe
 from imgkit_builder.recipe.problems import KeyPath
-from imgkit_builder.recipe.requirements import PROTECTED, canonical
+from imgkit_builder.recipe.requirements import PROTECTED, canonical, name_of
 from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
@@ -97,7 +97,8 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
     ToolFailed : `text` is no report.
     """
     items = json_text.read(tuple[_ReportItem, ...], json_text.parse(text), "pip", closed=True)
-    built = {_name_and_version(file): file for file in digests}
+    # The name of a wheel's file begins with name and version, and has "_" for "-".
+    built = {(canonical(file.split("-")[0]), "".join(file.split("-")[1:2])): file for file in digests}
     wheels, missing = [], []
     for item in items:
         package = f"{item.name}=={item.version}"
@@ -127,12 +128,6 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
         packages = ", ".join(missing)
         raise Unresolved(step, f"no index has a wheel of {packages} for this base", packages)
     return tuple(sorted(wheels, key=lambda wheel: canonical(wheel.name)))
-
-
-def _name_and_version(file: str) -> tuple[str, str]:
-    """Return name and version in the name of a wheel's file, which writes ``-`` as ``_``."""
-    name, _, rest = file.partition("-")
-    return canonical(name), rest.partition("-")[0]
 
 
 def without_credentials(url: str) -> str:
@@ -248,22 +243,16 @@ def find_line(recipe: Recipe, step: int | str, packages: list[str]) -> str:
     lines: dict[str, str] = {}
     if step == APT:
         for number, package in enumerate(recipe.image.apt):
-            lines.setdefault(_name(package), recipe.where(*path, number))
+            lines.setdefault(name_of(package), recipe.where(*path, number))
     elif int(step) < len(recipe.image.pip):
         pip = recipe.image.pip[int(step)]
         for number, package in enumerate(pip.packages):
-            lines.setdefault(_name(package), recipe.where(*path, "packages", number))
+            lines.setdefault(name_of(package), recipe.where(*path, "packages", number))
         text = files.read_text(pip.requirements, errors="replace") if pip.requirements else ""
         for number, line in enumerate(text.splitlines(), 1):
             file = f"{pip.requirements.name}:{number}" if pip.requirements else ""
-            lines.setdefault(_name(line.strip()), f"{recipe.where(*path, 'requirements')} ({file})")
-    for package in filter(None, map(_name, packages)):
+            lines.setdefault(name_of(line), f"{recipe.where(*path, 'requirements')} ({file})")
+    for package in filter(None, map(name_of, packages)):
         if package in lines:
             return lines[package]
     return recipe.where(*path)
-
-
-def _name(requirement: str) -> str:
-    """Return ``flash-attn`` of ``Flash_Attn[extra]>=2``."""
-    match = re.match(r"[A-Za-z0-9][A-Za-z0-9.+_-]*", requirement)
-    return canonical(match[0]) if match else ""

@@ -84,6 +84,15 @@ def project_name(file: Path) -> str:
         return ""
 
 
+def name_of(requirement: str) -> str:
+    """Return ``flash-attn`` of ``Flash_Attn[extra]>=2``; empty where no name begins it.
+
+    Names of Debian's packages may contain ``+``.
+    """
+    match = re.match(r"\s*([A-Za-z0-9](?:[A-Za-z0-9.+_-]*[A-Za-z0-9+])?)", requirement)
+    return canonical(match[1]) if match else ""
+
+
 def canonical(name: str) -> str:
     """Return the name of a distribution as PyPA's specification normalises it."""
     return re.sub(r"[-_.]+", "-", name).lower()
