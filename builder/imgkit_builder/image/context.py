@@ -15,8 +15,6 @@ import io
 import os
 import posixpath
 import re
-import shutil
-import tarfile
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,20 +70,8 @@ class BuildContext:
         ------
         UsageError : a file differs from what `pack` saw.
         """
-        links: dict[str, str] = {}
-        with self.open() as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
-            for member in archive:
-                path, content = folder / member.name, archive.extractfile(member) if member.isfile() else None
-                if member.issym():
-                    links[member.name] = member.linkname
-                elif content is None:
-                    path.mkdir(parents=True, exist_ok=True)
-                else:
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    with path.open("xb") as file:
-                        shutil.copyfileobj(content, file)
-                    path.chmod(member.mode)
-        return links
+        with self.open() as stream:
+            return members.unpack(stream, folder)
 
     def _checked(self, report: Reporter) -> Generator[bytes]:
         digest = hashlib.sha256()
