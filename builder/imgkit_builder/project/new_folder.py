@@ -31,11 +31,8 @@ class NewFolder:
     recipe: str
     """The recipe that the folder's own extends, as the user names it."""
     remote: str = ""
-    account: str = ""
-    queue: str = ""
-    qos: str = ""
-    time: str = ""
-    nodes: str = ""
+    values: Mapping[str, str]
+    """Values of flags for keys of ``imgkit.toml``: account, queue, qos, time, nodes; empty: not given."""
 
     @property
     def name(self) -> str:
@@ -55,11 +52,11 @@ def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
     # A recipe that is a file is named by a path from the folder, so that both can move or be cloned together.
     path = os.path.relpath(parent.file.resolve(), options.folder.resolve())
     path = path if path.startswith("../") else f"./{path}"
-    queue = {key: getattr(options, key) for key in ("account", "queue", "qos", "time")}
+    queue = {key: value for key, value in options.values.items() if key != "nodes"}
     if not queue["time"] and not facts.time and "time" in used:
         queue["time"] = _TIME
     # For mpi, the list of hosts is the number of nodes.
-    nodes = options.nodes or ("" if scheduler == "mpi" else "1")
+    nodes = options.values["nodes"] or ("" if scheduler == "mpi" else "1")
     values = {
         "name": options.name,
         "remote": options.remote,
@@ -72,14 +69,10 @@ def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
         # Only the program that imgkit writes has the option --epochs.
         "own_program": os.path.lexists(options.folder / PROGRAM),
     }
-    sources = {
-        toml_file.NAME: toml_file.NAME,
-        f"{options.name}.yaml": "recipe.yaml",
-        PROGRAM: PROGRAM,
-        GITIGNORE: "gitignore",
-    }
+    names = (toml_file.NAME, f"{options.name}.yaml", PROGRAM, GITIGNORE)
+    sources = zip(names, (toml_file.NAME, "recipe.yaml", PROGRAM, "gitignore"), strict=True)
     templates = environment("templates/project", None)
-    return {file: templates.get_template(f"{source}.j2").render(values) for file, source in sources.items()}
+    return {file: templates.get_template(f"{source}.j2").render(values) for file, source in sources}
 
 
 def _required_keys(parent: Target) -> Mapping[str, bool]:
@@ -105,7 +98,7 @@ def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str
         yield "imgkit remote add NAME USER@HOST:DIR, and its name in imgkit.toml"
     for key, has_value in _required_keys(parent).items():
         # imgkit.toml has a time limit already.
-        if not has_value and key != "time" and not getattr(options, key):
+        if not has_value and key != "time" and not options.values[key]:
             yield f"{key} in imgkit.toml, which {parent.name} needs"
     yield from commands or [f"{cd}imgkit run --dry-run && imgkit run"]
     if parent.system.runtime.kind == "docker" and parent.system.scheduler == "mpi":

@@ -139,10 +139,8 @@ _UNNAMED: Mapping[KeyPath, KeyPath] = {("image", "constraints", "policy"): ("ima
 """Fields whose name YAML omits."""
 
 
-def _values(
-    path: KeyPath, content: Any, positions: Mapping[KeyPath, Position]
-) -> Iterator[tuple[str, str | int | None, Position | None]]:
-    """Yield key, value and position of what is below `content`; a default has no position."""
+def _values(path: KeyPath, content: Any, positions: Mapping[KeyPath, Position]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each value below `content`; a default has no position."""
     parts: list[tuple[str | int, Any]] | None = None
     if isinstance(content, RunCommand) and content.short is not None:
         content = content.short
@@ -156,8 +154,15 @@ def _values(
     elif isinstance(content, tuple):
         parts = list(enumerate(content))
     if not parts:
-        text = str(content) if isinstance(content, Path) else content
-        yield key_text(_UNNAMED.get(path, path)), None if parts == [] else text, positions.get(path)
+        position = positions.get(path)
+        yield {
+            "key": key_text(_UNNAMED.get(path, path)),
+            "value": None if parts == [] else content,
+            "default": position is None,
+            "file": position and position.file,
+            "line": position and position.line,
+            "column": position and position.column,
+        }
     for part, value in parts or ():
         is_absent_drop = path == ("image", "constraints") and part == "drop" and not value
         # A step shows only what it has.
@@ -189,19 +194,9 @@ def described_json(recipe: Recipe) -> str:
     """Return one JSON object: the resolved parts, and ``values`` with their positions."""
     image = dataclasses.asdict(recipe.image)
     image["run"] = [command.short or dataclasses.asdict(command) for command in recipe.image.run]
-    rows = [
-        {
-            "key": key,
-            "value": value,
-            "default": position is None,
-            "file": str(position.file) if position else None,
-            "line": position.line if position else None,
-            "column": position.column if position else None,
-        }
-        for part, content in (("image", recipe.image), ("system", recipe.system))
-        for key, value, position in _values((part,), content, recipe.positions)
-    ]
-    content = {
+    parts = (("image", recipe.image), ("system", recipe.system))
+    rows = [row for part, content in parts for row in _values((part,), content, recipe.positions)]
+    described = {
         "schema": SHOW_SCHEMA,
         "name": recipe.name,
         "description": recipe.description,
@@ -212,4 +207,4 @@ def described_json(recipe: Recipe) -> str:
         "values": rows,
         "warnings": [str(warning) for warning in recipe.warnings],
     }
-    return json.dumps(content, indent=2, default=str)
+    return json.dumps(described, indent=2, default=str)

@@ -288,14 +288,14 @@ class _Converter:
                 child = Scalar(position=key_position, text="", type="nothing")
             if child is not None:
                 entries[key.value] = child
-        # Explicit keys override merged ones, wherever the merge key is.
-        from_merge: dict[str, YamlNode] = {}
-        for table in merged:
-            for key, child in table.entries.items():
-                if key not in keys:
-                    from_merge.setdefault(key, child)
-        positions = {key: table.keys[key] for table in reversed(merged) for key in table.entries}
-        return Table(position=position, entries={**from_merge, **entries}, keys={**positions, **keys})
+        # Explicit keys override merged ones, wherever the merge key is; of these, the first counts.
+        inherited: dict[str, YamlNode] = {}
+        positions: dict[str, Position] = {}
+        for table in reversed(merged):
+            inherited.update(table.entries)
+            positions.update(table.keys)
+        entries = {**{key: child for key, child in inherited.items() if key not in keys}, **entries}
+        return Table(position=position, entries=entries, keys={**positions, **keys})
 
     def _merged(self, value: yaml.Node, path: KeyPath) -> Iterator[Table]:
         """Yield what a ``<<`` key names: one mapping or a list of them, the first with precedence."""
