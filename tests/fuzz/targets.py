@@ -698,7 +698,7 @@ TARGETS = (
         run=lambda data, _: answers.read_debs(data.decode(errors="replace")),
         seeds=lambda: [(ROOT / "tests/contract/lock/apt_answer.txt").read_bytes()],
         change=mutate.in_text,
-        also=(answers.Unresolved,),
+        also=(answers.Unresolved, ValueError),
     ),
     Target(
         name="lock-pip",
@@ -709,7 +709,7 @@ TARGETS = (
             + '", "direct": true}, {"name": "a", "version": "1", "url": "file:/a", "sha256": "", "direct": false}]'
         ),
         change=mutate.in_json,
-        also=(answers.Unresolved,),
+        also=(answers.Unresolved, ValueError),
     ),
     Target(
         name="lock-failure",
@@ -719,6 +719,7 @@ TARGETS = (
             "apt\nE: Unable to locate package x",
         ),
         change=mutate.in_text,
+        also=(ValueError,),
     ),
     Target(
         name="lock",

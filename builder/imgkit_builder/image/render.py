@@ -299,11 +299,11 @@ def build_layers(
         uses_secrets=bool(image.used_secrets),
         base=_base(recipe, base),
         base_user="" if base_user.partition(":")[0] in ("root", "0") else base_user,
-        args=_block(recipe, _paths("args", image.args), image.args) if image.args else None,
+        args=_block(recipe, "args", image.args) if image.args else None,
         ca=_authorities(recipe) if image.ca else None,
         before_apt=Early(copy=_copies(recipe, "base"), run=_run_steps(recipe, "base")),
         after_apt=Early(copy=_copies(recipe, "apt"), run=_run_steps(recipe, "apt")),
-        apt=(install.apt_step(recipe, _origins(recipe, _paths("apt", range(len(image.apt))))),)
+        apt=(install.apt_step(recipe, _origins(recipe, "apt", range(len(image.apt)))),)
         if (lock.apt if lock else image.apt)
         else (),
         protect=_protect(recipe),
@@ -414,7 +414,7 @@ def _authorities(recipe: Recipe) -> Step:
         f"else mkdir -p {posixpath.dirname(BUNDLE)} && cat {CERTIFICATES}/*.crt >> {BUNDLE}; fi",
     )
     return Step(
-        origin=_origins(recipe, _paths("ca", range(len(members)))),
+        origin=_origins(recipe, "ca", range(len(members))),
         files=tuple(
             ContextFile(member=member, path=f"{CERTIFICATES}/imgkit-{posixpath.basename(member)}")
             for member in members
@@ -460,8 +460,7 @@ def _one_line(text: str) -> str:
 def _env(recipe: Recipe) -> Block:
     # The host's ~/.local is visible inside a .sif; Python must not import its packages.
     pairs = {"PYTHONNOUSERSITE": "1", **recipe.image.env}
-    paths = _paths("env", recipe.image.env)
-    return _block(recipe, paths, pairs, "imgkit: ignore packages in the host's ~/.local")
+    return _block(recipe, "env", pairs, "imgkit: ignore packages in the host's ~/.local")
 
 
 def _labels(recipe: Recipe) -> Block:
@@ -479,26 +478,21 @@ def _labels(recipe: Recipe) -> Block:
     }
     if recipe.lock:
         pairs[LOCK_LABEL] = hashlib.sha256(recipe.lock_text.encode()).hexdigest()
-    return _block(recipe, _paths("labels", recipe.image.labels), pairs, "imgkit: what this image is")
+    return _block(recipe, "labels", pairs, "imgkit: what this image is")
 
 
-def _paths(key: str, items: Iterable[str | int]) -> list[KeyPath]:
-    """Return the paths of items below ``image.KEY``."""
-    return [("image", key, item) for item in items]
+def _block(recipe: Recipe, key: str, pairs: Mapping[str, str], default_origin: str = "") -> Block:
+    """Return a block of `pairs`, among them the values of ``image.KEY``."""
+    return Block(origin=_origins(recipe, key, getattr(recipe.image, key)) or default_origin, entries=pairs)
 
 
-def _block(recipe: Recipe, paths: list[KeyPath], pairs: Mapping[str, str], default_origin: str = "") -> Block:
-    """Return a block of `pairs`, which the values at `paths` state."""
-    return Block(origin=_origins(recipe, paths) or default_origin, entries=pairs)
-
-
-def _origins(recipe: Recipe, paths: Sequence[KeyPath]) -> str:
-    """Return the lines of several values, shortened: ``mn5.yaml:12-14, mn5-llm.yaml:3``."""
+def _origins(recipe: Recipe, key: str, items: Iterable[str | int]) -> str:
+    """Return the lines of items of ``image.KEY``, shortened: ``mn5.yaml:12-14, mn5-llm.yaml:3``."""
     spans: list[tuple[str, int, int]] = []
-    for path in paths:
-        name, _, number = recipe.where(*path).rpartition(":")
+    for item in items:
+        name, _, number = recipe.where("image", key, item).rpartition(":")
         if not name:
-            return recipe.where(*path)
+            return number
         line = int(number)
         if spans and spans[-1][0] == name and line in (spans[-1][2], spans[-1][2] + 1):
             spans[-1] = (name, spans[-1][1], line)

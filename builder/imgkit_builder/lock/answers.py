@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -45,22 +44,13 @@ class Unresolved(Exception):
         self.step, self.problem, self.packages, self.output = step, problem, packages, output
 
 
-@contextlib.contextmanager
-def readable() -> Iterator[None]:
-    """Raise ToolFailed where an answer is wrong."""
-    try:
-        yield
-    except ValueError as error:
-        raise ToolFailed(f"an answer of the base cannot be read: {error}") from error
-
-
-@readable()
 def read_debs(text: str) -> tuple[LockedDeb, ...]:
     """Return the packages that ``apt-get --print-uris`` printed, sorted by name.
 
     Raises
     ------
     Unresolved : apt names no sha256 for a package, or a URL that is not HTTP.
+    ValueError : an answer of apt cannot be read.
     """
     debs = []
     for match in filter(None, map(_URI.match, text.splitlines())):
@@ -83,7 +73,6 @@ def read_debs(text: str) -> tuple[LockedDeb, ...]:
     return tuple(sorted(debs, key=lambda deb: (deb.name, deb.architecture)))
 
 
-@readable()
 def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tuple[LockedWheel, ...]:
     """Return the wheels in `text`, which ``inside`` wrote for `step`, sorted by name.
 
@@ -94,7 +83,7 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
     Raises
     ------
     Unresolved : packages have no wheel, or one that only the base has, and `digests` lacks it.
-    ToolFailed : `text` is no report.
+    ValueError : `text` is no report.
     """
     items = json_text.read(tuple[_ReportItem, ...], json_text.parse(text), "pip", closed=True)
     # The name of a wheel's file begins with name and version, and has "_" for "-".
@@ -136,13 +125,12 @@ def without_credentials(url: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], fragment=""))
 
 
-@readable()
 def read_failure(text: str) -> Unresolved:
     """Return the failure that the program wrote in the base: the step, then the output.
 
     Raises
     ------
-    ToolFailed : `text` is none.
+    ValueError : `text` is none.
     """
     name, _, output = text.partition("\n")
     if name in (APT, "uv"):

@@ -123,15 +123,12 @@ def resolve(
             with contextlib.suppress(ImgkitError):
                 images.remove(engine, tag)
     try:
-        part = _read_answers(folder, resolution, values.masked)
+        return _read_answers(folder, resolution, values.masked)
     except answers.Unresolved as error:
         raise answers.explain(resolution.recipe, error, log=log) from error
-    except (ToolFailed, OSError) as error:
-        problem = (
-            error.what if isinstance(error, ToolFailed) else f"an answer of the base is missing: {error}"
-        )
-        raise ToolFailed(problem, hint=f"full log: {log}") from error
-    return part
+    except (OSError, ValueError) as error:
+        fault = "is missing" if isinstance(error, OSError) else "cannot be read"
+        raise ToolFailed(f"an answer of the base {fault}: {error}", hint=f"full log: {log}") from error
 
 
 def _read_answers(folder: Path, resolution: Resolution, mask: Callable[[str], str]) -> LockedPlatform:
