@@ -105,7 +105,7 @@ def build(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
     user_rights = rights.require(tool)
     report.stage(f"base {request.base or request.recipe.image.base}")
     base = definition.find_base(request.recipe, name=request.base, base_from=request.base_from, report=report)
-    planned = _plan(request, base, pack, report) if base.known else None
+    planned = _plan(request, base, pack, report) if base.is_identified else None
     if planned and (result := _up_to_date_result(request, base, planned, tool, compression)):
         return result
     if compression.note:
@@ -215,7 +215,7 @@ def _place_base(base: Start, job: ConversionJob) -> Start:
     elif base.source is not None:
         layout = runtime_build.lay_out(base.source, job)
         next(job.work.folder.glob("*/oci-layout")).parent.rename(folder / definition.FOLDER)
-        if isinstance(base.source, Archive) and not base.known:
+        if isinstance(base.source, Archive) and not base.is_identified:
             return definition.identified(base, base.source, layout.config, layout.names)
     return base
 

@@ -123,7 +123,7 @@ class Start:
     source: Archive | OciFolder | Path | None
     """An archive, an OCI folder or a .sif on this machine; None: the runtime pulls the image by its name."""
     image: BaseImage
-    known: bool = True
+    is_identified: bool = True
     """False as long as a compressed archive has not been read, which hides its identity."""
 
     @property
@@ -167,14 +167,14 @@ def find_base(recipe: Recipe, *, name: str | None, base_from: str | None, report
             hint="an archive (imgkit save, docker save), an OCI folder, a .sif, or the word registry",
         )
     _refuse_platform(start)
-    if start.known and start.image.name != name:
+    if start.is_identified and start.image.name != name:
         report.note(f"the base is {start.image.name}, but the recipe names {name}")
     return start
 
 
 def identified(start: Start, archive: Archive, config: ImageConfig, names: tuple[str, ...]) -> Start:
     """Return `start` once its `archive` has been read."""
-    start = dataclasses.replace(start, image=_of_config(config, names, archive.path), known=True)
+    start = dataclasses.replace(start, image=_of_config(config, names, archive.path), is_identified=True)
     _refuse_platform(start)
     return start
 
@@ -200,7 +200,7 @@ def check_space(start: Start, target: Path, temporary: Path) -> None:
 def _of_archive(path: Path) -> Start:
     config, archive = oci_folder.peek(path), Archive(path=path.absolute())
     image = BaseImage(name=path.name, platform=host_platform())
-    start = Start(source=archive, image=image, known=False)
+    start = Start(source=archive, image=image, is_identified=False)
     # What `peek` cannot read is compressed, or damaged: reading all of it tells.
     return identified(start, archive, config, stored.open_image(path).selected.names) if config else start
 
@@ -242,7 +242,7 @@ def labels(sif: sif_image.SifImage) -> Mapping[str, str]:
 
 def _refuse_platform(start: Start) -> None:
     platform, host = start.image.platform, host_platform()
-    if start.known and platform != host:
+    if start.is_identified and platform != host:
         raise CheckFailed(
             f"the base is for {platform}, and a definition builds for {host}, this machine's platform",
             where=start.image.name,
@@ -276,8 +276,8 @@ class Follower:
         # A progress bar rewrites its line; only the last text counts.
         text = unstyled(raw).rstrip("\r").rpartition("\r")[2]
         masked = secret_patterns.masked(text)
-        begin, message, seen = _BEGIN.fullmatch(text), _RUNTIME.match(text), inside.parse(text)
-        if begin and int(begin[1]) == self._step + 1:
+        mark, message, seen = _BEGIN.fullmatch(text), _RUNTIME.match(text), inside.parse(text)
+        if mark and int(mark[1]) == self._step + 1:
             self._step += 1
             self._tail.clear()
             self._report.stage(self._step_text())

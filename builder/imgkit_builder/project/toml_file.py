@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from imgkit_builder.job import container, quoting, resolve
 from imgkit_builder.recipe.model import KEYS, Short
-from imgkit_builder.recipe.problems import Collector, NotToml, Position, RecipeErrors, parse_toml
+from imgkit_builder.recipe.problems import Collector, Position, RecipeErrors, parse_toml_file
 from imgkit_builder.recipe.system_files import is_path
 from imgkit_builder.recipe.validation import Mistake, validate
 from imgkit_entrypoints import files
@@ -110,7 +110,13 @@ def read(file: Path) -> ProjectFile:
     ------
     UsageError : it is not TOML, or has an unknown key or a wrong value; lists all of them with their lines.
     """
-    return parse(_text(file), file)
+    try:
+        text = files.read_text(file, most_bytes=_MOST_BYTES)
+        if text.count("\n") > _MOST_LINES:
+            raise ValueError(f"it has more than {_MOST_LINES} lines")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot be read: {error}", where=str(file), hint="correct or remove it") from error
+    return parse(text, file)
 
 
 def parse(text: str, file: Path) -> ProjectFile:
@@ -120,8 +126,8 @@ def parse(text: str, file: Path) -> ProjectFile:
     ------
     UsageError : as `read`.
     """
-    problems = Collector(lines={file: text.split("\n")}, shows=(file.parent.resolve(),))
-    data = _parsed(text, file, problems)
+    problems = Collector(shows=(file.parent.resolve(),))
+    data = parse_toml_file(text, file, problems, 'write KEY = "VALUE"')
     positions = {key: _position(key, text, file) for key in data}
     values, mistakes = validate(ProjectValues, {key: value for key, value in data.items() if value != ""})
     for mistake in mistakes:
@@ -130,25 +136,6 @@ def parse(text: str, file: Path) -> ProjectFile:
         errors = sorted(problems.errors, key=lambda problem: problem.position.line)
         raise RecipeErrors(errors, of=NAME)
     return ProjectFile(file=file, values=values, positions=positions)
-
-
-def _text(file: Path) -> str:
-    try:
-        text = files.read_text(file, most_bytes=_MOST_BYTES)
-        if text.count("\n") > _MOST_LINES:
-            raise ValueError(f"it has more than {_MOST_LINES} lines")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot be read: {error}", where=str(file), hint="correct or remove it") from error
-    return text
-
-
-def _parsed(text: str, file: Path, problems: Collector) -> dict[str, Any]:
-    try:
-        return parse_toml(text)
-    except NotToml as error:
-        position = Position(file=file, line=error.line, column=error.column)
-        problems.error(position, (), error.what, 'write KEY = "VALUE"')
-    return {}
 
 
 def _position(key: str, text: str, file: Path) -> Position:

@@ -179,6 +179,7 @@ def _old_python(reference: str) -> Iterator[Fault]:
     version = base.python.value if base and base.python else ""
     if image and image.repository in _OF_PYTHON and image.registry in ("", "docker.io"):
         version = image.tag
+    # Of a tag such as 3.12-slim, the version is the beginning; `latest` says nothing.
     number = re.match(r"([0-9]{1,3})\.([0-9]{1,3})(?![0-9])", version)
     if number and (int(number[1]), int(number[2])) < FLOOR:
         least = ".".join(map(str, FLOOR))
@@ -195,6 +196,7 @@ def _old_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
         return
     if system.runtime.cuda_compat == "auto":
         return  # the node agent decides, by the node's own driver and GPUs
+    # The table is sorted by age, and a driver runs every older CUDA.
     fitting = [row for row in table() if row.driver and int(row.driver.value) <= int(branch[0])]
     cuda = f" {base.cuda.value}" if base.cuda else ""
     remedy = f"choose {fitting[-1].reference} or an older one" if fitting else "update the driver"
@@ -214,6 +216,7 @@ def _no_plugin(reference: str, image: Image, system: SystemFacts) -> Iterator[Fa
         return
     commands = (step.command for step in image.run)
     texts = (*system.runtime.binds, *commands, *(str(step.source) for step in image.copy))
+    # A recipe that installs or mounts the plug-in itself knows what it does.
     if any(_PLUGIN_BY.search(text) for text in texts):
         return
     yield (

@@ -38,6 +38,7 @@ def check(tree: Table, problems: Collector, *, is_complete: bool) -> Document | 
     for path in faulty:
         _report_nothing(path, tree, problems)
     document, mistakes = validate(Document, plain(tree))
+    # A value that YAML reads as none has been reported in its own words, and other rules skip faulty values.
     for mistake in mistakes:
         path = deepest(tree, mistake.path)[1]
         if mistake.path not in faulty and (is_complete or mistake.kind != "missing"):
@@ -131,9 +132,11 @@ def _report(mistake: Mistake, tree: Table, problems: Collector) -> None:
 
 def _unknown_key(path: KeyPath) -> tuple[str, str]:
     name = str(path[-1])
+    # Who knows Dockerfiles looks for their instructions: the reason helps more than the nearest key.
     if path[:-1] == ("image",) and name.lower() in _OF_DOCKERFILES:
         return _OF_DOCKERFILES[name.lower()]
     allowed = allowed_keys(path, Document)
+    # No field of the model: `extends` is resolved before the check.
     if path[:-1] in ((), ("system",)):
         allowed.append("extends")
     hint = choices(name, allowed)
@@ -194,6 +197,7 @@ def _check_text(path: KeyPath, node: Scalar, problems: Collector) -> None:
         problems.warn(node.position, path, f"this looks like {secret}", hint)
     elif has_name and secret_patterns.in_name(name, node.text):
         problems.warn(node.position, path, "this looks like a secret", _EXPOSED)
+    # `/x:$PATH` is expanded; any other $ would stand in the value as it is.
     adds_to_base = is_variable and rules.inherited(name, node.text) is not None
     if (of_system or is_variable) and not adds_to_base and re.search(r"\$\{?[A-Za-z_]", node.text):
         problems.warn(node.position, path, "variables are not expanded: the $ stays", "write the whole value")
@@ -222,6 +226,7 @@ def _check_secrets(tree: Table, problems: Collector) -> None:
             message = f"needs exactly one of env, file; it has {'both' if sources else 'neither'}"
             hint = "env: NAME is a variable of this machine, file: PATH a file"
             problems.error(secret.position, path, message, hint)
+    # Steps of a parent may use a secret that the child declares: both are in the merged tree.
     used = set()
     for step in ("pip", "run"):
         for path, name in select(tree, "image", step, ANY, "secrets", ANY):
@@ -278,6 +283,7 @@ def _check_platforms(tree: Table, problems: Collector) -> None:
 
 
 def _check_runtime(tree: Table, problems: Collector) -> None:
+    # The default command is singularity, which starts no container of these kinds.
     examples = {"docker": "docker", "kubernetes": "runai"}
     for path, runtime in _tables(tree, "system", "runtime"):
         name = runtime.entries.get("kind")

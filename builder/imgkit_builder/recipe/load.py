@@ -17,7 +17,6 @@ from imgkit_builder.recipe.problems import (
     Collector,
     KeyPath,
     Position,
-    Problem,
     RecipeErrors,
     choices,
     nearest,
@@ -62,9 +61,12 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
     RecipeErrors : the recipe has problems; lists all of them, and those of its parents.
     UsageError : there is no such recipe.
     """
+    # A Path always means a file; a text without a slash or suffix is a shipped recipe.
     file = locate(str(ref.absolute()) if isinstance(ref, Path) else ref, Path.cwd())
+    # `extends` can name any file of this machine: only what these folders hold is quoted in messages.
     folders = (file.parent, FOLDER, system_files.site_folder())
     problems = Collector(shows=tuple(folder.resolve() for folder in folders))
+    # The name has no key, so no field of the model checks it.
     for message, hint in rules.recipe_name(file.stem):
         problems.error(Position(file=file, line=1, column=1), (), message, hint)
     tree, is_complete = resolve(file, problems)
@@ -72,7 +74,6 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
         raise RecipeErrors(problems.errors)
     tree = _with_args(tree, build_args)
     document = _document(tree, problems, file, is_complete=is_complete)
-    document = dataclasses.replace(document, description=document.description.strip())
     positions = _positions(tree)
     image: Image = _absolute(document.image, ("image",), positions)
     return Recipe(
@@ -91,25 +92,24 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
 def _document(tree: Table, problems: Collector, file: Path, *, is_complete: bool) -> Document:
     """Return the values of `tree`, which `file` begins. Raises RecipeErrors with all `problems`."""
     document = check(tree, problems, is_complete=is_complete)
-    if document is not None and systems.is_known(document.system.scheduler):
-        check_system(document.system, tree, problems)
     if document is not None:
+        # A plug-in is loaded only for a recipe that names it, and its rules see complete values.
+        if systems.is_known(document.system.scheduler):
+            check_system(document.system, tree, problems)
         for path, (message, hint) in bases.doubts(document.image, document.system):
             problems.warn(deepest(tree, path)[0].position, path, message, hint)
     if document is None or problems.errors:
-        raise RecipeErrors(sorted(problems.errors, key=lambda problem: _order(problem, file)))
+        # The requested file first, and each file from top to bottom.
+        raise RecipeErrors(
+            sorted(problems.errors, key=lambda problem: (problem.position.file != file, problem.position))
+        )
     return document
-
-
-def _order(problem: Problem, requested: Path) -> tuple[bool, str, int, int]:
-    """Sort the requested file first, and each file from top to bottom."""
-    position = problem.position
-    return position.file != requested, str(position.file), position.line, position.column
 
 
 def _positions(tree: Table) -> Mapping[KeyPath, Position]:
     """Return the position of every value; that of a short form stands for the values which it means."""
     positions = {path: node.position for path, node in walk(tree)}
+    # Templates and messages ask for the expanded form: `platform: arm64` is the list [arm64].
     for path, below in ((("image", "platform"), 0), (("image", "constraints"), "policy")):
         if path in positions:
             positions.setdefault((*path, below), positions[path])
@@ -141,7 +141,7 @@ def load_system(name: str) -> KnownSystem:
         raise RecipeErrors(problems.errors)
     # Any image will do: the rules are those of a recipe.
     base = Scalar(position=tree.position, text="scratch:none")
-    recipe = Table(position=tree.position, entries={"system": tree}, keys={"system": tree.position})
+    recipe = _replace(Table(position=tree.position, entries={}, keys={}), ("system",), tree)
     recipe = _replace(recipe, ("image", "base"), base)
     facts = _document(recipe, problems, file, is_complete=True).system
     return KnownSystem(name=name, file=file, facts=facts, proof=proof)
@@ -169,6 +169,7 @@ def _with_args(tree: Table, build_args: Sequence[str]) -> Table:
         if name not in declared:
             hint = choices(name, declared) if declared else f'declare it below image.args: {name}: "default"'
             raise UsageError(f"the recipe has no argument {name!r}", where="--build-arg", hint=hint)
+        # Replaced before the check, so that the rules of a value apply to that of the command line too.
         scalar = Scalar(position=declared[name].position, text=value)
         tree = _replace(tree, ("image", "args", name), scalar)
     return tree
@@ -197,6 +198,7 @@ def _sha256(name: str, document: Document, image: Image, problems: Collector) ->
     # A build on it names it as --base does; the others are the same with any.
     del content["image"]["current_base"]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
+    # What a build reads besides the recipe; not the code, which the digest of the context covers.
     locks = (image.uv.project / UV_LOCK,) if image.uv else ()
     requirements = (step.requirements for step in image.pip if step.requirements is not None)
     for file in (*image.ca, *requirements, *locks):
@@ -264,6 +266,7 @@ def resolve(file: Path, problems: Collector, children: Sequence[Path] = ()) -> t
     parent, is_parent_complete = resolve(parent_file, problems, chain) if parent_file else (None, False)
     if parent is None:
         return child, False
+    # Keys of the parent's system would mix two machines, so a named system replaces all of it.
     merged = merge_tables(parent.without("system") if names_system else parent, child, ())
     return merged, is_complete and is_parent_complete
 
@@ -286,6 +289,7 @@ def _with_system(tree: Table, file: Path, problems: Collector) -> tuple[Table, b
     ref = tree.entries.get("system")
     if ref is None or (isinstance(ref, Scalar) and ref.type == "nothing"):
         return tree, False, True
+    # `system: NAME` is short for `system: {extends: NAME}`; both may come without changes.
     changes = Table(position=ref.position, entries={}, keys={})
     if isinstance(ref, Table):
         if "extends" not in ref.entries:
@@ -325,6 +329,7 @@ def _locate_named(
         may_show = not is_path(ref.text) or problems.may_show(source.parent / ref.text)
         problems.error(ref.position, path, message, (error.hint if may_show else "") or "")
         return None
+    # Resolved: a link back to a child is a circle too.
     resolved = file.resolve()
     if resolved in chain:
         cycle = " -> ".join(step.name for step in (*chain[chain.index(resolved) :], resolved))
@@ -341,6 +346,7 @@ def _system(file: Path, children: Sequence[Path], problems: Collector) -> tuple[
     tree = parse(file, problems)
     if tree is None:
         return None, Proof()
+    # A system that brought packages would change images of recipes that only name it.
     for key in ("image", "system"):
         if key in tree.entries:
             hint = "write its keys without `system:` above them"

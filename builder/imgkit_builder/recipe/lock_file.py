@@ -29,11 +29,10 @@ from imgkit_builder.recipe.model import (
 from imgkit_builder.recipe.problems import (
     Collector,
     KeyPath,
-    NotToml,
     Position,
     RecipeErrors,
     key_text,
-    parse_toml,
+    parse_toml_file,
     shown,
 )
 from imgkit_builder.recipe.validation import validate
@@ -105,14 +104,8 @@ def read(file: Path) -> Lock:
 
 def parse(content: str, file: Path) -> Lock:
     """Return the lock that `content` of `file` states. Raises as `read`."""
-    content = content.replace("\r\n", "\n")
-    problems = Collector(lines={file: content.split("\n")}, shows=(file.parent.resolve(),))
-    try:
-        values = parse_toml(content)
-    except NotToml as error:
-        position = Position(file=file, line=error.line, column=error.column)
-        problems.error(position, (), error.what, LOCK_HINT)
-        raise RecipeErrors(problems.errors, of=file.name) from error
+    problems = Collector(shows=(file.parent.resolve(),))
+    values = parse_toml_file(content.replace("\r\n", "\n"), file, problems, LOCK_HINT)
     lock, faults = _checked(values)
     for path, message, hint in faults:
         text = f"{key_text(path)}: {message}{_package(path, values)}"
@@ -127,6 +120,7 @@ _Fault = tuple[KeyPath, str, str]
 
 
 def _checked(values: dict[str, Any]) -> tuple[Lock | None, list[_Fault]]:
+    # First: a later imgkit may have other keys, and each would be reported as unknown.
     schema = values.get("schema", LOCK_SCHEMA)
     if isinstance(schema, int) and schema > LOCK_SCHEMA:
         hint = "use that imgkit, or make the lock again: imgkit lock RECIPE"
@@ -321,6 +315,7 @@ def difference(new: LockRequest, locked: LockRequest) -> _Difference | None:
             if change := _list_difference(getattr(step, field), getattr(locked_step, field)):
                 path = ("image", "pip", number, key, *change[0])
                 return path, f"the {noun} of this pip step {change[1]}"
+    # Last: an inserted step changes those after it, whose first difference says more than the number.
     count, locked_count = len(new.pip), len(locked.pip)
     if count == locked_count:
         return None

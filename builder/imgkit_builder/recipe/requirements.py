@@ -24,6 +24,7 @@ def released_pin(line: str) -> str:
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
+        # A requirements file may have options and a comment behind the requirement.
         requirement = Requirement(re.sub(r"\s(?:--|#).*", "", line.strip()))
     except InvalidRequirement:
         return ""

@@ -81,6 +81,7 @@ def pip_package(text: str) -> Iterator[Fault]:
     if (source := _GIT_SOURCE.match(text)) is not None:
         yield from _git_source(source["url"])
         return
+    # pip takes these words too; PEP 508's parser would call them invalid without saying why.
     if re.match(r"(?:[a-z+]+://|git\+|\.{0,2}/)", text) or re.search(r"\.(?:whl|zip|tar\.gz)$", text):
         yield f"{text!r} is a URL or a path", _BY_NAME
         return
@@ -120,6 +121,7 @@ def _git_source(url: str) -> Iterator[Fault]:
 
 def pip_option(text: str) -> Iterator[Fault]:
     """Accept one word of a pip command line that uses no file of the host."""
+    # pip reads a short option together with its value: -rfile is -r file.
     option = text.partition("=")[0]
     if option in _PIP_FILES or re.match(r"-[rce].", text):
         key = "`image.constraints`" if option in ("-c", "--constraint") else "`requirements`"
@@ -288,6 +290,7 @@ def parse_reference(text: str) -> ImageReference:
         raise Unfit(f"{text!r} contains a blank", "an image reference is one word, NAME:TAG")
     if "$" in text:
         raise Unfit(f"{text} contains a variable", "recipes have no variables: write the whole name")
+    # Skopeo and Singularity name a transport; but docker:5000/x names a registry.
     transport = _TRANSPORT.match(text)
     if transport and ("//" in transport.group() or text.startswith(("docker-", "oci:"))):
         fault = f"{transport.group()} is not part of an image reference"
@@ -302,6 +305,7 @@ def parse_reference(text: str) -> ImageReference:
         raise Unfit(f"{tag!r} is not a tag" if tag else "the tag after the colon is empty", _TAG_HINT)
     name = f"{head}{slash}{last}"
     first, _, rest = name.partition("/")
+    # As Docker decides: a first part with a dot or colon is a host, and so is localhost.
     has_registry = bool(rest) and (bool(re.search(r"[.:A-Z]", first)) or first == "localhost")
     registry, repository = (first, rest) if has_registry else ("", name)
     if registry and not _DOMAIN.fullmatch(registry):

@@ -162,6 +162,7 @@ def plugin(name: str) -> Any:
     KeyError : no plug-in has that name.
     ToolFailed : it cannot be loaded; names its distribution.
     """
+    # Which of two would win depends on the order of folders on sys.path.
     first, *duplicates = _plugins()[name]
     if duplicates:
         raise ToolFailed(

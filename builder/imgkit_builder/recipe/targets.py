@@ -107,6 +107,7 @@ def checked(target: Target) -> Target:
     ------
     UsageError : a value breaks a rule; lists all of them.
     """
+    # The values come from an archive, which a stranger may have made, and end in a job script.
     name = target.system.scheduler
     image: dict[str, Any] = {"base": "scratch:none", "platform": target.platforms}
     if target.workdir:

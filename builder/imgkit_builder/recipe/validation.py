@@ -70,6 +70,7 @@ def adapter(model: Any) -> TypeAdapter[Any]:
 
 def _mistake(details: ErrorDetails, model: Any) -> Mistake:
     kind, path, context = details["type"], details["loc"], details.get("ctx", {})
+    # So pydantic marks the key of a mapping.
     is_key = path[-1:] == ("[key]",)
     if is_key:
         path = path[:-1]

@@ -151,6 +151,7 @@ class _TooManyError(Exception):
 
 def parse(file: Path, problems: Collector) -> Table | None:
     """Read `file`; report what is wrong to `problems`, and return None if the file is unusable."""
+    # What has no line of its own is reported at the beginning of the file.
     start = Position(file=file, line=1, column=1)
     text = _read(file, start, problems)
     if text is None:
@@ -195,7 +196,7 @@ def _read(file: Path, start: Position, problems: Collector) -> str | None:
         problems.error(start, (), f"cannot be read: {reason(error)}")
         return None
     try:
-        return data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")  # editors of Windows write a mark at the beginning
     except UnicodeDecodeError as error:
         before = data[: error.start].decode("utf-8", "replace")
         position = Position(file=file, line=before.count("\n") + 1, column=len(before) - before.rfind("\n"))
@@ -240,6 +241,7 @@ class _Converter:
 
     def convert(self, node: yaml.Node, path: KeyPath) -> YamlNode | None:
         """Return our node, or None after a problem."""
+        # Every use of an alias counts: the node of an anchor is one object, however often it is named.
         self._count += 1
         if self._count > MAX_NODES:
             raise _TooManyError
@@ -251,6 +253,7 @@ class _Converter:
             if node.tag in _TYPES:
                 return Scalar(position=position, text=node.value, type=_TYPES[node.tag])
         elif node.tag in _COLLECTIONS:
+            # An alias is the anchor's own node: met again while it is open, it would contain itself.
             self._open.add(id(node))
             try:
                 if isinstance(node, yaml.MappingNode):
