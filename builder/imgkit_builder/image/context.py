@@ -23,9 +23,8 @@ from typing import BinaryIO
 from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.image import install, members, render, uv_export
+from imgkit_builder.image import install, members, render, uv_export, wheel
 from imgkit_builder.image.members import Code, Packed, TarMember
-from imgkit_builder.image.wheel import entrypoints_wheel
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import requirements, sources, targets
@@ -108,14 +107,14 @@ def pack(
     LargeContext : the code is large, and `large` does not allow it; raised before a file is read.
     """
     lock = recipe.lock
-    wheel = entrypoints_wheel()
+    wheel_data = wheel.entrypoints_wheel()
     manifest = Manifest(
         imgkit=__version__,
         recipe=recipe.name,
         recipe_sha256=recipe.sha256,
         base=_locked_base(base, lock.base) if lock else base,
         platform=platform,
-        wheel_sha256=wheel.sha256,
+        wheel_sha256=hashlib.sha256(wheel_data).hexdigest(),
         revision=revision,
         projects=targets.installed(recipe.image.pip),
         workdir=targets.stated_workdir(recipe),
@@ -123,7 +122,7 @@ def pack(
     )
     dockerfile = render.dockerfile(recipe, base=base.name, platform=platform, base_user=base.user)
     packed = [
-        members.file(f"imgkit/{wheel.name}", wheel.data),
+        members.file(f"imgkit/{wheel.file_name()}", wheel_data),
         members.file("imgkit/system.json", system.to_json(recipe.system).encode()),
         members.file("imgkit/manifest.json", manifests.to_json(manifest).encode()),
         *package_files(recipe),

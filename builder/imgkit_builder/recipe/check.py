@@ -13,18 +13,7 @@ from imgkit_builder.recipe import named_files, rules, systems
 from imgkit_builder.recipe.model import Document
 from imgkit_builder.recipe.problems import ANY, Collector, KeyPath, choices, key_text, nearest
 from imgkit_builder.recipe.validation import Mistake, allowed_keys, key_paths, validate
-from imgkit_builder.recipe.yaml_tree import (
-    Items,
-    Scalar,
-    Table,
-    YamlNode,
-    children,
-    deepest,
-    kind,
-    plain,
-    select,
-    walk,
-)
+from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, YamlNode, kind, plain
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.system import SystemFacts
 
@@ -34,18 +23,18 @@ def check(tree: Table, problems: Collector, *, is_complete: bool) -> Document | 
 
     If not `is_complete`, a parent could not be read: it may state the keys that are missing here.
     """
-    faulty = {path for path, node in walk(tree) if isinstance(node, Scalar) and node.type == "nothing"}
+    faulty = {path for path, node in tree.walk() if isinstance(node, Scalar) and node.type == "nothing"}
     for path in faulty:
         _report_nothing(path, tree, problems)
     document, mistakes = validate(Document, plain(tree))
     # A value that YAML reads as none has been reported in its own words, and other rules skip faulty values.
     for mistake in mistakes:
-        path = deepest(tree, mistake.path)[1]
+        path = tree.deepest(mistake.path)[1]
         if mistake.path not in faulty and (is_complete or mistake.kind != "missing"):
             _report(mistake, tree, problems)
         if mistake.kind not in ("missing", "unknown") and not mistake.is_key:
             faulty.add(path)
-    for path, node in walk(tree):
+    for path, node in tree.walk():
         if isinstance(node, Scalar) and node.type == "text" and path not in faulty:
             _check_text(path, node, problems)
     for rule in (_check_secrets, _check_pip_steps, _check_platforms, _check_runtime, _check_scheduler):
@@ -55,7 +44,7 @@ def check(tree: Table, problems: Collector, *, is_complete: bool) -> Document | 
 
 
 def _report_nothing(path: KeyPath, tree: Table, problems: Collector) -> None:
-    node, _ = deepest(tree, path)
+    node, _ = tree.deepest(path)
     text = node.text if isinstance(node, Scalar) else ""
     message = f"{text} is read as no value" if text else "has no value"
     hint = f'quote it if it is text: "{text}"' if text else "give it one or remove the key"
@@ -112,13 +101,13 @@ _FORMS: Mapping[str, tuple[str, str]] = {
 
 def _report(mistake: Mistake, tree: Table, problems: Collector) -> None:
     """Report one mistake with the words of the file."""
-    node, path = deepest(tree, mistake.path)
+    node, path = tree.deepest(mistake.path)
     if mistake.kind == "missing":
         smallest = "a recipe needs at least `image: {base: NAME:TAG}`"
         hint = smallest if len(mistake.path) < 3 else f"add `{mistake.path[-1]}: ...`"
         problems.error(node.position, mistake.path, mistake.message, hint)
     elif mistake.is_key:
-        table, _ = deepest(tree, mistake.path[:-1])
+        table, _ = tree.deepest(mistake.path[:-1])
         message, hint = mistake.message, mistake.hint
         if mistake.kind == "unknown":
             message, hint = _unknown_key(mistake.path)
@@ -207,7 +196,7 @@ def _check_text(path: KeyPath, node: Scalar, problems: Collector) -> None:
 
 
 def _tables(tree: Table, *pattern: str) -> Iterator[tuple[KeyPath, Table]]:
-    for path, node in select(tree, *pattern):
+    for path, node in tree.select(*pattern):
         if isinstance(node, Table):
             yield path, node
 
@@ -229,7 +218,7 @@ def _check_secrets(tree: Table, problems: Collector) -> None:
     # Steps of a parent may use a secret that the child declares: both are in the merged tree.
     used = set()
     for step in ("pip", "run"):
-        for path, name in select(tree, "image", step, ANY, "secrets", ANY):
+        for path, name in tree.select("image", step, ANY, "secrets", ANY):
             if isinstance(name, Scalar) and name.type == "text":
                 used.add(name.text)
                 if name.text not in declared:
@@ -261,7 +250,7 @@ def _check_pip_steps(tree: Table, problems: Collector) -> None:
         packages = step.entries.get("packages")
         if isinstance(packages, Items) and not packages.items:
             problems.error(packages.position, (*path, "packages"), "is empty", "remove the step")
-        _, option = next(children(step.entries.get("options", step)), (0, None))
+        _, option = next(iter(step.entries.get("options", step).children()), (0, None))
         if "options" in step.entries and isinstance(option, Scalar) and re.match("[^-]", option.text):
             message = f"{option.text!r} is not an option"
             hint = "options begin with -; packages go to `packages`"
@@ -270,11 +259,11 @@ def _check_pip_steps(tree: Table, problems: Collector) -> None:
 
 def _check_platforms(tree: Table, problems: Collector) -> None:
     path: KeyPath = ("image", "platform")
-    for _, node in select(tree, "image", "platform"):
+    for _, node in tree.select("image", "platform"):
         if isinstance(node, Items) and not node.items:
             problems.error(node.position, path, "is empty", "allowed: amd64, arm64")
         platforms: set[str] = set()
-        for index, item in children(node):
+        for index, item in node.children():
             name = item.text.removeprefix("linux/") if isinstance(item, Scalar) else ""
             if name in platforms:
                 message = f"linux/{name} is listed twice"
@@ -294,7 +283,7 @@ def _check_runtime(tree: Table, problems: Collector) -> None:
 
 
 def _check_scheduler(tree: Table, problems: Collector) -> None:
-    for path, node in select(tree, "system", "scheduler"):
+    for path, node in tree.select("system", "scheduler"):
         if isinstance(node, Scalar) and node.type == "text" and not systems.is_known(node.text):
             hint = choices(systems.with_alias(node.text), systems.names())
             problems.error(node.position, path, f"{node.text!r} is not known", hint)
@@ -306,13 +295,13 @@ def check_system(facts: SystemFacts, tree: Table, problems: Collector) -> None:
     if runtime.kind not in scheduler.runtimes:
         path: KeyPath = ("system", "runtime", "kind")
         message = f"{facts.scheduler} does not start programs by {runtime.kind}: imgkit submit refuses it"
-        problems.warn(deepest(tree, path)[0].position, path, message, choices("", scheduler.runtimes))
+        problems.warn(tree.deepest(path)[0].position, path, message, choices("", scheduler.runtimes))
     elif runtime.kind == "docker" and scheduler.by_podman and not systems.is_podman(runtime.command):
         path = ("system", "runtime", "command")
         message = (
             f"{facts.scheduler} starts containers by podman alone: imgkit submit refuses {runtime.command}"
         )
-        problems.warn(deepest(tree, path)[0].position, path, message, "command: podman, or podman-hpc")
+        problems.warn(tree.deepest(path)[0].position, path, message, "command: podman, or podman-hpc")
     for fault in scheduler.faults(facts):
         path = ("system", *fault.path)
-        problems.error(deepest(tree, path)[0].position, path, fault.what, fault.hint)
+        problems.error(tree.deepest(path)[0].position, path, fault.what, fault.hint)

@@ -26,17 +26,7 @@ from imgkit_builder.recipe.problems import (
 from imgkit_builder.recipe.requirements import PYPROJECT, UV_LOCK
 from imgkit_builder.recipe.system_files import Proof, is_path
 from imgkit_builder.recipe.validation import validate
-from imgkit_builder.recipe.yaml_tree import (
-    Items,
-    Scalar,
-    Table,
-    YamlNode,
-    deepest,
-    kind,
-    parse,
-    plain,
-    walk,
-)
+from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, YamlNode, kind, parse, plain
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import SystemFacts
@@ -97,7 +87,7 @@ def _document(tree: Table, problems: Collector, file: Path, *, is_complete: bool
         if systems.is_known(document.system.scheduler):
             check_system(document.system, tree, problems)
         for path, (message, hint) in bases.doubts(document.image, document.system):
-            problems.warn(deepest(tree, path)[0].position, path, message, hint)
+            problems.warn(tree.deepest(path)[0].position, path, message, hint)
     if document is None or problems.errors:
         # The requested file first, and each file from top to bottom.
         raise RecipeErrors(
@@ -108,7 +98,7 @@ def _document(tree: Table, problems: Collector, file: Path, *, is_complete: bool
 
 def _positions(tree: Table) -> Mapping[KeyPath, Position]:
     """Return the position of every value; that of a short form stands for the values which it means."""
-    positions = {path: node.position for path, node in walk(tree)}
+    positions = {path: node.position for path, node in tree.walk()}
     # Templates and messages ask for the expanded form: `platform: arm64` is the list [arm64].
     for path, below in ((("image", "platform"), 0), (("image", "constraints"), "policy")):
         if path in positions:
@@ -162,7 +152,7 @@ def _with_args(tree: Table, build_args: Sequence[str]) -> Table:
     """Return `tree` with other values in ``image.args``; each keeps the position of the recipe's value."""
     for argument in build_args:
         name, equals, value = argument.partition("=")
-        node, path = deepest(tree, ("image", "args"))
+        node, path = tree.deepest(("image", "args"))
         declared = node.entries if len(path) == 2 and isinstance(node, Table) else {}
         if not equals:
             raise UsageError(f"{name!r} has no value", where="--build-arg", hint="write NAME=VALUE")

@@ -10,7 +10,7 @@ from pathlib import Path
 from imgkit_builder.recipe import requirements
 from imgkit_builder.recipe.problems import ANY, Collector, KeyPath, Position, nearest
 from imgkit_builder.recipe.rules import parse_reference
-from imgkit_builder.recipe.yaml_tree import Scalar, Table, select
+from imgkit_builder.recipe.yaml_tree import Scalar, Table
 from imgkit_entrypoints import files, secret_patterns
 from imgkit_entrypoints.rules import Unfit
 
@@ -36,11 +36,11 @@ def check(tree: Table, problems: Collector, faulty: Collection[KeyPath]) -> None
     Values at a path of `faulty` have a problem already.
     """
     ngc_base = _ngc_base(tree)
-    for path, node in select(tree, "image", "pip", ANY, "packages", ANY):
+    for path, node in tree.select("image", "pip", ANY, "packages", ANY):
         if isinstance(node, Scalar):
             _check_torch(node.text, ngc_base, node.position, path, problems)
     for pattern, check_content in _KEYS.items():
-        for path, node in select(tree, *pattern):
+        for path, node in tree.select(*pattern):
             if isinstance(node, Scalar) and node.type == "text" and path not in faulty:
                 named = NamedFile(node=node, path=path, problems=problems, ngc_base=ngc_base)
                 file = _resolve(named, folder_allowed=pattern[-1] in ("source", "project"))
@@ -86,7 +86,7 @@ def _problem(text: str, folder: Path, *, folder_allowed: bool) -> tuple[str, str
 
 def _ngc_base(tree: Table) -> str:
     """Return the recipe's base if it is an image of NVIDIA's PyTorch, from any registry; else nothing."""
-    for _, node in select(tree, "image", "base"):
+    for _, node in tree.select("image", "base"):
         with contextlib.suppress(Unfit):
             text = node.text if isinstance(node, Scalar) else ""
             return text if f"/{parse_reference(text).repository}".endswith("/nvidia/pytorch") else ""

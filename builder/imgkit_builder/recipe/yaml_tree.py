@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -50,30 +50,71 @@ _SYNTAX_HINTS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scalar:
-    """One value; `text` is as written, without quotes."""
+class YamlNode:
+    """A value with its position; a list or mapping has others below it."""
 
     position: Position
+
+    def children(self) -> Iterable[tuple[str | int, YamlNode]]:
+        """Return the parts of a list or mapping with their keys; a scalar has none."""
+        return ()
+
+    def deepest(self, path: KeyPath) -> tuple[YamlNode, KeyPath]:
+        """Return the node at `path`, or the last existing one above it, and the path of that node."""
+        node = self
+        for depth, part in enumerate(path):
+            below = dict(node.children()).get(part)
+            if below is None:
+                return node, path[:depth]
+            node = below
+        return node, path
+
+    def select(self, *pattern: str) -> Iterator[tuple[KeyPath, YamlNode]]:
+        """Yield each node whose path fits `pattern`, in which `ANY` stands for any key or index."""
+        if not pattern:
+            yield (), self
+        for part, child in self.children() if pattern else ():
+            if pattern[0] in (ANY, part):
+                for path, node in child.select(*pattern[1:]):
+                    yield (part, *path), node
+
+    def walk(self, path: KeyPath = ()) -> Iterator[tuple[KeyPath, YamlNode]]:
+        """Yield every node below this one with its path."""
+        for part, child in self.children():
+            yield (*path, part), child
+            yield from child.walk((*path, part))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scalar(YamlNode):
+    """One value; `text` is as written, without quotes."""
+
     text: str
     type: ScalarType = "text"
     """The type that YAML infers for an unquoted scalar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Items:
+class Items(YamlNode):
     """A list."""
 
-    position: Position
     items: tuple[YamlNode, ...]
+
+    def children(self) -> Iterable[tuple[int, YamlNode]]:
+        """Return the items with their indices."""
+        return enumerate(self.items)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class Table(YamlNode):
     """A mapping, in the order of the file."""
 
-    position: Position
     entries: Mapping[str, YamlNode]
     keys: Mapping[str, Position]
+
+    def children(self) -> Iterable[tuple[str, YamlNode]]:
+        """Return the values with their keys."""
+        return self.entries.items()
 
     def without(self, *names: str) -> Table:
         """Return this mapping without some keys."""
@@ -81,54 +122,14 @@ class Table:
         return Table(position=self.position, entries=entries, keys=self.keys)
 
 
-YamlNode = Scalar | Items | Table
-
-
-def children(node: YamlNode) -> Iterator[tuple[str | int, YamlNode]]:
-    """Yield the parts of a list or mapping with their keys; a scalar has none."""
-    if isinstance(node, Items):
-        yield from enumerate(node.items)
-    elif isinstance(node, Table):
-        yield from node.entries.items()
-
-
-def deepest(root: YamlNode, path: KeyPath) -> tuple[YamlNode, KeyPath]:
-    """Return the node at `path`, or the last existing one above it, and the path of that node."""
-    node = root
-    for depth, part in enumerate(path):
-        below = dict(children(node)).get(part)
-        if below is None:
-            return node, path[:depth]
-        node = below
-    return node, path
-
-
-def select(root: YamlNode, *pattern: str) -> Iterator[tuple[KeyPath, YamlNode]]:
-    """Yield each node whose path fits `pattern`, in which `ANY` stands for any key or index."""
-    if not pattern:
-        yield (), root
-    for part, child in children(root) if pattern else ():
-        if pattern[0] in (ANY, part):
-            for path, node in select(child, *pattern[1:]):
-                yield (part, *path), node
-
-
-def walk(node: YamlNode, path: KeyPath = ()) -> Iterator[tuple[KeyPath, YamlNode]]:
-    """Yield every node below `node` with its path."""
-    for part, child in children(node):
-        yield (*path, part), child
-        yield from walk(child, (*path, part))
-
-
 def plain(node: YamlNode) -> Any:
     """Return the data of `node`; a value that YAML reads as something else than its text becomes a float.
 
     No key of a recipe takes a float, so its type is refused, and the message can quote the text.
     """
-    if isinstance(node, Table):
-        return {key: plain(child) for key, child in node.entries.items()}
-    if isinstance(node, Items):
-        return [plain(item) for item in node.items]
+    if not isinstance(node, Scalar):
+        values = {key: plain(child) for key, child in node.children()}
+        return values if isinstance(node, Table) else list(values.values())
     if node.type == "integer":
         # YAML also reads 0644 (octal, 420), 1_000 and 3:00:00 (sexagesimal, 10800) as integers.
         return int(node.text) if re.fullmatch(r"-?(?:0|[1-9][0-9]{0,17})", node.text) else 0.5
