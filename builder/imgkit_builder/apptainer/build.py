@@ -102,6 +102,7 @@ def build(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
     """
     target, options = request.target.absolute(), request.options
     tool, compression = _find_tools(request)
+    # Before anything is fetched or written: an administrator may have to change something first.
     user_rights = rights.require(tool)
     report.stage(f"base {request.base or request.recipe.image.base}")
     base = definition.find_base(request.recipe, name=request.base, base_from=request.base_from, report=report)
@@ -127,6 +128,7 @@ def build(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
         folder = work.folder / "build"
         links = definition.links_script(planned.context.unpack(folder))
         (folder / definition.LOOK).write_text(definition.look_program(), encoding="utf-8")
+        # Names of links may have any bytes.
         (folder / definition.LINKS).write_text(links, encoding="utf-8", errors="surrogateescape")
         follower = _run_definition(request, base, planned, job, namespace=user_rights.namespace)
         return _finish(request, base, planned, job, follower)
@@ -211,6 +213,7 @@ def _place_base(base: Start, job: ConversionJob) -> Start:
             raise CheckFailed(
                 f"the base is damaged: {faults[0]}", where=str(base.source), hint="copy it again"
             )
+        # A link, not a copy: the definition has a fixed name for it, and a base may have many GB.
         (folder / definition.FILE).symlink_to(base.source)
     elif base.source is not None:
         layout = runtime_build.lay_out(base.source, job)
@@ -232,6 +235,7 @@ def _run_definition(
 ) -> Follower:
     tool, file = _tool(job), job.work.folder / _DEFINITION
     files.put(file, planned.definition.text)
+    # A failure quotes the log, in which one can then look up the step.
     job.log.write(planned.definition.text)
     follower = Follower(planned.definition, base_line=request.recipe.where("image", "base"), report=job.clock)
     job.clock.stage(f"unpack the base with {tool}")
@@ -262,6 +266,7 @@ def _finish(
     check.compare_labels(labels, {name: value for name, value in planned.labels.items() if value}, part)
     record = _write_record(request, part, sif, labels, job)
     manifest = planned.context.manifest
+    # What the step inside the base has written into the image's manifest; the comparison expects the same.
     env = manifest.base.env or dict(sorted(follower.env.items()))
     base_image = dataclasses.replace(manifest.base, probe=follower.probe, env=env)
     manifest = dataclasses.replace(manifest, base=base_image)
@@ -286,6 +291,7 @@ def _write_record(
     request: SifRequest, part: Path, sif: SifImage, labels: Mapping[str, str], job: ConversionJob
 ) -> ImgkitRecord:
     """Write the configuration and the record into the part file."""
+    # A definition has no layers: the one squashfs stands for them.
     root = sif_image.root_sha256(part, advance=job.clock.advance)
     diff_ids = (f"sha256:{root}",)
     config = {

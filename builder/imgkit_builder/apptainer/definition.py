@@ -93,6 +93,7 @@ def definition(recipe: Recipe, start: Start, labels: Mapping[str, str]) -> Defin
         "the links of copied folders": f"sh {links.path}\nrm {look.path} {links.path}",
     }
     steps = tuple(Step(origin=f"imgkit: {purpose}", command=text) for purpose, text in commands.items())
+    # A line of %labels is a name and a value, which has no line ends.
     rows = {key: " ".join(value.split()) for key, value in labels.items()}
     return render.marked_definition(
         recipe,
@@ -277,6 +278,7 @@ class Follower:
         text = unstyled(raw).rstrip("\r").rpartition("\r")[2]
         masked = secret_patterns.masked(text)
         mark, message, seen = _BEGIN.fullmatch(text), _RUNTIME.match(text), inside.parse(text)
+        # Only the next number counts: a program may print a mark of any other step.
         if mark and int(mark[1]) == self._step + 1:
             self._step += 1
             self._tail.clear()

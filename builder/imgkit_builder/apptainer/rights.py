@@ -36,6 +36,7 @@ class Rights:
 def look(*, root: Path = Path("/"), uid: int | None = None) -> Rights:
     """Find out, from files alone, how the runtime would run the steps for this user."""
     uid = os.getuid() if uid is None else uid
+    # Files alone are read: starting a container to find out would take seconds, and fail in other words.
     if uid == 0:
         if _has_all_capabilities(root):
             return Rights(way="as root")
@@ -75,6 +76,7 @@ def require(tool: RuntimeTool) -> Rights:
 def _has_all_capabilities(root: Path) -> bool:
     last = _text(root / "proc/sys/kernel/cap_last_cap")
     match = re.search(r"^CapBnd:\s*([0-9a-f]+)$", _text(root / "proc/self/status"), re.MULTILINE)
+    # Without /proc nothing is known; then the runtime reports what it lacks.
     if match is None or not last.isdigit():
         return True
     return int(match[1], 16) == (1 << (int(last) + 1)) - 1

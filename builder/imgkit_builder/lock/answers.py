@@ -53,6 +53,7 @@ def read_debs(text: str) -> tuple[LockedDeb, ...]:
     ValueError : an answer of apt cannot be read.
     """
     debs = []
+    # Other lines are warnings of apt.
     for match in filter(None, map(_URI.match, text.splitlines())):
         name, version, architecture = match["file"].removesuffix(".deb").split("_")
         url, sha256 = without_credentials(match["url"]), match["sha256"] or ""
@@ -203,6 +204,7 @@ def explain(recipe: Recipe, failure: Unresolved, *, log: str) -> ImgkitError:
         return UsageError(failure.problem, where=where, hint=hint)
     matches = ((cause, re.search(cause.pattern, failure.output, re.IGNORECASE)) for cause in _CAUSES)
     cause, groups = next((cause, match.groups("")) for cause, match in matches if match)
+    # The cause's own package first; a resolver names others on the way to it.
     where = find_line(recipe, failure.step, [*groups, *_BLAMED.findall(failure.output)])
     hints = [cause.hint.format(keep_files)] if cause.hint else []
     if lines := last_lines(failure.output):

@@ -102,6 +102,7 @@ def resolve(
     secret_values.refuse_in(context, values)
     log = ""
     if request.apt or request.uv or request.pip:
+        # Locks of several recipes may be made at the same time.
         tag = f"imgkit-lock:{secrets.token_hex(6)}"
         try:
             # Nothing from a cache: an index may have changed since.
@@ -261,7 +262,8 @@ def write_lock(
     lock = old or Lock(recipe=recipe.name, imgkit=__version__, platforms=())
     new = Lock(recipe=recipe.name, imgkit=__version__, platforms=lock.replaced(part).platforms)
     content = lock_file.text(new)
-    lock_file.parse(content, file)  # names, versions and URLs are what the base answered
+    # Names, versions and URLs are what the base answered: the rules of a lock apply to them too.
+    lock_file.parse(content, file)
     folder = lock_file.kept_folder(file)
     if new_files is not None:
         folder.mkdir(exist_ok=True)
