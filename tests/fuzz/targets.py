@@ -61,6 +61,7 @@ from imgkit_entrypoints.doctor import node
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.facts import elf
 from imgkit_entrypoints.launch import nccl, stop_protocol
+from imgkit_entrypoints.rules import Unfit
 from imgkit_entrypoints.run import disk, shard_file
 from imgkit_entrypoints.schedulers import hostlist, resolve
 from imgkit_entrypoints.schedulers.placement import PlacementRequest
@@ -697,7 +698,7 @@ TARGETS = (
         run=lambda data, _: answers.read_debs(data.decode(errors="replace")),
         seeds=lambda: [(ROOT / "tests/contract/lock/apt_answer.txt").read_bytes()],
         change=mutate.in_text,
-        also=(answers.Unresolved,),
+        also=(answers.Unresolved, ValueError),
     ),
     Target(
         name="lock-pip",
@@ -708,7 +709,7 @@ TARGETS = (
             + '", "direct": true}, {"name": "a", "version": "1", "url": "file:/a", "sha256": "", "direct": false}]'
         ),
         change=mutate.in_json,
-        also=(answers.Unresolved,),
+        also=(answers.Unresolved, ValueError),
     ),
     Target(
         name="lock-failure",
@@ -718,6 +719,7 @@ TARGETS = (
             "apt\nE: Unable to locate package x",
         ),
         change=mutate.in_text,
+        also=(ValueError,),
     ),
     Target(
         name="lock",
@@ -751,7 +753,7 @@ TARGETS = (
     Target(
         name="image-reference",
         run=_text(rules.parse_reference),
-        also=(rules.BadReference,),
+        also=(Unfit,),
         seeds=_lines("nvcr.io/nvidia/pytorch:24.03-py3", "a.b:5/c@sha256:" + "0" * 64),
         change=mutate.in_text,
     ),

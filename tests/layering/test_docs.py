@@ -179,11 +179,12 @@ def test_link_of_a_page_outside_the_site_leads_somewhere(page: str) -> None:
 
 
 def test_generated_table_has_every_key_of_a_recipe() -> None:
-    from imgkit_builder.recipe.schema import key_paths
+    from imgkit_builder.recipe.model import Document
+    from imgkit_builder.recipe.validation import key_paths
 
     generated = load("generated")
     rows = re.findall(r"^\| `([\w.]+)` \|", generated.keys_page(generated.recipe_schema()), re.MULTILINE)
-    keys = {path[-1] for path in key_paths() if path[:2] != ("image", "constraints")} | {"extends"}
+    keys = {path[-1] for path in key_paths(Document) if path[:2] != ("image", "constraints")} | {"extends"}
     assert keys <= set(rows)
 
 

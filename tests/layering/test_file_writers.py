@@ -217,6 +217,7 @@ READERS: Mapping[str, str] = {
     "builder/imgkit_builder/engine/building.py": PRIVATE,
     "builder/imgkit_builder/engine/image_source.py": "the engine's own folder, into which root alone writes",
     "builder/imgkit_builder/engine/show_changed.py": "it runs in the image",
+    "builder/imgkit_builder/image/context.py": "a build context, and no file",
     "builder/imgkit_builder/image/inside_uv.py": "it runs in the base",
     "builder/imgkit_builder/image/wheel.py": OWN,
     "builder/imgkit_builder/lock/inside.py": "it runs in the base, in a layer that nobody keeps",

@@ -301,6 +301,7 @@ OTHER_JSON: dict[str, str] = {
     "entrypoints/imgkit_entrypoints/json_text.py": "it is the bounded reader",
     "builder/imgkit_builder/lock/inside.py": "it runs in the base, and reads what imgkit and pip write",
     "builder/imgkit_builder/apptainer/definition.py": "a program for the image reads what imgkit has written",
+    "builder/imgkit_builder/image/members.py": "it unpacks the tar that it makes itself",
     "builder/imgkit_builder/image/inside_uv.py": "it runs in the base and reads what imgkit has written",
 }
 """File -> why it may parse JSON or open a tar by itself."""
@@ -322,7 +323,7 @@ def test_foreign_json_and_tars_have_one_reader(folder: Path) -> None:
 
 BY_ANNOTATIONS = {
     "entrypoints/imgkit_entrypoints/json_text.py": "it is the checker",
-    "builder/imgkit_builder/recipe/schema.py": "it lists the keys of a recipe",
+    "builder/imgkit_builder/recipe/validation.py": "it lists the keys of a recipe",
     "builder/imgkit_builder/job/request.py": "it makes options of them, and compares nothing",
 }
 """File -> why it may read the annotations of a dataclass."""

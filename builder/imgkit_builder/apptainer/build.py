@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imgkit_builder.apptainer import definition, rights
-from imgkit_builder.apptainer.definition import Follower, Registry, SifFile, Start
-from imgkit_builder.apptainer.rights import Rights
+from imgkit_builder.apptainer.definition import Follower, Start
 from imgkit_builder.base import checks, files
 from imgkit_builder.base.checks import Check
 from imgkit_builder.base.progress import Reporter
@@ -41,145 +40,10 @@ if TYPE_CHECKING:
 
 _DEFINITION = "imgkit.def"
 _LOCAL_REGISTRIES = ("localhost", "127.0.0.1", "[::1]")
-
-
-def build(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
-    """Build the .sif `request.target`, which afterwards is whole and tested, or as it was before.
-
-    Raises
-    ------
-    UsageError : a definition cannot express the recipe, there is no such base, or the target is no .sif.
-    ToolMissing : there is no runtime.
-    ToolFailed : a step failed; names the recipe's line, quotes its last lines and names the log.
-    CheckFailed : this user cannot build here, the base is damaged, or the result fails its smoke test.
-    """
-    target, options = request.target.absolute(), request.options
-    convert.check_target(target, force=False)
-    tool = runtime.find_runtime(options.runtime, module_hint=options.module_hint)
-    allowed = rights.needed(tool)
-    packing = _packing(tool, options)
-    report.stage(f"base {request.base or request.recipe.image.base}")
-    base = definition.find_base(request.recipe, name=request.base, place=request.base_from, report=report)
-    planned = _planned(request, base, pack, report) if base.known else None
-    if planned and (done := earlier(request, base, planned, tool, packing)):
-        return done
-    if packing.note:
-        report.note(packing.note)
-    definition.check_space(base, target, tmp_base(target, options.tmpdir))
-    with (
-        workspace(target, tmp_base(target, options.tmpdir)) as work,
-        runtime.log_file(target.stem) as log,
-    ):
-        clock = Clock(report)
-        job = ConversionJob(tool=tool, options=options, compression=packing, work=work, clock=clock, log=log)
-        base = _brought(base, job)
-        if planned is None:
-            planned = _planned(request, base, pack, clock)
-            if done := earlier(request, base, planned, tool, packing):
-                return done
-        clock.stage("unpack the context")
-        _unpack(planned.context, work.folder / "build")
-        follower = _run(request, base, planned, job, allowed)
-        return finish(request, base, planned, job, follower)
-
-
-def _packing(tool: RuntimeTool, options: Options) -> Compression:
-    lacks = mksquashfs.lacks_zstd(mksquashfs.find())
-    return conversion.choose_compression(tool.capabilities, options.compression, lacks_zstd=lacks)
-
-
-def plan(request: SifRequest, pack: Pack, report: Reporter) -> BuildPlan:
-    """What `build` would run: the definition and the command, with placeholders for temporary names."""
-    options, target = request.options, request.target.absolute()
-    convert.check_target(target, force=False)
-    tool = runtime.find_runtime(options.runtime, module_hint=options.module_hint)
-    packing = _packing(tool, options)
-    base = definition.find_base(request.recipe, name=request.base, place=request.base_from, report=report)
-    part = files.temporary_name(target, "TOKEN")
-    words = runtime_build.arguments(tool, packing, part, (*_flags(base, tool), f"../{_DEFINITION}"))
-    planned = _planned(request, base, pack, report)
-    return BuildPlan(
-        context=planned.context,
-        definition=planned.definition.text,
-        base=base.image,
-        command=shlex.join((str(tool.path), *words)),
-    )
-
-
-def _planned(request: SifRequest, base: Start, pack: Pack, report: Reporter) -> _Planned:
-    report.stage("context")
-    context = pack(base.image)
-    fresh = manifests.labels(
-        context.manifest,
-        context_sha256=context.sha256,
-        created=manifests.time_of_build(),
-        locked=context.is_locked,
-    )
-    made = definition.definition(request.recipe, base, fresh)
-    return _Planned(context=context, definition=made, labels=fresh)
-
-
-def _brought(base: Start, job: ConversionJob) -> Start:
-    """Put a base that is on this machine where the definition expects it, after comparing its digests."""
-    folder = job.work.folder / "build"
-    folder.mkdir()
-    if isinstance(base.source, SifFile):
-        job.clock.stage(f"check {base.source.path.name}")
-        definition.verify_base(base)
-        (folder / definition.FILE).symlink_to(base.source.path)
-    elif base.bootstrap == "oci":
-        assert not isinstance(base.source, Registry)  # noqa: S101 - for the type checker
-        laid = runtime_build.lay_out(base.source, job)
-        next(job.work.folder.glob("*/oci-layout")).parent.rename(folder / definition.FOLDER)
-        if isinstance(base.source, Archive) and not base.known:
-            return definition.identified(base, laid.config, laid.names)
-    return base
-
-
-def _unpack(context: BuildContext, folder: Path) -> None:
-    """Write the context's files, and the two that only a build has."""
-    script = definition.links_script(context.unpack(folder))
-    (folder / definition.LOOK).write_text(definition.look_program(), encoding="utf-8")
-    (folder / definition.LINKS).write_text(script, encoding="utf-8", errors="surrogateescape")
-
-
-def _flags(base: Start, tool: RuntimeTool) -> tuple[str, ...]:
-    """Options of the runtime that this base needs."""
-    if not isinstance(base.source, Registry):
-        return ()
-    host = base.source.reference.split("/", 1)[0].rsplit(":", 1)[0]
-    return ("--no-https",) if host in _LOCAL_REGISTRIES and tool.capabilities.no_https else ()
-
-
-def _tool(job: ConversionJob) -> RuntimeTool:
-    assert job.tool is not None  # noqa: S101 - for the type checker: `build` has found one
-    return job.tool
-
-
-def _run(
-    request: SifRequest, base: Start, planned: _Planned, job: ConversionJob, allowed: Rights
-) -> Follower:
-    tool, definition = _tool(job), job.work.folder / _DEFINITION
-    files.put(definition, planned.definition.text)
-    job.log.write(planned.definition.text)
-    follower = Follower(planned.definition, base_at=request.recipe.where("image", "base"), report=job.clock)
-    job.clock.stage(f"unpack the base with {tool}")
-    words = runtime_build.arguments(
-        tool, job.compression, job.work.part, (*_flags(base, tool), str(definition))
-    )
-    try:
-        job.run(
-            *words,
-            folder=job.work.folder / "build",
-            on_line=follower.line,
-            namespace=allowed.namespace,
-        )
-    except ToolFailed as error:
-        raise follower.failed(error) from error
-    if not job.work.part.exists():
-        raise ToolFailed(f"{tool} succeeded but wrote no file", hint=f"the full log: {job.log.name}")
-    return follower
-
+_ROUTE = "definition"
+"""The route in the record of such a .sif."""
+_CONFIG_OBJECT = "imgkit-config"
+"""Name of the JSON object with the configuration whose digest is the image id."""
 
 Pack = Callable[[BaseImage], "BuildContext"]
 """Makes the build context for a base."""
@@ -208,52 +72,121 @@ class BuiltSif:
     base: BaseImage
     record: ImgkitRecord
     labels: Mapping[str, str]
-    checks: tuple[Check, ...]
-    up_to_date: bool
+    checks: tuple[Check, ...] = ()
+    up_to_date: bool = False
     stages: tuple[Stage, ...] = ()
     log: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Planned:
-    """What one build runs."""
+class BuildPlan:
+    """What a build runs."""
 
     context: BuildContext
     definition: Definition
     labels: Mapping[str, str]
     """Those that only a build knows."""
+    command: str = ""
+    """The runtime's command, with placeholders for temporary names; only `plan` states it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildPlan:
-    """What a build would run."""
+def build(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
+    """Build the .sif `request.target`, which afterwards is complete and tested, or as it was before.
 
-    context: BuildContext
-    definition: str
-    base: BaseImage
-    command: str
+    Raises
+    ------
+    UsageError : a definition cannot express the recipe, there is no such base, or the target is no .sif.
+    ToolMissing : there is no runtime.
+    ToolFailed : a step failed; names the recipe's line, quotes its last lines and names the log.
+    CheckFailed : this user cannot build here, the base is damaged, or the result fails its smoke test.
+    """
+    target, options = request.target.absolute(), request.options
+    tool, compression = _find_tools(request)
+    # Before anything is fetched or written: an administrator may have to change something first.
+    user_rights = rights.require(tool)
+    report.stage(f"base {request.base or request.recipe.image.base}")
+    base = definition.find_base(request.recipe, name=request.base, base_from=request.base_from, report=report)
+    planned = _plan(request, base, pack, report) if base.is_identified else None
+    if planned and (result := _up_to_date_result(request, base, planned, tool, compression)):
+        return result
+    if compression.note:
+        report.note(compression.note)
+    temporary = tmp_base(target, options.tmpdir)
+    definition.check_space(base, target, temporary)
+    with workspace(target, temporary) as work, runtime.log_file(target.stem) as log:
+        clock = Clock(report)
+        job = ConversionJob(
+            tool=tool, options=options, compression=compression, work=work, clock=clock, log=log
+        )
+        base = _place_base(base, job)
+        if planned is None:
+            # The identity of a compressed archive is known only now.
+            planned = _plan(request, base, pack, clock)
+            if result := _up_to_date_result(request, base, planned, tool, compression):
+                return result
+        clock.stage("unpack the context")
+        folder = work.folder / "build"
+        links = definition.links_script(planned.context.unpack(folder))
+        (folder / definition.LOOK).write_text(definition.look_program(), encoding="utf-8")
+        # Names of links may have any bytes.
+        (folder / definition.LINKS).write_text(links, encoding="utf-8", errors="surrogateescape")
+        follower = _run_definition(request, base, planned, job, namespace=user_rights.namespace)
+        return _finish(request, base, planned, job, follower)
 
 
-def earlier(
-    request: SifRequest, base: Start, planned: _Planned, tool: RuntimeTool, packing: Compression
+def plan(request: SifRequest, pack: Pack, report: Reporter) -> BuildPlan:
+    """Return what `build` would run; the command has placeholders for temporary names."""
+    tool, compression = _find_tools(request)
+    base = definition.find_base(request.recipe, name=request.base, base_from=request.base_from, report=report)
+    part = files.temporary_name(request.target.absolute(), "TOKEN")
+    source = (*_registry_flags(base, tool), f"../{_DEFINITION}")
+    argv = (str(tool.path), *runtime_build.arguments(tool, compression, part, source))
+    return dataclasses.replace(_plan(request, base, pack, report), command=shlex.join(argv))
+
+
+def _find_tools(request: SifRequest) -> tuple[RuntimeTool, Compression]:
+    """Return the runtime, and how it compresses. Raises UsageError if the target exists and is no .sif."""
+    convert.check_target(request.target.absolute(), force=False)
+    options = request.options
+    tool = runtime.find_runtime(options.runtime, module_hint=options.module_hint)
+    zstd_error = mksquashfs.lacks_zstd(mksquashfs.find())
+    compression = conversion.choose_compression(tool.capabilities, options.compression, lacks_zstd=zstd_error)
+    return tool, compression
+
+
+def _plan(request: SifRequest, base: Start, pack: Pack, report: Reporter) -> BuildPlan:
+    report.stage("context")
+    context = pack(base.image)
+    labels = manifests.labels(
+        context.manifest,
+        context_sha256=context.sha256,
+        created=manifests.time_of_build(),
+        locked=context.is_locked,
+    )
+    text = definition.definition(request.recipe, base, labels)
+    return BuildPlan(context=context, definition=text, labels=labels)
+
+
+def _up_to_date_result(
+    request: SifRequest, base: Start, planned: BuildPlan, tool: RuntimeTool, compression: Compression
 ) -> BuiltSif | None:
-    """The result without work, if the target was built from the same definition, context and base."""
+    """Return the result without work if the target was built from the same definition, context and base."""
 
-    def same(sif: SifImage, record: ImgkitRecord) -> bool:
-        if (record.route, record.runtime, record.compression) != (_ROUTE, str(tool), str(packing)):
+    def is_same(sif: SifImage, record: ImgkitRecord) -> bool:
+        if (record.route, record.runtime, record.compression) != (_ROUTE, str(tool), str(compression)):
             return False
-        texts = (one for one in sif.descriptors if one.datatype == DataType.DEFFILE)
-        old = b"".join(sif_image.data(sif, one) for one in texts).decode("utf-8", "surrogateescape")
+        texts = (item for item in sif.descriptors if item.datatype == DataType.DEFFILE)
+        old = b"".join(sif_image.data(sif, item) for item in texts).decode("utf-8", "surrogateescape")
         # Of the definition that the runtime has kept, only the time of the build may differ.
-        dated = {**planned.labels, manifests.CREATED_LABEL: definition.created(old)}
-        return definition.definition(request.recipe, base, dated).text.strip() == old.strip()
+        labels = {**planned.labels, manifests.CREATED_LABEL: definition.created(old)}
+        return definition.definition(request.recipe, base, labels).text.strip() == old.strip()
 
     target = request.target.absolute()
-    found = None if request.options.force else coverage.undamaged(target, same)
-    if found is None:
+    undamaged = None if request.options.force else coverage.undamaged(target, is_same)
+    if undamaged is None:
         return None
-    sif, record = found
     remove_leftovers(target)  # a run that was killed after it had put the file in place
+    sif, record = undamaged
     return BuiltSif(
         path=target,
         size_bytes=sif.size_bytes,
@@ -261,33 +194,83 @@ def earlier(
         base=base.image,
         record=record,
         labels=definition.labels(sif),
-        checks=(),
         up_to_date=True,
     )
 
 
-_ROUTE = "definition"
-"""The route in the record of such a .sif."""
-_CONFIG_OBJECT = "imgkit-config"
-"""Name of the JSON object with the configuration whose digest is the image id."""
+def _place_base(base: Start, job: ConversionJob) -> Start:
+    """Put a base that is on this machine where the definition expects it, after comparing its digests.
+
+    Raises
+    ------
+    CheckFailed : it has changed since it was made.
+    """
+    folder = job.work.folder / "build"
+    folder.mkdir()
+    if isinstance(base.source, Path):
+        job.clock.stage(f"check {base.source.name}")
+        if faults := coverage.check(base.source).faults:
+            raise CheckFailed(
+                f"the base is damaged: {faults[0]}", where=str(base.source), hint="copy it again"
+            )
+        # A link, not a copy: the definition has a fixed name for it, and a base may have many GB.
+        (folder / definition.FILE).symlink_to(base.source)
+    elif base.source is not None:
+        layout = runtime_build.lay_out(base.source, job)
+        next(job.work.folder.glob("*/oci-layout")).parent.rename(folder / definition.FOLDER)
+        if isinstance(base.source, Archive) and not base.is_identified:
+            return definition.identified(base, base.source, layout.config, layout.names)
+    return base
 
 
-def finish(
-    request: SifRequest, base: Start, planned: _Planned, job: ConversionJob, seen: Follower
+def _registry_flags(base: Start, tool: RuntimeTool) -> tuple[str, ...]:
+    """Return the option that lets the runtime pull from a registry of this machine, which has no TLS."""
+    host = base.image.name.split("/", 1)[0].rsplit(":", 1)[0]
+    is_local = base.source is None and host in _LOCAL_REGISTRIES
+    return ("--no-https",) if is_local and tool.capabilities.no_https else ()
+
+
+def _run_definition(
+    request: SifRequest, base: Start, planned: BuildPlan, job: ConversionJob, *, namespace: bool
+) -> Follower:
+    tool, file = _tool(job), job.work.folder / _DEFINITION
+    files.put(file, planned.definition.text)
+    # A failure quotes the log, in which one can then look up the step.
+    job.log.write(planned.definition.text)
+    follower = Follower(planned.definition, base_line=request.recipe.where("image", "base"), report=job.clock)
+    job.clock.stage(f"unpack the base with {tool}")
+    source = (*_registry_flags(base, tool), str(file))
+    argv = runtime_build.arguments(tool, job.compression, job.work.part, source)
+    try:
+        job.run(*argv, folder=job.work.folder / "build", on_line=follower.line, namespace=namespace)
+    except ToolFailed as error:
+        raise follower.failed(error) from error
+    if not job.work.part.exists():
+        raise ToolFailed(f"{tool} succeeded but wrote no file", hint=f"the full log: {job.log.name}")
+    return follower
+
+
+def _tool(job: ConversionJob) -> RuntimeTool:
+    assert job.tool is not None  # noqa: S101 - for the type checker: `build` has found one
+    return job.tool
+
+
+def _finish(
+    request: SifRequest, base: Start, planned: BuildPlan, job: ConversionJob, follower: Follower
 ) -> BuiltSif:
-    """Check, describe, test, publish."""
+    """Check, describe, test and publish the part file."""
     part, clock, target = job.work.part, job.clock, request.target.absolute()
     clock.stage("check")
     sif, _ = check.structure(part, config=None, layer_bytes=None)
     labels = {name: str(value) for name, value in definition.labels(sif).items()}
     check.compare_labels(labels, {name: value for name, value in planned.labels.items() if value}, part)
-    record = _described(request, part, sif, labels, job)
+    record = _write_record(request, part, sif, labels, job)
     manifest = planned.context.manifest
-    known = dataclasses.replace(
-        manifest.base, probe=seen.probe, env=manifest.base.env or dict(sorted(seen.env.items()))
-    )
-    manifest = dataclasses.replace(manifest, base=known)
-    tested = _smoke(part, sif.arch, manifest, job) if request.options.test else ()
+    # What the step inside the base has written into the image's manifest; the comparison expects the same.
+    env = manifest.base.env or dict(sorted(follower.env.items()))
+    base_image = dataclasses.replace(manifest.base, probe=follower.probe, env=env)
+    manifest = dataclasses.replace(manifest, base=base_image)
+    results = _smoke_test(part, sif.arch, manifest, job) if request.options.test else ()
     clock.stage("make durable")
     files.publish(part, target)
     clock.finish()
@@ -298,21 +281,17 @@ def finish(
         base=base.image,
         record=record,
         labels=labels,
-        checks=tuple(tested),
-        up_to_date=False,
+        checks=tuple(results),
         stages=tuple(clock.stages),
         log=Path(job.log.name),
     )
 
 
-def _described(
-    request: SifRequest,
-    part: Path,
-    sif: sif_image.SifImage,
-    labels: Mapping[str, str],
-    job: ConversionJob,
+def _write_record(
+    request: SifRequest, part: Path, sif: SifImage, labels: Mapping[str, str], job: ConversionJob
 ) -> ImgkitRecord:
     """Write the configuration and the record into the part file."""
+    # A definition has no layers: the one squashfs stands for them.
     root = sif_image.root_sha256(part, advance=job.clock.advance)
     diff_ids = (f"sha256:{root}",)
     config = {
@@ -339,14 +318,13 @@ def _described(
     return record
 
 
-def _smoke(part: Path, arch: str, manifest: Manifest, job: ConversionJob) -> Sequence[Check]:
-    assert job.tool is not None  # noqa: S101 - for the type checker: a runtime has built it
-    tool = job.tool
+def _smoke_test(part: Path, arch: str, manifest: Manifest, job: ConversionJob) -> Sequence[Check]:
+    tool = _tool(job)
     job.clock.stage("smoke test")
-    isolated = runtime.isolation(tool)
-    job.clock.note(isolated.said("python3"))
+    isolation = runtime.isolation(tool)
+    job.clock.note(isolation.said("python3"))
     results = smoke.check(
-        lambda argv: runtime.attempt(tool, runtime.exec_arguments(part, argv, isolated)),
+        lambda argv: runtime.attempt(tool, runtime.exec_arguments(part, argv, isolation)),
         arch=arch,
         manifest=manifest,
     )

@@ -8,6 +8,7 @@ that only a build knows.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import re
 import shlex
@@ -24,7 +25,7 @@ from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.oci.manifest import CREATED_LABEL, STANDIN_LABEL, BaseImage, Probe
 from imgkit_builder.oci.platform import host_platform
 from imgkit_builder.recipe.model import Recipe
-from imgkit_builder.sif import check, convert, coverage
+from imgkit_builder.sif import check, convert
 from imgkit_builder.sif import image as sif_image
 from imgkit_builder.sif.conversion import Archive, OciFolder
 from imgkit_entrypoints import json_text, secret_patterns
@@ -50,7 +51,7 @@ probe["pip_conflicts"], probe["skipped"] = seen["pip_conflicts"] or [], ""
 manifest["base"]["probe"] = probe
 if not manifest["base"]["env"]:
     # A .sif, or an image of a registry: only the runtime knows its variables, and has them in these files.
-    script = "for one in {files}; do test ! -r $one || . $one; done; env -0"
+    script = "for file in {files}; do test ! -r $file || . $file; done; env -0"
     shell = subprocess.Popen(["env", "-i", "/bin/sh", "-c", script], stdout=subprocess.PIPE,
                              stderr=subprocess.DEVNULL)
     pairs = [pair.split("=", 1) for pair in shell.communicate()[0].decode("utf-8", "replace").split("\\0")]
@@ -62,7 +63,7 @@ with open(path, "w", encoding="utf-8") as stream:
 
 
 def look_program() -> str:
-    """A program that reports what the base has, and writes it into the manifest of the image."""
+    """Return a program that reports what the base has, and writes it into the manifest of the image."""
     return inside.argv()[-1] + _FILL.format(
         manifest=f"{INSIDE}/manifest.json",
         files=" ".join(f"{RUNTIME}/env/{name}" for name in _ENVIRONMENT),
@@ -72,13 +73,13 @@ def look_program() -> str:
 
 
 def links_script(links: Mapping[str, str]) -> str:
-    """A script that makes the symlinks of the context: the runtime's copy would follow them."""
-    made = (f"ln -s -- {shlex.quote(to)} {shlex.quote(f'{INSIDE}/{name}')}" for name, to in links.items())
-    return "\n".join(("set -e", *made, ""))
+    """Return a script that makes the symlinks of the context: the runtime's copy would follow them."""
+    commands = (f"ln -s -- {shlex.quote(to)} {shlex.quote(f'{INSIDE}/{name}')}" for name, to in links.items())
+    return "\n".join(("set -e", *commands, ""))
 
 
 def definition(recipe: Recipe, start: Start, labels: Mapping[str, str]) -> Definition:
-    """The definition that builds `recipe` on `start`, with the further `labels`.
+    """Return the definition that builds `recipe` on `start`, with the further `labels`.
 
     Raises
     ------
@@ -87,31 +88,27 @@ def definition(recipe: Recipe, start: Start, labels: Mapping[str, str]) -> Defin
     look, links = (
         ContextFile(member=name, path=f"{INSIDE}/{name.rpartition('/')[2]}") for name in (LOOK, LINKS)
     )
-    own = (
-        Step(
-            origin="imgkit: inspect the base",
-            command=f"if command -v python3 > /dev/null; then python3 -I -B {look.path} || :; fi",
-        ),
-        Step(
-            origin="imgkit: the links of copied folders",
-            command=f"sh {links.path}\nrm {look.path} {links.path}",
-        ),
-    )
+    commands = {
+        "inspect the base": f"if command -v python3 > /dev/null; then python3 -I -B {look.path} || :; fi",
+        "the links of copied folders": f"sh {links.path}\nrm {look.path} {links.path}",
+    }
+    steps = tuple(Step(origin=f"imgkit: {purpose}", command=text) for purpose, text in commands.items())
+    # A line of %labels is a name and a value, which has no line ends.
     rows = {key: " ".join(value.split()) for key, value in labels.items()}
     return render.marked_definition(
         recipe,
-        Additions(mark=MARK, files=(look, links), steps=own, labels=rows),
+        Additions(mark=MARK, files=(look, links), steps=steps, labels=rows),
         base=start.image.name,
         platform=start.image.platform,
         bootstrap=start.bootstrap,
-        source=start.place,
+        source=start.location,
     )
 
 
 def created(text: str) -> str:
-    """The time of the build that an older definition states; empty where it states none."""
-    found = re.search(rf"^    {re.escape(CREATED_LABEL)} (\S+)$", text, re.MULTILINE)
-    return found[1] if found else ""
+    """Return the time of the build that an older definition states; empty where it states none."""
+    match = re.search(rf"^    {re.escape(CREATED_LABEL)} (\S+)$", text, re.MULTILINE)
+    return match[1] if match else ""
 
 
 REGISTRY = "registry"
@@ -121,85 +118,66 @@ FOLDER, FILE = "base", "base.sif"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SifFile:
-    """A .sif on this machine."""
-
-    path: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Registry:
-    """An image in a registry; the runtime pulls it."""
-
-    reference: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """The base of a build."""
 
-    source: Archive | OciFolder | SifFile | Registry
+    source: Archive | OciFolder | Path | None
+    """An archive, an OCI folder or a .sif on this machine; None: the runtime pulls the image by its name."""
     image: BaseImage
-    known: bool = True
+    is_identified: bool = True
     """False as long as a compressed archive has not been read, which hides its identity."""
 
     @property
     def bootstrap(self) -> str:
-        """The definition's word for this kind of base."""
-        if isinstance(self.source, Registry):
-            return "docker"
-        return "localimage" if isinstance(self.source, SifFile) else "oci"
+        """Return the definition's word for this kind of base."""
+        return "docker" if self.source is None else "localimage" if isinstance(self.source, Path) else "oci"
 
     @property
-    def place(self) -> str:
-        """Where the definition says that the base is."""
-        if isinstance(self.source, Registry):
-            return self.source.reference
-        return FILE if isinstance(self.source, SifFile) else FOLDER
+    def location(self) -> str:
+        """Return where the definition says that the base is."""
+        return {"docker": self.image.name, "localimage": FILE, "oci": FOLDER}[self.bootstrap]
 
 
-def find_base(recipe: Recipe, *, name: str | None, place: str | None, report: Reporter) -> Start:
-    """Find the base `name` (by default the recipe's) in `place`: a file, an OCI folder, or a registry.
+def find_base(recipe: Recipe, *, name: str | None, base_from: str | None, report: Reporter) -> Start:
+    """Find the base `name` (by default the recipe's) in `base_from`: a file, an OCI folder, or a registry.
 
     Raises
     ------
     UsageError : there is no such file, or it is no image.
     CheckFailed : it is damaged, or for another platform than this machine's.
     """
-    wanted = name or recipe.image.base
-    if place in (None, REGISTRY):
+    name = name or recipe.image.base
+    if base_from in (None, REGISTRY):
         # A tag may move; only a digest says which image it is.
-        digest = wanted if "@sha256:" in wanted else ""
-        image = BaseImage(name=wanted, digest=digest, platform=host_platform())
-        return Start(source=Registry(reference=wanted), image=image)
-    path = Path(str(place)).expanduser()
+        digest = name if "@sha256:" in name else ""
+        return Start(source=None, image=BaseImage(name=name, digest=digest, platform=host_platform()))
+    path = Path(str(base_from)).expanduser()
     if sif_image.is_sif(path):
         start = _of_sif(path)
     elif (path / "oci-layout").is_file():
-        selected = stored.open_image(path).selected
+        image = stored.open_image(path).selected
         start = Start(
-            source=OciFolder(path=path.absolute()), image=_of_config(selected.config, selected.names, path)
+            source=OciFolder(path=path.absolute()), image=_of_config(image.config, image.names, path)
         )
     elif path.is_file():
         start = _of_archive(path)
     else:
         raise UsageError(
             "there is no such base" if not path.exists() else "a folder without oci-layout is not an image",
-            where=f"--base-from {place}",
+            where=f"--base-from {base_from}",
             hint="an archive (imgkit save, docker save), an OCI folder, a .sif, or the word registry",
         )
     _refuse_platform(start)
-    if start.known and start.image.name != wanted:
-        report.note(f"the base is {start.image.name}, but the recipe names {wanted}")
+    if start.is_identified and start.image.name != name:
+        report.note(f"the base is {start.image.name}, but the recipe names {name}")
     return start
 
 
-def identified(start: Start, config: ImageConfig, names: tuple[str, ...]) -> Start:
-    """`start` once its archive has been read."""
-    assert isinstance(start.source, Archive)  # noqa: S101 - for the type checker: all others are known
-    found = dataclasses.replace(start, image=_of_config(config, names, start.source.path), known=True)
-    _refuse_platform(found)
-    return found
+def identified(start: Start, archive: Archive, config: ImageConfig, names: tuple[str, ...]) -> Start:
+    """Return `start` once its `archive` has been read."""
+    start = dataclasses.replace(start, image=_of_config(config, names, archive.path), is_identified=True)
+    _refuse_platform(start)
+    return start
 
 
 def check_space(start: Start, target: Path, temporary: Path) -> None:
@@ -209,10 +187,10 @@ def check_space(start: Start, target: Path, temporary: Path) -> None:
     ------
     CheckFailed : there is too little on the disk of `target`, or on that of `temporary`.
     """
-    if isinstance(start.source, Registry):
+    if start.source is None:
         return
-    if isinstance(start.source, SifFile):
-        size: int | None = int(start.source.path.stat().st_size * convert.UNPACKED_FACTOR)
+    if isinstance(start.source, Path):
+        size: int | None = int(start.source.stat().st_size * convert.UNPACKED_FACTOR)
         share = 1.0  # its files once, as its layers are merged already
     else:
         size, share = convert.source_bytes(start.source), convert.temporary_share(None)
@@ -220,28 +198,12 @@ def check_space(start: Start, target: Path, temporary: Path) -> None:
         convert.need_space(size, int(size * share), target, temporary)
 
 
-def verify_base(start: Start) -> None:
-    """Compare a base that is a .sif with its own digests.
-
-    Raises
-    ------
-    CheckFailed : it has changed since it was made.
-    """
-    if not isinstance(start.source, SifFile):
-        return
-    faults = coverage.check(start.source.path).faults
-    if faults:
-        raise CheckFailed(
-            f"the base is damaged: {faults[0]}", where=str(start.source.path), hint="copy it again"
-        )
-
-
 def _of_archive(path: Path) -> Start:
-    config = oci_folder.peek(path)
+    config, archive = oci_folder.peek(path), Archive(path=path.absolute())
     image = BaseImage(name=path.name, platform=host_platform())
-    start = Start(source=Archive(path=path.absolute()), image=image, known=False)
+    start = Start(source=archive, image=image, is_identified=False)
     # What `peek` cannot read is compressed, or damaged: reading all of it tells.
-    return identified(start, config, stored.open_image(path).selected.names) if config else start
+    return identified(start, archive, config, stored.open_image(path).selected.names) if config else start
 
 
 def _of_config(config: ImageConfig, names: tuple[str, ...], path: Path) -> BaseImage:
@@ -271,21 +233,21 @@ def _of_sif(path: Path) -> Start:
         platform=f"linux/{sif.arch}",
         standin=STANDIN_LABEL in labels(sif),
     )
-    return Start(source=SifFile(path=path.absolute()), image=image)
+    return Start(source=path.absolute(), image=image)
 
 
 def labels(sif: sif_image.SifImage) -> Mapping[str, str]:
-    """The labels that the objects of a .sif state, without running it; empty where they state none."""
+    """Return the labels that the objects of a .sif state, without running it."""
     return check.stated_labels(sif) or {}
 
 
 def _refuse_platform(start: Start) -> None:
-    found, host = start.image.platform, host_platform()
-    if start.known and found != host:
+    platform, host = start.image.platform, host_platform()
+    if start.is_identified and platform != host:
         raise CheckFailed(
-            f"the base is for {found}, and a definition builds for {host}, this machine's platform",
+            f"the base is for {platform}, and a definition builds for {host}, this machine's platform",
             where=start.image.name,
-            hint=f"build on a machine of that kind, or with Docker: imgkit build --platform {found}",
+            hint=f"build on a machine of that kind, or with Docker: imgkit build --platform {platform}",
         )
 
 
@@ -298,13 +260,14 @@ _WIDTH = 72
 
 
 class Follower:
-    """Follows one build."""
+    """Follows the output of one build: reports its steps, and finds the one that failed."""
 
-    def __init__(self, made: Definition, *, base_at: str, report: Reporter) -> None:
-        self._made, self._base_at, self._report = made, base_at, report
+    def __init__(self, definition: Definition, *, base_line: str, report: Reporter) -> None:
+        self._steps, self._base_line, self._report = definition.steps, base_line, report
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
         self._step = 0
-        self._doing, self._squashing = "the base cannot be fetched", False
+        """Number of the step that runs, from 1."""
+        self._failure, self._is_squashing = "the base cannot be fetched", False
         self.probe = Probe(skipped="the base has no python3")
         self.env: Mapping[str, str] = {}
         """The base's variables, if the runtime alone knows them."""
@@ -313,11 +276,13 @@ class Follower:
         """Process one line of output."""
         # A progress bar rewrites its line; only the last text counts.
         text = unstyled(raw).rstrip("\r").rpartition("\r")[2]
-        shown = secret_patterns.masked(text)
-        begun, said = _BEGIN.fullmatch(text), _RUNTIME.match(text)
-        seen = inside.parse(text)
-        if begun and int(begun[1]) == self._step + 1:
-            self._begin()
+        masked = secret_patterns.masked(text)
+        mark, message, seen = _BEGIN.fullmatch(text), _RUNTIME.match(text), inside.parse(text)
+        # Only the next number counts: a program may print a mark of any other step.
+        if mark and int(mark[1]) == self._step + 1:
+            self._step += 1
+            self._tail.clear()
+            self._report.stage(self._step_text())
         elif seen is not None and self._step == 1:
             self.probe = Probe(
                 python=seen.python,
@@ -327,46 +292,35 @@ class Follower:
                 pip_conflicts=seen.pip_conflicts or (),
             )
         elif self._step == 1 and text.startswith(_VARIABLES):
-            self.env = _mapping(text.removeprefix(_VARIABLES))
-        elif said and said[1].startswith(_STEPS):
-            self._doing = "the build steps cannot start"
-        elif said and said[1].startswith(_SQUASH):
-            self._doing, self._squashing = "the files cannot be squashed", True
+            with contextlib.suppress(ValueError):
+                variables = json_text.parse(text.removeprefix(_VARIABLES))
+                self.env = json_text.read(Mapping[str, str], variables, "variables")
+        elif message and message[1].startswith(_STEPS):
+            self._failure = "the build steps cannot start"
+        elif message and message[1].startswith(_SQUASH):
+            self._failure, self._is_squashing = "the files cannot be squashed", True
             self._tail.clear()
             self._report.stage("squash")
         elif text.strip() and not _TRACE.match(text):
-            self._tail.append(shown)
-        self._report.line(shown)
+            self._tail.append(masked)
+        self._report.line(masked)
 
     def failed(self, error: ToolFailed) -> ToolFailed:
-        """The error of a build whose program ended with `error`: the step, its last lines, its place."""
+        """Return the error of a build whose program ended with `error`, with the step and its last lines."""
         lines = "\n".join(self._tail) or "(no output)"
         log = (error.hint or "").rpartition("the full log: ")[2]
         hint = f"its last lines:\n{lines}\nfull log: {log} (with the definition)"
-        if not self._step or self._squashing:
-            where = self._base_at if not self._step else None
-            return ToolFailed(f"{self._doing}: {error.what}", where=where, hint=hint)
-        step = self._made.steps[self._step - 1]
+        if not self._step or self._is_squashing:
+            where = self._base_line if not self._step else None
+            return ToolFailed(f"{self._failure}: {error.what}", where=where, hint=hint)
         codes = re.findall(r"exit status (\d+)", lines)
-        how = f"failed with exit code {codes[-1]}" if codes else "failed"
-        what = f"step {self._step}/{len(self._made.steps)} ({_short(step.text)}) {how}"
-        return ToolFailed(what, where=step.origin, hint=hint)
+        number, _, text = self._step_text().partition(": ")
+        ending = f"failed with exit code {codes[-1]}" if codes else "failed"
+        where = self._steps[self._step - 1].origin
+        return ToolFailed(f"{number} ({text}) {ending}", where=where, hint=hint)
 
-    def _begin(self) -> None:
-        self._step += 1
-        self._tail.clear()
-        step = self._made.steps[self._step - 1]
-        self._report.stage(f"step {self._step}/{len(self._made.steps)}: {_short(step.text)}")
-
-
-def _mapping(text: str) -> Mapping[str, str]:
-    try:
-        data = json_text.parse(text)
-    except ValueError:
-        return {}
-    return {name: str(value) for name, value in data.items()} if isinstance(data, dict) else {}
-
-
-def _short(text: str) -> str:
-    text = secret_patterns.masked(text)
-    return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
+    def _step_text(self) -> str:
+        """Return ``step 3/9: COMMAND`` for the step that runs."""
+        text = secret_patterns.masked(self._steps[self._step - 1].text)
+        short = text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
+        return f"step {self._step}/{len(self._steps)}: {short}"

@@ -36,6 +36,7 @@ class Rights:
 def look(*, root: Path = Path("/"), uid: int | None = None) -> Rights:
     """Find out, from files alone, how the runtime would run the steps for this user."""
     uid = os.getuid() if uid is None else uid
+    # Files alone are read: starting a container to find out would take seconds, and fail in other words.
     if uid == 0:
         if _has_all_capabilities(root):
             return Rights(way="as root")
@@ -48,38 +49,37 @@ def look(*, root: Path = Path("/"), uid: int | None = None) -> Rights:
                 fault=f"/{path} is {refuses}: ordinary users get no user namespace",
                 hint=f"ask an administrator: sysctl -w {key}={allows}; or build where Docker is",
             )
-    if (
-        _has_range(root / "etc/subuid", uid)
-        and _has_range(root / "etc/subgid", uid)
-        and shutil.which("newuidmap")
-    ):
+    has_ranges = all(_has_range(root / f"etc/{name}", uid) for name in ("subuid", "subgid"))
+    if has_ranges and shutil.which("newuidmap"):
         return Rights(way="as root of a user namespace, with the users of /etc/subuid")
-    few = "other owners become root: a step that starts a server as another user fails"
-    hint = "ask an administrator for a range in /etc/subuid and /etc/subgid, and for newuidmap"
-    if shutil.which("fakeroot"):
-        return Rights(way="as root of a user namespace, with the program fakeroot", fault=few, hint=hint)
-    return Rights(way="as root of a user namespace with one user", fault=few, hint=hint)
+    users = ", with the program fakeroot" if shutil.which("fakeroot") else " with one user"
+    return Rights(
+        way=f"as root of a user namespace{users}",
+        fault="other owners become root: a step that starts a server as another user fails",
+        hint="ask an administrator for a range in /etc/subuid and /etc/subgid, and for newuidmap",
+    )
 
 
-def needed(tool: RuntimeTool) -> Rights:
-    """How steps run here.
+def require(tool: RuntimeTool) -> Rights:
+    """Return how steps run here.
 
     Raises
     ------
     CheckFailed : this user cannot run the steps of a definition.
     """
-    found = look()
-    if not found.way:
-        raise CheckFailed(f"{tool} cannot build for this user: {found.fault}", hint=found.hint)
-    return found
+    rights = look()
+    if not rights.way:
+        raise CheckFailed(f"{tool} cannot build for this user: {rights.fault}", hint=rights.hint)
+    return rights
 
 
 def _has_all_capabilities(root: Path) -> bool:
     last = _text(root / "proc/sys/kernel/cap_last_cap")
-    stated = re.search(r"^CapBnd:\s*([0-9a-f]+)$", _text(root / "proc/self/status"), re.MULTILINE)
-    if stated is None or not last.isdigit():
+    match = re.search(r"^CapBnd:\s*([0-9a-f]+)$", _text(root / "proc/self/status"), re.MULTILINE)
+    # Without /proc nothing is known; then the runtime reports what it lacks.
+    if match is None or not last.isdigit():
         return True
-    return int(stated[1], 16) == (1 << (int(last) + 1)) - 1
+    return int(match[1], 16) == (1 << (int(last) + 1)) - 1
 
 
 def _has_range(file: Path, uid: int) -> bool:

@@ -258,7 +258,7 @@ def _sif(recipe: str, options: BuildOptions, report: Reporter) -> Answer:
 
 
 def _sif_plan(request: SifRequest, planned: BuildPlan) -> Answer:
-    base = planned.base
+    base = planned.context.manifest.base
     rows = {
         "recipe": f"{request.recipe.name} ({request.recipe.file})",
         "base": f"{base.name}, from {request.base_from or 'its registry'}",
@@ -276,9 +276,9 @@ def _sif_plan(request: SifRequest, planned: BuildPlan) -> Answer:
         "sif": str(request.target),
         "context_bytes": planned.context.size_bytes,
         "commands": [planned.command],
-        "definition": planned.definition,
+        "definition": planned.definition.text,
     }
-    return _commented(rows) + planned.definition.rstrip("\n"), data
+    return _commented(rows) + planned.definition.text.rstrip("\n"), data
 
 
 def _built_sif(built: BuiltSif, target: Path) -> Answer:

@@ -111,11 +111,7 @@ def verb_init(
         folder=folder.absolute(),
         recipe=recipe,
         remote=remote,
-        account=account,
-        queue=queue,
-        qos=qos,
-        time=time,
-        nodes=nodes,
+        values={"account": account, "queue": queue, "qos": qos, "time": time, "nodes": nodes},
     )
     texts = new_folder.texts(wanted, parent)
     made = new_folder.write(folder, texts, keep=keep)

@@ -30,9 +30,10 @@ from imgkit_builder.engine import containers
 from imgkit_builder.engine.connection import Engine, connect
 from imgkit_builder.engine.errors import translated
 from imgkit_builder.oci.manifest import STANDIN_LABEL
-from imgkit_builder.recipe.rules import BadReference, parse_reference
+from imgkit_builder.recipe.rules import parse_reference
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed, UsageError
+from imgkit_entrypoints.rules import Unfit
 from imgkit_entrypoints.terminal import shown
 
 if TYPE_CHECKING:
@@ -187,8 +188,8 @@ def check_name(name: str, *, where: str | None = None) -> None:
     """Raise UsageError where `name` is not an image reference, before the engine is asked."""
     try:
         parse_reference(name)
-    except BadReference as error:
-        raise UsageError(f"not an image name: {error.what}", where=where, hint=error.hint) from error
+    except Unfit as error:
+        raise UsageError(f"not an image name: {error.message}", where=where, hint=error.hint) from error
 
 
 def repository(name: str) -> str:

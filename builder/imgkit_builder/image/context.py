@@ -15,7 +15,7 @@ import io
 import os
 import posixpath
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -23,9 +23,8 @@ from typing import BinaryIO
 from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.image import install, members, render, uv_export
+from imgkit_builder.image import install, members, render, uv_export, wheel
 from imgkit_builder.image.members import Code, Packed, TarMember
-from imgkit_builder.image.wheel import entrypoints_wheel
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe import requirements, sources, targets
@@ -70,26 +69,20 @@ class BuildContext:
         ------
         UsageError : a file differs from what `pack` saw.
         """
-        digest = hashlib.sha256()
-        links = members.unpack(self.members, folder, digest.update)
-        self._check(digest.hexdigest(), "unpacked")
-        return links
+        with self.open() as stream:
+            return members.unpack(stream, folder)
 
-    def _checked(self, report: Reporter) -> Iterator[bytes]:
+    def _checked(self, report: Reporter) -> Generator[bytes]:
         digest = hashlib.sha256()
         for chunk in _reported(members.tar(self.members), report, self.size_bytes):
             digest.update(chunk)
             # After a mismatch the last chunk is not sent: the engine builds nothing from an unfinished tar.
-            if chunk is members.END:
-                self._check(digest.hexdigest(), "sent")
+            if chunk is members.END and digest.hexdigest() != self.sha256:
+                raise UsageError(
+                    "files of image.copy changed while they were read",
+                    hint="build again when no program writes to them, or list them under `ignore`",
+                )
             yield chunk
-
-    def _check(self, sha256: str, action: str) -> None:
-        if sha256 != self.sha256:
-            raise UsageError(
-                f"files of image.copy changed while they were {action}",
-                hint="build again when no program writes to them, or list them under `ignore`",
-            )
 
 
 class LargeContext(UsageError):
@@ -114,14 +107,14 @@ def pack(
     LargeContext : the code is large, and `large` does not allow it; raised before a file is read.
     """
     lock = recipe.lock
-    wheel = entrypoints_wheel()
+    wheel_data = wheel.entrypoints_wheel()
     manifest = Manifest(
         imgkit=__version__,
         recipe=recipe.name,
         recipe_sha256=recipe.sha256,
         base=_locked_base(base, lock.base) if lock else base,
         platform=platform,
-        wheel_sha256=wheel.sha256,
+        wheel_sha256=hashlib.sha256(wheel_data).hexdigest(),
         revision=revision,
         projects=targets.installed(recipe.image.pip),
         workdir=targets.stated_workdir(recipe),
@@ -129,7 +122,7 @@ def pack(
     )
     dockerfile = render.dockerfile(recipe, base=base.name, platform=platform, base_user=base.user)
     packed = [
-        members.file(f"imgkit/{wheel.name}", wheel.data),
+        members.file(f"imgkit/{wheel.file_name()}", wheel_data),
         members.file("imgkit/system.json", system.to_json(recipe.system).encode()),
         members.file("imgkit/manifest.json", manifests.to_json(manifest).encode()),
         *package_files(recipe),
@@ -349,7 +342,7 @@ def _read_requirements(file: Path, where: str) -> bytes:
 class _Stream(io.RawIOBase):
     """A readable file over chunks."""
 
-    def __init__(self, chunks: Iterator[bytes]) -> None:
+    def __init__(self, chunks: Generator[bytes]) -> None:
         self._chunks = chunks
         self._rest = memoryview(b"")
 
@@ -369,8 +362,5 @@ class _Stream(io.RawIOBase):
 
     def close(self) -> None:
         # The generator may have a file open; closing the generator closes the file.
-        if not self.closed:
-            close = getattr(self._chunks, "close", None)
-            if close:
-                close()
+        self._chunks.close()
         super().close()

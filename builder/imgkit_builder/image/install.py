@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from html import escape
 from urllib.parse import urlsplit
 
-from imgkit_builder.image.instructions import INSIDE, NEXT, ContextFile, Project, Step
+from imgkit_builder.image.instructions import INSIDE, NEXT, ContextFile, Step
 from imgkit_builder.recipe import lock_file, requirements
 from imgkit_builder.recipe.model import (
     UV_STEP,
-    Constraints,
     LockedDeb,
     LockedWheel,
     PipStep,
@@ -123,20 +122,20 @@ def pip_command(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> Step:
     return Step(origin=where, command=command, mounts=mounts, files=tuple(files))
 
 
-def project(recipe: Recipe, number: int, step: PipStep) -> Project:
-    """Return the command of pip step `number` that installs the user's own project."""
-    member = project_member(number)
+def project(recipe: Recipe, number: int, step: PipStep) -> Step:
+    """Return pip step `number` that installs the user's own project."""
+    member, origin = project_member(number), recipe.where("image", "pip", number)
     target = posixpath.normpath(step.editable) if step.editable else f"{INSIDE}/{member}"
     options = "--editable " if step.editable else ""
     if recipe.lock:
         options = f"--no-deps {options}"  # the locked steps have installed them
-    return Project(
-        origin=recipe.where("image", "pip", number),
-        member=member,
-        target=target,
-        command=f"{_install(recipe, step)}{NEXT}    {options}{shlex.quote(target)}",
-        is_editable=step.editable is not None,
+    command = f"{_install(recipe, step)}{NEXT}    {options}{shlex.quote(target)}"
+    return Step(
+        origin=origin,
+        command=command,
+        docker=command if step.editable else f"{command}{NEXT}&& rm -rf {INSIDE}/project",
         mounts=secret_mounts(step.secrets),
+        files=(ContextFile(member=member, path=target, is_folder=True, origin=origin),),
     )
 
 
@@ -144,7 +143,8 @@ def _install(recipe: Recipe, step: PipStep, pip: str = _PYTHON_PIP) -> str:
     """Return the command up to what it installs."""
     # An option adds to PIP_CONSTRAINT. The variable itself would also apply in the isolated environments that
     # pip builds packages in, and those must be free to choose their torch.
-    command = with_secrets(recipe, step.secrets, "env ") + f"{PIP}{base_constraint(recipe.image.constraints)}"
+    policies = {"keep": "", "ignore": " PIP_CONSTRAINT=''", "drop": f" PIP_CONSTRAINT={BASE_CONSTRAINT}"}
+    command = with_secrets(recipe, step.secrets, "env ") + PIP + policies[recipe.image.constraints.policy]
     command += "".join(f"{NEXT}{name}={shell_value(name, value)}" for name, value in step.env.items())
     command += f"{NEXT}{pip} install --no-cache-dir --constraint {CONSTRAINT}"
     return command + (f"{NEXT}    {shlex.join(step.options)}" if step.options else "")
@@ -153,13 +153,6 @@ def _install(recipe: Recipe, step: PipStep, pip: str = _PYTHON_PIP) -> str:
 def shell_value(name: str, value: str) -> str:
     """Return the value of the variable `name` for a shell; ``/x:$NAME`` adds to the base's value."""
     return expanded(name, value, lambda text: re.sub(r'([\\"$`])', r"\\\1", text)) or shlex.quote(value)
-
-
-def base_constraint(constraints: Constraints) -> str:
-    """Return the variable for pip that applies the recipe's policy for the base's own constraint file."""
-    return {"keep": "", "ignore": " PIP_CONSTRAINT=''", "drop": f" PIP_CONSTRAINT={BASE_CONSTRAINT}"}[
-        constraints.policy
-    ]
 
 
 def apt_step(recipe: Recipe, origin: str) -> Step:

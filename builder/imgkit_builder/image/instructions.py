@@ -24,11 +24,13 @@ class Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextFile:
-    """A file or folder: its path in the build context and its path in the image."""
+    """A file, or the content of a folder: its path in the build context and its path in the image."""
 
     member: str
     path: str
     is_folder: bool = False
+    origin: str = ""
+    """The recipe's line, for the user's own code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,29 +59,10 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Copy:
-    """User code: the content of the folder `member` goes into `target`."""
-
-    origin: str
-    member: str
-    target: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Project(Copy):
-    """User code that pip installs."""
-
-    command: str
-    mounts: str
-    is_editable: bool
-    """Whether the image needs `target` afterwards."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Early:
     """Files and commands of the user that packages need; the commands start in ``/``."""
 
-    copy: tuple[Copy, ...]
+    copy: tuple[ContextFile, ...]
     run: tuple[Step, ...]
 
 
@@ -89,16 +72,6 @@ class Block:
 
     origin: str
     entries: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Authorities:
-    """Certificates, the command that makes the system trust them, and the variables for other programs."""
-
-    origin: str
-    files: tuple[ContextFile, ...]
-    install: str
-    env: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +92,8 @@ class Layers:
     """The user of the base, whom the finished image has too; empty for root, as whom all steps run."""
     args: Block | None
     """The recipe's own variables of every step."""
-    ca: Authorities | None
+    ca: Step | None
+    """What makes the system trust the recipe's certificates."""
     before_apt: Early
     apt: tuple[Step, ...]
     after_apt: Early
@@ -130,8 +104,9 @@ class Layers:
     workdir: Text
     run: tuple[Step, ...]
     install_wheel: Step
-    projects: tuple[Project, ...]
-    copy: tuple[Copy, ...]
+    projects: tuple[Step, ...]
+    """The user's own projects that pip installs; each has one folder."""
+    copy: tuple[ContextFile, ...]
     origins: tuple[ContextFile, ...]
     """What a locked image says about itself: its lock."""
     run_after_copy: tuple[Step, ...]

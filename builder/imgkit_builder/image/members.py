@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import shutil
 import stat
 import tarfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 from imgkit_builder.base import files
 from imgkit_builder.recipe import sources
@@ -169,28 +171,21 @@ def tar(members: list[TarMember] | tuple[TarMember, ...]) -> Iterator[bytes]:
 END = bytes(2 * tarfile.BLOCKSIZE)
 
 
-def unpack(members: Iterable[TarMember], folder: Path, on_chunk: Callable[[bytes], None]) -> dict[str, str]:
-    """Write `members` below `folder`, and return the links, which are left out, by their names.
-
-    `on_chunk` receives the bytes of the tar.
-    """
+def unpack(stream: BinaryIO, folder: Path) -> dict[str, str]:
+    """Write what `tar` yielded below `folder`, and return the links, which are left out, by their names."""
     links: dict[str, str] = {}
-    for member in members:
-        on_chunk(_header(member))
-        path = folder / member.name
-        if member.kind == tarfile.SYMTYPE:
-            links[member.name] = member.link
-        elif member.kind == tarfile.DIRTYPE:
-            path.mkdir(parents=True, exist_ok=True)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("xb") as stream:
-                for chunk in _content(member):
-                    on_chunk(chunk)
-                    stream.write(chunk)
-            path.chmod(member.mode)
-        on_chunk(bytes(-member.size_bytes % tarfile.BLOCKSIZE))
-    on_chunk(END)
+    with tarfile.open(fileobj=stream, mode="r|") as archive:
+        for member in archive:
+            path, content = folder / member.name, archive.extractfile(member) if member.isfile() else None
+            if member.issym():
+                links[member.name] = member.linkname
+            elif content is None:
+                path.mkdir(parents=True, exist_ok=True)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("xb") as target:
+                    shutil.copyfileobj(content, target)
+                path.chmod(member.mode)
     return links
 
 

@@ -27,10 +27,8 @@ from imgkit_builder.image.instructions import (
     INSIDE,
     NEXT,
     Additions,
-    Authorities,
     Block,
     ContextFile,
-    Copy,
     Definition,
     Early,
     Layers,
@@ -146,7 +144,7 @@ def _fill(template: str, layers: Layers, **values: object) -> str:
         copy_file=_copy_file,
     )
     values.update((name, getattr(layers, name)) for name in layers.__slots__)
-    return jinja.get_template(template).render(values)
+    return jinja.get_template(template).render(values, trust=TRUST)
 
 
 def environment(shipped: str, folder: Path | None = None) -> Environment:
@@ -179,7 +177,7 @@ def _definition_steps(layers: Layers) -> Iterator[Step]:
         f"chmod -R u=rwX,go=rX {' '.join(copied)}",
     )
     if layers.ca:
-        yield Step(origin=layers.ca.origin, command=f"{layers.ca.install}\n{_export(layers.ca.env)}")
+        yield Step(origin=layers.ca.origin, command=f"{layers.ca.command}\n{_export(TRUST)}")
     yield from _user_steps(layers.before_apt.copy, layers.before_apt.run, "/")
     yield from map(_bracketed, layers.apt)
     yield from _user_steps(layers.after_apt.copy, layers.after_apt.run, "/")
@@ -190,7 +188,9 @@ def _definition_steps(layers: Layers) -> Iterator[Step]:
     yield from _user_steps((), layers.run, workdir.text)
     yield _bracketed(layers.install_wheel)
     for project in layers.projects:
-        copy = f"{_copy_command(project)}\n" if project.is_editable else ""
+        (folder,) = project.files
+        # `%files` puts it below INSIDE, where a project stays that is not editable.
+        copy = f"{_copy_command(folder)}\n" if folder.path != f"{INSIDE}/{folder.member}" else ""
         yield Step(origin=project.origin, command=f"{copy}{project.command}")
     if layers.projects:
         yield _imgkit_step("the projects are installed", f"rm -rf {INSIDE}/project")
@@ -211,7 +211,7 @@ def _imgkit_step(purpose: str, command: str, files: tuple[ContextFile, ...] = ()
     return Step(origin=f"imgkit: {purpose}", command=command, files=files)
 
 
-def _user_steps(copies: Sequence[Copy], runs: Sequence[Step], folder: str) -> Iterator[Step]:
+def _user_steps(copies: Sequence[ContextFile], runs: Sequence[Step], folder: str) -> Iterator[Step]:
     for copy in copies:
         yield Step(origin=copy.origin, command=_copy_command(copy))
     for run in runs:
@@ -223,9 +223,9 @@ def _export(variables: Mapping[str, str]) -> str:
     return f"export {NEXT.join(values)}"
 
 
-def _copy_command(code: Copy) -> str:
+def _copy_command(code: ContextFile) -> str:
     """Return the commands that copy the content of a folder of the context to its target."""
-    target = shlex.quote(code.target)
+    target = shlex.quote(code.path)
     return f"mkdir -p -- {target}\ncp -RP -- {INSIDE}/{code.member}/. {target}"
 
 
@@ -267,7 +267,7 @@ COMPILE = (
 CERTIFICATES = "/usr/local/share/ca-certificates"
 """The folder of local authorities, which ``update-ca-certificates`` adds to `BUNDLE` (Debian, Ubuntu)."""
 BUNDLE = "/etc/ssl/certs/ca-certificates.crt"
-TRUST = ("CURL_CA_BUNDLE", "PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
+TRUST = dict.fromkeys(("CURL_CA_BUNDLE", "PIP_CERT", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"), BUNDLE)
 """Variables of programs that come with authorities of their own: pip, requests, and what conda installs."""
 
 
@@ -283,8 +283,9 @@ def build_layers(
     UsageError : a value does not fit on one line, or is not the name of a distribution.
     """
     image = recipe.image
-    for path, value in _one_line_values(recipe):
-        if re.search(r"[\n\r\0]", value):
+    for path, value in _texts(dataclasses.asdict(image), ("image",)):
+        # The line ends of a command are quoted.
+        if re.search(r"[\r\0]" if path[-1] == "command" else r"[\n\r\0]", value):
             problem = f"{'.'.join(map(str, path))}: a line end or NUL"
             refuse(problem, "a Dockerfile", recipe.where(*path), "write it on one line")
     lock = recipe.lock
@@ -298,11 +299,11 @@ def build_layers(
         uses_secrets=bool(image.used_secrets),
         base=_base(recipe, base),
         base_user="" if base_user.partition(":")[0] in ("root", "0") else base_user,
-        args=_block(recipe, _paths("args", image.args), image.args) if image.args else None,
+        args=_block(recipe, "args", image.args) if image.args else None,
         ca=_authorities(recipe) if image.ca else None,
         before_apt=Early(copy=_copies(recipe, "base"), run=_run_steps(recipe, "base")),
         after_apt=Early(copy=_copies(recipe, "apt"), run=_run_steps(recipe, "apt")),
-        apt=(install.apt_step(recipe, _origins(recipe, _paths("apt", range(len(image.apt))))),)
+        apt=(install.apt_step(recipe, _origins(recipe, "apt", range(len(image.apt)))),)
         if (lock.apt if lock else image.apt)
         else (),
         protect=_protect(recipe),
@@ -352,12 +353,13 @@ def _install_wheel() -> Step:
     )
 
 
-def _copies(recipe: Recipe, after: str) -> tuple[Copy, ...]:
+def _copies(recipe: Recipe, after: str) -> tuple[ContextFile, ...]:
     return tuple(
-        Copy(
-            origin=recipe.where("image", "copy", number),
+        ContextFile(
             member=copy_member(number),
-            target=posixpath.normpath(step.target),
+            path=posixpath.normpath(step.target),
+            is_folder=True,
+            origin=recipe.where("image", "copy", number),
         )
         for number, step in enumerate(recipe.image.copy)
         if step.after == after
@@ -377,32 +379,6 @@ def certificate_member(number: int) -> str:
 def copy_member(number: int) -> str:
     """Return the folder of copy step `number` (from 0) in the build context."""
     return f"copy/{number}"
-
-
-def _one_line_values(recipe: Recipe) -> Iterator[tuple[KeyPath, str]]:
-    """Yield every value of the image part that must fit on one line, with its path."""
-    image = recipe.image
-    values: dict[str, object] = {
-        "base": image.base,
-        "workdir": image.workdir,
-        "apt": image.apt,
-        # Its line ends are quoted, so that a command may have several.
-        "run": [run.command.replace("\n", " ") for run in image.run],
-        "pip": [
-            {
-                "options": step.options,
-                "packages": step.packages,
-                "editable": step.editable or "",
-                "env": step.env,
-            }
-            for step in image.pip
-        ],
-        "copy": [{"target": copy.target} for copy in image.copy],
-        "env": image.env,
-        "args": image.args,
-        "labels": image.labels,
-    }
-    return _texts(values, ("image",))
 
 
 def _texts(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
@@ -427,8 +403,8 @@ def _base(recipe: Recipe, override: str | None) -> Text:
     return Text(origin=f"--base (instead of {recipe.image.base}, {where})", text=override)
 
 
-def _authorities(recipe: Recipe) -> Authorities:
-    """Return the command that adds the certificates to the system's, before the first use of the network."""
+def _authorities(recipe: Recipe) -> Step:
+    """Return the step that adds the certificates to the system's, before the first use of the network."""
     members = [certificate_member(number) for number in range(len(recipe.image.ca))]
     # A base that names a bundle for pip trusts what it holds: the variable set here must not lose that.
     parts = (
@@ -437,14 +413,13 @@ def _authorities(recipe: Recipe) -> Authorities:
         "if command -v update-ca-certificates > /dev/null; then update-ca-certificates;",
         f"else mkdir -p {posixpath.dirname(BUNDLE)} && cat {CERTIFICATES}/*.crt >> {BUNDLE}; fi",
     )
-    return Authorities(
-        origin=_origins(recipe, _paths("ca", range(len(members)))),
+    return Step(
+        origin=_origins(recipe, "ca", range(len(members))),
         files=tuple(
             ContextFile(member=member, path=f"{CERTIFICATES}/imgkit-{posixpath.basename(member)}")
             for member in members
         ),
-        install=NEXT.join(parts),
-        env=dict.fromkeys(TRUST, BUNDLE),
+        command=NEXT.join(parts),
     )
 
 
@@ -485,8 +460,7 @@ def _one_line(text: str) -> str:
 def _env(recipe: Recipe) -> Block:
     # The host's ~/.local is visible inside a .sif; Python must not import its packages.
     pairs = {"PYTHONNOUSERSITE": "1", **recipe.image.env}
-    paths = _paths("env", recipe.image.env)
-    return _block(recipe, paths, pairs, "imgkit: ignore packages in the host's ~/.local")
+    return _block(recipe, "env", pairs, "imgkit: ignore packages in the host's ~/.local")
 
 
 def _labels(recipe: Recipe) -> Block:
@@ -504,26 +478,21 @@ def _labels(recipe: Recipe) -> Block:
     }
     if recipe.lock:
         pairs[LOCK_LABEL] = hashlib.sha256(recipe.lock_text.encode()).hexdigest()
-    return _block(recipe, _paths("labels", recipe.image.labels), pairs, "imgkit: what this image is")
+    return _block(recipe, "labels", pairs, "imgkit: what this image is")
 
 
-def _paths(key: str, items: Iterable[str | int]) -> list[KeyPath]:
-    """Return the paths of items below ``image.KEY``."""
-    return [("image", key, item) for item in items]
+def _block(recipe: Recipe, key: str, pairs: Mapping[str, str], default_origin: str = "") -> Block:
+    """Return a block of `pairs`, among them the values of ``image.KEY``."""
+    return Block(origin=_origins(recipe, key, getattr(recipe.image, key)) or default_origin, entries=pairs)
 
 
-def _block(recipe: Recipe, paths: list[KeyPath], pairs: Mapping[str, str], default_origin: str = "") -> Block:
-    """Return a block of `pairs`, which the values at `paths` state."""
-    return Block(origin=_origins(recipe, paths) or default_origin, entries=pairs)
-
-
-def _origins(recipe: Recipe, paths: Sequence[KeyPath]) -> str:
-    """Return the lines of several values, shortened: ``mn5.yaml:12-14, mn5-llm.yaml:3``."""
+def _origins(recipe: Recipe, key: str, items: Iterable[str | int]) -> str:
+    """Return the lines of items of ``image.KEY``, shortened: ``mn5.yaml:12-14, mn5-llm.yaml:3``."""
     spans: list[tuple[str, int, int]] = []
-    for path in paths:
-        name, _, number = recipe.where(*path).rpartition(":")
+    for item in items:
+        name, _, number = recipe.where("image", key, item).rpartition(":")
         if not name:
-            return recipe.where(*path)
+            return number
         line = int(number)
         if spans and spans[-1][0] == name and line in (spans[-1][2], spans[-1][2] + 1):
             spans[-1] = (name, spans[-1][1], line)

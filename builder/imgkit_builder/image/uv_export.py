@@ -19,9 +19,9 @@ from typing import Any
 
 from imgkit_builder.base import process
 from imgkit_builder.recipe import problems
+from imgkit_builder.recipe.lock_file import public
 from imgkit_builder.recipe.model import Recipe, UvProject
-from imgkit_builder.recipe.requirements import PROTECTED, PYPROJECT, canonical
-from imgkit_entrypoints import secret_patterns
+from imgkit_builder.recipe.requirements import PROTECTED, PYPROJECT, canonical, name_of
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 from imgkit_entrypoints.files import read_text
 
@@ -35,7 +35,6 @@ _PYTHONS = [f"3.{minor}" for minor in range(10, 17)]
 _HASHES = r"(?: --hash=sha256:[0-9a-f]{64})+"
 _WHEEL = re.compile(rf"[a-z0-9-]+(==\S+| @ https?://[^\s@]+\.whl)(?: ; [^\\]+?)?{_HASHES}")
 _CREDENTIALS = re.compile(r"://[^/@\s]*@")
-_NAME = re.compile(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)")
 
 
 def export_uv_lock(recipe: Recipe) -> bytes:
@@ -96,9 +95,9 @@ def _unsatisfied(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -> 
     versions: dict[str, list[str]] = {}
     for line in lines:
         version = re.match(r"\S+==(\S+)", line)
-        versions.setdefault(_name(line), []).extend(version.groups() if version else ())
+        versions.setdefault(name_of(line), []).extend(version.groups() if version else ())
     overridden = pyproject.get("tool", {}).get("uv", {}).get("override-dependencies", [])
-    ignored = {canonical(pyproject["project"]["name"]), *map(_name, overridden)}
+    ignored = {canonical(pyproject["project"]["name"]), *map(name_of, overridden)}
     environments = _environments(pyproject)
     for text in _required(pyproject, uv):
         requirement = Requirement(text)
@@ -153,18 +152,13 @@ def _environments(pyproject: dict[str, Any]) -> list[dict[str, str]]:
 def _check_wheels(requirements: list[str], left_to_pip: set[str], where: str) -> None:
     """Refuse a requirement that pip could not install with a hash, unless a pip step names it."""
     for line in requirements:
-        name = _name(line)
+        name = name_of(line)
         if not (name in left_to_pip or re.fullmatch(PROTECTED, name) or _WHEEL.fullmatch(line)):
             raise UsageError(
-                f"uv.lock has {_public(line)}, which is not a wheel with a sha256",
+                f"uv.lock has {public(line)}, which is not a wheel with a sha256",
                 where=where,
                 hint=f"install it in a pip step: pip: [{{packages: [{name or 'NAME'}]}}]",
             )
-
-
-def _public(text: str) -> str:
-    """Return `text` for a message, without credentials in URLs and other secrets."""
-    return secret_patterns.masked(_CREDENTIALS.sub("://", text))
 
 
 def _find_uv(where: str) -> str:
@@ -182,11 +176,6 @@ def _read_export(argv: list[str], project: Path) -> list[str]:
     return re.sub(r" \\\n *", " ", output).splitlines()
 
 
-def _name(line: str) -> str:
-    match = _NAME.match(line)
-    return canonical(match[1]) if match else ""
-
-
 def _names_in_pip_steps(recipe: Recipe) -> Iterator[str]:
     """Yield the names of the packages that the pip steps name: those steps may also build them."""
     for step in recipe.image.pip:
@@ -194,7 +183,7 @@ def _names_in_pip_steps(recipe: Recipe) -> Iterator[str]:
         if step.requirements is not None:
             lines += read_text(step.requirements, errors="replace").splitlines()
         # The name of a repository is known only where the requirement states it: NAME @ git+URL.
-        yield from (_name(line) for line in lines if not line.startswith("git+"))
+        yield from (name_of(line) for line in lines if not line.startswith("git+"))
 
 
 def _read_pyproject(project: Path) -> dict[str, Any]:
@@ -217,9 +206,9 @@ def index_options(recipe: Recipe) -> list[str]:
     options = []
     for index in indexes:
         url = str(index.get("url", ""))
-        if not re.fullmatch(r"https?://[^\s@]+", url) or _public(url) != url:
+        if not re.fullmatch(r"https?://[^\s@]+", url) or public(url) != url:
             raise UsageError(
-                f"the index {_public(url)} is no plain HTTP URL; a password would be in the image",
+                f"the index {public(url)} is no plain HTTP URL; a password would be in the image",
                 where=recipe.where("image", "uv"),
                 hint=f"change tool.uv.index in {PYPROJECT}, or name its packages in a pip step with a secret",
             )

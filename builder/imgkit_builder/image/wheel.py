@@ -9,19 +9,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.resources
 import io
 import stat
 import zipfile
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
 
 import imgkit_entrypoints
 from imgkit_entrypoints import __version__
-
-if TYPE_CHECKING:
-    from importlib.abc import Traversable
 
 PACKAGE = imgkit_entrypoints.__name__
 
@@ -45,26 +40,13 @@ Tag: py3-none-any
 """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wheel:
-    """A wheel in memory."""
-
-    name: str
-    """File name."""
-    data: bytes
-    sha256: str
-
-
 def file_name() -> str:
     """Return the name of the wheel's file, before the wheel exists."""
     return f"{PACKAGE}-{__version__}-py3-none-any.whl"
 
 
-def entrypoints_wheel() -> Wheel:
-    """Return the wheel of imgkit_entrypoints with its ``dist-*`` commands; equal sources give equal bytes.
-
-    It works in an editable install, in site-packages and inside a zip file.
-    """
+def entrypoints_wheel() -> bytes:
+    """Return the wheel of imgkit_entrypoints with its ``dist-*`` commands; equal sources give equal bytes."""
     from imgkit_entrypoints.cli.commands import COMMANDS, shim
 
     scripts = f"{PACKAGE}-{__version__}.data/scripts/"
@@ -81,21 +63,15 @@ def entrypoints_wheel() -> Wheel:
             info.create_system = 3  # Unix, on every host: only then is the mode below read
             info.external_attr = (stat.S_IFREG | (0o755 if name.startswith(scripts) else 0o644)) << 16
             archive.writestr(info, data, zipfile.ZIP_DEFLATED, 9)
-    data = buffer.getvalue()
-    return Wheel(name=file_name(), data=data, sha256=hashlib.sha256(data).hexdigest())
+    return buffer.getvalue()
 
 
 def entrypoints_files() -> tuple[tuple[str, bytes], ...]:
     """Return the files of imgkit_entrypoints, sorted by their names, which begin with `PACKAGE`."""
-    return tuple(sorted(_modules(importlib.resources.files(PACKAGE), PACKAGE)))
-
-
-def _modules(folder: Traversable, prefix: str) -> Iterator[tuple[str, bytes]]:
-    for entry in folder.iterdir():
-        if not entry.is_dir():
-            yield f"{prefix}/{entry.name}", entry.read_bytes()
-        elif entry.name not in _LEFT_OUT:
-            yield from _modules(entry, f"{prefix}/{entry.name}")
+    root = Path(imgkit_entrypoints.__file__).parent
+    paths = {path.relative_to(root.parent): path for path in root.rglob("*") if path.is_file()}
+    names = (name for name in paths if not _LEFT_OUT.intersection(name.parts))
+    return tuple(sorted((name.as_posix(), paths[name].read_bytes()) for name in names))
 
 
 def _record(contents: Mapping[str, bytes]) -> bytes:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -12,7 +11,7 @@ from urllib.parse import unquote, urlsplit, urlunsplit
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.model import UV_STEP, LockedDeb, LockedWheel, Recipe
 from imgkit_builder.recipe.problems import KeyPath
-from imgkit_builder.recipe.requirements import PROTECTED, canonical
+from imgkit_builder.recipe.requirements import PROTECTED, canonical, name_of
 from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
@@ -45,24 +44,16 @@ class Unresolved(Exception):
         self.step, self.problem, self.packages, self.output = step, problem, packages, output
 
 
-@contextlib.contextmanager
-def readable() -> Iterator[None]:
-    """Raise ToolFailed where an answer is wrong."""
-    try:
-        yield
-    except ValueError as error:
-        raise ToolFailed(f"an answer of the base cannot be read: {error}") from error
-
-
-@readable()
 def read_debs(text: str) -> tuple[LockedDeb, ...]:
     """Return the packages that ``apt-get --print-uris`` printed, sorted by name.
 
     Raises
     ------
     Unresolved : apt names no sha256 for a package, or a URL that is not HTTP.
+    ValueError : an answer of apt cannot be read.
     """
     debs = []
+    # Other lines are warnings of apt.
     for match in filter(None, map(_URI.match, text.splitlines())):
         name, version, architecture = match["file"].removesuffix(".deb").split("_")
         url, sha256 = without_credentials(match["url"]), match["sha256"] or ""
@@ -83,7 +74,6 @@ def read_debs(text: str) -> tuple[LockedDeb, ...]:
     return tuple(sorted(debs, key=lambda deb: (deb.name, deb.architecture)))
 
 
-@readable()
 def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tuple[LockedWheel, ...]:
     """Return the wheels in `text`, which ``inside`` wrote for `step`, sorted by name.
 
@@ -94,10 +84,11 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
     Raises
     ------
     Unresolved : packages have no wheel, or one that only the base has, and `digests` lacks it.
-    ToolFailed : `text` is no report.
+    ValueError : `text` is no report.
     """
     items = json_text.read(tuple[_ReportItem, ...], json_text.parse(text), "pip", closed=True)
-    built = {_name_and_version(file): file for file in digests}
+    # The name of a wheel's file begins with name and version, and has "_" for "-".
+    built = {(canonical(file.split("-")[0]), "".join(file.split("-")[1:2])): file for file in digests}
     wheels, missing = [], []
     for item in items:
         package = f"{item.name}=={item.version}"
@@ -129,25 +120,18 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
     return tuple(sorted(wheels, key=lambda wheel: canonical(wheel.name)))
 
 
-def _name_and_version(file: str) -> tuple[str, str]:
-    """Return name and version in the name of a wheel's file, which writes ``-`` as ``_``."""
-    name, _, rest = file.partition("-")
-    return canonical(name), rest.partition("-")[0]
-
-
 def without_credentials(url: str) -> str:
     """Return `url` without a user, a password and a fragment."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2], fragment=""))
 
 
-@readable()
 def read_failure(text: str) -> Unresolved:
     """Return the failure that the program wrote in the base: the step, then the output.
 
     Raises
     ------
-    ToolFailed : `text` is none.
+    ValueError : `text` is none.
     """
     name, _, output = text.partition("\n")
     if name in (APT, "uv"):
@@ -220,6 +204,7 @@ def explain(recipe: Recipe, failure: Unresolved, *, log: str) -> ImgkitError:
         return UsageError(failure.problem, where=where, hint=hint)
     matches = ((cause, re.search(cause.pattern, failure.output, re.IGNORECASE)) for cause in _CAUSES)
     cause, groups = next((cause, match.groups("")) for cause, match in matches if match)
+    # The cause's own package first; a resolver names others on the way to it.
     where = find_line(recipe, failure.step, [*groups, *_BLAMED.findall(failure.output)])
     hints = [cause.hint.format(keep_files)] if cause.hint else []
     if lines := last_lines(failure.output):
@@ -248,22 +233,16 @@ def find_line(recipe: Recipe, step: int | str, packages: list[str]) -> str:
     lines: dict[str, str] = {}
     if step == APT:
         for number, package in enumerate(recipe.image.apt):
-            lines.setdefault(_name(package), recipe.where(*path, number))
+            lines.setdefault(name_of(package), recipe.where(*path, number))
     elif int(step) < len(recipe.image.pip):
         pip = recipe.image.pip[int(step)]
         for number, package in enumerate(pip.packages):
-            lines.setdefault(_name(package), recipe.where(*path, "packages", number))
+            lines.setdefault(name_of(package), recipe.where(*path, "packages", number))
         text = files.read_text(pip.requirements, errors="replace") if pip.requirements else ""
         for number, line in enumerate(text.splitlines(), 1):
             file = f"{pip.requirements.name}:{number}" if pip.requirements else ""
-            lines.setdefault(_name(line.strip()), f"{recipe.where(*path, 'requirements')} ({file})")
-    for package in filter(None, map(_name, packages)):
+            lines.setdefault(name_of(line), f"{recipe.where(*path, 'requirements')} ({file})")
+    for package in filter(None, map(name_of, packages)):
         if package in lines:
             return lines[package]
     return recipe.where(*path)
-
-
-def _name(requirement: str) -> str:
-    """Return ``flash-attn`` of ``Flash_Attn[extra]>=2``."""
-    match = re.match(r"[A-Za-z0-9][A-Za-z0-9.+_-]*", requirement)
-    return canonical(match[0]) if match else ""

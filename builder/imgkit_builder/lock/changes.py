@@ -15,7 +15,7 @@ class Change:
     """An item that a lock now has in another version, or no longer, or for the first time."""
 
     kind: str
-    """``base``, ``tool``, ``apt``, ``pip`` or ``file``."""
+    """``base``, ``apt``, ``pip`` or ``file``."""
     name: str
     old: str
     """Empty where it is new."""

@@ -102,6 +102,7 @@ def resolve(
     secret_values.refuse_in(context, values)
     log = ""
     if request.apt or request.uv or request.pip:
+        # Locks of several recipes may be made at the same time.
         tag = f"imgkit-lock:{secrets.token_hex(6)}"
         try:
             # Nothing from a cache: an index may have changed since.
@@ -123,15 +124,12 @@ def resolve(
             with contextlib.suppress(ImgkitError):
                 images.remove(engine, tag)
     try:
-        part = _read_answers(folder, resolution, values.masked)
+        return _read_answers(folder, resolution, values.masked)
     except answers.Unresolved as error:
         raise answers.explain(resolution.recipe, error, log=log) from error
-    except (ToolFailed, OSError) as error:
-        problem = (
-            error.what if isinstance(error, ToolFailed) else f"an answer of the base is missing: {error}"
-        )
-        raise ToolFailed(problem, hint=f"full log: {log}") from error
-    return part
+    except (OSError, ValueError) as error:
+        fault = "is missing" if isinstance(error, OSError) else "cannot be read"
+        raise ToolFailed(f"an answer of the base {fault}: {error}", hint=f"full log: {log}") from error
 
 
 def _read_answers(folder: Path, resolution: Resolution, mask: Callable[[str], str]) -> LockedPlatform:
@@ -264,7 +262,8 @@ def write_lock(
     lock = old or Lock(recipe=recipe.name, imgkit=__version__, platforms=())
     new = Lock(recipe=recipe.name, imgkit=__version__, platforms=lock.replaced(part).platforms)
     content = lock_file.text(new)
-    lock_file.parse(content, file)  # names, versions and URLs are what the base answered
+    # Names, versions and URLs are what the base answered: the rules of a lock apply to them too.
+    lock_file.parse(content, file)
     folder = lock_file.kept_folder(file)
     if new_files is not None:
         folder.mkdir(exist_ok=True)

@@ -13,6 +13,7 @@ from imgkit_builder.base import files
 from imgkit_builder.job import systems
 from imgkit_builder.project import toml_file
 from imgkit_builder.recipe import rules
+from imgkit_builder.recipe.system_files import is_path
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.errors import UsageError
 
@@ -30,11 +31,8 @@ class NewFolder:
     recipe: str
     """The recipe that the folder's own extends, as the user names it."""
     remote: str = ""
-    account: str = ""
-    queue: str = ""
-    qos: str = ""
-    time: str = ""
-    nodes: str = ""
+    values: Mapping[str, str]
+    """Values of flags for keys of ``imgkit.toml``: account, queue, qos, time, nodes; empty: not given."""
 
     @property
     def name(self) -> str:
@@ -46,7 +44,6 @@ class NewFolder:
 def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
     """Return the content of each file by its name; `parent` is the recipe that `options` name."""
     from imgkit_builder.image.render import environment
-    from imgkit_builder.recipe import load
 
     facts, scheduler = parent.system.queue, parent.system.scheduler
     # imgkit run warns of a key that the scheduler does not use.
@@ -55,15 +52,15 @@ def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
     # A recipe that is a file is named by a path from the folder, so that both can move or be cloned together.
     path = os.path.relpath(parent.file.resolve(), options.folder.resolve())
     path = path if path.startswith("../") else f"./{path}"
-    queue = {key: getattr(options, key) for key in ("account", "queue", "qos", "time")}
+    queue = {key: value for key, value in options.values.items() if key != "nodes"}
     if not queue["time"] and not facts.time and "time" in used:
         queue["time"] = _TIME
     # For mpi, the list of hosts is the number of nodes.
-    nodes = options.nodes or ("" if scheduler == "mpi" else "1")
+    nodes = options.values["nodes"] or ("" if scheduler == "mpi" else "1")
     values = {
         "name": options.name,
         "remote": options.remote,
-        "parent": path if load.is_path(options.recipe) else options.recipe,
+        "parent": path if is_path(options.recipe) else options.recipe,
         "description": f"{options.name}, on {parent.system.title or parent.name}",
         "queue": [(key, value) for key, value in queue.items() if value or key in required],
         "unused": [key for key, value in queue.items() if not value and key in used and key not in required],
@@ -72,14 +69,10 @@ def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
         # Only the program that imgkit writes has the option --epochs.
         "own_program": os.path.lexists(options.folder / PROGRAM),
     }
-    sources = {
-        toml_file.NAME: toml_file.NAME,
-        f"{options.name}.yaml": "recipe.yaml",
-        PROGRAM: PROGRAM,
-        GITIGNORE: "gitignore",
-    }
+    names = (toml_file.NAME, f"{options.name}.yaml", PROGRAM, GITIGNORE)
+    sources = zip(names, (toml_file.NAME, "recipe.yaml", PROGRAM, "gitignore"), strict=True)
     templates = environment("templates/project", None)
-    return {file: templates.get_template(f"{source}.j2").render(values) for file, source in sources.items()}
+    return {file: templates.get_template(f"{source}.j2").render(values) for file, source in sources}
 
 
 def _required_keys(parent: Target) -> Mapping[str, bool]:
@@ -105,7 +98,7 @@ def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str
         yield "imgkit remote add NAME USER@HOST:DIR, and its name in imgkit.toml"
     for key, has_value in _required_keys(parent).items():
         # imgkit.toml has a time limit already.
-        if not has_value and key != "time" and not getattr(options, key):
+        if not has_value and key != "time" and not options.values[key]:
             yield f"{key} in imgkit.toml, which {parent.name} needs"
     yield from commands or [f"{cd}imgkit run --dry-run && imgkit run"]
     if parent.system.runtime.kind == "docker" and parent.system.scheduler == "mpi":

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 from imgkit_builder.job import container, quoting, resolve
 from imgkit_builder.recipe.model import KEYS, Short
-from imgkit_builder.recipe.problems import Collector, NotToml, Position, RecipeErrors, choices, parse_toml
-from imgkit_builder.recipe.schema import allowed_keys
+from imgkit_builder.recipe.problems import Collector, Position, RecipeErrors, parse_toml_file
+from imgkit_builder.recipe.system_files import is_path
 from imgkit_builder.recipe.validation import Mistake, validate
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
@@ -74,10 +74,8 @@ class ProjectFile:
     @property
     def recipe_file(self) -> Path | None:
         """Return the recipe's file, whose path starts at the file's folder; None for a shipped recipe."""
-        from imgkit_builder.recipe import load
-
         ref = self.values.recipe
-        return self.file.parent / ref if load.is_path(ref) or ref.endswith(".sif") else None
+        return self.file.parent / ref if is_path(ref) or ref.endswith(".sif") else None
 
     @property
     def recipe(self) -> str:
@@ -112,7 +110,13 @@ def read(file: Path) -> ProjectFile:
     ------
     UsageError : it is not TOML, or has an unknown key or a wrong value; lists all of them with their lines.
     """
-    return parse(_text(file), file)
+    try:
+        text = files.read_text(file, most_bytes=_MOST_BYTES)
+        if text.count("\n") > _MOST_LINES:
+            raise ValueError(f"it has more than {_MOST_LINES} lines")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot be read: {error}", where=str(file), hint="correct or remove it") from error
+    return parse(text, file)
 
 
 def parse(text: str, file: Path) -> ProjectFile:
@@ -122,8 +126,8 @@ def parse(text: str, file: Path) -> ProjectFile:
     ------
     UsageError : as `read`.
     """
-    problems = Collector(lines={file: text.split("\n")}, shows=(file.parent.resolve(),))
-    data = _parsed(text, file, problems)
+    problems = Collector(shows=(file.parent.resolve(),))
+    data = parse_toml_file(text, file, problems, 'write KEY = "VALUE"')
     positions = {key: _position(key, text, file) for key in data}
     values, mistakes = validate(ProjectValues, {key: value for key, value in data.items() if value != ""})
     for mistake in mistakes:
@@ -132,25 +136,6 @@ def parse(text: str, file: Path) -> ProjectFile:
         errors = sorted(problems.errors, key=lambda problem: problem.position.line)
         raise RecipeErrors(errors, of=NAME)
     return ProjectFile(file=file, values=values, positions=positions)
-
-
-def _text(file: Path) -> str:
-    try:
-        text = files.read_text(file, most_bytes=_MOST_BYTES)
-        if text.count("\n") > _MOST_LINES:
-            raise ValueError(f"it has more than {_MOST_LINES} lines")
-    except (OSError, ValueError) as error:
-        raise UsageError(f"cannot be read: {error}", where=str(file), hint="correct or remove it") from error
-    return text
-
-
-def _parsed(text: str, file: Path, problems: Collector) -> dict[str, Any]:
-    try:
-        return parse_toml(text)
-    except NotToml as error:
-        position = Position(file=file, line=error.line, column=error.column)
-        problems.error(position, (), error.what, 'write KEY = "VALUE"')
-    return {}
 
 
 def _position(key: str, text: str, file: Path) -> Position:
@@ -162,14 +147,12 @@ def _position(key: str, text: str, file: Path) -> Position:
 
 def _explain(mistake: Mistake, data: Mapping[str, Any]) -> tuple[str, str]:
     """Return the message and the hint for `mistake` in `data`."""
-    key = str(mistake.path[0])
-    if mistake.kind == "rule":
+    if mistake.kind != "type":
         return mistake.message, mistake.hint
-    if mistake.kind == "unknown":
-        return "unknown key", choices(key, allowed_keys((key,), ProjectValues))
+    key = str(mistake.path[0])
     value = data[key][mistake.path[1]] if len(mistake.path) > 1 else data[key]
     names = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list"}
     kind = names.get(type(value), "a table" if isinstance(value, dict) else "a date or time")
-    if mistake.message == "a list":
+    if mistake.expected == "a list":
         return f"must be a list of strings, not {kind}", 'write ["ONE", "TWO"]'
     return f"must be text, not {kind}", "" if isinstance(value, list | dict) else f'quote it: "{value}"'

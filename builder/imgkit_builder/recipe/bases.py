@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from imgkit_builder.recipe import problems
 from imgkit_builder.recipe.problems import KeyPath
-from imgkit_builder.recipe.rules import BadReference, Fault, ImageReference, parse_reference
-from imgkit_entrypoints import files, json_text
+from imgkit_builder.recipe.rules import Fault, ImageReference, parse_reference
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import ImgkitError, UsageError
+from imgkit_entrypoints.rules import Unfit
 from imgkit_entrypoints.system import SystemFacts
 from imgkit_recipes import FOLDER
 
@@ -78,12 +79,6 @@ class Base:
         return ((column.name, getattr(self, column.name)) for column in fields(self) if column.name != "tag")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Table:
-    sources: Mapping[str, str]
-    bases: Mapping[str, Mapping[str, tuple[str, ...]]] = field(default_factory=dict)
-
-
 @functools.cache
 def table() -> tuple[Base, ...]:
     """Return the images in the table, oldest first.
@@ -94,21 +89,14 @@ def table() -> tuple[Base, ...]:
     """
     try:
         data = problems.parse_toml(files.read_text(TABLE))
-        content: _Table = json_text.read(_Table, data, "bases", closed=True)
-        columns = {column.name for column in fields(Base)} - {"tag"}
-        return tuple(_base(tag, row, columns, content.sources) for tag, row in content.bases.items())
-    except ValueError as error:
-        raise ImgkitError(str(error), where=str(TABLE), hint="install imgkit again") from error
-
-
-def _base(
-    tag: str, row: Mapping[str, tuple[str, ...]], columns: set[str], sources: Mapping[str, str]
-) -> Base:
-    for name, cell in row.items():
-        if name not in columns or len(cell) != 2 or cell[1] not in sources:
-            raise ValueError(f"{tag}: {name} must be a column with a value and the name of a source")
-    cells = {name: Cell(value, sources[source]) for name, (value, source) in row.items()}
-    return Base(tag=tag, **cells)
+        sources, rows = data["sources"], data["bases"].items()
+        return tuple(
+            Base(tag=tag, **{name: Cell(value, sources[source]) for name, (value, source) in cells.items()})
+            for tag, cells in rows
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        fault = f"the table of bases is damaged: {error!r}"
+        raise ImgkitError(fault, where=str(TABLE), hint="install imgkit again") from error
 
 
 def ngc_image(reference: str) -> Base | None:
@@ -121,7 +109,7 @@ def ngc_image(reference: str) -> Base | None:
 def _parsed(reference: str) -> ImageReference | None:
     try:
         return parse_reference(reference)
-    except BadReference:
+    except Unfit:
         return None
 
 
@@ -191,6 +179,7 @@ def _old_python(reference: str) -> Iterator[Fault]:
     version = base.python.value if base and base.python else ""
     if image and image.repository in _OF_PYTHON and image.registry in ("", "docker.io"):
         version = image.tag
+    # Of a tag such as 3.12-slim, the version is the beginning; `latest` says nothing.
     number = re.match(r"([0-9]{1,3})\.([0-9]{1,3})(?![0-9])", version)
     if number and (int(number[1]), int(number[2])) < FLOOR:
         least = ".".join(map(str, FLOOR))
@@ -207,6 +196,7 @@ def _old_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
         return
     if system.runtime.cuda_compat == "auto":
         return  # the node agent decides, by the node's own driver and GPUs
+    # The table is sorted by age, and a driver runs every older CUDA.
     fitting = [row for row in table() if row.driver and int(row.driver.value) <= int(branch[0])]
     cuda = f" {base.cuda.value}" if base.cuda else ""
     remedy = f"choose {fitting[-1].reference} or an older one" if fitting else "update the driver"
@@ -226,6 +216,7 @@ def _no_plugin(reference: str, image: Image, system: SystemFacts) -> Iterator[Fa
         return
     commands = (step.command for step in image.run)
     texts = (*system.runtime.binds, *commands, *(str(step.source) for step in image.copy))
+    # A recipe that installs or mounts the plug-in itself knows what it does.
     if any(_PLUGIN_BY.search(text) for text in texts):
         return
     yield (

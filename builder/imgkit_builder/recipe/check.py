@@ -12,20 +12,8 @@ from collections.abc import Iterator, Mapping
 from imgkit_builder.recipe import named_files, rules, systems
 from imgkit_builder.recipe.model import Document
 from imgkit_builder.recipe.problems import ANY, Collector, KeyPath, choices, key_text, nearest
-from imgkit_builder.recipe.schema import allowed_keys, key_paths
-from imgkit_builder.recipe.validation import Mistake, validate
-from imgkit_builder.recipe.yaml_tree import (
-    Items,
-    Scalar,
-    Table,
-    YamlNode,
-    children,
-    deepest,
-    kind,
-    plain,
-    select,
-    walk,
-)
+from imgkit_builder.recipe.validation import Mistake, allowed_keys, key_paths, validate
+from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, YamlNode, kind, plain
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.system import SystemFacts
 
@@ -35,17 +23,18 @@ def check(tree: Table, problems: Collector, *, is_complete: bool) -> Document | 
 
     If not `is_complete`, a parent could not be read: it may state the keys that are missing here.
     """
-    faulty = {path for path, node in walk(tree) if isinstance(node, Scalar) and node.type == "nothing"}
+    faulty = {path for path, node in tree.walk() if isinstance(node, Scalar) and node.type == "nothing"}
     for path in faulty:
         _report_nothing(path, tree, problems)
     document, mistakes = validate(Document, plain(tree))
+    # A value that YAML reads as none has been reported in its own words, and other rules skip faulty values.
     for mistake in mistakes:
-        path = deepest(tree, mistake.path)[1]
+        path = tree.deepest(mistake.path)[1]
         if mistake.path not in faulty and (is_complete or mistake.kind != "missing"):
             _report(mistake, tree, problems)
         if mistake.kind not in ("missing", "unknown") and not mistake.is_key:
             faulty.add(path)
-    for path, node in walk(tree):
+    for path, node in tree.walk():
         if isinstance(node, Scalar) and node.type == "text" and path not in faulty:
             _check_text(path, node, problems)
     for rule in (_check_secrets, _check_pip_steps, _check_platforms, _check_runtime, _check_scheduler):
@@ -55,7 +44,7 @@ def check(tree: Table, problems: Collector, *, is_complete: bool) -> Document | 
 
 
 def _report_nothing(path: KeyPath, tree: Table, problems: Collector) -> None:
-    node, _ = deepest(tree, path)
+    node, _ = tree.deepest(path)
     text = node.text if isinstance(node, Scalar) else ""
     message = f"{text} is read as no value" if text else "has no value"
     hint = f'quote it if it is text: "{text}"' if text else "give it one or remove the key"
@@ -110,13 +99,13 @@ _FORMS: Mapping[str, tuple[str, str]] = {
 
 def _report(mistake: Mistake, tree: Table, problems: Collector) -> None:
     """Report one mistake with the words of the file."""
-    node, path = deepest(tree, mistake.path)
+    node, path = tree.deepest(mistake.path)
     if mistake.kind == "missing":
         smallest = "a recipe needs at least `image: {base: NAME:TAG}`"
         hint = smallest if len(mistake.path) < 3 else f"add `{mistake.path[-1]}: ...`"
-        problems.error(node.position, mistake.path, "is missing", hint)
+        problems.error(node.position, mistake.path, mistake.message, hint)
     elif mistake.is_key:
-        table, _ = deepest(tree, mistake.path[:-1])
+        table, _ = tree.deepest(mistake.path[:-1])
         message, hint = mistake.message, mistake.hint
         if mistake.kind == "unknown":
             message, hint = _unknown_key(mistake.path)
@@ -130,13 +119,15 @@ def _report(mistake: Mistake, tree: Table, problems: Collector) -> None:
 
 def _unknown_key(path: KeyPath) -> tuple[str, str]:
     name = str(path[-1])
+    # Who knows Dockerfiles looks for their instructions: the reason helps more than the nearest key.
     if path[:-1] == ("image",) and name.lower() in _OF_DOCKERFILES:
         return _OF_DOCKERFILES[name.lower()]
-    allowed = allowed_keys(path)
+    allowed = allowed_keys(path, Document)
+    # No field of the model: `extends` is resolved before the check.
     if path[:-1] in ((), ("system",)):
         allowed.append("extends")
     hint = choices(name, allowed)
-    elsewhere = next((keys for keys in key_paths() if keys[-1] == name), None)
+    elsewhere = next((keys for keys in key_paths(Document) if keys[-1] == name), None)
     if elsewhere and not nearest(name, allowed):
         hint += f"; did you mean {key_text(elsewhere)}?"
     return "unknown key", hint
@@ -144,7 +135,7 @@ def _unknown_key(path: KeyPath) -> tuple[str, str]:
 
 def _wrong_value(node: YamlNode, mistake: Mistake) -> tuple[str, str]:
     """Return the message and the hint for a value of a wrong type, or another one than those allowed."""
-    expects_text = mistake.kind == "choice" or mistake.message == "text"
+    expects_text = mistake.kind == "choice" or mistake.expected == "text"
     if isinstance(node, Scalar) and node.type == "text" and mistake.kind == "choice":
         if mistake.path[-1] == "kind" and (reason := _OTHER_RUNTIMES.get(node.text.lower())):
             return f"imgkit does not start containers by {node.text}: {reason}", _RUNTIME_HINT
@@ -152,13 +143,13 @@ def _wrong_value(node: YamlNode, mistake: Mistake) -> tuple[str, str]:
         return f"{node.text!r} is not known", choices(name, mistake.choices)
     if isinstance(node, Scalar) and node.type != "text" and expects_text:
         return f"must be text, but YAML reads {node.text} as {_reading(node)}", f'quote it: "{node.text}"'
-    if isinstance(node, Scalar) and node.type != "text" and mistake.message == "an integer":
+    if isinstance(node, Scalar) and node.type != "text" and mistake.expected == "an integer":
         if node.type == "integer":
             return f"YAML reads {node.text} as {_reading(node)}", "write plain decimal digits"
         return f"must be an integer, not {kind(node)}", ""
     if mistake.kind == "choice":
         return f"must be text, not {kind(node)}", choices("", mistake.choices)
-    form, hint = _FORMS[mistake.message]
+    form, hint = _FORMS[mistake.expected]
     return f"must be {form}, not {kind(node)}", hint
 
 
@@ -193,6 +184,7 @@ def _check_text(path: KeyPath, node: Scalar, problems: Collector) -> None:
         problems.warn(node.position, path, f"this looks like {secret}", hint)
     elif has_name and secret_patterns.in_name(name, node.text):
         problems.warn(node.position, path, "this looks like a secret", _EXPOSED)
+    # `/x:$PATH` is expanded; any other $ would stand in the value as it is.
     adds_to_base = is_variable and rules.inherited(name, node.text) is not None
     if (of_system or is_variable) and not adds_to_base and re.search(r"\$\{?[A-Za-z_]", node.text):
         problems.warn(node.position, path, "variables are not expanded: the $ stays", "write the whole value")
@@ -202,7 +194,7 @@ def _check_text(path: KeyPath, node: Scalar, problems: Collector) -> None:
 
 
 def _tables(tree: Table, *pattern: str) -> Iterator[tuple[KeyPath, Table]]:
-    for path, node in select(tree, *pattern):
+    for path, node in tree.select(*pattern):
         if isinstance(node, Table):
             yield path, node
 
@@ -221,9 +213,10 @@ def _check_secrets(tree: Table, problems: Collector) -> None:
             message = f"needs exactly one of env, file; it has {'both' if sources else 'neither'}"
             hint = "env: NAME is a variable of this machine, file: PATH a file"
             problems.error(secret.position, path, message, hint)
+    # Steps of a parent may use a secret that the child declares: both are in the merged tree.
     used = set()
     for step in ("pip", "run"):
-        for path, name in select(tree, "image", step, ANY, "secrets", ANY):
+        for path, name in tree.select("image", step, ANY, "secrets", ANY):
             if isinstance(name, Scalar) and name.type == "text":
                 used.add(name.text)
                 if name.text not in declared:
@@ -255,7 +248,7 @@ def _check_pip_steps(tree: Table, problems: Collector) -> None:
         packages = step.entries.get("packages")
         if isinstance(packages, Items) and not packages.items:
             problems.error(packages.position, (*path, "packages"), "is empty", "remove the step")
-        _, option = next(children(step.entries.get("options", step)), (0, None))
+        _, option = next(iter(step.entries.get("options", step).children()), (0, None))
         if "options" in step.entries and isinstance(option, Scalar) and re.match("[^-]", option.text):
             message = f"{option.text!r} is not an option"
             hint = "options begin with -; packages go to `packages`"
@@ -264,11 +257,11 @@ def _check_pip_steps(tree: Table, problems: Collector) -> None:
 
 def _check_platforms(tree: Table, problems: Collector) -> None:
     path: KeyPath = ("image", "platform")
-    for _, node in select(tree, "image", "platform"):
+    for _, node in tree.select("image", "platform"):
         if isinstance(node, Items) and not node.items:
             problems.error(node.position, path, "is empty", "allowed: amd64, arm64")
         platforms: set[str] = set()
-        for index, item in children(node):
+        for index, item in node.children():
             name = item.text.removeprefix("linux/") if isinstance(item, Scalar) else ""
             if name in platforms:
                 message = f"linux/{name} is listed twice"
@@ -277,6 +270,7 @@ def _check_platforms(tree: Table, problems: Collector) -> None:
 
 
 def _check_runtime(tree: Table, problems: Collector) -> None:
+    # The default command is singularity, which starts no container of these kinds.
     examples = {"docker": "docker", "kubernetes": "runai"}
     for path, runtime in _tables(tree, "system", "runtime"):
         name = runtime.entries.get("kind")
@@ -287,7 +281,7 @@ def _check_runtime(tree: Table, problems: Collector) -> None:
 
 
 def _check_scheduler(tree: Table, problems: Collector) -> None:
-    for path, node in select(tree, "system", "scheduler"):
+    for path, node in tree.select("system", "scheduler"):
         if isinstance(node, Scalar) and node.type == "text" and not systems.is_known(node.text):
             hint = choices(systems.with_alias(node.text), systems.names())
             problems.error(node.position, path, f"{node.text!r} is not known", hint)
@@ -299,11 +293,13 @@ def check_system(facts: SystemFacts, tree: Table, problems: Collector) -> None:
     if runtime.kind not in scheduler.runtimes:
         path: KeyPath = ("system", "runtime", "kind")
         message = f"{facts.scheduler} does not start programs by {runtime.kind}: imgkit run refuses it"
-        problems.warn(deepest(tree, path)[0].position, path, message, choices("", scheduler.runtimes))
+        problems.warn(tree.deepest(path)[0].position, path, message, choices("", scheduler.runtimes))
     elif runtime.kind == "docker" and scheduler.by_podman and not systems.is_podman(runtime.command):
         path = ("system", "runtime", "command")
-        message = f"{facts.scheduler} starts containers by podman alone: imgkit run refuses {runtime.command}"
-        problems.warn(deepest(tree, path)[0].position, path, message, "command: podman, or podman-hpc")
+        message = (
+            f"{facts.scheduler} starts containers by podman alone: imgkit run refuses {runtime.command}"
+        )
+        problems.warn(tree.deepest(path)[0].position, path, message, "command: podman, or podman-hpc")
     for fault in scheduler.faults(facts):
         path = ("system", *fault.path)
-        problems.error(deepest(tree, path)[0].position, path, fault.what, fault.hint)
+        problems.error(tree.deepest(path)[0].position, path, fault.what, fault.hint)

@@ -6,10 +6,10 @@ outside of it. Shipped recipes are part of imgkit and not listed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-from imgkit_builder.recipe.model import BuildSecret, Recipe
-from imgkit_builder.recipe.problems import KeyPath, Position, Problem, key_text
+from imgkit_builder.recipe.model import Recipe
+from imgkit_builder.recipe.problems import KeyPath, Problem, key_text, nearest_position
 from imgkit_recipes import FOLDER
 
 PROGRAMS = ("singularity", "apptainer", "docker", "podman", "kubectl", "runai")
@@ -30,21 +30,10 @@ def warnings(recipe: Recipe) -> tuple[Problem, ...]:
     problems = []
     for rule in (_runtime, _options, _variables, _secrets):
         for path, message in rule(recipe):
-            position = _position(recipe.positions, path)
+            position = nearest_position(recipe.positions, path)
             if position is not None and not position.file.is_relative_to(FOLDER):
                 problems.append(Problem(position=position, key=key_text(path), what=message, hint=_HINT))
     return tuple(problems)
-
-
-def _source(secret: BuildSecret) -> str:
-    return f"the variable {secret.env}" if secret.env else f"the file {secret.file}"
-
-
-def _position(positions: Mapping[KeyPath, Position], path: KeyPath) -> Position | None:
-    """Return the position of the value, or of what contains it; None where the recipe states neither."""
-    while len(path) > 1 and path not in positions:
-        path = path[:-1]
-    return positions.get(path)
 
 
 def _runtime(recipe: Recipe) -> Effects:
@@ -85,4 +74,5 @@ def _variables(recipe: Recipe) -> Effects:
 
 def _secrets(recipe: Recipe) -> Effects:
     for number, secret in enumerate(recipe.image.secrets):
-        yield ("image", "secrets", number), f"gives {_source(secret)} of this machine to steps of the build"
+        source = f"the variable {secret.env}" if secret.env else f"the file {secret.file}"
+        yield ("image", "secrets", number), f"gives {source} of this machine to steps of the build"

@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from imgkit_builder.recipe import bases, rules, system_files, systems
 from imgkit_builder.recipe.check import check, check_system
@@ -16,7 +17,6 @@ from imgkit_builder.recipe.problems import (
     Collector,
     KeyPath,
     Position,
-    Problem,
     RecipeErrors,
     choices,
     nearest,
@@ -24,19 +24,9 @@ from imgkit_builder.recipe.problems import (
     shown,
 )
 from imgkit_builder.recipe.requirements import PYPROJECT, UV_LOCK
-from imgkit_builder.recipe.system_files import Proof
+from imgkit_builder.recipe.system_files import Proof, is_path
 from imgkit_builder.recipe.validation import validate
-from imgkit_builder.recipe.yaml_tree import (
-    Items,
-    Scalar,
-    Table,
-    YamlNode,
-    deepest,
-    kind,
-    parse,
-    plain,
-    walk,
-)
+from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, YamlNode, kind, parse, plain
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import SystemFacts
@@ -61,9 +51,12 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
     RecipeErrors : the recipe has problems; lists all of them, and those of its parents.
     UsageError : there is no such recipe.
     """
+    # A Path always means a file; a text without a slash or suffix is a shipped recipe.
     file = locate(str(ref.absolute()) if isinstance(ref, Path) else ref, Path.cwd())
+    # `extends` can name any file of this machine: only what these folders hold is quoted in messages.
     folders = (file.parent, FOLDER, system_files.site_folder())
     problems = Collector(shows=tuple(folder.resolve() for folder in folders))
+    # The name has no key, so no field of the model checks it.
     for message, hint in rules.recipe_name(file.stem):
         problems.error(Position(file=file, line=1, column=1), (), message, hint)
     tree, is_complete = resolve(file, problems)
@@ -71,9 +64,8 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
         raise RecipeErrors(problems.errors)
     tree = _with_args(tree, build_args)
     document = _document(tree, problems, file, is_complete=is_complete)
-    document = dataclasses.replace(document, description=document.description.strip())
     positions = _positions(tree)
-    image = _absolute(document.image, positions)
+    image: Image = _absolute(document.image, ("image",), positions)
     return Recipe(
         name=file.stem,
         description=document.description,
@@ -90,25 +82,24 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
 def _document(tree: Table, problems: Collector, file: Path, *, is_complete: bool) -> Document:
     """Return the values of `tree`, which `file` begins. Raises RecipeErrors with all `problems`."""
     document = check(tree, problems, is_complete=is_complete)
-    if document is not None and systems.is_known(document.system.scheduler):
-        check_system(document.system, tree, problems)
     if document is not None:
+        # A plug-in is loaded only for a recipe that names it, and its rules see complete values.
+        if systems.is_known(document.system.scheduler):
+            check_system(document.system, tree, problems)
         for path, (message, hint) in bases.doubts(document.image, document.system):
-            problems.warn(deepest(tree, path)[0].position, path, message, hint)
+            problems.warn(tree.deepest(path)[0].position, path, message, hint)
     if document is None or problems.errors:
-        raise RecipeErrors(sorted(problems.errors, key=lambda problem: _order(problem, file)))
+        # The requested file first, and each file from top to bottom.
+        raise RecipeErrors(
+            sorted(problems.errors, key=lambda problem: (problem.position.file != file, problem.position))
+        )
     return document
-
-
-def _order(problem: Problem, requested: Path) -> tuple[bool, str, int, int]:
-    """Sort the requested file first, and each file from top to bottom."""
-    position = problem.position
-    return position.file != requested, str(position.file), position.line, position.column
 
 
 def _positions(tree: Table) -> Mapping[KeyPath, Position]:
     """Return the position of every value; that of a short form stands for the values which it means."""
-    positions = {path: node.position for path, node in walk(tree)}
+    positions = {path: node.position for path, node in tree.walk()}
+    # Templates and messages ask for the expanded form: `platform: arm64` is the list [arm64].
     for path, below in ((("image", "platform"), 0), (("image", "constraints"), "policy")):
         if path in positions:
             positions.setdefault((*path, below), positions[path])
@@ -135,12 +126,12 @@ def load_system(name: str) -> KnownSystem:
     """
     file = system_files.locate(name, Path.cwd() / "recipe")
     problems = Collector(shows=(FOLDER.resolve(), file.parent.resolve()))
-    tree, proof = _system(file, [], problems)
+    tree, proof = _system(file, (), problems)
     if tree is None:
         raise RecipeErrors(problems.errors)
     # Any image will do: the rules are those of a recipe.
     base = Scalar(position=tree.position, text="scratch:none")
-    recipe = Table(position=tree.position, entries={"system": tree}, keys={"system": tree.position})
+    recipe = _replace(Table(position=tree.position, entries={}, keys={}), ("system",), tree)
     recipe = _replace(recipe, ("image", "base"), base)
     facts = _document(recipe, problems, file, is_complete=True).system
     return KnownSystem(name=name, file=file, facts=facts, proof=proof)
@@ -161,45 +152,31 @@ def _with_args(tree: Table, build_args: Sequence[str]) -> Table:
     """Return `tree` with other values in ``image.args``; each keeps the position of the recipe's value."""
     for argument in build_args:
         name, equals, value = argument.partition("=")
-        node, path = deepest(tree, ("image", "args"))
+        node, path = tree.deepest(("image", "args"))
         declared = node.entries if len(path) == 2 and isinstance(node, Table) else {}
         if not equals:
             raise UsageError(f"{name!r} has no value", where="--build-arg", hint="write NAME=VALUE")
         if name not in declared:
             hint = choices(name, declared) if declared else f'declare it below image.args: {name}: "default"'
             raise UsageError(f"the recipe has no argument {name!r}", where="--build-arg", hint=hint)
+        # Replaced before the check, so that the rules of a value apply to that of the command line too.
         scalar = Scalar(position=declared[name].position, text=value)
         tree = _replace(tree, ("image", "args", name), scalar)
     return tree
 
 
-def _absolute(image: Image, positions: Mapping[KeyPath, Position]) -> Image:
-    """Make the paths of `image` absolute; each starts at the folder of the file that states it."""
-
-    def absolute(path: Path, *key: str | int) -> Path:
+def _absolute(value: Any, path: KeyPath, positions: Mapping[KeyPath, Position]) -> Any:
+    """Return `value` with absolute paths; each starts at the folder of the file that states it."""
+    if isinstance(value, Path):
         # A file of this machine may be anywhere: "/" and "~" do not start at the recipe.
-        key_path: KeyPath = ("image", *key)
-        return positions[key_path].file.parent / path.expanduser()
-
-    pip = tuple(
-        dataclasses.replace(
-            step,
-            requirements=step.requirements and absolute(step.requirements, "pip", index, "requirements"),
-            project=step.project and absolute(step.project, "pip", index, "project"),
-        )
-        for index, step in enumerate(image.pip)
-    )
-    copy = tuple(
-        dataclasses.replace(step, source=absolute(step.source, "copy", index, "source"))
-        for index, step in enumerate(image.copy)
-    )
-    secrets = tuple(
-        dataclasses.replace(secret, file=secret.file and absolute(secret.file, "secrets", index, "file"))
-        for index, secret in enumerate(image.secrets)
-    )
-    uv = image.uv and dataclasses.replace(image.uv, project=absolute(image.uv.project, "uv", "project"))
-    ca = tuple(absolute(file, "ca", index) for index, file in enumerate(image.ca))
-    return dataclasses.replace(image, ca=ca, secrets=secrets, uv=uv, pip=pip, copy=copy)
+        return positions[path].file.parent / value.expanduser()
+    if isinstance(value, tuple):
+        return tuple(_absolute(item, (*path, index), positions) for index, item in enumerate(value))
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    names = [field.name for field in dataclasses.fields(value)]
+    parts = {name: _absolute(getattr(value, name), (*path, name), positions) for name in names}
+    return dataclasses.replace(value, **parts)
 
 
 def _sha256(name: str, document: Document, image: Image, problems: Collector) -> str:
@@ -211,6 +188,7 @@ def _sha256(name: str, document: Document, image: Image, problems: Collector) ->
     # A build on it names it as --base does; the others are the same with any.
     del content["image"]["current_base"]
     digest = hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode())
+    # What a build reads besides the recipe; not the code, which the digest of the context covers.
     locks = (image.uv.project / UV_LOCK,) if image.uv else ()
     requirements = (step.requirements for step in image.pip if step.requirements is not None)
     for file in (*image.ca, *requirements, *locks):
@@ -222,11 +200,6 @@ def _sha256(name: str, document: Document, image: Image, problems: Collector) ->
         pyproject = project / PYPROJECT
         problems.digests[pyproject] = hashlib.sha256(files.read_bytes(pyproject)).hexdigest()
     return digest.hexdigest()
-
-
-def is_path(ref: str) -> bool:
-    """Return whether `ref` names a file rather than a shipped recipe."""
-    return "/" in ref or ref.endswith((".yaml", ".yml"))
 
 
 def locate(ref: str, folder: Path) -> Path:
@@ -266,35 +239,26 @@ def _shipped(name: str) -> Path:
     raise UsageError(f"there is no recipe {name!r}", hint=choices(name, recipe_names()) + advice)
 
 
-def resolve(file: Path, problems: Collector) -> tuple[Table | None, bool]:
+def resolve(file: Path, problems: Collector, children: Sequence[Path] = ()) -> tuple[Table | None, bool]:
     """Read `file` and what it extends, and merge them; problems go to `problems`.
 
-    The second value says whether every file could be read.
+    The second value says whether every file could be read. `children` are the resolved files that led to it.
     """
-    chain: list[tuple[Table, bool]] = []
-    seen = [file.resolve()]
-    is_complete = True
-    current: Path | None = file
-    while current is not None:
-        tree = parse(current, problems)
-        if tree is None:
-            is_complete = False
-            break
-        _refuse_system_file(tree, problems)
-        child, names_system, has_system = _with_system(tree.without("extends"), current, problems)
-        is_complete = is_complete and has_system
-        chain.append((child, names_system))
-        if "extends" not in tree.entries:
-            break
-        current = _parent(tree.entries["extends"], current.parent, seen, problems)
-        is_complete = is_complete and current is not None
-    if not chain:
+    tree = parse(file, problems)
+    if tree is None:
         return None, False
-    merged, _ = chain.pop()
-    while chain:
-        child, names_system = chain.pop()
-        merged = merge_tables(merged.without("system") if names_system else merged, child, ())
-    return merged, is_complete
+    _refuse_system_file(tree, problems)
+    child, names_system, is_complete = _with_system(tree.without("extends"), file, problems)
+    if "extends" not in tree.entries:
+        return child, is_complete
+    chain = (*children, file.resolve())
+    parent_file = _locate_named(tree.entries["extends"], file, ("extends",), chain, problems, "recipe")
+    parent, is_parent_complete = resolve(parent_file, problems, chain) if parent_file else (None, False)
+    if parent is None:
+        return child, False
+    # Keys of the parent's system would mix two machines, so a named system replaces all of it.
+    merged = merge_tables(parent.without("system") if names_system else parent, child, ())
+    return merged, is_complete and is_parent_complete
 
 
 def _refuse_system_file(tree: Table, problems: Collector) -> None:
@@ -315,53 +279,64 @@ def _with_system(tree: Table, file: Path, problems: Collector) -> tuple[Table, b
     ref = tree.entries.get("system")
     if ref is None or (isinstance(ref, Scalar) and ref.type == "nothing"):
         return tree, False, True
+    # `system: NAME` is short for `system: {extends: NAME}`; both may come without changes.
     changes = Table(position=ref.position, entries={}, keys={})
     if isinstance(ref, Table):
         if "extends" not in ref.entries:
             return tree, False, True
         changes, ref = ref.without("extends"), ref.entries["extends"]
-    base = _named_system(ref, file, ("system",), [], problems)
+    system_file = _locate_named(ref, file, ("system",), (), problems, "system")
+    base = _system(system_file, (), problems)[0] if system_file else None
     if base is None:
         return tree.without("system"), True, False
     system = merge_tables(base, changes, ("system",))
     return _replace(tree, ("system",), system), True, True
 
 
-def _named_system(
-    ref: YamlNode, source: Path, path: KeyPath, seen: list[Path], problems: Collector
-) -> Table | None:
-    """Return the system that `ref` in the file `source` names; None after a problem."""
+_MOST_PARENTS = 50
+_NAME_HINTS = {
+    "recipe": "the parent can extend a further recipe",
+    "system": "write system: NAME, or keys below it; imgkit list --systems shows the names",
+}
+
+
+def _locate_named(
+    ref: YamlNode, source: Path, path: KeyPath, chain: Sequence[Path], problems: Collector, noun: str
+) -> Path | None:
+    """Return the file of the ``recipe`` or ``system`` that `ref` in `source` names; None after a problem.
+
+    `chain` are the resolved files that led to it.
+    """
     if not isinstance(ref, Scalar) or ref.type != "text":
-        message = f"must be the name or path of one system, not {kind(ref)}"
-        hint = "write system: NAME, or keys below it; imgkit list --systems shows the names"
-        problems.error(ref.position, path, message, hint)
+        message = f"must be the name or path of one {noun}, not {kind(ref)}"
+        problems.error(ref.position, path, message, _NAME_HINTS[noun])
         return None
     try:
-        file = system_files.locate(ref.text, source)
+        file = locate(ref.text, source.parent) if noun == "recipe" else system_files.locate(ref.text, source)
     except UsageError as error:
         message = f"{error.where}: {error.what}" if error.where else error.what
         # The hint names files that are there.
-        may_show = not system_files.is_path(ref.text) or problems.may_show(source.parent / ref.text)
+        may_show = not is_path(ref.text) or problems.may_show(source.parent / ref.text)
         problems.error(ref.position, path, message, (error.hint if may_show else "") or "")
         return None
-    return None if _is_circular(file, seen, ref, path, problems) else _system(file, seen, problems)[0]
-
-
-def _is_circular(file: Path, seen: list[Path], ref: YamlNode, path: KeyPath, problems: Collector) -> bool:
-    """Report `file`, which `ref` names, if it is one of those that lead to it; return whether it is."""
+    # Resolved: a link back to a child is a circle too.
     resolved = file.resolve()
-    if resolved not in seen:
-        return False
-    cycle = " -> ".join(step.name for step in (*seen[seen.index(resolved) :], resolved))
-    problems.error(ref.position, path, f"is circular: {cycle}", "remove one `extends`")
-    return True
+    if resolved in chain:
+        cycle = " -> ".join(step.name for step in (*chain[chain.index(resolved) :], resolved))
+        problems.error(ref.position, path, f"is circular: {cycle}", "remove one `extends`")
+        return None
+    if len(chain) > _MOST_PARENTS:
+        problems.error(ref.position, path, f"more than {_MOST_PARENTS} files extend each other", "merge some")
+        return None
+    return file
 
 
-def _system(file: Path, seen: list[Path], problems: Collector) -> tuple[Table | None, Proof]:
+def _system(file: Path, children: Sequence[Path], problems: Collector) -> tuple[Table | None, Proof]:
     """Return the values of the system `file` over those that it extends, and the proof that it states."""
     tree = parse(file, problems)
     if tree is None:
         return None, Proof()
+    # A system that brought packages would change images of recipes that only name it.
     for key in ("image", "system"):
         if key in tree.entries:
             hint = "write its keys without `system:` above them"
@@ -371,7 +346,9 @@ def _system(file: Path, seen: list[Path], problems: Collector) -> tuple[Table | 
     values, parent = tree.without("proof", "extends"), tree.entries.get("extends")
     if parent is None:
         return values, proof
-    base = _named_system(parent, file, ("extends",), [*seen, file.resolve()], problems)
+    chain = (*children, file.resolve())
+    parent_file = _locate_named(parent, file, ("extends",), chain, problems, "system")
+    base = _system(parent_file, chain, problems)[0] if parent_file else None
     return (None if base is None else merge_tables(base, values, ("system",))), proof
 
 
@@ -382,26 +359,6 @@ def _proof(node: YamlNode, problems: Collector) -> Proof:
         message = "does not say how the values were tested"
         problems.error(node.position, ("proof",), message, hint)
     return proof or Proof()
-
-
-def _parent(ref: YamlNode, folder: Path, seen: list[Path], problems: Collector) -> Path | None:
-    """Return the file that `ref` names, which is added to `seen`; None after a problem."""
-    path: KeyPath = ("extends",)
-    if not isinstance(ref, Scalar) or ref.type != "text":
-        message = f"must be the name or path of one recipe, not {kind(ref)}"
-        problems.error(ref.position, path, message, "the parent can extend a further recipe")
-        return None
-    try:
-        file = locate(ref.text, folder)
-    except UsageError as error:
-        # The hint names files that are there.
-        hint = error.hint if not is_path(ref.text) or problems.may_show(folder / ref.text) else ""
-        problems.error(ref.position, path, error.what, hint or "")
-        return None
-    if _is_circular(file, seen, ref, path, problems):
-        return None
-    seen.append(file.resolve())
-    return file
 
 
 def merge(parent: YamlNode, child: YamlNode, path: KeyPath) -> YamlNode:

@@ -10,8 +10,7 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from imgkit_builder.recipe.model import (
     LOCK_SCHEMA,
     UV_STEP,
     Lock,
-    LockedPlatform,
     LockedStep,
     LockRequest,
     PipStep,
@@ -31,16 +29,13 @@ from imgkit_builder.recipe.model import (
 from imgkit_builder.recipe.problems import (
     Collector,
     KeyPath,
-    NotToml,
     Position,
     RecipeErrors,
-    choices,
     key_text,
-    parse_toml,
+    parse_toml_file,
     shown,
 )
-from imgkit_builder.recipe.schema import allowed_keys
-from imgkit_builder.recipe.validation import Mistake, validate
+from imgkit_builder.recipe.validation import validate
 from imgkit_entrypoints import files, secret_patterns
 from imgkit_entrypoints.errors import UsageError
 from imgkit_recipes import FOLDER
@@ -62,11 +57,6 @@ def beside(recipe: Recipe) -> Path:
 def text(lock: Lock) -> str:
     """Return the content of the file; the same lock gives the same bytes."""
     return _HEAD + "".join(_table(lock, ""))
-
-
-def section(lock: Lock, part: LockedPlatform) -> str:
-    """Return the content of a file with `part` alone."""
-    return text(dataclasses.replace(lock, platforms=(part,)))
 
 
 def _table(table: Any, path: str) -> Iterator[str]:
@@ -106,41 +96,21 @@ def read(file: Path) -> Lock:
         value; lists all faults with their keys and packages.
     """
     try:
-        data = files.read_bytes(file, most_bytes=_MOST_BYTES)
+        content = files.read_bytes(file, most_bytes=_MOST_BYTES).decode()
     except (OSError, ValueError) as error:
-        raise _unreadable(error, file) from error
-    return parse(data, file)
+        raise UsageError(f"the lock cannot be read: {error}", where=str(file), hint=LOCK_HINT) from error
+    return parse(content, file)
 
 
-def _unreadable(error: Exception, file: Path) -> UsageError:
-    return UsageError(f"the lock cannot be read: {error}", where=str(file), hint=LOCK_HINT)
-
-
-def parse(data: str | bytes, file: Path) -> Lock:
-    """Return the lock in `data`, the content of `file`.
-
-    Raises
-    ------
-    UsageError : as `read`.
-    """
-    try:
-        content = (data if isinstance(data, str) else data.decode()).replace("\r\n", "\n")
-    except ValueError as error:
-        raise _unreadable(error, file) from error
-    problems = Collector(lines={file: content.split("\n")}, shows=(file.parent.resolve(),))
-    whole_file = Position(file=file, line=0, column=0)
-    lock = None
-    try:
-        values = parse_toml(content)
-    except NotToml as error:
-        position = Position(file=file, line=error.line, column=error.column)
-        problems.error(position, (), error.what, LOCK_HINT)
-    else:
-        lock, faults = _checked(values)
-        for path, message, hint in faults:
-            package = _package(path, values)
-            problems.error(whole_file, (), f"{key_text(path)}: {message}{package}", hint)
-    if lock is None or problems.errors:
+def parse(content: str, file: Path) -> Lock:
+    """Return the lock that `content` of `file` states. Raises as `read`."""
+    problems = Collector(shows=(file.parent.resolve(),))
+    values = parse_toml_file(content.replace("\r\n", "\n"), file, problems, LOCK_HINT)
+    lock, faults = _checked(values)
+    for path, message, hint in faults:
+        text = f"{key_text(path)}: {message}{_package(path, values)}"
+        problems.error(Position(file=file, line=0, column=0), (), text, hint)
+    if lock is None or faults:
         raise RecipeErrors(problems.errors, of=file.name)
     return lock
 
@@ -150,6 +120,7 @@ _Fault = tuple[KeyPath, str, str]
 
 
 def _checked(values: dict[str, Any]) -> tuple[Lock | None, list[_Fault]]:
+    # First: a later imgkit may have other keys, and each would be reported as unknown.
     schema = values.get("schema", LOCK_SCHEMA)
     if isinstance(schema, int) and schema > LOCK_SCHEMA:
         hint = "use that imgkit, or make the lock again: imgkit lock RECIPE"
@@ -157,7 +128,10 @@ def _checked(values: dict[str, Any]) -> tuple[Lock | None, list[_Fault]]:
     if schema != LOCK_SCHEMA:
         return None, [(("schema",), f"{schema!r} is not a schema of a lock", LOCK_HINT)]
     lock, mistakes = validate(Lock, values)
-    faults = [(mistake.path, *_explain(mistake)) for mistake in mistakes]
+    faults: list[_Fault] = []
+    for mistake in mistakes:
+        message = mistake.message.replace("a mapping", "a table")
+        faults.append((mistake.path, message, mistake.hint or LOCK_HINT))
     if lock is not None:
         faults = [(path, message, LOCK_HINT) for path, message in _contradictions(lock)]
     return lock, faults
@@ -174,17 +148,6 @@ def _package(path: KeyPath, values: Any) -> str:
         if isinstance(part, int) and isinstance(values, dict):
             name = str(values.get("name", ""))[:60]
     return f" (package {name})" if name else ""
-
-
-def _explain(mistake: Mistake) -> tuple[str, str]:
-    """Return what is wrong with a value, and the hint."""
-    if mistake.kind == "missing":
-        return "is missing", LOCK_HINT
-    if mistake.kind == "unknown":
-        return "unknown key", choices(str(mistake.path[-1]), allowed_keys(mistake.path, Lock))
-    if mistake.kind == "type":
-        return f"must be {mistake.message.replace('a mapping', 'a table')}", LOCK_HINT
-    return mistake.message, mistake.hint
 
 
 def _contradictions(lock: Lock) -> Iterator[tuple[KeyPath, str]]:
@@ -224,62 +187,47 @@ def follow(recipe: Recipe, *, platform: str, base: str | None = None, required: 
     file = beside(recipe)
     if not file.exists():
         if required:
-            raise UsageError(
-                f"{recipe.name} has no lock", where=str(shown(file)), hint=f"make it: {command(recipe)}"
-            )
+            where, hint = str(shown(file)), f"make it: {command(recipe)}"
+            raise UsageError(f"{recipe.name} has no lock", where=where, hint=hint)
         # A lock that appears later changes what a build makes.
         return dataclasses.replace(recipe, sources={**recipe.sources, file: ""})
-    lock = read(file)
-    return _attached(recipe, lock, file, platform=platform, base=base)
-
-
-def _attached(recipe: Recipe, lock: Lock, file: Path, *, platform: str, base: str | None) -> Recipe:
-    """Return `recipe` with the part of `lock`, the content of `file`, for `platform`. Raises as `follow`."""
+    lock, where = read(file), str(shown(file))
     again = f"{command(recipe)}; to ignore the lock: --no-lock"
     if lock.recipe != recipe.name:
         message = f"it is the lock of the recipe {lock.recipe!r}, and not of {recipe.name!r}"
-        raise UsageError(message, where=str(shown(file)), hint=f"rename or remove it, or: {again}")
+        raise UsageError(message, where=where, hint=f"rename or remove it, or: {again}")
     part = lock.of(platform)
     if part is None:
         platforms = ", ".join(locked.platform for locked in lock.platforms) or "none"
         message = f"the lock is not for {platform}; it has: {platforms}"
         hint = f"{command(recipe)} --platform {platform}; to ignore the lock: --no-lock"
-        raise UsageError(message, where=str(shown(file)), hint=hint)
+        raise UsageError(message, where=where, hint=hint)
     try:
         request = request_of(recipe, base=base)
     except (OSError, ValueError) as error:
-        message = f"a file of the recipe cannot be read: {error}"
-        where = recipe.where("image", "pip")
+        message, where = f"a file of the recipe cannot be read: {error}", recipe.where("image", "pip")
         raise UsageError(message, where=where, hint=f"restore it, or: {again}") from error
-    stale = difference(request, part.request)
-    if stale:
-        where = "--base" if base and stale.path == ("image", "base") else recipe.where(*stale.path)
-        raise UsageError(f"the lock {file.name} is stale: {stale.what}", where=where, hint=again)
-    kept_files = _kept_files(part, kept_folder(file))
+    if stale := difference(request, part.request):
+        path, change = stale
+        where = "--base" if base and path == ("image", "base") else recipe.where(*path)
+        raise UsageError(f"the lock {file.name} is stale: {change}", where=where, hint=again)
+    folder = kept_folder(file)
+    kept_files = {name: folder / name for name in part.digests if (folder / name).is_file()}
     for wheel in part.pip:
         if wheel.kept and wheel.file not in kept_files:
             raise UsageError(
                 f"{wheel.file} is missing, which was built when the lock was made",
-                where=str(shown(kept_folder(file))),
+                where=str(shown(folder)),
                 hint=f"copy that folder to this machine too, or: {command(recipe)} --keep-files",
             )
-    digest = hashlib.sha256(files.read_bytes(file)).hexdigest() if file.is_file() else ""
-    return dataclasses.replace(
-        recipe,
-        lock=part,
-        lock_text=section(lock, part),
-        kept=kept_files,
-        sources={**recipe.sources, file: digest},
-    )
+    sources = {**recipe.sources, file: hashlib.sha256(files.read_bytes(file)).hexdigest()}
+    lock_text = text(dataclasses.replace(lock, platforms=(part,)))
+    return dataclasses.replace(recipe, lock=part, lock_text=lock_text, kept=kept_files, sources=sources)
 
 
 def kept_folder(file: Path) -> Path:
     """Return the folder of the packages that ``imgkit lock --keep-files`` stores for the lock `file`."""
     return file.with_name(file.name + KEPT_SUFFIX)
-
-
-def _kept_files(part: LockedPlatform, folder: Path) -> Mapping[str, Path]:
-    return {name: folder / name for name in part.digests if (folder / name).is_file()}
 
 
 def command(recipe: Recipe) -> str:
@@ -288,16 +236,8 @@ def command(recipe: Recipe) -> str:
     return f"imgkit lock {recipe.name if is_shipped else shlex.quote(str(shown(recipe.file)))}"
 
 
-_UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """The first value of a recipe that its lock does not know."""
-
-    path: KeyPath
-    """The recipe's value, or the list that lacks one."""
-    what: str
+_Difference = tuple[KeyPath, str]
+"""The path of a value in a recipe, or of the list that lacks one, and how it differs from the lock's."""
 
 
 def request_of(recipe: Recipe, *, base: str | None = None) -> LockRequest:
@@ -320,11 +260,10 @@ def request_of(recipe: Recipe, *, base: str | None = None) -> LockRequest:
 
 def _uv(uv: UvProject) -> str:
     """Return the digest of what a lock takes from a uv project."""
-    lock = uv.project / requirements.UV_LOCK
-    # A recipe as JSON may come without the files that it names; its lock is whole without them.
-    content = files.read_bytes(lock) if lock.is_file() else None
     selection = "\0".join(("extras", *sorted(uv.extras), "groups", *sorted(uv.groups)))
-    return _UNKNOWN if content is None else hashlib.sha256(content + selection.encode()).hexdigest()
+    return hashlib.sha256(
+        files.read_bytes(uv.project / requirements.UV_LOCK) + selection.encode()
+    ).hexdigest()
 
 
 def options_of(step: PipStep) -> tuple[str, ...]:
@@ -355,44 +294,41 @@ def public(text: str) -> str:
     return secret_patterns.masked(re.sub(r"://[^/@\s]*@", "://", text))
 
 
-def difference(new: LockRequest, locked: LockRequest) -> Difference | None:
+def difference(new: LockRequest, locked: LockRequest) -> _Difference | None:
     """Return the first value in which the request `new` of a recipe differs from the `locked` one."""
     if new.base != locked.base:
-        return Difference(path=("image", "base"), what=f"the base is {new.base}, and was {locked.base}")
-    if apt := _list_difference(new.apt, locked.apt, ("image", "apt"), "the apt packages"):
-        return apt
+        return ("image", "base"), f"the base is {new.base}, and was {locked.base}"
+    if change := _list_difference(new.apt, locked.apt):
+        return ("image", "apt", *change[0]), f"the apt packages {change[1]}"
     if new.constraints != locked.constraints:
         message = f"constraints: {' '.join(new.constraints)}, and was {' '.join(locked.constraints)}"
-        return Difference(path=("image", "constraints"), what=message)
-    if new.uv not in (locked.uv, _UNKNOWN):
+        return ("image", "constraints"), message
+    if new.uv != locked.uv:
         changed = "uv.lock, or the chosen extras and groups, have changed"
-        return Difference(path=("image", "uv"), what=changed if new.uv else "there is no uv project")
+        return ("image", "uv"), changed if new.uv else "there is no uv project"
     for number, (step, locked_step) in enumerate(zip(new.pip, locked.pip, strict=False)):
         for field, key, noun in (
-            ("requirements", "packages", "the packages of this pip step"),
-            ("options", "options", "the options of this pip step"),
-            ("env", "env", "the variables of this pip step"),
+            ("requirements", "packages", "packages"),
+            ("options", "options", "options"),
+            ("env", "env", "variables"),
         ):
-            path: KeyPath = ("image", "pip", number, key)
-            values, locked_values = getattr(step, field), getattr(locked_step, field)
-            if change := _list_difference(values, locked_values, path, noun):
-                return change
+            if change := _list_difference(getattr(step, field), getattr(locked_step, field)):
+                path = ("image", "pip", number, key, *change[0])
+                return path, f"the {noun} of this pip step {change[1]}"
+    # Last: an inserted step changes those after it, whose first difference says more than the number.
     count, locked_count = len(new.pip), len(locked.pip)
-    if count != locked_count:
-        path = ("image", "pip", locked_count) if count > locked_count else ("image", "pip")
-        return Difference(path=path, what=f"there are {count} pip steps, and were {locked_count}")
-    return None
+    if count == locked_count:
+        return None
+    first_new = (locked_count,) if count > locked_count else ()
+    return ("image", "pip", *first_new), f"there are {count} pip steps, and were {locked_count}"
 
 
-def _list_difference(
-    values: Sequence[str], locked: Sequence[str], path: KeyPath, noun: str
-) -> Difference | None:
+def _list_difference(values: Sequence[str], locked: Sequence[str]) -> _Difference | None:
+    """Return the index of the first value that is not in `locked`, if any, and the change in words."""
     if values == locked:
         return None
     for number, value in enumerate(values):
         if value not in locked:
-            message = f"{noun} have {value!r}, which the lock does not know"
-            return Difference(path=(*path, number), what=message)
+            return (number,), f"have {value!r}, which the lock does not know"
     removed = next((value for value in locked if value not in values), None)
-    change = "have another order" if removed is None else f"no longer have {removed!r}"
-    return Difference(path=path, what=f"{noun} {change}")
+    return (), "have another order" if removed is None else f"no longer have {removed!r}"

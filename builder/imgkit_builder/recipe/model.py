@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -42,6 +43,7 @@ class Short:
     """Make the JSON Schema of both forms from that of the long one."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
+        # Not a union: one mistake in `str | Run` gives an error for each form.
         validator = {"type": "no-info", "function": self.expand}
         return {"type": "function-before", "function": validator, "schema": handler(source)}
 
@@ -51,6 +53,7 @@ class Short:
 
 def _expand_platforms(value: Any) -> Any:
     names = value if isinstance(value, list | tuple) else [value]
+    # A wrong name stays as it is, so that the message quotes what the recipe says.
     return [f"linux/{name}" if f"linux/{name}" in rules.PLATFORMS else name for name in names]
 
 
@@ -263,7 +266,7 @@ class Document:
 
     __pydantic_config__ = KEYS
 
-    description: Annotated[str, Rule(rules.description)] = ""
+    description: Annotated[str, Rule(rules.description, convert=str.strip)] = ""
     """One line about the recipe, for people."""
     image: Image
     """What the image holds."""
@@ -316,19 +319,13 @@ def _locked(pattern: str, fault: str) -> Rule:
     return like(pattern, f"must be {fault}", LOCK_HINT)
 
 
-def _locked_base(text: str) -> Iterator[rules.Fault]:
-    """Accept an image reference; one of --base may lack a tag."""
-    try:
-        rules.parse_reference(text)
-    except rules.BadReference as error:
-        yield error.what, error.hint
-
-
 def _epoch(seconds: int) -> Iterator[rules.Fault]:
     if not 0 <= seconds < 1 << 32:
         yield "must be seconds since 1970, and fit into 32 bits", LOCK_HINT
 
 
+# Names and URLs of a lock are answers of a base, and end in lists for a script and for pip: without blanks,
+# quotes and control characters.
 _FILE_NAME = r"[A-Za-z0-9][A-Za-z0-9.+~%:_!-]*"
 _URL = r"https?://[A-Za-z0-9._~:/?\[\]!&+,=%-]+"
 _PLAIN_URL = "a URL of http or https, without credentials and special characters"
@@ -356,8 +353,8 @@ class LockedStep:
 class LockRequest:
     """What the recipe asked for: a recipe that asks for something else has a stale lock."""
 
-    base: Annotated[Line, Rule(_locked_base)]
-    """The base's name as the recipe, or ``--base``, states it."""
+    base: Annotated[Line, Rule(partial(rules.image_reference, needs_tag=False))]
+    """The base's name as the recipe, or ``--base``, states it; the latter may lack a tag."""
     apt: tuple[Annotated[Line, Rule(rules.apt_package)], ...] = ()
     constraints: tuple[PipName, ...] = ("keep",)
     """The policy, and behind ``drop`` the names."""
@@ -382,6 +379,7 @@ class LockedBase:
         """Return ``REPOSITORY@sha256:...``; the name where it has a digest or no registry had the image."""
         if "@" in self.name or not self.digest:
             return self.name
+        # A digest replaces the tag; a colon before the last slash belongs to the registry's port.
         folder, slash, last = self.name.rpartition("/")
         return f"{folder}{slash}{last.partition(':')[0]}@{self.digest}"
 

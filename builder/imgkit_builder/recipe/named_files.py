@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.recipe import requirements
 from imgkit_builder.recipe.problems import ANY, Collector, KeyPath, Position, nearest
-from imgkit_builder.recipe.rules import BadReference, parse_reference
-from imgkit_builder.recipe.yaml_tree import Scalar, Table, deepest, select
+from imgkit_builder.recipe.rules import parse_reference
+from imgkit_builder.recipe.yaml_tree import Scalar, Table
 from imgkit_entrypoints import files, secret_patterns
+from imgkit_entrypoints.rules import Unfit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,16 +36,16 @@ def check(tree: Table, problems: Collector, faulty: Collection[KeyPath]) -> None
     Values at a path of `faulty` have a problem already.
     """
     ngc_base = _ngc_base(tree)
-    for path, node in select(tree, "image", "pip", ANY, "packages", ANY):
+    for path, node in tree.select("image", "pip", ANY, "packages", ANY):
         if isinstance(node, Scalar):
             _check_torch(node.text, ngc_base, node.position, path, problems)
     for pattern, check_content in _KEYS.items():
-        for path, node in select(tree, *pattern):
+        for path, node in tree.select(*pattern):
             if isinstance(node, Scalar) and node.type == "text" and path not in faulty:
                 named = NamedFile(node=node, path=path, problems=problems, ngc_base=ngc_base)
                 file = _resolve(named, folder_allowed=pattern[-1] in ("source", "project"))
                 if file is not None:
-                    check_content(file, named, tree)
+                    check_content(file, named)
 
 
 def _resolve(named: NamedFile, *, folder_allowed: bool) -> Path | None:
@@ -84,14 +86,11 @@ def _problem(text: str, folder: Path, *, folder_allowed: bool) -> tuple[str, str
 
 def _ngc_base(tree: Table) -> str:
     """Return the recipe's base if it is an image of NVIDIA's PyTorch, from any registry; else nothing."""
-    node, path = deepest(tree, ("image", "base"))
-    if len(path) < 2 or not isinstance(node, Scalar):
-        return ""
-    try:
-        repository = parse_reference(node.text).repository
-    except BadReference:
-        return ""
-    return node.text if f"/{repository}".endswith("/nvidia/pytorch") else ""
+    for _, node in tree.select("image", "base"):
+        with contextlib.suppress(Unfit):
+            text = node.text if isinstance(node, Scalar) else ""
+            return text if f"/{parse_reference(text).repository}".endswith("/nvidia/pytorch") else ""
+    return ""
 
 
 def _check_torch(text: str, base: str, position: Position, path: KeyPath, problems: Collector) -> None:
@@ -106,11 +105,7 @@ def _check_torch(text: str, base: str, position: Position, path: KeyPath, proble
         problems.error(position, path, message, hint)
 
 
-def _accept(file: Path, named: NamedFile, tree: Table) -> None:
-    """Take any content: code is only copied."""
-
-
-def _check_requirements(file: Path, named: NamedFile, tree: Table) -> None:
+def _check_requirements(file: Path, named: NamedFile) -> None:
     """Report lines that name further files: only this one goes into the image."""
     problems = named.problems
     try:
@@ -130,7 +125,7 @@ def _check_requirements(file: Path, named: NamedFile, tree: Table) -> None:
             problems.warn(start, named.path, f"this looks like {secret}", IN_HISTORY)
 
 
-def _check_certificate(file: Path, named: NamedFile, tree: Table) -> None:
+def _check_certificate(file: Path, named: NamedFile) -> None:
     """Report a file that is not a certificate as PEM text, or that holds a private key."""
     try:
         data = files.read_bytes(file)
@@ -145,7 +140,7 @@ def _check_certificate(file: Path, named: NamedFile, tree: Table) -> None:
         named.error(f"{file.name} is not a certificate in PEM form", hint)
 
 
-def _check_project(folder: Path, named: NamedFile, tree: Table) -> None:
+def _check_project(folder: Path, named: NamedFile) -> None:
     """Report a folder without a usable pyproject.toml."""
     if not (folder / requirements.PYPROJECT).is_file():
         hint = "name the folder that has one" if folder.is_dir() else "name a folder"
@@ -166,7 +161,7 @@ def _check_project(folder: Path, named: NamedFile, tree: Table) -> None:
         _check_torch(dependency, named.ngc_base, named.node.position, named.path, named.problems)
 
 
-def _check_uv_project(folder: Path, named: NamedFile, tree: Table) -> None:
+def _check_uv_project(folder: Path, named: NamedFile) -> None:
     """Report a folder without pyproject.toml and uv.lock; uv reads them when the image is built."""
     for name in (requirements.PYPROJECT, requirements.UV_LOCK):
         if not (folder / name).is_file():
@@ -183,11 +178,11 @@ IN_HISTORY = (
 )
 """The hint for a secret in a step of the build."""
 
-_KEYS: dict[tuple[str, ...], Callable[[Path, NamedFile, Table], None]] = {
+_KEYS: dict[tuple[str, ...], Callable[[Path, NamedFile], None]] = {
     ("image", "ca", ANY): _check_certificate,
     ("image", "uv", "project"): _check_uv_project,
     ("image", "pip", ANY, "requirements"): _check_requirements,
     ("image", "pip", ANY, "project"): _check_project,
-    ("image", "copy", ANY, "source"): _accept,
+    ("image", "copy", ANY, "source"): lambda file, named: None,  # code is only copied
 }
 """Keys that name a file in the recipe's folder, and the check of its content."""

@@ -24,7 +24,7 @@ _SHOWN = 75
 """Characters of the recipe's line that a problem shows before and after its place."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Position:
     """The place of a value; `line` and `column` count from 1, in characters; 0: the file as a whole."""
 
@@ -118,6 +118,7 @@ class Collector:
     def _problem(self, position: Position, path: KeyPath, message: str, hint: str) -> Problem:
         lines = self.lines.get(position.file, [])
         has_source = 0 < position.line <= len(lines)
+        # Logs of CI keep messages: the quoted line must not show a token that stands in it.
         source = secret_patterns.masked(lines[position.line - 1]) if has_source else ""
         return Problem(position=position, key=key_text(path), what=message, hint=hint, source=source)
 
@@ -130,11 +131,16 @@ def shown(file: Path) -> Path:
         return file
 
 
-def place(positions: Mapping[KeyPath, Position], path: KeyPath, file: Path) -> str:
-    """Return ``file.yaml:12`` for the nearest stated value at or above `path`, else the name of `file`."""
+def nearest_position(positions: Mapping[KeyPath, Position], path: KeyPath) -> Position | None:
+    """Return the position of the nearest stated value at or above `path`."""
     while path and path not in positions:
         path = path[:-1]
-    position = positions.get(path)
+    return positions.get(path)
+
+
+def place(positions: Mapping[KeyPath, Position], path: KeyPath, file: Path) -> str:
+    """Return ``file.yaml:12`` for the nearest stated value at or above `path`, else the name of `file`."""
+    position = nearest_position(positions, path)
     # A name may have a line break, and this is a comment in files that imgkit renders.
     return terminal.shown(f"{label(position.file)}:{position.line}" if position else file.name)
 
@@ -151,6 +157,7 @@ def key_text(path: KeyPath) -> str:
 
 def nearest(name: str, allowed: Iterable[str]) -> str:
     """Return the one of `allowed` that was probably meant, or an empty string."""
+    # Keys and names are lower-case; a person may write Apt or MN5.
     by_lower = {choice.lower(): choice for choice in allowed}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
     return by_lower[matches[0]] if matches else ""
@@ -196,6 +203,7 @@ def parse_toml(text: str) -> dict[str, Any]:
         import tomllib
     else:
         import tomli as tomllib
+    # tomllib takes time with the square of a dotted key's length: this is looked for before it reads.
     if long := _LONG_KEY.search(text):
         line = text.count("\n", 0, long.start()) + 1
         raise NotToml(f"a key has more than {DEEPEST} parts", line=line, column=1)
@@ -206,10 +214,26 @@ def parse_toml(text: str) -> dict[str, Any]:
     except RecursionError:
         raise NotToml("its brackets are nested too deeply", line=last, column=1) from None
     except ValueError as error:
+        # Python 3.14 has attributes for it; before, only the message has the position.
         match = _PLACE.search(str(error))
         line, column = (int(match[1]), int(match[2])) if match and match[1] else (last, 1)
         raise NotToml(_PLACE.sub("", str(error)), line=line, column=column) from error
     return values
+
+
+def parse_toml_file(text: str, file: Path, problems: Collector, hint: str) -> dict[str, Any]:
+    """Return the values in `text`, the content of `file`, whose lines `problems` may then quote.
+
+    Raises
+    ------
+    RecipeErrors : it is not TOML; says how to correct it by `hint`.
+    """
+    problems.lines[file] = text.split("\n")
+    try:
+        return parse_toml(text)
+    except NotToml as error:
+        problems.error(Position(file=file, line=error.line, column=error.column), (), error.what, hint)
+        raise RecipeErrors(problems.errors, of=file.name) from error
 
 
 def _check_limits(values: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ _MOST_BYTES = 1 << 20
 # A pip step must never replace these distributions of the base; their names are the same in every release.
 PROTECTED = r"torch|torchvision|torchaudio|triton|pytorch[-_.]triton|nvidia[-_.]nccl[-_.]cu[0-9]+"
 
-_NAME = re.compile(r"\s*name\s*=\s*[\"']([^\"']+)")
 _OTHER_FILE = re.compile(r"-[rce]\b|--(?:requirement|constraint|editable)\b|\.{0,2}/|file:")
 
 
@@ -26,6 +24,7 @@ def released_pin(line: str) -> str:
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
+        # A requirements file may have options and a comment behind the requirement.
         requirement = Requirement(re.sub(r"\s(?:--|#).*", "", line.strip()))
     except InvalidRequirement:
         return ""
@@ -71,28 +70,28 @@ def of_project(folder: Path) -> tuple[str, ...]:
     text = files.read_text(folder / PYPROJECT, most_bytes=_MOST_BYTES)
     content: dict[str, Any] = problems.parse_toml(text)
     project = content.get("project", {})
-    dependencies = project.get("dependencies", []) if isinstance(project, dict) else None
-    if not isinstance(dependencies, list):
+    lines = project.get("dependencies", []) if isinstance(project, dict) else None
+    if not isinstance(lines, list) or not all(isinstance(line, str) and "\n" not in line for line in lines):
         raise ValueError("project.dependencies is not a list of strings")
-    if not all(isinstance(line, str) and "\n" not in line for line in dependencies):
-        raise ValueError("project.dependencies is not a list of strings")
-    return tuple(dependencies)
+    return tuple(lines)
 
 
 def project_name(file: Path) -> str:
-    """Return the canonical name of the project in a pyproject.toml; empty where it states none.
+    """Return the canonical name of the project in a pyproject.toml; empty where it states none."""
+    try:
+        content = problems.parse_toml(files.read_text(file, most_bytes=_MOST_BYTES))
+        return canonical({**content.get("tool", {}).get("poetry", {}), **content.get("project", {})}["name"])
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return ""
 
-    This needs no reader of TOML, so every machine finds the same name.
+
+def name_of(requirement: str) -> str:
+    """Return ``flash-attn`` of ``Flash_Attn[extra]>=2``; empty where no name begins it.
+
+    Names of Debian's packages may contain ``+``.
     """
-    table, text = "", ""
-    with contextlib.suppress(OSError):
-        text = files.read_text(file, most_bytes=_MOST_BYTES, errors="replace")
-    for line in text.splitlines():
-        if line.startswith("["):
-            table = line.partition("#")[0].strip()
-        elif table in ("[project]", "[tool.poetry]") and (match := _NAME.match(line)):
-            return canonical(match[1])
-    return ""
+    match = re.match(r"\s*([A-Za-z0-9](?:[A-Za-z0-9.+_-]*[A-Za-z0-9+])?)", requirement)
+    return canonical(match[1]) if match else ""
 
 
 def canonical(name: str) -> str:

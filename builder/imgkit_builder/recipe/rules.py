@@ -8,20 +8,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NoReturn
 
 from imgkit_builder.recipe.problems import choices
-from imgkit_entrypoints.rules import IMAGE_PATH, Check, Fault, bind, env_value, printable
+from imgkit_entrypoints.rules import IMAGE_PATH, Fault, Unfit, bind, printable
 
-__all__ = ["Check", "Fault", "bind", "env_value", "printable"]
+__all__ = ["Fault", "bind", "printable"]
 
 PLATFORMS = ("linux/amd64", "linux/arm64")
 _PLATFORM_ALIASES = {
-    "x86_64": "amd64",
-    "x86-64": "amd64",
-    "x64": "amd64",
-    "aarch64": "arm64",
-    "arm64/v8": "arm64",
+    **dict.fromkeys(("x86_64", "x86-64", "x64"), "amd64"),
+    **dict.fromkeys(("aarch64", "arm64/v8"), "arm64"),
 }
 TUNING = ("NCCL_", "FI_", "GLOO_", "UCX_", "OMP_")
 """Variables that a user must be able to change per run."""
@@ -48,14 +44,10 @@ def description(text: str) -> Iterator[Fault]:
     yield from printable(text.rstrip("\n"))
 
 
-def image_reference(text: str) -> Iterator[Fault]:
-    """Accept an image reference with a tag or digest."""
-    try:
-        reference = parse_reference(text)
-    except BadReference as error:
-        yield error.what, error.hint
-        return
-    if not reference.tag and not reference.digest:
+def image_reference(text: str, *, needs_tag: bool = True) -> Iterator[Fault]:
+    """Accept an image reference, with a tag or digest if `needs_tag`. Raises Unfit as `parse_reference`."""
+    reference = parse_reference(text)
+    if needs_tag and not reference.tag and not reference.digest:
         hint = f"write {text}:TAG; an image without a tag changes over time"
         yield f"{text} has neither tag nor digest", hint
 
@@ -89,6 +81,7 @@ def pip_package(text: str) -> Iterator[Fault]:
     if (source := _GIT_SOURCE.match(text)) is not None:
         yield from _git_source(source["url"])
         return
+    # pip takes these words too; PEP 508's parser would call them invalid without saying why.
     if re.match(r"(?:[a-z+]+://|git\+|\.{0,2}/)", text) or re.search(r"\.(?:whl|zip|tar\.gz)$", text):
         yield f"{text!r} is a URL or a path", _BY_NAME
         return
@@ -128,6 +121,7 @@ def _git_source(url: str) -> Iterator[Fault]:
 
 def pip_option(text: str) -> Iterator[Fault]:
     """Accept one word of a pip command line that uses no file of the host."""
+    # pip reads a short option together with its value: -rfile is -r file.
     option = text.partition("=")[0]
     if option in _PIP_FILES or re.match(r"-[rce].", text):
         key = "`image.constraints`" if option in ("-c", "--constraint") else "`requirements`"
@@ -273,14 +267,6 @@ _HEX_DIGITS = {"sha256": 64, "sha384": 96, "sha512": 128}
 _TRANSPORT = re.compile(r"(?:https?|docker|oci|oras|library|docker-archive|docker-daemon):(?://)?")
 
 
-class BadReference(ValueError):
-    """The reason why a text is not an image reference, and what to write instead."""
-
-    def __init__(self, *, what: str, hint: str) -> None:
-        super().__init__(what)
-        self.what, self.hint = what, hint
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageReference:
     """``registry/repository:tag@digest``; missing parts are empty."""
@@ -291,27 +277,24 @@ class ImageReference:
     digest: str
 
 
-def _refuse(message: str, hint: str) -> NoReturn:
-    raise BadReference(what=message, hint=hint)
-
-
 def parse_reference(text: str) -> ImageReference:
     """Split an image reference into its parts.
 
     Raises
     ------
-    BadReference : names the first problem.
+    Unfit : names the first problem.
     """
     if not text:
-        _refuse("the image reference is empty", "write NAME:TAG")
+        raise Unfit("the image reference is empty", "write NAME:TAG")
     if re.search(r"\s", text):
-        _refuse(f"{text!r} contains a blank", "an image reference is one word, NAME:TAG")
+        raise Unfit(f"{text!r} contains a blank", "an image reference is one word, NAME:TAG")
     if "$" in text:
-        _refuse(f"{text} contains a variable", "recipes have no variables: write the whole name")
+        raise Unfit(f"{text} contains a variable", "recipes have no variables: write the whole name")
+    # Skopeo and Singularity name a transport; but docker:5000/x names a registry.
     transport = _TRANSPORT.match(text)
     if transport and ("//" in transport.group() or text.startswith(("docker-", "oci:"))):
         fault = f"{transport.group()} is not part of an image reference"
-        _refuse(fault, f"write {text[transport.end() :]}")
+        raise Unfit(fault, f"write {text[transport.end() :]}")
     name, _, digest = text.partition("@")
     if "@" in text:
         _check_digest(digest)
@@ -319,17 +302,18 @@ def parse_reference(text: str) -> ImageReference:
     head, slash, last = name.rpartition("/")
     last, colon, tag = last.partition(":")
     if colon and not _TAG.fullmatch(tag):
-        _refuse(f"{tag!r} is not a tag" if tag else "the tag after the colon is empty", _TAG_HINT)
+        raise Unfit(f"{tag!r} is not a tag" if tag else "the tag after the colon is empty", _TAG_HINT)
     name = f"{head}{slash}{last}"
     first, _, rest = name.partition("/")
+    # As Docker decides: a first part with a dot or colon is a host, and so is localhost.
     has_registry = bool(rest) and (bool(re.search(r"[.:A-Z]", first)) or first == "localhost")
     registry, repository = (first, rest) if has_registry else ("", name)
     if registry and not _DOMAIN.fullmatch(registry):
-        _refuse(f"{registry!r} is not a registry", "write HOST or HOST:PORT")
+        raise Unfit(f"{registry!r} is not a registry", "write HOST or HOST:PORT")
     for component in repository.split("/"):
         _check_component(component, repository)
     if len(name) > MAX_NAME:
-        _refuse(f"the name has {len(name)} characters", f"at most {MAX_NAME} are allowed")
+        raise Unfit(f"the name has {len(name)} characters", f"at most {MAX_NAME} are allowed")
     return ImageReference(registry=registry, repository=repository, tag=tag, digest=digest)
 
 
@@ -337,17 +321,19 @@ def _check_component(component: str, repository: str) -> None:
     if _COMPONENT.fullmatch(component):
         return
     if not component:
-        _refuse(f"{repository!r} has an empty part between slashes", "write NAME:TAG")
+        raise Unfit(f"{repository!r} has an empty part between slashes", "write NAME:TAG")
     if component != component.lower():
-        _refuse(f"{component!r} has capital letters", f"repository names are lower-case: {component.lower()}")
+        raise Unfit(
+            f"{component!r} has capital letters", f"repository names are lower-case: {component.lower()}"
+        )
     hint = "allowed: lower-case letters and digits, with . _ or - between them"
-    _refuse(f"{component!r} is not a repository name", hint)
+    raise Unfit(f"{component!r} is not a repository name", hint)
 
 
 def _check_digest(digest: str) -> None:
     algorithm, _, hexadecimal = digest.partition(":")
     expected = _HEX_DIGITS.get(algorithm)
     if expected and len(hexadecimal) != expected:
-        _refuse(f"the {algorithm} digest has {len(hexadecimal)} digits", f"it needs {expected}")
+        raise Unfit(f"the {algorithm} digest has {len(hexadecimal)} digits", f"it needs {expected}")
     if not _DIGEST.fullmatch(digest):
-        _refuse(f"{digest!r} is not a digest", "write sha256: and 64 hexadecimal digits")
+        raise Unfit(f"{digest!r} is not a digest", "write sha256: and 64 hexadecimal digits")

@@ -1,43 +1,13 @@
-"""The keys of a recipe as a list of paths, and as the JSON Schema for editors."""
+"""The keys of a recipe as the JSON Schema for editors."""
 
 from __future__ import annotations
 
-import collections.abc
-import dataclasses
 import json
-import typing
-from collections.abc import Iterator
 from typing import Any
 
 from imgkit_builder.recipe import systems
 from imgkit_builder.recipe.model import Document
-from imgkit_builder.recipe.problems import ANY, KeyPath
 from imgkit_builder.recipe.validation import adapter
-
-
-def key_paths(model: Any = Document, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield every key below `model` as a path without indices; `ANY` stands for a name of the user's."""
-    hints = typing.get_type_hints(model)
-    for field in dataclasses.fields(model):
-        key_path = (*path, field.metadata.get("alias", field.name))
-        yield key_path
-        hint = hints[field.name]
-        is_named = typing.get_origin(hint) is collections.abc.Mapping
-        for candidate in (hint, *typing.get_args(hint)):
-            if dataclasses.is_dataclass(candidate):
-                yield from key_paths(candidate, (*key_path, ANY) if is_named else key_path)
-
-
-def allowed_keys(path: KeyPath, model: Any = Document) -> list[str]:
-    """Return the keys that `model` allows where `path` states one."""
-    above = [part for part in path[:-1] if isinstance(part, str)]
-    return [keys[-1] for keys in key_paths(model) if _fits(above, keys[:-1])]
-
-
-def _fits(path: list[str], pattern: tuple[str, ...]) -> bool:
-    return len(path) == len(pattern) and all(
-        part == expected or expected == ANY for part, expected in zip(path, pattern, strict=True)
-    )
 
 
 def schema_json() -> str:

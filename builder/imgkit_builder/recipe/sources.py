@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -140,8 +140,9 @@ class _Walker:
         with os.scandir(folder) as scan:
             entries = sorted(scan, key=lambda entry: os.fsencode(entry.name))
         names = {entry.name for entry in entries}
-        reads = self.reads_gitignore and ".gitignore" in names
-        general = (*above, *_gitignore(folder, below)) if reads else above
+        general = above
+        if self.reads_gitignore and ".gitignore" in names:
+            general = (*above, *_patterns(_lines(folder / ".gitignore"), folder / ".gitignore", below=below))
         for entry in entries:
             is_folder = entry.is_dir(follow_symlinks=False)
             # The slash lets a folder match patterns such as "data/"; as in git, this excludes all below it.
@@ -153,7 +154,9 @@ class _Walker:
                 stays_out = (
                     self._is_made(entry, name, general) if is_folder else _is_output(entry.name, names)
                 )
-            if not stays_out and _is_secret(entry, name) and not self._is_named(entry, name):
+            by_name = any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in self.named)
+            is_wanted = by_name and self.of_recipe.decision(name) is False
+            if not stays_out and not is_wanted and _is_secret(entry, name):
                 self.secret.append(name)
             elif not stays_out:
                 yield SourceEntry(name=name.rstrip("/"), entry=entry)
@@ -167,18 +170,14 @@ class _Walker:
         with os.scandir(folder) as scan:
             entries = list(scan)
         names, rules = {entry.name for entry in entries}, (*general, *self.late)
-
-        def is_own(entry: os.DirEntry[str]) -> bool:
-            if entry.name.startswith(TEMPORARY):
-                return True
+        if not names.isdisjoint(MARKERS):
+            return True
+        for entry in entries:
             is_output = not entry.is_dir(follow_symlinks=False) and _is_output(entry.name, names)
-            return is_output and _last_word(rules, name + entry.name) is None
-
-        return not names.isdisjoint(MARKERS) or (bool(entries) and all(map(is_own, entries)))
-
-    def _is_named(self, entry: os.DirEntry[str], name: str) -> bool:
-        by_name = any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in self.named)
-        return by_name and self.of_recipe.decision(name) is False
+            is_own = is_output and _last_word(rules, name + entry.name) is None
+            if not (is_own or entry.name.startswith(TEMPORARY)):
+                return False
+        return bool(entries)
 
     def _is_hidden(self, entry: os.DirEntry[str]) -> bool:
         return any(entry.name == path.name and Path(entry.path).resolve() == path for path in self.hidden)
@@ -202,21 +201,17 @@ def _last_word(patterns: _Rules, path: str) -> bool | None:
 
 def _is_secret(entry: os.DirEntry[str], name: str) -> bool:
     """Return whether its name says so, or a key lies in a file with a key's name; certificates are public."""
+    by_name = secret_patterns.in_file_name(name)
     if not entry.is_file(follow_symlinks=False):
-        return secret_patterns.in_file_name(name)
-    of_both = name.lower().endswith((".pem", ".key"))
-    if not of_both and (secret_patterns.in_file_name(name) or not _maybe_key(entry)):
-        return secret_patterns.in_file_name(name)
+        return by_name
+    may_be_public = name.lower().endswith((".pem", ".key"))
+    # Of a small file without a suffix, such as id_deploy, the content decides.
+    may_be_key = "." not in entry.name and entry.stat().st_size <= _KEY_BYTES
+    if not may_be_public and (by_name or not may_be_key):
+        return by_name
     with files.open_regular(Path(entry.path)) as file:
         start = file.read(_KEY_BYTES)
-    if secret_patterns.is_private_key(start):
-        return True
-    return of_both and not start.startswith(b"-----BEGIN ")
-
-
-def _maybe_key(entry: os.DirEntry[str]) -> bool:
-    """Return whether it is a small file without a suffix, such as ``id_deploy``: its content decides."""
-    return "." not in entry.name and entry.stat().st_size <= _KEY_BYTES
+    return secret_patterns.is_private_key(start) or (may_be_public and not start.startswith(b"-----BEGIN "))
 
 
 def _is_output(name: str, names: set[str]) -> bool:
@@ -227,10 +222,9 @@ def _is_output(name: str, names: set[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in OUTPUTS)
 
 
-def _spec(patterns: Iterable[str], where: str) -> GitIgnoreSpec:
+def _spec(lines: Sequence[str], where: str) -> GitIgnoreSpec:
     import pathspec
 
-    lines = list(patterns)
     for line in lines:
         stars = sum(1 if part == "**" else part.count("*") for part in line.split("/"))
         if stars > _MOST_STARS and not line.startswith("#"):
@@ -245,13 +239,6 @@ def _spec(patterns: Iterable[str], where: str) -> GitIgnoreSpec:
         raise UsageError(f"a pattern cannot be read: {error}", where=where, hint="correct it") from error
 
 
-def _gitignore(folder: Path, below: str) -> tuple[_Patterns, ...]:
-    """Return the patterns of the folder's own ``.gitignore``."""
-    file = folder / ".gitignore"
-    lines = _lines(file)
-    return (_Patterns(above="", below=below, spec=_spec(lines, str(file))),) if lines else ()
-
-
 def _above(source: Path) -> tuple[_Patterns, ...]:
     """Return the patterns of ``.gitignore`` above `source`, up to its repository's root, the outermost first.
 
@@ -260,10 +247,9 @@ def _above(source: Path) -> tuple[_Patterns, ...]:
     source = source.resolve()
     patterns: tuple[_Patterns, ...] = ()
     for folder in (source, *source.parents):
-        if folder != source and (lines := _lines(folder / ".gitignore")):
-            above = f"{source.relative_to(folder).as_posix()}/"
-            spec = _spec(lines, str(folder / ".gitignore"))
-            patterns = (_Patterns(above=above, below="", spec=spec), *patterns)
+        if folder != source:
+            file, above = folder / ".gitignore", f"{source.relative_to(folder).as_posix()}/"
+            patterns = (*_patterns(_lines(file), file, above=above), *patterns)
         if os.path.lexists(folder / ".git"):
             return () if _last_word(patterns, "") else patterns
     return ()  # outside git, a file of somebody's home folder says nothing about this one
@@ -280,7 +266,12 @@ def _dockerignore(source: Path) -> tuple[_Patterns, ...]:
         if pattern and not pattern.startswith("#"):
             back = "!" if pattern.startswith("!") else ""
             anchored.append(f"{back}/{os.path.normpath(pattern.removeprefix('!').strip().lstrip('/'))}")
-    return (_Patterns(above="", below="", spec=_spec(anchored, str(file))),) if anchored else ()
+    return _patterns(anchored, file)
+
+
+def _patterns(lines: Sequence[str], file: Path, *, above: str = "", below: str = "") -> tuple[_Patterns, ...]:
+    """Return the patterns of `file`; nothing if it has none."""
+    return (_Patterns(above=above, below=below, spec=_spec(lines, str(file))),) if lines else ()
 
 
 def _lines(file: Path) -> list[str]:

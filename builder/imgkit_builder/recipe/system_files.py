@@ -100,7 +100,7 @@ def find_all() -> Mapping[str, Path]:
 
 
 def is_path(ref: str) -> bool:
-    """Return whether `ref` names a file rather than a known system."""
+    """Return whether `ref` names a file rather than a shipped recipe or a known system."""
     return "/" in ref or ref.endswith((SUFFIX, ".yml"))
 
 
@@ -146,6 +146,7 @@ def private(file: Path) -> Path:
     """
     if not is_site(file):
         return file
+    # Who can write a folder can replace its files; behind a link, the target's folder counts too.
     for path in dict.fromkeys((site_folder(), file.parent, file.resolve().parent, file)):
         try:
             mode = path.stat().st_mode

@@ -120,7 +120,7 @@ def is_known(name: str) -> bool:
 
 def names() -> tuple[str, ...]:
     """Return what ``system.scheduler`` can be: the shipped schedulers, then plug-ins by name."""
-    return (*SHIPPED, *sorted(_plugins()))
+    return (*SHIPPED, *plugins())
 
 
 def with_alias(alias: str) -> str:
@@ -151,6 +151,7 @@ def plugin(name: str) -> Any:
     KeyError : no plug-in has that name.
     ToolFailed : it cannot be loaded; names its distribution.
     """
+    # Which of two would win depends on the order of folders on sys.path.
     first, *duplicates = _plugins()[name]
     if duplicates:
         raise ToolFailed(

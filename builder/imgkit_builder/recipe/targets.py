@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 from imgkit_builder.oci.manifest import InstalledProject
 from imgkit_builder.recipe import problems, rules, systems
 from imgkit_builder.recipe.model import Document, Recipe, RunCommand
-from imgkit_builder.recipe.problems import KeyPath, Position, choices, key_text
+from imgkit_builder.recipe.problems import Collector, KeyPath, Position, RecipeErrors, choices, key_text
 from imgkit_builder.recipe.requirements import PYPROJECT, project_name
 from imgkit_builder.recipe.validation import validate
 from imgkit_entrypoints import json_text, terminal
-from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import SystemFacts
 
 if TYPE_CHECKING:
@@ -108,6 +107,7 @@ def checked(target: Target) -> Target:
     ------
     UsageError : a value breaks a rule; lists all of them.
     """
+    # The values come from an archive, which a stranger may have made, and end in a job script.
     name = target.system.scheduler
     image: dict[str, Any] = {"base": "scratch:none", "platform": target.platforms}
     if target.workdir:
@@ -118,20 +118,19 @@ def checked(target: Target) -> Target:
         dict_factory=lambda pairs: {key: value for key, value in pairs if value is not None},
     )
     _, mistakes = validate(Document, {"image": image, "system": system})
-    faults = [("name", *fault) for fault in rules.recipe_name(target.name)]
-    faults += [(key_text(mistake.path), mistake.message, mistake.hint) for mistake in mistakes]
+    collector, position = Collector(), Position(file=target.file, line=0, column=0)
+    for message, hint in rules.recipe_name(target.name):
+        collector.error(position, ("name",), message, hint)
+    for mistake in mistakes:
+        collector.error(position, mistake.path, mistake.message, mistake.hint)
     if not systems.is_known(name):
         hint = choices(systems.with_alias(name), systems.names())
-        faults.append(("system.scheduler", f"{name!r} is not known", hint))
-    elif not faults:
+        collector.error(position, ("system", "scheduler"), f"{name!r} is not known", hint)
+    elif not collector.errors:
         for fault in systems.registration(name).faults(target.system):
-            faults.append((key_text(("system", *fault.path)), fault.what, fault.hint))
-    texts = [f"{key}: {message}; {hint}" if hint else f"{key}: {message}" for key, message, hint in faults]
-    if len(texts) == 1:
-        raise UsageError(texts[0], where=str(target.file))
-    if texts:
-        message = f"{len(texts)} of its values are not valid in a recipe"
-        raise UsageError(message, where=str(target.file), hint="\n".join(texts))
+            collector.error(position, ("system", *fault.path), fault.what, fault.hint)
+    if collector.errors:
+        raise RecipeErrors(collector.errors, of=target.file.name)
     return target
 
 
@@ -141,10 +140,8 @@ _UNNAMED: Mapping[KeyPath, KeyPath] = {("image", "constraints", "policy"): ("ima
 """Fields whose name YAML omits."""
 
 
-def _values(
-    path: KeyPath, content: Any, positions: Mapping[KeyPath, Position]
-) -> Iterator[tuple[str, str | int | None, Position | None]]:
-    """Yield key, value and position of what is below `content`; a default has no position."""
+def _values(path: KeyPath, content: Any, positions: Mapping[KeyPath, Position]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each value below `content`; a default has no position."""
     parts: list[tuple[str | int, Any]] | None = None
     if isinstance(content, RunCommand) and content.short is not None:
         content = content.short
@@ -158,8 +155,15 @@ def _values(
     elif isinstance(content, tuple):
         parts = list(enumerate(content))
     if not parts:
-        text = str(content) if isinstance(content, Path) else content
-        yield key_text(_UNNAMED.get(path, path)), None if parts == [] else text, positions.get(path)
+        position = positions.get(path)
+        yield {
+            "key": key_text(_UNNAMED.get(path, path)),
+            "value": None if parts == [] else content,
+            "default": position is None,
+            "file": position and position.file,
+            "line": position and position.line,
+            "column": position and position.column,
+        }
     for part, value in parts or ():
         is_absent_drop = path == ("image", "constraints") and part == "drop" and not value
         # A step shows only what it has.
@@ -191,19 +195,9 @@ def described_json(recipe: Recipe) -> str:
     """Return one JSON object: the resolved parts, and ``values`` with their positions."""
     image = dataclasses.asdict(recipe.image)
     image["run"] = [command.short or dataclasses.asdict(command) for command in recipe.image.run]
-    rows = [
-        {
-            "key": key,
-            "value": value,
-            "default": position is None,
-            "file": str(position.file) if position else None,
-            "line": position.line if position else None,
-            "column": position.column if position else None,
-        }
-        for part, content in (("image", recipe.image), ("system", recipe.system))
-        for key, value, position in _values((part,), content, recipe.positions)
-    ]
-    content = {
+    parts = (("image", recipe.image), ("system", recipe.system))
+    rows = [row for part, content in parts for row in _values((part,), content, recipe.positions)]
+    described = {
         "schema": SHOW_SCHEMA,
         "name": recipe.name,
         "description": recipe.description,
@@ -214,4 +208,4 @@ def described_json(recipe: Recipe) -> str:
         "values": rows,
         "warnings": [str(warning) for warning in recipe.warnings],
     }
-    return json.dumps(content, indent=2, default=str)
+    return json.dumps(described, indent=2, default=str)

@@ -5,13 +5,16 @@ pydantic is imported when there is data to validate, so that commands which read
 
 from __future__ import annotations
 
+import collections.abc
+import dataclasses
 import functools
 import re
-from collections.abc import Callable
+import typing
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from imgkit_builder.recipe.problems import KeyPath
+from imgkit_builder.recipe.problems import ANY, KeyPath, choices
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -37,9 +40,10 @@ class Mistake:
 
     path: KeyPath
     kind: Literal["missing", "unknown", "rule", "choice", "type"]
-    message: str = ""
-    """What is wrong (``rule``), or which form was expected (``type``)."""
+    message: str
     hint: str = ""
+    expected: str = ""
+    """The form that a ``type`` should have."""
     choices: tuple[str, ...] = ()
     """What a ``choice`` can be."""
     is_key: bool = False
@@ -53,7 +57,7 @@ def validate(model: Callable[..., Model], data: Any) -> tuple[Model | None, tupl
     try:
         return adapter(model).validate_python(data), ()
     except ValidationError as error:
-        return None, tuple(_mistake(details) for details in error.errors(include_url=False))
+        return None, tuple(_mistake(details, model) for details in error.errors(include_url=False))
 
 
 @functools.cache
@@ -64,19 +68,47 @@ def adapter(model: Any) -> TypeAdapter[Any]:
     return TypeAdapter(model)
 
 
-def _mistake(details: ErrorDetails) -> Mistake:
+def _mistake(details: ErrorDetails, model: Any) -> Mistake:
     kind, path, context = details["type"], details["loc"], details.get("ctx", {})
+    # So pydantic marks the key of a mapping.
     is_key = path[-1:] == ("[key]",)
     if is_key:
         path = path[:-1]
     if kind == "missing":
-        return Mistake(path=path, kind="missing")
+        return Mistake(path=path, kind="missing", message="is missing")
     if kind == "unexpected_keyword_argument":
-        return Mistake(path=path, kind="unknown", is_key=True)
+        hint = choices(str(path[-1]), allowed_keys(path, model))
+        return Mistake(path=path, kind="unknown", message="unknown key", hint=hint, is_key=True)
     if kind == "literal_error":
-        return Mistake(path=path, kind="choice", choices=tuple(re.findall("'([^']*)'", context["expected"])))
+        names = tuple(re.findall("'([^']*)'", context["expected"]))
+        return Mistake(path=path, kind="choice", message="is not known", choices=names)
     if kind == "value_error":
         error = context["error"]
         hint = getattr(error, "hint", "")
         return Mistake(path=path, kind="rule", message=str(error), hint=hint, is_key=is_key)
-    return Mistake(path=path, kind="type", message=_EXPECTED[kind])
+    return Mistake(path=path, kind="type", message=f"must be {_EXPECTED[kind]}", expected=_EXPECTED[kind])
+
+
+def key_paths(model: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield every key below `model` as a path without indices; `ANY` stands for a name of the user's."""
+    hints = typing.get_type_hints(model)
+    for field in dataclasses.fields(model):
+        key_path = (*path, field.metadata.get("alias", field.name))
+        yield key_path
+        hint = hints[field.name]
+        is_named = typing.get_origin(hint) is collections.abc.Mapping
+        for candidate in (hint, *typing.get_args(hint)):
+            if dataclasses.is_dataclass(candidate):
+                yield from key_paths(candidate, (*key_path, ANY) if is_named else key_path)
+
+
+def allowed_keys(path: KeyPath, model: Any) -> list[str]:
+    """Return the keys that `model` allows where `path` states one."""
+    above = [part for part in path[:-1] if isinstance(part, str)]
+    return [keys[-1] for keys in key_paths(model) if _fits(above, keys[:-1])]
+
+
+def _fits(path: list[str], pattern: tuple[str, ...]) -> bool:
+    return len(path) == len(pattern) and all(
+        part == expected or expected == ANY for part, expected in zip(path, pattern, strict=True)
+    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -50,30 +50,71 @@ _SYNTAX_HINTS = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scalar:
-    """One value; `text` is as written, without quotes."""
+class YamlNode:
+    """A value with its position; a list or mapping has others below it."""
 
     position: Position
+
+    def children(self) -> Iterable[tuple[str | int, YamlNode]]:
+        """Return the parts of a list or mapping with their keys; a scalar has none."""
+        return ()
+
+    def deepest(self, path: KeyPath) -> tuple[YamlNode, KeyPath]:
+        """Return the node at `path`, or the last existing one above it, and the path of that node."""
+        node = self
+        for depth, part in enumerate(path):
+            below = dict(node.children()).get(part)
+            if below is None:
+                return node, path[:depth]
+            node = below
+        return node, path
+
+    def select(self, *pattern: str) -> Iterator[tuple[KeyPath, YamlNode]]:
+        """Yield each node whose path fits `pattern`, in which `ANY` stands for any key or index."""
+        if not pattern:
+            yield (), self
+        for part, child in self.children() if pattern else ():
+            if pattern[0] in (ANY, part):
+                for path, node in child.select(*pattern[1:]):
+                    yield (part, *path), node
+
+    def walk(self, path: KeyPath = ()) -> Iterator[tuple[KeyPath, YamlNode]]:
+        """Yield every node below this one with its path."""
+        for part, child in self.children():
+            yield (*path, part), child
+            yield from child.walk((*path, part))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scalar(YamlNode):
+    """One value; `text` is as written, without quotes."""
+
     text: str
     type: ScalarType = "text"
     """The type that YAML infers for an unquoted scalar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Items:
+class Items(YamlNode):
     """A list."""
 
-    position: Position
     items: tuple[YamlNode, ...]
+
+    def children(self) -> Iterable[tuple[int, YamlNode]]:
+        """Return the items with their indices."""
+        return enumerate(self.items)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class Table(YamlNode):
     """A mapping, in the order of the file."""
 
-    position: Position
     entries: Mapping[str, YamlNode]
     keys: Mapping[str, Position]
+
+    def children(self) -> Iterable[tuple[str, YamlNode]]:
+        """Return the values with their keys."""
+        return self.entries.items()
 
     def without(self, *names: str) -> Table:
         """Return this mapping without some keys."""
@@ -81,54 +122,14 @@ class Table:
         return Table(position=self.position, entries=entries, keys=self.keys)
 
 
-YamlNode = Scalar | Items | Table
-
-
-def children(node: YamlNode) -> Iterator[tuple[str | int, YamlNode]]:
-    """Yield the parts of a list or mapping with their keys; a scalar has none."""
-    if isinstance(node, Items):
-        yield from enumerate(node.items)
-    elif isinstance(node, Table):
-        yield from node.entries.items()
-
-
-def deepest(root: YamlNode, path: KeyPath) -> tuple[YamlNode, KeyPath]:
-    """Return the node at `path`, or the last existing one above it, and the path of that node."""
-    node = root
-    for depth, part in enumerate(path):
-        below = dict(children(node)).get(part)
-        if below is None:
-            return node, path[:depth]
-        node = below
-    return node, path
-
-
-def select(root: YamlNode, *pattern: str) -> Iterator[tuple[KeyPath, YamlNode]]:
-    """Yield each node whose path fits `pattern`, in which `ANY` stands for any key or index."""
-    if not pattern:
-        yield (), root
-    for part, child in children(root) if pattern else ():
-        if pattern[0] in (ANY, part):
-            for path, node in select(child, *pattern[1:]):
-                yield (part, *path), node
-
-
-def walk(node: YamlNode, path: KeyPath = ()) -> Iterator[tuple[KeyPath, YamlNode]]:
-    """Yield every node below `node` with its path."""
-    for part, child in children(node):
-        yield (*path, part), child
-        yield from walk(child, (*path, part))
-
-
 def plain(node: YamlNode) -> Any:
     """Return the data of `node`; a value that YAML reads as something else than its text becomes a float.
 
     No key of a recipe takes a float, so its type is refused, and the message can quote the text.
     """
-    if isinstance(node, Table):
-        return {key: plain(child) for key, child in node.entries.items()}
-    if isinstance(node, Items):
-        return [plain(item) for item in node.items]
+    if not isinstance(node, Scalar):
+        values = {key: plain(child) for key, child in node.children()}
+        return values if isinstance(node, Table) else list(values.values())
     if node.type == "integer":
         # YAML also reads 0644 (octal, 420), 1_000 and 3:00:00 (sexagesimal, 10800) as integers.
         return int(node.text) if re.fullmatch(r"-?(?:0|[1-9][0-9]{0,17})", node.text) else 0.5
@@ -151,6 +152,7 @@ class _TooManyError(Exception):
 
 def parse(file: Path, problems: Collector) -> Table | None:
     """Read `file`; report what is wrong to `problems`, and return None if the file is unusable."""
+    # What has no line of its own is reported at the beginning of the file.
     start = Position(file=file, line=1, column=1)
     text = _read(file, start, problems)
     if text is None:
@@ -195,7 +197,7 @@ def _read(file: Path, start: Position, problems: Collector) -> str | None:
         problems.error(start, (), f"cannot be read: {reason(error)}")
         return None
     try:
-        return data.decode("utf-8-sig")
+        return data.decode("utf-8-sig")  # editors of Windows write a mark at the beginning
     except UnicodeDecodeError as error:
         before = data[: error.start].decode("utf-8", "replace")
         position = Position(file=file, line=before.count("\n") + 1, column=len(before) - before.rfind("\n"))
@@ -240,6 +242,7 @@ class _Converter:
 
     def convert(self, node: yaml.Node, path: KeyPath) -> YamlNode | None:
         """Return our node, or None after a problem."""
+        # Every use of an alias counts: the node of an anchor is one object, however often it is named.
         self._count += 1
         if self._count > MAX_NODES:
             raise _TooManyError
@@ -251,6 +254,7 @@ class _Converter:
             if node.tag in _TYPES:
                 return Scalar(position=position, text=node.value, type=_TYPES[node.tag])
         elif node.tag in _COLLECTIONS:
+            # An alias is the anchor's own node: met again while it is open, it would contain itself.
             self._open.add(id(node))
             try:
                 if isinstance(node, yaml.MappingNode):
@@ -288,14 +292,14 @@ class _Converter:
                 child = Scalar(position=key_position, text="", type="nothing")
             if child is not None:
                 entries[key.value] = child
-        # Explicit keys override merged ones, wherever the merge key is.
-        from_merge: dict[str, YamlNode] = {}
-        for table in merged:
-            for key, child in table.entries.items():
-                if key not in keys:
-                    from_merge.setdefault(key, child)
-        positions = {key: table.keys[key] for table in reversed(merged) for key in table.entries}
-        return Table(position=position, entries={**from_merge, **entries}, keys={**positions, **keys})
+        # Explicit keys override merged ones, wherever the merge key is; of these, the first counts.
+        inherited: dict[str, YamlNode] = {}
+        positions: dict[str, Position] = {}
+        for table in reversed(merged):
+            inherited.update(table.entries)
+            positions.update(table.keys)
+        entries = {**{key: child for key, child in inherited.items() if key not in keys}, **entries}
+        return Table(position=position, entries=entries, keys={**positions, **keys})
 
     def _merged(self, value: yaml.Node, path: KeyPath) -> Iterator[Table]:
         """Yield what a ``<<`` key names: one mapping or a list of them, the first with precedence."""

@@ -9,7 +9,6 @@ import pytest
 
 from imgkit_builder.lock import answers, inside
 from imgkit_builder.lock.answers import Unresolved
-from imgkit_entrypoints.errors import ToolFailed
 
 ONIG = "59ecfce6d88c7c4b09496ce182b3b8303e8e8477664e009b16ae83a09cd12be7"
 EINOPS = "54058201ac7087911181bfec4af6091bb59380360f069276601256a76af08193"
@@ -108,5 +107,5 @@ def test_file_that_differs_from_its_index_is_refused(sha256: str) -> None:
 
 @pytest.mark.parametrize("text", ["[1]", '[{"name": "x"}]', '[{"name": 1}]', "[", "{}"])
 def test_answer_of_another_program_is_refused(text: str) -> None:
-    with pytest.raises(ToolFailed, match="an answer of the base cannot be read"):
+    with pytest.raises(ValueError, match=r"pip|JSON|Expecting"):
         answers.read_wheels(text, 0, {})

@@ -105,12 +105,6 @@ def test_other_uv_project_makes_the_lock_stale(recipe: Recipe, tmp_path: Path, c
     assert caught.value.where == ("mine.yaml:2" if change == "none" else "mine.yaml:3")
 
 
-def test_locked_recipe_needs_no_uv_lock(recipe: Recipe, tmp_path: Path) -> None:
-    with_lock = locked(recipe, tmp_path)
-    (tmp_path / "my-project" / "uv.lock").unlink()
-    assert lock_file.follow(recipe, platform="linux/amd64").lock == with_lock.lock
-
-
 def test_wheels_of_no_uv_project_are_refused(recipe: Recipe, tmp_path: Path) -> None:
     found = locked(recipe, tmp_path)
     assert found.lock is not None

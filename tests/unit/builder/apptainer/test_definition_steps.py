@@ -62,7 +62,7 @@ def test_look_completes_the_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyP
     words = [sys.executable, "-I", "-B", "-c", definition.look_program()]
     output = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     follower = Follower(
-        Definition(text="", steps=(Step(origin="", command=""),)), base_at="", report=Silent()
+        Definition(text="", steps=(Step(origin="", command=""),)), base_line="", report=Silent()
     )
     follower.line(f"{MARK} 1/1")
     for line in output.splitlines():
@@ -93,7 +93,7 @@ def test_look_finds_variables_of_a_base_that_states_none(
     baked = manifest.from_json((tmp_path / "manifest.json").read_text())
     assert baked.base.env == expected
     follower = Follower(
-        Definition(text="", steps=(Step(origin="", command=""),)), base_at="", report=Silent()
+        Definition(text="", steps=(Step(origin="", command=""),)), base_line="", report=Silent()
     )
     follower.line(f"{MARK} 1/1")
     for line in output.splitlines():
@@ -107,7 +107,7 @@ def test_look_finds_variables_of_a_base_that_states_none(
 
 
 def failed(made: Definition, *lines: str) -> ToolFailed:
-    follower = Follower(made, base_at="mine.yaml:3", report=Silent())
+    follower = Follower(made, base_line="mine.yaml:3", report=Silent())
     for line in lines:
         follower.line(line)
     return follower.failed(ToolFailed("apptainer failed", hint="its last lines:\nx\nthe full log: /x.log"))

@@ -373,7 +373,7 @@ def test_file_of_other_size_refused(pack: Pack, code: Path, content: str, how: s
 def test_file_of_same_size_refused_too(pack: Pack, code: Path) -> None:
     packed = pack()
     (code / "run.sh").write_text("#!/bin/ed\n")
-    with packed.open() as stream, pytest.raises(UsageError, match="changed while they were sent"):
+    with packed.open() as stream, pytest.raises(UsageError, match="changed while they were read"):
         stream.read()
 
 

@@ -148,7 +148,7 @@ def test_docker_syntax_in_commands_is_inert(make_recipe: MakeRecipe, command: st
         ({"labels": {"a": "1\r"}}, "image.labels.a"),
         ({"apt": ("git", "vim\nRUN id")}, "image.apt.1"),
         ({"pip": (PipStep(packages=("numpy\n",)),)}, "image.pip.0.packages.0"),
-        ({"run": ("true\0false",)}, "image.run.0"),
+        ({"run": ("true\0false",)}, "image.run.0.command"),
         ({"workdir": "/a\0b"}, "image.workdir"),
     ],
 )

@@ -18,13 +18,14 @@ import pytest
 import imgkit_builder
 import imgkit_entrypoints
 import imgkit_recipes
-from imgkit_builder.image.wheel import entrypoints_wheel
+from imgkit_builder.image.wheel import entrypoints_wheel, file_name
 from imgkit_entrypoints.cli.commands import COMMANDS
 
 CUT = """
+import hashlib
 import imgkit_entrypoints
 from imgkit_builder.image.wheel import entrypoints_wheel
-print(imgkit_entrypoints.__file__, entrypoints_wheel().sha256)
+print(imgkit_entrypoints.__file__, hashlib.sha256(entrypoints_wheel()).hexdigest())
 """
 
 
@@ -56,11 +57,11 @@ def test_same_bytes_from_site_packages(tmp_path: Path) -> None:
         (site / "imgkit_entrypoints" / stray).write_bytes(b"stale")
     for path in site.rglob("*"):
         path.chmod(0o700)
-    assert cut(site) == entrypoints_wheel().sha256
+    assert cut(site) == hashlib.sha256(entrypoints_wheel()).hexdigest()
 
 
 def test_record_names_every_member() -> None:
-    archive = zipfile.ZipFile(io.BytesIO(entrypoints_wheel().data))
+    archive = zipfile.ZipFile(io.BytesIO(entrypoints_wheel()))
     record = next(name for name in archive.namelist() if name.endswith("/RECORD"))
     rows = {row[0]: row[1:] for row in csv.reader(archive.read(record).decode().splitlines())}
     assert list(rows) == archive.namelist()
@@ -72,7 +73,7 @@ def test_record_names_every_member() -> None:
 
 
 def test_no_times_tests_or_caches() -> None:
-    archive = zipfile.ZipFile(io.BytesIO(entrypoints_wheel().data))
+    archive = zipfile.ZipFile(io.BytesIO(entrypoints_wheel()))
     assert {member.date_time for member in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
     assert not [name for name in archive.namelist() if "__pycache__" in name or "/tests/" in name]
 
@@ -92,8 +93,8 @@ def install(environment: Path, wheel: Path) -> None:
 
 def test_pip_installs_running_commands(environment: Path, tmp_path: Path) -> None:
     wheel = entrypoints_wheel()
-    (tmp_path / wheel.name).write_bytes(wheel.data)
-    install(environment, tmp_path / wheel.name)
+    (tmp_path / file_name()).write_bytes(wheel)
+    install(environment, tmp_path / file_name())
     for command in COMMANDS:
         assert os.access(environment / "bin" / command.name, os.X_OK)
     checked = subprocess.run(
@@ -115,11 +116,11 @@ def test_pip_installs_running_commands(environment: Path, tmp_path: Path) -> Non
 
 def test_changed_wheel_replaces_its_equal(environment: Path, tmp_path: Path) -> None:
     wheel = entrypoints_wheel()
-    path = tmp_path / wheel.name
-    path.write_bytes(wheel.data)
+    path = tmp_path / file_name()
+    path.write_bytes(wheel)
     install(environment, path)
     changed = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(wheel.data)) as old, zipfile.ZipFile(changed, "w") as new:
+    with zipfile.ZipFile(io.BytesIO(wheel)) as old, zipfile.ZipFile(changed, "w") as new:
         for member in old.infolist():
             data = old.read(member)
             extra = b"CHANGED = True\n" if member.filename == "imgkit_entrypoints/__init__.py" else b""

@@ -96,7 +96,7 @@ def test_uv_step_is_named(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("text", ["", "pip\nx", "-2\nx", "99999\nx", "٣\nx"])
 def test_failure_of_no_step_is_refused(text: str) -> None:
-    with pytest.raises(ToolFailed, match="an answer of the base cannot be read"):
+    with pytest.raises(ValueError, match="the failure names no step of a recipe"):
         read_failure(text)
 
 

@@ -6,17 +6,20 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from imgkit_builder.base.progress import Silent
+from imgkit_builder.image.secret_values import SecretValues
 from imgkit_builder.lock import changes, resolve
 from imgkit_builder.lock.resolve import LockOptions, Resolution
 from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import LockedBase, LockedDeb, LockedPlatform, LockedWheel, Recipe
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 RECIPE = """\
 image:
@@ -195,3 +198,34 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return SimpleNamespace(exit_code=ended.value.code, stdout=said.out, stderr=said.err)
 
     return lock
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [("[1]", "cannot be read: "), (None, "is missing: ")],
+)
+def test_wrong_answer_names_the_log(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str | None, fault: str
+) -> None:
+    def store_files(engine: object, ref: str, source: str, folder: Path, **_: object) -> None:
+        (folder / "apt.txt").write_text("")
+        if answer is not None:
+            (folder / "pip-0.json").write_text(answer)
+
+    built = SimpleNamespace(log="/x.log", image=SimpleNamespace(ref="lock:1"))
+    monkeypatch.setattr(resolve.engines, "build", lambda *_, **__: built)
+    monkeypatch.setattr(resolve.image_source, "store_files", store_files)
+    monkeypatch.setattr(resolve.images, "remove", lambda *_: None)
+    folder = tmp_path / "answers"
+    folder.mkdir()
+    engine: Any = None
+    with pytest.raises(ToolFailed, match=f"an answer of the base {fault}") as caught:
+        resolve.resolve(
+            engine,
+            resolution(recipe),
+            builder="auto",
+            values=SecretValues(),
+            folder=folder,
+            report=Silent(),
+        )
+    assert caught.value.hint == "full log: /x.log"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from imgkit_builder.recipe.load import APPENDED, ATOMIC, load, merge
 from imgkit_builder.recipe.problems import KeyPath, Position, RecipeErrors
-from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, YamlNode, children, plain
+from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, YamlNode, plain
 
 Write = Callable[..., Path]
 HERE = Position(file=Path("x.yaml"), line=1, column=1)
@@ -90,7 +90,7 @@ def test_every_value_keeps_the_place_that_states_it(parent: Any, child: Any) -> 
     def scalars(node: YamlNode) -> list[tuple[str, str]]:
         if isinstance(node, Scalar):
             return [(node.text, node.position.file.name)]
-        return [found for _, child in children(node) for found in scalars(child)]
+        return [found for _, child in node.children() for found in scalars(child)]
 
     # Told apart by text: the same merge with the parent's and the child's texts marked.
     def marked(data: Any, mark: str) -> Any:
@@ -213,3 +213,11 @@ def test_names_in_a_folder_outside_are_not_shown(write: Write) -> None:
 def test_recipe_outside_without_a_fault_is_extended(write: Write) -> None:
     write("image: {base: 'python:3'}\n", "shared/base.yaml")
     assert load(write("extends: ../shared/base.yaml\n", "own/mine.yaml")).image.base == "python:3"
+
+
+@pytest.mark.parametrize("prefix", ["", "system: {scheduler: slurm}\n"])
+def test_long_chain_is_refused(write: Write, prefix: str) -> None:
+    for number in range(60):
+        write(f"extends: ./r{number + 1}.yaml\n", f"r{number}.yaml")
+    with pytest.raises(RecipeErrors, match="more than 50 files extend each other"):
+        load(write(f"{prefix}extends: ./r0.yaml\n"))

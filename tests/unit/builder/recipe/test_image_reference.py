@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from imgkit_builder.recipe.rules import BadReference, ImageReference, parse_reference
+from imgkit_builder.recipe.rules import ImageReference, parse_reference
+from imgkit_entrypoints.rules import Unfit
 
 SHA = "sha256:" + "0" * 64
 
@@ -65,6 +66,6 @@ def test_good_reference_comes_apart(text: str, parts: tuple[str, str, str, str])
     ],
 )
 def test_bad_reference_is_refused(text: str) -> None:
-    with pytest.raises(BadReference) as caught:
+    with pytest.raises(Unfit) as caught:
         parse_reference(text)
-    assert caught.value.what
+    assert caught.value.message

@@ -42,7 +42,7 @@ def changed(write: Write, old: str, new: str, *, needed: str = NEEDED) -> tuple[
     recipe = load(write(RECIPE.replace(old, new, 1)))
     found = lock_file.difference(lock_file.request_of(recipe), before)
     assert found is not None
-    return recipe.where(*found.path), found.what
+    return recipe.where(*found[0]), found[1]
 
 
 def test_request_has_lines_of_requirements_files(write: Write) -> None:
@@ -114,4 +114,4 @@ def test_other_base_of_command_line_is_difference(write: Write) -> None:
     recipe = load(write(RECIPE))
     found = lock_file.difference(lock_file.request_of(recipe, base="mine:1"), lock_file.request_of(recipe))
     assert found is not None
-    assert "the base is mine:1" in found.what
+    assert "the base is mine:1" in found[1]

@@ -10,8 +10,9 @@ from pathlib import Path
 import yaml
 
 from imgkit_builder.recipe.load import APPENDED, load
+from imgkit_builder.recipe.model import Document
 from imgkit_builder.recipe.problems import key_text
-from imgkit_builder.recipe.schema import key_paths
+from imgkit_builder.recipe.validation import key_paths
 
 Write = Callable[..., Path]
 TEXT = (Path(__file__).parents[4] / "docs" / "recipes.md").read_text()
@@ -40,7 +41,7 @@ def test_reference_has_every_key() -> None:
     found = {place for place in stated(yaml.safe_load(BLOCKS[1])) if place[:-1] not in free}
     found = {(*place[:2], "*", *place[3:]) if place[:2] == NAMED and place[2:] else place for place in found}
     found -= {(*NAMED, "*")}
-    assert found == (set(key_paths()) - {("image", "constraints", "policy")}) | {("extends",)}
+    assert found == (set(key_paths(Document)) - {("image", "constraints", "policy")}) | {("extends",)}
 
 
 def test_example_with_every_key_loads(write: Write) -> None:

@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 from imgkit_builder.recipe import schema
-from imgkit_builder.recipe.load import is_path, load
+from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.system_files import is_path
 from imgkit_entrypoints.errors import UsageError
 from imgkit_recipes import FOLDER
 
