@@ -49,40 +49,36 @@ ALLOWED = frozenset((*KNOWN_NAMES, *lint.OLD_NAMES, *_LAUNCH.split()))
 _MOST_BYTES = 1 << 18
 
 
-def chosen(env: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
-    """The allowed variables of `env`, their secrets as stars, and the names about a launch that stay out."""
-    about = sorted(name for name in env if _FAMILIES.fullmatch(name) and name != "IMGKIT_ROOT")
-    kept = {
+def select(env: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Return the allowed variables of `env`, secrets as stars, and the names about a launch left out."""
+    names = sorted(name for name in env if _FAMILIES.fullmatch(name) and name != "IMGKIT_ROOT")
+    variables = {
         name: secret_patterns.masked(env[name])
-        for name in about
+        for name in names
         if name in ALLOWED and env[name].isprintable() and not secret_patterns.in_name(name, env[name])
     }
-    return kept, tuple(name for name in about if name not in kept)
+    return variables, tuple(name for name in names if name not in variables)
 
 
-def to_text(kept: Mapping[str, str]) -> str:
-    """One ``NAME=VALUE`` a line, the value as it is."""
-    return "".join(f"{name}={value}\n" for name, value in sorted(kept.items()))
+def to_text(variables: Mapping[str, str]) -> str:
+    """Return one ``NAME=VALUE`` a line, the value as it is."""
+    return "".join(f"{name}={value}\n" for name, value in sorted(variables.items()))
 
 
 def from_text(text: str) -> dict[str, str]:
-    """The allowed variables in what `to_text` wrote."""
-    found: dict[str, str] = {}
-    for line in text.splitlines():
-        name, equals, value = line.partition("=")
-        if equals and name in ALLOWED:
-            found[name] = value
-    return found
+    """Return the allowed variables in what `to_text` wrote."""
+    pairs = (line.partition("=")[::2] for line in text.splitlines() if "=" in line)
+    return {name: value for name, value in pairs if name in ALLOWED}
 
 
 def is_replay(env: Mapping[str, str]) -> bool:
-    """Whether ``IMGKIT_ROOT`` is an unpacked bundle."""
+    """Return whether ``IMGKIT_ROOT`` is an unpacked bundle."""
     root = env.get("IMGKIT_ROOT")
     return bool(root) and Path(str(root), ENVIRONMENT).is_file()
 
 
 def replayed(env: Mapping[str, str]) -> Mapping[str, str]:
-    """`env` with the bundle's variables about a launch in the place of its own; without a bundle, `env`.
+    """Return `env` with the bundle's variables about a launch instead of its own; without a bundle, `env`.
 
     The caller's own ``IMGKIT_*`` stay, to try another node rank or NCCL.
 
@@ -92,14 +88,11 @@ def replayed(env: Mapping[str, str]) -> Mapping[str, str]:
     """
     if not is_replay(env):
         return env
-    file = facts.root_of(env) / ENVIRONMENT
+    path = facts.root_of(env) / ENVIRONMENT
     try:
-        with files.open_regular(file) as stream:
-            text = stream.read(_MOST_BYTES + 1)
+        text = files.read_text(path, most_bytes=_MOST_BYTES, errors="replace")
     except OSError as error:
-        raise UsageError(f"cannot be read: {error.strerror}", where=str(file)) from error
-    if len(text) > _MOST_BYTES:
-        raise UsageError(f"has more than {_MOST_BYTES} bytes", where=str(file), hint="ask for a new bundle")
-    own = {name: value for name, value in env.items() if not _FAMILIES.fullmatch(name)}
-    asked = {name: value for name, value in env.items() if name.startswith("IMGKIT_")}
-    return {**own, **from_text(text.decode("utf-8", "replace")), **asked}
+        raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
+    host = {name: value for name, value in env.items() if not _FAMILIES.fullmatch(name)}
+    options = {name: value for name, value in env.items() if name.startswith("IMGKIT_")}
+    return {**host, **from_text(text), **options}
