@@ -42,15 +42,15 @@ OWN: tuple[str, ...] = ("PET_NNODES", "PET_NODE_RANK", "PET_RDZV_ENDPOINT")
 
 
 def claims(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Variables that show a pod of a training operator; empty in a worker, which has RANK too."""
+    """Return the variables that show a pod of a training operator; empty in a worker, which has RANK too."""
     if present(env, "LOCAL_RANK"):
         return ()
     plain = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
     return (*present(env, *OWN), *(plain if present(env, *plain) == plain else ()))
 
 
-def place(env: Mapping[str, str], read: Read) -> Placement:
-    """Pod that this process runs in.
+def find_placement(env: Mapping[str, str], read: Read) -> Placement:
+    """Return the pod that this process runs in.
 
     Raises
     ------
@@ -65,10 +65,10 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
             hint="leave elasticPolicy out of the PyTorchJob, or --min-replicas out of runai",
         )
     nnodes = number(env, nnodes_from or "PET_NNODES", least=1)
-    wanted = env.get("IMGKIT_NNODES", "")
-    if nnodes_from == "WORLD_SIZE" and (given := digits(wanted)) is not None:
+    requested = digits(env.get("IMGKIT_NNODES", ""))
+    if nnodes_from == "WORLD_SIZE" and requested is not None:
         # The only ambiguous number: one operator counts pods in it, another counts processes.
-        nnodes, nnodes_from = given, "IMGKIT_NNODES"
+        nnodes, nnodes_from = requested, "IMGKIT_NNODES"
     rank_from = first(env, FIELDS["node_rank"])
     node_rank = number(env, rank_from or "PET_NODE_RANK") if nnodes > 1 else 0
     if node_rank >= nnodes:
@@ -77,8 +77,9 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
             where=f"{rank_from}={node_rank}, {nnodes_from}={nnodes}",
             hint="give --nnodes with the number of pods (RunAI: workers + 1)",
         )
-    hosts, hosts_from = named_hosts(env, nnodes, (), "")
-    head, head_from = head_of(env, nnodes, hosts, hosts_from, *FIELDS["head"])
+    source = {"nnodes": nnodes_from, "node_rank": rank_from, "job_id": first(env, FIELDS["job_id"])}
+    hosts, source["hosts"] = named_hosts(env, nnodes, (), "")
+    head, head_from = head_of(env, nnodes, hosts, source["hosts"], *FIELDS["head"])
     port_from = first(env, FIELDS["port"])
     endpoint = env.get("PET_RDZV_ENDPOINT", "")
     if nnodes > 1 and endpoint and head_from not in ("IMGKIT_HEAD", "IMGKIT_NODES", "PET_MASTER_ADDR"):
@@ -92,6 +93,7 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
             where=", ".join(FIELDS["head"]),
             hint="give --head HOST: the first pod, under a name that the others can reach",
         )
+    source |= {"head": head_from, "port": port_from if nnodes > 1 else ""}
     return Placement(
         scheduler=NAME,
         nnodes=nnodes,
@@ -100,22 +102,15 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
         head=head,
         port=port_in(env, port_from) if port_from and nnodes > 1 else None,
         job_id=env.get("PET_RDZV_ID", ""),
-        source={
-            "nnodes": nnodes_from,
-            "node_rank": rank_from,
-            "hosts": hosts_from,
-            "head": head_from,
-            "port": port_from if nnodes > 1 else "",
-            "job_id": first(env, FIELDS["job_id"]),
-        },
+        source=source,
     )
 
 
 def start_argv(command: Sequence[str]) -> tuple[str, ...]:
-    """Words of a pod's command, which the operator runs once in each pod."""
+    """Return the argv of a pod's command, which the operator runs once in each pod."""
     return tuple(command)
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:
-    """Command of a pod."""
-    return shlex.join(start_argv(command))
+    """Return the command of a pod."""
+    return shlex.join(command)

@@ -31,17 +31,12 @@ from imgkit_entrypoints.schedulers.placement import (
     hostname,
     listed_hosts,
     number,
+    position_in,
     present,
     short,
 )
 
 NAME = "pbs"
-
-FIELDS: Mapping[str, tuple[str, ...]] = {
-    "hosts": (NODES, "PBS_NODEFILE"),
-    "node_rank": ("PBS_NODENUM", "IMGKIT_NODE_RANK"),
-    "job_id": ("PBS_JOBID",),
-}
 
 FORWARD: tuple[str, ...] = (NODES,)
 """Variables that a job script passes to the processes."""
@@ -52,12 +47,12 @@ _FIRST_LINES = "awk '!seen[$0]++{print NR-1}' \"$PBS_NODEFILE\""
 
 
 def claims(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Variables that show a PBS job."""
+    """Return the variables that show a PBS job."""
     return present(env, "PBS_JOBID", "PBS_NODENUM", "PBS_NODEFILE")
 
 
-def place(env: Mapping[str, str], read: Read) -> Placement:
-    """Host of a PBS job that this process was started on.
+def find_placement(env: Mapping[str, str], read: Read) -> Placement:
+    """Return the host of a PBS job that this process was started on.
 
     Raises
     ------
@@ -65,52 +60,45 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
     NoPlan : the job's hosts are unknown, or this host is not one of them.
     """
     hosts, hosts_from = listed_hosts(env, read)
-    if env.get("IMGKIT_NNODES") == "1" and not hosts:
+    nnodes, nnodes_from = len(hosts), hosts_from
+    if not hosts:
         nnodes, nnodes_from = 1, "IMGKIT_NNODES"
-    elif not hosts:
-        raise NoPlan(
-            "this is a PBS job, but its host list is not visible here",
-            where=f"PBS_NODEFILE={env.get('PBS_NODEFILE', '')}",
-            hint=f'in the job script: export {NODES}="$({_UNIQUE_NODES} | paste -sd, -)", and pass it into '
-            f'the container (--env {NODES}="${NODES}"). To use this host alone: --nnodes 1',
-        )
-    else:
-        nnodes, nnodes_from = len(hosts), hosts_from
+        if env.get("IMGKIT_NNODES") != "1":
+            raise NoPlan(
+                "this is a PBS job, but its host list is not visible here",
+                where=f"PBS_NODEFILE={env.get('PBS_NODEFILE', '')}",
+                hint=f'in the job script: export {NODES}="$({_UNIQUE_NODES} | paste -sd, -)", and pass it '
+                f'into the container (--env {NODES}="${NODES}"). To use this host alone: --nnodes 1',
+            )
+    names = ", ".join(hosts[:8])
     if nnodes > 1 and _is_script(env):
         raise WrongStart(
-            f"the job has {nnodes} hosts ({', '.join(hosts[:8])}), but this is the job script's process: PBS "
-            "starts nothing on the others",
+            f"the job has {nnodes} hosts ({names}), but this is the job script's process: PBS starts nothing "
+            "on the others",
             where=f"{hosts_from}, {first(env, ('PBS_ENVIRONMENT', 'PBS_TASKNUM', 'PBS_NODEFILE'))}",
             nnodes=nnodes,
         )
-    node_rank, node_rank_from = _node_rank(env, read, hosts) if nnodes > 1 else (0, nnodes_from)
+    node_rank, rank_from = _node_rank(env, read, hosts) if nnodes > 1 else (0, nnodes_from)
     if node_rank >= nnodes:
-        raise NoPlan(
-            f"this is host {node_rank} of the job, counted from 0, but {hosts_from} lists only {nnodes}: "
-            f"{', '.join(hosts[:8])}",
-            where=f"{node_rank_from}={node_rank}",
-        )
-    head, head_from = head_of(env, nnodes, hosts, hosts_from)
+        problem = f"this is host {node_rank} of the job, counted from 0, but {hosts_from} lists only {nnodes}"
+        raise NoPlan(f"{problem}: {names}", where=f"{rank_from}={node_rank}")
+    source = {"nnodes": nnodes_from, "node_rank": rank_from, "hosts": hosts_from}
+    head, source["head"] = head_of(env, nnodes, hosts, hosts_from)
+    source["job_id"] = first(env, ("PBS_JOBID",))
+    job_id = env.get("PBS_JOBID", "")
     return Placement(
         scheduler=NAME,
         nnodes=nnodes,
         node_rank=node_rank,
         hosts=hosts,
         head=head,
-        port=None,
-        job_id=env.get("PBS_JOBID", ""),
-        source={
-            "nnodes": nnodes_from,
-            "node_rank": node_rank_from,
-            "hosts": hosts_from,
-            "head": head_from,
-            "job_id": first(env, FIELDS["job_id"]),
-        },
+        job_id=job_id,
+        source=source,
     )
 
 
 def start_argv(command: Sequence[str], *, line: str) -> tuple[str, ...]:
-    """The argv that starts `command` through pbsdsh on the host of line `line` of the node file, from 0.
+    """Return the argv that starts `command` through pbsdsh on the host of a line of the node file, from 0.
 
     The command sees no variable, module or folder of the job script. pbsdsh itself always ends with 0;
     ``-v`` makes it print the task's exit status.
@@ -119,25 +107,25 @@ def start_argv(command: Sequence[str], *, line: str) -> tuple[str, ...]:
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:
-    """Lines for the job script: PALS' mpiexec, and pbsdsh for systems without it."""
-    words = shlex.join(command)
+    """Return the lines for the job script: PALS' mpiexec, and pbsdsh for systems without it."""
+    command_line = shlex.join(command)
     # The script is one double-quoted word, so the command inside keeps its own quotes as \".
-    inner = re.sub(r'(["\\$`])', r"\\\1", words)
+    quoted = re.sub(r'(["\\$`])', r"\\\1", command_line)
     return "\n     ".join(
         (
             f'export {NODES}="$({_UNIQUE_NODES} | paste -sd, -)"',
-            f"mpiexec -n {nnodes} --ppn 1 --cpu-bind none {words}",
+            f"mpiexec -n {nnodes} --ppn 1 --cpu-bind none {command_line}",
             "or, where mpiexec is not HPE's:",
             f"for line in $({_FIRST_LINES}); do",
             f"  pbsdsh -n \"$line\" -- /bin/bash -c \"cd '$PBS_O_WORKDIR' && exec env {NODES}='${NODES}' "
-            f'{inner}" &',
+            f'{quoted}" &',
             "done; wait",
         )
     )
 
 
 def _is_script(env: Mapping[str, str]) -> bool:
-    """True if PBS started this process through the job script, and not as a task on a host."""
+    """Return True if PBS started this process through the job script, and not as a task on a host."""
     if present(env, "PBS_TASKNUM") and _SPAWNED.fullmatch(env["PBS_TASKNUM"]):
         return False
     if env.get("PBS_NODENUM", "0") != "0":
@@ -146,15 +134,14 @@ def _is_script(env: Mapping[str, str]) -> bool:
 
 
 def _node_rank(env: Mapping[str, str], read: Read, hosts: tuple[str, ...]) -> tuple[int, str]:
-    if name := first(env, FIELDS["node_rank"]):
+    if name := first(env, ("PBS_NODENUM", "IMGKIT_NODE_RANK")):
         return number(env, name), name
-    own = short(hostname(read))
-    places = [index for index, host in enumerate(hosts) if short(host) == own]
-    if len(places) != 1:
+    position = position_in(hosts, read)
+    if position is None:
         raise NoPlan(
-            f"this host is not in the job's host list: {own or 'its name'} is not one of "
+            f"this host is not in the job's host list: {short(hostname(read)) or 'its name'} is not one of "
             f"{', '.join(hosts[:8])}",
             where="PBS_NODENUM",
             hint="start the command with mpiexec or pbsdsh, or give --node-rank",
         )
-    return places[0], "hostname"
+    return position, "hostname"

@@ -61,25 +61,29 @@ _HET = re.compile(r"SLURM_JOB_NODELIST_(?:HET|PACK)_GROUP_[0-9]+")
 
 
 def claims(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Variables that show a Slurm job; empty outside a job."""
-    known = (*FIELDS["nnodes"], *FIELDS["hosts"], *JOB_FIELDS["nnodes"], *JOB_FIELDS["hosts"])
+    """Return the variables that show a Slurm job; empty outside a job."""
+    names = (*FIELDS["nnodes"], *FIELDS["hosts"], *JOB_FIELDS["nnodes"], *JOB_FIELDS["hosts"])
     # The salloc shell of a heterogeneous job has none of these, only the lists of its components.
-    return (*present(env, *known), *_components(env))
+    return (*present(env, *names), *_components(env))
 
 
-def place(env: Mapping[str, str], read: Read) -> Placement:
-    """Node of a step that this process was started on.
+def find_placement(env: Mapping[str, str], read: Read) -> Placement:
+    """Return the node of a step that this process was started on.
 
     Raises
     ------
     WrongStart : this is the shell of the batch script or of salloc, and the allocation has several nodes.
     NoPlan : a heterogeneous job, or variables that contradict each other.
     """
-    _refuse_heterogeneous(env)
+    if components := _components(env):
+        raise NoPlan(
+            "this is a heterogeneous Slurm job, which is not supported",
+            where=", ".join(f"{name}={env[name]}" for name in components[:2]),
+            hint="request all nodes in one component: no `:` in the request, and no `#SBATCH hetjob`",
+        )
     if not present(env, *FIELDS["nnodes"], *FIELDS["hosts"]):
         return _outside_a_step(env, read)
-    hosts_from = first(env, FIELDS["hosts"])
-    hosts = expand_nodelist(env[hosts_from], where=hosts_from) if hosts_from else ()
+    hosts, hosts_from = _expand_hosts(env, FIELDS["hosts"])
     nnodes_from = first(env, FIELDS["nnodes"])
     nnodes = number(env, nnodes_from, least=1) if nnodes_from else len(hosts)
     job_nodes, job_nodes_from = _job_nodes(env)
@@ -91,15 +95,13 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
             nnodes=job_nodes,
         )
     if hosts and len(hosts) != nnodes:
-        raise NoPlan(
-            f"{env[hosts_from]} has {len(hosts)} hosts, but {nnodes_from} says {nnodes}", where=hosts_from
-        )
+        problem = f"{env[hosts_from]} has {len(hosts)} hosts, but {nnodes_from} says {nnodes}"
+        raise NoPlan(problem, where=hosts_from)
     rank_from = variable(env, FIELDS["node_rank"])
     node_rank = number(env, rank_from) if nnodes > 1 else 0
     if node_rank >= nnodes:
-        raise NoPlan(
-            f"{rank_from} is {node_rank}, but the step has only nodes 0 to {nnodes - 1}", where=rank_from
-        )
+        problem = f"{rank_from} is {node_rank}, but the step has only nodes 0 to {nnodes - 1}"
+        raise NoPlan(problem, where=rank_from)
     node = env.get("SLURMD_NODENAME", "")
     if node in hosts and hosts[node_rank] != node and hosts.count(node) == 1:
         raise NoPlan(
@@ -117,7 +119,6 @@ def place(env: Mapping[str, str], read: Read) -> Placement:
         node_rank=node_rank,
         hosts=hosts,
         head=head,
-        port=None,
         job_id=job_id,
         source=source,
         direct=None if _is_shell(env) else _direct(env, nnodes, node_rank),
@@ -132,9 +133,10 @@ def start_argv(
     outlives_nodes: bool = False,
     options: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """The argv that starts `command` once on each of `nnodes` nodes of this job, with `cpus` CPUs each.
+    """Return the argv that starts `command` once on each of `nnodes` nodes of this job.
 
-    With `outlives_nodes`, neither a task that ends nor a lost node ends the others.
+    Each node gets `cpus` CPUs. With `outlives_nodes`, neither a task that ends nor a lost node ends the
+    others.
     """
     return (
         *("srun", f"--nodes={nnodes}", f"--ntasks={nnodes}", "--ntasks-per-node=1"),
@@ -145,7 +147,7 @@ def start_argv(
 
 
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:
-    """Line to type instead, in the same allocation, with all CPUs that the job has on each node."""
+    """Return the line to type instead, in the same allocation, with all CPUs of the job on each node."""
     cpus = None
     if counts := env.get("SLURM_JOB_CPUS_PER_NODE"):
         cpus = min(expand_counts(counts, where="SLURM_JOB_CPUS_PER_NODE"))
@@ -154,93 +156,80 @@ def per_node_command(command: Sequence[str], *, nnodes: int, env: Mapping[str, s
     return shlex.join(start_argv(command, nnodes=nnodes, cpus=cpus))
 
 
-def _refuse_heterogeneous(env: Mapping[str, str]) -> None:
-    found = _components(env)
-    if found:
-        raise NoPlan(
-            "this is a heterogeneous Slurm job, which is not supported",
-            where=", ".join(f"{name}={env[name]}" for name in found[:2]),
-            hint="request all nodes in one component: no `:` in the request, and no `#SBATCH hetjob`",
-        )
-
-
 def _components(env: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(name for name in sorted(env) if _HET.fullmatch(name))
 
 
+def _expand_hosts(env: Mapping[str, str], names: Sequence[str]) -> tuple[tuple[str, ...], str]:
+    """Return the hosts of the first of `names` that is set, and its name; both are empty without it."""
+    name = first(env, names)
+    return (expand_nodelist(env[name], where=name) if name else ()), name
+
+
 def _job_nodes(env: Mapping[str, str]) -> tuple[int, str]:
-    """Nodes of the allocation and the variable that gives them; 0 where none does."""
+    """Return the number of nodes of the allocation and the variable that gives it; 0 where none does."""
     if name := first(env, JOB_FIELDS["nnodes"]):
         return number(env, name, least=1), name
-    if name := first(env, JOB_FIELDS["hosts"]):
-        return len(expand_nodelist(env[name], where=name)), name
-    return 0, ""
+    hosts, name = _expand_hosts(env, JOB_FIELDS["hosts"])
+    return len(hosts), name
 
 
 def _is_shell(env: Mapping[str, str]) -> bool:
-    """True if the step is a shell of Slurm's own: ids -5 and -6, which some versions print unsigned."""
+    """Return True if the step is a shell of Slurm: ids -5 and -6, which some versions print unsigned."""
     text = env.get(first(env, FIELDS["step_id"]), "")
     return text.startswith("-") or (digits(text) or 0) >= 0xFFFFFFF0
 
 
 def _outside_a_step(env: Mapping[str, str], read: Read) -> Placement:
-    """A process that srun has not started: right only in a job of one node, and on that node."""
+    """Return the placement of a process that srun has not started.
+
+    That is right only in a job of one node, and on that node.
+    """
     nnodes, nnodes_from = _job_nodes(env)
-    hosts_from = first(env, JOB_FIELDS["hosts"])
-    hosts = expand_nodelist(env[hosts_from], where=hosts_from) if hosts_from else ()
+    hosts, hosts_from = _expand_hosts(env, JOB_FIELDS["hosts"])
     # A batch script has the variable, a salloc shell on the login node does not.
     on_node = bool(first(env, FIELDS["node_rank"]))
     if nnodes > 1:
-        shell = (
-            f"of the batch script, on 1 of the job's {nnodes} nodes"
-            if on_node
-            else f"of salloc, outside the job of {nnodes} nodes"
-        )
+        shell = f"of salloc, outside the job of {nnodes} nodes"
+        if on_node:
+            shell = f"of the batch script, on 1 of the job's {nnodes} nodes"
         raise WrongStart(
             f"this is the shell {shell}: srun has started nothing on the others",
             where=f"{nnodes_from}={env[nnodes_from]}",
             nnodes=nnodes,
         )
-    own = hostname(read)
-    if not on_node and hosts and own and short(own) != short(hosts[0]):
+    name = hostname(read)
+    if not on_node and hosts and name and short(name) != short(hosts[0]):
         raise WrongStart(
-            f"this shell runs on {own}, but the job's node is {hosts[0]}",
+            f"this shell runs on {name}, but the job's node is {hosts[0]}",
             where=f"{hosts_from}={env[hosts_from]}",
             nnodes=1,
         )
     job_id, job_id_from = _job_id(env)
-    return Placement(
-        scheduler=NAME,
-        nnodes=1,
-        node_rank=0,
-        hosts=hosts,
-        head="",
-        port=None,
-        job_id=job_id,
-        source={"nnodes": nnodes_from, "hosts": hosts_from, "job_id": job_id_from},
-    )
+    source = {"nnodes": nnodes_from, "hosts": hosts_from, "job_id": job_id_from}
+    return Placement(scheduler=NAME, nnodes=1, node_rank=0, hosts=hosts, job_id=job_id, source=source)
 
 
 def _job_id(env: Mapping[str, str]) -> tuple[str, str]:
-    """Ids of job and step, since two steps of one job may share a node, and their variables."""
-    names = tuple(name for name in (first(env, FIELDS["job_id"]), first(env, FIELDS["step_id"])) if name)
+    """Return the ids of job and step, since two steps of one job may share a node, and their variables."""
+    names = present(env, first(env, FIELDS["job_id"]), first(env, FIELDS["step_id"]))
     return ".".join(env[name] for name in names), ", ".join(names)
 
 
 def _direct(env: Mapping[str, str], nnodes: int, node_rank: int) -> Direct | None:
-    """Rank of this task where a node has several tasks."""
+    """Return the rank of this task where a node has several tasks."""
     name = first(env, FIELDS["tasks"])
     if name:
         counts = expand_counts(env[name], where=name)
         if len(counts) != nnodes:
-            what = f"{name} has counts for {len(counts)} nodes, but the step has {nnodes}: {env[name]}"
-            raise NoPlan(what, where=name)
+            problem = f"{name} has counts for {len(counts)} nodes, but the step has {nnodes}: {env[name]}"
+            raise NoPlan(problem, where=name)
     else:
-        tasks = first(env, FIELDS["world_size"])
-        total = number(env, tasks, least=1) if tasks else nnodes
+        name = first(env, FIELDS["world_size"])
+        total = number(env, name, least=1) if name else nnodes
         if total % nnodes:
-            what = f"the step has {total} tasks on {nnodes} nodes, but no variable says how many run on each"
-            raise NoPlan(what, where=tasks)
+            problem = f"the step has {total} tasks on {nnodes} nodes, "
+            raise NoPlan(f"{problem}but no variable says how many run on each", where=name)
         counts = (total // nnodes,) * nnodes
     if max(counts) == 1:
         return None

@@ -61,7 +61,7 @@ def test_printed_srun_has_the_cpus_of_the_smallest_node() -> None:
 
 def refusal(env: dict[str, str], command: tuple[str, ...], content: dict[str, str]) -> str:
     with pytest.raises(NoPlan) as caught:
-        resolve.place(PlacementRequest(command=command), env, content.get)
+        resolve.find_placement(PlacementRequest(command=command), env, content.get)
     return caught.value.hint or ""
 
 
