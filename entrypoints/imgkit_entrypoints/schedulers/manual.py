@@ -3,48 +3,37 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import PurePath
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.placement import (
-    NODES,
-    Placement,
-    Read,
-    Size,
-    first,
-    head_of,
-    number,
-    port_in,
-    position_in,
-    present,
-    requested_nodes,
-)
+from imgkit_entrypoints.schedulers.environment import NODES, Environment
+from imgkit_entrypoints.schedulers.placement import Placement, Size
 
 NAME = "manual"
 
 
-def claims(env: Mapping[str, str]) -> tuple[str, ...]:
+def claims(env: Environment) -> tuple[str, ...]:
     """Return the variables, or flags written as variables, that ask for several nodes."""
     several = env.get("IMGKIT_NNODES", "1") != "1"
-    return (*(("IMGKIT_NNODES",) if several else ()), *present(env, NODES))
+    return (*(("IMGKIT_NNODES",) if several else ()), *env.present(NODES))
 
 
-def find_placement(env: Mapping[str, str], read: Read) -> Placement:
+def find_placement(env: Environment) -> Placement:
     """Return the node that the user says this is.
 
     Raises
     ------
     NoPlan : something is missing; the message names everything that is missing.
     """
-    hosts = requested_nodes(env)
-    nnodes_from = first(env, ("IMGKIT_NNODES", NODES))
-    nnodes = number(env, nnodes_from, least=1) if nnodes_from == "IMGKIT_NNODES" else max(1, len(hosts))
+    hosts = env.requested_nodes()
+    nnodes_from = env.first(("IMGKIT_NNODES", NODES))
+    nnodes = env.number(nnodes_from, least=1) if nnodes_from == "IMGKIT_NNODES" else max(1, len(hosts))
     if hosts and len(hosts) != nnodes and nnodes > 1:
         raise NoPlan(f"--nnodes is {nnodes}, but {NODES} lists {len(hosts)} hosts", where=NODES)
     hosts = hosts if len(hosts) == nnodes else ()
-    node_rank, rank_from = _node_rank(env, read, hosts) if nnodes > 1 else (0, nnodes_from)
-    head, head_from = head_of(env, nnodes, hosts, NODES, "MASTER_ADDR")
+    node_rank, rank_from = _node_rank(env, hosts) if nnodes > 1 else (0, nnodes_from)
+    head, head_from = env.head(nnodes, hosts, NODES, "MASTER_ADDR")
     missing = ["--node-rank RANK"] if node_rank is None else []
     missing += ["--head HOST"] if nnodes > 1 and not head else []
     if node_rank is None or missing:
@@ -61,7 +50,7 @@ def find_placement(env: Mapping[str, str], read: Read) -> Placement:
             where=rank_from,
             hint=f"node ranks are 0 to {nnodes - 1}; HOST of --head has 0",
         )
-    port = port_in(env, "MASTER_PORT") if head_from == "MASTER_ADDR" else None
+    port = env.port("MASTER_PORT") if head_from == "MASTER_ADDR" else None
     source = {"nnodes": nnodes_from, "node_rank": rank_from, "head": head_from}
     source |= {"hosts": NODES if hosts else "", "port": "MASTER_PORT" if port is not None else ""}
     return Placement(
@@ -80,14 +69,14 @@ def start_argv(
     return (*argv[: name_index + 1], *options, *argv[name_index + 1 :])
 
 
-def per_node_command(command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:
+def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -> str:
     """Return the line for each node; the user fills in RANK and HOST."""
     head = env.get("IMGKIT_HEAD") or "HOST"
     return shlex.join(start_argv(command, nnodes=nnodes, node_rank="RANK", head=head))
 
 
-def _node_rank(env: Mapping[str, str], read: Read, hosts: tuple[str, ...]) -> tuple[int | None, str]:
-    if present(env, "IMGKIT_NODE_RANK"):
-        return number(env, "IMGKIT_NODE_RANK"), "IMGKIT_NODE_RANK"
-    position = position_in(hosts, read)
+def _node_rank(env: Environment, hosts: tuple[str, ...]) -> tuple[int | None, str]:
+    if env.present("IMGKIT_NODE_RANK"):
+        return env.number("IMGKIT_NODE_RANK"), "IMGKIT_NODE_RANK"
+    position = env.position_in(hosts)
     return position, "" if position is None else "hostname"

@@ -17,21 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.placement import (
-    NODES,
-    Direct,
-    Placement,
-    Read,
-    WrongStart,
-    first,
-    head_of,
-    hostname,
-    listed_hosts,
-    number,
-    port_in,
-    present,
-    variable,
-)
+from imgkit_entrypoints.schedulers.environment import NODES, Environment
+from imgkit_entrypoints.schedulers.placement import Direct, Placement, WrongStart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,10 +63,10 @@ class MpiLauncher:
     export: tuple[str, ...]
     """Options that set variable {name} to {value} for the processes."""
 
-    def claims(self, env: Mapping[str, str]) -> tuple[str, ...]:
+    def claims(self, env: Environment) -> tuple[str, ...]:
         """Return the variables that show this launcher; empty if it did not start this process."""
-        counts = not self.shown_with or present(env, *self.shown_with)
-        return present(env, *self.shown_by) if counts else ()
+        counts = not self.shown_with or env.present(*self.shown_with)
+        return env.present(*self.shown_by) if counts else ()
 
     def exporting(self, name: str, value: str) -> tuple[str, ...]:
         """Return the options that set variable `name` for all processes."""
@@ -97,12 +84,12 @@ class MpiLauncher:
         exports = (part for item in (forward or {}).items() for part in self.exporting(*item))
         return (self.program, self.count, str(nnodes), *self.once_per_node, *exports, *options, *command)
 
-    def per_node_command(self, command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:
+    def per_node_command(self, command: Sequence[str], *, nnodes: int, env: Environment) -> str:
         """Return the line to type instead of a start on one node only."""
-        forward = {name: env[name] for name in present(env, *self.forward)}
+        forward = {name: env[name] for name in env.present(*self.forward)}
         return shlex.join(self.start_argv(command, nnodes=nnodes, forward=forward))
 
-    def find_placement(self, env: Mapping[str, str], read: Read) -> Placement:
+    def find_placement(self, env: Environment) -> Placement:
         """Return the node that this process runs on; with several processes per node also its rank.
 
         Raises
@@ -110,24 +97,24 @@ class MpiLauncher:
         WrongStart : the process was started on one node, but the host list has several.
         NoPlan : no variable says where node 0 is, or the numbers contradict each other.
         """
-        hosts, hosts_from = listed_hosts(env, read)
+        hosts, hosts_from = env.listed_hosts()
         ranks = self._ranks(env, len(hosts))
         nnodes = ranks.world_size // ranks.local_world_size
         self._check_hosts(env, nnodes, hosts, hosts_from)
         size_from, local_from = self._size_variables(env)
         source = {"nnodes": ", ".join(filter(None, (size_from or hosts_from, local_from)))}
         node_rank, source["node_rank"] = self._node_rank(env, ranks, nnodes)
-        head, source["head"] = head_of(env, nnodes, hosts, hosts_from, "MASTER_ADDR")
+        head, source["head"] = env.head(nnodes, hosts, hosts_from, "MASTER_ADDR")
         if nnodes > 1 and not head:
-            host = hostname(read) if ranks.rank == 0 else ""
+            host = env.hostname() if ranks.rank == 0 else ""
             raise NoPlan(
                 f"the run has {nnodes} nodes, but {self.NAME} does not say which host has rank 0",
                 where="IMGKIT_HEAD",
                 hint=f"{self._hint('IMGKIT_HEAD', host or 'HOST')}: the host of rank 0, under a name that "
                 "the other nodes can reach",
             )
-        port = port_in(env, "MASTER_PORT") if source["head"] == "MASTER_ADDR" else None
-        job_id_from = present(env, *self.fields.job_id)
+        port = env.port("MASTER_PORT") if source["head"] == "MASTER_ADDR" else None
+        job_id_from = env.present(*self.fields.job_id)
         source |= {"hosts": hosts_from, "job_id": ", ".join(job_id_from)}
         return Placement(
             scheduler=self.NAME,
@@ -144,25 +131,25 @@ class MpiLauncher:
     def _hint(self, name: str, value: str) -> str:
         return f"start it with `{' '.join((self.program, *self.exporting(name, value)))} ...`"
 
-    def _size_variables(self, env: Mapping[str, str]) -> tuple[str, str]:
+    def _size_variables(self, env: Environment) -> tuple[str, str]:
         """Return what gives the ranks in all and the ranks of this node; empty where no variable is set."""
-        return first(env, self.fields.world_size), first(env, self.fields.local_world_size)
+        return env.first(self.fields.world_size), env.first(self.fields.local_world_size)
 
-    def _ranks(self, env: Mapping[str, str], hosts: int) -> Direct:
+    def _ranks(self, env: Environment, hosts: int) -> Direct:
         """Return rank and sizes of this process; the number of `hosts` completes what no variable says."""
         fields = self.fields
         size_from, local_from = self._size_variables(env)
         if not hosts and not (size_from and local_from):
             raise self._unknown(env, "nodes", fields.local_world_size if size_from else fields.world_size)
         if local_from:
-            local_size = number(env, local_from, least=1)
+            local_size = env.number(local_from, least=1)
         elif size_from:
-            local_size = max(1, number(env, size_from) // hosts)
+            local_size = max(1, env.number(size_from) // hosts)
         elif self._is_alone(env):
             local_size = 1
         else:
             raise self._unknown(env, "ranks on this node", (*fields.local_world_size, *fields.world_size))
-        size = number(env, size_from, least=1) if size_from else local_size * hosts
+        size = env.number(size_from, least=1) if size_from else local_size * hosts
         if size % local_size:
             raise NoPlan(
                 f"the job has {size} ranks, {local_size} of them on this node: nodes have different numbers "
@@ -171,29 +158,29 @@ class MpiLauncher:
                 hint="start the same number of ranks on every node, preferably one: torchrun starts the "
                 "workers",
             )
-        rank_from = variable(env, fields.rank)
-        rank = number(env, rank_from)
+        rank_from = env.variable(fields.rank)
+        rank = env.number(rank_from)
         if rank >= size:
             raise NoPlan(
                 f"this is rank {rank}, but the job has only ranks 0 to {size - 1}",
                 where=", ".join(f"{name}={env[name]}" for name in (rank_from, size_from) if name),
             )
-        local_from = first(env, fields.local_rank)
-        local_rank = number(env, variable(env, fields.local_rank)) if local_from or local_size > 1 else 0
+        local_from = env.first(fields.local_rank)
+        local_rank = env.number(env.variable(fields.local_rank)) if local_from or local_size > 1 else 0
         if local_rank >= local_size:
             problem = f"this is local rank {local_rank}, but the node has only ranks 0 to {local_size - 1}"
             raise NoPlan(problem, where=local_from)
         return Direct(rank=rank, local_rank=local_rank, world_size=size, local_world_size=local_size)
 
-    def _is_alone(self, env: Mapping[str, str]) -> bool:
+    def _is_alone(self, env: Environment) -> bool:
         """Return whether rank and node have one number, which a second rank on the node would not have."""
         groups = (self.fields.rank, self.fields.node_rank, self.fields.local_rank)
-        rank, node, local = (env.get(first(env, names), "") for names in groups)
+        rank, node, local = (env.get(env.first(names), "") for names in groups)
         return rank == node != "" and local in ("", "0")
 
-    def _unknown(self, env: Mapping[str, str], numbers: str, names: Sequence[str]) -> NoPlan:
+    def _unknown(self, env: Environment, numbers: str, names: Sequence[str]) -> NoPlan:
         """Return the error for a missing number, with the variables that are set."""
-        variables = [f"{name}={env[name]}" for name in present(env, *self.fields.variables, NODES)]
+        variables = [f"{name}={env[name]}" for name in env.present(*self.fields.variables, NODES)]
         hosts = "" if env.get(NODES) else ", and there is no host list"
         return NoPlan(
             f"the number of {numbers} is unknown: none of {', '.join(names)} is set{hosts}",
@@ -202,9 +189,7 @@ class MpiLauncher:
             "container without --cleanenv",
         )
 
-    def _check_hosts(
-        self, env: Mapping[str, str], nnodes: int, hosts: tuple[str, ...], hosts_from: str
-    ) -> None:
+    def _check_hosts(self, env: Environment, nnodes: int, hosts: tuple[str, ...], hosts_from: str) -> None:
         """Refuse a host list of another length than the number of nodes that were started."""
         if not hosts or len(hosts) == nnodes:
             return
@@ -219,15 +204,15 @@ class MpiLauncher:
             hint=f"{self._hint(NODES, 'HOST,HOST,...')}, with the {nnodes} hosts in the order of their ranks",
         )
 
-    def _node_rank(self, env: Mapping[str, str], ranks: Direct, nnodes: int) -> tuple[int, str]:
+    def _node_rank(self, env: Environment, ranks: Direct, nnodes: int) -> tuple[int, str]:
         """Return the rank of this node, and the variable that it comes from."""
-        if name := first(env, self.fields.node_rank):
-            node_rank = number(env, name)
+        if name := env.first(self.fields.node_rank):
+            node_rank = env.number(name)
             if node_rank >= nnodes:
                 problem = f"this is node {node_rank}, but the job has only nodes 0 to {nnodes - 1}"
                 raise NoPlan(problem, where=f"{name}={node_rank}")
             return node_rank, name
-        name = first(env, self.fields.rank)
+        name = env.first(self.fields.rank)
         fills_nodes = ranks.rank % ranks.local_world_size == ranks.local_rank
         if not fills_nodes and ranks.rank // nnodes == ranks.local_rank:
             return ranks.rank % nnodes, name  # consecutive ranks are on different nodes

@@ -18,23 +18,11 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.placement import (
-    NODES,
-    Placement,
-    Read,
-    WrongStart,
-    first,
-    head_of,
-    hostname,
-    listed_hosts,
-    number,
-    position_in,
-    present,
-    short,
-)
+from imgkit_entrypoints.schedulers.environment import NODES, Environment, short
+from imgkit_entrypoints.schedulers.placement import Placement, WrongStart
 
 NAME = "pbs"
 
@@ -46,12 +34,12 @@ _UNIQUE_NODES = "awk '!seen[$0]++' \"$PBS_NODEFILE\""
 _FIRST_LINES = "awk '!seen[$0]++{print NR-1}' \"$PBS_NODEFILE\""
 
 
-def claims(env: Mapping[str, str]) -> tuple[str, ...]:
+def claims(env: Environment) -> tuple[str, ...]:
     """Return the variables that show a PBS job."""
-    return present(env, "PBS_JOBID", "PBS_NODENUM", "PBS_NODEFILE")
+    return env.present("PBS_JOBID", "PBS_NODENUM", "PBS_NODEFILE")
 
 
-def find_placement(env: Mapping[str, str], read: Read) -> Placement:
+def find_placement(env: Environment) -> Placement:
     """Return the host of a PBS job that this process was started on.
 
     Raises
@@ -59,7 +47,7 @@ def find_placement(env: Mapping[str, str], read: Read) -> Placement:
     WrongStart : this is the job script itself, but the job has several hosts.
     NoPlan : the job's hosts are unknown, or this host is not one of them.
     """
-    hosts, hosts_from = listed_hosts(env, read)
+    hosts, hosts_from = env.listed_hosts()
     nnodes, nnodes_from = len(hosts), hosts_from
     if not hosts:
         nnodes, nnodes_from = 1, "IMGKIT_NNODES"
@@ -75,16 +63,16 @@ def find_placement(env: Mapping[str, str], read: Read) -> Placement:
         raise WrongStart(
             f"the job has {nnodes} hosts ({names}), but this is the job script's process: PBS starts nothing "
             "on the others",
-            where=f"{hosts_from}, {first(env, ('PBS_ENVIRONMENT', 'PBS_TASKNUM', 'PBS_NODEFILE'))}",
+            where=f"{hosts_from}, {env.first(('PBS_ENVIRONMENT', 'PBS_TASKNUM', 'PBS_NODEFILE'))}",
             nnodes=nnodes,
         )
-    node_rank, rank_from = _node_rank(env, read, hosts) if nnodes > 1 else (0, nnodes_from)
+    node_rank, rank_from = _node_rank(env, hosts) if nnodes > 1 else (0, nnodes_from)
     if node_rank >= nnodes:
         problem = f"this is host {node_rank} of the job, counted from 0, but {hosts_from} lists only {nnodes}"
         raise NoPlan(f"{problem}: {names}", where=f"{rank_from}={node_rank}")
     source = {"nnodes": nnodes_from, "node_rank": rank_from, "hosts": hosts_from}
-    head, source["head"] = head_of(env, nnodes, hosts, hosts_from)
-    source["job_id"] = first(env, ("PBS_JOBID",))
+    head, source["head"] = env.head(nnodes, hosts, hosts_from)
+    source["job_id"] = env.first(("PBS_JOBID",))
     job_id = env.get("PBS_JOBID", "")
     return Placement(
         scheduler=NAME,
@@ -106,7 +94,7 @@ def start_argv(command: Sequence[str], *, line: str) -> tuple[str, ...]:
     return ("pbsdsh", "-v", "-n", line, "--", *command)
 
 
-def per_node_command(command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:
+def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -> str:
     """Return the lines for the job script: PALS' mpiexec, and pbsdsh for systems without it."""
     command_line = shlex.join(command)
     # The script is one double-quoted word, so the command inside keeps its own quotes as \".
@@ -124,22 +112,22 @@ def per_node_command(command: Sequence[str], *, nnodes: int, env: Mapping[str, s
     )
 
 
-def _is_script(env: Mapping[str, str]) -> bool:
+def _is_script(env: Environment) -> bool:
     """Return True if PBS started this process through the job script, and not as a task on a host."""
-    if present(env, "PBS_TASKNUM") and _SPAWNED.fullmatch(env["PBS_TASKNUM"]):
+    if env.present("PBS_TASKNUM") and _SPAWNED.fullmatch(env["PBS_TASKNUM"]):
         return False
     if env.get("PBS_NODENUM", "0") != "0":
         return False  # the script runs on host 0
-    return bool(present(env, "PBS_ENVIRONMENT", "PBS_TASKNUM")) or not present(env, NODES)
+    return bool(env.present("PBS_ENVIRONMENT", "PBS_TASKNUM")) or not env.present(NODES)
 
 
-def _node_rank(env: Mapping[str, str], read: Read, hosts: tuple[str, ...]) -> tuple[int, str]:
-    if name := first(env, ("PBS_NODENUM", "IMGKIT_NODE_RANK")):
-        return number(env, name), name
-    position = position_in(hosts, read)
+def _node_rank(env: Environment, hosts: tuple[str, ...]) -> tuple[int, str]:
+    if name := env.first(("PBS_NODENUM", "IMGKIT_NODE_RANK")):
+        return env.number(name), name
+    position = env.position_in(hosts)
     if position is None:
         raise NoPlan(
-            f"this host is not in the job's host list: {short(hostname(read)) or 'its name'} is not one of "
+            f"this host is not in the job's host list: {short(env.hostname()) or 'its name'} is not one of "
             f"{', '.join(hosts[:8])}",
             where="PBS_NODENUM",
             hint="start the command with mpiexec or pbsdsh, or give --node-rank",

@@ -14,21 +14,9 @@ from typing import NoReturn, Protocol
 
 from imgkit_entrypoints.errors import NoPlan, UsageError
 from imgkit_entrypoints.schedulers import kubernetes, manual, pbs, slurm, standalone
+from imgkit_entrypoints.schedulers.environment import Environment, Read, short
 from imgkit_entrypoints.schedulers.mpi import HYDRA, HYDRA_OWN, OPENMPI, PALS
-from imgkit_entrypoints.schedulers.placement import (
-    Direct,
-    Placement,
-    PlacementRequest,
-    Read,
-    WrongStart,
-    hostname,
-    number,
-    port_in,
-    position_in,
-    present,
-    short,
-    size_in,
-)
+from imgkit_entrypoints.schedulers.placement import Direct, Placement, PlacementRequest, WrongStart
 
 
 def find_placement(
@@ -48,23 +36,23 @@ def find_placement(
     NoPlan : no placement can be right; the hint says what to start instead.
     UsageError : a flag that no environment makes right.
     """
-    request = _with_variables(request, env)
+    request = _with_variables(request, Environment(env, read))
     _check_flags(request)
     _refuse_nesting(env)
-    resolved_env = _as_environment(request, env)
+    resolved_env = _as_environment(request, Environment(env, read))
     claimants = _claimants(resolved_env)
     if request.scheduler:
-        placement = _placement_by(_named(request.scheduler, resolved_env), request, resolved_env, read)
+        placement = _placement_by(_named(request.scheduler, resolved_env), request, resolved_env)
     elif request.nnodes and request.nnodes > 1 and request.node_rank is not None and request.head is not None:
         # The flags say everything about this node, so that no launcher is asked.
-        placement = manual.find_placement(resolved_env, read)
-        _compare_rank(claimants, placement, resolved_env, read)
+        placement = manual.find_placement(resolved_env)
+        _compare_rank(claimants, placement, resolved_env)
     elif len(claimants) > 1:
         _refuse_two(claimants[:2], resolved_env)
     else:
         module = claimants[0] if claimants else manual if manual.claims(resolved_env) else standalone
-        placement = _placement_by(module, request, resolved_env, read)
-    _check_host(placement, read)
+        placement = _placement_by(module, request, resolved_env)
+    _check_host(placement, resolved_env)
     return _apply(request, _on_fast_network(placement, head_suffix), env)
 
 
@@ -105,21 +93,19 @@ def _refuse_nesting(env: Mapping[str, str]) -> None:
         )
 
 
-def _placement_by(
-    module: Scheduler, request: PlacementRequest, env: Mapping[str, str], read: Read
-) -> Placement:
+def _placement_by(module: Scheduler, request: PlacementRequest, env: Environment) -> Placement:
     try:
-        return module.find_placement(env, read)
+        return module.find_placement(env)
     except WrongStart as error:
         if request.nnodes == 1:
             return standalone.alone()
-        host_command = _command_on_host(request.command, env, read)
+        host_command = _command_on_host(request.command, env)
         command = module.per_node_command(host_command, nnodes=error.nnodes, env=env)
         hint = f"start it once per node:\n{command}\n(or, to use this node alone: --nnodes 1)"
         raise NoPlan(error.what, where=error.where, hint=hint) from None
 
 
-def _command_on_host(command: Sequence[str], env: Mapping[str, str], read: Read) -> tuple[str, ...]:
+def _command_on_host(command: Sequence[str], env: Environment) -> tuple[str, ...]:
     """Return the command as it is typed on the host: the argv that starts this container, then `command`."""
     for runtime in ("apptainer", "singularity"):
         image = env.get(f"{runtime.upper()}_CONTAINER")
@@ -128,22 +114,20 @@ def _command_on_host(command: Sequence[str], env: Mapping[str, str], read: Read)
             name = env.get(f"{runtime.upper()}_NAME") or PurePath(image).name
             image = image if PurePath(image).name == name else name
             binds = env.get(f"{runtime.upper()}_BIND")
-            options = ["--nv"] if read("/proc/driver/nvidia/version") is not None else []
+            options = ["--nv"] if env.read("/proc/driver/nvidia/version") is not None else []
             options += ["--bind", binds] if binds else []
             return (runtime, "exec", *options, image, *command)
     return tuple(command)
 
 
-def _compare_rank(
-    claimants: Sequence[Scheduler], placement: Placement, env: Mapping[str, str], read: Read
-) -> None:
+def _compare_rank(claimants: Sequence[Scheduler], placement: Placement, env: Environment) -> None:
     """Refuse a rank that the shell of the job script filled in, which is 0 on every node.
 
     ``srun dist-run --node-rank $SLURM_NODEID`` is such a line: the script's shell expands it, not the task.
     """
     for module in claimants:
         try:
-            launched = module.find_placement(env, read)
+            launched = module.find_placement(env)
         except NoPlan:
             continue  # ssh, for example, started this process: the flags are the only source
         is_same_run = launched.nnodes == placement.nnodes and launched.direct is None
@@ -158,13 +142,13 @@ def _compare_rank(
             )
 
 
-def _check_host(placement: Placement, read: Read) -> None:
+def _check_host(placement: Placement, env: Environment) -> None:
     """Refuse a host list in another order than the ranks: the other nodes would wait at the wrong host."""
-    position = position_in(placement.hosts, read)
+    position = env.position_in(placement.hosts)
     if placement.nnodes > 1 and position not in (None, placement.node_rank):
         source, rank_from = (placement.source.get(field, "") for field in ("hosts", "node_rank"))
         raise NoPlan(
-            f"this is node {placement.node_rank} according to {rank_from}, but {short(hostname(read))} is "
+            f"this is node {placement.node_rank} according to {rank_from}, but {short(env.hostname())} is "
             f"host {position} of {source}",
             where=f"{source}: {', '.join(placement.hosts[:8])}",
             hint="list the hosts in the order of their ranks: awk '!s[$0]++' keeps the order, sort does not",
@@ -181,7 +165,7 @@ _VARIABLES: Mapping[str, str] = {
 }
 
 
-def _with_variables(request: PlacementRequest, env: Mapping[str, str]) -> PlacementRequest:
+def _with_variables(request: PlacementRequest, env: Environment) -> PlacementRequest:
     """Fill in the ``IMGKIT_*`` variables where no flag is given.
 
     Raises
@@ -190,16 +174,16 @@ def _with_variables(request: PlacementRequest, env: Mapping[str, str]) -> Placem
     """
     node_rank, direct = request.node_rank, request.direct
     if node_rank is None and env.get("IMGKIT_NODE_RANK"):
-        node_rank = number(env, "IMGKIT_NODE_RANK")
+        node_rank = env.number("IMGKIT_NODE_RANK")
     if direct is None and env.get("IMGKIT_DIRECT"):
         direct = env["IMGKIT_DIRECT"].lower() not in ("0", "false", "no", "off")
     return dataclasses.replace(
         request,
         scheduler=request.scheduler or env.get("IMGKIT_SCHEDULER"),
-        size=request.size or size_in(env, "IMGKIT_NNODES"),
+        size=request.size or env.size("IMGKIT_NNODES"),
         node_rank=node_rank,
         head=request.head or env.get("IMGKIT_HEAD"),
-        port=port_in(env, "IMGKIT_PORT") if request.port is None else request.port,
+        port=env.port("IMGKIT_PORT") if request.port is None else request.port,
         direct=direct,
     )
 
@@ -219,14 +203,14 @@ def _check_flags(request: PlacementRequest) -> None:
         raise UsageError(f"{request.port} is not a port", where="--port", hint=hint)
 
 
-def _as_environment(request: PlacementRequest, env: Mapping[str, str]) -> Mapping[str, str]:
+def _as_environment(request: PlacementRequest, env: Environment) -> Environment:
     """Return the environment with every flag written as its variable, and no variable that was not parsed."""
-    resolved_env = {name: value for name, value in env.items() if name not in _VARIABLES.values()}
+    variables = {name: value for name, value in env.items() if name not in _VARIABLES.values()}
     for field, name in _VARIABLES.items():
         value = getattr(request, field)
         if value is not None and value != "":
-            resolved_env[name] = str(int(value)) if isinstance(value, (bool, int)) else value
-    return resolved_env
+            variables[name] = str(int(value)) if isinstance(value, (bool, int)) else value
+    return Environment(variables, env.read)
 
 
 def _apply(request: PlacementRequest, placement: Placement, env: Mapping[str, str]) -> Placement:
@@ -273,10 +257,11 @@ def _compare_flags(placement: Placement, request: PlacementRequest) -> None:
 def _direct_of(placement: Placement, request: PlacementRequest) -> Direct | None:
     direct, nnodes = placement.direct, placement.nnodes
     if request.direct is False and direct is not None:
+        module = BY_NAME[placement.scheduler]
         raise NoPlan(
             f"{direct.local_world_size} processes were started on this node, but direct mode is switched off",
             where=placement.source.get("nnodes", placement.scheduler),
-            hint=BY_NAME[placement.scheduler].per_node_command(request.command, nnodes=nnodes, env={}),
+            hint=module.per_node_command(request.command, nnodes=nnodes, env=Environment({})),
         )
     if request.direct and direct is None:
         return Direct(rank=placement.node_rank, local_rank=0, world_size=nnodes, local_world_size=1)
@@ -290,13 +275,13 @@ class Scheduler(Protocol):
     def NAME(self) -> str:
         """Name of the launcher, a value of ``--scheduler``."""
 
-    def claims(self, env: Mapping[str, str]) -> tuple[str, ...]:
+    def claims(self, env: Environment) -> tuple[str, ...]:
         """Return the variables that show this launcher; empty if it did not start this process."""
 
-    def find_placement(self, env: Mapping[str, str], read: Read) -> Placement:
+    def find_placement(self, env: Environment) -> Placement:
         """Return the node of this process; raise WrongStart where only one node of several was started."""
 
-    def per_node_command(self, command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:
+    def per_node_command(self, command: Sequence[str], *, nnodes: int, env: Environment) -> str:
         """Return the command that starts one process on each node."""
 
 
@@ -341,16 +326,16 @@ OVERLAPS: tuple[Overlap, ...] = (
 )
 
 
-def _claimants(env: Mapping[str, str]) -> list[Scheduler]:
+def _claimants(env: Environment) -> list[Scheduler]:
     """Return the launchers that show, without those that a known overlap explains."""
     claimants = {module.NAME: module for module in LAUNCHERS if module.claims(env)}
     for overlap in OVERLAPS:  # the order matters: an explained launcher explains no other
-        if overlap.first in claimants and not present(env, *overlap.unless):
+        if overlap.first in claimants and not env.present(*overlap.unless):
             claimants.pop(overlap.second, None)
     return list(claimants.values())
 
 
-def _named(name: str, env: Mapping[str, str]) -> Scheduler:
+def _named(name: str, env: Environment) -> Scheduler:
     """Return the module that ``--scheduler`` names.
 
     Raises
@@ -371,7 +356,7 @@ def _named(name: str, env: Mapping[str, str]) -> Scheduler:
 
 def claims(env: Mapping[str, str]) -> tuple[str, ...]:
     """Return one variable of each launcher that shows."""
-    return tuple(name for module in LAUNCHERS for name in module.claims(env)[:1])
+    return tuple(name for module in LAUNCHERS for name in module.claims(Environment(env))[:1])
 
 
 def unseen(name: str, env: Mapping[str, str]) -> str:
@@ -381,7 +366,7 @@ def unseen(name: str, env: Mapping[str, str]) -> str:
     return f"the recipe says {name}, but no scheduler variable is set here"
 
 
-def _refuse_two(claimants: Sequence[Scheduler], env: Mapping[str, str]) -> NoReturn:
+def _refuse_two(claimants: Sequence[Scheduler], env: Environment) -> NoReturn:
     """Raise the NoPlan that names both launchers and the flag that decides."""
     names = [f"{module.NAME} ({', '.join(module.claims(env)[:3])})" for module in claimants]
     flags = " or ".join(f"--scheduler {module.NAME}" for module in claimants)

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.placement import Direct, Placement, Read, number, port_in, present, unique
+from imgkit_entrypoints.schedulers.environment import Environment, unique
+from imgkit_entrypoints.schedulers.placement import Direct, Placement
 
 NAME = "standalone"
 WORKER: tuple[str, ...] = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
-def claims(env: Mapping[str, str]) -> tuple[str, ...]:
+def claims(env: Environment) -> tuple[str, ...]:
     """Return nothing: no variable shows it, it remains where no launcher shows."""
     return ()
 
 
-def find_placement(env: Mapping[str, str], read: Read) -> Placement:
+def find_placement(env: Environment) -> Placement:
     """Return this machine alone.
 
     Raises
     ------
     NoPlan : the process is already one rank of several, or an unsupported launcher has several hosts.
     """
-    if present(env, *WORKER) == WORKER and number(env, "WORLD_SIZE", least=1) > 1:
+    if env.present(*WORKER) == WORKER and env.number("WORLD_SIZE", least=1) > 1:
         return _direct_placement(env)
-    hosts = unique((read(env["LSB_DJOB_HOSTFILE"]) or "").split()) if env.get("LSB_DJOB_HOSTFILE") else ()
+    hosts = unique((env.read(env["LSB_DJOB_HOSTFILE"]) or "").split()) if env.get("LSB_DJOB_HOSTFILE") else ()
     if len(hosts) > 1:
         raise NoPlan(
             f"this is an LSF job on {len(hosts)} hosts ({', '.join(hosts[:8])}): LSF is not supported",
@@ -42,12 +43,12 @@ def alone() -> Placement:
     return Placement(scheduler=NAME, nnodes=1, node_rank=0)
 
 
-def per_node_command(command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:
+def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -> str:
     """Return the command itself."""
     return shlex.join(command)
 
 
-def _direct_placement(env: Mapping[str, str]) -> Placement:
+def _direct_placement(env: Environment) -> Placement:
     """Return the rank that an unknown launcher gave, which is used only with --direct.
 
     Every node must have the same number of ranks.
@@ -60,13 +61,13 @@ def _direct_placement(env: Mapping[str, str]) -> Placement:
             hint="start the command once per node. To run the program as this rank: --direct. If the "
             f"variables are left over: unset {' '.join(WORKER)}",
         )
-    if not present(env, "LOCAL_WORLD_SIZE"):
+    if not env.present("LOCAL_WORLD_SIZE"):
         raise NoPlan("--direct also needs LOCAL_WORLD_SIZE", where=where)
     ranks = Direct(
-        rank=number(env, "RANK"),
-        local_rank=number(env, "LOCAL_RANK"),
-        world_size=number(env, "WORLD_SIZE"),
-        local_world_size=number(env, "LOCAL_WORLD_SIZE", least=1),
+        rank=env.number("RANK"),
+        local_rank=env.number("LOCAL_RANK"),
+        world_size=env.number("WORLD_SIZE"),
+        local_world_size=env.number("LOCAL_WORLD_SIZE", least=1),
     )
     if ranks.rank >= ranks.world_size or ranks.local_rank >= ranks.local_world_size:
         raise NoPlan("RANK must be below WORLD_SIZE, and LOCAL_RANK below LOCAL_WORLD_SIZE", where=where)
@@ -82,7 +83,7 @@ def _direct_placement(env: Mapping[str, str]) -> Placement:
         nnodes=nnodes,
         node_rank=ranks.rank // ranks.local_world_size,
         head=head,
-        port=port_in(env, "MASTER_PORT"),
+        port=env.port("MASTER_PORT"),
         source={"nnodes": "WORLD_SIZE, LOCAL_WORLD_SIZE", "node_rank": "RANK", "head": "MASTER_ADDR"},
         direct=ranks,
     )
