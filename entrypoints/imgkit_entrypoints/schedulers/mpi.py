@@ -150,6 +150,12 @@ class MpiLauncher:
         else:
             raise self._unknown(env, "ranks on this node", (*fields.local_world_size, *fields.world_size))
         size = env.number(size_from, least=1) if size_from else local_size * hosts
+        rank_from, local_rank_from = env.variable(fields.rank), env.first(fields.local_rank)
+        rank = env.number(rank_from)
+        local_rank = env.number(env.variable(fields.local_rank)) if local_rank_from or local_size > 1 else 0
+        if local_rank >= local_size:
+            problem = f"this is local rank {local_rank}, but the node has only ranks 0 to {local_size - 1}"
+            raise NoPlan(problem, where=local_rank_from)
         if size % local_size:
             raise NoPlan(
                 f"the job has {size} ranks, {local_size} of them on this node: nodes have different numbers "
@@ -158,18 +164,11 @@ class MpiLauncher:
                 hint="start the same number of ranks on every node, preferably one: torchrun starts the "
                 "workers",
             )
-        rank_from = env.variable(fields.rank)
-        rank = env.number(rank_from)
         if rank >= size:
             raise NoPlan(
                 f"this is rank {rank}, but the job has only ranks 0 to {size - 1}",
                 where=", ".join(f"{name}={env[name]}" for name in (rank_from, size_from) if name),
             )
-        local_from = env.first(fields.local_rank)
-        local_rank = env.number(env.variable(fields.local_rank)) if local_from or local_size > 1 else 0
-        if local_rank >= local_size:
-            problem = f"this is local rank {local_rank}, but the node has only ranks 0 to {local_size - 1}"
-            raise NoPlan(problem, where=local_from)
         return Direct(rank=rank, local_rank=local_rank, world_size=size, local_world_size=local_size)
 
     def _is_alone(self, env: Environment) -> bool:
