@@ -16,7 +16,7 @@ from imgkit_entrypoints.doctor.checks import software
 from imgkit_entrypoints.doctor.saved_environment import ENVIRONMENT
 from imgkit_entrypoints.facts import NOT_FILES, HostFacts, Reader, health, host_libs
 from imgkit_entrypoints.facts.reader import Entry, Recorder, entries
-from imgkit_entrypoints.facts.software import MANIFEST_JSON, absent_files, baked, image_env
+from imgkit_entrypoints.facts.software import MANIFEST_JSON, absent_files, image_env, manifest
 from imgkit_entrypoints.system import SYSTEM_JSON
 
 
@@ -69,13 +69,13 @@ def _image_files(reader: Reader) -> Iterator[tuple[str, str]]:
             pass  # the replay shall complain about it, too
         yield str(SYSTEM_JSON), text + "\n"
     # Only what a replay reads of the manifest, which has the whole environment of the base image.
-    platform = baked(reader, MANIFEST_JSON).get("platform")
+    platform = manifest(reader).get("platform")
     if isinstance(platform, str):
-        manifest: dict[str, object] = {"platform": platform}
+        values: dict[str, object] = {"platform": platform}
         if (image := image_env(reader)) is not None:
             # The empty PATH: a replay knows that no other variable of a launch is the image's.
-            manifest["base"] = {"env": {"PATH": "", **saved_environment.select(image)[0]}}
-        yield MANIFEST_JSON, json.dumps(manifest) + "\n"
+            values["base"] = {"env": {"PATH": "", **saved_environment.select(image)[0]}}
+        yield MANIFEST_JSON, json.dumps(values) + "\n"
 
 
 def _check_files(reader: Reader, host: HostFacts) -> Iterator[tuple[str, str]]:

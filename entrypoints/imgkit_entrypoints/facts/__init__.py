@@ -59,23 +59,24 @@ def snapshot(root: Path | None = None, env: Mapping[str, str] = os.environ) -> t
 def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
     saved = reader.not_files()
     gpus = compute.gpus(reader, env, software.closed_gpus(reader, env))
-    cpus = compute.cpus(reader, saved)
+    cpus, cpu_quota, cpus_source = compute.cpus(reader, saved)
     processes, processes_source = compute.processes(reader)
     nccl_version, nccl_source = software.nccl(reader, env)
     nccl_settings = software.nccl_settings(reader, env)
     # Not through a recorder: a snapshot holds no environment.
     plain = Reader(root=reader.root)
-    libraries = software.libraries(reader, env, software.named_plugins(plain, env, nccl_settings))
+    recipe = software.recipe(plain)
+    libraries = software.libraries(reader, env, software.named_plugins(recipe, env, nccl_settings))
     return HostFacts(
         hostname=reader.text("/proc/sys/kernel/hostname") or str(saved.get("hostname") or platform.node()),
         arch=str(saved.get("arch") or platform.machine()),
         python=str(saved.get("python") or platform.python_version()),
-        cpus=cpus.allowed,
+        cpus=cpus,
         gpus=gpus.count,
         gpus_source=gpus.source,
         gpus_problem=gpus.problem,
-        cpus_source=cpus.source,
-        cpu_quota=cpus.quota,
+        cpus_source=cpus_source,
+        cpu_quota=cpu_quota,
         amd_gpus=compute.amd_gpus(reader),
         gpu_devices=compute.gpu_devices(reader),
         driver=compute.driver(reader),
@@ -103,8 +104,8 @@ def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
         nccl_source=nccl_source,
         nccl_settings=nccl_settings,
         image_env=software.image_env(plain),
-        host_libraries=host_libs.libraries(plain, env),
-        cuda_compat=host_libs.compat(plain, env),
+        host_libraries=host_libs.libraries(plain, recipe, env),
+        cuda_compat=host_libs.compat(plain, recipe, env),
     )
 
 

@@ -19,17 +19,8 @@ _CPU_LIST = re.compile(r"[0-9]{1,9}(-[0-9]{1,9})?(,[0-9]{1,9}(-[0-9]{1,9})?)*")
 _LONGEST_PATH = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Cpus:
-    """Number of processors, and the evidence."""
-
-    allowed: int
-    quota: float | None
-    source: str
-
-
-def cpus(reader: Reader, saved: Mapping[str, Any]) -> Cpus:
-    """Return the processors of the affinity mask, limited by the cgroup's quota (at least 1).
+def cpus(reader: Reader, saved: Mapping[str, Any]) -> tuple[int, float | None, str]:
+    """Return the number of processors that are allowed (at least 1), the cgroup's quota, and the evidence.
 
     os.cpu_count() would be wrong: a job step owns a part of the node, and torch would start threads
     for all of it.
@@ -37,9 +28,9 @@ def cpus(reader: Reader, saved: Mapping[str, Any]) -> Cpus:
     count, source = _affinity(reader, saved)
     quota, quota_source = min(_quotas(reader), default=(None, ""))
     if quota is None:
-        return Cpus(count, None, source)
+        return count, None, source
     # Rounded down: one thread above the quota makes all threads wait for the next period.
-    return Cpus(min(count, max(1, int(quota))), quota, f"{source}; {quota_source}")
+    return min(count, max(1, int(quota))), quota, f"{source}; {quota_source}"
 
 
 def _affinity(reader: Reader, saved: Mapping[str, Any]) -> tuple[int, str]:

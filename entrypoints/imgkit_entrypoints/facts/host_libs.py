@@ -18,7 +18,7 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.facts import elf, software
 from imgkit_entrypoints.facts.host_facts import Candidate, CudaCompat, HostLibraries
 from imgkit_entrypoints.facts.reader import NOT_FILES, Reader, natural
-from imgkit_entrypoints.system import CUDA_COMPAT, HOST, HOST_FOLDERS, HOST_LIBS, SYSTEM_JSON
+from imgkit_entrypoints.system import CUDA_COMPAT, HOST, HOST_FOLDERS, HOST_LIBS, SYSTEM_JSON, SystemFacts
 
 PLUGINS = ("libnccl-net-ofi.so", "libnccl-net.so")
 """Names of aws-ofi-nccl; NCCL looks for the second one."""
@@ -45,7 +45,7 @@ OF_IMAGE = frozenset(
 the runtime brings those of the driver."""
 
 
-def requested_by(reader: Reader, env: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
+def requested_by(recipe: SystemFacts, env: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
     """Return who asks for the host's libraries, and the folders to search first; empty: nobody does.
 
     Raises
@@ -58,23 +58,19 @@ def requested_by(reader: Reader, env: Mapping[str, str]) -> tuple[str, tuple[str
             hint = "auto, auto:/FOLDER:/FOLDER or none"
             raise UsageError(f"{value!r} is neither none nor auto", where=HOST_LIBS, hint=hint)
         return (f"{HOST_LIBS}={value}", tuple(folders)) if mode == "auto" else ("", ())
-    recipe = software.baked(reader, str(SYSTEM_JSON))
-    fabric, runtime = recipe.get("fabric"), recipe.get("runtime")
-    if not isinstance(fabric, dict) or fabric.get("host_libs") != "auto":
+    if recipe.fabric.host_libs != "auto":
         return "", ()
-    listed = runtime.get("host_libs") if isinstance(runtime, dict) else None
-    folders = [item for item in listed if isinstance(item, str)] if isinstance(listed, list) else []
-    return f"{SYSTEM_JSON}: fabric.host_libs auto", tuple(folders)
+    return f"{SYSTEM_JSON}: fabric.host_libs auto", recipe.runtime.host_libs
 
 
-def libraries(reader: Reader, env: Mapping[str, str]) -> HostLibraries | None:
+def libraries(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]) -> HostLibraries | None:
     """Return what the host and the image have of the fabric's libraries; None if nobody asks.
 
     Raises
     ------
     UsageError : `HOST_LIBS` has another value than those that it may have.
     """
-    source, first = requested_by(reader, env)
+    source, first = requested_by(recipe, env)
     if not source:
         return None
     if saved := _saved(reader, HostLibraries, "host_libraries"):
@@ -184,7 +180,7 @@ def _follow_on_host(reader: Reader, path: str) -> str:
     return ""
 
 
-def compat(reader: Reader, env: Mapping[str, str]) -> CudaCompat | None:
+def compat(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]) -> CudaCompat | None:
     """Return the image's folder for CUDA's forward compatibility; None if nobody asks for it.
 
     Raises
@@ -194,9 +190,7 @@ def compat(reader: Reader, env: Mapping[str, str]) -> CudaCompat | None:
     value = env.get(CUDA_COMPAT)
     if value not in (None, "", "none", "auto"):
         raise UsageError(f"{value!r} is neither none nor auto", where=CUDA_COMPAT)
-    runtime = software.baked(reader, str(SYSTEM_JSON)).get("runtime")
-    recipe = runtime.get("cuda_compat") if isinstance(runtime, dict) else None
-    if (value or recipe) != "auto":
+    if (value or recipe.runtime.cuda_compat) != "auto":
         return None
     if saved := _saved(reader, CudaCompat, "cuda_compat"):
         return saved

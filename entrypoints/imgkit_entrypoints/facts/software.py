@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from imgkit_entrypoints import files, json_text
+from imgkit_entrypoints import files, json_text, system
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.facts.compute import NVIDIA_FILES, driver
 from imgkit_entrypoints.facts.host_facts import Library, Setting
 from imgkit_entrypoints.facts.reader import Reader
-from imgkit_entrypoints.system import SYSTEM_JSON
+from imgkit_entrypoints.system import SystemFacts
 
 MANIFEST_JSON = "/opt/imgkit/manifest.json"
 
@@ -84,34 +84,43 @@ def plugin_files(plugin: str) -> tuple[str, ...]:
     return (plugin,) if "/" in plugin else (plugin, f"libnccl-net-{plugin}.so")
 
 
-def named_plugins(reader: Reader, env: Mapping[str, str], settings: Sequence[Setting]) -> tuple[str, ...]:
+def named_plugins(
+    recipe: SystemFacts, env: Mapping[str, str], settings: Sequence[Setting]
+) -> tuple[str, ...]:
     """Return the files of the plug-ins that the environment, an nccl.conf or the recipe names."""
-    recipe = baked(reader, str(SYSTEM_JSON)).get("env")
-    values = (
-        env.get(NET_PLUGIN),
-        *(item.value for item in settings if item.name == NET_PLUGIN),
-        recipe.get(NET_PLUGIN) if isinstance(recipe, dict) else None,
-    )
-    names = (name for value in values if isinstance(value, str) for name in plugins(value))
+    values = [env.get(NET_PLUGIN), *(item.value for item in settings if item.name == NET_PLUGIN)]
+    values.append(recipe.env.get(NET_PLUGIN))
+    names = (name for value in values if value for name in plugins(value))
     return tuple(dict.fromkeys(file for name in names for file in plugin_files(name)))
+
+
+def recipe(reader: Reader) -> SystemFacts:
+    """Return the recipe's facts in this image; without values if there are none, or none that can be read.
+
+    `facts.system_facts` reports a file that cannot be read.
+    """
+    try:
+        return system.from_json(reader.text(str(system.SYSTEM_JSON)) or "{}")
+    except (ValueError, TypeError, KeyError):
+        return SystemFacts()
 
 
 def image_env(reader: Reader) -> Mapping[str, str] | None:
     """Return the variables that base and recipe of the image set; None if no manifest states them."""
-    manifest = baked(reader, MANIFEST_JSON)
-    base, recipe = manifest.get("base"), manifest.get("env")
+    data = manifest(reader)
+    base, env = data.get("base"), data.get("env")
     inherited = base.get("env") if isinstance(base, dict) else None
     # Every image has a PATH: without a variable, nothing is known about its base.
     if not inherited or not isinstance(inherited, dict):
         return None
-    variables = {**inherited, **(recipe if isinstance(recipe, dict) else {})}
+    variables = {**inherited, **(env if isinstance(env, dict) else {})}
     return {name: value for name, value in variables.items() if isinstance(value, str)}
 
 
-def baked(reader: Reader, path: str) -> dict[str, Any]:
-    """Return a JSON object of the image; empty if it is none: the reader of its values complains."""
+def manifest(reader: Reader) -> dict[str, Any]:
+    """Return the image's manifest; empty if there is none that can be read."""
     try:
-        data = json_text.parse(reader.text(path) or "{}")
+        data = json_text.parse(reader.text(MANIFEST_JSON) or "{}")
     except ValueError:
         return {}
     return data if isinstance(data, dict) else {}

@@ -7,10 +7,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from imgkit_entrypoints import json_text
 from imgkit_entrypoints.doctor.checks.check import Check, Subject, Verdict
 from imgkit_entrypoints.fabric import library_path
-from imgkit_entrypoints.facts import host_libs, storage
+from imgkit_entrypoints.facts import host_libs, software, storage
 from imgkit_entrypoints.facts.compute import ONLY_NVIDIA
 from imgkit_entrypoints.facts.host_facts import Limit
 from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS
@@ -35,11 +34,7 @@ def image(subject: Subject) -> Iterator[Check]:
         evidence = "/opt/imgkit/system.json does not exist, so the expected hardware is unknown"
         yield Check("image", "unknown", evidence, "run inside an image that imgkit built")
         return
-    text = subject.reader.text("/opt/imgkit/manifest.json")
-    try:
-        platform = str(json_text.parse(text or "{}").get("platform", ""))
-    except (ValueError, AttributeError):
-        platform = ""
+    platform = str(software.manifest(subject.reader).get("platform", ""))
     machine = MACHINES.get("/".join(platform.split("/")[:2]))
     evidence = f"/opt/imgkit/manifest.json: {platform or 'no platform'}; this machine is {subject.facts.arch}"
     if machine is None:
