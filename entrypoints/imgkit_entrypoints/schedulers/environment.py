@@ -100,6 +100,13 @@ class Environment(dict[str, str]):
         positions = [index for index, host in enumerate(hosts) if name and short(host) == name]
         return positions[0] if len(positions) == 1 else None
 
+    def node_rank(self, hosts: Sequence[str], *variables: str) -> tuple[int | None, str]:
+        """Return the rank of this node and where it comes from: one of `variables`, or its host name."""
+        if name := self.first(variables):
+            return self.number(name), name
+        position = self.position_in(hosts)
+        return position, "" if position is None else "hostname"
+
     def requested_nodes(self) -> tuple[str, ...]:
         """Return the hosts of IMGKIT_NODES in their order, each once; empty if it is not set.
 

@@ -32,7 +32,7 @@ def find_placement(env: Environment) -> Placement:
     if hosts and len(hosts) != nnodes and nnodes > 1:
         raise NoPlan(f"--nnodes is {nnodes}, but {NODES} lists {len(hosts)} hosts", where=NODES)
     hosts = hosts if len(hosts) == nnodes else ()
-    node_rank, rank_from = _node_rank(env, hosts) if nnodes > 1 else (0, nnodes_from)
+    node_rank, rank_from = (0, nnodes_from) if nnodes == 1 else env.node_rank(hosts, "IMGKIT_NODE_RANK")
     head, head_from = env.head(nnodes, hosts, NODES, "MASTER_ADDR")
     missing = ["--node-rank RANK"] if node_rank is None else []
     missing += ["--head HOST"] if nnodes > 1 and not head else []
@@ -73,10 +73,3 @@ def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -
     """Return the line for each node; the user fills in RANK and HOST."""
     head = env.get("IMGKIT_HEAD") or "HOST"
     return shlex.join(start_argv(command, nnodes=nnodes, node_rank="RANK", head=head))
-
-
-def _node_rank(env: Environment, hosts: tuple[str, ...]) -> tuple[int | None, str]:
-    if env.present("IMGKIT_NODE_RANK"):
-        return env.number("IMGKIT_NODE_RANK"), "IMGKIT_NODE_RANK"
-    position = env.position_in(hosts)
-    return position, "" if position is None else "hostname"

@@ -66,7 +66,15 @@ def find_placement(env: Environment) -> Placement:
             where=f"{hosts_from}, {env.first(('PBS_ENVIRONMENT', 'PBS_TASKNUM', 'PBS_NODEFILE'))}",
             nnodes=nnodes,
         )
-    node_rank, rank_from = _node_rank(env, hosts) if nnodes > 1 else (0, nnodes_from)
+    ranks = ("PBS_NODENUM", "IMGKIT_NODE_RANK")
+    node_rank, rank_from = (0, nnodes_from) if nnodes == 1 else env.node_rank(hosts, *ranks)
+    if node_rank is None:
+        host = short(env.hostname()) or "its name"
+        raise NoPlan(
+            f"this host is not in the job's host list: {host} is not one of {names}",
+            where="PBS_NODENUM",
+            hint="start the command with mpiexec or pbsdsh, or give --node-rank",
+        )
     if node_rank >= nnodes:
         problem = f"this is host {node_rank} of the job, counted from 0, but {hosts_from} lists only {nnodes}"
         raise NoPlan(f"{problem}: {names}", where=f"{rank_from}={node_rank}")
@@ -119,17 +127,3 @@ def _is_script(env: Environment) -> bool:
     if env.get("PBS_NODENUM", "0") != "0":
         return False  # the script runs on host 0
     return bool(env.present("PBS_ENVIRONMENT", "PBS_TASKNUM")) or not env.present(NODES)
-
-
-def _node_rank(env: Environment, hosts: tuple[str, ...]) -> tuple[int, str]:
-    if name := env.first(("PBS_NODENUM", "IMGKIT_NODE_RANK")):
-        return env.number(name), name
-    position = env.position_in(hosts)
-    if position is None:
-        raise NoPlan(
-            f"this host is not in the job's host list: {short(env.hostname()) or 'its name'} is not one of "
-            f"{', '.join(hosts[:8])}",
-            where="PBS_NODENUM",
-            hint="start the command with mpiexec or pbsdsh, or give --node-rank",
-        )
-    return position, "hostname"
