@@ -27,7 +27,7 @@ _VALUE = re.compile(rf"""'[^'\n]{{{_LONG},}}'|"[^"\n]{{{_LONG},}}"|[^\s'"]{{{_LO
 
 def shortened(text: str) -> str:
     """Return a message without the middle of very long quoted values, words and lines."""
-    text = _VALUE.sub(lambda found: f"{found[0][:_HEAD]}…{found[0][-_TAIL:]}", text)
+    text = _VALUE.sub(lambda match: f"{match[0][:_HEAD]}…{match[0][-_TAIL:]}", text)
     lines = (line if len(line) <= _LINE else f"{line[:_LONG]}…" for line in text.split("\n"))
     return "\n".join(lines)
 
@@ -55,8 +55,8 @@ class ImgkitError(Exception):
         lines = [shown(f"{self.where}: {self.what}" if self.where else self.what)]
         if self.hint:
             # Indented: no line of a program's output looks like a message of imgkit.
-            first, *more = (shown(line.expandtabs()) for line in self.hint.split("\n"))
-            lines += [f"  -> {first}", *(f"     {line}" for line in more)]
+            hints = [shown(line.expandtabs()) for line in self.hint.split("\n")]
+            lines += [f"  -> {hints[0]}", *(f"     {line}" for line in hints[1:])]
         return shortened("\n".join(lines))
 
 

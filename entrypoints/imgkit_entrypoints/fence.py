@@ -51,5 +51,6 @@ def check(env: Mapping[str, str]) -> None:
         return
     run = env.get(VARIABLE)
     if current != [env.get("IMGKIT_JOB_ID", ""), attempt, *([run] if run else current[2:])]:
-        why = f"attempt {attempt} of the run is over, {Path(folder) / FILE} says {' '.join(current)[:200]!r}"
-        raise OSError(errno.ESTALE, why)
+        content = " ".join(current)[:200]
+        problem = f"attempt {attempt} of the run is over, {Path(folder) / FILE} says {content!r}"
+        raise OSError(errno.ESTALE, problem)

@@ -37,7 +37,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def in_job_folder(path: Path, env: Mapping[str, str]) -> Path:
-    """`path`, which starts at the job's folder if it is relative, also where the program starts elsewhere.
+    """Return `path`, below the job's folder if it is relative, also where the program starts elsewhere.
 
     Such a folder is in the image, which is read-only, or whose changes are lost with the container.
     """
@@ -47,37 +47,37 @@ def in_job_folder(path: Path, env: Mapping[str, str]) -> Path:
 def refuse_unusable_folder(path: Path, name: str, *, where: str, hint: str) -> None:
     """Raise UsageError if `path` cannot be a folder that this user writes; it need not exist.
 
-    It makes nothing. Of a folder that is absent, only what is there above it counts.
+    Nothing is made. Of a folder that is absent, only the first one above it that exists counts.
     """
     if fault := _folder_fault(path):
         raise UsageError(f"the {name} cannot be written: {fault}", where=where, hint=hint)
 
 
 def _folder_fault(path: Path) -> str:
-    for place in (path, *path.parents):
+    for folder in (path, *path.parents):
         try:
-            mode = place.stat().st_mode
+            mode = folder.stat().st_mode
         except FileNotFoundError:
             continue
         except OSError as error:  # a name too long, a file above it, no permission
             return error.strerror or str(error)
         if not stat.S_ISDIR(mode):
             return os.strerror(errno.ENOTDIR)
-        if place == path and not os.access(path, os.W_OK | os.X_OK):
+        if folder == path and not os.access(path, os.W_OK | os.X_OK):
             return os.strerror(errno.EACCES)
         return ""
     return ""
 
 
 def temporary_name(target: Path, token: str = "") -> Path:
-    """A free name beside `target`, so that the rename stays within one file system."""
+    """Return a free name beside `target`, so that the rename stays within one file system."""
     return target.with_name(f"{TEMPORARY}{token or secrets.token_hex(4)}.{target.name}.part")
 
 
 def temporary_files(target: Path) -> list[Path]:
-    """The files with a `temporary_name` of `target`: of a killed process, or of one that still writes."""
+    """Return the files with a `temporary_name` of `target`, of a killed process or one that writes."""
     name = re.compile(rf"{re.escape(TEMPORARY)}[0-9a-f]{{8}}\.{re.escape(target.name)}\.part")
-    return [one for one in target.parent.iterdir() if name.fullmatch(one.name)]
+    return [path for path in target.parent.iterdir() if name.fullmatch(path.name)]
 
 
 def create(path: Path, *, mode: int = 0o666) -> BinaryIO:
@@ -185,7 +185,7 @@ def append(path: Path, data: bytes) -> None:
 
 
 def read_own(path: Path) -> str:
-    """The text of a small file of this user.
+    """Return the text of a small file of this user.
 
     Raises
     ------
@@ -219,10 +219,10 @@ def _regular(name: str, _: int) -> int:
     return descriptor
 
 
-def _refuse_special(found: os.stat_result, name: str) -> None:
-    if stat.S_ISDIR(found.st_mode):
+def _refuse_special(status: os.stat_result, name: str) -> None:
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), name)
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", name)
 
 
@@ -233,15 +233,14 @@ def read_bytes(path: Path, *, most_bytes: int = MOST_BYTES) -> bytes:
     ------
     OSError : as `open_regular`, or it has more bytes.
     """
-    pieces, left = [], most_bytes + 1
+    content = bytearray()
     with open_regular(path, buffering=0) as stream:
         # A read of all that may be there would take that much memory before it begins.
-        while left and (piece := stream.read(min(left, _PIECE_BYTES))):
-            pieces.append(piece)
-            left -= len(piece)
-    if not left:
+        while piece := stream.read(min(most_bytes + 1 - len(content), _PIECE_BYTES)):
+            content += piece
+    if len(content) > most_bytes:
         raise OSError(errno.EINVAL, f"it has more than {most_bytes} bytes", str(path))
-    return b"".join(pieces)
+    return bytes(content)
 
 
 def read_text(path: Path, *, most_bytes: int = MOST_BYTES, errors: str = "strict") -> str:
@@ -266,15 +265,15 @@ def open_own(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> BinaryIO
     try:
         descriptor = os.open(path, safe, 0o666)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK) and (why := foreign(path)):
-            raise PermissionError(errno.EPERM, why, str(path)) from error
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EMLINK) and (reason := foreign(path)):
+            raise PermissionError(errno.EPERM, reason, str(path)) from error
         raise
     try:
-        found = os.fstat(descriptor)
-        if stat.S_ISDIR(found.st_mode):
+        status = os.fstat(descriptor)
+        if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if why := _foreign(found, path.parent):
-            raise PermissionError(errno.EPERM, why, str(path))
+        if reason := _foreign(status, path.parent):
+            raise PermissionError(errno.EPERM, reason, str(path))
         return os.fdopen(descriptor, mode)  # type: ignore[return-value]  # a binary mode
     except BaseException:
         os.close(descriptor)
@@ -311,25 +310,25 @@ def make_links(folder: Path, links: Mapping[str, str]) -> None:
             return
     finally:
         shutil.rmtree(new, ignore_errors=True)
-    found = os.lstat(folder)
-    ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
-    if not ours or {path.name: os.readlink(path) for path in folder.iterdir()} != dict(links):  # noqa: PTH115
+    status = os.lstat(folder)
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+    if not is_own or {path.name: os.readlink(path) for path in folder.iterdir()} != dict(links):  # noqa: PTH115
         raise FileExistsError(errno.EEXIST, "it holds something else, or others may write there", str(folder))
 
 
 def foreign_folder(path: Path) -> bool:
-    """Whether `path` is no folder of this user, of root, or of the owner of the folder around it.
+    """Return whether `path` is no folder of this user, of root, or of the owner of the folder around it.
 
     Raises
     ------
     OSError : it is absent, or cannot be seen.
     """
-    found = os.lstat(path)
-    return not stat.S_ISDIR(found.st_mode) or not _is_mine(found, path.parent)
+    status = os.lstat(path)
+    return not stat.S_ISDIR(status.st_mode) or not _is_trusted(status, path.parent)
 
 
 def foreign(path: Path) -> str:
-    """Why another user may have put `path` there; empty if it is a regular file of this user or root.
+    """Return why another user may have put `path` there; empty if it is a regular file of this user or root.
 
     The folder's owner counts as this user, because a folder's owner can do anything with its files. So a file
     that a person makes outside of a container, where the program is root, is the person's own.
@@ -341,23 +340,26 @@ def foreign(path: Path) -> str:
     return _foreign(os.lstat(path), path.parent)
 
 
-def _foreign(found: os.stat_result, folder: Path) -> str:
-    if stat.S_ISLNK(found.st_mode):
+def _foreign(status: os.stat_result, folder: Path) -> str:
+    if stat.S_ISLNK(status.st_mode):
         return "it is a symbolic link"
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         return "it is not a regular file"
-    if found.st_nlink > 1:
+    if status.st_nlink > 1:
         return "it has more than one hard link"
-    return "" if _is_mine(found, folder) else f"it belongs to another user ({found.st_uid})"
+    return "" if _is_trusted(status, folder) else f"it belongs to another user ({status.st_uid})"
 
 
-def _is_mine(found: os.stat_result, folder: Path) -> bool:
+def _is_trusted(status: os.stat_result, folder: Path) -> bool:
     trusted = (os.geteuid(), 0, folder.stat().st_uid)
-    return found.st_uid in trusted or found.st_uid == _owner_of_new_files(folder)
+    return status.st_uid in trusted or status.st_uid == _owner_of_new_files(folder)
 
 
 def _owner_of_new_files(folder: Path) -> int:
-    """This process's user in `folder`, where NFS turns root into nobody; -1: it cannot make a file there."""
+    """Return this process's user in `folder`, or -1 if it cannot make a file there.
+
+    NFS turns root into nobody.
+    """
     probe = temporary_name(folder / "owner")
     try:
         with create(probe) as stream:

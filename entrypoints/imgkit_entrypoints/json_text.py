@@ -1,8 +1,7 @@
 """Read data that another program, machine or person wrote, and check it by the annotations of dataclasses.
 
 This is the only reader of JSON: every fault of a text is a ValueError. It bounds size, nesting and digits. It
-refuses a key that occurs twice, since readers differ in the one that counts. `checked` finds all faults of
-parsed data, `read` raises the first.
+refuses a key that occurs twice, since readers differ in the one that counts.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ import collections.abc
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import typing
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -42,14 +41,7 @@ def parse(text: str | bytes, *, most_bytes: int = MOST_BYTES, most_brackets: int
     ------
     ValueError : no JSON, too large, too deep, a key twice, or a number that is not finite or has 100 digits.
     """
-    _check_size(text, most_bytes, most_brackets)
-    if isinstance(text, bytes):
-        text = text.decode()
-    try:
-        value = _DECODER.decode(text)
-    except RecursionError:
-        raise _too_deep() from None
-    return _shallow(value)
+    return _decode(text, _DECODER.decode, most_bytes, most_brackets)
 
 
 def load(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
@@ -73,43 +65,34 @@ def first_object(output: str) -> Any:
     start = output.find("{")
     if start < 0:
         raise ValueError("it contains no JSON object")
-    output = output[start : start + MOST_BYTES]
-    _check_size(output, MOST_BYTES, MOST_BRACKETS)
-    try:
-        value, _ = _DECODER.raw_decode(output)
-    except RecursionError:
-        raise _too_deep() from None
-    return _shallow(value)
+    text = output[start : start + MOST_BYTES]
+    return _decode(text, lambda text: _DECODER.raw_decode(text)[0], MOST_BYTES, MOST_BRACKETS)
 
 
-def _check_size(text: str | bytes, most_bytes: int, most_brackets: int) -> None:
+def _decode(text: str | bytes, decode: Callable[[str], Any], most_bytes: int, most_brackets: int) -> Any:
     if len(text) > most_bytes:
         raise ValueError(f"it has more than {most_bytes} bytes")
     if isinstance(text, bytes):
-        brackets = text.count(b"[") + text.count(b"{")
-    else:
-        brackets = text.count("[") + text.count("{")
-    if brackets > most_brackets:
+        text = text.decode()
+    if text.count("[") + text.count("{") > most_brackets:
         raise ValueError(f"it has more than {most_brackets} lists and objects")
-
-
-def _shallow(value: Any) -> Any:
-    level = [value]
-    for _ in range(DEEPEST):
-        inner = (
-            one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)
-        )
-        level = [child for children in inner for child in children if isinstance(child, dict | list)]
-        if not level:
+    too_deep = ValueError("its brackets are nested too deeply")
+    try:
+        value = decode(text)
+    except RecursionError:
+        raise too_deep from None
+    containers = [value] if isinstance(value, dict | list) else []
+    for _ in range(DEEPEST + 1):
+        if not containers:
             return value
-    raise _too_deep()
+        children = itertools.chain.from_iterable(
+            container.values() if isinstance(container, dict) else container for container in containers
+        )
+        containers = [child for child in children if isinstance(child, dict | list)]
+    raise too_deep
 
 
-def _too_deep() -> ValueError:
-    return ValueError("its brackets are nested too deeply")
-
-
-def _whole(digits: str) -> int:
+def _integer(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)
@@ -122,13 +105,12 @@ def _real(text: str) -> float:
     return value
 
 
-def _single(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        counts = collections.Counter(key for key, _ in pairs)
-        ((twice, _),) = counts.most_common(1)
-        raise ValueError(f"the key {twice[:_SHOWN]!r} occurs twice")
-    return found
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        ((key, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {key[:_SHOWN]!r} occurs twice")
+    return values
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -136,7 +118,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(
-    object_pairs_hook=_single, parse_int=_whole, parse_float=_real, parse_constant=_refuse
+    object_pairs_hook=_unique, parse_int=_integer, parse_float=_real, parse_constant=_refuse
 )
 
 
@@ -163,7 +145,7 @@ def _digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def read(hint: Any, value: Any, place: str, *, closed: bool = False) -> Any:
+def read(hint: Any, value: Any, name: str, *, closed: bool = False) -> Any:
     """Build a value of the type `hint`, often a dataclass, from parsed JSON.
 
     Dataclasses come from objects, whose unknown keys are ignored unless `closed`; tuples and lists from
@@ -171,113 +153,57 @@ def read(hint: Any, value: Any, place: str, *, closed: bool = False) -> Any:
 
     Parameters
     ----------
-    place : the value's name in errors.
+    name : the value's name in errors.
 
     Raises
     ------
-    ValueError : a value has another type than its field, or a field is missing; names the field.
+    ValueError : a value has another type than its field, a field is missing, or the dataclass refuses it.
     """
-    made, faults = checked(hint, value, closed=closed)
-    if faults:
-        raise ValueError(faults[0].text(place))
-    return made
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """One value that does not fit the annotation of the field that it is for."""
-
-    path: tuple[str | int, ...]
-    """Keys and indices from the outermost value."""
-    kind: Literal["missing", "unknown", "type", "choice", "rule"]
-    """``rule``: the dataclass refused its values, and `expected` is its reason."""
-    expected: Any = None
-    """The annotation without ``| None`` (``type``), the values (``choice``) or the keys (``unknown``)."""
-    value: Any = None
-
-    def text(self, place: str) -> str:
-        """The sentence for an error; `place` is the name of the outermost value."""
-        whole = place + "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in self.path)
-        if self.kind == "missing":
-            above = whole.rpartition(".")[0]
-            return f"{above} is not complete: it has no {self.path[-1]}"
-        if self.kind == "unknown":
-            return f"{whole} is an unknown key"
-        if self.kind == "rule":
-            return str(self.expected)
-        allowed = self.expected if self.kind == "choice" else ()
-        wanted = " or ".join(allowed) if allowed else _noun(self.expected)
-        return f"{whole} is {json.dumps(self.value, default=str)[:200]}, not {wanted}"
-
-
-def checked(hint: Any, value: Any, *, closed: bool = False) -> tuple[Any, tuple[Fault, ...]]:
-    """Build a value of the type `hint` as `read` does, and find every fault; with a fault the value is None.
-
-    Parameters
-    ----------
-    closed : a key that a dataclass does not have is a fault; by default it is ignored.
-    """
-    faults: list[Fault] = []
-    made = _built(hint, value, (), faults, closed=closed)
-    return (None if faults else made), tuple(faults)
-
-
-def _built(hint: Any, value: Any, path: _Path, faults: list[Fault], *, closed: bool) -> Any:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if type(None) in inner:
-        return None if value is None else _built(inner[0], value, path, faults, closed=closed)
+        return None if value is None else read(inner[0], value, name, closed=closed)
     if origin is Literal:
         if value not in inner:
-            faults.append(Fault(path=path, kind="choice", expected=inner, value=value))
+            raise _mismatch(name, value, " or ".join(inner))
         return value
-    if type(value) is not _JSON_TYPES.get(origin or hint, dict if dataclasses.is_dataclass(hint) else hint):
-        faults.append(Fault(path=path, kind="type", expected=hint, value=value))
-        return None
+    kind = _JSON_TYPES.get(origin or hint, dict if dataclasses.is_dataclass(hint) else hint)
+    if type(value) is not kind:
+        raise _mismatch(name, value, _NOUNS.get(kind, "an object"))
     data: Any = value  # for the type checker, which keeps what `is not` says
     if dataclasses.is_dataclass(hint):
-        return _object(hint, data, path, faults, closed=closed)
+        return _read_dataclass(hint, data, name, closed=closed)
     if origin in (tuple, list):
-        items = (_built(inner[0], one, (*path, at), faults, closed=closed) for at, one in enumerate(data))
+        items = (read(inner[0], item, f"{name}[{n}]", closed=closed) for n, item in enumerate(data))
         return origin(items)
     if origin is collections.abc.Mapping:
-        return {key: _built(inner[1], one, (*path, key), faults, closed=closed) for key, one in data.items()}
+        return {key: read(inner[1], item, f"{name}.{key}", closed=closed) for key, item in data.items()}
     return Path(data) if hint is Path else data
 
 
-def _object(owner: Any, value: Mapping[str, Any], path: _Path, faults: list[Fault], *, closed: bool) -> Any:
-    before, hints = len(faults), _hints(owner)
-    known = {field.name: field for field in dataclasses.fields(owner)}
-    made = {
-        name: _built(hints[name], value[name], (*path, name), faults, closed=closed)
-        for name in known
-        if name in value
+def _read_dataclass(hint: Any, value: Mapping[str, Any], name: str, *, closed: bool) -> Any:
+    hints, fields = _type_hints(hint), {field.name: field for field in dataclasses.fields(hint)}
+    values = {
+        key: read(hints[key], value[key], f"{name}.{key}", closed=closed) for key in fields if key in value
     }
-    missing, nothing = set(known) - set(value), dataclasses.MISSING
-    for name, field in known.items():
-        if name in missing and field.default is nothing and field.default_factory is nothing:
-            faults.append(Fault(path=(*path, name), kind="missing"))
-    for name in value if closed else ():
-        if name not in known:
-            faults.append(Fault(path=(*path, name), kind="unknown", expected=tuple(known)))
-    if len(faults) > before:
-        return None
-    try:
-        return owner(**made)
-    except ValueError as error:
-        faults.append(Fault(path=path, kind="rule", expected=str(error)))
-        return None
+    for key, field in fields.items():
+        is_required = field.default is field.default_factory is dataclasses.MISSING
+        if is_required and key not in value:
+            raise ValueError(f"{name} is not complete: it has no {key}")
+    for key in value if closed else ():
+        if key not in fields:
+            raise ValueError(f"{name}.{key} is an unknown key")
+    return hint(**values)
+
+
+def _mismatch(name: str, value: Any, expected: str) -> ValueError:
+    return ValueError(f"{name} is {json.dumps(value, default=str)[:200]}, not {expected}")
 
 
 @functools.cache
-def _hints(owner: Any) -> Mapping[str, Any]:
-    return typing.get_type_hints(owner)
+def _type_hints(hint: Any) -> Mapping[str, Any]:
+    return typing.get_type_hints(hint)
 
 
-_Path = tuple[str | int, ...]
 _JSON_TYPES: Mapping[Any, type] = {tuple: list, list: list, collections.abc.Mapping: dict, Path: str}
 """Types of Python -> those of the parsed JSON; a dataclass comes from a dict, others from themselves."""
 _NOUNS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
-
-
-def _noun(hint: Any) -> str:
-    return _NOUNS.get(_JSON_TYPES.get(typing.get_origin(hint) or hint, hint), "an object")

@@ -105,7 +105,7 @@ def not_empty(text: str) -> Iterator[Fault]:
         yield "is empty", "remove it"
 
 
-def word(text: str) -> Iterator[Fault]:
+def single_word(text: str) -> Iterator[Fault]:
     """Accept a program, module or host: one word."""
     if not text or re.search(r"\s", text):
         yield f"{text!r} is not one word", "write it without blanks"
@@ -147,7 +147,7 @@ LINE = Rule(printable, core={"type": "str"})
 """The first rule of a text; also of an optional one, which a person leaves out rather than states as null."""
 Line = Annotated[str, LINE]
 Text = Annotated[Line, Rule(not_empty)]
-Word = Annotated[Line, Rule(word)]
+Word = Annotated[Line, Rule(single_word)]
 ENV_NAME = like(
     r"[A-Za-z_][A-Za-z0-9_]*",
     "is not a variable name",

@@ -20,7 +20,7 @@ options of a program have such a word in front, ``--token-dropout`` or ``--pad-t
 """
 _WEAK = re.compile(r"(?:^|_)(?:KEY|AUTH|PAT|PASS|TOKEN)$")
 """Names that also mean other things: ``IMAGE_KEY=pixel_values``."""
-_PLACE = re.compile(r"_(?:FILE|PATH|DIR|FOLDER|NAME)$")
+_LOCATION = re.compile(r"_(?:FILE|PATH|DIR|FOLDER|NAME)$")
 """Names of where a secret is, and not of the secret."""
 _SWITCH = re.compile(r"--?(?:no|require|use|ask|show|hide|prompt)[-_]")
 """Beginnings of options that usually take no value: the next word is something else."""
@@ -28,57 +28,36 @@ _RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])\S{16,}")
 _HARMLESS = re.compile(r"|/.*|\$.*|<.*|\[.*\]|\*+|[\d.]+|true|false|yes|no|on|off|none|null", re.IGNORECASE)
 """Harmless values: nothing, a path, another variable, a word of a tokenizer, stars, a number, a switch."""
 
-_VALUES = (
-    (re.compile(r"\bgh[pousr]_[A-Za-z0-9]{36,}|\bgithub_pat_\w{40,}"), "a GitHub token"),
-    (re.compile(r"\bgl(?:pat|dt|rt|cbt)-[\w-]{20,}"), "a GitLab token"),
-    (re.compile(r"\bhf_[A-Za-z0-9]{30,}"), "a Hugging Face token"),
-    (re.compile(r"\bpypi-[\w-]{50,}"), "a PyPI token"),
-    (re.compile(r"\bnpm_[A-Za-z0-9]{36}"), "an npm token"),
-    (re.compile(r"\bdckr_(?:pat|oat)_[\w-]{20,}"), "a Docker token"),
-    (re.compile(r"\bsk-[A-Za-z0-9_-]{32,}"), "an API key"),
-    (re.compile(r"\bnvapi-[\w-]{40,}"), "an NVIDIA API key"),
-    (re.compile(r"\bwandb_v1_\w{40,}"), "a Weights & Biases key"),
-    (re.compile(r"\bAIza[\w-]{35}"), "a Google API key"),
-    (re.compile(r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b"), "an AWS access key"),
-    (re.compile(r"\bxox[abeoprs]-[\w-]{10,}"), "a Slack token"),
-    (re.compile(r"\beyJ[\w-]{10,2000}\.eyJ[\w-]{10,2000}\.[\w-]+"), "a JSON web token"),
-    (
-        re.compile(
-            r"-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----(?:.{0,20000}?-----END [A-Z ]*-----)?",
-            re.DOTALL,
-        ),
-        "a private key",
-    ),
-    (
-        re.compile(r"\b[a-z][a-z0-9+.-]{0,20}://([^\s/:@]*:(?!\$)[^\s/]+)@", re.IGNORECASE),
-        "a URL with a password",
-    ),
-    (re.compile(r"\bhttps?://([^\s/:$@]{16,})@", re.IGNORECASE), "a URL with a token"),
-    (
-        re.compile(
-            r"\bauthorization\s*[:=]\s*[\"']?(?:bearer|basic|token)\s+(?![$\"'<])([^\s\"']{8,})",
-            re.IGNORECASE,
-        ),
-        "an authorization header",
-    ),
-    (
-        re.compile(
-            r"--(?:password|passwd|passphrase|token|auth-token|api-key|secret|secret-key)[= ][\"']?"
-            r"(?![$\"'<>&|;/-])([^\s\"']{6,})",
-            re.IGNORECASE,
-        ),
-        "an option with a secret",
-    ),
-    (
-        re.compile(r"\bcurl\b[^|;&\n]{0,400}?\s(?:-u|--user)[ =]?[\"']?([^\s:\"'$]+:(?![$\"'])[^\s\"']+)"),
-        "a password for curl",
-    ),
-)
-"""Formats that their issuers publish, and the places of a password in a URL, a header and a command.
+_VALUES = {
+    "a GitHub token": r"\bgh[pousr]_[A-Za-z0-9]{36,}|\bgithub_pat_\w{40,}",
+    "a GitLab token": r"\bgl(?:pat|dt|rt|cbt)-[\w-]{20,}",
+    "a Hugging Face token": r"\bhf_[A-Za-z0-9]{30,}",
+    "a PyPI token": r"\bpypi-[\w-]{50,}",
+    "an npm token": r"\bnpm_[A-Za-z0-9]{36}",
+    "a Docker token": r"\bdckr_(?:pat|oat)_[\w-]{20,}",
+    "an API key": r"\bsk-[A-Za-z0-9_-]{32,}",
+    "an NVIDIA API key": r"\bnvapi-[\w-]{40,}",
+    "a Weights & Biases key": r"\bwandb_v1_\w{40,}",
+    "a Google API key": r"\bAIza[\w-]{35}",
+    "an AWS access key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b",
+    "a Slack token": r"\bxox[abeoprs]-[\w-]{10,}",
+    "a JSON web token": r"\beyJ[\w-]{10,2000}\.eyJ[\w-]{10,2000}\.[\w-]+",
+    "a private key": r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----(?:.{0,20000}?-----END [A-Z ]*-----)?",
+    "a URL with a password": r"(?i)\b[a-z][a-z0-9+.-]{0,20}://([^\s/:@]*:(?!\$)[^\s/]+)@",
+    "a URL with a token": r"(?i)\bhttps?://([^\s/:$@]{16,})@",
+    "an authorization header": r"(?i)\bauthorization\s*[:=]\s*[\"']?(?:bearer|basic|token)\s+"
+    r"(?![$\"'<])([^\s\"']{8,})",
+    "an option with a secret": r"(?i)--(?:password|passwd|passphrase|token|auth-token|api-key|secret|"
+    r"secret-key)[= ][\"']?(?![$\"'<>&|;/-])([^\s\"']{6,})",
+    "a password for curl": r"\bcurl\b[^|;&\n]{0,400}?\s(?:-u|--user)[ =]?[\"']?"
+    r"([^\s:\"'$]+:(?![$\"'])[^\s\"']+)",
+}
+"""Formats that their issuers publish, and positions of a password in a URL, a header and a command.
 
 A group of a pattern is the part that is secret; the whole match is where there is none. Repetitions have an
 upper bound wherever a long text of a stranger could otherwise cost quadratic time.
 """
+_PATTERNS = {kind: re.compile(pattern) for kind, pattern in _VALUES.items()}
 _ASSIGNED = re.compile(
     r"""\b([A-Za-z_]\w{0,200})["']?(\s{0,20}[:=]\s{0,20})"""
     r"""(?=(?:"([^"\n]{0,200})|'([^'\n]{0,200})|([^\s"',;&|(){}\[\]]{1,200})))"""
@@ -96,12 +75,8 @@ _FILES = (
 )
 """Names of files, in lower case, and of folders with a slash, that usually hold secrets."""
 _BELOW = (
-    ".docker/config.json",
-    ".config/gcloud/",
-    ".config/gh/",
-    ".config/imgkit/",
-    ".cache/huggingface/token",
-    ".cache/huggingface/stored_tokens",
+    *("/.docker/config.json", "/.config/gcloud/", "/.config/gh/", "/.config/imgkit/"),
+    *("/.cache/huggingface/token", "/.cache/huggingface/stored_tokens"),
 )
 """The same, where the folder above decides."""
 _TEMPLATES = re.compile(r"\.env\.(?:example|sample|template|dist|defaults?)")
@@ -109,19 +84,19 @@ _PRIVATE = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY|PuTTY-User-Key-File")
 
 
 def in_name(name: str, value: str) -> bool:
-    """Whether a variable or an option called `name` with this value is probably a secret."""
+    """Return whether a variable or an option called `name` with this value is probably a secret."""
     capital = re.sub(r"[-.]", "_", name.lstrip("-")).upper()
-    if _HARMLESS.fullmatch(value) or _PLACE.search(capital):
+    if _HARMLESS.fullmatch(value) or _LOCATION.search(capital):
         return False
     strong = _STRONG if name.isupper() else _STRONG_OPTION
     return bool(strong.search(capital) or (_WEAK.search(capital) and _RANDOM.fullmatch(value)))
 
 
 def in_value(value: str) -> str:
-    """The kind of secret in `value`, in words; empty where there is none of a known kind."""
-    known = next((words for pattern, words in _VALUES if pattern.search(value)), "")
-    if known:
-        return known
+    """Return the kind of secret in `value`, in words; empty where there is none of a known kind."""
+    for kind, pattern in _PATTERNS.items():
+        if pattern.search(value):
+            return kind
     for match in _ASSIGNED.finditer(value):
         name, between, *texts = match.groups(default="")
         is_json = between.strip() == ":" and value[match.end(1)] in "\"'"
@@ -131,7 +106,7 @@ def in_value(value: str) -> str:
 
 
 def in_arguments(arguments: Sequence[str]) -> str:
-    """The first secret among the arguments of a command, without its value; empty where there is none."""
+    """Return the first secret among the arguments of a command, without its value; empty without one."""
     for number, text in enumerate(arguments):
         if kind := in_value(text):
             return f"{kind} in argument {number + 1}"
@@ -144,44 +119,37 @@ def in_arguments(arguments: Sequence[str]) -> str:
 
 
 def in_file_name(path: str) -> bool:
-    """Whether the file at `path`, or with a final slash the folder, usually holds secrets."""
+    """Return whether the file at `path`, or with a final slash the folder, usually holds secrets."""
     lower = f"/{path.lower()}"
     name = lower[lower.rstrip("/").rindex("/") + 1 :]
     if _TEMPLATES.fullmatch(name):
         return False
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _FILES) or any(
-        lower.endswith(f"/{below}") for below in _BELOW
-    )
+    return lower.endswith(_BELOW) or any(fnmatch.fnmatchcase(name, pattern) for pattern in _FILES)
 
 
 def is_private_key(start: bytes) -> bool:
-    """Whether the content of a file that begins with `start` holds a private key as text."""
+    """Return whether the content of a file that begins with `start` holds a private key as text."""
     return bool(_PRIVATE.search(start))
 
 
 def masked(text: str) -> str:
-    """`text` with a star for each character of a secret, so that columns stay the same."""
-    for pattern, _ in _VALUES:
-        text = pattern.sub(_starred, text)
-    characters, done = list(text), 0
+    """Return `text` with a star for each character of a secret, so that columns stay the same."""
+    for pattern in _PATTERNS.values():
+        text = pattern.sub(_stars, text)
+    characters, end = list(text), 0
     for match in _ASSIGNED.finditer(text):
-        group = next(number for number in (3, 4, 5) if match[number] is not None)
-        at = match.start(group)
-        if at >= done and in_name(match[1], match[group]):
-            while at < len(text) and text[at] not in _ENDS[group]:
-                characters[at] = "*"
-                at += 1
-            done = at
+        group = next(number for number in _ENDS if match[number] is not None)
+        position = match.start(group)
+        if position >= end and in_name(match[1], match[group]):
+            while position < len(text) and text[position] not in _ENDS[group]:
+                characters[position] = "*"
+                position += 1
+            end = position
     return "".join(characters)
 
 
-def _starred(match: re.Match[str]) -> str:
-    return _with_stars(match, 1 if match.re.groups else 0)
-
-
-def _with_stars(match: re.Match[str], group: int) -> str:
-    whole, start = match.group(), match.start()
+def _stars(match: re.Match[str]) -> str:
+    group, start = 1 if match.re.groups else 0, match.start()
     first, last = match.start(group) - start, match.end(group) - start
     # Line ends stay, so that positions in a text of several lines stay too.
-    stars = "".join("\n" if character == "\n" else "*" for character in whole[first:last])
-    return whole[:first] + stars + whole[last:]
+    return match[0][:first] + re.sub(r"[^\n]", "*", match[group]) + match[0][last:]

@@ -1,7 +1,7 @@
 """System facts: the part of a recipe that every image carries as ``/opt/imgkit/system.json``.
 
-Both halves read these plain dataclasses, checked by their annotations: the image half with the standard
-library alone, the host half with pydantic where a person wrote the values.
+Both halves read these plain dataclasses. The image half compares the types with the standard library alone;
+the host half applies every rule of an annotation with pydantic, where a person wrote the values.
 """
 
 from __future__ import annotations
@@ -76,13 +76,6 @@ OptionalCount = Annotated[int | None, at_least(0)]
 OptionalSize = Annotated[int | None, at_least(1)]
 
 
-def _at_least(owner: object, least: int, *names: str) -> None:
-    for name in names:
-        value = getattr(owner, name)
-        if value is not None and value < least:
-            raise ValueError(f"{name} must be at least {least}, not {value}")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
     """Start of a container on the system."""
@@ -122,10 +115,6 @@ class Node:
     driver: DriverVersion = ""
     """Version of the NVIDIA driver, for example ``535.129.03``; empty: unknown."""
 
-    def __post_init__(self) -> None:
-        _at_least(self, 0, "gpus")
-        _at_least(self, 1, "cpus", "cpus_per_gpu")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
@@ -144,10 +133,6 @@ class Partition:
     interfaces: tuple[Interface, ...] = ()
     """Network interfaces of NCCL's sockets by their whole names; Gloo uses the first."""
 
-    def __post_init__(self) -> None:
-        _at_least(self, 0, "gpus")
-        _at_least(self, 1, "cpus", "cpus_per_gpu")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fabric:
@@ -163,9 +148,6 @@ class Fabric:
     """``auto``: use the host's libfabric, libcxi and aws-ofi-nccl where the image's glibc can load them."""
     head_suffix: HostSuffix = ""
     """End of the head's host name on the fast network, if Slurm's node list lacks it, for example ``i``."""
-
-    def __post_init__(self) -> None:
-        _at_least(self, 1, "nics", "line_rate_Gbps")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,14 +209,11 @@ class SystemFacts:
     """Variables that the entry point sets unless the user does; they are never baked as ENV."""
 
     def in_partition(self, partition: str) -> SystemFacts:
-        """These facts with the nodes of `partition`; an empty or unlisted one has those of `node`."""
-        own = self.partitions.get(partition, Partition())
-        stated = {
-            known.name: value
-            for known in dataclasses.fields(Node)
-            if (value := getattr(own, known.name)) not in (None, "")
-        }
-        return dataclasses.replace(self, node=dataclasses.replace(self.node, **stated))
+        """Return these facts with the nodes of `partition`; an empty or unlisted one has those of `node`."""
+        values = dataclasses.asdict(self.partitions.get(partition, Partition()))
+        del values["interfaces"]
+        changes = {name: value for name, value in values.items() if value not in (None, "")}
+        return dataclasses.replace(self, node=dataclasses.replace(self.node, **changes))
 
 
 def to_json(facts: SystemFacts) -> str:

@@ -25,7 +25,7 @@ def shown(text: str, *, keep: str = "") -> str:
     """
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() or one in keep else repr(one)[1:-1] for one in text)
+    return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)
 
 
 def unstyled(text: str) -> str:
@@ -67,16 +67,17 @@ def passing(*, to_err: bool = False) -> Callable[[bytes], None]:
     decoder = io.IncrementalNewlineDecoder(
         codecs.getincrementaldecoder("utf-8")("backslashreplace"), translate=True
     )
-    held = ""
+    unfinished = ""
 
     def write(chunk: bytes) -> None:
-        nonlocal held
+        nonlocal unfinished
         if not stream.isatty():
             stream.buffer.write(chunk)
         else:
-            text = held + decoder.decode(chunk)
-            held = found[0] if (found := _UNFINISHED.search(text)) else ""
-            stream.write(shown(unstyled(text.removesuffix(held)), keep="\n\t"))
+            text = unfinished + decoder.decode(chunk)
+            match = _UNFINISHED.search(text)
+            unfinished = match[0] if match else ""
+            stream.write(shown(unstyled(text.removesuffix(unfinished)), keep="\n\t"))
         stream.flush()
 
     return write

@@ -445,7 +445,7 @@ TREE = {
     ' "needs": {"libc.so.6": ["GLIBC_2.38"]}, "defines": []}, "fault": ""}], "image": [{"name": "libc.so.6", "path": "/lib/libc.so.6",'
     ' "target": "/lib/libc.so.6", "object": {"machine": "x86_64", "soname": "libc.so.6", "needed": [], "rpath": [], "runpath": [],'
     ' "needs": {}, "defines": ["GLIBC_2.35"]}, "fault": ""}]}, "cuda_compat": {"source": "x", "folder": "/c", "target": "/c/libcuda.so.575.57",'
-    ' "others": ["/usr/lib"]}}',
+    ' "cuda_folders": ["/usr/lib"]}}',
     "opt/imgkit/manifest.json": '{"platform": "linux/amd64"}',
     "opt/imgkit/system.json": '{"fabric": {"host_libs": "auto"}, "runtime": {"cuda_compat": "auto", "host_libs": ["/opt/x"]}}',
 }
@@ -494,7 +494,7 @@ def _placement(data: bytes, _: Path) -> None:
         if isinstance(found, dict):
             env = {name: value for name, value in found.items() if isinstance(value, str)}
     file = env.get("FILE")
-    resolve.place(PlacementRequest(), env, lambda path: file if path == env.get("PBS_NODEFILE") else None)
+    resolve.find_placement(PlacementRequest(), env, lambda path: file if path == env.get("PBS_NODEFILE") else None)
 
 
 def _ras_report(data: bytes, _: Path) -> None:

@@ -32,7 +32,6 @@ REASONS: Mapping[str, str] = {
     "builder/imgkit_builder/engine/image_source.py": PRIVATE,
     "builder/imgkit_builder/engine/building.py": "a pipe; the log, in a folder that mkdir has just made",
     "entrypoints/imgkit_entrypoints/files.py": "the one place",
-    "entrypoints/imgkit_entrypoints/facts/reader.py": "tests write trees by it",
     "entrypoints/imgkit_entrypoints/facts/network.py": "opens a device, and makes nothing",
     "entrypoints/imgkit_entrypoints/run/disk.py": "O_EXCL, in a folder of mkdir",
     "entrypoints/imgkit_entrypoints/launch/user_program.py": "it runs by path; O_EXCL, and a rename",

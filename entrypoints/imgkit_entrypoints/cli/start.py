@@ -341,7 +341,8 @@ def find_placement(request: PlacementRequest, env: Mapping[str, str]) -> Placeme
     """
     system = facts.system_facts(env=env)
     suffix = system.fabric.head_suffix if system else ""
-    return resolve.place(request, env, facts.Reader(root=facts.root_of(env)).text, head_suffix=suffix)
+    read = facts.Reader(root=facts.root_of(env)).text
+    return resolve.find_placement(request, env, read, head_suffix=suffix)
 
 
 def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], placement: Placement) -> int:

@@ -14,27 +14,28 @@ from imgkit_entrypoints import facts, files, json_text, secret_patterns, system
 from imgkit_entrypoints.doctor import saved_environment
 from imgkit_entrypoints.doctor.checks import software
 from imgkit_entrypoints.doctor.saved_environment import ENVIRONMENT
-from imgkit_entrypoints.facts import NOT_FILES, Reader, health
+from imgkit_entrypoints.facts import NOT_FILES, HostFacts, Reader, health, host_libs
 from imgkit_entrypoints.facts.reader import Entry, Recorder, entries
-from imgkit_entrypoints.facts.software import absent_files, image_env
-
-_MANIFEST = "opt/imgkit/manifest.json"
+from imgkit_entrypoints.facts.software import MANIFEST_JSON, absent_files, image_env, manifest
+from imgkit_entrypoints.system import SYSTEM_JSON
 
 
 def save(target: Path, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Write the archive; returns the names of variables about a launch that were left out.
+    """Write the archive; return the names of variables about a launch that were left out.
 
     Raises
     ------
     UsageError : `target` cannot be written.
     """
-    members = {
-        entry.path: entry
-        for entry in (*facts.snapshot(env=env), *_more(Reader(root=facts.root_of(env)), env))
-    }
-    kept, left_out = saved_environment.chosen(env)
-    variables = saved_environment.to_text(kept)
-    members[ENVIRONMENT] = Entry(path=ENVIRONMENT, kind="file", content=variables)
+    reader, host = Reader(root=facts.root_of(env)), facts.gather(env=env)
+    variables, left_out = saved_environment.select(env)
+    texts = (
+        *_image_files(reader),
+        *_check_files(reader, host),
+        (ENVIRONMENT, saved_environment.to_text(variables)),
+    )
+    members = {entry.path: entry for entry in (*facts.snapshot(env=env), *_check_entries(reader, host, env))}
+    members |= {path.lstrip("/"): Entry(path.lstrip("/"), "file", text) for path, text in texts}
     hint = "--bundle /tmp/node.tar.gz"
     with (
         files.replacing(target, failed="cannot write the bundle", hint=hint) as file,
@@ -47,8 +48,8 @@ def save(target: Path, env: Mapping[str, str]) -> tuple[str, ...]:
     return left_out
 
 
-def how_to_replay(target: Path) -> str:
-    """Commands that replay the archive on another machine."""
+def replay_command(target: Path) -> str:
+    """Return the commands that replay the archive on another machine."""
     name = shlex.quote(target.name)
     return (
         f"mkdir node && tar -xzf {name} -C node && IMGKIT_ROOT=node dist-doctor, "
@@ -56,65 +57,59 @@ def how_to_replay(target: Path) -> str:
     )
 
 
-def _more(reader: Reader, env: Mapping[str, str]) -> Iterator[Entry]:
-    """Files that the checks and the recipe's facts read besides `facts.gather`."""
-    text = reader.text(str(system.SYSTEM_JSON))
-    try:
-        known = system.from_json(text) if text else None
-    except (ValueError, TypeError, KeyError):
-        known = None
-    if text and known is not None:
-        # Only variables that a replay reads: a recipe's author may have written a secret into it.
-        data = json_text.parse(text)
-        data["env"] = saved_environment.chosen(known.env)[0]
-        text = json.dumps(data)
+def _image_files(reader: Reader) -> Iterator[tuple[str, str]]:
+    """Yield what a replay reads of the image's own files, each as a path and its text."""
+    text = reader.text(str(SYSTEM_JSON))
     if text:
-        yield Entry(path=str(system.SYSTEM_JSON).lstrip("/"), kind="file", content=text + "\n")
+        try:
+            # Only variables that a replay reads: a recipe's author may have written a secret into it.
+            env = system.from_json(text).env
+            text = json.dumps({**json_text.parse(text), "env": saved_environment.select(env)[0]})
+        except (ValueError, TypeError, KeyError):
+            pass  # the replay shall complain about it, too
+        yield str(SYSTEM_JSON), text + "\n"
     # Only what a replay reads of the manifest, which has the whole environment of the base image.
-    try:
-        platform = json_text.parse(reader.text(f"/{_MANIFEST}") or "{}").get("platform")
-    except (ValueError, AttributeError):
-        platform = None
+    platform = manifest(reader).get("platform")
     if isinstance(platform, str):
-        kept: dict[str, object] = {"platform": platform}
+        values: dict[str, object] = {"platform": platform}
         if (image := image_env(reader)) is not None:
             # The empty PATH: a replay knows that no other variable of a launch is the image's.
-            kept["base"] = {"env": {"PATH": "", **saved_environment.chosen(image)[0]}}
-        yield Entry(path=_MANIFEST, kind="file", content=json.dumps(kept) + "\n")
-    for name in reader.names("/sys/class/iommu"):
-        yield Entry(path=f"sys/class/iommu/{name}", kind="folder")
-    if reader.exists("/usr/local/cuda/compat"):
-        yield Entry(path="usr/local/cuda/compat", kind="folder")
-    host = facts.gather(env=env)
+            values["base"] = {"env": {"PATH": "", **saved_environment.select(image)[0]}}
+        yield MANIFEST_JSON, json.dumps(values) + "\n"
+
+
+def _check_files(reader: Reader, host: HostFacts) -> Iterator[tuple[str, str]]:
+    """Yield what checks read of commands and libraries, each as a path and its text."""
+    if host.gpu_devices:
+        yield health.NVIDIA_SMI, health.nvidia_smi(reader) + "\n"
+        yield health.XIDS, health.xids(reader) + "\n"
+    # Only the line of a library that a check reads.
+    path, version = software.image_glibc(host, reader)
+    versions = {**software.needed_glibc(host, reader), **({path: version} if version else {})}
+    for name, newest in versions.items():
+        yield name, f"GLIBC_2.{newest}\n"
+
+
+def _check_entries(reader: Reader, host: HostFacts, env: Mapping[str, str]) -> Iterator[Entry]:
+    """Yield the files and folders that checks read besides `facts.gather`."""
     recorder = Recorder(root=reader.root)
+    recorder.names("/sys/class/iommu")
+    recorder.exists(host_libs.COMPAT)
     health.links(recorder, host)
     health.port_errors(recorder, host)
     absent_files(recorder, env)
     yield from (entry for entry in entries(recorder, {}) if entry.path != NOT_FILES)
-    if host.gpu_devices:
-        for path, text in (
-            (health.NVIDIA_SMI, health.nvidia_smi(reader)),
-            (health.XIDS, health.xids(reader)),
-        ):
-            yield Entry(path=path.lstrip("/"), kind="file", content=text + "\n")
-    # Only the line of a library that a check reads.
-    path, own = software.image_glibc(host, reader)
-    versions = {**software.needed_glibc(host, reader), **({path: own} if own else {})}
-    for name, newest in versions.items():
-        yield Entry(path=name.lstrip("/"), kind="file", content=f"GLIBC_2.{newest}\n")
 
 
 def _add(archive: tarfile.TarFile, entry: Entry) -> None:
     info = tarfile.TarInfo(entry.path)
-    info.mode = 0o755 if entry.kind == "folder" else 0o644
+    info.mode, data = 0o644, b""
     if entry.kind == "folder":
-        info.type = tarfile.DIRTYPE
-        archive.addfile(info)
+        info.type, info.mode = tarfile.DIRTYPE, 0o755
     elif entry.kind == "link":
         info.type, info.linkname = tarfile.SYMTYPE, entry.content
-        archive.addfile(info)
     else:
         # Also texts that others wrote: mount options, messages of drivers, settings of NCCL.
         data = secret_patterns.masked(entry.content).encode("utf-8", "surrogateescape")
         info.size = len(data)
-        archive.addfile(info, io.BytesIO(data))
+    archive.addfile(info, io.BytesIO(data))

@@ -6,14 +6,15 @@ import argparse
 import dataclasses
 import json
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from imgkit_entrypoints import __version__, fabric, facts, terminal
 from imgkit_entrypoints.arguments import positive
 from imgkit_entrypoints.doctor import bundle
-from imgkit_entrypoints.doctor.checks import CHECKS, Check, Subject
+from imgkit_entrypoints.doctor.checks import CHECKS, Check, Subject, Verdict
 from imgkit_entrypoints.errors import EXIT_NO
 from imgkit_entrypoints.fabric import library_path
 from imgkit_entrypoints.facts import HostFacts, Reader
@@ -58,28 +59,22 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
     )
     options = parser.parse_args(argv)
     if options.bundle is not None:
-        return _bundle(options.bundle, env)
-    host = facts.gather(env=env)
-    found = examine(
-        host,
-        facts.system_facts(env=env),
-        env,
-        reader=Reader(root=facts.root_of(env)),
-        nnodes=nnodes,
-    )
-    good = passed(found, strict=options.strict)
+        return _save_bundle(options.bundle, env)
+    host, reader = facts.gather(env=env), Reader(root=facts.root_of(env))
+    checks = examine(host, facts.system_facts(env=env), env, reader=reader, nnodes=nnodes)
+    is_good = passed(checks, strict=options.strict)
     if options.json:
-        terminal.document(json.dumps(to_dict(found, passed=good, host=host.hostname), indent=2) + "\n")
+        terminal.document(json.dumps(to_dict(checks, passed=is_good, host=host.hostname), indent=2) + "\n")
     else:
-        terminal.out(*table(found), summary(found))
-        if not good and passed(found):
+        terminal.out(*table(checks), summary(checks))
+        if not is_good and passed(checks):
             terminal.out("FAILED: --strict counts warnings as failures")
-    return 0 if good else EXIT_NO
+    return 0 if is_good else EXIT_NO
 
 
-def _bundle(target: Path, env: Mapping[str, str]) -> int:
+def _save_bundle(target: Path, env: Mapping[str, str]) -> int:
     left_out = bundle.save(target, env)
-    terminal.out(str(target), f"to replay it: {bundle.how_to_replay(target)}")
+    terminal.out(str(target), f"to replay it: {bundle.replay_command(target)}")
     if left_out:
         terminal.out(f"left out, as not on the list of harmless variables: {', '.join(left_out)}")
     return 0
@@ -93,7 +88,7 @@ def examine(
     reader: Reader,
     nnodes: int = 1,
 ) -> tuple[Check, ...]:
-    """Results of every check that applies to this node.
+    """Return the results of every check that applies to this node.
 
     Parameters
     ----------
@@ -102,59 +97,52 @@ def examine(
     """
     decided = env.get(DECIDED, "").split(",")
     # The path keeps what is not the node agent's; what is, `library_path` finds in it.
-    own = {name: env[name] for name in env if name not in decided or name == library_path.VARIABLE}
+    user_env = {name: env[name] for name in env if name not in decided or name == library_path.VARIABLE}
     # Always the plan of a run on several nodes: users ask the doctor about those.
-    plan = fabric.choose(host, system, own, nnodes=max(2, nnodes))
-    subject = Subject(facts=host, system=system, env=own, plan=plan, several=nnodes > 1, reader=reader)
+    plan = fabric.choose(host, system, user_env, nnodes=max(2, nnodes))
+    subject = Subject(facts=host, system=system, env=user_env, plan=plan, several=nnodes > 1, reader=reader)
     return tuple(check for rule in CHECKS for check in rule(subject))
 
 
-def passed(found: Sequence[Check], *, strict: bool = False) -> bool:
-    """True if no check failed; with `strict`, a warning is a failure."""
-    return not any(check.verdict == "fail" or (strict and check.verdict == "warn") for check in found)
+def passed(checks: Sequence[Check], *, strict: bool = False) -> bool:
+    """Return True if no check failed; with `strict`, a warning is a failure."""
+    return not any(check.verdict == "fail" or (strict and check.verdict == "warn") for check in checks)
 
 
-def to_dict(found: Sequence[Check], *, passed: bool, **about: Any) -> dict[str, Any]:
-    """The JSON form: ``{"schema": 1, "imgkit", "passed", "checks": [{name, verdict, evidence, fix}]}``."""
-    return {
-        "schema": SCHEMA,
-        "imgkit": __version__,
-        **about,
-        "passed": passed,
-        "checks": [dataclasses.asdict(check) for check in found],
-    }
+def to_dict(checks: Sequence[Check], *, passed: bool, host: str) -> dict[str, Any]:
+    """Return the JSON form, with ``{name, verdict, evidence, fix}`` for each check."""
+    rows = [dataclasses.asdict(check) for check in checks]
+    return {"schema": SCHEMA, "imgkit": __version__, "host": host, "passed": passed, "checks": rows}
 
 
-def table(found: Sequence[Check]) -> Iterator[str]:
+def table(checks: Sequence[Check]) -> Iterator[str]:
     """Yield aligned lines: one for each check, and its fix below."""
-    width = max((len(check.name) for check in found), default=0)
-    for check in found:
+    width = max((len(check.name) for check in checks), default=0)
+    for check in checks:
         yield f"{check.verdict:7}  {check.name:{width}}  {check.evidence}"
         if check.fix:
             yield f"{'':7}  {'':{width}}  -> {check.fix}"
 
 
-def summary(found: Sequence[Check]) -> str:
-    """Number of checks by verdict: ``12 ok, 1 warn``."""
-    verdicts = [check.verdict for check in found]
-    return ", ".join(
-        f"{verdicts.count(word)} {word}" for word in ("ok", "warn", "unknown", "fail") if word in verdicts
-    )
+def summary(checks: Sequence[Check]) -> str:
+    """Return the number of checks by verdict: ``12 ok, 1 warn``."""
+    counts = Counter(check.verdict for check in checks)
+    return ", ".join(f"{counts[verdict]} {verdict}" for verdict in get_args(Verdict) if counts[verdict])
 
 
 CLOCKS_APART_S = 1.0
 """Difference from which tickets, certificates and the order of log lines suffer."""
 
 
-def clock_remark(mine_s: float, all_s: Sequence[float]) -> str:
+def clock_remark(time_s: float, all_s: Sequence[float]) -> str:
     """Compare this node's time with those that all nodes read at one moment; empty if it is right.
 
     Parameters
     ----------
-    mine_s, all_s : seconds of the epoch.
+    time_s, all_s : seconds of the epoch.
     """
-    ahead_s = mine_s - statistics.median(all_s)
+    ahead_s = time_s - statistics.median(all_s)
     if abs(ahead_s) < CLOCKS_APART_S:
         return ""
-    way = "ahead of" if ahead_s > 0 else "behind"
-    return f"its clock is {abs(ahead_s):.1f} s {way} the median of all nodes"
+    direction = "ahead of" if ahead_s > 0 else "behind"
+    return f"its clock is {abs(ahead_s):.1f} s {direction} the median of all nodes"

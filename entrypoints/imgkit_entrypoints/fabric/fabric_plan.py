@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from imgkit_entrypoints.facts import HostFacts
-from imgkit_entrypoints.system import PARTITION, FabricKind, SystemFacts
+from imgkit_entrypoints.system import PARTITION, FabricKind
 
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
@@ -19,7 +19,7 @@ Origin = Literal["user", "recipe", "facts", "image"]
 """Who decided a value, in the order of precedence."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Decision:
     """One variable: its value, or why it is not set."""
 
@@ -36,7 +36,7 @@ class Decision:
         return f"{self.variable}={self.value}: {self.reason}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """A setting or a part of this machine that is slow, dangerous or useless."""
 
@@ -76,25 +76,25 @@ class FabricPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class Preset:
     """A value that was set before any decision."""
 
     value: str
-    origin: str
+    source: str
     """``set by the user``, with its file, ``from the recipe``, or ``from the image``."""
-    place: str
+    location: str = ""
     """File or part of the recipe that sets it; empty for the environment."""
-    by: Origin
+    origin: Origin
 
     @property
-    def mine(self) -> bool:
+    def is_users(self) -> bool:
         """True for a value of the user, which is never replaced."""
-        return self.by == "user"
+        return self.origin == "user"
 
 
 @dataclass(slots=True, kw_only=True)
 class PlanDraft:
-    """The `FabricPlan` while it is being decided; the only mutable value of this room."""
+    """The `FabricPlan` while it is being decided; the only mutable value of this package."""
 
     facts: HostFacts
     env: Mapping[str, str]
@@ -119,162 +119,134 @@ class PlanDraft:
         """True if the run has more than one node."""
         return self.nnodes > 1
 
-    def given(self, variable: str) -> Given | None:
-        """Value that is already set, and by whom; one that was refused or replaced no longer counts."""
-        of_image = self.of_image(variable)
-        if variable in self.env and not of_image:
-            return Given(value=self.env[variable], origin="set by the user", place="", by="user")
+    def preset(self, variable: str) -> Preset | None:
+        """Return the value that is already set, unless it was refused or replaced."""
+        image_sets = self.image_sets(variable)
+        if variable in self.env and not image_sets:
+            return Preset(value=self.env[variable], source="set by the user", origin="user")
         for setting in self.facts.nccl_settings:
             if setting.name == variable:
                 # NCCL reads it only if the environment has none, so setting another would override it.
-                return Given(
-                    value=setting.value,
-                    origin=f"set by the user in {setting.path}",
-                    place=setting.path,
-                    by="user",
-                )
+                source = f"set by the user in {setting.path}"
+                return Preset(value=setting.value, source=source, location=setting.path, origin="user")
         if variable in self.recipe and variable not in self.unset:
-            by_name = self.partition and variable in INTERFACES
-            return Given(
-                value=self.recipe[variable],
-                origin=f"from the recipe, for {PARTITION}={self.partition}" if by_name else "from the recipe",
-                place=f"the recipe's system.{f'partitions.{self.partition}' if by_name else 'env'}",
-                by="recipe",
-            )
-        if of_image and variable not in self.unset and variable not in self.chosen:
-            return Given(value=self.env[variable], origin="from the image", place="", by="image")
+            source, location = "from the recipe", "the recipe's system.env"
+            if self.partition and variable in INTERFACES:
+                source += f", for {PARTITION}={self.partition}"
+                location = f"the recipe's system.partitions.{self.partition}"
+            return Preset(value=self.recipe[variable], source=source, location=location, origin="recipe")
+        if image_sets and variable not in self.unset and variable not in self.chosen:
+            return Preset(value=self.env[variable], source="from the image", origin="image")
         return None
 
-    def of_image(self, variable: str) -> bool:
-        """Whether the environment has the value of `variable` that the image brings.
+    def image_sets(self, variable: str) -> bool:
+        """Return whether the environment has the value of `variable` that the image brings.
 
         A user who exports the same value looks the same.
         """
-        known = self.facts.image_env
-        return known is not None and variable in self.env and known.get(variable) == self.env[variable]
+        image = self.facts.image_env
+        return image is not None and variable in self.env and image.get(variable) == self.env[variable]
 
-    def request(self, variable: str) -> Given | None:
-        """A value that somebody chose for this run or system, and not the image for all of them."""
-        known = self.given(variable)
-        return None if known is None or known.by == "image" else known
+    def request(self, variable: str) -> Preset | None:
+        """Return a value that somebody chose for this run or system, and not the image for all of them."""
+        preset = self.preset(variable)
+        return None if preset is None or preset.origin == "image" else preset
 
-    def from_image(self, variable: str) -> Given | None:
-        """The image's value, if nobody else has set one."""
-        known = self.given(variable)
-        return known if known is not None and known.by == "image" else None
+    def image_preset(self, variable: str) -> Preset | None:
+        """Return the image's value, if nobody else has set one."""
+        preset = self.preset(variable)
+        return preset if preset is not None and preset.origin == "image" else None
 
     def names(self) -> tuple[str, ...]:
-        """Every variable that is already set."""
+        """Return every variable that is already set."""
         settings = (setting.name for setting in self.facts.nccl_settings)
         return tuple(dict.fromkeys((*self.env, *settings, *self.recipe)))
 
     def value(self, variable: str) -> str | None:
-        """Value that a worker will see according to the decisions so far."""
-        known = self.given(variable)
-        return known.value if known else self.chosen.get(variable)
+        """Return the value that a worker will see according to the decisions so far."""
+        preset = self.preset(variable)
+        return preset.value if preset else self.chosen.get(variable)
 
-    def warn(self, what: str, fix: str) -> None:
+    def warn(self, problem: str, fix: str) -> None:
         """Report what is slow or dangerous, with its remedy."""
-        self.warnings.append(Finding(what=what, fix=fix))
+        self.warnings.append(Finding(problem, fix))
 
-    def block(self, what: str, fix: str) -> None:
+    def block(self, problem: str, fix: str) -> None:
         """Report a reason why NCCL would fail or hang between nodes, with its remedy."""
-        self.blockers.append(Finding(what=what, fix=fix))
+        self.blockers.append(Finding(problem, fix))
 
-    def said(self, variable: str) -> str:
-        """A value with its origin, as findings quote it."""
-        known = self.given(variable)
-        return f"{variable}={known.value if known else ''!r}" + (f" ({known.origin})" if known else "")
+    def quote(self, variable: str) -> str:
+        """Return a value with its origin, as findings quote it."""
+        preset = self.preset(variable)
+        return f"{variable}={preset.value!r} ({preset.source})" if preset else f"{variable}=''"
 
-    def unsetting(self, variable: str) -> str:
-        """Words that take away a value, by its origin."""
-        known = self.given(variable)
-        if known is not None and known.by == "image":
+    def how_to_unset(self, variable: str) -> str:
+        """Return how to take away a value, by its origin."""
+        preset = self.preset(variable)
+        if preset is not None and preset.origin == "image":
             return f"set another {variable} (--env, or the recipe's system.env)"
-        if known is None or not known.place:
+        if preset is None or not preset.location:
             return f"unset {variable}"
-        return f"remove {variable} from {known.place}"
+        return f"remove {variable} from {preset.location}"
+
+    def report(
+        self, variable: str, value: str, reason: str, *, used: bool = False, origin: Origin = "facts"
+    ) -> None:
+        """Add a decision."""
+        self.decisions.append(Decision(variable, value, reason, used, origin))
 
     def set(self, variable: str, value: str, reason: str) -> None:
         """Set `variable`; if the user or the recipe did, keep that value and report both."""
-        known = self.given(variable)
-        if known is None:
-            self.chosen[variable] = value
-            self.decisions.append(Decision(variable=variable, value=value, reason=reason))
+        preset = self.preset(variable)
+        if preset is not None and (preset.origin != "image" or preset.value == value):
+            same = "imgkit would set the same" if preset.value == value else f"imgkit would set {value!r}"
+            self._keep(variable, preset, f"{preset.source}; {same}: {reason}")
             return
-        if known.by == "image" and known.value != value:
-            self.chosen[variable] = value
-            reason = f"{reason}; replaces the image's {known.value!r}"
-            self.decisions.append(Decision(variable=variable, value=value, reason=reason))
-            return
-        same = "imgkit would set the same" if known.value == value else f"imgkit would set {value!r}"
-        self._keep(variable, known, f"{known.origin}; {same}: {reason}")
+        self.chosen[variable] = value
+        replaced = f"; replaces the image's {preset.value!r}" if preset else ""
+        self.report(variable, value, f"{reason}{replaced}", used=True)
 
     def note(self, variable: str, value: str, reason: str) -> None:
         """Report a value without setting it; a value that is already set, also the image's, is kept."""
-        known = self.given(variable)
-        if known is None:
-            self.decisions.append(Decision(variable=variable, value=value, reason=reason, used=False))
-            return
-        self._keep(variable, known, f"{known.origin}; not needed: {reason}")
+        preset = self.preset(variable)
+        if preset is None:
+            self.report(variable, value, reason)
+        else:
+            self._keep(variable, preset, f"{preset.source}; not needed: {reason}")
 
-    def _keep(self, variable: str, known: Given, reason: str) -> None:
+    def _keep(self, variable: str, preset: Preset, reason: str) -> None:
         """Report a value that is already set, and hand it to the workers unless it reaches them anyway."""
-        if known.by == "recipe" or (known.mine and self.of_image(variable)):
+        image_sets = self.image_sets(variable)
+        if preset.origin == "recipe" or (preset.is_users and image_sets):
             # In the second case the value is that of an nccl.conf, which the image's variable would hide.
-            self.chosen[variable] = known.value
-        if known.by != "image" and self.of_image(variable) and self.env[variable] != known.value:
+            self.chosen[variable] = preset.value
+        if preset.origin != "image" and image_sets and self.env[variable] != preset.value:
             reason = f"{reason}; replaces the image's {self.env[variable]!r}"
-        self.decisions.append(Decision(variable=variable, value=known.value, reason=reason, origin=known.by))
+        self.report(variable, preset.value, reason, used=True, origin=preset.origin)
 
     def refuse(self, variable: str, reason: str) -> None:
         """Leave out a value of the recipe or the image that is wrong here; a value of the user stays."""
-        known = self.given(variable)
-        if known is None or known.mine:
-            return
-        self.unset.append(variable)
-        self.decisions.append(
-            Decision(
-                variable=variable,
-                value=known.value,
-                reason=f"{known.origin}, not used: {reason}",
-                used=False,
-                origin=known.by,
-            )
-        )
+        preset = self.preset(variable)
+        if preset is not None and not preset.is_users:
+            self.unset.append(variable)
+            reason = f"{preset.source}, not used: {reason}"
+            self.report(variable, preset.value, reason, origin=preset.origin)
 
     def refuse_image(self, variable: str, reason: str) -> None:
         """Leave out a value of the image that is wrong here; a value of the user or the recipe stays."""
-        if self.from_image(variable):
+        if self.image_preset(variable):
             self.refuse(variable, reason)
 
-    def rest(self) -> None:
+    def report_rest(self) -> None:
         """Report variables without a decision: the recipe's other variables, and those of nccl.conf files."""
-        known = {decision.variable for decision in self.decisions}
+        decided = {decision.variable for decision in self.decisions}
         for variable, value in self.recipe.items():
-            if variable in known:
-                continue
-            given = self.given(variable)
-            if given is None:
-                continue
-            other = f"; the recipe's {value!r} is not used" if given.mine else ""
-            self._keep(variable, given, f"{given.origin}{other}")
-            known.add(variable)
+            preset = self.preset(variable)
+            if variable not in decided and preset is not None:
+                unused = f"; the recipe's {value!r} is not used" if preset.is_users else ""
+                self._keep(variable, preset, f"{preset.source}{unused}")
+                decided.add(variable)
         for setting in self.facts.nccl_settings:
-            given = self.given(setting.name)
-            if setting.name not in known and given is not None and given.place:
-                self._keep(setting.name, given, given.origin)
-
-
-def draft_for(
-    facts: HostFacts, system: SystemFacts | None, env: Mapping[str, str], *, nnodes: int, head: str
-) -> PlanDraft:
-    """An empty draft for this machine."""
-    return PlanDraft(
-        facts=facts,
-        env=env,
-        recipe=system.env if system else {},
-        nnodes=nnodes,
-        head=head,
-        nics=system.fabric.nics if system else None,
-    )
+            preset = self.preset(setting.name)
+            if setting.name not in decided and preset is not None and preset.location:
+                self._keep(setting.name, preset, preset.source)

@@ -11,11 +11,10 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
-from imgkit_entrypoints.fabric.fabric_plan import Decision, PlanDraft
-from imgkit_entrypoints.facts import Candidate, CudaCompat, HostLibraries
-from imgkit_entrypoints.facts.host_libs import COMPAT, LINKS, OF_IMAGE, PLUGINS, WANTED
+from imgkit_entrypoints.fabric.fabric_plan import PlanDraft
+from imgkit_entrypoints.facts.host_facts import Candidate, CudaCompat, HostLibraries
+from imgkit_entrypoints.facts.host_libs import COMPAT, FABRIC_LIBRARIES, LINKS, OF_IMAGE, PLUGINS
 from imgkit_entrypoints.system import HOST, HOST_FOLDERS, FabricKind
 
 VARIABLE = "LD_LIBRARY_PATH"
@@ -43,207 +42,197 @@ _CUDA_BY_DRIVER: tuple[tuple[int, tuple[int, int]], ...] = (
 def decide(draft: PlanDraft, kind: FabricKind) -> None:
     """Decide LD_LIBRARY_PATH where the recipe or a variable asks for it."""
     compat = draft.facts.cuda_compat
-    front = _compat(draft, compat) if compat else ""
-    if known := draft.facts.host_libraries:
-        _host(draft, known, kind)
-    if not front and not draft.links:
+    compat_folder = _decide_compat(draft, compat) if compat else ""
+    if draft.facts.host_libraries:
+        _decide_host(draft, draft.facts.host_libraries, kind)
+    folders, reasons = [], []
+    if compat_folder:
+        folders.append(compat_folder)
+        reasons.append(f"{compat_folder} for CUDA")
+    user_folders, image_folders = _current_folders(draft)
+    folders += user_folders
+    if draft.links:
+        folders.append(links_folder(draft.links))
+        reasons.append(f"{folders[-1]} with {', '.join(draft.links)} of the host")
+    if not reasons:
         return
-    users, others = _parts(draft)
-    own = (links_folder(draft.links),) if draft.links else ()
-    value = ":".join(dict.fromkeys((*((front,) if front else ()), *users, *own, *others)))
-    what = [f"{front} for CUDA"] if front else []
-    what += [f"{own[0]} with {', '.join(draft.links)} of the host"] if own else []
+    value = ":".join(dict.fromkeys((*folders, *image_folders)))
     draft.chosen[VARIABLE] = value
-    draft.decisions.append(
-        Decision(variable=VARIABLE, value=value, reason=f"adds {' and '.join(what)}; the rest is as it was")
-    )
+    draft.report(VARIABLE, value, f"adds {' and '.join(reasons)}; the rest is as it was", used=True)
 
 
 def links_folder(links: Mapping[str, str]) -> str:
-    """Folder of the node with a link for each library; the same libraries have the same folder."""
+    """Return the node's folder with a link for each library; the same libraries have the same folder."""
     digest = hashlib.sha256(repr(sorted(links.items())).encode()).hexdigest()[:12]
     return f"{LINKS}{os.getuid()}-{digest}"
 
 
-def _parts(draft: PlanDraft) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Folders of the library path that the user added, and those of image and runtime.
+def _current_folders(draft: PlanDraft) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the folders of the library path that the user added, and those of image and runtime.
 
     Those that an outer launch put there are left out: this one decides again.
     """
     compat = draft.facts.cuda_compat.folder if draft.facts.cuda_compat else ""
-    words = (draft.value(VARIABLE) or "").split(":")
-    now = [word for word in words if word and word != compat and not word.startswith(LINKS)]
-    image = draft.facts.image_env
+    folders = [
+        folder
+        for folder in (draft.value(VARIABLE) or "").split(":")
+        if folder and folder != compat and not folder.startswith(LINKS)
+    ]
     # Without a manifest nobody knows the image's path: what the runtime leaves of it counts as the user's.
-    others = {_OF_RUNTIME, *(image.get(VARIABLE, "") if image else "").split(":")}
-    users = tuple(word for word in now if word not in others)
-    return users, tuple(word for word in now if word in others)
+    image_path = (draft.facts.image_env or {}).get(VARIABLE, "")
+    image_folders = {_OF_RUNTIME, *image_path.split(":")}
+    users = tuple(folder for folder in folders if folder not in image_folders)
+    return users, tuple(folder for folder in folders if folder in image_folders)
 
 
-def _note(draft: PlanDraft, variable: str, value: str, reason: str, *, used: bool = False) -> None:
-    draft.decisions.append(Decision(variable=variable, value=value, reason=reason, used=used))
-
-
-def _host(draft: PlanDraft, known: HostLibraries, kind: FabricKind) -> None:
+def _decide_host(draft: PlanDraft, libraries: HostLibraries, kind: FabricKind) -> None:
     """Choose the libraries of the host, and report each with its reason."""
+    source = libraries.source
     if kind != "slingshot":
-        _note(draft, KEY, "auto", f"the fabric is {kind}, which needs none of them ({known.source})")
+        draft.report(KEY, "auto", f"the fabric is {kind}, which needs none of them ({source})")
         return
-    if not known.bound:
+    if not libraries.bound:
         binds = ",".join(f"{folder}:{HOST}{folder}:ro" for folder in HOST_FOLDERS)
-        what = f"{HOST} does not exist, so no library of the host can be used ({known.source})"
-        _note(draft, KEY, "auto", what)
-        draft.warn(what, f"start the job with imgkit run, or the container with --bind {binds}")
+        problem = f"{HOST} does not exist, so no library of the host can be used ({source})"
+        draft.report(KEY, "auto", problem)
+        draft.warn(problem, f"start the job with imgkit run, or the container with --bind {binds}")
         return
-    users, _ = _parts(draft)
-    judge = _Judge(known=known, users=users)
-    names = [name for name in WANTED if name in judge.host]
-    for name in names:
-        lib = judge.host[name]
-        if mine := judge.of_user(name):
-            reason = f"{VARIABLE} names {mine.rpartition('/')[0]}, which comes before the host's {lib.path}"
-            draft.decisions.append(
-                Decision(variable=name, value=mine, reason=reason, used=False, origin="user")
-            )
-        elif fault := judge.fault(name):
-            _note(draft, name, lib.path, f"{name} {fault}")
-            # The two names of the plug-in are mostly one file.
-            if _FOLLOWS not in fault and not (name == PLUGINS[1] and PLUGINS[0] in judge.host):
-                draft.warn(f"{KEY}: the host's {lib.path} is not used: {name} {fault}", _fix(fault))
+    check = _LoadCheck(libraries, user_folders=_current_folders(draft)[0])
+    names = [name for name in FABRIC_LIBRARIES if name in check.host]
     if not names:
-        what = f"the host has none of {', '.join(WANTED)} in {HOST}: {known.source}"
-        _note(draft, KEY, "auto", what)
-        draft.warn(what, "list their folders in the recipe's system.runtime.host_libs")
-    taken = judge.taken()
-    for name, lib in taken.items():
-        draft.links[name] = lib.target
-        _note(draft, name, lib.path, judge.shown(lib), used=True)
+        problem = f"the host has none of {', '.join(FABRIC_LIBRARIES)} in {HOST}: {source}"
+        draft.report(KEY, "auto", problem)
+        draft.warn(problem, "list their folders in the recipe's system.runtime.host_libs")
+    for name in names:
+        library = check.host[name]
+        if path := check.user_path(name):
+            folder = path.rpartition("/")[0]
+            reason = f"{VARIABLE} names {folder}, which comes before the host's {library.path}"
+            draft.report(name, path, reason, origin="user")
+        elif fault := check.fault(name):
+            draft.report(name, library.path, f"{name} {fault}")
+            # The two names of the plug-in are mostly one file.
+            if _FOLLOWS not in fault and not (name == PLUGINS[1] and PLUGINS[0] in check.host):
+                draft.warn(f"{KEY}: the host's {library.path} is not used: {name} {fault}", _remedy(fault))
+    selected = check.select()
+    for name, library in selected.items():
+        draft.links[name] = library.target
+        draft.report(name, library.path, check.evidence(library), used=True)
     # NCCL opens the second name; an installation may have the first one alone.
-    if PLUGINS[0] in taken and PLUGINS[1] not in taken and PLUGINS[1] not in judge.host:
-        draft.links[PLUGINS[1]] = taken[PLUGINS[0]].target
+    if PLUGINS[0] in selected and PLUGINS[1] not in check.host:
+        draft.links[PLUGINS[1]] = selected[PLUGINS[0]].target
 
 
-def _fix(fault: str) -> str:
+def _remedy(fault: str) -> str:
     if "GLIBC" in fault:
         return "use a newer base image, or libraries built in the image"
     return "use libraries that fit the image, or build them in the image"
 
 
-@dataclass(slots=True, kw_only=True)
-class _Judge:
+class _LoadCheck:
     """Which libraries of the host the image can load."""
 
-    known: HostLibraries
-    users: Sequence[str]
-    host: dict[str, Candidate] = field(init=False)
-    image: dict[str, Candidate] = field(init=False)
-    verdicts: dict[str, str] = field(default_factory=dict)
-    """The fault of each library of the host; empty: it can be loaded."""
+    def __init__(self, libraries: HostLibraries, user_folders: Sequence[str]) -> None:
+        self.user_folders = user_folders
+        self.host = {library.name: library for library in libraries.host}
+        self.image = {library.name: library for library in libraries.image}
+        self.faults: dict[str, str] = {}
+        """The fault of each library of the host; empty: it can be loaded."""
 
-    def __post_init__(self) -> None:
-        self.host = {item.name: item for item in self.known.host}
-        self.image = {item.name: item for item in self.known.image}
+    def user_path(self, name: str) -> str:
+        """Return the path of the user's own library; empty if the user has none."""
+        path = self.image[name].path if name in self.image else ""
+        return path if path.rpartition("/")[0] in self.user_folders else ""
 
-    def of_user(self, name: str) -> str:
-        """Path of the user's own library; empty if the user has none."""
-        found = self.image.get(name)
-        return found.path if found and found.path.rpartition("/")[0] in self.users else ""
+    def select(self) -> dict[str, Candidate]:
+        """Return the fabric's libraries that can be loaded, and what they need of the host."""
+        selected: dict[str, Candidate] = {}
+        names = [name for name in FABRIC_LIBRARIES if name in self.host and not self.user_path(name)]
+        names = [name for name in names if not self.fault(name)]
+        for name in names:  # grows
+            library = self.host[name]
+            if name not in selected and library.object is not None:
+                selected[name] = library
+                names += [needed for needed in library.object.needed if self.from_host(library, needed)]
+        return selected
 
-    def taken(self) -> dict[str, Candidate]:
-        """The wanted libraries that can be loaded, and what they need of the host."""
-        found: dict[str, Candidate] = {}
-        left = [
-            name for name in WANTED if name in self.host and not self.of_user(name) and not self.fault(name)
-        ]
-        while left:
-            name = left.pop(0)
-            lib = self.host[name]
-            if name not in found and lib.object is not None:
-                found[name] = lib
-                left += [need for need in lib.object.needed if self.from_host(lib, need)]
-        return found
-
-    def shown(self, lib: Candidate) -> str:
-        """What was compared."""
-        versions = lib.object.needs.get("libc.so.6", ()) if lib.object else ()
-        libc = self.image.get("libc.so.6")
+    def evidence(self, library: Candidate) -> str:
+        """Return what was compared."""
+        versions = library.object.needs.get("libc.so.6", ()) if library.object else ()
         newest = _newest(versions, "GLIBC")
         needed = f"GLIBC_{newest}" if newest else "no version of glibc"
+        libc = self.image.get("libc.so.6")
         return f"the host's; it needs {needed}, {_has(libc, 'GLIBC_') if libc else ''}"
 
     def fault(self, name: str) -> str:
-        """Why the image cannot load the host's `name`; empty if it can."""
-        if name not in self.verdicts:
-            self.verdicts[name] = ""  # libraries that need each other
-            self.verdicts[name] = self._fault(self.host[name])
-        return self.verdicts[name]
+        """Return why the image cannot load the host's `name`; empty if it can."""
+        if name not in self.faults:
+            self.faults[name] = ""  # libraries that need each other
+            self.faults[name] = self._find_fault(self.host[name])
+        return self.faults[name]
 
-    def _fault(self, lib: Candidate) -> str:
-        made, libc = lib.object, self.image.get("libc.so.6")
-        if made is None:
-            return f"of the host {lib.fault} ({lib.path})"
+    def _find_fault(self, library: Candidate) -> str:
+        shared, libc = library.object, self.image.get("libc.so.6")
+        if shared is None:
+            return f"of the host {library.fault} ({library.path})"
         if libc is None or libc.object is None:
             return "cannot be compared: the image's libc.so.6 is not on the library path"
-        if made.machine != libc.object.machine:
-            return f"is for {made.machine}, the image is for {libc.object.machine} ({lib.path})"
-        if lib.name not in PLUGINS and made.soname != lib.name:
-            return f"has the SONAME {made.soname or '(none)'} ({lib.path})"
-        mine = self.image.get(lib.name)
-        lost = [version for version in _defined(mine) if version not in made.defines]
-        if mine is not None and lost:
-            return f"lacks {lost[-1]}, which the image's has ({mine.path})"
-        faults = (self._need(lib, need) for need in made.needed)
-        return next((fault for fault in faults if fault), "")
+        if shared.machine != libc.object.machine:
+            return f"is for {shared.machine}, the image is for {libc.object.machine} ({library.path})"
+        if library.name not in PLUGINS and shared.soname != library.name:
+            return f"has the SONAME {shared.soname or '(none)'} ({library.path})"
+        if image := self.image.get(library.name):
+            lost = [version for version in _defined(image) if version not in shared.defines]
+            if lost:
+                return f"lacks {lost[-1]}, which the image's has ({image.path})"
+        faults = (self._need_fault(library, needed) for needed in shared.needed)
+        return next(filter(None, faults), "")
 
-    def from_host(self, lib: Candidate, need: str) -> bool:
-        """Whether `lib` gets the library `need` from the host."""
-        if need in OF_IMAGE or need not in self.host or self.of_user(need):
+    def from_host(self, library: Candidate, needed: str) -> bool:
+        """Return whether `library` gets the library `needed` from the host."""
+        if needed in OF_IMAGE or needed not in self.host or self.user_path(needed):
             return False
-        mine = self.image.get(need)
-        if mine is not None and need not in WANTED and not self._lacking(lib, mine):
+        image = self.image.get(needed)
+        if image is not None and needed not in FABRIC_LIBRARIES and not _missing_version(library, image):
             return False
-        return not self.fault(need) and not self._lacking(lib, self.host[need])
+        return not self.fault(needed) and not _missing_version(library, self.host[needed])
 
-    def _need(self, lib: Candidate, need: str) -> str:
-        """Why `lib` cannot get the library `need` that it needs; empty if it can."""
-        if self.from_host(lib, need):
-            hides = [
-                folder for folder in (lib.object.rpath if lib.object else ()) if self._of_image(folder, need)
-            ]
-            return f"has the RPATH {hides[0]}, where the image has another {need}" if hides else ""
-        mine = self.image.get(need)
-        if mine is not None:
-            lacking = self._lacking(lib, mine)
-            if not lacking:
+    def _need_fault(self, library: Candidate, needed: str) -> str:
+        """Return why `library` cannot get the library `needed`; empty if it can."""
+        image, host = self.image.get(needed), self.host.get(needed)
+        if self.from_host(library, needed):
+            for folder in library.object.rpath if library.object else ():
+                if image is not None and image.path == f"{folder}/{needed}":
+                    return f"has the RPATH {folder}, where the image has another {needed}"
+            return ""
+        if image is not None:
+            version = _missing_version(library, image)
+            if not version:
                 return ""
-            if need in self.host and need not in OF_IMAGE and (fault := self.fault(need)):
-                return f"needs {lacking}, and the host's {need} {fault}"
-            return f"needs {lacking}, {_has(mine, lacking)}"
-        if need not in self.host:
-            where = "the image does not have" if need in OF_IMAGE else "neither the image nor the host has"
-            return f"needs {need}, which {where}"
-        fault = self.fault(need)
-        if fault:
-            return f"needs {need}, {_FOLLOWS}" if need in WANTED else f"needs {need}, and {need} {fault}"
-        return f"needs {self._lacking(lib, self.host[need])} of {need}, which the host's lacks"
-
-    def _of_image(self, folder: str, need: str) -> bool:
-        mine = self.image.get(need)
-        return mine is not None and mine.path == f"{folder}/{need}"
-
-    @staticmethod
-    def _lacking(lib: Candidate, server: Candidate) -> str:
-        """The newest version that `lib` needs of `server`, which lacks it; empty if there is none.
-
-        A library that defines no versions at all serves every one: the dynamic linker only warns then.
-        """
-        needs = lib.object.needs.get(server.name, ()) if lib.object else ()
-        defined = _defined(server)
-        return max((need for need in needs if defined and need not in defined), key=_order, default="")
+            if host and needed not in OF_IMAGE and (fault := self.fault(needed)):
+                return f"needs {version}, and the host's {needed} {fault}"
+            return f"needs {version}, {_has(image, version)}"
+        if host is None:
+            where = "the image does not have" if needed in OF_IMAGE else "neither the image nor the host has"
+            return f"needs {needed}, which {where}"
+        if fault := self.fault(needed):
+            reason = _FOLLOWS if needed in FABRIC_LIBRARIES else f"and {needed} {fault}"
+            return f"needs {needed}, {reason}"
+        return f"needs {_missing_version(library, host)} of {needed}, which the host's lacks"
 
 
-def _defined(lib: Candidate | None) -> tuple[str, ...]:
-    return lib.object.defines if lib is not None and lib.object is not None else ()
+def _missing_version(library: Candidate, server: Candidate) -> str:
+    """Return the newest version that `library` needs of `server`, which lacks it; empty if there is none.
+
+    A library that defines no versions at all serves every one: the dynamic linker only warns then.
+    """
+    needs = library.object.needs.get(server.name, ()) if library.object else ()
+    defined = _defined(server)
+    return max((need for need in needs if defined and need not in defined), key=_order, default="")
+
+
+def _defined(library: Candidate) -> tuple[str, ...]:
+    return library.object.defines if library.object is not None else ()
 
 
 def _order(version: str) -> tuple[int, ...]:
@@ -251,52 +240,57 @@ def _order(version: str) -> tuple[int, ...]:
 
 
 def _newest(versions: Sequence[str], prefix: str) -> str:
-    """Number of the newest version ``PREFIX_N``."""
-    found = [version for version in versions if re.fullmatch(rf"{re.escape(prefix)}_[0-9.]+", version)]
-    return max(found, key=_order)[len(prefix) + 1 :] if found else ""
+    """Return the number of the newest version ``PREFIX_N``."""
+    pattern = rf"{re.escape(prefix)}_[0-9.]+"
+    newest = max((version for version in versions if re.fullmatch(pattern, version)), key=_order, default="")
+    return newest[len(prefix) + 1 :]
 
 
-def _has(server: Candidate, lacking: str) -> str:
-    newest = _newest(_defined(server), lacking.rpartition("_")[0])
+def _has(server: Candidate, version: str) -> str:
+    newest = _newest(_defined(server), version.rpartition("_")[0])
     return f"the image has {newest} ({server.path})" if newest else f"which the image's {server.path} lacks"
 
 
-def _compat(draft: PlanDraft, known: CudaCompat) -> str:
-    """The folder of CUDA's forward compatibility; empty where it must not be used, which is reported."""
-    fault, reason = _compat_fault(draft, known)
-    mine = next((folder for folder in known.others if folder in _parts(draft)[0]), "")
-    if not fault and mine:
-        fault = f"{VARIABLE} names {mine}, which has a libcuda.so.1 as well"
-    if fault:
-        _note(draft, COMPAT_KEY, known.folder or COMPAT, f"{fault} ({known.source})")
-        return ""
-    _note(draft, COMPAT_KEY, known.folder, f"{reason} ({known.source})", used=True)
-    return known.folder
+def _decide_compat(draft: PlanDraft, compat: CudaCompat) -> str:
+    """Report and return the folder of CUDA's forward compatibility; empty where it must not be used."""
+    fault, reason = _compat_fault(draft, compat)
+    user_folders = _current_folders(draft)[0]
+    folder = next((folder for folder in compat.cuda_folders if folder in user_folders), "")
+    if not fault and folder:
+        fault = f"{VARIABLE} names {folder}, which has a libcuda.so.1 as well"
+    value = compat.folder or COMPAT
+    draft.report(COMPAT_KEY, value, f"{fault or reason} ({compat.source})", used=not fault)
+    return "" if fault else compat.folder
 
 
-def _compat_fault(draft: PlanDraft, known: CudaCompat) -> tuple[str, str]:
-    """Why forward compatibility must not be used, and why it is used."""
-    facts, cuda = draft.facts, draft.env.get("CUDA_VERSION", "")
-    if not known.folder:
+def _compat_fault(draft: PlanDraft, compat: CudaCompat) -> tuple[str, str]:
+    """Return why forward compatibility must not be used, or why it is used."""
+    facts, cuda_version = draft.facts, draft.env.get("CUDA_VERSION", "")
+    if not compat.folder:
         return f"the image has no {COMPAT}/libcuda.so.1", ""
-    driver = re.search(r"\b([0-9]{3,5})\.([0-9]{1,5})(?:\.([0-9]{1,5}))?", facts.driver)
-    image = re.match(r"([0-9]{1,5})\.([0-9]{1,5})", cuda)
+    driver = _order(facts.driver_version)
+    image = re.match(r"([0-9]{1,5})\.([0-9]{1,5})", cuda_version)
     if not driver or not image:
-        shown = facts.driver or "does not exist"
-        return f"unknown versions: /proc/driver/nvidia/version {shown}; CUDA_VERSION={cuda!r}", ""
-    supported = max((cuda for first, cuda in _CUDA_BY_DRIVER if first <= int(driver[1])), default=(0, 0))
-    text = f"driver {driver[0]} supports CUDA {supported[0]}.{supported[1]}, the image has {image[0]}"
-    wanted = (int(image[1]), int(image[2]))
-    if int(driver[1]) > _CUDA_BY_DRIVER[-1][0] and wanted > supported:
-        return f"driver {driver[0]} is newer than imgkit's table, so the CUDA that it supports is unknown", ""
-    if wanted <= supported:
+        text = facts.driver or "does not exist"
+        return f"unknown versions: /proc/driver/nvidia/version {text}; CUDA_VERSION={cuda_version!r}", ""
+    supported = max((cuda for first, cuda in _CUDA_BY_DRIVER if first <= driver[0]), default=(0, 0))
+    needed = _order(image[0])
+    text = (
+        f"driver {facts.driver_version} supports CUDA {supported[0]}.{supported[1]}, the image has {image[0]}"
+    )
+    if driver[0] > _CUDA_BY_DRIVER[-1][0] and needed > supported:
+        reason = "is newer than imgkit's table, so the CUDA that it supports is unknown"
+        return f"driver {facts.driver_version} {reason}", ""
+    if needed <= supported:
         return text, ""
-    own = re.search(r"libcuda\.so\.([0-9]{3,5}(?:\.[0-9]{1,5}){1,2})$", known.target)
-    if own and _order(own[1]) <= _order(driver[0]):
-        return f"{text}, but its {known.target} is not newer than the driver", ""
+    library = re.search(r"libcuda\.so\.([0-9]{3,5}(?:\.[0-9]{1,5}){1,2})$", compat.target)
+    if library and _order(library[1]) <= driver:
+        return f"{text}, but its {compat.target} is not newer than the driver", ""
     models = sorted({gpu.model for gpu in facts.gpu_devices})
-    unfit = [model for model in models if _WORKSTATION.search(model) or not _DATA_CENTRE.search(model)]
-    if unfit or not models:
-        shown = f"{unfit[0] or 'a GPU without a name'} is none" if unfit else "the driver shows no GPU"
-        return f"{text}, but forward compatibility is for data-centre GPUs, and {shown}", ""
+    if not models:
+        return f"{text}, but forward compatibility is for data-centre GPUs, and the driver shows no GPU", ""
+    for model in models:
+        if _WORKSTATION.search(model) or not _DATA_CENTRE.search(model):
+            name = model or "a GPU without a name"
+            return f"{text}, but forward compatibility is for data-centre GPUs, and {name} is none", ""
     return "", f"{text}; {', '.join(models)} is a data-centre GPU"

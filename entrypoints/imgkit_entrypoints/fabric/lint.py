@@ -1,6 +1,6 @@
 """Warnings about variables that are dangerous, useless, misspelled, or spelled for another version of NCCL.
 
-Every rule is a function ``(draft, kind)`` that yields pairs: what it found, and the remedy. It checks
+Every rule is a function ``(draft, kind)`` that yields pairs: a finding, and its remedy. It checks
 values that the user, an nccl.conf or the recipe set. Sources: NCCL's user guide (env.rst) and source,
 unless a rule names another.
 """
@@ -11,8 +11,8 @@ import re
 from collections.abc import Iterable, Iterator
 
 from imgkit_entrypoints.fabric import ports, slingshot, sockets
-from imgkit_entrypoints.fabric.fabric_plan import Finding, PlanDraft
-from imgkit_entrypoints.facts import Gid, Port
+from imgkit_entrypoints.fabric.fabric_plan import INTERFACES, Finding, PlanDraft
+from imgkit_entrypoints.facts.host_facts import Port
 from imgkit_entrypoints.system import FabricKind
 
 GDR_LEVELS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
@@ -35,344 +35,308 @@ LEFT_ON = {
     "TORCH_NCCL_NAN_CHECK": ("1",),
 }
 
-
-Found = Iterator[tuple[str, str]]
+Findings = Iterator[tuple[str, str]]
+"""What a rule found, and the remedy."""
 
 
 def check(draft: PlanDraft, kind: FabricKind) -> tuple[Finding, ...]:
-    """One finding per dangerous variable, with its value and its origin."""
-    return tuple(Finding(what=what, fix=fix) for rule in _RULES for what, fix in rule(draft, kind))
+    """Return one finding per dangerous variable, with its value and its origin."""
+    return tuple(Finding(problem, fix) for rule in _RULES for problem, fix in rule(draft, kind))
 
 
-def _on(draft: PlanDraft, name: str) -> bool:
-    known = draft.given(name)
-    return known is not None and known.value.strip() not in ("", "0")
+def _is_on(draft: PlanDraft, name: str) -> bool:
+    preset = draft.preset(name)
+    return preset is not None and preset.value.strip() not in ("", "0")
 
 
-def _verbs_off(draft: PlanDraft, kind: FabricKind) -> Found:
-    if _on(draft, "NCCL_IB_DISABLE") and draft.given("NCCL_IB_HCA"):
-        yield (
-            f"{draft.said('NCCL_IB_DISABLE')} switches {draft.said('NCCL_IB_HCA')} off",
-            f"{draft.unsetting('NCCL_IB_DISABLE')} or NCCL_IB_HCA, whichever you do not want",
-        )
+def _visible_gpus(draft: PlanDraft, kind: FabricKind) -> Findings:
+    if draft.facts.gpus_problem:
+        count = len(draft.facts.gpu_devices)
+        numbers = ",".join(map(str, range(count)))
+        fix = f"set CUDA_VISIBLE_DEVICES={numbers}, or unset it" if count else "unset CUDA_VISIBLE_DEVICES"
+        yield draft.facts.gpus_problem, fix
 
 
-def _rdma_off(draft: PlanDraft, kind: FabricKind) -> Found:
+def _rdma_off(draft: PlanDraft, kind: FabricKind) -> Findings:
     """Price of TCP where RDMA works: the ports' rate against the interface's."""
-    net, off = draft.given("NCCL_NET"), draft.given("NCCL_IB_DISABLE")
-    socket = net is not None and net.mine and net.value.lower() == "socket"
-    disabled = off is not None and off.mine and _on(draft, "NCCL_IB_DISABLE") and not draft.facts.cxi
-    if kind != "tcp" or not (socket or disabled):
+    facts, net, disable = draft.facts, draft.preset("NCCL_NET"), draft.preset("NCCL_IB_DISABLE")
+    is_socket = net is not None and net.is_users and net.value.lower() == "socket"
+    is_off = disable is not None and disable.is_users and _is_on(draft, "NCCL_IB_DISABLE") and not facts.cxi
+    if kind != "tcp" or not (is_socket or is_off):
         return
-    used, _ = ports.choose(draft.facts, draft.nics)
-    rate, names = ports.line_rate_Gbps(draft.facts, used), ", ".join(port.name for port in used)
-    if draft.facts.cxi:
-        rate, names = slingshot.NIC_Gbps * len(draft.facts.cxi), slingshot.nics(draft.facts)
+    used, _ = ports.choose(facts, draft.nics)
+    rate, names = ports.line_rate_Gbps(facts, used), ", ".join(port.name for port in used)
+    if facts.cxi:
+        rate, names = slingshot.NIC_Gbps * len(facts.cxi), slingshot.nics(facts)
     if not names:
         return
-    own = [item.name for item in sockets.usable(draft.facts) if item.name.startswith(("hsn", "ib"))]
-    best = sockets.best(draft.facts, draft.head, own)
+    best = sockets.best(facts, draft.head, sockets.usable_names(facts, "hsn", "ib"))
     interface, speed = (best[0].name, best[0].speed_Mbps) if best else ("no interface", None)
     fast = f"{rate:g} Gbit/s" if rate else "more"
     slow = f"{speed / 1000:g} Gbit/s at most" if speed else "less, at an unknown rate"
-    times = f" ({rate * 1000 / speed:.3g} times less)" if rate and speed and rate * 1000 > speed else ""
-    name = "NCCL_NET" if socket else "NCCL_IB_DISABLE"
-    yield (
-        f"{draft.said(name)} turns RDMA off: {names} would carry {fast}, and TCP over {interface} carries "
-        f"{slow}{times}",
-        draft.unsetting(name),
-    )
+    if rate and speed and rate * 1000 > speed:
+        slow += f" ({rate * 1000 / speed:.3g} times less)"
+    name = "NCCL_NET" if is_socket else "NCCL_IB_DISABLE"
+    problem = f"{draft.quote(name)} turns RDMA off: {names} would carry {fast}, "
+    yield f"{problem}and TCP over {interface} carries {slow}", draft.how_to_unset(name)
 
 
-def _provider(draft: PlanDraft, kind: FabricKind) -> Found:
-    known = draft.given("FI_PROVIDER")
-    if known and draft.facts.cxi and known.value != "cxi":
-        yield (
-            f"{draft.said('FI_PROVIDER')}, but the NICs here are Slingshot ({draft.facts.cxi[0].path}): "
-            "libfabric finds no provider",
-            f"set FI_PROVIDER=cxi, or {draft.unsetting('FI_PROVIDER')}",
-        )
+def _verbs_off(draft: PlanDraft, kind: FabricKind) -> Findings:
+    if _is_on(draft, "NCCL_IB_DISABLE") and draft.preset("NCCL_IB_HCA"):
+        problem = f"{draft.quote('NCCL_IB_DISABLE')} switches {draft.quote('NCCL_IB_HCA')} off"
+        yield problem, f"{draft.how_to_unset('NCCL_IB_DISABLE')} or NCCL_IB_HCA, whichever you do not want"
 
 
-def _socket_numbers(draft: PlanDraft, kind: FabricKind) -> Found:
+def _provider(draft: PlanDraft, kind: FabricKind) -> Findings:
+    preset, cxi = draft.preset("FI_PROVIDER"), draft.facts.cxi
+    if preset and cxi and preset.value != "cxi":
+        problem = f"{draft.quote('FI_PROVIDER')}, but the NICs here are Slingshot ({cxi[0].path}): "
+        fix = f"set FI_PROVIDER=cxi, or {draft.how_to_unset('FI_PROVIDER')}"
+        yield f"{problem}libfabric finds no provider", fix
+
+
+def _socket_numbers(draft: PlanDraft, kind: FabricKind) -> Findings:
     numbers = []
     for name in sockets.THREADS:
         text = draft.value(name)
-        if text is not None and not re.fullmatch(r"\s*\d+\s*", text):
-            yield (
-                f"{name}={text!r} is not a number: NCCL reads 0",
-                f"set a number, or {draft.unsetting(name)}",
-            )
-        numbers.append(int(text) if text and re.fullmatch(r"\s*\d+\s*", text) else None)
-    threads, each = numbers
+        is_number = text is not None and re.fullmatch(r"\s*\d+\s*", text)
+        if text is not None and not is_number:
+            problem = f"{name}={text!r} is not a number: NCCL reads 0"
+            yield problem, f"set a number, or {draft.how_to_unset(name)}"
+        numbers.append(int(text) if text and is_number else None)
+    threads, sockets_each = numbers
     if threads is not None and threads > MOST_THREADS:
-        what = f"NCCL_SOCKET_NTHREADS={threads} is above the maximum of {MOST_THREADS}"
-        yield what, f"set NCCL_SOCKET_NTHREADS={MOST_THREADS} or less"
-    if threads is not None and each is not None and threads * each > MOST_SOCKETS:
+        problem = f"NCCL_SOCKET_NTHREADS={threads} is above the maximum of {MOST_THREADS}"
+        yield problem, f"set NCCL_SOCKET_NTHREADS={MOST_THREADS} or less"
+    if threads is not None and sockets_each is not None and threads * sockets_each > MOST_SOCKETS:
+        product = f"{' x '.join(sockets.THREADS)} = {threads} x {sockets_each} = {threads * sockets_each}"
         yield (
-            f"{' x '.join(sockets.THREADS)} = {threads} x {each} = {threads * each} sockets per "
-            f"connection, but NCCL allows {MOST_SOCKETS}: it lowers your value",
+            f"{product} sockets per connection, but NCCL allows {MOST_SOCKETS}: it lowers your value",
             f"choose values whose product is {MOST_SOCKETS} or less, such as 4 and 4",
         )
-    if kind != "tcp":
-        for name in sockets.THREADS:
-            if draft.given(name):
-                yield f"{draft.said(name)} only affects TCP, but the data uses {kind}", draft.unsetting(name)
+    for name in sockets.THREADS if kind != "tcp" else ():
+        if draft.preset(name):
+            yield f"{draft.quote(name)} only affects TCP, but the data uses {kind}", draft.how_to_unset(name)
 
 
-def _plugin_twice(draft: PlanDraft, kind: FabricKind) -> Found:
-    if draft.given("NCCL_NET") and draft.request("NCCL_NET_PLUGIN"):
-        yield (
-            f"{draft.said('NCCL_NET')} together with {draft.said('NCCL_NET_PLUGIN')}: set only "
-            'one of them (CSCS, "Communication libraries": NCCL)',
-            draft.unsetting("NCCL_NET_PLUGIN"),
-        )
+def _plugin_twice(draft: PlanDraft, kind: FabricKind) -> Findings:
+    if draft.preset("NCCL_NET") and draft.request("NCCL_NET_PLUGIN"):
+        problem = f"{draft.quote('NCCL_NET')} together with {draft.quote('NCCL_NET_PLUGIN')}: set only "
+        fix = draft.how_to_unset("NCCL_NET_PLUGIN")
+        yield f'{problem}one of them (CSCS, "Communication libraries": NCCL)', fix
 
 
-def _net_on_one_node(draft: PlanDraft, kind: FabricKind) -> Found:
-    known = draft.given("NCCL_NET")
-    if known and not draft.several and known.value.lower() in ("aws libfabric", "libfabric", "ofi"):
-        what = f"{draft.said('NCCL_NET')} on one node allocates memory for nothing (HPE's guide)"
-        yield what, draft.unsetting("NCCL_NET")
+def _net_on_one_node(draft: PlanDraft, kind: FabricKind) -> Findings:
+    preset = draft.preset("NCCL_NET")
+    if preset and not draft.several and preset.value.lower() in ("aws libfabric", "libfabric", "ofi"):
+        problem = f"{draft.quote('NCCL_NET')} on one node allocates memory for nothing (HPE's guide)"
+        yield problem, draft.how_to_unset("NCCL_NET")
 
 
-def _gid(draft: PlanDraft, kind: FabricKind) -> Found:
-    known = draft.given(ports.GID_INDEX)
-    if known is None or known.value == "" or kind not in ("infiniband", "roce"):
+def _gid(draft: PlanDraft, kind: FabricKind) -> Findings:
+    preset = draft.preset(ports.GID_INDEX)
+    if preset is None or preset.value == "" or kind not in ("infiniband", "roce"):
         return
-    said, version = draft.said(ports.GID_INDEX), draft.facts.nccl
-    if not re.fullmatch(r"\s*[-+]?(0[xX][0-9a-fA-F]+|\d+)\s*", known.value):
-        first = re.match(r"\s*[-+]?\d+", known.value)
-        needed = [found.index for port in ports.in_use(draft) if (found := ports.pick_gid(port.gids))]
-        right = f"; the right index here is {needed[0]}" if needed else ""
-        yield (
-            f"{said} is not a number, and NCCL silently reads {int(first[0]) if first else 0}",
-            f"{draft.unsetting(ports.GID_INDEX)}{right}",
-        )
+    quote, unset, version = (
+        draft.quote(ports.GID_INDEX),
+        draft.how_to_unset(ports.GID_INDEX),
+        draft.facts.nccl,
+    )
+    used = ports.in_use(draft)
+    if not re.fullmatch(r"\s*[-+]?(0[xX][0-9a-fA-F]+|\d+)\s*", preset.value):
+        number = re.match(r"\s*[-+]?\d+", preset.value)
+        gids = [gid for gid in (ports.pick_gid(port.gids) for port in used) if gid]
+        right = f"; the right index here is {gids[0].index}" if gids else ""
+        problem = f"{quote} is not a number, and NCCL silently reads {int(number[0]) if number else 0}"
+        yield problem, f"{unset}{right}"
         return
     if kind == "infiniband":
-        what = f"{said} on InfiniBand: NCCL 2.22.3 and later ignore it, and older versions may fail"
-        yield what, draft.unsetting(ports.GID_INDEX)
+        yield f"{quote} on InfiniBand: NCCL 2.22.3 and later ignore it, and older versions may fail", unset
         return
-    index = int(known.value, 0)
+    index = int(preset.value, 0)
     if index < 0:
         return
     if version is not None and version >= ports.FINDS_GID:
-        what = f"{said}: NCCL {draft.facts.nccl_version} finds the GID itself on every NIC and node"
-        yield what, draft.unsetting(ports.GID_INDEX)
-    for port in ports.in_use(draft):
-        best = ports.pick_gid(port.gids)
-        fix = f"set {ports.GID_INDEX}={best.index}, or " if best else ""
-        for text in _slot(said, index, port):
-            yield text, fix + draft.unsetting(ports.GID_INDEX)
+        yield f"{quote}: NCCL {draft.facts.nccl_version} finds the GID itself on every NIC and node", unset
+    for port in used:
+        if fault := _slot_fault(index, port):
+            best = ports.pick_gid(port.gids)
+            yield f"{quote}: {fault}", f"set {ports.GID_INDEX}={best.index}, or {unset}" if best else unset
 
 
-def _slot(said: str, index: int, port: Port) -> Iterator[str]:
-    slot: Gid | None = next((item for item in port.gids if item.index == index), None)
+def _slot_fault(index: int, port: Port) -> str:
+    """Return why slot `index` is wrong for a port; empty if it is right."""
+    slot = next((gid for gid in port.gids if gid.index == index), None)
     best = ports.pick_gid(port.gids)
     advice = f"{port.name} needs {best.index}" if best else f"{port.name} has no IPv4 GID at all"
     if slot is None:
-        yield f"{said}: slot {port.path}/gids/{index} is empty; {advice}"
-    elif slot.link_local:
-        yield f"{said}: {ports.gid_evidence(port, slot)} is link-local; {advice}"
-    elif slot.kind == "IB/RoCE v1":
-        yield f"{said}: {ports.gid_evidence(port, slot)} is RoCE v1, which routers do not forward; {advice}"
-    elif best is not None and best.index != index:
-        yield f"{said}: {ports.gid_evidence(port, slot)}; {advice}: {ports.gid_evidence(port, best)}"
+        return f"slot {port.path}/gids/{index} is empty; {advice}"
+    evidence = ports.gid_evidence(port, slot)
+    if slot.link_local:
+        return f"{evidence} is link-local; {advice}"
+    if slot.kind == "IB/RoCE v1":
+        return f"{evidence} is RoCE v1, which routers do not forward; {advice}"
+    if best is not None and best.index != index:
+        return f"{evidence}; {advice}: {ports.gid_evidence(port, best)}"
+    return ""
 
 
-def _hca(draft: PlanDraft, kind: FabricKind) -> Found:
-    known = draft.given(ports.HCA)
-    if known is None or kind not in ("infiniband", "roce") or not known.value:
+def _hca(draft: PlanDraft, kind: FabricKind) -> Findings:
+    preset = draft.preset(ports.HCA)
+    if preset is None or kind not in ("infiniband", "roce") or not preset.value:
         return
-    words = [word.split(":") for word in known.value.lstrip("^=").split(",")]
-    version = draft.facts.nccl
-    if any(len(word) > 2 for word in words) and version is not None and version < (2, 30, 7):
-        what = f"{draft.said(ports.HCA)}: only NCCL 2.30.7 and later know rail and plane"
-        yield what, f"set {ports.HCA}={ports.spell(ports.choose(draft.facts, draft.nics)[0])}"
-    chosen, left = ports.choose(draft.facts, draft.nics)
+    value, quote, version = preset.value, draft.quote(ports.HCA), draft.facts.nccl
+    chosen, unused = ports.choose(draft.facts, draft.nics)
+    items = [item.split(":") for item in value.lstrip("^=").split(",")]
+    if any(len(item) > 2 for item in items) and version is not None and version < (2, 30, 7):
+        problem = f"{quote}: only NCCL 2.30.7 and later know rail and plane"
+        yield problem, f"set {ports.HCA}={ports.spell(chosen)}"
     used = ports.in_use(draft)
-    reasons = {item.port.name: item.reason for item in left}
-    extra = [port for port in used if port.name in reasons]
-    if not known.value.lstrip("^").startswith("="):
-        for word in words:
-            caught = sorted({port.device for port in used if port.device.startswith(word[0])})
-            if not known.value.startswith("^") and word[0] in caught and len(caught) > 1:
-                taken = ", ".join(caught)
-                yield (
-                    f"{draft.said(ports.HCA)}: {word[0]} is a prefix and selects {taken}",
-                    f"begin the value with = to make it exact: {ports.HCA}=={known.value}",
-                )
-    for port in extra:
-        yield (
-            f"{draft.said(ports.HCA)} also selects {port.name} ({reasons[port.name]})",
-            f"set {ports.HCA}={ports.spell(chosen)}, or {draft.unsetting(ports.HCA)}",
-        )
+    for name, *_ in items if value[:1] not in ("^", "=") else ():
+        devices = sorted({port.device for port in used if port.device.startswith(name)})
+        if name in devices and len(devices) > 1:
+            problem = f"{quote}: {name} is a prefix and selects {', '.join(devices)}"
+            yield problem, f"begin the value with = to make it exact: {ports.HCA}=={value}"
+    reasons = {item.port.name: item.reason for item in unused}
+    for port in used:
+        if port.name in reasons:
+            fix = f"set {ports.HCA}={ports.spell(chosen)}, or {draft.how_to_unset(ports.HCA)}"
+            yield f"{quote} also selects {port.name} ({reasons[port.name]})", fix
 
 
-def _gdr_level(draft: PlanDraft, kind: FabricKind) -> Found:
-    known = draft.given("NCCL_NET_GDR_LEVEL")
-    if known and known.value not in (*GDR_LEVELS, *"012345"):
-        yield (
-            f"{draft.said('NCCL_NET_GDR_LEVEL')} is unknown, and NCCL silently ignores it",
-            f"use one of {', '.join(GDR_LEVELS)}, in capitals",
-        )
+def _gdr_level(draft: PlanDraft, kind: FabricKind) -> Findings:
+    preset = draft.preset("NCCL_NET_GDR_LEVEL")
+    if preset and preset.value not in (*GDR_LEVELS, *"012345"):
+        problem = f"{draft.quote('NCCL_NET_GDR_LEVEL')} is unknown, and NCCL silently ignores it"
+        yield problem, f"use one of {', '.join(GDR_LEVELS)}, in capitals"
 
 
-def _interfaces(draft: PlanDraft, kind: FabricKind) -> Found:
-    for name in (sockets.NCCL, sockets.GLOO):
-        known = draft.given(name)
-        if known is None or not known.value or not draft.facts.interfaces:
+def _interfaces(draft: PlanDraft, kind: FabricKind) -> Findings:
+    for variable in INTERFACES:
+        preset = draft.preset(variable)
+        if preset is None or not preset.value or not draft.facts.interfaces:
             continue
-        exact = "=" if name == sockets.GLOO else ""
-        found = sockets.matching(exact + known.value, draft.facts.interfaces)
-        running = [item for item in found if item.running and item.addresses]
-        if not running:
-            there = ", ".join(item.name for item in sockets.usable(draft.facts)) or "none but lo"
-            what = f"{draft.said(name)} selects no interface that is up with an address"
-            yield what, f"{draft.unsetting(name)}, or name one of: {there}"
-        elif draft.several and all(item.name == "lo" or item.name.startswith("docker") for item in running):
-            what = f"{draft.said(name)}: other nodes cannot reach {', '.join(item.name for item in running)}"
-            yield what, draft.unsetting(name)
+        interfaces = sockets.MATCHING[variable](preset.value, draft.facts.interfaces)
+        names = [item.name for item in interfaces if item.running and item.addresses]
+        unset = draft.how_to_unset(variable)
+        if not names:
+            usable = ", ".join(sockets.usable_names(draft.facts, "")) or "none but lo"
+            problem = f"{draft.quote(variable)} selects no interface that is up with an address"
+            yield problem, f"{unset}, or name one of: {usable}"
+        elif draft.several and all(name == "lo" or name.startswith("docker") for name in names):
+            yield f"{draft.quote(variable)}: other nodes cannot reach {', '.join(names)}", unset
 
 
-def _protocols(draft: PlanDraft, kind: FabricKind) -> Found:
+def _protocols(draft: PlanDraft, kind: FabricKind) -> Findings:
     zeros = ("FI_CXI_RDZV_EAGER_SIZE", "FI_CXI_RDZV_GET_MIN", "FI_CXI_RDZV_THRESHOLD")
     for name in zeros if kind == "slingshot" else ():
-        known = draft.given(name)
-        if known and known.value != "0":
-            yield f"{draft.said(name)}: Slingshot needs 0 for correct results (HPE's guide)", f"set {name}=0"
-    known = draft.given("NCCL_PROTO")
-    if known and kind != "slingshot" and slingshot.allows_ll128(known.value) and known.value[:1] != "^":
-        what = f"{draft.said('NCCL_PROTO')} overrides NCCL's choice of protocol: set it only for debugging"
-        yield what, draft.unsetting("NCCL_PROTO")
+        preset = draft.preset(name)
+        if preset and preset.value != "0":
+            yield f"{draft.quote(name)}: Slingshot needs 0 for correct results (HPE's guide)", f"set {name}=0"
+    preset = draft.preset("NCCL_PROTO")
+    if preset and kind != "slingshot" and slingshot.allows_ll128(preset.value) and preset.value[:1] != "^":
+        problem = (
+            f"{draft.quote('NCCL_PROTO')} overrides NCCL's choice of protocol: set it only for debugging"
+        )
+        yield problem, draft.how_to_unset("NCCL_PROTO")
 
 
-def _spellings(draft: PlanDraft, kind: FabricKind) -> Found:
+def _old_names(draft: PlanDraft, kind: FabricKind) -> Findings:
     for old, new in RENAMED.items():
-        if draft.given(old):
-            yield f"{draft.said(old)} is an old name that current torch and NCCL ignore", f"use {new}"
+        if draft.preset(old):
+            yield f"{draft.quote(old)} is an old name that current torch and NCCL ignore", f"use {new}"
 
 
-def _debugging(draft: PlanDraft, kind: FabricKind) -> Found:
+def _debugging(draft: PlanDraft, kind: FabricKind) -> Findings:
     for name, values in LEFT_ON.items():
-        known = draft.given(name)
-        if known and (known.value in values or (not values and known.value)):
-            yield (
-                f"{draft.said(name)} is for debugging and slows down or changes the run",
-                draft.unsetting(name),
-            )
-
-
-def _visible_gpus(draft: PlanDraft, kind: FabricKind) -> Found:
-    if draft.facts.gpus_problem:
-        count = len(draft.facts.gpu_devices)
-        every = ",".join(map(str, range(count))) or "0"
-        fix = f"set CUDA_VISIBLE_DEVICES={every}, or unset it" if count else "unset CUDA_VISIBLE_DEVICES"
-        yield draft.facts.gpus_problem, fix
+        preset = draft.preset(name)
+        if preset and (preset.value in values or (not values and preset.value)):
+            problem = f"{draft.quote(name)} is for debugging and slows down or changes the run"
+            yield problem, draft.how_to_unset(name)
 
 
 _PREFIXES = ("NCCL_", "GLOO_", "TORCH_")
 OLD_NAMES = ("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DESYNC_DEBUG", "NCCL_IB_CUDA_SUPPORT")
 """Names that earlier versions read; `RENAMED` has the present ones."""
-ALIKE = 0.85
-"""Least likeness of a misspelled name to the one that is meant, by difflib's measure."""
+SIMILARITY = 0.85
+"""Least likeness of a misspelled name to the correct one, by difflib's measure."""
 FUNCTIONS = ("Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce")
 LISTS = {
     "NCCL_ALGO": ("Tree", "Ring", "CollNetDirect", "CollNetChain", "NVLS", "NVLSTree", "PAT"),
     "NCCL_PROTO": ("LL", "LL128", "Simple"),
 }
-"""Words of a list (``[function:][^]word,...;...``), in any case: parseList in NCCL's tuning.cc."""
+"""Items of a list (``[function:][^]item,...;...``), in any case: parseList in NCCL's tuning.cc."""
 REFUSES_FROM = "2.24"
-"""First version of NCCL that stops at an unknown word; earlier ones ignore it."""
+"""First version of NCCL that stops at an unknown item; earlier ones ignore it."""
 NETS = (
-    "IB",
-    "Socket",
-    "AWS Libfabric",
-    "Libfabric",
-    "OFI",
-    "IBext",
-    "UCX",
-    "GPUDirectTCPX",
-    "FasTrak",
+    *("IB", "Socket", "AWS Libfabric", "Libfabric", "OFI", "IBext", "UCX", "GPUDirectTCPX", "FasTrak"),
     "gIB",
 )
 """NCCL's own networks, and the names by which known plug-ins answer; ``IBext_v8`` and the like count too."""
 
 
-def _unknown(names: Iterable[str]) -> tuple[str, ...]:
-    """Names of NCCL, Gloo or torch that none of their versions up to now reads."""
-    return tuple(
-        name
-        for name in names
-        if name.startswith(_PREFIXES)
-        and not name.startswith(_FAMILIES)
-        and name not in KNOWN_NAMES
-        and name not in OLD_NAMES
-    )
+def unknown_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of NCCL, Gloo or torch that none of their versions up to now reads."""
+    candidates = (name for name in names if name.startswith(_PREFIXES) and not name.startswith(_FAMILIES))
+    return tuple(name for name in candidates if name not in KNOWN_NAMES and name not in OLD_NAMES)
 
 
-def nearest(word: str, known: Iterable[str], alike: float = ALIKE) -> str:
-    """Return the known word that is most like `word`; empty if none is like it."""
-    from difflib import get_close_matches  # a start without misspelled words does without it
+def _closest(text: str, choices: Iterable[str], similarity: float = SIMILARITY) -> str:
+    """Return the choice that is most like `text`; empty if none is like it."""
+    from difflib import get_close_matches  # a start without misspelled names does without it
 
-    spellings = {item.lower(): item for item in known}
-    matches = get_close_matches(word.lower(), spellings, n=1, cutoff=alike)
+    spellings = {choice.lower(): choice for choice in choices}
+    matches = get_close_matches(text.lower(), spellings, n=1, cutoff=similarity)
     return spellings[matches[0]] if matches else ""
 
 
-def meant(name: str) -> str:
+def similar_name(name: str) -> str:
     """Return the known variable that is most like `name`; empty if none is like it."""
-    return nearest(name, (known for known in KNOWN_NAMES if known.startswith(name.partition("_")[0])))
+    prefix = name.partition("_")[0]
+    return _closest(name, (known_name for known_name in KNOWN_NAMES if known_name.startswith(prefix)))
 
 
-def _misspelled_names(draft: PlanDraft, kind: FabricKind) -> Found:
+def _misspelled_names(draft: PlanDraft, kind: FabricKind) -> Findings:
     """Unknown names that are like a known one; a name that is like none may belong to a plug-in."""
-    for name in _unknown(draft.names()):
-        if right := meant(name):
-            yield (
-                f"{draft.said(name)}: no library reads this variable; did you mean {right}?",
-                f"rename it to {right}",
-            )
+    for name in unknown_names(draft.names()):
+        if right := similar_name(name):
+            problem = f"{draft.quote(name)}: no library reads this variable; did you mean {right}?"
+            yield problem, f"rename it to {right}"
 
 
-def _misspelled_values(draft: PlanDraft, kind: FabricKind) -> Found:
+def _misspelled_values(draft: PlanDraft, kind: FabricKind) -> Findings:
     """Values of NCCL_ALGO, NCCL_PROTO and NCCL_NET that NCCL does not know."""
     for variable, allowed in LISTS.items():
-        known = draft.given(variable)
-        for part in known.value.split(";") if known else ():
-            function, _, listed = part.rpartition(":")
-            bad = [(word, allowed) for word in listed.strip().removeprefix("^").split(",")]
-            bad += [(function, FUNCTIONS)] if function else []
-            for word, choice in bad:
-                if word.strip().lower() not in {item.lower() for item in choice}:
-                    yield _misspelled(draft, variable, word.strip(), choice)
-    net = draft.given("NCCL_NET")
-    if (
-        net
-        and net.value.strip()
-        and net.value.partition("_v")[0].lower() not in {item.lower() for item in NETS}
-    ):
-        right = nearest(net.value, NETS, 0.6)
+        preset = draft.preset(variable)
+        for part in preset.value.split(";") if preset else ():
+            function, _, items = part.rpartition(":")
+            choices = [(item.strip(), allowed) for item in items.strip().removeprefix("^").split(",")]
+            choices += [(function.strip(), FUNCTIONS)] if function else []
+            for item, choice in choices:
+                if item.lower() not in map(str.lower, choice):
+                    yield _misspelled(draft, variable, item, choice)
+    net = draft.preset("NCCL_NET")
+    if net and net.value.strip() and net.value.partition("_v")[0].lower() not in map(str.lower, NETS):
+        right = _closest(net.value, NETS, 0.6)
         yield (
-            f"{draft.said('NCCL_NET')} is neither IB nor Socket nor a known plug-in's name: NCCL ends with "
+            f"{draft.quote('NCCL_NET')} is neither IB nor Socket nor a known plug-in's name: NCCL ends with "
             '"network not found" or "Failed to initialize any NET plugin" unless a plug-in has this name',
-            f"set NCCL_NET={right}" if right else draft.unsetting("NCCL_NET"),
+            f"set NCCL_NET={right}" if right else draft.how_to_unset("NCCL_NET"),
         )
 
 
-def _misspelled(draft: PlanDraft, variable: str, word: str, choice: tuple[str, ...]) -> tuple[str, str]:
-    """Return the finding that `word` of the variable's value is not in `choice`, and its remedy."""
-    right = nearest(word, choice, 0.5)
-    what = (
-        f"{draft.said(variable)}: {word!r} is none of {', '.join(choice)}. NCCL {REFUSES_FROM} and later end "
-        'with "invalid usage", earlier versions ignore it'
+def _misspelled(draft: PlanDraft, variable: str, item: str, choices: tuple[str, ...]) -> tuple[str, str]:
+    """Return the finding that `item` of the variable's value is not in `choices`, and its remedy."""
+    right, unset = _closest(item, choices, 0.5), draft.how_to_unset(variable)
+    problem = (
+        f"{draft.quote(variable)}: {item!r} is none of {', '.join(choices)}. NCCL {REFUSES_FROM} and later "
+        'end with "invalid usage", earlier versions ignore it'
     )
     if not right:
-        return what, draft.unsetting(variable)
-    # Only the whole word: Tree,Tre must not become Treee,Tree.
-    corrected = re.sub(rf"(?<!\w){re.escape(word)}(?!\w)", right, draft.value(variable) or "")
-    return what, f"set {variable}='{corrected}', or {draft.unsetting(variable)}"
+        return problem, unset
+    # Only the complete item: Tree,Tre must not become Treee,Tree.
+    corrected = re.sub(rf"(?<!\w){re.escape(item)}(?!\w)", right, draft.value(variable) or "")
+    return problem, f"set {variable}='{corrected}', or {unset}"
 
 
 _NCCL = """
@@ -461,39 +425,15 @@ KNOWN_NAMES = frozenset(
     for name in names.split()
 )
 _FAMILIES = (
-    "NCCL_FASTRAK_",
-    "NCCL_GPUDIRECTTCPX_",
-    "NCCL_INSPECTOR_",
-    "NCCL_OFI_",
-    "NCCL_PLUGIN_",
-    "NCCL_PROFILER_",
-    "NCCL_SHARP_",
-    "NCCL_SHIMNET_",
-    "NCCL_TESTS_",
-    "NCCL_TUNER_",
-    "NCCL_UCX_",
-    "TORCH_COMPILE_",
-    "TORCH_DYNAMO_",
-    "TORCH_FAKE_TENSOR_",
+    *("NCCL_FASTRAK_", "NCCL_GPUDIRECTTCPX_", "NCCL_INSPECTOR_", "NCCL_OFI_", "NCCL_PLUGIN_"),
+    *("NCCL_PROFILER_", "NCCL_SHARP_", "NCCL_SHIMNET_", "NCCL_TESTS_", "NCCL_TUNER_", "NCCL_UCX_"),
+    *("TORCH_COMPILE_", "TORCH_DYNAMO_", "TORCH_FAKE_TENSOR_"),
 )
 """Prefixes of variables that plug-ins and torch's compiler read."""
 
 
 _RULES = (
-    _visible_gpus,
-    _rdma_off,
-    _verbs_off,
-    _provider,
-    _socket_numbers,
-    _plugin_twice,
-    _net_on_one_node,
-    _gid,
-    _hca,
-    _gdr_level,
-    _interfaces,
-    _protocols,
-    _spellings,
-    _debugging,
-    _misspelled_names,
-    _misspelled_values,
+    *(_visible_gpus, _rdma_off, _verbs_off, _provider, _socket_numbers, _plugin_twice, _net_on_one_node),
+    *(_gid, _hca, _gdr_level, _interfaces, _protocols, _old_names, _debugging),
+    *(_misspelled_names, _misspelled_values),
 )

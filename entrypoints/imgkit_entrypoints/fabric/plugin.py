@@ -16,41 +16,31 @@ UNOPENED = "cannot be opened, there is no"
 
 
 def is_ofi(value: str) -> bool:
-    """Whether a value names aws-ofi-nccl."""
+    """Return whether a value names aws-ofi-nccl."""
     return "ofi" in value.rpartition("/")[2].lower()
 
 
 def files(facts: HostFacts, value: str) -> tuple[str, ...]:
-    """Paths of the plug-ins that a value names, without those that are absent."""
-    found = (facts.library(name) for word in software.plugins(value) for name in software.plugin_files(word))
-    return tuple(library.path for library in found if library)
-
-
-def absent(facts: HostFacts, value: str) -> tuple[str, ...]:
-    """Plug-ins that a value names without a file on the library path."""
-    return tuple(
-        word
-        for word in software.plugins(value)
-        if not any(facts.library(name) for name in software.plugin_files(word))
-    )
+    """Return the paths of the plug-ins that a value names, without those that are absent."""
+    names = (name for plugin in software.plugins(value) for name in software.plugin_files(plugin))
+    return tuple(library.path for library in map(facts.library, names) if library)
 
 
 def decide(draft: PlanDraft, kind: FabricKind) -> None:
     """Leave out a plug-in of the image that is not there, and warn about one of the user or the recipe."""
-    known = draft.given(VARIABLE)
-    lacking = [
-        word
-        for word in (absent(draft.facts, known.value) if known else ())
-        if not any(name in draft.links for name in software.plugin_files(word))
-    ]
-    if known is None or not lacking:
+    preset = draft.preset(VARIABLE)
+    missing: dict[str, None] = {}
+    for plugin in software.plugins(preset.value) if preset else ():
+        names = software.plugin_files(plugin)
+        if not any(draft.facts.library(name) or name in draft.links for name in names):
+            missing.update(dict.fromkeys(names))
+    if preset is None or not missing:
         return
-    sought = " or ".join(dict.fromkeys(name for word in lacking for name in software.plugin_files(word)))
-    if known.by == "image":
-        draft.refuse(VARIABLE, f"{sought} is not on the library path")
+    if preset.origin == "image":
+        draft.refuse(VARIABLE, f"{' or '.join(missing)} is not on the library path")
         return
-    draft.warn(
-        f"{draft.said(VARIABLE)} {UNOPENED} {sought} on the library path: NCCL ignores it"
-        + (" and uses TCP" if kind == "slingshot" else ""),
-        f"put its folder on LD_LIBRARY_PATH, or {draft.unsetting(VARIABLE)}",
+    problem = (
+        f"{draft.quote(VARIABLE)} {UNOPENED} {' or '.join(missing)} on the library path: NCCL ignores it"
     )
+    problem += " and uses TCP" if kind == "slingshot" else ""
+    draft.warn(problem, f"put its folder on LD_LIBRARY_PATH, or {draft.how_to_unset(VARIABLE)}")

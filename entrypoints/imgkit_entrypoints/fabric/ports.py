@@ -7,21 +7,26 @@ NCCL_IB_ROCE_VERSION_NUM), and their guide advises against NCCL_IB_GID_INDEX. Ea
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from imgkit_entrypoints.fabric.fabric_plan import Decision, PlanDraft
-from imgkit_entrypoints.facts import Gid, HostFacts, Port, RdmaDevice
+from imgkit_entrypoints.fabric.fabric_plan import PlanDraft
+from imgkit_entrypoints.facts.host_facts import Gid, HostFacts, Port, RdmaDevice
 
 HCA = "NCCL_IB_HCA"
+OPEN_FIX = "docker: --device /dev/infiniband; Kubernetes: rdma/rdma=1; Singularity: no --contain"
+"""Remedy for a device file that cannot be opened."""
 _STATES = {
     "1: DOWN": "no link: check the cable, the switch, and whether the interface is up",
     "2: INIT": "no subnet manager has configured it",
     "3: ARMED": "the subnet manager has not activated it",
 }
+_NEARNESS = ("under its PCI switch", "on its NUMA node", "near it")
+"""By the `distance` of the nearest NIC."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class UnusedPort:
     """A port that is not used, and the reason."""
 
@@ -29,190 +34,166 @@ class UnusedPort:
     reason: str
 
 
-def pairs(facts: HostFacts) -> tuple[tuple[RdmaDevice, Port], ...]:
-    """Every port with its device."""
-    return tuple((device, port) for device in facts.rdma for port in device.ports)
+_Pair = tuple[RdmaDevice, Port]
 
 
 def choose(facts: HostFacts, nics: int | None = None) -> tuple[tuple[Port, ...], tuple[UnusedPort, ...]]:
-    """Ports to use, and the other ports with their reasons.
+    """Return the ports to use, and the other ports with their reasons.
 
     NCCL itself uses every ACTIVE port, including storage and management NICs, and refuses to mix InfiniBand
     with RoCE. The rule: if one port is InfiniBand, no Ethernet port is used. Among RoCE ports, those with an
     IPv4 RoCE v2 GID are used, and among these the ones nearest to a GPU. Distance does not count if
     fewer ports than the recipe's `nics` would remain.
     """
-    left: list[UnusedPort] = []
-    active: list[tuple[RdmaDevice, Port]] = []
-    for device, port in pairs(facts):
-        reason = _unusable(port)
-        if reason:
-            left.append(UnusedPort(port=port, reason=reason))
+    unused: list[UnusedPort] = []
+    active: list[_Pair] = []
+    for device, port in _pairs(facts):
+        if reason := _fault(port):
+            unused.append(UnusedPort(port, reason))
         else:
             active.append((device, port))
-    infiniband = [port for _, port in active if port.link_layer == "InfiniBand"]
+    infiniband = tuple(port for _, port in active if port.link_layer == "InfiniBand")
     if infiniband:
         first = infiniband[0]
-        other = f"an Ethernet port, but {first.path}/link_layer is {first.link_layer}"
-        left.extend(
-            UnusedPort(port=port, reason=f"{other}: NCCL cannot mix InfiniBand and Ethernet")
-            for _, port in active
-            if port not in infiniband
-        )
-        return tuple(infiniband), tuple(left)
-    active, dropped = _addressed(active)
-    left.extend(dropped)
-    near, dropped = _near(facts, active)
-    if len(near) >= (nics or 0):
-        active = near
-        left.extend(dropped)
-    return tuple(port for _, port in active), tuple(left)
+        reason = f"an Ethernet port, but {first.path}/link_layer is {first.link_layer}"
+        reason += ": NCCL cannot mix InfiniBand and Ethernet"
+        unused += [UnusedPort(port, reason) for _, port in active if port not in infiniband]
+        return infiniband, tuple(unused)
+    active, without_gid = _addressed(active)
+    near, far = _nearest(facts, active)
+    if len(near) < (nics or 0):
+        near, far = active, []
+    return tuple(port for _, port in near), (*unused, *without_gid, *far)
 
 
-def _unusable(port: Port) -> str:
+def _pairs(facts: HostFacts) -> tuple[_Pair, ...]:
+    return tuple((device, port) for device in facts.rdma for port in device.ports)
+
+
+def _fault(port: Port) -> str:
+    """Return why NCCL cannot use a port; empty if it can."""
     if port.link_layer not in ("InfiniBand", "Ethernet"):
-        return (
-            f"{port.path}/link_layer: {port.link_layer}: NCCL cannot use it through verbs (EFA "
-            "needs the aws-ofi-nccl plugin)"
-        )
+        evidence = f"{port.path}/link_layer: {port.link_layer}"
+        return f"{evidence}: NCCL cannot use it through verbs (EFA needs the aws-ofi-nccl plugin)"
     if not port.active:
-        known = _STATES.get(port.state, "not active")
-        return f"{port.path}/state: {port.state}, phys_state: {port.phys_state}: {known}"
+        state = _STATES.get(port.state, "not active")
+        return f"{port.path}/state: {port.state}, phys_state: {port.phys_state}: {state}"
     return ""
 
 
-_Split = tuple[list[tuple[RdmaDevice, Port]], list[UnusedPort]]
-
-
-def _addressed(ports: Sequence[tuple[RdmaDevice, Port]]) -> _Split:
+def _addressed(pairs: list[_Pair]) -> tuple[list[_Pair], list[UnusedPort]]:
     """Keep the ports with an IPv4 RoCE v2 GID, if there are any."""
-
-    def good(port: Port) -> bool:
-        found = pick_gid(port.gids)
-        return found is not None and found.kind == "RoCE v2"
-
-    if not any(good(port) for _, port in ports):
-        return list(ports), []
-    kept = [(device, port) for device, port in ports if good(port)]
-    return kept, [
-        UnusedPort(
-            port=port, reason=f"{port.path}/gids: no IPv4 GID of type RoCE v2, but other ports have one"
-        )
-        for _, port in ports
-        if not good(port)
+    gids = [pick_gid(port.gids) for _, port in pairs]
+    has_gid = [gid is not None and gid.kind == "RoCE v2" for gid in gids]
+    if not any(has_gid):
+        return pairs, []
+    reason = "no IPv4 GID of type RoCE v2, but other ports have one"
+    without_gid = [
+        UnusedPort(port, f"{port.path}/gids: {reason}")
+        for (_, port), addressed in zip(pairs, has_gid, strict=True)
+        if not addressed
     ]
+    return list(itertools.compress(pairs, has_gid)), without_gid
 
 
-def _near(facts: HostFacts, ports: Sequence[tuple[RdmaDevice, Port]]) -> _Split:
+def _nearest(facts: HostFacts, pairs: list[_Pair]) -> tuple[list[_Pair], list[UnusedPort]]:
     """Keep the ports nearest to a GPU; all ports, if a distance is unknown."""
-    distances = [distance(facts, device) for device, _ in ports]
-    known = [item for item in distances if item is not None]
-    if len(known) < len(ports) or not known or min(known) == max(known):
-        return list(ports), []
-    best = min(known)
-    kept, left = [], []
-    for (device, port), found in zip(ports, distances, strict=True):
-        if found == best:
-            kept.append((device, port))
+    distances = [distance(facts, device) for device, _ in pairs]
+    if not pairs or None in distances:
+        return pairs, []
+    best = min(item for item in distances if item is not None)
+    near, far = [], []
+    for (device, port), item in zip(pairs, distances, strict=True):
+        if item == best:
+            near.append((device, port))
             continue
-        where = f"{device.path}/device -> {device.pci}, numa_node {device.numa_node}"
-        reason = f"no GPU is {_NEARNESS[best]}, unlike other ports ({where}): a storage or management NIC"
-        left.append(UnusedPort(port=port, reason=reason))
-    return kept, left
-
-
-_NEARNESS = ("under its PCI switch", "on its NUMA node", "near it")
+        evidence = f"{device.path}/device -> {device.pci}, numa_node {device.numa_node}"
+        reason = f"no GPU is {_NEARNESS[best]}, unlike other ports ({evidence})"
+        far.append(UnusedPort(port, f"{reason}: a storage or management NIC"))
+    return near, far
 
 
 def distance(facts: HostFacts, device: RdmaDevice) -> int | None:
-    """0: a GPU is under the same PCI switch; 1: on the same NUMA node; 2: neither; None: unknown."""
+    """Return 0 if a GPU is under the same PCI switch, 1: on the same NUMA node, 2: neither; None: unknown."""
     gpus = facts.gpu_devices
     if not gpus or not (device.pci or device.numa_node is not None):
         return None
-    if any(gpu.pci and _shared_bridges(gpu.pci, device.pci) >= 2 for gpu in gpus):
+    # The second part is a bridge: a common first part is only the root complex.
+    bridge = device.pci.split("/")[:2]
+    if len(bridge) == 2 and any(gpu.pci.split("/")[:2] == bridge for gpu in gpus):
         return 0
     if device.numa_node is None or all(gpu.numa_node is None for gpu in gpus):
         return None
     return 1 if any(gpu.numa_node == device.numa_node for gpu in gpus) else 2
 
 
-def _shared_bridges(one: str, other: str) -> int:
-    """Number of leading parts that two PCI paths share; 1 means only the root complex."""
-    count = 0
-    for left, right in zip(one.split("/"), other.split("/"), strict=False):
-        if left != right:
-            break
-        count += 1
-    return count
-
-
 def spell(ports: Iterable[Port]) -> str:
-    """Ports as a value of NCCL_IB_HCA; ``=`` makes names exact, because mlx5_1 also selects mlx5_10."""
+    """Return ports as a value of NCCL_IB_HCA; ``=`` makes names exact: mlx5_1 also selects mlx5_10."""
     return "=" + ",".join(port.name for port in ports)
 
 
-def matching(text: str, ports: Iterable[Port]) -> tuple[Port, ...]:
-    """Ports that a value of NCCL_IB_HCA selects (``[^][=]name[:port[:rail[:plane]]],...``)."""
-    exclude = text.startswith("^")
-    body = text.removeprefix("^")
-    exact = body.startswith("=")
-    words = [word.split(":") for word in body.removeprefix("=").split(",") if word]
+def parse_selection(selection: str) -> tuple[bool, bool, list[str]]:
+    """Return of ``[^][=]name,...`` whether it excludes, whether names are exact, and the names."""
+    body = selection.removeprefix("^")
+    names = [name for name in body.removeprefix("=").split(",") if name]
+    return selection.startswith("^"), body.startswith("="), names
 
-    def selected(port: Port) -> bool:
-        for name, *rest in words:
-            same = port.device == name if exact else port.device.startswith(name)
-            if same and (not rest or not rest[0] or rest[0] == str(port.number)):
+
+def matching(selection: str, ports: Iterable[Port]) -> tuple[Port, ...]:
+    """Return the ports that a value of NCCL_IB_HCA selects (``[^][=]name[:port[:rail[:plane]]],...``)."""
+    excludes, is_exact, names = parse_selection(selection)
+
+    def is_listed(port: Port) -> bool:
+        for name, number, *_ in ((*name.split(":"), "") for name in names):
+            is_same = port.device == name if is_exact else port.device.startswith(name)
+            if is_same and number in ("", str(port.number)):
                 return True
         return False
 
-    return tuple(port for port in ports if not words or selected(port) != exclude)
+    return tuple(port for port in ports if not names or is_listed(port) != excludes)
 
 
 def in_use(draft: PlanDraft) -> tuple[Port, ...]:
-    """Ports that NCCL will use, by the rule or by an existing value of NCCL_IB_HCA."""
-    chosen, _ = choose(draft.facts, draft.nics)
-    known = draft.request(HCA)
-    if known is None:
-        return chosen
-    usable = [port for _, port in pairs(draft.facts) if not _unusable(port)]
-    return matching(known.value, usable)
+    """Return the ports that NCCL will use, by the rule or by an existing value of NCCL_IB_HCA."""
+    request = draft.request(HCA)
+    if request is None:
+        return choose(draft.facts, draft.nics)[0]
+    return matching(request.value, [port for _, port in _pairs(draft.facts) if not _fault(port)])
 
 
 def decide(draft: PlanDraft) -> tuple[Port, ...]:
-    """Decide NCCL_IB_HCA and report the other ports; returns the ports that NCCL will use."""
-    chosen, left = choose(draft.facts, draft.nics)
-    shown = "; ".join(
+    """Decide NCCL_IB_HCA and report the other ports; return the ports that NCCL will use."""
+    chosen, unused = choose(draft.facts, draft.nics)
+    states = (
         f"{port.path}: state {port.state}, {port.link_layer}, {port.rate or 'no rate'}" for port in chosen
     )
-    draft.set(HCA, spell(chosen), f"the ACTIVE ports of the fabric: {shown}")
-    report_left(draft, left)
+    draft.set(HCA, spell(chosen), f"the ACTIVE ports of the fabric: {'; '.join(states)}")
+    report_unused(draft, unused)
     used = in_use(draft)
     if not used:
-        usable = ", ".join(port.name for port in chosen)
+        available = ", ".join(port.name for port in chosen)
         draft.warn(
             f"{HCA}={draft.value(HCA)} selects no ACTIVE port of this machine (available: "
-            f"{usable}): NCCL would use TCP",
-            f"{draft.unsetting(HCA)}, or set {HCA}={spell(chosen)}",
+            f"{available}): NCCL would use TCP",
+            f"{draft.how_to_unset(HCA)}, or set {HCA}={spell(chosen)}",
         )
-    _cards(draft, used)
-    _rates(draft, used)
-    _openable(draft, used)
+    _report_cards(draft, used)
+    _check_rates(draft, used)
+    _check_devices(draft, used)
     return used
 
 
-def report_left(draft: PlanDraft, left: Iterable[UnusedPort]) -> None:
+def report_unused(draft: PlanDraft, unused: Iterable[UnusedPort]) -> None:
     """Report the ports that are not used."""
-    for item in left:
-        draft.decisions.append(
-            Decision(variable=HCA, value=item.port.name, reason=f"left out: {item.reason}", used=False)
-        )
+    for item in unused:
+        draft.report(HCA, item.port.name, f"left out: {item.reason}")
 
 
 def _device(facts: HostFacts, port: Port) -> RdmaDevice:
     return next(device for device in facts.rdma if device.name == port.device)
 
 
-def _cards(draft: PlanDraft, used: Sequence[Port]) -> None:
+def _report_cards(draft: PlanDraft, used: Sequence[Port]) -> None:
     """Report ports that NCCL merges into one NIC, and virtual functions."""
     cards: dict[str, list[Port]] = {}
     for port in used:
@@ -220,40 +201,37 @@ def _cards(draft: PlanDraft, used: Sequence[Port]) -> None:
         cards.setdefault(device.card, []).append(port)
         if device.physical:
             reason = f"{device.path}/device/physfn -> {device.physical}: a virtual function of that card"
-            draft.decisions.append(Decision(variable=HCA, value=port.name, reason=reason))
+            draft.report(HCA, port.name, reason, used=True)
     for card, ports in cards.items():
         if len(ports) > 1:
-            names = ",".join(port.name for port in ports)
             path = _device(draft.facts, ports[0]).path
             reason = f"one card ({path}/device: {card}): NCCL merges its ports into one NIC"
-            draft.decisions.append(Decision(variable=HCA, value=names, reason=reason))
+            draft.report(HCA, ",".join(port.name for port in ports), reason, used=True)
 
 
-def _rates(draft: PlanDraft, used: Sequence[Port]) -> None:
-    known = [port.rate_Gbps for port in used if port.rate_Gbps is not None]
+def _check_rates(draft: PlanDraft, used: Sequence[Port]) -> None:
+    """Warn about ports that are slower than others, or whose rate is unknown."""
+    best = max((port.rate_Gbps or 0 for port in used), default=0)
     for port in used:
-        rate = port.rate_Gbps
-        if rate is None:
+        if port.rate_Gbps is None:
             draft.warn(
                 f"{port.name}: rate unknown ({port.path}/rate: {port.rate}; a kernel prints SDR for a speed "
                 "that it does not know)",
                 f"ask the driver instead: ibstat {port.device}, mlxlink -d {port.device}",
             )
-        elif rate < max(known):
+        elif port.rate_Gbps < best:
             draft.warn(
-                f"{port.name} is degraded: {port.path}/rate: {port.rate}, its siblings have {max(known):g} "
-                "Gb/sec",
+                f"{port.name} is degraded: {port.path}/rate: {port.rate}, its siblings have {best:g} Gb/sec",
                 f"check the cable, and report the node to the site with the output of: ibstat {port.device}",
             )
 
 
-def _openable(draft: PlanDraft, used: Sequence[Port]) -> None:
+def _check_devices(draft: PlanDraft, used: Sequence[Port]) -> None:
     """Warn about a device of sysfs that this container cannot open, or that no library supports."""
-    fix = "docker: --device /dev/infiniband; Kubernetes: rdma/rdma=1; Singularity: no --contain"
     for device in dict.fromkeys(_device(draft.facts, port) for port in used):
         if not device.verbs_opens:
-            place = device.verbs or f"/dev/infiniband/uverbs* for {device.name}"
-            draft.warn(f"{device.path} exists, but {place} cannot be opened: NCCL would use TCP", fix)
+            file = device.verbs or f"/dev/infiniband/uverbs* for {device.name}"
+            draft.warn(f"{device.path} exists, but {file} cannot be opened: NCCL would use TCP", OPEN_FIX)
     if used and draft.facts.library("libibverbs.so.1") is None:
         draft.warn(
             "libibverbs.so.1 is not on the library path: NCCL would use TCP",
@@ -268,13 +246,21 @@ def _openable(draft: PlanDraft, used: Sequence[Port]) -> None:
 
 
 def line_rate_Gbps(facts: HostFacts, used: Sequence[Port]) -> float | None:
-    """Rate of all ports together, in 1e9 bit/s; a virtual function does not add to its own card."""
-    full = {_device(facts, port).card for port in used if not _device(facts, port).physical}
-    counted = [
-        port for port in used if not (_device(facts, port).physical and _device(facts, port).card in full)
-    ]
-    rates = [port.rate_Gbps for port in counted]
-    return sum(rate for rate in rates if rate is not None) if rates and None not in rates else None
+    """Return the rate of all ports together, in 1e9 bit/s; None if one is unknown.
+
+    A virtual function does not add to its own card.
+    """
+    devices = {port.name: _device(facts, port) for port in used}
+    cards = {device.card for device in devices.values() if not device.physical}
+    total = 0.0
+    for port in used:
+        device = devices[port.name]
+        if device.physical and device.card in cards:
+            continue
+        if port.rate_Gbps is None:
+            return None
+        total += port.rate_Gbps
+    return total or None
 
 
 FINDS_GID: tuple[int, ...] = (2, 21)
@@ -285,82 +271,74 @@ GID_SEARCH = ("NCCL_IB_ADDR_FAMILY", "NCCL_IB_ADDR_RANGE", "NCCL_IB_ROCE_VERSION
 
 
 def pick_gid(gids: Sequence[Gid]) -> Gid | None:
-    """GID that NCCL's search finds; None if there is no IPv4 GID and the search stays at index 0.
+    """Return the GID that NCCL's search finds; None if there is no IPv4 GID, and the search stays at index 0.
 
     The result is the first IPv4-mapped GID of type RoCE v2, else the first IPv4-mapped one. NCCL's own loop
     looks different; a test compares both.
     """
-    mapped = sorted((gid for gid in gids if gid.ipv4), key=lambda gid: gid.index)
-    return next((gid for gid in mapped if gid.kind == "RoCE v2"), mapped[0] if mapped else None)
+    mapped = [gid for gid in gids if gid.ipv4]
+    return min(mapped, key=lambda gid: (gid.kind != "RoCE v2", gid.index), default=None)
 
 
 def gid_evidence(port: Port, gid: Gid) -> str:
-    """Slot of /sys with its content."""
+    """Return the slot of /sys with its content."""
     return f"{port.path}/gids/{gid.index}: {gid.value} ({gid.ipv4 or 'no IPv4'}), {gid.kind or 'no type'}"
 
 
 def decide_gid(draft: PlanDraft, ports: Sequence[Port]) -> None:
     """Decide the GID index for these RoCE ports; it is set only for a version of NCCL that needs it."""
-    asked = next((name for name in GID_SEARCH if draft.given(name)), None)
-    if asked:
-        draft.note(
-            GID_INDEX,
-            "",
-            f"{asked}={draft.value(asked)} changes NCCL's search, so its result is not predicted",
-        )
+    search = next((name for name in GID_SEARCH if draft.preset(name)), None)
+    if search:
+        evidence = f"{search}={draft.value(search)}"
+        draft.note(GID_INDEX, "", f"{evidence} changes NCCL's search, so its result is not predicted")
         return
     picked = [(port, pick_gid(port.gids)) for port in ports]
-    bare = [port for port, gid in picked if gid is None]
-    for port in bare:
-        _without_ipv4_gid(draft, port)
-    found = [(port, gid) for port, gid in picked if gid is not None]
-    if not found or bare:
+    gids = [(port, gid) for port, gid in picked if gid is not None]
+    without_gid = [port for port, gid in picked if gid is None]
+    for port in without_gid:
+        _block_without_gid(draft, port)
+    if not gids or without_gid:
         return
-    shown = "; ".join(gid_evidence(port, gid) for port, gid in found)
-    indices = {gid.index for _, gid in found}
-    text = ", ".join(f"{gid.index} on {port.name}" for port, gid in found)
+    evidence = "; ".join(gid_evidence(port, gid) for port, gid in gids)
+    indices = sorted({gid.index for _, gid in gids})
+    text = ", ".join(f"{gid.index} on {port.name}" for port, gid in gids)
     version = draft.facts.nccl
-    named = f"{draft.facts.nccl_version} ({draft.facts.nccl_source})"
+    nccl = f"NCCL {draft.facts.nccl_version} ({draft.facts.nccl_source})"
     if version is not None and version >= FINDS_GID:
-        draft.refuse_image(GID_INDEX, f"NCCL {named} finds {text} itself: {shown}")
-        value = str(found[0][1].index) if len(indices) == 1 else text
-        draft.note(GID_INDEX, value, f"NCCL {named} finds {text} itself: {shown}")
+        reason = f"{nccl} finds {text} itself: {evidence}"
+        draft.refuse_image(GID_INDEX, reason)
+        draft.note(GID_INDEX, str(indices[0]) if len(indices) == 1 else text, reason)
     elif version is None:
-        draft.note(
-            GID_INDEX, text, f"NCCL's version is unknown; 2.21 and later find this themselves: {shown}"
-        )
-        if draft.given(GID_INDEX) is None:
+        reason = f"NCCL's version is unknown; 2.21 and later find this themselves: {evidence}"
+        draft.note(GID_INDEX, text, reason)
+        if draft.preset(GID_INDEX) is None:
             draft.warn(
                 f"the image's NCCL version is unknown. Below 2.21, RoCE needs {GID_INDEX} ({text})",
                 "set the version, for example IMGKIT_NCCL_VERSION=2.20.5",
             )
     elif len(indices) == 1:
-        reason = f"NCCL {named} uses index 0 by default (2.21 and later search): {shown}"
-        draft.set(GID_INDEX, str(indices.pop()), reason)
+        reason = f"{nccl} uses index 0 by default (2.21 and later search): {evidence}"
+        draft.set(GID_INDEX, str(indices[0]), reason)
     else:
-        _differing_gids(draft, found[0][0], text, shown)
+        draft.refuse_image(GID_INDEX, f"the NICs need different indices ({text}): {evidence}")
+        draft.note(GID_INDEX, text, f"the NICs need different indices, so none is set: {evidence}")
+        if draft.preset(GID_INDEX) is None:
+            draft.block(
+                f"NCCL {draft.facts.nccl_version} has one {GID_INDEX} for all NICs, but they need different "
+                f"ones ({text})",
+                f"use an image with NCCL 2.21 or later, or one NIC: {HCA}=={gids[0][0].name}",
+            )
 
 
-def _without_ipv4_gid(draft: PlanDraft, port: Port) -> None:
+def _block_without_gid(draft: PlanDraft, port: Port) -> None:
     slots = ", ".join(f"{gid.index}: {gid.value} {gid.kind}".strip() for gid in port.gids) or "all empty"
     netdev = next((gid.netdev for gid in port.gids if gid.netdev), "its interface")
     reason = f"{port.name} has no IPv4 GID, so NCCL uses index 0; {port.path}/gids: {slots}"
     draft.refuse_image(GID_INDEX, reason)
     draft.note(GID_INDEX, "", reason)
-    if draft.given(GID_INDEX) is None:
+    if draft.preset(GID_INDEX) is None:
         draft.block(
             f"{port.name} has no IPv4 GID because {netdev} has no IPv4 address ({port.path}/gids: {slots})",
             f"give {netdev} an address (in a pod: add the RoCE network's annotation), or use TCP: "
             "NCCL_IB_DISABLE=1",
-        )
-
-
-def _differing_gids(draft: PlanDraft, first: Port, text: str, shown: str) -> None:
-    version = draft.facts.nccl_version
-    draft.refuse_image(GID_INDEX, f"the NICs need different indices ({text}): {shown}")
-    draft.note(GID_INDEX, text, f"the NICs need different indices, so none is set: {shown}")
-    if draft.given(GID_INDEX) is None:
-        draft.block(
-            f"NCCL {version} has one {GID_INDEX} for all NICs, but they need different ones ({text})",
-            f"use an image with NCCL 2.21 or later, or one NIC: NCCL_IB_HCA=={first.name}",
         )

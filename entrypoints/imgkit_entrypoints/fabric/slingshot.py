@@ -32,56 +32,47 @@ CORRUPTS_FROM = (2, 27, 3)
 
 
 def plugin(facts: HostFacts, links: Mapping[str, str]) -> str:
-    """Path of the plugin, the host's or the one on the library path; empty if there is none."""
-    found = facts.library("libnccl-net-ofi.so") or facts.library("libnccl-net.so")
-    return links.get("libnccl-net.so") or (found.path if found else "")
+    """Return the path of the plugin, the host's or the one on the library path; empty if there is none."""
+    library = facts.library("libnccl-net-ofi.so") or facts.library("libnccl-net.so")
+    return links.get("libnccl-net.so") or (library.path if library else "")
 
 
 def nics(facts: HostFacts) -> str:
-    """NICs as /sys shows them: ``/sys/class/cxi: cxi0 cxi1``."""
+    """Return the NICs as /sys shows them: ``/sys/class/cxi: cxi0 cxi1``."""
     folder = facts.cxi[0].path.rpartition("/")[0]
     return f"{folder}: {' '.join(device.name for device in facts.cxi)}"
 
 
-def settings(draft: PlanDraft) -> None:
-    """Decide the libfabric and NCCL settings of this fabric."""
+def decide(draft: PlanDraft, gpu_model: str) -> None:
+    """Decide the libfabric and NCCL settings of this fabric; `gpu_model` is that of the recipe."""
+    names = nics(draft.facts)
     for variable, value, reason in SETTINGS:
-        draft.set(variable, value, f"{reason} ({nics(draft.facts)})")
+        draft.set(variable, value, f"{reason} ({names})")
+    if draft.image_preset("FI_PROVIDER"):  # for example that of a cloud
+        draft.set("FI_PROVIDER", "cxi", f"the provider of Slingshot ({names})")
+    # NCCL would look for no other plug-in than the image's.
+    preset = draft.image_preset(plugins.VARIABLE)
+    if preset and not (plugins.is_ofi(preset.value) and plugins.files(draft.facts, preset.value)):
+        draft.refuse(plugins.VARIABLE, f"Slingshot needs aws-ofi-nccl ({names})")
+    _decide_net(draft)
+    _guard_ll128(draft, gpu_model)
 
 
-def provider(draft: PlanDraft) -> None:
-    """Replace a provider of libfabric that the image names, for example that of a cloud."""
-    if draft.from_image("FI_PROVIDER"):
-        draft.set("FI_PROVIDER", "cxi", f"the provider of Slingshot ({nics(draft.facts)})")
-
-
-def _drop_other_plugin(draft: PlanDraft) -> None:
-    """Leave out a plug-in of the image for other fabrics: NCCL would look for no other one."""
-    known = draft.from_image(plugins.VARIABLE)
-    if known is None or (plugins.is_ofi(known.value) and plugins.files(draft.facts, known.value)):
-        return
-    draft.refuse(plugins.VARIABLE, f"Slingshot needs aws-ofi-nccl ({nics(draft.facts)})")
-
-
-def net(draft: PlanDraft) -> None:
+def _decide_net(draft: PlanDraft) -> None:
     """Decide NCCL_NET between nodes, so that NCCL stops instead of silently falling back to TCP."""
-    found = plugin(draft.facts, draft.links)
-    _drop_other_plugin(draft)
+    path = plugin(draft.facts, draft.links)
     if not draft.several:
         draft.refuse("NCCL_NET", "on one node the plugin allocates memory for nothing (HPE's guide)")
         draft.note("NCCL_NET", "AWS Libfabric", "one node needs no network; it is set only between nodes")
         return
-    pinned = draft.given("NCCL_NET_PLUGIN")
+    pinned = draft.preset(plugins.VARIABLE)
     if pinned is not None:
-        reason = (
-            f"NCCL_NET_PLUGIN={pinned.value} ({pinned.origin}) names the plugin; CSCS advises against "
-            "setting both"
-        )
-        draft.note("NCCL_NET", "AWS Libfabric", reason)
+        reason = f"{plugins.VARIABLE}={pinned.value} ({pinned.source}) names the plugin; "
+        draft.note("NCCL_NET", "AWS Libfabric", f"{reason}CSCS advises against setting both")
     else:
-        reason = f"{nics(draft.facts)}: NCCL stops instead of using TCP; plugin: {found or 'not found'}"
+        reason = f"{nics(draft.facts)}: NCCL stops instead of using TCP; plugin: {path or 'not found'}"
         draft.set("NCCL_NET", "AWS Libfabric", reason)
-    if not found and not pinned and draft.value("NCCL_NET") in ("AWS Libfabric", "Libfabric", "OFI"):
+    if not path and not pinned and draft.value("NCCL_NET") in ("AWS Libfabric", "Libfabric", "OFI"):
         draft.warn(
             "aws-ofi-nccl (libnccl-net-ofi.so, libnccl-net.so) is not on the library path: NCCL will stop "
             'with "network AWS Libfabric not found"',
@@ -90,40 +81,37 @@ def net(draft: PlanDraft) -> None:
         )
 
 
-def guard(draft: PlanDraft, expected: str) -> None:
+def _guard_ll128(draft: PlanDraft, gpu_model: str) -> None:
     """Decide the guard against LL128's wrong sums; an unknown version of NCCL counts as affected.
 
-    `expected` is the recipe's GPU model, which counts if the driver shows no GPU.
+    `gpu_model` of the recipe counts if the driver shows no GPU.
     """
-    version = draft.facts.nccl
-    seen = next((gpu for gpu in draft.facts.gpu_devices if "GH200" in gpu.model), None)
-    if seen:
-        model = f"/proc/driver/nvidia/gpus/{seen.address}/information: {seen.model}"
-    elif "GH200" in expected and not draft.facts.gpu_devices:
-        model = f"the recipe's {expected}"
+    facts = draft.facts
+    gpu = next((gpu for gpu in facts.gpu_devices if "GH200" in gpu.model), None)
+    if gpu:
+        model = f"/proc/driver/nvidia/gpus/{gpu.address}/information: {gpu.model}"
+    elif "GH200" in gpu_model and not facts.gpu_devices:
+        model = f"the recipe's {gpu_model}"
     else:
         return
-    named = f"{draft.facts.nccl_version} ({draft.facts.nccl_source})" if version else "of unknown version"
-    said = f"NCCL {named}, {model}"
-    if version is not None and version < CORRUPTS_FROM:
-        draft.note(
-            "NCCL_PROTO",
-            "^LL128",
-            f"{said}: not affected by NVIDIA/nccl issue 2001, which begins with 2.27.3",
-        )
+    version = f"{facts.nccl_version} ({facts.nccl_source})" if facts.nccl else "of unknown version"
+    evidence = f"NCCL {version}, {model}"
+    if facts.nccl is not None and facts.nccl < CORRUPTS_FROM:
+        reason = f"{evidence}: not affected by NVIDIA/nccl issue 2001, which begins with 2.27.3"
+        draft.note("NCCL_PROTO", "^LL128", reason)
         return
-    draft.set(
-        "NCCL_PROTO", "^LL128", f"{said}: LL128 gives wrong sums over Slingshot (NVIDIA/nccl issue 2001)"
-    )
-    if allows_ll128(draft.value("NCCL_PROTO") or "") and draft.value("NCCL_LL128_C2C") != "0":
+    reason = f"{evidence}: LL128 gives wrong sums over Slingshot (NVIDIA/nccl issue 2001)"
+    draft.set("NCCL_PROTO", "^LL128", reason)
+    value = draft.value("NCCL_PROTO")
+    if allows_ll128(value or "") and draft.value("NCCL_LL128_C2C") != "0":
         draft.warn(
-            f"NCCL_PROTO={draft.value('NCCL_PROTO')} allows LL128, which silently gives wrong sums here "
-            f"({said}, NVIDIA/nccl issue 2001)",
-            f"{draft.unsetting('NCCL_PROTO')}, or set NCCL_PROTO=^LL128",
+            f"NCCL_PROTO={value} allows LL128, which silently gives wrong sums here "
+            f"({evidence}, NVIDIA/nccl issue 2001)",
+            f"{draft.how_to_unset('NCCL_PROTO')}, or set NCCL_PROTO=^LL128",
         )
 
 
 def allows_ll128(protocols: str) -> bool:
-    """True if a value of NCCL_PROTO allows LL128."""
+    """Return True if a value of NCCL_PROTO allows LL128."""
     names = [name.strip().upper() for name in protocols.removeprefix("^").split(",") if name.strip()]
     return ("LL128" in names) != protocols.startswith("^") if names else True

@@ -14,46 +14,10 @@ from pathlib import Path
 from imgkit_entrypoints import files, system
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.facts import compute, host_libs, network, software
-from imgkit_entrypoints.facts.host_facts import (
-    Candidate,
-    CudaCompat,
-    CxiDevice,
-    Gid,
-    Gpu,
-    HostFacts,
-    HostLibraries,
-    Interface,
-    Library,
-    Limit,
-    Port,
-    RdmaDevice,
-    Route,
-    Setting,
-)
+from imgkit_entrypoints.facts.host_facts import HostFacts
 from imgkit_entrypoints.facts.reader import NOT_FILES, Entry, Reader, Recorder, entries, root_of
 
-__all__ = [
-    "NOT_FILES",
-    "Candidate",
-    "CudaCompat",
-    "CxiDevice",
-    "Gid",
-    "Gpu",
-    "HostFacts",
-    "HostLibraries",
-    "Interface",
-    "Library",
-    "Limit",
-    "Port",
-    "RdmaDevice",
-    "Reader",
-    "Route",
-    "Setting",
-    "gather",
-    "root_of",
-    "snapshot",
-    "system_facts",
-]
+__all__ = ["NOT_FILES", "HostFacts", "Reader", "gather", "root_of", "snapshot", "system_facts"]
 
 
 def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> HostFacts:
@@ -69,53 +33,50 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
 
 
 def snapshot(root: Path | None = None, env: Mapping[str, str] = os.environ) -> tuple[Entry, ...]:
-    """Return everything that `gather` reads here, as a tree of files; `reader.write` writes it out.
+    """Return everything that `gather` reads here, as the members of a tree of files.
 
     The tree holds nothing else: no environment, and no file that `gather` does not read.
     """
     recorder = Recorder(root=root_of(env) if root is None else root)
-    found = _gather(recorder, env)
-    devices = {device.verbs: device.verbs_opens for device in found.rdma if device.verbs}
-    devices.update({f"/dev/{device.name}": device.opens for device in found.cxi})
-    devices["/dev/infiniband/rdma_cm"] = found.rdma_cm
-    devices.update(dict.fromkeys(software.closed_gpus(recorder, env), False))
+    host = _gather(recorder, env)
+    devices = {device.verbs: device.verbs_opens for device in host.rdma if device.verbs}
+    devices |= {f"/dev/{device.name}": device.opens for device in host.cxi}
+    devices["/dev/infiniband/rdma_cm"] = host.rdma_cm
+    devices |= dict.fromkeys(software.closed_gpus(recorder, env), False)
     for path in devices:
         recorder.exists(path)
     not_files: dict[str, object] = {
-        "hostname": found.hostname,
-        "arch": found.arch,
-        "python": found.python,
-        "cpus": found.cpus,
-        "shm_bytes": found.shm_bytes,
-        "closed": sorted(path for path, opens in devices.items() if not opens),
+        name: getattr(host, name) for name in ("hostname", "arch", "python", "cpus", "shm_bytes")
     }
+    not_files["closed"] = sorted(path for path, opens in devices.items() if not opens)
     # A tree holds no libraries, so it keeps what was read of them.
-    for name, read in (("host_libraries", found.host_libraries), ("cuda_compat", found.cuda_compat)):
-        if read is not None:
-            not_files[name] = dataclasses.asdict(read)
+    for name in ("host_libraries", "cuda_compat"):
+        if (libraries := getattr(host, name)) is not None:
+            not_files[name] = dataclasses.asdict(libraries)
     return entries(recorder, not_files)
 
 
 def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
-    known = reader.not_files()
+    saved = reader.not_files()
     gpus = compute.gpus(reader, env, software.closed_gpus(reader, env))
-    cpus = compute.cpus(reader, known)
+    cpus, cpu_quota, cpus_source = compute.cpus(reader, saved)
     processes, processes_source = compute.processes(reader)
     nccl_version, nccl_source = software.nccl(reader, env)
     nccl_settings = software.nccl_settings(reader, env)
     # Not through a recorder: a snapshot holds no environment.
     plain = Reader(root=reader.root)
-    libraries = software.libraries(reader, env, software.named_plugins(plain, env, nccl_settings))
+    recipe = software.recipe(plain)
+    libraries = software.libraries(reader, env, software.named_plugins(recipe, env, nccl_settings))
     return HostFacts(
-        hostname=reader.text("/proc/sys/kernel/hostname") or str(known.get("hostname") or platform.node()),
-        arch=str(known.get("arch") or platform.machine()),
-        python=str(known.get("python") or platform.python_version()),
-        cpus=cpus.allowed,
+        hostname=reader.text("/proc/sys/kernel/hostname") or str(saved.get("hostname") or platform.node()),
+        arch=str(saved.get("arch") or platform.machine()),
+        python=str(saved.get("python") or platform.python_version()),
+        cpus=cpus,
         gpus=gpus.count,
         gpus_source=gpus.source,
         gpus_problem=gpus.problem,
-        cpus_source=cpus.source,
-        cpu_quota=cpus.quota,
+        cpus_source=cpus_source,
+        cpu_quota=cpu_quota,
         amd_gpus=compute.amd_gpus(reader),
         gpu_devices=compute.gpu_devices(reader),
         driver=compute.driver(reader),
@@ -126,7 +87,7 @@ def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
         open_files=compute.limit(reader, "Max open files"),
         processes=processes,
         processes_source=processes_source,
-        shm_bytes=compute.shm_bytes(reader, known),
+        shm_bytes=compute.shm_bytes(reader, saved),
         ephemeral_ports=compute.ephemeral_ports(reader),
         rdma=network.rdma_devices(reader),
         rdma_cm=network.opens(reader, "/dev/infiniband/rdma_cm"),
@@ -143,22 +104,22 @@ def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
         nccl_source=nccl_source,
         nccl_settings=nccl_settings,
         image_env=software.image_env(plain),
-        host_libraries=host_libs.libraries(plain, env),
-        cuda_compat=host_libs.compat(plain, env),
+        host_libraries=host_libs.libraries(plain, recipe, env),
+        cuda_compat=host_libs.compat(plain, recipe, env),
     )
 
 
 def system_facts(path: Path | None = None, env: Mapping[str, str] = os.environ) -> system.SystemFacts | None:
-    """The recipe's facts in this image, for the partition of this job; None outside an image made by imgkit.
+    """Return the recipe's facts for the partition of this job; None in an image of another tool.
 
     Raises
     ------
     UsageError : the file exists, but imgkit did not write it so.
     """
-    found = root_of(env) / str(system.SYSTEM_JSON).lstrip("/") if path is None else path
+    path = path or Reader(root=root_of(env)).real_path(str(system.SYSTEM_JSON))
     try:
-        return system.from_json(files.read_text(found)).in_partition(env.get(system.PARTITION, ""))
+        return system.from_json(files.read_text(path)).in_partition(env.get(system.PARTITION, ""))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UsageError(f"cannot read the system facts: {error}", where=str(found)) from error
+        raise UsageError(f"cannot read the system facts: {error}", where=str(path)) from error

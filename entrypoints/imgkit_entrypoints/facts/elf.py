@@ -61,7 +61,7 @@ def read(path: Path) -> SharedObject:
     NotShared : it is not one, or is damaged. OSError : it cannot be read.
     """
     with files.open_regular(path) as file:
-        return _Object(file).parsed()
+        return _Object(file).parse()
 
 
 class _Object:
@@ -84,7 +84,7 @@ class _Object:
         self.segments = [*struct.iter_unpack("<IIQQQQQQ", self.at(table, 56 * count))]
 
     def at(self, offset: int, length: int) -> bytes:
-        """Bytes of the file."""
+        """Return bytes of the file."""
         if offset + length > self.size:
             raise NotShared(f"is truncated: bytes {offset} to {offset + length} of {self.size}")
         self.file.seek(offset)
@@ -94,49 +94,49 @@ class _Object:
         return data
 
     def offset(self, address: int) -> int:
-        """Offset in the file of an address in memory."""
+        """Return the offset in the file of an address in memory."""
         for kind, _, offset, start, _, in_file, _, _ in self.segments:
             if kind == _LOAD and start <= address < start + in_file:
                 return int(offset + address - start)
         raise NotShared(f"names the address {address:#x}, which no segment holds")
 
-    def parsed(self) -> SharedObject:
+    def parse(self) -> SharedObject:
         dynamic = self._dynamic()
-        one = {tag: values[0] for tag, values in dynamic.items()}
-        if _STRTAB not in one or not 0 < one.get(_STRSZ, 0) <= _MOST_NAMES_BYTES:
+        first = {tag: values[0] for tag, values in dynamic.items()}
+        if _STRTAB not in first or not 0 < first.get(_STRSZ, 0) <= _MOST_NAMES_BYTES:
             raise NotShared("has no table of names, or one that is too large")
-        names = self.at(self.offset(one[_STRTAB]), one[_STRSZ])
-
-        def folders(tag: int) -> tuple[str, ...]:
-            return tuple(filter(None, _name(names, one[tag]).split(":"))) if tag in one else ()
-
-        runpath = folders(_RUNPATH)
+        names = self.at(self.offset(first[_STRTAB]), first[_STRSZ])
+        soname, rpath, runpath = (
+            _name(names, first[tag]) if tag in first else "" for tag in (_SONAME, _RPATH, _RUNPATH)
+        )
         return SharedObject(
             machine=self.machine,
-            soname=_name(names, one[_SONAME]) if _SONAME in one else "",
+            soname=soname,
             needed=tuple(_name(names, value) for value in dynamic.get(_NEEDED, ())),
-            rpath=() if runpath else folders(_RPATH),
-            runpath=runpath,
-            needs=self._needs(names, one.get(_VERNEED), one.get(_VERNEEDNUM, 0)),
-            defines=tuple(self._defines(names, one.get(_VERDEF), one.get(_VERDEFNUM, 0))),
+            # The dynamic linker ignores RPATH where there is a RUNPATH.
+            rpath=() if runpath.strip(":") else tuple(filter(None, rpath.split(":"))),
+            runpath=tuple(filter(None, runpath.split(":"))),
+            needs=self._needs(names, first.get(_VERNEED), first.get(_VERNEEDNUM, 0)),
+            defines=tuple(self._defines(names, first.get(_VERDEF), first.get(_VERDEFNUM, 0))),
         )
 
     def _dynamic(self) -> Mapping[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        values: dict[int, list[int]] = {}
         segment = next((entry for entry in self.segments if entry[0] == _DYNAMIC), None)
         if segment is None:
             raise NotShared("has no dynamic section: it is static, or its data is in another file")
         length = min(segment[5] // 16, _MOST_ENTRIES) * 16
         for tag, value in struct.iter_unpack("<qQ", self.at(segment[2], length)):
             if tag == 0:
-                return found
-            found.setdefault(tag, []).append(value)
+                return values
+            values.setdefault(tag, []).append(value)
         raise NotShared("has a dynamic section without an end")
 
-    def _chain(self, address: int, count: int, layout: str) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Offset and fields of each entry of a chain, whose last field leads to the next one."""
-        offset = self.offset(address)
-        for _ in range(_limited(count)):
+    def _chain(self, offset: int, count: int, layout: str) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield offset and fields of each entry of a chain, whose last field leads to the next one."""
+        if count > _MOST_ENTRIES:
+            raise NotShared(f"has a table of more than {_MOST_ENTRIES} versions")
+        for _ in range(count):
             fields = struct.unpack(layout, self.at(offset, struct.calcsize(layout)))
             yield offset, fields
             if fields[-1] == 0:
@@ -144,33 +144,24 @@ class _Object:
             offset += fields[-1]
 
     def _needs(self, names: bytes, address: int | None, count: int) -> Mapping[str, tuple[str, ...]]:
-        found: dict[str, list[str]] = {}
-        most = _MOST_ENTRIES
-        for offset, (_, parts, file, first, _) in self._chain(address, count, "<HHIII") if address else ():
-            versions = found.setdefault(_name(names, file), [])
-            for _ in range(_limited(parts)):
-                _, flags, _, name, further = struct.unpack("<IHHII", self.at(offset + first, 16))
-                most -= 1
-                _limited(_MOST_ENTRIES - most)
+        versions: dict[str, list[str]] = {}
+        total = 0
+        libraries = self._chain(self.offset(address), count, "<HHIII") if address else ()
+        for offset, (_, parts, file, first, _) in libraries:
+            library = versions.setdefault(_name(names, file), [])
+            for _, (_, flags, _, name, _) in self._chain(offset + first, parts, "<IHHII"):
+                total += 1
+                if total > _MOST_ENTRIES:
+                    raise NotShared(f"has a table of more than {_MOST_ENTRIES} versions")
                 if not flags & _WEAK:
-                    versions.append(_name(names, name))
-                if further == 0:
-                    break
-                first += further
-        return {file: tuple(versions) for file, versions in found.items()}
+                    library.append(_name(names, name))
+        return {file_name: tuple(items) for file_name, items in versions.items()}
 
     def _defines(self, names: bytes, address: int | None, count: int) -> Iterator[str]:
-        for offset, (_, flags, _, parts, _, first, _) in (
-            self._chain(address, count, "<HHHHIII") if address else ()
-        ):
+        entries = self._chain(self.offset(address), count, "<HHHHIII") if address else ()
+        for offset, (_, flags, _, parts, _, first, _) in entries:
             if parts and not flags & _BASE:
                 yield _name(names, struct.unpack("<I", self.at(offset + first, 4))[0])
-
-
-def _limited(count: int) -> int:
-    if count > _MOST_ENTRIES:
-        raise NotShared(f"has a table of more than {_MOST_ENTRIES} versions")
-    return count
 
 
 def _name(names: bytes, offset: int) -> str:

@@ -16,8 +16,8 @@ from imgkit_entrypoints.facts.reader import Reader
 COMMAND_S = 30.0
 NVIDIA_SMI = "/commands/nvidia-smi.xml"
 XIDS = "/commands/xid.txt"
-"""Places of a saved tree with what the commands printed."""
-KEPT = ("ecc_errors", "remapped_rows", "clocks_event_reasons", "clocks_throttle_reasons")
+"""Files of a saved tree with what the commands printed."""
+REPORT_PARTS = ("ecc_errors", "remapped_rows", "clocks_event_reasons", "clocks_throttle_reasons")
 """Parts of nvidia-smi's report that are read; the others name processes and serial numbers."""
 ERRORS = (
     "symbol_error",
@@ -46,44 +46,44 @@ class PcieLink:
     @property
     def rate_Gbps(self) -> float | None:
         """Rate in one direction, in 1e9 bit/s."""
-        found = re.match(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) GT/s", self.speed)
-        lane = float(found[1]) if found else 0.0
+        match = re.match(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) GT/s", self.speed)
+        lane = float(match[1]) if match else 0.0
         return next(lane * share * self.width for least, share in GTps_Gbps if lane >= least) or None
 
 
 def links(reader: Reader, facts: HostFacts) -> tuple[PcieLink, ...]:
-    """PCIe links of all GPUs and NICs, where sysfs shows them; a virtual function has none."""
-    devices = {gpu.address: gpu.address for gpu in facts.gpu_devices}
-    devices |= {nic.name: nic.pci.rsplit("/", 1)[-1] for nic in facts.rdma if nic.pci}
-    devices |= {nic.name: nic.pci.rsplit("/", 1)[-1] for nic in facts.cxi if nic.pci}
-    found = []
-    for name, address in devices.items():
+    """Return the PCIe links of all GPUs and NICs, where sysfs shows them; a virtual function has none."""
+    addresses = {gpu.address: gpu.address for gpu in facts.gpu_devices}
+    paths = {nic.name: nic.pci for nic in facts.rdma} | {nic.name: nic.pci for nic in facts.cxi}
+    addresses |= {name: path.rsplit("/", 1)[-1] for name, path in paths.items() if path}
+    links = []
+    for name, address in addresses.items():
         path = f"/sys/bus/pci/devices/{address}"
         width, most = (reader.number(f"{path}/{which}_link_width") for which in ("current", "max"))
         speed = reader.text(f"{path}/current_link_speed") or ""
         if width and most:
-            found.append(PcieLink(device=name, path=path, width=width, most_width=most, speed=speed))
-    return tuple(found)
+            links.append(PcieLink(device=name, path=path, width=width, most_width=most, speed=speed))
+    return tuple(links)
 
 
 def port_errors(reader: Reader, facts: HostFacts) -> dict[str, dict[str, int]]:
-    """Error counters that are not zero, by the name of their port."""
-    found = {}
-    for device in facts.rdma:
-        for port in device.ports:
-            counts = {name: reader.number(f"{port.path}/counters/{name}") or 0 for name in ERRORS}
-            found[port.name] = {name: count for name, count in counts.items() if count}
-    return {name: counts for name, counts in found.items() if counts}
+    """Return the error counters that are not zero, by the name of their port."""
+    errors: dict[str, dict[str, int]] = {}
+    for port in (port for device in facts.rdma for port in device.ports):
+        for name in ERRORS:
+            if count := reader.number(f"{port.path}/counters/{name}"):
+                errors.setdefault(port.name, {})[name] = count
+    return errors
 
 
 def nvidia_smi(reader: Reader) -> str:
-    """The kept parts of nvidia-smi's report as XML; empty where it is not available."""
+    """Return `reduced_report` of nvidia-smi's report; empty where it is not available."""
     if not reader.live:
         return reader.text(NVIDIA_SMI) or ""
-    return kept(_output("nvidia-smi", "-q", "-x"))
+    return reduced_report(_output("nvidia-smi", "-q", "-x"))
 
 
-def kept(report: str) -> str:
+def reduced_report(report: str) -> str:
     """Leave out everything of nvidia-smi's report that is not read; empty if it is no report."""
     try:
         root = ElementTree.fromstring(report)  # noqa: S314 - the driver's own program wrote it
@@ -92,16 +92,15 @@ def kept(report: str) -> str:
     smaller = ElementTree.Element(root.tag)
     for gpu in root.iter("gpu"):
         copy = ElementTree.SubElement(smaller, "gpu", {"id": gpu.get("id", "")})
-        copy.extend(part for part in gpu if part.tag in KEPT)
+        copy.extend(part for part in gpu if part.tag in REPORT_PARTS)
     return ElementTree.tostring(smaller, encoding="unicode")
 
 
 def xids(reader: Reader) -> str:
-    """The kernel log's lines with errors of GPUs; empty where it cannot be read."""
+    """Return the kernel log's lines with errors of GPUs; empty where it cannot be read."""
     if not reader.live:
         return reader.text(XIDS) or ""
-    lines = _output("dmesg").splitlines()
-    return "\n".join(line for line in lines if "NVRM: Xid" in line)
+    return "\n".join(line for line in _output("dmesg").splitlines() if "NVRM: Xid" in line)
 
 
 def _run(*command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -119,23 +118,25 @@ def _run(*command: str, env: Mapping[str, str] | None = None) -> subprocess.Comp
 
 def _output(*command: str) -> str:
     try:
-        done = _run(*command)
+        result = _run(*command)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    return result.stdout if result.returncode == 0 else ""
 
 
 def load_fault(path: str, library_path: str | None = None) -> str:
-    """Why the dynamic linker cannot load a library here; empty if it can.
+    """Return why the dynamic linker cannot load a library here; empty if it can.
 
     Parameters
     ----------
     library_path : replaces LD_LIBRARY_PATH.
     """
     env = None if library_path is None else {**os.environ, "LD_LIBRARY_PATH": library_path}
+    code = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
     try:
-        done = _run(sys.executable, "-I", "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1])", path, env=env)
+        result = _run(sys.executable, "-I", "-c", code, path, env=env)
     except subprocess.TimeoutExpired:
         return f"loading it takes more than {COMMAND_S:g} s"
-    lines = done.stderr.strip().splitlines()
-    return "" if done.returncode == 0 else lines[-1] if lines else f"exit code {done.returncode}"
+    if result.returncode == 0:
+        return ""
+    return (result.stderr.strip().splitlines() or [f"exit code {result.returncode}"])[-1]

@@ -67,8 +67,8 @@ class Port:
     @property
     def rate_Gbps(self) -> float | None:
         """Rate of the link, in 1e9 bit/s; None if unknown: kernels print SDR for a new speed."""
-        found = re.match(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) Gb/sec \(([0-9]{1,9})X (\w+)\)", self.rate)
-        return float(found[1]) if found and found[3] != "SDR" else None
+        match = re.match(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) Gb/sec \(([0-9]{1,9})X (\w+)\)", self.rate)
+        return float(match[1]) if match and match[3] != "SDR" else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +169,9 @@ class Limit:
     value: int | None = None
     unlimited: bool = False
 
+    def __str__(self) -> str:
+        return "unlimited" if self.unlimited else str(self.value)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
@@ -216,7 +219,7 @@ class CudaCompat:
     """Folder with its libcuda.so.1; empty: the image has none."""
     target: str = ""
     """The file behind that: ``/usr/local/cuda/compat/lib.real/libcuda.so.575.57.08``."""
-    others: tuple[str, ...] = ()
+    cuda_folders: tuple[str, ...] = ()
     """Folders of the library path that have a libcuda.so.1 as well, in order."""
 
 
@@ -296,6 +299,12 @@ class HostFacts:
         """NCCL version as comparable numbers; None if unknown."""
         return tuple(int(part) for part in self.nccl_version.split(".")) if self.nccl_version else None
 
+    @property
+    def driver_version(self) -> str:
+        """Version of the NVIDIA driver: ``580.159.04``; empty if unknown."""
+        match = re.search(r"\b[0-9]{3,5}\.[0-9]{1,5}(?:\.[0-9]{1,5})?", self.driver)
+        return match[0] if match else ""
+
     def library(self, name: str) -> Library | None:
-        """Library `name`, or None."""
-        return next((known for known in self.libraries if known.name == name), None)
+        """Return the library `name`, or None."""
+        return next((library for library in self.libraries if library.name == name), None)

@@ -18,11 +18,11 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.facts import elf, software
 from imgkit_entrypoints.facts.host_facts import Candidate, CudaCompat, HostLibraries
 from imgkit_entrypoints.facts.reader import NOT_FILES, Reader, natural
-from imgkit_entrypoints.system import CUDA_COMPAT, HOST, HOST_FOLDERS, HOST_LIBS, SYSTEM_JSON
+from imgkit_entrypoints.system import CUDA_COMPAT, HOST, HOST_FOLDERS, HOST_LIBS, SYSTEM_JSON, SystemFacts
 
 PLUGINS = ("libnccl-net-ofi.so", "libnccl-net.so")
 """Names of aws-ofi-nccl; NCCL looks for the second one."""
-WANTED = ("libcxi.so.1", "libfabric.so.1", *PLUGINS)
+FABRIC_LIBRARIES = ("libcxi.so.1", "libfabric.so.1", *PLUGINS)
 LINKS = "/tmp/imgkit-host-libs-"  # noqa: S108 - files.make_links refuses another's
 """How the name begins of a folder with links to the chosen libraries, on the path of a program in a run."""
 CRAY = "/opt/cray/libfabric"
@@ -30,7 +30,7 @@ CRAY = "/opt/cray/libfabric"
 COMPAT = "/usr/local/cuda/compat"
 _COMPAT_FOLDERS = (COMPAT, f"{COMPAT}/lib.real", f"{COMPAT}/lib")
 """CUDA's images have the libraries in the first, NGC's in the second (its start script makes the third)."""
-_Kept = TypeVar("_Kept", HostLibraries, CudaCompat)
+_Saved = TypeVar("_Saved", HostLibraries, CudaCompat)
 _MOST_LIBRARIES = 128
 _MOST_LINKS = 40
 OF_IMAGE = frozenset(
@@ -45,68 +45,64 @@ OF_IMAGE = frozenset(
 the runtime brings those of the driver."""
 
 
-def asked(reader: Reader, env: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
-    """Who asks for the host's libraries, and the folders to search first; empty: nobody does.
+def requested_by(recipe: SystemFacts, env: Mapping[str, str]) -> tuple[str, tuple[str, ...]]:
+    """Return who asks for the host's libraries, and the folders to search first; empty: nobody does.
 
     Raises
     ------
     UsageError : the variable has another value.
     """
-    if given := env.get(HOST_LIBS):
-        word, *folders = given.split(":")
-        if word not in ("none", "auto") or any(not folder.startswith("/") for folder in folders):
-            raise UsageError(
-                f"{given!r} is neither none nor auto",
-                where=HOST_LIBS,
-                hint="auto, auto:/FOLDER:/FOLDER or none",
-            )
-        return (f"{HOST_LIBS}={given}", tuple(folders)) if word == "auto" else ("", ())
-    recipe = software.baked(reader, str(SYSTEM_JSON))
-    fabric, runtime = recipe.get("fabric"), recipe.get("runtime")
-    if not isinstance(fabric, dict) or fabric.get("host_libs") != "auto":
+    if value := env.get(HOST_LIBS):
+        mode, *folders = value.split(":")
+        if mode not in ("none", "auto") or any(not folder.startswith("/") for folder in folders):
+            hint = "auto, auto:/FOLDER:/FOLDER or none"
+            raise UsageError(f"{value!r} is neither none nor auto", where=HOST_LIBS, hint=hint)
+        return (f"{HOST_LIBS}={value}", tuple(folders)) if mode == "auto" else ("", ())
+    if recipe.fabric.host_libs != "auto":
         return "", ()
-    listed = runtime.get("host_libs") if isinstance(runtime, dict) else None
-    folders = [item for item in listed if isinstance(item, str)] if isinstance(listed, list) else []
-    return f"{SYSTEM_JSON}: fabric.host_libs auto", tuple(folders)
+    return f"{SYSTEM_JSON}: fabric.host_libs auto", recipe.runtime.host_libs
 
 
-def libraries(reader: Reader, env: Mapping[str, str]) -> HostLibraries | None:
-    """What the host and the image have of the fabric's libraries; None if nobody asks.
+def libraries(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]) -> HostLibraries | None:
+    """Return what the host and the image have of the fabric's libraries; None if nobody asks.
 
     Raises
     ------
     UsageError : `HOST_LIBS` has another value than those that it may have.
     """
-    source, first = asked(reader, env)
+    source, first = requested_by(recipe, env)
     if not source:
         return None
     if saved := _saved(reader, HostLibraries, "host_libraries"):
         return saved
     if not reader.exists(HOST):
         return HostLibraries(source=source, bound=False)
-    own = tuple(folder for folder in software.library_folders(reader, env) if not folder.startswith(LINKS))
-    search = _Search(reader=reader, host=_host_folders(reader, first), image=own)
-    for name in WANTED:
-        search.look(name)
+    folders = software.library_folders(reader, env)
+    search = _Search(
+        reader=reader,
+        host_folders=_host_folders(reader, first),
+        image_folders=tuple(folder for folder in folders if not folder.startswith(LINKS)),
+    )
     # The image's C library decides, also where no library of the host could be read.
-    search.look("libc.so.6")
-    return HostLibraries(source=source, bound=True, host=tuple(search.found), image=tuple(search.of_image))
+    for name in (*FABRIC_LIBRARIES, "libc.so.6"):
+        search.add(name)
+    return HostLibraries(source=source, bound=True, host=tuple(search.host), image=tuple(search.image))
 
 
-def _saved(reader: Reader, kind: type[_Kept], name: str) -> _Kept | None:
-    """What a saved tree keeps in the place of libraries; None on a live machine, or if it keeps nothing."""
+def _saved(reader: Reader, kind: type[_Saved], name: str) -> _Saved | None:
+    """Return what a saved tree keeps instead of libraries; None on a live machine, or if it keeps nothing."""
     data = reader.not_files().get(name)
     if data is None:
         return None
     try:
-        kept: _Kept = json_text.read(kind, data, name)
+        value: _Saved = json_text.read(kind, data, name)
     except ValueError as error:
-        raise UsageError(str(error), where=str(reader.place(NOT_FILES))) from error
-    return kept
+        raise UsageError(str(error), where=str(reader.real_path(NOT_FILES))) from error
+    return value
 
 
 def _host_folders(reader: Reader, first: Sequence[str]) -> tuple[str, ...]:
-    """Folders of the host in which to look, in order."""
+    """Return the folders of the host in which to look, in order."""
     versions = sorted(reader.names(f"{HOST}{CRAY}"), key=natural, reverse=True)
     cray = (f"{CRAY}/{version}/lib64" for version in versions)
     triple = f"{platform.machine()}-linux-gnu"
@@ -119,94 +115,91 @@ class _Search:
     """The walk over what libraries need, on both sides."""
 
     reader: Reader
-    host: tuple[str, ...]
-    image: tuple[str, ...]
-    found: list[Candidate] = field(default_factory=list)
-    of_image: list[Candidate] = field(default_factory=list)
+    host_folders: tuple[str, ...]
+    image_folders: tuple[str, ...]
+    host: list[Candidate] = field(default_factory=list)
+    image: list[Candidate] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
 
-    def look(self, name: str, near: Sequence[str] = ()) -> None:
-        """Find `name` on both sides, and then what the host's file needs; `near` are folders of the host."""
+    def add(self, name: str, near: Sequence[str] = ()) -> None:
+        """Add `name` of both sides, and then what the host's file needs; `near` are folders of the host."""
         if name in self.seen or len(self.seen) >= _MOST_LIBRARIES or "/" in name:
             return
         self.seen.add(name)
-        for folder in self.image:
-            if self.reader.exists(f"{folder}/{name}"):
-                path = f"{folder}/{name}"
-                self.of_image.append(self._read(name, path, self.reader.target(path)))
-                break
+        paths = [f"{folder}/{name}" for folder in self.image_folders]
+        path = next((path for path in paths if self.reader.exists(path)), None)
+        if path:
+            self.image.append(self._read(name, path, self.reader.target(path)))
         if name in OF_IMAGE:
             return
-        for folder in (*near, *self.host):
-            path = f"{folder}/{name}"
-            if os.path.lexists(self.reader.place(f"{HOST}{path}")):
-                real = _followed(self.reader, path)
-                known = self._read(name, path, f"{HOST}{real}" if real else "")
-                self.found.append(known)
-                if known.object is not None:
-                    origin = str(PurePosixPath(real).parent)
-                    own = (*known.object.rpath, *known.object.runpath)
-                    folders = [word.replace("$ORIGIN", origin).replace("${ORIGIN}", origin) for word in own]
-                    for further in known.object.needed:
-                        self.look(further, folders)
-                return
+        paths = [f"{folder}/{name}" for folder in (*near, *self.host_folders)]
+        path = next((path for path in paths if os.path.lexists(self.reader.real_path(f"{HOST}{path}"))), None)
+        if path is None:
+            return
+        target = _follow_on_host(self.reader, path)
+        library = self._read(name, path, f"{HOST}{target}" if target else "")
+        self.host.append(library)
+        if library.object is not None:
+            origin = str(PurePosixPath(target).parent)
+            folders = [*library.object.rpath, *library.object.runpath]
+            folders = [text.replace("$ORIGIN", origin).replace("${ORIGIN}", origin) for text in folders]
+            for needed in library.object.needed:
+                self.add(needed, folders)
 
     def _read(self, name: str, path: str, target: str) -> Candidate:
         if not target or not self.reader.exists(target):
             fault = f"is a link out of what is bound ({', '.join(HOST_FOLDERS)})"
             return Candidate(name=name, path=path, target="", fault=fault)
         try:
-            read = elf.read(Path(self.reader.place(target)))
+            library = elf.read(Path(self.reader.real_path(target)))
         except OSError as error:
             return Candidate(name=name, path=path, target=target, fault=f"cannot be read: {error.strerror}")
         except elf.NotShared as error:
             return Candidate(name=name, path=path, target=target, fault=str(error))
-        return Candidate(name=name, path=path, target=target, object=read)
+        return Candidate(name=name, path=path, target=target, object=library)
 
 
-def _followed(reader: Reader, path: str) -> str:
-    """`path` of the host with its links followed as the host does; empty if they do not end there."""
-    done, left = PurePosixPath("/"), [*reversed(PurePosixPath(path).parts[1:])]
+def _follow_on_host(reader: Reader, path: str) -> str:
+    """Return `path` of the host with its links followed as the host does; empty if they do not end there."""
+    resolved, parts = PurePosixPath("/"), [*reversed(PurePosixPath(path).parts[1:])]
     for _ in range(_MOST_LINKS * 16):
-        if not left:
-            return str(done)
-        part = left.pop()
+        if not parts:
+            return str(resolved)
+        part = parts.pop()
         if part == "..":
-            done = done.parent
+            resolved = resolved.parent
             continue
         try:
-            link = str(reader.place(f"{HOST}{done / part}").readlink())
+            link = str(reader.real_path(f"{HOST}{resolved / part}").readlink())
         except OSError:
-            done /= part
+            resolved /= part
             continue
-        parts = PurePosixPath(link).parts
         if link.startswith("/"):
-            done, parts = PurePosixPath("/"), parts[1:]
-        left += reversed(parts)
+            resolved = PurePosixPath("/")
+        parts += [item for item in reversed(PurePosixPath(link).parts) if item != "/"]
     return ""
 
 
-def compat(reader: Reader, env: Mapping[str, str]) -> CudaCompat | None:
-    """The image's folder for CUDA's forward compatibility; None if nobody asks for it.
+def compat(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]) -> CudaCompat | None:
+    """Return the image's folder for CUDA's forward compatibility; None if nobody asks for it.
 
     Raises
     ------
     UsageError : `CUDA_COMPAT` is neither ``none`` nor ``auto``.
     """
-    given = env.get(CUDA_COMPAT)
-    if given not in (None, "", "none", "auto"):
-        raise UsageError(f"{given!r} is neither none nor auto", where=CUDA_COMPAT)
-    runtime = software.baked(reader, str(SYSTEM_JSON)).get("runtime")
-    recipe = runtime.get("cuda_compat") if isinstance(runtime, dict) else None
-    if (given or recipe) != "auto":
+    value = env.get(CUDA_COMPAT)
+    if value not in (None, "", "none", "auto"):
+        raise UsageError(f"{value!r} is neither none nor auto", where=CUDA_COMPAT)
+    if (value or recipe.runtime.cuda_compat) != "auto":
         return None
     if saved := _saved(reader, CudaCompat, "cuda_compat"):
         return saved
-    source = f"{CUDA_COMPAT}=auto" if given else f"{SYSTEM_JSON}: runtime.cuda_compat auto"
-    folders = software.library_folders(reader, env)
-    others = tuple(folder for folder in folders if reader.exists(f"{folder}/libcuda.so.1"))
-    for folder in _COMPAT_FOLDERS:
-        if reader.exists(f"{folder}/libcuda.so.1"):
-            target = reader.target(f"{folder}/libcuda.so.1")
-            return CudaCompat(source=source, folder=folder, target=target, others=others)
-    return CudaCompat(source=source, others=others)
+    source = f"{CUDA_COMPAT}=auto" if value else f"{SYSTEM_JSON}: runtime.cuda_compat auto"
+
+    def with_cuda(folders: Sequence[str]) -> tuple[str, ...]:
+        return tuple(folder for folder in folders if reader.exists(f"{folder}/libcuda.so.1"))
+
+    folder = (*with_cuda(_COMPAT_FOLDERS), "")[0]
+    target = reader.target(f"{folder}/libcuda.so.1") if folder else ""
+    cuda_folders = with_cuda(software.library_folders(reader, env))
+    return CudaCompat(source=source, folder=folder, target=target, cuda_folders=cuda_folders)

@@ -7,6 +7,7 @@ drivers/infiniband/core/sysfs.c, Documentation/ABI/stable/sysfs-class-infiniband
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -17,44 +18,46 @@ from imgkit_entrypoints.facts.reader import Reader
 
 
 def interfaces(reader: Reader) -> tuple[Interface, ...]:
-    """Every interface with its addresses, IPv4 first."""
-    names = [name for name in reader.names("/sys/class/net") if reader.exists(f"/sys/class/net/{name}/")]
+    """Return every interface with its addresses, IPv4 first."""
+    folder = "/sys/class/net"
+    names = [name for name in reader.names(folder) if reader.exists(f"{folder}/{name}/")]
     v4, v6 = _ipv4(reader, names), _ipv6(reader)
-    return tuple(_interface(reader, name, (*v4.get(name, ()), *v6.get(name, ()))) for name in names)
-
-
-def _interface(reader: Reader, name: str, addresses: tuple[str, ...]) -> Interface:
-    path = f"/sys/class/net/{name}"
-    speed = reader.number(f"{path}/speed")
-    return Interface(
-        name=name,
-        state=reader.text(f"{path}/operstate") or "",
-        speed_Mbps=speed if speed and speed > 0 else None,
-        addresses=addresses,
-        physical=reader.exists(f"{path}/device"),
-        pci=pci_path(reader, f"{path}/device"),
-        vendor=reader.text(f"{path}/device/vendor") or "",
-    )
+    interfaces = []
+    for name in names:
+        path = f"{folder}/{name}"
+        speed = reader.number(f"{path}/speed")
+        interface = Interface(
+            name=name,
+            state=reader.text(f"{path}/operstate") or "",
+            speed_Mbps=speed if speed and speed > 0 else None,
+            addresses=(*v4.get(name, ()), *v6.get(name, ())),
+            physical=reader.exists(f"{path}/device"),
+            pci=pci_path(reader, f"{path}/device"),
+            vendor=reader.text(f"{path}/device/vendor") or "",
+        )
+        interfaces.append(interface)
+    return tuple(interfaces)
 
 
 def routes(reader: Reader) -> tuple[Route, ...]:
-    """Routes of /proc/net/route that are up."""
-    lines = (reader.text("/proc/net/route") or "").splitlines()[1:]
-    found = (_route(line.split()) for line in lines)
-    return tuple(route for route in found if route is not None)
-
-
-def _route(words: Sequence[str]) -> Route | None:
-    if len(words) < 8:
-        return None
-    try:
-        if not int(words[3], 16) & 1:
-            return None
-        network = ipaddress.ip_network(f"{_address(words[1])}/{_address(words[7])}", strict=False)
-        gateway, metric = _address(words[2]), int(words[6])
-    except ValueError:
-        return None
-    return Route(interface=words[0], network=str(network), gateway=gateway, metric=metric)
+    """Return the routes of /proc/net/route that are up."""
+    routes = []
+    for line in (reader.text("/proc/net/route") or "").splitlines()[1:]:
+        try:
+            interface, network, gateway, flags, _, _, metric, mask, *_ = line.split()
+            if int(flags, 16) & 1:
+                subnet = ipaddress.ip_network(f"{_address(network)}/{_address(mask)}", strict=False)
+                routes.append(
+                    Route(
+                        interface=interface,
+                        network=str(subnet),
+                        gateway=_address(gateway),
+                        metric=int(metric),
+                    )
+                )
+        except ValueError:
+            continue
+    return tuple(routes)
 
 
 def _address(text: str) -> str:
@@ -63,89 +66,83 @@ def _address(text: str) -> str:
 
 
 def _ipv4(reader: Reader, names: Sequence[str]) -> Mapping[str, tuple[str, ...]]:
-    """IPv4 addresses by interface: each local address of fib_trie belongs to the interface with its network.
+    """Return IPv4 addresses by interface: each local one of fib_trie is on the interface with its network.
 
     If several interfaces share a network, as rails of a fabric often do, the files do not say which one has
     which address. The addresses are assigned in order: whether an interface has an address stays right.
     """
     local = _local(reader.text("/proc/net/fib_trie") or "")
-    found: dict[str, tuple[str, ...]] = {"lo": tuple(text for text in local if text.startswith("127."))}
-    shared: dict[str, list[str]] = {}
+    addresses: dict[str, tuple[str, ...]] = {"lo": tuple(text for text in local if text.startswith("127."))}
+    owners: dict[ipaddress.IPv4Network, list[str]] = {}
     for route in routes(reader):
         if route.gateway == "0.0.0.0" and route.network != "0.0.0.0/0" and route.interface in names:  # noqa: S104
-            shared.setdefault(route.network, [])
-            if route.interface not in shared[route.network]:
-                shared[route.network].append(route.interface)
+            network_owners = owners.setdefault(ipaddress.IPv4Network(route.network), [])
+            if route.interface not in network_owners:
+                network_owners.append(route.interface)
     # The narrowest network first: a host route to a peer has no local address, a /16 follows its /24.
-    given: set[str] = set()
-    for text in sorted(shared, key=lambda item: -ipaddress.IPv4Network(item).prefixlen):
-        network, owners = ipaddress.IPv4Network(text), shared[text]
-        mine = [item for item in local if item not in given and ipaddress.IPv4Address(item) in network]
-        given.update(mine)
-        for position, address in enumerate(mine):
-            owner = owners[position % len(owners)]
-            found[owner] = (*found.get(owner, ()), address)
-    return found
+    assigned: set[str] = set()
+    for network in sorted(owners, key=lambda network: -network.prefixlen):
+        inside = [text for text in local if text not in assigned and ipaddress.IPv4Address(text) in network]
+        assigned.update(inside)
+        for address, owner in zip(inside, itertools.cycle(owners[network])):
+            addresses[owner] = (*addresses.get(owner, ()), address)
+    return addresses
 
 
 def _local(trie: str) -> tuple[str, ...]:
-    """Addresses marked ``host LOCAL``, each once, in the order of the file."""
-    found: dict[str, None] = {}
+    """Return the addresses marked ``host LOCAL``, each once, in the order of the file."""
+    local: dict[str, None] = {}
     address = ""
     for line in trie.splitlines():
         leaf = re.match(r"\s*\|-- (\S+)", line)
         if leaf:
             address = leaf[1]
-        elif re.match(r"\s*/32 host LOCAL", line) and _is_ipv4(address):
-            found[address] = None
-    return tuple(found)
+        elif re.match(r"\s*/32 host LOCAL", line) and _is_address(address, ipaddress.IPv4Address):
+            local[address] = None
+    return tuple(local)
 
 
-def _is_ipv4(text: str) -> bool:
+def _is_address(text: str, kind: type[ipaddress.IPv4Address] | type[ipaddress.IPv6Address]) -> bool:
     try:
-        ipaddress.IPv4Address(text)
+        kind(text)
     except ValueError:
         return False
     return True
 
 
 def _ipv6(reader: Reader) -> Mapping[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
+    addresses: dict[str, tuple[str, ...]] = {}
     for line in (reader.text("/proc/net/if_inet6") or "").splitlines():
-        words = line.split()
-        if len(words) != 6:
-            continue
         try:
-            address = ipaddress.IPv6Address(bytes.fromhex(words[0]))
+            digits, _, _, _, _, interface = line.split()
+            address = ipaddress.IPv6Address(bytes.fromhex(digits))
         except ValueError:
             continue
         if not address.is_link_local:
-            found[words[5]] = (*found.get(words[5], ()), str(address))
-    return found
+            addresses[interface] = (*addresses.get(interface, ()), str(address))
+    return addresses
 
 
 SYSFS = "/sys/class/infiniband"
 
 
 def rdma_devices(reader: Reader) -> tuple[RdmaDevice, ...]:
-    """Every RDMA device with its ports and used GIDs."""
+    """Return every RDMA device with its ports and used GIDs."""
     verbs = _verbs(reader)
     return tuple(_rdma_device(reader, name, verbs.get(name, "")) for name in reader.names(SYSFS))
 
 
 def _verbs(reader: Reader) -> dict[str, str]:
-    """File under /dev/infiniband by device name."""
+    """Return the file under /dev/infiniband by device name."""
     folder = "/sys/class/infiniband_verbs"
-    found = {}
-    for name in reader.names(folder):
-        device = reader.text(f"{folder}/{name}/ibdev")
-        if device and name.startswith("uverbs"):
-            found[device] = f"/dev/infiniband/{name}"
-    return found
+    names = reader.names(folder, "uverbs.*")
+    devices = {name: reader.text(f"{folder}/{name}/ibdev") for name in names}
+    return {device: f"/dev/infiniband/{name}" for name, device in devices.items() if device}
 
 
 def _rdma_device(reader: Reader, name: str, verbs: str) -> RdmaDevice:
     path = f"{SYSFS}/{name}"
+    numbers = reader.names(f"{path}/ports", "[0-9]{1,9}")
     return RdmaDevice(
         name=name,
         path=path,
@@ -157,57 +154,42 @@ def _rdma_device(reader: Reader, name: str, verbs: str) -> RdmaDevice:
         netdevs=reader.names(f"{path}/device/net"),
         verbs=verbs,
         verbs_opens=bool(verbs) and opens(reader, verbs),
-        ports=tuple(
-            _rdma_port(reader, name, int(number)) for number in reader.names(f"{path}/ports", "[0-9]{1,9}")
-        ),
+        ports=tuple(_rdma_port(reader, name, int(number)) for number in numbers),
     )
 
 
 def _rdma_port(reader: Reader, device: str, number: int) -> Port:
     path = f"{SYSFS}/{device}/ports/{number}"
+    state, phys_state, link_layer, rate, lid = (
+        reader.text(f"{path}/{file}") or "" for file in ("state", "phys_state", "link_layer", "rate", "lid")
+    )
     return Port(
         device=device,
         number=number,
         path=path,
-        state=reader.text(f"{path}/state") or "",
-        phys_state=reader.text(f"{path}/phys_state") or "",
-        link_layer=reader.text(f"{path}/link_layer") or "",
-        rate=reader.text(f"{path}/rate") or "",
-        lid=reader.text(f"{path}/lid") or "",
+        state=state,
+        phys_state=phys_state,
+        link_layer=link_layer,
+        rate=rate,
+        lid=lid,
         gids=_gids(reader, path),
     )
 
 
 def _gids(reader: Reader, port: str) -> tuple[Gid, ...]:
-    found = []
+    gids = []
     for slot in reader.names(f"{port}/gids", "[0-9]{1,9}"):
-        value = reader.text(f"{port}/gids/{slot}")
+        value = reader.text(f"{port}/gids/{slot}") or ""
         # A table has up to 256 slots, most of them empty; the attributes of an empty slot answer EINVAL.
-        if value is None or not _used_gid(value):
-            continue
-        found.append(
-            Gid(
-                index=int(slot),
-                value=value,
-                kind=reader.text(f"{port}/gid_attrs/types/{slot}") or "",
-                netdev=reader.text(f"{port}/gid_attrs/ndevs/{slot}") or "",
-            )
-        )
-    return tuple(found)
-
-
-def _used_gid(gid: str) -> bool:
-    if not gid.strip("0:"):
-        return False
-    try:
-        ipaddress.IPv6Address(gid)
-    except ValueError:
-        return False
-    return True
+        if value.strip("0:") and _is_address(value, ipaddress.IPv6Address):
+            kind = reader.text(f"{port}/gid_attrs/types/{slot}") or ""
+            netdev = reader.text(f"{port}/gid_attrs/ndevs/{slot}") or ""
+            gids.append(Gid(index=int(slot), value=value, kind=kind, netdev=netdev))
+    return tuple(gids)
 
 
 def opens(reader: Reader, path: str) -> bool:
-    """True if the device file opens for reading and writing: only then may this container use it.
+    """Return True if the device file opens for reading and writing: only then may this container use it.
 
     A saved tree has plain files instead, and facts.json lists the files that did not open under ``closed``.
     """
@@ -215,19 +197,18 @@ def opens(reader: Reader, path: str) -> bool:
         return reader.exists(path) and path not in reader.not_files().get("closed", ())
     try:
         # Not os.access: a container's device rules apply only when a file is opened.
-        os.close(os.open(reader.place(path), os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
+        os.close(os.open(reader.real_path(path), os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK))
     except OSError:
         return False
     return True
 
 
 def cxi_devices(reader: Reader) -> tuple[CxiDevice, ...]:
-    """Slingshot NICs, from any of the three places that show them."""
-    places = ("/sys/class/cxi", "/sys/class/cxi_user", "/dev")
-    seen: dict[str, str] = {}
-    for folder in places:
+    """Return the Slingshot NICs, from any of the three folders that show them."""
+    paths: dict[str, str] = {}
+    for folder in ("/sys/class/cxi", "/sys/class/cxi_user", "/dev"):
         for name in reader.names(folder, r"cxi\d+"):
-            seen.setdefault(name, f"{folder}/{name}")
+            paths.setdefault(name, f"{folder}/{name}")
     return tuple(
         CxiDevice(
             name=name,
@@ -236,5 +217,5 @@ def cxi_devices(reader: Reader) -> tuple[CxiDevice, ...]:
             pci=pci_path(reader, f"{path}/device"),
             opens=opens(reader, f"/dev/{name}"),
         )
-        for name, path in seen.items()
+        for name, path in paths.items()
     )

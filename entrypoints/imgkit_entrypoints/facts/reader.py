@@ -21,9 +21,11 @@ from imgkit_entrypoints.errors import UsageError
 NOT_FILES = "facts.json"
 """JSON file of a saved tree with the facts that come from calls instead of files (arch, shm_bytes, ...)."""
 
-_NOT_FILES = {
-    **{"hostname": str, "arch": str, "python": str, "cpus": int, "shm_bytes": int, "closed": list},
-    **{"host_libraries": dict, "cuda_compat": dict},
+_NOT_FILES: Mapping[str, type] = {
+    **dict.fromkeys(("hostname", "arch", "python"), str),
+    **dict.fromkeys(("cpus", "shm_bytes"), int),
+    **dict.fromkeys(("host_libraries", "cuda_compat"), dict),
+    "closed": list,
 }
 _PIECE_BYTES = 1 << 16
 _MOST_BYTES = 4 << 20
@@ -31,7 +33,7 @@ _MOST_BYTES = 4 << 20
 
 
 def root_of(env: Mapping[str, str]) -> Path:
-    """The folder that replaces ``/``.
+    """Return the folder that replaces ``/``.
 
     Raises
     ------
@@ -39,11 +41,8 @@ def root_of(env: Mapping[str, str]) -> Path:
     """
     root = Path(env.get("IMGKIT_ROOT") or "/")
     if not root.is_dir():
-        raise UsageError(
-            f"{str(root)!r} is not a folder",
-            where="IMGKIT_ROOT",
-            hint="to use this machine: unset IMGKIT_ROOT",
-        )
+        hint = "to use this machine: unset IMGKIT_ROOT"
+        raise UsageError(f"{str(root)!r} is not a folder", where="IMGKIT_ROOT", hint=hint)
     return root
 
 
@@ -61,12 +60,12 @@ class Reader:
         """True if the root is that of this machine."""
         return self.root == Path("/")
 
-    def place(self, path: str) -> Path:
-        """Real place of `path`."""
+    def real_path(self, path: str) -> Path:
+        """Return where `path` of the machine is."""
         return self.root / path.lstrip("/")
 
     def text(self, path: str) -> str | None:
-        """Content of the file without surrounding white space; None if it cannot be read.
+        """Return the content of the file without surrounding white space; None if it cannot be read.
 
         A saved tree comes from somebody else: a link out of it would show a file of this machine.
         """
@@ -89,69 +88,61 @@ class Reader:
 
     def _holds(self, path: str) -> bool:
         real = os.path.realpath(f"{self.root}/{path}")  # pathlib is too slow here, too
-        return real.startswith(_real(self.root)) and Path(real).is_file()
+        return real.startswith(_resolved(self.root)) and Path(real).is_file()
 
     def number(self, path: str) -> int | None:
-        """Content of the file as an integer; None if it is not one."""
+        """Return the content of the file as an integer; None if it is not one."""
         text = self.text(path) or ""
         value = digits(text.removeprefix("-"))
         return -value if value is not None and text.startswith("-") else value
 
     def names(self, folder: str, like: str = "") -> tuple[str, ...]:
-        """Names in `folder` that match `like` completely, in natural order: ``mlx5_10`` after ``mlx5_2``."""
+        """Return the names in `folder` that match `like`, in natural order: mlx5_10 after mlx5_2."""
         try:
-            found = [path.name for path in self.place(folder).iterdir()]
+            names = [path.name for path in self.real_path(folder).iterdir()]
         except OSError:
             return ()
-        return tuple(sorted((name for name in found if not like or re.fullmatch(like, name)), key=natural))
+        return tuple(sorted((name for name in names if not like or re.fullmatch(like, name)), key=natural))
 
     def exists(self, path: str) -> bool:
-        """True if `path` exists (a dangling link does not)."""
-        return self.place(path).exists()
+        """Return True if `path` exists (a dangling link does not)."""
+        return self.real_path(path).exists()
 
     def target(self, path: str) -> str:
-        """`path` of the machine with all links followed; empty if it does not exist."""
-        place = self.place(path)
-        if not place.exists():
+        """Return `path` of the machine with all links followed; empty if it does not exist."""
+        if not self.exists(path):
             return ""
-        real, root = os.path.realpath(place), os.path.realpath(self.root)
-        return "/" + os.path.relpath(real, root) if real.startswith(root.rstrip("/") + "/") else real
+        target, root = os.path.realpath(self.real_path(path)), os.path.realpath(self.root)
+        return "/" + os.path.relpath(target, root) if target.startswith(root.rstrip("/") + "/") else target
 
     def not_files(self) -> Mapping[str, Any]:
-        """Content of a saved tree's facts.json; empty on a live machine, or if there is none."""
+        """Return the content of a saved tree's facts.json; empty on a live machine, or if there is none."""
         text = None if self.live else self.text(NOT_FILES)
         if text is None:
             return {}
+        where = str(self.real_path(NOT_FILES))
         try:
             data = json_text.parse(text)
         except ValueError as error:
-            raise UsageError(f"not JSON: {error}", where=str(self.place(NOT_FILES))) from error
+            raise UsageError(f"not JSON: {error}", where=where) from error
         if not isinstance(data, dict):
-            raise UsageError("not a JSON object", where=str(self.place(NOT_FILES)))
+            raise UsageError("not a JSON object", where=where)
         for name, kind in _NOT_FILES.items():
             if data.get(name) is not None and type(data[name]) is not kind:
-                raise UsageError(f"{name} is not {kind.__name__}", where=str(self.place(NOT_FILES)))
+                raise UsageError(f"{name} is not {kind.__name__}", where=where)
         return data
 
 
 @functools.lru_cache(maxsize=8)
-def _real(folder: Path) -> str:
-    """The real path of a folder, with a slash at its end."""
+def _resolved(folder: Path) -> str:
+    """Return the path of a folder without links, with a slash at its end."""
     return os.path.realpath(folder).rstrip("/") + "/"
 
 
 def natural(name: str) -> tuple[tuple[int, str], ...]:
-    """Sort key that compares runs of digits as numbers."""
-    parts, digits = [], ""
-    for character in name + "\0":
-        if character.isdigit() and character.isascii():
-            digits += character
-            continue
-        if digits:
-            parts.append((int(digits), ""))
-            digits = ""
-        parts.append((-1, character))
-    return tuple(parts)
+    """Return a sort key that compares runs of digits as numbers."""
+    parts = re.split("([0-9]+)", name, flags=re.ASCII)
+    return tuple((int(part), "") if number % 2 else (-1, part) for number, part in enumerate(parts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,36 +153,29 @@ class Recorder(Reader):
     paths: set[str] = field(default_factory=set)
 
     def text(self, path: str) -> str | None:
-        """`Reader.text`, recorded; a file that exists but cannot be read becomes a folder."""
-        found = Reader.text(self, path)
-        if found is not None:
-            self.texts[path] = found
-        elif self.exists(path):
-            self.paths.add(path)
-        return found
+        """Record the text; a file that exists but cannot be read becomes a folder."""
+        text = Reader.text(self, path)
+        if text is not None:
+            self.texts[path] = text
+        else:
+            self.exists(path)
+        return text
 
     def names(self, folder: str, like: str = "") -> tuple[str, ...]:
-        """`Reader.names`, recorded."""
-        found = Reader.names(self, folder, like)
-        self.paths.update(f"{folder}/{name}" for name in found)
-        return found
+        """Record every name."""
+        names = Reader.names(self, folder, like)
+        self.paths.update(f"{folder}/{name}" for name in names)
+        return names
 
     def exists(self, path: str) -> bool:
-        """`Reader.exists`, recorded if true."""
-        found = Reader.exists(self, path)
-        if found:
+        """Record a path that exists; `target` asks here, too."""
+        exists = Reader.exists(self, path)
+        if exists:
             self.paths.add(path)
-        return found
-
-    def target(self, path: str) -> str:
-        """`Reader.target`, recorded if there is one."""
-        found = Reader.target(self, path)
-        if found:
-            self.paths.add(path)
-        return found
+        return exists
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One member of a saved tree; `path` is relative, and the `content` of a link is its target."""
 
@@ -206,56 +190,41 @@ def entries(recorder: Recorder, not_files: Mapping[str, object]) -> tuple[Entry,
 
     `not_files` becomes the tree's facts.json.
     """
-    made: dict[str, Entry] = {}
+    members: dict[str, Entry] = {}
     for path in sorted({*recorder.paths, *recorder.texts}):
-        real = _links(recorder, path, made)
-        place = recorder.place(real)
+        target = _follow_links(recorder, path, members)
         if path in recorder.texts:
-            made[real] = Entry(path=real, kind="file", content=recorder.texts[path] + "\n")
-        elif place.is_dir() or (place.is_file() and not _readable(place)):
-            # For example a slot that answers EINVAL: reading a folder fails as well.
-            made.setdefault(real, Entry(path=real, kind="folder"))
+            members[target] = Entry(target, "file", recorder.texts[path] + "\n")
         else:
-            made.setdefault(real, Entry(path=real, kind="file"))
-    made[NOT_FILES] = Entry(
-        path=NOT_FILES, kind="file", content=json.dumps(not_files, indent=2, sort_keys=True) + "\n"
-    )
-    return tuple(made[path] for path in sorted(made))
+            members.setdefault(target, Entry(target, _saved_kind(recorder.real_path(target))))
+    content = json.dumps(not_files, indent=2, sort_keys=True) + "\n"
+    members[NOT_FILES] = Entry(NOT_FILES, "file", content)
+    return tuple(members[path] for path in sorted(members))
 
 
-def _readable(place: Path) -> bool:
-    try:
-        with files.open_regular(place) as file:
-            file.read(1)
-    except OSError:
-        return False
-    return True
+def _saved_kind(path: Path) -> str:
+    """Return the kind of an entry whose text is not read.
+
+    A file that cannot be read, such as a slot that answers EINVAL, becomes a folder: reading that fails, too.
+    """
+    if path.is_file():
+        try:
+            with files.open_regular(path) as file:
+                file.read(1)
+        except OSError:
+            return "folder"
+    return "folder" if path.is_dir() else "file"
 
 
-def _links(recorder: Recorder, path: str, made: dict[str, Entry]) -> str:
-    """Enter every link on the way to `path`; returns its real place, relative to the root."""
-    done = PurePosixPath()
+def _follow_links(recorder: Recorder, path: str, members: dict[str, Entry]) -> str:
+    """Enter every link on the way to `path`; return its target, relative to the root."""
+    resolved = PurePosixPath()
     for part in PurePosixPath(path.lstrip("/")).parts:
-        step = done / part
-        place = recorder.place(str(step))
-        if not place.is_symlink():
-            done = step
+        step = resolved / part
+        if not recorder.real_path(str(step)).is_symlink():
+            resolved = step
             continue
-        target = PurePosixPath(Reader.target(recorder, str(step)).lstrip("/"))
-        made[str(step)] = Entry(path=str(step), kind="link", content=os.path.relpath(target, done))
-        done = target
-    return str(done)
-
-
-def write(members: tuple[Entry, ...], target: Path) -> None:
-    """Create the folder `target` and write the tree into it."""
-    target.mkdir(parents=True, exist_ok=True)
-    for item in members:
-        place = target / item.path
-        place.parent.mkdir(parents=True, exist_ok=True)
-        if item.kind == "folder":
-            place.mkdir(exist_ok=True)
-        elif item.kind == "link":
-            place.symlink_to(item.content)
-        else:
-            place.write_text(item.content, encoding="utf-8")
+        target = PurePosixPath(Reader(root=recorder.root).target(str(step)).lstrip("/"))
+        members[str(step)] = Entry(str(step), "link", os.path.relpath(target, resolved))
+        resolved = target
+    return str(resolved)

@@ -10,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from imgkit_entrypoints import files, json_text
+from imgkit_entrypoints import files, json_text, system
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.facts.compute import NVIDIA_FILES, driver
 from imgkit_entrypoints.facts.host_facts import Library, Setting
 from imgkit_entrypoints.facts.reader import Reader
-from imgkit_entrypoints.system import SYSTEM_JSON
+from imgkit_entrypoints.system import SystemFacts
 
 MANIFEST_JSON = "/opt/imgkit/manifest.json"
 
@@ -34,7 +34,7 @@ _CUDA = "libcuda.so.1"
 
 
 def library_folders(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Folders in which the dynamic linker looks, in its order."""
+    """Return the folders in which the dynamic linker looks, in its order."""
     machine = platform.machine() if reader.live else str(reader.not_files().get("arch") or platform.machine())
     configured = (
         line.strip()
@@ -44,23 +44,23 @@ def library_folders(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
     )
     triple = f"{machine}-linux-gnu"
     fixed = (f"/lib/{triple}", f"/usr/lib/{triple}", "/lib64", "/usr/lib64", "/lib", "/usr/lib")
-    own = (item for item in env.get("LD_LIBRARY_PATH", "").split(":") if item.startswith("/"))
-    return tuple(dict.fromkeys((*own, *configured, *fixed)))
+    user = (folder for folder in env.get("LD_LIBRARY_PATH", "").split(":") if folder.startswith("/"))
+    return tuple(dict.fromkeys((*user, *configured, *fixed)))
 
 
 def libraries(reader: Reader, env: Mapping[str, str], plugin_files: Sequence[str]) -> tuple[Library, ...]:
-    """First place of each library that a fabric needs, and of `plugin_files`, which may be paths."""
+    """Return the first file of each library of a fabric, and of `plugin_files`, which may be paths."""
     folders = library_folders(reader, env)
-    found = []
+    libraries = []
     for name in dict.fromkeys((*LIBRARIES, *plugin_files)):
-        places = (name,) if name.startswith("/") else (f"{folder}/{name}" for folder in folders)
-        path = next((place for place in places if reader.exists(place)), None)
+        paths = (name,) if name.startswith("/") else (f"{folder}/{name}" for folder in folders)
+        path = next((path for path in paths if reader.exists(path)), None)
         if path:
-            found.append(Library(name=name, path=path, target=reader.target(path)))
+            libraries.append(Library(name=name, path=path, target=reader.target(path)))
         elif name in plugin_files and reader.live and f"/{name}\0".encode() in _linker_cache():
             # A site's own ld.so.conf may name folders that are not read here.
-            found.append(Library(name=name, path=name, target=name))
-    return tuple(found)
+            libraries.append(Library(name=name, path=name, target=name))
+    return tuple(libraries)
 
 
 NET_PLUGIN = "NCCL_NET_PLUGIN"
@@ -69,66 +69,75 @@ _NO_FILES = ("none", "STATIC_PLUGIN")
 
 
 def plugins(value: str) -> tuple[str, ...]:
-    """The plug-ins in a value of `NET_PLUGIN`, which newer versions of NCCL read as a list.
+    """Return the plug-ins in a value of `NET_PLUGIN`, which newer versions of NCCL read as a list.
 
     A relative path is left out: it depends on the folder in which a worker starts.
     """
-    words = (part.strip() for part in value.split(","))
+    names = (name.strip() for name in value.split(","))
     return tuple(
-        word for word in words if word and word not in _NO_FILES and (word.startswith("/") or "/" not in word)
+        name for name in names if name and name not in _NO_FILES and (name.startswith("/") or "/" not in name)
     )
 
 
-def plugin_files(word: str) -> tuple[str, ...]:
-    """Files that NCCL tries to open for a plug-in, in its order."""
-    return (word,) if "/" in word else (word, f"libnccl-net-{word}.so")
+def plugin_files(plugin: str) -> tuple[str, ...]:
+    """Return the files that NCCL tries to open for a plug-in, in its order."""
+    return (plugin,) if "/" in plugin else (plugin, f"libnccl-net-{plugin}.so")
 
 
-def named_plugins(reader: Reader, env: Mapping[str, str], settings: Sequence[Setting]) -> tuple[str, ...]:
-    """Files of the plug-ins that the environment, an nccl.conf or the recipe names."""
-    recipe = baked(reader, str(SYSTEM_JSON)).get("env")
-    values = (
-        env.get(NET_PLUGIN),
-        *(item.value for item in settings if item.name == NET_PLUGIN),
-        recipe.get(NET_PLUGIN) if isinstance(recipe, dict) else None,
-    )
-    words = (word for value in values if isinstance(value, str) for word in plugins(value))
-    return tuple(dict.fromkeys(name for word in words for name in plugin_files(word)))
+def named_plugins(
+    recipe: SystemFacts, env: Mapping[str, str], settings: Sequence[Setting]
+) -> tuple[str, ...]:
+    """Return the files of the plug-ins that the environment, an nccl.conf or the recipe names."""
+    values = [env.get(NET_PLUGIN), *(item.value for item in settings if item.name == NET_PLUGIN)]
+    values.append(recipe.env.get(NET_PLUGIN))
+    names = (name for value in values if value for name in plugins(value))
+    return tuple(dict.fromkeys(file for name in names for file in plugin_files(name)))
+
+
+def recipe(reader: Reader) -> SystemFacts:
+    """Return the recipe's facts in this image; without values if there are none, or none that can be read.
+
+    `facts.system_facts` reports a file that cannot be read.
+    """
+    try:
+        return system.from_json(reader.text(str(system.SYSTEM_JSON)) or "{}")
+    except (ValueError, TypeError, KeyError):
+        return SystemFacts()
 
 
 def image_env(reader: Reader) -> Mapping[str, str] | None:
-    """Variables that the image sets, of its base and its recipe; None if no manifest states them."""
-    manifest = baked(reader, MANIFEST_JSON)
-    base, own = manifest.get("base"), manifest.get("env")
+    """Return the variables that base and recipe of the image set; None if no manifest states them."""
+    data = manifest(reader)
+    base, env = data.get("base"), data.get("env")
     inherited = base.get("env") if isinstance(base, dict) else None
     # Every image has a PATH: without a variable, nothing is known about its base.
     if not inherited or not isinstance(inherited, dict):
         return None
-    both = {**inherited, **(own if isinstance(own, dict) else {})}
-    return {name: value for name, value in both.items() if isinstance(value, str)}
+    variables = {**inherited, **(env if isinstance(env, dict) else {})}
+    return {name: value for name, value in variables.items() if isinstance(value, str)}
 
 
-def baked(reader: Reader, path: str) -> dict[str, Any]:
-    """A JSON object of the image; empty if it is none, about which the reader of its values complains."""
+def manifest(reader: Reader) -> dict[str, Any]:
+    """Return the image's manifest; empty if there is none that can be read."""
     try:
-        data = json_text.parse(reader.text(path) or "{}")
+        data = json_text.parse(reader.text(MANIFEST_JSON) or "{}")
     except ValueError:
         return {}
     return data if isinstance(data, dict) else {}
 
 
 def closed_gpus(reader: Reader, env: Mapping[str, str]) -> Mapping[str, str]:
-    """Device files of NVIDIA GPUs that no program here can use, each with the reason.
+    """Return the device files of NVIDIA GPUs that no program here can use, each with the reason.
 
     Apptainer mounts the whole /dev, also without ``--nv``, which brings the driver's library. Slurm closes
     the GPUs of other jobs to this one. A saved tree lists both under ``closed``.
     """
     paths = [f"/dev/{name}" for name in reader.names("/dev", NVIDIA_FILES)]
     if not reader.live:
-        listed = reader.not_files().get("closed", ())
-        return {path: "closed" for path in paths if path in listed}
-    found = paths and any(reader.exists(f"{folder}/{_CUDA}") for folder in library_folders(reader, env))
-    if paths and not found and f"/{_CUDA}\0".encode() not in _linker_cache():
+        closed = reader.not_files().get("closed", ())
+        return {path: "closed" for path in paths if path in closed}
+    has_cuda = paths and any(reader.exists(f"{folder}/{_CUDA}") for folder in library_folders(reader, env))
+    if paths and not has_cuda and f"/{_CUDA}\0".encode() not in _linker_cache():
         return dict.fromkeys(paths, f"no {_CUDA}, which --nv adds")
     # They are not opened: the driver of an idle GPU takes seconds for that.
     return {
@@ -145,42 +154,46 @@ def _linker_cache() -> bytes:
 
 
 def verbs_providers(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of libibverbs' drivers, such as ``mlx5``; without a driver NCCL reports "No device found"."""
-    found = {
-        name.removesuffix(".driver") for name in reader.names("/etc/libibverbs.d") if name.endswith(".driver")
-    }
+    """Return the names of libibverbs' drivers, such as ``mlx5``.
+
+    Without a driver NCCL reports "No device found".
+    """
+    providers = {name.removesuffix(".driver") for name in reader.names("/etc/libibverbs.d", r".*\.driver")}
     for folder in library_folders(reader, env):
         for name in reader.names(f"{folder}/libibverbs", r"lib\w+-rdmav\d+\.so"):
-            found.add(name.removeprefix("lib").rsplit("-rdmav", 1)[0])
-    return tuple(sorted(found))
+            providers.add(name.removeprefix("lib").rsplit("-rdmav", 1)[0])
+    return tuple(sorted(providers))
 
 
 def torch(reader: Reader) -> str:
-    """Version of the image's torch, such as ``2.3.0a0+40ec155e58.nv24.3``; empty if there is none.
+    """Return the version of the image's torch, such as ``2.3.0a0+40ec155e58.nv24.3``; empty if there is none.
 
     The source is torch's version.py: importing torch takes seconds, and importlib.metadata would take a
     quarter of our start-up.
     """
-    _, text = _torch_version_file(reader)
-    found = _VERSION_LINE.search(text)
-    return found[1] if found else ""
+    match = _VERSION_LINE.search(_torch_version_file(reader)[1])
+    return match[1] if match else ""
 
 
 _VERSION_LINE = re.compile(r"^__version__ = '([^']+)'", re.MULTILINE)
 
 
 def _torch_version_file(reader: Reader) -> tuple[str, str]:
-    """Path and content of the version.py of the torch that Python finds; empty if there is none."""
-    for folder in sys.path:
+    """Return path and content of the version.py of the torch that Python finds; empty if there is none."""
+    for folder in _python_folders():
         path = f"{folder}/torch/version.py"
-        text = reader.text(path) if folder.startswith("/") else None
+        text = reader.text(path)
         if text and _VERSION_LINE.search(text):
             return path, text
     return "", ""
 
 
+def _python_folders() -> tuple[str, ...]:
+    return tuple(folder for folder in sys.path if folder.startswith("/"))
+
+
 def rocm(reader: Reader) -> str:
-    """Evidence that this image is made for AMD GPUs; empty if it is not.
+    """Return evidence that this image is made for AMD GPUs; empty if it is not.
 
     torch decides where there is one: a node's ROCm may be mounted into a container with another torch.
     """
@@ -188,11 +201,11 @@ def rocm(reader: Reader) -> str:
     if path:
         hip = re.search(r"^hip(?:: [^=\n]+)? = '([^'\n]+)'", text, re.MULTILINE)
         return f"{path}: hip = {hip[1]}" if hip else ""
-    return next((place for place in ("/opt/rocm/.info/version", "/opt/rocm") if reader.exists(place)), "")
+    return next((path for path in ("/opt/rocm/.info/version", "/opt/rocm") if reader.exists(path)), "")
 
 
 def nccl(reader: Reader, env: Mapping[str, str]) -> tuple[str, str]:
-    """Version of the NCCL that torch loads here, and its source; both are empty if unknown.
+    """Return the version of the NCCL that torch loads here, and its source; both are empty if unknown.
 
     torch is not imported, because that takes seconds. A torch wheel finds the NCCL wheel beside it before any
     library path; an NGC image has NCCL as a system library.
@@ -201,47 +214,39 @@ def nccl(reader: Reader, env: Mapping[str, str]) -> tuple[str, str]:
     ------
     UsageError : ``IMGKIT_NCCL_VERSION`` is not a version.
     """
-    stated = env.get("IMGKIT_NCCL_VERSION")
-    if stated:
-        version = _version(stated)
-        if not version or version != stated:
-            raise UsageError(
-                f"{stated!r} is not an NCCL version",
-                where="IMGKIT_NCCL_VERSION",
-                hint="give, for example, 2.20.5",
-            )
-        return version, f"IMGKIT_NCCL_VERSION={stated}"
-    for folder in sys.path:
-        wheels = reader.names(folder, r"nvidia_nccl_cu\d+-\d.*\.dist-info") if folder.startswith("/") else ()
-        for name in wheels:
-            version = _version(name.split("-")[1])
-            if version:
+    if option := env.get("IMGKIT_NCCL_VERSION"):
+        if _version(option) != option:
+            problem, hint = f"{option!r} is not an NCCL version", "give, for example, 2.20.5"
+            raise UsageError(problem, where="IMGKIT_NCCL_VERSION", hint=hint)
+        return option, f"IMGKIT_NCCL_VERSION={option}"
+    for folder in _python_folders():
+        for name in reader.names(folder, r"nvidia_nccl_cu\d+-\d.*\.dist-info"):
+            if version := _version(name.split("-")[1]):
                 return version, f"{folder}/{name}"
     for folder in library_folders(reader, env):
         target = reader.target(f"{folder}/libnccl.so.2")
-        found = re.search(r"libnccl\.so\.(\d+\.\d+\.\d+)$", target)
-        if found:
-            return found[1], f"{folder}/libnccl.so.2 -> {target}"
-    said = _version(env.get("NCCL_VERSION", ""))
-    return (said, f"NCCL_VERSION={env['NCCL_VERSION']}") if said else ("", "")
+        if match := re.search(r"libnccl\.so\.(\d+\.\d+\.\d+)$", target):
+            return match[1], f"{folder}/libnccl.so.2 -> {target}"
+    version = _version(env.get("NCCL_VERSION", ""))
+    return (version, f"NCCL_VERSION={env['NCCL_VERSION']}") if version else ("", "")
 
 
 def _version(text: str) -> str:
-    found = re.match(r"\d+\.\d+(\.\d+)?", text)
-    return found[0] if found else ""
+    match = re.match(r"\d+\.\d+(\.\d+)?", text)
+    return match[0] if match else ""
 
 
 def nccl_settings(reader: Reader, env: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Settings of nccl.conf files; the first file that names a variable counts, after the environment."""
+    """Return the settings of nccl.conf files; the first file that names a variable counts."""
     home = env.get("HOME", "")
-    own = env.get("NCCL_CONF_FILE") or (f"{home}/.nccl.conf" if home.startswith("/") else "")
-    found: dict[str, Setting] = {}
-    for path in (own, "/etc/nccl.conf"):
+    user_file = env.get("NCCL_CONF_FILE") or (f"{home}/.nccl.conf" if home.startswith("/") else "")
+    settings: dict[str, Setting] = {}
+    for path in (user_file, "/etc/nccl.conf"):
         for line in (reader.text(path) or "").splitlines() if path else ():
             name, equals, value = line.partition("=")
             if equals and not name.startswith("#"):
-                found.setdefault(name.strip(), Setting(name=name.strip(), value=value.strip(), path=path))
-    return tuple(found.values())
+                settings.setdefault(name.strip(), Setting(name=name.strip(), value=value.strip(), path=path))
+    return tuple(settings.values())
 
 
 FILES = ("NCCL_TOPO_FILE", "NCCL_GRAPH_FILE", "NCCL_CONF_FILE", "NCCL_IBVERBS_LIB")
@@ -249,19 +254,19 @@ FILES = ("NCCL_TOPO_FILE", "NCCL_GRAPH_FILE", "NCCL_CONF_FILE", "NCCL_IBVERBS_LI
 
 
 def absent_files(reader: Reader, env: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Variables of `env` whose file does not exist: what is wrong, and the remedy."""
-    wrong = [name for name in FILES if env.get(name, "").startswith("/") and not reader.exists(env[name])]
+    """Return what is wrong with each variable of `env` whose file does not exist, and the remedy."""
+    names = [name for name in FILES if env.get(name, "").startswith("/") and not reader.exists(env[name])]
     return tuple(
         (
             f"{name}={env[name]}: there is no such file, so NCCL ignores it or exits",
             f"bind the file into the container (--bind {env[name]}), or unset {name}",
         )
-        for name in wrong
+        for name in names
     )
 
 
 def peermem(reader: Reader) -> str:
-    """Version file of the peer memory module with its content; empty if there is none (NCCL's gdr.cc)."""
+    """Return the version file of the peer memory module with its content; empty if there is none (gdr.cc)."""
     for path in (
         "/sys/module/nvidia_peermem/version",
         "/sys/kernel/mm/memory_peers/nv_mem/version",
@@ -274,8 +279,7 @@ def peermem(reader: Reader) -> str:
 
 
 def dmabuf(reader: Reader) -> bool:
-    """True if GPU memory can be shared as DMA-BUF: open kernel module of the driver, and Linux >= 5.12."""
-    found = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", reader.text("/proc/sys/kernel/osrelease") or "")
-    return bool(
-        found and "Open Kernel Module" in driver(reader) and (int(found[1]), int(found[2])) >= (5, 12)
-    )
+    """Return True if GPU memory can be shared as DMA-BUF: open kernel module, and Linux >= 5.12."""
+    kernel = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", reader.text("/proc/sys/kernel/osrelease") or "")
+    is_open = "Open Kernel Module" in driver(reader)
+    return bool(kernel and is_open and (int(kernel[1]), int(kernel[2])) >= (5, 12))

@@ -27,21 +27,21 @@ def write_MBps(folder: Path) -> float:
     ------
     OSError : a file cannot be written.
     """
-    end, times = time.perf_counter() + ENOUGH_S, [_write_s(folder)]
-    while len(times) < TURNS and time.perf_counter() < end:
-        times.append(_write_s(folder))
-    return WRITTEN_BYTES / min(times) / 1e6
+    end, seconds = time.perf_counter() + ENOUGH_S, [_write_s(folder)]
+    while len(seconds) < TURNS and time.perf_counter() < end:
+        seconds.append(_write_s(folder))
+    return WRITTEN_BYTES / min(seconds) / 1e6
 
 
 def _write_s(folder: Path) -> float:
     path = files.temporary_name(folder / "imgkit-written")
     with files.create(path, mode=0o600) as stream:
         path.unlink()  # the space is free again even after a kill
-        began = time.perf_counter()
+        start = time.perf_counter()
         for _ in range(WRITTEN_BYTES // len(_PIECE)):
             stream.write(_PIECE)
         files.sync(stream)
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
 
 _NETWORK = re.compile(
@@ -52,23 +52,23 @@ _NETWORK = re.compile(
 
 
 def on_network_disk(reader: Reader, path: str) -> bool:
-    """Whether `path`, which may not exist yet, is on a network file system."""
+    """Return whether `path`, which may not exist yet, is on a network file system."""
     return bool(_NETWORK.fullmatch(_file_system(reader, path)))
 
 
 def _file_system(reader: Reader, path: str) -> str:
-    """Type of the file system that `path` is on, as the kernel calls it; empty where that is unknown.
+    """Return the type of the file system that `path` is on, as the kernel calls it; empty if unknown.
 
     Source: /proc/self/mountinfo, proc_pid_mountinfo(5).
     """
-    wanted, found, longest = os.path.realpath(path), "", -1
+    resolved, kind, longest = os.path.realpath(path), "", -1
     for line in (reader.text("/proc/self/mountinfo") or "").splitlines():
-        place, dash, rest = line.partition(" - ")
-        fields = place.split(" ")
-        if not dash or len(fields) < 5:
+        mount, separator, file_system = line.partition(" - ")
+        fields = mount.split(" ")
+        if not separator or len(fields) < 5:
             continue
         point = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), fields[4])
-        inside = wanted == point or wanted.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= longest:  # of two mounts at one point the later one counts
-            found, longest = rest.partition(" ")[0], len(point)
-    return found
+        is_inside = resolved == point or resolved.startswith(point.rstrip("/") + "/")
+        if is_inside and len(point) >= longest:  # of two mounts at one point the later one counts
+            kind, longest = file_system.partition(" ")[0], len(point)
+    return kind

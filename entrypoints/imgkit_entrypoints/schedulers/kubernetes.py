@@ -12,110 +12,90 @@ pkg/controller.v1/pytorch/{envvar,elastic}.go.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.placement import (
-    Placement,
-    Read,
-    first,
-    head_of,
-    named_hosts,
-    number,
-    port_in,
-    present,
-)
+from imgkit_entrypoints.schedulers.environment import Environment
+from imgkit_entrypoints.schedulers.placement import Placement
 
 NAME = "kubeflow"
-
-FIELDS: Mapping[str, tuple[str, ...]] = {
-    "nnodes": ("PET_NNODES", "WORLD_SIZE"),
-    "node_rank": ("PET_NODE_RANK", "RANK"),
-    "head": ("PET_MASTER_ADDR", "MASTER_ADDR"),
-    "port": ("PET_MASTER_PORT", "MASTER_PORT"),
-    "job_id": ("PET_RDZV_ID",),
-}
 
 OWN: tuple[str, ...] = ("PET_NNODES", "PET_NODE_RANK", "PET_RDZV_ENDPOINT")
 """Variables that only operators set; anybody may set RANK and the like."""
 
 
-def claims(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Variables that show a pod of a training operator; empty in a worker, which has RANK too."""
-    if present(env, "LOCAL_RANK"):
+def claims(env: Environment) -> tuple[str, ...]:
+    """Return the variables that show a pod of a training operator; empty in a worker, which has RANK too."""
+    if env.present("LOCAL_RANK"):
         return ()
     plain = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
-    return (*present(env, *OWN), *(plain if present(env, *plain) == plain else ()))
+    return (*env.present(*OWN), *(plain if env.present(*plain) == plain else ()))
 
 
-def place(env: Mapping[str, str], read: Read) -> Placement:
-    """Pod that this process runs in.
+def find_placement(env: Environment) -> Placement:
+    """Return the pod that this process runs in.
 
     Raises
     ------
     NoPlan : the number of pods is a range, the rank is not below it, or no variable says where the first
     pod is.
     """
-    nnodes_from = first(env, FIELDS["nnodes"])
+    nnodes_from = env.first(("PET_NNODES", "WORLD_SIZE"))
     if ":" in env.get("PET_NNODES", ""):
         raise NoPlan(
             "the number of pods is a range, but a run has a fixed number of nodes",
             where=f"PET_NNODES={env['PET_NNODES']}",
             hint="leave elasticPolicy out of the PyTorchJob, or --min-replicas out of runai",
         )
-    nnodes = number(env, nnodes_from or "PET_NNODES", least=1)
-    wanted = env.get("IMGKIT_NNODES", "")
-    if nnodes_from == "WORLD_SIZE" and (given := digits(wanted)) is not None:
+    nnodes = env.number(nnodes_from or "PET_NNODES", least=1)
+    requested = digits(env.get("IMGKIT_NNODES", ""))
+    if nnodes_from == "WORLD_SIZE" and requested is not None:
         # The only ambiguous number: one operator counts pods in it, another counts processes.
-        nnodes, nnodes_from = given, "IMGKIT_NNODES"
-    rank_from = first(env, FIELDS["node_rank"])
-    node_rank = number(env, rank_from or "PET_NODE_RANK") if nnodes > 1 else 0
+        nnodes, nnodes_from = requested, "IMGKIT_NNODES"
+    rank_from = env.first(("PET_NODE_RANK", "RANK"))
+    node_rank = env.number(rank_from or "PET_NODE_RANK") if nnodes > 1 else 0
     if node_rank >= nnodes:
         raise NoPlan(
             f"this is pod {node_rank}, but {nnodes_from} allows only pods 0 to {nnodes - 1}",
             where=f"{rank_from}={node_rank}, {nnodes_from}={nnodes}",
             hint="give --nnodes with the number of pods (RunAI: workers + 1)",
         )
-    hosts, hosts_from = named_hosts(env, nnodes, (), "")
-    head, head_from = head_of(env, nnodes, hosts, hosts_from, *FIELDS["head"])
-    port_from = first(env, FIELDS["port"])
+    job_id = env.get("PET_RDZV_ID", "")
+    source = {"nnodes": nnodes_from, "node_rank": rank_from, "job_id": "PET_RDZV_ID" if job_id else ""}
+    hosts, source["hosts"] = env.named_hosts(nnodes, (), "")
+    head, head_from = env.head(nnodes, hosts, source["hosts"], "PET_MASTER_ADDR", "MASTER_ADDR")
+    port_from = env.first(("PET_MASTER_PORT", "MASTER_PORT"))
     endpoint = env.get("PET_RDZV_ENDPOINT", "")
     if nnodes > 1 and endpoint and head_from not in ("IMGKIT_HEAD", "IMGKIT_NODES", "PET_MASTER_ADDR"):
         head, _, port = endpoint.partition(":")
         head_from = "PET_RDZV_ENDPOINT"
         if port:
-            env, port_from = {**env, "PET_RDZV_ENDPOINT": port}, "PET_RDZV_ENDPOINT"
+            env, port_from = Environment({**env, head_from: port}), head_from
     if nnodes > 1 and not head:
         raise NoPlan(
             f"the run has {nnodes} pods, but no variable says where the first one is",
-            where=", ".join(FIELDS["head"]),
+            where="PET_MASTER_ADDR, MASTER_ADDR",
             hint="give --head HOST: the first pod, under a name that the others can reach",
         )
+    source |= {"head": head_from, "port": port_from if nnodes > 1 else ""}
     return Placement(
         scheduler=NAME,
         nnodes=nnodes,
         node_rank=node_rank,
         hosts=hosts,
         head=head,
-        port=port_in(env, port_from) if port_from and nnodes > 1 else None,
-        job_id=env.get("PET_RDZV_ID", ""),
-        source={
-            "nnodes": nnodes_from,
-            "node_rank": rank_from,
-            "hosts": hosts_from,
-            "head": head_from,
-            "port": port_from if nnodes > 1 else "",
-            "job_id": first(env, FIELDS["job_id"]),
-        },
+        port=env.port(port_from) if port_from and nnodes > 1 else None,
+        job_id=job_id,
+        source=source,
     )
 
 
 def start_argv(command: Sequence[str]) -> tuple[str, ...]:
-    """Words of a pod's command, which the operator runs once in each pod."""
+    """Return the argv of a pod's command, which the operator runs once in each pod."""
     return tuple(command)
 
 
-def per_node_command(command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:
-    """Command of a pod."""
-    return shlex.join(start_argv(command))
+def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -> str:
+    """Return the command of a pod."""
+    return shlex.join(command)

@@ -17,21 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.placement import (
-    NODES,
-    Direct,
-    Placement,
-    Read,
-    WrongStart,
-    first,
-    head_of,
-    hostname,
-    listed_hosts,
-    number,
-    port_in,
-    present,
-    variable,
-)
+from imgkit_entrypoints.schedulers.environment import NODES, Environment
+from imgkit_entrypoints.schedulers.placement import Direct, Placement, WrongStart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,16 +61,16 @@ class MpiLauncher:
     once_per_node: tuple[str, ...]
     """Options that start one process on each node and leave it unbound."""
     export: tuple[str, ...]
-    """Words that set variable {name} to {value} for the processes."""
+    """Options that set variable {name} to {value} for the processes."""
 
-    def claims(self, env: Mapping[str, str]) -> tuple[str, ...]:
-        """Variables that show this launcher; empty if it did not start this process."""
-        counts = not self.shown_with or present(env, *self.shown_with)
-        return present(env, *self.shown_by) if counts else ()
+    def claims(self, env: Environment) -> tuple[str, ...]:
+        """Return the variables that show this launcher; empty if it did not start this process."""
+        counts = not self.shown_with or env.present(*self.shown_with)
+        return env.present(*self.shown_by) if counts else ()
 
     def exporting(self, name: str, value: str) -> tuple[str, ...]:
-        """Words that set variable `name` for all processes."""
-        return tuple(word.format(name=name, value=value) for word in self.export)
+        """Return the options that set variable `name` for all processes."""
+        return tuple(part.format(name=name, value=value) for part in self.export)
 
     def start_argv(
         self,
@@ -93,41 +80,42 @@ class MpiLauncher:
         forward: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
     ) -> tuple[str, ...]:
-        """The argv that starts `command` once on each node, with the variables of `forward` set."""
-        exports = (word for item in (forward or {}).items() for word in self.exporting(*item))
+        """Return the argv that starts `command` once on each node, with the variables of `forward` set."""
+        exports = (part for item in (forward or {}).items() for part in self.exporting(*item))
         return (self.program, self.count, str(nnodes), *self.once_per_node, *exports, *options, *command)
 
-    def per_node_command(self, command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:
-        """Line to type instead of a start on one node only."""
-        forward = {name: env[name] for name in present(env, *self.forward)}
+    def per_node_command(self, command: Sequence[str], *, nnodes: int, env: Environment) -> str:
+        """Return the line to type instead of a start on one node only."""
+        forward = {name: env[name] for name in env.present(*self.forward)}
         return shlex.join(self.start_argv(command, nnodes=nnodes, forward=forward))
 
-    def place(self, env: Mapping[str, str], read: Read) -> Placement:
-        """Node that this process runs on; with several processes per node also its rank.
+    def find_placement(self, env: Environment) -> Placement:
+        """Return the node that this process runs on; with several processes per node also its rank.
 
         Raises
         ------
         WrongStart : the process was started on one node, but the host list has several.
         NoPlan : no variable says where node 0 is, or the numbers contradict each other.
         """
-        hosts, hosts_from = listed_hosts(env, read)
-        rank = _own_rank(self, env, len(hosts))
-        nnodes = rank.world_size // rank.local_world_size
-        _compare(self, env, nnodes, hosts, hosts_from)
-        node_rank, node_rank_from = _node_rank(self.fields, env, rank, nnodes)
-        head, head_from = head_of(env, nnodes, hosts, hosts_from, "MASTER_ADDR")
+        hosts, hosts_from = env.listed_hosts()
+        ranks = self._ranks(env, len(hosts))
+        nnodes = ranks.world_size // ranks.local_world_size
+        self._check_hosts(env, nnodes, hosts, hosts_from)
+        size_from, local_from = self._size_variables(env)
+        source = {"nnodes": ", ".join(filter(None, (size_from or hosts_from, local_from)))}
+        node_rank, source["node_rank"] = self._node_rank(env, ranks, nnodes)
+        head, source["head"] = env.head(nnodes, hosts, hosts_from, "MASTER_ADDR")
         if nnodes > 1 and not head:
-            raise self._no_head(nnodes, hostname(read) if rank.rank == 0 else "")
-        size_from, local_from = _counted_by(self.fields, env)
-        job_id_from = present(env, *self.fields.job_id)
-        port = port_in(env, "MASTER_PORT") if head_from == "MASTER_ADDR" else None
-        source = {
-            "nnodes": ", ".join(filter(None, (size_from or hosts_from, local_from))),
-            "node_rank": node_rank_from,
-            "hosts": hosts_from,
-            "head": head_from,
-            "job_id": ", ".join(job_id_from),
-        }
+            host = env.hostname() if ranks.rank == 0 else ""
+            raise NoPlan(
+                f"the run has {nnodes} nodes, but {self.NAME} does not say which host has rank 0",
+                where="IMGKIT_HEAD",
+                hint=f"{self._hint('IMGKIT_HEAD', host or 'HOST')}: the host of rank 0, under a name that "
+                "the other nodes can reach",
+            )
+        port = env.port("MASTER_PORT") if source["head"] == "MASTER_ADDR" else None
+        job_id_from = env.present(*self.fields.job_id)
+        source |= {"hosts": hosts_from, "job_id": ", ".join(job_id_from)}
         return Placement(
             scheduler=self.NAME,
             nnodes=nnodes,
@@ -137,120 +125,97 @@ class MpiLauncher:
             port=port,
             job_id=".".join(env[name] for name in job_id_from),
             source=source if port is None else {**source, "port": "MASTER_PORT"},
-            direct=rank if rank.local_world_size > 1 else None,
+            direct=ranks if ranks.local_world_size > 1 else None,
         )
 
-    def typed(self, name: str, value: str) -> str:
-        """Start of a command line that sets variable `name`, for a hint."""
-        return " ".join((self.program, *self.exporting(name, value)))
+    def _hint(self, name: str, value: str) -> str:
+        return f"start it with `{' '.join((self.program, *self.exporting(name, value)))} ...`"
 
-    def _no_head(self, nnodes: int, own: str) -> NoPlan:
+    def _size_variables(self, env: Environment) -> tuple[str, str]:
+        """Return what gives the ranks in all and the ranks of this node; empty where no variable is set."""
+        return env.first(self.fields.world_size), env.first(self.fields.local_world_size)
+
+    def _ranks(self, env: Environment, hosts: int) -> Direct:
+        """Return rank and sizes of this process; the number of `hosts` completes what no variable says."""
+        fields = self.fields
+        size_from, local_from = self._size_variables(env)
+        if not hosts and not (size_from and local_from):
+            raise self._unknown(env, "nodes", fields.local_world_size if size_from else fields.world_size)
+        if local_from:
+            local_size = env.number(local_from, least=1)
+        elif size_from:
+            local_size = max(1, env.number(size_from) // hosts)
+        elif self._is_alone(env):
+            local_size = 1
+        else:
+            raise self._unknown(env, "ranks on this node", (*fields.local_world_size, *fields.world_size))
+        size = env.number(size_from, least=1) if size_from else local_size * hosts
+        rank_from, local_rank_from = env.variable(fields.rank), env.first(fields.local_rank)
+        rank = env.number(rank_from)
+        local_rank = env.number(env.variable(fields.local_rank)) if local_rank_from or local_size > 1 else 0
+        if local_rank >= local_size:
+            problem = f"this is local rank {local_rank}, but the node has only ranks 0 to {local_size - 1}"
+            raise NoPlan(problem, where=local_rank_from)
+        if size % local_size:
+            raise NoPlan(
+                f"the job has {size} ranks, {local_size} of them on this node: nodes have different numbers "
+                "of ranks",
+                where=", ".join(f"{name}={env[name]}" for name in (size_from, local_from) if name),
+                hint="start the same number of ranks on every node, preferably one: torchrun starts the "
+                "workers",
+            )
+        if rank >= size:
+            raise NoPlan(
+                f"this is rank {rank}, but the job has only ranks 0 to {size - 1}",
+                where=", ".join(f"{name}={env[name]}" for name in (rank_from, size_from) if name),
+            )
+        return Direct(rank=rank, local_rank=local_rank, world_size=size, local_world_size=local_size)
+
+    def _is_alone(self, env: Environment) -> bool:
+        """Return whether rank and node have one number, which a second rank on the node would not have."""
+        groups = (self.fields.rank, self.fields.node_rank, self.fields.local_rank)
+        rank, node, local = (env.get(env.first(names), "") for names in groups)
+        return rank == node != "" and local in ("", "0")
+
+    def _unknown(self, env: Environment, numbers: str, names: Sequence[str]) -> NoPlan:
+        """Return the error for a missing number, with the variables that are set."""
+        variables = [f"{name}={env[name]}" for name in env.present(*self.fields.variables, NODES)]
+        hosts = "" if env.get(NODES) else ", and there is no host list"
         return NoPlan(
-            f"the run has {nnodes} nodes, but {self.NAME} does not say which host has rank 0",
-            where="IMGKIT_HEAD",
-            hint=f"start it with `{self.typed('IMGKIT_HEAD', own or 'HOST')} ...`: the host of rank 0, under "
-            "a name that the other nodes can reach",
+            f"the number of {numbers} is unknown: none of {', '.join(names)} is set{hosts}",
+            where=" ".join(variables) or self.NAME,
+            hint=f"{self._hint(NODES, 'HOST,HOST,...')}, with the hosts in the order of their ranks, and the "
+            "container without --cleanenv",
         )
 
-
-def _counted_by(fields: RankVariables, env: Mapping[str, str]) -> tuple[str, str]:
-    """Variables that give the ranks in all and the ranks of this node; empty where none is set."""
-    return first(env, fields.world_size), first(env, fields.local_world_size)
-
-
-def _own_rank(launcher: MpiLauncher, env: Mapping[str, str], hosts: int) -> Direct:
-    """Rank of this process and the sizes, which a list of `hosts` hosts completes where one is not set."""
-    fields = launcher.fields
-    size_from, local_from = _counted_by(fields, env)
-    if not hosts and not (size_from and local_from):
-        raise _unknown(launcher, env, "nodes", fields.local_world_size if size_from else fields.world_size)
-    if local_from:
-        local = number(env, local_from, least=1)
-    elif size_from:
-        local = max(1, number(env, size_from) // hosts)
-    elif _stands_for_its_node(fields, env):
-        local = 1
-    else:
-        raise _unknown(launcher, env, "ranks on this node", (*fields.local_world_size, *fields.world_size))
-    size = number(env, size_from, least=1) if size_from else local * hosts
-    rank_from = variable(env, fields.rank)
-    rank, local_rank = number(env, rank_from), _local_rank(fields, env, local)
-    if size % local:
+    def _check_hosts(self, env: Environment, nnodes: int, hosts: tuple[str, ...], hosts_from: str) -> None:
+        """Refuse a host list of another length than the number of nodes that were started."""
+        if not hosts or len(hosts) == nnodes:
+            return
+        size_from, local_from = self._size_variables(env)
+        where, names = f"{hosts_from}, {size_from or local_from}", ", ".join(hosts[:8])
+        if nnodes == 1:
+            problem = f"{self.NAME} started this on 1 node, but the job has {len(hosts)} ({names})"
+            raise WrongStart(problem, where=where, nnodes=len(hosts))
         raise NoPlan(
-            f"the job has {size} ranks, {local} of them on this node: nodes have different numbers of ranks",
-            where=", ".join(f"{item}={env[item]}" for item in (size_from, local_from) if item),
-            hint="start the same number of ranks on every node, preferably one: torchrun starts the workers",
+            f"{self.NAME} started {nnodes} nodes, but {hosts_from} lists {len(hosts)}: {names}",
+            where=where,
+            hint=f"{self._hint(NODES, 'HOST,HOST,...')}, with the {nnodes} hosts in the order of their ranks",
         )
-    if rank >= size:
-        raise NoPlan(
-            f"this is rank {rank}, but the job has only ranks 0 to {size - 1}",
-            where=", ".join(f"{item}={env[item]}" for item in (rank_from, size_from) if item),
-        )
-    return Direct(rank=rank, local_rank=local_rank, world_size=size, local_world_size=local)
 
-
-def _stands_for_its_node(fields: RankVariables, env: Mapping[str, str]) -> bool:
-    """Whether the rank and the node have one number, which a second rank on the node would not have."""
-    rank, node, local = (first(env, names) for names in (fields.rank, fields.node_rank, fields.local_rank))
-    return bool(rank and node) and env[rank] == env[node] and env.get(local, "0") == "0"
-
-
-def _unknown(launcher: MpiLauncher, env: Mapping[str, str], what: str, names: Sequence[str]) -> NoPlan:
-    """The error for a missing number, with what is missing and what is there."""
-    there = [f"{name}={env[name]}" for name in present(env, *launcher.fields.variables, NODES)]
-    missing = f"none of {', '.join(names)} is set"
-    hosts = "" if env.get(NODES) else ", and there is no host list"
-    return NoPlan(
-        f"the number of {what} is unknown: {missing}{hosts}",
-        where=" ".join(there) or launcher.NAME,
-        hint=f"start it with `{launcher.typed(NODES, 'HOST,HOST,...')} ...`, with the hosts in the order of "
-        "their ranks, and the container without --cleanenv",
-    )
-
-
-def _local_rank(fields: RankVariables, env: Mapping[str, str], local: int) -> int:
-    name = first(env, fields.local_rank)
-    if not name and local == 1:
-        return 0
-    rank = number(env, name or fields.local_rank[0])
-    if rank >= local:
-        raise NoPlan(f"this is local rank {rank}, but the node has only ranks 0 to {local - 1}", where=name)
-    return rank
-
-
-def _compare(
-    launcher: MpiLauncher, env: Mapping[str, str], nnodes: int, hosts: tuple[str, ...], hosts_from: str
-) -> None:
-    """Refuse a host list of another length than the number of nodes that were started."""
-    if not hosts or len(hosts) == nnodes:
-        return
-    size_from, local_from = _counted_by(launcher.fields, env)
-    where = f"{hosts_from}, {size_from or local_from}"
-    listed = ", ".join(hosts[:8])
-    if nnodes == 1:
-        what = f"{launcher.NAME} started this on 1 node, but the job has {len(hosts)} ({listed})"
-        raise WrongStart(what, where=where, nnodes=len(hosts))
-    raise NoPlan(
-        f"{launcher.NAME} started {nnodes} nodes, but {hosts_from} lists {len(hosts)}: {listed}",
-        where=where,
-        hint=f"start it with `{launcher.typed(NODES, 'HOST,HOST,...')} ...`, with the {nnodes} hosts in the "
-        "order of their ranks",
-    )
-
-
-def _node_rank(fields: RankVariables, env: Mapping[str, str], own: Direct, nnodes: int) -> tuple[int, str]:
-    """Rank of this node, and the variable that it comes from."""
-    if name := first(env, fields.node_rank):
-        node = number(env, name)
-        if node >= nnodes:
-            what = f"this is node {node}, but the job has only nodes 0 to {nnodes - 1}"
-            raise NoPlan(what, where=f"{name}={node}")
-        return node, name
-    name = first(env, fields.rank)
-    fills_nodes = own.rank % own.local_world_size == own.local_rank
-    if not fills_nodes and own.rank // nnodes == own.local_rank:
-        return own.rank % nnodes, name  # consecutive ranks are on different nodes
-    return own.rank // own.local_world_size, name  # consecutive ranks fill a node before the next
+    def _node_rank(self, env: Environment, ranks: Direct, nnodes: int) -> tuple[int, str]:
+        """Return the rank of this node, and the variable that it comes from."""
+        if name := env.first(self.fields.node_rank):
+            node_rank = env.number(name)
+            if node_rank >= nnodes:
+                problem = f"this is node {node_rank}, but the job has only nodes 0 to {nnodes - 1}"
+                raise NoPlan(problem, where=f"{name}={node_rank}")
+            return node_rank, name
+        name = env.first(self.fields.rank)
+        fills_nodes = ranks.rank % ranks.local_world_size == ranks.local_rank
+        if not fills_nodes and ranks.rank // nnodes == ranks.local_rank:
+            return ranks.rank % nnodes, name  # consecutive ranks are on different nodes
+        return ranks.rank // ranks.local_world_size, name  # consecutive ranks fill a node before the next
 
 
 OPENMPI = MpiLauncher(

@@ -18,30 +18,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.placement import (
-    NODES,
-    Placement,
-    Read,
-    WrongStart,
-    first,
-    head_of,
-    hostname,
-    listed_hosts,
-    number,
-    present,
-    short,
-)
+from imgkit_entrypoints.schedulers.environment import NODES, Environment, short
+from imgkit_entrypoints.schedulers.placement import Placement, WrongStart
 
 NAME = "pbs"
-
-FIELDS: Mapping[str, tuple[str, ...]] = {
-    "hosts": (NODES, "PBS_NODEFILE"),
-    "node_rank": ("PBS_NODENUM", "IMGKIT_NODE_RANK"),
-    "job_id": ("PBS_JOBID",),
-}
 
 FORWARD: tuple[str, ...] = (NODES,)
 """Variables that a job script passes to the processes."""
@@ -51,66 +34,67 @@ _UNIQUE_NODES = "awk '!seen[$0]++' \"$PBS_NODEFILE\""
 _FIRST_LINES = "awk '!seen[$0]++{print NR-1}' \"$PBS_NODEFILE\""
 
 
-def claims(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Variables that show a PBS job."""
-    return present(env, "PBS_JOBID", "PBS_NODENUM", "PBS_NODEFILE")
+def claims(env: Environment) -> tuple[str, ...]:
+    """Return the variables that show a PBS job."""
+    return env.present("PBS_JOBID", "PBS_NODENUM", "PBS_NODEFILE")
 
 
-def place(env: Mapping[str, str], read: Read) -> Placement:
-    """Host of a PBS job that this process was started on.
+def find_placement(env: Environment) -> Placement:
+    """Return the host of a PBS job that this process was started on.
 
     Raises
     ------
     WrongStart : this is the job script itself, but the job has several hosts.
     NoPlan : the job's hosts are unknown, or this host is not one of them.
     """
-    hosts, hosts_from = listed_hosts(env, read)
-    if env.get("IMGKIT_NNODES") == "1" and not hosts:
+    hosts, hosts_from = env.listed_hosts()
+    nnodes, nnodes_from = len(hosts), hosts_from
+    if not hosts:
         nnodes, nnodes_from = 1, "IMGKIT_NNODES"
-    elif not hosts:
-        raise NoPlan(
-            "this is a PBS job, but its host list is not visible here",
-            where=f"PBS_NODEFILE={env.get('PBS_NODEFILE', '')}",
-            hint=f'in the job script: export {NODES}="$({_UNIQUE_NODES} | paste -sd, -)", and pass it into '
-            f'the container (--env {NODES}="${NODES}"). To use this host alone: --nnodes 1',
-        )
-    else:
-        nnodes, nnodes_from = len(hosts), hosts_from
+        if env.get("IMGKIT_NNODES") != "1":
+            raise NoPlan(
+                "this is a PBS job, but its host list is not visible here",
+                where=f"PBS_NODEFILE={env.get('PBS_NODEFILE', '')}",
+                hint=f'in the job script: export {NODES}="$({_UNIQUE_NODES} | paste -sd, -)", and pass it '
+                f'into the container (--env {NODES}="${NODES}"). To use this host alone: --nnodes 1',
+            )
+    names = ", ".join(hosts[:8])
     if nnodes > 1 and _is_script(env):
         raise WrongStart(
-            f"the job has {nnodes} hosts ({', '.join(hosts[:8])}), but this is the job script's process: PBS "
-            "starts nothing on the others",
-            where=f"{hosts_from}, {first(env, ('PBS_ENVIRONMENT', 'PBS_TASKNUM', 'PBS_NODEFILE'))}",
+            f"the job has {nnodes} hosts ({names}), but this is the job script's process: PBS starts nothing "
+            "on the others",
+            where=f"{hosts_from}, {env.first(('PBS_ENVIRONMENT', 'PBS_TASKNUM', 'PBS_NODEFILE'))}",
             nnodes=nnodes,
         )
-    node_rank, node_rank_from = _node_rank(env, read, hosts) if nnodes > 1 else (0, nnodes_from)
-    if node_rank >= nnodes:
+    ranks = ("PBS_NODENUM", "IMGKIT_NODE_RANK")
+    node_rank, rank_from = (0, nnodes_from) if nnodes == 1 else env.node_rank(hosts, *ranks)
+    if node_rank is None:
+        host = short(env.hostname()) or "its name"
         raise NoPlan(
-            f"this is host {node_rank} of the job, counted from 0, but {hosts_from} lists only {nnodes}: "
-            f"{', '.join(hosts[:8])}",
-            where=f"{node_rank_from}={node_rank}",
+            f"this host is not in the job's host list: {host} is not one of {names}",
+            where="PBS_NODENUM",
+            hint="start the command with mpiexec or pbsdsh, or give --node-rank",
         )
-    head, head_from = head_of(env, nnodes, hosts, hosts_from)
+    if node_rank >= nnodes:
+        problem = f"this is host {node_rank} of the job, counted from 0, but {hosts_from} lists only {nnodes}"
+        raise NoPlan(f"{problem}: {names}", where=f"{rank_from}={node_rank}")
+    source = {"nnodes": nnodes_from, "node_rank": rank_from, "hosts": hosts_from}
+    head, source["head"] = env.head(nnodes, hosts, hosts_from)
+    source["job_id"] = env.first(("PBS_JOBID",))
+    job_id = env.get("PBS_JOBID", "")
     return Placement(
         scheduler=NAME,
         nnodes=nnodes,
         node_rank=node_rank,
         hosts=hosts,
         head=head,
-        port=None,
-        job_id=env.get("PBS_JOBID", ""),
-        source={
-            "nnodes": nnodes_from,
-            "node_rank": node_rank_from,
-            "hosts": hosts_from,
-            "head": head_from,
-            "job_id": first(env, FIELDS["job_id"]),
-        },
+        job_id=job_id,
+        source=source,
     )
 
 
 def start_argv(command: Sequence[str], *, line: str) -> tuple[str, ...]:
-    """The argv that starts `command` through pbsdsh on the host of line `line` of the node file, from 0.
+    """Return the argv that starts `command` through pbsdsh on the host of a line of the node file, from 0.
 
     The command sees no variable, module or folder of the job script. pbsdsh itself always ends with 0;
     ``-v`` makes it print the task's exit status.
@@ -118,43 +102,28 @@ def start_argv(command: Sequence[str], *, line: str) -> tuple[str, ...]:
     return ("pbsdsh", "-v", "-n", line, "--", *command)
 
 
-def per_node_command(command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:
-    """Lines for the job script: PALS' mpiexec, and pbsdsh for systems without it."""
-    words = shlex.join(command)
+def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -> str:
+    """Return the lines for the job script: PALS' mpiexec, and pbsdsh for systems without it."""
+    command_line = shlex.join(command)
     # The script is one double-quoted word, so the command inside keeps its own quotes as \".
-    inner = re.sub(r'(["\\$`])', r"\\\1", words)
+    quoted = re.sub(r'(["\\$`])', r"\\\1", command_line)
     return "\n     ".join(
         (
             f'export {NODES}="$({_UNIQUE_NODES} | paste -sd, -)"',
-            f"mpiexec -n {nnodes} --ppn 1 --cpu-bind none {words}",
+            f"mpiexec -n {nnodes} --ppn 1 --cpu-bind none {command_line}",
             "or, where mpiexec is not HPE's:",
             f"for line in $({_FIRST_LINES}); do",
             f"  pbsdsh -n \"$line\" -- /bin/bash -c \"cd '$PBS_O_WORKDIR' && exec env {NODES}='${NODES}' "
-            f'{inner}" &',
+            f'{quoted}" &',
             "done; wait",
         )
     )
 
 
-def _is_script(env: Mapping[str, str]) -> bool:
-    """True if PBS started this process through the job script, and not as a task on a host."""
-    if present(env, "PBS_TASKNUM") and _SPAWNED.fullmatch(env["PBS_TASKNUM"]):
+def _is_script(env: Environment) -> bool:
+    """Return True if PBS started this process through the job script, and not as a task on a host."""
+    if env.present("PBS_TASKNUM") and _SPAWNED.fullmatch(env["PBS_TASKNUM"]):
         return False
     if env.get("PBS_NODENUM", "0") != "0":
         return False  # the script runs on host 0
-    return bool(present(env, "PBS_ENVIRONMENT", "PBS_TASKNUM")) or not present(env, NODES)
-
-
-def _node_rank(env: Mapping[str, str], read: Read, hosts: tuple[str, ...]) -> tuple[int, str]:
-    if name := first(env, FIELDS["node_rank"]):
-        return number(env, name), name
-    own = short(hostname(read))
-    places = [index for index, host in enumerate(hosts) if short(host) == own]
-    if len(places) != 1:
-        raise NoPlan(
-            f"this host is not in the job's host list: {own or 'its name'} is not one of "
-            f"{', '.join(hosts[:8])}",
-            where="PBS_NODENUM",
-            hint="start the command with mpiexec or pbsdsh, or give --node-rank",
-        )
-    return places[0], "hostname"
+    return bool(env.present("PBS_ENVIRONMENT", "PBS_TASKNUM")) or not env.present(NODES)

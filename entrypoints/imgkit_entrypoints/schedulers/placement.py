@@ -1,23 +1,17 @@
-"""Which node of its job this process is on, the request that shapes it, and variables with their errors."""
+"""Which node of its job this process is on, and the request that shapes it."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.hostlist import expand_nodelist
-
-Read = Callable[[str], "str | None"]
-"""Function from an absolute path to the file's content; None where it cannot be read."""
 
 FIRST_PORT = 15000
 PORTS = 16000
-
-NODES = "IMGKIT_NODES"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,22 +84,22 @@ class Placement:
     """Module that placed the process: slurm, pbs, pals, openmpi, hydra, kubeflow, manual or standalone."""
     nnodes: int
     node_rank: int
-    hosts: tuple[str, ...]
+    hosts: tuple[str, ...] = ()
     """Hosts in the order of the node ranks; empty where the launcher does not give them."""
-    head: str
+    head: str = ""
     """Name or address of node 0 that the others can reach; empty on one node."""
-    port: int | None
+    port: int | None = None
     """Port that the scheduler or the user gave; None leaves it to `job_port`."""
-    job_id: str
+    job_id: str = ""
     """A text that is equal on all nodes and differs between starts; empty where the launcher has none."""
-    source: Mapping[str, str]
+    source: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Field -> the variables or the flag that it came from."""
     direct: Direct | None = None
     size: Size | None = None
     """The size with its spares; None: all `nnodes` train."""
 
     def numbered(self, nnodes: int, node_rank: int) -> Placement:
-        """Return this node's place in a run that `nnodes` nodes have started, numbered by the head."""
+        """Return this node's position in a run that `nnodes` nodes have started, numbered by the head."""
         if (nnodes, node_rank) == (self.nnodes, self.node_rank):
             return self
         return dataclasses.replace(self, nnodes=nnodes, node_rank=node_rank, hosts=())
@@ -143,151 +137,15 @@ class WrongStart(NoPlan):
     nnodes : nodes of the allocation.
     """
 
-    def __init__(self, what: str, *, where: str, nnodes: int, hint: str | None = None) -> None:
-        super().__init__(what, where=where, hint=hint)
+    def __init__(self, problem: str, *, where: str, nnodes: int) -> None:
+        super().__init__(problem, where=where)
         self.nnodes = nnodes
 
 
 def job_port(job_id: str) -> int:
-    """A port from 15000 to 30999 that is equal wherever it is computed for the same job.
+    """Return a port from 15000 to 30999 that is equal wherever it is computed for the same job.
 
     From 32768 on, Linux hands out ports for outgoing connections, so such a port is sometimes taken. crc32 is
     used because Python's own hash of a text differs between processes.
     """
     return FIRST_PORT + zlib.crc32(job_id.encode()) % PORTS
-
-
-def present(env: Mapping[str, str], *names: str) -> tuple[str, ...]:
-    """Those of `names` that are set and not empty: training operators set unused ones to the empty string."""
-    return tuple(name for name in names if env.get(name))
-
-
-def first(env: Mapping[str, str], names: Sequence[str]) -> str:
-    """The first of `names` that is set and not empty; empty if none is."""
-    return next((name for name in names if env.get(name)), "")
-
-
-def variable(env: Mapping[str, str], names: Sequence[str]) -> str:
-    """The first of `names` that is set; if none is, the first of all, for an error message."""
-    return first(env, names) or names[0]
-
-
-def number(env: Mapping[str, str], name: str, *, least: int = 0) -> int:
-    """The whole number in variable `name`.
-
-    Raises
-    ------
-    NoPlan : the variable is not set, not a whole number, or below `least`.
-    """
-    text = env.get(name, "").strip()
-    if not text:
-        raise NoPlan(f"{name} is not set", where=name, hint="start the container without --cleanenv")
-    if not (text.isascii() and text.isdigit() and len(text) < 10) or int(text) < least:
-        raise NoPlan(f"{text!r} is not a whole number of at least {least}", where=name)
-    return int(text)
-
-
-def size_in(env: Mapping[str, str], name: str) -> Size | None:
-    """The size of a run in variable `name`; None where it is not set.
-
-    Raises
-    ------
-    NoPlan : the text is no size.
-    """
-    text = env.get(name, "")
-    try:
-        return Size.parse(text) if text.strip() else None
-    except ValueError as error:
-        raise NoPlan(str(error), where=name, hint=size_examples(text, f"{name}=")) from None
-
-
-def given_nodes(env: Mapping[str, str]) -> tuple[str, ...]:
-    """Hosts of IMGKIT_NODES in their order, each once; empty if it is not set.
-
-    A list with brackets is read as Slurm's compact form. Repeats are dropped: a PBS node file has a line for
-    each process of a host.
-    """
-    text = env.get(NODES, "")
-    if "[" in text or "]" in text:
-        return unique(expand_nodelist(text, where=NODES))
-    return unique(text.replace(",", " ").split())
-
-
-def unique(names: Sequence[str]) -> tuple[str, ...]:
-    """Each name once, in the order of first appearance."""
-    return tuple(dict.fromkeys(names))
-
-
-def short(name: str) -> str:
-    """A host name without its domain; addresses stay whole."""
-    return name if name.replace(".", "").isdigit() or ":" in name else name.split(".", 1)[0]
-
-
-def hostname(read: Read) -> str:
-    """Name of this machine; empty where /proc does not show it."""
-    return (read("/proc/sys/kernel/hostname") or "").strip()
-
-
-def named_hosts(
-    env: Mapping[str, str], nnodes: int, found: tuple[str, ...], found_from: str
-) -> tuple[tuple[str, ...], str]:
-    """Hosts and where they come from: IMGKIT_NODES wins over the launcher.
-
-    On clusters where each node has a second name on the fast network, IMGKIT_NODES holds those names.
-
-    Raises
-    ------
-    NoPlan : IMGKIT_NODES has another number of hosts than the launcher started.
-    """
-    given = given_nodes(env)
-    if not given or nnodes == 1:
-        return found, found_from
-    if len(given) != nnodes:
-        raise NoPlan(
-            f"{NODES} has {len(given)} hosts ({', '.join(given[:8])}), but the launcher started {nnodes}",
-            where=NODES,
-            hint=f"leave {NODES} out, or list the {nnodes} hosts in the order of their ranks",
-        )
-    return given, NODES
-
-
-def head_of(
-    env: Mapping[str, str], nnodes: int, hosts: tuple[str, ...], hosts_from: str, *others: str
-) -> tuple[str, str]:
-    """Address of node 0 and where it comes from: IMGKIT_HEAD, the first host, then the variables `others`.
-
-    Both are empty where none of them is known, and on one node.
-    """
-    if nnodes == 1:
-        return "", ""
-    if env.get("IMGKIT_HEAD"):
-        return env["IMGKIT_HEAD"], "IMGKIT_HEAD"
-    if hosts:
-        return hosts[0], hosts_from
-    name = first(env, others)
-    return env.get(name, ""), name
-
-
-def port_in(env: Mapping[str, str], name: str) -> int | None:
-    """Port in variable `name`; None where it is not set.
-
-    Raises
-    ------
-    NoPlan : the text is not a number from 1 to 65535.
-    """
-    if not env.get(name):
-        return None
-    port = number(env, name, least=1)
-    if port > 65535:
-        raise NoPlan(f"{port} is not a port number from 1 to 65535", where=name)
-    return port
-
-
-def listed_hosts(env: Mapping[str, str], read: Read) -> tuple[tuple[str, ...], str]:
-    """Hosts of IMGKIT_NODES, else of PBS' node file, with the variable's name; empty if none is visible."""
-    if given := given_nodes(env):
-        return given, NODES
-    # Most containers do not show the file.
-    text = read(env["PBS_NODEFILE"]) if env.get("PBS_NODEFILE") else None
-    found = unique((text or "").split())
-    return (found, "PBS_NODEFILE") if found else ((), "")

@@ -14,26 +14,15 @@ from typing import NoReturn, Protocol
 
 from imgkit_entrypoints.errors import NoPlan, UsageError
 from imgkit_entrypoints.schedulers import kubernetes, manual, pbs, slurm, standalone
+from imgkit_entrypoints.schedulers.environment import Environment, Read, short
 from imgkit_entrypoints.schedulers.mpi import HYDRA, HYDRA_OWN, OPENMPI, PALS
-from imgkit_entrypoints.schedulers.placement import (
-    Direct,
-    Placement,
-    PlacementRequest,
-    Read,
-    WrongStart,
-    hostname,
-    number,
-    port_in,
-    present,
-    short,
-    size_in,
-)
+from imgkit_entrypoints.schedulers.placement import Direct, Placement, PlacementRequest, WrongStart
 
 
-def place(
+def find_placement(
     request: PlacementRequest, env: Mapping[str, str], read: Read, *, head_suffix: str = ""
 ) -> Placement:
-    """Find the place of this process from flags, the environment and sometimes a file.
+    """Find the position of this process from flags, the environment and sometimes a file.
 
     Order: a torchrun worker is refused; the flag ``--scheduler``; complete flags (``--nnodes --node-rank
     --head``); the one launcher whose variables are set; IMGKIT_NODES; this machine alone.
@@ -47,50 +36,50 @@ def place(
     NoPlan : no placement can be right; the hint says what to start instead.
     UsageError : a flag that no environment makes right.
     """
-    request = _with_variables(request, env)
+    request = _with_variables(request, Environment(env, read))
     _check_flags(request)
     _refuse_nesting(env)
-    resolved_env = _as_environment(request, env)
+    resolved_env = _as_environment(request, Environment(env, read))
     claimants = _claimants(resolved_env)
     if request.scheduler:
-        found = _place_by(_named(request.scheduler, resolved_env), request, resolved_env, read)
-    elif _complete(request):
-        found = manual.place(resolved_env, read)
-        _compare_rank(claimants, found, resolved_env, read)
+        placement = _placement_by(_named(request.scheduler, resolved_env), request, resolved_env)
+    elif request.nnodes and request.nnodes > 1 and request.node_rank is not None and request.head is not None:
+        # The flags say everything about this node, so that no launcher is asked.
+        placement = manual.find_placement(resolved_env)
+        _compare_rank(claimants, placement, resolved_env)
     elif len(claimants) > 1:
         _refuse_two(claimants[:2], resolved_env)
     else:
         module = claimants[0] if claimants else manual if manual.claims(resolved_env) else standalone
-        found = _place_by(module, request, resolved_env, read)
-    _check_host(found, read)
-    return _applied(_on_fast_network(found, head_suffix), request, env)
+        placement = _placement_by(module, request, resolved_env)
+    _check_host(placement, resolved_env)
+    return _apply(request, _on_fast_network(placement, head_suffix), env)
 
 
-def _on_fast_network(found: Placement, suffix: str) -> Placement:
-    """`found` with the head's name on the fast network, unless somebody has named the head or the hosts."""
-    listed_by = found.source.get("hosts", "")
-    if not suffix or not found.head or listed_by not in slurm.FIELDS["hosts"]:
-        return found
-    if found.source["head"] != listed_by:
-        return found
-    name, dot, domain = found.head.partition(".")
-    source = {**found.source, "head": f"{listed_by}, with the system's fabric.head_suffix {suffix!r}"}
-    return dataclasses.replace(found, head=f"{name}{suffix}{dot}{domain}", source=source)
+def _on_fast_network(placement: Placement, suffix: str) -> Placement:
+    """Give the head its name on the fast network, unless somebody has named the head or the hosts."""
+    hosts_from = placement.source.get("hosts", "")
+    if not suffix or not placement.head or hosts_from not in slurm.FIELDS["hosts"]:
+        return placement
+    if placement.source["head"] != hosts_from:
+        return placement
+    name, dot, domain = placement.head.partition(".")
+    source = {**placement.source, "head": f"{hosts_from}, with the system's fabric.head_suffix {suffix!r}"}
+    return dataclasses.replace(placement, head=f"{name}{suffix}{dot}{domain}", source=source)
 
 
 def warnings(
-    found: Placement, request: PlacementRequest, env: Mapping[str, str], *, recipe: str
+    placement: Placement, request: PlacementRequest, env: Mapping[str, str], *, recipe: str
 ) -> tuple[str, ...]:
-    """Describe what is odd about `found`, though no error, in an image for the scheduler `recipe`."""
-    alone = found.scheduler == standalone.NAME and found.direct is None
-    if not alone or request.scheduler or request.nnodes:
-        return ()
+    """Describe what is odd about a placement, though no error, in an image for the scheduler `recipe`."""
+    is_alone = placement.scheduler == standalone.NAME and placement.direct is None
     text = unseen(recipe, env)
-    meant = (
-        "only this machine is used. In a job, start the container without --cleanenv. To use one machine on "
-        "purpose: --nnodes 1"
+    if not text or not is_alone or request.scheduler or request.nnodes:
+        return ()
+    return (
+        f"{text}: only this machine is used. In a job, start the container without --cleanenv. To use one "
+        "machine on purpose: --nnodes 1",
     )
-    return (f"{text}: {meant}",) if text else ()
 
 
 def _refuse_nesting(env: Mapping[str, str]) -> None:
@@ -104,20 +93,20 @@ def _refuse_nesting(env: Mapping[str, str]) -> None:
         )
 
 
-def _place_by(module: Scheduler, request: PlacementRequest, env: Mapping[str, str], read: Read) -> Placement:
+def _placement_by(module: Scheduler, request: PlacementRequest, env: Environment) -> Placement:
     try:
-        return module.place(env, read)
+        return module.find_placement(env)
     except WrongStart as error:
         if request.nnodes == 1:
             return standalone.alone()
-        typed = _typed_on_host(request.command, env, read)
-        command = module.per_node_command(typed, nnodes=error.nnodes, env=env)
+        host_command = _command_on_host(request.command, env)
+        command = module.per_node_command(host_command, nnodes=error.nnodes, env=env)
         hint = f"start it once per node:\n{command}\n(or, to use this node alone: --nnodes 1)"
         raise NoPlan(error.what, where=error.where, hint=hint) from None
 
 
-def _typed_on_host(command: Sequence[str], env: Mapping[str, str], read: Read) -> tuple[str, ...]:
-    """The command as it is typed on the host: the argv that starts this container, then `command`."""
+def _command_on_host(command: Sequence[str], env: Environment) -> tuple[str, ...]:
+    """Return the command as it is typed on the host: the argv that starts this container, then `command`."""
     for runtime in ("apptainer", "singularity"):
         image = env.get(f"{runtime.upper()}_CONTAINER")
         if image:
@@ -125,49 +114,43 @@ def _typed_on_host(command: Sequence[str], env: Mapping[str, str], read: Read) -
             name = env.get(f"{runtime.upper()}_NAME") or PurePath(image).name
             image = image if PurePath(image).name == name else name
             binds = env.get(f"{runtime.upper()}_BIND")
-            return (
-                *(runtime, "exec"),
-                *(("--nv",) if read("/proc/driver/nvidia/version") is not None else ()),
-                *(("--bind", binds) if binds else ()),
-                *(image, *command),
-            )
+            options = ["--nv"] if env.read("/proc/driver/nvidia/version") is not None else []
+            options += ["--bind", binds] if binds else []
+            return (runtime, "exec", *options, image, *command)
     return tuple(command)
 
 
-def _compare_rank(
-    claimants: Sequence[Scheduler], found: Placement, env: Mapping[str, str], read: Read
-) -> None:
+def _compare_rank(claimants: Sequence[Scheduler], placement: Placement, env: Environment) -> None:
     """Refuse a rank that the shell of the job script filled in, which is 0 on every node.
 
     ``srun dist-run --node-rank $SLURM_NODEID`` is such a line: the script's shell expands it, not the task.
     """
     for module in claimants:
         try:
-            other = module.place(env, read)
+            launched = module.find_placement(env)
         except NoPlan:
             continue  # ssh, for example, started this process: the flags are the only source
-        if other.nnodes == found.nnodes and other.node_rank != found.node_rank and other.direct is None:
-            name = other.source.get("node_rank", "")
+        is_same_run = launched.nnodes == placement.nnodes and launched.direct is None
+        if is_same_run and launched.node_rank != placement.node_rank:
+            name = launched.source.get("node_rank", "")
             raise NoPlan(
-                f"--node-rank is {found.node_rank}, but {module.NAME} says that this is node "
-                f"{other.node_rank} ({name})",
+                f"--node-rank is {placement.node_rank}, but {module.NAME} says that this is node "
+                f"{launched.node_rank} ({name})",
                 where="--node-rank",
                 hint=f"leave out --nnodes, --node-rank and --head: the shell of a job script expands ${name} "
                 "before srun or mpiexec starts the nodes. To override the launcher: --scheduler manual",
             )
 
 
-def _check_host(found: Placement, read: Read) -> None:
+def _check_host(placement: Placement, env: Environment) -> None:
     """Refuse a host list in another order than the ranks: the other nodes would wait at the wrong host."""
-    own = short(hostname(read))
-    places = [index for index, host in enumerate(found.hosts) if own and short(host) == own]
-    if found.nnodes > 1 and len(places) == 1 and places[0] != found.node_rank:
-        source = found.source.get("hosts", "")
-        rank_from = found.source.get("node_rank", "")
+    position = env.position_in(placement.hosts)
+    if placement.nnodes > 1 and position not in (None, placement.node_rank):
+        source, rank_from = (placement.source.get(field, "") for field in ("hosts", "node_rank"))
         raise NoPlan(
-            f"this is node {found.node_rank} according to {rank_from}, but {own} is host {places[0]} of "
-            f"{source}",
-            where=f"{source}: {', '.join(found.hosts[:8])}",
+            f"this is node {placement.node_rank} according to {rank_from}, but {short(env.hostname())} is "
+            f"host {position} of {source}",
+            where=f"{source}: {', '.join(placement.hosts[:8])}",
             hint="list the hosts in the order of their ranks: awk '!s[$0]++' keeps the order, sort does not",
         )
 
@@ -182,7 +165,7 @@ _VARIABLES: Mapping[str, str] = {
 }
 
 
-def _with_variables(request: PlacementRequest, env: Mapping[str, str]) -> PlacementRequest:
+def _with_variables(request: PlacementRequest, env: Environment) -> PlacementRequest:
     """Fill in the ``IMGKIT_*`` variables where no flag is given.
 
     Raises
@@ -191,16 +174,16 @@ def _with_variables(request: PlacementRequest, env: Mapping[str, str]) -> Placem
     """
     node_rank, direct = request.node_rank, request.direct
     if node_rank is None and env.get("IMGKIT_NODE_RANK"):
-        node_rank = number(env, "IMGKIT_NODE_RANK")
+        node_rank = env.number("IMGKIT_NODE_RANK")
     if direct is None and env.get("IMGKIT_DIRECT"):
         direct = env["IMGKIT_DIRECT"].lower() not in ("0", "false", "no", "off")
     return dataclasses.replace(
         request,
         scheduler=request.scheduler or env.get("IMGKIT_SCHEDULER"),
-        size=request.size or size_in(env, "IMGKIT_NNODES"),
+        size=request.size or env.size("IMGKIT_NNODES"),
         node_rank=node_rank,
         head=request.head or env.get("IMGKIT_HEAD"),
-        port=port_in(env, "IMGKIT_PORT") if request.port is None else request.port,
+        port=env.port("IMGKIT_PORT") if request.port is None else request.port,
         direct=direct,
     )
 
@@ -213,112 +196,100 @@ def _check_flags(request: PlacementRequest) -> None:
     UsageError : names the flag and the values that it takes.
     """
     if request.scheduler and request.scheduler not in NAMES:
-        raise UsageError(
-            f"unknown scheduler {request.scheduler!r}",
-            where="--scheduler",
-            hint=f"one of: {', '.join(NAMES)}",
-        )
+        hint = f"one of: {', '.join(NAMES)}"
+        raise UsageError(f"unknown scheduler {request.scheduler!r}", where="--scheduler", hint=hint)
     if request.port is not None and not 1 <= request.port <= 65535:
-        raise UsageError(
-            f"{request.port} is not a port", where="--port", hint="give a number from 1 to 65535"
-        )
+        hint = "give a number from 1 to 65535"
+        raise UsageError(f"{request.port} is not a port", where="--port", hint=hint)
 
 
-def _as_environment(request: PlacementRequest, env: Mapping[str, str]) -> Mapping[str, str]:
+def _as_environment(request: PlacementRequest, env: Environment) -> Environment:
     """Return the environment with every flag written as its variable, and no variable that was not parsed."""
-    resolved_env = {name: value for name, value in env.items() if name not in _VARIABLES.values()}
+    variables = {name: value for name, value in env.items() if name not in _VARIABLES.values()}
     for field, name in _VARIABLES.items():
         value = getattr(request, field)
         if value is not None and value != "":
-            resolved_env[name] = str(int(value)) if isinstance(value, (bool, int)) else value
-    return resolved_env
+            variables[name] = str(int(value)) if isinstance(value, (bool, int)) else value
+    return Environment(variables, env.read)
 
 
-def _complete(request: PlacementRequest) -> bool:
-    """Return whether the flags say everything about this node, so that no launcher is asked."""
-    several = request.nnodes is not None and request.nnodes > 1
-    return several and request.node_rank is not None and request.head is not None
-
-
-def _applied(found: Placement, request: PlacementRequest, env: Mapping[str, str]) -> Placement:
+def _apply(request: PlacementRequest, placement: Placement, env: Mapping[str, str]) -> Placement:
     """Return the placement with the requested port and spares, and with sources under the user's names.
 
     Raises
     ------
-    NoPlan : a flag contradicts what was found.
+    NoPlan : a flag contradicts the launcher.
     """
-    _compare_flags(found, request)
-    port, source = found.port, dict(found.source)
+    _compare_flags(placement, request)
+    port, source = placement.port, dict(placement.source)
     if request.port is not None:
         port, source["port"] = request.port, _VARIABLES["port"]
-    for field, name in source.items():
-        for flag, variable in _VARIABLES.items():
-            if name == variable and not env.get(variable):
-                source[field] = f"--{flag.replace('_', '-')}"
+    flags = {name: f"--{flag.replace('_', '-')}" for flag, name in _VARIABLES.items() if not env.get(name)}
     return dataclasses.replace(
-        found,
+        placement,
         port=port,
-        direct=_direct_of(found, request),
+        direct=_direct_of(placement, request),
         size=request.size if request.size and request.size.spares else None,
-        source={field: name for field, name in source.items() if name},
+        source={field: flags.get(name, name) for field, name in source.items() if name},
     )
 
 
-def _compare_flags(found: Placement, request: PlacementRequest) -> None:
+def _compare_flags(placement: Placement, request: PlacementRequest) -> None:
     """Refuse a flag that differs from the launcher: neither may win silently."""
-    size = request.size
-    if size and not size.training <= found.nnodes <= size.started:
+    size, scheduler = request.size, placement.scheduler
+    if size and not size.training <= placement.nnodes <= size.started:
         raise NoPlan(
-            f"--nnodes is {size}, but {found.scheduler} started {found.nnodes}",
-            where=found.source.get("nnodes", "--nnodes"),
+            f"--nnodes is {size}, but {scheduler} started {placement.nnodes}",
+            where=placement.source.get("nnodes", "--nnodes"),
             hint=f"leave --nnodes out, or start the command on {size.started} nodes. For a separate run on "
             "each node: --scheduler standalone",
         )
-    if request.node_rank is not None and request.node_rank != found.node_rank:
+    if request.node_rank not in (None, placement.node_rank):
         raise NoPlan(
-            f"--node-rank is {request.node_rank}, but {found.scheduler} says that this is node "
-            f"{found.node_rank}",
-            where=found.source.get("node_rank", "--node-rank"),
+            f"--node-rank is {request.node_rank}, but {scheduler} says that this is node "
+            f"{placement.node_rank}",
+            where=placement.source.get("node_rank", "--node-rank"),
             hint="leave --node-rank out. To override the launcher: --scheduler manual with --nnodes, "
             "--node-rank and --head",
         )
 
 
-def _direct_of(found: Placement, request: PlacementRequest) -> Direct | None:
-    if request.direct is False and found.direct is not None:
+def _direct_of(placement: Placement, request: PlacementRequest) -> Direct | None:
+    direct, nnodes = placement.direct, placement.nnodes
+    if request.direct is False and direct is not None:
+        module = BY_NAME[placement.scheduler]
         raise NoPlan(
-            f"{found.direct.local_world_size} processes were started on this node, but direct mode is "
-            "switched off",
-            where=found.source.get("nnodes", found.scheduler),
-            hint=BY_NAME[found.scheduler].per_node_command(request.command, nnodes=found.nnodes, env={}),
+            f"{direct.local_world_size} processes were started on this node, but direct mode is switched off",
+            where=placement.source.get("nnodes", placement.scheduler),
+            hint=module.per_node_command(request.command, nnodes=nnodes, env=Environment({})),
         )
-    if request.direct and found.direct is None:
-        return Direct(rank=found.node_rank, local_rank=0, world_size=found.nnodes, local_world_size=1)
-    return found.direct
+    if request.direct and direct is None:
+        return Direct(rank=placement.node_rank, local_rank=0, world_size=nnodes, local_world_size=1)
+    return direct
 
 
 class Scheduler(Protocol):
-    """The interface of a launcher's module; each also has a `start_argv` with arguments of its own."""
+    """The interface of a launcher's module; some also have a `start_argv` with arguments of its own."""
 
     @property
     def NAME(self) -> str:
         """Name of the launcher, a value of ``--scheduler``."""
 
-    def claims(self, env: Mapping[str, str]) -> tuple[str, ...]:
-        """Variables that show this launcher; empty if it did not start this process."""
+    def claims(self, env: Environment) -> tuple[str, ...]:
+        """Return the variables that show this launcher; empty if it did not start this process."""
 
-    def place(self, env: Mapping[str, str], read: Read) -> Placement:
-        """Node of this process; raises WrongStart where only one node of several was started."""
+    def find_placement(self, env: Environment) -> Placement:
+        """Return the node of this process; raise WrongStart where only one node of several was started."""
 
-    def per_node_command(self, command: Sequence[str], *, nnodes: int, env: Mapping[str, str]) -> str:
-        """Command that starts one process on each node."""
+    def per_node_command(self, command: Sequence[str], *, nnodes: int, env: Environment) -> str:
+        """Return the command that starts one process on each node."""
 
 
 SHOWING: tuple[str, ...] = ("slurm", "pbs")
 """Schedulers of recipes that show in every job; the others do not show in a job of one node."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Overlap:
     """Two launchers whose variables appear together for a known reason: the first one places the process."""
 
@@ -342,73 +313,65 @@ NAMES: tuple[str, ...] = tuple(sorted((*BY_NAME, *ALIASES)))
 
 OVERLAPS: tuple[Overlap, ...] = (
     # In its own steps, Slurm's Cray plugin sets PALS_*, and its pmi2 and pmix plugins set PMI_*.
-    Overlap(first="slurm", second="pals"),
-    Overlap(first="slurm", second="hydra", unless=HYDRA_OWN),
-    Overlap(first="pals", second="hydra", unless=HYDRA_OWN),
+    Overlap("slurm", "pals"),
+    Overlap("slurm", "hydra", unless=HYDRA_OWN),
+    Overlap("pals", "hydra", unless=HYDRA_OWN),
     # mpiexec is the right way to start inside a PBS job: it knows the ranks, PBS knows only the job.
-    Overlap(first="pals", second="pbs"),
-    Overlap(first="openmpi", second="pbs"),
-    Overlap(first="hydra", second="pbs"),
+    *(Overlap(name, "pbs") for name in ("pals", "openmpi", "hydra")),
     # RANK, WORLD_SIZE and MASTER_ADDR alone are torch's own names, which many job scripts export.
     *(
-        Overlap(first=module.NAME, second="kubeflow", unless=kubernetes.OWN)
+        Overlap(module.NAME, "kubeflow", unless=kubernetes.OWN)
         for module in (slurm, PALS, pbs, OPENMPI, HYDRA)
     ),
 )
 
 
-def _claimants(env: Mapping[str, str]) -> list[Scheduler]:
-    """Launchers that show, without those that a known overlap explains."""
-    found = [module for module in LAUNCHERS if module.claims(env)]
-    names = {module.NAME for module in found}
-    explained: set[str] = set()
+def _claimants(env: Environment) -> list[Scheduler]:
+    """Return the launchers that show, without those that a known overlap explains."""
+    claimants = {module.NAME: module for module in LAUNCHERS if module.claims(env)}
     for overlap in OVERLAPS:  # the order matters: an explained launcher explains no other
-        if overlap.first in names - explained and not present(env, *overlap.unless):
-            explained.add(overlap.second)
-    return [module for module in found if module.NAME not in explained]
+        if overlap.first in claimants and not env.present(*overlap.unless):
+            claimants.pop(overlap.second, None)
+    return list(claimants.values())
 
 
-def _named(name: str, env: Mapping[str, str]) -> Scheduler:
-    """Module that ``--scheduler`` names.
+def _named(name: str, env: Environment) -> Scheduler:
+    """Return the module that ``--scheduler`` names.
 
     Raises
     ------
     NoPlan : its variables are not set.
     """
-    meant = [BY_NAME[each] for each in ALIASES.get(name, (name,))]
-    if meant[0] in (manual, standalone):
-        return meant[0]
-    claiming = [module for module in meant if module.claims(env)]
-    if not claiming:
-        others = ", ".join(module.NAME for module in LAUNCHERS if module.claims(env))
-        raise NoPlan(
-            f"none of {name}'s variables is set",
-            where="--scheduler",
-            hint=f"the variables of {others} are set: leave --scheduler out"
-            if others
-            else f"start it with {name}, and the container without --cleanenv and --containall",
-        )
-    return claiming[0]
+    modules = [BY_NAME[module_name] for module_name in ALIASES.get(name, (name,))]
+    if modules[0] in (manual, standalone):
+        return modules[0]
+    claimants = [module for module in modules if module.claims(env)]
+    if not claimants:
+        hint = f"start it with {name}, and the container without --cleanenv and --containall"
+        if names := ", ".join(module.NAME for module in LAUNCHERS if module.claims(env)):
+            hint = f"the variables of {names} are set: leave --scheduler out"
+        raise NoPlan(f"none of {name}'s variables is set", where="--scheduler", hint=hint)
+    return claimants[0]
 
 
 def claims(env: Mapping[str, str]) -> tuple[str, ...]:
-    """One variable of each launcher that shows."""
-    return tuple(shown[0] for module in LAUNCHERS if (shown := module.claims(env)))
+    """Return one variable of each launcher that shows."""
+    return tuple(name for module in LAUNCHERS for name in module.claims(Environment(env))[:1])
 
 
 def unseen(name: str, env: Mapping[str, str]) -> str:
-    """One clause if `name`, the recipe's scheduler, should show and no launcher does; else empty."""
+    """Return one clause if `name`, the recipe's scheduler, should show and no launcher does; else empty."""
     if name not in SHOWING or claims(env):
         return ""
     return f"the recipe says {name}, but no scheduler variable is set here"
 
 
-def _refuse_two(claimants: Sequence[Scheduler], env: Mapping[str, str]) -> NoReturn:
+def _refuse_two(claimants: Sequence[Scheduler], env: Environment) -> NoReturn:
     """Raise the NoPlan that names both launchers and the flag that decides."""
-    shown = [f"{module.NAME} ({', '.join(module.claims(env)[:3])})" for module in claimants]
+    names = [f"{module.NAME} ({', '.join(module.claims(env)[:3])})" for module in claimants]
     flags = " or ".join(f"--scheduler {module.NAME}" for module in claimants)
     raise NoPlan(
-        f"{' and '.join(shown)} both seem to have started this process",
+        f"{' and '.join(names)} both seem to have started this process",
         where=", ".join(module.claims(env)[0] for module in claimants),
         hint=f"choose one: {flags} (or set IMGKIT_SCHEDULER). For a separate run on each node: --scheduler "
         "standalone",

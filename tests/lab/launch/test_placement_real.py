@@ -29,7 +29,7 @@ def read(path):
     except OSError:
         return None
 try:
-    found = resolve.place(PlacementRequest(command=("python3", sys.argv[0])), os.environ, read)
+    found = resolve.find_placement(PlacementRequest(command=("python3", sys.argv[0])), os.environ, read)
 except ImgkitError as error:
     print(error.exit_code, error)
 else:

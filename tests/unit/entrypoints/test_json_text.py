@@ -121,37 +121,31 @@ class Shelf:
     folder: Path = Path()
 
 
-def test_every_fault_is_found_at_once() -> None:
-    data = {
-        "wheels": [{"name": 1, "size": True, "oops": 1}, {"kind": "c"}, "x", {"name": "bad"}],
-        "labels": {"a": "b", "c": 2},
-        "folder": ["."],
-    }
-    made, faults = json_text.checked(Shelf, data, closed=True)
-    assert made is None
-    assert {(fault.path, fault.kind) for fault in faults} == {
-        (("wheels", 0, "name"), "type"),
-        (("wheels", 0, "size"), "type"),
-        (("wheels", 0, "oops"), "unknown"),
-        (("wheels", 1, "kind"), "choice"),
-        (("wheels", 1, "name"), "missing"),
-        (("wheels", 2), "type"),
-        (("wheels", 3), "rule"),
-        (("labels", "c"), "type"),
-        (("folder",), "type"),
-    }
-    assert [fault.text("shelf") for fault in faults if fault.path[:2] == ("wheels", 1)] == [
-        'shelf.wheels[1].kind is "c", not a or b',
-        "shelf.wheels[1] is not complete: it has no name",
-    ]
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"wheels": [{"name": 1}]}, "shelf.wheels[0].name is 1, not text"),
+        ({"wheels": [{"name": "x", "size": True}]}, "shelf.wheels[0].size is true, not a whole number"),
+        ({"wheels": [{"name": "x", "kind": "c"}]}, 'shelf.wheels[0].kind is "c", not a or b'),
+        ({"wheels": [{"name": "x"}, {}]}, "shelf.wheels[1] is not complete: it has no name"),
+        ({"wheels": [{"name": "x", "oops": 1}]}, "shelf.wheels[0].oops is an unknown key"),
+        ({"wheels": ["x"]}, 'shelf.wheels[0] is "x", not an object'),
+        ({"wheels": {}}, "shelf.wheels is {}, not a list"),
+        ({"wheels": [{"name": "bad"}]}, "bad is no name"),
+        ({"wheels": [], "labels": {"c": 2}}, "shelf.labels.c is 2, not text"),
+        ({}, "shelf is not complete: it has no wheels"),
+    ],
+)
+def test_fault_names_its_field(data: object, message: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        json_text.read(Shelf, data, "shelf", closed=True)
+    assert str(caught.value) == message
 
 
-def test_checked_value_has_the_types_of_its_fields() -> None:
+def test_value_has_the_types_of_its_fields() -> None:
     data = {"wheels": [{"name": "x", "size": None, "later": 1}], "folder": "/x"}
-    made, faults = json_text.checked(Shelf, data)
-    assert faults == ()
-    assert made == Shelf(wheels=(Wheel(name="x"),), folder=Path("/x"))
-    assert json_text.checked(Shelf, data, closed=True)[1][0].kind == "unknown"
+    shelf = Shelf(wheels=(Wheel(name="x"),), folder=Path("/x"))
+    assert json_text.read(Shelf, data, "shelf") == shelf
 
 
 @pytest.mark.parametrize("value", [1, 1.0, True, None, [], {}])

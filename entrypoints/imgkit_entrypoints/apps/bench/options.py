@@ -149,7 +149,7 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
 def _needs() -> list[Need]:
     """Return the options that have no effect with ``--size``."""
     return [
-        Need(option=option, why="with --size", met=lambda parsed: parsed.size is None)
+        Need(option=option, reason="with --size", met=lambda parsed: parsed.size is None)
         for option in ("--min", "--max", "--factor")
     ]
 

@@ -162,21 +162,21 @@ def _keeps(found: argparse.Namespace) -> bool:
 
 _NO_FOLDER = "without a run folder (--run-dir DIR)"
 NEEDS = (
-    Need(option="--samples", why="without built-in data", met=_reads(lambda data: data == "builtin")),
-    Need(option="--image-size", why="without a folder of images (--data DIR)", met=_reads(os.path.isdir)),
-    Need(option="--momentum", why="without --optimizer sgd", met=_takes("sgd")),
-    Need(option="--amp", why="with --dtype fp64", met=lambda found: found.dtype == "fp32"),
+    Need(option="--samples", reason="without built-in data", met=_reads(lambda data: data == "builtin")),
+    Need(option="--image-size", reason="without a folder of images (--data DIR)", met=_reads(os.path.isdir)),
+    Need(option="--momentum", reason="without --optimizer sgd", met=_takes("sgd")),
+    Need(option="--amp", reason="with --dtype fp64", met=lambda found: found.dtype == "fp32"),
     Need(
         option="--activation-checkpointing",
-        why=f"without --model {', '.join(STACKED)}; your own model calls torch.utils.checkpoint itself",
+        reason=f"without --model {', '.join(STACKED)}; your own model calls torch.utils.checkpoint itself",
         met=lambda found: found.model in STACKED,
     ),
     Need(
         option="--save-every",
-        why=_NO_FOLDER,
+        reason=_NO_FOLDER,
         met=lambda found: _keeps(found) or found.save_every == "0",
     ),
-    *(Need(option=option, why=_NO_FOLDER, met=_keeps) for option in ("--keep", "--profile", "--log-to")),
+    *(Need(option=option, reason=_NO_FOLDER, met=_keeps) for option in ("--keep", "--profile", "--log-to")),
 )
 """Options that have no effect without others, or with others."""
 

@@ -9,12 +9,11 @@ from imgkit_entrypoints.fabric.fabric_plan import FabricPlan
 from imgkit_entrypoints.facts import HostFacts, Reader
 from imgkit_entrypoints.system import SystemFacts
 
-Verdict = Literal["ok", "warn", "fail", "unknown"]
+Verdict = Literal["ok", "warn", "unknown", "fail"]
+"""In the order of the summary."""
 
-_RDMA = ("infiniband", "roce", "slingshot")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     """Result of one check."""
 
@@ -42,7 +41,7 @@ class Subject:
     @property
     def rdma(self) -> bool:
         """True if traffic between nodes uses RDMA."""
-        return self.plan.kind in _RDMA
+        return self.plan.kind != "tcp"
 
     @property
     def between(self) -> Verdict:

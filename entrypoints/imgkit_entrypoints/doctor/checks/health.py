@@ -10,14 +10,14 @@ from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.doctor.checks.check import Check, Subject
 from imgkit_entrypoints.facts import health
 
-SLOWED = {
+SLOWDOWNS = {
     "hw_thermal_slowdown": "heat",
     "hw_power_brake_slowdown": "the power brake",
     "hw_slowdown": "a hardware slowdown",
     "sw_thermal_slowdown": "heat (by the driver)",
 }
 """Reasons for low clocks that a healthy node never has; the power cap is none of them."""
-PROGRAMS = {13, 31, 43, 45}
+PROGRAM_XIDS = {13, 31, 43, 45}
 """Xid numbers that a faulty program causes (NVIDIA, "Xid errors"); the others mean hardware or driver."""
 XIDS = {
     48: "double-bit ECC error",
@@ -34,106 +34,94 @@ XIDS = {
 
 
 def pcie(subject: Subject) -> Iterator[Check]:
-    """GPUs have their full width, and NICs at least the rate of their ports."""
+    """Check that GPUs have their full width, and NICs at least the rate of their ports."""
     rates = {
         device.name: sum(port.rate_Gbps or 0 for port in device.ports if port.active)
         for device in subject.facts.rdma
     }
-    found = health.links(subject.reader, subject.facts)
-    slow = []
-    for link in found:
-        wanted, rate = rates.get(link.device), link.rate_Gbps
-        narrow = link.width < link.most_width and (wanted is None or rate is None or rate < wanted)
-        if narrow:
-            needs = f"; its ports have {wanted:g} Gbit/s" if wanted else ""
-            carries = f", {rate:.0f} Gbit/s" if rate else ""
-            slow.append(link.device)
-            yield Check(
-                name="pcie",
-                verdict="warn",
-                evidence=f"{link.device}: {link.path}/current_link_width: {link.width} of {link.most_width} "
-                f"lanes ({link.speed}{carries}){needs}",
-                fix=f"ask the site to reseat the card, with the output of: sudo lspci -vv -s "
-                f"{link.path.rsplit('/', 1)[-1]} | grep LnkSta",
-            )
-    if found and not slow:
-        yield Check(
-            name="pcie", verdict="ok", evidence=f"{len(found)} links of GPUs and NICs are wide enough"
+    links = health.links(subject.reader, subject.facts)
+    checks = []
+    for link in links:
+        needed, rate = rates.get(link.device), link.rate_Gbps
+        if link.width >= link.most_width or (needed is not None and rate is not None and rate >= needed):
+            continue
+        evidence = f"{link.device}: {link.path}/current_link_width: {link.width} of {link.most_width} lanes "
+        evidence += f"({link.speed}, {rate:.0f} Gbit/s)" if rate else f"({link.speed})"
+        evidence += f"; its ports have {needed:g} Gbit/s" if needed else ""
+        fix = "ask the site to reseat the card, with the output of: "
+        fix += f"sudo lspci -vv -s {link.path.rsplit('/', 1)[-1]} | grep LnkSta"
+        checks.append(Check("pcie", "warn", evidence, fix))
+    if links and not checks:
+        subjects = (
+            "1 link of a GPU or NIC is" if len(links) == 1 else f"{len(links)} links of GPUs and NICs are"
         )
+        checks.append(Check("pcie", "ok", f"{subjects} wide enough"))
+    yield from checks
 
 
 def port_errors(subject: Subject) -> Iterator[Check]:
-    """No port in use has counted errors."""
-    counted = health.port_errors(subject.reader, subject.facts)
+    """Check that no port in use has counted errors."""
+    counts = health.port_errors(subject.reader, subject.facts)
     for name in subject.plan.devices:
-        if errors := counted.get(name):
-            shown = ", ".join(f"{kind}: {count}" for kind, count in errors.items())
+        if errors := counts.get(name):
+            counters = ", ".join(f"{counter}: {count}" for counter, count in errors.items())
             device, _, number = name.partition(":")
-            yield Check(
-                name="port errors",
-                verdict="warn",
-                evidence=f"/sys/class/infiniband/{device}/ports/{number}/counters/{shown}",
-                fix="check again after a run: if they grow, the cable or the switch port is bad; report them "
-                f"to the site. To count from zero: sudo perfquery -C {device} -P {number} -R",
-            )
+            fix = "check again after a run: if they grow, the cable or the switch port is bad; report them "
+            fix += f"to the site. To count from zero: sudo perfquery -C {device} -P {number} -R"
+            evidence = f"/sys/class/infiniband/{device}/ports/{number}/counters/{counters}"
+            yield Check("port errors", "warn", evidence, fix)
 
 
 def gpu_health(subject: Subject) -> Iterator[Check]:
-    """No GPU has memory errors or is slowed down, as far as nvidia-smi reports it."""
+    """Check that no GPU has memory errors or is slowed down, as far as nvidia-smi reports it."""
     report = health.nvidia_smi(subject.reader) if subject.facts.gpu_devices else ""
     if not report:
         return
     try:
-        bad = [check for gpu in ElementTree.fromstring(report) for check in _gpu(gpu)]  # noqa: S314 - see health.kept
+        gpus = ElementTree.fromstring(report)  # noqa: S314 - see health.reduced_report
     except ElementTree.ParseError:
         return  # of a saved tree that somebody changed
-    yield from bad
-    if not bad:
-        yield Check(name="gpu health", verdict="ok", evidence="nvidia-smi -q: no memory errors, full clocks")
+    checks = [check for gpu in gpus for check in _gpu(gpu)]
+    yield from checks or (Check("gpu health", "ok", "nvidia-smi -q: no memory errors, full clocks"),)
 
 
 def _gpu(gpu: ElementTree.Element) -> Iterator[Check]:
     name = gpu.get("id", "")
+    evidence = f"{name}: nvidia-smi -q:"
     reset = f"stop all programs on it, then: sudo nvidia-smi -r -i {name}, or reboot the node"
     counts = [part.text or "" for part in gpu.findall("ecc_errors/volatile/*") if "uncorrectable" in part.tag]
-    lost = sum(digits(count) or 0 for count in counts)
-    if lost:
-        evidence = f"{name}: nvidia-smi -q: {lost} uncorrectable ECC errors since the last reset"
-        yield Check(name="gpu health", verdict="warn", evidence=evidence, fix=reset)
+    if errors := sum(digits(count) or 0 for count in counts):
+        text = f"{evidence} {errors} uncorrectable ECC errors since the last reset"
+        yield Check("gpu health", "warn", text, reset)
     if gpu.findtext("remapped_rows/remapped_row_failure") == "Yes":
-        evidence = f"{name}: nvidia-smi -q: Remapping Failure Occurred: Yes, so memory errors will continue"
+        text = f"{evidence} Remapping Failure Occurred: Yes, so memory errors will continue"
         fix = "drain the node (Slurm: scontrol update nodename=NODE state=drain), and have the GPU replaced"
-        yield Check(name="gpu health", verdict="fail", evidence=evidence, fix=fix)
+        yield Check("gpu health", "fail", text, fix)
     elif gpu.findtext("remapped_rows/remapped_row_pending") == "Yes":
-        evidence = f"{name}: nvidia-smi -q: Remapped Rows Pending: Yes, which requires a reset"
-        yield Check(name="gpu health", verdict="warn", evidence=evidence, fix=reset)
+        yield Check(
+            "gpu health", "warn", f"{evidence} Remapped Rows Pending: Yes, which requires a reset", reset
+        )
     reasons = {
         re.sub("clocks_(event|throttle)_reason_", "", reason.tag)
         for kind in ("event", "throttle")
         for reason in gpu.findall(f"clocks_{kind}_reasons/*")
         if reason.text == "Active"
     }
-    if slowed := [words for reason, words in SLOWED.items() if reason in reasons]:
-        evidence = f"{name}: nvidia-smi -q: clocks are held down by {', '.join(slowed)}"
+    if causes := [cause for reason, cause in SLOWDOWNS.items() if reason in reasons]:
         fix = f"check its cooling and power: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {name}"
-        yield Check(name="gpu health", verdict="warn", evidence=evidence, fix=fix)
+        yield Check("gpu health", "warn", f"{evidence} clocks are held down by {', '.join(causes)}", fix)
 
 
 def xids(subject: Subject) -> Iterator[Check]:
-    """The kernel log has no error of a GPU's hardware."""
+    """Check that the kernel log has no error of a GPU's hardware."""
     log = health.xids(subject.reader) if subject.facts.gpu_devices else ""
-    last: dict[tuple[str, int], str] = {}
+    last_lines: dict[tuple[str, int], str] = {}
     for line in log.splitlines():
-        if found := re.search(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): ([0-9]{1,9})", line):
-            last[found[1], int(found[2])] = line.strip()[:160]
-    for (address, number), line in last.items():
-        if number not in PROGRAMS:
-            yield Check(
-                name="xid",
-                verdict="warn",
-                evidence=f"{address}: Xid {number}"
-                + (f", {XIDS[number]}" if number in XIDS else "")
-                + f" ({line})",
-                fix=f"reset the GPU (sudo nvidia-smi -r -i {address}), or report the node to the site with: "
-                "dmesg | grep Xid",
-            )
+        if match := re.search(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): ([0-9]{1,9})", line):
+            last_lines[match[1], int(match[2])] = line.strip()[:160]
+    for (address, number), line in last_lines.items():
+        if number in PROGRAM_XIDS:
+            continue
+        name = f"Xid {number}, {XIDS[number]}" if number in XIDS else f"Xid {number}"
+        fix = f"reset the GPU (sudo nvidia-smi -r -i {address}), or report the node to the site with: "
+        yield Check("xid", "warn", f"{address}: {name} ({line})", f"{fix}dmesg | grep Xid")

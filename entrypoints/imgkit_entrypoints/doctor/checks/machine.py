@@ -7,11 +7,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from imgkit_entrypoints import json_text
-from imgkit_entrypoints.doctor.checks.check import Check, Subject
+from imgkit_entrypoints.doctor.checks.check import Check, Subject, Verdict
 from imgkit_entrypoints.fabric import library_path
-from imgkit_entrypoints.facts import Limit, host_libs, storage
+from imgkit_entrypoints.facts import host_libs, software, storage
 from imgkit_entrypoints.facts.compute import ONLY_NVIDIA
+from imgkit_entrypoints.facts.host_facts import Limit
 from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -29,253 +29,196 @@ MACHINES = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
 
 
 def image(subject: Subject) -> Iterator[Check]:
-    """The image has the recipe's facts and is built for this architecture."""
+    """Check that the image has the recipe's facts and is built for this architecture."""
     if subject.system is None:
-        yield Check(
-            name="image",
-            verdict="unknown",
-            evidence="/opt/imgkit/system.json does not exist, so the expected hardware is unknown",
-            fix="run inside an image that imgkit built",
-        )
+        evidence = "/opt/imgkit/system.json does not exist, so the expected hardware is unknown"
+        yield Check("image", "unknown", evidence, "run inside an image that imgkit built")
         return
-    text = subject.reader.text("/opt/imgkit/manifest.json")
-    try:
-        platform = str(json_text.parse(text or "{}").get("platform", ""))
-    except (ValueError, AttributeError):
-        platform = ""
-    wanted = MACHINES.get("/".join(platform.split("/")[:2]))
+    platform = str(software.manifest(subject.reader).get("platform", ""))
+    machine = MACHINES.get("/".join(platform.split("/")[:2]))
     evidence = f"/opt/imgkit/manifest.json: {platform or 'no platform'}; this machine is {subject.facts.arch}"
-    if wanted is None:
-        yield Check(
-            name="image", verdict="unknown", evidence=evidence, fix="rebuild the image with imgkit build"
-        )
-    elif wanted != subject.facts.arch:
-        yield Check(
-            name="image",
-            verdict="fail",
-            evidence=evidence,
-            fix="build an image for this machine: imgkit build --platform",
-        )
+    if machine is None:
+        yield Check("image", "unknown", evidence, "rebuild the image with imgkit build")
+    elif machine != subject.facts.arch:
+        yield Check("image", "fail", evidence, "build an image for this machine: imgkit build --platform")
     else:
-        yield Check(name="image", verdict="ok", evidence=f"{subject.system.title or 'imgkit'}; {evidence}")
+        yield Check("image", "ok", f"{subject.system.title or 'imgkit'}; {evidence}")
 
 
 def gpus(subject: Subject) -> Iterator[Check]:
-    """The node has as many GPUs as the recipe says."""
+    """Check that the node has as many GPUs as the recipe says."""
+    facts = subject.facts
     expected = subject.system.node.gpus if subject.system else 0
-    found, source = subject.facts.gpus, subject.facts.gpus_source
-    evidence = f"{found} visible ({source})" + (f", the recipe says {expected} per node" if expected else "")
-    wanted = expected or len(subject.facts.gpu_devices)
-    fix = f"start the container with --nv, and request GPUs (Slurm: --gres=gpu:{wanted})"
-    amd = subject.facts.rocm or ("" if found else subject.facts.amd_gpus)
-    if amd or (not found and ONLY_NVIDIA in source and expected):
-        yield Check(
-            name="gpus",
-            verdict="fail" if (expected or amd) and subject.env.get("IMGKIT_DEVICE") != "cpu" else "warn",
-            evidence=f"{evidence}; made for AMD GPUs: {amd}" if subject.facts.rocm else evidence,
-            fix="imgkit supports CUDA and NCCL only: use an image and a node for NVIDIA GPUs, "
-            "or CPUs only (--device cpu)",
-        )
+    evidence = f"{facts.gpus} visible ({facts.gpus_source})"
+    if expected:
+        evidence += f", the recipe says {expected} per node"
+    on_cpu = subject.env.get("IMGKIT_DEVICE") == "cpu"
+    amd = facts.rocm or ("" if facts.gpus else facts.amd_gpus)
+    if amd or (not facts.gpus and ONLY_NVIDIA in facts.gpus_source and expected):
+        if facts.rocm:
+            evidence += f"; made for AMD GPUs: {amd}"
+        fix = "imgkit supports CUDA and NCCL only: use an image and a node for NVIDIA GPUs, "
+        fix += "or CPUs only (--device cpu)"
+        yield Check("gpus", "fail" if (expected or amd) and not on_cpu else "warn", evidence, fix)
         return
-    hidden = not found and subject.facts.gpu_devices and "CUDA_VISIBLE_DEVICES" not in subject.env
-    if not found and (expected or hidden):
-        on_purpose = subject.env.get("IMGKIT_DEVICE") == "cpu"
-        yield Check(name="gpus", verdict="warn" if on_purpose else "fail", evidence=evidence, fix=fix)
-    elif found < expected:
-        yield Check(name="gpus", verdict="warn", evidence=evidence, fix=fix)
+    requested = expected or len(facts.gpu_devices)
+    fix = f"start the container with --nv, and request GPUs (Slurm: --gres=gpu:{requested})"
+    are_hidden = facts.gpu_devices and "CUDA_VISIBLE_DEVICES" not in subject.env
+    if not facts.gpus and (expected or are_hidden):
+        yield Check("gpus", "warn" if on_cpu else "fail", evidence, fix)
+    elif facts.gpus < expected:
+        yield Check("gpus", "warn", evidence, fix)
     else:
-        models = sorted({gpu.model for gpu in subject.facts.gpu_devices if gpu.model}) if found else []
-        yield Check(name="gpus", verdict="ok", evidence=", ".join([evidence, *models]))
+        models = sorted({gpu.model for gpu in facts.gpu_devices if gpu.model}) if facts.gpus else []
+        yield Check("gpus", "ok", ", ".join([evidence, *models]))
 
 
 def driver(subject: Subject) -> Iterator[Check]:
-    """The driver is new enough for the image's CUDA."""
+    """Check that the driver is new enough for the image's CUDA."""
     if not subject.facts.gpus:
         return
     cuda = subject.env.get("CUDA_VERSION", "")
-    version = re.search(r"\b([0-9]{3,9})\.[0-9]+", subject.facts.driver)
+    version = subject.facts.driver_version
+    evidence = f"{version or 'unknown'} (/proc/driver/nvidia/version)"
+    evidence += f", CUDA {cuda} (CUDA_VERSION)" if cuda else ", CUDA_VERSION is not set"
     least = DRIVERS.get(int(cuda.split(".")[0])) if re.match(r"[0-9]{1,9}(\.|$)", cuda) else None
-    evidence = f"/proc/driver/nvidia/version: {subject.facts.driver or 'does not exist'}; CUDA_VERSION={cuda}"
-    if version is None or least is None:
-        yield Check(
-            name="driver", verdict="unknown", evidence=evidence, fix="compare both versions: nvidia-smi"
-        )
-    elif int(version[1]) >= least:
-        yield Check(name="driver", verdict="ok", evidence=evidence)
-    elif any(item.variable == library_path.COMPAT_KEY and item.used for item in subject.plan.decisions):
-        shown = f"{evidence}, which needs driver {least}; workers use {host_libs.COMPAT}"
-        yield Check(name="driver", verdict="ok", evidence=shown)
+    if not version or least is None:
+        yield Check("driver", "unknown", evidence, "compare both versions: nvidia-smi")
+        return
+    if int(version.split(".")[0]) >= least:
+        yield Check("driver", "ok", evidence)
+        return
+    evidence += f", which needs driver {least}"
+    if any(item.variable == library_path.COMPAT_KEY and item.used for item in subject.plan.decisions):
+        yield Check("driver", "ok", f"{evidence}; workers use {host_libs.COMPAT}")
     elif subject.reader.exists(host_libs.COMPAT):
         fix = "for data-centre GPUs: system.runtime.cuda_compat: auto in the recipe, or "
         fix += "IMGKIT_CUDA_COMPAT=auto; for others use an older base image"
-        yield Check(
-            name="driver", verdict="warn", evidence=f"{evidence}, which needs driver {least}", fix=fix
-        )
+        yield Check("driver", "warn", evidence, fix)
     else:
-        fix = "use an older base image, or one with cuda-compat"
-        yield Check(
-            name="driver", verdict="fail", evidence=f"{evidence}, which needs driver {least}", fix=fix
-        )
+        yield Check("driver", "fail", evidence, "use an older base image, or one with cuda-compat")
 
 
 def cpus(subject: Subject) -> Iterator[Check]:
-    """There are enough processors to feed the GPUs."""
+    """Check that there are enough processors to feed the GPUs."""
     per_gpu = (subject.system.node.cpus_per_gpu if subject.system else None) or 1
     needed = per_gpu * subject.facts.gpus
     evidence = f"{subject.facts.cpus} allowed ({subject.facts.cpus_source})"
     if subject.facts.cpus >= needed:
-        yield Check(name="processors", verdict="ok", evidence=evidence)
+        yield Check("processors", "ok", evidence)
         return
-    yield Check(
-        name="processors",
-        verdict="warn",
-        evidence=f"{evidence}; {subject.facts.gpus} GPUs need {per_gpu} each",
-        fix=f"Slurm: --cpus-per-task={needed}, for srun as well; mpirun: --bind-to none; docker: --cpus",
-    )
+    evidence += f"; {subject.facts.gpus} GPUs need {per_gpu} each"
+    fix = f"Slurm: --cpus-per-task={needed}, for srun as well; mpirun: --bind-to none; docker: --cpus"
+    yield Check("processors", "warn", evidence, fix)
 
 
 def memlock(subject: Subject) -> Iterator[Check]:
-    """RDMA may lock enough memory, because it registers buffers."""
+    """Check that RDMA may lock enough memory, because it registers buffers."""
     limit = subject.facts.memlock
     if not subject.rdma:
         return
     if limit == Limit():
         evidence = "/proc/self/limits has no line Max locked memory"
-        yield Check(
-            name="memlock", verdict="unknown", evidence=evidence, fix="read the limit in KiB: ulimit -l"
-        )
+        yield Check("memlock", "unknown", evidence, "read the limit in KiB: ulimit -l")
         return
-    evidence = f"/proc/self/limits: Max locked memory {_shown(limit)}"
+    evidence = f"/proc/self/limits: Max locked memory {limit}"
     if limit.unlimited:
-        yield Check(name="memlock", verdict="ok", evidence=evidence)
+        yield Check("memlock", "ok", evidence)
         return
-    small = limit.value is not None and limit.value < GIB
-    yield Check(
-        name="memlock",
-        verdict="fail" if small else "warn",
-        evidence=f"{evidence}: RDMA fails in ibv_reg_mr or ibv_create_qp",
-        fix="docker: --ulimit memlock=-1. On a node: memlock in /etc/security/limits.conf. Slurm: "
-        "LimitMEMLOCK=infinity for slurmd, and PropagateResourceLimitsExcept=MEMLOCK",
-    )
+    fix = "docker: --ulimit memlock=-1. On a node: memlock in /etc/security/limits.conf. Slurm: "
+    fix += "LimitMEMLOCK=infinity for slurmd, and PropagateResourceLimitsExcept=MEMLOCK"
+    verdict: Verdict = "fail" if limit.value is not None and limit.value < GIB else "warn"
+    yield Check("memlock", verdict, f"{evidence}: RDMA fails in ibv_reg_mr or ibv_create_qp", fix)
 
 
 def shm(subject: Subject) -> Iterator[Check]:
-    """Shared memory is large enough for the ranks of a node and for data workers."""
+    """Check that shared memory is large enough for the ranks of a node and for data workers."""
     size = subject.facts.shm_bytes
-    fix = "docker: --shm-size=8g or --ipc=host; Kubernetes: an emptyDir of medium Memory (RunAI: --large-shm)"
     if size is None:
-        yield Check(
-            name=SHM,
-            verdict="unknown",
-            evidence="the size cannot be read",
-            fix="read the size: df -h /dev/shm",
-        )
+        yield Check(SHM, "unknown", "the size cannot be read", "read the size: df -h /dev/shm")
     elif size >= SHM_BYTES:
-        yield Check(name=SHM, verdict="ok", evidence=f"{size / GIB:.1f} GiB")
+        yield Check(SHM, "ok", f"{size / GIB:.1f} GiB")
     else:
-        fails = size <= DOCKER_SHM_BYTES and subject.facts.gpus > 1
+        verdict: Verdict = "fail" if size <= DOCKER_SHM_BYTES and subject.facts.gpus > 1 else "warn"
         evidence = f"{size / MIB:.0f} MiB; NCCL fails with: failed to extend /dev/shm/nccl-..."
-        yield Check(name=SHM, verdict="fail" if fails else "warn", evidence=evidence, fix=fix)
+        fix = "docker: --shm-size=8g or --ipc=host; "
+        fix += "Kubernetes: an emptyDir of medium Memory (RunAI: --large-shm)"
+        yield Check(SHM, verdict, evidence, fix)
 
 
 def disk(subject: Subject) -> Iterator[Check]:
-    """Temporary files can be written; a saved tree does not show it."""
+    """Check that temporary files can be written; a saved tree does not show it."""
     if not subject.reader.live:
         return
     folder = tempfile.gettempdir()
     try:
         rate_MBps = storage.write_MBps(Path(folder))
     except OSError as error:
-        yield Check(
-            name="disk",
-            verdict="warn",
-            evidence=f"{folder} cannot be written: {error.strerror}",
-            fix="free some space, or name a writable folder of this node in TMPDIR",
-        )
+        fix = "free some space, or name a writable folder of this node in TMPDIR"
+        yield Check("disk", "warn", f"{folder} cannot be written: {error.strerror}", fix)
     else:
-        yield Check(name="disk", verdict="ok", evidence=f"{folder}: {rate_MBps:.0f} MB/s written")
+        yield Check("disk", "ok", f"{folder}: {rate_MBps:.0f} MB/s written")
 
 
 def limits(subject: Subject) -> Iterator[Check]:
-    """Stack and open files are large enough, and the kernel does not hand out the job's ports."""
+    """Check that stack and open files suffice, and that the kernel does not hand out the job's ports."""
     for name, limit, least, flag in (
         ("stack", subject.facts.stack, STACK_BYTES, "-s 8192"),
         ("open files", subject.facts.open_files, OPEN_FILES, "-n 65536; docker: --ulimit nofile=16384"),
     ):
-        if limit == Limit():
-            continue
-        good = limit.unlimited or (limit.value or 0) >= least
-        yield Check(
-            name=name,
-            verdict="ok" if good else "warn",
-            evidence=f"/proc/self/limits: {_shown(limit)}",
-            fix="" if good else f"before the launch: ulimit {flag}",
-        )
-    found = subject.facts.ephemeral_ports
-    if found is not None:
-        last = FIRST_PORT + PORTS - 1
-        good = found[0] > last or found[1] < FIRST_PORT
-        evidence = f"/proc/sys/net/ipv4/ip_local_port_range: {found[0]} {found[1]}"
-        taken = f"{evidence} overlaps the ports of jobs, {FIRST_PORT} to {last}"
+        evidence = f"/proc/self/limits: {limit}"
+        if limit.unlimited or (limit.value or 0) >= least:
+            yield Check(name, "ok", evidence)
+        elif limit != Limit():
+            yield Check(name, "warn", evidence, f"before the launch: ulimit {flag}")
+    if subject.facts.ephemeral_ports is None:
+        return
+    first, last = subject.facts.ephemeral_ports
+    evidence = f"/proc/sys/net/ipv4/ip_local_port_range: {first} {last}"
+    last_of_job = FIRST_PORT + PORTS - 1
+    if first > last_of_job or last < FIRST_PORT:
+        yield Check("ports", "ok", evidence)
+    else:
+        evidence += f" overlaps the ports of jobs, {FIRST_PORT} to {last_of_job}"
         fix = "choose a port outside the range with --port, or start again if a port is busy"
-        yield Check(
-            name="ports",
-            verdict="ok" if good else "warn",
-            evidence=evidence if good else taken,
-            fix="" if good else fix,
-        )
+        yield Check("ports", "warn", evidence, fix)
 
 
 def processes(subject: Subject) -> Iterator[Check]:
-    """The user and the container may have enough processes and threads."""
-    most, source = subject.facts.processes, subject.facts.processes_source
+    """Check that the user and the container may have enough processes and threads."""
+    limit, source = subject.facts.processes, subject.facts.processes_source
     least = max(PROCESSES, 4 * subject.facts.cpus)
-    if most == Limit():
+    if limit == Limit():
         return
-    if most.value is None or most.value >= least:
-        yield Check(name="processes", verdict="ok", evidence=source or _shown(most))
+    evidence = source or str(limit)
+    if limit.value is None or limit.value >= least:
+        yield Check("processes", "ok", evidence)
         return
-    raised = f"before the launch: ulimit -u {least}"
+    fix = f"before the launch: ulimit -u {least}"
     if "pids.max" in source:
-        raised = "docker: --pids-limit=-1; Kubernetes: the kubelet's podPidsLimit; systemd: TasksMax"
-    yield Check(
-        name="processes",
-        verdict="warn",
-        evidence=f"{source or most.value}; the threads of torch, NCCL and data workers may need {least}",
-        fix=raised,
-    )
+        fix = "docker: --pids-limit=-1; Kubernetes: the kubelet's podPidsLimit; systemd: TasksMax"
+    evidence += f"; the threads of torch, NCCL and data workers may need {least}"
+    yield Check("processes", "warn", evidence, fix)
 
 
 def iommu(subject: Subject) -> Iterator[Check]:
-    """An IOMMU may slow traffic between GPUs; only a measurement shows whether it does."""
-    found = subject.reader.names("/sys/class/iommu") if subject.facts.gpus > 1 else ()
-    if found:
-        yield Check(
-            name="iommu",
-            verdict="unknown",
-            evidence=f"/sys/class/iommu: {', '.join(found)}; an IOMMU can slow down or hang traffic between "
-            "GPUs",
-            fix="if dist-bench is slow on one node, SrcValid+ must be off: sudo lspci -vvv | grep ACSCtl",
-        )
+    """Report an IOMMU, which may slow traffic between GPUs; only a measurement shows whether it does."""
+    names = subject.reader.names("/sys/class/iommu") if subject.facts.gpus > 1 else ()
+    if names:
+        evidence = f"/sys/class/iommu: {', '.join(names)}; "
+        evidence += "an IOMMU can slow down or hang traffic between GPUs"
+        fix = "if dist-bench is slow on one node, SrcValid+ must be off: sudo lspci -vvv | grep ACSCtl"
+        yield Check("iommu", "unknown", evidence, fix)
 
 
 def nccl(subject: Subject) -> Iterator[Check]:
-    """The version of NCCL is known; settings of nccl.conf files are reported."""
-    if subject.facts.nccl_version:
-        yield Check(
-            name="nccl", verdict="ok", evidence=f"{subject.facts.nccl_version} ({subject.facts.nccl_source})"
-        )
-    elif subject.facts.gpus:
-        yield Check(
-            name="nccl",
-            verdict="unknown",
-            evidence="there is no libnccl.so.2 and no NCCL wheel",
-            fix="set the version, for example: IMGKIT_NCCL_VERSION=2.20.5",
-        )
-    if subject.facts.nccl_settings:
-        shown = ", ".join(f"{item.name}={item.value} ({item.path})" for item in subject.facts.nccl_settings)
-        yield Check(name="nccl.conf", verdict="ok", evidence=shown)
-
-
-def _shown(limit: Limit) -> str:
-    return "unlimited" if limit.unlimited else str(limit.value)
+    """Report the version of NCCL, and settings of nccl.conf files."""
+    facts = subject.facts
+    if facts.nccl_version:
+        yield Check("nccl", "ok", f"{facts.nccl_version} ({facts.nccl_source})")
+    elif facts.gpus:
+        fix = "set the version, for example: IMGKIT_NCCL_VERSION=2.20.5"
+        yield Check("nccl", "unknown", "there is no libnccl.so.2 and no NCCL wheel", fix)
+    if facts.nccl_settings:
+        settings = (f"{item.name}={item.value} ({item.path})" for item in facts.nccl_settings)
+        yield Check("nccl.conf", "ok", ", ".join(settings))

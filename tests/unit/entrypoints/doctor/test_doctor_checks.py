@@ -11,7 +11,8 @@ import pytest
 from imgkit_entrypoints import facts
 from imgkit_entrypoints.doctor import node
 from imgkit_entrypoints.doctor.checks import Check
-from imgkit_entrypoints.facts import (
+from imgkit_entrypoints.facts import Reader
+from imgkit_entrypoints.facts.host_facts import (
     CxiDevice,
     Gid,
     Gpu,
@@ -21,7 +22,6 @@ from imgkit_entrypoints.facts import (
     Limit,
     Port,
     RdmaDevice,
-    Reader,
     Setting,
 )
 from imgkit_entrypoints.system import Fabric, Node, SystemFacts
@@ -409,6 +409,28 @@ def test_broken_manifest_is_unknown(image: Path) -> None:
     for text in ("{", "[]", "{}", '{"platform": 3}'):
         (image / "opt/imgkit/manifest.json").write_text(text)
         assert verdicts(examine(GOOD, SystemFacts(), root=image), "image") == ["unknown"]
+
+
+OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (nixbld@)"
+"""On a machine with an H200."""
+
+
+@pytest.mark.parametrize(
+    ("driver", "env", "line"),
+    [
+        (
+            OPEN_DRIVER,
+            {"CUDA_VERSION": "13.0.2"},
+            "580.159.04 (/proc/driver/nvidia/version), CUDA 13.0.2 (CUDA_VERSION)",
+        ),
+        (IB.driver, {}, "550.54.15 (/proc/driver/nvidia/version), CUDA_VERSION is not set"),
+        ("", {}, "unknown (/proc/driver/nvidia/version), CUDA_VERSION is not set"),
+    ],
+)
+def test_driver_is_its_version_alone(driver: str, env: dict[str, str], line: str) -> None:
+    assert [check.evidence for check in examine(IB, None, env, driver=driver) if check.name == "driver"] == [
+        line
+    ]
 
 
 STRICT = (["--strict"], ["--strict", "--json"])

@@ -78,7 +78,7 @@ def root(tmp_path: Path) -> Path:
     )
     device = root / "sys/devices/pci0000:16/0000:17:00.0/infiniband/mlx5_0/device"
     device.symlink_to("../../../0000:17:00.0")
-    put(root, health.NVIDIA_SMI, health.kept(REPORT))
+    put(root, health.NVIDIA_SMI, health.reduced_report(REPORT))
     return root
 
 
@@ -95,6 +95,12 @@ def test_healthy_hardware_is_ok(root: Path) -> None:
     found = checks(root)
     assert [check.verdict for check in found["pcie"] + found["gpu health"]] == ["ok", "ok"]
     assert found["port errors"] == found["xid"] == []
+    assert found["pcie"][0].evidence == "2 links of GPUs and NICs are wide enough"
+
+
+def test_single_link_is_no_plural(root: Path) -> None:
+    (root / "sys/class/infiniband/mlx5_0").unlink()
+    assert [check.evidence for check in checks(root)["pcie"]] == ["1 link of a GPU or NIC is wide enough"]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +152,7 @@ def test_sick_gpu_is_told(root: Path, old: str, new: str, verdict: str, said: st
         REPORT,
         REPORT.replace("clocks_event_reason", "clocks_throttle_reason"),
     ):  # until driver 535
-        put(root, health.NVIDIA_SMI, health.kept(report.replace(old, new)))
+        put(root, health.NVIDIA_SMI, health.reduced_report(report.replace(old, new)))
         (hit,) = checks(root)["gpu health"]
         assert (hit.verdict, said in hit.evidence, "18:00.0" in hit.evidence) == (verdict, True, True)
         assert hit.fix
@@ -173,21 +179,21 @@ def test_xid_of_hardware_is_told(root: Path, number: int, said: str) -> None:
     "text", ["", "NVIDIA-SMI has failed because it could not communicate", "<gpu", "<log/>"]
 )
 def test_report_that_is_none_is_no_finding(root: Path, text: str) -> None:
-    put(root, health.NVIDIA_SMI, health.kept(text))
+    put(root, health.NVIDIA_SMI, health.reduced_report(text))
     assert all(check.verdict == "ok" for check in checks(root)["gpu health"])
 
 
 def test_kept_report_names_no_program_and_no_serial_number() -> None:
-    assert "python" not in health.kept(REPORT)
-    assert "1650123456789" not in health.kept(REPORT)
-    assert "dram_uncorrectable" in health.kept(REPORT)
+    assert "python" not in health.reduced_report(REPORT)
+    assert "1650123456789" not in health.reduced_report(REPORT)
+    assert "dram_uncorrectable" in health.reduced_report(REPORT)
 
 
 def test_bundle_replays_the_health(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     put(root, f"/sys/devices/pci0000:16/{GPU}/current_link_width", "1")
     put(root, "/sys/devices/pci0000:16/0000:17:00.0/infiniband/mlx5_0/ports/1/counters/link_downed", "9")
     put(root, health.XIDS, XID.format(79))
-    put(root, health.NVIDIA_SMI, health.kept(REPORT.replace("pending>No<", "pending>Yes<")))
+    put(root, health.NVIDIA_SMI, health.reduced_report(REPORT.replace("pending>No<", "pending>Yes<")))
     bundle.save(tmp_path / "node.tar.gz", {"IMGKIT_ROOT": str(root)})
     (tmp_path / "copy").mkdir()
     subprocess.run(["tar", "-xzf", tmp_path / "node.tar.gz", "-C", tmp_path / "copy"], check=True)

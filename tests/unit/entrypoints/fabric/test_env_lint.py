@@ -9,7 +9,7 @@ import pytest
 
 from imgkit_entrypoints import fabric
 from imgkit_entrypoints.fabric import lint
-from imgkit_entrypoints.facts import HostFacts, Setting
+from imgkit_entrypoints.facts.host_facts import HostFacts, Setting
 from imgkit_entrypoints.system import SystemFacts
 
 Machine = Callable[..., HostFacts]
@@ -135,7 +135,7 @@ def test_recipe_that_turns_rdma_off_is_right(machine: Machine):
 
 def test_unknown_names_are_found():
     names = ("NCCL_DEBUG", "NCCL_FOO", "GLOO_FOO", "TORCHELASTIC_RUN_ID", "PATH", "NCCL_UCX_TLS")
-    assert lint._unknown(names) == ("NCCL_FOO", "GLOO_FOO")
+    assert lint.unknown_names(names) == ("NCCL_FOO", "GLOO_FOO")
 
 
 def test_recipes_values_are_checked_too(machine: Machine):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from imgkit_entrypoints.fabric import ports
-from imgkit_entrypoints.facts import Gid
+from imgkit_entrypoints.facts.host_facts import Gid
 
 V1, V2 = "IB/RoCE v1", "RoCE v2"
 ZERO = ("::", "")

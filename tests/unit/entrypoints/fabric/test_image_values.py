@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_entrypoints import fabric, facts
-from imgkit_entrypoints.facts import HostFacts, Library, Setting
+from imgkit_entrypoints.facts.host_facts import HostFacts, Library, Setting
 from imgkit_entrypoints.system import Partition, SystemFacts
 
 Machine = Callable[..., HostFacts]

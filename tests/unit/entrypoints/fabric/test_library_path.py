@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from saved_tree import write_tree
 from shared_object import shared_object
 
 from imgkit_entrypoints import fabric, facts
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.fabric import library_path
-from imgkit_entrypoints.facts.reader import write as write_tree
 
 Planted = Callable[[str], Path]
 HOST, LIB = "/run/imgkit/host", "/usr/lib64"

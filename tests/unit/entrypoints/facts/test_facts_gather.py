@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from saved_tree import write_tree
 
 from imgkit_entrypoints import fabric, facts
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.facts.reader import write as write_tree
 
 Planted = Callable[[str], Path]
 

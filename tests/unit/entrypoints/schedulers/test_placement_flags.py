@@ -40,7 +40,7 @@ def wanted(nnodes: object = None, **flags: Any) -> PlacementRequest:
 
 
 def place(env: dict[str, str], host: str = "", **flags: Any) -> Placement:
-    return resolve.place(wanted(**flags), env, {"/proc/sys/kernel/hostname": host or None}.get)
+    return resolve.find_placement(wanted(**flags), env, {"/proc/sys/kernel/hostname": host or None}.get)
 
 
 def test_head_and_port_of_the_user_win() -> None:

@@ -30,12 +30,12 @@ NOTHING = files()
 def place(
     env: Env, read: Callable[[str], str | None] = NOTHING, flags: Mapping[str, Any] | None = None
 ) -> Placement:
-    return resolve.place(PlacementRequest(**(flags or {})), env, read)
+    return resolve.find_placement(PlacementRequest(**(flags or {})), env, read)
 
 
 def test_suffix_is_for_the_head_of_slurms_list():
     env = slurm_step("jwb[0001-0002].juwels", 1, 2)
-    found = resolve.place(PlacementRequest(), env, NOTHING, head_suffix="i")
+    found = resolve.find_placement(PlacementRequest(), env, NOTHING, head_suffix="i")
     assert (found.head, found.hosts[0]) == ("jwb0001i.juwels", "jwb0001.juwels")
     assert found.source["head"] == "SLURM_STEP_NODELIST, with the system's fabric.head_suffix 'i'"
 
@@ -50,7 +50,7 @@ def test_suffix_is_for_the_head_of_slurms_list():
 )
 def test_suffix_changes_no_name_of_the_user(more: Env, nodes: int, head: str):
     env = slurm_step("n[1-2]" if nodes > 1 else "n1", 0, nodes) | more
-    assert resolve.place(PlacementRequest(), env, NOTHING, head_suffix="i").head == head
+    assert resolve.find_placement(PlacementRequest(), env, NOTHING, head_suffix="i").head == head
 
 
 def slurm_job(nodes: int, nodelist: str, **more: str) -> Env:

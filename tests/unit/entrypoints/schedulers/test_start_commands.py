@@ -10,6 +10,7 @@ import pytest
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers import manual, pbs, resolve, slurm
+from imgkit_entrypoints.schedulers.environment import Environment
 from imgkit_entrypoints.schedulers.mpi import HYDRA, OPENMPI, PALS
 from imgkit_entrypoints.schedulers.placement import PlacementRequest
 
@@ -56,12 +57,12 @@ def test_start_words_are_one_process_a_node() -> None:
 
 def test_printed_srun_has_the_cpus_of_the_smallest_node() -> None:
     env = {"SLURM_JOB_CPUS_PER_NODE": "80(x2),72", "SLURM_CPUS_PER_TASK": "20"}
-    assert "--cpus-per-task=72 " in slurm.per_node_command(("dist-pi",), nnodes=3, env=env)
+    assert "--cpus-per-task=72 " in slurm.per_node_command(("dist-pi",), nnodes=3, env=Environment(env))
 
 
 def refusal(env: dict[str, str], command: tuple[str, ...], content: dict[str, str]) -> str:
     with pytest.raises(NoPlan) as caught:
-        resolve.place(PlacementRequest(command=command), env, content.get)
+        resolve.find_placement(PlacementRequest(command=command), env, content.get)
     return caught.value.hint or ""
 
 

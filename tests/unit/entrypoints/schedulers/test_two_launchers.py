@@ -48,7 +48,7 @@ BY_SLURM = {("slurm", "pals")}
 
 
 def place(env: dict[str, str], scheduler: str | None = None) -> Placement:
-    return resolve.place(
+    return resolve.find_placement(
         PlacementRequest(scheduler=scheduler), {"IMGKIT_NODES": "n1,n2", **env}, {"/none": ""}.get
     )
 

@@ -1,0 +1,166 @@
+"""Variables and files that say which node of its job this process is on, with the errors for wrong values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from imgkit_entrypoints.arguments import digits
+from imgkit_entrypoints.errors import NoPlan
+from imgkit_entrypoints.schedulers.hostlist import expand_nodelist
+from imgkit_entrypoints.schedulers.placement import Size, size_examples
+
+Read = Callable[[str], "str | None"]
+"""Function from an absolute path to the file's content; None where it cannot be read."""
+
+NODES = "IMGKIT_NODES"
+
+
+def unique(names: Sequence[str]) -> tuple[str, ...]:
+    """Return each name once, in the order of first appearance."""
+    return tuple(dict.fromkeys(names))
+
+
+def short(name: str) -> str:
+    """Return a host name without its domain; addresses stay complete."""
+    return name if name.replace(".", "").isdigit() or ":" in name else name.split(".", 1)[0]
+
+
+class Environment(dict[str, str]):
+    """The variables of this process, and how it reads a file.
+
+    An empty variable counts as not set: training operators set those that they do not use to the empty
+    string.
+    """
+
+    def __init__(self, variables: Mapping[str, str], read: Read = lambda path: None) -> None:
+        super().__init__(variables)
+        self.read = read
+
+    def present(self, *names: str) -> tuple[str, ...]:
+        """Return those of `names` that are set."""
+        return tuple(name for name in names if self.get(name))
+
+    def first(self, names: Sequence[str]) -> str:
+        """Return the first of `names` that is set; empty if none is."""
+        return next((name for name in names if self.get(name)), "")
+
+    def variable(self, names: Sequence[str]) -> str:
+        """Return the first of `names` that is set; if none is, the first of all, for an error message."""
+        return self.first(names) or names[0]
+
+    def number(self, name: str, *, least: int = 0) -> int:
+        """Return the whole number in variable `name`.
+
+        Raises
+        ------
+        NoPlan : the variable is not set, not a whole number, or below `least`.
+        """
+        text = self.get(name, "").strip()
+        if not text:
+            raise NoPlan(f"{name} is not set", where=name, hint="start the container without --cleanenv")
+        value = digits(text) if len(text) < 10 else None
+        if value is None or value < least:
+            raise NoPlan(f"{text!r} is not a whole number of at least {least}", where=name)
+        return value
+
+    def size(self, name: str) -> Size | None:
+        """Return the size of a run in variable `name`; None where it is not set.
+
+        Raises
+        ------
+        NoPlan : the text is no size.
+        """
+        text = self.get(name, "")
+        try:
+            return Size.parse(text) if text.strip() else None
+        except ValueError as error:
+            raise NoPlan(str(error), where=name, hint=size_examples(text, f"{name}=")) from None
+
+    def port(self, name: str) -> int | None:
+        """Return the port in variable `name`; None where it is not set.
+
+        Raises
+        ------
+        NoPlan : the text is not a number from 1 to 65535.
+        """
+        if not self.get(name):
+            return None
+        port = self.number(name, least=1)
+        if port > 65535:
+            raise NoPlan(f"{port} is not a port number from 1 to 65535", where=name)
+        return port
+
+    def hostname(self) -> str:
+        """Return the name of this machine; empty where /proc does not show it."""
+        return (self.read("/proc/sys/kernel/hostname") or "").strip()
+
+    def position_in(self, hosts: Sequence[str]) -> int | None:
+        """Return the index of this machine in `hosts`; None if it is not there exactly once."""
+        name = short(self.hostname())
+        positions = [index for index, host in enumerate(hosts) if name and short(host) == name]
+        return positions[0] if len(positions) == 1 else None
+
+    def node_rank(self, hosts: Sequence[str], *variables: str) -> tuple[int | None, str]:
+        """Return the rank of this node and where it comes from: one of `variables`, or its host name."""
+        if name := self.first(variables):
+            return self.number(name), name
+        position = self.position_in(hosts)
+        return position, "" if position is None else "hostname"
+
+    def requested_nodes(self) -> tuple[str, ...]:
+        """Return the hosts of IMGKIT_NODES in their order, each once; empty if it is not set.
+
+        A list with brackets is read as Slurm's compact form. Repeats are dropped: a PBS node file has a line
+        for each process of a host.
+        """
+        text = self.get(NODES, "")
+        if "[" in text or "]" in text:
+            return unique(expand_nodelist(text, where=NODES))
+        return unique(text.replace(",", " ").split())
+
+    def listed_hosts(self) -> tuple[tuple[str, ...], str]:
+        """Return the hosts of IMGKIT_NODES, else of PBS' node file, and the variable; empty without both."""
+        if hosts := self.requested_nodes():
+            return hosts, NODES
+        # Most containers do not show the file.
+        text = self.read(self["PBS_NODEFILE"]) if self.get("PBS_NODEFILE") else None
+        hosts = unique((text or "").split())
+        return hosts, "PBS_NODEFILE" if hosts else ""
+
+    def named_hosts(
+        self, nnodes: int, hosts: tuple[str, ...], hosts_from: str
+    ) -> tuple[tuple[str, ...], str]:
+        """Return hosts and where they come from: IMGKIT_NODES wins over `hosts` of the launcher.
+
+        On clusters where each node has a second name on the fast network, IMGKIT_NODES holds those names.
+
+        Raises
+        ------
+        NoPlan : IMGKIT_NODES has another number of hosts than the launcher started.
+        """
+        requested = self.requested_nodes()
+        if not requested or nnodes == 1:
+            return hosts, hosts_from
+        if len(requested) != nnodes:
+            raise NoPlan(
+                f"{NODES} has {len(requested)} hosts ({', '.join(requested[:8])}), but the launcher started "
+                f"{nnodes}",
+                where=NODES,
+                hint=f"leave {NODES} out, or list the {nnodes} hosts in the order of their ranks",
+            )
+        return requested, NODES
+
+    def head(self, nnodes: int, hosts: tuple[str, ...], hosts_from: str, *variables: str) -> tuple[str, str]:
+        """Return the address of node 0 and where it comes from.
+
+        That is IMGKIT_HEAD, the first host, or one of `variables`. Both are empty where none of them is
+        known, and on one node.
+        """
+        if nnodes == 1:
+            return "", ""
+        if self.get("IMGKIT_HEAD"):
+            return self["IMGKIT_HEAD"], "IMGKIT_HEAD"
+        if hosts:
+            return hosts[0], hosts_from
+        name = self.first(variables)
+        return self.get(name, ""), name
