@@ -1,7 +1,7 @@
 """The whole decision about a launch: what a command line requests, and the plan that `make` derives from it.
 
 This module reads nothing from the machine. The plan's argv has markers for values that are known later,
-when the nodes have met; `filled` replaces them.
+when the nodes have met; `fill` replaces them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from imgkit_entrypoints.rollcall import ports
 from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest, Size
 from imgkit_entrypoints.system import SYSTEM_JSON, SystemFacts
 
-FAILURES = 3
+DEFAULT_FAILURES = 3
 """Failures that a run with a range or spares survives where the user gives no number."""
 
 
@@ -36,7 +36,7 @@ class Request:
     nproc: str = "auto"
     device: str = "auto"
     max_failures: int | None = None
-    """Failures that the run survives by a new attempt; None: `FAILURES` with a range or spares, else 0."""
+    """Failures that the run survives by a new attempt; None: `DEFAULT_FAILURES` with spares, else 0."""
     start: str = "auto"
     """Whether the workers are forks of torchrun (fork) or interpreters of their own (exec)."""
     log_dir: str | None = None
@@ -46,7 +46,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Seconds that the supervisor waits."""
+    """Seconds that the node agent waits."""
 
     grace_s: float = 60.0
     """Time from a stop request to the end by force."""
@@ -69,14 +69,16 @@ class LaunchOptions:
     """Show every resolved value and its source, then exit."""
     json: bool = False
     """A dry run prints one JSON object."""
+    verbose: bool = False
+    """Print the reasons for all settings at the start."""
     network_test: bool = True
     """The nodes test the network between them before torchrun starts."""
     secret_file: str | None = None
     """The file that the user or the job script names; ``-`` is standard input."""
     require_secret: bool = False
     """Several nodes do not start without a secret."""
-    preflight: str = ""
-    """How the nodes are measured before the start, one of `messages.MODES`; empty: not at all."""
+    preflight: bool = False
+    """Measure the nodes before the start."""
 
 
 SCHEMA = 1
@@ -93,6 +95,8 @@ ENDED_TOGETHER = ("pbs", "pals", "openmpi", "hydra")
 
 _GIVEN_GPUS = ("IMGKIT_GPUS", "SLURM_GPUS_ON_NODE")
 """Variables with the GPUs that a job has on each node, of imgkit's job script and of Slurm."""
+MAX_WARNINGS = 2
+"""Most lines about warnings at the start."""
 _WIDEST = 24
 """Longest value after which the sources of a dry run are still aligned."""
 _OPERATORS = "PET_NPROC_PER_NODE"
@@ -120,15 +124,25 @@ class LaunchPlan:
     """Why a value that the image set counts as the user's; empty: the image's variables are known."""
     secret: str = ""
     """The place that the secret of the roll call comes from; empty: the start is open, or on one node."""
-    unused_network: frozenset[str] = frozenset()
-    """Variables and warnings about the network in a run that uses none: they are not announced."""
+    hidden: frozenset[str] = frozenset()
+    """Warnings that do not matter here, as about a network that the run does not use: ``-v`` prints them."""
 
-    def announcements(self) -> Iterator[str]:
-        """Yield what the head prints at the start: values with their reasons, then the warnings."""
-        for decision in self.decisions:
-            if decision.used and decision.variable not in self.unused_network:
-                yield str(decision)
-        yield from (warning for warning in self.warnings if warning not in self.unused_network)
+    def announcements(self, *, verbose: bool) -> Iterator[str]:
+        """Yield what the head prints at the start: few lines, or all values with their reasons."""
+        nnodes, device = self.placement.nnodes, self.env.get("IMGKIT_DEVICE", "")
+        nodes = "1 node" if nnodes == 1 else f"{nnodes} nodes"
+        processes = "1 process" if self.nproc == 1 else f"{self.nproc} processes"
+        each = " on each" if nnodes > 1 else ""
+        yield f"{nodes}, {processes}{each}, {device}" + ("" if verbose else " (to see why: -v)")
+        if verbose:
+            yield from (str(decision) for decision in self.decisions if decision.used)
+            yield from self.warnings
+            return
+        warnings = [text for text in self.warnings if text not in self.hidden]
+        visible = warnings if len(warnings) <= MAX_WARNINGS else warnings[: MAX_WARNINGS - 1]
+        yield from (f"warning: {text}" for text in visible)
+        if len(visible) < len(warnings):
+            yield f"{len(warnings) - len(visible)} more warnings (to see them: -v)"
 
     def lines(self) -> Iterator[str]:
         """Yield the text of ``--dry-run``: each value with its source, the warnings, and the command."""
@@ -226,7 +240,6 @@ def make(
             where=f"fabric {network.kind}",
             hint=f"{network.blockers[0].fix}; --device cpu runs over gloo",
         )
-    network_variables = tuple(decision.variable for decision in network.decisions)
     network_warnings = tuple(map(str, network.warnings))
     # Gloo on one node takes lo: what the recipe expects of the cluster's network says nothing about this run.
     uses_network = device == "cuda" or place.nnodes > 1
@@ -259,7 +272,7 @@ def make(
             *_spares_wait_in_vain(place),
             *network_warnings,
         ),
-        unused_network=frozenset(() if uses_network else (*network_variables, *network_warnings)),
+        hidden=frozenset(() if uses_network else network_warnings),
     )
 
 
@@ -268,7 +281,7 @@ def _failures(request: Request, place: Placement) -> int:
         return 0
     if request.max_failures is not None:
         return request.max_failures
-    return FAILURES if place.size else 0
+    return DEFAULT_FAILURES if place.size else 0
 
 
 def _spares_wait_in_vain(place: Placement) -> tuple[str, ...]:
@@ -491,10 +504,10 @@ NODE_RANK_PENDING = "<node rank of this attempt>"
 ATTEMPT_PENDING = "<attempt>"
 """Stands for the attempt's number, also within a path."""
 LOGS_PENDING = "<log folder of this run>"
-"""Stands for a folder that the supervisor removes after the run. torchrun would leave its own behind."""
+"""Stands for a folder that the node agent removes after the run. torchrun would leave its own behind."""
 
 
-def filled(
+def fill(
     argv: Sequence[str], *, attempt: int, port: int, nnodes: int, node_rank: int, logs: Path
 ) -> list[str]:
     """Return `argv` with the values in place of the markers."""

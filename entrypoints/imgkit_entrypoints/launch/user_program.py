@@ -1,6 +1,6 @@
 """A worker's first steps before the user program, and its last: signals, ``--local_rank``, its traceback.
 
-The supervisor starts torchrun and its workers with the stop signals blocked. This module unblocks them
+The node agent starts torchrun and its workers with the stop signals blocked. This module unblocks them
 for the user program and gives them a handler that does nothing. So the program may set handlers of its
 own, and the commands that it starts have the usual ones. A process that it forks, such as torch's data
 workers, must survive what a scheduler sends to every process. It must still end by

@@ -46,7 +46,7 @@ def codes(folder: Path, *, own: bool = False, **by_rank: int) -> None:
 
 
 def first(folder: Path, killed_by: int = 0) -> RankFailure:
-    found = failures.of_node(folder, "a.log", killed_by)
+    found = failures.of_node(folder, killed_by)
     assert found is not None
     return found
 
@@ -93,7 +93,7 @@ def test_error_of_torchrun_has_no_stack_in_cpp(tmp_path: Path) -> None:
 
 def test_own_program_that_printed_its_reason_has_no_block(tmp_path: Path) -> None:
     codes(tmp_path, own=True, r0=2)
-    assert failures.of_node(tmp_path, "a.log") is None
+    assert failures.of_node(tmp_path) is None
     codes(tmp_path, own=True, r0=2, r1=-9)
     assert first(tmp_path).rank == 1
 
@@ -103,7 +103,7 @@ def test_record_that_cannot_be_read_is_ignored(tmp_path: Path, text: str) -> Non
     (tmp_path / "failed-x").write_text("1.0\nValueError: not a rank")
     (tmp_path / "failed-0").write_text(text)
     (tmp_path / failures.CODES).write_text(text or "[1]")
-    found = failures.of_node(tmp_path, "a.log")
+    found = failures.of_node(tmp_path)
     assert found is None or found.lines == ("",)
 
 
@@ -179,9 +179,9 @@ def copied(*parts: bytes) -> tuple[str, str]:
     code = "import os, sys\n" + "".join(f"os.write(2, {part!r})\n" for part in parts)
     script = (
         "import os, sys\nfrom imgkit_entrypoints.launch.guarded import GuardedCommand\n"
-        f"with GuardedCommand([sys.executable, '-c', {code!r}], os.environ, print) as child:\n"
-        "    import select\n"
-        "    while select.select([child], [], []) and child.read(): pass\n"
+        f"child = GuardedCommand([sys.executable, '-c', {code!r}], os.environ, print)\n"
+        "import select\n"
+        "while select.select([child], [], []) and child.read(): pass\n"
         "child.wait()\nprint(repr(child.tail()))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from imgkit_entrypoints.launch import supervisor
+from imgkit_entrypoints.launch.agent import kept_file_limit
 from imgkit_entrypoints.rollcall import messages, session
 from imgkit_entrypoints.rollcall.head_roll import Links, Turn
 from imgkit_entrypoints.rollcall.link import Link
@@ -63,7 +63,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def test_message_costs_work_for_its_own_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    with supervisor.limit_kept():
+    with kept_file_limit():
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         with contextlib.closing(Nodes(min(4096, hard // 2 - 200))) as nodes:

@@ -18,7 +18,7 @@ import pytest
 from rollcall_nodes import CallThread, close, placement, stranger
 from simulated_nodes import ME, SECRET, SimulatedNode, SimulatedNodes
 
-from imgkit_entrypoints.launch import supervisor
+from imgkit_entrypoints.launch.agent import NodeAgent, NodeConfig, kept_file_limit
 from imgkit_entrypoints.launch.plan import Timeouts
 from imgkit_entrypoints.rollcall import gather, ports
 from imgkit_entrypoints.rollcall.link import NodeProof
@@ -36,10 +36,16 @@ def launcher(place: Placement, printed: Path) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     tempfile.tempdir = str(printed.parent)  # this process is killed: its stop folder would stay in /tmp
-    supervisor.run(
-        ["sh", "-c", 'ulimit -n > "$0"; exec sleep 600', str(printed)], dict(os.environ), place=place, me=ME,
-        say=lambda _: None, timeouts=Timeouts(rollcall_s=120), secret=SECRET,
-    )  # fmt: skip
+    config = NodeConfig(
+        argv=["sh", "-c", 'ulimit -n > "$0"; exec sleep 600', str(printed)],
+        env=dict(os.environ),
+        placement=place,
+        node=ME,
+        log=lambda _: None,
+        timeouts=Timeouts(rollcall_s=120),
+        secret=SECRET,
+    )
+    NodeAgent(config).run()
 
 
 def test_1020_nodes_start_below_a_soft_limit_of_1024(tmp_path: Path) -> None:
@@ -54,7 +60,7 @@ def test_1020_nodes_start_below_a_soft_limit_of_1024(tmp_path: Path) -> None:
         finally:
             os._exit(1)
     try:
-        with supervisor.limit_kept():
+        with kept_file_limit():
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             with contextlib.closing(SimulatedNodes(place)) as nodes:
                 nodes.call()

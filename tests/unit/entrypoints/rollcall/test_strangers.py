@@ -23,7 +23,7 @@ import pytest
 from rollcall_nodes import CallThread, close, hear, heard_until_closed, meet, placement, stranger
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.launch import supervisor
+from imgkit_entrypoints.launch.agent import kept_file_limit
 from imgkit_entrypoints.rollcall import gather, head_roll, messages, ports, session
 from imgkit_entrypoints.rollcall.head_roll import Strangers
 from imgkit_entrypoints.rollcall.messages import AllDone, AttemptEnded, Call, Caller, Measured
@@ -341,7 +341,7 @@ def test_head_without_descriptors_goes_on_and_does_not_spin(
     place: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(head_roll, "PAUSE_S", 0.3)
-    with contextlib.closing(waiting_room(place)) as room, supervisor.limit_kept():
+    with contextlib.closing(waiting_room(place)) as room, kept_file_limit():
         node = stranger(place)
         node.sendall(line(place))
         free = os.dup(node.fileno())  # the next descriptor would be this one
@@ -410,14 +410,14 @@ def test_head_with_a_low_hard_limit_says_the_number_and_the_command() -> None:
 
 
 def test_too_few_descriptors_are_refused_before_the_start() -> None:
-    with supervisor.limit_kept():
+    with kept_file_limit():
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with pytest.raises(NoPlan, match=rf"needs {hard}\d* open files; its limit is {hard}|needs \d+"):
             gather.make_room(hard, 256)
 
 
 def test_limit_is_raised_to_what_the_nodes_need() -> None:
-    with supervisor.limit_kept() as before:
+    with kept_file_limit() as before:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
         assert gather.make_room(hard - 600, 256) == 256
