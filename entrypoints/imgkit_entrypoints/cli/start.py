@@ -390,7 +390,7 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
     from imgkit_entrypoints.launch import supervisor  # --dry-run prints sooner without them
     from imgkit_entrypoints.launch.stop_protocol import RunFolder
     from imgkit_entrypoints.rollcall import gather
-    from imgkit_entrypoints.rollcall.messages import Caller
+    from imgkit_entrypoints.rollcall.messages import NodeInfo
 
     if launch_plan.mode == "direct" and options.preflight:
         raise NoPlan(
@@ -416,9 +416,9 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
         for text in launch_plan.announcements():
             say(text)
     carrier = sockets.selected(host, child) if options.network_test else None
-    me = Caller(
+    me = NodeInfo(
         host=host.hostname,
-        identity=gather.identity(torch=host.torch_version, nccl=host.nccl_version),
+        software=gather.read_software(torch=host.torch_version, nccl=host.nccl_version),
         nproc=launch_plan.nproc,
         gpu=host.gpu_devices[0].model if host.gpu_devices else "",
         address=carrier.addresses[0] if carrier else "",
@@ -483,7 +483,7 @@ def _secret(options: LaunchOptions, env: Mapping[str, str], placement: Placement
             hint=f"create one file for all nodes with {make}, and pass --secret-file FILE",
         )
     if placement.node_rank == 0:
-        port = ports.roll_call(placement.job_id, placement.port)
+        port = ports.rollcall_port(placement.job_id, placement.port)
         say(
             f"no secret is set: any program that reaches port {port} of {placement.head} can join this run. "
             f"To prevent that, create one file for all nodes with {make}, and pass --secret-file FILE"

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from imgkit_entrypoints.errors import EXIT_SAVED, EXIT_TOOL_FAILED
 from imgkit_entrypoints.rollcall.messages import RENDEZVOUS, STARTING
-from imgkit_entrypoints.rollcall.session import LeadingRoll
+from imgkit_entrypoints.rollcall.session import HeadSession
 from imgkit_entrypoints.schedulers.placement import Size
 
 GOOD = (0, EXIT_SAVED)
@@ -41,7 +41,7 @@ class Attempts:
 
     def __init__(
         self,
-        roll: LeadingRoll,
+        roll: HeadSession,
         size: Size,
         *,
         max_failures: int,
@@ -88,37 +88,37 @@ class Attempts:
             self._say(f"{_nodes(len(ranks))} train; {self._named(waiting)} wait{'s' * (len(waiting) == 1)}")
         self._ranks, self._began, self._trouble = ranks, time.monotonic(), None
         self._fence(self._number)
-        self._roll.start(self._number, ranks)
+        self._roll.start_attempt(self._number, ranks)
 
     def look(self, *, stopped: bool) -> None:
         """React to what the nodes have reported; `stopped`: the run was asked to save and end."""
         if self._over or not self._ranks:
             return
-        if not self._roll.reports and len(self._roll.gone) == len(self._told) and self._trouble is None:
+        if not self._roll.reports and len(self._roll.lost) == len(self._told) and self._trouble is None:
             return  # no news; the rest costs work for every node
-        lost = {number: why for number, why in self._roll.gone.items() if number not in self._told}
+        lost = {number: why for number, why in self._roll.lost.items() if number not in self._told}
         for number, why in lost.items():
             self._told.add(number)
             who = "" if number in self._ranks else ", a spare"
-            self._say(f"lost {self._roll.named(number)}{who}: {why}")
+            self._say(f"lost {self._roll.node_name(number)}{who}: {why}")
         members = self._ranks.keys()
         codes = {
             number: self._roll.reports[number].code for number in members if number in self._roll.reports
         }
-        gone = {number for number in members & self._roll.gone.keys() if codes.get(number) not in GOOD}
+        gone = {number for number in members & self._roll.lost.keys() if codes.get(number) not in GOOD}
         bad = {number: code for number, code in codes.items() if code not in GOOD}
         if (gone or bad) and self._trouble is None:
             self._note(gone, bad, stopped=stopped)
         if codes.keys() | gone != members:
             return
         if self._trouble is None:
-            self._roll.over(EXIT_SAVED if EXIT_SAVED in codes.values() else 0)
+            self._roll.end_run(EXIT_SAVED if EXIT_SAVED in codes.values() else 0)
             self._over = True
         else:
             self._decide(gone, codes, stopped=stopped)
 
     def _note(self, gone: Collection[int], bad: Mapping[int, int], *, stopped: bool) -> None:
-        everyone, self.noticed = self._roll.everyone, time.monotonic()
+        everyone, self.noticed = self._roll.run_positions, time.monotonic()
         self._trouble = _Trouble(
             cause=self._cause(gone, bad),
             after_s=self.noticed - self._began,
@@ -132,7 +132,7 @@ class Attempts:
         """Start another attempt or end the run, now that this one is over on all nodes."""
         assert self._trouble is not None  # noqa: S101 - the caller branches on it
         reports = [self._roll.reports[number] for number in codes]
-        places = [one.place for one in reports if one.place is not None]
+        places = [one.position for one in reports if one.position is not None]
         if self._trouble.place is not None:
             places.append(self._trouble.place)
         # A node that is lost meanwhile explains why the workers of others have failed.
@@ -146,7 +146,7 @@ class Attempts:
             self.start()
 
     def _cause(self, gone: Collection[int], bad: Mapping[int, int]) -> str:
-        named, why = self._roll.named, self._roll.gone
+        named, why = self._roll.node_name, self._roll.lost
         return cause(
             {named(number): why[number] for number in sorted(gone)},
             {named(number): code for number, code in bad.items()},
@@ -154,23 +154,23 @@ class Attempts:
 
     def _end(self, why: str, code: int) -> None:
         self._say(f"no further attempt: {why}")
-        self._roll.over(code)
+        self._roll.end_run(code)
         self._over = True
 
     def _changes(self, ranks: Mapping[int, int]) -> str:
         """Say which nodes take part in another place than before."""
         changed = [(rank, number) for number, rank in ranks.items() if self._ranks.get(number) != rank]
-        parts = [f"{self._roll.named(number)} takes rank {rank}" for rank, number in sorted(changed)]
+        parts = [f"{self._roll.node_name(number)} takes rank {rank}" for rank, number in sorted(changed)]
         return "".join(f"; {part}" for part in parts)
 
     def _named(self, numbers: Collection[int]) -> str:
-        return ", ".join(self._roll.named(number) for number in numbers)
+        return ", ".join(self._roll.node_name(number) for number in numbers)
 
 
 class RendezvousWatch:
     """Torchrun's rendezvous of one attempt (start_up.py), as the head sees it."""
 
-    def __init__(self, roll: LeadingRoll, limit_s: float) -> None:
+    def __init__(self, roll: HeadSession, limit_s: float) -> None:
         self._roll, self._limit_s = roll, max(limit_s, LEAST_S)
         self._since: float | None = None
 
@@ -189,7 +189,7 @@ class RendezvousWatch:
         self._since = self._since or now
         if now - self._since < self._limit_s:
             return ""
-        names = ", ".join(self._roll.named(number) for number in waiting[:NAMED])
+        names = ", ".join(self._roll.node_name(number) for number in waiting[:NAMED])
         more = f" and {len(waiting) - NAMED} more" if len(waiting) > NAMED else ""
         return (
             f"torchrun's rendezvous did not complete within {self._limit_s:g} s (--rollcall-timeout); "

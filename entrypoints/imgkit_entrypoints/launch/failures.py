@@ -27,7 +27,7 @@ from imgkit_entrypoints.launch.user_program import RECORD
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.rollcall.messages import RankFailure
-    from imgkit_entrypoints.rollcall.session import LeadingRoll
+    from imgkit_entrypoints.rollcall.session import HeadSession
 
 CODES = "torchrun-failed"
 """File in the stop folder: exit codes of failed workers by rank."""
@@ -213,7 +213,7 @@ def first(told: Iterable[NodeFailure]) -> NodeFailure | None:
     return min(told, key=lambda one: (one.failure.after_peer, one.at), default=None)
 
 
-def of_run(roll: LeadingRoll, head: str, say: Callable[..., None], *, before: bool) -> tuple[str, ...]:
+def of_run(roll: HeadSession, head: str, say: Callable[..., None], *, before: bool) -> tuple[str, ...]:
     """Return the last lines that the head prints; empty where no failed worker is known.
 
     Parameters
@@ -222,13 +222,15 @@ def of_run(roll: LeadingRoll, head: str, say: Callable[..., None], *, before: bo
     before : of the attempt before the one that starts now.
     """
     told = [
-        NodeFailure(at=at, node=roll.named(number) if number else head, failure=one)
-        for at, number, one in (roll.earlier if before else roll.failures)
+        NodeFailure(at=at, node=roll.node_name(number) if number else head, failure=one)
+        for at, number, one in (roll.previous_failures if before else roll.failures)
     ]
     cause = first(told)
     if cause is None:
         return ()
-    if cause.failure.after_peer and roll.place.nnodes > 1:  # each node has left the explanation to the head
+    if (
+        cause.failure.after_peer and roll.placement.nnodes > 1
+    ):  # each node has left the explanation to the head
         from imgkit_entrypoints.launch import explain
 
         for found in explain.explain("\n".join(cause.failure.lines)):

@@ -38,18 +38,18 @@ from imgkit_entrypoints.rollcall.messages import (
     WORKERS,
     AllDone,
     AttemptEnded,
+    AttemptStart,
     EndAttempt,
-    Failed,
-    Lost,
-    Start,
+    NodeFailed,
+    NodeLost,
     StopOrder,
 )
-from imgkit_entrypoints.rollcall.session import Event, LeadingRoll, LoneRoll, Roll
+from imgkit_entrypoints.rollcall.session import Event, HeadSession, Session
 from imgkit_entrypoints.schedulers.placement import Size
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.launch.plan import Timeouts
-    from imgkit_entrypoints.rollcall.messages import Caller, RankFailure
+    from imgkit_entrypoints.rollcall.messages import NodeInfo, RankFailure
     from imgkit_entrypoints.schedulers.placement import Placement
 
 
@@ -61,7 +61,7 @@ def run(
     env: Mapping[str, str],
     *,
     place: Placement,
-    me: Caller,
+    me: NodeInfo,
     say: Say,
     timeouts: Timeouts,
     max_failures: int = 0,
@@ -78,7 +78,7 @@ def run(
     env : the whole environment of the child; the stop protocol's variables and the line prefix are added.
         IMGKIT_STOP_DIR is the parent of the node's stop folder; unset, the folder is a temporary one.
     max_failures : lost nodes and failed workers that the run survives by a new attempt.
-    secret : what all nodes of the run know, and no stranger (rollcall/link.py); None: an open start.
+    secret : what all nodes of the run know, and no stranger (rollcall/connection.py); None: an open start.
     preflight : how all nodes are measured before the start (launch/preflight); empty: not at all.
     measures : the module that then measures a node.
     log_dir : folder for the log of a failed run; None: the run's folder, or a temporary one.
@@ -119,7 +119,7 @@ def run(
                     return result.code
                 raise
             started.ends("roll_call")
-            roll.lost_s = timeouts.lost_after_s
+            roll.lost_after_s = timeouts.lost_after_s
             timer = StepTimer(began_s)
             around = Surroundings(
                 argv=argv,
@@ -158,7 +158,7 @@ def run(
                 raise
             finally:
                 roll.close()
-                if head and (line := timer.summary(roll.place.nnodes)):
+                if head and (line := timer.summary(roll.placement.nnodes)):
                     say(line)
         return result.code
 
@@ -200,7 +200,7 @@ def _result(folder: RunFolder | None, job_id: str, say: Say) -> Iterator[_RunEnd
                 say(f"warning: {why}; the job script and imgkit status will not see how the run has ended")
 
 
-def _variables(env: Mapping[str, str], me: Caller, stop_folder: Path, job_id: str) -> Mapping[str, str]:
+def _variables(env: Mapping[str, str], me: NodeInfo, stop_folder: Path, job_id: str) -> Mapping[str, str]:
     """The environment of the command, in every attempt."""
     return {
         # torchrun knows no host name: each line of --tee says [host:rank].
@@ -208,22 +208,22 @@ def _variables(env: Mapping[str, str], me: Caller, stop_folder: Path, job_id: st
         **env,
         "IMGKIT_STOP_DIR": str(stop_folder),
         "IMGKIT_JOB_ID": job_id,
-        **nccl.recorder_variables(env, me.identity.torch, job_id),
+        **nccl.recorder_variables(env, me.software.torch, job_id),
     }
 
 
 def _attempts(
-    roll: Roll, max_failures: int, job_id: str, word: str, folder: RunFolder | None, say: Say
+    roll: Session, max_failures: int, job_id: str, word: str, folder: RunFolder | None, say: Say
 ) -> Attempts | None:
-    if not isinstance(roll, LeadingRoll) or not roll.elastic:
+    if not isinstance(roll, HeadSession) or not roll.can_restart:
         return None
 
     def admit(attempt: int) -> None:
         if folder and (why := fence.admit(folder.path, job_id, attempt, word)):
             say(f"warning: {why}")
 
-    nnodes = roll.place.nnodes
-    size = roll.place.size or Size(training=nnodes)
+    nnodes = roll.placement.nnodes
+    size = roll.placement.size or Size(training=nnodes)
     return Attempts(roll, size, max_failures=max_failures, say=say, fence=admit)
 
 
@@ -231,7 +231,7 @@ def _measured(mode: str, module: str, around: Surroundings, shared: RunFolder | 
     """Measure all nodes; return the numbers of those that the run leaves out."""
     from imgkit_entrypoints.launch.preflight.run import Needs, preflight
 
-    place = around.roll.place
+    place = around.roll.placement
     needs = Needs(
         mode=mode,
         module=module,
@@ -247,20 +247,24 @@ def _measured(mode: str, module: str, around: Surroundings, shared: RunFolder | 
 
 def _meet(
     place: Placement,
-    me: Caller,
+    me: NodeInfo,
     timeout_s: float,
     say: Say,
     signals: CollectedSignals,
     secret: bytes | None,
     *,
     elastic: bool,
-) -> Roll:
-    if place.nnodes == 1:
-        return LoneRoll(place, elastic=elastic)
-    from imgkit_entrypoints.rollcall import gather  # one node starts without it, and sooner
+) -> Session:
+    from imgkit_entrypoints.rollcall import gather
 
-    roll = gather.call(
-        place, me, timeout_s=timeout_s, say=say, stopped=signals.first, secret=secret, elastic=elastic
+    roll = gather.meet(
+        place,
+        me,
+        timeout_s=timeout_s,
+        log=say,
+        stop_reason=signals.first,
+        secret=secret,
+        can_restart=elastic,
     )
     for warning in roll.warnings if place.node_rank == 0 else ():
         say(f"warning: {warning}")
@@ -293,7 +297,7 @@ class Surroundings:
     """Set on the one node that looks after it for all."""
     job_id: str
     head: bool
-    roll: Roll
+    roll: Session
     attempts: Attempts | None
     """Set on the head, where a failure may be followed by another attempt."""
     timer: StepTimer
@@ -327,7 +331,7 @@ class NodeRun:
         """Torchrun's rendezvous of this attempt took too long; only the head knows."""
         self.codes: tuple[int, ...] | None = None
         """Exit codes of all nodes once every node is done; of an elastic run, the code of the run."""
-        self._start: Start | None = None
+        self._start: AttemptStart | None = None
         self._cancelled = 0
         """The attempt that was over before it has begun here."""
         self._child: GuardedCommand | None = None
@@ -336,7 +340,7 @@ class NodeRun:
 
     def to_the_end(self) -> int:
         """Take part until the run is over; return the exit code of this node."""
-        code = self._all_attempts() if self.node.roll.elastic else self._only_attempt()
+        code = self._all_attempts() if self.node.roll.can_restart else self._only_attempt()
         if code not in (0, EXIT_SAVED):
             self.node.last_words.lines = self._last_words()
         if code != EXIT_SAVED:
@@ -347,8 +351,10 @@ class NodeRun:
         return EXIT_SAVED
 
     def _only_attempt(self) -> int:
-        place = self.node.roll.place
-        start = Start(attempt=1, nnodes=place.nnodes, node_rank=place.node_rank, port=self.node.roll.port)
+        place = self.node.roll.placement
+        start = AttemptStart(
+            attempt=1, nnodes=place.nnodes, node_rank=place.node_rank, port=self.node.roll.port
+        )
         code = self._take_part(start)
         # A node that leaves with an error lets schedulers kill those that still save.
         if code not in (0, EXIT_SAVED) and not self.stop:
@@ -377,7 +383,7 @@ class NodeRun:
             return EXIT_TOOL_FAILED
         return 128 + self.node.signals.got[0] if self.node.signals.got else code
 
-    def _take_part(self, start: Start) -> int:
+    def _take_part(self, start: AttemptStart) -> int:
         """Run the command once, report how it has ended, and return the exit code of this node alone."""
         node, began, code = self.node, time.time(), EXIT_NO
         self.end, self.stalled, node.roll.phase = ForcedEnd(), False, STARTING
@@ -411,12 +417,12 @@ class NodeRun:
                 self._own = self._failure(child, start.attempt)
                 self._explain(child, began)
         node.timer.end_attempt(node.stop_folder)
-        node.roll.span = None
-        node.roll.ended(
+        node.roll.positions = None
+        node.roll.report_end(
             AttemptEnded(
                 code=code,
                 attempt=start.attempt,
-                place=watch.furthest(),
+                position=watch.furthest(),
                 failure=self._own,
             )
         )
@@ -426,7 +432,7 @@ class NodeRun:
         """The start so far; a later attempt begins with torchrun."""
         return self.node.started if attempt == 1 else StartUp(time.monotonic())
 
-    def _command(self, start: Start) -> list[str]:
+    def _command(self, start: AttemptStart) -> list[str]:
         assert start.node_rank is not None  # noqa: S101 - a spare has no command
         return plan.filled(
             self.node.argv,
@@ -441,20 +447,20 @@ class NodeRun:
         """React until nothing of the command is left."""
         node = self.node
         rendezvous = (
-            RendezvousWatch(node.roll, node.rendezvous_s) if isinstance(node.roll, LeadingRoll) else None
+            RendezvousWatch(node.roll, node.rendezvous_s) if isinstance(node.roll, HeadSession) else None
         )
         while True:
             self._wait(child, node.signals)
             if not child.read():
                 return
             self._react()
-            node.roll.span = watch.span
+            node.roll.positions = watch.span
             if node.roll.phase != WORKERS:
                 node.roll.phase = start_up.noted(node.stop_folder)
             if rendezvous and not self.stalled and (why := rendezvous.stalled()):
                 self.stalled = True
                 self.end.now(why)
-            for text in watch.look(node.roll.everyone):
+            for text in watch.look(node.roll.run_positions):
                 node.say(*text.split("\n"))
             for lines in self._late.look():
                 node.say(*lines)
@@ -492,7 +498,7 @@ class NodeRun:
         if not self.stop and not self.end.begun and not killed:
             from imgkit_entrypoints.launch import explain
 
-            alone = self.node.roll.place.nnodes == 1
+            alone = self.node.roll.placement.nnodes == 1
             of_rank = self._own is not None and self._own.rank is not None
             has_cause = of_rank and not (self._own and self._own.after_peer and alone)
             for found in explain.explain(child.tail()[-EXPLAINED:], has_cause=has_cause):
@@ -507,13 +513,13 @@ class NodeRun:
         found = failures.of_node(node.stop_folder, "", killed_by)
         if found is None:
             return None
-        log = failures.write_log(child.tail(), node.log_folder, node.roll.place.node_rank, attempt)
+        log = failures.write_log(child.tail(), node.log_folder, node.roll.placement.node_rank, attempt)
         return dataclasses.replace(found, log=log)
 
     def _wait_for_the_cause(self) -> None:
         """Wait on the head for the node whose worker is gone, where this node's failed because of that."""
         node = self.node
-        if not isinstance(node.roll, LeadingRoll) or node.roll.place.nnodes == 1:
+        if not isinstance(node.roll, HeadSession) or node.roll.placement.nnodes == 1:
             return
         if self._own is not None and not self._own.after_peer:
             return
@@ -528,8 +534,8 @@ class NodeRun:
     def _last_words(self, *, before: bool = False) -> tuple[str, ...]:
         """Return what is printed last; `before`: of the attempt before the one that starts now."""
         node = self.node
-        name = node.roll.node(node.roll.place.node_rank, node.host)
-        if isinstance(node.roll, LeadingRoll):
+        name = node.roll.node_name(node.roll.placement.node_rank, node.host)
+        if isinstance(node.roll, HeadSession):
             return failures.of_run(node.roll, name, node.say, before=before)
         if self._own is None:
             return ()
@@ -560,7 +566,7 @@ class NodeRun:
         self.node.signals.drain()
 
     def _react(self) -> None:
-        for event in self.node.roll.tick():
+        for event in self.node.roll.poll():
             self._hear(event)
         self._act_on_signals()
         self._look_for_the_stop_file()
@@ -577,20 +583,20 @@ class NodeRun:
     def _hear(self, event: Event) -> None:
         if isinstance(event, StopOrder):
             self._stop(StopRequest(reason=f"{event.reason} on {event.node}", requeue=event.requeue))
-        elif isinstance(event, Start):
+        elif isinstance(event, AttemptStart):
             self._start = event
         elif isinstance(event, EndAttempt):
             self._cancelled = event.attempt
             if self._child:
-                self.end.now(event.why)
-        elif isinstance(event, Lost):
+                self.end.now(event.reason)
+        elif isinstance(event, NodeLost):
             self.lost = True
-            self.node.say(f"lost {event.node}: {event.why}")
-            if self.node.roll.elastic:
+            self.node.say(f"lost {event.node}: {event.reason}")
+            if self.node.roll.can_restart:
                 self.end.now(f"{event.node} is lost")
             else:
                 self.end.within(0.0, f"{event.node} is lost")
-        elif isinstance(event, Failed):
+        elif isinstance(event, NodeFailed):
             why = "its own output says why" if event.rank is None else f"rank {event.rank} failed first there"
             self.node.say(f"{event.node} ended with exit code {event.code}; {why}")
             if not self.stop:

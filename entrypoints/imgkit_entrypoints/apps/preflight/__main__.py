@@ -9,7 +9,7 @@ import threading
 
 from imgkit_entrypoints.launch.preflight.run import STORE
 from imgkit_entrypoints.rollcall import messages
-from imgkit_entrypoints.rollcall.messages import Measure, Measured
+from imgkit_entrypoints.rollcall.messages import MeasureRequest, MeasureResult
 
 EARLIER_S = 1.5
 """Time before the limit of a stage at which a process that waits for its partner says so."""
@@ -32,36 +32,36 @@ class Orders:
             self.send(found)
             self._next = self._taken()
 
-    def send(self, found: Measured) -> None:
+    def send(self, found: MeasureResult) -> None:
         """Send an answer."""
-        self.connection.sendall(messages.line(found) + b"\n")
+        self.connection.sendall(messages.encode(found) + b"\n")
 
-    def _taken(self) -> tuple[Measure, threading.Timer] | None:
+    def _taken(self) -> tuple[MeasureRequest, threading.Timer] | None:
         line = self._lines.readline()
         order = messages.from_head(line) if line else None
-        if not isinstance(order, Measure):
+        if not isinstance(order, MeasureRequest):
             return None
         timer = threading.Timer(max(0.5, order.limit_s - EARLIER_S), self._give_up, [order])
         timer.daemon = True
         timer.start()
         return order, timer
 
-    def _give_up(self, order: Measure) -> None:
+    def _give_up(self, order: MeasureRequest) -> None:
         who = "this node or a partner hangs" if len(order.group) > 1 else "it hangs"
         self.send(
-            Measured(stage=order.stage, error=f"not done within {order.limit_s - EARLIER_S:g} s: {who}")
+            MeasureResult(stage=order.stage, error=f"not done within {order.limit_s - EARLIER_S:g} s: {who}")
         )
         os._exit(0)
 
 
-def _measured(order: Measure) -> Measured:
+def _measured(order: MeasureRequest) -> MeasureResult:
     from imgkit_entrypoints.apps.preflight import measure
 
     try:
         return measure.stage(order)
     except Exception as error:  # whatever a backend raises is a finding
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return Measured(stage=order.stage, error=said[:300])
+        return MeasureResult(stage=order.stage, error=said[:300])
 
 
 def serve(descriptor: int) -> None:
@@ -70,7 +70,7 @@ def serve(descriptor: int) -> None:
 
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     connection = socket.socket(fileno=descriptor)
-    connection.sendall(messages.line(Measured(stage=0, figures=((STORE, float(store.port)),))) + b"\n")
+    connection.sendall(messages.encode(MeasureResult(stage=0, figures=((STORE, float(store.port)),))) + b"\n")
     connection.recv(1)
 
 

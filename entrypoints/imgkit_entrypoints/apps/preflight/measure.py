@@ -21,7 +21,7 @@ from imgkit_entrypoints.apps.bench import compute, exchange, measurement, option
 from imgkit_entrypoints.apps.bench.collectives import named
 from imgkit_entrypoints.doctor.node import clock_remark, examine
 from imgkit_entrypoints.facts import storage
-from imgkit_entrypoints.rollcall.messages import Measure, Measured
+from imgkit_entrypoints.rollcall.messages import MeasureRequest, MeasureResult
 from imgkit_entrypoints.run.ranks import Ranks
 
 SECONDS: Mapping[str, float] = {"quick": 0.3, "full": 1.0}
@@ -40,7 +40,7 @@ MOST_TEXTS, MOST_CHARACTERS = 16, 500
 """Checks and notes of one stage, and characters of each."""
 
 
-def stage(order: Measure) -> Measured:
+def stage(order: MeasureRequest) -> MeasureResult:
     """Measure one stage; a collective call of the nodes in ``order.group``.
 
     Raises
@@ -50,7 +50,7 @@ def stage(order: Measure) -> Measured:
     return {"alone": _alone, "pair": _pair, "all": _all}[order.kind](order)
 
 
-def _alone(order: Measure) -> Measured:
+def _alone(order: MeasureRequest) -> MeasureResult:
     """Check this node and measure its devices and its disk; the slowest device counts."""
     cuda = os.environ.get("IMGKIT_DEVICE") == "cuda"
     host = facts.gather()
@@ -73,7 +73,7 @@ def _alone(order: Measure) -> Measured:
         figures["disk"] = storage.write_MBps(Path(tempfile.gettempdir()))
     except OSError as error:
         notes.append(f"{tempfile.gettempdir()} cannot be written: {error.strerror}")
-    return Measured(
+    return MeasureResult(
         stage=order.stage,
         figures=tuple(figures.items()),
         failed=_few([f"{check.name}: {check.evidence}" for check in checks if check.verdict == "fail"]),
@@ -86,7 +86,7 @@ def _few(texts: Sequence[str]) -> tuple[str, ...]:
     return tuple(text[:MOST_CHARACTERS] for text in texts[:MOST_TEXTS])
 
 
-def _pair(order: Measure) -> Measured:
+def _pair(order: MeasureRequest) -> MeasureResult:
     """Exchange a few bytes and many with the partner."""
     with _met(order) as here:
         measurer = setup.set_up(
@@ -100,10 +100,10 @@ def _pair(order: Measure) -> Measured:
         bandwidth = rate_GBps(EXCHANGED_BYTES[here.device.type])
         small.append(rate_GBps(PROBE_BYTES))
     latency_us = PROBE_BYTES / max(small) / 1e3
-    return Measured(stage=order.stage, figures=(("latency", latency_us), ("bandwidth", bandwidth)))
+    return MeasureResult(stage=order.stage, figures=(("latency", latency_us), ("bandwidth", bandwidth)))
 
 
-def _all(order: Measure) -> Measured:
+def _all(order: MeasureRequest) -> MeasureResult:
     """Sum up over all nodes, with verified values, and compare the clocks."""
     with _met(order) as here:
         whole = setup.set_up(_options(order, "--iters", str(SUMS[order.mode])), here)
@@ -115,7 +115,7 @@ def _all(order: Measure) -> Measured:
     once_s = statistics.median(found.batches) / found.counts.launches
     rate = op.busbw_GBps(found.size_bytes, once_s, here.world_size)
     wrong = (f"{found.wrong} wrong elements in all_reduce",) if found.wrong else ()
-    return Measured(
+    return MeasureResult(
         stage=order.stage,
         figures=(("all_reduce", rate),),
         failed=wrong,
@@ -123,11 +123,11 @@ def _all(order: Measure) -> Measured:
     )
 
 
-def _options(order: Measure, *words: str) -> options.BenchOptions:
+def _options(order: MeasureRequest, *words: str) -> options.BenchOptions:
     return options.read(["--timeout", str(order.limit_s), *words])
 
 
-def _met(order: Measure) -> contextlib.AbstractContextManager[Ranks]:
+def _met(order: MeasureRequest) -> contextlib.AbstractContextManager[Ranks]:
     """Join the nodes of the order in the store of the head."""
     limit = datetime.timedelta(seconds=order.limit_s)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], order.store, is_master=False, timeout=limit)
@@ -139,7 +139,7 @@ def _met(order: Measure) -> contextlib.AbstractContextManager[Ranks]:
 
 
 @contextlib.contextmanager
-def _joined(order: Measure, store: dist.Store, device: torch.device) -> Iterator[Ranks]:
+def _joined(order: MeasureRequest, store: dist.Store, device: torch.device) -> Iterator[Ranks]:
     rank = order.group.index(int(os.environ["GROUP_RANK"]))
     with ranks.opened(
         order.limit_s, device=device, store=store, rank=rank, world_size=len(order.group)

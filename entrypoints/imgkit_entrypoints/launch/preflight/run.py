@@ -29,9 +29,17 @@ from imgkit_entrypoints.launch.preflight.verdict import (
 )
 from imgkit_entrypoints.launch.stop_protocol import CollectedSignals
 from imgkit_entrypoints.rollcall import messages, session
-from imgkit_entrypoints.rollcall.link import Link
-from imgkit_entrypoints.rollcall.messages import FromNode, Judged, Lost, Measure, Measured, Refused, StopOrder
-from imgkit_entrypoints.rollcall.session import Event, LeadingRoll, Readable, Roll
+from imgkit_entrypoints.rollcall.connection import Connection
+from imgkit_entrypoints.rollcall.messages import (
+    FromNode,
+    MeasureRequest,
+    MeasureResult,
+    NodeLost,
+    PreflightEnd,
+    Refused,
+    StopOrder,
+)
+from imgkit_entrypoints.rollcall.session import Event, HeadSession, Readable, Session
 
 ANSWER_S = 2.0
 """Further time for a node's answer to reach the head."""
@@ -63,7 +71,7 @@ class Needs:
     """Nodes that the run can do without."""
 
 
-def preflight(roll: Roll, around: Needs) -> tuple[int, ...]:
+def preflight(roll: Session, around: Needs) -> tuple[int, ...]:
     """Measure all nodes of `roll`, and return the numbers of those that the run leaves out.
 
     Raises
@@ -71,7 +79,7 @@ def preflight(roll: Roll, around: Needs) -> tuple[int, ...]:
     CheckFailed : on all nodes: more nodes are outliers than the run can do without. NoPlan : a stop was asked
     for, or the head is gone.
     """
-    place = roll.place
+    place = roll.placement
     env = {
         **around.env,
         "GROUP_RANK": str(place.node_rank),
@@ -80,27 +88,27 @@ def preflight(roll: Roll, around: Needs) -> tuple[int, ...]:
     }
     process = MeasuringProcess(around.module, env, around.say, open_files=around.open_files)
     try:
-        if isinstance(roll, LeadingRoll):
+        if isinstance(roll, HeadSession):
             return _Leading(roll, process, around).lead()
         return _follow(roll, process, around)
     finally:
         process.close()
 
 
-def _follow(roll: Roll, process: MeasuringProcess, around: Needs) -> tuple[int, ...]:
+def _follow(roll: Session, process: MeasuringProcess, around: Needs) -> tuple[int, ...]:
     """Measure what the head asks for, until it has judged."""
     while True:
         for event in _turn(roll, process, around):
-            if isinstance(event, Judged):
+            if isinstance(event, PreflightEnd):
                 return event.left_out
             if isinstance(event, Refused):
                 raise CheckFailed(event.what, where=event.where, hint=event.hint)
-            if isinstance(event, Lost):
-                raise NoPlan(f"lost {event.node} during the preflight: {event.why}")
+            if isinstance(event, NodeLost):
+                raise NoPlan(f"lost {event.node} during the preflight: {event.reason}")
 
 
 def _turn(
-    roll: Roll, process: MeasuringProcess, around: Needs, sources: Sequence[Readable] = ()
+    roll: Session, process: MeasuringProcess, around: Needs, sources: Sequence[Readable] = ()
 ) -> Iterator[Event]:
     """Wait a moment, let this node's process begin and end stages, and yield all other events.
 
@@ -109,15 +117,15 @@ def _turn(
     NoPlan : a stop was asked for, here or on another node.
     """
     roll.wait([*process.sources, *sources, around.signals], TICK_S)
-    for event in roll.tick():
-        if isinstance(event, Measure):
+    for event in roll.poll():
+        if isinstance(event, MeasureRequest):
             process.begin(event)
         elif isinstance(event, StopOrder):
             raise NoPlan(f"stopped during the preflight: {event.reason} on {event.node}")
         else:
             yield event
     if found := process.answer():
-        roll.measured(found)
+        roll.report_measurement(found)
     around.signals.drain()
     if reason := around.signals.first():
         roll.ask_stop(reason)
@@ -127,18 +135,18 @@ def _turn(
 class _Leading:
     """The head's side."""
 
-    def __init__(self, roll: LeadingRoll, process: MeasuringProcess, around: Needs) -> None:
+    def __init__(self, roll: HeadSession, process: MeasuringProcess, around: Needs) -> None:
         self.roll, self.process, self.around = roll, process, around
         self.store = MeasuringProcess(
             around.module, around.env, around.say, open_files=around.open_files, words=(STORE,)
         )
         self.port = 0
         """Port of the store; 0 until it is served."""
-        nodes = range(roll.place.nnodes)
+        nodes = range(roll.placement.nnodes)
         self.figures = {rank: NodeFigures(rank=rank, host=self._host(rank)) for rank in nodes}
         self.pairs: list[PairFigures] = []
         self.all_reduce_GBps: float | None = None
-        self.answers: dict[int, Measured] = {}
+        self.answers: dict[int, MeasureResult] = {}
         """Answers in the present stage."""
 
     def lead(self) -> tuple[int, ...]:
@@ -174,12 +182,12 @@ class _Leading:
             all_reduce_GBps=self.all_reduce_GBps,
             left_out=left_out,
             passed=passed,
-            scheduler=self.roll.place.scheduler,
+            scheduler=self.roll.placement.scheduler,
         )
         self.around.say("preflight", *report.table())
         self._save(report)
         if passed:
-            self.roll.judged(Judged(left_out=left_out))
+            self.roll.end_preflight(PreflightEnd(left_out=left_out))
             return left_out
         worst = condemned[0]
         error = CheckFailed(
@@ -189,7 +197,7 @@ class _Leading:
             hint=f"start again with {report.way}, or with a spare (--nnodes N+1) that replaces it; "
             "leave out --preflight to start as it is",
         )
-        self.roll.judged(Refused(what=error.what, where=error.where, hint=error.hint))
+        self.roll.end_preflight(Refused(what=error.what, where=error.where, hint=error.hint))
         raise error
 
     def _save(self, report: Report) -> None:
@@ -209,7 +217,7 @@ class _Leading:
         self.around.say(f"preflight: {SAYS[stage.kind]}, up to {stage.limit_s} s")
         self.answers = {}
         for group in stage.groups:
-            order = Measure(
+            order = MeasureRequest(
                 stage=stage.number,
                 kind=stage.kind,
                 mode=self.around.mode,
@@ -218,14 +226,14 @@ class _Leading:
                 store=self.port if len(group) > 1 else 0,
             )
             for rank in group:
-                self.roll.measure(rank, order)
+                self.roll.request_measurement(rank, order)
         asked = {rank for group in stage.groups for rank in group}
         end = time.monotonic() + stage.limit_s + ANSWER_S
         while asked - self.answers.keys() - self._out() and time.monotonic() < end:
             self._turn(stage.number)
         for rank in asked - self.answers.keys() - self._out():
             why = f"its node agent hangs: no answer within {stage.limit_s} s"
-            self.answers[rank] = Measured(stage=stage.number, error=why, mute=True)
+            self.answers[rank] = MeasureResult(stage=stage.number, error=why, mute=True)
         self._take(stage)
 
     def _store_is_served(self) -> bool:
@@ -238,9 +246,9 @@ class _Leading:
         """Wait a moment, and hear all nodes and the process that serves the store."""
         for _ in _turn(self.roll, self.process, self.around, self.store.sources):
             pass  # a lost node is in `gone` too
-        for rank, why in self.roll.gone.items():
+        for rank, why in self.roll.lost.items():
             self.figures[rank] = replace(self.figures[rank], broken=f"lost: {why}", gone=True)
-        heard, self.roll.answers = self.roll.answers, []
+        heard, self.roll.measurements = self.roll.measurements, []
         self.answers.update({rank: said for rank, said in heard if said.stage == number})
         if served := self.store.answer():
             self.port = int(dict(served.figures).get(STORE, 0))
@@ -276,7 +284,7 @@ class _Leading:
 
     def _host(self, rank: int) -> str:
         """Name of a node, if possible the scheduler's: it stands in the words that exclude the node."""
-        named = self.roll.place.hosts[rank : rank + 1]
+        named = self.roll.placement.hosts[rank : rank + 1]
         return named[0] if named else self.roll.host(rank)
 
 
@@ -305,9 +313,9 @@ class MeasuringProcess:
         self._module, self._env, self._say = module, env, say
         self._open_files, self._words = open_files, words
         self._child: GuardedCommand | None = None
-        self._link: Link[FromNode] | None = None
+        self._link: Connection[FromNode] | None = None
         self._ended: list[GuardedCommand] = []
-        self._order: Measure | None = None
+        self._order: MeasureRequest | None = None
         self._deadline = 0.0
 
     @property
@@ -331,35 +339,37 @@ class MeasuringProcess:
                 inherited=(theirs.fileno(),),
             )
         self._child.__enter__()
-        self._link = Link(ours, messages.from_node)
+        self._link = Connection(ours, messages.from_node)
 
-    def begin(self, order: Measure) -> None:
+    def begin(self, order: MeasureRequest) -> None:
         """Have the process measure; `answer` has the result later."""
         self.start()
         assert self._link is not None  # noqa: S101 - start has made it
         self._order, self._deadline = order, time.monotonic() + order.limit_s
         self._link.send(order)
 
-    def answer(self) -> Measured | None:
+    def answer(self) -> MeasureResult | None:
         """Return what the process has measured, or why it has not; None: nothing yet."""
         if self._child is None or self._link is None:
             return None
         for message in self._link.receive():
-            if isinstance(message, Measured) and (self._order is None or message.stage == self._order.stage):
+            if isinstance(message, MeasureResult) and (
+                self._order is None or message.stage == self._order.stage
+            ):
                 return self._done(message)
         running = self._child.read()
         if self._order is None:
             return None
         stage = self._order.stage
-        if not running or self._child.code is not None or self._link.why:
+        if not running or self._child.code is not None or self._link.error:
             code = self._child.code
             why = "its measuring process ended" + ("" if code is None else f" with exit code {code}")
             self._end()
-            return self._done(Measured(stage=stage, error=why))
+            return self._done(MeasureResult(stage=stage, error=why))
         if time.monotonic() >= self._deadline:
             why = f"its measuring process hangs: no answer within {self._order.limit_s} s"
             self._end()
-            return self._done(Measured(stage=stage, error=why, mute=True))
+            return self._done(MeasureResult(stage=stage, error=why, mute=True))
         return None
 
     def close(self) -> None:
@@ -372,7 +382,7 @@ class MeasuringProcess:
             child.wait()
         self._ended.clear()
 
-    def _done(self, found: Measured) -> Measured:
+    def _done(self, found: MeasureResult) -> MeasureResult:
         self._order = None
         if found.error:
             self._end()  # after an error it may hold a broken process group
