@@ -239,15 +239,15 @@ def _run_agent(
     """Run the node agent; return its exit code."""
     from imgkit_entrypoints.launch.agent import NodeAgent, NodeConfig  # --dry-run prints sooner without it
     from imgkit_entrypoints.rollcall import gather
-    from imgkit_entrypoints.rollcall.messages import Caller
+    from imgkit_entrypoints.rollcall.messages import NodeInfo
 
     if launch_plan.placement.node_rank == 0:
         for text in launch_plan.announcements(verbose=options.verbose):
             say(text)
     carrier = sockets.selected(host, child_env) if options.network_test else None
-    node = Caller(
+    node = NodeInfo(
         host=host.hostname,
-        identity=gather.identity(torch=host.torch_version, nccl=host.nccl_version),
+        software=gather.read_software(torch=host.torch_version, nccl=host.nccl_version),
         nproc=launch_plan.nproc,
         gpu=host.gpu_devices[0].model if host.gpu_devices else "",
         address=carrier.addresses[0] if carrier else "",
@@ -313,7 +313,7 @@ def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Plac
             "no secret is set, so other programs could join this run", where="--require-secret", hint=remedy
         )
     if placement.node_rank == 0:
-        port = ports.roll_call(placement.job_id, placement.port)
+        port = ports.rollcall_port(placement.job_id, placement.port)
         say(
             f"no secret is set: any program that reaches port {port} of {placement.head} can join this run. "
             f"To prevent that, {remedy}"

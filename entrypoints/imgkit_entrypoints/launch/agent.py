@@ -31,22 +31,23 @@ from imgkit_entrypoints.launch.progress import StepTimer
 from imgkit_entrypoints.launch.start_up import StartUp, process_began_s, start_began_s
 from imgkit_entrypoints.launch.stop_protocol import RESULT, SAVED, CollectedSignals, RunFolder, StopRequest
 from imgkit_entrypoints.launch.watchdog import Watchdog
+from imgkit_entrypoints.rollcall import gather
 from imgkit_entrypoints.rollcall.messages import (
     STARTING,
     WORKERS,
     AllDone,
     AttemptEnded,
+    AttemptStart,
     EndAttempt,
-    Lost,
-    Start,
+    NodeLost,
     StopOrder,
 )
-from imgkit_entrypoints.rollcall.session import Event, LeadingRoll, LoneRoll, Readable, Roll
+from imgkit_entrypoints.rollcall.session import Event, HeadSession, Readable, Session
 from imgkit_entrypoints.schedulers.placement import Size
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.launch.plan import Timeouts
-    from imgkit_entrypoints.rollcall.messages import Caller, RankFailure
+    from imgkit_entrypoints.rollcall.messages import NodeInfo, RankFailure
     from imgkit_entrypoints.schedulers.placement import Placement
 
 TICK_S = 1.0
@@ -79,7 +80,7 @@ class NodeConfig:
 
     IMGKIT_STOP_DIR is the parent of the node's stop folder; unset, the folder is a temporary one."""
     placement: Placement
-    node: Caller
+    node: NodeInfo
     """This node, as the others see it."""
     timeouts: Timeouts
     log: Callable[..., None]
@@ -138,10 +139,10 @@ class NodeAgent:
         self._signals = CollectedSignals()
         self._deadline = Deadline()
         """The end of the program by force; between attempts, the end of the waiting."""
-        self._session: Roll | None = None
+        self._session: Session | None = None
         self._attempts: Attempts | None = None
         """Set on the head."""
-        self._order: Start | None = None
+        self._order: AttemptStart | None = None
         """The attempt that the head has ordered."""
         self._cancelled = 0
         """The latest attempt that the head has ended."""
@@ -227,11 +228,11 @@ class NodeAgent:
                 self._command.close()
             if self._session:
                 self._session.close()
-                if self.is_head and (line := self._timer.summary(self._session.place.nnodes)):
+                if self.is_head and (line := self._timer.summary(self._session.placement.nnodes)):
                     self.log(line)
 
     @property
-    def session(self) -> Roll:
+    def session(self) -> Session:
         """The connections to the other nodes, after they have met."""
         assert self._session is not None  # noqa: S101 - every state after gather has it
         return self._session
@@ -241,28 +242,23 @@ class NodeAgent:
         config = self.config
         self._start_up.ends("container", process_began_s())
         self._start_up.ends("node_agent")
-        if config.placement.nnodes == 1:
-            self._session = LoneRoll(config.placement, elastic=True)
-        else:
-            from imgkit_entrypoints.rollcall import gather  # one node starts without it, and sooner
-
-            self._session = gather.call(
-                config.placement,
-                config.node,
-                timeout_s=config.timeouts.rollcall_s,
-                say=self.log,
-                stopped=self._signals.first,
-                secret=config.secret,
-                elastic=True,
-            )
-            for warning in self._session.warnings if self.is_head else ():
-                self.log(f"warning: {warning}")
+        self._session = gather.meet(
+            config.placement,
+            config.node,
+            timeout_s=config.timeouts.rollcall_s,
+            log=self.log,
+            stop_reason=self._signals.first,
+            secret=config.secret,
+            can_restart=True,
+        )
+        for warning in self._session.warnings if self.is_head else ():
+            self.log(f"warning: {warning}")
         self._start_up.ends("roll_call")
-        self._session.lost_s = config.timeouts.lost_after_s
+        self._session.lost_after_s = config.timeouts.lost_after_s
         guard.adopt_orphans()  # for the case that a guard itself is killed
         self._env = self._command_env()
-        if isinstance(self._session, LeadingRoll):
-            size = self._session.place.size or Size(training=self._session.place.nnodes)
+        if isinstance(self._session, HeadSession):
+            size = self._session.placement.size or Size(training=self._session.placement.nnodes)
             self._attempts = Attempts(
                 self._session, size, max_failures=config.max_failures, log=self.log, fence=self._fence
             )
@@ -277,13 +273,13 @@ class NodeAgent:
             **config.env,
             "IMGKIT_STOP_DIR": str(self._stop_folder),
             "IMGKIT_JOB_ID": self.job_id,
-            **nccl.recorder_variables(config.env, config.node.identity.torch, self.job_id),
+            **nccl.recorder_variables(config.env, config.node.software.torch, self.job_id),
         }
         return {**env, fence.VARIABLE: self._run_id} if self.is_head else env
 
     def _fence(self, attempt: int) -> None:
         """Let only workers of `attempt` write into the run's folder, if there may be another attempt."""
-        size = self.session.place.size
+        size = self.session.placement.size
         if self._run_folder is None or (size is None and not self.config.max_failures):
             return
         if problem := fence.admit(self._run_folder.path, self.job_id, attempt, self._run_id):
@@ -294,7 +290,7 @@ class NodeAgent:
         from imgkit_entrypoints.launch.preflight.run import PreflightConfig, run_preflight
 
         assert self.config.preflight  # noqa: S101 - else this state is skipped
-        size, nnodes = self.session.place.size, self.session.place.nnodes
+        size, nnodes = self.session.placement.size, self.session.placement.nnodes
         needs = PreflightConfig(
             module=self.config.preflight,
             env=self._env,
@@ -340,7 +336,7 @@ class NodeAgent:
             return State.RESTART
         return State.STOP if self.stop else State.WATCH
 
-    def _start_command(self, order: Start, node_rank: int) -> None:
+    def _start_command(self, order: AttemptStart, node_rank: int) -> None:
         """Start the command of an attempt; nothing if the attempt is over before it has begun here."""
         folder = self._stop_folder
         self._attempt, self._attempt_began, self._code = order.attempt, time.time(), EXIT_NO
@@ -354,7 +350,7 @@ class NodeAgent:
             folder, self.config.node.host, hang_after_s, lambda: nccl.question(self._env)
         )
         self._rendezvous = None
-        if isinstance(self._session, LeadingRoll):
+        if isinstance(self._session, HeadSession):
             self._rendezvous = RendezvousWatch(self._session, self.config.timeouts.rollcall_s)
         first_s = self._timer.start_attempt(folder)
         if order.attempt <= self._cancelled:
@@ -409,13 +405,13 @@ class NodeAgent:
         if not command.read():
             return False
         self._react()
-        session.span = self._watchdog.span
+        session.positions = self._watchdog.span
         if session.phase != WORKERS:
             session.phase = start_up.noted(self._stop_folder)
         if self._rendezvous and not self._is_stalled and (reason := self._rendezvous.stalled()):
             self._is_stalled = True
             self._deadline.set_now(reason)
-        for report in self._watchdog.look(session.everyone):
+        for report in self._watchdog.look(session.run_positions):
             self.log(*report.split("\n"))
         for lines in self._late_records.look():
             self.log(*lines)
@@ -430,14 +426,14 @@ class NodeAgent:
                 self._failure = self._first_failure(command)
                 self._explain(command)
         self._timer.end_attempt(self._stop_folder)
-        self.session.span = None
+        self.session.positions = None
         report = AttemptEnded(
             code=self._code,
             attempt=self._attempt,
-            place=self._watchdog.furthest(),
+            position=self._watchdog.furthest(),
             failure=self._failure,
         )
-        self.session.ended(report)
+        self.session.report_end(report)
         return State.START
 
     def _node_code(self, code: int) -> int:
@@ -468,7 +464,7 @@ class NodeAgent:
         failure = failures.of_node(self._stop_folder, killed_by)
         if failure is None:
             return None
-        node_rank = self.session.place.node_rank
+        node_rank = self.session.placement.node_rank
         log = failures.write_log(command.tail(), self._log_folder, node_rank, self._attempt)
         return dataclasses.replace(failure, log=log)
 
@@ -480,7 +476,7 @@ class NodeAgent:
         if not self.stop and not self._deadline.is_forced and not is_silent:
             from imgkit_entrypoints.launch import explain
 
-            is_alone = self.session.place.nnodes == 1
+            is_alone = self.session.placement.nnodes == 1
             has_cause = of_rank and not (self._failure and self._failure.after_peer and is_alone)
             output = command.tail()[-EXPLAINED_CHARACTERS:]
             for explanation in explain.explain(output, has_cause=has_cause):
@@ -491,8 +487,8 @@ class NodeAgent:
     def _failure_lines(self, *, of_previous: bool = False) -> tuple[str, ...]:
         """Return the lines about a failed run; `of_previous`: about the attempt before this one."""
         session = self.session
-        name = session.node(session.place.node_rank, self.config.node.host)
-        if isinstance(session, LeadingRoll):
+        name = session.node_name(session.placement.node_rank, self.config.node.host)
+        if isinstance(session, HeadSession):
             return failures.of_run(session, name, self.log, of_previous=of_previous)
         if self._failure is None:
             return ()
@@ -539,7 +535,7 @@ class NodeAgent:
 
     def _react(self) -> None:
         """React to the other nodes, the signals, the stop file and, on the head, the reports of all nodes."""
-        for event in self.session.tick():
+        for event in self.session.poll():
             self._handle(event)
         if self._signals.is_repeated and not self._deadline.is_forced:
             self._deadline.set_within(0.0, "a second signal")
@@ -555,15 +551,15 @@ class NodeAgent:
             case StopOrder():
                 reason = f"{event.reason} on {event.node}"
                 self.request_stop(StopRequest(reason=reason, requeue=event.requeue))
-            case Start():
+            case AttemptStart():
                 self._order = event
             case EndAttempt():
                 self._cancelled = event.attempt
                 if self._command:
-                    self._deadline.set_now(event.why)
-            case Lost():
+                    self._deadline.set_now(event.reason)
+            case NodeLost():
                 self._is_head_lost = True
-                self.log(f"lost {event.node}: {event.why}")
+                self.log(f"lost {event.node}: {event.reason}")
                 self._deadline.set_now(f"lost {event.node}")
             case AllDone():
                 self._run_codes = event.codes

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from imgkit_entrypoints.errors import EXIT_SAVED, EXIT_TOOL_FAILED
 from imgkit_entrypoints.rollcall.messages import RENDEZVOUS, STARTING
-from imgkit_entrypoints.rollcall.session import LeadingRoll
+from imgkit_entrypoints.rollcall.session import HeadSession
 from imgkit_entrypoints.schedulers.placement import Size
 
 GOOD = (0, EXIT_SAVED)
@@ -53,7 +53,7 @@ class Attempts:
 
     def __init__(
         self,
-        session: LeadingRoll,
+        session: HeadSession,
         size: Size,
         *,
         max_failures: int,
@@ -97,31 +97,31 @@ class Attempts:
         self._number += 1
         if self._number > 1:
             self._log(f"attempt {self._number} starts with {_count(len(ranks))}{self._changes(ranks)}")
-        elif spares := [self._session.named(number) for number in alive if number not in ranks]:
+        elif spares := [self._session.node_name(number) for number in alive if number not in ranks]:
             self._log(f"{_count(len(ranks))} train; {', '.join(spares)} wait{'s' * (len(spares) == 1)}")
         self._ranks, self._started_at = ranks, time.monotonic()
         self._failure, self._is_cancelled = None, False
         self._fence(self._number)
-        self._session.start(self._number, ranks)
+        self._session.start_attempt(self._number, ranks)
 
     def check(self, *, stopped: bool) -> None:
         """React to what the nodes have reported; `stopped`: the run was asked to save and end."""
         session = self._session
         if self._is_over or not self._ranks:
             return
-        if not session.reports and len(session.gone) == len(self._logged_losses) and self._failure is None:
+        if not session.reports and len(session.lost) == len(self._logged_losses) and self._failure is None:
             return  # no news; the rest costs work for every node
         self._log_losses()
         members = self._ranks.keys()
         # In the order of their arrival: the first failure decides about the exit code.
         codes = {number: report.code for number, report in session.reports.items() if number in members}
-        lost = {number for number in members & session.gone.keys() if codes.get(number) not in GOOD}
+        lost = {number for number in members & session.lost.keys() if codes.get(number) not in GOOD}
         bad = {number: code for number, code in codes.items() if code not in GOOD}
         if (lost or bad) and self._failure is None:
             self.failed_at = time.monotonic()
             self._failure = FailedAttempt(
                 cause=self._cause(lost, bad),
-                position=session.everyone[1] if session.everyone else None,
+                position=session.run_positions[1] if session.run_positions else None,
                 after_s=self.failed_at - self._started_at,
                 code=EXIT_TOOL_FAILED if lost else next(iter(bad.values())),
             )
@@ -132,7 +132,7 @@ class Attempts:
         if codes.keys() | lost != members:
             return
         if self._failure is None:
-            session.over(EXIT_SAVED if EXIT_SAVED in codes.values() else 0)
+            session.end_run(EXIT_SAVED if EXIT_SAVED in codes.values() else 0)
             self._is_over = True
             return
         self._close_attempt(self._failure, lost, codes, stopped=stopped)
@@ -141,7 +141,7 @@ class Attempts:
         self, failure: FailedAttempt, lost: Collection[int], codes: Mapping[int, int], *, stopped: bool
     ) -> None:
         """Start another attempt or end the run, now that this one is over on all nodes."""
-        reported = [self._session.reports[number].place for number in codes]
+        reported = [self._session.reports[number].position for number in codes]
         positions = [position for position in (failure.position, *reported) if position is not None]
         # A node that is lost meanwhile explains why the workers of others have failed.
         cause = self._cause(lost, {}) if lost else failure.cause
@@ -161,36 +161,36 @@ class Attempts:
         return not is_consequence or time.monotonic() - self.failed_at > PEER_FAILED_S
 
     def _log_losses(self) -> None:
-        for number in self._session.gone.keys() - self._logged_losses:
+        for number in self._session.lost.keys() - self._logged_losses:
             self._logged_losses.add(number)
             role = "" if number in self._ranks else ", a spare"
-            self._log(f"lost {self._session.named(number)}{role}: {self._session.gone[number]}")
+            self._log(f"lost {self._session.node_name(number)}{role}: {self._session.lost[number]}")
 
     def _cause(self, lost: Collection[int], bad: Mapping[int, int]) -> str:
-        named, reasons = self._session.named, self._session.gone
+        name, reasons = self._session.node_name, self._session.lost
         return describe_cause(
-            {named(number): reasons[number] for number in sorted(lost)},
-            {named(number): code for number, code in bad.items()},
+            {name(number): reasons[number] for number in sorted(lost)},
+            {name(number): code for number, code in bad.items()},
         )
 
     def _end(self, reason: str, code: int) -> None:
         if self._max_failures or self._size.spares:  # else nobody expects another attempt
             self._log(f"no further attempt: {reason}")
-        self._session.over(code)
+        self._session.end_run(code)
         self._is_over = True
 
     def _changes(self, ranks: Mapping[int, int]) -> str:
         """Name the nodes that take another rank than before."""
         changed = [(rank, number) for number, rank in ranks.items() if self._ranks.get(number) != rank]
         return "".join(
-            f"; {self._session.named(number)} takes rank {rank}" for rank, number in sorted(changed)
+            f"; {self._session.node_name(number)} takes rank {rank}" for rank, number in sorted(changed)
         )
 
 
 class RendezvousWatch:
     """Torchrun's rendezvous of one attempt (start_up.py), as the head sees it."""
 
-    def __init__(self, session: LeadingRoll, limit_s: float) -> None:
+    def __init__(self, session: HeadSession, limit_s: float) -> None:
         self._session, self._limit_s = session, max(limit_s, MIN_RENDEZVOUS_S)
         self._since: float | None = None
 
@@ -209,7 +209,7 @@ class RendezvousWatch:
         self._since = self._since or now
         if now - self._since < self._limit_s:
             return ""
-        names = ", ".join(self._session.named(number) for number in waiting[:MAX_NAMED])
+        names = ", ".join(self._session.node_name(number) for number in waiting[:MAX_NAMED])
         rest = f" and {len(waiting) - MAX_NAMED} more" if len(waiting) > MAX_NAMED else ""
         return (
             f"torchrun's rendezvous did not complete within {self._limit_s:g} s (--rollcall-timeout); "

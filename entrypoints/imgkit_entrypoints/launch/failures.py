@@ -27,7 +27,7 @@ from imgkit_entrypoints.launch.user_program import RECORD
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.rollcall.messages import RankFailure
-    from imgkit_entrypoints.rollcall.session import LeadingRoll
+    from imgkit_entrypoints.rollcall.session import HeadSession
 
 CODES = "torchrun-failed"
 """File in the stop folder: exit codes of failed workers by rank."""
@@ -207,7 +207,7 @@ def first(reported: Iterable[NodeFailure]) -> NodeFailure | None:
 
 
 def of_run(
-    session: LeadingRoll, head: str, log: Callable[..., None], *, of_previous: bool
+    session: HeadSession, head: str, log: Callable[..., None], *, of_previous: bool
 ) -> tuple[str, ...]:
     """Return the last lines that the head prints; empty where no failed worker is known.
 
@@ -217,14 +217,14 @@ def of_run(
     of_previous : of the attempt before the one that starts now.
     """
     reported = [
-        NodeFailure(at=at, node=session.named(number) if number else head, failure=failure)
-        for at, number, failure in (session.earlier if of_previous else session.failures)
+        NodeFailure(at=at, node=session.node_name(number) if number else head, failure=failure)
+        for at, number, failure in (session.previous_failures if of_previous else session.failures)
     ]
     cause = first(reported)
     if cause is None:
         return ()
     if (
-        cause.failure.after_peer and session.place.nnodes > 1
+        cause.failure.after_peer and session.placement.nnodes > 1
     ):  # each node has left the explanation to the head
         from imgkit_entrypoints.launch import explain
 

@@ -192,7 +192,7 @@ class LaunchPlan:
                 "hosts": list(place.hosts),
                 "head": place.head,
                 # The nodes meet on this port, and agree on torchrun's own port there.
-                "port": ports.roll_call(place.job_id, place.port),
+                "port": ports.rollcall_port(place.job_id, place.port),
                 "job_id": place.job_id,
             },
             "max_failures": self.max_failures,

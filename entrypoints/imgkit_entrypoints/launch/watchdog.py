@@ -25,7 +25,7 @@ from imgkit_entrypoints import files
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.launch.nccl import Question
-    from imgkit_entrypoints.rollcall.messages import Span
+    from imgkit_entrypoints.rollcall.messages import Positions
 
 
 SIGNAL = 40
@@ -150,7 +150,7 @@ class Watchdog:
             path.unlink(missing_ok=True)
 
     @property
-    def span(self) -> Span | None:
+    def span(self) -> Positions | None:
         """Places of this node's workers; None while there are none."""
         places = [worker.place for worker in self._workers.values()]
         return (min(places), max(places)) if places else None
@@ -159,7 +159,7 @@ class Watchdog:
         """Return the furthest place that a worker of this node has noted, also one that has ended."""
         return max((place for _, _, _, place, _ in self._notes()), default=None)
 
-    def look(self, others: Span | None = None) -> list[str]:
+    def look(self, others: Positions | None = None) -> list[str]:
         """Return new reports, mostly none; call it about once a second."""
         if not self._after_s:
             return []

@@ -10,27 +10,27 @@ from collections.abc import Iterator
 
 from imgkit_entrypoints.launch.preflight.run import STORE
 from imgkit_entrypoints.rollcall import messages
-from imgkit_entrypoints.rollcall.messages import Measure, Measured
+from imgkit_entrypoints.rollcall.messages import MeasureRequest, MeasureResult
 
 EARLIER_S = 1.5
 """Time before the limit of a stage at which a process that waits for its partner says so."""
 
 
-def receive_orders(connection: socket.socket) -> Iterator[Measure]:
+def receive_orders(connection: socket.socket) -> Iterator[MeasureRequest]:
     """Yield the node agent's orders; end the process with an answer at the limit of one.
 
     The limit counts from the arrival of the order: that of the first one includes the import of torch.
     """
 
-    def give_up(order: Measure) -> None:
+    def give_up(order: MeasureRequest) -> None:
         culprit = "this node or a partner hangs" if len(order.group) > 1 else "it hangs"
         error = f"not done within {order.limit_s - EARLIER_S:g} s: {culprit}"
-        send(connection, Measured(stage=order.stage, error=error))
+        send(connection, MeasureResult(stage=order.stage, error=error))
         os._exit(0)
 
     for line in connection.makefile("rb"):
         order = messages.from_head(line)
-        if isinstance(order, Measure):
+        if isinstance(order, MeasureRequest):
             timer = threading.Timer(max(0.5, order.limit_s - EARLIER_S), give_up, [order])
             timer.daemon = True
             timer.start()
@@ -38,9 +38,9 @@ def receive_orders(connection: socket.socket) -> Iterator[Measure]:
             timer.cancel()
 
 
-def send(connection: socket.socket, answer: Measured) -> None:
+def send(connection: socket.socket, answer: MeasureResult) -> None:
     """Send an answer."""
-    connection.sendall(messages.line(answer) + b"\n")
+    connection.sendall(messages.encode(answer) + b"\n")
 
 
 def measure_all(connection: socket.socket) -> None:
@@ -52,7 +52,7 @@ def measure_all(connection: socket.socket) -> None:
             answer = measure(order)
         except Exception as error:  # whatever a backend raises is a finding
             message = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            answer = Measured(stage=order.stage, error=message[:300])
+            answer = MeasureResult(stage=order.stage, error=message[:300])
         send(connection, answer)
 
 
@@ -61,7 +61,7 @@ def serve(connection: socket.socket) -> None:
     from torch.distributed import TCPStore
 
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    send(connection, Measured(stage=0, figures=((STORE, float(store.port)),)))
+    send(connection, MeasureResult(stage=0, figures=((STORE, float(store.port)),)))
     connection.recv(1)
 
 

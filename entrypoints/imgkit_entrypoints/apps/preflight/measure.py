@@ -13,7 +13,7 @@ from imgkit_entrypoints import facts
 from imgkit_entrypoints.apps import ranks
 from imgkit_entrypoints.apps.bench import compute, exchange, options, setup
 from imgkit_entrypoints.doctor.node import examine
-from imgkit_entrypoints.rollcall.messages import Measure, Measured
+from imgkit_entrypoints.rollcall.messages import MeasureRequest, MeasureResult
 
 MATMUL_S = 10.0
 """So long that a device which throttles when it is warm shows it."""
@@ -26,7 +26,7 @@ MAX_TEXTS, MAX_CHARACTERS = 16, 500
 """Checks and notes of one stage that fit into a message, and characters of each."""
 
 
-def measure(order: Measure) -> Measured:
+def measure(order: MeasureRequest) -> MeasureResult:
     """Measure one stage; a collective call of the nodes in ``order.group``.
 
     Raises
@@ -35,7 +35,7 @@ def measure(order: Measure) -> Measured:
     """
     kind = "cuda" if os.environ.get("IMGKIT_DEVICE") == "cuda" else "cpu"
     if order.kind == "pair":
-        return Measured(stage=order.stage, figures=(("bandwidth", exchange_GBps(order, kind)),))
+        return MeasureResult(stage=order.stage, figures=(("bandwidth", exchange_GBps(order, kind)),))
     host = facts.gather()
     checks = examine(
         host,
@@ -48,7 +48,7 @@ def measure(order: Measure) -> Measured:
     for check in checks:
         if check.verdict in texts:
             texts[check.verdict].append(f"{check.name}: {check.evidence}"[:MAX_CHARACTERS])
-    return Measured(
+    return MeasureResult(
         stage=order.stage,
         figures=(("matmul", matmul_TFLOPs(kind, host.cpus)),),
         failed=tuple(texts["fail"][:MAX_TEXTS]),
@@ -76,7 +76,7 @@ def matmul_TFLOPs(kind: str, threads: int) -> float:
     return 2 * width**3 * products / elapsed_s / 1e12
 
 
-def exchange_GBps(order: Measure, kind: str) -> float:
+def exchange_GBps(order: MeasureRequest, kind: str) -> float:
     """Return the bandwidth of each direction between the two nodes of ``order.group``."""
     limit = datetime.timedelta(seconds=order.limit_s)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], order.store, is_master=False, timeout=limit)

@@ -19,13 +19,21 @@ from imgkit_entrypoints.errors import CheckFailed, NoPlan
 from imgkit_entrypoints.launch.guarded import GuardedCommand
 from imgkit_entrypoints.launch.preflight.verdict import LinkResult, NodeResult, Report, judge, pair_up
 from imgkit_entrypoints.launch.stop_protocol import CollectedSignals
-from imgkit_entrypoints.rollcall import messages, session
-from imgkit_entrypoints.rollcall.link import Link
-from imgkit_entrypoints.rollcall.messages import FromNode, Judged, Lost, Measure, Measured, Refused, StopOrder
-from imgkit_entrypoints.rollcall.session import Event, LeadingRoll, Readable, Roll
+from imgkit_entrypoints.rollcall import messages
+from imgkit_entrypoints.rollcall.connection import Connection
+from imgkit_entrypoints.rollcall.messages import (
+    FromNode,
+    MeasureRequest,
+    MeasureResult,
+    NodeLost,
+    PreflightEnd,
+    Refused,
+    StopOrder,
+)
+from imgkit_entrypoints.rollcall.session import Event, HeadSession, Readable, Session, wait
 
 ROUNDS = 3
-"""Rounds of pairs: with three partners, a node that reaches nobody differs from a link that is down."""
+"""Rounds of pairs: with three partners, a node that reaches nobody differs from a connection that is down."""
 ALONE_S, PAIR_S = 40, 6
 """Limits of the stages, 58 s together. The first includes the start of the measuring processes."""
 ANSWER_S = 2.0
@@ -54,15 +62,15 @@ class PreflightConfig:
     """Nodes that the run can do without."""
 
 
-def run_preflight(roll: Roll, config: PreflightConfig) -> tuple[int, ...]:
-    """Measure all nodes of `roll`, and return the numbers of those that the run leaves out.
+def run_preflight(session: Session, config: PreflightConfig) -> tuple[int, ...]:
+    """Measure all nodes of `session`, and return the numbers of those that the run leaves out.
 
     Raises
     ------
     CheckFailed : on all nodes: more nodes are outliers than the run can do without. NoPlan : a stop was asked
     for, or the head is gone.
     """
-    placement = roll.place
+    placement = session.placement
     env = {
         **config.env,
         "GROUP_RANK": str(placement.node_rank),
@@ -71,22 +79,22 @@ def run_preflight(roll: Roll, config: PreflightConfig) -> tuple[int, ...]:
     }
     process = MeasuringProcess(config, env)
     try:
-        if isinstance(roll, LeadingRoll):
-            return _Leader(roll, process, config).lead()
+        if isinstance(session, HeadSession):
+            return _Leader(session, process, config).lead()
         while True:
-            for event in _poll(roll, process, config):
-                if isinstance(event, Judged):
+            for event in _poll(session, process, config):
+                if isinstance(event, PreflightEnd):
                     return event.left_out
                 if isinstance(event, Refused):
                     raise CheckFailed(event.what, where=event.where, hint=event.hint)
-                if isinstance(event, Lost):
-                    raise NoPlan(f"lost {event.node} during the preflight: {event.why}")
+                if isinstance(event, NodeLost):
+                    raise NoPlan(f"lost {event.node} during the preflight: {event.reason}")
     finally:
         process.close()
 
 
 def _poll(
-    roll: Roll, process: MeasuringProcess, config: PreflightConfig, sources: Sequence[Readable] = ()
+    session: Session, process: MeasuringProcess, config: PreflightConfig, sources: Sequence[Readable] = ()
 ) -> Iterator[Event]:
     """Wait a moment, let this node's process begin and end stages, and yield all other events.
 
@@ -94,35 +102,35 @@ def _poll(
     ------
     NoPlan : a stop was asked for, here or on another node.
     """
-    roll.wait([*process.sources, *sources, config.signals], TICK_S)
-    for event in roll.tick():
-        if isinstance(event, Measure):
+    session.wait([*process.sources, *sources, config.signals], TICK_S)
+    for event in session.poll():
+        if isinstance(event, MeasureRequest):
             process.begin(event)
         elif isinstance(event, StopOrder):
             raise NoPlan(f"stopped during the preflight: {event.reason} on {event.node}")
         else:
             yield event
     if answer := process.answer():
-        roll.measured(answer)
+        session.report_measurement(answer)
     config.signals.drain()
     if reason := config.signals.first():
-        roll.ask_stop(reason)
+        session.ask_stop(reason)
         raise NoPlan(f"stopped during the preflight by {reason}")
 
 
 class _Leader:
     """The head's side."""
 
-    def __init__(self, roll: LeadingRoll, process: MeasuringProcess, config: PreflightConfig) -> None:
-        self._roll, self._process, self._config = roll, process, config
+    def __init__(self, session: HeadSession, process: MeasuringProcess, config: PreflightConfig) -> None:
+        self._session, self._process, self._config = session, process, config
         self._store = MeasuringProcess(config, config.env, (STORE,))
         self._port = 0
         """Port of the store; 0 until it is served."""
         self._nodes = {
-            rank: NodeResult(rank=rank, host=self._host(rank)) for rank in range(roll.place.nnodes)
+            rank: NodeResult(rank=rank, host=self._host(rank)) for rank in range(session.placement.nnodes)
         }
         self._links: list[LinkResult] = []
-        self._answers: dict[int, Measured] = {}
+        self._answers: dict[int, MeasureResult] = {}
         """Answers in the present stage."""
 
     def lead(self) -> tuple[int, ...]:
@@ -150,12 +158,12 @@ class _Leader:
             seconds=seconds,
             left_out=excluded if passed else (),
             passed=passed,
-            scheduler=self._roll.place.scheduler,
+            scheduler=self._session.placement.scheduler,
         )
         self._config.log("preflight", *report.table())
         self._save(report)
         if passed:
-            self._roll.judged(Judged(left_out=excluded))
+            self._session.end_preflight(PreflightEnd(left_out=excluded))
             return excluded
         worst, others = verdict.excluded[0], len(excluded) - 1
         remedy = report.exclude if report.exclude.startswith("--") else f"other hosts than {report.exclude}"
@@ -166,7 +174,7 @@ class _Leader:
             hint=f"start again with {remedy}, or with a spare (--nnodes N+1) that replaces it; "
             "leave out --preflight to start as it is",
         )
-        self._roll.judged(Refused(what=error.what, where=error.where, hint=error.hint))
+        self._session.end_preflight(Refused(what=error.what, where=error.where, hint=error.hint))
         raise error
 
     def _save(self, report: Report) -> None:
@@ -182,7 +190,7 @@ class _Leader:
         self._config.log(f"preflight: {STAGES[kind]}, up to {limit_s} s")
         self._answers = {}
         for group in groups:
-            order = Measure(
+            order = MeasureRequest(
                 stage=number,
                 kind=kind,
                 mode=messages.MODES[0],
@@ -191,14 +199,14 @@ class _Leader:
                 store=self._port if kind == "pair" else 0,
             )
             for rank in group:
-                self._roll.measure(rank, order)
+                self._session.request_measurement(rank, order)
         asked_ranks = {rank for group in groups for rank in group}
         deadline = time.monotonic() + limit_s + ANSWER_S
         while asked_ranks - self._answers.keys() - self._out() and time.monotonic() < deadline:
             self._turn(number)
         for rank in asked_ranks - self._answers.keys() - self._out():
             error = f"its node agent hangs: no answer within {limit_s} s"
-            self._answers[rank] = Measured(stage=number, error=error, mute=True)
+            self._answers[rank] = MeasureResult(stage=number, error=error, mute=True)
         for rank, answer in self._answers.items():
             self._take(rank, answer, is_fatal=answer.mute or kind == "alone")
         for group in groups:
@@ -207,7 +215,7 @@ class _Leader:
             ):  # the partner of a node that hangs is not to blame
                 self._links.append(self._link_result((group[0], group[1])))
 
-    def _take(self, rank: int, answer: Measured, *, is_fatal: bool) -> None:
+    def _take(self, rank: int, answer: MeasureResult, *, is_fatal: bool) -> None:
         node = self._nodes[rank]
         self._nodes[rank] = replace(
             node,
@@ -232,11 +240,11 @@ class _Leader:
 
     def _turn(self, number: int) -> None:
         """Wait a moment, and hear all nodes and the process that serves the store."""
-        for _ in _poll(self._roll, self._process, self._config, self._store.sources):
+        for _ in _poll(self._session, self._process, self._config, self._store.sources):
             pass  # a lost node is in `gone` too
-        for rank, reason in self._roll.gone.items():
+        for rank, reason in self._session.lost.items():
             self._nodes[rank] = replace(self._nodes[rank], error=f"lost: {reason}", is_gone=True)
-        received, self._roll.answers = self._roll.answers, []
+        received, self._session.measurements = self._session.measurements, []
         self._answers.update({rank: answer for rank, answer in received if answer.stage == number})
         if served := self._store.answer():
             self._port = int(dict(served.figures).get(STORE, 0))
@@ -246,8 +254,8 @@ class _Leader:
 
     def _host(self, rank: int) -> str:
         """Return the name of a node, if possible the scheduler's: its option excludes the node by it."""
-        names = self._roll.place.hosts[rank : rank + 1]
-        return names[0] if names else self._roll.host(rank)
+        names = self._session.placement.hosts[rank : rank + 1]
+        return names[0] if names else self._session.host(rank)
 
 
 class MeasuringProcess:
@@ -262,9 +270,9 @@ class MeasuringProcess:
         self, config: PreflightConfig, env: Mapping[str, str], arguments: tuple[str, ...] = ()
     ) -> None:
         self._config, self._env, self._arguments = config, env, arguments
-        self._process: tuple[GuardedCommand, Link[FromNode]] | None = None
+        self._process: tuple[GuardedCommand, Connection[FromNode]] | None = None
         self._ended: list[GuardedCommand] = []
-        self._order: Measure | None = None
+        self._order: MeasureRequest | None = None
         self._deadline = 0.0
 
     @property
@@ -289,24 +297,26 @@ class MeasuringProcess:
                 open_files=self._config.open_files,
                 inherited=(theirs.fileno(),),
             )
-        self._process = command, Link(ours, messages.from_node)
+        self._process = command, Connection(ours, messages.from_node)
 
-    def begin(self, order: Measure) -> None:
+    def begin(self, order: MeasureRequest) -> None:
         """Have the process measure; `answer` has the result later."""
         self.start()
         assert self._process is not None  # noqa: S101 - start has made it
         self._order, self._deadline = order, time.monotonic() + order.limit_s
         self._process[1].send(order)
 
-    def answer(self) -> Measured | None:
+    def answer(self) -> MeasureResult | None:
         """Return what the process has measured, or why it has not; None: nothing yet."""
         if self._process is None:
             return None
-        command, link = self._process
-        for message in link.receive():
-            if isinstance(message, Measured) and (self._order is None or message.stage == self._order.stage):
+        command, connection = self._process
+        for message in connection.receive():
+            if isinstance(message, MeasureResult) and (
+                self._order is None or message.stage == self._order.stage
+            ):
                 return self._finish(message)
-        is_running = command.read() and command.code is None and not link.why
+        is_running = command.read() and command.code is None and not connection.error
         if self._order is None or (is_running and time.monotonic() < self._deadline):
             return None
         if is_running:
@@ -314,18 +324,18 @@ class MeasuringProcess:
         else:
             ending = "" if command.code is None else f" with exit code {command.code}"
             error = f"its measuring process ended{ending}"
-        return self._finish(Measured(stage=self._order.stage, error=error, mute=is_running))
+        return self._finish(MeasureResult(stage=self._order.stage, error=error, mute=is_running))
 
     def close(self) -> None:
         """End the process, and wait until nothing of it is left."""
         self._end()
         for command in self._ended:
             while command.read():
-                session.wait([command], 1.0)
+                wait([command], 1.0)
             command.wait()
         self._ended.clear()
 
-    def _finish(self, answer: Measured) -> Measured:
+    def _finish(self, answer: MeasureResult) -> MeasureResult:
         self._order = None
         if answer.error:
             self._end()  # after an error it may hold a broken process group
@@ -333,8 +343,8 @@ class MeasuringProcess:
 
     def _end(self) -> None:
         if self._process:
-            command, link = self._process
-            link.close()
+            command, connection = self._process
+            connection.close()
             command.send("kill")
             self._ended.append(command)
         self._process = None

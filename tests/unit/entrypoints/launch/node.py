@@ -10,11 +10,11 @@ from imgkit_entrypoints.launch import agent, attempts, guarded, stop_protocol, w
 from imgkit_entrypoints.launch.agent import NodeAgent, NodeConfig
 from imgkit_entrypoints.launch.plan import Timeouts
 from imgkit_entrypoints.rollcall import probe, session
-from imgkit_entrypoints.rollcall.messages import Caller, Identity
+from imgkit_entrypoints.rollcall.messages import NodeInfo, Software
 from imgkit_entrypoints.schedulers.placement import Placement, Size
 
 options = json.loads(sys.argv[1])
-session.BEAT_S, session.LOST_S = options.get("beat_s", 0.2), options.get("lost_s", 2.0)
+session.BEAT_S, session.LOST_AFTER_S = options.get("beat_s", 0.2), options.get("lost_s", 2.0)
 guarded.END_STEP_S, attempts.PEER_FAILED_S, stop_protocol.REPEAT_S = 0.5, 1.0, 0.2
 watchdog.ANSWER_S, attempts.MIN_RENDEZVOUS_S = 2.0, 1.0
 probe.STEP_S = options.get("step_s", probe.STEP_S)
@@ -40,9 +40,9 @@ place = Placement(
     source={},
     size=Size.parse(options["size"]) if "size" in options else None,
 )
-me = Caller(
+me = NodeInfo(
     host=f"host{rank}",
-    identity=Identity(torch=options.get("torch", "2.13")),
+    software=Software(torch=options.get("torch", "2.13")),
     address=options.get("address", ""),
     interface=options.get("interface", ""),
 )

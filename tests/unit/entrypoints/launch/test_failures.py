@@ -17,7 +17,7 @@ import pytest
 from imgkit_entrypoints.launch import failures, user_program
 from imgkit_entrypoints.launch.failures import NodeFailure
 from imgkit_entrypoints.rollcall import messages
-from imgkit_entrypoints.rollcall.link import LONGEST
+from imgkit_entrypoints.rollcall.connection import MAX_LINE_BYTES
 from imgkit_entrypoints.rollcall.messages import AttemptEnded, RankFailure
 
 CLOSED = "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:44443."
@@ -127,8 +127,8 @@ def test_long_text_keeps_both_ends_and_fits_a_message(tmp_path: Path) -> None:
     assert found.lines[0].startswith("line 0 ")
     assert found.lines[-1].startswith("line 999 ")
     assert sum("more lines in the full log" in line for line in found.lines) == 1
-    line = messages.line(AttemptEnded(code=1, failure=found))
-    assert len(line) < LONGEST
+    line = messages.encode(AttemptEnded(code=1, failure=found))
+    assert len(line) < MAX_LINE_BYTES
     assert messages.from_node(line) == AttemptEnded(code=1, failure=found)
 
 
@@ -138,15 +138,15 @@ def test_long_text_keeps_both_ends_and_fits_a_message(tmp_path: Path) -> None:
 )
 def test_failure_out_of_range_is_refused(wrong: dict[str, object]) -> None:
     right = RankFailure(rank=0, code=1, age_ms=0, after_peer=False, log="", lines=("a",))
-    data = json.loads(messages.line(AttemptEnded(code=1, failure=right)))
+    data = json.loads(messages.encode(AttemptEnded(code=1, failure=right)))
     data["failure"] |= wrong
-    with pytest.raises(ValueError, match="missing"):
+    with pytest.raises(ValueError, match="a value is"):
         messages.from_node(json.dumps(data).encode())
 
 
 def test_line_of_another_node_cannot_steer_a_terminal() -> None:
     bad = RankFailure(rank=0, code=1, age_ms=0, after_peer=False, log="", lines=("\x1b[2J\u202e",))
-    read = messages.from_node(messages.line(AttemptEnded(code=1, failure=bad)))
+    read = messages.from_node(messages.encode(AttemptEnded(code=1, failure=bad)))
     assert isinstance(read, AttemptEnded)
     assert read.failure == dataclasses.replace(bad, lines=("\\x1b[2J\\u202e",))
 

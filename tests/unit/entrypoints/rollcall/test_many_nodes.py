@@ -21,7 +21,8 @@ from simulated_nodes import ME, SECRET, SimulatedNode, SimulatedNodes
 from imgkit_entrypoints.launch.agent import NodeAgent, NodeConfig, kept_file_limit
 from imgkit_entrypoints.launch.plan import Timeouts
 from imgkit_entrypoints.rollcall import gather, ports
-from imgkit_entrypoints.rollcall.link import NodeProof
+from imgkit_entrypoints.rollcall.connection import Handshake
+from imgkit_entrypoints.rollcall.strangers import MAX_STRANGERS
 from imgkit_entrypoints.schedulers.placement import Placement
 
 
@@ -51,7 +52,7 @@ def launcher(place: Placement, printed: Path) -> None:
 def test_1020_nodes_start_below_a_soft_limit_of_1024(tmp_path: Path) -> None:
     place, printed = replace(placement(), nnodes=1020, hosts=()), tmp_path / "the limit"
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < 1020 + gather.ROOM:
+    if hard < 1020 + 512:
         pytest.skip(f"the hard limit of open files is {hard}")
     head = os.fork()
     if not head:
@@ -70,7 +71,7 @@ def test_1020_nodes_start_below_a_soft_limit_of_1024(tmp_path: Path) -> None:
                     assert time.monotonic() < end
                     time.sleep(0.01)
                 assert printed.read_text() == "1024\n"
-                assert limit(head) == 1020 + gather.ROOM
+                assert 1020 < limit(head) - MAX_STRANGERS - gather.AGENT_FILES < 1020 + 64
     finally:
         os.kill(head, signal.SIGKILL)
         os.waitpid(head, 0)
@@ -80,7 +81,7 @@ def test_node_that_dies_in_the_handshake_can_call_again(place: Placement) -> Non
     head = CallThread(place, 0, secret=SECRET)
     for reset in (False, True):
         with stranger(place) as connection:
-            connection.sendall(NodeProof(SECRET, place.job_id, 1).call + b"\n")
+            connection.sendall(Handshake(secret=SECRET, job_id=place.job_id, node_rank=1).opening + b"\n")
             assert connection.recv(200).startswith(b"imgkit-head ")
             if reset:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -90,12 +91,12 @@ def test_node_that_dies_in_the_handshake_can_call_again(place: Placement) -> Non
 def test_trickle_in_the_handshake_delays_no_other_node(place: Placement) -> None:
     place = replace(place, nnodes=3)
     head = CallThread(place, 0, secret=SECRET)
-    proof = NodeProof(SECRET, place.job_id, 2)
-    slow = SimulatedNode(2, stranger(place), proof)
+    handshake = Handshake(secret=SECRET, job_id=place.job_id, node_rank=2)
+    slow = SimulatedNode(2, stranger(place), handshake)
     over = threading.Event()
 
     def trickle() -> None:
-        for byte in proof.call + b"\n":
+        for byte in handshake.opening + b"\n":
             slow.connection.sendall(bytes([byte]))
             over.wait(0.001)
 

@@ -20,43 +20,43 @@ from imgkit_entrypoints.launch.preflight import run
 from imgkit_entrypoints.launch.preflight.run import STORE, PreflightConfig
 from imgkit_entrypoints.launch.stop_protocol import CollectedSignals
 from imgkit_entrypoints.rollcall import session
-from imgkit_entrypoints.rollcall.messages import Measure, Measured
-from imgkit_entrypoints.rollcall.session import LoneRoll, Roll
+from imgkit_entrypoints.rollcall.messages import MeasureRequest, MeasureResult
+from imgkit_entrypoints.rollcall.session import HeadSession, Session
 
-Answers = Callable[[int, Measure], Measured]
+Answers = Callable[[int, MeasureRequest], MeasureResult]
 GOOD = {
     "alone": (("matmul", 2.0),),
     "pair": (("bandwidth", 10.0),),
 }
 
 
-def good(_: int, order: Measure) -> Measured:
-    return Measured(stage=order.stage, figures=GOOD[order.kind])
+def good(_: int, order: MeasureRequest) -> MeasureResult:
+    return MeasureResult(stage=order.stage, figures=GOOD[order.kind])
 
 
 class StubProcess:
     """Stands for the measuring process, which needs torch: `answers` decides what it has measured."""
 
     answers: Answers = staticmethod(good)
-    orders: list[tuple[int, Measure]] = []  # noqa: RUF012 - one list for all nodes of a test
+    orders: list[tuple[int, MeasureRequest]] = []  # noqa: RUF012 - one list for all nodes of a test
 
     def __init__(self, _: object, env: Mapping[str, str], arguments: tuple[str, ...] = ()) -> None:
         self.rank, self.serves = int(env.get("GROUP_RANK", -1)), STORE in arguments
         self.sources: list[Any] = [self] if self.serves else []
-        self._found: Measured | None = None
+        self._found: MeasureResult | None = None
 
     def fileno(self) -> int:
         return -1
 
     def start(self) -> None:
         if self.serves:
-            self._found = Measured(stage=0, figures=((STORE, 40001.0),))
+            self._found = MeasureResult(stage=0, figures=((STORE, 40001.0),))
 
-    def begin(self, order: Measure) -> None:
+    def begin(self, order: MeasureRequest) -> None:
         self.orders.append((self.rank, order))
         self._found = self.answers(self.rank, order)
 
-    def answer(self) -> Measured | None:
+    def answer(self) -> MeasureResult | None:
         found, self._found = self._found, None
         return found
 
@@ -81,7 +81,7 @@ def signals() -> Iterator[CollectedSignals]:
 class NodeThread(threading.Thread):
     """One node's preflight, and what came of it."""
 
-    def __init__(self, roll: Roll, signals: CollectedSignals, spares: int, folder: Path | None) -> None:
+    def __init__(self, roll: Session, signals: CollectedSignals, spares: int, folder: Path | None) -> None:
         super().__init__(daemon=True)
         self.roll, self.said = roll, ""
         self.config = PreflightConfig(
@@ -90,7 +90,7 @@ class NodeThread(threading.Thread):
             open_files=1024,
             signals=signals,
             log=self.say,
-            folder=folder if roll.place.node_rank == 0 else None,
+            folder=folder if roll.placement.node_rank == 0 else None,
             spares=spares,
         )
         self.left_out: tuple[int, ...] | None = None
@@ -121,7 +121,7 @@ def preflight(
     hosts = tuple(f"n{rank}" for rank in range(nodes))
     rolls = meet(replace(placement(nodes), hosts=hosts))
     found = [
-        NodeThread(roll, signals, spares, folder) for roll in rolls if roll.place.node_rank not in absent
+        NodeThread(roll, signals, spares, folder) for roll in rolls if roll.placement.node_rank not in absent
     ]
     for one in found:
         one.join(timeout=30)
@@ -129,8 +129,8 @@ def preflight(
     return found
 
 
-def hangs(rank: int, order: Measure) -> Measured:
-    return Measured(stage=order.stage, error="it hangs", mute=True) if rank == 2 else good(rank, order)
+def hangs(rank: int, order: MeasureRequest) -> MeasureResult:
+    return MeasureResult(stage=order.stage, error="it hangs", mute=True) if rank == 2 else good(rank, order)
 
 
 def test_good_nodes_all_start(signals: CollectedSignals, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_good_nodes_all_start(signals: CollectedSignals, tmp_path: Path) -> None
 
 
 def test_single_node_is_measured_alone(signals: CollectedSignals) -> None:
-    found = NodeThread(LoneRoll(placement(1)), signals, 0, None)
+    found = NodeThread(HeadSession(placement(1), 1), signals, 0, None)
     found.join(timeout=30)
     assert found.left_out == ()
     assert [order.kind for _, order in StubProcess.orders] == ["alone"]
@@ -178,9 +178,9 @@ def test_frozen_launcher_does_not_end_the_preflight(
 
 
 def test_head_that_is_slow_stops_the_job_even_with_a_spare(signals: CollectedSignals) -> None:
-    def slow_head(rank: int, order: Measure) -> Measured:
+    def slow_head(rank: int, order: MeasureRequest) -> MeasureResult:
         figures = (("matmul", 0.5),) if rank == 0 and order.kind == "alone" else GOOD[order.kind]
-        return Measured(stage=order.stage, figures=figures)
+        return MeasureResult(stage=order.stage, figures=figures)
 
     found = preflight(5, signals, slow_head, spares=1)
     for one in found:
@@ -189,9 +189,9 @@ def test_head_that_is_slow_stops_the_job_even_with_a_spare(signals: CollectedSig
 
 
 def test_partner_of_a_node_that_hangs_is_not_blamed(signals: CollectedSignals) -> None:
-    def hangs_in_pairs(rank: int, order: Measure) -> Measured:
+    def hangs_in_pairs(rank: int, order: MeasureRequest) -> MeasureResult:
         if order.kind == "pair" and 2 in order.group:
-            return Measured(stage=order.stage, error="no partner", mute=rank == 2)
+            return MeasureResult(stage=order.stage, error="no partner", mute=rank == 2)
         return good(rank, order)
 
     found = preflight(4, signals, hangs_in_pairs, spares=1)
@@ -200,11 +200,11 @@ def test_partner_of_a_node_that_hangs_is_not_blamed(signals: CollectedSignals) -
 
 
 def test_nodes_that_hang_leave_their_partners_a_clean_record(signals: CollectedSignals) -> None:
-    def fails(rank: int, order: Measure) -> Measured:
+    def fails(rank: int, order: MeasureRequest) -> MeasureResult:
         hanging = {(0, 3): 3, (0, 2): 2}.get(order.group)
         if hanging is None and order.group != (0, 1):
             return good(rank, order)
-        return Measured(stage=order.stage, error="no partner", mute=rank == hanging)
+        return MeasureResult(stage=order.stage, error="no partner", mute=rank == hanging)
 
     found = preflight(4, signals, fails, spares=2)
     assert [one.left_out for one in found] == [(2, 3)] * 4
@@ -212,7 +212,7 @@ def test_nodes_that_hang_leave_their_partners_a_clean_record(signals: CollectedS
 
 
 def test_signal_ends_the_preflight_everywhere(signals: CollectedSignals) -> None:
-    def stopped(rank: int, order: Measure) -> Measured:
+    def stopped(rank: int, order: MeasureRequest) -> MeasureResult:
         if rank == 0:
             signals.note(signal.SIGTERM, None)
             os.write(signals._writer, b"x")
