@@ -79,7 +79,7 @@ def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
         raise UsageError(f"--shell cannot be combined with {other_form}", hint="dist-env --help")
     if options.dry_run:
         return start.launch(
-            options, Worker(argv=(), own=True), env, start.find_placement(options.placement, env)
+            options, Worker(argv=(), is_imgkits=True), env, start.find_placement(options.placement, env)
         )
     host, system = facts.gather(env=env), facts.system_facts(env=env)
     warnings: tuple[str, ...] = ()

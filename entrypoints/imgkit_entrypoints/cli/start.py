@@ -39,13 +39,13 @@ class Worker:
     """What torchrun starts for each rank."""
 
     argv: tuple[str, ...]
-    own: bool
+    is_imgkits: bool
     """It is a program of this package, and needs no PYTHONPATH."""
 
 
 def module_worker(module: str, arguments: Sequence[str]) -> Worker:
     """Return `module` of this package with `arguments`; the current folder and PYTHONPATH do not reach it."""
-    return Worker(argv=(sys.executable, "-I", "-u", "-m", module, *arguments), own=True)
+    return Worker(argv=(sys.executable, "-I", "-u", "-m", module, *arguments), is_imgkits=True)
 
 
 def parse_app(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> tuple[LaunchOptions, Worker]:
@@ -106,7 +106,7 @@ def parse_user_program(
         )
     switches = {"--pass-local-rank": parsed.pass_local_rank, "-m": parsed.module}
     flags = [flag for flag, is_on in switches.items() if is_on]
-    worker = Worker(argv=(sys.executable, "-u", user_program.__file__, *flags, *program), own=False)
+    worker = Worker(argv=(sys.executable, "-u", user_program.__file__, *flags, *program), is_imgkits=False)
     options = read_options(parsed, tuple(argv))
     refuse_json_alone(options)
     return options, worker
@@ -195,16 +195,16 @@ def make_plan(
         options.request,
         worker.argv,
         torchrun=TORCHRUN,
-        place=placement,
+        placement=placement,
         host=host,
         system=system,
         env=env,
-        own=worker.own,
+        is_imgkits=worker.is_imgkits,
     )
     child_env = {name: value for name, value in env.items() if name not in launch_plan.unset}
     child_env |= launch_plan.env
     child_env.pop(secret.VARIABLE, None)
-    if worker.own:
+    if worker.is_imgkits:
         child_env.pop("PYTHONPATH", None)  # a json.py in it would end every worker
     absent = absent_files(facts.Reader(root=facts.root_of(env)), child_env)
     odd = resolve.warnings(placement, options.placement, env, recipe=system.scheduler if system else "")
@@ -213,7 +213,7 @@ def make_plan(
         *odd,
         *launch_plan.warnings,
         *(str(fabric.Finding(what=what, fix=fix)) for what, fix in absent),
-        *(() if worker.own else _shadows(env)),
+        *(() if worker.is_imgkits else _shadows(env)),
     )
     hidden = launch_plan.hidden if is_cluster_node else launch_plan.hidden.union(odd)
     return dataclasses.replace(launch_plan, warnings=warnings, hidden=hidden), child_env

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from imgkit_entrypoints import fence
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, EXIT_TOOL_FAILED, ImgkitError, NoPlan
 from imgkit_entrypoints.launch import failures, guard, guarded, nccl, plan, start_up, stop_protocol
-from imgkit_entrypoints.launch.attempts import Attempts, RendezvousWatch
+from imgkit_entrypoints.launch.attempts import Attempts, StartWatch
 from imgkit_entrypoints.launch.failures import LateRecords, NodeFailure
 from imgkit_entrypoints.launch.guarded import Deadline, GuardedCommand
 from imgkit_entrypoints.launch.progress import StepTimer
@@ -33,6 +33,7 @@ from imgkit_entrypoints.launch.stop_protocol import RESULT, SAVED, CollectedSign
 from imgkit_entrypoints.launch.watchdog import Watchdog
 from imgkit_entrypoints.rollcall import gather
 from imgkit_entrypoints.rollcall.messages import (
+    CONNECTING,
     STARTING,
     WORKERS,
     AllDone,
@@ -110,7 +111,7 @@ class NodeAgent:
               waits here), starts the command     the run is over, the head is lost          end
                                                   a second signal, or no word after a stop   end
     watch     reports hanging workers, ends a     a stop request, a failure on another node, stop
-              rendezvous that stalls              a lost head, a rendezvous that stalls
+              start that stalls                   a lost head, a start that stalls
                                                   the command has ended                      restart
     stop      waits until the program has saved,  the command has ended                      restart
               then ends it by force
@@ -156,8 +157,8 @@ class NodeAgent:
         """Exit code of this node alone in its latest attempt; at the end, that of the agent."""
         self._failure: RankFailure | None = None
         """The first failed worker of this node in the latest attempt."""
-        self._is_stalled = False
-        """Torchrun's rendezvous of this attempt took too long; only the head knows."""
+        self._stall = ""
+        """Why the start of this attempt took too long; only the head knows."""
         self._final_lines: tuple[str, ...] = ()
         began_s = start_began_s(config.env, self._run_folder)
         self._timer, self._start_up = StepTimer(began_s), StartUp(began_s)
@@ -167,7 +168,7 @@ class NodeAgent:
         # Of the current attempt:
         self._watchdog: Watchdog
         self._late_records: LateRecords
-        self._rendezvous: RendezvousWatch | None
+        self._start_watch: StartWatch | None
 
     def run(self) -> int:
         """Meet the other nodes, run the command, supervise it, and return the exit code of this node.
@@ -340,7 +341,7 @@ class NodeAgent:
         """Start the command of an attempt; nothing if the attempt is over before it has begun here."""
         folder = self._stop_folder
         self._attempt, self._attempt_began, self._code = order.attempt, time.time(), EXIT_NO
-        self._deadline, self._is_stalled, self.session.phase = Deadline(), False, STARTING
+        self._deadline, self._stall, self.session.phase = Deadline(), "", STARTING
         stop_protocol.clear(folder)
         if self.stop:  # it has come while the others started
             self._raise_flag(self.stop)
@@ -349,9 +350,9 @@ class NodeAgent:
         self._watchdog = Watchdog(
             folder, self.config.node.host, hang_after_s, lambda: nccl.question(self._env)
         )
-        self._rendezvous = None
+        self._start_watch = None
         if isinstance(self._session, HeadSession):
-            self._rendezvous = RendezvousWatch(self._session, self.config.timeouts.rollcall_s)
+            self._start_watch = StartWatch(self._session, self.config.timeouts.rollcall_s)
         first_s = self._timer.start_attempt(folder)
         if order.attempt <= self._cancelled:
             return
@@ -405,12 +406,18 @@ class NodeAgent:
         if not command.read():
             return False
         self._react()
-        session.positions = self._watchdog.span
-        if session.phase != WORKERS:
-            session.phase = start_up.noted(self._stop_folder)
-        if self._rendezvous and not self._is_stalled and (reason := self._rendezvous.stalled()):
-            self._is_stalled = True
+        session.positions = self._watchdog.positions
+        if session.phase not in (WORKERS, CONNECTING):
+            session.phase = start_up.read_phase(self._stop_folder)
+        elif self._watchdog.connects(self.config.node.nproc):
+            session.phase = CONNECTING
+        else:
+            session.phase = WORKERS
+        if self._start_watch and not self._stall and (reason := self._start_watch.stalled()):
+            self._stall = reason
             self._deadline.set_now(reason)
+        if self._attempts and self._attempts.have_others_ended():
+            stop_protocol.release(self._stop_folder)
         for report in self._watchdog.look(session.run_positions):
             self.log(*report.split("\n"))
         for lines in self._late_records.look():
@@ -446,7 +453,7 @@ class NodeAgent:
             return EXIT_SAVED
         if code == 0:
             return 0
-        if self._is_head_lost or self._is_stalled:
+        if self._is_head_lost or self._stall:
             return EXIT_TOOL_FAILED
         if self._deadline.is_forced:
             return 128 + self._signals.received[0] if self._signals.received else EXIT_NO
@@ -488,6 +495,8 @@ class NodeAgent:
         """Return the lines about a failed run; `of_previous`: about the attempt before this one."""
         session = self.session
         name = session.node_name(session.placement.node_rank, self.config.node.host)
+        if self._stall:  # what the ranks have left is a consequence
+            return (self._stall,)
         if isinstance(session, HeadSession):
             return failures.of_run(session, name, self.log, of_previous=of_previous)
         if self._failure is None:

@@ -14,14 +14,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from imgkit_entrypoints.errors import EXIT_SAVED, EXIT_TOOL_FAILED
-from imgkit_entrypoints.rollcall.messages import RENDEZVOUS, STARTING
+from imgkit_entrypoints.rollcall.messages import CONNECTING, RENDEZVOUS, STARTING
 from imgkit_entrypoints.rollcall.session import HeadSession
 from imgkit_entrypoints.schedulers.placement import Size
 
 GOOD = (0, EXIT_SAVED)
 MAX_NAMED = 8
 """Most nodes that one message names."""
-MIN_RENDEZVOUS_S = 10.0
+MIN_START_S = 10.0
 """Least time of a rendezvous: a node that finds no store yet calls again after seconds."""
 PEER_FAILED_S = 10.0
 """Time that the head waits for the cause where the first workers failed because a rank elsewhere is gone."""
@@ -137,6 +137,11 @@ class Attempts:
             return
         self._close_attempt(self._failure, lost, codes, stopped=stopped)
 
+    def have_others_ended(self) -> bool:
+        """Return whether the attempt is over on all nodes but the head."""
+        members = self._ranks.keys() - {0}
+        return bool(members) and members <= self._session.reports.keys() | self._session.lost.keys()
+
     def _close_attempt(
         self, failure: FailedAttempt, lost: Collection[int], codes: Mapping[int, int], *, stopped: bool
     ) -> None:
@@ -187,35 +192,48 @@ class Attempts:
         )
 
 
-class RendezvousWatch:
-    """Torchrun's rendezvous of one attempt (start_up.py), as the head sees it."""
+class StartWatch:
+    """The start of one attempt until all ranks are connected, as the head sees it.
+
+    Nodes wait in torchrun's rendezvous, and ranks in init_process_group, for each other's keys in torch's
+    store. Everybody who reaches its port can delete them, and torch would wait for up to 30 minutes.
+    """
 
     def __init__(self, session: HeadSession, limit_s: float) -> None:
-        self._session, self._limit_s = session, max(limit_s, MIN_RENDEZVOUS_S)
-        self._since: float | None = None
+        self._session, self._limit_s = session, max(limit_s, MIN_START_S)
+        self._phase = ""
+        self._since = 0.0
 
     def stalled(self) -> str:
         """Return why the attempt has to end; empty: it has not, or not yet.
 
         The time counts while every node is in the rendezvous or past it: torchrun of a node that is not may
-        still be read from a slow file system.
+        still be read from a slow file system. In the same way, it counts while every rank tries to connect.
         """
         phases = self._session.phases
-        waiting = [number for number, phase in phases.items() if phase == RENDEZVOUS]
-        if not waiting or STARTING in phases.values():
-            self._since = None
-            return ""
+        phase = ""
+        if RENDEZVOUS in phases.values() and STARTING not in phases.values():
+            phase = RENDEZVOUS
+        elif all(value == CONNECTING for value in phases.values()):
+            phase = CONNECTING
         now = time.monotonic()
-        self._since = self._since or now
-        if now - self._since < self._limit_s:
+        if phase != self._phase:
+            self._phase, self._since = phase, now
+        if not phase or now - self._since < self._limit_s:
             return ""
-        names = ", ".join(self._session.node_name(number) for number in waiting[:MAX_NAMED])
-        rest = f" and {len(waiting) - MAX_NAMED} more" if len(waiting) > MAX_NAMED else ""
+        waiting = [self._session.node_name(number) for number, value in phases.items() if value == phase]
+        names = ", ".join(waiting[:MAX_NAMED])
+        if len(waiting) > MAX_NAMED:
+            names += f" and {len(waiting) - MAX_NAMED} more"
+        limit = f"within {self._limit_s:g} s (--rollcall-timeout)"
+        if phase == RENDEZVOUS:
+            problem = f"torchrun's rendezvous did not complete {limit}; without workers: {names}"
+        else:
+            problem = f"the ranks did not connect {limit}; all of them are in init_process_group: {names}"
         return (
-            f"torchrun's rendezvous did not complete within {self._limit_s:g} s (--rollcall-timeout); "
-            f"without workers: {names}{rest}. They wait for torch's store on port {self._session.port} of "
-            "the head: a firewall blocks it, or another program deletes its keys, since the store has no "
-            "authentication. Start the job again: a new job gets another port"
+            f"{problem}. They wait for torch's store on port {self._session.port} of the head: a firewall "
+            "blocks it, or another program deletes its keys, since the store has no authentication. Start "
+            "the job again: a new job gets another port"
         )
 
 

@@ -73,12 +73,12 @@ class RankRecord:
         return limit_lines(text.rstrip("\n"))
 
 
-def note_codes(env: Mapping[str, str], codes: Mapping[int, int], *, own: bool) -> None:
+def note_codes(env: Mapping[str, str], codes: Mapping[int, int], *, is_imgkits: bool) -> None:
     """Leave the exit codes of a node's failed workers for its node agent; torchrun's part.
 
-    A program of this package (`own`) that leaves with a code has printed or recorded the reason.
+    A program of this package (`is_imgkits`) that leaves with a code has printed or recorded the reason.
     """
-    content = {"own": own, "codes": {str(rank): code for rank, code in codes.items()}}
+    content = {"is_imgkits": is_imgkits, "codes": {str(rank): code for rank, code in codes.items()}}
     with contextlib.suppress(KeyError, OSError):
         files.put(Path(env["IMGKIT_STOP_DIR"]) / CODES, json.dumps(content))
 
@@ -120,7 +120,7 @@ def _read_codes(stop_folder: Path) -> tuple[Mapping[int, int], bool]:
     """Return what `note_codes` has left."""
     try:
         content = json_text.parse(files.read_own(stop_folder / CODES))
-        return {int(rank): int(code) for rank, code in content["codes"].items()}, bool(content["own"])
+        return {int(rank): int(code) for rank, code in content["codes"].items()}, bool(content["is_imgkits"])
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return {}, False
 
@@ -132,13 +132,13 @@ def of_node(stop_folder: Path, killed_by: int = 0) -> RankFailure | None:
     """
     from imgkit_entrypoints.rollcall.messages import RankFailure
 
-    (codes, own), entries = _read_codes(stop_folder), records(stop_folder)
+    (codes, is_imgkits), entries = _read_codes(stop_folder), records(stop_folder)
     causes = [record for record in entries if not record.after_peer]
     recorded = {record.rank for record in entries}
     silent = [
         rank
         for rank, code in codes.items()
-        if rank not in recorded and code not in _BY_TORCHRUN and not (own and code > 0)
+        if rank not in recorded and code not in _BY_TORCHRUN and not (is_imgkits and code > 0)
     ]
     if not causes and (silent or killed_by):
         rank = silent[0] if silent else None

@@ -41,8 +41,8 @@ from imgkit_entrypoints.launch import failures
 from imgkit_entrypoints.launch.user_program import STOP_SIGNALS
 
 STOP, SAVED = "stop", "state-saved"
-PHASE = "torchrun"
-"""How far torchrun is (start_up.py); no part of the protocol."""
+PHASE, RELEASE = "torchrun", "others-have-ended"
+"""How far torchrun is (start_up.py), and whether the head's may leave; no part of the protocol."""
 LOCAL_JOB = "local"
 """Value of IMGKIT_JOB_ID if no scheduler gave one."""
 
@@ -93,7 +93,7 @@ def clear(stop_folder: Path) -> None:
     ------
     OSError : a mark cannot be removed.
     """
-    for name in (STOP, SAVED, PHASE):
+    for name in (STOP, SAVED, PHASE, RELEASE):
         (stop_folder / name).unlink(missing_ok=True)
     failures.clear(stop_folder)
 
@@ -102,6 +102,12 @@ def raise_flag(stop_folder: Path, reason: str) -> None:
     """Ask the program to save and end."""
     with contextlib.suppress(OSError):
         files.put(stop_folder / STOP, f"{reason}\n")
+
+
+def release(stop_folder: Path) -> None:
+    """Let torchrun of the head leave, whose store the workers of other nodes have used until now."""
+    with contextlib.suppress(OSError):
+        (stop_folder / RELEASE).touch()
 
 
 def saved_step(stop_folder: Path, job_id: str) -> tuple[str | None, str]:

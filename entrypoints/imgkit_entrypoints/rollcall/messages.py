@@ -24,7 +24,7 @@ KINDS = ("alone", "pair", "all")
 """Stages of the preflight: each node alone, pairs, all nodes together."""
 MODES = ("quick", "full")
 """How long the preflight measures."""
-PHASES = STARTING, RENDEZVOUS, WORKERS = ("", "rendezvous", "workers")
+PHASES = STARTING, RENDEZVOUS, WORKERS, CONNECTING = ("", "rendezvous", "workers", "connecting")
 """How far torchrun of a node is: not yet in its rendezvous, in it, or past it."""
 MAX_NODES = 1 << 20
 """More nodes, and more attempts, than any run has."""

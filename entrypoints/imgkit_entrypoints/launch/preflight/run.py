@@ -105,7 +105,7 @@ def _poll(
     session.wait([*process.sources, *sources, config.signals], TICK_S)
     for event in session.poll():
         if isinstance(event, MeasureRequest):
-            process.begin(event)
+            process.request(event)
         elif isinstance(event, StopOrder):
             raise NoPlan(f"stopped during the preflight: {event.reason} on {event.node}")
         else:
@@ -165,11 +165,11 @@ class _Leader:
         if passed:
             self._session.end_preflight(PreflightEnd(left_out=excluded))
             return excluded
-        worst, others = verdict.excluded[0], len(excluded) - 1
+        worst, count = verdict.excluded[0], len(excluded) - 1
         remedy = report.exclude if report.exclude.startswith("--") else f"other hosts than {report.exclude}"
         error = CheckFailed(
             f"{worst.host} is an outlier: {verdict.reasons[worst.rank][0]}"
-            + (f" (and {others} more)" if others else ""),
+            + (f" (and {count} more)" if count else ""),
             where="preflight",
             hint=f"start again with {remedy}, or with a spare (--nnodes N+1) that replaces it; "
             "leave out --preflight to start as it is",
@@ -271,7 +271,7 @@ class MeasuringProcess:
     ) -> None:
         self._config, self._env, self._arguments = config, env, arguments
         self._process: tuple[GuardedCommand, Connection[FromNode]] | None = None
-        self._ended: list[GuardedCommand] = []
+        self._commands: list[GuardedCommand] = []
         self._order: MeasureRequest | None = None
         self._deadline = 0.0
 
@@ -299,7 +299,7 @@ class MeasuringProcess:
             )
         self._process = command, Connection(ours, messages.from_node)
 
-    def begin(self, order: MeasureRequest) -> None:
+    def request(self, order: MeasureRequest) -> None:
         """Have the process measure; `answer` has the result later."""
         self.start()
         assert self._process is not None  # noqa: S101 - start has made it
@@ -329,11 +329,11 @@ class MeasuringProcess:
     def close(self) -> None:
         """End the process, and wait until nothing of it is left."""
         self._end()
-        for command in self._ended:
+        for command in self._commands:
             while command.read():
                 wait([command], 1.0)
             command.wait()
-        self._ended.clear()
+        self._commands.clear()
 
     def _finish(self, answer: MeasureResult) -> MeasureResult:
         self._order = None
@@ -346,5 +346,5 @@ class MeasuringProcess:
             command, connection = self._process
             connection.close()
             command.send("kill")
-            self._ended.append(command)
+            self._commands.append(command)
         self._process = None

@@ -16,7 +16,7 @@ from imgkit_entrypoints.schedulers.placement import Placement, Size
 options = json.loads(sys.argv[1])
 session.BEAT_S, session.LOST_AFTER_S = options.get("beat_s", 0.2), options.get("lost_s", 2.0)
 guarded.END_STEP_S, attempts.PEER_FAILED_S, stop_protocol.REPEAT_S = 0.5, 1.0, 0.2
-watchdog.ANSWER_S, attempts.MIN_RENDEZVOUS_S = 2.0, 1.0
+watchdog.ANSWER_S, attempts.MIN_START_S = 2.0, 1.0
 probe.STEP_S = options.get("step_s", probe.STEP_S)
 agent.TICK_S = options.get("tick_s", 1.0)
 rank = options.get("rank", 0)
@@ -43,6 +43,7 @@ place = Placement(
 me = NodeInfo(
     host=f"host{rank}",
     software=Software(torch=options.get("torch", "2.13")),
+    nproc=options.get("nproc", 1),
     address=options.get("address", ""),
     interface=options.get("interface", ""),
 )

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rollcall_nodes import placement
 
-from imgkit_entrypoints.launch.attempts import RendezvousWatch
+from imgkit_entrypoints.launch.attempts import StartWatch
 from imgkit_entrypoints.rollcall.messages import RENDEZVOUS, STARTING, WORKERS
 from imgkit_entrypoints.rollcall.session import HeadSession
 
@@ -248,7 +248,7 @@ def test_rendezvous_counts_from_when_all_nodes_are_in_it(monkeypatch: pytest.Mon
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     roll = HeadSession(replace(placement(nnodes=12), hosts=()), 1)
-    watch = RendezvousWatch(roll, 120.0)
+    watch = StartWatch(roll, 120.0)
     roll.phase = RENDEZVOUS
     assert watch.stalled() == ""
     now += 1000

@@ -42,7 +42,7 @@ def record(folder: Path, rank: int | str, text: str, *, at: float = 0.0) -> None
 
 def codes(folder: Path, *, own: bool = False, **by_rank: int) -> None:
     found = {int(name[1:]): code for name, code in by_rank.items()}
-    failures.note_codes({"IMGKIT_STOP_DIR": str(folder)}, found, own=own)
+    failures.note_codes({"IMGKIT_STOP_DIR": str(folder)}, found, is_imgkits=own)
 
 
 def first(folder: Path, killed_by: int = 0) -> RankFailure:

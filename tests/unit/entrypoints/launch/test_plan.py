@@ -45,7 +45,7 @@ def make(
         Request(**request),  # type: ignore[arg-type]
         WORKER,
         torchrun=TORCHRUN,
-        place=place or node(),
+        placement=place or node(),
         host=host(gpus, torch=torch),
         system=system,
         env=env or {},
@@ -120,7 +120,7 @@ def test_recipe_environment_fills_gaps_only():
 def with_image(env, image, **request):
     facts = dataclasses.replace(host(), image_env=image)
     return plan.make(
-        Request(nproc="4"), WORKER, torchrun=TORCHRUN, place=node(), host=facts, env=env, **request
+        Request(nproc="4"), WORKER, torchrun=TORCHRUN, placement=node(), host=facts, env=env, **request
     )
 
 
@@ -292,7 +292,7 @@ def test_gpus_of_another_maker_are_named_with_what_helps() -> None:
             Request(),
             WORKER,
             torchrun=TORCHRUN,
-            place=node(),
+            placement=node(),
             host=dataclasses.replace(host(), gpus_source=source),
             system=SystemFacts(node=Node(gpus=8)),
             env={},

@@ -52,7 +52,7 @@ class StubProcess:
         if self.serves:
             self._found = MeasureResult(stage=0, figures=((STORE, 40001.0),))
 
-    def begin(self, order: MeasureRequest) -> None:
+    def request(self, order: MeasureRequest) -> None:
         self.orders.append((self.rank, order))
         self._found = self.answers(self.rank, order)
 
