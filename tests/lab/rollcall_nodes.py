@@ -14,8 +14,8 @@ from typing import Any
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import gather, ports
-from imgkit_entrypoints.rollcall.messages import Caller
-from imgkit_entrypoints.rollcall.session import Event, Roll
+from imgkit_entrypoints.rollcall.messages import NodeInfo
+from imgkit_entrypoints.rollcall.session import Event, Session
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
 _jobs = itertools.count()
@@ -46,33 +46,33 @@ class CallThread(threading.Thread):
         *,
         timeout_s: float = 10.0,
         secret: bytes | None = None,
-        elastic: bool = False,
-        **caller: Any,
+        can_restart: bool = False,
+        **node: Any,
     ) -> None:
         super().__init__(daemon=True)
         self.place = replace(place, node_rank=rank)
-        self.caller = Caller(host=place.hosts[rank], **caller)
-        self.timeout_s, self.secret, self.elastic = timeout_s, secret, elastic
+        self.node = NodeInfo(host=place.hosts[rank], **node)
+        self.timeout_s, self.secret, self.can_restart = timeout_s, secret, can_restart
         self.said: list[str] = []
-        self.found: Roll | None = None
+        self.found: Session | None = None
         self.error: NoPlan | None = None
         self.start()
 
     def run(self) -> None:
         """Call."""
         try:
-            self.found = gather.call(
+            self.found = gather.meet(
                 self.place,
-                self.caller,
+                self.node,
                 timeout_s=self.timeout_s,
-                say=self.said.append,
+                log=self.said.append,
                 secret=self.secret,
-                elastic=self.elastic,
+                can_restart=self.can_restart,
             )
         except NoPlan as error:
             self.error = error
 
-    def roll(self) -> Roll:
+    def roll(self) -> Session:
         """Wait for the start; the roll."""
         self.join(timeout=20)
         assert self.found is not None, self.error
@@ -85,26 +85,26 @@ class CallThread(threading.Thread):
         return str(self.error)
 
 
-def meet(place: Placement, **caller: Any) -> list[Roll]:
+def meet(place: Placement, **node: Any) -> list[Session]:
     """Start all nodes of `place`; their rolls by rank."""
-    calls = [CallThread(place, rank, **caller) for rank in range(place.nnodes)]
+    calls = [CallThread(place, rank, **node) for rank in range(place.nnodes)]
     return [call.roll() for call in calls]
 
 
 def hear(
-    rolls: list[Roll], wanted: Callable[[list[list[Event]]], bool], within_s: float = 5.0
+    rolls: list[Session], wanted: Callable[[list[list[Event]]], bool], within_s: float = 5.0
 ) -> list[list[Event]]:
     """Tick all rolls until their events are as `wanted`; the events of each."""
     events: list[list[Event]] = [[] for _ in rolls]
     end = time.monotonic() + within_s
     while time.monotonic() < end and not wanted(events):
         for seen, one in zip(events, rolls, strict=True):
-            seen.extend(one.tick())
+            seen.extend(one.poll())
         time.sleep(0.01)
     return events
 
 
-def close(rolls: list[Roll]) -> None:
+def close(rolls: list[Session]) -> None:
     """Close all, the head last."""
     for one in rolls[::-1]:
         one.close()

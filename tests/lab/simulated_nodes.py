@@ -10,14 +10,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_entrypoints.rollcall import messages, ports, session
-from imgkit_entrypoints.rollcall.link import NodeProof, Seal
-from imgkit_entrypoints.rollcall.messages import Beat, Call, Caller, Identity, Offer, Probed
+from imgkit_entrypoints.rollcall.connection import Handshake
+from imgkit_entrypoints.rollcall.messages import (
+    Heartbeat,
+    JoinRequest,
+    NodeInfo,
+    ProbePorts,
+    ProbeReport,
+    Software,
+)
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
 HERE = "127.0.0.1"
 SECRET = os.urandom(32)
-ME = Caller(
-    host="node", identity=Identity(image="0" * 12, torch="2.13.0", nccl="2.27.5"), nproc=4, gpu="H100",
+ME = NodeInfo(
+    host="node", software=Software(image="0" * 12, torch="2.13.0", nccl="2.27.5"), nproc=4, gpu="H100",
     address=HERE, interface="lo",
 )  # fmt: skip
 
@@ -28,13 +35,13 @@ class SimulatedNode:
 
     rank: int
     connection: socket.socket
-    proof: NodeProof
-    seals: tuple[Seal, Seal] | None = None
+    handshake: Handshake
+    is_known: bool = False
+    """The head has proved the secret."""
 
     def send(self, message: messages.Message) -> None:
-        """Send a message with its proof."""
-        assert self.seals is not None
-        self.connection.sendall(self.seals[1].sign(messages.line(message)) + b"\n")
+        """Send a message."""
+        self.connection.sendall(messages.encode(message) + b"\n")
 
 
 class SimulatedNodes:
@@ -47,7 +54,7 @@ class SimulatedNodes:
         self._waiting = selectors.DefaultSelector()
         self._listener = socket.create_server((HERE, 0), backlog=64)
         port = self._listener.getsockname()[1]
-        self._offer = Offer(address=HERE, interface="lo", ports=(port,))
+        self._offer = ProbePorts(address=HERE, interface="lo", ports=(port,))
         self._started = 0
 
     def call(self) -> None:
@@ -58,9 +65,11 @@ class SimulatedNodes:
         began = time.monotonic()
         for rank in range(1, self.place.nnodes):
             node = SimulatedNode(
-                rank, socket.create_connection((HERE, port)), NodeProof(SECRET, self.place.job_id, rank)
+                rank,
+                socket.create_connection((HERE, port)),
+                Handshake(secret=SECRET, job_id=self.place.job_id, node_rank=rank),
             )
-            node.connection.sendall(node.proof.call + b"\n")
+            node.connection.sendall(node.handshake.opening + b"\n")
             self._waiting.register(node.connection, selectors.EVENT_READ, node)
             self.nodes.append(node)
             if rank % 64 == 0:
@@ -80,7 +89,7 @@ class SimulatedNodes:
         while (passed := time.monotonic() - began) < seconds:
             due = int(passed / session.BEAT_S * len(self.nodes))
             while sent < due:
-                self.nodes[sent % len(self.nodes)].send(Beat(span=(7, 8)))
+                self.nodes[sent % len(self.nodes)].send(Heartbeat(positions=(7, 8)))
                 sent += 1
             self._hear(0.002)
             time.sleep(0.002)
@@ -98,16 +107,14 @@ class SimulatedNodes:
             heard = key.fileobj.recv(65536)
             assert heard, "the head closed a connection"
             node: SimulatedNode = key.data
-            if node.seals is None:
-                node.seals = node.proof.seals(heard.rstrip(b"\n"))
-                assert node.seals, heard
-                place = self.place
-                node.send(
-                    Call(
-                        job=place.job_id, node_rank=node.rank, nnodes=place.nnodes, caller=ME,
-                        offer=self._offer,
-                    )
-                )  # fmt: skip
-            if b'{"probe"' in heard:
-                node.send(Probed(failures=()))
-            self._started += heard.count(b'{"go"')
+            if not node.is_known:
+                confirmed = node.handshake.confirm(heard.rstrip(b"\n"))
+                assert confirmed, heard
+                place, node.is_known = self.place, True
+                request = JoinRequest(
+                    job=place.job_id, node_rank=node.rank, nnodes=place.nnodes, node=ME, probe=self._offer
+                )
+                node.connection.sendall(confirmed.sign(messages.encode(request)) + b"\n")
+            if b'"ProbeRequest"' in heard:
+                node.send(ProbeReport(failures=()))
+            self._started += heard.count(b'"RunStart"')

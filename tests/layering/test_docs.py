@@ -89,11 +89,11 @@ def test_every_error_page_is_in_the_index() -> None:
 
 
 def test_every_variable_of_the_code_is_in_the_table() -> None:
-    from imgkit_entrypoints.cli import start
+    from imgkit_entrypoints.cli import options
 
     table = set(re.findall(r"\bIMGKIT_[A-Z_]+\b", (DOCS / "reference/environment.md").read_text()))
     for_developers = {"IMGKIT_REQUIRE", "IMGKIT_UPDATE_GOLDEN"}
-    parser = start.launch_parser("dist-run", "", {})
+    parser = options.launch_parser("dist-run", "", {})
     flags = [
         action.option_strings[0]
         for group in parser._action_groups

@@ -55,7 +55,7 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
     },
     "entrypoints": {
         "cli": "doctor launch rollcall schedulers fabric facts values",
-        "apps/preflight": "apps/bench apps doctor launch rollcall run facts",
+        "apps/preflight": "apps/bench apps doctor launch rollcall facts",
         "apps/bench": "apps run launch fabric facts values",
         "apps/train": "apps run launch values",
         "apps": "run doctor launch facts values",

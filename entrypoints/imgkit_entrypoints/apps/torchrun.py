@@ -1,4 +1,4 @@
-"""torchrun itself, started by the node agent with six changes.
+"""torchrun itself, started by the node agent with seven changes.
 
 It ends the remaining workers of a failed group by HUP. TERM is blocked in them or does nothing, since
 schedulers send it to every process, and torchrun would wait 30 s before KILL. When the node agent ends it, by
@@ -6,7 +6,8 @@ HUP or QUIT, it prints nothing: the node agent has said why. After success it ex
 interpreter down, which takes 0.4 s with torch. What it says about failed workers goes to the full log of the
 node agent alone (launch/failures.py); for a program of this package, it passes the exit code on. With
 ``IMGKIT_START=fork`` its workers are forks of it: torch is imported once for all of them, and they share the
-memory of what it imports. And it notes for the node agent when its rendezvous begins and ends.
+memory of what it imports. It notes for the node agent when its rendezvous begins and ends. And at its end it
+waits for the other nodes without torch's store.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import popen_fork
+from pathlib import Path
 from types import FrameType
 
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
@@ -35,9 +38,10 @@ from torch.distributed.run import main
 
 from imgkit_entrypoints.apps.ranks import run_worker
 from imgkit_entrypoints.errors import EXIT_NO
-from imgkit_entrypoints.launch import failures, start_up, user_program
+from imgkit_entrypoints.launch import failures, start_up, stop_protocol, user_program
 
 _OWN = "imgkit_entrypoints.apps."
+RELEASE_LOOK_S = 0.02
 LOGGERS = (
     "torch.distributed.elastic.multiprocessing.api",
     "torch.distributed.elastic.agent.server.api",
@@ -54,7 +58,7 @@ def reports(run: Callable[[], None], *, own: bool) -> None:
         user_program.mark(traceback.format_exc().rstrip("\n"))
         rank, first = error.get_first_failure()
         codes = {rank: one.exitcode for rank, one in error.failures.items()}
-        failures.note_codes(os.environ, {**codes, **_codes_of_forks(first.local_rank, rank)}, own=own)
+        failures.note_codes(os.environ, {**codes, **_codes_of_forks(first.local_rank, rank)}, is_imgkits=own)
         sys.exit(first.exitcode if own and first.exitcode > 0 else EXIT_NO)
     except api.SignalException:
         raise
@@ -126,6 +130,25 @@ def note_the_rendezvous() -> None:
             by_torch(agent, group)
 
     SimpleElasticAgent._rendezvous = noted
+
+
+def wait_for_the_other_nodes() -> None:
+    """Have torchrun of the head wait at its end for the node agent's word, and no other one wait.
+
+    torchrun's own barrier is a counter in a store that strangers can write: they could hold it up for five
+    minutes. The head's torchrun serves this store, so it must outlive the workers of all nodes.
+    """
+    by_torch = SimpleElasticAgent._exit_barrier
+
+    def wait(agent: SimpleElasticAgent) -> None:
+        group, folder = agent._worker_group, os.environ.get("IMGKIT_STOP_DIR")
+        if not folder:
+            by_torch(agent)
+        elif group.group_rank == 0 and group.group_world_size > 1:
+            while not Path(folder, stop_protocol.RELEASE).exists():
+                time.sleep(RELEASE_LOOK_S)
+
+    SimpleElasticAgent._exit_barrier = wait
 
 
 def main_of_forks() -> None:
@@ -209,6 +232,7 @@ def _run_program(words: Sequence[str]) -> None:
 if __name__ == "__main__":
     api._get_default_signal = lambda: signal.SIGHUP  # torch has no setting for this
     note_the_rendezvous()
+    wait_for_the_other_nodes()
     start = main_of_forks if os.environ.get("IMGKIT_START") == "fork" else main
     own = any(word.startswith(_OWN) for word in sys.argv)
     run_worker(lambda: ends_silently(lambda: reports(start, own=own)))

@@ -22,43 +22,37 @@ CODE_JSON = "/opt/imgkit/code.json"
 
 
 def require(env: Mapping[str, str]) -> None:
-    """Raise NoPlan if the job has a delta or a code delta, and another one or none is here."""
-    if wanted := env.get(VARIABLE, ""):
-        _require_delta(wanted, _found(env, DELTA_JSON, "image_id"))
-    if wanted := env.get(CODE_VARIABLE, ""):
-        _require_code(wanted, _found(env, CODE_JSON, "sha256"))
+    """Raise NoPlan if the job has a delta or a code delta, and another one or none is mounted."""
+    expected = env.get(VARIABLE, "")
+    mounted = _read(env, DELTA_JSON, "image_id") if expected else ""
+    if expected and mounted and mounted != expected:
+        raise NoPlan(
+            f"this image has a different delta from the job's: {mounted}, not {expected}",
+            where=f"{VARIABLE}, {DELTA_JSON}",
+            hint="submit the job again with the right delta; give one --overlay only",
+        )
+    if expected and not mounted:
+        raise NoPlan(
+            "the job's delta is not mounted: this is the base without it",
+            where=f"{VARIABLE}={expected}, and no {DELTA_JSON}",
+            hint="check the runtime's output: singularity exec --overlay X.imgdelta:ro BASE.sif true. If an "
+            "admin has set `enable overlay = no`, transfer the whole image instead (imgkit sif)",
+        )
+    code = env.get(CODE_VARIABLE, "")
+    mounted_code = _read(env, CODE_JSON, "sha256") if code else ""
+    if code and mounted_code != code:
+        raise NoPlan(
+            f"the job's code is not mounted, but {'another' if mounted_code else 'that of the image'}",
+            where=f"{CODE_VARIABLE}={code}, and {mounted_code or 'nothing'} in {CODE_JSON}",
+            hint="submit the job again with --code; if an admin has set `enable overlay = no`, no delta "
+            "works there: build the code into the image (image.copy)",
+        )
 
 
-def _found(env: Mapping[str, str], file: str, key: str) -> str:
+def _read(env: Mapping[str, str], file: str, key: str) -> str:
+    """Return a value of a JSON file of the image; empty without the file."""
     text = facts.Reader(root=facts.root_of(env)).text(file)
     try:
         return str(json_text.parse(text)[key]) if text is not None else ""
     except (ValueError, KeyError, TypeError):
         return "unreadable"
-
-
-def _require_delta(wanted: str, found: str) -> None:
-    if found == wanted:
-        return
-    if found:
-        raise NoPlan(
-            f"this image has a different delta from the job's: {found}, not {wanted}",
-            where=f"{VARIABLE}, {DELTA_JSON}",
-            hint="submit the job again with the right delta; give one --overlay only",
-        )
-    raise NoPlan(
-        "the job's delta is not mounted: this is the base without it",
-        where=f"{VARIABLE}={wanted}, and no {DELTA_JSON}",
-        hint="check the runtime's output: singularity exec --overlay X.imgdelta:ro BASE.sif true. If an "
-        "admin has set `enable overlay = no`, transfer the whole image instead (imgkit sif)",
-    )
-
-
-def _require_code(wanted: str, found: str) -> None:
-    if found != wanted:
-        raise NoPlan(
-            f"the job's code is not mounted, but {'another' if found else 'that of the image'}",
-            where=f"{CODE_VARIABLE}={wanted}, and {found or 'nothing'} in {CODE_JSON}",
-            hint="submit the job again with --code; if an admin has set `enable overlay = no`, no delta "
-            "works there: build the code into the image (image.copy)",
-        )

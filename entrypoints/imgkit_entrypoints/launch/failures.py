@@ -27,7 +27,7 @@ from imgkit_entrypoints.launch.user_program import RECORD
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.rollcall.messages import RankFailure
-    from imgkit_entrypoints.rollcall.session import LeadingRoll
+    from imgkit_entrypoints.rollcall.session import HeadSession
 
 CODES = "torchrun-failed"
 """File in the stop folder: exit codes of failed workers by rank."""
@@ -35,7 +35,7 @@ _TORCHRUN = "torchrun"
 """Stands for the rank in the name of torchrun's own record."""
 LATE_S, LATE_AFTER_PEER_S = 5.0, 30.0
 """A worker that ends by an exception, and is still there after this time, has its traceback printed."""
-HEAD_LINES, MOST_BYTES = 20, 40_000
+HEAD_LINES, MAX_BYTES = 20, 40_000
 """First lines of a long text that are kept, besides its last ones; and bytes of all of them as JSON."""
 _BY_TORCHRUN = (-signal.SIGHUP, -signal.SIGTERM)
 """torchrun ends the other workers so, once one has failed."""
@@ -61,7 +61,7 @@ class RankRecord:
 
     @property
     def after_peer(self) -> bool:
-        """Whether it waited for a rank or node that is gone."""
+        """True if it waited for a rank or node that is gone."""
         return _AFTER_PEER.search(self.text) is not None
 
     @property
@@ -70,17 +70,17 @@ class RankRecord:
         text = _STACK_IN_CPP.sub("", self.text)
         if self.rank is None and (errors := list(_ERROR.finditer(text))):
             text = text[errors[-1].start() :]
-        return bounded(text.rstrip("\n"))
+        return limit_lines(text.rstrip("\n"))
 
 
-def note_codes(env: Mapping[str, str], codes: Mapping[int, int], *, own: bool) -> None:
+def note_codes(env: Mapping[str, str], codes: Mapping[int, int], *, is_imgkits: bool) -> None:
     """Leave the exit codes of a node's failed workers for its node agent; torchrun's part.
 
-    A program of this package (`own`) that leaves with a code has printed or recorded the reason.
+    A program of this package (`is_imgkits`) that leaves with a code has printed or recorded the reason.
     """
-    found = {"own": own, "codes": {str(rank): code for rank, code in codes.items()}}
+    content = {"is_imgkits": is_imgkits, "codes": {str(rank): code for rank, code in codes.items()}}
     with contextlib.suppress(KeyError, OSError):
-        files.put(Path(env["IMGKIT_STOP_DIR"]) / CODES, json.dumps(found))
+        files.put(Path(env["IMGKIT_STOP_DIR"]) / CODES, json.dumps(content))
 
 
 def note_torchrun(env: Mapping[str, str], text: str) -> bool:
@@ -105,77 +105,72 @@ def clear(stop_folder: Path) -> None:
 
 def records(stop_folder: Path) -> list[RankRecord]:
     """Return what workers of this node have left, the first one first."""
-    return sorted(_records(stop_folder), key=lambda one: one.at)
-
-
-def _records(stop_folder: Path) -> Iterator[RankRecord]:
+    entries = []
     for path in stop_folder.glob(f"{RECORD}*"):
         rank = path.name.removeprefix(RECORD)
         with contextlib.suppress(OSError, ValueError):
-            at, _, text = files.read_text(path, errors="replace").partition("\n")
-            when = float(at)
-            if (rank.isdigit() or rank == _TORCHRUN) and math.isfinite(when):
-                yield RankRecord(rank=int(rank) if rank.isdigit() else None, at=when, text=text)
+            seconds, _, text = files.read_text(path, errors="replace").partition("\n")
+            at = float(seconds)
+            if (rank.isdigit() or rank == _TORCHRUN) and math.isfinite(at):
+                entries.append(RankRecord(rank=int(rank) if rank.isdigit() else None, at=at, text=text))
+    return sorted(entries, key=lambda record: record.at)
 
 
-def _codes(stop_folder: Path) -> tuple[Mapping[int, int], bool]:
+def _read_codes(stop_folder: Path) -> tuple[Mapping[int, int], bool]:
     """Return what `note_codes` has left."""
     try:
-        found = json_text.parse(files.read_own(stop_folder / CODES))
-        return {int(rank): int(code) for rank, code in found["codes"].items()}, bool(found["own"])
+        content = json_text.parse(files.read_own(stop_folder / CODES))
+        return {int(rank): int(code) for rank, code in content["codes"].items()}, bool(content["is_imgkits"])
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return {}, False
 
 
-def of_node(stop_folder: Path, log: str, killed_by: int = 0) -> RankFailure | None:
+def of_node(stop_folder: Path, killed_by: int = 0) -> RankFailure | None:
     """Return the worker of this node that failed first; None where none is known to have failed.
 
-    Parameters
-    ----------
-    log : path of this node's full log.
-    killed_by : signal that ended torchrun itself, not sent by its node agent; 0: none.
+    `killed_by` is the signal that ended torchrun itself, not sent by its node agent; 0: none.
     """
     from imgkit_entrypoints.rollcall.messages import RankFailure
 
-    (codes, own), left = _codes(stop_folder), records(stop_folder)
-    causes = [one for one in left if not one.after_peer]
-    recorded = {one.rank for one in left}
+    (codes, is_imgkits), entries = _read_codes(stop_folder), records(stop_folder)
+    causes = [record for record in entries if not record.after_peer]
+    recorded = {record.rank for record in entries}
     silent = [
         rank
         for rank, code in codes.items()
-        if rank not in recorded and code not in _BY_TORCHRUN and not (own and code > 0)
+        if rank not in recorded and code not in _BY_TORCHRUN and not (is_imgkits and code > 0)
     ]
-    now = time.time()
-    if first := next(iter(causes or ([] if silent or killed_by else left)), None):
-        return RankFailure(
-            rank=first.rank,
-            code=EXIT_NO if first.rank is None else codes.get(first.rank),
-            age_ms=max(0, int(1000 * (now - first.at))),
-            after_peer=not causes,
-            log=log,
-            lines=first.lines,
-        )
-    if silent:
-        return RankFailure(rank=silent[0], code=codes[silent[0]], age_ms=0, after_peer=False, log=log)
-    if killed_by:
-        return RankFailure(rank=None, code=-killed_by, age_ms=0, after_peer=False, log=log)
-    return None
+    if not causes and (silent or killed_by):
+        rank = silent[0] if silent else None
+        code = codes[silent[0]] if silent else -killed_by
+        return RankFailure(rank=rank, code=code, age_ms=0, after_peer=False, log="")
+    if not entries:
+        return None
+    record = (causes or entries)[0]
+    return RankFailure(
+        rank=record.rank,
+        code=EXIT_NO if record.rank is None else codes.get(record.rank),
+        age_ms=max(0, int(1000 * (time.time() - record.at))),
+        after_peer=not causes,
+        log="",
+        lines=record.lines,
+    )
 
 
-def bounded(text: str) -> tuple[str, ...]:
+def limit_lines(text: str) -> tuple[str, ...]:
     """Return the lines of `text` as a message between nodes can carry them: the first ones and the last."""
     from imgkit_entrypoints.rollcall.messages import LINE, LINES
 
     lines = [shortened(line.expandtabs())[:LINE] for line in text.split("\n")]
-    kept, size = list[str](), 0
+    result, size = list[str](), 0
     for position in (*range(min(HEAD_LINES, len(lines))), *range(len(lines) - 1, HEAD_LINES - 1, -1)):
         size += len(json.dumps(lines[position])) + 2
-        if size > MOST_BYTES or len(kept) >= LINES - 1:
-            left = len(lines) - len(kept)
-            kept.insert(HEAD_LINES, f"... {left} more lines in the full log ...")
+        if size > MAX_BYTES or len(result) >= LINES - 1:
+            omitted = len(lines) - len(result)
+            result.insert(HEAD_LINES, f"... {omitted} more lines in the full log ...")
             break
-        kept.insert(position if position < HEAD_LINES else HEAD_LINES, lines[position])
-    return tuple(kept)
+        result.insert(position if position < HEAD_LINES else HEAD_LINES, lines[position])
+    return tuple(result)
 
 
 class LateRecords:
@@ -183,18 +178,16 @@ class LateRecords:
 
     def __init__(self, stop_folder: Path) -> None:
         self._folder = stop_folder
-        self._told: set[int | None] = set()
+        self._reported: set[int | None] = set()
 
     def look(self) -> Iterator[tuple[str, ...]]:
         """Yield the lines of each new report, mostly none; call it about once a second."""
-        if not any(self._folder.glob(f"{RECORD}*")):
-            return
-        for one in records(self._folder):
-            late_s = LATE_AFTER_PEER_S if one.after_peer else LATE_S
-            if one.rank not in self._told and time.time() - one.at > late_s:
-                self._told.add(one.rank)
-                what = f"{_who(one.rank)} has failed, and its process has not ended after {late_s:g} s"
-                yield (what, *one.lines)
+        for record in records(self._folder):
+            late_s = LATE_AFTER_PEER_S if record.after_peer else LATE_S
+            if record.rank not in self._reported and time.time() - record.at > late_s:
+                self._reported.add(record.rank)
+                title = f"{_name(record.rank)} has failed, and its process has not ended after {late_s:g} s"
+                yield (title, *record.lines)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,56 +201,60 @@ class NodeFailure:
     failure: RankFailure
 
 
-def first(told: Iterable[NodeFailure]) -> NodeFailure | None:
+def first(reported: Iterable[NodeFailure]) -> NodeFailure | None:
     """Return the failure that came first. A consequence of another rank's end counts only without others."""
-    return min(told, key=lambda one: (one.failure.after_peer, one.at), default=None)
+    return min(reported, key=lambda entry: (entry.failure.after_peer, entry.at), default=None)
 
 
-def of_run(roll: LeadingRoll, head: str, say: Callable[..., None], *, before: bool) -> tuple[str, ...]:
+def of_run(
+    session: HeadSession, head: str, log: Callable[..., None], *, of_previous: bool
+) -> tuple[str, ...]:
     """Return the last lines that the head prints; empty where no failed worker is known.
 
     Parameters
     ----------
     head : the head's name, also where it is the only node.
-    before : of the attempt before the one that starts now.
+    of_previous : of the attempt before the one that starts now.
     """
-    told = [
-        NodeFailure(at=at, node=roll.named(number) if number else head, failure=one)
-        for at, number, one in (roll.earlier if before else roll.failures)
+    reported = [
+        NodeFailure(at=at, node=session.node_name(number) if number else head, failure=failure)
+        for at, number, failure in (session.previous_failures if of_previous else session.failures)
     ]
-    cause = first(told)
+    cause = first(reported)
     if cause is None:
         return ()
-    if cause.failure.after_peer and roll.place.nnodes > 1:  # each node has left the explanation to the head
+    if (
+        cause.failure.after_peer and session.placement.nnodes > 1
+    ):  # each node has left the explanation to the head
         from imgkit_entrypoints.launch import explain
 
-        for found in explain.explain("\n".join(cause.failure.lines)):
-            say(*found.lines)
-    return block(cause, told)
+        for explanation in explain.explain("\n".join(cause.failure.lines)):
+            log(*explanation.lines)
+    return block(cause, reported)
 
 
-def block(told: NodeFailure, nodes: Sequence[NodeFailure] = ()) -> tuple[str, ...]:
+def block(cause: NodeFailure, reported: Sequence[NodeFailure] = ()) -> tuple[str, ...]:
     """Return the last lines of a failed run: rank, node, exit code, log, and the user's own traceback."""
-    failure = told.failure
-    others = [_who(one.failure.rank) for one in nodes if one is not told]
-    lines = [f"{_who(failure.rank)} on {told.node} failed first: {ending(failure.code)}"]
-    if others:
-        more = f" and {len(others) - 8} more" if len(others) > 8 else ""
-        lines.append(f"  then on other nodes: {', '.join(others[:8])}{more}")
+    failure = cause.failure
+    followers = [_name(entry.failure.rank) for entry in reported if entry is not cause]
+    lines = [f"{_name(failure.rank)} on {cause.node} failed first: {ending(failure.code)}"]
+    if followers:
+        rest = f" and {len(followers) - 8} more" if len(followers) > 8 else ""
+        lines.append(f"  then on other nodes: {', '.join(followers[:8])}{rest}")
     lines.append(f"  full log on that node: {failure.log}" if failure.log else "  there is no full log")
     return (*lines, *(failure.lines or (_SILENT.get(failure.code or 0, _NO_REASON),)))
 
 
-def one_line(told: NodeFailure) -> str:
+def one_line(entry: NodeFailure) -> str:
     """Return the line by which another node than the head names its worker."""
-    failure = told.failure
+    failure = entry.failure
     last = next((line for line in reversed(failure.lines) if line.strip()), "")
-    what = f": {shortened(last.strip())[:200]}" if last else ""
+    reason = f": {shortened(last.strip())[:200]}" if last else ""
     log = f"; full log: {failure.log}" if failure.log else ""
-    return f"{_who(failure.rank)} on {told.node} failed, {ending(failure.code)}{what}{log}"
+    return f"{_name(failure.rank)} on {entry.node} failed, {ending(failure.code)}{reason}{log}"
 
 
-def _who(rank: int | None) -> str:
+def _name(rank: int | None) -> str:
     return _TORCHRUN if rank is None else f"rank {rank}"
 
 
@@ -296,25 +293,12 @@ def write_log(text: str, folder: str, node_rank: int, attempt: int) -> str:
     for path in (PurePath(folder, f"{name}.log") if folder else None, None):
         try:
             if path is not None:
-                place = Path(path)
-                place.parent.mkdir(parents=True, exist_ok=True)
+                target = Path(path)
+                target.parent.mkdir(parents=True, exist_ok=True)
             else:
-                place = Path(tempfile.mkdtemp(prefix="imgkit-")) / f"{name}.log"
-            files.put(place, content)
+                target = Path(tempfile.mkdtemp(prefix="imgkit-")) / f"{name}.log"
+            files.put(target, content)
         except OSError:
             continue
-        return str(place.absolute())
+        return str(target.absolute())
     return ""
-
-
-class FinalMessage:
-    """What the node agent prints after everything else."""
-
-    def __init__(self, say: Callable[..., None]) -> None:
-        self._say = say
-        self.lines: tuple[str, ...] = ()
-
-    def __call__(self) -> None:
-        """Print it."""
-        if self.lines:
-            self._say(*self.lines)

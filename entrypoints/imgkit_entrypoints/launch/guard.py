@@ -45,15 +45,15 @@ def adopt_orphans() -> bool:
 def descendants() -> dict[int, str]:
     """Process ids below this one, with their names."""
     parents: dict[int, tuple[int, str]] = dict(_processes())
-    found: dict[int, str] = {}
-    grown = True
-    while grown:
-        grown = False
+    below: dict[int, str] = {}
+    has_grown = True
+    while has_grown:
+        has_grown = False
         for pid, (parent, name) in parents.items():
-            if pid not in found and (parent == os.getpid() or parent in found):
-                found[pid] = name
-                grown = True
-    return found
+            if pid not in below and (parent == os.getpid() or parent in below):
+                below[pid] = name
+                has_grown = True
+    return below
 
 
 def _processes() -> Iterator[tuple[int, tuple[int, str]]]:
@@ -128,11 +128,11 @@ def main(control: int, status: int, open_files: int, command: list[str]) -> None
         end = time.monotonic() + (LEAVE_S if codes[child] >= 0 else 0.0)
         while go_on and reap(codes) and time.monotonic() < end:
             go_on = _obey(control, None, (), TICK_S)
-    left = sorted(set(descendants().values()))
+    remaining = sorted(set(descendants().values()))
     stuck = end_all()
     if child not in codes:
         _say(status, f"exit {-signal.SIGKILL}")
-    _say(status, f"stuck {' '.join(stuck)}" if stuck else f"clean {' '.join(left)}")
+    _say(status, f"stuck {' '.join(stuck)}" if stuck else f"clean {' '.join(remaining)}")
 
 
 def _wake_on_child() -> int:
@@ -145,10 +145,10 @@ def _wake_on_child() -> int:
     return reader
 
 
-def _obey(control: int, child: int | None, others: tuple[int, ...], seconds: float) -> bool:
-    """Wait for a command of the node agent or a byte on `others`; False if everything must end at once."""
-    readable, _, _ = select.select([control, *others], [], [], seconds)
-    for descriptor in others:
+def _obey(control: int, child: int | None, wakers: tuple[int, ...], seconds: float) -> bool:
+    """Wait for a command of the node agent or a byte on `wakers`; False if everything must end at once."""
+    readable, _, _ = select.select([control, *wakers], [], [], seconds)
+    for descriptor in wakers:
         if descriptor in readable:
             os.read(descriptor, 4096)
     if control not in readable:

@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
 from typing import IO
 
 from imgkit_entrypoints.errors import ToolFailed
@@ -22,10 +21,10 @@ from imgkit_entrypoints.launch.user_program import MARK, STOP_SIGNALS
 
 TAIL_BYTES = 1 << 20
 """The end of the error output that is kept for the log of a failed run."""
-_NAMELESS = b"[c10d] The hostname of the client socket cannot be retrieved. err=-"
+_NO_HOST_NAME = b"[c10d] The hostname of the client socket cannot be retrieved. err=-"
 """A warning of torch about each connection from an address without a name, in every process."""
 _PREFIX = rb"(?:\[[^\]\n]*\]: )?(?:\[rank\d+\]:)?"
-_FOR_THE_LOG = re.compile(
+_LOG_ONLY = re.compile(
     _PREFIX + rb"(?:" + MARK.encode() + rb"|\[[WE]\d{4} [^\]\n]*TCPStore\.cpp:\d+\] "
     rb"|\[[WE]\d{4} [^\]\n]*ProcessGroupNCCL\.cpp:\d+\] (?:\[[^\]\n]*\] ?)*Failed to check the "
     rb"|Exception raised from [^\n]* \(most recent call first\):|frame #\d+: |<omitting python frames>)"
@@ -35,61 +34,63 @@ which every process prints whose torchrun has ended."""
 
 
 class GuardedCommand:
-    """A command and its guard. Leaving the context ends everything that is left of them."""
+    """A command and its guard; `close` ends everything that is left of them.
+
+    Parameters
+    ----------
+    log : takes messages about the command.
+    repeats_warnings : False: a warning that all nodes of a run print comes from another one.
+    open_files : soft limit of the command's open files; None: that of this process.
+    inherited : descriptors that the command gets under the same numbers.
+    """
 
     def __init__(
         self,
-        command: Sequence[str],
+        argv: Sequence[str],
         env: Mapping[str, str],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         *,
-        speaks_for_all: bool = True,
+        repeats_warnings: bool = True,
         open_files: int | None = None,
         inherited: Sequence[int] = (),
     ) -> None:
-        """Start `command`; a warning that all nodes of a run print comes from one that `speaks_for_all`.
-
-        `open_files` is the soft limit of its open files; None: that of this process. `inherited` are
-        descriptors that the command gets under the same numbers.
-        """
         if open_files is None:
             open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._command, self._say = command, say
+        self._argv, self._log = argv, log
         self.code: int | None = None
         """Exit code of the command; negative: the signal that ended it; None: it still runs."""
         self._buffer = b""
-        self._forced = False
+        self._is_forced = False
         control, self._control = os.pipe()
         self._status, status = os.pipe()
         os.set_blocking(self._status, False)
         python = (sys.executable or "python3", "-I", "-S", guard.__file__)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited by all below
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # inherited by all below
         try:
             self._process = subprocess.Popen(
-                [*python, str(control), str(status), str(open_files), *command],
+                [*python, str(control), str(status), str(open_files), *argv],
                 env=dict(env),
                 stderr=subprocess.PIPE,
                 pass_fds=(control, status, *inherited),
                 start_new_session=True,  # a kill of this process' group must leave the guard
             )
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.close(control)
             os.close(status)
-        self._copier = _Copier(self._process.stderr, warned=not speaks_for_all)  # type: ignore[arg-type]
-
-    def __enter__(self) -> GuardedCommand:
+        assert self._process.stderr is not None  # noqa: S101 - it is a pipe
+        self._copier = _Copier(self._process.stderr, has_warned=not repeats_warnings)
         self._copier.start()
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        os.close(self._control)  # the guard ends everything when this closes
-        os.close(self._status)
+    def close(self) -> None:
+        """Close the pipes to the guard, which then ends everything that is left."""
+        for descriptor in (self._control, self._status):
+            with contextlib.suppress(OSError):  # closed before
+                os.close(descriptor)
+        self._control = self._status = -1
 
     def fileno(self) -> int:
-        """Descriptor that becomes readable when the guard reports something."""
+        """Return the descriptor that becomes readable when the guard reports something."""
         return self._status
 
     def read(self) -> bool:
@@ -110,15 +111,16 @@ class GuardedCommand:
 
     def send(self, step: str) -> None:
         """Have the guard take `step` towards the end: ``signal N`` or ``kill``."""
-        self._forced = True
+        self._is_forced = True
         with contextlib.suppress(OSError):  # the guard has ended by itself
             os.write(self._control, f"{step}\n".encode())
 
     def wait(self) -> int:
-        """Wait for the guard, after the context; the command's exit code."""
+        """Close the pipes, wait for the guard, and return the command's exit code."""
+        self.close()
         self._process.wait()
         if self.code is None:
-            self._say("the guard of this node's processes was killed; ending them")
+            self._log("the guard of this node's processes was killed; ending them")
             guard.end_all()
             self.code = -signal.SIGKILL
         self._copier.join(timeout=2.0)
@@ -129,24 +131,24 @@ class GuardedCommand:
         return self._copier.tail().decode(errors="replace").replace(MARK, "")
 
     def _take(self, line: str) -> None:
-        word, _, rest = line.partition(" ")
-        if word == "exit":
-            self.code = int(rest)
-        elif word == "failed":
+        event, _, value = line.partition(" ")
+        if event == "exit":
+            self.code = int(value)
+        elif event == "failed":
             raise ToolFailed(
-                f"the program cannot be started: {rest}",
-                where=self._command[0],
+                f"the program cannot be started: {value}",
+                where=self._argv[0],
                 hint="check that the image contains it; dist-env shows what the image has",
             )
-        elif word == "started" and rest.endswith(" alone"):
-            self._say(
+        elif event == "started" and value.endswith(" alone"):
+            self._log(
                 "warning: the guard cannot adopt orphaned processes on this machine; a killed torchrun may "
                 "leave some running"
             )
-        elif word == "clean" and rest and not self._forced:
-            self._say(f"ended processes that the program left running: {rest}")
-        elif word == "stuck":
-            self._say(f"these processes hang in the kernel and cannot be killed: {rest}")
+        elif event == "clean" and value and not self._is_forced:
+            self._log(f"ended processes that the program left running: {value}")
+        elif event == "stuck":
+            self._log(f"these processes hang in the kernel and cannot be killed: {value}")
 
 
 _EMPTY = re.compile(_PREFIX + rb"\n")
@@ -155,25 +157,28 @@ _EMPTY = re.compile(_PREFIX + rb"\n")
 class _Copier(threading.Thread):
     """Copies the command's error output to ours, and keeps the end of it.
 
-    Not copied are lines `_FOR_THE_LOG`, and `_NAMELESS` after the first.
+    Not copied are lines `_LOG_ONLY`, and `_NO_HOST_NAME` after the first.
 
     It is a thread because a slow terminal must not hold up the heartbeat. It does not wait for whole lines:
     of one that arrives in two parts, the first decides.
     """
 
-    def __init__(self, source: IO[bytes], *, warned: bool) -> None:
+    def __init__(self, source: IO[bytes], *, has_warned: bool) -> None:
         super().__init__(daemon=True)
-        self.source = source
-        self._kept: deque[bytes] = deque()
+        self._source = source
+        self._chunks: deque[bytes] = deque()
         self._size = 0
-        self._warned = warned
-        self._in_line = self._hides = False
+        self._has_warned = has_warned
+        self._in_line = self._is_hidden = False
 
     def run(self) -> None:
         """Copy until every process has closed the other end."""
         target: int | None = 2
-        while data := os.read(self.source.fileno(), 65536):
-            self._keep(data)
+        while data := os.read(self._source.fileno(), 65536):
+            self._chunks.append(data)
+            self._size += len(data)
+            while self._size - len(self._chunks[0]) >= TAIL_BYTES:
+                self._size -= len(self._chunks.popleft())
             data = b"".join(self._printed(data))
             while target is not None and data:
                 try:
@@ -183,24 +188,18 @@ class _Copier(threading.Thread):
 
     def tail(self) -> bytes:
         """Return the end of what was read."""
-        return b"".join(tuple(self._kept))[-TAIL_BYTES:]
-
-    def _keep(self, data: bytes) -> None:
-        self._kept.append(data)
-        self._size += len(data)
-        while self._size - len(self._kept[0]) >= TAIL_BYTES:
-            self._size -= len(self._kept.popleft())
+        return b"".join(tuple(self._chunks))[-TAIL_BYTES:]
 
     def _printed(self, data: bytes) -> Iterator[bytes]:
         for line in re.findall(rb"[^\n]*\n|[^\n]+", data):
             if not self._in_line:
                 # An empty line follows a stack.
-                ends = self._hides and _EMPTY.fullmatch(line) is not None
-                self._hides = ends or _FOR_THE_LOG.match(line) is not None
-                if _NAMELESS in line:
-                    self._hides, self._warned = self._warned, True
+                is_end = self._is_hidden and _EMPTY.fullmatch(line) is not None
+                self._is_hidden = is_end or _LOG_ONLY.match(line) is not None
+                if _NO_HOST_NAME in line:
+                    self._is_hidden, self._has_warned = self._has_warned, True
             self._in_line = not line.endswith(b"\n")
-            if not self._hides:
+            if not self._is_hidden:
                 yield line
 
 
@@ -211,37 +210,39 @@ QUICK_STEP_S = 2.0
 _HUP, _QUIT = (f"signal {int(number)}" for number in (signal.SIGHUP, signal.SIGQUIT))
 
 
-class ForcedEnd:
-    """The deadline of a program and the steps that follow it."""
+class Deadline:
+    """The time at which a program is ended by force, and the steps that follow."""
 
     def __init__(self) -> None:
-        self.deadline = float("inf")
+        self.at = float("inf")
         """Time of the next step, on the monotonic clock."""
-        self.begun = False
-        self.why = ""
+        self.is_forced = False
+        """The first step was taken."""
+        self.reason = ""
         self._steps = [_HUP, _QUIT, "kill"]
         self._step_s = END_STEP_S
 
-    def within(self, seconds: float, why: str) -> None:
-        """Begin in `seconds`, unless an earlier end is set or has begun."""
+    def set_within(self, seconds: float, reason: str) -> None:
+        """End the program in `seconds`, unless an earlier end is set or was forced."""
         at = time.monotonic() + seconds
-        if not self.begun and at < self.deadline:
-            self.deadline, self.why = at, why
+        if not self.is_forced and at < self.at:
+            self.at, self.reason = at, reason
 
-    def now(self, why: str) -> None:
-        """Begin at once, and quickly; an end that has begun goes on quickly."""
-        if not self.begun:
-            self.why, self.deadline = why, time.monotonic()
+    def set_now(self, reason: str) -> None:
+        """End the program at once, and quickly; an end that was forced goes on quickly."""
+        now = time.monotonic()
+        if not self.is_forced:
+            self.reason, self.at = reason, now
         self._step_s, self._steps = QUICK_STEP_S, [step for step in self._steps if step != _QUIT]
-        self.deadline = min(self.deadline, time.monotonic() + QUICK_STEP_S)
+        self.at = min(self.at, now + QUICK_STEP_S)
 
-    def due(self) -> bool:
-        """Whether the next step is due."""
-        return time.monotonic() >= self.deadline
+    def is_due(self) -> bool:
+        """Return whether the next step is due."""
+        return time.monotonic() >= self.at
 
-    def step(self) -> str:
-        """Take the next step; the guard's word for it."""
-        self.begun = True
+    def next_step(self) -> str:
+        """Take the next step; return it as a command to the guard."""
+        self.is_forced = True
         step = self._steps.pop(0)
-        self.deadline = time.monotonic() + self._step_s if self._steps else float("inf")
+        self.at = time.monotonic() + self._step_s if self._steps else float("inf")
         return step

@@ -1,7 +1,7 @@
 """The whole decision about a launch: what a command line requests, and the plan that `make` derives from it.
 
 This module reads nothing from the machine. The plan's argv has markers for values that are known later,
-when the nodes have met; `filled` replaces them.
+when the nodes have met; `fill` replaces them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from imgkit_entrypoints.rollcall import ports
 from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest, Size
 from imgkit_entrypoints.system import SYSTEM_JSON, SystemFacts
 
-FAILURES = 3
+DEFAULT_FAILURES = 3
 """Failures that a run with a range or spares survives where the user gives no number."""
 
 
@@ -36,7 +36,7 @@ class Request:
     nproc: str = "auto"
     device: str = "auto"
     max_failures: int | None = None
-    """Failures that the run survives by a new attempt; None: `FAILURES` with a range or spares, else 0."""
+    """Failures that the run survives by a new attempt; None: `DEFAULT_FAILURES` with spares, else 0."""
     start: str = "auto"
     """Whether the workers are forks of torchrun (fork) or interpreters of their own (exec)."""
     log_dir: str | None = None
@@ -46,7 +46,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """Seconds that the supervisor waits."""
+    """Seconds that the node agent waits."""
 
     grace_s: float = 60.0
     """Time from a stop request to the end by force."""
@@ -69,14 +69,16 @@ class LaunchOptions:
     """Show every resolved value and its source, then exit."""
     json: bool = False
     """A dry run prints one JSON object."""
+    verbose: bool = False
+    """Print the reasons for all settings at the start."""
     network_test: bool = True
     """The nodes test the network between them before torchrun starts."""
     secret_file: str | None = None
     """The file that the user or the job script names; ``-`` is standard input."""
     require_secret: bool = False
     """Several nodes do not start without a secret."""
-    preflight: str = ""
-    """How the nodes are measured before the start, one of `messages.MODES`; empty: not at all."""
+    preflight: bool = False
+    """Measure the nodes before the start."""
 
 
 SCHEMA = 1
@@ -91,11 +93,13 @@ _FLAGS_SINCE: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = (
 ENDED_TOGETHER = ("pbs", "pals", "openmpi", "hydra")
 """Launchers that end all processes of a job when one of its nodes is gone."""
 
-_GIVEN_GPUS = ("IMGKIT_GPUS", "SLURM_GPUS_ON_NODE")
+_GPU_VARIABLES = ("IMGKIT_GPUS", "SLURM_GPUS_ON_NODE")
 """Variables with the GPUs that a job has on each node, of imgkit's job script and of Slurm."""
+MAX_WARNINGS = 2
+"""Most lines about warnings at the start."""
 _WIDEST = 24
 """Longest value after which the sources of a dry run are still aligned."""
-_OPERATORS = "PET_NPROC_PER_NODE"
+_PET_NPROC = "PET_NPROC_PER_NODE"
 """Variable in which Kubeflow's operators give the number of processes; torchrun is kept from reading it."""
 
 
@@ -120,15 +124,25 @@ class LaunchPlan:
     """Why a value that the image set counts as the user's; empty: the image's variables are known."""
     secret: str = ""
     """The place that the secret of the roll call comes from; empty: the start is open, or on one node."""
-    unused_network: frozenset[str] = frozenset()
-    """Variables and warnings about the network in a run that uses none: they are not announced."""
+    hidden: frozenset[str] = frozenset()
+    """Warnings that do not matter here, as about a network that the run does not use: ``-v`` prints them."""
 
-    def announcements(self) -> Iterator[str]:
-        """Yield what the head prints at the start: values with their reasons, then the warnings."""
-        for decision in self.decisions:
-            if decision.used and decision.variable not in self.unused_network:
-                yield str(decision)
-        yield from (warning for warning in self.warnings if warning not in self.unused_network)
+    def announcements(self, *, verbose: bool) -> Iterator[str]:
+        """Yield what the head prints at the start: few lines, or all values with their reasons."""
+        nnodes, device = self.placement.nnodes, self.env.get("IMGKIT_DEVICE", "")
+        nodes = "1 node" if nnodes == 1 else f"{nnodes} nodes"
+        processes = "1 process" if self.nproc == 1 else f"{self.nproc} processes"
+        each = " on each" if nnodes > 1 else ""
+        yield f"{nodes}, {processes}{each}, {device}" + ("" if verbose else " (to see why: -v)")
+        if verbose:
+            yield from (str(decision) for decision in self.decisions if decision.used)
+            yield from self.warnings
+            return
+        warnings = [text for text in self.warnings if text not in self.hidden]
+        visible = warnings if len(warnings) <= MAX_WARNINGS else warnings[: MAX_WARNINGS - 1]
+        yield from (f"warning: {text}" for text in visible)
+        if len(visible) < len(warnings):
+            yield f"{len(warnings) - len(visible)} more warnings (to see them: -v)"
 
     def lines(self) -> Iterator[str]:
         """Yield the text of ``--dry-run``: each value with its source, the warnings, and the command."""
@@ -146,8 +160,8 @@ class LaunchPlan:
         yield "scheduler", self.placement.scheduler, ""
         for name in ("nnodes", "node_rank", "hosts", "head", "port", "job_id"):
             value = placement[name]
-            shown = ",".join(value) if name == "hosts" else str(value)
-            yield name, shown or "-", source.get(name, "") or default.get(name, "")
+            text = ",".join(value) if name == "hosts" else str(value)
+            yield name, text or "-", source.get(name, "") or default.get(name, "")
         yield "max_failures", str(self.max_failures), "failures that the run survives"
         starter = "torchrun" if self.mode == "torchrun" else self.placement.scheduler
         yield "mode", self.mode, f"{starter} starts the workers"
@@ -166,20 +180,20 @@ class LaunchPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form, of ``--dry-run --json``."""
-        place = self.placement
+        placement = self.placement
         return {
             "schema": SCHEMA,
-            "scheduler": place.scheduler,
-            "source": dict(place.source),
+            "scheduler": placement.scheduler,
+            "source": dict(placement.source),
             "placement": {
-                "nnodes": place.nnodes,
-                "size": dataclasses.asdict(place.size or Size(training=place.nnodes)),
-                "node_rank": place.node_rank,
-                "hosts": list(place.hosts),
-                "head": place.head,
+                "nnodes": placement.nnodes,
+                "size": dataclasses.asdict(placement.size or Size(training=placement.nnodes)),
+                "node_rank": placement.node_rank,
+                "hosts": list(placement.hosts),
+                "head": placement.head,
                 # The nodes meet on this port, and agree on torchrun's own port there.
-                "port": ports.roll_call(place.job_id, place.port),
-                "job_id": place.job_id,
+                "port": ports.rollcall_port(placement.job_id, placement.port),
+                "job_id": placement.job_id,
             },
             "max_failures": self.max_failures,
             "nproc": self.nproc,
@@ -199,286 +213,254 @@ def make(
     worker: Sequence[str],
     *,
     torchrun: str,
-    place: Placement,
+    placement: Placement,
     host: HostFacts,
     system: SystemFacts | None,
     env: Mapping[str, str],
-    own: bool = False,
+    is_imgkits: bool = False,
 ) -> LaunchPlan:
-    """Decide how to start `worker` (its argv) on the node `place`.
+    """Decide how to start `worker` (its argv) on the node `placement`.
 
     Parameters
     ----------
     torchrun : the module that runs torchrun.
-    own : whether `worker` is a program of this package.
+    is_imgkits : whether `worker` is a program of this package.
 
     Raises
     ------
     NoPlan : no launch can be right: the recipe's GPUs are not visible, or the nodes could not connect.
     """
-    decisions: list[Decision] = []
-    device = _device(request, host, system, env, decisions)
-    nproc = _nproc(request, device, host, place, env, decisions)
-    network = fabric.choose(host, system, env, nnodes=place.nnodes, head=place.head)
-    if network.blockers and device == "cuda" and place.nnodes > 1:
+    device = _device(request, host, system, env)
+    nproc = _nproc(request, device.value, host, placement, env)
+    network = fabric.choose(host, system, env, nnodes=placement.nnodes, head=placement.head)
+    if network.blockers and device.value == "cuda" and placement.nnodes > 1:
         raise NoPlan(
             network.blockers[0].what,
             where=f"fabric {network.kind}",
             hint=f"{network.blockers[0].fix}; --device cpu runs over gloo",
         )
-    network_variables = tuple(decision.variable for decision in network.decisions)
+    threads = _threads(host, int(nproc.value), system, env)
+    decided = dict(network.env)
+    if threads and threads.origin != "user":
+        decided[threads.variable] = threads.value
+    # The names tell the program which values are the node agent's choices and not the user's.
+    variables = {"IMGKIT_DEVICE": device.value, "IMGKIT_DECIDED": ",".join(sorted(decided)), **decided}
+    command = tuple(worker)
+    if placement.direct is not None:
+        variables |= _ranks(placement)
+    else:
+        command = (*_torchrun(torchrun, request, placement, host, nproc.value), *command)
+        # Read by apps/torchrun.py. A fork has not been tried with CUDA, and another program may not bear it.
+        forks = request.start == "fork" or (request.start == "auto" and is_imgkits and device.value == "cpu")
+        variables["IMGKIT_START"] = "fork" if forks else "exec"
     network_warnings = tuple(map(str, network.warnings))
     # Gloo on one node takes lo: what the recipe expects of the cluster's network says nothing about this run.
-    uses_network = device == "cuda" or place.nnodes > 1
-    decided = {**network.env, **_threads(host, nproc, system, env, decisions)}
-    # The names tell the program which values are the node agent's choices and not the user's.
-    variables = {"IMGKIT_DEVICE": device, "IMGKIT_DECIDED": ",".join(sorted(decided)), **decided}
-    command = tuple(worker)
-    if place.direct is not None:
-        variables |= _ranks(place)
-    else:
-        command = (*_torchrun(torchrun, request, place, host, nproc), *command)
-        # Read by apps/torchrun.py. A fork has not been tried with CUDA, and another program may not bear it.
-        forks = request.start == "fork" or (request.start == "auto" and own and device == "cpu")
-        variables["IMGKIT_START"] = "fork" if forks else "exec"
-    # torchrun reads PET_* as defaults of its flags and dies of some that operators send: PET_STANDALONE="".
-    operators = tuple(sorted(name for name in env if name.startswith("PET_")))
+    uses_network = device.value == "cuda" or placement.nnodes > 1
+    own_decisions = (decision for decision in (device, nproc, threads) if decision and decision.reason)
     return LaunchPlan(
-        placement=place,
-        max_failures=_failures(request, place),
-        mode="torchrun" if place.direct is None else "direct",
-        nproc=nproc,
+        placement=placement,
+        max_failures=_max_failures(request, placement),
+        mode="torchrun" if placement.direct is None else "direct",
+        nproc=int(nproc.value),
         argv=command,
         env=variables,
-        unset=(*operators, *network.unset),
-        decisions=(*decisions, *network.decisions),
+        # torchrun reads PET_* as defaults of its flags and dies of some that operators send, as of
+        # PET_STANDALONE="".
+        unset=(*sorted(name for name in env if name.startswith("PET_")), *network.unset),
+        decisions=(*own_decisions, *network.decisions),
         links=network.links,
         image=network.image,
         warnings=(
-            *_unused(request, place, nproc, env),
-            *_spares_wait_in_vain(place),
+            *_unused_nproc(request, placement, nproc.value, env),
+            *_useless_spares(placement),
             *network_warnings,
         ),
-        unused_network=frozenset(() if uses_network else (*network_variables, *network_warnings)),
+        hidden=frozenset(() if uses_network else network_warnings),
     )
 
 
-def _failures(request: Request, place: Placement) -> int:
-    if place.direct is not None:
+def _max_failures(request: Request, placement: Placement) -> int:
+    if placement.direct is not None:
         return 0
     if request.max_failures is not None:
         return request.max_failures
-    return FAILURES if place.size else 0
+    return DEFAULT_FAILURES if placement.size else 0
 
 
-def _spares_wait_in_vain(place: Placement) -> tuple[str, ...]:
-    """A warning where the launcher of the processes ends the job together with one node."""
-    if place.size is None or not place.size.spares:
+def _useless_spares(placement: Placement) -> tuple[str, ...]:
+    """Return a warning where the launcher of the processes ends the job together with one node."""
+    if placement.size is None or not placement.size.spares:
         return ()
-    if place.direct is not None:
+    if placement.direct is not None:
         return ("spares have no effect without torchrun: all processes that are started take part",)
-    if place.scheduler not in ENDED_TOGETHER:
+    if placement.scheduler not in ENDED_TOGETHER:
         return ()
     return (
-        f"{place.scheduler} ends all processes when one node is lost, so a spare can only replace a node "
+        f"{placement.scheduler} ends all processes when one node is lost, so a spare can only replace a node "
         "that the preflight leaves out",
     )
 
 
 def _device(
-    request: Request,
-    host: HostFacts,
-    system: SystemFacts | None,
-    env: Mapping[str, str],
-    decisions: list[Decision],
-) -> Literal["cpu", "cuda"]:
+    request: Request, host: HostFacts, system: SystemFacts | None, env: Mapping[str, str]
+) -> Decision:
     if request.device == "cpu":
-        return "cpu"
+        return Decision(variable="device", value="cpu", reason="")
     _refuse_amd(host)
     if host.gpus:
-        decisions.append(
-            Decision(variable="device", value="cuda", reason=f"{host.gpus} GPUs: {host.gpus_source}")
-        )
-        return "cuda"
+        return Decision(variable="device", value="cuda", reason=f"{host.gpus} GPUs: {host.gpus_source}")
     expected, source = _expected_gpus(system, env)
     # Else a forgotten --nv would silently start ranks on the CPU, with --nproc as many as there are GPUs.
     if request.device == "cuda" or expected:
         reason = f"{source} says {expected} per node" if expected else "--device cuda asks for one"
         ask = f"request GPUs from the scheduler (Slurm: --gres=gpu:{expected or 'N'})"
+        remedy = f"start the container with --nv (docker: --gpus=all), and {ask}"
+        if ONLY_NVIDIA in host.gpus_source:
+            remedy = f"{ask} on nodes with NVIDIA GPUs; a container with --rocm does not help"
         raise NoPlan(
             f"no GPU is visible here, but {reason} ({host.gpus_source})",
-            hint=(
-                f"{ask} on nodes with NVIDIA GPUs; a container with --rocm does not help"
-                if ONLY_NVIDIA in host.gpus_source
-                else f"start the container with --nv (docker: --gpus=all), and {ask}"
-            )
-            + "; to run on processors all the same: --device cpu",
+            hint=f"{remedy}; to run on the CPU anyway: --device cpu",
         )
-    decisions.append(
-        Decision(variable="device", value="cpu", reason="no GPU is visible, and none is expected")
-    )
-    return "cpu"
+    return Decision(variable="device", value="cpu", reason="no GPU is visible, and none is expected")
 
 
 def _refuse_amd(host: HostFacts) -> None:
     """Raise NoPlan for AMD's GPUs or software, where the plan would be one process on the CPU."""
     if host.rocm:
-        what, help_ = "the image is made for AMD GPUs", "an image for NVIDIA GPUs"
+        problem, remedy = "the image is made for AMD GPUs", "an image for NVIDIA GPUs"
     elif host.amd_gpus and not host.gpus:
-        what, help_ = (
-            "this node has AMD GPUs",
-            "a node with NVIDIA GPUs; a container with --rocm does not help",
-        )
+        problem = "this node has AMD GPUs"
+        remedy = "a node with NVIDIA GPUs; a container with --rocm does not help"
     else:
         return
     raise NoPlan(
-        f"{what}, and imgkit supports only work on CPUs with them",
+        f"{problem}, and imgkit supports only work on CPUs with them",
         where=host.rocm or host.amd_gpus,
-        hint=f"to run on CPUs: --device cpu (imgkit run --gpus 0); for GPUs, use {help_}",
+        hint=f"to run on CPUs: --device cpu (imgkit run --gpus 0); for GPUs, use {remedy}",
     )
 
 
 def _expected_gpus(system: SystemFacts | None, env: Mapping[str, str]) -> tuple[int, str]:
-    """GPUs that this node must have, and who says so: the image, or the job where the image states none."""
+    """Return the GPUs that this node must have, and who says so: the image, else the job."""
     if system is not None and system.node.gpus:
         model = f" ({system.node.gpu_model})" if system.node.gpu_model else ""
         return system.node.gpus, f"{SYSTEM_JSON}{model}"
-    name = next((name for name in _GIVEN_GPUS if env.get(name)), "")
+    name = next((name for name in _GPU_VARIABLES if env.get(name)), "")
     return digits(env.get(name, "")) or 0, name
 
 
 def _nproc(
-    request: Request,
-    device: str,
-    host: HostFacts,
-    place: Placement,
-    env: Mapping[str, str],
-    decisions: list[Decision],
-) -> int:
-    if place.direct is not None:
-        wanted, who = place.direct.local_world_size, f"{place.scheduler} started them"
+    request: Request, device: str, host: HostFacts, placement: Placement, env: Mapping[str, str]
+) -> Decision:
+    if placement.direct is not None:
+        number, reason = placement.direct.local_world_size, f"{placement.scheduler} started them"
     elif request.nproc != "auto":
-        wanted, who = int(request.nproc), "--nproc"
-    elif env.get(_OPERATORS):
-        wanted, who = _by_operator(env[_OPERATORS], host)
+        number, reason = int(request.nproc), "--nproc"
+    elif env.get(_PET_NPROC):
+        number, reason = _operators_nproc(env[_PET_NPROC], host)
     elif device == "cuda":
-        wanted, who = host.gpus, "one per GPU"
+        number, reason = host.gpus, "one per GPU"
     else:
-        wanted, who = 1, "no GPU: one; --nproc N starts more"
-    if device == "cuda" and wanted > host.gpus:
+        number, reason = 1, "no GPU: one; --nproc N starts more"
+    if device == "cuda" and number > host.gpus:
         raise NoPlan(
-            f"{wanted} processes with {host.gpus} visible GPUs would put several ranks on one GPU",
+            f"{number} processes with {host.gpus} visible GPUs would put several ranks on one GPU",
             where=host.gpus_source,
             hint=f"give --nproc {host.gpus} or less, or --device cpu",
         )
-    decisions.append(Decision(variable="nproc", value=str(wanted), reason=who))
-    return wanted
+    return Decision(variable="nproc", value=str(number), reason=reason)
 
 
-def _by_operator(text: str, host: HostFacts) -> tuple[int, str]:
-    """Processes that `_OPERATORS` means, in the words that torchrun takes for its ``--nproc-per-node``."""
+def _operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
+    """Return the processes that `_PET_NPROC` means, as torchrun reads its ``--nproc-per-node``."""
     if text.isascii() and text.isdigit() and 0 < int(text) < 10**6:
-        return int(text), _OPERATORS
+        return int(text), _PET_NPROC
     if text not in ("auto", "gpu", "cpu"):
         raise NoPlan(
             f"{text[:200]!r} is not a number of processes",
-            where=_OPERATORS,
+            where=_PET_NPROC,
             hint="a number from 1, auto, gpu or cpu; or give --nproc N",
         )
     if text == "gpu" and not host.gpus:
         raise NoPlan(
-            f"{_OPERATORS}=gpu asks for one process per GPU, and no GPU is visible",
+            f"{_PET_NPROC}=gpu asks for one process per GPU, and no GPU is visible",
             where=host.gpus_source,
             hint="ask for GPUs, or give --nproc N",
         )
     if text == "cpu" or not host.gpus:
-        return host.cpus, f"{_OPERATORS}={text}: one per processor allowed"
-    return host.gpus, f"{_OPERATORS}={text}: one per GPU"
+        return host.cpus, f"{_PET_NPROC}={text}: one per processor allowed"
+    return host.gpus, f"{_PET_NPROC}={text}: one per GPU"
 
 
-def _unused(request: Request, place: Placement, nproc: int, env: Mapping[str, str]) -> tuple[str, ...]:
-    """A warning if the number that an operator gives is not the one of the run."""
-    given = env.get(_OPERATORS, "")
-    if (place.direct is None and request.nproc == "auto") or given in ("", "auto", str(nproc)):
+def _unused_nproc(
+    request: Request, placement: Placement, nproc: str, env: Mapping[str, str]
+) -> tuple[str, ...]:
+    """Return a warning if the number that an operator gives is not the one of the run."""
+    value = env.get(_PET_NPROC, "")
+    if (placement.direct is None and request.nproc == "auto") or value in ("", "auto", nproc):
         return ()
-    why = "--nproc takes precedence" if place.direct is None else f"{place.scheduler} started the processes"
-    return (f"{_OPERATORS}={given[:200]} is not used: {why}, {nproc} on this node",)
+    reason = "--nproc takes precedence" if placement.direct is None else f"{placement.scheduler} started them"
+    return (f"{_PET_NPROC}={value[:200]} is not used: {reason}, {nproc} on this node",)
 
 
 def _threads(
-    host: HostFacts,
-    nproc: int,
-    system: SystemFacts | None,
-    env: Mapping[str, str],
-    decisions: list[Decision],
-) -> dict[str, str]:
+    host: HostFacts, nproc: int, system: SystemFacts | None, env: Mapping[str, str]
+) -> Decision | None:
     name = "OMP_NUM_THREADS"
-    given, old = env.get(name), (host.image_env or {}).get(name)
-    if system is not None and name in system.env and given in (None, old):
-        return {}  # the network's plan has the recipe's variables
-    replaced = f"; replaces the image's {old!r}" if given and given == old else ""
+    value, images_value = env.get(name), (host.image_env or {}).get(name)
+    if system is not None and name in system.env and value in (None, images_value):
+        return None  # the network's plan has the recipe's variables
+    replaced = f"; replaces the image's {images_value!r}" if value and value == images_value else ""
     # PBS sets it to the chunk's processors, and mpiexec hands it on. That is no wish of the user's, and nproc
     # times too many.
-    by_pbs = bool(env.get("PBS_JOBID")) and given in (env.get("NCPUS"), str(host.cpus))
-    if given and not by_pbs and not replaced:
-        decisions.append(Decision(variable=name, value=given, reason="set by the user", origin="user"))
-        return {}
-    value = str(max(1, host.cpus // nproc))
+    by_pbs = bool(env.get("PBS_JOBID")) and value in (env.get("NCPUS"), str(host.cpus))
+    if value and not by_pbs and not replaced:
+        return Decision(variable=name, value=value, reason="set by the user", origin="user")
     reason = f"{host.cpus} processors allowed / {nproc} processes{replaced}"
-    decisions.append(Decision(variable=name, value=value, reason=reason))
-    return {name: value}
+    return Decision(variable=name, value=str(max(1, host.cpus // nproc)), reason=reason)
 
 
-def _ranks(place: Placement) -> dict[str, str]:
+def _ranks(placement: Placement) -> dict[str, str]:
     """Return the variables that torchrun would have set for this worker."""
-    assert place.direct is not None  # noqa: S101 - the caller branches on it
+    assert placement.direct is not None  # noqa: S101 - the caller branches on it
     return {
-        "RANK": str(place.direct.rank),
-        "LOCAL_RANK": str(place.direct.local_rank),
-        "WORLD_SIZE": str(place.direct.world_size),
-        "LOCAL_WORLD_SIZE": str(place.direct.local_world_size),
-        "MASTER_ADDR": place.head or "127.0.0.1",
-        "MASTER_PORT": str(place.base_port),
+        "RANK": str(placement.direct.rank),
+        "LOCAL_RANK": str(placement.direct.local_rank),
+        "WORLD_SIZE": str(placement.direct.world_size),
+        "LOCAL_WORLD_SIZE": str(placement.direct.local_world_size),
+        "MASTER_ADDR": placement.head or "127.0.0.1",
+        "MASTER_PORT": str(placement.base_port),
     }
 
 
 def _torchrun(
-    module: str, request: Request, place: Placement, host: HostFacts, nproc: int
+    module: str, request: Request, placement: Placement, host: HostFacts, nproc: str
 ) -> tuple[str, ...]:
     # Each node has its own folder: torchrun's paths name no host, and nodes may share a file system.
-    logs = str(PurePath(request.log_dir, f"node{place.node_rank}")) if request.log_dir else LOGS_PENDING
-    if request.log_dir and _failures(request, place):
+    logs = str(PurePath(request.log_dir, f"node{placement.node_rank}")) if request.log_dir else LOGS_PENDING
+    if request.log_dir and _max_failures(request, placement):
         logs = str(PurePath(logs, ATTEMPT_PENDING))
+    # A container without a network cannot resolve the host's name: the run would hang for ten minutes.
+    head = placement.head if placement.nnodes > 1 else "127.0.0.1"
+    nnodes, node_rank = str(placement.nnodes), str(placement.node_rank)
+    if placement.size and placement.nnodes > 1:
+        nnodes, node_rank = NNODES_PENDING, NODE_RANK_PENDING
+    match = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", host.torch_version)
+    version = tuple(map(int, match.groups())) if match else ()
     return (
         # -I and --no-python: neither torchrun nor our workers look into the current folder or a PYTHONPATH.
         # -u: torchrun copies the workers' lines, and would buffer them until its end if stdout is a file.
         *(sys.executable or "python3", "-I", "-u", "-m", module),
-        *_rendezvous(place),
-        *("--nproc-per-node", str(nproc), "--max-restarts", "0"),
-        *("--monitor-interval", "0.1"),  # torch 2.3 checks its workers every 5 s only
-        *(word for since, flags in _FLAGS_SINCE if _version(host.torch_version) >= since for word in flags),
-        *("--tee", "3" if request.prefix else "0", "--log-dir", logs, "--no-python"),
-        "--",  # torchrun's parser would read the program's --max as a short --max-restarts, and refuse it
-    )
-
-
-def _version(torch: str) -> tuple[int, ...]:
-    found = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", torch)
-    return tuple(map(int, found.groups())) if found else ()
-
-
-def _rendezvous(place: Placement) -> tuple[str, ...]:
-    # A container without a network cannot resolve the host's name: the run would hang for ten minutes.
-    head = place.head if place.nnodes > 1 else "127.0.0.1"
-    nnodes, node_rank = str(place.nnodes), str(place.node_rank)
-    if place.size and place.nnodes > 1:
-        nnodes, node_rank = NNODES_PENDING, NODE_RANK_PENDING
-    # Always the static rendezvous. torchrun's other one, c10d, is also that of --standalone. It ignores the
-    # node rank, and it unpickles a value of a store that listens on all addresses and lists its keys: the
-    # value of a stranger in the network would run as this user.
-    return (
+        # Always the static rendezvous. torchrun's other one, c10d, is also that of --standalone. It ignores
+        # the node rank, and it unpickles a value of a store that listens on all addresses and lists its keys:
+        # the value of a stranger in the network would run as this user.
         *("--rdzv-backend", "static", "--nnodes", nnodes, "--node-rank", node_rank),
         *("--master-addr", head, "--master-port", PORT_PENDING),
+        *("--nproc-per-node", nproc, "--max-restarts", "0"),
+        *("--monitor-interval", "0.1"),  # torch 2.3 checks its workers every 5 s only
+        *(flag for since, flags in _FLAGS_SINCE if version >= since for flag in flags),
+        *("--tee", "3" if request.prefix else "0", "--log-dir", logs, "--no-python"),
+        "--",  # torchrun's parser would read the program's --max as a short --max-restarts, and refuse it
     )
 
 
@@ -491,10 +473,10 @@ NODE_RANK_PENDING = "<node rank of this attempt>"
 ATTEMPT_PENDING = "<attempt>"
 """Stands for the attempt's number, also within a path."""
 LOGS_PENDING = "<log folder of this run>"
-"""Stands for a folder that the supervisor removes after the run. torchrun would leave its own behind."""
+"""Stands for a folder that the node agent removes after the run. torchrun would leave its own behind."""
 
 
-def filled(
+def fill(
     argv: Sequence[str], *, attempt: int, port: int, nnodes: int, node_rank: int, logs: Path
 ) -> list[str]:
     """Return `argv` with the values in place of the markers."""
@@ -504,4 +486,4 @@ def filled(
         NODE_RANK_PENDING: str(node_rank),
         LOGS_PENDING: str(logs),
     }
-    return [values.get(word, word).replace(ATTEMPT_PENDING, f"attempt{attempt}") for word in argv]
+    return [values.get(arg, arg).replace(ATTEMPT_PENDING, f"attempt{attempt}") for arg in argv]

@@ -125,10 +125,10 @@ class StepTimer:
         if not self._has_steps:
             return ""
         total_s = time.monotonic() - self._began_s
-        places = 0 if total_s >= ROUNDED_S else 1
+        decimals = 0 if total_s >= ROUNDED_S else 1
         texts = (
-            f"{name} {part_s:.{places}f} s ({100 * part_s / total_s:.0f} %)"
+            f"{name} {part_s:.{decimals}f} s ({100 * part_s / total_s:.0f} %)"
             for name, part_s in self._parts.items()
         )
         where = f"{nodes} node" + ("s" if nodes > 1 else "")
-        return f"{total_s:.{places}f} s on {where}: {', '.join(texts)}"
+        return f"{total_s:.{decimals}f} s on {where}: {', '.join(texts)}"

@@ -39,17 +39,14 @@ class StartUp:
     def of_worker(cls, env: Mapping[str, str]) -> StartUp:
         """Go on where the node agent that started this worker has stopped; begin here if there was none."""
         began_s = process_began_s()
-        made = cls(began_s)
-        words = env.get(VARIABLE, "").split()
         try:
-            parts = {name: float(value) for name, _, value in (word.partition("=") for word in words[1:])}
-            if words:
-                made = cls(float(words[0]), parts)
-        except ValueError:  # somebody else's variable
-            return made
-        if words:
-            made.ends("torchrun", began_s)
-        return made
+            at_s, *entries = env[VARIABLE].split()
+            parts = {name: float(value) for name, _, value in (entry.partition("=") for entry in entries)}
+            start = cls(float(at_s), parts)
+        except (KeyError, ValueError):  # no node agent, or somebody else's variable
+            return cls(began_s)
+        start.ends("torchrun", began_s)
+        return start
 
     def ends(self, name: str, at_s: float | None = None) -> None:
         """Count the time since the last call to part `name`; it ends at `at_s`, by default now."""
@@ -111,7 +108,7 @@ def note(env: Mapping[str, str], phase: str) -> None:
         files.put(Path(env["IMGKIT_STOP_DIR"]) / stop_protocol.PHASE, phase)
 
 
-def noted(stop_folder: Path) -> str:
+def read_phase(stop_folder: Path) -> str:
     """Return how far torchrun of this node is."""
     try:
         phase = files.read_own(stop_folder / stop_protocol.PHASE)

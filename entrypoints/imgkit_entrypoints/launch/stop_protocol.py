@@ -41,84 +41,96 @@ from imgkit_entrypoints.launch import failures
 from imgkit_entrypoints.launch.user_program import STOP_SIGNALS
 
 STOP, SAVED = "stop", "state-saved"
-PHASE = "torchrun"
-"""How far torchrun is (start_up.py); no part of the protocol."""
+PHASE, RELEASE = "torchrun", "others-have-ended"
+"""How far torchrun is (start_up.py), and whether the head's may leave; no part of the protocol."""
 LOCAL_JOB = "local"
 """Value of IMGKIT_JOB_ID if no scheduler gave one."""
 
 
 @contextlib.contextmanager
-def folder(wanted: Path | None, node_rank: int) -> Iterator[Path]:
-    """Yield this node's stop folder without old marks; a temporary one is removed at the end.
+def folder(parent: Path | None, node_rank: int) -> Iterator[Path]:
+    """Yield this node's stop folder without old marks; without `parent`, a temporary one.
 
     Raises
     ------
     UsageError : the folder cannot be written.
     """
     try:
-        # A container may have a read-only root without /tmp.
-        made = _first_writable((None, "/dev/shm", os.curdir)) if wanted is None else None  # noqa: S108
-        # `wanted` may lie on a file system that all nodes share.
-        place = made or (wanted or Path()) / f"node{node_rank}"
-        if made is None:
-            files.make_own_folder(place)
-        clear(place)
+        if parent is None:
+            path = _temporary_folder()
+        else:  # it may lie on a file system that all nodes share
+            path = parent / f"node{node_rank}"
+            files.make_own_folder(path)
+        clear(path)
     except OSError as error:
         raise UsageError(
             f"the stop folder cannot be used: {error.strerror}",
-            where=str(error.filename or wanted),
+            where=str(error.filename or parent),
             hint="name a writable folder of this node in IMGKIT_STOP_DIR, or set TMPDIR",
         ) from error
     try:
-        yield place
+        yield path
     finally:
-        if made is not None:
-            shutil.rmtree(made, ignore_errors=True)
+        if parent is None:
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def clear(place: Path) -> None:
+def _temporary_folder() -> Path:
+    last: OSError | None = None
+    for parent in (None, "/dev/shm", os.curdir):  # noqa: S108 - a container may have a read-only root without /tmp
+        try:
+            return Path(tempfile.mkdtemp(prefix="imgkit-stop-", dir=parent)).absolute()
+        except OSError as error:
+            last = error
+    assert last is not None  # noqa: S101 - the loop has run
+    raise last
+
+
+def clear(stop_folder: Path) -> None:
     """Remove the marks of an earlier run.
 
     Raises
     ------
     OSError : a mark cannot be removed.
     """
-    for name in (STOP, SAVED, PHASE):
-        (place / name).unlink(missing_ok=True)
-    failures.clear(place)
+    for name in (STOP, SAVED, PHASE, RELEASE):
+        (stop_folder / name).unlink(missing_ok=True)
+    failures.clear(stop_folder)
 
 
-def _first_writable(places: tuple[str | None, ...]) -> Path:
-    last: OSError | None = None
-    for place in places:
-        try:
-            return Path(tempfile.mkdtemp(prefix="imgkit-stop-", dir=place)).absolute()
-        except OSError as error:
-            last = error
-    assert last is not None  # noqa: S101 - places is not empty
-    raise last
-
-
-def raise_flag(place: Path, reason: str) -> None:
+def raise_flag(stop_folder: Path, reason: str) -> None:
     """Ask the program to save and end."""
     with contextlib.suppress(OSError):
-        files.put(place / STOP, f"{reason}\n")
+        files.put(stop_folder / STOP, f"{reason}\n")
 
 
-def saved_step(place: Path, job_id: str) -> tuple[str | None, str]:
+def release(stop_folder: Path) -> None:
+    """Let torchrun of the head leave, whose store the workers of other nodes have used until now."""
+    with contextlib.suppress(OSError):
+        (stop_folder / RELEASE).touch()
+
+
+def saved_step(stop_folder: Path, job_id: str) -> tuple[str | None, str]:
     """Return the step that this job's program has saved, or None, and why an existing mark does not count."""
+    mark = stop_folder / SAVED
     try:
-        words = files.read_own(place / SAVED).split()
+        job, *steps = files.read_own(mark).split() or ["nothing"]
     except FileNotFoundError:
         return None, ""
     except OSError as error:
-        return None, f"{place / SAVED} is ignored: {error.strerror}"
+        return None, f"{mark} is ignored: {error.strerror}"
     except UnicodeDecodeError as error:
-        return None, f"{place / SAVED} cannot be read: {error}"
-    if words[:1] != [job_id]:
-        found = words[0] if words else "nothing"
-        return None, f"{place / SAVED} names job {found}, not {job_id} (IMGKIT_JOB_ID), so it is ignored"
-    return (words[1] if len(words) > 1 else "?"), ""
+        return None, f"{mark} cannot be read: {error}"
+    if job != job_id:
+        return None, f"{mark} names job {job}, not {job_id} (IMGKIT_JOB_ID), so it is ignored"
+    return (steps[0] if steps else "?"), ""
+
+
+def read_mark(stop_folder: Path) -> str:
+    """Return the content of the mark of a saved state; empty if there is none."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return files.read_own(stop_folder / SAVED)
+    return ""
 
 
 BY_PERSON, FOR_REQUEUE = "stop", "stop-for-requeue"
@@ -141,14 +153,14 @@ class RunFolder:
 
     path: Path
     say: Callable[[str], None] = field(default=terminal.err, compare=False)
-    """Tells the user why a file does not count, once for each."""
-    _told: set[str] = field(default_factory=set, compare=False)
+    """Takes the reason why a file does not count, once for each."""
+    _reported: set[str] = field(default_factory=set, compare=False)
 
     @classmethod
     def of(cls, env: Mapping[str, str], say: Callable[[str], None]) -> RunFolder | None:
-        """The folder that IMGKIT_RUN_DIR names, if any."""
-        given = env.get("IMGKIT_RUN_DIR")
-        return cls(path=Path(given), say=say) if given else None
+        """Return the folder that IMGKIT_RUN_DIR names, if any."""
+        path = env.get("IMGKIT_RUN_DIR")
+        return cls(path=Path(path), say=say) if path else None
 
     def stop_file(self) -> Path | None:
         """The file by which a person has asked this run to stop, and not to start."""
@@ -188,7 +200,7 @@ class RunFolder:
                 ) from error
 
     def request(self) -> StopRequest | None:
-        """The request that is there now; of two, the one of a person counts."""
+        """Return the request that is there now; of two, the one of a person counts."""
         for name in (BY_PERSON, FOR_REQUEUE):
             if self._has(name):
                 return StopRequest(reason=str(self.path / name), requeue=name == FOR_REQUEUE)
@@ -196,44 +208,31 @@ class RunFolder:
 
     def _has(self, name: str) -> bool:
         try:
-            why = files.foreign(self.path / name)
+            problem = files.foreign(self.path / name)
         except OSError:  # also where a network disk fails
             return False
-        if why and name not in self._told:
-            self._told.add(name)
-            self.say(f"warning: {self.path / name} is ignored: {why}")
-        return not why
+        if problem and name not in self._reported:
+            self._reported.add(name)
+            self.say(f"warning: {self.path / name} is ignored: {problem}")
+        return not problem
 
-    def hand_on(self, stop_folder: Path) -> None:
-        """Copy the mark of a saved state from a node's stop folder to here, whole or not at all.
-
-        A scheduler's exit code does not tell a job script that the state was saved: Slurm reports the code of
-        a task that it has killed.
-
-        Raises
-        ------
-        OSError : the mark cannot be read or written.
-        """
-        self.path.mkdir(parents=True, exist_ok=True)
-        files.put(self.path / SAVED, files.read_own(stop_folder / SAVED))
-
-    def last_change_s(self) -> float:
-        """Return when an earlier start has last written here, in seconds of the epoch; 0: it has not."""
-        times = [0.0]
-        for name in (RESULT, fence.FILE):
-            with contextlib.suppress(OSError):
-                times.append((self.path / name).lstat().st_mtime)
-        return max(times)
-
-    def end(self, job_id: str, code: int) -> None:
-        """Leave the exit code of the whole run.
+    def write(self, name: str, text: str) -> None:
+        """Write a file for people and for the job script.
 
         Raises
         ------
         OSError : it cannot be written.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        files.put(self.path / RESULT, f"{job_id} {code}\n")
+        files.put(self.path / name, text)
+
+    def last_change_s(self) -> float:
+        """Return when an earlier start has last written here, in seconds of the epoch; 0: it has not."""
+        latest = 0.0
+        for name in (RESULT, fence.FILE):
+            with contextlib.suppress(OSError):
+                latest = max(latest, (self.path / name).lstat().st_mtime)
+        return latest
 
 
 def result_code(text: str) -> int | None:
@@ -250,10 +249,10 @@ class CollectedSignals:
     """The stop signals that this process has received, in order."""
 
     def __init__(self) -> None:
-        self.got: list[int] = []
-        self.again = False
+        self.received: list[int] = []
+        self.is_repeated = False
         """TERM or INT came a second time: the user wants the end now."""
-        self._at: dict[int, float] = {}
+        self._last: dict[int, float] = {}
         self._reader, self._writer = os.pipe()
         for descriptor in (self._reader, self._writer):
             os.set_blocking(descriptor, False)
@@ -261,19 +260,19 @@ class CollectedSignals:
     def note(self, number: int, _frame: FrameType | None) -> None:
         """Handle signal `number`."""
         now = time.monotonic()
-        last = self._at.get(number)
-        self._at[number] = now
+        last = self._last.get(number)
+        self._last[number] = now
         if last is None:
-            self.got.append(number)
+            self.received.append(number)
         elif now - last > REPEAT_S and number in (signal.SIGTERM, signal.SIGINT):
-            self.again = True
+            self.is_repeated = True
 
     def first(self) -> str:
-        """Name of the first signal; empty while there is none."""
-        return signal.Signals(self.got[0]).name if self.got else ""
+        """Return the name of the first signal; empty while there is none."""
+        return signal.Signals(self.received[0]).name if self.received else ""
 
     def fileno(self) -> int:
-        """Descriptor that becomes readable when a signal arrives."""
+        """Return the descriptor that becomes readable when a signal arrives."""
         return self._reader
 
     def drain(self) -> None:
@@ -284,13 +283,13 @@ class CollectedSignals:
     @contextlib.contextmanager
     def collecting(self) -> Iterator[CollectedSignals]:
         """Collect signals within this context; afterwards the old handlers are back."""
-        before = {number: signal.signal(number, self.note) for number in STOP_SIGNALS}
-        woken = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        handlers = {number: signal.signal(number, self.note) for number in STOP_SIGNALS}
+        wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         try:
             yield self
         finally:
-            signal.set_wakeup_fd(woken)
-            for number, handler in before.items():
+            signal.set_wakeup_fd(wakeup)
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
             os.close(self._reader)
             os.close(self._writer)

@@ -1,6 +1,6 @@
 """A worker's first steps before the user program, and its last: signals, ``--local_rank``, its traceback.
 
-The supervisor starts torchrun and its workers with the stop signals blocked. This module unblocks them
+The node agent starts torchrun and its workers with the stop signals blocked. This module unblocks them
 for the user program and gives them a handler that does nothing. So the program may set handlers of its
 own, and the commands that it starts have the usual ones. A process that it forks, such as torch's data
 workers, must survive what a scheduler sends to every process. It must still end by
@@ -18,19 +18,23 @@ ARGS``.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import runpy
 import signal
+import struct
 import sys
 import threading
 import time
 import traceback
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that request a stop. guard.py needs no list: it inherits the mask of blocked signals."""
 
+STACK_SIGNAL = 40
+"""Asks a worker for its stacks. No scheduler sends a real-time signal, and glibc uses only 32 and 33."""
 MARK = "\x1f"
 """Begins a line of standard error that the node agent keeps for its log, and does not print."""
 HALF = 200_000
@@ -39,10 +43,11 @@ RECORD = "failed-"
 """Begins the name of a file in the stop folder; the rank follows."""
 
 
-def main(words: list[str]) -> None:
+def main(argv: list[str]) -> None:
     """Run the program as ``python3 PROGRAM ARGS`` would."""
     sys.excepthook = excepthook
     os.register_at_fork(after_in_child=_name_bad_samples)
+    show_stacks()
     if signal.SIGTERM in signal.pthread_sigmask(
         signal.SIG_BLOCK, ()
     ):  # torchrun is above, and the node agent
@@ -51,12 +56,12 @@ def main(words: list[str]) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         os.register_at_fork(after_in_child=_heed_the_parent)
     options = []
-    while words[0] in ("--pass-local-rank", "-m"):
-        options.append(words.pop(0))
-    program = words[0]
+    while argv[0] in ("--pass-local-rank", "-m"):
+        options.append(argv.pop(0))
+    program = argv[0]
     if "--pass-local-rank" in options:  # where torch.distributed.launch put it
-        words.insert(1, f"--local_rank={os.environ['LOCAL_RANK']}")
-    sys.argv = words
+        argv.insert(1, f"--local_rank={os.environ['LOCAL_RANK']}")
+    sys.argv = argv
     if not getattr(sys.flags, "safe_path", False) or sys.path[:1] == [""]:  # Python sets it by what it runs
         sys.path[0] = os.getcwd() if "-m" in options else os.path.dirname(os.path.realpath(program))  # noqa: PTH109, PTH120
     try:
@@ -68,6 +73,34 @@ def main(words: list[str]) -> None:
         if error.code is not None and not isinstance(error.code, int) and report(str(error.code)):
             error.code = 1
         raise
+
+
+def show_stacks() -> None:
+    """Let the watchdog of the node agent see this process and its stacks (watchdog.py has the format)."""
+    folder, rank = os.environ.get("IMGKIT_STOP_DIR"), os.environ.get("RANK", "")
+    if not folder or not rank.isdigit():
+        return
+    try:
+        stacks = _create(os.path.join(folder, f"stacks-{rank}"))  # noqa: PTH118
+        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+        _open_files.append(stacks)
+        notes = struct.pack("qqqq", os.getpid(), threading.main_thread().ident or 0, -1, -1)
+        with _create(os.path.join(folder, f"pulse-{rank}")) as file:  # noqa: PTH118
+            file.write(notes)
+    except OSError:  # a full disk costs the stacks alone
+        return
+
+
+_open_files: list[object] = []
+"""Files for as long as this process runs."""
+
+
+def _create(path: str) -> BinaryIO:
+    """Make a new file in place of an old one."""
+    if os.path.lexists(path):
+        os.unlink(path)  # noqa: PTH108
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    return open(path, "xb", opener=lambda name, _: os.open(name, flags, 0o600))
 
 
 def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -87,11 +120,11 @@ def described(error: BaseException, trace: TracebackType | None) -> str:
     there are no others, the whole traceback is what the user needs; but not where the program was not found,
     or is no Python.
     """
-    own = own_frames(trace)
-    missed = own is None and _starts_only(trace)
-    frames = own or (None if missed else trace)
-    chain = not missed
-    return "".join(traceback.format_exception(type(error), error, frames, chain=chain)).rstrip("\n")
+    frames = own_frames(trace)
+    is_missing = frames is None and _starts_only(trace)
+    if frames is None and not is_missing:
+        frames = trace
+    return "".join(traceback.format_exception(type(error), error, frames, chain=not is_missing)).rstrip("\n")
 
 
 def _starts_only(trace: TracebackType | None) -> bool:
@@ -111,7 +144,7 @@ def _is_runner(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     folders = [os.path.dirname(os.path.dirname(__file__)), *([os.path.dirname(torch)] if torch else ())]  # noqa: PTH120
-    return _is_pythons(file) or any(file.startswith(f"{one}{os.sep}") for one in folders)
+    return _is_pythons(file) or any(file.startswith(f"{folder}{os.sep}") for folder in folders)
 
 
 def _is_pythons(file: str) -> bool:
@@ -120,13 +153,13 @@ def _is_pythons(file: str) -> bool:
 
 def sample_of(trace: TracebackType | None) -> Any:
     """Return the index of the sample that torch's DataLoader was reading; None: no sample has failed."""
-    found = None
+    index = None
     while trace is not None:
         frame = trace.tb_frame
         if frame.f_code.co_filename.endswith(os.path.join("torch", "utils", "data", "_utils", "fetch.py")):  # noqa: PTH118
-            found = frame.f_locals.get("idx", found)
+            index = frame.f_locals.get("idx", index)
         trace = trace.tb_next
-    return found
+    return index
 
 
 def report(text: str, *, sample: object = None) -> bool:
@@ -140,8 +173,7 @@ def report(text: str, *, sample: object = None) -> bool:
         text = f"sample {str(sample)[:100]} of the data set\n{text}"
     part = os.path.join(folder, f".imgkit-{os.getpid()}.part")  # noqa: PTH118
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        with open(part, "xb", opener=lambda name, _: os.open(name, flags, 0o600)) as file:
+        with _create(part) as file:
             file.write(f"{time.time()}\n{text}".encode(errors="backslashreplace"))
         os.replace(part, os.path.join(folder, RECORD + rank))  # noqa: PTH105, PTH118
     except OSError:

@@ -1,9 +1,11 @@
 """The watchdog: which workers no longer move, and where they stand.
 
-Each worker notes its place in a few bytes of shared memory, and the node agent reads them. This needs neither
-the worker's interpreter, which a C call may hold, nor a running process; a note costs one store to memory.
-The stacks come from faulthandler's handler, which is C as well. The node agents' heartbeat carries the places
-of the other nodes (rollcall/session.py).
+Each worker notes its position in a few bytes of shared memory, and the node agent reads them. This needs
+neither the worker's interpreter, which a C call may hold, nor a running process; a note costs one store to
+memory. A program of dist-run that notes nothing (user_program.py) is judged by its main thread: one that has
+not waited for anything new since the last look, whatever it does, is stuck or in one long call. The stacks
+come from faulthandler's handler, which is C as well. The node agents' heartbeat carries the positions of the
+other nodes (rollcall/session.py).
 """
 
 from __future__ import annotations
@@ -16,32 +18,37 @@ import re
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from imgkit_entrypoints import files
+from imgkit_entrypoints.launch.user_program import STACK_SIGNAL
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.launch.nccl import Question
-    from imgkit_entrypoints.rollcall.messages import Span
+    from imgkit_entrypoints.rollcall.messages import Positions
 
 
-SIGNAL = 40
-"""Asks for the stacks. No scheduler sends a real-time signal, and glibc uses only 32 and 33."""
 LAYOUT = struct.Struct("qqqq")
-"""Process id, main thread, place, signs of life at this place.
+"""Process id, main thread, position, signs of life at this position; -1 of them: the program notes nothing.
 
-The place is twice the number of steps done, less one within a step, and negative before the first step."""
+The position is twice the number of steps done, less one within a step, and negative before the first step."""
 BEFORE = -1
 PATIENCE, PATIENCE_BEFORE = 3, 10
-"""A worker is late after three times its longest step. Before its first step it may be compiling, and is late
-after ten times ``--hang-after``; not where it waits for other ranks in `CONNECTS`."""
+"""A worker is late after three times its longest step, and one that notes nothing after three times
+``--hang-after``. Before its first step it may be compiling, and is late after ten times ``--hang-after``; not
+where it waits for other ranks in `CONNECTS`."""
 CONNECTS = "init_process_group"
 """Where ranks meet in torch's store, whose keys everybody can delete who reaches its port (SECURITY.md)."""
-ANSWER_S = 5.0
-FRAMES = 12
+CONNECT_LOOK_S = 10.0
+"""Time between two looks at whether a worker without a sign of life is in `CONNECTS`."""
+MAX_IDLE_WAITS = 5
+"""A main thread that was woken so often since the last look, by signals and the like, may still be stuck."""
+ANSWER_S, WAKE_S = 5.0, 1.5
+"""Time for stacks to arrive, and time in which the request for them counts as no sign of life."""
+MAX_FRAMES = 12
 """Number of innermost frames in a report."""
 STOPPED = {
     "T": "it is stopped (SIGSTOP); to continue it: kill -CONT {pid}",
@@ -49,10 +56,12 @@ STOPPED = {
 }
 """Reasons by the state in /proc/PID/status."""
 _STACK = "stack, innermost first:"
+_START_FRAME = re.compile(r"(?:<frozen runpy>|.*/(?:runpy|user_program)\.py):\d+ ")
+"""Frames of Python and of imgkit that start the program."""
 
 
 class Pulse:
-    """This worker's place, as the node agent sees it. No node agent or no room: the notes go nowhere."""
+    """This worker's position, as the node agent sees it. No node agent or no room: the notes go nowhere."""
 
     def __init__(self, folder: str | None, rank: int) -> None:
         self._memory: mmap.mmap | bytearray = bytearray(LAYOUT.size)
@@ -60,34 +69,34 @@ class Pulse:
             with contextlib.suppress(OSError):
                 self._memory = shared(Path(folder) / f"pulse-{rank}", LAYOUT.size)
                 self._stacks = _new(Path(folder) / f"stacks-{rank}")
-                faulthandler.register(SIGNAL, file=self._stacks, all_threads=True)
-        self._place = memoryview(self._memory).cast("q")
-        self._place[1], self._place[2] = threading.main_thread().ident or 0, BEFORE
-        self._place[0] = os.getpid()  # last: from now on it counts
+                faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
+        self._notes = memoryview(self._memory).cast("q")
+        self._notes[1], self._notes[2] = threading.main_thread().ident or 0, BEFORE
+        self._notes[0] = os.getpid()  # last: from now on it counts
 
     def begins(self, step: int) -> None:
-        """This worker is in `step`."""
-        self._place[2] = 2 * step - 1
+        """Note that this worker is in `step`."""
+        self._notes[2] = 2 * step - 1
 
     def done(self, step: int) -> None:
-        """This worker is done with `step`."""
-        self._place[2] = 2 * step
+        """Note that this worker has done `step`."""
+        self._notes[2] = 2 * step
 
     def lives(self) -> None:
-        """This worker is busy between two steps."""
-        self._place[3] += 1
+        """Note that this worker is busy between two steps."""
+        self._notes[3] += 1
 
     def ends(self) -> None:
-        """This worker is no longer watched."""
-        self._place[0] = 0
+        """Note that this worker is no longer watched."""
+        self._notes[0] = 0
 
 
 @contextlib.contextmanager
 def connecting(env: Mapping[str, str]) -> Iterator[None]:
     """Have this worker watched while it opens the process group; one with a run is watched already."""
     folder, rank = env.get("IMGKIT_STOP_DIR"), env.get("RANK", "0")
-    watched = folder is None or Path(folder, f"pulse-{rank}").exists()
-    pulse = None if watched else Pulse(folder, int(rank))
+    is_watched = folder is None or Path(folder, f"pulse-{rank}").exists()
+    pulse = None if is_watched else Pulse(folder, int(rank))
     yield
     if pulse:
         pulse.ends()
@@ -116,161 +125,208 @@ class _Worker:
     rank: int
     pid: int
     thread: int
-    place: int
+    position: int
     signs: int
+    notes_nothing: bool
     since: float
     longest_s: float = 0.0
     """Longest time between two signs of life since its first step, reported hangs left out."""
-    requested_from: int | None = None
+    stacks_from: int | None = None
     """Size of its file of stacks when the node agent asked for new ones."""
-    looked: float = 0.0
-    """Time of the last look at its stack before its first step."""
+    asked_at: float = 0.0
     connects: bool = False
     """It waits in `CONNECTS`."""
 
-    def patience_s(self, after_s: float) -> float:
-        patient = self.place < 0 and not self.connects
-        return max(after_s * (PATIENCE_BEFORE if patient else 1), self.longest_s * PATIENCE)
+    def patience_s(self, hang_after_s: float) -> float:
+        factor = 1
+        if self.notes_nothing and not self.connects:
+            factor = PATIENCE
+        elif self.position < 0 and not self.connects:
+            factor = PATIENCE_BEFORE
+        return max(hang_after_s * factor, self.longest_s * PATIENCE)
 
 
 class Watchdog:
     """The workers of one node, as its node agent sees them."""
 
     def __init__(
-        self, folder: Path, host: str, after_s: float, nccl: Callable[[], Question | None] = lambda: None
+        self,
+        folder: Path,
+        host: str,
+        hang_after_s: float,
+        ask_nccl: Callable[[], Question | None] = lambda: None,
     ) -> None:
-        """Watch the workers that note their places in `folder`; `nccl` asks NCCL, where it can be asked."""
-        self._folder, self._host, self._after_s, self._nccl = folder, host, after_s, nccl
+        """Watch the workers that note their positions in `folder`; `ask_nccl` asks NCCL, where it can be."""
+        self._folder, self._host, self._hang_after_s, self._ask_nccl = folder, host, hang_after_s, ask_nccl
         self._question: Question | None = None
         self._workers: dict[int, _Worker] = {}
-        self._asked = 0.0
-        self._told: set[int] = set()
+        self._asked_at = 0.0
+        self._reported: set[int] = set()
         """Ranks that are reported as late."""
         for path in folder.glob("pulse-*"):
             path.unlink(missing_ok=True)
 
     @property
-    def span(self) -> Span | None:
-        """Places of this node's workers; None while there are none."""
-        places = [worker.place for worker in self._workers.values()]
-        return (min(places), max(places)) if places else None
+    def positions(self) -> Positions | None:
+        """Positions of the slowest and the furthest worker of this node; None while there are none."""
+        positions = [worker.position for worker in self._workers.values()]
+        return (min(positions), max(positions)) if positions else None
 
     def furthest(self) -> int | None:
-        """Return the furthest place that a worker of this node has noted, also one that has ended."""
-        return max((place for _, _, _, place, _ in self._notes()), default=None)
+        """Return the furthest position that a worker of this node has noted, also one that has ended."""
+        return max((position for _, _, _, position, _ in self._notes()), default=None)
 
-    def look(self, others: Span | None = None) -> list[str]:
+    def connects(self, nproc: int) -> bool:
+        """Return whether all `nproc` workers of this node wait in `CONNECTS`."""
+        workers = self._workers.values()
+        return len(workers) == nproc and all(worker.connects for worker in workers)
+
+    def look(self, of_run: Positions | None = None) -> list[str]:
         """Return new reports, mostly none; call it about once a second."""
-        if not self._after_s:
-            return []
         now = time.monotonic()
-        told = self._read(now)
-        own = self.span
-        if own is None:
-            return told
+        reports = self._update(now)
         for worker in self._workers.values():
-            if worker.place < 0 and not worker.connects:
-                self._look_at_start(worker, now)
-        low, high = (min(own[0], others[0]), max(own[1], others[1])) if others else own
-        late = [worker for worker in self._workers.values() if worker.place == low]
-        patient = any(now - worker.since < worker.patience_s(self._after_s) for worker in late)
-        if not late or patient or all(worker.rank in self._told for worker in late):
-            return told
-        asked = [worker for worker in late if worker.requested_from is None]
-        for worker in asked:
-            self._ask(worker)
-        if asked:
-            self._asked = now
+            patience_s = worker.patience_s(self._hang_after_s) or float("inf")
+            if worker.position < 0 and not worker.connects and now - worker.since < patience_s:
+                self._look_for_connect(worker, now)
+        local = self.positions
+        if local is None or not self._hang_after_s:
+            return reports
+        low, high = (min(local[0], of_run[0]), max(local[1], of_run[1])) if of_run else local
+        slowest = [worker for worker in self._workers.values() if worker.position == low]
+        late = [worker for worker in slowest if now - worker.since >= worker.patience_s(self._hang_after_s)]
+        notes_nothing = any(worker.notes_nothing for worker in late)
+        # Of programs that note nothing, one that is late is enough: the others may wait for it in short naps.
+        if not late or (len(late) < len(slowest) and not notes_nothing):
+            return reports
+        if all(worker.rank in self._reported for worker in late) or (notes_nothing and self._reported):
+            return reports
+        unasked = [worker for worker in slowest if worker.stacks_from is None]
+        for worker in unasked:
+            self._ask(worker, now)
+        if unasked:
+            self._asked_at = now
             # Where all ranks wait, all nodes report, and one answer is enough.
-            self._question = self._nccl() if low < high or any(not worker.rank for worker in late) else None
-            return told
-        patient = now - self._asked < ANSWER_S
-        answers = {worker.rank: self._answer(worker) for worker in late}
-        if (patient and not all(answers.values())) or (self._question and self._question.open):
-            return told
-        self._told |= set(answers)
+            has_rank_0 = any(worker.rank == 0 for worker in slowest)
+            self._question = self._ask_nccl() if low < high or has_rank_0 else None
+            return reports
+        answers = {worker.rank: self._answer(worker) for worker in slowest}
+        is_open = self._question is not None and self._question.open
+        if (now - self._asked_at < ANSWER_S and not all(answers.values())) or is_open:
+            return reports
+        for worker in slowest:
+            worker.connects = CONNECTS in answers[worker.rank]
+        self._reported |= {worker.rank for worker in late}
         nccl = self._question.lines() if self._question else []
-        return [*told, "\n".join((self._text(late, answers, now, low, high), *nccl))]
+        seconds = min(now - worker.since for worker in late)
+        title = self._title(late, seconds, low, high)
+        return [*reports, "\n".join((title, *self._stacks(slowest, answers), *nccl))]
 
-    def _look_at_start(self, worker: _Worker, now: float) -> None:
-        """Find out whether a worker waits in `CONNECTS`, once in a while."""
-        if worker.requested_from is None:
-            if now - max(worker.since, worker.looked) >= self._after_s:
-                worker.looked = now
-                self._ask(worker)
-        elif (answer := self._answer(worker)) or now - worker.looked >= ANSWER_S:
+    def _look_for_connect(self, worker: _Worker, now: float) -> None:
+        """Find out whether a worker without a sign of life waits in `CONNECTS`, once in a while."""
+        look_s = max(2 * WAKE_S, min(CONNECT_LOOK_S, self._hang_after_s or CONNECT_LOOK_S))
+        if worker.stacks_from is None:
+            if now - max(worker.since, worker.asked_at) >= look_s:
+                self._ask(worker, now)
+        elif (answer := self._answer(worker)) or now - worker.asked_at >= ANSWER_S:
             worker.connects = CONNECTS in answer
-            worker.requested_from = worker.requested_from if worker.connects else None
+            if not worker.connects:
+                worker.stacks_from = None
 
-    def _read(self, now: float) -> list[str]:
-        moving: dict[float, list[_Worker]] = {}
-        calm = not self._told  # else others have waited for the reported ones
+    def _update(self, now: float) -> list[str]:
+        """Read what the workers have noted; report those that move again."""
+        moved: dict[float, list[_Worker]] = {}
+        is_calm = not self._reported  # else others have waited for the reported ones
         notes = list(self._notes())
         for rank in self._workers.keys() - {rank for rank, *_ in notes}:
-            del self._workers[rank]
-            self._told.discard(rank)
-        for rank, pid, thread, place, signs in notes:
-            before = self._workers.get(rank)
-            if not _status(pid):  # ended
-                self._workers.pop(rank, None)
-                self._told.discard(rank)
-            elif before is None or before.pid != pid:
+            self._forget(rank)
+        for rank, pid, thread, position, signs in notes:
+            worker, status = self._workers.get(rank), _status(pid)
+            if not status:  # ended
+                self._forget(rank)
+                continue
+            notes_nothing = signs < 0
+            if notes_nothing:
+                signs = int(status.get("voluntary_ctxt_switches", "0"))
+            if worker is None or worker.pid != pid:
+                self._forget(rank)
                 self._workers[rank] = _Worker(
-                    rank=rank, pid=pid, thread=thread, place=place, signs=signs, since=now
+                    rank=rank,
+                    pid=pid,
+                    thread=thread,
+                    position=position,
+                    signs=signs,
+                    notes_nothing=notes_nothing,
+                    since=now,
                 )
-                self._told.discard(rank)
-            elif (before.place, before.signs) != (place, signs):
-                seconds = now - before.since
-                if rank in self._told:
-                    self._told.remove(rank)
-                    moving.setdefault(round(seconds), []).append(before)
-                elif calm and before.place >= 0:
-                    before.longest_s = max(before.longest_s, seconds)
-                before.place, before.signs, before.since, before.requested_from = place, signs, now, None
-        return [f"{self._who(some)} moved again after {seconds} s" for seconds, some in moving.items()]
+            elif notes_nothing and now - worker.asked_at <= WAKE_S:
+                worker.signs = signs  # the signal itself has woken it
+            elif notes_nothing and signs - worker.signs <= MAX_IDLE_WAITS:
+                continue
+            elif (worker.position, worker.signs) != (position, signs):
+                seconds = now - worker.since
+                if rank in self._reported:
+                    self._reported.remove(rank)
+                    moved.setdefault(round(seconds), []).append(worker)
+                elif is_calm and worker.position >= 0:
+                    worker.longest_s = max(worker.longest_s, seconds)
+                worker.position, worker.signs, worker.since = position, signs, now
+                worker.stacks_from, worker.connects = None, worker.connects and not notes_nothing
+        return [f"{self._name(workers)} moved again after {seconds} s" for seconds, workers in moved.items()]
+
+    def _forget(self, rank: int) -> None:
+        self._workers.pop(rank, None)
+        self._reported.discard(rank)
 
     def _notes(self) -> Iterator[tuple[int, int, int, int, int]]:
-        """The rank of each worker, and what it has noted."""
+        """Yield the rank of each worker, and what it has noted."""
         for path in self._folder.glob("pulse-*"):
             with contextlib.suppress(OSError, struct.error):
-                pid, thread, place, signs = LAYOUT.unpack(files.read_bytes(path))
+                pid, thread, position, signs = LAYOUT.unpack(files.read_bytes(path))
                 if pid:
-                    yield int(path.name.partition("-")[2]), pid, thread, place, signs
+                    yield int(path.name.partition("-")[2]), pid, thread, position, signs
 
-    def _ask(self, worker: _Worker) -> None:
+    def _ask(self, worker: _Worker, now: float) -> None:
         path = self._folder / f"stacks-{worker.rank}"
-        worker.requested_from = path.stat().st_size if path.exists() else 0
+        worker.stacks_from = path.stat().st_size if path.exists() else 0
+        worker.asked_at = now
         caught = int(_status(worker.pid).get("SigCgt", "0"), 16)
-        if caught >> (SIGNAL - 1) & 1:  # else the signal would end it, or a new process with its id
+        if caught >> (STACK_SIGNAL - 1) & 1:  # else the signal would end it, or a new process with its id
             with contextlib.suppress(OSError):
-                os.kill(worker.pid, SIGNAL)
+                os.kill(worker.pid, STACK_SIGNAL)
 
     def _answer(self, worker: _Worker) -> str:
         """Return why `worker` stands, as far as one can see; empty while its stacks may still come."""
         with contextlib.suppress(OSError):
-            text = files.read_bytes(self._folder / f"stacks-{worker.rank}")[worker.requested_from :]
-            if found := _main_stack(text.decode(errors="replace"), worker.thread):
-                return found
+            text = files.read_bytes(self._folder / f"stacks-{worker.rank}")[worker.stacks_from :]
+            if stack := _main_stack(text.decode(errors="replace"), worker.thread):
+                return stack
         return STOPPED.get(_status(worker.pid).get("State", "")[:1], "").format(pid=worker.pid)
 
-    def _text(self, late: list[_Worker], answers: Mapping[int, str], now: float, low: int, high: int) -> str:
-        seconds = min(now - worker.since for worker in late)
-        who, moved = (self._who(late), "did not move") if low < high else ("no rank", "has moved")
-        others = f" (others: {_named(high)})" if low < high else ""
-        lines = [f"{who} {moved} from {_named(low)} for {seconds:.0f} s{others}"]
+    def _title(self, late: list[_Worker], seconds: float, low: int, high: int) -> str:
+        name = self._name(late)
         if all(worker.connects for worker in late):
-            why = "ranks are missing, or torch's store has lost their keys"
-            lines = [f"{self._who(late)} in {CONNECTS} for {seconds:.0f} s: {why}"]
-        groups: dict[str, list[_Worker]] = {}
-        for worker in late:
-            groups.setdefault(answers[worker.rank] or _silence(worker), []).append(worker)
-        # The few that differ from the rest are more likely the cause; the rest wait for them.
-        for answer, workers in sorted(groups.items(), key=lambda one: (_STACK in one[0], len(one[1]))):
-            pids = ", ".join(str(worker.pid) for worker in workers)
-            lines.append(f"  {self._who(workers)} (process {pids}): {answer}")
-        return "\n".join(lines)
+            reason = "ranks are missing, or torch's store has lost their keys"
+            return f"{name} in {CONNECTS} for {seconds:.0f} s: {reason}"
+        if any(worker.notes_nothing for worker in late):
+            return f"{name} without a sign of life for {seconds:.0f} s; all ranks of this node:"
+        if low < high:
+            return f"{name} did not move from {_step(low)} for {seconds:.0f} s (others: {_step(high)})"
+        return f"no rank has moved from {_step(low)} for {seconds:.0f} s"
 
-    def _who(self, workers: list[_Worker]) -> str:
+    def _stacks(self, workers: list[_Worker], answers: Mapping[int, str]) -> Iterator[str]:
+        """Yield the stacks, equal ones once.
+
+        The few that differ from the rest come first: they are more likely the cause; the rest wait for them.
+        """
+        groups: dict[str, list[_Worker]] = {}
+        for worker in workers:
+            groups.setdefault(answers[worker.rank] or _silence(worker), []).append(worker)
+        for answer, group in sorted(groups.items(), key=lambda item: (_STACK in item[0], len(item[1]))):
+            pids = ", ".join(str(worker.pid) for worker in group)
+            yield f"  {self._name(group)} (process {pids}): {answer}"
+
+    def _name(self, workers: list[_Worker]) -> str:
         ranks = sorted(worker.rank for worker in workers)
         return f"rank{'s' if ranks[1:] else ''} {', '.join(map(str, ranks))} on {self._host}"
 
@@ -278,13 +334,13 @@ class Watchdog:
 def _silence(worker: _Worker) -> str:
     if _status(worker.pid).get("State", "").startswith("D"):
         return "no stack: it hangs in the kernel, in a file system or a driver"
-    return f"no stack: it did not answer signal {SIGNAL} in {ANSWER_S:g} s"
+    return f"no stack: it did not answer signal {STACK_SIGNAL} in {ANSWER_S:g} s"
 
 
-def _named(place: int) -> str:
-    if place < 0:
+def _step(position: int) -> str:
+    if position < 0:
         return "its start"
-    return f"the end of step {place // 2}" if place % 2 == 0 else f"step {(place + 1) // 2}"
+    return f"the end of step {position // 2}" if position % 2 == 0 else f"step {(position + 1) // 2}"
 
 
 def _status(pid: int) -> dict[str, str]:
@@ -293,24 +349,20 @@ def _status(pid: int) -> dict[str, str]:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (OSError, UnicodeDecodeError):
         return {}
-    found = dict(_pairs(lines))
-    return {} if found.get("State", "Z")[:1] in "ZX" else found
-
-
-def _pairs(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
-    for line in lines:
-        name, _, value = line.partition(":")
-        yield name, value.strip()
+    status = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {} if status.get("State", "Z")[:1] in "ZX" else status
 
 
 def _main_stack(text: str, thread: int) -> str:
     """Return the main thread's innermost frames in faulthandler's text; empty while it is not there yet."""
-    found = re.search(rf"(?m)^(?:Current t|T)hread 0x0*{thread:x}\b.*\n((?:  .*\n)+)", text)
-    if found is None:
+    match = re.search(rf"(?m)^(?:Current t|T)hread 0x0*{thread:x}\b.*\n((?:  .*\n)+)", text)
+    if match is None:
         return ""
     frames = [
         re.sub(r'^File "(.*)", line (\d+) in (.*)$', r"\1:\2 \3", line.strip())
-        for line in found[1].splitlines()
+        for line in match[1].splitlines()
     ]
-    shown = frames[:FRAMES] + ([f"and {len(frames) - FRAMES} more"] if len(frames) > FRAMES else [])
-    return f"{_STACK}\n" + "\n".join(f"    {line}" for line in shown)
+    frames = [frame for frame in frames if not _START_FRAME.match(frame)]
+    if len(frames) > MAX_FRAMES:
+        frames[MAX_FRAMES:] = [f"and {len(frames) - MAX_FRAMES} more"]
+    return f"{_STACK}\n" + "\n".join(f"    {frame}" for frame in frames)

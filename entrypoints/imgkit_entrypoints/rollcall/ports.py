@@ -18,7 +18,7 @@ PROBES = 64
 BACKLOG = 1024
 
 
-def roll_call(job_id: str, port: int | None) -> int:
+def rollcall_port(job_id: str, port: int | None) -> int:
     """Return the port on which the head listens: next to torchrun's given port, else from the job id."""
     if port is None:
         return job_port(job_id)
@@ -83,10 +83,10 @@ def next_free(port: int) -> int:
     ------
     NoPlan : none of `PROBES` ports is free.
     """
-    found = first_free(port)
-    if found is None:
+    free_port = first_free(port)
+    if free_port is None:
         raise NoPlan(f"no free port after {port} on the head", hint="give all nodes the same --port N")
-    return found
+    return free_port
 
 
 def any_free() -> int:
@@ -96,13 +96,13 @@ def any_free() -> int:
     ------
     NoPlan : none of `PROBES` ports in a row is free.
     """
-    found = first_free(FIRST_PORT + int.from_bytes(os.urandom(4), "big") % PORTS)
-    if found is None:
+    free_port = first_free(FIRST_PORT + int.from_bytes(os.urandom(4), "big") % PORTS)
+    if free_port is None:
         raise NoPlan(
             f"no free port between {FIRST_PORT} and {FIRST_PORT + PORTS - 1} on this machine",
             hint="see what listens there: ss -ltnp",
         )
-    return found
+    return free_port
 
 
 def holder(port: int, root: Path = Path("/")) -> str:
@@ -113,10 +113,8 @@ def holder(port: int, root: Path = Path("/")) -> str:
     for folder in (root / "proc").iterdir():
         if folder.name.isdigit() and inodes.keys() & set(_sockets(folder)):
             with contextlib.suppress(OSError):
-                words = (
-                    (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                )
-                return f"{words[:80] or 'a process'} (process {folder.name}, {_user(folder.stat().st_uid)})"
+                argv = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                return f"{argv[:80] or 'a process'} (process {folder.name}, {_user(folder.stat().st_uid)})"
     return f"a process of {_user(next(iter(inodes.values())))}"
 
 

@@ -8,19 +8,19 @@ process does: a busy node delays nothing, and an unanswered burst means lost pac
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import socket
 import struct
 import termios
+import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.rollcall.head_roll import Links
-from imgkit_entrypoints.rollcall.messages import Failure, Offer, Probed, ProbeOrder
+from imgkit_entrypoints.rollcall.connection import NodeConnections
+from imgkit_entrypoints.rollcall.messages import ProbeFailure, ProbePorts, ProbeReport, ProbeRequest
 
 SIZES = (64, 1200, 1400, 2000, 4000, 9000)
 """Bytes of the bursts, on both sides of the packet sizes of tunnels, Ethernet and jumbo frames."""
@@ -41,14 +41,14 @@ TICK_S = 0.001
 
 
 class OpenPorts:
-    """The ports that a node opens for the test; closed ones where it takes no part."""
+    """The ports that a node opens for the test; `offer` is None where it takes no part."""
 
-    def __init__(self, offer: Offer | None, listeners: Sequence[socket.socket]) -> None:
+    def __init__(self, offer: ProbePorts | None, listeners: Sequence[socket.socket]) -> None:
         self.offer = offer
         self._listeners = listeners
         self._accepted: list[socket.socket] = []
 
-    def crowded(self) -> bool:
+    def is_crowded(self) -> bool:
         """Return whether strangers have connected as well: a test of these ports then proves nothing.
 
         Only the `PARTNERS` connect here. Enough connections of a stranger, which anybody on the network
@@ -57,211 +57,207 @@ class OpenPorts:
         for listener in self._listeners:
             for _ in range(PARTNERS + 1):
                 with contextlib.suppress(OSError):
-                    self._accepted.append(listener.accept()[0])  # kept: a partner may still be sending
+                    self._accepted.append(listener.accept()[0])  # stays open: a partner may still be sending
         return len(self._accepted) > PARTNERS * len(self._listeners)
 
     def close(self) -> None:
         """Close everything."""
-        for one in (*self._listeners, *self._accepted):
-            one.close()
+        for sock in (*self._listeners, *self._accepted):
+            sock.close()
 
 
 @contextlib.contextmanager
-def offering(address: str, interface: str) -> Iterator[OpenPorts]:
+def open_ports(address: str, interface: str) -> Iterator[OpenPorts]:
     """Open this node's ports for the time of the context; none without an address, or if it is not ours."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with contextlib.ExitStack() as stack:
-        listeners: list[socket.socket] = []
-        with contextlib.suppress(OSError):
-            for _ in range(PORTS if address else 0):
-                listener = stack.enter_context(socket.socket(family))
-                # The kernel keeps what a stranger sends here, since nobody reads it.
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
-                listener.bind((address, 0))
-                listener.listen()
-                listener.setblocking(False)
-                listeners.append(listener)
-        ports = tuple(item.getsockname()[1] for item in listeners)
-        offer = Offer(address=address, interface=interface, ports=ports) if ports else None
-        with contextlib.closing(OpenPorts(offer, listeners)) as opened:
-            yield opened
+    listeners: list[socket.socket] = []
+    with contextlib.suppress(OSError):
+        for _ in range(PORTS if address else 0):
+            listener = socket.socket(_family(address))
+            listeners.append(listener)
+            # The kernel keeps what a stranger sends here, since nobody reads it.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+            listener.bind((address, 0))
+            listener.listen()
+            listener.setblocking(False)
+    ports = tuple(listener.getsockname()[1] for listener in listeners)
+    offer = ProbePorts(address=address, interface=interface, ports=ports) if all(ports) and ports else None
+    with contextlib.closing(OpenPorts(offer, listeners)) as opened:
+        yield opened
 
 
-def between_all(
-    offered: Mapping[int, Offer | None], links: Links, own: OpenPorts
-) -> tuple[list[Failure], list[int]]:
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def probe_all(
+    offers: Mapping[int, ProbePorts | None], connections: NodeConnections, head_ports: OpenPorts
+) -> tuple[list[ProbeFailure], list[int]]:
     """Let every node test its partners, and return what failed, and which nodes' ports are crowded.
 
     The head's side. A node that ends meanwhile proves nothing about the network, and neither does one that
     never reports, or one with crowded ports.
     """
-    offers = {rank: offer for rank, offer in sorted(offered.items()) if offer}
-    ranks = tuple(offers)
+    ports = {rank: offer for rank, offer in sorted(offers.items()) if offer}
     targets = {
-        rank: {other: offers[other] for other in partners(place, ranks)} for place, rank in enumerate(ranks)
+        rank: {partner: ports[partner] for partner in partners(position, tuple(ports))}
+        for position, rank in enumerate(ports)
     }
-    waited = {rank for rank in targets if rank}
-    for rank in waited:
-        links.send(rank, ProbeOrder(targets=tuple(targets[rank].items())))
-    end = time.monotonic() + LIMIT_S + ANSWER_S
-    found = list(attempt(0, targets.get(0, {})))
-    crowded = []
-    while waited and (left := end - time.monotonic()) > 0:
-        turn = links.hear(left)
-        for rank, message in turn.heard:
-            if isinstance(message, Probed) and rank in waited:
-                failures = (replace(one, source=rank) for one in message.failures)
-                found += [one for one in failures if one.target in targets[rank]]
-                crowded += [rank] if message.crowded else []
-                waited.remove(rank)
-        waited.difference_update(turn.gone)
-    settled = time.monotonic() + SETTLE_S
-    while found and (left := settled - time.monotonic()) > 0:
-        links.hear(left)
-    crowded += [0] if own.crowded() else []
-    left_out = {*crowded, *(rank for rank, link in links.items() if link.why)}
-    return [one for one in found if not left_out & {one.source, one.target}], crowded
+    waiting = targets.keys() - {0}
+    for rank in waiting:
+        connections.send(rank, ProbeRequest(targets=tuple(targets[rank].items())))
+    deadline = time.monotonic() + LIMIT_S + ANSWER_S
+    failures, crowded = probe_targets(0, targets.get(0, {})), []
+    while waiting and (left_s := deadline - time.monotonic()) > 0:
+        for rank, message in connections.receive(left_s):
+            if isinstance(message, ProbeReport) and rank in waiting:
+                waiting.remove(rank)
+                crowded += [rank] if message.is_crowded else []
+                failures += [
+                    replace(failure, source=rank)
+                    for failure in message.failures
+                    if failure.target in targets[rank]
+                ]
+        waiting -= connections.closed.keys()
+    settle_end = time.monotonic() + SETTLE_S
+    while failures and (left_s := settle_end - time.monotonic()) > 0:
+        connections.receive(left_s)
+    crowded += [0] if head_ports.is_crowded() else []
+    excluded = {*crowded, *connections.closed}
+    return [failure for failure in failures if not excluded & {failure.source, failure.target}], crowded
 
 
-def partners(place: int, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Nodes that the node at `place` tests: its neighbours and the one across. No node hears from many."""
-    found = (ranks[(place + step) % len(ranks)] for step in (1, -1, len(ranks) // 2))
-    return tuple(other for other in dict.fromkeys(found) if other != ranks[place])
+def partners(position: int, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return the nodes that the one at `position` tests: its neighbours and the one across.
+
+    No node hears from many.
+    """
+    candidates = (ranks[(position + step) % len(ranks)] for step in (1, -1, len(ranks) // 2))
+    return tuple(rank for rank in dict.fromkeys(candidates) if rank != ranks[position])
 
 
-def report(rank: int, order: ProbeOrder, own: OpenPorts) -> Probed:
+def run_request(rank: int, request: ProbeRequest, open_ports: OpenPorts) -> ProbeReport:
     """Test the partners that the head has named, and return what failed."""
-    return Probed(failures=attempt(rank, dict(order.targets)), crowded=own.crowded())
+    failures = tuple(probe_targets(rank, dict(request.targets)))
+    return ProbeReport(failures=failures, is_crowded=open_ports.is_crowded())
 
 
-def attempt(rank: int, targets: Mapping[int, Offer]) -> tuple[Failure, ...]:
+def probe_targets(rank: int, targets: Mapping[int, ProbePorts]) -> list[ProbeFailure]:
     """Test all `targets` at once from node `rank`, and return what failed."""
-    running = [
-        _steps(rank, target, offer.address, port, SIZES if position == 0 else SIZES[:1])
+    failures: list[ProbeFailure] = []
+    deadline = time.monotonic() + LIMIT_S
+
+    def probe_port(target: int, address: str, port: int, sizes: Sequence[int]) -> None:
+        failure = _probe_port(address, port, sizes, deadline)
+        if failure and time.monotonic() < deadline:
+            failures.append(replace(failure, source=rank, target=target))
+
+    threads = [
+        threading.Thread(
+            target=probe_port,
+            args=(target, offer.address, port, SIZES if port == offer.ports[0] else SIZES[:1]),
+        )
         for target, offer in targets.items()
-        for position, port in enumerate(offer.ports)
+        for port in offer.ports
     ]
-    found: list[Failure] = []
-    end = time.monotonic() + LIMIT_S
-    while running and time.monotonic() < end:
-        for one in list(running):
-            try:
-                next(one)
-            except StopIteration as stop:
-                running.remove(one)
-                found += [stop.value] if stop.value else []
-        time.sleep(TICK_S if running else 0)
-    for one in running:
-        one.close()
-    return tuple(found)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return failures
 
 
-_Steps = Generator[None, None, "Failure | None"]
-
-
-def _steps(rank: int, target: int, address: str, port: int, sizes: Sequence[int]) -> _Steps:
-    """Connect and send the bursts, each after the one before has arrived; yields while it has to wait."""
+def _probe_port(address: str, port: int, sizes: Sequence[int], deadline: float) -> ProbeFailure | None:
+    """Connect and send the bursts, each after the one before has arrived."""
     size = arrived = segment = 0
     try:
-        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as connection:
-            connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if (error := connection.connect_ex((address, port))) not in (0, errno.EINPROGRESS):
-                raise OSError(error, os.strerror(error))
-            yield from _until(connection, _connected)
-            segment = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
+        with socket.socket(_family(address)) as sock:
+            sock.settimeout(max(TICK_S, min(STEP_S, deadline - time.monotonic())))
+            sock.connect((address, port))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            segment = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
             for size in sizes:
-                connection.send(bytes(size))
-                yield from _until(connection, _answered)
+                sock.sendall(bytes(size))
+                _await_arrival(sock, min(deadline, time.monotonic() + STEP_S))
                 arrived = size
     except OSError as error:
-        return Failure(
-            source=rank,
-            target=target,
+        is_late = isinstance(error, TimeoutError)
+        return ProbeFailure(
+            source=0,
+            target=0,
             port=port,
             size=size,
             arrived=arrived,
             packet=min(size, segment) + _headers_bytes(address),
-            why=error.strerror or str(error),
+            reason=f"no answer within {STEP_S:g} s" if is_late else error.strerror or str(error),
         )
     return None
 
 
+def _await_arrival(sock: socket.socket, deadline: float) -> None:
+    """Wait until the other kernel has acknowledged every byte (SIOCOUTQ of linux/sockios.h)."""
+    while True:
+        if error := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            raise OSError(error, os.strerror(error))
+        try:
+            (unsent,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
+        except OSError:
+            return  # this kernel does not tell
+        if unsent == 0:
+            return
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        time.sleep(TICK_S)
+
+
 def _headers_bytes(address: str) -> int:
-    """Headers of IP and of TCP, with the time stamps that Linux adds."""
+    """Return the headers of IP and of TCP, with the time stamps that Linux adds."""
     return 72 if ":" in address else 52
 
 
-def _until(connection: socket.socket, good: Callable[[socket.socket], bool]) -> Iterator[None]:
-    end = time.monotonic() + STEP_S
-    while True:
-        if error := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-            raise OSError(error, os.strerror(error))
-        if good(connection):
-            return
-        if time.monotonic() > end:
-            raise TimeoutError(f"no answer within {STEP_S:g} s")
-        yield
-
-
-def _connected(connection: socket.socket) -> bool:
-    try:
-        connection.getpeername()
-    except OSError:
-        return False
-    return True
-
-
-def _answered(connection: socket.socket) -> bool:
-    """Return whether the other kernel has acknowledged every byte (SIOCOUTQ of linux/sockios.h)."""
-    try:
-        (left,) = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
-    except OSError:
-        return True  # this kernel does not tell
-    return bool(left == 0)
-
-
 def refusal(
-    failures: Sequence[Failure], offers: Mapping[int, Offer | None], name: Callable[[int], str]
+    failures: Sequence[ProbeFailure], offers: Mapping[int, ProbePorts | None], name: Callable[[int], str]
 ) -> NoPlan:
     """Return the error that names the first failed pair, the likely cause and the command.
 
     It stays below the smallest packets: the other nodes have to hear it over the very network that failed.
     """
-    first = min(failures, key=lambda one: (one.size, one.source, one.target))
-    caller, offer = offers[first.source], offers[first.target]
-    assert caller is not None and offer is not None  # noqa: S101, PT018 - only nodes with an offer take part
+    first = min(failures, key=lambda failure: (failure.size, failure.source, failure.target))
+    source_offer, offer = offers[first.source], offers[first.target]
+    assert source_offer and offer  # noqa: S101, PT018 - only nodes with an offer take part
     source, target = name(first.source), name(first.target)
-    others = len({(one.source, one.target) for one in failures}) - 1
-    more = f" (other failing pairs of nodes: {others})" if others else ""
-    where = f"{offer.address}:{first.port}"
-    again = "To start without this test: --no-network-test"
+    ports_by_pair: dict[tuple[int, int], set[int]] = {}
+    for failure in failures:
+        ports_by_pair.setdefault((failure.source, failure.target), set()).add(failure.port)
+    pairs = f" (other failing pairs of nodes: {len(ports_by_pair) - 1})" if len(ports_by_pair) > 1 else ""
+    ports = " and ".join(map(str, sorted(ports_by_pair[first.source, first.target])))
+    headers = _headers_bytes(offer.address)
     if first.size > SIZES[0]:
-        headers = _headers_bytes(offer.address)
         payload = first.packet - headers + 24  # ping has ICMP's 8 bytes in place of TCP's 32
-        return NoPlan(
+        problem = (
             f"{source} cannot send {first.size} B at once to {target}: {first.arrived} B arrive, "
-            f"{first.size} B do not{more}",
-            where=where,
-            hint=f"a path MTU black hole: a switch or tunnel drops packets of {first.packet} B without a "
-            f"report. To see it: ping -c 3 -M do -s {payload} {offer.address}. Raise the MTU of the path, or "
-            f"lower it on all nodes: sudo ip link set dev {offer.interface} mtu {first.arrived + headers}. "
-            f"{again}",
+            f"{first.size} B do not"
         )
-    same = {one.port for one in failures if (one.source, one.target) == (first.source, first.target)}
-    ports = " and ".join(map(str, sorted(same)))
-    what = f"{source} cannot connect to {target} on port {ports}: {first.why}{more}"
-    if first.size:
-        what = f"{source} connects to {target}, but port {ports} gets no data: {first.why}{more}"
-    if caller.address == offer.address:
         hint = (
-            f"both nodes have the address {offer.address}, which is that of a container's own network. Start "
-            "the containers in the host's network (docker: --network host)"
+            f"a path MTU black hole: a switch or tunnel drops packets of {first.packet} B without a report. "
+            f"To see it: ping -c 3 -M do -s {payload} {offer.address}. Raise the MTU of the path, or lower "
+            f"it on all nodes: sudo ip link set dev {offer.interface} mtu {first.arrived + headers}"
         )
     else:
+        problem = f"{source} cannot connect to {target} on port {ports}: {first.reason}"
+        if first.size:
+            problem = f"{source} connects to {target}, but port {ports} gets no data: {first.reason}"
         hint = (
             "NCCL and Gloo use the ports of /proc/sys/net/ipv4/ip_local_port_range, so a firewall must let "
-            f"the nodes connect on all of them. On {target}: sudo ufw allow from {caller.address}. If "
+            f"the nodes connect on all of them. On {target}: sudo ufw allow from {source_offer.address}. If "
             f"{offer.interface} is the wrong network, name another: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME"
         )
-    return NoPlan(what, where=where, hint=f"{hint}. {again}")
+        if source_offer.address == offer.address:
+            hint = (
+                f"both nodes have the address {offer.address}, which is that of a container's own network. "
+                "Start the containers in the host's network (docker: --network host)"
+            )
+    return NoPlan(
+        problem + pairs,
+        where=f"{offer.address}:{first.port}",
+        hint=f"{hint}. To start without this test: --no-network-test",
+    )

@@ -1,4 +1,8 @@
-"""The session after the roll call: heartbeat, events and the closing barrier between a run's node agents."""
+"""The session after the roll call: heartbeats, events and the closing barrier between the node agents.
+
+The head (`HeadSession`) has a connection to each of the others (`MemberSession`), which know nobody else. It
+knows nodes by their number in the roll call, which never changes; the head is 0.
+"""
 
 from __future__ import annotations
 
@@ -9,105 +13,125 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from imgkit_entrypoints.errors import EXIT_SAVED
 from imgkit_entrypoints.rollcall import ports
+from imgkit_entrypoints.rollcall.connection import Connection, NodeConnections
 from imgkit_entrypoints.rollcall.messages import (
     STARTING,
     AllDone,
     AttemptEnded,
-    Beat,
+    AttemptStart,
     EndAttempt,
-    Failed,
     FromHead,
-    Judged,
-    Lost,
-    Measure,
-    Measured,
-    NodeStop,
+    FromNode,
+    Heartbeat,
+    MeasureRequest,
+    MeasureResult,
+    NodeFailed,
+    NodeLost,
+    Positions,
+    PreflightEnd,
     RankFailure,
     Refused,
-    Span,
-    Start,
     StopOrder,
 )
 
-if TYPE_CHECKING:  # the only node of a run starts sooner without them
-    from imgkit_entrypoints.rollcall.link import Link
+if TYPE_CHECKING:
+    from imgkit_entrypoints.rollcall.strangers import Strangers
     from imgkit_entrypoints.schedulers.placement import Placement
 
 BEAT_S = 5.0
-LOST_S = 30.0
+"""Longest time between two messages of a node."""
+LOST_AFTER_S = 30.0
 LINGER_S = 2.0
-Event = Start | EndAttempt | Lost | Failed | StopOrder | AllDone | Measure | Judged | Refused
+"""Time in which the other end can read the last messages."""
+READ_PAUSE_S = 0.25
+"""Time that messages wait for more where `MANY` nodes beat: to wake costs more than to read a message."""
+MANY = 1000
+STRANGERS_PAUSE_S = 0.2
+"""Time between two looks at strangers during the run, whose workers need the processors."""
+LOOKS_PER_BEAT = 5
+
+Event = (
+    AttemptStart
+    | EndAttempt
+    | NodeLost
+    | NodeFailed
+    | StopOrder
+    | AllDone
+    | MeasureRequest
+    | PreflightEnd
+    | Refused
+)
 """Messages of the head that the node agent reacts to, or the same on the head itself."""
 
-_PASSED_ON = (Lost, Failed, StopOrder, AllDone, Measure, Judged, Refused)
-"""Those that count whatever the attempt."""
+_OF_ANY_ATTEMPT = (NodeLost, NodeFailed, StopOrder, AllDone, MeasureRequest, PreflightEnd, Refused)
 
 
-def beat_s(lost_s: float) -> float:
-    """Return the time between two beats where a node counts as lost after `lost_s` seconds of silence."""
-    return min(BEAT_S, lost_s / 4)
+def beat_s(lost_after_s: float) -> float:
+    """Return the time between two heartbeats where a node counts as lost after `lost_after_s` seconds."""
+    return min(BEAT_S, lost_after_s / 4)
 
 
-def node_name(place: Placement, rank: int, host: str = "") -> str:
+def node_name(placement: Placement, rank: int, host: str = "") -> str:
     """Return a node as users know it: "node 1 of 2 (as07r3b13)"."""
-    name = host or (place.hosts[rank] if rank < len(place.hosts) else "")
+    name = host or (placement.hosts[rank] if rank < len(placement.hosts) else "")
     if not name and rank == 0:
-        name = place.head
-    return f"node {rank} of {place.nnodes}" + (f" ({name})" if name else "")
+        name = placement.head
+    return f"node {rank} of {placement.nnodes}" + (f" ({name})" if name else "")
 
 
 class Readable(Protocol):
     """Anything with a descriptor to wait for."""
 
     def fileno(self) -> int:
-        """The descriptor; negative: closed."""
+        """Return the descriptor; negative: closed."""
 
 
-def wait(sources: Iterable[Readable], seconds: float) -> None:
-    """Return when one of `sources` has something to read, or after `seconds`."""
-    waiting = select.poll()  # select.select would end at descriptor 1023, and an epoll costs more for a few
-    for source in sources:
-        if source.fileno() >= 0:
-            waiting.register(source.fileno(), select.POLLIN)
-    waiting.poll(max(0.0, seconds) * 1000)
+def wait(sources: Iterable[Readable], seconds: float) -> list[Readable]:
+    """Wait up to `seconds` until one of `sources` has something to read; return those that have."""
+    poll = select.poll()  # select.select would end at descriptor 1023, and an epoll costs more for a few
+    by_descriptor = {source.fileno(): source for source in sources if source.fileno() >= 0}
+    for descriptor in by_descriptor:
+        poll.register(descriptor, select.POLLIN)
+    return [by_descriptor[descriptor] for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)]
 
 
-class Roll(ABC):
+class Session(ABC):
     """The open connections of one node after a roll call."""
 
     def __init__(
-        self, place: Placement, port: int, warnings: Sequence[str], *, elastic: bool = False
+        self, placement: Placement, port: int, warnings: Sequence[str], *, can_restart: bool = False
     ) -> None:
-        self.place = place
+        self.placement = placement
         """The node's place in the run that has started: without the nodes that did not join."""
         self.port = port
         """Torchrun's port, free on the head when it was handed out."""
         self.warnings = tuple(warnings)
-        self.elastic = elastic
-        """The head starts each attempt by `Start`, and ends the run by `AllDone` with one code for all nodes.
-
-        False: the only attempt has all nodes, and the first failure ends it."""
-        self.lost_s = LOST_S
+        self.can_restart = can_restart
+        """The head starts each attempt by `AttemptStart`, may start another one after a failure, and ends the
+        run by `AllDone` with one code for all nodes. False: the only attempt has all nodes, and the first
+        failure ends it."""
+        self.lost_after_s = LOST_AFTER_S
         """Silence after which a node counts as lost."""
         self.attempt = 1
         """Messages about another attempt do not count."""
-        self.span: Span | None = None
-        """Places of this node's workers (launch/watchdog.py); every beat carries them."""
+        self.positions: Positions | None = None
+        """Positions of this node's workers (launch/watchdog.py); every heartbeat carries them."""
         self.phase = STARTING
         """How far torchrun of this node is (`messages.PHASES`); a change goes to the head at once."""
 
     @property
     @abstractmethod
-    def everyone(self) -> Span | None:
-        """Places of the workers of all nodes, as far as beats have arrived."""
+    def run_positions(self) -> Positions | None:
+        """Positions of the workers of all nodes, as far as heartbeats have arrived."""
 
     @abstractmethod
     def wait(self, sources: Iterable[Readable], seconds: float) -> None:
         """Return when one of `sources` has something to read, an event may be there, or after `seconds`."""
 
     @abstractmethod
-    def tick(self) -> list[Event]:
+    def poll(self) -> list[Event]:
         """Read, beat, and return the events since the last call; never blocks; due about once a second."""
 
     @abstractmethod
@@ -115,62 +139,118 @@ class Roll(ABC):
         """Tell all other nodes that this one was asked to stop."""
 
     @abstractmethod
-    def ended(self, report: AttemptEnded) -> None:
-        """This node's part of the attempt is over; `AllDone` or `Start` follows when all have said so."""
+    def report_end(self, report: AttemptEnded) -> None:
+        """Report the end of this node's part of the attempt; `AllDone` or `AttemptStart` follows."""
 
     @abstractmethod
-    def measured(self, found: Measured) -> None:
-        """This node has measured a stage of the preflight."""
+    def report_measurement(self, measurement: MeasureResult) -> None:
+        """Report what this node has measured in a stage of the preflight."""
 
     @abstractmethod
     def close(self) -> None:
         """Leave; the others have a moment to read the last message."""
 
-    def node(self, rank: int, host: str = "") -> str:
-        """Return node `rank` as users know it."""
-        return node_name(self.place, rank, host)
+    def node_name(self, rank: int, host: str = "") -> str:
+        """Return a node as users know it."""
+        return node_name(self.placement, rank, host)
 
 
-class LeadingRoll(Roll):
-    """The roll of the head, which starts attempts and hears how they end. It knows nodes by their number in
-    the roll call, which never changes; the head is 0."""
+class HeadSession(Session):
+    """The session of the head, also of the only node of a run: it starts attempts and hears how they end.
 
-    reports: dict[int, AttemptEnded]
-    """Nodes on which the attempt is over."""
-    gone: dict[int, str]
-    """Nodes that are lost, and why."""
-    answers: list[tuple[int, Measured]]
-    """What nodes have measured, with their numbers, until somebody takes it away."""
-    failures: list[tuple[float, int, RankFailure]]
-    """Failed workers of this attempt: when, on this node's clock, the node's number, and its report."""
-    earlier: list[tuple[float, int, RankFailure]]
-    """Those of the attempt before."""
+    Parameters
+    ----------
+    hosts : host names by number.
+    strangers : the listener, open to the end, or a command started twice on a host would begin a second run.
+    """
 
     def __init__(
-        self, place: Placement, port: int, warnings: Sequence[str], *, elastic: bool = False
+        self,
+        placement: Placement,
+        port: int,
+        warnings: Sequence[str] = (),
+        *,
+        connections: NodeConnections | None = None,
+        hosts: Mapping[int, str] | None = None,
+        strangers: Strangers | None = None,
+        can_restart: bool = False,
     ) -> None:
-        super().__init__(place, port, warnings, elastic=elastic)
-        self.reports, self.gone, self.answers = {}, {}, []
-        self.failures, self.earlier = [], []
+        super().__init__(placement, port, warnings, can_restart=can_restart)
+        self.reports: dict[int, AttemptEnded] = {}
+        """Nodes on which the attempt is over."""
+        self.lost: dict[int, str] = {}
+        """Nodes that are lost, and why."""
+        self.measurements: list[tuple[int, MeasureResult]] = []
+        """What nodes have measured, with their numbers, until somebody takes it away."""
+        self.failures: list[tuple[float, int, RankFailure]] = []
+        """Failed workers of this attempt: when, on this node's clock, the node's number, and its report."""
+        self.previous_failures: list[tuple[float, int, RankFailure]] = []
+        """Those of the attempt before."""
+        self._connections, self._strangers = connections or NodeConnections(), strangers
+        self._hosts = hosts or {}
+        self._members: Collection[int] = range(placement.nnodes)
         self._events: list[Event] = []
-        self._members: Collection[int] = range(place.nnodes)
+        self._has_news = False
+        """A node has reported the end of its attempt or what it has measured, or it is lost."""
         self._phases: dict[int, str] = {}
-        """Phases of the other nodes."""
-        self._measuring: set[tuple[int, int]] = set()
+        self._positions: dict[int, Positions] = {}
+        self._other_positions: Positions | None = None
+        self._requested: set[tuple[int, int]] = set()
         """Numbers of nodes with the stage that they have been asked to measure."""
+        self._stopping: set[int] = set()
+        """Nodes that were asked to stop."""
+        self._has_ended = False
+        self._next_look = self._next_read = self._next_strangers = time.monotonic()
+
+    @property
+    def run_positions(self) -> Positions | None:
+        return _enclose([positions for positions in (self.positions, self._other_positions) if positions])
 
     @property
     def alive(self) -> tuple[int, ...]:
         """Numbers of the nodes that are there, in order."""
-        return tuple(number for number in range(self.place.nnodes) if number not in self.gone)
+        return tuple(number for number in range(self.placement.nnodes) if number not in self.lost)
 
     @property
     def phases(self) -> Mapping[int, str]:
         """How far torchrun is on each node of this attempt, by number."""
-        known = {**self._phases, 0: self.phase}
-        return {number: known.get(number, STARTING) for number in self._members}
+        phases = {**self._phases, 0: self.phase}
+        return {number: phases.get(number, STARTING) for number in self._members}
 
-    def start(self, attempt: int, ranks: Mapping[int, int]) -> None:
+    def host(self, number: int) -> str:
+        """Return the name of a node's host."""
+        return self._hosts[number] if self._hosts else platform.node()
+
+    def node_name(self, rank: int, host: str = "") -> str:
+        return node_name(self.placement, rank, host or self._hosts.get(rank, ""))
+
+    def wait(self, sources: Iterable[Readable], seconds: float) -> None:
+        sources, end = tuple(sources), time.monotonic() + seconds
+        while not self._events and not self._has_news:
+            now = time.monotonic()
+            watched, wake_times = list(sources), [end, self._next_look]
+            for source, due in (
+                (self._connections, self._next_read),
+                (self._strangers, self._next_strangers),
+            ):
+                if source and now >= due:
+                    watched.append(source)
+                elif source:
+                    wake_times.append(due)
+            ready = wait(watched, min(wake_times) - now)
+            self._take(has_strangers=self._strangers in ready)
+            if any(source in ready for source in sources) or time.monotonic() >= end:
+                return
+
+    def poll(self) -> list[Event]:
+        self._take()
+        events, self._events, self._has_news = self._events, [], False
+        return events
+
+    def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
+        self._connections.send_all(StopOrder(node=self.node_name(0), reason=reason, requeue=requeue))
+
+    def start_attempt(self, attempt: int, ranks: Mapping[int, int]) -> None:
         """Start an attempt: `ranks` are the node ranks of those that take part, by number.
 
         Raises
@@ -180,162 +260,242 @@ class LeadingRoll(Roll):
         if attempt > 1:
             self.port = ports.next_free(self.port)
         self.attempt, self.reports, self._members = attempt, {}, tuple(ranks)
-        self.earlier, self.failures = self.failures, []
+        self.previous_failures, self.failures = self.failures, []
         self._phases.clear()
+        self._positions.clear()
+        self._other_positions = None
         for number in self.alive:
-            rank = ranks.get(number)
-            self._tell(number, Start(attempt=attempt, nnodes=len(ranks), node_rank=rank, port=self.port))
+            start = AttemptStart(
+                attempt=attempt, nnodes=len(ranks), node_rank=ranks.get(number), port=self.port
+            )
+            self._send(number, start)
 
-    def end_attempt(self, why: str) -> None:
+    def end_attempt(self, reason: str) -> None:
         """End the attempt's workers on all nodes."""
         for number in self.alive:
-            self._tell(number, EndAttempt(attempt=self.attempt, why=why))
+            self._send(number, EndAttempt(attempt=self.attempt, reason=reason))
 
-    def over(self, code: int) -> None:
+    def end_run(self, code: int) -> None:
         """End the run on all nodes, with this exit code."""
         for number in self.alive:
-            self._tell(number, AllDone(codes=(code,)))
+            self._send(number, AllDone(codes=(code,)))
 
-    def measure(self, number: int, order: Measure) -> None:
-        """Have a node measure a stage of the preflight; one that is gone gets nothing."""
-        if number not in self.gone:
-            self._measuring.add((number, order.stage))
-            self._tell(number, order)
+    def request_measurement(self, number: int, request: MeasureRequest) -> None:
+        """Have a node measure a stage of the preflight; one that is lost gets nothing."""
+        if number not in self.lost:
+            self._requested.add((number, request.stage))
+            self._send(number, request)
 
-    def judged(self, said: Judged | Refused) -> None:
+    def end_preflight(self, outcome: PreflightEnd | Refused) -> None:
         """Tell all other nodes how the preflight has ended."""
-        for number in self.alive[1:]:
-            self._tell(number, said)
+        self._connections.send_all(outcome)
 
-    def measured(self, found: Measured) -> None:
-        self.answers.append((0, found))
+    def report_measurement(self, measurement: MeasureResult) -> None:
+        self.measurements.append((0, measurement))
 
-    def note(self, number: int, report: AttemptEnded) -> None:
-        """Keep the report of a node."""
-        self.reports[number] = report
-        if report.failure:
-            self.failures.append((time.monotonic() - report.failure.age_ms / 1000, number, report.failure))
-
-    def host(self, number: int) -> str:
-        """Return the name of a node's host."""
-        return platform.node()
-
-    def named(self, number: int) -> str:
-        """Return a node as users know it."""
-        return self.node(number)
-
-    @abstractmethod
-    def _tell(self, number: int, message: Start | EndAttempt | AllDone | Measure | Judged | Refused) -> None:
-        """Send a message to one node; the head's own becomes an event."""
-
-
-class LoneRoll(LeadingRoll):
-    """The only node of a run, which has nobody to meet."""
-
-    def __init__(self, place: Placement, *, elastic: bool = False) -> None:
-        super().__init__(place, ports.any_free(), (), elastic=elastic)
-
-    @property
-    def everyone(self) -> Span | None:
-        return self.span
-
-    def wait(self, sources: Iterable[Readable], seconds: float) -> None:
-        wait(sources, 0.0 if self._events else seconds)
+    def report_end(self, report: AttemptEnded) -> None:
+        self._note_end(0, report)
+        if report.code not in (0, EXIT_SAVED) and not self.can_restart:
+            rank = report.failure.rank if report.failure else None
+            failed = NodeFailed(node=self.node_name(0), code=report.code, rank=rank, is_head=True)
+            self._connections.send_all(failed)
 
     def close(self) -> None:
-        pass
+        if self._strangers:
+            self._strangers.close()
+        self._connections.close(LINGER_S)
 
-    def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
-        pass
+    def _send(self, number: int, message: AttemptStart | EndAttempt | AllDone | MeasureRequest) -> None:
+        """Send a message to one node; the head's own becomes an event."""
+        if number == 0:
+            self._events.append(message)
+        else:
+            self._connections.send(number, message)
 
-    def ended(self, report: AttemptEnded) -> None:
-        self.note(0, report)
-        if not self.elastic:
-            self._events.append(AllDone(codes=(report.code,)))
+    def _note_end(self, number: int, report: AttemptEnded) -> None:
+        self.reports[number] = report
+        if report.failure:
+            failed_at = time.monotonic() - report.failure.age_ms / 1000
+            self.failures.append((failed_at, number, report.failure))
 
-    def tick(self) -> list[Event]:
-        events, self._events = self._events, []
-        return events
+    def _take(self, *, has_strangers: bool = False) -> None:
+        """React to what has arrived, and look at all nodes when it is time."""
+        now = time.monotonic()
+        if received := self._connections.receive():
+            self._next_read = now + READ_PAUSE_S * min(1.0, self.placement.nnodes / MANY)
+        for number, message in received:
+            self._handle(number, message)
+        is_look_due = now >= self._next_look
+        if has_strangers:
+            self._next_strangers = now + STRANGERS_PAUSE_S
+        if self._strangers and (has_strangers or is_look_due):
+            self._refuse_late_nodes(self._strangers)
+        if is_look_due:
+            self._next_look = now + beat_s(self.lost_after_s) / LOOKS_PER_BEAT
+            self._beat()
+        while self._connections.closed:
+            self._lose(*self._connections.closed.popitem())
+        if len(self.reports) == self.placement.nnodes and not self._has_ended and not self.can_restart:
+            self._has_ended = True
+            all_done = AllDone(codes=tuple(self.reports[number].code for number in sorted(self.reports)))
+            self._connections.send_all(all_done)
+            self._events.append(all_done)
 
-    def _tell(self, number: int, message: Start | EndAttempt | AllDone | Measure | Judged | Refused) -> None:
-        self._events.append(message)
+    def _beat(self) -> None:
+        self._other_positions = _enclose(self._positions.values())
+        heartbeat = Heartbeat(positions=self.run_positions)
+        silent = self._connections.beat(
+            heartbeat, beat_s=beat_s(self.lost_after_s), lost_after_s=self.lost_after_s
+        )
+        for number in silent:
+            if number not in self.reports or self.can_restart:
+                self._connections.drop(number)
+                self._lose(number, f"no heartbeat for {self.lost_after_s:g} s")
+
+    def _handle(self, number: int, message: FromNode) -> None:
+        """Take a node's message; drop a second one of its kind, by which it could fill the memory of all."""
+        event: Event
+        name = self.node_name(number)
+        if isinstance(message, Heartbeat):
+            self._phases[number] = message.phase
+            if message.positions:
+                self._positions[number] = message.positions
+            else:
+                self._positions.pop(number, None)
+            return
+        if isinstance(message, MeasureResult):
+            if (request := (number, message.stage)) in self._requested:
+                self._requested.remove(request)
+                self.measurements.append((number, message))
+                self._has_news = True
+            return
+        if isinstance(message, AttemptEnded):
+            if message.attempt != self.attempt or number in self.reports:
+                return
+            self._note_end(number, message)
+            self._has_news = True
+            if message.code in (0, EXIT_SAVED) or self.can_restart:
+                return
+            rank = message.failure.rank if message.failure else None
+            event = NodeFailed(node=name, code=message.code, rank=rank)
+        elif isinstance(message, StopOrder) and number not in self._stopping:
+            self._stopping.add(number)
+            event = StopOrder(node=name, reason=message.reason, requeue=message.requeue)
+        else:
+            return
+        self._connections.send_all(event, but=number)
+        self._events.append(event)
+
+    def _lose(self, number: int, reason: str) -> None:
+        """Take leave of a node; in a run of one attempt, one that is done may go."""
+        self.lost[number], self._has_news = reason, True
+        if number not in self.reports and not self.can_restart:
+            lost = NodeLost(node=self.node_name(number), reason=reason)
+            self._connections.send_all(lost)
+            self._events.append(lost)
+
+    def _refuse_late_nodes(self, strangers: Strangers) -> None:
+        what = "all nodes of this run have joined already"
+        hint = "it may be started twice on this host: pbsdsh starts it once per line of the node file"
+        if self.placement.size:
+            what = f"the run has started with {self.placement.nnodes} nodes, and no node can join it later"
+            hint = "start it with the others: the head waits 30 s for one more than it has"
+        for connection, _ in strangers.joining_nodes():
+            strangers.refuse(connection, Refused(what=what, where=self.host(0), hint=hint))
 
 
-class MemberRoll(Roll):
-    """Any node but 0: it talks to the head only."""
+def _enclose(positions: Collection[Positions]) -> Positions | None:
+    """Return the slowest and the furthest position of all."""
+    if not positions:
+        return None
+    return min(slowest for slowest, _ in positions), max(furthest for _, furthest in positions)
+
+
+class MemberSession(Session):
+    """The session of any node but the head.
+
+    Parameters
+    ----------
+    unread : messages of the head that have arrived after its start.
+    """
 
     def __init__(
         self,
-        place: Placement,
+        placement: Placement,
         port: int,
         warnings: Sequence[str],
         *,
-        link: Link[FromHead],
-        unread: Sequence[FromHead],
-        elastic: bool = False,
+        connection: Connection[FromHead],
+        unread: Sequence[FromHead] = (),
+        can_restart: bool = False,
     ) -> None:
-        super().__init__(place, port, warnings, elastic=elastic)
-        self._link = link
+        super().__init__(placement, port, warnings, can_restart=can_restart)
+        self._connection = connection
         self._unread = list(unread)
-        self._over = False
-        self._head_failed = False
-        self._everyone: Span | None = None
-        self._told_phase = STARTING
-        self._next = 1
-        """Number of the attempt that may start."""
+        self._is_over = False
+        self._has_head_failed = False
+        self._run_positions: Positions | None = None
+        self._reported_phase = STARTING
+        self._next_attempt = 1
 
     @property
-    def everyone(self) -> Span | None:
-        return self._everyone
+    def run_positions(self) -> Positions | None:
+        return self._run_positions
 
     def wait(self, sources: Iterable[Readable], seconds: float) -> None:
-        wait(sources if self._over else [*sources, self._link], seconds)
+        wait(sources if self._is_over else [*sources, self._connection], seconds)
 
     def close(self) -> None:
-        if not self._over:
-            self._link.close(LINGER_S)
+        if not self._is_over:
+            self._connection.close(LINGER_S)
 
     def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
-        self._link.send(NodeStop(reason=reason, requeue=requeue))
+        self._connection.send(StopOrder(reason=reason, requeue=requeue))
 
-    def ended(self, report: AttemptEnded) -> None:
-        self._link.send(report)
+    def report_end(self, report: AttemptEnded) -> None:
+        self._connection.send(report)
 
-    def measured(self, found: Measured) -> None:
-        self._link.send(found)
+    def report_measurement(self, measurement: MeasureResult) -> None:
+        self._connection.send(measurement)
 
-    def tick(self) -> list[Event]:
-        if self._over:
+    def poll(self) -> list[Event]:
+        if self._is_over:
             return []
-        events: list[Event] = []
-        messages, self._unread = [*self._unread, *self._link.receive()], []
-        for position, message in enumerate(messages):
-            if isinstance(message, Beat):
-                self._everyone = message.span
-            elif isinstance(message, _PASSED_ON) or self._counts(message):
-                self._over |= isinstance(message, AllDone)
-                self._head_failed |= isinstance(message, Failed) and message.head
-                events.append(message)  # type: ignore[arg-type]
-            if isinstance(message, Judged):  # what follows belongs to the attempts
-                self._unread = messages[position + 1 :]
-                break
-        now = time.monotonic()
-        if now - self._link.sent >= beat_s(self.lost_s) or self.phase != self._told_phase:
-            self._told_phase = self.phase
-            self._link.send(Beat(span=self.span, phase=self.phase))
-        if not self._over and (self._link.why or now - self._link.heard > self.lost_s):
-            self._over = True
-            if self._head_failed:  # and has left, as failed nodes do
-                return [*events, AllDone(codes=())]
-            why = self._link.why or f"no heartbeat for {self.lost_s:g} s"
-            events.append(Lost(node=self.node(0), why=why))
-        if self._over:
-            self._link.close()
+        events = self._read_events()
+        now, connection = time.monotonic(), self._connection
+        if now - connection.last_sent >= beat_s(self.lost_after_s) or self.phase != self._reported_phase:
+            self._reported_phase = self.phase
+            connection.send(Heartbeat(positions=self.positions, phase=self.phase))
+        if not self._is_over and (connection.error or now - connection.last_received > self.lost_after_s):
+            self._is_over = True
+            reason = connection.error or f"no heartbeat for {self.lost_after_s:g} s"
+            # A head that has failed leaves, as failed nodes do.
+            lost = (
+                AllDone(codes=())
+                if self._has_head_failed
+                else NodeLost(node=self.node_name(0), reason=reason)
+            )
+            events.append(lost)
+        if self._is_over:
+            connection.close()
         return events
 
-    def _counts(self, message: FromHead) -> bool:
-        """Whether a message starts the next attempt or ends the current one."""
-        if isinstance(message, Start) and message.attempt >= self._next:
-            self.attempt, self._next = message.attempt, message.attempt + 1
-            return True
-        return isinstance(message, EndAttempt) and message.attempt == self.attempt
+    def _read_events(self) -> list[Event]:
+        events: list[Event] = []
+        received, self._unread = [*self._unread, *self._connection.receive()], []
+        for position, message in enumerate(received):
+            if isinstance(message, Heartbeat):
+                self._run_positions = message.positions
+            elif isinstance(message, _OF_ANY_ATTEMPT):
+                self._is_over |= isinstance(message, AllDone)
+                self._has_head_failed |= isinstance(message, NodeFailed) and message.is_head
+                events.append(message)
+            elif isinstance(message, AttemptStart) and message.attempt >= self._next_attempt:
+                self.attempt, self._next_attempt = message.attempt, message.attempt + 1
+                events.append(message)
+            elif isinstance(message, EndAttempt) and message.attempt == self.attempt:
+                events.append(message)
+            if isinstance(message, PreflightEnd):  # what follows belongs to the attempts
+                self._unread = received[position + 1 :]
+                break
+        return events

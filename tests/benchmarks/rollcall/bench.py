@@ -23,13 +23,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from measure import spread
 
 from imgkit_entrypoints.rollcall import gather, messages, ports
-from imgkit_entrypoints.rollcall.link import NodeProof
-from imgkit_entrypoints.rollcall.messages import Call, Caller, Identity
+from imgkit_entrypoints.rollcall.connection import Handshake
+from imgkit_entrypoints.rollcall.messages import JoinRequest, NodeInfo, Software
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
 SECRET = os.urandom(32)
-ME = Caller(
-    host="node", identity=Identity(image="0" * 12, torch="2.13.0", nccl="2.27.5"), nproc=4, gpu="H100"
+ME = NodeInfo(
+    host="node", software=Software(image="0" * 12, torch="2.13.0", nccl="2.27.5"), nproc=4, gpu="H100"
 )
 
 
@@ -68,7 +68,7 @@ def once(nnodes: int, secret: bytes | None) -> tuple[float, float]:
             os._exit(code)
     os.close(writer)
     began, cpu_began = time.perf_counter(), time.process_time()
-    roll = gather.call(place, ME, timeout_s=60, say=lambda _: None, secret=secret)
+    roll = gather.meet(place, ME, timeout_s=60, log=lambda _: None, secret=secret)
     head_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
     said = os.read(reader, 100)
     os.close(reader)
@@ -86,7 +86,7 @@ def others(place: Placement, secret: bytes | None, result: int) -> None:
         time.sleep(0.0002)
     if place.nnodes == 2:
         began = time.perf_counter()
-        gather.call(replace(place, node_rank=1), ME, timeout_s=60, say=lambda _: None, secret=secret)
+        gather.meet(replace(place, node_rank=1), ME, timeout_s=60, log=lambda _: None, secret=secret)
         os.write(result, str(time.perf_counter() - began).encode())
     else:
         many(place, port, secret)
@@ -96,14 +96,14 @@ def others(place: Placement, secret: bytes | None, result: int) -> None:
 def many(place: Placement, port: int, secret: bytes | None) -> None:
     """Call as every node but the head, and leave when the head has started all of them."""
     waiting = selectors.DefaultSelector()
-    proofs: dict[int, NodeProof] = {}
+    handshakes: dict[int, Handshake] = {}
     for rank in range(1, place.nnodes):
         connection = socket.create_connection(("127.0.0.1", port))
         if secret is None:
             connection.sendall(call(place, rank) + b"\n")
         else:
-            proofs[rank] = NodeProof(secret, place.job_id, rank)
-            connection.sendall(proofs[rank].call + b"\n")
+            handshakes[rank] = Handshake(secret=secret, job_id=place.job_id, node_rank=rank)
+            connection.sendall(handshakes[rank].opening + b"\n")
         waiting.register(connection, selectors.EVENT_READ, rank)
     started = 0
     while started < place.nnodes - 1:
@@ -111,16 +111,16 @@ def many(place: Placement, port: int, secret: bytes | None) -> None:
             assert isinstance(key.fileobj, socket.socket)
             heard = key.fileobj.recv(4096)
             assert heard, "the head closed a connection"
-            if proof := proofs.pop(key.data, None):
-                seals = proof.seals(heard.rstrip(b"\n"))
-                assert seals
-                key.fileobj.sendall(seals[1].sign(call(place, key.data)) + b"\n")
-            started += heard.count(b'"go"')
+            if handshake := handshakes.pop(key.data, None):
+                confirmed = handshake.confirm(heard.rstrip(b"\n"))
+                assert confirmed
+                key.fileobj.sendall(confirmed.sign(call(place, key.data)) + b"\n")
+            started += heard.count(b'"RunStart"')
 
 
 def call(place: Placement, rank: int) -> bytes:
     """The first message of node `rank`."""
-    return messages.line(Call(job=place.job_id, node_rank=rank, nnodes=place.nnodes, caller=ME, offer=None))
+    return messages.encode(JoinRequest(job=place.job_id, node_rank=rank, nnodes=place.nnodes, node=ME))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "lab"))
 from simulated_nodes import HERE, ME, SECRET, SimulatedNodes
 
-from imgkit_entrypoints.launch import supervisor
+from imgkit_entrypoints.launch.agent import NodeAgent, NodeConfig
 from imgkit_entrypoints.launch.plan import Timeouts
 from imgkit_entrypoints.schedulers.placement import Placement
 
@@ -90,10 +90,16 @@ def _verdict(found: float, target: float | None) -> str:
 
 def launcher(place: Placement, seconds: float) -> int:
     """Be the head's launcher."""
-    return supervisor.run(
-        ["sleep", str(seconds + 60)], dict(os.environ), place=place, me=ME, say=lambda _: None,
-        timeouts=Timeouts(rollcall_s=120), secret=SECRET,
-    )  # fmt: skip
+    config = NodeConfig(
+        argv=["sleep", str(seconds + 60)],
+        env=dict(os.environ),
+        placement=place,
+        node=ME,
+        log=lambda _: None,
+        timeouts=Timeouts(rollcall_s=120),
+        secret=SECRET,
+    )
+    return NodeAgent(config).run()
 
 
 def cpu_s(pid: int) -> float:

@@ -247,7 +247,7 @@ def _remote(job: Job, words: Sequence[str]) -> str:
 
 def _torch_program(command: Sequence[str]) -> tuple[str, ...]:
     """The program as ``torch.distributed.launch`` takes it; empty if that is unknown."""
-    from imgkit_entrypoints.cli import start  # imports the whole node agent
+    from imgkit_entrypoints.cli import options
 
     name, *words = command
     known = next((each for each in COMMANDS if each.name == name), None)
@@ -258,7 +258,7 @@ def _torch_program(command: Sequence[str]) -> tuple[str, ...]:
         return tuple(words) if name == "dist-run" and words and not words[0].startswith("-") else ()
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            _, rest = start.launch_parser(name, "", {}).parse_known_args(words)
+            _, rest = options.launch_parser(name, "", {}).parse_known_args(words)
     except SystemExit:
         return ()
     return ("-m", known.app, *rest)

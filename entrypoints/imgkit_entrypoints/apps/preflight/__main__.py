@@ -6,77 +6,67 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Iterator
 
 from imgkit_entrypoints.launch.preflight.run import STORE
 from imgkit_entrypoints.rollcall import messages
-from imgkit_entrypoints.rollcall.messages import Measure, Measured
+from imgkit_entrypoints.rollcall.messages import MeasureRequest, MeasureResult
 
 EARLIER_S = 1.5
 """Time before the limit of a stage at which a process that waits for its partner says so."""
 
 
-class Orders:
-    """The node agent's orders. The first one is taken here: its time limit counts the import of torch."""
+def receive_orders(connection: socket.socket) -> Iterator[MeasureRequest]:
+    """Yield the node agent's orders; end the process with an answer at the limit of one.
 
-    def __init__(self, descriptor: int) -> None:
-        self.connection = socket.socket(fileno=descriptor)
-        self._lines = self.connection.makefile("rb")
-        self._next = self._taken()
+    The limit counts from the arrival of the order: that of the first one includes the import of torch.
+    """
 
-    def answer_all(self) -> None:
-        """Answer orders until the node agent closes the socket."""
-        while self._next is not None:
-            order, timer = self._next
-            found = _measured(order)
-            timer.cancel()
-            self.send(found)
-            self._next = self._taken()
-
-    def send(self, found: Measured) -> None:
-        """Send an answer."""
-        self.connection.sendall(messages.line(found) + b"\n")
-
-    def _taken(self) -> tuple[Measure, threading.Timer] | None:
-        line = self._lines.readline()
-        order = messages.from_head(line) if line else None
-        if not isinstance(order, Measure):
-            return None
-        timer = threading.Timer(max(0.5, order.limit_s - EARLIER_S), self._give_up, [order])
-        timer.daemon = True
-        timer.start()
-        return order, timer
-
-    def _give_up(self, order: Measure) -> None:
-        who = "this node or a partner hangs" if len(order.group) > 1 else "it hangs"
-        self.send(
-            Measured(stage=order.stage, error=f"not done within {order.limit_s - EARLIER_S:g} s: {who}")
-        )
+    def give_up(order: MeasureRequest) -> None:
+        culprit = "this node or a partner hangs" if len(order.group) > 1 else "it hangs"
+        error = f"not done within {order.limit_s - EARLIER_S:g} s: {culprit}"
+        send(connection, MeasureResult(stage=order.stage, error=error))
         os._exit(0)
 
+    for line in connection.makefile("rb"):
+        order = messages.from_head(line)
+        if isinstance(order, MeasureRequest):
+            timer = threading.Timer(max(0.5, order.limit_s - EARLIER_S), give_up, [order])
+            timer.daemon = True
+            timer.start()
+            yield order
+            timer.cancel()
 
-def _measured(order: Measure) -> Measured:
-    from imgkit_entrypoints.apps.preflight import measure
 
-    try:
-        return measure.stage(order)
-    except Exception as error:  # whatever a backend raises is a finding
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return Measured(stage=order.stage, error=said[:300])
+def send(connection: socket.socket, answer: MeasureResult) -> None:
+    """Send an answer."""
+    connection.sendall(messages.encode(answer) + b"\n")
 
 
-def serve(descriptor: int) -> None:
+def measure_all(connection: socket.socket) -> None:
+    """Answer orders until the node agent closes the socket."""
+    for order in receive_orders(connection):
+        try:
+            from imgkit_entrypoints.apps.preflight.measure import measure
+
+            answer = measure(order)
+        except Exception as error:  # whatever a backend raises is a finding
+            message = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            answer = MeasureResult(stage=order.stage, error=message[:300])
+        send(connection, answer)
+
+
+def serve(connection: socket.socket) -> None:
     """Serve the store in which the measuring processes of all nodes meet, until the node agent is done."""
     from torch.distributed import TCPStore
 
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    connection = socket.socket(fileno=descriptor)
-    connection.sendall(messages.line(Measured(stage=0, figures=((STORE, float(store.port)),))) + b"\n")
+    send(connection, MeasureResult(stage=0, figures=((STORE, float(store.port)),)))
     connection.recv(1)
 
 
 if __name__ == "__main__":
     os.dup2(2, 1)  # the run's standard output belongs to the program
-    first = None if STORE in sys.argv[2:] else Orders(int(sys.argv[1]))
-    from imgkit_entrypoints.apps.ranks import run_worker
-
-    run_worker(first.answer_all if first else lambda: serve(int(sys.argv[1])))
+    to_agent = socket.socket(fileno=int(sys.argv[1]))
+    (serve if STORE in sys.argv[2:] else measure_all)(to_agent)
+    os._exit(0)  # torch's threads may outlive the interpreter

@@ -1,5 +1,5 @@
 """``--preflight``: the nodes are measured between the roll call and the start of torchrun.
 
-`run` leads a node through the stages; its measuring process (apps/preflight) measures by dist-bench's code.
-`verdict` has the order of the stages, the verdict on the figures, and its report.
+`run` leads a node through the stages; its measuring process (apps/preflight) uses the code of dist-doctor and
+dist-bench. `verdict` says which nodes are slow, and which links.
 """

@@ -17,90 +17,84 @@ from pathlib import Path
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed, NoPlan
 from imgkit_entrypoints.launch.guarded import GuardedCommand
-from imgkit_entrypoints.launch.preflight import verdict
-from imgkit_entrypoints.launch.preflight.verdict import (
-    Judgement,
-    NodeFigures,
-    PairFigures,
-    Report,
-    Stage,
-    better,
-    judge,
-)
+from imgkit_entrypoints.launch.preflight.verdict import LinkResult, NodeResult, Report, judge, pair_up
 from imgkit_entrypoints.launch.stop_protocol import CollectedSignals
-from imgkit_entrypoints.rollcall import messages, session
-from imgkit_entrypoints.rollcall.link import Link
-from imgkit_entrypoints.rollcall.messages import FromNode, Judged, Lost, Measure, Measured, Refused, StopOrder
-from imgkit_entrypoints.rollcall.session import Event, LeadingRoll, Readable, Roll
+from imgkit_entrypoints.rollcall import messages
+from imgkit_entrypoints.rollcall.connection import Connection
+from imgkit_entrypoints.rollcall.messages import (
+    FromNode,
+    MeasureRequest,
+    MeasureResult,
+    NodeLost,
+    PreflightEnd,
+    Refused,
+    StopOrder,
+)
+from imgkit_entrypoints.rollcall.session import Event, HeadSession, Readable, Session, wait
 
+ROUNDS = 3
+"""Rounds of pairs: with three partners, a node that reaches nobody differs from a connection that is down."""
+ALONE_S, PAIR_S = 40, 6
+"""Limits of the stages, 58 s together. The first includes the start of the measuring processes."""
 ANSWER_S = 2.0
 """Further time for a node's answer to reach the head."""
 TICK_S = 0.25
 FILE = "preflight.json"
-SAYS = {
-    "alone": "each node measures itself",
-    "pair": "pairs of nodes measure the network",
-    "all": "all nodes measure together",
-}
+STORE = "store"
+"""Argument of a process that serves the store in which the others meet, and the figure of its port."""
+STAGES = {"alone": "each node measures itself", "pair": "pairs of nodes measure the network"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
+class PreflightConfig:
     """What the preflight needs to know of the run."""
 
-    mode: str
-    """One of `messages.MODES`."""
     module: str
     """The module that measures a node."""
     env: Mapping[str, str]
     """Environment of the workers."""
     open_files: int
     signals: CollectedSignals
-    say: Callable[..., None]
+    log: Callable[..., None]
     folder: Path | None
     """The run's folder, for `FILE`."""
     spares: int = 0
     """Nodes that the run can do without."""
 
 
-def preflight(roll: Roll, around: Needs) -> tuple[int, ...]:
-    """Measure all nodes of `roll`, and return the numbers of those that the run leaves out.
+def run_preflight(session: Session, config: PreflightConfig) -> tuple[int, ...]:
+    """Measure all nodes of `session`, and return the numbers of those that the run leaves out.
 
     Raises
     ------
     CheckFailed : on all nodes: more nodes are outliers than the run can do without. NoPlan : a stop was asked
     for, or the head is gone.
     """
-    place = roll.place
+    placement = session.placement
     env = {
-        **around.env,
-        "GROUP_RANK": str(place.node_rank),
+        **config.env,
+        "GROUP_RANK": str(placement.node_rank),
         "LOCAL_RANK": "0",
-        "MASTER_ADDR": place.head if place.nnodes > 1 else "127.0.0.1",
+        "MASTER_ADDR": placement.head if placement.nnodes > 1 else "127.0.0.1",
     }
-    process = MeasuringProcess(around.module, env, around.say, open_files=around.open_files)
+    process = MeasuringProcess(config, env)
     try:
-        if isinstance(roll, LeadingRoll):
-            return _Leading(roll, process, around).lead()
-        return _follow(roll, process, around)
+        if isinstance(session, HeadSession):
+            return _Leader(session, process, config).lead()
+        while True:
+            for event in _poll(session, process, config):
+                if isinstance(event, PreflightEnd):
+                    return event.left_out
+                if isinstance(event, Refused):
+                    raise CheckFailed(event.what, where=event.where, hint=event.hint)
+                if isinstance(event, NodeLost):
+                    raise NoPlan(f"lost {event.node} during the preflight: {event.reason}")
     finally:
         process.close()
 
 
-def _follow(roll: Roll, process: MeasuringProcess, around: Needs) -> tuple[int, ...]:
-    """Measure what the head asks for, until it has judged."""
-    while True:
-        for event in _turn(roll, process, around):
-            if isinstance(event, Judged):
-                return event.left_out
-            if isinstance(event, Refused):
-                raise CheckFailed(event.what, where=event.where, hint=event.hint)
-            if isinstance(event, Lost):
-                raise NoPlan(f"lost {event.node} during the preflight: {event.why}")
-
-
-def _turn(
-    roll: Roll, process: MeasuringProcess, around: Needs, sources: Sequence[Readable] = ()
+def _poll(
+    session: Session, process: MeasuringProcess, config: PreflightConfig, sources: Sequence[Readable] = ()
 ) -> Iterator[Event]:
     """Wait a moment, let this node's process begin and end stages, and yield all other events.
 
@@ -108,180 +102,160 @@ def _turn(
     ------
     NoPlan : a stop was asked for, here or on another node.
     """
-    roll.wait([*process.sources, *sources, around.signals], TICK_S)
-    for event in roll.tick():
-        if isinstance(event, Measure):
-            process.begin(event)
+    session.wait([*process.sources, *sources, config.signals], TICK_S)
+    for event in session.poll():
+        if isinstance(event, MeasureRequest):
+            process.request(event)
         elif isinstance(event, StopOrder):
             raise NoPlan(f"stopped during the preflight: {event.reason} on {event.node}")
         else:
             yield event
-    if found := process.answer():
-        roll.measured(found)
-    around.signals.drain()
-    if reason := around.signals.first():
-        roll.ask_stop(reason)
+    if answer := process.answer():
+        session.report_measurement(answer)
+    config.signals.drain()
+    if reason := config.signals.first():
+        session.ask_stop(reason)
         raise NoPlan(f"stopped during the preflight by {reason}")
 
 
-class _Leading:
+class _Leader:
     """The head's side."""
 
-    def __init__(self, roll: LeadingRoll, process: MeasuringProcess, around: Needs) -> None:
-        self.roll, self.process, self.around = roll, process, around
-        self.store = MeasuringProcess(
-            around.module, around.env, around.say, open_files=around.open_files, words=(STORE,)
-        )
-        self.port = 0
+    def __init__(self, session: HeadSession, process: MeasuringProcess, config: PreflightConfig) -> None:
+        self._session, self._process, self._config = session, process, config
+        self._store = MeasuringProcess(config, config.env, (STORE,))
+        self._port = 0
         """Port of the store; 0 until it is served."""
-        nodes = range(roll.place.nnodes)
-        self.figures = {rank: NodeFigures(rank=rank, host=self._host(rank)) for rank in nodes}
-        self.pairs: list[PairFigures] = []
-        self.all_reduce_GBps: float | None = None
-        self.answers: dict[int, Measured] = {}
+        self._nodes = {
+            rank: NodeResult(rank=rank, host=self._host(rank)) for rank in range(session.placement.nnodes)
+        }
+        self._links: list[LinkResult] = []
+        self._answers: dict[int, MeasureResult] = {}
         """Answers in the present stage."""
 
     def lead(self) -> tuple[int, ...]:
-        """Lead all nodes through the stages, judge them, and tell everybody."""
-        began = time.monotonic()
-        seats = sorted(self.figures)
+        """Lead all nodes through the stages, judge them, and report the verdict to everybody."""
+        start, nnodes = time.monotonic(), len(self._nodes)
         try:
-            if len(seats) > 1:
-                self.store.start()
-            self._measure(verdict.stage(0, seats))
-            seats = [rank for rank in seats if rank not in self._out()]
-            number, suspects = 1, {node.rank for node in self._judged().outliers}
-            while stage := verdict.stage(number, seats, absent=self._out(), suspects=suspects):
-                if stage.kind == "all":  # those with which the run may start
-                    condemned = {node.rank for node in self._judged().condemned}
-                    stage = verdict.stage(number, seats, absent=self._out() | condemned)
-                self._measure(stage)
-                number += 1
+            if nnodes > 1:
+                self._store.start()
+            self._measure(0, "alone", [(rank,) for rank in self._nodes], ALONE_S)
+            for turn in range(min(ROUNDS, nnodes + nnodes % 2 - 1) if self._store_port() else 0):
+                # Nodes that are out keep their seats, so that no two nodes meet twice.
+                pairs = [pair for pair in pair_up(nnodes, turn) if not self._out() & set(pair)]
+                self._measure(turn + 1, "pair", pairs, PAIR_S)
         finally:
-            self.store.close()
-        return self._end(self._judged(), time.monotonic() - began)
+            self._store.close()
+        return self._conclude(time.monotonic() - start)
 
-    def _judged(self) -> Judgement:
-        return judge(list(self.figures.values()), self.pairs)
-
-    def _end(self, judgement: Judgement, seconds: float) -> tuple[int, ...]:
-        condemned = judgement.condemned
-        passed = len(condemned) <= self.around.spares
-        left_out = tuple(sorted(node.rank for node in condemned)) if passed else ()
+    def _conclude(self, seconds: float) -> tuple[int, ...]:
+        verdict = judge(list(self._nodes.values()), self._links)
+        excluded = tuple(sorted(node.rank for node in verdict.excluded))
+        # Nobody can take the place of the head, where the nodes have met.
+        passed = len(excluded) <= self._config.spares and 0 not in excluded
         report = Report(
-            judgement=judgement,
+            verdict=verdict,
             seconds=seconds,
-            all_reduce_GBps=self.all_reduce_GBps,
-            left_out=left_out,
+            left_out=excluded if passed else (),
             passed=passed,
-            scheduler=self.roll.place.scheduler,
+            scheduler=self._session.placement.scheduler,
         )
-        self.around.say("preflight", *report.table())
+        self._config.log("preflight", *report.table())
         self._save(report)
         if passed:
-            self.roll.judged(Judged(left_out=left_out))
-            return left_out
-        worst = condemned[0]
+            self._session.end_preflight(PreflightEnd(left_out=excluded))
+            return excluded
+        worst, count = verdict.excluded[0], len(excluded) - 1
+        remedy = report.exclude if report.exclude.startswith("--") else f"other hosts than {report.exclude}"
         error = CheckFailed(
-            f"{worst.host} is an outlier: {worst.reasons[0]}"
-            + (f" (and {len(condemned) - 1} more)" if len(condemned) > 1 else ""),
+            f"{worst.host} is an outlier: {verdict.reasons[worst.rank][0]}"
+            + (f" (and {count} more)" if count else ""),
             where="preflight",
-            hint=f"start again with {report.way}, or with a spare (--nnodes N+1) that replaces it; "
+            hint=f"start again with {remedy}, or with a spare (--nnodes N+1) that replaces it; "
             "leave out --preflight to start as it is",
         )
-        self.roll.judged(Refused(what=error.what, where=error.where, hint=error.hint))
+        self._session.end_preflight(Refused(what=error.what, where=error.where, hint=error.hint))
         raise error
 
     def _save(self, report: Report) -> None:
-        if self.around.folder is None:
+        if self._config.folder is None:
             return
         try:
-            files.put(self.around.folder / FILE, report.to_json())
+            files.put(self._config.folder / FILE, report.to_json())
         except OSError as error:
-            self.around.say(f"warning: {self.around.folder / FILE}: {error.strerror}")
+            self._config.log(f"warning: {self._config.folder / FILE}: {error.strerror}")
 
-    def _measure(self, stage: Stage | None) -> None:
-        """Have all groups of a stage measure at once, and take what they found."""
-        if stage is None or not stage.groups:
-            return
-        if stage.kind != "alone" and not self._store_is_served():
-            return
-        self.around.say(f"preflight: {SAYS[stage.kind]}, up to {stage.limit_s} s")
-        self.answers = {}
-        for group in stage.groups:
-            order = Measure(
-                stage=stage.number,
-                kind=stage.kind,
-                mode=self.around.mode,
-                limit_s=stage.limit_s,
+    def _measure(self, number: int, kind: str, groups: Sequence[tuple[int, ...]], limit_s: int) -> None:
+        """Have all groups measure at once, and take their answers."""
+        self._config.log(f"preflight: {STAGES[kind]}, up to {limit_s} s")
+        self._answers = {}
+        for group in groups:
+            order = MeasureRequest(
+                stage=number,
+                kind=kind,
+                mode=messages.MODES[0],
+                limit_s=limit_s,
                 group=group,
-                store=self.port if len(group) > 1 else 0,
+                store=self._port if kind == "pair" else 0,
             )
             for rank in group:
-                self.roll.measure(rank, order)
-        asked = {rank for group in stage.groups for rank in group}
-        end = time.monotonic() + stage.limit_s + ANSWER_S
-        while asked - self.answers.keys() - self._out() and time.monotonic() < end:
-            self._turn(stage.number)
-        for rank in asked - self.answers.keys() - self._out():
-            why = f"its node agent hangs: no answer within {stage.limit_s} s"
-            self.answers[rank] = Measured(stage=stage.number, error=why, mute=True)
-        self._take(stage)
+                self._session.request_measurement(rank, order)
+        asked_ranks = {rank for group in groups for rank in group}
+        deadline = time.monotonic() + limit_s + ANSWER_S
+        while asked_ranks - self._answers.keys() - self._out() and time.monotonic() < deadline:
+            self._turn(number)
+        for rank in asked_ranks - self._answers.keys() - self._out():
+            error = f"its node agent hangs: no answer within {limit_s} s"
+            self._answers[rank] = MeasureResult(stage=number, error=error, mute=True)
+        for rank, answer in self._answers.items():
+            self._take(rank, answer, is_fatal=answer.mute or kind == "alone")
+        for group in groups:
+            if kind == "pair" and not self._out() & set(
+                group
+            ):  # the partner of a node that hangs is not to blame
+                self._links.append(self._link_result((group[0], group[1])))
 
-    def _store_is_served(self) -> bool:
-        end = time.monotonic() + verdict.ALONE_S
-        while not self.port and self.store.sources and time.monotonic() < end:
+    def _take(self, rank: int, answer: MeasureResult, *, is_fatal: bool) -> None:
+        node = self._nodes[rank]
+        self._nodes[rank] = replace(
+            node,
+            matmul_TFLOPs=dict(answer.figures).get("matmul", node.matmul_TFLOPs),
+            error=node.error or (answer.error if is_fatal else ""),
+            failed=node.failed + answer.failed,
+            notes=node.notes + answer.notes,
+        )
+
+    def _link_result(self, pair: tuple[int, int]) -> LinkResult:
+        answers = [self._answers[rank] for rank in pair]
+        errors = [answer.error for answer in answers if answer.error]
+        rate = dict(answers[0].figures).get("bandwidth")
+        return LinkResult(nodes=pair, GBps=None if errors else rate, error=", ".join(errors))
+
+    def _store_port(self) -> int:
+        """Return the port of the store, once it is served; 0: it is not."""
+        deadline = time.monotonic() + PAIR_S
+        while not self._port and self._store.sources and time.monotonic() < deadline:
             self._turn(-1)
-        return self.port > 0
+        return self._port
 
     def _turn(self, number: int) -> None:
         """Wait a moment, and hear all nodes and the process that serves the store."""
-        for _ in _turn(self.roll, self.process, self.around, self.store.sources):
+        for _ in _poll(self._session, self._process, self._config, self._store.sources):
             pass  # a lost node is in `gone` too
-        for rank, why in self.roll.gone.items():
-            self.figures[rank] = replace(self.figures[rank], broken=f"lost: {why}", gone=True)
-        heard, self.roll.answers = self.roll.answers, []
-        self.answers.update({rank: said for rank, said in heard if said.stage == number})
-        if served := self.store.answer():
-            self.port = int(dict(served.figures).get(STORE, 0))
-
-    def _take(self, stage: Stage) -> None:
-        """Keep what the nodes have answered."""
-        for rank, said in self.answers.items():
-            known = self.figures[rank]
-            broken = known.broken or (said.error if said.mute or stage.kind == "alone" else "")
-            figures = better(known.figures, dict(said.figures)) if stage.kind == "alone" else known.figures
-            together = [f"all nodes together: {said.error}"] if stage.kind == "all" and said.error else []
-            self.figures[rank] = replace(
-                known,
-                figures=figures,
-                broken=broken,
-                failed=tuple(dict.fromkeys((*known.failed, *said.failed))),
-                notes=tuple(dict.fromkeys((*known.notes, *said.notes, *together))),
-            )
-        if stage.kind == "all":
-            rates = [dict(said.figures).get("all_reduce") for said in self.answers.values()]
-            self.all_reduce_GBps = min((rate for rate in rates if rate is not None), default=None)
-        for pair in stage.groups if stage.kind == "pair" else ():
-            if set(pair) & self._out():
-                continue  # the partner of a node that hangs has measured nothing about itself
-            both = [self.answers[rank] for rank in pair]
-            errors = [said.error for said in both if said.error]
-            self.pairs.append(
-                PairFigures(nodes=(pair[0], pair[1]), figures=dict(both[0].figures), error=", ".join(errors))
-            )
+        for rank, reason in self._session.lost.items():
+            self._nodes[rank] = replace(self._nodes[rank], error=f"lost: {reason}", is_gone=True)
+        received, self._session.measurements = self._session.measurements, []
+        self._answers.update({rank: answer for rank, answer in received if answer.stage == number})
+        if served := self._store.answer():
+            self._port = int(dict(served.figures).get(STORE, 0))
 
     def _out(self) -> set[int]:
-        return {rank for rank, node in self.figures.items() if node.broken}
+        return {rank for rank, node in self._nodes.items() if node.error}
 
     def _host(self, rank: int) -> str:
-        """Name of a node, if possible the scheduler's: it stands in the words that exclude the node."""
-        named = self.roll.place.hosts[rank : rank + 1]
-        return named[0] if named else self.roll.host(rank)
-
-
-STORE = "store"
-"""The word for a process that serves the store in which the others meet, and the figure of its port."""
+        """Return the name of a node, if possible the scheduler's: its option excludes the node by it."""
+        names = self._session.placement.hosts[rank : rank + 1]
+        return names[0] if names else self._session.host(rank)
 
 
 class MeasuringProcess:
@@ -289,99 +263,88 @@ class MeasuringProcess:
 
     Parameters
     ----------
-    module : the program, which gets the number of its socket.
-    words : further arguments.
+    arguments : follow the number of the socket.
     """
 
     def __init__(
-        self,
-        module: str,
-        env: Mapping[str, str],
-        say: Callable[[str], None],
-        *,
-        open_files: int,
-        words: tuple[str, ...] = (),
+        self, config: PreflightConfig, env: Mapping[str, str], arguments: tuple[str, ...] = ()
     ) -> None:
-        self._module, self._env, self._say = module, env, say
-        self._open_files, self._words = open_files, words
-        self._child: GuardedCommand | None = None
-        self._link: Link[FromNode] | None = None
-        self._ended: list[GuardedCommand] = []
-        self._order: Measure | None = None
+        self._config, self._env, self._arguments = config, env, arguments
+        self._process: tuple[GuardedCommand, Connection[FromNode]] | None = None
+        self._commands: list[GuardedCommand] = []
+        self._order: MeasureRequest | None = None
         self._deadline = 0.0
 
     @property
-    def sources(self) -> list[Readable]:
+    def sources(self) -> Sequence[Readable]:
         """Descriptors to wait for."""
-        return [one for one in (self._child, self._link) if one is not None]
+        return self._process or ()
 
     def start(self) -> None:
         """Start the process if there is none."""
-        if self._child is not None:
+        if self._process:
             return
         ours, theirs = socket.socketpair()
         with theirs:
-            words = (str(theirs.fileno()), *self._words)
-            self._child = GuardedCommand(
-                (sys.executable or "python3", "-I", "-m", self._module, *words),
+            command = GuardedCommand(
+                (
+                    *(sys.executable or "python3", "-I", "-m", self._config.module),
+                    *(str(theirs.fileno()), *self._arguments),
+                ),
                 self._env,
-                self._say,
-                speaks_for_all=False,
-                open_files=self._open_files,
+                self._config.log,
+                repeats_warnings=False,
+                open_files=self._config.open_files,
                 inherited=(theirs.fileno(),),
             )
-        self._child.__enter__()
-        self._link = Link(ours, messages.from_node)
+        self._process = command, Connection(ours, messages.from_node)
 
-    def begin(self, order: Measure) -> None:
+    def request(self, order: MeasureRequest) -> None:
         """Have the process measure; `answer` has the result later."""
         self.start()
-        assert self._link is not None  # noqa: S101 - start has made it
+        assert self._process is not None  # noqa: S101 - start has made it
         self._order, self._deadline = order, time.monotonic() + order.limit_s
-        self._link.send(order)
+        self._process[1].send(order)
 
-    def answer(self) -> Measured | None:
+    def answer(self) -> MeasureResult | None:
         """Return what the process has measured, or why it has not; None: nothing yet."""
-        if self._child is None or self._link is None:
+        if self._process is None:
             return None
-        for message in self._link.receive():
-            if isinstance(message, Measured) and (self._order is None or message.stage == self._order.stage):
-                return self._done(message)
-        running = self._child.read()
-        if self._order is None:
+        command, connection = self._process
+        for message in connection.receive():
+            if isinstance(message, MeasureResult) and (
+                self._order is None or message.stage == self._order.stage
+            ):
+                return self._finish(message)
+        is_running = command.read() and command.code is None and not connection.error
+        if self._order is None or (is_running and time.monotonic() < self._deadline):
             return None
-        stage = self._order.stage
-        if not running or self._child.code is not None or self._link.why:
-            code = self._child.code
-            why = "its measuring process ended" + ("" if code is None else f" with exit code {code}")
-            self._end()
-            return self._done(Measured(stage=stage, error=why))
-        if time.monotonic() >= self._deadline:
-            why = f"its measuring process hangs: no answer within {self._order.limit_s} s"
-            self._end()
-            return self._done(Measured(stage=stage, error=why, mute=True))
-        return None
+        if is_running:
+            error = f"its measuring process hangs: no answer within {self._order.limit_s} s"
+        else:
+            ending = "" if command.code is None else f" with exit code {command.code}"
+            error = f"its measuring process ended{ending}"
+        return self._finish(MeasureResult(stage=self._order.stage, error=error, mute=is_running))
 
     def close(self) -> None:
         """End the process, and wait until nothing of it is left."""
         self._end()
-        for child in self._ended:
-            while child.read():
-                session.wait([child], 1.0)
-            child.__exit__(None, None, None)
-            child.wait()
-        self._ended.clear()
+        for command in self._commands:
+            while command.read():
+                wait([command], 1.0)
+            command.wait()
+        self._commands.clear()
 
-    def _done(self, found: Measured) -> Measured:
+    def _finish(self, answer: MeasureResult) -> MeasureResult:
         self._order = None
-        if found.error:
+        if answer.error:
             self._end()  # after an error it may hold a broken process group
-        return found
+        return answer
 
     def _end(self) -> None:
-        if self._link is not None:
-            self._link.close()
-        if self._child is not None:
-            self._child.send("kill")
-            self._ended.append(self._child)
-        self._child = self._link = None
+        if self._process:
+            command, connection = self._process
+            connection.close()
+            command.send("kill")
+            self._commands.append(command)
+        self._process = None

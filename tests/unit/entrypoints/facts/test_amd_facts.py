@@ -65,7 +65,7 @@ def start(host: HostFacts, device: str = "auto", system: SystemFacts | None = No
         source={},
     )
     return plan.make(
-        Request(device=device), ("w",), torchrun=TORCHRUN, place=place, host=host, system=system, env={}
+        Request(device=device), ("w",), torchrun=TORCHRUN, placement=place, host=host, system=system, env={}
     )
 
 

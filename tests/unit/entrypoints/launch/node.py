@@ -6,18 +6,19 @@ import resource
 import sys
 
 from imgkit_entrypoints.errors import ImgkitError
-from imgkit_entrypoints.launch import attempts, guarded, stop_protocol, supervisor, watchdog
+from imgkit_entrypoints.launch import agent, attempts, guarded, stop_protocol, watchdog
+from imgkit_entrypoints.launch.agent import NodeAgent, NodeConfig
 from imgkit_entrypoints.launch.plan import Timeouts
 from imgkit_entrypoints.rollcall import probe, session
-from imgkit_entrypoints.rollcall.messages import Caller, Identity
+from imgkit_entrypoints.rollcall.messages import NodeInfo, Software
 from imgkit_entrypoints.schedulers.placement import Placement, Size
 
 options = json.loads(sys.argv[1])
-session.BEAT_S, session.LOST_S = options.get("beat_s", 0.2), options.get("lost_s", 2.0)
-guarded.END_STEP_S, supervisor.PEER_FAILED_S, stop_protocol.REPEAT_S = 0.5, 1.0, 0.2
-watchdog.ANSWER_S, attempts.LEAST_S = 2.0, 1.0
+session.BEAT_S, session.LOST_AFTER_S = options.get("beat_s", 0.2), options.get("lost_s", 2.0)
+guarded.END_STEP_S, attempts.PEER_FAILED_S, stop_protocol.REPEAT_S = 0.5, 1.0, 0.2
+watchdog.ANSWER_S, attempts.MIN_START_S = 2.0, 1.0
 probe.STEP_S = options.get("step_s", probe.STEP_S)
-supervisor.TICK_S = options.get("tick_s", 1.0)
+agent.TICK_S = options.get("tick_s", 1.0)
 rank = options.get("rank", 0)
 if "open_files" in options:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -39,27 +40,29 @@ place = Placement(
     source={},
     size=Size.parse(options["size"]) if "size" in options else None,
 )
-me = Caller(
+me = NodeInfo(
     host=f"host{rank}",
-    identity=Identity(torch=options.get("torch", "2.13")),
+    software=Software(torch=options.get("torch", "2.13")),
+    nproc=options.get("nproc", 1),
     address=options.get("address", ""),
     interface=options.get("interface", ""),
 )
+config = NodeConfig(
+    argv=sys.argv[2:],
+    env={**os.environ, **options.get("env", {})},
+    placement=place,
+    node=me,
+    log=say,
+    max_failures=options.get("max_failures", 0),
+    timeouts=Timeouts(
+        grace_s=options.get("grace_s", 20.0),
+        rollcall_s=options.get("timeout_s", 20.0),
+        hang_after_s=options.get("hang_after_s", 0.0),
+        lost_after_s=options.get("lost_s", 2.0),
+    ),
+)
 try:
-    code = supervisor.run(
-        sys.argv[2:],
-        {**os.environ, **options.get("env", {})},
-        place=place,
-        me=me,
-        say=say,
-        max_failures=options.get("max_failures", 0),
-        timeouts=Timeouts(
-            grace_s=options.get("grace_s", 20.0),
-            rollcall_s=options.get("timeout_s", 20.0),
-            hang_after_s=options.get("hang_after_s", 0.0),
-            lost_after_s=options.get("lost_s", 2.0),
-        ),
-    )
+    code = NodeAgent(config).run()
 except ImgkitError as error:
     say(*str(error).split("\n"))
     code = error.exit_code

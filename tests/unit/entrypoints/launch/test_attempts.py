@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from rollcall_nodes import placement
 
-from imgkit_entrypoints.launch.attempts import RendezvousWatch
+from imgkit_entrypoints.launch.attempts import StartWatch
 from imgkit_entrypoints.rollcall.messages import RENDEZVOUS, STARTING, WORKERS
-from imgkit_entrypoints.rollcall.session import LoneRoll
+from imgkit_entrypoints.rollcall.session import HeadSession
 
 from .conftest import until
 
@@ -247,8 +247,8 @@ def test_rendezvous_counts_from_when_all_nodes_are_in_it(monkeypatch: pytest.Mon
     """Torchrun of a node on a slow file system is read for minutes, while the others wait for it."""
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    roll = LoneRoll(replace(placement(nnodes=12), hosts=()))
-    watch = RendezvousWatch(roll, 120.0)
+    roll = HeadSession(replace(placement(nnodes=12), hosts=()), 1)
+    watch = StartWatch(roll, 120.0)
     roll.phase = RENDEZVOUS
     assert watch.stalled() == ""
     now += 1000
@@ -268,8 +268,8 @@ def test_rendezvous_counts_from_when_all_nodes_are_in_it(monkeypatch: pytest.Mon
 
 
 def test_each_attempt_has_a_rendezvous_of_its_own() -> None:
-    roll = LoneRoll(placement(nnodes=3), elastic=True)
+    roll = HeadSession(placement(nnodes=3), 1, can_restart=True)
     roll._phases.update({1: WORKERS, 2: RENDEZVOUS})
     assert roll.phases == {0: STARTING, 1: WORKERS, 2: RENDEZVOUS}
-    roll.start(2, {0: 0, 2: 1})
+    roll.start_attempt(2, {0: 0, 2: 1})
     assert roll.phases == {0: STARTING, 2: STARTING}

@@ -17,7 +17,7 @@ import pytest
 from imgkit_entrypoints.launch import failures, user_program
 from imgkit_entrypoints.launch.failures import NodeFailure
 from imgkit_entrypoints.rollcall import messages
-from imgkit_entrypoints.rollcall.link import LONGEST
+from imgkit_entrypoints.rollcall.connection import MAX_LINE_BYTES
 from imgkit_entrypoints.rollcall.messages import AttemptEnded, RankFailure
 
 CLOSED = "RuntimeError: [../gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:44443."
@@ -42,11 +42,11 @@ def record(folder: Path, rank: int | str, text: str, *, at: float = 0.0) -> None
 
 def codes(folder: Path, *, own: bool = False, **by_rank: int) -> None:
     found = {int(name[1:]): code for name, code in by_rank.items()}
-    failures.note_codes({"IMGKIT_STOP_DIR": str(folder)}, found, own=own)
+    failures.note_codes({"IMGKIT_STOP_DIR": str(folder)}, found, is_imgkits=own)
 
 
 def first(folder: Path, killed_by: int = 0) -> RankFailure:
-    found = failures.of_node(folder, "a.log", killed_by)
+    found = failures.of_node(folder, killed_by)
     assert found is not None
     return found
 
@@ -93,7 +93,7 @@ def test_error_of_torchrun_has_no_stack_in_cpp(tmp_path: Path) -> None:
 
 def test_own_program_that_printed_its_reason_has_no_block(tmp_path: Path) -> None:
     codes(tmp_path, own=True, r0=2)
-    assert failures.of_node(tmp_path, "a.log") is None
+    assert failures.of_node(tmp_path) is None
     codes(tmp_path, own=True, r0=2, r1=-9)
     assert first(tmp_path).rank == 1
 
@@ -103,7 +103,7 @@ def test_record_that_cannot_be_read_is_ignored(tmp_path: Path, text: str) -> Non
     (tmp_path / "failed-x").write_text("1.0\nValueError: not a rank")
     (tmp_path / "failed-0").write_text(text)
     (tmp_path / failures.CODES).write_text(text or "[1]")
-    found = failures.of_node(tmp_path, "a.log")
+    found = failures.of_node(tmp_path)
     assert found is None or found.lines == ("",)
 
 
@@ -127,8 +127,8 @@ def test_long_text_keeps_both_ends_and_fits_a_message(tmp_path: Path) -> None:
     assert found.lines[0].startswith("line 0 ")
     assert found.lines[-1].startswith("line 999 ")
     assert sum("more lines in the full log" in line for line in found.lines) == 1
-    line = messages.line(AttemptEnded(code=1, failure=found))
-    assert len(line) < LONGEST
+    line = messages.encode(AttemptEnded(code=1, failure=found))
+    assert len(line) < MAX_LINE_BYTES
     assert messages.from_node(line) == AttemptEnded(code=1, failure=found)
 
 
@@ -138,15 +138,15 @@ def test_long_text_keeps_both_ends_and_fits_a_message(tmp_path: Path) -> None:
 )
 def test_failure_out_of_range_is_refused(wrong: dict[str, object]) -> None:
     right = RankFailure(rank=0, code=1, age_ms=0, after_peer=False, log="", lines=("a",))
-    data = json.loads(messages.line(AttemptEnded(code=1, failure=right)))
+    data = json.loads(messages.encode(AttemptEnded(code=1, failure=right)))
     data["failure"] |= wrong
-    with pytest.raises(ValueError, match="missing"):
+    with pytest.raises(ValueError, match="a value is"):
         messages.from_node(json.dumps(data).encode())
 
 
 def test_line_of_another_node_cannot_steer_a_terminal() -> None:
     bad = RankFailure(rank=0, code=1, age_ms=0, after_peer=False, log="", lines=("\x1b[2J\u202e",))
-    read = messages.from_node(messages.line(AttemptEnded(code=1, failure=bad)))
+    read = messages.from_node(messages.encode(AttemptEnded(code=1, failure=bad)))
     assert isinstance(read, AttemptEnded)
     assert read.failure == dataclasses.replace(bad, lines=("\\x1b[2J\\u202e",))
 
@@ -179,9 +179,9 @@ def copied(*parts: bytes) -> tuple[str, str]:
     code = "import os, sys\n" + "".join(f"os.write(2, {part!r})\n" for part in parts)
     script = (
         "import os, sys\nfrom imgkit_entrypoints.launch.guarded import GuardedCommand\n"
-        f"with GuardedCommand([sys.executable, '-c', {code!r}], os.environ, print) as child:\n"
-        "    import select\n"
-        "    while select.select([child], [], []) and child.read(): pass\n"
+        f"child = GuardedCommand([sys.executable, '-c', {code!r}], os.environ, print)\n"
+        "import select\n"
+        "while select.select([child], [], []) and child.read(): pass\n"
         "child.wait()\nprint(repr(child.tail()))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def make(
         Request(**request),  # type: ignore[arg-type]
         WORKER,
         torchrun=TORCHRUN,
-        place=place or node(),
+        placement=place or node(),
         host=host(gpus, torch=torch),
         system=system,
         env=env or {},
@@ -119,7 +120,7 @@ def test_recipe_environment_fills_gaps_only():
 def with_image(env, image, **request):
     facts = dataclasses.replace(host(), image_env=image)
     return plan.make(
-        Request(nproc="4"), WORKER, torchrun=TORCHRUN, place=node(), host=facts, env=env, **request
+        Request(nproc="4"), WORKER, torchrun=TORCHRUN, placement=node(), host=facts, env=env, **request
     )
 
 
@@ -291,7 +292,7 @@ def test_gpus_of_another_maker_are_named_with_what_helps() -> None:
             Request(),
             WORKER,
             torchrun=TORCHRUN,
-            place=node(),
+            placement=node(),
             host=dataclasses.replace(host(), gpus_source=source),
             system=SystemFacts(node=Node(gpus=8)),
             env={},
@@ -327,11 +328,22 @@ def test_network_is_announced_only_where_it_is_used():
     system = SystemFacts(node=Node(), fabric=Fabric(kind="infiniband"))
     laptop = make(system=system)
     assert laptop.env["NCCL_IB_DISABLE"] == "1"
-    assert not any("NCCL" in line or "infiniband" in line for line in laptop.announcements())
+    assert list(laptop.announcements(verbose=False)) == ["1 node, 1 process, cpu (to see why: -v)"]
     for plan_with_network in (make(place=node(2), system=system), make(gpus=1, system=system)):
-        announced = list(plan_with_network.announcements())
-        assert any(line.startswith("NCCL_IB_DISABLE=1") for line in announced)
-        assert any("the recipe says infiniband" in line for line in announced)
+        _, warning = plan_with_network.announcements(verbose=False)
+        assert "the recipe says infiniband" in warning
+        reasons = list(plan_with_network.announcements(verbose=True))
+        assert any(line.startswith("NCCL_IB_DISABLE=1") for line in reasons)
+
+
+def test_at_most_three_lines_are_announced():
+    launch_plan = replace(make(place=node(2), nproc="4"), warnings=("a", "b", "c"))
+    assert list(launch_plan.announcements(verbose=False)) == [
+        "2 nodes, 4 processes on each, cpu (to see why: -v)",
+        "warning: a",
+        "2 more warnings (to see them: -v)",
+    ]
+    assert list(launch_plan.announcements(verbose=True))[-3:] == ["a", "b", "c"]
 
 
 def test_spares_and_failures_are_in_the_plan():
@@ -353,5 +365,5 @@ def test_spare_that_waits_in_vain_is_a_warning(scheduler):
 def test_attempts_have_log_folders_of_their_own():
     assert flag(make(log_dir="/logs"), "--log-dir") == "/logs/node0"
     made = make(log_dir="/logs", max_failures=1)
-    argv = plan.filled(made.argv, attempt=2, port=1, nnodes=1, node_rank=0, logs=Path("/tmp"))
+    argv = plan.fill(made.argv, attempt=2, port=1, nnodes=1, node_rank=0, logs=Path("/tmp"))
     assert argv[argv.index("--log-dir") + 1] == "/logs/node0/attempt2"

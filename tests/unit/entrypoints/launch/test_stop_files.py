@@ -9,9 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rollcall_nodes import placement
 
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.launch import stop_protocol, supervisor
+from imgkit_entrypoints.launch import stop_protocol
+from imgkit_entrypoints.launch.agent import NodeAgent
+from imgkit_entrypoints.launch.plan import Timeouts
 from imgkit_entrypoints.launch.stop_protocol import RunFolder, StopRequest
 
 STUB = str(Path(__file__).with_name("stub_torchrun.py"))
@@ -115,14 +118,14 @@ def test_folder_with_the_name_of_a_mark_does_not_count(nodes: Any, run_dir: Path
 
 
 @pytest.mark.parametrize("person_first", [True, False])
-def test_of_two_requests_the_one_of_a_person_counts(tmp_path: Path, person_first: bool) -> None:
-    around: Any = SimpleNamespace(stop_folder=tmp_path, grace_s=1.0, say=lambda _: None)
-    seen = supervisor.NodeRun(around)
+def test_of_two_requests_the_one_of_a_person_counts(person_first: bool) -> None:
+    config: Any = SimpleNamespace(env={}, placement=placement(1), log_dir=None, log=None, timeouts=Timeouts())
+    agent = NodeAgent(config)
     person = StopRequest(reason="a file", requeue=False)
     requests = (person, StopRequest(reason="SIGTERM", requeue=True))
     for request in requests if person_first else requests[::-1]:
-        seen._stop(request)
-    assert seen.stop == person
+        agent.request_stop(request)
+    assert agent.stop == person
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")

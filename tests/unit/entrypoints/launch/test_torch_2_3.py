@@ -34,7 +34,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
         "distributed/__init__": "",
         "distributed/run": (HERE / "stub_torch_2_3.py").read_text(),
         "distributed/elastic/__init__": "",
-        "distributed/elastic/agent/server/api": "class SimpleElasticAgent:\n    _rendezvous = None\n",
+        "distributed/elastic/agent/server/api": (
+            "class SimpleElasticAgent:\n    _rendezvous = _exit_barrier = None\n"
+        ),
         "distributed/elastic/multiprocessing/__init__": "",
         "distributed/elastic/multiprocessing/api": "class SignalException(Exception): ...\n",
         "distributed/elastic/multiprocessing/errors": "class ChildFailedError(Exception): ...\n",

@@ -18,10 +18,11 @@ import pytest
 from rollcall_nodes import CallThread, close, placement, stranger
 from simulated_nodes import ME, SECRET, SimulatedNode, SimulatedNodes
 
-from imgkit_entrypoints.launch import supervisor
+from imgkit_entrypoints.launch.agent import NodeAgent, NodeConfig, kept_file_limit
 from imgkit_entrypoints.launch.plan import Timeouts
 from imgkit_entrypoints.rollcall import gather, ports
-from imgkit_entrypoints.rollcall.link import NodeProof
+from imgkit_entrypoints.rollcall.connection import Handshake
+from imgkit_entrypoints.rollcall.strangers import MAX_STRANGERS
 from imgkit_entrypoints.schedulers.placement import Placement
 
 
@@ -36,16 +37,22 @@ def launcher(place: Placement, printed: Path) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
     tempfile.tempdir = str(printed.parent)  # this process is killed: its stop folder would stay in /tmp
-    supervisor.run(
-        ["sh", "-c", 'ulimit -n > "$0"; exec sleep 600', str(printed)], dict(os.environ), place=place, me=ME,
-        say=lambda _: None, timeouts=Timeouts(rollcall_s=120), secret=SECRET,
-    )  # fmt: skip
+    config = NodeConfig(
+        argv=["sh", "-c", 'ulimit -n > "$0"; exec sleep 600', str(printed)],
+        env=dict(os.environ),
+        placement=place,
+        node=ME,
+        log=lambda _: None,
+        timeouts=Timeouts(rollcall_s=120),
+        secret=SECRET,
+    )
+    NodeAgent(config).run()
 
 
 def test_1020_nodes_start_below_a_soft_limit_of_1024(tmp_path: Path) -> None:
     place, printed = replace(placement(), nnodes=1020, hosts=()), tmp_path / "the limit"
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard < 1020 + gather.ROOM:
+    if hard < 1020 + 512:
         pytest.skip(f"the hard limit of open files is {hard}")
     head = os.fork()
     if not head:
@@ -54,7 +61,7 @@ def test_1020_nodes_start_below_a_soft_limit_of_1024(tmp_path: Path) -> None:
         finally:
             os._exit(1)
     try:
-        with supervisor.limit_kept():
+        with kept_file_limit():
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             with contextlib.closing(SimulatedNodes(place)) as nodes:
                 nodes.call()
@@ -64,7 +71,7 @@ def test_1020_nodes_start_below_a_soft_limit_of_1024(tmp_path: Path) -> None:
                     assert time.monotonic() < end
                     time.sleep(0.01)
                 assert printed.read_text() == "1024\n"
-                assert limit(head) == 1020 + gather.ROOM
+                assert 1020 < limit(head) - MAX_STRANGERS - gather.AGENT_FILES < 1020 + 64
     finally:
         os.kill(head, signal.SIGKILL)
         os.waitpid(head, 0)
@@ -74,7 +81,7 @@ def test_node_that_dies_in_the_handshake_can_call_again(place: Placement) -> Non
     head = CallThread(place, 0, secret=SECRET)
     for reset in (False, True):
         with stranger(place) as connection:
-            connection.sendall(NodeProof(SECRET, place.job_id, 1).call + b"\n")
+            connection.sendall(Handshake(secret=SECRET, job_id=place.job_id, node_rank=1).opening + b"\n")
             assert connection.recv(200).startswith(b"imgkit-head ")
             if reset:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -84,12 +91,12 @@ def test_node_that_dies_in_the_handshake_can_call_again(place: Placement) -> Non
 def test_trickle_in_the_handshake_delays_no_other_node(place: Placement) -> None:
     place = replace(place, nnodes=3)
     head = CallThread(place, 0, secret=SECRET)
-    proof = NodeProof(SECRET, place.job_id, 2)
-    slow = SimulatedNode(2, stranger(place), proof)
+    handshake = Handshake(secret=SECRET, job_id=place.job_id, node_rank=2)
+    slow = SimulatedNode(2, stranger(place), handshake)
     over = threading.Event()
 
     def trickle() -> None:
-        for byte in proof.call + b"\n":
+        for byte in handshake.opening + b"\n":
             slow.connection.sendall(bytes([byte]))
             over.wait(0.001)
 

@@ -16,144 +16,150 @@ import pytest
 from rollcall_nodes import placement
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.rollcall import gather, messages, ports, probe, session
-from imgkit_entrypoints.rollcall.gather import _Gathering, _Joining
-from imgkit_entrypoints.rollcall.head_roll import HeadRoll, Links, Strangers
-from imgkit_entrypoints.rollcall.link import HeadProof, Link, NodeProof
+from imgkit_entrypoints.rollcall import gather, join, messages, ports, probe, session
+from imgkit_entrypoints.rollcall.connection import Connection, Handshake, NodeConnections
 from imgkit_entrypoints.rollcall.messages import (
     AllDone,
     AttemptEnded,
-    Beat,
-    Call,
-    Caller,
+    AttemptStart,
     EndAttempt,
-    Failed,
-    Failure,
     FromHead,
     FromNode,
-    Go,
-    Identity,
-    Judged,
-    Lost,
-    Measure,
-    Measured,
-    NodeStop,
-    Offer,
-    Probed,
-    ProbeOrder,
+    Heartbeat,
+    JoinRequest,
+    MeasureRequest,
+    MeasureResult,
+    NodeFailed,
+    NodeInfo,
+    NodeLost,
+    PreflightEnd,
+    ProbeFailure,
+    ProbePorts,
+    ProbeReport,
+    ProbeRequest,
     RankFailure,
     Refused,
-    Start,
+    RunStart,
+    Software,
     StopOrder,
 )
-from imgkit_entrypoints.rollcall.session import Event, MemberRoll
+from imgkit_entrypoints.rollcall.session import Event, HeadSession, MemberSession
 from imgkit_entrypoints.terminal import shown
 
-OFFER = Offer(address="10.0.0.1", interface="eth0", ports=(40001, 40002))
-CALL = Call(
+OFFER = ProbePorts(address="10.0.0.1", interface="eth0", ports=(40001, 40002))
+REQUEST = JoinRequest(
     job="4711",
     node_rank=1,
     nnodes=2,
-    caller=Caller(host="as07r3b13", identity=Identity(image="a", torch="2.13", nccl="2.27"), gpu="H100"),
-    offer=OFFER,
+    node=NodeInfo(host="as07r3b13", software=Software(image="a", torch="2.13", nccl="2.27"), gpu="H100"),
+    probe=OFFER,
 )
-FAILURE = Failure(source=1, target=0, port=40001, size=2000, arrived=1400, packet=1500, why="no answer")
+FAILURE = ProbeFailure(source=1, target=0, port=40001, size=2000, arrived=1400, packet=1500, reason="late")
 FROM_NODE: tuple[FromNode, ...] = (
-    CALL,
-    Beat(span=(-1, 2**62)),
-    Beat(),
-    Beat(phase="rendezvous"),
+    REQUEST,
+    Heartbeat(positions=(-1, 2**62)),
+    Heartbeat(),
+    Heartbeat(phase="rendezvous"),
     AttemptEnded(code=85),
-    AttemptEnded(code=1, attempt=3, place=2**62),
-    AttemptEnded(code=129, place=-1),
+    AttemptEnded(code=1, attempt=3, position=2**62),
+    AttemptEnded(code=129, position=-1),
     AttemptEnded(code=1, failure=RankFailure(rank=3, code=-11, age_ms=7, after_peer=False, log="/a/b.log")),
     AttemptEnded(
         code=1,
         failure=RankFailure(rank=None, code=None, age_ms=0, after_peer=True, log="", lines=("a", "  b: c")),
     ),
-    NodeStop(reason="SIGUSR1", requeue=True),
-    Probed(failures=(FAILURE,), crowded=True),
-    Measured(stage=0, figures=(("matmul", 1.5), ("disk", 0.0)), failed=("gpus: 0",), notes=("old",)),
-    Measured(stage=3, error="no answer", mute=True),
+    StopOrder(reason="SIGUSR1", requeue=True),
+    ProbeReport(failures=(FAILURE,), is_crowded=True),
+    MeasureResult(stage=0, figures=(("matmul", 1.5), ("disk", 0.0)), failed=("gpus: 0",), notes=("old",)),
+    MeasureResult(stage=3, error="no answer", mute=True),
 )
 FROM_HEAD: tuple[FromHead, ...] = (
-    Beat(span=(3, 5)),
-    Go(port=15001, warnings=("the nodes differ in GPU",), nnodes=2, node_rank=1),
-    Go(port=15001, warnings=(), nnodes=3, node_rank=2, elastic=True),
-    Start(attempt=2, nnodes=16, node_rank=15, port=15002),
-    Start(attempt=2, nnodes=1, node_rank=None, port=15002),
-    EndAttempt(attempt=2, why="lost node 1 of 17"),
+    Heartbeat(positions=(3, 5)),
+    RunStart(port=15001, warnings=("the nodes differ in GPU",), nnodes=2, node_rank=1),
+    RunStart(port=15001, warnings=(), nnodes=3, node_rank=2, can_restart=True),
+    AttemptStart(attempt=2, nnodes=16, node_rank=15, port=15002),
+    AttemptStart(attempt=2, nnodes=1, node_rank=None, port=15002),
+    EndAttempt(attempt=2, reason="lost node 1 of 17"),
     Refused(what="no", where="a:1", hint="b"),
-    ProbeOrder(targets=((1, OFFER), (2, OFFER))),
-    Lost(node="node 1 of 2", why="it closed the connection"),
-    Failed(node="node 1 of 2", code=7),
-    Failed(node="node 1 of 2", code=7, rank=3),
-    Failed(node="node 0 of 2", code=1, head=True),
+    ProbeRequest(targets=((1, OFFER), (2, OFFER))),
+    NodeLost(node="node 1 of 2", reason="it closed the connection"),
+    NodeFailed(node="node 1 of 2", code=7),
+    NodeFailed(node="node 1 of 2", code=7, rank=3),
+    NodeFailed(node="node 0 of 2", code=1, is_head=True),
     StopOrder(node="node 1 of 2", reason="SIGTERM", requeue=False),
     AllDone(codes=(0, 85)),
-    Measure(stage=0, kind="alone", mode="quick", limit_s=22, group=(3,)),
-    Measure(stage=2, kind="pair", mode="full", limit_s=6, group=(0, 3), store=40001),
-    Judged(left_out=(2, 5)),
-    Judged(left_out=()),
+    MeasureRequest(stage=0, kind="alone", mode="quick", limit_s=22, group=(3,)),
+    MeasureRequest(stage=2, kind="pair", mode="full", limit_s=6, group=(0, 3), store=40001),
+    PreflightEnd(left_out=(2, 5)),
+    PreflightEnd(left_out=()),
 )
 NASTY: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 1.5, 256, 65536, 2**63, 2**64, 10**300, float("inf"), float("nan"),
-    "", "x", "²", "1", "x" * 5000, "\x1b[2J", "\u202e", "\ud800", "\x00",
-    [], [1], [1, 2, 3], [[]], [{}], [None] * 300, [[[[[[[[]]]]]]]], {}, {"beat": 1}, {"node": 1},
+    "", "x", "²", "1", "x" * 5000, "\x1b[2J", "\u202e", "\ud800", "\x00", "AllDone", "Heartbeat",
+    [], [1], [1, 2, 3], [[]], [{}], [None] * 300, [[[[[[[[]]]]]]]], {}, {"type": "Heartbeat"}, {"node": 1},
 )  # fmt: skip
 RAW = (
-    b"", b"[" * 2048, b"{" * 3000, b'{"a":' * 1000, b"\xff\xfe{", b"null", b"1" * 5000, b"\x00",
-    b'{"done": 1e999}', b'"\\ud800"', b"\xef\xbb\xbf{}", b'{"beat": [1e5, 2]}', b"x" * 70_000,
-    b"imgkit-call 1 " + b"0" * 32, b'{"done": 1, "done": "x"}', b'{"go": {}}',
+    b"", b"[" * 2048, b"{" * 3000, b'{"a":' * 1000, b"\xff\xfe{", b"null", b"1" * 5000, b"\x00", b"{}", b"[]",
+    b'{"type": "AttemptEnded", "code": 1e999}', b'"\\ud800"', b"\xef\xbb\xbf{}", b"x" * 70_000,
+    b'{"type": "Heartbeat", "positions": [1e5, 2]}', b"imgkit-join 1 " + b"0" * 32,
+    b'{"type": "AttemptEnded", "code": 1, "code": 2}', b'{"type": "RunStart"}', b'{"type": ["AllDone"]}',
+    b'{"type": {"a": 1}}', b'{"type": "Message"}',
 )  # fmt: skip
 
 
-def measured(figures: str, *, stage: int = 0, failed: str = "[]", mute: str = "false") -> bytes:
-    """The line of a stage of the preflight, from pieces of JSON."""
-    rest = f'"failed": {failed}, "notes": [], "error": "", "mute": {mute}'
-    return f'{{"measured": {{"stage": {stage}, "figures": {figures}, {rest}}}}}'.encode()
+def changed(message: FromNode | FromHead, **values: object) -> bytes:
+    """Return the line of a message in which some fields have other values; `...` leaves a field out."""
+    fields = {**json.loads(messages.encode(message)), **values}
+    return json.dumps({name: value for name, value in fields.items() if value is not ...}).encode()
 
 
 @pytest.mark.parametrize("message", FROM_NODE, ids=str)
 def test_message_of_a_node_arrives_as_it_was(message: FromNode) -> None:
-    caller = dataclasses.replace(CALL.caller, address="", interface="")  # the offer has them
-    expected = dataclasses.replace(CALL, caller=caller) if message is CALL else message
-    assert messages.from_node(messages.line(message)) == expected
+    assert messages.from_node(messages.encode(message)) == message
 
 
 @pytest.mark.parametrize("message", FROM_HEAD, ids=str)
 def test_message_of_the_head_arrives_as_it_was(message: FromHead) -> None:
-    assert messages.from_head(messages.line(message)) == message
+    assert messages.from_head(messages.encode(message)) == message
+
+
+def test_unknown_field_and_left_out_default_are_no_fault() -> None:
+    assert messages.from_node(changed(REQUEST, probe=..., later="x")) == dataclasses.replace(
+        REQUEST, probe=None
+    )
+
+
+MEASUREMENT = MeasureResult(stage=0)
 
 
 @pytest.mark.parametrize(
     "line",
     [
         *RAW,
-        b'{"beat": 1}',
-        b'{"beat": [1]}',
-        b'{"beat": [1, 2, 3]}',
-        b'{"beat": [true, 2]}',
-        b'{"done": "x"}',
-        b'{"done": 256}',
-        b'{"done": true}',
-        b'{"done": 0}',
-        b'{"done": 0, "attempt": 0}',
-        b'{"done": 0, "attempt": 1, "place": -2}',
-        b'{"stop": null}',
-        b'{"stop": "x", "requeue": 1}',
-        b'{"probed": {}}',
-        b'{"measured": {}}',
-        measured('[["a", NaN]]'),
-        measured('[["a", "1"]]'),
-        measured('[["a"]]'),
-        measured("[]", failed="[1]"),
-        measured("[]", stage=-1),
-        measured("[]", mute="1"),
-        b'{"probed": [{"target": "far"}]}',
-        b'{"node_rank": Infinity}',
-        b'{"job": "a", "node_rank": 1.0, "nnodes": 2, "caller": {"host": "a", "identity": {}}}',
-        b'{"job": "a", "node_rank": 1, "nnodes": 2, "caller": {"host": "a"}}',
+        *(changed(Heartbeat(), positions=value) for value in (1, [1], [1, 2, 3], [True, 2], [1, 2**64], "x")),
+        changed(Heartbeat(), phase="asleep"),
+        *(changed(AttemptEnded(code=0), code=value) for value in ("x", 256, -1, True, None, ..., 1.0)),
+        *(changed(AttemptEnded(code=0), attempt=value) for value in (0, None, 1 << 21)),
+        changed(AttemptEnded(code=0), position=-2),
+        changed(AttemptEnded(code=0), failure={}),
+        changed(StopOrder(reason="x"), reason=None),
+        changed(StopOrder(reason="x"), requeue=1),
+        changed(ProbeReport(failures=()), failures={}),
+        changed(ProbeReport(failures=()), failures=[{"target": "far"}]),
+        *(
+            changed(MEASUREMENT, figures=value)
+            for value in ([["a", None]], [["a", "1"]], [["a"]], [["a", 1e99]])
+        ),
+        changed(MEASUREMENT, failed=[1]),
+        changed(MEASUREMENT, notes=["x"] * 33),
+        changed(MEASUREMENT, error="x" * 1001),
+        changed(MEASUREMENT, stage=-1),
+        changed(MEASUREMENT, mute="1"),
+        *(changed(REQUEST, node_rank=value) for value in (1.0, -1, 1 << 21, None, ...)),
+        changed(REQUEST, nnodes=0),
+        changed(REQUEST, node={"host": "a", "software": 1}),
+        changed(REQUEST, node={"host": "a" * 256}),
+        messages.encode(AllDone(codes=())),
     ],
 )
 def test_other_line_of_a_node_is_refused(line: bytes) -> None:
@@ -161,32 +167,48 @@ def test_other_line_of_a_node_is_refused(line: bytes) -> None:
         messages.from_node(line)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        *RAW,
+        *(changed(FROM_HEAD[1], node_rank=value) for value in (0, 2, None)),
+        *(changed(FROM_HEAD[3], node_rank=value) for value in (0, 16, "1")),
+        changed(FROM_HEAD[1], port=65536),
+        changed(AllDone(codes=()), codes=[256]),
+        changed(FROM_HEAD[-4], kind="none"),
+        changed(FROM_HEAD[-4], limit_s=601),
+        messages.encode(REQUEST),
+    ],
+)
+def test_other_line_of_the_head_is_refused(line: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        messages.from_head(line)
+
+
 @pytest.mark.parametrize("field", ["address", "interface"])
 @pytest.mark.parametrize("value", ["$(id)", "eth0; id", "`id`", "a b", "\n"])
 def test_offer_with_a_command_in_it_is_refused(field: str, value: str) -> None:
-    said = json.loads(messages.line(CALL))
-    said["probe"][field] = value
-    with pytest.raises(ValueError, match=r"missing|not an interface name"):
-        messages.from_node(json.dumps(said).encode())
+    offer = {**json.loads(messages.encode(REQUEST))["probe"], field: value}
+    with pytest.raises(ValueError, match=r"not an IP address|not an interface name"):
+        messages.from_node(changed(REQUEST, probe=offer))
 
 
 def test_refusal_of_many_different_nodes_fits_into_a_line() -> None:
     place = dataclasses.replace(placement(), nnodes=4096)
-    callers = {
-        rank: Caller(host=f"host{rank}", identity=Identity(torch=f"{rank}" * 40)) for rank in range(4096)
+    nodes = {
+        rank: NodeInfo(host=f"host{rank}", software=Software(torch=f"{rank}" * 40)) for rank in range(4096)
     }
-    with pytest.raises(NoPlan) as found:
-        gather.compare_software(place, callers)
-    assert "and 4088 more" in found.value.what
-    assert len(messages.line(gather._refusal(found.value))) < 4096
+    with pytest.raises(NoPlan) as caught:
+        gather.compare_software(place, nodes)
+    assert "and 4088 more" in caught.value.what
+    assert len(messages.encode(gather.refusal(caught.value))) < 4096
 
 
 def test_codes_of_4096_nodes_fit_into_a_line() -> None:
-    one, other = socket.socketpair()
-    with one, other:
-        sender, receiver = Link(one, messages.from_node), Link(other, messages.from_head)
-        sender.send(AllDone(codes=(255,) * 4096))
-        assert receiver.receive() == [AllDone(codes=(255,) * 4096)]
+    head, node = socket.socketpair()
+    with head, node:
+        Connection(head, messages.from_node).send(AllDone(codes=(255,) * 4096))
+        assert Connection(node, messages.from_head).receive() == [AllDone(codes=(255,) * 4096)]
 
 
 def mutated(chance: random.Random, valid: tuple[FromNode, ...] | tuple[FromHead, ...]) -> bytes:
@@ -194,7 +216,7 @@ def mutated(chance: random.Random, valid: tuple[FromNode, ...] | tuple[FromHead,
     kind = chance.random()
     if kind < 0.1:
         return chance.choice(RAW)
-    line = messages.line(chance.choice(valid))
+    line = messages.encode(chance.choice(valid))
     if kind < 0.35:
         changed = bytearray(line)
         for _ in range(chance.randint(1, 4)):
@@ -227,15 +249,12 @@ class Fuzzed:
 
     def __init__(self, stack: contextlib.ExitStack, *, secret: bytes | None) -> None:
         self.place, self.secret = placement(), secret
-        self.stack = stack
-        room = Strangers(socket.create_server(("127.0.0.1", 0)), run="", secret=None, say=self.say)
-        self.head = HeadRoll(self.place, 1, (), links=Links(), hosts={0: "a", 1: "b"}, strangers=room)
+        self.connections = NodeConnections()
+        self.head = HeadSession(self.place, 1, connections=self.connections, hosts={0: "a", 1: "b"})
         self.listener = ports.listen(0)
+        self.open_ports = stack.enter_context(probe.open_ports("", ""))
+        self.member_place = dataclasses.replace(self.place, node_rank=1)
         self.gathering = self.new_gathering()
-        opened = stack.enter_context(probe.offering("", ""))
-        self.joining = _Joining(
-            dataclasses.replace(self.place, node_rank=1), CALL.caller, opened, 60.0, self.say, str, secret
-        )
         self.targets: tuple[tuple[Callable[[bytes], None], Any], ...] = (
             (self.to_head, FROM_NODE),
             (self.to_member, FROM_HEAD),
@@ -243,29 +262,19 @@ class Fuzzed:
             (self.to_gathering, FROM_NODE),
         )
 
-    def new_gathering(self) -> _Gathering:
+    def meeting(self, place: Any) -> join.Meeting:
+        """What one node knows of the roll call."""
+        return join.Meeting(place, REQUEST.node, self.open_ports, 60.0, self.log, str, self.secret)
+
+    def new_gathering(self) -> gather._Head:
         """A head in its roll call, on the same listener."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ports, "listen", lambda *_, **__: self.listener.dup())
-            closed = probe.OpenPorts(None, ())
-            return _Gathering(self.place, CALL.caller, closed, 60.0, self.say, str, self.secret)
+            return gather._Head(self.meeting(self.place))
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Take a line of the log."""
         assert shown(text) == text
-
-    def pair(self, read: Callable[[bytes], Any]) -> tuple[socket.socket, Link[Any], Callable[[bytes], bytes]]:
-        """A stranger's socket, our link to it, and what signs a line for it."""
-        one, other = socket.socketpair()
-        link: Link[Any] = Link(other, read)
-        if self.secret is None:
-            return one, link, bytes
-        own = NodeProof(self.secret, "job", 1)
-        head = HeadProof(self.secret, "job", own.call)
-        link.seal(incoming=head.from_node, outgoing=head.from_head)
-        seals = own.seals(head.answer)
-        assert seals
-        return one, link, seals[1].sign
 
     def check(self, events: list[Event]) -> None:
         """Check that the texts of events print well."""
@@ -276,67 +285,69 @@ class Fuzzed:
 
     def to_head(self, line: bytes) -> None:
         """Send a line of a node to a head in the session."""
-        peer, link, sign = self.pair(messages.from_node)
-        self.head._links.add(1, link)
+        peer, sock = socket.socketpair()
+        self.connections.add(1, Connection(sock, messages.from_node))
         self.head.reports.clear()
         with peer:
-            peer.sendall(sign(line) + b"\n")
-            self.check(self.head.tick())
-        if 1 in self.head._links:
-            self.head._links.drop(1)
+            peer.sendall(line + b"\n")
+            self.check(self.head.poll())
+        if 1 in self.connections:
+            self.connections.drop(1)
 
     def to_member(self, line: bytes) -> None:
         """Send a line of the head to a node in the session."""
-        peer, link, sign = self.pair(messages.from_head)
-        roll = MemberRoll(self.joining.place, 1, (), link=link, unread=())
+        peer, sock = socket.socketpair()
+        connection = Connection(sock, messages.from_head)
         with peer:
-            peer.sendall(sign(line) + b"\n")
-            self.check(roll.tick())
-        link.close()
+            peer.sendall(line + b"\n")
+            self.check(MemberSession(self.member_place, 1, (), connection=connection).poll())
+        connection.close()
 
     def to_joining(self, line: bytes) -> None:
         """Send a line of the head to a node that waits for the start."""
-        peer, link, sign = self.pair(messages.from_head)
+        peer, sock = socket.socketpair()
+        connection = Connection(sock, messages.from_head)
         with peer:
-            peer.sendall(sign(line) + b"\n")
+            peer.sendall(line + b"\n")
             peer.shutdown(socket.SHUT_WR)
             try:
-                self.joining._await_go(link)
+                join._await_start(self.meeting(self.member_place), connection, 1e12)
             except NoPlan as refused:
-                self.say(str(refused).replace("\n", ""))
-        link.close()
+                self.log(str(refused).replace("\n", ""))
+        connection.close()
 
     def to_gathering(self, line: bytes) -> None:
         """Send a line to a head in the roll call, as the first one or after a proof."""
-        place, run = self.place, self.gathering
+        place, head = self.place, self.gathering
+        line = line.replace(b'"4711"', json.dumps(place.job_id).encode())
         with socket.create_connection(self.listener.getsockname()[:2], timeout=5) as peer:
             if self.secret is not None:
-                own = NodeProof(self.secret, place.job_id, 1)
-                peer.sendall(own.call + b"\n")
-                run._hear()
-                run._hear()
-                seals = own.seals(peer.recv(4096).rstrip(b"\n"))
-                assert seals
-                line = seals[1].sign(line)
+                handshake = Handshake(secret=self.secret, job_id=place.job_id, node_rank=1)
+                peer.sendall(handshake.opening + b"\n")
+                head._receive()
+                head._receive()
+                confirmed = handshake.confirm(peer.recv(4096).rstrip(b"\n"))
+                assert confirmed
+                line = confirmed.sign(line)
             with contextlib.suppress(ConnectionError):
-                peer.sendall(line.replace(b'"4711"', json.dumps(place.job_id).encode()) + b"\n")
+                peer.sendall(line + b"\n")
             try:
-                run._hear()
-                run._hear()
+                head._receive()
+                head._receive()
             except NoPlan as refused:
-                self.say(str(refused).replace("\n", ""))
-        if len(run.callers) > 1 or run.links.values():
-            run.links.close(0.0)
-            run.strangers.close()
+                self.log(str(refused).replace("\n", ""))
+        if len(head.nodes) > 1 or -1 in head.connections or 1 in head.connections:
+            head.refuse_all(NoPlan("over"))
             self.gathering = self.new_gathering()
 
 
 def fuzz(lines: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send mutated lines everywhere; nothing raises."""
     monkeypatch.setattr(gather, "LOOK_S", 0.0)
-    monkeypatch.setattr(gather, "RETRY_S", 0.0)
+    monkeypatch.setattr(join, "RETRY_S", 0.0)
     monkeypatch.setattr(session, "BEAT_S", 60.0)
-    monkeypatch.setattr(probe, "attempt", lambda *_: ())  # it would connect to the fuzzed addresses
+    monkeypatch.setattr(session, "LINGER_S", 0.0)
+    monkeypatch.setattr(probe, "probe_targets", lambda *_: [])  # it would connect to the fuzzed addresses
     chance = random.Random(seed)  # noqa: S311
     for secret in (None, os.urandom(32)):
         with contextlib.ExitStack() as stack:

@@ -8,13 +8,13 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.rollcall import gather, probe, session
-from imgkit_entrypoints.rollcall.messages import Caller, Failure, Offer
+from imgkit_entrypoints.rollcall import gather, messages, probe, session
+from imgkit_entrypoints.rollcall.messages import JoinRequest, NodeInfo, NodeLost, ProbeFailure, ProbePorts
 from imgkit_entrypoints.rollcall.probe import OpenPorts
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
@@ -27,20 +27,20 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def narrow() -> Iterator[Offer]:
+def narrow() -> Iterator[ProbePorts]:
     """A listener whose receive buffer fills up: a large burst stays unanswered, as in a black hole."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         listener.bind((HERE, 0))
         listener.listen()
-        yield Offer(address=HERE, interface="lo", ports=(listener.getsockname()[1],))
+        yield ProbePorts(address=HERE, interface="lo", ports=(listener.getsockname()[1],))
 
 
 @pytest.fixture
-def closed() -> Offer:
+def closed() -> ProbePorts:
     """A port at which nobody listens any more."""
     with socket.create_server((HERE, 0)) as listener:
-        return Offer(address=HERE, interface="lo", ports=(listener.getsockname()[1],))
+        return ProbePorts(address=HERE, interface="lo", ports=(listener.getsockname()[1],))
 
 
 def places(nnodes: int, request: str) -> list[Placement]:
@@ -58,9 +58,9 @@ def meet(spots: list[Placement], addresses: list[str], interfaces: Sequence[str]
 
     def one(rank: int) -> None:
         interface = interfaces[rank] if interfaces else "lo"
-        me = Caller(host=f"host{rank}", address=addresses[rank], interface=interface)
+        me = NodeInfo(host=f"host{rank}", address=addresses[rank], interface=interface)
         try:
-            found[rank] = gather.call(spots[rank], me, timeout_s=20, say=lambda _: None)
+            found[rank] = gather.meet(spots[rank], me, timeout_s=20, log=lambda _: None)
         except NoPlan as error:
             found[rank] = str(error)
 
@@ -70,45 +70,47 @@ def meet(spots: list[Placement], addresses: list[str], interfaces: Sequence[str]
     for thread in threads:
         thread.join(timeout=30)
     for roll in found:
-        if isinstance(roll, session.Roll):
+        if isinstance(roll, session.Session):
             roll.close()
     return found
 
 
 def test_good_network_passes_every_size() -> None:
-    with probe.offering(HERE, "lo") as opened:
+    with probe.open_ports(HERE, "lo") as opened:
         assert opened.offer is not None
         assert len(set(opened.offer.ports)) == 2
-        assert probe.attempt(0, {1: opened.offer}) == ()
-        assert not opened.crowded()
+        assert probe.probe_targets(0, {1: opened.offer}) == []
+        assert not opened.is_crowded()
 
 
-def test_unanswered_burst_is_a_failure(narrow: Offer) -> None:
-    (found,) = probe.attempt(3, {1: narrow})
+def test_unanswered_burst_is_a_failure(narrow: ProbePorts) -> None:
+    (found,) = probe.probe_targets(3, {1: narrow})
     assert (found.source, found.target, found.port) == (3, 1, narrow.ports[0])
     assert 0 < found.arrived < found.size <= max(probe.SIZES)
-    assert found.why == "no answer within 0.3 s"
+    assert found.reason == "no answer within 0.3 s"
 
 
-def test_closed_port_is_a_failure(closed: Offer) -> None:
-    (found,) = probe.attempt(0, {1: closed})
-    assert (found.size, found.arrived, found.why) == (0, 0, "Connection refused")
+def test_closed_port_is_a_failure(closed: ProbePorts) -> None:
+    (found,) = probe.probe_targets(0, {1: closed})
+    assert (found.size, found.arrived, found.reason) == (0, 0, "Connection refused")
 
 
 def test_unreachable_network_is_a_failure() -> None:
-    (found,) = probe.attempt(0, {1: Offer(address="255.255.255.255", interface="eth0", ports=(40000,))})
+    (found,) = probe.probe_targets(
+        0, {1: ProbePorts(address="255.255.255.255", interface="eth0", ports=(40000,))}
+    )
     assert found.size == 0
-    assert found.why
+    assert found.reason
 
 
-def test_one_bad_node_does_not_hide_another(narrow: Offer, closed: Offer) -> None:
-    found = probe.attempt(0, {1: narrow, 2: closed})
+def test_one_bad_node_does_not_hide_another(narrow: ProbePorts, closed: ProbePorts) -> None:
+    found = probe.probe_targets(0, {1: narrow, 2: closed})
     assert {one.target for one in found} == {1, 2}
 
 
 @pytest.mark.parametrize("address", ["", "192.0.2.1", "no address"])
 def test_foreign_address_takes_no_part(address: str) -> None:
-    with probe.offering(address, "eth0") as opened:
+    with probe.open_ports(address, "eth0") as opened:
         assert opened.offer is None
 
 
@@ -123,23 +125,23 @@ def test_no_node_hears_from_many(nnodes: int) -> None:
 
 
 def test_nodes_that_reach_each_other_start(request: pytest.FixtureRequest) -> None:
-    assert all(isinstance(roll, session.Roll) for roll in meet(places(3, request.node.name), [HERE] * 3))
+    assert all(isinstance(roll, session.Session) for roll in meet(places(3, request.node.name), [HERE] * 3))
 
 
 def test_node_without_an_address_takes_no_part(request: pytest.FixtureRequest) -> None:
     found = meet(places(3, request.node.name), [HERE, "", HERE])
-    assert all(isinstance(roll, session.Roll) for roll in found)
+    assert all(isinstance(roll, session.Session) for roll in found)
 
 
 def test_failing_pair_is_named_on_every_node(
-    request: pytest.FixtureRequest, narrow: Offer, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, narrow: ProbePorts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = probe.offering
+    real = probe.open_ports
 
     def offering(address: str, interface: str) -> AbstractContextManager[OpenPorts]:
         return nullcontext(OpenPorts(narrow, ())) if interface == "narrow" else real(address, interface)
 
-    monkeypatch.setattr(probe, "offering", offering)
+    monkeypatch.setattr(probe, "open_ports", offering)
     texts = meet(places(3, request.node.name), [HERE] * 3, ["lo", "lo", "narrow"])
     assert len(set(texts)) == 1
     assert "cannot send" in str(texts[0])
@@ -150,7 +152,7 @@ def test_failing_pair_is_named_on_every_node(
 def test_stranger_in_the_test_ports_does_not_refuse_the_start(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, crowd = probe.offering, []
+    real, crowd = probe.open_ports, []
 
     @contextmanager
     def crowded(address: str, interface: str) -> Iterator[OpenPorts]:
@@ -164,22 +166,24 @@ def test_stranger_in_the_test_ports_does_not_refuse_the_start(
                     crowd.append(one)
             yield opened
 
-    monkeypatch.setattr(probe, "offering", crowded)
+    monkeypatch.setattr(probe, "open_ports", crowded)
     rolls = meet(places(3, request.node.name), [HERE] * 3, ["lo", "lo", "crowded"])
     for one in crowd:
         one.close()
-    assert all(isinstance(roll, session.Roll) for roll in rolls), rolls
+    assert all(isinstance(roll, session.Session) for roll in rolls), rolls
     assert "no result from node 2 of 3 (host2)" in rolls[0].warnings[-1]  # type: ignore[attr-defined]
 
 
-def test_node_that_ends_meanwhile_is_lost_not_blamed(request: pytest.FixtureRequest, closed: Offer) -> None:
+def test_node_that_ends_meanwhile_is_lost_not_blamed(
+    request: pytest.FixtureRequest, closed: ProbePorts
+) -> None:
     (head, _), found = places(2, request.node.name), []
-    me = Caller(host="host0", address=HERE, interface="lo")
+    me = NodeInfo(host="host0", address=HERE, interface="lo")
     meeting = threading.Thread(
-        target=lambda: found.append(gather.call(head, me, timeout_s=20, say=lambda _: None))
+        target=lambda: found.append(gather.meet(head, me, timeout_s=20, log=lambda _: None))
     )
     meeting.start()
-    hello = {"job": head.job_id, "node_rank": 1, "nnodes": 2, "caller": {"host": "host1", "identity": {}}}
+    joining = JoinRequest(job=head.job_id, node_rank=1, nnodes=2, node=NodeInfo(host="host1"), probe=closed)
     while True:
         try:
             node = socket.create_connection((HERE, job_port(head.job_id)))
@@ -187,21 +191,23 @@ def test_node_that_ends_meanwhile_is_lost_not_blamed(request: pytest.FixtureRequ
         except ConnectionRefusedError:
             continue
     with node:
-        node.sendall(json.dumps({**hello, "probe": asdict(closed)}).encode() + b"\n")
+        node.sendall(messages.encode(joining) + b"\n")
         heard = b""
-        while b'"probe"' not in heard:
+        while b'"ProbeRequest"' not in heard:
             heard += node.recv(4096)
     meeting.join(timeout=20)
-    (event,) = found[0].tick()
-    assert isinstance(event, session.Lost)
+    (event,) = found[0].poll()
+    assert isinstance(event, NodeLost)
     found[0].close()
 
 
-HOLE = Failure(
-    source=1, target=0, port=40001, size=2000, arrived=1400, packet=1500, why="no answer within 3.5 s"
+HOLE = ProbeFailure(
+    source=1, target=0, port=40001, size=2000, arrived=1400, packet=1500, reason="no answer within 3.5 s"
 )
-WALL = Failure(source=1, target=0, port=40002, size=0, arrived=0, packet=52, why="Connection refused")
-OFFERS = {rank: Offer(address=f"10.0.0.{rank}", interface="eth0", ports=(40001, 40002)) for rank in range(3)}
+WALL = ProbeFailure(source=1, target=0, port=40002, size=0, arrived=0, packet=52, reason="Connection refused")
+OFFERS = {
+    rank: ProbePorts(address=f"10.0.0.{rank}", interface="eth0", ports=(40001, 40002)) for rank in range(3)
+}
 
 
 def name(rank: int) -> str:

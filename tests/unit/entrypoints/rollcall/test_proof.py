@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import socket
@@ -14,13 +13,13 @@ from dataclasses import replace
 import pytest
 from rollcall_nodes import CallThread, close, hear, heard_until_closed, meet, stranger
 
-from imgkit_entrypoints.rollcall import gather
-from imgkit_entrypoints.rollcall.link import HeadProof, NodeProof
-from imgkit_entrypoints.rollcall.messages import AllDone, AttemptEnded, Lost, StopOrder
+from imgkit_entrypoints.rollcall import join, messages
+from imgkit_entrypoints.rollcall.connection import Handshake
+from imgkit_entrypoints.rollcall.messages import AllDone, AttemptEnded, JoinRequest, NodeInfo, StopOrder
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
 SECRET, OTHER = os.urandom(32), os.urandom(32)
-CALL = b"imgkit-call 1 " + b"00" * 16 + b"\n"
+CALL = b"imgkit-join 1 " + b"00" * 16 + b"\n"
 ANSWER = re.compile(rb"imgkit-head [0-9a-f]{32} [0-9a-f]{64}\n")
 
 
@@ -65,7 +64,7 @@ def recorded(place: Placement, monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, 
         return straight(via, timeout=timeout)
 
     with monkeypatch.context() as patch:
-        patch.setattr(gather.socket, "create_connection", relayed)
+        patch.setattr(join.socket, "create_connection", relayed)
         node = CallThread(replace(place, head="relay"), 1, secret=SECRET)
         rolls = [head.roll(), node.roll()]
     rolls[1].ask_stop("SIGTERM")
@@ -80,7 +79,7 @@ def test_same_secret_meets(place: Placement) -> None:
     expected = StopOrder(node="node 1 of 3 (as07r3b13)", reason="SIGUSR1")
     assert hear(rolls, lambda seen: bool(seen[0] and seen[2])) == [[expected], [], [expected]]
     for roll in rolls:
-        roll.ended(AttemptEnded(code=0))
+        roll.report_end(AttemptEnded(code=0))
     assert hear(rolls, lambda seen: all(seen)) == [[AllDone(codes=(0, 0, 0))]] * 3
     close(rolls)
 
@@ -130,8 +129,8 @@ def test_late_node_with_a_proof_is_refused_by_name(place: Placement) -> None:
     [
         b"GET / HTTP/1.0\r\n\r\n",
         b"\xff" * 5000,
-        b"imgkit-call 1 00\n",
-        b"imgkit-call -1 " + b"0" * 32 + b"\n",
+        b"imgkit-join 1 00\n",
+        b"imgkit-join -1 " + b"0" * 32 + b"\n",
     ],
 )
 def test_stranger_hears_nothing(place: Placement, first: bytes) -> None:
@@ -163,13 +162,13 @@ def test_stranger_learns_a_nonce_and_changes_nothing(place: Placement, forged: b
 
 def test_early_impostor_is_refused_and_the_node_gets_in(place: Placement) -> None:
     head = CallThread(place, 0, secret=SECRET)
-    call = {"job": place.job_id, "node_rank": 1, "nnodes": 2, "caller": {"host": "evil", "identity": {}}}
+    request = JoinRequest(job=place.job_id, node_rank=1, nnodes=2, node=NodeInfo(host="evil"))
     for first in (b"", CALL):
         with stranger(place) as connection:
-            connection.sendall(first + json.dumps(call).encode() + b"\n")
-            assert b'"go"' not in heard_until_closed(connection)
+            connection.sendall(first + messages.encode(request) + b"\n")
+            assert b"RunStart" not in heard_until_closed(connection)
     rolls = [call.roll() for call in (head, CallThread(place, 1, secret=SECRET))]
-    assert rolls[0].node(1, "") == "node 1 of 2 (as07r3b13)"
+    assert rolls[0].node_name(1) == "node 1 of 2 (as07r3b13)"
     close(rolls)
 
 
@@ -177,12 +176,12 @@ def test_proof_is_bound_to_the_rank(place: Placement) -> None:
     place = replace(place, nnodes=3)
     head = CallThread(place, 0, secret=SECRET)
     with stranger(place) as connection:
-        own = NodeProof(SECRET, place.job_id, 1)
-        connection.sendall(own.call + b"\n")
-        seals = own.seals(connection.recv(4096).rstrip(b"\n"))
-        assert seals is not None
-        call = {"job": place.job_id, "node_rank": 2, "nnodes": 3, "caller": {"host": "as", "identity": {}}}
-        connection.sendall(seals[1].sign(json.dumps(call).encode()) + b"\n")
+        handshake = Handshake(secret=SECRET, job_id=place.job_id, node_rank=1)
+        connection.sendall(handshake.opening + b"\n")
+        confirmed = handshake.confirm(connection.recv(4096).rstrip(b"\n"))
+        assert confirmed
+        request = JoinRequest(job=place.job_id, node_rank=2, nnodes=3, node=NodeInfo(host="as"))
+        connection.sendall(confirmed.sign(messages.encode(request)) + b"\n")
         assert heard_until_closed(connection) == b""
     close([head.roll() for head in (head, *(CallThread(place, rank, secret=SECRET) for rank in (1, 2)))])
 
@@ -190,7 +189,7 @@ def test_proof_is_bound_to_the_rank(place: Placement) -> None:
 def test_recorded_node_is_refused_in_the_next_start(place: Placement, recorded: tuple[bytes, bytes]) -> None:
     said, _ = recorded
     assert b'"node_rank": 1' in said
-    assert b'"stop": "SIGTERM"' in said
+    assert b'"reason": "SIGTERM"' in said
     head = CallThread(place, 0, secret=SECRET)
     with stranger(place) as connection:
         connection.sendall(said)
@@ -204,40 +203,45 @@ def test_recorded_node_is_refused_in_the_next_start(place: Placement, recorded: 
 
 def test_recorded_head_is_not_believed(place: Placement, recorded: tuple[bytes, bytes]) -> None:
     _, said = recorded
-    assert b'"go"' in said
+    assert b"RunStart" in said
     with socket.create_server(("127.0.0.1", job_port(place.job_id))) as squatter:
         threading.Thread(target=serve, args=(squatter, said), daemon=True).start()
         text = CallThread(place, 1, secret=SECRET, timeout_s=2.0).refusal()
     assert "does not know this run's secret (its answer is not a valid proof)" in text
 
 
-def test_line_of_the_head_sent_back_is_refused() -> None:
-    head, line = HeadProof(SECRET, "job", CALL.strip()), b'{"beat": null}'
-    assert head.from_node.opened(line) is None  # line 0 of its direction, as the head's answer was
-    assert head.from_node.opened(head.from_head.sign(line)) is None
+def test_answer_of_the_head_sent_back_proves_nothing() -> None:
+    head = Handshake.accept(SECRET, "job", CALL.strip())
+    assert head
+    mac = head.answer.rpartition(b" ")[2]
+    assert head.verify(mac + b" ") is None
 
 
-def test_repeated_and_moved_lines_are_refused() -> None:
-    own = NodeProof(SECRET, "job", 1)
-    head = HeadProof(SECRET, "job", own.call)
-    seals = own.seals(head.answer)
-    assert seals is not None
-    first, second = seals[1].sign(b"a"), seals[1].sign(b"b")
-    assert head.from_node.opened(first) == b"a"
-    assert head.from_node.opened(first) is None
-    again = HeadProof(SECRET, "job", own.call)
-    assert again.from_node.opened(second) is None
+def test_request_counts_on_its_own_connection_alone() -> None:
+    node = Handshake(secret=SECRET, job_id="job", node_rank=1)
+    head = Handshake.accept(SECRET, "job", node.opening)
+    assert head
+    confirmed = node.confirm(head.answer)
+    assert confirmed
+    assert head.verify(confirmed.sign(b"a")) == b"a"
+    assert head.verify(confirmed.sign(b"a").replace(b" a", b" b")) is None
+    next_head = Handshake.accept(SECRET, "job", node.opening)
+    assert next_head
+    assert next_head.verify(confirmed.sign(b"a")) is None
 
 
 @pytest.mark.parametrize("change", ["secret", "job", "rank", "nonce", "head"])
 def test_proof_depends_on_everything(change: str) -> None:
-    own = NodeProof(OTHER if change == "secret" else SECRET, "a" if change == "job" else "b", 1)
-    call = own.call.replace(b" 1 ", b" 2 ") if change == "rank" else own.call
-    call = CALL.strip() if change == "nonce" else call
-    answer = HeadProof(SECRET, "b", call).answer
+    node = Handshake(
+        secret=OTHER if change == "secret" else SECRET, job_id="a" if change == "job" else "b", node_rank=1
+    )
+    opening = node.opening.replace(b" 1 ", b" 2 ") if change == "rank" else node.opening
+    head = Handshake.accept(SECRET, "b", CALL.strip() if change == "nonce" else opening)
+    assert head
+    answer = head.answer
     if change == "head":
         answer = answer.replace(answer[12:14], b"00" if answer[12:14] != b"00" else b"11", 1)
-    assert own.seals(answer) is None
+    assert node.confirm(answer) is None
 
 
 def serve(squatter: socket.socket, said: bytes) -> None:
@@ -252,7 +256,7 @@ def serve(squatter: socket.socket, said: bytes) -> None:
 
 
 @pytest.fixture(
-    params=[b"", b"220 mail ready\r\n", b'{"refused": {"what": "\\u001b[31mgo away"}}\n', b"x" * 9000]
+    params=[b"", b"220 mail ready\r\n", b'{"type": "Refused", "what": "\\u001b[31mgo away"}\n', b"x" * 9000]
 )
 def squatter(place: Placement, request: pytest.FixtureRequest) -> Iterator[socket.socket]:
     """Another program on the head's port."""
@@ -285,12 +289,3 @@ def test_node_outlasts_a_squatter(place: Placement) -> None:
         connection.sendall(b"220 mail ready\r\n")
     connection.close()
     close([call.roll() for call in (CallThread(place, 0, secret=SECRET), node)])
-
-
-def test_broken_proof_in_the_session_is_a_lost_node(place: Placement) -> None:
-    rolls = meet(replace(place, nnodes=3), secret=SECRET)
-    rolls[1]._link.socket.sendall(b"0" * 64 + b' {"stop": "now", "requeue": true}\n')
-    lost = Lost(node="node 1 of 3 (as07r3b13)", why="it sent a line without the proof of this run's secret")
-    events = hear([rolls[0], rolls[2]], lambda seen: all(seen))
-    assert events == [[lost], [lost]]
-    close(rolls)

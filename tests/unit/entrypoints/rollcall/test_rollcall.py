@@ -14,13 +14,20 @@ import pytest
 from rollcall_nodes import CallThread, close, hear, meet
 
 from imgkit_entrypoints.rollcall import messages, ports, session
-from imgkit_entrypoints.rollcall.link import Link
-from imgkit_entrypoints.rollcall.messages import AllDone, AttemptEnded, Failed, Identity, Lost, StopOrder
-from imgkit_entrypoints.rollcall.session import Event, Roll
+from imgkit_entrypoints.rollcall.connection import Connection
+from imgkit_entrypoints.rollcall.messages import (
+    AllDone,
+    AttemptEnded,
+    NodeFailed,
+    NodeLost,
+    Software,
+    StopOrder,
+)
+from imgkit_entrypoints.rollcall.session import Event, Session
 from imgkit_entrypoints.schedulers.placement import Placement, Size, job_port
 
 
-def quiet(rolls: list[Roll], seconds: float) -> list[list[Event]]:
+def quiet(rolls: list[Session], seconds: float) -> list[list[Event]]:
     return hear(rolls, lambda _: False, within_s=seconds)
 
 
@@ -67,7 +74,7 @@ def test_late_head_is_waited_for(place: Placement) -> None:
 
 @pytest.mark.parametrize("field", ["image", "torch", "nccl"])
 def test_different_software_is_refused_everywhere(place: Placement, field: str) -> None:
-    calls = [CallThread(place, rank, identity=Identity(**{field: f"1.{rank}"})) for rank in range(2)]
+    calls = [CallThread(place, rank, software=Software(**{field: f"1.{rank}"})) for rank in range(2)]
     texts = {call.refusal() for call in calls}
     assert len(texts) == 1
     assert "1.0 on node 0 of 2 (as07r3b12), 1.1 on node 1 of 2 (as07r3b13)" in texts.pop()
@@ -159,7 +166,7 @@ def test_node_that_went_away_can_call_again(place: Placement) -> None:
     first = CallThread(place, 1)
     time.sleep(0.3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "LOST_S", -1.0)  # the member gives up its connection and calls anew
+        patch.setattr(session, "LOST_AFTER_S", -1.0)  # the member gives up its connection and calls anew
         time.sleep(0.1)
     rolls = [head, first, CallThread(place, 2)]
     close([call.roll() for call in rolls])
@@ -168,7 +175,7 @@ def test_node_that_went_away_can_call_again(place: Placement) -> None:
 def test_heartbeat_keeps_quiet_nodes(place: Placement) -> None:
     rolls = meet(place)
     for roll in rolls:
-        roll.lost_s = 0.5
+        roll.lost_after_s = 0.5
     assert quiet(rolls, 1.2) == [[], []]
     close(rolls)
 
@@ -176,20 +183,20 @@ def test_heartbeat_keeps_quiet_nodes(place: Placement) -> None:
 @pytest.mark.parametrize("silent", [0, 1])
 def test_silent_node_is_lost(place: Placement, silent: int) -> None:
     rolls = meet(place)
-    rolls[1 - silent].lost_s = 0.4
+    rolls[1 - silent].lost_after_s = 0.4
     other = [rolls[1 - silent]]
     events = hear(other, lambda seen: bool(seen[0]))
-    assert isinstance(events[0][0], Lost)
+    assert isinstance(events[0][0], NodeLost)
     assert f"node {silent} of 2" in events[0][0].node
-    assert "no heartbeat for 0.4 s" in events[0][0].why
+    assert "no heartbeat for 0.4 s" in events[0][0].reason
     close(rolls)
 
 
 def test_lost_node_is_named_to_all(place: Placement) -> None:
     rolls = meet(replace(place, nnodes=3))
-    rolls[1]._link.socket.close()
+    rolls[1]._connection.socket.close()
     events = hear([rolls[0], rolls[2]], lambda seen: all(seen))
-    expected = Lost(node="node 1 of 3 (as07r3b13)", why="it closed the connection")
+    expected = NodeLost(node="node 1 of 3 (as07r3b13)", reason="it closed the connection")
     assert events == [[expected], [expected]]
     close([rolls[0], rolls[2]])
 
@@ -205,30 +212,30 @@ def test_stop_reaches_all_others(place: Placement) -> None:
 
 def test_barrier_opens_when_all_are_done(place: Placement) -> None:
     rolls = meet(place)
-    rolls[0].ended(AttemptEnded(code=85))
+    rolls[0].report_end(AttemptEnded(code=85))
     assert quiet(rolls, 0.3) == [[], []]
-    rolls[1].ended(AttemptEnded(code=0))
+    rolls[1].report_end(AttemptEnded(code=0))
     assert hear(rolls, lambda seen: all(seen)) == [[AllDone(codes=(85, 0))]] * 2
     close(rolls)
 
 
 def test_failure_is_told_to_all_others(place: Placement) -> None:
     rolls = meet(replace(place, nnodes=3))
-    rolls[2].ended(AttemptEnded(code=7))
+    rolls[2].report_end(AttemptEnded(code=7))
     rolls[2].close()
     events = hear(rolls[:2], lambda seen: all(seen))
-    assert events == [[Failed(node="node 2 of 3 (as07r3b14)", code=7)]] * 2
+    assert events == [[NodeFailed(node="node 2 of 3 (as07r3b14)", code=7)]] * 2
     assert quiet(rolls[:2], 0.2) == [[], []]
     close(rolls[:2])
 
 
 def test_failed_head_is_not_also_lost(place: Placement) -> None:
     rolls = meet(place)
-    rolls[0].ended(AttemptEnded(code=1))
+    rolls[0].report_end(AttemptEnded(code=1))
     closing = threading.Thread(target=rolls[0].close)
     closing.start()
     events = hear(rolls[1:], lambda seen: len(seen[0]) == 2)
-    assert events == [[Failed(node="node 0 of 2 (as07r3b12)", code=1, head=True), AllDone(codes=())]]
+    assert events == [[NodeFailed(node="node 0 of 2 (as07r3b12)", code=1, is_head=True), AllDone(codes=())]]
     closing.join()
 
 
@@ -238,8 +245,8 @@ def test_link_beyond_descriptor_1023_closes() -> None:
     mine, other = socket.socketpair()
     try:
         number = os.dup2(mine.fileno(), 2000)
-        link = Link(socket.socket(fileno=number), messages.from_node)
-        other.sendall(b'{"beat": null}\n')
+        link = Connection(socket.socket(fileno=number), messages.from_node)
+        other.sendall(messages.encode(messages.Heartbeat()) + b"\n")
         link.close(linger_s=0.1)
         assert link.fileno() == -1
     finally:
@@ -249,10 +256,10 @@ def test_link_beyond_descriptor_1023_closes() -> None:
 
 
 def test_ports_stay_below_the_ephemeral_range() -> None:
-    assert all(15000 <= ports.roll_call(str(job), None) < 31000 for job in range(2000))
+    assert all(15000 <= ports.rollcall_port(str(job), None) < 31000 for job in range(2000))
     assert ports.first_free(30999) in range(15000, 15100)
-    assert ports.roll_call("any", 29500) == 29501
-    assert ports.roll_call("any", 65535) == 65534
+    assert ports.rollcall_port("any", 29500) == 29501
+    assert ports.rollcall_port("any", 65535) == 65534
 
 
 def test_call_after_the_roll_call_is_refused(place: Placement) -> None:

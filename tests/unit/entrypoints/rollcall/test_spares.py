@@ -12,18 +12,19 @@ from rollcall_nodes import CallThread, close, hear, placement, stranger
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import gather, messages, probe
+from imgkit_entrypoints.rollcall.join import Meeting
 from imgkit_entrypoints.rollcall.messages import (
     AllDone,
     AttemptEnded,
-    Call,
-    Caller,
+    AttemptStart,
     EndAttempt,
-    Failed,
-    Lost,
-    Offer,
-    Start,
+    JoinRequest,
+    NodeFailed,
+    NodeInfo,
+    NodeLost,
+    ProbePorts,
 )
-from imgkit_entrypoints.rollcall.session import LeadingRoll, Roll
+from imgkit_entrypoints.rollcall.session import HeadSession, Session
 from imgkit_entrypoints.schedulers.placement import Placement, Size
 
 NEVER_S = 3600.0
@@ -40,13 +41,13 @@ def place() -> Placement:
     return replace(placement(), nnodes=3, size=Size(training=2, spares=1))
 
 
-def met(place: Placement, *ranks: int, **more: object) -> list[Roll]:
-    calls = [CallThread(place, rank, **{"timeout_s": NEVER_S, **more}) for rank in ranks]
+def met(place: Placement, *ranks: int, **options: object) -> list[Session]:
+    calls = [CallThread(place, rank, **{"timeout_s": NEVER_S, **options}) for rank in ranks]
     return [call.roll() for call in calls]
 
 
-def numbers(rolls: list[Roll]) -> list[tuple[int, int]]:
-    return [(roll.place.node_rank, roll.place.nnodes) for roll in rolls]
+def numbers(rolls: list[Session]) -> list[tuple[int, int]]:
+    return [(roll.placement.node_rank, roll.placement.nnodes) for roll in rolls]
 
 
 def test_start_waits_for_nobody_when_all_are_there(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +68,7 @@ def test_missing_node_leaves_no_gap(place: Placement, secret: bytes | None) -> N
 def test_head_starts_alone_where_one_is_enough(place: Placement) -> None:
     rolls = met(replace(place, size=Size(training=1, spares=2)), 0)
     assert numbers(rolls) == [(0, 1)]
-    rolls[0].ended(AttemptEnded(code=0))
+    rolls[0].report_end(AttemptEnded(code=0))
     assert hear(rolls, lambda events: bool(events[0])) == [[AllDone(codes=(0,))]]
     close(rolls)
 
@@ -75,17 +76,16 @@ def test_head_starts_alone_where_one_is_enough(place: Placement) -> None:
 def test_each_call_gives_the_next_node_time(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "LAST_CALL_S", 60.0)
     place = replace(place, size=Size(training=1, spares=2))
-    me, end = Caller(host="as07r3b12"), time.monotonic() + NEVER_S
-    with probe.offering("", "") as opened:
-        head = gather._Gathering(place, me, opened, NEVER_S, print, lambda: "", None)
-        head._newest -= 100
-        assert head._complete(time.monotonic(), end)
+    me, end = NodeInfo(host="as07r3b12"), time.monotonic() + NEVER_S
+    with probe.open_ports("", "") as opened:
+        head = gather._Head(Meeting(place, me, opened, NEVER_S, print, str, None))
+        head._last_join -= 100
+        assert head._is_complete(time.monotonic(), end)
         member = CallThread(place, 1)
-        while len(head.callers) < 2:
-            head._hear()
-        assert not head._complete(time.monotonic(), end)
-        head.refuse(NoPlan("over"))
-        head.strangers.close()
+        while len(head.nodes) < 2:
+            head._receive()
+        assert not head._is_complete(time.monotonic(), end)
+        head.refuse_all(NoPlan("over"))
     assert "over" in member.refusal()
 
 
@@ -103,12 +103,12 @@ def test_enough_nodes_start_when_the_time_is_over(place: Placement, monkeypatch:
 
 def test_node_that_calls_and_goes_is_not_counted(place: Placement) -> None:
     head = CallThread(place, 0)
-    me = Caller(host="as07r3b13")
-    offer = Offer(address="127.0.0.1", interface="lo", ports=(9,))
-    call = Call(job=place.job_id, node_rank=1, nnodes=3, caller=me, offer=offer)
+    me = NodeInfo(host="as07r3b13")
+    offer = ProbePorts(address="127.0.0.1", interface="lo", ports=(9,))
+    call = JoinRequest(job=place.job_id, node_rank=1, nnodes=3, node=me, probe=offer)
     with stranger(place) as connection:
-        connection.sendall(messages.line(call) + b"\n")
-        assert b"beat" in connection.recv(100), "it is counted"
+        connection.sendall(messages.encode(call) + b"\n")
+        assert b"Heartbeat" in connection.recv(100), "it is counted"
     end = time.monotonic() + 10
     while not any("node 1 of 3 (as07r3b13) joined and disconnected" in text for text in head.said):
         assert time.monotonic() < end
@@ -128,66 +128,68 @@ def test_late_node_reads_that_it_cannot_join(place: Placement) -> None:
 
 def test_events_bear_the_numbers_of_the_start(place: Placement) -> None:
     rolls = met(place, 0, 2)
-    rolls[1].ended(AttemptEnded(code=3))
+    rolls[1].report_end(AttemptEnded(code=3))
     events = hear(rolls, lambda events: bool(events[0]))
-    assert events[0] == [Failed(node="node 1 of 2 (as07r3b14)", code=3)]
+    assert events[0] == [NodeFailed(node="node 1 of 2 (as07r3b14)", code=3)]
     close(rolls)
 
 
 def test_lost_node_ends_the_run(place: Placement) -> None:
     rolls = met(place, 0, 1, 2)
-    rolls[2]._link.close()
+    rolls[2]._connection.close()
     events = hear(rolls[:2], lambda events: all(events))
-    assert [[type(event), event.node] for seen in events for event in seen if isinstance(event, Lost)] == [
-        [Lost, "node 2 of 3 (as07r3b14)"]
-    ] * 2
+    assert [
+        [type(event), event.node] for seen in events for event in seen if isinstance(event, NodeLost)
+    ] == [[NodeLost, "node 2 of 3 (as07r3b14)"]] * 2
     close(rolls[:2])
 
 
 @pytest.fixture
-def elastic(place: Placement) -> Iterator[tuple[LeadingRoll, list[Roll]]]:
+def elastic(place: Placement) -> Iterator[tuple[HeadSession, list[Session]]]:
     """The head of a run of three nodes whose attempts it starts, and all rolls."""
-    rolls = met(place, 0, 1, 2, elastic=True)
-    assert isinstance(rolls[0], LeadingRoll)
+    rolls = met(place, 0, 1, 2, can_restart=True)
+    assert isinstance(rolls[0], HeadSession)
     yield rolls[0], rolls
     close(rolls)
 
 
-def test_each_node_gets_its_own_rank_and_spares_none(elastic: tuple[LeadingRoll, list[Roll]]) -> None:
+def test_each_node_gets_its_own_rank_and_spares_none(elastic: tuple[HeadSession, list[Session]]) -> None:
     head, rolls = elastic
-    head.start(1, {0: 0, 2: 1})
+    head.start_attempt(1, {0: 0, 2: 1})
     events = hear(rolls, all)
-    assert [[type(one), one.node_rank] for seen in events for one in seen if isinstance(one, Start)] == [
-        [Start, 0],
-        [Start, None],
-        [Start, 1],
+    assert [
+        [type(one), one.node_rank] for seen in events for one in seen if isinstance(one, AttemptStart)
+    ] == [
+        [AttemptStart, 0],
+        [AttemptStart, None],
+        [AttemptStart, 1],
     ]
-    assert {one.nnodes for seen in events for one in seen if isinstance(one, Start)} == {2}
+    assert {one.nnodes for seen in events for one in seen if isinstance(one, AttemptStart)} == {2}
 
 
-def test_words_about_an_earlier_attempt_do_not_count(elastic: tuple[LeadingRoll, list[Roll]]) -> None:
+def test_words_about_an_earlier_attempt_do_not_count(elastic: tuple[HeadSession, list[Session]]) -> None:
     head, rolls = elastic
-    head.start(1, {0: 0, 1: 1})
-    head.start(2, {0: 0, 1: 1})
+    head.start_attempt(1, {0: 0, 1: 1})
+    head.start_attempt(2, {0: 0, 1: 1})
     hear(rolls, all)
-    rolls[1].ended(AttemptEnded(code=0, attempt=2, place=9))
-    rolls[1].ended(AttemptEnded(code=7, attempt=1))
+    rolls[1].report_end(AttemptEnded(code=0, attempt=2, position=9))
+    rolls[1].report_end(AttemptEnded(code=7, attempt=1))
     rolls[1].ask_stop("the last word")
     hear(rolls[:1], lambda events: bool(events[0]))
-    assert head.reports == {1: AttemptEnded(code=0, attempt=2, place=9)}
-    old = EndAttempt(attempt=1, why="it is over")
-    head._tell(1, old)
-    head._tell(1, Start(attempt=1, nnodes=2, node_rank=1, port=9))
+    assert head.reports == {1: AttemptEnded(code=0, attempt=2, position=9)}
+    old = EndAttempt(attempt=1, reason="it is over")
+    head._send(1, old)
+    head._send(1, AttemptStart(attempt=1, nnodes=2, node_rank=1, port=9))
     head.end_attempt("lost node 2")
     events = hear(rolls[1:2], lambda events: bool(events[0]))
-    assert events == [[EndAttempt(attempt=2, why="lost node 2")]]
+    assert events == [[EndAttempt(attempt=2, reason="lost node 2")]]
 
 
-def test_lost_node_of_an_elastic_run_is_the_heads_affair(elastic: tuple[LeadingRoll, list[Roll]]) -> None:
+def test_lost_node_of_an_elastic_run_is_the_heads_affair(elastic: tuple[HeadSession, list[Session]]) -> None:
     head, rolls = elastic
-    rolls[2]._link.socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
-    hear(rolls[:2], lambda _: bool(head.gone))
-    assert head.gone == {2: "it closed the connection"}
+    rolls[2]._connection.socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
+    hear(rolls[:2], lambda _: bool(head.lost))
+    assert head.lost == {2: "it closed the connection"}
     assert head.alive == (0, 1)
-    head.over(4)
+    head.end_run(4)
     assert hear(rolls[:2], all) == [[AllDone(codes=(4,))]] * 2

@@ -23,10 +23,17 @@ import pytest
 from rollcall_nodes import CallThread, close, hear, heard_until_closed, meet, placement, stranger
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.launch import supervisor
-from imgkit_entrypoints.rollcall import gather, head_roll, messages, ports, session
-from imgkit_entrypoints.rollcall.head_roll import Strangers
-from imgkit_entrypoints.rollcall.messages import AllDone, AttemptEnded, Call, Caller, Measured
+from imgkit_entrypoints.launch.agent import kept_file_limit
+from imgkit_entrypoints.rollcall import gather, messages, ports, session, strangers
+from imgkit_entrypoints.rollcall.messages import (
+    AllDone,
+    AttemptEnded,
+    JoinRequest,
+    MeasureResult,
+    NodeInfo,
+    NodeLost,
+)
+from imgkit_entrypoints.rollcall.strangers import MAX_STRANGERS, Strangers
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
 SECRET = os.urandom(32)
@@ -34,13 +41,13 @@ ANOTHER_USER = 12345
 PAYLOADS = (
     b"[" * 2048 + b"\n",
     b'{"node_rank": Infinity}\n',
-    b'{"beat": [1]}\n',
-    b'{"done": "x"}\n',
-    b'{"done": ' + b"9" * 5000 + b"}\n",
-    b'{"stop": "now", "requeue": false}\n',
-    b'{"refused": {"what": "go away"}}\n',
-    b"imgkit-call 1 " + b"0" * 32 + b'\n{"stop": "now"}\n',
-    b"imgkit-call 99999999 " + b"0" * 32 + b"\n",
+    b'{"type": "Heartbeat", "positions": [1]}\n',
+    b'{"type": "AttemptEnded", "code": "x"}\n',
+    b'{"type": "AttemptEnded", "code": ' + b"9" * 5000 + b"}\n",
+    b'{"type": "StopOrder", "reason": "now", "requeue": false}\n',
+    b'{"type": "Refused", "what": "go away"}\n',
+    b"imgkit-join 1 " + b"0" * 32 + b'\n{"type": "StopOrder", "reason": "now"}\n',
+    b"imgkit-join 99999999 " + b"0" * 32 + b"\n",
     b"GET / HTTP/1.0\r\n\r\n",
     b"\x16\x03\x01\x02\x00\x01\x00",
     b"\x00" * 5000,
@@ -50,7 +57,7 @@ PAYLOADS = (
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_roll, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(strangers, "MAX_WAIT_S", 1.0)
 
 
 @pytest.fixture(params=[None, SECRET], ids=["open", "secret"])
@@ -94,10 +101,10 @@ def attacker(attack: Attack) -> Iterator[Callable[[], None]]:
         os.close(reader)
 
 
-def end_well(rolls: list[session.Roll]) -> None:
+def end_well(rolls: list[session.Session]) -> None:
     """Let all nodes of a run end, and see that nothing else has happened."""
     for roll in rolls:
-        roll.ended(AttemptEnded(code=0))
+        roll.report_end(AttemptEnded(code=0))
     assert hear(rolls, lambda seen: all(seen)) == [[AllDone(codes=(0,) * len(rolls))]] * len(rolls)
     close(rolls)
 
@@ -125,7 +132,7 @@ def test_rubbish_changes_nothing_before_and_after_the_start(place: Placement, se
     assert any(
         "127.0.0.1 sent something other than an imgkit roll call; ignored" in text for text in head.said
     )
-    assert len(head.said) <= head_roll.REPORTS + 2
+    assert len(head.said) <= strangers.MAX_REPORTS + 2
 
 
 def test_scan_changes_nothing(place: Placement, secret: bytes | None) -> None:
@@ -142,12 +149,14 @@ def test_scan_changes_nothing(place: Placement, secret: bytes | None) -> None:
 
 
 def test_impostor_is_early_and_gets_nothing(place: Placement) -> None:
-    call = {"job": place.job_id, "node_rank": 1, "nnodes": 2, "caller": {"host": "evil", "identity": {}}}
+    call = JoinRequest(job=place.job_id, node_rank=1, nnodes=2, node=NodeInfo(host="evil"))
 
     def attack(ready: Callable[[], None]) -> None:
-        for first in (b"", b"imgkit-call 1 " + b"0" * 32 + b"\n"):
+        for first in (b"", b"imgkit-join 1 " + b"0" * 32 + b"\n"):
             connection = stranger(place)
-            connection.sendall(first + json.dumps(call).encode() + b"\n" + b'{"stop": "now"}\n')
+            connection.sendall(
+                first + messages.encode(call) + b"\n" + b'{"type": "StopOrder", "reason": "now"}\n'
+            )
             assert place.job_id.encode() not in heard_until_closed(connection)
         ready()
 
@@ -163,7 +172,7 @@ def test_squatter_of_another_user_is_named_and_not_printed(place: Placement) -> 
             ready()
             while True:
                 connection, _ = listener.accept()
-                connection.sendall(b'{"refused": {"what": "\\u001b[31m do rm -rf ~"}}\n')
+                connection.sendall(b'{"type": "Refused", "what": "\\u001b[31m do rm -rf ~"}\n')
 
     with attacker(attack) as wait:
         wait()
@@ -177,7 +186,7 @@ def test_text_of_an_open_head_is_printed_without_control_characters(place: Place
         node = CallThread(place, 1)
         connection, _ = listener.accept()
         told = "\x1b]0;x\x07 \u202egnp.exe \x9b31m \x7f \ud800"
-        connection.sendall(json.dumps({"refused": {"what": told, "hint": told}}).encode() + b"\n")
+        connection.sendall(json.dumps({"type": "Refused", "what": told, "hint": told}).encode() + b"\n")
         assert r"\x1b]0;x\x07 \u202egnp.exe \x9b31m \x7f \ud800" in node.refusal()
         connection.close()
     assert not set(node.refusal()) & {"\x1b", "\x07", "\u202e", "\x9b", "\x7f", "\ud800"}
@@ -201,10 +210,10 @@ def test_slow_loris_does_not_fill_the_head(place: Placement, secret: bytes | Non
 
     def head(ready: Callable[[], None]) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
-        me = Caller(host="head")
-        roll = gather.call(place, me, timeout_s=30, say=lambda _: None, secret=secret)
-        roll.ended(AttemptEnded(code=0))
-        while not roll.tick():
+        me = NodeInfo(host="head")
+        roll = gather.meet(place, me, timeout_s=30, log=lambda _: None, secret=secret)
+        roll.report_end(AttemptEnded(code=0))
+        while not roll.poll():
             roll.wait([], 0.1)
         ready()
         roll.close()
@@ -213,21 +222,21 @@ def test_slow_loris_does_not_fill_the_head(place: Placement, secret: bytes | Non
         wait()
         roll = CallThread(place, 1, secret=secret, timeout_s=20).roll()
         assert hear([roll], lambda _: False, within_s=1.0) == [[]]
-        roll.ended(AttemptEnded(code=0))
+        roll.report_end(AttemptEnded(code=0))
         until_done()
         assert hear([roll], lambda seen: all(seen)) == [[AllDone(codes=(0, 0))]]
         roll.close()
 
 
 def test_refused_caller_that_goes_on_sending_costs_no_memory(place: Placement, secret: bytes | None) -> None:
-    call = {"job": "other", "node_rank": 1, "nnodes": 2, "caller": {"host": "other", "identity": {}}}
+    call = JoinRequest(job="other", node_rank=1, nnodes=2, node=NodeInfo(host="other"))
 
     def head(ready: Callable[[], None]) -> None:
         before = memory("VmRSS")
-        me = Caller(host="head")
-        roll = gather.call(place, me, timeout_s=30, say=lambda _: None, secret=secret)
-        roll.ended(AttemptEnded(code=0))
-        while not roll.tick():
+        me = NodeInfo(host="head")
+        roll = gather.meet(place, me, timeout_s=30, log=lambda _: None, secret=secret)
+        roll.report_end(AttemptEnded(code=0))
+        while not roll.poll():
             roll.wait([], 0.1)
         assert memory("VmHWM") - before < 32 << 20
         ready()
@@ -236,11 +245,11 @@ def test_refused_caller_that_goes_on_sending_costs_no_memory(place: Placement, s
     with attacker(head) as until_done:
         for _ in range(4):
             with stranger(place) as one, contextlib.suppress(OSError):  # the head closes it
-                one.sendall(json.dumps(call).encode() + b"\n")
+                one.sendall(messages.encode(call) + b"\n")
                 for _ in range(100):
                     one.sendall(b"ab\n" * 30_000)
         roll = CallThread(place, 1, secret=secret, timeout_s=20).roll()
-        roll.ended(AttemptEnded(code=0))
+        roll.report_end(AttemptEnded(code=0))
         until_done()
         assert hear([roll], lambda seen: all(seen)) == [[AllDone(codes=(0, 0))]]
         roll.close()
@@ -257,15 +266,15 @@ def test_flood_during_the_run_wakes_the_head_seldom(
 ) -> None:
     """A head whose workers train has no processor to spare for strangers, and still refuses late callers."""
     looks: list[float] = []
-    callers = Strangers.callers
+    joining_nodes = Strangers.joining_nodes
 
     def counted(room: Strangers, missing: int = 0) -> list[Any]:
         looks.append(time.monotonic())
-        return callers(room, missing)
+        return joining_nodes(room, missing)
 
     monkeypatch.setattr(session, "BEAT_S", 5.0)
     head, node = meet(place)
-    monkeypatch.setattr(Strangers, "callers", counted)
+    monkeypatch.setattr(Strangers, "joining_nodes", counted)
     ended = threading.Event()
 
     def flood() -> None:
@@ -277,14 +286,14 @@ def test_flood_during_the_run_wakes_the_head_seldom(
     began = time.monotonic()
     while time.monotonic() < began + 1.0:
         head.wait([], 0.5)
-        head.tick()
-        node.tick()
+        head.poll()
+        node.poll()
     ended.set()
-    assert 2 <= len(looks) <= 2 * (time.monotonic() - began) / head_roll.STRANGERS_S
+    assert 2 <= len(looks) <= 2 * (time.monotonic() - began) / session.STRANGERS_PAUSE_S
     late = CallThread(place, 1)
     while late.is_alive():
         head.wait([], 0.5)
-        head.tick()
+        head.poll()
     assert "started twice on this host" in late.refusal()
     flooding.join()
     end_well([head, node])
@@ -292,10 +301,10 @@ def test_flood_during_the_run_wakes_the_head_seldom(
 
 def test_calls_of_another_job_do_not_delay_the_start(place: Placement) -> None:
     head = CallThread(place, 0)
-    call = {"job": "other", "node_rank": 1, "nnodes": 2, "caller": {"host": "other", "identity": {}}}
+    call = JoinRequest(job="other", node_rank=1, nnodes=2, node=NodeInfo(host="other"))
     others = [stranger(place) for _ in range(40)]
     for other in others:
-        other.sendall(json.dumps(call).encode() + b"\n")
+        other.sendall(messages.encode(call) + b"\n")
     end_well([call.roll() for call in (head, CallThread(place, 1))])
     for other in others:
         told = heard_until_closed(other)
@@ -304,10 +313,11 @@ def test_calls_of_another_job_do_not_delay_the_start(place: Placement) -> None:
         other.close()
 
 
-def test_oldest_stranger_leaves_first(place: Placement) -> None:
-    with contextlib.closing(waiting_room(place, most=2)) as room:
+def test_oldest_stranger_leaves_first(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strangers, "MAX_STRANGERS", 2)
+    with contextlib.closing(waiting_room(place)) as room:
         first, second, third = (stranger(place) for _ in range(3))
-        room.callers()
+        room.joining_nodes()
         assert first.recv(1) == b""
         second.sendall(line(place))
         until(room)
@@ -318,7 +328,7 @@ def test_oldest_stranger_leaves_first(place: Placement) -> None:
 def test_stranger_that_says_nothing_leaves_after_its_time(
     place: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_roll, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(strangers, "MAX_WAIT_S", 0.2)
     head = CallThread(place, 0)
     for said in (b"", b"{"):
         with stranger(place) as one:
@@ -327,10 +337,11 @@ def test_stranger_that_says_nothing_leaves_after_its_time(
     end_well([call.roll() for call in (head, CallThread(place, 1))])
 
 
-def test_missing_nodes_have_room_of_their_own(place: Placement) -> None:
-    with contextlib.closing(waiting_room(place, most=1)) as room:
+def test_missing_nodes_have_room_of_their_own(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strangers, "MAX_STRANGERS", 1)
+    with contextlib.closing(waiting_room(place)) as room:
         calling = [stranger(place) for _ in range(5)]
-        room.callers(missing=4)
+        room.joining_nodes(missing=4)
         for one in calling:
             one.sendall(line(place))
             until(room, missing=4)
@@ -340,15 +351,15 @@ def test_missing_nodes_have_room_of_their_own(place: Placement) -> None:
 def test_head_without_descriptors_goes_on_and_does_not_spin(
     place: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_roll, "PAUSE_S", 0.3)
-    with contextlib.closing(waiting_room(place)) as room, supervisor.limit_kept():
+    monkeypatch.setattr(strangers, "PAUSE_S", 0.3)
+    with contextlib.closing(waiting_room(place)) as room, kept_file_limit():
         node = stranger(place)
         node.sendall(line(place))
         free = os.dup(node.fileno())  # the next descriptor would be this one
         os.close(free)
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
-        assert room.callers() == []
+        assert room.joining_nodes() == []
         assert select.select([room], [], [], 0) == ([], [], [])
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         until(room)
@@ -359,7 +370,7 @@ def test_head_without_descriptors_goes_on_and_does_not_spin(
 def test_failing_accept_costs_no_node_its_place(
     place: Placement, monkeypatch: pytest.MonkeyPatch, failure: int
 ) -> None:
-    monkeypatch.setattr(head_roll, "PAUSE_S", 0.1)
+    monkeypatch.setattr(strangers, "PAUSE_S", 0.1)
     failures = [failure] * 3
     accept = socket.socket.accept
 
@@ -394,11 +405,11 @@ def test_head_with_a_low_hard_limit_says_the_number_and_the_command() -> None:
     def head(ready: Callable[[], None]) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
         with pytest.raises(NoPlan) as refused:
-            gather.call(place, Caller(host="head"), timeout_s=30, say=lambda _: None)
+            gather.meet(place, NodeInfo(host="head"), timeout_s=30, log=lambda _: None)
         error = refused.value
         needs = re.fullmatch(r"the head of 4096 nodes needs (\d+) open files; its limit is 1024", error.what)
         assert needs
-        assert int(needs[1]) > 4096 + gather.SPARE
+        assert int(needs[1]) > 4096 + gather.AGENT_FILES
         assert error.where == "ulimit -Hn"
         typed = re.search(r"ulimit -n (\d+) ", error.hint)
         assert typed
@@ -410,29 +421,27 @@ def test_head_with_a_low_hard_limit_says_the_number_and_the_command() -> None:
 
 
 def test_too_few_descriptors_are_refused_before_the_start() -> None:
-    with supervisor.limit_kept():
+    with kept_file_limit():
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         with pytest.raises(NoPlan, match=rf"needs {hard}\d* open files; its limit is {hard}|needs \d+"):
-            gather.make_room(hard, 256)
+            gather.raise_file_limit(hard)
 
 
 def test_limit_is_raised_to_what_the_nodes_need() -> None:
-    with supervisor.limit_kept() as before:
+    with kept_file_limit() as before:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
-        assert gather.make_room(hard - 600, 256) == 256
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > hard - 600
-        assert 16 <= gather.make_room(hard - 150, 256) < 256
+        gather.raise_file_limit(hard - 600)
+        assert hard - 600 + MAX_STRANGERS < resource.getrlimit(resource.RLIMIT_NOFILE)[0] < hard
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before
 
 
 def test_node_of_a_run_that_sends_rubbish_is_lost(place: Placement, secret: bytes | None) -> None:
     rolls = meet(replace(place, nnodes=3), secret=secret)
-    link, rubbish = rolls[1]._link, b"[" * 2048
-    link.send_line(link._seals[1].sign(rubbish) if link._seals else rubbish)
+    rolls[1]._connection.send_line(b"[" * 2048)
     events = hear([rolls[0], rolls[2]], lambda seen: all(seen))
-    why = "it sent something other than a message of imgkit's roll call"
-    assert events == [[messages.Lost(node="node 1 of 3 (as07r3b13)", why=why)]] * 2
+    reason = "it sent something other than a message of imgkit's roll call"
+    assert events == [[NodeLost(node="node 1 of 3 (as07r3b13)", reason=reason)]] * 2
     close(rolls)
 
 
@@ -440,34 +449,34 @@ def test_node_that_repeats_itself_is_passed_on_once(place: Placement) -> None:
     """A stranger may be a node of an open start; it fills neither the head's memory nor the others' links."""
     rolls = meet(replace(place, nnodes=3))
     for _ in range(50):
-        rolls[1].measured(Measured(stage=0))
+        rolls[1].report_measurement(MeasureResult(stage=0))
         rolls[1].ask_stop("USR1")
     for _ in range(50):
-        rolls[1].ended(AttemptEnded(code=7))
+        rolls[1].report_end(AttemptEnded(code=7))
     name = "node 1 of 3 (as07r3b13)"
-    once = [messages.StopOrder(node=name, reason="USR1"), messages.Failed(node=name, code=7)]
+    once = [messages.StopOrder(node=name, reason="USR1"), messages.NodeFailed(node=name, code=7)]
     assert hear([rolls[0], rolls[2]], lambda seen: len(seen[1]) > 1) == [once, once]
     assert hear([rolls[0], rolls[2]], lambda _: False, within_s=0.1) == [[], []]
-    assert isinstance(rolls[0], session.LeadingRoll)
-    assert rolls[0].answers == []
+    assert isinstance(rolls[0], session.HeadSession)
+    assert rolls[0].measurements == []
     close(rolls)
 
 
-def waiting_room(place: Placement, most: int = head_roll.MOST) -> Strangers:
+def waiting_room(place: Placement) -> Strangers:
     """Strangers of a head that does nothing else."""
     listener = ports.listen(job_port(place.job_id))
-    return Strangers(listener, run=place.job_id, secret=None, say=lambda _: None, most=most)
+    return Strangers(listener, job_id=place.job_id, secret=None, log=lambda _: None)
 
 
 def line(place: Placement) -> bytes:
     """The call of node 1."""
-    call = Call(job=place.job_id, node_rank=1, nnodes=2, caller=Caller(host="a"), offer=None)
-    return messages.line(call) + b"\n"
+    request = JoinRequest(job=place.job_id, node_rank=1, nnodes=2, node=NodeInfo(host="a"))
+    return messages.encode(request) + b"\n"
 
 
 def until(room: Strangers, missing: int = 0, within_s: float = 10.0) -> None:
     """Wait until one node has called."""
     end = time.monotonic() + within_s
-    while not room.callers(missing):
+    while not room.joining_nodes(missing):
         assert time.monotonic() < end
         select.select([room], [], [], 0.05)

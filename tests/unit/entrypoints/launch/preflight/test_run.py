@@ -16,50 +16,47 @@ from rollcall_nodes import close, meet, placement
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.cli.commands import PREFLIGHT
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, NoPlan
-from imgkit_entrypoints.launch.preflight import run, verdict
-from imgkit_entrypoints.launch.preflight.run import STORE, Needs
+from imgkit_entrypoints.launch.preflight import run
+from imgkit_entrypoints.launch.preflight.run import STORE, PreflightConfig
 from imgkit_entrypoints.launch.stop_protocol import CollectedSignals
 from imgkit_entrypoints.rollcall import session
-from imgkit_entrypoints.rollcall.messages import Measure, Measured
-from imgkit_entrypoints.rollcall.session import LoneRoll, Roll
+from imgkit_entrypoints.rollcall.messages import MeasureRequest, MeasureResult
+from imgkit_entrypoints.rollcall.session import HeadSession, Session
 
-Answers = Callable[[int, Measure], Measured]
+Answers = Callable[[int, MeasureRequest], MeasureResult]
 GOOD = {
-    "alone": (("matmul", 2.0), ("memory", 10.0), ("disk", 500.0)),
-    "pair": (("latency", 5.0), ("bandwidth", 10.0)),
-    "all": (("all_reduce", 3.0),),
+    "alone": (("matmul", 2.0),),
+    "pair": (("bandwidth", 10.0),),
 }
 
 
-def good(_: int, order: Measure) -> Measured:
-    return Measured(stage=order.stage, figures=GOOD[order.kind])
+def good(_: int, order: MeasureRequest) -> MeasureResult:
+    return MeasureResult(stage=order.stage, figures=GOOD[order.kind])
 
 
 class StubProcess:
     """Stands for the measuring process, which needs torch: `answers` decides what it has measured."""
 
     answers: Answers = staticmethod(good)
-    orders: list[tuple[int, Measure]] = []  # noqa: RUF012 - one list for all nodes of a test
+    orders: list[tuple[int, MeasureRequest]] = []  # noqa: RUF012 - one list for all nodes of a test
 
-    def __init__(
-        self, _module: str, env: Mapping[str, str], *_: object, words: tuple[str, ...] = (), **__: object
-    ) -> None:
-        self.rank, self.serves = int(env.get("GROUP_RANK", -1)), STORE in words
+    def __init__(self, _: object, env: Mapping[str, str], arguments: tuple[str, ...] = ()) -> None:
+        self.rank, self.serves = int(env.get("GROUP_RANK", -1)), STORE in arguments
         self.sources: list[Any] = [self] if self.serves else []
-        self._found: Measured | None = None
+        self._found: MeasureResult | None = None
 
     def fileno(self) -> int:
         return -1
 
     def start(self) -> None:
         if self.serves:
-            self._found = Measured(stage=0, figures=((STORE, 40001.0),))
+            self._found = MeasureResult(stage=0, figures=((STORE, 40001.0),))
 
-    def begin(self, order: Measure) -> None:
+    def request(self, order: MeasureRequest) -> None:
         self.orders.append((self.rank, order))
         self._found = self.answers(self.rank, order)
 
-    def answer(self) -> Measured | None:
+    def answer(self) -> MeasureResult | None:
         found, self._found = self._found, None
         return found
 
@@ -84,17 +81,16 @@ def signals() -> Iterator[CollectedSignals]:
 class NodeThread(threading.Thread):
     """One node's preflight, and what came of it."""
 
-    def __init__(self, roll: Roll, signals: CollectedSignals, spares: int, folder: Path | None) -> None:
+    def __init__(self, roll: Session, signals: CollectedSignals, spares: int, folder: Path | None) -> None:
         super().__init__(daemon=True)
         self.roll, self.said = roll, ""
-        self.needs = Needs(
-            mode="quick",
+        self.config = PreflightConfig(
             module=PREFLIGHT,
             env={},
             open_files=1024,
             signals=signals,
-            say=self.say,
-            folder=folder if roll.place.node_rank == 0 else None,
+            log=self.say,
+            folder=folder if roll.placement.node_rank == 0 else None,
             spares=spares,
         )
         self.left_out: tuple[int, ...] | None = None
@@ -106,7 +102,7 @@ class NodeThread(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.left_out = run.preflight(self.roll, self.needs)
+            self.left_out = run.run_preflight(self.roll, self.config)
         except ImgkitError as error:
             self.error = error
 
@@ -125,7 +121,7 @@ def preflight(
     hosts = tuple(f"n{rank}" for rank in range(nodes))
     rolls = meet(replace(placement(nodes), hosts=hosts))
     found = [
-        NodeThread(roll, signals, spares, folder) for roll in rolls if roll.place.node_rank not in absent
+        NodeThread(roll, signals, spares, folder) for roll in rolls if roll.placement.node_rank not in absent
     ]
     for one in found:
         one.join(timeout=30)
@@ -133,21 +129,21 @@ def preflight(
     return found
 
 
-def hangs(rank: int, order: Measure) -> Measured:
-    return Measured(stage=order.stage, error="it hangs", mute=True) if rank == 2 else good(rank, order)
+def hangs(rank: int, order: MeasureRequest) -> MeasureResult:
+    return MeasureResult(stage=order.stage, error="it hangs", mute=True) if rank == 2 else good(rank, order)
 
 
 def test_good_nodes_all_start(signals: CollectedSignals, tmp_path: Path) -> None:
     found = preflight(3, signals, folder=tmp_path)
     assert [(one.left_out, one.error) for one in found] == [((), None)] * 3
     saved = json_text.load(tmp_path / run.FILE)
-    assert (saved["passed"], saved["all_reduce_GBps"], len(saved["nodes"])) == (True, 3.0, 3)
+    assert (saved["passed"], len(saved["nodes"]), len(saved["links"])) == (True, 3, 3)
     stores = {order.store for _, order in StubProcess.orders if len(order.group) > 1}
     assert stores == {40001}
 
 
 def test_single_node_is_measured_alone(signals: CollectedSignals) -> None:
-    found = NodeThread(LoneRoll(placement(1)), signals, 0, None)
+    found = NodeThread(HeadSession(placement(1), 1), signals, 0, None)
     found.join(timeout=30)
     assert found.left_out == ()
     assert [order.kind for _, order in StubProcess.orders] == ["alone"]
@@ -174,29 +170,28 @@ def test_without_spare_all_nodes_refuse(signals: CollectedSignals, tmp_path: Pat
 def test_frozen_launcher_does_not_end_the_preflight(
     signals: CollectedSignals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verdict, "START_S", 1)
+    monkeypatch.setattr(run, "ALONE_S", 1)
     monkeypatch.setattr(run, "ANSWER_S", 0.0)
     found = preflight(4, signals, spares=1, absent=(3,))
     assert [one.left_out for one in found] == [(3,)] * 3
     assert "OUTLIER n3: its node agent hangs: no answer within 1 s" in found[0].said
 
 
-def test_busy_moment_does_not_come_twice(signals: CollectedSignals) -> None:
-    def once_slow(rank: int, order: Measure) -> Measured:
-        if rank == 1 and order.stage == 0:
-            return Measured(stage=0, figures=(("matmul", 0.5), *GOOD["alone"][1:]))
-        return good(rank, order)
+def test_head_that_is_slow_stops_the_job_even_with_a_spare(signals: CollectedSignals) -> None:
+    def slow_head(rank: int, order: MeasureRequest) -> MeasureResult:
+        figures = (("matmul", 0.5),) if rank == 0 and order.kind == "alone" else GOOD[order.kind]
+        return MeasureResult(stage=order.stage, figures=figures)
 
-    found = preflight(4, signals, once_slow)
-    assert [one.left_out for one in found] == [()] * 4
-    again = [rank for rank, order in StubProcess.orders if order.stage == 1]
-    assert again == [1]
+    found = preflight(5, signals, slow_head, spares=1)
+    for one in found:
+        assert isinstance(one.error, CheckFailed)
+        assert one.error.what.startswith("n0 is an outlier: matmul 0.5 TFLOP/s, 75 % below")
 
 
 def test_partner_of_a_node_that_hangs_is_not_blamed(signals: CollectedSignals) -> None:
-    def hangs_in_pairs(rank: int, order: Measure) -> Measured:
+    def hangs_in_pairs(rank: int, order: MeasureRequest) -> MeasureResult:
         if order.kind == "pair" and 2 in order.group:
-            return Measured(stage=order.stage, error="no partner", mute=rank == 2)
+            return MeasureResult(stage=order.stage, error="no partner", mute=rank == 2)
         return good(rank, order)
 
     found = preflight(4, signals, hangs_in_pairs, spares=1)
@@ -205,11 +200,11 @@ def test_partner_of_a_node_that_hangs_is_not_blamed(signals: CollectedSignals) -
 
 
 def test_nodes_that_hang_leave_their_partners_a_clean_record(signals: CollectedSignals) -> None:
-    def fails(rank: int, order: Measure) -> Measured:
+    def fails(rank: int, order: MeasureRequest) -> MeasureResult:
         hanging = {(0, 3): 3, (0, 2): 2}.get(order.group)
         if hanging is None and order.group != (0, 1):
             return good(rank, order)
-        return Measured(stage=order.stage, error="no partner", mute=rank == hanging)
+        return MeasureResult(stage=order.stage, error="no partner", mute=rank == hanging)
 
     found = preflight(4, signals, fails, spares=2)
     assert [one.left_out for one in found] == [(2, 3)] * 4
@@ -217,7 +212,7 @@ def test_nodes_that_hang_leave_their_partners_a_clean_record(signals: CollectedS
 
 
 def test_signal_ends_the_preflight_everywhere(signals: CollectedSignals) -> None:
-    def stopped(rank: int, order: Measure) -> Measured:
+    def stopped(rank: int, order: MeasureRequest) -> MeasureResult:
         if rank == 0:
             signals.note(signal.SIGTERM, None)
             os.write(signals._writer, b"x")

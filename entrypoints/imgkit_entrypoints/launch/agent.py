@@ -1,0 +1,605 @@
+"""The node agent: run torchrun, or one program, on this node and end it well.
+
+There is one agent on each node, and the head's agent decides about attempts (attempts.py). Three processes
+belong together: this one, which takes the signals and holds the connection to the other nodes; the guard,
+below which everything runs (guard.py); torchrun. Schedulers signal every process of a job step, so torchrun
+and its workers start with `STOP_SIGNALS` blocked. Only this process acts on them, by the stop flag
+(stop_protocol.py). A user program has them unblocked again (user_program.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import resource
+import secrets
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from imgkit_entrypoints import fence
+from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, EXIT_TOOL_FAILED, ImgkitError, NoPlan
+from imgkit_entrypoints.launch import failures, guard, guarded, nccl, plan, start_up, stop_protocol
+from imgkit_entrypoints.launch.attempts import Attempts, StartWatch
+from imgkit_entrypoints.launch.failures import LateRecords, NodeFailure
+from imgkit_entrypoints.launch.guarded import Deadline, GuardedCommand
+from imgkit_entrypoints.launch.progress import StepTimer
+from imgkit_entrypoints.launch.start_up import StartUp, process_began_s, start_began_s
+from imgkit_entrypoints.launch.stop_protocol import RESULT, SAVED, CollectedSignals, RunFolder, StopRequest
+from imgkit_entrypoints.launch.watchdog import Watchdog
+from imgkit_entrypoints.rollcall import gather
+from imgkit_entrypoints.rollcall.messages import (
+    CONNECTING,
+    STARTING,
+    WORKERS,
+    AllDone,
+    AttemptEnded,
+    AttemptStart,
+    EndAttempt,
+    NodeLost,
+    StopOrder,
+)
+from imgkit_entrypoints.rollcall.session import Event, HeadSession, Readable, Session
+from imgkit_entrypoints.schedulers.placement import Size
+
+if TYPE_CHECKING:
+    from imgkit_entrypoints.launch.plan import Timeouts
+    from imgkit_entrypoints.rollcall.messages import NodeInfo, RankFailure
+    from imgkit_entrypoints.schedulers.placement import Placement
+
+TICK_S = 1.0
+"""Longest time between two looks at the other nodes, the stop file and the workers."""
+PLAN_FILE = "launch.txt"
+EXPLAINED_CHARACTERS = 64 * 1024
+"""Last characters of the error output that are searched for known failures."""
+
+
+class State(Enum):
+    """What a node agent is doing; `NodeAgent` has the table of events."""
+
+    GATHER = "gather"
+    PREFLIGHT = "preflight"
+    START = "start"
+    WATCH = "watch"
+    STOP = "stop"
+    RESTART = "restart"
+    END = "end"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """What a node agent needs to know."""
+
+    argv: Sequence[str]
+    """The command; `plan.fill` replaces its markers."""
+    env: Mapping[str, str]
+    """The whole environment of the command; the stop protocol's variables and the line prefix are added.
+
+    IMGKIT_STOP_DIR is the parent of the node's stop folder; unset, the folder is a temporary one."""
+    placement: Placement
+    node: NodeInfo
+    """This node, as the others see it."""
+    timeouts: Timeouts
+    log: Callable[..., None]
+    """Prints one message of one or several lines."""
+    max_failures: int = 0
+    """Lost nodes and failed workers that the run survives by a new attempt."""
+    secret: bytes | None = None
+    """What all nodes of the run know, and no stranger; None: an open start."""
+    preflight: str | None = None
+    """The module that measures a node before the start; None: no preflight."""
+    log_dir: str | None = None
+    """Folder for the log of a failed run; None: the run's folder, or a temporary one."""
+    plan_text: str = ""
+    """Every setting with its reason, for `PLAN_FILE` in the run's folder."""
+
+
+class NodeAgent:
+    """One node of a run, from the meeting of all nodes to its exit code: a state machine.
+
+    ========= =================================== ========================================== ==========
+    state     what the agent does                 event                                      next state
+    ========= =================================== ========================================== ==========
+    gather    meets the agents of all nodes       all are there, ``--preflight``             preflight
+                                                  all are there                              start
+    preflight measures the node, with the others  the head has judged                        start
+    start     waits for the head's order (a spare the head starts an attempt with this node  watch
+              waits here), starts the command     the run is over, the head is lost          end
+                                                  a second signal, or no word after a stop   end
+    watch     reports hanging workers, ends a     a stop request, a failure on another node, stop
+              start that stalls                   a lost head, a start that stalls
+                                                  the command has ended                      restart
+    stop      waits until the program has saved,  the command has ended                      restart
+              then ends it by force
+    restart   explains a failure, and reports     reported                                   start
+              the end of the attempt to the head
+    end       marks a saved state, and returns
+              the exit code
+    ========= =================================== ========================================== ==========
+
+    An error (`ImgkitError`) leaves any state. On the head, `Attempts` reacts to the reports of all nodes
+    while the agent waits in any state: it orders the next attempt, or ends the run with one code for all.
+    """
+
+    def __init__(self, config: NodeConfig) -> None:
+        self.config = config
+        self.log = config.log
+        self.is_head = config.placement.node_rank == 0
+        self.job_id = config.placement.job_id or stop_protocol.LOCAL_JOB
+        self.stop: StopRequest | None = None
+        run_folder = self._shared_folder = RunFolder.of(config.env, config.log)
+        self._log_folder = str(run_folder.path) if run_folder else ""
+        if config.log_dir:
+            self._log_folder = str(Path(config.log_dir, f"node{config.placement.node_rank}"))
+        # All nodes share the folder, so the head looks after it.
+        self._run_folder = run_folder if self.is_head else None
+        self._signals = CollectedSignals()
+        self._deadline = Deadline()
+        """The end of the program by force; between attempts, the end of the waiting."""
+        self._session: Session | None = None
+        self._attempts: Attempts | None = None
+        """Set on the head."""
+        self._order: AttemptStart | None = None
+        """The attempt that the head has ordered."""
+        self._cancelled = 0
+        """The latest attempt that the head has ended."""
+        self._run_codes: tuple[int, ...] | None = None
+        """The exit code of the run, once the head has ended it."""
+        self._is_head_lost = False
+        self._command: GuardedCommand | None = None
+        self._attempt = 0
+        self._attempt_began = 0.0
+        self._code = EXIT_NO
+        """Exit code of this node alone in its latest attempt; at the end, that of the agent."""
+        self._failure: RankFailure | None = None
+        """The first failed worker of this node in the latest attempt."""
+        self._stall = ""
+        """Why the start of this attempt took too long; only the head knows."""
+        self._final_lines: tuple[str, ...] = ()
+        began_s = start_began_s(config.env, self._run_folder)
+        self._timer, self._start_up = StepTimer(began_s), StartUp(began_s)
+        self._run_id = secrets.token_hex(4)
+        self._stop_folder, self._open_files = Path(), 0
+        self._env: Mapping[str, str] = {}
+        # Of the current attempt:
+        self._watchdog: Watchdog
+        self._late_records: LateRecords
+        self._start_watch: StartWatch | None
+
+    def run(self) -> int:
+        """Meet the other nodes, run the command, supervise it, and return the exit code of this node.
+
+        Raises
+        ------
+        NoPlan : the roll call failed. ToolFailed : the command cannot be started. UsageError : a folder of
+        the run cannot be written, or a file in it prevents the run from starting. CheckFailed : the
+        preflight found more outliers than the run can do without.
+        """
+        env = self.config.env
+        parent = Path(env["IMGKIT_STOP_DIR"]) if env.get("IMGKIT_STOP_DIR") else None
+        with (
+            kept_file_limit() as self._open_files,
+            self._signals.collecting(),
+            stop_protocol.folder(parent, self.config.placement.node_rank) as self._stop_folder,
+        ):
+            if self._run_folder:
+                self._run_folder.refuse_unusable()
+                self._run_folder.clear()
+                self._write(PLAN_FILE, self.config.plan_text, "the reasons of the settings are not there")
+            try:
+                if self._shared_folder:  # on every node: none waits in the roll call for one that has refused
+                    self._shared_folder.refuse_stopped()
+                self._run_states()
+            except ImgkitError as error:
+                self._code = error.exit_code
+                raise
+            finally:
+                if self._final_lines:
+                    self.log(*self._final_lines)
+                # Last, for the job script:
+                text = f"{self.job_id} {self._code}\n"
+                loss = "the job script and imgkit status will not see how the run has ended"
+                self._write(RESULT, text, loss)
+        return self._code
+
+    def _run_states(self) -> None:
+        handlers: Mapping[State, Callable[[], State]] = {
+            State.GATHER: self._gather,
+            State.PREFLIGHT: self._measure,
+            State.START: self._start,
+            State.WATCH: self._watch,
+            State.STOP: self._stop_command,
+            State.RESTART: self._report,
+        }
+        state = State.GATHER
+        try:
+            while state is not State.END:
+                state = handlers[state]()
+            self._code = self._finish()
+        except NoPlan:
+            if not self._signals.received:
+                raise
+            self._code = 128 + self._signals.received[0]
+        finally:
+            if self._command:
+                self._command.close()
+            if self._session:
+                self._session.close()
+                if self.is_head and (line := self._timer.summary(self._session.placement.nnodes)):
+                    self.log(line)
+
+    @property
+    def session(self) -> Session:
+        """The connections to the other nodes, after they have met."""
+        assert self._session is not None  # noqa: S101 - every state after gather has it
+        return self._session
+
+    def _gather(self) -> State:
+        """Meet the agents of all nodes."""
+        config = self.config
+        self._start_up.ends("container", process_began_s())
+        self._start_up.ends("node_agent")
+        self._session = gather.meet(
+            config.placement,
+            config.node,
+            timeout_s=config.timeouts.rollcall_s,
+            log=self.log,
+            stop_reason=self._signals.first,
+            secret=config.secret,
+            can_restart=True,
+        )
+        for warning in self._session.warnings if self.is_head else ():
+            self.log(f"warning: {warning}")
+        self._start_up.ends("roll_call")
+        self._session.lost_after_s = config.timeouts.lost_after_s
+        guard.adopt_orphans()  # for the case that a guard itself is killed
+        self._env = self._command_env()
+        if isinstance(self._session, HeadSession):
+            size = self._session.placement.size or Size(training=self._session.placement.nnodes)
+            self._attempts = Attempts(
+                self._session, size, max_failures=config.max_failures, log=self.log, fence=self._fence
+            )
+        return State.PREFLIGHT if config.preflight else self._begin_attempts()
+
+    def _command_env(self) -> Mapping[str, str]:
+        """Return the environment of the command, the same in every attempt."""
+        config = self.config
+        env = {
+            # torchrun knows no host name: each line of --tee says [host:rank].
+            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": f"[{config.node.host.replace('$', '$$')}:${{rank}}]: ",
+            **config.env,
+            "IMGKIT_STOP_DIR": str(self._stop_folder),
+            "IMGKIT_JOB_ID": self.job_id,
+            **nccl.recorder_variables(config.env, config.node.software.torch, self.job_id),
+        }
+        return {**env, fence.VARIABLE: self._run_id} if self.is_head else env
+
+    def _fence(self, attempt: int) -> None:
+        """Let only workers of `attempt` write into the run's folder, if there may be another attempt."""
+        size = self.session.placement.size
+        if self._run_folder is None or (size is None and not self.config.max_failures):
+            return
+        if problem := fence.admit(self._run_folder.path, self.job_id, attempt, self._run_id):
+            self.log(f"warning: {problem}")
+
+    def _measure(self) -> State:
+        """Measure all nodes; the run goes on without those that are left out."""
+        from imgkit_entrypoints.launch.preflight.run import PreflightConfig, run_preflight
+
+        assert self.config.preflight  # noqa: S101 - else this state is skipped
+        size, nnodes = self.session.placement.size, self.session.placement.nnodes
+        needs = PreflightConfig(
+            module=self.config.preflight,
+            env=self._env,
+            open_files=self._open_files,
+            signals=self._signals,
+            log=self.log,
+            folder=self._run_folder.path if self._run_folder else None,
+            spares=nnodes - size.training if size else 0,
+        )
+        excluded = run_preflight(self.session, needs)
+        self._start_up.ends("preflight")
+        return self._begin_attempts(excluded)
+
+    def _begin_attempts(self, excluded: Collection[int] = ()) -> State:
+        if self._attempts:
+            self._attempts.start(excluded)
+        return State.START
+
+    def _start(self) -> State:
+        """Wait for the head's next attempt, and start the command in it."""
+        self._deadline = Deadline()
+        if self.stop:
+            self._deadline.set_within(self._patience_s(), "the other nodes are not done")
+        self._react()
+        while self._order is None:
+            if self._run_codes is not None or self._is_head_lost or self._signals.is_repeated:
+                return State.END
+            self._wait(self._signals)
+            self._react()
+            if self._deadline.is_due() and not self._is_head_lost:
+                self.log("the other nodes are not done; leaving without them")
+                return State.END
+        if self._is_head_lost:
+            return State.END
+        order, self._order = self._order, None
+        if order.attempt > 1 and (lines := self._failure_lines(of_previous=True)):
+            self.log(*lines)
+        self._failure = None
+        if order.node_rank is None:
+            return State.START
+        self._start_command(order, order.node_rank)
+        if self._command is None:
+            return State.RESTART
+        return State.STOP if self.stop else State.WATCH
+
+    def _start_command(self, order: AttemptStart, node_rank: int) -> None:
+        """Start the command of an attempt; nothing if the attempt is over before it has begun here."""
+        folder = self._stop_folder
+        self._attempt, self._attempt_began, self._code = order.attempt, time.time(), EXIT_NO
+        self._deadline, self._stall, self.session.phase = Deadline(), "", STARTING
+        stop_protocol.clear(folder)
+        if self.stop:  # it has come while the others started
+            self._raise_flag(self.stop)
+        self._late_records = LateRecords(folder)
+        hang_after_s = self.config.timeouts.hang_after_s
+        self._watchdog = Watchdog(
+            folder, self.config.node.host, hang_after_s, lambda: nccl.question(self._env)
+        )
+        self._start_watch = None
+        if isinstance(self._session, HeadSession):
+            self._start_watch = StartWatch(self._session, self.config.timeouts.rollcall_s)
+        first_s = self._timer.start_attempt(folder)
+        if order.attempt <= self._cancelled:
+            return
+        # A later attempt begins with torchrun.
+        parts = self._start_up if order.attempt == 1 else StartUp(time.monotonic())
+        argv = plan.fill(
+            self.config.argv,
+            attempt=order.attempt,
+            port=order.port,
+            nnodes=order.nnodes,
+            node_rank=node_rank,
+            logs=folder / "logs" / f"attempt{order.attempt}",
+        )
+        self._command = GuardedCommand(
+            argv,
+            {
+                **self._env,
+                "IMGKIT_ATTEMPT": str(order.attempt),
+                start_up.VARIABLE: parts.text(),
+                start_up.FIRST_ATTEMPT: f"{first_s:.3f}",
+            },
+            self.log,
+            repeats_warnings=self.is_head,
+            open_files=self._open_files,
+        )
+        if order.attempt > 1 and self._attempts:
+            waited_s = time.monotonic() - self._attempts.failed_at
+            self.log(f"torchrun starts again {waited_s:.1f} s after the failure was noticed")
+
+    def _watch(self) -> State:
+        """Watch the command until it has ended, or has to end."""
+        while self._is_running():
+            if self.stop or self._deadline.at < float("inf"):
+                return State.STOP
+        return State.RESTART
+
+    def _stop_command(self) -> State:
+        """Wait until the program has saved and ended; from the deadline on, end it by force."""
+        while self._is_running():
+            if self._deadline.is_due() and self._command:
+                if not self._deadline.is_forced:
+                    self.log(f"ending the program: {self._deadline.reason}")
+                self._command.send(self._deadline.next_step())
+        return State.RESTART
+
+    def _is_running(self) -> bool:
+        """React to whatever happens within a tick; return False once nothing of the command is left."""
+        session, command = self.session, self._command
+        assert command is not None  # noqa: S101 - the states that watch it have it
+        self._wait(command, self._signals)
+        if not command.read():
+            return False
+        self._react()
+        session.positions = self._watchdog.positions
+        if session.phase not in (WORKERS, CONNECTING):
+            session.phase = start_up.read_phase(self._stop_folder)
+        elif self._watchdog.connects(self.config.node.nproc):
+            session.phase = CONNECTING
+        else:
+            session.phase = WORKERS
+        if self._start_watch and not self._stall and (reason := self._start_watch.stalled()):
+            self._stall = reason
+            self._deadline.set_now(reason)
+        if self._attempts and self._attempts.have_others_ended():
+            stop_protocol.release(self._stop_folder)
+        for report in self._watchdog.look(session.run_positions):
+            self.log(*report.split("\n"))
+        for lines in self._late_records.look():
+            self.log(*lines)
+        return True
+
+    def _report(self) -> State:
+        """Explain how the attempt has ended on this node, and report it to the head."""
+        command, self._command = self._command, None
+        if command:
+            self._code = self._node_code(command.wait())
+            if self._code not in (0, EXIT_SAVED):
+                self._failure = self._first_failure(command)
+                self._explain(command)
+        self._timer.end_attempt(self._stop_folder)
+        self.session.positions = None
+        report = AttemptEnded(
+            code=self._code,
+            attempt=self._attempt,
+            position=self._watchdog.furthest(),
+            failure=self._failure,
+        )
+        self.session.report_end(report)
+        return State.START
+
+    def _node_code(self, code: int) -> int:
+        """Return the exit code of this node alone, where its command ended with `code`."""
+        step, problem = stop_protocol.saved_step(self._stop_folder, self.job_id)
+        if problem:
+            self.log(f"warning: {problem}")
+        if step is not None:
+            self.log(f"state saved at step {step}")
+            return EXIT_SAVED
+        if code == 0:
+            return 0
+        if self._is_head_lost or self._stall:
+            return EXIT_TOOL_FAILED
+        if self._deadline.is_forced:
+            return 128 + self._signals.received[0] if self._signals.received else EXIT_NO
+        if code == -signal.SIGKILL:
+            self.log(
+                "the program was killed (SIGKILL), often by the kernel because memory ran out: "
+                "dmesg | grep -i oom"
+            )
+        return code if code > 0 else 128 - code
+
+    def _first_failure(self, command: GuardedCommand) -> RankFailure | None:
+        """Return the worker of this node that failed first, and write the log."""
+        is_killed = not self._deadline.is_forced and command.code is not None
+        killed_by = max(0, -(command.code or 0)) if is_killed else 0
+        failure = failures.of_node(self._stop_folder, killed_by)
+        if failure is None:
+            return None
+        node_rank = self.session.placement.node_rank
+        log = failures.write_log(command.tail(), self._log_folder, node_rank, self._attempt)
+        return dataclasses.replace(failure, log=log)
+
+    def _explain(self, command: GuardedCommand) -> None:
+        """Report what is known about a failure of the attempt."""
+        of_rank = self._failure is not None and self._failure.rank is not None
+        # What is known of a killed rank is in the final message.
+        is_silent = of_rank and self._failure is not None and not self._failure.lines
+        if not self.stop and not self._deadline.is_forced and not is_silent:
+            from imgkit_entrypoints.launch import explain
+
+            is_alone = self.session.placement.nnodes == 1
+            has_cause = of_rank and not (self._failure and self._failure.after_peer and is_alone)
+            output = command.tail()[-EXPLAINED_CHARACTERS:]
+            for explanation in explain.explain(output, has_cause=has_cause):
+                self.log(*explanation.lines)
+        if dumps := nccl.recorder_dumps(self._env, self._attempt_began):
+            self.log(dumps)
+
+    def _failure_lines(self, *, of_previous: bool = False) -> tuple[str, ...]:
+        """Return the lines about a failed run; `of_previous`: about the attempt before this one."""
+        session = self.session
+        name = session.node_name(session.placement.node_rank, self.config.node.host)
+        if self._stall:  # what the ranks have left is a consequence
+            return (self._stall,)
+        if isinstance(session, HeadSession):
+            return failures.of_run(session, name, self.log, of_previous=of_previous)
+        if self._failure is None:
+            return ()
+        failure = NodeFailure(at=0.0, node=name, failure=self._failure)
+        return failures.block(failure) if self._is_head_lost else (failures.one_line(failure),)
+
+    def _finish(self) -> int:
+        """Return the exit code of this node; leave the mark of a saved state for the job script."""
+        if self._run_codes:
+            code = self._run_codes[0]
+        elif self._is_head_lost:
+            code = EXIT_TOOL_FAILED
+        elif self._signals.received and self._code != EXIT_SAVED:
+            code = 128 + self._signals.received[0]
+        else:
+            code = self._code
+        if code not in (0, EXIT_SAVED):
+            self._final_lines = self._failure_lines()
+        if code == EXIT_SAVED and self.stop and not self.stop.requeue:
+            return 0  # a person asked for it: nobody is to requeue the job
+        if code == EXIT_SAVED:
+            # A scheduler's exit code does not say that the state was saved: Slurm reports the code of a task
+            # that it has killed.
+            mark = stop_protocol.read_mark(self._stop_folder)
+            self._write(SAVED, mark, "the job script will not see that the state was saved")
+        return code
+
+    def _write(self, name: str, text: str, loss: str) -> None:
+        """Write a file into the run's folder; where that fails, warn of the `loss`."""
+        if self._run_folder is None or not text:
+            return
+        try:
+            self._run_folder.write(name, text)
+        except OSError as error:
+            self.log(f"warning: {self._run_folder.path}: {error.strerror}; {loss}")
+
+    def _patience_s(self) -> float:
+        """Return the seconds that the others have to save and end, in which this node has nothing to do."""
+        return self.config.timeouts.grace_s + 3 * guarded.END_STEP_S
+
+    def _wait(self, *sources: Readable) -> None:
+        self.session.wait(sources, min(TICK_S, max(0.0, self._deadline.at - time.monotonic())))
+        self._signals.drain()
+
+    def _react(self) -> None:
+        """React to the other nodes, the signals, the stop file and, on the head, the reports of all nodes."""
+        for event in self.session.poll():
+            self._handle(event)
+        if self._signals.is_repeated and not self._deadline.is_forced:
+            self._deadline.set_within(0.0, "a second signal")
+        elif self._signals.received and not self.stop:
+            self._stop_all(StopRequest(reason=self._signals.first(), requeue=True))
+        if self._run_folder and not self.stop and (request := self._run_folder.request()):
+            self._stop_all(request)
+        if self._attempts:
+            self._attempts.check(stopped=self.stop is not None)
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case StopOrder():
+                reason = f"{event.reason} on {event.node}"
+                self.request_stop(StopRequest(reason=reason, requeue=event.requeue))
+            case AttemptStart():
+                self._order = event
+            case EndAttempt():
+                self._cancelled = event.attempt
+                if self._command:
+                    self._deadline.set_now(event.reason)
+            case NodeLost():
+                self._is_head_lost = True
+                self.log(f"lost {event.node}: {event.reason}")
+                self._deadline.set_now(f"lost {event.node}")
+            case AllDone():
+                self._run_codes = event.codes
+
+    def _stop_all(self, request: StopRequest) -> None:
+        self.session.ask_stop(request.reason, requeue=request.requeue)
+        self.request_stop(request)
+
+    def request_stop(self, request: StopRequest) -> None:
+        """Ask the program to save and end, once. Of two requests, the one of a person counts."""
+        if self.stop:
+            self.stop = request if self.stop.requeue else self.stop
+            return
+        self.stop = request
+        if self._command:
+            self._raise_flag(request)
+        else:
+            self._deadline.set_within(self._patience_s(), "the other nodes are not done")
+
+    def _raise_flag(self, request: StopRequest) -> None:
+        grace_s = self.config.timeouts.grace_s
+        stop_protocol.raise_flag(self._stop_folder, request.reason)
+        self.log(f"{request.reason}: asked the program to save and end, waiting up to {grace_s:g} s")
+        self._deadline.set_within(grace_s, "the grace time is over")
+
+
+@contextlib.contextmanager
+def kept_file_limit() -> Iterator[int]:
+    """Yield this process' soft limit of open files, and restore it: the roll call may raise it."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        yield soft
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
