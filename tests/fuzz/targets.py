@@ -21,7 +21,7 @@ from typing import Any
 
 import mutate
 
-from imgkit_builder.archive import compressed, oci_folder, read, sidecar
+from imgkit_builder.archive import compressed, oci_folder, read, sidecar, stored
 from imgkit_builder.archive.tar_read import TarStream
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Silent
@@ -201,6 +201,12 @@ def _walk(layers: tree.Stack) -> None:
             left -= len(piece)
             if left < 0:
                 return
+
+
+def _lay_out(data: bytes, folder: Path) -> object:
+    limit = 8 << 20
+    with stored.opened(_put(folder, data), folder, unpack_limit_bytes=limit) as image:
+        return oci_folder.write_layout(image, folder / "laid", Silent(), unpack_limit_bytes=limit)
 
 
 def _verify_archive(path: Path) -> None:
@@ -574,9 +580,7 @@ TARGETS = (
     ),
     Target(
         name="archive",
-        run=lambda data, folder: oci_folder.from_archive(
-            _put(folder, data), folder / "laid", Silent(), unpack_limit_bytes=8 << 20
-        ),
+        run=_lay_out,
         seeds=lambda: [*_archives(), *(gzip.compress(one, 1, mtime=0) for one in _archives()[:1])],
         change=mutate.in_tar,
     ),

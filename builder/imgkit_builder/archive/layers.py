@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from imgkit_builder.archive import read
 from imgkit_builder.archive.compressed import Allowance
 from imgkit_builder.archive.stored import Digest, Region, Spool, StoredImage, StoredLayer
 from imgkit_builder.archive.tar_read import (
@@ -119,14 +118,7 @@ def _begin(
 
 def _compare(image: StoredImage, begun: Sequence[_Begun]) -> None:
     for number, one in enumerate(begun, 1):
-        found, wanted = one.sha256(), one.layer.diff_id.removeprefix("sha256:")
-        if found != wanted:
-            raise CheckFailed(
-                f"layer {number} of {len(image.layers)} is damaged: its sha256 is {found}, "
-                f"should be {wanted}",
-                where=image.where,
-                hint=read.AGAIN,
-            )
+        image.refuse_other_digest(number, one.sha256())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +166,8 @@ class LayerTree:
         self._layer = -1
         self._links: dict[int, str] = {}
         """Targets of symlinks."""
+        self._special: dict[int, bytes] = {}
+        """Types of devices and FIFOs."""
         self._linked: set[tuple[int, str]] = set()
         """Hard links of this layer to files of lower layers: identity of the folder, and name."""
 
@@ -202,6 +196,59 @@ class LayerTree:
             node = node.children.get(part)
         return node is not None
 
+    def kind(self, path: str) -> bytes | None:
+        """Return the type of what a process opens at `path` if the image is its root; None: there is nothing.
+
+        Raises
+        ------
+        CheckFailed : its links lead to themselves.
+        """
+        folders, missing = self._walk(path.split("/"), path)
+        if not missing:
+            return DIRECTORY
+        node = folders[-1][1].children.get(missing[0])
+        return self._leaf_kind(node) if len(missing) == 1 and isinstance(node, int) else None
+
+    def escape(self, path: str) -> tuple[str, str] | None:
+        """Return path and target of the link through which `path` leaves the image if the host follows it.
+
+        A link that leads to itself counts. The result is None if `path` stays in the image.
+        """
+        parts: list[str] = []
+        link, hops = None, 0
+        waiting = path.split("/")[::-1]
+        while waiting:
+            part = waiting.pop()
+            if part == "..":
+                if not parts:
+                    return link
+                parts.pop()
+            elif part not in ("", "."):
+                parts.append(part)
+                node = self._node(parts)
+                if not isinstance(node, int) or (target := self._links.get(node)) is None:
+                    continue
+                link, hops = ("/".join(parts), target), hops + 1
+                if target.startswith("/") or hops > _MOST_HOPS:
+                    return link
+                parts.pop()
+                waiting += target.split("/")[::-1]
+        return None
+
+    def special_files(self, path: str) -> Iterator[tuple[str, bytes, str]]:
+        """Yield path, type and target of all links, devices and FIFOs at and below `path`, sorted by path.
+
+        Links are not followed. What is no link has an empty target.
+        """
+        waiting = [path]
+        while waiting:
+            path = waiting.pop()
+            node = self._node(path.split("/"))
+            if isinstance(node, _Folder):
+                waiting += (f"{path}/{name}" for name in sorted(node.children, reverse=True))
+            elif node is not None and (kind := self._leaf_kind(node)) != REGULAR:
+                yield path, kind, self._links.get(node, "")
+
     def plan(self) -> Plan:
         """What shows; takes the tree apart, so that its memory is free."""
         folders: list[tuple[str, FolderEntry | None]] = []
@@ -222,6 +269,16 @@ class LayerTree:
                     number = node & ((1 << _LAYER_SHIFT) - 1)
                     shown[number] = (path + name, *shown.get(number, ()))
         return Plan(folders=tuple(folders), names=names)
+
+    def _node(self, parts: Sequence[str]) -> _Node | None:
+        """Return what lies at a path, without following links."""
+        node: _Node | None = self._root
+        for part in parts:
+            node = node.children.get(part) if isinstance(node, _Folder) else None
+        return node
+
+    def _leaf_kind(self, number: int) -> bytes:
+        return SYMLINK if number in self._links else self._special.get(number, REGULAR)
 
     def _parts(self, member: Member) -> list[str]:
         parts = [part for part in member.name.split("/") if part not in ("", ".")]
@@ -253,6 +310,8 @@ class LayerTree:
             node = number
             if member.kind == SYMLINK:
                 self._links[number] = member.link
+            elif member.kind != REGULAR:
+                self._special[number] = member.kind
         elif member.kind != DIRECTORY:
             raise self._refused(member, f"its type {member.kind!r} is not file, folder, link, device or FIFO")
         folder = self._enter(found, missing)

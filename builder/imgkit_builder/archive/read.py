@@ -9,7 +9,6 @@ are looked up and never used as paths. Standard library only.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import posixpath
@@ -21,7 +20,7 @@ from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
 from imgkit_builder.archive import compressed
 from imgkit_builder.archive.compressed import CHUNK_BYTES, Allowance, Compress
-from imgkit_builder.archive.tar_read import HARD_LINK, REGULAR, SYMLINK, TarStream
+from imgkit_builder.archive.tar_read import HARD_LINK, REGULAR, SYMLINK, Member, TarStream
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.oci.config import ImageConfig, parse_config
 from imgkit_entrypoints import files, json_text
@@ -128,10 +127,8 @@ class SelectedImage(Generic[File]):
             raise CheckFailed(fault, where=where, hint=AGAIN)
 
 
-def members(
-    chunks: Iterator[bytes], store: Callable[[str, int, Iterator[memoryview]], File], *, where: str
-) -> Members[File]:
-    """Read the tar in `chunks` to its end; `store` takes name, size in bytes and bytes of each regular file.
+def members(stream: TarStream, store: Callable[[Member], File], *, where: str) -> Members[File]:
+    """Read the headers of an archive to its end; `store` returns a regular file, and may read its body.
 
     Raises
     ------
@@ -139,15 +136,13 @@ def members(
     UsageError : far too many members for an image.
     """
     found: Members[File] = Members()
-    stream = TarStream(chunks, name=where)
     for number, member in enumerate(stream):
         if number >= MAX_MEMBERS:
             raise _no_image(f"it has more than {MAX_MEMBERS} members", where)
         if member.kind == REGULAR:
-            found.add(member.name, store(member.name, member.size_bytes, stream.body()))
+            found.add(member.name, store(member))
         elif member.kind in (SYMLINK, HARD_LINK):
             found.add_link(member.name, member.link, symbolic=member.kind == SYMLINK)
-    stream.drain()
     return found
 
 
@@ -372,8 +367,13 @@ def digest_archive(
         unpacked = compressed.unpacked(whole, compress, name=where, allowance=allowance)
         try:
             with contextlib.closing(unpacked) as chunks:
-                store = functools.partial(_hashed, allowance, _Documents(where))
-                found = members(chunks, store, where=where)
+                stream, documents = TarStream(chunks, name=where), _Documents(where)
+
+                def store(member: Member) -> HashedFile:
+                    return _hashed(allowance, documents, member.name, member.size_bytes, stream.body())
+
+                found = members(stream, store, where=where)
+                stream.drain()
             wrong = _wrong_blobs(found)
             image = select(found.find, where=where)
             if not image.config.os:

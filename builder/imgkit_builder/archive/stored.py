@@ -24,15 +24,7 @@ from types import MappingProxyType
 from imgkit_builder.archive import compressed, read
 from imgkit_builder.archive.compressed import Allowance
 from imgkit_builder.archive.read import MAX_JSON_BYTES, SelectedImage
-from imgkit_builder.archive.tar_read import (
-    HARD_LINK,
-    REGULAR,
-    SYMLINK,
-    Member,
-    TarLimits,
-    TarStream,
-    expanded,
-)
+from imgkit_builder.archive.tar_read import Member, TarLimits, TarStream, expanded
 from imgkit_builder.base import files
 from imgkit_builder.base.files import FULL
 from imgkit_builder.base.sizes import size_text
@@ -184,6 +176,46 @@ class StoredImage:
         """Size of the layers that are compressed."""
         return sum(layer.region.size_bytes for layer in self.layers if layer.compress != "none")
 
+    def refuse_other_digest(self, number: int, sha256: str) -> None:
+        """Raise CheckFailed unless `sha256` is that of the plain bytes of layer `number`, counted from 1."""
+        expected = self.layers[number - 1].diff_id.removeprefix("sha256:")
+        if sha256 != expected:
+            raise CheckFailed(
+                f"layer {number} of {len(self.layers)} is damaged: its sha256 is {sha256}, "
+                f"should be {expected}",
+                where=self.where,
+                hint=read.AGAIN,
+            )
+
+
+@contextlib.contextmanager
+def opened(
+    path: Path,
+    folder: Path,
+    *,
+    advance: Callable[[int], None] = lambda _: None,
+    unpack_limit_bytes: int | None = None,
+) -> Iterator[StoredImage]:
+    """Yield the image of the archive or OCI folder `path`; unpack a compressed archive to `folder` first.
+
+    `advance` gets the number of bytes unpacked so far.
+
+    Raises
+    ------
+    CheckFailed : damaged, or larger than the limit once unpacked.
+    UsageError : several images, none, or no image archive at all.
+    ToolMissing : a zstd archive and no ``zstd`` program.
+    """
+    if path.is_dir() or compressed.kind(path) == "none":
+        yield open_image(path)
+        return
+    plain, where = folder / "spool.tar", str(path)
+    allowance = Allowance(path.stat().st_size, where, unpack_limit_bytes)
+    with contextlib.closing(compressed.chunks(path, allowance=allowance)) as chunks:
+        digests = spool(chunks, plain, where=where, advance=advance)
+    yield open_image(plain, where=where, digests=digests)
+    plain.unlink()
+
 
 def spool(
     chunks: Iterator[bytes], path: Path, *, where: str, advance: Callable[[int], None]
@@ -212,13 +244,15 @@ def spool(
                 advance(done)
                 yield chunk
 
-        stream = TarStream(written(), name=where, limits=TarLimits(entries=read.MAX_MEMBERS))
-        for member in stream:
-            if member.kind == REGULAR:
-                digest = hashlib.sha256()
-                for piece in stream.body():
-                    digest.update(piece)
-                found[member.place] = digest.hexdigest()
+        def store(member: Member) -> Region:
+            digest = hashlib.sha256()
+            for piece in stream.body():
+                digest.update(piece)
+            found[member.place] = digest.hexdigest()
+            return Region(path=path, start=member.place, size_bytes=member.size_bytes)
+
+        stream = TarStream(written(), name=where)
+        read.members(stream, store, where=where)
         stream.drain()
     return found
 
@@ -261,15 +295,14 @@ def _in_archive(path: Path, where: str) -> SelectedImage[Region]:
         diff_id="",
         name=where,
         compress="none",
-        limits=TarLimits(entries=read.MAX_MEMBERS),
+        limits=TarLimits(),
     )
-    members: read.Members[Region] = read.Members()
+
+    def store(member: Member) -> Region:
+        return Region(path=path, start=member.place, size_bytes=member.size_bytes)
+
     with whole.open(bodies=False) as stream:
-        for member in stream:
-            if member.kind == REGULAR:
-                members.add(member.name, Region(path=path, start=member.place, size_bytes=member.size_bytes))
-            elif member.kind in (SYMLINK, HARD_LINK):
-                members.add_link(member.name, member.link, symbolic=member.kind == SYMLINK)
+        members = read.members(stream, store, where=where)
     return read.select(members.find, where=where)
 
 

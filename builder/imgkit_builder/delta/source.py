@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from imgkit_builder.archive import oci_folder
+from imgkit_builder.archive import oci_folder, stored
 from imgkit_builder.archive.oci_folder import Laid
 from imgkit_builder.archive.tar_read import REGULAR
 from imgkit_builder.base.progress import Reporter
@@ -205,11 +205,7 @@ def _common(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def _saved(image: EngineImage, folder: Path, report: Reporter) -> list[tree.Layer]:
-    report.stage(f"save {image.name} from the engine")
-    with image.save() as chunks:
-        laid = oci_folder.from_chunks(
-            chunks, folder, name=image.name, report=report, expected_bytes=image.size_bytes
-        )
+    laid = _laid(image, folder, report, None)
     # Equal layers are one file, but need one object each: their places in the stack differ.
     return [Tar(folder / "blobs/sha256" / one.removeprefix("sha256:")) for one in laid.config.diff_ids]
 
@@ -250,6 +246,8 @@ def opened(
         yield _of_layers(found.name, found.config, [Folder(folder) for folder in folders])
         return
     beside = Path.cwd() if isinstance(found, EngineImage) else found.path.absolute()
+    if isinstance(found, EngineImage):
+        report.note(f"{found.why_unreadable()}: imgkit reads the whole image")
     with scratch(beside) as folder:
         laid = _laid(found, folder / "image", report, unpack_limit_bytes)
         name = found.name if isinstance(found, EngineImage) else str(found.path)
@@ -329,15 +327,20 @@ def _of_layers(name: str, config: ImageConfig, layers: Sequence[tree.Layer]) -> 
 def _laid(
     found: Archive | OciFolder | EngineImage, folder: Path, report: Reporter, unpack_limit_bytes: int | None
 ) -> Laid:
-    if isinstance(found, Archive):
-        report.stage(f"unpack {found.path.name}")
-        return oci_folder.from_archive(found.path, folder, report, unpack_limit_bytes=unpack_limit_bytes)
-    if isinstance(found, OciFolder):
-        report.stage(f"read {found.path.name}")
-        return oci_folder.from_folder(found.path, folder, report, unpack_limit_bytes=unpack_limit_bytes)
-    report.stage(f"save {found.name} from the engine")
-    report.note(f"{found.why_unreadable()}: imgkit reads the whole image")
-    with found.save() as chunks:
-        return oci_folder.from_chunks(
-            chunks, folder, name=found.name, report=report, expected_bytes=found.size_bytes
-        )
+    folder.mkdir(parents=True)
+    if isinstance(found, EngineImage):
+        report.stage(f"save {found.name} from the engine")
+        plain, total = folder / "spool.tar", found.size_bytes
+        with found.save() as chunks:
+            digests = stored.spool(
+                chunks, plain, where=found.name, advance=lambda done: report.advance(done, total)
+            )
+        saved = stored.open_image(plain, where=found.name, digests=digests)
+        laid = oci_folder.write_layout(saved, folder, report, unpack_limit_bytes=unpack_limit_bytes)
+        plain.unlink()
+        return laid
+    report.stage(f"read {found.path.name}")
+    with stored.opened(
+        found.path, folder, advance=report.advance, unpack_limit_bytes=unpack_limit_bytes
+    ) as image:
+        return oci_folder.write_layout(image, folder, report, unpack_limit_bytes=unpack_limit_bytes)

@@ -8,7 +8,6 @@ paths in `_FOLDERS` and `_FILES` are those of its build, seen with strace.
 
 from __future__ import annotations
 
-import contextlib
 import posixpath
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 from imgkit_builder.archive import oci_folder, tar_read
 from imgkit_builder.archive.oci_folder import Laid
 from imgkit_builder.archive.tar_read import AUFS, HARD_LINK, OPAQUE, SYMLINK, WHITEOUT, Member
-from imgkit_builder.sif import check, conversion, mksquashfs
+from imgkit_builder.sif import check, conversion, mksquashfs, stream
 from imgkit_builder.sif.conversion import (
     Archive,
     Compression,
@@ -40,23 +39,9 @@ _MOST_HOPS = 255
 
 def lay_out(source: Archive | OciFolder | EngineImage | Piped, job: ConversionJob) -> Laid:
     """Write an OCI folder into the workspace, under the name of the image."""
-    folder, clock, limit = job.work.folder / "layout", job.clock, job.options.unpack_limit_bytes
-    if isinstance(source, Archive):
-        clock.stage(f"read {source.path.name}")
-        laid = oci_folder.from_archive(source.path, folder, clock, unpack_limit_bytes=limit)
-    elif isinstance(source, Piped):
-        clock.stage("read standard input")
-        with contextlib.closing(source.chunks()) as plain:
-            laid = oci_folder.from_chunks(plain, folder, name="standard input", report=clock)
-    elif isinstance(source, OciFolder):
-        clock.stage(f"read {source.path.name}")
-        laid = oci_folder.from_folder(source.path, folder, clock, unpack_limit_bytes=limit)
-    else:
-        clock.stage(f"save {source.name} from the engine")
-        with source.save() as chunks:
-            laid = oci_folder.from_chunks(
-                chunks, folder, name=source.name, report=clock, expected_bytes=source.size_bytes
-            )
+    folder, limit = job.work.folder / "layout", job.options.unpack_limit_bytes
+    with stream.stored_image(job, source) as image:
+        laid = oci_folder.write_layout(image, folder, job.clock, unpack_limit_bytes=limit)
     name = name_of(source, laid.names)
     layers = (laid.folder / "blobs/sha256" / one.removeprefix("sha256:") for one in laid.config.diff_ids)
     refuse_links(layers, where=name)

@@ -22,7 +22,7 @@ from labkit import imgkit, imgkit_json, ordinary_user, output
 from stored_images import archive, only
 
 from imgkit_builder import engine as engines
-from imgkit_builder.archive import oci_folder
+from imgkit_builder.archive import oci_folder, stored
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.delta import tree as layer_tree
 from imgkit_builder.delta.source import mounted
@@ -169,7 +169,7 @@ def test_attributes_are_the_same_from_every_source(tmp_path: Path) -> None:
         info.pax_headers = notes if name == "noted" else {**notes, f"{pax}security.capability": capability}
         members.append((info, b""))
     (tmp_path / "x.tar").write_bytes(archive([members]).replace(b"made:latest", tag.encode()))
-    oci_folder.from_archive(tmp_path / "x.tar", tmp_path / "oci", Silent())
+    oci_folder.write_layout(stored.open_image(tmp_path / "x.tar"), tmp_path / "oci", Silent())
     output("docker", "load", "-i", tmp_path / "x.tar")
     try:
         engine = engines.local_image(engines.connect(), tag)
@@ -254,7 +254,7 @@ def test_archive_same_image(lab: Lab) -> None:
 
 
 def test_oci_folder_same_image(lab: Lab, tmp_path: Path) -> None:
-    oci_folder.from_archive(lab.archive, tmp_path / "oci", Silent())
+    oci_folder.write_layout(stored.open_image(lab.archive), tmp_path / "oci", Silent())
     done = sif(tmp_path / "oci", "-o", "oci.sif", "--compression", "gzip", folder=lab.folder)
     superblock = image.squashfs(image.read(lab.folder / "oci.sif"))
     assert superblock is not None
