@@ -54,7 +54,7 @@ from imgkit_builder.remote import check as far_check
 from imgkit_builder.remote import fetch, gc, store
 from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import Connection
-from imgkit_builder.sif import image, runtime_build, sqsh, table
+from imgkit_builder.sif import image, runtime_build, sqsh
 from imgkit_entrypoints import fabric, facts, json_text, system
 from imgkit_entrypoints.apps.train.options import file_arguments
 from imgkit_entrypoints.doctor import node
@@ -286,11 +286,11 @@ def _sifs() -> list[bytes]:
     bodies = ((image.DataType.PARTITION, squashfs, b"root"), (image.DataType.JSON, record, b"imgkit"))
     for number, (kind, body, name) in enumerate(bodies, 1):
         extra = image._PARTITION.pack(1, 2, b"02\0") if kind == image.DataType.PARTITION else b""
-        rows += table.DESCRIPTOR.pack(
+        rows += image.DESCRIPTOR.pack(
             kind, 1, number, 0xF0000001, 0, at, len(body), len(body), *(0,) * 4, name, extra
         )
         at += len(body)
-    head = table.HEADER.pack(
+    head = image.HEADER.pack(
         b"#!", image.MAGIC, b"01\0", b"02\0", bytes(16), 0, 0, 1, 3, 128, 3 * 585, 128 + 3 * 585, at
     )
     return [head + rows + bytes(585) + squashfs + record]

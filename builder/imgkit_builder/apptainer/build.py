@@ -26,12 +26,13 @@ from imgkit_builder.image.instructions import Definition
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe.model import Recipe
-from imgkit_builder.sif import check, conversion, convert, coverage, mksquashfs, runtime, runtime_build, table
+from imgkit_builder.sif import check, conversion, convert, entries, frame, mksquashfs, runtime, runtime_build
 from imgkit_builder.sif import image as sif_image
-from imgkit_builder.sif.conversion import Archive, Clock, Compression, ConversionJob, Options, Stage
+from imgkit_builder.sif.conversion import Clock, Compression, ConversionJob, Options, Stage
+from imgkit_builder.sif.entries import Archive
+from imgkit_builder.sif.frame import NewObject
 from imgkit_builder.sif.image import DataType, ImgkitRecord, SifImage
 from imgkit_builder.sif.runtime import RuntimeTool
-from imgkit_builder.sif.table import NewObject
 from imgkit_builder.sif.workspace import remove_leftovers, tmp_base, workspace
 from imgkit_entrypoints import __version__
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed
@@ -84,8 +85,8 @@ def build(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
 
 
 def _packing(tool: RuntimeTool, options: Options) -> Compression:
-    lacks = mksquashfs.lacks_zstd(mksquashfs.find())
-    return conversion.choose_compression(tool.capabilities, options.compression, lacks_zstd=lacks)
+    zstd_error = mksquashfs.zstd_error(mksquashfs.find())
+    return conversion.choose_compression(tool.capabilities, options.compression, zstd_error=zstd_error)
 
 
 def plan(request: SifRequest, pack: Pack, report: Reporter) -> BuildPlan:
@@ -129,7 +130,9 @@ def _brought(base: Start, job: ConversionJob) -> Start:
         (folder / definition.FILE).symlink_to(base.source.path)
     elif base.bootstrap == "oci":
         assert not isinstance(base.source, Registry)  # noqa: S101 - for the type checker
-        laid = runtime_build.lay_out(base.source, job)
+        limit = job.options.unpack_limit_bytes
+        with entries.opened(base.source, job.work.folder, job.clock, unpack_limit_bytes=limit) as image:
+            laid = runtime_build.lay_out(image, job)
         next(job.work.folder.glob("*/oci-layout")).parent.rename(folder / definition.FOLDER)
         if isinstance(base.source, Archive) and not base.known:
             return definition.identified(base, laid.config, laid.names)
@@ -249,17 +252,16 @@ def earlier(
         return definition.definition(request.recipe, base, dated).text.strip() == old.strip()
 
     target = request.target.absolute()
-    found = None if request.options.force else coverage.undamaged(target, same)
-    if found is None:
+    sif = None if request.options.force else sif_image.intact(target, same)
+    if sif is None or sif.record is None:
         return None
-    sif, record = found
     remove_leftovers(target)  # a run that was killed after it had put the file in place
     return BuiltSif(
         path=target,
         size_bytes=sif.size_bytes,
         arch=sif.arch,
         base=base.image,
-        record=record,
+        record=sif.record,
         labels=definition.labels(sif),
         checks=(),
         up_to_date=True,
@@ -278,7 +280,7 @@ def finish(
     """Check, describe, test, publish."""
     part, clock, target = job.work.part, job.clock, request.target.absolute()
     clock.stage("check")
-    sif, _ = check.structure(part, config=None, layer_bytes=None)
+    sif = sif_image.structure(part)
     labels = {name: str(value) for name, value in definition.labels(sif).items()}
     check.compare_labels(labels, {name: value for name, value in planned.labels.items() if value}, part)
     record = _described(request, part, sif, labels, job)
@@ -323,8 +325,8 @@ def _described(
         "rootfs": {"type": "squashfs", "diff_ids": list(diff_ids)},
     }
     raw = json.dumps(config, indent=1, sort_keys=True).encode()
-    assert sif.root is not None  # noqa: S101 - for the type checker: `check.structure` found it
-    table.add(part, NewObject(datatype=DataType.JSON, name=_CONFIG_OBJECT, group=sif.root.group, data=raw))
+    group = sif.require_root().group
+    frame.add(part, NewObject(datatype=DataType.JSON, name=_CONFIG_OBJECT, group=group, data=raw))
     record = ImgkitRecord(
         image_id=f"sha256:{hashlib.sha256(raw).hexdigest()}",
         diff_ids=diff_ids,
@@ -335,7 +337,7 @@ def _described(
         imgkit=__version__,
         source=request.recipe.name,
     )
-    coverage.put_record(part, record)
+    frame.put_record(part, record)
     return record
 
 
@@ -344,7 +346,7 @@ def _smoke(part: Path, arch: str, manifest: Manifest, job: ConversionJob) -> Seq
     tool = job.tool
     job.clock.stage("smoke test")
     isolated = runtime.isolation(tool)
-    job.clock.note(isolated.said("python3"))
+    job.clock.note(isolated.description("python3"))
     results = smoke.check(
         lambda argv: runtime.attempt(tool, runtime.exec_arguments(part, argv, isolated)),
         arch=arch,

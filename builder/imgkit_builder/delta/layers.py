@@ -33,7 +33,7 @@ from imgkit_builder.archive.tar_read import (
 )
 from imgkit_builder.base import files
 from imgkit_builder.delta.tree import DEEPEST, Kind, Layer, Stack, TreeEntry, children, find, join
-from imgkit_builder.sif.entries import OwnFile
+from imgkit_builder.sif.entries import ImageEntry
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed
 
 _IMPLIED_MODE = 0o755
@@ -373,20 +373,20 @@ class Changes:
 class Memory:
     """The layer of `files`, which root owns; a folder is one of them before what is in it."""
 
-    def __init__(self, files: Iterable[OwnFile], *, mtime_s: int = 0) -> None:
+    def __init__(self, files: Iterable[ImageEntry]) -> None:
         self._data: dict[str, bytes] = {}
         self._tree: dict[str, dict[str, TreeEntry]] = {"": {}}
-        for one in files:
-            folder, _, name = one.path.rpartition("/")
-            self._data[one.path] = one.data
+        for file in files:
+            folder, _, name = file.name.rpartition("/")
+            self._data[file.name] = file.read()
             self._tree.setdefault(folder, {})[name] = TreeEntry(
                 layer=self,
-                kind=_OWN_KINDS[one.kind],
-                mode=one.mode,
-                mtime_s=mtime_s,
-                size_bytes=len(one.data),
-                link=one.link,
-                place=one.path,
+                kind=_OWN_KINDS[file.kind],
+                mode=file.mode,
+                mtime_s=file.mtime_s,
+                size_bytes=file.size_bytes,
+                link=file.link,
+                place=file.name,
             )
 
     def children(self, path: str) -> Mapping[str, TreeEntry]:

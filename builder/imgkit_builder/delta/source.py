@@ -22,15 +22,16 @@ from imgkit_builder.inventory import spdx
 from imgkit_builder.inventory.collector import DOCUMENT, InventoryCollector
 from imgkit_builder.inventory.packages import Inventory
 from imgkit_builder.oci.config import ImageConfig, epoch
-from imgkit_builder.sif import coverage, entries, image, sqsh
-from imgkit_builder.sif.conversion import Archive, EngineImage, OciFolder
-from imgkit_builder.sif.entries import OwnFile
+from imgkit_builder.sif import image, runtime_files, sqsh
+from imgkit_builder.sif.entries import Archive, EngineImage, ImageEntry, OciFolder
 from imgkit_builder.sif.image import SifImage, root_sha256
 from imgkit_builder.sif.workspace import scratch
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed
 
-OWN = frozenset({entries.META, ".exec", ".run", ".shell", ".test", "environment", "singularity", DOCUMENT})
+OWN = frozenset(
+    {runtime_files.META, ".exec", ".run", ".shell", ".test", "environment", "singularity", DOCUMENT}
+)
 """Paths that a conversion or a runtime adds to every image; a delta does not get them from layers."""
 NEVER = OWN | {"dev", "etc/hostname", "etc/hosts", "etc/resolv.conf", "etc/mtab", "proc", "sys"}
 """Paths that are never part of a difference; the engine or the runtime makes them and mounts over them."""
@@ -144,9 +145,8 @@ def _shown(
     found = image.changed(other, layers, work, skip=sorted((NEVER - OWN) | _ENGINES))
     old = mounted(base.sif)
     # A runtime's own files are no part of an image, but places in which it mounts are in every .sif.
-    places = [one for one in entries.if_missing() if one.path not in OWN]
-    mark = OwnFile(path=descriptor.INSIDE, kind=REGULAR)
-    changes = Changes(found, old, Memory([*places, mark]))
+    mark = ImageEntry(names=(descriptor.INSIDE,), kind=REGULAR)
+    changes = Changes(found, old, Memory([*runtime_files.mount_points(), mark]))
     fetched = _outermost(
         tree.join(folder, name) if len(names) <= _MOST_FETCHED else folder
         for folder, names in changes.uncovered().items()
@@ -181,8 +181,6 @@ def refuse_damaged(stack: descriptor.Stack, report: Reporter) -> None:
         if whole:
             damaged = f"delta {number}"
             whole = descriptor.sha256(path, delta, start=partition.offset) == delta.sha256
-    if whole and (faults := coverage.check(path, root_sha256=stack.base.root_sha256).faults):
-        damaged, whole = faults[0], False
     if not whole:
         raise CheckFailed(
             f"the .sif is damaged: its {damaged} has another sha256 than recorded",

@@ -74,7 +74,7 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
         raise CheckFailed(
             "the image has no layers (some releases of Docker 25 wrote such archives)",
             where=where,
-            hint="save it again with another release of docker, or use --from daemon on the build host",
+            hint="save it again with another release of docker, or convert the image on the build host",
         )
     return config
 

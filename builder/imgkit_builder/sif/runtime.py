@@ -291,11 +291,10 @@ class Isolation:
         """Options of ``exec`` and ``shell``."""
         return ("--containall", "--no-home", *(() if self.network else ("--net", "--network", "none")))
 
-    def said(self, what: str) -> str:
-        """One line for the user: what of the image runs, and what it can reach."""
-        kept = "with this machine's network, which the runtime cannot take away"
-        reach = kept if self.network else "no network"
-        return f"{what} runs in the image: no home folder, {reach}"
+    def description(self, program: str) -> str:
+        """Return one line for the user: what of the image runs, and what it can reach."""
+        shared = "with this machine's network, which the runtime cannot take away"
+        return f"{program} runs in the image: no home folder, {shared if self.network else 'no network'}"
 
 
 def isolation(tool: RuntimeTool) -> Isolation:
