@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TextIO
 
-from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif.entries import ImageEntry
@@ -56,16 +55,15 @@ class Format(abc.ABC):
     """In what a .sif and a .sqsh differ."""
 
     name: FormatName
+    default_compression: CompressionChoice = "auto"
     is_started_here = False
     """Whether a runtime on this machine may start it, to test it."""
+    has_checksum = False
+    """Whether a file with the checksum lies next to it."""
 
     @abc.abstractmethod
     def matches(self, path: Path) -> bool:
-        """Return whether the file is of this format."""
-
-    def compression(self, requested: CompressionChoice) -> CompressionChoice:
-        """Return what was requested; ``auto`` is left to the machine."""
-        return requested
+        """Return whether the file is of this format; False also if it cannot be read."""
 
     @abc.abstractmethod
     def added_files(self, config: ImageConfig, note: Callable[[str], None]) -> AddedFiles:
@@ -95,21 +93,13 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def put_record(self, part: Path, record: ImgkitRecord, advance: Advance) -> tuple[ImgkitRecord, str]:
-        """Write `record` with the digest of the squashfs; return it, and a checksum for `publish`."""
-
-    def publish(self, part: Path, target: Path, checksum: str) -> None:
-        """Put the file in place."""
-        files.publish(part, target)
+        """Write `record` with the digest of the squashfs; return it, and the checksum of the file if any."""
 
     @abc.abstractmethod
     def intact_record(
         self, path: Path, config: ImageConfig, accepts: Callable[[ImgkitRecord], bool]
     ) -> ImgkitRecord | None:
         """Return the record of the undamaged file `path` if `accepts` takes it; else None."""
-
-    def checksum_command(self, target: Path) -> tuple[str, ...]:
-        """Return the command that writes a checksum next to the file, for people; empty if none does."""
-        return ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

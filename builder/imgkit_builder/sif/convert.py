@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from imgkit_builder.archive import sidecar
 from imgkit_builder.archive.stored import StoredImage
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
@@ -22,6 +23,7 @@ from imgkit_builder.sif.conversion import (
     Format,
     FormatName,
     Options,
+    Stage,
     choose_compression,
 )
 from imgkit_builder.sif.entries import EngineImage, OpenImage, Source
@@ -126,18 +128,39 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
         record, checksum = format.put_record(work.part, _record(image, plan), clock.advance)
         _check(image.config, layer_bytes, job, plan)
         clock.stage("make durable")
-        format.publish(work.part, target, checksum)
+        _publish(work.part, target, checksum)
         clock.finish()
+    return _converted(target, options, image.config, record, tuple(clock.stages), Path(log.name))
+
+
+def _converted(
+    target: Path,
+    options: Options,
+    config: ImageConfig,
+    record: ImgkitRecord,
+    stages: tuple[Stage, ...] = (),
+    log: Path | None = None,
+) -> Converted:
+    """Return the result; without a log, nothing was done."""
     return Converted(
         path=target,
-        format=format.name,
+        format=options.format,
         size_bytes=target.stat().st_size,
-        arch=image.config.arch,
+        arch=config.arch,
         record=record,
-        up_to_date=False,
-        stages=tuple(clock.stages),
-        log=Path(log.name),
+        up_to_date=log is None,
+        stages=stages,
+        log=log,
     )
+
+
+def _publish(part: Path, target: Path, checksum: str) -> None:
+    """Put the file in place, and then its checksum, if any, next to it: after a kill, there is none."""
+    if checksum:
+        files.remove(sidecar.sha256_path(target))
+    files.publish(part, target)
+    if checksum:
+        files.put(sidecar.sha256_path(target), f"{checksum}  {target.name}\n")
 
 
 def _squash(image: OpenImage, target: Path, job: ConversionJob, plan: ConversionPlan) -> None:
@@ -195,18 +218,7 @@ def _up_to_date(
         return is_same and plan.accepts(record, options)
 
     record = None if options.force else FORMATS[options.format].intact_record(target, config, accepts)
-    if record is None:
-        return None
-    return Converted(
-        path=target,
-        format=options.format,
-        size_bytes=target.stat().st_size,
-        arch=config.arch,
-        record=record,
-        up_to_date=True,
-        stages=(),
-        log=None,
-    )
+    return _converted(target, options, config, record) if record else None
 
 
 def check_target(target: Path, *, force: bool, format: FormatName = "sif") -> None:
@@ -252,9 +264,8 @@ def make_plan(source: Source, options: Options) -> ConversionPlan:
             hint += "\nor let a runtime build: --writer runtime"
         raise ToolMissing(error.what, hint=hint) from error
     is_export = isinstance(source, EngineImage)
-    compression = choose_compression(
-        None, format.compression(options.compression), zstd_error=squasher.zstd_error
-    )
+    requested = format.default_compression if options.compression == "auto" else options.compression
+    compression = choose_compression(None, requested, zstd_error=squasher.zstd_error)
     reason = "--writer imgkit" if options.writer == "imgkit" else "it keeps all owners and needs no runtime"
     notes = (
         f"writer: imgkit, with {squasher}: {reason}",
@@ -303,21 +314,21 @@ def commands(source: Source, target: Path, options: Options) -> tuple[str, ...]:
     part = files.temporary_name(target, "TOKEN")
     folder = tmp_base(target, options.tmpdir) / f"{files.TEMPORARY}sif.TOKEN"
     lines = [f"# {note}" for note in plan.notes]
-    if plan.squasher is None:
-        assert plan.tool is not None  # noqa: S101 - for the type checker: this method has one
+    if plan.squasher:
+        squashfs = SquashTarget(path=part, created_s=0, compression=plan.compression, folder=folder)
+        files_of = "docker export CONTAINER-OF" if plan.method == "export" else "merged layers of"
+        lines.append(f"# {files_of} {source.name} |")
+        lines.append(shlex.join(plan.squasher.argv(squashfs)))
+    elif plan.tool:
         image = (runtime_build.address("IMAGE"),)
         argv = (str(plan.tool.path), *runtime_build.arguments(plan.tool, plan.compression, part, image))
         lines += [f"cd {folder}", "# lay out the image as an OCI folder with uncompressed layers"]
         lines.append(shlex.join(argv))
-    else:
-        squashfs = SquashTarget(path=part, created_s=0, compression=plan.compression, folder=folder)
-        if plan.method == "export":
-            lines.append(f"docker export CONTAINER-OF-{source.name} | {plan.squasher.shown(squashfs)}")
-        else:
-            lines.append(f"# merge the layers of {source.name} into one stream")
-            lines.append(f"... | {plan.squasher.shown(squashfs)}")
     lines += ["# add the record of the image, with the digest of its squashfs", f"mv {part} {target}"]
-    return (*lines, *FORMATS[options.format].checksum_command(target))
+    if FORMATS[options.format].has_checksum:
+        name = shlex.quote(target.name)
+        lines.append(f"sha256sum {name} > {shlex.quote(f'{target.name}.sha256')}")
+    return tuple(lines)
 
 
 def _check_space(source: Source, target: Path, base: Path, plan: ConversionPlan) -> None:

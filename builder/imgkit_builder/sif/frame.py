@@ -15,21 +15,7 @@ from imgkit_builder.base import files
 from imgkit_builder.oci.config import ImageConfig, epoch
 from imgkit_builder.sif import image, runtime_files
 from imgkit_builder.sif.conversion import AddedFiles, Format
-from imgkit_builder.sif.image import (
-    ARCHS,
-    DESCRIPTOR,
-    GROUP_FLAG,
-    HEADER,
-    IMGKIT_OBJECT,
-    MAGIC,
-    Advance,
-    DataType,
-    Descriptor,
-    Header,
-    ImgkitRecord,
-    PartitionType,
-    SifImage,
-)
+from imgkit_builder.sif.image import DESCRIPTOR, HEADER, Advance, DataType, Descriptor, Header
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed
 
@@ -51,7 +37,7 @@ class NewObject:
     datatype: int
     name: str
     group: int = GROUP
-    """Number of the group, without the bits of `GROUP_FLAG`; a signature covers one group."""
+    """Number of the group, without the bits of `image.GROUP_FLAG`; a signature covers one group."""
     data: bytes | Path = field(repr=False)
     extra: bytes = b""
     align: int = 1
@@ -63,7 +49,7 @@ class NewObject:
         return len(self.data) if isinstance(self.data, bytes) else self.data.stat().st_size
 
 
-def put_record(path: Path, record: ImgkitRecord) -> None:
+def put_record(path: Path, record: image.ImgkitRecord) -> None:
     """Write `record` as the last object of `path`, in place of an older one.
 
     Raises
@@ -72,10 +58,8 @@ def put_record(path: Path, record: ImgkitRecord) -> None:
     """
     sif = image.read(path)
     remove(path, [descriptor.id for descriptor in sif.descriptors if image.is_record(descriptor)])
-    text = image.record_text(record)
-    add(
-        path, NewObject(datatype=DataType.JSON, name=IMGKIT_OBJECT, group=sif.require_root().group, data=text)
-    )
+    text, group = image.record_text(record), sif.require_root().group
+    add(path, NewObject(datatype=DataType.JSON, name=image.IMGKIT_OBJECT, group=group, data=text))
     if image.read(path).record != record:
         raise CheckFailed("its record cannot be read back", where=str(path), hint="please report this")
 
@@ -108,21 +92,11 @@ def add(path: Path, new: NewObject) -> Descriptor:
 def _described(new: NewObject, size_bytes: int, *, id: int, end: int, time_s: int) -> Descriptor:
     """Return the descriptor of `new` as object number `id`, behind the byte `end`."""
     offset = -(-end // new.align) * new.align
+    padded_bytes = offset - end + size_bytes
+    group, link, uid, gid = image.GROUP_FLAG | new.group, 0, 0, 0
+    position = (offset, size_bytes, padded_bytes)
     return Descriptor(
-        datatype=new.datatype,
-        used=1,
-        id=id,
-        flagged_group=GROUP_FLAG | new.group,
-        link=0,
-        offset=offset,
-        size_bytes=size_bytes,
-        padded_bytes=offset - end + size_bytes,
-        created_s=time_s,
-        modified_s=time_s,
-        uid=0,
-        gid=0,
-        raw_name=new.name.encode(),
-        extra=new.extra,
+        new.datatype, 1, id, group, link, *position, time_s, time_s, uid, gid, new.name.encode(), new.extra
     )
 
 
@@ -157,7 +131,7 @@ def remove(path: Path, ids: Collection[int]) -> None:
         _write_header(stream, sif.header, free=free, end=end)
 
 
-def _write_slot(stream: BinaryIO, sif: SifImage, id: int, raw: bytes) -> None:
+def _write_slot(stream: BinaryIO, sif: image.SifImage, id: int, raw: bytes) -> None:
     stream.seek(sif.header.table_offset + (id - 1) * DESCRIPTOR.size)
     stream.write(raw)
 
@@ -196,10 +170,9 @@ def frame(config: ImageConfig) -> Frame:
     ------
     CheckFailed : a .sif has no number for its architecture.
     """
-    if config.arch not in ARCHS:
-        raise CheckFailed(
-            f"no .sif can be for the architecture {config.arch!r}", hint=f"allowed: {', '.join(ARCHS[1:])}"
-        )
+    if config.arch not in image.ARCHS:
+        allowed = ", ".join(image.ARCHS[1:])
+        raise CheckFailed(f"no .sif can be for the architecture {config.arch!r}", hint=f"allowed: {allowed}")
     # An engine adds empty values that the image's own configuration lacks, where BuildKit made it.
     settings = {
         name: value for name, value in (json_text.parse(config.raw).get("config") or {}).items() if value
@@ -223,7 +196,7 @@ def surround(part: Path, frame: Frame) -> None:
             stream.writelines(_chunks(new.data))
 
 
-def has_frame(sif: SifImage, frame: Frame) -> bool:
+def has_frame(sif: image.SifImage, frame: Frame) -> bool:
     """Return whether everything that `surround` writes for `frame` is as it wrote it.
 
     Signing changes nothing of that but two counts and the time of the last change in the header.
@@ -253,7 +226,7 @@ def _layout(frame: Frame, root_bytes: int) -> tuple[Header, list[Descriptor]]:
         datatype=DataType.PARTITION,
         name="root.sqfs",
         data=b"",
-        extra=image.partition_extra(PartitionType.PRIMARY, frame.arch),
+        extra=image.partition_extra(image.PartitionType.PRIMARY, frame.arch),
         align=PARTITION_ALIGN_BYTES,
     )
     sizes = [*(new.size_bytes for new in frame.objects), root_bytes]
@@ -264,7 +237,7 @@ def _layout(frame: Frame, root_bytes: int) -> tuple[Header, list[Descriptor]]:
         end = descriptors[-1].end
     header = Header(
         launch=_LAUNCH,
-        magic=MAGIC,
+        magic=image.MAGIC,
         version=_VERSION,
         arch=image.arch_code(frame.arch),
         uuid=bytes(16),
@@ -307,18 +280,20 @@ class Sif(Format):
         surround(part, frame(config))
         image.structure(part)
 
-    def put_record(self, part: Path, record: ImgkitRecord, advance: Advance) -> tuple[ImgkitRecord, str]:
+    def put_record(
+        self, part: Path, record: image.ImgkitRecord, advance: Advance
+    ) -> tuple[image.ImgkitRecord, str]:
         """Add the record; a .sif has no checksum of the whole file."""
         record = replace(record, root_sha256=image.root_sha256(part, advance=advance), arch="")
         put_record(part, record)
         return record, ""
 
     def intact_record(
-        self, path: Path, config: ImageConfig, accepts: Callable[[ImgkitRecord], bool]
-    ) -> ImgkitRecord | None:
+        self, path: Path, config: ImageConfig, accepts: Callable[[image.ImgkitRecord], bool]
+    ) -> image.ImgkitRecord | None:
         """Return the record if `accepts` takes it and all that imgkit wrote is as it wrote it."""
 
-        def is_same(sif: SifImage, record: ImgkitRecord) -> bool:
+        def is_same(sif: image.SifImage, record: image.ImgkitRecord) -> bool:
             # What a runtime wrote around its squashfs cannot be compared with anything.
             return accepts(record) and (record.route == "layers" or has_frame(sif, frame(config)))
 

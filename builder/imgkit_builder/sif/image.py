@@ -49,31 +49,20 @@ DESCRIPTOR = struct.Struct("<iBIII7q128s384s")
 _PARTITION = struct.Struct("<ii3s")
 _FS_SQUASHFS = 1
 _FS_ENCRYPTED = 5
-SUPERBLOCK = struct.Struct("<4sIIIIHHHHHHQQQQQQQQ")
+SUPERBLOCK = struct.Struct("<4sIIIIH10xQQQ8xQQQQ")
 SQUASHFS_MAGIC = b"hsqs"
 DELTA_MARK = b"IMGDELTA"
 """Ends a delta, which begins as a squashfs does."""
 _MAX_DESCRIPTORS = 4096
 _MAX_JSON_BYTES = 4 << 20
 
-ARCHS: tuple[str, ...] = (
-    "unknown",
-    "386",
-    "amd64",
-    "arm",
-    "arm64",
-    "ppc64",
-    "ppc64le",
-    "mips",
-    "mipsle",
-    "mips64",
-    "mips64le",
-    "s390x",
-    "riscv64",
+ARCHS = (
+    *("unknown", "386", "amd64", "arm", "arm64", "ppc64", "ppc64le"),
+    *("mips", "mipsle", "mips64", "mips64le", "s390x", "riscv64"),
 )
 """Position is the number that a header stores as two digits and that ``sif add --partarch`` takes."""
 
-COMPRESSORS: tuple[str, ...] = ("unknown", "gzip", "lzma", "lzo", "xz", "lz4", "zstd")
+COMPRESSORS = ("unknown", "gzip", "lzma", "lzo", "xz", "lz4", "zstd")
 """Position is the number in a squashfs superblock."""
 
 Advance = Callable[[int, "int | None"], None]
@@ -156,27 +145,21 @@ class Descriptor(NamedTuple):
     @property
     def partition(self) -> int:
         """A `PartitionType` number; 0 where the object is no partition."""
-        return self._partition_fields()[1]
+        return int(_PARTITION.unpack_from(self.extra)[1]) if self.datatype == DataType.PARTITION else 0
 
     @property
     def arch(self) -> str:
         """Architecture of a partition; empty for other objects."""
-        return _arch_name(self._partition_fields()[2]) if self.datatype == DataType.PARTITION else ""
+        return _arch_name(_PARTITION.unpack_from(self.extra)[2]) if self.partition else ""
 
     @property
     def encrypted(self) -> bool:
         """Whether it is a partition that a runtime mounts only with a key."""
-        return self._partition_fields()[0] == _FS_ENCRYPTED
-
-    def _partition_fields(self) -> tuple[int, int, bytes]:
-        if self.datatype != DataType.PARTITION:
-            return 0, 0, b""
-        file_system, kind, arch = _PARTITION.unpack_from(self.extra)
-        return file_system, kind, arch
+        return self.partition != 0 and _PARTITION.unpack_from(self.extra)[0] == _FS_ENCRYPTED
 
 
 class Superblock(NamedTuple):
-    """Superblock of a squashfs, in the order of its bytes; offsets count from its start."""
+    """The fields of a squashfs' superblock that imgkit uses, in their order; offsets count from its start."""
 
     magic: bytes
     inodes: int
@@ -184,17 +167,10 @@ class Superblock(NamedTuple):
     block_bytes: int
     fragments: int
     compressor_number: int
-    block_log: int
-    flags: int
-    owners: int
-    """Number of users and groups in the table of owners."""
-    major: int
-    minor: int
     root_inode: int
     """Offset of its block in the inode table, and in the low 16 bits the offset in that block."""
     used_bytes: int
     owner_table: int
-    xattr_table: int
     inode_table: int
     directory_table: int
     fragment_table: int

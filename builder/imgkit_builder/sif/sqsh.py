@@ -38,7 +38,6 @@ from imgkit_builder.sif.entries import ImageEntry
 from imgkit_builder.sif.image import Advance, ImgkitRecord, Superblock
 from imgkit_builder.sif.runtime_files import text_file
 from imgkit_entrypoints.errors import CheckFailed, UsageError
-from imgkit_entrypoints.system import CompressionChoice
 
 MARK = b"IMGKSQSH"
 ENVIRONMENT = "etc/environment"
@@ -304,15 +303,13 @@ class Sqsh(Format):
     """The .sqsh of enroot, pyxis and ch-run."""
 
     name = "sqsh"
+    # unsquashfs of RHEL 8 reads no zstd, and the user's machine cannot tell what the nodes have.
+    default_compression = "gzip"
+    has_checksum = True
 
     def matches(self, path: Path) -> bool:
         """Return whether the file is a squashfs."""
         return is_sqsh(path)
-
-    def compression(self, requested: CompressionChoice) -> CompressionChoice:
-        """Return gzip unless something else was requested."""
-        # unsquashfs of RHEL 8 reads no zstd, and the user's machine cannot tell what the nodes have.
-        return "gzip" if requested == "auto" else requested
 
     def added_files(self, config: ImageConfig, note: Callable[[str], None]) -> AddedFiles:
         """Return the files that the programs read, and what the image gets if it lacks it."""
@@ -338,13 +335,6 @@ class Sqsh(Format):
         digest.update(tail)
         return record, digest.hexdigest()
 
-    def publish(self, part: Path, target: Path, checksum: str) -> None:
-        """Put the file in place, and its checksum next to it: after a kill, there is none."""
-        checksum_file = sidecar.sha256_path(target)
-        files.remove(checksum_file)
-        files.publish(part, target)
-        files.put(checksum_file, f"{checksum}  {target.name}\n")
-
     def intact_record(
         self, path: Path, config: ImageConfig, accepts: Callable[[ImgkitRecord], bool]
     ) -> ImgkitRecord | None:
@@ -356,8 +346,3 @@ class Sqsh(Format):
             return stored if digests(path) == (stored.root_sha256, sidecar.read_sha256(path)) else None
         except (CheckFailed, UsageError):
             return None
-
-    def checksum_command(self, target: Path) -> tuple[str, ...]:
-        """Return the command that writes the checksum, for people."""
-        name = shlex.quote(target.name)
-        return (f"sha256sum {name} > {shlex.quote(f'{target.name}.sha256')}",)

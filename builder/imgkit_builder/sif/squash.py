@@ -21,31 +21,22 @@ from __future__ import annotations
 import abc
 import contextlib
 import fcntl
+import itertools
 import os
 import re
-import shlex
 import shutil
 import signal
 import struct
 import subprocess
+import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from imgkit_builder.archive import tar_write
-from imgkit_builder.archive.tar_read import (
-    BLOCK,
-    CAPABILITY,
-    CHARACTER,
-    DIRECTORY,
-    FIFO,
-    HARD_LINK,
-    REGULAR,
-    SYMLINK,
-)
+from imgkit_builder.archive import tar_read, tar_write
+from imgkit_builder.archive.tar_read import CAPABILITY, DIRECTORY, FIFO, HARD_LINK, REGULAR, SYMLINK
 from imgkit_builder.base import files
 from imgkit_builder.base.process import bound
 from imgkit_builder.oci.config import epoch
@@ -61,7 +52,7 @@ INSTALL = "apt install squashfs-tools, dnf install squashfs-tools, or brew insta
 _PIPE_BYTES = 1 << 20
 _MAX_TIME_S = (1 << 32) - 1
 _PSEUDO_SPECIAL = re.compile(rb'[\s\\"#]')
-_DEVICES = {CHARACTER: b"c", BLOCK: b"b"}
+_DEVICES = {tar_read.CHARACTER: "c", tar_read.BLOCK: "b"}
 _HARMLESS = re.compile(r"Unrecognised (tar )?xattr prefix ")
 """An attribute that no squashfs holds, as access lists are."""
 
@@ -73,7 +64,6 @@ _METADATA_BYTES = 8192
 """Size of an uncompressed metadata block, without its header."""
 _LIST_HEADER = struct.Struct("<III")
 _LIST_ENTRY = struct.Struct("<HhHH")
-_KINDS = {1: DIRECTORY, 2: REGULAR, 3: SYMLINK, 4: BLOCK, 5: CHARACTER, 6: FIFO}
 _ABSENT = (1 << 64) - 1
 """Offset of a table that is not there."""
 _MKFS_TIME_OFFSET = 8
@@ -116,8 +106,8 @@ class Squasher(abc.ABC):
         return mksquashfs.zstd_error(self.program)
 
     @abc.abstractmethod
-    def shown(self, target: SquashTarget) -> str:
-        """Return the command that reads a tar, for people."""
+    def argv(self, target: SquashTarget) -> list[str]:
+        """Return the program and its arguments."""
 
     @abc.abstractmethod
     def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> None:
@@ -180,23 +170,30 @@ def write(
         compression=job.compression,
         folder=job.work.folder,
     )
-    names: Counter[bytes] = Counter()
-    (squasher or choose()).write(storable(entries, names, job.clock.note), target, job)
-    _compare_names(path, names, offset=offset)
+    counter = itertools.count()
+    (squasher or choose()).write(storable(entries, counter, job.clock.note), target, job)
+    sent, stored = next(counter), _count_names(path, offset)
+    if stored != sent:
+        raise CheckFailed(
+            f"the squashfs has other names than were sent: {stored} of {sent}",
+            where=str(path),
+            hint="please report this",
+        )
     set_root(path, target.created_s, offset=offset)
 
 
 def storable(
-    entries: Iterator[ImageEntry], names: Counter[bytes], note: Callable[[str], None]
+    entries: Iterator[ImageEntry], counter: Iterator[int], note: Callable[[str], None]
 ) -> Iterator[ImageEntry]:
-    """Yield `entries` with no attributes but capabilities; count their names by kind in `names`."""
+    """Yield `entries` with no attributes but capabilities; advance `counter` by one for each name."""
     stripped = 0
     for entry in entries:
         if entry.xattrs.keys() - {CAPABILITY}:
             stripped += 1
-            kept = {name: value for name, value in entry.xattrs.items() if name == CAPABILITY}
-            entry = entry.changed(xattrs=kept)
-        names[entry.kind] += len(entry.names)
+            capability = {name: value for name, value in entry.xattrs.items() if name == CAPABILITY}
+            entry = entry.changed(xattrs=capability)
+        for _ in entry.names:
+            next(counter)
         yield entry
     if stripped:
         note(f"{stripped} files lose extended attributes: a squashfs of imgkit holds capabilities only")
@@ -217,10 +214,6 @@ class TarMksquashfs(Squasher):
             *("-root-mode", "0755", "-root-uid", "0", "-root-gid", "0"),
             *("-root-time", created_s, "-mkfs-time", created_s),
         ]
-
-    def shown(self, target: SquashTarget) -> str:
-        """Return its command line."""
-        return shlex.join(self.argv(target))
 
     def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> None:
         """Feed it a tar."""
@@ -264,39 +257,31 @@ class OldMksquashfs(Squasher):
 
     disk_share = 1 + PACKED_SHARE
 
-    def argv(self, target: SquashTarget, output: Path) -> list[str]:
-        """Return the program and its arguments."""
-        return [
-            *(str(self.program), str(target.folder / "tree"), str(output)),
-            *("-pf", str(target.folder / "owners")),
-            *self._options(target),
-        ]
-
-    def shown(self, target: SquashTarget) -> str:
-        """Return the three steps."""
-        output = target.folder / "root.sqfs"
-        return (
-            f"tar -x -C {target.folder / 'tree'}   # as files of yours\n"
-            f"{shlex.join(self.argv(target, output))}; cat {shlex.quote(str(output))} >> {target.path}"
-        )
+    def argv(self, target: SquashTarget) -> list[str]:
+        """Return the program and its arguments; it packs the unpacked files."""
+        tree, output, owners = (str(target.folder / name) for name in ("tree", "root.sqfs", "owners"))
+        return [str(self.program), tree, output, "-pf", owners, *self._options(target)]
 
     def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> None:
         """Write the files, then squash them, then copy the squashfs."""
-        root, owners, output = (target.folder / name for name in ("tree", "owners", "root.sqfs"))
-        tree = UnpackedTree(root)
+        tree, output = UnpackedTree(target.folder / "tree"), target.folder / "root.sqfs"
         for entry in entries:
             tree.add(entry)
         tree.finish(target.created_s)
-        with owners.open("wb") as stream:
-            stream.writelines(tree.pseudo_file())
+        (target.folder / "owners").write_bytes(b"".join(tree.pseudo_file()))
         for loss in tree.losses():
             job.clock.note(f"{loss} (mksquashfs 4.5 or later loses nothing)")
-        argv = [*self.argv(target, output), *(() if tree.attributes else ("-no-xattrs",))]
+        argv = [*self.argv(target), *(() if tree.attributes else ("-no-xattrs",))]
         job.log.write(f"$ {' '.join(argv)}\n")
         with running(argv, job, only_errors=True):
             pass
-        remove_tree(root)
-        _copy_into(output, target.path, target.offset)
+        remove_tree(tree.root)
+        with (
+            files.open_regular(output) as squashfs,
+            files.open_own(target.path, os.O_RDWR | os.O_CREAT, "r+b") as stream,
+        ):
+            stream.seek(target.offset)
+            shutil.copyfileobj(squashfs, stream, files.CHUNK_BYTES)
         output.unlink()
 
 
@@ -314,10 +299,9 @@ class UnpackedTree:
         self.attributes = 0
         """Number of files that have an extended attribute of theirs."""
         self._folder_times: dict[str, int] = {"": 0}
-        self._lines: dict[str, bytes] = {}
-        """The line of each name in the pseudo file, without the name; a folder comes before what is in it."""
-        self._interned: dict[bytes, bytes] = {}
-        """Each different line once: most files have the same owner and mode."""
+        self._lines: dict[str, str] = {}
+        """The line of each name in the pseudo file, without the name; a folder comes before what is in it.
+        Interned: most files have the same owner and mode."""
         self._lost_attributes = 0
         root.mkdir(mode=0o700)
         # A file system may label every file, as SELinux does. mksquashfs would store that.
@@ -365,14 +349,15 @@ class UnpackedTree:
         elif kind == FIFO:
             os.mkfifo(path, 0o600)
         elif kind in _DEVICES:
-            device = (_DEVICES[kind], mode, entry.uid, entry.gid, *entry.device)
-            self._put_line(entry.name, b"%s %o %d %d %d %d" % device)
+            major, minor = entry.device
+            line = f"{_DEVICES[kind]} {mode:o} {entry.uid} {entry.gid} {major} {minor}"
+            self._lines[entry.name] = sys.intern(line)
             return
         else:
             raise CheckFailed(f"{entry.name!r} is of the unknown type {kind!r}", where="the merged layers")
         self._set_attributes(entry, path)
         os.utime(path, (time_s, time_s), follow_symlinks=False)
-        self._put_line(entry.name, b"m %o %d %d" % (mode, entry.uid, entry.gid))
+        self._lines[entry.name] = sys.intern(f"m {mode:o} {entry.uid} {entry.gid}")
 
     def _link(self, name: str, target: str) -> None:
         line = self._lines.get(target)
@@ -382,9 +367,6 @@ class UnpackedTree:
             os.link(self._path(target), self._path(name), follow_symlinks=False)
         # mksquashfs stores every name of a link or FIFO as a file of its own.
         self._lines[name] = line
-
-    def _put_line(self, name: str, line: bytes) -> None:
-        self._lines[name] = self._interned.setdefault(line, line)
 
     def _set_attributes(self, entry: ImageEntry, path: Path) -> None:
         """Set the extended attributes that this user may set."""
@@ -407,7 +389,7 @@ class UnpackedTree:
     def pseudo_file(self) -> Iterator[bytes]:
         """Yield the lines of the pseudo file."""
         for name, line in self._lines.items():
-            yield b"%s %s\n" % (_PSEUDO_SPECIAL.sub(rb"\\\g<0>", _raw(name)), line)
+            yield _PSEUDO_SPECIAL.sub(rb"\\\g<0>", _raw(name)) + f" {line}\n".encode()
 
     def losses(self) -> Iterator[str]:
         """Yield what the squashfs will lack, for people."""
@@ -427,33 +409,12 @@ def _attributes(path: Path) -> list[str]:
         return []
 
 
-def _is_device(line: bytes) -> bool:
-    return not line.startswith(b"m")
+def _is_device(line: str) -> bool:
+    return not line.startswith("m")
 
 
 def _raw(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
-
-
-def _copy_into(source: Path, target: Path, offset: int) -> None:
-    """Copy the file `source` to byte `offset` of `target`, by the kernel where it can."""
-    with (
-        files.open_regular(source, buffering=0) as reading,
-        files.open_own(target, os.O_RDWR | os.O_CREAT, "r+b") as writing,
-    ):
-        size, copied = os.fstat(reading.fileno()).st_size, 0
-        # AttributeError: not Linux. OSError: two file systems, or one without it; a full disk fails again.
-        with contextlib.suppress(AttributeError, OSError):
-            while copied < size:
-                step = os.copy_file_range(
-                    reading.fileno(), writing.fileno(), size - copied, copied, offset + copied
-                )
-                if not step:
-                    break
-                copied += step
-        reading.seek(copied)
-        writing.seek(offset + copied)
-        shutil.copyfileobj(reading, writing, files.CHUNK_BYTES)
 
 
 @contextlib.contextmanager
@@ -500,81 +461,52 @@ def running(argv: Sequence[str], job: ConversionJob, *, only_errors: bool = Fals
             raise
         messages.seek(0)
         output = messages.read().decode("utf-8", "replace").strip()
-    judge(code, output, job, is_broken=is_broken)
-
-
-def judge(code: int, output: str, job: ConversionJob, *, is_broken: bool) -> None:
-    """Report what mksquashfs printed, and raise ToolFailed if it failed or printed something unexpected.
-
-    `is_broken` says that it ended before it had read everything.
-    """
     job.log.write(output + "\n")
     for line in output.splitlines():
         job.clock.line(line)
-    unexpected = [line for line in output.splitlines() if not _HARMLESS.match(line)]
-    if code != 0 or is_broken or unexpected:
-        job.log.flush()
-        limit = ": file too large, see ulimit -f" if code == -signal.SIGXFSZ else ""
-        failed = f"failed with exit code {code}{limit}"
-        tail = "\n".join(output.splitlines()[-10:])
-        raise ToolFailed(
-            f"mksquashfs {failed if code != 0 or is_broken else 'printed something unexpected'}",
-            hint=f"its last lines:\n{tail}\nthe full log: {job.log.name}",
-        )
+    if code == 0 and not is_broken and all(_HARMLESS.match(line) for line in output.splitlines()):
+        return
+    job.log.flush()
+    limit = ": file too large, see ulimit -f" if code == -signal.SIGXFSZ else ""
+    failed = f"failed with exit code {code}{limit}"
+    tail = "\n".join(output.splitlines()[-10:])
+    raise ToolFailed(
+        f"mksquashfs {failed if code != 0 or is_broken else 'printed something unexpected'}",
+        hint=f"its last lines:\n{tail}\nthe full log: {job.log.name}",
+    )
 
 
-def _compare_names(path: Path, sent: Counter[bytes], *, offset: int) -> None:
-    """Raise CheckFailed if the squashfs at byte `offset` has not the names that were `sent`, counted by kind.
-
-    The names of hard links count to the kind of what they name.
-    """
-    stored = _names_by_kind(path, offset)
-    kinds = sorted(stored | sent)
-    missing = [kind for kind in kinds if kind != HARD_LINK and stored[kind] < sent[kind]]
-    if missing or sum(stored.values()) != sum(sent.values()):
-        counts = ", ".join(f"{stored[kind]} of {sent[kind]} of type {kind.decode()!r}" for kind in kinds)
-        raise CheckFailed(
-            f"the squashfs has other names than were sent: {counts}",
-            where=str(path),
-            hint="please report this",
-        )
-
-
-def _names_by_kind(path: Path, offset: int) -> Counter[bytes]:
-    """Return the number of names for each type flag of a tar in the squashfs, without the root.
+def _count_names(path: Path, offset: int) -> int:
+    """Return the number of names in the squashfs at byte `offset`, without the root.
 
     Raises
     ------
     CheckFailed : the table of folders is compressed or damaged.
     """
-    names: Counter[bytes] = Counter()
+    names = position = 0
     try:
         with files.open_regular(path) as stream:
             table = b"".join(_folder_table(stream, offset))
-        position = 0
         while position < len(table):
-            count, _, _ = _LIST_HEADER.unpack_from(table, position)
+            followers, _, _ = _LIST_HEADER.unpack_from(table, position)
             position += _LIST_HEADER.size
-            for _ in range(count + 1):
-                _, _, kind, length = _LIST_ENTRY.unpack_from(table, position)
+            for _ in range(followers + 1):
+                *_, length = _LIST_ENTRY.unpack_from(table, position)
                 position += _LIST_ENTRY.size + length + 1
-                names[_KINDS[kind]] += 1
-    except (struct.error, KeyError, ValueError) as error:
-        what = "a squashfs was written whose table of folders cannot be read"
-        raise CheckFailed(what, where=str(path)) from error
+            names += followers + 1
+    except (struct.error, ValueError) as error:
+        message = "a squashfs was written whose table of folders cannot be read"
+        raise CheckFailed(message, where=str(path)) from error
     return names
 
 
 def _folder_table(stream: BinaryIO, offset: int) -> Iterator[bytes]:
     """Yield the blocks of the table of folders; raise ValueError or struct.error if it cannot be read."""
-    superblock = _superblock(stream, offset)
+    superblock = Superblock(*_unpack(stream, image.SUPERBLOCK, offset))
     # It ends where the first block of the next table begins, which that table's index states.
+    index = superblock.owner_table if superblock.export_table == _ABSENT else superblock.export_table
     if superblock.fragments:
         index = superblock.fragment_table
-    elif superblock.export_table != _ABSENT:
-        index = superblock.export_table
-    else:
-        index = superblock.owner_table
     (end,) = _unpack(stream, _OFFSET, offset + index)
     position = superblock.directory_table
     while position < end:
@@ -583,10 +515,6 @@ def _folder_table(stream: BinaryIO, offset: int) -> Iterator[bytes]:
             raise ValueError("an empty block")
         yield block
         position += _BLOCK_HEADER.size + len(block)
-
-
-def _superblock(stream: BinaryIO, offset: int) -> Superblock:
-    return Superblock(*_unpack(stream, image.SUPERBLOCK, offset))
 
 
 def _unpack(stream: BinaryIO, form: struct.Struct, position: int) -> tuple[Any, ...]:
@@ -616,7 +544,7 @@ def set_root(path: Path, mtime_s: int, *, offset: int = 0) -> bool:
     ``-noI`` stores inodes and owners as they are. mksquashfs 4.3 has no ``-mkfs-time``.
     """
     with files.open_own(path, os.O_RDWR, "r+b") as stream:
-        superblock = _superblock(stream, offset)
+        superblock = Superblock(*_unpack(stream, image.SUPERBLOCK, offset))
         stream.seek(offset + _MKFS_TIME_OFFSET)
         stream.write(struct.pack("<I", mtime_s))
         start = offset + superblock.inode_table + (superblock.root_inode >> 16)

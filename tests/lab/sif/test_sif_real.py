@@ -225,7 +225,7 @@ def test_export_is_taken_and_told(lab: Lab, tmp_path: Path) -> None:
     shutil.copy(lab.layers, tmp_path / "x.sif")
     assert sif(lab.name, "-o", "x.sif", folder=tmp_path)["up_to_date"]
     assert "straight into the .sif" in imgkit("sif", lab.name, "--dry-run", folder=tmp_path).stdout
-    assert "merge the layers" in imgkit("sif", lab.archive, "--dry-run", folder=tmp_path).stdout
+    assert "merged layers of" in imgkit("sif", lab.archive, "--dry-run", folder=tmp_path).stdout
 
 
 def test_machine_that_cannot_squash_takes_the_slow_route(lab: Lab, tmp_path: Path) -> None:

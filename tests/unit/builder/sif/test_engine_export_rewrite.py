@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
 import tarfile
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -68,7 +68,7 @@ def rewritten(*members: tuple[tarfile.TarInfo, bytes], form: int = tarfile.PAX_F
             tar.addfile(info, io.BytesIO(data))
     entries = export_entries(iter([buffer.getvalue()]), created_s=CREATED_S)
     entries = with_document(with_added_files(entries, OWN, IF_MISSING), CONFIG)
-    squash.write_tar(squash.storable(entries, Counter(), print), sink)
+    squash.write_tar(squash.storable(entries, itertools.count(), print), sink)
     sink.seek(0)
     return tarfile.open(fileobj=sink)
 

@@ -42,7 +42,8 @@ def write(path: Path, format: Format, *, route: str = "stream") -> ImgkitRecord:
         imgkit="0",
     )
     record, checksum = format.put_record(path, record, lambda *_: None)
-    format.publish(path, path, checksum)
+    if checksum:
+        Path(f"{path}.sha256").write_text(f"{checksum}  {path.name}\n")
     return record
 
 
