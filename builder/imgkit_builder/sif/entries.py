@@ -451,19 +451,19 @@ def with_added_files(
     `replacing` take the place of what has their names or hides them, as in an image that was made from a
     .sif. `if_missing` give way, and nothing of them is added behind a link of the image.
     """
-    own = {entry.name: entry for entry in replacing}
-    added = {**own, **{entry.name: entry for entry in if_missing}}
+    winners = {entry.name: entry for entry in replacing}
+    added = {**winners, **{entry.name: entry for entry in if_missing}}
     tops = {path.partition("/")[0] for path in added}
     for entry in entries:
         if any(name.partition("/")[0] in tops for name in entry.names):
-            names = tuple(name for name in entry.names if not _is_replaced(name, entry.kind, own))
+            names = tuple(name for name in entry.names if not _is_replaced(name, entry.kind, winners))
             for name in names:
                 if added.pop(name, None) and entry.kind != DIRECTORY:
                     added = {path: new for path, new in added.items() if not path.startswith(f"{name}/")}
             if not names:
                 continue
-            if names[0] in own:
-                entry = own[names[0]]
+            if names[0] in winners:
+                entry = winners[names[0]]
             elif names != entry.names:
                 entry = entry.changed(names=names)
         yield entry
@@ -471,11 +471,11 @@ def with_added_files(
         yield added[path]
 
 
-def _is_replaced(path: str, kind: bytes, own: Mapping[str, ImageEntry]) -> bool:
-    """Return whether an entry of the image is where one of `own` goes, or below one that is no folder."""
+def _is_replaced(path: str, kind: bytes, replacing: Mapping[str, ImageEntry]) -> bool:
+    """Return whether an entry of the image is where one of `replacing` goes, or below one that is a file."""
     above = path
     while above:
-        new = own.get(above)
+        new = replacing.get(above)
         if new is not None and (new.kind != DIRECTORY or (above == path and kind != DIRECTORY)):
             return True
         above = above.rpartition("/")[0]

@@ -118,8 +118,8 @@ def remove(path: Path, ids: Collection[int]) -> None:
     """
     with path.open("r+b") as stream:
         sif = image.parse(path, stream)
-        kept = [descriptor for descriptor in sif.descriptors if descriptor.id not in ids]
-        end = max((descriptor.end for descriptor in kept), default=sif.header.data_offset)
+        rest = [descriptor for descriptor in sif.descriptors if descriptor.id not in ids]
+        end = max((descriptor.end for descriptor in rest), default=sif.header.data_offset)
         for descriptor in sif.descriptors:
             if descriptor.id in ids:
                 stream.seek(descriptor.offset)
@@ -127,7 +127,7 @@ def remove(path: Path, ids: Collection[int]) -> None:
                     stream.write(bytes(min(files.CHUNK_BYTES, min(descriptor.end, end) - position)))
                 _write_slot(stream, sif, descriptor.id, bytes(DESCRIPTOR.size))
         stream.truncate(end)
-        free = sif.header.free + len(sif.descriptors) - len(kept)
+        free = sif.header.free + len(sif.descriptors) - len(rest)
         _write_header(stream, sif.header, free=free, end=end)
 
 

@@ -113,9 +113,9 @@ def refuse_links(layers: Iterable[Path], where: str) -> None:
 
 
 def _refused(path: str, kind: bytes | None, target: str, reason: str, where: str) -> CheckFailed:
-    what = _SPECIAL.get(kind or b"", f"a link to {target!r}")
+    special = _SPECIAL.get(kind or b"", f"a link to {target!r}")
     return CheckFailed(
-        f"/{path} in the image is {what}, and {reason}",
+        f"/{path} in the image is {special}, and {reason}",
         where=where,
         hint="do not use this image if you do not know its author; otherwise remove that file in the "
         f"image's recipe or Dockerfile: RUN rm /{path}",

@@ -257,8 +257,11 @@ def structure(path: Path) -> Superblock:
         stream.seek(superblock.used_bytes)
         # Programs pad a squashfs with zeros.
         if stream.read(_PADDING_BYTES).strip(b"\0") and not files.ends_with(stream, MARK):
-            what = "what follows the squashfs is no record of imgkit: cut short, or changed"
-            raise CheckFailed(what, where=str(path), hint="copy it again")
+            raise CheckFailed(
+                "what follows the squashfs is no record of imgkit: cut short, or changed",
+                where=str(path),
+                hint="copy it again",
+            )
     return superblock
 
 

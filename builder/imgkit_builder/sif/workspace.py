@@ -79,10 +79,10 @@ def check_space(size: int, temporary: int, target: Path, base: Path) -> None:
     # All options at once: with one of two alone, the next attempt would end here again.
     options = ["--tmpdir DIR"] if base in short else []
     options += ["-o FILE.sif"] if one_disk or target.parent in short else []
-    first, *others = short
+    first, *rest = short
     also = "".join(
         f"; {size_text(needs[folder])} in {folder}, where {size_text(free[folder])} are free"
-        for folder in others
+        for folder in rest
     )
     raise CheckFailed(
         f"{size_text(free[first])} are free, an image of {size_text(size)} needs "
