@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -38,7 +39,8 @@ class Allowance:
     packed_bytes: int
     name: str
     limit_bytes: int | None = None
-    _taken_bytes: int = 0
+    unpacked_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, count: int) -> None:
         """Count unpacked bytes, also those of a compressed layer in a compressed archive.
@@ -47,10 +49,11 @@ class Allowance:
         ------
         CheckFailed : they are too many.
         """
-        self._taken_bytes += count
+        with self._lock:
+            self.unpacked_bytes += count
         default = max(UNPACKED_LEAST_BYTES, UNPACKED_FACTOR * self.packed_bytes)
         limit = default if self.limit_bytes is None else self.limit_bytes
-        if self._taken_bytes > limit:
+        if self.unpacked_bytes > limit:
             raise CheckFailed(
                 f"its {self.packed_bytes / 1e6:.1f} MB unpack to more than {limit / 1e9:g} GB: it may "
                 "be a decompression bomb (--unpack-limit GB allows more)",

@@ -1,7 +1,7 @@
 """Read the headers of an image's layers, compare every layer with its digest, and decide which members show.
 
-Threads compute digests, and unpack what is compressed into a spool if there is room for one. The headers are
-read close behind them.
+Threads compute digests, and unpack what is compressed into a spool if there is room for one. The headers of a
+layer are read meanwhile, those of a compressed layer as soon as it is unpacked.
 
 Layers apply in order, and the members of a layer in theirs, as ``umoci unpack`` applies them for root. A
 member replaces what has its name, except a folder, which keeps its content. A whiteout removes what lower
@@ -11,14 +11,15 @@ Nothing is written. A name costs about 200 bytes: the tree holds a number for ev
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from imgkit_builder.archive.compressed import Allowance
-from imgkit_builder.archive.stored import Digest, Region, Spool, StoredImage, StoredLayer
+from imgkit_builder.archive.stored import Region, Spool, StoredImage, StoredLayer, hashed
 from imgkit_builder.archive.tar_read import (
     AUFS,
     BLOCK,
@@ -42,18 +43,6 @@ _LEAVES = (REGULAR, SYMLINK, CHARACTER, BLOCK, FIFO)
 _LAYER_SHIFT = 40
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Begun:
-    """A layer whose digest is being computed."""
-
-    layer: StoredLayer
-    """Where its headers can be read."""
-    sha256: Callable[[], str]
-    """Waits for its digest."""
-    digest: Digest | None = None
-    """Not None: who reads the headers computes it."""
-
-
 def scan(
     image: StoredImage,
     take: Callable[[TarStream], None],
@@ -72,53 +61,56 @@ def scan(
     NoRoom : the plain layers do not fit in `spool`.
     """
     allowance = Allowance(image.stored_bytes, image.where, unpack_limit_bytes)
+    # Equal layers are one file, which is hashed or unpacked once.
+    hashing: dict[Region, Future[str]] = {}
+    unpacking: dict[Region, Future[tuple[StoredLayer, str]]] = {}
+    layers: list[StoredLayer] = []
     pool = ThreadPoolExecutor(threads)
     try:
-        begun = _begin(image.layers, pool, allowance, spool)
-        for number, one in enumerate(begun, 1):
+        for layer in image.layers:
+            if layer.compress == "none":
+                if layer.region not in hashing:
+                    hashing[layer.region] = pool.submit(layer.sha256)
+            elif spool and layer.region not in unpacking:
+                unpacking[layer.region] = pool.submit(spool.unpack, layer, allowance)
+        for number, layer in enumerate(image.layers, 1):
+            if layer.region in unpacking:
+                layer, sha256 = unpacking[layer.region].result()
+                image.refuse_other_digest(number, sha256)
+            layers.append(layer)
             try:
-                with one.layer.open(bodies=False, digest=one.digest) as stream:
-                    take(stream)
-                    if one.digest:
-                        stream.drain()
+                if layer.compress == "none":
+                    with layer.open(bodies=False) as stream:
+                        take(stream)
+                else:
+                    image.refuse_other_digest(number, _take_compressed(layer, take, allowance))
             except CheckFailed:
                 # A layer with other bytes than it should have explains every other fault in it.
-                _compare(image, begun[: number if one.digest is None else number - 1])
+                _compare_digests(image, hashing, number)
                 raise
-        _compare(image, begun)
+        _compare_digests(image, hashing, len(layers))
     finally:
         if spool:
             spool.stop()
         pool.shutdown(cancel_futures=True)
-    return dataclasses.replace(image, layers=tuple(one.layer for one in begun))
+    return dataclasses.replace(image, layers=tuple(layers))
 
 
-def _begin(
-    layers: Sequence[StoredLayer], pool: ThreadPoolExecutor, allowance: Allowance, spool: Spool | None
-) -> list[_Begun]:
-    plain: dict[Region, Callable[[], str]] = {}
-    begun: list[_Begun] = []
-    for layer in layers:
-        if layer.compress == "none":
-            region, known = layer.region, layer.stored_sha256
-            assert isinstance(region, Region)  # noqa: S101 - for the type checker: nothing is spooled so far
-            if region not in plain:  # equal layers are one file
-                plain[region] = functools.partial(str, known) if known else pool.submit(region.sha256).result
-            begun.append(_Begun(layer=layer, sha256=plain[region]))
-        elif spool:
-            file = spool.file()
-            filling = pool.submit(spool.fill, file, layer.plain(), allowance)
-            unpacked = dataclasses.replace(layer, region=file, compress="none")
-            begun.append(_Begun(layer=unpacked, sha256=filling.result))
-        else:
-            digest = Digest(allowance)
-            begun.append(_Begun(layer=layer, sha256=digest.hexdigest, digest=digest))
-    return begun
+def _take_compressed(layer: StoredLayer, take: Callable[[TarStream], None], allowance: Allowance) -> str:
+    """Give the headers of a compressed layer to `take`, and return the sha256 of its plain bytes."""
+    digest = hashlib.sha256()
+    with contextlib.closing(layer.plain(allowance)) as chunks:
+        stream = TarStream(hashed(chunks, digest), name=layer.name)
+        take(stream)
+        stream.drain()
+    return digest.hexdigest()
 
 
-def _compare(image: StoredImage, begun: Sequence[_Begun]) -> None:
-    for number, one in enumerate(begun, 1):
-        image.refuse_other_digest(number, one.sha256())
+def _compare_digests(image: StoredImage, hashing: Mapping[Region, Future[str]], count: int) -> None:
+    """Compare the digests of the first `count` layers, as far as they are plain."""
+    for number, layer in enumerate(image.layers[:count], 1):
+        if layer.region in hashing:
+            image.refuse_other_digest(number, hashing[layer.region].result())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

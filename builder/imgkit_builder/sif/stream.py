@@ -225,7 +225,7 @@ def _member(file: OwnFile, mtime_s: int) -> Member:
         header=b"",
         extended=b"",
         pax={},
-        place=0,
+        offset=0,
         content_bytes=len(file.data),
     )
 
