@@ -128,47 +128,31 @@ class Gunzip:
     def __init__(self, name: str) -> None:
         self._name = name
         self._inflate = zlib.decompressobj(wbits=31)
-        self._input = memoryview(b"")
-        self._piece = b""
-
-    @property
-    def is_hungry(self) -> bool:
-        """Whether everything that it was given is unpacked."""
-        return not self._piece and not self._input
 
     @property
     def is_between(self) -> bool:
-        """Whether everything that it was given is unpacked, and ends with a member."""
-        return self._inflate.eof and self.is_hungry
-
-    def give(self, data: bytes | memoryview) -> None:
-        """Take `data` after what came before is unpacked."""
-        self._input = memoryview(data)
-
-    def take(self) -> bytes:
-        """Unpack at most 1 MiB of what was given; may be empty."""
-        if not self._piece:
-            # zlib copies what it leaves of its input: small pieces take a tenth less time.
-            self._piece, self._input = bytes(self._input[:_PIECE_BYTES]), self._input[_PIECE_BYTES:]
-        try:
-            if self._inflate.eof:
-                # pigz and concatenated files have several members; zeros after the last are padding.
-                self._piece = self._piece.lstrip(b"\0")
-                if not self._piece:
-                    return b""
-                self._inflate = zlib.decompressobj(wbits=31)
-            plain = self._inflate.decompress(self._piece, CHUNK_BYTES)
-        except zlib.error as error:
-            raise self._refused(f"is damaged: {error}") from error
-        self._piece = self._inflate.unused_data if self._inflate.eof else self._inflate.unconsumed_tail
-        return plain
+        """Whether what it was fed ends with a member."""
+        return self._inflate.eof
 
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
         """Yield what `data` unpacks to, at most 1 MiB at a time."""
-        self.give(data)
-        while not self.is_hungry:
-            if plain := self.take():
-                yield plain
+        # zlib copies what it leaves of its input: small pieces take a tenth less time.
+        for start in range(0, len(data), _PIECE_BYTES):
+            piece = bytes(data[start : start + _PIECE_BYTES])
+            while piece:
+                if self._inflate.eof:
+                    # pigz and concatenated files have several members; zeros after the last are padding.
+                    piece = piece.lstrip(b"\0")
+                    if not piece:
+                        break
+                    self._inflate = zlib.decompressobj(wbits=31)
+                try:
+                    plain = self._inflate.decompress(piece, CHUNK_BYTES)
+                except zlib.error as error:
+                    raise self._refused(f"is damaged: {error}") from error
+                piece = self._inflate.unused_data if self._inflate.eof else self._inflate.unconsumed_tail
+                if plain:
+                    yield plain
 
     def finish(self) -> bytes:
         """Return the last bytes, and refuse a stream without its end."""
@@ -199,26 +183,27 @@ def _unpack_ahead(gunzip: Gunzip, raw: Iterator[bytes]) -> Iterator[bytes]:
     """
     ready: list[bytes] = []
     with ThreadPoolExecutor(1) as pool:
-        while True:
-            if gunzip.is_hungry:
-                piece = next(raw, None)
-                if piece is None:
-                    break
-                gunzip.give(piece)
-            job = pool.submit(_take_some, gunzip)
-            yield from ready
-            ready = job.result()
+        for piece in raw:
+            plain = gunzip.feed(piece)
+            has_more = True
+            while has_more:
+                job = pool.submit(_take_some, plain)
+                yield from ready
+                ready, has_more = job.result()
     yield from ready
     yield gunzip.finish()
 
 
-def _take_some(gunzip: Gunzip) -> list[bytes]:
-    """Return the next 4 MiB, or what there is: each step costs threads a wait for each other."""
+def _take_some(plain: Iterator[bytes]) -> tuple[list[bytes], bool]:
+    """Return the next 4 MiB, and whether there may be more: each step costs threads a wait for each other."""
     chunks: list[bytes] = []
-    while sum(map(len, chunks)) < _AHEAD_BYTES and not gunzip.is_hungry:
-        if plain := gunzip.take():
-            chunks.append(plain)
-    return chunks
+    budget = _AHEAD_BYTES
+    for chunk in plain:
+        chunks.append(chunk)
+        budget -= len(chunk)
+        if budget <= 0:
+            return chunks, True
+    return chunks, False
 
 
 def _unpack_members(gunzip: Gunzip, raw: Iterator[bytes]) -> Iterator[bytes]:
