@@ -5,6 +5,7 @@ A runtime converts that about twice as fast as ``docker-archive:``, whose layers
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from imgkit_builder.archive import compressed, stored
 from imgkit_builder.archive.compressed import Allowance
-from imgkit_builder.archive.stored import Region, StoredImage, StoredLayer
+from imgkit_builder.archive.stored import StoredImage, StoredLayer, hashed
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.oci.config import ImageConfig
 from imgkit_entrypoints.errors import CheckFailed, UsageError
@@ -90,16 +91,12 @@ def _write_layer(layer: StoredLayer, target: Path, allowance: Allowance) -> str:
     """Write the unpacked bytes of `layer` to `target`; return their digest."""
     region = layer.region
     # In an archive, a header is before it.
-    if layer.compress == "none" and isinstance(region, Region) and region.start == 0:
+    if layer.compress == "none" and region.start == 0:
         _link_or_copy(region.path, target)
         return region.sha256()
     digest = hashlib.sha256()
-    with target.open("wb") as out:
-        for chunk in layer.plain():
-            if layer.compress != "none":
-                allowance.take(len(chunk))
-            digest.update(chunk)
-            out.write(chunk)
+    with target.open("wb") as file, contextlib.closing(layer.plain(allowance)) as chunks:
+        file.writelines(hashed(chunks, digest))
     return digest.hexdigest()
 
 

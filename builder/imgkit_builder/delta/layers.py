@@ -118,7 +118,7 @@ class Tar:
             elif path:
                 members[path] = member
                 if member.sparse is not None:
-                    self._sparse[member.place] = member.sparse
+                    self._sparse[member.offset] = member.sparse
         tree: dict[str, dict[str, TreeEntry]] = {"": {}}
         # A whiteout deletes from the layers below: a name that this layer also has is new.
         for path in gone - members.keys():
@@ -176,8 +176,8 @@ class Tar:
         for target, paths in files.items():
             entry = self._entry(members[target])
             if len(paths) > 1:
-                entry = dataclasses.replace(entry, group=members[target].place)
-                self._groups[members[target].place] = paths
+                entry = dataclasses.replace(entry, group=members[target].offset)
+                self._groups[members[target].offset] = paths
             found |= {path: dataclasses.replace(entry) for path in paths}
         return found
 
@@ -206,7 +206,7 @@ class Tar:
             device=member.device,
             xattrs=member.xattrs,
             opaque=opaque and kind == "dir",
-            place=member.place,
+            place=member.offset,
         )
 
 

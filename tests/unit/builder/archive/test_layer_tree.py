@@ -45,6 +45,7 @@ def tree_of(*layers: Layer) -> LayerTree:
         ),
         ([[("x", LINK, "/y"), ("etc/hosts", HARD, "x")]], "etc/hosts", ("etc/hosts", "/y")),
         ([[("etc", LINK, "a"), ("a", LINK, "etc")]], "etc", ("a", "etc")),
+        ([[("etc", LINK, "/a"), ("a", LINK, "/etc/x")]], "a", ("a", "/etc/x")),
         ([[("etc", LINK, "usr/etc"), ("usr/etc/r", LINK, "../../run/r")]], "etc/r", None),
         ([[("etc", LINK, "/home/me")], [(".wh.etc", FILE, "")]], "etc", None),
         ([[("etc", LINK, "/home/me")], [("etc/", DIR, "")]], "etc", None),
