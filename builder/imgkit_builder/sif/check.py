@@ -16,15 +16,15 @@ from imgkit_builder.sif.runtime import RuntimeTool, exec_arguments, isolation
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed
 
+# The runtime mounted the root and looked for the program: images of one static binary have none.
 _NO_PROGRAM = re.compile(r'^FATAL:\s+"true": executable file not found', re.MULTILINE)
-"""The runtime mounted the root and looked for the program: images of one static binary have none."""
+# Objects that state the labels, with the keys to them: what a runtime's ``inspect`` prints, and imgkit's.
 _LABEL_OBJECTS = (
     ("inspect-metadata.json", ("data", "attributes", "labels")),
     ("oci-config.json", ("Labels",)),
 )
-"""Objects that state the labels, with the keys to them: what a runtime's ``inspect`` prints, and imgkit's."""
+# A root partition below 1/200 of its layers has lost files (text packs to about 1/5).
 _MIN_SHARE = 200
-"""A root partition below 1/200 of its layers has lost files (text packs to about 1/5)."""
 
 
 def check_built(job: ConversionJob, config: ImageConfig, layer_bytes: int, *, can_run: bool) -> None:
@@ -37,6 +37,7 @@ def check_built(job: ConversionJob, config: ImageConfig, layer_bytes: int, *, ca
     path = job.work.part
     sif = image.structure(path)
     root = sif.require_root()
+    # A runtime that could not read a layer has written its own 40 KB of files, and exited 0.
     if root.size_bytes < layer_bytes // _MIN_SHARE:
         raise CheckFailed(
             f"files are missing: the root partition has {root.size_bytes} bytes, the layers {layer_bytes}",
@@ -68,6 +69,7 @@ def check_start(job: ConversionJob, tool: RuntimeTool, config: ImageConfig, *, i
     ToolFailed : no program runs in it; one without `true` passes, except where a runtime has built it.
     """
     path, has_manifest = job.work.part, "imgkit.version" in config.labels
+    # An image of imgkit states what is in it; of others nothing is known but that most have `true`.
     argv = ("cat", manifest.MANIFEST_JSON) if has_manifest else ("true",)
     isolated = isolation(tool)
     job.clock.note(isolated.description(argv[0]))

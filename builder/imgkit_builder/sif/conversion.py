@@ -234,6 +234,7 @@ def choose_compression(
     ------
     UsageError : zstd was requested and is not possible.
     """
+    # Without that option a runtime passes nothing on to its mksquashfs.
     if capabilities is not None and not capabilities.mksquashfs_args:
         if requested == "zstd":
             raise UsageError(

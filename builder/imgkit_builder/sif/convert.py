@@ -87,6 +87,7 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
     target, format = target.absolute(), FORMATS[options.format]
     check_target(target, force=options.force, format=options.format)
     plan = make_plan(source, options)
+    # A stream or a compressed archive hides its configuration until it lies on the disk, see below.
     config = entries.peek_config(source)
     if config and (existing := _up_to_date(target, config, plan, options)):
         remove_leftovers(target)  # a run that was killed after it had put the file in place
@@ -107,6 +108,7 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
             exports=plan.method == "export",
             unpack_limit_bytes=options.unpack_limit_bytes,
         ) as image:
+            # Only now is it known which image a spooled source holds.
             if config is None and (existing := _up_to_date(target, image.config, plan, options)):
                 return existing
             if image.config.arch != host_arch():
@@ -114,6 +116,8 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
                     f"the image is {image.config.arch}, this machine {host_arch()}: the .{format.name} runs "
                     f"on {image.config.arch} only"
                 )
+            # The plain archive of a spooled source goes when this block ends: a runtime needs the room for
+            # its own copies.
             if plan.squasher:
                 _squash(image, target, job, plan)
                 layer_bytes = 0
@@ -125,6 +129,7 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
             assert plan.tool is not None  # noqa: S101 - for the type checker: this method has one
             runtime_build.build(job, plan.tool, image.name)
         clock.stage("check")
+        # Before the test run: what is tested is the file that the user gets.
         record, checksum = format.put_record(work.part, _record(image, plan), clock.advance)
         _check(image.config, layer_bytes, job, plan)
         clock.stage("make durable")
@@ -157,6 +162,7 @@ def _converted(
 def _publish(part: Path, target: Path, checksum: str) -> None:
     """Put the file in place, and then its checksum, if any, next to it: after a kill, there is none."""
     if checksum:
+        # The checksum of the old file must not lie next to the new one, however this process ends.
         files.remove(sidecar.sha256_path(target))
     files.publish(part, target)
     if checksum:

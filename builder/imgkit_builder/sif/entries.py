@@ -40,13 +40,13 @@ from imgkit_entrypoints.errors import CheckFailed, UsageError
 UNPACKED_FACTOR = 3.0
 """Guessed ratio of a compressed archive."""
 
+# The first member of every docker export; its time is that of the export.
 _MARK = ".dockerenv"
-"""The first member of every docker export; its time is that of the export."""
 _MARK_WINDOW_S = 5
 _ENGINE_FILES = frozenset({"dev/console", "etc/hostname", "etc/hosts", "etc/resolv.conf"})
 _ENGINE_FOLDERS = frozenset({"dev/pts", "dev/shm"})
+# Folders whose times the engine changes by making its files.
 _TOUCHED_FOLDERS = frozenset({"dev", "etc", "proc", "sys", "dev/pts", "dev/shm"})
-"""Folders whose times the engine changes by making its files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,6 +215,7 @@ def peek_config(source: Source) -> ImageConfig | None:
     """Return the image configuration if it can be had without reading layers; None also if it is damaged."""
     if isinstance(source, EngineImage):
         return source.config
+    # Reading all of it costs as much as the conversion.
     if isinstance(source, Piped) or is_spooled(source):
         return None
     try:
@@ -258,6 +259,7 @@ def opened(
         yield OpenImage(name=source.name, config=source.config, size_bytes=source.size_bytes, files=source)
         return
     with _stored(source, folder, report, unpack_limit_bytes) as image:
+        # The engine's name is the one that the user typed; an archive may state several.
         tags = () if isinstance(source, EngineImage) else image.selected.names
         yield OpenImage(
             name=tags[0] if tags else source.name,
@@ -372,6 +374,7 @@ def _visible_entries(
                 if number in names:
                     yield member_entry(member, stream.content(), names=names.pop(number))
                     report.advance(start + stream.position, max(total, start + stream.position))
+                # The rest of the layer is hidden by later ones, or is nothing but whiteouts.
                 if not names:
                     break
         start += layer.region.size_bytes
@@ -416,6 +419,7 @@ def export_entries(
     mark_s: int | None = None
     stream = TarStream(chunks, name=name)
     for member in stream:
+        # Files of the engine are told from the image's own by this time and by what they contain.
         if member.name == _MARK:
             mark_s = member.mtime_s
         is_recent = mark_s is not None and abs(member.mtime_s - mark_s) <= _MARK_WINDOW_S
@@ -429,6 +433,7 @@ def export_entries(
             header = member.extended + member.header if is_plain else b""
             yield member_entry(member, stream.content(), header=header)
         advance(stream.position)
+    # The engine reports an error if nobody reads the end of its stream.
     stream.drain()
 
 
@@ -455,6 +460,7 @@ def with_added_files(
     added = {**winners, **{entry.name: entry for entry in if_missing}}
     tops = {path.partition("/")[0] for path in added}
     for entry in entries:
+        # Few entries lie in a folder to which imgkit adds something; the others pass without a look.
         if any(name.partition("/")[0] in tops for name in entry.names):
             names = tuple(name for name in entry.names if not _is_replaced(name, entry.kind, winners))
             for name in names:
@@ -462,11 +468,13 @@ def with_added_files(
                     added = {path: new for path, new in added.items() if not path.startswith(f"{name}/")}
             if not names:
                 continue
+            # A folder keeps what is in it, and gets imgkit's owner, mode and time.
             if names[0] in winners:
                 entry = winners[names[0]]
             elif names != entry.names:
                 entry = entry.changed(names=names)
         yield entry
+    # Folders sort before what is in them.
     for path in sorted(added):
         yield added[path]
 
@@ -502,6 +510,7 @@ def with_document(entries: Iterator[ImageEntry], config: ImageConfig) -> Iterato
         if entry.name in folders:
             kinds[entry.name] = entry.kind
         yield _observed(entry, collector)
+    # The image's own folder of that name, or a link on the way: nothing is written through it.
     if DOCUMENT in kinds or set(kinds.values()) - {DIRECTORY}:
         return
     created_s = epoch(config.created)
@@ -521,6 +530,7 @@ def _observed(entry: ImageEntry, collector: InventoryCollector) -> ImageEntry:
     names = [name for name in entry.names if collector.wants(name)] if entry.kind == REGULAR else []
     if not names:
         return entry
+    # A large file is passed on unread: memory stays bounded, and the list says that it was skipped.
     data = None
     if entry.size_bytes <= min(map(collector.most_bytes, names)):
         data = entry.read()

@@ -57,6 +57,7 @@ def put_record(path: Path, record: image.ImgkitRecord) -> None:
     CheckFailed : the table is full, or the record cannot be read back.
     """
     sif = image.read(path)
+    # First, so that the new one takes the same slot: the same record gives the same bytes.
     remove(path, [descriptor.id for descriptor in sif.descriptors if image.is_record(descriptor)])
     text, group = image.record_text(record), sif.require_root().group
     add(path, NewObject(datatype=DataType.JSON, name=image.IMGKIT_OBJECT, group=group, data=text))
@@ -123,6 +124,7 @@ def remove(path: Path, ids: Collection[int]) -> None:
         for descriptor in sif.descriptors:
             if descriptor.id in ids:
                 stream.seek(descriptor.offset)
+                # Zeros: a removed object must leave nothing that a later digest or a person finds.
                 for position in range(descriptor.offset, min(descriptor.end, end), files.CHUNK_BYTES):
                     stream.write(bytes(min(files.CHUNK_BYTES, min(descriptor.end, end) - position)))
                 _write_slot(stream, sif, descriptor.id, bytes(DESCRIPTOR.size))
@@ -230,6 +232,7 @@ def _layout(frame: Frame, root_bytes: int) -> tuple[Header, list[Descriptor]]:
         align=PARTITION_ALIGN_BYTES,
     )
     sizes = [*(new.size_bytes for new in frame.objects), root_bytes]
+    # Objects lie one behind the other; only a partition is aligned.
     descriptors: list[Descriptor] = []
     end = _DATA_OFFSET
     for id, (new, size) in enumerate(zip((*frame.objects, root), sizes, strict=True), 1):
@@ -284,6 +287,7 @@ class Sif(Format):
         self, part: Path, record: image.ImgkitRecord, advance: Advance
     ) -> tuple[image.ImgkitRecord, str]:
         """Add the record; a .sif has no checksum of the whole file."""
+        # The header states the architecture.
         record = replace(record, root_sha256=image.root_sha256(part, advance=advance), arch="")
         put_record(part, record)
         return record, ""

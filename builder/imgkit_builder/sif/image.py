@@ -321,6 +321,7 @@ def parse(path: Path, stream: BinaryIO) -> SifImage:
     if len(raw) < HEADER.size or raw[MAGIC_OFFSET : MAGIC_OFFSET + len(MAGIC)] != MAGIC:
         raise CheckFailed("not a .sif file (no SIF_MAGIC in its header)", where=str(path))
     header = Header(*HEADER.unpack(raw))
+    # The numbers come from a file that anybody may have written: each is compared before it is used.
     table_bytes = header.total * DESCRIPTOR.size
     if (
         not 0 <= header.free <= header.total <= _MAX_DESCRIPTORS
@@ -463,6 +464,7 @@ def intact(path: Path, accepts: Callable[[SifImage, ImgkitRecord], bool]) -> Sif
     """
     try:
         sif = read(path)
+        # Cheap comparisons first: the digest reads gigabytes.
         if sif.record is None or sif.overlays or not accepts(sif, sif.record):
             return None
         return sif if root_sha256(path) == sif.record.root_sha256 else None

@@ -20,17 +20,17 @@ from imgkit_builder.base.process import run
 from imgkit_entrypoints import files
 from imgkit_entrypoints.arguments import digits
 
+# Where distributions put it and an ordinary user's PATH does not look.
 _SBIN = ("/usr/sbin", "/sbin", "/usr/local/sbin")
-"""Where distributions put it and an ordinary user's PATH does not look."""
 _RUNTIMES = ("apptainer", "singularity")
 _CONFIGURED_PATH = re.compile(r"^\s*mksquashfs path\s*=\s*(\S.*?)\s*$", re.MULTILINE)
 _MAX_CONFIG_BYTES = 1 << 20
 
+# cgroup v1 writes a huge page-rounded number where there is no limit.
 _UNLIMITED_V1 = 1 << 60
-"""cgroup v1 writes a huge page-rounded number where there is no limit."""
 _MIN_MEMORY_BYTES = 128 << 20
+# More makes no difference to its speed, and imgkit and mksquashfs together stay below 1 GiB.
 _MAX_MEMORY_BYTES = 512 << 20
-"""More makes no difference to its speed, and imgkit and mksquashfs together stay below 1 GiB."""
 
 
 def tar_reader() -> Path | None:

@@ -97,6 +97,7 @@ def refuse_links(layers: Iterable[Path], where: str) -> None:
     ------
     CheckFailed : a link leads out of the image, or a layer is no tar.
     """
+    # The tree that the layers form together: a later layer may replace or delete a link.
     tree = LayerTree(where)
     for layer in layers:
         tree.add_layer(tar_read.headers(layer))

@@ -122,6 +122,7 @@ def skipped_variables(config: ImageConfig) -> tuple[str, ...]:
 
 def variables(script: str) -> dict[str, str]:
     """Return the variables that the text of `ENVIRONMENT` sets, by imgkit or by a runtime; runs nothing."""
+    # Not run: the script of an image of others could do anything.
     values: dict[str, str] = {}
     for line in script.splitlines():
         # VALUE of imgkit is in single quotes; runtimes write NAME="${NAME:-"VALUE"}".

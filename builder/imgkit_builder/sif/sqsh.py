@@ -45,10 +45,10 @@ ENVIRONMENT = "etc/environment"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SUBSTITUTED = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 _RESERVED = "ENROOT_"
+# What enroot 4.1 removes where one is at the beginning of a value and one at its end.
 _STRIPPED = ("'", '"', "\\")
-"""What enroot 4.1 removes where one is at the beginning of a value and one at its end."""
+# enroot's hook mounts no GPU where the first is missing, without a word, and no CUDA where the second is.
 _GPUS = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
-"""enroot's hook mounts no GPU where the first is missing, without a word, and no CUDA where the second is."""
 
 _RC = """\
 #!/bin/sh
@@ -196,6 +196,7 @@ def _rc(config: ImageConfig) -> str:
     )
 
 
+# Sets what `variables` reads.
 _READ = (
     f"if [ -r /{ENVIRONMENT} ]; then "
     'while IFS= read -r line || [ "$line" ]; do '
@@ -204,7 +205,6 @@ _READ = (
     """case $value in [\\'\\"\\\\]*[\\'\\"\\\\]) value=${value#?}; value=${value%?} ;; esac; """
     f'export "$name=$value"; done < /{ENVIRONMENT}; fi; '
 )
-"""Sets what `variables` reads."""
 _LIBS = (
     f"libs={runtime_files.LIBS}; "
     'if [ -d "$libs" ]; then case ":${LD_LIBRARY_PATH-}:" in *":$libs:"*) ;; '

@@ -53,24 +53,24 @@ _PIPE_BYTES = 1 << 20
 _MAX_TIME_S = (1 << 32) - 1
 _PSEUDO_SPECIAL = re.compile(rb'[\s\\"#]')
 _DEVICES = {tar_read.CHARACTER: "c", tar_read.BLOCK: "b"}
+# An attribute that no squashfs holds, as access lists are.
 _HARMLESS = re.compile(r"Unrecognised (tar )?xattr prefix ")
-"""An attribute that no squashfs holds, as access lists are."""
 
 _OFFSET = struct.Struct("<Q")
 _BLOCK_HEADER = struct.Struct("<H")
+# Bit in the header of a metadata block that is not compressed.
 _PLAIN = 0x8000
-"""Bit in the header of a metadata block that is not compressed."""
+# Size of an uncompressed metadata block, without its header.
 _METADATA_BYTES = 8192
-"""Size of an uncompressed metadata block, without its header."""
 _LIST_HEADER = struct.Struct("<III")
 _LIST_ENTRY = struct.Struct("<HhHH")
+# Offset of a table that is not there.
 _ABSENT = (1 << 64) - 1
-"""Offset of a table that is not there."""
+# Position in the superblock of the time at which the squashfs was written.
 _MKFS_TIME_OFFSET = 8
-"""Position in the superblock of the time at which the squashfs was written."""
 _FOLDER_TYPES = (1, 8)
+# Offsets in an inode: type, mode, uid and gid take two bytes each; uid and gid index the table of owners.
 _INODE_OWNERS, _INODE_TIME = 4, 8
-"""Offsets in an inode: type, mode, uid and gid take two bytes each; uid and gid index the table of owners."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +138,7 @@ def choose() -> Squasher:
     if program := mksquashfs.tar_reader():
         return TarMksquashfs(program=program)
     obstacle = mksquashfs.obstacle()
+    # Without a pseudo file, an ordinary user's squashfs would have no other owner.
     for program in mksquashfs.candidates():
         if mksquashfs.knows(program, r"-pf\b"):
             note = f"the files are written to disk once, and squashed from there (slower): {obstacle}"
@@ -170,6 +171,7 @@ def write(
         compression=job.compression,
         folder=job.work.folder,
     )
+    # A counter that entries advance as they pass: its next number is how many names were sent.
     counter = itertools.count()
     (squasher or choose()).write(storable(entries, counter, job.clock.note), target, job)
     sent, stored = next(counter), _count_names(path, offset)
@@ -190,6 +192,7 @@ def storable(
     for entry in entries:
         if entry.xattrs.keys() - {CAPABILITY}:
             stripped += 1
+            # Engines export no other attribute, and two sources of one image must give the same tree.
             capability = {name: value for name, value in entry.xattrs.items() if name == CAPABILITY}
             entry = entry.changed(xattrs=capability)
         for _ in entry.names:
@@ -230,7 +233,9 @@ def write_tar(entries: Iterator[ImageEntry], sink: IO[bytes]) -> None:
         if entry.size_bytes:
             for piece in entry.content:
                 sink.write(piece)
+            # A tar consists of blocks: zeros fill the last one of a file.
             sink.write(tar_write.padding(entry.size_bytes))
+        # Directly behind the file: mksquashfs 4.5.1 loses a hard link that comes before its target.
         for name in entry.names[1:]:
             sink.write(tar_write.header(name, HARD_LINK, link=entry.name))
     sink.write(tar_write.END)
@@ -259,6 +264,7 @@ class OldMksquashfs(Squasher):
 
     def argv(self, target: SquashTarget) -> list[str]:
         """Return the program and its arguments; it packs the unpacked files."""
+        # -pf replaces owner and mode of files that are there, and adds devices that are not.
         tree, output, owners = (str(target.folder / name) for name in ("tree", "root.sqfs", "owners"))
         return [str(self.program), tree, output, "-pf", owners, *self._options(target)]
 
@@ -273,6 +279,7 @@ class OldMksquashfs(Squasher):
             job.clock.note(f"{loss} (mksquashfs 4.5 or later loses nothing)")
         argv = [*self.argv(target), *(() if tree.attributes else ("-no-xattrs",))]
         job.log.write(f"$ {' '.join(argv)}\n")
+        # Its standard output is a table of what it wrote.
         with running(argv, job, only_errors=True):
             pass
         remove_tree(tree.root)
@@ -280,6 +287,7 @@ class OldMksquashfs(Squasher):
             files.open_regular(output) as squashfs,
             files.open_own(target.path, os.O_RDWR | os.O_CREAT, "r+b") as stream,
         ):
+            # Behind the room for the header; what is at its beginning stays.
             stream.seek(target.offset)
             shutil.copyfileobj(squashfs, stream, files.CHUNK_BYTES)
         output.unlink()
@@ -311,6 +319,7 @@ class UnpackedTree:
         """Write the entry and its further names."""
         for name in entry.names:
             above, _, last = name.rpartition("/")
+            # Whatever an archive says, nothing is written outside of the tree.
             is_inside = above in self._folder_times and not name.startswith("/")
             if not is_inside or last in ("", ".", "..") or name in self._folder_times:
                 raise CheckFailed(f"{name!r} comes twice, or before its folder", where="the merged layers")
@@ -337,10 +346,12 @@ class UnpackedTree:
         path, kind, mode = self._path(entry.name), entry.kind, entry.mode & 0o7777
         time_s = min(max(entry.mtime_s, 0), _MAX_TIME_S)
         if kind == REGULAR:
+            # O_EXCL and O_NOFOLLOW: an earlier entry of this name, such as a link, is never written through.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             with os.fdopen(os.open(path, flags, 0o600), "wb") as stream:
                 stream.writelines(entry.content)
         elif kind == DIRECTORY:
+            # Private until it is packed: the files are this user's now, with modes of the image's own users.
             path.mkdir(mode=0o700)
             self._folder_times[entry.name] = time_s
         elif kind == SYMLINK:
@@ -384,6 +395,7 @@ class UnpackedTree:
         self._folder_times[""] = created_s
         for name, time_s in self._folder_times.items():
             os.utime(self._path(name), (time_s, time_s))
+        # mksquashfs takes the mode of / from this folder; the pseudo file has no line for it.
         self.root.chmod(0o755)
 
     def pseudo_file(self) -> Iterator[bytes]:
@@ -439,6 +451,7 @@ def running(argv: Sequence[str], job: ConversionJob, *, only_errors: bool = Fals
             stderr=messages,
             bufsize=_PIPE_BYTES,
             env=env,
+            # Ctrl-C is for imgkit, which then ends the program and removes its file.
             start_new_session=True,
         )
         assert process.stdin is not None  # noqa: S101 - for the type checker: stdin=PIPE
@@ -464,6 +477,7 @@ def running(argv: Sequence[str], job: ConversionJob, *, only_errors: bool = Fals
     job.log.write(output + "\n")
     for line in output.splitlines():
         job.clock.line(line)
+    # An exit code of 0 says little: it prints a line for a file that it leaves out, and goes on.
     if code == 0 and not is_broken and all(_HARMLESS.match(line) for line in output.splitlines()):
         return
     job.log.flush()
@@ -545,6 +559,7 @@ def set_root(path: Path, mtime_s: int, *, offset: int = 0) -> bool:
     """
     with files.open_own(path, os.O_RDWR, "r+b") as stream:
         superblock = Superblock(*_unpack(stream, image.SUPERBLOCK, offset))
+        # mksquashfs 4.3 has no -mkfs-time.
         stream.seek(offset + _MKFS_TIME_OFFSET)
         stream.write(struct.pack("<I", mtime_s))
         start = offset + superblock.inode_table + (superblock.root_inode >> 16)

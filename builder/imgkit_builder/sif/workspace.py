@@ -156,6 +156,7 @@ def _explained_if_full(target: Path, base: Path) -> Iterator[None]:
     try:
         yield
     except ToolFailed as error:
+        # The programs say it in their own words, somewhere in their last lines.
         if not _NO_SPACE.search(f"{error.what} {error.hint}"):
             raise
         raise _disk_full(target, base, error.what, error.hint or "") from error
