@@ -21,7 +21,7 @@ from typing import Any
 
 import mutate
 
-from imgkit_builder.archive import compressed, oci_folder, read, sidecar
+from imgkit_builder.archive import compressed, oci_folder, read, sidecar, stored
 from imgkit_builder.archive.tar_read import TarStream
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Silent
@@ -54,7 +54,7 @@ from imgkit_builder.remote import check as far_check
 from imgkit_builder.remote import fetch, gc, store
 from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import Connection
-from imgkit_builder.sif import image, runtime_build, sqsh, table
+from imgkit_builder.sif import image, runtime_build, sqsh
 from imgkit_entrypoints import fabric, facts, json_text, system
 from imgkit_entrypoints.apps.train.options import file_arguments
 from imgkit_entrypoints.doctor import node
@@ -204,6 +204,12 @@ def _walk(layers: tree.Stack) -> None:
                 return
 
 
+def _lay_out(data: bytes, folder: Path) -> object:
+    limit = 8 << 20
+    with stored.opened(_put(folder, data), folder, unpack_limit_bytes=limit) as image:
+        return oci_folder.write_layout(image, folder / "laid", Silent(), unpack_limit_bytes=limit)
+
+
 def _verify_archive(path: Path) -> None:
     held = read.digest_archive(path, compress=compressed.kind(path), report=Silent())
     assert held.size_bytes == path.stat().st_size
@@ -281,11 +287,11 @@ def _sifs() -> list[bytes]:
     bodies = ((image.DataType.PARTITION, squashfs, b"root"), (image.DataType.JSON, record, b"imgkit"))
     for number, (kind, body, name) in enumerate(bodies, 1):
         extra = image._PARTITION.pack(1, 2, b"02\0") if kind == image.DataType.PARTITION else b""
-        rows += table.DESCRIPTOR.pack(
+        rows += image.DESCRIPTOR.pack(
             kind, 1, number, 0xF0000001, 0, at, len(body), len(body), *(0,) * 4, name, extra
         )
         at += len(body)
-    head = table.HEADER.pack(
+    head = image.HEADER.pack(
         b"#!", image.MAGIC, b"01\0", b"02\0", bytes(16), 0, 0, 1, 3, 128, 3 * 585, 128 + 3 * 585, at
     )
     return [head + rows + bytes(585) + squashfs + record]
@@ -575,9 +581,7 @@ TARGETS = (
     ),
     Target(
         name="archive",
-        run=lambda data, folder: oci_folder.from_archive(
-            _put(folder, data), folder / "laid", Silent(), unpack_limit_bytes=8 << 20
-        ),
+        run=_lay_out,
         seeds=lambda: [*_archives(), *(gzip.compress(one, 1, mtime=0) for one in _archives()[:1])],
         change=mutate.in_tar,
     ),

@@ -99,7 +99,7 @@ def mn5_sif(mn5_image: str) -> Path:
     sif = shared_folder() / "mn5.sif"
     with locked("mn5"):
         if not sif.exists():
-            imgkit_json("sif", mn5_image, "--from", "daemon", "--no-test", "-o", sif)
+            imgkit_json("sif", mn5_image, "--no-test", "-o", sif)
     return sif
 
 

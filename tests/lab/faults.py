@@ -34,7 +34,8 @@ from imgkit_builder.delta import apply, make
 from imgkit_builder.examine import verify
 from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif import convert
-from imgkit_builder.sif.conversion import Archive, EngineImage, Options
+from imgkit_builder.sif.conversion import Options
+from imgkit_builder.sif.entries import Archive, EngineImage
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed
 
 HOW = {"error": 1, "short": 2, "die before": 3, "die after": 4}

@@ -6,9 +6,17 @@ import hashlib
 import struct
 from pathlib import Path
 
-from imgkit_builder.sif import coverage, table
-from imgkit_builder.sif.image import ARCHS, DataType, ImgkitRecord, PartitionType
-from imgkit_builder.sif.table import DESCRIPTOR, HEADER, Header, NewObject
+from imgkit_builder.sif import frame, image
+from imgkit_builder.sif.frame import NewObject
+from imgkit_builder.sif.image import (
+    ARCHS,
+    DESCRIPTOR,
+    HEADER,
+    DataType,
+    Header,
+    ImgkitRecord,
+    PartitionType,
+)
 
 SLOTS = 12
 TABLE_AT = 4096
@@ -18,16 +26,16 @@ ROOT = struct.pack("<4sIIIIHHHHHHQQ", b"hsqs", 1, 0, 1 << 20, 0, 6, 20, 0, 1, 4,
 
 
 def write(
-    path: Path, root: bytes | Path = ROOT, *, arch: str = "amd64", covered: bool = True, seed: int = 1
+    path: Path, root: bytes | Path = ROOT, *, arch: str = "amd64", recorded: bool = True, seed: int = 1
 ) -> Path:
     """Write a .sif with the root partition `root`; another `seed` gives another one.
 
-    Only imgkit's are covered: they have its record. `root` is then bytes.
+    Only imgkit's have its record. `root` is then bytes.
     """
     code = b"%02d\0" % ARCHS.index(arch)
     header = Header(
         launch=b"#!/usr/bin/env run-singularity\n",
-        magic=table.MAGIC,
+        magic=image.MAGIC,
         version=b"01\0",
         arch=code,
         uuid=bytes([seed]) * 16,
@@ -41,16 +49,16 @@ def write(
         data_bytes=0,
     )
     path.write_bytes(HEADER.pack(*header).ljust(DATA_AT, b"\0"))
-    table.add(path, NewObject(datatype=DataType.DEFFILE, name="def", group=1, data=b"bootstrap: oci\n"))
-    table.add(path, NewObject(datatype=DataType.JSON, name="oci-config.json", group=1, data=b'{"a": 1}'))
+    frame.add(path, NewObject(datatype=DataType.DEFFILE, name="def", group=1, data=b"bootstrap: oci\n"))
+    frame.add(path, NewObject(datatype=DataType.JSON, name="oci-config.json", group=1, data=b'{"a": 1}'))
     extra = struct.pack("<ii3s", 1, PartitionType.PRIMARY, code)
-    table.add(
+    frame.add(
         path,
         NewObject(datatype=DataType.PARTITION, name="root", group=1, data=root, extra=extra, align=4096),
     )
-    if covered:
+    if recorded:
         assert isinstance(root, bytes)
-        coverage.put_record(path, record(root))
+        frame.put_record(path, record(root))
     return path
 
 
@@ -69,10 +77,9 @@ def record(root: bytes = ROOT) -> ImgkitRecord:
 
 def sign(path: Path, data: bytes = b"-----BEGIN PGP SIGNED MESSAGE-----\n") -> None:
     """Add an object as a runtime adds a signature: in no group, and linked to group 1."""
-    entry = table.add(path, NewObject(datatype=DataType.SIGNATURE, name="", group=0, data=data))
+    entry = frame.add(path, NewObject(datatype=DataType.SIGNATURE, name="", group=0, data=data))
+    header = image.read(path).header
     with path.open("r+b") as stream:
-        found = table.read(path, stream)
-        stream.seek(0)
-        stream.write(HEADER.pack(*found.header._replace(modified_s=1_800_000_000)))
-        stream.seek(TABLE_AT + (entry.id - 1) * DESCRIPTOR.size)
-        stream.write(DESCRIPTOR.pack(*entry._replace(link=table.GROUP | 1)))
+        stream.write(HEADER.pack(*header._replace(modified_s=1_800_000_000)))
+        stream.seek(header.table_offset + (entry.id - 1) * DESCRIPTOR.size)
+        stream.write(DESCRIPTOR.pack(*entry._replace(link=image.GROUP_FLAG | 1)))

@@ -21,8 +21,9 @@ from layer_reference import Entry
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.inventory.collector import DOCUMENT
 from imgkit_builder.oci.config import parse_config
-from imgkit_builder.sif import convert, entries, image
-from imgkit_builder.sif.conversion import Archive, Options
+from imgkit_builder.sif import convert, image
+from imgkit_builder.sif.conversion import Options
+from imgkit_builder.sif.entries import Archive
 
 Way = Literal["new", "old", "runtime"]
 
@@ -113,7 +114,8 @@ def files_of(sif: Path, folder: Path, *, own: Collection[str] = ()) -> dict[str,
     found = layer_reference.described(folder)
     about = {"architecture": "amd64", "rootfs": {"diff_ids": [f"sha256:{'0' * 64}"]}}
     config = parse_config(json.dumps(about).encode(), where="")
-    added = {one.path for one in (*entries.own_files(config), *entries.if_missing())}
+    replacing, if_missing = convert.FORMATS["sif"].added_files(config, lambda _: None)
+    added = {entry.name for entry in (*replacing, *if_missing)}
     added = (added | {"opt", "opt/imgkit", DOCUMENT}) - set(own)
     return {path: about for path, about in found.items() if path not in added}
 

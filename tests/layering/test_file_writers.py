@@ -20,14 +20,12 @@ PRIVATE = "in a folder that this process has just made with mode 0700"
 REASONS: Mapping[str, str] = {
     "builder/imgkit_builder/archive/oci_folder.py": PRIVATE,
     "builder/imgkit_builder/archive/stored.py": PRIVATE,
-    "builder/imgkit_builder/sif/squashers.py": PRIVATE,
-    "builder/imgkit_builder/sif/runtime_build.py": PRIVATE,
-    "builder/imgkit_builder/sif/image.py": "changes a part file, and makes none",
+    "builder/imgkit_builder/sif/squash.py": PRIVATE,
+    "builder/imgkit_builder/sif/frame.py": "changes a part file, and makes none",
     "builder/imgkit_builder/sif/supervisor.py": PRIVATE,
     "builder/imgkit_builder/sif/namespace.py": "files of the kernel",
     "builder/imgkit_builder/apptainer/build.py": PRIVATE,
     "builder/imgkit_builder/image/members.py": PRIVATE,
-    "builder/imgkit_builder/sif/table.py": "changes a part file, and makes none",
     "builder/imgkit_builder/lock/inside.py": "it runs in the base, in a layer that nobody keeps",
     "builder/imgkit_builder/engine/image_source.py": PRIVATE,
     "builder/imgkit_builder/engine/building.py": "a pipe; the log, in a folder that mkdir has just made",
@@ -136,7 +134,6 @@ PRINTERS: Mapping[str, str] = {
     "builder/imgkit_builder/engine/show_changed.py": "it runs in the image, whose output imgkit reads",
     "builder/imgkit_builder/image/inside_uv.py": IN_BASE,
     "builder/imgkit_builder/lock/inside.py": IN_BASE,
-    "builder/imgkit_builder/sif/convert.py": "the log of an order that is only shown",
     "builder/imgkit_builder/sif/supervisor.py": "its standard output is a pipe to imgkit",
 }
 """Module -> why it may print without `terminal`."""

@@ -348,7 +348,7 @@ STARTERS = {
     "builder/imgkit_builder/engine/containers.py": "a guard outlives imgkit, to remove a container",
     "builder/imgkit_builder/job/ssh/fanout.py": "one ssh per host, side by side",
     "builder/imgkit_builder/lock/inside.py": "it runs in the base, without this package",
-    "builder/imgkit_builder/sif/mksquashfs.py": "imgkit writes its standard input while it runs",
+    "builder/imgkit_builder/sif/squash.py": "imgkit writes its standard input while it runs",
     "builder/imgkit_builder/sif/runtime.py": "spython starts the runtime; the module names its errors",
     "builder/imgkit_builder/image/inside.py": "it runs in the image, without this package",
 }

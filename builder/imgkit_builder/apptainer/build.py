@@ -25,12 +25,13 @@ from imgkit_builder.image.instructions import Definition
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe.model import Recipe
-from imgkit_builder.sif import check, conversion, convert, coverage, mksquashfs, runtime, runtime_build, table
+from imgkit_builder.sif import check, conversion, convert, entries, frame, mksquashfs, runtime, runtime_build
 from imgkit_builder.sif import image as sif_image
-from imgkit_builder.sif.conversion import Archive, Clock, Compression, ConversionJob, Options, Stage
+from imgkit_builder.sif.conversion import Clock, Compression, ConversionJob, Options, Stage
+from imgkit_builder.sif.entries import Archive
+from imgkit_builder.sif.frame import NewObject
 from imgkit_builder.sif.image import DataType, ImgkitRecord, SifImage
 from imgkit_builder.sif.runtime import RuntimeTool
-from imgkit_builder.sif.table import NewObject
 from imgkit_builder.sif.workspace import remove_leftovers, tmp_base, workspace
 from imgkit_entrypoints import __version__
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed
@@ -149,8 +150,8 @@ def _find_tools(request: SifRequest) -> tuple[RuntimeTool, Compression]:
     convert.check_target(request.target.absolute(), force=False)
     options = request.options
     tool = runtime.find_runtime(options.runtime, module_hint=options.module_hint)
-    zstd_error = mksquashfs.lacks_zstd(mksquashfs.find())
-    compression = conversion.choose_compression(tool.capabilities, options.compression, lacks_zstd=zstd_error)
+    zstd_error = mksquashfs.zstd_error(mksquashfs.find())
+    compression = conversion.choose_compression(tool.capabilities, options.compression, zstd_error=zstd_error)
     return tool, compression
 
 
@@ -182,17 +183,16 @@ def _up_to_date_result(
         return definition.definition(request.recipe, base, labels).text.strip() == old.strip()
 
     target = request.target.absolute()
-    undamaged = None if request.options.force else coverage.undamaged(target, is_same)
-    if undamaged is None:
+    sif = None if request.options.force else sif_image.intact(target, is_same)
+    if sif is None or sif.record is None:
         return None
     remove_leftovers(target)  # a run that was killed after it had put the file in place
-    sif, record = undamaged
     return BuiltSif(
         path=target,
         size_bytes=sif.size_bytes,
         arch=sif.arch,
         base=base.image,
-        record=record,
+        record=sif.record,
         labels=definition.labels(sif),
         up_to_date=True,
     )
@@ -209,14 +209,13 @@ def _place_base(base: Start, job: ConversionJob) -> Start:
     folder.mkdir()
     if isinstance(base.source, Path):
         job.clock.stage(f"check {base.source.name}")
-        if faults := coverage.check(base.source).faults:
-            raise CheckFailed(
-                f"the base is damaged: {faults[0]}", where=str(base.source), hint="copy it again"
-            )
+        sif_image.refuse_damaged(base.source)
         # A link, not a copy: the definition has a fixed name for it, and a base may have many GB.
         (folder / definition.FILE).symlink_to(base.source)
     elif base.source is not None:
-        layout = runtime_build.lay_out(base.source, job)
+        limit = job.options.unpack_limit_bytes
+        with entries.opened(base.source, job.work.folder, job.clock, unpack_limit_bytes=limit) as image:
+            layout = runtime_build.lay_out(image, job)
         next(job.work.folder.glob("*/oci-layout")).parent.rename(folder / definition.FOLDER)
         if isinstance(base.source, Archive) and not base.is_identified:
             return definition.identified(base, base.source, layout.config, layout.names)
@@ -261,7 +260,7 @@ def _finish(
     """Check, describe, test and publish the part file."""
     part, clock, target = job.work.part, job.clock, request.target.absolute()
     clock.stage("check")
-    sif, _ = check.structure(part, config=None, layer_bytes=None)
+    sif = sif_image.structure(part)
     labels = {name: str(value) for name, value in definition.labels(sif).items()}
     check.compare_labels(labels, {name: value for name, value in planned.labels.items() if value}, part)
     record = _write_record(request, part, sif, labels, job)
@@ -302,8 +301,8 @@ def _write_record(
         "rootfs": {"type": "squashfs", "diff_ids": list(diff_ids)},
     }
     raw = json.dumps(config, indent=1, sort_keys=True).encode()
-    assert sif.root is not None  # noqa: S101 - for the type checker: `check.structure` found it
-    table.add(part, NewObject(datatype=DataType.JSON, name=_CONFIG_OBJECT, group=sif.root.group, data=raw))
+    group = sif.require_root().group
+    frame.add(part, NewObject(datatype=DataType.JSON, name=_CONFIG_OBJECT, group=group, data=raw))
     record = ImgkitRecord(
         image_id=f"sha256:{hashlib.sha256(raw).hexdigest()}",
         diff_ids=diff_ids,
@@ -314,7 +313,7 @@ def _write_record(
         imgkit=__version__,
         source=request.recipe.name,
     )
-    coverage.put_record(part, record)
+    frame.put_record(part, record)
     return record
 
 
@@ -322,7 +321,7 @@ def _smoke_test(part: Path, arch: str, manifest: Manifest, job: ConversionJob) -
     tool = _tool(job)
     job.clock.stage("smoke test")
     isolation = runtime.isolation(tool)
-    job.clock.note(isolation.said("python3"))
+    job.clock.note(isolation.description("python3"))
     results = smoke.check(
         lambda argv: runtime.attempt(tool, runtime.exec_arguments(part, argv, isolation)),
         arch=arch,

@@ -25,9 +25,11 @@ from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.oci.manifest import CREATED_LABEL, STANDIN_LABEL, BaseImage, Probe
 from imgkit_builder.oci.platform import host_platform
 from imgkit_builder.recipe.model import Recipe
-from imgkit_builder.sif import check, convert
+from imgkit_builder.sif import check, entries
 from imgkit_builder.sif import image as sif_image
-from imgkit_builder.sif.conversion import Archive, OciFolder
+from imgkit_builder.sif.convert import RUNTIME_DISK_SHARE
+from imgkit_builder.sif.entries import Archive, OciFolder
+from imgkit_builder.sif.workspace import check_space as require_space
 from imgkit_entrypoints import json_text, secret_patterns
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 from imgkit_entrypoints.terminal import unstyled
@@ -190,12 +192,11 @@ def check_space(start: Start, target: Path, temporary: Path) -> None:
     if start.source is None:
         return
     if isinstance(start.source, Path):
-        size: int | None = int(start.source.stat().st_size * convert.UNPACKED_FACTOR)
+        size = int(start.source.stat().st_size * entries.UNPACKED_FACTOR)
         share = 1.0  # its files once, as its layers are merged already
     else:
-        size, share = convert.source_bytes(start.source), convert.temporary_share(None)
-    if size is not None:
-        convert.need_space(size, int(size * share), target, temporary)
+        size, share = start.source.size_bytes, RUNTIME_DISK_SHARE
+    require_space(size, int(size * share), target, temporary)
 
 
 def _of_archive(path: Path) -> Start:

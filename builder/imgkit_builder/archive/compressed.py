@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import shutil
+import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -38,7 +40,8 @@ class Allowance:
     packed_bytes: int
     name: str
     limit_bytes: int | None = None
-    _taken_bytes: int = 0
+    unpacked_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, count: int) -> None:
         """Count unpacked bytes, also those of a compressed layer in a compressed archive.
@@ -47,10 +50,11 @@ class Allowance:
         ------
         CheckFailed : they are too many.
         """
-        self._taken_bytes += count
+        with self._lock:
+            self.unpacked_bytes += count
         default = max(UNPACKED_LEAST_BYTES, UNPACKED_FACTOR * self.packed_bytes)
         limit = default if self.limit_bytes is None else self.limit_bytes
-        if self._taken_bytes > limit:
+        if self.unpacked_bytes > limit:
             raise CheckFailed(
                 f"its {self.packed_bytes / 1e6:.1f} MB unpack to more than {limit / 1e9:g} GB: it may "
                 "be a decompression bomb (--unpack-limit GB allows more)",
@@ -60,7 +64,7 @@ class Allowance:
 
 
 def kind(path: Path) -> Compress:
-    """How `path` is compressed, by its first bytes.
+    """Return how `path` is compressed, by its first bytes.
 
     Raises
     ------
@@ -68,33 +72,35 @@ def kind(path: Path) -> Compress:
     """
     with files.open_regular(path) as stream:
         start = stream.read(8)
-    for magic, refused in _REFUSED:
+    for magic, program in _REFUSED:
         if start.startswith(magic):
             raise UsageError(
-                f"the file is compressed with {refused}; imgkit reads plain, gzip and zstd files",
+                f"the file is compressed with {program}; imgkit reads plain, gzip and zstd files",
                 where=str(path),
-                hint=f"{refused} -dk {path}   (then pass the unpacked file)",
+                hint=f"{program} -dk {path}   (then pass the unpacked file)",
             )
     return kind_of(start)
 
 
 def kind_of(start: bytes) -> Compress:
-    """How a stream that begins with `start`, at least 4 bytes, is compressed."""
-    return next((name for magic, name in _MAGICS if start.startswith(magic)), "none")
+    """Return how a stream that begins with `start`, at least 4 bytes, is compressed."""
+    for magic, compress in _MAGICS:
+        if start.startswith(magic):
+            return compress
+    return "none"
 
 
-def chunks(
-    path: Path, *, advance: Callable[[int], None] | None = None, allowance: Allowance | None = None
-) -> Generator[bytes, None, None]:
-    """Yield the plain bytes of `path`, at most 1 MiB at a time; `advance` gets the bytes of the file read.
+def chunks(path: Path, *, allowance: Allowance | None = None) -> Generator[bytes, None, None]:
+    """Yield the plain bytes of `path`, at most 1 MiB at a time.
 
     Raises
     ------
     CheckFailed : damaged, cut short, or larger than `allowance`.
     ToolMissing : zstd data and no ``zstd`` program.
     """
-    raw = _raw(path, advance or (lambda _: None))
-    return unpacked(raw, kind(path), name=str(path), allowance=allowance)
+    with files.open_regular(path, buffering=0) as stream:
+        raw = iter(lambda: stream.read(CHUNK_BYTES), b"")
+        yield from unpacked(raw, kind(path), name=str(path), allowance=allowance)
 
 
 def unpacked(
@@ -107,7 +113,8 @@ def unpacked(
     for chunk in _gunzipped(raw, name) if compress == "gzip" else _unzstd(raw, name):
         if allowance:
             allowance.take(len(chunk))
-        yield chunk
+        if chunk:
+            yield chunk
 
 
 class Gunzip:
@@ -121,174 +128,143 @@ class Gunzip:
     def __init__(self, name: str) -> None:
         self._name = name
         self._inflate = zlib.decompressobj(wbits=31)
-        self._given = memoryview(b"")
-        self._waiting = b""
 
     @property
     def is_between(self) -> bool:
-        """Whether everything that it was given is unpacked, and is whole."""
-        return self._inflate.eof and self.is_hungry
-
-    @property
-    def is_hungry(self) -> bool:
-        """Whether everything that it was given is unpacked."""
-        return not self._waiting and not self._given
-
-    def give(self, data: bytes | memoryview) -> None:
-        """Take `data` after what came before is unpacked."""
-        self._given = memoryview(data)
-
-    def take(self) -> bytes:
-        """Unpack at most 1 MiB of what was given; may be empty."""
-        if not self._waiting:
-            # zlib copies what it leaves of its input: small pieces take a tenth less time.
-            self._waiting, self._given = bytes(self._given[:_PIECE_BYTES]), self._given[_PIECE_BYTES:]
-        try:
-            if self._inflate.eof:
-                # pigz and concatenated files have several members; zeros after the last are padding.
-                self._waiting = self._waiting.lstrip(b"\0")
-                if not self._waiting:
-                    return b""
-                self._inflate = zlib.decompressobj(wbits=31)
-            plain = self._inflate.decompress(self._waiting, CHUNK_BYTES)
-        except zlib.error as error:
-            raise self._damaged(error) from error
-        self._waiting = self._inflate.unused_data if self._inflate.eof else self._inflate.unconsumed_tail
-        return plain
+        """Whether what it was fed ends with a member."""
+        return self._inflate.eof
 
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
         """Yield what `data` unpacks to, at most 1 MiB at a time."""
-        self.give(data)
-        while not self.is_hungry:
-            if plain := self.take():
-                yield plain
-
-    def _damaged(self, error: zlib.error) -> CheckFailed:
-        what = f"the gzip data is damaged: {error}"
-        return CheckFailed(what, where=self._name, hint="copy the file again")
+        # zlib copies what it leaves of its input: small pieces take a tenth less time.
+        for start in range(0, len(data), _PIECE_BYTES):
+            piece = bytes(data[start : start + _PIECE_BYTES])
+            while piece:
+                if self._inflate.eof:
+                    # pigz and concatenated files have several members; zeros after the last are padding.
+                    piece = piece.lstrip(b"\0")
+                    if not piece:
+                        break
+                    self._inflate = zlib.decompressobj(wbits=31)
+                try:
+                    plain = self._inflate.decompress(piece, CHUNK_BYTES)
+                except zlib.error as error:
+                    raise self._refused(f"is damaged: {error}") from error
+                piece = self._inflate.unused_data if self._inflate.eof else self._inflate.unconsumed_tail
+                if plain:
+                    yield plain
 
     def finish(self) -> bytes:
         """Return the last bytes, and refuse a stream without its end."""
         try:
             rest = self._inflate.flush()
         except zlib.error as error:
-            raise self._damaged(error) from error
+            raise self._refused(f"is damaged: {error}") from error
         if not self._inflate.eof:
-            raise CheckFailed("the gzip data is cut short", where=self._name, hint="copy the file again")
+            raise self._refused("is cut short")
         return rest
 
-
-def _raw(path: Path, advance: Callable[[int], None]) -> Iterator[bytes]:
-    done = 0
-    with files.open_regular(path, buffering=0) as stream:
-        while chunk := stream.read(CHUNK_BYTES):
-            done += len(chunk)
-            advance(done)
-            yield chunk
+    def _refused(self, problem: str) -> CheckFailed:
+        return CheckFailed(f"the gzip data {problem}", where=self._name, hint="copy the file again")
 
 
 def _gunzipped(raw: Iterable[bytes], name: str) -> Iterator[bytes]:
     pieces = iter(raw)
     start = next(pieces, b"")
-    way = _in_members if start.find(_MEMBER, 1) > 0 else _in_one
-    return way(itertools.chain((start,), pieces), name)
+    unpack = _unpack_members if start.find(_MEMBER, 1) > 0 else _unpack_ahead
+    return unpack(Gunzip(name), itertools.chain((start,), pieces))
 
 
-def _in_one(raw: Iterator[bytes], name: str) -> Iterator[bytes]:
+def _unpack_ahead(gunzip: Gunzip, raw: Iterator[bytes]) -> Iterator[bytes]:
     """Unpack in a thread while the caller works on what came before; `raw` is read by the caller's thread.
 
     zlib lets other threads run, and so do writes and digests. A read may wait for ever, as from a pipe, and
     a thread that waits cannot be interrupted.
     """
-    gunzip = Gunzip(name)
-    before: list[bytes] = []
+    ready: list[bytes] = []
     with ThreadPoolExecutor(1) as pool:
-        while True:
-            if gunzip.is_hungry:
-                piece = next(raw, None)
-                if piece is None:
-                    break
-                gunzip.give(piece)
-            coming = pool.submit(_some, gunzip)
-            yield from before
-            before = coming.result()
-    yield from before
-    if rest := gunzip.finish():
-        yield rest
+        for piece in raw:
+            plain = gunzip.feed(piece)
+            has_more = True
+            while has_more:
+                job = pool.submit(_take_some, plain)
+                yield from ready
+                ready, has_more = job.result()
+    yield from ready
+    yield gunzip.finish()
 
 
-def _some(gunzip: Gunzip) -> list[bytes]:
-    """The next 4 MiB, or what is there: each step costs threads a wait for each other."""
-    found: list[bytes] = []
-    while sum(map(len, found)) < _AHEAD_BYTES and not gunzip.is_hungry:
-        if plain := gunzip.take():
-            found.append(plain)
-    return found
+def _take_some(plain: Iterator[bytes]) -> tuple[list[bytes], bool]:
+    """Return the next 4 MiB, and whether there may be more: each step costs threads a wait for each other."""
+    chunks: list[bytes] = []
+    budget = _AHEAD_BYTES
+    for chunk in plain:
+        chunks.append(chunk)
+        budget -= len(chunk)
+        if budget <= 0:
+            return chunks, True
+    return chunks, False
 
 
-def _in_members(raw: Iterator[bytes], name: str) -> Iterator[bytes]:
+def _unpack_members(gunzip: Gunzip, raw: Iterator[bytes]) -> Iterator[bytes]:
     """Unpack small members side by side, as `imgkit save` writes them.
 
     Where a member seems to begin, there may be other data that looks so. What was unpacked from there counts
-    only if the data before ended there.
+    only if the data before ended there; `gunzip` unpacks all else.
     """
     workers = min(process.processors(), 8)
-    waiting: deque[tuple[list[bytes], Future[list[bytes | None]]]] = deque()
-    between, gunzip = True, Gunzip(name)
+    jobs: deque[tuple[list[bytes], Future[list[bytes | None]]]] = deque()
+    groups = _cut(raw)
+    is_between = True
     with ThreadPoolExecutor(workers) as pool:
-        groups = _cut(raw)
         while True:
-            while len(waiting) <= workers and (group := next(groups, None)):
-                waiting.append((group, pool.submit(_members, group)))
-            if not waiting:
+            while len(jobs) <= workers and (group := next(groups, None)):
+                jobs.append((group, pool.submit(_inflate_members, group)))
+            if not jobs:
                 break
-            group, coming = waiting.popleft()
-            for piece, plain in zip(group, coming.result(), strict=True):
-                if between and plain is not None:
+            group, job = jobs.popleft()
+            for piece, plain in zip(group, job.result(), strict=True):
+                if is_between and plain is not None:
                     yield plain
                 else:
                     yield from gunzip.feed(piece)
-                    between = gunzip.is_between
-    if not between and (rest := gunzip.finish()):
-        yield rest
+                    is_between = gunzip.is_between
+    if not is_between:
+        yield gunzip.finish()
 
 
 def _cut(raw: Iterator[bytes]) -> Iterator[list[bytes]]:
     """Cut a gzip stream where members seem to begin, and where none does for long."""
-    held = b""
+    data = b""
     for chunk in raw:
-        held += chunk
+        data += chunk
         start, pieces = 0, []
-        while (end := held.find(_MEMBER, start + 1)) > 0:
-            pieces.append(held[start:end])
+        while (end := data.find(_MEMBER, start + 1)) > 0:
+            pieces.append(data[start:end])
             start = end
-        held = held[start:]
-        if len(held) > CHUNK_BYTES:
-            pieces.append(held[: -len(_MEMBER)])
-            held = held[-len(_MEMBER) :]
+        data = data[start:]
+        if len(data) > CHUNK_BYTES:
+            pieces.append(data[: -len(_MEMBER)])
+            data = data[-len(_MEMBER) :]
         if pieces:
             yield pieces
-    if held:
-        yield [held]
+    if data:
+        yield [data]
 
 
-def _members(pieces: list[bytes]) -> list[bytes | None]:
-    """What each of `pieces` unpacks to if it is one small member of a gzip file; else None."""
-    left, found = _AHEAD_BYTES, list[bytes | None]()
+def _inflate_members(pieces: list[bytes]) -> list[bytes | None]:
+    """Return what each of `pieces` unpacks to if it is one small member of a gzip file; else None."""
+    budget = _AHEAD_BYTES
+    members: list[bytes | None] = []
     for piece in pieces:
-        plain = _member(piece, left)
-        left -= len(plain or b"")
-        found.append(plain)
-    return found
-
-
-def _member(piece: bytes, most: int) -> bytes | None:
-    inflate = zlib.decompressobj(wbits=31)
-    try:
-        plain = inflate.decompress(piece, min(most, CHUNK_BYTES)) if most > 0 else b""
-    except zlib.error:
-        return None
-    return plain if inflate.eof and not inflate.unused_data else None
+        inflate = zlib.decompressobj(wbits=31)
+        members.append(None)
+        with contextlib.suppress(zlib.error):
+            plain = inflate.decompress(piece, min(budget, CHUNK_BYTES)) if budget > 0 else b""
+            if inflate.eof and not inflate.unused_data:
+                members[-1] = plain
+                budget -= len(plain)
+    return members
 
 
 def _unzstd(raw: Iterable[bytes], name: str) -> Iterator[bytes]:

@@ -1,7 +1,7 @@
 """Read the headers of an image's layers, compare every layer with its digest, and decide which members show.
 
-Threads compute digests, and unpack what is compressed into a spool if there is room for one. The headers are
-read close behind them.
+Threads compute digests, and unpack what is compressed into a spool if there is room for one. The headers of a
+layer are read meanwhile, those of a compressed layer as soon as it is unpacked.
 
 Layers apply in order, and the members of a layer in theirs, as ``umoci unpack`` applies them for root. A
 member replaces what has its name, except a folder, which keeps its content. A whiteout removes what lower
@@ -11,15 +11,15 @@ Nothing is written. A name costs about 200 bytes: the tree holds a number for ev
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from imgkit_builder.archive import read
 from imgkit_builder.archive.compressed import Allowance
-from imgkit_builder.archive.stored import Digest, Region, Spool, StoredImage, StoredLayer
+from imgkit_builder.archive.stored import Region, Spool, StoredImage, StoredLayer, hashed
 from imgkit_builder.archive.tar_read import (
     AUFS,
     BLOCK,
@@ -43,18 +43,6 @@ _LEAVES = (REGULAR, SYMLINK, CHARACTER, BLOCK, FIFO)
 _LAYER_SHIFT = 40
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Begun:
-    """A layer whose digest is being computed."""
-
-    layer: StoredLayer
-    """Where its headers can be read."""
-    sha256: Callable[[], str]
-    """Waits for its digest."""
-    digest: Digest | None = None
-    """Not None: who reads the headers computes it."""
-
-
 def scan(
     image: StoredImage,
     take: Callable[[TarStream], None],
@@ -73,65 +61,61 @@ def scan(
     NoRoom : the plain layers do not fit in `spool`.
     """
     allowance = Allowance(image.stored_bytes, image.where, unpack_limit_bytes)
+    # Equal layers are one file, which is hashed or unpacked once.
+    hashing: dict[Region, Future[str]] = {}
+    unpacking: dict[Region, Future[tuple[StoredLayer, str]]] = {}
+    layers: list[StoredLayer] = []
     pool = ThreadPoolExecutor(threads)
     try:
-        begun = _begin(image.layers, pool, allowance, spool)
-        for number, one in enumerate(begun, 1):
+        for layer in image.layers:
+            if layer.compress == "none":
+                if layer.region not in hashing:
+                    hashing[layer.region] = pool.submit(layer.sha256)
+            elif spool and layer.region not in unpacking:
+                unpacking[layer.region] = pool.submit(spool.unpack, layer, allowance)
+        for number, layer in enumerate(image.layers, 1):
+            if layer.region in unpacking:
+                layer, sha256 = unpacking[layer.region].result()
+                image.refuse_other_digest(number, sha256)
+            layers.append(layer)
             try:
-                with one.layer.open(bodies=False, digest=one.digest) as stream:
-                    take(stream)
-                    if one.digest:
-                        stream.drain()
+                if layer.compress == "none":
+                    with layer.open(bodies=False) as stream:
+                        take(stream)
+                else:
+                    image.refuse_other_digest(number, _take_compressed(layer, take, allowance))
             except CheckFailed:
                 # A layer with other bytes than it should have explains every other fault in it.
-                _compare(image, begun[: number if one.digest is None else number - 1])
+                _compare_digests(image, hashing, number)
                 raise
-        _compare(image, begun)
+        _compare_digests(image, hashing, len(layers))
     finally:
         if spool:
             spool.stop()
         pool.shutdown(cancel_futures=True)
-    return dataclasses.replace(image, layers=tuple(one.layer for one in begun))
+    return dataclasses.replace(image, layers=tuple(layers))
 
 
-def _begin(
-    layers: Sequence[StoredLayer], pool: ThreadPoolExecutor, allowance: Allowance, spool: Spool | None
-) -> list[_Begun]:
-    plain: dict[Region, Callable[[], str]] = {}
-    begun: list[_Begun] = []
-    for layer in layers:
-        if layer.compress == "none":
-            region, known = layer.region, layer.stored_sha256
-            assert isinstance(region, Region)  # noqa: S101 - for the type checker: nothing is spooled so far
-            if region not in plain:  # equal layers are one file
-                plain[region] = functools.partial(str, known) if known else pool.submit(region.sha256).result
-            begun.append(_Begun(layer=layer, sha256=plain[region]))
-        elif spool:
-            file = spool.file()
-            filling = pool.submit(spool.fill, file, layer.plain(), allowance)
-            unpacked = dataclasses.replace(layer, region=file, compress="none")
-            begun.append(_Begun(layer=unpacked, sha256=filling.result))
-        else:
-            digest = Digest(allowance)
-            begun.append(_Begun(layer=layer, sha256=digest.hexdigest, digest=digest))
-    return begun
+def _take_compressed(layer: StoredLayer, take: Callable[[TarStream], None], allowance: Allowance) -> str:
+    """Give the headers of a compressed layer to `take`, and return the sha256 of its plain bytes."""
+    digest = hashlib.sha256()
+    with contextlib.closing(layer.plain(allowance)) as chunks:
+        stream = TarStream(hashed(chunks, digest), name=layer.name)
+        take(stream)
+        stream.drain()
+    return digest.hexdigest()
 
 
-def _compare(image: StoredImage, begun: Sequence[_Begun]) -> None:
-    for number, one in enumerate(begun, 1):
-        found, wanted = one.sha256(), one.layer.diff_id.removeprefix("sha256:")
-        if found != wanted:
-            raise CheckFailed(
-                f"layer {number} of {len(image.layers)} is damaged: its sha256 is {found}, "
-                f"should be {wanted}",
-                where=image.where,
-                hint=read.AGAIN,
-            )
+def _compare_digests(image: StoredImage, hashing: Mapping[Region, Future[str]], count: int) -> None:
+    """Compare the digests of the first `count` layers, as far as they are plain."""
+    for number, layer in enumerate(image.layers[:count], 1):
+        if layer.region in hashing:
+            image.refuse_other_digest(number, hashing[layer.region].result())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderEntry:
-    """What a folder's own member says."""
+    """Attributes of a folder, as its member in a layer states them."""
 
     mode: int = 0o755
     uid: int = 0
@@ -174,6 +158,8 @@ class LayerTree:
         self._layer = -1
         self._links: dict[int, str] = {}
         """Targets of symlinks."""
+        self._special: dict[int, bytes] = {}
+        """Types of devices and FIFOs."""
         self._linked: set[tuple[int, str]] = set()
         """Hard links of this layer to files of lower layers: identity of the folder, and name."""
 
@@ -194,7 +180,7 @@ class LayerTree:
                 raise self._refused(member, "it replaces the root folder")
 
     def has(self, path: str) -> bool:
-        """Whether something lies at `path`, or something that is no folder above it."""
+        """Return whether something lies at `path`, or something that is no folder above it."""
         node: _Node | None = self._root
         for part in path.split("/"):
             if not isinstance(node, _Folder):
@@ -202,8 +188,50 @@ class LayerTree:
             node = node.children.get(part)
         return node is not None
 
+    def kind(self, path: str) -> bytes | None:
+        """Return the type of what a process opens at `path` if the image is its root; None: there is nothing.
+
+        Raises
+        ------
+        CheckFailed : its links lead to themselves.
+        """
+        folders, missing = self._walk(path.split("/"), path)
+        if not missing:
+            return DIRECTORY
+        node = folders[-1][1].children.get(missing[0])
+        return self._leaf_kind(node) if len(missing) == 1 and isinstance(node, int) else None
+
+    def escape(self, path: str) -> tuple[str, str] | None:
+        """Return path and target of the link through which `path` leaves the image if the host follows it.
+
+        A link that leads to itself counts. The result is None if `path` stays in the image.
+        """
+        links: list[tuple[str, str, bool]] = []
+        try:
+            self._walk(path.split("/"), path, links)
+        except CheckFailed:
+            links[-1] = (*links[-1][:2], True)
+        for link, target, leaves_image in links:
+            if leaves_image:
+                return link, target
+        return None
+
+    def special_files(self, path: str) -> Iterator[tuple[str, bytes, str]]:
+        """Yield path, type and target of all links, devices and FIFOs at and below `path`, sorted by path.
+
+        Links are not followed. What is no link has an empty target.
+        """
+        waiting = [path]
+        while waiting:
+            path = waiting.pop()
+            node = self._node(path.split("/"))
+            if isinstance(node, _Folder):
+                waiting += (f"{path}/{name}" for name in sorted(node.children, reverse=True))
+            elif node is not None and (kind := self._leaf_kind(node)) != REGULAR:
+                yield path, kind, self._links.get(node, "")
+
     def plan(self) -> Plan:
-        """What shows; takes the tree apart, so that its memory is free."""
+        """Return what shows; takes the tree apart, so that its memory is free."""
         folders: list[tuple[str, FolderEntry | None]] = []
         names: tuple[dict[int, tuple[str, ...]], ...] = tuple({} for _ in range(self._layer + 1))
         waiting: list[tuple[str, _Folder]] = [("", self._root)]
@@ -218,10 +246,19 @@ class LayerTree:
                 if isinstance(node, _Folder):
                     waiting.append((path + name, node))
                 else:
-                    shown = names[node >> _LAYER_SHIFT]
-                    number = node & ((1 << _LAYER_SHIFT) - 1)
-                    shown[number] = (path + name, *shown.get(number, ()))
+                    layer_names, number = names[node >> _LAYER_SHIFT], node & ((1 << _LAYER_SHIFT) - 1)
+                    layer_names[number] = (path + name, *layer_names.get(number, ()))
         return Plan(folders=tuple(folders), names=names)
+
+    def _node(self, parts: Sequence[str]) -> _Node | None:
+        """Return what lies at a path, without following links."""
+        node: _Node | None = self._root
+        for part in parts:
+            node = node.children.get(part) if isinstance(node, _Folder) else None
+        return node
+
+    def _leaf_kind(self, number: int) -> bytes:
+        return SYMLINK if number in self._links else self._special.get(number, REGULAR)
 
     def _parts(self, member: Member) -> list[str]:
         parts = [part for part in member.name.split("/") if part not in ("", ".")]
@@ -237,28 +274,22 @@ class LayerTree:
 
     def _add(self, parts: list[str], member: Member, number: int) -> None:
         name = parts[-1]
-        found, missing = self._walk(parts[:-1], member.name)
+        folders, missing = self._walk(parts[:-1], member.name)
         if name == WHITEOUT:
             raise self._refused(member, "a whiteout without a name")
         if name.startswith(WHITEOUT):
             if not missing and (name == OPAQUE or not name.startswith(AUFS)):
-                self._white_out(found[-1][1], "" if name == OPAQUE else name.removeprefix(WHITEOUT))
+                self._white_out(folders[-1][1], "" if name == OPAQUE else name.removeprefix(WHITEOUT))
             return
-        node: _Node
-        if member.kind == HARD_LINK:
-            # Its folder may take the place of the target, as in "a", then "a/a" as a link to "a".
-            found, missing = [*found[:-1], (found[-1][0], self._enter(found, missing))], []
-            node = self._target(member, found[-1][1].children)
-        elif member.kind in _LEAVES:
-            node = number
-            if member.kind == SYMLINK:
-                self._links[number] = member.link
-        elif member.kind != DIRECTORY:
+        if member.kind not in (*_LEAVES, DIRECTORY, HARD_LINK):
             raise self._refused(member, f"its type {member.kind!r} is not file, folder, link, device or FIFO")
-        folder = self._enter(found, missing)
+        # Before the target of a hard link is looked up: its folder may take the place of that target, as in
+        # "a", then "a/a" as a link to "a".
+        folder = self._enter(folders, missing)
+        node: _Node
         if member.kind == DIRECTORY:
-            before = folder.children.get(name)
-            node = before if isinstance(before, _Folder) else _Folder(self._layer)
+            previous = folder.children.get(name)
+            node = previous if isinstance(previous, _Folder) else _Folder(self._layer)
             node.layer = self._layer
             node.entry = FolderEntry(
                 mode=member.mode & 0o7777,
@@ -267,13 +298,26 @@ class LayerTree:
                 mtime_s=member.mtime_s,
                 xattrs=member.xattrs,
             )
-        elif isinstance(node, int) and node >> _LAYER_SHIFT != self._layer:
-            self._linked.add((id(folder), name))
+        elif member.kind == HARD_LINK:
+            node = self._target(member, folder, name)
+            if node >> _LAYER_SHIFT != self._layer:
+                self._linked.add((id(folder), name))
+        else:
+            node = number
+            if member.kind == SYMLINK:
+                self._links[number] = member.link
+            elif member.kind != REGULAR:
+                self._special[number] = member.kind
         folder.children[name] = node
 
-    def _walk(self, parts: list[str], name: str) -> tuple[list[tuple[str, _Folder]], list[str]]:
-        """The folders to which `parts` lead, the root first, and the names that are no folder yet."""
-        found: list[tuple[str, _Folder]] = [("", self._root)]
+    def _walk(
+        self, parts: list[str], name: str, links: list[tuple[str, str, bool]] | None = None
+    ) -> tuple[list[tuple[str, _Folder]], list[str]]:
+        """Return the folders to which `parts` lead, the root first, and the names that are no folder yet.
+
+        `links` gets path and target of each link on the way, and whether it leaves the image on the host.
+        """
+        folders: list[tuple[str, _Folder]] = [("", self._root)]
         missing: list[str] = []
         waiting, hops = parts[::-1], 0
         while waiting:
@@ -283,77 +327,76 @@ class LayerTree:
             if part == "..":
                 if missing:
                     missing.pop()
-                elif len(found) > 1:
-                    found.pop()
+                elif len(folders) > 1:
+                    folders.pop()
+                elif links:
+                    links[-1] = (*links[-1][:2], True)
                 continue
-            node = None if missing else found[-1][1].children.get(part)
+            node = None if missing else folders[-1][1].children.get(part)
             if isinstance(node, _Folder):
-                found.append((part, node))
+                folders.append((part, node))
             elif node is not None and (target := self._links.get(node)) is not None:
                 hops += 1
+                if links is not None:
+                    path = "/".join([*(folder_name for folder_name, _ in folders[1:]), part])
+                    links.append((path, target, target.startswith("/")))
                 if hops > _MOST_HOPS:
                     raise CheckFailed(f"{name}: its folder is a link that leads to itself", where=self._where)
                 if target.startswith("/"):
-                    del found[1:]
+                    del folders[1:]
                 waiting += target.split("/")[::-1]
             else:
                 missing.append(part)
-        if (
-            hops
-            and sum(len(part) + 1 for part in (*(part for part, _ in found), *missing)) > _MOST_PATH_BYTES
-        ):
-            raise CheckFailed(f"{name}: too many links in its path", where=self._where)
-        return found, missing
+        if hops:
+            path_bytes = sum(len(part) + 1 for part in (*(part for part, _ in folders), *missing))
+            if path_bytes > _MOST_PATH_BYTES:
+                raise CheckFailed(f"{name}: too many links in its path", where=self._where)
+        return folders, missing
 
-    def _enter(self, found: list[tuple[str, _Folder]], missing: list[str]) -> _Folder:
-        """Make the missing folders, and mark all as touched by this layer; returns the last one."""
-        for _, folder in found:
+    def _enter(self, folders: list[tuple[str, _Folder]], missing: list[str]) -> _Folder:
+        """Make the missing folders, and mark all as touched by this layer; return the last one."""
+        for _, folder in folders:
             folder.layer = self._layer
-        folder = found[-1][1]
+        folder = folders[-1][1]
         for part in missing:
             # What is there and no folder, or a link that leads nowhere, gives way.
-            made = _Folder(self._layer)
-            folder.children[part] = made
-            folder = made
+            folder.children[part] = child = _Folder(self._layer)
+            folder = child
         return folder
 
-    def _target(self, member: Member, beside: dict[str, _Node]) -> int:
-        """The number of the file to which a hard link in the folder with `beside` leads."""
+    def _target(self, member: Member, folder: _Folder, name: str) -> int:
+        """Return the number of the file to which the hard link `name` in `folder` leads."""
         parts = [part for part in member.link.split("/") if part not in ("", ".")]
-        node: _Node | None = None
         if parts and ".." not in parts:
-            found, missing = self._walk(parts[:-1], member.name)
-            there = {} if missing else found[-1][1].children
-            name = member.name.rstrip("/").rpartition("/")[2]
+            folders, missing = self._walk(parts[:-1], member.name)
             # What has the link's own name goes before the link is made, with all that is in it.
-            gone = beside.get(name)
-            own = there is beside and name == parts[-1]
-            inside = isinstance(gone, _Folder) and any(folder is gone for _, folder in found)
-            node = None if own or inside else there.get(parts[-1])
-        if not isinstance(node, int):
-            raise self._refused(member, f"a hard link to {member.link!r}, where there is no file before it")
-        return node
+            previous = folder.children.get(name)
+            is_itself = folders[-1][1] is folder and name == parts[-1]
+            is_inside = isinstance(previous, _Folder) and any(above is previous for _, above in folders)
+            node = folders[-1][1].children.get(parts[-1])
+            if isinstance(node, int) and not (missing or is_itself or is_inside):
+                return node
+        raise self._refused(member, f"a hard link to {member.link!r}, where there is no file before it")
 
     def _white_out(self, folder: _Folder, name: str) -> None:
         """Remove what lower layers have at `name` in `folder`; everything in it where `name` is empty."""
         waiting = [(folder, child) for child in ([name] if name else folder.children)]
         while waiting:
-            above, child = waiting.pop()
-            node = above.children.get(child)
-            if isinstance(node, _Folder) and node.layer == self._layer:
-                waiting += [(node, below) for below in node.children]
-            elif node is not None and not self._is_new(above, child, node):
-                del above.children[child]
+            folder, name = waiting.pop()
+            node = folder.children.get(name)
+            if isinstance(node, _Folder):
+                if node.layer == self._layer:
+                    waiting += [(node, child) for child in node.children]
+                else:
+                    del folder.children[name]
+            elif node is not None:
+                is_new = node >> _LAYER_SHIFT == self._layer or (id(folder), name) in self._linked
+                if not is_new:
+                    del folder.children[name]
 
-    def _is_new(self, folder: _Folder, name: str, node: _Node) -> bool:
-        """Whether this layer put the file there."""
-        return isinstance(node, int) and (
-            node >> _LAYER_SHIFT == self._layer or (id(folder), name) in self._linked
-        )
-
-    def _refused(self, member: Member, why: str) -> CheckFailed:
+    def _refused(self, member: Member, reason: str) -> CheckFailed:
         return CheckFailed(
-            f"{member.name!r} in a layer of the image: {why}",
+            f"{member.name!r} in a layer of the image: {reason}",
             where=self._where,
             hint="do not use this image if you do not know its author",
         )

@@ -1,15 +1,14 @@
 """Find the one image of an archive or OCI folder, whichever tool wrote it, or hash all of it in one pass.
 
 There are three layouts. ``docker save`` before release 25 writes a folder per layer, and ``manifest.json``
-last. From 25 on it writes an OCI layout with a ``manifest.json``. Other tools write the OCI layout alone. A
-consumer decides where the files go (`members`), then `select` finds the image among them. Names in an archive
-are looked up and never used as paths. Standard library only.
+last. From 25 on it writes an OCI layout with a ``manifest.json``. Other tools write the OCI layout alone. The
+caller of `members` decides what becomes of the files, then `select` finds the image among them. Names in an
+archive are looked up and never used as paths. Standard library only.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import posixpath
@@ -17,14 +16,15 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from imgkit_builder.archive import compressed
 from imgkit_builder.archive.compressed import CHUNK_BYTES, Allowance, Compress
-from imgkit_builder.archive.tar_read import HARD_LINK, REGULAR, SYMLINK, TarStream
+from imgkit_builder.archive.tar_read import HARD_LINK, REGULAR, SYMLINK, FileChunks, Member, TarStream
+from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.oci.config import ImageConfig, parse_config
-from imgkit_entrypoints import files, json_text
+from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 
 MAX_JSON_BYTES = 4 << 20
@@ -65,18 +65,8 @@ class Members(Generic[File]):
     files: dict[str, File] = field(default_factory=dict)
     links: dict[str, str] = field(default_factory=dict)
 
-    def add(self, name: str, file: File) -> None:
-        """Add a file."""
-        self.files[posixpath.normpath(name)] = file
-
-    def add_link(self, name: str, target: str, *, symbolic: bool) -> None:
-        """Add a link. Docker before 25 stores a layer that occurs twice as a link to the first one."""
-        name = posixpath.normpath(name)
-        folder = posixpath.dirname(name) if symbolic else ""
-        self.links[name] = posixpath.normpath(posixpath.join(folder, target))
-
     def find(self, name: str) -> File | None:
-        """The file `name`; None if the archive does not have it."""
+        """Return the file `name`; None if the archive does not have it."""
         name = posixpath.normpath(name)
         for _ in range(_MAX_LINKS):
             if name in self.files:
@@ -128,182 +118,175 @@ class SelectedImage(Generic[File]):
             raise CheckFailed(fault, where=where, hint=AGAIN)
 
 
-def members(
-    chunks: Iterator[bytes], store: Callable[[str, int, Iterator[memoryview]], File], *, where: str
-) -> Members[File]:
-    """Read the tar in `chunks` to its end; `store` takes name, size in bytes and bytes of each regular file.
+def members(stream: TarStream, store: Callable[[Member], File], *, where: str) -> Members[File]:
+    """Read the headers of an archive to its end; `store` returns a regular file, and may read its body.
 
     Raises
     ------
     CheckFailed : damaged or cut short.
     UsageError : far too many members for an image.
     """
-    found: Members[File] = Members()
-    stream = TarStream(chunks, name=where)
+    result: Members[File] = Members()
     for number, member in enumerate(stream):
         if number >= MAX_MEMBERS:
             raise _no_image(f"it has more than {MAX_MEMBERS} members", where)
+        name = posixpath.normpath(member.name)
         if member.kind == REGULAR:
-            found.add(member.name, store(member.name, member.size_bytes, stream.body()))
+            result.files[name] = store(member)
         elif member.kind in (SYMLINK, HARD_LINK):
-            found.add_link(member.name, member.link, symbolic=member.kind == SYMLINK)
-    stream.drain()
-    return found
+            # Docker before 25 stores a layer that occurs twice as a link to the first one.
+            folder = posixpath.dirname(name) if member.kind == SYMLINK else ""
+            result.links[name] = posixpath.normpath(posixpath.join(folder, member.link))
+    return result
 
 
 def select(find: Find[File], *, where: str) -> SelectedImage[File]:
-    """The only image that ``manifest.json``, or else ``index.json``, describes.
+    """Return the only image that ``manifest.json``, or else ``index.json``, describes.
 
     Raises
     ------
     CheckFailed : damaged: a file is missing, is not JSON or does not describe an image.
     UsageError : several images, none, or not an image archive at all.
     """
-    listed = find("manifest.json")
-    if listed is None:
-        return select_oci(find, where=where)
-    images = _parsed(_bytes(listed, "manifest.json", where), "manifest.json", where)
-    with _describing("manifest.json", where):
-        if not isinstance(images, list):
-            raise TypeError("it is not a list")
-        described = [
-            (str(one["Config"]), _texts(one.get("Layers")), _texts(one.get("RepoTags"))) for one in images
-        ]
-    if len(described) != 1:
-        tags = sorted(tag for _, _, names in described for tag in names)
-        hint = f"docker save -o FILE.tar {tags[0] if tags else 'REPOSITORY:TAG'}"
-        raise _not_one(len(described), tags, where, hint)
-    ((config, layers, names),) = described
-    return _selected(find, config, layers, names, named_by="manifest.json", where=where)
+    selector = _Selector(find, where)
+    return selector.by_manifest() if find("manifest.json") else selector.by_index()
 
 
 def select_oci(find: Find[File], *, where: str) -> SelectedImage[File]:
-    """The only image that ``index.json`` describes; raises as `select` does."""
-    names: tuple[str, ...] = ()
-    entries = _index(find, where)
-    for _ in range(_MAX_INDEX_DEPTH + 1):
-        if len(entries) != 1:
-            hint = "copy one out, for example: skopeo copy oci:DIR:NAME oci:OTHER"
-            raise _not_one(len(entries), [_label(one) for one in entries], where, hint)
-        (entry,) = entries
-        names = _texts([_name(entry)]) or names
-        name = _blob_name(entry, "index.json", where)
-        document = _blob_document(find, name, "index.json", where)
-        with _describing(name, where):
-            if "manifests" not in document:
-                config = _blob_name(document["config"], name, where)
-                layers = tuple(_blob_name(one, name, where) for one in document["layers"])
-                return _selected(find, config, layers, names, named_by=name, where=where)
-            entries = _images(document)
-    raise CheckFailed(f"index.json nests indexes more than {_MAX_INDEX_DEPTH} deep", where=where)
+    """Return the only image that ``index.json`` describes; raises as `select` does."""
+    return _Selector(find, where).by_index()
 
 
-def _selected(
-    find: Find[File],
-    config: str,
-    layers: Sequence[str],
-    names: tuple[str, ...],
-    *,
-    named_by: str,
-    where: str,
-) -> SelectedImage[File]:
-    raw = _bytes(_needed(find, config, named_by, where), config, where)
-    files = tuple((name, _needed(find, name, named_by, where)) for name in layers)
-    with _describing(config, where):
-        parsed = parse_config(raw, where=where)
-    return SelectedImage(config=parsed, config_name=config, layers=files, names=names)
+class _Selector(Generic[File]):
+    """Read the JSON files of an image archive; `where` is for messages."""
+
+    def __init__(self, find: Find[File], where: str) -> None:
+        self._find = find
+        self._where = where
+
+    def by_manifest(self) -> SelectedImage[File]:
+        images = self._json("manifest.json")
+        with self._describing("manifest.json"):
+            if not isinstance(images, list):
+                raise TypeError("it is not a list")
+            described = [
+                (str(image["Config"]), _texts(image.get("Layers")), _texts(image.get("RepoTags")))
+                for image in images
+            ]
+        if len(described) != 1:
+            tags = sorted(tag for _, _, image_tags in described for tag in image_tags)
+            hint = f"docker save -o FILE.tar {tags[0] if tags else 'REPOSITORY:TAG'}"
+            raise self._not_one(len(described), tags, hint)
+        ((config, layers, names),) = described
+        return self._image(config, layers, names, named_by="manifest.json")
+
+    def by_index(self) -> SelectedImage[File]:
+        if self._find("index.json") is None:
+            raise _no_image("it has neither manifest.json nor index.json", self._where)
+        name, names = "index.json", _texts(None)
+        document = self._json(name)
+        for _ in range(_MAX_INDEX_DEPTH + 1):
+            with self._describing(name):
+                # BuildKit lists attestations as further images.
+                entries = [
+                    entry
+                    for entry in document["manifests"]
+                    if _annotations(entry).get("vnd.docker.reference.type") != "attestation-manifest"
+                    and (entry.get("platform") or {}).get("architecture") != "unknown"
+                ]
+            if len(entries) != 1:
+                labels = [
+                    str(_tag(entry) or (entry.get("platform") or {}).get("architecture", "?"))
+                    for entry in entries
+                ]
+                hint = "copy one out, for example: skopeo copy oci:DIR:NAME oci:OTHER"
+                raise self._not_one(len(entries), labels, hint)
+            (entry,) = entries
+            names = _texts([_tag(entry)]) or names
+            name = self._blob_name(entry, "index.json")
+            document = self._json(name, "index.json")
+            with self._describing(name):
+                if "manifests" not in document:
+                    config = self._blob_name(document["config"], name)
+                    layers = [self._blob_name(layer, name) for layer in document["layers"]]
+                    return self._image(config, layers, names, named_by=name)
+        raise CheckFailed(f"index.json nests indexes more than {_MAX_INDEX_DEPTH} deep", where=self._where)
+
+    def _image(
+        self, config: str, layers: Sequence[str], names: tuple[str, ...], *, named_by: str
+    ) -> SelectedImage[File]:
+        raw = self._bytes(config, named_by)
+        layer_files = tuple((layer, self._file(layer, named_by)) for layer in layers)
+        with self._describing(config):
+            parsed = parse_config(raw, where=self._where)
+        return SelectedImage(config=parsed, config_name=config, layers=layer_files, names=names)
+
+    def _file(self, name: str, named_by: str) -> File:
+        file = self._find(name)
+        if file is None:
+            raise CheckFailed(f"{name!r} is missing, though {named_by} names it", where=self._where)
+        return file
+
+    def _bytes(self, name: str, named_by: str) -> bytes:
+        raw = self._file(name, named_by).document()
+        if raw is None:
+            size = f"{MAX_JSON_BYTES >> 20} MiB"
+            raise CheckFailed(
+                f"{name} has more than {size} or is not JSON: it does not describe an image",
+                where=self._where,
+            )
+        return raw
+
+    def _json(self, name: str, named_by: str = "") -> Any:
+        raw = self._bytes(name, named_by)
+        actual = _BLOBS + hashlib.sha256(raw).hexdigest()
+        if name.startswith(_BLOBS) and name != actual:
+            sha256 = actual.removeprefix(_BLOBS)
+            raise CheckFailed(f"{name} is damaged: its sha256 is {sha256}", where=self._where)
+        try:
+            return json_text.parse(raw)
+        except ValueError as error:
+            raise CheckFailed(f"{name} is not JSON: {error}", where=self._where) from error
+
+    def _blob_name(self, entry: Any, named_by: str) -> str:
+        with self._describing(named_by):
+            digest = entry["digest"]
+        if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            raise CheckFailed(f"{named_by} has {digest!r}, which is not a sha256 digest", where=self._where)
+        return _BLOBS + digest.removeprefix("sha256:")
+
+    @contextlib.contextmanager
+    def _describing(self, name: str) -> Iterator[None]:
+        """Turn an error in the use of parsed JSON into a refusal."""
+        try:
+            yield
+        except (KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckFailed(f"{name} does not describe an image: {error!r}", where=self._where) from error
+
+    def _not_one(self, count: int, labels: Sequence[str], hint: str) -> UsageError:
+        listed = ", ".join(labels) or "without tags"
+        return UsageError(
+            f"{count} images ({listed}), but imgkit needs exactly one", where=self._where, hint=hint
+        )
 
 
-def _index(find: Find[File], where: str) -> list[Any]:
-    file = find("index.json")
-    if file is None:
-        raise _no_image("it has neither manifest.json nor index.json", where)
-    index = _parsed(_bytes(file, "index.json", where), "index.json", where)
-    with _describing("index.json", where):
-        return _images(index)
+def _annotations(entry: Any) -> Any:
+    return entry.get("annotations") or {}
 
 
-def _images(index: Any) -> list[Any]:
-    """Entries of an OCI index without attestations, which BuildKit lists as further images."""
-    return [
-        one
-        for one in index["manifests"]
-        if (one.get("annotations") or {}).get("vnd.docker.reference.type") != "attestation-manifest"
-        and (one.get("platform") or {}).get("architecture") != "unknown"
-    ]
-
-
-def _name(entry: Any) -> str | None:
-    annotations = entry.get("annotations") or {}
+def _tag(entry: Any) -> Any:
     # containerd writes the whole name, skopeo the tag alone.
-    return annotations.get("io.containerd.image.name") or annotations.get("org.opencontainers.image.ref.name")
-
-
-def _label(entry: Any) -> str:
-    return str(_name(entry) or (entry.get("platform") or {}).get("architecture", "?"))
+    values = _annotations(entry)
+    return values.get("io.containerd.image.name") or values.get("org.opencontainers.image.ref.name")
 
 
 def _texts(values: Any) -> tuple[str, ...]:
-    return tuple(str(one) for one in values or () if one)
+    return tuple(str(value) for value in values or () if value)
 
 
-def _blob_name(entry: Any, named_by: str, where: str) -> str:
-    with _describing(named_by, where):
-        digest = entry["digest"]
-    if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-        raise CheckFailed(f"{named_by} has {digest!r}, which is not a sha256 digest", where=where)
-    return _BLOBS + digest.removeprefix("sha256:")
-
-
-def _blob_document(find: Find[File], name: str, named_by: str, where: str) -> Any:
-    raw = _bytes(_needed(find, name, named_by, where), name, where)
-    actual = hashlib.sha256(raw).hexdigest()
-    if name != _BLOBS + actual:
-        raise CheckFailed(f"{name} is damaged: its sha256 is {actual}", where=where)
-    return _parsed(raw, name, where)
-
-
-def _needed(find: Find[File], name: str, named_by: str, where: str) -> File:
-    file = find(name)
-    if file is None:
-        raise CheckFailed(f"{name!r} is missing, though {named_by} names it", where=where)
-    return file
-
-
-def _bytes(file: _StoredFile, name: str, where: str) -> bytes:
-    raw = file.document()
-    if raw is None:
-        raise CheckFailed(
-            f"{name} has more than {MAX_JSON_BYTES >> 20} MiB or is not JSON: it does not describe an image",
-            where=where,
-        )
-    return raw
-
-
-def _parsed(raw: bytes, name: str, where: str) -> Any:
-    try:
-        return json_text.parse(raw)
-    except ValueError as error:
-        raise CheckFailed(f"{name} is not JSON: {error}", where=where) from error
-
-
-@contextlib.contextmanager
-def _describing(name: str, where: str) -> Iterator[None]:
-    """Turn an error in the use of parsed JSON into a refusal."""
-    try:
-        yield
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckFailed(f"{name} does not describe an image: {error!r}", where=where) from error
-
-
-def _not_one(count: int, labels: Sequence[str], where: str, hint: str) -> UsageError:
-    named = ", ".join(labels) or "without tags"
-    return UsageError(f"{count} images ({named}), but imgkit needs exactly one", where=where, hint=hint)
-
-
-def _no_image(found: str, where: str) -> UsageError:
+def _no_image(problem: str, where: str) -> UsageError:
     return UsageError(
-        f"not an image archive: {found} (`docker export` writes such files, without an image)",
+        f"not an image archive: {problem} (`docker export` writes such files, without an image)",
         where=where,
         hint=_SAVE_HINT,
     )
@@ -339,7 +322,7 @@ class Contents:
 
 
 def archive_compression(path: Path) -> Compress | None:
-    """How the archive `path` is compressed; None if it is no archive.
+    """Return how the archive `path` is compressed; None if it is no archive.
 
     Raises
     ------
@@ -352,130 +335,101 @@ def archive_compression(path: Path) -> Compress | None:
         return "none" if stream.read(262)[257:] == b"ustar" else None
 
 
+def sha256(path: Path, *, report: Reporter) -> str:
+    """Return the hex digest of the whole file."""
+    with files.open_regular(path, buffering=0) as file:
+        return files.sha256(file, 0, path.stat().st_size, advance=report.advance)
+
+
 def digest_archive(
     path: Path, *, compress: Compress, report: Reporter, unpack_limit_bytes: int | None = None
 ) -> Contents:
     """Read the archive at `path` once, to its end even where it is damaged; unpack no more than the limit.
 
+    Nothing is written: a login node may have no room for a compressed archive's content.
+
     Raises
     ------
     ToolMissing : it is zstd-compressed and there is no ``zstd``.
     """
-    where = str(path)
+    where, total = str(path), path.stat().st_size
+    digest, size_bytes = hashlib.sha256(), 0
     image: SelectedImage[HashedFile] | None = None
-    wrong: tuple[str, ...] = ()
+    wrong_blobs: list[str] = []
     problem = ""
-    with files.open_regular(path, buffering=0) as file:
-        size_bytes = path.stat().st_size
-        whole = _WholeFile(file, size_bytes, report)
-        allowance = Allowance(size_bytes, where, unpack_limit_bytes)
-        unpacked = compressed.unpacked(whole, compress, name=where, allowance=allowance)
+    with contextlib.closing(FileChunks(path, most=CHUNK_BYTES)) as chunks:
+
+        def next_chunk() -> bytes:
+            nonlocal size_bytes
+            chunk = next(chunks, b"")
+            digest.update(chunk)
+            size_bytes += len(chunk)
+            report.advance(size_bytes, total)
+            return chunk
+
+        raw = iter(next_chunk, b"")
+        allowance = Allowance(total, where, unpack_limit_bytes)
         try:
-            with contextlib.closing(unpacked) as chunks:
-                store = functools.partial(_hashed, allowance, _Documents(where))
-                found = members(chunks, store, where=where)
-            wrong = _wrong_blobs(found)
-            image = select(found.find, where=where)
+            plain = compressed.unpacked(raw, compress, name=where, allowance=allowance)
+            with contextlib.closing(plain):
+                archived = _hash_members(plain, allowance, where)
+            for name in sorted({*archived.files, *archived.links}):
+                file = archived.find(name)
+                if file and name.startswith(_BLOBS) and name != _BLOBS + file.sha256:
+                    wrong_blobs.append(name)
+            image = select(archived.find, where=where)
             if not image.config.os:
                 raise CheckFailed("its image configuration names no operating system", where=where)
         except (CheckFailed, ToolFailed, UsageError) as error:
             image = None
             problem = error.what if error.where in (None, where) else f"{error.where}: {error.what}"
-        whole.drain()
+        for _ in raw:  # the digest is that of the whole file
+            pass
     return Contents(
-        sha256=whole.digest.hexdigest(),
-        size_bytes=whole.done_bytes,
+        sha256=digest.hexdigest(),
+        size_bytes=size_bytes,
         image=image,
-        wrong_blobs=wrong,
+        wrong_blobs=tuple(wrong_blobs),
         problem=problem,
     )
 
 
-def sha256(path: Path, *, report: Reporter) -> str:
-    """Hex digest of the whole file."""
-    with files.open_regular(path, buffering=0) as file:
-        whole = _WholeFile(file, path.stat().st_size, report)
-        whole.drain()
-    return whole.digest.hexdigest()
+def _hash_members(chunks: Iterator[bytes], allowance: Allowance, where: str) -> Members[HashedFile]:
+    """Hash every file of an archive, and keep what may be JSON."""
+    stream = TarStream(chunks, name=where)
+    json_bytes = 0
 
+    def store(member: Member) -> HashedFile:
+        nonlocal json_bytes
+        pieces = stream.body()
+        start = b""
+        while len(start) < _MAGIC_BYTES and (piece := next(pieces, None)):
+            start += piece
+        is_small = member.size_bytes <= _SMALL_BYTES
+        if member.size_bytes <= MAX_JSON_BYTES and start.lstrip()[:1] in (b"", b"{", b"["):
+            is_small = True
+            json_bytes += member.size_bytes
+            if json_bytes > _MAX_DOCUMENTS_BYTES:
+                raise CheckFailed(
+                    f"its JSON files have more than {_MAX_DOCUMENTS_BYTES >> 20} MiB together",
+                    where=where,
+                    hint="do not use the archive if you do not know its author",
+                )
+        compress = compressed.kind_of(start)
+        gunzip = compressed.Gunzip(member.name) if compress == "gzip" else None
+        stored, unpacked, data = hashlib.sha256(), hashlib.sha256(), bytearray()
+        for piece in itertools.chain([memoryview(start)], pieces):
+            stored.update(piece)
+            for plain in gunzip.feed(piece) if gunzip else ():
+                allowance.take(len(plain))
+                unpacked.update(plain)
+            if is_small:
+                data += piece
+        if gunzip:
+            unpacked.update(gunzip.finish())
+        diff_id = "" if compress == "zstd" else f"sha256:{(unpacked if gunzip else stored).hexdigest()}"
+        return HashedFile(sha256=stored.hexdigest(), diff_id=diff_id, data=bytes(data) if is_small else None)
 
-class _WholeFile:
-    """Iterate over the chunks of a file, and hash them on the way."""
-
-    def __init__(self, file: BinaryIO, size_bytes: int, report: Reporter) -> None:
-        self._file, self._size_bytes, self._report = file, size_bytes, report
-        self.digest, self.done_bytes = hashlib.sha256(), 0
-
-    def __iter__(self) -> Iterator[bytes]:
-        return self
-
-    def __next__(self) -> bytes:
-        data = self._file.read(CHUNK_BYTES)
-        if not data:
-            raise StopIteration
-        self.digest.update(data)
-        self.done_bytes += len(data)
-        self._report.advance(self.done_bytes, self._size_bytes)
-        return data
-
-    def drain(self) -> None:
-        for _ in self:
-            pass
-
-
-class _Documents:
-    """Count the bytes of the files that are kept because they may be JSON."""
-
-    def __init__(self, where: str) -> None:
-        self._where, self._left = where, _MAX_DOCUMENTS_BYTES
-
-    def takes(self, start: bytes, size_bytes: int) -> bool:
-        """Whether a file of that start and size is kept.
-
-        Raises
-        ------
-        CheckFailed : there are too many.
-        """
-        like_json = not start.strip() or start.lstrip().startswith((b"{", b"["))
-        if size_bytes > MAX_JSON_BYTES or not like_json:
-            return size_bytes <= _SMALL_BYTES
-        self._left -= size_bytes
-        if self._left < 0:
-            raise CheckFailed(
-                f"its JSON files have more than {_MAX_DOCUMENTS_BYTES >> 20} MiB together",
-                where=self._where,
-                hint="do not use the archive if you do not know its author",
-            )
-        return True
-
-
-def _hashed(
-    allowance: Allowance, documents: _Documents, name: str, size_bytes: int, pieces: Iterator[memoryview]
-) -> HashedFile:
-    start = b""
-    while len(start) < _MAGIC_BYTES and (piece := next(pieces, None)):
-        start += piece
-    compress, small = compressed.kind_of(start), documents.takes(start, size_bytes)
-    stored, unpacked, kept = hashlib.sha256(), hashlib.sha256(), bytearray()
-    gunzip = compressed.Gunzip(name) if compress == "gzip" else None
-    for piece in itertools.chain([memoryview(start)], pieces):
-        stored.update(piece)
-        for plain in gunzip.feed(piece) if gunzip else ():
-            allowance.take(len(plain))
-            unpacked.update(plain)
-        if small:
-            kept += piece
-    if gunzip:
-        unpacked.update(gunzip.finish())
-    digest = unpacked if gunzip else stored
-    return HashedFile(
-        sha256=stored.hexdigest(),
-        diff_id="" if compress == "zstd" else f"sha256:{digest.hexdigest()}",
-        data=bytes(kept) if small else None,
-    )
-
-
-def _wrong_blobs(members: Members[HashedFile]) -> tuple[str, ...]:
-    blobs = [name for name in sorted({*members.files, *members.links}) if name.startswith(_BLOBS)]
-    found = [(name, members.find(name)) for name in blobs]
-    return tuple(name for name, file in found if file is not None and name != _BLOBS + file.sha256)
+    result = members(stream, store, where=where)
+    stream.drain()
+    return result

@@ -66,12 +66,12 @@ class Sidecar:
 
 
 def sha256_path(archive: Path) -> Path:
-    """The checksum file of `archive`, in ``sha256sum``'s format."""
+    """Return the checksum file of `archive`, in ``sha256sum``'s format."""
     return archive.with_name(archive.name + ".sha256")
 
 
 def json_path(archive: Path) -> Path:
-    """The manifest file of `archive`."""
+    """Return the manifest file of `archive`."""
     return archive.with_name(archive.name + ".manifest.json")
 
 
@@ -90,22 +90,19 @@ def replacing(sidecar: Sidecar, archive: Path) -> Iterator[None]:
 
 
 def incomplete(archive: Path, sha256: str, described: Sidecar) -> tuple[str, str]:
-    """What a save has left that did not come to its end, and the command that mends it.
+    """Return what an interrupted save has left, and the command that repairs it.
 
     `sha256` is the archive's own digest, and `described` its manifest; there is no checksum file.
     """
-    name = shlex.quote(archive.name)
-    checksum, about = sha256_path(archive).name, json_path(archive).name
+    name, checksum = shlex.quote(archive.name), sha256_path(archive).name
     if described.archive.sha256 == sha256:
         return f"incomplete: {checksum} is missing", f"sha256sum {name} > {shlex.quote(checksum)}"
-    return (
-        f"incomplete: a save has replaced {about}, and not yet {archive.name}",
-        f"imgkit save {shlex.quote(described.image.tag)} -o {name}",
-    )
+    problem = f"incomplete: a save has replaced {json_path(archive).name}, and not yet {archive.name}"
+    return problem, f"imgkit save {shlex.quote(described.image.tag)} -o {name}"
 
 
 def to_json(sidecar: Sidecar) -> str:
-    """Deterministic text; `system` and `manifest` are the baked files' own JSON."""
+    """Return deterministic text; `system` and `manifest` are the baked files' own JSON."""
     document = {
         "schema": SCHEMA,
         "image": dataclasses.asdict(sidecar.image),
@@ -142,45 +139,46 @@ def from_json(text: str, *, where: str) -> Sidecar:
             manifest=manifests.from_json(json.dumps(manifest)) if manifest else None,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        why = str(error) if isinstance(error, ValueError) else repr(error)
-        raise UsageError(f"not a sidecar of imgkit save: {why}", where=where) from error
+        reason = str(error) if isinstance(error, ValueError) else repr(error)
+        raise UsageError(f"not a sidecar of imgkit save: {reason}", where=where) from error
 
 
 def read(archive: Path) -> Sidecar | None:
-    """The manifest beside `archive`; None if there is none.
+    """Return the manifest beside `archive`; None if there is none.
 
     Raises
     ------
     UsageError : it is there but cannot be read.
     """
     path = json_path(archive)
-    try:
-        text = files.read_text(path)
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the sidecar: {error}", where=str(path)) from error
-    return from_json(text, where=str(path))
+    text = _text(path, "sidecar")
+    return None if text is None else from_json(text, where=str(path))
 
 
 def read_sha256(archive: Path) -> str | None:
-    """The digest that ``X.sha256`` states for `archive`; None if there is no such file.
+    """Return the digest that ``X.sha256`` states for `archive`; None if there is no such file.
 
     Raises
     ------
     UsageError : the file has no line for `archive` in ``sha256sum``'s format.
     """
     path = sha256_path(archive)
-    try:
-        lines = files.read_text(path).split("\n")
-    except FileNotFoundError:
+    text = _text(path, "checksum")
+    if text is None:
         return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read the checksum: {error}", where=str(path)) from error
-    for line in lines:
+    for line in text.split("\n"):
         match = _LINE.fullmatch(line)
         if match and Path(match["name"]).name == archive.name:
             return match["digest"]
     raise UsageError(
         f"has no line for {archive.name}", where=str(path), hint=f"expected: <sha256>  {archive.name}"
     )
+
+
+def _text(path: Path, noun: str) -> str | None:
+    try:
+        return files.read_text(path)
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot read the {noun}: {error}", where=str(path)) from error

@@ -10,7 +10,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -72,18 +71,15 @@ def save(
     digest, size_bytes = hashlib.sha256(), 0
     reported = _reported(chunks, target=target, expected_bytes=expected_bytes, report=report)
     try:
-        with contextlib.ExitStack() as beside, files.writing(target) as stream:
+        with contextlib.ExitStack() as sidecars, files.writing(target) as stream:
             _lock(stream)
-            with _early_flush(stream) as flush:
-                for chunk in _compressed(reported, compress):
-                    digest.update(chunk)
-                    stream.write(chunk)
-                    size_bytes += len(chunk)
-                    flush(size_bytes)
+            for chunk in _flushed(_compressed(reported, compress), stream):
+                digest.update(chunk)
+                size_bytes += len(chunk)
             saved = Saved(path=target, sha256=digest.hexdigest(), size_bytes=size_bytes, compress=compress)
             if describe:
                 files.sync(stream)  # before the old checksum goes: what can fail has happened then
-                beside.enter_context(sidecar.replacing(describe(saved), target))
+                sidecars.enter_context(sidecar.replacing(describe(saved), target))
     except OSError as error:  # errors of the stream itself are not OSErrors: the engine's are typed
         if error.errno in files.FULL:
             raise ToolFailed(
@@ -149,46 +145,28 @@ def _reported(
         yield chunk
 
 
-@contextlib.contextmanager
-def _early_flush(stream: BinaryIO) -> Iterator[Callable[[int], None]]:
-    """Write back to disk beside the stream, so that the fsync at the end has little left to do.
+def _flushed(chunks: Iterator[bytes], stream: BinaryIO) -> Iterator[bytes]:
+    """Write `chunks` to `stream`, pass them on, and flush to the disk in a thread.
+
+    The fsync at the end then has little left to do.
 
     Raises
     ------
-    OSError : the disk has failed; at the end.
+    OSError : the disk has failed. Linux reports that once, so the last fsync would succeed.
     """
-    wanted, over = threading.Event(), threading.Event()
-    failed: list[OSError] = []
-
-    def work() -> None:
-        while wanted.wait():
-            wanted.clear()
-            if over.is_set():
-                return
-            try:
-                os.fdatasync(stream.fileno())
-            except OSError as error:  # Linux reports it once: the last fsync would succeed
-                failed.append(error)
-                return
-
-    flushed = 0
-
-    def flush(size_bytes: int) -> None:
-        nonlocal flushed
-        if size_bytes - flushed >= _FLUSH_BYTES:
-            flushed = size_bytes
-            wanted.set()
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    try:
-        yield flush
-    finally:
-        over.set()
-        wanted.set()
-        thread.join()
-    if failed:
-        raise failed[0]
+    flush: Future[None] | None = None
+    waiting_bytes = 0
+    with ThreadPoolExecutor(1) as pool:
+        for chunk in chunks:
+            stream.write(chunk)
+            waiting_bytes += len(chunk)
+            if waiting_bytes >= _FLUSH_BYTES and (flush is None or flush.done()):
+                if flush:
+                    flush.result()
+                flush, waiting_bytes = pool.submit(os.fdatasync, stream.fileno()), 0
+            yield chunk
+    if flush:
+        flush.result()
 
 
 def _compressed(chunks: Iterator[bytes], compress: Compress) -> Iterator[bytes]:

@@ -67,7 +67,7 @@ def image_of(name: str, report: Reporter, unpack_limit_gb: float | None) -> Iter
     """Yield the image called `name`, open; an engine stays connected."""
     from imgkit_builder.delta import source
     from imgkit_builder.sif import image
-    from imgkit_builder.sif.conversion import Piped
+    from imgkit_builder.sif.entries import Piped
 
     limit = gigabytes(unpack_limit_gb)
     if name.endswith((".sif", ".sqsh")) or image.is_sif(Path(name)):

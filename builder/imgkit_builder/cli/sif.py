@@ -58,15 +58,6 @@ class SifWriter(str, enum.Enum):
     RUNTIME = "runtime"
 
 
-class ImageOrigin(str, enum.Enum):
-    """Source of the image."""
-
-    ARCHIVE = "archive"
-    DAEMON = "daemon"
-    LAYERS = "layers"
-    OCI = "oci"
-
-
 def verb_sif(
     image: str = typer.Argument(
         metavar="ARCHIVE|RECIPE|IMAGE|OCI-DIR|-",
@@ -83,17 +74,10 @@ def verb_sif(
         help="sif: for Singularity and Apptainer. sqsh: for pyxis, enroot and Charliecloud (default: sqsh if "
         "the name of --output ends in .sqsh, else sif).",
     ),
-    origin: ImageOrigin | None = typer.Option(
-        None,
-        "--from",
-        help="Source (default: a file is an archive, an image comes from the engine by the faster method). "
-        "daemon: write the engine's export straight into the file. "
-        "layers: save the image's layers to disk first, and merge them.",
-    ),
     writer: SifWriter = typer.Option(
         SifWriter.AUTO,
         help="imgkit: write the file with mksquashfs. runtime: let Singularity or Apptainer build it from "
-        "the layers, through spython. auto: imgkit if something can squash, else runtime; prints its choice.",
+        "the layers, through spython. auto: imgkit if mksquashfs is available, else runtime; prints which.",
     ),
     compression: SifCompression = typer.Option(
         SifCompression.AUTO,
@@ -103,7 +87,7 @@ def verb_sif(
     tmpdir: Path | None = typer.Option(
         None,
         metavar="DIR",
-        help="Folder for temporary files of a compressed archive or --from layers (default: $IMGKIT_TMPDIR, "
+        help="Folder for temporary files, as of a compressed archive (default: $IMGKIT_TMPDIR, "
         "$APPTAINER_TMPDIR, $SINGULARITY_TMPDIR, $TMPDIR, else next to the .sif).",
     ),
     unpack_limit: float | None = UNPACK_LIMIT,
@@ -132,7 +116,6 @@ def verb_sif(
       imgkit sif mn5.tar --format sqsh
     """
     request = ConversionRequest(
-        origin=origin.value if origin else None,
         format=format.value if format else None,
         compression=compression.value,
         tmpdir=tmpdir,

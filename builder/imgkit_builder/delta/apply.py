@@ -20,7 +20,7 @@ from imgkit_builder.delta import descriptor, source, tree, write_squashfs
 from imgkit_builder.delta.descriptor import BaseSif, Delta, Stack
 from imgkit_builder.delta.make import require_shown
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
-from imgkit_builder.sif import check, convert, coverage, image, table
+from imgkit_builder.sif import convert, frame, image
 from imgkit_builder.sif.conversion import Clock, ConversionJob, Options, Stage
 from imgkit_builder.sif.image import ImgkitRecord
 from imgkit_builder.sif.runtime import RuntimeTool, log_file, runtime_if_any, setting
@@ -174,18 +174,18 @@ def _add(job: ConversionJob, delta: Delta, delta_file: Path, stack: Stack, *, me
     assert root is not None  # noqa: S101 - for the type checker: a stack has both
     assert record is not None  # noqa: S101
     gone = [one.id for one in (*(stack.partitions if merged else ()), *stack.sif.signatures)]
-    coverage.clear(part, also=gone)
-    partition = table.NewObject(
+    frame.remove(part, gone)
+    partition = frame.NewObject(
         datatype=image.DataType.PARTITION,
         name="delta.sqfs",
         group=root.group,
         data=delta_file,
         extra=image.partition_extra(image.PartitionType.OVERLAY, stack.sif.arch),
-        align=image.PARTITION_ALIGN_BYTES,
+        align=frame.PARTITION_ALIGN_BYTES,
     )
-    table.add(part, partition)
+    frame.add(part, partition)
     deltas = (delta.sha256,) if merged else (*record.deltas, delta.sha256)
-    coverage.put_record(part, dataclasses.replace(record, deltas=deltas))
+    frame.put_record(part, dataclasses.replace(record, deltas=deltas))
     if descriptor.stack(part).base.deltas != deltas:
         raise CheckFailed("the deltas in the new .sif do not match its record", where=str(part))
 
@@ -228,13 +228,13 @@ def flatten(path: Path, target: Path, options: Options, report: Reporter) -> Fla
         clock.stage("squash")
         around = _frame_of(stack)
         write_squashfs.make(
-            job, work.part, _entries(stack), created=stack.deltas[-1].created, offset=around.root_at
+            job, work.part, _entries(stack), created=stack.deltas[-1].created, offset=around.root_offset
         )
-        image.surround(work.part, around)
+        frame.surround(work.part, around)
         record = _record(job, stack, image.root_sha256(work.part, advance=clock.advance))
-        coverage.put_record(work.part, record)
+        frame.put_record(work.part, record)
         clock.stage("check")
-        flat, _ = check.structure(work.part, config=None, layer_bytes=None)
+        flat = image.structure(work.part)
         if (
             tree.children(source.mounted(flat), "").keys()
             != tree.children(source.mounted(stack.sif), "").keys()
@@ -254,11 +254,11 @@ def flatten(path: Path, target: Path, options: Options, report: Reporter) -> Fla
     )
 
 
-def _frame_of(stack: descriptor.Stack) -> image.Frame:
+def _frame_of(stack: descriptor.Stack) -> frame.Frame:
     """The base's definition. A runtime would show the base's labels and environment from its JSON objects."""
     texts = (one for one in stack.sif.descriptors if one.datatype == image.DataType.DEFFILE)
     definition = b"".join(image.data(stack.sif, one) for one in texts)
-    return image.Frame(arch=stack.sif.arch, definition=definition, oci_config=b"")
+    return frame.Frame(arch=stack.sif.arch, definition=definition, oci_config=b"")
 
 
 def _entries(stack: descriptor.Stack) -> Iterator[tuple[str, tree.TreeEntry]]:

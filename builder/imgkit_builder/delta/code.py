@@ -198,7 +198,7 @@ def _write(
     with workspace(target, tmp_base(target, options.tmpdir)) as work, log_file(target.stem) as log:
         clock = Clock(report)
         # Every runtime mounts gzip, and the delta is for images of either compression.
-        packing = conversion.choose_compression(None, "gzip", lacks_zstd="")
+        packing = conversion.choose_compression(None, "gzip", zstd_error="")
         job = ConversionJob(tool=None, options=options, compression=packing, work=work, clock=clock, log=log)
         clock.stage("squash the code")
         write_squashfs.make(job, work.part, entries)

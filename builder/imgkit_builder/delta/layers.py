@@ -33,7 +33,7 @@ from imgkit_builder.archive.tar_read import (
 )
 from imgkit_builder.base import files
 from imgkit_builder.delta.tree import DEEPEST, Kind, Layer, Stack, TreeEntry, children, find, join
-from imgkit_builder.sif.entries import OwnFile
+from imgkit_builder.sif.entries import ImageEntry
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed
 
 _IMPLIED_MODE = 0o755
@@ -118,7 +118,7 @@ class Tar:
             elif path:
                 members[path] = member
                 if member.sparse is not None:
-                    self._sparse[member.place] = member.sparse
+                    self._sparse[member.offset] = member.sparse
         tree: dict[str, dict[str, TreeEntry]] = {"": {}}
         # A whiteout deletes from the layers below: a name that this layer also has is new.
         for path in gone - members.keys():
@@ -176,8 +176,8 @@ class Tar:
         for target, paths in files.items():
             entry = self._entry(members[target])
             if len(paths) > 1:
-                entry = dataclasses.replace(entry, group=members[target].place)
-                self._groups[members[target].place] = paths
+                entry = dataclasses.replace(entry, group=members[target].offset)
+                self._groups[members[target].offset] = paths
             found |= {path: dataclasses.replace(entry) for path in paths}
         return found
 
@@ -206,7 +206,7 @@ class Tar:
             device=member.device,
             xattrs=member.xattrs,
             opaque=opaque and kind == "dir",
-            place=member.place,
+            place=member.offset,
         )
 
 
@@ -373,20 +373,20 @@ class Changes:
 class Memory:
     """The layer of `files`, which root owns; a folder is one of them before what is in it."""
 
-    def __init__(self, files: Iterable[OwnFile], *, mtime_s: int = 0) -> None:
+    def __init__(self, files: Iterable[ImageEntry]) -> None:
         self._data: dict[str, bytes] = {}
         self._tree: dict[str, dict[str, TreeEntry]] = {"": {}}
-        for one in files:
-            folder, _, name = one.path.rpartition("/")
-            self._data[one.path] = one.data
+        for file in files:
+            folder, _, name = file.name.rpartition("/")
+            self._data[file.name] = file.read()
             self._tree.setdefault(folder, {})[name] = TreeEntry(
                 layer=self,
-                kind=_OWN_KINDS[one.kind],
-                mode=one.mode,
-                mtime_s=mtime_s,
-                size_bytes=len(one.data),
-                link=one.link,
-                place=one.path,
+                kind=_OWN_KINDS[file.kind],
+                mode=file.mode,
+                mtime_s=file.mtime_s,
+                size_bytes=file.size_bytes,
+                link=file.link,
+                place=file.name,
             )
 
     def children(self, path: str) -> Mapping[str, TreeEntry]:

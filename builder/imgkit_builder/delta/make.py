@@ -18,9 +18,9 @@ from imgkit_builder.delta.tree import Changes, TreeEntry
 from imgkit_builder.inventory.collector import DOCUMENT
 from imgkit_builder.oci.config import epoch
 from imgkit_builder.oci.manifest import CREATED_LABEL
-from imgkit_builder.sif import check, entries
-from imgkit_builder.sif.conversion import Clock, ConversionJob, EngineImage, Options, Stage
-from imgkit_builder.sif.entries import OwnFile
+from imgkit_builder.sif import check, runtime_files
+from imgkit_builder.sif.conversion import Clock, ConversionJob, Options, Stage
+from imgkit_builder.sif.entries import EngineImage, ImageEntry
 from imgkit_builder.sif.image import SifImage
 from imgkit_builder.sif.runtime import log_file
 from imgkit_builder.sif.workspace import tmp_base, workspace
@@ -68,8 +68,9 @@ def make(image: EngineImage, base: Path, target: Path, options: Options, report:
     ToolMissing, ToolFailed : as in a conversion.
     """
     config = image.config
-    own = (*entries.own_files(config), *entries.if_missing())
-    box = Memory(own, mtime_s=epoch(config.created))
+    created_s = epoch(config.created)
+    links, folders = runtime_files.runtime_links(created_s), runtime_files.mount_points(created_s)
+    box = Memory((*runtime_files.runtime_files(config), *links, *folders))
 
     def changes(stack: Stack, trees: Trees) -> Changes:
         found = tree.changes(trees.old, trees.new, skip=source.NEVER)
@@ -212,7 +213,7 @@ def _runtimes(box: Memory, stack: Stack, new: tree.Stack) -> Changes:
     for name in source.OWN & shown.keys():
         found[name] = shown[name].entry
         found |= dict(tree.everything(shown[name].layers, name))
-    for path, _ in tree.everything(_below(source.mounted(stack.sif)), entries.META):
+    for path, _ in tree.everything(_below(source.mounted(stack.sif)), runtime_files.META):
         # Another version of the runtime wrote it, and this one would source it.
         if path not in found and found.get(path.rpartition("/")[0]) is not None:
             found[path] = None
@@ -220,7 +221,7 @@ def _runtimes(box: Memory, stack: Stack, new: tree.Stack) -> Changes:
 
 
 def _below(stack: tree.Stack) -> tree.Stack:
-    node = tree.find(stack, entries.META)
+    node = tree.find(stack, runtime_files.META)
     return node.layers if node else ()
 
 
@@ -229,14 +230,15 @@ def _mark(found: Changes, new: tree.Stack, image_id: str) -> None:
     folders = descriptor.INSIDE.split("/")[:-1]
     folder, _, name = descriptor.INSIDE.rpartition("/")
     data = descriptor.inside(image_id)
-    mark = Memory([OwnFile(path=descriptor.INSIDE, kind=REGULAR, mode=0o644, data=data)])
+    mark = ImageEntry(names=(descriptor.INSIDE,), kind=REGULAR, mode=0o644).with_content(data)
+    layer = Memory([mark])
     for count in range(1, len(folders) + 1):
         path = "/".join(folders[:count])
         node = tree.find(new, path)
         if node and node.entry.kind != "dir":
             raise CheckFailed(f"/{path} in the image is not a folder, but a delta needs /{descriptor.INSIDE}")
-        found[path] = node.entry if node else TreeEntry(layer=mark, kind="dir", mode=0o755)
-    found[descriptor.INSIDE] = mark.children(folder)[name]
+        found[path] = node.entry if node else TreeEntry(layer=layer, kind="dir", mode=0o755)
+    found[descriptor.INSIDE] = layer.children(folder)[name]
 
 
 def _hide_document(found: Changes, stack: Stack) -> None:

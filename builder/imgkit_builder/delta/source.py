@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from imgkit_builder.archive import oci_folder
+from imgkit_builder.archive import oci_folder, stored
 from imgkit_builder.archive.oci_folder import Laid
 from imgkit_builder.archive.tar_read import REGULAR
 from imgkit_builder.base.progress import Reporter
@@ -22,15 +22,16 @@ from imgkit_builder.inventory import spdx
 from imgkit_builder.inventory.collector import DOCUMENT, InventoryCollector
 from imgkit_builder.inventory.packages import Inventory
 from imgkit_builder.oci.config import ImageConfig, epoch
-from imgkit_builder.sif import coverage, entries, image, sqsh
-from imgkit_builder.sif.conversion import Archive, EngineImage, OciFolder
-from imgkit_builder.sif.entries import OwnFile
+from imgkit_builder.sif import image, runtime_files, sqsh
+from imgkit_builder.sif.entries import Archive, EngineImage, ImageEntry, OciFolder
 from imgkit_builder.sif.image import SifImage, root_sha256
 from imgkit_builder.sif.workspace import scratch
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed
 
-OWN = frozenset({entries.META, ".exec", ".run", ".shell", ".test", "environment", "singularity", DOCUMENT})
+OWN = frozenset(
+    {runtime_files.META, ".exec", ".run", ".shell", ".test", "environment", "singularity", DOCUMENT}
+)
 """Paths that a conversion or a runtime adds to every image; a delta does not get them from layers."""
 NEVER = OWN | {"dev", "etc/hostname", "etc/hosts", "etc/resolv.conf", "etc/mtab", "proc", "sys"}
 """Paths that are never part of a difference; the engine or the runtime makes them and mounts over them."""
@@ -144,9 +145,8 @@ def _shown(
     found = image.changed(other, layers, work, skip=sorted((NEVER - OWN) | _ENGINES))
     old = mounted(base.sif)
     # A runtime's own files are no part of an image, but places in which it mounts are in every .sif.
-    places = [one for one in entries.if_missing() if one.path not in OWN]
-    mark = OwnFile(path=descriptor.INSIDE, kind=REGULAR)
-    changes = Changes(found, old, Memory([*places, mark]))
+    mark = ImageEntry(names=(descriptor.INSIDE,), kind=REGULAR)
+    changes = Changes(found, old, Memory([*runtime_files.mount_points(), mark]))
     fetched = _outermost(
         tree.join(folder, name) if len(names) <= _MOST_FETCHED else folder
         for folder, names in changes.uncovered().items()
@@ -181,8 +181,6 @@ def refuse_damaged(stack: descriptor.Stack, report: Reporter) -> None:
         if whole:
             damaged = f"delta {number}"
             whole = descriptor.sha256(path, delta, start=partition.offset) == delta.sha256
-    if whole and (faults := coverage.check(path, root_sha256=stack.base.root_sha256).faults):
-        damaged, whole = faults[0], False
     if not whole:
         raise CheckFailed(
             f"the .sif is damaged: its {damaged} has another sha256 than recorded",
@@ -205,11 +203,7 @@ def _common(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 def _saved(image: EngineImage, folder: Path, report: Reporter) -> list[tree.Layer]:
-    report.stage(f"save {image.name} from the engine")
-    with image.save() as chunks:
-        laid = oci_folder.from_chunks(
-            chunks, folder, name=image.name, report=report, expected_bytes=image.size_bytes
-        )
+    laid = _laid(image, folder, report, None)
     # Equal layers are one file, but need one object each: their places in the stack differ.
     return [Tar(folder / "blobs/sha256" / one.removeprefix("sha256:")) for one in laid.config.diff_ids]
 
@@ -250,6 +244,8 @@ def opened(
         yield _of_layers(found.name, found.config, [Folder(folder) for folder in folders])
         return
     beside = Path.cwd() if isinstance(found, EngineImage) else found.path.absolute()
+    if isinstance(found, EngineImage):
+        report.note(f"{found.why_unreadable()}: imgkit reads the whole image")
     with scratch(beside) as folder:
         laid = _laid(found, folder / "image", report, unpack_limit_bytes)
         name = found.name if isinstance(found, EngineImage) else str(found.path)
@@ -329,15 +325,20 @@ def _of_layers(name: str, config: ImageConfig, layers: Sequence[tree.Layer]) -> 
 def _laid(
     found: Archive | OciFolder | EngineImage, folder: Path, report: Reporter, unpack_limit_bytes: int | None
 ) -> Laid:
-    if isinstance(found, Archive):
-        report.stage(f"unpack {found.path.name}")
-        return oci_folder.from_archive(found.path, folder, report, unpack_limit_bytes=unpack_limit_bytes)
-    if isinstance(found, OciFolder):
-        report.stage(f"read {found.path.name}")
-        return oci_folder.from_folder(found.path, folder, report, unpack_limit_bytes=unpack_limit_bytes)
-    report.stage(f"save {found.name} from the engine")
-    report.note(f"{found.why_unreadable()}: imgkit reads the whole image")
-    with found.save() as chunks:
-        return oci_folder.from_chunks(
-            chunks, folder, name=found.name, report=report, expected_bytes=found.size_bytes
-        )
+    folder.mkdir(parents=True)
+    if isinstance(found, EngineImage):
+        report.stage(f"save {found.name} from the engine")
+        plain, total = folder / "spool.tar", found.size_bytes
+        with found.save() as chunks:
+            digests = stored.spool(
+                chunks, plain, where=found.name, advance=lambda done: report.advance(done, total)
+            )
+        saved = stored.open_image(plain, where=found.name, digests=digests)
+        laid = oci_folder.write_layout(saved, folder, report, unpack_limit_bytes=unpack_limit_bytes)
+        plain.unlink()
+        return laid
+    report.stage(f"read {found.path.name}")
+    with stored.opened(
+        found.path, folder, advance=report.advance, unpack_limit_bytes=unpack_limit_bytes
+    ) as image:
+        return oci_folder.write_layout(image, folder, report, unpack_limit_bytes=unpack_limit_bytes)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from imgkit_builder.archive import tar_write
-from imgkit_builder.archive.tar_read import BLOCK, CHARACTER, DIRECTORY, FIFO, HARD_LINK, REGULAR, SYMLINK
+from imgkit_builder.archive.tar_read import (
+    BLOCK,
+    CAPABILITY,
+    CHARACTER,
+    DIRECTORY,
+    FIFO,
+    HARD_LINK,
+    REGULAR,
+    SYMLINK,
+)
 from imgkit_builder.delta.tree import Kind, TreeEntry
-from imgkit_builder.sif import conversion, image, squash, squashers
+from imgkit_builder.sif import conversion, image, squash
 from imgkit_builder.sif.conversion import Compression, ConversionJob, Options
+from imgkit_builder.sif.entries import ImageEntry
 from imgkit_builder.sif.image import SifImage
-from imgkit_builder.sif.squash import Squash
 from imgkit_entrypoints.system import CompressionChoice
 
 _TYPES: Mapping[Kind, bytes] = {
@@ -34,7 +42,7 @@ def compression_of(base: SifImage, options: Options) -> Compression:
     """
     found = image.squashfs(base)
     wanted: CompressionChoice = "auto" if found and found.compressor == "zstd" else "gzip"
-    return conversion.choose_compression(None, wanted, lacks_zstd=squashers.choose().lacks_zstd)
+    return conversion.choose_compression(None, wanted, zstd_error=squash.choose().zstd_error)
 
 
 def make(
@@ -49,39 +57,33 @@ def make(
 
     `created` is the time of the squashfs and its root, in RFC 3339 (default: 1970).
     """
-    with squash.writing(job, target, created=created, offset=offset) as made:
-        put(made, entries)
+    squash.write(image_entries(entries), job, target, created=created, offset=offset)
 
 
-def put(made: Squash, entries: Iterable[tuple[str, TreeEntry | None]]) -> None:
-    """Write `entries`; several names of one file become hard links."""
+def image_entries(entries: Iterable[tuple[str, TreeEntry | None]]) -> Iterator[ImageEntry]:
+    """Yield `entries` as a squasher takes them; several names of one file become hard links."""
     first: dict[tuple[int, int], str] = {}
     for path, entry in entries:
         if entry is None:
-            made.entry(CHARACTER, tar_write.header(path, CHARACTER, mode=0))
+            yield ImageEntry(names=(path,), kind=CHARACTER, mode=0)
             continue
-        kind = _TYPES[entry.kind]
         if entry.group is not None:
             key = id(entry.layer), entry.group
             if key in first:
-                made.entry(kind, tar_write.header(path, HARD_LINK, link=first[key]))
+                yield ImageEntry(names=(path,), kind=HARD_LINK, link=first[key])
                 continue
             first[key] = path
-        made.entry(kind, _header(path, kind, entry))
-        if kind == REGULAR:
-            made.content(entry.layer.content(entry), entry.size_bytes)
-
-
-def _header(path: str, kind: bytes, entry: TreeEntry) -> bytes:
-    return tar_write.header(
-        path,
-        kind,
-        mode=entry.mode,
-        uid=entry.uid,
-        gid=entry.gid,
-        mtime_s=entry.mtime_s,
-        size_bytes=entry.size_bytes,
-        link=entry.link,
-        device=entry.device,
-        xattrs=entry.xattrs,
-    )
+        kind = _TYPES[entry.kind]
+        yield ImageEntry(
+            names=(path,),
+            kind=kind,
+            mode=entry.mode,
+            uid=entry.uid,
+            gid=entry.gid,
+            mtime_s=entry.mtime_s,
+            link=entry.link,
+            device=entry.device,
+            xattrs={name: value for name, value in entry.xattrs.items() if name == CAPABILITY},
+            size_bytes=entry.size_bytes if kind == REGULAR else 0,
+            content=entry.layer.content(entry) if kind == REGULAR else (),
+        )

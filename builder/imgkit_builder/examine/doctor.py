@@ -26,9 +26,8 @@ from imgkit_builder.engine.address import Endpoint
 from imgkit_builder.engine.connection import EngineFacts
 from imgkit_builder.oci.platform import emulator_fault, host_arch
 from imgkit_builder.recipe.targets import Target
-from imgkit_builder.sif import convert, mksquashfs, runtime, squashers
-from imgkit_builder.sif.conversion import PACKED_SHARE
-from imgkit_builder.sif.workspace import tmp_base
+from imgkit_builder.sif import convert, mksquashfs, runtime, squash
+from imgkit_builder.sif.workspace import PACKED_SHARE, tmp_base
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 
@@ -203,9 +202,9 @@ def _fuse(machine: Machine) -> Check:
 
 def _way(tool: Check) -> Check:
     """Report how `imgkit sif` would write a file: itself, or by the runtime."""
-    name, hint = "imgkit sif", squashers.INSTALL
+    name, hint = "imgkit sif", squash.INSTALL
     try:
-        squasher = squashers.choose()
+        squasher = squash.choose()
     except ToolMissing as error:
         path = mksquashfs.find()
         obstacle = f"{error.what}{f' (version {mksquashfs.version(path)})' if path else ''}"
@@ -217,7 +216,7 @@ def _way(tool: Check) -> Check:
     found = f"writes the file itself, with {squasher}"
     if squasher.note:
         return Check(name=name, verdict="warn", found=f"{found}; {squasher.note}", hint=hint)
-    if squasher.lacks_zstd:
+    if squasher.zstd_error:
         found += ", which lacks zstd: gzip, slower at every start"
         return Check(name=name, verdict="warn", found=found, hint=hint)
     return Check(name=name, verdict="ok", found=f"{found}; it runs under {runtime.FLOOR}")
@@ -253,10 +252,10 @@ def _disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
 def _scratch_bytes() -> int:
     """Size of the temporary files that `imgkit sif` would write for an NVIDIA image."""
     try:
-        squasher = squashers.choose()
+        share = squash.choose().disk_share
     except ToolMissing:
-        squasher = None
-    return int(convert.temporary_share(squasher) * _NVIDIA_IMAGE_BYTES)
+        share = convert.RUNTIME_DISK_SHARE
+    return int(share * _NVIDIA_IMAGE_BYTES)
 
 
 def _space(name: str, folder: Path, wanted_bytes: int) -> Check:

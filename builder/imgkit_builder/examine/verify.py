@@ -13,9 +13,8 @@ from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.delta import descriptor, source, tree
 from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.oci import manifest
-from imgkit_builder.sif import coverage, sqsh
 from imgkit_builder.sif import image as sif
-from imgkit_builder.sif.coverage import Findings
+from imgkit_builder.sif import sqsh
 from imgkit_builder.sif.image import ImgkitRecord, SifImage
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolMissing, UsageError
@@ -183,7 +182,6 @@ def _sif_checks(path: Path, report: Reporter) -> Iterator[Check]:
     root_sha256 = sif.root_sha256(path, advance=report.advance)
     root = _content("root partition", image.record, root_sha256)
     yield root
-    yield _coverage(coverage.check(path, root_sha256=root_sha256))
     yield from _deltas(image, report)
     if root.verdict == "fail":
         yield Check(name="manifest", verdict="skip", found="not checked: the root partition is damaged")
@@ -254,20 +252,6 @@ def _content(name: str, record: ImgkitRecord | None, actual: str) -> Check:
         return Check(name=name, verdict="fail", found=found, hint="copy it again, or convert it again")
     found = f"sha256 {actual}, as recorded; from {record.source or record.image_id}, by {record.runtime}"
     return Check(name=name, verdict="ok", found=found)
-
-
-def _coverage(found: Findings) -> Check:
-    """What the coverage object says; without a record, another tool made the file."""
-    name = "coverage"
-    if found.faults:
-        more = f"; {len(found.faults) - 1} more differences" if len(found.faults) > 1 else ""
-        hint = "copy it again, or convert it again"
-        return Check(name=name, verdict="fail", found=f"differs: {found.faults[0]}{more}", hint=hint)
-    if not found.covered:
-        return Check(name=name, verdict="skip", found="the file has no record of imgkit")
-    return Check(
-        name=name, verdict="ok", found=f"header, descriptors and {found.objects} objects as recorded"
-    )
 
 
 def _baked_manifest(path: Path) -> Check:

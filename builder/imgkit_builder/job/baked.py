@@ -14,7 +14,7 @@ from imgkit_builder.oci import manifest
 from imgkit_builder.oci.manifest import InstalledProject
 from imgkit_builder.recipe.requirements import canonical
 from imgkit_builder.recipe.targets import Target, checked
-from imgkit_builder.sif import entries, image
+from imgkit_builder.sif import image, runtime_files
 from imgkit_entrypoints import json_text, system
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
@@ -70,8 +70,8 @@ def projects(path: Path, overlay: str, name: str) -> tuple[InstalledProject, ...
 
 def _distributions(layers: tree.Stack, name: str) -> Iterator[InstalledProject]:
     """The project `name` in the folders where the Pythons of the image's PATH find packages."""
-    script = tree.content(layers, entries.ENVIRONMENT) or b""
-    path = entries.variables(script.decode(errors="replace")).get("PATH", "")
+    script = tree.content(layers, runtime_files.ENVIRONMENT) or b""
+    path = runtime_files.variables(script.decode(errors="replace")).get("PATH", "")
     prefixes = dict.fromkeys(posixpath.dirname(folder).strip("/") for folder in path.split(":"))
     libs = [f"{prefix}/{lib}" for prefix in prefixes for lib in ("lib", "local/lib")]
     pythons = [f"{lib}/{one}" for lib in libs for one in _names(layers, lib) if one.startswith("python3")]

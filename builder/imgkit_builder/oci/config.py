@@ -12,7 +12,7 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed
 
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
-_WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,39}")
 """The name of an architecture or an operating system."""
 
 
@@ -48,10 +48,10 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
     try:
         values = json_text.parse(raw)
         diff_ids = tuple(values["rootfs"]["diff_ids"] or ())
-        if not all(_DIGEST.fullmatch(one) for one in diff_ids):
+        if not all(_DIGEST.fullmatch(diff_id) for diff_id in diff_ids):
             raise ValueError("a layer digest is not a sha256")
         os, arch = values.get("os") or "", values["architecture"]
-        if not _WORD.fullmatch(arch) or (os and not _WORD.fullmatch(os)):
+        if not _NAME.fullmatch(arch) or (os and not _NAME.fullmatch(os)):
             raise ValueError("its architecture or operating system is not one word")
         settings = values.get("config") or {}
         labels = dict(settings.get("Labels") or {})
@@ -63,7 +63,7 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
             diff_ids=diff_ids,
             labels={str(name): str(value) for name, value in labels.items()},
             created=str(values.get("created") or ""),
-            env=tuple(_variable(one) for one in settings.get("Env") or ()),
+            env=tuple(_variable(text) for text in settings.get("Env") or ()),
             entrypoint=_texts(settings.get("Entrypoint")),
             cmd=_texts(settings.get("Cmd")),
             workdir=str(settings.get("WorkingDir") or ""),
@@ -74,7 +74,7 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
         raise CheckFailed(
             "the image has no layers (some releases of Docker 25 wrote such archives)",
             where=where,
-            hint="save it again with another release of docker, or use --from daemon on the build host",
+            hint="save it again with another release of docker, or convert the image on the build host",
         )
     return config
 
@@ -84,12 +84,12 @@ def _variable(text: str) -> tuple[str, str | None]:
     return name, value if equals else None
 
 
-def _texts(words: list[str] | None) -> tuple[str, ...]:
-    return tuple(str(word) for word in words or ())
+def _texts(values: list[str] | None) -> tuple[str, ...]:
+    return tuple(str(value) for value in values or ())
 
 
 def epoch(created: str) -> int:
-    """Seconds since 1970 of the image's creation; 0 where it has none."""
+    """Return the seconds since 1970 of an image's creation; 0 where it has none."""
     match = re.match(r"(\d{4})-(\d\d)-(\d\d)T(\d\d):(\d\d):(\d\d)", created)
     if match is None:
         return 0

@@ -92,36 +92,37 @@ class Manifest:
 
 
 def labels(manifest: Manifest, *, context_sha256: str, created: str, locked: bool) -> dict[str, str]:
-    """The labels that only a build knows, sorted; those of the recipe are in the rendered text.
+    """Return the labels that only a build knows, sorted; those of the recipe are in the rendered text.
 
     An empty revision is written too: otherwise the image would inherit the revision of NVIDIA's image. So is
     an empty label of a lock, on a base that was built by one.
     """
     base = manifest.base
-    found = {
+    result = {
         CREATED_LABEL: created,
         "org.opencontainers.image.revision": manifest.revision,
         "org.opencontainers.image.base.name": base.name,
         "org.opencontainers.image.base.digest": base.digest.partition("@")[2] or base.id,
         CONTEXT_LABEL: context_sha256,
     }
-    inherited = {} if locked else {LOCK_LABEL: ""}
-    return dict(sorted({**found, **inherited}.items()))
+    if not locked:
+        result[LOCK_LABEL] = ""
+    return dict(sorted(result.items()))
 
 
 def time_of_build() -> str:
-    """The time of a build that begins now, in RFC 3339; ``SOURCE_DATE_EPOCH`` where that is set."""
+    """Return the time of a build that begins now, in RFC 3339; ``SOURCE_DATE_EPOCH`` where that is set."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now_s()))
 
 
 def now_s() -> int:
-    """Seconds since 1970; ``SOURCE_DATE_EPOCH`` where that is set."""
-    stated = os.environ.get("SOURCE_DATE_EPOCH", "")
-    return int(stated) if stated.isdigit() else int(time.time())
+    """Return the seconds since 1970; ``SOURCE_DATE_EPOCH`` where that is set."""
+    epoch = os.environ.get("SOURCE_DATE_EPOCH", "")
+    return int(epoch) if epoch.isdigit() else int(time.time())
 
 
 def to_json(manifest: Manifest) -> str:
-    """Deterministic text."""
+    """Return deterministic text."""
     return json.dumps({"schema": SCHEMA, **dataclasses.asdict(manifest)}, indent=2, sort_keys=True) + "\n"
 
 
@@ -138,7 +139,7 @@ def from_json(text: str) -> Manifest:
             raise UsageError(
                 "the manifest is from a later imgkit", hint="use that version, or build the image again"
             )
-        made: Manifest = json_text.read(Manifest, data, "manifest", closed=True)
-        return made
+        manifest: Manifest = json_text.read(Manifest, data, "manifest", closed=True)
+        return manifest
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UsageError(f"not an imgkit manifest: {error}") from error

@@ -18,28 +18,28 @@ _KERNEL_NAMES: Mapping[str, tuple[str, ...]] = {
 
 
 def kernel_names(arch: str) -> tuple[str, ...]:
-    """What ``uname -m`` may print on a machine of the OCI architecture `arch`."""
+    """Return what ``uname -m`` may print on a machine of the OCI architecture `arch`."""
     return _KERNEL_NAMES.get(arch, (arch,))
 
 
 def host_arch() -> str:
-    """``amd64``, ``arm64``, or the kernel's own word for another architecture."""
+    """Return ``amd64``, ``arm64``, or the kernel's own word for another architecture."""
     machine = platform.machine().lower()
     return next((arch for arch, names in _KERNEL_NAMES.items() if machine in names), machine)
 
 
 def host_platform() -> str:
-    """``linux/amd64``: the platform of images that run here without an emulator."""
+    """Return ``linux/amd64``: the platform of images that run here without an emulator."""
     return f"linux/{host_arch()}"
 
 
 def runs_here(arch: str, *, root: Path = Path("/")) -> bool:
-    """Whether programs of `arch` run in containers here, natively or emulated."""
+    """Return whether programs of `arch` run in containers here, natively or emulated."""
     return arch == host_arch() or not emulator_fault(arch, root=root)
 
 
 def emulator_fault(arch: str, *, root: Path = Path("/")) -> str:
-    """Why the kernel cannot emulate `arch` inside containers; an empty string where it can."""
+    """Return why the kernel cannot emulate `arch` inside containers; an empty string where it can."""
     handler = root / BINFMT / f"qemu-{kernel_names(arch)[0]}"
     try:
         lines = handler.read_text(encoding="ascii", errors="replace").splitlines()

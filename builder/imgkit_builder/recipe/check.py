@@ -296,9 +296,7 @@ def check_system(facts: SystemFacts, tree: Table, problems: Collector) -> None:
         problems.warn(tree.deepest(path)[0].position, path, message, choices("", scheduler.runtimes))
     elif runtime.kind == "docker" and scheduler.by_podman and not systems.is_podman(runtime.command):
         path = ("system", "runtime", "command")
-        message = (
-            f"{facts.scheduler} starts containers by podman alone: imgkit run refuses {runtime.command}"
-        )
+        message = f"{facts.scheduler} starts containers by podman alone: imgkit run refuses {runtime.command}"
         problems.warn(tree.deepest(path)[0].position, path, message, "command: podman, or podman-hpc")
     for fault in scheduler.faults(facts):
         path = ("system", *fault.path)

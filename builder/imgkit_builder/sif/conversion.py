@@ -1,26 +1,22 @@
-"""The values of a conversion: source, options, compression, the program that squashes, the work in progress.
+"""The values of a conversion: options, compression, format, plan, and the work in progress.
 
-Every step of `convert` gets one `ConversionJob`. `SquashOrder` and `Squasher` are what the programs of
-`squashers` have in common.
+Every step of `convert` gets one `ConversionJob`.
 """
 
 from __future__ import annotations
 
-import itertools
+import abc
 import os
-import re
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Literal, Protocol, TextIO, runtime_checkable
+from typing import Literal, TextIO
 
-from imgkit_builder.archive import compressed
-from imgkit_builder.archive.changed_files import ChangedFiles
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.oci.config import ImageConfig
-from imgkit_builder.sif.image import ImgkitRecord
+from imgkit_builder.sif.entries import ImageEntry
+from imgkit_builder.sif.image import Advance, ImgkitRecord
 from imgkit_builder.sif.mksquashfs import Limits
 from imgkit_builder.sif.runtime import Capabilities, RuntimeTool, find_runtime, run, scratch_env
 from imgkit_builder.sif.workspace import Workspace
@@ -28,100 +24,10 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import CompressionChoice
 
 WriterChoice = Literal["auto", "imgkit", "runtime"]
-Format = Literal["sif", "sqsh"]
+FormatName = Literal["sif", "sqsh"]
 """What is written: a .sif, or the .sqsh that enroot, pyxis and ch-run start."""
-
-PACKED_SHARE = 0.5
-"""Size of a squashfs per image byte, with a margin: measured 0.26 to 0.4."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Archive:
-    """An image archive: docker's two layouts or OCI, plain, gzip or zstd."""
-
-    path: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OciFolder:
-    """An OCI image layout folder."""
-
-    path: Path
-
-
-@runtime_checkable
-class EngineImage(Protocol):
-    """An image of a Docker engine; ``engine.LocalImage`` is one."""
-
-    @property
-    def name(self) -> str:
-        """A name for messages: tag or id."""
-
-    @property
-    def config(self) -> ImageConfig:
-        """Its OCI configuration."""
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of its layers, uncompressed."""
-
-    def save(self) -> AbstractContextManager[Iterator[bytes]]:
-        """Stream ``docker save``."""
-
-    def export(self) -> AbstractContextManager[Iterator[bytes]]:
-        """Stream ``docker export`` of a container made of it."""
-
-    def folders(self, diff_ids: Sequence[str]) -> tuple[Path, ...] | None:
-        """Folders in which the engine keeps the layers `diff_ids`; None where they cannot be read."""
-
-    def why_unreadable(self) -> str:
-        """The reason why `folders` gives None."""
-
-    def changed(self, other: Any, layers: int, folder: Path, *, skip: Sequence[str]) -> ChangedFiles:
-        """What shows at the paths of the layers that this image or `other` has and not both.
-
-        `other` is an image that the method `other` gave, or None: then these are the last `layers` ones.
-        Paths in `skip` are left out; the tar goes into `folder`.
-
-        Raises
-        ------
-        ToolFailed : only the save stream has the files; `what` is the reason.
-        """
-
-    def fetch(self, paths: Sequence[str], folder: Path) -> tuple[Path | None, ...]:
-        """Write a tar of each of `paths` into `folder`; the result has None for a missing path."""
-
-    def other(self, image_id: str, diff_ids: Sequence[str]) -> EngineImage | None:
-        """Find another image of the same engine by its id or else by its layers; None where there is none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Piped:
-    """An image archive that comes through a pipe."""
-
-    stream: BinaryIO
-    name: str = "-"
-
-    @property
-    def path(self) -> Path:
-        """Its name as a path, for messages."""
-        return Path(self.name)
-
-    def chunks(self) -> Generator[bytes, None, None]:
-        """The plain bytes; a compressed archive is decompressed on the way."""
-        start = self.stream.read(compressed.CHUNK_BYTES)
-        raw = itertools.chain([start], iter(lambda: self.stream.read(compressed.CHUNK_BYTES), b""))
-        return compressed.unpacked(raw, compressed.kind_of(start), name="standard input")
-
-
-Source = Archive | OciFolder | EngineImage | Piped
-
-
-def name_of(source: Source, tags: Sequence[str] = ()) -> str:
-    """The name of the image for people; `tags` are those that an archive states."""
-    if isinstance(source, EngineImage):
-        return source.name
-    return tags[0] if tags else source.path.name.split(".tar", 1)[0]
+AddedFiles = tuple[tuple[ImageEntry, ...], tuple[ImageEntry, ...]]
+"""What imgkit adds to an image: files that replace the image's own, and those that it may lack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,12 +38,10 @@ class Options:
     """Command name or path; None means singularity, else apptainer."""
     module_hint: str | None = None
     """The line that provides the runtime on the system."""
-    format: Format = "sif"
+    format: FormatName = "sif"
     compression: CompressionChoice = "auto"
     writer: WriterChoice = "auto"
-    """Who writes the file; ``auto``: imgkit where something squashes a tar, else the runtime."""
-    direct: bool | None = None
-    """Convert an `EngineImage` from its export stream, not from its layers; None: where that works."""
+    """Who writes the file; ``auto``: imgkit if this machine has a mksquashfs, else the runtime."""
     tmpdir: Path | None = None
     unpack_limit_bytes: int | None = None
     """Most bytes that an archive may unpack to; None: 100 times its size, and at least 1 GB."""
@@ -145,6 +49,57 @@ class Options:
     """Convert even if the target is up to date; replace a target of another format."""
     test: bool = True
     """Run ``true`` in the new .sif."""
+
+
+class Format(abc.ABC):
+    """In what a .sif and a .sqsh differ."""
+
+    name: FormatName
+    default_compression: CompressionChoice = "auto"
+    is_started_here = False
+    """Whether a runtime on this machine may start it, to test it."""
+    has_checksum = False
+    """Whether a file with the checksum lies next to it."""
+
+    @abc.abstractmethod
+    def matches(self, path: Path) -> bool:
+        """Return whether the file is of this format; False also if it cannot be read."""
+
+    @abc.abstractmethod
+    def added_files(self, config: ImageConfig, note: Callable[[str], None]) -> AddedFiles:
+        """Return the files that imgkit adds; `note` gets what it leaves out.
+
+        Raises
+        ------
+        UsageError : the format cannot hold a value of the configuration.
+        """
+
+    def filtered(self, entries: Iterator[ImageEntry], note: Callable[[str], None]) -> Iterator[ImageEntry]:
+        """Return the `entries` that the format can hold; `note` gets what is left out."""
+        return entries
+
+    def squashfs_offset(self, config: ImageConfig) -> int:
+        """Return the byte of the file at which the squashfs begins."""
+        return 0
+
+    @abc.abstractmethod
+    def complete(self, part: Path, config: ImageConfig) -> None:
+        """Write what is around the squashfs in `part`, except for the record, and check it.
+
+        Raises
+        ------
+        CheckFailed : the squashfs is not whole.
+        """
+
+    @abc.abstractmethod
+    def put_record(self, part: Path, record: ImgkitRecord, advance: Advance) -> tuple[ImgkitRecord, str]:
+        """Write `record` with the digest of the squashfs; return it, and the checksum of the file if any."""
+
+    @abc.abstractmethod
+    def intact_record(
+        self, path: Path, config: ImageConfig, accepts: Callable[[ImgkitRecord], bool]
+    ) -> ImgkitRecord | None:
+        """Return the record of the undamaged file `path` if `accepts` takes it; else None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +115,7 @@ class Converted:
     """A whole and checked .sif or .sqsh."""
 
     path: Path
-    format: Format = "sif"
+    format: FormatName = "sif"
     size_bytes: int
     arch: str
     record: ImgkitRecord
@@ -177,18 +132,18 @@ class Clock:
     report: Reporter
     stages: list[Stage] = field(default_factory=list)
     _name: str = ""
-    _began: float = 0.0
+    _start_s: float = 0.0
 
     def stage(self, text: str) -> None:
-        """A new stage begins; the one before is over."""
+        """Begin a new stage, and end the one before."""
         self.finish()
-        self._name, self._began = text, time.monotonic()
+        self._name, self._start_s = text, time.monotonic()
         self.report.stage(text)
 
     def finish(self) -> None:
-        """The last stage is over."""
+        """End the last stage."""
         if self._name:
-            self.stages.append(Stage(name=self._name, seconds=time.monotonic() - self._began))
+            self.stages.append(Stage(name=self._name, seconds=time.monotonic() - self._start_s))
         self._name = ""
 
     def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
@@ -205,6 +160,28 @@ class Clock:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Compression:
+    """The chosen compressor."""
+
+    name: str
+    """``zstd``, ``gzip``, or ``runtime``, which takes no options and compresses as it is configured."""
+    level: int = 0
+    options: tuple[str, ...] = ()
+    """Options of mksquashfs."""
+    note: str = ""
+    """A sentence for the user."""
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.level}" if self.level else self.name
+
+    def runtime_options(self, limits: Limits) -> tuple[str, ...]:
+        """Return the options of ``build`` that pass it to a runtime."""
+        if not self.options:
+            return ()
+        return ("--mksquashfs-args", " ".join((*self.options, *limits.mksquashfs_options())))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionJob:
     """One conversion."""
 
@@ -215,8 +192,6 @@ class ConversionJob:
     work: Workspace
     clock: Clock
     log: TextIO
-    squasher: Squasher | None = None
-    """None: the first of `squashers` that works here."""
 
     def run(
         self,
@@ -225,12 +200,12 @@ class ConversionJob:
         on_line: Callable[[str], None] | None = None,
         namespace: bool = False,
     ) -> str:
-        """Run the runtime in the workspace; returns its output. `namespace` is as in `runtime.run`."""
+        """Run the runtime in the workspace and return its output; `namespace` is as in `runtime.run`."""
         tool = self.tool or find_runtime(self.options.runtime, module_hint=self.options.module_hint)
         self.log.write(f"$ {tool.path} {' '.join(map(str, arguments))}\n")
         return run(
             tool,
-            [str(one) for one in arguments],
+            list(map(str, arguments)),
             folder=folder or self.work.folder,
             env=scratch_env(self.work.folder),
             on_line=on_line or self.clock.line,
@@ -239,138 +214,52 @@ class ConversionJob:
         ).output
 
 
-def cache_flags(tool: RuntimeTool) -> tuple[str, ...]:
-    """Flags that switch the runtime's cache off: it would keep a second copy of every layer."""
-    return ("--disable-cache",) if tool.capabilities.disable_cache else ()
-
-
-def folder_name(image: str) -> str:
-    """A folder name for `image`; the runtime writes it into the label that names the source of the .sif."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", image).strip("._-")[:100] or "image"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SquashOrder:
-    """A squashfs to be written."""
-
-    target: Path
-    offset: int
-    """Byte of `target` at which it begins."""
-    created_s: int
-    """Time of the squashfs and of its root folder."""
-    compression: Compression
-    folder: Path
-    """Folder of temporary files."""
-    log: TextIO
-    on_line: Callable[[str], None]
-    """Receives the lines of the program."""
-    note: Callable[[str], None]
-    """Receives a sentence for the user about what is lost."""
-
-
-class Squasher(Protocol):
-    """A program that writes a squashfs from a tar."""
-
-    @property
-    def note(self) -> str:
-        """A sentence for the user: what is done, and why not by the best program; empty for the best."""
-
-    @property
-    def lacks_zstd(self) -> str:
-        """Why it cannot compress with zstd; empty if it can."""
-
-    @property
-    def disk_share(self) -> float:
-        """Bytes of its temporary files per byte of the image."""
-
-    def __str__(self) -> str:
-        """Name it for people, with its version."""
-
-    def shown(self, order: SquashOrder) -> str:
-        """The command that reads the tar, for people."""
-
-    def feed(self, order: SquashOrder) -> AbstractContextManager[IO[bytes]]:
-        """Take a whole tar; on leaving, the squashfs is written.
-
-        Raises
-        ------
-        ToolFailed : a program failed, or said something that is not known to be harmless.
-        """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Compression:
-    """The chosen compressor."""
-
-    name: str
-    """``zstd``, ``gzip``, or ``runtime``, which takes no options and compresses as it is configured."""
-    level: int = 0
-    options: tuple[str, ...] = ()
-    """Options of mksquashfs."""
-    block_bytes: int = 128 << 10
-    note: str = ""
-    """A sentence for the user."""
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.level}" if self.level else self.name
-
-
 # Of a 754 MB torch folder, in CPU seconds and MB: gzip 9 (the runtimes' default) 50, 196; gzip 6 18, 197;
 # zstd 3 2.9, 198; zstd 15 (the default level) 57, 171. A start reads small pieces, each from a block that is
 # decompressed for it: `import torch` takes 3.6 CPU seconds from blocks of 1 MiB (228 MB), 2.8 from 256 KiB
 # (239 MB), and 2.7 from 128 KiB (251 MB).
-ZSTD = Compression(
-    name="zstd",
-    level=3,
-    options=("-comp", "zstd", "-Xcompression-level", "3", "-b", "256K"),
-    block_bytes=256 << 10,
-)
+ZSTD = Compression(name="zstd", level=3, options=("-comp", "zstd", "-Xcompression-level", "3", "-b", "256K"))
 GZIP = Compression(name="gzip", level=6, options=("-comp", "gzip", "-Xcompression-level", "6"))
-
-_OLD_KERNEL = "this kernel ({}) cannot mount zstd squashfs; 4.14 can"
 
 
 def choose_compression(
-    capabilities: Capabilities | None, wanted: CompressionChoice, *, lacks_zstd: str
+    capabilities: Capabilities | None, requested: CompressionChoice, *, zstd_error: str
 ) -> Compression:
-    """zstd if this machine can write and mount it, else gzip.
+    """Return zstd if this machine can write and mount it, else gzip.
 
-    `capabilities` are those of the runtime that compresses; None where imgkit squashes. `lacks_zstd` says
-    why the program that squashes cannot compress with zstd; empty where it can.
+    `capabilities` are those of the runtime that compresses; None where imgkit squashes. `zstd_error` says why
+    the program that squashes cannot compress with zstd; empty where it can.
 
     Raises
     ------
     UsageError : zstd was requested and is not possible.
     """
+    # Without that option a runtime passes nothing on to its mksquashfs.
     if capabilities is not None and not capabilities.mksquashfs_args:
-        if wanted == "zstd":
+        if requested == "zstd":
             raise UsageError(
                 "this runtime has no --mksquashfs-args (Apptainer from 1.4 has it), so it cannot use zstd",
                 where="--compression zstd",
-                hint="leave --compression out, or convert on the build host with --from daemon",
+                hint="leave --compression out, or install mksquashfs and use --writer imgkit",
             )
         return Compression(
             name="runtime",
             note="this runtime compresses as it is configured (gzip 9 by default: slow), a thread for each "
             "processor of the node; an admin sets `mksquashfs procs` and `mksquashfs mem` in its conf file",
         )
-    if wanted == "gzip":
+    if requested == "gzip":
         return GZIP
-    obstacle = lacks_zstd if kernel_reads_zstd() else _OLD_KERNEL.format(os.uname().release)
-    if obstacle and wanted == "zstd":
-        raise UsageError(obstacle, where="--compression zstd", hint="--compression gzip")
-    return GZIP if obstacle else ZSTD
-
-
-def arguments_for_runtime(compression: Compression, limits: Limits) -> str:
-    """The value of ``--mksquashfs-args``, one word."""
-    return " ".join((*compression.options, *limits.mksquashfs_options()))
+    if not kernel_reads_zstd():
+        zstd_error = f"this kernel ({os.uname().release}) cannot mount zstd squashfs; 4.14 can"
+    if zstd_error and requested == "zstd":
+        raise UsageError(zstd_error, where="--compression zstd", hint="--compression gzip")
+    return GZIP if zstd_error else ZSTD
 
 
 def kernel_reads_zstd(release: str | None = None) -> bool:
-    """Whether this kernel (4.14 and later) can mount zstd squashfs; True if the release cannot be parsed."""
-    words = (release or os.uname().release).split(".")
+    """Return whether this kernel can mount zstd squashfs, as 4.14 and later can; True if that is unknown."""
+    numbers = (release or os.uname().release).split(".")
     try:
-        return (int(words[0]), int(words[1])) >= (4, 14)
+        return (int(numbers[0]), int(numbers[1])) >= (4, 14)
     except (ValueError, IndexError):
         return True

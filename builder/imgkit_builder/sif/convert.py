@@ -1,73 +1,76 @@
-"""Convert any source to a checked .sif or .sqsh: choose the method, check the disks, run the steps."""
+"""Convert any source to a checked .sif or .sqsh."""
 
 from __future__ import annotations
 
-import os
 import shlex
-import stat
-import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from shutil import disk_usage
 from typing import Literal
 
-from imgkit_builder.archive import compressed, oci_folder
+from imgkit_builder.archive import sidecar
 from imgkit_builder.archive.stored import StoredImage
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.base.sizes import size_text
-from imgkit_builder.oci.config import ImageConfig, epoch
+from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.oci.platform import host_arch, runs_here
-from imgkit_builder.sif import (
-    check,
-    conversion,
-    coverage,
-    image,
-    mksquashfs,
-    runtime_build,
-    sqsh,
-    squashers,
-    stream,
-)
+from imgkit_builder.sif import check, entries, mksquashfs, runtime_build, squash
 from imgkit_builder.sif.conversion import (
-    PACKED_SHARE,
-    Archive,
     Clock,
     Compression,
     ConversionJob,
     Converted,
-    EngineImage,
     Format,
-    OciFolder,
+    FormatName,
     Options,
-    Piped,
-    Source,
-    Squasher,
-    SquashOrder,
-    name_of,
+    Stage,
+    choose_compression,
 )
-from imgkit_builder.sif.image import ImgkitRecord, SifImage
+from imgkit_builder.sif.entries import EngineImage, OpenImage, Source
+from imgkit_builder.sif.frame import Sif
+from imgkit_builder.sif.image import ImgkitRecord
 from imgkit_builder.sif.runtime import RuntimeTool, find_runtime, log_file, runtime_if_any
-from imgkit_builder.sif.workspace import remove_leftovers, tmp_base, workspace
+from imgkit_builder.sif.sqsh import Sqsh
+from imgkit_builder.sif.squash import Squasher, SquashTarget
+from imgkit_builder.sif.workspace import check_space, remove_leftovers, spare_bytes, tmp_base, workspace
 from imgkit_entrypoints import __version__
-from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
+from imgkit_entrypoints.errors import ToolMissing, UsageError
 
-Method = Literal["stream", "export", "layers"]
-"""How the files travel; the record calls it the route."""
-
-_LAYOUT_SHARE = 3.3
+FORMATS: Mapping[FormatName, Format] = {"sif": Sif(), "sqsh": Sqsh()}
+RUNTIME_DISK_SHARE = 3.3
 """Peak of the temporary files per image byte where a runtime builds: layers, its copy, files and squashfs."""
-UNPACKED_FACTOR = 3.0
-"""Guessed ratio of a compressed archive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Made:
-    """Facts about the image once the part file exists."""
+class ConversionPlan:
+    """How an image is converted; decided before anything is read or written."""
 
-    name: str
-    config: ImageConfig
-    layer_bytes: int
+    method: Literal["stream", "export", "layers"]
+    """``stream``: merged layers; ``export``: an engine's export; ``layers``: a runtime builds from layers."""
+    compression: Compression
+    squasher: Squasher | None
+    """None where a runtime builds."""
+    tool: RuntimeTool | None
+    """The runtime that builds, or else the one that tests the file, where there is one."""
+    notes: tuple[str, ...]
+    """Sentences for the user."""
+
+    @property
+    def disk_share(self) -> float:
+        """Bytes of temporary files per byte of the image."""
+        return self.squasher.disk_share if self.squasher else RUNTIME_DISK_SHARE
+
+    def accepts(self, record: ImgkitRecord, options: Options) -> bool:
+        """Return whether a file with this `record` is as good as what the plan would give."""
+        if record.route == "flatten" or (self.squasher is None and record.runtime != str(self.tool)):
+            return False
+        if options.writer == "imgkit" and record.route == "layers":
+            return False
+        if record.compression == str(self.compression):
+            return True
+        # Where the user leaves it open, gzip will do: it mounts everywhere.
+        kind = record.compression.split(" ")[0]
+        return self.squasher is not None and options.compression == "auto" and kind in ("gzip", "runtime")
 
 
 def convert(source: Source, target: Path, options: Options, report: Reporter) -> Converted:
@@ -77,199 +80,154 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
     ------
     UsageError : the target is another kind of file, the archive has several images, there is no temporary
         folder, or a .sqsh cannot hold a variable of the image.
-    ToolMissing : neither a mksquashfs that reads a tar nor a runtime; for a zstd archive, no zstd program.
+    ToolMissing : neither a mksquashfs nor a runtime; for a zstd archive, no zstd program.
     ToolFailed : mksquashfs or the runtime failed; quotes its last lines and names the log.
     CheckFailed : no space, a damaged source, or a result that differs from the image.
     """
-    target = target.absolute()
+    target, format = target.absolute(), FORMATS[options.format]
     check_target(target, force=options.force, format=options.format)
-    means = _choose_method(source, options)
-    known = _known_config(source)
-    if known and (done := _up_to_date(target, known, means, options)):
+    plan = make_plan(source, options)
+    # A stream or a compressed archive hides its configuration until it lies on the disk, see below.
+    config = entries.peek_config(source)
+    if config and (existing := _up_to_date(target, config, plan, options)):
         remove_leftovers(target)  # a run that was killed after it had put the file in place
-        return done
-    for note in means.notes:
+        return existing
+    for note in plan.notes:
         report.note(note)
     base = tmp_base(target, options.tmpdir)
-    _check_space(source, target, base, means)
+    _check_space(source, target, base, plan)
     with workspace(target, base) as work, log_file(target.stem) as log:
+        clock = Clock(report)
         job = ConversionJob(
-            tool=means.tool,
-            options=options,
-            compression=means.packing,
-            work=work,
-            clock=Clock(report),
-            log=log,
-            squasher=means.squasher,
+            tool=plan.tool, options=options, compression=plan.compression, work=work, clock=clock, log=log
         )
-        return _converted(job, source, target, means)
+        with entries.opened(
+            source,
+            work.folder,
+            clock,
+            exports=plan.method == "export",
+            unpack_limit_bytes=options.unpack_limit_bytes,
+        ) as image:
+            # Only now is it known which image a spooled source holds.
+            if config is None and (existing := _up_to_date(target, image.config, plan, options)):
+                return existing
+            if image.config.arch != host_arch():
+                clock.note(
+                    f"the image is {image.config.arch}, this machine {host_arch()}: the .{format.name} runs "
+                    f"on {image.config.arch} only"
+                )
+            # The plain archive of a spooled source goes when this block ends: a runtime needs the room for
+            # its own copies.
+            if plan.squasher:
+                _squash(image, target, job, plan)
+                layer_bytes = 0
+            else:
+                layer_bytes = runtime_build.lay_out(image, job).layer_bytes
+        if plan.squasher:
+            format.complete(work.part, image.config)
+        else:
+            assert plan.tool is not None  # noqa: S101 - for the type checker: this method has one
+            runtime_build.build(job, plan.tool, image.name)
+        clock.stage("check")
+        # Before the test run: what is tested is the file that the user gets.
+        record, checksum = format.put_record(work.part, _record(image, plan), clock.advance)
+        _check(image.config, layer_bytes, job, plan)
+        clock.stage("make durable")
+        _publish(work.part, target, checksum)
+        clock.finish()
+    return _converted(target, options, image.config, record, tuple(clock.stages), Path(log.name))
 
 
-def _converted(job: ConversionJob, source: Source, target: Path, means: Means) -> Converted:
-    if means.method == "export":
-        made = _exported(job, source)
-    elif means.method == "layers":
-        made = _built(job, source)
-    else:
-        with stream.stored_image(job, source) as image_here:
-            config = image_here.selected.config
-            if _known_config(source) is None and (done := _up_to_date(target, config, means, job.options)):
-                return done
-            _tell_arch(config, job)
-            room = _room_for_layers(image_here, target, job.work.folder.parent, means.squasher)
-            stream.write_layers(job, image_here, room_bytes=room)
-        name = name_of(source, image_here.selected.names)
-        made = _Made(name=name, config=config, layer_bytes=image_here.stored_bytes)
-    return _finish(job, made, target, means.method)
-
-
-def _exported(job: ConversionJob, source: Source) -> _Made:
-    assert isinstance(source, EngineImage)  # noqa: S101 - for the type checker: only those can be exported
-    _tell_arch(source.config, job)
-    stream.write_export(job, source)
-    return _Made(name=source.name, config=source.config, layer_bytes=source.size_bytes)
-
-
-def _built(job: ConversionJob, source: Source) -> _Made:
-    """Let the runtime build."""
-    tool = job.tool
-    assert tool is not None  # noqa: S101 - for the type checker: this method has one
-    laid = runtime_build.lay_out(source, job)
-    name = name_of(source, laid.names)
-    _tell_arch(laid.config, job)
-    runtime_build.build(job, tool, runtime_build.address(name))
-    return _Made(name=name, config=laid.config, layer_bytes=laid.layer_bytes)
-
-
-def _finish(job: ConversionJob, made: _Made, target: Path, method: Method) -> Converted:
-    """Check, describe, publish."""
-    part, clock = job.work.part, job.clock
-    clock.stage("check")
-    if job.options.format == "sqsh":
-        return _finish_sqsh(job, made, target, method)
-    # What squashes got every byte, and its names were counted: an image of zeros is whole.
-    expected = made.layer_bytes if method == "layers" else None
-    sif, _ = check.structure(part, config=made.config, layer_bytes=expected)
-    record = _record(job, made, method, image.root_sha256(part, advance=clock.advance))
-    coverage.put_record(part, record)
-    _check_content(job, made, sif, method)
-    clock.stage("make durable")
-    files.publish(part, target)
-    clock.finish()
-    return Converted(
-        path=target,
-        size_bytes=target.stat().st_size,
-        arch=sif.arch,
-        record=record,
-        up_to_date=False,
-        stages=tuple(clock.stages),
-        log=Path(job.log.name),
-    )
-
-
-def _finish_sqsh(job: ConversionJob, made: _Made, target: Path, method: Method) -> Converted:
-    part, clock = job.work.part, job.clock
-    sqsh.structure(part)
-    record, sha256 = sqsh.describe(part, lambda root: _record(job, made, method, root), advance=clock.advance)
-    clock.stage("make durable")
-    sqsh.publish(part, target, sha256)
-    clock.finish()
-    return Converted(
-        path=target,
-        format="sqsh",
-        size_bytes=target.stat().st_size,
-        arch=made.config.arch,
-        record=record,
-        up_to_date=False,
-        stages=tuple(clock.stages),
-        log=Path(job.log.name),
-    )
-
-
-def _check_content(job: ConversionJob, made: _Made, sif: SifImage, method: Method) -> None:
-    executes = job.options.test and runs_here(sif.arch) and job.tool is not None
-    if job.options.test and not executes:
-        why = (
-            "no singularity here"
-            if job.tool is None
-            else f"the image is {sif.arch}, this machine {host_arch()}"
-        )
-        job.clock.note(f"not run: {why}")
-    check.content(job, made.config, built=method == "layers", runner=job.tool if executes else None)
-
-
-def _record(job: ConversionJob, made: _Made, method: Method, root_sha256: str) -> ImgkitRecord:
-    config = made.config
-    return ImgkitRecord(
-        image_id=config.image_id,
-        diff_ids=config.diff_ids,
-        root_sha256=root_sha256,
-        runtime=str(job.tool) if method == "layers" else f"imgkit {__version__}",
-        compression=str(job.compression),
-        route=method,
-        imgkit=__version__,
-        arch=config.arch if job.options.format == "sqsh" else "",
-        source=made.name,
-    )
-
-
-def _up_to_date(target: Path, config: ImageConfig, means: Means, options: Options) -> Converted | None:
-    """The result without work, if `target` already has the right bytes."""
-
-    def wanted(record: ImgkitRecord) -> bool:
-        return (
-            _is_wanted(record, means, options)
-            and record.image_id == config.image_id
-            and _is_packed_well(record, means, options)
-        )
-
-    if options.force:
-        return None
-    if options.format == "sqsh":
-        record = sqsh.undamaged(target, wanted)
-    else:
-        found = coverage.undamaged(target, lambda _, record: wanted(record))
-        record = found[1] if found else None
-    if record is None:
-        return None
+def _converted(
+    target: Path,
+    options: Options,
+    config: ImageConfig,
+    record: ImgkitRecord,
+    stages: tuple[Stage, ...] = (),
+    log: Path | None = None,
+) -> Converted:
+    """Return the result; without a log, nothing was done."""
     return Converted(
         path=target,
         format=options.format,
         size_bytes=target.stat().st_size,
         arch=config.arch,
         record=record,
-        up_to_date=True,
-        stages=(),
-        log=None,
+        up_to_date=log is None,
+        stages=stages,
+        log=log,
     )
 
 
-def _is_wanted(record: ImgkitRecord, means: Means, options: Options) -> bool:
-    """Whether a file that was made so is as good as what would be made now."""
-    if means.method == "layers":
-        return record.route != "flatten" and record.runtime == str(means.tool)
-    if options.writer == "imgkit" and record.route == "layers":
-        return False
-    # All methods give the same files: where the user leaves it open, any will do.
-    return record.route == means.method if options.direct is not None else record.route != "flatten"
+def _publish(part: Path, target: Path, checksum: str) -> None:
+    """Put the file in place, and then its checksum, if any, next to it: after a kill, there is none."""
+    if checksum:
+        # The checksum of the old file must not lie next to the new one, however this process ends.
+        files.remove(sidecar.sha256_path(target))
+    files.publish(part, target)
+    if checksum:
+        files.put(sidecar.sha256_path(target), f"{checksum}  {target.name}\n")
 
 
-def _is_packed_well(record: ImgkitRecord, means: Means, options: Options) -> bool:
-    """Whether the compression is the one wanted; where the user leaves it open, gzip mounts everywhere."""
-    if record.compression == str(means.packing):
-        return True
-    kind = record.compression.split(" ")[0]
-    return means.method != "layers" and options.compression == "auto" and kind in ("gzip", "runtime")
+def _squash(image: OpenImage, target: Path, job: ConversionJob, plan: ConversionPlan) -> None:
+    """Write the squashfs of `image` into the part file, behind the room for the header of its format."""
+    format, work, clock, config = FORMATS[job.options.format], job.work, job.clock, image.config
+    # Both refuse what the format cannot hold, before anything is read.
+    replacing, if_missing = format.added_files(config, clock.note)
+    offset = format.squashfs_offset(config)
+    with entries.image_entries(
+        image,
+        work.folder,
+        clock,
+        spool_bytes=_spool_bytes(image, target, work.folder.parent, plan),
+        unpack_limit_bytes=job.options.unpack_limit_bytes,
+    ) as stream:
+        stream = entries.with_added_files(stream, replacing, if_missing)
+        stream = entries.with_document(format.filtered(stream, clock.note), config)
+        squash.write(stream, job, work.part, created=config.created, offset=offset, squasher=plan.squasher)
 
 
-def _known_config(source: Source) -> ImageConfig | None:
-    """The image configuration, if imgkit can get it without reading layers."""
-    if isinstance(source, EngineImage):
-        return source.config
-    return oci_folder.peek(source.path) if isinstance(source, Archive) else None
+def _record(image: OpenImage, plan: ConversionPlan) -> ImgkitRecord:
+    return ImgkitRecord(
+        image_id=image.config.image_id,
+        diff_ids=image.config.diff_ids,
+        root_sha256="",
+        runtime=f"imgkit {__version__}" if plan.squasher else str(plan.tool),
+        compression=str(plan.compression),
+        route=plan.method,
+        imgkit=__version__,
+        arch=image.config.arch,
+        source=image.name,
+    )
 
 
-def check_target(target: Path, *, force: bool, format: Format = "sif") -> None:
+def _check(config: ImageConfig, layer_bytes: int, job: ConversionJob, plan: ConversionPlan) -> None:
+    """Check what a runtime has built, and start a program of the image if that is possible here."""
+    is_tested = job.options.test and FORMATS[job.options.format].is_started_here
+    can_run = is_tested and plan.tool is not None and runs_here(config.arch)
+    if is_tested and not can_run:
+        foreign = f"the image is {config.arch}, this machine {host_arch()}"
+        job.clock.note(f"not run: {foreign if plan.tool else 'no singularity here'}")
+    if plan.squasher is None:
+        check.check_built(job, config, layer_bytes, can_run=can_run)
+    if can_run and plan.tool:
+        check.check_start(job, plan.tool, config, is_built=plan.squasher is None)
+
+
+def _up_to_date(
+    target: Path, config: ImageConfig, plan: ConversionPlan, options: Options
+) -> Converted | None:
+    """Return the result without converting if `target` already holds this image, packed as `plan` asks."""
+
+    def accepts(record: ImgkitRecord) -> bool:
+        is_same = (record.image_id, record.diff_ids) == (config.image_id, config.diff_ids)
+        return is_same and plan.accepts(record, options)
+
+    record = None if options.force else FORMATS[options.format].intact_record(target, config, accepts)
+    return _converted(target, options, config, record) if record else None
+
+
+def check_target(target: Path, *, force: bool, format: FormatName = "sif") -> None:
     """Raise UsageError if a file of this format cannot be written to `target`."""
     if target.is_dir():
         raise UsageError("the target is a folder", where=str(target), hint=f"-o {target}/NAME.{format}")
@@ -277,8 +235,7 @@ def check_target(target: Path, *, force: bool, format: Format = "sif") -> None:
         raise UsageError(
             f"the folder {target.parent} does not exist", where=str(target), hint=f"mkdir -p {target.parent}"
         )
-    is_one = sqsh.is_sqsh if format == "sqsh" else image.is_sif
-    if target.exists() and not force and not is_one(target):
+    if target.exists() and not force and not FORMATS[format].matches(target):
         raise UsageError(
             f"target exists and is not a .{format}; refusing to overwrite it",
             where=str(target),
@@ -286,219 +243,115 @@ def check_target(target: Path, *, force: bool, format: Format = "sif") -> None:
         )
 
 
-def _tell_arch(config: ImageConfig, job: ConversionJob) -> None:
-    if config.arch != host_arch():
-        job.clock.note(
-            f"the image is {config.arch}, this machine {host_arch()}: the .{job.options.format} runs on "
-            f"{config.arch} only"
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
-    """What a conversion works with."""
-
-    method: Method
-    packing: Compression
-    squasher: Squasher | None
-    """None where a runtime builds."""
-    tool: RuntimeTool | None
-    """The runtime that builds, or else the one that tests the file, where there is one."""
-    notes: tuple[str, ...]
-    """Sentences for the user."""
-
-
-def _choose_method(source: Source, options: Options) -> Means:
-    """The best method that works here.
+def make_plan(source: Source, options: Options) -> ConversionPlan:
+    """Return the best way that works here.
 
     Raises
     ------
     ToolMissing : nothing here squashes, and no runtime builds.
-    UsageError : the compression that was asked for is not possible.
+    UsageError : the requested compression is not possible.
     """
+    format = FORMATS[options.format]
     if options.writer == "runtime":
-        if options.format == "sqsh":
-            raise UsageError("no runtime writes a .sqsh", where="--writer runtime", hint="leave --writer out")
-        if options.direct:
+        if not format.is_started_here:
             raise UsageError(
-                "--from daemon cannot be combined with --writer runtime, which builds from layers",
-                where="--writer runtime",
-                hint="--from layers",
+                f"no runtime writes a .{format.name}", where="--writer runtime", hint="leave --writer out"
             )
-        return _by_runtime(options, "--writer runtime")
+        return _plan_runtime(options, "--writer runtime")
     try:
-        squasher = squashers.choose()
+        squasher = squash.choose()
     except ToolMissing as error:
-        install = _install_hint(source)
-        if options.format == "sqsh":
-            raise ToolMissing(error.what, hint=install) from error
-        if options.direct or options.writer == "imgkit":
-            hint = f"{install}\nor let a runtime build: --from layers"
-            raise ToolMissing(error.what, hint=hint) from error
-        return _by_runtime(options, error.what, install=install)
-    method: Method = "export" if isinstance(source, EngineImage) and options.direct is not False else "stream"
-    straight = f"the engine's export is written straight into the .{options.format}"
-    exported = f"{straight} (--from layers uses the layers)"
-    packing = conversion.choose_compression(
-        None,
-        # unsquashfs of RHEL 8 reads no zstd, and the user's machine cannot tell what the nodes have.
-        "gzip" if options.format == "sqsh" and options.compression == "auto" else options.compression,
-        lacks_zstd=squasher.lacks_zstd,
+        hint = squash.INSTALL
+        if isinstance(source, EngineImage):
+            hint += "\nor convert on the cluster: imgkit save IMAGE here, imgkit sif IMAGE.tar there"
+        if options.writer == "auto" and format.is_started_here:
+            return _plan_runtime(options, error.what, install=hint)
+        if format.is_started_here:
+            hint += "\nor let a runtime build: --writer runtime"
+        raise ToolMissing(error.what, hint=hint) from error
+    is_export = isinstance(source, EngineImage)
+    requested = format.default_compression if options.compression == "auto" else options.compression
+    compression = choose_compression(None, requested, zstd_error=squasher.zstd_error)
+    reason = "--writer imgkit" if options.writer == "imgkit" else "it keeps all owners and needs no runtime"
+    notes = (
+        f"writer: imgkit, with {squasher}: {reason}",
+        f"the engine's export is written straight into the .{format.name}" if is_export else "",
+        squasher.note,
+        compression.note,
     )
-    why = "--writer imgkit" if options.writer == "imgkit" else "it keeps all owners and needs no runtime"
-    writer = f"writer: imgkit, with {squasher}: {why}"
-    notes = (writer, exported if method == "export" else "", squasher.note, packing.note)
-    return Means(
-        method=method,
-        packing=packing,
+    return ConversionPlan(
+        method="export" if is_export else "stream",
+        compression=compression,
         squasher=squasher,
-        tool=runtime_if_any(options.runtime) if options.test and options.format == "sif" else None,
+        tool=runtime_if_any(options.runtime) if options.test and format.is_started_here else None,
         notes=tuple(filter(None, notes)),
     )
 
 
-def _install_hint(source: Source) -> str:
-    """Return what helps where nothing here squashes."""
-    if not isinstance(source, EngineImage):
-        return squashers.INSTALL
-    elsewhere = "or convert on the cluster: imgkit save IMAGE here, imgkit sif IMAGE.tar there"
-    return f"{squashers.INSTALL}\n{elsewhere}"
-
-
-def _by_runtime(options: Options, why: str, *, install: str = "") -> Means:
-    """Return the means of the runtime, which builds for the reason `why`.
-
-    `install` is the hint for a machine where nothing squashes.
-    """
+def _plan_runtime(options: Options, reason: str, *, install: str = "") -> ConversionPlan:
+    """Return the plan of a build by the runtime; `install` is a hint if nothing here squashes."""
     try:
-        builder = find_runtime(options.runtime, module_hint=options.module_hint)
+        tool = find_runtime(options.runtime, module_hint=options.module_hint)
     except ToolMissing as error:
         if not install:
             raise
-        more = f"or without a runtime: {install}"
-        raise ToolMissing(error.what, hint=f"{error.hint}; {more}") from error
-    lacks = mksquashfs.lacks_zstd(mksquashfs.find())
-    packing = conversion.choose_compression(builder.capabilities, options.compression, lacks_zstd=lacks)
+        raise ToolMissing(error.what, hint=f"{error.hint}; or without a runtime: {install}") from error
+    zstd_error = mksquashfs.zstd_error(mksquashfs.find())
+    compression = choose_compression(tool.capabilities, options.compression, zstd_error=zstd_error)
     slower = " (slower)" if install else ""
-    writer = f"writer: {builder}, started through spython{slower}: {why}"
-    return Means(
+    writer = f"writer: {tool}, started through spython{slower}: {reason}"
+    return ConversionPlan(
         method="layers",
-        packing=packing,
+        compression=compression,
         squasher=None,
-        tool=builder,
-        notes=tuple(filter(None, (writer, packing.note))),
+        tool=tool,
+        notes=tuple(filter(None, (writer, compression.note))),
     )
 
 
 def commands(source: Source, target: Path, options: Options) -> tuple[str, ...]:
-    """What a conversion would run, for people; temporary names are placeholders.
+    """Return what a conversion would run, for people; temporary names are placeholders.
 
     Raises
     ------
-    UsageError, ToolMissing : as in `choose`.
+    UsageError, ToolMissing : as in `make_plan`.
     """
-    means = _choose_method(source, options)
+    plan = make_plan(source, options)
     part = files.temporary_name(target, "TOKEN")
     folder = tmp_base(target, options.tmpdir) / f"{files.TEMPORARY}sif.TOKEN"
-    lines = [f"# {note}" for note in means.notes]
-    if means.squasher is None:
-        assert means.tool is not None  # noqa: S101 - for the type checker: this method has one
-        words = runtime_build.arguments(means.tool, means.packing, part, (runtime_build.address("IMAGE"),))
+    lines = [f"# {note}" for note in plan.notes]
+    if plan.squasher:
+        squashfs = SquashTarget(path=part, created_s=0, compression=plan.compression, folder=folder)
+        files_of = "docker export CONTAINER-OF" if plan.method == "export" else "merged layers of"
+        lines.append(f"# {files_of} {source.name} |")
+        lines.append(shlex.join(plan.squasher.argv(squashfs)))
+    elif plan.tool:
+        image = (runtime_build.address("IMAGE"),)
+        argv = (str(plan.tool.path), *runtime_build.arguments(plan.tool, plan.compression, part, image))
         lines += [f"cd {folder}", "# lay out the image as an OCI folder with uncompressed layers"]
-        lines.append(shlex.join([str(means.tool.path), *words]))
-    else:
-        squashed = means.squasher.shown(_order(part, folder, means.packing))
-        name = name_of(source)
-        if means.method == "export":
-            lines.append(f"docker export CONTAINER-OF-{name} | {squashed}")
-        else:
-            lines += [f"# merge the layers of {name} into one stream", f"... | {squashed}"]
-    if options.format == "sqsh":
+        lines.append(shlex.join(argv))
+    lines += ["# add the record of the image, with the digest of its squashfs", f"mv {part} {target}"]
+    if FORMATS[options.format].has_checksum:
         name = shlex.quote(target.name)
-        lines.append("# add the record of the image")
-        return (*lines, f"mv {part} {target}", f"sha256sum {name} > {shlex.quote(f'{target.name}.sha256')}")
-    lines.append("# add the record of the image, and digests of everything in the file")
-    return (*lines, f"mv {part} {target}")
+        lines.append(f"sha256sum {name} > {shlex.quote(f'{target.name}.sha256')}")
+    return tuple(lines)
 
 
-def _order(part: Path, folder: Path, packing: Compression) -> SquashOrder:
-    """An order that is only shown."""
-    return SquashOrder(
-        target=part,
-        offset=0,
-        created_s=epoch(""),
-        compression=packing,
-        folder=folder,
-        log=sys.stderr,
-        on_line=lambda _: None,
-        note=lambda _: None,
-    )
-
-
-def temporary_share(squasher: Squasher | None) -> float:
-    """Bytes of temporary files per byte of the image; None is a runtime that builds."""
-    return squasher.disk_share if squasher else _LAYOUT_SHARE
-
-
-def source_bytes(source: Source) -> int | None:
-    """Size of the uncompressed image, estimated if it is compressed; None if unknown."""
-    if isinstance(source, EngineImage):
-        return source.size_bytes
-    if isinstance(source, OciFolder):
-        return sum(path.stat().st_size for path in source.path.glob("blobs/sha256/*"))
-    if isinstance(source, Archive):
-        size = source.path.stat().st_size
-        return size if compressed.kind(source.path) == "none" else int(size * UNPACKED_FACTOR)
-    return _rest_of(source)
-
-
-def _rest_of(source: Piped) -> int | None:
-    """Bytes that standard input still has where it is a file, as in ``imgkit sif - < X.tar``."""
-    try:
-        about = os.fstat(source.stream.fileno())
-    except (OSError, ValueError):
-        return None
-    return about.st_size if stat.S_ISREG(about.st_mode) else None
-
-
-def _room_for_layers(image: StoredImage, target: Path, base: Path, squasher: Squasher | None) -> int:
-    """Bytes of `base` that plain layers may take; 0 where compressed ones would probably not fit."""
-    plain = image.stored_bytes + int(image.packed_bytes * (UNPACKED_FACTOR - 1))
-    share = temporary_share(squasher)
-    if base.stat().st_dev == target.parent.stat().st_dev:
-        share += PACKED_SHARE
-    room = disk_usage(base).free - int(plain * share)
-    return room if room >= image.packed_bytes * UNPACKED_FACTOR else 0
-
-
-def _check_space(source: Source, target: Path, base: Path, means: Means) -> None:
+def _check_space(source: Source, target: Path, base: Path, plan: ConversionPlan) -> None:
     """Raise CheckFailed if the disk of `target`, or of `base` for temporary files, has too little space."""
-    size = source_bytes(source)
+    size = source.size_bytes
     if size is None:
         return
-    spool = size if means.squasher and stream.is_spooled(source, means.method) else 0
-    need_space(size, int(size * temporary_share(means.squasher)) + spool, target, base)
+    # A runtime's share has room for the plain archive: that goes before the runtime starts.
+    spool = size if plan.method == "stream" and entries.is_spooled(source) else 0
+    check_space(size, int(size * plan.disk_share) + spool, target, base)
 
 
-def need_space(size: int, temporary: int, target: Path, base: Path) -> None:
-    """Raise CheckFailed if an image of `size` bytes, with `temporary` ones in `base`, has no space."""
-    packed = int(size * PACKED_SHARE)
-    one_disk = base.stat().st_dev == target.parent.stat().st_dev
-    needs = {base: temporary + packed} if one_disk else {base: temporary, target.parent: packed}
-    free = {folder: disk_usage(folder).free for folder in needs}
-    short = [folder for folder in needs if free[folder] < needs[folder]]
-    if not short:
-        return
-    # All options at once: with one of two alone, the next attempt would end here again.
-    ways = ["--tmpdir DIR"] if base in short else []
-    ways += ["-o FILE.sif"] if one_disk or target.parent in short else []
-    first, *others = short
-    also = "".join(
-        f"; {size_text(needs[one])} in {one}, where {size_text(free[one])} are free" for one in others
-    )
-    here = size_text(free[first])
-    raise CheckFailed(
-        f"{here} are free, an image of {size_text(size)} needs {size_text(needs[first])}{also}",
-        where=str(first),
-        hint=f"{' and '.join(ways)} on a larger disk",
-    )
+def _spool_bytes(image: OpenImage, target: Path, base: Path, plan: ConversionPlan) -> int:
+    """Return what plain layers may take of `base`; 0 where compressed ones would probably not fit."""
+    if not isinstance(image.files, StoredImage):
+        return 0
+    packed = image.files.packed_bytes
+    plain = image.size_bytes + int(packed * (entries.UNPACKED_FACTOR - 1))
+    spare = spare_bytes(plain, plan.disk_share, target, base)
+    return spare if spare >= packed * entries.UNPACKED_FACTOR else 0

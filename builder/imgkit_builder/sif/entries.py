@@ -1,72 +1,52 @@
-"""An entry of an image on its way into a squashfs, and the entries that a runtime expects in every .sif.
+"""Every source of an image as one stream of merged entries: an archive, an OCI folder, a pipe, an engine.
 
-Those are the files in ``/.singularity.d``, made from an image configuration. Runtimes from Singularity 3.6 on
-bring their own actions. What they read in the image is their interface, seen in the public sources of
-Apptainer 1.4 and 1.5: the names in ``env``; ``env/99-base.sh``, directly after which they set the user's
-variables; and in a runscript the line ``eval "set ${SINGULARITY_OCI_RUN}"``, which says that they can run it
-themselves where the image has no shell.
+Layers: nothing is unpacked and no runtime is needed. The first pass reads headers and decides which members
+show (`archive.layers`), while threads compare every layer with its digest. The second pass yields them.
+
+Export: an engine's image is read from the file system of a container that never starts. imgkit leaves out the
+files that a container has and an image lacks (``.dockerenv``, empty ``etc/hosts``, ...). Docker creates them
+even if the image has its own, so the stream lacks the image's content of those few; docs/sif.md lists what
+can differ from the layers. Symlinks with a pax header are written anew, because mksquashfs 4.5.1 drops the
+leading ``/``, ``./`` and ``../`` of their targets.
+
+mksquashfs 4.5.1 also loses a hard link before its target and the second of two equal names, and gives missing
+folders the current time. So each name comes once, folders first, and a link directly after its file.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
-import json
-import re
-import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+import os
+import stat
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol, runtime_checkable
 
-from imgkit_builder.archive.tar_read import DIRECTORY, REGULAR, SYMLINK, Member
+from imgkit_builder.archive import compressed, stored
+from imgkit_builder.archive.changed_files import ChangedFiles
+from imgkit_builder.archive.layers import FolderEntry, LayerTree, Plan, scan
+from imgkit_builder.archive.stored import NoRoom, Spool, StoredImage
+from imgkit_builder.archive.tar_read import DIRECTORY, HARD_LINK, REGULAR, SYMLINK, Member, TarStream
+from imgkit_builder.base.progress import Reporter
+from imgkit_builder.inventory import spdx
+from imgkit_builder.inventory.collector import BAKED, DOCUMENT, InventoryCollector
 from imgkit_builder.oci.config import ImageConfig, epoch
+from imgkit_builder.sif import mksquashfs
+from imgkit_entrypoints.errors import CheckFailed, UsageError
 
-META = ".singularity.d"
-"""Folder of the runtime's own files."""
-LIBS = f"/{META}/libs"
-"""Where a runtime binds the libraries of ``--nv``."""
-ENVIRONMENT = f"{META}/env/10-docker2singularity.sh"
-"""Script with the variables of the image's configuration; the runtimes write one, too."""
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SET = re.compile(r"(?:export |.*\|\| )?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
+UNPACKED_FACTOR = 3.0
+"""Guessed ratio of a compressed archive."""
 
-
-# Not %A and %B: they depend on the locale.
-_WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
-_MONTHS = (
-    *("January", "February", "March", "April", "May", "June", "July", "August"),
-    *("September", "October", "November", "December"),
-)
-_PLACES = ("dev", "etc", "home", "proc", "root", "sys", "tmp", "var", "var/tmp")
-_EMPTY = ("etc/hosts", "etc/resolv.conf")
-
-_BASE = f"""#!/bin/sh
-# The runtime sets the variables of the user directly after this file.
-LD_LIBRARY_PATH="${{LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}}{LIBS}"
-export LD_LIBRARY_PATH
-"""
-_RUNSCRIPT = """#!/bin/sh
-# Written by imgkit. ENTRYPOINT and CMD of the image, as the runtime's own build treats them.
-if [ -n "${{SINGULARITY_NO_EVAL:-}}" ]; then
-    # As in docker run: no word is evaluated.
-    if [ $# -eq 0 ]; then
-        set -- {cmd}
-    fi
-    set -- {entrypoint} "$@"
-    exec "$@"
-fi
-# Otherwise a shell evaluates the words of the command line once more.
-OCI_WORDS={evaluated_cmd}
-if [ $# -gt 0 ]; then
-    OCI_WORDS=
-    for word in "$@"; do
-        OCI_WORDS="$OCI_WORDS \\"$word\\""
-    done
-fi
-SINGULARITY_OCI_RUN="-- "{evaluated_entrypoint}" $OCI_WORDS"
-eval "set ${{SINGULARITY_OCI_RUN}}"
-exec "$@"
-"""
+# The first member of every docker export; its time is that of the export.
+_MARK = ".dockerenv"
+_MARK_WINDOW_S = 5
+_ENGINE_FILES = frozenset({"dev/console", "etc/hostname", "etc/hosts", "etc/resolv.conf"})
+_ENGINE_FOLDERS = frozenset({"dev/pts", "dev/shm"})
+# Folders whose times the engine changes by making its files.
+_TOUCHED_FOLDERS = frozenset({"dev", "etc", "proc", "sys", "dev/pts", "dev/shm"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,26 +79,311 @@ class ImageEntry:
         return self.names[0]
 
     def read(self) -> bytes:
-        """All of `content`, which is spent afterwards."""
+        """Return all of `content`, which may be spent afterwards."""
         return b"".join(map(bytes, self.content))
 
     def changed(self, **values: Any) -> ImageEntry:
-        """The same with other `values`."""
+        """Return the same with other `values`."""
         return replace(self, header=b"", **values)
 
     def with_content(self, data: bytes) -> ImageEntry:
-        """The same file with `data` as its content."""
+        """Return the same file with `data` as its content."""
         return self.changed(content=(data,), size_bytes=len(data))
 
 
-PassingStage = Callable[[Iterator[ImageEntry]], Iterator[ImageEntry]]
-"""A function that changes, drops, adds or observes entries."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Archive:
+    """An image archive: docker's two layouts or OCI, plain, gzip or zstd."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """A name for messages."""
+        return self.path.name.split(".tar", 1)[0]
+
+    @property
+    def is_compressed(self) -> bool:
+        """Whether the archive as a whole is compressed."""
+        return compressed.kind(self.path) != "none"
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the uncompressed image; an estimate if it is compressed."""
+        size = self.path.stat().st_size
+        return int(size * UNPACKED_FACTOR) if self.is_compressed else size
 
 
-def of_member(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OciFolder:
+    """An OCI image layout folder."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """A name for messages."""
+        return self.path.name
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of its blobs."""
+        return sum(path.stat().st_size for path in self.path.glob("blobs/sha256/*"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piped:
+    """An image archive that comes through a pipe."""
+
+    stream: BinaryIO
+    name: str = "-"
+
+    @property
+    def size_bytes(self) -> int | None:
+        """Bytes that standard input still has where it is a file, as in ``imgkit sif - < X.tar``."""
+        try:
+            status = os.fstat(self.stream.fileno())
+        except (OSError, ValueError):
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def chunks(self) -> Generator[bytes, None, None]:
+        """Yield the plain bytes; a compressed archive is decompressed on the way."""
+        start = self.stream.read(compressed.CHUNK_BYTES)
+        raw = itertools.chain([start], iter(lambda: self.stream.read(compressed.CHUNK_BYTES), b""))
+        return compressed.unpacked(raw, compressed.kind_of(start), name="standard input")
+
+
+@runtime_checkable
+class EngineImage(Protocol):
+    """An image of a Docker engine; ``engine.LocalImage`` is one."""
+
+    @property
+    def name(self) -> str:
+        """A name for messages: tag or id."""
+
+    @property
+    def config(self) -> ImageConfig:
+        """Its OCI configuration."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of its layers, uncompressed."""
+
+    def save(self) -> AbstractContextManager[Iterator[bytes]]:
+        """Stream ``docker save``."""
+
+    def export(self) -> AbstractContextManager[Iterator[bytes]]:
+        """Stream ``docker export`` of a container made of it."""
+
+    def folders(self, diff_ids: Sequence[str]) -> tuple[Path, ...] | None:
+        """Return the folders in which the engine keeps the layers `diff_ids`; None if they are unreadable."""
+
+    def why_unreadable(self) -> str:
+        """Return the reason why `folders` gives None."""
+
+    def changed(self, other: Any, layers: int, folder: Path, *, skip: Sequence[str]) -> ChangedFiles:
+        """Return what shows at the paths of the layers that this image or `other` has and not both.
+
+        `other` is an image that the method `other` gave, or None: then these are the last `layers` ones.
+        Paths in `skip` are left out; the tar goes into `folder`.
+
+        Raises
+        ------
+        ToolFailed : only the save stream has the files; `what` is the reason.
+        """
+
+    def fetch(self, paths: Sequence[str], folder: Path) -> tuple[Path | None, ...]:
+        """Write a tar of each of `paths` into `folder`; the result has None for a missing path."""
+
+    def other(self, image_id: str, diff_ids: Sequence[str]) -> EngineImage | None:
+        """Find another image of the same engine by its id or else by its layers; None where there is none."""
+
+
+Source = Archive | OciFolder | Piped | EngineImage
+
+
+def is_spooled(source: Source) -> bool:
+    """Return whether the image goes to disk as a plain archive first: a stream names the order of its layers
+    last."""
+    if isinstance(source, Archive):
+        return source.is_compressed
+    return not isinstance(source, OciFolder)
+
+
+def peek_config(source: Source) -> ImageConfig | None:
+    """Return the image configuration if it can be had without reading layers; None also if it is damaged."""
+    if isinstance(source, EngineImage):
+        return source.config
+    # Reading all of it costs as much as the conversion.
+    if isinstance(source, Piped) or is_spooled(source):
+        return None
+    try:
+        return stored.open_image(source.path).selected.config
+    except (OSError, UsageError, CheckFailed):
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenImage:
+    """An image whose configuration has been read, and whose files are still to come."""
+
+    name: str
+    """Name for people: a tag where there is one."""
+    config: ImageConfig
+    size_bytes: int
+    """Size of its layers, as they lie there."""
+    files: StoredImage | EngineImage
+    """Layers, or an image to export."""
+
+
+@contextlib.contextmanager
+def opened(
+    source: Source,
+    folder: Path,
+    report: Reporter,
+    *,
+    exports: bool = False,
+    unpack_limit_bytes: int | None = None,
+) -> Iterator[OpenImage]:
+    """Yield the image of `source`, from a plain archive in `folder` if it is a stream or compressed.
+
+    With `exports`, an engine's image is not saved: it is read by its export.
+
+    Raises
+    ------
+    CheckFailed, UsageError : damaged, or not one image.
+    ToolMissing : it is compressed with zstd, and there is no such program.
+    """
+    if exports and isinstance(source, EngineImage):
+        yield OpenImage(name=source.name, config=source.config, size_bytes=source.size_bytes, files=source)
+        return
+    with _stored(source, folder, report, unpack_limit_bytes) as image:
+        # The engine's name is the one that the user typed; an archive may state several.
+        tags = () if isinstance(source, EngineImage) else image.selected.names
+        yield OpenImage(
+            name=tags[0] if tags else source.name,
+            config=image.selected.config,
+            size_bytes=image.stored_bytes,
+            files=image,
+        )
+
+
+@contextlib.contextmanager
+def _stored(
+    source: Source, folder: Path, report: Reporter, unpack_limit_bytes: int | None
+) -> Iterator[StoredImage]:
+    if isinstance(source, Archive | OciFolder):
+        if is_spooled(source):
+            report.stage(f"decompress {source.path.name}")
+        with stored.opened(
+            source.path, folder, advance=report.advance, unpack_limit_bytes=unpack_limit_bytes
+        ) as image:
+            yield image
+        return
+    chunks: AbstractContextManager[Iterator[bytes]]
+    if isinstance(source, Piped):
+        report.stage("read standard input")
+        chunks, total = contextlib.closing(source.chunks()), None
+    else:
+        report.stage(f"save {source.name} from the engine")
+        chunks, total = source.save(), source.size_bytes
+    spool = folder / "spool.tar"
+    with chunks as plain:
+        digests = stored.spool(
+            plain, spool, where=source.name, advance=lambda done_bytes: report.advance(done_bytes, total)
+        )
+    yield stored.open_image(spool, where=source.name, digests=digests)
+    spool.unlink()
+
+
+@contextlib.contextmanager
+def image_entries(
+    image: OpenImage,
+    folder: Path,
+    report: Reporter,
+    *,
+    spool_bytes: int = 0,
+    unpack_limit_bytes: int | None = None,
+) -> Iterator[Iterator[ImageEntry]]:
+    """Yield the entries of `image`: what shows of its layers, or its export.
+
+    Layers are first compared with their digests. Compressed ones are unpacked once, in `folder`, if they fit
+    in `spool_bytes`; else twice.
+
+    Raises
+    ------
+    CheckFailed : a layer is damaged or holds what no image may.
+    """
+    files, created_s = image.files, epoch(image.config.created)
+    if not isinstance(files, StoredImage):
+        report.stage("export and squash")
+        with files.export() as chunks:
+            yield export_entries(
+                chunks,
+                created_s=created_s,
+                name=image.name,
+                advance=lambda done_bytes: report.advance(done_bytes, image.size_bytes),
+            )
+        return
+
+    def merge(spool: Spool | None) -> Iterator[ImageEntry]:
+        tree = LayerTree(files.where)
+        plain = scan(
+            files,
+            tree.add_layer,
+            threads=mksquashfs.gather_limits().processors,
+            unpack_limit_bytes=unpack_limit_bytes,
+            spool=spool,
+        )
+        report.stage("merge and squash")
+        return _visible_entries(plain, tree.plan(), created_s, report)
+
+    if files.packed_bytes and spool_bytes:
+        report.stage("unpack the layers")
+        with (
+            contextlib.suppress(NoRoom),
+            Spool(folder=folder, room_bytes=spool_bytes, advance=report.advance) as spool,
+        ):
+            yield merge(spool)
+            return
+    if files.packed_bytes:
+        report.note(f"the layers are unpacked twice: {folder.parent} has no room for their plain bytes")
+    report.stage("read the layers")
+    yield merge(None)
+
+
+def _visible_entries(
+    image: StoredImage, plan: Plan, created_s: int, report: Reporter
+) -> Iterator[ImageEntry]:
+    for path, folder in plan.folders:
+        folder = folder or FolderEntry(mtime_s=created_s)
+        yield ImageEntry(
+            names=(path,),
+            kind=DIRECTORY,
+            mode=folder.mode,
+            uid=folder.uid,
+            gid=folder.gid,
+            mtime_s=folder.mtime_s,
+            xattrs=folder.xattrs,
+        )
+    total, start = image.stored_bytes, 0
+    for layer, names in zip(image.layers, plan.names, strict=True):
+        with layer.open(bodies=True) as stream:
+            for number, member in enumerate(stream if names else ()):
+                if number in names:
+                    yield member_entry(member, stream.content(), names=names.pop(number))
+                    report.advance(start + stream.position, max(total, start + stream.position))
+                # The rest of the layer is hidden by later ones, or is nothing but whiteouts.
+                if not names:
+                    break
+        start += layer.region.size_bytes
+
+
+def member_entry(
     member: Member, content: Iterable[bytes | memoryview], *, names: tuple[str, ...] = (), header: bytes = b""
 ) -> ImageEntry:
-    """The entry of a tar's member; `names` where they are others than its own."""
+    """Return the entry of a tar's member; `names` if they are others than its own."""
     is_file = member.kind == REGULAR
     return ImageEntry(
         names=names or (member.name,),
@@ -136,148 +401,140 @@ def of_member(
     )
 
 
-def of_own(file: OwnFile, mtime_s: int, *, path: str = "") -> ImageEntry:
-    """The entry of a file of imgkit's own; `path` is where links of the image lead."""
-    return ImageEntry(
-        names=(path or file.path,),
-        kind=file.kind,
-        mode=file.mode,
-        mtime_s=mtime_s,
-        link=file.link,
-        size_bytes=len(file.data),
-        content=(file.data,),
-    )
+def export_entries(
+    chunks: Iterator[bytes],
+    *,
+    created_s: int,
+    name: str = "docker export",
+    advance: Callable[[int], None] = lambda _: None,
+) -> Iterator[ImageEntry]:
+    """Yield the entries of an export stream, without the files that the engine adds.
 
+    `name` is that of the image, for messages.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnFile:
-    """A file, folder or symlink that imgkit adds to an image."""
-
-    path: str
-    kind: bytes
-    """Type flag of a tar."""
-    mode: int = 0o755
-    data: bytes = b""
-    link: str = ""
-
-
-def own_files(config: ImageConfig) -> tuple[OwnFile, ...]:
-    """Everything that belongs to the runtime, folders first; root owns it."""
-    scripts = {
-        ENVIRONMENT.removeprefix(f"{META}/"): _environment(config),
-        "env/90-environment.sh": "#!/bin/sh\n",
-        "env/99-base.sh": _BASE,
-        "runscript": _runscript(config),
-        "startscript": "#!/bin/sh\n",
-        # Without this one, Apptainer 1.4.5 looks for actions/test.
-        "test": "#!/bin/sh\n",
-    }
-    texts = {"Singularity": definition(config), "labels.json": _labels(config)}
-    return (
-        *(OwnFile(path=path, kind=DIRECTORY) for path in (META, f"{META}/env", f"{META}/libs")),
-        *(_file(f"{META}/{name}", text, 0o755) for name, text in scripts.items()),
-        *(_file(f"{META}/{name}", text, 0o644) for name, text in texts.items()),
-    )
-
-
-def if_missing() -> tuple[OwnFile, ...]:
-    """What an image gets if it has nothing of that name: places where a runtime mounts, and two links."""
-    return (
-        OwnFile(path="environment", kind=SYMLINK, mode=0o777, link=f"{META}/env/90-environment.sh"),
-        OwnFile(path="singularity", kind=SYMLINK, mode=0o777, link=f"{META}/runscript"),
-        *(OwnFile(path=path, kind=DIRECTORY) for path in _PLACES),
-        *(_file(path, "", 0o644) for path in _EMPTY),
-    )
-
-
-def definition(config: ImageConfig) -> str:
-    """The definition that ``inspect --deffile`` shows."""
-    return f"# Written by imgkit from this image configuration.\nbootstrap: oci\nfrom: {config.image_id}\n"
-
-
-def skipped_variables(config: ImageConfig) -> tuple[str, ...]:
-    """Names in the configuration's ENV that no shell can set."""
-    return tuple(name for name, value in config.env if not _can_export(name, value))
-
-
-def variables(script: str) -> dict[str, str]:
-    """The variables that the text of `ENVIRONMENT` sets, by imgkit or by a runtime; runs nothing."""
-    found: dict[str, str] = {}
-    for line in script.splitlines():
-        # VALUE of imgkit is in single quotes; runtimes write NAME="${NAME:-"VALUE"}".
-        set_by = _SET.fullmatch(line)
-        if set_by is None:
+    Raises
+    ------
+    CheckFailed : the stream is damaged or cut short.
+    """
+    mark_s: int | None = None
+    stream = TarStream(chunks, name=name)
+    for member in stream:
+        # Files of the engine are told from the image's own by this time and by what they contain.
+        if member.name == _MARK:
+            mark_s = member.mtime_s
+        is_recent = mark_s is not None and abs(member.mtime_s - mark_s) <= _MARK_WINDOW_S
+        if not member.name or _is_of_engine(member, is_recent):
             continue
-        name, value = set_by.groups()
-        default = f'"${{{name}:-'
-        if value.startswith(default) and value.endswith('}"'):
-            value = value[len(default) : -2]
-        with contextlib.suppress(ValueError):  # an open quote: the value has several lines
-            found[name] = "".join(shlex.split(value))
-    return found
-
-
-def _file(path: str, text: str, mode: int) -> OwnFile:
-    return OwnFile(path=path, kind=REGULAR, mode=mode, data=text.encode("utf-8", "surrogateescape"))
-
-
-def _can_export(name: str, value: str | None) -> bool:
-    if not _NAME.fullmatch(name) or "\0" in (value or ""):
-        return False
-    try:
-        (value or "").encode()
-    except UnicodeEncodeError:  # a lone surrogate
-        return False
-    return True
-
-
-def _environment(config: ImageConfig) -> str:
-    lines = ["#!/bin/sh"]
-    # The last of two values counts, as in docker run; a default would keep the first one.
-    for name, value in dict(config.env).items():
-        if not _can_export(name, value):
-            continue
-        if name == "PATH":
-            lines.append(f"PATH={_quoted(value or '')}")
+        if member.name in _TOUCHED_FOLDERS and member.kind == DIRECTORY and is_recent:
+            yield member_entry(member, ()).changed(mtime_s=created_s)
         else:
-            lines.append(f'[ -n "${{{name}:-}}" ] || {name}={_quoted(value or "")}')
-        lines.append(f"export {name}")
-    return "\n".join((*lines, ""))
+            # Its own header is the fastest, unless mksquashfs 4.5.1 misreads it or a map follows.
+            is_plain = member.sparse is None and not (member.kind == SYMLINK and "linkpath" in member.pax)
+            header = member.extended + member.header if is_plain else b""
+            yield member_entry(member, stream.content(), header=header)
+        advance(stream.position)
+    # The engine reports an error if nobody reads the end of its stream.
+    stream.drain()
 
 
-def _runscript(config: ImageConfig) -> str:
-    return _RUNSCRIPT.format(
-        cmd=_words(config.cmd),
-        entrypoint=_words(config.entrypoint),
-        evaluated_cmd=_quoted(_words(config.cmd)),
-        evaluated_entrypoint=_quoted(_words(config.entrypoint)),
-    )
+def _is_of_engine(member: Member, is_recent: bool) -> bool:
+    """Return whether the engine created it together with the container."""
+    if member.name == _MARK:
+        return True
+    if member.name in _ENGINE_FILES:
+        return member.kind == REGULAR and member.size_bytes == 0 and member.mode & 0o777 == 0o755
+    if member.name == "etc/mtab":
+        return member.kind == SYMLINK and member.link == "/proc/mounts" and is_recent
+    return member.name in _ENGINE_FOLDERS and member.kind == DIRECTORY and is_recent
 
 
-def _words(words: Sequence[str]) -> str:
-    return " ".join(_quoted(word) for word in words)
+def with_added_files(
+    entries: Iterator[ImageEntry], replacing: Iterable[ImageEntry], if_missing: Iterable[ImageEntry]
+) -> Iterator[ImageEntry]:
+    """Yield `entries` with files of imgkit's behind the last one.
+
+    `replacing` take the place of what has their names or hides them, as in an image that was made from a
+    .sif. `if_missing` give way, and nothing of them is added behind a link of the image.
+    """
+    winners = {entry.name: entry for entry in replacing}
+    added = {**winners, **{entry.name: entry for entry in if_missing}}
+    tops = {path.partition("/")[0] for path in added}
+    for entry in entries:
+        # Few entries lie in a folder to which imgkit adds something; the others pass without a look.
+        if any(name.partition("/")[0] in tops for name in entry.names):
+            names = tuple(name for name in entry.names if not _is_replaced(name, entry.kind, winners))
+            for name in names:
+                if added.pop(name, None) and entry.kind != DIRECTORY:
+                    added = {path: new for path, new in added.items() if not path.startswith(f"{name}/")}
+            if not names:
+                continue
+            # A folder keeps what is in it, and gets imgkit's owner, mode and time.
+            if names[0] in winners:
+                entry = winners[names[0]]
+            elif names != entry.names:
+                entry = entry.changed(names=names)
+        yield entry
+    # Folders sort before what is in them.
+    for path in sorted(added):
+        yield added[path]
 
 
-def _quoted(text: str) -> str:
-    """Quote a word for a POSIX shell, whatever bytes it has."""
-    # Apptainer 1.4.5 reads \' outside of quotes as two characters in an assignment.
-    return "'" + text.replace("'", "'\"'\"'") + "'"
+def _is_replaced(path: str, kind: bytes, replacing: Mapping[str, ImageEntry]) -> bool:
+    """Return whether an entry of the image is where one of `replacing` goes, or below one that is a file."""
+    above = path
+    while above:
+        new = replacing.get(above)
+        if new is not None and (new.kind != DIRECTORY or (above == path and kind != DIRECTORY)):
+            return True
+        above = above.rpartition("/")[0]
+    return False
 
 
-def _labels(config: ImageConfig) -> str:
-    labels = {
-        "org.label-schema.schema-version": "1.0",
-        "org.label-schema.build-arch": config.arch,
-        "org.label-schema.build-date": _date(config.created),
-        "org.label-schema.usage.singularity.deffile.bootstrap": "oci",
-        "org.label-schema.usage.singularity.deffile.from": config.image_id,
-        **config.labels,
-    }
-    return json.dumps(labels, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+def with_document(entries: Iterator[ImageEntry], config: ImageConfig) -> Iterator[ImageEntry]:
+    """Yield `entries`, and behind the last one `DOCUMENT`, the list of their packages.
+
+    An image whose /opt or /opt/imgkit is no folder gets none.
+    """
+    collector = InventoryCollector()
+    folders = ("opt", BAKED)
+    kinds: dict[str, bytes] = {}
+    for entry in entries:
+        if DOCUMENT in entry.names:
+            # The image was made from a .sif, and its list is that of another image.
+            if entry.kind == DIRECTORY:
+                kinds[DOCUMENT] = DIRECTORY
+            elif names := tuple(name for name in entry.names if name != DOCUMENT):
+                entry = entry.changed(names=names)
+            else:
+                continue
+        if entry.name in folders:
+            kinds[entry.name] = entry.kind
+        yield _observed(entry, collector)
+    # The image's own folder of that name, or a link on the way: nothing is written through it.
+    if DOCUMENT in kinds or set(kinds.values()) - {DIRECTORY}:
+        return
+    created_s = epoch(config.created)
+    for folder in folders:
+        if folder not in kinds:
+            yield ImageEntry(names=(folder,), kind=DIRECTORY, mtime_s=created_s)
+    text = spdx.document(collector.inventory(arch=config.arch, created_s=created_s))
+    document = ImageEntry(names=(DOCUMENT,), kind=REGULAR, mode=0o644, mtime_s=created_s)
+    yield document.with_content(text.encode())
 
 
-def _date(created: str) -> str:
-    """When the image was made, in the words of the runtimes: they write minutes without a leading zero."""
-    when = datetime.datetime.fromtimestamp(epoch(created), tz=datetime.timezone.utc)
-    day = f"{_WEEKDAYS[when.weekday()]}_{when.day}_{_MONTHS[when.month - 1]}_{when.year}"
-    return f"{day}_{when:%H}:{when.minute}:{when.second}_UTC"
+def _observed(entry: ImageEntry, collector: InventoryCollector) -> ImageEntry:
+    """Return `entry`; `collector` gets a copy where that is of interest, and no large one."""
+    if entry.kind == HARD_LINK:
+        for name in entry.names:
+            collector.add_hard_link(name, entry.link)
+    names = [name for name in entry.names if collector.wants(name)] if entry.kind == REGULAR else []
+    if not names:
+        return entry
+    # A large file is passed on unread: memory stays bounded, and the list says that it was skipped.
+    data = None
+    if entry.size_bytes <= min(map(collector.most_bytes, names)):
+        data = entry.read()
+        entry = replace(entry, content=(data,))  # with its own header
+    for name in names:
+        collector.add(name, data)
+    return entry

@@ -1,24 +1,22 @@
-"""Read a .sif file by parsing its structs, and write a new one; neither needs singularity.
+"""Read a .sif file by parsing its structs, without singularity; `frame` writes one.
 
-The format is that of https://github.com/apptainer/sif (pkg/sif). All integers are little-endian::
+The format is that of https://github.com/apptainer/sif (pkg/sif/sif.go). All integers are little-endian::
 
     +-----------------------------+  byte 0
     | launch script line, magic   |
-    | global header               |  128 bytes: architecture, UUID, place of the table
+    | global header               |  128 bytes: architecture, UUID, position of the table
     +-----------------------------+
-    | descriptor table            |  585 bytes per data object: kind, group, place, size, name
+    | descriptor table            |  585 bytes per data object: kind, group, position, size, name
     +-----------------------------+
     | definition file, JSON, ...  |
     | root partition (squashfs)   |
     | overlay partitions (deltas) |
     | JSON object "imgkit"        |  `ImgkitRecord`
-    | "imgkit-coverage"           |  digests of all of the above, see `coverage`
     | signatures                  |  those that a runtime added
     +-----------------------------+
 
 The same content gives the same bytes, on any machine and at any time: times, owners and the UUID are zero,
-which the runtimes accept (``apptainer build --reproducible`` writes such files too). `table` edits a file
-that exists.
+which the runtimes accept (``apptainer build --reproducible`` writes such files too).
 """
 
 from __future__ import annotations
@@ -33,65 +31,42 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from imgkit_builder.base import files
-from imgkit_builder.oci.config import ImageConfig
-from imgkit_builder.sif import entries, table
-from imgkit_builder.sif.table import (
-    DESCRIPTOR,
-    HEADER,
-    MAGIC,
-    MAGIC_OFFSET,
-    Entry,
-    Header,
-    NewObject,
-    SifTable,
-)
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 IMGKIT_OBJECT = "imgkit"
 """Name of the JSON object that imgkit adds."""
-
+MAGIC = b"SIF_MAGIC\0"
+MAGIC_OFFSET = 32
+"""The launch script line comes first."""
+GROUP_FLAG = 0xF0000000
+"""These high bits mark the number of a group in a descriptor; tools show the rest."""
+HEADER = struct.Struct("<32s10s3s3s16s8q")
+DESCRIPTOR = struct.Struct("<iBIII7q128s384s")
 _PARTITION = struct.Struct("<ii3s")
 _FS_SQUASHFS = 1
 _FS_ENCRYPTED = 5
-PARTITION_ALIGN_BYTES = 4096
-"""A runtime mounts a partition only at such a place."""
-_SQUASHFS = struct.Struct("<4sIIIIHHHHHHQQ")
+SUPERBLOCK = struct.Struct("<4sIIIIH10xQQQ8xQQQQ")
 SQUASHFS_MAGIC = b"hsqs"
 DELTA_MARK = b"IMGDELTA"
 """Ends a delta, which begins as a squashfs does."""
+_MAX_DESCRIPTORS = 4096
 _MAX_JSON_BYTES = 4 << 20
 
-ARCHS: tuple[str, ...] = (
-    "unknown",
-    "386",
-    "amd64",
-    "arm",
-    "arm64",
-    "ppc64",
-    "ppc64le",
-    "mips",
-    "mipsle",
-    "mips64",
-    "mips64le",
-    "s390x",
-    "riscv64",
+ARCHS = (
+    *("unknown", "386", "amd64", "arm", "arm64", "ppc64", "ppc64le"),
+    *("mips", "mipsle", "mips64", "mips64le", "s390x", "riscv64"),
 )
 """Position is the number that a header stores as two digits and that ``sif add --partarch`` takes."""
 
-COMPRESSORS: tuple[str, ...] = ("unknown", "gzip", "lzma", "lzo", "xz", "lz4", "zstd")
+COMPRESSORS = ("unknown", "gzip", "lzma", "lzo", "xz", "lz4", "zstd")
 """Position is the number in a squashfs superblock."""
 
-GROUP = 1
-"""Every object is in it, so that one signature covers all."""
-_LAUNCH = b"#!/usr/bin/env run-singularity\n"
-_VERSION = b"01"
-_TABLE_AT = 4096
-_DESCRIPTORS = 48
-_DATA_AT = _TABLE_AT + _DESCRIPTORS * DESCRIPTOR.size
+Advance = Callable[[int, "int | None"], None]
+"""Receives the bytes done and the total."""
 
 
 class DataType(IntEnum):
@@ -112,33 +87,100 @@ class PartitionType(IntEnum):
     OVERLAY = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Descriptor:
-    """One data object."""
+class Header(NamedTuple):
+    """The global header, in the order of its bytes."""
+
+    launch: bytes
+    magic: bytes
+    version: bytes
+    arch: bytes
+    uuid: bytes
+    created_s: int
+    modified_s: int
+    free: int
+    """Number of unused descriptors."""
+    total: int
+    table_offset: int
+    table_bytes: int
+    data_offset: int
+    data_bytes: int
+
+
+class Descriptor(NamedTuple):
+    """One data object, in the order of its bytes. Its position in the table is its id minus 1."""
 
     datatype: int
+    used: int
     id: int
-    group: int
+    flagged_group: int
+    """Number with the bits of `GROUP_FLAG`."""
+    link: int
+    """Group or object that a signature covers, with the bits of `GROUP_FLAG` for a group."""
     offset: int
     size_bytes: int
-    name: str
-    partition: int = 0
-    """A `PartitionType` number; 0 where the object is no partition."""
-    arch: str = ""
-    """Architecture of a partition; empty for other objects."""
-    encrypted: bool = False
-    """Whether it is a partition that a runtime mounts only with a key."""
+    padded_bytes: int
+    """Size including the padding before the object."""
+    created_s: int
+    modified_s: int
+    uid: int
+    gid: int
+    raw_name: bytes
+    extra: bytes
+
+    @property
+    def name(self) -> str:
+        """Name of the object, for people."""
+        return self.raw_name.split(b"\0", 1)[0].decode("utf-8", "replace")
+
+    @property
+    def group(self) -> int:
+        """Number of its group, as tools show it."""
+        return self.flagged_group & ~GROUP_FLAG
+
+    @property
+    def end(self) -> int:
+        """Position of the first byte behind the object."""
+        return self.offset + self.size_bytes
+
+    @property
+    def partition(self) -> int:
+        """A `PartitionType` number; 0 where the object is no partition."""
+        return int(_PARTITION.unpack_from(self.extra)[1]) if self.datatype == DataType.PARTITION else 0
+
+    @property
+    def arch(self) -> str:
+        """Architecture of a partition; empty for other objects."""
+        return _arch_name(_PARTITION.unpack_from(self.extra)[2]) if self.partition else ""
+
+    @property
+    def encrypted(self) -> bool:
+        """Whether it is a partition that a runtime mounts only with a key."""
+        return self.partition != 0 and _PARTITION.unpack_from(self.extra)[0] == _FS_ENCRYPTED
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Superblock:
-    """Superblock of the root partition."""
+class Superblock(NamedTuple):
+    """The fields of a squashfs' superblock that imgkit uses, in their order; offsets count from its start."""
 
-    compressor: str
-    block_bytes: int
+    magic: bytes
     inodes: int
-    used_bytes: int
     mkfs_time_s: int
+    block_bytes: int
+    fragments: int
+    compressor_number: int
+    root_inode: int
+    """Offset of its block in the inode table, and in the low 16 bits the offset in that block."""
+    used_bytes: int
+    owner_table: int
+    inode_table: int
+    directory_table: int
+    fragment_table: int
+    export_table: int
+
+    @property
+    def compressor(self) -> str:
+        """Name of the compression."""
+        number = self.compressor_number
+        return COMPRESSORS[number] if number < len(COMPRESSORS) else "unknown"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +198,8 @@ class ImgkitRecord:
     compression: str
     """``zstd 3``, ``gzip 6``, or ``runtime`` if the runtime chose."""
     route: str
-    """Where the files came from: ``layers``, ``export``, or ``flatten`` for a .sif with deltas."""
+    """Where the files came from: ``stream`` and ``export`` if imgkit wrote the file from an archive or an
+    engine, ``layers`` or ``definition`` if a runtime built it, or ``flatten`` for a .sif with deltas."""
     imgkit: str
     """Version of imgkit."""
     source: str = ""
@@ -172,11 +215,26 @@ class SifImage:
     """A parsed .sif."""
 
     path: Path
-    arch: str
-    uuid: str
-    descriptors: tuple[Descriptor, ...]
+    header: Header
+    slots: tuple[Descriptor, ...]
+    """The whole descriptor table, with its unused entries."""
     size_bytes: int
     record: ImgkitRecord | None
+
+    @property
+    def descriptors(self) -> tuple[Descriptor, ...]:
+        """The descriptors in use."""
+        return tuple(descriptor for descriptor in self.slots if descriptor.used)
+
+    @property
+    def arch(self) -> str:
+        """Architecture in the header."""
+        return _arch_name(self.header.arch)
+
+    @property
+    def end(self) -> int:
+        """Position behind the last object."""
+        return max((descriptor.end for descriptor in self.descriptors), default=self.header.data_offset)
 
     @property
     def root(self) -> Descriptor | None:
@@ -185,6 +243,12 @@ class SifImage:
             if descriptor.partition == PartitionType.PRIMARY:
                 return descriptor
         return None
+
+    def require_root(self) -> Descriptor:
+        """Return the root partition; raise CheckFailed if there is none."""
+        if self.root is None:
+            raise CheckFailed("the .sif has no root partition", where=str(self.path))
+        return self.root
 
     @property
     def encrypted(self) -> bool:
@@ -199,19 +263,19 @@ class SifImage:
         """
         root = self.root
         return tuple(
-            one
-            for one in self.descriptors
-            if root and one.partition == PartitionType.OVERLAY and one.group == root.group
+            descriptor
+            for descriptor in self.descriptors
+            if root and descriptor.partition == PartitionType.OVERLAY and descriptor.group == root.group
         )
 
     @property
     def signatures(self) -> tuple[Descriptor, ...]:
         """The signature objects; each covers one group."""
-        return tuple(one for one in self.descriptors if one.datatype == DataType.SIGNATURE)
+        return tuple(d for d in self.descriptors if d.datatype == DataType.SIGNATURE)
 
 
 def store_name(record: ImgkitRecord) -> str:
-    """The name that the .sif with `record` has in the store of a remote.
+    """Return the name that the .sif with `record` has in the store of a remote.
 
     Raises
     ------
@@ -226,7 +290,7 @@ def store_name(record: ImgkitRecord) -> str:
 
 
 def is_sif(path: Path) -> bool:
-    """Whether the file starts like a .sif; False also if it cannot be read."""
+    """Return whether the file starts like a .sif; False also if it cannot be read."""
     try:
         with files.open_regular(path) as stream:
             stream.seek(MAGIC_OFFSET)
@@ -244,60 +308,65 @@ def read(path: Path) -> SifImage:
     """
     try:
         with files.open_regular(path) as stream:
-            return _read(path, stream)
+            return parse(path, stream)
     except FileNotFoundError as error:
         raise CheckFailed("there is no such file", where=str(path)) from error
     except OSError as error:
         raise CheckFailed(f"cannot be read: {error.strerror}", where=str(path)) from error
 
 
-def _read(path: Path, stream: BinaryIO) -> SifImage:
-    found = table.read(path, stream)
-    descriptors = tuple(_descriptor(entry) for entry in found.entries)
-    record = next((d for d in descriptors if d.name == IMGKIT_OBJECT and d.datatype == DataType.JSON), None)
-    return SifImage(
-        path=path,
-        arch=_arch(found.header.arch),
-        uuid=found.header.uuid.hex(),
-        descriptors=descriptors,
-        size_bytes=os.fstat(stream.fileno()).st_size,
-        record=parse_record(path, _data(stream, record)) if record else None,
-    )
+def parse(path: Path, stream: BinaryIO) -> SifImage:
+    size = os.fstat(stream.fileno()).st_size
+    raw = stream.read(HEADER.size)
+    if len(raw) < HEADER.size or raw[MAGIC_OFFSET : MAGIC_OFFSET + len(MAGIC)] != MAGIC:
+        raise CheckFailed("not a .sif file (no SIF_MAGIC in its header)", where=str(path))
+    header = Header(*HEADER.unpack(raw))
+    # The numbers come from a file that anybody may have written: each is compared before it is used.
+    table_bytes = header.total * DESCRIPTOR.size
+    if (
+        not 0 <= header.free <= header.total <= _MAX_DESCRIPTORS
+        or header.table_offset < HEADER.size
+        or header.table_bytes < table_bytes
+    ):
+        raise CheckFailed(
+            f"its header claims {header.total} descriptors, {header.free} free: damaged", where=str(path)
+        )
+    stream.seek(min(header.table_offset, size))
+    table = stream.read(table_bytes)
+    if len(table) < table_bytes:
+        raise CheckFailed(f"cut short within its descriptor table, at {size} bytes", where=str(path))
+    slots = tuple(map(Descriptor._make, DESCRIPTOR.iter_unpack(table)))
+    sif = SifImage(path=path, header=header, slots=slots, size_bytes=size, record=None)
+    for descriptor in sif.descriptors:
+        if descriptor.offset < 0 or descriptor.size_bytes < 0 or descriptor.end > size:
+            raise CheckFailed(
+                f"data object {descriptor.id} ends at byte {descriptor.end}, the file at {size}: cut short",
+                where=str(path),
+            )
+    for descriptor in sif.descriptors:
+        if is_record(descriptor):
+            return dataclasses.replace(sif, record=parse_record(path, _data(stream, descriptor)))
+    return sif
 
 
-def _descriptor(entry: Entry) -> Descriptor:
-    system, partition, arch = 0, 0, ""
-    if entry.datatype == DataType.PARTITION:
-        system, partition, code = _PARTITION.unpack_from(entry.extra)
-        arch = _arch(code)
-    return Descriptor(
-        datatype=entry.datatype,
-        id=entry.id,
-        # The four high bits mark "is a group"; tools show the rest.
-        group=entry.group & ~table.GROUP,
-        offset=entry.offset,
-        size_bytes=entry.size_bytes,
-        name=entry.label,
-        partition=partition,
-        arch=arch,
-        encrypted=system == _FS_ENCRYPTED,
-    )
+def is_record(descriptor: Descriptor) -> bool:
+    return descriptor.datatype == DataType.JSON and descriptor.name == IMGKIT_OBJECT
 
 
-def _arch(code: bytes) -> str:
+def _arch_name(code: bytes) -> str:
     digits = code.rstrip(b"\0")
     number = int(digits) if digits.isdigit() and len(digits) < 4 else 0
     return ARCHS[number] if number < len(ARCHS) else "unknown"
 
 
-def partition_extra(kind: PartitionType, arch: str) -> bytes:
-    """The last field of the descriptor of a partition with a squashfs for `arch`."""
-    return _PARTITION.pack(_FS_SQUASHFS, kind, _arch_code(arch))
-
-
-def _arch_code(arch: str) -> bytes:
-    """How a header and a partition write `arch`."""
+def arch_code(arch: str) -> bytes:
+    """Return how a header and a partition write `arch`."""
     return b"%02d" % ARCHS.index(arch)
+
+
+def partition_extra(kind: PartitionType, arch: str) -> bytes:
+    """Return the last field of the descriptor of a partition with a squashfs for `arch`."""
+    return _PARTITION.pack(_FS_SQUASHFS, kind, arch_code(arch))
 
 
 def _data(stream: BinaryIO, descriptor: Descriptor) -> bytes:
@@ -306,13 +375,13 @@ def _data(stream: BinaryIO, descriptor: Descriptor) -> bytes:
 
 
 def data(image: SifImage, descriptor: Descriptor) -> bytes:
-    """Content of a small data object (at most 4 MiB of it)."""
+    """Return the content of a small data object (at most 4 MiB of it)."""
     with files.open_regular(image.path) as stream:
         return _data(stream, descriptor)
 
 
 def record_text(record: ImgkitRecord) -> bytes:
-    """The JSON of `record`."""
+    """Return the JSON of `record`."""
     values = dataclasses.asdict(record)
     if not record.arch:
         del values["arch"]
@@ -339,131 +408,76 @@ def parse_record(path: Path, raw: bytes) -> ImgkitRecord:
 
 
 def squashfs(image: SifImage) -> Superblock | None:
-    """Superblock of the root partition; None if there is none or not a squashfs."""
+    """Return the superblock of the root partition; None if there is none or not a squashfs."""
     root = image.root
-    if root is None or root.size_bytes < _SQUASHFS.size:
+    if root is None or root.size_bytes < SUPERBLOCK.size:
         return None
     return superblock(image.path, root.offset)
 
 
 def superblock(path: Path, offset: int = 0) -> Superblock | None:
-    """Superblock of the squashfs at byte `offset` of `path`; None if there is none."""
+    """Return the superblock of the squashfs at byte `offset` of `path`; None if there is none."""
     with files.open_regular(path) as stream:
         stream.seek(offset)
-        head = stream.read(_SQUASHFS.size)
-    if len(head) < _SQUASHFS.size:
+        raw = stream.read(SUPERBLOCK.size)
+    if len(raw) < SUPERBLOCK.size or not raw.startswith(SQUASHFS_MAGIC):
         return None
-    magic, inodes, time_s, block, _, number, _, _, _, _, _, _, used = _SQUASHFS.unpack(head)
-    if magic != SQUASHFS_MAGIC:
-        return None
-    return Superblock(
-        compressor=COMPRESSORS[number] if number < len(COMPRESSORS) else "unknown",
-        block_bytes=block,
-        inodes=inodes,
-        used_bytes=used,
-        mkfs_time_s=time_s,
-    )
+    return Superblock(*SUPERBLOCK.unpack(raw))
 
 
-def root_sha256(path: Path, *, advance: Callable[[int, int | None], None] | None = None) -> str:
-    """Hex digest of the root partition; `advance` gets bytes done and total.
+def root_sha256(path: Path, *, advance: Advance | None = None) -> str:
+    """Return the hex digest of the root partition.
 
     Raises
     ------
     CheckFailed : not a .sif, or without a root partition.
     """
-    root = read(path).root
-    if root is None:
-        raise CheckFailed("the .sif has no root partition", where=str(path))
-    if path.stat().st_size < root.offset + root.size_bytes:
-        raise CheckFailed("cut short within its root partition", where=str(path))
+    root = read(path).require_root()
     with files.open_regular(path) as stream:
         return files.sha256(stream, root.offset, root.size_bytes, advance=advance)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
-    """What a .sif has around its root partition."""
-
-    arch: str
-    definition: bytes
-    oci_config: bytes
-
-    @property
-    def objects(self) -> tuple[NewObject, ...]:
-        """The objects in front of the root partition, as the runtimes order them."""
-        config = NewObject(datatype=DataType.JSON, name="oci-config.json", group=GROUP, data=self.oci_config)
-        text = NewObject(datatype=DataType.DEFFILE, name="deffile", group=GROUP, data=self.definition)
-        return (text, config) if self.oci_config else (text,)
-
-    @property
-    def root_at(self) -> int:
-        """Byte at which the root partition begins."""
-        end = _DATA_AT + len(self.definition) + len(self.oci_config)
-        return -(-end // PARTITION_ALIGN_BYTES) * PARTITION_ALIGN_BYTES
-
-
-def frame(config: ImageConfig) -> Frame:
-    """The frame of an image with this configuration.
+def structure(path: Path) -> SifImage:
+    """Parse a .sif that was just written, and check that its root partition is a whole squashfs.
 
     Raises
     ------
-    CheckFailed : a .sif has no number for its architecture.
+    CheckFailed : names the fault.
     """
-    if config.arch not in ARCHS:
+    sif = read(path)
+    root, squashed = sif.root, squashfs(sif)
+    if root is None or squashed is None:
+        raise CheckFailed("a .sif was written without a squashfs root partition", where=str(path))
+    if squashed.used_bytes > root.size_bytes:
         raise CheckFailed(
-            f"no .sif can be for the architecture {config.arch!r}", hint=f"allowed: {', '.join(ARCHS[1:])}"
+            f"its root partition has {root.size_bytes} of {squashed.used_bytes} bytes: cut short",
+            where=str(path),
         )
-    # An engine adds empty values that the image's own configuration lacks, where BuildKit made it.
-    settings = {
-        name: value for name, value in (json_text.parse(config.raw).get("config") or {}).items() if value
-    }
-    return Frame(
-        arch=config.arch,
-        definition=entries.definition(config).encode(),
-        oci_config=json.dumps(settings, indent=1, sort_keys=True).encode(),
-    )
+    return sif
 
 
-def surround(part: Path, around: Frame) -> None:
-    """Put header, table and objects around the root partition, which fills `part` from `Frame.root_at` on."""
-    root = NewObject(
-        datatype=DataType.PARTITION,
-        name="root.sqfs",
-        group=GROUP,
-        data=b"",
-        extra=partition_extra(PartitionType.PRIMARY, around.arch),
-        align=PARTITION_ALIGN_BYTES,
-    )
-    end = part.stat().st_size
-    made = SifTable(header=_new_header(around.arch), slots=(bytes(DESCRIPTOR.size),) * _DESCRIPTORS)
-    with part.open("r+b") as stream:
-        for number, one in enumerate((*around.objects, root)):
-            data = b"" if isinstance(one.data, Path) else one.data
-            size = end - around.root_at if one is root else len(data)
-            entry = table.next_entry(part, made, one, size)
-            stream.seek(entry.offset)
-            stream.write(data)
-            slots = (*made.slots[:number], DESCRIPTOR.pack(*entry), *made.slots[number + 1 :])
-            made = SifTable(header=made.header, slots=slots)
-        header = made.header._replace(free=_DESCRIPTORS - len(made.entries), data_bytes=made.end - _DATA_AT)
-        stream.seek(0)
-        stream.write(HEADER.pack(*header).ljust(_TABLE_AT, b"\0") + b"".join(made.slots))
+def intact(path: Path, accepts: Callable[[SifImage, ImgkitRecord], bool]) -> SifImage | None:
+    """Return the .sif `path` if `accepts` takes its record and its squashfs has the recorded sha256.
+
+    None also where there is no .sif, and where it has overlay partitions: a runtime would mount them. Other
+    objects that were added later, as signatures are, make no difference. The squashfs is read last.
+    """
+    try:
+        sif = read(path)
+        # Cheap comparisons first: the digest reads gigabytes.
+        if sif.record is None or sif.overlays or not accepts(sif, sif.record):
+            return None
+        return sif if root_sha256(path) == sif.record.root_sha256 else None
+    except CheckFailed:
+        return None
 
 
-def _new_header(arch: str) -> Header:
-    return Header(
-        launch=_LAUNCH,
-        magic=table.MAGIC,
-        version=_VERSION,
-        arch=_arch_code(arch),
-        uuid=bytes(16),
-        created_s=0,
-        modified_s=0,
-        free=_DESCRIPTORS,
-        total=_DESCRIPTORS,
-        table_offset=_TABLE_AT,
-        table_bytes=_DESCRIPTORS * DESCRIPTOR.size,
-        data_offset=_DATA_AT,
-        data_bytes=0,
-    )
+def refuse_damaged(path: Path) -> None:
+    """Raise CheckFailed if the squashfs of the .sif has another sha256 than its record says."""
+    record = read(path).record
+    if record and root_sha256(path) != record.root_sha256:
+        raise CheckFailed(
+            "the .sif is damaged: its root partition has another sha256 than recorded",
+            where=str(path),
+            hint="copy it again",
+        )

@@ -96,22 +96,22 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
     ToolMissing : there is none, or the program is no Singularity or Apptainer.
     """
     names = (command,) if command else COMMANDS
-    found = next(filter(None, map(shutil.which, names)), None)
-    if found is None:
+    program = next(filter(None, map(shutil.which, names)), None)
+    if program is None:
         load = module_hint or "module avail singularity apptainer   (then: module load ...)"
         raise ToolMissing(
             f"{' or '.join(names)} is not on PATH: a .sif is made and run by one of them",
             hint=f"on a cluster: {load}; elsewhere: https://apptainer.org/docs/admin/latest/installation.html",
         )
     # Not resolve(): an Apptainer may find its own files by the name it is called.
-    path = Path(found).absolute()
+    path = Path(program).absolute()
     answer = _ask(path, "--version")
     match = _FLAVOUR.match(answer.output.strip())
     if answer.returncode != 0 or match is None:
         # Debian's package "singularity" is a game.
-        first = (answer.output.strip().splitlines() or ["(no output)"])[0]
+        first_line = (answer.output.strip().splitlines() or ["(no output)"])[0]
         raise ToolMissing(
-            f"{path} is not Singularity 3.x or Apptainer: its --version prints {first!r}",
+            f"{path} is not Singularity 3.x or Apptainer: its --version prints {first_line!r}",
             hint=module_hint or "choose another: --runtime-command COMMAND",
         )
     build_help = _ask(path, "build", "--help").output
@@ -128,17 +128,17 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
 
 
 def setting(tool: RuntimeTool, name: str) -> str:
-    """The admin's value of `name` in the runtime's configuration file; empty where it cannot be read.
+    """Return the admin's value of `name` in the runtime's configuration file; empty where it cannot be read.
 
     An ordinary user of a setuid runtime may not ask ``config global --get``, but may read the file.
     """
-    named = re.search(r"^[A-Z]+_CONF_FILE=(.+)$", _ask(tool.path, "buildcfg").output, re.MULTILINE)
+    match = re.search(r"^[A-Z]+_CONF_FILE=(.+)$", _ask(tool.path, "buildcfg").output, re.MULTILINE)
     try:
-        text = files.read_text(Path(named[1]), errors="replace") if named else ""
+        text = files.read_text(Path(match[1]), errors="replace") if match else ""
     except OSError:
         return ""
-    found = re.findall(rf"^\s*{re.escape(name)}\s*=\s*(.*?)\s*$", text, re.MULTILINE)
-    return found[-1] if found else ""
+    values = re.findall(rf"^\s*{re.escape(name)}\s*=\s*(.*?)\s*$", text, re.MULTILINE)
+    return values[-1] if values else ""
 
 
 def runtime_if_any(command: str | None = None) -> RuntimeTool | None:
@@ -160,7 +160,7 @@ def _ask(path: Path, *arguments: str) -> Finished:
     lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
     argv = (str(path), *arguments)
     code = _stream(path, argv, folder=Path.cwd(), env={}, take=lines.append)
-    return Finished(argv=(str(path), *arguments), returncode=code, output="".join(lines))
+    return Finished(argv=argv, returncode=code, output="".join(lines))
 
 
 def run(
@@ -192,16 +192,16 @@ def run(
         if on_line:
             on_line(line.rstrip("\n"))
 
-    before = (sys.executable, "-I", "-S", "-c", _source("namespace.py")) if namespace else ()
-    argv = (*before, str(tool.path), *arguments)
-    code = _stream(tool.path, argv, folder=folder or Path.cwd(), env=env or {}, take=take)
-    finished = Finished(argv=(str(tool.path), *arguments), returncode=code, output="".join(lines))
+    argv = (str(tool.path), *arguments)
+    entry = (sys.executable, "-I", "-S", "-c", _source("namespace.py")) if namespace else ()
+    code = _stream(tool.path, (*entry, *argv), folder=folder or Path.cwd(), env=env or {}, take=take)
+    finished = Finished(argv=argv, returncode=code, output="".join(lines))
     if code != 0:
         if log:
             log.flush()
         full = f"\nthe full log: {log.name}" if log else ""
         raise ToolFailed(
-            f"{tool} failed with exit code {code}: {' '.join(finished.argv[:2])}",
+            f"{tool} failed with exit code {code}: {' '.join(argv[:2])}",
             hint=f"its last lines:\n{finished.tail() or '(no output)'}{full}",
         )
     return finished
@@ -219,16 +219,19 @@ def _stream(
     from spython.utils import stream_command
 
     # Not the folder that tempfile remembers: within a conversion TMPDIR is the workspace, always cleaned.
-    named = env.get("TMPDIR") or os.environ.get("TMPDIR")
-    place = named if named and Path(named).is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="imgkit-run-", dir=place) as scratch:
+    base = env.get("TMPDIR") or os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory(
+        prefix="imgkit-run-", dir=base if base and Path(base).is_dir() else None
+    ) as scratch:
         pid_file = Path(scratch) / "pid"
         # Programs that the runtime starts, such as mksquashfs, often lie beside it.
         search = f"{path.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        words = _supervised(pid_file, folder, {"PATH": search, **env}, argv)
+        variables = [f"{name}={value}" for name, value in {"PATH": search, **env}.items()]
+        supervisor = [sys.executable, "-I", "-S", "-c", _source("supervisor.py"), str(pid_file)]
+        supervised = [*supervisor, locale.getpreferredencoding(False), str(folder), *variables, "--", *argv]
         try:
             # The default pattern drops every line with "Progess" in it; this one matches nothing.
-            for line in stream_command(words, output_type="both", no_newline_regexp=r"(?!)"):
+            for line in stream_command(supervised, output_type="both", no_newline_regexp=r"(?!)"):
                 take(line)
         except subprocess.CalledProcessError as error:
             return int(error.returncode)
@@ -236,12 +239,6 @@ def _stream(
             _end(pid_file)
             raise
     return 0
-
-
-def _supervised(pid_file: Path, folder: Path, env: Mapping[str, str], argv: Sequence[str]) -> list[str]:
-    settings = [str(pid_file), locale.getpreferredencoding(False), str(folder)]
-    variables = [f"{name}={value}" for name, value in env.items()]
-    return [sys.executable, "-I", "-S", "-c", _source("supervisor.py"), *settings, *variables, "--", *argv]
 
 
 def _source(module: str) -> str:
@@ -268,7 +265,7 @@ def _end(pid_file: Path) -> None:
 
 
 def scratch_env(folder: Path) -> dict[str, str]:
-    """TMPDIR and CACHEDIR under both prefixes, with equal values, or else Apptainer 1.0 warns."""
+    """Return TMPDIR and CACHEDIR under both prefixes, with equal values, or else Apptainer 1.0 warns."""
     temporary, cache = folder / "tmp", folder / "cache"
     temporary.mkdir(exist_ok=True)
     cache.mkdir(exist_ok=True)
@@ -291,11 +288,10 @@ class Isolation:
         """Options of ``exec`` and ``shell``."""
         return ("--containall", "--no-home", *(() if self.network else ("--net", "--network", "none")))
 
-    def said(self, what: str) -> str:
-        """One line for the user: what of the image runs, and what it can reach."""
-        kept = "with this machine's network, which the runtime cannot take away"
-        reach = kept if self.network else "no network"
-        return f"{what} runs in the image: no home folder, {reach}"
+    def description(self, program: str) -> str:
+        """Return one line for the user: what of the image runs, and what it can reach."""
+        shared = "with this machine's network, which the runtime cannot take away"
+        return f"{program} runs in the image: no home folder, {shared if self.network else 'no network'}"
 
 
 def isolation(tool: RuntimeTool) -> Isolation:
@@ -312,7 +308,7 @@ def isolation(tool: RuntimeTool) -> Isolation:
 
 
 def exec_arguments(image: Path, argv: Sequence[str], isolated: Isolation) -> tuple[str, ...]:
-    """Words after the runtime's name that run `argv` inside `image`."""
+    """Return the words after the runtime's name that run `argv` inside `image`."""
     return ("exec", *isolated.options, str(image.absolute()), *argv)
 
 
@@ -323,11 +319,11 @@ def log_file(stem: str) -> Iterator[TextIO]:
     try:
         folder = files.state_dir() / "sif"
         folder.mkdir(parents=True, exist_ok=True)
-        made = files.create(folder / name)
+        stream = files.create(folder / name)
     except (OSError, RuntimeError):  # RuntimeError: no home folder at all
-        made = files.create(Path(tempfile.gettempdir()) / name)
-    with made, _Log(made, encoding="utf-8", errors="replace") as stream:
-        yield stream
+        stream = files.create(Path(tempfile.gettempdir()) / name)
+    with stream, _Log(stream, encoding="utf-8", errors="replace") as log:
+        yield log
 
 
 class _Log(io.TextIOWrapper):

@@ -20,7 +20,7 @@ there to skip the entrypoint.
 
 from __future__ import annotations
 
-import hashlib
+import dataclasses
 import os
 import posixpath
 import re
@@ -29,12 +29,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from imgkit_builder.archive import sidecar
-from imgkit_builder.archive.tar_read import BLOCK, CHARACTER, DIRECTORY, HARD_LINK, REGULAR, SYMLINK
+from imgkit_builder.archive.tar_read import BLOCK, CHARACTER, DIRECTORY, HARD_LINK
 from imgkit_builder.base import files
-from imgkit_builder.oci.config import ImageConfig
-from imgkit_builder.sif import entries, image
-from imgkit_builder.sif.entries import ImageEntry, OwnFile, PassingStage
-from imgkit_builder.sif.image import ImgkitRecord, Superblock
+from imgkit_builder.oci.config import ImageConfig, epoch
+from imgkit_builder.sif import image, runtime_files
+from imgkit_builder.sif.conversion import AddedFiles, Format
+from imgkit_builder.sif.entries import ImageEntry
+from imgkit_builder.sif.image import Advance, ImgkitRecord, Superblock
+from imgkit_builder.sif.runtime_files import text_file
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 MARK = b"IMGKSQSH"
@@ -43,11 +45,10 @@ ENVIRONMENT = "etc/environment"
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SUBSTITUTED = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 _RESERVED = "ENROOT_"
+# What enroot 4.1 removes where one is at the beginning of a value and one at its end.
 _STRIPPED = ("'", '"', "\\")
-"""What enroot 4.1 removes where one is at the beginning of a value and one at its end."""
-Advance = Callable[[int, "int | None"], None]
+# enroot's hook mounts no GPU where the first is missing, without a word, and no CUDA where the second is.
 _GPUS = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
-"""enroot's hook mounts no GPU where the first is missing, without a word, and no CUDA where the second is."""
 
 _RC = """\
 #!/bin/sh
@@ -65,90 +66,96 @@ exec {entrypoint}"$@"
 """
 
 
-def own_files(config: ImageConfig) -> tuple[OwnFile, ...]:
-    """The files in /etc that the programs read; they replace the image's own.
+def own_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
+    """Return the files in /etc that the programs read; they replace the image's own.
 
     Raises
     ------
     UsageError : the configuration has a value that they cannot hold.
     """
+    created_s = epoch(config.created)
     texts = {ENVIRONMENT: _environment(config), "etc/fstab": "", "etc/rc": _rc(config), "etc/rc.local": ""}
     return tuple(
-        OwnFile(path=path, kind=REGULAR, mode=0o755 if path == "etc/rc" else 0o644, data=text.encode())
+        text_file(path, text, created_s, mode=0o755 if path == "etc/rc" else 0o644)
         for path, text in texts.items()
     )
 
 
-def if_missing(config: ImageConfig) -> tuple[OwnFile, ...]:
-    """What an image gets if it has nothing of that name: places for mounts, and the working folder."""
-    places = [one for one in entries.if_missing() if one.kind != SYMLINK]
-    # ch-run mounts its own over them, and fails where there is nothing.
-    places += [OwnFile(path=path, kind=REGULAR, mode=0o644) for path in ("etc/group", "etc/passwd")]
-    known = {one.path for one in places}
-    parts = config.workdir.strip("/").split("/")
-    above = ("/".join(parts[:count]) for count in range(1, len(parts) + 1))
-    return (
-        *places,
-        *(OwnFile(path=path, kind=DIRECTORY) for path in above if path and path not in known),
-    )
+def mount_points(config: ImageConfig) -> tuple[ImageEntry, ...]:
+    """Return what an image gets if it has nothing of that name: for mounts, and the working folder."""
+    created_s = epoch(config.created)
+    # ch-run mounts its own over the two files, and fails where there is nothing.
+    files = (text_file(path, "", created_s) for path in ("etc/group", "etc/passwd"))
+    entries = {entry.name: entry for entry in (*runtime_files.mount_points(created_s), *files)}
+    path = ""
+    for part in filter(None, config.workdir.strip("/").split("/")):
+        path = f"{path}/{part}".lstrip("/")
+        entries.setdefault(path, ImageEntry(names=(path,), kind=DIRECTORY, mtime_s=created_s))
+    return tuple(entries.values())
 
 
-def left_out(config: ImageConfig) -> tuple[str, ...]:
-    """Names in the configuration's ENV that enroot drops."""
-    return tuple(name for name in dict(config.env) if not _kept(name))
+def skipped_variables(config: ImageConfig) -> tuple[str, ...]:
+    """Return the names in the configuration's ENV that enroot drops."""
+    return tuple(name for name in dict(config.env) if not _is_set_by_enroot(name))
 
 
-def without_devices(note: Callable[[str], None]) -> PassingStage:
-    """A stage that leaves out devices, which an ordinary user cannot unpack, and all that is in /dev."""
+def without_devices(entries: Iterator[ImageEntry], note: Callable[[str], None]) -> Iterator[ImageEntry]:
+    """Yield `entries` without devices, which an ordinary user cannot unpack, and without all that is in /dev.
 
-    def pass_on(found: Iterator[ImageEntry]) -> Iterator[ImageEntry]:
-        gone: list[str] = []
-        for entry in found:
-            if entry.name == "etc" and entry.kind != DIRECTORY:
-                raise CheckFailed(
-                    "/etc of the image is not a folder, and enroot reads its files there on the host",
-                    hint="make a .sif of it: imgkit sif IMAGE",
-                )
-            names = tuple(name for name in entry.names if not name.startswith("dev/"))
-            if not names or (entry.kind == HARD_LINK and entry.link in gone):
-                continue
-            if entry.kind in (CHARACTER, BLOCK):
-                gone += names
-                continue
-            yield entry if len(names) == len(entry.names) else entry.changed(names=names)
-        if gone:
-            note(f"{len(gone)} devices outside /dev are left out, as /{gone[0]}: only root can unpack one")
+    Raises
+    ------
+    CheckFailed : /etc is not a folder.
+    """
+    devices: list[str] = []
+    for entry in entries:
+        if entry.name == "etc" and entry.kind != DIRECTORY:
+            raise CheckFailed(
+                "/etc of the image is not a folder, and enroot reads its files there on the host",
+                hint="make a .sif of it: imgkit sif IMAGE",
+            )
+        names = tuple(name for name in entry.names if not name.startswith("dev/"))
+        if not names or (entry.kind == HARD_LINK and entry.link in devices):
+            continue
+        if entry.kind in (CHARACTER, BLOCK):
+            devices += names
+            continue
+        yield entry if len(names) == len(entry.names) else entry.changed(names=names)
+    if devices:
+        note(f"{len(devices)} devices outside /dev are left out, as /{devices[0]}: only root can unpack one")
 
-    return pass_on
 
-
-def _kept(name: str) -> bool:
+def _is_set_by_enroot(name: str) -> bool:
     return _NAME.fullmatch(name) is not None and not name.startswith(_RESERVED)
 
 
-def _environment(config: ImageConfig) -> str:
+def _variables(config: ImageConfig) -> dict[str, str]:
     # The last of two values counts, as in docker run.
-    found = {name: value or "" for name, value in config.env if _kept(name)}
-    for name, value in found.items():
-        if why := _unsayable(value):
+    return {name: value or "" for name, value in config.env if _is_set_by_enroot(name)}
+
+
+def _environment(config: ImageConfig) -> str:
+    variables = _variables(config)
+    for name, value in variables.items():
+        fault = _text_fault(value)
+        if substituted := _SUBSTITUTED.search(value):
+            fault = f"enroot replaces {substituted[0]} by the host's variable"
+        elif "\n" in value:
+            fault = "it has a line break, and a variable has one line"
+        if fault:
             raise UsageError(
-                f"a .sqsh cannot hold the value of {name}: {why}",
+                f"a .sqsh cannot hold the value of {name}: {fault}",
                 where=f"ENV {name}",
                 hint=f"change image.env.{name} of the recipe (or ENV of the image), or make a .sif of it",
             )
-    return "".join(f"{name}={_enclosed(value)}\n" for name, value in {**_GPUS, **found}.items())
+    # Where enroot and ch-run would remove the value's own pair of quotes, they get one to remove.
+    return "".join(
+        f"{name}='{value}'\n" if value.startswith(_STRIPPED) else f"{name}={value}\n"
+        for name, value in {**_GPUS, **variables}.items()
+    )
 
 
-def _unsayable(value: str) -> str:
-    """Why a line of /etc/environment cannot have this value; empty if it can."""
-    if found := _SUBSTITUTED.search(value):
-        return f"enroot replaces {found[0]} by the host's variable"
-    if "\n" in value:
-        return "it has a line break, and a variable has one line"
-    return _no_text(value)
-
-
-def _no_text(value: str) -> str:
+def _text_fault(value: str) -> str:
+    """Return why a file of text cannot have this value; empty if it can."""
     if "\0" in value:
         return "it has a zero byte"
     try:
@@ -158,33 +165,26 @@ def _no_text(value: str) -> str:
     return ""
 
 
-def _enclosed(value: str) -> str:
-    """The value with a pair of quotes for enroot and ch-run to remove, where they would remove its own."""
-    return f"'{value}'" if value.startswith(_STRIPPED) else value
-
-
-def _restored(config: ImageConfig) -> str:
-    """Lines of ``rc`` that set the values from which enroot removes a pair of their own."""
-    found = {name: value or "" for name, value in config.env if _kept(name)}
-    pairs = ((name, value, _without_pair(value)) for name, value in found.items())
-    return "".join(
-        f'[ "${{{name}-}}" != {shlex.quote(left)} ] || export {name}={shlex.quote(value)}\n'
-        for name, value, left in pairs
-        if left != value
-    )
-
-
-def _without_pair(value: str) -> str:
-    """The value without the pair that enroot removes; itself if there is none."""
-    bare = value.rstrip()
-    return bare[1:-1] if len(bare) > 1 and bare.startswith(_STRIPPED) and bare.endswith(_STRIPPED) else value
+def _restoring_lines(config: ImageConfig) -> str:
+    """Return lines of ``rc`` that set the values from which enroot removes a pair of their own."""
+    lines = []
+    for name, value in _variables(config).items():
+        bare = value.rstrip()
+        if len(bare) > 1 and bare.startswith(_STRIPPED) and bare.endswith(_STRIPPED):
+            stripped = shlex.quote(bare[1:-1])
+            lines.append(f'[ "${{{name}-}}" != {stripped} ] || export {name}={shlex.quote(value)}\n')
+    return "".join(lines)
 
 
 def _rc(config: ImageConfig) -> str:
     entrypoint, cmd = config.entrypoint, config.cmd
-    for what, words in (("ENTRYPOINT", entrypoint), ("CMD", cmd), ("WORKDIR", (config.workdir,))):
-        if why := next(filter(None, map(_no_text, words)), ""):
-            raise UsageError(f"a .sqsh cannot hold {what}: {why}", where=what, hint="change it in the image")
+    for instruction, values in (("ENTRYPOINT", entrypoint), ("CMD", cmd), ("WORKDIR", (config.workdir,))):
+        for fault in filter(None, map(_text_fault, values)):
+            raise UsageError(
+                f"a .sqsh cannot hold {instruction}: {fault}",
+                where=instruction,
+                hint="change it in the image",
+            )
     if not entrypoint and not cmd:
         cmd = ("/bin/sh",)
     return _RC.format(
@@ -192,10 +192,11 @@ def _rc(config: ImageConfig) -> str:
         workdir=shlex.quote(posixpath.join("/", config.workdir)),
         cmd="".join(f" {shlex.quote(word)}" for word in cmd),
         entrypoint=f"{shlex.join(entrypoint)} " if entrypoint else "",
-        restored=_restored(config),
+        restored=_restoring_lines(config),
     )
 
 
+# Sets what `variables` reads.
 _READ = (
     f"if [ -r /{ENVIRONMENT} ]; then "
     'while IFS= read -r line || [ "$line" ]; do '
@@ -204,16 +205,15 @@ _READ = (
     """case $value in [\\'\\"\\\\]*[\\'\\"\\\\]) value=${value#?}; value=${value%?} ;; esac; """
     f'export "$name=$value"; done < /{ENVIRONMENT}; fi; '
 )
-"""Sets what `variables` reads."""
 _LIBS = (
-    f"libs={entries.LIBS}; "
+    f"libs={runtime_files.LIBS}; "
     'if [ -d "$libs" ]; then case ":${LD_LIBRARY_PATH-}:" in *":$libs:"*) ;; '
     '*) export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$libs" ;; esac; fi; '
 )
 
 
 def environment_words(first: str = "") -> tuple[str, ...]:
-    """Words before a command in a container of Singularity, which sets nothing that a .sqsh states.
+    """Return the words before a command in a container of Singularity, which sets no variable of a .sqsh.
 
     They set the image's variables, and find the libraries of ``--nv`` after the image's own.
 
@@ -228,7 +228,7 @@ _PADDING_BYTES = 1 << 20
 
 
 def is_sqsh(path: Path) -> bool:
-    """Whether the file is a squashfs, by whatever program, and no delta; False also if it cannot be read."""
+    """Return whether the file is a squashfs, by whatever program, and no delta; False if it is unreadable."""
     try:
         with files.open_regular(path) as stream:
             return stream.read(4) == image.SQUASHFS_MAGIC and not files.ends_with(stream, image.DELTA_MARK)
@@ -237,41 +237,46 @@ def is_sqsh(path: Path) -> bool:
 
 
 def structure(path: Path) -> Superblock:
-    """The superblock of a .sqsh.
+    """Return the superblock of a .sqsh.
 
     Raises
     ------
     CheckFailed : it is no squashfs, or cut short, or the end of a record or of a delta is missing.
     """
-    found = image.superblock(path)
-    if found is None:
+    superblock = image.superblock(path)
+    if superblock is None:
         raise CheckFailed("it is not a squashfs", where=str(path))
     size = path.stat().st_size
-    if found.used_bytes > size:
+    if superblock.used_bytes > size:
         raise CheckFailed(
-            f"it has {size} of {found.used_bytes} bytes: cut short", where=str(path), hint="copy it again"
+            f"it has {size} of {superblock.used_bytes} bytes: cut short",
+            where=str(path),
+            hint="copy it again",
         )
     with files.open_regular(path) as stream:
-        stream.seek(found.used_bytes)
+        stream.seek(superblock.used_bytes)
         # Programs pad a squashfs with zeros.
         if stream.read(_PADDING_BYTES).strip(b"\0") and not files.ends_with(stream, MARK):
-            what = "what follows the squashfs is no record of imgkit: cut short, or changed"
-            raise CheckFailed(what, where=str(path), hint="copy it again")
-    return found
+            raise CheckFailed(
+                "what follows the squashfs is no record of imgkit: cut short, or changed",
+                where=str(path),
+                hint="copy it again",
+            )
+    return superblock
 
 
 def record(path: Path) -> ImgkitRecord | None:
-    """The record of the .sqsh `path`; None where another program wrote the file.
+    """Return the record of the .sqsh `path`; None where another program wrote the file.
 
     Raises
     ------
     CheckFailed : its record is damaged.
     """
-    text = _tail(path)
+    text = _record_text(path)
     return image.parse_record(path, text) if text is not None else None
 
 
-def _tail(path: Path) -> bytes | None:
+def _record_text(path: Path) -> bytes | None:
     with files.open_regular(path) as stream:
         if not files.ends_with(stream, MARK):
             return None
@@ -281,64 +286,66 @@ def _tail(path: Path) -> bytes | None:
     return text
 
 
-def digests(path: Path, *, advance: Advance = lambda *_: None) -> tuple[str, str]:
-    """Hex digests of the squashfs, and of the whole file; reads it once.
+def digests(path: Path, *, advance: Advance | None = None) -> tuple[str, str]:
+    """Return the hex digests of the squashfs and of the whole file; reads it once.
 
     Raises
     ------
     CheckFailed : its record is damaged.
     """
-    text = _tail(path)
+    text = _record_text(path)
     tail = files.description(text, MARK) if text is not None else b""
-    digest = _digest(path, path.stat().st_size - len(tail), advance)
-    root = digest.hexdigest()
-    digest.update(tail)
-    return root, digest.hexdigest()
-
-
-def _digest(path: Path, size_bytes: int, advance: Advance) -> hashlib._Hash:
     with files.open_regular(path) as stream:
-        return files.sha256_begun(stream, 0, size_bytes, advance=advance)
-
-
-def describe(
-    path: Path, record_of: Callable[[str], ImgkitRecord], *, advance: Advance = lambda *_: None
-) -> tuple[ImgkitRecord, str]:
-    """Append to the squashfs `path` the record that `record_of` makes of its digest; reads the file once.
-
-    Returns the record, and the hex digest of the whole file.
-
-    Raises
-    ------
-    CheckFailed : the record cannot be read back.
-    """
-    digest = _digest(path, path.stat().st_size, advance)
-    made = record_of(digest.hexdigest())
-    tail = files.description(image.record_text(made), MARK)
-    files.append(path, tail)
+        digest = files.sha256_begun(stream, 0, path.stat().st_size - len(tail), advance=advance)
+    squashfs_sha256 = digest.hexdigest()
     digest.update(tail)
-    if record(path) != made:
-        raise CheckFailed("its record cannot be read back", where=str(path), hint="please report this")
-    return made, digest.hexdigest()
+    return squashfs_sha256, digest.hexdigest()
 
 
-def publish(part: Path, target: Path, sha256: str) -> None:
-    """Put `part` in place as `target`, and its checksum next to it: after a kill, there is none."""
-    checksum = sidecar.sha256_path(target)
-    files.remove(checksum)
-    files.publish(part, target)
-    files.put(checksum, f"{sha256}  {target.name}\n")
+class Sqsh(Format):
+    """The .sqsh of enroot, pyxis and ch-run."""
 
+    name = "sqsh"
+    # unsquashfs of RHEL 8 reads no zstd, and the user's machine cannot tell what the nodes have.
+    default_compression = "gzip"
+    has_checksum = True
 
-def undamaged(path: Path, wanted: Callable[[ImgkitRecord], bool]) -> ImgkitRecord | None:
-    """The record of the .sqsh `path`, if it is `wanted`, and no byte of the file has changed.
+    def matches(self, path: Path) -> bool:
+        """Return whether the file is a squashfs."""
+        return is_sqsh(path)
 
-    None also where there is no such file, or no checksum next to it.
-    """
-    try:
-        if not is_sqsh(path) or (found := record(path)) is None or not wanted(found):
+    def added_files(self, config: ImageConfig, note: Callable[[str], None]) -> AddedFiles:
+        """Return the files that the programs read, and what the image gets if it lacks it."""
+        for name in skipped_variables(config):
+            note(f"the image sets the variable {name!r}, which enroot never sets: left out")
+        return own_files(config), mount_points(config)
+
+    def filtered(self, entries: Iterator[ImageEntry], note: Callable[[str], None]) -> Iterator[ImageEntry]:
+        """Return `entries` without devices."""
+        return without_devices(entries, note)
+
+    def complete(self, part: Path, config: ImageConfig) -> None:
+        """Check the squashfs: nothing is around it."""
+        structure(part)
+
+    def put_record(self, part: Path, record: ImgkitRecord, advance: Advance) -> tuple[ImgkitRecord, str]:
+        """Append the record, and return the checksum of the whole file with it."""
+        with files.open_regular(part) as stream:
+            digest = files.sha256_begun(stream, 0, part.stat().st_size, advance=advance)
+        record = dataclasses.replace(record, root_sha256=digest.hexdigest())
+        tail = files.description(image.record_text(record), MARK)
+        files.append(part, tail)
+        digest.update(tail)
+        return record, digest.hexdigest()
+
+    def intact_record(
+        self, path: Path, config: ImageConfig, accepts: Callable[[ImgkitRecord], bool]
+    ) -> ImgkitRecord | None:
+        """Return the record if `accepts` takes it and no byte of the file has changed."""
+        try:
+            stored = record(path) if is_sqsh(path) else None
+            if stored is None or not accepts(stored):
+                return None
+            return stored if digests(path) == (stored.root_sha256, sidecar.read_sha256(path)) else None
+        except (CheckFailed, UsageError):
             return None
-        root, whole = digests(path)
-        return found if (found.root_sha256, sidecar.read_sha256(path)) == (root, whole) else None
-    except (CheckFailed, UsageError):
-        return None

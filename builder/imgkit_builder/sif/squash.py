@@ -1,9 +1,16 @@
-"""Feed a tar entry by entry to what squashes; count the names written, correct the root folder and owners.
+"""Write a stream of entries as a squashfs, by one of two kinds of mksquashfs, and compare the result.
 
-mksquashfs 4.5.1 loses files of a tar and still exits 0. The lists of all folders follow each other without a
-gap in the table of folders, so that one pass over it sees every name. It also gives the root folder to the
-calling user, and with it an owner to the table of owners: the folder is given to root, and the owner removed,
-or two users would get two different files. The tables that follow are few: the extended attributes.
+mksquashfs from 4.5 on reads a tar from its standard input, and writes into the .sif itself.
+
+mksquashfs 4.3 and 4.4 (RHEL 8 and 9) cannot read a tar, so the files are unpacked once. An ordinary user
+cannot give files away or make devices: the files are unpacked under the user's uid, and a pseudo-file
+definition states owners, modes and devices. The tree is private, and no entry is written through a link: a
+folder counts only if it was made here.
+
+mksquashfs 4.5.1 loses files of a tar and still exits 0, so the names in the squashfs are counted. The lists
+of all folders follow each other without a gap in the table of folders, so that one pass over it sees every
+name. It also gives the root folder to the calling user: the folder is given to root, or two users would get
+two different files.
 
 ``-noI`` stores inodes, owners and folders as they are. The format is that of the kernel's
 Documentation/filesystems/squashfs.rst.
@@ -11,163 +18,532 @@ Documentation/filesystems/squashfs.rst.
 
 from __future__ import annotations
 
+import abc
 import contextlib
+import fcntl
+import itertools
 import os
+import re
+import shutil
+import signal
 import struct
-from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
-from imgkit_builder.archive import tar_write
-from imgkit_builder.archive.tar_read import BLOCK, CHARACTER, DIRECTORY, FIFO, HARD_LINK, REGULAR, SYMLINK
-from imgkit_builder.archive.tar_write import END
+from imgkit_builder.archive import tar_read, tar_write
+from imgkit_builder.archive.tar_read import CAPABILITY, DIRECTORY, FIFO, HARD_LINK, REGULAR, SYMLINK
 from imgkit_builder.base import files
+from imgkit_builder.base.process import bound
 from imgkit_builder.oci.config import epoch
-from imgkit_builder.sif import squashers
-from imgkit_builder.sif.conversion import ConversionJob, SquashOrder
-from imgkit_entrypoints.errors import CheckFailed
+from imgkit_builder.sif import image, mksquashfs
+from imgkit_builder.sif.conversion import Compression, ConversionJob
+from imgkit_builder.sif.entries import ImageEntry
+from imgkit_builder.sif.image import Superblock
+from imgkit_builder.sif.workspace import PACKED_SHARE, remove_tree
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing
 
-_TABLES = struct.Struct("<16xI28xQ16xQQQ")
-"""Number of fragments; places of: index of owners, table of folders, indexes of fragments and of exports."""
-_PLACE = struct.Struct("<Q")
-_LENGTH = struct.Struct("<H")
-_LIST_HEAD = struct.Struct("<III")
-_NAME_ENTRY = struct.Struct("<HhHH")
+INSTALL = "apt install squashfs-tools, dnf install squashfs-tools, or brew install squashfs"
+
+_PIPE_BYTES = 1 << 20
+_MAX_TIME_S = (1 << 32) - 1
+_PSEUDO_SPECIAL = re.compile(rb'[\s\\"#]')
+_DEVICES = {tar_read.CHARACTER: "c", tar_read.BLOCK: "b"}
+# An attribute that no squashfs holds, as access lists are.
+_HARMLESS = re.compile(r"Unrecognised (tar )?xattr prefix ")
+
+_OFFSET = struct.Struct("<Q")
+_BLOCK_HEADER = struct.Struct("<H")
+# Bit in the header of a metadata block that is not compressed.
 _PLAIN = 0x8000
-"""Bit in the header of a metadata block that is not compressed."""
+# Size of an uncompressed metadata block, without its header.
+_METADATA_BYTES = 8192
+_LIST_HEADER = struct.Struct("<III")
+_LIST_ENTRY = struct.Struct("<HhHH")
+# Offset of a table that is not there.
 _ABSENT = (1 << 64) - 1
-"""Position of a table that is not there."""
-_KINDS = {1: DIRECTORY, 2: REGULAR, 3: SYMLINK, 4: BLOCK, 5: CHARACTER, 6: FIFO}
-
-_ROOT = struct.Struct("<4s22xH4xQ8xQ8xQ")
-_WRITTEN_AT = 8
-"""Place in the superblock of the time at which the squashfs was written."""
-_MAGIC = b"hsqs"
-_BLOCK_BYTES = 8192
-"""Size of an uncompressed metadata block; each has a two-byte header."""
+# Position in the superblock of the time at which the squashfs was written.
+_MKFS_TIME_OFFSET = 8
 _FOLDER_TYPES = (1, 8)
-_INODE_OWNERS_AT, _INODE_TIME_AT = 4, 8
-"""Offsets in an inode: type, mode, uid and gid take two bytes each; uid and gid index the table of owners."""
+# Offsets in an inode: type, mode, uid and gid take two bytes each; uid and gid index the table of owners.
+_INODE_OWNERS, _INODE_TIME = 4, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Squash:
-    """A squashfs that is being written."""
+class SquashTarget:
+    """Where a squashfs goes, and how it is packed."""
 
-    sink: IO[bytes]
-    names: Counter[bytes] = field(default_factory=Counter)
-    """Number of names of each kind so far."""
-
-    def entry(self, kind: bytes, header: bytes) -> None:
-        """Begin an entry; the content of a file follows in `content`."""
-        self.names[kind] += 1
-        self.sink.write(header)
-
-    def content(self, pieces: Iterable[bytes | memoryview], size_bytes: int) -> None:
-        """The content of a file, and the zeros that fill its last block."""
-        for piece in pieces:
-            self.sink.write(piece)
-        self.sink.write(tar_write.padding(size_bytes))
+    path: Path
+    offset: int = 0
+    """Byte of `path` at which it begins."""
+    created_s: int
+    """Time of the squashfs and of its root folder."""
+    compression: Compression
+    folder: Path
+    """Folder of temporary files."""
 
 
-@contextlib.contextmanager
-def writing(job: ConversionJob, target: Path, *, created: str, offset: int = 0) -> Iterator[Squash]:
-    """Yield a squashfs that goes to byte `offset` of `target`; afterwards it is complete.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Squasher(abc.ABC):
+    """A mksquashfs."""
 
-    `created` is the time of the squashfs and its root folder, in RFC 3339 (empty: 1970).
+    program: Path
+    note: str = ""
+    """A sentence for the user: what is done, and why not by the best program; empty for the best."""
+    disk_share = 0.0
+    """Bytes of its temporary files per byte of the image."""
+
+    def __str__(self) -> str:
+        return f"mksquashfs {mksquashfs.version(self.program)} at {self.program}"
+
+    @property
+    def zstd_error(self) -> str:
+        """Why this build of it cannot compress with zstd; empty if it can. 4.3 cannot."""
+        return mksquashfs.zstd_error(self.program)
+
+    @abc.abstractmethod
+    def argv(self, target: SquashTarget) -> list[str]:
+        """Return the program and its arguments."""
+
+    @abc.abstractmethod
+    def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> None:
+        """Write `entries` as a squashfs.
+
+        Raises
+        ------
+        ToolFailed : the program failed, or said something that is not known to be harmless.
+        """
+
+    def _options(self, target: SquashTarget) -> tuple[str, ...]:
+        return (
+            *("-noappend", "-no-progress"),
+            *target.compression.options,
+            *mksquashfs.gather_limits().mksquashfs_options(),
+            # Uncompressed inodes, for `set_root`; costs 0.3 % of size.
+            "-noI",
+        )
+
+
+def choose() -> Squasher:
+    """Return the first program that works on this machine.
+
+    Raises
+    ------
+    ToolMissing : none does.
+    """
+    if program := mksquashfs.tar_reader():
+        return TarMksquashfs(program=program)
+    obstacle = mksquashfs.obstacle()
+    # Without a pseudo file, an ordinary user's squashfs would have no other owner.
+    for program in mksquashfs.candidates():
+        if mksquashfs.knows(program, r"-pf\b"):
+            note = f"the files are written to disk once, and squashed from there (slower): {obstacle}"
+            return OldMksquashfs(program=program, note=note)
+    raise ToolMissing(obstacle, hint=INSTALL)
+
+
+def write(
+    entries: Iterator[ImageEntry],
+    job: ConversionJob,
+    path: Path,
+    *,
+    created: str = "",
+    offset: int = 0,
+    squasher: Squasher | None = None,
+) -> None:
+    """Write `entries` as a squashfs to byte `offset` of `path`, by the first squasher that works here.
+
+    `created` is the time of the squashfs and its root folder, in RFC 3339 (default: 1970).
 
     Raises
     ------
     ToolMissing, ToolFailed : nothing here squashes, or it failed or printed something unexpected.
     CheckFailed : the squashfs has other names than it should have.
     """
-    order = SquashOrder(
-        target=target,
+    target = SquashTarget(
+        path=path,
         offset=offset,
         created_s=epoch(created),
         compression=job.compression,
         folder=job.work.folder,
-        log=job.log,
-        on_line=job.clock.line,
-        note=job.clock.note,
     )
-    squasher = job.squasher or squashers.choose()
-    with squasher.feed(order) as sink:
-        made = Squash(sink=sink)
-        yield made
-        sink.write(END)
-    _compare(target, made.names, offset=offset)
-    set_root(target, order.created_s, offset=offset)
+    # A counter that entries advance as they pass: its next number is how many names were sent.
+    counter = itertools.count()
+    (squasher or choose()).write(storable(entries, counter, job.clock.note), target, job)
+    sent, stored = next(counter), _count_names(path, offset)
+    if stored != sent:
+        raise CheckFailed(
+            f"the squashfs has other names than were sent: {stored} of {sent}",
+            where=str(path),
+            hint="please report this",
+        )
+    set_root(path, target.created_s, offset=offset)
 
 
-def _names_by_kind(path: Path, *, offset: int = 0) -> Counter[bytes]:
-    """Number of names for each type flag of a tar, in the squashfs at byte `offset`; without the root.
+def storable(
+    entries: Iterator[ImageEntry], counter: Iterator[int], note: Callable[[str], None]
+) -> Iterator[ImageEntry]:
+    """Yield `entries` with no attributes but capabilities; advance `counter` by one for each name."""
+    stripped = 0
+    for entry in entries:
+        if entry.xattrs.keys() - {CAPABILITY}:
+            stripped += 1
+            # Engines export no other attribute, and two sources of one image must give the same tree.
+            capability = {name: value for name, value in entry.xattrs.items() if name == CAPABILITY}
+            entry = entry.changed(xattrs=capability)
+        for _ in entry.names:
+            next(counter)
+        yield entry
+    if stripped:
+        note(f"{stripped} files lose extended attributes: a squashfs of imgkit holds capabilities only")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TarMksquashfs(Squasher):
+    """mksquashfs from 4.5 on."""
+
+    def argv(self, target: SquashTarget) -> list[str]:
+        """Return the program and its arguments."""
+        created_s = str(target.created_s)
+        return [
+            *(str(self.program), "-", str(target.path), "-tar", "-quiet"),
+            *self._options(target),
+            *(("-offset", str(target.offset)) if target.offset else ()),
+            # A tar has no entry for the root itself; by default / would get mode 0777 and the current time.
+            *("-root-mode", "0755", "-root-uid", "0", "-root-gid", "0"),
+            *("-root-time", created_s, "-mkfs-time", created_s),
+        ]
+
+    def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> None:
+        """Feed it a tar."""
+        argv = self.argv(target)
+        job.log.write(f"$ ... | {' '.join(argv)}\n")
+        with running(argv, job) as sink:
+            write_tar(entries, sink)
+
+
+def write_tar(entries: Iterator[ImageEntry], sink: IO[bytes]) -> None:
+    """Write `entries` to `sink` as a tar that mksquashfs reads without a loss."""
+    for entry in entries:
+        sink.write(entry.header or _tar_header(entry))
+        if entry.size_bytes:
+            for piece in entry.content:
+                sink.write(piece)
+            # A tar consists of blocks: zeros fill the last one of a file.
+            sink.write(tar_write.padding(entry.size_bytes))
+        # Directly behind the file: mksquashfs 4.5.1 loses a hard link that comes before its target.
+        for name in entry.names[1:]:
+            sink.write(tar_write.header(name, HARD_LINK, link=entry.name))
+    sink.write(tar_write.END)
+
+
+def _tar_header(entry: ImageEntry) -> bytes:
+    return tar_write.header(
+        entry.name,
+        entry.kind,
+        mode=entry.mode,
+        uid=entry.uid,
+        gid=entry.gid,
+        mtime_s=entry.mtime_s,
+        size_bytes=entry.size_bytes,
+        link=entry.link,
+        device=entry.device,
+        xattrs=entry.xattrs,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OldMksquashfs(Squasher):
+    """mksquashfs 4.3 and 4.4."""
+
+    disk_share = 1 + PACKED_SHARE
+
+    def argv(self, target: SquashTarget) -> list[str]:
+        """Return the program and its arguments; it packs the unpacked files."""
+        # -pf replaces owner and mode of files that are there, and adds devices that are not.
+        tree, output, owners = (str(target.folder / name) for name in ("tree", "root.sqfs", "owners"))
+        return [str(self.program), tree, output, "-pf", owners, *self._options(target)]
+
+    def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> None:
+        """Write the files, then squash them, then copy the squashfs."""
+        tree, output = UnpackedTree(target.folder / "tree"), target.folder / "root.sqfs"
+        for entry in entries:
+            tree.add(entry)
+        tree.finish(target.created_s)
+        (target.folder / "owners").write_bytes(b"".join(tree.pseudo_file()))
+        for loss in tree.losses():
+            job.clock.note(f"{loss} (mksquashfs 4.5 or later loses nothing)")
+        argv = [*self.argv(target), *(() if tree.attributes else ("-no-xattrs",))]
+        job.log.write(f"$ {' '.join(argv)}\n")
+        # Its standard output is a table of what it wrote.
+        with running(argv, job, only_errors=True):
+            pass
+        remove_tree(tree.root)
+        with (
+            files.open_regular(output) as squashfs,
+            files.open_own(target.path, os.O_RDWR | os.O_CREAT, "r+b") as stream,
+        ):
+            # Behind the room for the header; what is at its beginning stays.
+            stream.seek(target.offset)
+            shutil.copyfileobj(squashfs, stream, files.CHUNK_BYTES)
+        output.unlink()
+
+
+class UnpackedTree:
+    """Files of an image on disk, all of this user's, and what a pseudo file says about them.
+
+    Raises
+    ------
+    ToolFailed : (from `add`) a file cannot be written.
+    CheckFailed : (from `add`) an entry comes twice, or before its folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.attributes = 0
+        """Number of files that have an extended attribute of theirs."""
+        self._folder_times: dict[str, int] = {"": 0}
+        self._lines: dict[str, str] = {}
+        """The line of each name in the pseudo file, without the name; a folder comes before what is in it.
+        Interned: most files have the same owner and mode."""
+        self._lost_attributes = 0
+        root.mkdir(mode=0o700)
+        # A file system may label every file, as SELinux does. mksquashfs would store that.
+        self._is_labelled = bool(_attributes(root))
+
+    def add(self, entry: ImageEntry) -> None:
+        """Write the entry and its further names."""
+        for name in entry.names:
+            above, _, last = name.rpartition("/")
+            # Whatever an archive says, nothing is written outside of the tree.
+            is_inside = above in self._folder_times and not name.startswith("/")
+            if not is_inside or last in ("", ".", "..") or name in self._folder_times:
+                raise CheckFailed(f"{name!r} comes twice, or before its folder", where="the merged layers")
+            if "\n" in name:
+                raise ToolFailed(
+                    f"an old mksquashfs cannot store {name!r}, whose name has a line break",
+                    hint="squashfs-tools 4.5 or later",
+                )
+            try:
+                if name == entry.name and entry.kind != HARD_LINK:
+                    self._create(entry)
+                else:
+                    self._link(name, entry.link if name == entry.name else entry.name)
+            except OSError as error:
+                if error.errno in files.FULL:
+                    raise
+                raise ToolFailed(
+                    f"{name!r} of the image cannot be written to disk: {error.strerror}",
+                    where=str(self.root),
+                    hint="--tmpdir DIR on another file system, or squashfs-tools 4.5 or later",
+                ) from error
+
+    def _create(self, entry: ImageEntry) -> None:
+        path, kind, mode = self._path(entry.name), entry.kind, entry.mode & 0o7777
+        time_s = min(max(entry.mtime_s, 0), _MAX_TIME_S)
+        if kind == REGULAR:
+            # O_EXCL and O_NOFOLLOW: an earlier entry of this name, such as a link, is never written through.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with os.fdopen(os.open(path, flags, 0o600), "wb") as stream:
+                stream.writelines(entry.content)
+        elif kind == DIRECTORY:
+            # Private until it is packed: the files are this user's now, with modes of the image's own users.
+            path.mkdir(mode=0o700)
+            self._folder_times[entry.name] = time_s
+        elif kind == SYMLINK:
+            path.symlink_to(os.fsdecode(_raw(entry.link)))
+            mode = 0o777
+        elif kind == FIFO:
+            os.mkfifo(path, 0o600)
+        elif kind in _DEVICES:
+            major, minor = entry.device
+            line = f"{_DEVICES[kind]} {mode:o} {entry.uid} {entry.gid} {major} {minor}"
+            self._lines[entry.name] = sys.intern(line)
+            return
+        else:
+            raise CheckFailed(f"{entry.name!r} is of the unknown type {kind!r}", where="the merged layers")
+        self._set_attributes(entry, path)
+        os.utime(path, (time_s, time_s), follow_symlinks=False)
+        self._lines[entry.name] = sys.intern(f"m {mode:o} {entry.uid} {entry.gid}")
+
+    def _link(self, name: str, target: str) -> None:
+        line = self._lines.get(target)
+        if line is None or target in self._folder_times:
+            raise CheckFailed(f"{name!r} is a hard link to {target!r}", where="the merged layers")
+        if not _is_device(line):
+            os.link(self._path(target), self._path(name), follow_symlinks=False)
+        # mksquashfs stores every name of a link or FIFO as a file of its own.
+        self._lines[name] = line
+
+    def _set_attributes(self, entry: ImageEntry, path: Path) -> None:
+        """Set the extended attributes that this user may set."""
+        for name, value in entry.xattrs.items():
+            try:
+                os.setxattr(path, name, value, follow_symlinks=False)
+            except (OSError, AttributeError):
+                self._lost_attributes += 1
+            else:
+                self.attributes += not self._is_labelled
+                self._lost_attributes += self._is_labelled
+
+    def finish(self, created_s: int) -> None:
+        """Set the times of the folders, which every file in them has changed."""
+        self._folder_times[""] = created_s
+        for name, time_s in self._folder_times.items():
+            os.utime(self._path(name), (time_s, time_s))
+        # mksquashfs takes the mode of / from this folder; the pseudo file has no line for it.
+        self.root.chmod(0o755)
+
+    def pseudo_file(self) -> Iterator[bytes]:
+        """Yield the lines of the pseudo file."""
+        for name, line in self._lines.items():
+            yield _PSEUDO_SPECIAL.sub(rb"\\\g<0>", _raw(name)) + f" {line}\n".encode()
+
+    def losses(self) -> Iterator[str]:
+        """Yield what the squashfs will lack, for people."""
+        if self._lost_attributes:
+            yield f"{self._lost_attributes} extended attributes are left out, which this user cannot set here"
+        if devices := sum(map(_is_device, self._lines.values())):
+            yield f"{devices} devices get the current time"
+
+    def _path(self, name: str) -> Path:
+        return self.root / os.fsdecode(_raw(name))
+
+
+def _attributes(path: Path) -> list[str]:
+    try:
+        return os.listxattr(path)
+    except (OSError, AttributeError):  # a file system without them; not Linux
+        return []
+
+
+def _is_device(line: str) -> bool:
+    return not line.startswith("m")
+
+
+def _raw(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+@contextlib.contextmanager
+def running(argv: Sequence[str], job: ConversionJob, *, only_errors: bool = False) -> Iterator[IO[bytes]]:
+    """Run mksquashfs with its standard input open; on leaving, it has succeeded or was killed.
+
+    It ends with imgkit, however that ends: left alone, it would write gigabytes that nobody uses.
+    A line that is not known to be harmless is a failure: mksquashfs prints one for a file that it leaves
+    out, and exits 0. With `only_errors`, the lines of its standard output do not count.
+
+    Raises
+    ------
+    ToolFailed : it failed.
+    """
+    # It refuses -mkfs-time beside this variable.
+    env = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
+    with tempfile.TemporaryFile() as messages:
+        process = subprocess.Popen(
+            bound(argv),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL if only_errors else messages,
+            stderr=messages,
+            bufsize=_PIPE_BYTES,
+            env=env,
+            # Ctrl-C is for imgkit, which then ends the program and removes its file.
+            start_new_session=True,
+        )
+        assert process.stdin is not None  # noqa: S101 - for the type checker: stdin=PIPE
+        with contextlib.suppress(OSError, AttributeError):  # an unprivileged user's limit; not Linux
+            fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        is_broken = False
+        try:
+            try:
+                yield process.stdin
+                process.stdin.close()
+            except BrokenPipeError:
+                is_broken = True
+            code = process.wait()
+        except BaseException:
+            process.kill()
+            process.wait()
+            # Closing would try to write the rest of its buffer.
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+            raise
+        messages.seek(0)
+        output = messages.read().decode("utf-8", "replace").strip()
+    job.log.write(output + "\n")
+    for line in output.splitlines():
+        job.clock.line(line)
+    # An exit code of 0 says little: it prints a line for a file that it leaves out, and goes on.
+    if code == 0 and not is_broken and all(_HARMLESS.match(line) for line in output.splitlines()):
+        return
+    job.log.flush()
+    limit = ": file too large, see ulimit -f" if code == -signal.SIGXFSZ else ""
+    failed = f"failed with exit code {code}{limit}"
+    tail = "\n".join(output.splitlines()[-10:])
+    raise ToolFailed(
+        f"mksquashfs {failed if code != 0 or is_broken else 'printed something unexpected'}",
+        hint=f"its last lines:\n{tail}\nthe full log: {job.log.name}",
+    )
+
+
+def _count_names(path: Path, offset: int) -> int:
+    """Return the number of names in the squashfs at byte `offset`, without the root.
 
     Raises
     ------
     CheckFailed : the table of folders is compressed or damaged.
     """
-    found: Counter[bytes] = Counter()
-    with files.open_regular(path) as stream:
-        table = b"".join(_folder_table(stream, path, offset))
-    at = 0
+    names = position = 0
     try:
-        while at < len(table):
-            count, _, _ = _LIST_HEAD.unpack_from(table, at)
-            at += _LIST_HEAD.size
-            for _ in range(count + 1):
-                _, _, kind, length = _NAME_ENTRY.unpack_from(table, at)
-                at += _NAME_ENTRY.size + length + 1
-                found[_KINDS[kind]] += 1
-    except (struct.error, KeyError) as error:
-        raise _damaged(path) from error
-    return found
+        with files.open_regular(path) as stream:
+            table = b"".join(_folder_table(stream, offset))
+        while position < len(table):
+            followers, _, _ = _LIST_HEADER.unpack_from(table, position)
+            position += _LIST_HEADER.size
+            for _ in range(followers + 1):
+                *_, length = _LIST_ENTRY.unpack_from(table, position)
+                position += _LIST_ENTRY.size + length + 1
+            names += followers + 1
+    except (struct.error, ValueError) as error:
+        message = "a squashfs was written whose table of folders cannot be read"
+        raise CheckFailed(message, where=str(path)) from error
+    return names
 
 
-def _compare(path: Path, sent: Counter[bytes], *, offset: int) -> None:
-    """Raise CheckFailed if the squashfs at byte `offset` has not the names that were `sent`, counted by kind.
-
-    The names of hard links count to the kind of what they name.
-    """
-    found = _names_by_kind(path, offset=offset)
-    kinds = sorted(found | sent)
-    wrong = [kind for kind in kinds if kind != HARD_LINK and found[kind] < sent[kind]]
-    if wrong or sum(found.values()) != sum(sent.values()):
-        counts = ", ".join(f"{found[kind]} of {sent[kind]} of type {kind.decode()!r}" for kind in kinds)
-        raise CheckFailed(
-            f"the squashfs has other names than were sent: {counts}",
-            where=str(path),
-            hint="please report this",
-        )
-
-
-def _folder_table(stream: BinaryIO, path: Path, offset: int) -> Iterator[bytes]:
-    """The blocks of the table of folders."""
-    fragments, ids, at, fragment_index, exports = _TABLES.unpack(_exactly(stream, path, offset, 96))
+def _folder_table(stream: BinaryIO, offset: int) -> Iterator[bytes]:
+    """Yield the blocks of the table of folders; raise ValueError or struct.error if it cannot be read."""
+    superblock = Superblock(*_unpack(stream, image.SUPERBLOCK, offset))
     # It ends where the first block of the next table begins, which that table's index states.
-    following = fragment_index if fragments else exports if exports != _ABSENT else ids
-    (end,) = _PLACE.unpack(_exactly(stream, path, offset + following, _PLACE.size))
-    while at < end:
-        (head,) = _LENGTH.unpack(_exactly(stream, path, offset + at, _LENGTH.size))
-        size = head & (_PLAIN - 1)
-        if not head & _PLAIN or not size:
-            raise _damaged(path)
-        yield _exactly(stream, path, offset + at + _LENGTH.size, size)
-        at += _LENGTH.size + size
+    index = superblock.owner_table if superblock.export_table == _ABSENT else superblock.export_table
+    if superblock.fragments:
+        index = superblock.fragment_table
+    (end,) = _unpack(stream, _OFFSET, offset + index)
+    position = superblock.directory_table
+    while position < end:
+        block = _metadata_block(stream, offset + position)
+        if not block:
+            raise ValueError("an empty block")
+        yield block
+        position += _BLOCK_HEADER.size + len(block)
 
 
-def _exactly(stream: BinaryIO, path: Path, place: int, size: int) -> bytes:
-    stream.seek(place)
+def _unpack(stream: BinaryIO, form: struct.Struct, position: int) -> tuple[Any, ...]:
+    stream.seek(position)
+    return form.unpack(stream.read(form.size))
+
+
+def _metadata_block(stream: BinaryIO, position: int) -> bytes:
+    """Return the content of an uncompressed metadata block; raise ValueError if it is compressed."""
+    (header,) = _unpack(stream, _BLOCK_HEADER, position)
+    size = header & (_PLAIN - 1)
     data = stream.read(size)
-    if len(data) < size:
-        raise _damaged(path)
+    if not header & _PLAIN or len(data) < size:
+        raise ValueError("a compressed block, or cut short")
     return data
-
-
-def _damaged(path: Path) -> CheckFailed:
-    return CheckFailed("a squashfs was written whose table of folders cannot be read", where=str(path))
 
 
 def set_root(path: Path, mtime_s: int, *, offset: int = 0) -> bool:
@@ -182,45 +558,39 @@ def set_root(path: Path, mtime_s: int, *, offset: int = 0) -> bool:
     ``-noI`` stores inodes and owners as they are. mksquashfs 4.3 has no ``-mkfs-time``.
     """
     with files.open_own(path, os.O_RDWR, "r+b") as stream:
-        stream.seek(offset)
-        magic, owners, reference, owner_table, table = _ROOT.unpack(stream.read(_ROOT.size))
-        if magic != _MAGIC:
-            return False
-        stream.seek(offset + _WRITTEN_AT)
+        superblock = Superblock(*_unpack(stream, image.SUPERBLOCK, offset))
+        # mksquashfs 4.3 has no -mkfs-time.
+        stream.seek(offset + _MKFS_TIME_OFFSET)
         stream.write(struct.pack("<I", mtime_s))
-        start, at = offset + table + (reference >> 16), reference & 0xFFFF
-        stream.seek(start)
-        (header,) = struct.unpack("<H", stream.read(2))
-        if not header & _PLAIN:
-            return False
+        start = offset + superblock.inode_table + (superblock.root_inode >> 16)
+        inode = superblock.root_inode & 0xFFFF
 
-        def position(offset: int) -> int:
-            """Place in the file of the byte at `offset` from the inode, which may lie in the next block."""
-            block, inside = divmod(at + offset, _BLOCK_BYTES)
-            return int(start + block * (2 + _BLOCK_BYTES) + 2 + inside)
+        def position(field_offset: int) -> int:
+            """Return where a byte of the inode is in the file; the inode may end in the next block."""
+            block, inside = divmod(inode + field_offset, _METADATA_BYTES)
+            return start + block * (_BLOCK_HEADER.size + _METADATA_BYTES) + _BLOCK_HEADER.size + inside
 
+        (header,) = _unpack(stream, _BLOCK_HEADER, start)
         stream.seek(position(0))
-        if stream.read(1)[0] not in _FOLDER_TYPES:
+        if not header & _PLAIN or stream.read(1)[0] not in _FOLDER_TYPES:
             return False
-        changes = {_INODE_TIME_AT: struct.pack("<I", mtime_s)}
-        root = _place_of_root(stream, offset, owner_table, owners)
-        if root is not None:
-            changes[_INODE_OWNERS_AT] = struct.pack("<HH", root, root)
-        for offset, data in changes.items():
+        changes = {_INODE_TIME: struct.pack("<I", mtime_s)}
+        root_owner = _index_of_root(stream, superblock, offset)
+        if root_owner is not None:
+            changes[_INODE_OWNERS] = struct.pack("<HH", root_owner, root_owner)
+        for field_offset, data in changes.items():
             for number, byte in enumerate(data):
-                stream.seek(position(offset + number))
+                stream.seek(position(field_offset + number))
                 stream.write(bytes([byte]))
     return True
 
 
-def _place_of_root(stream: BinaryIO, offset: int, table: int, count: int) -> int | None:
-    """Index of root in the table of owners; None if it is absent or the table is compressed."""
-    stream.seek(offset + table)
-    (block,) = struct.unpack("<Q", stream.read(8))
-    stream.seek(offset + block)
-    (header,) = struct.unpack("<H", stream.read(2))
-    if not header & _PLAIN:
+def _index_of_root(stream: BinaryIO, superblock: Superblock, offset: int) -> int | None:
+    """Return the index of root in the table of owners; None if it is absent or the table is compressed."""
+    try:
+        (block,) = _unpack(stream, _OFFSET, offset + superblock.owner_table)
+        data = _metadata_block(stream, offset + block)
+        owners = [owner for (owner,) in struct.iter_unpack("<I", data)]
+    except (ValueError, struct.error):
         return None
-    first = min(count, _BLOCK_BYTES // 4)
-    owners = struct.unpack(f"<{first}I", stream.read(4 * first))
     return owners.index(0) if 0 in owners else None

@@ -19,10 +19,10 @@ LOOK_EVERY_S = 1.0
 
 def main() -> int:
     """Run and return the exit code, 128 + N for signal N."""
-    pid_file, encoding, folder, *words = sys.argv[1:]
-    end = words.index("--")
-    env = dict(os.environ) | dict(word.split("=", 1) for word in words[:end])
-    argv = words[end + 1 :]
+    pid_file, encoding, folder, *arguments = sys.argv[1:]
+    end = arguments.index("--")
+    env = dict(os.environ) | dict(variable.split("=", 1) for variable in arguments[:end])
+    argv = arguments[end + 1 :]
     parent = os.getppid()
     os.setsid()
     with open(pid_file, "w") as stream:  # noqa: PTH123 - pathlib costs 10 ms of start-up

@@ -21,15 +21,19 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any
 
 from imgkit_builder.base import files
+from imgkit_builder.base.sizes import size_text
 from imgkit_entrypoints import json_text
-from imgkit_entrypoints.errors import ToolFailed, UsageError
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 
 _TMP_VARIABLES = ("IMGKIT_TMPDIR", "APPTAINER_TMPDIR", "SINGULARITY_TMPDIR", "TMPDIR")
 _FOLDER = f"{files.TEMPORARY}sif."
 _NO_SPACE = re.compile(r"no space left on device|disk quota exceeded|file too large", re.IGNORECASE)
+PACKED_SHARE = 0.5
+"""Size of a squashfs per image byte, with a margin: measured 0.26 to 0.4."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -44,15 +48,15 @@ class Workspace:
 
 
 def tmp_base(target: Path, chosen: Path | None) -> Path:
-    """The folder for temporary files: `chosen`, the first variable that is set, or the target's own folder.
+    """Return the folder for temporary files: `chosen`, else that of a variable, else the target's own.
 
     Not /tmp: on many clusters that is memory, and a conversion needs several times the image's size.
     """
     if chosen is not None:
         base = chosen
     else:
-        named = next((value for name in _TMP_VARIABLES if (value := os.environ.get(name))), None)
-        base = Path(named) if named else target.parent
+        values = filter(None, map(os.environ.get, _TMP_VARIABLES))
+        base = Path(next(values, target.parent))
     base = base.expanduser().absolute()
     if not base.is_dir() or not os.access(base, os.W_OK | os.X_OK):
         raise UsageError(
@@ -61,6 +65,42 @@ def tmp_base(target: Path, chosen: Path | None) -> Path:
             hint="--tmpdir DIR with a folder on a large, local disk",
         )
     return base
+
+
+def check_space(size: int, temporary: int, target: Path, base: Path) -> None:
+    """Raise CheckFailed if an image of `size` bytes, with `temporary` ones in `base`, has no space."""
+    packed = int(size * PACKED_SHARE)
+    one_disk = _on_one_disk(base, target)
+    needs = {base: temporary + packed} if one_disk else {base: temporary, target.parent: packed}
+    free = {folder: disk_usage(folder).free for folder in needs}
+    short = [folder for folder in needs if free[folder] < needs[folder]]
+    if not short:
+        return
+    # All options at once: with one of two alone, the next attempt would end here again.
+    options = ["--tmpdir DIR"] if base in short else []
+    options += ["-o FILE.sif"] if one_disk or target.parent in short else []
+    first, *rest = short
+    also = "".join(
+        f"; {size_text(needs[folder])} in {folder}, where {size_text(free[folder])} are free"
+        for folder in rest
+    )
+    raise CheckFailed(
+        f"{size_text(free[first])} are free, an image of {size_text(size)} needs "
+        f"{size_text(needs[first])}{also}",
+        where=str(first),
+        hint=f"{' and '.join(options)} on a larger disk",
+    )
+
+
+def spare_bytes(size: int, disk_share: float, target: Path, base: Path) -> int:
+    """Return what `base` has free beside the temporary files and the .sif of an image of `size` bytes."""
+    if _on_one_disk(base, target):
+        disk_share += PACKED_SHARE
+    return disk_usage(base).free - int(size * disk_share)
+
+
+def _on_one_disk(base: Path, target: Path) -> bool:
+    return base.stat().st_dev == target.parent.stat().st_dev
 
 
 @contextlib.contextmanager
@@ -74,7 +114,7 @@ def workspace(target: Path, base: Path) -> Iterator[Workspace]:
     """
     key, part = _key(target), files.temporary_name(target)
     folder = base / f"{_FOLDER}{key}.{secrets.token_hex(4)}"
-    with _named_if_full(target, base), _locked(target, key, folder):
+    with _explained_if_full(target, base), _locked(target, key, folder):
         try:
             folder.mkdir(mode=0o700)
             yield Workspace(folder=folder, part=part)
@@ -87,7 +127,7 @@ def workspace(target: Path, base: Path) -> Iterator[Workspace]:
 
 @contextlib.contextmanager
 def scratch(beside: Path, chosen: Path | None = None) -> Iterator[Path]:
-    """A temporary folder where `tmp_base` says, for what is beside `beside`; removed at the end."""
+    """Yield a temporary folder where `tmp_base` says, for what is beside `beside`; removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix=files.TEMPORARY, dir=tmp_base(beside, chosen)))
     try:
         yield folder
@@ -111,40 +151,54 @@ def _lock_path(target: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _named_if_full(target: Path, base: Path) -> Iterator[None]:
+def _explained_if_full(target: Path, base: Path) -> Iterator[None]:
     """Name the full disk and the option for another one, also where the runtime or mksquashfs met it."""
     try:
         yield
-    except (OSError, ToolFailed) as error:
-        tool = error if isinstance(error, ToolFailed) else None
-        if tool and not _NO_SPACE.search(f"{tool.what} {tool.hint}"):
+    except ToolFailed as error:
+        # The programs say it in their own words, somewhere in their last lines.
+        if not _NO_SPACE.search(f"{error.what} {error.hint}"):
             raise
-        if isinstance(error, OSError) and error.errno not in files.FULL:
+        raise _disk_full(target, base, error.what, error.hint or "") from error
+    except OSError as error:
+        if error.errno not in files.FULL:
             raise
-        said = tool.what if tool else getattr(error, "strerror", "")
-        folder = files.fullest(target.parent, base)
-        other = "-o FILE" if folder != base else "--tmpdir DIR"
-        one_disk = target.parent.stat().st_dev == base.stat().st_dev  # it fills again after either alone
-        both = "-o FILE, and --tmpdir DIR," if one_disk else other
-        raise ToolFailed(
-            f"the disk of {folder} is full: {said}",
-            where=str(target),
-            hint="\n".join(filter(None, (f"{both} on a larger disk", tool.hint if tool else ""))),
-        ) from error
+        raise _disk_full(target, base, error.strerror or "", "") from error
+
+
+def _disk_full(target: Path, base: Path, message: str, details: str) -> ToolFailed:
+    folder = files.fullest(target.parent, base)
+    option = "-o FILE" if folder != base else "--tmpdir DIR"
+    if _on_one_disk(base, target):
+        option = "-o FILE, and --tmpdir DIR,"  # it fills again after either alone
+    return ToolFailed(
+        f"the disk of {folder} is full: {message}",
+        where=str(target),
+        hint="\n".join(filter(None, (f"{option} on a larger disk", details))),
+    )
 
 
 @contextlib.contextmanager
 def _locked(target: Path, key: str, folder: Path | None) -> Iterator[None]:
     path = _lock_path(target)
-    descriptor = _open_lock(path, target)
     try:
-        locked = _take(descriptor, path, target)
+        # Not a second name of another file, either: what is in it is replaced.
+        with files.open_own(path, os.O_RDWR | os.O_CREAT) as stream:
+            descriptor = os.dup(stream.fileno())
+    except OSError as error:
+        raise UsageError(
+            f"cannot write into {target.parent}: {error.strerror}",
+            where=str(target),
+            hint="-o FILE.sif in a folder that you can write to",
+        ) from error
+    try:
+        has_lock = _lock(descriptor, path, target)
         try:
-            if locked:
-                _clean(target, key, _read(descriptor))
+            if has_lock:
+                _remove_stale(target, key, _holder(descriptor))
             os.ftruncate(descriptor, 0)
-            about = {"pid": os.getpid(), "host": socket.gethostname(), "folder": str(folder)}
-            os.pwrite(descriptor, json.dumps(about).encode(), 0)
+            holder = {"pid": os.getpid(), "host": socket.gethostname(), "folder": str(folder)}
+            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
             yield
         finally:
             # Where the folder could not be removed, the next run finds its name in the lock.
@@ -154,45 +208,33 @@ def _locked(target: Path, key: str, folder: Path | None) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _open_lock(path: Path, target: Path) -> int:
-    try:
-        # Not a second name of another file, either: what is in it is replaced.
-        with files.open_own(path, os.O_RDWR | os.O_CREAT) as stream:
-            return os.dup(stream.fileno())
-    except OSError as error:
-        raise UsageError(
-            f"cannot write into {target.parent}: {error.strerror}",
-            where=str(target),
-            hint="-o FILE.sif in a folder that you can write to",
-        ) from error
-
-
-def _take(descriptor: int, path: Path, target: Path) -> bool:
-    """Lock; False if the file system has no locks (then nothing is known to be stale)."""
+def _lock(descriptor: int, path: Path, target: Path) -> bool:
+    """Lock; return False if the file system has no locks (then nothing is known to be stale)."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno in _NO_LOCKS:
             return False
-        about = _read(descriptor)
+        holder = _holder(descriptor)
         raise UsageError(
-            f"another imgkit process is writing this file (pid {about.get('pid')} on {about.get('host')})",
+            f"another imgkit process is writing this file (pid {holder.get('pid')} on {holder.get('host')})",
             where=str(target),
             hint="wait for it, or choose another name with -o",
         ) from error
     try:
-        same = os.fstat(descriptor).st_ino == path.stat().st_ino
+        is_same_file = os.fstat(descriptor).st_ino == path.stat().st_ino
     except FileNotFoundError:
-        same = False
-    if not same:
+        is_same_file = False
+    if not is_same_file:
         # The run that held the lock has just ended and removed the file that we opened.
         raise UsageError(
-            "another imgkit process created this file meanwhile", where=str(target), hint="run it again"
+            "another imgkit process created this file in the meantime", where=str(target), hint="run it again"
         )
     return True
 
 
-def _read(descriptor: int) -> dict[str, Any]:
+def _holder(descriptor: int) -> dict[str, Any]:
+    """Return what the process that wrote the lock says about itself."""
     try:
         values = json_text.parse(os.pread(descriptor, 1 << 16, 0))
         return values if isinstance(values, dict) else {}
@@ -200,22 +242,23 @@ def _read(descriptor: int) -> dict[str, Any]:
         return {}
 
 
-def _clean(target: Path, key: str, about: dict[str, Any]) -> None:
+def _remove_stale(target: Path, key: str, holder: dict[str, Any]) -> None:
     """Remove what a killed run left, but only our names and files: anybody may have written the lock."""
     for part in files.temporary_files(target):
-        if _ours(part, stat.S_ISREG):
+        if _is_ours(part, stat.S_ISREG):
             part.unlink(missing_ok=True)
-    left = Path(str(about.get("folder", "")))
-    if re.fullmatch(rf"{re.escape(_FOLDER)}{key}\.[0-9a-f]{{8}}", left.name) and _ours(left, stat.S_ISDIR):
-        remove_tree(left)
+    folder = Path(str(holder.get("folder", "")))
+    is_named_so = re.fullmatch(rf"{re.escape(_FOLDER)}{key}\.[0-9a-f]{{8}}", folder.name)
+    if is_named_so and _is_ours(folder, stat.S_ISDIR):
+        remove_tree(folder)
 
 
-def _ours(path: Path, is_kind: Callable[[int], bool]) -> bool:
+def _is_ours(path: Path, is_kind: Callable[[int], bool]) -> bool:
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return False
-    return found.st_uid == os.getuid() and is_kind(found.st_mode)
+    return status.st_uid == os.getuid() and is_kind(status.st_mode)
 
 
 def remove_tree(folder: Path) -> None:

@@ -22,26 +22,22 @@ from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.archive.sidecar import Sidecar
-    from imgkit_builder.sif.conversion import Converted, EngineImage, Format, Options, Source
+    from imgkit_builder.sif.conversion import Converted, FormatName, Options
+    from imgkit_builder.sif.entries import EngineImage, Source
     from imgkit_entrypoints.system import CompressionChoice, SystemFacts
-
-Origin = Literal["archive", "daemon", "layers", "oci"]
-"""Where an image comes from, and how: ``daemon`` and ``layers`` are two ways to read it from an engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionRequest:
     """How to convert an image."""
 
-    origin: Origin | None = None
-    """None: a file is an archive, and an image comes from the engine by the faster method."""
-    format: Format | None = None
+    format: FormatName | None = None
     """None: ``sqsh`` where the name of the file ends so, else ``sif``."""
     compression: CompressionChoice = "auto"
     """``zstd`` or ``gzip``; ``auto``: what the system of the image states, else gzip in a .sqsh, and zstd
     in a .sif if this machine can write and mount it."""
     writer: Literal["auto", "imgkit", "runtime"] = "auto"
-    """Who writes the file; ``auto``: imgkit if something here squashes, else Singularity or Apptainer."""
+    """Who writes the file; ``auto``: imgkit if mksquashfs is available, else a runtime."""
     tmpdir: Path | None = None
     """Folder for temporary files."""
     unpack_limit_bytes: int | None = None
@@ -104,19 +100,17 @@ def _prepared(
     from imgkit_builder.sif.conversion import Options
 
     format = _format(sif, request)
-    with source_of(image, request.origin) as (source, system):
+    with source_of(image) as (source, system):
         if image == "-" and sif is None:
             raise UsageError(
                 "an image from standard input has no name yet", where="-", hint=f"-o FILE.{format}"
             )
-        direct = {"daemon": True, "layers": False}.get(request.origin or "")
         options = Options(
             runtime=request.runtime,
             module_hint=module_line(system),
             format=format,
             compression=compression_for(system, request.compression),
             writer=request.writer,
-            direct=direct,
             tmpdir=request.tmpdir,
             unpack_limit_bytes=request.unpack_limit_bytes,
             force=request.force,
@@ -133,14 +127,14 @@ def compression_for(system: SystemFacts | None, wanted: CompressionChoice = "aut
     return wanted if wanted != "auto" or system is None else system.runtime.compression
 
 
-def _format(target: str | Path | None, request: ConversionRequest) -> Format:
+def _format(target: str | Path | None, request: ConversionRequest) -> FormatName:
     """The format that was asked for, by the option or by the name of the file.
 
     Raises
     ------
     UsageError : the two disagree, or a runtime is named for a .sqsh.
     """
-    named: Format | None = {".sif": "sif", ".sqsh": "sqsh"}.get(Path(target or "").suffix)  # type: ignore[assignment]
+    named: FormatName | None = {".sif": "sif", ".sqsh": "sqsh"}.get(Path(target or "").suffix)  # type: ignore[assignment]
     found = request.format or named or "sif"
     if named and found != named:
         raise UsageError(
@@ -156,23 +150,21 @@ def _format(target: str | Path | None, request: ConversionRequest) -> Format:
 
 
 @contextlib.contextmanager
-def source_of(image: str, origin: Origin | None = None) -> Iterator[tuple[Source, SystemFacts | None]]:
+def source_of(image: str) -> Iterator[tuple[Source, SystemFacts | None]]:
     """Yield the source called `image`, and its system if that is known; an engine stays connected."""
     from imgkit_builder.archive import sidecar
-    from imgkit_builder.sif.conversion import Archive, OciFolder, Piped
+    from imgkit_builder.sif.entries import Archive, OciFolder, Piped
 
     path = Path(image)
     if image == "-":
         yield Piped(stream=sys.stdin.buffer), None
-    elif origin not in ("daemon", "layers") and path.is_file() and path.suffix not in RECIPE_SUFFIXES:
+    elif path.is_file() and path.suffix not in RECIPE_SUFFIXES:
         _refuse_converted(path)
         described = sidecar.read(path)
         if described:
             _refuse_unfinished(path, described)
         yield Archive(path=path), described.system if described else None
-    elif origin == "oci" or (origin is None and (path / "oci-layout").is_file()):
-        if not (path / "oci-layout").is_file():
-            raise UsageError("not an OCI folder: it has no file oci-layout", where=image)
+    elif (path / "oci-layout").is_file():
         yield OciFolder(path=path), None
     else:
         if image.endswith(ARCHIVE_SUFFIXES):

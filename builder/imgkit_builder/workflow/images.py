@@ -66,7 +66,7 @@ def _test_sif(path: Path, runtime: str | None, report: Reporter) -> tuple[Check,
     target = _target_of(path)
     tool = find_runtime(runtime, module_hint=module_line(target.system if target else None))
     isolated = isolation(tool)
-    report.note(isolated.said("python3"))
+    report.note(isolated.description("python3"))
     return smoke.check(
         lambda argv: process.run([str(tool.path), *exec_arguments(path, argv, isolated)], check=False),
         arch=arch,
@@ -147,7 +147,7 @@ def _sif_shell(path: str, *, host: bool, workdir: str) -> ShellCommand:
         argv += ["--bind", bind]
     if start := workdir or _stated_workdir(Path(path)):
         argv += ["--pwd", start]
-    reach = isolated.said("a shell") if isolated else _SHARED
+    reach = isolated.description("a shell") if isolated else _SHARED
     return ShellCommand(argv=(*argv, str(Path(path).absolute())), reach=reach)
 
 

@@ -86,7 +86,7 @@ class Bench:
         (self.source / "weights").write_bytes(os.urandom(1 << 20))
         self.edit_source()
         self.run(*self.build())
-        self.run(*IMGKIT, "sif", TAG, "--from", "daemon", "-o", self.sif)
+        self.run(*IMGKIT, "sif", TAG, "-o", self.sif)
         self.sif.chmod(0o644)
 
     def recipe(self, name: str, **image: object) -> None:

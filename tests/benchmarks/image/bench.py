@@ -157,19 +157,18 @@ class Bench:
         sides = [
             tutorial("docker save + singularity build docker-archive:"),
             ours("imgkit save + imgkit sif", ("save", TAG, "-o", tar), ("sif", tar, "-o", sif)),
-            ours("imgkit sif --from daemon", ("sif", TAG, "--from", "daemon", "-o", sif)),
+            ours("imgkit sif", ("sif", TAG, "-o", sif)),
             self.floor(self.clean),
         ]
         if "--mksquashfs-args" in run("singularity", "build", "--help"):
             args = ("--mksquashfs-args", " ".join(ZSTD3))
             sides.insert(1, tutorial("the tutorial's two steps, with zstd level 3", *args))
         self.table(kept, sides)
-        for way, source in (("imgkit sif of an archive", tar), ("imgkit sif --from daemon", TAG)):
+        for way, source in (("imgkit sif of an archive", tar), ("imgkit sif", TAG)):
             self.clean()
             if source == tar:
                 run(*IMGKIT, "save", TAG, "-o", tar)
-            extra = () if source == tar else ("--from", "daemon")
-            stages = json.loads(run(*IMGKIT, "sif", source, *extra, "-o", sif, "--json"))["seconds"]
+            stages = json.loads(run(*IMGKIT, "sif", source, "-o", sif, "--json"))["seconds"]
             print(
                 f"\nstages of {way}: " + ", ".join(f"{name} {float(s):.2f} s" for name, s in stages.items())
             )

@@ -12,13 +12,20 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.archive import oci_folder
-from imgkit_builder.archive.oci_folder import Laid
+from imgkit_builder.archive import oci_folder, stored
+from imgkit_builder.archive.oci_folder import Laid, write_layout
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.examine.verify import verify
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing
 
 Made = Any
+
+
+def lay_out(path: Path, folder: Path, *, unpack_limit_bytes: int | None = None) -> Laid:
+    """Write an OCI folder as the runtime gets it."""
+    folder.mkdir()
+    with stored.opened(path, folder, unpack_limit_bytes=unpack_limit_bytes) as image:
+        return write_layout(image, folder, Silent(), unpack_limit_bytes=unpack_limit_bytes)
 
 
 def lay(path: Path, tmp_path: Path) -> Laid:
@@ -27,7 +34,7 @@ def lay(path: Path, tmp_path: Path) -> Laid:
     layers = answers.pop("layers")
     assert answers == {"sha256": "warn", "archive": "ok", "image id": "ok", "sidecar": "skip"}
     assert layers in ("ok", "warn")  # warn: zstd inside, which verify does not unpack
-    return oci_folder.from_archive(path, tmp_path / "laid", Silent())
+    return lay_out(path, tmp_path / "laid")
 
 
 def write(tmp_path: Path, data: bytes) -> Path:
@@ -119,7 +126,7 @@ def test_zstd_archive_without_program(
     path = write(tmp_path, zstd(made.tar(made.legacy_members())))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ToolMissing, match="zstd is not on PATH") as caught:
-        oci_folder.from_archive(path, tmp_path / "laid", Silent())
+        lay_out(path, tmp_path / "laid")
     assert "zstd -d" in str(caught.value.hint)
 
 
@@ -138,7 +145,7 @@ def test_oci_folder_by_hard_links(made: Made, tmp_path: Path) -> None:
     for name, data in made.modern_members().items():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes(data)
-    laid = oci_folder.from_folder(source, tmp_path / "laid", Silent())
+    laid = lay_out(source, tmp_path / "laid")
     assert_is(laid, made)
     blob = laid.folder / "blobs/sha256" / laid.config.diff_ids[0].removeprefix("sha256:")
     assert blob.stat().st_nlink == 2
@@ -152,7 +159,7 @@ def test_oci_folder_damaged_layer(made: Made, tmp_path: Path) -> None:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes(data[:-1] + b"?" if data == made.layers[1] else data)
     with pytest.raises(CheckFailed, match="layer 2 of 3 is damaged"):
-        oci_folder.from_folder(source, tmp_path / "laid", Silent())
+        lay_out(source, tmp_path / "laid")
 
 
 def test_peek_reads_no_layers(archive: Path, made: Made, tmp_path: Path) -> None:

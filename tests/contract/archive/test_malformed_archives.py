@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.archive import compressed, oci_folder, read
+from imgkit_builder.archive import compressed, read, stored
+from imgkit_builder.archive.oci_folder import Laid, write_layout
 from imgkit_builder.base.checks import Check
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.examine.verify import verify
@@ -304,6 +305,13 @@ CASES = [
 ]
 
 
+def lay_out(path: Path, folder: Path, *, unpack_limit_bytes: int | None = None) -> Laid:
+    """Write an OCI folder as the runtime gets it."""
+    folder.mkdir()
+    with stored.opened(path, folder, unpack_limit_bytes=unpack_limit_bytes) as image:
+        return write_layout(image, folder, Silent(), unpack_limit_bytes=unpack_limit_bytes)
+
+
 def cut(data: bytes, share: float) -> bytes:
     return data[: int(len(data) * share)]
 
@@ -327,7 +335,7 @@ def answers(path: Path) -> dict[str, Check]:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_damage_refused(case: Case, made: Made, tmp_path: Path) -> None:
     with pytest.raises(case.refusal, match=case.says) as caught:
-        oci_folder.from_archive(written(case, made, tmp_path), tmp_path / "laid", Silent())
+        lay_out(written(case, made, tmp_path), tmp_path / "laid")
     assert str(tmp_path) in str(caught.value.where) or "layer" in str(caught.value)
 
 
@@ -360,14 +368,14 @@ def test_truncated_zstd_refused(made: Made, tmp_path: Path, zstd: Callable[[byte
     path.write_bytes(zstd(legacy(made))[:-20])
     assert answers(path)["archive"].verdict == "fail"
     with pytest.raises(CheckFailed, match="zstd data is damaged"):
-        oci_folder.from_archive(path, tmp_path / "laid", Silent())
+        lay_out(path, tmp_path / "laid")
 
 
 def test_several_images_name_the_next_command(made: Made, tmp_path: Path) -> None:
     path = tmp_path / "image.tar"
     path.write_bytes(two_images(made))
     with pytest.raises(UsageError) as caught:
-        oci_folder.from_archive(path, tmp_path / "laid", Silent())
+        lay_out(path, tmp_path / "laid")
     assert "docker save -o FILE.tar made:latest" in str(caught.value.hint)
 
 
@@ -375,7 +383,7 @@ def test_file_tree_names_the_next_command(made: Made, tmp_path: Path) -> None:
     path = tmp_path / "image.tar"
     path.write_bytes(made.tar({"bin/sh": b"#!"}))
     with pytest.raises(UsageError) as caught:
-        oci_folder.from_archive(path, tmp_path / "laid", Silent())
+        lay_out(path, tmp_path / "laid")
     assert "docker save" in str(caught.value.hint)
 
 
@@ -384,7 +392,7 @@ def test_other_compressors_name_their_program(tmp_path: Path, magic: bytes, name
     path = tmp_path / "image.tar"
     path.write_bytes(magic + bytes(100))
     with pytest.raises(UsageError) as caught:
-        oci_folder.from_archive(path, tmp_path / "laid", Silent())
+        lay_out(path, tmp_path / "laid")
     assert f"{name} -dk" in str(caught.value.hint)
 
 
@@ -393,7 +401,7 @@ def test_too_many_members_refused(made: Made, tmp_path: Path, monkeypatch: pytes
     path = tmp_path / "image.tar"
     path.write_bytes(legacy(made))
     with pytest.raises(UsageError, match="more than 5 members"):
-        oci_folder.from_archive(path, tmp_path / "laid", Silent())
+        lay_out(path, tmp_path / "laid")
     assert "more than 5 members" in answers(path)["archive"].found
 
 
@@ -404,7 +412,7 @@ def test_names_never_become_paths(made: Made, tmp_path: Path, name: str) -> None
     path = tmp_path / "image.tar"
     path.write_bytes(made.tar({name: b"evil", **made.legacy_members()}))
     before = sorted(tmp_path.rglob("*"))
-    laid = oci_folder.from_archive(path, inside / "laid", Silent())
+    laid = lay_out(path, inside / "laid")
     assert laid.config.image_id == made.image_id
     after = [one for one in sorted(tmp_path.rglob("*")) if inside / "laid" not in (one, *one.parents)]
     assert after == before
@@ -426,11 +434,11 @@ def test_archive_made_to_fill_the_disk_refused(
     if packed == "layers":
         path = path.rename(tmp_path / "image.tar")
     with pytest.raises(CheckFailed, match=r"unpack to more than .* GB.*--unpack-limit GB allows more"):
-        oci_folder.from_archive(path, tmp_path / "laid", Silent())
+        lay_out(path, tmp_path / "laid")
     assert sum(one.stat().st_size for one in tmp_path.rglob("*") if one.is_file()) < 3 * 10**6
     found = answers(path)["archive"]
     assert (found.verdict, "--unpack-limit" in found.found) == ("fail", True)
-    laid = oci_folder.from_archive(path, tmp_path / "more", Silent(), unpack_limit_bytes=10**8)
+    laid = lay_out(path, tmp_path / "more", unpack_limit_bytes=10**8)
     assert laid.config.image_id == big.image_id
 
 
@@ -450,8 +458,8 @@ def test_folder_made_to_fill_the_disk_refused(made: Made, tmp_path: Path) -> Non
         (tmp_path / "oci" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "oci" / name).write_bytes(data)
     with pytest.raises(CheckFailed, match="unpack to more than"):
-        oci_folder.from_folder(tmp_path / "oci", tmp_path / "laid", Silent(), unpack_limit_bytes=50_000)
-    oci_folder.from_folder(tmp_path / "oci", tmp_path / "more", Silent())
+        lay_out(tmp_path / "oci", tmp_path / "laid", unpack_limit_bytes=50_000)
+    lay_out(tmp_path / "oci", tmp_path / "more")
 
 
 def test_verify_refuses_a_configuration_without_os(made: Made, tmp_path: Path) -> None:

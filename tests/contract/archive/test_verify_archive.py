@@ -178,7 +178,7 @@ def test_archive_of_an_interrupted_save_is_not_converted(archive: Path) -> None:
     sidecar.sha256_path(archive).unlink()
     with (
         pytest.raises(CheckFailed, match=r"incomplete: .*sha256 is missing") as caught,
-        source_of(str(archive), None),
+        source_of(str(archive)),
     ):
         pass
     assert str(caught.value.hint).startswith("sha256sum ")

@@ -10,7 +10,7 @@ import pytest
 
 from imgkit_builder import engine as engines
 from imgkit_builder.engine import Engine, LocalImage
-from imgkit_builder.sif.conversion import EngineImage
+from imgkit_builder.sif.entries import EngineImage
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 NAME = "small:latest"

@@ -21,7 +21,7 @@ from labkit import IMGKIT, docker, imgkit, imgkit_json, output, public_folder, r
 
 from imgkit_builder.delta import source, tree
 from imgkit_builder.inventory.collector import DOCUMENT
-from imgkit_builder.sif import coverage, image
+from imgkit_builder.sif import image
 
 pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_group("without-engine")]
 
@@ -153,7 +153,7 @@ def test_ordinary_user_gets_a_tested_file(lab: Lab) -> None:
     sif = image.read(path)
     assert sif.record is not None
     assert (sif.record.route, sif.record.image_id) == ("definition", built["id"])
-    assert coverage.check(path).faults == ()
+    image.refuse_damaged(path)
     script = 'printf "%s|" "$WORDS" "${EMPTY-unset}"; cat /workspace/code/a.py'
     assert output("singularity", "exec", path, "sh", "-c", script) == "it's \"a\" word||print('a')\n"
     assert not [one.name for one in lab.folder.iterdir() if one.name.startswith(".")]

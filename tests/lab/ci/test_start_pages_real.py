@@ -90,7 +90,7 @@ def test_edit_page_shows_the_edited_line(folder: Path, standin: str) -> None:
     (folder / "src/train.py").write_text('print("lr 1e-2")\n')
     shell(take(lines, "imgkit build ./mine.yaml"), folder, "--base", standin)
     # The fast way of the same verb: a conversion by the default way is in the test below.
-    shell(take(lines, "imgkit sif ./mine.yaml"), folder, "--from", "daemon")
+    shell(take(lines, "imgkit sif ./mine.yaml"), folder)
     shell(take(lines, "echo"), folder)
     shell(take(lines, "imgkit build ./mine.yaml"), folder, "--base", standin)
     shell(take(lines, "imgkit delta"), folder)
@@ -276,7 +276,7 @@ def test_github_page_runs_a_project_with_relative_paths(folder: Path, standin: s
     stated = page.split("```yaml\n")[1].split("```")[0]
     assert set(stated.splitlines()) <= set((clone / "letters.yaml").read_text().splitlines())
     here(take(lines, "imgkit build"), "--base", standin, "--no-test")
-    here(take(lines, "imgkit sif"), "--from", "daemon", "--no-test")
+    here(take(lines, "imgkit sif"), "--no-test")
     # Named by itself, the .sif states its workdir, too.
     named = here("imgkit run letters.sif --dry-run -A a --qos acc_debug --time 5m -- dist-run train.py")
     assert "--pwd /workspace" in named.replace("\\\n    ", "")

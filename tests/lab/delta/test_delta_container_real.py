@@ -99,7 +99,7 @@ def edited(
         old, new = f"imgkit-test-edited-{os.getpid()}:1", f"imgkit-test-edited-{os.getpid()}:2"
         build(old, standin_notorch, OURS, edits("common", 60), edits("a", 15), edits("aa", 6))
         build(new, standin_notorch, OURS, edits("common", 60), edits("b", 15), edits("bb", 6))
-        imgkit_json("sif", old, "--from", "daemon", "--no-test", "-o", folder / "old.sif")
+        imgkit_json("sif", old, "--no-test", "-o", folder / "old.sif")
     return Edited(folder=folder, env=engine.env, tag=new, base=folder / "old.sif")
 
 
@@ -152,7 +152,7 @@ def test_ordinary_user_reads_only_what_changed(standin_notorch: str, prefix: str
         old, new = f"{prefix}:1", f"{prefix}:2"
         build(old, standin_notorch, OURS, edits("common", 20), edits("a", 10))
         build(new, standin_notorch, OURS, edits("common", 20), edits("b", 10))
-        imgkit_json("sif", old, "--from", "daemon", "--no-test", "-o", folder / "old.sif")
+        imgkit_json("sif", old, "--no-test", "-o", folder / "old.sif")
         (folder / "old.sif").chmod(0o644)
         made = imgkit_json("delta", new, "--against", "old.sif", "-o", "root.imgdelta", folder=folder)
         assert made["read_from"] == "folders"

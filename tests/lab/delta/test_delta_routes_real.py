@@ -19,13 +19,14 @@ from imgkit_builder.delta import tree
 from imgkit_builder.delta.make import make
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.inventory.collector import DOCUMENT
-from imgkit_builder.sif.conversion import Archive, Options
+from imgkit_builder.sif.conversion import Options
 from imgkit_builder.sif.convert import convert
+from imgkit_builder.sif.entries import Archive
 
 pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_group("containerd")]
 
 BASE, OLD, CODE, STEP = (f"imgkit.test/{name}:1" for name in ("tiny", "old", "code", "step"))
-ROUTES = ("layers", "export", "archive")
+ROUTES = ("export", "archive")
 QUIET = Options(test=False)
 
 
@@ -62,8 +63,7 @@ def made(
             (folder / "old.tar").write_bytes(b"".join(chunks))
         for route in ROUTES:
             source = Archive(path=folder / "old.tar") if route == "archive" else old
-            options = Options(test=False, direct=route == "export")
-            convert(source, folder / f"{route}.sif", options, Silent())
+            convert(source, folder / f"{route}.sif", Options(test=False), Silent())
         for kind, tag in (("code", CODE), ("step", STEP), ("pruned", STEP)):
             if kind == "pruned":
                 docker("rmi", "--force", OLD)

@@ -33,7 +33,7 @@ image:
   run: [echo one > /step]
   copy: [{{source: code, target: /opt/code}}]
 """
-WAYS = ("daemon", "layers", "archive")
+WAYS = ("engine", "archive")
 """How a .sif is made; the one called foreign is an archive's of another engine."""
 
 
@@ -148,8 +148,9 @@ def line(
         saved = imgkit_json("save", tag, "-o", "saved.tar", folder=folder)
         for way in WAYS:
             sifs[way] = folder / f"{way}.sif"
-            source = ("saved.tar",) if way == "archive" else (tag, "--from", way)
-            made = imgkit_json("sif", *source, "-o", sifs[way], "--no-test", folder=folder)
+            made = imgkit_json(
+                "sif", "saved.tar" if way == "archive" else tag, "-o", sifs[way], "--no-test", folder=folder
+            )
             ids.add(made["record"]["image_id"])
         ids.add(saved["image"]["id"])
         yield Line(kind=kind, folder=folder, name=tag, registry=address, built=built, ids=ids, sifs=sifs)
@@ -179,8 +180,8 @@ def test_both_ways_have_the_same_files(line: Line) -> None:
         )
         for way in WAYS
     }
-    assert listed["daemon"] == listed["layers"] == listed["archive"]
-    assert listed["daemon"].startswith("oneone\n")
+    assert listed["engine"] == listed["archive"]
+    assert listed["engine"].startswith("oneone\n")
 
 
 def test_second_build_is_cached(line: Line, base: str) -> None:
@@ -268,8 +269,8 @@ def test_owner_of_a_rootless_engine_needs_no_root(
     assert built("one", tag)["id"] == first["id"]
     saved = owner("save", tag, "-o", "saved.tar")
     made = [
-        owner("sif", *source, "-o", f"{number}.sif", "--no-test")
-        for number, source in enumerate((("saved.tar",), (tag, "--from", "daemon")))
+        owner("sif", source, "-o", f"{number}.sif", "--no-test")
+        for number, source in enumerate(("saved.tar", tag))
     ]
     assert {saved["image"]["id"], *(one["record"]["image_id"] for one in made)} == {first["id"]}
     changed = built("two", f"{tag}-changed")

@@ -223,8 +223,7 @@ def test_the_canary_leaves_marks_where_it_runs(lab: Lab) -> None:
         ("verify", "one.tar"),
         ("show", "NAME"),
         ("save", "NAME", "-o", "saved.tar"),
-        ("sif", "NAME", "-o", "converted.sif", "--from", "daemon", "--no-test"),
-        ("sif", "NAME", "-o", "layers.sif", "--from", "layers", "--no-test"),
+        ("sif", "NAME", "-o", "converted.sif", "--no-test"),
     ],
     ids=lambda words: "-".join(words[:2]),
 )

@@ -26,7 +26,8 @@ from imgkit_builder.base import files
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.recipe import sources as recipe_sources
 from imgkit_builder.sif import convert, image
-from imgkit_builder.sif.conversion import Archive, Options
+from imgkit_builder.sif.conversion import Options
+from imgkit_builder.sif.entries import Archive
 
 pytestmark = [
     pytest.mark.xdist_group("accidents"),

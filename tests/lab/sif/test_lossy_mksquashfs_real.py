@@ -11,7 +11,8 @@ from stored_images import archive
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.sif import convert
-from imgkit_builder.sif.conversion import Archive, Options
+from imgkit_builder.sif.conversion import Options
+from imgkit_builder.sif.entries import Archive
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed
 
 REAL = shutil.which("mksquashfs")

@@ -22,13 +22,14 @@ from labkit import imgkit, imgkit_json, ordinary_user, output
 from stored_images import archive, only
 
 from imgkit_builder import engine as engines
-from imgkit_builder.archive import oci_folder
+from imgkit_builder.archive import oci_folder, stored
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.delta import tree as layer_tree
 from imgkit_builder.delta.source import mounted
-from imgkit_builder.sif import coverage, image
-from imgkit_builder.sif.conversion import Archive, OciFolder, Options
+from imgkit_builder.sif import image
+from imgkit_builder.sif.conversion import Options
 from imgkit_builder.sif.convert import convert
+from imgkit_builder.sif.entries import Archive, OciFolder
 from imgkit_builder.sif.image import SifImage
 
 pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_group("sif")]
@@ -85,7 +86,7 @@ def lab(standin_notorch: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
         archive = folder / "odd.tar"
         output("docker", "save", "-o", archive, name)
         archive.chmod(0o644)
-        sif(name, "-o", "layers.sif", "--from", "layers", folder=folder)
+        sif(archive, "-o", "layers.sif", folder=folder)
         sif(name, "-o", "export.sif", folder=folder)
         yield Lab(
             name=name,
@@ -169,16 +170,14 @@ def test_attributes_are_the_same_from_every_source(tmp_path: Path) -> None:
         info.pax_headers = notes if name == "noted" else {**notes, f"{pax}security.capability": capability}
         members.append((info, b""))
     (tmp_path / "x.tar").write_bytes(archive([members]).replace(b"made:latest", tag.encode()))
-    oci_folder.from_archive(tmp_path / "x.tar", tmp_path / "oci", Silent())
+    oci_folder.write_layout(stored.open_image(tmp_path / "x.tar"), tmp_path / "oci", Silent())
     output("docker", "load", "-i", tmp_path / "x.tar")
     try:
         engine = engines.local_image(engines.connect(), tag)
-        sources = {"daemon": engine, "layers": engine, "archive": Archive(path=tmp_path / "x.tar")}
+        sources = {"engine": engine, "archive": Archive(path=tmp_path / "x.tar")}
         sources["oci"] = OciFolder(path=tmp_path / "oci")
         for name, source in sources.items():
-            done = convert(
-                source, tmp_path / f"{name}.sif", Options(test=False, direct=name == "daemon"), Silent()
-            )
+            done = convert(source, tmp_path / f"{name}.sif", Options(test=False), Silent())
             entries = dict(layer_tree.everything(mounted(image.read(done.path))))
             found = {path: sorted(entries[path].xattrs) for path in ("noted", "capable", "both")}
             assert found == {
@@ -207,11 +206,10 @@ def test_same_data_objects(lab: Lab) -> None:
     def objects(path: Path) -> list[tuple[int, bytes]]:
         parsed = image.read(path)
         kinds = (image.DataType.DEFFILE, image.DataType.JSON)
-        ours = (image.IMGKIT_OBJECT, coverage.NAME)
         found = [
             (one.datatype, image.data(parsed, one))
             for one in parsed.descriptors
-            if one.datatype in kinds and one.name not in ours
+            if one.datatype in kinds and one.name != image.IMGKIT_OBJECT
         ]
         return [(kind, data) for kind, data in found if b"build-date" not in data]
 
@@ -227,8 +225,7 @@ def test_export_is_taken_and_told(lab: Lab, tmp_path: Path) -> None:
     shutil.copy(lab.layers, tmp_path / "x.sif")
     assert sif(lab.name, "-o", "x.sif", folder=tmp_path)["up_to_date"]
     assert "straight into the .sif" in imgkit("sif", lab.name, "--dry-run", folder=tmp_path).stdout
-    told = imgkit("sif", lab.name, "--from", "layers", "--dry-run", folder=tmp_path).stdout
-    assert "merge the layers" in told
+    assert "merged layers of" in imgkit("sif", lab.archive, "--dry-run", folder=tmp_path).stdout
 
 
 def test_machine_that_cannot_squash_takes_the_slow_route(lab: Lab, tmp_path: Path) -> None:
@@ -240,7 +237,7 @@ def test_machine_that_cannot_squash_takes_the_slow_route(lab: Lab, tmp_path: Pat
 
 
 def test_export_is_reproducible(lab: Lab) -> None:
-    again = sif(lab.name, "-o", "again.sif", "--from", "daemon", folder=lab.folder)
+    again = sif(lab.name, "-o", "again.sif", folder=lab.folder)
     assert again["record"]["root_sha256"] == image.root_sha256(lab.export)
 
 
@@ -254,7 +251,7 @@ def test_archive_same_image(lab: Lab) -> None:
 
 
 def test_oci_folder_same_image(lab: Lab, tmp_path: Path) -> None:
-    oci_folder.from_archive(lab.archive, tmp_path / "oci", Silent())
+    oci_folder.write_layout(stored.open_image(lab.archive), tmp_path / "oci", Silent())
     done = sif(tmp_path / "oci", "-o", "oci.sif", "--compression", "gzip", folder=lab.folder)
     superblock = image.squashfs(image.read(lab.folder / "oci.sif"))
     assert superblock is not None

@@ -26,7 +26,8 @@ from imgkit_builder.job import submit
 from imgkit_builder.job.request import Request
 from imgkit_builder.sif import convert
 from imgkit_builder.sif import sqsh as sqsh_files
-from imgkit_builder.sif.conversion import Archive, Options
+from imgkit_builder.sif.conversion import Options
+from imgkit_builder.sif.entries import Archive
 from imgkit_builder.workflow import remote_run
 from imgkit_entrypoints.errors import UsageError
 

@@ -18,7 +18,7 @@ from imgkit_builder.image.instructions import Definition, Step
 from imgkit_builder.oci import manifest
 from imgkit_builder.oci.manifest import BaseImage, Manifest
 from imgkit_builder.recipe.model import Recipe
-from imgkit_builder.sif.conversion import Archive
+from imgkit_builder.sif.entries import Archive
 from imgkit_entrypoints.errors import ToolFailed
 
 BASE = Start(source=Archive(path=Path("/base.tar")), image=BaseImage(name="b:1", platform="linux/amd64"))

@@ -48,7 +48,7 @@ def test_every_member_unpacks(name: str, size: int) -> None:
 
 def test_members_are_unpacked_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of them comes from the reader that goes step by step."""
-    monkeypatch.setattr(compressed.Gunzip, "give", None)
+    monkeypatch.setattr(compressed.Gunzip, "feed", None)
     assert unpacked(b"".join(write._gzip(cut(TEXT)))) == TEXT
 
 

@@ -1,4 +1,4 @@
-"""Compressed layers are unpacked once, side by side, and read while they come."""
+"""Compressed layers are unpacked once, side by side."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ import hashlib
 import io
 import json
 import tarfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from imgkit_builder.archive import stored
-from imgkit_builder.archive.compressed import Allowance
 from imgkit_builder.archive.layers import scan
-from imgkit_builder.archive.stored import NoRoom, Spool, SpoolFile
+from imgkit_builder.archive.stored import NoRoom, Spool
 from imgkit_builder.archive.tar_read import TarStream
 from imgkit_entrypoints.errors import CheckFailed
 
@@ -80,46 +78,10 @@ def test_layers_without_a_spool_stay_where_they_are(tmp_path: Path) -> None:
     assert scan(image, lambda stream: None) == image
 
 
-def test_reader_follows_the_writer(tmp_path: Path, spool: Spool) -> None:
-    """Each side waits for the other: the second half comes after the first was read."""
-    file, read = spool.file(), threading.Event()
-
-    def halves() -> Iterator[bytes]:
-        yield b"first"
-        assert read.wait(60)
-        yield b"second"
-
-    writer = threading.Thread(target=spool.fill, args=(file, halves(), Allowance(100, "x")))
-    writer.start()
-    chunks = file.chunks(100)
-    assert next(chunks) == b"first"
-    read.set()
-    assert list(chunks) == [b"second"]
-    writer.join(60)
-    assert list(file.chunks(4)) == [b"firs", b"tsec", b"ond"]
-
-
-def test_reader_passes_over_what_it_is_asked_to(spool: Spool) -> None:
-    file, jumps = spool.file(), [0, 3]
-    spool.fill(file, (one for one in (b"0123456789",)), Allowance(100, "x"))
-    assert list(file.chunks(2, step=lambda: jumps.pop(0) if jumps else 0)) == [b"01", b"56", b"78", b"9"]
-
-
 def test_plain_bytes_beyond_the_room_are_refused(tmp_path: Path) -> None:
     image = image_of(tmp_path / "x.tar", [tar_of(("a", b"1")), tar_of(("zeros", bytes(100_000)))])
     with Spool(folder=tmp_path, room_bytes=50_000) as small, pytest.raises(NoRoom):
         scan(image, lambda stream: None, threads=2, spool=small)
-
-
-def test_error_of_the_writer_reaches_the_reader(tmp_path: Path) -> None:
-    file = SpoolFile(tmp_path)
-    file.append(b"some")
-    file.end(CheckFailed("the gzip data is cut short"))
-    chunks = file.chunks(100)
-    assert next(chunks) == b"some"
-    with pytest.raises(CheckFailed, match="cut short"):
-        next(chunks)
-    file.close()
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])

@@ -13,21 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from imgkit_builder.archive.tar_write import END
 from imgkit_builder.delta import tree, write_squashfs
 from imgkit_builder.delta.layers import Folder, Graft, Tar
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.delta.tree import TreeEntry
 from imgkit_builder.sif import squash
-from imgkit_builder.sif.squash import Squash
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing
 
 
 def packed_tar(entries: Iterable[tuple[str, TreeEntry | None]]) -> bytes:
     """What mksquashfs reads."""
     sink = io.BytesIO()
-    write_squashfs.put(Squash(sink=sink), entries)
-    return sink.getvalue() + END
+    squash.write_tar(write_squashfs.image_entries(entries), sink)
+    return sink.getvalue()
 
 
 def archive(path: Path, members: Iterable[tuple[str, bytes, str]]) -> Tar:

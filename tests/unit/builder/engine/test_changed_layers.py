@@ -14,7 +14,7 @@ from imgkit_builder.archive.changed_files import ChangedFiles
 from imgkit_builder.delta import tree
 from imgkit_builder.delta.layers import Changes, Folder, Memory
 from imgkit_builder.engine.show_changed import Refused, ShownPaths, mount_points
-from imgkit_builder.sif.entries import OwnFile
+from imgkit_builder.sif.entries import ImageEntry
 from imgkit_entrypoints.errors import CheckFailed
 
 NOTHING = Memory(())
@@ -70,7 +70,7 @@ def test_what_does_not_show_is_a_whiteout_over_the_base(tmp_path: Path) -> None:
     base = Folder(files(tmp_path / "base", a__gone="g", a__same="s", b="file", run="r"))
     root = files(tmp_path / "root", a__same="s", b__c="now a folder")
     layer = files(tmp_path / "layer", a__gone="g", b__c="now a folder")
-    kept = Memory([OwnFile(path="run", kind=tar_read.REGULAR)])
+    kept = Memory([ImageEntry(names=("run",), kind=tar_read.REGULAR)])
     changes = Changes(shown(tmp_path, root, (layer,)), (base,), kept)
     found = tree.changes((base,), (changes, base))
     assert {path: entry and entry.kind for path, entry in found.items()} == {

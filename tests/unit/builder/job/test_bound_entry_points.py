@@ -162,7 +162,7 @@ def test_missing_runtime_names_its_module(tmp_path: Path) -> None:
 
 
 def test_encrypted_sif_is_refused(tmp_path: Path) -> None:
-    path = small_sif.write(tmp_path / "secret.sif", covered=False)
+    path = small_sif.write(tmp_path / "secret.sif", recorded=False)
     data = path.read_bytes()
     plain, encrypted = (kind.to_bytes(4, "little") + (2).to_bytes(4, "little") for kind in (1, 5))
     assert data.count(plain + b"02") == 1
@@ -172,7 +172,7 @@ def test_encrypted_sif_is_refused(tmp_path: Path) -> None:
 
 
 def test_foreign_architecture_is_named_before_a_look(tmp_path: Path) -> None:
-    path = small_sif.write(tmp_path / "arm.sif", covered=False, arch="arm64")
+    path = small_sif.write(tmp_path / "arm.sif", recorded=False, arch="arm64")
     prepared = submit.prepare("mn5", dataclasses.replace(HELLO, image=str(path), directory=tmp_path))
     assert submit.look_into(prepared) is prepared
     assert isinstance(prepared.job, Job)
@@ -182,7 +182,7 @@ def test_foreign_architecture_is_named_before_a_look(tmp_path: Path) -> None:
 
 def test_sif_of_imgkit_is_not_looked_at(tmp_path: Path) -> None:
     assert not bound.is_foreign(job(tmp_path, image=str(small_sif.write(tmp_path / "own.sif"))))
-    assert bound.is_foreign(job(tmp_path, image=str(small_sif.write(tmp_path / "b.sif", covered=False))))
+    assert bound.is_foreign(job(tmp_path, image=str(small_sif.write(tmp_path / "b.sif", recorded=False))))
 
 
 def test_digest_of_the_job_is_the_one_that_was_looked_at(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ from imgkit_builder.job.resolve import resolve
 from imgkit_builder.oci.manifest import InstalledProject
 from imgkit_builder.recipe.targets import find
 from imgkit_builder.sif import convert
-from imgkit_builder.sif.conversion import Archive, Options
+from imgkit_builder.sif.conversion import Options
+from imgkit_builder.sif.entries import Archive
 from imgkit_entrypoints.errors import UsageError
 
 

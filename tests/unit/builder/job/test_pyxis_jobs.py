@@ -83,7 +83,7 @@ def squashed(path: Path, *, manifest: bool = True, arch: str = "amd64", compress
     )
     if manifest:
         made = dataclasses.replace(small_sif.record(), arch=arch)
-        sqsh.describe(path, lambda root: dataclasses.replace(made, root_sha256=root))
+        sqsh.Sqsh().put_record(path, made, lambda *_: None)
     return path
 
 

@@ -30,8 +30,8 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
 
 
 def choose(capabilities: Capabilities | None, wanted: CompressionChoice) -> Compression:
-    lacks = mksquashfs.lacks_zstd(mksquashfs.find())
-    return conversion.choose_compression(capabilities, wanted, lacks_zstd=lacks)
+    zstd_error = mksquashfs.zstd_error(mksquashfs.find())
+    return conversion.choose_compression(capabilities, wanted, zstd_error=zstd_error)
 
 
 FULL = "-tar\t\tread uncompressed tar file\n\t\t\t\tgzip (default)\n\t\t\t\tzstd"

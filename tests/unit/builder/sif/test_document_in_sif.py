@@ -8,8 +8,7 @@ import pytest
 from imgkit_builder.archive.tar_read import DIRECTORY, HARD_LINK, REGULAR, SYMLINK
 from imgkit_builder.inventory.collector import DOCUMENT
 from imgkit_builder.oci.config import ImageConfig
-from imgkit_builder.sif import stream
-from imgkit_builder.sif.entries import ImageEntry
+from imgkit_builder.sif.entries import ImageEntry, with_document
 
 CONFIG = ImageConfig(
     image_id="sha256:" + "0" * 64,
@@ -34,7 +33,7 @@ def file(*names: str, data: bytes = b"") -> ImageEntry:
 
 def passed(*entries: ImageEntry) -> list[tuple[ImageEntry, bytes]]:
     """What comes out, each with its content, which is read as it comes."""
-    found = stream._adding_document(CONFIG)(iter(entries))
+    found = with_document(iter(entries), CONFIG)
     return [(one, b"".join(map(bytes, one.content))) for one in found]
 
 
@@ -91,7 +90,7 @@ def test_large_file_is_not_read_early() -> None:
 
     read: list[int] = []
     large = ImageEntry(names=(METADATA,), kind=REGULAR, size_bytes=1 << 40, content=content())
-    found = stream._adding_document(CONFIG)(iter((large,)))
+    found = with_document(iter((large,)), CONFIG)
     assert next(found) is large
     assert read == []
     *_, (last, data) = [(one, b"".join(map(bytes, one.content))) for one in found]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import io
+import itertools
 import tarfile
+from typing import Any
 
 import pytest
 
-from imgkit_builder.archive.tar_write import END
 from imgkit_builder.oci.config import ImageConfig
-from imgkit_builder.sif import stream
-from imgkit_builder.sif.entries import OwnFile
-from imgkit_builder.sif.squash import Squash
-from imgkit_builder.sif.stream import exported_entries
+from imgkit_builder.sif import squash
+from imgkit_builder.sif.entries import ImageEntry, export_entries, with_added_files, with_document
 from imgkit_entrypoints.errors import CheckFailed
 
 CREATED_S = 1710892800
@@ -46,15 +45,19 @@ def engines(name: str, kind: bytes = tarfile.REGTYPE, **fields: object) -> tuple
 MARK = engines(".dockerenv")
 
 
+def added(path: str, kind: bytes = tarfile.DIRTYPE, **values: Any) -> ImageEntry:
+    return ImageEntry(names=(path,), kind=kind, mtime_s=CREATED_S, **values)
+
+
 OWN = (
-    OwnFile(path=".singularity.d", kind=tarfile.DIRTYPE),
-    OwnFile(path=".singularity.d/env", kind=tarfile.DIRTYPE),
-    OwnFile(path=".singularity.d/env/10.sh", kind=tarfile.REGTYPE, data=b"export A=1\n"),
+    added(".singularity.d"),
+    added(".singularity.d/env"),
+    added(".singularity.d/env/10.sh", tarfile.REGTYPE).with_content(b"export A=1\n"),
 )
 IF_MISSING = (
-    OwnFile(path="environment", kind=tarfile.SYMTYPE, link=".singularity.d/env/10.sh"),
-    OwnFile(path="etc", kind=tarfile.DIRTYPE),
-    OwnFile(path="etc/hosts", kind=tarfile.REGTYPE, mode=0o644),
+    added("environment", tarfile.SYMTYPE, link=".singularity.d/env/10.sh"),
+    added("etc"),
+    added("etc/hosts", tarfile.REGTYPE, mode=0o644),
 )
 
 
@@ -63,9 +66,9 @@ def rewritten(*members: tuple[tarfile.TarInfo, bytes], form: int = tarfile.PAX_F
     with tarfile.open(fileobj=buffer, mode="w", format=form) as tar:
         for info, data in members:
             tar.addfile(info, io.BytesIO(data))
-    found = exported_entries(iter([buffer.getvalue()]), OWN, IF_MISSING, epoch=CREATED_S)
-    stream.send(found, Squash(sink=sink), CONFIG, print)
-    sink.write(END)
+    entries = export_entries(iter([buffer.getvalue()]), created_s=CREATED_S)
+    entries = with_document(with_added_files(entries, OWN, IF_MISSING), CONFIG)
+    squash.write_tar(squash.storable(entries, itertools.count(), print), sink)
     sink.seek(0)
     return tarfile.open(fileobj=sink)
 
@@ -150,7 +153,7 @@ def test_cut_export_refused() -> None:
     info, data = member("file", data=b"x" * 5000)
     cut = info.tobuf() + data[:2000]
     with pytest.raises(CheckFailed, match="docker export: cut short"):
-        stream.send(exported_entries(iter([cut]), (), epoch=0), Squash(sink=io.BytesIO()), CONFIG, print)
+        squash.write_tar(export_entries(iter([cut]), created_s=0), io.BytesIO())
 
 
 def test_what_hides_the_runtimes_files_gives_way() -> None:

@@ -1,39 +1,30 @@
-"""A tar as plain files: nothing is written through a link, and what cannot be true is refused."""
+"""Entries as plain files: nothing is written through a link, and what cannot be true is refused."""
 
 from __future__ import annotations
 
 import errno
-import io
 import os
 import stat
-import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from imgkit_builder.sif.squashers import PlainTree
+from imgkit_builder.archive.tar_read import DIRECTORY, HARD_LINK, REGULAR, SYMLINK
+from imgkit_builder.sif.entries import ImageEntry
+from imgkit_builder.sif.squash import UnpackedTree
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed
 
-
-def tar(*members: tuple[str, bytes, str]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as out:
-        for name, kind, link in members:
-            info = tarfile.TarInfo(name)
-            info.type, info.linkname = kind, link
-            out.addfile(info)
-    return buffer.getvalue()
+Member = tuple[str, bytes, str]
+FOLDER: Member = ("d", DIRECTORY, "")
+FILE: Member = ("d/f", REGULAR, "")
 
 
-def write(root: Path, data: bytes) -> PlainTree:
-    tree = PlainTree(root=root)
-    with tree.written() as sink:
-        sink.write(data)
+def write(root: Path, *members: Member) -> UnpackedTree:
+    tree = UnpackedTree(root)
+    for name, kind, link in members:
+        tree.add(ImageEntry(names=(name,), kind=kind, link=link, mode=0o644))
     return tree
-
-
-FOLDER, FILE = ("d", tarfile.DIRTYPE, ""), ("d/f", tarfile.REGTYPE, "")
 
 
 @pytest.mark.parametrize(
@@ -41,16 +32,17 @@ FOLDER, FILE = ("d", tarfile.DIRTYPE, ""), ("d/f", tarfile.REGTYPE, "")
     [
         ([FILE], "before its folder"),
         ([FOLDER, FOLDER], "comes twice"),
-        ([FOLDER, ("d/l", tarfile.LNKTYPE, "nowhere")], "hard link to 'nowhere'"),
-        ([FOLDER, ("d/l", tarfile.LNKTYPE, "../../etc/hosts")], "hard link"),
-        ([FOLDER, ("d/l", tarfile.LNKTYPE, "d")], "hard link to 'd'"),
+        ([FOLDER, ("d/..", REGULAR, "")], "comes twice, or before its folder"),
+        ([("/etc", REGULAR, "")], "before its folder"),
+        ([FOLDER, ("d/l", HARD_LINK, "nowhere")], "hard link to 'nowhere'"),
+        ([FOLDER, ("d/l", HARD_LINK, "../../etc/hosts")], "hard link"),
+        ([FOLDER, ("d/l", HARD_LINK, "d")], "hard link to 'd'"),
+        ([("s", b"7", "")], "unknown type"),
     ],
 )
-def test_tar_that_cannot_be_true_is_refused(
-    tmp_path: Path, members: Sequence[tuple[str, bytes, str]], why: str
-) -> None:
+def test_entries_that_cannot_be_true_are_refused(tmp_path: Path, members: Sequence[Member], why: str) -> None:
     with pytest.raises(CheckFailed, match=why):
-        write(tmp_path / "tree", tar(*members))
+        write(tmp_path / "tree", *members)
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
@@ -58,33 +50,15 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     with pytest.raises(CheckFailed, match="before its folder"):
-        write(tmp_path / "tree", tar(("l", tarfile.SYMTYPE, str(outside)), ("l/x", tarfile.REGTYPE, "")))
+        write(tmp_path / "tree", ("l", SYMLINK, str(outside)), ("l/x", REGULAR, ""))
     assert list(outside.iterdir()) == []
 
 
 def test_file_that_comes_twice_is_refused(tmp_path: Path) -> None:
-    link = ("d/f", tarfile.SYMTYPE, str(tmp_path / "victim"))
+    link = ("d/f", SYMLINK, str(tmp_path / "victim"))
     with pytest.raises(ToolFailed, match="'d/f' of the image cannot be written to disk: File exists"):
-        write(tmp_path / "tree", tar(FOLDER, link, FILE))
+        write(tmp_path / "tree", FOLDER, link, FILE)
     assert not (tmp_path / "victim").exists()
-
-
-def test_fault_while_much_is_sent_ends_the_sender(tmp_path: Path) -> None:
-    """The reader ends first; more than a pipe holds is still to come."""
-    with pytest.raises(CheckFailed, match="comes twice"):
-        write(tmp_path / "tree", tar(FOLDER, FOLDER, *[FILE] * 20_000))
-
-
-def test_fault_of_the_sender_comes_first(tmp_path: Path) -> None:
-    tree = PlainTree(root=tmp_path / "tree")
-
-    def interrupted() -> None:
-        with tree.written() as sink:
-            sink.write(tar(FOLDER)[:100])
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
 
 
 def test_full_disk_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,11 +69,18 @@ def test_full_disk_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(os, "utime", full)
     with pytest.raises(OSError, match="No space left"):
-        write(tmp_path / "tree", tar(FOLDER))
+        write(tmp_path / "tree", FOLDER)
 
 
 def test_files_are_private_until_they_are_squashed(tmp_path: Path) -> None:
-    tree = write(tmp_path / "tree", tar(FOLDER, FILE))
+    tree = write(tmp_path / "tree", FOLDER, FILE)
     modes = [stat.S_IMODE(path.stat().st_mode) for path in (tree.root, tree.root / "d", tree.root / "d/f")]
     assert modes == [0o700, 0o700, 0o600]
     assert list(tree.pseudo_file()) == [b"d m 644 0 0\n", b"d/f m 644 0 0\n"]
+
+
+def test_further_names_are_hard_links_and_special_names_are_quoted(tmp_path: Path) -> None:
+    tree = UnpackedTree(tmp_path / "tree")
+    tree.add(ImageEntry(names=("a", 'b "c"#'), kind=REGULAR, mode=0o4755, uid=7).with_content(b"x"))
+    assert (tree.root / "a").samefile(tree.root / 'b "c"#')
+    assert list(tree.pseudo_file()) == [b"a m 4755 7 0\n", b'b\\ \\"c\\"\\# m 4755 7 0\n']

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.sif import conversion, convert
-from imgkit_builder.sif.conversion import Archive, Piped, Source, Squasher
-from imgkit_builder.sif.convert import Means
-from imgkit_builder.sif.squashers import OldMksquashfs, TarMksquashfs
+from imgkit_builder.sif import conversion, convert, workspace
+from imgkit_builder.sif.convert import ConversionPlan
+from imgkit_builder.sif.entries import Archive, Piped, Source
+from imgkit_builder.sif.squash import OldMksquashfs, Squasher, TarMksquashfs
 from imgkit_entrypoints.errors import CheckFailed
 
 IMAGE_BYTES = 1_000_000
@@ -25,19 +25,19 @@ SQUASHERS: dict[str, Squasher | None] = {
 
 def check(source: Source, folder: Path, way: str) -> None:
     squasher = SQUASHERS[way]
-    means = Means(
+    plan = ConversionPlan(
         method="stream" if squasher else "layers",
-        packing=conversion.GZIP,
+        compression=conversion.GZIP,
         squasher=squasher,
         tool=None,
         notes=(),
     )
-    convert._check_space(source, folder / "x.sif", folder, means)
+    convert._check_space(source, folder / "x.sif", folder, plan)
 
 
 def free(monkeypatch: pytest.MonkeyPatch, free_bytes: float) -> None:
     usage: Any = type("usage", (), {"free": int(free_bytes)})
-    monkeypatch.setattr(convert, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(workspace, "disk_usage", lambda _: usage)
 
 
 @pytest.mark.parametrize(("way", "share"), [("new", 0.5), ("old", 2), ("runtime", 3.8)])
@@ -65,11 +65,11 @@ def test_compressed_archive_needs_room_for_its_plain_form(
 def test_full_disk_names_both_options_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free(monkeypatch, 0)
     with pytest.raises(CheckFailed) as caught:
-        convert.need_space(IMAGE_BYTES, IMAGE_BYTES, tmp_path / "x.sif", tmp_path)
+        workspace.check_space(IMAGE_BYTES, IMAGE_BYTES, tmp_path / "x.sif", tmp_path)
     assert caught.value.hint == "--tmpdir DIR and -o FILE.sif on a larger disk"
     other = Path("/dev/shm")  # another file system
     with pytest.raises(CheckFailed, match=f"needs 1.0 MB; .* in {other}, where 0 bytes are free") as caught:
-        convert.need_space(IMAGE_BYTES, IMAGE_BYTES, other / "x.sif", tmp_path)
+        workspace.check_space(IMAGE_BYTES, IMAGE_BYTES, other / "x.sif", tmp_path)
     assert caught.value.hint == "--tmpdir DIR and -o FILE.sif on a larger disk"
 
 

@@ -30,7 +30,7 @@ def config(*env: str, **settings: Any) -> ImageConfig:
 
 
 def text(of: ImageConfig, path: str) -> str:
-    return next(one.data.decode() for one in sqsh.own_files(of) if one.path == path)
+    return next(entry.read().decode() for entry in sqsh.own_files(of) if entry.name == path)
 
 
 def environment(*env: str) -> list[str]:
@@ -114,7 +114,7 @@ def test_the_last_of_two_values_counts() -> None:
 def test_names_that_enroot_drops_are_left_out_and_told() -> None:
     env = ("1a=x", "a-b=x", "ENROOT_ROOTFS=/", "=x", "A=1")
     assert environment(*env) == ["A=1"]
-    assert sqsh.left_out(config(*env)) == ("1a", "a-b", "ENROOT_ROOTFS", "")
+    assert sqsh.skipped_variables(config(*env)) == ("1a", "a-b", "ENROOT_ROOTFS", "")
 
 
 def test_gpus_are_visible_unless_the_image_says_otherwise() -> None:
@@ -162,7 +162,7 @@ def test_a_command_that_no_script_can_hold_is_refused(what: dict[str, Any]) -> N
 
 
 def test_what_a_start_needs_is_added_where_it_lacks() -> None:
-    made = {one.path: one.kind for one in sqsh.if_missing(config(WorkingDir="work/in side"))}
+    made = {entry.name: entry.kind for entry in sqsh.mount_points(config(WorkingDir="work/in side"))}
     assert made.keys() >= {"dev", "proc", "sys", "tmp", "etc/passwd", "etc/group", "work", "work/in side"}
     assert SYMLINK not in made.values()
 
@@ -182,13 +182,13 @@ def test_devices_and_all_in_dev_are_left_out() -> None:
         entry("jail/too", HARD_LINK, "jail/null"),
         entry("device"),
     ]
-    left = list(sqsh.without_devices(told.append)(iter(found)))
+    left = list(sqsh.without_devices(iter(found), told.append))
     assert [one.names for one in left] == [("dev",), ("a",), ("device",)]
     assert told == ["1 devices outside /dev are left out, as /jail/null: only root can unpack one"]
 
 
 def test_an_etc_that_is_a_link_is_refused() -> None:
-    found = sqsh.without_devices(lambda _: None)(iter([entry("etc", SYMLINK, "/usr/etc")]))
+    found = sqsh.without_devices(iter([entry("etc", SYMLINK, "/usr/etc")]), lambda _: None)
     with pytest.raises(CheckFailed, match="/etc of the image is not a folder"):
         list(found)
 
@@ -207,12 +207,8 @@ RECORD = ImgkitRecord(
 
 def described(path: Path) -> ImgkitRecord:
     path.write_bytes(b"hsqs" + bytes(5000))
-    record, _ = sqsh.describe(path, lambda root: ImgkitRecord(**{**as_dict(RECORD), "root_sha256": root}))
+    record, _ = sqsh.Sqsh().put_record(path, RECORD, lambda *_: None)
     return record
-
-
-def as_dict(record: ImgkitRecord) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in record.__slots__}
 
 
 def test_the_record_at_the_end_is_read_back(tmp_path: Path) -> None:

@@ -1,0 +1,305 @@
+"""Write a .sif around a squashfs, and edit one: add and remove data objects; none of it needs singularity.
+
+`image` draws the layout and reads it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import BinaryIO
+
+from imgkit_builder.base import files
+from imgkit_builder.oci.config import ImageConfig, epoch
+from imgkit_builder.sif import image, runtime_files
+from imgkit_builder.sif.conversion import AddedFiles, Format
+from imgkit_builder.sif.image import DESCRIPTOR, HEADER, Advance, DataType, Descriptor, Header
+from imgkit_entrypoints import json_text
+from imgkit_entrypoints.errors import CheckFailed
+
+GROUP = 1
+"""Every object is in it, so that one signature covers all."""
+PARTITION_ALIGN_BYTES = 4096
+"""A runtime mounts a partition only at a multiple of this."""
+_LAUNCH = b"#!/usr/bin/env run-singularity\n"
+_VERSION = b"01"
+_TABLE_OFFSET = 4096
+_DESCRIPTORS = 48
+_DATA_OFFSET = _TABLE_OFFSET + _DESCRIPTORS * DESCRIPTOR.size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewObject:
+    """A data object to add."""
+
+    datatype: int
+    name: str
+    group: int = GROUP
+    """Number of the group, without the bits of `image.GROUP_FLAG`; a signature covers one group."""
+    data: bytes | Path = field(repr=False)
+    extra: bytes = b""
+    align: int = 1
+    """The object begins at a multiple of this; a partition at one of `PARTITION_ALIGN_BYTES`."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of its data."""
+        return len(self.data) if isinstance(self.data, bytes) else self.data.stat().st_size
+
+
+def put_record(path: Path, record: image.ImgkitRecord) -> None:
+    """Write `record` as the last object of `path`, in place of an older one.
+
+    Raises
+    ------
+    CheckFailed : the table is full, or the record cannot be read back.
+    """
+    sif = image.read(path)
+    # First, so that the new one takes the same slot: the same record gives the same bytes.
+    remove(path, [descriptor.id for descriptor in sif.descriptors if image.is_record(descriptor)])
+    text, group = image.record_text(record), sif.require_root().group
+    add(path, NewObject(datatype=DataType.JSON, name=image.IMGKIT_OBJECT, group=group, data=text))
+    if image.read(path).record != record:
+        raise CheckFailed("its record cannot be read back", where=str(path), hint="please report this")
+
+
+def add(path: Path, new: NewObject) -> Descriptor:
+    """Write `new` behind the last object of the .sif `path`; the file ends with it.
+
+    The object gets the header's time, so that the result is deterministic.
+
+    Raises
+    ------
+    CheckFailed : no .sif, or its table is full.
+    """
+    with path.open("r+b") as stream:
+        sif = image.parse(path, stream)
+        unused = [number for number, slot in enumerate(sif.slots, 1) if not slot.used]
+        if not unused:
+            raise CheckFailed(f"all {len(sif.slots)} descriptors of the .sif are in use", where=str(path))
+        descriptor = _described(new, new.size_bytes, id=unused[0], end=sif.end, time_s=sif.header.created_s)
+        # A removed object may lie there.
+        stream.truncate(sif.end)
+        stream.seek(descriptor.offset)
+        for chunk in _chunks(new.data):
+            stream.write(chunk)
+        _write_slot(stream, sif, descriptor.id, DESCRIPTOR.pack(*descriptor))
+        _write_header(stream, sif.header, free=sif.header.free - 1, end=descriptor.end)
+    return descriptor
+
+
+def _described(new: NewObject, size_bytes: int, *, id: int, end: int, time_s: int) -> Descriptor:
+    """Return the descriptor of `new` as object number `id`, behind the byte `end`."""
+    offset = -(-end // new.align) * new.align
+    padded_bytes = offset - end + size_bytes
+    group, link, uid, gid = image.GROUP_FLAG | new.group, 0, 0, 0
+    position = (offset, size_bytes, padded_bytes)
+    return Descriptor(
+        new.datatype, 1, id, group, link, *position, time_s, time_s, uid, gid, new.name.encode(), new.extra
+    )
+
+
+def _chunks(data: bytes | Path) -> Iterator[bytes]:
+    if isinstance(data, bytes):
+        yield data
+        return
+    with files.open_regular(data) as stream:
+        while chunk := stream.read(files.CHUNK_BYTES):
+            yield chunk
+
+
+def remove(path: Path, ids: Collection[int]) -> None:
+    """Take the objects `ids` out of the .sif `path`, overwrite them with zeros, and cut the file at its end.
+
+    Raises
+    ------
+    CheckFailed : no .sif.
+    """
+    with path.open("r+b") as stream:
+        sif = image.parse(path, stream)
+        rest = [descriptor for descriptor in sif.descriptors if descriptor.id not in ids]
+        end = max((descriptor.end for descriptor in rest), default=sif.header.data_offset)
+        for descriptor in sif.descriptors:
+            if descriptor.id in ids:
+                stream.seek(descriptor.offset)
+                # Zeros: a removed object must leave nothing that a later digest or a person finds.
+                for position in range(descriptor.offset, min(descriptor.end, end), files.CHUNK_BYTES):
+                    stream.write(bytes(min(files.CHUNK_BYTES, min(descriptor.end, end) - position)))
+                _write_slot(stream, sif, descriptor.id, bytes(DESCRIPTOR.size))
+        stream.truncate(end)
+        free = sif.header.free + len(sif.descriptors) - len(rest)
+        _write_header(stream, sif.header, free=free, end=end)
+
+
+def _write_slot(stream: BinaryIO, sif: image.SifImage, id: int, raw: bytes) -> None:
+    stream.seek(sif.header.table_offset + (id - 1) * DESCRIPTOR.size)
+    stream.write(raw)
+
+
+def _write_header(stream: BinaryIO, header: Header, *, free: int, end: int) -> None:
+    stream.seek(0)
+    stream.write(HEADER.pack(*header._replace(free=free, data_bytes=end - header.data_offset)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """What a .sif has around its root partition."""
+
+    arch: str
+    definition: bytes
+    oci_config: bytes
+
+    @property
+    def objects(self) -> tuple[NewObject, ...]:
+        """The objects in front of the root partition, as the runtimes order them."""
+        config = NewObject(datatype=DataType.JSON, name="oci-config.json", data=self.oci_config)
+        text = NewObject(datatype=DataType.DEFFILE, name="deffile", data=self.definition)
+        return (text, config) if self.oci_config else (text,)
+
+    @property
+    def root_offset(self) -> int:
+        """Byte at which the root partition begins."""
+        end = _DATA_OFFSET + len(self.definition) + len(self.oci_config)
+        return -(-end // PARTITION_ALIGN_BYTES) * PARTITION_ALIGN_BYTES
+
+
+def frame(config: ImageConfig) -> Frame:
+    """Return the frame of an image with this configuration.
+
+    Raises
+    ------
+    CheckFailed : a .sif has no number for its architecture.
+    """
+    if config.arch not in image.ARCHS:
+        allowed = ", ".join(image.ARCHS[1:])
+        raise CheckFailed(f"no .sif can be for the architecture {config.arch!r}", hint=f"allowed: {allowed}")
+    # An engine adds empty values that the image's own configuration lacks, where BuildKit made it.
+    settings = {
+        name: value for name, value in (json_text.parse(config.raw).get("config") or {}).items() if value
+    }
+    return Frame(
+        arch=config.arch,
+        definition=runtime_files.definition(config).encode(),
+        oci_config=json.dumps(settings, indent=1, sort_keys=True).encode(),
+    )
+
+
+def surround(part: Path, frame: Frame) -> None:
+    """Put header, table and objects around the root partition, which fills `part` from `root_offset` on."""
+    header, descriptors = _layout(frame, part.stat().st_size - frame.root_offset)
+    table = b"".join(DESCRIPTOR.pack(*descriptor) for descriptor in descriptors)
+    with part.open("r+b") as stream:
+        stream.write(HEADER.pack(*header).ljust(_TABLE_OFFSET, b"\0"))
+        stream.write(table.ljust(_DATA_OFFSET - _TABLE_OFFSET, b"\0"))
+        for new, descriptor in zip(frame.objects, descriptors, strict=False):
+            stream.seek(descriptor.offset)
+            stream.writelines(_chunks(new.data))
+
+
+def has_frame(sif: image.SifImage, frame: Frame) -> bool:
+    """Return whether everything that `surround` writes for `frame` is as it wrote it.
+
+    Signing changes nothing of that but two counts and the time of the last change in the header.
+    """
+    if sif.root is None:
+        return False
+    header, descriptors = _layout(frame, sif.root.size_bytes)
+    return (
+        _unchanging(sif.header) == _unchanging(header)
+        and all(
+            DESCRIPTOR.pack(*slot) == DESCRIPTOR.pack(*descriptor)
+            for slot, descriptor in zip(sif.slots, descriptors, strict=False)
+        )
+        and all(
+            image.data(sif, slot) == new.data for slot, new in zip(sif.slots, frame.objects, strict=False)
+        )
+    )
+
+
+def _unchanging(header: Header) -> bytes:
+    return HEADER.pack(*header._replace(modified_s=0, free=0, data_bytes=0))
+
+
+def _layout(frame: Frame, root_bytes: int) -> tuple[Header, list[Descriptor]]:
+    """Return header and descriptors of a .sif whose root partition has `root_bytes`, before its record."""
+    root = NewObject(
+        datatype=DataType.PARTITION,
+        name="root.sqfs",
+        data=b"",
+        extra=image.partition_extra(image.PartitionType.PRIMARY, frame.arch),
+        align=PARTITION_ALIGN_BYTES,
+    )
+    sizes = [*(new.size_bytes for new in frame.objects), root_bytes]
+    # Objects lie one behind the other; only a partition is aligned.
+    descriptors: list[Descriptor] = []
+    end = _DATA_OFFSET
+    for id, (new, size) in enumerate(zip((*frame.objects, root), sizes, strict=True), 1):
+        descriptors.append(_described(new, size, id=id, end=end, time_s=0))
+        end = descriptors[-1].end
+    header = Header(
+        launch=_LAUNCH,
+        magic=image.MAGIC,
+        version=_VERSION,
+        arch=image.arch_code(frame.arch),
+        uuid=bytes(16),
+        created_s=0,
+        modified_s=0,
+        free=_DESCRIPTORS - len(descriptors),
+        total=_DESCRIPTORS,
+        table_offset=_TABLE_OFFSET,
+        table_bytes=_DESCRIPTORS * DESCRIPTOR.size,
+        data_offset=_DATA_OFFSET,
+        data_bytes=end - _DATA_OFFSET,
+    )
+    return header, descriptors
+
+
+class Sif(Format):
+    """The .sif of Singularity and Apptainer."""
+
+    name = "sif"
+    is_started_here = True
+
+    def matches(self, path: Path) -> bool:
+        """Return whether the file begins as a .sif."""
+        return image.is_sif(path)
+
+    def added_files(self, config: ImageConfig, note: Callable[[str], None]) -> AddedFiles:
+        """Return the runtime's files, and what the image gets if it lacks it."""
+        for name in runtime_files.skipped_variables(config):
+            note(f"the image sets the variable {name!r}, which no shell can set: left out")
+        created_s = epoch(config.created)
+        links, folders = runtime_files.runtime_links(created_s), runtime_files.mount_points(created_s)
+        return runtime_files.runtime_files(config), (*links, *folders)
+
+    def squashfs_offset(self, config: ImageConfig) -> int:
+        """Return where the room for header and objects ends."""
+        return frame(config).root_offset
+
+    def complete(self, part: Path, config: ImageConfig) -> None:
+        """Write header and objects around the squashfs, and check the result."""
+        surround(part, frame(config))
+        image.structure(part)
+
+    def put_record(
+        self, part: Path, record: image.ImgkitRecord, advance: Advance
+    ) -> tuple[image.ImgkitRecord, str]:
+        """Add the record; a .sif has no checksum of the whole file."""
+        # The header states the architecture.
+        record = replace(record, root_sha256=image.root_sha256(part, advance=advance), arch="")
+        put_record(part, record)
+        return record, ""
+
+    def intact_record(
+        self, path: Path, config: ImageConfig, accepts: Callable[[image.ImgkitRecord], bool]
+    ) -> image.ImgkitRecord | None:
+        """Return the record if `accepts` takes it and all that imgkit wrote is as it wrote it."""
+
+        def is_same(sif: image.SifImage, record: image.ImgkitRecord) -> bool:
+            # What a runtime wrote around its squashfs cannot be compared with anything.
+            return accepts(record) and (record.route == "layers" or has_frame(sif, frame(config)))
+
+        sif = image.intact(path, is_same)
+        return sif.record if sif else None

@@ -1,0 +1,201 @@
+"""The files that a runtime expects in every .sif: ``/.singularity.d``, made from an image configuration.
+
+Runtimes from Singularity 3.6 on bring their own actions. What they read in the image is their interface, seen
+in the public sources of Apptainer 1.4 and 1.5: the names in ``env``; ``env/99-base.sh``, directly after which
+they set the user's variables; and in a runscript the line ``eval "set ${SINGULARITY_OCI_RUN}"``, which says
+that they can run it themselves where the image has no shell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import re
+import shlex
+from collections.abc import Sequence
+
+from imgkit_builder.archive.tar_read import DIRECTORY, REGULAR, SYMLINK
+from imgkit_builder.oci.config import ImageConfig, epoch
+from imgkit_builder.sif.entries import ImageEntry
+
+META = ".singularity.d"
+"""Folder of the runtime's own files."""
+LIBS = f"/{META}/libs"
+"""Where a runtime binds the libraries of ``--nv``."""
+ENVIRONMENT = f"{META}/env/10-docker2singularity.sh"
+"""Script with the variables of the image's configuration; the runtimes write one, too."""
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SET = re.compile(r"(?:export |.*\|\| )?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
+
+# Not %A and %B: they depend on the locale.
+_WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
+_MONTHS = (
+    *("January", "February", "March", "April", "May", "June", "July", "August"),
+    *("September", "October", "November", "December"),
+)
+_MOUNT_FOLDERS = ("dev", "etc", "home", "proc", "root", "sys", "tmp", "var", "var/tmp")
+_MOUNT_FILES = ("etc/hosts", "etc/resolv.conf")
+
+_BASE = f"""#!/bin/sh
+# The runtime sets the variables of the user directly after this file.
+LD_LIBRARY_PATH="${{LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}}{LIBS}"
+export LD_LIBRARY_PATH
+"""
+_RUNSCRIPT = """#!/bin/sh
+# Written by imgkit. ENTRYPOINT and CMD of the image, as the runtime's own build treats them.
+if [ -n "${{SINGULARITY_NO_EVAL:-}}" ]; then
+    # As in docker run: no word is evaluated.
+    if [ $# -eq 0 ]; then
+        set -- {cmd}
+    fi
+    set -- {entrypoint} "$@"
+    exec "$@"
+fi
+# Otherwise a shell evaluates the words of the command line once more.
+OCI_WORDS={evaluated_cmd}
+if [ $# -gt 0 ]; then
+    OCI_WORDS=
+    for word in "$@"; do
+        OCI_WORDS="$OCI_WORDS \\"$word\\""
+    done
+fi
+SINGULARITY_OCI_RUN="-- "{evaluated_entrypoint}" $OCI_WORDS"
+eval "set ${{SINGULARITY_OCI_RUN}}"
+exec "$@"
+"""
+
+
+def runtime_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
+    """Return everything that belongs to the runtime, folders first; it replaces what the image has there."""
+    created_s = epoch(config.created)
+    scripts = {
+        ENVIRONMENT.removeprefix(f"{META}/"): _environment(config),
+        "env/90-environment.sh": "#!/bin/sh\n",
+        "env/99-base.sh": _BASE,
+        "runscript": _runscript(config),
+        "startscript": "#!/bin/sh\n",
+        # Without this one, Apptainer 1.4.5 looks for actions/test.
+        "test": "#!/bin/sh\n",
+    }
+    texts = {"Singularity": definition(config), "labels.json": _labels(config)}
+    folders = (META, f"{META}/env", f"{META}/libs")
+    return (
+        *(ImageEntry(names=(path,), kind=DIRECTORY, mtime_s=created_s) for path in folders),
+        *(text_file(f"{META}/{name}", text, created_s, mode=0o755) for name, text in scripts.items()),
+        *(text_file(f"{META}/{name}", text, created_s) for name, text in texts.items()),
+    )
+
+
+def mount_points(created_s: int = 0) -> tuple[ImageEntry, ...]:
+    """Return what an image gets if it has nothing of that name, so that a runtime can mount there."""
+    return (
+        *(ImageEntry(names=(path,), kind=DIRECTORY, mtime_s=created_s) for path in _MOUNT_FOLDERS),
+        *(text_file(path, "", created_s) for path in _MOUNT_FILES),
+    )
+
+
+def runtime_links(created_s: int = 0) -> tuple[ImageEntry, ...]:
+    """Return the two links into `META` that an image gets if it has nothing of that name."""
+    targets = {"environment": f"{META}/env/90-environment.sh", "singularity": f"{META}/runscript"}
+    return tuple(
+        ImageEntry(names=(path,), kind=SYMLINK, mode=0o777, link=target, mtime_s=created_s)
+        for path, target in targets.items()
+    )
+
+
+def definition(config: ImageConfig) -> str:
+    """Return the definition that ``inspect --deffile`` shows."""
+    return f"# Written by imgkit from this image configuration.\nbootstrap: oci\nfrom: {config.image_id}\n"
+
+
+def text_file(path: str, text: str, created_s: int, *, mode: int = 0o644) -> ImageEntry:
+    """Return a file of root's with `text` as its content."""
+    entry = ImageEntry(names=(path,), kind=REGULAR, mode=mode, mtime_s=created_s)
+    return entry.with_content(text.encode("utf-8", "surrogateescape"))
+
+
+def skipped_variables(config: ImageConfig) -> tuple[str, ...]:
+    """Return the names in the configuration's ENV that no shell can set."""
+    return tuple(name for name, value in config.env if not _can_export(name, value))
+
+
+def variables(script: str) -> dict[str, str]:
+    """Return the variables that the text of `ENVIRONMENT` sets, by imgkit or by a runtime; runs nothing."""
+    # Not run: the script of an image of others could do anything.
+    values: dict[str, str] = {}
+    for line in script.splitlines():
+        # VALUE of imgkit is in single quotes; runtimes write NAME="${NAME:-"VALUE"}".
+        match = _SET.fullmatch(line)
+        if match is None:
+            continue
+        name, value = match.groups()
+        default = f'"${{{name}:-'
+        if value.startswith(default) and value.endswith('}"'):
+            value = value[len(default) : -2]
+        with contextlib.suppress(ValueError):  # an open quote: the value has several lines
+            values[name] = "".join(shlex.split(value))
+    return values
+
+
+def _can_export(name: str, value: str | None) -> bool:
+    if not _NAME.fullmatch(name) or "\0" in (value or ""):
+        return False
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+    return True
+
+
+def _environment(config: ImageConfig) -> str:
+    lines = ["#!/bin/sh"]
+    # The last of two values counts, as in docker run; a default would keep the first one.
+    for name, value in dict(config.env).items():
+        if not _can_export(name, value):
+            continue
+        if name == "PATH":
+            lines.append(f"PATH={_quoted(value or '')}")
+        else:
+            lines.append(f'[ -n "${{{name}:-}}" ] || {name}={_quoted(value or "")}')
+        lines.append(f"export {name}")
+    return "\n".join((*lines, ""))
+
+
+def _runscript(config: ImageConfig) -> str:
+    cmd, entrypoint = _shell_words(config.cmd), _shell_words(config.entrypoint)
+    return _RUNSCRIPT.format(
+        cmd=cmd,
+        entrypoint=entrypoint,
+        evaluated_cmd=_quoted(cmd),
+        evaluated_entrypoint=_quoted(entrypoint),
+    )
+
+
+def _shell_words(argv: Sequence[str]) -> str:
+    return " ".join(map(_quoted, argv))
+
+
+def _quoted(text: str) -> str:
+    """Quote a word for a POSIX shell, whatever bytes it has."""
+    # Apptainer 1.4.5 reads \' outside of quotes as two characters in an assignment.
+    return "'" + text.replace("'", "'\"'\"'") + "'"
+
+
+def _labels(config: ImageConfig) -> str:
+    labels = {
+        "org.label-schema.schema-version": "1.0",
+        "org.label-schema.build-arch": config.arch,
+        "org.label-schema.build-date": _date(config.created),
+        "org.label-schema.usage.singularity.deffile.bootstrap": "oci",
+        "org.label-schema.usage.singularity.deffile.from": config.image_id,
+        **config.labels,
+    }
+    return json.dumps(labels, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def _date(created: str) -> str:
+    """Return when the image was made, as the runtimes write it: minutes without a leading zero."""
+    when = datetime.datetime.fromtimestamp(epoch(created), tz=datetime.timezone.utc)
+    day = f"{_WEEKDAYS[when.weekday()]}_{when.day}_{_MONTHS[when.month - 1]}_{when.year}"
+    return f"{day}_{when:%H}:{when.minute}:{when.second}_UTC"

@@ -1,0 +1,101 @@
+"""Where paths of a merged image lead, inside it and on the host."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Sequence
+
+import pytest
+
+from imgkit_builder.archive.layers import LayerTree
+from imgkit_builder.archive.tar_read import CHARACTER, DIRECTORY, FIFO, REGULAR, SYMLINK, TarStream
+from imgkit_entrypoints.errors import CheckFailed
+
+FILE, DIR, LINK, HARD = tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE
+Layer = Sequence[tuple[str, bytes, str]]
+
+
+def tree_of(*layers: Layer) -> LayerTree:
+    """Return the tree of layers of members: name, type, target of a link."""
+    tree = LayerTree("image:1")
+    for layer in layers:
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as tar:
+            for name, kind, target in layer:
+                info = tarfile.TarInfo(name)
+                info.type, info.linkname = kind, target
+                tar.addfile(info)
+        tree.add_layer(TarStream(iter([buffer.getvalue()]), name="layer"))
+    return tree
+
+
+@pytest.mark.parametrize(
+    ("layers", "path", "link"),
+    [
+        ([[("etc", LINK, "/home/me")]], "etc", ("etc", "/home/me")),
+        ([[("etc", LINK, "/home/me")], [("etc/passwd", FILE, "")]], "etc", ("etc", "/home/me")),
+        ([[("etc", LINK, "../../home/me")]], "etc/hosts", ("etc", "../../home/me")),
+        ([[("etc", LINK, "usr/etc"), ("usr/etc", LINK, "/x")]], "etc", ("usr/etc", "/x")),
+        ([[("x", LINK, "/")], [("x/etc", LINK, "/home/me")]], "etc", ("etc", "/home/me")),
+        (
+            [[("x", LINK, "etc"), ("etc/", DIR, "")], [("x/hosts", LINK, "/y")]],
+            "etc/hosts",
+            ("etc/hosts", "/y"),
+        ),
+        ([[("x", LINK, "/y"), ("etc/hosts", HARD, "x")]], "etc/hosts", ("etc/hosts", "/y")),
+        ([[("etc", LINK, "a"), ("a", LINK, "etc")]], "etc", ("a", "etc")),
+        ([[("etc", LINK, "/a"), ("a", LINK, "/etc/x")]], "a", ("a", "/etc/x")),
+        ([[("etc", LINK, "usr/etc"), ("usr/etc/r", LINK, "../../run/r")]], "etc/r", None),
+        ([[("etc", LINK, "/home/me")], [(".wh.etc", FILE, "")]], "etc", None),
+        ([[("etc", LINK, "/home/me")], [("etc/", DIR, "")]], "etc", None),
+        ([[("var/tmp", LINK, "/tmp")]], "var", None),
+        ([[("var/tmp", LINK, "/tmp")]], "var/lib/none", None),
+    ],
+)
+def test_links_that_leave_the_image(layers: list[Layer], path: str, link: tuple[str, str] | None) -> None:
+    assert tree_of(*layers).escape(path) == link
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("etc", DIRECTORY),
+        ("etc/hosts", FIFO),
+        ("x/hosts", FIFO),
+        ("to_hosts", FIFO),
+        ("dev/null", CHARACTER),
+        ("absolute/file", REGULAR),
+        ("hard", REGULAR),
+        ("absolute/file/below", None),
+        ("broken", None),
+        ("none/hosts", None),
+    ],
+)
+def test_type_of_what_a_path_opens(path: str, kind: bytes | None) -> None:
+    layer: Layer = [
+        ("etc/hosts", tarfile.FIFOTYPE, ""),
+        ("x", LINK, "etc"),
+        ("to_hosts", LINK, "x/hosts"),
+        ("dev/null", tarfile.CHRTYPE, ""),
+        ("usr/file", FILE, ""),
+        ("absolute", LINK, "/usr"),
+        ("hard", HARD, "usr/file"),
+        ("broken", LINK, "none/at/all"),
+    ]
+    assert tree_of(layer).kind(path) == kind
+
+
+def test_type_behind_a_circle_of_links_refused() -> None:
+    with pytest.raises(CheckFailed, match="leads to itself"):
+        tree_of([("a", LINK, "b"), ("b", LINK, "a")]).kind("a/x")
+
+
+def test_special_files_below_a_path() -> None:
+    tree = tree_of(
+        [("m/", DIR, ""), ("m/b/run", tarfile.FIFOTYPE, ""), ("m/b/file", FILE, ""), ("m/a", LINK, "/x")],
+        [("m/c", LINK, "y"), ("m/a", FILE, ""), ("n", LINK, "m")],
+    )
+    assert list(tree.special_files("m")) == [("m/b/run", FIFO, ""), ("m/c", SYMLINK, "y")]
+    assert list(tree.special_files("n")) == [("n", SYMLINK, "m")]
+    assert list(tree.special_files("m/b/file")) == list(tree.special_files("none")) == []

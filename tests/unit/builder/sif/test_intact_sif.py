@@ -1,0 +1,161 @@
+"""A .sif is intact as long as its squashfs, its record and what imgkit wrote around them are as written."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import bit_flips
+import pytest
+import small_sif
+
+from imgkit_builder.oci.config import ImageConfig, parse_config
+from imgkit_builder.sif import frame, image
+from imgkit_builder.sif.conversion import Format
+from imgkit_builder.sif.frame import NewObject, Sif
+from imgkit_builder.sif.image import DataType, ImgkitRecord, PartitionType
+from imgkit_builder.sif.sqsh import Sqsh
+from imgkit_entrypoints.errors import CheckFailed
+
+CONFIG = parse_config(
+    b'{"architecture": "amd64", "config": {"Env": ["A=1"]}, "rootfs": {"diff_ids": ["sha256:%064d"]}}' % 1,
+    where="x",
+)
+SQUASHFS = struct.pack("<4sIIIIHHHHHHQQ", b"hsqs", 1, 0, 1 << 20, 0, 6, 20, 0, 1, 4, 0, 0, 300) + bytes(
+    range(1, 253)
+)
+
+
+def write(path: Path, format: Format, *, route: str = "stream") -> ImgkitRecord:
+    """Write a file of `format` as a conversion does."""
+    offset = format.squashfs_offset(CONFIG)
+    path.write_bytes(bytes(offset) + SQUASHFS)
+    format.complete(path, CONFIG)
+    record = ImgkitRecord(
+        image_id=CONFIG.image_id,
+        diff_ids=CONFIG.diff_ids,
+        root_sha256="",
+        runtime="imgkit 0",
+        compression="zstd 3",
+        route=route,
+        imgkit="0",
+    )
+    record, checksum = format.put_record(path, record, lambda *_: None)
+    if checksum:
+        Path(f"{path}.sha256").write_text(f"{checksum}  {path.name}\n")
+    return record
+
+
+def is_intact(path: Path, config: ImageConfig = CONFIG) -> bool:
+    return Sif().intact_record(path, config, is_this_image) is not None
+
+
+def is_this_image(record: ImgkitRecord) -> bool:
+    return (record.image_id, record.diff_ids) == (CONFIG.image_id, CONFIG.diff_ids)
+
+
+@pytest.fixture
+def sif(tmp_path: Path) -> Path:
+    write(tmp_path / "x.sif", Sif())
+    return tmp_path / "x.sif"
+
+
+def extents(path: Path) -> list[range]:
+    """Where header, descriptors and objects are, without the record's fields that name no content."""
+    sif = image.read(path)
+    objects = [range(one.offset, one.end) for one in sif.descriptors if one.name != image.IMGKIT_OBJECT]
+    table = sif.header.table_offset
+    return [range(128), range(table, table + len(objects) * image.DESCRIPTOR.size), *objects]
+
+
+def test_flipped_bit_in_what_imgkit_wrote_is_noticed(sif: Path) -> None:
+    counts = (*range(72, 80), *range(80, 88), *range(120, 128))  # signing changes them
+    assert is_intact(sif)
+    for extent in extents(sif):
+        for byte in (*extent[:: max(len(extent) // 60, 1)], extent[-1]):
+            bit_flips.flip(sif, byte * 8 + byte % 8)
+            assert is_intact(sif) is False or byte in counts, byte
+            bit_flips.flip(sif, byte * 8 + byte % 8)
+    assert is_intact(sif)
+
+
+def test_signed_file_and_added_objects_are_no_difference(sif: Path) -> None:
+    small_sif.sign(sif)
+    small_sif.sign(sif, b"another")
+    frame.add(sif, NewObject(datatype=DataType.JSON, name="notes", data=b"{}"))
+    assert is_intact(sif)
+    assert len(image.read(sif).signatures) == 2
+
+
+def overlay(path: Path) -> None:
+    extra = image.partition_extra(PartitionType.OVERLAY, "amd64")
+    frame.add(path, NewObject(datatype=DataType.PARTITION, name="o", data=b"x", extra=extra, align=4096))
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def no_record(path: Path) -> None:
+    frame.remove(path, [image.read(path).descriptors[-1].id])
+
+
+def no_sif(path: Path) -> None:
+    path.write_text("mine")
+
+
+@pytest.mark.parametrize("change", [overlay, cut, no_record, no_sif, Path.unlink])
+def test_file_that_shows_something_else_is_not_intact(sif: Path, change: Callable[[Path], None]) -> None:
+    change(sif)
+    assert not is_intact(sif)
+
+
+def test_definition_of_another_image_is_a_difference(sif: Path) -> None:
+    other = parse_config(CONFIG.raw.replace(b"A=1", b"A=2"), where="x")
+    assert not is_intact(sif, other)
+
+
+def test_only_squashfs_and_record_count_where_a_runtime_built(tmp_path: Path) -> None:
+    path = small_sif.write(tmp_path / "x.sif")
+
+    def any_record(_: ImgkitRecord) -> bool:
+        return True
+
+    assert Sif().intact_record(path, CONFIG, any_record) == image.read(path).record
+    root = image.read(path).require_root()
+    bit_flips.flip(path, (root.end - 1) * 8)
+    assert Sif().intact_record(path, CONFIG, any_record) is None
+    with pytest.raises(CheckFailed, match="damaged"):
+        image.refuse_damaged(path)
+
+
+def test_same_content_gives_same_bytes(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    assert write(first, Sif()) == write(second, Sif()) == image.read(first).record
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_flipped_bit_in_a_sqsh_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "x.sqsh"
+    write(path, Sqsh())
+    for byte in range(0, path.stat().st_size, 7):
+        bit_flips.flip(path, byte * 8)
+        assert Sqsh().intact_record(path, CONFIG, is_this_image) is None, byte
+        bit_flips.flip(path, byte * 8)
+    assert Sqsh().intact_record(path, CONFIG, is_this_image)
+
+
+def test_replaced_record_leaves_no_old_bytes(sif: Path) -> None:
+    before, record = sif.read_bytes(), image.read(sif).record
+    assert record
+    frame.put_record(sif, record)
+    assert sif.read_bytes() == before
+
+
+def test_full_table_is_an_error(tmp_path: Path) -> None:
+    path = small_sif.write(tmp_path / "x.sif")
+    for number in range(small_sif.SLOTS - 4):
+        small_sif.sign(path, b"%d" % number)
+    with pytest.raises(CheckFailed, match="all 12 descriptors"):
+        small_sif.sign(path)
