@@ -79,6 +79,8 @@ def inspect(engine: Engine, name: str, *, platform: str | None = None) -> ImageI
     ------
     UsageError : there is no such image, or `name` is not an image name.
     """
+    # The engine would answer "/" with the list of its images, for example.
+    check_name(name)
     with translated(f"inspect {name}", name=name):
         data = _inspect_image(engine, name, platform)
     return _info(engine, data, name)
@@ -88,6 +90,7 @@ def find(engine: Engine, name: str, *, platform: str | None = None) -> ImageInfo
     """Like `inspect`, but None where the engine has no such image."""
     import docker.errors
 
+    check_name(name)
     with translated(f"inspect {name}", name=name):
         try:
             data = _inspect_image(engine, name, platform)

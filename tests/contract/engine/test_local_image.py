@@ -100,3 +100,13 @@ def test_other_image_that_is_gone_is_none(fake: Any, image: LocalImage) -> None:
 def test_unknown_image_names_what_makes_one(engine: Engine) -> None:
     with pytest.raises(UsageError, match="no image 'absent:1'"):
         engines.local_image(engine, "absent:1")
+
+
+@pytest.mark.parametrize("name", ["/", "../images", "a//b", "a b", "A:1\x1b[2J"])
+def test_name_that_is_none_asks_nothing(fake: Any, engine: Engine, name: str) -> None:
+    fake.on("GET", "/images/.*/json", type(fake.image())(data=[{"Id": fake.image_id}]))
+    for ask in (engines.local_image, engines.find):
+        with pytest.raises(UsageError, match="not an image name") as caught:
+            ask(engine, name)
+        assert caught.value.hint
+    assert fake.requests("/images/") == []
