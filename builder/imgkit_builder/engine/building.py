@@ -52,6 +52,8 @@ class Built:
     tag: str
     log: Path
     """The engine's whole output; the Dockerfile is in the same folder."""
+    up_to_date: bool
+    """The tag named this image already."""
 
 
 def default_tag(recipe: Recipe | Target) -> str:
@@ -84,7 +86,8 @@ def build(
     """
     check_name(tag)
     folder = _run_folder(context.manifest.recipe)
-    created = _created(engine, context, tag=tag, fresh=no_cache)
+    old = find(engine, tag)
+    created = _created(None if no_cache else old, context)
     values = manifests.labels(
         context.manifest,
         context_sha256=context.sha256,
@@ -125,7 +128,9 @@ def build(
     if accept:
         accept(image)
     add_tag(engine, ref, tag)
-    return Built(image=inspect(engine, tag), tag=tag, log=log)
+    return Built(
+        image=inspect(engine, tag), tag=tag, log=log, up_to_date=old is not None and old.ref == image.ref
+    )
 
 
 def _run_classic(
@@ -336,17 +341,16 @@ def _chunks(stream: BinaryIO) -> Iterator[bytes]:
             yield chunk
 
 
-def _created(engine: Engine, context: BuildContext, *, tag: str, fresh: bool) -> str:
-    """Time of creation in RFC 3339.
+def _created(old: ImageInfo | None, context: BuildContext) -> str:
+    """Return the time of creation in RFC 3339.
 
-    ``SOURCE_DATE_EPOCH`` where set; else, unless `fresh`, the time of the image `tag` if that was built from
-    the same context. The label then stays, so that a rebuild is fully cached and gives the same image id.
+    ``SOURCE_DATE_EPOCH`` where set; else the time of the image `old` if that was built from the same context.
+    The label then stays, so that a rebuild is fully cached and gives the same image id.
     """
-    if not os.environ.get("SOURCE_DATE_EPOCH", "").isdigit():
-        old = None if fresh else find(engine, tag)
-        # The context contains the manifest, hence the base's id: an equal context means an equal base.
-        if old and old.labels.get(CONTEXT_LABEL) == context.sha256 and old.labels.get(CREATED_LABEL):
-            return old.labels[CREATED_LABEL]
+    is_fixed = os.environ.get("SOURCE_DATE_EPOCH", "").isdigit()
+    # The context contains the manifest, hence the base's id: an equal context means an equal base.
+    if old and not is_fixed and old.labels.get(CONTEXT_LABEL) == context.sha256:
+        return old.labels.get(CREATED_LABEL) or time_of_build()
     return time_of_build()
 
 

@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import urlsplit
 
 from imgkit_builder.engine import address
 from imgkit_builder.engine.address import Endpoint, Tls, endpoint, unreachable
 from imgkit_entrypoints import json_text
-from imgkit_entrypoints.errors import ImgkitError, ToolFailed, ToolMissing
+from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 
 if TYPE_CHECKING:
     import docker
@@ -302,30 +302,6 @@ def query(place: Endpoint | None = None, *, timeout_s: float = TIMEOUT_S) -> Eng
             where=place.source or None,
             hint="correct the address; see what answers: docker version",
         ) from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageState:
-    """Which image an engine keeps under a name."""
-
-    ref: str
-    """The engine's own name for it, ``sha256:...``."""
-    platform: str
-    digests: tuple[str, ...]
-    """``repo@sha256:...`` of each registry that it is known from, sorted."""
-
-
-def image_state(place: Endpoint, name: str) -> ImageState | None:
-    """Ask the engine at `place` what it keeps under `name`; None: nothing, or it cannot be asked."""
-    try:
-        data: dict[str, Any] = _get(place, f"/images/{quote(name, safe='/:@')}/json", TIMEOUT_S)
-        return ImageState(
-            ref=str(data["Id"]),
-            platform=f"{data['Os']}/{data['Architecture']}",
-            digests=tuple(sorted(map(str, data.get("RepoDigests") or ()))),
-        )
-    except (ImgkitError, OSError, http.client.HTTPException, KeyError, TypeError, ValueError, AttributeError):
-        return None
 
 
 def _free(facts: EngineFacts) -> int | None:
