@@ -1,4 +1,4 @@
-"""The Docker engine: the only importer of docker, and only inside functions.
+"""Drive a Docker engine: the only importer of docker, and only inside functions.
 
 Read in this order: ``address``, ``connection``, ``images``, ``base_image``, ``builders``, ``building``,
 ``transfer``, ``image_source``.
@@ -18,7 +18,7 @@ from imgkit_builder.engine.images import (
     image_facts,
     inspect,
 )
-from imgkit_builder.engine.transfer import add_tag, load, pull, push
+from imgkit_builder.engine.transfer import add_tag, pull, push
 
 __all__ = [
     "Builder",
@@ -38,7 +38,6 @@ __all__ = [
     "find",
     "image_facts",
     "inspect",
-    "load",
     "local_image",
     "probe",
     "pull",

@@ -158,7 +158,7 @@ def export_stream(engine: Engine, name: str, *, report: Reporter | None = None) 
 
 
 def read_file(engine: Engine, name: str, path: str) -> bytes | None:
-    """Content of the file `path` in the image `name`; None where it is missing or has over 4 MiB.
+    """Return the content of the file `path` in the image `name`; None where it is missing or has over 4 MiB.
 
     It starts no container.
 
@@ -166,18 +166,11 @@ def read_file(engine: Engine, name: str, path: str) -> bytes | None:
     ------
     UsageError : no such image.
     """
-    import docker.errors
-
     image = inspect(engine, name)
-    with (
-        containers.created(engine, image.ref, ["true"], purpose="read", platform=image.platform) as container,
-        translated(f"read {path} in {name}", name=name),
-    ):
-        try:
-            chunks, _ = engine.api.get_archive(container, path)
-        except docker.errors.NotFound:
-            return None
-        return tar_read.first_file(iter(chunks), name=f"{path} in {name}", most_bytes=_MAX_FILE_BYTES)
+    with containers.created(
+        engine, image.ref, ["true"], purpose="read", platform=image.platform
+    ) as container:
+        return containers.read_file(engine, container, path, most_bytes=_MAX_FILE_BYTES)
 
 
 def _whole(chunks: Iterator[bytes], doing: str) -> Generator[bytes, None, None]:
@@ -238,8 +231,7 @@ def store_files(
         translated(f"read {path} in {name}", name=name),
         engine.patient() as api,
     ):
-        chunks, _ = api.get_archive(container, path)
-        stream = tar_read.TarStream(iter(chunks), name=f"{path} in {name}")
+        stream = tar_read.TarStream(iter(api.get_archive(container, path)[0]), name=f"{path} in {name}")
         for member in stream:
             file = member.name.rpartition("/")[2]
             if member.kind == REGULAR and wanted(file):
@@ -259,7 +251,7 @@ def layer_folders(engine: Engine, diff_ids: Sequence[str]) -> tuple[Path, ...] |
     The engine names a layer by its chain: the digest of all layers up to it. The folder of that name contains
     the layer's own digest and the name of the overlay2 folder, whose content never changes.
     """
-    about = engine.about
+    about = engine.info
     if _obstacle(engine, about):
         return None
     root, chain, found = Path(str(about.get("DockerRootDir"))), "", []
@@ -280,12 +272,12 @@ def layer_folders(engine: Engine, diff_ids: Sequence[str]) -> tuple[Path, ...] |
 
 def why_unreadable(engine: Engine) -> str:
     """The reason why `layer_folders` finds nothing."""
-    about = engine.about
+    about = engine.info
     return _obstacle(engine, about) or f"{about.get('DockerRootDir')} has no folder of its layers"
 
 
 def _obstacle(engine: Engine, about: dict[str, Any]) -> str:
-    if not engine.is_here:
+    if not engine.facts().is_here:
         return "the engine is on another machine"
     if about.get("Driver") != "overlay2":
         return f"the engine keeps its layers by {about.get('Driver')}, not overlay2"

@@ -1,9 +1,8 @@
-"""Push, pull, load and tag, with progress and with in-band errors raised."""
+"""Push, pull and tag, with progress and with in-band errors raised."""
 
 from __future__ import annotations
 
 import re
-from typing import BinaryIO
 
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.engine.connection import Engine
@@ -42,7 +41,7 @@ def pull(engine: Engine, ref: str, platform: str | None, report: Reporter) -> Im
 
 
 def push(engine: Engine, ref: str, report: Reporter) -> str:
-    """Push the local image `ref` to the registry in its name; returns ``sha256:...`` of its manifest.
+    """Push the local image `ref` to the registry in its name; return ``sha256:...`` of its manifest.
 
     Raises
     ------
@@ -61,37 +60,13 @@ def push(engine: Engine, ref: str, report: Reporter) -> str:
         events = api.push(name, tag=tag, stream=True, decode=True)
         for event in checked(events, doing=doing, name=ref):
             progress.take(event)
-            told = _PUSHED.fullmatch(str(event.get("status") or ""))
-            digest = str((event.get("aux") or {}).get("Digest") or (told[1] if told else digest))
+            status = _PUSHED.fullmatch(str(event.get("status") or ""))
+            digest = str((event.get("aux") or {}).get("Digest") or (status[1] if status else digest))
     if not digest:
         raise ToolFailed(
             f"{doing}: the engine reported no digest", hint="push again; see: journalctl -u docker"
         )
     return digest
-
-
-def load(engine: Engine, archive: BinaryIO, report: Reporter) -> tuple[str, ...]:
-    """Load a docker archive from `archive`; returns the names, or ids, of its images.
-
-    Raises
-    ------
-    ToolFailed : it is not an image archive, it is cut short, or the disk is full.
-    """
-    doing = "load an archive"
-    report.stage(doing)
-    found: list[str] = []
-    with translated(doing), engine.patient() as api:
-        for event in checked(api.load_image(archive), doing=doing):  # type: ignore[no-untyped-call]
-            said = str(event.get("stream") or "").strip()
-            report.line(said)
-            head, colon, name = said.partition(": ")
-            if colon and head.startswith("Loaded image"):
-                found.append(name)
-    if not found:
-        raise ToolFailed(
-            f"{doing}: the engine found no image in it", hint="check the file: imgkit verify FILE"
-        )
-    return tuple(found)
 
 
 def full_platform(platform: str) -> str:

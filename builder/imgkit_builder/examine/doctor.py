@@ -1,7 +1,7 @@
-"""Checks of this machine and its engines: can it build, save and convert images? Standard library only.
+"""Checks of this machine and its engines: can it build, save and convert images?
 
-Runs on a laptop, in a pipeline and on a cluster's login node, and asks the engine without its SDK. Every
-verdict other than ok names a fix. Engines: the one that every verb uses, and the others that this user could
+Runs on a laptop, in a pipeline and on a cluster's login node, and loads the engine's SDK only where there is
+an engine to ask. Every verdict other than ok names a fix. Engines: the one that every verb uses, and the others that this user could
 choose.
 """
 

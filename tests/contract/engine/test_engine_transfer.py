@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
@@ -140,22 +139,3 @@ def test_pull_may_take_longer_than_an_answer(fake: Any) -> None:
     fake.on_image(REF, fake.image(tags=[REF]))
     with engines.connect(timeout_s=0.3) as engine:
         assert engines.pull(engine, REF, None, Silent()).id == fake.image_id
-
-
-def test_broken_archive_is_not_loaded(fake: Any, engine: Engine) -> None:
-    message = "Error processing tar file(exit status 1): archive/tar: invalid tar header"
-    fake.on("POST", "/images/load", fake.events(fake.error(message)))
-    with pytest.raises(ToolFailed, match="invalid tar header"):
-        engines.load(engine, io.BytesIO(b"no tar"), Silent())
-
-
-def test_archive_without_image_is_not_loaded(fake: Any, engine: Engine) -> None:
-    fake.on("POST", "/images/load", fake.events({"stream": "ok\n"}))
-    with pytest.raises(ToolFailed, match="no image in it"):
-        engines.load(engine, io.BytesIO(bytes(1024)), Silent())
-
-
-def test_load_names_what_came(fake: Any, engine: Engine) -> None:
-    fake.on("POST", "/images/load", fake.events({"stream": f"Loaded image: {REF}\n"}))
-    assert engines.load(engine, io.BytesIO(bytes(1024)), Silent()) == (REF,)
-    assert fake.requests("/images/load")[0].body == bytes(1024)

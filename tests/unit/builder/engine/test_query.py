@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
+import re
 import socket
 import socketserver
 import threading
@@ -13,7 +14,7 @@ import pytest
 
 from imgkit_builder.engine import connection
 from imgkit_builder.engine.address import Endpoint
-from imgkit_entrypoints.errors import ToolFailed, ToolMissing
+from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
 VERSION = {"Version": "27.1.0", "ApiVersion": "1.46", "Arch": "arm64"}
 
@@ -24,7 +25,7 @@ def engine(folder: Path, answers: dict[str, object], *, status: int = 200) -> It
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            data = json.dumps(answers.get(self.path)).encode()
+            data = json.dumps(answers.get(re.sub(r"^/v[0-9.]+", "", self.path))).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
@@ -86,17 +87,20 @@ def test_dead_engine_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_something_else_at_the_socket_is_told(tmp_path: Path) -> None:
     with (
         engine(tmp_path, {"/version": ["hello"]}) as host,
-        pytest.raises(ToolFailed, match="like a Docker engine"),
+        pytest.raises(ToolFailed, match="no usable Docker engine"),
     ):
         connection.query(Endpoint(host=host))
 
 
 def test_failing_engine_is_told(tmp_path: Path) -> None:
-    with engine(tmp_path, {}, status=500) as host, pytest.raises(ToolFailed, match="answers 500 to /version"):
+    with (
+        engine(tmp_path, {"/version": {"message": "its disk is broken"}}, status=500) as host,
+        pytest.raises(ToolFailed, match="its disk is broken"),
+    ):
         connection.query(Endpoint(host=host))
 
 
 @pytest.mark.parametrize("host", ["nonsense", "tcp://"])
 def test_unknown_addresses_are_refused(host: str) -> None:
-    with pytest.raises(ToolFailed, match="cannot query an engine"):
+    with pytest.raises(UsageError, match="not an engine's address"):
         connection.query(Endpoint(host=host))
