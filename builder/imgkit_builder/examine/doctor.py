@@ -1,8 +1,8 @@
 """Checks of this machine and its engines: can it build, save and convert images?
 
 Runs on a laptop, in a pipeline and on a cluster's login node, and loads the engine's SDK only where there is
-an engine to ask. Every verdict other than ok names a fix. Engines: the one that every verb uses, and the others that this user could
-choose.
+an engine to ask. Every verdict other than ok names a fix. Engines: the one that every verb uses, and the
+others that this user could choose.
 """
 
 from __future__ import annotations
