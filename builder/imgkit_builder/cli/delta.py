@@ -35,9 +35,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 _READ: Mapping[ReadFrom, str] = {
-    "folders": "the engine's folders",
-    "container": "a container of the image",
-    "save": "the whole image",
+    "export": "the engine's export",
     "sif": "both .sif files",
 }
 

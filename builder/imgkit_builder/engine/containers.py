@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.archive import tar_read
 from imgkit_builder.base.process import Finished
@@ -17,9 +17,6 @@ from imgkit_builder.engine.address import Endpoint
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import translated
 from imgkit_entrypoints.terminal import unstyled
-
-if TYPE_CHECKING:
-    import docker.errors
 
 NOT_FOUND = 127
 """The exit code of a shell for a missing program; the engine refuses the start instead."""
@@ -48,13 +45,11 @@ if not sys.stdin.buffer.read():
 def created(
     engine: Engine,
     image: str,
-    argv: Sequence[str],
+    argv: Sequence[str] = ("true",),
     *,
     purpose: str,
     platform: str,
     shown: Mapping[str, str] | None = None,
-    user: str | None = None,
-    confined: bool = False,
 ) -> Iterator[str]:
     """Yield the name of a container of `image` that would run `argv`; it is not started but always removed.
 
@@ -63,17 +58,16 @@ def created(
     Parameters
     ----------
     image : the engine's name for it, `ImageInfo.ref`.
+    argv : replaces the image's entry point.
     shown : folders of the engine's machine, and where the container has them, read-only.
-    user : who runs in it, instead of the image's user.
-    confined : it can read files of all owners and do nothing else; its output is in no log, so attach first.
-
-    Notes
-    -----
-    `argv` replaces the image's entry point.
     """
     import docker.types
 
     name = f"imgkit-{purpose}-{secrets.token_hex(6)}"
+    mounts = [
+        docker.types.Mount(target, folder, type="bind", read_only=True)
+        for folder, target in (shown or {}).items()
+    ]
     is_created = False
     with _guarded(name) as on_removed:
         try:
@@ -84,20 +78,13 @@ def created(
                     command=list(argv[1:]),
                     name=name,
                     labels={"imgkit.purpose": purpose},
-                    user=user,
-                    # The engine makes a missing one, which would show.
-                    working_dir="/" if confined else None,
                     # An image of several platforms is possible only there.
                     platform=platform if engine.names_manifests else None,
                     host_config=engine.api.create_host_config(
                         network_mode="none",
                         # The engine's default log driver may be one that cannot be read back.
-                        log_config=docker.types.LogConfig(type="none" if confined else "json-file"),
-                        mounts=[
-                            docker.types.Mount(target, folder, type="bind", read_only=True)
-                            for folder, target in (shown or {}).items()
-                        ],
-                        **(_confinement(engine) if confined else {}),
+                        log_config=docker.types.LogConfig(type="json-file"),
+                        mounts=mounts,
                     ),
                 )
             is_created = True
@@ -107,16 +94,6 @@ def created(
             # An engine that was interrupted may still be creating it: that is left to the guard.
             if is_created:
                 on_removed()
-
-
-def _confinement(engine: Engine) -> dict[str, Any]:
-    return {
-        "cap_drop": ["ALL"],
-        "cap_add": ["DAC_READ_SEARCH"],
-        "security_opt": ["no-new-privileges"],
-        # Podman would lay empty file systems over /run, /tmp and /var/tmp.
-        "read_only": not engine.facts().is_podman,
-    }
 
 
 def read_file(engine: Engine, name: str, path: str, *, most_bytes: int) -> bytes | None:
@@ -156,22 +133,16 @@ def run(engine: Engine, image: str, argv: Sequence[str], *, platform: str) -> Fi
             try:
                 engine.api.start(name)
             except docker.errors.APIError as error:
-                if not lacks_program(error):
+                message = str(error.explanation)
+                if not re.search("executable file not found|no such file or directory", message):
                     raise
                 # The text before "exec:" describes what containerd and runc were doing.
-                message = str(error.explanation)
                 message = message[max(message.find("exec:"), 0) :]
                 return Finished(argv=tuple(argv), returncode=NOT_FOUND, output=message)
         with translated(f"run {argv[0]} in {image}"), engine.patient() as api:
             code = int(api.wait(name)["StatusCode"])
             output: bytes = api.logs(name, stdout=True, stderr=True)
     return Finished(argv=tuple(argv), returncode=code, output=unstyled(output.decode("utf-8", "replace")))
-
-
-def lacks_program(error: docker.errors.APIError) -> bool:
-    """Return whether the start of a container failed because the image does not have the program."""
-    message = str(error.explanation)
-    return "executable file not found" in message or "no such file or directory" in message
 
 
 @contextlib.contextmanager

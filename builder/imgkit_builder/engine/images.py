@@ -16,7 +16,7 @@ import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -97,20 +97,6 @@ def find(engine: Engine, name: str, *, platform: str | None = None) -> ImageInfo
     return _info(engine, data, name)
 
 
-def with_layers(engine: Engine, diff_ids: Sequence[str]) -> ImageInfo | None:
-    """Find a local image with exactly the layers `diff_ids`, under any name or none."""
-    import docker.errors
-
-    with translated("list the images"):
-        for ref in engine.api.images(quiet=True):
-            # It may be removed meanwhile.
-            with contextlib.suppress(docker.errors.ImageNotFound):
-                data = _inspect_image(engine, ref, None)
-                if _layers(data) == tuple(diff_ids):
-                    return _info(engine, data, ref)
-    return None
-
-
 def remove(engine: Engine, name: str) -> None:
     """Remove the image `name`, with the layers that no other image has; a missing image is no error."""
     import docker.errors
@@ -135,14 +121,6 @@ def config_json(engine: Engine, image: ImageInfo) -> bytes:
             "rootfs": {"type": "layers", "diff_ids": _layers(data)},
         }
     ).encode()
-
-
-def storage(engine: Engine, image: ImageInfo) -> tuple[str, dict[str, str]] | None:
-    """The graph driver of `image` and its folders on the engine's machine; None with containerd's store."""
-    if engine.names_manifests:
-        return None
-    driver = _inspect_image(engine, image.ref, image.platform).get("GraphDriver") or {}
-    return str(driver.get("Name") or ""), dict(driver.get("Data") or {})
 
 
 def _layers(data: dict[str, Any]) -> tuple[str, ...]:
@@ -330,7 +308,7 @@ def _id_in_store(engine: Engine, ref: str, platform: str) -> str | None:
         with (
             contextlib.suppress(ImgkitError),
             containers.created(
-                engine, ref, ["true"], purpose="read", platform=platform, shown={store: _CONTENT_INSIDE}
+                engine, ref, purpose="read", platform=platform, shown={store: _CONTENT_INSIDE}
             ) as container,
         ):
 

@@ -14,10 +14,9 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Literal, Protocol, TextIO, runtime_checkable
+from typing import IO, BinaryIO, Literal, Protocol, TextIO, runtime_checkable
 
 from imgkit_builder.archive import compressed
-from imgkit_builder.archive.changed_files import ChangedFiles
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif.image import ImgkitRecord
@@ -70,29 +69,6 @@ class EngineImage(Protocol):
 
     def export(self) -> AbstractContextManager[Iterator[bytes]]:
         """Stream ``docker export`` of a container made of it."""
-
-    def folders(self, diff_ids: Sequence[str]) -> tuple[Path, ...] | None:
-        """Folders in which the engine keeps the layers `diff_ids`; None where they cannot be read."""
-
-    def why_unreadable(self) -> str:
-        """The reason why `folders` gives None."""
-
-    def changed(self, other: Any, layers: int, folder: Path, *, skip: Sequence[str]) -> ChangedFiles:
-        """What shows at the paths of the layers that this image or `other` has and not both.
-
-        `other` is an image that the method `other` gave, or None: then these are the last `layers` ones.
-        Paths in `skip` are left out; the tar goes into `folder`.
-
-        Raises
-        ------
-        ToolFailed : only the save stream has the files; `what` is the reason.
-        """
-
-    def fetch(self, paths: Sequence[str], folder: Path) -> tuple[Path | None, ...]:
-        """Write a tar of each of `paths` into `folder`; the result has None for a missing path."""
-
-    def other(self, image_id: str, diff_ids: Sequence[str]) -> EngineImage | None:
-        """Find another image of the same engine by its id or else by its layers; None where there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
