@@ -14,9 +14,9 @@ from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.engine import containers
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import ONE_PLATFORM_HINT
+from imgkit_builder.engine.image_source import full_platform
+from imgkit_builder.engine.image_source import pull as fetch
 from imgkit_builder.engine.images import ImageInfo, can_choose, check_name, find, repository
-from imgkit_builder.engine.transfer import full_platform
-from imgkit_builder.engine.transfer import pull as fetch
 from imgkit_builder.image import inside
 from imgkit_builder.oci.manifest import STANDIN_LABEL, BaseImage, Probe
 from imgkit_builder.oci.platform import emulator_fault

@@ -29,8 +29,8 @@ from imgkit_builder.engine.builders import PODMAN, Choice, after_refusal, own_st
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import broken, translated
 from imgkit_builder.engine.following import DOCKERFILE, BuildFollower, BuildKitFollower
+from imgkit_builder.engine.image_source import add_tag
 from imgkit_builder.engine.images import ImageInfo, check_name, find, inspect
-from imgkit_builder.engine.transfer import add_tag
 from imgkit_builder.image.render import docker_quote
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import CONTEXT_LABEL, CREATED_LABEL, time_of_build
@@ -137,22 +137,13 @@ def build(
 
 
 def _run_folder(name: str) -> Path:
-    """Make a folder for the log of this build, unique even within one second; in tmp if HOME is read-only."""
+    """Make a folder for the log of this build, in tmp if HOME is read-only."""
     parent = files.state_dir() / "builds"
     with contextlib.suppress(OSError):
         parent.mkdir(parents=True, exist_ok=True)
-    if not os.access(parent, os.W_OK | os.X_OK):
-        return Path(tempfile.mkdtemp(prefix=f"imgkit-build-{name}-"))
-    stem = f"{time.strftime('%Y%m%dT%H%M%S')}-{name}"
-    folder, number = parent / stem, 0
-    while True:
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            number += 1
-            folder = parent / f"{stem}-{number}"
-        else:
-            return folder
+    is_writable = os.access(parent, os.W_OK | os.X_OK)
+    prefix = f"{time.strftime('%Y%m%dT%H%M%S')}-{name}-"
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=parent if is_writable else None))
 
 
 def _creation_time(old: ImageInfo | None, context: BuildContext) -> str:
@@ -206,7 +197,8 @@ def _run_classic(
     Notes
     -----
     When the connection closes (Ctrl-C, kill -9), the engine cancels the step and, because of ``forcerm``,
-    removes its container within a second (docker 20.10). If imgkit is still running, it removes it as well.
+    removes its container within a second (docker 20.10). If imgkit is still running, it removes it as well:
+    only the connection may be gone.
     """
     stream: Any = chunks  # requests sends an iterator in pieces
     try:

@@ -50,6 +50,13 @@ class EngineFacts:
         """Whether containers run on this machine's kernel, so that its /proc describes them."""
         return self.endpoint.host.startswith("unix://") and sys.platform == "linux"
 
+    @property
+    def free_bytes(self) -> int | None:
+        """Free space where images are kept; None where this user cannot look, as inside a VM."""
+        with contextlib.suppress(OSError):
+            return shutil.disk_usage(self.root).free if self.is_here else None
+        return None
+
 
 class Engine:
     """A connection to a Docker-compatible engine; use it as a context manager.
@@ -255,16 +262,7 @@ def _has_containerd_store(info: Mapping[str, Any]) -> bool:
     return str(status.get("driver-type") or "").startswith("io.containerd.snapshotter")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineAnswer:
-    """What an engine reports about itself, and the space that it has."""
-
-    facts: EngineFacts
-    free_bytes: int | None
-    """Free space where images are kept; None for an engine on another machine."""
-
-
-def query(engine: Endpoint | None = None, *, timeout_s: float = 10.0) -> EngineAnswer:
+def query(engine: Endpoint | None = None, *, timeout_s: float = 10.0) -> EngineFacts:
     """Ask `engine` (default: the one that every verb uses) about itself.
 
     Raises
@@ -272,10 +270,4 @@ def query(engine: Endpoint | None = None, *, timeout_s: float = 10.0) -> EngineA
     ToolMissing, ToolFailed, UsageError : as `connect`.
     """
     with connect(engine, timeout_s=timeout_s) as connected:
-        facts = connected.facts()
-    free_bytes = None
-    if facts.is_here:
-        # Docker Desktop keeps its images inside a virtual machine; or this user may not read the folder.
-        with contextlib.suppress(OSError):
-            free_bytes = shutil.disk_usage(facts.root).free
-    return EngineAnswer(facts=facts, free_bytes=free_bytes)
+        return connected.facts()

@@ -18,8 +18,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from typing import Any
 
 from imgkit_builder.archive import read
 from imgkit_builder.archive.tar_read import REGULAR, TarLimits, TarStream
@@ -32,9 +31,6 @@ from imgkit_builder.recipe.rules import BadReference, parse_reference
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed, UsageError
 from imgkit_entrypoints.terminal import shown
-
-if TYPE_CHECKING:
-    import requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +46,6 @@ class ImageInfo:
     """``linux/amd64``."""
     labels: Mapping[str, str]
     env: Mapping[str, str]
-    entrypoint: tuple[str, ...]
-    cmd: tuple[str, ...]
-    workdir: str
     user: str
     diff_ids: tuple[str, ...]
     """Digests of the uncompressed layers, lowest first."""
@@ -106,7 +99,7 @@ def remove(engine: Engine, name: str) -> None:
 
 
 def config_json(engine: Engine, image: ImageInfo) -> bytes:
-    """The OCI configuration of `image` without its history.
+    """Return the OCI configuration of `image` without its history.
 
     The engine hands out values, not bytes: their digest is not the image id.
     """
@@ -143,9 +136,6 @@ def _info(engine: Engine, data: dict[str, Any], name: str) -> ImageInfo:
         platform=platform,
         labels=dict(config.get("Labels") or {}),
         env={key: value for key, _, value in variables},
-        entrypoint=tuple(config.get("Entrypoint") or ()),
-        cmd=tuple(config.get("Cmd") or ()),
-        workdir=str(config.get("WorkingDir") or ""),
         user=str(config.get("User") or ""),
         diff_ids=_layers(data),
         size_bytes=int(data.get("Size") or 0),
@@ -172,10 +162,10 @@ def check_name(name: str, *, where: str | None = None) -> None:
 
 
 def repository(name: str) -> str:
-    """``host:5000/group/name`` of ``host:5000/group/name:tag@sha256:...``."""
-    plain = name.partition("@")[0]
-    head, colon, tail = plain.rpartition(":")
-    return head if colon and "/" not in tail else plain
+    """Return ``host:5000/group/name`` of ``host:5000/group/name:tag@sha256:...``."""
+    tagged = name.partition("@")[0]
+    head, colon, tail = tagged.rpartition(":")
+    return head if colon and "/" not in tail else tagged
 
 
 CHUNK_BYTES = 2 << 20
@@ -189,22 +179,51 @@ def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str,
     ``Id`` is the same for all platforms, and the only id that other requests take. ``Manifest`` is the digest
     of the platform's manifest; it is there only where the engine prefers another platform that it keeps.
     """
-    default: dict[str, Any] = engine.api.inspect_image(name)  # type: ignore[no-untyped-call]  # not in the stubs
+    default = _inspect(engine, name)
     if not engine.names_manifests or not _has_api(engine, _INSPECT_API):
         return default
     platforms = [platform] if platform else []
     if not default.get("Architecture"):
         # It prefers one that it does not keep.
         platforms += sorted(_local_platforms(engine, name), key=lambda local: local != engine.platform)
-    for platform in platforms:
-        if platform == platform_of(default):
+    for choice in platforms:
+        if choice == platform_of(default):
             break
-        answer = _get(engine, name, "json", {"platform": _platform_json(platform)})
-        if answer.ok:
-            data: dict[str, Any] = answer.json()
+        with _ignored_errors():
+            data = _inspect(engine, name, platform=_platform_json(choice))
             manifest = {"Manifest": data["Id"]} if default.get("Architecture") else {}
             return {**data, "Id": default["Id"], **manifest}
     return default
+
+
+def _inspect(engine: Engine, name: str, **query: str) -> dict[str, Any]:
+    with _query(engine, query):
+        data: dict[str, Any] = engine.api.inspect_image(name)  # type: ignore[no-untyped-call]  # not in the stubs
+    return data
+
+
+def _local_platforms(engine: Engine, name: str) -> Iterator[str]:
+    with _ignored_errors():
+        for manifest in _inspect(engine, name, manifests="1").get("Manifests") or ():
+            platform = (manifest.get("ImageData") or {}).get("Platform")
+            if manifest.get("Available") and platform:
+                yield f"{platform.get('os')}/{platform.get('architecture')}"
+
+
+@contextlib.contextmanager
+def _query(engine: Engine, query: Mapping[str, str]) -> Iterator[None]:
+    """Add parameters that the SDK does not have (docker 7.2) to the requests meanwhile."""
+    engine.api.params = dict(query)
+    try:
+        yield
+    finally:
+        engine.api.params = {}
+
+
+def _ignored_errors() -> contextlib.AbstractContextManager[None]:
+    import docker.errors
+
+    return contextlib.suppress(docker.errors.APIError)
 
 
 def platform_of(data: Mapping[str, Any]) -> str:
@@ -220,42 +239,19 @@ def can_choose(engine: Engine) -> bool:
 @contextlib.contextmanager
 def get_image(engine: Engine, name: str, platform: str) -> Iterator[Iterator[bytes]]:
     """Yield the chunks of ``docker save``."""
-    import docker.errors
-    import requests.exceptions
-
+    can_select = engine.names_manifests and _has_api(engine, _SAVE_API)
+    query = {"platform": _platform_json(platform)} if can_select else {}
     with engine.patient() as api:
-        if not engine.names_manifests or not _has_api(engine, _SAVE_API):
-            yield iter(api.get_image(name, CHUNK_BYTES))
-            return
-        with _get(engine, name, "get", {"platform": _platform_json(platform)}, stream=True) as answer:
-            try:
-                answer.raise_for_status()
-            except requests.exceptions.HTTPError as error:
-                raise docker.errors.create_api_error_from_http_exception(error) from error
-            yield answer.iter_content(CHUNK_BYTES)
-
-
-def _local_platforms(engine: Engine, name: str) -> Iterator[str]:
-    answer = _get(engine, name, "json", {"manifests": "1"})
-    for manifest in (answer.json().get("Manifests") or ()) if answer.ok else ():
-        platform = (manifest.get("ImageData") or {}).get("Platform")
-        if manifest.get("Available") and platform:
-            yield f"{platform.get('os')}/{platform.get('architecture')}"
+        with _query(engine, query):
+            chunks = api.get_image(name, CHUNK_BYTES)
+        with contextlib.closing(chunks):
+            yield chunks
 
 
 def _has_api(engine: Engine, version: str) -> bool:
     import docker.utils
 
     return bool(docker.utils.version_gte(engine.api.api_version, version))
-
-
-def _get(
-    engine: Engine, name: str, verb: str, query: Mapping[str, str], *, stream: bool = False
-) -> requests.Response:
-    """Send a request for the image `name` with parameters that the SDK does not have."""
-    api = engine.api
-    address = f"{api.base_url}/v{api.api_version}/images/{quote(name, safe='/:@')}/{verb}"
-    return api.get(address, params=dict(query), timeout=api.timeout, stream=stream)
 
 
 def _platform_json(platform: str) -> str:

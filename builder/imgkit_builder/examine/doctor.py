@@ -339,13 +339,14 @@ def _failed(error: ImgkitError) -> Check:
 
 def _used(place: Endpoint, buildx: str) -> Check:
     try:
-        answer = connection.query(place)
+        facts = connection.query(place)
     except ImgkitError as error:
         return _failed(error)
-    found, note = _described(answer.facts, buildx)
-    if answer.free_bytes is not None:
-        found += f", {size_text(answer.free_bytes)} free for images"
-    if answer.free_bytes is None or answer.free_bytes >= _BUILD_SPACE_BYTES:
+    found, note = _described(facts, buildx)
+    free_bytes = facts.free_bytes
+    if free_bytes is not None:
+        found += f", {size_text(free_bytes)} free for images"
+    if free_bytes is None or free_bytes >= _BUILD_SPACE_BYTES:
         return Check(name="docker", verdict="ok", found=found, hint=note)
     hint = "an NVIDIA PyTorch image needs 20 GB, and saving it as much again; see: docker system df"
     return Check(name="docker", verdict="warn", found=found, hint=hint)
@@ -369,7 +370,7 @@ def _other(place: Endpoint, used: Endpoint, buildx: str) -> Check:
             hint=f"to use it: {choice(place, used)}",
         )
     try:
-        facts = connection.query(place, timeout_s=_OTHER_S).facts
+        facts = connection.query(place, timeout_s=_OTHER_S)
     except ImgkitError as error:
         return Check(name=name, verdict="skip", found=f"{_reached(place)}: {error.what}")
     found, _ = _described(facts, buildx)

@@ -11,8 +11,8 @@ from imgkit_builder.engine.building import _label_instruction
 from imgkit_builder.engine.containers import shell_argv
 from imgkit_builder.engine.errors import explain, registry_of, translated
 from imgkit_builder.engine.following import instruction_lines
+from imgkit_builder.engine.image_source import full_platform
 from imgkit_builder.engine.images import ImageFacts, ImageInfo, repository
-from imgkit_builder.engine.transfer import full_platform
 from imgkit_builder.oci.manifest import STANDIN_LABEL
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 from imgkit_entrypoints.terminal import unstyled
@@ -122,9 +122,6 @@ def facts(*, standin: bool) -> ImageFacts:
         platform="linux/amd64",
         labels=labels,
         env={},
-        entrypoint=(),
-        cmd=(),
-        workdir="",
         user="",
         diff_ids=("sha256:2",),
         size_bytes=5_000_000,
