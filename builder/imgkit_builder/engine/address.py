@@ -96,6 +96,7 @@ def others(used: Endpoint) -> tuple[Endpoint, ...]:
 
 def _usual_sockets() -> dict[Path, str]:
     """Return the sockets of the machine and of this user, with the command that starts an engine there."""
+    # A login over ssh or by su may lack the variable, but not the folder.
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")
     home = Path.home()
     settings = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
@@ -146,6 +147,7 @@ def _context_endpoint(name: str, source: str) -> Endpoint:
     ------
     UsageError : there is no such context, its file is damaged, or it names no Docker engine.
     """
+    # Docker names the folders of a context by the digest of its name (docker/cli, cli/context/store).
     contexts, key = _settings_folder() / "contexts", hashlib.sha256(name.encode()).hexdigest()
     path = contexts / "meta" / key / "meta.json"
     try:
@@ -209,6 +211,7 @@ def unreachable(engine: Endpoint, error: Exception) -> ImgkitError:
     if host.startswith("ssh://"):
         what = f"{host} cannot be reached over SSH: {text or type(error).__name__}"
         return ToolFailed(what, where=where, hint=f"try: {shlex.join(_ssh_argv(host))}")
+    # From here on there is no system error's number: requests and the SDK leave only their text.
     if "timed out" in text.lower():
         what = f"the Docker engine at {host} accepted the connection and did not answer"
         hint = "it may be stuck, see: journalctl -u docker -n 50; sudo systemctl restart docker"

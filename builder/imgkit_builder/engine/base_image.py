@@ -59,6 +59,7 @@ def resolve_base(
     is_standin = name.startswith(STANDIN_HOST)
     check_name(name, where="--base" if override else recipe.where("image", "base"))
     target = choose_platform(recipe, wanted=platform, host=engine.platform)
+    # A stand-in is in no registry, so --pull cannot renew it.
     image = None if pull and not is_standin else find(engine, name, platform=target)
     if image is None:
         if is_standin:

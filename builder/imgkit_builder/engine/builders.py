@@ -159,6 +159,7 @@ def _podman_containers(facts: EngineFacts) -> Path:
         raise UsageError("Podman is on another machine", where=facts.endpoint.host, hint=use_classic)
     process.need(PODMAN[0], f"sudo apt-get install podman, {use_classic}")
     layout = "store={{.Store.GraphRoot}} driver={{.Store.GraphDriverName}}."
+    # The program and the service may have different users or configurations, hence different images.
     result = process.run([*PODMAN, "info", "--format", layout], env=own_storage(), check=False)
     match = re.search(r"^store=(.+) driver=(\S+)\.$", result.output, re.MULTILINE)
     if match is None:

@@ -124,6 +124,7 @@ def build(
         report.note(f"the engine refuses its classic builder, so buildx builds: {error.what}")
         ref = run(fallback)
     image = inspect(engine, ref)
+    # The classic builder ignores the platform if the base under this name is for another one.
     if image.platform != context.manifest.platform:
         raise ToolFailed(
             f"the engine built {image.platform} instead of {context.manifest.platform}",
@@ -142,6 +143,7 @@ def _run_folder(name: str) -> Path:
     with contextlib.suppress(OSError):
         parent.mkdir(parents=True, exist_ok=True)
     is_writable = os.access(parent, os.W_OK | os.X_OK)
+    # Dates sort the folders; several builds may begin within one second.
     prefix = f"{time.strftime('%Y%m%dT%H%M%S')}-{name}-"
     return Path(tempfile.mkdtemp(prefix=prefix, dir=parent if is_writable else None))
 

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.engine import address
@@ -74,14 +73,13 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.api.close()
 
     @cached_property
     def version(self) -> dict[str, Any]:
         """The engine's answer to ``/version``; only modules of this package use it."""
+        # The client has it already: it asks for the engine's version of the API when it connects.
         with translated("query the engine's version"):
             return dict(self.api.version())
 

@@ -63,6 +63,7 @@ def created(
     """
     import docker.types
 
+    # A name of our own: after a lost answer to "create", the container can still be removed by it.
     name = f"imgkit-{purpose}-{secrets.token_hex(6)}"
     mounts = [
         docker.types.Mount(target, folder, type="bind", read_only=True)

@@ -25,6 +25,7 @@ RESTART_HINT = (
     "find the reason: journalctl -u docker -n 50 (or the engine's own log); start it: sudo systemctl start "
     "docker; then run the same command again"
 )
+# A step's own output is searched as well as the engine's messages, so each text must be rare in other output.
 _HINTS = (
     (
         r"no space left on device",
@@ -82,6 +83,7 @@ def explain(message: str, *, doing: str, name: str = "") -> ImgkitError:
     """
     text = unstyled(message).strip()
     lower = text.lower()
+    # Registries and engines word the same refusal in many ways, and send no code that tells them apart.
     if "invalid reference format" in lower:
         return UsageError(f"{doing}: {text}", hint="an image name looks like registry:5000/group/name:tag")
     if _LOCALLY_MISSING.search(lower):
@@ -188,11 +190,8 @@ class LayerProgress:
         """Count `event` and report the sum; extraction does not count as a transfer."""
         detail = event.get("progressDetail") or {}
         layer, status = str(event.get("id", "")), str(event.get("status", ""))
-        if not detail:
-            if status and not layer:
-                self._report.line(status)
-            elif layer:
-                self._report.line(f"{layer}: {status}")
+        if not detail and (layer or status):
+            self._report.line(f"{layer}: {status}" if layer else status)
         if status in ("Downloading", "Pushing") and "current" in detail:
             # While compressing, the engine may send more than it announced.
             current = int(detail["current"])

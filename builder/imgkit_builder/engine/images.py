@@ -122,6 +122,7 @@ def _layers(data: dict[str, Any]) -> tuple[str, ...]:
 
 def _info(engine: Engine, data: dict[str, Any], name: str) -> ImageInfo:
     ref, platform, config, short = str(data["Id"]), platform_of(data), data.get("Config") or {}, plain(name)
+    # An engine may send null for an empty list.
     tags = [plain(tag) for tag in data.get("RepoTags") or () if tag != "<none>:<none>"]
     # The requested name comes first, so that saving and messages use it.
     tags.sort(key=lambda tag: tag not in (short, f"{short}:latest"))
@@ -280,6 +281,7 @@ def _image_id(engine: Engine, ref: str, platform: str) -> str:
     """
     if not engine.names_manifests or not _DIGEST.fullmatch(ref):
         return ref
+    # One index names a configuration for each platform.
     name = f"{ref.removeprefix('sha256:')}-{platform.replace('/', '-')}"
     path = files.cache_dir() / "image-ids" / name
     with contextlib.suppress(OSError, ValueError):
@@ -340,6 +342,7 @@ def _config_digest(digest: str, platform: str, read_blob: Callable[[str], bytes 
     """Return the configuration that the manifest or index `digest` names; None if a blob is missing."""
     for _ in range(_MAX_INDEX_DEPTH + 1):
         raw = read_blob(digest)
+        # A digest that does not match is a blob that somebody has changed, or half of one.
         if raw is None or f"sha256:{hashlib.sha256(raw).hexdigest()}" != digest:
             return None
         try:
