@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -19,9 +20,9 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import stored_images
 from layer_reference import Entry
@@ -35,8 +36,8 @@ from imgkit_builder.examine import verify
 from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif import convert
 from imgkit_builder.sif.conversion import Options
-from imgkit_builder.sif.entries import Archive, EngineImage
-from imgkit_entrypoints.errors import ImgkitError, ToolFailed
+from imgkit_builder.sif.entries import Archive
+from imgkit_entrypoints.errors import ImgkitError
 
 HOW = {"error": 1, "short": 2, "die before": 3, "die after": 4}
 FUNCTIONS = (
@@ -92,7 +93,7 @@ class Save:
 
 
 class StoredImage:
-    """An image archive in the place of an engine that gives only its ``save`` stream."""
+    """An image archive, whose layers have no file in common, in the place of an engine."""
 
     def __init__(self, path: Path) -> None:
         found = oci_folder.peek(path)
@@ -105,23 +106,15 @@ class StoredImage:
     def save(self) -> Iterator[Iterator[bytes]]:
         yield iter([self.path.read_bytes()])
 
-    def folders(self, diff_ids: Sequence[str]) -> tuple[Path, ...] | None:
-        return None
-
-    def why_unreadable(self) -> str:
-        return "an archive"
-
-    def changed(self, other: object, layers: int, folder: Path, *, skip: Sequence[str]) -> Any:
-        raise ToolFailed("an archive")
-
-    def export(self) -> contextlib.AbstractContextManager[Iterator[bytes]]:
-        raise NotImplementedError
-
-    def fetch(self, paths: Sequence[str], folder: Path) -> tuple[Path | None, ...]:
-        raise NotImplementedError
-
-    def other(self, image_id: str, diff_ids: Sequence[str]) -> EngineImage | None:
-        return None
+    @contextlib.contextmanager
+    def export(self) -> Iterator[Iterator[bytes]]:
+        exported = io.BytesIO()
+        with tarfile.open(self.path) as archive, tarfile.open(fileobj=exported, mode="w") as target:
+            for name in json.load(archive.extractfile("manifest.json") or io.BytesIO())[0]["Layers"]:
+                with tarfile.open(fileobj=archive.extractfile(name)) as layer:
+                    for member in layer:
+                        target.addfile(member, layer.extractfile(member))
+        yield iter([exported.getvalue()])
 
 
 class Write:

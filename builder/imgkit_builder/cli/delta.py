@@ -35,9 +35,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 _READ: Mapping[ReadFrom, str] = {
-    "folders": "the engine's folders",
-    "container": "a container of the image",
-    "save": "the whole image",
+    "export": "the engine's export",
     "sif": "both .sif files",
 }
 
@@ -62,9 +60,8 @@ def verb_delta(
     """Write the changes of an image over an older .sif: kilobytes instead of gigabytes.
 
     The .sif must come from imgkit sif and share its lowest layers with the
-    image. imgkit reads only the changed layers: from the engine's folders as
-    root, otherwise in a container of the image. A newer .sif needs no engine:
-    imgkit compares every file of both.
+    image. imgkit exports the image from the engine and compares every file. A
+    newer .sif needs no engine: imgkit compares every file of both.
 
     \b
     Examples:

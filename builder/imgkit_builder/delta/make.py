@@ -73,7 +73,7 @@ def make(image: EngineImage, base: Path, target: Path, options: Options, report:
     box = Memory((*runtime_files.runtime_files(config), *links, *folders))
 
     def changes(stack: Stack, trees: Trees) -> Changes:
-        found = tree.changes(trees.old, trees.new, skip=source.NEVER)
+        found = tree.changes(trees.old, trees.new, skip=source.NEVER | source.ENGINE_FILES)
         return found | _runtimes(box, stack, trees.new)
 
     newer = _Newer(

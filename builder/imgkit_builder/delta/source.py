@@ -1,4 +1,4 @@
-"""Open any image as one tree of files, and choose where to read the layers of two trees: the fastest place.
+"""Open any image as one tree of files.
 
 The image is an engine's, an archive, an OCI folder, a .sif or a .sqsh.
 """
@@ -6,28 +6,27 @@ The image is an engine's, an archive, an OCI folder, a .sif or a .sqsh.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from imgkit_builder.archive import oci_folder, stored
 from imgkit_builder.archive.oci_folder import Laid
-from imgkit_builder.archive.tar_read import REGULAR
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.delta import descriptor, tree
-from imgkit_builder.delta.layers import Changes, Folder, Graft, Memory, Tar
+from imgkit_builder.delta.layers import Tar
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.inventory import spdx
 from imgkit_builder.inventory.collector import DOCUMENT, InventoryCollector
 from imgkit_builder.inventory.packages import Inventory
 from imgkit_builder.oci.config import ImageConfig, epoch
 from imgkit_builder.sif import image, runtime_files, sqsh
-from imgkit_builder.sif.entries import Archive, EngineImage, ImageEntry, OciFolder
+from imgkit_builder.sif.entries import Archive, EngineImage, OciFolder
 from imgkit_builder.sif.image import SifImage, root_sha256
 from imgkit_builder.sif.workspace import scratch
 from imgkit_entrypoints import json_text
-from imgkit_entrypoints.errors import CheckFailed, ToolFailed
+from imgkit_entrypoints.errors import CheckFailed
 
 OWN = frozenset(
     {runtime_files.META, ".exec", ".run", ".shell", ".test", "environment", "singularity", DOCUMENT}
@@ -36,13 +35,11 @@ OWN = frozenset(
 NEVER = OWN | {"dev", "etc/hostname", "etc/hosts", "etc/resolv.conf", "etc/mtab", "proc", "sys"}
 """Paths that are never part of a difference; the engine or the runtime makes them and mounts over them."""
 
-_ENGINES = frozenset({".dockerenv", "run/.containerenv", "run/secrets"})
+ENGINE_FILES = frozenset({".dockerenv", "run/.containerenv", "run/secrets"})
 """Paths that an engine makes in a container, beside those of `NEVER`."""
-_MOST_FETCHED = 20
-"""More files of one folder are fetched with that folder: each one is a request."""
 
-ReadFrom = Literal["folders", "container", "save", "sif"]
-"""What was read: the engine's folders, a container of the image, the save stream, the newer .sif."""
+ReadFrom = Literal["export", "sif"]
+"""What was read: the engine's export of the image, or the newer .sif."""
 
 _MOST_DOCUMENT_BYTES = 64 << 20
 
@@ -59,103 +56,29 @@ class Trees:
 def trees(
     image: EngineImage, base: descriptor.Stack, added: tree.Layer, work: Path, report: Reporter
 ) -> Trees:
-    """The layers of `image` and those of `base`, where common lower layers are the same objects.
+    """Return the tree of `base`, as a runtime mounts it, and that of `image`, from one pass over its export.
 
-    `added` is what a runtime adds to an image without files. It lies below the layers of both trees, as in a
-    .sif: what the runtime adds is never deleted.
+    `added` is what a runtime adds to an image without files. It lies below the image's own, as in a .sif:
+    what the runtime adds is never deleted.
 
     Raises
     ------
-    CheckFailed : they have no layer in common, or a layer is damaged.
+    CheckFailed : they have no layer in common, or the export is damaged.
     """
-    wanted, have = image.config.diff_ids, base.diff_ids
-    shared = _common(wanted, have)
-    if not shared:
+    if image.config.diff_ids[:1] != base.diff_ids[:1]:
         size = f"{image.size_bytes / 1e6:.1f} MB before compression"
         raise CheckFailed(
             f"{image.name} shares no layer with it: a delta would be the whole image",
             where=str(base.sif.path),
             hint=f"a full transfer, {size}: imgkit sif {image.name}",
         )
-    # Also where no layer of it was replaced: some engines tell the common ones only by comparison.
-    other = image.other(base.base.image_id, base.diff_ids)
-    if shared < len(have) and other is None:
-        report.note(
-            f"the engine no longer has the image of {base.sif.path.name}: imgkit reads the whole image "
-            f"({image.size_bytes / 1e6:.0f} MB) and compares every file; an image with a tag stays when the "
-            "engine is tidied up"
-        )
-        return _over_sif(image, base, added, work, report)
-    if folders := image.folders(wanted):
-        others = image.folders(have) if shared < len(have) else ()
-        if others is not None:
-            return _layered(_folders(folders), _folders(others), shared, added, "folders")
-    try:
-        return _shown(image, base, shared, other, work, report)
-    except ToolFailed as error:
-        twice = ", and that of the base" if shared < len(have) else ""
-        hint = f"; {error.hint}" if error.hint else ""
-        report.note(
-            f"{error.what}: imgkit reads the whole image ({image.size_bytes / 1e6:.0f} MB){twice}{hint}"
-        )
-    new = _saved(image, work / "new", report)
-    old = _saved(other, work / "old", report) if other and shared < len(have) else []
-    return _layered(new, old, shared, added, "save")
-
-
-def _layered(
-    new: Sequence[tree.Layer], old: Sequence[tree.Layer], shared: int, added: tree.Layer, read_from: ReadFrom
-) -> Trees:
-    """Trees of layers, the lowest first; both have the first `shared` ones."""
-    both = new[:shared]
-    return Trees(
-        old=(*reversed([*both, *old[shared:]]), added), new=(*reversed(new), added), read_from=read_from
-    )
-
-
-def _over_sif(
-    image: EngineImage, base: descriptor.Stack, added: tree.Layer, work: Path, report: Reporter
-) -> Trees:
-    folders = image.folders(image.config.diff_ids)
-    new = _folders(folders) if folders else _saved(image, work / "new", report)
-    read_from: ReadFrom = "folders" if folders else "save"
-    return Trees(old=mounted(base.sif), new=(*reversed(new), added), read_from=read_from)
-
-
-def _folders(paths: Iterable[Path]) -> list[tree.Layer]:
-    return [Folder(path) for path in paths]
-
-
-def _shown(
-    image: EngineImage,
-    base: descriptor.Stack,
-    shared: int,
-    other: EngineImage | None,
-    work: Path,
-    report: Reporter,
-) -> Trees:
-    """Trees of the .sif, and of what a container of `image` shows at the changed paths over it.
-
-    Raises
-    ------
-    ToolFailed : a container cannot read the changed layers.
-    """
-    report.stage(f"the python3 of {image.name} reads the changed layers in a container")
-    layers = len(image.config.diff_ids) - shared
-    found = image.changed(other, layers, work, skip=sorted((NEVER - OWN) | _ENGINES))
-    old = mounted(base.sif)
-    # A runtime's own files are no part of an image, but places in which it mounts are in every .sif.
-    mark = ImageEntry(names=(descriptor.INSIDE,), kind=REGULAR)
-    changes = Changes(found, old, Memory([*runtime_files.mount_points(), mark]))
-    fetched = _outermost(
-        tree.join(folder, name) if len(names) <= _MOST_FETCHED else folder
-        for folder, names in changes.uncovered().items()
-        for name in names
-    )
-    paths = [path for path in fetched if path not in _ENGINES | NEVER]
-    tars = image.fetch([f"/{path}" for path in paths], work) if paths else ()
-    grafts = (Graft(path, tar) for path, tar in zip(paths, tars, strict=True))
-    return Trees(old=old, new=(*grafts, changes, *old), read_from="container")
+    report.stage(f"export {image.name} from the engine")
+    exported, count = work / "export.tar", 0
+    with image.export() as chunks, exported.open("wb") as stream:
+        for chunk in chunks:
+            count += stream.write(chunk)
+            report.advance(count, image.size_bytes)
+    return Trees(old=mounted(base.sif), new=(Tar(exported), added), read_from="export")
 
 
 def mounted(sif: SifImage) -> tree.Stack:
@@ -189,25 +112,6 @@ def refuse_damaged(stack: descriptor.Stack, report: Reporter) -> None:
         )
 
 
-def _outermost(paths: Iterable[str]) -> list[str]:
-    found: list[str] = []
-    for path in sorted(set(paths), key=tree.order):
-        if not found or not f"{path}/".startswith(f"{found[-1]}/"):
-            found.append(path)
-    return found
-
-
-def _common(one: Sequence[str], other: Sequence[str]) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-
-
-def _saved(image: EngineImage, folder: Path, report: Reporter) -> list[tree.Layer]:
-    laid = _laid(image, folder, report, None)
-    # Equal layers are one file, but need one object each: their places in the stack differ.
-    return [Tar(folder / "blobs/sha256" / one.removeprefix("sha256:")) for one in laid.config.diff_ids]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedImage:
     """An image whose files can be read as long as it is open."""
@@ -230,7 +134,7 @@ def opened(
 ) -> Iterator[OpenedImage]:
     """Yield what `found` holds; a path is a .sif or .sqsh.
 
-    An archive, and an engine's image that only the engine can read, are unpacked into a temporary folder.
+    An archive and an engine's image are unpacked into a temporary folder.
 
     Raises
     ------
@@ -240,12 +144,7 @@ def opened(
     if isinstance(found, Path):
         yield _of_sqsh(found) if sqsh.is_sqsh(found) else _of_sif(found)
         return
-    if isinstance(found, EngineImage) and (folders := found.folders(found.config.diff_ids)):
-        yield _of_layers(found.name, found.config, [Folder(folder) for folder in folders])
-        return
     beside = Path.cwd() if isinstance(found, EngineImage) else found.path.absolute()
-    if isinstance(found, EngineImage):
-        report.note(f"{found.why_unreadable()}: imgkit reads the whole image")
     with scratch(beside) as folder:
         laid = _laid(found, folder / "image", report, unpack_limit_bytes)
         name = found.name if isinstance(found, EngineImage) else str(found.path)

@@ -1,30 +1,20 @@
-"""The Docker engine: the only importer of docker, and only inside functions.
+"""Drive a Docker engine: the only importer of docker, and only inside functions.
 
-Read in this order: ``address``, ``connection``, ``images``, ``base_image``, ``builders``, ``building``,
-``transfer``, ``image_source``.
+Read in this order: ``address``, ``connection``, ``images``, ``image_source``, ``base_image``, ``builders``,
+``building``.
 """
 
 from imgkit_builder.engine.base_image import choose_platform, probe, resolve_base
-from imgkit_builder.engine.builders import Builder, choose
+from imgkit_builder.engine.builders import choose
 from imgkit_builder.engine.building import Built, build, default_tag
 from imgkit_builder.engine.connection import Engine, connect
 from imgkit_builder.engine.containers import run, shell_argv
-from imgkit_builder.engine.image_source import LocalImage, export_stream, local_image, read_file, save_stream
-from imgkit_builder.engine.images import (
-    ImageFacts,
-    ImageInfo,
-    check_name,
-    find,
-    image_facts,
-    inspect,
-)
-from imgkit_builder.engine.transfer import add_tag, load, pull, push
+from imgkit_builder.engine.image_source import LocalImage, add_tag, local_image, push, read_file, save_stream
+from imgkit_builder.engine.images import ImageInfo, check_name, image_facts, inspect
 
 __all__ = [
-    "Builder",
     "Built",
     "Engine",
-    "ImageFacts",
     "ImageInfo",
     "LocalImage",
     "add_tag",
@@ -34,14 +24,10 @@ __all__ = [
     "choose_platform",
     "connect",
     "default_tag",
-    "export_stream",
-    "find",
     "image_facts",
     "inspect",
-    "load",
     "local_image",
     "probe",
-    "pull",
     "push",
     "read_file",
     "resolve_base",

@@ -1,4 +1,4 @@
-"""The base image: found and compared with the recipe before anything long begins, and run once.
+"""Find the base image, compare it with the recipe before anything long begins, and run it once.
 
 The run reports its Python, torch and NCCL; the result is cached by image id.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imgkit_builder.base import files
@@ -15,9 +14,9 @@ from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.engine import containers
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import ONE_PLATFORM_HINT
+from imgkit_builder.engine.image_source import full_platform
+from imgkit_builder.engine.image_source import pull as fetch
 from imgkit_builder.engine.images import ImageInfo, can_choose, check_name, find, repository
-from imgkit_builder.engine.transfer import full_platform
-from imgkit_builder.engine.transfer import pull as fetch
 from imgkit_builder.image import inside
 from imgkit_builder.oci.manifest import STANDIN_LABEL, BaseImage, Probe
 from imgkit_builder.oci.platform import emulator_fault
@@ -57,21 +56,23 @@ def resolve_base(
     """
     report = report or Silent()
     name = override or recipe.image.base
+    is_standin = name.startswith(STANDIN_HOST)
     check_name(name, where="--base" if override else recipe.where("image", "base"))
     target = choose_platform(recipe, wanted=platform, host=engine.platform)
-    image = None if pull and not name.startswith(STANDIN_HOST) else find(engine, name, platform=target)
+    # A stand-in is in no registry, so --pull cannot renew it.
+    image = None if pull and not is_standin else find(engine, name, platform=target)
     if image is None:
-        if name.startswith(STANDIN_HOST):
+        if is_standin:
             raise UsageError(f"there is no local stand-in {name!r}", hint="create it: ci/lab/base-image")
         # Before the pull: 20 GB for an architecture that cannot run here would be wasted.
-        _can_run(engine, target)
+        _check_can_run(engine, target)
         try:
             image = fetch(engine, name, target, report)
         except ImgkitError as error:
-            stated = None if override else recipe.where("image", "base")
+            where = None if override else recipe.where("image", "base")
             local = "without a network, use a local base: --base NAME (list them: docker images)"
             hint = f"{error.hint}\n{local}" if error.hint else local
-            raise type(error)(error.what, where=error.where or stated, hint=hint) from error
+            raise type(error)(error.what, where=error.where or where, hint=hint) from error
     if image.platform != target:
         raise _other_platform(engine, image, name, target, recipe)
     if STANDIN_LABEL in image.labels and override is None:
@@ -81,7 +82,7 @@ def resolve_base(
             hint=f"to use it anyway: --base {name}; otherwise: docker rmi {name}, then build again to pull "
             "the real one",
         )
-    _can_run(engine, target)
+    _check_can_run(engine, target)
     if image.manifest:
         # The classic builder would begin with the platform that the engine prefers (docker 28.5).
         exact = f"{repository(name)}@{image.manifest}"
@@ -100,36 +101,38 @@ def resolve_base(
 
 def choose_platform(recipe: Recipe, *, wanted: str | None, host: str) -> str:
     """Return `wanted` if the recipe allows it; default: `host` if allowed, else the recipe's first."""
-    offered = recipe.image.platforms
+    platforms = recipe.image.platforms
     if wanted is None:
-        return host if host in offered else offered[0]
+        return host if host in platforms else platforms[0]
     full = full_platform(wanted)
-    if full not in offered:
+    if full not in platforms:
         raise UsageError(
             f"{recipe.name} is not for {wanted!r}",
             where=recipe.where("image", "platform"),
-            hint=f"it allows: {', '.join(offered)}; omit --platform, or add the platform to the recipe",
+            hint=f"it allows: {', '.join(platforms)}; omit --platform, or add the platform to the recipe",
         )
     return full
 
 
 def _other_platform(engine: Engine, image: ImageInfo, name: str, target: str, recipe: Recipe) -> UsageError:
     # The engine does not check: it builds the wrong image, or fails at the first step that runs a program.
-    ways = [f"choose a {target} base: --base NAME"]
+    hints = [f"choose a {target} base: --base NAME"]
     if not name.startswith(STANDIN_HOST):
         pull = f"docker pull --platform {target} {name}"
-        ways.insert(0, pull if can_choose(engine) else ONE_PLATFORM_HINT)
+        hints.insert(0, pull if can_choose(engine) else ONE_PLATFORM_HINT)
     if image.platform in recipe.image.platforms:
-        ways.append(f"build for its platform: --platform {image.platform}")
+        hints.append(f"build for its platform: --platform {image.platform}")
     return UsageError(
         f"the local image {name!r} is {image.platform}, the build is for {target}",
         where=recipe.where("image", "platform"),
-        hint=", or ".join(ways),
+        hint=", or ".join(hints),
     )
 
 
-def _can_run(engine: Engine, target: str) -> None:
-    if target == engine.platform or not engine.is_here or _in_virtual_machine(engine):
+def _check_can_run(engine: Engine, target: str) -> None:
+    # Docker Desktop runs containers on a kernel of its own, which has its own handlers.
+    in_virtual_machine = "Docker Desktop" in str(engine.info.get("OperatingSystem", ""))
+    if target == engine.platform or in_virtual_machine or not engine.facts().is_here:
         return
     fault = emulator_fault(target.partition("/")[2])
     if fault:
@@ -140,69 +143,45 @@ def _can_run(engine: Engine, target: str) -> None:
         )
 
 
-def _in_virtual_machine(engine: Engine) -> bool:
-    """Docker Desktop runs containers on a kernel of its own, which has its own handlers."""
-    return "Docker Desktop" in str(engine.about.get("OperatingSystem", ""))
-
-
 SCHEMA = 1
 
 
 def probe(engine: Engine, base: BaseImage) -> Probe:
-    """Versions inside `base`; `Probe.skipped` is the reason where it could not run.
+    """Return the versions inside `base`; `Probe.skipped` is the reason where it could not run.
 
     Notes
     -----
     Importing torch takes seconds, so the result is cached. The content behind an image id never changes,
     so a cached result never becomes wrong.
     """
-    found = _known(base.id)
-    if found is not None:
-        return found
+    path = files.cache_dir() / "probe" / f"{base.id.partition(':')[2] or 'unknown'}.json"
+    try:
+        data = json_text.parse(files.read_own(path))
+        if data.pop("schema") == SCHEMA:
+            return Probe(**{**data, "pip_conflicts": tuple(data["pip_conflicts"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # no earlier run, or a damaged file
     name = base.name if engine.names_manifests else base.id or base.name
     finished = containers.run(engine, name, inside.argv(), platform=base.platform)
-    return _learned(base.id, finished.output) or Probe(
-        skipped=_why_not(engine, base, finished.returncode, finished.output)
+    versions = inside.parse(finished.output)
+    if versions is None:
+        return Probe(skipped=_probe_failure(engine, base, finished.returncode, finished.output))
+    result = Probe(
+        python=versions.python,
+        torch=versions.torch,
+        cuda=versions.cuda,
+        nccl=versions.nccl,
+        pip_conflicts=versions.pip_conflicts or (),
     )
+    text = json.dumps({"schema": SCHEMA, **dataclasses.asdict(result)}, indent=2)
+    files.write_cache(path, text + "\n")
+    return result
 
 
-def _learned(image_id: str, output: str) -> Probe | None:
-    """The probe in the `output` of ``image.inside``, which is kept for later; None where it has none."""
-    seen = inside.parse(output)
-    if seen is None:
-        return None
-    found = Probe(
-        python=seen.python,
-        torch=seen.torch,
-        cuda=seen.cuda,
-        nccl=seen.nccl,
-        pip_conflicts=seen.pip_conflicts or (),
-    )
-    text = json.dumps({"schema": SCHEMA, **dataclasses.asdict(found)}, indent=2)
-    files.write_cache(_kept(image_id), text + "\n")
-    return found
-
-
-def _why_not(engine: Engine, base: BaseImage, returncode: int, output: str) -> str:
+def _probe_failure(engine: Engine, base: BaseImage, returncode: int, output: str) -> str:
     if returncode == containers.NOT_FOUND:
         return "the base has no python3"
     if "exec format error" in output.lower():
         return f"the base is {base.platform}, but the engine runs {engine.platform} and has no emulator"
     lines = output.strip().splitlines()
     return f"python3 failed with exit code {returncode}: {lines[-1] if lines else 'no output'}"
-
-
-def _kept(image_id: str) -> Path:
-    return files.cache_dir() / "probe" / f"{image_id.partition(':')[2] or 'unknown'}.json"
-
-
-def _known(image_id: str) -> Probe | None:
-    """The probe of an earlier run."""
-    try:
-        data = json_text.parse(files.read_own(_kept(image_id)))
-        if data.pop("schema") != SCHEMA:
-            return None
-        data["pip_conflicts"] = tuple(data["pip_conflicts"])
-        return Probe(**data)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

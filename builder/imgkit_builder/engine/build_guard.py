@@ -22,7 +22,7 @@ from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
 GRACE_S = 10.0
-LOOK_EVERY_S = 0.1
+POLL_S = 0.1
 CHUNK_BYTES = 1 << 16
 
 
@@ -31,7 +31,7 @@ def main() -> int:
     life, token, containers, _, *argv = sys.argv[1:]
     pipe = int(life)
     if sys.platform == "linux":
-        # What the program leaves becomes a child of the guard, and can be found.
+        # Orphans of the program become children of the guard, and can be found.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     source, sink = os.pipe()
     actions = [
@@ -40,8 +40,8 @@ def main() -> int:
         (os.POSIX_SPAWN_CLOSE, pipe),
     ]
     # Python ignores these two signals, and a child would inherit that.
-    quiet = (signal.SIGPIPE, signal.SIGXFSZ)
-    child = os.posix_spawnp(argv[0], argv, os.environ, file_actions=actions, setsigdef=quiet)
+    ignored = (signal.SIGPIPE, signal.SIGXFSZ)
+    child = os.posix_spawnp(argv[0], argv, os.environ, file_actions=actions, setsigdef=ignored)
     os.close(sink)
     os.close(0)  # where the program ends early, imgkit has to see that nobody reads
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -57,7 +57,7 @@ def main() -> int:
 def follow(child: int, pipe: int, source: int) -> int | None:
     """Copy the output until `child` has ended, and return its exit code; None where `pipe` closes first."""
     while True:
-        ready = select.select([pipe, source], [], [], LOOK_EVERY_S)[0]
+        ready = select.select([pipe, source], [], [], POLL_S)[0]
         if pipe in ready:
             return None
         if source in ready:
@@ -69,27 +69,28 @@ def follow(child: int, pipe: int, source: int) -> int | None:
                     return None
                 continue
             source = pipe  # it has ended, or closed its output
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
             return os.waitstatus_to_exitcode(status)
 
 
 def end(child: int, source: int, *, steps_only: bool) -> int:
-    """End `child` and all that it started; returns its exit code."""
+    """End `child` and its descendants; return its exit code."""
     if not steps_only:
         os.killpg(0, signal.SIGTERM)
     os.set_blocking(source, False)
-    limit = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + GRACE_S
     while True:
-        done, status = os.waitpid(child, os.WNOHANG)
+        pid, status = os.waitpid(child, os.WNOHANG)
         kill(steps())
-        if done:
+        if pid:
             return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > limit:
+        if time.monotonic() > deadline:
+            # Podman's helper for the next podman has a session of its own, and stays.
             kill(pid for pid in descendants() if session(pid) == os.getsid(0))
         with contextlib.suppress(BlockingIOError):
             os.read(source, CHUNK_BYTES)
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_S)
 
 
 def kill(pids: Iterable[int]) -> None:
@@ -100,22 +101,22 @@ def kill(pids: Iterable[int]) -> None:
 
 
 def steps() -> list[int]:
-    """The first processes of the containers that this guard's descendants started."""
-    here = len(namespaced("self"))
-    pids = [(pid, namespaced(pid)) for pid in descendants()]
-    return [pid for pid, numbers in pids if len(numbers) > here and numbers[-1] == "1"]
+    """Return the first processes of the containers that this guard's descendants started."""
+    depth = len(namespace_pids("self"))
+    pids = [(pid, namespace_pids(pid)) for pid in descendants()]
+    return [pid for pid, numbers in pids if len(numbers) > depth and numbers[-1] == "1"]
 
 
 def session(pid: int) -> int:
-    """The session of `pid`; podman's helper for the next podman has one of its own, and stays."""
+    """Return the session of `pid`; 0 for a process that has gone."""
     try:
         return os.getsid(pid)
     except ProcessLookupError:
         return 0
 
 
-def namespaced(pid: int | str) -> list[str]:
-    """The numbers that the process `pid` has in the nested namespaces, its own last."""
+def namespace_pids(pid: int | str) -> list[str]:
+    """Return the numbers that the process `pid` has in the nested namespaces, the innermost last."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -124,7 +125,7 @@ def namespaced(pid: int | str) -> list[str]:
 
 
 def descendants() -> list[int]:
-    """The processes below this one."""
+    """Return the processes below this one."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -132,26 +133,20 @@ def descendants() -> list[int]:
         except OSError:
             continue
         children.setdefault(parent, []).append(int(path.parent.name))
-    found: list[int] = []
-    todo = [os.getpid()]
-    while todo:
-        below = children.get(todo.pop(), [])
-        found += below
-        todo += below
-    return found
+    pids = [os.getpid()]
+    for pid in pids:  # grows while it is read
+        pids += children.get(pid, [])
+    return pids[1:]
 
 
 def remove(containers: str, token: str) -> None:
-    """Remove podman's working containers that know `token`."""
+    """Remove podman's working containers that have `token`."""
     for path in Path(containers).glob("*/userdata/buildah.json"):
-        try:
-            ours = token in path.read_text(errors="replace")
-        except OSError:
-            continue
-        if ours:
-            null = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)]
-            argv = ["podman", "--remote=false", "rm", "--force", path.parts[-3]]
-            os.waitpid(os.posix_spawnp(argv[0], argv, os.environ, file_actions=null), 0)
+        with contextlib.suppress(OSError):
+            if token in path.read_text(errors="replace"):
+                null = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)]
+                argv = ["podman", "--remote=false", "rm", "--force", path.parts[-3]]
+                os.waitpid(os.posix_spawnp(argv[0], argv, os.environ, file_actions=null), 0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""Which program builds: the engine's own API, ``docker buildx``, or ``podman``. Standard library only."""
+"""Choose the program that builds: the engine's own API, ``docker buildx``, or ``podman``.
+
+Podman builds through its API as well, but there an interrupted build goes on (podman 4.3), and there are no
+build secrets. So its program builds where it is on this machine.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +26,6 @@ PODMAN = ("podman", "--remote=false")
 
 BUILDX_PACKAGE = "sudo apt-get install docker-buildx-plugin (or docker-buildx)"
 
-_STORE = "store={{.Store.GraphRoot}} driver={{.Store.GraphDriverName}}."
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
@@ -35,13 +37,13 @@ class Choice:
     containers: Path | None = None
     """The folder in which podman keeps its containers."""
     options: tuple[str, ...] = ()
-    """Further words for its program."""
+    """Further arguments for its program."""
     may_change: bool = False
     """Whether buildx builds instead where the engine refuses the classic builder."""
 
 
 def choose(facts: EngineFacts, wanted: Builder = "auto", *, secrets_at: str = "") -> Choice:
-    """The builder for the engine: what `wanted` names, else podman for Podman and the classic one for Docker.
+    """Return the builder that `wanted` names, else podman for Podman and the classic one for Docker.
 
     `secrets_at` is the recipe's line with the secrets that the build needs: Docker then builds with buildx.
 
@@ -69,36 +71,36 @@ def choose(facts: EngineFacts, wanted: Builder = "auto", *, secrets_at: str = ""
     )
 
 
-def _choose(facts: EngineFacts, wanted: Builder) -> Choice:
-    if wanted == "classic":
+def _choose(facts: EngineFacts, requested: Builder) -> Choice:
+    if requested == "classic":
         return Choice(name="classic")
-    if wanted == "buildx":
+    if requested == "buildx":
         if facts.is_podman:
             raise UsageError(
                 "Podman has no BuildKit, which buildx needs", where="--builder", hint="use --builder podman"
             )
         _need_buildx()
         return Choice(name="buildx")
-    if wanted == "podman" or facts.is_podman:
-        try:
-            return Choice(name="podman", containers=_podman_containers(facts))
-        except ImgkitError as error:
-            if wanted == "podman":
-                raise
-            lacks = "an interrupted build continues in Podman, and its cache is not used"
-            return Choice(name="classic", note=f"Podman builds through its API ({error.what}): {lacks}")
-    return Choice(name="classic", may_change=True)
+    if requested == "auto" and not facts.is_podman:
+        return Choice(name="classic", may_change=True)
+    try:
+        return Choice(name="podman", containers=_podman_containers(facts))
+    except ImgkitError as error:
+        if requested == "podman":
+            raise
+        problem = "an interrupted build continues in Podman, and its cache is not used"
+        return Choice(name="classic", note=f"Podman builds through its API ({error.what}): {problem}")
 
 
-_REFUSED = re.compile(
+_REFUSAL = re.compile(
     r"page not found|\bbuilder\b.*(?:not (?:available|implemented|supported)|no longer|unsupported|removed)",
     re.IGNORECASE,
 )
-_REFUSED_STATUS = (405, 410, 501)
+_REFUSAL_STATUS = (405, 410, 501)
 
 
 def after_refusal(choice: Choice, error: ImgkitError) -> Choice | None:
-    """Buildx, where `error` says that the engine of `choice` has no classic builder; else None.
+    """Return buildx where `error` says that the engine of `choice` has no classic builder; else None.
 
     Notes
     -----
@@ -109,10 +111,13 @@ def after_refusal(choice: Choice, error: ImgkitError) -> Choice | None:
     ------
     ToolMissing : there is no buildx either.
     """
-    status = _status(error)
-    if not choice.may_change or status is None:
+    # An error inside a build comes from no answer with a status.
+    cause: BaseException | None = error
+    while cause and not isinstance(getattr(cause, "status_code", None), int):
+        cause = cause.__cause__
+    if not choice.may_change or cause is None:
         return None
-    if status not in _REFUSED_STATUS and not _REFUSED.search(error.what):
+    if getattr(cause, "status_code", None) not in _REFUSAL_STATUS and not _REFUSAL.search(error.what):
         return None
     try:
         _need_buildx()
@@ -122,24 +127,16 @@ def after_refusal(choice: Choice, error: ImgkitError) -> Choice | None:
     return dataclasses.replace(choice, name="buildx", may_change=False)
 
 
-def _status(error: BaseException | None) -> int | None:
-    """The status of the engine's answer that `error` comes from; None for an error inside a build."""
-    while error is not None:
-        status = getattr(error, "status_code", None)
-        if isinstance(status, int):
-            return status
-        error = error.__cause__
-    return None
-
-
 def buildx_version() -> str:
-    """The version of ``docker buildx``; empty where there is none."""
+    """Return the version of ``docker buildx``; empty where there is none."""
     if shutil.which("docker") is None:
         return ""
-    done = process.run(["docker", "buildx", "version"], check=False)
+    result = process.run(["docker", "buildx", "version"], check=False)
+    if result.returncode:
+        return ""
     # "github.com/docker/buildx v0.29.1 COMMIT"
-    words = done.output.split()
-    return "" if done.returncode else words[1].removeprefix("v") if len(words) > 1 else "unknown"
+    match = re.match(r"\S+ v?(\S+)", result.output)
+    return match[1] if match else "unknown"
 
 
 def _need_buildx() -> None:
@@ -150,7 +147,7 @@ def _need_buildx() -> None:
 
 
 def _podman_containers(facts: EngineFacts) -> Path:
-    """The folder of working containers, where the program podman uses the same storage as the engine."""
+    """Return the folder of working containers, if the program podman has the same storage as the engine."""
     use_classic = "or use --builder classic"
     if not facts.is_podman:
         raise UsageError(
@@ -160,29 +157,24 @@ def _podman_containers(facts: EngineFacts) -> Path:
         )
     if not facts.is_here:
         raise UsageError("Podman is on another machine", where=facts.endpoint.host, hint=use_classic)
-    if shutil.which(PODMAN[0]) is None:
-        raise ToolMissing(
-            "the program 'podman' is not on PATH", hint=f"sudo apt-get install podman, {use_classic}"
-        )
-    asked = process.run([*PODMAN, "info", "--format", _STORE], env=own_storage(), check=False)
-    found = re.search(r"^store=(.+) driver=(\S+)\.$", asked.output, re.MULTILINE)
-    if found is None:
-        raise ToolMissing(
-            f"podman info fails: {asked.tail().strip()[-200:]}", hint=f"podman info; {use_classic}"
-        )
-    if os.path.realpath(found[1]) != os.path.realpath(facts.root):
+    process.need(PODMAN[0], f"sudo apt-get install podman, {use_classic}")
+    layout = "store={{.Store.GraphRoot}} driver={{.Store.GraphDriverName}}."
+    # The program and the service may have different users or configurations, hence different images.
+    result = process.run([*PODMAN, "info", "--format", layout], env=own_storage(), check=False)
+    match = re.search(r"^store=(.+) driver=(\S+)\.$", result.output, re.MULTILINE)
+    if match is None:
+        problem = result.tail().strip()[-200:]
+        raise ToolMissing(f"podman info fails: {problem}", hint=f"podman info; {use_classic}")
+    if os.path.realpath(match[1]) != os.path.realpath(facts.root):
         raise UsageError(
-            f"the program podman stores images in {found[1]}, the engine in {facts.root}",
+            f"the program podman stores images in {match[1]}, the engine in {facts.root}",
             where=facts.endpoint.host,
             hint=f"run imgkit as the user who owns the engine, {use_classic}",
         )
-    return Path(found[1]) / f"{found[2]}-containers"
+    return Path(match[1]) / f"{match[2]}-containers"
 
 
 def own_storage() -> dict[str, str]:
-    """This process's variables without those that send podman to another machine."""
-    return {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("CONTAINER_HOST", "CONTAINER_CONNECTION")
-    }
+    """Return this process's variables without those that send podman to another machine."""
+    remote = ("CONTAINER_HOST", "CONTAINER_CONNECTION")
+    return {name: value for name, value in os.environ.items() if name not in remote}

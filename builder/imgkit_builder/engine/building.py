@@ -1,4 +1,4 @@
-"""Builds an image: output becomes progress, a log, and an error that names the recipe's line.
+"""Build an image: output becomes progress, a log, and an error that names the recipe's line.
 
 The engine's API builds, or a program: ``docker buildx build`` or ``podman build``. The provenance labels
 are the last instruction of the Dockerfile.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import codecs
 import contextlib
 import importlib.resources
-import io
 import os
 import secrets
 import subprocess
@@ -20,7 +19,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, cast
+from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.base import files
 from imgkit_builder.base.process import pump
@@ -30,8 +29,8 @@ from imgkit_builder.engine.builders import PODMAN, Choice, after_refusal, own_st
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import broken, translated
 from imgkit_builder.engine.following import DOCKERFILE, BuildFollower, BuildKitFollower
+from imgkit_builder.engine.image_source import add_tag
 from imgkit_builder.engine.images import ImageInfo, check_name, find, inspect
-from imgkit_builder.engine.transfer import add_tag
 from imgkit_builder.image.render import docker_quote
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import CONTEXT_LABEL, CREATED_LABEL, time_of_build
@@ -43,6 +42,8 @@ if TYPE_CHECKING:
     from imgkit_builder.recipe import Recipe
     from imgkit_builder.recipe.targets import Target
 
+CHUNK_BYTES = 1 << 20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
@@ -52,10 +53,12 @@ class Built:
     tag: str
     log: Path
     """The engine's whole output; the Dockerfile is in the same folder."""
+    up_to_date: bool
+    """The tag named this image already."""
 
 
 def default_tag(recipe: Recipe | Target) -> str:
-    """The default of ``--tag``: ``mn5:latest``."""
+    """Return the default of ``--tag``: ``mn5:latest``."""
     return f"{recipe.name}:latest"
 
 
@@ -83,15 +86,15 @@ def build(
     UsageError : the engine cannot read the Dockerfile or find the base.
     """
     check_name(tag)
+    old = find(engine, tag)
     folder = _run_folder(context.manifest.recipe)
-    created = _created(engine, context, tag=tag, fresh=no_cache)
-    values = manifests.labels(
+    labels = manifests.labels(
         context.manifest,
         context_sha256=context.sha256,
-        created=created,
+        created=_creation_time(None if no_cache else old, context),
         locked=context.is_locked,
     )
-    dockerfile = context.dockerfile.rstrip("\n") + "\n" + _label_instruction(values)
+    dockerfile = context.dockerfile.rstrip("\n") + "\n" + _label_instruction(labels)
     files.put(folder / "Dockerfile", hide(dockerfile))
     log = folder / "build.log"
     builder = builder or Choice(name="classic")
@@ -100,23 +103,28 @@ def build(
 
     def run(choice: Choice) -> str:
         follower = BuildKitFollower if choice.name == "buildx" else BuildFollower
-        start = _run_classic if choice.name == "classic" else _run_program
         with log.open("w", encoding="utf-8") as stream:
             watch = follower(
                 stream, dockerfile, base=context.manifest.base.name, log_path=log, report=report, hide=hide
             )
             report.stage("send the context")
-            return start(engine, context, dockerfile, watch, builder=choice, no_cache=no_cache)
+            chunks = _context_chunks(context, dockerfile, report)
+            if choice.name == "classic":
+                platform = context.manifest.platform
+                return _run_classic(engine, chunks, watch, platform=platform, no_cache=no_cache)
+            options = ["--platform", context.manifest.platform, *(["--no-cache"] if no_cache else [])]
+            return _run_program(engine, chunks, watch, choice, options)
 
     try:
         ref = run(builder)
     except ImgkitError as error:
-        other = after_refusal(builder, error)
-        if other is None:
+        fallback = after_refusal(builder, error)
+        if fallback is None:
             raise
         report.note(f"the engine refuses its classic builder, so buildx builds: {error.what}")
-        ref = run(other)
+        ref = run(fallback)
     image = inspect(engine, ref)
+    # The classic builder ignores the platform if the base under this name is for another one.
     if image.platform != context.manifest.platform:
         raise ToolFailed(
             f"the engine built {image.platform} instead of {context.manifest.platform}",
@@ -125,16 +133,65 @@ def build(
     if accept:
         accept(image)
     add_tag(engine, ref, tag)
-    return Built(image=inspect(engine, tag), tag=tag, log=log)
+    is_same = old is not None and old.ref == image.ref
+    return Built(image=inspect(engine, tag), tag=tag, log=log, up_to_date=is_same)
+
+
+def _run_folder(name: str) -> Path:
+    """Make a folder for the log of this build, in tmp if HOME is read-only."""
+    parent = files.state_dir() / "builds"
+    with contextlib.suppress(OSError):
+        parent.mkdir(parents=True, exist_ok=True)
+    is_writable = os.access(parent, os.W_OK | os.X_OK)
+    # Dates sort the folders; several builds may begin within one second.
+    prefix = f"{time.strftime('%Y%m%dT%H%M%S')}-{name}-"
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=parent if is_writable else None))
+
+
+def _creation_time(old: ImageInfo | None, context: BuildContext) -> str:
+    """Return the time of creation in RFC 3339.
+
+    ``SOURCE_DATE_EPOCH`` where set; else the time of the image `old` if that was built from the same context.
+    The label then stays, so that a rebuild is fully cached and gives the same image id.
+    """
+    is_fixed = os.environ.get("SOURCE_DATE_EPOCH", "").isdigit()
+    # The context contains the manifest, hence the base's id: an equal context means an equal base.
+    if old and not is_fixed and old.labels.get(CONTEXT_LABEL) == context.sha256:
+        return old.labels.get(CREATED_LABEL) or time_of_build()
+    return time_of_build()
+
+
+def _label_instruction(labels: Mapping[str, str]) -> str:
+    """Return one LABEL line.
+
+    Notes
+    -----
+    The SDK's ``labels=`` adds a step per label, 65 ms each when one of them changed (docker 20.10).
+    """
+    pairs = (
+        "=".join(docker_quote(" ".join(text.splitlines())) for text in (key, value))
+        for key, value in labels.items()
+    )
+    return f"LABEL {' '.join(pairs)}\n"
+
+
+def _context_chunks(context: BuildContext, dockerfile: str, report: Reporter) -> Generator[bytes, None, None]:
+    """Yield the tar of `context` with the text `dockerfile` as its first member, `DOCKERFILE`."""
+    data = dockerfile.encode()
+    member = tarfile.TarInfo(DOCKERFILE)
+    member.size, member.mode = len(data), 0o644
+    with context.open(report) as tar:
+        yield member.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % tarfile.BLOCKSIZE)
+        while chunk := tar.read(CHUNK_BYTES):
+            yield chunk
 
 
 def _run_classic(
     engine: Engine,
-    context: BuildContext,
-    dockerfile: str,
+    chunks: Generator[bytes, None, None],
     watch: BuildFollower,
     *,
-    builder: Choice,
+    platform: str,
     no_cache: bool,
 ) -> str:
     """Let the classic builder behind the engine's API build, and return the image id.
@@ -142,81 +199,49 @@ def _run_classic(
     Notes
     -----
     When the connection closes (Ctrl-C, kill -9), the engine cancels the step and, because of ``forcerm``,
-    removes its container within a second (docker 20.10). If imgkit is still running, it removes it as well.
+    removes its container within a second (docker 20.10). If imgkit is still running, it removes it as well:
+    only the connection may be gone.
     """
-    with _no_container_left(engine, watch), context.open(watch.report) as tar:
-        try:
-            with translated("build"):
-                events = engine.api.build(
-                    fileobj=_with_dockerfile(tar, dockerfile),
-                    custom_context=True,
-                    dockerfile=DOCKERFILE,
-                    decode=True,
-                    rm=True,
-                    forcerm=True,
-                    pull=False,
-                    nocache=no_cache,
-                    platform=context.manifest.platform,
-                    timeout=None,
-                )
-                with contextlib.closing(events):
-                    for event in events:
-                        watch.take(event)
-        except ImgkitError as error:
-            raise watch.located(error) from error
+    stream: Any = chunks  # requests sends an iterator in pieces
+    try:
+        with contextlib.closing(chunks), translated("build"):
+            events = engine.api.build(
+                fileobj=stream,
+                custom_context=True,
+                dockerfile=DOCKERFILE,
+                decode=True,
+                rm=True,
+                forcerm=True,
+                pull=False,
+                nocache=no_cache,
+                platform=platform,
+                timeout=None,
+            )
+            with contextlib.closing(events):
+                for event in events:
+                    watch.take(event)
         if not watch.image_id:
             # A dying engine may close the stream cleanly.
-            raise watch.located(broken("build", "it ended before the image was finished"))
-    return watch.image_id
-
-
-@contextlib.contextmanager
-def _no_container_left(engine: Engine, watch: BuildFollower) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
+            raise broken("build", "it ended before the image was finished")
+    except BaseException as error:
         if watch.container:
             # The engine may be the one that died.
             with contextlib.suppress(ImgkitError):
                 containers.remove(engine, watch.container)
+        if isinstance(error, ImgkitError):
+            raise watch.located(error) from error
         raise
-
-
-def _run_folder(name: str) -> Path:
-    """A new folder for the log of this build, unique even within one second; in tmp if HOME is read-only."""
-    parent = files.state_dir() / "builds"
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-        writable = os.access(parent, os.W_OK | os.X_OK)
-    except OSError:
-        writable = False
-    if not writable:
-        return Path(tempfile.mkdtemp(prefix=f"imgkit-build-{name}-"))
-    stamp = time.strftime("%Y%m%dT%H%M%S")
-    number = 0
-    while True:
-        folder = parent / (f"{stamp}-{name}" + (f"-{number}" if number else ""))
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return folder
-
-
-CHUNK_BYTES = 1 << 20
+    return watch.image_id
 
 
 def _run_program(
     engine: Engine,
-    context: BuildContext,
-    dockerfile: str,
+    chunks: Generator[bytes, None, None],
     watch: BuildFollower,
-    *,
     builder: Choice,
-    no_cache: bool,
+    options: list[str],
 ) -> str:
-    """Build `context` with the program of `builder`, and return the engine's name for the image.
+    """Build with the program of `builder`, and return the engine's name for the image.
 
     Notes
     -----
@@ -227,91 +252,64 @@ def _run_program(
     ------
     ToolFailed, UsageError : a step failed, with the recipe's line and the last output.
     """
-    written = watch.log_path.with_name("image-id")
+    id_file, metadata = (watch.log_path.with_name(name) for name in ("image-id", "build.json"))
     token = f"imgkit-{secrets.token_hex(8)}"
-    options = ["--iidfile", str(written), "--platform", context.manifest.platform]
-    options += ["--file", DOCKERFILE, *(["--no-cache"] if no_cache else []), *builder.options]
-    told = watch.log_path.with_name("build.json")
-    buildx = [*_BUILDX, "--metadata-file", str(told), *options, "-"]
-    argv = _podman(options, token) if builder.name == "podman" else buildx
-    env = own_storage() if builder.name == "podman" else _buildx_env(engine)
-    chunks = _context_chunks(context, dockerfile, watch)
-    with contextlib.closing(chunks):
-        code = _guarded(argv, chunks, watch.text, token=token, containers=builder.containers, env=env)
+    options = ["--iidfile", str(id_file), "--file", DOCKERFILE, *options, *builder.options, "-"]
+    if builder.name == "podman":
+        # Podman's own format: for Docker's, podman takes no step from its cache on a base without dates in
+        # its history. The base is local by now.
+        fixed = ("--layers", "--force-rm", "--pull=never", "--identity-label=false")
+        argv, env = [*PODMAN, "build", *fixed, "--build-arg", f"BUILD_OF_IMGKIT={token}"], own_storage()
+    else:
+        argv = ["docker", "buildx", "build", "--progress", "plain", "--load"]
+        options = ["--metadata-file", str(metadata), *options]
+        env = _buildx_env(engine)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    with contextlib.closing(chunks), _guard([*argv, *options], token, builder.containers, env) as guard:
+        for data in pump(guard, chunks):
+            watch.text(decoder.decode(data))
+        code = guard.wait()
     if code:
         raise watch.failed(code)
     try:
         if engine.names_manifests:
             # The other file has the configuration's digest, by which this engine finds no image.
-            return str(json_text.load(told)["containerimage.digest"])
-        return written.read_text(encoding="ascii").strip()
+            return str(json_text.load(metadata)["containerimage.digest"])
+        return id_file.read_text(encoding="ascii").strip()
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise watch.located(broken("build", "it ended before the image was finished")) from error
 
 
-_BUILDX = ("docker", "buildx", "build", "--progress", "plain", "--load")
-
-
-def _podman(options: list[str], token: str) -> list[str]:
-    # Podman's own format: for Docker's, podman takes no step from its cache on a base without dates in its
-    # history. The base is local by now.
-    fixed = ("--layers", "--force-rm", "--pull=never", "--identity-label=false")
-    return [*PODMAN, "build", *fixed, "--build-arg", f"BUILD_OF_IMGKIT={token}", *options, "-"]
-
-
 def _buildx_env(engine: Engine) -> dict[str, str]:
-    """Variables that make buildx use the BuildKit of this very engine, whichever builder the user chose.
+    """Return variables that make buildx use the BuildKit of this engine, not the builder the user chose.
 
     Another builder sees no local base. An attestation would turn the image into a list of two.
     """
-    place = engine.endpoint
-    env = {**os.environ, "BUILDX_NO_DEFAULT_ATTESTATIONS": "1", "BUILDX_BUILDER": place.context or "default"}
-    if not place.context:
-        env["DOCKER_HOST"] = place.host
+    endpoint = engine.endpoint
+    env = {
+        **os.environ,
+        "BUILDX_NO_DEFAULT_ATTESTATIONS": "1",
+        "BUILDX_BUILDER": endpoint.context or "default",
+    }
+    if not endpoint.context:
+        env["DOCKER_HOST"] = endpoint.host
         env.pop("DOCKER_CONTEXT", None)
     return env
 
 
-def _context_chunks(
-    context: BuildContext, dockerfile: str, watch: BuildFollower
-) -> Generator[bytes, None, None]:
-    """The tar of `context` with the text `dockerfile` as ``labels.DOCKERFILE``."""
-    with context.open(watch.report) as tar:
-        yield from _chunks(_with_dockerfile(tar, dockerfile))
-
-
-def _guarded(
-    argv: list[str],
-    chunks: Iterator[bytes],
-    take: Callable[[str], None],
-    *,
-    env: Mapping[str, str],
-    token: str,
-    containers: Path | None,
-) -> int:
-    """Feed `chunks` to the program `argv`, give its output to `take`, and return its exit code.
-
-    ``build_guard`` ends all of it when this process is interrupted or killed.
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    with _guard(argv, token, containers, env) as guard:
-        for data in pump(guard, chunks):
-            take(decoder.decode(data))
-        return guard.wait()
-
-
 @contextlib.contextmanager
 def _guard(
-    argv: list[str], token: str, containers: Path | None, env: Mapping[str, str]
+    argv: list[str], token: str, working_containers: Path | None, env: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     source = importlib.resources.files(__package__).joinpath("build_guard.py").read_text(encoding="utf-8")
     ended, alive = os.pipe()
+    guarded = [str(ended), token, str(working_containers or ""), "--", *argv]
     with (
         os.fdopen(alive, "wb", buffering=0) as life,
         os.fdopen(ended, "rb", buffering=0),
         # A session of its own: Ctrl-C at the terminal reaches imgkit only, which then closes the pipe.
         subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", source, str(ended), token, str(containers or ""), "--", *argv],
+            [sys.executable, "-I", "-S", "-c", source, *guarded],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -328,71 +326,3 @@ def _guard(
                 if stream is not None:
                     stream.close()
             guard.wait()
-
-
-def _chunks(stream: BinaryIO) -> Iterator[bytes]:
-    with stream:
-        while chunk := stream.read(CHUNK_BYTES):
-            yield chunk
-
-
-def _created(engine: Engine, context: BuildContext, *, tag: str, fresh: bool) -> str:
-    """Time of creation in RFC 3339.
-
-    ``SOURCE_DATE_EPOCH`` where set; else, unless `fresh`, the time of the image `tag` if that was built from
-    the same context. The label then stays, so that a rebuild is fully cached and gives the same image id.
-    """
-    if not os.environ.get("SOURCE_DATE_EPOCH", "").isdigit():
-        old = None if fresh else find(engine, tag)
-        # The context contains the manifest, hence the base's id: an equal context means an equal base.
-        if old and old.labels.get(CONTEXT_LABEL) == context.sha256 and old.labels.get(CREATED_LABEL):
-            return old.labels[CREATED_LABEL]
-    return time_of_build()
-
-
-def _label_instruction(values: Mapping[str, str]) -> str:
-    """One LABEL line.
-
-    Notes
-    -----
-    The SDK's ``labels=`` adds a step per label, 65 ms each when one of them changed (docker 20.10).
-    """
-    pairs = (f"{_one_line(key)}={_one_line(value)}" for key, value in values.items())
-    return f"LABEL {' '.join(pairs)}\n"
-
-
-def _one_line(text: str) -> str:
-    return docker_quote(" ".join(text.splitlines()))
-
-
-def _with_dockerfile(stream: BinaryIO, text: str) -> BinaryIO:
-    """The tar `stream` with the file `DOCKERFILE` inserted before its first member, as one stream."""
-    data = text.encode()
-    member = tarfile.TarInfo(DOCKERFILE)
-    member.size, member.mode = len(data), 0o644
-    head = member.tobuf(tarfile.USTAR_FORMAT) + data + bytes(-len(data) % tarfile.BLOCKSIZE)
-    return cast("BinaryIO", _Chained(io.BytesIO(head), stream))
-
-
-class _Chained(io.RawIOBase):
-    """One stream after the other; the HTTP library reads it in blocks."""
-
-    def __init__(self, *streams: BinaryIO) -> None:
-        self._streams = list(streams)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: bytearray | memoryview) -> int:  # type: ignore[override]  # typeshed: WriteableBuffer
-        while self._streams:
-            data = self._streams[0].read(len(buffer))
-            if data:
-                buffer[: len(data)] = data
-                return len(data)
-            self._streams.pop(0).close()
-        return 0
-
-    def close(self) -> None:
-        for stream in self._streams:
-            stream.close()
-        super().close()

@@ -1,17 +1,16 @@
-"""Short-lived containers that are always removed, even if imgkit is killed; the command of an interactive
-one.
-"""
+"""Run short-lived containers, which are always removed, even if imgkit is killed."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import secrets
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
+from imgkit_builder.archive import tar_read
 from imgkit_builder.base.process import Finished
 from imgkit_builder.engine import address
 from imgkit_builder.engine.address import Endpoint
@@ -19,13 +18,10 @@ from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import translated
 from imgkit_entrypoints.terminal import unstyled
 
-if TYPE_CHECKING:
-    import docker.errors
-
 NOT_FOUND = 127
 """The exit code of a shell for a missing program; the engine refuses the start instead."""
 
-# Runs next to imgkit and waits for its pipe to close. A word before that means: the container is removed.
+# Runs next to imgkit and waits for its pipe to close. Any input before that means: the container is removed.
 # Silence means that imgkit was killed: the guard then removes the container. It tries twice, as the engine
 # may still be creating it.
 _GUARD = """
@@ -49,13 +45,11 @@ if not sys.stdin.buffer.read():
 def created(
     engine: Engine,
     image: str,
-    argv: Sequence[str],
+    argv: Sequence[str] = ("true",),
     *,
     purpose: str,
     platform: str,
     shown: Mapping[str, str] | None = None,
-    user: str | None = None,
-    confined: bool = False,
 ) -> Iterator[str]:
     """Yield the name of a container of `image` that would run `argv`; it is not started but always removed.
 
@@ -64,19 +58,19 @@ def created(
     Parameters
     ----------
     image : the engine's name for it, `ImageInfo.ref`.
+    argv : replaces the image's entry point.
     shown : folders of the engine's machine, and where the container has them, read-only.
-    user : who runs in it, instead of the image's user.
-    confined : it can read files of all owners and do nothing else; its output is in no log, so attach first.
-
-    Notes
-    -----
-    `argv` replaces the image's entry point.
     """
     import docker.types
 
+    # A name of our own: after a lost answer to "create", the container can still be removed by it.
     name = f"imgkit-{purpose}-{secrets.token_hex(6)}"
-    made = False
-    with _guarded(name) as relieve:
+    mounts = [
+        docker.types.Mount(target, folder, type="bind", read_only=True)
+        for folder, target in (shown or {}).items()
+    ]
+    is_created = False
+    with _guarded(name) as on_removed:
         try:
             with translated(f"create a container of {image}", name=image):
                 engine.api.create_container(
@@ -85,39 +79,34 @@ def created(
                     command=list(argv[1:]),
                     name=name,
                     labels={"imgkit.purpose": purpose},
-                    user=user,
-                    # The engine makes a missing one, which would show.
-                    working_dir="/" if confined else None,
                     # An image of several platforms is possible only there.
                     platform=platform if engine.names_manifests else None,
                     host_config=engine.api.create_host_config(
                         network_mode="none",
                         # The engine's default log driver may be one that cannot be read back.
-                        log_config=docker.types.LogConfig(type="none" if confined else "json-file"),
-                        mounts=[
-                            docker.types.Mount(target, folder, type="bind", read_only=True)
-                            for folder, target in (shown or {}).items()
-                        ],
-                        **(_confinement(engine) if confined else {}),
+                        log_config=docker.types.LogConfig(type="json-file"),
+                        mounts=mounts,
                     ),
                 )
-            made = True
+            is_created = True
             yield name
         finally:
             remove(engine, name)
             # An engine that was interrupted may still be creating it: that is left to the guard.
-            if made:
-                relieve()
+            if is_created:
+                on_removed()
 
 
-def _confinement(engine: Engine) -> dict[str, Any]:
-    return {
-        "cap_drop": ["ALL"],
-        "cap_add": ["DAC_READ_SEARCH"],
-        "security_opt": ["no-new-privileges"],
-        # Podman would lay empty file systems over /run, /tmp and /var/tmp.
-        "read_only": not engine.facts().is_podman,
-    }
+def read_file(engine: Engine, name: str, path: str, *, most_bytes: int) -> bytes | None:
+    """Return the content of the file `path` in the container `name`; None where it is missing or larger."""
+    import docker.errors
+
+    with translated(f"read {path}"):
+        try:
+            chunks, _ = engine.api.get_archive(name, path)
+        except docker.errors.NotFound:
+            return None
+        return tar_read.first_file(iter(chunks), name=path, most_bytes=most_bytes)
 
 
 def remove(engine: Engine, name: str) -> None:
@@ -125,13 +114,11 @@ def remove(engine: Engine, name: str) -> None:
     import docker.errors
 
     with translated(f"remove the container {name}"):
-        # NotFound: never created. 409: the engine is removing it already.
         try:
             engine.api.remove_container(name, force=True, v=True)
-        except docker.errors.NotFound:
-            return
         except docker.errors.APIError as error:
-            if error.status_code != 409:
+            # 404: never created. 409: the engine is removing it already.
+            if error.status_code not in (404, 409):
                 raise
 
 
@@ -147,28 +134,21 @@ def run(engine: Engine, image: str, argv: Sequence[str], *, platform: str) -> Fi
             try:
                 engine.api.start(name)
             except docker.errors.APIError as error:
-                said = str(error.explanation)
-                if lacks_program(error):
-                    # The text before "exec:" describes what containerd and runc were doing.
-                    return Finished(
-                        argv=tuple(argv), returncode=NOT_FOUND, output=said[max(said.find("exec:"), 0) :]
-                    )
-                raise
+                message = str(error.explanation)
+                if not re.search("executable file not found|no such file or directory", message):
+                    raise
+                # The text before "exec:" describes what containerd and runc were doing.
+                message = message[max(message.find("exec:"), 0) :]
+                return Finished(argv=tuple(argv), returncode=NOT_FOUND, output=message)
         with translated(f"run {argv[0]} in {image}"), engine.patient() as api:
             code = int(api.wait(name)["StatusCode"])
             output: bytes = api.logs(name, stdout=True, stderr=True)
     return Finished(argv=tuple(argv), returncode=code, output=unstyled(output.decode("utf-8", "replace")))
 
 
-def lacks_program(error: docker.errors.APIError) -> bool:
-    """Whether the start of a container failed because the image does not have the program."""
-    said = str(error.explanation)
-    return "executable file not found" in said or "no such file or directory" in said
-
-
 @contextlib.contextmanager
 def _guarded(name: str) -> Iterator[Callable[[], object]]:
-    """Yield what tells the guard that the container is removed; without it, the guard removes it."""
+    """Yield the callback that tells the guard that the container is removed; else the guard removes it."""
     # A session of its own: Ctrl-C at the terminal must not stop it before imgkit has cleaned up.
     with subprocess.Popen(
         [sys.executable, "-I", "-c", _GUARD, name, *filter(None, sys.path)],
@@ -187,7 +167,7 @@ _SHM_SIZE = "8g"
 
 
 def shell_argv(image: str, *, gpus: bool, host: bool, place: Endpoint, workdir: str = "") -> list[str]:
-    """The command that opens bash in `image` of the engine at `place`; `host` shares network and IPC.
+    """Return the command that opens bash in `image` of the engine at `place`; `host` shares network and IPC.
 
     It starts in `workdir`, or in the image's own folder.
 
@@ -195,16 +175,14 @@ def shell_argv(image: str, *, gpus: bool, host: bool, place: Endpoint, workdir: 
     unlimited locked memory (NVIDIA's advice for its PyTorch containers). Docker 29 lowers open files to
     1,024.
     """
-    shared = ["--ipc=host"] if host else ["--network", "none", f"--shm-size={_SHM_SIZE}"]
-    limits = ("memlock=-1", "stack=67108864", "nofile=16384")
-    words = [*_program(place), "run", *shared, *(word for limit in limits for word in ("--ulimit", limit))]
-    words += ["--workdir", workdir] if workdir else []
-    return [*words, "-it", "--rm", *(["--gpus", "all"] if gpus else []), image, "bash"]
-
-
-def _program(place: Endpoint) -> list[str]:
-    """The program docker, which follows variables and contexts by itself; podman where only that is there."""
     if shutil.which("podman") and not shutil.which("docker"):
-        return ["podman", "--url", place.host]
-    found_here = not place.source and place.host != address.DEFAULT_HOST
-    return ["docker", *(["--host", place.host] if found_here else [])]
+        argv = ["podman", "--url", place.host]
+    elif not place.source and place.host != address.DEFAULT_HOST:
+        argv = ["docker", "--host", place.host]
+    else:
+        argv = ["docker"]  # follows variables and contexts as imgkit does
+    argv += ["run", *(["--ipc=host"] if host else ["--network", "none", f"--shm-size={_SHM_SIZE}"])]
+    for limit in ("memlock=-1", "stack=67108864", "nofile=16384"):
+        argv += ["--ulimit", limit]
+    argv += ["--workdir", workdir] if workdir else []
+    return [*argv, "-it", "--rm", *(["--gpus", "all"] if gpus else []), image, "bash"]

@@ -1,4 +1,4 @@
-"""Turns the engine's exceptions, in-band events and broken connections into errors with a hint."""
+"""Turn the engine's exceptions, in-band events and broken connections into errors with a hint."""
 
 from __future__ import annotations
 
@@ -11,20 +11,11 @@ from imgkit_builder.base.progress import Reporter
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 from imgkit_entrypoints.terminal import unstyled
 
-_NETWORK = (
-    "dial tcp",
-    "no such host",
-    "connection refused",
-    "connection reset",
-    "i/o timeout",
-    "network is unreachable",
-    "no route to host",
-    "tls handshake timeout",
-    "client.timeout exceeded",
-    "request canceled while waiting",
+_UNKNOWN_IMAGE = re.compile(
+    r"manifest unknown|manifest for|repository does not exist|not found: does not exist"
 )
-_UNKNOWN = ("manifest unknown", "manifest for", "repository does not exist", "not found: does not exist")
-_DENIED = ("unauthorized", "authentication required", "no basic auth", "denied: requested access", "denied:")
+_LOCALLY_MISSING = re.compile(r"does not exist locally|reference does not exist|no such image")
+_DENIED = re.compile(r"unauthorized|authentication required|no basic auth|denied:")
 
 ONE_PLATFORM_HINT = (
     "this engine uses only its own platform of a multi-platform image: name the other one by its digest, "
@@ -34,10 +25,55 @@ RESTART_HINT = (
     "find the reason: journalctl -u docker -n 50 (or the engine's own log); start it: sudo systemctl start "
     "docker; then run the same command again"
 )
+# A step's own output is searched as well as the engine's messages, so each text must be rare in other output.
+_HINTS = (
+    (
+        r"no space left on device",
+        "the engine's disk is full; see: docker system df; free space: docker image prune, "
+        "docker builder prune; its folder: docker info -f '{{.DockerRootDir}}'",
+    ),
+    (
+        r"no module named pip|\bpython3: (?:command )?not found",
+        "the base has no pip, and imgkit needs it: add apt: [python3-pip] to the recipe's image",
+    ),
+    (
+        r"certificate_verify_failed",
+        "the step does not trust a certificate, often a proxy's: add the certificate of your "
+        "site's own authority to the recipe's image: ca: [FILE.crt]",
+    ),
+    (
+        r"exec format error",
+        "the program is for another architecture, and there is no emulator: "
+        "sudo apt-get install qemu-user-static binfmt-support",
+    ),
+    (r"(?s)content digest.*not found|not found.*content digest", ONE_PLATFORM_HINT),
+    (r"x509", "the engine does not trust the registry: copy its CA to /etc/docker/certs.d/HOST/ca.crt"),
+    (r"toomanyrequests", "the registry limits anonymous pulls: docker login, or wait"),
+    (
+        r"server gave http response to https client",
+        'list a registry without TLS in "insecure-registries" of /etc/docker/daemon.json',
+    ),
+    (
+        r"dial tcp|no such host|connection refused|connection reset|i/o timeout|network is unreachable"
+        r"|no route to host|tls handshake timeout|client\.timeout exceeded|request canceled while waiting",
+        "the engine cannot reach the registry: check its network and proxy (docker info), "
+        "and try the registry: curl -I https://REGISTRY/v2/",
+    ),
+)
+"""Known problems in the output of an engine or a step, the first match counts, and what helps."""
+
+
+def hint_for(text: str) -> str | None:
+    """Return the fix for a known problem that `text` mentions; None for an unknown problem."""
+    lower = text.lower()
+    for pattern, hint in _HINTS:
+        if re.search(pattern, lower):
+            return hint
+    return None
 
 
 def explain(message: str, *, doing: str, name: str = "") -> ImgkitError:
-    """The typed error for `message`, which the engine sent.
+    """Return the typed error for `message`, which the engine sent.
 
     Parameters
     ----------
@@ -45,64 +81,26 @@ def explain(message: str, *, doing: str, name: str = "") -> ImgkitError:
     doing : the operation, for example ``pull nvcr.io/x:1``.
     name : the image's name, for the hint.
     """
-    said = unstyled(message).strip()
-    low = said.lower()
-    hint = hint_for(low)
-    if "invalid reference format" in low:
-        return UsageError(f"{doing}: {said}", hint="an image name looks like registry:5000/group/name:tag")
-    if "does not exist locally" in low or "reference does not exist" in low or "no such image" in low:
-        return no_image(name or said)
-    if any(word in low for word in _UNKNOWN):
+    text = unstyled(message).strip()
+    lower = text.lower()
+    # Registries and engines word the same refusal in many ways, and send no code that tells them apart.
+    if "invalid reference format" in lower:
+        return UsageError(f"{doing}: {text}", hint="an image name looks like registry:5000/group/name:tag")
+    if _LOCALLY_MISSING.search(lower):
+        return no_image(name or text)
+    if _UNKNOWN_IMAGE.search(lower):
         return UsageError(
-            f"{doing}: the registry has no such image: {said}",
+            f"{doing}: the registry has no such image: {text}",
             hint=f"check name and tag: docker manifest inspect {name}; if the image is private: docker login",
         )
-    if any(word in low for word in _DENIED):
-        registry = registry_of(name)
-        return ToolFailed(
-            f"{doing}: access denied: {said}", hint=f"docker login{registry and ' ' + registry}"
-        )
-    return ToolFailed(f"{doing}: {said}", hint=hint)
-
-
-def hint_for(text: str) -> str | None:
-    """The fix for a known problem that `text` mentions; None for an unknown problem."""
-    low = text.lower()
-    if "no space left on device" in low:
-        return (
-            "the engine's disk is full; see: docker system df; free space: docker image prune, "
-            "docker builder prune; its folder: docker info -f '{{.DockerRootDir}}'"
-        )
-    if "no module named pip" in low or re.search(r"\bpython3: (?:command )?not found", low):
-        return "the base has no pip, and imgkit needs it: add apt: [python3-pip] to the recipe's image"
-    if "certificate_verify_failed" in low:
-        return (
-            "the step does not trust a certificate, often a proxy's: add the certificate of your "
-            "site's own authority to the recipe's image: ca: [FILE.crt]"
-        )
-    if "exec format error" in low:
-        return (
-            "the program is for another architecture, and there is no emulator: "
-            "sudo apt-get install qemu-user-static binfmt-support"
-        )
-    if "content digest" in low and "not found" in low:
-        return ONE_PLATFORM_HINT
-    if "x509" in low:
-        return "the engine does not trust the registry: copy its CA to /etc/docker/certs.d/HOST/ca.crt"
-    if "toomanyrequests" in low:
-        return "the registry limits anonymous pulls: docker login, or wait"
-    if "server gave http response to https client" in low:
-        return 'list a registry without TLS in "insecure-registries" of /etc/docker/daemon.json'
-    if any(word in low for word in _NETWORK):
-        return (
-            "the engine cannot reach the registry: check its network and proxy (docker info), "
-            "and try the registry: curl -I https://REGISTRY/v2/"
-        )
-    return None
+    if _DENIED.search(lower):
+        login = f"docker login {registry_of(name)}".rstrip()
+        return ToolFailed(f"{doing}: access denied: {text}", hint=login)
+    return ToolFailed(f"{doing}: {text}", hint=hint_for(lower))
 
 
 def no_image(name: str) -> UsageError:
-    """The error for an image that the engine does not have."""
+    """Return the error for an image that the engine does not have."""
     return UsageError(
         f"the engine has no image {name!r}",
         hint="list its images: docker images; build one: imgkit build RECIPE (see imgkit list); "
@@ -111,7 +109,7 @@ def no_image(name: str) -> UsageError:
 
 
 def registry_of(name: str) -> str:
-    """``nvcr.io`` of ``nvcr.io/nvidia/pytorch:1``; empty for Docker Hub's short names."""
+    """Return ``nvcr.io`` of ``nvcr.io/nvidia/pytorch:1``; empty for Docker Hub's short names."""
     first, slash, _ = name.partition("/")
     return first if slash and ("." in first or ":" in first or first == "localhost") else ""
 
@@ -134,8 +132,8 @@ def translated(doing: str, *, name: str = "") -> Iterator[None]:
         answer = getattr(error.__context__, "response", None)
         if answer is None:
             raise
-        told = answer.json().get("error") or answer.text
-        raise explain(str(told), doing=doing, name=name) from error
+        message = answer.json().get("error") or answer.text
+        raise explain(str(message), doing=doing, name=name) from error
     # ReadTimeout is not a DockerException; when a socket stalls, requests wraps it in ConnectionError.
     except requests.exceptions.RequestException as error:
         if isinstance(error, requests.exceptions.Timeout) or "timed out" in str(error).lower():
@@ -152,7 +150,7 @@ def translated(doing: str, *, name: str = "") -> Iterator[None]:
 
 
 def broken(doing: str, error: object) -> ToolFailed:
-    """The error for a connection that broke during an operation."""
+    """Return the error for a connection that broke during an operation."""
     return ToolFailed(f"{doing}: the connection to the engine was lost: {error}", hint=RESTART_HINT)
 
 
@@ -176,10 +174,9 @@ def checked(events: Iterable[Event], *, doing: str, name: str = "") -> Iterator[
 
 
 def error_of(event: Event) -> str:
-    """The error message inside `event`; empty where there is none."""
+    """Return the error message inside `event`; empty where there is none."""
     detail = event.get("errorDetail")
-    said = event.get("error") or (detail.get("message") if isinstance(detail, dict) else "")
-    return str(said or "")
+    return str(event.get("error") or (detail.get("message") if isinstance(detail, dict) else "") or "")
 
 
 class LayerProgress:
@@ -193,14 +190,11 @@ class LayerProgress:
         """Count `event` and report the sum; extraction does not count as a transfer."""
         detail = event.get("progressDetail") or {}
         layer, status = str(event.get("id", "")), str(event.get("status", ""))
-        if not detail:
-            if status and not layer:
-                self._report.line(status)
-            elif layer:
-                self._report.line(f"{layer}: {status}")
+        if not detail and (layer or status):
+            self._report.line(f"{layer}: {status}" if layer else status)
         if status in ("Downloading", "Pushing") and "current" in detail:
             # While compressing, the engine may send more than it announced.
             current = int(detail["current"])
             self._layers[layer] = (current, max(int(detail.get("total") or 0), current))
-            done = sum(one for one, _ in self._layers.values())
-            self._report.advance(done, sum(total for _, total in self._layers.values()))
+            sent, total = map(sum, zip(*self._layers.values(), strict=True))
+            self._report.advance(sent, total)

@@ -1,27 +1,29 @@
-"""One image of the engine, as the source of a .sif, a delta or a lock: streams, files, layers on disk."""
+"""Move images and files: pull, push and tag; save, export and single files, as sources of other programs."""
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+import re
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from imgkit_builder.archive import tar_read
-from imgkit_builder.archive.changed_files import ChangedFiles
 from imgkit_builder.archive.tar_read import REGULAR
 from imgkit_builder.base.progress import Reporter, Silent
-from imgkit_builder.engine import changed_layers, containers, images
+from imgkit_builder.engine import containers, images
 from imgkit_builder.engine.connection import Engine
-from imgkit_builder.engine.errors import explain, translated
-from imgkit_builder.engine.images import ImageInfo, config_json, find, inspect, with_layers
+from imgkit_builder.engine.errors import LayerProgress, checked, explain, no_image, translated
+from imgkit_builder.engine.images import ImageInfo, check_name, find, inspect, repository
 from imgkit_builder.oci.config import ImageConfig, parse_config
-from imgkit_entrypoints.errors import ToolFailed
+from imgkit_entrypoints.errors import ToolFailed, UsageError
 from imgkit_entrypoints.terminal import unstyled
+
+_TAIL_BYTES = 4096
+_TAR_END = bytes(1024)
+_MAX_FILE_BYTES = 4 << 20
+_PUSHED = re.compile(r".*: digest: (sha256:[0-9a-f]{64}) size: \d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,39 +52,6 @@ class LocalImage:
         """Stream ``docker export`` of a container made of the image."""
         return export_stream(self.engine, self.info.ref)
 
-    def folders(self, diff_ids: Sequence[str]) -> tuple[Path, ...] | None:
-        """Folders in which the engine keeps the layers `diff_ids`; None where they cannot be read."""
-        return layer_folders(self.engine, diff_ids)
-
-    def why_unreadable(self) -> str:
-        """The reason why `folders` gives None."""
-        return why_unreadable(self.engine)
-
-    def changed(
-        self, other: LocalImage | None, layers: int, folder: Path, *, skip: Sequence[str]
-    ) -> ChangedFiles:
-        """What shows at the paths of the layers that this image or `other` has and not both.
-
-        Without `other`, these are the last `layers` ones. Paths in `skip` are left out; the tar goes into
-        `folder`.
-
-        Raises
-        ------
-        ToolFailed : a container cannot read them; `what` is the reason.
-        """
-        old = other.info if other else None
-        return changed_layers.read(self.engine, self.info, old, layers, folder, skip=skip)
-
-    def fetch(self, paths: Sequence[str], folder: Path) -> tuple[Path | None, ...]:
-        """Write a tar of each of `paths` into `folder`; the result has None for a missing path."""
-        return fetch(self.engine, self.info.ref, paths, folder, platform=self.info.platform)
-
-    def other(self, image_id: str, diff_ids: Sequence[str]) -> LocalImage | None:
-        """Find another image of the same engine by its id or else by its layers; None where there is none."""
-        # An engine with containerd's store does not find an image by the id that a .sif records.
-        info = find(self.engine, image_id) or with_layers(self.engine, diff_ids)
-        return _opened(self.engine, image_id, info) if info else None
-
 
 def local_image(engine: Engine, name: str) -> LocalImage:
     """Find the image `name` (tag or id) on `engine`.
@@ -92,21 +61,9 @@ def local_image(engine: Engine, name: str) -> LocalImage:
     UsageError : the engine has no such image.
     CheckFailed : the image has no layers.
     """
-    return _opened(engine, name, inspect(engine, name))
-
-
-def _opened(engine: Engine, name: str, info: ImageInfo) -> LocalImage:
-    return LocalImage(
-        engine=engine,
-        name=info.tag or name,
-        info=info,
-        config=parse_config(config_json(engine, info), where=name, image_id=info.id),
-    )
-
-
-_TAIL_BYTES = 4096
-_TAR_END = bytes(1024)
-_MAX_FILE_BYTES = 4 << 20
+    info = inspect(engine, name)
+    config = parse_config(images.config_json(engine, info), where=name, image_id=info.id)
+    return LocalImage(engine=engine, name=info.tag or name, info=info, config=config)
 
 
 @contextlib.contextmanager
@@ -128,9 +85,9 @@ def save_stream(engine: Engine, name: str, *, report: Reporter | None = None) ->
     (report or Silent()).stage(f"the engine stages {image.tag or name}")
     with contextlib.ExitStack() as stack:
         with translated(doing, name=name):
-            wanted = images.get_image(engine, image.tag or image.ref, image.platform)
-            response = stack.enter_context(wanted)
-        yield stack.enter_context(contextlib.closing(_whole(response, doing)))
+            archive = images.get_image(engine, image.tag or image.ref, image.platform)
+            chunks = stack.enter_context(archive)
+        yield stack.enter_context(contextlib.closing(_complete(chunks, doing)))
 
 
 @contextlib.contextmanager
@@ -146,41 +103,16 @@ def export_stream(engine: Engine, name: str, *, report: Reporter | None = None) 
     """
     image = inspect(engine, name)
     doing = f"export {name}"
-    (report or Silent()).stage(f"export {name}")
+    (report or Silent()).stage(doing)
     # By id: a tag that moves meanwhile must not mix two images.
-    with containers.created(
-        engine, image.ref, ["true"], purpose="export", platform=image.platform
-    ) as container:
+    with containers.created(engine, image.ref, purpose="export", platform=image.platform) as container:
         with translated(doing, name=name), engine.patient() as api:
             response = iter(api.export(container))
-        with contextlib.closing(_whole(response, doing)) as chunks:
+        with contextlib.closing(_complete(response, doing)) as chunks:
             yield chunks
 
 
-def read_file(engine: Engine, name: str, path: str) -> bytes | None:
-    """Content of the file `path` in the image `name`; None where it is missing or has over 4 MiB.
-
-    It starts no container.
-
-    Raises
-    ------
-    UsageError : no such image.
-    """
-    import docker.errors
-
-    image = inspect(engine, name)
-    with (
-        containers.created(engine, image.ref, ["true"], purpose="read", platform=image.platform) as container,
-        translated(f"read {path} in {name}", name=name),
-    ):
-        try:
-            chunks, _ = engine.api.get_archive(container, path)
-        except docker.errors.NotFound:
-            return None
-        return tar_read.first_file(iter(chunks), name=f"{path} in {name}", most_bytes=_MAX_FILE_BYTES)
-
-
-def _whole(chunks: Iterator[bytes], doing: str) -> Generator[bytes, None, None]:
+def _complete(chunks: Iterator[bytes], doing: str) -> Generator[bytes, None, None]:
     """Yield `chunks`; raise at the end where the tar is incomplete.
 
     The engine has already sent its status, so it appends a later error to the data, as JSON.
@@ -192,35 +124,27 @@ def _whole(chunks: Iterator[bytes], doing: str) -> Generator[bytes, None, None]:
             yield chunk
     if tail.endswith(_TAR_END):
         return
-    at = tail.rfind(b'{"errorDetail"')
-    if at >= 0:
-        raise explain(unstyled(tail[at:].decode("utf-8", "replace")), doing=doing)
+    start = tail.rfind(b'{"errorDetail"')
+    if start >= 0:
+        raise explain(unstyled(tail[start:].decode("utf-8", "replace")), doing=doing)
     raise ToolFailed(
         f"{doing}: the stream ended before the archive did",
         hint="the engine stopped or its disk is full: docker system df; journalctl -u docker -n 50",
     )
 
 
-def fetch(
-    engine: Engine, name: str, paths: Sequence[str], folder: Path, *, platform: str
-) -> tuple[Path | None, ...]:
-    """Write a tar of each of `paths` into `folder`, None for a missing path; starts no container."""
-    import docker.errors
+def read_file(engine: Engine, name: str, path: str) -> bytes | None:
+    """Return the content of the file `path` in the image `name`; None where it is missing or has over 4 MiB.
 
-    found: list[Path | None] = []
-    with containers.created(engine, name, ["true"], purpose="read", platform=platform) as container:
-        for number, path in enumerate(paths):
-            target = folder / f"copy-{number}.tar"
-            with translated(f"read {path} in {name}", name=name), engine.patient() as api:
-                try:
-                    chunks, _ = api.get_archive(container, path)
-                except docker.errors.NotFound:
-                    found.append(None)
-                    continue
-                with target.open("wb") as stream:
-                    stream.writelines(chunks)
-            found.append(target)
-    return tuple(found)
+    It starts no container.
+
+    Raises
+    ------
+    UsageError : no such image.
+    """
+    image = inspect(engine, name)
+    with containers.created(engine, image.ref, purpose="read", platform=image.platform) as container:
+        return containers.read_file(engine, container, path, most_bytes=_MAX_FILE_BYTES)
 
 
 def store_files(
@@ -234,12 +158,11 @@ def store_files(
     CheckFailed : the engine's tar is damaged.
     """
     with (
-        containers.created(engine, name, ["true"], purpose="read", platform=platform) as container,
+        containers.created(engine, name, purpose="read", platform=platform) as container,
         translated(f"read {path} in {name}", name=name),
         engine.patient() as api,
     ):
-        chunks, _ = api.get_archive(container, path)
-        stream = tar_read.TarStream(iter(chunks), name=f"{path} in {name}")
+        stream = tar_read.TarStream(iter(api.get_archive(container, path)[0]), name=f"{path} in {name}")
         for member in stream:
             file = member.name.rpartition("/")[2]
             if member.kind == REGULAR and wanted(file):
@@ -247,55 +170,77 @@ def store_files(
                     target.writelines(stream.content())
 
 
-_SHIFTED = ("name=rootless", "name=userns")
-"""Security options that change the owners of files on disk."""
+def pull(engine: Engine, ref: str, platform: str | None, report: Reporter) -> ImageInfo:
+    """Pull `ref` (tag or digest; default: ``latest``) and describe the local image.
 
-
-def layer_folders(engine: Engine, diff_ids: Sequence[str]) -> tuple[Path, ...] | None:
-    """The overlay2 folder of each layer, lowest first; None where they cannot be read.
-
-    Notes
-    -----
-    The engine names a layer by its chain: the digest of all layers up to it. The folder of that name contains
-    the layer's own digest and the name of the overlay2 folder, whose content never changes.
+    Raises
+    ------
+    UsageError : the registry has no such image, or not for `platform`.
+    ToolFailed : no network, no permission, no space.
     """
-    about = engine.about
-    if _obstacle(engine, about):
-        return None
-    root, chain, found = Path(str(about.get("DockerRootDir"))), "", []
-    for diff_id in diff_ids:
-        chain = _chained(chain, diff_id)
-        known = root / "image/overlay2/layerdb/sha256" / chain.removeprefix("sha256:")
-        try:
-            if (known / "diff").read_text(encoding="ascii") != diff_id:
-                return None
-            folder = root / "overlay2" / (known / "cache-id").read_text(encoding="ascii") / "diff"
-        except OSError:
-            return None
-        if not folder.is_dir():
-            return None
-        found.append(folder)
-    return tuple(found)
+    check_name(ref)
+    doing = f"pull {ref}"
+    report.stage(doing)
+    name, tag = _split(ref)
+    progress = LayerProgress(report)
+    with translated(doing, name=ref), engine.patient() as api:
+        events = api.pull(name, tag=tag, stream=True, decode=True, platform=platform)
+        for event in checked(events, doing=doing, name=ref):
+            progress.take(event)
+    image = inspect(engine, ref, platform=full_platform(platform) if platform else None)
+    # A tag with a single image instead of a list of platforms is pulled for any platform.
+    if platform and image.platform != full_platform(platform):
+        raise UsageError(
+            f"{ref} is {image.platform}; the registry has none for {platform}",
+            hint="choose another tag; to see its platforms: docker manifest inspect " + ref,
+        )
+    return image
 
 
-def why_unreadable(engine: Engine) -> str:
-    """The reason why `layer_folders` finds nothing."""
-    about = engine.about
-    return _obstacle(engine, about) or f"{about.get('DockerRootDir')} has no folder of its layers"
+def push(engine: Engine, ref: str, report: Reporter) -> str:
+    """Push the local image `ref` to the registry in its name; return ``sha256:...`` of its manifest.
+
+    Raises
+    ------
+    UsageError : there is no such local image.
+    ToolFailed : no network, no permission, or no digest came back.
+    """
+    doing = f"push {ref}"
+    if find(engine, ref) is None:
+        raise no_image(ref)
+    report.stage(doing)
+    name, tag = _split(ref)
+    progress = LayerProgress(report)
+    digest = ""
+    # The graph drivers report it as an object; containerd's store and Podman write it into the last status.
+    with translated(doing, name=ref), engine.patient() as api:
+        events = api.push(name, tag=tag, stream=True, decode=True)
+        for event in checked(events, doing=doing, name=ref):
+            progress.take(event)
+            status = _PUSHED.fullmatch(str(event.get("status") or ""))
+            digest = str((event.get("aux") or {}).get("Digest") or (status[1] if status else digest))
+    if not digest:
+        raise ToolFailed(
+            f"{doing}: the engine reported no digest", hint="push again; see: journalctl -u docker"
+        )
+    return digest
 
 
-def _obstacle(engine: Engine, about: dict[str, Any]) -> str:
-    if not engine.is_here:
-        return "the engine is on another machine"
-    if about.get("Driver") != "overlay2":
-        return f"the engine keeps its layers by {about.get('Driver')}, not overlay2"
-    if any(option.startswith(_SHIFTED) for option in about.get("SecurityOptions") or ()):
-        return "the engine shifts the owners of files on its disk"
-    return "" if os.geteuid() == 0 else "only root can read the engine's layers on its disk"
+def full_platform(platform: str) -> str:
+    """Turn ``arm64``, ``linux/arm64`` or ``linux/arm64/v8`` into ``linux/arm64``."""
+    parts = platform.split("/")
+    return f"linux/{parts[0]}" if len(parts) == 1 else "/".join(parts[:2])
 
 
-def _chained(chain: str, diff_id: str) -> str:
-    """The chain id of the layers up to `diff_id`, as the OCI image specification defines it."""
-    if not chain:
-        return diff_id
-    return f"sha256:{hashlib.sha256(f'{chain} {diff_id}'.encode()).hexdigest()}"
+def add_tag(engine: Engine, image: str, ref: str) -> None:
+    """Add the name `ref` to the local image `image`; an existing tag moves to it."""
+    check_name(ref)
+    name, tag = _split(ref)
+    with translated(f"tag {image} as {ref}", name=image):
+        engine.api.tag(image, name, tag)
+
+
+def _split(ref: str) -> tuple[str, str]:
+    name = repository(ref)
+    # If no tag is given, the SDK pushes every tag of the repository.
+    return name, ref[len(name) + 1 :] or "latest"

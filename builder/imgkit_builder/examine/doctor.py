@@ -1,8 +1,8 @@
-"""Checks of this machine and its engines: can it build, save and convert images? Standard library only.
+"""Checks of this machine and its engines: can it build, save and convert images?
 
-Runs on a laptop, in a pipeline and on a cluster's login node, and asks the engine without its SDK. Every
-verdict other than ok names a fix. Engines: the one that every verb uses, and the others that this user could
-choose.
+Runs on a laptop, in a pipeline and on a cluster's login node, and loads the engine's SDK only where there is
+an engine to ask. Every verdict other than ok names a fix. Engines: the one that every verb uses, and the
+others that this user could choose.
 """
 
 from __future__ import annotations
@@ -338,13 +338,14 @@ def _failed(error: ImgkitError) -> Check:
 
 def _used(place: Endpoint, buildx: str) -> Check:
     try:
-        answer = connection.query(place)
+        facts = connection.query(place)
     except ImgkitError as error:
         return _failed(error)
-    found, note = _described(answer.facts, buildx)
-    if answer.free_bytes is not None:
-        found += f", {size_text(answer.free_bytes)} free for images"
-    if answer.free_bytes is None or answer.free_bytes >= _BUILD_SPACE_BYTES:
+    found, note = _described(facts, buildx)
+    free_bytes = facts.free_bytes
+    if free_bytes is not None:
+        found += f", {size_text(free_bytes)} free for images"
+    if free_bytes is None or free_bytes >= _BUILD_SPACE_BYTES:
         return Check(name="docker", verdict="ok", found=found, hint=note)
     hint = "an NVIDIA PyTorch image needs 20 GB, and saving it as much again; see: docker system df"
     return Check(name="docker", verdict="warn", found=found, hint=hint)
@@ -368,7 +369,7 @@ def _other(place: Endpoint, used: Endpoint, buildx: str) -> Check:
             hint=f"to use it: {choice(place, used)}",
         )
     try:
-        facts = connection.query(place, timeout_s=_OTHER_S).facts
+        facts = connection.query(place, timeout_s=_OTHER_S)
     except ImgkitError as error:
         return Check(name=name, verdict="skip", found=f"{_reached(place)}: {error.what}")
     found, _ = _described(facts, buildx)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import shutil
 import stat
@@ -68,20 +67,6 @@ class Packed:
     def size_bytes(self) -> int:
         """Return the size of all files."""
         return sum(member.size_bytes for part in self.parts.values() for member in part)
-
-    def sha256(self) -> str:
-        """Return the digest of the code as the context has it; reads every file.
-
-        Raises
-        ------
-        UsageError : a file changed its size since, or cannot be read.
-        """
-        digest = hashlib.sha256()
-        for code, part in self.parts.items():
-            digest.update(f"{code.member}\0{len(part)}\0".encode())
-            for chunk in tar(part):
-                digest.update(chunk)
-        return digest.hexdigest()
 
 
 def pack(codes: Iterable[Code], hidden: Collection[Path] = ()) -> Packed:

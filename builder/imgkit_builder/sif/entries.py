@@ -19,14 +19,13 @@ import contextlib
 import itertools
 import os
 import stat
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
 from imgkit_builder.archive import compressed, stored
-from imgkit_builder.archive.changed_files import ChangedFiles
 from imgkit_builder.archive.layers import FolderEntry, LayerTree, Plan, scan
 from imgkit_builder.archive.stored import NoRoom, Spool, StoredImage
 from imgkit_builder.archive.tar_read import DIRECTORY, HARD_LINK, REGULAR, SYMLINK, Member, TarStream
@@ -175,29 +174,6 @@ class EngineImage(Protocol):
 
     def export(self) -> AbstractContextManager[Iterator[bytes]]:
         """Stream ``docker export`` of a container made of it."""
-
-    def folders(self, diff_ids: Sequence[str]) -> tuple[Path, ...] | None:
-        """Return the folders in which the engine keeps the layers `diff_ids`; None if they are unreadable."""
-
-    def why_unreadable(self) -> str:
-        """Return the reason why `folders` gives None."""
-
-    def changed(self, other: Any, layers: int, folder: Path, *, skip: Sequence[str]) -> ChangedFiles:
-        """Return what shows at the paths of the layers that this image or `other` has and not both.
-
-        `other` is an image that the method `other` gave, or None: then these are the last `layers` ones.
-        Paths in `skip` are left out; the tar goes into `folder`.
-
-        Raises
-        ------
-        ToolFailed : only the save stream has the files; `what` is the reason.
-        """
-
-    def fetch(self, paths: Sequence[str], folder: Path) -> tuple[Path | None, ...]:
-        """Write a tar of each of `paths` into `folder`; the result has None for a missing path."""
-
-    def other(self, image_id: str, diff_ids: Sequence[str]) -> EngineImage | None:
-        """Find another image of the same engine by its id or else by its layers; None where there is none."""
 
 
 Source = Archive | OciFolder | Piped | EngineImage

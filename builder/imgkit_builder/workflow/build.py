@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,13 +10,11 @@ from typing import TYPE_CHECKING, Literal
 
 from imgkit_builder.base.checks import Check
 from imgkit_builder.base.progress import SILENT, Reporter
-from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.apptainer.build import BuildPlan, BuiltSif, SifRequest
     from imgkit_builder.engine import Built, Engine, ImageInfo
-    from imgkit_builder.engine.unchanged import BuildInputs
     from imgkit_builder.image.context import BuildContext
     from imgkit_builder.image.members import Packed
     from imgkit_builder.oci.manifest import BaseImage
@@ -88,7 +85,7 @@ class BuiltImage:
     id: str
     tag: str
     up_to_date: bool
-    """Nothing was done: recipe, files, base and imgkit are those of the last build."""
+    """The build gave the image that the tag already named: every step came from the engine's cache."""
     platform: str
     size_bytes: int
     standin: bool
@@ -120,9 +117,10 @@ class ImagePlan:
 def build(
     recipe: str | Path, request: BuildRequest = BuildRequest(), *, report: Reporter = SILENT
 ) -> BuiltImage:
-    """Build and test the image of `recipe`, a shipped one or a file, unless it is up to date.
+    """Build and test the image of `recipe`, a shipped one or a file.
 
-    The image is tagged last: a failed build leaves the old image in place.
+    The engine takes every step from its cache that it can. The image is tagged last: a failed build leaves
+    the old image in place.
 
     Raises
     ------
@@ -132,50 +130,66 @@ def build(
     ToolFailed : a step failed.
     CheckFailed : the smoke test failed.
     """
-    refuse_both_locks(request)
-    if not request.pull and not request.no_cache and (done := _up_to_date(str(recipe), request, report)):
-        return done
+    from imgkit_builder import engine as engines
+    from imgkit_builder.image import context as contexts
+    from imgkit_builder.image import secret_values
+    from imgkit_builder.recipe import bases
     from imgkit_builder.recipe.load import load
 
+    refuse_both_locks(request)
     loaded = load(str(recipe), build_args=request.build_args)
     note_warnings(loaded, report)
-    return build_loaded(loaded, str(recipe), request, report=report)
+    values = secret_values.read(loaded)
+    secrets_at = loaded.where("image", "secrets") if values.options else ""
+    tag = request.tag or engines.default_tag(loaded)
+    engines.check_name(tag, where="--tag")
+    with engines.connect() as engine:
+        builder = engines.choose(engine.facts(), request.builder, secrets_at=secrets_at)
+        target = engines.choose_platform(loaded, wanted=request.platform, host=engine.platform)
+        loaded = _followed(loaded, target, request, report)
+        base_name = _base_of(loaded, request)
+        name = base_name or loaded.image.base
+        report.stage(f"base {name}")
+        base = engines.resolve_base(
+            engine, loaded, override=base_name, platform=request.platform, pull=request.pull, report=report
+        )
+        _check_base(loaded, base)
+        if evidence := bases.amd_image(name, base.env):
+            report.note(f"warning: {bases.for_amd(evidence)[0]}")
+        probe = engines.probe(engine, base)
+        if probe.skipped:
+            report.note(f"the base could not be probed: {probe.skipped}")
+        base = dataclasses.replace(base, probe=probe)
+        report.stage("context")
+        context = contexts.pack(
+            loaded,
+            base=base,
+            platform=base.platform,
+            revision=contexts.revision(loaded.file.parent),
+            large=request.large,
+            report=report,
+        )
+        note_left_out(context.code, report)
+        secret_values.refuse_in(context, values)
+        tested: list[Check] = []
 
+        def accept(image: ImageInfo) -> None:
+            if not request.no_test:
+                tested.extend(_smoke(engine, image, context, report))
 
-def _up_to_date(typed: str, request: BuildRequest, report: Reporter) -> BuiltImage | None:
-    """The image of the last build, if another one would change nothing; loads next to nothing."""
-    from imgkit_builder.engine import unchanged
-
-    found = unchanged.find(_decisive(typed, request))
-    if found is None:
-        return None
-    try:
-        built: BuiltImage = json_text.read(BuiltImage, json_text.parse(found.answer.data), "image")
-    except ValueError:
-        return None
-    for note in found.answer.notes:
-        report.note(note)
-    note_left_out(found.code, report)
-    report.note(
-        f"{found.tag} is up to date: recipe, files, base and imgkit are those of its build (to build "
-        "it anyway: --no-cache)"
-    )
-    return dataclasses.replace(built, up_to_date=True)
-
-
-def _decisive(typed: str, request: BuildRequest) -> BuildInputs:
-    from imgkit_builder.engine.unchanged import BuildInputs
-
-    return BuildInputs(
-        recipe=typed,
-        tag=request.tag,
-        base=request.base,
-        platform=request.platform,
-        build_args=request.build_args,
-        builder=request.builder,
-        lock="--locked" if request.locked else "--no-lock" if request.no_lock else "",
-        no_test=request.no_test,
-    )
+        built = engines.build(
+            engine,
+            context,
+            tag=tag,
+            report=report,
+            builder=dataclasses.replace(builder, options=values.options),
+            hide=values.masked,
+            no_cache=request.no_cache,
+            accept=accept,
+        )
+    if built.up_to_date:
+        report.note(f"{built.tag} is up to date: the engine's cache has every step (to run them: --no-cache)")
+    return dataclasses.replace(_built_image(loaded, built, base), checks=tuple(tested))
 
 
 def plan(
@@ -222,75 +236,6 @@ def plan(
     )
 
 
-def build_loaded(
-    recipe: Recipe, typed: str, request: BuildRequest, *, report: Reporter = SILENT
-) -> BuiltImage:
-    """Build `recipe`, which the user calls `typed`, also if its image is up to date."""
-    from imgkit_builder import engine as engines
-    from imgkit_builder.engine import unchanged
-    from imgkit_builder.image import context as contexts
-    from imgkit_builder.image import secret_values
-    from imgkit_builder.recipe import bases
-
-    values = secret_values.read(recipe)
-    secrets_at = recipe.where("image", "secrets") if values.options else ""
-    tag = request.tag or engines.default_tag(recipe)
-    engines.check_name(tag, where="--tag")
-    with engines.connect() as engine:
-        builder = engines.choose(engine.facts(), request.builder, secrets_at=secrets_at)
-        target = engines.choose_platform(recipe, wanted=request.platform, host=engine.platform)
-        recipe = _followed(recipe, target, request, report)
-        base_name = _base_of(recipe, request)
-        name = base_name or recipe.image.base
-        watched = unchanged.watch(_decisive(typed, request), engine.endpoint, base=name)
-        report.stage(f"base {name}")
-        base = engines.resolve_base(
-            engine, recipe, override=base_name, platform=request.platform, pull=request.pull, report=report
-        )
-        _check_base(recipe, base)
-        if evidence := bases.amd_image(name, base.env):
-            report.note(f"warning: {bases.for_amd(evidence)[0]}")
-        probe = engines.probe(engine, base)
-        if probe.skipped:
-            report.note(f"the base could not be probed: {probe.skipped}")
-        base = dataclasses.replace(base, probe=probe)
-        report.stage("context")
-        context = contexts.pack(
-            recipe,
-            base=base,
-            platform=base.platform,
-            revision=contexts.revision(recipe.file.parent),
-            large=request.large,
-            report=report,
-        )
-        note_left_out(context.code, report)
-        secret_values.refuse_in(context, values)
-        code_sha256 = unchanged.code_sha256(context)
-        tested: list[Check] = []
-
-        def accept(image: ImageInfo) -> None:
-            if not request.no_test:
-                tested.extend(_smoke(engine, image, context, report))
-
-        built = engines.build(
-            engine,
-            context,
-            tag=tag,
-            report=report,
-            builder=dataclasses.replace(builder, options=values.options),
-            hide=values.masked,
-            no_cache=request.no_cache,
-            accept=accept,
-        )
-    image = _built_image(recipe, built, base)
-    answer = unchanged.Answer(
-        notes=(*warning_lines(recipe.warnings), *_lock_notes(recipe)),
-        data=json.dumps(dataclasses.asdict(image), default=str),
-    )
-    unchanged.remember(watched, recipe, context, built, code_sha256=code_sha256, answer=answer)
-    return dataclasses.replace(image, checks=tuple(tested))
-
-
 def _smoke(engine: Engine, image: ImageInfo, context: BuildContext, report: Reporter) -> Sequence[Check]:
     from imgkit_builder import engine as engines
     from imgkit_builder.base import checks
@@ -319,7 +264,7 @@ def _built_image(recipe: Recipe, built: Built, base: BaseImage) -> BuiltImage:
     return BuiltImage(
         id=built.image.id,
         tag=built.tag,
-        up_to_date=False,
+        up_to_date=built.up_to_date,
         platform=built.image.platform,
         size_bytes=built.image.size_bytes,
         standin=base.standin,

@@ -416,7 +416,7 @@ def _send(
 
 
 def _built(request: _SendRequest, report: Reporter) -> str:
-    """Return the id of the recipe's image, which is built if it is not up to date."""
+    """Return the id of the recipe's image after a build."""
     from imgkit_builder.workflow.build import BuildRequest, build
 
     return build(request.recipe, BuildRequest(base=request.base), report=report).id

@@ -25,27 +25,6 @@ PARTS = ("edit", "bytes", "start", "pip")
 IMGKIT = (sys.executable, "-m", "imgkit_builder")
 TAG = "imgkit-bench-delta"
 CODE = "/workspace/code/code.py"
-OTHERWISE = """
-import sys
-from pathlib import Path
-from unittest.mock import patch
-from imgkit_builder.workflow.convert import engine_image
-from imgkit_builder.delta.make import make
-from imgkit_builder.engine import LocalImage
-from imgkit_builder.base.progress import Silent
-from imgkit_builder.sif.conversion import Options
-from imgkit_entrypoints.errors import ToolFailed
-
-def refuse(*arguments, **options):
-    raise ToolFailed("as where the image has no Python")
-
-method, tag, base, target = sys.argv[1:]
-lost = {"folders": lambda self, ids: None}
-if method == "save":
-    lost["changed"] = refuse
-with engine_image(tag) as image, patch.multiple(LocalImage, **lost):
-    assert make(image, Path(base), Path(target), Options(), Silent()).read_from == method
-"""
 
 
 def main() -> None:
@@ -140,23 +119,11 @@ class Bench:
             env={"DOCKER_BUILDKIT": "0", **scratch},
         )
         ours = Side(
-            name="imgkit build + delta (the engine's folders)",
+            name="imgkit build + delta",
             commands=(self.build(), (*IMGKIT, "delta", TAG, *over), runs),
             before=self.edit_source,
         )
-        others = [
-            Side(
-                name=f"imgkit build + delta ({name})",
-                commands=(
-                    self.build(),
-                    (sys.executable, "-c", OTHERWISE, method, TAG, str(self.sif), str(self.delta)),
-                    runs,
-                ),
-                before=self.edit_source,
-            )
-            for method, name in (("container", "a container, no root needed"), ("save", "save stream"))
-        ]
-        done = alternate([tutorial, ours, *others], self.options.repeat, warmup=0)
+        done = alternate([tutorial, ours], self.options.repeat, warmup=0)
         print("| way | wall s | CPU s | times as fast |\n|---|---|---|---|")
         first = [item.wall_s for item in done[tutorial.name]]
         for name, items in done.items():

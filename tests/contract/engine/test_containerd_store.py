@@ -234,8 +234,11 @@ def test_save_asks_for_the_platform(fake: Any, playing: Callable[..., Engine]) -
 def test_save_that_is_refused_is_raised(fake: Any, playing: Callable[..., Engine]) -> None:
     engine = playing("28.5.2")
     fake.on("GET", "/images/.+/get", fake.refused(404, "content digest sha256:1: not found"))
-    with pytest.raises(ToolFailed, match="content digest") as caught, engines.save_stream(engine, NAME):
-        pass
+    with (
+        pytest.raises(ToolFailed, match="content digest") as caught,
+        engines.save_stream(engine, NAME) as chunks,
+    ):
+        next(chunks)
     assert "NAME@sha256:" in str(caught.value.hint)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.engine import Engine
+from imgkit_builder.engine import Engine, image_source
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 TAG = "small:latest"
@@ -87,7 +87,7 @@ def test_users_own_error_is_left_alone(fake: Any, engine: Engine) -> None:
 
 def test_export_creates_and_removes_unstarted(fake: Any, engine: Engine) -> None:
     fake.on("GET", "/containers/.+/export", fake.raw(*WHOLE))
-    with engines.export_stream(engine, TAG) as chunks:
+    with image_source.export_stream(engine, TAG) as chunks:
         assert b"".join(chunks) == b"".join(WHOLE)
     names = [one.path.split("/")[2] for one in fake.requests(r"(GET|DELETE) /containers/imgkit-export")]
     assert len(names) == 2
@@ -99,14 +99,14 @@ def test_export_creates_and_removes_unstarted(fake: Any, engine: Engine) -> None
 @pytest.mark.parametrize("trouble", [KeyboardInterrupt(), OSError(28, "full")])
 def test_export_container_goes_on_errors(fake: Any, engine: Engine, trouble: BaseException) -> None:
     fake.on("GET", "/containers/.+/export", fake.raw(*WHOLE))
-    with pytest.raises(type(trouble)), engines.export_stream(engine, TAG):
+    with pytest.raises(type(trouble)), image_source.export_stream(engine, TAG):
         raise trouble
     assert fake.requests("DELETE /containers/imgkit-export")
 
 
 def test_export_cut_short_is_raised(fake: Any, engine: Engine) -> None:
     fake.on("GET", "/containers/.+/export", fake.raw(b"x" * 512, dies=True))
-    with pytest.raises(ToolFailed), engines.export_stream(engine, TAG) as chunks:
+    with pytest.raises(ToolFailed), image_source.export_stream(engine, TAG) as chunks:
         list(chunks)
     assert fake.requests("DELETE /containers/imgkit-export")
 

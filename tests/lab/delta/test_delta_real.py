@@ -91,7 +91,7 @@ class Lab:
 @pytest.fixture(scope="module")
 def lab(standin_notorch: str) -> Iterator[Lab]:
     if os.geteuid() != 0:
-        pytest.skip("reads the engine's layers and acts as another user")
+        pytest.skip("acts as another user")
     folder = public_folder("delta")
     found = Lab(folder=folder, base=standin_notorch, prefix=f"imgkit-test-delta-{secrets.token_hex(3)}")
     try:
@@ -213,58 +213,11 @@ def test_environment_runscript_and_labels_travel(lab: Lab, replaced: Pair, added
     assert '"which": "new"' in output("singularity", "exec", *over, *labels)
 
 
-MAKE_OTHERWISE = """
-import sys
-from pathlib import Path
-from unittest.mock import patch
-from imgkit_builder.workflow.convert import engine_image
-from imgkit_builder.delta.make import make
-from imgkit_builder.engine import LocalImage
-from imgkit_builder.base.progress import Silent
-from imgkit_builder.sif.conversion import Options
-from imgkit_entrypoints.errors import ToolFailed
-
-def refuse(*arguments, **options):
-    raise ToolFailed("as where the image has no Python")
-
-tag, base, target, way = sys.argv[1:]
-with engine_image(tag) as image:
-    lost = {"folders": lambda self, ids: None}  # as for an ordinary user
-    if way == "save":
-        lost["changed"] = refuse
-    if way == "pruned":  # the engine no longer has the base's image
-        lost = {"other": lambda self, image_id, diff_ids: None}
-    with patch.multiple(LocalImage, **lost):
-        made = make(image, Path(base), Path(target), Options(test=False), Silent())
-    print(made.read_from, made.delta.sha256)
-"""
-
-
-def otherwise(tag: str, base: Path, target: Path, way: str) -> list[str]:
-    """The source that was read, and the delta's sha256."""
-    return output(sys.executable, "-c", MAKE_OTHERWISE, tag, base, target, way).split()[-2:]
-
-
-@pytest.mark.parametrize(
-    ("way", "method"), [("container", "container"), ("save", "save"), ("pruned", "folders")]
-)
-def test_every_source_the_same_bytes(lab: Lab, replaced: Pair, way: str, method: str) -> None:
-    found = otherwise(replaced.tag, replaced.base, lab.folder / f"{way}.imgdelta", way)
-    assert found == [method, descriptor.read(replaced.delta).sha256]
-
-
-def test_added_layers_in_a_container_the_same_bytes(lab: Lab, added: Pair) -> None:
-    found = otherwise(added.tag, added.base, lab.folder / "added.imgdelta", "container")
-    assert found == ["container", descriptor.read(added.delta).sha256]
-
-
-def test_copied_code_without_reading_the_image(lab: Lab, replaced: Pair) -> None:
+def test_delta_of_copied_code_is_small(lab: Lab, replaced: Pair) -> None:
     tag = lab.build("code", ["common 60", "a 15", "aa 6"], code="new")
-    over, target = lab.delta(tag, replaced.base, "code.imgdelta"), lab.folder / "container.imgdelta"
-    assert otherwise(tag, replaced.base, target, "container")[0] == "container"
-    assert target.read_bytes() == over.read_bytes()
+    target = lab.delta(tag, replaced.base, "code.imgdelta")
     assert SquashfsLayer(target).children("workspace/code")["only-old.py"].kind == "whiteout"
-    assert over.stat().st_size < 65536
+    assert target.stat().st_size < 65536
     words = ("singularity", "exec", "--overlay", f"{target}:ro", replaced.base, "python3")
     assert output(*words, "/workspace/code/code.py") == "new\n"
 

@@ -20,6 +20,7 @@ from labkit import IMGKIT, docker, imgkit, imgkit_json, until
 
 from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent
+from imgkit_builder.engine import image_source
 from imgkit_entrypoints.errors import UsageError
 
 pytestmark = pytest.mark.docker
@@ -318,12 +319,12 @@ def test_push_and_pull_give_the_same_digest(registry: str, home: Path) -> None:
         digest = json.loads(pushed.stdout)["digest"]
         docker("rmi", ref)
         with engines.connect() as engine:
-            pulled = engines.pull(engine, f"{registry}/group/tiny@{digest}", None, Silent())
+            pulled = image_source.pull(engine, f"{registry}/group/tiny@{digest}", None, Silent())
             assert pulled.digest.endswith(digest)
             with pytest.raises(UsageError, match="no such image"):
-                engines.pull(engine, f"{registry}/group/tiny:absent", None, Silent())
+                image_source.pull(engine, f"{registry}/group/tiny:absent", None, Silent())
             with pytest.raises(UsageError, match="has none for linux/arm64"):
-                engines.pull(engine, ref, "linux/arm64", Silent())
+                image_source.pull(engine, ref, "linux/arm64", Silent())
     finally:
         for name in (local, ref, f"{registry}/group/tiny@{digest}"):
             subprocess.run(["docker", "rmi", "--force", name], capture_output=True, check=False)

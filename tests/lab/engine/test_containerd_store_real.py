@@ -125,5 +125,5 @@ def test_save_stream_gives_the_same_id(small: str, monkeypatch: pytest.MonkeyPat
         info = inspect(connected, small)
         monkeypatch.setattr(images, "_OTHER_STORES", ())
         monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-        monkeypatch.setattr(type(connected), "root", "/nowhere")
+        monkeypatch.setitem(connected.info, "DockerRootDir", "/nowhere")
         assert inspect(connected, small) == info

@@ -19,7 +19,7 @@ from labkit import PrivateEngine, output, run, until
 
 from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.engine import Engine, ImageInfo
+from imgkit_builder.engine import Engine, ImageInfo, builders, images
 from imgkit_builder.image.context import BuildContext
 from imgkit_builder.image.members import TarMember, tar
 from imgkit_builder.image.secret_values import SecretValues
@@ -116,7 +116,7 @@ class Lines(Silent):
 
 
 def build(
-    engine: Engine, what: BuildContext, *, tag: str, builder: engines.Builder = "auto"
+    engine: Engine, what: BuildContext, *, tag: str, builder: builders.Builder = "auto"
 ) -> tuple[ImageInfo, str]:
     """The image and the log."""
     chosen = engines.choose(engine.facts(), builder)
@@ -165,7 +165,7 @@ def test_names_match_without_podmans_prefix(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("builder", ["podman", "classic"])
-def test_failing_step_names_its_line(engine: Engine, builder: engines.Builder) -> None:
+def test_failing_step_names_its_line(engine: Engine, builder: builders.Builder) -> None:
     stages = Stages()
     with pytest.raises(ToolFailed) as caught:
         engines.build(
@@ -182,7 +182,7 @@ def test_failing_step_names_its_line(engine: Engine, builder: engines.Builder) -
     )
     assert "\nwhy-it-failed\n" in str(caught.value.hint)
     assert "step 2/5: RUN echo fine" in stages.seen
-    assert engines.find(engine, "imgkit-fails") is None
+    assert images.find(engine, "imgkit-fails") is None
 
 
 PROGRAM = """
@@ -210,7 +210,7 @@ def test_interrupted_build_leaves_nothing(service: Path, number: signal.Signals)
     finally:
         process.kill()
     with engines.connect() as engine:
-        assert engines.find(engine, "imgkit-ends") is None
+        assert images.find(engine, "imgkit-ends") is None
 
 
 def test_secret_is_in_the_step_and_nowhere_else(

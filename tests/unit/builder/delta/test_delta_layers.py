@@ -1,11 +1,10 @@
-"""The kinds of layers: a tar, a folder of the engine, a squashfs; and a tree to a tar."""
+"""The kinds of layers: a tar, a squashfs; and a tree to a tar."""
 
 from __future__ import annotations
 
 import io
 import os
 import random
-import stat
 import subprocess
 import tarfile
 from collections.abc import Iterable
@@ -14,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from imgkit_builder.delta import tree, write_squashfs
-from imgkit_builder.delta.layers import Folder, Graft, Tar
+from imgkit_builder.delta.layers import Tar
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.delta.tree import TreeEntry
 from imgkit_builder.sif import squash
-from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing
+from imgkit_entrypoints.errors import CheckFailed, ToolMissing
 
 
 def packed_tar(entries: Iterable[tuple[str, TreeEntry | None]]) -> bytes:
@@ -116,62 +115,6 @@ def test_tar_that_is_none_refused(tmp_path: Path) -> None:
     (tmp_path / "layer.tar").write_bytes(b"x" * 2000)
     with pytest.raises(CheckFailed, match="an incomplete or damaged tar archive"):
         Tar(tmp_path / "layer.tar").children("")
-
-
-root_only = pytest.mark.skipif(os.geteuid() != 0, reason="devices and trusted attributes are root's")
-
-
-@root_only
-def test_folder_of_the_engine(tmp_path: Path) -> None:
-    os.mknod(tmp_path / "gone", stat.S_IFCHR, 0)
-    (tmp_path / "d").mkdir()
-    (tmp_path / "d/a").write_text("text")
-    os.link(tmp_path / "d/a", tmp_path / "d/b")
-    try:
-        os.setxattr(tmp_path / "d", "trusted.overlay.opaque", b"y")
-    except OSError:
-        pytest.skip("no trusted attributes on this file system")
-    os.setxattr(tmp_path / "d/a", "trusted.other", b"kept")
-    layer = Folder(tmp_path)
-    assert {name: (entry.kind, entry.opaque) for name, entry in layer.children("").items()} == {
-        "gone": ("whiteout", False),
-        "d": ("dir", True),
-    }
-    inside = layer.children("d")
-    assert sorted(layer.names(inside["a"].group or 0)) == ["d/a", "d/b"]
-    assert dict(inside["a"].xattrs) == {"trusted.other": b"kept"}
-    with pytest.raises(FileNotFoundError):  # removed meanwhile: no empty folder, which would delete files
-        layer.children("none")
-
-
-@root_only
-def test_attributes_that_engines_do_not_store_make_no_difference(tmp_path: Path) -> None:
-    """A step may set them in the engine's folder; the layer that the engine saves has none."""
-    (tmp_path / "layer").mkdir()
-    layer = archive(tmp_path / "layer.tar", [("a", FILE, "text")])
-    file = tmp_path / "layer/a"
-    file.write_text("text")
-    file.chmod(0o644)
-    os.utime(file, (0, 0))
-    try:
-        os.setxattr(file, "user.note", b"x")
-    except OSError:
-        pytest.skip("no user attributes on this file system")
-    folder = Folder(tmp_path / "layer")
-    assert folder.children("")["a"].xattrs
-    assert tree.changes((layer,), (folder,)) == {}
-    assert packed_tar(tree.everything((folder,))) == packed_tar(tree.everything((layer,)))
-
-
-@root_only
-def test_half_entries_of_the_engine_refused(tmp_path: Path) -> None:
-    (tmp_path / "d").mkdir()
-    try:
-        os.setxattr(tmp_path / "d", "trusted.overlay.redirect", b"/other")
-    except OSError:
-        pytest.skip("no trusted attributes on this file system")
-    with pytest.raises(ToolFailed, match="elsewhere"):
-        Folder(tmp_path).children("")
 
 
 @pytest.mark.programs("mksquashfs")
@@ -312,22 +255,3 @@ def test_root_folder_is_roots_whoever_made_it(tmp_path: Path) -> None:
     assert squash.set_root(target, 77)
     root = SquashfsLayer(target).root
     assert (root.uid, root.gid, root.mtime_s) == (0, 0, 77)
-
-
-def test_graft_replaces_one_folder_alone(tmp_path: Path) -> None:
-    below = archive(tmp_path / "below.tar", [("a/b/", DIR, ""), ("a/b/old", FILE, "1"), ("a/x", FILE, "2")])
-    archive(tmp_path / "new.tar", [("b/", DIR, ""), ("b/new", FILE, "3")])
-    found = tree.changes((below,), (Graft("a/b", tmp_path / "new.tar"), below))
-    assert {path: entry is None for path, entry in found.items()} == {
-        "a": False,
-        "a/b": False,
-        "a/b/new": False,
-        "a/b/old": True,
-    }
-    gone = tree.changes((below,), (Graft("a/b", None), below))
-    assert gone["a/b"] is None
-
-
-def test_graft_makes_the_folders_above_it(tmp_path: Path) -> None:
-    archive(tmp_path / "new.tar", [("w", FILE, "3")])
-    assert list(tree.changes((), (Graft("n/e/w", tmp_path / "new.tar"),))) == ["n", "n/e", "n/e/w"]

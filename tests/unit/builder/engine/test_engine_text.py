@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
-
 import pytest
 import requests
 from docker.errors import create_api_error_from_http_exception
 
 from imgkit_builder.engine.address import Endpoint
-from imgkit_builder.engine.building import DOCKERFILE, _label_instruction, _with_dockerfile
+from imgkit_builder.engine.building import _label_instruction
 from imgkit_builder.engine.containers import shell_argv
 from imgkit_builder.engine.errors import explain, registry_of, translated
 from imgkit_builder.engine.following import instruction_lines
-from imgkit_builder.engine.images import ImageFacts, repository
-from imgkit_builder.engine.transfer import full_platform
+from imgkit_builder.engine.image_source import full_platform
+from imgkit_builder.engine.images import ImageFacts, ImageInfo, repository
+from imgkit_builder.oci.manifest import STANDIN_LABEL
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 from imgkit_entrypoints.terminal import unstyled
 
@@ -32,25 +30,6 @@ def test_empty_dockerfile_has_no_steps() -> None:
 def test_label_values_cannot_break_out() -> None:
     line = _label_instruction({"k": 'a "b" $HOME \\ c\nRUN evil'})
     assert line == 'LABEL "k"="a \\"b\\" \\$HOME \\\\ c RUN evil"\n'
-
-
-def test_dockerfile_goes_before_the_context() -> None:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as tar:
-        member = tarfile.TarInfo("Dockerfile")
-        member.size = 4
-        tar.addfile(member, io.BytesIO(b"FROM"))
-    stream.seek(0)
-    joined = _with_dockerfile(stream, "FROM x\nLABEL a=b\n")
-    # In small reads, as an HTTP library may do.
-    data = b"".join(iter(lambda: joined.read(100), b""))
-    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-        assert tar.getnames() == [DOCKERFILE, "Dockerfile"]
-        file = tar.extractfile(DOCKERFILE)
-        assert file is not None
-        assert file.read() == b"FROM x\nLABEL a=b\n"
-    joined.close()
-    assert stream.closed
 
 
 @pytest.mark.parametrize(
@@ -135,19 +114,20 @@ def test_shell_opens_by_podman_without_docker(monkeypatch: pytest.MonkeyPatch) -
 
 
 def facts(*, standin: bool) -> ImageFacts:
-    return ImageFacts(
+    labels = {"a": "b", **({STANDIN_LABEL: "1"} if standin else {})}
+    image = ImageInfo(
+        ref="sha256:1",
         id="sha256:1",
         tags=("mn5:latest",),
         platform="linux/amd64",
+        labels=labels,
+        env={},
+        user="",
+        diff_ids=("sha256:2",),
         size_bytes=5_000_000,
         digest="",
-        recipe="mn5",
-        base="imgkit.local/standin:24.03",
-        created="",
-        standin=standin,
-        layers=3,
-        labels={"a": "b"},
     )
+    return ImageFacts(image=image)
 
 
 def test_standin_is_said_first() -> None:
@@ -156,8 +136,8 @@ def test_standin_is_said_first() -> None:
 
 
 def test_facts_as_json_carry_schema() -> None:
-    data = facts(standin=True).to_dict()
-    assert (data["schema"], data["standin"], data["labels"]) == (1, True, {"a": "b"})
+    data = facts(standin=False).to_dict()
+    assert (data["schema"], data["standin"], data["labels"]) == (1, False, {"a": "b"})
 
 
 def test_error_without_a_message_is_told() -> None:

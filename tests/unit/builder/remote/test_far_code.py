@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.delta import tree
-from imgkit_builder.delta.layers import Folder
+from imgkit_builder.delta.layers import Tar
 from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.job import code
 from imgkit_builder.job.request import Request
@@ -57,7 +58,9 @@ def sent(folder: Path, far: Path, *, replaces: bool = False) -> tuple[tuple[str,
 def shown(image: Path, far: Path, targets: tuple[str, ...]) -> dict[str, tuple[str, int, bytes]]:
     """What a job sees of the code over the image's folder."""
     layers = [SquashfsLayer(far / target.removeprefix("deltas/")) for target in reversed(targets)]
-    stack = (*layers, Folder(image))
+    with tarfile.open(image.with_suffix(".tar"), "w") as tar:
+        tar.add(image, arcname="")
+    stack = (*layers, Tar(image.with_suffix(".tar")))
     return {
         path: (entry.kind, entry.mtime_s, tree.digest(entry) if entry.kind == "file" else b"")
         for path, entry in tree.everything(stack)
