@@ -29,6 +29,7 @@ REASONS: Mapping[str, str] = {
     "builder/imgkit_builder/image/members.py": PRIVATE,
     "builder/imgkit_builder/sif/table.py": "changes a part file, and makes none",
     "builder/imgkit_builder/lock/inside.py": "it runs in the base, in a layer that nobody keeps",
+    "builder/imgkit_builder/remote/rsync_shell.py": PRIVATE,
     "builder/imgkit_builder/engine/image_source.py": PRIVATE,
     "builder/imgkit_builder/engine/building.py": "a pipe; the log, in a folder that mkdir has just made",
     "entrypoints/imgkit_entrypoints/files.py": "the one place",
@@ -137,6 +138,7 @@ PRINTERS: Mapping[str, str] = {
     "builder/imgkit_builder/engine/show_changed.py": "it runs in the image, whose output imgkit reads",
     "builder/imgkit_builder/image/inside_uv.py": IN_BASE,
     "builder/imgkit_builder/lock/inside.py": IN_BASE,
+    "builder/imgkit_builder/remote/rsync_shell.py": "its output is for rsync, its errors are for imgkit",
     "builder/imgkit_builder/sif/convert.py": "the log of an order that is only shown",
     "builder/imgkit_builder/sif/supervisor.py": "its standard output is a pipe to imgkit",
 }

@@ -15,7 +15,6 @@ import typer
 
 from imgkit_builder.cli.common import columns, complete_names, show, terminable
 from imgkit_builder.cli.job_flags import COMMAND, JobCommand, read_code
-from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.project import (
     TRUST_FOLDER,
     project_here,
@@ -81,7 +80,6 @@ def verb_submit(
     from imgkit_builder.base import process
     from imgkit_builder.job import submit
     from imgkit_builder.job.request import Job, Request
-    from imgkit_builder.sif.conversion import Options
 
     if verbose and not dry_run:
         raise UsageError(
@@ -103,8 +101,8 @@ def verb_submit(
     submit.before_submission(job)
     prepared = submit.look_into(prepared)
     job, script = prepared.job, prepared.script
-    with terminable(), reporter(as_json=as_json) as report:
-        submit.write_files(prepared, Options() if code is not None else None, report)
+    with terminable():
+        submit.write_files(prepared)
     if script.remote:
         raise typer.Exit(_fanned_out(script))
     if script.foreground:

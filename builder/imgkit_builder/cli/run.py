@@ -91,23 +91,23 @@ def verb_run(
     if dry_run:
         first = (
             origins.of_word("remote", remote.name, flag="--on" if on else "", project=project),
-            origins.of_word("recipe", plan.word, flag="RECIPE" if recipe else "", project=project),
+            origins.of_word("recipe", plan.source, flag="RECIPE" if recipe else "", project=project),
         )
         values = origins.of_job(plan.early, given, project)
-        known = {"image"} if plan.far_image else set()
+        known = {"image"} if plan.remote_image else set()
         rows = [*first, *(one for one in values if one.name not in {*_UNKNOWN_HERE} - known)]
         show({"schema": SCHEMA, "values": values_data(rows)}, *values_table(rows), as_json=as_json)
         return
     remote_run.check(plan)
     code = read_code(plan.request, as_json=as_json)
     if code is not None:
-        is_here = not (plan.recipe or plan.archive or plan.far_image)
+        is_here = not (plan.recipe or plan.archive or plan.remote_image)
         code_of.refuse_unused(code, plan.target, plan.sif if is_here else None)
     for warning in plan.early.warnings:
         terminal.err(f"imgkit: {warning}")
-    far = connection.connect(remote, ask=may_ask())
-    if far.why_alone:
-        terminal.err(f"imgkit: every ssh command opens its own connection: {far.why_alone}")
+    far = connection.connect(remote_run.with_transfer_host(remote, plan), ask=may_ask())
+    if far.unshared_reason:
+        terminal.err(f"imgkit: every ssh command opens its own connection: {far.unshared_reason}")
     far.login()
     with terminable(), reporter(as_json=as_json) as report:
         done = remote_run.run(
@@ -115,7 +115,7 @@ def verb_run(
             far,
             base=base,
             whole=whole,
-            most_per_s=None if bwlimit is None else bwlimit * 1e6,
+            max_bytes_per_s=None if bwlimit is None else bwlimit * 1e6,
             code=code,
             report=report,
         )

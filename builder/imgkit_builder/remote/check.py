@@ -11,7 +11,7 @@ from imgkit_builder.base.checks import Check
 from imgkit_builder.job.ssh.doctor import CLOCKS_S
 from imgkit_builder.remote import store
 from imgkit_builder.remote.config import Remote
-from imgkit_builder.remote.connection import FIND_PROGRAM, Connection, odd
+from imgkit_builder.remote.connection import FIND_PROGRAM, Connection, unreadable
 
 if TYPE_CHECKING:
     from imgkit_builder.recipe.targets import Target
@@ -25,7 +25,8 @@ _PROBE = (
     """\
 echo "clock $(date +%s)"
 echo "login $(id -un) on $(uname -n), $(uname -m), ${SHELL:-sh}"
-for tool in cat cut dd df find grep head mkdir mv rm sed sha256sum sleep tail tar timeout touch tr wc; do
+tools='cat cut dd df du find grep head ls mkdir mv rm rsync sed sha256sum sleep tail tar timeout touch tr wc'
+for tool in $tools; do
     command -v "$tool" > /dev/null 2>&1 || echo "lacks $tool"
 done
 """
@@ -98,7 +99,7 @@ def examine(connection: Connection, target: Target | None) -> tuple[Check, ...]:
     modules = target.system.runtime.modules if target else ()
     values = {"folder": connection.remote.folder, "program": _needed(target) or "sbatch"}
     began = time.time()
-    output = connection.answer(connection.stream(_PROBE, values, words=modules))
+    output = connection.answer(connection.stream(_PROBE, values, args=modules))
     return read(output, connection, target, began_s=began, ended_s=time.time())
 
 
@@ -116,7 +117,7 @@ def read(
         name, _, value = line.partition(" ")
         answer.setdefault(name, []).append(value.strip())
     if "end" not in answer:
-        raise odd(connection.remote.name, output)
+        raise unreadable(connection.remote.name, output)
     modules = target.system.runtime.modules if target else ()
     return (
         *_login(answer, connection),
@@ -134,16 +135,16 @@ def _needed(target: Target | None) -> str:
 
 
 def _login(answer: Mapping[str, list[str]], connection: Connection) -> Iterator[Check]:
-    shared = connection.control is not None
+    shared = connection.socket_folder is not None
     found = answer.get("login", ["?"])[0]
     yield Check(
         name="login", verdict="ok", found=f"{found}; one connection for all commands" if shared else found
     )
-    if connection.why_alone:
+    if connection.unshared_reason:
         yield Check(
             name="sharing",
             verdict="warn",
-            found=f"every command opens its own connection: {connection.why_alone}",
+            found=f"every command opens its own connection: {connection.unshared_reason}",
             hint="export XDG_RUNTIME_DIR=/run/user/$(id -u), or another short folder of mode 700",
         )
     if lacks := answer.get("lacks"):
@@ -151,7 +152,8 @@ def _login(answer: Mapping[str, list[str]], connection: Connection) -> Iterator[
             name="tools",
             verdict="fail",
             found=f"no {', '.join(lacks)}",
-            hint="GNU coreutils and tar have them; the PATH of plain ssh commands must have them",
+            hint="there: dnf install coreutils findutils tar rsync, or apt-get install; plain ssh commands "
+            "must have them on their PATH",
         )
 
 
@@ -212,7 +214,7 @@ def _folder(answer: Mapping[str, list[str]], remote: Remote) -> Iterator[Check]:
             hint="another folder: imgkit remote add NAME USER@HOST:/PATH --replace",
         )
         return
-    fault = store.fault_of_home(home, owner, remote)
+    fault = store.home_error(home, owner, remote)
     free = store.free_bytes(answer["disk"][0]) if "disk" in answer else None
     shown = f"{home}, {free / 1e9:.0f} GB free" if free is not None else home
     if quota := answer.get("quota", [""])[0]:
