@@ -114,7 +114,7 @@ def verb_run(
             plan,
             far,
             base=base,
-            whole=whole,
+            no_delta=whole,
             max_bytes_per_s=None if bwlimit is None else bwlimit * 1e6,
             code=code,
             report=report,

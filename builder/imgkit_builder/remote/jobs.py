@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import io
+import dataclasses
 import os
-import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from imgkit_builder.base import process
 from imgkit_builder.base.process import Finished
+from imgkit_builder.base.progress import Reporter
 from imgkit_builder.job import bound, systems
 from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
 from imgkit_builder.job.submit import submitted
 from imgkit_builder.recipe.targets import Target
+from imgkit_builder.remote import transfer
 from imgkit_builder.remote.connection import FIND_PROGRAM, Connection, Cut, ScriptFailed
+from imgkit_builder.remote.transfer import Source
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 ATTEMPTS = 5
@@ -82,36 +85,25 @@ exit 0
 _REST = 'if [ -e "$log" ]; then exec tail -c "+$from" -- "$log"; fi\n'
 
 
-# Another submission may make the same folder at any moment.
-_UNPACK = """\
-umask 077
-cd -- "$folder" && new=$(mktemp -d .imgkit-entrypoints.XXXXXXXX) || exit 1
-tar -xzf - -C "$new" && mv -T -- "$new" "$name" 2> /dev/null
-rm -rf -- "$new"
-[ -d "$name" ]
-"""
-
-
-def send_entry_points(connection: Connection, job: Job) -> None:
+def send_entry_points(connection: Connection, job: Job, report: Reporter) -> None:
     """Write the folder that `job` binds into its image, unless it is there.
 
     Raises
     ------
-    Cut, ScriptFailed : the connection is lost, or the folder cannot be made.
+    ToolMissing, ToolFailed, CheckFailed : as of the transfer.
     """
     if job.bound is None:
         return
-    folder, _, name = job.bound.folder.rpartition("/")
     answer = connection.run('if [ -d "$folder" ]; then echo exists; fi\n', {"folder": job.bound.folder})
-    if answer.strip() == b"exists":
+    if answer == b"exists\n":
         return
-    archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
-        for member, data in bound.members(job):
-            entry = tarfile.TarInfo(member)
-            entry.size = len(data)
-            tar.addfile(entry, io.BytesIO(data))
-    connection.answer(connection.stream(_UNPACK, {"folder": folder, "name": name}, data=[archive.getvalue()]))
+    home, _, name = job.bound.folder.rpartition("/")
+    with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
+        path = Path(work, name)
+        bound.write(dataclasses.replace(job, bound=dataclasses.replace(job.bound, folder=str(path))))
+        size_bytes = sum(len(data) for _, data in bound.members(job))
+        source = Source(path=path, label="entry points", size_bytes=size_bytes)
+        transfer.upload(connection, source, home=home, target=f"./{name}", report=report)
 
 
 def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:

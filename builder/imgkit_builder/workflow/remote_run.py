@@ -235,7 +235,7 @@ def run(
     connection: Connection,
     *,
     base: str | None,
-    whole: bool,
+    no_delta: bool,
     max_bytes_per_s: float | None,
     code: CodeFolder | None,
     report: Reporter,
@@ -245,7 +245,7 @@ def run(
     Parameters
     ----------
     base : another base than the recipe's.
-    whole : send no delta.
+    no_delta : send the whole .sif.
     code : a folder to mount over the image.
 
     Raises
@@ -265,7 +265,7 @@ def run(
         planned=planned,
         connection=connection,
         base=base,
-        whole=whole,
+        no_delta=no_delta,
         max_bytes_per_s=max_bytes_per_s,
         report=report,
     )
@@ -279,7 +279,7 @@ def run(
     report.stage(f"submit to {connection.remote.name}")
     if planned.remote_image or planned.is_foreign or job.request.python or job.request.activate:
         job = bound.bind(job, lambda argv: jobs.finished(connection, argv))
-        jobs.send_entry_points(connection, job)
+        jobs.send_entry_points(connection, job, report)
     record = jobs.submit(connection, job, systems.named(job.system).script(job))
     record = dataclasses.replace(record, image_id="" if planned.is_foreign else image.image_id)
     return RemoteJob(record=record, job=job, home=store.home)
@@ -310,7 +310,7 @@ class _Delivery:
     planned: RunPlan
     connection: Connection
     base: str | None
-    whole: bool
+    no_delta: bool
     max_bytes_per_s: float | None
     report: Reporter
 
@@ -332,16 +332,16 @@ class _Delivery:
         image_id, name = self._identify()
         remote = self.connection.remote
         self.report.stage(f"look at {remote.name}")
-        found = store.look(self.connection, image_id=image_id, program=program, file_name=name, code=code)
-        if not found.has_program:
+        contents = store.look(self.connection, image_id=image_id, program=program, file_name=name, code=code)
+        if not contents.has_program:
             raise UsageError(
                 f"{remote.address} has no {program}",
                 where="--on",
                 hint=f"imgkit remote check {remote.name}",
             )
         if self.planned.remote_image:
-            return found, _RemoteImage(path=self.planned.remote_image)
-        return found, self._send_image(found, image_id, name)
+            return contents, _RemoteImage(path=self.planned.remote_image)
+        return contents, self._send_image(contents, image_id, name)
 
     def _identify(self) -> tuple[str, str]:
         """Return the image's id, and the name of its .sif in the store where that is known already."""
@@ -369,12 +369,12 @@ class _Delivery:
         for stored in store.images:
             self._note_nothing()
             return _RemoteImage(path=f"images/{stored}")
-        for delta in () if self.whole else store.deltas:
+        for delta in () if self.no_delta else store.deltas:
             self._note_nothing()
             return _RemoteImage(
                 path=f"images/{delta.base}", overlay=f"deltas/{delta.name}", delta=delta.delta
             )
-        if not name and not self.whole and (image := self._send_delta(store, image_id)):
+        if not name and not self.no_delta and (image := self._send_delta(store, image_id)):
             return image
         path = f"images/{name or self._convert_recipe()}"
         self._upload(store, self.planned.sif, "image", path)

@@ -448,7 +448,7 @@ def test_killed_connection_is_made_again(far: FarHost, tmp_path: Path) -> None:
 def test_two_users_keep_apart_below_one_folder(far: FarHost) -> None:
     parent = public_folder("two")
     parent.chmod(0o1777)
-    has_room = shutil.disk_usage(parent).free >= check._ROOM_BYTES
+    has_room = shutil.disk_usage(parent).free >= check._LOW_SPACE_BYTES
     usable = "ok" if has_room else "warn"
     try:
         with ordinary_user() as name, sshd(far):
