@@ -27,7 +27,7 @@ _PROBE = (
     """\
 echo "clock $(date +%s)"
 echo "login $(id -un) on $(uname -n), $(uname -m), ${SHELL:-sh}"
-tools='cat cut dd df du find grep head ls mkdir mv rm rsync sed sha256sum sleep tail tar timeout touch tr wc'
+tools='cat cut dd df du find grep head ls mkdir mv rm rsync sed sha256sum sleep tail timeout touch tr wc'
 for tool in $tools; do
     command -v "$tool" > /dev/null 2>&1 || echo "lacks $tool"
 done
@@ -150,9 +150,9 @@ def _login(answer: Answer, connection: Connection) -> Iterator[Check]:
         yield _check("sharing", "warn", value, hint)
     if missing := answer.get("lacks"):
         hint = (
-            "there: dnf install coreutils findutils tar rsync, or apt-get install; plain ssh commands must "
+            "there: dnf install coreutils findutils rsync, or apt-get install; plain commands must find them"
         )
-        yield _check("tools", "fail", f"no {', '.join(missing)}", f"{hint}have them on their PATH")
+        yield _check("tools", "fail", f"no {', '.join(missing)}", hint)
 
 
 def _scheduler(answer: Answer, target: Target | None) -> Check:

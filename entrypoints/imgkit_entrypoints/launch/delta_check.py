@@ -16,13 +16,13 @@ VARIABLE = "IMGKIT_DELTA"
 DELTA_JSON = "/opt/imgkit/delta.json"
 """File of the uppermost delta; its ``image_id`` is that id."""
 CODE_VARIABLE = "IMGKIT_CODE"
-"""Variable of a job with a code delta: the digest of the code."""
+"""Variable of a job with ``--code``: the digest of the code."""
 CODE_JSON = "/opt/imgkit/code.json"
-"""File of the code delta; its ``sha256`` is that digest."""
+"""File that is mounted with the code; its ``sha256`` is that digest."""
 
 
 def require(env: Mapping[str, str]) -> None:
-    """Raise NoPlan if the job has a delta or a code delta, and another one or none is here."""
+    """Raise NoPlan if the job has a delta or code, and another one or none is here."""
     if wanted := env.get(VARIABLE, ""):
         _require_delta(wanted, _found(env, DELTA_JSON, "image_id"))
     if wanted := env.get(CODE_VARIABLE, ""):
@@ -59,6 +59,6 @@ def _require_code(wanted: str, found: str) -> None:
         raise NoPlan(
             f"the job's code is not mounted, but {'another' if found else 'that of the image'}",
             where=f"{CODE_VARIABLE}={wanted}, and {found or 'nothing'} in {CODE_JSON}",
-            hint="submit the job again with --code; if an admin has set `enable overlay = no`, no delta "
-            "works there: build the code into the image (image.copy)",
+            hint="submit the job again with --code; if an admin has set `user bind control = no`, no folder "
+            "can be mounted there: build the code into the image (image.copy)",
         )
