@@ -86,7 +86,7 @@ def sent(folder: Path, sif: Path, report: Notes | None = None) -> Path:
 
 def stored(folder: Path) -> list[Path]:
     """Return all files of the store, also those that have not arrived."""
-    return [path for path in folder.rglob("*") if path.is_file()]
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 @pytest.fixture
@@ -190,6 +190,27 @@ def test_cut_at_any_moment_leaves_a_whole_file_or_none(
             assert not place.exists()
     assert place.read_bytes() == sif.read_bytes()
     assert stored(tmp_path / "s") == [place]
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 6))])
+def test_cut_folder_is_complete_or_absent(far: FarHost, tmp_path: Path, seed: int) -> None:
+    folder, home = tmp_path / "my code", tmp_path / "s"
+    (folder / "a\nb").mkdir(parents=True)
+    (home / "code").mkdir(parents=True)
+    for number in range(8):
+        (folder / "a\nb" / f"{number} $(x)").write_bytes(random.Random(number).randbytes(MB))  # noqa: S311
+    cuts(far, seed, 6, 1000)
+    target = home / "code/digest"
+    source = Source(path=folder, label="code", size_bytes=8 * MB)
+    for _ in range(7):
+        try:
+            transfer.upload(reach(home), source, home=str(home), target="code/digest", report=Notes())
+            break
+        except Cut:
+            assert not target.exists()
+    assert stored(home) == [target / path.relative_to(folder) for path in stored(folder)]
+    for path in stored(folder):
+        assert (target / path.relative_to(folder)).read_bytes() == path.read_bytes()
 
 
 def test_file_goes_through_the_host_for_transfers(far: FarHost, tmp_path: Path, sif: Path) -> None:
