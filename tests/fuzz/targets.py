@@ -51,7 +51,7 @@ from imgkit_builder.recipe import (
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.targets import described_json as recipe_json
 from imgkit_builder.remote import check as far_check
-from imgkit_builder.remote import fetch, gc, store
+from imgkit_builder.remote import gc, store
 from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import Connection
 from imgkit_builder.sif import image, runtime_build, sqsh
@@ -525,9 +525,9 @@ def _store_answers() -> list[bytes]:
 
 
 def _far_check(data: bytes, _: Path) -> None:
-    far = Connection(remote=FAR, control=None, why_alone="", ask=False)
+    far = Connection(remote=FAR, socket_folder=None, unshared_reason="", ask=False)
     for target in (None, targets.find("mn5")):
-        far_check.read(data, far, target, began_s=1.7e9, ended_s=1.7e9)
+        far_check.read(data, far, target, start_s=1.7e9, end_s=1.7e9)
 
 
 def _ssh_doctor(data: bytes, _: Path) -> None:
@@ -825,8 +825,8 @@ TARGETS = (
         name="remote-files",
         run=lambda data, _: gc.parse(data, "far"),
         seeds=_lines(
-            "clock 1700000000\nfile 17.5 200 images/a.sif\nrun 5.1 mn5-7\njob 5.1 7\nsays jobs/7:slurm;two\n"
-            "says jobs/7:mn5\nsays jobs/7:images/a.sif\nend\n"
+            "clock 1700000000\nfile 17.5 200 images/a.sif\nrun 5.1 mn5-7\njob 5.1 7\nnote jobs/7:slurm;two\n"
+            "note jobs/7:mn5\nnote jobs/7:images/a.sif\nend\n"
         ),
         change=mutate.in_text,
     ),
@@ -840,12 +840,6 @@ TARGETS = (
             "owner somebody\nclosed no\nlacks tar\nbroken x\npython 0 3.6 /x\nend\n",
         ),
         change=mutate.in_text,
-    ),
-    Target(
-        name="remote-run-files",
-        run=lambda data, _: fetch._listed(data, "runs/mn5-7", "mn5-7.out"),
-        seeds=_lines("5 1700000000.5 runs/mn5-7/metrics.jsonl\07 1 mn5-7.out\0"),
-        change=mutate.in_bytes,
     ),
     Target(
         name="remote-hosts",

@@ -28,6 +28,7 @@ REASONS: Mapping[str, str] = {
     "builder/imgkit_builder/apptainer/build.py": PRIVATE,
     "builder/imgkit_builder/image/members.py": PRIVATE,
     "builder/imgkit_builder/lock/inside.py": "it runs in the base, in a layer that nobody keeps",
+    "builder/imgkit_builder/remote/rsync_shell.py": PRIVATE,
     "builder/imgkit_builder/engine/image_source.py": PRIVATE,
     "builder/imgkit_builder/engine/building.py": "a pipe; the log, in a folder that mkdir has just made",
     "entrypoints/imgkit_entrypoints/files.py": "the one place",
@@ -134,6 +135,7 @@ PRINTERS: Mapping[str, str] = {
     "builder/imgkit_builder/cli/progress.py": "the live display, whose texts are escaped",
     "builder/imgkit_builder/image/inside_uv.py": IN_BASE,
     "builder/imgkit_builder/lock/inside.py": IN_BASE,
+    "builder/imgkit_builder/remote/rsync_shell.py": "its output is for rsync, its errors are for imgkit",
     "builder/imgkit_builder/sif/supervisor.py": "its standard output is a pipe to imgkit",
 }
 """Module -> why it may print without `terminal`."""

@@ -300,6 +300,7 @@ def test_blocker_refuses_what_it_names() -> None:
 OTHER_JSON: dict[str, str] = {
     "entrypoints/imgkit_entrypoints/json_text.py": "it is the bounded reader",
     "builder/imgkit_builder/lock/inside.py": "it runs in the base, and reads what imgkit and pip write",
+    "builder/imgkit_builder/remote/rsync_shell.py": "imgkit writes the text into its argument list",
     "builder/imgkit_builder/apptainer/definition.py": "a program for the image reads what imgkit has written",
     "builder/imgkit_builder/image/members.py": "it unpacks the tar that it makes itself",
     "builder/imgkit_builder/image/inside_uv.py": "it runs in the base and reads what imgkit has written",
@@ -348,6 +349,7 @@ STARTERS = {
     "builder/imgkit_builder/engine/containers.py": "a guard outlives imgkit, to remove a container",
     "builder/imgkit_builder/job/ssh/fanout.py": "one ssh per host, side by side",
     "builder/imgkit_builder/lock/inside.py": "it runs in the base, without this package",
+    "builder/imgkit_builder/remote/rsync_shell.py": "rsync runs it, without this package",
     "builder/imgkit_builder/sif/squash.py": "imgkit writes its standard input while it runs",
     "builder/imgkit_builder/sif/runtime.py": "spython starts the runtime; the module names its errors",
     "builder/imgkit_builder/image/inside.py": "it runs in the image, without this package",

@@ -117,7 +117,7 @@ def job(target: Path) -> None:
             queue="acc",
             cluster="mn5",
             remote="far",
-            code=CodeRecord(sha256="c" * 64, git="v1", uncommitted=True, replace=False),
+            code=CodeRecord(sha256="c" * 64, git="v1", uncommitted=True),
             submitted="2026-01-01T00:00:00+00:00",
             command=("dist-run", "train.py", "--lr", "0.1"),
             image_id="sha256:" + "a" * 64,

@@ -175,12 +175,12 @@ def gc(
         "remote": name,
         "folder": far.remote.folder,
         "days": days,
-        "in_use": found.kept,
+        "in_use": found.used,
         "unused": rows,
     }
     show(
         data,
-        *_unused(rows, found.kept, delete=delete, again=f"imgkit remote gc {name} --days {days}"),
+        *_unused(rows, found.used, delete=delete, again=f"imgkit remote gc {name} --days {days}"),
         as_json=as_json,
     )
 

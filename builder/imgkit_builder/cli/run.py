@@ -163,23 +163,25 @@ def _run_there(
         return
     code = read_code(plan.request, as_json=options.as_json)
     if code is not None:
-        is_here = not (plan.recipe or plan.archive or plan.far_image)
+        is_here = not (plan.recipe or plan.archive or plan.remote_image)
         code_of.refuse_unused(code, plan.target, plan.sif if is_here else None)
     source = "--on" if options.on else "imgkit.toml"
-    terminal.err(f"imgkit: {plan.word} on {remote.name} ({source}), submitted there with {script.submit[0]}")
+    terminal.err(
+        f"imgkit: {plan.source} on {remote.name} ({source}), submitted there with {script.submit[0]}"
+    )
     for warning in plan.early.warnings:
         terminal.err(f"imgkit: {warning}")
-    far = connection.connect(remote, ask=may_ask())
-    if far.why_alone:
-        terminal.err(f"imgkit: every ssh command opens its own connection: {far.why_alone}")
+    far = connection.connect(remote_run.with_transfer_host(remote, plan), ask=may_ask())
+    if far.unshared_reason:
+        terminal.err(f"imgkit: every ssh command opens its own connection: {far.unshared_reason}")
     far.login()
     with terminable(), reporter(as_json=options.as_json) as report:
         done = remote_run.run(
             plan,
             far,
             base=options.base,
-            whole=options.whole,
-            most_per_s=None if options.bwlimit is None else options.bwlimit * 1e6,
+            no_delta=options.whole,
+            max_bytes_per_s=None if options.bwlimit is None else options.bwlimit * 1e6,
             code=code,
             report=report,
         )
@@ -211,10 +213,10 @@ def _show_early(
     job = plan.early
     first = (
         origins.of_word("remote", remote.name, flag="--on" if options.on else "", project=project),
-        origins.of_word("recipe", plan.word, flag="RECIPE" if options.recipe else "", project=project),
+        origins.of_word("recipe", plan.source, flag="RECIPE" if options.recipe else "", project=project),
     )
     values = origins.of_job(job, run, project)
-    known = {"image"} if plan.far_image else set()
+    known = {"image"} if plan.remote_image else set()
     rows = (*first, *(row for row in values if row.name not in {*_UNKNOWN_HERE} - known))
     script = systems.named(job.system).script(job)
     terminal.err(f"imgkit: {plan.home} stands for the folder on {remote.name}")
@@ -227,7 +229,6 @@ def _run_here(options: _Options, run: Request, image_flags: ImageFlags, project:
     from imgkit_builder.job import submit
     from imgkit_builder.job.request import Job, Request, request_of
     from imgkit_builder.project import origins
-    from imgkit_builder.sif.conversion import Options
 
     for name, value in (("--base", options.base), ("--bwlimit", options.bwlimit), ("--whole", options.whole)):
         if value:
@@ -264,8 +265,8 @@ def _run_here(options: _Options, run: Request, image_flags: ImageFlags, project:
     submit.before_submission(job)
     prepared = submit.look_into(prepared)
     job, script = prepared.job, prepared.script
-    with terminable(), reporter(as_json=options.as_json) as report:
-        submit.write_files(prepared, Options() if code is not None else None, report)
+    with terminable():
+        submit.write_files(prepared)
     if script.remote:
         raise typer.Exit(_fanned_out(script))
     if script.foreground:

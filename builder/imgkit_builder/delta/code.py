@@ -1,7 +1,6 @@
-"""A folder of code as a delta over any image: the same files give the same bytes, of any owner and time.
+"""A folder of code, read once: the same files give the same digest, of any owner and time.
 
-Such a delta has no base and no whiteouts. It holds the folder at `CODE_PLACE`, and a file by which the
-commands of the image see that it is there.
+What a job mounts holds the folder at `CODE_PLACE`, and a file by which the commands of the image see it.
 """
 
 from __future__ import annotations
@@ -16,19 +15,13 @@ from pathlib import Path
 
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.delta import tree, write_squashfs
+from imgkit_builder.delta import tree
 from imgkit_builder.delta.descriptor import CODE_PLACE
-from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.delta.tree import Kind, TreeEntry
-from imgkit_builder.sif import conversion
-from imgkit_builder.sif.conversion import Clock, ConversionJob, Options
-from imgkit_builder.sif.runtime import log_file
-from imgkit_builder.sif.workspace import tmp_base, workspace
-from imgkit_entrypoints.errors import CheckFailed, UsageError
+from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import delta_check
 
 SCHEMA = 1
-SUFFIX = ".imgdelta"
 _INSIDE = delta_check.CODE_JSON.lstrip("/")
 _TIMES = 1 << 29
 
@@ -48,7 +41,7 @@ class CodeFile:
 
 
 class CodeTree:
-    """The layer of a code delta; making one reads every file.
+    """The content of the folder that a job mounts; making one reads every file.
 
     Raises
     ------
@@ -69,7 +62,7 @@ class CodeTree:
             words = (one.name, one.kind, str(one.executable), one.link, self._digests.get(path, ""))
             whole.update(b"\0".join(os.fsencode(word) for word in words) + b"\n")
         self.sha256 = whole.hexdigest()
-        """Digest of names, kinds, content and what may be executed: it names the delta."""
+        """Digest of names, kinds, content and what may be executed: it names the folder."""
         self._mark = json.dumps({"schema": SCHEMA, "sha256": self.sha256}, indent=1).encode() + b"\n"
         self._tree: dict[str, dict[str, TreeEntry]] = {}
         folders = ("opt", "opt/imgkit", CODE_PLACE)
@@ -135,81 +128,26 @@ class CodeTree:
         )
 
 
-def name_of(sha256: str) -> str:
-    """The file name of the code with that digest; without the suffix, that of its folder."""
-    return f"code-{sha256}{SUFFIX}"
-
-
-def name_over(sha256: str, base: str) -> str:
-    """The file name of the changes that make this code of that with the digest `base`."""
-    return f"code-{sha256}-{base[:12]}.imgdelta"
-
-
-def write(code: CodeTree, target: Path, options: Options, report: Reporter) -> None:
-    """Write the delta `target`, which is whole or absent.
+def write_folder(code: CodeTree, folder: Path) -> None:
+    """Write the code to `folder`, which does not exist; nobody should edit what a job in the queue will run.
 
     Raises
     ------
-    UsageError : the folder changes while it is read.
-    ToolMissing, ToolFailed : nothing here squashes, or it failed.
+    UsageError : the folder of the code changes while it is read.
     """
-    _write(code, tree.everything((code,)), target.absolute(), options, report)
-
-
-def write_folder(code: CodeTree, folder: Path) -> None:
-    """Write what is in the delta to `folder`, which does not exist. Raises UsageError as `write` does."""
     folder.mkdir()
     for path, entry in tree.everything((code,)):
+        target = folder / path
         if entry.kind == "dir":
-            (folder / path).mkdir()
+            target.mkdir()
         elif entry.kind == "symlink":
-            (folder / path).symlink_to(entry.link)
+            target.symlink_to(entry.link)
         else:
-            with files.create(folder / path, mode=0o777 if entry.mode & 0o100 else 0o666) as stream:
+            with files.create(target) as stream:
                 stream.writelines(code.content(entry))
-
-
-def write_over(code: CodeTree, base: Path, target: Path, options: Options, report: Reporter) -> bool:
-    """Write to `target` what `code` adds and replaces over the delta `base`.
-
-    False, and no file, where `base` has a name that must show the image's file again. Raises as `write` does.
-    """
-    below = (SquashfsLayer(base),)
-    changes = tree.changes(below, (code,))
-    added = [(path, entry) for path, entry in changes.items() if entry is not None]
-    if len(added) < len(changes) or any(_hides(tree.find(below, path), entry) for path, entry in added):
-        return False
-    _write(code, added, target.absolute(), options, report)
-    return True
-
-
-def _hides(before: tree.Node | None, entry: TreeEntry) -> bool:
-    """Whether a folder and what is none have one name: the image may have a folder of it, too."""
-    return before is not None and (before.entry.kind == "dir") != (entry.kind == "dir")
-
-
-def _write(
-    code: CodeTree,
-    entries: Iterable[tuple[str, TreeEntry]],
-    target: Path,
-    options: Options,
-    report: Reporter,
-) -> None:
-    with workspace(target, tmp_base(target, options.tmpdir)) as work, log_file(target.stem) as log:
-        clock = Clock(report)
-        # Every runtime mounts gzip, and the delta is for images of either compression.
-        packing = conversion.choose_compression(None, "gzip", zstd_error="")
-        job = ConversionJob(tool=None, options=options, compression=packing, work=work, clock=clock, log=log)
-        clock.stage("squash the code")
-        write_squashfs.make(job, work.part, entries)
-        if tree.content((SquashfsLayer(work.part),), _INSIDE) != tree.content((code,), _INSIDE):
-            raise CheckFailed(
-                "the new file does not contain the code",
-                where=str(work.part),
-                hint="mksquashfs did not store the data that it received: try another version",
-            )
-        files.publish(work.part, target)
-        clock.finish()
+            # rsync links a file to that of an older folder where all of this is equal.
+            target.chmod(0o555 if entry.mode & 0o100 else 0o444)
+            os.utime(target, (entry.mtime_s, entry.mtime_s))
 
 
 def _digest(one: CodeFile) -> str:

@@ -256,7 +256,7 @@ def _kept(file: Path) -> PythonSeen | None:
 
 def _argv(job: Job) -> tuple[str, ...]:
     """The command that looks into the image as the job will start it, without its GPUs and modules apart."""
-    plain = dataclasses.replace(job, gpus=0, code=None, code_files=(), settings={}, workdir="")
+    plain = dataclasses.replace(job, gpus=0, code=None, code_folder="", settings={}, workdir="")
     probe = inside.python_argv(job.request.python)
     if job.run_by == "pyxis":
         return _without_pyxis(plain, probe)

@@ -13,7 +13,6 @@ from pathlib import Path
 from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.delta import code as code_delta
 from imgkit_builder.delta import tree
 from imgkit_builder.delta.code import CodeFile, CodeTree
 from imgkit_builder.delta.descriptor import CODE_PLACE
@@ -39,11 +38,6 @@ class CodeFolder:
     record: CodeRecord
     projects: tuple[InstalledProject, ...]
     """The Python projects in it, with their folders in the job; of one without a folder it is only a part."""
-
-    @property
-    def name(self) -> str:
-        """The name of its delta."""
-        return code_delta.name_of(self.record.sha256)
 
 
 def read(request: Request, *, large: bool, report: Reporter) -> CodeFolder:
@@ -74,9 +68,7 @@ def read(request: Request, *, large: bool, report: Reporter) -> CodeFolder:
         report.stage(f"read {folder}")
     layer = CodeTree(found, report)
     described, clean = _git_state(folder)
-    record = CodeRecord(
-        sha256=layer.sha256, git=described, uncommitted=not clean, replace=request.code_replace
-    )
+    record = CodeRecord(sha256=layer.sha256, git=described, uncommitted=not clean)
     projects = tuple(_projects(folder, found))
     return CodeFolder(folder=folder, tree=layer, record=record, projects=projects)
 

@@ -79,7 +79,7 @@ def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> t
         command = _with_python(job.bound, command)
     activate = _activation(job)
     if job.run_by == "pyxis":
-        mounts, own = (*_libraries(job), *job.binds, *_bound(job)), _listed_libraries(job)
+        mounts, own = (*code_mounts(job), *_libraries(job), *job.binds, *_bound(job)), _listed_libraries(job)
         return pyxis.start(
             job, command, options=options(job), mounts=mounts, libraries=own, activate=activate
         )
@@ -227,16 +227,17 @@ def _listed_libraries(job: Job) -> tuple[str, ...]:
 
 
 def _mounts(job: Job) -> tuple[str, ...]:
-    """Options that mount the deltas, the libraries and the folders; the last overlay is uppermost."""
-    overlays = (*((job.overlay,) if job.overlay else ()), *job.code_files)
-    layers = (word for overlay in overlays for word in ("--overlay", f"{overlay}:ro"))
-    folders = (*_libraries(job), *job.binds, *_bound(job), str(job.directory))
-    binds = (word for bind in folders for word in ("--bind", bind))
-    if job.code is None or not job.code.replace:
-        return (*layers, *binds)
-    # The folder itself, mounted from the delta: it hides what the overlay only adds to.
-    folder = f"{job.code_files[-1]}:/{CODE_PLACE}:image-src=/{CODE_PLACE},ro"
-    return (*layers, "--bind", folder, *binds)
+    """Options that mount the delta, the code, the libraries and the folders."""
+    overlay = ("--overlay", f"{job.overlay}:ro") if job.overlay else ()
+    folders = (*code_mounts(job), *_libraries(job), *job.binds, *_bound(job), str(job.directory))
+    return (*overlay, *(word for bind in folders for word in ("--bind", bind)))
+
+
+def code_mounts(job: Job) -> tuple[str, ...]:
+    """Return the mounts of the code, which hide what the image has in its folder."""
+    if job.code is None:
+        return ()
+    return tuple(f"{job.code_folder}{path}:{path}:ro" for path in (f"/{CODE_PLACE}", delta_check.CODE_JSON))
 
 
 def _libraries(job: Job) -> tuple[str, ...]:
@@ -353,9 +354,8 @@ def refuse_code(request: Request, run_by: RunBy) -> None:
             "--code cannot be combined with --no-code", where="--code", hint="use only one of them"
         )
     if request.code is None:
-        for flag, given in (("--code-replace", request.code_replace), ("--allow", request.allow)):
-            if given:
-                raise UsageError(f"{flag} without --code", where=flag, hint="--code DIR")
+        if request.allow:
+            raise UsageError("--allow without --code", where="--allow", hint="--code DIR")
     elif run_by not in ("singularity", "pyxis"):
         raise UsageError(
             f"the code is mounted over a .sif, but {run_by} does not run one",
@@ -396,11 +396,10 @@ def doubts(job: Job) -> Iterator[str]:
         yield from pyxis.doubts(job)
 
 
-def with_code(job: Job, code: CodeRecord, files: Sequence[str]) -> Job:
-    """`job` with the code over its image; `files` are the nodes' paths of its deltas, lowest first."""
-    checked = tuple(quoting.check("--code", file) for file in files)
+def with_code(job: Job, code: CodeRecord, folder: str) -> Job:
+    """Return `job` with the code over its image; `folder` is its path on the nodes."""
     env = {delta_check.CODE_VARIABLE: code.sha256, **job.env}
-    return dataclasses.replace(job, code=code, code_files=checked, env=env)
+    return dataclasses.replace(job, code=code, code_folder=quoting.check("--code", folder), env=env)
 
 
 def environment(request: Request, run_by: RunBy, image: str, delta: Delta | None) -> Mapping[str, str]:

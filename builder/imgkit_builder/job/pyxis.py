@@ -19,12 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from imgkit_builder.delta import source, tree
-from imgkit_builder.delta.descriptor import CODE_PLACE
 from imgkit_builder.job import quoting
 from imgkit_builder.job.request import Job
 from imgkit_builder.sif import image, sqsh
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
-from imgkit_entrypoints.launch import delta_check
 
 _START = (
     'if [ -r /etc/environment ]; then while IFS= read -r line || [ "$line" ]; do '
@@ -91,9 +89,8 @@ def start(
     libraries : folders of the container that are searched for libraries before those of the image.
     activate : words that activate an environment of the image, before the words that run in it.
     """
-    folder, inside = str(job.directory), (f"/{CODE_PLACE}", delta_check.CODE_JSON)
-    code = (f"{file}{path}:{path}:ro" for file in job.code_files for path in inside)
-    whole = dict.fromkeys(one if ":" in one else f"{one}:{one}" for one in (*mounts, *code, folder))
+    folder = str(job.directory)
+    whole = dict.fromkeys(one if ":" in one else f"{one}:{one}" for one in (*mounts, folder))
     text = _START
     if not is_file(job.image) and command[:1] and command[0].startswith("dist-"):
         text += _HAS_ENTRY_POINTS
@@ -177,12 +174,6 @@ def refuse(job: Job) -> None:
                 where="--directory" if text == str(job.directory) else "--bind, or system.runtime.binds",
                 hint="a path without blanks, quotes and \\ $ # ,",
             )
-    if job.request.code is not None and not job.request.code_replace:
-        raise UsageError(
-            "with pyxis the code is a mount, which hides what the image has in /workspace",
-            where="--code",
-            hint="--code DIR --code-replace, if the code needs none of it",
-        )
 
 
 def mounts(text: str) -> bool:

@@ -171,7 +171,6 @@ class Request(Allocation):
         None, metavar="DIR", help="Folder of code to mount over /workspace of the image, without a build."
     )
     no_code: bool = flag(False, help="Do not mount code, even if imgkit.toml sets it.")
-    code_replace: bool = flag(False, help="With --code: hide what the image itself has in /workspace.")
     allow: tuple[str, ...] = flag(
         (), metavar="NAME", help="With --code: ship this file even though its name looks like a secret."
     )
@@ -303,13 +302,11 @@ class CodeRecord:
     """What is kept about the code of a run."""
 
     sha256: str
-    """Digest of the code, which is in the name of its delta."""
+    """Digest of the code, which is the name of its folder."""
     git: str
     """``git describe --always --dirty`` of its folder; empty where git does not know that."""
     uncommitted: bool
     """Whether no commit holds exactly this code."""
-    replace: bool
-    """Whether the rest of /workspace is hidden."""
 
     @property
     def text(self) -> str:
@@ -408,8 +405,8 @@ class Job(AnyJob):
     """Seconds before the time limit at which the program is asked to save; 0: never."""
     code: CodeRecord | None = None
     """The code over the image and its delta; None if there is none."""
-    code_files: tuple[str, ...] = ()
-    """Paths of its deltas, lowest first."""
+    code_folder: str = ""
+    """Path on the nodes of the folder that holds it."""
     bound: BoundEntryPoints | None = None
     """The entry points, where the image has none; None: it has its own."""
 

@@ -18,7 +18,6 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
@@ -46,10 +45,9 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 from imgkit_entrypoints.rollcall import secret
 
-if TYPE_CHECKING:
-    from imgkit_builder.sif.conversion import Options
-
 SCHEMA = 1
+CODE_FOLDER = ".imgkit-code"
+"""Folder of the code in that of the job; `--code .` leaves it out."""
 _DAMAGED = (OSError, ValueError, TypeError, KeyError, AttributeError, UsageError)
 _KEPT = 1000
 """Characters of an answer without an id that the record keeps."""
@@ -65,15 +63,12 @@ class PreparedJob:
     """The code over the image; None if there is none."""
 
 
-def submit(
-    recipe: str | Path, request: AnyRequest, *, options: Options | None = None, report: Reporter | None = None
-) -> SubmittedJob:
+def submit(recipe: str | Path, request: AnyRequest, *, report: Reporter | None = None) -> SubmittedJob:
     """Prepare, check and submit a job, and save its record.
 
     Parameters
     ----------
     recipe : as for `prepare`.
-    options : how the delta of the request's code is written.
     report : receives progress and warnings; default: nothing is reported.
 
     Raises
@@ -97,7 +92,7 @@ def submit(
         report.note(warning)
     before_submission(prepared.job)
     prepared = look_into(prepared)
-    write_files(prepared, options, report)
+    write_files(prepared)
     record = send(prepared.job, prepared.script)
     try:
         keep(record)
@@ -138,8 +133,7 @@ def prepare(recipe: str | Path, request: AnyRequest, code: CodeFolder | None = N
     if code is not None:
         code_of.refuse_unused(code, target, sif, job.overlay)
         code_of.refuse_shadowed(code, job)
-        name = code.name.removesuffix(code_delta.SUFFIX) if job.run_by == "pyxis" else code.name
-        job = container.with_code(job, code.record, [str(job.directory / "deltas" / name)])
+        job = container.with_code(job, code.record, str(job.directory / CODE_FOLDER / code.record.sha256))
     return PreparedJob(job=job, script=systems.named(job.system).script(job), code=code)
 
 
@@ -272,26 +266,18 @@ def foreign_image(job: AnyJob) -> UsageError | None:
     )
 
 
-def write_files(prepared: PreparedJob, options: Options | None, report: Reporter) -> None:
+def write_files(prepared: PreparedJob) -> None:
     """Write what the job mounts where it looks for it, unless an earlier job has done so.
 
-    That is the delta of the code, and the entry points for an image without them.
+    That is the folder of the code, and the entry points for an image without them.
     """
     if isinstance(prepared.job, Job):
         bound.write(prepared.job)
     if prepared.code is None:
         return
-    from imgkit_builder.sif.conversion import Options
-
     assert isinstance(prepared.job, Job)  # noqa: S101 - no other job has code
-    file = Path(prepared.job.code_files[-1])
-    if prepared.job.run_by == "pyxis":
-        bound.write_folder(file, functools.partial(code_delta.write_folder, prepared.code.tree))
-        return
-    if file.is_file():
-        return
-    file.parent.mkdir(exist_ok=True)
-    code_delta.write(prepared.code.tree, file, options or Options(), report)
+    fill = functools.partial(code_delta.write_folder, prepared.code.tree)
+    bound.write_folder(Path(prepared.job.code_folder), fill)
 
 
 def send(job: AnyJob, script: Script) -> SubmittedJob:

@@ -23,18 +23,21 @@ from imgkit_builder.job.ssh.fanout import SSH_FAILED
 from imgkit_builder.remote.config import Remote
 from imgkit_entrypoints.errors import ToolFailed
 
-_MOST_SOCKET_BYTES = 103
-"""A socket's path ends there on macOS; Linux takes four more."""
+_MAX_SOCKET_BYTES = 103
+"""Longest path of a socket on macOS; Linux takes four more."""
 _SOCKET_NAME_BYTES = 1 + 40 + 17
 """The slash, a digest of host, port and user, and what ssh appends while it makes the socket."""
-_MOST_BANNER_BYTES = 1 << 20
+_MAX_BANNER_BYTES = 1 << 20
 _SHOWN_LINES = 5
+_NONE: Mapping[str, str] = {}
 
-_LINE = (
+# dd reads exactly the script and leaves the data behind it, which a shell that reads ahead would not. 255 is
+# ssh's own failure, but sbatch also ends with it.
+LOGIN_SHELL_LINE = (
     "exec /bin/sh -c "
     """'(eval "$(dd bs=1 count={count} 2>/dev/null)"); code=$?; [ $code = 255 ] && code=254; exit $code'"""
 )
-"""What the login shell reads. 255 is ssh's own failure, but sbatch also ends with it."""
+"""What the login shell reads."""
 
 FIND_PROGRAM = """\
 if ! command -v "$program" > /dev/null 2>&1; then
@@ -55,10 +58,10 @@ class Cut(ToolFailed):
 class ScriptFailed(ToolFailed):
     """The script ran on the remote and ended with another code than 0."""
 
-    def __init__(self, what: str, *, where: str, code: int, said: str) -> None:
-        super().__init__(what, where=where, hint=f"its last lines:\n{said}" if said else None)
+    def __init__(self, message: str, *, where: str, code: int, output: str) -> None:
+        super().__init__(message, where=where, hint=f"its last lines:\n{output}" if output else None)
         self.code = code
-        self.said = said
+        self.output = output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +69,15 @@ class Connection:
     """How to reach a remote."""
 
     remote: Remote
-    control: Path | None
+    socket_folder: Path | None
     """Folder of the sockets of shared connections; None: every command opens its own connection."""
-    why_alone: str
-    """The reason for that; empty if the user wants it so."""
+    unshared_reason: str
+    """Why there is no such folder; empty if the user wants it so."""
     ask: bool
     """Whether ssh may ask for a password or a second factor on the terminal."""
 
-    def run(self, script: str, *, by_transfer: bool = False, **values: str) -> bytes:
-        """The output of `script`, which sees `values` as its variables; the rest is as of `stream`.
+    def run(self, script: str, values: Mapping[str, str] = _NONE, *, by_transfer: bool = False) -> bytes:
+        """Return the output of `script`; the parameters are those of `stream`.
 
         Raises
         ------
@@ -86,12 +89,7 @@ class Connection:
         return self.answer(self.stream(script, values, by_transfer=by_transfer))
 
     def answer(self, output: Generator[bytes, None, None]) -> bytes:
-        """All of `output`, which `stream` yields.
-
-        Raises
-        ------
-        As `run`.
-        """
+        """Return all of `output`, which `stream` yields. Raises as `run` does."""
         return process.answer(output, f"a command on {self.remote.name}")
 
     def stream(
@@ -99,7 +97,7 @@ class Connection:
         script: str,
         values: Mapping[str, str],
         *,
-        words: Iterable[str] = (),
+        args: Iterable[str] = (),
         data: Iterable[bytes] = (),
         hold: bool = False,
         by_transfer: bool = False,
@@ -109,7 +107,7 @@ class Connection:
         Parameters
         ----------
         values : variables of the script.
-        words : its arguments.
+        args : its arguments.
         data : what it reads from its standard input.
         hold : leave that open until the script ends; when this side ends, the script reads its end.
         by_transfer : go through the remote's host for files, if it has one.
@@ -118,21 +116,10 @@ class Connection:
         ------
         As `run`.
         """
-        token = secrets.token_hex(16)
-        text = "\n".join(
-            (
-                f"echo {token}",
-                "unset CDPATH",
-                *(f"{name}={shlex.quote(value)}" for name, value in values.items()),
-                f"set -- {shlex.join(words)}",
-                script,
-            )
-        ).encode()
-        # dd reads exactly the script and leaves the data behind it, which a shell that reads ahead would not.
-        line = _LINE.format(count=len(text))
-        host = (self.remote.transfer if by_transfer else "") or self.remote.address
+        token, host = secrets.token_hex(16), self.host(by_transfer=by_transfer)
+        text = f"{self.prelude(token, values)}\nset -- {shlex.join(args)}\n{script}".encode()
         source = process.through(
-            (*self._options(), "--", host, line),
+            (*self.ssh_argv(host), LOGIN_SHELL_LINE.format(count=len(text))),
             itertools.chain([text], data),
             hold=hold,
             hint="apt-get install openssh-client",
@@ -140,40 +127,52 @@ class Connection:
         try:
             yield from _behind(source, f"{token}\n".encode(), host)
         except Exited as error:
-            raise self._explained(error, host) from error
+            raise self.explained(error.code, error.errors, host) from error
         except ErrorsTooLong as error:
-            what = ErrorsTooLong(f"a command on {host}", error.start).what
-            raise ToolFailed(what, where=self.remote.name, hint=_look_at(host)) from error
+            raise self.flooded(error, host) from error
         finally:
             source.close()
 
-    def interactive(self, words: Sequence[str]) -> tuple[str, ...]:
-        """The words that run a program on the remote with this terminal, in a login shell's environment."""
+    def host(self, *, by_transfer: bool = False) -> str:
+        """Return the address that ssh gets: the login host's, or that of the host for files."""
+        return (self.remote.transfer if by_transfer else "") or self.remote.address
+
+    def prelude(self, token: str, values: Mapping[str, str]) -> str:
+        """Return the first lines of a script: they print `token`, and set the variables `values`."""
+        assignments = (f"{name}={shlex.quote(value)}" for name, value in values.items())
+        return "\n".join((f"echo {token}", "unset CDPATH", *assignments))
+
+    def ssh_argv(self, host: str) -> tuple[str, ...]:
+        """Return the start of an argv that runs a command on `host` over the shared connection."""
+        return (*self._options(), "--", host)
+
+    def interactive(self, argv: Sequence[str]) -> tuple[str, ...]:
+        """Return the argv that runs a program there with this terminal, in a login shell's environment."""
         # The account's own shell may be csh, which reads this line too.
-        line = shlex.join(("exec", "bash", "-lc", f"exec {shlex.join(words)}"))
+        line = shlex.join(("exec", "bash", "-lc", f"exec {shlex.join(argv)}"))
         return (*self._options("-tt"), "--", self.remote.address, line)
 
     def login(self) -> None:
         """Connect now where ssh may ask something, so that its question does not meet a progress bar."""
         for host in self._hosts() if self.ask else ():
-            if not self._master("check", host):
+            if not self._ask_master("check", host):
                 self.run(":", by_transfer=host == self.remote.transfer)
 
     def close(self) -> bool:
         """End the shared connections; False if there was none."""
-        ended = [self._master("exit", host) for host in self._hosts()]
-        return any(ended)
+        answers = [self._ask_master("exit", host) for host in self._hosts()]
+        return any(answers)
 
     def _hosts(self) -> tuple[str, ...]:
         return (self.remote.address, *filter(None, [self.remote.transfer]))
 
-    def _master(self, word: str, host: str) -> bool:
-        if self.control is None:
+    def _ask_master(self, command: str, host: str) -> bool:
+        if self.socket_folder is None:
             return False
-        return process.run((*self._options(), "-O", word, "--", host), check=False).returncode == 0
+        return process.run((*self._options(), "-O", command, "--", host), check=False).returncode == 0
 
     def _options(self, terminal: str = "-T") -> tuple[str, ...]:
-        given = {
+        options = {
             "BatchMode": "no" if self.ask else "yes",
             "ConnectTimeout": "20",
             "ServerAliveInterval": "15",  # a lost host is noticed within a minute
@@ -182,45 +181,42 @@ class Connection:
             # The user's other forwardings and commands belong to their own sessions.
             "ClearAllForwardings": "yes",
             "RemoteCommand": "none",
+            "ControlPath": "none",
         }
-        if self.control is None:
-            given["ControlPath"] = "none"
-        else:
-            given["ControlMaster"] = "auto"
-            given["ControlPath"] = f"{self.control}/%C"
-            given["ControlPersist"] = str(self.remote.keep_s)
-        return (
-            "ssh",
-            terminal,
-            "-x",
-            *(word for name, value in given.items() for word in ("-o", f"{name}={value}")),
-        )
+        if self.socket_folder is not None:
+            options["ControlMaster"] = "auto"
+            options["ControlPath"] = f"{self.socket_folder}/%C"
+            options["ControlPersist"] = str(self.remote.keep_s)
+        return ("ssh", terminal, "-x", *(f"-o{name}={value}" for name, value in options.items()))
 
-    def _explained(self, error: Exited, host: str) -> ToolFailed:
-        said = "\n".join(error.errors.splitlines()[-_SHOWN_LINES:])
-        if error.code != SSH_FAILED and error.code > 0:
-            return ScriptFailed(
-                f"a command on {host} failed with exit code {error.code}",
-                where=self.remote.name,
-                code=error.code,
-                said=said,
-            )
-        hint = fanout.after(error.errors, host)
-        if "Permission denied" in error.errors and not self.ask:
-            check = f"in a terminal, where ssh can ask: imgkit remote check {self.remote.name}"
-            again = fanout.SECOND_FACTOR in error.errors and self.control
+    def explained(self, code: int, errors: str, host: str) -> ToolFailed:
+        """Return the error for ssh to `host` that ended with `code` and printed `errors`."""
+        output = "\n".join(errors.splitlines()[-_SHOWN_LINES:])
+        name = self.remote.name
+        if code != SSH_FAILED and code > 0:
+            message = f"a command on {name} failed with exit code {code}"
+            return ScriptFailed(message, where=name, code=code, output=output)
+        hint = fanout.after(errors, host)
+        if "Permission denied" in errors and not self.ask:
+            check = f"in a terminal, where ssh can ask: imgkit remote check {name}"
+            again = fanout.SECOND_FACTOR in errors and self.socket_folder
             hint = f"{check}; then this command again" if again else f"{check}; or without questions: {hint}"
-        what, hint = process.quoted(f"ssh to {host} failed", said or "the connection was lost", hint)
-        return Cut(what, where=self.remote.name, hint=hint)
+        message, hint = process.quoted(f"ssh to {host} failed", output or "the connection was lost", hint)
+        return Cut(message, where=name, hint=hint)
+
+    def flooded(self, error: ErrorsTooLong, host: str) -> ToolFailed:
+        """Return the error for a command on `host` that printed errors without end."""
+        message = ErrorsTooLong(f"a command on {host}", error.start).what
+        return ToolFailed(message, where=self.remote.name, hint=_startup_hint(host))
 
 
-def _look_at(host: str) -> str:
+def _startup_hint(host: str) -> str:
     """Return the hint where more than imgkit's script runs on a host."""
     return f"look at the start-up files of that account: ssh {shlex.quote(host)} echo works"
 
 
-def odd(remote: str, output: bytes) -> ToolFailed:
-    """The error for an answer of `remote` that is cut short, or that imgkit's script did not print."""
+def unreadable(remote: str, output: bytes) -> ToolFailed:
+    """Return the error for an answer of `remote` that is cut short, or that imgkit's script did not print."""
     return ToolFailed(
         f"the answer cannot be read, or is cut short; its first line: {process.first_line(output)}",
         where=remote,
@@ -229,58 +225,55 @@ def odd(remote: str, output: bytes) -> ToolFailed:
 
 
 def connect(remote: Remote, *, ask: bool = False) -> Connection:
-    """How to reach `remote`; nothing is started.
+    """Return how to reach `remote`; nothing is started.
 
     Parameters
     ----------
     ask : whether ssh may ask on the terminal.
     """
-    control, why = (None, "") if remote.keep_s == 0 else _control_folder()
-    return Connection(remote=remote, control=control, why_alone=why, ask=ask)
+    folder, reason = (None, "") if remote.keep_s == 0 else _socket_folder()
+    return Connection(remote=remote, socket_folder=folder, unshared_reason=reason, ask=ask)
 
 
-def _control_folder() -> tuple[Path | None, str]:
-    """A short and private folder for sockets, or why there is none."""
+def _socket_folder() -> tuple[Path | None, str]:
+    """Return a short and private folder for sockets, or why there is none."""
     run_time = os.environ.get("XDG_RUNTIME_DIR", "")
-    own = [f"{run_time}/imgkit"] if run_time.startswith("/") else []
-    why = ""
-    for place in (*own, f"/tmp/imgkit-{os.geteuid()}"):  # noqa: S108 - it is checked to be this user's
-        folder = Path(place)
-        long = len(os.fsencode(folder)) + _SOCKET_NAME_BYTES > _MOST_SOCKET_BYTES
-        if long or set(place) & set(" %\"'\\"):
-            why = why or f"{folder} is too long for a socket, or has a blank or quote"
+    candidates = [f"{run_time}/imgkit"] if run_time.startswith("/") else []
+    reason = ""
+    for path in (*candidates, f"/tmp/imgkit-{os.geteuid()}"):  # noqa: S108 - it is checked to be this user's
+        folder = Path(path)
+        is_long = len(os.fsencode(folder)) + _SOCKET_NAME_BYTES > _MAX_SOCKET_BYTES
+        if is_long or set(path) & set(" %\"'\\"):
+            reason = reason or f"{folder} is too long for a socket, or has a blank or quote"
             continue
         try:
             files.make_own_folder(folder)
             if stat.S_IMODE(folder.stat().st_mode) & 0o077:
                 raise PermissionError(0, "other users can enter it", str(folder))
         except OSError as error:
-            why = why or f"{folder}: {error.strerror}"
+            reason = reason or f"{folder}: {error.strerror}"
             continue
         return folder, ""
-    return None, why
+    return None, reason
 
 
 def _behind(source: Iterable[bytes], token: bytes, host: str) -> Generator[bytes, None, None]:
     """Yield what comes behind the line `token`."""
-    before, found = b"", False
+    banner, is_behind = b"", False
     for chunk in source:
-        if found:
+        if is_behind:
             yield chunk
             continue
-        before += chunk
-        _, mark, rest = before.partition(token)
-        if mark:
-            found = True
+        banner += chunk
+        _, separator, rest = banner.partition(token)
+        if separator:
+            is_behind = True
             if rest:
                 yield rest
-        elif len(before) > _MOST_BANNER_BYTES:
+        elif len(banner) > _MAX_BANNER_BYTES:
             break
-    if not found:
-        shown = before[-200:].decode(errors="replace").strip()
-        what, hint = process.quoted(
-            f"the login shell of {host} runs no command" + ("; it printed" if shown else ""),
-            shown,
-            _look_at(host),
-        )
-        raise ToolFailed(what, hint=hint)
+    if not is_behind:
+        text = banner[-200:].decode(errors="replace").strip()
+        message = f"the login shell of {host} runs no command" + ("; it printed" if text else "")
+        message, hint = process.quoted(message, text, _startup_hint(host))
+        raise ToolFailed(message, hint=hint)

@@ -4,50 +4,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_builder.archive.tar_read import REGULAR, TarStream
-from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.job.request import SubmittedJob
-from imgkit_builder.remote import jobs
-from imgkit_builder.remote.connection import Connection
+from imgkit_builder.remote import jobs, rsync
+from imgkit_builder.remote.connection import Connection, ScriptFailed
 from imgkit_entrypoints.errors import CheckFailed
 
-_LATEST_S = 10**12
-"""Times that a listing can have; later ones do not fit a file system."""
-
-# GNU find and tar are on every cluster. A name that ends in NUL can hold anything else. A secret stays there.
-_LIST = """\
-cd -- "$home" || exit 1
-for place in "$run" "$log"; do
-    if [ -e "$place" ]; then find "$place" -type f ! -name '.*' -printf '%s %T@ %p\\0'; fi
-done
-"""
-_PACK = """\
-cd -- "$home" || exit 1
-tar --create --file=- --format=gnu --null --verbatim-files-from --files-from=- 2> /dev/null
-code=$?
-if [ "$code" -gt 1 ]; then exit "$code"; fi # 1: a file has changed, or has gone, meanwhile
-exit 0
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FarFile:
-    """A file of the run there."""
-
-    path: str
-    """Relative to the remote's folder."""
-    size_bytes: int
-    mtime_s: int
-
-    def target(self, folder: Path, run: str) -> Path:
-        """Its place in `folder`: the run folder's files by their paths, the job's output beside them."""
-        inside = self.path.removeprefix(f"{run}/")
-        return folder / inside
+# Files alone, with the permissions that new files have here; a run's secret stays there.
+_OPTIONS = ("-rt", "--exclude=.*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +26,7 @@ class Fetched:
     new: tuple[Path, ...]
     """Files that are new or have changed."""
     files: int
-    """Files of the run, without those that are left there."""
+    """Number of files in the folder."""
     bytes: int
     """Size of the new ones."""
 
@@ -74,70 +42,39 @@ def fetch(
 
     Raises
     ------
+    ToolMissing : there is no rsync, here or there.
     Cut : the connection was lost; files that have arrived stay, and the next call resumes.
-    CheckFailed : there is no such run yet, or its names are not those of a run.
+    CheckFailed : there is no such run yet.
     """
-    home, run = str(record.directory), f"runs/{record.name}-{record.id}"
-    log = os.path.relpath(jobs.log_file(record), home)
-    report.stage(f"look at {record.handle}")
-    far = _listed(connection.run(_LIST, home=home, run=run, log=log), run, log)
-    if not far:
-        raise CheckFailed(
-            f"there is no {run} on {record.remote} yet", where=home, hint=f"imgkit status {record.handle}"
-        )
-    wanted = [one for one in far if checkpoints or "/checkpoints/" not in one.path]
-    old = [one for one in wanted if not _is_there(one, one.target(folder, run))]
-    total = sum(one.size_bytes for one in old)
     report.stage(f"fetch {record.handle}")
-    new = _fetched(connection, home, run, old, folder, total, report) if old else ()
-    return Fetched(folder=folder, new=new, files=len(wanted), bytes=total)
-
-
-def _listed(output: bytes, run: str, log: str) -> list[FarFile]:
-    found = []
-    for row in output.split(b"\0")[:-1]:
-        match = re.fullmatch(rb"(\d{1,18}) (\d{1,12})(?:\.\d*)? (.*)", row, re.DOTALL)
-        path = os.fsdecode(match[3]) if match else ""
-        parts = path.split("/")
-        if not match or (path != log and not path.startswith(f"{run}/")) or {"", ".", ".."} & set(parts):
-            raise CheckFailed(f"{path or row[:80]!r} is not a file of a run", where=run)
-        found.append(FarFile(path=path, size_bytes=int(match[1]), mtime_s=int(match[2])))
-    return found
-
-
-def _is_there(far: FarFile, target: Path) -> bool:
+    folder.mkdir(parents=True, exist_ok=True)
+    before = _files(folder)
+    log = jobs.log_file(record)
+    # In a pattern, only a name with a wildcard has escapes.
+    name = re.sub(r"([\[*?\\])", r"\\\1", log.name) if re.search(r"[\[*?]", log.name) else log.name
+    target = f"{folder.absolute()}/"
+    output = ("-rt", f"--include=/{name}", "--exclude=*", "remote:./", target)
+    rsync.run(connection, str(log.parent), output, report)
+    left_out = () if checkpoints else ("--exclude=checkpoints/",)
+    run_folder = f"{record.directory}/runs/{record.name}-{record.id}"
     try:
-        here = target.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return here.st_size == far.size_bytes and int(here.st_mtime) == far.mtime_s
+        rsync.run(connection, run_folder, (*_OPTIONS, *left_out, "remote:./", target), report)
+    except ScriptFailed as error:
+        if error.code != rsync.NO_FOLDER:
+            raise
+    after = _files(folder)
+    if not after:
+        message = f"there is no {run_folder} on {record.remote} yet"
+        raise CheckFailed(message, where=record.handle, hint=f"imgkit status {record.handle}")
+    new = tuple(path for path, status in after.items() if before.get(path) != status)
+    return Fetched(folder=folder, new=new, files=len(after), bytes=sum(after[path][0] for path in new))
 
 
-def _fetched(
-    connection: Connection,
-    home: str,
-    run: str,
-    wanted: Sequence[FarFile],
-    folder: Path,
-    total: int,
-    report: Reporter,
-) -> tuple[Path, ...]:
-    names = b"".join(os.fsencode(one.path) + b"\0" for one in wanted)
-    known = {one.path: one for one in wanted}
-    new, done = [], 0
-    stream = TarStream(connection.stream(_PACK, {"home": home}, data=[names]), name=run)
-    for member in stream:
-        far = known.get(member.name)
-        if far is None or member.kind != REGULAR or not 0 <= member.mtime_s < _LATEST_S:
-            raise CheckFailed(f"{member.name!r} was not requested", where=run)
-        target = far.target(folder, run)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with files.writing(target) as file:
-            for chunk in stream.content():
-                file.write(chunk)
-                done += len(chunk)
-                report.advance(done, total)
-        os.utime(target, (member.mtime_s, member.mtime_s))
-        new.append(target)
-    stream.drain()
-    return tuple(new)
+def _files(folder: Path) -> Mapping[Path, tuple[int, int, int]]:
+    """Return size, time and inode of each file in `folder`."""
+    files = {}
+    for root, _, names in os.walk(folder):
+        for name in names:
+            status = Path(root, name).lstat()
+            files[Path(root, name)] = (status.st_size, status.st_mtime_ns, status.st_ino)
+    return files

@@ -10,32 +10,41 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from imgkit_builder.base import files
 from imgkit_builder.job import systems
 from imgkit_builder.job.quoting import is_job_id
-from imgkit_builder.remote import jobs, store
-from imgkit_builder.remote.connection import Connection, odd
+from imgkit_builder.remote import jobs
+from imgkit_builder.remote.connection import Connection, unreadable
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 DAY_S = 86400
-_MADE = r"([0-9a-f]{64}-[0-9a-f]{12}\.(sif|imgdelta)|code-[0-9a-f]{64}(-[0-9a-f]{12})?\.imgdelta)"
-_PART = rf"{re.escape(files.TEMPORARY)}[0-9a-f]{{12}}\.{_MADE}\.part"
-_PATH = re.compile(rf"({'|'.join(store.PLACES)})/({_MADE}|\.{_MADE}\.gone|{_PART}(\.gone)?)")
-"""Names that imgkit gives: a whole file, a part of one, and one that a removal has put aside."""
+_FILE = r"[0-9a-f]{64}-[0-9a-f]{12}\.(sif|imgdelta)"
+_FOLDER = r"[0-9a-f]{64}"
+# A complete file, one that a removal has put aside, and what rsync makes of an incoming one.
+_PATH = re.compile(
+    rf"(images|deltas)/({_FILE}|\.{_FILE}\.gone|\.incoming/(\.imgkit-part/)?\.?{_FILE}(\.\w+)*)"
+    rf"|code/(\.incoming/)?({_FOLDER}|\.{_FOLDER}\.gone)"
+)
+"""Names that imgkit gives."""
 
 _LIST = """\
 cd -- "$folder" 2> /dev/null || { echo "clock $(date +%s)"; echo end; exit 0; }
 echo "clock $(date +%s)"
-for place in {places}; do
-    if [ -d "$place" ]; then find "$place/" -maxdepth 1 -type f -printf 'file %T@ %s %p\\n'; fi
+for place in images deltas; do
+    if [ -d "$place" ]; then find "$place/" -maxdepth 3 -type f -printf 'file %T@ %s %p\\n'; fi
+done
+for path in code/* code/.*.gone code/.incoming/* code/.incoming/.*.gone; do
+    if [ -d "$path" ] && [ ! -L "$path" ]; then
+        find "$path" -maxdepth 0 -printf 'file %T@ '
+        echo "$(($(du -sk "$path" | cut -f 1) * 1024)) $path"
+    fi
 done
 if [ -d runs ]; then find runs/ -mindepth 1 -maxdepth 1 -printf 'run %T@ %f\\n'; fi
 if [ -d jobs ]; then
     find jobs/ -maxdepth 1 -type f -printf 'job %T@ %f\\n'
-    find jobs/ -maxdepth 1 -type f -exec grep '' /dev/null {} + | sed 's/^/says /'
+    find jobs/ -maxdepth 1 -type f -exec grep '' /dev/null {} + | sed 's/^/note /'
 fi
 echo end
-""".replace("{places}", " ".join(store.PLACES))
+"""
 # A file is put aside first: a submission that chooses it meanwhile either renews its time, or misses it and
 # says so. In both cases no job waits for a file that is gone.
 _REMOVE = """\
@@ -43,10 +52,10 @@ cd -- "$folder" || exit 1
 while IFS= read -r file; do
     name=${file##*/}
     case $name in .*.gone) aside=$file ;; *) aside=${file%/*}/.${name#.}.gone ;; esac
-    if [ "$aside" != "$file" ]; then mv -f -- "$file" "$aside" 2> /dev/null || continue; fi
-    if [ -n "$(find "$aside" -newermt "@$before")" ]; then
-        mv -f -- "$aside" "$file"
-    elif rm -f -- "$aside"; then
+    if [ "$aside" != "$file" ]; then mv -T -f -- "$file" "$aside" 2> /dev/null || continue; fi
+    if [ -n "$(find "$aside" -maxdepth 0 -newermt "@$before")" ]; then
+        mv -T -f -- "$aside" "$file"
+    elif rm -rf -- "$aside"; then
         echo "removed $file"
     fi
 done
@@ -55,8 +64,8 @@ for id; do rm -f -- "jobs/$id"; done
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeptFile:
-    """A file of imgkit's in a store."""
+class StoredFile:
+    """A file of imgkit's in a store, or a folder of code."""
 
     path: str
     """Relative to the remote's folder."""
@@ -81,11 +90,11 @@ class JobNote:
 class Unused:
     """What a store could lose."""
 
-    files: tuple[KeptFile, ...]
+    files: tuple[StoredFile, ...]
     """Oldest first."""
-    kept: int
+    used: int
     """Number of files in use."""
-    ended: tuple[str, ...]
+    ended_jobs: tuple[str, ...]
     """Ids of old jobs whose notes are needed no more."""
     before_s: float
     """What was used since then is in use."""
@@ -94,41 +103,43 @@ class Unused:
 
 
 def find_unused(connection: Connection, days: int) -> Unused:
-    """Everything that no run of the last `days` days used and no waiting or running job names.
+    """Return everything that no run of the last `days` days used and no waiting or running job names.
 
     Raises
     ------
     Cut, ScriptFailed : the remote cannot be reached, or cannot list its files.
     ToolFailed : its answer is cut short.
     """
-    output = connection.run(_LIST, folder=connection.remote.folder)
+    output = connection.run(_LIST, {"folder": connection.remote.folder})
     files, notes, clock_s = parse(output, connection.remote.name)
     waiting: dict[str, Collection[str] | None] = {}
-    unknown = []
+    reasons = []
     for name in dict.fromkeys(note.system for note in notes):
-        waiting[name], why = unfinished(connection, name)
-        unknown += [why] if why else []
-    return choose(files, notes, waiting, clock_s - days * DAY_S, tuple(unknown))
+        waiting[name], reason = unfinished(connection, name)
+        reasons += [reason] if reason else []
+    return choose(files, notes, waiting, clock_s - days * DAY_S, tuple(reasons))
 
 
 def remove(connection: Connection, unused: Unused) -> tuple[str, ...]:
-    """Remove these files; the result are the paths of those that nothing has used meanwhile.
+    """Remove these files; return the paths of those that nothing has used meanwhile.
 
     Raises
     ------
     Cut, ScriptFailed : the remote cannot be reached; the same call resumes.
     """
-    if not unused.files and not unused.ended:
+    if not unused.files and not unused.ended_jobs:
         return ()
     names = "".join(f"{file.path}\n" for file in unused.files)
     values = {"folder": connection.remote.folder, "before": str(int(unused.before_s))}
-    output = connection.answer(connection.stream(_REMOVE, values, words=unused.ended, data=[names.encode()]))
+    output = connection.answer(
+        connection.stream(_REMOVE, values, args=unused.ended_jobs, data=[names.encode()])
+    )
     rows = output.decode(errors="replace").splitlines()
     return tuple(row.removeprefix("removed ") for row in rows if row.startswith("removed "))
 
 
-def parse(output: bytes, remote: str) -> tuple[tuple[KeptFile, ...], tuple[JobNote, ...], float]:
-    """Files, notes of jobs and the clock of `remote` in its answer.
+def parse(output: bytes, remote: str) -> tuple[tuple[StoredFile, ...], tuple[JobNote, ...], float]:
+    """Return the files, notes of jobs and the clock of `remote` in its answer.
 
     Lines that imgkit does not know are left out.
 
@@ -139,37 +150,36 @@ def parse(output: bytes, remote: str) -> tuple[tuple[KeptFile, ...], tuple[JobNo
     rows = output.decode(errors="replace").splitlines()
     clock = re.fullmatch(r"clock (\d{1,12})", rows[0]) if rows else None
     if clock is None or rows[-1] != "end":
-        raise odd(remote, output)
-    files: list[KeptFile] = []
-    runs: dict[str, float] = {}
-    times: dict[str, float] = {}
-    said: dict[str, list[str]] = {}
+        raise unreadable(remote, output)
+    files: list[StoredFile] = []
+    changed_s: dict[str, dict[str, float]] = {"run": {}, "job": {}}
+    lines: dict[str, list[str]] = {}
     for row in rows[1:-1]:
-        if found := re.fullmatch(r"file (\d{1,12})(?:\.\d*)? (\d{1,18}) (.+)", row):
-            if _PATH.fullmatch(found[3]):
-                files.append(KeptFile(path=found[3], size_bytes=int(found[2]), used_s=int(found[1])))
-        elif found := re.fullmatch(r"(run|job) (\d{1,12})(?:\.\d*)? (.+)", row):
-            (runs if found[1] == "run" else times)[found[3]] = int(found[2])
-        elif found := re.fullmatch(r"says jobs/([^:]+):(.*)", row):
-            said.setdefault(found[1], []).append(found[2])
+        if match := re.fullmatch(r"file (\d{1,12})(?:\.\d*)? (\d{1,18}) (.+)", row):
+            if _PATH.fullmatch(match[3]):
+                files.append(StoredFile(path=match[3], size_bytes=int(match[2]), used_s=int(match[1])))
+        elif match := re.fullmatch(r"(run|job) (\d{1,12})(?:\.\d*)? (.+)", row):
+            changed_s[match[1]][match[3]] = int(match[2])
+        elif match := re.fullmatch(r"note jobs/([^:]+):(.*)", row):
+            lines.setdefault(match[1], []).append(match[2])
     notes = []
-    for name, time_s in times.items():
+    for name, time_s in changed_s["job"].items():
         if not is_job_id(name):
             continue
-        system, job, *paths = [*said.get(name, []), "", ""]
-        used_s = max(time_s, runs.get(f"{job}-{name}", 0))
+        system, job, *paths = [*lines.get(name, []), "", ""]
+        used_s = max(time_s, changed_s["run"].get(f"{job}-{name}", 0))
         notes.append(JobNote(id=name, system=system, files=tuple(filter(None, paths)), used_s=used_s))
     return tuple(files), tuple(notes), float(clock[1])
 
 
 def choose(
-    files: Iterable[KeptFile],
+    files: Iterable[StoredFile],
     notes: Sequence[JobNote],
     waiting: Mapping[str, Collection[str] | None],
     before_s: float,
     unknown: tuple[str, ...] = (),
 ) -> Unused:
-    """Choose what nothing uses.
+    """Return what nothing uses.
 
     Parameters
     ----------
@@ -178,25 +188,27 @@ def choose(
     unknown : why some of `waiting` are None.
     """
     used: set[str] = set()
-    ended = []
+    ended_jobs = []
     for note in notes:
-        known = waiting.get(note.system)
-        if known is None or note.id in known or note.used_s >= before_s:
+        unfinished_ids = waiting.get(note.system)
+        if unfinished_ids is None or note.id in unfinished_ids or note.used_s >= before_s:
             used.update(note.files)
         else:
-            ended.append(note.id)
-    free, kept = [], 0
-    for file in files:
-        if file.path in used or file.used_s >= before_s:
-            kept += 1
-        else:
-            free.append(file)
-    free.sort(key=lambda file: (file.used_s, file.path))
-    return Unused(files=tuple(free), kept=kept, ended=tuple(ended), before_s=before_s, unknown=unknown)
+            ended_jobs.append(note.id)
+    all_files = tuple(files)
+    unused = [file for file in all_files if file.path not in used and file.used_s < before_s]
+    unused.sort(key=lambda file: (file.used_s, file.path))
+    return Unused(
+        files=tuple(unused),
+        used=len(all_files) - len(unused),
+        ended_jobs=tuple(ended_jobs),
+        before_s=before_s,
+        unknown=unknown,
+    )
 
 
 def unfinished(connection: Connection, name: str) -> tuple[Collection[str] | None, str]:
-    """Ids of all jobs of a system that have not ended; or None, and why nobody knows them.
+    """Return the ids of all jobs of a system that have not ended; or None, and why nobody knows them.
 
     Parameters
     ----------
@@ -209,8 +221,8 @@ def unfinished(connection: Connection, name: str) -> tuple[Collection[str] | Non
         return None, error.what
     if not system.unfinished_ids:
         return None, f"{name} lists no jobs"
-    words = (*system.unfinished_ids, *((f"{system.cluster_option}{cluster}",) if cluster else ()))
-    done = jobs.finished(connection, words)
-    if done.returncode != 0:
-        return None, f"{words[0]} failed with exit code {done.returncode}: {done.tail()}"
-    return frozenset(done.output.split()), ""
+    argv = (*system.unfinished_ids, *((f"{system.cluster_option}{cluster}",) if cluster else ()))
+    result = jobs.finished(connection, argv)
+    if result.returncode != 0:
+        return None, f"{argv[0]} failed with exit code {result.returncode}: {result.tail()}"
+    return frozenset(result.output.split()), ""

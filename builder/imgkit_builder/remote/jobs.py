@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import io
+import dataclasses
 import os
-import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from imgkit_builder.base import process
 from imgkit_builder.base.process import Finished
+from imgkit_builder.base.progress import Reporter
 from imgkit_builder.job import bound, systems
 from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
 from imgkit_builder.job.submit import submitted
 from imgkit_builder.recipe.targets import Target
+from imgkit_builder.remote import transfer
 from imgkit_builder.remote.connection import FIND_PROGRAM, Connection, Cut, ScriptFailed
+from imgkit_builder.remote.transfer import Source
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 ATTEMPTS = 5
 """Connections in a row that show nothing before following gives up."""
 
-# Its first words are the system, the job's name, its .sif, its delta and two of its code: the note in jobs/
+# Its first arguments are the system, the job's name, its .sif, its delta and its code: the note in jobs/
 # tells `imgkit remote gc` what the job uses. No variable holds them before the submission, since the user's
 # variables have any name.
 _SUBMIT = (
@@ -29,7 +32,7 @@ _SUBMIT = (
     + """\
 cd -- "$folder" || exit 1
 (
-    for file in "$3" ${4:+"$4"} ${5:+"$5"} ${6:+"$6"}; do
+    for file in "$3" ${4:+"$4"} ${5:+"$5"}; do
         touch -c -- "$file" 2> /dev/null
         if [ ! -e "$file" ]; then
             echo "$file has been removed meanwhile; run the command again to send it" >&2
@@ -37,13 +40,13 @@ cd -- "$folder" || exit 1
         fi
     done
 ) || exit 1
-said=$(shift 6 && exec "$@") || exit
-printf '%s\\n' "$said"
-said=$(printf '%s\\n' "$said" | tail -n 1)
-id=${said%%;*}
+answer=$(shift 5 && exec "$@") || exit
+printf '%s\\n' "$answer"
+answer=$(printf '%s\\n' "$answer" | tail -n 1)
+id=${answer%%;*}
 case $id in
     '' | [!A-Za-z0-9]* | *..* | *[!]A-Za-z0-9_.[+-]*) ;;
-    *) printf '%s\\n' "$1${said#"$id"}" "$2" "$3" ${4:+"$4"} ${5:+"$5"} ${6:+"$6"} > "jobs/$id" ;;
+    *) printf '%s\\n' "$1${answer#"$id"}" "$2" "$3" ${4:+"$4"} ${5:+"$5"} > "jobs/$id" ;;
 esac 2> /dev/null
 exit 0
 """
@@ -58,15 +61,15 @@ tail -c "+$from" -F -- "$log" 2> /dev/null 3<&- &
 tail=$!
 (cat <&3 > /dev/null; kill "$tail") > /dev/null 2>&1 &
 exec 3<&-
-asked=0
+polls=0
 while [ $# -gt 0 ] && kill -0 "$tail" 2> /dev/null; do
-    if found=$("$@" 2>&1); then
-        if [ -z "$found" ]; then break; fi
+    if state=$("$@" 2>&1); then
+        if [ -z "$state" ]; then break; fi
     else
-        case $found in *[Ii]nvalid\\ job*|*[Uu]nknown\\ [Jj]ob*|*has\\ finished*) break ;; esac
+        case $state in *[Ii]nvalid\\ job*|*[Uu]nknown\\ [Jj]ob*|*has\\ finished*) break ;; esac
     fi
-    asked=$((asked + 1)) # the first answers come soon, for short jobs; then the scheduler has peace
-    if [ "$asked" -le 8 ]; then sleep 1; elif [ "$asked" -le 20 ]; then sleep 3; else sleep 10; fi
+    polls=$((polls + 1)) # often at first, for short jobs
+    if [ "$polls" -le 8 ]; then sleep 1; elif [ "$polls" -le 20 ]; then sleep 3; else sleep 10; fi
 done
 if [ $# -gt 0 ]; then
     late=0 # PBS copies the output when the job has ended
@@ -82,54 +85,43 @@ exit 0
 _REST = 'if [ -e "$log" ]; then exec tail -c "+$from" -- "$log"; fi\n'
 
 
-# Another submission may make the same folder at any moment.
-_UNPACK = """\
-umask 077
-cd -- "$folder" && made=$(mktemp -d .imgkit-entrypoints.XXXXXXXX) || exit 1
-tar -xzf - -C "$made" && mv -T -- "$made" "$name" 2> /dev/null
-rm -rf -- "$made"
-[ -d "$name" ]
-"""
-
-
-def send_entry_points(connection: Connection, job: Job) -> None:
+def send_entry_points(connection: Connection, job: Job, report: Reporter) -> None:
     """Write the folder that `job` binds into its image, unless it is there.
 
     Raises
     ------
-    Cut, ScriptFailed : the connection is lost, or the folder cannot be made.
+    ToolMissing, ToolFailed, CheckFailed : as of the transfer.
     """
     if job.bound is None:
         return
-    folder, _, name = job.bound.folder.rpartition("/")
-    there = connection.run('if [ -d "$made" ]; then echo there; fi\n', made=job.bound.folder)
-    if there.strip() == b"there":
+    answer = connection.run('if [ -d "$folder" ]; then echo exists; fi\n', {"folder": job.bound.folder})
+    if answer == b"exists\n":
         return
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
-        for member, data in bound.members(job):
-            entry = tarfile.TarInfo(member)
-            entry.size = len(data)
-            tar.addfile(entry, io.BytesIO(data))
-    connection.answer(connection.stream(_UNPACK, {"folder": folder, "name": name}, data=[packed.getvalue()]))
+    home, _, name = job.bound.folder.rpartition("/")
+    with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
+        path = Path(work, name)
+        bound.write(dataclasses.replace(job, bound=dataclasses.replace(job.bound, folder=str(path))))
+        size_bytes = sum(len(data) for _, data in bound.members(job))
+        source = Source(path=path, label="entry points", size_bytes=size_bytes)
+        transfer.upload(connection, source, home=home, target=f"./{name}", report=report)
 
 
 def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:
-    """Submit `script` in the job's folder on the remote; returns the record to follow it by.
+    """Submit `script` in the job's folder on the remote; return the record to follow it by.
 
     Raises
     ------
     ToolFailed : the scheduler refused; quotes its message. Or the connection was lost, and the job may wait.
     """
     remote = connection.remote
-    folder, used = str(job.directory), (job.image, job.overlay, *job.code_files, "", "")[:4]
+    folder, used = str(job.directory), (job.image, job.overlay, job.code_folder)
     # In the script, which goes through standard input: no argument list holds a value.
     values = {name: os.environ[name] for name in job.names}
     export = f"export {' '.join(job.names)}\n" if job.names else ""
     output = connection.stream(
         export + _SUBMIT,
         {**values, "folder": folder, "program": script.submit[0]},
-        words=(
+        args=(
             job.system,
             job.title,
             *(path.removeprefix(f"{folder}/") for path in used),
@@ -140,10 +132,9 @@ def submit(connection: Connection, job: Job, script: Script) -> SubmittedJob:
     try:
         return submitted(job, script, output, remote=remote.name)
     except ScriptFailed as error:
-        what, hint = process.quoted(
-            f"{script.submit[0]} on {remote.name} failed with exit code {error.code}", error.said
-        )
-        raise ToolFailed(what, hint=hint or None) from error
+        message = f"{script.submit[0]} on {remote.name} failed with exit code {error.code}"
+        message, hint = process.quoted(message, error.output)
+        raise ToolFailed(message, hint=hint or None) from error
     except Cut as error:
         raise ToolFailed(
             f"the connection was lost while the job was submitted: {error.what}",
@@ -174,7 +165,7 @@ def _no_queue(target: Target) -> UsageError:
     )
 
 
-def finished(connection: Connection, words: Sequence[str]) -> Finished:
+def finished(connection: Connection, argv: Sequence[str]) -> Finished:
     """Run a command of the scheduler there, to its end.
 
     Raises
@@ -187,16 +178,16 @@ def finished(connection: Connection, words: Sequence[str]) -> Finished:
     def output() -> Generator[bytes, None, None]:
         nonlocal code
         try:
-            yield from connection.stream(_RUN, {"program": words[0]}, words=words)
+            yield from connection.stream(_RUN, {"program": argv[0]}, args=argv)
         except ScriptFailed as error:
             code = error.code
 
     answer = connection.answer(output()).decode(errors="replace")
-    return Finished(argv=tuple(words), returncode=code, output=answer)
+    return Finished(argv=tuple(argv), returncode=code, output=answer)
 
 
 def follow(
-    connection: Connection, record: SubmittedJob, write: Callable[[bytes], None], say: Callable[[str], None]
+    connection: Connection, record: SubmittedJob, write: Callable[[bytes], None], log: Callable[[str], None]
 ) -> None:
     """Hand the job's output to `write` until the job has ended; a lost connection is made again.
 
@@ -205,31 +196,27 @@ def follow(
     Cut : the remote cannot be reached for some minutes.
     """
     system = systems.named(record.system)
-    words = system.status_commands(record)[0] if system.reports_state else ()
-    log = log_file(record)
-    shown, failures = 0, 0
+    argv = system.status_commands(record)[0] if system.reports_state else ()
+    values = {"program": argv[0] if argv else "tail", "log": str(log_file(record))}
+    shown_bytes, failures = 0, 0
     while True:
-        before = shown
+        before = shown_bytes
         try:
             for script in (_FOLLOW, _REST):
-                values = {
-                    "program": words[0] if words else "tail",
-                    "log": str(log),
-                    "from": str(shown + 1),
-                }
-                for chunk in connection.stream(script, values, words=words, hold=script is _FOLLOW):
+                values["from"] = str(shown_bytes + 1)
+                for chunk in connection.stream(script, values, args=argv, hold=script is _FOLLOW):
                     write(chunk)
-                    shown += len(chunk)
+                    shown_bytes += len(chunk)
         except Cut as error:
-            failures = 1 if shown > before else failures + 1
+            failures = 1 if shown_bytes > before else failures + 1
             if failures >= ATTEMPTS:
                 raise
-            say(f"the connection was lost, and imgkit connects again: {error.what}")
+            log(f"the connection was lost, and imgkit connects again: {error.what}")
             time.sleep(2**failures)
         else:
             return
 
 
 def log_file(record: SubmittedJob) -> PurePosixPath:
-    """The file of the job's output: the last word of what follows it."""
+    """Return the file of the job's output: the last argument of what follows it."""
     return PurePosixPath(systems.named(record.system).log_source(record)[-1])

@@ -1,11 +1,11 @@
-"""imgkit's folder on a remote: its `PLACES`, ``runs`` and ``jobs``; and which image a job can use."""
+"""imgkit's folder on a remote: its `FOLDERS`, ``runs`` and ``jobs``; and which image a job can use."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,15 +14,15 @@ from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import BaseSif, Delta
 from imgkit_builder.job import quoting
 from imgkit_builder.remote.config import Remote
-from imgkit_builder.remote.connection import FIND_PROGRAM, Connection, odd
+from imgkit_builder.remote.connection import FIND_PROGRAM, Connection, unreadable
 from imgkit_builder.sif import image
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 EDGE_BYTES = 32768
 """What is read from each end of a .sif: the table is in the first, imgkit's record in the last."""
 
-PLACES = ("images", "deltas")
-"""Folders of files that imgkit sends."""
+FOLDERS = ("images", "deltas", "code")
+"""Folders of what imgkit sends."""
 
 FIND_OWNER = """\
 owner=
@@ -33,6 +33,7 @@ fi
 """Names the folder's owner if that is another user, who could exchange what this user's jobs start."""
 
 # Code and output of a run may be private, and a umask may be wide: what imgkit makes is closed.
+# imgkit remote gc spares what was chosen lately, by its time.
 _LOOK = (
     FIND_PROGRAM
     + """\
@@ -42,27 +43,27 @@ mkdir -p -- "$folder" || exit 1
     + FIND_OWNER
     + """\
 if [ -n "$owner" ]; then echo end; exit 0; fi
-cd -- "$folder" && mkdir -p {places} runs jobs || exit 1
+cd -- "$folder" && mkdir -p {folders} runs jobs || exit 1
 echo "home $(pwd -P)"
-echo "disk $(df -Pk . | tail -n 1)"
 if command -v "$program" > /dev/null 2>&1; then echo "program there"; fi
 for file in images/*.sif; do echo "name ${file#images/}"; done
-for file in deltas/code-*.imgdelta; do echo "code ${file#deltas/}"; done
+ls -t code | sed 's/^/code /'
+touch -c -- "code/$code" 2> /dev/null
 for file in images/"$image"-*.sif deltas/"$image"-*.imgdelta; do
     if [ -f "$file" ] && size=$(wc -c < "$file"); then
         echo "file $((size)) ${file##*/}"
         head -c "$edge" "$file"
         tail -c "$edge" "$file"
-        touch -c -- "$file" 2> /dev/null # imgkit remote gc spares what was chosen lately
+        touch -c -- "$file" 2> /dev/null
     fi
 done
 echo end
-""".replace("{places}", " ".join(PLACES))
+""".replace("{folders}", " ".join(FOLDERS))
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldDelta:
+class StoredDelta:
     """A delta that the remote has, over a .sif that it has."""
 
     name: str
@@ -77,30 +78,31 @@ class Store:
 
     home: str
     """Absolute path of imgkit's folder there."""
-    free_bytes: int | None
     has_program: bool
     """Whether the scheduler's program is there."""
     images: tuple[str, ...]
-    """Names in ``images`` of whole .sif files of the image, by their own records."""
-    deltas: tuple[HeldDelta, ...]
+    """Names in ``images`` of complete .sif files of the image, by their own records."""
+    deltas: tuple[StoredDelta, ...]
     """Deltas that make the image."""
     names: tuple[str, ...]
     """All names in ``images``; a file is renamed into place when it is complete."""
-    codes: tuple[str, ...]
-    """Names in ``deltas`` of code."""
+    code: tuple[str, ...]
+    """Digests of the folders of code, the last used first."""
 
 
 def base_name(base: BaseSif) -> str:
-    """The name of the .sif below a delta; empty if that has deltas itself."""
+    """Return the name of the .sif below a delta; empty if that has deltas itself."""
     return "" if base.deltas else f"{base.image_id[7:]}-{base.root_sha256[:12]}.sif"
 
 
 def delta_name(delta: Delta) -> str:
-    """The name of a delta in the store."""
+    """Return the name of a delta in the store."""
     return f"{delta.image_id[7:]}-{delta.sha256[:12]}.imgdelta"
 
 
-def look(connection: Connection, *, image_id: str, program: str, wanted: str = "") -> Store:
+def look(
+    connection: Connection, *, image_id: str, program: str, file_name: str = "", code: str = ""
+) -> Store:
     """Make the store where it is absent, and see what it has: one round trip.
 
     Parameters
@@ -108,7 +110,8 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
     image_id : ``sha256:...`` of the image's configuration; at most 64 KiB of each .sif of it are read. Empty:
         the store has no part in the image.
     program : the scheduler's program.
-    wanted : the one name that counts; default: any .sif of the image alone, without deltas.
+    file_name : the one name that counts; default: any .sif of the image alone, without deltas.
+    code : digest of the code that the job uses.
 
     Raises
     ------
@@ -118,73 +121,65 @@ def look(connection: Connection, *, image_id: str, program: str, wanted: str = "
     digest = image_id.removeprefix("sha256:")
     if image_id and not re.fullmatch(r"[0-9a-f]{64}", digest):
         raise UsageError(f"{image_id!r} is not an image id", hint="imgkit build, or imgkit sif, makes one")
-    output = connection.run(
-        _LOOK, folder=connection.remote.folder, program=program, image=digest, edge=str(EDGE_BYTES)
-    )
-    return read(output, connection.remote, wanted=wanted)
+    values = {"folder": connection.remote.folder, "program": program, "image": digest, "code": code}
+    output = connection.run(_LOOK, {**values, "edge": str(EDGE_BYTES)})
+    return read(output, connection.remote, file_name=file_name)
 
 
-def read(output: bytes, remote: Remote, *, wanted: str = "") -> Store:
-    """What the answer `output` says about the store of `remote`; `wanted` is as of `look`.
+def read(output: bytes, remote: Remote, *, file_name: str = "") -> Store:
+    """Return what the answer `output` says about the store of `remote`; `file_name` is as of `look`.
 
     Raises
     ------
     ToolFailed : the answer is cut short, or not that of imgkit's script.
     UsageError : the folder belongs to another user, or its path cannot be used in a job.
     """
-    home, owner, free, there = "", "", None, False
+    values = {"home": "", "owner": "", "program": ""}
     names: list[str] = []
-    codes: list[str] = []
+    code: list[str] = []
     images: list[str] = []
-    deltas: list[HeldDelta] = []
-    for word, value, body in _rows(output, remote):
-        if word == "home":
-            home = value
-        elif word == "owner":
-            owner = value
-        elif word == "disk":
-            free = free_bytes(value)
-        elif word == "program":
-            there = True
-        elif word == "name":
+    deltas: list[StoredDelta] = []
+    for key, value, body in _rows(output, remote):
+        if key in values:
+            values[key] = value
+        elif key == "name":
             names.append(value)
-        elif word == "code":
-            codes.append(value)
-        elif word == "file":
+        elif key == "code" and re.fullmatch(r"[0-9a-f]{64}", value):
+            code.append(value)
+        elif key == "file":
             size, _, name = value.partition(" ")
-            with _ends(int(size), body) as path:  # a size that `_rows` has read
+            with _sparse_copy(int(size), body) as path:  # a size that `_rows` has read
                 if name.endswith(".imgdelta"):
-                    deltas += _held(path, name, names)
-                elif _is_whole(path, name, wanted):
+                    deltas += _read_delta(path, name, names)
+                elif _is_image(path, name, file_name):
                     images.append(name)
-    if not home and not owner:
-        raise odd(remote.name, output)
-    if fault := fault_of_home(home, owner, remote):
-        raise fault
+    if not values["home"] and not values["owner"]:
+        raise unreadable(remote.name, output)
+    if error := home_error(values["home"], values["owner"], remote):
+        raise error
     return Store(
-        home=home,
-        free_bytes=free,
-        has_program=there,
+        home=values["home"],
+        has_program=bool(values["program"]),
         images=tuple(images),
         deltas=tuple(deltas),
         names=tuple(names),
-        codes=tuple(codes),
+        code=tuple(code),
     )
 
 
-def fault_of_home(home: str, owner: str, remote: Remote) -> UsageError | None:
-    """Why the remote's folder, with the absolute path `home`, cannot be that of jobs; None if it can.
+def home_error(home: str, owner: str, remote: Remote) -> UsageError | None:
+    """Return why the remote's folder, with the absolute path `home`, cannot be that of jobs.
 
     Parameters
     ----------
     owner : the user to whom it belongs, if that is not this user.
     """
-    again = f"imgkit remote add {remote.name} {remote.address}:{{}} --replace"
+    command = f"imgkit remote add {remote.name} {remote.address}:{{}} --replace"
     if owner:
         return UsageError(
             f"{remote.folder} belongs to {owner}, who could replace what your jobs run",
             where=remote.name,
-            hint=f"a folder of your own, for example below it: {again.format(f'{remote.folder}/YOU')}",
+            hint=f"a folder of your own, for example below it: {command.format(f'{remote.folder}/YOU')}",
         )
     try:
         # An undecodable byte is another one in the script of a job.
@@ -192,51 +187,51 @@ def fault_of_home(home: str, owner: str, remote: Remote) -> UsageError | None:
     except UsageError as error:
         return UsageError(
             f"{home!r}, the folder's real path, cannot be used in a job",
-            hint=f"{error.hint}; another folder: {again.format('/PATH')}",
+            hint=f"{error.hint}; another folder: {command.format('/PATH')}",
         )
     return None
 
 
 def free_bytes(row: str) -> int | None:
-    """Free space in a row of ``df -Pk``; None if it is none."""
-    found = re.search(r"\s\d+\s+\d+\s+(-?\d{1,15})\s+(?:\d+%|-)\s", row)
-    return int(found[1]) * 1024 if found else None
+    """Return the free space in a row of ``df -Pk``; None if it is none."""
+    match = re.search(r"\s\d+\s+\d+\s+(-?\d{1,15})\s+(?:\d+%|-)\s", row)
+    return int(match[1]) * 1024 if match else None
 
 
 def _rows(output: bytes, remote: Remote) -> Iterator[tuple[str, str, bytes]]:
-    """The lines of the answer: a word, its value, and both ends of a file behind its line.
+    """Yield the lines of the answer: a key, its value, and both ends of a file behind its line.
 
     Raises
     ------
     ToolFailed : the answer is cut short, or not that of imgkit's script.
     """
-    at = 0
-    while (end := output.find(b"\n", at)) >= 0:
-        word, _, value = output[at:end].decode(errors="replace").partition(" ")
-        at = end + 1
-        if word == "end":
+    position = 0
+    while (end := output.find(b"\n", position)) >= 0:
+        key, _, value = output[position:end].decode(errors="replace").partition(" ")
+        position = end + 1
+        if key == "end":
             return
         body = b""
-        if word == "file":
+        if key == "file":
             size = re.match(r"\d{1,13} ", value, re.ASCII)  # file systems take a hole of 9 TB
             if size is None:
                 break
             length = 2 * min(int(size[0]), EDGE_BYTES)
-            body = output[at : at + length]
-            at += length
-        yield word, value, body
-    raise odd(remote.name, output)
+            body = output[position : position + length]
+            position += length
+        yield key, value, body
+    raise unreadable(remote.name, output)
 
 
 @contextlib.contextmanager
-def _ends(size: int, body: bytes) -> Iterator[Path]:
+def _sparse_copy(size: int, body: bytes) -> Iterator[Path]:
     """Yield a file of that size with both ends of it in `body`, and a hole between them.
 
     The readers of .sif files and deltas need no more.
     """
     edge = len(body) // 2
     with tempfile.TemporaryDirectory(prefix="imgkit-") as folder:
-        path = Path(folder, "far")
+        path = Path(folder, "copy")
         with files.create(path) as stream:
             stream.write(body[:edge])
             stream.truncate(size)
@@ -245,25 +240,25 @@ def _ends(size: int, body: bytes) -> Iterator[Path]:
         yield path
 
 
-def _is_whole(path: Path, name: str, wanted: str) -> bool:
-    """Whether the .sif is whole, and has the name that its record gives it; else it is `wanted`."""
+def _is_image(path: Path, name: str, file_name: str) -> bool:
+    """Return whether the .sif is complete, and has the name that its record gives it; else `file_name`."""
     try:
         record = image.read(path).record
         if record is None:
-            return name == wanted
+            return name == file_name
         if name != image.store_name(record):
             return False
     except (CheckFailed, UsageError):
         return False
-    return name == wanted if wanted else not record.deltas
+    return name == file_name if file_name else not record.deltas
 
 
-def _held(path: Path, name: str, names: Sequence[str]) -> Iterator[HeldDelta]:
-    """The delta, if it is whole, has the name that it gives itself, and lies over one of the .sif `names`."""
+def _read_delta(path: Path, name: str, images: list[str]) -> Iterator[StoredDelta]:
+    """Yield the delta, if it is complete, has the name that it gives itself, and its base is in `images`."""
     try:
         delta = descriptor.read(path)
     except (CheckFailed, UsageError):
         return
     base = base_name(delta.base)
-    if name == delta_name(delta) and base in names:
-        yield HeldDelta(name=name, base=base, delta=delta)
+    if name == delta_name(delta) and base in images:
+        yield StoredDelta(name=name, base=base, delta=delta)

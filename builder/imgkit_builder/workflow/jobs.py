@@ -129,15 +129,16 @@ def run(
             raise UsageError("a base is for a remote", where="base", hint="name a remote: on=NAME")
         return JobHandle(record=submit.submit(recipe, request, report=report))
     from imgkit_builder.job import code as code_of
+    from imgkit_builder.remote import config, connection
     from imgkit_builder.workflow import remote_run
 
-    far = _connected(on)
-    report = report or Silent()
-    plan = remote_run.plan(str(recipe), request, None, far.remote.recipe)
+    report, remote = report or Silent(), config.find(on)
+    plan = remote_run.plan(str(recipe), request, None, remote.recipe)
+    far = connection.connect(remote_run.with_transfer_host(remote, plan))
     code = code_of.read(request, large=request.yes, report=report) if request.code is not None else None
     far.login()
     done = remote_run.run(
-        plan, far, base=base or None, whole=False, most_per_s=None, code=code, report=report
+        plan, far, base=base or None, no_delta=False, max_bytes_per_s=None, code=code, report=report
     )
     submit.keep(done.record)
     return JobHandle(record=submit.need_id(done.record))

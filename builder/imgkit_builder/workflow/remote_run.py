@@ -1,4 +1,4 @@
-"""Run an image on a remote: build where needed, send the least that has to move, and submit."""
+"""Run an image on a remote: build if needed, upload the minimum and submit."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imgkit_builder.base.progress import Reporter
+from imgkit_builder.base.sizes import size_text
 from imgkit_builder.workflow.names import RECIPE_SUFFIXES, stem
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.delta.descriptor import Delta, Stack
     from imgkit_builder.job.code import CodeFolder
-    from imgkit_builder.job.request import CodeRecord, Job, Request, Script, SubmittedJob
+    from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
     from imgkit_builder.project.toml_file import ProjectFile
     from imgkit_builder.recipe.targets import Target
+    from imgkit_builder.remote.config import Remote
     from imgkit_builder.remote.connection import Connection
     from imgkit_builder.remote.store import Store
 
-_WORTH = 0.5
+_MAX_DELTA_SHARE = 0.5
 """A delta of more than this share of the .sif below it is not worth two files at every start."""
 
 
@@ -30,19 +32,19 @@ _WORTH = 0.5
 class RunPlan:
     """A run on a remote, before anything is built or moved."""
 
-    word: str
-    """The word for what runs: the user's, that of imgkit.toml, or the remote's."""
+    source: str
+    """What runs: from the command line, imgkit.toml or the remote."""
     target: Target
     recipe: str
     """The user's word for the recipe; empty for an archive or a .sif."""
     sif: Path
-    """The .sif here, which may have to be made."""
+    """The local .sif, which may have to be made."""
     request: Request
     archive: Path | None = None
     """The archive or OCI folder; None for a recipe or a .sif."""
-    far_image: str = ""
+    remote_image: str = ""
     """Path of an image that is on the remote already; then nothing is built or sent."""
-    foreign: bool = False
+    is_foreign: bool = False
     """Whether imgkit did not build the image of `sif`."""
 
     home: str = "/imgkit"
@@ -51,10 +53,10 @@ class RunPlan:
     @property
     def early(self) -> Job:
         """The job, as far as it is known before imgkit has looked at the remote."""
-        return self.resolved(self.home, self.far_image or "image.sif")
+        return self.resolved(self.home, self.remote_image or "image.sif")
 
     def resolved(self, home: str, image: str) -> Job:
-        """The job with the remote's folder and the path of the .sif, which may be in it."""
+        """Return the job with the remote's folder and the path of the .sif, which may be in it."""
         from imgkit_builder.job.resolve import resolve
 
         request = dataclasses.replace(self.request, directory=Path(home), image=str(Path(home, image)))
@@ -64,8 +66,9 @@ class RunPlan:
         queue = dataclasses.replace(job.recipe.system.queue, output="joined")
         system = dataclasses.replace(job.recipe.system, queue=queue)
         recipe = dataclasses.replace(job.recipe, system=system)
-        told = f"{recipe.where('system', 'queue', 'output')}: imgkit follows one file of a remote job: joined"
-        return dataclasses.replace(job, recipe=recipe, warnings=(*job.warnings, told))
+        key = recipe.where("system", "queue", "output")
+        warning = f"{key}: imgkit follows one file of a remote job: joined"
+        return dataclasses.replace(job, recipe=recipe, warnings=(*job.warnings, warning))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,7 @@ class RemoteJob:
     """imgkit's folder there."""
 
 
-def plan(recipe: str, given: Request, project: ProjectFile | None, default: str) -> RunPlan:
+def plan(recipe: str, request: Request, project: ProjectFile | None, default: str) -> RunPlan:
     """Decide what runs: `recipe`, or that of imgkit.toml, or the remote's `default`.
 
     Raises
@@ -87,48 +90,50 @@ def plan(recipe: str, given: Request, project: ProjectFile | None, default: str)
     """
     from imgkit_builder.remote import jobs
 
-    planned = _chosen(recipe, given, project, default)
+    planned = _choose(recipe, request, project, default)
     jobs.refuse_runtime(planned.target, planned.request)
     return planned
 
 
-def _chosen(recipe: str, given: Request, project: ProjectFile | None, default: str) -> RunPlan:
+def _choose(recipe: str, request: Request, project: ProjectFile | None, default: str) -> RunPlan:
     from imgkit_builder.job import baked, bound
     from imgkit_builder.project import origins
     from imgkit_builder.recipe import targets
     from imgkit_builder.sif import image, sqsh
 
-    word = recipe or (project.recipe if project else "") or default
-    request = dataclasses.replace(origins.under(given, project), directory=given.directory)
-    if not word:
+    source = recipe or (project.recipe if project else "") or default
+    request = dataclasses.replace(origins.under(request, project), directory=request.directory)
+    if not source:
         raise UsageError(
             "no recipe given, and the remote has no default recipe",
             where="RECIPE",
             hint="imgkit run RECIPE --on NAME ...",
         )
-    file = Path(word)
+    file = Path(source)
     if request.image:
-        return _far(word, request)
+        return _plan_remote_image(source, request)
     if image.is_sif(file):
-        foreign = not bound.has_manifest(file)
-        target = _system_of(file, default) if foreign else baked.target(file)
-        return RunPlan(word=word, target=target, recipe="", sif=file, request=request, foreign=foreign)
+        is_foreign = not bound.has_manifest(file)
+        target = _default_target(file, default) if is_foreign else baked.target(file)
+        return RunPlan(
+            source=source, target=target, recipe="", sif=file, request=request, is_foreign=is_foreign
+        )
     if sqsh.is_sqsh(file):
         raise UsageError(
             "imgkit run sends a .sif, and this is a .sqsh",
-            where=word,
+            where=source,
             hint="name the recipe or the archive; or copy the file there (rsync -P), and: --image PATH",
         )
     folder = project.file.parent if project and project.recipe and not recipe else Path()
-    sif = folder / f"{stem(word)}.sif"
+    sif = folder / f"{stem(source)}.sif"
     if Path(file, "oci-layout").exists() or (file.is_file() and file.suffix not in RECIPE_SUFFIXES):
-        target = _target_of(file, default)
-        return RunPlan(word=word, target=target, recipe="", sif=sif, request=request, archive=file)
-    return RunPlan(word=word, target=targets.find(word), recipe=word, sif=sif, request=request)
+        target = _archive_target(file, default)
+        return RunPlan(source=source, target=target, recipe="", sif=sif, request=request, archive=file)
+    return RunPlan(source=source, target=targets.find(source), recipe=source, sif=sif, request=request)
 
 
-def _far(word: str, request: Request) -> RunPlan:
-    """The run of the image ``--image`` that is on the remote, on the system of the recipe `word`."""
+def _plan_remote_image(source: str, request: Request) -> RunPlan:
+    """Return the run of the image ``--image`` that is on the remote, on the system of the recipe `source`."""
     from imgkit_builder.recipe import targets
     from imgkit_builder.sif import image
 
@@ -138,39 +143,47 @@ def _far(word: str, request: Request) -> RunPlan:
             where="--image",
             hint="the absolute path of an image there; for one that is here: imgkit run X.sif",
         )
-    if image.is_sif(Path(word)):
+    if image.is_sif(Path(source)):
         raise UsageError(
-            f"--image cannot be combined with {word}", where="--image", hint="name a recipe, or use only one"
+            f"--image cannot be combined with {source}",
+            where="--image",
+            hint="name a recipe, or use only one",
         )
-    target = targets.find(word)
-    return RunPlan(word=word, target=target, recipe="", sif=Path(), request=request, far_image=request.image)
+    return RunPlan(
+        source=source,
+        target=targets.find(source),
+        recipe="",
+        sif=Path(),
+        request=request,
+        remote_image=request.image,
+    )
 
 
-def _target_of(archive: Path, default: str) -> Target:
-    """The recipe's name and system that imgkit wrote beside the archive, or else the remote's `default`."""
+def _archive_target(archive: Path, default: str) -> Target:
+    """Return the recipe's name and system that imgkit wrote beside the archive, or the remote's `default`."""
     from imgkit_builder.archive import sidecar
     from imgkit_builder.recipe import targets
 
-    described = None if archive.is_dir() else sidecar.read(archive)
-    if described is not None and described.system is not None and described.manifest is not None:
-        made, platforms = described.manifest, (described.image.platform,)
-        return targets.checked(
-            targets.Target(
-                name=made.recipe,
-                system=described.system,
-                platforms=platforms,
-                file=archive,
-                projects=made.projects,
-                workdir=made.workdir,
-                base=made.base.name,
-                base_env=tuple(made.base.env),
-            )
+    description = None if archive.is_dir() else sidecar.read(archive)
+    if description is None or description.system is None or description.manifest is None:
+        return _default_target(archive, default)
+    manifest = description.manifest
+    return targets.checked(
+        targets.Target(
+            name=manifest.recipe,
+            system=description.system,
+            platforms=(description.image.platform,),
+            file=archive,
+            projects=manifest.projects,
+            workdir=manifest.workdir,
+            base=manifest.base.name,
+            base_env=tuple(manifest.base.env),
         )
-    return _system_of(archive, default)
+    )
 
 
-def _system_of(file: Path, default: str) -> Target:
-    """The remote's recipe `default`, for a file that does not name its system."""
+def _default_target(file: Path, default: str) -> Target:
+    """Return the remote's recipe `default`, for a file that does not name its system."""
     from imgkit_builder.recipe import targets
 
     if default:
@@ -182,8 +195,27 @@ def _system_of(file: Path, default: str) -> Target:
     )
 
 
+def with_transfer_host(remote: Remote, planned: RunPlan) -> Remote:
+    """Return `remote` with the system's host for files, unless the user names another one.
+
+    The user's name there is that on the login host.
+    """
+    from imgkit_builder.base import process
+    from imgkit_builder.job.ssh import fanout
+
+    host = planned.target.system.transfer.host
+    if remote.transfer or not fanout.is_host(host):
+        return remote
+    config = process.run(("ssh", "-G", "--", remote.address), check=False).output
+    values = dict(line.partition(" ")[::2] for line in config.splitlines())
+    if host == values.get("hostname"):
+        return remote
+    address = host if "@" in host else f"{values.get('user', '')}@{host}".lstrip("@")
+    return dataclasses.replace(remote, transfer=address)
+
+
 def check(planned: RunPlan) -> Script:
-    """The script of the job, if a scheduler takes it over ssh.
+    """Return the script of the job, if a scheduler takes it over ssh.
 
     Raises
     ------
@@ -201,11 +233,11 @@ def check(planned: RunPlan) -> Script:
 
 def run(
     planned: RunPlan,
-    far: Connection,
+    connection: Connection,
     *,
     base: str | None,
-    whole: bool,
-    most_per_s: float | None,
+    no_delta: bool,
+    max_bytes_per_s: float | None,
     code: CodeFolder | None,
     report: Reporter,
 ) -> RemoteJob:
@@ -214,279 +246,218 @@ def run(
     Parameters
     ----------
     base : another base than the recipe's.
-    whole : send no delta.
-    most_per_s : most bytes per second to send.
-    code : a folder to lay over the image.
+    no_delta : send the whole .sif.
+    code : a folder to mount over the image.
 
     Raises
     ------
     UsageError : as `check`; or the remote has no such scheduler, or imgkit did not make the .sif.
     ImgkitError : as of the build, the conversion, the transfer and the submission.
     """
-    from imgkit_builder.job import bound, systems
+    from imgkit_builder.job import bound, container, systems
     from imgkit_builder.remote import jobs
+    from imgkit_builder.remote.code import upload
 
-    if base and planned.far_image:
+    if base and planned.remote_image:
         raise UsageError(
             "--base cannot be combined with --image", where="--base", hint="nothing is built: leave it out"
         )
-    request = _SendRequest(
-        recipe=planned.recipe,
+    delivery = _Delivery(
+        planned=planned,
+        connection=connection,
         base=base,
-        sif=planned.sif,
-        whole=whole,
-        most_per_s=most_per_s,
-        code=code,
-        archive=planned.archive,
-        far_image=planned.far_image,
+        no_delta=no_delta,
+        max_bytes_per_s=max_bytes_per_s,
+        report=report,
     )
-    sent = _bring(request, far, check(planned).submit[0], report)
-    report.stage(f"submit to {far.remote.name}")
-    job = sent.over(planned.resolved(sent.home, sent.image))
-    if planned.far_image or planned.foreign or job.request.python or job.request.activate:
-        job = bound.bind(job, lambda words: jobs.finished(far, words))
-        jobs.send_entry_points(far, job)
-    record = jobs.submit(far, job, systems.named(job.system).script(job))
-    record = dataclasses.replace(record, image_id="" if planned.foreign else sent.image_id)
-    return RemoteJob(record=record, job=job, home=sent.home)
+    store, image = delivery.bring(check(planned).submit[0], code.record.sha256 if code else "")
+    job = planned.resolved(store.home, image.path)
+    if image.delta:
+        job = container.laid_over(job, f"{store.home}/{image.overlay}", image.delta)
+    if code:
+        folder = upload(connection, code, store, report=report, max_bytes_per_s=max_bytes_per_s)
+        job = container.with_code(job, code.record, f"{store.home}/{folder}")
+    report.stage(f"submit to {connection.remote.name}")
+    if planned.remote_image or planned.is_foreign or job.request.python or job.request.activate:
+        job = bound.bind(job, lambda argv: jobs.finished(connection, argv))
+        jobs.send_entry_points(connection, job, report)
+    record = jobs.submit(connection, job, systems.named(job.system).script(job))
+    record = dataclasses.replace(record, image_id="" if planned.is_foreign else image.image_id)
+    return RemoteJob(record=record, job=job, home=store.home)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _SendRequest:
-    """The image that the remote must have."""
-
-    recipe: str
-    """The user's word for its recipe; empty for an archive or a .sif."""
-    base: str | None
-    """Another base than the recipe's."""
-    sif: Path
-    """The .sif here, which may have to be made."""
-    whole: bool
-    """Send no delta."""
-    most_per_s: float | None
-    """Most bytes per second to send."""
-    code: CodeFolder | None = None
-    """A folder to lay over the image."""
-    archive: Path | None = None
-    """The archive or OCI folder of the image; None for a recipe or a .sif."""
-    far_image: str = ""
-    """Path of an image that is there already; empty if there is none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SentImage:
+class _RemoteImage:
     """The image on the remote."""
 
-    home: str
-    """imgkit's folder there."""
-    image: str
-    """Path of the .sif in it, or of an image elsewhere."""
+    path: str
+    """Path of the .sif in imgkit's folder there, or of an image elsewhere."""
     overlay: str = ""
     """Path of the delta over it; empty if there is none."""
     delta: Delta | None = None
-    code: CodeRecord | None = None
-    code_files: tuple[str, ...] = ()
-    """Paths of the deltas of the code, lowest first."""
 
     @property
     def image_id(self) -> str:
         """The id of the image with its delta, which is in the name of its file; empty for others."""
-        if Path(self.image).is_absolute():
+        if Path(self.path).is_absolute():
             return ""
-        return self.delta.image_id if self.delta else f"sha256:{Path(self.image).name.partition('-')[0]}"
-
-    def over(self, job: Job) -> Job:
-        """`job`, which has been resolved with the .sif alone, with the delta and the code over it."""
-        from imgkit_builder.job import container
-
-        if self.delta:
-            job = container.laid_over(job, f"{self.home}/{self.overlay}", self.delta)
-        if self.code:
-            job = container.with_code(job, self.code, [f"{self.home}/{file}" for file in self.code_files])
-        return job
+        return self.delta.image_id if self.delta else f"sha256:{Path(self.path).name.partition('-')[0]}"
 
 
-def _bring(request: _SendRequest, far: Connection, program: str, report: Reporter) -> _SentImage:
-    """Let the remote have the image: nothing, a delta or the .sif is sent, and then the code.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Delivery:
+    """Make the image available on the remote: send nothing, a delta or the whole .sif."""
 
-    Parameters
-    ----------
-    program : the program of the scheduler, which must be there.
+    planned: RunPlan
+    connection: Connection
+    base: str | None
+    no_delta: bool
+    max_bytes_per_s: float | None
+    report: Reporter
 
-    Raises
-    ------
-    UsageError : the remote has no such program, or imgkit did not make the .sif.
-    ImgkitError : as of the build, the conversion and the transfer.
-    """
-    from imgkit_builder.remote import store
+    def bring(self, program: str, code: str) -> tuple[Store, _RemoteImage]:
+        """Return the store, and the image in it.
 
-    name = image_id = ""
-    if request.far_image:
-        pass
-    elif request.archive:
-        name = _converted_archive(request, request.archive, far.remote.name, report)
-        image_id = f"sha256:{name.partition('-')[0]}"
-    elif request.recipe:
-        image_id = _built(request, report)
-    else:
-        image_id, name = _identity(request.sif)
-    report.stage(f"look at {far.remote.name}")
-    there = store.look(far, image_id=image_id, program=program, wanted=name)
-    if not there.has_program:
-        raise UsageError(
-            f"{far.remote.address} has no {program}",
-            where="--on",
-            hint=f"imgkit remote check {far.remote.name}",
+        Parameters
+        ----------
+        program : the program of the scheduler, which must be there.
+        code : digest of the code that the job uses.
+
+        Raises
+        ------
+        UsageError : the remote has no such program, or imgkit did not make the .sif.
+        ImgkitError : as of the build, the conversion and the transfer.
+        """
+        from imgkit_builder.remote import store
+
+        image_id, name = self._identify()
+        remote = self.connection.remote
+        self.report.stage(f"look at {remote.name}")
+        contents = store.look(self.connection, image_id=image_id, program=program, file_name=name, code=code)
+        if not contents.has_program:
+            raise UsageError(
+                f"{remote.address} has no {program}",
+                where="--on",
+                hint=f"imgkit remote check {remote.name}",
+            )
+        if self.planned.remote_image:
+            return contents, _RemoteImage(path=self.planned.remote_image)
+        return contents, self._send_image(contents, image_id, name)
+
+    def _identify(self) -> tuple[str, str]:
+        """Return the image's id, and the name of its .sif in the store where that is known already."""
+        from imgkit_builder.sif import image
+
+        planned = self.planned
+        if planned.remote_image:
+            return "", ""
+        if planned.recipe:
+            from imgkit_builder.workflow.build import BuildRequest, build
+
+            return build(planned.recipe, BuildRequest(base=self.base), report=self.report).id, ""
+        if planned.archive:
+            name = self._convert_archive(planned.archive)
+            return f"sha256:{name.partition('-')[0]}", name
+        record = image.read(planned.sif).record
+        if record is not None:
+            return record.image_id, image.store_name(record)
+        # An image of others has no record: its digest stands for both.
+        digest = image.root_sha256(planned.sif)
+        return f"sha256:{digest}", f"{digest}-{digest[:12]}.sif"
+
+    def _send_image(self, store: Store, image_id: str, name: str) -> _RemoteImage:
+        """Send the image if the remote lacks it; `name` is empty where the .sif has to be made first."""
+        for stored in store.images:
+            self._note_nothing()
+            return _RemoteImage(path=f"images/{stored}")
+        for delta in () if self.no_delta else store.deltas:
+            self._note_nothing()
+            return _RemoteImage(
+                path=f"images/{delta.base}", overlay=f"deltas/{delta.name}", delta=delta.delta
+            )
+        if not name and not self.no_delta and (image := self._send_delta(store, image_id)):
+            return image
+        path = f"images/{name or self._convert_recipe()}"
+        self._upload(store, self.planned.sif, "image", path)
+        return _RemoteImage(path=path)
+
+    def _note_nothing(self) -> None:
+        self.report.note(f"to send: nothing; {self.connection.remote.name} has the image")
+
+    def _upload(self, store: Store, file: Path, label: str, target: str) -> None:
+        from imgkit_builder.remote import transfer
+
+        size_bytes = file.stat().st_size
+        self.report.note(f"to send: {label}: {file}, {size_text(size_bytes)}")
+        transfer.upload(
+            self.connection,
+            transfer.Source(path=file, label=label, size_bytes=size_bytes),
+            home=store.home,
+            target=target,
+            report=self.report,
+            max_bytes_per_s=self.max_bytes_per_s,
         )
-    if request.far_image:
-        sent = _SentImage(home=there.home, image=request.far_image)
-    else:
-        sent = _image(request, far, there, image_id, name, report)
-    if request.code is None:
-        return sent
-    files = _code(request, request.code, far, there, report)
-    return dataclasses.replace(sent, code=request.code.record, code_files=files)
 
+    def _convert_recipe(self) -> str:
+        """Make the local .sif; return its name in the store."""
+        from imgkit_builder.sif import convert, image
+        from imgkit_builder.sif.conversion import Options
+        from imgkit_builder.workflow.convert import compression_for, engine_image
+        from imgkit_builder.workflow.names import system_of
 
-def _identity(sif: Path) -> tuple[str, str]:
-    """The image id of the .sif and its name in the store; without a record, its digest stands for both."""
-    from imgkit_builder.sif import image
+        with engine_image(self.planned.recipe) as source:
+            options = Options(compression=compression_for(system_of(self.planned.recipe)))
+            return image.store_name(convert.convert(source, self.planned.sif, options, self.report).record)
 
-    record = image.read(sif).record
-    if record is not None:
-        return record.image_id, image.store_name(record)
-    digest = image.root_sha256(sif)
-    return f"sha256:{digest}", f"{digest}-{digest[:12]}.sif"
+    def _convert_archive(self, archive: Path) -> str:
+        """Make the local .sif of the archive; return its name in the store."""
+        from imgkit_builder.sif import image
+        from imgkit_builder.workflow.convert import convert
 
+        try:
+            return image.store_name(convert(archive, self.planned.sif, report=self.report).record)
+        except ToolMissing as error:
+            command = f"imgkit run RECIPE --sif {shlex.quote(archive.name)}, then imgkit run RECIPE"
+            hint = f"{error.hint}\nor copy it to {self.connection.remote.name}, and there: {command}"
+            raise ToolMissing(error.what, where=str(archive), hint=hint) from error
 
-def _image(
-    request: _SendRequest, far: Connection, there: Store, image_id: str, name: str, report: Reporter
-) -> _SentImage:
-    """Send the image if the remote lacks it; `name` is that of a .sif in the store."""
-    if sent := _present(there, whole=request.whole):
-        report.note(f"to send: nothing; {far.remote.name} has the image")
-        return sent
-    if (
-        request.recipe
-        and not name
-        and not request.whole
-        and (sent := _by_delta(request, far, there, image_id, report))
-    ):
-        return sent
-    if request.recipe and not name:
-        name = _converted(request, report)
-    _send(request, far, there, request.sif, f"images/{name}", report)
-    return _SentImage(home=there.home, image=f"images/{name}")
+    def _send_delta(self, store: Store, image_id: str) -> _RemoteImage | None:
+        """Send a delta over the .sif that both sides have; None if there is none, or it is large."""
+        from imgkit_builder.delta import descriptor
+        from imgkit_builder.remote.store import base_name, delta_name
 
+        sif = self.planned.sif
+        try:
+            stack = descriptor.stack(sif)
+        except (CheckFailed, UsageError):
+            return None
+        base = base_name(stack.base)
+        if base not in store.names or stack.base.image_id == image_id:
+            return None
+        try:
+            file, delta = self._make_delta(stack, image_id)
+        except CheckFailed as error:
+            self.report.note(f"no delta over {sif}: {error.what}")
+            return None
+        size_bytes = file.stat().st_size
+        if size_bytes > _MAX_DELTA_SHARE * stack.sif.size_bytes:
+            self.report.note(f"the delta over {sif} has {size_text(size_bytes)}: a new .sif goes instead")
+            return None
+        overlay = f"deltas/{delta_name(delta)}"
+        self._upload(store, file, "delta", overlay)
+        return _RemoteImage(path=f"images/{base}", overlay=overlay, delta=delta)
 
-def _code(
-    request: _SendRequest, code: CodeFolder, far: Connection, there: Store, report: Reporter
-) -> tuple[str, ...]:
-    """Upload what the remote lacks of the code; the result is the paths of its deltas, lowest first."""
-    from imgkit_builder.remote import code as far_code
-    from imgkit_builder.sif.conversion import Options
+    def _make_delta(self, stack: Stack, image_id: str) -> tuple[Path, Delta]:
+        """Return the delta of the image over the local .sif, if possible that of an earlier run."""
+        from imgkit_builder.delta import descriptor
+        from imgkit_builder.delta.make import make
+        from imgkit_builder.sif.conversion import Options
+        from imgkit_builder.workflow.convert import engine_image
 
-    with far_code.plan(code, there, Options(), report) as plan:
-        if plan.file is None:
-            report.note(f"to send: no code; {far.remote.name} has that of {code.folder}")
-        else:
-            _send(request, far, there, plan.file, plan.targets[-1], report)
-    return plan.targets
-
-
-def _present(there: Store, *, whole: bool) -> _SentImage | None:
-    """The image as the remote has it; None if it does not."""
-    for name in there.images:
-        return _SentImage(home=there.home, image=f"images/{name}")
-    for held in () if whole else there.deltas:
-        overlay = f"deltas/{held.name}"
-        return _SentImage(home=there.home, image=f"images/{held.base}", overlay=overlay, delta=held.delta)
-    return None
-
-
-def _send(
-    request: _SendRequest, far: Connection, there: Store, file: Path, target: str, report: Reporter
-) -> None:
-    from imgkit_builder.remote import transfer
-
-    size = file.stat().st_size
-    shown = f"{size / 1e6:.1f} MB" if size >= 1e6 else f"{size / 1e3:.1f} kB"
-    report.note(f"to send: {file}, {shown}")
-    transfer.upload(far, file, home=there.home, target=target, report=report, most_per_s=request.most_per_s)
-
-
-def _built(request: _SendRequest, report: Reporter) -> str:
-    """Return the id of the recipe's image after a build."""
-    from imgkit_builder.workflow.build import BuildRequest, build
-
-    return build(request.recipe, BuildRequest(base=request.base), report=report).id
-
-
-def _converted(request: _SendRequest, report: Reporter) -> str:
-    """Make the .sif here; the result is its name in the store."""
-    from imgkit_builder.sif import convert, image
-    from imgkit_builder.sif.conversion import Options
-    from imgkit_builder.workflow.convert import compression_for, engine_image
-    from imgkit_builder.workflow.names import system_of
-
-    with engine_image(request.recipe) as source:
-        options = Options(compression=compression_for(system_of(request.recipe)))
-        return image.store_name(convert.convert(source, request.sif, options, report).record)
-
-
-def _converted_archive(request: _SendRequest, archive: Path, remote: str, report: Reporter) -> str:
-    """Make the .sif of the archive here; the result is its name in the store."""
-    from imgkit_builder.sif import image
-    from imgkit_builder.workflow.convert import convert
-
-    try:
-        done = convert(archive, request.sif, report=report)
-    except ToolMissing as error:
-        there = f"imgkit run RECIPE --sif {shlex.quote(archive.name)}"
-        hint = f"{error.hint}\nor copy it to {remote}, and there: {there}, then imgkit run RECIPE"
-        raise ToolMissing(error.what, where=str(archive), hint=hint) from error
-    return image.store_name(done.record)
-
-
-def _by_delta(
-    request: _SendRequest, far: Connection, there: Store, image_id: str, report: Reporter
-) -> _SentImage | None:
-    """Send a delta over the .sif that is both here and there; None where there is none, or it is large."""
-    from imgkit_builder.delta import descriptor
-    from imgkit_builder.remote import store
-
-    try:
-        stack = descriptor.stack(request.sif)
-    except (CheckFailed, UsageError):
-        return None
-    base = store.base_name(stack.base)
-    if base not in there.names or stack.base.image_id == image_id:
-        return None
-    try:
-        file, delta = _difference(request, stack, image_id, report)
-    except CheckFailed as error:
-        report.note(f"no delta over {request.sif}: {error.what}")
-        return None
-    if file.stat().st_size > _WORTH * stack.sif.size_bytes:
-        size = file.stat().st_size / 1e6
-        report.note(f"the delta over {request.sif} has {size:.1f} MB: a new .sif goes instead")
-        return None
-    overlay = f"deltas/{store.delta_name(delta)}"
-    _send(request, far, there, file, overlay, report)
-    return _SentImage(home=there.home, image=f"images/{base}", overlay=overlay, delta=delta)
-
-
-def _difference(request: _SendRequest, stack: Stack, image_id: str, report: Reporter) -> tuple[Path, Delta]:
-    """The delta of the image over the .sif here; one that an earlier run has made is used again."""
-    from imgkit_builder.delta import descriptor
-    from imgkit_builder.delta.make import make
-    from imgkit_builder.sif.conversion import Options
-    from imgkit_builder.workflow.convert import engine_image
-
-    file = request.sif.with_suffix(".imgdelta")
-    if descriptor.is_delta(file):
-        known = descriptor.read(file)
-        if known.image_id == image_id and known.base == stack.base:
-            return file, known
-    with engine_image(request.recipe) as source:
-        return file, make(source, request.sif, file, Options(), report).delta
+        file = self.planned.sif.with_suffix(".imgdelta")
+        if descriptor.is_delta(file):
+            delta = descriptor.read(file)
+            if delta.image_id == image_id and delta.base == stack.base:
+                return file, delta
+        with engine_image(self.planned.recipe) as source:
+            return file, make(source, self.planned.sif, file, Options(), self.report).delta

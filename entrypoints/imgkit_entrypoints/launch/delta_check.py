@@ -16,9 +16,9 @@ VARIABLE = "IMGKIT_DELTA"
 DELTA_JSON = "/opt/imgkit/delta.json"
 """File of the uppermost delta; its ``image_id`` is that id."""
 CODE_VARIABLE = "IMGKIT_CODE"
-"""Variable of a job with a code delta: the digest of the code."""
+"""Variable of a job with ``--code``: the digest of the code."""
 CODE_JSON = "/opt/imgkit/code.json"
-"""File of the code delta; its ``sha256`` is that digest."""
+"""File that is mounted with the code; its ``sha256`` is that digest."""
 
 
 def require(env: Mapping[str, str]) -> None:
@@ -44,8 +44,8 @@ def require(env: Mapping[str, str]) -> None:
         raise NoPlan(
             f"the job's code is not mounted, but {'another' if mounted_code else 'that of the image'}",
             where=f"{CODE_VARIABLE}={code}, and {mounted_code or 'nothing'} in {CODE_JSON}",
-            hint="submit the job again with --code; if an admin has set `enable overlay = no`, no delta "
-            "works there: build the code into the image (image.copy)",
+            hint="submit the job again with --code; if an admin has set `user bind control = no`, no folder "
+            "can be mounted there: build the code into the image (image.copy)",
         )
 
 

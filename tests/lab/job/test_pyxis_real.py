@@ -229,7 +229,7 @@ def test_values_and_code_arrive(site: Site) -> None:
     code.mkdir(exist_ok=True)
     (code / "mine.txt").touch()
     given = ("--env", "GREETING=mine", "--env", "LANG", "--env", "TEXT=it's $(id)", "--env", "HIDDEN")
-    words = (*given, "--env-file", "env", "--code", "code", "--code-replace")
+    words = (*given, "--env-file", "env", "--code", "code")
     told = site.finished(
         *TWO, *words, "--", "sh", "-c", SHOW, env={"HIDDEN": "of the shell", "LANG": "POSIX"}
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import pty
@@ -17,10 +18,12 @@ from labkit import IMGKIT, ordinary_user, output, public_folder
 from remotekit import FarHost, far_host, sshd
 
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.remote import check, connection, gc, store, transfer
+from imgkit_builder.job.request import SubmittedJob
+from imgkit_builder.remote import check, connection, fetch, gc, jobs, store, transfer
 from imgkit_builder.remote.config import Remote
+from imgkit_entrypoints.errors import CheckFailed
 
-pytestmark = [pytest.mark.sshd, pytest.mark.xdist_group("far")]
+pytestmark = [pytest.mark.sshd, pytest.mark.programs("rsync"), pytest.mark.xdist_group("far")]
 
 
 @pytest.fixture
@@ -86,6 +89,60 @@ def test_banner_and_login_shell_do_not_matter(far: FarHost, tmp_path: Path, shel
         found = rows(far)
     assert found["folder"]["found"].startswith(f"{tmp_path}/a b, ")
     assert found["login"]["verdict"] == "ok"
+
+
+@pytest.mark.parametrize("shell", ["/bin/sh", "csh"])
+def test_files_come_and_go_behind_a_banner(
+    far: FarHost, tmp_path: Path, shell: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run folder has what a run has: a secret, a checkpoint, a link, a fifo and names for no shell."""
+    if not shutil.which(shell):
+        pytest.skip(f"no {shell}")
+    banner = far.folder / "shell"
+    banner.write_text(
+        f'#!/bin/sh\necho Welcome; echo "@ERROR" >&2\nexec {shell} -c "$SSH_ORIGINAL_COMMAND"\n'
+    )
+    banner.chmod(0o755)
+    for name, value in far.env.items():
+        monkeypatch.setenv(name, value)
+    home, here = tmp_path / "a store; of 'mine'", tmp_path / "here"
+    run = home / "runs/mn5-7"
+    (home / "images").mkdir(parents=True)
+    (run / "checkpoints/1").mkdir(parents=True)
+    (run / "a\nb").mkdir()
+    files = {
+        "metrics.jsonl": "1\n",
+        "a\nb/$(touch x) 'y'": "2\n",
+        "checkpoints/1/w": "3\n",
+        ".imgkit-secret": "",
+    }
+    for name, text in files.items():
+        (run / name).write_text(text)
+    (run / "link").symlink_to("/etc/passwd")
+    os.mkfifo(run / "pipe")
+    record = SubmittedJob(
+        id="7", system="slurm", name="mn5", recipe="mn5", directory=home, remote="mine", command=("x",)
+    )
+    Path(jobs.log_file(record)).write_text("told\n")
+    with sshd(far, forced=[str(banner)]):
+        reached = connection.connect(Remote(name="mine", address="far", folder=str(home)))
+        small = transfer.Source(path=run / "metrics.jsonl", label="image", size_bytes=2)
+        transfer.upload(reached, small, home=str(home), target="images/x.sif", report=Silent())
+        assert (home / "images/x.sif").read_text() == "1\n"
+        done = fetch.fetch(reached, record, here, checkpoints=False, report=Silent())
+        log = Path(jobs.log_file(record)).name
+        wanted = {"metrics.jsonl", "a\nb/$(touch x) 'y'", log}
+        assert {str(path.relative_to(here)) for path in done.new} == wanted
+        assert (done.files, done.bytes) == (3, 9)
+        assert fetch.fetch(reached, record, here, checkpoints=False, report=Silent()).new == ()
+        (here / "metrics.jsonl").write_text("changed here")
+        done = fetch.fetch(reached, record, here, checkpoints=True, report=Silent())
+        assert {path.name for path in done.new} == {"metrics.jsonl", "w"}
+        assert (here / "metrics.jsonl").read_text() == "1\n"
+        other = dataclasses.replace(record, id="8")
+        with pytest.raises(CheckFailed, match=r"there is no .*/runs/mn5-8 on mine yet"):
+            fetch.fetch(reached, other, tmp_path / "none", checkpoints=False, report=Silent())
+    assert "store" not in "".join(far.calls())
 
 
 def test_account_that_prints_without_end_is_named(far: FarHost, tmp_path: Path) -> None:
@@ -237,8 +294,8 @@ def test_values_never_stand_in_an_argument_list(far: FarHost, tmp_path: Path) ->
 
 
 TOOLS = (
-    *("cat", "cut", "date", "dd", "df", "find", "grep", "head", "id", "mkdir", "mv", "rm", "sed", "sh"),
-    *("sha256sum", "sleep", "sort", "tail", "tar", "timeout", "touch", "tr", "uname", "wc"),
+    *("cat", "cut", "date", "dd", "df", "du", "find", "grep", "head", "id", "ls", "mkdir", "mv", "rm"),
+    *("rsync", "sed", "sh", "sha256sum", "sleep", "sort", "tail", "timeout", "touch", "tr", "uname", "wc"),
 )
 
 
@@ -263,9 +320,7 @@ def login_shell(far: FarHost, **programs: str) -> list[str]:
     return [str(shell)]
 
 
-def test_login_node_needs_no_python_and_no_rsync(
-    far: FarHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_login_node_needs_no_python(far: FarHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with sshd(far, forced=login_shell(far, sbatch="echo slurm 20.11")):
         add(far, tmp_path / "a b")
         found = rows(far)
@@ -277,7 +332,8 @@ def test_login_node_needs_no_python_and_no_rsync(
         there = store.look(reached, image_id=f"sha256:{'0' * 64}", program="sh")
         source = tmp_path / "x"
         source.write_bytes(b"x" * 100_000)
-        transfer.upload(reached, source, home=there.home, target="images/x.sif", report=Silent())
+        small = transfer.Source(path=source, label="image", size_bytes=100_000)
+        transfer.upload(reached, small, home=there.home, target="images/x.sif", report=Silent())
         assert (tmp_path / "a b/images/x.sif").read_bytes() == source.read_bytes()
         assert gc.find_unused(reached, 30).files == ()
 
@@ -299,12 +355,14 @@ def test_archive_that_nothing_here_converts_names_the_way_there(far: FarHost, tm
 
 def test_missing_tool_is_named(far: FarHost, tmp_path: Path) -> None:
     forced = login_shell(far)
-    (far.folder / "tools/sha256sum").unlink()
+    for tool in ("sha256sum", "rsync"):
+        (far.folder / "tools" / tool).unlink()
     with sshd(far, forced=forced):
         add(far, tmp_path / "x")
         found = rows(far)
     assert found["tools"]["verdict"] == "fail"
-    assert found["tools"]["found"] == "no sha256sum"
+    assert found["tools"]["found"] == "no rsync, sha256sum"
+    assert "dnf install" in found["tools"]["hint"]
 
 
 def test_what_a_cluster_has_is_reported(far: FarHost, tmp_path: Path) -> None:
@@ -376,7 +434,7 @@ def test_killed_connection_is_made_again(far: FarHost, tmp_path: Path) -> None:
 def test_two_users_keep_apart_below_one_folder(far: FarHost) -> None:
     parent = public_folder("two")
     parent.chmod(0o1777)
-    has_room = shutil.disk_usage(parent).free >= check._ROOM_BYTES
+    has_room = shutil.disk_usage(parent).free >= check._LOW_SPACE_BYTES
     usable = "ok" if has_room else "warn"
     try:
         with ordinary_user() as name, sshd(far):

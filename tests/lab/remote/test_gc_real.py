@@ -33,8 +33,9 @@ def far() -> Iterator[FarHost]:
 @pytest.fixture
 def store(far: FarHost, tmp_path: Path) -> Path:
     folder = tmp_path / "my store"
-    for name in (*far_store.PLACES, "runs", "jobs"):
+    for name in (*far_store.FOLDERS, "runs", "jobs"):
         (folder / name).mkdir(parents=True)
+    (folder / "images/.incoming/.imgkit-part").mkdir(parents=True)
     done = far.imgkit("remote", "add", "mine", f"far:{folder}", "--replace")
     assert done.returncode == 0, done.stderr
     return folder
@@ -61,7 +62,8 @@ def reach(far: FarHost, store: Path, monkeypatch: pytest.MonkeyPatch) -> connect
 def test_only_old_files_of_imgkit_go(far: FarHost, store: Path) -> None:
     gone = [
         old(store / "images" / SIF),
-        old(store / "images" / f".imgkit-{'e' * 12}.{SIF}.part"),
+        old(store / "images/.incoming" / f".{SIF}.AbCdEf"),
+        old(store / "images/.incoming/.imgkit-part" / SIF),
         old(store / "deltas" / SIF.replace(".sif", ".imgdelta")),
     ]
     fresh = store / "images" / SIF.replace("a", "d")
@@ -77,7 +79,7 @@ def test_only_old_files_of_imgkit_go(far: FarHost, store: Path) -> None:
         link,
     ]
     listed = collected(far)
-    assert "3 files are unused" in listed.stdout
+    assert "4 files are unused" in listed.stdout
     assert listed.stdout.endswith("next: imgkit remote gc mine --days 30 --delete\n")
     assert all(path.exists() for path in gone)
     done = json.loads(collected(far, "--delete", "--json").stdout)
@@ -99,7 +101,7 @@ def test_file_that_is_chosen_meanwhile_stays(
     assert [file.path for file in found.files] == [f"images/{SIF}"]
     kept.touch()
     assert gc.remove(reached, found) == ()
-    assert [path.name for path in kept.parent.iterdir()] == [SIF]
+    assert [path.name for path in kept.parent.iterdir() if path.is_file()] == [SIF]
 
 
 def test_two_removals_at_once_do_not_collide(
@@ -117,7 +119,7 @@ def test_two_removals_at_once_do_not_collide(
     for thread in threads:
         thread.join()
     assert sorted(removed) == sorted(file.path for file in found.files)
-    assert list((store / "images").iterdir()) == []
+    assert [path for path in store.rglob("*") if path.is_file()] == []
 
 
 def test_what_a_killed_removal_put_aside_goes_later(far: FarHost, store: Path) -> None:

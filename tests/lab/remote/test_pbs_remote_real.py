@@ -28,7 +28,13 @@ system:
   queue: {{options: [-l, place=scatter]}}
 """
 
-pytestmark = [*cluster_marks, pytest.mark.sshd, pytest.mark.soak, pytest.mark.xdist_group("far-pbs")]
+pytestmark = [
+    *cluster_marks,
+    pytest.mark.sshd,
+    pytest.mark.programs("rsync"),
+    pytest.mark.soak,
+    pytest.mark.xdist_group("far-pbs"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,20 +14,21 @@ from pathlib import Path
 
 import pytest
 import small_sif
-from labkit import output
+from labkit import output, until
 from remotekit import FarHost, far_host, sshd
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.remote import connection, store, transfer
 from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import Connection, Cut
+from imgkit_builder.remote.transfer import Source
 from imgkit_builder.sif import image
 from imgkit_entrypoints.errors import CheckFailed
 
 PROXY = Path(__file__).with_name("cut_proxy.py")
 MB = 1 << 20
 
-pytestmark = [pytest.mark.sshd, pytest.mark.xdist_group("far-move")]
+pytestmark = [pytest.mark.sshd, pytest.mark.programs("rsync"), pytest.mark.xdist_group("far-move")]
 
 
 class Notes(Silent):
@@ -63,16 +65,28 @@ def looked(folder: Path, sif: Path) -> store.Store:
     return store.look(reach(folder), image_id=record.image_id, program="sh")
 
 
-def sent(folder: Path, sif: Path, report: Notes | None = None, *, keep_s: int = 600) -> Path:
-    """Send `sif`, and return its place on the remote, which is this machine."""
+def upload(
+    connection: Connection, file: Path, home: Path, target: str, report: Notes | None = None, **limit: float
+) -> str:
+    source = Source(path=file, label="image", size_bytes=file.stat().st_size)
+    return transfer.upload(
+        connection, source, home=str(home), target=target, report=report or Notes(), **limit
+    )
+
+
+def sent(folder: Path, sif: Path, report: Notes | None = None) -> Path:
+    """Send `sif`, and return its path on the remote, which is this machine."""
     record = image.read(sif).record
     assert record is not None
     name = f"images/{image.store_name(record)}"
     (folder / "images").mkdir(parents=True, exist_ok=True)
-    transfer.upload(
-        reach(folder, keep_s=keep_s), sif, home=str(folder), target=name, report=report or Notes()
-    )
+    upload(reach(folder), sif, folder, name, report)
     return folder / name
+
+
+def stored(folder: Path) -> list[Path]:
+    """Return all files of the store, also those that have not arrived."""
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 @pytest.fixture
@@ -90,7 +104,7 @@ def test_store_finds_the_image_that_it_was_sent(far: FarHost, tmp_path: Path, si
     calls = len(far.calls())
     assert looked(folder, sif).images == (place.name,)
     assert len(far.calls()) == calls + 1
-    assert [path.name for path in (folder / "images").iterdir()] == [place.name]
+    assert stored(folder) == [place]
 
 
 def test_look_reads_the_ends_of_a_file_only(far: FarHost, tmp_path: Path, sif: Path) -> None:
@@ -116,6 +130,13 @@ def test_damaged_image_does_not_count(far: FarHost, tmp_path: Path, sif: Path, d
 
 LOST_BYTES = 2 * MB
 """What a cut can lose: OpenSSH's window, which the far end may hold in memory."""
+
+
+def sent_bytes(far: FarHost) -> int:
+    """Return the bytes that passed the proxy since `cuts`."""
+    return sum(map(int, (far.folder / "limits.passed").read_text().split()))
+
+
 SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 21))]
 
 
@@ -130,6 +151,7 @@ def cuts(far: FarHost, seed: int, number: int, least: int) -> None:
     chosen = random.Random(seed)  # noqa: S311
     limits = [chosen.randrange(least, least + 3 * MB) for _ in range(number)]
     (far.folder / "limits").write_text(" ".join(map(str, limits)))
+    (far.folder / "limits.passed").unlink(missing_ok=True)
     far.through(sys.executable, PROXY, "%p", far.folder / "limits")
 
 
@@ -143,7 +165,14 @@ def test_cut_transfer_goes_on_where_it_ended(
     assert place.read_bytes() == large_sif.read_bytes()
     assert sum("the connection was lost" in text for text in report.texts) >= 2
     assert any(text.endswith("MB were sent before") for text in report.texts)
-    assert list(place.parent.iterdir()) == [place]
+    assert stored(tmp_path / "s") == [place]
+
+
+def test_resumed_transfer_sends_only_the_rest(far: FarHost, tmp_path: Path, large_sif: Path) -> None:
+    cuts(far, 1, 1, 9 * MB)
+    place = sent(tmp_path / "s", large_sif)
+    assert place.read_bytes() == large_sif.read_bytes()
+    assert 12 * MB < sent_bytes(far) < 12 * MB + LOST_BYTES + MB
 
 
 @pytest.mark.soak
@@ -160,7 +189,28 @@ def test_cut_at_any_moment_leaves_a_whole_file_or_none(
         except Cut:
             assert not place.exists()
     assert place.read_bytes() == sif.read_bytes()
-    assert list(place.parent.iterdir()) == [place]
+    assert stored(tmp_path / "s") == [place]
+
+
+@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 6))])
+def test_cut_folder_is_complete_or_absent(far: FarHost, tmp_path: Path, seed: int) -> None:
+    folder, home = tmp_path / "my code", tmp_path / "s"
+    (folder / "a\nb").mkdir(parents=True)
+    (home / "code").mkdir(parents=True)
+    for number in range(8):
+        (folder / "a\nb" / f"{number} $(x)").write_bytes(random.Random(number).randbytes(MB))  # noqa: S311
+    cuts(far, seed, 6, 1000)
+    target = home / "code/digest"
+    source = Source(path=folder, label="code", size_bytes=8 * MB)
+    for _ in range(7):
+        try:
+            transfer.upload(reach(home), source, home=str(home), target="code/digest", report=Notes())
+            break
+        except Cut:
+            assert not target.exists()
+    assert stored(home) == [target / path.relative_to(folder) for path in stored(folder)]
+    for path in stored(folder):
+        assert (target / path.relative_to(folder)).read_bytes() == path.read_bytes()
 
 
 def test_file_goes_through_the_host_for_transfers(far: FarHost, tmp_path: Path, sif: Path) -> None:
@@ -169,7 +219,7 @@ def test_file_goes_through_the_host_for_transfers(far: FarHost, tmp_path: Path, 
     reached = connection.connect(
         Remote(name="far", address="far", folder=str(tmp_path / "s"), transfer="far2")
     )
-    transfer.upload(reached, sif, home=str(tmp_path / "s"), target="images/x.sif", report=Notes())
+    upload(reached, sif, tmp_path / "s", "images/x.sif")
     assert (tmp_path / "s/images/x.sif").read_bytes() == sif.read_bytes()
     calls = far.calls()[before:]
     assert len(calls) == 3
@@ -180,38 +230,10 @@ def test_file_goes_through_the_host_for_transfers(far: FarHost, tmp_path: Path, 
     assert far.master("check", "far2").returncode != 0
 
 
-def test_small_file_goes_in_one_round_trip(far: FarHost, tmp_path: Path) -> None:
-    (tmp_path / "deltas").mkdir()
-    small = tmp_path / "x"
-    small.write_bytes(b"some bytes" * 1000)
-    before = len(far.calls())
-    transfer.upload(reach(tmp_path), small, home=str(tmp_path), target="deltas/x", report=Notes())
-    assert len(far.calls()) - before == 1
-    assert (tmp_path / "deltas/x").read_bytes() == small.read_bytes()
-    assert len(list((tmp_path / "deltas").iterdir())) == 1
-
-
-def test_small_file_that_is_cut_is_sent_again(far: FarHost, tmp_path: Path) -> None:
-    (tmp_path / "deltas").mkdir()
-    small = tmp_path / "x"
-    small.write_bytes(random.Random(3).randbytes(200_000))  # noqa: S311
-    (far.folder / "limits").write_text("100000")
-    far.through(sys.executable, PROXY, "%p", far.folder / "limits")
-    transfer.upload(reach(tmp_path), small, home=str(tmp_path), target="deltas/x", report=Notes())
-    assert (tmp_path / "deltas/x").read_bytes() == small.read_bytes()
-
-
 def test_limited_transfer_takes_its_time(far: FarHost, tmp_path: Path, sif: Path) -> None:
     (tmp_path / "images").mkdir()
     began = time.monotonic()
-    transfer.upload(
-        reach(tmp_path),
-        sif,
-        home=str(tmp_path),
-        target="images/x.sif",
-        report=Notes(),
-        most_per_s=3 * MB,
-    )
+    upload(reach(tmp_path), sif, tmp_path, "images/x.sif", max_bytes_per_s=3 * MB)
     assert time.monotonic() - began >= 2
     assert (tmp_path / "images/x.sif").read_bytes() == sif.read_bytes()
 
@@ -227,31 +249,23 @@ def test_transfer_that_gets_nowhere_gives_up(far: FarHost, tmp_path: Path, sif: 
 
 def test_killed_transfer_is_finished_by_the_next(far: FarHost, tmp_path: Path, sif: Path) -> None:
     folder = tmp_path / "s"
-    code = (
+    slow = (
         "import sys; from pathlib import Path; sys.path[:0] = sys.argv[3:]\n"
-        "import test_transfer_real as t\nt.sent(Path(sys.argv[1]), Path(sys.argv[2]))"
+        "import test_transfer_real as t; sif = Path(sys.argv[2])\n"
+        "name = f'images/{t.image.store_name(t.small_record(sif))}'\n"
+        "t.upload(t.reach(Path()), sif, Path(sys.argv[1]), name, max_bytes_per_s=2 * t.MB)"
     )
-    slow = f"import imgkit_builder.remote.transfer as m, time\n_d = m._data\n{SLOW}\n{code}"
+    (folder / "images").mkdir(parents=True)
     paths = (str(Path(__file__).parent), str(Path(__file__).parents[1]))
     first = subprocess.Popen([sys.executable, "-c", slow, str(folder), str(sif), *paths])
-    images = folder / "images"
-    while not any(path.stat().st_size > 2 * MB for path in images.glob(".imgkit-*.part")):
+    while not any(path.stat().st_size > 2 * MB for path in stored(folder)):
         assert first.poll() is None
     first.kill()
     first.wait()
+    until(lambda: all(path.parent.name == ".imgkit-part" for path in stored(folder)))
     report = Notes()
     assert sent(folder, sif, report).read_bytes() == sif.read_bytes()
-    assert report.texts
     assert report.texts[0].endswith("MB were sent before")
-
-
-SLOW = """
-def slow(*words):
-    for chunk in _d(*words):
-        time.sleep(0.2)
-        yield chunk
-m._data = slow
-"""
 
 
 def test_two_transfers_at_once_do_not_collide(far: FarHost, tmp_path: Path, sif: Path) -> None:
@@ -264,17 +278,20 @@ def test_two_transfers_at_once_do_not_collide(far: FarHost, tmp_path: Path, sif:
         thread.join()
     assert len(places) == 3
     assert places[0].read_bytes() == sif.read_bytes()
-    assert list((folder / "images").iterdir()) == [places[0]]
+    assert stored(folder) == [places[0]]
 
 
-def test_damaged_part_is_sent_again(far: FarHost, tmp_path: Path, sif: Path) -> None:
-    folder = tmp_path / "s"
-    part = f".imgkit-{transfer._key(sif)}.{image.store_name(small_record(sif))}.part"
-    (folder / "images").mkdir(parents=True)
-    (folder / "images" / part).write_bytes(b"rubbish" * MB)
-    report = Notes()
-    assert sent(folder, sif, report).read_bytes() == sif.read_bytes()
-    assert "the partial file there does not match the file here: imgkit sends all of it" in report.texts
+@pytest.mark.parametrize("at", [".incoming/.imgkit-part", ".incoming"])
+def test_damaged_part_is_corrected(far: FarHost, tmp_path: Path, sif: Path, at: str) -> None:
+    """An edited file has the size and the time of the one here."""
+    name = image.store_name(small_record(sif))
+    part = tmp_path / "s/images" / at / name
+    part.parent.mkdir(parents=True)
+    part.write_bytes(b"rubbish" + sif.read_bytes()[7:])
+    shutil.copystat(sif, part)
+    place = sent(tmp_path / "s", sif)
+    assert place.read_bytes() == sif.read_bytes()
+    assert stored(tmp_path / "s") == [place]
 
 
 def small_record(sif: Path) -> image.ImgkitRecord:
@@ -295,9 +312,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_disk_without_room_is_refused_before_the_start(far: FarHost, small_disk: Path, sif: Path) -> None:
-    with pytest.raises(CheckFailed, match=r"0\.0 GB free"):
+    with pytest.raises(CheckFailed, match=r"but 4\.2 MB free"):
         sent(small_disk, sif)
-    assert list((small_disk / "images").iterdir()) == []
+    assert stored(small_disk) == []
 
 
 def test_disk_that_fills_up_is_named(
@@ -313,10 +330,7 @@ def test_disk_that_fills_up_is_named(
 def test_changed_file_is_not_published(
     far: FarHost, tmp_path: Path, sif: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep = transfer._keep
-    monkeypatch.setattr(
-        transfer, "_keep", lambda far, home, part, target, _: keep(far, home, part, target, "0" * 64)
-    )
-    with pytest.raises(CheckFailed, match="differs from the file here"):
+    monkeypatch.setattr(transfer, "_sha256", lambda _: "0" * 64)
+    with pytest.raises(CheckFailed, match="differs from the image here"):
         sent(tmp_path / "s", sif)
-    assert list((tmp_path / "s/images").iterdir()) == []
+    assert stored(tmp_path / "s") == []

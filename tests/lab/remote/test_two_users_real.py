@@ -27,7 +27,13 @@ system:
 """
 WORK = 'dist-env > /dev/null; id -un; echo "$SECRET" > "$IMGKIT_RUN_DIR/of $(id -un)"; sleep 2'
 
-pytestmark = [*slurm_marks, pytest.mark.sshd, pytest.mark.soak, pytest.mark.xdist_group("far-users")]
+pytestmark = [
+    *slurm_marks,
+    pytest.mark.sshd,
+    pytest.mark.programs("rsync"),
+    pytest.mark.soak,
+    pytest.mark.xdist_group("far-users"),
+]
 
 
 @dataclass(frozen=True, kw_only=True)

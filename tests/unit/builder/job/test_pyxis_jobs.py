@@ -170,7 +170,6 @@ def test_hidden_variables_win_over_the_image() -> None:
         ({"binds": ("/a b",)}, "pyxis cannot mount '/a b'"),
         ({"binds": ("/a$HOME:/b",)}, "pyxis cannot mount '/a$HOME:/b'"),
         ({"directory": Path("/home/me/my run")}, "pyxis cannot mount '/home/me/my run'"),
-        ({"code": Path()}, "with pyxis the code is a mount"),
     ],
 )
 def test_what_pyxis_cannot_do_is_refused(given: dict[str, Any], what: str) -> None:
@@ -550,12 +549,12 @@ def test_code_is_a_folder_that_is_mounted(tmp_path: Path) -> None:
     (mine / "a/run").chmod(0o700)
     (mine / "link").symlink_to("a/run")
     image = squashed(tmp_path / "a.sqsh")
-    request = dataclasses.replace(HELLO, directory=runs, code=mine, code_replace=True)
+    request = dataclasses.replace(HELLO, directory=runs, code=mine)
     read = code.read(request, large=False, report=Silent())
     prepared = submit.prepare(image, request, read)
     for _ in range(2):  # the second job finds the folder
-        submit.write_files(prepared, None, Silent())
-    folder = runs / "deltas" / f"code-{read.record.sha256}"
+        submit.write_files(prepared)
+    folder = runs / ".imgkit-code" / read.record.sha256
     assert os.access(folder / "workspace/a/run", os.X_OK)
     assert str((folder / "workspace/link").readlink()) == "a/run"
     assert json.loads((folder / "opt/imgkit/code.json").read_text())["sha256"] == read.record.sha256
@@ -568,7 +567,7 @@ def test_code_is_a_folder_that_is_mounted(tmp_path: Path) -> None:
 def test_changed_code_leaves_no_folder(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code/a.py").write_text("1")
-    request = dataclasses.replace(HELLO, code=tmp_path / "code", code_replace=True)
+    request = dataclasses.replace(HELLO, code=tmp_path / "code")
     read = code.read(request, large=False, report=Silent())
     (tmp_path / "code/a.py").write_text("22")
     target = tmp_path / "deltas/x"

@@ -173,11 +173,11 @@ def test_script_of_a_project_lays_its_code_over_the_image(call: Any) -> None:
     Path("src").mkdir()
     Path("src/train.py").write_text("print(1)\n")
     written(WHOLE + "time = '1h'\ncode = 'src'\n")
-    assert "/deltas/code-" in call("run", "--on", "here", "--dry-run")[1]
-    assert "/deltas/code-" not in call("run", "--on", "here", "--dry-run", "--no-code")[1]
+    assert "/.imgkit-code/" in call("run", "--on", "here", "--dry-run")[1]
+    assert "/.imgkit-code/" not in call("run", "--on", "here", "--dry-run", "--no-code")[1]
     # A conversion runs neither the command nor the code.
     code, out, err = call("run", "--on", "here", "--dry-run", "--sif", "mine.tar")
-    assert (code, "/deltas/code-" in out) == (0, False), err
+    assert (code, "/.imgkit-code/" in out) == (0, False), err
     code, _, err = call("run", "--on", "here", "--dry-run", "--code", "absent")
     assert code == 2
     assert "--code absent: no such directory" in err
@@ -226,7 +226,7 @@ def test_run_on_a_remote_keeps_one_file_of_output(tmp_path: Path, monkeypatch: p
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text(RECIPE.replace("queue: {", "queue: {output: separate, "))
     plan = RunPlan(
-        word="mine",
+        source="mine",
         target=targets.find("./mine.yaml"),
         recipe="./mine.yaml",
         sif=Path("mine.sif"),

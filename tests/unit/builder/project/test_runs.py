@@ -52,7 +52,7 @@ def put(name: str, *lines: object) -> Path:
 
 
 def test_newest_run_comes_first(call: Any) -> None:
-    code = CodeRecord(sha256="c" * 64, git="v1-dirty", uncommitted=True, replace=False)
+    code = CodeRecord(sha256="c" * 64, git="v1-dirty", uncommitted=True)
     job(1, state="succeeded", image_id="sha256:" + "a" * 64, code=code)
     job(3, remote="far")
     job(2)

@@ -1,158 +1,123 @@
-"""The least that brings edited code to a remote, and that it shows the folder over any image."""
+"""Code on a remote: one folder per digest, whose equal files of earlier ones are linked and not sent.
+
+The ``ssh`` here is a fake: it runs the script on this machine. rsync is real.
+"""
 
 from __future__ import annotations
 
 import os
-import shutil
-import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.delta import tree
-from imgkit_builder.delta.layers import Tar
-from imgkit_builder.delta.read_squashfs import SquashfsLayer
 from imgkit_builder.job import code
 from imgkit_builder.job.request import Request
 from imgkit_builder.remote import code as far_code
-from imgkit_builder.remote.store import Store
-from imgkit_builder.sif.conversion import Options
+from imgkit_builder.remote import connection, store
+from imgkit_builder.remote.config import Remote
 
-pytestmark = pytest.mark.programs("mksquashfs")
+pytestmark = pytest.mark.programs("rsync")
+RUNS = '#!/bin/sh\n# A fake ssh.\nfor line; do :; done\nexec sh -c "$line"\n'
+
+
+class Notes(Silent):
+    """What the user would always see."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    made = tmp_path / "code"
-    (made / "pkg").mkdir(parents=True)
-    (made / "pkg/model.py").write_text("1\n")
-    (made / "old.py").write_text("old\n")
-    (made / "table").write_bytes(os.urandom(200_000))
-    yield made
-    shutil.rmtree(tmp_path / "far", ignore_errors=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "ssh").write_text(RUNS)
+    (programs / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    folder = tmp_path / "my code"
+    (folder / "a\nb").mkdir(parents=True)
+    (folder / "a\nb/$(touch x) 'y'").write_text("odd\n")
+    (folder / "-rf").write_text("odd\n")
+    (folder / "away").symlink_to("/nowhere/else")
+    (folder / "run").write_text("1\n")
+    (folder / "run").chmod(0o755)
+    (folder / "table").write_bytes(os.urandom(200_000))
+    return folder
 
 
-def sent(folder: Path, far: Path, *, replaces: bool = False) -> tuple[tuple[str, ...], int]:
-    """Bring the code to the folder `far`, which stands for a store; the result has the bytes that went."""
-    far.mkdir(exist_ok=True)
-    store = Store(
-        home="/s",
-        free_bytes=None,
-        has_program=True,
-        images=(),
-        deltas=(),
-        names=(),
-        codes=tuple(path.name for path in far.iterdir()),
-    )
-    read = code.read(Request(code=folder, code_replace=replaces), large=False, report=Silent())
-    with far_code.plan(read, store, Options(), Silent()) as plan:
-        if plan.file is None:
-            return plan.targets, 0
-        shutil.copy(plan.file, far / plan.targets[-1].removeprefix("deltas/"))
-        return plan.targets, plan.file.stat().st_size
+def send(folder: Path, home: Path) -> tuple[Path, str]:
+    """Return the folder on the remote, which is this machine, and what the user saw."""
+    far = connection.connect(Remote(name="far", address="far", folder=str(home), keep_s=0))
+    notes = Notes()
+    read = code.read(Request(code=folder), large=False, report=notes)
+    there = store.look(far, image_id="", program="sh", code=read.record.sha256)
+    path = far_code.upload(far, read, there, report=notes)
+    return home / path, "\n".join(notes.texts)
 
 
-def shown(image: Path, far: Path, targets: tuple[str, ...]) -> dict[str, tuple[str, int, bytes]]:
-    """What a job sees of the code over the image's folder."""
-    layers = [SquashfsLayer(far / target.removeprefix("deltas/")) for target in reversed(targets)]
-    with tarfile.open(image.with_suffix(".tar"), "w") as tar:
-        tar.add(image, arcname="")
-    stack = (*layers, Tar(image.with_suffix(".tar")))
+def contents(folder: Path) -> dict[str, object]:
     return {
-        path: (entry.kind, entry.mtime_s, tree.digest(entry) if entry.kind == "file" else b"")
-        for path, entry in tree.everything(stack)
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes()  # noqa: PTH115
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
     }
 
 
-def image(folder: Path) -> Path:
-    """An image that has other files of the same names."""
-    made = folder / "image"
-    for name in ("old.py", "table", "own.py", "later.py", "pkg/model.py", "plain/x"):
-        (made / "workspace" / name).parent.mkdir(parents=True, exist_ok=True)
-        (made / "workspace" / name).write_text(f"{name} of the image")
-    return made
-
-
-def test_edit_of_large_code_sends_kilobytes(folder: Path, tmp_path: Path) -> None:
-    far = tmp_path / "far"
-    first, whole_bytes = sent(folder, far)
-    assert whole_bytes > 200_000
-    (folder / "pkg/model.py").write_text("2\n")
-    (folder / "later.py").write_text("new\n")
-    targets, size = sent(folder, far)
-    assert size < 10_000
-    assert targets[0] == first[0]
-    assert sent(folder, far) == (targets, 0)
-    other = tmp_path / "other"
-    assert shown(image(tmp_path), far, targets) == shown(tmp_path / "image", other, sent(folder, other)[0])
-
-
-@pytest.mark.parametrize("change", ["removed", "folder became a file", "file became a folder"])
-def test_change_that_must_show_the_image_again_sends_all(folder: Path, tmp_path: Path, change: str) -> None:
-    (folder / "plain").mkdir()
-    (folder / "plain/y").touch()
-    far = tmp_path / "far"
-    first, whole_bytes = sent(folder, far)
-    if change == "removed":
-        (folder / "old.py").unlink()
-    elif change == "folder became a file":
-        shutil.rmtree(folder / "plain")
-        (folder / "plain").write_text("x")
-    else:
-        (folder / "old.py").unlink()
-        (folder / "old.py").mkdir()
-        (folder / "old.py/x").touch()
-    targets, size = sent(folder, far)
-    assert len(targets) == 1
-    assert size > whole_bytes / 2
-    assert targets != first
-    names = shown(image(tmp_path), far, targets)
-    assert (names["workspace/old.py"] == shown(tmp_path / "image", far, ())["workspace/old.py"]) == (
-        change == "removed"
+def test_folder_arrives_with_any_name_in_it(folder: Path, tmp_path: Path) -> None:
+    target, text = send(folder, tmp_path / "my store")
+    assert contents(target / "workspace") == contents(folder)
+    assert (target / "workspace/run").stat().st_mode & 0o777 == 0o555
+    assert text.startswith("sent: code: 5 files, 200.")  # the mark of the code is one of them
+    assert send(folder, tmp_path / "my store") == (
+        target,
+        f"to send: nothing of the code; far has that of {folder}",
     )
 
 
-def test_hidden_rest_needs_one_file(folder: Path, tmp_path: Path) -> None:
-    far = tmp_path / "far"
-    sent(folder, far)
-    (folder / "pkg/model.py").write_text("2\n")
-    targets, size = sent(folder, far, replaces=True)
-    assert len(targets) == 1
-    assert size > 200_000
+def test_edit_sends_its_file_alone_into_another_folder(folder: Path, tmp_path: Path) -> None:
+    first, _ = send(folder, tmp_path / "far")
+    before = contents(first)
+    (folder / "run").write_text("2\n")
+    os.utime(folder / "run", (first / "workspace/run").stat()[7:9])  # as long and as old as before
+    second, text = send(folder, tmp_path / "far")
+    assert text.startswith("sent: code: 2 files, ")
+    assert (contents(first), contents(second / "workspace")) == (before, contents(folder))
+    inodes = [(path / "workspace/table").stat().st_ino for path in (first, second)]
+    assert inodes[0] == inodes[1]
 
 
-@pytest.mark.parametrize("lost", ["here", "there"])
-def test_lost_base_sends_the_whole_folder(folder: Path, tmp_path: Path, lost: str) -> None:
-    far = tmp_path / "far"
-    sent(folder, far)
-    shutil.rmtree(tmp_path / "cache" if lost == "here" else far)
-    (folder / "pkg/model.py").write_text("2\n")
-    targets, size = sent(folder, far)
-    assert len(targets) == 1
-    assert size > 200_000
+def test_file_that_somebody_edited_there_is_sent_again(folder: Path, tmp_path: Path) -> None:
+    first, _ = send(folder, tmp_path / "far")
+    table = first / "workspace/table"
+    status = table.stat()
+    table.chmod(0o644)
+    table.write_bytes(b"x" * status.st_size)
+    table.chmod(0o444)
+    os.utime(table, (status.st_atime, status.st_mtime))
+    (folder / "run").write_text("2\n")
+    second, _ = send(folder, tmp_path / "far")
+    assert contents(second / "workspace") == contents(folder)
 
 
-def test_cache_that_is_a_file_costs_bytes_alone(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("")
-    assert len(sent(folder, tmp_path / "far")[0]) == 1
-    (folder / "pkg/model.py").write_text("2\n")
-    assert len(sent(folder, tmp_path / "far")[0]) == 1
+def test_removed_file_is_gone(folder: Path, tmp_path: Path) -> None:
+    send(folder, tmp_path / "far")
+    (folder / "run").unlink()
+    assert contents(send(folder, tmp_path / "far")[0] / "workspace") == contents(folder)
+    assert list((tmp_path / "far/code/.incoming").iterdir()) == []
 
 
-def test_cache_keeps_few_folders(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(far_code, "_KEPT", 2)
-    for number in range(4):
-        (folder / "old.py").write_text(f"{number}")
-        shutil.rmtree(tmp_path / "far", ignore_errors=True)
-        sent(folder, tmp_path / "far")
-    assert len(list((tmp_path / "cache/imgkit/code").iterdir())) == 2
+def test_missing_rsync_here_names_what_installs_it(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from imgkit_builder.remote import rsync
+    from imgkit_entrypoints.errors import ToolMissing
 
-
-def test_edit_of_small_code_sends_one_file(folder: Path, tmp_path: Path) -> None:
-    (folder / "table").unlink()
-    sent(folder, tmp_path / "far")
-    (folder / "pkg/model.py").write_text("2\n")
-    assert len(sent(folder, tmp_path / "far")[0]) == 1
+    far = connection.connect(Remote(name="far", address="far", keep_s=0))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    with pytest.raises(ToolMissing, match="rsync") as caught:
+        rsync.run(far, "/x", (), Notes())
+    assert "apt-get install rsync" in str(caught.value.hint)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,14 +21,15 @@ from imgkit_builder.job.request import Request
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems import named
 from imgkit_builder.recipe import targets
-from imgkit_builder.remote import check, connection, fetch, gc, jobs, store, transfer
+from imgkit_builder.remote import check, connection, gc, jobs, rsync, store, transfer
 from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import Connection
-from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
+from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
 ANSWERS = '#!/bin/sh\n# A fake ssh.\nread -r echo token\necho "$token"\ncat answer\n'
 RUNS = '#!/bin/sh\n# A fake ssh.\nfor line; do :; done\nexec sh -c "$line"\n'
 DIGITS = "7" * 5000
+SOURCE = transfer.Source(path=Path("x"), label="image", size_bytes=5)
 FAR = Remote(name="far", address="me@far", folder="/x", keep_s=0)
 
 
@@ -50,13 +52,8 @@ def look(far: Connection) -> object:
     return store.look(far, image_id=f"sha256:{'0' * 64}", program="sbatch")
 
 
-def state(far: Connection) -> object:
-    return transfer._state(far, "/x", "part", 5, Path("x"))
-
-
-def listed(far: Connection) -> object:
-    output = far.run("")
-    return fetch._listed(output, "runs/mn5-7", "mn5-7.out")
+def prepare(far: Connection) -> object:
+    return transfer._prepare(far, {}, SOURCE, is_retry=False)
 
 
 READERS: dict[str, tuple[Callable[[Connection], object], tuple[str, ...]]] = {
@@ -74,7 +71,10 @@ READERS: dict[str, tuple[Callable[[Connection], object], tuple[str, ...]]] = {
             "home \nend\n",
         ),
     ),
-    "part": (state, ("", "part 5\n", "disk x\npart x\n", "disk x\npart -5\n", f"disk x\npart {DIGITS}\n")),
+    "prepare": (
+        prepare,
+        ("", "arrived 5\n", "disk x\narrived x\n", "disk x\narrived -5\n", f"disk x\narrived {DIGITS}\n"),
+    ),
     "gc": (
         lambda far: gc.find_unused(far, 30),
         ("", "clock 5\n", f"clock {DIGITS}\nend\n", "Welcome\nend\n"),
@@ -118,13 +118,6 @@ def test_odd_values_of_a_check_are_verdicts(far: Connection) -> None:
     assert (found["clock"], found["folder"]) == ("warn", "fail")
 
 
-def test_listing_of_a_run_names_only_its_files(far: Connection) -> None:
-    for row in ("5 5 /etc/passwd", "5 5 runs/mn5-7/../x", f"{DIGITS} 5 runs/mn5-7/x", "rubbish"):
-        Path("answer").write_text(f"{row}\0")
-        with pytest.raises(CheckFailed, match="is not a file of a run"):
-            listed(far)
-
-
 @pytest.mark.parametrize("name", [*READERS, "scheduler"])
 def test_answer_without_end_is_refused(far: Connection, name: str) -> None:
     put_ssh(ANSWERS.replace("cat answer", "yes"))
@@ -147,15 +140,38 @@ def test_errors_without_end_are_refused(far: Connection, name: str, floods: str)
     assert "ssh me@far echo works" in (caught.value.hint or "")
 
 
-@pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_transfer_ends_where_the_remote_prints_without_end(far: Connection, stream: str) -> None:
-    begins = (
-        f'#!/bin/sh\n# A fake ssh that writes to {stream} without end.\nread -r echo token\necho "$token"\n'
-    )
-    put_ssh(begins + ("yes >&2" if stream == "stderr" else "yes"))
+ENDLESS = {
+    "banner": "yes Welcome",
+    "banner on stderr": "yes Welcome >&2",
+    "stdout": 'read -r echo token\necho "$token"\nyes',
+    "stderr": 'read -r echo token\necho "$token"\nyes >&2',
+}
+
+
+@pytest.mark.programs("rsync")
+def test_missing_rsync_there_names_what_installs_it(far: Connection, tmp_path: Path) -> None:
+    put_ssh('#!/bin/sh\n# A fake ssh.\nread -r echo token\necho "$token"\nexit 127\n')
+    Path("image").touch()
+    with pytest.raises(ToolMissing, match="there is no rsync on me@far") as caught:
+        rsync.run(far, "/x", ("-t", f"{tmp_path}/image", "remote:./"), SILENT)
+    assert "dnf install rsync" in str(caught.value.hint)
+
+
+@pytest.mark.programs("rsync")
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_rsync_ends_where_the_remote_prints_without_end(far: Connection, tmp_path: Path, kind: str) -> None:
+    put_ssh(f"#!/bin/sh\n# A fake ssh that prints without end.\necho $$ > pid\n{ENDLESS[kind]}\n")
     Path("image").write_bytes(b"x" * 1000)
-    with pytest.raises(ToolFailed, match="printed more than 8 MB"):
-        transfer._send(far, Path("image"), "/x", "part", 0, 1000, SILENT, None)
+    began = time.monotonic()
+    with pytest.raises(ToolFailed):
+        rsync.run(far, "/x", ("-t", f"{tmp_path}/image", "remote:./"), SILENT)
+    assert time.monotonic() - began < 50
+    ssh = Path("/proc", Path("pid").read_text().strip(), "cmdline")
+    while (
+        ssh.exists() and ssh.read_bytes()
+    ):  # without a file of that name: only its parent has to take its code
+        assert time.monotonic() - began < 60
+        time.sleep(0.05)
 
 
 def test_many_warnings_do_not_end_a_transfer_that_gets_on(far: Connection) -> None:
@@ -246,7 +262,7 @@ def test_submission_there_notes_what_the_job_uses(
     assert record.id == job_id
     text = Path("jobs", job_id).read_text()
     assert text == f"{note}\nmn5\nimages/x.sif\n"
-    rows = "".join(f"says jobs/{job_id}:{line}\n" for line in text.splitlines())
+    rows = "".join(f"note jobs/{job_id}:{line}\n" for line in text.splitlines())
     _, notes, _ = gc.parse(f"clock 5\njob 1 {job_id}\n{rows}end\n".encode(), "far")
     assert [(one.id, one.system, one.files) for one in notes] == [(job_id, note, ("images/x.sif",))]
 

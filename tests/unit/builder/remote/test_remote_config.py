@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import stat
 from pathlib import Path
 
 import pytest
 
+from imgkit_builder.job.request import Request
+from imgkit_builder.recipe import targets
 from imgkit_builder.remote import config
 from imgkit_builder.remote.config import Remote
+from imgkit_builder.workflow.remote_run import RunPlan, with_transfer_host
 from imgkit_entrypoints.errors import UsageError
 
 
@@ -125,3 +130,38 @@ def test_name_is_not_taken_twice() -> None:
     with pytest.raises(UsageError, match="already"):
         config.add(Remote(name="mn5", address="y"))
     assert config.find("mn5").address == "x"
+
+
+@pytest.mark.parametrize(
+    ("host", "transfer", "login", "expected"),
+    [
+        ("transfer1.bsc.es", "", "glogin1.bsc.es", "me@transfer1.bsc.es"),
+        ("you@transfer1.bsc.es", "", "glogin1.bsc.es", "you@transfer1.bsc.es"),
+        ("transfer1.bsc.es", "me@glogin1.bsc.es", "glogin1.bsc.es", "me@glogin1.bsc.es"),
+        ("transfer1.bsc.es", "", "transfer1.bsc.es", ""),
+        ("", "", "glogin1.bsc.es", ""),
+        ("-oProxyCommand=x", "", "glogin1.bsc.es", ""),
+    ],
+    ids=["of the system", "with a user", "of the user", "login host", "none", "an option"],
+)
+def test_files_go_through_the_host_of_the_system(
+    home: Path, monkeypatch: pytest.MonkeyPatch, host: str, transfer: str, login: str, expected: str
+) -> None:
+    programs = home.parent
+    programs.mkdir()
+    (programs / "ssh").write_text(f"#!/bin/sh\n# A fake ssh -G.\necho user me\necho hostname {login}\n")
+    (programs / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    target = targets.find("mn5")
+    system = dataclasses.replace(
+        target.system, transfer=dataclasses.replace(target.system.transfer, host=host)
+    )
+    plan = RunPlan(
+        source="mn5",
+        target=dataclasses.replace(target, system=system),
+        recipe="mn5",
+        sif=Path(),
+        request=Request(),
+    )
+    remote = Remote(name="mn5", address="mn5-login", transfer=transfer)
+    assert with_transfer_host(remote, plan).transfer == expected

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from imgkit_builder.remote import gc
-from imgkit_builder.remote.gc import JobNote, KeptFile
+from imgkit_builder.remote.gc import JobNote, StoredFile
 from imgkit_entrypoints.errors import ToolFailed
 
 SIF = f"images/{'a' * 64}-{'b' * 12}.sif"
@@ -13,8 +13,8 @@ DELTA = f"deltas/{'c' * 64}-{'d' * 12}.imgdelta"
 OLD, LIMIT, NEW = 100.0, 500.0, 900.0
 
 
-def file(path: str, used_s: float = OLD) -> KeptFile:
-    return KeptFile(path=path, size_bytes=1, used_s=used_s)
+def file(path: str, used_s: float = OLD) -> StoredFile:
+    return StoredFile(path=path, size_bytes=1, used_s=used_s)
 
 
 def note(*files: str, used_s: float = OLD) -> JobNote:
@@ -24,12 +24,12 @@ def note(*files: str, used_s: float = OLD) -> JobNote:
 def test_old_file_without_a_job_is_unused() -> None:
     found = gc.choose([file(SIF), file(DELTA, NEW)], [], {}, LIMIT)
     assert [one.path for one in found.files] == [SIF]
-    assert found.kept == 1
+    assert found.used == 1
 
 
 def test_files_of_a_waiting_job_stay() -> None:
     found = gc.choose([file(SIF), file(DELTA)], [note(SIF, DELTA)], {"slurm": {"7"}}, LIMIT)
-    assert (found.files, found.kept, found.ended) == ((), 2, ())
+    assert (found.files, found.used, found.ended_jobs) == ((), 2, ())
 
 
 def test_run_of_late_keeps_its_files() -> None:
@@ -39,20 +39,24 @@ def test_run_of_late_keeps_its_files() -> None:
 def test_ended_job_keeps_nothing() -> None:
     found = gc.choose([file(SIF)], [note(SIF)], {"slurm": {"77"}}, LIMIT)
     assert [one.path for one in found.files] == [SIF]
-    assert found.ended == ("7",)
+    assert found.ended_jobs == ("7",)
 
 
 def test_silent_scheduler_keeps_all_files_of_jobs() -> None:
     assert gc.choose([file(SIF)], [note(SIF)], {"slurm": None}, LIMIT).files == ()
 
 
-def read(*rows: str) -> tuple[tuple[KeptFile, ...], tuple[JobNote, ...], float]:
+def read(*rows: str) -> tuple[tuple[StoredFile, ...], tuple[JobNote, ...], float]:
     return gc.parse("\n".join(("clock 1000", *rows, "end", "")).encode(), "far")
 
 
 @pytest.mark.parametrize(
     "name",
     [
+        f"{SIF}.AbCdEf",
+        f"images/.imgkit-part/{SIF[7:]}",
+        f"code/.incoming/x/{'a' * 64}",
+        f"code/{'a' * 63}",
         "images/mine.sif",
         "images/../x.sif",
         f"runs/{SIF[7:]}",
@@ -68,17 +72,20 @@ def test_name_that_imgkit_did_not_give_is_left_out(name: str) -> None:
 
 @pytest.mark.parametrize(
     "form",
-    ["{}", ".{}.gone", f".imgkit-{'e' * 12}.{{}}.part", f".imgkit-{'e' * 12}.{{}}.part.gone"],
+    [
+        *("{}", ".{}.gone", ".incoming/{}", ".incoming/.imgkit-part/{}", ".incoming/.imgkit-part/.{}.gone"),
+        *(".incoming/.{}.AbCd12", ".incoming/.{}.AbCd12.gone"),
+    ],
 )
 def test_names_of_imgkit_are_read(form: str) -> None:
     path = f"images/{form.format(SIF[7:])}"
     files, _, clock_s = read(f"file 17.5 2 {path}")
-    assert files == (KeptFile(path=path, size_bytes=2, used_s=17),)
+    assert files == (StoredFile(path=path, size_bytes=2, used_s=17),)
     assert clock_s == 1000
 
 
 def test_run_folder_tells_when_a_job_used_its_files() -> None:
-    rows = ("run 300.1 x-7", "job 100.0 7", "says jobs/7:slurm", "says jobs/7:x", f"says jobs/7:{SIF}")
+    rows = ("run 300.1 x-7", "job 100.0 7", "note jobs/7:slurm", "note jobs/7:x", f"note jobs/7:{SIF}")
     assert read(*rows)[1] == (note(SIF, used_s=300),)
 
 
@@ -92,8 +99,8 @@ def test_answer_that_is_cut_short_is_refused(text: str) -> None:
         gc.parse(text.encode(), "far")
 
 
-@pytest.mark.parametrize("ending", ["", f"-{'f' * 12}"], ids=["whole", "edit"])
-def test_code_that_no_job_uses_is_found(ending: str) -> None:
-    path = f"deltas/code-{'e' * 64}{ending}.imgdelta"
+@pytest.mark.parametrize("form", ["{}", ".{}.gone", ".incoming/{}", ".incoming/.{}.gone"])
+def test_code_that_no_job_uses_is_found(form: str) -> None:
+    path = f"code/{form.format('e' * 64)}"
     files, _, _ = read(f"file 17 2 {path}")
     assert [one.path for one in files] == [path]

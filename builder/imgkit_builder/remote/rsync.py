@@ -1,0 +1,111 @@
+"""Run rsync over the shared ssh connection.
+
+Only options that rsync 2.6.9 and openrsync know: macOS has had one or the other. Never ``--append*`` or
+``--inplace``: rsync 3.2.7 with ``--append-verify`` skips an edited file of the same size without an error,
+and rewrites a longer one in place.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from imgkit_builder.base import files, process
+from imgkit_builder.base.process import ErrorsTooLong, Exited
+from imgkit_builder.base.progress import Reporter
+from imgkit_builder.base.sizes import size_text
+from imgkit_builder.job.ssh.fanout import SSH_FAILED
+from imgkit_builder.remote import rsync_shell
+from imgkit_builder.remote.connection import FIND_PROGRAM, LOGIN_SHELL_LINE, Connection
+from imgkit_entrypoints.errors import ToolMissing
+
+INSTALL = "apt-get install rsync, dnf install rsync or brew install rsync"
+PARTIAL = ".imgkit-part"
+"""Folder beside a file for what has arrived of it when the connection is lost."""
+NO_FOLDER = 125
+"""Exit code if the folder there does not exist."""
+_NOT_FOUND = 127
+_CONNECTION_LOST = (10, 12, 30, 35, SSH_FAILED)
+"""Exit codes of rsync, here or there: socket, protocol stream, both time limits; and that of ssh."""
+_OPTIONS = (f"--partial-dir={PARTIAL}", "--timeout=60", "--progress", "--stats")
+_SERVER = FIND_PROGRAM + f'umask 077\ncd -- "$folder" || exit {NO_FOLDER}\nexec "$@"\n'
+_POSITION = re.compile(rb"\r\s*([\d,.']+)\s+(\d+)%")
+_STATISTICS = re.compile(r"files transferred: ([\d,.']+)\s.*file size: ([\d,.']+)", re.DOTALL)
+_TAIL_BYTES = 1 << 14
+
+
+def run(
+    connection: Connection, folder: str, args: Sequence[str], report: Reporter, size_bytes: int | None = None
+) -> str:
+    """Run rsync with `args`, where ``remote:PATH`` is below the `folder` of the remote.
+
+    Parameters
+    ----------
+    size_bytes : expected size of all files, for the progress.
+
+    Returns
+    -------
+    What was transferred, for a message: ``2 files, 4.1 kB``. Empty if rsync does not say it.
+
+    Raises
+    ------
+    ToolMissing : there is no rsync, here or there.
+    Cut : the connection was lost.
+    ScriptFailed : rsync failed.
+    """
+    process.need("rsync", hint=INSTALL)
+    host, token = connection.host(by_transfer=True), secrets.token_hex(16)
+    # openrsync splits the remote shell at blanks, and some sites mount /tmp without permission to execute.
+    with tempfile.TemporaryDirectory(prefix="imgkit-", dir="/tmp") as work:
+        status = Path(work, "status")
+        config = {
+            "ssh": connection.ssh_argv(host),
+            "line": LOGIN_SHELL_LINE,
+            "token": token,
+            "prelude": connection.prelude(token, {"folder": folder, "program": "rsync"}),
+            "script": _SERVER,
+            "status": str(status),
+        }
+        shell = shlex.join((sys.executable, "-I", "-S", rsync_shell.__file__, json.dumps(config)))
+        files.put(Path(work, "shell"), f'exec {shell} "$@"\n')
+        try:
+            argv = (shutil.which("rsync") or "rsync", *_OPTIONS, f"--rsh=sh {work}/shell", *args)
+            return _follow(process.bound(argv), report, size_bytes)
+        except ErrorsTooLong as error:
+            raise connection.flooded(error, host) from error
+        except Exited as error:
+            code = (int(files.read_text(status)) if status.exists() else 0) or error.code
+            if code == _NOT_FOUND:
+                hint = f"there: {INSTALL}; or a host that has it: imgkit remote add ... --transfer USER@HOST"
+                where = connection.remote.name
+                raise ToolMissing(f"there is no rsync on {host}", where=where, hint=hint) from error
+            code = SSH_FAILED if code in _CONNECTION_LOST else code
+            raise connection.explained(code, error.errors, host) from error
+
+
+def _follow(argv: Sequence[str], report: Reporter, size_bytes: int | None) -> str:
+    """Run rsync, and report the bytes of finished files and of the current one."""
+    finished_bytes, tail = 0, b""
+    for chunk in process.through(argv, ()):
+        tail = (tail + chunk)[-_TAIL_BYTES:]
+        for match in _POSITION.finditer(chunk):
+            position = finished_bytes + _number(match[1].decode())
+            report.advance(position, size_bytes)
+            finished_bytes = position if match[2] == b"100" else finished_bytes
+    statistics = _STATISTICS.search(tail.decode(errors="replace"))
+    if statistics is None:
+        return ""
+    number = _number(statistics[1])
+    return f"{number} file{'' if number == 1 else 's'}, {size_text(_number(statistics[2]))}"
+
+
+def _number(text: str) -> int:
+    """Return the number that rsync printed with the separators of some language."""
+    return int(re.sub(r"\D", "", text) or 0)
