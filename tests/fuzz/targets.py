@@ -493,7 +493,9 @@ def _placement(data: bytes, _: Path) -> None:
         if isinstance(found, dict):
             env = {name: value for name, value in found.items() if isinstance(value, str)}
     file = env.get("FILE")
-    resolve.find_placement(PlacementRequest(), env, lambda path: file if path == env.get("PBS_NODEFILE") else None)
+    resolve.find_placement(
+        PlacementRequest(), env, lambda path: file if path == env.get("PBS_NODEFILE") else None
+    )
 
 
 def _ras_report(data: bytes, _: Path) -> None:
