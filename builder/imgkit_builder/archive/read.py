@@ -104,11 +104,10 @@ class SelectedImage(Generic[File]):
     @property
     def count_fault(self) -> str:
         """How the number of layers differs from the configuration's; empty if it does not."""
-        if len(self.layers) == len(self.config.diff_ids):
+        count, expected = len(self.layers), len(self.config.diff_ids)
+        if count == expected:
             return ""
-        return (
-            f"the archive has {len(self.layers)} layers, its configuration lists {len(self.config.diff_ids)}"
-        )
+        return f"the archive has {count} layers, its configuration lists {expected}"
 
     def refuse_faults(self, where: str) -> None:
         """Raise CheckFailed where the configuration differs from its name or from the number of layers."""
@@ -210,7 +209,7 @@ class _Selector(Generic[File]):
                     config = self._blob_name(document["config"], name)
                     layers = [self._blob_name(layer, name) for layer in document["layers"]]
                     return self._image(config, layers, names, named_by=name)
-        raise CheckFailed(f"index.json nests indexes more than {_MAX_INDEX_DEPTH} deep", where=self._where)
+        raise self._refused(f"index.json nests indexes more than {_MAX_INDEX_DEPTH} deep")
 
     def _image(
         self, config: str, layers: Sequence[str], names: tuple[str, ...], *, named_by: str
@@ -224,7 +223,7 @@ class _Selector(Generic[File]):
     def _file(self, name: str, named_by: str) -> File:
         file = self._find(name)
         if file is None:
-            raise CheckFailed(f"{name!r} is missing, though {named_by} names it", where=self._where)
+            raise self._refused(f"{name!r} is missing, though {named_by} names it")
         return file
 
     def _bytes(self, name: str, named_by: str) -> bytes:
@@ -239,20 +238,19 @@ class _Selector(Generic[File]):
 
     def _json(self, name: str, named_by: str = "") -> Any:
         raw = self._bytes(name, named_by)
-        actual = _BLOBS + hashlib.sha256(raw).hexdigest()
-        if name.startswith(_BLOBS) and name != actual:
-            sha256 = actual.removeprefix(_BLOBS)
-            raise CheckFailed(f"{name} is damaged: its sha256 is {sha256}", where=self._where)
+        digest = hashlib.sha256(raw).hexdigest()
+        if name.startswith(_BLOBS) and name != _BLOBS + digest:
+            raise self._refused(f"{name} is damaged: its sha256 is {digest}")
         try:
             return json_text.parse(raw)
         except ValueError as error:
-            raise CheckFailed(f"{name} is not JSON: {error}", where=self._where) from error
+            raise self._refused(f"{name} is not JSON: {error}") from error
 
     def _blob_name(self, entry: Any, named_by: str) -> str:
         with self._describing(named_by):
             digest = entry["digest"]
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-            raise CheckFailed(f"{named_by} has {digest!r}, which is not a sha256 digest", where=self._where)
+            raise self._refused(f"{named_by} has {digest!r}, which is not a sha256 digest")
         return _BLOBS + digest.removeprefix("sha256:")
 
     @contextlib.contextmanager
@@ -261,7 +259,10 @@ class _Selector(Generic[File]):
         try:
             yield
         except (KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise CheckFailed(f"{name} does not describe an image: {error!r}", where=self._where) from error
+            raise self._refused(f"{name} does not describe an image: {error!r}") from error
+
+    def _refused(self, problem: str) -> CheckFailed:
+        return CheckFailed(problem, where=self._where)
 
     def _not_one(self, count: int, labels: Sequence[str], hint: str) -> UsageError:
         listed = ", ".join(labels) or "without tags"
