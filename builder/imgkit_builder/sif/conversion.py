@@ -9,7 +9,7 @@ import abc
 import os
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -125,38 +125,26 @@ class Converted:
     log: Path | None
 
 
-@dataclass(slots=True)
 class Clock:
-    """A reporter that passes everything on and records the seconds of each stage."""
+    """A reporter that passes everything on to another one and records the seconds of each stage."""
 
-    report: Reporter
-    stages: list[Stage] = field(default_factory=list)
-    _name: str = ""
-    _start_s: float = 0.0
+    def __init__(self, report: Reporter) -> None:
+        self.stages: list[Stage] = []
+        self.advance, self.line, self.note = report.advance, report.line, report.note
+        self._report = report
+        self._name, self._start_s = "", 0.0
 
     def stage(self, text: str) -> None:
         """Begin a new stage, and end the one before."""
         self.finish()
         self._name, self._start_s = text, time.monotonic()
-        self.report.stage(text)
+        self._report.stage(text)
 
     def finish(self) -> None:
         """End the last stage."""
         if self._name:
             self.stages.append(Stage(name=self._name, seconds=time.monotonic() - self._start_s))
         self._name = ""
-
-    def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
-        """Pass on."""
-        self.report.advance(done_bytes, total_bytes)
-
-    def line(self, text: str) -> None:
-        """Pass on."""
-        self.report.line(text)
-
-    def note(self, text: str) -> None:
-        """Pass on."""
-        self.report.note(text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -101,13 +101,8 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
         job = ConversionJob(
             tool=plan.tool, options=options, compression=plan.compression, work=work, clock=clock, log=log
         )
-        with entries.opened(
-            source,
-            work.folder,
-            clock,
-            exports=plan.method == "export",
-            unpack_limit_bytes=options.unpack_limit_bytes,
-        ) as image:
+        limit, exports = options.unpack_limit_bytes, plan.method == "export"
+        with entries.opened(source, work.folder, clock, exports=exports, unpack_limit_bytes=limit) as image:
             # Only now is it known which image a spooled source holds.
             if config is None and (existing := _up_to_date(target, image.config, plan, options)):
                 return existing
@@ -175,12 +170,9 @@ def _squash(image: OpenImage, target: Path, job: ConversionJob, plan: Conversion
     # Both refuse what the format cannot hold, before anything is read.
     replacing, if_missing = format.added_files(config, clock.note)
     offset = format.squashfs_offset(config)
+    spool_bytes, limit = _spool_bytes(image, target, work.folder.parent, plan), job.options.unpack_limit_bytes
     with entries.image_entries(
-        image,
-        work.folder,
-        clock,
-        spool_bytes=_spool_bytes(image, target, work.folder.parent, plan),
-        unpack_limit_bytes=job.options.unpack_limit_bytes,
+        image, work.folder, clock, spool_bytes=spool_bytes, unpack_limit_bytes=limit
     ) as stream:
         stream = entries.with_added_files(stream, replacing, if_missing)
         stream = entries.with_document(format.filtered(stream, clock.note), config)

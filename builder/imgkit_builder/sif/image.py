@@ -81,9 +81,7 @@ class DataType(IntEnum):
 class PartitionType(IntEnum):
     """What a partition is for."""
 
-    SYSTEM = 1
     PRIMARY = 2
-    DATA = 3
     OVERLAY = 4
 
 

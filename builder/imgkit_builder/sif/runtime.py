@@ -208,12 +208,7 @@ def run(
 
 
 def _stream(
-    path: Path,
-    argv: Sequence[str],
-    *,
-    folder: Path,
-    env: Mapping[str, str],
-    take: Callable[[str], None],
+    path: Path, argv: Sequence[str], *, folder: Path, env: Mapping[str, str], take: Callable[[str], None]
 ) -> int:
     """Run `argv`, which starts the runtime `path`, through spython; return the exit code."""
     from spython.utils import stream_command

@@ -165,10 +165,7 @@ def _environment(config: ImageConfig) -> str:
 def _runscript(config: ImageConfig) -> str:
     cmd, entrypoint = _shell_words(config.cmd), _shell_words(config.entrypoint)
     return _RUNSCRIPT.format(
-        cmd=cmd,
-        entrypoint=entrypoint,
-        evaluated_cmd=_quoted(cmd),
-        evaluated_entrypoint=_quoted(entrypoint),
+        cmd=cmd, entrypoint=entrypoint, evaluated_cmd=_quoted(cmd), evaluated_entrypoint=_quoted(entrypoint)
     )
 
 

@@ -164,12 +164,9 @@ def write(
     ToolMissing, ToolFailed : nothing here squashes, or it failed or printed something unexpected.
     CheckFailed : the squashfs has other names than it should have.
     """
+    created_s, folder = epoch(created), job.work.folder
     target = SquashTarget(
-        path=path,
-        offset=offset,
-        created_s=epoch(created),
-        compression=job.compression,
-        folder=job.work.folder,
+        path=path, offset=offset, created_s=created_s, compression=job.compression, folder=folder
     )
     # A counter that entries advance as they pass: its next number is how many names were sent.
     counter = itertools.count()
@@ -181,7 +178,7 @@ def write(
             where=str(path),
             hint="please report this",
         )
-    set_root(path, target.created_s, offset=offset)
+    set_root(path, created_s, offset=offset)
 
 
 def storable(

@@ -17,6 +17,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from imgkit_builder.archive import stored
 from imgkit_builder.sif import convert, image, runtime, workspace
 from imgkit_builder.sif.conversion import Converted, Options
 from imgkit_builder.sif.entries import Archive, EngineImage
@@ -334,6 +335,24 @@ def test_engine_image_without_mksquashfs_names_both_ways(
         convert.commands(laptop_image, tmp_path / "x.sif", Options())
     assert "brew install squashfs" in str(caught.value.hint)
     assert "imgkit save IMAGE" in str(caught.value.hint)
+
+
+def test_image_of_an_engine_reaches_the_runtime_by_its_save_stream(
+    archive: Path, made: Made, tmp_path: Path, install: Install
+) -> None:
+    fake, target = install(), tmp_path / "x.sif"
+    saved = MagicMock(spec=EngineImage)
+    saved.name, saved.size_bytes = "mine:1", archive.stat().st_size
+    saved.config = stored.open_image(archive).selected.config
+    saved.save = lambda: contextlib.nullcontext(iter([archive.read_bytes()]))
+    done = convert.convert(saved, target, Options(writer="runtime"), Notes())
+    assert fake.calls("build")[0]["words"][-1] == "oci:mine_1"
+    assert (done.record.route, done.record.source, done.record.image_id) == (
+        "layers",
+        "mine:1",
+        made.image_id,
+    )
+    assert not saved.export.called
 
 
 def test_writer_imgkit_does_not_fall_back_to_a_runtime(

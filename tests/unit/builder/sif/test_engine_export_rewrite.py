@@ -176,3 +176,19 @@ def test_nothing_is_added_behind_a_link() -> None:
 def test_link_of_the_image_called_environment_stays() -> None:
     tar = rewritten(MARK, member("environment", tarfile.SYMTYPE, linkname="own"))
     assert tar.getmember("environment").linkname == "own"
+
+
+def test_other_name_of_a_replaced_file_stays() -> None:
+    """Layers give a file with all its names."""
+    old = ImageEntry(names=(".singularity.d/env/10.sh", "srv/old"), kind=tarfile.REGTYPE).with_content(b"old")
+    folder = ImageEntry(names=(".singularity.d",), kind=tarfile.DIRTYPE, mode=0o700, uid=7)
+    entries = list(with_added_files(iter([folder, old]), OWN, IF_MISSING))
+    assert [entry.names for entry in entries[:2]] == [(".singularity.d",), ("srv/old",)]
+    assert (entries[0].mode, entries[0].uid, entries[1].read()) == (0o755, 0, b"old")
+    assert [entry.name for entry in entries[2:]] == [
+        ".singularity.d/env",
+        ".singularity.d/env/10.sh",
+        "environment",
+        "etc",
+        "etc/hosts",
+    ]
