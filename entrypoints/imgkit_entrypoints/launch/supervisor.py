@@ -40,11 +40,12 @@ from imgkit_entrypoints.rollcall.messages import (
     AttemptEnded,
     AttemptStart,
     EndAttempt,
+    Event,
     NodeFailed,
     NodeLost,
     StopOrder,
 )
-from imgkit_entrypoints.rollcall.session import Event, HeadSession, Session
+from imgkit_entrypoints.rollcall.session import HeadSession, Session
 from imgkit_entrypoints.schedulers.placement import Size
 
 if TYPE_CHECKING:

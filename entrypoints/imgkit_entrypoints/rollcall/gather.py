@@ -78,7 +78,7 @@ def meet(
     nodes loses data, a port is busy, or the limit of open files is too low.
     """
     if placement.nnodes == 1:
-        return HeadSession(placement, ports.any_free(), can_restart=can_restart)
+        return HeadSession(placement, ports.any_free(), hosts={0: node.host}, can_restart=can_restart)
     with probe.open_ports(node.address, node.interface) as open_ports:
         meeting = Meeting(placement, node, open_ports, timeout_s, log, stop_reason, secret)
         if placement.node_rank != 0:

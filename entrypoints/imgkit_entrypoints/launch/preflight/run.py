@@ -31,6 +31,7 @@ from imgkit_entrypoints.launch.stop_protocol import CollectedSignals
 from imgkit_entrypoints.rollcall import messages, session
 from imgkit_entrypoints.rollcall.connection import Connection
 from imgkit_entrypoints.rollcall.messages import (
+    Event,
     FromNode,
     MeasureRequest,
     MeasureResult,
@@ -39,7 +40,7 @@ from imgkit_entrypoints.rollcall.messages import (
     Refused,
     StopOrder,
 )
-from imgkit_entrypoints.rollcall.session import Event, HeadSession, Readable, Session
+from imgkit_entrypoints.rollcall.session import HeadSession, Readable, Session
 
 ANSWER_S = 2.0
 """Further time for a node's answer to reach the head."""

@@ -140,7 +140,7 @@ def test_failure_out_of_range_is_refused(wrong: dict[str, object]) -> None:
     right = RankFailure(rank=0, code=1, age_ms=0, after_peer=False, log="", lines=("a",))
     data = json.loads(messages.encode(AttemptEnded(code=1, failure=right)))
     data["failure"] |= wrong
-    with pytest.raises(ValueError, match="a value is"):
+    with pytest.raises(ValueError, match=r"a value is|code.failure|failure\."):
         messages.from_node(json.dumps(data).encode())
 
 

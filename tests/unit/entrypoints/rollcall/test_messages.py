@@ -23,6 +23,7 @@ from imgkit_entrypoints.rollcall.messages import (
     AttemptEnded,
     AttemptStart,
     EndAttempt,
+    Event,
     FromHead,
     FromNode,
     Heartbeat,
@@ -43,7 +44,7 @@ from imgkit_entrypoints.rollcall.messages import (
     Software,
     StopOrder,
 )
-from imgkit_entrypoints.rollcall.session import Event, HeadSession, MemberSession
+from imgkit_entrypoints.rollcall.session import HeadSession, MemberSession
 from imgkit_entrypoints.terminal import shown
 
 OFFER = ProbePorts(address="10.0.0.1", interface="eth0", ports=(40001, 40002))

@@ -18,12 +18,13 @@ from imgkit_entrypoints.rollcall.connection import Connection
 from imgkit_entrypoints.rollcall.messages import (
     AllDone,
     AttemptEnded,
+    Event,
     NodeFailed,
     NodeLost,
     Software,
     StopOrder,
 )
-from imgkit_entrypoints.rollcall.session import Event, Session
+from imgkit_entrypoints.rollcall.session import Session
 from imgkit_entrypoints.schedulers.placement import Placement, Size, job_port
 
 
