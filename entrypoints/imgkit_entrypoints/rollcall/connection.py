@@ -26,7 +26,7 @@ import re
 import selectors
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -102,17 +102,20 @@ class Connection(Generic[Received]):
         except OSError as error:
             self.error = f"the connection broke: {error.strerror or error}"
 
-    def receive(self) -> list[Received]:
-        """Return the messages that have arrived, and set `error` if the peer is gone or sent anything else.
+    @property
+    def has_line(self) -> bool:
+        """Return whether a line has arrived that nobody has taken yet."""
+        return b"\n" in self._input
+
+    def receive(self) -> Iterator[Received]:
+        """Yield the messages that have arrived, and set `error` if the peer is gone or sent anything else.
 
         One call reads as much as the longest line; if more has arrived, the socket stays readable.
         """
-        received = []
         line = self.receive_line()
         while line is not None and (message := self.decode(line)) is not None:
-            received.append(message)
+            yield message
             line = self._next_line()
-        return received
 
     def receive_line(self) -> bytes | None:
         """Return the next line that has arrived; None, perhaps with `error`, if there is none."""
@@ -147,7 +150,7 @@ class Connection(Generic[Received]):
     def _read(self) -> None:
         if self._output:
             self.flush()
-        if self.error or b"\n" in self._input:
+        if self.error or self.has_line:
             return
         try:
             data = self.socket.recv(self.max_line_bytes + 1)
@@ -197,7 +200,7 @@ def _await_ends(connections: set[Connection[Any]], seconds: float) -> None:
             selector.register(connection, selectors.EVENT_READ, connection)
         while connections and (left_s := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(min(left_s, _FLUSH_S)):
-                key.data.receive()
+                key.data.receive_line()
                 if key.data.error:
                     selector.unregister(key.data)
                     connections.remove(key.data)

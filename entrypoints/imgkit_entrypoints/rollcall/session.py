@@ -332,26 +332,13 @@ class HeadSession(_Session):
 
 
 class MemberSession(_Session):
-    """The session of any node but the head; its methods are those of `HeadSession`.
-
-    Parameters
-    ----------
-    unread : messages of the head that have arrived after its start.
-    """
+    """The session of any node but the head; its methods are those of `HeadSession`."""
 
     def __init__(
-        self,
-        placement: Placement,
-        port: int,
-        warnings: Sequence[str],
-        *,
-        connection: Connection[FromHead],
-        unread: Sequence[FromHead] = (),
-        can_restart: bool = False,
+        self, placement: Placement, connection: Connection[FromHead], start: messages.RunStart
     ) -> None:
-        super().__init__(placement, port, warnings, can_restart=can_restart)
+        super().__init__(placement, start.port, start.warnings, can_restart=start.can_restart)
         self._connection = connection
-        self._unread = list(unread)
         self._is_over = False
         self._has_head_failed = False
         self._reported_phase = messages.STARTING
@@ -359,7 +346,10 @@ class MemberSession(_Session):
 
     def wait(self, sources: Collection[Readable], seconds: float) -> None:
         """Return when one of `sources` has something to read, an event may be there, or after `seconds`."""
-        wait(sources if self._is_over else [*sources, self._connection], seconds)
+        if self._is_over:
+            wait(sources, seconds)
+        else:
+            wait([*sources, self._connection], 0.0 if self._connection.has_line else seconds)
 
     def poll(self) -> list[Event]:
         """Read, beat, and return the events since the last call."""
@@ -399,8 +389,7 @@ class MemberSession(_Session):
 
     def _read_events(self) -> list[Event]:
         events: list[Event] = []
-        received, self._unread = [*self._unread, *self._connection.receive()], []
-        for position, message in enumerate(received):
+        for message in self._connection.receive():
             if isinstance(message, messages.Heartbeat):
                 self.run_positions = message.positions
                 continue
@@ -415,9 +404,8 @@ class MemberSession(_Session):
             self._is_over |= isinstance(message, messages.AllDone)
             self._has_head_failed |= isinstance(message, messages.NodeFailed) and message.is_head
             events.append(message)
-            if isinstance(message, messages.PreflightEnd):  # what follows belongs to the attempts
-                self._unread = received[position + 1 :]
-                break
+            if isinstance(message, messages.PreflightEnd):
+                break  # what follows belongs to the attempts
         return events
 
 

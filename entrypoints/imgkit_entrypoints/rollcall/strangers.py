@@ -132,7 +132,7 @@ class Strangers:
         """Return the request of a node of the run; close the connection of anything else."""
         connection = stranger.connection
         if stranger.is_refused:
-            connection.receive()  # what it sends is discarded
+            connection.receive_line()  # what it sends is discarded
         while not stranger.is_refused and (line := connection.receive_line()) is not None:
             if self._secret is not None and stranger.handshake is None:
                 self._answer(stranger, line, self._secret)

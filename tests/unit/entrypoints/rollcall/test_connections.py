@@ -80,7 +80,7 @@ def test_message_costs_work_for_its_own_connection(monkeypatch: pytest.MonkeyPat
             readers: list[Connection[FromNode]] = []
             receive = Connection.receive
 
-            def counted(connection: Connection[FromNode]) -> list[FromNode]:
+            def counted(connection: Connection[FromNode]) -> Iterator[FromNode]:
                 readers.append(connection)
                 return receive(connection)
 
