@@ -474,7 +474,7 @@ def _secret(options: LaunchOptions, env: Mapping[str, str], placement: Placement
             )
         return None
     if found := secret.find(options.secret_file, env, shared_home=_shared_home(env)):
-        return found.value
+        return found
     make = secret.MAKE.format(file="FILE")
     if options.require_secret:
         raise NoPlan(

@@ -112,8 +112,8 @@ def _call(meeting: Meeting, connection: Connection[FromHead], deadline: float) -
             detail = "its answer is not a valid proof" if answer else connection.error or "it is silent"
             detail = "it starts without a secret" if answer == OPEN_HEAD else detail
             connection.error = (
-                f"another program answers at {meeting.address} and does not know this run's secret ({detail}); "
-                "if it is the head, give both the same --secret-file"
+                f"another program answers at {meeting.address} and does not know this run's secret "
+                f"({detail}); if it is the head, give both the same --secret-file"
             )
             return None
         request = confirmed.sign(request)
