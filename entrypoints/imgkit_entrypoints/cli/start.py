@@ -484,9 +484,13 @@ def _secret(options: LaunchOptions, env: Mapping[str, str], placement: Placement
         )
     if placement.node_rank == 0:
         port = ports.rollcall_port(placement.job_id, placement.port)
+        # Started by hand, the run has no job id that strangers would have to know, and always the same port.
+        by_hand = not placement.job_id and placement.port is None
+        instead = f", or at least the same random port to all nodes: --port {ports.any_free()}"
         say(
             f"no secret is set: any program that reaches port {port} of {placement.head} can join this run. "
             f"To prevent that, create one file for all nodes with {make}, and pass --secret-file FILE"
+            + (instead if by_hand else "")
         )
     return None
 
