@@ -33,11 +33,11 @@ from typing import Any, Generic, TypeVar
 from imgkit_entrypoints.rollcall import messages
 from imgkit_entrypoints.rollcall.messages import FromHead, FromNode, Heartbeat, Message
 
+# A longer line comes from another program. The exit codes of 4,096 nodes need 20 KiB.
 MAX_LINE_BYTES = 64 * 1024
-"""A longer line comes from another program. The exit codes of 4,096 nodes need 20 KiB."""
 FOREIGN = "it sent something other than a message of imgkit's roll call"
+# Time between two tries to send the rest while connections close.
 _FLUSH_S = 0.05
-"""Time between two tries to send the rest while connections close."""
 
 Received = TypeVar("Received")
 
@@ -218,7 +218,7 @@ class NodeConnections:
 
     def __init__(self) -> None:
         self.closed: dict[int, str] = {}
-        """Nodes whose connection is over, and why, until somebody takes them away."""
+        """Nodes whose connection is over, and why, until `take_closed`."""
         self._connections: dict[int, Connection[FromNode]] = {}
         self._unsent: set[Connection[FromNode]] = set()
         self._selector = selectors.DefaultSelector()
@@ -250,6 +250,11 @@ class NodeConnections:
         for rank, connection in self._connections.items():
             self._selector.modify(connection, selectors.EVENT_READ, rank)
 
+    def take_closed(self) -> list[tuple[int, str]]:
+        """Return the nodes whose connection is over since the last call, and why."""
+        closed, self.closed = self.closed, {}
+        return list(closed.items())
+
     def receive(self, seconds: float = 0.0) -> list[tuple[int, FromNode]]:
         """Wait up to `seconds` for anything; return node ranks with their messages in order."""
         received = []
@@ -265,17 +270,22 @@ class NodeConnections:
                 self._unsent.remove(connection)
         return received
 
-    def beat(self, heartbeat: Heartbeat, *, beat_s: float, lost_after_s: float) -> list[int]:
-        """Send `heartbeat` where nothing was sent for `beat_s`; return the nodes that are silent."""
+    def beat(
+        self, heartbeat: Heartbeat, *, beat_s: float, lost_after_s: float, finished: Collection[int] = ()
+    ) -> None:
+        """Send `heartbeat` where nothing was sent for `beat_s`, and close what is silent for `lost_after_s`.
+
+        Parameters
+        ----------
+        finished : nodes that may be silent.
+        """
         now, line = time.monotonic(), messages.encode(heartbeat)
-        for connection in self._connections.values():
-            if now - connection.last_sent >= beat_s and not connection.has_unsent:
+        for rank, connection in list(self._connections.items()):
+            if now - connection.last_received > lost_after_s and rank not in finished:
+                self.closed[rank] = f"no heartbeat for {lost_after_s:g} s"
+                self.drop(rank)
+            elif now - connection.last_sent >= beat_s and not connection.has_unsent:
                 self._send(connection, line)
-        return [
-            rank
-            for rank, connection in self._connections.items()
-            if now - connection.last_received > lost_after_s
-        ]
 
     def send(self, rank: int, message: FromHead) -> None:
         """Send a message to one node, if it is there."""
@@ -301,10 +311,10 @@ class NodeConnections:
             self._unsent.add(connection)
 
 
+# Bytes that the head reads of a connection before it belongs to the run.
 MAX_HANDSHAKE_BYTES = 4096
-"""Bytes that the head reads of a connection before it belongs to the run."""
+# Answer of a head without a secret to a node that has one. The node believes nothing but its failure.
 OPEN_HEAD = b"imgkit-open"
-"""Answer of a head without a secret to a node that has one. The node believes nothing but its failure."""
 _OPENING = re.compile(rb"imgkit-join (\d{1,7}) ([0-9a-f]{32})")
 _ANSWER = re.compile(rb"imgkit-head ([0-9a-f]{32}) ([0-9a-f]{64})")
 

@@ -16,10 +16,10 @@ from imgkit_entrypoints.schedulers.placement import Placement
 
 CONNECT_S = 5.0
 RETRY_S = 0.5
+# Time between two lines in the log about the head that does not answer.
 PROGRESS_S = 10.0
-"""Time between two lines in the log about the head that does not answer."""
+# Time that a node gives the head to prove itself before it calls again.
 PROOF_S = 10.0
-"""Time that a node gives the head to prove itself before it calls again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,8 @@ def join(meeting: Meeting) -> MemberSession:
                 connection.close()
                 raise
             connection.close()
-            if not answer_error or time.monotonic() < deadline:  # a last call may have no time for an answer
+            # A last call may have no time for an answer.
+            if not answer_error or time.monotonic() < deadline:
                 answer_error = connection.error or answer_error
             reason = answer_error or "it does not answer the call"
         if time.monotonic() - progress >= PROGRESS_S:
@@ -126,10 +127,11 @@ def _call(meeting: Meeting, connection: Connection[FromHead], deadline: float) -
         if isinstance(message, messages.ProbeRequest):
             connection.send(probe.run_request(placement.node_rank, message, meeting.open_ports))
         elif isinstance(message, messages.RunStart):
-            place = placement.numbered(message.nnodes, message.node_rank)
-            return MemberSession(place, connection, message)
+            placement = placement.numbered(message.nnodes, message.node_rank)
+            return MemberSession(placement, connection, message)
         elif time.monotonic() - connection.last_sent >= session.BEAT_S:
-            connection.send(messages.Heartbeat())  # an answer to the head's own
+            # The head beats while it waits for other nodes.
+            connection.send(messages.Heartbeat())
     return None
 
 

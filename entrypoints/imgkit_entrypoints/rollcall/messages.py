@@ -21,19 +21,19 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.json_text import ValueRule
 from imgkit_entrypoints.terminal import shown
 
+# Stages of the preflight: each node alone, pairs, all nodes together.
 KINDS = ("alone", "pair", "all")
-"""Stages of the preflight: each node alone, pairs, all nodes together."""
+# How long the preflight measures.
 MODES = ("quick", "full")
-"""How long the preflight measures."""
+# How far torchrun of a node is: not yet in its rendezvous, in it, or past it.
 PHASES = STARTING, RENDEZVOUS, WORKERS = ("", "rendezvous", "workers")
-"""How far torchrun of a node is: not yet in its rendezvous, in it, or past it."""
+# More nodes, and more attempts, than any run has.
 MAX_NODES = 1 << 20
-"""More nodes, and more attempts, than any run has."""
 MAX_STAGE_S = 600
+# Lines of a traceback, and characters of each.
 LINES, LINE = 200, 1000
-"""Lines of a traceback, and characters of each."""
+# The watchdog counts in 64 bits.
 _MAX_COUNT = 1 << 63
-"""The watchdog counts in 64 bits."""
 
 
 def _between(low: int, high: int) -> ValueRule:
@@ -360,13 +360,15 @@ def encode(message: Message) -> bytes:
 
 
 def _values(message: Any) -> dict[str, Any]:
-    return {name: getattr(message, name) for name in message.__slots__}  # asdict would copy each value
+    # dataclasses.asdict would copy each value.
+    return {name: getattr(message, name) for name in message.__slots__}
 
 
 _ENCODER = json.JSONEncoder(default=_values)
 
 
-@functools.lru_cache(maxsize=64)  # nodes in step send the same heartbeat, and a hit costs a tenth
+# Nodes in step send the same heartbeat, and a hit costs a tenth.
+@functools.lru_cache(maxsize=64)
 def from_node(line: bytes) -> FromNode:
     """Return the message in a line that a node sent to the head.
 

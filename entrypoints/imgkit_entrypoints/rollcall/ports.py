@@ -13,8 +13,8 @@ from pathlib import Path
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS, job_port
 
+# Ports tried for torchrun before giving up.
 PROBES = 64
-"""Ports tried for torchrun before giving up."""
 BACKLOG = 1024
 
 
@@ -53,7 +53,8 @@ def longest_queue(root: Path = Path("/")) -> int:
     try:
         return int((root / "proc/sys/net/core/somaxconn").read_text())
     except (OSError, ValueError):
-        return sys.maxsize  # it does not tell
+        # The kernel does not tell.
+        return sys.maxsize
 
 
 def is_free(port: int) -> bool:
@@ -132,7 +133,8 @@ def _sockets(folder: Path) -> Iterator[str]:
             if target.startswith("socket:["):
                 yield target[8:-1]
     except OSError:
-        return  # another user's process, or one that has ended
+        # Another user's process, or one that has ended.
+        return
 
 
 def _user(uid: int) -> str:

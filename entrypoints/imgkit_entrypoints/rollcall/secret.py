@@ -23,13 +23,13 @@ from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 
 VARIABLE = "IMGKIT_SECRET_FILE"
+# The file name that stands for a line on standard input; ``imgkit submit --ssh`` sends one.
 STDIN = "-"
-"""The file name that stands for a line on standard input; ``imgkit submit --ssh`` sends one."""
 MOUNTED = Path("/run/secrets/imgkit/secret")
 MIN_BYTES, MAX_BYTES = 32, 4096
 PURPOSE = "the run's secret"
+# A shell's line that makes a good file.
 MAKE = "(umask 077; head -c 32 /dev/urandom > {file})"
-"""A shell's line that makes a good file."""
 
 
 def find(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> bytes | None:
@@ -127,7 +127,8 @@ def from_stdin() -> bytes:
         with open(0, "rb", buffering=0, closefd=False) as stream:
             line = stream.readline(MAX_BYTES + 2).rstrip(b"\n")
     except OSError:
-        line = b""  # it is closed
+        # Standard input is closed.
+        line = b""
     return _long_enough(line, "standard input")
 
 
@@ -193,5 +194,6 @@ def _make(path: Path) -> bool:
         finally:
             temporary.unlink()
     except OSError:
-        pass  # another node's file, a read-only home, or a disk without hard links
+        # Another node's file, a read-only home, or a disk without hard links.
+        pass
     return os.path.lexists(path)

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from imgkit_entrypoints.rollcall.strangers import Strangers
     from imgkit_entrypoints.schedulers.placement import Placement
 
+# Longest time between two messages of a node.
 BEAT_S = 5.0
-"""Longest time between two messages of a node."""
 LOST_AFTER_S = 30.0
+# Time in which the other end can read the last messages.
 LINGER_S = 2.0
-"""Time in which the other end can read the last messages."""
+# Time that messages wait for more where `MANY` nodes beat: to wake costs more than to read a message.
 READ_PAUSE_S = 0.25
-"""Time that messages wait for more where `MANY` nodes beat: to wake costs more than to read a message."""
 MANY = 1000
+# Time between two looks at strangers during the run, whose workers need the processors.
 STRANGERS_PAUSE_S = 0.2
-"""Time between two looks at strangers during the run, whose workers need the processors."""
 LOOKS_PER_BEAT = 5
 
 
@@ -56,7 +56,8 @@ class Readable(Protocol):
 
 def wait(sources: Iterable[Readable], seconds: float) -> list[Readable]:
     """Wait up to `seconds` until one of `sources` has something to read; return those that have."""
-    poll = select.poll()  # select.select would end at descriptor 1023, and an epoll costs more for a few
+    # select.select would end at descriptor 1023, and an epoll costs more for a few.
+    poll = select.poll()
     by_descriptor = {source.fileno(): source for source in sources if source.fileno() >= 0}
     for descriptor in by_descriptor:
         poll.register(descriptor, select.POLLIN)
@@ -259,8 +260,7 @@ class HeadSession(_Session):
         if is_look_due:
             self._next_look = now + beat_s(self.lost_after_s) / LOOKS_PER_BEAT
             self._beat()
-        closed, self._connections.closed = self._connections.closed, {}
-        for number, reason in closed.items():
+        for number, reason in self._connections.take_closed():
             self._lose(number, reason)
         if len(self.reports) == self.placement.nnodes and not self._has_ended and not self.can_restart:
             self._has_ended = True
@@ -270,15 +270,12 @@ class HeadSession(_Session):
     def _beat(self) -> None:
         positions = [*self._positions.values(), *([self.positions] if self.positions else [])]
         self.run_positions = (min(map(min, positions)), max(map(max, positions))) if positions else None
-        silent = self._connections.beat(
+        self._connections.beat(
             messages.Heartbeat(positions=self.run_positions),
             beat_s=beat_s(self.lost_after_s),
             lost_after_s=self.lost_after_s,
+            finished=() if self.can_restart else self.reports,
         )
-        for number in silent:
-            if number not in self.reports or self.can_restart:
-                self._connections.drop(number)
-                self._lose(number, f"no heartbeat for {self.lost_after_s:g} s")
 
     def _handle(self, number: int, message: messages.FromNode) -> None:
         """Take a node's message; drop a second one of its kind, by which it could fill the memory of all."""
@@ -362,7 +359,8 @@ class MemberSession(_Session):
         if not self._is_over and (connection.error or now - connection.last_received > self.lost_after_s):
             self._is_over = True
             reason = connection.error or f"no heartbeat for {self.lost_after_s:g} s"
-            if self._has_head_failed:  # and has left, as failed nodes do
+            # A head that has failed leaves, as other failed nodes do.
+            if self._has_head_failed:
                 events.append(messages.AllDone(codes=()))
             else:
                 events.append(messages.NodeLost(node=self.node_name(0), reason=reason))
@@ -405,7 +403,8 @@ class MemberSession(_Session):
             self._has_head_failed |= isinstance(message, messages.NodeFailed) and message.is_head
             events.append(message)
             if isinstance(message, messages.PreflightEnd):
-                break  # what follows belongs to the attempts
+                # What follows belongs to the attempts.
+                break
         return events
 
 

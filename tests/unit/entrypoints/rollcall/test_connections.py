@@ -48,7 +48,8 @@ class Nodes:
 
     def silent(self) -> list[int]:
         """Return the nodes that count as lost after the usual time."""
-        return self.connections.beat(Heartbeat(), beat_s=60, lost_after_s=session.LOST_AFTER_S)
+        self.connections.beat(Heartbeat(), beat_s=60, lost_after_s=session.LOST_AFTER_S)
+        return [rank for rank, _ in self.connections.take_closed()]
 
     def read(self, rank: int, size: int) -> bytes:
         """Read `size` bytes as one node, while the head goes on."""
