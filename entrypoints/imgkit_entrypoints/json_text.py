@@ -11,6 +11,7 @@ import collections.abc
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import typing
@@ -251,25 +252,42 @@ def _builder(hint: Any, closed: bool) -> _Reader | None:
         return _object_builder(hint, closed)
     if origin is collections.abc.Mapping:
         read_value = _reader(args[1], closed)
-        return lambda value: {key: _inside(f".{key}", read_value, value[key]) for key in value}
-    if origin in (tuple, list) and Ellipsis not in args and len(args) > 1:
-        readers = [_reader(arg, closed) for arg in args]
-        return functools.partial(_fixed_tuple, readers)
+        return lambda value: _read_parts(value, dict.fromkeys(value, read_value))
     if origin in (tuple, list):
-        read_item = _reader(args[0], closed)
-        return lambda value: origin(
-            _inside(f"[{position}]", read_item, item) for position, item in enumerate(value)
-        )
+        return _list_builder(origin, [_reader(arg, closed) for arg in args if arg is not Ellipsis])
     return Path if hint is Path else None
 
 
-def _fixed_tuple(readers: Sequence[_Reader], value: list[Any]) -> tuple[Any, ...]:
-    if len(value) != len(readers):
-        raise _misfit(value, f"a list of {len(readers)}")
-    return tuple(
-        _inside(f"[{position}]", read_item, item)
-        for position, (read_item, item) in enumerate(zip(readers, value, strict=True))
-    )
+def _read_parts(values: Mapping[str, Any], readers: Mapping[str, _Reader]) -> dict[str, Any]:
+    parts, name = {}, ""
+    try:
+        for name, read_value in readers.items():
+            if name in values:
+                parts[name] = read_value(values[name])
+    except _Misfit as misfit:
+        misfit.path = f".{name}{misfit.path}"
+        raise
+    return parts
+
+
+def _list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:
+    """Return what builds a list or tuple: one reader is for each item, several are for one item each."""
+    is_fixed = len(readers) > 1
+
+    def build_list(values: list[Any]) -> Any:
+        if is_fixed and len(values) != len(readers):
+            raise _misfit(values, f"a list of {len(readers)}")
+        items: list[Any] = []
+        item_readers = readers if is_fixed else itertools.repeat(readers[0])
+        try:
+            for read_item, value in zip(item_readers, values, strict=False):
+                items.append(read_item(value))
+        except _Misfit as misfit:
+            misfit.path = f"[{len(items)}]{misfit.path}"
+            raise
+        return origin(items)
+
+    return build_list
 
 
 def _object_builder(owner: Any, closed: bool) -> _Reader:
@@ -282,29 +300,17 @@ def _object_builder(owner: Any, closed: bool) -> _Reader:
         if field.default is nothing and field.default_factory is nothing
     ]
 
-    def build_object(value: dict[str, Any]) -> Any:
-        fields = {
-            name: _inside(f".{name}", read_value, value[name])
-            for name, read_value in readers.items()
-            if name in value
-        }
+    def build_object(values: dict[str, Any]) -> Any:
+        parts = _read_parts(values, readers)
         for name in required:
-            if name not in value:
+            if name not in parts:
                 raise _Misfit(f" is not complete: it has no {name}")
-        for name in value if closed else ():
+        for name in values if closed else ():
             if name not in readers:
                 raise _Misfit(f".{name} is an unknown key")
-        return owner(**fields)
+        return owner(**parts)
 
     return build_object
-
-
-def _inside(step: str, read_value: _Reader, value: Any) -> Any:
-    try:
-        return read_value(value)
-    except _Misfit as misfit:
-        misfit.path = step + misfit.path
-        raise
 
 
 def _misfit(value: Any, noun: str) -> _Misfit:
