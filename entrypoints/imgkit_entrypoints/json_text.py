@@ -1,8 +1,7 @@
 """Read data that another program, machine or person wrote, and check it by the annotations of dataclasses.
 
 This is the only reader of JSON: every fault of a text is a ValueError. It bounds size, nesting and digits. It
-refuses a key that occurs twice, since readers differ in the one that counts. `checked` finds all faults of
-parsed data, `read` raises the first.
+refuses a key that occurs twice, since readers differ in the one that counts.
 """
 
 from __future__ import annotations
@@ -12,10 +11,11 @@ import collections.abc
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -163,6 +163,18 @@ def _digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
+@dataclass(frozen=True, slots=True)
+class ValueRule:
+    """A rule in an annotation, such as ``Annotated[int, ValueRule(port)]``.
+
+    Parameters
+    ----------
+    rule : returns the value, perhaps changed, or raises ValueError.
+    """
+
+    rule: Callable[[Any], Any]
+
+
 def read(hint: Any, value: Any, place: str, *, closed: bool = False) -> Any:
     """Build a value of the type `hint`, often a dataclass, from parsed JSON.
 
@@ -177,107 +189,134 @@ def read(hint: Any, value: Any, place: str, *, closed: bool = False) -> Any:
     ------
     ValueError : a value has another type than its field, or a field is missing; names the field.
     """
-    made, faults = checked(hint, value, closed=closed)
-    if faults:
-        raise ValueError(faults[0].text(place))
-    return made
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
-    """One value that does not fit the annotation of the field that it is for."""
-
-    path: tuple[str | int, ...]
-    """Keys and indices from the outermost value."""
-    kind: Literal["missing", "unknown", "type", "choice", "rule"]
-    """``rule``: the dataclass refused its values, and `expected` is its reason."""
-    expected: Any = None
-    """The annotation without ``| None`` (``type``), the values (``choice``) or the keys (``unknown``)."""
-    value: Any = None
-
-    def text(self, place: str) -> str:
-        """The sentence for an error; `place` is the name of the outermost value."""
-        whole = place + "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in self.path)
-        if self.kind == "missing":
-            above = whole.rpartition(".")[0]
-            return f"{above} is not complete: it has no {self.path[-1]}"
-        if self.kind == "unknown":
-            return f"{whole} is an unknown key"
-        if self.kind == "rule":
-            return str(self.expected)
-        allowed = self.expected if self.kind == "choice" else ()
-        wanted = " or ".join(allowed) if allowed else _noun(self.expected)
-        return f"{whole} is {json.dumps(self.value, default=str)[:200]}, not {wanted}"
-
-
-def checked(hint: Any, value: Any, *, closed: bool = False) -> tuple[Any, tuple[Fault, ...]]:
-    """Build a value of the type `hint` as `read` does, and find every fault; with a fault the value is None.
-
-    Parameters
-    ----------
-    closed : a key that a dataclass does not have is a fault; by default it is ignored.
-    """
-    faults: list[Fault] = []
-    made = _built(hint, value, (), faults, closed=closed)
-    return (None if faults else made), tuple(faults)
-
-
-def _built(hint: Any, value: Any, path: _Path, faults: list[Fault], *, closed: bool) -> Any:
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if type(None) in inner:
-        return None if value is None else _built(inner[0], value, path, faults, closed=closed)
-    if origin is Literal:
-        if value not in inner:
-            faults.append(Fault(path=path, kind="choice", expected=inner, value=value))
-        return value
-    if type(value) is not _JSON_TYPES.get(origin or hint, dict if dataclasses.is_dataclass(hint) else hint):
-        faults.append(Fault(path=path, kind="type", expected=hint, value=value))
-        return None
-    data: Any = value  # for the type checker, which keeps what `is not` says
-    if dataclasses.is_dataclass(hint):
-        return _object(hint, data, path, faults, closed=closed)
-    if origin in (tuple, list):
-        items = (_built(inner[0], one, (*path, at), faults, closed=closed) for at, one in enumerate(data))
-        return origin(items)
-    if origin is collections.abc.Mapping:
-        return {key: _built(inner[1], one, (*path, key), faults, closed=closed) for key, one in data.items()}
-    return Path(data) if hint is Path else data
-
-
-def _object(owner: Any, value: Mapping[str, Any], path: _Path, faults: list[Fault], *, closed: bool) -> Any:
-    before, hints = len(faults), _hints(owner)
-    known = {field.name: field for field in dataclasses.fields(owner)}
-    made = {
-        name: _built(hints[name], value[name], (*path, name), faults, closed=closed)
-        for name in known
-        if name in value
-    }
-    missing, nothing = set(known) - set(value), dataclasses.MISSING
-    for name, field in known.items():
-        if name in missing and field.default is nothing and field.default_factory is nothing:
-            faults.append(Fault(path=(*path, name), kind="missing"))
-    for name in value if closed else ():
-        if name not in known:
-            faults.append(Fault(path=(*path, name), kind="unknown", expected=tuple(known)))
-    if len(faults) > before:
-        return None
     try:
-        return owner(**made)
-    except ValueError as error:
-        faults.append(Fault(path=path, kind="rule", expected=str(error)))
-        return None
+        return _reader(hint, closed)(value)
+    except _Misfit as misfit:
+        raise ValueError(f"{place}{misfit.path}{misfit.problem}") from None
+
+
+class _Misfit(Exception):
+    """A value that does not fit the annotation of its field. `path` leads there, and grows on the way out."""
+
+    def __init__(self, problem: str) -> None:
+        self.path, self.problem = "", problem
+
+
+_Reader = Callable[[Any], Any]
 
 
 @functools.cache
-def _hints(owner: Any) -> Mapping[str, Any]:
-    return typing.get_type_hints(owner)
+def _reader(hint: Any, closed: bool) -> _Reader:
+    """Return the function that builds values of the type `hint`; it knows the annotations already."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        rules = [item.rule for item in hint.__metadata__ if isinstance(item, ValueRule)]
+        return _checking(_reader(args[0], closed), rules)
+    if type(None) in args:
+        read_value = _reader(args[0], closed)
+        return lambda value: None if value is None else read_value(value)
+    if origin is Literal:
+        return functools.partial(_choice, args)
+    kind = _JSON_TYPES.get(origin or hint, dict if dataclasses.is_dataclass(hint) else hint)
+    noun = _NOUNS.get(kind, "an object")
+    build = _builder(hint, closed)
+
+    def read_typed(value: Any) -> Any:
+        if type(value) is not kind:
+            raise _misfit(value, noun)
+        return build(value) if build else value
+
+    return read_typed
 
 
-_Path = tuple[str | int, ...]
+def _checking(read_value: _Reader, rules: Sequence[_Reader]) -> _Reader:
+    def read_checked(value: Any) -> Any:
+        value = read_value(value)
+        for rule in rules:
+            value = rule(value)
+        return value
+
+    return read_checked
+
+
+def _choice(allowed: tuple[Any, ...], value: Any) -> Any:
+    if value not in allowed:
+        raise _misfit(value, " or ".join(allowed))
+    return value
+
+
+def _builder(hint: Any, closed: bool) -> _Reader | None:
+    """Return what builds a value from JSON of the right type; None where that is the value."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return _object_builder(hint, closed)
+    if origin is collections.abc.Mapping:
+        read_value = _reader(args[1], closed)
+        return lambda value: _read_parts(value, dict.fromkeys(value, read_value))
+    if origin in (tuple, list):
+        return _list_builder(origin, [_reader(arg, closed) for arg in args if arg is not Ellipsis])
+    return Path if hint is Path else None
+
+
+def _read_parts(values: Mapping[str, Any], readers: Mapping[str, _Reader]) -> dict[str, Any]:
+    parts, name = {}, ""
+    try:
+        for name, read_value in readers.items():
+            if name in values:
+                parts[name] = read_value(values[name])
+    except _Misfit as misfit:
+        misfit.path = f".{name}{misfit.path}"
+        raise
+    return parts
+
+
+def _list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:
+    """Return what builds a list or tuple: one reader is for each item, several are for one item each."""
+    is_fixed = len(readers) > 1
+
+    def build_list(values: list[Any]) -> Any:
+        if is_fixed and len(values) != len(readers):
+            raise _misfit(values, f"a list of {len(readers)}")
+        items: list[Any] = []
+        item_readers = readers if is_fixed else itertools.repeat(readers[0])
+        try:
+            for read_item, value in zip(item_readers, values, strict=False):
+                items.append(read_item(value))
+        except _Misfit as misfit:
+            misfit.path = f"[{len(items)}]{misfit.path}"
+            raise
+        return origin(items)
+
+    return build_list
+
+
+def _object_builder(owner: Any, closed: bool) -> _Reader:
+    hints = typing.get_type_hints(owner, include_extras=True)
+    readers = {field.name: _reader(hints[field.name], closed) for field in dataclasses.fields(owner)}
+    nothing = dataclasses.MISSING
+    required = [
+        field.name
+        for field in dataclasses.fields(owner)
+        if field.default is nothing and field.default_factory is nothing
+    ]
+
+    def build_object(values: dict[str, Any]) -> Any:
+        parts = _read_parts(values, readers)
+        for name in required:
+            if name not in parts:
+                raise _Misfit(f" is not complete: it has no {name}")
+        for name in values if closed else ():
+            if name not in readers:
+                raise _Misfit(f".{name} is an unknown key")
+        return owner(**parts)
+
+    return build_object
+
+
+def _misfit(value: Any, noun: str) -> _Misfit:
+    return _Misfit(f" is {json.dumps(value, default=str)[:200]}, not {noun}")
+
+
 _JSON_TYPES: Mapping[Any, type] = {tuple: list, list: list, collections.abc.Mapping: dict, Path: str}
 """Types of Python -> those of the parsed JSON; a dataclass comes from a dict, others from themselves."""
 _NOUNS = {str: "text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
-
-
-def _noun(hint: Any) -> str:
-    return _NOUNS.get(_JSON_TYPES.get(typing.get_origin(hint) or hint, hint), "an object")
