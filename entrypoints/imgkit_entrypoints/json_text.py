@@ -15,7 +15,8 @@ import itertools
 import json
 import math
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -41,7 +42,14 @@ def parse(text: str | bytes, *, most_bytes: int = MOST_BYTES, most_brackets: int
     ------
     ValueError : no JSON, too large, too deep, a key twice, or a number that is not finite or has 100 digits.
     """
-    return _decode(text, _DECODER.decode, most_bytes, most_brackets)
+    _check_size(text, most_bytes, most_brackets)
+    if isinstance(text, bytes):
+        text = text.decode()
+    try:
+        value = _DECODER.decode(text)
+    except RecursionError:
+        raise _too_deep() from None
+    return _shallow(value)
 
 
 def load(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
@@ -65,34 +73,43 @@ def first_object(output: str) -> Any:
     start = output.find("{")
     if start < 0:
         raise ValueError("it contains no JSON object")
-    text = output[start : start + MOST_BYTES]
-    return _decode(text, lambda text: _DECODER.raw_decode(text)[0], MOST_BYTES, MOST_BRACKETS)
+    output = output[start : start + MOST_BYTES]
+    _check_size(output, MOST_BYTES, MOST_BRACKETS)
+    try:
+        value, _ = _DECODER.raw_decode(output)
+    except RecursionError:
+        raise _too_deep() from None
+    return _shallow(value)
 
 
-def _decode(text: str | bytes, decode: Callable[[str], Any], most_bytes: int, most_brackets: int) -> Any:
+def _check_size(text: str | bytes, most_bytes: int, most_brackets: int) -> None:
     if len(text) > most_bytes:
         raise ValueError(f"it has more than {most_bytes} bytes")
     if isinstance(text, bytes):
-        text = text.decode()
-    if text.count("[") + text.count("{") > most_brackets:
+        brackets = text.count(b"[") + text.count(b"{")
+    else:
+        brackets = text.count("[") + text.count("{")
+    if brackets > most_brackets:
         raise ValueError(f"it has more than {most_brackets} lists and objects")
-    too_deep = ValueError("its brackets are nested too deeply")
-    try:
-        value = decode(text)
-    except RecursionError:
-        raise too_deep from None
-    containers = [value] if isinstance(value, dict | list) else []
-    for _ in range(DEEPEST + 1):
-        if not containers:
-            return value
-        children = itertools.chain.from_iterable(
-            container.values() if isinstance(container, dict) else container for container in containers
+
+
+def _shallow(value: Any) -> Any:
+    level = [value]
+    for _ in range(DEEPEST):
+        inner = (
+            one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)
         )
-        containers = [child for child in children if isinstance(child, dict | list)]
-    raise too_deep
+        level = [child for children in inner for child in children if isinstance(child, dict | list)]
+        if not level:
+            return value
+    raise _too_deep()
 
 
-def _integer(digits: str) -> int:
+def _too_deep() -> ValueError:
+    return ValueError("its brackets are nested too deeply")
+
+
+def _whole(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)
@@ -105,12 +122,13 @@ def _real(text: str) -> float:
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        ((key, _),) = collections.Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"the key {key[:_SHOWN]!r} occurs twice")
-    return values
+def _single(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = collections.Counter(key for key, _ in pairs)
+        ((twice, _),) = counts.most_common(1)
+        raise ValueError(f"the key {twice[:_SHOWN]!r} occurs twice")
+    return found
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -118,7 +136,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(
-    object_pairs_hook=_unique, parse_int=_integer, parse_float=_real, parse_constant=_refuse
+    object_pairs_hook=_single, parse_int=_whole, parse_float=_real, parse_constant=_refuse
 )
 
 
@@ -145,7 +163,19 @@ def _digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def read(hint: Any, value: Any, name: str, *, closed: bool = False) -> Any:
+@dataclass(frozen=True, slots=True)
+class ValueRule:
+    """A rule in an annotation, such as ``Annotated[int, ValueRule(port)]``.
+
+    Parameters
+    ----------
+    rule : returns the value, perhaps changed, or raises ValueError.
+    """
+
+    rule: Callable[[Any], Any]
+
+
+def read(hint: Any, value: Any, place: str, *, closed: bool = False) -> Any:
     """Build a value of the type `hint`, often a dataclass, from parsed JSON.
 
     Dataclasses come from objects, whose unknown keys are ignored unless `closed`; tuples and lists from
@@ -153,55 +183,138 @@ def read(hint: Any, value: Any, name: str, *, closed: bool = False) -> Any:
 
     Parameters
     ----------
-    name : the value's name in errors.
+    place : the value's name in errors.
 
     Raises
     ------
-    ValueError : a value has another type than its field, a field is missing, or the dataclass refuses it.
+    ValueError : a value has another type than its field, or a field is missing; names the field.
     """
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if type(None) in inner:
-        return None if value is None else read(inner[0], value, name, closed=closed)
-    if origin is Literal:
-        if value not in inner:
-            raise _mismatch(name, value, " or ".join(inner))
-        return value
-    kind = _JSON_TYPES.get(origin or hint, dict if dataclasses.is_dataclass(hint) else hint)
-    if type(value) is not kind:
-        raise _mismatch(name, value, _NOUNS.get(kind, "an object"))
-    data: Any = value  # for the type checker, which keeps what `is not` says
-    if dataclasses.is_dataclass(hint):
-        return _read_dataclass(hint, data, name, closed=closed)
-    if origin in (tuple, list):
-        items = (read(inner[0], item, f"{name}[{n}]", closed=closed) for n, item in enumerate(data))
-        return origin(items)
-    if origin is collections.abc.Mapping:
-        return {key: read(inner[1], item, f"{name}.{key}", closed=closed) for key, item in data.items()}
-    return Path(data) if hint is Path else data
+    try:
+        return _reader(hint, closed)(value)
+    except _Misfit as misfit:
+        raise ValueError(f"{place}{misfit.path}{misfit.problem}") from None
 
 
-def _read_dataclass(hint: Any, value: Mapping[str, Any], name: str, *, closed: bool) -> Any:
-    hints, fields = _type_hints(hint), {field.name: field for field in dataclasses.fields(hint)}
-    values = {
-        key: read(hints[key], value[key], f"{name}.{key}", closed=closed) for key in fields if key in value
-    }
-    for key, field in fields.items():
-        is_required = field.default is field.default_factory is dataclasses.MISSING
-        if is_required and key not in value:
-            raise ValueError(f"{name} is not complete: it has no {key}")
-    for key in value if closed else ():
-        if key not in fields:
-            raise ValueError(f"{name}.{key} is an unknown key")
-    return hint(**values)
+class _Misfit(Exception):
+    """A value that does not fit the annotation of its field. `path` leads there, and grows on the way out."""
+
+    def __init__(self, problem: str) -> None:
+        self.path, self.problem = "", problem
 
 
-def _mismatch(name: str, value: Any, expected: str) -> ValueError:
-    return ValueError(f"{name} is {json.dumps(value, default=str)[:200]}, not {expected}")
+_Reader = Callable[[Any], Any]
 
 
 @functools.cache
-def _type_hints(hint: Any) -> Mapping[str, Any]:
-    return typing.get_type_hints(hint)
+def _reader(hint: Any, closed: bool) -> _Reader:
+    """Return the function that builds values of the type `hint`; it knows the annotations already."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        rules = [item.rule for item in hint.__metadata__ if isinstance(item, ValueRule)]
+        return _checking(_reader(args[0], closed), rules)
+    if type(None) in args:
+        read_value = _reader(args[0], closed)
+        return lambda value: None if value is None else read_value(value)
+    if origin is Literal:
+        return functools.partial(_choice, args)
+    kind = _JSON_TYPES.get(origin or hint, dict if dataclasses.is_dataclass(hint) else hint)
+    noun = _NOUNS.get(kind, "an object")
+    build = _builder(hint, closed)
+
+    def read_typed(value: Any) -> Any:
+        if type(value) is not kind:
+            raise _misfit(value, noun)
+        return build(value) if build else value
+
+    return read_typed
+
+
+def _checking(read_value: _Reader, rules: Sequence[_Reader]) -> _Reader:
+    def read_checked(value: Any) -> Any:
+        value = read_value(value)
+        for rule in rules:
+            value = rule(value)
+        return value
+
+    return read_checked
+
+
+def _choice(allowed: tuple[Any, ...], value: Any) -> Any:
+    if value not in allowed:
+        raise _misfit(value, " or ".join(allowed))
+    return value
+
+
+def _builder(hint: Any, closed: bool) -> _Reader | None:
+    """Return what builds a value from JSON of the right type; None where that is the value."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if dataclasses.is_dataclass(hint):
+        return _object_builder(hint, closed)
+    if origin is collections.abc.Mapping:
+        read_value = _reader(args[1], closed)
+        return lambda value: _read_parts(value, dict.fromkeys(value, read_value))
+    if origin in (tuple, list):
+        return _list_builder(origin, [_reader(arg, closed) for arg in args if arg is not Ellipsis])
+    return Path if hint is Path else None
+
+
+def _read_parts(values: Mapping[str, Any], readers: Mapping[str, _Reader]) -> dict[str, Any]:
+    parts, name = {}, ""
+    try:
+        for name, read_value in readers.items():
+            if name in values:
+                parts[name] = read_value(values[name])
+    except _Misfit as misfit:
+        misfit.path = f".{name}{misfit.path}"
+        raise
+    return parts
+
+
+def _list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:
+    """Return what builds a list or tuple: one reader is for each item, several are for one item each."""
+    is_fixed = len(readers) > 1
+
+    def build_list(values: list[Any]) -> Any:
+        if is_fixed and len(values) != len(readers):
+            raise _misfit(values, f"a list of {len(readers)}")
+        items: list[Any] = []
+        item_readers = readers if is_fixed else itertools.repeat(readers[0])
+        try:
+            for read_item, value in zip(item_readers, values, strict=False):
+                items.append(read_item(value))
+        except _Misfit as misfit:
+            misfit.path = f"[{len(items)}]{misfit.path}"
+            raise
+        return origin(items)
+
+    return build_list
+
+
+def _object_builder(owner: Any, closed: bool) -> _Reader:
+    hints = typing.get_type_hints(owner, include_extras=True)
+    readers = {field.name: _reader(hints[field.name], closed) for field in dataclasses.fields(owner)}
+    nothing = dataclasses.MISSING
+    required = [
+        field.name
+        for field in dataclasses.fields(owner)
+        if field.default is nothing and field.default_factory is nothing
+    ]
+
+    def build_object(values: dict[str, Any]) -> Any:
+        parts = _read_parts(values, readers)
+        for name in required:
+            if name not in parts:
+                raise _Misfit(f" is not complete: it has no {name}")
+        for name in values if closed else ():
+            if name not in readers:
+                raise _Misfit(f".{name} is an unknown key")
+        return owner(**parts)
+
+    return build_object
+
+
+def _misfit(value: Any, noun: str) -> _Misfit:
+    return _Misfit(f" is {json.dumps(value, default=str)[:200]}, not {noun}")
 
 
 _JSON_TYPES: Mapping[Any, type] = {tuple: list, list: list, collections.abc.Mapping: dict, Path: str}

@@ -14,8 +14,8 @@ from typing import Any
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import gather, ports
-from imgkit_entrypoints.rollcall.messages import NodeInfo
-from imgkit_entrypoints.rollcall.session import Event, Session
+from imgkit_entrypoints.rollcall.messages import Event, NodeInfo
+from imgkit_entrypoints.rollcall.session import Session
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
 _jobs = itertools.count()

@@ -325,7 +325,6 @@ def test_foreign_json_and_tars_have_one_reader(folder: Path) -> None:
 BY_ANNOTATIONS = {
     "entrypoints/imgkit_entrypoints/json_text.py": "it is the checker",
     "builder/imgkit_builder/recipe/validation.py": "it lists the keys of a recipe",
-    "entrypoints/imgkit_entrypoints/rollcall/messages.py": "a head reads thousands of messages a second",
     "builder/imgkit_builder/job/request.py": "it makes options of them, and compares nothing",
 }
 """File -> why it may read the annotations of a dataclass."""

@@ -160,7 +160,7 @@ def _dist_doctor(command: Command, argv: Sequence[str], env: Mapping[str, str]) 
         placement = start.find_placement(options.placement, env)
         return start.launch(options, start.module_worker(_ALL_NODES, rest), env, placement)
     rest = [*rest, *(["--json"] if options.json else [])]
-    if not any(word.startswith("--bundle") for word in rest) and not saved_environment.is_replay(env):
+    if not any(arg.startswith("--bundle") for arg in rest) and not saved_environment.is_replay(env):
         try:
             placement = start.find_placement(options.placement, env)
         except NoPlan as error:

@@ -14,6 +14,15 @@ from imgkit_entrypoints.schedulers.placement import PlacementRequest, Size, size
 from imgkit_entrypoints.schedulers.resolve import NAMES
 
 DEVICES = ("auto", "cuda", "cpu")
+ROLLCALL_HELP = "time for all nodes to join, and then for all ranks to connect (default: 120 s)"
+HANG_HELP = (
+    "report a rank as stuck after S seconds without progress, or three times its longest step if that is "
+    "longer; 0: never (default: 60)"
+)
+KEY_FILE_HELP = (
+    "shared secret by which nodes authenticate each other: a private file of at least 32 bytes, the same on "
+    "all nodes, or - for a line on standard input (default: the job script's, else ~/.config/imgkit/secret)"
+)
 
 
 def choice(*allowed: str) -> Callable[[str], str]:
@@ -50,74 +59,26 @@ class Option(NamedTuple):
     default: object
     metavar: str
     help: str
-    aliases: tuple[str, ...] = ()
-    """Spellings of torchrun and torch.distributed.launch, for existing command lines; the help hides them."""
 
 
 OPTIONS = (
     Option("--device", choice(*DEVICES), "auto", "|".join(DEVICES), "device to run on (default: {device})"),
+    Option("--nproc", processes, "auto", "N|auto", "processes on this node (default: auto, one per GPU)"),
+    Option("--scheduler", choice(*NAMES), None, "NAME", f"launcher: {', '.join(NAMES)} (default: detected)"),
+    Option("--nnodes", size, None, "N|N+S", "nodes, or nodes and spares (default: the scheduler's number)"),
     Option(
-        "--nproc",
-        processes,
-        "auto",
-        "N|auto",
-        "processes on this node; auto: one per GPU (default: auto)",
-        ("--nproc-per-node", "--nproc_per_node"),
+        "--node-rank", natural, None, "RANK", "rank of this node; the head is 0 (default: the scheduler's)"
     ),
-    Option(
-        "--scheduler",
-        choice(*NAMES),
-        None,
-        "NAME",
-        f"scheduler or launcher that started this command: {', '.join(NAMES)} (default: detected)",
-    ),
-    Option(
-        "--nnodes",
-        size,
-        None,
-        "N|N+S",
-        "number of nodes, or N nodes and S spares (default: the scheduler's number)",
-    ),
-    Option(
-        "--node-rank",
-        natural,
-        None,
-        "RANK",
-        "rank of this node; the head is 0 (default: the scheduler's)",
-        ("--node_rank",),
-    ),
-    Option(
-        "--head",
-        str,
-        None,
-        "HOST",
-        "name or address by which the other nodes reach the head",
-        ("--master-addr", "--master_addr"),
-    ),
-    Option(
-        "--port",
-        positive,
-        None,
-        "PORT",
-        "torchrun's port on the head (default: from the job id)",
-        ("--master-port", "--master_port"),
-    ),
+    Option("--head", str, None, "HOST", "name or address by which the other nodes reach the head"),
+    Option("--port", positive, None, "PORT", "torchrun's port on the head (default: from the job id)"),
     Option(
         "--max-failures",
         natural,
         None,
         "K",
-        f"failures (lost nodes or workers) to survive before the run is aborted (default: {DEFAULT_FAILURES} "
-        "with spares, else 0)",
-        ("--max-restarts", "--max_restarts"),
+        f"lost nodes and failed workers to survive (default: {DEFAULT_FAILURES} with spares, else 0)",
     ),
-    Option(
-        "--lost-after",
-        positive,
-        30,
-        "S",
-        "seconds of silence after which a node counts as lost (default: 30)",
-    ),
+    Option("--lost-after", positive, 30, "S", "silence after which a node counts as lost (default: 30 s)"),
     Option(
         "--start",
         choice("auto", "fork", "exec"),
@@ -127,38 +88,19 @@ OPTIONS = (
         "separate interpreter (default: fork for imgkit's programs on CPUs, else exec)",
     ),
     Option("--log-dir", str, None, "DIR", "save the output of each process in DIR, one folder per node"),
-    Option(
-        "--rollcall-timeout",
-        positive,
-        120,
-        "S",
-        "seconds to wait for all nodes in the roll call, and again in torchrun's rendezvous (default: 120)",
-    ),
-    Option(
-        "--grace",
-        positive,
-        60,
-        "S",
-        "seconds that the program has to save after a stop request (default: 60)",
-    ),
-    Option(
-        "--hang-after",
-        natural,
-        60,
-        "S",
-        "watchdog: report a rank as stuck after S seconds without progress, or three times its longest step "
-        "if that is longer; 0: never (default: 60)",
-    ),
-    Option(
-        "--secret-file",
-        str,
-        None,
-        "FILE",
-        "shared secret by which nodes authenticate each other: a private file of at least 32 bytes, the "
-        "same on all nodes, or - for a line on standard input (default: the job script's, else "
-        "~/.config/imgkit/secret)",
-    ),
+    Option("--rollcall-timeout", positive, 120, "S", ROLLCALL_HELP),
+    Option("--grace", positive, 60, "S", "time to save in after a stop request (default: 60 s)"),
+    Option("--hang-after", natural, 60, "S", HANG_HELP),
+    Option("--secret-file", str, None, "FILE", KEY_FILE_HELP),
 )
+ALIASES = {
+    "--nproc": ("--nproc-per-node", "--nproc_per_node"),
+    "--node-rank": ("--node_rank",),
+    "--head": ("--master-addr", "--master_addr"),
+    "--port": ("--master-port", "--master_port"),
+    "--max-failures": ("--max-restarts", "--max_restarts"),
+}
+"""Spellings of torchrun and torch.distributed.launch, for existing command lines; the help hides them."""
 SWITCHES = {
     "--require-secret": "refuse multi-node runs without a shared secret",
     "--preflight": "measure all nodes first, for a minute at most, and leave slow ones out",
@@ -189,9 +131,9 @@ def launch_parser(
         # A string default goes through `type` and its errors like a value on the command line.
         default = env.get(variable(option.flag)) or default
         group.add_argument(option.flag, type=option.type, default=default, metavar=option.metavar, help=text)
-        if option.aliases:
+        if aliases := ALIASES.get(option.flag):
             dest, hidden = option.flag.strip("-").replace("-", "_"), argparse.SUPPRESS
-            group.add_argument(*option.aliases, dest=dest, type=option.type, default=hidden, help=hidden)
+            group.add_argument(*aliases, dest=dest, type=option.type, default=hidden, help=hidden)
     for flag, text in SWITCHES.items():
         names = (flag, "-v") if flag == "--verbose" else (flag,)
         group.add_argument(*names, action="store_true", default=_is_on(flag, env), help=text)

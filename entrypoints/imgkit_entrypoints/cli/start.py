@@ -98,8 +98,8 @@ def parse_user_program(
     if not program:
         raise UsageError("no script given", hint=_USAGE)
     if not parsed.module and _PYTHON.fullmatch(PurePath(program[0]).name):
-        before = [word for word in argv[1 : len(argv) - len(program)] if word != "--"]
-        script = [word for word in program[1:] if word != "-u"]
+        before = [arg for arg in argv[1 : len(argv) - len(program)] if arg != "--"]
+        script = [arg for arg in program[1:] if arg != "-u"]
         raise UsageError(
             f"{program[0]} is not needed: dist-run starts Python once for each rank",
             hint=shlex.join([command.name, *before, *script]),
@@ -114,13 +114,13 @@ def parse_user_program(
 
 def _program_options_hint(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> str:
     """Return the command line with the options of the program behind it; empty if no program is in sight."""
-    position = next((index for index, word in enumerate(argv) if index and word.endswith(".py")), 0)
+    position = next((index for index, arg in enumerate(argv) if index and arg.endswith(".py")), 0)
     if not position:
         return ""
     launch_options = list(argv[1:position])
     _, rest = launch_parser(command.name, "", env).parse_known_args(launch_options)
-    for word in reversed(rest):
-        del launch_options[len(launch_options) - 1 - launch_options[::-1].index(word)]
+    for arg in reversed(rest):
+        del launch_options[len(launch_options) - 1 - launch_options[::-1].index(arg)]
     line = shlex.join([command.name, *launch_options, argv[position], *rest, *argv[position + 1 :]])
     return f"options of the program follow the program: {line}"
 
@@ -305,19 +305,21 @@ def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Plac
             )
         return None
     if run_secret := secret.find(options.secret_file, env, shared_home=_shared_home(env)):
-        return run_secret.value
-    remedy = (
-        f"create one file for all nodes with {secret.MAKE.format(file='FILE')}, and pass --secret-file FILE"
-    )
+        return run_secret
+    make = secret.MAKE.format(file="FILE")
+    remedy = f"create one file for all nodes with {make}, and pass --secret-file FILE"
     if options.require_secret:
         raise NoPlan(
             "no secret is set, so other programs could join this run", where="--require-secret", hint=remedy
         )
     if placement.node_rank == 0:
         port = ports.rollcall_port(placement.job_id, placement.port)
+        # Started by hand, the run has no job id that strangers would have to know, and always the same port.
+        is_by_hand = not placement.job_id and placement.port is None
+        alternative = f", or at least the same random port to all nodes: --port {ports.any_free()}"
         say(
             f"no secret is set: any program that reaches port {port} of {placement.head} can join this run. "
-            f"To prevent that, {remedy}"
+            f"To prevent that, {remedy}" + (alternative if is_by_hand else "")
         )
     return None
 

@@ -40,10 +40,11 @@ from imgkit_entrypoints.rollcall.messages import (
     AttemptEnded,
     AttemptStart,
     EndAttempt,
+    Event,
     NodeLost,
     StopOrder,
 )
-from imgkit_entrypoints.rollcall.session import Event, HeadSession, Readable, Session
+from imgkit_entrypoints.rollcall.session import HeadSession, Readable, Session
 from imgkit_entrypoints.schedulers.placement import Size
 
 if TYPE_CHECKING:

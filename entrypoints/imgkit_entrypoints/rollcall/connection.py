@@ -26,18 +26,18 @@ import re
 import selectors
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from imgkit_entrypoints.rollcall import messages
 from imgkit_entrypoints.rollcall.messages import FromHead, FromNode, Heartbeat, Message
 
+# A longer line comes from another program. The exit codes of 4,096 nodes need 20 KiB.
 MAX_LINE_BYTES = 64 * 1024
-"""A longer line comes from another program. The exit codes of 4,096 nodes need 20 KiB."""
 FOREIGN = "it sent something other than a message of imgkit's roll call"
+# Time between two tries to send the rest while connections close.
 _FLUSH_S = 0.05
-"""Time between two tries to send the rest while connections close."""
 
 Received = TypeVar("Received")
 
@@ -102,17 +102,20 @@ class Connection(Generic[Received]):
         except OSError as error:
             self.error = f"the connection broke: {error.strerror or error}"
 
-    def receive(self) -> list[Received]:
-        """Return the messages that have arrived, and set `error` if the peer is gone or sent anything else.
+    @property
+    def has_line(self) -> bool:
+        """Return whether a line has arrived that nobody has taken yet."""
+        return b"\n" in self._input
+
+    def receive(self) -> Iterator[Received]:
+        """Yield the messages that have arrived, and set `error` if the peer is gone or sent anything else.
 
         One call reads as much as the longest line; if more has arrived, the socket stays readable.
         """
-        received = []
         line = self.receive_line()
         while line is not None and (message := self.decode(line)) is not None:
-            received.append(message)
+            yield message
             line = self._next_line()
-        return received
 
     def receive_line(self) -> bytes | None:
         """Return the next line that has arrived; None, perhaps with `error`, if there is none."""
@@ -147,7 +150,7 @@ class Connection(Generic[Received]):
     def _read(self) -> None:
         if self._output:
             self.flush()
-        if self.error or b"\n" in self._input:
+        if self.error or self.has_line:
             return
         try:
             data = self.socket.recv(self.max_line_bytes + 1)
@@ -197,7 +200,7 @@ def _await_ends(connections: set[Connection[Any]], seconds: float) -> None:
             selector.register(connection, selectors.EVENT_READ, connection)
         while connections and (left_s := deadline - time.monotonic()) > 0:
             for key, _ in selector.select(min(left_s, _FLUSH_S)):
-                key.data.receive()
+                key.data.receive_line()
                 if key.data.error:
                     selector.unregister(key.data)
                     connections.remove(key.data)
@@ -215,7 +218,7 @@ class NodeConnections:
 
     def __init__(self) -> None:
         self.closed: dict[int, str] = {}
-        """Nodes whose connection is over, and why, until somebody takes them away."""
+        """Nodes whose connection is over, and why, until `take_closed`."""
         self._connections: dict[int, Connection[FromNode]] = {}
         self._unsent: set[Connection[FromNode]] = set()
         self._selector = selectors.DefaultSelector()
@@ -247,6 +250,11 @@ class NodeConnections:
         for rank, connection in self._connections.items():
             self._selector.modify(connection, selectors.EVENT_READ, rank)
 
+    def take_closed(self) -> list[tuple[int, str]]:
+        """Return the nodes whose connection is over since the last call, and why."""
+        closed, self.closed = self.closed, {}
+        return list(closed.items())
+
     def receive(self, seconds: float = 0.0) -> list[tuple[int, FromNode]]:
         """Wait up to `seconds` for anything; return node ranks with their messages in order."""
         received = []
@@ -262,17 +270,22 @@ class NodeConnections:
                 self._unsent.remove(connection)
         return received
 
-    def beat(self, heartbeat: Heartbeat, *, beat_s: float, lost_after_s: float) -> list[int]:
-        """Send `heartbeat` where nothing was sent for `beat_s`; return the nodes that are silent."""
+    def beat(
+        self, heartbeat: Heartbeat, *, beat_s: float, lost_after_s: float, finished: Collection[int] = ()
+    ) -> None:
+        """Send `heartbeat` where nothing was sent for `beat_s`, and close what is silent for `lost_after_s`.
+
+        Parameters
+        ----------
+        finished : nodes that may be silent.
+        """
         now, line = time.monotonic(), messages.encode(heartbeat)
-        for connection in self._connections.values():
-            if now - connection.last_sent >= beat_s and not connection.has_unsent:
+        for rank, connection in list(self._connections.items()):
+            if now - connection.last_received > lost_after_s and rank not in finished:
+                self.closed[rank] = f"no heartbeat for {lost_after_s:g} s"
+                self.drop(rank)
+            elif now - connection.last_sent >= beat_s and not connection.has_unsent:
                 self._send(connection, line)
-        return [
-            rank
-            for rank, connection in self._connections.items()
-            if now - connection.last_received > lost_after_s
-        ]
 
     def send(self, rank: int, message: FromHead) -> None:
         """Send a message to one node, if it is there."""
@@ -298,10 +311,10 @@ class NodeConnections:
             self._unsent.add(connection)
 
 
+# Bytes that the head reads of a connection before it belongs to the run.
 MAX_HANDSHAKE_BYTES = 4096
-"""Bytes that the head reads of a connection before it belongs to the run."""
+# Answer of a head without a secret to a node that has one. The node believes nothing but its failure.
 OPEN_HEAD = b"imgkit-open"
-"""Answer of a head without a secret to a node that has one. The node believes nothing but its failure."""
 _OPENING = re.compile(rb"imgkit-join (\d{1,7}) ([0-9a-f]{32})")
 _ANSWER = re.compile(rb"imgkit-head ([0-9a-f]{32}) ([0-9a-f]{64})")
 

@@ -38,18 +38,18 @@ from imgkit_entrypoints.rollcall.strangers import MAX_STRANGERS, Strangers
 from imgkit_entrypoints.schedulers import hostlist
 from imgkit_entrypoints.schedulers.placement import Placement
 
+# Time between two lines in the log about the nodes that are missing.
 PROGRESS_S = 10.0
-"""Time between two lines in the log about the nodes that are missing."""
+# Time between two looks at nodes that have joined and are waiting.
 LOOK_S = 0.5
-"""Time between two looks at nodes that have joined and are waiting."""
+# Characters of the names of missing nodes in one message; beyond, it names the first `SHOWN` of them.
 MAX_NAMES = 400
-"""Characters of the names of missing nodes in one message; beyond, it names the first `SHOWN` of them."""
 SHOWN = 32
+# Time that a run with spares waits for one more after the last node has joined.
+#
+# Nodes of one job start seconds apart, and pods as far apart as their images take to pull. So a shorter wait
+# would leave nodes out, and a longer one costs every run in which a node is missing.
 LAST_CALL_S = 30.0
-"""Time that a run with spares waits for one more after the last node has joined.
-
-Nodes of one job start seconds apart, and pods as far apart as their images take to pull. So a shorter wait
-would leave nodes out, and a longer one costs every run in which a node is missing."""
 
 
 def meet(
@@ -78,7 +78,7 @@ def meet(
     nodes loses data, a port is busy, or the limit of open files is too low.
     """
     if placement.nnodes == 1:
-        return HeadSession(placement, ports.any_free(), can_restart=can_restart)
+        return HeadSession(placement, ports.any_free(), hosts={0: node.host}, can_restart=can_restart)
     with probe.open_ports(node.address, node.interface) as open_ports:
         meeting = Meeting(placement, node, open_ports, timeout_s, log, stop_reason, secret)
         if placement.node_rank != 0:
@@ -129,10 +129,10 @@ class _Head:
         numbers = {rank: number for number, rank in enumerate(sorted(self.nodes))}
         self.connections.renumber(numbers)
         for number in range(1, len(numbers)):
-            start_message = RunStart(
+            run_start = RunStart(
                 port=port, warnings=warnings, nnodes=len(numbers), node_rank=number, can_restart=can_restart
             )
-            self.connections.send(number, start_message)
+            self.connections.send(number, run_start)
         self.meeting.log(f"roll call: {self._present()} in {time.monotonic() - start:.1f} s")
         return HeadSession(
             self.placement.numbered(len(numbers), 0),
@@ -199,12 +199,9 @@ class _Head:
         is_look_due = time.monotonic() - self._last_look >= LOOK_S
         if is_look_due:
             self._last_look = time.monotonic()
-            silent = self.connections.beat(
+            self.connections.beat(
                 Heartbeat(), beat_s=session.beat_s(session.LOST_AFTER_S), lost_after_s=session.LOST_AFTER_S
             )
-            for rank in silent:
-                self.connections.drop(rank)
-                self.connections.closed[rank] = "silent"
         self._forget_closed()
         if is_look_due or self.strangers in ready:
             missing = self.placement.nnodes - len(self.nodes)
@@ -212,8 +209,7 @@ class _Head:
                 self._add(connection, request)
 
     def _forget_closed(self) -> None:
-        while self.connections.closed:
-            rank, reason = self.connections.closed.popitem()
+        for rank, reason in self.connections.take_closed():
             self.meeting.log(f"roll call: {self._name(rank)} joined and disconnected ({reason})")
             del self.nodes[rank], self.probe_ports[rank]
 
@@ -225,30 +221,29 @@ class _Head:
         NoPlan : the node belongs to another layout of this run, or to a second start of it.
         """
         rank, nnodes, node = request.node_rank, request.nnodes, request.node
-        for _ in range(
-            3
-        ):  # a node that calls again may have gone a moment ago; read what it sent, and the end of it
+        # A node that calls again may have gone a moment ago: read what it sent, and the end of it.
+        for _ in range(3):
             if rank in self.connections:
                 self.connections.receive()
         self._forget_closed()
         previous = self.nodes.get(rank)
-        self.connections.add(rank if previous is None else -1, connection)  # so that a refusal reaches it
+        # In any case, so that a refusal reaches it.
+        self.connections.add(rank if previous is None else -1, connection)
         if nnodes != self.placement.nnodes or not 0 < rank < nnodes:
             raise NoPlan(
-                f"{node.host} joins as node {rank} of {nnodes}, but the head expects "
+                f"{node.host} joins as node {rank + 1} of {nnodes}, but the head expects "
                 f"{self.placement.nnodes} nodes",
                 hint="give the same --nnodes everywhere, and each node its own --node-rank",
             )
         if previous is not None:
             raise NoPlan(
-                f"{previous.host} and {node.host} both join as node {rank} of {nnodes}",
+                f"{previous.host} and {node.host} both join as node {rank + 1} of {nnodes}",
                 hint="start this command once per node, each with its own node rank",
             )
         self.nodes[rank], self.probe_ports[rank] = node, request.probe
         self._last_join = time.monotonic()
-        self.connections.send(
-            rank, Heartbeat()
-        )  # shows the node that the head, and no other service, took its call
+        # Shows the node that the head, and no other service, took its call.
+        self.connections.send(rank, Heartbeat())
 
     def _torchrun_port(self) -> int:
         port = self.placement.port
@@ -278,7 +273,8 @@ class _Head:
             return self._name(ranks[0])
         hosts = [self.placement.hosts[rank] for rank in ranks if rank < len(self.placement.hosts)]
         names = f" ({hostlist.folded(hosts)})" if len(hosts) == len(ranks) else ""
-        return f"nodes {hostlist.number_ranges(map(str, ranks))} of {self.placement.nnodes}{names}"
+        numbers = hostlist.number_ranges(str(rank + 1) for rank in ranks)
+        return f"nodes {numbers} of {self.placement.nnodes}{names}"
 
     def _present(self) -> str:
         return f"{len(self.nodes)}/{self.placement.nnodes} present"
@@ -290,8 +286,8 @@ def refusal(error: NoPlan) -> Refused:
 
 
 MANIFEST = "opt/imgkit/manifest.json"
+# Groups of different nodes that one message names: it must fit into a line.
 GROUPS = 8
-"""Groups of different nodes that one message names: it must fit into a line."""
 
 
 def read_software(*, torch: str, nccl: str, root: Path = Path("/")) -> Software:
@@ -307,18 +303,18 @@ def compare_software(placement: Placement, nodes: Mapping[int, NodeInfo]) -> tup
     """Refuse nodes with different software; return differences that torchrun supports as warnings."""
 
     def difference(label: str, value: Callable[[NodeInfo], str]) -> str:
-        """Return "torch 2.3 on node 0 of 2 (a), 2.4 on node 1 of 2 (b)"; empty if all are the same."""
+        """Return "torch 2.3 on node 1 of 2 (a), 2.4 on node 2 of 2 (b)"; empty if all are the same."""
         names: dict[str, list[str]] = {}
         for rank, node in sorted(nodes.items()):
             names.setdefault(value(node) or "none", []).append(node_name(placement, rank, node.host))
         if len(names) < 2:
             return ""
         groups = [
-            f"{text} on {first}" + (f" and {len(others)} more" if others else "")
-            for text, (first, *others) in names.items()
+            f"{text} on {first}" + (f" and {len(following)} more" if following else "")
+            for text, (first, *following) in names.items()
         ]
-        more = f" and {len(groups) - GROUPS} more" if len(groups) > GROUPS else ""
-        return f"{label} " + ", ".join(groups[:GROUPS]) + more
+        rest = f" and {len(groups) - GROUPS} more" if len(groups) > GROUPS else ""
+        return f"{label} " + ", ".join(groups[:GROUPS]) + rest
 
     software = (
         difference("image", lambda node: node.software.image),
@@ -341,8 +337,8 @@ def compare_software(placement: Placement, nodes: Mapping[int, NodeInfo]) -> tup
     return tuple(f"the nodes differ in {text}" for text in (workers, gpus) if text)
 
 
+# Descriptors for the node agent itself: pipes to its children, files that it reads.
 AGENT_FILES = 64
-"""Descriptors for the node agent itself: pipes to its children, files that it reads."""
 
 
 def raise_file_limit(nnodes: int) -> None:

@@ -9,32 +9,17 @@ from dataclasses import dataclass
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import messages, ports, probe, session
-from imgkit_entrypoints.rollcall.connection import (
-    MAX_HANDSHAKE_BYTES,
-    MAX_LINE_BYTES,
-    OPEN_HEAD,
-    Connection,
-    Handshake,
-)
-from imgkit_entrypoints.rollcall.messages import (
-    FromHead,
-    Heartbeat,
-    JoinRequest,
-    NodeInfo,
-    ProbeRequest,
-    Refused,
-    RunStart,
-)
-from imgkit_entrypoints.rollcall.probe import OpenPorts
+from imgkit_entrypoints.rollcall.connection import OPEN_HEAD, Connection, Handshake
+from imgkit_entrypoints.rollcall.messages import FromHead
 from imgkit_entrypoints.rollcall.session import MemberSession, node_name, wait
 from imgkit_entrypoints.schedulers.placement import Placement
 
 CONNECT_S = 5.0
 RETRY_S = 0.5
+# Time between two lines in the log about the head that does not answer.
 PROGRESS_S = 10.0
-"""Time between two lines in the log about the head that does not answer."""
+# Time that a node gives the head to prove itself before it calls again.
 PROOF_S = 10.0
-"""Time that a node gives the head to prove itself before it calls again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +27,8 @@ class Meeting:
     """What one node knows of a roll call (`gather.meet`)."""
 
     placement: Placement
-    node: NodeInfo
-    open_ports: OpenPorts
+    node: messages.NodeInfo
+    open_ports: probe.OpenPorts
     timeout_s: float
     log: Callable[[str], None]
     stop_reason: Callable[[], str]
@@ -61,9 +46,13 @@ class Meeting:
 
 
 def join(meeting: Meeting) -> MemberSession:
-    """Call the head again and again until it starts the run or refuses it."""
-    placement = meeting.placement
-    reason = answer_error = ""
+    """Call the head again and again until it starts the run or refuses it.
+
+    Raises
+    ------
+    NoPlan : the head refuses this node or the run or does not answer, or this node was asked to stop.
+    """
+    placement, reason, answer_error = meeting.placement, "", ""
     progress = time.monotonic()
     deadline = progress + meeting.timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
@@ -80,10 +69,11 @@ def join(meeting: Meeting) -> MemberSession:
             except NoPlan:
                 connection.close()
                 raise
-            if not answer_error or time.monotonic() < deadline:  # a last call may have no time for an answer
+            connection.close()
+            # A last call may have no time for an answer.
+            if not answer_error or time.monotonic() < deadline:
                 answer_error = connection.error or answer_error
             reason = answer_error or "it does not answer the call"
-            connection.close()
         if time.monotonic() - progress >= PROGRESS_S:
             progress = time.monotonic()
             meeting.log(f"roll call: waiting for the head {meeting.address} ({reason})")
@@ -106,7 +96,7 @@ def _call(meeting: Meeting, connection: Connection[FromHead], deadline: float) -
     """Return the session once the head sends the start; None if another call may help."""
     placement = meeting.placement
     request = messages.encode(
-        JoinRequest(
+        messages.JoinRequest(
             job=placement.job_id,
             node_rank=placement.node_rank,
             nnodes=placement.nnodes,
@@ -116,62 +106,40 @@ def _call(meeting: Meeting, connection: Connection[FromHead], deadline: float) -
     )
     if meeting.secret is not None:
         handshake = Handshake(secret=meeting.secret, job_id=placement.job_id, node_rank=placement.node_rank)
-        confirmed = _shake_hands(meeting, connection, handshake, deadline)
+        connection.send_line(handshake.opening)
+        answer = _await_line(meeting, connection, min(deadline, time.monotonic() + PROOF_S))
+        confirmed = handshake.confirm(answer) if answer else None
         if confirmed is None:
+            detail = "its answer is not a valid proof" if answer else connection.error or "it is silent"
+            detail = "it starts without a secret" if answer == OPEN_HEAD else detail
+            connection.error = (
+                f"another program answers at {meeting.address} and does not know this run's secret "
+                f"({detail}); if it is the head, give both the same --secret-file"
+            )
             return None
         request = confirmed.sign(request)
     connection.send_line(request)
-    return _await_start(meeting, connection, deadline)
-
-
-def _shake_hands(
-    meeting: Meeting, connection: Connection[FromHead], handshake: Handshake, deadline: float
-) -> Handshake | None:
-    """Return the handshake once the head has proved the secret; else set `connection.error`."""
-    connection.max_line_bytes = MAX_HANDSHAKE_BYTES
-    connection.send_line(handshake.opening)
-    end, answer = min(deadline, time.monotonic() + PROOF_S), None
-    while not connection.error and answer is None and time.monotonic() < end:
-        _check_stop(meeting)
-        wait([connection], RETRY_S)
-        answer = connection.receive_line()
-    confirmed = handshake.confirm(answer) if answer else None
-    connection.max_line_bytes = MAX_LINE_BYTES
-    if confirmed is None:
-        detail = "its answer is not a valid proof" if answer else connection.error or "it is silent"
-        detail = "it starts without a secret" if answer == OPEN_HEAD else detail
-        connection.error = (
-            f"another program answers at {meeting.address} and does not know this run's secret ({detail}); "
-            "if it is the head, give both the same --secret-file"
-        )
-    return confirmed
-
-
-def _await_start(meeting: Meeting, connection: Connection[FromHead], deadline: float) -> MemberSession | None:
-    """Return the session once the head sends the start; None if it does not answer or is gone."""
-    has_answered = False
-    while not connection.error and time.monotonic() < (
-        connection.last_received + session.LOST_AFTER_S if has_answered else deadline
-    ):
-        _check_stop(meeting)
-        wait([connection], RETRY_S)
-        received = connection.receive()
-        has_answered = has_answered or bool(received)
-        for position, message in enumerate(received):
-            if isinstance(message, Refused):
-                raise NoPlan(message.what, where=message.where, hint=message.hint)
-            if isinstance(message, ProbeRequest):
-                report = probe.run_request(meeting.placement.node_rank, message, meeting.open_ports)
-                connection.send(report)
-            elif isinstance(message, RunStart):
-                return MemberSession(
-                    meeting.placement.numbered(message.nnodes, message.node_rank),
-                    message.port,
-                    message.warnings,
-                    connection=connection,
-                    unread=received[position + 1 :],
-                    can_restart=message.can_restart,
-                )
-        if time.monotonic() - connection.last_sent >= session.BEAT_S:
-            connection.send(Heartbeat())
+    end = deadline
+    while (line := _await_line(meeting, connection, end)) is not None:
+        message, end = connection.decode(line), time.monotonic() + session.LOST_AFTER_S
+        if isinstance(message, messages.Refused):
+            raise NoPlan(message.what, where=message.where, hint=message.hint)
+        if isinstance(message, messages.ProbeRequest):
+            connection.send(probe.run_request(placement.node_rank, message, meeting.open_ports))
+        elif isinstance(message, messages.RunStart):
+            placement = placement.numbered(message.nnodes, message.node_rank)
+            return MemberSession(placement, connection, message)
+        elif time.monotonic() - connection.last_sent >= session.BEAT_S:
+            # The head beats while it waits for other nodes.
+            connection.send(messages.Heartbeat())
     return None
+
+
+def _await_line(meeting: Meeting, connection: Connection[FromHead], end: float) -> bytes | None:
+    """Return the next line; None if none arrives until `end`, or the connection is over."""
+    line = connection.receive_line()
+    while line is None and not connection.error and time.monotonic() < end:
+        _check_stop(meeting)
+        wait([connection], RETRY_S)
+        line = connection.receive_line()
+    return line

@@ -13,56 +13,61 @@ import json
 import re
 import socket
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from imgkit_entrypoints import json_text
+from imgkit_entrypoints.json_text import ValueRule
 from imgkit_entrypoints.terminal import shown
 
+# Stages of the preflight: each node alone, pairs, all nodes together.
 KINDS = ("alone", "pair", "all")
-"""Stages of the preflight: each node alone, pairs, all nodes together."""
+# How long the preflight measures.
 MODES = ("quick", "full")
-"""How long the preflight measures."""
+# How far torchrun of a node is: not yet in its rendezvous, in it, past it, or all its ranks try to connect.
 PHASES = STARTING, RENDEZVOUS, WORKERS, CONNECTING = ("", "rendezvous", "workers", "connecting")
-"""How far torchrun of a node is: not yet in its rendezvous, in it, or past it."""
+# More nodes, and more attempts, than any run has.
 MAX_NODES = 1 << 20
-"""More nodes, and more attempts, than any run has."""
 MAX_STAGE_S = 600
+# Lines of a traceback, and characters of each.
 LINES, LINE = 200, 1000
-"""Lines of a traceback, and characters of each."""
+# The watchdog counts in 64 bits.
 _MAX_COUNT = 1 << 63
-"""The watchdog counts in 64 bits."""
 
 
-def _between(low: int, high: int) -> Callable[[Any], None]:
-    """Return a check of a number, or of the length of a text or list."""
+def _between(low: int, high: int) -> ValueRule:
+    """Return the rule for a number, or for the length of a text or list."""
 
-    def check(value: Any) -> None:
+    def check(value: Any) -> Any:
         if not low <= (value if isinstance(value, int | float) else len(value)) <= high:
             raise ValueError(f"a value is not between {low} and {high}")
+        return value
 
-    return check
+    return ValueRule(check)
 
 
-def _one_of(*allowed: str) -> Callable[[str], None]:
-    def check(value: str) -> None:
+def _one_of(*allowed: str) -> ValueRule:
+    def check(value: str) -> str:
         if value not in allowed:
             raise ValueError(f"a value is none of {', '.join(allowed)}")
+        return value
 
-    return check
+    return ValueRule(check)
 
 
-def _check_address(value: str) -> None:
+def _ip_address(value: str) -> str:
     try:
         socket.inet_pton(socket.AF_INET6 if ":" in value else socket.AF_INET, value)
     except (OSError, ValueError):
         raise ValueError("a value is not an IP address") from None
+    return value
 
 
-def _check_interface(value: str) -> None:
+def _interface(value: str) -> str:
     if not re.fullmatch(r"[\w.:@-]{0,32}", value, re.ASCII):
         raise ValueError("a value is not an interface name")
+    return value
 
 
 NodeRank = Annotated[int, _between(0, MAX_NODES)]
@@ -70,17 +75,18 @@ OtherRank = Annotated[int, _between(1, MAX_NODES)]
 """Node rank of any node but the head."""
 NodeCount = Annotated[int, _between(1, MAX_NODES)]
 Attempt = Annotated[int, _between(1, MAX_NODES)]
+Rank = Annotated[int, _between(0, MAX_NODES << 8)]
 ExitCode = Annotated[int, _between(0, 255)]
 Port = Annotated[int, _between(1, 65535)]
 ByteCount = Annotated[int, _between(0, 1 << 31)]
-Name = Annotated[str, _between(0, 255)]
-Line = Annotated[str, _between(0, LINE)]
-Remarks = Annotated[tuple[Line, ...], _between(0, 32)]
-Rank = Annotated[int, _between(0, MAX_NODES << 8)]
 Position = Annotated[int, _between(-_MAX_COUNT, _MAX_COUNT)]
-Figure = Annotated[float, _between(-_MAX_COUNT, _MAX_COUNT)]
 Positions = tuple[Position, Position]
 """Positions of the slowest and of the furthest worker, as the watchdog counts them."""
+Figure = Annotated[float, _between(-_MAX_COUNT, _MAX_COUNT)]
+Text = Annotated[str, ValueRule(shown)]
+Name = Annotated[str, _between(0, 255), ValueRule(shown)]
+Line = Annotated[str, _between(0, LINE), ValueRule(shown)]
+Remarks = Annotated[tuple[Line, ...], _between(0, 32)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +116,8 @@ class NodeInfo:
 class ProbePorts:
     """The ports that a node has opened for the test of the network. Hints with commands name them."""
 
-    address: Annotated[str, _check_address]
-    interface: Annotated[str, _check_interface]
+    address: Annotated[str, ValueRule(_ip_address)]
+    interface: Annotated[str, ValueRule(_interface)]
     ports: Annotated[tuple[Port, ...], _between(0, 8)]
 
 
@@ -135,7 +141,7 @@ class ProbeFailure:
 class JoinRequest:
     """The first message of a node."""
 
-    job: str
+    job: Text
     node_rank: NodeRank
     nnodes: NodeCount
     node: NodeInfo
@@ -195,9 +201,9 @@ class AttemptEnded:
 class Refused:
     """The head refuses this node, or the whole run; the fields are those of an ImgkitError."""
 
-    what: str
-    where: str | None = None
-    hint: str | None = None
+    what: Text
+    where: Text | None = None
+    hint: Text | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +218,7 @@ class RunStart:
     """All nodes have joined: start."""
 
     port: Port
-    warnings: tuple[str, ...]
+    warnings: tuple[Text, ...]
     nnodes: NodeCount
     """Nodes that start."""
     node_rank: OtherRank
@@ -247,22 +253,22 @@ class EndAttempt:
     """The attempt has failed: end its workers at once, they could save nothing together."""
 
     attempt: Attempt
-    reason: str
+    reason: Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeLost:
     """A node is gone, and has not said why."""
 
-    node: str
-    reason: str
+    node: Text
+    reason: Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFailed:
     """A node has ended with a code that is neither 0 nor 85."""
 
-    node: str
+    node: Text
     code: ExitCode
     rank: Rank | None = None
     """The rank that failed first on this node, if it is known."""
@@ -274,10 +280,10 @@ class NodeFailed:
 class StopOrder:
     """A node was asked to stop, so all are."""
 
-    reason: str
+    reason: Text
     requeue: bool = True
     """The run is to go on later; False: a person wants it to stay ended."""
-    node: str = ""
+    node: Text = ""
     """The node that was asked; the head fills it in."""
 
 
@@ -328,13 +334,8 @@ class PreflightEnd:
     """Node ranks that take no part in it."""
 
 
-FromNode = JoinRequest | Heartbeat | ProbeReport | AttemptEnded | StopOrder | MeasureResult
-FromHead = (
-    Heartbeat
-    | Refused
-    | ProbeRequest
-    | RunStart
-    | AttemptStart
+Event = (
+    AttemptStart
     | EndAttempt
     | NodeLost
     | NodeFailed
@@ -342,7 +343,11 @@ FromHead = (
     | AllDone
     | MeasureRequest
     | PreflightEnd
+    | Refused
 )
+"""Messages of the head that a node agent reacts to, or the same on the head itself."""
+FromNode = JoinRequest | Heartbeat | ProbeReport | AttemptEnded | StopOrder | MeasureResult
+FromHead = Event | Heartbeat | ProbeRequest | RunStart
 Message = FromNode | FromHead
 
 _FROM_NODE = {message.__name__: message for message in typing.get_args(FromNode)}
@@ -355,13 +360,15 @@ def encode(message: Message) -> bytes:
 
 
 def _values(message: Any) -> dict[str, Any]:
-    return {name: getattr(message, name) for name in message.__slots__}  # asdict would copy each value
+    # dataclasses.asdict would copy each value.
+    return {name: getattr(message, name) for name in message.__slots__}
 
 
 _ENCODER = json.JSONEncoder(default=_values)
 
 
-@functools.lru_cache(maxsize=64)  # nodes in step send the same heartbeat, and a hit costs a tenth
+# Nodes in step send the same heartbeat, and a hit costs a tenth.
+@functools.lru_cache(maxsize=64)
 def from_node(line: bytes) -> FromNode:
     """Return the message in a line that a node sent to the head.
 
@@ -389,66 +396,4 @@ def _decode(line: bytes, types: Mapping[str, Any]) -> Any:
     name = values.get("type") if isinstance(values, dict) else None
     if not isinstance(name, str) or name not in types:
         raise ValueError("it is no message")
-    return _reader(types[name])(values)
-
-
-@functools.cache
-def _reader(hint: Any) -> Callable[[Any], Any]:
-    """Return the function that turns parsed JSON into a value of the annotation `hint`."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin is Annotated:
-        return _limited(_reader(args[0]), hint.__metadata__)
-    if type(None) in args:
-        read = _reader(args[0])
-        return lambda value: None if value is None else read(value)
-    if origin is tuple:
-        return _tuple_reader(args)
-    return _object_reader(hint) if is_dataclass(hint) else _scalar_reader(hint)
-
-
-def _limited(read: Callable[[Any], Any], checks: Sequence[Callable[[Any], None]]) -> Callable[[Any], Any]:
-    def read_limited(value: Any) -> Any:
-        result = read(value)
-        for check in checks:
-            check(value)
-        return result
-
-    return read_limited
-
-
-def _scalar_reader(scalar: type) -> Callable[[Any], Any]:
-    accepted = (int, float) if scalar is float else (scalar,)
-
-    def read_scalar(value: Any) -> Any:
-        if type(value) not in accepted:  # to isinstance, a bool is an int
-            raise ValueError(f"a value is not of type {scalar.__name__}")
-        return shown(value) if scalar is str else scalar(value)
-
-    return read_scalar
-
-
-def _tuple_reader(args: tuple[Any, ...]) -> Callable[[Any], Any]:
-    readers = [_reader(hint) for hint in args if hint is not Ellipsis]
-    has_any_length = Ellipsis in args
-
-    def read_tuple(value: Any) -> Any:
-        if not isinstance(value, list) or not (has_any_length or len(value) == len(readers)):
-            raise ValueError("a value is not a list, or has another length")
-        if has_any_length:
-            return tuple(map(readers[0], value))
-        return tuple(read(item) for read, item in zip(readers, value, strict=True))
-
-    return read_tuple
-
-
-def _object_reader(owner: Any) -> Callable[[Any], Any]:
-    hints = typing.get_type_hints(owner, include_extras=True)
-    readers = {field.name: _reader(hints[field.name]) for field in fields(owner)}
-    required = {field.name for field in fields(owner) if field.default is MISSING}
-
-    def read_object(value: Any) -> Any:
-        if not isinstance(value, dict) or not required <= value.keys():
-            raise ValueError(f"a {owner.__name__} is not an object, or lacks a field")
-        return owner(**{name: read(value[name]) for name, read in readers.items() if name in value})
-
-    return read_object
+    return json_text.read(types[name], values, name)

@@ -13,8 +13,8 @@ from pathlib import Path
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS, job_port
 
+# Ports tried for torchrun before giving up.
 PROBES = 64
-"""Ports tried for torchrun before giving up."""
 BACKLOG = 1024
 
 
@@ -35,16 +35,14 @@ def listen(port: int, *, backlog: int = 0) -> socket.socket:
     OSError : the port is busy (EADDRINUSE) or not allowed.
     """
     backlog = max(backlog, BACKLOG)
-    if socket.has_dualstack_ipv6() and Path("/proc/net/if_inet6").exists():
-        try:
-            listener = socket.create_server(
-                ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
-            )
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise
-            listener = socket.create_server(("", port), backlog=backlog)  # this machine has IPv6 switched off
-    else:
+    try:
+        listener = socket.create_server(
+            ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
+        )
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise
+        # This machine has IPv6 switched off.
         listener = socket.create_server(("", port), backlog=backlog)
     listener.setblocking(False)
     return listener
@@ -55,7 +53,8 @@ def longest_queue(root: Path = Path("/")) -> int:
     try:
         return int((root / "proc/sys/net/core/somaxconn").read_text())
     except (OSError, ValueError):
-        return sys.maxsize  # it does not tell
+        # The kernel does not tell.
+        return sys.maxsize
 
 
 def is_free(port: int) -> bool:
@@ -85,7 +84,10 @@ def next_free(port: int) -> int:
     """
     free_port = first_free(port)
     if free_port is None:
-        raise NoPlan(f"no free port after {port} on the head", hint="give all nodes the same --port N")
+        raise NoPlan(
+            f"no free port after {port}, between {FIRST_PORT} and {FIRST_PORT + PORTS - 1}, on the head",
+            hint="see what listens there: ss -ltnp; or give all nodes the same --port N",
+        )
     return free_port
 
 
@@ -94,15 +96,9 @@ def any_free() -> int:
 
     Raises
     ------
-    NoPlan : none of `PROBES` ports in a row is free.
+    NoPlan : see `next_free`.
     """
-    free_port = first_free(FIRST_PORT + int.from_bytes(os.urandom(4), "big") % PORTS)
-    if free_port is None:
-        raise NoPlan(
-            f"no free port between {FIRST_PORT} and {FIRST_PORT + PORTS - 1} on this machine",
-            hint="see what listens there: ss -ltnp",
-        )
-    return free_port
+    return next_free(FIRST_PORT + int.from_bytes(os.urandom(4), "big") % PORTS)
 
 
 def holder(port: int, root: Path = Path("/")) -> str:
@@ -137,7 +133,8 @@ def _sockets(folder: Path) -> Iterator[str]:
             if target.startswith("socket:["):
                 yield target[8:-1]
     except OSError:
-        return  # another user's process, or one that has ended
+        # Another user's process, or one that has ended.
+        return
 
 
 def _user(uid: int) -> str:

@@ -22,21 +22,21 @@ from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall.connection import NodeConnections
 from imgkit_entrypoints.rollcall.messages import ProbeFailure, ProbePorts, ProbeReport, ProbeRequest
 
+# Bytes of the bursts, on both sides of the packet sizes of tunnels, Ethernet and jumbo frames.
 SIZES = (64, 1200, 1400, 2000, 4000, 9000)
-"""Bytes of the bursts, on both sides of the packet sizes of tunnels, Ethernet and jumbo frames."""
 PORTS = 2
+# Most nodes that connect to one node.
 PARTNERS = 3
-"""Most nodes that connect to one node."""
+# Room for the largest burst several times. The kernel's own limit is megabytes for each connection.
 BUFFER_BYTES = 65536
-"""Room for the largest burst several times. The kernel's own limit is megabytes for each connection."""
+# Limit for one connection or one burst. Linux repeats a lost SYN after 1 and 3 seconds.
 STEP_S = 3.5
-"""Limit for one connection or one burst. Linux repeats a lost SYN after 1 and 3 seconds."""
+# Limit for all tests of a node; an unfinished test counts as passed.
 LIMIT_S = 6.0
-"""Limit for all tests of a node; an unfinished test counts as passed."""
+# Further time for the nodes' reports to reach the head.
 ANSWER_S = 2.0
-"""Further time for the nodes' reports to reach the head."""
+# Time in which a node that has just ended is noticed.
 SETTLE_S = 0.2
-"""Time in which a node that has just ended is noticed."""
 TICK_S = 0.001
 
 
@@ -57,7 +57,8 @@ class OpenPorts:
         for listener in self._listeners:
             for _ in range(PARTNERS + 1):
                 with contextlib.suppress(OSError):
-                    self._accepted.append(listener.accept()[0])  # stays open: a partner may still be sending
+                    # Stays open: a partner may still be sending.
+                    self._accepted.append(listener.accept()[0])
         return len(self._accepted) > PARTNERS * len(self._listeners)
 
     def close(self) -> None:
@@ -201,7 +202,8 @@ def _await_arrival(sock: socket.socket, deadline: float) -> None:
         try:
             (unsent,) = struct.unpack("i", fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)))
         except OSError:
-            return  # this kernel does not tell
+            # This kernel does not tell.
+            return
         if unsent == 0:
             return
         if time.monotonic() > deadline:
@@ -232,7 +234,8 @@ def refusal(
     ports = " and ".join(map(str, sorted(ports_by_pair[first.source, first.target])))
     headers = _headers_bytes(offer.address)
     if first.size > SIZES[0]:
-        payload = first.packet - headers + 24  # ping has ICMP's 8 bytes in place of TCP's 32
+        # Ping has ICMP's 8 bytes in place of TCP's 32.
+        payload = first.packet - headers + 24
         problem = (
             f"{source} cannot send {first.size} B at once to {target}: {first.arrived} B arrive, "
             f"{first.size} B do not"

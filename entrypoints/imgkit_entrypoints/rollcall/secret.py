@@ -17,93 +17,86 @@ import secrets
 import shlex
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 
 VARIABLE = "IMGKIT_SECRET_FILE"
+# The file name that stands for a line on standard input; ``imgkit run --ssh`` sends one.
 STDIN = "-"
-"""The file name that stands for a line on standard input; ``imgkit run --ssh`` sends one."""
 MOUNTED = Path("/run/secrets/imgkit/secret")
-LEAST_BYTES, MOST_BYTES = 32, 4096
+MIN_BYTES, MAX_BYTES = 32, 4096
 PURPOSE = "the run's secret"
+# A shell's line that makes a good file.
 MAKE = "(umask 077; head -c 32 /dev/urandom > {file})"
-"""A shell's line that makes a good file."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Secret:
-    """The bytes that all nodes of a run have in common."""
-
-    value: bytes = field(repr=False)
-    source: str
-    """The place that they come from, in words or as a path."""
-
-
-def find(given: str | None, env: Mapping[str, str], *, shared_home: bool) -> Secret | None:
-    """The secret of this start; None if it has none, and is open.
+def find(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> bytes | None:
+    """Return the secret of this start; None if it has none, and is open.
 
     Parameters
     ----------
-    given : value of ``--secret-file``.
+    option : value of ``--secret-file``.
     shared_home : the home folder is on a network disk, so a missing file is made there.
 
     Raises
     ------
     UsageError : the file of a source is missing, too short, or not safe from other users.
     """
-    if given:
-        return from_stdin() if given == STDIN else read(Path(given))
-    if os.path.exists(MOUNTED):  # noqa: PTH110 - Path.exists raises where a folder is closed
+    if option == STDIN:
+        return from_stdin()
+    path = _path(option, env, shared_home=shared_home)
+    if path is None:
+        return None
+    if not option and path == MOUNTED:
         # Kubernetes mounts a link into a folder that it replaces; only root can have put it there.
-        return read(MOUNTED.resolve(), name=str(MOUNTED))
-    own = home_file(env)
-    if own and (os.path.lexists(own) or (shared_home and _make(own))):
-        return read(own)
-    return None
+        return read(path.resolve())
+    if not option and not os.path.lexists(path) and not _make(path):
+        return None
+    return read(path)
 
 
-def source(given: str | None, env: Mapping[str, str], *, shared_home: bool) -> str:
-    """The place that `find` would use, for a plan: it reads and makes nothing. Empty: the start is open."""
-    if given:
-        return "standard input" if given == STDIN else given
+def source(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> str:
+    """Return the place that `find` would use, without reading or making it; empty: the start is open."""
+    return "standard input" if option == STDIN else str(_path(option, env, shared_home=shared_home) or "")
+
+
+def _path(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> Path | None:
+    if option:
+        return Path(option)
+    # Path.exists raises where a folder is closed.
     if os.path.exists(MOUNTED):  # noqa: PTH110
-        return str(MOUNTED)
-    own = home_file(env)
-    return str(own) if own and (os.path.lexists(own) or shared_home) else ""
+        return MOUNTED
+    path = home_file(env)
+    return path if path and (shared_home or os.path.lexists(path)) else None
 
 
 def home_file(env: Mapping[str, str]) -> Path | None:
-    """The user's own file; None where there is no home folder."""
+    """Return the user's own file; None where there is no home folder."""
     if env.get("XDG_CONFIG_HOME", "").startswith("/"):
         return Path(env["XDG_CONFIG_HOME"], "imgkit/secret")
     home = env.get("HOME", "")
     return Path(home, ".config/imgkit/secret") if home.startswith("/") else None
 
 
-def read(path: Path, *, name: str = "") -> Secret:
-    """The secret in a private file.
-
-    Parameters
-    ----------
-    name : how the source is called (default: the path).
+def read(path: Path) -> bytes:
+    """Return the secret in a private file.
 
     Raises
     ------
     UsageError : see `find`.
     """
-    handle = open_private(path)
+    descriptor = open_private(path)
     try:
-        value = os.read(handle, MOST_BYTES + 1)
+        value = os.read(descriptor, MAX_BYTES + 1)
     finally:
-        os.close(handle)
-    return Secret(value=_long_enough(value, str(path)), source=name or str(path))
+        os.close(descriptor)
+    return _long_enough(value, str(path))
 
 
 def open_private(path: Path, *, purpose: str = PURPOSE) -> int:
-    """A descriptor of a file that nobody but its owner can read, and that no other user has written.
+    """Return a descriptor of a file that nobody but its owner can read, and that no other user has written.
 
     Raises
     ------
@@ -111,19 +104,19 @@ def open_private(path: Path, *, purpose: str = PURPOSE) -> int:
     """
     try:
         # A named pipe would not open before somebody writes to it.
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     except OSError as error:
-        what, hint = _why_closed(path, error)
-        raise UsageError(f"{purpose} cannot be read: {what}", where=str(path), hint=hint) from error
-    if problem := _problem(handle, path):
-        os.close(handle)
-        raise UsageError(f"{purpose} is not private: {problem[0]}", where=str(path), hint=problem[1])
-    return handle
+        problem, hint = _open_problem(path, error)
+        raise UsageError(f"{purpose} cannot be read: {problem}", where=str(path), hint=hint) from error
+    if access := _access_problem(descriptor, path):
+        os.close(descriptor)
+        raise UsageError(f"{purpose} is not private: {access[0]}", where=str(path), hint=access[1])
+    return descriptor
 
 
 @functools.cache
-def from_stdin() -> Secret:
-    """The secret on the first line of standard input, which is read once.
+def from_stdin() -> bytes:
+    """Return the secret on the first line of standard input, which is read once.
 
     Raises
     ------
@@ -132,52 +125,52 @@ def from_stdin() -> Secret:
     try:
         # Unbuffered: what follows the line is the program's.
         with open(0, "rb", buffering=0, closefd=False) as stream:
-            line = stream.readline(MOST_BYTES + 2).rstrip(b"\n")
+            line = stream.readline(MAX_BYTES + 2).rstrip(b"\n")
     except OSError:
-        line = b""  # it is closed
-    return Secret(value=_long_enough(line, "standard input"), source="standard input")
+        # Standard input is closed.
+        line = b""
+    return _long_enough(line, "standard input")
 
 
-def _problem(handle: int, path: Path) -> tuple[str, str] | None:
-    """The reason why another user could read the open file or have written it, and what to type."""
-    found, me, quoted = os.fstat(handle), os.geteuid(), shlex.quote(str(path))
-    if not stat.S_ISREG(found.st_mode):
+def _access_problem(descriptor: int, path: Path) -> tuple[str, str] | None:
+    """Return why another user could read the open file or have written it, and what to type."""
+    status, me, quoted = os.fstat(descriptor), os.geteuid(), shlex.quote(str(path))
+    if not stat.S_ISREG(status.st_mode):
         return "it is not a regular file", f"name a file; to make one: {MAKE.format(file='FILE')}"
     trusted = {0, me}
-    if me == 0:  # root of a container, who reads the file of the user that started the job
+    if me == 0:
+        # Root of a container reads the file of the user that started the job.
         trusted.add(path.parent.stat().st_uid)
-    if found.st_uid not in trusted:
+    if status.st_uid not in trusted:
         return (
-            f"it belongs to user {found.st_uid}, not to you ({me})",
+            f"it belongs to user {status.st_uid}, not to you ({me})",
             f"sudo chown {me} {quoted}, or name another",
         )
-    bits = stat.S_IMODE(found.st_mode)
-    if bits & 0o077 and not _mounted_for_this_pod(handle, found):
-        return f"other users have access to it (mode {bits:04o})", f"chmod 600 {quoted}"
+    mode = stat.S_IMODE(status.st_mode)
+    # Root has mounted a Secret of this pod read-only, so no other user of the node sees it. With an fsGroup,
+    # Kubernetes lets the pod's group read it, whatever mode the pod asks for.
+    is_pod_secret = (
+        "KUBERNETES_SERVICE_HOST" in os.environ
+        and status.st_uid == 0
+        and os.fstatvfs(descriptor).f_flag & os.ST_RDONLY
+    )
+    if mode & 0o077 and not is_pod_secret:
+        return f"other users have access to it (mode {mode:04o})", f"chmod 600 {quoted}"
     return None
 
 
-def _mounted_for_this_pod(handle: int, found: os.stat_result) -> bool:
-    """Whether root has mounted the file read-only, as Kubernetes does: no other user of the node sees it.
-
-    With an fsGroup Kubernetes lets the pod's group read it, whatever mode the pod asks for.
-    """
-    in_pod = "KUBERNETES_SERVICE_HOST" in os.environ
-    return in_pod and found.st_uid == 0 and bool(os.fstatvfs(handle).f_flag & os.ST_RDONLY)
-
-
 def _long_enough(value: bytes, name: str) -> bytes:
-    if not LEAST_BYTES <= len(value) <= MOST_BYTES:
-        long = f"{len(value)} bytes" if len(value) <= MOST_BYTES else f"more than {MOST_BYTES} bytes"
+    if not MIN_BYTES <= len(value) <= MAX_BYTES:
+        size = f"{len(value)} bytes" if len(value) <= MAX_BYTES else f"more than {MAX_BYTES} bytes"
         raise UsageError(
-            f"{PURPOSE} has {LEAST_BYTES} to {MOST_BYTES} bytes, this one {long}",
+            f"{PURPOSE} has {MIN_BYTES} to {MAX_BYTES} bytes, this one {size}",
             where=name,
             hint=f"to make one: {MAKE.format(file='FILE')}",
         )
     return value
 
 
-def _why_closed(path: Path, error: OSError) -> tuple[str, str]:
+def _open_problem(path: Path, error: OSError) -> tuple[str, str]:
     if path.is_symlink():
         return "it is a symbolic link", f"name the file itself: {os.path.realpath(path)}"
     return error.strerror or str(error), (
@@ -187,12 +180,12 @@ def _why_closed(path: Path, error: OSError) -> tuple[str, str]:
 
 
 def _make(path: Path) -> bool:
-    """Make `path` with random bytes, unless another node is faster; False where that cannot be done."""
+    """Make `path` with random bytes, unless another node is faster; return whether it exists."""
     temporary = files.temporary_name(path)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with files.create(temporary, mode=0o600) as stream:
-            stream.write(secrets.token_bytes(LEAST_BYTES))
+            stream.write(secrets.token_bytes(MIN_BYTES))
             stream.flush()
             os.fsync(stream.fileno())
         try:
@@ -201,5 +194,6 @@ def _make(path: Path) -> bool:
         finally:
             temporary.unlink()
     except OSError:
-        pass  # another node's file, a read-only home, or a disk without hard links
+        # Another node's file, a read-only home, or a disk without hard links.
+        pass
     return os.path.lexists(path)

@@ -6,66 +6,32 @@ knows nodes by their number in the roll call, which never changes; the head is 0
 
 from __future__ import annotations
 
-import platform
+import dataclasses
 import select
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from imgkit_entrypoints.errors import EXIT_SAVED
-from imgkit_entrypoints.rollcall import ports
+from imgkit_entrypoints.rollcall import messages, ports
 from imgkit_entrypoints.rollcall.connection import Connection, NodeConnections
-from imgkit_entrypoints.rollcall.messages import (
-    STARTING,
-    AllDone,
-    AttemptEnded,
-    AttemptStart,
-    EndAttempt,
-    FromHead,
-    FromNode,
-    Heartbeat,
-    MeasureRequest,
-    MeasureResult,
-    NodeFailed,
-    NodeLost,
-    Positions,
-    PreflightEnd,
-    RankFailure,
-    Refused,
-    StopOrder,
-)
+from imgkit_entrypoints.rollcall.messages import AttemptEnded, AttemptStart, Event, FromHead, Positions
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.rollcall.strangers import Strangers
     from imgkit_entrypoints.schedulers.placement import Placement
 
+# Longest time between two messages of a node.
 BEAT_S = 5.0
-"""Longest time between two messages of a node."""
 LOST_AFTER_S = 30.0
+# Time in which the other end can read the last messages.
 LINGER_S = 2.0
-"""Time in which the other end can read the last messages."""
+# Time that messages wait for more where `MANY` nodes beat: to wake costs more than to read a message.
 READ_PAUSE_S = 0.25
-"""Time that messages wait for more where `MANY` nodes beat: to wake costs more than to read a message."""
 MANY = 1000
+# Time between two looks at strangers during the run, whose workers need the processors.
 STRANGERS_PAUSE_S = 0.2
-"""Time between two looks at strangers during the run, whose workers need the processors."""
 LOOKS_PER_BEAT = 5
-
-Event = (
-    AttemptStart
-    | EndAttempt
-    | NodeLost
-    | NodeFailed
-    | StopOrder
-    | AllDone
-    | MeasureRequest
-    | PreflightEnd
-    | Refused
-)
-"""Messages of the head that the node agent reacts to, or the same on the head itself."""
-
-_OF_ANY_ATTEMPT = (NodeLost, NodeFailed, StopOrder, AllDone, MeasureRequest, PreflightEnd, Refused)
 
 
 def beat_s(lost_after_s: float) -> float:
@@ -74,11 +40,11 @@ def beat_s(lost_after_s: float) -> float:
 
 
 def node_name(placement: Placement, rank: int, host: str = "") -> str:
-    """Return a node as users know it: "node 1 of 2 (as07r3b13)"."""
+    """Return a node as users know it, counted from 1: "node 2 of 2 (as07r3b13)"."""
     name = host or (placement.hosts[rank] if rank < len(placement.hosts) else "")
     if not name and rank == 0:
         name = placement.head
-    return f"node {rank} of {placement.nnodes}" + (f" ({name})" if name else "")
+    return f"node {rank + 1} of {placement.nnodes}" + (f" ({name})" if name else "")
 
 
 class Readable(Protocol):
@@ -90,15 +56,16 @@ class Readable(Protocol):
 
 def wait(sources: Iterable[Readable], seconds: float) -> list[Readable]:
     """Wait up to `seconds` until one of `sources` has something to read; return those that have."""
-    poll = select.poll()  # select.select would end at descriptor 1023, and an epoll costs more for a few
+    # select.select would end at descriptor 1023, and an epoll costs more for a few.
+    poll = select.poll()
     by_descriptor = {source.fileno(): source for source in sources if source.fileno() >= 0}
     for descriptor in by_descriptor:
         poll.register(descriptor, select.POLLIN)
     return [by_descriptor[descriptor] for descriptor, _ in poll.poll(max(0.0, seconds) * 1000)]
 
 
-class Session(ABC):
-    """The open connections of one node after a roll call."""
+class _Session:
+    """What the sessions of the head and of the other nodes have in common."""
 
     def __init__(
         self, placement: Placement, port: int, warnings: Sequence[str], *, can_restart: bool = False
@@ -118,44 +85,18 @@ class Session(ABC):
         """Messages about another attempt do not count."""
         self.positions: Positions | None = None
         """Positions of this node's workers (launch/watchdog.py); every heartbeat carries them."""
-        self.phase = STARTING
+        self.run_positions: Positions | None = None
+        """Positions of the workers of all nodes, as far as heartbeats have brought them."""
+        self.phase = messages.STARTING
         """How far torchrun of this node is (`messages.PHASES`); a change goes to the head at once."""
-
-    @property
-    @abstractmethod
-    def run_positions(self) -> Positions | None:
-        """Positions of the workers of all nodes, as far as heartbeats have arrived."""
-
-    @abstractmethod
-    def wait(self, sources: Iterable[Readable], seconds: float) -> None:
-        """Return when one of `sources` has something to read, an event may be there, or after `seconds`."""
-
-    @abstractmethod
-    def poll(self) -> list[Event]:
-        """Read, beat, and return the events since the last call; never blocks; due about once a second."""
-
-    @abstractmethod
-    def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
-        """Tell all other nodes that this one was asked to stop."""
-
-    @abstractmethod
-    def report_end(self, report: AttemptEnded) -> None:
-        """Report the end of this node's part of the attempt; `AllDone` or `AttemptStart` follows."""
-
-    @abstractmethod
-    def report_measurement(self, measurement: MeasureResult) -> None:
-        """Report what this node has measured in a stage of the preflight."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Leave; the others have a moment to read the last message."""
+        self._hosts: Mapping[int, str] = {}
 
     def node_name(self, rank: int, host: str = "") -> str:
         """Return a node as users know it."""
-        return node_name(self.placement, rank, host)
+        return node_name(self.placement, rank, host or self._hosts.get(rank, ""))
 
 
-class HeadSession(Session):
+class HeadSession(_Session):
     """The session of the head, also of the only node of a run: it starts attempts and hears how they end.
 
     Parameters
@@ -180,11 +121,11 @@ class HeadSession(Session):
         """Nodes on which the attempt is over."""
         self.lost: dict[int, str] = {}
         """Nodes that are lost, and why."""
-        self.measurements: list[tuple[int, MeasureResult]] = []
+        self.measurements: list[tuple[int, messages.MeasureResult]] = []
         """What nodes have measured, with their numbers, until somebody takes it away."""
-        self.failures: list[tuple[float, int, RankFailure]] = []
+        self.failures: list[tuple[float, int, messages.RankFailure]] = []
         """Failed workers of this attempt: when, on this node's clock, the node's number, and its report."""
-        self.previous_failures: list[tuple[float, int, RankFailure]] = []
+        self.previous_failures: list[tuple[float, int, messages.RankFailure]] = []
         """Those of the attempt before."""
         self._connections, self._strangers = connections or NodeConnections(), strangers
         self._hosts = hosts or {}
@@ -194,17 +135,16 @@ class HeadSession(Session):
         """A node has reported the end of its attempt or what it has measured, or it is lost."""
         self._phases: dict[int, str] = {}
         self._positions: dict[int, Positions] = {}
-        self._other_positions: Positions | None = None
         self._requested: set[tuple[int, int]] = set()
         """Numbers of nodes with the stage that they have been asked to measure."""
         self._stopping: set[int] = set()
         """Nodes that were asked to stop."""
         self._has_ended = False
-        self._next_look = self._next_read = self._next_strangers = time.monotonic()
-
-    @property
-    def run_positions(self) -> Positions | None:
-        return _enclose([positions for positions in (self.positions, self._other_positions) if positions])
+        self._next_look = time.monotonic()
+        self._next_reads: dict[Readable, float] = {self._connections: 0.0}
+        """Times before which nobody waits for nodes and for strangers."""
+        if strangers:
+            self._next_reads[strangers] = 0.0
 
     @property
     def alive(self) -> tuple[int, ...]:
@@ -215,40 +155,41 @@ class HeadSession(Session):
     def phases(self) -> Mapping[int, str]:
         """How far torchrun is on each node of this attempt, by number."""
         phases = {**self._phases, 0: self.phase}
-        return {number: phases.get(number, STARTING) for number in self._members}
+        return {number: phases.get(number, messages.STARTING) for number in self._members}
 
     def host(self, number: int) -> str:
-        """Return the name of a node's host."""
-        return self._hosts[number] if self._hosts else platform.node()
+        """Return the name of a node's host; empty where it is not known."""
+        return self._hosts.get(number, "")
 
-    def node_name(self, rank: int, host: str = "") -> str:
-        return node_name(self.placement, rank, host or self._hosts.get(rank, ""))
-
-    def wait(self, sources: Iterable[Readable], seconds: float) -> None:
-        sources, end = tuple(sources), time.monotonic() + seconds
+    def wait(self, sources: Collection[Readable], seconds: float) -> None:
+        """Return when one of `sources` has something to read, an event may be there, or after `seconds`."""
+        end = time.monotonic() + seconds
         while not self._events and not self._has_news:
             now = time.monotonic()
-            watched, wake_times = list(sources), [end, self._next_look]
-            for source, due in (
-                (self._connections, self._next_read),
-                (self._strangers, self._next_strangers),
-            ):
-                if source and now >= due:
-                    watched.append(source)
-                elif source:
-                    wake_times.append(due)
-            ready = wait(watched, min(wake_times) - now)
+            watched = [source for source, due in self._next_reads.items() if due <= now]
+            wake_times = [due for due in self._next_reads.values() if due > now]
+            ready = wait([*sources, *watched], min(end, self._next_look, *wake_times) - now)
             self._take(has_strangers=self._strangers in ready)
             if any(source in ready for source in sources) or time.monotonic() >= end:
                 return
 
     def poll(self) -> list[Event]:
+        """Read, beat, and return the events since the last call; never blocks; due about once a second."""
         self._take()
         events, self._events, self._has_news = self._events, [], False
         return events
 
     def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
-        self._connections.send_all(StopOrder(node=self.node_name(0), reason=reason, requeue=requeue))
+        """Tell all other nodes that this one was asked to stop."""
+        self._connections.send_all(messages.StopOrder(node=self.node_name(0), reason=reason, requeue=requeue))
+
+    def report_end(self, report: AttemptEnded) -> None:
+        """Report the end of this node's part of the attempt; `AllDone` or `AttemptStart` follows."""
+        self._end_attempt_of(0, report)
+
+    def report_measurement(self, measurement: messages.MeasureResult) -> None:
+        """Report what this node has measured in a stage of the preflight."""
+        self.measurements.append((0, measurement))
 
     def start_attempt(self, attempt: int, ranks: Mapping[int, int]) -> None:
         """Start an attempt: `ranks` are the node ranks of those that take part, by number.
@@ -261,241 +202,210 @@ class HeadSession(Session):
             self.port = ports.next_free(self.port)
         self.attempt, self.reports, self._members = attempt, {}, tuple(ranks)
         self.previous_failures, self.failures = self.failures, []
-        self._phases.clear()
-        self._positions.clear()
-        self._other_positions = None
+        self._phases, self._positions, self.run_positions = {}, {}, None
         for number in self.alive:
-            start = AttemptStart(
-                attempt=attempt, nnodes=len(ranks), node_rank=ranks.get(number), port=self.port
-            )
+            rank = ranks.get(number)
+            start = AttemptStart(attempt=attempt, nnodes=len(ranks), node_rank=rank, port=self.port)
             self._send(number, start)
 
     def end_attempt(self, reason: str) -> None:
         """End the attempt's workers on all nodes."""
         for number in self.alive:
-            self._send(number, EndAttempt(attempt=self.attempt, reason=reason))
+            self._send(number, messages.EndAttempt(attempt=self.attempt, reason=reason))
 
     def end_run(self, code: int) -> None:
         """End the run on all nodes, with this exit code."""
         for number in self.alive:
-            self._send(number, AllDone(codes=(code,)))
+            self._send(number, messages.AllDone(codes=(code,)))
 
-    def request_measurement(self, number: int, request: MeasureRequest) -> None:
+    def request_measurement(self, number: int, request: messages.MeasureRequest) -> None:
         """Have a node measure a stage of the preflight; one that is lost gets nothing."""
         if number not in self.lost:
             self._requested.add((number, request.stage))
             self._send(number, request)
 
-    def end_preflight(self, outcome: PreflightEnd | Refused) -> None:
+    def end_preflight(self, outcome: messages.PreflightEnd | messages.Refused) -> None:
         """Tell all other nodes how the preflight has ended."""
         self._connections.send_all(outcome)
 
-    def report_measurement(self, measurement: MeasureResult) -> None:
-        self.measurements.append((0, measurement))
-
-    def report_end(self, report: AttemptEnded) -> None:
-        self._note_end(0, report)
-        if report.code not in (0, EXIT_SAVED) and not self.can_restart:
-            rank = report.failure.rank if report.failure else None
-            failed = NodeFailed(node=self.node_name(0), code=report.code, rank=rank, is_head=True)
-            self._connections.send_all(failed)
-
     def close(self) -> None:
+        """Leave; the others have a moment to read the last message."""
         if self._strangers:
             self._strangers.close()
         self._connections.close(LINGER_S)
 
-    def _send(self, number: int, message: AttemptStart | EndAttempt | AllDone | MeasureRequest) -> None:
-        """Send a message to one node; the head's own becomes an event."""
+    def _send(self, number: int, event: Event) -> None:
+        """Send an event to one node."""
         if number == 0:
-            self._events.append(message)
+            self._events.append(event)
         else:
-            self._connections.send(number, message)
+            self._connections.send(number, event)
 
-    def _note_end(self, number: int, report: AttemptEnded) -> None:
-        self.reports[number] = report
-        if report.failure:
-            failed_at = time.monotonic() - report.failure.age_ms / 1000
-            self.failures.append((failed_at, number, report.failure))
+    def _announce(self, event: Event, *, but: int | None = None) -> None:
+        """Send an event to all nodes, the head included."""
+        self._connections.send_all(event, but=but)
+        self._events.append(event)
 
     def _take(self, *, has_strangers: bool = False) -> None:
         """React to what has arrived, and look at all nodes when it is time."""
         now = time.monotonic()
+        is_look_due = now >= self._next_look
         if received := self._connections.receive():
-            self._next_read = now + READ_PAUSE_S * min(1.0, self.placement.nnodes / MANY)
+            self._next_reads[self._connections] = now + READ_PAUSE_S * min(1.0, self.placement.nnodes / MANY)
         for number, message in received:
             self._handle(number, message)
-        is_look_due = now >= self._next_look
-        if has_strangers:
-            self._next_strangers = now + STRANGERS_PAUSE_S
         if self._strangers and (has_strangers or is_look_due):
+            self._next_reads[self._strangers] = now + (STRANGERS_PAUSE_S if has_strangers else 0.0)
             self._refuse_late_nodes(self._strangers)
         if is_look_due:
             self._next_look = now + beat_s(self.lost_after_s) / LOOKS_PER_BEAT
             self._beat()
-        while self._connections.closed:
-            self._lose(*self._connections.closed.popitem())
+        for number, reason in self._connections.take_closed():
+            self._lose(number, reason)
         if len(self.reports) == self.placement.nnodes and not self._has_ended and not self.can_restart:
             self._has_ended = True
-            all_done = AllDone(codes=tuple(self.reports[number].code for number in sorted(self.reports)))
-            self._connections.send_all(all_done)
-            self._events.append(all_done)
+            codes = tuple(report.code for _, report in sorted(self.reports.items(), key=lambda item: item[0]))
+            self._announce(messages.AllDone(codes=codes))
 
     def _beat(self) -> None:
-        self._other_positions = _enclose(self._positions.values())
-        heartbeat = Heartbeat(positions=self.run_positions)
-        silent = self._connections.beat(
-            heartbeat, beat_s=beat_s(self.lost_after_s), lost_after_s=self.lost_after_s
+        positions = [*self._positions.values(), *([self.positions] if self.positions else [])]
+        self.run_positions = (min(map(min, positions)), max(map(max, positions))) if positions else None
+        self._connections.beat(
+            messages.Heartbeat(positions=self.run_positions),
+            beat_s=beat_s(self.lost_after_s),
+            lost_after_s=self.lost_after_s,
+            finished=() if self.can_restart else self.reports,
         )
-        for number in silent:
-            if number not in self.reports or self.can_restart:
-                self._connections.drop(number)
-                self._lose(number, f"no heartbeat for {self.lost_after_s:g} s")
 
-    def _handle(self, number: int, message: FromNode) -> None:
+    def _handle(self, number: int, message: messages.FromNode) -> None:
         """Take a node's message; drop a second one of its kind, by which it could fill the memory of all."""
-        event: Event
-        name = self.node_name(number)
-        if isinstance(message, Heartbeat):
+        if isinstance(message, messages.Heartbeat):
             self._phases[number] = message.phase
+            self._positions.pop(number, None)
             if message.positions:
                 self._positions[number] = message.positions
-            else:
-                self._positions.pop(number, None)
-            return
-        if isinstance(message, MeasureResult):
-            if (request := (number, message.stage)) in self._requested:
-                self._requested.remove(request)
+        elif isinstance(message, messages.MeasureResult):
+            if (number, message.stage) in self._requested:
+                self._requested.remove((number, message.stage))
                 self.measurements.append((number, message))
                 self._has_news = True
-            return
-        if isinstance(message, AttemptEnded):
-            if message.attempt != self.attempt or number in self.reports:
-                return
-            self._note_end(number, message)
-            self._has_news = True
-            if message.code in (0, EXIT_SAVED) or self.can_restart:
-                return
-            rank = message.failure.rank if message.failure else None
-            event = NodeFailed(node=name, code=message.code, rank=rank)
-        elif isinstance(message, StopOrder) and number not in self._stopping:
+        elif isinstance(message, AttemptEnded):
+            if message.attempt == self.attempt and number not in self.reports:
+                self._end_attempt_of(number, message)
+        elif isinstance(message, messages.StopOrder) and number not in self._stopping:
             self._stopping.add(number)
-            event = StopOrder(node=name, reason=message.reason, requeue=message.requeue)
-        else:
-            return
-        self._connections.send_all(event, but=number)
-        self._events.append(event)
+            self._announce(dataclasses.replace(message, node=self.node_name(number)), but=number)
+
+    def _end_attempt_of(self, number: int, report: AttemptEnded) -> None:
+        self.reports[number], self._has_news = report, True
+        failure = report.failure
+        if failure:
+            self.failures.append((time.monotonic() - failure.age_ms / 1000, number, failure))
+        if report.code not in (0, EXIT_SAVED) and not self.can_restart:
+            failed = messages.NodeFailed(
+                node=self.node_name(number),
+                code=report.code,
+                rank=failure.rank if failure else None,
+                is_head=number == 0,
+            )
+            self._connections.send_all(failed, but=number)
+            if number != 0:
+                self._events.append(failed)
 
     def _lose(self, number: int, reason: str) -> None:
         """Take leave of a node; in a run of one attempt, one that is done may go."""
         self.lost[number], self._has_news = reason, True
         if number not in self.reports and not self.can_restart:
-            lost = NodeLost(node=self.node_name(number), reason=reason)
-            self._connections.send_all(lost)
-            self._events.append(lost)
+            self._announce(messages.NodeLost(node=self.node_name(number), reason=reason))
 
     def _refuse_late_nodes(self, strangers: Strangers) -> None:
-        what = "all nodes of this run have joined already"
+        problem = "all nodes of this run have joined already"
         hint = "it may be started twice on this host: pbsdsh starts it once per line of the node file"
         if self.placement.size:
-            what = f"the run has started with {self.placement.nnodes} nodes, and no node can join it later"
+            problem = f"the run has started with {self.placement.nnodes} nodes, and no node can join it later"
             hint = "start it with the others: the head waits 30 s for one more than it has"
         for connection, _ in strangers.joining_nodes():
-            strangers.refuse(connection, Refused(what=what, where=self.host(0), hint=hint))
+            strangers.refuse(connection, messages.Refused(what=problem, where=self.host(0), hint=hint))
 
 
-def _enclose(positions: Collection[Positions]) -> Positions | None:
-    """Return the slowest and the furthest position of all."""
-    if not positions:
-        return None
-    return min(slowest for slowest, _ in positions), max(furthest for _, furthest in positions)
-
-
-class MemberSession(Session):
-    """The session of any node but the head.
-
-    Parameters
-    ----------
-    unread : messages of the head that have arrived after its start.
-    """
+class MemberSession(_Session):
+    """The session of any node but the head; its methods are those of `HeadSession`."""
 
     def __init__(
-        self,
-        placement: Placement,
-        port: int,
-        warnings: Sequence[str],
-        *,
-        connection: Connection[FromHead],
-        unread: Sequence[FromHead] = (),
-        can_restart: bool = False,
+        self, placement: Placement, connection: Connection[FromHead], start: messages.RunStart
     ) -> None:
-        super().__init__(placement, port, warnings, can_restart=can_restart)
+        super().__init__(placement, start.port, start.warnings, can_restart=start.can_restart)
         self._connection = connection
-        self._unread = list(unread)
         self._is_over = False
         self._has_head_failed = False
-        self._run_positions: Positions | None = None
-        self._reported_phase = STARTING
+        self._reported_phase = messages.STARTING
         self._next_attempt = 1
 
-    @property
-    def run_positions(self) -> Positions | None:
-        return self._run_positions
-
-    def wait(self, sources: Iterable[Readable], seconds: float) -> None:
-        wait(sources if self._is_over else [*sources, self._connection], seconds)
-
-    def close(self) -> None:
-        if not self._is_over:
-            self._connection.close(LINGER_S)
-
-    def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
-        self._connection.send(StopOrder(reason=reason, requeue=requeue))
-
-    def report_end(self, report: AttemptEnded) -> None:
-        self._connection.send(report)
-
-    def report_measurement(self, measurement: MeasureResult) -> None:
-        self._connection.send(measurement)
+    def wait(self, sources: Collection[Readable], seconds: float) -> None:
+        """Return when one of `sources` has something to read, an event may be there, or after `seconds`."""
+        if self._is_over:
+            wait(sources, seconds)
+        else:
+            wait([*sources, self._connection], 0.0 if self._connection.has_line else seconds)
 
     def poll(self) -> list[Event]:
+        """Read, beat, and return the events since the last call."""
         if self._is_over:
             return []
-        events = self._read_events()
-        now, connection = time.monotonic(), self._connection
+        events, now, connection = self._read_events(), time.monotonic(), self._connection
         if now - connection.last_sent >= beat_s(self.lost_after_s) or self.phase != self._reported_phase:
             self._reported_phase = self.phase
-            connection.send(Heartbeat(positions=self.positions, phase=self.phase))
+            connection.send(messages.Heartbeat(positions=self.positions, phase=self.phase))
         if not self._is_over and (connection.error or now - connection.last_received > self.lost_after_s):
             self._is_over = True
             reason = connection.error or f"no heartbeat for {self.lost_after_s:g} s"
-            # A head that has failed leaves, as failed nodes do.
-            lost = (
-                AllDone(codes=())
-                if self._has_head_failed
-                else NodeLost(node=self.node_name(0), reason=reason)
-            )
-            events.append(lost)
+            # A head that has failed leaves, as other failed nodes do.
+            if self._has_head_failed:
+                events.append(messages.AllDone(codes=()))
+            else:
+                events.append(messages.NodeLost(node=self.node_name(0), reason=reason))
         if self._is_over:
             connection.close()
         return events
 
+    def ask_stop(self, reason: str, *, requeue: bool = True) -> None:
+        """Tell all other nodes that this one was asked to stop."""
+        self._connection.send(messages.StopOrder(reason=reason, requeue=requeue))
+
+    def report_end(self, report: AttemptEnded) -> None:
+        """Report the end of this node's part of the attempt."""
+        self._connection.send(report)
+
+    def report_measurement(self, measurement: messages.MeasureResult) -> None:
+        """Report what this node has measured in a stage of the preflight."""
+        self._connection.send(measurement)
+
+    def close(self) -> None:
+        """Leave; the head has a moment to read the last message."""
+        if not self._is_over:
+            self._connection.close(LINGER_S)
+
     def _read_events(self) -> list[Event]:
         events: list[Event] = []
-        received, self._unread = [*self._unread, *self._connection.receive()], []
-        for position, message in enumerate(received):
-            if isinstance(message, Heartbeat):
-                self._run_positions = message.positions
-            elif isinstance(message, _OF_ANY_ATTEMPT):
-                self._is_over |= isinstance(message, AllDone)
-                self._has_head_failed |= isinstance(message, NodeFailed) and message.is_head
-                events.append(message)
-            elif isinstance(message, AttemptStart) and message.attempt >= self._next_attempt:
+        for message in self._connection.receive():
+            if isinstance(message, messages.Heartbeat):
+                self.run_positions = message.positions
+                continue
+            if isinstance(message, messages.ProbeRequest | messages.RunStart):
+                continue
+            if isinstance(message, AttemptStart):
+                if message.attempt < self._next_attempt:
+                    continue
                 self.attempt, self._next_attempt = message.attempt, message.attempt + 1
-                events.append(message)
-            elif isinstance(message, EndAttempt) and message.attempt == self.attempt:
-                events.append(message)
-            if isinstance(message, PreflightEnd):  # what follows belongs to the attempts
-                self._unread = received[position + 1 :]
+            elif isinstance(message, messages.EndAttempt) and message.attempt != self.attempt:
+                continue
+            self._is_over |= isinstance(message, messages.AllDone)
+            self._has_head_failed |= isinstance(message, messages.NodeFailed) and message.is_head
+            events.append(message)
+            if isinstance(message, messages.PreflightEnd):
+                # What follows belongs to the attempts.
                 break
         return events
+
+
+Session = HeadSession | MemberSession

@@ -25,14 +25,14 @@ from imgkit_entrypoints.rollcall.connection import (
 from imgkit_entrypoints.rollcall.messages import FromNode, JoinRequest, Refused
 
 MAX_STRANGERS = 64
+# Time in which a connection must show that it belongs to the run.
 MAX_WAIT_S = 5.0
-"""Time in which a connection must show that it belongs to the run."""
+# Time without new connections after the system had no descriptor for one.
 PAUSE_S = 0.2
-"""Time without new connections after the system had no descriptor for one."""
+# Connections accepted in one turn, so that no flood keeps the head from its nodes.
 ACCEPTED = 256
-"""Connections accepted in one turn, so that no flood keeps the head from its nodes."""
+# Lines in the log about strangers; a flood must not fill the disk.
 MAX_REPORTS = 16
-"""Lines in the log about strangers; a flood must not fill the disk."""
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -61,7 +61,8 @@ class Strangers:
         self.reports: list[str] = []
         """Lines about connections that were not counted."""
         self._listener, self._job_id, self._secret, self._log = listener, job_id, secret, log
-        self._strangers: dict[int, _Stranger] = {}  # by descriptor, the oldest first
+        # By descriptor, the oldest first.
+        self._strangers: dict[int, _Stranger] = {}
         self._paused_until = 0.0
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -115,24 +116,26 @@ class Strangers:
                 return
             except OSError as error:
                 if error.errno not in NO_DESCRIPTOR:
-                    continue  # this connection is gone again (ECONNABORTED)
+                    # This connection is gone again (ECONNABORTED).
+                    continue
                 if self._strangers:
                     self._close(self._oldest())
-                self._selector.unregister(self._listener)  # it stays readable, and would wake us for ever
+                # The listener stays readable, and would wake the head for ever.
+                self._selector.unregister(self._listener)
                 self._paused_until = time.monotonic() + PAUSE_S
                 return
             if len(self._strangers) >= most:
                 self._close(self._oldest())
             connection = Connection(sock, messages.from_node, max_line_bytes=MAX_HANDSHAKE_BYTES)
-            self._add(
-                connection, address[0].removeprefix("::ffff:")
-            )  # an IPv4 address at a listener for both
+            # A listener for IPv4 and IPv6 sees an IPv4 address with this prefix.
+            self._add(connection, address[0].removeprefix("::ffff:"))
 
     def _read(self, stranger: _Stranger) -> JoinRequest | None:
         """Return the request of a node of the run; close the connection of anything else."""
         connection = stranger.connection
         if stranger.is_refused:
-            connection.receive()  # what it sends is discarded
+            # What it sends is discarded.
+            connection.receive_line()
         while not stranger.is_refused and (line := connection.receive_line()) is not None:
             if self._secret is not None and stranger.handshake is None:
                 self._answer(stranger, line, self._secret)
@@ -149,7 +152,8 @@ class Strangers:
 
     def _answer(self, stranger: _Stranger, line: bytes, secret: bytes) -> None:
         """Prove the secret to a node that has one."""
-        if line.startswith(b"{"):  # a node without a secret; the answer is the same for all of them
+        if line.startswith(b"{"):
+            # A node without a secret; the answer is the same for all of them.
             self._report(stranger, "connected without a secret")
             refusal = Refused(
                 what="the head requires a secret, and this node has none",
@@ -177,9 +181,9 @@ class Strangers:
             return None
         if request.job != self._job_id:
             # The head's job id stays secret: in a start without a secret, who knows it can join as a node.
-            what = f"{request.node.host} belongs to job {request.job!r}, the head to another"
-            self._report(stranger, what)
-            self._refuse(stranger, messages.encode(Refused(what=what)))
+            problem = f"{request.node.host} belongs to job {request.job!r}, the head to another"
+            self._report(stranger, problem)
+            self._refuse(stranger, messages.encode(Refused(what=problem)))
             return None
         return request
 
@@ -188,9 +192,9 @@ class Strangers:
         stranger.connection.send_line(line)
         stranger.connection.finish()
 
-    def _report(self, stranger: _Stranger, what: str) -> None:
+    def _report(self, stranger: _Stranger, problem: str) -> None:
         """Log once what a stranger did."""
-        text = f"{stranger.address} {what}"
+        text = f"{stranger.address} {problem}"
         if text not in self.reports and len(self.reports) <= MAX_REPORTS:
             self.reports.append(text)
             end = "; further ones are not reported" if len(self.reports) > MAX_REPORTS else ""

@@ -81,7 +81,7 @@ wait $head
 wait $spare
 """
     told = inside(standin, runs, script)
-    assert "attempt 2 starts with 2 nodes; node 2 of 3" in told
+    assert "attempt 2 starts with 2 nodes; node 3 of 3" in told
     assert re.search(r"torchrun starts again \d+\.\d s after the failure was noticed", told)
     assert re.search(r"resumes after step (10|15|20) of 60: spare/checkpoints", told)
     assert (runs / "spare/result").read_text() == "local 0\n"

@@ -214,7 +214,7 @@ def test_job_ends_when_a_host_is_cut_off(pbs: OpenPbs) -> None:
         pbs("fault", "cut", "node2")
         code, told = pbs.end(job)
         assert code not in (0, 271), told
-        assert "lost node 1 of 2 (node2)" in told, told
+        assert "lost node 2 of 2 (node2)" in told, told
         assert "Traceback" not in told
     finally:
         pbs("fault", "heal", "node2")

@@ -230,7 +230,7 @@ def test_job_ends_when_a_host_is_lost(pbs: Pbs, start: str) -> None:
         pbs("fault", "crash", "node2")
         code, output = pbs.end(job)
         assert code not in (0, 256 + 9), output
-        assert "lost node 1 of 2 (node2)" in output
+        assert "lost node 2 of 2 (node2)" in output
         assert f"imgkit: {start} does not return from node2: ended\n" in output
         assert "Traceback" not in output
     finally:

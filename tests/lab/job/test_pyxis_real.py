@@ -209,7 +209,7 @@ def test_no_process_is_left_of_a_job_that_ends_early(site: Site, how: str) -> No
         worker = re.search(r"waits 1 (\d+)", site.told(job))
         assert worker
         site("exec", "node2", "--", "kill", "-KILL", worker[1])
-        assert "rank 1 on node 1 of 2 (node2) failed, killed by SIGKILL" in site.ended(job)
+        assert "rank 1 on node 2 of 2 (node2) failed, killed by SIGKILL" in site.ended(job)
         assert site.end_of(job).startswith("FAILED")
     else:
         assert site.imgkit("cancel", job).returncode == 0

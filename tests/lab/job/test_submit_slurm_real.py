@@ -178,7 +178,7 @@ UNEQUAL = ("sh", "-c", 'IMGKIT_NPROC=$((SLURM_NODEID + 1)) exec "$@"', "sh")
 def test_nodes_with_different_numbers_of_workers_train(site: Site) -> None:
     told = site.finished(*("--nodes", "2", "--", *UNEQUAL, "dist-train", "--device", "cpu", "--steps", "20"))
     assert re.search(r"loss 2\d\.\d+ -> \d+\.\d+, 3 ranks", told), told
-    assert "the nodes differ in workers per node 1 on node 0 of 2 (node1), 2 on node 1 of 2 (node2)" in told
+    assert "the nodes differ in workers per node 1 on node 1 of 2 (node1), 2 on node 2 of 2 (node2)" in told
 
 
 def test_image_is_submitted_to_its_own_system(site: Site) -> None:
@@ -561,7 +561,7 @@ def test_training_survives_a_lost_node_and_a_requeue(site: Site) -> None:
     checkpoints = site.folder / "runs/mine/checkpoints"
     site.until(lambda: len(sorted(checkpoints.glob("step-*"))) == 2, job)
     site.cluster("fault", "crash", "node3")
-    site.until(lambda: site.told(job).count("lost node 2 of 3 (node3)") == 2, job)
+    site.until(lambda: site.told(job).count("lost node 3 of 3 (node3)") == 2, job)
     site.until(lambda: not site.processes("node1", "node2"), job)
     site.cluster("scancel", job)
 

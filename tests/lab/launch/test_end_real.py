@@ -116,7 +116,7 @@ def test_own_traceback_comes_last_and_once(end: End, start: str) -> None:
     assert done.returncode == 1
     assert said.count("ValueError: bad value at step 3") == said.count("Traceback") == 1
     assert said.splitlines()[-1] == "ValueError: bad value at step 3"
-    assert re.search(r"imgkit: rank 1 on node 0 of 1 \(.+\) failed first: exit code 1\n", said)
+    assert re.search(r"imgkit: rank 1 on node 1 of 1 \(.+\) failed first: exit code 1\n", said)
     assert log_of(said).endswith("logs/node0/errors-node0.log")
     assert not [word for word in NOISE if word in said]
     for word in ("ChildFailedError", "bad value at step 3", "closed by peer"):
@@ -149,9 +149,9 @@ def test_head_prints_the_cause_of_another_node(end: End, how: str) -> None:
     other, _, head = done.stdout.partition("-- head\n")
     assert "node 0: 1\nnode 1: 1\n" in other
     ending = "exit code 1" if how == "raises" else "killed by SIGKILL"
-    assert re.search(rf"imgkit: rank 1 on node 1 of 2 \(.+\) failed first: {ending}\n", head), head
+    assert re.search(rf"imgkit: rank 1 on node 2 of 2 \(.+\) failed first: {ending}\n", head), head
     assert "Traceback" not in other
-    assert re.search(rf"imgkit: rank 1 on node 1 of 2 \(.+\) failed, {ending}.*\n$", other), other
+    assert re.search(rf"imgkit: rank 1 on node 2 of 2 \(.+\) failed, {ending}.*\n$", other), other
     last = "ValueError: bad value at step 3" if how == "raises" else "it left no traceback"
     assert head.splitlines()[-1].startswith(last)
     assert not [word for word in NOISE if word in head + other]

@@ -69,7 +69,7 @@ def test_two_nodes_make_one_run(play: Play) -> None:
 def test_missing_node_is_named_soon(play: Play) -> None:
     found = play("one node missing")
     assert found["codes"] == [5]
-    assert "node 1 of 2 (host1) did not join; 1/2 present after 3 s" in found["output"]
+    assert "node 2 of 2 (host1) did not join; 1/2 present after 3 s" in found["output"]
     assert "RendezvousTimeoutError" not in found["output"]
 
 

@@ -95,7 +95,7 @@ def test_node_that_never_calls_is_named(slurm: Slurm) -> None:
     # srun starts both tasks; one of them never reaches the container.
     start = slurm.exec("dist-hello", *TWO, "--rollcall-timeout", "3")
     told = slurm.run(f"srun -N2 -n2 sh -c 'test $SLURM_NODEID = 1 || {start}'", "echo code=$?")
-    assert "node 1 of 2 (node2) did not join; 1/2 present after 3 s" in told, told
+    assert "node 2 of 2 (node2) did not join; 1/2 present after 3 s" in told, told
     assert told.endswith("code=5\n")
 
 
@@ -141,8 +141,8 @@ def test_killed_worker_ends_the_job(slurm: Slurm) -> None:
     slurm.until(lambda: not slurm.processes())
     told = slurm.output.read_text()
     # From Slurm 24.11 on, srun may end node 0 before its last lines.
-    assert re.search(r"rank [23] on node 1 of 2 \(node2\) failed(?: first:|,) killed by SIGKILL", told), told
-    assert re.search(r"node 1 of 2 \(node2\) ended with exit code \d+", told), told
+    assert re.search(r"rank [23] on node 2 of 2 \(node2\) failed(?: first:|,) killed by SIGKILL", told), told
+    assert re.search(r"node 2 of 2 \(node2\) ended with exit code \d+", told), told
     assert not told.endswith("code=0\n")
 
 

@@ -69,7 +69,7 @@ def test_firewalled_ports_are_refused(nodes: Cluster, fault: str, why: str) -> N
     assert nodes("fault", fault, "node2", "32768-60999").returncode == 0
     for code, text in meet(nodes):
         assert code == 5, text
-        assert "node 0 of 2 (host0) cannot connect to node 1 of 2 (host1) on port " in text
+        assert "node 1 of 2 (host0) cannot connect to node 2 of 2 (host1) on port " in text
         assert why in text
         assert f"sudo ufw allow from {FIRST}" in text
 

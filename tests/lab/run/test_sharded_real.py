@@ -360,7 +360,7 @@ END
     done = in_image(standin, "bash", "-euc", script, options=here)
     told = done.stdout + done.stderr
     assert done.returncode == 0, told
-    assert "attempt 2 starts with 2 nodes; node 2 of 3" in told
+    assert "attempt 2 starts with 2 nodes; node 3 of 3" in told
     assert "run: resumes after step " in told
 
 

@@ -22,6 +22,7 @@ from imgkit_entrypoints.launch.stop_protocol import CollectedSignals
 from imgkit_entrypoints.rollcall import messages
 from imgkit_entrypoints.rollcall.connection import Connection
 from imgkit_entrypoints.rollcall.messages import (
+    Event,
     FromNode,
     MeasureRequest,
     MeasureResult,
@@ -30,7 +31,7 @@ from imgkit_entrypoints.rollcall.messages import (
     Refused,
     StopOrder,
 )
-from imgkit_entrypoints.rollcall.session import Event, HeadSession, Readable, Session, wait
+from imgkit_entrypoints.rollcall.session import HeadSession, Readable, Session, wait
 
 ROUNDS = 3
 """Rounds of pairs: with three partners, a node that reaches nobody differs from a connection that is down."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -306,6 +307,12 @@ def test_shares_of_pi_are_exact(intervals: int, ranks: int):
         (["dist-train", "--nnodes", "2:4"], "--nnodes 4, or --nnodes 4+1"),
         (["dist-train", "--scheduler", "lsf"], "none of"),
         (["dist-run", "--nproc", "2"], "no script given"),
+        (["dist-run", "--nproc", "2", "--", "python3", "-u", "train.py"], "-> dist-run --nproc 2 train.py\n"),
+        (["dist-run", "/usr/bin/python3.11", "-m", "pkg"], "-> dist-run -m pkg\n"),
+        (
+            ["dist-run", "--nproc", "3", "--epochs", "3", "train.py", "--lr", "1"],
+            "-> options of the program follow the program: dist-run --nproc 3 train.py --epochs 3 --lr 1\n",
+        ),
     ],
 )
 def test_mistakes_are_named_and_exit_two(words: list[str], said: str):
@@ -381,16 +388,16 @@ main()
 
 @pytest.fixture
 def started(tmp_path: Path):
-    """Starts node 0 of 2, for which the other node never calls."""
+    """Starts node 1 of 2, for which the other node never calls."""
     (tmp_path / "stub/torch").mkdir(parents=True)
     (tmp_path / "stub/torch/__init__.py").touch()
 
-    def start(*words: str, env: dict[str, str] | None = None, given: str = ""):
+    def start(*words: str, env: dict[str, str] | None = None, given: str = "", usual_port: bool = False):
         with socket.create_server(("", 0)) as listener:  # tests beside this one take the usual port
             port = listener.getsockname()[1]
         argv = [sys.executable, "-c", WITH_A_STUB_OF_TORCH, str(tmp_path / "stub"), "dist-hello"]
         return subprocess.run(
-            [*argv, *TWO, "--port", str(port - 1), *words],
+            [*argv, *TWO, *([] if usual_port else ["--port", str(port - 1)]), *words],
             capture_output=True,
             text=True,
             input=given,
@@ -404,9 +411,14 @@ def started(tmp_path: Path):
 def test_start_without_a_secret_says_once_that_it_is_open(started):
     done = started()
     assert done.stderr.count("no secret is set: any program") == 1
-    assert "--secret-file FILE" in done.stderr
+    assert "--secret-file FILE\n" in done.stderr
     assert "did not join" in done.stderr
     assert "no secret is set" not in started("--nnodes", "1", *DRY).stderr
+
+
+def test_start_by_hand_without_a_secret_names_a_random_port(started):
+    told = started(usual_port=True).stderr
+    assert re.search(r"--secret-file FILE, or at least the same random port to all nodes: --port \d+\n", told)
 
 
 def test_start_that_requires_a_secret_is_refused_without(started):

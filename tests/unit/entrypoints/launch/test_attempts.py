@@ -78,8 +78,8 @@ def test_spare_takes_the_rank_of_a_killed_node(nodes: Any) -> None:
     three[1].kill()
     assert nodes.codes() == [0, -9, 0]
     said = nodes.output()
-    assert "lost node 1 of 3 (host1): it closed the connection" in said
-    assert "attempt 2 starts with 2 nodes; node 2 of 3 (host2) takes rank 1" in said
+    assert "lost node 2 of 3 (host1): it closed the connection" in said
+    assert "attempt 2 starts with 2 nodes; node 3 of 3 (host2) takes rank 1" in said
     assert "attempt 2 rank 1 of 2" in (nodes.folder / "node2-2.log").read_text()
     first, again = first_attempts((nodes.folder / "node0-0.log").read_text())
     assert first == again
@@ -93,7 +93,7 @@ def test_lost_spare_costs_nothing(nodes: Any) -> None:
     nodes.said("works;", 2)
     three[2].kill()
     assert nodes.codes() == [0, 0, -9]
-    assert "lost node 2 of 3 (host2), a spare" in nodes.output()
+    assert "lost node 3 of 3 (host2), a spare" in nodes.output()
     assert "attempt 2" not in nodes.output()
 
 
@@ -104,7 +104,7 @@ def test_node_that_is_done_may_be_lost(nodes: Any) -> None:
     assert until(lambda: all(parent(pid) != three[1].pid for pid in nodes.left()))
     time.sleep(0.5)  # it reports the end of its part meanwhile
     three[1].kill()
-    nodes.said("lost node 1 of 3")
+    nodes.said("lost node 2 of 3")
     (nodes.folder / "run/go").touch()
     assert nodes.codes() == [0, -9, 0]
     assert "attempt 2" not in nodes.output()
@@ -128,7 +128,7 @@ def test_stopped_launcher_is_replaced_and_ends_when_it_goes_on(nodes: Any) -> No
     nodes.said("works;", 2)
     three[1].send_signal(signal.SIGSTOP)
     assert [three[0].wait(timeout=20), three[2].wait(timeout=20)] == [0, 0]
-    assert "lost node 1 of 3 (host1): no heartbeat for 1 s" in nodes.output()
+    assert "lost node 2 of 3 (host1): no heartbeat for 1 s" in nodes.output()
     three[1].send_signal(signal.SIGCONT)
     assert nodes.codes() == [0, 4, 0]
 
@@ -145,7 +145,7 @@ def test_run_ends_when_more_nodes_are_lost_than_it_has_spares(nodes: Any) -> Non
     three = start(nodes, HANG)
     nodes.said("works;", 2)
     three[1].kill()
-    nodes.said("attempt 2 starts with 2 nodes; node 2 of 3 (host2) takes rank 1")
+    nodes.said("attempt 2 starts with 2 nodes; node 3 of 3 (host2) takes rank 1")
     nodes.said("of 2 port", 4)
     three[2].kill()
     assert nodes.codes() == [4, -9, -9]
@@ -158,7 +158,7 @@ def test_program_that_always_fails_ends_the_run_with_its_code(nodes: Any) -> Non
     assert nodes.codes() == [7, 7, 7]
     said = nodes.output()
     assert "no further attempt: two failures in a row before the first step" in said
-    assert "(node 1 of 3 (host1) ended with exit code 7; before that: node 1 of 3 (host1)" in said
+    assert "(node 2 of 3 (host1) ended with exit code 7; before that: node 2 of 3 (host1)" in said
     assert result(nodes) == "7"
 
 
@@ -209,7 +209,7 @@ def test_stop_during_a_restart_starts_nothing_more(nodes: Any) -> None:
     three = start(nodes, slow)
     nodes.said("works;", 2)
     three[1].kill()
-    nodes.said("ending the program: lost node 1 of 3")
+    nodes.said("ending the program: lost node 2 of 3")
     three[0].terminate()
     assert nodes.codes() == [4, -9, 4]
     assert "no further attempt: a stop was requested" in nodes.output()
@@ -259,9 +259,9 @@ def test_rendezvous_counts_from_when_all_nodes_are_in_it(monkeypatch: pytest.Mon
     now += 119
     assert watch.stalled() == ""
     now += 1
-    assert "within 120 s (--rollcall-timeout); without workers: node 0 of 12 (127.0.0.1), " in watch.stalled()
-    assert "node 2 of 12, node 4 of 12, " in watch.stalled()
-    assert "node 8 of 12 and 3 more. " in watch.stalled()
+    assert "within 120 s (--rollcall-timeout); without workers: node 1 of 12 (127.0.0.1), " in watch.stalled()
+    assert "node 3 of 12, node 5 of 12, " in watch.stalled()
+    assert "node 9 of 12 and 3 more. " in watch.stalled()
     roll.phase = WORKERS
     roll._phases.update(dict.fromkeys(range(1, 12), WORKERS))
     assert watch.stalled() == ""

@@ -74,8 +74,8 @@ def test_killed_torchrun_is_the_cause(tmp_path: Path) -> None:
     record(tmp_path, 0, CLOSED)
     found = first(tmp_path, killed_by=signal.SIGKILL)
     assert (found.rank, found.code) == (None, -9)
-    assert failures.block(NodeFailure(at=0.0, node="node 0 of 1", failure=found))[0].startswith(
-        "torchrun on node 0"
+    assert failures.block(NodeFailure(at=0.0, node="node 1 of 1", failure=found))[0].startswith(
+        "torchrun on node 1"
     )
 
 
@@ -140,7 +140,7 @@ def test_failure_out_of_range_is_refused(wrong: dict[str, object]) -> None:
     right = RankFailure(rank=0, code=1, age_ms=0, after_peer=False, log="", lines=("a",))
     data = json.loads(messages.encode(AttemptEnded(code=1, failure=right)))
     data["failure"] |= wrong
-    with pytest.raises(ValueError, match="a value is"):
+    with pytest.raises(ValueError, match=r"a value is|code.failure|failure\."):
         messages.from_node(json.dumps(data).encode())
 
 

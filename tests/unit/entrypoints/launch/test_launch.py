@@ -241,7 +241,7 @@ def test_signal_to_one_node_stops_both(nodes: Any) -> None:
     nodes.said("ready", 4)
     other.send_signal(signal.SIGUSR1)
     assert nodes.codes() == [85, 85]
-    assert "SIGUSR1 on node 1 of 2 (host1): asked the program to save" in nodes.output()
+    assert "SIGUSR1 on node 2 of 2 (host1): asked the program to save" in nodes.output()
 
 
 def test_nobody_leaves_before_all_have_saved(nodes: Any) -> None:
@@ -267,7 +267,7 @@ def test_stop_file_of_the_run_stops_all_nodes(nodes: Any) -> None:
     assert [path.name for path in run_dir.iterdir()] == []
     (run_dir / "stop-for-requeue").touch()
     assert nodes.codes() == [85, 85]
-    assert f"{run_dir}/stop-for-requeue on node 0 of 2 (host0): asked the program to save" in nodes.output()
+    assert f"{run_dir}/stop-for-requeue on node 1 of 2 (host0): asked the program to save" in nodes.output()
     assert (run_dir / "state-saved").read_text().split()[1:] == ["7"]
 
 
@@ -284,7 +284,7 @@ def test_lost_node_ends_the_other(nodes: Any, killed: int) -> None:
     both[killed].kill()
     codes = nodes.codes()
     assert codes[1 - killed] == 4
-    assert f"lost node {killed} of 2" in nodes.output()
+    assert f"lost node {killed + 1} of 2" in nodes.output()
 
 
 @pytest.mark.parametrize("silent", [0, 1])
@@ -304,7 +304,7 @@ def test_failed_node_ends_the_other(nodes: Any) -> None:
     )
     nodes.two(only_host1 + HANG)
     assert nodes.codes() == [1, 1]
-    assert "node 1 of 2 (host1) ended with exit code 1" in nodes.output()
+    assert "node 2 of 2 (host1) ended with exit code 1" in nodes.output()
 
 
 def test_stalled_rendezvous_ends_with_the_nodes_named(nodes: Any) -> None:
@@ -315,10 +315,10 @@ def test_stalled_rendezvous_ends_with_the_nodes_named(nodes: Any) -> None:
     assert nodes.codes(within_s=40) == [4, 4]
     said = nodes.output()
     assert (
-        "rendezvous did not complete within 3 s (--rollcall-timeout); without workers: node 1 of 2 (host1)."
+        "rendezvous did not complete within 3 s (--rollcall-timeout); without workers: node 2 of 2 (host1)."
         in said
     )
-    assert "node 0 of 2 (host0) ended with exit code 4" in said
+    assert "node 1 of 2 (host0) ended with exit code 4" in said
 
 
 def test_stop_during_the_roll_call(nodes: Any) -> None:

@@ -66,7 +66,7 @@ def test_ranks_that_never_connect_end_with_the_nodes_named(nodes: Any, tmp_path:
     text = (
         "the ranks did not connect within 3 s (--rollcall-timeout); all of them are in init_process_group: "
     )
-    assert f"<{text}node 0 of 2 (host0), node 1 of 2 (host1). " in nodes.output()
+    assert f"<{text}node 1 of 2 (host0), node 2 of 2 (host1). " in nodes.output()
 
 
 def note(phase: str) -> str:

@@ -16,7 +16,7 @@ from imgkit_entrypoints.rollcall import messages, session
 from imgkit_entrypoints.rollcall.connection import Connection, NodeConnections
 from imgkit_entrypoints.rollcall.messages import AttemptEnded, FromNode, Heartbeat, StopOrder
 
-LARGE = StopOrder(node="node 0 of 4", reason="x" * 60_000)
+LARGE = StopOrder(node="node 1 of 4", reason="x" * 60_000)
 LINE = messages.encode(AttemptEnded(code=0)) + b"\n"
 Received = list[tuple[int, FromNode]]
 
@@ -48,7 +48,8 @@ class Nodes:
 
     def silent(self) -> list[int]:
         """Return the nodes that count as lost after the usual time."""
-        return self.connections.beat(Heartbeat(), beat_s=60, lost_after_s=session.LOST_AFTER_S)
+        self.connections.beat(Heartbeat(), beat_s=60, lost_after_s=session.LOST_AFTER_S)
+        return [rank for rank, _ in self.connections.take_closed()]
 
     def read(self, rank: int, size: int) -> bytes:
         """Read `size` bytes as one node, while the head goes on."""
@@ -80,7 +81,7 @@ def test_message_costs_work_for_its_own_connection(monkeypatch: pytest.MonkeyPat
             readers: list[Connection[FromNode]] = []
             receive = Connection.receive
 
-            def counted(connection: Connection[FromNode]) -> list[FromNode]:
+            def counted(connection: Connection[FromNode]) -> Iterator[FromNode]:
                 readers.append(connection)
                 return receive(connection)
 

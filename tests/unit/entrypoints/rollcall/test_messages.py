@@ -23,6 +23,7 @@ from imgkit_entrypoints.rollcall.messages import (
     AttemptEnded,
     AttemptStart,
     EndAttempt,
+    Event,
     FromHead,
     FromNode,
     Heartbeat,
@@ -43,7 +44,7 @@ from imgkit_entrypoints.rollcall.messages import (
     Software,
     StopOrder,
 )
-from imgkit_entrypoints.rollcall.session import Event, HeadSession, MemberSession
+from imgkit_entrypoints.rollcall.session import HeadSession, MemberSession
 from imgkit_entrypoints.terminal import shown
 
 OFFER = ProbePorts(address="10.0.0.1", interface="eth0", ports=(40001, 40002))
@@ -73,9 +74,10 @@ FROM_NODE: tuple[FromNode, ...] = (
     MeasureResult(stage=0, figures=(("matmul", 1.5), ("disk", 0.0)), failed=("gpus: 0",), notes=("old",)),
     MeasureResult(stage=3, error="no answer", mute=True),
 )
+START = RunStart(port=15001, warnings=("the nodes differ in GPU",), nnodes=2, node_rank=1)
 FROM_HEAD: tuple[FromHead, ...] = (
     Heartbeat(positions=(3, 5)),
-    RunStart(port=15001, warnings=("the nodes differ in GPU",), nnodes=2, node_rank=1),
+    START,
     RunStart(port=15001, warnings=(), nnodes=3, node_rank=2, can_restart=True),
     AttemptStart(attempt=2, nnodes=16, node_rank=15, port=15002),
     AttemptStart(attempt=2, nnodes=1, node_rank=None, port=15002),
@@ -208,7 +210,7 @@ def test_codes_of_4096_nodes_fit_into_a_line() -> None:
     head, node = socket.socketpair()
     with head, node:
         Connection(head, messages.from_node).send(AllDone(codes=(255,) * 4096))
-        assert Connection(node, messages.from_head).receive() == [AllDone(codes=(255,) * 4096)]
+        assert list(Connection(node, messages.from_head).receive()) == [AllDone(codes=(255,) * 4096)]
 
 
 def mutated(chance: random.Random, valid: tuple[FromNode, ...] | tuple[FromHead, ...]) -> bytes:
@@ -300,7 +302,7 @@ class Fuzzed:
         connection = Connection(sock, messages.from_head)
         with peer:
             peer.sendall(line + b"\n")
-            self.check(MemberSession(self.member_place, 1, (), connection=connection).poll())
+            self.check(MemberSession(self.member_place, connection, START).poll())
         connection.close()
 
     def to_joining(self, line: bytes) -> None:
@@ -311,7 +313,7 @@ class Fuzzed:
             peer.sendall(line + b"\n")
             peer.shutdown(socket.SHUT_WR)
             try:
-                join._await_start(self.meeting(self.member_place), connection, 1e12)
+                join._call(self.meeting(self.member_place), connection, 1e12)
             except NoPlan as refused:
                 self.log(str(refused).replace("\n", ""))
         connection.close()

@@ -145,7 +145,7 @@ def test_failing_pair_is_named_on_every_node(
     texts = meet(places(3, request.node.name), [HERE] * 3, ["lo", "lo", "narrow"])
     assert len(set(texts)) == 1
     assert "cannot send" in str(texts[0])
-    assert "to node 2 of 3 (host2)" in str(texts[0])
+    assert "to node 3 of 3 (host2)" in str(texts[0])
     assert "--no-network-test" in str(texts[0])
 
 
@@ -171,7 +171,7 @@ def test_stranger_in_the_test_ports_does_not_refuse_the_start(
     for one in crowd:
         one.close()
     assert all(isinstance(roll, session.Session) for roll in rolls), rolls
-    assert "no result from node 2 of 3 (host2)" in rolls[0].warnings[-1]  # type: ignore[attr-defined]
+    assert "no result from node 3 of 3 (host2)" in rolls[0].warnings[-1]  # type: ignore[attr-defined]
 
 
 def test_node_that_ends_meanwhile_is_lost_not_blamed(
@@ -211,13 +211,13 @@ OFFERS = {
 
 
 def name(rank: int) -> str:
-    return f"node {rank} of 3 (host{rank})"
+    return f"node {rank + 1} of 3 (host{rank})"
 
 
 def test_black_hole_is_refused_with_the_ping() -> None:
     error = probe.refusal([HOLE, replace(HOLE, source=2)], OFFERS, name)
     assert (
-        "node 1 of 3 (host1) cannot send 2000 B at once to node 0 of 3 (host0): 1400 B arrive" in error.what
+        "node 2 of 3 (host1) cannot send 2000 B at once to node 1 of 3 (host0): 1400 B arrive" in error.what
     )
     assert "(other failing pairs of nodes: 1)" in error.what
     assert "drops packets of 1500 B" in str(error.hint)
@@ -227,7 +227,7 @@ def test_black_hole_is_refused_with_the_ping() -> None:
 
 def test_firewall_is_refused_with_its_ports() -> None:
     error = probe.refusal([HOLE, WALL, replace(WALL, port=40001)], OFFERS, name)
-    assert "cannot connect to node 0 of 3 (host0) on port 40001 and 40002: Connection refused" in error.what
+    assert "cannot connect to node 1 of 3 (host0) on port 40001 and 40002: Connection refused" in error.what
     assert "sudo ufw allow from 10.0.0.1" in str(error.hint)
 
 
@@ -238,7 +238,7 @@ def test_one_address_for_two_nodes_is_said() -> None:
 
 def test_connection_without_data_is_refused() -> None:
     error = probe.refusal([replace(WALL, size=64)], OFFERS, name)
-    assert "connects to node 0 of 3 (host0), but port 40002 gets no data" in error.what
+    assert "connects to node 1 of 3 (host0), but port 40002 gets no data" in error.what
 
 
 def test_refusal_fits_into_a_small_packet() -> None:

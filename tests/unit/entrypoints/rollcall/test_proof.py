@@ -76,7 +76,7 @@ def recorded(place: Placement, monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, 
 def test_same_secret_meets(place: Placement) -> None:
     rolls = meet(replace(place, nnodes=3), secret=SECRET)
     rolls[1].ask_stop("SIGUSR1")
-    expected = StopOrder(node="node 1 of 3 (as07r3b13)", reason="SIGUSR1")
+    expected = StopOrder(node="node 2 of 3 (as07r3b13)", reason="SIGUSR1")
     assert hear(rolls, lambda seen: bool(seen[0] and seen[2])) == [[expected], [], [expected]]
     for roll in rolls:
         roll.report_end(AttemptEnded(code=0))
@@ -99,7 +99,7 @@ def test_other_secret_is_not_counted(place: Placement) -> None:
     assert "does not know this run's secret (its answer is not a valid proof)" in node.refusal()
     assert "the same --secret-file" in node.refusal()
     assert "127.0.0.1 claimed to be node 1 without proving the secret" in head.refusal()
-    assert "node 1 of 2 (as07r3b13) did not join" in head.refusal()
+    assert "node 2 of 2 (as07r3b13) did not join" in head.refusal()
 
 
 def test_node_without_secret_is_refused(place: Placement) -> None:
@@ -168,7 +168,7 @@ def test_early_impostor_is_refused_and_the_node_gets_in(place: Placement) -> Non
             connection.sendall(first + messages.encode(request) + b"\n")
             assert b"RunStart" not in heard_until_closed(connection)
     rolls = [call.roll() for call in (head, CallThread(place, 1, secret=SECRET))]
-    assert rolls[0].node_name(1) == "node 1 of 2 (as07r3b13)"
+    assert rolls[0].node_name(1) == "node 2 of 2 (as07r3b13)"
     close(rolls)
 
 

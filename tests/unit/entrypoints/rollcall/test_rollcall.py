@@ -18,12 +18,13 @@ from imgkit_entrypoints.rollcall.connection import Connection
 from imgkit_entrypoints.rollcall.messages import (
     AllDone,
     AttemptEnded,
+    Event,
     NodeFailed,
     NodeLost,
     Software,
     StopOrder,
 )
-from imgkit_entrypoints.rollcall.session import Event, Session
+from imgkit_entrypoints.rollcall.session import Session
 from imgkit_entrypoints.schedulers.placement import Placement, Size, job_port
 
 
@@ -49,14 +50,14 @@ def test_given_port_is_torchruns(place: Placement) -> None:
 def test_missing_node_is_named(place: Placement) -> None:
     place = replace(place, nnodes=3)
     head, there = CallThread(place, 0, timeout_s=2.0), CallThread(place, 2)
-    assert "node 1 of 3 (as07r3b13) did not join; 2/3 present after 2 s" in head.refusal()
+    assert "node 2 of 3 (as07r3b13) did not join; 2/3 present after 2 s" in head.refusal()
     assert there.refusal() == head.refusal()
 
 
 def test_missing_head_is_named(place: Placement) -> None:
     text = CallThread(place, 1, timeout_s=0.3).refusal()
     assert (
-        "the head (127.0.0.1) did not answer node 1 of 2 (as07r3b13) within 0.3 s: Connection refused" in text
+        "the head (127.0.0.1) did not answer node 2 of 2 (as07r3b13) within 0.3 s: Connection refused" in text
     )
 
 
@@ -77,14 +78,14 @@ def test_different_software_is_refused_everywhere(place: Placement, field: str) 
     calls = [CallThread(place, rank, software=Software(**{field: f"1.{rank}"})) for rank in range(2)]
     texts = {call.refusal() for call in calls}
     assert len(texts) == 1
-    assert "1.0 on node 0 of 2 (as07r3b12), 1.1 on node 1 of 2 (as07r3b13)" in texts.pop()
+    assert "1.0 on node 1 of 2 (as07r3b12), 1.1 on node 2 of 2 (as07r3b13)" in texts.pop()
 
 
 def test_different_gpus_are_a_warning(place: Placement) -> None:
     calls = [CallThread(place, rank, nproc=4 - rank, gpu="H100") for rank in range(2)]
     rolls = [call.roll() for call in calls]
     assert rolls[0].warnings == rolls[1].warnings
-    assert "the nodes differ in workers per node 4 on node 0" in rolls[0].warnings[0]
+    assert "the nodes differ in workers per node 4 on node 1" in rolls[0].warnings[0]
     close(rolls)
 
 
@@ -92,19 +93,19 @@ def test_different_workers_with_spares_are_refused(place: Placement) -> None:
     place = replace(place, size=Size.parse("1+1"))
     calls = [CallThread(place, rank, nproc=4 - rank) for rank in range(2)]
     for call in calls:
-        assert "the nodes differ in workers per node 4 on node 0" in call.refusal()
+        assert "the nodes differ in workers per node 4 on node 1" in call.refusal()
 
 
 def test_two_nodes_of_one_rank_are_refused(place: Placement) -> None:
     place = replace(place, nnodes=3)
     calls = [CallThread(place, 0), CallThread(place, 1), CallThread(place, 1)]
     for call in calls:
-        assert "both join as node 1 of 3" in call.refusal()
+        assert "both join as node 2 of 3" in call.refusal()
 
 
 def test_different_node_counts_are_refused(place: Placement) -> None:
     head, other = CallThread(place, 0), CallThread(replace(place, nnodes=3), 2)
-    assert "as07r3b14 joins as node 2 of 3, but the head expects 2 nodes" in head.refusal()
+    assert "as07r3b14 joins as node 3 of 3, but the head expects 2 nodes" in head.refusal()
     assert other.refusal() == head.refusal()
 
 
@@ -187,7 +188,7 @@ def test_silent_node_is_lost(place: Placement, silent: int) -> None:
     other = [rolls[1 - silent]]
     events = hear(other, lambda seen: bool(seen[0]))
     assert isinstance(events[0][0], NodeLost)
-    assert f"node {silent} of 2" in events[0][0].node
+    assert f"node {silent + 1} of 2" in events[0][0].node
     assert "no heartbeat for 0.4 s" in events[0][0].reason
     close(rolls)
 
@@ -196,7 +197,7 @@ def test_lost_node_is_named_to_all(place: Placement) -> None:
     rolls = meet(replace(place, nnodes=3))
     rolls[1]._connection.socket.close()
     events = hear([rolls[0], rolls[2]], lambda seen: all(seen))
-    expected = NodeLost(node="node 1 of 3 (as07r3b13)", reason="it closed the connection")
+    expected = NodeLost(node="node 2 of 3 (as07r3b13)", reason="it closed the connection")
     assert events == [[expected], [expected]]
     close([rolls[0], rolls[2]])
 
@@ -205,7 +206,7 @@ def test_stop_reaches_all_others(place: Placement) -> None:
     rolls = meet(replace(place, nnodes=3))
     rolls[1].ask_stop("SIGUSR1")
     events = hear(rolls, lambda seen: bool(seen[0] and seen[2]))
-    expected = StopOrder(node="node 1 of 3 (as07r3b13)", reason="SIGUSR1")
+    expected = StopOrder(node="node 2 of 3 (as07r3b13)", reason="SIGUSR1")
     assert events == [[expected], [], [expected]]
     close(rolls)
 
@@ -224,7 +225,7 @@ def test_failure_is_told_to_all_others(place: Placement) -> None:
     rolls[2].report_end(AttemptEnded(code=7))
     rolls[2].close()
     events = hear(rolls[:2], lambda seen: all(seen))
-    assert events == [[NodeFailed(node="node 2 of 3 (as07r3b14)", code=7)]] * 2
+    assert events == [[NodeFailed(node="node 3 of 3 (as07r3b14)", code=7)]] * 2
     assert quiet(rolls[:2], 0.2) == [[], []]
     close(rolls[:2])
 
@@ -235,7 +236,7 @@ def test_failed_head_is_not_also_lost(place: Placement) -> None:
     closing = threading.Thread(target=rolls[0].close)
     closing.start()
     events = hear(rolls[1:], lambda seen: len(seen[0]) == 2)
-    assert events == [[NodeFailed(node="node 0 of 2 (as07r3b12)", code=1, is_head=True), AllDone(codes=())]]
+    assert events == [[NodeFailed(node="node 1 of 2 (as07r3b12)", code=1, is_head=True), AllDone(codes=())]]
     closing.join()
 
 

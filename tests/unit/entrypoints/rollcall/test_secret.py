@@ -45,9 +45,7 @@ def refused(path: Path, text: str) -> str:
 
 
 def test_private_file_is_the_secret(file: Path) -> None:
-    found = secret.find(str(file), {}, shared_home=False)
-    assert found == secret.Secret(value=VALUE, source=str(file))
-    assert "value" not in repr(found)
+    assert secret.find(str(file), {}, shared_home=False) == VALUE
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601])
@@ -66,7 +64,7 @@ def test_file_of_another_user_is_refused(file: Path) -> None:
 def test_root_of_a_container_reads_the_file_of_the_folder_s_owner(file: Path) -> None:
     for path in (file, file.parent):
         os.chown(path, OTHER_USER, OTHER_USER)
-    assert secret.read(file).value == VALUE
+    assert secret.read(file) == VALUE
 
 
 def test_link_pipe_folder_and_missing_file_are_refused(file: Path, tmp_path: Path) -> None:
@@ -95,9 +93,8 @@ def test_kubernetes_mounts_a_link_that_the_group_may_read(
     (tmp_path / "..data").symlink_to("..now")
     (tmp_path / "secret").symlink_to("..data/secret")
     monkeypatch.setattr(secret, "MOUNTED", tmp_path / "secret")
-    assert secret.find(None, {}, shared_home=False) == secret.Secret(
-        value=VALUE, source=str(tmp_path / "secret")
-    )
+    assert secret.find(None, {}, shared_home=False) == VALUE
+    assert secret.source(None, {}, shared_home=False) == str(tmp_path / "secret")
     (tmp_path / "..now/secret").chmod(0o640)  # as with an fsGroup, but this is no read-only mount of a pod
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
     with pytest.raises(UsageError, match="other users"):
@@ -109,7 +106,8 @@ def test_home_file_is_made_on_a_network_disk_alone(home: dict[str, str]) -> None
     assert not own(home).exists()
     made = secret.find(None, home, shared_home=True)
     assert made is not None
-    assert (len(made.value), made.source) == (32, str(own(home)))
+    assert len(made) == 32
+    assert made == own(home).read_bytes()
     assert stat.S_IMODE(own(home).stat().st_mode) == 0o600
     assert stat.S_IMODE(own(home).parent.stat().st_mode) == 0o700
     # Once it is there, it counts everywhere: somebody may have copied it.
@@ -140,7 +138,7 @@ RACE = """
 import sys, time
 from imgkit_entrypoints.rollcall import secret
 time.sleep(max(0, float(sys.argv[2]) - time.time()))
-print(secret.find(None, {"HOME": sys.argv[1]}, shared_home=True).value.hex())
+print(secret.find(None, {"HOME": sys.argv[1]}, shared_home=True).hex())
 """
 
 

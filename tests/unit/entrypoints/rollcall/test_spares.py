@@ -91,7 +91,7 @@ def test_each_call_gives_the_next_node_time(place: Placement, monkeypatch: pytes
 
 def test_too_few_nodes_are_named(place: Placement) -> None:
     text = CallThread(place, 0, timeout_s=0.8).refusal()
-    assert "nodes 1-2 of 3 (as07r3b[13-14]) did not join; 1/3 present after 0.8 s" in text
+    assert "nodes 2-3 of 3 (as07r3b[13-14]) did not join; 1/3 present after 0.8 s" in text
 
 
 def test_enough_nodes_start_when_the_time_is_over(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_node_that_calls_and_goes_is_not_counted(place: Placement) -> None:
         connection.sendall(messages.encode(call) + b"\n")
         assert b"Heartbeat" in connection.recv(100), "it is counted"
     end = time.monotonic() + 10
-    while not any("node 1 of 3 (as07r3b13) joined and disconnected" in text for text in head.said):
+    while not any("node 2 of 3 (as07r3b13) joined and disconnected" in text for text in head.said):
         assert time.monotonic() < end
         time.sleep(0.01)
     rolls = [CallThread(place, 2).roll(), head.roll()][::-1]
@@ -130,7 +130,7 @@ def test_events_bear_the_numbers_of_the_start(place: Placement) -> None:
     rolls = met(place, 0, 2)
     rolls[1].report_end(AttemptEnded(code=3))
     events = hear(rolls, lambda events: bool(events[0]))
-    assert events[0] == [NodeFailed(node="node 1 of 2 (as07r3b14)", code=3)]
+    assert events[0] == [NodeFailed(node="node 2 of 2 (as07r3b14)", code=3)]
     close(rolls)
 
 
@@ -140,7 +140,7 @@ def test_lost_node_ends_the_run(place: Placement) -> None:
     events = hear(rolls[:2], lambda events: all(events))
     assert [
         [type(event), event.node] for seen in events for event in seen if isinstance(event, NodeLost)
-    ] == [[NodeLost, "node 2 of 3 (as07r3b14)"]] * 2
+    ] == [[NodeLost, "node 3 of 3 (as07r3b14)"]] * 2
     close(rolls[:2])
 
 

@@ -441,7 +441,7 @@ def test_node_of_a_run_that_sends_rubbish_is_lost(place: Placement, secret: byte
     rolls[1]._connection.send_line(b"[" * 2048)
     events = hear([rolls[0], rolls[2]], lambda seen: all(seen))
     reason = "it sent something other than a message of imgkit's roll call"
-    assert events == [[NodeLost(node="node 1 of 3 (as07r3b13)", reason=reason)]] * 2
+    assert events == [[NodeLost(node="node 2 of 3 (as07r3b13)", reason=reason)]] * 2
     close(rolls)
 
 
@@ -453,7 +453,7 @@ def test_node_that_repeats_itself_is_passed_on_once(place: Placement) -> None:
         rolls[1].ask_stop("USR1")
     for _ in range(50):
         rolls[1].report_end(AttemptEnded(code=7))
-    name = "node 1 of 3 (as07r3b13)"
+    name = "node 2 of 3 (as07r3b13)"
     once = [messages.StopOrder(node=name, reason="USR1"), messages.NodeFailed(node=name, code=7)]
     assert hear([rolls[0], rolls[2]], lambda seen: len(seen[1]) > 1) == [once, once]
     assert hear([rolls[0], rolls[2]], lambda _: False, within_s=0.1) == [[], []]
