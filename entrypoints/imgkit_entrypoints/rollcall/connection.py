@@ -156,6 +156,9 @@ class Connection(Generic[Received]):
             data = self.socket.recv(self.max_line_bytes + 1)
         except BlockingIOError:
             return
+        except ConnectionResetError:
+            # A process that is killed with unread input resets its connections.
+            data = b""
         except OSError as error:
             self.error = f"the connection broke: {error.strerror or error}"
             return

@@ -21,18 +21,10 @@ from pathlib import Path
 
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.rollcall import ports, probe, session
+from imgkit_entrypoints.rollcall import messages, ports, probe, session
 from imgkit_entrypoints.rollcall.connection import Connection, NodeConnections
 from imgkit_entrypoints.rollcall.join import Meeting, join
-from imgkit_entrypoints.rollcall.messages import (
-    FromNode,
-    Heartbeat,
-    JoinRequest,
-    NodeInfo,
-    Refused,
-    RunStart,
-    Software,
-)
+from imgkit_entrypoints.rollcall.messages import JoinRequest, NodeInfo
 from imgkit_entrypoints.rollcall.session import HeadSession, Session, node_name
 from imgkit_entrypoints.rollcall.strangers import MAX_STRANGERS, Strangers
 from imgkit_entrypoints.schedulers import hostlist
@@ -129,7 +121,7 @@ class _Head:
         numbers = {rank: number for number, rank in enumerate(sorted(self.nodes))}
         self.connections.renumber(numbers)
         for number in range(1, len(numbers)):
-            run_start = RunStart(
+            run_start = messages.RunStart(
                 port=port, warnings=warnings, nnodes=len(numbers), node_rank=number, can_restart=can_restart
             )
             self.connections.send(number, run_start)
@@ -200,7 +192,9 @@ class _Head:
         if is_look_due:
             self._last_look = time.monotonic()
             self.connections.beat(
-                Heartbeat(), beat_s=session.beat_s(session.LOST_AFTER_S), lost_after_s=session.LOST_AFTER_S
+                messages.Heartbeat(),
+                beat_s=session.beat_s(session.LOST_AFTER_S),
+                lost_after_s=session.LOST_AFTER_S,
             )
         self._forget_closed()
         if is_look_due or self.strangers in ready:
@@ -213,7 +207,7 @@ class _Head:
             self.meeting.log(f"roll call: {self._name(rank)} joined and disconnected ({reason})")
             del self.nodes[rank], self.probe_ports[rank]
 
-    def _add(self, connection: Connection[FromNode], request: JoinRequest) -> None:
+    def _add(self, connection: Connection[messages.FromNode], request: JoinRequest) -> None:
         """Count a node in.
 
         Raises
@@ -243,7 +237,7 @@ class _Head:
         self.nodes[rank], self.probe_ports[rank] = node, request.probe
         self._last_join = time.monotonic()
         # Shows the node that the head, and no other service, took its call.
-        self.connections.send(rank, Heartbeat())
+        self.connections.send(rank, messages.Heartbeat())
 
     def _torchrun_port(self) -> int:
         port = self.placement.port
@@ -280,9 +274,9 @@ class _Head:
         return f"{len(self.nodes)}/{self.placement.nnodes} present"
 
 
-def refusal(error: NoPlan) -> Refused:
+def refusal(error: NoPlan) -> messages.Refused:
     """Return the message that raises `error` on another node."""
-    return Refused(what=error.what, where=error.where, hint=error.hint)
+    return messages.Refused(what=error.what, where=error.where, hint=error.hint)
 
 
 MANIFEST = "opt/imgkit/manifest.json"
@@ -290,13 +284,13 @@ MANIFEST = "opt/imgkit/manifest.json"
 GROUPS = 8
 
 
-def read_software(*, torch: str, nccl: str, root: Path = Path("/")) -> Software:
+def read_software(*, torch: str, nccl: str, root: Path = Path("/")) -> messages.Software:
     """Return the software of this image."""
     try:
         image = hashlib.sha256(files.read_bytes(root / MANIFEST)).hexdigest()[:12]
     except OSError:
         image = ""
-    return Software(image=image, torch=torch, nccl=nccl)
+    return messages.Software(image=image, torch=torch, nccl=nccl)
 
 
 def compare_software(placement: Placement, nodes: Mapping[int, NodeInfo]) -> tuple[str, ...]:

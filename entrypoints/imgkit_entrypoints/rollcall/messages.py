@@ -316,7 +316,7 @@ class MeasureResult:
 
     stage: NodeRank
     figures: Annotated[tuple[tuple[Name, Figure], ...], _between(0, 32)] = ()
-    """Names and values."""
+    """Names and values; a value is a float, as another node accepts no integer for it."""
     failed: Remarks = ()
     """Checks that failed."""
     notes: Remarks = ()

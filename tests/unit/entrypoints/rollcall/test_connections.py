@@ -130,6 +130,17 @@ def test_closed_connection_is_reported_once(nodes: Nodes) -> None:
     assert nodes.connections.closed == {}
 
 
+def test_process_that_ends_with_unread_input_has_closed_its_connection() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, contextlib.closing(Nodes(1)) as nodes:
+        end = socket.create_connection(server.getsockname())
+        nodes.connections.add(2, Connection(server.accept()[0], messages.from_node))
+        nodes.connections.send(2, Heartbeat())
+        assert session.wait([end], 10)
+        end.close()
+        nodes.receive_until(lambda: nodes.connections.closed)
+        assert nodes.connections.take_closed() == [(2, "it closed the connection")]
+
+
 def test_reset_while_the_head_sends_is_noticed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, contextlib.closing(Nodes(1)) as nodes:
         end = socket.create_connection(server.getsockname())
