@@ -91,7 +91,7 @@ def parse_user_program(
     try:
         parsed = parser.parse_args(argv[1:])
     except UsageError as error:
-        if "unknown option" in error.what and "did you mean" not in error.what:
+        if "unknown option" in error.what:
             error.hint = _program_options_hint(command, argv, env) or error.hint
         raise
     program = parsed.program[1:] if parsed.program[:1] == ["--"] else parsed.program

@@ -225,11 +225,15 @@ class StartWatch:
         names = ", ".join(waiting[:MAX_NAMED])
         if len(waiting) > MAX_NAMED:
             names += f" and {len(waiting) - MAX_NAMED} more"
-        limit = f"within {self._limit_s:g} s (--rollcall-timeout)"
+        problem = (
+            f"the ranks did not connect within {self._limit_s:g} s (--rollcall-timeout); all of them are in "
+            f"init_process_group: {names}"
+        )
         if phase == RENDEZVOUS:
-            problem = f"torchrun's rendezvous did not complete {limit}; without workers: {names}"
-        else:
-            problem = f"the ranks did not connect {limit}; all of them are in init_process_group: {names}"
+            problem = (
+                f"torchrun's rendezvous did not complete within {self._limit_s:g} s (--rollcall-timeout); "
+                f"without workers: {names}"
+            )
         return (
             f"{problem}. They wait for torch's store on port {self._session.port} of the head: a firewall "
             "blocks it, or another program deletes its keys, since the store has no authentication. Start "

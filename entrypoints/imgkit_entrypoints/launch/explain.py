@@ -11,7 +11,7 @@ from dataclasses import dataclass
 class Explanation:
     """The cause of a failure and its remedy."""
 
-    found: str
+    text: str
     """The text, as it was printed."""
     cause: str
     remedy: str
@@ -19,7 +19,7 @@ class Explanation:
     @property
     def lines(self) -> tuple[str, ...]:
         """The three of them in a log."""
-        return f"why: {self.cause}", f"  seen: {self.found}", f"  -> {self.remedy}"
+        return f"why: {self.cause}", f"  seen: {self.text}", f"  -> {self.remedy}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,14 +179,14 @@ def explain(text: str, *, has_cause: bool = False) -> tuple[Explanation, ...]:
 
 
 def _explanations(text: str, *, first: bool) -> Iterator[Explanation]:
-    for known in KNOWN:
-        match = re.search(known.pattern, text)
+    for entry in KNOWN:
+        match = re.search(entry.pattern, text)
         # Nearly every failure closes connections, so the last entry counts only if nothing else is known.
-        if match is None or (known is KNOWN[-1] and not first):
+        if match is None or (entry is KNOWN[-1] and not first):
             continue
         groups = {name.rstrip("2"): value for name, value in match.groupdict().items() if value is not None}
         line = text[text.rfind("\n", 0, match.start()) + 1 :].partition("\n")[0].strip()
-        yield Explanation(found=line[:300], cause=known.cause.format(**groups), remedy=known.remedy)
+        yield Explanation(text=line[:300], cause=entry.cause.format(**groups), remedy=entry.remedy)
         first = False
-        if known.stops:
+        if entry.stops:
             return

@@ -53,8 +53,8 @@ def ras_address(env: Mapping[str, str]) -> tuple[str, int] | None:
 
 def question(env: Mapping[str, str]) -> Question | None:
     """Ask the NCCL of the workers of `env`; None where it cannot be asked."""
-    place = ras_address(env)
-    return Question(*place) if place else None
+    address = ras_address(env)
+    return Question(*address) if address else None
 
 
 class Question:
@@ -129,20 +129,21 @@ def report(answer: bytes) -> list[str]:
     ------
     ValueError : it is no such answer.
     """
-    _, found, problems = answer[:MOST_BYTES].decode("ascii", "replace").partition(_PROBLEMS)
-    if not found:
+    _, separator, problems = answer[:MOST_BYTES].decode("ascii", "replace").partition(_PROBLEMS)
+    if not separator:
         raise ValueError("it contains no list of errors")
     lines = [line for line in problems.split("\n") if line and not _OTHERS.fullmatch(line)]
-    told = [re.sub("[^ -~]", "?", line)[:_LONGEST] for line in _folded(lines)]
-    if not told:
+    entries = [re.sub("[^ -~]", "?", line)[:_LONGEST] for line in _folded(lines)]
+    if not entries:
         return ["all ranks of all communicators answer, and have launched the same number of collectives"]
-    return told[:SHOWN] + ([f"and {len(told) - SHOWN} more lines"] if told[SHOWN:] else [])
+    rest = [f"and {len(entries) - SHOWN} more lines"] if entries[SHOWN:] else []
+    return entries[:SHOWN] + rest
 
 
 def _folded(lines: list[str]) -> Iterator[str]:
     matches = ((line, _RANK.fullmatch(line)) for line in lines)
-    for node, some in groupby(matches, lambda one: one[1][2] if one[1] else None):
-        group = list(some)
+    for node, pairs in groupby(matches, lambda pair: pair[1][2] if pair[1] else None):
+        group = list(pairs)
         if node is None or len(group) == 1:
             yield from (line for line, _ in group)
         else:
@@ -164,20 +165,19 @@ def recorder_variables(env: Mapping[str, str], torch: str, job_id: str) -> dict[
     if env.get("IMGKIT_DEVICE") != "cuda":
         return {}
     folder = None if any(name in env for name in DUMP_PREFIXES) else _folder(env)
-    place = str(folder / f"nccl-{re.sub('[^A-Za-z0-9.-]', '_', job_id)}-rank-") if folder else ""
+    prefix = str(folder / f"nccl-{re.sub('[^A-Za-z0-9.-]', '_', job_id)}-rank-") if folder else ""
     version = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", torch)
-    found = {
+    variables = {
         # torchrun sets 1, which tears NCCL down during the dump. This is torch's own default.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
     if version and tuple(map(int, version.groups())) >= RENAMED:
-        found[DUMP_PREFIXES[0]] = place
+        variables[DUMP_PREFIXES[0]] = prefix
     else:
-        found |= {DUMP_PREFIXES[1]: place, "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
-    if not place:
-        found = {name: value for name, value in found.items() if name not in DUMP_PREFIXES}
-    return {name: value for name, value in found.items() if name not in env}
+        variables |= {DUMP_PREFIXES[1]: prefix, "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+    unused = set(env) if prefix else {*env, *DUMP_PREFIXES}
+    return {name: value for name, value in variables.items() if name not in unused}
 
 
 def _folder(env: Mapping[str, str]) -> Path | None:
@@ -189,28 +189,27 @@ def _folder(env: Mapping[str, str]) -> Path | None:
         return folder  # a folder that the run makes
     if not shared:
         return folder
-    own = folder / f"imgkit-nccl-{os.geteuid()}"
+    private = folder / f"imgkit-nccl-{os.geteuid()}"
     try:
-        files.make_own_folder(own)
+        files.make_own_folder(private)
     except OSError:
         return None
-    return own
+    return private
 
 
 def recorder_dumps(env: Mapping[str, str], since: float) -> str:
     """Return a line about the files written after `since` (seconds of the epoch); empty if there are none."""
-    place = next((env[name] for name in DUMP_PREFIXES if env.get(name)), "")
-    if not place:
+    prefix = next((env[name] for name in DUMP_PREFIXES if env.get(name)), "")
+    if not prefix:
         return ""
-    written = [
-        path for path in Path(place).parent.glob(f"{Path(place).name}*") if path.stat().st_mtime >= since
-    ]
+    folder, name = Path(prefix).parent, Path(prefix).name
+    written = [path for path in folder.glob(f"{name}*") if path.stat().st_mtime >= since]
     if not written:
         return ""
-    ranks = ", ".join(sorted((path.name.removeprefix(Path(place).name) for path in written), key=_as_number))
+    ranks = ", ".join(sorted((path.name.removeprefix(name) for path in written), key=_as_number))
     return (
-        f"NCCL's flight recorder has written {place}N for rank {ranks}, with the collectives. "
-        f"To compare them: torchfrtrace --prefix {Path(place).name} {Path(place).parent}"
+        f"NCCL's flight recorder has written {prefix}N for rank {ranks}, with the collectives. "
+        f"To compare them: torchfrtrace --prefix {name} {folder}"
     )
 
 

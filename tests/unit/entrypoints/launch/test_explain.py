@@ -83,7 +83,7 @@ SEEN = [
 def test_known_text_is_explained(text: str, cause: str) -> None:
     found = explain(f"line before\n{text}\nline after\n")
     assert cause in found[0].cause
-    assert found[0].found == text.strip().partition("\n")[0]
+    assert found[0].text == text.strip().partition("\n")[0]
     assert found[0].remedy
 
 
