@@ -183,7 +183,7 @@ def test_persons_file_counts_where_the_program_is_root(tmp_path: Path) -> None:
 
 
 @as_root
-def test_start_goes_on_beside_marks_of_a_stranger(shared: Path, victim: Path, tmp_path: Path) -> None:
+def test_start_goes_on_beside_marks_of_a_stranger(shared: Path, victim: Path) -> None:
     as_stranger(
         lambda: [
             (shared / name).symlink_to(victim)
@@ -193,10 +193,7 @@ def test_start_goes_on_beside_marks_of_a_stranger(shared: Path, victim: Path, tm
     said: list[str] = []
     folder = RunFolder(path=shared, say=said.append)
     folder.clear()
-    node = tmp_path / "node0"
-    node.mkdir()
-    files.put(node / stop_protocol.SAVED, "7 40\n")
-    folder.hand_on(node)
+    folder.write(stop_protocol.SAVED, "7 40\n")
     assert (shared / "state-saved").read_text() == "7 40\n"
     assert not (shared / "state-saved").is_symlink()
     assert victim.read_text() == "mine\n"
