@@ -232,10 +232,9 @@ def _parse_file(text: str) -> dict[str, Remote]:
     if tables is None:
         mistake = mistakes[0]
         key = ".".join(map(str, mistake.path[1:]))
-        message = {"missing": "is missing", "unknown": "unknown key"}.get(mistake.kind, mistake.message)
-        if mistake.kind == "type":
-            message = f"must be {mistake.message}"
-        raise UsageError(f"{key}: {message}", where=str(path()), hint=mistake.hint or "correct the value")
+        raise UsageError(
+            f"{key}: {mistake.message}", where=str(path()), hint=mistake.hint or "correct the value"
+        )
     return {name: Remote(name=name, **dataclasses.asdict(values)) for name, values in tables.remotes.items()}
 
 
