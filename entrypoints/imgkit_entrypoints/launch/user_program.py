@@ -82,9 +82,9 @@ def show_stacks() -> None:
         return
     try:
         stacks = _create(os.path.join(folder, f"stacks-{rank}"))  # noqa: PTH118
-        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
+        faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=False)
         _open_files.append(stacks)
-        notes = struct.pack("qqqq", os.getpid(), threading.main_thread().ident or 0, -1, -1)
+        notes = struct.pack("qqq", os.getpid(), -1, -1)
         with _create(os.path.join(folder, f"pulse-{rank}")) as file:  # noqa: PTH118
             file.write(notes)
     except OSError:  # a full disk costs the stacks alone

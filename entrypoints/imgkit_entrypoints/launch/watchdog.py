@@ -4,19 +4,20 @@ Each worker notes its position in a few bytes of shared memory, and the node age
 neither the worker's interpreter, which a C call may hold, nor a running process; a note costs one store to
 memory. A program of dist-run that notes nothing (user_program.py) is judged by its main thread: one that has
 not waited for anything new since the last look, whatever it does, is stuck or in one long call. The stacks
-come from faulthandler's handler, which is C as well. The node agents' heartbeat carries the positions of the
-other nodes (rollcall/session.py).
+come from faulthandler's handler, which is C as well. It writes those of the main thread, in which it runs:
+the frames of a thread that runs on meanwhile are no place to read. The node agents' heartbeat carries the
+positions of the other nodes (rollcall/session.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import math
 import mmap
 import os
 import re
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from imgkit_entrypoints.rollcall.messages import Positions
 
 
-LAYOUT = struct.Struct("qqqq")
-"""Process id, main thread, position, signs of life at this position; -1 of them: the program notes nothing.
+LAYOUT = struct.Struct("qqq")
+"""Process id, position, signs of life at this position; -1 of them: the program notes nothing.
 
 The position is twice the number of steps done, less one within a step, and negative before the first step."""
 BEFORE = -1
@@ -44,6 +45,9 @@ CONNECTS = "init_process_group"
 """Where ranks meet in torch's store, whose keys everybody can delete who reaches its port (SECURITY.md)."""
 CONNECT_LOOK_S = 10.0
 """Time between two looks at whether a worker without a sign of life is in `CONNECTS`."""
+IDLE_S, IDLE_SHARE = 3.0, 0.05
+"""A worker that waits for others uses at most this share of a processor for so long. One that works is not
+asked: threads that run are no place to read frames from."""
 MAX_IDLE_WAITS = 5
 """A main thread that was woken so often since the last look, by signals and the like, may still be stuck."""
 ANSWER_S, WAKE_S = 5.0, 1.5
@@ -69,22 +73,22 @@ class Pulse:
             with contextlib.suppress(OSError):
                 self._memory = shared(Path(folder) / f"pulse-{rank}", LAYOUT.size)
                 self._stacks = _new(Path(folder) / f"stacks-{rank}")
-                faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
+                faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=False)
         self._notes = memoryview(self._memory).cast("q")
-        self._notes[1], self._notes[2] = threading.main_thread().ident or 0, BEFORE
+        self._notes[1] = BEFORE
         self._notes[0] = os.getpid()  # last: from now on it counts
 
     def begins(self, step: int) -> None:
         """Note that this worker is in `step`."""
-        self._notes[2] = 2 * step - 1
+        self._notes[1] = 2 * step - 1
 
     def done(self, step: int) -> None:
         """Note that this worker has done `step`."""
-        self._notes[2] = 2 * step
+        self._notes[1] = 2 * step
 
     def lives(self) -> None:
         """Note that this worker is busy between two steps."""
-        self._notes[3] += 1
+        self._notes[2] += 1
 
     def ends(self) -> None:
         """Note that this worker is no longer watched."""
@@ -124,7 +128,6 @@ def shared(path: Path, size: int) -> mmap.mmap:
 class _Worker:
     rank: int
     pid: int
-    thread: int
     position: int
     signs: int
     notes_nothing: bool
@@ -134,6 +137,9 @@ class _Worker:
     stacks_from: int | None = None
     """Size of its file of stacks when the node agent asked for new ones."""
     asked_at: float = 0.0
+    cpu_s: float = 0.0
+    cpu_read_at: float = 0.0
+    idle_since: float = math.inf
     connects: bool = False
     """It waits in `CONNECTS`."""
 
@@ -174,7 +180,7 @@ class Watchdog:
 
     def furthest(self) -> int | None:
         """Return the furthest position that a worker of this node has noted, also one that has ended."""
-        return max((position for _, _, _, position, _ in self._notes()), default=None)
+        return max((position for _, _, position, _ in self._notes()), default=None)
 
     def connects(self, nproc: int) -> bool:
         """Return whether all `nproc` workers of this node wait in `CONNECTS`."""
@@ -226,7 +232,8 @@ class Watchdog:
         """Find out whether a worker without a sign of life waits in `CONNECTS`, once in a while."""
         look_s = max(2 * WAKE_S, min(CONNECT_LOOK_S, self._hang_after_s or CONNECT_LOOK_S))
         if worker.stacks_from is None:
-            if now - max(worker.since, worker.asked_at) >= look_s:
+            is_due = now - max(worker.since, worker.asked_at) >= look_s
+            if _is_idle(worker, now) and is_due:
                 self._ask(worker, now)
         elif (answer := self._answer(worker)) or now - worker.asked_at >= ANSWER_S:
             worker.connects = CONNECTS in answer
@@ -240,7 +247,7 @@ class Watchdog:
         notes = list(self._notes())
         for rank in self._workers.keys() - {rank for rank, *_ in notes}:
             self._forget(rank)
-        for rank, pid, thread, position, signs in notes:
+        for rank, pid, position, signs in notes:
             worker, status = self._workers.get(rank), _status(pid)
             if not status:  # ended
                 self._forget(rank)
@@ -253,7 +260,6 @@ class Watchdog:
                 self._workers[rank] = _Worker(
                     rank=rank,
                     pid=pid,
-                    thread=thread,
                     position=position,
                     signs=signs,
                     notes_nothing=notes_nothing,
@@ -278,13 +284,13 @@ class Watchdog:
         self._workers.pop(rank, None)
         self._reported.discard(rank)
 
-    def _notes(self) -> Iterator[tuple[int, int, int, int, int]]:
+    def _notes(self) -> Iterator[tuple[int, int, int, int]]:
         """Yield the rank of each worker, and what it has noted."""
         for path in self._folder.glob("pulse-*"):
             with contextlib.suppress(OSError, struct.error):
-                pid, thread, position, signs = LAYOUT.unpack(files.read_bytes(path))
+                pid, position, signs = LAYOUT.unpack(files.read_bytes(path))
                 if pid:
-                    yield int(path.name.partition("-")[2]), pid, thread, position, signs
+                    yield int(path.name.partition("-")[2]), pid, position, signs
 
     def _ask(self, worker: _Worker, now: float) -> None:
         path = self._folder / f"stacks-{worker.rank}"
@@ -299,7 +305,7 @@ class Watchdog:
         """Return why `worker` stands, as far as one can see; empty while its stacks may still come."""
         with contextlib.suppress(OSError):
             text = files.read_bytes(self._folder / f"stacks-{worker.rank}")[worker.stacks_from :]
-            if stack := _main_stack(text.decode(errors="replace"), worker.thread):
+            if stack := _main_stack(text.decode(errors="replace")):
                 return stack
         return STOPPED.get(_status(worker.pid).get("State", "")[:1], "").format(pid=worker.pid)
 
@@ -353,9 +359,23 @@ def _status(pid: int) -> dict[str, str]:
     return {} if status.get("State", "Z")[:1] in "ZX" else status
 
 
-def _main_stack(text: str, thread: int) -> str:
+def _is_idle(worker: _Worker, now: float) -> bool:
+    """Return whether the worker has hardly used a processor for `IDLE_S`; call it about once a second."""
+    try:
+        # The name in parentheses can hold anything; user and system time are the 12th and 13th after it.
+        fields = Path(f"/proc/{worker.pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        cpu_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):  # ended
+        return False
+    is_busy = cpu_s - worker.cpu_s > IDLE_SHARE * (now - worker.cpu_read_at)
+    worker.idle_since = now if is_busy else min(worker.idle_since, now)
+    worker.cpu_s, worker.cpu_read_at = cpu_s, now
+    return now - worker.idle_since >= IDLE_S
+
+
+def _main_stack(text: str) -> str:
     """Return the main thread's innermost frames in faulthandler's text; empty while it is not there yet."""
-    match = re.search(rf"(?m)^(?:Current t|T)hread 0x0*{thread:x}\b.*\n((?:  .*\n)+)", text)
+    match = re.search(r"(?m)^Stack \(most recent call first\):\n((?:  .*\n)+)", text)
     if match is None:
         return ""
     frames = [
