@@ -11,6 +11,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
 from typing import Any, Protocol, cast
 
 from imgkit_builder.job.request import (
@@ -225,11 +226,15 @@ def with_folders(job: Job, words: Sequence[str]) -> tuple[str, ...]:
 
 
 def program_starts_once(job: Job) -> tuple[str, ...]:
-    """A warning if the command is no ``dist-...`` of the image."""
+    """Return a warning if the command is no ``dist-...`` of the image."""
     if not job.command or job.command[0].startswith("dist-"):
         return ()
-    name = job.command[0]
-    return (f"{name} starts once per node; `dist-run {name} ...` starts one process per GPU",)
+    name, program = job.command[0], job.command[:2]
+    if re.fullmatch(r"python[0-9.]*", PurePath(name).name) and len(program) == 2:
+        program = program[1:]  # torchrun starts Python itself
+    return (
+        f"{name} starts once per node; `dist-run {shlex.join(program[:1])} ...` starts one process per GPU",
+    )
 
 
 def part_of_nodes(job: Job, note: str = "") -> tuple[str, ...]:

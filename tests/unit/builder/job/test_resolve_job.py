@@ -110,6 +110,20 @@ def test_flag_without_meaning_is_a_warning() -> None:
     assert job("rcp", **given).warnings == (warning,)
 
 
+@pytest.mark.parametrize(
+    ("command", "hint"),
+    [
+        (("hostname",), "hostname starts once per node; `dist-run hostname ...`"),
+        (("python3", "train.py", "--lr", "1"), "python3 starts once per node; `dist-run train.py ...`"),
+        (("/usr/bin/python3.12", "my train.py"), "`dist-run 'my train.py' ...`"),
+        (("python3",), "`dist-run python3 ...`"),
+    ],
+)
+def test_program_that_starts_once_per_node_is_doubted(command: tuple[str, ...], hint: str) -> None:
+    (warning,) = job(command=command).warnings
+    assert hint in warning
+
+
 def test_part_of_a_node_on_several_is_doubted() -> None:
     assert "2 nodes with 1 of 4 GPUs" in job(nodes="2", gpus=1).warnings[0]
     assert job(nodes="1", gpus=1).warnings == ()
@@ -145,12 +159,6 @@ def test_other_number_of_nodes_is_refused_with_what_to_type(nodes: str, hint: st
         job(nodes=nodes)
     assert repr(nodes) in caught.value.what
     assert (caught.value.hint or "").startswith(hint)
-
-
-def test_plain_program_is_doubted() -> None:
-    assert (
-        "`dist-run python ...` starts one process per GPU" in job(command=("python", "train.py")).warnings[0]
-    )
 
 
 @pytest.mark.parametrize(
