@@ -231,7 +231,11 @@ def _shipped(name: str) -> Path:
     if name in recipe_names():
         return recipe_path(name)
     if name in system_files.find_all():
-        hint = f"write a recipe of two lines: `image: {{base: NAME:TAG}}` and `system: {name}`"
+        base, driver = [(row.reference, row.driver.value) for row in bases.table() if row.driver][-1]
+        hint = (
+            f"write {name}.yaml with two lines, `image: {{base: {base}}}` and `system: {name}`, and use "
+            f"./{name}.yaml. That base needs driver {driver}; to see older ones: imgkit list --bases"
+        )
         raise UsageError(f"{name} is a system, not a recipe", hint=hint)
     if not name:
         raise UsageError("the recipe's name is empty", hint=choices("", recipe_names()))

@@ -98,9 +98,12 @@ def test_system_that_cannot_be_used_is_refused(write: Write, system: str, says: 
 
 
 def test_system_is_no_recipe(write: Write) -> None:
+    """The refusal has the lines of a recipe, and they are one."""
     with pytest.raises(UsageError, match="leonardo is a system, not a recipe") as caught:
         load("leonardo")
-    assert "`system: leonardo`" in str(caught.value)
+    lines = re.findall("`([^`]+)`", str(caught.value))
+    assert lines[1] == "system: leonardo"
+    assert load(write("\n".join(lines) + "\n", "leonardo.yaml")).system.title == "Leonardo Booster"
     assert "it describes a system, not a recipe" in refusal(write(HERE, "ours.yaml"))
 
 
