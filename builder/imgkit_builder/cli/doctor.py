@@ -34,9 +34,10 @@ def verb_doctor(
         help="Task to check for. build: an engine, or build --with apptainer. sif: all but engines.",
     ),
     hosts: str = typer.Option(
-        "", metavar="A,B", help="Check these hosts instead: reachable by ssh, with the same software."
+        "",
+        metavar="A,B|./FILE",
+        help="Check these hosts instead: reachable by ssh, with the same software.",
     ),
-    hostfile: Path | None = typer.Option(None, metavar="FILE", help="File with the hosts, one per line."),
     image: str = typer.Option(
         "", metavar="PATH|REF", help="With --hosts: the image of the job (default: as imgkit run)."
     ),
@@ -61,7 +62,7 @@ def verb_doctor(
 
     target = targets.find(recipe) if recipe else None
     about: dict[str, object] = {"recipe": target.name if target else ""}
-    if named := fanout.read(hosts, hostfile):
+    if named := fanout.read(hosts):
         results, about["hosts"] = _of_hosts(target, named, image), named
     else:
         results, about["for"] = doctor.examine(target, purpose=purpose.value), purpose.value

@@ -331,20 +331,20 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _MOST_BYTES = 4 << 20
 
 
-def read(text: str, file: Path | None) -> tuple[str, ...]:
-    """Hosts in order, the head first: ``a,b``, or a file with one host per line (``#`` begins a comment).
+def read(text: str) -> tuple[str, ...]:
+    """Return the hosts in order, the head first.
+
+    `text` is ``a,b``, or the path of a file with one host per line (``#`` begins a comment). A path has a
+    slash, a host has none.
 
     Raises
     ------
-    UsageError : both are given, the file cannot be read, or a word is not a host or occurs twice.
+    UsageError : the file cannot be read, or a word is not a host or occurs twice.
     """
-    if text and file is not None:
-        raise UsageError(
-            "--hosts cannot be combined with --hostfile", where="--hostfile", hint="use only one of them"
-        )
-    places = [("--hosts", part.strip()) for part in text.split(",")] if text else []
-    if file is not None:
-        places = _in_file(file)
+    if "/" in text:
+        places = _in_file(Path(text))
+    else:
+        places = [("--hosts", part.strip()) for part in text.split(",")] if text else []
     hosts = tuple(host for _, host in places)
     counts = collections.Counter(hosts)
     for where, host in places:
@@ -352,7 +352,7 @@ def read(text: str, file: Path | None) -> tuple[str, ...]:
             raise UsageError(
                 f"{host!r} is not a host",
                 where=where,
-                hint="a name or an address, for ssh also USER@HOST; --gpus sets the number of ranks",
+                hint="a name or an address, for ssh also USER@HOST; or a file: ./FILE",
             )
         if counts[host] > 1:
             raise UsageError(f"{host} occurs twice", where=where, hint="name each node once")

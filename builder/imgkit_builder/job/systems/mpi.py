@@ -7,7 +7,6 @@ import io
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from imgkit_builder.job import container, quoting
 from imgkit_builder.job.quoting import line
@@ -41,15 +40,16 @@ FORWARD = (
 class MpiFlags(SystemFlags):
     """Flags that only hosts without a scheduler have."""
 
-    hosts: str = flag("", metavar="A,B", help="MPI, ssh: the nodes, the head first.")
-    hostfile: Path | None = flag(None, metavar="FILE", help="MPI, ssh: file with one host per line.")
+    hosts: str = flag(
+        "", metavar="A,B|./FILE", help="MPI, ssh: the nodes, the head first; or a file with one per line."
+    )
     direct: bool = flag(False, help="MPI: mpirun starts every rank itself, without torchrun.")
     ssh: bool = flag(False, help="Start the hosts by ssh, without mpirun.")
     names: tuple[str, ...] = field(default=(), init=False)
-    """The hosts of either flag. They are read once: a file can be a pipe."""
+    """The hosts of `hosts`. They are read once: a file can be a pipe."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "names", fanout.read(self.hosts, self.hostfile))
+        object.__setattr__(self, "names", fanout.read(self.hosts))
 
     @property
     def default_nodes(self) -> int:
@@ -103,7 +103,7 @@ def _check(job: Job) -> None:
             where="--hosts",
             hint="leave --nodes out: it is the number of hosts"
             if hosts
-            else "--hosts A,B, the head first, or --hostfile FILE",
+            else "--hosts A,B, the head first, or --hosts ./FILE",
         )
     if job.flags(MpiFlags).direct and job.flags(MpiFlags).ssh:
         raise UsageError(

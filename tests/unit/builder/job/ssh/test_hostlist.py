@@ -9,17 +9,17 @@ from imgkit_entrypoints.errors import UsageError
 
 
 def test_flag_keeps_its_order() -> None:
-    assert fanout.read("node10, node2,me@10.0.0.1", None) == ("node10", "node2", "me@10.0.0.1")
+    assert fanout.read("node10, node2,me@10.0.0.1") == ("node10", "node2", "me@10.0.0.1")
 
 
-def test_neither_flag_is_no_host() -> None:
-    assert fanout.read("", None) == ()
+def test_no_text_is_no_host() -> None:
+    assert fanout.read("") == ()
 
 
 def test_file_of_open_mpi_is_read(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("# head\nnode2 slots=2\n\nnode1 slots=2 max_slots=4 # second\nfd00::7\n")
-    assert fanout.read("", file) == ("node2", "node1", "fd00::7")
+    assert fanout.read(str(file)) == ("node2", "node1", "fd00::7")
 
 
 @pytest.mark.parametrize(
@@ -39,20 +39,15 @@ def test_file_of_open_mpi_is_read(tmp_path: Path) -> None:
 )
 def test_what_is_no_host_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not a host"):
-        fanout.read(text, None)
+        fanout.read(text)
 
 
 def test_repeated_host_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "hosts"
     file.write_text("a\nb\na\n")
     with pytest.raises(UsageError, match="a occurs twice") as caught:
-        fanout.read("", file)
+        fanout.read(str(file))
     assert caught.value.where == f"{file}:1"
-
-
-def test_flag_and_file_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--hosts cannot be combined with --hostfile"):
-        fanout.read("a", tmp_path / "hosts")
 
 
 @pytest.mark.parametrize("content", [None, b"", b"# nobody\n", b"\xff\xfe"])
@@ -61,7 +56,7 @@ def test_useless_file_is_refused(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(UsageError) as caught:
-        fanout.read("", file)
+        fanout.read(str(file))
     assert caught.value.where == str(file)
 
 
