@@ -117,13 +117,13 @@ def _reported(report: JobReport, slow: SlowNow) -> dict[str, Any]:
         "schema": SCHEMA,
         "id": record.handle,
         "state": record.state,
-        "code": report.code if report.has_ended else None,
+        "exit_code": report.code if report.has_ended else None,
         "command": list(report.argv),
         "output": report.text,
         "folder": None if record.array else str(history.run_of(record)),
     }
     if record.code is not None:
-        data["source"] = dataclasses.asdict(record.code)
+        data["code"] = dataclasses.asdict(record.code)
     if slow is not None:
         data["slow"] = [dataclasses.asdict(rank) for rank in slow]
     return data

@@ -234,9 +234,9 @@ def test_shell_that_cannot_be_opened_says_why(call: Any, words: tuple[str, ...],
 @pytest.mark.parametrize(
     ("history", "code", "data"),
     [
-        ("COMPLETED 0:0", 0, {"state": "succeeded", "code": 0}),
-        ("FAILED 7:0", 1, {"state": "failed", "code": 7}),
-        ("CANCELLED by 1000 0:15", 1, {"state": "cancelled", "code": 0}),
+        ("COMPLETED 0:0", 0, {"state": "succeeded", "exit_code": 0}),
+        ("FAILED 7:0", 1, {"state": "failed", "exit_code": 7}),
+        ("CANCELLED by 1000 0:15", 1, {"state": "cancelled", "exit_code": 0}),
     ],
 )
 def test_wait_ends_with_the_job(
