@@ -59,9 +59,6 @@ def verb_run(
     bwlimit: float | None = typer.Option(
         None, metavar="MB/s", min=0.01, help="With --on: upload bandwidth limit in MB/s."
     ),
-    whole: bool = typer.Option(
-        False, "--whole", help="With --on: send the complete .sif even if a delta over an older one would do."
-    ),
     dry_run: bool = typer.Option(
         False, "--dry-run", help="Print exactly what would be submitted, then exit."
     ),
@@ -112,7 +109,6 @@ def verb_run(
         base=base,
         detach=detach,
         bwlimit=bwlimit,
-        whole=whole,
         dry_run=dry_run,
         verbose=verbose,
         as_json=as_json,
@@ -134,7 +130,6 @@ class _Options:
     base: str | None
     detach: bool
     bwlimit: float | None
-    whole: bool
     dry_run: bool
     verbose: bool
     as_json: bool
@@ -180,12 +175,12 @@ def _run_there(
             plan,
             far,
             base=options.base,
-            no_delta=options.whole,
             max_bytes_per_s=None if options.bwlimit is None else options.bwlimit * 1e6,
             code=code,
             report=report,
         )
     record, job = done.record, done.job
+    followed = not (options.as_json or options.detach or record.array)
     _submitted(
         record,
         {
@@ -198,8 +193,9 @@ def _run_there(
             "name": job.name,
         },
         options,
+        followed=followed,
     )
-    if not (options.as_json or options.detach or record.array):
+    if followed:
         raise typer.Exit(follow(far, record))
 
 
@@ -230,7 +226,7 @@ def _run_here(options: _Options, run: Request, image_flags: ImageFlags, project:
     from imgkit_builder.job.request import Job, Request, request_of
     from imgkit_builder.project import origins
 
-    for name, value in (("--base", options.base), ("--bwlimit", options.bwlimit), ("--whole", options.whole)):
+    for name, value in (("--base", options.base), ("--bwlimit", options.bwlimit)):
         if value:
             raise UsageError(f"{name} is for a remote", where=name, hint=f"imgkit run --on NAME {name} ...")
     recipe = options.recipe or (project.recipe if project else "")
@@ -273,14 +269,14 @@ def _run_here(options: _Options, run: Request, image_flags: ImageFlags, project:
         terminal.err(f"imgkit: {shlex.join(script.submit)}")
         process.become(script.submit, cwd=job.directory)
     record = submit.send(job, script)
-    _submitted(record, {**_described(job, script), "id": record.id}, options)
-    if options.as_json:
-        return
-    if isinstance(job, Job) and job.request.interactive:
+    interactive = isinstance(job, Job) and job.request.interactive
+    followed = not (options.as_json or options.detach or record.array or interactive)
+    _submitted(record, {**_described(job, script), "id": record.id}, options, followed=followed)
+    if followed:
+        raise typer.Exit(follow_here(record))
+    if interactive and not options.as_json:
         # The comments above the command explain how to get in.
         terminal.err(*(text for text in script.text.splitlines() if text.startswith("#")))
-    elif not (options.detach or record.array):
-        raise typer.Exit(follow_here(record))
 
 
 def _without_scheduler(recipe: str) -> str:
@@ -297,12 +293,15 @@ def _without_scheduler(recipe: str) -> str:
     )
 
 
-def _submitted(record: SubmittedJob, data: dict[str, Any], options: _Options) -> None:
-    """Print the id of a job that exists now, and save its record."""
+def _submitted(record: SubmittedJob, data: dict[str, Any], options: _Options, *, followed: bool) -> None:
+    """Print the id of a job that exists now, and save its record.
+
+    Where the job's output is followed, that output has stdout to itself, so the id is on stderr alone.
+    """
     from imgkit_builder.job import submit
 
     # Printed before anything else can fail.
-    if record.answer is None:
+    if record.answer is None and not followed:
         show(data, record.handle, as_json=options.as_json)
     try:
         submit.keep(record)

@@ -236,7 +236,6 @@ def run(
     connection: Connection,
     *,
     base: str | None,
-    no_delta: bool,
     max_bytes_per_s: float | None,
     code: CodeFolder | None,
     report: Reporter,
@@ -246,7 +245,6 @@ def run(
     Parameters
     ----------
     base : another base than the recipe's.
-    no_delta : send the whole .sif.
     code : a folder to mount over the image.
 
     Raises
@@ -266,7 +264,6 @@ def run(
         planned=planned,
         connection=connection,
         base=base,
-        no_delta=no_delta,
         max_bytes_per_s=max_bytes_per_s,
         report=report,
     )
@@ -311,7 +308,6 @@ class _Delivery:
     planned: RunPlan
     connection: Connection
     base: str | None
-    no_delta: bool
     max_bytes_per_s: float | None
     report: Reporter
 
@@ -370,12 +366,13 @@ class _Delivery:
         for stored in store.images:
             self._note_nothing()
             return _RemoteImage(path=f"images/{stored}")
-        for delta in () if self.no_delta else store.deltas:
+        # Somebody whose cluster cannot mount a delta names the .sif.
+        for delta in () if name else store.deltas:
             self._note_nothing()
             return _RemoteImage(
                 path=f"images/{delta.base}", overlay=f"deltas/{delta.name}", delta=delta.delta
             )
-        if not name and not self.no_delta and (image := self._send_delta(store, image_id)):
+        if not name and (image := self._send_delta(store, image_id)):
             return image
         path = f"images/{name or self._convert_recipe()}"
         self._upload(store, self.planned.sif, "image", path)

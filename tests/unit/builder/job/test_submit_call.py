@@ -126,10 +126,9 @@ def test_flag_for_this_machine_is_refused_for_a_remote(call: Any, folder: Path, 
     assert f"{flag} cannot be combined with a remote" in err
 
 
-@pytest.mark.parametrize("flag", ["--base", "--bwlimit", "--whole"])
+@pytest.mark.parametrize("flag", ["--base", "--bwlimit"])
 def test_flag_for_a_remote_is_refused_here(call: Any, folder: Path, flag: str) -> None:
-    value = () if flag == "--whole" else ("5",)
-    code, out, err = call("run", "mn5", flag, *value, "--", "dist-hello")
+    code, out, err = call("run", "mn5", flag, "5", "--", "dist-hello")
     assert (code, out) == (2, "")
     assert f"{flag} is for a remote" in err
 
@@ -156,7 +155,8 @@ def test_output_is_followed_until_the_job_ends(folder: Path, call: Any) -> None:
     (folder / "mn5-4711.out").write_text("the output\n")
     argv = ("mn5", "-A", "a", "--qos", "acc_debug", "--time", "10m", "--", "dist-hello")
     code, out, err = call("run", *argv)
-    assert (code, out) == (1, "4711\n")
+    assert (code, out) == (1, "")
+    assert "imgkit logs 4711" in err
     assert "4711 failed with exit code 3; run folder: " in err
     assert submit.record_of("4711").state == "failed"
 
