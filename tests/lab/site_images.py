@@ -78,5 +78,5 @@ def _sif(target: Path, squash: Callable[[Path], object]) -> Path:
     """The .sif with what `squash` writes to the path that it gets; that stays as a .sqsh."""
     part = target.with_suffix(".sqsh")
     squash(part)
-    small_sif.write(target, part, covered=False)
+    small_sif.write(target, part, recorded=False)
     return target

@@ -114,10 +114,10 @@ def test_cluster_page_needs_no_flags(folder: Path, monkeypatch: pytest.MonkeyPat
     take(lines, "imgkit remote check mn5")
     assert "imgkit.toml" in shell(take(lines, "imgkit init"), folder)
     mine = folder / take(lines, "cd ").removeprefix("cd ")
-    plan = shell(take(lines, "imgkit run --dry-run"), mine)
+    plan = shell(take(lines, "imgkit run --dry-run"), mine, "2>&1")
     assert re.search(r"^account +bsc98 +imgkit.toml:\d+$", plan, re.MULTILINE)
-    hello = take(lines, "imgkit run -- ").replace(" -- ", " --dry-run -- ")
-    assert re.search(r"^command +dist-hello +--$", shell(hello, mine), re.MULTILINE)
+    hello = take(lines, "imgkit run -- ").replace(" -- ", " --dry-run -v -- ")
+    assert re.search(r"^command +dist-hello +--$", shell(hello, mine, "2>&1"), re.MULTILINE)
     assert "train.py" in shell(take(lines, "imgkit run"), mine, "--dry-run")
     assert "no runs yet" in shell(take(lines, "imgkit runs"), folder)
     assert [line.split()[1] for line in lines] == ["logs", "fetch"]

@@ -203,7 +203,7 @@ def test_bench_waits_for_the_head_s_name_and_is_kept_on_the_volume(
 ) -> None:
     name = f"bench-{vintage[0].replace(' ', '-').replace('.', '')}"
     start_two(pods, vintage, name, "dist-bench", "all_reduce", "--size", "64K", "--iters", "5")
-    said(pods, 1, "nproc=2")
+    said(pods, 1, "2 nodes, 2 processes on each")
     time.sleep(3)
     assert "present in" not in pods.output()
     pods.resolve(f"{name}-master-0")

@@ -26,6 +26,8 @@ pytestmark = [
     pytest.mark.docker,
     pytest.mark.singularity,
     pytest.mark.programs("cc"),
+    # All tests use one folder of the node, and the fixture removes it.
+    pytest.mark.xdist_group("host-libs"),
 ]
 SID = Path("/var/cache/imgkit-lab/docker-sid/usr/lib/x86_64-linux-gnu/libc.so.6")
 SOURCES = {
@@ -171,7 +173,7 @@ def test_folder_of_somebody_else_is_not_used(mn5_sif: Path, node: Node) -> None:
     try:
         words = ("dist-run", "--device", "cpu", "--nproc", "1", node.folder / "load.py")
         done = node.inside(mn5_sif, "older", *words)
-        assert done.returncode == 2
+        assert done.returncode == 2, done.stdout + done.stderr
         assert f"{folder}: cannot be used: it holds something else" in done.stderr
         assert f"rm -r {folder}" in done.stderr
     finally:
