@@ -551,7 +551,7 @@ def _lines(*texts: str) -> Callable[[], list[bytes]]:
 
 
 def _ssh_hosts(path: Path) -> None:
-    ssh_hosts.read("", path)
+    ssh_hosts.read(str(path))
 
 
 def _tomls() -> list[bytes]:

@@ -46,7 +46,7 @@ class MpiFlags(SystemFlags):
     direct: bool = flag(False, help="MPI: mpirun starts every rank itself, without torchrun.")
     ssh: bool = flag(False, help="Start the hosts by ssh, without mpirun.")
     names: tuple[str, ...] = field(default=(), init=False)
-    """The hosts of `hosts`. They are read once: a file can be a pipe."""
+    """The hosts of `hosts`; a file is read once."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "names", fanout.read(self.hosts))
