@@ -37,7 +37,7 @@ nitpick_ignore_regex = [
     ("py:class", r"torch\..*"),
     # Parts of the results of the Python API that have no section on its page.
     ("py:class", r"imgkit_builder\.(job|oci|sif|recipe\.model)\..*"),
-    ("py:class", "Options|AnyRequest|Origin|Format|CompressionChoice"),
+    ("py:class", "Options|AnyRequest|Origin|Format(Name)?|CompressionChoice"),
     ("py:exc", "LargeContext"),
     ("py:class", r"imgkit_entrypoints\.rules\..*|Rule\(\)"),
     ("py:class", r"imgkit_entrypoints\.run\.program\..*"),
