@@ -261,19 +261,21 @@ def follow(far: Connection, record: SubmittedJob) -> int:
     return 0 if well else 1
 
 
-def follow_here(record: SubmittedJob) -> int:
-    """Show the output of a job of this machine until it ends; the result is imgkit's exit code.
+def can_follow_here(record: SubmittedJob) -> bool:
+    """Return whether `follow_here` can; a job in pods has no output until a node has pulled the image."""
+    from imgkit_builder.job import systems
 
-    A job in pods is not followed: its output begins when a node has pulled the image.
-    """
+    system = systems.named(record.system)
+    return system.reports_state and system.log_source(record)[0] == "tail"
+
+
+def follow_here(record: SubmittedJob) -> int:
+    """Show the output of a job of this machine until it ends; the result is imgkit's exit code."""
     from imgkit_builder.base import process
     from imgkit_builder.job import submit, systems
     from imgkit_builder.project import history
 
-    run, system = runner(record), systems.named(record.system)
-    argv = system.log_source(record)
-    if argv[0] != "tail" or not system.reports_state:
-        return 0
+    run, argv = runner(record), systems.named(record.system).log_source(record)
 
     def has_ended() -> bool:
         return history.report(record, run).has_ended

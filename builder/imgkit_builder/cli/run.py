@@ -15,7 +15,7 @@ from imgkit_builder.cli.common import BASE_HELP, JSON, complete_names, show, ter
 from imgkit_builder.cli.job_flags import COMMAND, JobCommand, read_code
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.project import TRUST_FOLDER, project_here, values_data, values_table
-from imgkit_builder.cli.remote import connected, follow, follow_here, may_ask
+from imgkit_builder.cli.remote import can_follow_here, connected, follow, follow_here, may_ask
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
@@ -270,7 +270,8 @@ def _run_here(options: _Options, run: Request, image_flags: ImageFlags, project:
         process.become(script.submit, cwd=job.directory)
     record = submit.send(job, script)
     interactive = isinstance(job, Job) and job.request.interactive
-    followed = not (options.as_json or options.detach or record.array or interactive)
+    stays = not (options.as_json or options.detach or record.array or interactive)
+    followed = stays and record.answer is None and can_follow_here(record)
     _submitted(record, {**_described(job, script), "id": record.id}, options, followed=followed)
     if followed:
         raise typer.Exit(follow_here(record))

@@ -161,6 +161,14 @@ def test_output_is_followed_until_the_job_ends(folder: Path, call: Any) -> None:
     assert submit.record_of("4711").state == "failed"
 
 
+def test_id_of_a_job_in_pods_is_on_stdout(folder: Path, call: Any) -> None:
+    """Nothing is followed: there is no output until a node has pulled the image."""
+    programs(folder, kubectl="echo pytorchjob.kubeflow.org/rcp-7 created")
+    words = ("rcp", "--format", "pytorchjob", "--image", "r.example.org/rcp:1", "--name", "rcp-7")
+    code, out, err = call("run", *words, "--", "dist-hello")
+    assert (code, out) == (0, "pytorchjob.rcp-7\n"), err
+
+
 def test_help_lists_the_usual_options_first(call: Any) -> None:
     text = call("run", "--help")[1]
     usual, advanced = text.split("\nOptions:\n")[1].split("\nAdvanced:\n")
