@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import shlex
 from datetime import datetime, timedelta, timezone
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from imgkit_builder.cli.common import columns, show
-from imgkit_builder.cli.remote import asked, connected, follow, runner
+from imgkit_builder.cli.remote import asked, can_follow_here, connected, follow, keep_state, runner
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
@@ -130,12 +129,9 @@ def _reported(report: JobReport, slow: SlowNow) -> dict[str, Any]:
 
 
 def _keep_state(record: SubmittedJob, report: JobReport) -> None:
-    """Save the state for ``imgkit runs``; a folder that cannot be written loses only that."""
-    from imgkit_builder.job import submit
-
+    """Save the state that `report` has found, if it is new."""
     if report.record.state != record.state and not _is_task(record):
-        with contextlib.suppress(OSError):
-            submit.keep(report.record)
+        keep_state(report.record)
 
 
 def _is_task(record: SubmittedJob) -> bool:
@@ -170,8 +166,7 @@ def verb_logs(
         job_id = found[0].handle
         terminal.err(f"imgkit: job {job_id}, the last one")
     record = submit.record_of(job_id)
-    system = systems.named(record.system)
-    words = system.log_source(record)
+    words = systems.named(record.system).log_source(record)
     if as_json:
         show({"schema": SCHEMA, "id": record.handle, "command": words}, as_json=True)
         return
@@ -181,7 +176,7 @@ def verb_logs(
     def over() -> bool:
         return history.report(record, runner(record)).has_ended
 
-    if words[0] != "tail" or not system.reports_state:
+    if not can_follow_here(record):
         _thin(words, as_json=False)
     if over():
         words = tuple(word for word in words if word not in ("-f", "-F"))

@@ -227,11 +227,18 @@ def connected(name: str) -> Connection:
     return connection.connect(config.find(name), ask=may_ask())
 
 
+def keep_state(record: SubmittedJob) -> None:
+    """Save the state for ``imgkit runs``; a folder that cannot be written loses only that."""
+    from imgkit_builder.job import submit
+
+    with contextlib.suppress(OSError):
+        submit.keep(record)
+
+
 def follow(far: Connection, record: SubmittedJob) -> int:
     """Show the job's output until it ends; the result is imgkit's exit code."""
     from functools import partial
 
-    from imgkit_builder.job import submit
     from imgkit_builder.project import history
     from imgkit_builder.remote import jobs
     from imgkit_builder.remote.connection import Cut
@@ -249,10 +256,7 @@ def follow(far: Connection, record: SubmittedJob) -> int:
     except Cut as error:
         raise Cut(error.what, where=error.where, hint=f"the job continues; {back}\n{error.hint}") from error
     record = history.report(record, partial(jobs.finished, far)).record
-    with contextlib.suppress(
-        OSError
-    ):  # imgkit runs reads it; a folder that cannot be written loses only that
-        submit.keep(record)
+    keep_state(record)
     if record.state == "ended":
         say(f"{record.handle} has ended; the scheduler no longer knows its exit status")
         return 0
@@ -272,7 +276,7 @@ def can_follow_here(record: SubmittedJob) -> bool:
 def follow_here(record: SubmittedJob) -> int:
     """Show the output of a job of this machine until it ends; the result is imgkit's exit code."""
     from imgkit_builder.base import process
-    from imgkit_builder.job import submit, systems
+    from imgkit_builder.job import systems
     from imgkit_builder.project import history
 
     run, argv = runner(record), systems.named(record.system).log_source(record)
@@ -290,8 +294,7 @@ def follow_here(record: SubmittedJob) -> int:
     except KeyboardInterrupt:
         terminal.err(f"imgkit: the job continues; imgkit logs {record.handle}")
         return 130
-    with contextlib.suppress(OSError):  # only imgkit runs reads it
-        submit.keep(report.record)
+    keep_state(report.record)
     terminal.err(f"imgkit: {history.ending_text(report)}")
     return 0 if report.record.state in ("succeeded", "ended") else 1
 
@@ -308,7 +311,6 @@ def asked(records: Sequence[SubmittedJob]) -> tuple[tuple[SubmittedJob, ...], bo
 
     A remote that cannot be reached is reported once, and is not asked again.
     """
-    from imgkit_builder.job import submit
     from imgkit_builder.project import history
     from imgkit_builder.remote.connection import Cut
 
@@ -324,8 +326,7 @@ def asked(records: Sequence[SubmittedJob]) -> tuple[tuple[SubmittedJob, ...], bo
             if isinstance(error, Cut):
                 silent.add(record.remote)
         if now != record:
-            with contextlib.suppress(OSError):  # the answer counts all the same
-                submit.keep(now)
+            keep_state(now)
         found.append(now)
     return tuple(found), complete
 

@@ -89,10 +89,7 @@ def report(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Jo
         is_unknown = system.reports_state and re.search(system.unknown_job, answer.output)
         may_run = number == 0 and record.state not in FINAL_STATES
         if may_run and answer.returncode != 0 and not is_unknown:
-            message, hint = process.quoted(
-                f"{argv[0]} failed with exit code {answer.returncode}", answer.output.strip()
-            )
-            raise ToolFailed(message, where=record.handle, hint=hint or None)
+            raise command_failed(record, argv, answer)
     if record.state in FINAL_STATES and record.state != "ended":
         # An earlier look recorded it while the scheduler still knew the job.
         return JobReport(record=record)
@@ -103,6 +100,14 @@ def report(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Jo
         code = stop_protocol.result_code(answer.output)
     state: JobState = "ended" if code is None else "succeeded" if code == 0 else "failed"
     return JobReport(record=dataclasses.replace(record, state=state), code=code)
+
+
+def command_failed(record: SubmittedJob, argv: Sequence[str], answer: Finished) -> ToolFailed:
+    """Return the error for a command of the scheduler about `record`; it quotes the command's message."""
+    message, hint = process.quoted(
+        f"{argv[0]} failed with exit code {answer.returncode}", answer.output.strip()
+    )
+    return ToolFailed(message, where=record.handle, hint=hint or None)
 
 
 def ending_text(report: JobReport) -> str:

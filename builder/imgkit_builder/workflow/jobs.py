@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.job.request import JobState, Request, SubmittedJob
-from imgkit_entrypoints.errors import ToolFailed, UsageError
+from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.base.process import Finished
@@ -93,16 +93,13 @@ class JobHandle:
         ------
         ToolFailed : the scheduler refused; quotes its message.
         """
-        from imgkit_builder.base import process
         from imgkit_builder.job import systems
+        from imgkit_builder.project import history
 
         argv = systems.named(self.record.system).cancel_command(self.record)
         answer = runner(self.record)(argv)
         if answer.returncode != 0:
-            message, hint = process.quoted(
-                f"{argv[0]} failed with exit code {answer.returncode}", answer.output.strip()
-            )
-            raise ToolFailed(message, where=self.id, hint=hint or None)
+            raise history.command_failed(self.record, argv, answer)
 
 
 def run(
