@@ -74,6 +74,7 @@ def run(
             "status": str(status),
         }
         shell = shlex.join((sys.executable, "-I", "-S", rsync_shell.__file__, json.dumps(config)))
+        files.put(status, "")
         files.put(Path(work, "shell"), f'exec {shell} "$@"\n')
         try:
             argv = (shutil.which("rsync") or "rsync", *_OPTIONS, f"--rsh=sh {work}/shell", *args)
@@ -81,7 +82,7 @@ def run(
         except ErrorsTooLong as error:
             raise connection.flooded(error, host) from error
         except Exited as error:
-            code = (int(files.read_text(status)) if status.exists() else 0) or error.code
+            code = int(files.read_text(status) or 0) or error.code
             if code == _NOT_FOUND:
                 hint = f"there: {INSTALL}; or a host that has it: imgkit remote add ... --transfer USER@HOST"
                 where = connection.remote.name

@@ -40,7 +40,9 @@ def main(config_json: str, _host: str, *args: str) -> int:
         else:
             _copy(data, output, sys.stdout.buffer)
             code = ssh.wait()
-    Path(config["status"]).write_text(str(code), encoding="utf-8")
+    # Opened, not made: this process may outlive rsync, and a new file would stop the removal of the folder.
+    with contextlib.suppress(FileNotFoundError), Path(config["status"]).open("r+b") as stream:
+        stream.write(str(code).encode())
     return code
 
 
