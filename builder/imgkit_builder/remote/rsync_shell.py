@@ -28,7 +28,8 @@ def main(config_json: str, _host: str, *args: str) -> int:
     argv = [*config["ssh"], config["line"].format(count=len(script))]
     for descriptor in (0, 1):
         os.set_blocking(descriptor, True)
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as ssh:
+    # Without a buffer: what ssh did not take must not be written again, and fail, when the pipe is closed.
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as ssh:
         assert ssh.stdin is not None  # noqa: S101 - for the type checker: both are pipes
         assert ssh.stdout is not None  # noqa: S101
         threading.Thread(target=_send, args=(ssh, ssh.stdin, script), daemon=True).start()
@@ -38,7 +39,7 @@ def main(config_json: str, _host: str, *args: str) -> int:
             ssh.kill()
             code = 1
         else:
-            _copy(data, output, sys.stdout.buffer)
+            _copy(data, output, 1)
             code = ssh.wait()
     # Opened, not made: this process may outlive rsync, and a new file would stop the removal of the folder.
     with contextlib.suppress(FileNotFoundError), Path(config["status"]).open("r+b") as stream:
@@ -48,22 +49,19 @@ def main(config_json: str, _host: str, *args: str) -> int:
 
 def _send(ssh: subprocess.Popen[bytes], sink: IO[bytes], script: bytes) -> None:
     """Send the script, then what rsync writes; end ssh if it outlives rsync."""
-    _copy(script, 0, sink)
-    with contextlib.suppress(OSError):
-        sink.close()
+    _copy(script, 0, sink.fileno())
+    sink.close()
     try:
         ssh.wait(_END_S)
     except subprocess.TimeoutExpired:
         ssh.kill()
 
 
-def _copy(data: bytes, source: int, sink: IO[bytes]) -> None:
+def _copy(data: bytes, source: int, sink: int) -> None:
     """Write `data` and then all of `source`, until one of them ends."""
     with contextlib.suppress(OSError):
         while data:
-            sink.write(data)
-            sink.flush()
-            data = os.read(source, CHUNK_BYTES)
+            data = data[os.write(sink, data) :] or os.read(source, CHUNK_BYTES)
 
 
 def _skip_banner(source: int, token: bytes) -> bytes | None:
