@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import struct
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -230,37 +229,3 @@ def in_gzip(inner: Callable[[bytes, Change], bytes]) -> Callable[[bytes, Change]
             return in_bytes(data, change)
 
     return changed
-
-
-def in_squashfs(data: bytes, change: Change) -> bytes:
-    """Change the superblock, or the inside of a metadata block, which is then stored or packed again."""
-    if change.kind % 4 == 0 or len(data) < 96:
-        return in_bytes(data, change._replace(kind=change.kind // 4))
-    if change.kind % 4 == 1:
-        return in_bytes(data[:96], change._replace(kind=5)) + data[96:]
-    tables = struct.unpack_from("<6Q", data, 48)
-    blocks = list(_metadata(data, min(tables[2], len(data)), len(data)))
-    if not blocks:
-        return in_bytes(data, change)
-    place, size, plain = blocks[at(change, len(blocks))]
-    inner = change._replace(
-        kind=5 if change.kind % 4 == 2 else change.value % 2, place=change.place * 40503 & 0xFFFFFFFF
-    )
-    changed = in_bytes(plain, inner)[:8192]
-    packed = zlib.compress(changed)
-    # The places of the other blocks stay right only where the new one is no larger.
-    if len(packed) <= size:
-        return data[: place + 2] + packed.ljust(size, b"\0") + data[place + 2 + size :]
-    return data[:place] + struct.pack("<H", 0x8000 | len(changed)) + changed + data[place + 2 + size :]
-
-
-def _metadata(data: bytes, start: int, end: int) -> Iterable[tuple[int, int, bytes]]:
-    while start + 2 < end:
-        (header,) = struct.unpack_from("<H", data, start)
-        size = header & 0x7FFF
-        raw = data[start + 2 : start + 2 + size]
-        try:
-            yield start, size, raw if header & 0x8000 else zlib.decompress(raw)
-        except zlib.error:
-            return
-        start += 2 + size

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gzip
 import hashlib
 import io
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterator, Mapping
@@ -25,13 +22,10 @@ from imgkit_builder.archive import compressed, oci_folder, read, sidecar, stored
 from imgkit_builder.archive.tar_read import TarStream
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.delta import descriptor, tree
-from imgkit_builder.delta.layers import Tar
-from imgkit_builder.delta.read_squashfs import SquashfsLayer
-from imgkit_builder.examine.verify import verify
+from imgkit_builder.delta import descriptor
 from imgkit_builder.image import inside
-from imgkit_builder.job import baked, submit
 from imgkit_builder.job import quoting as job_fields
+from imgkit_builder.job import submit
 from imgkit_builder.job import systems as job_systems
 from imgkit_builder.job.ssh import doctor as ssh_doctor
 from imgkit_builder.job.ssh import fanout
@@ -54,11 +48,11 @@ from imgkit_builder.remote import check as far_check
 from imgkit_builder.remote import gc, store
 from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import Connection
-from imgkit_builder.sif import image, runtime_build, sqsh
+from imgkit_builder.sif import file_manifest, image, runtime_build, sqsh
 from imgkit_entrypoints import fabric, facts, json_text, system
 from imgkit_entrypoints.apps.train.options import file_arguments
 from imgkit_entrypoints.doctor import node
-from imgkit_entrypoints.errors import ImgkitError
+from imgkit_entrypoints.errors import CheckFailed, ImgkitError
 from imgkit_entrypoints.facts import elf
 from imgkit_entrypoints.launch import nccl, stop_protocol
 from imgkit_entrypoints.rules import Unfit
@@ -193,17 +187,6 @@ def _gunzip(data: bytes, _: Path) -> None:
         assert len(piece) <= compressed.CHUNK_BYTES + 512
 
 
-def _walk(layers: tree.Stack) -> None:
-    left = 1 << 22
-    for _, entry in tree.everything(layers):
-        if entry.group is not None:
-            entry.layer.names(entry.group)
-        for piece in entry.layer.content(entry) if entry.kind == "file" else ():
-            left -= len(piece)
-            if left < 0:
-                return
-
-
 def _lay_out(data: bytes, folder: Path) -> object:
     limit = 8 << 20
     with stored.opened(_put(folder, data), folder, unpack_limit_bytes=limit) as image:
@@ -216,46 +199,27 @@ def _verify_archive(path: Path) -> None:
 
 
 # ---- squashfs, .sif and delta
-@functools.cache
-def squashfs_seeds() -> list[bytes]:
-    """A squashfs of `layer`; none where mksquashfs cannot make one."""
-    with contextlib.ExitStack() as stack:
-        import tempfile
-
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        (folder / "a/b").mkdir(parents=True)
-        for number in range(40):
-            (folder / f"a/file{number}").write_bytes(b"%d" % number * 40)
-        (folder / "a/large").write_bytes(os.urandom(5000) + bytes(9000))
-        os.link(folder / "a/large", folder / "a/b/hard")
-        (folder / "a/link").symlink_to("../" + "l" * 80)
-        (folder / "a/bin").symlink_to("b/../b")
-        (folder / "a/b/sh").write_bytes(b"\x7fELF\x02\x01".ljust(18, b"\0") + b"\x3e\0")
-        with contextlib.suppress(OSError):
-            os.setxattr(folder / "a/large", "user.a", b"x" * 100)
-        found = []
-        for options in (["-b", "4096"], ["-b", "4096", "-noI", "-noX"], ["-b", "4096", "-no-fragments"]):
-            argv = ["mksquashfs", str(folder / "a"), str(folder / "out"), *options, "-comp", "gzip"]
-            quiet = [
-                "-noappend",
-                "-no-progress",
-                "-quiet",
-                "-nopad",
-                "-all-root",
-                "-mkfs-time",
-                "0",
-                "-all-time",
-                "0",
-            ]
-            with contextlib.suppress(OSError, subprocess.SubprocessError):
-                subprocess.run([*argv, *quiet], check=True, capture_output=True)
-                found.append((folder / "out").read_bytes())
-        return found
+SUPERBLOCK = image.SUPERBLOCK.pack(image.SQUASHFS_MAGIC, 1, 0, 4096, 0, 1, 0, 96, *(0,) * 5).ljust(200, b"\0")
+"""The beginning of a squashfs: imgkit reads no more of one that another program wrote."""
 
 
-def _read_squashfs(path: Path) -> None:
-    baked.arch(path)
-    _walk((SquashfsLayer(path),))
+def _manifests() -> list[bytes]:
+    """The plain text of a file manifest."""
+    lines = [
+        {"schema": 1, "manifest": "{}", "system": "{}", "distributions": [{"name": "a", "folder": "/b"}]},
+        ["a", "f", 0o644, 0, 0, 1, "0" * 64, "01"],
+        ["b", "h", 0, 0, 0, 0, "a", ""],
+        ["c", "l", 0o777, 0, 0, 0, "../a", ""],
+        ["d", "c", 0o666, 0, 0, 0, "1,3", ""],
+    ]
+    return ["".join(json.dumps(line) + "\n" for line in lines).encode()]
+
+
+def _read_manifest(data: bytes, _: Path) -> None:
+    packed = gzip.compress(data, 1)
+    with contextlib.suppress(CheckFailed):
+        file_manifest.parse_facts(packed, where="x")
+    file_manifest.parse_records(packed, where="x")
 
 
 def _deltas() -> list[bytes]:
@@ -265,13 +229,15 @@ def _deltas() -> list[bytes]:
         arch="amd64",
         created="",
         source="made",
-        base=descriptor.BaseSif(image_id="sha256:" + "2" * 64, root_sha256="3" * 64, deltas=()),
+        base=descriptor.BaseSif(image_id="sha256:" + "2" * 64, root_sha256="3" * 64),
         sha256="4" * 64,
         size_bytes=100,
+        manifest_sha256="5" * 64,
+        manifest_bytes=50,
         imgkit="0",
     )
     text = json.dumps({"schema": 1, **dataclasses.asdict(value)}).encode()
-    return [bytes(100) + text + len(text).to_bytes(8, "little") + b"IMGDELTA"]
+    return [bytes(150) + text + len(text).to_bytes(8, "little") + b"IMGDELTA"]
 
 
 def _sifs() -> list[bytes]:
@@ -282,7 +248,7 @@ def _sifs() -> list[bytes]:
             **{"runtime": "r", "compression": "c", "route": "layers", "imgkit": "0"},
         }
     ).encode()
-    squashfs = (squashfs_seeds() or [bytes(4096)])[0]
+    squashfs = SUPERBLOCK
     rows, at = b"", 128 + 3 * 585
     bodies = ((image.DataType.PARTITION, squashfs, b"root"), (image.DataType.JSON, record, b"imgkit"))
     for number, (kind, body, name) in enumerate(bodies, 1):
@@ -302,9 +268,8 @@ def _read_sif(path: Path) -> None:
     image.squashfs(found)
     for one in found.descriptors:
         image.data(found, one)
-    if found.root:
-        _walk((SquashfsLayer(path, found.root.offset),))
-    verify(path)
+    descriptor.applied(found)
+    file_manifest.read(path)
 
 
 def _sqshs() -> list[bytes]:
@@ -320,15 +285,14 @@ def _sqshs() -> list[bytes]:
         arch="amd64",
     )
     tail = files.description(image.record_text(record), sqsh.MARK)
-    return [one + tail for one in squashfs_seeds() or [b"hsqs" + bytes(200)]]
+    return [SUPERBLOCK + tail]
 
 
 def _read_sqsh(path: Path) -> None:
     sqsh.structure(path)
     sqsh.record(path)
     sqsh.digests(path)
-    if sqsh.is_sqsh(path):
-        verify(path)
+    file_manifest.read(path)
 
 
 # ---- JSON
@@ -574,7 +538,6 @@ def _failure(data: bytes, folder: Path) -> None:
 
 TARGETS = (
     Target(name="tar", run=_walk_tar, seeds=_layers, change=mutate.in_tar),
-    Target(name="layer", run=_file(lambda path: _walk((Tar(path),))), seeds=_layers, change=mutate.in_tar),
     Target(
         name="layer-links",
         run=_file(lambda path: runtime_build.refuse_links([path], where="x")),
@@ -596,9 +559,9 @@ TARGETS = (
         change=mutate.in_gzip(mutate.in_tar),
     ),
     Target(name="gzip", run=_gunzip, seeds=lambda: [gzip.compress(layer(), mtime=0)], change=mutate.in_bytes),
-    Target(name="squashfs", run=_file(_read_squashfs), seeds=squashfs_seeds, change=mutate.in_squashfs),
+    Target(name="file-manifest", run=_read_manifest, seeds=_manifests, change=mutate.in_bytes),
     Target(name="sif", run=_file(_read_sif), seeds=_sifs),
-    Target(name="sqsh", run=_file(_read_sqsh), seeds=_sqshs, change=mutate.in_squashfs),
+    Target(name="sqsh", run=_file(_read_sqsh), seeds=_sqshs, change=mutate.in_delta),
     Target(name="delta", run=_file(descriptor.read), seeds=_deltas, change=mutate.in_delta),
     Target(
         name="json",

@@ -20,7 +20,6 @@ PRIVATE = "in a folder that this process has just made with mode 0700"
 REASONS: Mapping[str, str] = {
     "builder/imgkit_builder/archive/oci_folder.py": PRIVATE,
     "builder/imgkit_builder/archive/stored.py": PRIVATE,
-    "builder/imgkit_builder/delta/source.py": PRIVATE,
     "builder/imgkit_builder/sif/squash.py": PRIVATE,
     "builder/imgkit_builder/sif/frame.py": "changes a part file, and makes none",
     "builder/imgkit_builder/sif/supervisor.py": PRIVATE,

@@ -34,14 +34,14 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
         "api": "workflow job apptainer sif recipe base entrypoints/values",
         "cli": "workflow remote project examine job delta apptainer lock sif engine archive "
         "image recipe oci base entrypoints/values",
-        "workflow": "remote project job delta apptainer sif engine archive image recipe oci base "
+        "workflow": "remote project job delta apptainer sif inventory engine archive image recipe oci base "
         "entrypoints/values",
         "remote": "job delta sif recipe base entrypoints/values",
         "project": "job image recipe base entrypoints/apps/train entrypoints/launch entrypoints/values",
         "examine": "delta apptainer sif engine archive recipe oci base entrypoints/values",
         "job": "delta sif image recipe oci base entrypoints/cli entrypoints/launch entrypoints/rollcall "
         "entrypoints/schedulers entrypoints/values",
-        "delta": "sif inventory archive oci base entrypoints/launch entrypoints/values",
+        "delta": "sif archive base entrypoints/launch entrypoints/values",
         "apptainer": "sif archive image recipe oci base entrypoints/values",
         "lock": "engine image recipe oci base entrypoints/values",
         "sif": "inventory archive oci base entrypoints/values",

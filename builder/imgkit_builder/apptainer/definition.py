@@ -220,11 +220,11 @@ def _of_config(config: ImageConfig, names: tuple[str, ...], path: Path) -> BaseI
 def _of_sif(path: Path) -> Start:
     sif = sif_image.read(path)
     record = sif.record
-    if record and record.deltas:
+    if record and record.delta_sha256:
         raise UsageError(
-            "a .sif with deltas cannot be a base: the runtime copies its root partition only",
+            "a .sif with a delta cannot be a base: the runtime copies its root partition only",
             where=str(path),
-            hint=f"merge them first: imgkit apply --flatten {path} -o base.sif",
+            hint="convert the image itself: imgkit sif IMAGE -o base.sif",
         )
     # A .sif of another tool states no image: its root partition is what can be named.
     identity = record.image_id if record else ""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 from imgkit_builder.archive import compressed, read
 from imgkit_builder.archive.compressed import Allowance
@@ -30,6 +30,7 @@ from imgkit_entrypoints.errors import CheckFailed
 if TYPE_CHECKING:
     from hashlib import _Hash
 
+_Chunk = TypeVar("_Chunk", bytes, memoryview, "bytes | memoryview")
 _HEADER_BYTES = 64 << 10
 """Read at once where only headers count, and the rest is passed over."""
 
@@ -96,7 +97,7 @@ class StoredLayer:
         return self.stored_sha256 or self.region.sha256()
 
 
-def hashed(chunks: Iterable[bytes], digest: _Hash) -> Iterator[bytes]:
+def hashed(chunks: Iterable[_Chunk], digest: _Hash) -> Iterator[_Chunk]:
     """Pass `chunks` on, and add them to `digest`."""
     for chunk in chunks:
         digest.update(chunk)

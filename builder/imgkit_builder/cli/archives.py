@@ -214,27 +214,30 @@ def verb_verify(
     file: Path = typer.Argument(
         metavar="FILE", help="An archive (.tar, .tar.gz, .tar.zst), .sif, .sqsh or delta."
     ),
+    each_file: bool = typer.Option(
+        False, "--files", help="Unpack a .sif or .sqsh, and compare each file with its file manifest."
+    ),
     unpack_limit: float | None = UNPACK_LIMIT,
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
 ) -> None:
     """Check an archive, .sif, .sqsh or delta against its recorded digests.
 
-    Needs no Docker engine. Reads the file once. Of an archive it checks the
-    checksum, the one image and every layer's digest; of a .sif the root
-    partition and the deltas; of a .sqsh the checksum and its record. Exit code 1 if a check fails.
+    Needs no Docker engine. Of an archive it checks the checksum, the one image and
+    every layer's digest; of a .sif the root partition and the delta; of a .sqsh the
+    checksum and its record. Exit code 1 if a check fails.
 
     \b
     Examples:
       imgkit verify mn5.tar
-      imgkit verify mn5.sif --json
+      imgkit verify mn5.sif --files
     """
     from imgkit_builder.base import checks
     from imgkit_builder.examine import verify
 
     with reporter(as_json=as_json, verbose=verbose) as report:
         limit = gigabytes(unpack_limit)
-        results = verify.verify(file, report=report, unpack_limit_bytes=limit)
+        results = verify.verify(file, each_file=each_file, report=report, unpack_limit_bytes=limit)
     show(checks.to_dict(results, file=str(file)), *checks.table(results), as_json=as_json)
     if not checks.passed(results):
         raise typer.Exit(EXIT_NO)

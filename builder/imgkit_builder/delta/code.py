@@ -9,20 +9,18 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.delta import tree
 from imgkit_builder.delta.descriptor import CODE_PLACE
-from imgkit_builder.delta.tree import Kind, TreeEntry
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import delta_check
 
 SCHEMA = 1
-_INSIDE = delta_check.CODE_JSON.lstrip("/")
 _TIMES = 1 << 29
 
 
@@ -32,7 +30,7 @@ class CodeFile:
 
     name: str
     """Its path below the folder."""
-    kind: Kind
+    kind: Literal["file", "dir", "symlink"]
     source: Path
     size_bytes: int = 0
     executable: bool = False
@@ -49,105 +47,67 @@ class CodeTree:
     """
 
     def __init__(self, found: Iterable[CodeFile], report: Reporter) -> None:
-        self._files = {tree.join(CODE_PLACE, one.name): one for one in found}
+        self.files = {file.name: file for file in found}
+        """By their names; a folder comes before what is in it."""
+        self.size_bytes = sum(file.size_bytes for file in self.files.values())
         self._digests: dict[str, str] = {}
-        done_bytes, all_bytes = 0, self.size_bytes
-        for path, one in self._files.items():
-            if one.kind == "file":
-                self._digests[path] = _digest(one)
-                done_bytes += one.size_bytes
-                report.advance(done_bytes, all_bytes)
+        done_bytes = 0
         whole = hashlib.sha256(b"imgkit code 1\n")
-        for path, one in self._files.items():
-            words = (one.name, one.kind, str(one.executable), one.link, self._digests.get(path, ""))
+        for name, file in self.files.items():
+            if file.kind == "file":
+                self._digests[name] = _digest(file)
+                done_bytes += file.size_bytes
+                report.advance(done_bytes, self.size_bytes)
+            words = (name, file.kind, str(file.executable), file.link, self._digests.get(name, ""))
             whole.update(b"\0".join(os.fsencode(word) for word in words) + b"\n")
         self.sha256 = whole.hexdigest()
         """Digest of names, kinds, content and what may be executed: it names the folder."""
-        self._mark = json.dumps({"schema": SCHEMA, "sha256": self.sha256}, indent=1).encode() + b"\n"
-        self._tree: dict[str, dict[str, TreeEntry]] = {}
-        folders = ("opt", "opt/imgkit", CODE_PLACE)
-        for path in (*folders, _INSIDE, *self._files):
-            folder, _, name = path.rpartition("/")
-            self._tree.setdefault(folder, {})[name] = self._entry(path)
 
-    @property
-    def size_bytes(self) -> int:
-        """Size of all files."""
-        return sum(one.size_bytes for one in self._files.values())
+    def write(self, folder: Path) -> None:
+        """Write the code to `folder`, which does not exist; nobody should edit what a queued job will run.
 
-    def children(self, path: str) -> Mapping[str, TreeEntry]:
-        """Entries of the folder `path`; empty if it is not in this layer."""
-        return self._tree.get(path, {})
+        Raises
+        ------
+        UsageError : the folder of the code changes while it is read.
+        """
+        mark = folder / delta_check.CODE_JSON.lstrip("/")
+        mark.parent.mkdir(parents=True)
+        text = json.dumps({"schema": SCHEMA, "sha256": self.sha256}, indent=1) + "\n"
+        _put(mark, [text.encode()], mtime_s=files.MTIME_S)
+        (folder / CODE_PLACE).mkdir()
+        for name, file in self.files.items():
+            target = folder / CODE_PLACE / name
+            if file.kind == "dir":
+                target.mkdir()
+            elif file.kind == "symlink":
+                target.symlink_to(file.link)
+            else:
+                # Python takes bytecode for current if time and size of the source are those that it knows. So
+                # the time follows from the content: the image may hold bytecode of another version of it.
+                mtime_s = files.MTIME_S + int(self._digests[name][:8], 16) % _TIMES
+                _put(target, self._unchanged(file), mtime_s=mtime_s, executable=file.executable)
 
-    def content(self, entry: TreeEntry) -> Iterator[bytes]:
-        """The bytes of a file, which must be those that were read first."""
-        path = str(entry.place)
-        if path == _INSIDE:
-            yield self._mark
-            return
-        one = self._files[path]
-        digest, left = hashlib.sha256(), one.size_bytes
-        with _readable(one.source), files.open_regular(one.source, buffering=0) as stream:
+    def _unchanged(self, file: CodeFile) -> Iterator[bytes]:
+        """Yield the bytes of a file, which must be those that were read first."""
+        digest, left = hashlib.sha256(), file.size_bytes
+        with _readable(file.source), files.open_regular(file.source, buffering=0) as stream:
             # One byte more than expected detects a file that grew.
             while chunk := stream.read(min(files.CHUNK_BYTES, left + 1)):
                 digest.update(chunk)
                 left -= len(chunk)
-                if left < 0 or (not left and digest.hexdigest() != self._digests[path]):
-                    raise _changed(one.source)
+                if left < 0 or (not left and digest.hexdigest() != self._digests[file.name]):
+                    raise _changed(file.source)
                 yield chunk
         if left:
-            raise _changed(one.source)
-
-    def names(self, group: int) -> tuple[str, ...]:
-        """Empty: no file has two names."""
-        return ()
-
-    def _entry(self, path: str) -> TreeEntry:
-        one = self._files.get(path)
-        if one is None:
-            is_mark = path == _INSIDE
-            return TreeEntry(
-                layer=self,
-                kind="file" if is_mark else "dir",
-                mode=0o644 if is_mark else 0o755,
-                mtime_s=files.MTIME_S,
-                size_bytes=len(self._mark) if is_mark else 0,
-                place=path,
-            )
-        # Python takes compiled code for current if time and size of the source are those that it knows. So
-        # the time follows from the content: the image may hold compiled code of another version of the file.
-        later_s = int(self._digests[path][:8], 16) % _TIMES if one.kind == "file" else 0
-        return TreeEntry(
-            layer=self,
-            kind=one.kind,
-            mode=0o777 if one.kind == "symlink" else 0o755 if one.kind == "dir" or one.executable else 0o644,
-            mtime_s=files.MTIME_S + later_s,
-            size_bytes=one.size_bytes,
-            link=one.link,
-            place=path,
-        )
+            raise _changed(file.source)
 
 
-def write_folder(code: CodeTree, folder: Path) -> None:
-    """Write the code to `folder`, which does not exist; nobody should edit what a job in the queue will run.
-
-    Raises
-    ------
-    UsageError : the folder of the code changes while it is read.
-    """
-    folder.mkdir()
-    for path, entry in tree.everything((code,)):
-        target = folder / path
-        if entry.kind == "dir":
-            target.mkdir()
-        elif entry.kind == "symlink":
-            target.symlink_to(entry.link)
-        else:
-            with files.create(target) as stream:
-                stream.writelines(code.content(entry))
-            # rsync links a file to that of an older folder where all of this is equal.
-            target.chmod(0o555 if entry.mode & 0o100 else 0o444)
-            os.utime(target, (entry.mtime_s, entry.mtime_s))
+def _put(path: Path, content: Iterable[bytes], *, mtime_s: int, executable: bool = False) -> None:
+    with files.create(path) as stream:
+        stream.writelines(content)
+    # rsync links a file to that of an older folder where all of this is equal.
+    path.chmod(0o555 if executable else 0o444)
+    os.utime(path, (mtime_s, mtime_s))
 
 
 def _digest(one: CodeFile) -> str:

@@ -1,12 +1,12 @@
-"""Read and write the description in a delta file, and list the deltas in a .sif.
+"""Read and write the description in a delta file, and find the delta in a .sif.
 
 A delta file is a squashfs that a runtime can mount as it is; a mount ignores the bytes after it::
 
     +---------------------+  byte 0
     | squashfs            |  the changed files, and whiteouts
     +---------------------+
+    | gzip                |  `file_manifest` of these, with the facts of the whole new image
     | JSON object         |  `Delta`
-    +---------------------+
     | length of the JSON  |  8 bytes, little-endian
     | mark ``IMGDELTA``   |  8 bytes
     +---------------------+
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from imgkit_builder.base import files
-from imgkit_builder.sif import image, sqsh
-from imgkit_builder.sif.image import Descriptor, ImgkitRecord, SifImage
+from imgkit_builder.sif import file_manifest, image, sqsh, unsquash
+from imgkit_builder.sif.image import ImgkitRecord, SifImage
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 from imgkit_entrypoints.launch import delta_check
@@ -48,12 +48,9 @@ class BaseSif:
     image_id: str
     root_sha256: str
     """Hex digest of the root partition."""
-    deltas: tuple[str, ...]
-    """Hex sha256 of the deltas in it, lowest first."""
 
     def __str__(self) -> str:
-        image = self.image_id.removeprefix("sha256:")[:12]
-        return f"image {image} ({len(self.deltas)} deltas on root partition {self.root_sha256[:12]})"
+        return f"image {self.image_id.removeprefix('sha256:')[:12]} (root partition {self.root_sha256[:12]})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,37 +70,22 @@ class Delta:
     """Hex digest of the squashfs."""
     size_bytes: int
     """Size of the squashfs."""
+    manifest_sha256: str
+    """Hex digest of the file manifest."""
+    manifest_bytes: int
+    """Size of the file manifest."""
     imgkit: str
     """Version of imgkit."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
-    """A .sif with the deltas in it."""
-
-    sif: SifImage
-    deltas: tuple[Delta, ...]
-    partitions: tuple[Descriptor, ...]
-    """The deltas' partitions."""
-    base: BaseSif
-    """The base of a further delta."""
-    diff_ids: tuple[str, ...]
-    """Layers of the image that all of it forms."""
-
-
 def inside(image_id: str) -> bytes:
-    """Content of `INSIDE`."""
+    """Return the content of `INSIDE`."""
     return json.dumps({"schema": SCHEMA, "image_id": image_id}, indent=1).encode() + b"\n"
 
 
-def with_sha256(delta: Delta, path: Path) -> Delta:
-    """Return `delta` with the digest of its squashfs `path`."""
-    return dataclasses.replace(delta, sha256=sha256(path, delta))
-
-
-def append(path: Path, delta: Delta) -> None:
-    """Write `delta` behind the squashfs `path`."""
-    files.append(path, files.description(_text(delta), _MARK))
+def append(path: Path, manifest: bytes, delta: Delta) -> None:
+    """Write `manifest` and `delta` behind the squashfs `path`."""
+    files.append(path, manifest + files.description(_text(delta), _MARK))
 
 
 def _text(delta: Delta) -> bytes:
@@ -130,7 +112,7 @@ def read(path: Path) -> Delta:
 
 
 def is_delta(path: Path) -> bool:
-    """Whether the file ends like a delta; False also if it cannot be read."""
+    """Return whether the file ends like a delta; False also if it cannot be read."""
     try:
         with files.open_regular(path) as stream:
             return files.ends_with(stream, _MARK)
@@ -141,44 +123,102 @@ def is_delta(path: Path) -> bool:
 def sha256(
     path: Path, delta: Delta, *, start: int = 0, advance: Callable[[int, int | None], None] = lambda *_: None
 ) -> str:
-    """Hex digest of the squashfs of `delta`, which starts at byte `start` of `path`."""
+    """Return the hex digest of the squashfs of `delta`, which starts at byte `start` of `path`."""
     with files.open_regular(path) as stream:
         return files.sha256(stream, start, delta.size_bytes, advance=advance)
 
 
-def stack(path: Path) -> Stack:
-    """Read the .sif `path` and the deltas in its record.
+def base_of(sif: SifImage) -> BaseSif:
+    """Return the identity of a .sif as the base of a delta.
 
     Raises
     ------
-    CheckFailed : no .sif, no record in it, or deltas that differ from the record.
+    CheckFailed : it has no record of imgkit.
     """
-    sif = image.read(path)
-    record, root = sif.record, sif.root
-    if root is None or record is None or not record.image_id:
+    record = sif.record
+    if record is None or not record.image_id:
         raise CheckFailed(
-            "it has no record of imgkit, so its image and layers are unknown",
-            where=str(path),
-            hint=f"convert the image with imgkit: imgkit sif IMAGE -o {path.name}; a full transfer of about "
-            f"{sif.size_bytes / 1e6:.1f} MB once, deltas from then on",
+            "it has no record of imgkit, so its image is unknown",
+            where=str(sif.path),
+            hint=f"convert the image with imgkit: imgkit sif IMAGE -o {sif.path.name}; a full transfer of "
+            f"about {sif.size_bytes / _MB:.1f} MB once, deltas from then on",
         )
-    partitions = sif.overlays
-    deltas = tuple(_read(path, one.offset, one.size_bytes) for one in partitions)
-    if tuple(delta.sha256 for delta in deltas) != record.deltas:
+    return BaseSif(image_id=record.image_id, root_sha256=record.root_sha256)
+
+
+def applied(sif: SifImage) -> Delta | None:
+    """Return the delta in a .sif; None if there is none.
+
+    Raises
+    ------
+    CheckFailed : a runtime would mount another delta than the record says, or none.
+    """
+    found = [_read(sif.path, overlay.offset, overlay.size_bytes) for overlay in sif.overlays]
+    recorded = sif.record.delta_sha256 if sif.record else ""
+    if [delta.sha256 for delta in found] != ([recorded] if recorded else []):
         raise CheckFailed(
-            f"its record lists {len(record.deltas)} deltas, a runtime would mount {len(deltas)} others: "
-            "it silently ignores an overlay outside the root partition's group",
-            where=str(path),
-            hint="apply the deltas to the base again: imgkit apply X.imgdelta BASE.sif -o NEW.sif",
+            f"its record names {'a delta' if recorded else 'no delta'}, and a runtime would mount "
+            f"{len(found)}: it silently ignores an overlay outside the root partition's group",
+            where=str(sif.path),
+            hint="apply the delta to the base again: imgkit apply X.imgdelta BASE.sif -o NEW.sif",
         )
-    top = deltas[-1] if deltas else record
-    return Stack(
-        sif=sif,
-        deltas=deltas,
-        partitions=partitions,
-        base=BaseSif(image_id=top.image_id, root_sha256=record.root_sha256, deltas=record.deltas),
-        diff_ids=top.diff_ids,
-    )
+    return found[0] if found else None
+
+
+def manifest(path: Path, delta: Delta, *, start: int = 0) -> bytes:
+    """Return the file manifest of `delta`, whose squashfs starts at byte `start` of `path`.
+
+    Raises
+    ------
+    CheckFailed : it is damaged.
+    """
+    with files.open_regular(path) as stream:
+        stream.seek(start + delta.size_bytes)
+        data = stream.read(delta.manifest_bytes)
+    file_manifest.refuse_other(data, delta.manifest_sha256, where=str(path))
+    return data
+
+
+def is_code(path: Path, delta: Delta) -> bool:
+    """Return whether the delta in the file `path` changes nothing but files of `CODE_PLACE`.
+
+    What a build notes in every image, and folders, do not count.
+
+    Raises
+    ------
+    CheckFailed : its file manifest is damaged.
+    """
+    records = file_manifest.parse_records(manifest(path, delta), where=str(path))
+    files = {name for name, record in records.items() if record.type != "d"}
+    changed = {name for name in files if not name.startswith(("opt/imgkit/", ".singularity.d/"))}
+    return bool(changed) and all(name.startswith(f"{CODE_PLACE}/") for name in changed)
+
+
+def baked_facts(path: Path, overlay: Path | None = None) -> file_manifest.BakedFacts:
+    """Return what is noted in the image of a .sif or .sqsh, with the delta `overlay` over it.
+
+    Where there is no file manifest, the files of imgkit are read, and the distributions stay unknown.
+
+    Raises
+    ------
+    CheckFailed : a manifest or the squashfs is damaged.
+    ToolMissing : it has no file manifest, and there is no unsquashfs for its compression.
+    """
+    if overlay is not None:
+        return file_manifest.parse_facts(manifest(overlay, read(overlay)), where=str(overlay))
+    if image.is_sif(path):
+        sif = image.read(path)
+        delta = applied(sif)
+        if delta is not None:
+            data = manifest(path, delta, start=sif.overlays[0].offset)
+            return file_manifest.parse_facts(data, where=str(path))
+    stored = file_manifest.read(path)
+    if stored is not None:
+        return file_manifest.parse_facts(stored, where=str(path))
+    collector = file_manifest.BakedFactsCollector()
+    for name, text in unsquash.read(path, file_manifest.BAKED_FILES).items():
+        collector.add(name, text)
+    return dataclasses.replace(collector.facts(""), distributions=None)
 
 
 def _read(path: Path, start: int, size_bytes: int) -> Delta:
@@ -201,8 +241,8 @@ def _read(path: Path, start: int, size_bytes: int) -> Delta:
         raise CheckFailed(
             "its description is not in the form that imgkit writes", where=str(path), hint="copy it again"
         )
-    stated = found.size_bytes + len(files.description(text, _MARK))
-    if stated != size_bytes:
+    stated = found.size_bytes + found.manifest_bytes + len(files.description(text, _MARK))
+    if stated != size_bytes or not 0 <= found.manifest_bytes <= image.MOST_MANIFEST_BYTES:
         raise CheckFailed(
             f"it has {size_bytes} bytes, its description says {stated}",
             where=str(path),
@@ -213,67 +253,62 @@ def _read(path: Path, start: int, size_bytes: int) -> Delta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileFacts:
-    """Content of a .sif (`record`, and `deltas` lowest first), a .sqsh (`record`), or a delta alone."""
+    """Content of a .sif (`record`, and `delta` if it has one), a .sqsh (`record`), or a delta alone."""
 
     kind: Literal["sif", "sqsh", "delta"]
     path: str
     size_bytes: int
     arch: str
     record: ImgkitRecord | None
-    deltas: tuple[Delta, ...]
+    delta: Delta | None
 
     def lines(self) -> tuple[str, ...]:
-        """Aligned lines for people."""
+        """Return aligned lines for people."""
         rows = list(self._rows())
         width = max(len(key) for key, _ in rows)
         return tuple(f"{key:{width}}  {value}".rstrip() for key, value in rows)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form, with its schema number."""
-        return {
-            "schema": _FACTS_SCHEMA,
-            **dataclasses.asdict(self),
-        }
+        """Return the JSON form, with its schema number."""
+        return {"schema": _FACTS_SCHEMA, **dataclasses.asdict(self)}
 
     def _rows(self) -> Iterator[tuple[str, str]]:
-        record = self.record
+        record, delta = self.record, self.delta
         yield self.kind, f"{self.path}  {self.size_bytes / _MB:.1f} MB  {self.arch}"
         if record:
-            yield "base", f"{record.source}  {record.image_id}"
+            yield "base" if delta else "image", f"{record.source}  {record.image_id}"
             root = "squashfs" if self.kind == "sqsh" else "root partition"
             yield "", f"{root} sha256:{record.root_sha256}, {len(record.diff_ids)} layers"
             yield "", f"{record.compression}, by {record.runtime}"
-        for number, delta in enumerate(self.deltas, 1):
-            yield f"delta {number}" if record else "image", f"{delta.source}  {delta.image_id}"
+        if delta:
+            yield "delta" if record else "image", f"{delta.source}  {delta.image_id}"
             yield "", f"{delta.size_bytes / _KB:.1f} kB  sha256:{delta.sha256}, made {delta.created}"
-            if not record:
-                yield "over", str(delta.base)
-        if record and self.kind == "sif":
-            top = self.deltas[-1] if self.deltas else record
-            yield "together", f"{top.source}  {top.image_id}"
+        if delta and not record:
+            yield "over", str(delta.base)
 
 
 def is_file(name: str) -> bool:
-    """Whether the file `name` exists and is a .sif, .sqsh or delta."""
+    """Return whether the file `name` exists and is a .sif, .sqsh or delta."""
     path = Path(name)
     return image.is_sif(path) or is_delta(path) or sqsh.is_sqsh(path)
 
 
 def file_facts(name: str) -> FileFacts:
-    """The facts of the .sif, .sqsh or delta `name`.
+    """Return the facts of the .sif, .sqsh or delta `name`.
 
     Raises
     ------
-    CheckFailed : the file has no record, is damaged, or has other deltas than recorded.
+    CheckFailed : the file has no record, is damaged, or has another delta than recorded.
     """
     path = Path(name)
+    record, delta = None, None
     kind: Literal["sif", "sqsh", "delta"]
     if image.is_sif(path):
-        found = stack(path)
-        arch, record, deltas = found.sif.arch, found.sif.record, found.deltas
-        kind = "sif"
+        sif = image.read(path)
+        base_of(sif)
+        arch, record, delta, kind = sif.arch, sif.record, applied(sif), "sif"
     elif sqsh.is_sqsh(path):
-        record, deltas, kind = sqsh.record(path), (), "sqsh"
+        record, kind = sqsh.record(path), "sqsh"
         if record is None:
             raise CheckFailed(
                 "it has no record of imgkit: another program made this .sqsh",
@@ -283,7 +318,7 @@ def file_facts(name: str) -> FileFacts:
         arch = record.arch
     else:
         delta = read(path)
-        arch, record, deltas, kind = delta.arch, None, (delta,), "delta"
+        arch, kind = delta.arch, "delta"
     return FileFacts(
-        kind=kind, path=name, size_bytes=path.stat().st_size, arch=arch, record=record, deltas=deltas
+        kind=kind, path=name, size_bytes=path.stat().st_size, arch=arch, record=record, delta=delta
     )

@@ -2,36 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from imgkit_builder.archive import read, sidecar
 from imgkit_builder.archive.read import Contents, HashedFile, SelectedImage
 from imgkit_builder.archive.sidecar import Sidecar
+from imgkit_builder.base import files
 from imgkit_builder.base.checks import Check, Verdict
 from imgkit_builder.base.progress import Reporter, Silent
-from imgkit_builder.delta import descriptor, source, tree
+from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.oci import manifest
+from imgkit_builder.sif import file_manifest, sqsh
 from imgkit_builder.sif import image as sif
-from imgkit_builder.sif import sqsh
+from imgkit_builder.sif.file_manifest import FileRecord
 from imgkit_builder.sif.image import ImgkitRecord, SifImage
-from imgkit_entrypoints import files
-from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolMissing, UsageError
+from imgkit_builder.sif.unsquash import ListedFile, Squashfs
+from imgkit_builder.sif.workspace import scratch
+from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed, ToolMissing, UsageError
 
 _AGAIN = "copy it again (rsync -P resumes), or save it again"
 
 
 def verify(
-    path: Path, *, report: Reporter | None = None, unpack_limit_bytes: int | None = None
+    path: Path,
+    *,
+    each_file: bool = False,
+    report: Reporter | None = None,
+    unpack_limit_bytes: int | None = None,
 ) -> tuple[Check, ...]:
-    """Check the archive, .sif, .sqsh or delta at `path`; reads it once, and extracts or changes nothing.
+    """Check the archive, .sif, .sqsh or delta at `path`; changes nothing.
 
-    An archive that unpacks to more than `unpack_limit_bytes` fails (default: `compressed.Allowance`).
+    Parameters
+    ----------
+    each_file : unpack a .sif or .sqsh to a temporary folder, and compare each file with the file manifest.
+    unpack_limit_bytes : an archive that unpacks to more fails (default: `compressed.Allowance`).
 
     Raises
     ------
-    UsageError : the file is missing, or is neither an image archive, a .sif, a .sqsh nor a delta.
+    UsageError : the file is missing, or is neither an image archive, a .sif, a .sqsh nor a delta; or
+        `each_file` of something else than a .sif or .sqsh.
     ToolMissing : a zstd archive needs the ``zstd`` program.
     """
     report = report or Silent()
@@ -41,11 +53,14 @@ def verify(
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
     if sif.is_sif(path):
-        return tuple(_sif_checks(path, report))
+        return tuple(_sif_checks(path, report, each_file=each_file))
+    if sqsh.is_sqsh(path):
+        return tuple(_sqsh_checks(path, report, each_file=each_file))
+    if each_file:
+        what = "only a .sif or .sqsh has a file manifest to compare with"
+        raise UsageError(what, where=str(path), hint="leave out --files")
     if descriptor.is_delta(path):
         return tuple(_delta_checks(path, report))
-    if sqsh.is_sqsh(path):
-        return tuple(_sqsh_checks(path, report))
     compress = read.archive_compression(path)
     if compress is None:
         raise UsageError(
@@ -163,7 +178,7 @@ def _platform(image: SelectedImage[HashedFile]) -> str:
     return f"{image.config.os}/{image.config.arch}"
 
 
-def _sif_checks(path: Path, report: Reporter) -> Iterator[Check]:
+def _sif_checks(path: Path, report: Reporter, *, each_file: bool) -> Iterator[Check]:
     if sidecar.sha256_path(path).exists():
         report.stage(f"read {path.name}")
         yield checksum(path, read.sha256(path, report=report), path.stat().st_size)
@@ -182,14 +197,15 @@ def _sif_checks(path: Path, report: Reporter) -> Iterator[Check]:
     root_sha256 = sif.root_sha256(path, advance=report.advance)
     root = _content("root partition", image.record, root_sha256)
     yield root
-    yield from _deltas(image, report)
+    yield from _applied_delta(image, report)
     if root.verdict == "fail":
         yield Check(name="manifest", verdict="skip", found="not checked: the root partition is damaged")
     else:
-        yield _baked_manifest(path)
+        yield _baked_manifest(path, image.arch)
+        yield from _files(Squashfs(path=path, offset=image.root.offset), report, each_file=each_file)
 
 
-def _sqsh_checks(path: Path, report: Reporter) -> Iterator[Check]:
+def _sqsh_checks(path: Path, report: Reporter, *, each_file: bool) -> Iterator[Check]:
     report.stage(f"read {path.name}")
     try:
         squashed, record = sqsh.structure(path), sqsh.record(path)
@@ -205,39 +221,111 @@ def _sqsh_checks(path: Path, report: Reporter) -> Iterator[Check]:
     if content.verdict == "fail":
         yield Check(name="manifest", verdict="skip", found="not checked: the squashfs is damaged")
     else:
-        yield _baked_manifest(path)
+        yield _baked_manifest(path, record.arch if record else "unknown")
+        yield from _files(Squashfs(path=path), report, each_file=each_file)
 
 
 def _delta_checks(path: Path, report: Reporter) -> Iterator[Check]:
     try:
         delta = descriptor.read(path)
+        descriptor.manifest(path, delta)
     except CheckFailed as error:
         yield Check(name="delta", verdict="fail", found=error.what, hint=error.hint or _AGAIN)
         return
     report.stage(f"read {path.name}")
-    yield _delta("delta", delta, descriptor.sha256(path, delta, advance=report.advance))
+    yield _delta(delta, descriptor.sha256(path, delta, advance=report.advance))
 
 
-def _deltas(image: SifImage, report: Reporter) -> Iterator[Check]:
-    """Compare each delta in a .sif with its recorded digest."""
-    if image.record is None or not (image.record.deltas or image.overlays):
+def _applied_delta(image: SifImage, report: Reporter) -> Iterator[Check]:
+    """Compare the delta in a .sif with its recorded digest."""
+    if image.record is None or not (image.record.delta_sha256 or image.overlays):
         return
     try:
-        stack = descriptor.stack(image.path)
+        delta = descriptor.applied(image)
     except CheckFailed as error:
-        yield Check(name="deltas", verdict="fail", found=error.what, hint=error.hint or _AGAIN)
+        yield Check(name="delta", verdict="fail", found=error.what, hint=error.hint or _AGAIN)
         return
-    for number, (delta, place) in enumerate(zip(stack.deltas, stack.partitions, strict=True), 1):
-        digest = descriptor.sha256(image.path, delta, start=place.offset, advance=report.advance)
-        yield _delta(f"delta {number}", delta, digest)
+    if delta is not None:
+        start = image.overlays[0].offset
+        yield _delta(delta, descriptor.sha256(image.path, delta, start=start, advance=report.advance))
 
 
-def _delta(name: str, delta: Delta, actual: str) -> Check:
+def _delta(delta: Delta, actual: str) -> Check:
     if actual != delta.sha256:
         found = f"its squashfs has sha256 {actual}, the record says {delta.sha256}"
-        return Check(name=name, verdict="fail", found=found, hint=_AGAIN)
+        return Check(name="delta", verdict="fail", found=found, hint=_AGAIN)
     found = f"sha256 {actual}, as recorded; {delta.source}, {delta.image_id}, over {delta.base}"
-    return Check(name=name, verdict="ok", found=found)
+    return Check(name="delta", verdict="ok", found=found)
+
+
+def _files(squashfs: Squashfs, report: Reporter, *, each_file: bool) -> Iterator[Check]:
+    """Compare the file manifest with its recorded digest, and with `each_file` each file with it."""
+    name, path = "files", squashfs.path
+    try:
+        data = file_manifest.read(path)
+        if data is None:
+            if each_file:
+                found = "it has no file manifest: imgkit did not write its files"
+                yield Check(name=name, verdict="skip", found=found)
+            return
+        records = file_manifest.parse_records(data, where=str(path))
+        wrong = list(_wrong_files(squashfs, records, report)) if each_file else []
+    except (CheckFailed, ToolFailed) as error:
+        yield Check(name=name, verdict="fail", found=error.what, hint=error.hint or _AGAIN)
+        return
+    except ToolMissing as error:
+        yield Check(name=name, verdict="skip", found=f"not read: {error.what}", hint=error.hint or "")
+        return
+    if wrong:
+        found = (
+            f"{len(wrong)} of {len(records)} differ from the file manifest: {', '.join(sorted(wrong)[:5])}"
+        )
+        yield Check(name=name, verdict="fail", found=found, hint="convert the image again")
+        return
+    compared = "each is as the file manifest says" if each_file else "--files compares each"
+    yield Check(name=name, verdict="ok", found=f"{len(records)} in the file manifest; {compared}")
+
+
+def _wrong_files(squashfs: Squashfs, records: Mapping[str, FileRecord], report: Reporter) -> Iterator[str]:
+    """Yield the names in the squashfs or in the manifest that the other one lacks, or states otherwise."""
+    report.stage(f"unpack {squashfs.path.name}")
+    expected = {
+        f"{name} -> {record.content}" if record.type == "l" else name: (name, record)
+        for name, record in records.items()
+    }
+    # unsquashfs lists a name with a line break on two lines: only its content is compared.
+    broken = {text: expected.pop(text) for text in list(expected) if "\n" in text}
+    cut = {text.partition("\n")[0] for text in broken}
+    with scratch(squashfs.path) as folder:
+        squashfs.unpack(folder / "files")
+        for file in squashfs.listed():
+            if file.path in cut and file.path not in expected:
+                continue
+            name, record = expected.pop(file.path, (file.path, None))
+            if record is None or _differs(file, record) or not _has_content(folder / "files" / name, record):
+                yield f"/{name}"
+        for name, record in broken.values():
+            if not _has_content(folder / "files" / name, record):
+                yield f"/{name}"
+    yield from (f"/{name}" for name, _ in expected.values())
+
+
+def _differs(file: ListedFile, record: FileRecord) -> bool:
+    size = record.content if record.type in ("c", "b") else str(record.size_bytes)
+    return (file.mode, file.uid, file.gid) != (record.mode_text, record.uid, record.gid) or (
+        record.type in ("f", "c", "b") and file.size != size
+    )
+
+
+def _has_content(path: Path, record: FileRecord) -> bool:
+    if record.type != "f":
+        return record.type in ("c", "b") or os.path.lexists(path)  # only root makes devices
+    if not path.is_file():
+        return False
+    # An image has files that nobody but root may read.
+    path.chmod(0o600)
+    with files.open_regular(path) as stream:
+        return files.sha256(stream, 0, record.size_bytes) == record.content
 
 
 def _content(name: str, record: ImgkitRecord | None, actual: str) -> Check:
@@ -254,31 +342,25 @@ def _content(name: str, record: ImgkitRecord | None, actual: str) -> Check:
     return Check(name=name, verdict="ok", found=found)
 
 
-def _baked_manifest(path: Path) -> Check:
-    """Read the manifest with imgkit's own reader, which runs nothing, and compare it with the file."""
+def _baked_manifest(path: Path, arch: str) -> Check:
+    """Read the manifest of the build, and compare it with the file."""
     name = "manifest"
     try:
-        found_arch, stack = source.in_file(path)
-        text = tree.content(stack, manifest.MANIFEST_JSON)
-        if text is None:
+        facts = descriptor.baked_facts(path)
+        if not facts.manifest:
             absent = f"no {manifest.MANIFEST_JSON}: imgkit did not build this image"
             return Check(name=name, verdict="warn", found=absent)
-        baked = manifest.from_json(text.decode())
+        built = manifest.from_json(facts.manifest)
     except ToolMissing as error:
         return Check(name=name, verdict="skip", found=f"not read: {error.what}", hint=error.hint or "")
-    except UnicodeDecodeError as error:
-        return Check(
-            name=name, verdict="fail", found=f"{manifest.MANIFEST_JSON} is not text: {error}", hint=_AGAIN
-        )
     except ImgkitError as error:
         return Check(name=name, verdict="fail", found=error.what, hint=error.hint or "")
-    arch = baked.platform.partition("/")[2]
-    if found_arch not in (arch, "unknown"):
-        found = f"it says {baked.platform}, but the file is for {found_arch}"
+    if arch not in (built.platform.partition("/")[2], "unknown"):
+        found = f"it says {built.platform}, but the file is for {arch}"
         return Check(name=name, verdict="fail", found=found, hint="convert it again")
-    base = f"{baked.base.name}{' (a stand-in)' if baked.base.standin else ''}"
+    base = f"{built.base.name}{' (a stand-in)' if built.base.standin else ''}"
     return Check(
         name=name,
         verdict="ok",
-        found=f"recipe {baked.recipe} on {base}, {baked.platform}, imgkit {baked.imgkit}",
+        found=f"recipe {built.recipe} on {base}, {built.platform}, imgkit {built.imgkit}",
     )

@@ -1,49 +1,47 @@
-"""The system that a .sif is for, its projects and its architecture, read from the image without a runtime."""
+"""The system that a .sif is for, its projects and its architecture, read from its file manifest.
+
+No runtime is needed. A file that imgkit did not write has no manifest: unsquashfs reads what is needed.
+"""
 
 from __future__ import annotations
 
+import itertools
 import posixpath
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
-from urllib.parse import unquote, urlsplit
 
-from imgkit_builder.delta import source, tree
-from imgkit_builder.delta.read_squashfs import SquashfsLayer
+from imgkit_builder.delta import descriptor
 from imgkit_builder.oci import manifest
 from imgkit_builder.oci.manifest import InstalledProject
 from imgkit_builder.recipe.requirements import canonical
 from imgkit_builder.recipe.targets import Target, checked
-from imgkit_builder.sif import image, runtime_files
-from imgkit_entrypoints import json_text, system
-from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
+from imgkit_builder.sif import image, runtime_files, sqsh, unsquash
+from imgkit_builder.sif.file_manifest import BakedFactsCollector, Distribution
+from imgkit_entrypoints import system
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, UsageError
 
 
 def target(path: Path) -> Target:
-    """The recipe's name and system inside the .sif or .sqsh `path`.
+    """Return the recipe's name and system inside the .sif or .sqsh `path`.
 
     Raises
     ------
     CheckFailed : it is damaged, or imgkit did not build its image.
-    ToolMissing : this machine cannot unpack its compression.
+    ToolMissing : it has no file manifest, and there is no unsquashfs for its compression.
     UsageError : its system holds a value that no recipe may have.
     """
-    arch, layers = source.in_file(path)
-    try:
-        made = manifest.from_json(_text(layers, manifest.MANIFEST_JSON))
-        facts = system.from_json(_text(layers, str(system.SYSTEM_JSON)))
-    except (KeyError, ValueError) as error:
+    facts = descriptor.baked_facts(path)
+    if not facts.manifest or not facts.system:
         raise CheckFailed(
-            f"it does not name its system: {error}",
+            "it does not name its system: imgkit did not build this image",
             where=str(path),
             hint=f"name the recipe: imgkit run RECIPE --image {path} ...",
-        ) from error
-    platforms = (f"linux/{arch}",)
+        )
+    made = manifest.from_json(facts.manifest)
     return checked(
         Target(
             name=made.recipe,
-            system=facts,
-            platforms=platforms,
+            system=system.from_json(facts.system),
+            platforms=(f"linux/{_stated_arch(path)}",),
             file=path,
             projects=made.projects,
             workdir=made.workdir,
@@ -54,96 +52,79 @@ def target(path: Path) -> Target:
 
 
 def projects(path: Path, overlay: str, name: str) -> tuple[InstalledProject, ...]:
-    """The projects that the .sif `path`, with the delta `overlay` over it, has installed by its recipe.
+    """Return the projects that the .sif `path`, with the delta `overlay` over it, has by its recipe.
 
     The project `name` is among them also if another command installed it. Raises as `target` does.
     """
-    layers = source.mounted(image.read(path))
-    if overlay:
-        layers = (SquashfsLayer(Path(overlay)), *layers)
-    made = tree.content(layers, manifest.MANIFEST_JSON)
-    stated = manifest.from_json(made.decode()).projects if made else ()
-    if any(one.name == name for one in stated):
+    facts = descriptor.baked_facts(path, Path(overlay) if overlay else None)
+    stated = manifest.from_json(facts.manifest).projects if facts.manifest else ()
+    if any(project.name == name for project in stated):
         return stated
-    return (*stated, *_distributions(layers, name))
+    found = _distributions(path) if facts.distributions is None else facts.distributions
+    found = tuple(one for one in found if canonical(one.name) == name)
+    return (*stated, *(InstalledProject(name=name, folder=one.folder) for one in found))
 
 
-def _distributions(layers: tree.Stack, name: str) -> Iterator[InstalledProject]:
-    """The project `name` in the folders where the Pythons of the image's PATH find packages."""
-    script = tree.content(layers, runtime_files.ENVIRONMENT) or b""
-    path = runtime_files.variables(script.decode(errors="replace")).get("PATH", "")
-    prefixes = dict.fromkeys(posixpath.dirname(folder).strip("/") for folder in path.split(":"))
-    libs = [f"{prefix}/{lib}" for prefix in prefixes for lib in ("lib", "local/lib")]
-    pythons = [f"{lib}/{one}" for lib in libs for one in _names(layers, lib) if one.startswith("python3")]
-    is_locked = tree.find(layers, manifest.LOCK_TOML.strip("/")) is not None
-    for folder in (f"{python}/{kind}" for python in pythons for kind in ("site-packages", "dist-packages")):
-        for one in _names(layers, folder):
-            about = one.removesuffix(".dist-info")
-            if about == one or canonical(about.rpartition("-")[0]) != name:
-                continue
-            stated = tree.content(layers, f"{folder}/{one}/direct_url.json")
-            if stated is not None or not is_locked:  # a locked .sif has none, whatever pip wrote
-                yield InstalledProject(name=name, folder=_editable(stated or b""))
+def _distributions(path: Path) -> tuple[Distribution, ...]:
+    """Return the Python packages of a .sif without a file manifest."""
+    script = unsquash.read(path, [runtime_files.ENVIRONMENT]).get(runtime_files.ENVIRONMENT, b"")
+    search_path = runtime_files.variables(script.decode(errors="replace")).get("PATH", "")
+    prefixes = dict.fromkeys(posixpath.dirname(folder).strip("/") for folder in search_path.split(":"))
+    libs = [f"{prefix}/{lib}".lstrip("/") for prefix in prefixes for lib in ("lib", "local/lib")]
+    patterns = [f"{lib}/python3*/*-packages/*.dist-info" for lib in libs]
+    collector = BakedFactsCollector()
+    listed = [one.listed(*patterns, manifest.LOCK_TOML.lstrip("/")) for one in unsquash.opened(path)]
+    names = [file.path for file in itertools.chain.from_iterable(listed)]
+    for name in names:
+        collector.add_name(name)
+    for name, data in unsquash.read(path, filter(collector.wants, names)).items():
+        collector.add(name, data)
+    return collector.facts(search_path).distributions or ()
 
 
-def _names(layers: tree.Stack, path: str) -> Iterable[str]:
-    node = tree.find(layers, path)
-    return tree.children(node.layers, path) if node and node.entry.kind == "dir" else ()
-
-
-def _editable(direct_url: bytes) -> str:
-    """The folder to which an editable installation leads (PEP 610); empty for any other."""
+def has_manifest(path: Path) -> bool:
+    """Return whether imgkit built the image of a .sif or .sqsh; True where this machine cannot read it."""
     try:
-        stated: Any = json_text.parse(direct_url)
-        return unquote(urlsplit(stated["url"]).path) if stated["dir_info"].get("editable") else ""
-    except (ValueError, KeyError, TypeError, AttributeError):
+        return bool(descriptor.baked_facts(path).manifest)
+    except (CheckFailed, ToolMissing, UsageError):
+        return True
+
+
+def device(path: Path) -> str:
+    """Return a device in /dev of the .sqsh `path`; empty if there is none, or this machine cannot read it."""
+    try:
+        listed = list(unsquash.Squashfs(path=path).listed("dev"))
+    except (ToolFailed, ToolMissing):
         return ""
+    return min((f"/{file.path}" for file in listed if file.mode[0] in "bc"), default="")
 
 
 _MACHINES = {0x3E: "amd64", 0xB7: "arm64", 0x15: "ppc64le", 0xF3: "riscv64"}
 """Field ``e_machine`` of an ELF program."""
+_SHELLS = ("sh", "bash", "dash", "busybox")
+_PROGRAMS = tuple(f"{folder}/{name}" for folder in ("usr/bin", "bin") for name in _SHELLS)
 
 
 def arch(path: Path) -> str:
-    """The architecture of the .sif or .sqsh `path`, stated or that of its shell; empty if it is unknown."""
+    """Return the architecture of a .sif or .sqsh, stated or that of a program; empty if it is unknown."""
     try:
-        stated, layers = source.in_file(path)
-        shell = None if stated != "unknown" else _followed(layers, "bin/sh")
-        head = next(iter(shell.layer.content(shell)), b"")[:20] if shell and shell.kind == "file" else b""
+        stated = _stated_arch(path)
+        programs = {} if stated != "unknown" else unsquash.read(path, _PROGRAMS)
     except (CheckFailed, ToolMissing, UsageError):
         return ""
     if stated != "unknown":
         return stated
-    is_little = head[:4] == b"\x7fELF" and head[5:6] == b"\x01"
-    return _MACHINES.get(int.from_bytes(head[18:20], "little"), "") if is_little else ""
+    for data in programs.values():
+        is_little = data[:4] == b"\x7fELF" and data[5:6] == b"\x01"
+        if is_little and (machine := _MACHINES.get(int.from_bytes(data[18:20], "little"))):
+            return machine
+    return ""
 
 
-def _followed(layers: tree.Stack, path: str) -> tree.TreeEntry | None:
-    """The entry to which the links on `path` lead; None if there is none, or it takes too many steps."""
-    parts, at, found = path.split("/")[::-1], "", None
-    for _ in range(_MOST_STEPS):
-        if not parts:
-            return found
-        name = parts.pop()
-        if name in ("", ".", ".."):
-            at = posixpath.dirname(at) if name == ".." else at
-            continue
-        node = tree.find(layers, tree.join(at, name))
-        if node is None:
-            return None
-        if node.entry.kind == "symlink":
-            at = "" if node.entry.link.startswith("/") else at
-            parts += node.entry.link.split("/")[::-1]
-        else:
-            at, found = tree.join(at, name), node.entry
-    return None
-
-
-_MOST_STEPS = 200
-
-
-def _text(layers: tree.Stack, path: str) -> str:
-    found = tree.content(layers, path)
-    if found is None:
-        raise KeyError(f"it has no {path}")
-    return found.decode()
+def _stated_arch(path: Path) -> str:
+    """Return the architecture in the file's header or record; another program's .sqsh does not state it."""
+    if image.is_sif(path):
+        return image.read(path).arch
+    sqsh.structure(path)
+    record = sqsh.record(path)
+    return record.arch if record else "unknown"

@@ -20,10 +20,9 @@ from pathlib import Path
 
 from imgkit_builder.base import files, process
 from imgkit_builder.base.process import Finished
-from imgkit_builder.delta import source, tree
 from imgkit_builder.image import inside, wheel
 from imgkit_builder.image.inside import PythonSeen
-from imgkit_builder.job import container, pyxis, quoting
+from imgkit_builder.job import baked, container, pyxis, quoting
 from imgkit_builder.job.request import BoundEntryPoints, Job
 from imgkit_builder.job.resolve import chooses_cpus
 from imgkit_builder.oci.manifest import MANIFEST_JSON
@@ -31,7 +30,7 @@ from imgkit_builder.oci.platform import kernel_names
 from imgkit_builder.recipe import bases
 from imgkit_builder.sif import image, sqsh
 from imgkit_entrypoints import __version__, json_text, system
-from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
+from imgkit_entrypoints.errors import ToolMissing, UsageError
 from imgkit_entrypoints.system import Runtime
 
 Runner = Callable[[Sequence[str]], Finished]
@@ -59,7 +58,7 @@ def is_foreign(job: Job) -> bool:
     if job.run_by == "singularity" and path.is_dir():  # a sandbox
         return bool(chosen) or ((path / "usr").is_dir() and not Path(f"{path}{MANIFEST_JSON}").exists())
     if not image.is_sif(path):
-        return bool(chosen) or (sqsh.is_sqsh(path) and not has_manifest(path))
+        return bool(chosen) or (sqsh.is_sqsh(path) and not baked.has_manifest(path))
     sif = image.read(path)
     if sif.encrypted:
         raise UsageError(
@@ -67,7 +66,7 @@ def is_foreign(job: Job) -> bool:
             where=str(path),
             hint="ask its owner for one that is not, or for the archive: imgkit sif ARCHIVE",
         )
-    return bool(chosen) or sif.record is None or not has_manifest(path)
+    return bool(chosen) or sif.record is None or not baked.has_manifest(path)
 
 
 def bind(job: Job, run: Runner | None = None) -> Job:
@@ -198,14 +197,6 @@ def _chosen(job: Job) -> str:
             hint="an absolute path in the image, or a name on its PATH, without : and ,",
         )
     return chosen
-
-
-def has_manifest(path: Path) -> bool:
-    """Whether imgkit built the image of a .sif or .sqsh; True where this machine cannot read it."""
-    try:
-        return tree.content(source.in_file(path)[1], MANIFEST_JSON) is not None
-    except (CheckFailed, ToolMissing, UsageError):
-        return True
 
 
 def _here(argv: Sequence[str]) -> Finished:

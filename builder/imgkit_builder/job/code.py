@@ -13,7 +13,6 @@ from pathlib import Path
 from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.delta import tree
 from imgkit_builder.delta.code import CodeFile, CodeTree
 from imgkit_builder.delta.descriptor import CODE_PLACE
 from imgkit_builder.image.context import LargeContext
@@ -157,8 +156,8 @@ def refuse_shadowed(code: CodeFolder, job: Job) -> None:
             if here.startswith(f"/{CODE_PLACE}/"):  # where the code is mounted
                 continue
             for name in (os.path.normpath(part), os.path.relpath(here, root)):
-                sent = tree.find((code.tree,), f"{CODE_PLACE}/{name}")
-                if sent and (module or sent.entry.kind == "file") and os.path.lexists(here):
+                sent = code.tree.files.get(name)
+                if sent and (module or sent.kind == "file") and os.path.lexists(here):
                     raise UsageError(
                         f"the job would read {here}, and not what --code {code.folder} sends",
                         where=f"the command's {word}",

@@ -455,7 +455,7 @@ def env_file(request: Request, run_by: RunBy, directory: Path) -> str:
 
 
 def _delta_id(run_by: RunBy, image: Path, delta: Delta | None) -> Mapping[str, str]:
-    """The image id that the container's commands must find, if there are deltas: given, or in the local .sif.
+    """The image id that the container's commands must find, if there is a delta: given, or in the local .sif.
 
     It is set inside the container, because ``--cleanenv`` of a runtime must not switch the check off.
     """
@@ -465,10 +465,9 @@ def _delta_id(run_by: RunBy, image: Path, delta: Delta | None) -> Mapping[str, s
         return {delta_check.VARIABLE: delta.image_id}
     if run_by != "singularity" or not sif.is_sif(image):
         return {}
-    record = sif.read(image).record
-    if record is None or not record.deltas:
-        return {}
-    return {delta_check.VARIABLE: descriptor.stack(image).base.image_id}
+    found = sif.read(image)
+    delta = descriptor.applied(found) if found.record and found.record.delta_sha256 else None
+    return {delta_check.VARIABLE: delta.image_id} if delta else {}
 
 
 def variable(text: str) -> tuple[str, str]:

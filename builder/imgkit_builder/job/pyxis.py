@@ -18,11 +18,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from imgkit_builder.delta import source, tree
-from imgkit_builder.job import quoting
+from imgkit_builder.job import baked, quoting
 from imgkit_builder.job.request import Job
 from imgkit_builder.sif import image, sqsh
-from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
+from imgkit_entrypoints.errors import UsageError
 
 _START = (
     'if [ -r /etc/environment ]; then while IFS= read -r line || [ "$line" ]; do '
@@ -188,24 +187,12 @@ def doubts(job: Job) -> Iterator[str]:
             f"{Path(job.image).name} is compressed with {compressor}: unsquashfs of RHEL 8 cannot read that; "
             "imgkit sif --compression gzip; or state system.runtime.compression: zstd, if all nodes can"
         )
-    if device := _device(Path(job.image)):
+    if device := baked.device(Path(job.image)):
         yield (
             f"{Path(job.image).name} holds devices, as {device}, which an ordinary user cannot unpack: pyxis "
             "starts it only where its administrator has set use_squashfuse=1; enroot import and imgkit sif "
             "leave them out"
         )
-
-
-def _device(path: Path) -> str:
-    """A device in /dev of the .sqsh; empty if there is none, or this machine cannot read the file."""
-    if not sqsh.is_sqsh(path):
-        return ""
-    try:
-        found = tree.children(source.in_file(path)[1], "dev")
-    except (CheckFailed, ToolMissing, UsageError):
-        return ""
-    names = sorted(name for name, node in found.items() if node.entry.kind in ("char", "block"))
-    return f"/dev/{names[0]}" if names else ""
 
 
 def _newer_compressor(job: Job) -> str:

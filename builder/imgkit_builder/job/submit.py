@@ -7,7 +7,6 @@ between them. Only `send`, `write_files` and `keep` have an effect.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import glob
 import json
 import os
@@ -21,7 +20,6 @@ from pathlib import Path
 
 from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
-from imgkit_builder.delta import code as code_delta
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.job import baked, bound, container, pyxis, quoting, systems
@@ -221,7 +219,7 @@ def _check_source(request: ConversionJobRequest | BuildJobRequest) -> None:
 def _check_delta(job: Job, delta: Delta) -> None:
     if not Path(job.overlay).is_file():
         raise UsageError(f"no file {job.overlay}", where="--delta", hint="copy it there, next to the .sif")
-    found = descriptor.stack(Path(job.image)).base
+    found = descriptor.base_of(image.read(Path(job.image)))
     if found != delta.base:
         raise UsageError(
             f"{job.overlay} lies over {delta.base}, but {job.image} is {found}",
@@ -276,8 +274,7 @@ def write_files(prepared: PreparedJob) -> None:
     if prepared.code is None:
         return
     assert isinstance(prepared.job, Job)  # noqa: S101 - no other job has code
-    fill = functools.partial(code_delta.write_folder, prepared.code.tree)
-    bound.write_folder(Path(prepared.job.code_folder), fill)
+    bound.write_folder(Path(prepared.job.code_folder), prepared.code.tree.write)
 
 
 def send(job: AnyJob, script: Script) -> SubmittedJob:

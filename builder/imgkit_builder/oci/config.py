@@ -37,6 +37,11 @@ class ImageConfig:
     cmd: tuple[str, ...] = ()
     workdir: str = ""
 
+    @property
+    def search_path(self) -> str:
+        """Its variable PATH; empty where it has none."""
+        return dict(self.env).get("PATH") or ""
+
 
 def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> ImageConfig:
     """Read an image configuration; the image id defaults to the digest of `raw`.

@@ -9,7 +9,6 @@ import tempfile
 from pathlib import Path
 
 from imgkit_builder.base.progress import Reporter
-from imgkit_builder.delta import code as code_delta
 from imgkit_builder.job.code import CodeFolder
 from imgkit_builder.remote import transfer
 from imgkit_builder.remote.connection import Connection
@@ -42,7 +41,7 @@ def upload(
     with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
         # A copy: what rsync reads is what the digest names, even if somebody edits a file meanwhile.
         copy = Path(work, "code")
-        code_delta.write_folder(code.tree, copy)
+        code.tree.write(copy)
         sent = transfer.upload(
             connection,
             Source(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from imgkit_builder.delta.descriptor import BaseSif, Delta
 from imgkit_builder.job import quoting
 from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import FIND_PROGRAM, Connection, unreadable
-from imgkit_builder.sif import image
+from imgkit_builder.sif import file_manifest, image
+from imgkit_builder.sif.image import SifImage
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 EDGE_BYTES = 32768
@@ -62,6 +64,23 @@ echo end
 )
 
 
+_MOST_BASES = 8
+_BASES = """\
+cd -- "$folder/images" || exit 1
+ls -t | head -n "$most" | while IFS= read -r file; do
+    if [ -f "$file" ] && size=$(wc -c < "$file"); then
+        echo "file $((size)) $file"
+        head -c "$edge" "./$file"
+        tail -c "$edge" "./$file"
+    fi
+done
+echo end
+"""
+_READ_MANIFEST = """\
+tail -c "+$start" -- "$folder/images/$name" | head -c "$size"
+"""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredDelta:
     """A delta that the remote has, over a .sif that it has."""
@@ -91,8 +110,8 @@ class Store:
 
 
 def base_name(base: BaseSif) -> str:
-    """Return the name of the .sif below a delta; empty if that has deltas itself."""
-    return "" if base.deltas else f"{base.image_id[7:]}-{base.root_sha256[:12]}.sif"
+    """Return the name of the .sif below a delta."""
+    return f"{base.image_id[7:]}-{base.root_sha256[:12]}.sif"
 
 
 def delta_name(delta: Delta) -> str:
@@ -110,7 +129,7 @@ def look(
     image_id : ``sha256:...`` of the image's configuration; at most 64 KiB of each .sif of it are read. Empty:
         the store has no part in the image.
     program : the scheduler's program.
-    file_name : the one name that counts; default: any .sif of the image alone, without deltas.
+    file_name : the one name that counts; default: any .sif of the image alone, without a delta.
     code : digest of the code that the job uses.
 
     Raises
@@ -124,6 +143,58 @@ def look(
     values = {"folder": connection.remote.folder, "program": program, "image": digest, "code": code}
     output = connection.run(_LOOK, {**values, "edge": str(EDGE_BYTES)})
     return read(output, connection.remote, file_name=file_name)
+
+
+def closest_base(connection: Connection, diff_ids: Collection[str], arch: str) -> SifImage | None:
+    """Return the .sif with a file manifest there that shares most layers; None if there is none.
+
+    Only the `_MOST_BASES` last used ones are looked at, at 64 KiB each.
+
+    Parameters
+    ----------
+    diff_ids : layers of the image that is to lie over it.
+
+    Raises
+    ------
+    As `look`.
+    """
+    values = {"folder": connection.remote.folder, "edge": str(EDGE_BYTES), "most": str(_MOST_BASES)}
+    closest, most_shared = None, 0
+    for key, value, body in _rows(connection.run(_BASES, values), connection.remote):
+        size, _, name = value.partition(" ")
+        if key != "file":
+            continue
+        with _sparse_copy(int(size), body) as path:
+            if not _is_image(path, name, ""):
+                continue
+            sif = dataclasses.replace(image.read(path), path=Path(name))
+        if sif.record and sif.record.manifest_sha256 and sif.arch == arch:
+            shared = len({*sif.record.diff_ids} & {*diff_ids})
+            if shared > most_shared:
+                closest, most_shared = sif, shared
+    return closest
+
+
+def read_manifest(connection: Connection, sif: SifImage) -> bytes:
+    """Return the file manifest of a .sif there, which `closest_base` has found.
+
+    Raises
+    ------
+    CheckFailed : it is not the one that the record of the .sif names.
+    Cut, ScriptFailed : the remote cannot be reached, or the .sif cannot be read.
+    """
+    assert sif.record is not None  # noqa: S101 - the caller has looked
+    size_bytes = sif.record.manifest_bytes
+    values = {"folder": connection.remote.folder, "name": sif.path.name}
+    values |= {"start": str(sif.manifest_offset + 1), "size": str(size_bytes)}
+    data = bytearray()
+    with contextlib.closing(connection.stream(_READ_MANIFEST, values)) as chunks:
+        for chunk in chunks:
+            data += chunk
+            if len(data) > size_bytes:
+                break
+    file_manifest.refuse_other(bytes(data), sif.record.manifest_sha256, where=sif.path.name)
+    return bytes(data)
 
 
 def read(output: bytes, remote: Remote, *, file_name: str = "") -> Store:
@@ -250,7 +321,7 @@ def _is_image(path: Path, name: str, file_name: str) -> bool:
             return False
     except (CheckFailed, UsageError):
         return False
-    return name == file_name if file_name else not record.deltas
+    return name == file_name if file_name else not record.delta_sha256
 
 
 def _read_delta(path: Path, name: str, images: list[str]) -> Iterator[StoredDelta]:

@@ -92,8 +92,15 @@ class Format(abc.ABC):
         """
 
     @abc.abstractmethod
-    def put_record(self, part: Path, record: ImgkitRecord, advance: Advance) -> tuple[ImgkitRecord, str]:
-        """Write `record` with the digest of the squashfs; return it, and the checksum of the file if any."""
+    def put_record(
+        self, part: Path, record: ImgkitRecord, manifest: bytes, advance: Advance
+    ) -> tuple[ImgkitRecord, str]:
+        """Write `manifest`, if any, and `record` with the digest of the squashfs.
+
+        Returns
+        -------
+        The record, and the checksum of the file if the format has one.
+        """
 
     @abc.abstractmethod
     def intact_record(

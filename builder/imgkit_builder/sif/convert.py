@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,7 +28,8 @@ from imgkit_builder.sif.conversion import (
     Stage,
     choose_compression,
 )
-from imgkit_builder.sif.entries import EngineImage, OpenImage, Source
+from imgkit_builder.sif.entries import EngineImage, ImageEntry, OpenImage, Source
+from imgkit_builder.sif.file_manifest import BakedFactsCollector, ManifestWriter
 from imgkit_builder.sif.frame import Sif
 from imgkit_builder.sif.image import ImgkitRecord
 from imgkit_builder.sif.runtime import RuntimeTool, find_runtime, log_file, runtime_if_any
@@ -62,7 +65,7 @@ class ConversionPlan:
 
     def accepts(self, record: ImgkitRecord, options: Options) -> bool:
         """Return whether a file with this `record` is as good as what the plan would give."""
-        if record.route == "flatten" or (self.squasher is None and record.runtime != str(self.tool)):
+        if self.squasher is None and record.runtime != str(self.tool):
             return False
         if options.writer == "imgkit" and record.route == "layers":
             return False
@@ -113,9 +116,9 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
                 )
             # The plain archive of a spooled source goes when this block ends: a runtime needs the room for
             # its own copies.
+            manifest, layer_bytes = b"", 0
             if plan.squasher:
-                _squash(image, target, job, plan)
-                layer_bytes = 0
+                manifest = _squash(image, target, job, plan)
             else:
                 layer_bytes = runtime_build.lay_out(image, job).layer_bytes
         if plan.squasher:
@@ -125,7 +128,8 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
             runtime_build.build(job, plan.tool, image.name)
         clock.stage("check")
         # Before the test run: what is tested is the file that the user gets.
-        record, checksum = format.put_record(work.part, _record(image, plan), clock.advance)
+        record = _record(image, plan, manifest)
+        record, checksum = format.put_record(work.part, record, manifest, clock.advance)
         _check(image.config, layer_bytes, job, plan)
         clock.stage("make durable")
         _publish(work.part, target, checksum)
@@ -164,22 +168,49 @@ def _publish(part: Path, target: Path, checksum: str) -> None:
         files.put(sidecar.sha256_path(target), f"{checksum}  {target.name}\n")
 
 
-def _squash(image: OpenImage, target: Path, job: ConversionJob, plan: ConversionPlan) -> None:
-    """Write the squashfs of `image` into the part file, behind the room for the header of its format."""
-    format, work, clock, config = FORMATS[job.options.format], job.work, job.clock, image.config
-    # Both refuse what the format cannot hold, before anything is read.
-    replacing, if_missing = format.added_files(config, clock.note)
+def _squash(image: OpenImage, target: Path, job: ConversionJob, plan: ConversionPlan) -> bytes:
+    """Write the squashfs of `image` into the part file, behind the room for the header of its format.
+
+    Returns
+    -------
+    The file manifest.
+    """
+    format, work, config = FORMATS[job.options.format], job.work, image.config
     offset = format.squashfs_offset(config)
-    spool_bytes, limit = _spool_bytes(image, target, work.folder.parent, plan), job.options.unpack_limit_bytes
+    facts, manifest = BakedFactsCollector(), ManifestWriter(work.folder / "manifest")
+    spool_bytes = _spool_bytes(image, target, work.folder.parent, plan)
+    with file_entries(image, job, spool_bytes=spool_bytes) as stream:
+        stream = manifest.recorded(facts.observed(stream))
+        squash.write(stream, job, work.part, created=config.created, offset=offset, squasher=plan.squasher)
+    return manifest.finish(facts.facts(config.search_path))
+
+
+@contextlib.contextmanager
+def file_entries(
+    image: OpenImage, job: ConversionJob, *, spool_bytes: int = 0
+) -> Iterator[Iterator[ImageEntry]]:
+    """Yield the entries of `image` with the files that imgkit adds.
+
+    Parameters
+    ----------
+    spool_bytes : what compressed layers may take on disk.
+
+    Raises
+    ------
+    UsageError : the format cannot hold a value of the image; raised before anything is read.
+    CheckFailed : as of `entries.image_entries`.
+    """
+    format, clock = FORMATS[job.options.format], job.clock
+    replacing, if_missing = format.added_files(image.config, clock.note)
+    limit = job.options.unpack_limit_bytes
     with entries.image_entries(
-        image, work.folder, clock, spool_bytes=spool_bytes, unpack_limit_bytes=limit
+        image, job.work.folder, clock, spool_bytes=spool_bytes, unpack_limit_bytes=limit
     ) as stream:
         stream = entries.with_added_files(stream, replacing, if_missing)
-        stream = entries.with_document(format.filtered(stream, clock.note), config)
-        squash.write(stream, job, work.part, created=config.created, offset=offset, squasher=plan.squasher)
+        yield entries.with_document(format.filtered(stream, clock.note), image.config)
 
 
-def _record(image: OpenImage, plan: ConversionPlan) -> ImgkitRecord:
+def _record(image: OpenImage, plan: ConversionPlan, manifest: bytes) -> ImgkitRecord:
     return ImgkitRecord(
         image_id=image.config.image_id,
         diff_ids=image.config.diff_ids,
@@ -190,6 +221,8 @@ def _record(image: OpenImage, plan: ConversionPlan) -> ImgkitRecord:
         imgkit=__version__,
         arch=image.config.arch,
         source=image.name,
+        manifest_sha256=hashlib.sha256(manifest).hexdigest() if manifest else "",
+        manifest_bytes=len(manifest),
     )
 
 

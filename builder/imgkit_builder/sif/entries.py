@@ -485,7 +485,7 @@ def with_document(entries: Iterator[ImageEntry], config: ImageConfig) -> Iterato
                 continue
         if entry.name in folders:
             kinds[entry.name] = entry.kind
-        yield _observed(entry, collector)
+        yield observed(entry, collector)
     # The image's own folder of that name, or a link on the way: nothing is written through it.
     if DOCUMENT in kinds or set(kinds.values()) - {DIRECTORY}:
         return
@@ -498,8 +498,8 @@ def with_document(entries: Iterator[ImageEntry], config: ImageConfig) -> Iterato
     yield document.with_content(text.encode())
 
 
-def _observed(entry: ImageEntry, collector: InventoryCollector) -> ImageEntry:
-    """Return `entry`; `collector` gets a copy where that is of interest, and no large one."""
+def observed(entry: ImageEntry, collector: InventoryCollector) -> ImageEntry:
+    """Return `entry`, whose content can still be read; `collector` gets a copy of what it wants."""
     if entry.kind == HARD_LINK:
         for name in entry.names:
             collector.add_hard_link(name, entry.link)

@@ -10,7 +10,8 @@ The format is that of https://github.com/apptainer/sif (pkg/sif/sif.go). All int
     +-----------------------------+
     | definition file, JSON, ...  |
     | root partition (squashfs)   |
-    | overlay partitions (deltas) |
+    | "imgkit-files", gzip        |  `file_manifest`
+    | overlay partition (a delta) |
     | JSON object "imgkit"        |  `ImgkitRecord`
     | signatures                  |  those that a runtime added
     +-----------------------------+
@@ -39,6 +40,9 @@ from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 IMGKIT_OBJECT = "imgkit"
 """Name of the JSON object that imgkit adds."""
+MANIFEST_OBJECT = "imgkit-files"
+"""Name of the object with the file manifest."""
+MOST_MANIFEST_BYTES = 256 << 20
 MAGIC = b"SIF_MAGIC\0"
 MAGIC_OFFSET = 32
 """The launch script line comes first."""
@@ -76,6 +80,7 @@ class DataType(IntEnum):
     PARTITION = 0x4004
     SIGNATURE = 0x4005
     JSON = 0x4006
+    GENERIC = 0x4007
 
 
 class PartitionType(IntEnum):
@@ -197,13 +202,17 @@ class ImgkitRecord:
     """``zstd 3``, ``gzip 6``, or ``runtime`` if the runtime chose."""
     route: str
     """Where the files came from: ``stream`` and ``export`` if imgkit wrote the file from an archive or an
-    engine, ``layers`` or ``definition`` if a runtime built it, or ``flatten`` for a .sif with deltas."""
+    engine, ``layers`` or ``definition`` if a runtime built it."""
     imgkit: str
     """Version of imgkit."""
     source: str = ""
     """Name of the image, for people."""
-    deltas: tuple[str, ...] = ()
-    """Hex sha256 of the deltas on the root partition, lowest first."""
+    manifest_sha256: str = ""
+    """Hex digest of the file manifest; empty where a runtime wrote the files."""
+    manifest_bytes: int = 0
+    """Size of the file manifest."""
+    delta_sha256: str = ""
+    """Hex digest of the delta on the root partition; empty if there is none."""
     arch: str = ""
     """Architecture, in the record of a .sqsh; the header of a .sif has it."""
 
@@ -241,6 +250,14 @@ class SifImage:
             if descriptor.partition == PartitionType.PRIMARY:
                 return descriptor
         return None
+
+    @property
+    def manifest_offset(self) -> int:
+        """Byte at which the file manifest begins; 0 if there is none."""
+        for descriptor in self.descriptors:
+            if descriptor.datatype == DataType.GENERIC and descriptor.name == MANIFEST_OBJECT:
+                return descriptor.offset
+        return 0
 
     def require_root(self) -> Descriptor:
         """Return the root partition; raise CheckFailed if there is none."""
@@ -282,8 +299,8 @@ def store_name(record: ImgkitRecord) -> str:
     if not re.fullmatch(r"sha256:[0-9a-f]{64}", record.image_id):
         raise UsageError("the .sif does not say which image it holds", hint="convert it again by imgkit sif")
     content = record.root_sha256
-    if record.deltas:
-        content = hashlib.sha256(" ".join((content, *record.deltas)).encode()).hexdigest()
+    if record.delta_sha256:
+        content = hashlib.sha256(f"{content} {record.delta_sha256}".encode()).hexdigest()
     return f"{record.image_id[7:]}-{content[:12]}.sif"
 
 
@@ -400,6 +417,8 @@ def parse_record(path: Path, raw: bytes) -> ImgkitRecord:
                 "a later version of imgkit wrote its imgkit object", where=str(path), hint="update imgkit"
             )
         record: ImgkitRecord = json_text.read(ImgkitRecord, values, "it", closed=True)
+        if not 0 <= record.manifest_bytes <= MOST_MANIFEST_BYTES:
+            raise ValueError(f"a file manifest of {record.manifest_bytes} bytes")
         return record
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckFailed(f"its imgkit object cannot be read: {error}", where=str(path)) from error

@@ -1,9 +1,10 @@
-"""The .sqsh of an image: what enroot, pyxis and ch-run start. One squashfs, and imgkit's record after it::
+"""The .sqsh of an image: what enroot, pyxis and ch-run start. One squashfs, and what imgkit adds to it::
 
     +---------------------+  byte 0
     | squashfs            |  the image's files; those of `own_files` replace the image's own
     +---------------------+
-    | JSON object         |  `ImgkitRecord`, which a mount ignores
+    | gzip                |  `file_manifest`; a mount ignores what follows the squashfs
+    | JSON object         |  `ImgkitRecord`
     | its length, 8 bytes |
     | mark ``IMGKSQSH``   |
     +---------------------+
@@ -286,6 +287,22 @@ def _record_text(path: Path) -> bytes | None:
     return text
 
 
+def manifest_offset(path: Path) -> int:
+    """Return the byte of a .sqsh at which its file manifest begins; behind the squashfs, if there is none.
+
+    Raises
+    ------
+    CheckFailed : its record is damaged.
+    """
+    text, size = _record_text(path), path.stat().st_size
+    if text is None:
+        return size
+    offset = size - len(files.description(text, MARK)) - image.parse_record(path, text).manifest_bytes
+    if offset < 0:
+        raise CheckFailed("it is shorter than its file manifest", where=str(path), hint="copy it again")
+    return offset
+
+
 def digests(path: Path, *, advance: Advance | None = None) -> tuple[str, str]:
     """Return the hex digests of the squashfs and of the whole file; reads it once.
 
@@ -293,12 +310,12 @@ def digests(path: Path, *, advance: Advance | None = None) -> tuple[str, str]:
     ------
     CheckFailed : its record is damaged.
     """
-    text = _record_text(path)
-    tail = files.description(text, MARK) if text is not None else b""
+    end = manifest_offset(path)
     with files.open_regular(path) as stream:
-        digest = files.sha256_begun(stream, 0, path.stat().st_size - len(tail), advance=advance)
-    squashfs_sha256 = digest.hexdigest()
-    digest.update(tail)
+        digest = files.sha256_begun(stream, 0, end, advance=advance)
+        squashfs_sha256 = digest.hexdigest()
+        stream.seek(end)
+        digest.update(stream.read(image.MOST_MANIFEST_BYTES))
     return squashfs_sha256, digest.hexdigest()
 
 
@@ -328,12 +345,14 @@ class Sqsh(Format):
         """Check the squashfs: nothing is around it."""
         structure(part)
 
-    def put_record(self, part: Path, record: ImgkitRecord, advance: Advance) -> tuple[ImgkitRecord, str]:
-        """Append the record, and return the checksum of the whole file with it."""
+    def put_record(
+        self, part: Path, record: ImgkitRecord, manifest: bytes, advance: Advance
+    ) -> tuple[ImgkitRecord, str]:
+        """Append manifest and record, and return the checksum of the whole file with them."""
         with files.open_regular(part) as stream:
             digest = files.sha256_begun(stream, 0, part.stat().st_size, advance=advance)
         record = dataclasses.replace(record, root_sha256=digest.hexdigest())
-        tail = files.description(image.record_text(record), MARK)
+        tail = manifest + files.description(image.record_text(record), MARK)
         files.append(part, tail)
         digest.update(tail)
         return record, digest.hexdigest()

@@ -15,7 +15,7 @@ from imgkit_builder.workflow.names import RECIPE_SUFFIXES, stem
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.delta.descriptor import Delta, Stack
+    from imgkit_builder.delta.descriptor import Delta
     from imgkit_builder.job.code import CodeFolder
     from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
     from imgkit_builder.project.toml_file import ProjectFile
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from imgkit_builder.remote.config import Remote
     from imgkit_builder.remote.connection import Connection
     from imgkit_builder.remote.store import Store
+    from imgkit_builder.sif.entries import EngineImage
+    from imgkit_builder.sif.image import SifImage
 
 _MAX_DELTA_SHARE = 0.5
 """A delta of more than this share of the .sif below it is not worth two files at every start."""
@@ -96,7 +98,7 @@ def plan(recipe: str, request: Request, project: ProjectFile | None, default: st
 
 
 def _choose(recipe: str, request: Request, project: ProjectFile | None, default: str) -> RunPlan:
-    from imgkit_builder.job import baked, bound
+    from imgkit_builder.job import baked
     from imgkit_builder.project import origins
     from imgkit_builder.recipe import targets
     from imgkit_builder.sif import image, sqsh
@@ -113,7 +115,7 @@ def _choose(recipe: str, request: Request, project: ProjectFile | None, default:
     if request.image:
         return _plan_remote_image(source, request)
     if image.is_sif(file):
-        is_foreign = not bound.has_manifest(file)
+        is_foreign = not baked.has_manifest(file)
         target = _default_target(file, default) if is_foreign else baked.target(file)
         return RunPlan(
             source=source, target=target, recipe="", sif=file, request=request, is_foreign=is_foreign
@@ -419,42 +421,58 @@ class _Delivery:
             raise ToolMissing(error.what, where=str(archive), hint=hint) from error
 
     def _send_delta(self, store: Store, image_id: str) -> _RemoteImage | None:
-        """Send a delta over the .sif that both sides have; None if there is none, or it is large."""
+        """Send a delta over the closest .sif there; None if there is none, or the delta is large."""
         from imgkit_builder.delta import descriptor
-        from imgkit_builder.remote.store import base_name, delta_name
-
-        sif = self.planned.sif
-        try:
-            stack = descriptor.stack(sif)
-        except (CheckFailed, UsageError):
-            return None
-        base = base_name(stack.base)
-        if base not in store.names or stack.base.image_id == image_id:
-            return None
-        try:
-            file, delta = self._make_delta(stack, image_id)
-        except CheckFailed as error:
-            self.report.note(f"no delta over {sif}: {error.what}")
-            return None
-        size_bytes = file.stat().st_size
-        if size_bytes > _MAX_DELTA_SHARE * stack.sif.size_bytes:
-            self.report.note(f"the delta over {sif} has {size_text(size_bytes)}: a new .sif goes instead")
-            return None
-        overlay = f"deltas/{delta_name(delta)}"
-        self._upload(store, file, "delta", overlay)
-        return _RemoteImage(path=f"images/{base}", overlay=overlay, delta=delta)
-
-    def _make_delta(self, stack: Stack, image_id: str) -> tuple[Path, Delta]:
-        """Return the delta of the image over the local .sif, if possible that of an earlier run."""
-        from imgkit_builder.delta import descriptor
-        from imgkit_builder.delta.make import make
-        from imgkit_builder.sif.conversion import Options
+        from imgkit_builder.delta.descriptor import CODE_PLACE
+        from imgkit_builder.remote import store as remote_store
         from imgkit_builder.workflow.convert import engine_image
+
+        if not store.names:
+            return None
+        with engine_image(self.planned.recipe) as new:
+            config = new.config
+            base = remote_store.closest_base(self.connection, config.diff_ids, config.arch)
+            if base is None or base.record is None or base.record.image_id == image_id:
+                return None
+            try:
+                file, delta = self._make_delta(new, base)
+            except CheckFailed as error:
+                self.report.note(f"no delta over {base.path}: {error.what}")
+                return None
+        size_bytes = file.stat().st_size
+        if size_bytes > _MAX_DELTA_SHARE * base.size_bytes:
+            size = size_text(size_bytes)
+            self.report.note(f"the delta over {base.path} has {size}: a new .sif goes instead")
+            return None
+        overlay = f"deltas/{remote_store.delta_name(delta)}"
+        self._upload(store, file, "delta", overlay)
+        if descriptor.is_code(file, delta):
+            self.report.note(f"only files in /{CODE_PLACE} differ: --code DIR sends them without a build")
+        return _RemoteImage(path=f"images/{base.path}", overlay=overlay, delta=delta)
+
+    def _make_delta(self, new: EngineImage, base: SifImage) -> tuple[Path, Delta]:
+        """Return the delta of the image over a .sif there, if possible that of an earlier run."""
+        from imgkit_builder.delta import descriptor
+        from imgkit_builder.delta.make import base_from, make
+        from imgkit_builder.sif.conversion import Options
 
         file = self.planned.sif.with_suffix(".imgdelta")
         if descriptor.is_delta(file):
             delta = descriptor.read(file)
-            if delta.image_id == image_id and delta.base == stack.base:
+            if delta.image_id == new.config.image_id and delta.base == descriptor.base_of(base):
                 return file, delta
-        with engine_image(self.planned.recipe) as source:
-            return file, make(source, self.planned.sif, file, Options(), self.report).delta
+        return file, make(new, base_from(base, self._manifest_of(base)), file, Options(), self.report).delta
+
+    def _manifest_of(self, base: SifImage) -> bytes | None:
+        """Return the file manifest of a .sif there; from the local one if that is the same."""
+        from imgkit_builder.remote.store import read_manifest
+        from imgkit_builder.sif import file_manifest, image
+
+        try:
+            record = image.read(self.planned.sif).record
+            if record and image.store_name(record) == base.path.name:
+                return file_manifest.read(self.planned.sif)
+        except (CheckFailed, UsageError):
+            pass
+        self.report.stage(f"read the file manifest of {base.path} on {self.connection.remote.name}")
+        return read_manifest(self.connection, base)

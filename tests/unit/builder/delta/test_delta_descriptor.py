@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import sample_delta
-from sample_delta import KNOWN
+from sample_delta import KNOWN, MANIFEST
 
+from imgkit_builder.archive.tar_read import DIRECTORY, REGULAR
 from imgkit_builder.delta import descriptor
 from imgkit_builder.job import container
 from imgkit_builder.job.request import Request
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems.local import SYSTEM as local
 from imgkit_builder.recipe.targets import find
+from imgkit_builder.sif.entries import ImageEntry
+from imgkit_builder.sif.file_manifest import BakedFacts, ManifestWriter
 from imgkit_entrypoints.errors import CheckFailed, NoPlan, UsageError
 from imgkit_entrypoints.launch import delta_check
+
+BEFORE = KNOWN.size_bytes + KNOWN.manifest_bytes
+"""Bytes before the description."""
 
 
 @pytest.fixture
@@ -30,11 +37,28 @@ def test_file_says_what_it_is(file: Path) -> None:
     assert replace(found, sha256="") == KNOWN
     assert descriptor.is_delta(file)
     assert descriptor.sha256(file, found) == found.sha256
+    assert descriptor.manifest(file, found) == MANIFEST
+
+
+def test_other_file_manifest_refused(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[KNOWN.size_bytes] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckFailed, match="its file manifest is damaged"):
+        descriptor.manifest(file, descriptor.read(file))
 
 
 def test_cut_or_grown_file_refused(file: Path, tmp_path: Path) -> None:
     data = file.read_bytes()
-    for wrong in (data[:-1], data[:4200], data[4096:], data[:100] + data[200:], b"x" + data, b""):
+    for wrong in (
+        data[:-1],
+        data[:4200],
+        data[4096:],
+        data[:4150] + data[4151:],
+        data[:100] + data[200:],
+        b"x" + data,
+        b"",
+    ):
         (tmp_path / "wrong").write_bytes(wrong)
         with pytest.raises(CheckFailed):
             descriptor.read(tmp_path / "wrong")
@@ -61,11 +85,11 @@ def test_description_that_is_none_refused(tmp_path: Path, text: bytes) -> None:
 
 
 def test_description_without_its_digest_is_refused(file: Path) -> None:
-    values = json.loads(file.read_bytes()[4096:-16])
+    values = json.loads(file.read_bytes()[BEFORE:-16])
     del values["self_sha256"]
     text = json.dumps(values, indent=1, sort_keys=True).encode()
     end = len(text).to_bytes(8, "little") + b"IMGDELTA"
-    file.write_bytes(file.read_bytes()[:4096] + text + end)
+    file.write_bytes(file.read_bytes()[:BEFORE] + text + end)
     with pytest.raises(CheckFailed, match="does not match its sha256"):
         descriptor.read(file)
 
@@ -79,7 +103,7 @@ def test_changed_description_refused(file: Path) -> None:
 def test_description_of_another_type_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(bytes(4096))
-    descriptor.append(path, replace(KNOWN, image_id=5))  # type: ignore[arg-type]
+    descriptor.append(path, MANIFEST, replace(KNOWN, image_id=5))  # type: ignore[arg-type]
     with pytest.raises(CheckFailed, match="image_id is 5"):
         descriptor.read(path)
 
@@ -157,3 +181,24 @@ def test_commands_refuse_other_code_or_none(tmp_path: Path, text: str | None) ->
     file.unlink() if text is None else file.write_text(text)
     with pytest.raises(NoPlan, match="the job's code is not mounted"):
         delta_check.require(env)
+
+
+@pytest.mark.parametrize(
+    ("names", "is_code"),
+    [
+        (("workspace", "workspace/a.py", "opt/imgkit/manifest.json", ".singularity.d/labels.json"), True),
+        (("workspace/a.py", "etc/passwd"), False),
+        (("opt/imgkit/manifest.json",), False),
+    ],
+)
+def test_delta_of_code_alone_is_recognised(tmp_path: Path, names: tuple[str, ...], is_code: bool) -> None:
+    writer = ManifestWriter(tmp_path / "manifest")
+    kinds = [DIRECTORY if name == "workspace" else REGULAR for name in names]
+    entries = [ImageEntry(names=(name,), kind=kind) for name, kind in zip(names, kinds, strict=True)]
+    assert len(list(writer.recorded(entries))) == len(names)
+    manifest = writer.finish(BakedFacts())
+    delta = replace(KNOWN, manifest_sha256=hashlib.sha256(manifest).hexdigest(), manifest_bytes=len(manifest))
+    path = tmp_path / "x.imgdelta"
+    path.write_bytes(bytes(KNOWN.size_bytes))
+    descriptor.append(path, manifest, delta)
+    assert descriptor.is_code(path, delta) == is_code

@@ -16,7 +16,6 @@ import pytest
 import small_sif
 
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.delta import code as code_delta
 from imgkit_builder.job import bound, code, container, pyxis, submit
 from imgkit_builder.job.request import BuildJobRequest, ConversionJobRequest, Job, Request
 from imgkit_builder.job.resolve import resolve, resolve_image
@@ -36,7 +35,7 @@ MANIFEST = Manifest(
     platform="linux/amd64",
     wheel_sha256="cd",
 )
-needs_squasher = pytest.mark.programs("mksquashfs")
+needs_squasher = pytest.mark.programs("mksquashfs", "unsquashfs")
 HELLO = Request(command=("dist-hello",), nodes="2", time="1h", directory=Path("/home/me/run"))
 
 
@@ -83,7 +82,7 @@ def squashed(path: Path, *, manifest: bool = True, arch: str = "amd64", compress
     )
     if manifest:
         made = dataclasses.replace(small_sif.record(), arch=arch)
-        sqsh.Sqsh().put_record(path, made, lambda *_: None)
+        sqsh.Sqsh().put_record(path, made, b"", lambda *_: None)
     return path
 
 
@@ -398,7 +397,7 @@ def starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     folder = tmp_path / "programs"
     folder.mkdir()
-    for name in ("sh", "head", "tail", "stat", "sha256sum", "mksquashfs", "env"):
+    for name in ("sh", "head", "tail", "stat", "sha256sum", "mksquashfs", "unsquashfs", "env"):
         (folder / name).symlink_to(str(shutil.which(name)))
     monkeypatch.setenv("PATH", str(folder))
 
@@ -570,5 +569,5 @@ def test_changed_code_leaves_no_folder(tmp_path: Path) -> None:
     (tmp_path / "code/a.py").write_text("22")
     target = tmp_path / "deltas/x"
     with pytest.raises(UsageError, match="it changed while imgkit read it"):
-        bound.write_folder(target, lambda made: code_delta.write_folder(read.tree, made))
+        bound.write_folder(target, read.tree.write)
     assert not list(target.parent.iterdir())

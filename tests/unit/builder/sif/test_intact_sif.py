@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,10 @@ SQUASHFS = struct.pack("<4sIIIIHHHHHHQQ", b"hsqs", 1, 0, 1 << 20, 0, 6, 20, 0, 1
 )
 
 
+MANIFEST = bytes(range(200))
+"""Of any content: only its digest counts here."""
+
+
 def write(path: Path, format: Format, *, route: str = "stream") -> ImgkitRecord:
     """Write a file of `format` as a conversion does."""
     offset = format.squashfs_offset(CONFIG)
@@ -40,8 +45,10 @@ def write(path: Path, format: Format, *, route: str = "stream") -> ImgkitRecord:
         compression="zstd 3",
         route=route,
         imgkit="0",
+        manifest_sha256=hashlib.sha256(MANIFEST).hexdigest(),
+        manifest_bytes=len(MANIFEST),
     )
-    record, checksum = format.put_record(path, record, lambda *_: None)
+    record, checksum = format.put_record(path, record, MANIFEST, lambda *_: None)
     if checksum:
         Path(f"{path}.sha256").write_text(f"{checksum}  {path.name}\n")
     return record
@@ -62,11 +69,11 @@ def sif(tmp_path: Path) -> Path:
 
 
 def extents(path: Path) -> list[range]:
-    """Where header, descriptors and objects are, without the record's fields that name no content."""
+    """Where header, descriptors and objects are, without the record, and the place of the manifest."""
     sif = image.read(path)
     objects = [range(one.offset, one.end) for one in sif.descriptors if one.name != image.IMGKIT_OBJECT]
     table = sif.header.table_offset
-    return [range(128), range(table, table + len(objects) * image.DESCRIPTOR.size), *objects]
+    return [range(128), range(table, table + (len(objects) - 1) * image.DESCRIPTOR.size), *objects]
 
 
 def test_flipped_bit_in_what_imgkit_wrote_is_noticed(sif: Path) -> None:

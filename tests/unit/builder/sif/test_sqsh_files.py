@@ -207,7 +207,7 @@ RECORD = ImgkitRecord(
 
 def described(path: Path) -> ImgkitRecord:
     path.write_bytes(b"hsqs" + bytes(5000))
-    record, _ = sqsh.Sqsh().put_record(path, RECORD, lambda *_: None)
+    record, _ = sqsh.Sqsh().put_record(path, RECORD, b"", lambda *_: None)
     return record
 
 

@@ -1,0 +1,141 @@
+"""Read a squashfs with unsquashfs: the files of a .sif or .sqsh that has no file manifest, or all of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from imgkit_builder.base import process
+from imgkit_builder.sif import image, mksquashfs, sqsh, squash
+from imgkit_builder.sif.workspace import scratch
+from imgkit_entrypoints import files
+from imgkit_entrypoints.errors import CheckFailed, ToolMissing
+
+MOST_BYTES = 64 << 20
+"""Of a file that is read as a whole."""
+_WILDCARD = re.compile(r"[*?\[\]\\]")
+_LINE = re.compile(r"([-dlcbps]\S{9}) (\d+)/(\d+) +(\d+(?:, *\d+)?) \S+ \S+ /(.*)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ListedFile:
+    """A line of ``unsquashfs -lln``; a name with a line break has none."""
+
+    path: str
+    """Relative; of a symlink also `` -> `` and its target."""
+    mode: str
+    """As of ``ls -l``: ``-rwxr-xr-x``."""
+    uid: int
+    gid: int
+    size: str
+    """Bytes of a file; ``MAJOR,MINOR`` of a device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Squashfs:
+    """A squashfs in a file."""
+
+    path: Path
+    offset: int = 0
+
+    def listed(self, *patterns: str) -> Iterator[ListedFile]:
+        """Yield the files that match a pattern of the shell, and those below; by default, all.
+
+        Raises
+        ------
+        ToolMissing : as of `read`.
+        ToolFailed : the squashfs is damaged.
+        """
+        rest = b""
+        for chunk in process.through(self._argv("-lln", "-dest", "", str(self.path), *patterns), ()):
+            *lines, rest = (rest + chunk).split(b"\n")
+            for match in filter(None, map(_LINE.fullmatch, (os.fsdecode(line) for line in lines))):
+                mode, uid, gid, size, path = match.groups()
+                size = size.replace(" ", "")
+                yield ListedFile(path=path, mode=mode, uid=int(uid), gid=int(gid), size=size)
+
+    def read(self, names: Iterable[str]) -> dict[str, bytes]:
+        """Return the content of those of the regular files `names` that are there and not too large.
+
+        Raises
+        ------
+        CheckFailed : the squashfs is damaged.
+        ToolMissing : there is no unsquashfs, or it cannot unpack this compression.
+        """
+        contents = {}
+        with scratch(self.path) as folder:
+            names = [name for name in names if "\n" not in name]
+            patterns = "".join(_WILDCARD.sub(r"\\\g<0>", name) + "\n" for name in names)
+            with files.create(folder / "names") as stream:
+                stream.write(os.fsencode(patterns))
+            self.unpack(folder / "files", "-ef", str(folder / "names"))
+            for name in names:
+                file = folder / "files" / name
+                # An image may have a link on the way, which leads anywhere on this machine.
+                if os.path.realpath(file) == f"{os.path.realpath(folder)}/files/{name}" and file.is_file():
+                    with files.open_regular(file) as stream:
+                        data = stream.read(MOST_BYTES + 1)
+                    if len(data) <= MOST_BYTES:
+                        contents[name] = data
+        return contents
+
+    def unpack(self, folder: Path, *options: str) -> None:
+        """Write all files to `folder`, or those that `options` name; owners stay those of this user.
+
+        Raises
+        ------
+        CheckFailed, ToolMissing : as of `read`.
+        """
+        argv = self._argv("-force", "-no-xattrs", "-dest", str(folder), *options, str(self.path))
+        done = process.run(argv, check=False)
+        if "unsupported by this version" in done.output:
+            raise ToolMissing(done.tail(), where=str(self.path), hint="a newer squashfs-tools")
+        # 2: an ordinary user cannot make a device.
+        if done.returncode not in (0, 2):
+            raise CheckFailed(
+                f"unsquashfs cannot read it: {done.tail()}", where=str(self.path), hint="copy it again"
+            )
+
+    def _argv(self, *arguments: str) -> list[str]:
+        offset = ("-offset", str(self.offset)) if self.offset else ()
+        return [_program(), "-no-progress", *offset, *arguments]
+
+
+def _program() -> str:
+    """Return unsquashfs 4.4 or later, which can begin within a file."""
+    beside = (str(program.with_name("unsquashfs")) for program in mksquashfs.candidates())
+    for program in filter(None, map(shutil.which, ("unsquashfs", *beside))):
+        if mksquashfs.knows(Path(program), r"-o\[ffset\]"):
+            return program
+    raise ToolMissing("unsquashfs 4.4 or later is not on this machine", hint=squash.INSTALL)
+
+
+def opened(path: Path) -> tuple[Squashfs, ...]:
+    """Return what a runtime mounts of the .sif or .sqsh `path`, the uppermost first.
+
+    Raises
+    ------
+    CheckFailed : it is neither, or has no root partition.
+    """
+    if sqsh.is_sqsh(path):
+        return (Squashfs(path=path),)
+    sif = image.read(path)
+    partitions = (sif.require_root(), *sif.overlays)
+    return tuple(Squashfs(path=path, offset=partition.offset) for partition in reversed(partitions))
+
+
+def read(path: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """Return the content of those of the files `names` that the .sif or .sqsh `path` has.
+
+    Raises
+    ------
+    CheckFailed, ToolMissing : as of `Squashfs.read`.
+    """
+    names, contents = tuple(names), dict[str, bytes]()
+    for squashfs in reversed(opened(path)):
+        contents |= squashfs.read(names)
+    return contents
