@@ -85,43 +85,45 @@ def verb_init(
     qos: str = typer.Option("", help="Quality of service (Slurm)."),
     time: str = typer.Option("", metavar="HH:MM:SS", help="Time limit of a job (default: 30m)."),
     nodes: str = typer.Option("", metavar="N|N+S", help="Number of nodes (default: 1)."),
-    keep: bool = typer.Option(
-        False,
-        "--keep-existing",
-        help="Keep existing files and write only the missing ones; .gitignore gets lines that it lacks.",
-    ),
     as_json: bool = RESULT_JSON,
 ) -> None:
-    """Write an imgkit.toml, a recipe, a train.py that resumes and a .gitignore.
+    """Write an imgkit.toml, a recipe and a .gitignore for a folder with a program.
 
-    imgkit run then needs no flags in this folder. Existing files are not overwritten.
+    imgkit run then needs no flags in this folder. Files that exist are kept. The
+    recipe installs what pyproject.toml, requirements.txt or environment.yml names,
+    except what the base has; a folder without Python gets a train.py that resumes.
 
     \b
     Examples:
       imgkit init
       imgkit init --recipe mn5 -A bsc98 --qos acc_debug mine
-      imgkit init --keep-existing
     """
-    from imgkit_builder.project import new_folder
+    from imgkit_builder.project import new_folder, program
     from imgkit_builder.recipe import targets
 
     remote, recipe = _chosen(on, recipe)
     parent = targets.find(recipe)
-    wanted = new_folder.NewFolder(
+    options = new_folder.NewFolder(
         folder=folder.absolute(),
         recipe=recipe,
         remote=remote,
         values={"account": account, "queue": queue, "qos": qos, "time": time, "nodes": nodes},
     )
-    texts = new_folder.texts(wanted, parent)
-    made = new_folder.write(folder, texts, keep=keep)
-    added = new_folder.complete_gitignore(folder) if keep else ()
+    texts = new_folder.texts(options, parent)
+    next_steps = [*new_folder.next_steps(options, parent, folder)]
+    step = program.pip_step(options.folder)
+    paths = new_folder.write(folder, texts)
+    added = new_folder.complete_gitignore(folder)
+    is_new_recipe = folder / options.recipe_file in paths
     lines = [
-        *(f"wrote  {path}" for path in made),
+        *(f"wrote  {path}" for path in paths),
+        *(f"kept   {folder / name}" for name in texts if folder / name not in paths),
         *([f"added  {' '.join(added)} to {folder / new_folder.GITIGNORE}"] if added else []),
-        *(f"next   {one}" for one in new_folder.next_steps(wanted, parent, folder)),
+        *([f"pip    {step.step}"] if step and is_new_recipe else []),
+        *([f"omits  {', '.join(step.left_out)}"] if step and step.left_out and is_new_recipe else []),
+        *(f"next   {line}" for line in next_steps),
     ]
-    data = {"schema": SCHEMA, "files": [str(path) for path in made], "remote": remote, "recipe": recipe}
+    data = {"schema": SCHEMA, "files": [str(path) for path in paths], "remote": remote, "recipe": recipe}
     show(data, *lines, as_json=as_json)
 
 

@@ -226,8 +226,8 @@ def with_folders(job: Job, words: Sequence[str]) -> tuple[str, ...]:
 
 
 def program_starts_once(job: Job) -> tuple[str, ...]:
-    """Return a warning if the command is no ``dist-...`` of the image."""
-    if not job.command or job.command[0].startswith("dist-"):
+    """Return a warning if the command is no ``dist-...`` of the image, nor a shell that starts one."""
+    if not job.command or any(re.search(r"\bdist-[a-z]", word) for word in job.command):
         return ()
     name, program = job.command[0], job.command[:2]
     if re.fullmatch(r"python[0-9.]*", PurePath(name).name) and len(program) == 2:

@@ -124,6 +124,10 @@ def test_program_that_starts_once_per_node_is_doubted(command: tuple[str, ...], 
     assert hint in warning
 
 
+def test_shell_that_starts_dist_run_is_not_doubted() -> None:
+    assert job(command=("sh", "-c", "exec dist-run train.py --out=$IMGKIT_RUN_DIR")).warnings == ()
+
+
 def test_part_of_a_node_on_several_is_doubted() -> None:
     assert "2 nodes with 1 of 4 GPUs" in job(nodes="2", gpus=1).warnings[0]
     assert job(nodes="1", gpus=1).warnings == ()
