@@ -185,6 +185,8 @@ def _require(
         hint = f"set {stated}; or {hint}"
     else:
         hint += f", or set it in a recipe that extends {recipe.name} (system.queue)"
+    if "queue" in keys and (names := sorted(recipe.system.partitions)):
+        hint += f"; queues: {', '.join(names)}"
     raise UsageError(
         f"{recipe.system.title or recipe.name} needs {', '.join(f'--{key}' for key in keys)}",
         where=recipe.where("system", "queue", "required"),
@@ -407,13 +409,17 @@ def _time(recipe: Target, request: Allocation) -> str:
     time_s = quoting.seconds(
         text, where="--time" if request.time else recipe.where("system", "queue", "time")
     )
-    for name in (request.qos or queue.qos, request.queue or queue.name):
-        limit = queue.limits.get(name, "")
-        if limit and time_s > quoting.seconds(limit, where=recipe.where("system", "queue", "limits", name)):
+    # A QoS with a limit of its own is there to change that of the queue: shorter for tests, longer for a few.
+    names = (name for name in (request.qos or queue.qos, request.queue or queue.name) if name in queue.limits)
+    if (name := next(names, None)) is not None:
+        limit, where = queue.limits[name], recipe.where("system", "queue", "limits", name)
+        if time_s > quoting.seconds(limit, where=where):
+            others = ", ".join(f"{other} {most}" for other, most in queue.limits.items() if other != name)
             raise UsageError(
                 f"--time {quoting.clock(time_s)}, but {name} ends jobs after {limit}",
-                where=recipe.where("system", "queue", "limits", name),
-                hint=f"--time {limit}, or another queue; dist-train resumes where a job left off",
+                where=where,
+                hint=f"--time {limit}, or another queue{f' ({others})' if others else ''}; "
+                "dist-train resumes where a job left off",
             )
     return quoting.clock(time_s)
 
