@@ -23,7 +23,7 @@ from imgkit_builder.cli.common import (
 )
 from imgkit_builder.cli.job_flags import OptionsCommand
 from imgkit_builder.cli.progress import reporter
-from imgkit_builder.job.request import flag, given
+from imgkit_builder.job.request import flag, flags_in
 from imgkit_builder.workflow import build
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.terminal import shown
@@ -162,7 +162,7 @@ def verb_build(
 
 def _refuse_others(options: BuildOptions) -> None:
     """Raise UsageError for an option that only the other program has."""
-    for name in given(options):
+    for name in flags_in(options):
         if name in NOT_WITH[options.program]:
             other = next(one for one, names in NOT_WITH.items() if name not in names)
             raise UsageError(

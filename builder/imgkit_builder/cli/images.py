@@ -138,7 +138,7 @@ def _into_job(job_id: str, node: str, *, look: bool) -> tuple[tuple[str, ...], s
             where="--job",
             hint=f"imgkit status {record.handle}",
         )
-    if not record.shell_line and entry.about == systems.NEW_CONTAINER:
+    if not record.shell_line and entry.description == systems.NEW_CONTAINER:
         raise UsageError(
             f"no shell opens in {record.handle}: imgkit starts a second container in a job only by "
             "Singularity and Apptainer",
@@ -146,8 +146,8 @@ def _into_job(job_id: str, node: str, *, look: bool) -> tuple[tuple[str, ...], s
             hint="imgkit run --interactive opens one in a job of its own",
         )
     if not record.remote:
-        return entry.words, entry.about
-    return connected(record.remote).interactive(entry.words), entry.about
+        return entry.argv, entry.description
+    return connected(record.remote).interactive(entry.argv), entry.description
 
 
 def verb_push(

@@ -140,11 +140,11 @@ def _run_there(
 ) -> None:
     """Build, send what `remote` lacks, submit there, and follow."""
     from imgkit_builder.job import code as code_of
-    from imgkit_builder.job.request import given
+    from imgkit_builder.job.request import flags_in
     from imgkit_builder.remote import connection
     from imgkit_builder.workflow import remote_run
 
-    excess = [name for name in (*given(run), *given(image_flags)) if name in _NOT_ON_REMOTES]
+    excess = [name for name in (*flags_in(run), *flags_in(image_flags)) if name in _NOT_ON_REMOTES]
     if excess:
         raise UsageError(
             f"{excess[0]} cannot be combined with a remote",

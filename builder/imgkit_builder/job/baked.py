@@ -30,7 +30,7 @@ def target(path: Path) -> Target:
     """
     arch, layers = source.in_file(path)
     try:
-        made = manifest.from_json(_text(layers, manifest.MANIFEST_JSON))
+        image_manifest = manifest.from_json(_text(layers, manifest.MANIFEST_JSON))
         facts = system.from_json(_text(layers, str(system.SYSTEM_JSON)))
     except (KeyError, ValueError) as error:
         raise CheckFailed(
@@ -41,14 +41,14 @@ def target(path: Path) -> Target:
     platforms = (f"linux/{arch}",)
     return checked(
         Target(
-            name=made.recipe,
+            name=image_manifest.recipe,
             system=facts,
             platforms=platforms,
             file=path,
-            projects=made.projects,
-            workdir=made.workdir,
-            base=made.base.name,
-            base_env=tuple(made.base.env),
+            projects=image_manifest.projects,
+            workdir=image_manifest.workdir,
+            base=image_manifest.base.name,
+            base_env=tuple(image_manifest.base.env),
         )
     )
 
@@ -61,11 +61,11 @@ def projects(path: Path, overlay: str, name: str) -> tuple[InstalledProject, ...
     layers = source.mounted(image.read(path))
     if overlay:
         layers = (SquashfsLayer(Path(overlay)), *layers)
-    made = tree.content(layers, manifest.MANIFEST_JSON)
-    stated = manifest.from_json(made.decode()).projects if made else ()
-    if any(one.name == name for one in stated):
-        return stated
-    return (*stated, *_distributions(layers, name))
+    data = tree.content(layers, manifest.MANIFEST_JSON)
+    recorded = manifest.from_json(data.decode()).projects if data else ()
+    if any(project.name == name for project in recorded):
+        return recorded
+    return (*recorded, *_distributions(layers, name))
 
 
 def _distributions(layers: tree.Stack, name: str) -> Iterator[InstalledProject]:
@@ -74,16 +74,18 @@ def _distributions(layers: tree.Stack, name: str) -> Iterator[InstalledProject]:
     path = runtime_files.variables(script.decode(errors="replace")).get("PATH", "")
     prefixes = dict.fromkeys(posixpath.dirname(folder).strip("/") for folder in path.split(":"))
     libs = [f"{prefix}/{lib}" for prefix in prefixes for lib in ("lib", "local/lib")]
-    pythons = [f"{lib}/{one}" for lib in libs for one in _names(layers, lib) if one.startswith("python3")]
+    pythons = [
+        f"{lib}/{entry}" for lib in libs for entry in _names(layers, lib) if entry.startswith("python3")
+    ]
     is_locked = tree.find(layers, manifest.LOCK_TOML.strip("/")) is not None
     for folder in (f"{python}/{kind}" for python in pythons for kind in ("site-packages", "dist-packages")):
-        for one in _names(layers, folder):
-            about = one.removesuffix(".dist-info")
-            if about == one or canonical(about.rpartition("-")[0]) != name:
+        for entry in _names(layers, folder):
+            distribution = entry.removesuffix(".dist-info")
+            if distribution == entry or canonical(distribution.rpartition("-")[0]) != name:
                 continue
-            stated = tree.content(layers, f"{folder}/{one}/direct_url.json")
-            if stated is not None or not is_locked:  # a locked .sif has none, whatever pip wrote
-                yield InstalledProject(name=name, folder=_editable(stated or b""))
+            direct_url = tree.content(layers, f"{folder}/{entry}/direct_url.json")
+            if direct_url is not None or not is_locked:  # a locked .sif has none, whatever pip wrote
+                yield InstalledProject(name=name, folder=_editable(direct_url or b""))
 
 
 def _names(layers: tree.Stack, path: str) -> Iterable[str]:
@@ -94,8 +96,8 @@ def _names(layers: tree.Stack, path: str) -> Iterable[str]:
 def _editable(direct_url: bytes) -> str:
     """The folder to which an editable installation leads (PEP 610); empty for any other."""
     try:
-        stated: Any = json_text.parse(direct_url)
-        return unquote(urlsplit(stated["url"]).path) if stated["dir_info"].get("editable") else ""
+        origin: Any = json_text.parse(direct_url)
+        return unquote(urlsplit(origin["url"]).path) if origin["dir_info"].get("editable") else ""
     except (ValueError, KeyError, TypeError, AttributeError):
         return ""
 
@@ -107,23 +109,23 @@ _MACHINES = {0x3E: "amd64", 0xB7: "arm64", 0x15: "ppc64le", 0xF3: "riscv64"}
 def arch(path: Path) -> str:
     """The architecture of the .sif or .sqsh `path`, stated or that of its shell; empty if it is unknown."""
     try:
-        stated, layers = source.in_file(path)
-        shell = None if stated != "unknown" else _followed(layers, "bin/sh")
+        recorded, layers = source.in_file(path)
+        shell = None if recorded != "unknown" else _followed(layers, "bin/sh")
         head = next(iter(shell.layer.content(shell)), b"")[:20] if shell and shell.kind == "file" else b""
     except (CheckFailed, ToolMissing, UsageError):
         return ""
-    if stated != "unknown":
-        return stated
+    if recorded != "unknown":
+        return recorded
     is_little = head[:4] == b"\x7fELF" and head[5:6] == b"\x01"
     return _MACHINES.get(int.from_bytes(head[18:20], "little"), "") if is_little else ""
 
 
 def _followed(layers: tree.Stack, path: str) -> tree.TreeEntry | None:
     """The entry to which the links on `path` lead; None if there is none, or it takes too many steps."""
-    parts, at, found = path.split("/")[::-1], "", None
+    parts, at, entry = path.split("/")[::-1], "", None
     for _ in range(_MOST_STEPS):
         if not parts:
-            return found
+            return entry
         name = parts.pop()
         if name in ("", ".", ".."):
             at = posixpath.dirname(at) if name == ".." else at
@@ -135,7 +137,7 @@ def _followed(layers: tree.Stack, path: str) -> tree.TreeEntry | None:
             at = "" if node.entry.link.startswith("/") else at
             parts += node.entry.link.split("/")[::-1]
         else:
-            at, found = tree.join(at, name), node.entry
+            at, entry = tree.join(at, name), node.entry
     return None
 
 
@@ -143,7 +145,7 @@ _MOST_STEPS = 200
 
 
 def _text(layers: tree.Stack, path: str) -> str:
-    found = tree.content(layers, path)
-    if found is None:
+    data = tree.content(layers, path)
+    if data is None:
         raise KeyError(f"it has no {path}")
-    return found.decode()
+    return data.decode()

@@ -80,8 +80,8 @@ def examine(
             answer.errors.append(line)
             return
         answer.values.setdefault(name, []).append(value)
-        if name == "clock" and (there := re.match(r"[0-9]{1,12}(?![0-9])(\.[0-9]{1,9})?", value)):
-            answer.ahead_s = float(there[0]) - time.time()
+        if name == "clock" and (clock := re.match(r"[0-9]{1,12}(?![0-9])(\.[0-9]{1,9})?", value)):
+            answer.ahead_s = float(clock[0]) - time.time()
 
     (run or _by_ssh)([(host, f"sh -c {shlex.quote(probe)}") for host in hosts], show)
     reached = {host: answer for host, answer in answers.items() if "end" in answer.values}
@@ -99,11 +99,11 @@ def _ssh(host: str, answer: _Answer) -> Check:
     name = f"ssh {host}"
     if "end" in answer.values:
         return Check(name=name, verdict="ok", found="without a password")
-    found = answer.errors[-1] if answer.errors else "no answer"
-    hint = fanout.after(found, host)
-    if "resolve hostname" in found:
+    message = answer.errors[-1] if answer.errors else "no answer"
+    hint = fanout.after(message, host)
+    if "resolve hostname" in message:
         hint = "use an address in --hosts, or add a line for it to /etc/hosts"
-    return Check(name=name, verdict="fail", found=found, hint=hint)
+    return Check(name=name, verdict="fail", found=message, hint=hint)
 
 
 def _alike(
@@ -127,12 +127,12 @@ def _alike(
         yield _same("driver", drivers, hint="install the same driver on all: CUDA and NCCL depend on it")
         models = {host: _gpus(answer, 1) for host, answer in answers.items()}
         yield _same("GPUs", models, hint="the slowest GPU slows all of them down")
-    lacking = [host for host, answer in answers.items() if not answer.first("orted")]
+    without_mpi = [host for host, answer in answers.items() if not answer.first("orted")]
     yield Check(
         name="Open MPI",
-        verdict="warn" if lacking else "ok",
-        found=f"not on the PATH of {', '.join(lacking)}" if lacking else "on all",
-        hint="apt-get install openmpi-bin there, or use --ssh" if lacking else "",
+        verdict="warn" if without_mpi else "ok",
+        found=f"not on the PATH of {', '.join(without_mpi)}" if without_mpi else "on all",
+        hint="apt-get install openmpi-bin there, or use --ssh" if without_mpi else "",
     )
     yield _clocks(answers)
 
@@ -153,25 +153,27 @@ def _clocks(answers: Mapping[str, _Answer]) -> Check:
 
 def _image(answers: Mapping[str, _Answer], kind: str, image: str) -> Check:
     ids = {host: answer.first("image") for host, answer in answers.items()}
-    lacking = {
-        host: found.removeprefix("! ") for host, found in ids.items() if found.startswith("!") or not found
+    errors = {
+        host: message.removeprefix("! ")
+        for host, message in ids.items()
+        if message.startswith("!") or not message
     }
-    source = next((host for host in ids if host not in lacking), "")
-    others = [host for host in ids if ids[host] != ids.get(source)]
-    if not others:
+    source = next((host for host in ids if host not in errors), "")
+    differing = [host for host in ids if ids[host] != ids.get(source)]
+    if not differing:
         return Check(name="image", verdict="ok", found=f"{image}, {_short(ids[source])} on all")
     if not source:
-        found = f"no host has it: {next(iter(lacking.values())) or 'no answer'}"
-        return Check(name="image", verdict="fail", found=found, hint="imgkit build, then imgkit save")
+        message = f"no host has it: {next(iter(errors.values())) or 'no answer'}"
+        return Check(name="image", verdict="fail", found=message, hint="imgkit build, then imgkit save")
     copy = (
-        f"docker save {shlex.quote(image)} | ssh {others[0]} docker load"
+        f"docker save {shlex.quote(image)} | ssh {differing[0]} docker load"
         if kind == "docker"
-        else f"scp {shlex.quote(image)} {others[0]}:{shlex.quote(image)}"
+        else f"scp {shlex.quote(image)} {differing[0]}:{shlex.quote(image)}"
     )
     return Check(
         name="image",
         verdict="fail",
-        found=_listed({h: lacking.get(h) or _short(ids[h]) for h in ids}),
+        found=_listed({h: errors.get(h) or _short(ids[h]) for h in ids}),
         hint=f"on {source}: {copy}",
     )
 
@@ -183,17 +185,17 @@ def _short(digest: str) -> str:
 def _gpus(answer: _Answer, column: int) -> str:
     """Driver (column 0), or number and model (1) of the GPUs; ``unknown`` if nvidia-smi prints nothing."""
     rows = [[part.strip() for part in line.split(",", 1)] for line in answer.values.get("gpu", [])]
-    found = sorted(row[column] for row in rows if len(row) == 2)
-    if not found:
+    values = sorted(row[column] for row in rows if len(row) == 2)
+    if not values:
         return "unknown"
-    kinds = sorted(set(found))
-    return ", ".join(kinds if column == 0 else (f"{found.count(kind)} x {kind}" for kind in kinds))
+    kinds = sorted(set(values))
+    return ", ".join(kinds if column == 0 else (f"{values.count(kind)} x {kind}" for kind in kinds))
 
 
-def _same(name: str, found: Mapping[str, str], *, hint: str) -> Check:
-    kinds = set(found.values())
+def _same(name: str, values: Mapping[str, str], *, hint: str) -> Check:
+    kinds = set(values.values())
     if len(kinds) > 1:
-        return Check(name=name, verdict="warn", found=_listed(found), hint=hint)
+        return Check(name=name, verdict="warn", found=_listed(values), hint=hint)
     only = kinds.pop()
     if only == "unknown":
         return Check(
@@ -205,5 +207,5 @@ def _same(name: str, found: Mapping[str, str], *, hint: str) -> Check:
     return Check(name=name, verdict="ok", found=f"{only} on all")
 
 
-def _listed(found: Mapping[str, str]) -> str:
-    return "; ".join(f"{host}: {value}" for host, value in found.items())
+def _listed(values: Mapping[str, str]) -> str:
+    return "; ".join(f"{host}: {value}" for host, value in values.items())

@@ -189,7 +189,7 @@ def test_shell_in_a_job_has_its_container(call: Any) -> None:
 def test_shell_in_a_pod_is_in_the_job_s_container() -> None:
     def words(node: str = "", **more: Any) -> str:
         record = job(**more)
-        return " ".join(systems.named(record.system).shell_command(record, "", node).words)
+        return " ".join(systems.named(record.system).shell_command(record, "", node).argv)
 
     assert words(system="runai", id="a", queue="p") == "runai bash a --project p"
     assert words("a-worker-0", system="runai", id="a") == "runai bash a --pod a-worker-0"
