@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from imgkit_builder.base import files
+from imgkit_builder.base.process import INTERRUPTED
 from imgkit_entrypoints import __version__, terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError, shortened
 
@@ -54,8 +55,6 @@ VERB_GROUPS: dict[str, dict[str, str]] = {
 
 VERBS = {verb: module for group in VERB_GROUPS.values() for verb, module in group.items()}
 """Verb to module."""
-
-INTERRUPTED = 130
 
 
 class GroupedVerbs(TyperGroup):
