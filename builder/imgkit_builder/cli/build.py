@@ -108,7 +108,7 @@ class BuildCommand(OptionsCommand):
         """One dataclass."""
         return [BuildOptions]
 
-    def made(self, values: dict[type[Any], dict[str, Any]]) -> BuildOptions:
+    def build(self, values: dict[type[Any], dict[str, Any]]) -> BuildOptions:
         """The options."""
         return BuildOptions(**values[BuildOptions])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import enum
+from typing import Literal
 
 import typer
 
@@ -10,20 +10,12 @@ from imgkit_builder.cli.common import RESULT_JSON, complete_names, show
 from imgkit_entrypoints.errors import EXIT_NO
 
 
-class Purpose(str, enum.Enum):
-    """The task that the machine must be able to do."""
-
-    ANY = "any"
-    BUILD = "build"
-    SIF = "sif"
-
-
 def verb_doctor(
     recipe: str | None = typer.Argument(
         None, metavar="[RECIPE]", autocompletion=complete_names, help="Also check what this recipe needs."
     ),
-    purpose: Purpose = typer.Option(
-        Purpose.ANY,
+    purpose: Literal["any", "build", "sif"] = typer.Option(
+        "any",
         "--for",
         help="Task to check for. build: an engine, or build --with apptainer. sif: all but engines.",
     ),
@@ -45,8 +37,8 @@ def verb_doctor(
     from imgkit_builder.recipe import targets
 
     target = targets.find(recipe) if recipe else None
-    results = doctor.examine(target, purpose=purpose.value)
-    subject = {"recipe": target.name if target else "", "for": purpose.value}
+    results = doctor.examine(target, purpose=purpose)
+    subject = {"recipe": target.name if target else "", "for": purpose}
     show(checks.to_dict(results, **subject), *checks.table(results), as_json=as_json)
     if not checks.passed(results):
         raise typer.Exit(EXIT_NO)

@@ -89,18 +89,18 @@ def verb_shell(
             where="IMAGE" if job else "imgkit shell",
             hint=f"imgkit shell --job {job}" if job else "imgkit shell mn5.sif, or imgkit shell --job ID",
         )
-    for flag, given, other in (
+    for flag, is_set, conflict in (
         ("--host", host and job, "--job"),
         ("--workdir", workdir and job, "--job"),
         ("--node", node and image, "an image"),
     ):
-        if given:
-            raise UsageError(f"{flag} cannot be combined with {other}", where=flag, hint="leave it out")
+        if is_set:
+            raise UsageError(f"{flag} cannot be combined with {conflict}", where=flag, hint="leave it out")
     if job:
-        argv, about = _into_job(job, node, look=not dry_run)
+        argv, description = _into_job(job, node, look=not dry_run)
     else:
         command = shell_command(image, host=host, workdir=workdir)
-        argv, about = command.argv, command.reach
+        argv, description = command.argv, command.reach
         if verbose and command.image:
             from imgkit_builder import engine
 
@@ -108,7 +108,7 @@ def verb_shell(
     if dry_run:
         terminal.out(shlex.join(argv))
         return
-    terminal.err(f"imgkit: {about}", f"imgkit: {shlex.join(argv)}")
+    terminal.err(f"imgkit: {description}", f"imgkit: {shlex.join(argv)}")
     if shutil.which(argv[0]) is None:
         raise ToolMissing(
             f"the program {argv[0]!r} is not on PATH",

@@ -56,7 +56,7 @@ def verb_status(
         show(_reported(report, slow), as_json=True)
         return
     if report.argv:
-        terminal.err(f"imgkit: {_place(record)}{shlex.join(report.argv)}")
+        terminal.err(f"imgkit: {_remote_prefix(record)}{shlex.join(report.argv)}")
         terminal.passing()(report.text.encode())
     if report.has_ended:
         terminal.out(history.ending_text(report))
@@ -76,7 +76,7 @@ def _own_jobs(*, as_json: bool) -> None:
         raise typer.Exit(ToolFailed.exit_code)
 
 
-def _place(record: SubmittedJob) -> str:
+def _remote_prefix(record: SubmittedJob) -> str:
     return f"on {record.remote}: " if record.remote else ""
 
 
@@ -126,7 +126,7 @@ def _is_task(record: SubmittedJob) -> bool:
     """Whether the record is derived from that of an array job, which alone is kept."""
     from imgkit_builder.job import submit
 
-    return record.handle not in (kept.handle for kept in submit.records())
+    return record.handle not in (saved.handle for saved in submit.records())
 
 
 def verb_logs(
@@ -166,7 +166,7 @@ def verb_logs(
 
     until = has_ended if can_follow_here(record) else None
     if until and until():
-        argv, until = tuple(word for word in argv if word not in ("-f", "-F")), None
+        argv, until = tuple(option for option in argv if option not in ("-f", "-F")), None
     terminal.err(f"imgkit: {shlex.join(argv)}")
     raise typer.Exit(process.attached(argv, until=until))
 
@@ -223,7 +223,7 @@ def verb_cancel(
     record = submit.record_of(job_id)
     argv = systems.named(record.system).cancel_command(record)
     if not as_json:
-        terminal.err(f"imgkit: {_place(record)}{shlex.join(argv)}")
+        terminal.err(f"imgkit: {_remote_prefix(record)}{shlex.join(argv)}")
     answer = runner(record)(argv)
     if as_json:
         data = {"schema": SCHEMA, "command": argv, "exit_code": answer.returncode, "output": answer.output}

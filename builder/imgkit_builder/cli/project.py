@@ -55,20 +55,20 @@ def project_here(*, recipe: str, trusted: bool) -> ProjectFile | None:
 
 def values_table(rows: Sequence[ValueSource]) -> Iterator[str]:
     """Lines with name, value and source of each of `rows`."""
-    return columns([(one.name, one.value or "-", one.source) for one in rows], most=60)
+    return columns([(row.name, row.value or "-", row.source) for row in rows], most=60)
 
 
 def values_data(rows: Sequence[ValueSource]) -> list[dict[str, Any]]:
     """The JSON form of `rows`."""
     return [
         {
-            "name": one.name,
-            "value": one.value,
-            "source": one.source,
-            "file": str(one.position.file) if one.position else None,
-            "line": one.position.line if one.position else None,
+            "name": row.name,
+            "value": row.value,
+            "source": row.source,
+            "file": str(row.position.file) if row.position else None,
+            "line": row.position.line if row.position else None,
         }
-        for one in rows
+        for row in rows
     ]
 
 
@@ -131,24 +131,24 @@ def _chosen(on: str, recipe: str) -> tuple[str, str]:
     """The remote, empty if there is none, and the recipe."""
     from imgkit_builder.remote import config
 
-    known = list(config.remotes().values())
+    configured = list(config.remotes().values())
     if on:
         remotes = [config.find(on)]
     elif recipe:
-        words = (recipe, str(Path(recipe).absolute()))
-        remotes = [one for one in known if one.recipe in words]
+        spellings = (recipe, str(Path(recipe).absolute()))
+        remotes = [item for item in configured if item.recipe in spellings]
     else:
-        remotes = known
+        remotes = configured
     remote = remotes[0] if len(remotes) == 1 else None
     if not recipe and (remote is None or not remote.recipe):
-        names = ", ".join(one.name for one in known)
+        names = ", ".join(item.name for item in configured)
         raise UsageError(
             f"no recipe given, and there are several remotes: {names}"
-            if len(known) > 1
+            if len(configured) > 1
             else "no recipe given, and no remote has a default recipe",
             where="--recipe",
             hint="imgkit init --on NAME"
-            if len(known) > 1
+            if len(configured) > 1
             else "imgkit init --recipe mn5; imgkit list names them",
         )
     return (remote.name if remote else ""), recipe or (remote.recipe if remote else "")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -284,21 +283,14 @@ def _print_schema(files: list[str]) -> None:
     terminal.document(schema_json() + "\n")
 
 
-class RenderFormat(str, enum.Enum):
-    """Formats of a rendered recipe."""
-
-    DOCKERFILE = "dockerfile"
-    DEF = "def"
-
-
 def verb_render(
     recipe: str = typer.Argument(
         metavar="RECIPE|FILE",
         autocompletion=complete_names,
         help="A shipped recipe (imgkit list) or a .yaml file.",
     ),
-    form: RenderFormat = typer.Option(
-        RenderFormat.DOCKERFILE,
+    form: Literal["dockerfile", "def"] = typer.Option(
+        "dockerfile",
         "--format",
         help="Output format: dockerfile, or def for singularity and apptainer.",
     ),
@@ -342,7 +334,7 @@ def verb_render(
     if not no_lock:
         loaded = lock_file.follow(loaded, platform=platform or loaded.image.platforms[0], base=base)
         base = loaded.lock.base.exact if loaded.lock else base
-    make = render.dockerfile if form is RenderFormat.DOCKERFILE else render.definition
+    make = render.dockerfile if form == "dockerfile" else render.definition
     text = make(loaded, base=base, platform=platform)
     if context is not None:
         from imgkit_builder.image.context import pack, revision
