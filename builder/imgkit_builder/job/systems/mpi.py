@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from imgkit_builder.job.systems import (
     with_folders,
 )
 from imgkit_builder.recipe.systems import SHIPPED
+from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.schedulers import manual
 from imgkit_entrypoints.schedulers.mpi import OPENMPI
@@ -183,6 +186,11 @@ def _by_ssh(job: Job) -> Script:
         command = _node_command(job, rank)
         rows.append(line(("ssh", "-t", host, _remote(job, _started(job, command)))))
         remote.append((host, _remote(job, _guarded(job, command))))
+    if not job.size.spares and (program := _torch_program(job.command)):
+        rows.append("# The same by PyTorch's own launcher:")
+        for rank, host in enumerate(hosts):
+            argv = _started(job, _torch_launch(job, program, rank))
+            rows.append(f"# {shlex.join(('ssh', '-t', host, _remote(job, argv)))}")
     return Script(
         text="\n".join(rows) + "\n",
         submit=(),
@@ -240,6 +248,35 @@ def _remote(job: Job, argv: Sequence[str]) -> str:
     if job.run_by == "docker":
         return shlex.join(argv)
     return f"cd {shlex.quote(str(job.directory))} && exec {shlex.join(argv)}"
+
+
+def _torch_program(command: Sequence[str]) -> tuple[str, ...]:
+    """The program as ``torch.distributed.launch`` takes it; empty if that is unknown."""
+    from imgkit_entrypoints.cli import options
+
+    name, *arguments = command
+    program = next((each for each in COMMANDS if each.name == name), None)
+    if program is None or {"-h", "--help", "--version"} & set(arguments):
+        return ()
+    if program.app is None:
+        # Options of dist-run before the program mean nothing to torch.
+        return (
+            tuple(arguments) if name == "dist-run" and arguments and not arguments[0].startswith("-") else ()
+        )
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            _, rest = options.launch_parser(name, "", {}).parse_known_args(arguments)
+    except SystemExit:
+        return ()
+    return ("-m", program.app, *rest)
+
+
+def _torch_launch(job: Job, program: Sequence[str], rank: int) -> tuple[str, ...]:
+    return (
+        *("python3", "-m", "torch.distributed.launch", "--use-env", f"--nproc_per_node={_ranks(job)}"),
+        *(f"--nnodes={job.nodes}", f"--node_rank={rank}"),
+        *(f"--master_addr={_head(job)}", f"--master_port={MASTER_PORT}", *program),
+    )
 
 
 def _shell(job: Job) -> Script:

@@ -111,6 +111,7 @@ def test_spare_is_a_host_like_the_others() -> None:
     assert [shlex.split(text)[-6:-2] for _, text in made.remote] == [
         ["--nnodes", "2+1", "--node-rank", rank] for rank in "012"
     ]
+    assert "torch.distributed.launch" not in made.text  # it has no spares
 
 
 def test_mpirun_ends_a_run_in_spite_of_its_spare() -> None:
@@ -136,6 +137,28 @@ def test_guard_reads_the_container_s_input() -> None:
     words = shlex.split(text)
     assert words[:4] == ["docker", "run", "--interactive", "--rm"]
     assert words.index("lambda:latest") < words.index("sh")
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (("dist-pi", "--nproc", "4", "--terms", "9"), "-m imgkit_entrypoints.apps.pi --terms 9"),
+        (("dist-run", "train.py", "--lr", "1"), "--master_port=29500 train.py --lr 1"),
+        (("dist-run", "--nproc", "2", "train.py"), None),
+        (("dist-hello", "--help"), None),
+        (("dist-env",), None),
+        (("./own",), None),
+    ],
+)
+def test_torch_launch_line_is_shown_where_known(command: tuple[str, ...], shown: str | None) -> None:
+    text = script(changed(HELLO, command=command, ssh=True)).text
+    rows = [row for row in text.splitlines() if row.startswith("# ssh")]
+    if shown is None:
+        assert not rows
+    else:
+        assert len(rows) == 2
+        assert all(shown in row for row in rows)
+        assert all(f" --nnodes=2 --node_rank={rank} " in row for rank, row in enumerate(rows))
 
 
 def test_shell_is_for_one_host() -> None:
