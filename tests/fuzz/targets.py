@@ -27,8 +27,6 @@ from imgkit_builder.image import inside
 from imgkit_builder.job import quoting as job_fields
 from imgkit_builder.job import submit
 from imgkit_builder.job import systems as job_systems
-from imgkit_builder.job.ssh import doctor as ssh_doctor
-from imgkit_builder.job.ssh import fanout
 from imgkit_builder.job.ssh import fanout as ssh_hosts
 from imgkit_builder.lock import answers
 from imgkit_builder.oci import config, manifest
@@ -494,14 +492,6 @@ def _far_check(data: bytes, _: Path) -> None:
         far_check.read(data, far, target, start_s=1.7e9, end_s=1.7e9)
 
 
-def _ssh_doctor(data: bytes, _: Path) -> None:
-    def run(remote: object, show: fanout.Show) -> None:
-        for line in data.splitlines():
-            show("a", line, line.startswith(b"ssh"))
-
-    ssh_doctor.examine(["a"], kind="docker", command="docker", image="x:1", run=run)
-
-
 def _scheduler(data: bytes, _: Path) -> None:
     text = data.decode("utf-8", "replace")
     for name in ("slurm", "pbs", "kubeflow"):
@@ -801,14 +791,6 @@ TARGETS = (
             "quota /x 120G 400G 500G -\nruntime singularity 3.11\nmodules a b\npython 1 3.11 /usr/bin/python3\n"
             "pymodule python/3.12\nmksquashfs 4.5\ninternet no\nend\n",
             "owner somebody\nclosed no\nlacks tar\nbroken x\npython 0 3.6 /x\nend\n",
-        ),
-        change=mutate.in_text,
-    ),
-    Target(
-        name="remote-hosts",
-        run=_ssh_doctor,
-        seeds=_lines(
-            "clock 1700000000.5\nhead 10.0.0.1\norted there\ngpu 550.54, A6000\nimage sha256:0123\nend\n"
         ),
         change=mutate.in_text,
     ),

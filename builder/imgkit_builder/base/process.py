@@ -23,6 +23,8 @@ from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, ToolMissing
 
 TAIL_LINES = 20
+INTERRUPTED = 130
+"""Exit code of what Ctrl-C has ended, as a shell reports SIGINT."""
 PIPE_BYTES = 1 << 20
 MOST_BYTES = 8 << 20
 """What is kept of a program's output. Answers have some KB, and long lists some MB."""
@@ -165,7 +167,7 @@ def attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None) ->
             return 0 if until is not None and code == -signal.SIGTERM else code
         except KeyboardInterrupt:
             # The program got the same Ctrl-C, and ends by itself.
-            return 130
+            return INTERRUPTED
 
 
 def _end_when(program: subprocess.Popen[bytes], is_over: Callable[[], bool]) -> None:

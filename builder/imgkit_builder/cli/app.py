@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from imgkit_builder.base import files
+from imgkit_builder.base.process import INTERRUPTED
 from imgkit_entrypoints import __version__, terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError, shortened
 
@@ -55,8 +56,6 @@ VERB_GROUPS: dict[str, dict[str, str]] = {
 VERBS = {verb: module for group in VERB_GROUPS.values() for verb, module in group.items()}
 """Verb to module."""
 
-INTERRUPTED = 130
-
 
 class GroupedVerbs(TyperGroup):
     """Lists the verbs under the headings of `VERB_GROUPS`."""
@@ -65,14 +64,14 @@ class GroupedVerbs(TyperGroup):
         """Write a section for each group that has a verb here."""
         limit = formatter.width - 6 - max(map(len, self.commands))
         for title, verbs in VERB_GROUPS.items():
-            known = [
+            rows = [
                 (verb, self.commands[verb].get_short_help_str(limit))
                 for verb in verbs
                 if verb in self.commands
             ]
-            if known:
+            if rows:
                 with formatter.section(title):
-                    formatter.write_dl(known)
+                    formatter.write_dl(rows)
 
 
 def build_app(verbs: Sequence[str] = tuple(VERBS)) -> typer.Typer:
@@ -98,8 +97,8 @@ def build_app(verbs: Sequence[str] = tuple(VERBS)) -> typer.Typer:
     return app
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(value: bool) -> None:
+    if value:
         terminal.out(f"imgkit {__version__}")
         raise typer.Exit
 
@@ -125,23 +124,23 @@ def main() -> None:
     The message goes to stderr. With ``--json`` one JSON object goes to stdout, also for a wrong command line,
     and stderr gets a JSON line.
     """
-    words = sys.argv[1:]
+    argv = sys.argv[1:]
     # Words behind "--" belong to the user's program.
-    as_json = "--json" in (words[: words.index("--")] if "--" in words else words)
+    as_json = "--json" in (argv[: argv.index("--")] if "--" in argv else argv)
     try:
-        code = build_app(_needed(words))(standalone_mode=False)
+        code = build_app(_needed(argv))(standalone_mode=False)
     except ImgkitError as error:
         _end(error, as_json=as_json)
     except OSError as error:
         # No function expected this one: a full disk or a denied folder needs no traceback.
         full = error.errno in files.FULL
-        place = files.where_full(error) if full else error.filename
-        found = ToolFailed(
+        path = files.where_full(error) if full else error.filename
+        failure = ToolFailed(
             error.strerror or str(error),
-            where=str(place) if place else None,
+            where=str(path) if path else None,
             hint="free some space there, or write to another disk" if full else None,
         )
-        _end(found, as_json=as_json)
+        _end(failure, as_json=as_json)
     except _WRONG_COMMAND_LINE as error:
         _end_usage(error, as_json=as_json)
     except typer.Abort:
@@ -151,9 +150,9 @@ def main() -> None:
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _needed(words: Sequence[str]) -> Sequence[str]:
+def _needed(argv: Sequence[str]) -> Sequence[str]:
     """The verb that begins the command line, whose module alone is loaded; all where none does."""
-    return words[:1] if words and words[0] in VERBS else tuple(VERBS)
+    return argv[:1] if argv and argv[0] in VERBS else tuple(VERBS)
 
 
 _WRONG_COMMAND_LINE: type[Exception] = typer.BadParameter.__mro__[1]

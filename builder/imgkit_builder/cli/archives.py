@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import typer
 
@@ -36,12 +35,7 @@ SCHEMA = 1
 Baked = TypeVar("Baked")
 
 
-class ArchiveCompression(str, enum.Enum):
-    """Compression of an archive."""
-
-    NONE = "none"
-    GZIP = "gzip"
-    ZSTD = "zstd"
+ArchiveCompression = Literal["none", "gzip", "zstd"]
 
 
 def verb_save(
@@ -52,7 +46,7 @@ def verb_save(
         None, "--output", "-o", metavar="FILE", help="File to write (default: NAME.tar here)."
     ),
     compress: ArchiveCompression = typer.Option(
-        ArchiveCompression.NONE,
+        "none",
         "--compression",
         help="zstd: a third of the size, no slower. gzip: readable anywhere.",
     ),
@@ -83,9 +77,9 @@ def verb_save(
                 f"the image {image} has no name, and its archive could not be used",
                 hint=f"docker tag {image} NAME:1, then: imgkit save NAME:1",
             )
-        target = output or Path(stem(info.tag) + write.SUFFIXES[compress.value])
+        target = output or Path(stem(info.tag) + write.SUFFIXES[compress])
         # Before the engine stages 20 GB.
-        write.preflight(target.absolute(), compress=compress.value, expected_bytes=info.size_bytes)
+        write.preflight(target.absolute(), compress=compress, expected_bytes=info.size_bytes)
         if dry_run:
             lines, data = _planned(info, target, compress)
         else:
@@ -99,14 +93,12 @@ def _planned(info: ImageInfo, target: Path, compress: ArchiveCompression) -> tup
         "schema": SCHEMA,
         "dry_run": True,
         "image": {"id": info.id, "tag": info.tag, "platform": info.platform, "size_bytes": info.size_bytes},
-        "archive": {"name": str(target), "compress": compress.value},
+        "archive": {"name": str(target), "compress": compress},
     }
-    size = f"{info.size_bytes / 1e6:.0f} MB" + (
-        "" if compress is ArchiveCompression.NONE else " before compression"
-    )
+    size = f"{info.size_bytes / 1e6:.0f} MB" + ("" if compress == "none" else " before compression")
     lines = [
         f"would save {info.tag} ({info.platform}, {info.id})",
-        f"to {target}, {size}, compress {compress.value}",
+        f"to {target}, {size}, compress {compress}",
     ]
     return lines, data
 
@@ -139,7 +131,7 @@ def _saved(
         saved = write.save(
             chunks,
             target=target.absolute(),
-            compress=compress.value,
+            compress=compress,
             expected_bytes=info.size_bytes,
             report=report,
             describe=describe,

@@ -23,7 +23,7 @@ from imgkit_builder.cli.common import (
 )
 from imgkit_builder.cli.job_flags import OptionsCommand
 from imgkit_builder.cli.progress import reporter
-from imgkit_builder.job.request import flag, given
+from imgkit_builder.job.request import flag, flags_in
 from imgkit_builder.workflow import build
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.terminal import shown
@@ -108,7 +108,7 @@ class BuildCommand(OptionsCommand):
         """One dataclass."""
         return [BuildOptions]
 
-    def made(self, values: dict[type[Any], dict[str, Any]]) -> BuildOptions:
+    def build(self, values: dict[type[Any], dict[str, Any]]) -> BuildOptions:
         """The options."""
         return BuildOptions(**values[BuildOptions])
 
@@ -162,18 +162,13 @@ def verb_build(
 
 def _refuse_others(options: BuildOptions) -> None:
     """Raise UsageError for an option that only the other program has."""
-    for name in given(options):
+    for name in flags_in(options):
         if name in NOT_WITH[options.program]:
-            other = next(one for one, names in NOT_WITH.items() if name not in names)
-            raise UsageError(
-                f"{name} cannot be used --with {options.program}",
-                where=name,
-                hint=f"omit it, or build --with {other}",
-            )
+            raise UsageError(f"{name} cannot be used --with {options.program}", where=name, hint="omit it")
 
 
 def _request(kind: type[_BuildKind], options: BuildOptions) -> _BuildKind:
-    return kind(**{one.name: getattr(options, one.name) for one in dataclasses.fields(kind)})
+    return kind(**{field.name: getattr(options, field.name) for field in dataclasses.fields(kind)})
 
 
 def _image(recipe: str, options: BuildOptions, report: Reporter) -> Answer:
@@ -193,16 +188,7 @@ def _image_plan(plan: ImagePlan) -> Answer:
         "tag": plan.tag,
         "context": f"{plan.context_bytes} bytes",
     }
-    data = {
-        "schema": SCHEMA,
-        "dry_run": True,
-        "recipe": plan.recipe,
-        "base": plan.base,
-        "platform": plan.platform,
-        "tag": plan.tag,
-        "context_bytes": plan.context_bytes,
-        "dockerfile": plan.dockerfile,
-    }
+    data = {"schema": SCHEMA, "dry_run": True, **dataclasses.asdict(plan), "file": str(plan.file)}
     return _commented(rows) + plan.dockerfile.rstrip("\n"), data
 
 
@@ -218,8 +204,8 @@ def _next(recipe: str, tag: str | None, runtime: str) -> str:
     if runtime == "kubernetes":
         return f"imgkit push {again} REGISTRY/{stem(tag or recipe)}:1"
     if runtime == "docker":
-        other = f" --image {again}" if tag else ""
-        return f"imgkit run {shlex.quote(recipe)}{other} -- dist-hello"
+        named = f" --image {again}" if tag else ""
+        return f"imgkit run {shlex.quote(recipe)}{named} -- dist-hello"
     return f"imgkit sif {again}     # for a cluster: imgkit save {again}"
 
 
@@ -234,16 +220,8 @@ def _built_image(built: BuiltImage, recipe: str, *, tag: str | None) -> Answer:
         lines.insert(1, f"a STAND-IN: {built.base.name} has no NVIDIA software; for tests only")
     data = {
         "schema": SCHEMA,
-        "id": built.id,
-        "tag": built.tag,
-        "up_to_date": built.up_to_date,
-        "platform": built.platform,
-        "size_bytes": built.size_bytes,
-        "standin": built.standin,
-        "base": dataclasses.asdict(built.base),
-        "locked": built.locked,
+        **dataclasses.asdict(built),
         "log": str(built.log),
-        "labels": dict(built.labels),
         "checks": checks.to_dict(built.checks)["checks"],
     }
     return "\n".join(map(shown, lines)), data
@@ -302,10 +280,10 @@ def _built_sif(built: BuiltSif, target: Path) -> Answer:
         "log": str(built.log) if built.log else None,
         "next": following,
     }
-    about = f"{built.size_bytes / MB:.1f} MB  {built.arch}  {record.compression}, {record.runtime}"
+    summary = f"{built.size_bytes / MB:.1f} MB  {built.arch}  {record.compression}, {record.runtime}"
     lines = [
         *stage_lines(built.stages),
-        f"{target}  {about}{'  up to date' if built.up_to_date else ''}",
+        f"{target}  {summary}{'  up to date' if built.up_to_date else ''}",
         f"image  {record.image_id}",
         f"root   sha256:{record.root_sha256}",
         *([f"a STAND-IN: {base.name} has no NVIDIA software; for tests only"] if base.standin else []),

@@ -88,8 +88,8 @@ def with_leave(run: Callable[[bool], Result], *, large: bool, may_ask: bool = Tr
     try:
         return run(large)
     except LargeContext as error:
-        here = may_ask and sys.stdin.isatty() and sys.stderr.isatty()
-        if not here or not confirmed(f"{error.where}: {error.what}. Pack all of it?"):
+        can_ask = may_ask and sys.stdin.isatty() and sys.stderr.isatty()
+        if not can_ask or not confirmed(f"{error.where}: {error.what}. Pack all of it?"):
             raise
         return run(True)
 
@@ -129,10 +129,10 @@ def complete_names(incomplete: str) -> list[str]:
     names = [name for name in recipe_names() if name.startswith(incomplete)]
     suffixes = (*RECIPE_SUFFIXES, *ARCHIVE_SUFFIXES, ".sif", ".imgdelta")
     folder, _, start = incomplete.rpartition("/")
-    place = Path(f"{folder}/") if "/" in incomplete else Path()
-    found = sorted(path for path in place.glob("*") if path.name.startswith(start))
-    folders = [f"{path}/" for path in found if path.is_dir()]
-    return [*names, *folders, *(str(path) for path in found if path.name.endswith(suffixes))]
+    directory = Path(f"{folder}/") if "/" in incomplete else Path()
+    paths = sorted(path for path in directory.glob("*") if path.name.startswith(start))
+    folders = [f"{path}/" for path in paths if path.is_dir()]
+    return [*names, *folders, *(str(path) for path in paths if path.name.endswith(suffixes))]
 
 
 def columns(table: Sequence[Sequence[str]], *, most: int | None = None) -> Iterator[str]:

@@ -89,18 +89,18 @@ def verb_shell(
             where="IMAGE" if job else "imgkit shell",
             hint=f"imgkit shell --job {job}" if job else "imgkit shell mn5.sif, or imgkit shell --job ID",
         )
-    for flag, given, other in (
+    for flag, is_set, conflict in (
         ("--host", host and job, "--job"),
         ("--workdir", workdir and job, "--job"),
         ("--node", node and image, "an image"),
     ):
-        if given:
-            raise UsageError(f"{flag} cannot be combined with {other}", where=flag, hint="leave it out")
+        if is_set:
+            raise UsageError(f"{flag} cannot be combined with {conflict}", where=flag, hint="leave it out")
     if job:
-        argv, about = _into_job(job, node, look=not dry_run)
+        argv, description = _into_job(job, node, look=not dry_run)
     else:
         command = shell_command(image, host=host, workdir=workdir)
-        argv, about = command.argv, command.reach
+        argv, description = command.argv, command.reach
         if verbose and command.image:
             from imgkit_builder import engine
 
@@ -108,7 +108,7 @@ def verb_shell(
     if dry_run:
         terminal.out(shlex.join(argv))
         return
-    terminal.err(f"imgkit: {about}", f"imgkit: {shlex.join(argv)}")
+    terminal.err(f"imgkit: {description}", f"imgkit: {shlex.join(argv)}")
     if shutil.which(argv[0]) is None:
         raise ToolMissing(
             f"the program {argv[0]!r} is not on PATH",
@@ -138,7 +138,7 @@ def _into_job(job_id: str, node: str, *, look: bool) -> tuple[tuple[str, ...], s
             where="--job",
             hint=f"imgkit status {record.handle}",
         )
-    if not record.shell_line and entry.about == systems.NEW_CONTAINER:
+    if not record.shell_line and entry.description == systems.NEW_CONTAINER:
         raise UsageError(
             f"no shell opens in {record.handle}: imgkit starts a second container in a job only by "
             "Singularity and Apptainer",
@@ -146,8 +146,8 @@ def _into_job(job_id: str, node: str, *, look: bool) -> tuple[tuple[str, ...], s
             hint="imgkit run --interactive opens one in a job of its own",
         )
     if not record.remote:
-        return entry.words, entry.about
-    return connected(record.remote).interactive(entry.words), entry.about
+        return entry.argv, entry.description
+    return connected(record.remote).interactive(entry.argv), entry.description
 
 
 def verb_push(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -37,7 +36,7 @@ class OptionsCommand(TyperCommand):
         """The dataclasses; `quiet` reports nothing on the way."""
         raise NotImplementedError
 
-    def made(self, values: dict[type[Any], dict[str, Any]]) -> Any:
+    def build(self, values: dict[type[Any], dict[str, Any]]) -> Any:
         """What the verb finds in ``Context.obj``, made of each dataclass's fields."""
         raise NotImplementedError
 
@@ -75,14 +74,14 @@ class OptionsCommand(TyperCommand):
         """Call the verb, with the flags in ``ctx.obj``."""
         values: dict[type[Any], dict[str, Any]] = {}
         for option in self._options:
-            given = option.value(ctx.params.pop(option.parameter.name))
-            values.setdefault(option.owner, {})[option.flag.field] = given
-        ctx.obj = self.made(values)
+            value = option.value(ctx.params.pop(option.parameter.name))
+            values.setdefault(option.owner, {})[option.flag.field] = value
+        ctx.obj = self.build(values)
         return super().invoke(ctx)
 
 
 class JobCommand(OptionsCommand):
-    """A verb with the flags of all systems; `made` says what it finds in ``Context.obj``."""
+    """A verb with the flags of all systems; `build` says what it finds in ``Context.obj``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """Parse the words before ``--``, and keep the others as the command: RECIPE may be left out."""
@@ -95,19 +94,19 @@ class JobCommand(OptionsCommand):
         from imgkit_builder.job import systems
         from imgkit_builder.job.request import ImageFlags, Request
 
-        found = systems.installed()
+        installed = systems.installed()
         if not quiet:
-            for error in found.errors:
+            for error in installed.errors:
                 terminal.err(*f"imgkit: {error}".split("\n"))
-        return [Request, ImageFlags, *(system.flags for system in found.systems.values())]
+        return [Request, ImageFlags, *(system.flags for system in installed.systems.values())]
 
-    def made(self, values: dict[type[Any], dict[str, Any]]) -> Any:
+    def build(self, values: dict[type[Any], dict[str, Any]]) -> Any:
         """A request that runs a command, with what was given for systems; and the flags for other kinds."""
         from imgkit_builder.job.request import ImageFlags, Request
 
         common, image = values.pop(Request), values.pop(ImageFlags)
-        own = (owner(**fields) for owner, fields in values.items())
-        chosen = tuple(flags for flags in own if flags != type(flags)())
+        all_flags = (owner(**fields) for owner, fields in values.items())
+        chosen = tuple(flags for flags in all_flags if flags != type(flags)())
         return Request(**common, system_flags=chosen), ImageFlags(**image)
 
 
@@ -134,12 +133,10 @@ class _FlagOption:
     parameter: Any
     convert: Callable[[Any], Any] | None
 
-    def value(self, given: Any) -> Any:
-        """The field's value."""
-        found = self.convert(given) if self.convert else given
-        if isinstance(found, enum.Enum):
-            return found.value
-        return tuple(found) if isinstance(found, list) else found
+    def value(self, parsed: Any) -> Any:
+        """Return the field's value."""
+        value = self.convert(parsed) if self.convert else parsed
+        return tuple(value) if isinstance(value, list) else value
 
 
 def _option(owner: type[Any], flag: Flag) -> _FlagOption:
@@ -149,9 +146,8 @@ def _option(owner: type[Any], flag: Flag) -> _FlagOption:
 
     kind, default = flag.type, flag.default
     if flag.choices:
-        words = {word: word for word in flag.choices}
-        choices: Any = enum.Enum("Choice", words, type=str)  # type: ignore[misc]  # its members are data
-        kind, default = (choices | None, None) if default is None else (choices, choices(default))
+        choices: Any = Literal[flag.choices]  # the values are data
+        kind = choices | None if default is None else choices
     elif isinstance(default, tuple):
         kind, default = list[str], list(default)
     info = typer.Option(default, *flag.names, metavar=flag.metavar or None, help=flag.help)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from datetime import datetime, timedelta, timezone
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import columns, show
-from imgkit_builder.cli.remote import asked, can_follow_here, connected, follow, keep_state, runner
+from imgkit_builder.base.process import INTERRUPTED
+from imgkit_builder.cli.common import show
+from imgkit_builder.cli.remote import can_follow_here, connected, follow, keep_state, refreshed, runner
+from imgkit_builder.cli.runs import job_data, jobs_table
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from imgkit_builder.project.history import JobReport
     from imgkit_builder.project.measured import SlowNow
 
-INTERRUPTED = 130
 SCHEMA = 1
 
 
@@ -55,8 +56,7 @@ def verb_status(
         show(_reported(report, slow), as_json=True)
         return
     if report.argv:
-        there = f"on {record.remote}: " if record.remote else ""
-        terminal.err(f"imgkit: {there}{shlex.join(report.argv)}")
+        terminal.err(f"imgkit: {_remote_prefix(record)}{shlex.join(report.argv)}")
         terminal.passing()(report.text.encode())
     if report.has_ended:
         terminal.out(history.ending_text(report))
@@ -68,28 +68,16 @@ def _own_jobs(*, as_json: bool) -> None:
     """Show each job that had not ended when imgkit last looked, with its state now."""
     from imgkit_builder.job import submit
 
-    jobs, complete = asked([one for one in submit.records() if _may_run(one)])
-    states = [one.state or ("submitted" if one.answer is None else "unknown") for one in jobs]
-    rows = [
-        {
-            "id": one.handle,
-            "name": one.name,
-            "state": state,
-            "submitted": one.submitted or None,
-            "command": list(one.command),
-        }
-        for one, state in zip(jobs, states, strict=True)
-    ]
-    table = [("JOB", "NAME", "STATE", "SUBMITTED", "COMMAND")]
-    table += [
-        (one.handle, one.name, state, one.submitted[:16].replace("T", " "), shlex.join(one.command))
-        for one, state in zip(jobs, states, strict=True)
-    ]
+    jobs, complete = refreshed([record for record in submit.records() if _may_run(record)])
     nothing = "no job waits or runs; imgkit runs lists those that have ended"
-    data = {"schema": SCHEMA, "jobs": rows, "complete": complete}
-    show(data, *(columns(table) if jobs else (nothing,)), as_json=as_json)
+    data = {"schema": SCHEMA, "jobs": [job_data(record) for record in jobs], "complete": complete}
+    show(data, *(jobs_table(jobs) if jobs else (nothing,)), as_json=as_json)
     if not complete:
         raise typer.Exit(ToolFailed.exit_code)
+
+
+def _remote_prefix(record: SubmittedJob) -> str:
+    return f"on {record.remote}: " if record.remote else ""
 
 
 def _may_run(record: SubmittedJob) -> bool:
@@ -100,11 +88,11 @@ def _may_run(record: SubmittedJob) -> bool:
     if record.state in FINAL_STATES:
         return False
     try:
-        known = record.answer is None and systems.named(record.system).reports_state
+        reports_state = record.answer is None and systems.named(record.system).reports_state
     except ImgkitError:  # its plug-in is gone
-        known = False
+        reports_state = False
     week_ago = datetime.now(timezone.utc) - timedelta(days=7)
-    return known or record.submitted >= week_ago.isoformat()
+    return reports_state or record.submitted >= week_ago.isoformat()
 
 
 def _reported(report: JobReport, slow: SlowNow) -> dict[str, Any]:
@@ -138,7 +126,7 @@ def _is_task(record: SubmittedJob) -> bool:
     """Whether the record is derived from that of an array job, which alone is kept."""
     from imgkit_builder.job import submit
 
-    return record.handle not in (one.handle for one in submit.records())
+    return record.handle not in (saved.handle for saved in submit.records())
 
 
 def verb_logs(
@@ -160,29 +148,27 @@ def verb_logs(
     from imgkit_builder.project import history
 
     if not job_id:
-        found = [one for one in submit.records() if one.answer is None]
-        if not found:
+        records = [record for record in submit.records() if record.answer is None]
+        if not records:
             raise UsageError("no job was submitted from here", where="ID", hint="imgkit run prints the id")
-        job_id = found[0].handle
+        job_id = records[0].handle
         terminal.err(f"imgkit: job {job_id}, the last one")
     record = submit.record_of(job_id)
-    words = systems.named(record.system).log_source(record)
+    argv = systems.named(record.system).log_source(record)
     if as_json:
-        show({"schema": SCHEMA, "id": record.handle, "command": words}, as_json=True)
+        show({"schema": SCHEMA, "id": record.handle, "command": argv}, as_json=True)
         return
     if record.remote:
         raise typer.Exit(follow(connected(record.remote), record))
 
-    def over() -> bool:
+    def has_ended() -> bool:
         return history.report(record, runner(record)).has_ended
 
-    if not can_follow_here(record):
-        _thin(words, as_json=False)
-    if over():
-        words = tuple(word for word in words if word not in ("-f", "-F"))
-        _thin(words, as_json=False)
-    terminal.err(f"imgkit: {shlex.join(words)}")
-    raise typer.Exit(process.attached(words, until=over))
+    until = has_ended if can_follow_here(record) else None
+    if until and until():
+        argv, until = tuple(option for option in argv if option not in ("-f", "-F")), None
+    terminal.err(f"imgkit: {shlex.join(argv)}")
+    raise typer.Exit(process.attached(argv, until=until))
 
 
 def verb_wait(
@@ -235,7 +221,16 @@ def verb_cancel(
     from imgkit_builder.job import submit, systems
 
     record = submit.record_of(job_id)
-    _thin(systems.named(record.system).cancel_command(record), as_json=as_json, remote=record.remote)
+    argv = systems.named(record.system).cancel_command(record)
+    if not as_json:
+        terminal.err(f"imgkit: {_remote_prefix(record)}{shlex.join(argv)}")
+    answer = runner(record)(argv)
+    if as_json:
+        data = {"schema": SCHEMA, "command": argv, "exit_code": answer.returncode, "output": answer.output}
+        show(data, as_json=True)
+    else:
+        terminal.passing()(answer.output.encode())
+    raise typer.Exit(answer.returncode)
 
 
 def _slow(record: SubmittedJob) -> SlowNow:
@@ -247,30 +242,5 @@ def _slow(record: SubmittedJob) -> SlowNow:
     file = history.run_of(record) / measured.METRICS
     if not record.remote:
         return measured.slow_ranks(measured.last_lines(file))
-    from imgkit_builder.remote import jobs
-
-    found = jobs.finished(connected(record.remote), ("tail", "-n", "5", "--", str(file)))
-    return measured.slow_ranks(found.output.encode())
-
-
-def _thin(words: tuple[str, ...], *, as_json: bool, remote: str = "") -> NoReturn:
-    """Print the command, run it here or on `remote`, and exit with its exit code."""
-    from imgkit_builder.base import process
-
-    if not as_json:
-        there = f"on {remote}: " if remote else ""
-        terminal.err(f"imgkit: {there}{shlex.join(words)}")
-    if not as_json and not remote:
-        raise typer.Exit(process.attached(words))
-    if remote:
-        from imgkit_builder.remote import jobs
-
-        done = jobs.finished(connected(remote), words)
-    else:
-        done = process.run(words, check=False)
-    if as_json:
-        data = {"schema": SCHEMA, "command": words, "exit_code": done.returncode, "output": done.output}
-        show(data, as_json=True)
-    else:
-        terminal.passing()(done.output.encode())
-    raise typer.Exit(done.returncode)
+    answer = runner(record)(("tail", "-n", "5", "--", str(file)))
+    return measured.slow_ranks(answer.output.encode())

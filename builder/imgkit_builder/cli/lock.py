@@ -141,13 +141,13 @@ def _lock(
     with engines.connect() as engine, tempfile.TemporaryDirectory(prefix="imgkit-lock-") as folder:
         choice = engines.choose(engine.facts(), builder, secrets_at=secrets_at)
         report.stage(f"base {request.base}")
-        found = engines.resolve_base(
+        image = engines.resolve_base(
             engine, recipe, override=base, platform=platform, pull=pull, report=report
         )
-        old = lock.of(found.platform) if lock else None
-        kept = {} if options.upgrade and not options.packages else kept_files(file, old)
+        old = lock.of(image.platform) if lock else None
+        wheels = {} if options.upgrade and not options.packages else kept_files(file, old)
         resolution = Resolution(
-            recipe=recipe, request=request, base=found, old=old, options=options, kept_wheels=kept
+            recipe=recipe, request=request, base=image, old=old, options=options, kept_wheels=wheels
         )
         new = resolve(
             engine,
@@ -159,8 +159,8 @@ def _lock(
         )
         same = changes.is_same(old, new)
         if writes and (options.keep_files or not same):
-            stays = old if same and old else new
-            write_lock(recipe, file, lock, stays, Path(folder) if options.keep_files else None)
+            resolved = old if same and old else new
+            write_lock(recipe, file, lock, resolved, Path(folder) if options.keep_files else None)
     return _Outcome(
         file=file, part=new, changes=changes.between(old, new), same=same, written=writes and not same
     )
@@ -182,15 +182,21 @@ def _check(recipe: Recipe, *, base: str | None, platform: str | None, as_json: b
 
     file = lock_file.beside(recipe)
     target = choose_platform(recipe, wanted=platform, host=host_platform())
-    why = ""
+    reason = ""
     try:
         lock_file.follow(recipe, platform=target, base=base, required=True)
     except UsageError as error:
-        why = str(error)
-    lines = why.split("\n") if why else [f"{file} fits the recipe on {target}"]
-    data = {"schema": SCHEMA, "file": str(file), "platform": target, "current": not why, "why": why or None}
+        reason = str(error)
+    lines = reason.split("\n") if reason else [f"{file} fits the recipe on {target}"]
+    data = {
+        "schema": SCHEMA,
+        "file": str(file),
+        "platform": target,
+        "current": not reason,
+        "why": reason or None,
+    }
     show(data, *lines, as_json=as_json)
-    if why:
+    if reason:
         raise typer.Exit(EXIT_NO)
 
 
@@ -203,7 +209,7 @@ def _data(outcome: _Outcome) -> dict[str, Any]:
         "written": outcome.written,
         "apt": len(part.apt),
         "pip": len(part.pip),
-        "kept": [one.file for one in part.pip if one.kept],
+        "kept": [package.file for package in part.pip if package.kept],
         "changes": [dataclasses.asdict(change) for change in outcome.changes],
     }
 
@@ -213,6 +219,6 @@ def _lines(outcome: _Outcome) -> list[str]:
     counted = f"{len(part.apt)} apt and {len(part.pip)} pip packages for {part.platform}"
     if outcome.same:
         return [f"{outcome.file} is up to date: {counted}"]
-    done = "written" if outcome.written else "not written (--dry-run)"
+    outcome_text = "written" if outcome.written else "not written (--dry-run)"
     lines = [str(change) for change in outcome.changes if change.kind != "file"]
-    return [*lines, f"{outcome.file} {done}: {counted}"]
+    return [*lines, f"{outcome.file} {outcome_text}: {counted}"]

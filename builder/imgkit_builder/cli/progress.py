@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
-from types import TracebackType
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from imgkit_builder.base.progress import Reporter
@@ -18,44 +19,40 @@ PLAIN_EVERY_S = 5.0
 JSON_EVERY_S = 1.0
 
 
-def reporter(*, as_json: bool = False, verbose: bool = False) -> _ContextReporter:
-    """Choose the reporter for stderr and the flags; use it as a context manager."""
+@contextlib.contextmanager
+def reporter(*, as_json: bool = False, verbose: bool = False) -> Iterator[Reporter]:
+    """Yield the reporter for stderr and the flags."""
     if as_json:
-        return JsonReporter()
-    if sys.stderr.isatty() and not verbose:
-        return LiveReporter()
-    return PlainReporter(verbose=verbose)
+        yield JsonReporter()
+    elif verbose or not sys.stderr.isatty():
+        yield PlainReporter(verbose=verbose)
+    else:
+        live = LiveReporter()
+        try:
+            yield live
+        finally:
+            live.close()
 
 
-class _ContextReporter(Reporter):
-    def __enter__(self) -> _ContextReporter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
-
-
-class PlainReporter(_ContextReporter):
+class PlainReporter(Reporter):
     """One line per stage; bytes at most every five seconds; tool output only with ``-v``."""
 
     def __init__(self, *, verbose: bool) -> None:
         self._verbose = verbose
         self._stage = ""
-        self._told = self._began = time.monotonic()
+        self._printed_s = self._start_s = time.monotonic()
 
     def stage(self, text: str) -> None:
-        self._stage, self._began = text, time.monotonic()
-        self._told = self._began
+        self._stage, self._start_s = text, time.monotonic()
+        self._printed_s = self._start_s
         self._print(text)
 
     def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
         now = time.monotonic()
-        if now - self._told < PLAIN_EVERY_S:
+        if now - self._printed_s < PLAIN_EVERY_S:
             return
-        self._told = now
-        rate = done_bytes / max(now - self._began, 1e-9)
+        self._printed_s = now
+        rate = done_bytes / max(now - self._start_s, 1e-9)
         text = f"{self._stage}: {done_bytes / 1e6:.0f} MB"
         if total_bytes:
             text += f" of {total_bytes / 1e6:.0f} MB"
@@ -75,7 +72,7 @@ class PlainReporter(_ContextReporter):
         terminal.err(f"imgkit: {text}")
 
 
-class JsonReporter(_ContextReporter):
+class JsonReporter(Reporter):
     """One JSON object per event on stderr, bytes at most every second; stdout is left to the result."""
 
     _next_bytes = 0.0
@@ -101,15 +98,14 @@ class JsonReporter(_ContextReporter):
         terminal.err(json.dumps(event))
 
 
-class LiveReporter(_ContextReporter):
+class LiveReporter(Reporter):
     """A bar or spinner per stage, by rich, which loads slowly: not before the first stage."""
 
     _progress: Progress | None = None
     _task: TaskID | None = None
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Leave the last stage on the terminal."""
         if self._progress is not None:
             self._finish(self._progress)
             self._progress.stop()

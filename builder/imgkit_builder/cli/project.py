@@ -55,20 +55,20 @@ def project_here(*, recipe: str, trusted: bool) -> ProjectFile | None:
 
 def values_table(rows: Sequence[ValueSource]) -> Iterator[str]:
     """Lines with name, value and source of each of `rows`."""
-    return columns([(one.name, one.value or "-", one.source) for one in rows], most=60)
+    return columns([(row.name, row.value or "-", row.source) for row in rows], most=60)
 
 
 def values_data(rows: Sequence[ValueSource]) -> list[dict[str, Any]]:
     """The JSON form of `rows`."""
     return [
         {
-            "name": one.name,
-            "value": one.value,
-            "source": one.source,
-            "file": str(one.position.file) if one.position else None,
-            "line": one.position.line if one.position else None,
+            "name": row.name,
+            "value": row.value,
+            "source": row.source,
+            "file": str(row.position.file) if row.position else None,
+            "line": row.position.line if row.position else None,
         }
-        for one in rows
+        for row in rows
     ]
 
 
@@ -85,43 +85,45 @@ def verb_init(
     qos: str = typer.Option("", help="Quality of service (Slurm)."),
     time: str = typer.Option("", metavar="HH:MM:SS", help="Time limit of a job (default: 30m)."),
     nodes: str = typer.Option("", metavar="N|N+S", help="Number of nodes (default: 1)."),
-    keep: bool = typer.Option(
-        False,
-        "--keep-existing",
-        help="Keep existing files and write only the missing ones; .gitignore gets lines that it lacks.",
-    ),
     as_json: bool = RESULT_JSON,
 ) -> None:
-    """Write an imgkit.toml, a recipe, a train.py that resumes and a .gitignore.
+    """Write an imgkit.toml, a recipe and a .gitignore for a folder with a program.
 
-    imgkit run then needs no flags in this folder. Existing files are not overwritten.
+    imgkit run then needs no flags in this folder. Files that exist are kept. The
+    recipe installs what pyproject.toml, requirements.txt or environment.yml names,
+    except what the base has; a folder without Python gets a train.py that resumes.
 
     \b
     Examples:
       imgkit init
       imgkit init --recipe mn5 -A bsc98 --qos acc_debug mine
-      imgkit init --keep-existing
     """
-    from imgkit_builder.project import new_folder
+    from imgkit_builder.project import new_folder, program
     from imgkit_builder.recipe import targets
 
     remote, recipe = _chosen(on, recipe)
     parent = targets.find(recipe)
-    wanted = new_folder.NewFolder(
+    options = new_folder.NewFolder(
         folder=folder.absolute(),
         recipe=recipe,
         remote=remote,
         values={"account": account, "queue": queue, "qos": qos, "time": time, "nodes": nodes},
     )
-    texts = new_folder.texts(wanted, parent)
-    made = new_folder.write(folder, texts, keep=keep)
-    added = new_folder.complete_gitignore(folder) if keep else ()
+    texts = new_folder.texts(options, parent)
+    next_steps = [*new_folder.next_steps(options, parent, folder)]
+    step = program.pip_step(options.folder)
+    paths = new_folder.write(folder, texts)
+    added = new_folder.complete_gitignore(folder)
+    is_new_recipe = folder / options.recipe_file in paths
     lines = [
-        *(f"wrote  {path}" for path in made),
+        *(f"wrote  {path}" for path in paths),
+        *(f"kept   {folder / name}" for name in texts if folder / name not in paths),
         *([f"added  {' '.join(added)} to {folder / new_folder.GITIGNORE}"] if added else []),
-        *(f"next   {one}" for one in new_folder.next_steps(wanted, parent, folder)),
+        *([f"pip    {step.step}"] if step and is_new_recipe else []),
+        *([f"omits  {', '.join(step.left_out)}"] if step and step.left_out and is_new_recipe else []),
+        *(f"next   {line}" for line in next_steps),
     ]
-    data = {"schema": SCHEMA, "files": [str(path) for path in made], "remote": remote, "recipe": recipe}
+    data = {"schema": SCHEMA, "files": [str(path) for path in paths], "remote": remote, "recipe": recipe}
     show(data, *lines, as_json=as_json)
 
 
@@ -129,24 +131,24 @@ def _chosen(on: str, recipe: str) -> tuple[str, str]:
     """The remote, empty if there is none, and the recipe."""
     from imgkit_builder.remote import config
 
-    known = list(config.remotes().values())
+    configured = list(config.remotes().values())
     if on:
         remotes = [config.find(on)]
     elif recipe:
-        words = (recipe, str(Path(recipe).absolute()))
-        remotes = [one for one in known if one.recipe in words]
+        spellings = (recipe, str(Path(recipe).absolute()))
+        remotes = [item for item in configured if item.recipe in spellings]
     else:
-        remotes = known
+        remotes = configured
     remote = remotes[0] if len(remotes) == 1 else None
     if not recipe and (remote is None or not remote.recipe):
-        names = ", ".join(one.name for one in known)
+        names = ", ".join(item.name for item in configured)
         raise UsageError(
             f"no recipe given, and there are several remotes: {names}"
-            if len(known) > 1
+            if len(configured) > 1
             else "no recipe given, and no remote has a default recipe",
             where="--recipe",
             hint="imgkit init --on NAME"
-            if len(known) > 1
+            if len(configured) > 1
             else "imgkit init --recipe mn5; imgkit list names them",
         )
     return (remote.name if remote else ""), recipe or (remote.recipe if remote else "")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -63,55 +62,39 @@ def verb_list(
         raise UsageError(
             "--bases cannot be combined with --systems", where="--systems", hint="imgkit list --bases"
         )
-    if bases:
-        _list_bases(as_json=as_json)
-        return
-    if of_systems:
-        _list_systems(as_json=as_json)
+    if bases or of_systems:
+        (_list_bases if bases else _list_systems)(as_json=as_json)
         return
     from imgkit_builder.recipe.load import load
     from imgkit_recipes import recipe_names
 
-    recipes = [load(name) for name in recipe_names()]
-    if as_json:
-        rows = [
+    rows, table = [], []
+    for recipe in map(load, recipe_names()):
+        image, system = recipe.image, recipe.system
+        platforms = ",".join(platform.removeprefix("linux/") for platform in image.platforms)
+        table.append((recipe.name, platforms, system.scheduler, image.base, recipe.description))
+        rows.append(
             {
                 "name": recipe.name,
                 "description": recipe.description,
-                "base": recipe.image.base,
-                "current_base": recipe.image.current_base,
-                "platforms": recipe.image.platforms,
-                "scheduler": recipe.system.scheduler,
-                "fabric": recipe.system.fabric.kind,
+                "base": image.base,
+                "current_base": image.current_base,
+                "platforms": image.platforms,
+                "scheduler": system.scheduler,
+                "fabric": system.fabric.kind,
                 "file": str(recipe.file),
             }
-            for recipe in recipes
-        ]
-        show({"schema": 1, "recipes": rows}, as_json=True)
-        return
-    table = [
-        (
-            recipe.name,
-            ",".join(platform.removeprefix("linux/") for platform in recipe.image.platforms),
-            recipe.system.scheduler,
-            recipe.image.base,
-            recipe.description,
         )
-        for recipe in recipes
-    ]
-    terminal.out(*columns(table))
+    show({"schema": 1, "recipes": rows}, *columns(table), as_json=as_json)
 
 
 def _list_bases(*, as_json: bool) -> None:
     from imgkit_builder.recipe.bases import table
 
-    if as_json:
-        rows = [{"reference": base.reference, **dataclasses.asdict(base)} for base in table()]
-        show({"schema": 1, "bases": rows}, as_json=True)
-        return
+    rows = [{"reference": base.reference, **dataclasses.asdict(base)} for base in table()]
     lines = [(base.tag, *(cell.value if cell else "unknown" for _, cell in base.cells())) for base in table()]
     heads = (name.replace("_", "-").upper() for name, _ in table()[0].cells())
-    terminal.out(*columns([("TAG", *heads), *lines]))
+    show({"schema": 1, "bases": rows}, *columns([("TAG", *heads), *lines]), as_json=as_json)
 
 
 def _list_systems(*, as_json: bool) -> None:
@@ -119,32 +102,23 @@ def _list_systems(*, as_json: bool) -> None:
     from imgkit_builder.recipe import system_files
     from imgkit_builder.recipe.load import load_system
 
-    systems = [load_system(name) for name in system_files.find_all()]
-    if as_json:
-        rows = [
+    rows, table = [], []
+    for system in map(load_system, system_files.find_all()):
+        facts, is_site = system.facts, system_files.is_site(system.file)
+        title = f"{facts.title} ({system.file})" if is_site else facts.title
+        table.append((system.name, facts.scheduler, system.proof.strongest, title))
+        rows.append(
             {
-                "name": one.name,
-                "title": one.facts.title,
-                "scheduler": one.facts.scheduler,
-                "runtime": one.facts.runtime.kind,
-                "proof": dataclasses.asdict(one.proof),
-                "site": system_files.is_site(one.file),
-                "file": str(one.file),
+                "name": system.name,
+                "title": facts.title,
+                "scheduler": facts.scheduler,
+                "runtime": facts.runtime.kind,
+                "proof": dataclasses.asdict(system.proof),
+                "site": is_site,
+                "file": str(system.file),
             }
-            for one in systems
-        ]
-        show({"schema": 1, "systems": rows}, as_json=True)
-        return
-    table = [
-        (
-            one.name,
-            one.facts.scheduler,
-            one.proof.strongest,
-            one.facts.title + (f" ({one.file})" if system_files.is_site(one.file) else ""),
         )
-        for one in systems
-    ]
-    terminal.out(*columns(table))
+    show({"schema": 1, "systems": rows}, *columns(table), as_json=as_json)
 
 
 def verb_show(
@@ -231,39 +205,74 @@ def verb_check(
         return
     if not files:
         raise UsageError("no recipe given", where="FILE", hint="imgkit check FILE...")
+    checked = [_check_recipe(file, strict=strict) for file in files]
     if as_json:
-        _check_as_json(files, strict=strict)
+        passed = all(recipe.passed for recipe in checked)
+        rows = [recipe.to_dict() for recipe in checked]
+        show({"schema": 1, "passed": passed, "recipes": rows}, as_json=True)
+        if not passed:
+            raise typer.Exit(EXIT_USAGE if any(recipe.error for recipe in checked) else EXIT_NO)
         return
+    for recipe in checked:
+        terminal.err(*warning_lines(recipe.warnings))
+        verdict = "bad " if recipe.error else "ok  " if recipe.passed else "warn"
+        terminal.out(f"{verdict} {recipe.file}")
+    _raise_errors([recipe.error for recipe in checked if recipe.error])
+    if not all(recipe.passed for recipe in checked):
+        raise typer.Exit(EXIT_NO)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _CheckedRecipe:
+    """What ``imgkit check`` says of a recipe."""
+
+    file: str
+    warnings: tuple[Problem, ...] = ()
+    error: UsageError | None = None
+    passed: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return its JSON form."""
+        from imgkit_builder.recipe.problems import RecipeErrors
+
+        problems: list[dict[str, Any]] = []
+        if isinstance(self.error, RecipeErrors):
+            problems = [problem_data(problem) for problem in self.error.problems]
+        elif self.error:
+            error = self.error
+            problems = [{"what": error.what, "where": error.where, "hint": error.hint, "key": ""}]
+        warnings = [problem_data(warning) for warning in self.warnings]
+        return {"recipe": self.file, "passed": self.passed, "problems": problems, "warnings": warnings}
+
+
+def _check_recipe(file: str, *, strict: bool) -> _CheckedRecipe:
     from imgkit_builder.image.context import check_code
+    from imgkit_builder.recipe import host_effects
+    from imgkit_builder.recipe.load import load
+
+    warnings: tuple[Problem, ...] = ()
+    try:
+        recipe = load(file)
+        warnings = (*recipe.warnings, *(host_effects.warnings(recipe) if strict else ()))
+        check_code(recipe)
+    except UsageError as error:
+        return _CheckedRecipe(file=file, warnings=warnings, error=error, passed=False)
+    return _CheckedRecipe(file=file, warnings=warnings, passed=not (strict and warnings))
+
+
+def _raise_errors(errors: Sequence[UsageError]) -> None:
+    """Raise `errors` as one; those that cannot be a part of it are printed before."""
     from imgkit_builder.recipe.problems import RecipeErrors
 
-    failed: list[UsageError] = []
-    warned = False
-    for file in files:
-        try:
-            recipe = load_recipe(file)
-            check_code(recipe)
-        except UsageError as error:
-            failed.append(error)
-            terminal.out(f"bad  {file}")
-        else:
-            doubts = _host_effects(recipe) if strict else ()
-            terminal.err(*warning_lines(doubts))
-            doubtful = strict and bool(doubts or recipe.warnings)
-            warned = warned or doubtful
-            terminal.out(f"{'warn' if doubtful else 'ok  '} {file}")
-    problems = [problem for error in failed if isinstance(error, RecipeErrors) for problem in error.problems]
-    others = [error for error in failed if not isinstance(error, RecipeErrors)]
-    # What is raised is printed last.
-    for other in others if problems else others[:-1]:
-        terminal.err(*f"imgkit: {other}".split("\n"))
+    problems = [problem for error in errors if isinstance(error, RecipeErrors) for problem in error.problems]
+    unlisted = [error for error in errors if not isinstance(error, RecipeErrors)]
+    for error in unlisted if problems else unlisted[:-1]:
+        terminal.err(*f"imgkit: {error}".split("\n"))
     if problems:
         # A parent that several files extend is read once for each of them.
         raise RecipeErrors(dict.fromkeys(problems))
-    if others:
-        raise others[-1]
-    if warned:
-        raise typer.Exit(EXIT_NO)
+    if unlisted:
+        raise unlisted[-1]
 
 
 def _print_schema(files: list[str]) -> None:
@@ -274,53 +283,14 @@ def _print_schema(files: list[str]) -> None:
     terminal.document(schema_json() + "\n")
 
 
-def _host_effects(recipe: Recipe) -> tuple[Problem, ...]:
-    from imgkit_builder.recipe import host_effects
-
-    return host_effects.warnings(recipe)
-
-
-def _check_as_json(files: list[str], *, strict: bool) -> None:
-    from imgkit_builder.image.context import check_code
-    from imgkit_builder.recipe.load import load
-    from imgkit_builder.recipe.problems import RecipeErrors
-
-    rows: list[dict[str, Any]] = []
-    for file in files:
-        problems: list[dict[str, Any]] = []
-        warnings: list[dict[str, Any]] = []
-        try:
-            recipe = load(file)
-            doubts = (*recipe.warnings, *(_host_effects(recipe) if strict else ()))
-            warnings = [problem_data(warning) for warning in doubts]
-            check_code(recipe)
-        except RecipeErrors as error:
-            problems = [problem_data(problem) for problem in error.problems]
-        except UsageError as error:
-            problems = [{"what": error.what, "where": error.where, "hint": error.hint, "key": ""}]
-        good = not problems and not (strict and warnings)
-        rows.append({"recipe": file, "passed": good, "problems": problems, "warnings": warnings})
-    passed = all(row["passed"] for row in rows)
-    show({"schema": 1, "passed": passed, "recipes": rows}, as_json=True)
-    if not passed:
-        raise typer.Exit(EXIT_USAGE if any(row["problems"] for row in rows) else EXIT_NO)
-
-
-class RenderFormat(str, enum.Enum):
-    """Formats of a rendered recipe."""
-
-    DOCKERFILE = "dockerfile"
-    DEF = "def"
-
-
 def verb_render(
     recipe: str = typer.Argument(
         metavar="RECIPE|FILE",
         autocompletion=complete_names,
         help="A shipped recipe (imgkit list) or a .yaml file.",
     ),
-    form: RenderFormat = typer.Option(
-        RenderFormat.DOCKERFILE,
+    form: Literal["dockerfile", "def"] = typer.Option(
+        "dockerfile",
         "--format",
         help="Output format: dockerfile, or def for singularity and apptainer.",
     ),
@@ -362,16 +332,15 @@ def verb_render(
     loaded = load_recipe(recipe, build_args=build_args)
     base = bases.chosen(base, loaded)
     if not no_lock:
-        wanted = platform or loaded.image.platforms[0]
-        loaded = lock_file.follow(loaded, platform=wanted, base=base)
+        loaded = lock_file.follow(loaded, platform=platform or loaded.image.platforms[0], base=base)
         base = loaded.lock.base.exact if loaded.lock else base
-    make = render.dockerfile if form is RenderFormat.DOCKERFILE else render.definition
+    make = render.dockerfile if form == "dockerfile" else render.definition
     text = make(loaded, base=base, platform=platform)
     if context is not None:
         from imgkit_builder.image.context import pack, revision
         from imgkit_builder.oci.manifest import BaseImage
 
-        found = with_leave(
+        packed = with_leave(
             lambda large: pack(
                 loaded,
                 base=BaseImage(name=base or loaded.image.base),
@@ -381,7 +350,7 @@ def verb_render(
             ),
             large=large,
         )
-        with found.open() as source, files.writing(context) as target:
+        with packed.open() as source, files.writing(context) as target:
             while chunk := source.read(1 << 20):
                 target.write(chunk)
     if output is not None:

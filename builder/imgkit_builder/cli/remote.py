@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from imgkit_builder.base.process import INTERRUPTED
 from imgkit_builder.cli.common import RESULT_JSON, show
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError
@@ -19,6 +20,7 @@ from imgkit_entrypoints.errors import ImgkitError
 if TYPE_CHECKING:
     from imgkit_builder.base.process import Finished
     from imgkit_builder.job.request import SubmittedJob
+    from imgkit_builder.project.history import JobReport
     from imgkit_builder.remote.connection import Connection
 
 SCHEMA = 1
@@ -77,7 +79,7 @@ def add(
     if recipe:
         recipe = str(_target(recipe).file) if Path(recipe).is_file() else _target(recipe).name
     keep_s = 0 if idle_timeout == "0" else quoting.seconds(idle_timeout, where="--idle-timeout")
-    made = config.Remote(
+    remote = config.Remote(
         name=config.check_name(name),
         address=host,
         folder=folder,
@@ -85,8 +87,8 @@ def add(
         transfer=transfer,
         keep_s=keep_s,
     )
-    config.add(made, replace=replace)
-    show(_data(made), f"{name}  {host}:{folder}", f"next: imgkit remote check {name}", as_json=as_json)
+    config.add(remote, replace=replace)
+    show(_data(remote), f"{name}  {host}:{folder}", f"next: imgkit remote check {name}", as_json=as_json)
 
 
 @_group.command("list")
@@ -94,12 +96,13 @@ def list_remotes(as_json: bool = RESULT_JSON) -> None:
     """List the remotes."""
     from imgkit_builder.remote import config
 
-    found = tuple(config.remotes().values())
+    remotes = tuple(config.remotes().values())
     rows = [
-        f"{one.name:12}  {one.address}:{one.folder}{f'  {one.recipe}' if one.recipe else ''}" for one in found
+        f"{remote.name:12}  {remote.address}:{remote.folder}  {remote.recipe}".rstrip() for remote in remotes
     ]
     rows = rows or ["no remotes; imgkit remote add NAME USER@HOST:DIR"]
-    show({"schema": SCHEMA, "remotes": [dataclasses.asdict(one) for one in found]}, *rows, as_json=as_json)
+    data = {"schema": SCHEMA, "remotes": [dataclasses.asdict(remote) for remote in remotes]}
+    show(data, *rows, as_json=as_json)
 
 
 @_group.command("remove")
@@ -107,10 +110,9 @@ def remove(name: str = NAME, as_json: bool = RESULT_JSON) -> None:
     """Remove a remote from the list; its files and jobs stay."""
     from imgkit_builder.remote import config, connection
 
-    found = config.remove(name)
-    connection.connect(found).close()
-    kept = f"its folder {found.folder} on {found.address} is kept"
-    show(_data(found), kept, as_json=as_json)
+    remote = config.remove(name)
+    connection.connect(remote).close()
+    show(_data(remote), f"its folder {remote.folder} on {remote.address} is kept", as_json=as_json)
 
 
 @_group.command("check")
@@ -130,9 +132,9 @@ def check(name: str = NAME, as_json: bool = RESULT_JSON) -> None:
 
     remote = config.find(name)
     target = _target(remote.recipe) if remote.recipe else None
-    found = examined.examine(connection.connect(remote, ask=may_ask()), target)
-    show(checks.to_dict(found, remote=name), *checks.table(found), as_json=as_json)
-    raise typer.Exit(0 if checks.passed(found) else 1)
+    results = examined.examine(connection.connect(remote, ask=may_ask()), target)
+    show(checks.to_dict(results, remote=name), *checks.table(results), as_json=as_json)
+    raise typer.Exit(0 if checks.passed(results) else 1)
 
 
 @_group.command("gc")
@@ -156,11 +158,10 @@ def gc(
     from imgkit_builder.remote import gc as unused_files
 
     far = connected(name)
-    found = unused_files.find_unused(far, days)
-    removed = set(unused_files.remove(far, found)) if delete else set()
-    if found.unknown:
-        why = "; ".join(found.unknown)
-        terminal.err(f"imgkit: the files of all jobs there count as in use: {why}")
+    unused = unused_files.find_unused(far, days)
+    removed = set(unused_files.remove(far, unused)) if delete else set()
+    if unused.unknown:
+        terminal.err(f"imgkit: the files of all jobs there count as in use: {'; '.join(unused.unknown)}")
     rows = [
         {
             "path": file.path,
@@ -168,40 +169,38 @@ def gc(
             "last_used": int(file.used_s),
             "removed": file.path in removed,
         }
-        for file in found.files
+        for file in unused.files
     ]
     data = {
         "schema": SCHEMA,
         "remote": name,
         "folder": far.remote.folder,
         "days": days,
-        "in_use": found.used,
+        "in_use": unused.used,
         "unused": rows,
     }
     show(
         data,
-        *_unused(rows, found.used, delete=delete, again=f"imgkit remote gc {name} --days {days}"),
+        *_unused_lines(rows, unused.used, delete=delete, again=f"imgkit remote gc {name} --days {days}"),
         as_json=as_json,
     )
 
 
-def _unused(rows: list[dict[str, Any]], kept: int, *, delete: bool, again: str) -> list[str]:
+def _unused_lines(rows: list[dict[str, Any]], in_use: int, *, delete: bool, again: str) -> list[str]:
     """The files in lines, and what comes next."""
-    import time
-
     lines = []
     for row in rows:
         day = time.strftime("%Y-%m-%d", time.localtime(row["last_used"]))
-        word = "" if not delete else "removed  " if row["removed"] else "in use   "
-        lines.append(f"{word}{row['bytes'] / 1e6:10.1f} MB  last used {day}  {row['path']}")
+        verdict = "" if not delete else "removed  " if row["removed"] else "in use   "
+        lines.append(f"{verdict}{row['bytes'] / 1e6:10.1f} MB  last used {day}  {row['path']}")
     chosen = [row for row in rows if row["removed"] or not delete]
     size = sum(row["bytes"] for row in chosen) / 1e6
     if not rows:
-        return [f"nothing is unused; {kept} files are in use"]
+        return [f"nothing is unused; {in_use} files are in use"]
     if delete:
-        stay = kept + len(rows) - len(chosen)
+        stay = in_use + len(rows) - len(chosen)
         return [*lines, f"{len(chosen)} files removed, {size:.1f} MB; {stay} stay"]
-    counted = f"{len(rows)} files are unused, {size:.1f} MB; {kept} are in use"
+    counted = f"{len(rows)} files are unused, {size:.1f} MB; {in_use} are in use"
     return [*lines, counted, f"next: {again} --delete"]
 
 
@@ -210,9 +209,9 @@ def disconnect(name: str = NAME, as_json: bool = RESULT_JSON) -> None:
     """Close the shared connection; the next command logs in again."""
     from imgkit_builder.remote import config, connection
 
-    ended = connection.connect(config.find(name)).close()
-    text = f"the connection to {name} has ended" if ended else f"no connection to {name} was open"
-    show({"schema": SCHEMA, "remote": name, "ended": ended}, text, as_json=as_json)
+    was_open = connection.connect(config.find(name)).close()
+    text = f"the connection to {name} has ended" if was_open else f"no connection to {name} was open"
+    show({"schema": SCHEMA, "remote": name, "ended": was_open}, text, as_json=as_json)
 
 
 def may_ask() -> bool:
@@ -252,17 +251,19 @@ def follow(far: Connection, record: SubmittedJob) -> int:
         jobs.follow(far, record, terminal.passing(), say)
     except KeyboardInterrupt:
         say(f"the job continues; {back}")
-        return 130
+        return INTERRUPTED
     except Cut as error:
         raise Cut(error.what, where=error.where, hint=f"the job continues; {back}\n{error.hint}") from error
-    record = history.report(record, partial(jobs.finished, far)).record
-    keep_state(record)
-    if record.state == "ended":
-        say(f"{record.handle} has ended; the scheduler no longer knows its exit status")
-        return 0
-    well = record.state == "succeeded"
-    say(f"{record.handle} {'completed' if well else record.state}; imgkit fetch {record.handle}")
-    return 0 if well else 1
+    return _finish(history.report(record, partial(jobs.finished, far)))
+
+
+def _finish(report: JobReport) -> int:
+    """Save and show how a followed job has ended; return imgkit's exit code."""
+    from imgkit_builder.project import history
+
+    keep_state(report.record)
+    terminal.err(f"imgkit: {history.ending_text(report)}")
+    return 0 if report.record.state in ("succeeded", "ended") else 1
 
 
 def can_follow_here(record: SubmittedJob) -> bool:
@@ -293,10 +294,8 @@ def follow_here(record: SubmittedJob) -> int:
         report = history.wait(record, run)
     except KeyboardInterrupt:
         terminal.err(f"imgkit: the job continues; imgkit logs {record.handle}")
-        return 130
-    keep_state(report.record)
-    terminal.err(f"imgkit: {history.ending_text(report)}")
-    return 0 if report.record.state in ("succeeded", "ended") else 1
+        return INTERRUPTED
+    return _finish(report)
 
 
 def runner(record: SubmittedJob) -> Callable[[Sequence[str]], Finished]:
@@ -306,7 +305,7 @@ def runner(record: SubmittedJob) -> Callable[[Sequence[str]], Finished]:
     return jobs.runner(record, may_ask=may_ask())
 
 
-def asked(records: Sequence[SubmittedJob]) -> tuple[tuple[SubmittedJob, ...], bool]:
+def refreshed(records: Sequence[SubmittedJob]) -> tuple[tuple[SubmittedJob, ...], bool]:
     """The records with the states that their systems know now, which are kept; and whether all answered.
 
     A remote that cannot be reached is reported once, and is not asked again.
@@ -314,7 +313,7 @@ def asked(records: Sequence[SubmittedJob]) -> tuple[tuple[SubmittedJob, ...], bo
     from imgkit_builder.project import history
     from imgkit_builder.remote.connection import Cut
 
-    found, silent, complete = [], set(), True
+    current, silent, complete = [], set(), True
     for record in records:
         now = record
         try:
@@ -327,8 +326,8 @@ def asked(records: Sequence[SubmittedJob]) -> tuple[tuple[SubmittedJob, ...], bo
                 silent.add(record.remote)
         if now != record:
             keep_state(now)
-        found.append(now)
-    return tuple(found), complete
+        current.append(now)
+    return tuple(current), complete
 
 
 def _target(recipe: str) -> Any:

@@ -140,11 +140,11 @@ def _run_there(
 ) -> None:
     """Build, send what `remote` lacks, submit there, and follow."""
     from imgkit_builder.job import code as code_of
-    from imgkit_builder.job.request import given
+    from imgkit_builder.job.request import flags_in
     from imgkit_builder.remote import connection
     from imgkit_builder.workflow import remote_run
 
-    excess = [name for name in (*given(run), *given(image_flags)) if name in _NOT_ON_REMOTES]
+    excess = [name for name in (*flags_in(run), *flags_in(image_flags)) if name in _NOT_ON_REMOTES]
     if excess:
         raise UsageError(
             f"{excess[0]} cannot be combined with a remote",
@@ -171,7 +171,7 @@ def _run_there(
         terminal.err(f"imgkit: every ssh command opens its own connection: {far.unshared_reason}")
     far.login()
     with terminable(), reporter(as_json=options.as_json) as report:
-        done = remote_run.run(
+        submitted = remote_run.run(
             plan,
             far,
             base=options.base,
@@ -179,7 +179,7 @@ def _run_there(
             code=code,
             report=report,
         )
-    record, job = done.record, done.job
+    record, job = submitted.record, submitted.job
     followed = not (options.as_json or options.detach or record.array)
     _submitted(
         record,
@@ -189,7 +189,7 @@ def _run_there(
             "image": job.image,
             "delta": job.overlay or None,
             "code": dataclasses.asdict(job.code) if job.code else None,
-            "folder": done.home,
+            "folder": str(job.directory),
             "name": job.name,
         },
         options,
@@ -212,8 +212,8 @@ def _show_early(
         origins.of_word("recipe", plan.source, flag="RECIPE" if options.recipe else "", project=project),
     )
     values = origins.of_job(job, run, project)
-    known = {"image"} if plan.remote_image else set()
-    rows = (*first, *(row for row in values if row.name not in {*_UNKNOWN_HERE} - known))
+    resolved = {"image"} if plan.remote_image else set()
+    rows = (*first, *(row for row in values if row.name not in {*_UNKNOWN_HERE} - resolved))
     script = systems.named(job.system).script(job)
     terminal.err(f"imgkit: {plan.home} stands for the folder on {remote.name}")
     _show(job, script, rows if options.verbose else (), as_json=options.as_json)
@@ -236,8 +236,8 @@ def _run_here(options: _Options, run: Request, image_flags: ImageFlags, project:
             where="RECIPE",
             hint="name one (imgkit list), or write the file (imgkit init --recipe RECIPE)",
         )
-    asked = request_of(run, image_flags)
-    request = origins.under(asked, project)
+    flags_request = request_of(run, image_flags)
+    request = origins.under(flags_request, project)
     code = read_code(request, as_json=options.as_json) if isinstance(request, Request) else None
     prepared = submit.prepare(recipe, request, code)
     job, script = prepared.job, prepared.script
@@ -247,7 +247,7 @@ def _run_here(options: _Options, run: Request, image_flags: ImageFlags, project:
         terminal.err(f"imgkit: {warning}")
     if options.dry_run:
         prepared = submit.look_into(dataclasses.replace(prepared, job=job))
-        rows = tuple(origins.of_job(job, asked, project)) if options.verbose else ()
+        rows = tuple(origins.of_job(job, flags_request, project)) if options.verbose else ()
         _show(prepared.job, prepared.script, rows, as_json=options.as_json)
         return
     if not (script.foreground or script.remote):
@@ -270,8 +270,8 @@ def _run_here(options: _Options, run: Request, image_flags: ImageFlags, project:
         process.become(script.submit, cwd=job.directory)
     record = submit.send(job, script)
     interactive = isinstance(job, Job) and job.request.interactive
-    stays = not (options.as_json or options.detach or record.array or interactive)
-    followed = stays and record.answer is None and can_follow_here(record)
+    follows = not (options.as_json or options.detach or record.array or interactive)
+    followed = follows and record.answer is None and can_follow_here(record)
     _submitted(record, {**_described(job, script), "id": record.id}, options, followed=followed)
     if followed:
         raise typer.Exit(follow_here(record))
@@ -404,14 +404,14 @@ def verb_fetch(
     far.login()
     record = dataclasses.replace(record, fetched=str(folder.absolute()))
     with reporter(as_json=as_json) as report:
-        done = fetch.fetch(far, record, folder, checkpoints=checkpoints, report=report)
+        fetched = fetch.fetch(far, record, folder, checkpoints=checkpoints, report=report)
     submit.keep(record)  # imgkit runs finds the folder
-    text = f"{folder}  {len(done.new)} of {done.files} files were new, {done.bytes / 1e6:.1f} MB"
+    text = f"{folder}  {len(fetched.new)} of {fetched.files} files were new, {fetched.bytes / 1e6:.1f} MB"
     data = {
         "schema": SCHEMA,
         "folder": str(folder),
-        "files": done.files,
-        "new": [str(path) for path in done.new],
-        "bytes": done.bytes,
+        "files": fetched.files,
+        "new": [str(path) for path in fetched.new],
+        "bytes": fetched.bytes,
     }
     show(data, text, as_json=as_json)

@@ -1,15 +1,16 @@
-"""``imgkit runs``: what ran where, and how it went."""
+"""``imgkit runs``: what ran where, and how it went; ``imgkit status`` prints the same table."""
 
 from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from imgkit_builder.cli.common import RESULT_JSON, columns, show
-from imgkit_builder.cli.remote import asked
+from imgkit_builder.cli.remote import refreshed
 
 if TYPE_CHECKING:
     from imgkit_builder.job.request import SubmittedJob
@@ -36,45 +37,39 @@ def verb_runs(
       imgkit runs -n 100 --json
     """
     from imgkit_builder.job import submit
-    from imgkit_builder.project import history
 
     records = submit.records()[:most]
     if refresh:
-        records, _ = asked(records)
-    rows = [(one, history.numbers(one)) for one in records]
-    table = [("RUN", "SUBMITTED", "STATE", "STEP", "LOSS", "IMAGE", "CODE", "COMMAND")]
-    for one, numbers in rows:
-        loss = numbers.loss
-        table.append(
-            (
-                one.handle,
-                one.submitted[:16].replace("T", " ") or "-",
-                one.state or "submitted",
-                "-" if numbers.step is None else str(numbers.step),
-                "-" if loss is None else f"{loss:.6g}",
-                one.image_id.removeprefix("sha256:")[:12] or "-",
-                one.code.sha256[:12] if one.code else "-",
-                shlex.join(one.command) or "-",
-            )
-        )
-    data = {
-        "schema": SCHEMA,
-        "runs": [
-            {
-                **_described(one),
-                "submitted": one.submitted or None,
-                "state": one.state or "submitted",
-                "step": numbers.step,
-                "loss": numbers.loss,
-            }
-            for one, numbers in rows
-        ],
-    }
-    lines = columns(table) if rows else ("no runs yet; imgkit run starts one",)
+        records, _ = refreshed(records)
+    data = {"schema": SCHEMA, "runs": [job_data(record) for record in records]}
+    lines = jobs_table(records) if records else ("no runs yet; imgkit run starts one",)
     show(data, *lines, as_json=as_json)
 
 
-def _described(record: SubmittedJob) -> dict[str, Any]:
+def jobs_table(records: Sequence[SubmittedJob]) -> Iterator[str]:
+    """Yield a line for each of `records`, below a line of titles."""
+    from imgkit_builder.project import history
+
+    table = [("JOB", "SUBMITTED", "STATE", "STEP", "LOSS", "IMAGE", "CODE", "COMMAND")]
+    for record in records:
+        numbers = history.numbers(record)
+        table.append(
+            (
+                record.handle,
+                record.submitted[:16].replace("T", " ") or "-",
+                _state(record),
+                "-" if numbers.step is None else str(numbers.step),
+                "-" if numbers.loss is None else f"{numbers.loss:.6g}",
+                record.image_id.removeprefix("sha256:")[:12] or "-",
+                record.code.sha256[:12] if record.code else "-",
+                shlex.join(record.command) or "-",
+            )
+        )
+    return columns(table)
+
+
+def job_data(record: SubmittedJob) -> dict[str, Any]:
+    """Return the JSON form of `record`, with the last numbers of its run."""
     from imgkit_builder.project import history
 
     folder = history.folder_of(record)
@@ -87,4 +82,11 @@ def _described(record: SubmittedJob) -> dict[str, Any]:
         "code": dataclasses.asdict(record.code) if record.code else None,
         "command": list(record.command),
         "folder": str(folder) if folder and folder.is_dir() else None,
+        "submitted": record.submitted or None,
+        "state": _state(record),
+        **dataclasses.asdict(history.numbers(record)),
     }
+
+
+def _state(record: SubmittedJob) -> str:
+    return record.state or ("submitted" if record.answer is None else "unknown")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
@@ -28,34 +27,12 @@ from imgkit_builder.cli.common import (
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.workflow.convert import ConversionRequest, convert, plan_conversion
 from imgkit_entrypoints.errors import ImgkitError
+from imgkit_entrypoints.system import CompressionChoice
 
 if TYPE_CHECKING:
     from imgkit_builder.sif.conversion import Converted
 
 SCHEMA = 1
-
-
-class SifFormat(str, enum.Enum):
-    """Format of the file."""
-
-    SIF = "sif"
-    SQSH = "sqsh"
-
-
-class SifCompression(str, enum.Enum):
-    """Compression of the .sif."""
-
-    AUTO = "auto"
-    ZSTD = "zstd"
-    GZIP = "gzip"
-
-
-class SifWriter(str, enum.Enum):
-    """The program that writes the .sif."""
-
-    AUTO = "auto"
-    IMGKIT = "imgkit"
-    RUNTIME = "runtime"
 
 
 def verb_sif(
@@ -68,19 +45,19 @@ def verb_sif(
     output: Path | None = typer.Option(
         None, "--output", "-o", metavar="FILE", help="File to write (default: NAME.sif or NAME.sqsh here)."
     ),
-    format: SifFormat | None = typer.Option(
+    format: Literal["sif", "sqsh"] | None = typer.Option(
         None,
         "--format",
         help="sif: for Singularity and Apptainer. sqsh: for pyxis, enroot and Charliecloud (default: sqsh if "
         "the name of --output ends in .sqsh, else sif).",
     ),
-    writer: SifWriter = typer.Option(
-        SifWriter.AUTO,
+    writer: Literal["auto", "imgkit", "runtime"] = typer.Option(
+        "auto",
         help="imgkit: write the file with mksquashfs. runtime: let Singularity or Apptainer build it from "
         "the layers, through spython. auto: imgkit if mksquashfs is available, else runtime; prints which.",
     ),
-    compression: SifCompression = typer.Option(
-        SifCompression.AUTO,
+    compression: CompressionChoice = typer.Option(
+        "auto",
         help="auto: runtime.compression of the system, if it states one; else gzip in a .sqsh, and in a "
         ".sif zstd if this machine can write and mount it, else gzip.",
     ),
@@ -116,11 +93,11 @@ def verb_sif(
       imgkit sif mn5.tar --format sqsh
     """
     request = ConversionRequest(
-        format=format.value if format else None,
-        compression=compression.value,
+        format=format,
+        compression=compression,
         tmpdir=tmpdir,
         unpack_limit_bytes=gigabytes(unpack_limit),
-        writer=writer.value,
+        writer=writer,
         force=force,
         runtime=runtime,
         no_test=no_test,
@@ -152,8 +129,8 @@ def _converted(converted: Converted, target: Path) -> tuple[list[str], dict[str,
         "next": following,
     }
     lines = stage_lines(converted.stages)
-    about = f"{converted.size_bytes / MB:.1f} MB  {converted.arch}  {record.compression}, {record.runtime}"
-    lines.append(f"{target}  {about}{'  up to date' if converted.up_to_date else ''}")
+    summary = f"{converted.size_bytes / MB:.1f} MB  {converted.arch}  {record.compression}, {record.runtime}"
+    lines.append(f"{target}  {summary}{'  up to date' if converted.up_to_date else ''}")
     if record.image_id:
         lines.append(f"image  {record.image_id}")
     lines += [f"root   sha256:{record.root_sha256}", f"next:  {following}"]

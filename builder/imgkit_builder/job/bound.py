@@ -83,7 +83,7 @@ def bind(job: Job, run: Runner | None = None) -> Job:
     UsageError : nothing in the image can run the entry points; says what imgkit found there.
     ToolMissing : the runtime is not here.
     """
-    ask, chosen = run or _here, _chosen(job)
+    ask, chosen = run or _run_here, _chosen(job)
     if not (_needs_entry_points(job) if run else is_foreign(job)):
         return job
     digest = _digest(job, ask)
@@ -99,13 +99,13 @@ def bind(job: Job, run: Runner | None = None) -> Job:
             )
         return job
     # What only the nodes have cannot be mounted here.
-    here = tuple(one for one in job.binds if os.path.lexists(one.partition(":")[0]))
-    seen = _look(job if run else dataclasses.replace(job, binds=here), digest, ask)
+    present = tuple(mount for mount in job.binds if os.path.lexists(mount.partition(":")[0]))
+    seen = _look(job if run else dataclasses.replace(job, binds=present), digest, ask)
     if seen.built and seen.entry_points and not chosen:
         return job
     _refuse(job, seen)
     folder = f"{job.directory}/deltas/{name_of(job)}"
-    made = BoundEntryPoints(
+    entry_points = BoundEntryPoints(
         version=__version__,
         folder=quoting.check("--directory", folder),
         python=seen.path,
@@ -113,7 +113,7 @@ def bind(job: Job, run: Runner | None = None) -> Job:
         activate=job.request.activate,
         digest="" if digest == "folder" else digest,
     )
-    return dataclasses.replace(job, bound=made)
+    return dataclasses.replace(job, bound=entry_points)
 
 
 def members(job: Job) -> tuple[tuple[str, bytes], ...]:
@@ -141,10 +141,10 @@ def write(job: Job) -> None:
     if job.bound is None:
         return
 
-    def fill(made: Path) -> None:
+    def fill(folder: Path) -> None:
         for name, data in members(job):
-            (made / name).parent.mkdir(parents=True, exist_ok=True)
-            with files.create(made / name) as stream:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with files.create(folder / name) as stream:
                 stream.write(data)
 
     write_folder(Path(job.bound.folder), fill)
@@ -154,19 +154,19 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     """Put the folder `target` in place, which `fill` writes, unless it is there. Raises as `write` does."""
     if os.path.lexists(target):
         if target.is_symlink() or files.foreign_folder(target):
-            what = "it is a link or belongs to another user, and the job would execute what is in it"
-            raise UsageError(what, where=str(target), hint="remove it, or choose another --directory")
+            message = "it is a link or belongs to another user, and the job would execute what is in it"
+            raise UsageError(message, where=str(target), hint="remove it, or choose another --directory")
         return
     target.parent.mkdir(exist_ok=True)
-    made = files.temporary_name(target)
+    temporary = files.temporary_name(target)
     try:
-        fill(made)
-        files.publish(made, target)
+        fill(temporary)
+        files.publish(temporary, target)
     except OSError:
         if not target.is_dir():  # another job may have made it meanwhile
             raise
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _needs_entry_points(job: Job) -> bool:
@@ -178,14 +178,14 @@ def _chosen(job: Job) -> str:
     """The flag that chooses the Python; empty if there is none."""
     chosen = next((f"--{name}" for name in ("python", "activate") if getattr(job.request, name)), "")
     if chosen and job.run_by == "pyxis" and not pyxis.is_file(job.image):
-        what = f"imgkit does not look into {job.image}, an image of a registry"
-        raise UsageError(what, where=chosen, hint=pyxis.NEEDS_FILE)
+        message = f"imgkit does not look into {job.image}, an image of a registry"
+        raise UsageError(message, where=chosen, hint=pyxis.NEEDS_FILE)
     if chosen and job.run_by in ("host", "kubernetes"):
         hint = "leave it out" if job.run_by == "host" else "build an image with that one as its base"
         raise UsageError(f"{job.run_by} binds nothing into an image", where=chosen, hint=hint)
     if job.request.python and not _needs_entry_points(job):
-        what = "--python chooses the Python of the dist-* commands, and the job runs none"
-        raise UsageError(what, where="--python", hint="-- dist-run SCRIPT, or --activate")
+        message = "--python chooses the Python of the dist-* commands, and the job runs none"
+        raise UsageError(message, where="--python", hint="-- dist-run SCRIPT, or --activate")
     for flag, value in (("--python", job.request.python), ("--activate", job.request.activate)):
         if any(ord(letter) < 32 for letter in value):
             raise UsageError("it holds a control character", where=flag)
@@ -199,7 +199,7 @@ def _chosen(job: Job) -> str:
     return chosen
 
 
-def _here(argv: Sequence[str]) -> Finished:
+def _run_here(argv: Sequence[str]) -> Finished:
     try:
         return process.run(argv, check=False)
     except ToolMissing as error:
@@ -209,40 +209,40 @@ def _here(argv: Sequence[str]) -> Finished:
 def _digest(job: Job, run: Runner) -> str:
     """What stands for the image's content; empty where the image is not here. A folder has only its path."""
     if job.run_by == "docker":
-        words = (container.program(job), "image", "inspect", "--format", "{{.Id}}", job.image)
-        found = run(words)
-        last = found.output.strip().rpartition("\n")[2]  # warnings come before it
-        return last if found.returncode == 0 and re.fullmatch(r"(sha256:)?[0-9a-f]{64}", last) else ""
+        argv = (container.program(job), "image", "inspect", "--format", "{{.Id}}", job.image)
+        answer = run(argv)
+        last = answer.output.strip().rpartition("\n")[2]  # warnings come before it
+        return last if answer.returncode == 0 and re.fullmatch(r"(sha256:)?[0-9a-f]{64}", last) else ""
     line = container.EDGES.format(bytes=container.EDGE_BYTES, image='"$1"')
     check = f'if [ -d "$1" ]; then echo folder; elif [ -r "$1" ]; then {line}; fi'
-    said = run(("sh", "-c", check, "sh", job.image)).output.split()
-    return said[0] if said else ""
+    fields = run(("sh", "-c", check, "sh", job.image)).output.split()
+    return fields[0] if fields else ""
 
 
 def _look(job: Job, digest: str, run: Runner) -> PythonSeen:
     """What the image's Python says of itself, from the cache where the same image was looked at before."""
     argv = _argv(job)
     key = hashlib.sha256(json.dumps([__version__, digest, *argv]).encode()).hexdigest()
-    kept = files.cache_dir() / "looks" / f"{key}.json"
-    if digest != "folder" and (known := _kept(kept)):
-        return known
+    cache = files.cache_dir() / "looks" / f"{key}.json"
+    if digest != "folder" and (cached := _read_cache(cache)):
+        return cached
     finished = run(argv)
     seen = inside.parse_python(finished.output)
     if seen is None:
         raise _no_python(job, finished)
     if digest != "folder":
-        files.write_cache(kept, json.dumps(dataclasses.asdict(seen)))
+        files.write_cache(cache, json.dumps(dataclasses.asdict(seen)))
     return seen
 
 
-def _kept(file: Path) -> PythonSeen | None:
+def _read_cache(file: Path) -> PythonSeen | None:
     try:
         if files.foreign(file):
             return None
-        found: PythonSeen = json_text.read(PythonSeen, json_text.load(file), "it", closed=True)
+        seen: PythonSeen = json_text.read(PythonSeen, json_text.load(file), "it", closed=True)
     except (OSError, ValueError, TypeError):
         return None
-    return found
+    return seen
 
 
 def _argv(job: Job) -> tuple[str, ...]:
@@ -251,14 +251,14 @@ def _argv(job: Job) -> tuple[str, ...]:
     probe = inside.python_argv(job.request.python)
     if job.run_by == "pyxis":
         return _without_pyxis(plain, probe)
-    words = container.start(plain, probe)
+    argv = container.start(plain, probe)
     modules = container.modules(job)
     if not modules:
-        return words
+        return argv
     # Where there are no modules, the runtime may be on PATH; if it is not, bash says so.
     load = shlex.join(("module", "load", *modules))
     script = f'if type module > /dev/null 2>&1; then {load} || exit; fi; exec "$@"'
-    return ("bash", "-lc", script, "bash", *words)
+    return ("bash", "-lc", script, "bash", *argv)
 
 
 _STARTERS = ("apptainer", "singularity", "ch-run", "enroot")
@@ -284,26 +284,26 @@ def _without_pyxis(job: Job, probe: Sequence[str]) -> tuple[str, ...]:
     runtime = Runtime(kind="singularity", command=program, host_libs=libraries)
     system = dataclasses.replace(job.recipe.system, runtime=runtime)
     recipe = dataclasses.replace(job.recipe, system=system)
-    words = container.start(dataclasses.replace(job, recipe=recipe, run_by="singularity"), probe)
-    at = words.index(job.image)
+    argv = container.start(dataclasses.replace(job, recipe=recipe, run_by="singularity"), probe)
+    at = argv.index(job.image)
     if program == "ch-run":
         # It hands on PATH, and mounts only where the image has a folder: what is in a mount is not seen.
-        return ("env", "-u", "LD_LIBRARY_PATH", f"PATH={_PATH}", path, job.image, "--", *words[at + 1 :])
+        return ("env", "-u", "LD_LIBRARY_PATH", f"PATH={_PATH}", path, job.image, "--", *argv[at + 1 :])
     if program == "enroot":
-        pairs = [words[number + 1] for number in range(at) if words[number] == "--bind"]
-        whole = (one if ":" in one else f"{one}:{one}" for one in pairs)
-        places = (":".join((*one.split(":")[:2], "x-create=auto,bind")) for one in whole)
-        mounts = (word for place in places for word in ("--mount", place))
+        pairs = [argv[number + 1] for number in range(at) if argv[number] == "--bind"]
+        bind_pairs = (pair if ":" in pair else f"{pair}:{pair}" for pair in pairs)
+        specs = (":".join((*pair.split(":")[:2], "x-create=auto,bind")) for pair in bind_pairs)
+        mounts = (option for spec in specs for option in ("--mount", spec))
         # Its hook for GPUs ends the container where there are none.
-        return (program, "start", "--env", "NVIDIA_VISIBLE_DEVICES=void", *mounts, *words[at:])
-    return words
+        return (program, "start", "--env", "NVIDIA_VISIBLE_DEVICES=void", *mounts, *argv[at:])
+    return argv
 
 
 def _no_python(job: Job, finished: Finished) -> UsageError | ToolMissing:
-    said = [line.strip() for line in finished.output.splitlines() if line.strip()]
-    own = ("imgkit: the command of --activate", "module load ")  # a site's modules may echo what they do
-    said = [line for line in said if not line.startswith(own)]
-    last = said[-1] if said else f"exit code {finished.returncode}"
+    lines = [line.strip() for line in finished.output.splitlines() if line.strip()]
+    notices = ("imgkit: the command of --activate", "module load ")  # a site's modules may echo what they do
+    lines = [line for line in lines if not line.startswith(notices)]
+    last = lines[-1] if lines else f"exit code {finished.returncode}"
     if finished.returncode == 127 and not last.startswith("no program ") and job.run_by != "pyxis":
         program = job.recipe.module_line or container.program(job)
         return ToolMissing(
@@ -338,28 +338,28 @@ def _shell(job: Job) -> str:
 def _refuse(job: Job, seen: PythonSeen) -> None:
     """Raise UsageError for a Python that cannot run the entry points, or that the nodes cannot run."""
     least = ".".join(map(str, bases.FLOOR))
-    about = f"the Python of this image, {seen.path or 'without a path'}, is {seen.version}"
+    subject = f"the Python of this image, {seen.path or 'without a path'}, is {seen.version}"
     if tuple(int(part) for part in seen.version.split(".")[:2]) < bases.FLOOR:
         raise UsageError(
-            f"{about}; the entry points need Python {least}", where=job.image, hint=_CHOOSE_OTHER
+            f"{subject}; the entry points need Python {least}", where=job.image, hint=_CHOOSE_OTHER
         )
     if not seen.torch:
-        raise UsageError(f"{about} and has no torch", where=job.image, hint=_CHOOSE_OTHER)
-    archs = [one.removeprefix("linux/") for one in job.recipe.platforms]
+        raise UsageError(f"{subject} and has no torch", where=job.image, hint=_CHOOSE_OTHER)
+    archs = [platform_name.removeprefix("linux/") for platform_name in job.recipe.platforms]
     if archs and seen.machine not in (name for arch in archs for name in kernel_names(arch)):
         raise UsageError(
-            f"{about} and for {seen.machine}, but the nodes are {' or '.join(archs)}",
+            f"{subject} and for {seen.machine}, but the nodes are {' or '.join(archs)}",
             where=job.image,
             hint="an image for the nodes: --image PATH",
         )
     if "+rocm" in seen.torch and not chooses_cpus(job.request):
-        what, hint = bases.for_amd(f"torch {seen.torch} of this image is for AMD GPUs")
-        raise UsageError(what, where=job.image, hint=hint)
+        message, hint = bases.for_amd(f"torch {seen.torch} of this image is for AMD GPUs")
+        raise UsageError(message, where=job.image, hint=hint)
     site = seen.entry_points or seen.site
     can_mount = pyxis.mounts(site) if job.run_by == "pyxis" else re.fullmatch(r"/[^:,\x00-\x1f]*", site)
     if not site or not can_mount or not seen.path.startswith("/"):
         raise UsageError(
-            f"{about} and has no folder of packages to which imgkit can bind its entry points"
+            f"{subject} and has no folder of packages to which imgkit can bind its entry points"
             + (f": {site!r}" if site else ""),
             where=job.image,
             hint=_CHOOSE_OTHER,

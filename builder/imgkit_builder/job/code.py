@@ -50,34 +50,34 @@ def read(request: Request, *, large: bool, report: Reporter) -> CodeFolder:
     assert request.code is not None  # noqa: S101 - the caller has looked
     folder = request.code
     if not folder.is_dir():
-        what = "not a directory" if os.path.lexists(folder) else "no such directory"
+        message = "not a directory" if os.path.lexists(folder) else "no such directory"
         raise UsageError(
-            what, where=f"--code {folder}", hint="the folder of your code, for example: --code ."
+            message, where=f"--code {folder}", hint="the folder of your code, for example: --code ."
         )
-    found = tuple(_found(folder, request.allow))
-    if not any(one.kind != "dir" for one in found):
+    entries = tuple(_entries(folder, request.allow))
+    if not any(entry.kind != "dir" for entry in entries):
         raise UsageError(
             "nothing to ship: every file is ignored",
             where=f"--code {folder}",
             hint=".gitignore and .dockerignore leave files out: git status --ignored",
         )
     if not large:
-        _refuse_large(folder, found)
-    if sum(one.size_bytes for one in found) > LARGE_BYTES:
+        _refuse_large(folder, entries)
+    if sum(entry.size_bytes for entry in entries) > LARGE_BYTES:
         report.stage(f"read {folder}")
-    layer = CodeTree(found, report)
+    layer = CodeTree(entries, report)
     described, clean = _git_state(folder)
     record = CodeRecord(sha256=layer.sha256, git=described, uncommitted=not clean)
-    projects = tuple(_projects(folder, found))
+    projects = tuple(_projects(folder, entries))
     return CodeFolder(folder=folder, tree=layer, record=record, projects=projects)
 
 
-def _projects(folder: Path, found: Iterable[CodeFile]) -> Iterator[InstalledProject]:
-    files = {one.name: one.source for one in found if one.kind == "file"}
+def _projects(folder: Path, entries: Iterable[CodeFile]) -> Iterator[InstalledProject]:
+    files = {entry.name: entry.source for entry in entries if entry.kind == "file"}
     for name, file in files.items():
         if posixpath.basename(name) == PYPROJECT:
-            place = posixpath.normpath(f"/{CODE_PLACE}/{posixpath.dirname(name)}")
-            yield InstalledProject(name=project_name(file), folder=place)
+            path = posixpath.normpath(f"/{CODE_PLACE}/{posixpath.dirname(name)}")
+            yield InstalledProject(name=project_name(file), folder=path)
     has_package = any(posixpath.basename(name) == "__init__.py" for name in files)
     if PYPROJECT not in files and (has_package or folder.resolve().name == "src"):
         above = [parent / PYPROJECT for parent in folder.resolve().parents]
@@ -110,32 +110,32 @@ def refuse_unused_bind(job: Job, sif: Path | None) -> None:
 
 
 def _refuse_unused(
-    projects: Sequence[InstalledProject], given: str, recipe: Target, sif: Path | None, overlay: str
+    projects: Sequence[InstalledProject], flag: str, recipe: Target, sif: Path | None, overlay: str
 ) -> None:
-    own = next((one.name for one in projects if one.folder in ("", f"/{CODE_PLACE}")), "")
-    installed = recipe.projects if sif is None else baked.projects(sif, overlay, own)
+    own_name = next((project.name for project in projects if project.folder in ("", f"/{CODE_PLACE}")), "")
+    installed = recipe.projects if sif is None else baked.projects(sif, overlay, own_name)
     for sent in projects:
-        for one in installed:
-            if one.name == sent.name and (not one.folder or one.folder != sent.folder):
-                raise _unused(sent, one, given, recipe)
+        for project in installed:
+            if project.name == sent.name and (not project.folder or project.folder != sent.folder):
+                raise _unused(sent, project, flag, recipe)
 
 
-def _unused(sent: InstalledProject, found: InstalledProject, given: str, recipe: Target) -> UsageError:
+def _unused(sent: InstalledProject, installed: InstalledProject, flag: str, recipe: Target) -> UsageError:
     name = f"the project {sent.name}" if sent.name else "a project without a name"
     holds = f"has {name} in {sent.folder}" if sent.folder else f"is only a part of {name}"
-    runs = f"that in {found.folder}" if found.folder else "its copy in site-packages"
-    wanted = sent.folder or f"/{CODE_PLACE}"
-    steps = (one.step for one in (*recipe.projects, found) if one.name == found.name)
-    step = next((one for one in steps if one is not None), None)
+    runs = f"that in {installed.folder}" if installed.folder else "its copy in site-packages"
+    target = sent.folder or f"/{CODE_PLACE}"
+    steps = (project.step for project in (*recipe.projects, installed) if project.name == installed.name)
+    step = next((number for number in steps if number is not None), None)
     key = "a pip step" if step is None else f"image.pip[{step}]"
     hints = [] if sent.folder else ["--code with the whole folder of the project"]
-    if found.folder != wanted:
+    if installed.folder != target:
         hints.append(
-            f"set `editable: {wanted}` in {key} of the recipe {recipe.name}, and build the image again"
+            f"set `editable: {target}` in {key} of the recipe {recipe.name}, and build the image again"
         )
     return UsageError(
         f"the code {holds}, but the image runs {runs}",
-        where=recipe.where("image", "pip", step or 0, "project") if recipe.positions else given,
+        where=recipe.where("image", "pip", step or 0, "project") if recipe.positions else flag,
         hint="; ".join(hints),
     )
 
@@ -148,29 +148,29 @@ def refuse_shadowed(code: CodeFolder, job: Job) -> None:
     UsageError : the job would run files that may change until it starts, and its record would name the code.
     """
     root, folder = code.folder.resolve(), Path(job.workdir or job.directory.resolve())
-    other = "choose another folder for the job: --directory DIR"
-    for before, word in zip(("", *job.command), job.command, strict=False):
-        module = word.partition(".")[0] if before == "-m" else ""
-        for part in (module, f"{module}.py") if module else (word,):
-            here = os.path.normpath(folder / part)
-            if here.startswith(f"/{CODE_PLACE}/"):  # where the code is mounted
+    advice = "choose another folder for the job: --directory DIR"
+    for before, argument in zip(("", *job.command), job.command, strict=False):
+        module = argument.partition(".")[0] if before == "-m" else ""
+        for part in (module, f"{module}.py") if module else (argument,):
+            path = os.path.normpath(folder / part)
+            if path.startswith(f"/{CODE_PLACE}/"):  # where the code is mounted
                 continue
-            for name in (os.path.normpath(part), os.path.relpath(here, root)):
+            for name in (os.path.normpath(part), os.path.relpath(path, root)):
                 sent = code.tree.files.get(name)
-                if sent and (module or sent.kind == "file") and os.path.lexists(here):
+                if sent and (module or sent.kind == "file") and os.path.lexists(path):
                     raise UsageError(
-                        f"the job would read {here}, and not what --code {code.folder} sends",
-                        where=f"the command's {word}",
-                        hint=other if module else f"/{CODE_PLACE}/{name}, or {other}",
+                        f"the job would read {path}, and not what --code {code.folder} sends",
+                        where=f"the command's {argument}",
+                        hint=advice if module else f"/{CODE_PLACE}/{name}, or {advice}",
                     )
 
 
-def _found(folder: Path, allow: Sequence[str]) -> Iterator[CodeFile]:
+def _entries(folder: Path, allow: Sequence[str]) -> Iterator[CodeFile]:
     secret: list[str] = []
     bring_back = [f"!{name}" for name in allow]
     try:
-        for one in sources.walk(folder, bring_back, listed=_listed_by_git(folder), secret=secret):
-            yield _file(one)
+        for entry in sources.walk(folder, bring_back, listed=_listed_by_git(folder), secret=secret):
+            yield _file(entry)
     except FileNotFoundError as error:
         raise UsageError(
             "it was removed while imgkit read it", where=str(error.filename), hint="run the command again"
@@ -190,13 +190,13 @@ def _found(folder: Path, allow: Sequence[str]) -> Iterator[CodeFile]:
         )
 
 
-def _file(found: sources.SourceEntry) -> CodeFile:
-    path, status = Path(found.entry.path), found.entry.stat(follow_symlinks=False)
+def _file(entry: sources.SourceEntry) -> CodeFile:
+    path, status = Path(entry.entry.path), entry.entry.stat(follow_symlinks=False)
     if stat.S_ISDIR(status.st_mode):
-        return CodeFile(name=found.name, kind="dir", source=path)
+        return CodeFile(name=entry.name, kind="dir", source=path)
     if stat.S_ISLNK(status.st_mode):
         # Not Path.readlink: it loses ./ and //.
-        return CodeFile(name=found.name, kind="symlink", source=path, link=os.readlink(path))  # noqa: PTH115
+        return CodeFile(name=entry.name, kind="symlink", source=path, link=os.readlink(path))  # noqa: PTH115
     if not stat.S_ISREG(status.st_mode):
         raise UsageError(
             "only files, folders and links go to the nodes, and this is none",
@@ -204,7 +204,7 @@ def _file(found: sources.SourceEntry) -> CodeFile:
             hint="list it in .gitignore or .dockerignore",
         )
     return CodeFile(
-        name=found.name,
+        name=entry.name,
         kind="file",
         source=path,
         size_bytes=status.st_size,
@@ -214,9 +214,9 @@ def _file(found: sources.SourceEntry) -> CodeFile:
 
 def _listed_by_git(folder: Path) -> Collection[str] | None:
     """The files of `folder` that git tracks or does not ignore; None where git does not know the folder."""
-    words = (*process.GIT, "-C", str(folder), "ls-files", "-coz", "--exclude-standard")
+    argv = (*process.GIT, "-C", str(folder), "ls-files", "-coz", "--exclude-standard")
     try:
-        output = b"".join(process.through(words, []))
+        output = b"".join(process.through(argv, []))
     except (ToolMissing, ToolFailed):
         return None
     names: list[str] = []
@@ -225,7 +225,7 @@ def _listed_by_git(folder: Path) -> Collection[str] | None:
         names.append(name)
         inside = folder / name
         if inside.is_dir() and not inside.is_symlink():  # a repository in this one
-            names += (f"{name}/{one}" for one in _listed_by_git(inside) or ())
+            names += (f"{name}/{nested}" for nested in _listed_by_git(inside) or ())
     # Git lists nothing in a folder that it ignores as a whole, and which was named on purpose.
     return names or None
 
@@ -243,16 +243,16 @@ def _git_state(folder: Path) -> tuple[str, bool]:
     return described.output.strip(), not changed.output.strip()
 
 
-def _refuse_large(folder: Path, found: Sequence[CodeFile]) -> None:
+def _refuse_large(folder: Path, entries: Sequence[CodeFile]) -> None:
     """Name the largest parts of code that is larger than `LARGE_BYTES`."""
     sizes: collections.Counter[str] = collections.Counter()
-    for one in found:
-        sizes[one.name.partition("/")[0]] += one.size_bytes
+    for entry in entries:
+        sizes[entry.name.partition("/")[0]] += entry.size_bytes
     if sizes.total() <= LARGE_BYTES:
         return
-    shown = ", ".join(f"{name} {size_text(size)}" for name, size in sizes.most_common(3) if size > 10**6)
+    largest = ", ".join(f"{name} {size_text(size)}" for name, size in sizes.most_common(3) if size > 10**6)
     raise LargeContext(
-        f"the code has {size_text(sizes.total())}: {shown}",
+        f"the code has {size_text(sizes.total())}: {largest}",
         where=f"--code {folder}",
         hint="list data in .gitignore or .dockerignore, and bind it when the job starts (--bind); to send "
         "all of it: --yes",

@@ -79,27 +79,28 @@ def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> t
         command = _with_python(job.bound, command)
     activate = _activation(job)
     if job.run_by == "pyxis":
-        mounts, own = (*code_mounts(job), *_libraries(job), *job.binds, *_bound(job)), _listed_libraries(job)
+        mounts = (*code_mounts(job), *_libraries(job), *job.binds, *_bound(job))
+        libraries = _listed_libraries(job)
         return pyxis.start(
-            job, command, options=options(job), mounts=mounts, libraries=own, activate=activate
+            job, command, options=options(job), mounts=mounts, libraries=libraries, activate=activate
         )
     if job.run_by == "docker":
-        words = (program(job), "run", "--rm", *options(job), *_docker_mounts(job, forward))
-        return (*words, job.image, *activate, *command)
+        argv = (program(job), "run", "--rm", *options(job), *_docker_mounts(job, forward))
+        return (*argv, job.image, *activate, *command)
     # By env inside the container: apptainer and older versions of singularity execute $(...) in the values of
     # --env and SINGULARITYENV_*, and a variable that the image sets overrides an exported one.
-    given = ("env", *(f"{name}={value}" for name, value in job.env.items())) if job.env else ()
+    with_env = ("env", *(f"{name}={value}" for name, value in job.env.items())) if job.env else ()
     if job.run_by == "singularity":
-        words = (program(job), QUIET, "exec", *options(job), *_mounts(job), *_pwd(job))
+        argv = (program(job), QUIET, "exec", *options(job), *_mounts(job), *_pwd(job))
         listed = _listed_libraries(job)
         first = quoting.search_first(listed) if listed else ""
-        own = sqsh.environment_words(first) if is_sqsh(job) else ()
-        return (*words, job.image, *own, *activate, *given, *command)
+        set_env = sqsh.environment_words(first) if is_sqsh(job) else ()
+        return (*argv, job.image, *set_env, *activate, *with_env, *command)
     if command and command[0].startswith("dist-"):
         # Only images have dist-* programs; the installed package does not.
         python = f"{job.image}/bin/python3" if job.image else "python3"
         command = (python, "-I", "-m", "imgkit_entrypoints", *command)
-    return (*given, *command)
+    return (*with_env, *command)
 
 
 def _with_python(bound: BoundEntryPoints, command: Sequence[str]) -> tuple[str, ...]:
@@ -156,13 +157,13 @@ def options(job: Job) -> tuple[str, ...]:
     """Options of the runtime at every start."""
     runtime = job.recipe.system.runtime
     usual = {"singularity": ("--nv",), "docker": DOCKER_OPTIONS}.get(job.run_by, ())
-    words = runtime.options if runtime.kind == job.run_by else usual
+    chosen = runtime.options if runtime.kind == job.run_by else usual
     if job.run_by == "docker" and job.system == "slurm":
-        names = {word.partition("=")[0] for word in words}
-        words = (*words, *(word for word in PODMAN_OPTIONS if word.partition("=")[0] not in names))
-    elif job.run_by == "docker" and not any("nofile" in word for word in (*words, *job.request.options)):
-        words = (*words, OPEN_FILES)
-    return words if job.gpus else tuple(word for word in words if word not in GPU_OPTIONS)
+        names = {option.partition("=")[0] for option in chosen}
+        chosen = (*chosen, *(option for option in PODMAN_OPTIONS if option.partition("=")[0] not in names))
+    elif job.run_by == "docker" and not any("nofile" in option for option in (*chosen, *job.request.options)):
+        chosen = (*chosen, OPEN_FILES)
+    return chosen if job.gpus else tuple(option for option in chosen if option not in GPU_OPTIONS)
 
 
 def modules(job: AnyJob) -> tuple[str, ...]:
@@ -190,12 +191,12 @@ _UNCLEAN = f"unset {' '.join(_CLEANING)}"
 def _unchanged(job: Job, digest: str) -> str:
     """Shell lines that end the job where its image is not the one that imgkit looked into, or is missing."""
     if job.run_by != "docker":
-        found, digest = EDGES.format(bytes=EDGE_BYTES, image='"$image"'), f"{digest}  -"
+        command, digest = EDGES.format(bytes=EDGE_BYTES, image='"$image"'), f"{digest}  -"
     else:
-        found = f"{shlex.quote(program(job))} image inspect --format '{{{{.Id}}}}' \"$image\""
+        command = f"{shlex.quote(program(job))} image inspect --format '{{{{.Id}}}}' \"$image\""
     return f"""\
 image={shlex.quote(job.image)}
-if [ "$({found})" != "{digest}" ]; then
+if [ "$({command})" != "{digest}" ]; then
     echo "imgkit: $image has changed since its job was submitted, or this node lacks it: submit again" >&2
     exit 2
 fi"""
@@ -230,7 +231,7 @@ def _mounts(job: Job) -> tuple[str, ...]:
     """Options that mount the delta, the code, the libraries and the folders."""
     overlay = ("--overlay", f"{job.overlay}:ro") if job.overlay else ()
     folders = (*code_mounts(job), *_libraries(job), *job.binds, *_bound(job), str(job.directory))
-    return (*overlay, *(word for bind in folders for word in ("--bind", bind)))
+    return (*overlay, *(argument for bind in folders for argument in ("--bind", bind)))
 
 
 def code_mounts(job: Job) -> tuple[str, ...]:
@@ -268,13 +269,13 @@ def _pwd(job: Job) -> tuple[str, ...]:
 def _docker_mounts(job: Job, forward: Sequence[str]) -> tuple[str, ...]:
     by_rule = _libraries(job) if job.recipe.system.fabric.host_libs == "auto" else ()
     binds = (*by_rule, *job.binds, *_bound(job), f"{job.directory}:{job.directory}")
-    given = {**job.settings, **job.env}
+    variables = {**job.settings, **job.env}
     return (
-        *(word for bind in binds for word in ("--volume", bind if ":" in bind else f"{bind}:{bind}")),
+        *(argument for bind in binds for argument in ("--volume", bind if ":" in bind else f"{bind}:{bind}")),
         *("--workdir", job.workdir or str(job.directory)),
-        *(word for name, value in given.items() for word in ("--env", f"{name}={value}")),
+        *(argument for name, value in variables.items() for argument in ("--env", f"{name}={value}")),
         *(("--env-file", job.env_file) if job.env_file else ()),
-        *(word for name in (*job.names, *forward) for word in ("--env", name)),
+        *(argument for name in (*job.names, *forward) for argument in ("--env", name)),
     )
 
 
@@ -318,8 +319,8 @@ def making(job: ImageJob) -> tuple[str, ...]:
     """The argv that makes the image of `job`."""
     request = job.request
     if isinstance(request, ConversionJobRequest):
-        stated = job.recipe.system.runtime.compression
-        packed = ("--compression", stated) if stated != "auto" else ()
+        compression = job.recipe.system.runtime.compression
+        packed = ("--compression", compression) if compression != "auto" else ()
         return ("imgkit", "sif", str(request.archive.absolute()), "-o", job.image, *packed)
     file = Path(request.build)
     built = str(file.absolute()) if file.suffix in _RECIPE_FILES else request.build
@@ -377,8 +378,8 @@ def workdir(recipe: Target, request: Request, run_by: RunBy) -> str:
         if run_by == "host":
             hint = "--directory DIR: the job's folder, in which the command starts"
             raise UsageError("--runtime host has no container", where="--workdir", hint=hint)
-        for what, hint in () if request.workdir == "." else rules.image_path(request.workdir):
-            raise UsageError(what, where="--workdir", hint=f"{hint}; .: the job's folder")
+        for message, hint in () if request.workdir == "." else rules.image_path(request.workdir):
+            raise UsageError(message, where="--workdir", hint=f"{hint}; .: the job's folder")
         return "" if request.workdir == "." else request.workdir
     if run_by == "host":
         return ""
@@ -404,8 +405,8 @@ def with_code(job: Job, code: CodeRecord, folder: str) -> Job:
 
 def environment(request: Request, run_by: RunBy, image: str, delta: Delta | None) -> Mapping[str, str]:
     """Variables that are set inside the container; the user's own win."""
-    given = (variable(text) for text in request.env if "=" in text)
-    return {**_delta_id(run_by, Path(image), delta), **dict(given)}
+    pairs = (variable(text) for text in request.env if "=" in text)
+    return {**_delta_id(run_by, Path(image), delta), **dict(pairs)}
 
 
 def refuse_secrets(recipe: Target, request: Allocation) -> None:
@@ -414,16 +415,16 @@ def refuse_secrets(recipe: Target, request: Allocation) -> None:
     ``--env`` has a check of its own, `variable`.
     """
     system = recipe.system
-    given: list[tuple[str, tuple[str, ...]]] = [
+    texts: list[tuple[str, tuple[str, ...]]] = [
         ("COMMAND", request.command if isinstance(request, Request) else ()),
         (recipe.where("system", "runtime", "options"), system.runtime.options),
         (recipe.where("system", "queue", "options"), system.queue.options),
     ]
     for flags in (request, *request.system_flags):
-        for known in declared(type(flags)):
-            value = getattr(flags, known.field)
-            given.append((known.names[0], tuple(map(str, value if isinstance(value, tuple) else (value,)))))
-    for where, arguments in given:
+        for flag in declared(type(flags)):
+            value = getattr(flags, flag.field)
+            texts.append((flag.names[0], tuple(map(str, value if isinstance(value, tuple) else (value,)))))
+    for where, arguments in texts:
         if where == "--env":
             continue
         if kind := secret_patterns.in_arguments(arguments):
@@ -495,19 +496,19 @@ def variable(text: str) -> tuple[str, str]:
 
 def _name(name: str, text: str) -> str:
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        shown = secret_patterns.masked(text)
-        raise UsageError(f"{shown!r} is not a variable", where="--env", hint="NAME=VALUE, or NAME")
+        masked = secret_patterns.masked(text)
+        raise UsageError(f"{masked!r} is not a variable", where="--env", hint="NAME=VALUE, or NAME")
     return name
 
 
 def secret(request: Request, directory: Path) -> Mapping[str, str]:
     """Variables of the node agent that say where the run's secret is, and whether there must be one."""
-    found = {}
+    variables = {}
     if file := _secret_file(request, directory):
-        found[VARIABLE] = str(file)
+        variables[VARIABLE] = str(file)
     if request.require_secret:
-        found["IMGKIT_REQUIRE_SECRET"] = "1"  # noqa: S105 - a switch
-    return found
+        variables["IMGKIT_REQUIRE_SECRET"] = "1"  # noqa: S105 - a switch
+    return variables
 
 
 def _secret_file(request: Request, directory: Path) -> Path | None:
@@ -521,12 +522,12 @@ def binds(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> t
     from imgkit_builder.recipe import rules
 
     for text in request.binds:
-        for what, hint in (*rules.printable(text), *rules.bind(text)):
-            raise UsageError(what, where="--bind", hint=hint)
+        for message, hint in (*rules.printable(text), *rules.bind(text)):
+            raise UsageError(message, where="--bind", hint=hint)
     file = _secret_file(request, directory)
     outside = file is not None and run_by != "kubernetes" and not file.is_relative_to(directory)
-    own = (f"{file}:{file}:ro",) if outside else ()
-    return (*recipe.system.runtime.binds, *request.binds, *own)
+    secret_mount = (f"{file}:{file}:ro",) if outside else ()
+    return (*recipe.system.runtime.binds, *request.binds, *secret_mount)
 
 
 def fill(job: AnyJob, name: str, **values: Any) -> str:
@@ -542,12 +543,12 @@ def fill(job: AnyJob, name: str, **values: Any) -> str:
 
     if isinstance(job, Job):
         values["exports"] = exports(job)
-    own = job.request.templates
-    if own is not None and not own.is_dir():
-        raise UsageError(f"no folder {own}", where="--templates")
+    folder = job.request.templates
+    if folder is not None and not folder.is_dir():
+        raise UsageError(f"no folder {folder}", where="--templates")
     try:
         return (
-            environment("templates/job", own)
+            environment("templates/job", folder)
             .get_template(name)
             .render(job=job, modules=modules(job), **values)
         )
@@ -556,6 +557,6 @@ def fill(job: AnyJob, name: str, **values: Any) -> str:
             error.message or "a faulty template", where=f"{error.filename}:{error.lineno}"
         ) from None
     except jinja2.TemplateError as error:
-        raise UsageError(error.message or "a faulty template", where=f"{own or ''}/{name}") from None
+        raise UsageError(error.message or "a faulty template", where=f"{folder or ''}/{name}") from None
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise UsageError(f"a faulty template: {error}", where=f"{own or ''}/{name}") from error
+        raise UsageError(f"a faulty template: {error}", where=f"{folder or ''}/{name}") from error

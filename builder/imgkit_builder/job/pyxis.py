@@ -89,23 +89,23 @@ def start(
     activate : words that activate an environment of the image, before the words that run in it.
     """
     folder = str(job.directory)
-    whole = dict.fromkeys(one if ":" in one else f"{one}:{one}" for one in (*mounts, folder))
+    pairs = dict.fromkeys(mount if ":" in mount else f"{mount}:{mount}" for mount in (*mounts, folder))
     text = _START
     if not is_file(job.image) and command[:1] and command[0].startswith("dist-"):
         text += _HAS_ENTRY_POINTS
     if libraries:
         text += f"{quoting.search_first(libraries)}; "
     home = () if "--container-mount-home" in options else ("--no-container-mount-home",)
-    given = ("env", *(f"{name}={value}" for name, value in job.env.items())) if job.env else ()
+    with_env = ("env", *(f"{name}={value}" for name, value in job.env.items())) if job.env else ()
     return (
         f"--container-image={job.image}",
-        f"--container-mounts={','.join(whole)}",
+        f"--container-mounts={','.join(pairs)}",
         f"--container-workdir={job.workdir or folder}",
         *home,
         # The value stays in the environment alone, and the image's own value does not win.
         *((f"--container-env={','.join(job.names)}",) if job.names else ()),
         *options,
-        *("sh", "-c", f'{text}exec "$@"', "sh", *activate, *given, *command),
+        *("sh", "-c", f'{text}exec "$@"', "sh", *activate, *with_env, *command),
     )
 
 
@@ -127,8 +127,8 @@ def check_environment(variables: Mapping[str, str]) -> None:
     """
     for name in ("PYXIS_CONTAINER_IMAGE", "PYXIS_CONTAINER_NAME"):
         if variables.get(name) is not None:
-            what = f"{name} is set here: pyxis would start the job's script itself in a container"
-            raise UsageError(what, where=name, hint=f"unset {name}; the image is --image PATH")
+            message = f"{name} is set here: pyxis would start the job's script itself in a container"
+            raise UsageError(message, where=name, hint=f"unset {name}; the image is --image PATH")
 
 
 _LOOK = (
@@ -153,8 +153,8 @@ def look(job: Job) -> tuple[str, ...]:
     the same name, would end with "File already exists".
     """
     file = job.image if is_file(job.image) else ""
-    found = _compressor(Path(file)) if file else ""
-    return ("sh", "-c", _LOOK, "sh", file, f" (compressed with {found})" if found else "")
+    compressor = _compressor(Path(file)) if file else ""
+    return ("sh", "-c", _LOOK, "sh", file, f" (compressed with {compressor})" if compressor else "")
 
 
 def refuse(job: Job) -> None:
@@ -197,11 +197,11 @@ def doubts(job: Job) -> Iterator[str]:
 
 def _newer_compressor(job: Job) -> str:
     """The compression of the .sqsh if some nodes may not read it; empty if all can, or the system says so."""
-    found = _compressor(Path(job.image))
-    return "" if found in ("gzip", "xz", "lzo", job.recipe.system.runtime.compression) else found
+    compressor = _compressor(Path(job.image))
+    return "" if compressor in ("gzip", "xz", "lzo", job.recipe.system.runtime.compression) else compressor
 
 
 def _compressor(path: Path) -> str:
     """The compression of a .sqsh; empty if there is none here."""
-    found = image.superblock(path) if sqsh.is_sqsh(path) else None
-    return found.compressor if found is not None else ""
+    superblock = image.superblock(path) if sqsh.is_sqsh(path) else None
+    return superblock.compressor if superblock is not None else ""

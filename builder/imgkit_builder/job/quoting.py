@@ -51,9 +51,9 @@ def check(flag: str, value: str) -> str:
     ------
     UsageError : it does not match.
     """
-    known = FIELDS[flag]
-    if value and not re.fullmatch(known.pattern, value):
-        raise UsageError(f"{value!r} cannot be used in a job", where=flag, hint=f"allowed: {known.allowed}")
+    field = FIELDS[flag]
+    if value and not re.fullmatch(field.pattern, value):
+        raise UsageError(f"{value!r} cannot be used in a job", where=flag, hint=f"allowed: {field.allowed}")
     return value
 
 
@@ -97,18 +97,18 @@ def seconds(text: str, *, where: str) -> int:
     ------
     UsageError : it is in no such form, or zero.
     """
-    found = 0
+    total_s = 0
     if match := re.fullmatch(r"(\d{1,5})([smhd])", text):
-        found = int(match[1]) * _UNITS[match[2]]
+        total_s = int(match[1]) * _UNITS[match[2]]
     elif match := re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,4}):(\d{2}):(\d{2})", text):
         days, hours, minutes, rest = (int(part or 0) for part in match.groups())
         if minutes < 60 and rest < 60:
-            found = days * 86400 + hours * 3600 + minutes * 60 + rest
+            total_s = days * 86400 + hours * 3600 + minutes * 60 + rest
     elif match := re.fullmatch(r"(\d{1,4}):(\d{2})", text):
-        found = int(match[1]) * 60 + int(match[2]) if int(match[2]) < 60 else 0
-    if found == 0:
+        total_s = int(match[1]) * 60 + int(match[2]) if int(match[2]) < 60 else 0
+    if total_s == 0:
         raise UsageError(f"{text!r} is not a time limit", where=where, hint="write HH:MM:SS, or 90m, 2h")
-    return found
+    return total_s
 
 
 def clock(seconds: int) -> str:
@@ -125,18 +125,18 @@ class Shell(str):
     __slots__ = ()
 
 
-def quote(word: str) -> str:
-    """`word`, quoted so that a shell does not change it; `Shell` text stays as it is, to be expanded."""
-    return str(word) if isinstance(word, Shell) else shlex.quote(word)
+def quote(argument: str) -> str:
+    """Return `argument`, quoted as a shell needs it; `Shell` text stays as it is, to be expanded."""
+    return str(argument) if isinstance(argument, Shell) else shlex.quote(argument)
 
 
-def line(words: Sequence[str], *, indent: str = "    ") -> str:
+def line(argv: Sequence[str], *, indent: str = "    ") -> str:
     """One command. A long one continues over several lines; no word is broken."""
     rows, row = [], ""
-    for word in map(quote, words):
-        if row and len(row) + 1 + len(word) > WIDTH:
+    for argument in map(quote, argv):
+        if row and len(row) + 1 + len(argument) > WIDTH:
             rows.append(row)
-            row = indent + word
+            row = indent + argument
         else:
-            row = f"{row} {word}" if row else word
+            row = f"{row} {argument}" if row else argument
     return " \\\n".join((*rows, row))

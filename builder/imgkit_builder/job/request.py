@@ -77,26 +77,28 @@ def flag(default: Any, *names: str, help: str, metavar: str = "", choices: tuple
 def declared(owner: type[Any]) -> tuple[Flag, ...]:
     """The flags that dataclass `owner` declares, in order, before those of its base class."""
     types = typing.get_type_hints(owner)
-    own = inspect.get_annotations(owner)
+    own_fields = inspect.get_annotations(owner)
     return tuple(
         Flag(
-            field=known.name,
-            names=known.metadata["names"] or (f"--{known.name.replace('_', '-')}",),
-            type=types[known.name],
-            default=known.default,
-            metavar=known.metadata["metavar"],
-            help=known.metadata["help"],
-            choices=known.metadata["choices"] or _literals(types[known.name]),
+            field=item.name,
+            names=item.metadata["names"] or (f"--{item.name.replace('_', '-')}",),
+            type=types[item.name],
+            default=item.default,
+            metavar=item.metadata["metavar"],
+            help=item.metadata["help"],
+            choices=item.metadata["choices"] or _literals(types[item.name]),
         )
-        for known in sorted(dataclasses.fields(owner), key=lambda known: known.name not in own)
-        if "help" in known.metadata
+        for item in sorted(dataclasses.fields(owner), key=lambda item: item.name not in own_fields)
+        if "help" in item.metadata
     )
 
 
-def given(flags: Any) -> tuple[str, ...]:
+def flags_in(flags: Any) -> tuple[str, ...]:
     """The flags in `flags` that differ from their defaults, by their first name."""
     return tuple(
-        known.names[0] for known in declared(type(flags)) if getattr(flags, known.field) != known.default
+        flag_spec.names[0]
+        for flag_spec in declared(type(flags))
+        if getattr(flags, flag_spec.field) != flag_spec.default
     )
 
 
@@ -283,11 +285,11 @@ def request_of(request: Request, flags: ImageFlags) -> AnyRequest:
             raise UsageError("--base-from without --build", where="--base-from", hint="--build RECIPE")
         return request
     where = "--build" if flags.archive is None else "--sif"
-    common = {known.name: getattr(request, known.name) for known in dataclasses.fields(Allocation)}
-    shared = {name for known in declared(Allocation) for name in known.names}
+    common = {item.name: getattr(request, item.name) for item in dataclasses.fields(Allocation)}
+    shared = {name for item in declared(Allocation) for name in item.names}
     shared |= {"--sif"} if flags.archive is not None else {"--build", "--base-from"}
-    excess = [name for name in (*given(flags), *given(request)) if name not in shared]
-    excess += [f"the command {word}" for word in request.command[:1]]
+    excess = [name for name in (*flags_in(flags), *flags_in(request)) if name not in shared]
+    excess += [f"the command {program}" for program in request.command[:1]]
     if excess:
         raise UsageError(
             f"{where} cannot be combined with {excess[0]}", where=where, hint="use only one of them"

@@ -19,7 +19,7 @@ from imgkit_builder.job.request import (
     Job,
     Request,
     RunBy,
-    given,
+    flags_in,
 )
 from imgkit_builder.job.systems import OPTIONAL, System
 from imgkit_builder.recipe import bases
@@ -46,8 +46,8 @@ def resolve(recipe: Target, request: Request) -> Job:
     recipe = _in_partition(recipe, request.queue or recipe.system.queue.name)
     facts = recipe.system
     system = systems.named(facts.scheduler)
-    own = _own_flags(request, system)
-    size = parse_nodes(request.nodes or str(own.default_nodes))
+    system_flags = _own_flags(request, system)
+    size = parse_nodes(request.nodes or str(system_flags.default_nodes))
     gpus = _gpus(recipe, request)
     cpus = _cpus(recipe, request, gpus)
     is_shell = request.interactive and not system.needs_fields_for_shells
@@ -63,8 +63,8 @@ def resolve(recipe: Target, request: Request) -> Job:
     job = Job(
         recipe=recipe,
         request=request,
-        system=own.system or facts.scheduler,
-        system_flags=own,
+        system=system_flags.system or facts.scheduler,
+        system_flags=system_flags,
         command=command,
         name=quoting.check("--name", request.name or recipe.name),
         size=size,
@@ -104,11 +104,11 @@ def resolve(recipe: Target, request: Request) -> Job:
 
 def _in_partition(recipe: Target, name: str) -> Target:
     """`recipe` with the nodes of the partition `name` as those of the system."""
-    above, stated = ("system", "partitions", name), dict(recipe.positions)
+    above, positions = ("system", "partitions", name), dict(recipe.positions)
     for path, position in recipe.positions.items():
         if path[:-1] == above:
-            stated["system", "node", path[-1]] = position
-    return dataclasses.replace(recipe, system=recipe.system.in_partition(name), positions=stated)
+            positions["system", "node", path[-1]] = position
+    return dataclasses.replace(recipe, system=recipe.system.in_partition(name), positions=positions)
 
 
 def resolve_image(recipe: Target, request: ConversionJobRequest | BuildJobRequest) -> ImageJob:
@@ -148,11 +148,11 @@ def _directory(request: Allocation) -> Path:
 
 def _queue(recipe: Target, request: Allocation, required: tuple[str, ...]) -> Mapping[str, str]:
     """The fields of ``system.queue`` of the job."""
-    stated = recipe.system.queue
+    defaults = recipe.system.queue
     queue = {
-        "account": quoting.check("--account", request.account or stated.account),
-        "name": quoting.check("--queue", request.queue or stated.name),
-        "qos": quoting.check("--qos", request.qos or stated.qos),
+        "account": quoting.check("--account", request.account or defaults.account),
+        "name": quoting.check("--queue", request.queue or defaults.name),
+        "qos": quoting.check("--qos", request.qos or defaults.qos),
         "time": _time(recipe, request),
     }
     _require(recipe, required, queue, request.project)
@@ -163,12 +163,12 @@ def _unused(recipe: Target, request: Allocation, system: System) -> Iterator[str
     """A warning for each flag that the system does not have."""
     ignored = [
         f"--{name}"
-        for name, known in OPTIONAL.items()
-        if getattr(request, known, None) and name not in system.uses
+        for name, field in OPTIONAL.items()
+        if getattr(request, field, None) and name not in system.uses
     ]
-    for other in request.system_flags:
-        if type(other) is not system.flags:
-            ignored += given(other)
+    for flags in request.system_flags:
+        if type(flags) is not system.flags:
+            ignored += flags_in(flags)
     title = recipe.system.title or recipe.name
     return (f"{name} is not used: {title} ({recipe.system.scheduler}) has no such flag" for name in ignored)
 
@@ -181,10 +181,12 @@ def _require(
         return
     hint = f"add {' '.join(f'--{key} ...' for key in keys)}"
     if project:
-        stated = ", ".join(f'{key} = "..." in {project.get(key, project[""])}' for key in keys)
-        hint = f"set {stated}; or {hint}"
+        assignments = ", ".join(f'{key} = "..." in {project.get(key, project[""])}' for key in keys)
+        hint = f"set {assignments}; or {hint}"
     else:
         hint += f", or set it in a recipe that extends {recipe.name} (system.queue)"
+    if "queue" in keys and (names := sorted(recipe.system.partitions)):
+        hint += f"; queues: {', '.join(names)}"
     raise UsageError(
         f"{recipe.system.title or recipe.name} needs {', '.join(f'--{key}' for key in keys)}",
         where=recipe.where("system", "queue", "required"),
@@ -203,7 +205,7 @@ def _command(request: Request) -> tuple[str, ...]:
             where="COMMAND",
             hint="imgkit run RECIPE -- dist-bench; or --interactive",
         )
-    if any("\n" in word or "\0" in word for word in command):
+    if any("\n" in argument or "\0" in argument for argument in command):
         raise UsageError(
             "an argument of the command contains a line break", where="COMMAND", hint="put it in a file"
         )
@@ -219,29 +221,29 @@ def _run_by(recipe: Target, requested: RunBy | None, system: System) -> RunBy:
     ------
     UsageError : the system cannot start programs by it, or its containers would lack the node's variables.
     """
-    runtime, known = recipe.system.runtime, system.registration
+    runtime, registration = recipe.system.runtime, system.registration
     kind = requested or runtime.kind
     program = runtime.command if kind == runtime.kind else kind
-    needs_podman = kind == "docker" and known.by_podman and not is_podman(program)
-    if kind in known.runtimes and not needs_podman:
+    needs_podman = kind == "docker" and registration.by_podman and not is_podman(program)
+    if kind in registration.runtimes and not needs_podman:
         return kind
-    what = f"{kind} cannot be used on {recipe.system.title or recipe.name}"
-    allowed = choices(kind, known.runtimes)
+    message = f"{kind} cannot be used on {recipe.system.title or recipe.name}"
+    allowed = choices(kind, registration.runtimes)
     if needs_podman:
-        what += (
+        message += (
             f": containers of {program} belong to its service on each node, and {recipe.system.scheduler} "
             "neither counts nor ends them"
         )
         allowed = "system.runtime with kind: docker and command: podman (or podman-hpc) in the recipe"
-    elif kind == "docker" and "host" in known.runtimes:
-        what += (
+    elif kind == "docker" and "host" in registration.runtimes:
+        message += (
             f": {program} does not pass {recipe.system.scheduler}'s variables into the container, so each "
             "node would run alone"
         )
     if requested:
-        raise UsageError(what, where="--runtime", hint=allowed)
+        raise UsageError(message, where="--runtime", hint=allowed)
     raise UsageError(
-        what,
+        message,
         where=recipe.where("system", "runtime", "command" if needs_podman else "kind"),
         hint=f"{allowed}; change system.runtime in the recipe, or give --runtime",
     )
@@ -250,7 +252,7 @@ def _run_by(recipe: Target, requested: RunBy | None, system: System) -> RunBy:
 def _refuse_clean(job: Job) -> None:
     """Raise UsageError if the runtime keeps from the container what the node or the job sets for it."""
     options = container.options(job) if job.run_by == "singularity" else ()
-    cleans = next((word for word in options if _CLEAN.fullmatch(word)), "")
+    cleans = next((option for option in options if _CLEAN.fullmatch(option)), "")
     if cleans and (job.system != "standalone" or job.settings or job.names or job.env_file):
         raise UsageError(
             f"with {cleans}, the container receives no variable of the node and the job: the node agent "
@@ -275,18 +277,18 @@ def _refuse_amd(job: Job) -> None:
     if chooses_cpus(request):
         return
     # A .sif that names its own system is the recipe's image, and no other.
-    other = request.image if Path(request.image) != recipe.file.absolute() else ""
-    evidence, place = "", ""
-    if other and job.run_by != "host":
-        name = Path(other).name if job.run_by == "singularity" else other
-        evidence, place = bases.amd_image(name), "--image"
+    named_image = request.image if Path(request.image) != recipe.file.absolute() else ""
+    evidence, where = "", ""
+    if named_image and job.run_by != "host":
+        name = Path(named_image).name if job.run_by == "singularity" else named_image
+        evidence, where = bases.amd_image(name), "--image"
     elif job.run_by != "host":
-        evidence, place = bases.amd_image(recipe.base, recipe.base_env), recipe.where("image", "base")
+        evidence, where = bases.amd_image(recipe.base, recipe.base_env), recipe.where("image", "base")
     if not evidence and job.gpus:
-        evidence, place = bases.amd_nodes(recipe.system), recipe.where("system", "node", "gpu_model")
+        evidence, where = bases.amd_nodes(recipe.system), recipe.where("system", "node", "gpu_model")
     if evidence:
-        what, hint = bases.for_amd(evidence)
-        raise UsageError(what, where=place, hint=hint)
+        message, hint = bases.for_amd(evidence)
+        raise UsageError(message, where=where, hint=hint)
 
 
 def _names(request: Request, system: System) -> tuple[str, ...]:
@@ -363,8 +365,8 @@ def _gpus(recipe: Target, request: Request) -> int:
         return limit
     if request.gpus < 0:
         raise UsageError(f"--gpus must be at least 0 (got {request.gpus})", where="--gpus")
-    stated = limit or ("system", "node", "gpus") in recipe.positions  # an image has no positions
-    if stated and request.gpus > limit:
+    is_limit = limit or ("system", "node", "gpus") in recipe.positions  # an image has no positions
+    if is_limit and request.gpus > limit:
         raise UsageError(
             f"--gpus {request.gpus}, but a node has {limit}",
             where=recipe.where("system", "node", "gpus"),
@@ -407,13 +409,19 @@ def _time(recipe: Target, request: Allocation) -> str:
     time_s = quoting.seconds(
         text, where="--time" if request.time else recipe.where("system", "queue", "time")
     )
-    for name in (request.qos or queue.qos, request.queue or queue.name):
-        limit = queue.limits.get(name, "")
-        if limit and time_s > quoting.seconds(limit, where=recipe.where("system", "queue", "limits", name)):
+    # A QoS with a limit of its own is there to change that of the queue: shorter for tests, longer for a few.
+    names = (name for name in (request.qos or queue.qos, request.queue or queue.name) if name in queue.limits)
+    if (name := next(names, None)) is not None:
+        limit, where = queue.limits[name], recipe.where("system", "queue", "limits", name)
+        if time_s > quoting.seconds(limit, where=where):
+            alternatives = ", ".join(
+                f"{queue_name} {most}" for queue_name, most in queue.limits.items() if queue_name != name
+            )
             raise UsageError(
                 f"--time {quoting.clock(time_s)}, but {name} ends jobs after {limit}",
-                where=recipe.where("system", "queue", "limits", name),
-                hint=f"--time {limit}, or another queue; dist-train resumes where a job left off",
+                where=where,
+                hint=f"--time {limit}, or another queue{f' ({alternatives})' if alternatives else ''}; "
+                "dist-train resumes where a job left off",
             )
     return quoting.clock(time_s)
 

@@ -169,9 +169,9 @@ def before_submission(job: Job | ImageJob) -> None:
         _check_sif(job)
     elif job.run_by == "pyxis" and pyxis.is_file(job.image):
         if not sqsh.is_sqsh(Path(job.image)):
-            what = "is not a .sqsh" if Path(job.image).exists() else "does not exist"
+            problem = "is not a .sqsh" if Path(job.image).exists() else "does not exist"
             hint = f"imgkit sif {job.recipe.name} -o {job.recipe.name}.sqsh, or --image PATH"
-            raise UsageError(f"the image {what}", where=job.image, hint=hint)
+            raise UsageError(f"the image {problem}", where=job.image, hint=hint)
         sqsh.structure(Path(job.image))
         if foreign := foreign_image(job):
             raise foreign
@@ -219,10 +219,10 @@ def _check_source(request: ConversionJobRequest | BuildJobRequest) -> None:
 def _check_delta(job: Job, delta: Delta) -> None:
     if not Path(job.overlay).is_file():
         raise UsageError(f"no file {job.overlay}", where="--delta", hint="copy it there, next to the .sif")
-    found = descriptor.base_of(image.read(Path(job.image)))
-    if found != delta.base:
+    base = descriptor.base_of(image.read(Path(job.image)))
+    if base != delta.base:
         raise UsageError(
-            f"{job.overlay} lies over {delta.base}, but {job.image} is {found}",
+            f"{job.overlay} lies over {delta.base}, but {job.image} is {base}",
             where="--delta",
             hint=f"imgkit delta {job.recipe.name} --against {Path(job.image).name}, for this .sif",
         )
@@ -237,8 +237,8 @@ def _check_sif(job: Job) -> None:
     if path.is_dir():
         return  # a sandbox: singularity runs it too
     if job.delta is not None and sqsh.is_sqsh(path):
-        what = f"a delta lies over a .sif, and {path} is a .sqsh"
-        raise UsageError(what, where="--delta", hint="leave it out, or name the .sif: --image PATH")
+        message = f"a delta lies over a .sif, and {path} is a .sqsh"
+        raise UsageError(message, where="--delta", hint="leave it out, or name the .sif: --image PATH")
     if job.delta is not None:
         _check_delta(job, job.delta)
     if foreign := foreign_image(job):
@@ -254,13 +254,13 @@ def foreign_image(job: AnyJob) -> UsageError | None:
         arch = baked.arch(path)
     if not arch:
         return None
-    wanted = {platform.removeprefix("linux/") for platform in job.recipe.platforms}
-    if arch in wanted:
+    archs = {platform.removeprefix("linux/") for platform in job.recipe.platforms}
+    if arch in archs:
         return None
     return UsageError(
-        f"the image is for {arch}, but the nodes are {' or '.join(sorted(wanted))}",
+        f"the image is for {arch}, but the nodes are {' or '.join(sorted(archs))}",
         where=str(path),
-        hint=f"imgkit build {job.recipe.name} --platform {min(wanted)}, then imgkit sif",
+        hint=f"imgkit build {job.recipe.name} --platform {min(archs)}, then imgkit sif",
     )
 
 
@@ -356,9 +356,9 @@ def need_id(record: SubmittedJob) -> SubmittedJob:
     """
     if record.answer is None:
         return record
-    words = systems.named(record.system).own_jobs
-    there = f" on {record.remote}" if record.remote else ""
-    look = f"{shlex.join(words)}{there}" if words else f"the commands of {record.system}{there}"
+    argv = systems.named(record.system).own_jobs
+    suffix = f" on {record.remote}" if record.remote else ""
+    look = f"{shlex.join(argv)}{suffix}" if argv else f"the commands of {record.system}{suffix}"
     printed = repr(record.answer.strip()) if record.answer.strip() else "nothing"
     raise ToolFailed(
         f"the job is submitted, but its id is unknown: {record.system} printed {printed}",
@@ -390,8 +390,8 @@ def record_of(job_id: str) -> SubmittedJob:
     except _DAMAGED as error:
         if task := _task(job_id):
             return need_id(task)
-        known = sorted(_folder().glob("*.json"), key=lambda found: found.stat().st_mtime)
-        last = ", ".join(found.stem for found in known[-5:])
+        paths = sorted(_folder().glob("*.json"), key=lambda path: path.stat().st_mtime)
+        last = ", ".join(path.stem for path in paths[-5:])
         raise UsageError(
             f"imgkit has no record of a job {job_id!r}",
             where="ID",
@@ -413,21 +413,21 @@ def _task(job_id: str) -> SubmittedJob | None:
 
 def records() -> tuple[SubmittedJob, ...]:
     """All records, the newest first; a damaged one is left out."""
-    found = []
+    loaded = []
     for path in _folder().glob("*.json"):
         try:
-            found.append(_read(path))
+            loaded.append(_read(path))
         except _DAMAGED:
             continue
-    return tuple(sorted(found, key=lambda record: record.submitted, reverse=True))
+    return tuple(sorted(loaded, key=lambda record: record.submitted, reverse=True))
 
 
 def _read(path: Path) -> SubmittedJob:
-    found: SubmittedJob = json_text.read(SubmittedJob, json_text.load(path), "record")
-    if not all(map(quoting.is_job_id, (found.id, *filter(None, (found.cluster, found.remote))))):
-        raise ValueError(f"{found.handle!r} is not a job id")
-    quoting.check("--name", found.name.removesuffix("-sif"))
-    return found
+    record: SubmittedJob = json_text.read(SubmittedJob, json_text.load(path), "record")
+    if not all(map(quoting.is_job_id, (record.id, *filter(None, (record.cluster, record.remote))))):
+        raise ValueError(f"{record.handle!r} is not a job id")
+    quoting.check("--name", record.name.removesuffix("-sif"))
+    return record
 
 
 def keep(record: SubmittedJob) -> None:
@@ -450,8 +450,8 @@ def _path(job_id: str) -> Path:
     path = _folder() / f"{job_id}.json"
     if "@" in job_id or path.exists():
         return path
-    found = list(_folder().glob(f"{glob.escape(job_id)}@*.json"))
-    return found[0] if len(found) == 1 else path
+    matches = list(_folder().glob(f"{glob.escape(job_id)}@*.json"))
+    return matches[0] if len(matches) == 1 else path
 
 
 def _folder() -> Path:

@@ -111,7 +111,7 @@ def command_failed(record: SubmittedJob, argv: Sequence[str], answer: Finished) 
 
 
 def ending_text(report: JobReport) -> str:
-    """Return the line about a job that has ended, and where its files are."""
+    """Return the line about a job that has ended, and how to get at its files."""
     record = report.record
     text = {
         "succeeded": "completed",
@@ -119,8 +119,8 @@ def ending_text(report: JobReport) -> str:
         "ended": "has ended; neither the scheduler nor the run folder knows how",
     }.get(record.state, f"failed with exit code {report.code}" if report.code else "failed")
     source = "" if report.argv or report.code is None else ", by its run folder"
-    folder = "" if record.array else f"; run folder: {run_of(record)}"
-    return f"{record.handle} {text}{source}{folder}"
+    files = f"; imgkit fetch {record.handle}" if record.remote else f"; run folder: {run_of(record)}"
+    return f"{record.handle} {text}{source}{'' if record.array else files}"
 
 
 POLL_S = (1.0, 1.0, 2.0, 3.0, 5.0, 10.0, 10.0, 30.0)

@@ -1,4 +1,4 @@
-"""The files of ``imgkit init``: ``imgkit.toml``, a recipe, ``examples/train.py``, ``.gitignore``."""
+"""The files of ``imgkit init``: ``imgkit.toml``, a recipe, ``.gitignore``, and a program if there is none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from imgkit_builder.base import files
 from imgkit_builder.job import systems
-from imgkit_builder.project import toml_file
+from imgkit_builder.project import program, toml_file
 from imgkit_builder.recipe import rules
 from imgkit_builder.recipe.system_files import is_path
 from imgkit_builder.recipe.targets import Target
@@ -40,9 +40,25 @@ class NewFolder:
         name = re.sub(r"[^a-z0-9]+", "-", self.folder.name.lower()).strip("-")[:40]
         return "project" if not name or [*rules.recipe_name(name)] else name
 
+    @property
+    def recipe_file(self) -> str:
+        """Return the name of the folder's recipe."""
+        return f"{self.name}.yaml"
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """Return the command of jobs; nothing if it is unclear which program of the folder to start."""
+        if not program.has_code(self.folder):
+            return ("dist-run", f"/workspace/{PROGRAM}", "--epochs", "5")
+        programs = program.programs(self.folder)
+        return ("dist-run", f"/workspace/{programs[0]}") if len(programs) == 1 else ()
+
 
 def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
-    """Return the content of each file by its name; `parent` is the recipe that `options` name."""
+    """Return the content of each file by its name; `parent` is the recipe that `options` name.
+
+    A folder with Python gets no example, and the packages and the command of its own program.
+    """
     from imgkit_builder.image.render import environment
 
     facts, scheduler = parent.system.queue, parent.system.scheduler
@@ -66,13 +82,15 @@ def texts(options: NewFolder, parent: Target) -> Mapping[str, str]:
         "unused": [key for key, value in queue.items() if not value and key in used and key not in required],
         "required": required,
         "nodes": int(nodes) if nodes.isdecimal() else nodes,
-        # Only the program that imgkit writes has the option --epochs.
-        "own_program": os.path.lexists(options.folder / PROGRAM),
+        "command": options.command,
+        "programs": program.programs(options.folder),
+        "pip": program.pip_step(options.folder),
     }
-    names = (toml_file.NAME, f"{options.name}.yaml", PROGRAM, GITIGNORE)
-    sources = zip(names, (toml_file.NAME, "recipe.yaml", PROGRAM, "gitignore"), strict=True)
+    sources = {toml_file.NAME: toml_file.NAME, options.recipe_file: "recipe.yaml", GITIGNORE: "gitignore"}
+    if not program.has_code(options.folder):
+        sources[PROGRAM] = PROGRAM
     templates = environment("templates/project", None)
-    return {file: templates.get_template(f"{source}.j2").render(values) for file, source in sources}
+    return {file: templates.get_template(f"{source}.j2").render(values) for file, source in sources.items()}
 
 
 def _required_keys(parent: Target) -> Mapping[str, bool]:
@@ -84,7 +102,10 @@ def _required_keys(parent: Target) -> Mapping[str, bool]:
 def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str]:
     """Yield the commands to type next, with values that only the user knows in capitals."""
     cd = "" if folder == Path() else f"cd {shlex.quote(str(folder))} && "
-    recipe, ref = f"./{options.name}.yaml", f"REGISTRY/{options.name}:1"
+    if not options.command:
+        names = " or ".join(program.programs(options.folder)) or "your program"
+        yield f"command in imgkit.toml: the one that starts {names}"
+    recipe, ref = f"./{options.recipe_file}", f"REGISTRY/{options.name}:1"
     build = f"{cd}imgkit build {recipe}"
     commands = {
         "kubernetes": [
@@ -105,24 +126,21 @@ def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str
         yield f"imgkit push {recipe} {ref} && imgkit run --hosts HOST1,HOST2 --image {ref}"
 
 
-def write(folder: Path, contents: Mapping[str, str], *, keep: bool) -> tuple[Path, ...]:
-    """Write `contents` by file name, and return the paths; with `keep` only the files that are missing.
+def write(folder: Path, contents: Mapping[str, str]) -> tuple[Path, ...]:
+    """Write `contents` by file name, except what exists, and return the paths that were written.
 
     Raises
     ------
-    UsageError : a value is wrong or, without `keep`, some are there already; nothing is written.
+    UsageError : a value is wrong, or the folder has an imgkit.toml; nothing is written.
     """
     # A wrong flag is found before any file is written.
     toml_file.parse(contents[toml_file.NAME], folder / toml_file.NAME)
-    existing = [name for name in contents if os.path.lexists(folder / name)]
-    if existing and not keep:
+    if os.path.lexists(folder / toml_file.NAME):
         raise UsageError(
-            f"these files already exist: {', '.join(existing)}",
-            where=str(folder),
-            hint="--keep-existing keeps them and writes the others",
+            f"there is an {toml_file.NAME}", where=str(folder), hint="edit it, or remove it for a new one"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    paths = tuple(folder / name for name in contents if name not in existing)
+    paths = tuple(folder / name for name in contents if not os.path.lexists(folder / name))
     for path in paths:
         files.put(path, contents[path.name])
     return paths

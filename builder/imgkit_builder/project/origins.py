@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from imgkit_builder.job.request import AnyRequest, BuildJobRequest, ImageJob, Job, Request, declared, given
+from imgkit_builder.job.request import AnyRequest, BuildJobRequest, ImageJob, Job, Request, declared, flags_in
 from imgkit_builder.project.toml_file import ProjectFile, ProjectValues
 from imgkit_builder.recipe.problems import Position, shown
 
@@ -86,7 +86,7 @@ def of_job(job: Job | ImageJob, flags: AnyRequest, project: ProjectFile | None) 
     """Yield every value of `job` with its source; `flags` holds the flags alone."""
     positions = job.recipe.positions
     # --no-code decides the code, too.
-    flag_of = {flag.lstrip("-").removeprefix("no-"): flag for flag in given(flags)}
+    flag_of = {flag.lstrip("-").removeprefix("no-"): flag for flag in flags_in(flags)}
     if isinstance(flags, Request) and flags.command:
         flag_of["command"] = "--"
     # Every field has the name of its flag, so that one table serves flags, file and recipe.

@@ -40,6 +40,9 @@ _PLUGIN_BY = re.compile(r"ofi-nccl|libnccl-net")
 """What a step that installs NCCL's plug-in for libfabric names."""
 _ROCM_NAME = re.compile(r"(?:^|[/:._-])rocm")
 _ROCM_VARIABLE = re.compile(r"(?:ROCM|HIP)_|PYTORCH_ROCM_ARCH$")
+_BEFORE_TURING = re.compile(r"\b(?:V100S?|TITAN V|P100|P40|P4|K80|M40)\b")
+"""GPUs that CUDA 13 does not run on: its release notes dropped Maxwell, Pascal and Volta."""
+_WITH_ARM = re.compile(r"\bG[BH][0-9]{3}|Grace")
 _AMD_MODEL = re.compile(r"\b(?:AMD|Instinct|Radeon|MI[0-9]{2,3}[AX]?)\b", re.IGNORECASE)
 
 
@@ -131,6 +134,25 @@ def chosen(base: str | None, recipe: Recipe) -> str | None:
     return recipe.image.current_base
 
 
+def newest(system: SystemFacts) -> Base | None:
+    """Return the newest image that the driver and the GPUs of `system` run; None if the driver is unknown."""
+    branch = re.match(r"[0-9]{1,9}", system.node.driver)
+    images = _run_by(int(branch[0])) if branch else []
+    if _BEFORE_TURING.search(system.node.gpu_model):
+        images = [base for base in images if base.cuda and int(base.cuda.value.partition(".")[0]) < 13]
+    return images[-1] if images else None
+
+
+def platform_of(system: SystemFacts) -> str:
+    """Return the platform of the nodes of `system`, by their GPUs: Grace is arm64."""
+    return "linux/arm64" if _WITH_ARM.search(system.node.gpu_model) else "linux/amd64"
+
+
+def _run_by(branch: int) -> list[Base]:
+    """Return the images whose CUDA a driver of `branch` runs, oldest first."""
+    return [base for base in table() if base.driver and int(base.driver.value) <= branch]
+
+
 def doubts(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
     """Yield reasons why `image` would not run well on `system`, each with the key of the base."""
     for key in ("base", "current_base"):
@@ -196,8 +218,7 @@ def _old_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
         return
     if system.runtime.cuda_compat == "auto":
         return  # the node agent decides, by the node's own driver and GPUs
-    # The table is sorted by age, and a driver runs every older CUDA.
-    fitting = [row for row in table() if row.driver and int(row.driver.value) <= int(branch[0])]
+    fitting = _run_by(int(branch[0]))
     cuda = f" {base.cuda.value}" if base.cuda else ""
     remedy = f"choose {fitting[-1].reference} or an older one" if fitting else "update the driver"
     yield (

@@ -231,12 +231,7 @@ def _shipped(name: str) -> Path:
     if name in recipe_names():
         return recipe_path(name)
     if name in system_files.find_all():
-        base, driver = [(row.reference, row.driver.value) for row in bases.table() if row.driver][-1]
-        hint = (
-            f"write {name}.yaml with two lines, `image: {{base: {base}}}` and `system: {name}`, and use "
-            f"./{name}.yaml. That base needs driver {driver}; to see older ones: imgkit list --bases"
-        )
-        raise UsageError(f"{name} is a system, not a recipe", hint=hint)
+        return system_files.locate(name, Path.cwd() / "recipe")
     if not name:
         raise UsageError("the recipe's name is empty", hint=choices("", recipe_names()))
     advice = f"; for the file {name}.yaml write ./{name}.yaml" if Path(f"{name}.yaml").is_file() else ""
@@ -251,6 +246,8 @@ def resolve(file: Path, problems: Collector, children: Sequence[Path] = ()) -> t
     tree = parse(file, problems)
     if tree is None:
         return None, False
+    if not {"image", "system"} & set(tree.entries) and file in system_files.find_all().values():
+        return _recipe_of_system(file, problems), True
     _refuse_system_file(tree, problems)
     child, names_system, is_complete = _with_system(tree.without("extends"), file, problems)
     if "extends" not in tree.entries:
@@ -263,6 +260,33 @@ def resolve(file: Path, problems: Collector, children: Sequence[Path] = ()) -> t
     # Keys of the parent's system would mix two machines, so a named system replaces all of it.
     merged = merge_tables(parent.without("system") if names_system else parent, child, ())
     return merged, is_complete and is_parent_complete
+
+
+def _recipe_of_system(file: Path, problems: Collector) -> Table:
+    """Return a recipe for the system in `file`, which has none: the newest base that its nodes run.
+
+    Raises
+    ------
+    UsageError : the file does not state the driver; the hint is the recipe to write.
+    """
+    name, position = file.stem, Position(file=file, line=1, column=1)
+    facts = load_system(name).facts
+    base = bases.newest(facts)
+    if base is None:
+        reference, driver = [(row.reference, row.driver.value) for row in bases.table() if row.driver][-1]
+        hint = (
+            f"write {name}.yaml with two lines, `image: {{base: {reference}}}` and `system: {name}`, and use "
+            f"./{name}.yaml. That base needs driver {driver}; to see older ones: imgkit list --bases"
+        )
+        raise UsageError(f"{name} is a system without a recipe, and its driver is not known", hint=hint)
+    message = f"{name} has no recipe: the base is {base.reference}, the newest that its nodes run"
+    hint = f"for another: `image: {{base: NAME:TAG}}` and `system: {name}` in a file"
+    problems.warn(position, ("image", "base"), message, hint)
+    tree = Table(position=position, entries={}, keys={})
+    for key, text in (("base", base.reference), ("platform", bases.platform_of(facts))):
+        tree = _replace(tree, ("image", key), Scalar(position=position, text=text))
+    system, _ = _system(file, (), problems)
+    return tree if system is None else _replace(tree, ("system",), system)
 
 
 def _refuse_system_file(tree: Table, problems: Collector) -> None:

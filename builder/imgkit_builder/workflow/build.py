@@ -131,14 +131,10 @@ def build(
     CheckFailed : the smoke test failed.
     """
     from imgkit_builder import engine as engines
-    from imgkit_builder.image import context as contexts
     from imgkit_builder.image import secret_values
     from imgkit_builder.recipe import bases
-    from imgkit_builder.recipe.load import load
 
-    refuse_both_locks(request)
-    loaded = load(str(recipe), build_args=request.build_args)
-    note_warnings(loaded, report)
+    loaded = _load(recipe, request, report)
     values = secret_values.read(loaded)
     secrets_at = loaded.where("image", "secrets") if values.options else ""
     tag = request.tag or engines.default_tag(loaded)
@@ -161,15 +157,7 @@ def build(
             report.note(f"the base could not be probed: {probe.skipped}")
         base = dataclasses.replace(base, probe=probe)
         report.stage("context")
-        context = contexts.pack(
-            loaded,
-            base=base,
-            platform=base.platform,
-            revision=contexts.revision(loaded.file.parent),
-            large=request.large,
-            report=report,
-        )
-        note_left_out(context.code, report)
+        context = _pack(loaded, base, request, report)
         secret_values.refuse_in(context, values)
         tested: list[Check] = []
 
@@ -202,29 +190,17 @@ def plan(
     UsageError, LargeContext : as `build`.
     """
     from imgkit_builder.engine import check_name, choose_platform, default_tag
-    from imgkit_builder.image.context import pack, revision
     from imgkit_builder.oci.manifest import BaseImage
     from imgkit_builder.oci.platform import host_platform
-    from imgkit_builder.recipe.load import load
 
-    refuse_both_locks(request)
-    loaded = load(str(recipe), build_args=request.build_args)
-    note_warnings(loaded, report)
+    loaded = _load(recipe, request, report)
     target = choose_platform(loaded, wanted=request.platform, host=host_platform())
     loaded = _followed(loaded, target, request, report)
     base = _base_of(loaded, request) or loaded.image.base
     tag = request.tag or default_tag(loaded)
     check_name(base, where="--base")
     check_name(tag, where="--tag")
-    context = pack(
-        loaded,
-        base=BaseImage(name=base, platform=target),
-        platform=target,
-        revision=revision(loaded.file.parent),
-        large=request.large,
-        report=report,
-    )
-    note_left_out(context.code, report)
+    context = _pack(loaded, BaseImage(name=base, platform=target), request, report)
     return ImagePlan(
         recipe=loaded.name,
         file=loaded.file,
@@ -291,8 +267,8 @@ def build_sif(
     """
     from imgkit_builder.apptainer import build as builds
 
-    asked, packed = _sif_request(recipe, request, report)
-    return builds.build(asked, packed, report)
+    sif_request, pack = _sif_request(recipe, request, report)
+    return builds.build(sif_request, pack, report)
 
 
 def plan_sif(
@@ -306,8 +282,8 @@ def plan_sif(
     """
     from imgkit_builder.apptainer import build as builds
 
-    asked, packed = _sif_request(recipe, request, report)
-    return asked, builds.plan(asked, packed, report)
+    sif_request, pack = _sif_request(recipe, request, report)
+    return sif_request, builds.plan(sif_request, pack, report)
 
 
 def _sif_request(
@@ -315,15 +291,11 @@ def _sif_request(
 ) -> tuple[SifRequest, Callable[[BaseImage], BuildContext]]:
     """The request to `apptainer.build`, and what packs the context for a base."""
     from imgkit_builder.apptainer.build import SifRequest
-    from imgkit_builder.image.context import pack, revision
     from imgkit_builder.oci.platform import host_platform
-    from imgkit_builder.recipe.load import load
     from imgkit_builder.recipe.targets import module_line
     from imgkit_builder.sif.conversion import Options
 
-    refuse_both_locks(request)
-    loaded = load(str(recipe), build_args=request.build_args)
-    note_warnings(loaded, report)
+    loaded = _load(recipe, request, report)
     _refuse_for_sif(loaded, request)
     loaded = _followed(loaded, host_platform(), request, report)
     if loaded.lock and not loaded.lock.base.digest and request.base_from in (None, "registry"):
@@ -333,20 +305,11 @@ def _sif_request(
             hint="name its archive, OCI folder or .sif: --base-from PATH",
         )
 
-    def packed(base: BaseImage) -> BuildContext:
+    def pack(base: BaseImage) -> BuildContext:
         _check_base(loaded, base)
-        context = pack(
-            loaded,
-            base=base,
-            platform=base.platform,
-            revision=revision(loaded.file.parent),
-            large=request.large,
-            report=report,
-        )
-        note_left_out(context.code, report)
-        return context
+        return _pack(loaded, base, request, report)
 
-    asked = SifRequest(
+    sif_request = SifRequest(
         recipe=loaded,
         target=request.output or Path(f"{loaded.name}.sif"),
         base=_base_of(loaded, request),
@@ -360,7 +323,7 @@ def _sif_request(
             test=not request.no_test,
         ),
     )
-    return asked, packed
+    return sif_request, pack
 
 
 def _refuse_for_sif(recipe: Recipe, request: SifBuildRequest) -> None:
@@ -368,10 +331,10 @@ def _refuse_for_sif(recipe: Recipe, request: SifBuildRequest) -> None:
     from imgkit_builder.oci.platform import host_platform
 
     host = host_platform()
-    stated = request.platform or (host if host in recipe.image.platforms else recipe.image.platforms[0])
-    if stated != host:
+    platform = request.platform or (host if host in recipe.image.platforms else recipe.image.platforms[0])
+    if platform != host:
         raise UsageError(
-            f"--with apptainer builds for this machine's platform, {host}, and not for {stated}",
+            f"--with apptainer builds for this machine's platform, {host}, and not for {platform}",
             where="--platform" if request.platform else recipe.where("image", "platform"),
             hint=f"run it on a machine of that kind, or build with Docker: imgkit build {recipe.name}",
         )
@@ -383,10 +346,32 @@ def _refuse_for_sif(recipe: Recipe, request: SifBuildRequest) -> None:
         )
 
 
-def refuse_both_locks(request: _Build) -> None:
-    """Raise UsageError for a build that must follow its lock, and must not."""
+def _load(recipe: str | Path, request: _Build, report: Reporter) -> Recipe:
+    """Load the recipe, and report its warnings. Raise UsageError if it must follow its lock, and must not."""
+    from imgkit_builder.recipe.load import load
+
     if request.locked and request.no_lock:
         raise UsageError("--locked cannot be combined with --no-lock", where="--no-lock")
+    loaded = load(str(recipe), build_args=request.build_args)
+    for line in warning_lines(loaded.warnings):
+        report.note(line)
+    return loaded
+
+
+def _pack(recipe: Recipe, base: BaseImage, request: _Build, report: Reporter) -> BuildContext:
+    """Pack the build context, and report the files that stay out of it."""
+    from imgkit_builder.image.context import pack, revision
+
+    context = pack(
+        recipe,
+        base=base,
+        platform=base.platform,
+        revision=revision(recipe.file.parent),
+        large=request.large,
+        report=report,
+    )
+    _note_left_out(context.code, report)
+    return context
 
 
 def _followed(recipe: Recipe, platform: str, request: _Build, report: Reporter) -> Recipe:
@@ -397,27 +382,18 @@ def _followed(recipe: Recipe, platform: str, request: _Build, report: Reporter) 
     UsageError : as `lock_file.follow` does.
     """
     from imgkit_builder.recipe import bases, lock_file
+    from imgkit_builder.recipe.problems import shown
 
     if request.no_lock or recipe.lock:
         return recipe
     base = bases.chosen(request.base, recipe)
-    found = lock_file.follow(recipe, platform=platform, base=base, required=request.locked)
-    for note in _lock_notes(found):
-        report.note(note)
-    return found
-
-
-def _lock_notes(recipe: Recipe) -> tuple[str, ...]:
-    """The line that names the lock that the build follows; none for a build without."""
-    from imgkit_builder.recipe import lock_file
-    from imgkit_builder.recipe.problems import shown
-
-    if recipe.lock is None:
-        return ()
-    lock = recipe.lock
-    what = f"{len(lock.apt)} apt and {len(lock.pip)} pip packages"
-    kept = f", {len(recipe.kept)} of them kept here" if recipe.kept else ""
-    return (f"locked: {shown(lock_file.beside(recipe))}, {what}{kept} (to ignore it: --no-lock)",)
+    locked = lock_file.follow(recipe, platform=platform, base=base, required=request.locked)
+    if lock := locked.lock:
+        file = shown(lock_file.beside(locked))
+        counts = f"{len(lock.apt)} apt and {len(lock.pip)} pip packages"
+        local = f", {len(locked.kept)} of them kept here" if locked.kept else ""
+        report.note(f"locked: {file}, {counts}{local} (to ignore it: --no-lock)")
+    return locked
 
 
 def _base_of(recipe: Recipe, request: _Build) -> str | None:
@@ -450,13 +426,7 @@ def warning_lines(problems: Iterable[Problem]) -> tuple[str, ...]:
     return tuple(line for problem in problems for line in f"warning: {problem}".split("\n"))
 
 
-def note_warnings(recipe: Recipe, report: Reporter) -> None:
-    """Report the warnings of `recipe`."""
-    for line in warning_lines(recipe.warnings):
-        report.note(line)
-
-
-def note_left_out(code: Packed, report: Reporter) -> None:
+def _note_left_out(code: Packed, report: Reporter) -> None:
     """Name the files of the recipe's code that stay out of the image."""
     if code.secret:
         report.note(
@@ -465,8 +435,8 @@ def note_left_out(code: Packed, report: Reporter) -> None:
         )
     names = code.left_out
     if names:
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
         report.note(
-            f"not in the image: {', '.join(names[:5])}{more} (git, Docker or imgkit ignores "
+            f"not in the image: {', '.join(names[:5])}{rest} (git, Docker or imgkit ignores "
             'it); to bring one back: ignore: ["!NAME"]'
         )

@@ -119,12 +119,12 @@ def _prepared(
         yield source, Path(sif or f"{stem(image)}.{format}"), options
 
 
-def compression_for(system: SystemFacts | None, wanted: CompressionChoice = "auto") -> CompressionChoice:
-    """`wanted`, else what the system states.
+def compression_for(system: SystemFacts | None, choice: CompressionChoice = "auto") -> CompressionChoice:
+    """Return `choice`, else what the system states.
 
     ``auto`` is left where neither chooses: gzip in a .sqsh, and in a .sif zstd if this machine mounts that.
     """
-    return wanted if wanted != "auto" or system is None else system.runtime.compression
+    return choice if choice != "auto" or system is None else system.runtime.compression
 
 
 def _format(target: str | Path | None, request: ConversionRequest) -> FormatName:
@@ -135,18 +135,18 @@ def _format(target: str | Path | None, request: ConversionRequest) -> FormatName
     UsageError : the two disagree, or a runtime is named for a .sqsh.
     """
     named: FormatName | None = {".sif": "sif", ".sqsh": "sqsh"}.get(Path(target or "").suffix)  # type: ignore[assignment]
-    found = request.format or named or "sif"
-    if named and found != named:
+    format = request.format or named or "sif"
+    if named and format != named:
         raise UsageError(
-            f"--format {found} writes no .{named}", where=f"-o {target}", hint=f"-o NAME.{found}"
+            f"--format {format} writes no .{named}", where=f"-o {target}", hint=f"-o NAME.{format}"
         )
-    if found == "sqsh" and request.runtime:
+    if format == "sqsh" and request.runtime:
         raise UsageError(
             "--runtime-command cannot be combined with --format sqsh: imgkit starts no .sqsh",
             where="--runtime-command",
             hint="leave it out",
         )
-    return found
+    return format
 
 
 @contextlib.contextmanager
@@ -173,8 +173,8 @@ def source_of(image: str) -> Iterator[tuple[Source, SystemFacts | None]]:
                 where=image,
                 hint=f"save it on the build host: imgkit save {stem(image)}",
             )
-        with engine_image(image) as found:
-            yield found, system_of(image)
+        with engine_image(image) as engine_source:
+            yield engine_source, system_of(image)
 
 
 def _refuse_unfinished(path: Path, described: Sidecar) -> None:
@@ -182,8 +182,8 @@ def _refuse_unfinished(path: Path, described: Sidecar) -> None:
     from imgkit_builder.archive import read, sidecar
 
     if sidecar.read_sha256(path) is None:
-        what, mend = sidecar.incomplete(path, read.sha256(path, report=SILENT), described)
-        raise CheckFailed(what, where=str(path), hint=mend)
+        message, mend = sidecar.incomplete(path, read.sha256(path, report=SILENT), described)
+        raise CheckFailed(message, where=str(path), hint=mend)
 
 
 def _refuse_converted(path: Path) -> None:

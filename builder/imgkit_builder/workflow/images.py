@@ -99,8 +99,8 @@ def shell_command(image: str, *, host: bool = False, workdir: str = "") -> Shell
     """
     from imgkit_builder.recipe import rules
 
-    for what, hint in rules.image_path(workdir) if workdir else ():
-        raise UsageError(what, where="--workdir", hint=hint)
+    for message, hint in rules.image_path(workdir) if workdir else ():
+        raise UsageError(message, where="--workdir", hint=hint)
     if _is_file(image):
         return _sif_shell(image, host=host, workdir=workdir)
     try:
@@ -145,29 +145,19 @@ def _sif_shell(path: str, *, host: bool, workdir: str) -> ShellCommand:
             argv.append(option)
     for bind in runtime.binds if runtime and host else ():
         argv += ["--bind", bind]
-    if start := workdir or _stated_workdir(Path(path)):
+    if start := workdir or (target.workdir if target else ""):
         argv += ["--pwd", start]
     reach = isolated.description("a shell") if isolated else _SHARED
     return ShellCommand(argv=(*argv, str(Path(path).absolute())), reach=reach)
 
 
-def _stated_workdir(path: Path) -> str:
-    """The folder that the recipe of a .sif states; empty if it states none or is unknown."""
+def _target_of(path: Path) -> Target | None:
+    """Return the recipe's name and system inside a .sif; None if imgkit did not build its image."""
     from imgkit_builder.job import baked
 
     try:
-        return baked.target(path).workdir
+        return baked.target(path)
     except ImgkitError:
-        return ""
-
-
-def _target_of(path: Path) -> Target | None:
-    """The system that a .sif is for, by its file name (mn5.sif); None for an unknown name."""
-    from imgkit_builder.recipe import targets
-
-    try:
-        return targets.find(path.stem)
-    except UsageError:
         return None
 
 

@@ -65,7 +65,7 @@ class JobHandle:
         if argv[0] == "tail":
             argv = ("tail", "-c", str(_MOST_LOG_BYTES), "--", argv[-1])
         else:
-            argv = tuple(word for word in argv if word != "--follow")
+            argv = tuple(argument for argument in argv if argument != "--follow")
         answer = runner(self.record)(argv)
         return answer.output if answer.returncode == 0 else ""
 
@@ -134,9 +134,9 @@ def run(
     far = connection.connect(remote_run.with_transfer_host(remote, plan))
     code = code_of.read(request, large=request.yes, report=report) if request.code is not None else None
     far.login()
-    done = remote_run.run(plan, far, base=base or None, max_bytes_per_s=None, code=code, report=report)
-    submit.keep(done.record)
-    return JobHandle(record=submit.need_id(done.record))
+    submitted = remote_run.run(plan, far, base=base or None, max_bytes_per_s=None, code=code, report=report)
+    submit.keep(submitted.record)
+    return JobHandle(record=submit.need_id(submitted.record))
 
 
 def find_job(job_id: str) -> JobHandle:

@@ -79,8 +79,6 @@ class RemoteJob:
 
     record: SubmittedJob
     job: Job
-    home: str
-    """imgkit's folder there."""
 
 
 def plan(recipe: str, request: Request, project: ProjectFile | None, default: str) -> RunPlan:
@@ -92,12 +90,12 @@ def plan(recipe: str, request: Request, project: ProjectFile | None, default: st
     """
     from imgkit_builder.remote import jobs
 
-    planned = _choose(recipe, request, project, default)
+    planned = _plan(recipe, request, project, default)
     jobs.refuse_runtime(planned.target, planned.request)
     return planned
 
 
-def _choose(recipe: str, request: Request, project: ProjectFile | None, default: str) -> RunPlan:
+def _plan(recipe: str, request: Request, project: ProjectFile | None, default: str) -> RunPlan:
     from imgkit_builder.job import baked
     from imgkit_builder.project import origins
     from imgkit_builder.recipe import targets
@@ -282,7 +280,7 @@ def run(
         jobs.send_entry_points(connection, job, report)
     record = jobs.submit(connection, job, systems.named(job.system).script(job))
     record = dataclasses.replace(record, image_id="" if planned.is_foreign else image.image_id)
-    return RemoteJob(record=record, job=job, home=store.home)
+    return RemoteJob(record=record, job=job)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

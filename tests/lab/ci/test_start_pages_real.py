@@ -150,7 +150,7 @@ def test_cluster_page_trains_over_ssh(folder: Path, standin: str) -> None:
         one = ("--base", standin, "--env", "IMGKIT_DEVICE=cpu", "--env", "IMGKIT_NPROC=1")
         address = take(lines, "imgkit remote add mn5").split()
         address[4] = f"far:{place}/store"
-        typed(" ".join(address), folder)
+        typed(" ".join(address), folder, "--transfer", "far")  # not the host of MareNostrum's system
         typed(take(lines, "imgkit remote check mn5"), folder)
         typed(take(lines, "imgkit init"), folder)
         mine = folder / take(lines, "cd ").removeprefix("cd ")
@@ -221,6 +221,7 @@ for argument in sys.argv[1:]:
         exec(open(argument).read())
 """,
     "config/small.py": "steps = 40\n",
+    "requirements.txt": "torch==2.1.0\nnumpy>=1\n",
     "data/words/input.txt": "the quick brown fox jumps over the lazy dog\n" * 9,
     "train.py": """\
 import os
@@ -245,6 +246,7 @@ if dist.get_rank() == 0:
     os.makedirs(out_dir, exist_ok=True)
     torch.save(model.module.state_dict(), os.path.join(out_dir, "model.pt"))
     print(f"trained {steps} steps in {os.getcwd()}", flush=True)
+dist.barrier()
 dist.destroy_process_group()
 """,
 }
@@ -252,58 +254,74 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slurm
-@pytest.mark.soak
-def test_github_page_runs_a_project_with_relative_paths(folder: Path, standin: str) -> None:
-    """Its address is replaced by that of a local repository."""
-    lines = commands("github-project")
+@pytest.mark.sshd
+@pytest.mark.programs("rsync")
+def test_start_page_takes_a_program_to_two_nodes(folder: Path, standin: str) -> None:
+    """The addresses of repository and cluster are replaced, as the page tells its reader to do."""
+    lines = commands("index")
+    assert [line.startswith("imgkit fetch") for line in lines].index(True) < 8  # from clone to results
+    place = Path(f"/tmp/imgkit-page-{os.getpid()}")
+    cluster = Cluster(state=place / "c")
     for name, text in PROJECT.items():
         (folder / "far" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "far" / name).write_text(text)
     shell(
         "git init -q && git add . && git -c user.name=me -c user.email=me@here commit -qm one", folder / "far"
     )
-    shell(take(lines, "git clone").replace("https://github.com/me/letters.git", "far letters"), folder)
-    clone = folder / take(lines, "cd ").removeprefix("cd ")
-    env = {"XDG_STATE_HOME": str(folder / "state"), "BASH_FUNC_module%%": "() { :; }"}
+    with ExitStack() as stack:
+        far = stack.enter_context(far_host(place))
+        stack.callback(cluster.down)
+        cluster.up(2, "--cpus", "80")
+        for node in ("login", "node1", "node2"):  # where a login finds a site's modules
+            put = 'echo "module() { :; }" > /etc/profile.d/modules.sh'
+            assert cluster("exec", node, "--", "sh", "-c", put).returncode == 0
+        login_node(far, cluster)
+        shell(take(lines, "git clone").replace("https://github.com/me/letters.git", "far letters"), folder)
+        clone = folder / take(lines, "cd ").removeprefix("cd ")
 
-    def here(line: str, *more: str) -> str:
-        own = " ".join((line.replace("imgkit", shlex.join(IMGKIT), 1), *more))
-        return output("bash", "-c", own, folder=clone, env=env)
+        def typed(line: str, *flags: object) -> str:
+            words = shlex.split(line)[1:]
+            split = words.index("--") if "--" in words else len(words)
+            done = far.imgkit(*words[:split], *flags, *words[split:], folder=clone)
+            assert done.returncode == 0, done.stdout + done.stderr
+            return done.stdout + done.stderr
 
-    here(take(lines, "imgkit init"))
-    assert (clone / "train.py").read_text() == PROJECT["train.py"]
-    page = (ROOT / "docs/start/github-project.md").read_text(encoding="utf-8")
-    stated = page.split("```yaml\n")[1].split("```")[0]
-    assert set(stated.splitlines()) <= set((clone / "letters.yaml").read_text().splitlines())
-    here(take(lines, "imgkit build"), "--base", standin, "--no-test")
-    here(take(lines, "imgkit sif"), "--no-test")
-    # Named by itself, the .sif states its workdir, too.
-    named = here("imgkit run letters.sif --dry-run -A a --qos acc_debug --time 5m -- dist-run train.py")
-    assert "--pwd /workspace" in named.replace("\\\n    ", "")
-    assert "--pwd /srv" in here("imgkit shell letters.sif --dry-run --workdir /srv")
-    image = ("singularity", "exec", "--pwd", "/workspace", clone / "letters.sif")
-    assert "Read-only file system" in run(*image, "mkdir", "out").stderr
-    cluster = Cluster(state=Path(f"/tmp/imgkit-github-{os.getpid()}"))
+        def run_line() -> tuple[str, str]:
+            """What the next run of the page prints, and its job."""
+            text = typed(take(lines, "imgkit run"), "--base", standin, *ON_CPU)
+            job = re.search(r"(\d+@mn5) completed", text)
+            assert job, text
+            return text, job[1]
 
-    def typed(line: str) -> Path:
-        """Submit a line of the page; returns the job's output, which comes later."""
-        given = line.replace(" -- ", f" {' '.join(ON_CPU)} -- ").replace("imgkit", shlex.join(IMGKIT), 1)
-        done = cluster("exec", "login", "--cwd", clone, "--", "bash", "-c", given, env=env)
-        assert done.returncode == 0, done.stderr
-        return clone / f"letters-{done.stdout.strip()}.out"
-
-    cluster.up(2, "--cpus", "80")
-    try:
-        logs = [typed(take(lines, f"imgkit run --{flag}")) for flag in (" ", "code .", "workdir .")]
+        typed(
+            re.sub(r"me@\S+", f"far:{place}/store", take(lines, "imgkit remote add mn5")), "--transfer", "far"
+        )
+        typed(take(lines, "imgkit init"))
+        assert (clone / "train.py").read_text() == PROJECT["train.py"]
+        page = (ROOT / "docs/start/index.md").read_text(encoding="utf-8")
+        stated = page.split("```yaml\n")[1].split("```")[0].replace("tqdm>=4", "numpy>=1")
+        assert set(stated.splitlines()) <= set((clone / "letters.yaml").read_text().splitlines())
+        assert "all_reduce of ones: 4" in run_line()[0]
+        text, job = run_line()
+        assert "trained 40 steps in /workspace\n" in text
+        typed(take(lines, "imgkit fetch").replace("4711@mn5", job))
+        assert [*clone.glob("runs/*/out/model.pt")]
+        for _ in ("delta", "code"):
+            assert "trained 20 steps in /workspace\n" in run_line()[0]
         assert lines == []
-        until(lambda: not cluster("squeue", "--noheader").stdout.strip())
-        texts = [log.read_text() for log in logs]
-    finally:
-        cluster.down()
-    assert "trained 40 steps in /workspace\n" in texts[0]
-    assert "trained 20 steps in /workspace\n" in texts[1]
-    assert f"trained 10 steps in {clone}\n" in texts[2]
-    assert {"out", "out-code"} <= {path.parent.name for path in clone.glob("*/model.pt")}
+        # What the page says of a read-only image, and the other folder where a program can start.
+        image = ("singularity", "exec", "--pwd", "/workspace", clone / "letters.sif")
+        assert "Read-only file system" in run(*image, "mkdir", "out").stderr
+        assert "--pwd /srv" in typed("imgkit shell letters.sif --dry-run --workdir /srv")
+        words = ("run", "letters.sif", "--workdir", ".", "-A", "a", "--qos", "acc_debug", "--time", "5m")
+        train = (*ON_CPU, "--", "dist-run", "train.py", "config/small.py", "--steps=10")
+        named = shell(shlex.join(("imgkit", *words, "--dry-run", *train)).replace("--workdir . ", ""), clone)
+        assert "--pwd /workspace" in named.replace("\\\n    ", "")
+        env = {"XDG_STATE_HOME": str(folder / "state"), "BASH_FUNC_module%%": "() { :; }"}
+        done = cluster("exec", "login", "--cwd", clone, "--", *IMGKIT, *words, *train, env=env)
+        assert done.returncode == 0, done.stderr
+        assert f"trained 10 steps in {clone}\n" in done.stdout
+        assert (clone / "out/model.pt").is_file()
     # The same image under Docker.
     (folder / "laptop.yaml").write_text("extends: cpu\nimage: {workdir: /workspace}\n")
     line = f"imgkit run ./laptop.yaml --image letters:latest {' '.join(ON_CPU)} -- dist-run train.py"

@@ -4,7 +4,6 @@ docker on this machine. The .sif is that of the recipe mn5; what is tested is ho
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -270,16 +269,3 @@ def test_killed_node_agent_ends_hydra(cluster: Nodes) -> None:
         running.stdout.read()
         assert running.wait(240) != 0
     cluster.emptied()
-
-
-def test_doctor_compares_the_nodes(cluster: Nodes) -> None:
-    words = ("doctor", "mn5", "--image", cluster.sif, "--json", "--hosts")
-    done = cluster.on("login", *IMGKIT, *words, "node1,node2")
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
-    alike = ("ssh node1", "ssh node2", "head", "image", "Open MPI", "clock")
-    assert {name: found[name]["verdict"] for name in alike} == dict.fromkeys(alike, "ok")
-    done = cluster.on("login", *IMGKIT, *words, "node1,node9")
-    assert done.returncode == 1
-    verdicts = {check["name"]: check["verdict"] for check in json.loads(done.stdout)["checks"]}
-    assert (verdicts["ssh node1"], verdicts["ssh node9"]) == ("ok", "fail")

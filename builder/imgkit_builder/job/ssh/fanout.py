@@ -159,7 +159,7 @@ class _FanOutLoop:
         self.head_decides = head_decides
         self.wake = wake
         self.first = 0
-        self.asked = 0
+        self.handled = 0
         """Number of signals that were acted on."""
         self.deadline: float | None = None
         self.over: float | None = None
@@ -206,17 +206,17 @@ class _FanOutLoop:
             code = node.process.returncode
             node.code = code if code >= 0 else 128 - code
             if node.code != 0 and not self.got:
-                what = "could not be reached, or ssh" if node.code == SSH_FAILED else "its command"
-                self.say(f"{node.host}: {what} ended with exit code {node.code}")
+                subject = "could not be reached, or ssh" if node.code == SSH_FAILED else "its command"
+                self.say(f"{node.host}: {subject} ended with exit code {node.code}")
             decides = node is self.nodes[0] if self.head_decides else node.code != 0
             if decides and self.first == 0:
                 self.first = node.code
                 self.deadline = time.monotonic() + PEERS_S
 
     def _act(self) -> None:
-        if len(self.got) > self.asked:
-            self.asked = len(self.got)
-            if self.asked == 1:
+        if len(self.got) > self.handled:
+            self.handled = len(self.got)
+            if self.handled == 1:
                 self.say("asking all hosts to end; Ctrl-C again forces them to")
                 _ask(self.nodes)
             else:
@@ -303,22 +303,22 @@ SECOND_FACTOR = "Permission denied (keyboard-interactive)"
 """What ssh says where the key was accepted, and only the answer to a question is missing or wrong."""
 
 
-def after(said: str, host: str) -> str:
-    """The command that helps where ssh to `host` has ended with the message `said`."""
+def after(message: str, host: str) -> str:
+    """Return the command that helps where ssh to `host` has ended with `message`."""
     name = shlex.quote(host)
-    if "IDENTIFICATION HAS CHANGED" in said:
+    if "IDENTIFICATION HAS CHANGED" in message:
         bare = shlex.quote(host.rpartition("@")[2])
         return (
             "its key is not the one that this machine knows: ask the site whether it has changed, and only "
             f"then: ssh-keygen -R {bare}"
         )
-    if "Host key verification failed" in said:
+    if "Host key verification failed" in message:
         return f"ssh {name} true, and check the key that it shows before you accept it"
-    if SECOND_FACTOR in said:
+    if SECOND_FACTOR in message:
         return f"the key was accepted, the second factor was not: ssh {name} true"
-    if "Permission denied" in said:
+    if "Permission denied" in message:
         return f"ssh-keygen -t ed25519 (once), then ssh-copy-id {name}"
-    if "resolve hostname" in said:
+    if "resolve hostname" in message:
         return f"correct the name, or add a Host block for {name} to ~/.ssh/config"
     return f"ssh -v {name} true"
 
@@ -342,12 +342,12 @@ def read(text: str) -> tuple[str, ...]:
     UsageError : the file cannot be read, or a word is not a host or occurs twice.
     """
     if "/" in text:
-        places = _in_file(Path(text))
+        sources = _in_file(Path(text))
     else:
-        places = [("--hosts", part.strip()) for part in text.split(",")] if text else []
-    hosts = tuple(host for _, host in places)
+        sources = [("--hosts", part.strip()) for part in text.split(",")] if text else []
+    hosts = tuple(host for _, host in sources)
     counts = collections.Counter(hosts)
-    for where, host in places:
+    for where, host in sources:
         if not is_host(host):
             raise UsageError(
                 f"{host!r} is not a host",
@@ -362,10 +362,10 @@ def read(text: str) -> tuple[str, ...]:
 def is_here(host: str) -> bool:
     """Whether `host` is this machine: one of its addresses can be bound here."""
     try:
-        found = socket.getaddrinfo(host.rpartition("@")[2], 0, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(host.rpartition("@")[2], 0, type=socket.SOCK_STREAM)
     except OSError:
         return False
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.bind(address)
@@ -384,10 +384,10 @@ def _in_file(file: Path) -> list[tuple[str, str]]:
         ) from None
     # Files for Open MPI have "slots=N" after the name.
     rows = ((number, text.partition("#")[0].split()) for number, text in enumerate(lines, 1))
-    places = [(f"{file}:{number}", row[0]) for number, row in rows if row]
-    if not places:
+    sources = [(f"{file}:{number}", row[0]) for number, row in rows if row]
+    if not sources:
         raise UsageError("the file has no hosts", where=str(file), hint="write one host per line")
-    return places
+    return sources
 
 
 def is_host(text: str) -> bool:

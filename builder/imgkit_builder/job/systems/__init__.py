@@ -54,8 +54,8 @@ NEW_CONTAINER = (
 class JobShell:
     """How one opens a shell in a running job."""
 
-    words: tuple[str, ...]
-    about: str
+    argv: tuple[str, ...]
+    description: str
     """What the shell runs in, for people."""
 
 
@@ -169,9 +169,9 @@ def need_program(job: Job | ImageJob) -> Job:
 
 def worst(states: Iterable[JobState]) -> JobState:
     """Return the state of an array: running while a task is, and failed once all ended and one has failed."""
-    found = set(states)
+    present = set(states)
     order: tuple[JobState, ...] = ("running", "waiting", "", "failed", "cancelled", "succeeded")
-    return next((state for state in order if state in found), "")
+    return next((state for state in order if state in present), "")
 
 
 def task_id(record: SubmittedJob, job_id: str) -> str:
@@ -214,20 +214,20 @@ _HAS_FOLDERS = (
 )
 
 
-def with_folders(job: Job, words: Sequence[str]) -> tuple[str, ...]:
-    """`words`, which start on a node only where it has all that they mount.
+def with_folders(job: Job, argv: Sequence[str]) -> tuple[str, ...]:
+    """Return `argv`, which starts on a node only where that has all that it mounts.
 
     A runtime names no node, and docker makes an empty folder.
     """
     sources = dict.fromkeys(bind.partition(":")[0] for bind in job.binds)
     if not sources or job.run_by not in ("singularity", "docker", "pyxis"):
-        return tuple(words)
-    return ("sh", "-c", _HAS_FOLDERS, "sh", *sources, "--", *words)
+        return tuple(argv)
+    return ("sh", "-c", _HAS_FOLDERS, "sh", *sources, "--", *argv)
 
 
 def program_starts_once(job: Job) -> tuple[str, ...]:
-    """Return a warning if the command is no ``dist-...`` of the image."""
-    if not job.command or job.command[0].startswith("dist-"):
+    """Return a warning if the command is no ``dist-...`` of the image, nor a shell that starts one."""
+    if not job.command or any(re.search(r"\bdist-[a-z]", argument) for argument in job.command):
         return ()
     name, program = job.command[0], job.command[:2]
     if re.fullmatch(r"python[0-9.]*", PurePath(name).name) and len(program) == 2:
@@ -290,15 +290,15 @@ def named(name: str) -> System:
         module = importlib.import_module(f"{__name__}.{MODULES[name]}")
         return cast(System, module.SYSTEM)
     try:
-        found = registry.plugin(name)
+        plugin = registry.plugin(name)
     except KeyError:
         raise UsageError(
             f"no system is named {name!r}",
             where="system",
             hint=f"install the plug-in that adds it again; there are {', '.join(registry.names())}",
         ) from None
-    _check_plugin(name, found)
-    return cast(System, found)
+    _check_plugin(name, plugin)
+    return cast(System, plugin)
 
 
 def installed() -> Installed:
@@ -307,47 +307,50 @@ def installed() -> Installed:
     errors = list(registry.refused())
     for name in registry.plugins():
         try:
-            found = named(name)
-            _check_flags(name, found, systems.values())
+            plugin = named(name)
+            _check_flags(name, plugin, systems.values())
         except ToolFailed as error:
             errors.append(error)
         else:
-            systems[name] = found
+            systems[name] = plugin
     return Installed(systems=systems, errors=tuple(errors))
 
 
-def _check_plugin(name: str, found: Any) -> None:
+def _check_plugin(name: str, plugin: Any) -> None:
     from imgkit_entrypoints.schedulers.resolve import NAMES
 
     entry = registry.entry_of(name)
-    lacking = [each for each in vars(System) if each[0] != "_" and not hasattr(found, each)]
-    if lacking:
+    missing = [each for each in vars(System) if each[0] != "_" and not hasattr(plugin, each)]
+    if missing:
         raise registry.broken(
             entry,
-            f"lacks {', '.join(lacking)}",
+            f"lacks {', '.join(missing)}",
             hint=f"{entry.value} must be an object of a class that extends imgkit_builder.job.systems.System",
         )
-    if found.placement and found.placement not in NAMES:
+    if plugin.placement and plugin.placement not in NAMES:
         raise registry.broken(
-            entry, f"names the placement {found.placement!r}", hint=f"allowed: {', '.join(NAMES)}"
+            entry, f"names the placement {plugin.placement!r}", hint=f"allowed: {', '.join(NAMES)}"
         )
-    unknown = [each for each in found.uses if each not in OPTIONAL]
+    unknown = [each for each in plugin.uses if each not in OPTIONAL]
     if unknown:
         raise registry.broken(entry, f"uses {unknown[0]!r}", hint=f"allowed: {', '.join(OPTIONAL)}")
     try:
-        declared(found.flags)
-        found.flags()
+        declared(plugin.flags)
+        plugin.flags()
     except Exception as error:
         raise registry.broken(entry, f"declares flags that cannot be read: {error}") from error
-    _check_flags(name, found, [named(shipped) for shipped in registry.SHIPPED])
+    _check_flags(name, plugin, [named(shipped) for shipped in registry.SHIPPED])
 
 
-def _check_flags(name: str, found: System, others: Iterable[System]) -> None:
-    """Raise ToolFailed if a flag of `found` is one of every job, of a verb, or of `others`."""
-    owners: list[type[Any]] = [Request, ImageFlags, *(system.flags for system in others)]
-    taken = {word for owner in owners for known in declared(owner) for word in known.names}
+def _check_flags(name: str, plugin: System, systems: Iterable[System]) -> None:
+    """Raise ToolFailed if a flag of `plugin` is one of every job, of a verb, or of `systems`."""
+    owners: list[type[Any]] = [Request, ImageFlags, *(system.flags for system in systems)]
+    reserved = {name_of_flag for owner in owners for flag in declared(owner) for name_of_flag in flag.names}
     twice = [
-        word for known in declared(found.flags) for word in known.names if word in taken or word in _OWN_NAMES
+        name_of_flag
+        for flag in declared(plugin.flags)
+        for name_of_flag in flag.names
+        if name_of_flag in reserved or name_of_flag in _OWN_NAMES
     ]
     if twice:
         raise registry.broken(

@@ -87,8 +87,8 @@ class Kubeflow(pods.Pods):
         kind, name = _object(record)
         # JobSet's Jobs have names that are known; the pods of a Job have not.
         first = f"job/{name}-node-0" if kind == "trainjob" else f"{name}-master-0"
-        words = ("kubectl", "exec", *_in_namespace(record), "--stdin", "--tty", node or first, "--", "bash")
-        return JobShell(words=words, about=pods.SAME_CONTAINER)
+        argv = ("kubectl", "exec", *_in_namespace(record), "--stdin", "--tty", node or first, "--", "bash")
+        return JobShell(argv=argv, description=pods.SAME_CONTAINER)
 
     def cancel_command(self, record: SubmittedJob) -> tuple[str, ...]:
         """Return the command that deletes the job and its pods."""
@@ -128,15 +128,15 @@ def _requested(job: Job) -> _Requested:
     annotations: dict[str, str] = {}
     resources: dict[str, str] = {}
     large_shm = False
-    words = [*job.recipe.system.queue.options, *job.request.options]
-    while words:
-        flag, equals, value = words.pop(0).partition("=")
+    options = [*job.recipe.system.queue.options, *job.request.options]
+    while options:
+        flag, equals, value = options.pop(0).partition("=")
         if flag == "--large-shm":
             large_shm = True
             continue
         into = {"--annotation": annotations, "-a": annotations, "--extended-resource": resources}.get(flag)
-        name, given, text = (value if equals else words.pop(0) if words else "").partition("=")
-        if into is None or not given:
+        name, is_pair, text = (value if equals else options.pop(0) if options else "").partition("=")
+        if into is None or not is_pair:
             raise UsageError(
                 f"{flag} cannot be part of a {pods.format_of(job)}",
                 where="--option",
@@ -237,25 +237,25 @@ def _namespace(project: str) -> str:
 
 
 def _command(job: Job) -> list[str]:
-    words = pods.ASLEEP if job.request.interactive else job.command
-    return list(map(pods.literal, words))
+    argv = pods.ASLEEP if job.request.interactive else job.command
+    return list(map(pods.literal, argv))
 
 
 def _env(job: Job) -> list[dict[str, Any]]:
-    given: list[dict[str, Any]] = [
+    variables: list[dict[str, Any]] = [
         {"name": name, "value": pods.literal(value)} for name, value in pods.variables(job).items()
     ]
     for name in job.names:
         reference = {"name": pods.SECRET, "key": name}
-        given.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
-    return given
+        variables.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
+    return variables
 
 
 def _resources(key: str, job: Job, requested: _Requested) -> dict[str, Any]:
     limits = {**({"nvidia.com/gpu": str(job.gpus)} if job.gpus else {}), **requested.resources}
     requests = {"cpu": str(job.cpus)} if job.cpus else {}
-    found = {name: value for name, value in (("limits", limits), ("requests", requests)) if value}
-    return {key: found} if found else {}
+    resources = {name: value for name, value in (("limits", limits), ("requests", requests)) if value}
+    return {key: resources} if resources else {}
 
 
 def _mounts(job: Job, requested: _Requested) -> dict[str, Any]:
@@ -275,8 +275,8 @@ def _volumes(job: Job, requested: _Requested) -> dict[str, Any]:
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     if job.makes_secret:
         key = {"key": MOUNTED.name, "path": MOUNTED.name}
-        wanted = {"secretName": pods.SECRET, "items": [key], "optional": not job.request.require_secret}
-        volumes.append({"name": "secret", "secret": wanted})
+        secret = {"secretName": pods.SECRET, "items": [key], "optional": not job.request.require_secret}
+        volumes.append({"name": "secret", "secret": secret})
     for index, claim in enumerate(pods.claims(job)):
         volumes.append({"name": f"volume{index}", "persistentVolumeClaim": {"claimName": claim.name}})
     return {"volumes": volumes} if volumes else {}

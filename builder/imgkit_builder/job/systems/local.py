@@ -43,20 +43,20 @@ class Local(ForegroundSystem):
                 hint="use a recipe with a scheduler: imgkit list",
             )
         _check_gpus(job)
-        words = container.start(job, job.command) if job.command else container.shell(job)
+        argv = container.start(job, job.command) if job.command else container.shell(job)
         if job.run_by == "docker" and job.request.interactive:
             # Only on request: docker refuses to use a pipe as a terminal.
-            words = with_options(job, words, "--interactive", "--tty")
-        words = with_options(job, words, *map(quoting.option, job.request.options))
-        words = with_settings(job, with_folders(job, words))
-        return Script(text=line(words) + "\n", submit=words, foreground=True)
+            argv = with_options(job, argv, "--interactive", "--tty")
+        argv = with_options(job, argv, *map(quoting.option, job.request.options))
+        argv = with_settings(job, with_folders(job, argv))
+        return Script(text=line(argv) + "\n", submit=argv, foreground=True)
 
 
 SYSTEM = Local()
 
 
-def with_options(job: Job, words: tuple[str, ...], *options: str) -> tuple[str, ...]:
-    """`words`, which start the job's container, with further options for the runtime."""
+def with_options(job: Job, argv: tuple[str, ...], *options: str) -> tuple[str, ...]:
+    """Return `argv`, which starts the job's container, with further options for the runtime."""
     if options and job.run_by == "host":
         raise UsageError(
             f"{options[0]} is an option for a container, but --runtime host has none",
@@ -64,20 +64,20 @@ def with_options(job: Job, words: tuple[str, ...], *options: str) -> tuple[str, 
             hint="leave it out",
         )
     at = 3 if job.run_by == "singularity" else 2  # behind `run`, or `--quiet exec`
-    return (*words[:at], *options, *words[at:])
+    return (*argv[:at], *options, *argv[at:])
 
 
-def with_settings(job: Job, words: tuple[str, ...]) -> tuple[str, ...]:
-    """`words` with the variables that a job script would export; docker's words have them already."""
+def with_settings(job: Job, argv: tuple[str, ...]) -> tuple[str, ...]:
+    """Return `argv` with the variables that a job script would export; docker's has them already."""
     if job.run_by == "docker":
-        return words
+        return argv
     system = job.recipe.system
     if system.runtime.host_libs or job.env_file:
         # A path is put in front of the node's own value, which only a shell on that node knows.
-        return ("sh", "-c", "; ".join((*container.exports(job), 'exec "$@"')), "sh", *words)
+        return ("sh", "-c", "; ".join((*container.exports(job), 'exec "$@"')), "sh", *argv)
     # There is no image, so the node agent has no system.json to read.
-    given = {**job.settings, **(system.env if job.run_by == "host" else {})}
-    return ("env", *(f"{name}={value}" for name, value in given.items()), *words) if given else words
+    variables = {**job.settings, **(system.env if job.run_by == "host" else {})}
+    return ("env", *(f"{name}={value}" for name, value in variables.items()), *argv) if variables else argv
 
 
 def _check_gpus(job: Job) -> None:

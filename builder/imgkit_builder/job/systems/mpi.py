@@ -122,11 +122,11 @@ def _check(job: Job) -> None:
 
 def _check_order(hosts: Sequence[str]) -> None:
     # Open MPI 4.1 puts its own host first, wherever that stands in -H or in a hostfile.
-    here = next((host for host in hosts if fanout.is_here(host)), "")
-    if here and here != hosts[0]:
-        own_first = ",".join((here, *(host for host in hosts if host != here)))
+    local_host = next((host for host in hosts if fanout.is_here(host)), "")
+    if local_host and local_host != hosts[0]:
+        own_first = ",".join((local_host, *(host for host in hosts if host != local_host)))
         raise UsageError(
-            f"this is {here}: mpirun gives rank 0 to its own host, not to {hosts[0]}",
+            f"this is {local_host}: mpirun gives rank 0 to its own host, not to {hosts[0]}",
             where="--hosts",
             hint=f"--hosts {own_first}, or start it on {hosts[0]}",
         )
@@ -135,23 +135,23 @@ def _check_order(hosts: Sequence[str]) -> None:
 def _by_mpirun(job: Job) -> Script:
     hosts = _hosts(job)
     forward = _forward(job)
-    more = (*job.recipe.system.queue.options, *map(quoting.option, job.request.options))
-    more = (*(word for name in job.names for word in ("-x", name)), *more)
+    options = (*job.recipe.system.queue.options, *map(quoting.option, job.request.options))
+    options = (*(argument for name in job.names for argument in ("-x", name)), *options)
     if job.run_by == "host":
-        more = ("-x", "PATH", *more)  # ssh sets another one on the other hosts, without the venv
+        options = ("-x", "PATH", *options)  # ssh sets another one on the other hosts, without the venv
     start = with_folders(job, container.start(job, job.command, forward=FORWARD))
     command = local.with_settings(job, start)
     if job.flags(MpiFlags).direct:
         ranks = _ranks(job)
         where = ("-H", ",".join(f"{host}:{ranks}" for host in hosts)) if hosts else ()
-        words: tuple[str, ...] = (
+        argv: tuple[str, ...] = (
             *("mpirun", "-np", str(job.nodes * ranks), "--map-by", "slot", "--bind-to", "none"),
-            *(word for name, value in forward.items() for word in ("-x", f"{name}={value}")),
-            *(*where, *more, *command),
+            *(argument for name, value in forward.items() for argument in ("-x", f"{name}={value}")),
+            *(*where, *options, *command),
         )
     else:
         where = ("-H", ",".join(hosts)) if hosts else ()
-        words = OPENMPI.start_argv(command, nnodes=job.nodes, forward=forward, options=(*where, *more))
+        argv = OPENMPI.start_argv(command, nnodes=job.nodes, forward=forward, options=(*where, *options))
     notes = (
         f"# On {hosts[0]}, or on none of them: mpirun gives rank 0 to its own host.\n"
         if job.nodes > 1
@@ -159,7 +159,7 @@ def _by_mpirun(job: Job) -> Script:
     )
     if job.run_by != "singularity":  # a signal would also end the process that serves the image's files
         notes += "# To save and end: kill -USR1 this mpirun; Ctrl-C leaves programs one second.\n"
-    return Script(text=notes + line(words) + "\n", submit=words, foreground=True)
+    return Script(text=notes + line(argv) + "\n", submit=argv, foreground=True)
 
 
 def _forward(job: Job) -> Mapping[str, str]:
@@ -189,8 +189,8 @@ def _by_ssh(job: Job) -> Script:
     if not job.size.spares and (program := _torch_program(job.command)):
         rows.append("# The same by PyTorch's own launcher:")
         for rank, host in enumerate(hosts):
-            words = _started(job, _torch_launch(job, program, rank))
-            rows.append(f"# {shlex.join(('ssh', '-t', host, _remote(job, words)))}")
+            argv = _started(job, _torch_launch(job, program, rank))
+            rows.append(f"# {shlex.join(('ssh', '-t', host, _remote(job, argv)))}")
     return Script(
         text="\n".join(rows) + "\n",
         submit=(),
@@ -209,8 +209,13 @@ def _node_command(job: Job, rank: int) -> tuple[str, ...]:
     head = _head(job)
     if job.command[0].startswith("dist-") and job.command[0] != "dist-env":
         return manual.start_argv(job.command, nnodes=job.size, node_rank=rank, head=head)
-    place = {"IMGKIT_NNODES": job.size, "IMGKIT_NODE_RANK": rank, "IMGKIT_HEAD": head, "MASTER_ADDR": head}
-    return ("env", *(f"{name}={value}" for name, value in place.items()), *job.command)
+    placement = {
+        "IMGKIT_NNODES": job.size,
+        "IMGKIT_NODE_RANK": rank,
+        "IMGKIT_HEAD": head,
+        "MASTER_ADDR": head,
+    }
+    return ("env", *(f"{name}={value}" for name, value in placement.items()), *job.command)
 
 
 def _head(job: Job) -> str:
@@ -226,10 +231,10 @@ def _guarded(job: Job, command: Sequence[str]) -> tuple[str, ...]:
     sent = _sent(job)
     if job.run_by == "host":
         return fanout.guarded(_started(job, command), sent)
-    words = container.start(job, fanout.guarded(command, sent))
+    argv = container.start(job, fanout.guarded(command, sent))
     if job.run_by == "docker":
-        words = local.with_options(job, words, "--interactive")
-    return local.with_settings(job, with_folders(job, words))
+        argv = local.with_options(job, argv, "--interactive")
+    return local.with_settings(job, with_folders(job, argv))
 
 
 def _sent(job: Job) -> fanout.Sent:
@@ -238,30 +243,32 @@ def _sent(job: Job) -> fanout.Sent:
     return fanout.Sent(secret=job.makes_secret and node_agent, names=job.names)
 
 
-def _remote(job: Job, words: Sequence[str]) -> str:
+def _remote(job: Job, argv: Sequence[str]) -> str:
     """One line for the shell of a host, because ssh joins words with blanks."""
     if job.run_by == "docker":
-        return shlex.join(words)
-    return f"cd {shlex.quote(str(job.directory))} && exec {shlex.join(words)}"
+        return shlex.join(argv)
+    return f"cd {shlex.quote(str(job.directory))} && exec {shlex.join(argv)}"
 
 
 def _torch_program(command: Sequence[str]) -> tuple[str, ...]:
     """The program as ``torch.distributed.launch`` takes it; empty if that is unknown."""
     from imgkit_entrypoints.cli import options
 
-    name, *words = command
-    known = next((each for each in COMMANDS if each.name == name), None)
-    if known is None or {"-h", "--help", "--version"} & set(words):
+    name, *arguments = command
+    program = next((each for each in COMMANDS if each.name == name), None)
+    if program is None or {"-h", "--help", "--version"} & set(arguments):
         return ()
-    if known.app is None:
+    if program.app is None:
         # Options of dist-run before the program mean nothing to torch.
-        return tuple(words) if name == "dist-run" and words and not words[0].startswith("-") else ()
+        return (
+            tuple(arguments) if name == "dist-run" and arguments and not arguments[0].startswith("-") else ()
+        )
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            _, rest = options.launch_parser(name, "", {}).parse_known_args(words)
+            _, rest = options.launch_parser(name, "", {}).parse_known_args(arguments)
     except SystemExit:
         return ()
-    return ("-m", known.app, *rest)
+    return ("-m", program.app, *rest)
 
 
 def _torch_launch(job: Job, program: Sequence[str], rank: int) -> tuple[str, ...]:
@@ -289,5 +296,5 @@ def _shell(job: Job) -> Script:
     shell = container.shell(job)
     if job.run_by == "docker":
         shell = local.with_options(job, shell, "--interactive", "--tty")
-    words = ("ssh", "-t", _hosts(job)[0], _remote(job, local.with_settings(job, with_folders(job, shell))))
-    return Script(text=line(words) + "\n", submit=words, foreground=True)
+    argv = ("ssh", "-t", _hosts(job)[0], _remote(job, local.with_settings(job, with_folders(job, shell))))
+    return Script(text=line(argv) + "\n", submit=argv, foreground=True)

@@ -89,7 +89,7 @@ class Pbs(System):
             node=line(_node(job, rdzv=rdzv)),
             words=line(_remote(by_task)) if by_task else "",
         )
-        is_array = any(word.startswith("-J") for word in options_of(job))
+        is_array = any(option.startswith("-J") for option in options_of(job))
         return Script(text=text, submit=("qsub",), on_stdin=True, is_array=is_array)
 
     def parse_job_id(self, output: str, name: str) -> str:
@@ -105,11 +105,11 @@ class Pbs(System):
         rows = [row for row in output.splitlines() if re.split(r" = |: ", row.strip())[0] in _SHOWN]
         state = re.search(r"^\s*job_state = (\w)$", output, re.MULTILINE)
         code = re.search(r"^\s*Exit_status = (-?[0-9]{1,9})\s*$", output, re.MULTILINE)
-        found: JobState = STATES.get(state[1], "") if state else ""
-        if code and not found:
-            found = "succeeded" if int(code[1]) == 0 else "failed"
+        job_state: JobState = STATES.get(state[1], "") if state else ""
+        if code and not job_state:
+            job_state = "succeeded" if int(code[1]) == 0 else "failed"
         text = "".join(f"{row}\n" for row in rows)
-        return JobStatus(state=found, text=text, code=int(code[1]) if code else None)
+        return JobStatus(state=job_state, text=text, code=int(code[1]) if code else None)
 
     def log_source(self, record: SubmittedJob) -> tuple[str, ...]:
         """Return the command that follows the output by name: most systems copy it when the job ends."""
@@ -146,8 +146,8 @@ def _image_script(job: ImageJob) -> Script:
             hint=f"{line(container.making(job))} on a node; or queue.sif: [-l, select=1:ncpus=8] in a "
             f"recipe that extends {job.recipe.name}",
         )
-    words = (*_common(job, job.title), *map(quoting.option, (*queue.sif, *job.request.options)))
-    directives = _lines(("-S", "/bin/bash", "-j", "oe", *words))
+    options = (*_common(job, job.title), *map(quoting.option, (*queue.sif, *job.request.options)))
+    directives = _lines(("-S", "/bin/bash", "-j", "oe", *options))
     text = fill(job, "pbs-sif.sh.j2", directives=directives, make=line(container.making(job)))
     return Script(text=text, submit=("qsub",), on_stdin=True)
 
@@ -178,28 +178,28 @@ def _common(job: AnyJob, name: str) -> tuple[str, ...]:
     )
 
 
-def _lines(words: Sequence[str]) -> list[str]:
+def _lines(options: Sequence[str]) -> list[str]:
     """Words as directives: one for each option with its value."""
     rows: list[str] = []
-    for word in words:
-        if word.startswith("-") or not rows:
-            rows.append(word)
+    for option in options:
+        if option.startswith("-") or not rows:
+            rows.append(option)
         else:
-            rows[-1] += f" {word}"
+            rows[-1] += f" {option}"
     return rows
 
 
 def _node(job: Job, *, rdzv: bool) -> tuple[str, ...]:
     """The words that run the command on this node, or by mpiexec on all nodes."""
     by_pals = job.nodes > 1 and job.flags(PbsFlags).pbs_start == "pals"
-    known = PALS.fields.variables if by_pals else ("PBS_JOBID", "PBS_NODENUM", "PBS_TASKNUM")
+    variables = PALS.fields.variables if by_pals else ("PBS_JOBID", "PBS_NODENUM", "PBS_TASKNUM")
     secret = (VARIABLE,) if job.makes_secret else ()
-    start = container.start(job, job.command, forward=(*known, *pbs.FORWARD, RUN_DIR, *secret))
-    words = with_folders(job, start)
+    start = container.start(job, job.command, forward=(*variables, *pbs.FORWARD, RUN_DIR, *secret))
+    argv = with_folders(job, start)
     if not by_pals:
-        return words
+        return argv
     network = (Shell('"${network[@]}"'),) if rdzv else ()
-    return PALS.start_argv(words, nnodes=job.nodes, options=network)
+    return PALS.start_argv(argv, nnodes=job.nodes, options=network)
 
 
 def _remote(by_task: str) -> tuple[str, ...]:
@@ -216,7 +216,7 @@ def _interactive(job: Job) -> Script:
             where="--interactive",
             hint="imgkit run --dry-run ... > job.sh without --interactive; bash job.sh in the job's shell",
         )
-    words = ("qsub", "-I", *_resource_options(job))
+    argv = ("qsub", "-I", *_resource_options(job))
     comments = (
         "# In the shell that it gives, on one of the nodes:",
         *(f"#   module load {name}" for name in container.modules(job)),
@@ -224,4 +224,4 @@ def _interactive(job: Job) -> Script:
         *(f"#   {text}" for text in line(with_folders(job, container.shell(job))).split("\n")),
         "# On all nodes: imgkit run --dry-run ... > job.sh, without --interactive; here: bash job.sh",
     )
-    return Script(text="\n".join((*comments, line(words), "")), submit=words, foreground=True)
+    return Script(text="\n".join((*comments, line(argv), "")), submit=argv, foreground=True)

@@ -72,7 +72,9 @@ class Pods(System):
             return
         if client_of(job) == "v1":
             odd = [
-                word for word in (*job.command, *request.env, str(request.directory)) if quote(word) != word
+                argument
+                for argument in (*job.command, *request.env, str(request.directory))
+                if quote(argument) != argument
             ]
             if odd:
                 # The RCP tutorial needs '"..."' around a word with blanks, later pages of
@@ -149,7 +151,7 @@ def claims(job: Job) -> tuple[Claim, ...]:
     ------
     UsageError : one is not ``CLAIM:/PATH[:ro]``, or two have the same path.
     """
-    found: list[Claim] = []
+    parsed: list[Claim] = []
     for text in job.flags(PodFlags).pvcs:
         match = re.fullmatch(rf"({_LABEL}(?:\.{_LABEL})*):(/[A-Za-z0-9._/-]+)(:ro)?", text)
         if match is None:
@@ -157,10 +159,10 @@ def claims(job: Job) -> tuple[Claim, ...]:
                 f"{text!r} is not a volume", where="--pvc", hint="CLAIM:/PATH, or CLAIM:/PATH:ro"
             )
         claim = Claim(name=match[1], path=PurePosixPath(match[2]), read_only=bool(match[3]))
-        if claim.path in (other.path for other in found):
+        if claim.path in (earlier.path for earlier in parsed):
             raise UsageError(f"two volumes at {claim.path}", where="--pvc", hint="give each its own path")
-        found.append(claim)
-    return tuple(found)
+        parsed.append(claim)
+    return tuple(parsed)
 
 
 def directory(job: Job) -> PurePosixPath | None:
@@ -193,13 +195,13 @@ def variables(job: Job) -> Mapping[str, str]:
 
     The job's name is its id, so the folder is known without asking the cluster.
     """
-    kept: dict[str, str] = {}
+    folders: dict[str, str] = {}
     folder, writable = directory(job), [claim.path for claim in claims(job) if not claim.read_only]
     if writable:
-        here = folder is not None and any(folder.is_relative_to(path) for path in writable)
-        run = (folder if folder is not None and here else writable[0]) / "runs" / check_name(job)
-        kept = {"IMGKIT_RUN_DIR": str(run), "IMGKIT_LOG_DIR": str(run / "logs")}
-    return {**kept, **job.settings, **job.env}
+        is_writable = folder is not None and any(folder.is_relative_to(path) for path in writable)
+        run = (folder if folder is not None and is_writable else writable[0]) / "runs" / check_name(job)
+        folders = {"IMGKIT_RUN_DIR": str(run), "IMGKIT_LOG_DIR": str(run / "logs")}
+    return {**folders, **job.settings, **job.env}
 
 
 def literal(text: str) -> str:

@@ -31,7 +31,7 @@ class RunAI(pods.Pods):
         job = pods.need_program(job)
         name = pods.check_name(job)
         command = pods.ASLEEP if job.request.interactive else kubernetes.start_argv(job.command)
-        words = (
+        argv = (
             *_options(job, name),
             *job.recipe.system.queue.options,
             *map(quoting.option, job.request.options),
@@ -40,7 +40,7 @@ class RunAI(pods.Pods):
         kind, project = _kind(job), _project(job.queue)
         end = " ".join(map(quote, _cancel(kind, name, project)))
         comments = pods.entered(job, _ways(job, name, kind), end) if job.request.interactive else ()
-        return Script(text="\n".join((*comments, _rows(words), "")), submit=words, kind=kind)
+        return Script(text="\n".join((*comments, _rows(argv), "")), submit=argv, kind=kind)
 
     def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
         """Yield warnings, and compare the later client's options with the help of the client on PATH.
@@ -51,8 +51,8 @@ class RunAI(pods.Pods):
         """
         yield from super().check(job, is_submitted=is_submitted)
         if is_submitted and (kind := _kind(job)):
-            own = (*_options(job, job.name), *job.recipe.system.queue.options)
-            runai_client.refuse_unknown((*kind.split(), "submit"), own)
+            argv = (*_options(job, job.name), *job.recipe.system.queue.options)
+            runai_client.refuse_unknown((*kind.split(), "submit"), argv)
 
     def parse_job_id(self, output: str, name: str) -> str:
         """Return the job's name, which is its id."""
@@ -60,7 +60,7 @@ class RunAI(pods.Pods):
 
     def status_commands(self, record: SubmittedJob) -> tuple[tuple[str, ...], ...]:
         """Return the command that shows the job, its pods and its events."""
-        return (_about(record.kind, "describe", record.name, _project(record.queue)),)
+        return (_job_command(record.kind, "describe", record.name, _project(record.queue)),)
 
     def log_source(self, record: SubmittedJob) -> tuple[str, ...]:
         """Return the command that follows the output of the first pod; the volume has that of all pods."""
@@ -69,8 +69,8 @@ class RunAI(pods.Pods):
 
     def shell_command(self, record: SubmittedJob, line: str, node: str) -> JobShell:
         """Return the command of a further process in a pod's container."""
-        words = (runai_client.PROGRAM, *_commands(record.kind), "bash", record.name, *_project(record.queue))
-        return JobShell(words=(*words, *(("--pod", node) if node else ())), about=pods.SAME_CONTAINER)
+        argv = (runai_client.PROGRAM, *_commands(record.kind), "bash", record.name, *_project(record.queue))
+        return JobShell(argv=(*argv, *(("--pod", node) if node else ())), description=pods.SAME_CONTAINER)
 
     def cancel_command(self, record: SubmittedJob) -> tuple[str, ...]:
         """Return the command that ends the job and deletes its pods."""
@@ -85,10 +85,10 @@ def _kind(job: Job) -> str:
     return "" if pods.client_of(job) == "v1" else KINDS[job.nodes > 1]
 
 
-def _about(kind: str, verb: str, name: str, project: Sequence[str]) -> tuple[str, ...]:
+def _job_command(kind: str, verb: str, name: str, project: Sequence[str]) -> tuple[str, ...]:
     """The command about one job."""
-    words = (*_commands(kind), verb) if kind else (verb, "job")
-    return (runai_client.PROGRAM, *words, name, *project)
+    argv = (*_commands(kind), verb) if kind else (verb, "job")
+    return (runai_client.PROGRAM, *argv, name, *project)
 
 
 def _commands(kind: str) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ def _commands(kind: str) -> tuple[str, ...]:
 
 
 def _cancel(kind: str, name: str, project: Sequence[str]) -> tuple[str, ...]:
-    return _about(kind, "delete", name, project)
+    return _job_command(kind, "delete", name, project)
 
 
 def _project(queue: str) -> tuple[str, ...]:
@@ -119,7 +119,7 @@ def _first_client(job: Job, name: str) -> Iterator[str]:
     yield from ("--name", name, *_project(job.queue), "--image", job.image)
     yield from _workers(job)
     yield from ("--gpu", str(job.gpus), *(("--cpu", str(job.cpus)) if job.cpus else ()))
-    yield from (word for claim in pods.claims(job) for word in ("--pvc", str(claim)))
+    yield from (argument for claim in pods.claims(job) for argument in ("--pvc", str(claim)))
     yield from _directory(job)
     yield from _variables(job)
     for key in job.names:
@@ -164,14 +164,14 @@ def _variables(job: Job) -> Iterator[str]:
         yield from ("-e", f"{name}={pods.literal(value)}")
 
 
-def _rows(words: Sequence[str]) -> str:
+def _rows(argv: Sequence[str]) -> str:
     """The command, with one line for each option and its value."""
-    end = words.index("--")
-    rows = [[words[0]]]
-    for index, word in enumerate(words[1:], 1):
-        if index <= end and word.startswith("-"):
+    end = argv.index("--")
+    rows = [[argv[0]]]
+    for index, argument in enumerate(argv[1:], 1):
+        if index <= end and argument.startswith("-"):
             rows.append([])
-        rows[-1].append(word)
+        rows[-1].append(argument)
     return " \\\n    ".join(" ".join(map(quote, row)) for row in rows)
 
 

@@ -33,8 +33,8 @@ def on_path() -> Client | None:
     return _client(program) if program else None
 
 
-def refuse_unknown(command: Sequence[str], words: Iterable[str]) -> None:
-    """Check the options in `words` by the help of ``runai COMMAND``, where the later client is on PATH.
+def refuse_unknown(command: Sequence[str], argv: Iterable[str]) -> None:
+    """Check the options in `argv` by the help of ``runai COMMAND``, where the later client is on PATH.
 
     The first client hides options that it takes all the same, such as ``--pvc``.
 
@@ -45,14 +45,18 @@ def refuse_unknown(command: Sequence[str], words: Iterable[str]) -> None:
     program = shutil.which(PROGRAM)
     if program is None:
         return
-    known = _options(program, tuple(command))
-    if not known:
+    supported = _options(program, tuple(command))
+    if not supported:
         raise UsageError(
             f"{program} has no command {' '.join(command)}",
             where="--client",
             hint=f"--client {_client(program)}, the one that is on PATH",
         )
-    unknown = [word for word in words if word.startswith("-") and word.partition("=")[0] not in known]
+    unknown = [
+        argument
+        for argument in argv
+        if argument.startswith("-") and argument.partition("=")[0] not in supported
+    ]
     if unknown:
         raise UsageError(
             f"{program}: {' '.join(command)} has no option {unknown[0].partition('=')[0]}",
@@ -78,9 +82,9 @@ def _client(program: str) -> Client:
 @functools.cache
 def _options(program: str, command: tuple[str, ...]) -> frozenset[str]:
     """The options in the help of a command; empty if it has no such command."""
-    done = process.run([program, *command, "--help"], check=False)
-    if done.returncode:
+    answer = process.run([program, *command, "--help"], check=False)
+    if answer.returncode:
         return frozenset()
     # Both clients list one option a line: "  -e, --environment stringArray   What it does".
-    lines = re.findall(r"^\s+(-\w, )?(--[\w-]+)", done.output, re.MULTILINE)
-    return frozenset(word for short, long in lines for word in (short.removesuffix(", "), long) if word)
+    lines = re.findall(r"^\s+(-\w, )?(--[\w-]+)", answer.output, re.MULTILINE)
+    return frozenset(option for short, long in lines for option in (short.removesuffix(", "), long) if option)

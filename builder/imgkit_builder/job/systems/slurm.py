@@ -81,15 +81,15 @@ class Slurm(System):
         if isinstance(job, ImageJob):
             return _image_script(job)
         if job.request.interactive:
-            words = ("salloc", *_resource_options(job), "bash", "-lc", _typed(job))
-            return Script(text=line(words) + "\n", submit=words, foreground=True)
-        is_array = any(re.match(r"--array\b|-a", word) for word in options_of(job))
+            argv = ("salloc", *_resource_options(job), "bash", "-lc", _typed(job))
+            return Script(text=line(argv) + "\n", submit=argv, foreground=True)
+        is_array = any(re.match(r"--array\b|-a", option) for option in options_of(job))
         text = fill(
             job,
             "slurm.sh.j2",
             directives=(
                 f"--job-name={job.name}",
-                *_place(job, "%A_%a" if is_array else "%j"),
+                *_output_options(job, "%A_%a" if is_array else "%j"),
                 *_resource_options(job),
                 *(
                     # B: the signal goes to the script alone. A step's signal reaches every process of it. For
@@ -126,7 +126,9 @@ class Slurm(System):
         """Return the state that squeue, sacct or scontrol printed; of an array, that of all its tasks."""
         names = (match[match.lastgroup or 0] for match in _STATE.finditer(output))
         state = worst(STATES.get(name, "") for name in names)
-        code = max((int(one or other) for one, other in _CODE.findall(output)), default=None)
+        code = max(
+            (int(by_scontrol or by_sacct) for by_scontrol, by_sacct in _CODE.findall(output)), default=None
+        )
         if "JobState=" not in output:
             return JobStatus(state=state, text=output, code=code)
         fields = "JobId|ArrayJobId|ArrayTaskId|JobState|Reason|ExitCode|RunTime|StartTime|EndTime|NodeList"
@@ -155,12 +157,12 @@ class Slurm(System):
             *("bash", "-lc", line),
         )
         if record.id.isdecimal():
-            words = ("srun", f"--jobid={record.id}", *step)
+            argv = ("srun", f"--jobid={record.id}", *step)
         else:  # srun takes no ARRAY_INDEX, but the number that each task has, too
             number = shlex.join(("squeue", *at, "--noheader", f"--jobs={record.id}", "--format=%A"))
             find = f'id=$({number}) && : "${{id:?{record.id} does not run}}" && exec srun --jobid="$id" "$@"'
-            words = ("bash", "-c", find, "srun", *step)  # dash would drop the function of modules
-        return JobShell(words=words, about=NEW_CONTAINER)
+            argv = ("bash", "-c", find, "srun", *step)  # dash would drop the function of modules
+        return JobShell(argv=argv, description=NEW_CONTAINER)
 
 
 SYSTEM = Slurm()
@@ -171,7 +173,7 @@ def _image_script(job: ImageJob) -> Script:
     queue = job.recipe.system.queue
     directives = (
         f"--job-name={job.title}",
-        *_place(job),
+        *_output_options(job),
         "--nodes=1",
         "--ntasks=1",
         *((f"--time={job.time}",) if job.time else ()),
@@ -188,7 +190,7 @@ def _at(cluster: str) -> tuple[str, ...]:
     return (f"--clusters={cluster}",) if cluster else ()
 
 
-def _place(job: AnyJob, numbered: str = "%j") -> tuple[str, ...]:
+def _output_options(job: AnyJob, numbered: str = "%j") -> tuple[str, ...]:
     """The folder in which a script runs, and the files of its output; `numbered` is the id in their names."""
     folder = str(job.directory)
     return (
@@ -227,9 +229,9 @@ def _container(job: Job) -> tuple[str, ...]:
     return _with_folders(job, container.start(job, job.command, forward=PODMAN_FORWARD))
 
 
-def _with_folders(job: Job, words: Sequence[str]) -> tuple[str, ...]:
+def _with_folders(job: Job, argv: Sequence[str]) -> tuple[str, ...]:
     """The same as `with_folders`, but for pyxis, whose words are first options of srun: `_look` does it."""
-    return tuple(words) if job.run_by == "pyxis" else with_folders(job, words)
+    return tuple(argv) if job.run_by == "pyxis" else with_folders(job, argv)
 
 
 def _look(job: Job) -> tuple[str, ...]:
@@ -237,18 +239,18 @@ def _look(job: Job) -> tuple[str, ...]:
     if job.run_by != "pyxis":
         return ()
     # The next step need not wait until Slurm has cleaned up after this one, and gets all that is typed.
-    words = with_folders(job, pyxis.look(job))
-    return ("srun", "--overlap", "--input=none", "--ntasks-per-node=1", *words)
+    argv = with_folders(job, pyxis.look(job))
+    return ("srun", "--overlap", "--input=none", "--ntasks-per-node=1", *argv)
 
 
-def _start(job: Job, words: Sequence[str]) -> tuple[str, ...]:
+def _start(job: Job, argv: Sequence[str]) -> tuple[str, ...]:
     # srun does not read --network from the script's directives.
-    network = tuple(word for word in job.recipe.system.queue.options if word.startswith("--network="))
+    network = tuple(option for option in job.recipe.system.queue.options if option.startswith("--network="))
     # From 22.05 to 23.02 srun does not inherit --cpus-per-task. As a variable, it follows the directive when
     # somebody edits the script.
     cpus = (Shell('--cpus-per-task="$SLURM_CPUS_PER_TASK"'),) if job.cpus else ()
     return slurm.start_argv(
-        words,
+        argv,
         nnodes=job.nodes,
         outlives_nodes=job.outlives_nodes,
         options=(*cpus, *network, *job.recipe.system.queue.srun),
@@ -259,12 +261,12 @@ def _typed(job: Job) -> str:
     """The line that runs in the allocation: the command on all nodes, or a shell on the first one."""
     modules = [f"module load {shlex.quote(name)}" for name in container.modules(job)]
     cpus = (f"--cpus-per-task={job.cpus}",) if job.cpus else ()
-    own, shell = job.recipe.system.queue.srun, _with_folders(job, container.shell(job))
-    words = (
+    srun_options, shell = job.recipe.system.queue.srun, _with_folders(job, container.shell(job))
+    argv = (
         _start(job, _container(job))
         if job.command
-        else ("srun", "--nodes=1", "--ntasks=1", *cpus, *own, "--pty", *shell)
+        else ("srun", "--nodes=1", "--ntasks=1", *cpus, *srun_options, "--pty", *shell)
     )
-    steps = (_look(job), ("exec", *words))
+    steps = (_look(job), ("exec", *argv))
     typed = (" ".join(map(quote, step)) for step in steps if step)
     return " && ".join((*modules, *container.exports(job), *typed))

@@ -54,8 +54,8 @@ def test_definition_with_its_context(folder: Path) -> None:
 
 def test_rendering_imports_no_engine(folder: Path) -> None:
     code = (
-        "import sys; from imgkit_builder.cli.recipes import verb_render, RenderFormat; "
-        "verb_render('mn5', RenderFormat.DOCKERFILE, None, None, None, None, []); "
+        "import sys; from imgkit_builder.cli.recipes import verb_render; "
+        "verb_render('mn5', 'dockerfile', None, None, None, None, []); "
         "heavy = {'docker', 'spython', 'rich', 'torch', 'pathspec'} & set(sys.modules); "
         "assert not heavy, heavy"
     )

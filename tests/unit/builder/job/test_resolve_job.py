@@ -104,6 +104,43 @@ def test_queue_s_limit_is_named_with_its_line(tmp_path: Path) -> None:
     assert "acc_debug ends jobs after 02:00:00" in error.what
 
 
+@pytest.fixture
+def own(tmp_path: Path) -> Callable[[str], Path]:
+    """Write a recipe for a system without one."""
+
+    def recipe(system: str) -> Path:
+        file = tmp_path / "own.yaml"
+        file.write_text(f"image: {{base: 'python:3.12-slim'}}\nsystem: {system}\n")
+        return file
+
+    return recipe
+
+
+@pytest.mark.parametrize(
+    ("qos", "time", "says"),
+    [
+        ("", "25h", "boost_usr_prod ends jobs after 24:00:00"),
+        ("boost_qos_dbg", "31m", "boost_qos_dbg ends jobs after 00:30:00"),
+        ("boost_qos_lprod", "48h", ""),
+        ("boost_qos_lprod", "97h", "boost_qos_lprod ends jobs after 96:00:00"),
+    ],
+)
+def test_limit_of_a_qos_counts_before_that_of_its_queue(
+    own: Callable[[str], Path], qos: str, time: str, says: str
+) -> None:
+    file = own("leonardo")
+    if not says:
+        assert job(file, account="a", qos=qos, time=time).qos == qos
+        return
+    error = refused(file, account="a", qos=qos, time=time)
+    assert says in error.what
+    assert "another queue (boost_" in (error.hint or "")
+
+
+def test_missing_queue_names_the_known_ones(own: Callable[[str], Path]) -> None:
+    assert (refused(own("snellius"), queue="").hint or "").endswith("; queues: gpu_a100, gpu_h100")
+
+
 def test_flag_without_meaning_is_a_warning() -> None:
     given = {"image": "r.example/x:1", "qos": "", "time": "", "nodes": "2", "pvcs": ("home:/w",)}
     warning = "--account is not used: EPFL RCP (runai) has no such flag"
@@ -122,6 +159,10 @@ def test_flag_without_meaning_is_a_warning() -> None:
 def test_program_that_starts_once_per_node_is_doubted(command: tuple[str, ...], hint: str) -> None:
     (warning,) = job(command=command).warnings
     assert hint in warning
+
+
+def test_shell_that_starts_dist_run_is_not_doubted() -> None:
+    assert job(command=("sh", "-c", "exec dist-run train.py --out=$IMGKIT_RUN_DIR")).warnings == ()
 
 
 def test_part_of_a_node_on_several_is_doubted() -> None:

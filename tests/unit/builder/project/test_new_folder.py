@@ -54,37 +54,139 @@ def test_missing_values_are_named(call: Any) -> None:
     assert 'qos = ""  # fill in: this system needs it' in text
 
 
-def test_files_that_are_there_are_refused_and_listed(call: Any) -> None:
-    Path("train.py").write_text("mine")
-    Path(".gitignore").write_text("mine")
+def test_second_init_is_refused(call: Any) -> None:
+    Path("imgkit.toml").write_text("nodes = 2\n")
     code, out, err = call("init", "--recipe", "mn5")
     assert (code, out) == (2, "")
-    assert "these files already exist: train.py, .gitignore" in err
-    assert not Path("imgkit.toml").exists()
+    assert "there is an imgkit.toml" in err
+    assert Path("imgkit.toml").read_text() == "nodes = 2\n"
+    assert [path.name for path in Path().iterdir()] == ["imgkit.toml"]
 
 
-def test_keep_writes_what_is_missing(call: Any) -> None:
-    Path("train.py").write_text("mine")
-    code, out, _ = call("init", "--recipe", "mn5", "--keep-existing", "--json")
-    assert code == 0
-    assert "train.py" not in json.loads(out)["files"]
-    assert Path("train.py").read_text() == "mine"
-    assert Path("imgkit.toml").exists()
-
-
-def test_own_program_gets_a_command_that_fits(call: Any) -> None:
+def test_existing_files_are_kept(call: Any) -> None:
     Path("train.py").write_text("mine")
     Path(".gitignore").write_text("*.pyc\n*.sif")
-    code, out, _ = call("init", "--recipe", "mn5", "--keep-existing")
+    code, out, _ = call("init", "--recipe", "mn5")
     assert code == 0
+    assert Path("train.py").read_text() == "mine"
+    assert "kept   .gitignore" in out
     assert "added  runs/ *.imgdelta to .gitignore" in out
-    assert toml_file.read(Path("imgkit.toml").absolute()).values.command == (
-        "dist-run",
-        "/workspace/train.py",
-    )
+    assert command_here() == ("dist-run", "/workspace/train.py")
     assert Path(".gitignore").read_text() == "*.pyc\n*.sif\nruns/\n*.imgdelta\n"
     Path("imgkit.toml").unlink()
-    assert "added" not in call("init", "--recipe", "mn5", "--keep-existing")[1]
+    code, out, _ = call("init", "--recipe", "mn5", "--json")
+    assert json.loads(out)["files"] == ["imgkit.toml"]
+
+
+def command_here() -> tuple[str, ...]:
+    return toml_file.read(Path("imgkit.toml").absolute()).values.command
+
+
+STARTS = 'if __name__ == "__main__":\n'
+
+
+@pytest.mark.parametrize(
+    ("programs", "started"),
+    [
+        ({"main.py": "", "eval.py": STARTS}, "main.py"),
+        (
+            {"multinode.py": STARTS, "model.py": "", "setup.py": STARTS, "test_model.py": STARTS},
+            "multinode.py",
+        ),
+        ({"src/train.py": "", "setup.py": ""}, "src/train.py"),
+    ],
+)
+def test_command_starts_the_program_of_the_folder(call: Any, programs: dict[str, str], started: str) -> None:
+    write_files(programs)
+    assert call("init", "--recipe", "mn5")[0] == 0
+    assert command_here() == ("dist-run", f"/workspace/{started}")
+    assert {str(path) for path in Path().rglob("*.py")} == {*programs}
+
+
+def test_program_is_not_guessed_among_several(call: Any) -> None:
+    write_files({"a.py": STARTS, "b.py": STARTS})
+    out = call("init", "--recipe", "mn5")[1]
+    assert "next   command in imgkit.toml: the one that starts a.py or b.py" in out
+    assert command_here() == ()
+
+
+def write_files(texts: dict[str, str]) -> None:
+    for name, text in texts.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+
+
+PROJECT = '[project]\nname = "p"\nversion = "1"\ndependencies = ["einops", "torchvision==0.16"]\n'
+CONDA = """\
+dependencies:
+  - python=3.10
+  - pytorch::pytorch=2.1
+  - numpy=1.26
+  - conda-forge::scipy>=1.10,<2
+  - tqdm=4.66.1=py_0
+  - git
+  - pip: [einops, -e .]
+"""
+
+
+@pytest.mark.parametrize(
+    ("texts", "step", "omitted"),
+    [
+        ({"requirements.txt": "# x\ntqdm\n--extra-index-url https://x\n"}, {"requirements": True}, ()),
+        (
+            {"requirements.txt": "torch==2.1\nnumpy<2\n-r more.txt\ngit+https://h/a@main\n"},
+            {"packages": ("numpy<2",)},
+            ("torch==2.1", "-r more.txt", "git+https://h/a@main"),
+        ),
+        ({"pyproject.toml": PROJECT}, {"packages": ("einops",)}, ("torchvision==0.16",)),
+        (
+            {
+                "pyproject.toml": PROJECT.replace("torchvision==0.16", "tqdm") + "[build-system]\n",
+                "requirements.txt": "x",
+            },
+            {"project": True},
+            (),
+        ),
+        ({"pyproject.toml": "[tool.ruff]\n", "requirements.txt": "x\n"}, {"requirements": True}, ()),
+        (
+            {"environment.yml": CONDA},
+            {"packages": ("numpy==1.26.*", "scipy>=1.10,<2", "tqdm==4.66.1", "einops")},
+            ("conda:python=3.10", "conda:pytorch::pytorch=2.1", "conda:git", "-e ."),
+        ),
+        ({"environment.yml": "dependencies: [*x\n", "requirements.txt": ""}, None, ()),
+    ],
+)
+def test_recipe_installs_what_the_program_needs(
+    call: Any, texts: dict[str, str], step: dict[str, Any] | None, omitted: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The recipe is read as ``imgkit build`` reads it; no line may replace the base's torch."""
+    write_files({"train.py": "", **texts})
+    code, out, err = call("init", "--recipe", "mn5")
+    assert code == 0, err
+    (recipe,) = tmp_path.glob("*.yaml")
+    steps = load(recipe).image.pip
+    assert [
+        {
+            key: bool(value) if key != "packages" else value
+            for key in ("packages", "requirements", "project")
+            if (value := getattr(one, key))
+        }
+        for one in steps
+    ] == ([step] if step else [])
+    assert [line for line in out.splitlines() if line.startswith("omits")] == (
+        [f"omits  {', '.join(omitted)}"] if omitted else []
+    )
+    for line in omitted:
+        assert f"also has: {line}\n" in recipe.read_text()
+
+
+def test_line_of_a_project_adds_no_key_to_the_recipe(call: Any, tmp_path: Path) -> None:
+    write_files(
+        {"train.py": "", "pyproject.toml": '[project]\ndependencies = ["torch\\r  run: [x]", "tqdm"]\n'}
+    )
+    assert call("init", "--recipe", "mn5")[0] == 0
+    (recipe,) = tmp_path.glob("*.yaml")
+    assert load(recipe).image.run == ()
 
 
 def test_recipe_of_the_folder_extends_by_a_relative_path(call: Any, tmp_path: Path) -> None:

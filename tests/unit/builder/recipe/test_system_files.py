@@ -97,14 +97,37 @@ def test_system_that_cannot_be_used_is_refused(write: Write, system: str, says: 
     assert says in refusal(write(f"{IMAGE}system: {system}\n"))
 
 
-def test_system_is_no_recipe(write: Write) -> None:
+def test_system_without_a_known_driver_needs_a_recipe(write: Write) -> None:
     """The refusal has the lines of a recipe, and they are one."""
-    with pytest.raises(UsageError, match="leonardo is a system, not a recipe") as caught:
+    with pytest.raises(UsageError, match="leonardo is a system without a recipe") as caught:
         load("leonardo")
     lines = re.findall("`([^`]+)`", str(caught.value))
     assert lines[1] == "system: leonardo"
     assert load(write("\n".join(lines) + "\n", "leonardo.yaml")).system.title == "Leonardo Booster"
     assert "it describes a system, not a recipe" in refusal(write(HERE, "ours.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("node", "base", "platform"),
+    [
+        ("driver: 535.129.03", "25.06", "linux/amd64"),
+        ("driver: 580.65.06, gpu_model: NVIDIA GH200 120GB", "26.09", "linux/arm64"),
+        ("driver: 580.65.06, gpu_model: NVIDIA V100 32GB", "25.06", "linux/amd64"),
+    ],
+)
+def test_system_without_a_recipe_gets_the_newest_base_of_its_nodes(
+    site: Path, write: Write, node: str, base: str, platform: str
+) -> None:
+    with (site / "ours.yaml").open("a") as file:
+        file.write(f"node: {{{node}}}\n")
+    recipe = load("ours")
+    assert (recipe.name, recipe.system.title) == ("ours", "ours")
+    assert recipe.image.base == f"nvcr.io/nvidia/pytorch:{base}-py3"
+    assert recipe.image.platforms == (platform,)
+    (warning,) = recipe.warnings
+    assert f"the base is nvcr.io/nvidia/pytorch:{base}-py3, the newest that its nodes run" in str(warning)
+    extended = load(write("extends: ours\nimage: {apt: [git]}\n"))
+    assert (extended.image.base, extended.image.apt) == (recipe.image.base, ("git",))
 
 
 @pytest.mark.parametrize(

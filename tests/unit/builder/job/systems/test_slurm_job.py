@@ -112,7 +112,7 @@ def test_commands_name_the_cluster_that_sbatch_named() -> None:
         id="7", system="slurm", name="mn5", recipe="mn5", directory=Path("/w"), cluster="two"
     )
     for known in (record, dataclasses.replace(record, cluster="")):
-        shell = slurm.shell_command(known, "", "").words
+        shell = slurm.shell_command(known, "", "").argv
         calls = (*slurm.status_commands(known), slurm.cancel_command(known), shell)
         assert [("--clusters=two" in words) for words in calls] == [bool(known.cluster)] * 5
 
@@ -131,7 +131,7 @@ def test_task_of_an_array_has_its_own_folder_and_output() -> None:
     assert "7_0" in str(caught.value.hint)
     task = dataclasses.replace(record, id="7_3", array=False)
     assert slurm.log_source(task)[-1] == "/w/mn5-7_3.out"
-    assert "squeue --noheader --jobs=7_3 --format=%A" in slurm.shell_command(task, "", "").words[2]
+    assert "squeue --noheader --jobs=7_3 --format=%A" in slurm.shell_command(task, "", "").argv[2]
 
 
 SACCT = """\

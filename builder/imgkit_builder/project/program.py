@@ -1,0 +1,132 @@
+"""What ``imgkit init`` finds in a folder with a program: how to start it, and the packages that it needs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from imgkit_builder.recipe import requirements, rules, yaml_tree
+from imgkit_builder.recipe.problems import Collector
+from imgkit_entrypoints import files, terminal
+
+REQUIREMENTS = "requirements.txt"
+CONDA = "environment.yml"
+
+_USUAL = ("train.py", "main.py", "run.py", "pretrain.py", "finetune.py", "src/train.py", "src/main.py")
+_NAME = re.compile(r"[\w.-]+")
+_NOT_STARTED = re.compile(r"setup|conftest|test_.*|.*_test|noxfile|versioneer")
+_STARTS = re.compile(r"^if __name__ ?==", re.MULTILINE)
+# conda has other names than PyPI, and packages that are no Python: only these are certain.
+_SAME_IN_CONDA = re.compile(
+    "accelerate|datasets|diffusers|einops|evaluate|h5py|hydra-core|ipython|jupyter|matplotlib|networkx|numpy|"
+    "omegaconf|pandas|pillow|psutil|pyarrow|pyyaml|requests|scikit-image|scikit-learn|scipy|seaborn|"
+    "sentencepiece|tensorboard|timm|tokenizers|tqdm|transformers|wandb|zarr"
+)
+_CONDA_SPEC = re.compile(r"(?:[\w/.-]+::)?(?P<name>[\w.-]+)\s*(?P<versions>[<>=!~].*)?")
+_CONDA_BUILD = re.compile(r"={1,2}(?P<version>[0-9][\w.]*)(?P<exact>=[^=]*)?")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipProposal:
+    """A step of the recipe's ``pip``, and what of its file it lacks."""
+
+    file: str
+    """The file in the folder that names the packages."""
+    step: str
+    """The step as YAML."""
+    left_out: tuple[str, ...] = ()
+    """Lines of the file that the step lacks: the base has them, or they do not name a package of PyPI."""
+
+
+def programs(folder: Path) -> tuple[str, ...]:
+    """Return the programs in `folder` that a job may start; several if none has a usual name."""
+    for name in _USUAL:
+        if (folder / name).is_file():
+            return (name,)
+    stems = (path.stem for path in folder.glob("*.py"))
+    names = sorted(
+        f"{stem}.py" for stem in stems if _NAME.fullmatch(stem) and not _NOT_STARTED.fullmatch(stem)
+    )
+    return tuple(name for name in names if _STARTS.search(_text(folder / name)))
+
+
+def has_code(folder: Path) -> bool:
+    """Return whether there is Python in `folder` or in a folder of it."""
+    return any(path.is_file() for pattern in ("*.py", "*/*.py") for path in folder.glob(pattern))
+
+
+def pip_step(folder: Path) -> PipProposal | None:
+    """Return the step that installs what the program in `folder` needs; None if no file says that.
+
+    The dependencies in pyproject.toml come first, then requirements.txt, then environment.yml.
+    """
+    project = folder / requirements.PYPROJECT
+    is_package = re.search(r"^\[build-system\]", _text(project), re.MULTILINE)
+    sources = (
+        (project.name, _project_lines(folder), "project: ." if is_package else ""),
+        (REQUIREMENTS, _requirement_lines(folder / REQUIREMENTS), f"requirements: {REQUIREMENTS}"),
+        (CONDA, tuple(_conda_lines(folder / CONDA)), ""),
+    )
+    return next((_step(*source) for source in sources if source[1]), None)
+
+
+def _text(file: Path) -> str:
+    try:
+        return files.read_text(file, errors="replace")
+    except (OSError, ValueError):
+        return ""
+
+
+def _project_lines(folder: Path) -> tuple[str, ...]:
+    try:
+        return requirements.of_project(folder)
+    except (OSError, ValueError):
+        return ()  # there is none, or imgkit check says what is wrong as soon as a recipe names it
+
+
+def _requirement_lines(file: Path) -> tuple[str, ...]:
+    try:
+        return requirements.of_file(file)
+    except (OSError, ValueError):
+        return ()
+
+
+def _step(file: str, lines: tuple[str, ...], as_a_whole: str) -> PipProposal:
+    """Return the step for the `lines` of `file`: `as_a_whole`, or a list of those that pip can install."""
+    unfit = {line for line in lines if _is_in_base(line) or requirements.names_other_file(line)}
+    if as_a_whole and not unfit:
+        return PipProposal(file=file, step=as_a_whole)
+    # A list takes less than a file: no options, no URLs.
+    packages = [line for line in lines if line not in unfit and not [*rules.pip_package(line)]]
+    left_out = tuple(terminal.shown(line) for line in lines if line not in packages)
+    return PipProposal(file=file, step=f"packages: {json.dumps(packages)}", left_out=left_out)
+
+
+def _is_in_base(line: str) -> bool:
+    return bool(re.fullmatch(requirements.PROTECTED, requirements.name_of(line)))
+
+
+def _conda_lines(file: Path) -> Iterator[str]:
+    """Yield the requirements of a conda environment; a package of another name for pip as conda writes it."""
+    tree = yaml_tree.parse(file, Collector()) if file.is_file() else None
+    dependencies = yaml_tree.plain(tree).get("dependencies") if tree else None
+    for item in dependencies if isinstance(dependencies, list) else ():
+        if isinstance(item, dict):
+            yield from (line for line in item.get("pip") or () if isinstance(line, str))
+        elif isinstance(item, str):
+            yield _of_conda(item)
+
+
+def _of_conda(spec: str) -> str:
+    """Return ``numpy==1.26.*`` of ``conda-forge::numpy=1.26``; what PyPI may lack stays as it is."""
+    match = _CONDA_SPEC.fullmatch(spec.strip())
+    if match is None or not _SAME_IN_CONDA.fullmatch(requirements.canonical(match["name"])):
+        return f"conda:{spec}"
+    versions = match["versions"] or ""
+    if (build := _CONDA_BUILD.fullmatch(versions)) is not None:
+        is_exact = versions.startswith("==") or build["exact"]
+        versions = f"=={build['version']}{'' if is_exact else '.*'}"
+    return match["name"] + versions
