@@ -9,13 +9,12 @@ and its workers start with `STOP_SIGNALS` blocked. Only this process acts on the
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import resource
 import secrets
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -36,12 +35,12 @@ from imgkit_entrypoints.rollcall.messages import (
     CONNECTING,
     STARTING,
     WORKERS,
-    AllDone,
     AttemptEnded,
     AttemptStart,
     EndAttempt,
+    EndRun,
     Event,
-    NodeLost,
+    HeadLost,
     StopOrder,
 )
 from imgkit_entrypoints.rollcall.session import HeadSession, Readable, Session
@@ -148,7 +147,7 @@ class NodeAgent:
         """The attempt that the head has ordered."""
         self._cancelled = 0
         """The latest attempt that the head has ended."""
-        self._run_codes: tuple[int, ...] | None = None
+        self._run_code: int | None = None
         """The exit code of the run, once the head has ended it."""
         self._is_head_lost = False
         self._command: GuardedCommand | None = None
@@ -164,7 +163,9 @@ class NodeAgent:
         began_s = start_began_s(config.env, self._run_folder)
         self._timer, self._start_up = StepTimer(began_s), StartUp(began_s)
         self._run_id = secrets.token_hex(4)
-        self._stop_folder, self._open_files = Path(), 0
+        self._stop_folder = Path()
+        # The roll call of the head raises it; the command keeps it.
+        self._open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._env: Mapping[str, str] = {}
         # Of the current attempt:
         self._watchdog: Watchdog
@@ -183,7 +184,6 @@ class NodeAgent:
         env = self.config.env
         parent = Path(env["IMGKIT_STOP_DIR"]) if env.get("IMGKIT_STOP_DIR") else None
         with (
-            kept_file_limit() as self._open_files,
             self._signals.collecting(),
             stop_protocol.folder(parent, self.config.placement.node_rank) as self._stop_folder,
         ):
@@ -251,15 +251,14 @@ class NodeAgent:
             log=self.log,
             stop_reason=self._signals.first,
             secret=config.secret,
-            can_restart=True,
         )
-        for warning in self._session.warnings if self.is_head else ():
-            self.log(f"warning: {warning}")
         self._start_up.ends("roll_call")
         self._session.lost_after_s = config.timeouts.lost_after_s
         guard.adopt_orphans()  # for the case that a guard itself is killed
         self._env = self._command_env()
         if isinstance(self._session, HeadSession):
+            for warning in self._session.warnings:
+                self.log(f"warning: {warning}")
             size = self._session.placement.size or Size(training=self._session.placement.nnodes)
             self._attempts = Attempts(
                 self._session, size, max_failures=config.max_failures, log=self.log, fence=self._fence
@@ -318,7 +317,7 @@ class NodeAgent:
             self._deadline.set_within(self._patience_s(), "the other nodes are not done")
         self._react()
         while self._order is None:
-            if self._run_codes is not None or self._is_head_lost or self._signals.is_repeated:
+            if self._run_code is not None or self._is_head_lost or self._signals.is_repeated:
                 return State.END
             self._wait(self._signals)
             self._react()
@@ -441,7 +440,7 @@ class NodeAgent:
             position=self._watchdog.furthest(),
             failure=self._failure,
         )
-        self.session.report_end(report)
+        self.session.report(report)
         return State.START
 
     def _node_code(self, code: int) -> int:
@@ -507,8 +506,8 @@ class NodeAgent:
 
     def _finish(self) -> int:
         """Return the exit code of this node; leave the mark of a saved state for the job script."""
-        if self._run_codes:
-            code = self._run_codes[0]
+        if self._run_code is not None:
+            code = self._run_code
         elif self._is_head_lost:
             code = EXIT_TOOL_FAILED
         elif self._signals.received and self._code != EXIT_SAVED:
@@ -567,15 +566,15 @@ class NodeAgent:
                 self._cancelled = event.attempt
                 if self._command:
                     self._deadline.set_now(event.reason)
-            case NodeLost():
+            case HeadLost():
                 self._is_head_lost = True
                 self.log(f"lost {event.node}: {event.reason}")
                 self._deadline.set_now(f"lost {event.node}")
-            case AllDone():
-                self._run_codes = event.codes
+            case EndRun():
+                self._run_code = event.code
 
     def _stop_all(self, request: StopRequest) -> None:
-        self.session.ask_stop(request.reason, requeue=request.requeue)
+        self.session.report(StopOrder(reason=request.reason, requeue=request.requeue))
         self.request_stop(request)
 
     def request_stop(self, request: StopRequest) -> None:
@@ -594,13 +593,3 @@ class NodeAgent:
         stop_protocol.raise_flag(self._stop_folder, request.reason)
         self.log(f"{request.reason}: asked the program to save and end, waiting up to {grace_s:g} s")
         self._deadline.set_within(grace_s, "the grace time is over")
-
-
-@contextlib.contextmanager
-def kept_file_limit() -> Iterator[int]:
-    """Yield this process' soft limit of open files, and restore it: the roll call may raise it."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        yield soft
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

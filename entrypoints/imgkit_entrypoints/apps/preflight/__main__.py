@@ -29,7 +29,7 @@ def receive_orders(connection: socket.socket) -> Iterator[MeasureRequest]:
         os._exit(0)
 
     for line in connection.makefile("rb"):
-        order = messages.from_head(line)
+        order = messages.decode(line)
         if isinstance(order, MeasureRequest):
             timer = threading.Timer(max(0.5, order.limit_s - EARLIER_S), give_up, [order])
             timer.daemon = True
