@@ -144,12 +144,12 @@ class Connection:
             self.error = f"the connection broke: {error.strerror or error}"
             return
         self._input += data
-        # The end of the input, after the last line feed, is a line that has not arrived as a whole.
-        longest = max(map(len, self._input.split(b"\n")))
         if not data:
             self.error = "it closed the connection"
-        elif longest > self.max_line_bytes:
-            self.error = FOREIGN
+        elif len(self._input) > self.max_line_bytes:
+            # What follows the last line feed is a line that has not arrived as a whole.
+            is_too_long = max(map(len, self._input.split(b"\n"))) > self.max_line_bytes
+            self.error = FOREIGN if is_too_long else ""
 
 
 def close_all(connections: Collection[Connection], linger_s: float = 0.0) -> None:
