@@ -16,7 +16,6 @@ from imgkit_entrypoints.cli import start
 from imgkit_entrypoints.cli.commands import COMMANDS, Command
 from imgkit_entrypoints.cli.options import launch_parser, read_options, variable
 from imgkit_entrypoints.cli.start import Worker
-from imgkit_entrypoints.doctor import saved_environment
 from imgkit_entrypoints.errors import ImgkitError, NoPlan, UsageError
 from imgkit_entrypoints.launch import delta_check, plan
 from imgkit_entrypoints.schedulers import resolve
@@ -46,7 +45,6 @@ def program() -> None:
 
 def _run(argv: tuple[str, ...], env: Mapping[str, str]) -> int:
     command = _command(argv[0] if argv else "")
-    env = saved_environment.replayed(env)
     delta_check.require(env)
     if command.name in _LOCAL:
         return _LOCAL[command.name](command, argv[1:], env)
@@ -148,11 +146,6 @@ def _dist_doctor(command: Command, argv: Sequence[str], env: Mapping[str, str]) 
 
     full_parser = launch_parser(command.name, command.summary, env, json_help="print one JSON object")
     node.add_arguments(full_parser)
-    full_parser.add_argument(
-        "--bundle",
-        metavar="FILE",
-        help="save the files that the checks read, without secrets, to replay the checks on another machine",
-    )
     full_parser.parse_args(argv)
     parsed, rest = launch_parser(command.name, command.summary, env).parse_known_args(argv)
     options = read_options(parsed, (command.name, *argv))
@@ -160,16 +153,15 @@ def _dist_doctor(command: Command, argv: Sequence[str], env: Mapping[str, str]) 
         placement = start.find_placement(options.placement, env)
         return start.launch(options, start.module_worker(_ALL_NODES, rest), env, placement)
     rest = [*rest, *(["--json"] if options.json else [])]
-    if not any(arg.startswith("--bundle") for arg in rest) and not saved_environment.is_replay(env):
-        try:
-            placement = start.find_placement(options.placement, env)
-        except NoPlan as error:
-            start.say(*f"this node only: {error}".split("\n"))
-        else:
-            if placement.nnodes > 1 or options.request.nproc != "auto":
-                request = dataclasses.replace(options.request, prefix=False)
-                options = dataclasses.replace(options, request=request)
-                return start.launch(options, start.module_worker(_ALL_NODES, rest), env, placement)
+    try:
+        placement = start.find_placement(options.placement, env)
+    except NoPlan as error:
+        start.say(*f"this node only: {error}".split("\n"))
+    else:
+        if placement.nnodes > 1 or options.request.nproc != "auto":
+            request = dataclasses.replace(options.request, prefix=False)
+            options = dataclasses.replace(options, request=request)
+            return start.launch(options, start.module_worker(_ALL_NODES, rest), env, placement)
     return node.main(rest, {**env, "IMGKIT_DEVICE": options.request.device})
 
 

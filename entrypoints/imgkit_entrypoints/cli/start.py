@@ -18,7 +18,6 @@ from pathlib import Path, PurePath
 from imgkit_entrypoints import fabric, facts, files, terminal
 from imgkit_entrypoints.cli.commands import PREFLIGHT, TORCHRUN, Command
 from imgkit_entrypoints.cli.options import launch_parser, read_options, refuse_json_alone
-from imgkit_entrypoints.doctor import saved_environment
 from imgkit_entrypoints.errors import NoPlan, UsageError
 from imgkit_entrypoints.fabric import library_path, sockets
 from imgkit_entrypoints.facts import HostFacts, storage
@@ -157,13 +156,6 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
         else:
             terminal.out(*planned.lines())
         return 0
-    if saved_environment.is_replay(env):
-        # Variables of a stranger, such as LD_LIBRARY_PATH, must not reach a program.
-        raise UsageError(
-            "a replay cannot start a run",
-            where=f"IMGKIT_ROOT={env['IMGKIT_ROOT']}",
-            hint="add --dry-run; to start a run here: unset IMGKIT_ROOT",
-        )
     if launch_plan.mode == "direct" and options.preflight:
         raise NoPlan(
             "--preflight needs the roll call, and ranks that start without torchrun have none",
