@@ -43,6 +43,14 @@ def processes(text: str) -> str:
     return text
 
 
+def port(text: str) -> int:
+    """Parse a number of a port."""
+    number = positive(text)
+    if number > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not a port from 1 to 65535")
+    return number
+
+
 def size(text: str) -> Size:
     """Parse ``N`` or ``N+S`` nodes."""
     try:
@@ -70,7 +78,7 @@ OPTIONS = (
         "--node-rank", natural, None, "RANK", "rank of this node; the head is 0 (default: the scheduler's)"
     ),
     Option("--head", str, None, "HOST", "name or address by which the other nodes reach the head"),
-    Option("--port", positive, None, "PORT", "torchrun's port on the head (default: from the job id)"),
+    Option("--port", port, None, "PORT", "torchrun's port on the head (default: from the job id)"),
     Option(
         "--max-failures",
         natural,
@@ -149,7 +157,7 @@ def read_options(parsed: argparse.Namespace, command: tuple[str, ...]) -> Launch
             node_rank=parsed.node_rank,
             head=parsed.head,
             port=parsed.port,
-            direct=parsed.direct or None,
+            direct=parsed.direct,
             command=command,
         ),
         request=Request(
