@@ -258,7 +258,7 @@ def _torch_program(command: Sequence[str]) -> tuple[str, ...]:
         return tuple(words) if name == "dist-run" and words and not words[0].startswith("-") else ()
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            _, rest = options.launch_parser(name, "", {}).parse_known_args(words)
+            _, rest = options.launch_parser(known, {}).parse_known_args(words)
     except SystemExit:
         return ()
     return ("-m", known.app, *rest)

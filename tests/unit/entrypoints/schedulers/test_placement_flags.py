@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.cli.options import launch_parser, read_options
 from imgkit_entrypoints.errors import NoPlan, UsageError
 from imgkit_entrypoints.schedulers import resolve
@@ -52,8 +53,8 @@ def test_head_and_port_of_the_user_win() -> None:
 
 def of_command(env: dict[str, str]) -> PlacementRequest:
     """What ``dist-run`` requests where its variables stand in for flags."""
-    parsed = launch_parser("dist-run", "", env).parse_args([])
-    return read_options(parsed, ("dist-run",)).placement
+    parsed = launch_parser(COMMANDS[0], env).parse_args([])
+    return read_options(parsed, COMMANDS[0], ("dist-run",)).placement
 
 
 def test_imgkit_variables_stand_for_flags() -> None:
