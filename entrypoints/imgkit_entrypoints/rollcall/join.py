@@ -124,7 +124,7 @@ def _call(meeting: Meeting, connection: Connection, deadline: float) -> MemberSe
             if isinstance(message, messages.Refused):
                 raise NoPlan(message.what, where=message.where, hint=message.hint)
             if isinstance(message, messages.ProbeRequest):
-                connection.send(probe.run_request(placement.node_rank, message, meeting.open_port))
+                connection.send(probe.run_request(message, meeting.open_port))
             elif isinstance(message, messages.RunStart):
                 placement = placement.numbered(message.nnodes, message.node_rank)
                 return MemberSession(placement, connection, lines)

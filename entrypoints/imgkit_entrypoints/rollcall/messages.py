@@ -107,7 +107,6 @@ class ProbePort:
 class ProbeFailure:
     """A connection or a burst of the network test that failed."""
 
-    source: NodeRank
     target: NodeRank
     size: ByteCount
     """Bytes of the burst that did not arrive; 0: there was no connection."""

@@ -16,7 +16,6 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall.messages import ProbeFailure, ProbePort, ProbeReport, ProbeRequest
@@ -37,6 +36,10 @@ ANSWER_S = 2.0
 # Time in which a node that has just ended is noticed.
 SETTLE_S = 0.2
 TICK_S = 0.001
+
+
+Failure = tuple[int, ProbeFailure]
+"""The node that could not send, and how."""
 
 
 class OpenPort:
@@ -87,7 +90,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 def probe_all(
     offers: Mapping[int, ProbePort | None], server: Server, head_port: OpenPort
-) -> tuple[list[ProbeFailure], list[int]]:
+) -> tuple[list[Failure], list[int]]:
     """Let every node test its partners, and return what failed, and which nodes' ports are crowded.
 
     The head's side. A node that ends meanwhile proves nothing about the network, and neither does one that
@@ -102,24 +105,21 @@ def probe_all(
     for rank in waiting:
         server.send(rank, ProbeRequest(targets=tuple(targets[rank].items())))
     deadline = time.monotonic() + LIMIT_S + ANSWER_S
-    failures, crowded = probe_targets(0, targets.get(0, {})), []
+    failures, crowded = [(0, failure) for failure in probe_targets(targets.get(0, {}))], []
     while waiting and (left_s := deadline - time.monotonic()) > 0:
         for rank, message in server.receive(left_s):
             if isinstance(message, ProbeReport) and rank in waiting:
                 waiting.remove(rank)
                 crowded += [rank] if message.is_crowded else []
-                failures += [
-                    replace(failure, source=rank)
-                    for failure in message.failures
-                    if failure.target in targets[rank]
-                ]
+                known = (failure for failure in message.failures if failure.target in targets[rank])
+                failures += [(rank, failure) for failure in known]
         waiting -= server.closed.keys()
     settle_end = time.monotonic() + SETTLE_S
     while failures and (left_s := settle_end - time.monotonic()) > 0:
         server.receive(left_s)
     crowded += [0] if head_port.is_crowded() else []
     excluded = {*crowded, *server.closed}
-    return [failure for failure in failures if not excluded & {failure.source, failure.target}], crowded
+    return [pair for pair in failures if not excluded & {pair[0], pair[1].target}], crowded
 
 
 def partners(position: int, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -131,21 +131,21 @@ def partners(position: int, ranks: Sequence[int]) -> tuple[int, ...]:
     return tuple(rank for rank in dict.fromkeys(candidates) if rank != ranks[position])
 
 
-def run_request(rank: int, request: ProbeRequest, open_port: OpenPort) -> ProbeReport:
+def run_request(request: ProbeRequest, open_port: OpenPort) -> ProbeReport:
     """Test the partners that the head has named, and return what failed."""
-    failures = tuple(probe_targets(rank, dict(request.targets)))
+    failures = tuple(probe_targets(dict(request.targets)))
     return ProbeReport(failures=failures, is_crowded=open_port.is_crowded())
 
 
-def probe_targets(rank: int, targets: Mapping[int, ProbePort]) -> list[ProbeFailure]:
-    """Test all `targets` at once from node `rank`, and return what failed."""
+def probe_targets(targets: Mapping[int, ProbePort]) -> list[ProbeFailure]:
+    """Test all `targets` at once, and return what failed."""
     failures: list[ProbeFailure] = []
     deadline = time.monotonic() + LIMIT_S
 
     def probe_port(target: int, offer: ProbePort) -> None:
-        failure = _probe_port(offer, deadline)
+        failure = _probe_port(target, offer, deadline)
         if failure and time.monotonic() < deadline:
-            failures.append(replace(failure, source=rank, target=target))
+            failures.append(failure)
 
     threads = [threading.Thread(target=probe_port, args=item) for item in targets.items()]
     for thread in threads:
@@ -155,7 +155,7 @@ def probe_targets(rank: int, targets: Mapping[int, ProbePort]) -> list[ProbeFail
     return failures
 
 
-def _probe_port(offer: ProbePort, deadline: float) -> ProbeFailure | None:
+def _probe_port(target: int, offer: ProbePort, deadline: float) -> ProbeFailure | None:
     """Connect and send the bursts, each after the one before has arrived."""
     size = arrived = segment = 0
     try:
@@ -171,8 +171,7 @@ def _probe_port(offer: ProbePort, deadline: float) -> ProbeFailure | None:
     except OSError as error:
         is_late = isinstance(error, TimeoutError)
         return ProbeFailure(
-            source=0,
-            target=0,
+            target=target,
             size=size,
             arrived=arrived,
             packet=min(size, segment) + _headers_bytes(offer.address),
@@ -204,18 +203,17 @@ def _headers_bytes(address: str) -> int:
 
 
 def refusal(
-    failures: Sequence[ProbeFailure], offers: Mapping[int, ProbePort | None], name: Callable[[int], str]
+    failures: Sequence[Failure], offers: Mapping[int, ProbePort | None], name: Callable[[int], str]
 ) -> NoPlan:
     """Return the error that names the first failed pair, the likely cause and the command.
 
     It stays below the smallest packets: the other nodes have to hear it over the very network that failed.
     """
-    first = min(failures, key=lambda failure: (failure.size, failure.source, failure.target))
-    source_offer, offer = offers[first.source], offers[first.target]
+    sender, first = min(failures, key=lambda pair: (pair[1].size, pair[0], pair[1].target))
+    source_offer, offer = offers[sender], offers[first.target]
     assert source_offer and offer  # noqa: S101, PT018 - only nodes with an offer take part
-    source, target = name(first.source), name(first.target)
-    others = len(failures) - 1
-    pairs = f" (other failing pairs of nodes: {others})" if others else ""
+    source, target = name(sender), name(first.target)
+    pairs = f" (other failing pairs of nodes: {len(failures) - 1})" if len(failures) > 1 else ""
     headers = _headers_bytes(offer.address)
     if first.size > SIZES[0]:
         # Ping has ICMP's 8 bytes in place of TCP's 32.

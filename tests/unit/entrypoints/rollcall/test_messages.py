@@ -53,7 +53,7 @@ REQUEST = JoinRequest(
     node=NodeInfo(host="as07r3b13", software=Software(image="a", torch="2.13", nccl="2.27"), gpu="H100"),
     probe=OFFER,
 )
-FAILURE = ProbeFailure(source=1, target=0, size=2000, arrived=1400, packet=1500, reason="late")
+FAILURE = ProbeFailure(target=0, size=2000, arrived=1400, packet=1500, reason="late")
 FROM_NODE: tuple[Message, ...] = (
     REQUEST,
     Heartbeat(positions=(-1, 2**62)),

@@ -78,30 +78,30 @@ def meet(spots: list[Placement], addresses: list[str], interfaces: Sequence[str]
 def test_good_network_passes_every_size() -> None:
     with probe.open_port(HERE, "lo") as opened:
         assert opened.offer is not None
-        assert probe.probe_targets(0, {1: opened.offer}) == []
+        assert probe.probe_targets({1: opened.offer}) == []
         assert not opened.is_crowded()
 
 
 def test_unanswered_burst_is_a_failure(narrow: ProbePort) -> None:
-    (found,) = probe.probe_targets(3, {1: narrow})
-    assert (found.source, found.target) == (3, 1)
+    (found,) = probe.probe_targets({1: narrow})
+    assert found.target == 1
     assert 0 < found.arrived < found.size <= max(probe.SIZES)
     assert found.reason == "no answer within 0.3 s"
 
 
 def test_closed_port_is_a_failure(closed: ProbePort) -> None:
-    (found,) = probe.probe_targets(0, {1: closed})
+    (found,) = probe.probe_targets({1: closed})
     assert (found.size, found.arrived, found.reason) == (0, 0, "Connection refused")
 
 
 def test_unreachable_network_is_a_failure() -> None:
-    (found,) = probe.probe_targets(0, {1: ProbePort(address="255.255.255.255", interface="eth0", port=40000)})
+    (found,) = probe.probe_targets({1: ProbePort(address="255.255.255.255", interface="eth0", port=40000)})
     assert found.size == 0
     assert found.reason
 
 
 def test_one_bad_node_does_not_hide_another(narrow: ProbePort, closed: ProbePort) -> None:
-    found = probe.probe_targets(0, {1: narrow, 2: closed})
+    found = probe.probe_targets({1: narrow, 2: closed})
     assert {one.target for one in found} == {1, 2}
 
 
@@ -199,8 +199,8 @@ def test_node_that_ends_meanwhile_is_lost_not_blamed(
     found[0].close()
 
 
-HOLE = ProbeFailure(source=1, target=0, size=2000, arrived=1400, packet=1500, reason="no answer within 3.5 s")
-WALL = ProbeFailure(source=1, target=0, size=0, arrived=0, packet=52, reason="Connection refused")
+HOLE = ProbeFailure(target=0, size=2000, arrived=1400, packet=1500, reason="no answer within 3.5 s")
+WALL = ProbeFailure(target=0, size=0, arrived=0, packet=52, reason="Connection refused")
 OFFERS = {rank: ProbePort(address=f"10.0.0.{rank}", interface="eth0", port=40001) for rank in range(3)}
 
 
@@ -209,7 +209,7 @@ def name(rank: int) -> str:
 
 
 def test_black_hole_is_refused_with_the_ping() -> None:
-    error = probe.refusal([HOLE, replace(HOLE, source=2)], OFFERS, name)
+    error = probe.refusal([(1, HOLE), (2, HOLE)], OFFERS, name)
     assert (
         "node 2 of 3 (host1) cannot send 2000 B at once to node 1 of 3 (host0): 1400 B arrive" in error.what
     )
@@ -220,23 +220,23 @@ def test_black_hole_is_refused_with_the_ping() -> None:
 
 
 def test_firewall_is_refused_with_its_port() -> None:
-    error = probe.refusal([HOLE, WALL], OFFERS, name)
+    error = probe.refusal([(2, HOLE), (1, WALL)], OFFERS, name)
     assert "cannot connect to node 1 of 3 (host0) on port 40001: Connection refused" in error.what
     assert "sudo ufw allow from 10.0.0.1" in str(error.hint)
 
 
 def test_one_address_for_two_nodes_is_said() -> None:
     same = {rank: replace(OFFERS[0], address="172.17.0.2") for rank in range(3)}
-    assert "both nodes have the address 172.17.0.2" in str(probe.refusal([WALL], same, name).hint)
+    assert "both nodes have the address 172.17.0.2" in str(probe.refusal([(1, WALL)], same, name).hint)
 
 
 def test_connection_without_data_is_refused() -> None:
-    error = probe.refusal([replace(WALL, size=64)], OFFERS, name)
+    error = probe.refusal([(1, replace(WALL, size=64))], OFFERS, name)
     assert "connects to node 1 of 3 (host0), but port 40001 gets no data" in error.what
 
 
 def test_refusal_fits_into_a_small_packet() -> None:
     long = "x" * 60
     for one in (HOLE, WALL):
-        error = probe.refusal([one] * 50, OFFERS, lambda rank: f"node {rank} of 1000 ({long}.{long})")
+        error = probe.refusal([(1, one)] * 50, OFFERS, lambda rank: f"node {rank} of 1000 ({long}.{long})")
         assert len(json.dumps([error.what, error.where, error.hint])) < probe.SIZES[1]
