@@ -81,12 +81,6 @@ def test_same_secret_meets(place: Placement) -> None:
     end_run(rolls)
 
 
-def test_refusal_reaches_all_nodes_with_a_proof(place: Placement) -> None:
-    calls = [CallThread(replace(place, nnodes=2 + rank), rank, secret=SECRET) for rank in range(2)]
-    assert {call.refusal() for call in calls} == {calls[0].refusal()}
-    assert "but the head expects 2 nodes" in calls[0].refusal()
-
-
 def test_other_secret_is_not_counted(place: Placement) -> None:
     head, node = (
         CallThread(place, 0, secret=SECRET, timeout_s=2.5),
@@ -111,14 +105,6 @@ def test_head_without_secret_is_named(place: Placement) -> None:
     node = CallThread(place, 1, secret=SECRET, timeout_s=2.0)
     assert "give both the same --secret-file" in node.refusal()
     assert "127.0.0.1 was refused: this node has a secret, and the head starts without one" in head.refusal()
-
-
-def test_late_node_with_a_proof_is_refused_by_name(place: Placement) -> None:
-    rolls = meet(place, secret=SECRET)
-    late = CallThread(place, 1, secret=SECRET)
-    hear(rolls, lambda _: not late.is_alive())
-    assert "started twice on this host" in late.refusal()
-    close(rolls)
 
 
 @pytest.mark.parametrize(

@@ -149,39 +149,6 @@ def test_scan_changes_nothing(place: Placement, secret: bytes | None) -> None:
     assert len(head.said) == 1
 
 
-def test_impostor_is_early_and_gets_nothing(place: Placement) -> None:
-    call = JoinRequest(job=place.job_id, node_rank=1, nnodes=2, node=NodeInfo(host="evil"))
-
-    def attack(ready: Callable[[], None]) -> None:
-        for first in (b"", b"imgkit-join 1 " + b"0" * 32 + b"\n"):
-            connection = stranger(place)
-            connection.sendall(
-                first + messages.encode(call) + b"\n" + b'{"type": "StopOrder", "reason": "now"}\n'
-            )
-            assert place.job_id.encode() not in heard_until_closed(connection)
-        ready()
-
-    with attacker(attack) as wait:
-        head = CallThread(place, 0, secret=SECRET)
-        wait()
-        end_run([call.roll() for call in (head, CallThread(place, 1, secret=SECRET))])
-
-
-def test_squatter_of_another_user_is_named_and_not_printed(place: Placement) -> None:
-    def attack(ready: Callable[[], None]) -> None:
-        with socket.create_server(("127.0.0.1", job_port(place.job_id))) as listener:
-            ready()
-            while True:
-                connection, _ = listener.accept()
-                connection.sendall(b'{"type": "Refused", "what": "\\u001b[31m do rm -rf ~"}\n')
-
-    with attacker(attack) as wait:
-        wait()
-        text = CallThread(place, 1, secret=SECRET, timeout_s=2.0).refusal()
-    assert "another program answers at 127.0.0.1:" in text
-    assert "rm -rf" not in text
-
-
 def test_text_of_an_open_head_is_printed_without_control_characters(place: Placement) -> None:
     with socket.create_server(("127.0.0.1", job_port(place.job_id))) as listener:
         node = CallThread(place, 1)
