@@ -74,11 +74,10 @@ def meet(
         head = _Head(meeting)
         try:
             return head.gather()
-        except NoPlan as error:
-            head.refuse_all(error)
-            raise
-        except BaseException:
-            head.server.close(0.0)
+        except BaseException as error:
+            if isinstance(error, NoPlan):
+                head.server.send_all(refusal(error))
+            head.server.close(session.LINGER_S)
             raise
 
 
@@ -120,11 +119,6 @@ class _Head:
         self.meeting.log(f"roll call: {self._present()} in {time.monotonic() - start:.1f} s")
         hosts = {numbers[rank]: node.host for rank, node in self.nodes.items()}
         return HeadSession(self.placement.numbered(len(numbers), 0), port, warnings, self.server, hosts)
-
-    def refuse_all(self, error: NoPlan) -> None:
-        """Send the reason to every node that has joined."""
-        self.server.send_all(refusal(error))
-        self.server.close(session.LINGER_S)
 
     def _listen(self) -> socket.socket:
         port = self.meeting.port

@@ -82,6 +82,11 @@ class Server:
         """Return the descriptor that is readable when `receive` has something to do."""
         return self._selector.fileno()
 
+    @property
+    def has_strangers(self) -> bool:
+        """Return whether a connection has not shown yet that it belongs to the run."""
+        return bool(self._strangers)
+
     def __contains__(self, rank: object) -> bool:
         return rank in self._nodes
 

@@ -25,10 +25,11 @@ BEAT_S = 5.0
 LOST_AFTER_S = 30.0
 # Time in which the other end can read the last messages.
 LINGER_S = 2.0
-# Time between two reads of all connections, with `MANY` nodes and more, and with few: to wake costs more than
-# to read a message, and no flood of strangers may take the processors of the workers.
-READ_PAUSE_S, MIN_READ_PAUSE_S = 0.25, 0.02
+# Time that messages wait for more where `MANY` nodes beat: to wake costs more than to read a message.
+READ_PAUSE_S = 0.25
 MANY = 1000
+# The same among strangers, whose flood must not take the processors of the workers.
+STRANGERS_PAUSE_S = 0.2
 LOOKS_PER_BEAT = 5
 
 
@@ -126,7 +127,7 @@ class HeadSession(_Session):
         self._stopping: set[int] = set()
         """Nodes that were asked to stop."""
         self._next_read = self._next_beat = time.monotonic()
-        self._read_pause_s = max(MIN_READ_PAUSE_S, READ_PAUSE_S * min(1.0, placement.nnodes / MANY))
+        self._read_pause_s = READ_PAUSE_S * min(1.0, placement.nnodes / MANY)
 
     @property
     def alive(self) -> tuple[int, ...]:
@@ -207,7 +208,7 @@ class HeadSession(_Session):
         while self._server.joining:
             self._refuse_late_node()
         now = time.monotonic()
-        self._next_read = now + self._read_pause_s
+        self._next_read = now + (STRANGERS_PAUSE_S if self._server.has_strangers else self._read_pause_s)
         if now >= self._next_beat:
             self._next_beat = now + beat_s(self.lost_after_s) / LOOKS_PER_BEAT
             self._beat()

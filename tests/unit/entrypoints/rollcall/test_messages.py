@@ -324,7 +324,7 @@ class Fuzzed:
             except NoPlan as refused:
                 self.log(str(refused).replace("\n", ""))
         if len(head.nodes) > 1 or -1 in head.server or 1 in head.server:
-            head.refuse_all(NoPlan("over"))
+            head.server.close(0.0)
             self.gathering = self.new_gathering()
 
 

@@ -78,7 +78,8 @@ def test_each_call_gives_the_next_node_time(place: Placement, monkeypatch: pytes
         while len(head.nodes) < 2:
             head._receive()
         assert not head._is_complete(time.monotonic(), end)
-        head.refuse_all(NoPlan("over"))
+        head.server.send_all(gather.refusal(NoPlan("over")))
+        head.server.close(1.0)
     assert "over" in member.refusal()
 
 
