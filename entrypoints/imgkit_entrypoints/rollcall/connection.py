@@ -160,8 +160,7 @@ def close_all(connections: Collection[Connection], linger_s: float = 0.0) -> Non
     for connection in connections:
         connection.end_sending()
     deadline = time.monotonic() + linger_s
-    # A peer that reads nothing keeps nobody waiting.
-    for connection in sorted(connections, key=lambda connection: connection.has_unsent):
+    for connection in connections:
         if linger_s and not connection.error:
             connection.await_end(deadline)
         connection.socket.close()
