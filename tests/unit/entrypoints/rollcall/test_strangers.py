@@ -308,6 +308,17 @@ def test_stranger_that_says_nothing_leaves_after_its_time(
     end_run([call.roll() for call in (head, CallThread(place, 1))])
 
 
+def test_stranger_with_a_long_line_leaves_at_once(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_WAIT_S", 60.0)
+    with contextlib.closing(LoneServer(place)) as head, stranger(place) as one:
+        one.sendall(b"x" * (server.MAX_HANDSHAKE_BYTES + 1))
+        end = time.monotonic() + 10
+        while not head.reports:
+            assert time.monotonic() < end
+            head.receive(0.05)
+        assert not head.has_strangers
+
+
 def test_missing_nodes_have_room_of_their_own(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_STRANGERS", 1)
     with contextlib.closing(LoneServer(place)) as head:
