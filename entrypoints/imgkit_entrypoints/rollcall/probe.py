@@ -111,8 +111,8 @@ def probe_all(
             if isinstance(message, ProbeReport) and rank in waiting:
                 waiting.remove(rank)
                 crowded += [rank] if message.is_crowded else []
-                known = (failure for failure in message.failures if failure.target in targets[rank])
-                failures += [(rank, failure) for failure in known]
+                reported = (failure for failure in message.failures if failure.target in targets[rank])
+                failures += [(rank, failure) for failure in reported]
         waiting -= server.closed.keys()
     settle_end = time.monotonic() + SETTLE_S
     while failures and (left_s := settle_end - time.monotonic()) > 0:

@@ -238,9 +238,9 @@ class Server:
         """Prove the secret to a node that has one."""
         if line.startswith(b"{"):
             # A node without a secret; the answer is the same for all of them.
-            what = "the head requires a secret, and this node has none"
+            problem = "the head requires a secret, and this node has none"
             hint = "pass the same --secret-file to both, or share one home folder"
-            self._refuse(peer, Refused(what=what, hint=hint))
+            self._refuse(peer, Refused(what=problem, hint=hint))
             return
         peer.handshake = Handshake.accept(secret, self._job_id, line)
         if peer.handshake:
@@ -261,8 +261,8 @@ class Server:
             return None
         if request.job != self._job_id:
             # The head's job id stays secret: in a start without a secret, who knows it can join as a node.
-            what = f"{request.node.host} belongs to job {request.job!r}, the head to another"
-            self._refuse(peer, Refused(what=what))
+            problem = f"{request.node.host} belongs to job {request.job!r}, the head to another"
+            self._refuse(peer, Refused(what=problem))
             return None
         return request
 

@@ -244,13 +244,13 @@ class HeadSession(_Session):
                 self._events.append(order)
 
     def _refuse_late_node(self) -> None:
-        what = "all nodes of this run have joined already"
+        problem = "all nodes of this run have joined already"
         hint = "it may be started twice on this host: pbsdsh starts it once per line of the node file"
         if self.placement.size:
-            what = f"the run has started with {self.placement.nnodes} nodes, and no node can join it later"
+            problem = f"the run has started with {self.placement.nnodes} nodes, and no node can join it later"
             hint = "start it with the others: the head waits 30 s for one more than it has"
         peer, _ = self._server.joining.pop()
-        self._server.refuse(peer, messages.Refused(what=what, where=self.host(0), hint=hint))
+        self._server.refuse(peer, messages.Refused(what=problem, where=self.host(0), hint=hint))
 
 
 class MemberSession(_Session):
