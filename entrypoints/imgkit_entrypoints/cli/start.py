@@ -149,12 +149,14 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> in
         else:
             terminal.out(*planned.lines())
         return 0
-    if launch_plan.mode == "direct" and options.preflight:
-        raise NoPlan(
-            "--preflight needs the roll call, and ranks that start without torchrun have none",
-            where="--preflight",
-            hint="leave out --direct, or start one process per node",
-        )
+    has_secret_flag = options.require_secret and placement.nnodes > 1
+    for flag, is_given in (("--preflight", options.preflight), ("--require-secret", has_secret_flag)):
+        if launch_plan.mode == "direct" and is_given:
+            raise NoPlan(
+                f"{flag} needs the roll call, and ranks that start without torchrun have none",
+                where=flag,
+                hint="leave out --direct, or start one process per node",
+            )
     if log_dir := options.request.log_dir:
         where, hint = f"--log-dir {log_dir}", "name a folder that this node can write"
         files.refuse_unusable_folder(Path(log_dir), "log folder", where=where, hint=hint)
@@ -279,15 +281,7 @@ def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Plac
     ------
     NoPlan : the start is open, but must not be. UsageError : see `secret.find`.
     """
-    if placement.nnodes == 1:
-        return None
-    if placement.direct is not None:
-        if options.require_secret:
-            raise NoPlan(
-                "--require-secret needs the roll call, and ranks that start without torchrun have none",
-                where="--require-secret",
-                hint="leave out --direct",
-            )
+    if placement.nnodes == 1 or placement.direct is not None:
         return None
     if run_secret := secret.find(options.secret_file, env, shared_home=_shared_home(env)):
         return run_secret
