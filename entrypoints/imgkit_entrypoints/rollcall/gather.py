@@ -162,12 +162,13 @@ class _Head:
             self._last_look = time.monotonic()
             beat_s, lost_after_s = session.beat_s(session.LOST_AFTER_S), session.LOST_AFTER_S
             self.server.beat(messages.Heartbeat(), beat_s=beat_s, lost_after_s=lost_after_s)
-        self._forget_closed()
+        self._forget_lost()
         while self.server.joining:
             self._add(*self.server.joining.pop(0))
 
-    def _forget_closed(self) -> None:
-        for rank, reason in self.server.take_closed():
+    def _forget_lost(self) -> None:
+        while self.server.lost:
+            rank, reason = self.server.lost.popitem()
             self.meeting.log(f"roll call: {self._name(rank)} joined and disconnected ({reason})")
             del self.nodes[rank], self.probe_ports[rank]
 
@@ -183,7 +184,7 @@ class _Head:
         for _ in range(3):
             if rank in self.server:
                 self.server.receive()
-        self._forget_closed()
+        self._forget_lost()
         previous = self.nodes.get(rank)
         # In any case, so that a refusal reaches it.
         self.server.add(rank if previous is None else -1, peer)

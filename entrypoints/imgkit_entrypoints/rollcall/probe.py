@@ -113,12 +113,12 @@ def probe_all(
                 crowded += [rank] if message.is_crowded else []
                 reported = (failure for failure in message.failures if failure.target in targets[rank])
                 failures += [(rank, failure) for failure in reported]
-        waiting -= server.closed.keys()
+        waiting -= server.lost.keys()
     settle_end = time.monotonic() + SETTLE_S
     while failures and (left_s := settle_end - time.monotonic()) > 0:
         server.receive(left_s)
     crowded += [0] if head_port.is_crowded() else []
-    excluded = {*crowded, *server.closed}
+    excluded = {*crowded, *server.lost}
     return [pair for pair in failures if not excluded & {pair[0], pair[1].target}], crowded
 
 

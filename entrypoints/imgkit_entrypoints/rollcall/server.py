@@ -65,8 +65,8 @@ class Server:
     ) -> None:
         self.joining: list[tuple[HeadConnection, JoinRequest]] = []
         """Nodes of the run that have asked to join, until somebody adds or refuses them."""
-        self.closed: dict[int, str] = {}
-        """Nodes whose connection is over, and why, until `take_closed`."""
+        self.lost: dict[int, str] = {}
+        """Nodes whose connection is over, and why."""
         self.reports: list[str] = []
         """Lines about connections that were not counted."""
         self._listener, self._job_id, self._secret, self._log = listener, job_id, secret, log
@@ -134,14 +134,9 @@ class Server:
     def renumber(self, ranks: Mapping[int, int]) -> None:
         """Give each node its new rank."""
         self._nodes = {ranks[rank]: peer for rank, peer in self._nodes.items()}
-        self.closed = {ranks[rank]: reason for rank, reason in self.closed.items()}
+        self.lost = {ranks[rank]: reason for rank, reason in self.lost.items()}
         for rank, peer in self._nodes.items():
             peer.rank = rank
-
-    def take_closed(self) -> list[tuple[int, str]]:
-        """Return the nodes whose connection is over since the last call, and why."""
-        closed, self.closed = self.closed, {}
-        return list(closed.items())
 
     def beat(self, heartbeat: Heartbeat, *, beat_s: float, lost_after_s: float) -> None:
         """Send `heartbeat` where nothing was sent for `beat_s`; close what is silent for `lost_after_s`."""
@@ -180,7 +175,7 @@ class Server:
 
     def _lose(self, peer: HeadConnection, reason: str) -> None:
         assert peer.rank is not None  # noqa: S101 - it is a node
-        self.closed[peer.rank] = reason
+        self.lost[peer.rank] = reason
         del self._nodes[peer.rank]
         self._unsent.discard(peer)
         self._selector.unregister(peer)

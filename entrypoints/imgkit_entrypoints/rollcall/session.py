@@ -108,8 +108,6 @@ class HeadSession(_Session):
         """Reports of another attempt do not count."""
         self.reports: dict[int, AttemptEnded] = {}
         """Nodes on which the attempt is over."""
-        self.lost: dict[int, str] = {}
-        """Nodes that are lost, and why."""
         self.measurements: dict[int, messages.MeasureResult] = {}
         """What each node has measured last."""
         self.failures: list[tuple[float, int, messages.RankFailure]] = []
@@ -117,6 +115,8 @@ class HeadSession(_Session):
         self.previous_failures: list[tuple[float, int, messages.RankFailure]] = []
         """Those of the attempt before."""
         self._server = server or Server()
+        self.lost: Mapping[int, str] = self._server.lost
+        """Nodes that are lost, and why."""
         self._hosts = hosts or {}
         self._members: Collection[int] = range(placement.nnodes)
         self._events: list[Event] = []
@@ -203,6 +203,7 @@ class HeadSession(_Session):
 
     def _read(self) -> None:
         """React to what has arrived, and look at all nodes when it is time."""
+        lost_before = len(self.lost)
         for number, message in self._server.receive():
             self._take(number, message)
         while self._server.joining:
@@ -212,8 +213,7 @@ class HeadSession(_Session):
         if now >= self._next_beat:
             self._next_beat = now + beat_s(self.lost_after_s) / LOOKS_PER_BEAT
             self._beat()
-        for number, reason in self._server.take_closed():
-            self.lost[number], self._has_news = reason, True
+        self._has_news |= len(self.lost) > lost_before
 
     def _beat(self) -> None:
         positions = [*self._positions.values(), *([self.positions] if self.positions else [])]

@@ -50,7 +50,7 @@ class Nodes:
     def silent(self) -> list[int]:
         """Return the nodes that count as lost after the usual time."""
         self.server.beat(Heartbeat(), beat_s=60, lost_after_s=session.LOST_AFTER_S)
-        return [rank for rank, _ in self.server.take_closed()]
+        return list(self.server.lost)
 
     def read(self, rank: int, size: int) -> bytes:
         """Read `size` bytes as one node, while the head goes on."""
@@ -122,13 +122,13 @@ def test_closed_connection_is_reported_once(nodes: Nodes) -> None:
     nodes.ends[2].sendall(LINE)
     nodes.ends[2].close()
     assert nodes.receive_one() == [(2, AttemptEnded(code=0))]
-    nodes.receive_until(lambda: nodes.server.closed)
-    assert nodes.server.closed == {2: "it closed the connection"}
+    nodes.receive_until(lambda: nodes.server.lost)
+    assert nodes.server.lost == {2: "it closed the connection"}
     assert 2 not in nodes.server
-    nodes.server.closed.clear()
+    nodes.server.lost.clear()
     nodes.server.send(2, Heartbeat())
     assert nodes.server.receive(0.01) == []
-    assert nodes.server.closed == {}
+    assert nodes.server.lost == {}
 
 
 def test_process_that_ends_with_unread_input_has_closed_its_connection() -> None:
@@ -138,8 +138,8 @@ def test_process_that_ends_with_unread_input_has_closed_its_connection() -> None
         nodes.server.send(2, Heartbeat())
         assert session.wait([end], 10)
         end.close()
-        nodes.receive_until(lambda: nodes.server.closed)
-        assert nodes.server.take_closed() == [(2, "it closed the connection")]
+        nodes.receive_until(lambda: nodes.server.lost)
+        assert nodes.server.lost == {2: "it closed the connection"}
 
 
 def test_reset_while_the_head_sends_is_noticed() -> None:
@@ -149,8 +149,8 @@ def test_reset_while_the_head_sends_is_noticed() -> None:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         end.close()
         nodes.server.send_all(LARGE)
-        nodes.receive_until(lambda: nodes.server.closed)
-        assert list(nodes.server.closed) == [2]
+        nodes.receive_until(lambda: nodes.server.lost)
+        assert list(nodes.server.lost) == [2]
 
 
 @pytest.mark.parametrize("data", [b"", b"{"], ids=["half-open", "a byte now and then"])
@@ -167,9 +167,9 @@ def test_node_without_a_whole_line_is_silent(nodes: Nodes, data: bytes) -> None:
 
 def test_connection_stays_with_its_node_under_a_new_number(nodes: Nodes) -> None:
     nodes.ends[1].close()
-    nodes.receive_until(lambda: nodes.server.closed)
+    nodes.receive_until(lambda: nodes.server.lost)
     nodes.server.renumber({1: 1, 2: 3, 3: 2})
-    assert list(nodes.server.closed) == [1]
+    assert list(nodes.server.lost) == [1]
     nodes.ends[2].sendall(LINE)
     assert nodes.receive_one() == [(3, AttemptEnded(code=0))]
     nodes.server.send(2, StopOrder(reason="it is node 3 on the other end"))
