@@ -97,7 +97,9 @@ def _shallow(value: Any) -> Any:
     level = [value]
     for _ in range(DEEPEST):
         inner = (
-            one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)
+            item.values() if isinstance(item, dict) else item
+            for item in level
+            if isinstance(item, dict | list)
         )
         level = [child for children in inner for child in children if isinstance(child, dict | list)]
         if not level:
@@ -109,7 +111,7 @@ def _too_deep() -> ValueError:
     return ValueError("its brackets are nested too deeply")
 
 
-def _whole(digits: str) -> int:
+def _integer(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
         raise ValueError(f"a number of {len(digits)} digits")
     return int(digits)
@@ -123,12 +125,12 @@ def _real(text: str) -> float:
 
 
 def _single(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         counts = collections.Counter(key for key, _ in pairs)
         ((twice, _),) = counts.most_common(1)
         raise ValueError(f"the key {twice[:_SHOWN]!r} occurs twice")
-    return found
+    return values
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -136,7 +138,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(
-    object_pairs_hook=_single, parse_int=_whole, parse_float=_real, parse_constant=_refuse
+    object_pairs_hook=_single, parse_int=_integer, parse_float=_real, parse_constant=_refuse
 )
 
 
@@ -175,7 +177,7 @@ class ValueRule:
     rule: Callable[[Any], Any]
 
 
-def read(hint: Any, value: Any, place: str, *, closed: bool = False) -> Any:
+def read(hint: Any, value: Any, name: str, *, closed: bool = False) -> Any:
     """Build a value of the type `hint`, often a dataclass, from parsed JSON.
 
     Dataclasses come from objects, whose unknown keys are ignored unless `closed`; tuples and lists from
@@ -183,7 +185,7 @@ def read(hint: Any, value: Any, place: str, *, closed: bool = False) -> Any:
 
     Parameters
     ----------
-    place : the value's name in errors.
+    name : that of the value in errors.
 
     Raises
     ------
@@ -192,7 +194,7 @@ def read(hint: Any, value: Any, place: str, *, closed: bool = False) -> Any:
     try:
         return _reader(hint, closed)(value)
     except _Misfit as misfit:
-        raise ValueError(f"{place}{misfit.path}{misfit.problem}") from None
+        raise ValueError(f"{name}{misfit.path}{misfit.problem}") from None
 
 
 class _Misfit(Exception):

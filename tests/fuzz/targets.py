@@ -407,13 +407,6 @@ TREE = {
     "</volatile></ecc_errors><clocks_event_reasons><clocks_event_reason_hw_slowdown>Active</clocks_event_reason_hw_slowdown>"
     "</clocks_event_reasons></gpu></log>",
     "commands/xid.txt": "NVRM: Xid (PCI:0000:17:00): 79, pid=1",
-    "facts.json": '{"arch": "x86_64", "cpus": 8, "shm_bytes": 1000, "closed": ["/dev/infiniband/uverbs0"], "python": "3",'
-    ' "host_libraries": {"source": "x", "bound": true, "host": [{"name": "libcxi.so.1", "path": "/usr/lib64/libcxi.so.1", "target": "/y",'
-    ' "object": {"machine": "x86_64", "soname": "libcxi.so.1", "needed": ["libc.so.6", "libcxi.so.1"], "rpath": [], "runpath": [],'
-    ' "needs": {"libc.so.6": ["GLIBC_2.38"]}, "defines": []}, "fault": ""}], "image": [{"name": "libc.so.6", "path": "/lib/libc.so.6",'
-    ' "target": "/lib/libc.so.6", "object": {"machine": "x86_64", "soname": "libc.so.6", "needed": [], "rpath": [], "runpath": [],'
-    ' "needs": {}, "defines": ["GLIBC_2.35"]}, "fault": ""}]}, "cuda_compat": {"source": "x", "folder": "/c", "target": "/c/libcuda.so.575.57",'
-    ' "cuda_folders": ["/usr/lib"]}}',
     "opt/imgkit/manifest.json": '{"platform": "linux/amd64"}',
     "opt/imgkit/system.json": '{"fabric": {"host_libs": "auto"}, "runtime": {"cuda_compat": "auto", "host_libs": ["/opt/x"]}}',
 }

@@ -8,6 +8,7 @@ A case is two files in ``jobs/``: ``CASE.args``, the arguments of ``imgkit run``
 from __future__ import annotations
 
 import os
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -35,7 +36,9 @@ def printed(case: str) -> str:
     )
     folder = [] if "--directory" in before else ["--directory", "/home/me/my run"]
     argv = ["run", "--dry-run", *before, *folder, *dashes, *command]
-    done = CliRunner().invoke(build_app(("run", "list")), argv, catch_exceptions=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(secrets, "randbelow", lambda _: 5000)  # a run by hand has a random port
+        done = CliRunner().invoke(build_app(("run", "list")), argv, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return done.stdout
 

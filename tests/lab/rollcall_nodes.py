@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import encodings.idna  # noqa: F401 - sockets import it; another user may not reach this Python's files
 import itertools
 import os
+import resource
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import gather, ports
-from imgkit_entrypoints.rollcall.messages import Event, NodeInfo
-from imgkit_entrypoints.rollcall.session import Session
+from imgkit_entrypoints.rollcall.messages import EndRun, Event, NodeInfo
+from imgkit_entrypoints.rollcall.session import HeadSession, Session
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
 _jobs = itertools.count()
+
+
+@contextlib.contextmanager
+def kept_file_limit() -> Iterator[int]:
+    """Yield this process' soft limit of open files, and restore it: the roll call may raise it."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        yield soft
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def placement(nnodes: int = 2) -> Placement:
@@ -46,13 +58,12 @@ class CallThread(threading.Thread):
         *,
         timeout_s: float = 10.0,
         secret: bytes | None = None,
-        can_restart: bool = False,
         **node: Any,
     ) -> None:
         super().__init__(daemon=True)
         self.place = replace(place, node_rank=rank)
         self.node = NodeInfo(host=place.hosts[rank], **node)
-        self.timeout_s, self.secret, self.can_restart = timeout_s, secret, can_restart
+        self.timeout_s, self.secret = timeout_s, secret
         self.said: list[str] = []
         self.found: Session | None = None
         self.error: NoPlan | None = None
@@ -67,7 +78,6 @@ class CallThread(threading.Thread):
                 timeout_s=self.timeout_s,
                 log=self.said.append,
                 secret=self.secret,
-                can_restart=self.can_restart,
             )
         except NoPlan as error:
             self.error = error
@@ -102,6 +112,14 @@ def hear(
             seen.extend(one.poll())
         time.sleep(0.01)
     return events
+
+
+def end_run(rolls: list[Session], code: int = 0) -> None:
+    """End the run on all nodes, with nothing before, and close all."""
+    assert isinstance(rolls[0], HeadSession)
+    rolls[0].send_all(EndRun(code=code))
+    assert hear(rolls, lambda seen: all(seen)) == [[EndRun(code=code)]] * len(rolls)
+    close(rolls)
 
 
 def close(rolls: list[Session]) -> None:

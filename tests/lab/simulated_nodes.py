@@ -9,13 +9,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from imgkit_entrypoints.rollcall import messages, ports, session
+from imgkit_entrypoints.rollcall import messages, session
 from imgkit_entrypoints.rollcall.connection import Handshake
 from imgkit_entrypoints.rollcall.messages import (
     Heartbeat,
     JoinRequest,
     NodeInfo,
-    ProbePorts,
+    ProbePort,
     ProbeReport,
     Software,
 )
@@ -27,6 +27,16 @@ ME = NodeInfo(
     host="node", software=Software(image="0" * 12, torch="2.13.0", nccl="2.27.5"), nproc=4, gpu="H100",
     address=HERE, interface="lo",
 )  # fmt: skip
+
+
+def await_listener(port: int) -> None:
+    """Wait until a program listens on `port`; a connection would be a stranger's."""
+    while not any(
+        fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port
+        for name in ("tcp", "tcp6")
+        for fields in map(str.split, Path("/proc/net", name).read_text().splitlines()[1:])
+    ):
+        time.sleep(0.0005)
 
 
 @dataclass(slots=True)
@@ -54,14 +64,13 @@ class SimulatedNodes:
         self._waiting = selectors.DefaultSelector()
         self._listener = socket.create_server((HERE, 0), backlog=64)
         port = self._listener.getsockname()[1]
-        self._offer = ProbePorts(address=HERE, interface="lo", ports=(port,))
+        self._offer = ProbePort(address=HERE, interface="lo", port=port)
         self._started = 0
 
     def call(self) -> None:
         """Call for every node; answers that have arrived are heard in between."""
         port = job_port(self.place.job_id)
-        while not any(ports._listeners(port, Path("/"))):
-            time.sleep(0.001)
+        await_listener(port)
         began = time.monotonic()
         for rank in range(1, self.place.nnodes):
             node = SimulatedNode(

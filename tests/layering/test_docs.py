@@ -90,10 +90,11 @@ def test_every_error_page_is_in_the_index() -> None:
 
 def test_every_variable_of_the_code_is_in_the_table() -> None:
     from imgkit_entrypoints.cli import options
+    from imgkit_entrypoints.cli.commands import COMMANDS
 
     table = set(re.findall(r"\bIMGKIT_[A-Z_]+\b", (DOCS / "reference/environment.md").read_text()))
     for_developers = {"IMGKIT_REQUIRE", "IMGKIT_UPDATE_GOLDEN"}
-    parser = options.launch_parser("dist-run", "", {})
+    parser = options.launch_parser(COMMANDS[0], {})
     flags = [
         action.option_strings[0]
         for group in parser._action_groups

@@ -26,6 +26,8 @@ class Command:
     """Module whose ``add_arguments`` adds the options, if it is not `app`; it imports no torch."""
     device: str = "auto"
     """Default of ``--device``."""
+    prints_json: bool = False
+    """``--json`` prints the result as JSON, and not the plan of a dry run alone."""
     verbs: Mapping[str, str] = field(default_factory=dict)
     """First word -> module whose ``main(words)`` runs here without a launch; it imports no torch."""
 
@@ -62,11 +64,15 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         name="dist-env",
         summary="print the facts of this node and the settings of a launch, with reasons",
+        prints_json=True,
     ),
     Command(
         name="dist-doctor",
         summary="check the network, limits and libraries of this node, or of all nodes of a job, and print "
         "the fixes",
+        app="imgkit_entrypoints.apps.doctor",
+        options="imgkit_entrypoints.doctor.node",
+        prints_json=True,
     ),
 )
 

@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from imgkit_entrypoints import __version__, fabric, facts, json_text, terminal
@@ -16,9 +16,9 @@ from imgkit_entrypoints.cli import start
 from imgkit_entrypoints.cli.commands import COMMANDS, Command
 from imgkit_entrypoints.cli.options import launch_parser, read_options, variable
 from imgkit_entrypoints.cli.start import Worker
-from imgkit_entrypoints.doctor import saved_environment
 from imgkit_entrypoints.errors import ImgkitError, NoPlan, UsageError
 from imgkit_entrypoints.launch import delta_check, plan
+from imgkit_entrypoints.launch.plan import LaunchOptions
 from imgkit_entrypoints.schedulers import resolve
 from imgkit_entrypoints.system import to_json
 
@@ -46,15 +46,16 @@ def program() -> None:
 
 def _run(argv: tuple[str, ...], env: Mapping[str, str]) -> int:
     command = _command(argv[0] if argv else "")
-    env = saved_environment.replayed(env)
     delta_check.require(env)
-    if command.name in _LOCAL:
-        return _LOCAL[command.name](command, argv[1:], env)
+    if command.name == "dist-env":
+        return _dist_env(command, argv, env)
     if argv[1:] and argv[1] in command.verbs:
         return int(importlib.import_module(command.verbs[argv[1]]).main(argv[2:]))
     parse = start.parse_user_program if command.app is None else start.parse_app
     options, worker = parse(command, argv, env)
-    return start.launch(options, worker, env, start.find_placement(options.placement, env))
+    if command.name == "dist-doctor" and not options.dry_run:
+        return _dist_doctor(options, worker, env)
+    return start.launch(options, worker, env)
 
 
 def _command(name: str) -> Command:
@@ -71,16 +72,14 @@ def _error_dict(error: ImgkitError) -> dict[str, str | None]:
 
 def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Print the settings of a launch as text, as JSON or as export lines; return the exit code."""
-    parser = launch_parser(command.name, command.summary, env, json_help="print one JSON object")
+    parser = launch_parser(command, env)
     parser.add_argument("--shell", action="store_true", help='print export lines: eval "$(dist-env --shell)"')
-    parsed = parser.parse_args(argv)
-    options = read_options(parsed, (command.name, *argv))
+    parsed = parser.parse_args(argv[1:])
+    options = read_options(parsed, command, argv)
     if parsed.shell and (other_form := "--json" if options.json else "--dry-run" if options.dry_run else ""):
         raise UsageError(f"--shell cannot be combined with {other_form}", hint="dist-env --help")
     if options.dry_run:
-        return start.launch(
-            options, Worker(argv=(), is_imgkits=True), env, start.find_placement(options.placement, env)
-        )
+        return start.launch(options, Worker(argv=(), is_imgkits=True), env)
     host, system = facts.gather(env=env), facts.system_facts(env=env)
     warnings: tuple[str, ...] = ()
     nnodes, head = 1, ""
@@ -139,42 +138,17 @@ def _print_exports(network: fabric.FabricPlan, env: Mapping[str, str]) -> None:
             terminal.document(f"unset {name}\n")
 
 
-_ALL_NODES = "imgkit_entrypoints.apps.doctor"
-
-
-def _dist_doctor(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> int:
+def _dist_doctor(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> int:
     """Check this node, or all nodes of the job with one collective between them; return the exit code."""
     from imgkit_entrypoints.doctor import node  # no other command needs its checks
 
-    full_parser = launch_parser(command.name, command.summary, env, json_help="print one JSON object")
-    node.add_arguments(full_parser)
-    full_parser.add_argument(
-        "--bundle",
-        metavar="FILE",
-        help="save the files that the checks read, without secrets, to replay the checks on another machine",
-    )
-    full_parser.parse_args(argv)
-    parsed, rest = launch_parser(command.name, command.summary, env).parse_known_args(argv)
-    options = read_options(parsed, (command.name, *argv))
-    if options.dry_run:
+    try:
         placement = start.find_placement(options.placement, env)
-        return start.launch(options, start.module_worker(_ALL_NODES, rest), env, placement)
-    rest = [*rest, *(["--json"] if options.json else [])]
-    if not any(arg.startswith("--bundle") for arg in rest) and not saved_environment.is_replay(env):
-        try:
-            placement = start.find_placement(options.placement, env)
-        except NoPlan as error:
-            start.say(*f"this node only: {error}".split("\n"))
-        else:
-            if placement.nnodes > 1 or options.request.nproc != "auto":
-                request = dataclasses.replace(options.request, prefix=False)
-                options = dataclasses.replace(options, request=request)
-                return start.launch(options, start.module_worker(_ALL_NODES, rest), env, placement)
-    return node.main(rest, {**env, "IMGKIT_DEVICE": options.request.device})
-
-
-_LOCAL: Mapping[str, Callable[[Command, Sequence[str], Mapping[str, str]], int]] = {
-    "dist-env": _dist_env,
-    "dist-doctor": _dist_doctor,
-}
-"""Commands that run in this process, and launch workers only if they need them."""
+    except NoPlan as error:
+        start.say(*f"this node only: {error}".split("\n"))
+    else:
+        if placement.nnodes > 1 or options.request.nproc != "auto":
+            request = dataclasses.replace(options.request, prefix=False)
+            return start.launch(dataclasses.replace(options, request=request), worker, env)
+    arguments = worker.argv[worker.argv.index("-m") + 2 :]
+    return node.main(arguments, {**env, "IMGKIT_DEVICE": options.request.device})

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from imgkit_entrypoints import __version__
 from imgkit_entrypoints.arguments import Parser, natural, positive
+from imgkit_entrypoints.cli.commands import Command
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch.plan import DEFAULT_FAILURES, LaunchOptions, Request, Timeouts
 from imgkit_entrypoints.schedulers.placement import PlacementRequest, Size, size_examples
@@ -43,6 +44,14 @@ def processes(text: str) -> str:
     return text
 
 
+def port(text: str) -> int:
+    """Parse a number of a port."""
+    number = positive(text)
+    if number > 65535:
+        raise argparse.ArgumentTypeError(f"{text} is not a port from 1 to 65535")
+    return number
+
+
 def size(text: str) -> Size:
     """Parse ``N`` or ``N+S`` nodes."""
     try:
@@ -70,7 +79,7 @@ OPTIONS = (
         "--node-rank", natural, None, "RANK", "rank of this node; the head is 0 (default: the scheduler's)"
     ),
     Option("--head", str, None, "HOST", "name or address by which the other nodes reach the head"),
-    Option("--port", positive, None, "PORT", "torchrun's port on the head (default: from the job id)"),
+    Option("--port", port, None, "PORT", "torchrun's port on the head (default: from the job id)"),
     Option(
         "--max-failures",
         natural,
@@ -111,23 +120,17 @@ SWITCHES = {
 }
 
 
-def launch_parser(
-    name: str,
-    summary: str,
-    env: Mapping[str, str],
-    usage: str | None = None,
-    *,
-    device: str = "auto",
-    json_help: str = "with --dry-run: print one JSON object",
-) -> argparse.ArgumentParser:
+def launch_parser(command: Command, env: Mapping[str, str], usage: str | None = None) -> Parser:
     """Return a parser with the launch's options; the app adds its own. Its errors are UsageError."""
-    parser = Parser(prog=name, description=summary, usage=usage, allow_abbrev=False)
+    parser = Parser(prog=command.name, description=command.summary, usage=usage, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"imgkit {__version__}")
+    json_help = "print one JSON object" if command.prints_json else "with --dry-run: print one JSON object"
     parser.add_argument("--json", action="store_true", help=json_help)
     group = parser.add_argument_group("launch options (--nproc is also read from IMGKIT_NPROC, and so on)")
     for option in OPTIONS:
-        default = device if option.flag == "--device" else option.default
-        text = option.help.format(device="cuda where GPUs are visible" if device == "auto" else device)
+        default = command.device if option.flag == "--device" else option.default
+        device = "cuda where GPUs are visible" if command.device == "auto" else command.device
+        text = option.help.format(device=device)
         # A string default goes through `type` and its errors like a value on the command line.
         default = env.get(variable(option.flag)) or default
         group.add_argument(option.flag, type=option.type, default=default, metavar=option.metavar, help=text)
@@ -140,31 +143,41 @@ def launch_parser(
     return parser
 
 
-def read_options(parsed: argparse.Namespace, command: tuple[str, ...]) -> LaunchOptions:
-    """Return the parsed values; `command` is the whole command line, for errors that show it."""
+def read_options(parsed: argparse.Namespace, command: Command, argv: Sequence[str]) -> LaunchOptions:
+    """Return the parsed values; `argv` is the whole command line, for errors that show it.
+
+    Raises
+    ------
+    UsageError : ``--json`` is given where only a dry run prints JSON.
+    """
+    if parsed.json and not parsed.dry_run and not command.prints_json:
+        raise UsageError("--json needs --dry-run", hint="add --dry-run, or leave --json out")
+    placement = PlacementRequest(
+        scheduler=parsed.scheduler,
+        size=parsed.nnodes,
+        node_rank=parsed.node_rank,
+        head=parsed.head,
+        port=parsed.port,
+        direct=parsed.direct,
+        command=tuple(argv),
+    )
+    request = Request(
+        nproc=parsed.nproc,
+        device=parsed.device,
+        max_failures=parsed.max_failures,
+        start=parsed.start,
+        log_dir=parsed.log_dir,
+    )
+    timeouts = Timeouts(
+        grace_s=parsed.grace,
+        rollcall_s=parsed.rollcall_timeout,
+        hang_after_s=parsed.hang_after,
+        lost_after_s=parsed.lost_after,
+    )
     return LaunchOptions(
-        placement=PlacementRequest(
-            scheduler=parsed.scheduler,
-            size=parsed.nnodes,
-            node_rank=parsed.node_rank,
-            head=parsed.head,
-            port=parsed.port,
-            direct=parsed.direct or None,
-            command=command,
-        ),
-        request=Request(
-            nproc=parsed.nproc,
-            device=parsed.device,
-            max_failures=parsed.max_failures,
-            start=parsed.start,
-            log_dir=parsed.log_dir,
-        ),
-        timeouts=Timeouts(
-            grace_s=parsed.grace,
-            rollcall_s=parsed.rollcall_timeout,
-            hang_after_s=parsed.hang_after,
-            lost_after_s=parsed.lost_after,
-        ),
+        placement=placement,
+        request=request,
+        timeouts=timeouts,
         dry_run=parsed.dry_run,
         json=parsed.json,
         verbose=parsed.verbose,
@@ -173,12 +186,6 @@ def read_options(parsed: argparse.Namespace, command: tuple[str, ...]) -> Launch
         require_secret=parsed.require_secret,
         preflight=parsed.preflight,
     )
-
-
-def refuse_json_alone(options: LaunchOptions) -> None:
-    """Raise UsageError for ``--json`` where only a dry run prints JSON."""
-    if options.json and not options.dry_run:
-        raise UsageError("--json needs --dry-run", hint="add --dry-run, or leave --json out")
 
 
 def variable(flag: str) -> str:

@@ -17,8 +17,7 @@ from pathlib import Path, PurePath
 
 from imgkit_entrypoints import fabric, facts, files, terminal
 from imgkit_entrypoints.cli.commands import PREFLIGHT, TORCHRUN, Command
-from imgkit_entrypoints.cli.options import launch_parser, read_options, refuse_json_alone
-from imgkit_entrypoints.doctor import saved_environment
+from imgkit_entrypoints.cli.options import launch_parser, read_options
 from imgkit_entrypoints.errors import NoPlan, UsageError
 from imgkit_entrypoints.fabric import library_path, sockets
 from imgkit_entrypoints.facts import HostFacts, storage
@@ -40,12 +39,7 @@ class Worker:
 
     argv: tuple[str, ...]
     is_imgkits: bool
-    """It is a program of this package, and needs no PYTHONPATH."""
-
-
-def module_worker(module: str, arguments: Sequence[str]) -> Worker:
-    """Return `module` of this package with `arguments`; the current folder and PYTHONPATH do not reach it."""
-    return Worker(argv=(sys.executable, "-I", "-u", "-m", module, *arguments), is_imgkits=True)
+    """It is a program of this package: the current folder and PYTHONPATH do not reach it."""
 
 
 def parse_app(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> tuple[LaunchOptions, Worker]:
@@ -57,18 +51,18 @@ def parse_app(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
     """
     assert command.app is not None  # noqa: S101 - the caller branches on it
     app = importlib.import_module(command.options or command.app)
-    full_parser = launch_parser(command.name, command.summary, env, device=command.device)
+    full_parser = launch_parser(command, env)
     app.add_arguments(full_parser)
     full_parser.formatter_class = argparse.RawDescriptionHelpFormatter
     full_parser.epilog = getattr(app, "EXAMPLES", None)
     full_parser.parse_args(argv[1:])  # one check of everything, and --help with all groups
-    launch = launch_parser(command.name, command.summary, env, device=command.device)
-    parsed, arguments = launch.parse_known_args(argv[1:])
+    parsed, arguments = launch_parser(command, env).parse_known_args(argv[1:])
     if hasattr(app, "check"):
         app.check(arguments, env)
-    options = read_options(parsed, tuple(argv))
-    refuse_json_alone(options)
-    return options, module_worker(command.app, arguments)
+    options = read_options(parsed, command, argv)
+    arguments += ["--json"] if command.prints_json and options.json else []
+    worker_argv = (sys.executable, "-I", "-u", "-m", command.app, *arguments)
+    return options, Worker(argv=worker_argv, is_imgkits=True)
 
 
 def parse_user_program(
@@ -80,7 +74,7 @@ def parse_user_program(
     ------
     UsageError : an option is unknown or has a wrong value, or there is no program.
     """
-    parser = launch_parser(command.name, command.summary, env, _USAGE.replace(command.name, "%(prog)s"))
+    parser = launch_parser(command, env, _USAGE.replace(command.name, "%(prog)s"))
     parser.add_argument("-m", dest="module", action="store_true", help="run a module instead of a script")
     parser.add_argument(
         "--pass-local-rank",
@@ -107,9 +101,7 @@ def parse_user_program(
     switches = {"--pass-local-rank": parsed.pass_local_rank, "-m": parsed.module}
     flags = [flag for flag, is_on in switches.items() if is_on]
     worker = Worker(argv=(sys.executable, "-u", user_program.__file__, *flags, *program), is_imgkits=False)
-    options = read_options(parsed, tuple(argv))
-    refuse_json_alone(options)
-    return options, worker
+    return read_options(parsed, command, argv), worker
 
 
 def _program_options_hint(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> str:
@@ -118,7 +110,7 @@ def _program_options_hint(command: Command, argv: Sequence[str], env: Mapping[st
     if not position:
         return ""
     launch_options = list(argv[1:position])
-    _, rest = launch_parser(command.name, "", env).parse_known_args(launch_options)
+    _, rest = launch_parser(command, env).parse_known_args(launch_options)
     for arg in reversed(rest):
         del launch_options[len(launch_options) - 1 - launch_options[::-1].index(arg)]
     line = shlex.join([command.name, *launch_options, argv[position], *rest, *argv[position + 1 :]])
@@ -138,15 +130,15 @@ def find_placement(request: PlacementRequest, env: Mapping[str, str]) -> Placeme
     return resolve.find_placement(request, env, read, head_suffix=suffix)
 
 
-def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], placement: Placement) -> int:
-    """Launch `worker` on the node `placement`, or with ``--dry-run`` print how; return the exit code.
+def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> int:
+    """Launch `worker` on this node, or with ``--dry-run`` print how; return the exit code.
 
     Raises
     ------
     NoPlan : no launch can be right. UsageError : this Python has no torch, a file prevents the run from
     starting, or the file of the secret is not safe. ToolFailed : see `NodeAgent.run`.
     """
-    host = facts.gather(env=env)
+    placement, host = find_placement(options.placement, env), facts.gather(env=env)
     launch_plan, child_env = make_plan(options, worker, env, placement, host)
     if options.dry_run:
         meets = placement.nnodes > 1 and launch_plan.mode == "torchrun"
@@ -157,19 +149,14 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str], place
         else:
             terminal.out(*planned.lines())
         return 0
-    if saved_environment.is_replay(env):
-        # Variables of a stranger, such as LD_LIBRARY_PATH, must not reach a program.
-        raise UsageError(
-            "a replay cannot start a run",
-            where=f"IMGKIT_ROOT={env['IMGKIT_ROOT']}",
-            hint="add --dry-run; to start a run here: unset IMGKIT_ROOT",
-        )
-    if launch_plan.mode == "direct" and options.preflight:
-        raise NoPlan(
-            "--preflight needs the roll call, and ranks that start without torchrun have none",
-            where="--preflight",
-            hint="leave out --direct, or start one process per node",
-        )
+    has_secret_flag = options.require_secret and placement.nnodes > 1
+    for flag, is_given in (("--preflight", options.preflight), ("--require-secret", has_secret_flag)):
+        if launch_plan.mode == "direct" and is_given:
+            raise NoPlan(
+                f"{flag} needs the roll call, and ranks that start without torchrun have none",
+                where=flag,
+                hint="leave out --direct, or start one process per node",
+            )
     if log_dir := options.request.log_dir:
         where, hint = f"--log-dir {log_dir}", "name a folder that this node can write"
         files.refuse_unusable_folder(Path(log_dir), "log folder", where=where, hint=hint)
@@ -294,15 +281,7 @@ def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Plac
     ------
     NoPlan : the start is open, but must not be. UsageError : see `secret.find`.
     """
-    if placement.nnodes == 1:
-        return None
-    if placement.direct is not None:
-        if options.require_secret:
-            raise NoPlan(
-                "--require-secret needs the roll call, and ranks that start without torchrun have none",
-                where="--require-secret",
-                hint="leave out --direct",
-            )
+    if placement.nnodes == 1 or placement.direct is not None:
         return None
     if run_secret := secret.find(options.secret_file, env, shared_home=_shared_home(env)):
         return run_secret

@@ -8,12 +8,10 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, get_args
 
 from imgkit_entrypoints import __version__, fabric, facts, terminal
 from imgkit_entrypoints.arguments import positive
-from imgkit_entrypoints.doctor import bundle
 from imgkit_entrypoints.doctor.checks import CHECKS, Check, Subject, Verdict
 from imgkit_entrypoints.errors import EXIT_NO
 from imgkit_entrypoints.fabric import library_path
@@ -43,23 +41,14 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
 
     Raises
     ------
-    UsageError : ``IMGKIT_ROOT``, ``IMGKIT_NCCL_VERSION`` or the image's system facts cannot be read, or the
-        bundle cannot be written.
+    UsageError : ``IMGKIT_ROOT``, ``IMGKIT_NCCL_VERSION`` or the image's system facts cannot be read.
     """
     parser = argparse.ArgumentParser(
         prog="dist-doctor", description="Check this node for distributed runs.", allow_abbrev=False
     )
     add_arguments(parser)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument(
-        "--bundle",
-        type=Path,
-        metavar="FILE",
-        help="save the files that the checks read, without secrets, to replay the checks on another machine",
-    )
     options = parser.parse_args(argv)
-    if options.bundle is not None:
-        return _save_bundle(options.bundle, env)
     host, reader = facts.gather(env=env), Reader(root=facts.root_of(env))
     checks = examine(host, facts.system_facts(env=env), env, reader=reader, nnodes=nnodes)
     is_good = passed(checks, strict=options.strict)
@@ -70,14 +59,6 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
         if not is_good and passed(checks):
             terminal.out("FAILED: --strict counts warnings as failures")
     return 0 if is_good else EXIT_NO
-
-
-def _save_bundle(target: Path, env: Mapping[str, str]) -> int:
-    left_out = bundle.save(target, env)
-    terminal.out(str(target), f"to replay it: {bundle.replay_command(target)}")
-    if left_out:
-        terminal.out(f"left out, as not on the list of harmless variables: {', '.join(left_out)}")
-    return 0
 
 
 def examine(

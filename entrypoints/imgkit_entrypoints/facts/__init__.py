@@ -1,11 +1,10 @@
 """Facts of this machine: the only reader of /sys, /proc, /dev and /opt/imgkit.
 
-``IMGKIT_ROOT=/some/dir`` redirects every read, so a saved tree replays another machine's decisions.
+``IMGKIT_ROOT=/some/dir`` redirects every read, so a tree of files shows the decisions on another machine.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
 from collections.abc import Mapping
@@ -15,9 +14,9 @@ from imgkit_entrypoints import files, system
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.facts import compute, host_libs, network, software
 from imgkit_entrypoints.facts.host_facts import HostFacts
-from imgkit_entrypoints.facts.reader import NOT_FILES, Entry, Reader, Recorder, entries, root_of
+from imgkit_entrypoints.facts.reader import Reader, root_of
 
-__all__ = ["NOT_FILES", "HostFacts", "Reader", "gather", "root_of", "snapshot", "system_facts"]
+__all__ = ["HostFacts", "Reader", "gather", "root_of", "system_facts"]
 
 
 def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> HostFacts:
@@ -29,48 +28,18 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
     ------
     UsageError : ``IMGKIT_ROOT`` is not a folder, or ``IMGKIT_NCCL_VERSION`` is not a version.
     """
-    return _gather(Reader(root=root_of(env) if root is None else root), env)
-
-
-def snapshot(root: Path | None = None, env: Mapping[str, str] = os.environ) -> tuple[Entry, ...]:
-    """Return everything that `gather` reads here, as the members of a tree of files.
-
-    The tree holds nothing else: no environment, and no file that `gather` does not read.
-    """
-    recorder = Recorder(root=root_of(env) if root is None else root)
-    host = _gather(recorder, env)
-    devices = {device.verbs: device.verbs_opens for device in host.rdma if device.verbs}
-    devices |= {f"/dev/{device.name}": device.opens for device in host.cxi}
-    devices["/dev/infiniband/rdma_cm"] = host.rdma_cm
-    devices |= dict.fromkeys(software.closed_gpus(recorder, env), False)
-    for path in devices:
-        recorder.exists(path)
-    not_files: dict[str, object] = {
-        name: getattr(host, name) for name in ("hostname", "arch", "python", "cpus", "shm_bytes")
-    }
-    not_files["closed"] = sorted(path for path, opens in devices.items() if not opens)
-    # A tree holds no libraries, so it keeps what was read of them.
-    for name in ("host_libraries", "cuda_compat"):
-        if (libraries := getattr(host, name)) is not None:
-            not_files[name] = dataclasses.asdict(libraries)
-    return entries(recorder, not_files)
-
-
-def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
-    saved = reader.not_files()
+    reader = Reader(root=root_of(env) if root is None else root)
     gpus = compute.gpus(reader, env, software.closed_gpus(reader, env))
-    cpus, cpu_quota, cpus_source = compute.cpus(reader, saved)
+    cpus, cpu_quota, cpus_source = compute.cpus(reader)
     processes, processes_source = compute.processes(reader)
     nccl_version, nccl_source = software.nccl(reader, env)
     nccl_settings = software.nccl_settings(reader, env)
-    # Not through a recorder: a snapshot holds no environment.
-    plain = Reader(root=reader.root)
-    recipe = software.recipe(plain)
+    recipe = software.recipe(reader)
     libraries = software.libraries(reader, env, software.named_plugins(recipe, env, nccl_settings))
     return HostFacts(
-        hostname=reader.text("/proc/sys/kernel/hostname") or str(saved.get("hostname") or platform.node()),
-        arch=str(saved.get("arch") or platform.machine()),
-        python=str(saved.get("python") or platform.python_version()),
+        hostname=reader.text("/proc/sys/kernel/hostname") or platform.node(),
+        arch=platform.machine(),
+        python=platform.python_version(),
         cpus=cpus,
         gpus=gpus.count,
         gpus_source=gpus.source,
@@ -87,7 +56,7 @@ def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
         open_files=compute.limit(reader, "Max open files"),
         processes=processes,
         processes_source=processes_source,
-        shm_bytes=compute.shm_bytes(reader, saved),
+        shm_bytes=compute.shm_bytes(reader),
         ephemeral_ports=compute.ephemeral_ports(reader),
         rdma=network.rdma_devices(reader),
         rdma_cm=network.opens(reader, "/dev/infiniband/rdma_cm"),
@@ -103,9 +72,9 @@ def _gather(reader: Reader, env: Mapping[str, str]) -> HostFacts:
         nccl_version=nccl_version,
         nccl_source=nccl_source,
         nccl_settings=nccl_settings,
-        image_env=software.image_env(plain),
-        host_libraries=host_libs.libraries(plain, recipe, env),
-        cuda_compat=host_libs.compat(plain, recipe, env),
+        image_env=software.image_env(reader),
+        host_libraries=host_libs.libraries(reader, recipe, env),
+        cuda_compat=host_libs.compat(reader, recipe, env),
     )
 
 

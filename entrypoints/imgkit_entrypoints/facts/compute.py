@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
 
 from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.facts.host_facts import Gpu, Limit
@@ -19,13 +18,13 @@ _CPU_LIST = re.compile(r"[0-9]{1,9}(-[0-9]{1,9})?(,[0-9]{1,9}(-[0-9]{1,9})?)*")
 _LONGEST_PATH = 4096
 
 
-def cpus(reader: Reader, saved: Mapping[str, Any]) -> tuple[int, float | None, str]:
+def cpus(reader: Reader) -> tuple[int, float | None, str]:
     """Return the number of processors that are allowed (at least 1), the cgroup's quota, and the evidence.
 
     os.cpu_count() would be wrong: a job step owns a part of the node, and torch would start threads
     for all of it.
     """
-    count, source = _affinity(reader, saved)
+    count, source = _affinity(reader)
     quota, quota_source = min(_quotas(reader), default=(None, ""))
     if quota is None:
         return count, None, source
@@ -33,18 +32,14 @@ def cpus(reader: Reader, saved: Mapping[str, Any]) -> tuple[int, float | None, s
     return min(count, max(1, int(quota))), quota, f"{source}; {quota_source}"
 
 
-def _affinity(reader: Reader, saved: Mapping[str, Any]) -> tuple[int, str]:
+def _affinity(reader: Reader) -> tuple[int, str]:
     for line in (reader.text("/proc/self/status") or "").splitlines():
         name, _, value = line.partition(":")
         if name == "Cpus_allowed_list" and _CPU_LIST.fullmatch(value.strip()):
             ranges = (part.split("-") for part in value.strip().split(","))
             count = sum(int(ends[-1]) - int(ends[0]) + 1 for ends in ranges)
             return count, f"/proc/self/status: Cpus_allowed_list {value.strip()}"
-    if isinstance(saved.get("cpus"), int):
-        return saved["cpus"], "facts.json: cpus"
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0)), "sched_getaffinity"
-    return os.cpu_count() or 1, "os.cpu_count"
+    return len(os.sched_getaffinity(0)), "sched_getaffinity"
 
 
 def _quotas(reader: Reader) -> Iterator[tuple[float, str]]:
@@ -251,11 +246,10 @@ def limit(reader: Reader, name: str) -> Limit:
     return Limit()
 
 
-def shm_bytes(reader: Reader, saved: Mapping[str, Any]) -> int | None:
-    """Return the size of /dev/shm; a saved tree has it in facts.json."""
+def shm_bytes(reader: Reader) -> int | None:
+    """Return the size of /dev/shm; a tree does not show it."""
     if not reader.live:
-        value = saved.get("shm_bytes")
-        return value if isinstance(value, int) else None
+        return None
     try:
         stat = os.statvfs("/dev/shm")  # noqa: S108 - its size is asked for, nothing is put there
     except OSError:

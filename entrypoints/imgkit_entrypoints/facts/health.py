@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from xml.etree import ElementTree
 
 from imgkit_entrypoints.facts.host_facts import HostFacts
 from imgkit_entrypoints.facts.reader import Reader
@@ -16,9 +15,7 @@ from imgkit_entrypoints.facts.reader import Reader
 COMMAND_S = 30.0
 NVIDIA_SMI = "/commands/nvidia-smi.xml"
 XIDS = "/commands/xid.txt"
-"""Files of a saved tree with what the commands printed."""
-REPORT_PARTS = ("ecc_errors", "remapped_rows", "clocks_event_reasons", "clocks_throttle_reasons")
-"""Parts of nvidia-smi's report that are read; the others name processes and serial numbers."""
+"""Files of a tree (``IMGKIT_ROOT``) with what the commands printed."""
 ERRORS = (
     "symbol_error",
     "link_error_recovery",
@@ -77,23 +74,10 @@ def port_errors(reader: Reader, facts: HostFacts) -> dict[str, dict[str, int]]:
 
 
 def nvidia_smi(reader: Reader) -> str:
-    """Return `reduced_report` of nvidia-smi's report; empty where it is not available."""
+    """Return nvidia-smi's report as XML; empty where it is not available."""
     if not reader.live:
         return reader.text(NVIDIA_SMI) or ""
-    return reduced_report(_output("nvidia-smi", "-q", "-x"))
-
-
-def reduced_report(report: str) -> str:
-    """Leave out everything of nvidia-smi's report that is not read; empty if it is no report."""
-    try:
-        root = ElementTree.fromstring(report)  # noqa: S314 - the driver's own program wrote it
-    except ElementTree.ParseError:
-        return ""
-    smaller = ElementTree.Element(root.tag)
-    for gpu in root.iter("gpu"):
-        copy = ElementTree.SubElement(smaller, "gpu", {"id": gpu.get("id", "")})
-        copy.extend(part for part in gpu if part.tag in REPORT_PARTS)
-    return ElementTree.tostring(smaller, encoding="unicode")
+    return _output("nvidia-smi", "-q", "-x")
 
 
 def xids(reader: Reader) -> str:

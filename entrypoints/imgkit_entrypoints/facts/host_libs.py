@@ -11,13 +11,11 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
 
-from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.facts import elf, software
 from imgkit_entrypoints.facts.host_facts import Candidate, CudaCompat, HostLibraries
-from imgkit_entrypoints.facts.reader import NOT_FILES, Reader, natural
+from imgkit_entrypoints.facts.reader import Reader, natural
 from imgkit_entrypoints.system import CUDA_COMPAT, HOST, HOST_FOLDERS, HOST_LIBS, SYSTEM_JSON, SystemFacts
 
 PLUGINS = ("libnccl-net-ofi.so", "libnccl-net.so")
@@ -30,7 +28,6 @@ CRAY = "/opt/cray/libfabric"
 COMPAT = "/usr/local/cuda/compat"
 _COMPAT_FOLDERS = (COMPAT, f"{COMPAT}/lib.real", f"{COMPAT}/lib")
 """CUDA's images have the libraries in the first, NGC's in the second (its start script makes the third)."""
-_Saved = TypeVar("_Saved", HostLibraries, CudaCompat)
 _MOST_LIBRARIES = 128
 _MOST_LINKS = 40
 OF_IMAGE = frozenset(
@@ -73,8 +70,6 @@ def libraries(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]) -> Ho
     source, first = requested_by(recipe, env)
     if not source:
         return None
-    if saved := _saved(reader, HostLibraries, "host_libraries"):
-        return saved
     if not reader.exists(HOST):
         return HostLibraries(source=source, bound=False)
     folders = software.library_folders(reader, env)
@@ -87,18 +82,6 @@ def libraries(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]) -> Ho
     for name in (*FABRIC_LIBRARIES, "libc.so.6"):
         search.add(name)
     return HostLibraries(source=source, bound=True, host=tuple(search.host), image=tuple(search.image))
-
-
-def _saved(reader: Reader, kind: type[_Saved], name: str) -> _Saved | None:
-    """Return what a saved tree keeps instead of libraries; None on a live machine, or if it keeps nothing."""
-    data = reader.not_files().get(name)
-    if data is None:
-        return None
-    try:
-        value: _Saved = json_text.read(kind, data, name)
-    except ValueError as error:
-        raise UsageError(str(error), where=str(reader.real_path(NOT_FILES))) from error
-    return value
 
 
 def _host_folders(reader: Reader, first: Sequence[str]) -> tuple[str, ...]:
@@ -192,8 +175,6 @@ def compat(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]) -> CudaC
         raise UsageError(f"{value!r} is neither none nor auto", where=CUDA_COMPAT)
     if (value or recipe.runtime.cuda_compat) != "auto":
         return None
-    if saved := _saved(reader, CudaCompat, "cuda_compat"):
-        return saved
     source = f"{CUDA_COMPAT}=auto" if value else f"{SYSTEM_JSON}: runtime.cuda_compat auto"
 
     def with_cuda(folders: Sequence[str]) -> tuple[str, ...]:

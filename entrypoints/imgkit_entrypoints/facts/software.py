@@ -35,14 +35,13 @@ _CUDA = "libcuda.so.1"
 
 def library_folders(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
     """Return the folders in which the dynamic linker looks, in its order."""
-    machine = platform.machine() if reader.live else str(reader.not_files().get("arch") or platform.machine())
     configured = (
         line.strip()
         for name in reader.names("/etc/ld.so.conf.d")
         for line in (reader.text(f"/etc/ld.so.conf.d/{name}") or "").splitlines()
         if line.startswith("/")
     )
-    triple = f"{machine}-linux-gnu"
+    triple = f"{platform.machine()}-linux-gnu"
     fixed = (f"/lib/{triple}", f"/usr/lib/{triple}", "/lib64", "/usr/lib64", "/lib", "/usr/lib")
     user = (folder for folder in env.get("LD_LIBRARY_PATH", "").split(":") if folder.startswith("/"))
     return tuple(dict.fromkeys((*user, *configured, *fixed)))
@@ -130,12 +129,11 @@ def closed_gpus(reader: Reader, env: Mapping[str, str]) -> Mapping[str, str]:
     """Return the device files of NVIDIA GPUs that no program here can use, each with the reason.
 
     Apptainer mounts the whole /dev, also without ``--nv``, which brings the driver's library. Slurm closes
-    the GPUs of other jobs to this one. A saved tree lists both under ``closed``.
+    the GPUs of other jobs to this one.
     """
     paths = [f"/dev/{name}" for name in reader.names("/dev", NVIDIA_FILES)]
     if not reader.live:
-        closed = reader.not_files().get("closed", ())
-        return {path: "closed" for path in paths if path in closed}
+        return {}
     has_cuda = paths and any(reader.exists(f"{folder}/{_CUDA}") for folder in library_folders(reader, env))
     if paths and not has_cuda and f"/{_CUDA}\0".encode() not in _linker_cache():
         return dict.fromkeys(paths, f"no {_CUDA}, which --nv adds")
@@ -146,7 +144,7 @@ def closed_gpus(reader: Reader, env: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def _linker_cache() -> bytes:
-    # Not through the reader, which a saved tree would keep all of it from.
+    # Not through the reader, which makes a text of it.
     try:
         return files.read_bytes(Path("/etc/ld.so.cache"))
     except OSError:

@@ -9,15 +9,13 @@ and its workers start with `STOP_SIGNALS` blocked. Only this process acts on the
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import resource
 import secrets
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,12 +34,12 @@ from imgkit_entrypoints.rollcall.messages import (
     CONNECTING,
     STARTING,
     WORKERS,
-    AllDone,
     AttemptEnded,
     AttemptStart,
     EndAttempt,
+    EndRun,
     Event,
-    NodeLost,
+    HeadLost,
     StopOrder,
 )
 from imgkit_entrypoints.rollcall.session import HeadSession, Readable, Session
@@ -59,16 +57,8 @@ EXPLAINED_CHARACTERS = 64 * 1024
 """Last characters of the error output that are searched for known failures."""
 
 
-class State(Enum):
-    """What a node agent is doing; `NodeAgent` has the table of events."""
-
-    GATHER = "gather"
-    PREFLIGHT = "preflight"
-    START = "start"
-    WATCH = "watch"
-    STOP = "stop"
-    RESTART = "restart"
-    END = "end"
+State = Callable[[], "State | None"]
+"""A method of `NodeAgent`: it does what the agent does in this state, and returns the next one; None: end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +138,7 @@ class NodeAgent:
         """The attempt that the head has ordered."""
         self._cancelled = 0
         """The latest attempt that the head has ended."""
-        self._run_codes: tuple[int, ...] | None = None
+        self._run_code: int | None = None
         """The exit code of the run, once the head has ended it."""
         self._is_head_lost = False
         self._command: GuardedCommand | None = None
@@ -158,13 +148,17 @@ class NodeAgent:
         """Exit code of this node alone in its latest attempt; at the end, that of the agent."""
         self._failure: RankFailure | None = None
         """The first failed worker of this node in the latest attempt."""
+        self._mark = ""
+        """Content of the mark of a saved state."""
         self._stall = ""
         """Why the start of this attempt took too long; only the head knows."""
         self._final_lines: tuple[str, ...] = ()
         began_s = start_began_s(config.env, self._run_folder)
         self._timer, self._start_up = StepTimer(began_s), StartUp(began_s)
         self._run_id = secrets.token_hex(4)
-        self._stop_folder, self._open_files = Path(), 0
+        self._stop_folder = Path()
+        # The roll call of the head raises it; the command keeps it.
+        self._open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._env: Mapping[str, str] = {}
         # Of the current attempt:
         self._watchdog: Watchdog
@@ -183,7 +177,6 @@ class NodeAgent:
         env = self.config.env
         parent = Path(env["IMGKIT_STOP_DIR"]) if env.get("IMGKIT_STOP_DIR") else None
         with (
-            kept_file_limit() as self._open_files,
             self._signals.collecting(),
             stop_protocol.folder(parent, self.config.placement.node_rank) as self._stop_folder,
         ):
@@ -208,18 +201,10 @@ class NodeAgent:
         return self._code
 
     def _run_states(self) -> None:
-        handlers: Mapping[State, Callable[[], State]] = {
-            State.GATHER: self._gather,
-            State.PREFLIGHT: self._measure,
-            State.START: self._start,
-            State.WATCH: self._watch,
-            State.STOP: self._stop_command,
-            State.RESTART: self._report,
-        }
-        state = State.GATHER
+        state: State | None = self._gather
         try:
-            while state is not State.END:
-                state = handlers[state]()
+            while state:
+                state = state()
             self._code = self._finish()
         except NoPlan:
             if not self._signals.received:
@@ -251,20 +236,19 @@ class NodeAgent:
             log=self.log,
             stop_reason=self._signals.first,
             secret=config.secret,
-            can_restart=True,
         )
-        for warning in self._session.warnings if self.is_head else ():
-            self.log(f"warning: {warning}")
         self._start_up.ends("roll_call")
         self._session.lost_after_s = config.timeouts.lost_after_s
         guard.adopt_orphans()  # for the case that a guard itself is killed
         self._env = self._command_env()
         if isinstance(self._session, HeadSession):
+            for warning in self._session.warnings:
+                self.log(f"warning: {warning}")
             size = self._session.placement.size or Size(training=self._session.placement.nnodes)
             self._attempts = Attempts(
                 self._session, size, max_failures=config.max_failures, log=self.log, fence=self._fence
             )
-        return State.PREFLIGHT if config.preflight else self._begin_attempts()
+        return self._preflight if config.preflight else self._begin_attempts()
 
     def _command_env(self) -> Mapping[str, str]:
         """Return the environment of the command, the same in every attempt."""
@@ -287,7 +271,7 @@ class NodeAgent:
         if problem := fence.admit(self._run_folder.path, self.job_id, attempt, self._run_id):
             self.log(f"warning: {problem}")
 
-    def _measure(self) -> State:
+    def _preflight(self) -> State:
         """Measure all nodes; the run goes on without those that are left out."""
         from imgkit_entrypoints.launch.preflight.run import PreflightConfig, run_preflight
 
@@ -309,40 +293,40 @@ class NodeAgent:
     def _begin_attempts(self, excluded: Collection[int] = ()) -> State:
         if self._attempts:
             self._attempts.start(excluded)
-        return State.START
+        return self._start
 
-    def _start(self) -> State:
+    def _start(self) -> State | None:
         """Wait for the head's next attempt, and start the command in it."""
         self._deadline = Deadline()
         if self.stop:
             self._deadline.set_within(self._patience_s(), "the other nodes are not done")
         self._react()
         while self._order is None:
-            if self._run_codes is not None or self._is_head_lost or self._signals.is_repeated:
-                return State.END
+            if self._run_code is not None or self._is_head_lost or self._signals.is_repeated:
+                return None
             self._wait(self._signals)
             self._react()
             if self._deadline.is_due() and not self._is_head_lost:
                 self.log("the other nodes are not done; leaving without them")
-                return State.END
+                return None
         if self._is_head_lost:
-            return State.END
+            return None
         order, self._order = self._order, None
         if order.attempt > 1 and (lines := self._failure_lines(of_previous=True)):
             self.log(*lines)
         self._failure = None
         if order.node_rank is None:
-            return State.START
+            return self._start
         self._start_command(order, order.node_rank)
         if self._command is None:
-            return State.RESTART
-        return State.STOP if self.stop else State.WATCH
+            return self._restart
+        return self._stop if self.stop else self._watch
 
     def _start_command(self, order: AttemptStart, node_rank: int) -> None:
         """Start the command of an attempt; nothing if the attempt is over before it has begun here."""
         folder = self._stop_folder
         self._attempt, self._attempt_began, self._code = order.attempt, time.time(), EXIT_NO
-        self._deadline, self._stall, self.session.phase = Deadline(), "", STARTING
+        self._deadline, self._stall, self._mark, self.session.phase = Deadline(), "", "", STARTING
         stop_protocol.clear(folder)
         if self.stop:  # it has come while the others started
             self._raise_flag(self.stop)
@@ -387,17 +371,17 @@ class NodeAgent:
         """Watch the command until it has ended, or has to end."""
         while self._is_running():
             if self.stop or self._deadline.at < float("inf"):
-                return State.STOP
-        return State.RESTART
+                return self._stop
+        return self._restart
 
-    def _stop_command(self) -> State:
+    def _stop(self) -> State:
         """Wait until the program has saved and ended; from the deadline on, end it by force."""
         while self._is_running():
             if self._deadline.is_due() and self._command:
                 if not self._deadline.is_forced:
                     self.log(f"ending the program: {self._deadline.reason}")
                 self._command.send(self._deadline.next_step())
-        return State.RESTART
+        return self._restart
 
     def _is_running(self) -> bool:
         """React to whatever happens within a tick; return False once nothing of the command is left."""
@@ -425,7 +409,7 @@ class NodeAgent:
             self.log(*lines)
         return True
 
-    def _report(self) -> State:
+    def _restart(self) -> State:
         """Explain how the attempt has ended on this node, and report it to the head."""
         command, self._command = self._command, None
         if command:
@@ -441,8 +425,8 @@ class NodeAgent:
             position=self._watchdog.furthest(),
             failure=self._failure,
         )
-        self.session.report_end(report)
-        return State.START
+        self.session.report(report)
+        return self._start
 
     def _node_code(self, code: int) -> int:
         """Return the exit code of this node alone, where its command ended with `code`."""
@@ -451,6 +435,7 @@ class NodeAgent:
             self.log(f"warning: {problem}")
         if step is not None:
             self.log(f"state saved at step {step}")
+            self._mark = f"{self.job_id} {step}\n"
             return EXIT_SAVED
         if code == 0:
             return 0
@@ -507,8 +492,8 @@ class NodeAgent:
 
     def _finish(self) -> int:
         """Return the exit code of this node; leave the mark of a saved state for the job script."""
-        if self._run_codes:
-            code = self._run_codes[0]
+        if self._run_code is not None:
+            code = self._run_code
         elif self._is_head_lost:
             code = EXIT_TOOL_FAILED
         elif self._signals.received and self._code != EXIT_SAVED:
@@ -522,8 +507,7 @@ class NodeAgent:
         if code == EXIT_SAVED:
             # A scheduler's exit code does not say that the state was saved: Slurm reports the code of a task
             # that it has killed.
-            mark = stop_protocol.read_mark(self._stop_folder)
-            self._write(SAVED, mark, "the job script will not see that the state was saved")
+            self._write(SAVED, self._mark, "the job script will not see that the state was saved")
         return code
 
     def _write(self, name: str, text: str, loss: str) -> None:
@@ -567,15 +551,15 @@ class NodeAgent:
                 self._cancelled = event.attempt
                 if self._command:
                     self._deadline.set_now(event.reason)
-            case NodeLost():
+            case HeadLost():
                 self._is_head_lost = True
                 self.log(f"lost {event.node}: {event.reason}")
                 self._deadline.set_now(f"lost {event.node}")
-            case AllDone():
-                self._run_codes = event.codes
+            case EndRun():
+                self._run_code = event.code
 
     def _stop_all(self, request: StopRequest) -> None:
-        self.session.ask_stop(request.reason, requeue=request.requeue)
+        self.session.report(StopOrder(reason=request.reason, requeue=request.requeue))
         self.request_stop(request)
 
     def request_stop(self, request: StopRequest) -> None:
@@ -594,13 +578,3 @@ class NodeAgent:
         stop_protocol.raise_flag(self._stop_folder, request.reason)
         self.log(f"{request.reason}: asked the program to save and end, waiting up to {grace_s:g} s")
         self._deadline.set_within(grace_s, "the grace time is over")
-
-
-@contextlib.contextmanager
-def kept_file_limit() -> Iterator[int]:
-    """Yield this process' soft limit of open files, and restore it: the roll call may raise it."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
-        yield soft
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from imgkit_entrypoints.errors import EXIT_SAVED, EXIT_TOOL_FAILED
-from imgkit_entrypoints.rollcall.messages import CONNECTING, RENDEZVOUS, STARTING
+from imgkit_entrypoints.rollcall.messages import CONNECTING, RENDEZVOUS, STARTING, EndAttempt, EndRun
 from imgkit_entrypoints.rollcall.session import HeadSession
 from imgkit_entrypoints.schedulers.placement import Size
 
@@ -128,11 +128,11 @@ class Attempts:
         # Asked to stop, a node whose neighbour failed may still save.
         if self._failure and not self._is_cancelled and (lost or (not stopped and self._has_cause(bad))):
             self._is_cancelled = True
-            session.end_attempt(self._failure.cause)
+            session.send_all(EndAttempt(attempt=self._number, reason=self._failure.cause))
         if codes.keys() | lost != members:
             return
         if self._failure is None:
-            session.end_run(EXIT_SAVED if EXIT_SAVED in codes.values() else 0)
+            session.send_all(EndRun(code=EXIT_SAVED if EXIT_SAVED in codes.values() else 0))
             self._is_over = True
             return
         self._close_attempt(self._failure, lost, codes, stopped=stopped)
@@ -181,7 +181,7 @@ class Attempts:
     def _end(self, reason: str, code: int) -> None:
         if self._max_failures or self._size.spares:  # else nobody expects another attempt
             self._log(f"no further attempt: {reason}")
-        self._session.end_run(code)
+        self._session.send_all(EndRun(code=code))
         self._is_over = True
 
     def _changes(self, ranks: Mapping[int, int]) -> str:

@@ -61,63 +61,48 @@ class Question:
     """One question to NCCL, asked in a thread: a node agent that waited for the answer would not beat."""
 
     def __init__(self, host: str, port: int) -> None:
+        self.lines: list[str] = []
+        """Lines for the report; none where nothing listens or the time is over."""
         self._until = time.monotonic() + LIMIT_S
-        self._lines: list[str] = []
         self._thread = threading.Thread(target=self._ask, args=(host, port), daemon=True)
         self._thread.start()
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether the answer may still come."""
         return self._thread.is_alive() and time.monotonic() < self._until
 
-    def lines(self) -> list[str]:
-        """Lines for the report; none where nothing listens or the time is over."""
-        return list(self._lines)
-
     def _ask(self, host: str, port: int) -> None:
-        where = f"NCCL's RAS ({host}:{port})"
+        name = f"NCCL's RAS ({host}:{port})"
         try:
-            self._lines = [f"  {where}:", *(f"    {line}" for line in report(self._answer(host, port)))]
+            self.lines = [f"  {name}:", *(f"    {line}" for line in report(_answer(host, port)))]
         except (ConnectionError, socket.gaierror):
             return  # NCCL is older, has no communicator yet, or has ended
         except TimeoutError:
-            self._lines = [f"  {where} does not answer"]
+            self.lines = [f"  {name} does not answer"]
         except (OSError, ValueError) as error:
-            self._lines = [f"  {where} sent an unreadable answer: {error}"]
-
-    def _answer(self, host: str, port: int) -> bytes:
-        for _ in range(_TRIES):
-            with socket.create_connection((host, port), timeout=_GREETING_S) as link:
-                try:
-                    _greet(link)
-                except TimeoutError:
-                    continue
-                link.sendall(f"TIMEOUT {_PEERS_S}\nVERBOSE STATUS\n".encode())
-                return self._rest(link)
-        raise TimeoutError
-
-    def _rest(self, link: socket.socket) -> bytes:
-        answer = b""
-        while len(answer) < MOST_BYTES:
-            link.settimeout(max(0.01, self._until - time.monotonic()))
-            piece = link.recv(65536)
-            if not piece:
-                break
-            answer += piece
-        return answer
+            self.lines = [f"  {name} sent an unreadable answer: {error}"]
 
 
-def _greet(link: socket.socket) -> None:
-    link.sendall(b"CLIENT PROTOCOL 2\n")
-    heard = b""
-    while not heard.endswith(b"\n") and len(heard) < _LONGEST:
-        piece = link.recv(_LONGEST)
-        if not piece:
-            raise ConnectionResetError
-        heard += piece
-    if not heard.startswith(b"SERVER PROTOCOL "):
-        raise ValueError("another program listens there")
+def _answer(host: str, port: int) -> bytes:
+    for _ in range(_TRIES):
+        with (
+            socket.create_connection((host, port), timeout=_GREETING_S) as link,
+            link.makefile("rb") as stream,
+        ):
+            link.sendall(b"CLIENT PROTOCOL 2\n")
+            try:
+                greeting = stream.readline(_LONGEST)
+            except TimeoutError:
+                continue
+            if not greeting:
+                raise ConnectionResetError
+            if not greeting.startswith(b"SERVER PROTOCOL "):
+                raise ValueError("another program listens there")
+            link.sendall(f"TIMEOUT {_PEERS_S}\nVERBOSE STATUS\n".encode())
+            link.settimeout(LIMIT_S)
+            return stream.read(MOST_BYTES)
+    raise TimeoutError
 
 
 def report(answer: bytes) -> list[str]:

@@ -127,13 +127,6 @@ def saved_step(stop_folder: Path, job_id: str) -> tuple[str | None, str]:
     return (steps[0] if steps else "?"), ""
 
 
-def read_mark(stop_folder: Path) -> str:
-    """Return the content of the mark of a saved state; empty if there is none."""
-    with contextlib.suppress(OSError, UnicodeDecodeError):
-        return files.read_own(stop_folder / SAVED)
-    return ""
-
-
 BY_PERSON, FOR_REQUEUE = "stop", "stop-for-requeue"
 RESULT = "result"
 """Name of the file that says how a run has ended: ``JOB_ID CODE``."""

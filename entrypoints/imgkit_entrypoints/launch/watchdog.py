@@ -217,13 +217,13 @@ class Watchdog:
             self._question = self._ask_nccl() if low < high or has_rank_0 else None
             return reports
         answers = {worker.rank: self._answer(worker) for worker in slowest}
-        is_open = self._question is not None and self._question.open
+        is_open = self._question is not None and self._question.is_open
         if (now - self._asked_at < ANSWER_S and not all(answers.values())) or is_open:
             return reports
         for worker in slowest:
             worker.connects = CONNECTS in answers[worker.rank]
         self._reported |= {worker.rank for worker in late}
-        nccl = self._question.lines() if self._question else []
+        nccl = self._question.lines if self._question else []
         seconds = min(now - worker.since for worker in late)
         title = self._title(late, seconds, low, high)
         return [*reports, "\n".join((title, *self._stacks(slowest, answers), *nccl))]

@@ -23,41 +23,23 @@ import hmac
 import json
 import os
 import re
-import selectors
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Generic, TypeVar
 
 from imgkit_entrypoints.rollcall import messages
-from imgkit_entrypoints.rollcall.messages import FromHead, FromNode, Heartbeat, Message
+from imgkit_entrypoints.rollcall.messages import Message
 
-# A longer line comes from another program. The exit codes of 4,096 nodes need 20 KiB.
+# A longer line comes from another program. A failure with its traceback needs 40 KiB.
 MAX_LINE_BYTES = 64 * 1024
 FOREIGN = "it sent something other than a message of imgkit's roll call"
-# Time between two tries to send the rest while connections close.
-_FLUSH_S = 0.05
-
-Received = TypeVar("Received")
 
 
-class Connection(Generic[Received]):
-    """A connected socket as a pair of message queues; it never blocks, and never raises if the peer fails.
+class Connection:
+    """A connected socket as a pair of message queues; it never blocks, and never raises if the peer fails."""
 
-    Parameters
-    ----------
-    decode : turns a line into a message, and raises ValueError for any other line (messages.py).
-    max_line_bytes : length of the longest line to accept.
-    """
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        decode: Callable[[bytes], Received],
-        *,
-        max_line_bytes: int = MAX_LINE_BYTES,
-    ) -> None:
+    def __init__(self, sock: socket.socket, *, max_line_bytes: int = MAX_LINE_BYTES) -> None:
         sock.setblocking(False)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -67,11 +49,8 @@ class Connection(Generic[Received]):
         """Times of the last whole line in and of the last message out."""
         self.error = ""
         """Why the connection is over; empty while it is open."""
-        self._decode = decode
         self._input = bytearray()
         self._output = b""
-        self._discard_left: int | None = None
-        """Bytes that the peer may still send after `finish`; None before."""
 
     def fileno(self) -> int:
         """Return the descriptor to wait for."""
@@ -102,44 +81,38 @@ class Connection(Generic[Received]):
         except OSError as error:
             self.error = f"the connection broke: {error.strerror or error}"
 
-    @property
-    def has_line(self) -> bool:
-        """Return whether a line has arrived that nobody has taken yet."""
-        return b"\n" in self._input
+    def receive(self) -> Iterator[Message]:
+        """Yield the messages that have arrived, and set `error` if the peer is gone or sent anything else."""
+        for line in self.receive_lines():
+            message = self.decode(line)
+            if message is None:
+                return
+            yield message
 
-    def receive(self) -> Iterator[Received]:
-        """Yield the messages that have arrived, and set `error` if the peer is gone or sent anything else.
+    def receive_lines(self) -> Iterator[bytes]:
+        """Yield the whole lines that have arrived, and set `error` if the peer is gone.
 
         One call reads as much as the longest line; if more has arrived, the socket stays readable.
         """
-        line = self.receive_line()
-        while line is not None and (message := self.decode(line)) is not None:
-            yield message
-            line = self._next_line()
-
-    def receive_line(self) -> bytes | None:
-        """Return the next line that has arrived; None, perhaps with `error`, if there is none."""
         self._read()
-        return self._next_line()
+        while not self.error and (length := self._input.find(b"\n")) >= 0:
+            line = bytes(self._input[:length])
+            del self._input[: length + 1]
+            self.last_received = time.monotonic()
+            yield line
 
-    def decode(self, line: bytes) -> Received | None:
+    def decode(self, line: bytes) -> Message | None:
         """Return the message in a line; None, with `error`, if it is none."""
         try:
-            return self._decode(line)
+            return messages.decode(line)
         except ValueError:
             self.error = FOREIGN
             return None
 
-    def finish(self) -> None:
-        """Announce the end, once everything is sent; the peer closes when it has read all.
-
-        What it sends from now on is discarded, and more than one of the longest lines ends the connection.
-        """
-        if self._discard_left is None:
-            self._discard_left = self.max_line_bytes
-            self._input.clear()
+    def end_sending(self) -> None:
+        """Announce the end if everything is sent; the peer closes when it has read all."""
         self.flush()
-        if not self._output and not self.error:
+        if not self._output:
             with contextlib.suppress(OSError):
                 self.socket.shutdown(socket.SHUT_WR)
 
@@ -147,10 +120,18 @@ class Connection(Generic[Received]):
         """Close; the peer has up to `linger_s` seconds to read the last messages."""
         close_all([self], linger_s)
 
+    def await_end(self, deadline: float) -> None:
+        """Send the rest, and wait until the peer has closed its end, or the deadline."""
+        with contextlib.suppress(OSError):
+            self.socket.settimeout(max(0.0, deadline - time.monotonic()))
+            self.socket.sendall(self._output)
+            self.socket.shutdown(socket.SHUT_WR)
+            while self.socket.recv(MAX_LINE_BYTES) and (left_s := deadline - time.monotonic()) > 0:
+                self.socket.settimeout(left_s)
+
     def _read(self) -> None:
-        if self._output:
-            self.flush()
-        if self.error or self.has_line:
+        self.flush()
+        if self.error:
             return
         try:
             data = self.socket.recv(self.max_line_bytes + 1)
@@ -162,162 +143,29 @@ class Connection(Generic[Received]):
         except OSError as error:
             self.error = f"the connection broke: {error.strerror or error}"
             return
+        self._input += data
         if not data:
             self.error = "it closed the connection"
-        elif self._discard_left is None:
-            self._input += data
-        else:
-            self._discard_left -= len(data)
-            self.error = FOREIGN if self._discard_left < 0 else ""
-
-    def _next_line(self) -> bytes | None:
-        length = self._input.find(b"\n")
-        if max(length, len(self._input) if length < 0 else 0) > self.max_line_bytes:
-            self.error = FOREIGN
-        if self.error or length < 0:
-            return None
-        line = bytes(self._input[:length])
-        del self._input[: length + 1]
-        self.last_received = time.monotonic()
-        return line
+        elif len(self._input) > self.max_line_bytes:
+            # What follows the last line feed is a line that has not arrived as a whole.
+            is_too_long = max(map(len, self._input.split(b"\n"))) > self.max_line_bytes
+            self.error = FOREIGN if is_too_long else ""
 
 
-def close_all(connections: Collection[Connection[Any]], linger_s: float = 0.0) -> None:
+def close_all(connections: Collection[Connection], linger_s: float = 0.0) -> None:
     """Close `connections`; their peers have up to `linger_s` seconds together to read the last messages.
 
     A close with unread input sends a reset, which can overtake the last message.
     """
     for connection in connections:
-        connection.finish()
-    if linger_s:
-        _await_ends({connection for connection in connections if not connection.error}, linger_s)
+        connection.end_sending()
+    deadline = time.monotonic() + linger_s
     for connection in connections:
+        if linger_s and not connection.error:
+            connection.await_end(deadline)
         connection.socket.close()
 
 
-def _await_ends(connections: set[Connection[Any]], seconds: float) -> None:
-    """Send the rest, and wait up to `seconds` until all peers have closed their ends."""
-    deadline = time.monotonic() + seconds
-    with selectors.DefaultSelector() as selector:
-        for connection in connections:
-            selector.register(connection, selectors.EVENT_READ, connection)
-        while connections and (left_s := deadline - time.monotonic()) > 0:
-            for key, _ in selector.select(min(left_s, _FLUSH_S)):
-                key.data.receive_line()
-                if key.data.error:
-                    selector.unregister(key.data)
-                    connections.remove(key.data)
-            for connection in connections:
-                if connection.has_unsent:
-                    connection.finish()
-
-
-class NodeConnections:
-    """The head's connections to all nodes by node rank, on one epoll.
-
-    A message costs work for its own connection only. A node that reads slowly or not at all delays nobody:
-    what it has not taken waits here until the next turn.
-    """
-
-    def __init__(self) -> None:
-        self.closed: dict[int, str] = {}
-        """Nodes whose connection is over, and why, until `take_closed`."""
-        self._connections: dict[int, Connection[FromNode]] = {}
-        self._unsent: set[Connection[FromNode]] = set()
-        self._selector = selectors.DefaultSelector()
-
-    def fileno(self) -> int:
-        """Return the descriptor that is readable when `receive` has something to do."""
-        return self._selector.fileno()
-
-    def __contains__(self, rank: object) -> bool:
-        return rank in self._connections
-
-    def add(self, rank: int, connection: Connection[FromNode]) -> None:
-        """Take over the connection of a node."""
-        connection.max_line_bytes = MAX_LINE_BYTES
-        self._connections[rank] = connection
-        self._selector.register(connection, selectors.EVENT_READ, rank)
-
-    def drop(self, rank: int) -> None:
-        """Close the connection of a node."""
-        connection = self._connections.pop(rank)
-        self._unsent.discard(connection)
-        self._selector.unregister(connection)
-        connection.close()
-
-    def renumber(self, ranks: Mapping[int, int]) -> None:
-        """Give each node its new rank."""
-        self._connections = {ranks[rank]: connection for rank, connection in self._connections.items()}
-        self.closed = {ranks[rank]: reason for rank, reason in self.closed.items()}
-        for rank, connection in self._connections.items():
-            self._selector.modify(connection, selectors.EVENT_READ, rank)
-
-    def take_closed(self) -> list[tuple[int, str]]:
-        """Return the nodes whose connection is over since the last call, and why."""
-        closed, self.closed = self.closed, {}
-        return list(closed.items())
-
-    def receive(self, seconds: float = 0.0) -> list[tuple[int, FromNode]]:
-        """Wait up to `seconds` for anything; return node ranks with their messages in order."""
-        received = []
-        for key, _ in self._selector.select(seconds):
-            connection = self._connections[key.data]
-            received += [(key.data, message) for message in connection.receive()]
-            if connection.error:
-                self.closed[key.data] = connection.error
-                self.drop(key.data)
-        for connection in list(self._unsent):
-            connection.flush()
-            if not connection.has_unsent:
-                self._unsent.remove(connection)
-        return received
-
-    def beat(
-        self, heartbeat: Heartbeat, *, beat_s: float, lost_after_s: float, finished: Collection[int] = ()
-    ) -> None:
-        """Send `heartbeat` where nothing was sent for `beat_s`, and close what is silent for `lost_after_s`.
-
-        Parameters
-        ----------
-        finished : nodes that may be silent.
-        """
-        now, line = time.monotonic(), messages.encode(heartbeat)
-        for rank, connection in list(self._connections.items()):
-            if now - connection.last_received > lost_after_s and rank not in finished:
-                self.closed[rank] = f"no heartbeat for {lost_after_s:g} s"
-                self.drop(rank)
-            elif now - connection.last_sent >= beat_s and not connection.has_unsent:
-                self._send(connection, line)
-
-    def send(self, rank: int, message: FromHead) -> None:
-        """Send a message to one node, if it is there."""
-        if connection := self._connections.get(rank):
-            self._send(connection, messages.encode(message))
-
-    def send_all(self, message: FromHead, *, but: int | None = None) -> None:
-        """Send a message to all nodes, or to all but one."""
-        line = messages.encode(message)
-        for rank, connection in self._connections.items():
-            if rank != but:
-                self._send(connection, line)
-
-    def close(self, linger_s: float) -> None:
-        """Close all; the nodes have up to `linger_s` seconds together to read the last messages."""
-        close_all(self._connections.values(), linger_s)
-        self._connections.clear()
-        self._selector.close()
-
-    def _send(self, connection: Connection[FromNode], line: bytes) -> None:
-        connection.send_line(line)
-        if connection.has_unsent:
-            self._unsent.add(connection)
-
-
-# Bytes that the head reads of a connection before it belongs to the run.
-MAX_HANDSHAKE_BYTES = 4096
-# Answer of a head without a secret to a node that has one. The node believes nothing but its failure.
-OPEN_HEAD = b"imgkit-open"
 _OPENING = re.compile(rb"imgkit-join (\d{1,7}) ([0-9a-f]{32})")
 _ANSWER = re.compile(rb"imgkit-head ([0-9a-f]{32}) ([0-9a-f]{64})")
 

@@ -12,7 +12,6 @@ after the start.
 from __future__ import annotations
 
 import hashlib
-import os
 import resource
 import socket
 import time
@@ -22,11 +21,10 @@ from pathlib import Path
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import messages, ports, probe, session
-from imgkit_entrypoints.rollcall.connection import Connection, NodeConnections
 from imgkit_entrypoints.rollcall.join import Meeting, join
 from imgkit_entrypoints.rollcall.messages import JoinRequest, NodeInfo
+from imgkit_entrypoints.rollcall.server import MAX_STRANGERS, HeadConnection, Server
 from imgkit_entrypoints.rollcall.session import HeadSession, Session, node_name
-from imgkit_entrypoints.rollcall.strangers import MAX_STRANGERS, Strangers
 from imgkit_entrypoints.schedulers import hostlist
 from imgkit_entrypoints.schedulers.placement import Placement
 
@@ -52,7 +50,6 @@ def meet(
     log: Callable[[str], None],
     stop_reason: Callable[[], str] = lambda: "",
     secret: bytes | None = None,
-    can_restart: bool = False,
 ) -> Session:
     """Meet all nodes of `placement` within `timeout_s` seconds from this node's own start.
 
@@ -62,7 +59,6 @@ def meet(
     ----------
     stop_reason : called about twice a second; a text that it returns ends the roll call everywhere.
     secret : the run's secret, which every node proves (connection.py); None: names alone are enough.
-    can_restart : the head starts each attempt (`Session.can_restart`); the head's value counts on all nodes.
 
     Raises
     ------
@@ -70,19 +66,18 @@ def meet(
     nodes loses data, a port is busy, or the limit of open files is too low.
     """
     if placement.nnodes == 1:
-        return HeadSession(placement, ports.any_free(), hosts={0: node.host}, can_restart=can_restart)
-    with probe.open_ports(node.address, node.interface) as open_ports:
-        meeting = Meeting(placement, node, open_ports, timeout_s, log, stop_reason, secret)
+        return HeadSession(placement, ports.any_free(), hosts={0: node.host})
+    with probe.open_port(node.address, node.interface) as open_port:
+        meeting = Meeting(placement, node, open_port, timeout_s, log, stop_reason, secret)
         if placement.node_rank != 0:
             return join(meeting)
         head = _Head(meeting)
         try:
-            return head.gather(can_restart=can_restart)
-        except NoPlan as error:
-            head.refuse_all(error)
-            raise
-        except BaseException:
-            head.strangers.close()
+            return head.gather()
+        except BaseException as error:
+            if isinstance(error, NoPlan):
+                head.server.send_all(refusal(error))
+            head.server.close(session.LINGER_S)
             raise
 
 
@@ -91,17 +86,16 @@ class _Head:
 
     def __init__(self, meeting: Meeting) -> None:
         self.meeting, self.placement = meeting, meeting.placement
-        self.connections = NodeConnections()
         self.nodes = {0: meeting.node}
-        self.probe_ports = {0: meeting.open_ports.offer}
+        self.probe_ports = {0: meeting.open_port.offer}
         raise_file_limit(self.placement.nnodes)
-        self.strangers = Strangers(
+        self.server = Server(
             self._listen(), job_id=self.placement.job_id, secret=meeting.secret, log=meeting.log
         )
         self._last_look = self._last_join = time.monotonic()
 
-    def gather(self, *, can_restart: bool) -> HeadSession:
-        """Wait for all nodes, compare them, and hand out the port."""
+    def gather(self) -> HeadSession:
+        """Wait for all nodes, compare them, and hand out their ranks."""
         start = progress = time.monotonic()
         while not self._is_complete(now := time.monotonic(), start + self.meeting.timeout_s):
             if reason := self.meeting.stop_reason():
@@ -111,7 +105,7 @@ class _Head:
                 self.meeting.log(f"roll call: {self._present()}, waiting for {self._missing()}")
             self._receive()
         warnings = compare_software(self.placement, self.nodes)
-        failures, crowded = probe.probe_all(self.probe_ports, self.connections, self.meeting.open_ports)
+        failures, crowded = probe.probe_all(self.probe_ports, self.server, self.meeting.open_port)
         if failures:
             raise probe.refusal(failures, self.probe_ports, self._name)
         if crowded:
@@ -119,48 +113,25 @@ class _Head:
             warnings += (f"strangers connect to the ports of the network test; no result from {names}",)
         port = self._torchrun_port()
         numbers = {rank: number for number, rank in enumerate(sorted(self.nodes))}
-        self.connections.renumber(numbers)
+        self.server.renumber(numbers)
         for number in range(1, len(numbers)):
-            run_start = messages.RunStart(
-                port=port, warnings=warnings, nnodes=len(numbers), node_rank=number, can_restart=can_restart
-            )
-            self.connections.send(number, run_start)
+            self.server.send(number, messages.RunStart(nnodes=len(numbers), node_rank=number))
         self.meeting.log(f"roll call: {self._present()} in {time.monotonic() - start:.1f} s")
-        return HeadSession(
-            self.placement.numbered(len(numbers), 0),
-            port,
-            warnings,
-            connections=self.connections,
-            hosts={numbers[rank]: node.host for rank, node in self.nodes.items()},
-            strangers=self.strangers,
-            can_restart=can_restart,
-        )
-
-    def refuse_all(self, error: NoPlan) -> None:
-        """Send the reason to every node that has joined."""
-        self.connections.send_all(refusal(error))
-        self.connections.close(session.LINGER_S)
-        self.strangers.close()
+        hosts = {numbers[rank]: node.host for rank, node in self.nodes.items()}
+        return HeadSession(self.placement.numbered(len(numbers), 0), port, warnings, self.server, hosts)
 
     def _listen(self) -> socket.socket:
-        nnodes, port = self.placement.nnodes, self.meeting.port
+        port = self.meeting.port
         try:
-            listener = ports.listen(port, backlog=nnodes)
+            return ports.listen(port, backlog=self.placement.nnodes)
         except OSError as error:
             raise NoPlan(
-                f"port {port}, where the nodes of this run meet, is busy on the head: "
-                f"{ports.holder(port)} listens there",
+                f"port {port}, where the nodes of this run meet, is busy on the head",
                 where=f"{self.placement.head or self.meeting.node.host}:{port} ({error.strerror})",
-                hint="if that is this very command, it was started twice on this host (pbsdsh starts it once "
-                "per line of the node file); else give every node the same free port, for example: --port "
-                f"{ports.first_free(port) or 29500}",
+                hint=f"to see who listens there: ss -ltnp sport = {port}. If it is this very command, it was "
+                "started twice on this host (pbsdsh starts it once per line of the node file); else give all "
+                f"nodes the same free port, for example: --port {ports.first_free(port) or 29500}",
             ) from error
-        if (queue := ports.longest_queue()) < nnodes:
-            self.meeting.log(
-                f"roll call: the head's kernel queues {queue} calls; some of {nnodes} at once may come "
-                f"seconds later. As root: sysctl -w net.core.somaxconn={nnodes}"
-            )
-        return listener
 
     def _is_complete(self, now: float, end: float) -> bool:
         """Return whether the run can start.
@@ -176,7 +147,7 @@ class _Head:
             return now >= min(end, self._last_join + LAST_CALL_S)
         if now < end:
             return False
-        reports = "".join(f"; {text}" for text in self.strangers.reports[:4])
+        reports = "".join(f"; {text}" for text in self.server.reports[:4])
         raise NoPlan(
             f"{self._missing()} did not join; {self._present()} after {self.meeting.timeout_s:g} s{reports}",
             where=f"roll call on {self.meeting.node.host}:{self.meeting.port}",
@@ -186,28 +157,22 @@ class _Head:
 
     def _receive(self) -> None:
         """Wait a moment and read what has arrived; now and then, look for nodes that have gone."""
-        ready = session.wait([self.connections, self.strangers], LOOK_S)
-        self.connections.receive()
-        is_look_due = time.monotonic() - self._last_look >= LOOK_S
-        if is_look_due:
+        self.server.receive(LOOK_S, missing=self.placement.nnodes - len(self.nodes))
+        if time.monotonic() - self._last_look >= LOOK_S:
             self._last_look = time.monotonic()
-            self.connections.beat(
-                messages.Heartbeat(),
-                beat_s=session.beat_s(session.LOST_AFTER_S),
-                lost_after_s=session.LOST_AFTER_S,
-            )
-        self._forget_closed()
-        if is_look_due or self.strangers in ready:
-            missing = self.placement.nnodes - len(self.nodes)
-            for connection, request in self.strangers.joining_nodes(missing):
-                self._add(connection, request)
+            beat_s, lost_after_s = session.beat_s(session.LOST_AFTER_S), session.LOST_AFTER_S
+            self.server.beat(messages.Heartbeat(), beat_s=beat_s, lost_after_s=lost_after_s)
+        self._forget_lost()
+        while self.server.joining:
+            self._add(*self.server.joining.pop(0))
 
-    def _forget_closed(self) -> None:
-        for rank, reason in self.connections.take_closed():
+    def _forget_lost(self) -> None:
+        while self.server.lost:
+            rank, reason = self.server.lost.popitem()
             self.meeting.log(f"roll call: {self._name(rank)} joined and disconnected ({reason})")
             del self.nodes[rank], self.probe_ports[rank]
 
-    def _add(self, connection: Connection[messages.FromNode], request: JoinRequest) -> None:
+    def _add(self, peer: HeadConnection, request: JoinRequest) -> None:
         """Count a node in.
 
         Raises
@@ -217,12 +182,12 @@ class _Head:
         rank, nnodes, node = request.node_rank, request.nnodes, request.node
         # A node that calls again may have gone a moment ago: read what it sent, and the end of it.
         for _ in range(3):
-            if rank in self.connections:
-                self.connections.receive()
-        self._forget_closed()
+            if rank in self.server:
+                self.server.receive()
+        self._forget_lost()
         previous = self.nodes.get(rank)
         # In any case, so that a refusal reaches it.
-        self.connections.add(rank if previous is None else -1, connection)
+        self.server.add(rank if previous is None else -1, peer)
         if nnodes != self.placement.nnodes or not 0 < rank < nnodes:
             raise NoPlan(
                 f"{node.host} joins as node {rank + 1} of {nnodes}, but the head expects "
@@ -237,7 +202,7 @@ class _Head:
         self.nodes[rank], self.probe_ports[rank] = node, request.probe
         self._last_join = time.monotonic()
         # Shows the node that the head, and no other service, took its call.
-        self.connections.send(rank, messages.Heartbeat())
+        self.server.send(rank, messages.Heartbeat())
 
     def _torchrun_port(self) -> int:
         port = self.placement.port
@@ -245,8 +210,9 @@ class _Head:
             return ports.next_free(self.meeting.port)
         if not ports.is_free(port):
             raise NoPlan(
-                f"torchrun's port {port} is busy on the head: {ports.holder(port)} listens there",
-                hint="give every node the same other --port, or leave --port out",
+                f"torchrun's port {port} is busy on the head",
+                hint=f"to see who listens there: ss -ltnp sport = {port}. Give every node the same other "
+                "--port, or leave --port out",
             )
         return port
 
@@ -331,8 +297,8 @@ def compare_software(placement: Placement, nodes: Mapping[int, NodeInfo]) -> tup
     return tuple(f"the nodes differ in {text}" for text in (workers, gpus) if text)
 
 
-# Descriptors for the node agent itself: pipes to its children, files that it reads.
-AGENT_FILES = 64
+# Descriptors for the node agent itself: those that it had at its start, pipes to its children, files.
+AGENT_FILES = 128
 
 
 def raise_file_limit(nnodes: int) -> None:
@@ -345,8 +311,7 @@ def raise_file_limit(nnodes: int) -> None:
     NoPlan : the hard limit is too low for the nodes.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    open_files = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - no need for paths
-    needed = open_files + nnodes + MAX_STRANGERS + AGENT_FILES
+    needed = nnodes + MAX_STRANGERS + AGENT_FILES
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise NoPlan(
             f"the head of {nnodes} nodes needs {needed} open files; its limit is {hard}",

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import messages, ports, probe, session
-from imgkit_entrypoints.rollcall.connection import OPEN_HEAD, Connection, Handshake
-from imgkit_entrypoints.rollcall.messages import FromHead
+from imgkit_entrypoints.rollcall.connection import Connection, Handshake
 from imgkit_entrypoints.rollcall.session import MemberSession, node_name, wait
 from imgkit_entrypoints.schedulers.placement import Placement
 
@@ -28,7 +27,7 @@ class Meeting:
 
     placement: Placement
     node: messages.NodeInfo
-    open_ports: probe.OpenPorts
+    open_port: probe.OpenPort
     timeout_s: float
     log: Callable[[str], None]
     stop_reason: Callable[[], str]
@@ -44,6 +43,11 @@ class Meeting:
         """The head's address."""
         return f"{self.placement.head}:{self.port}"
 
+    def check_stop(self) -> None:
+        """Raise NoPlan if this node was asked to stop."""
+        if reason := self.stop_reason():
+            raise NoPlan(f"stopped during the roll call by {reason}")
+
 
 def join(meeting: Meeting) -> MemberSession:
     """Call the head again and again until it starts the run or refuses it.
@@ -56,13 +60,13 @@ def join(meeting: Meeting) -> MemberSession:
     progress = time.monotonic()
     deadline = progress + meeting.timeout_s
     while (left_s := deadline - time.monotonic()) > 0:
-        _check_stop(meeting)
+        meeting.check_stop()
         try:
             sock = socket.create_connection((placement.head, meeting.port), timeout=min(CONNECT_S, left_s))
         except OSError as error:  # not started yet, or a pod whose name does not resolve yet
             reason = f"{error.strerror or error}"
         else:
-            connection = Connection(sock, messages.from_head)
+            connection = Connection(sock)
             try:
                 if joined := _call(meeting, connection, deadline):
                     return joined
@@ -87,12 +91,7 @@ def join(meeting: Meeting) -> MemberSession:
     )
 
 
-def _check_stop(meeting: Meeting) -> None:
-    if reason := meeting.stop_reason():
-        raise NoPlan(f"stopped during the roll call by {reason}")
-
-
-def _call(meeting: Meeting, connection: Connection[FromHead], deadline: float) -> MemberSession | None:
+def _call(meeting: Meeting, connection: Connection, deadline: float) -> MemberSession | None:
     """Return the session once the head sends the start; None if another call may help."""
     placement = meeting.placement
     request = messages.encode(
@@ -101,17 +100,16 @@ def _call(meeting: Meeting, connection: Connection[FromHead], deadline: float) -
             node_rank=placement.node_rank,
             nnodes=placement.nnodes,
             node=meeting.node,
-            probe=meeting.open_ports.offer,
+            probe=meeting.open_port.offer,
         )
     )
     if meeting.secret is not None:
         handshake = Handshake(secret=meeting.secret, job_id=placement.job_id, node_rank=placement.node_rank)
         connection.send_line(handshake.opening)
-        answer = _await_line(meeting, connection, min(deadline, time.monotonic() + PROOF_S))
-        confirmed = handshake.confirm(answer) if answer else None
+        answers = _await_lines(meeting, connection, min(deadline, time.monotonic() + PROOF_S))
+        confirmed = handshake.confirm(answers[0]) if answers else None
         if confirmed is None:
-            detail = "its answer is not a valid proof" if answer else connection.error or "it is silent"
-            detail = "it starts without a secret" if answer == OPEN_HEAD else detail
+            detail = "its answer is not a valid proof" if answers else connection.error or "it is silent"
             connection.error = (
                 f"another program answers at {meeting.address} and does not know this run's secret "
                 f"({detail}); if it is the head, give both the same --secret-file"
@@ -120,26 +118,27 @@ def _call(meeting: Meeting, connection: Connection[FromHead], deadline: float) -
         request = confirmed.sign(request)
     connection.send_line(request)
     end = deadline
-    while (line := _await_line(meeting, connection, end)) is not None:
-        message, end = connection.decode(line), time.monotonic() + session.LOST_AFTER_S
-        if isinstance(message, messages.Refused):
-            raise NoPlan(message.what, where=message.where, hint=message.hint)
-        if isinstance(message, messages.ProbeRequest):
-            connection.send(probe.run_request(placement.node_rank, message, meeting.open_ports))
-        elif isinstance(message, messages.RunStart):
-            placement = placement.numbered(message.nnodes, message.node_rank)
-            return MemberSession(placement, connection, message)
-        elif time.monotonic() - connection.last_sent >= session.BEAT_S:
+    while lines := _await_lines(meeting, connection, end):
+        end = time.monotonic() + session.LOST_AFTER_S
+        while lines and (message := connection.decode(lines.pop(0))):
+            if isinstance(message, messages.Refused):
+                raise NoPlan(message.what, where=message.where, hint=message.hint)
+            if isinstance(message, messages.ProbeRequest):
+                connection.send(probe.run_request(message, meeting.open_port))
+            elif isinstance(message, messages.RunStart):
+                placement = placement.numbered(message.nnodes, message.node_rank)
+                return MemberSession(placement, connection, lines)
+        if time.monotonic() - connection.last_sent >= session.BEAT_S:
             # The head beats while it waits for other nodes.
             connection.send(messages.Heartbeat())
     return None
 
 
-def _await_line(meeting: Meeting, connection: Connection[FromHead], end: float) -> bytes | None:
-    """Return the next line; None if none arrives until `end`, or the connection is over."""
-    line = connection.receive_line()
-    while line is None and not connection.error and time.monotonic() < end:
-        _check_stop(meeting)
+def _await_lines(meeting: Meeting, connection: Connection, end: float) -> list[bytes]:
+    """Return the next lines; none if none arrives until `end`, or the connection is over."""
+    lines = list(connection.receive_lines())
+    while not lines and not connection.error and time.monotonic() < end:
+        meeting.check_stop()
         wait([connection], RETRY_S)
-        line = connection.receive_line()
-    return line
+        lines = list(connection.receive_lines())
+    return lines

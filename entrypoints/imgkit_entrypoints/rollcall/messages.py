@@ -1,9 +1,9 @@
 """The messages between a node and the head: dataclasses, written and read as one JSON object a line.
 
-`encode`, `from_node` and `from_head` work by the fields of the dataclasses: a field's annotation says what a
-value may be, and a missing field has its default. Code behind `from_node` and `from_head` may trust a
-message: type, range and length of each field are checked, and control characters in texts are escaped.
-Unknown fields are ignored, since another image may hold another version of imgkit.
+`encode` and `decode` work by the fields of the dataclasses: a field's annotation says what a value may be,
+and a missing field has its default. Code behind `decode` may trust a message: type, range and length of each
+field are checked, and control characters in texts are escaped. Unknown fields are ignored, since another
+image may hold another version of imgkit.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-import socket
 import typing
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -21,10 +19,6 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.json_text import ValueRule
 from imgkit_entrypoints.terminal import shown
 
-# Stages of the preflight: each node alone, pairs, all nodes together.
-KINDS = ("alone", "pair", "all")
-# How long the preflight measures.
-MODES = ("quick", "full")
 # How far torchrun of a node is: not yet in its rendezvous, in it, past it, or all its ranks try to connect.
 PHASES = STARTING, RENDEZVOUS, WORKERS, CONNECTING = ("", "rendezvous", "workers", "connecting")
 # More nodes, and more attempts, than any run has.
@@ -47,27 +41,15 @@ def _between(low: int, high: int) -> ValueRule:
     return ValueRule(check)
 
 
-def _one_of(*allowed: str) -> ValueRule:
+def _matching(pattern: str) -> ValueRule:
+    """Return the rule for a text of a known form."""
+
     def check(value: str) -> str:
-        if value not in allowed:
-            raise ValueError(f"a value is none of {', '.join(allowed)}")
+        if not re.fullmatch(pattern, value, re.ASCII):
+            raise ValueError(f"a value does not match {pattern}")
         return value
 
     return ValueRule(check)
-
-
-def _ip_address(value: str) -> str:
-    try:
-        socket.inet_pton(socket.AF_INET6 if ":" in value else socket.AF_INET, value)
-    except (OSError, ValueError):
-        raise ValueError("a value is not an IP address") from None
-    return value
-
-
-def _interface(value: str) -> str:
-    if not re.fullmatch(r"[\w.:@-]{0,32}", value, re.ASCII):
-        raise ValueError("a value is not an interface name")
-    return value
 
 
 NodeRank = Annotated[int, _between(0, MAX_NODES)]
@@ -113,21 +95,19 @@ class NodeInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProbePorts:
-    """The ports that a node has opened for the test of the network. Hints with commands name them."""
+class ProbePort:
+    """The port that a node has opened for the test of the network. Hints with commands name it."""
 
-    address: Annotated[str, ValueRule(_ip_address)]
-    interface: Annotated[str, ValueRule(_interface)]
-    ports: Annotated[tuple[Port, ...], _between(0, 8)]
+    address: Annotated[str, _matching(r"[0-9A-Fa-f:.]{1,45}")]
+    interface: Annotated[str, _matching(r"[\w.:@-]{0,32}")]
+    port: Port
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeFailure:
     """A connection or a burst of the network test that failed."""
 
-    source: NodeRank
     target: NodeRank
-    port: Port
     size: ByteCount
     """Bytes of the burst that did not arrive; 0: there was no connection."""
     arrived: ByteCount
@@ -145,7 +125,7 @@ class JoinRequest:
     node_rank: NodeRank
     nnodes: NodeCount
     node: NodeInfo
-    probe: ProbePorts | None = None
+    probe: ProbePort | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +134,7 @@ class Heartbeat:
 
     positions: Positions | None = None
     """Of the sender's workers; from the head, of all workers."""
-    phase: Annotated[str, _one_of(*PHASES)] = STARTING
+    phase: Annotated[str, _matching("|".join(PHASES))] = STARTING
     """Of torchrun, from a node to the head."""
 
 
@@ -164,7 +144,7 @@ class ProbeReport:
 
     failures: Annotated[tuple[ProbeFailure, ...], _between(0, 1024)]
     is_crowded: bool = False
-    """Strangers have connected to this node's ports: a failed test of them proves nothing."""
+    """Strangers have connected to this node's port: a failed test of it proves nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,21 +190,17 @@ class Refused:
 class ProbeRequest:
     """The head asks a node to test the network to `targets`: node ranks with their ports."""
 
-    targets: Annotated[tuple[tuple[NodeRank, ProbePorts], ...], _between(0, 8)]
+    targets: Annotated[tuple[tuple[NodeRank, ProbePort], ...], _between(0, 8)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStart:
-    """All nodes have joined: start."""
+    """All nodes have joined; the head starts each attempt by `AttemptStart`."""
 
-    port: Port
-    warnings: tuple[Text, ...]
     nnodes: NodeCount
-    """Nodes that start."""
+    """Nodes that have joined."""
     node_rank: OtherRank
     """Node rank of the receiving node among them."""
-    can_restart: bool = False
-    """The head starts each attempt by `AttemptStart`; False: the one attempt, with all nodes, starts now."""
 
     def __post_init__(self) -> None:
         if self.node_rank >= self.nnodes:
@@ -257,26 +233,6 @@ class EndAttempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeLost:
-    """A node is gone, and has not said why."""
-
-    node: Text
-    reason: Text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeFailed:
-    """A node has ended with a code that is neither 0 nor 85."""
-
-    node: Text
-    code: ExitCode
-    rank: Rank | None = None
-    """The rank that failed first on this node, if it is known."""
-    is_head: bool = False
-    """The head itself has failed, and leaves."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StopOrder:
     """A node was asked to stop, so all are."""
 
@@ -288,11 +244,11 @@ class StopOrder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllDone:
-    """All nodes are done."""
+class EndRun:
+    """The run is over."""
 
-    codes: tuple[ExitCode, ...]
-    """Exit codes by node rank; empty if the head has failed and left, since only the head knows them all."""
+    code: ExitCode
+    """Exit code of all nodes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -301,8 +257,8 @@ class MeasureRequest:
 
     stage: NodeRank
     """Number of the stage."""
-    kind: Annotated[str, _one_of(*KINDS)]
-    mode: Annotated[str, _one_of(*MODES)]
+    kind: Annotated[str, _matching("alone|pair")]
+    """Each node alone, or two of them together."""
     limit_s: Annotated[int, _between(1, MAX_STAGE_S)]
     group: tuple[NodeRank, ...]
     """Node ranks that measure together, the receiver's among them."""
@@ -334,24 +290,22 @@ class PreflightEnd:
     """Node ranks that take no part in it."""
 
 
-Event = (
-    AttemptStart
-    | EndAttempt
-    | NodeLost
-    | NodeFailed
-    | StopOrder
-    | AllDone
-    | MeasureRequest
-    | PreflightEnd
-    | Refused
-)
-"""Messages of the head that a node agent reacts to, or the same on the head itself."""
-FromNode = JoinRequest | Heartbeat | ProbeReport | AttemptEnded | StopOrder | MeasureResult
-FromHead = Event | Heartbeat | ProbeRequest | RunStart
-Message = FromNode | FromHead
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadLost:
+    """The connection to the head is over; no message of it says so."""
 
-_FROM_NODE = {message.__name__: message for message in typing.get_args(FromNode)}
-_FROM_HEAD = {message.__name__: message for message in typing.get_args(FromHead)}
+    node: str
+    reason: str
+
+
+Order = AttemptStart | EndAttempt | StopOrder | EndRun | MeasureRequest | PreflightEnd | Refused
+"""Messages of the head that a node agent reacts to; the head's own agent gets the same."""
+Event = Order | HeadLost
+Message = (
+    Order | Heartbeat | ProbeRequest | RunStart | JoinRequest | ProbeReport | AttemptEnded | MeasureResult
+)
+
+_TYPES = {message.__name__: message for message in typing.get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
@@ -369,31 +323,16 @@ _ENCODER = json.JSONEncoder(default=_values)
 
 # Nodes in step send the same heartbeat, and a hit costs a tenth.
 @functools.lru_cache(maxsize=64)
-def from_node(line: bytes) -> FromNode:
-    """Return the message in a line that a node sent to the head.
+def decode(line: bytes) -> Message:
+    """Return the message in a line. Its receiver ignores one that it does not expect.
 
     Raises
     ------
-    ValueError : it is no such message.
+    ValueError : it is no message.
     """
-    message: FromNode = _decode(line, _FROM_NODE)
-    return message
-
-
-def from_head(line: bytes) -> FromHead:
-    """Return the message in a line that the head sent to a node.
-
-    Raises
-    ------
-    ValueError : it is no such message.
-    """
-    message: FromHead = _decode(line, _FROM_HEAD)
-    return message
-
-
-def _decode(line: bytes, types: Mapping[str, Any]) -> Any:
     values = json_text.parse(line)
     name = values.get("type") if isinstance(values, dict) else None
-    if not isinstance(name, str) or name not in types:
+    if not isinstance(name, str) or name not in _TYPES:
         raise ValueError("it is no message")
-    return json_text.read(types[name], values, name)
+    message: Message = json_text.read(_TYPES[name], values, name)
+    return message

@@ -1,14 +1,10 @@
-"""Ports of a run: derived from the job id, probed by binding; and the process that holds a busy one."""
+"""Ports of a run: derived from the job id, and probed by binding."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import socket
-import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS, job_port
@@ -28,7 +24,7 @@ def rollcall_port(job_id: str, port: int | None) -> int:
 def listen(port: int, *, backlog: int = 0) -> socket.socket:
     """Open a non-blocking listener on all addresses of this machine, IPv4 and IPv6.
 
-    The kernel queues `backlog` connections, at least `BACKLOG`, and never more than `longest_queue`.
+    The kernel queues `backlog` connections, at least `BACKLOG`, and never more than net.core.somaxconn.
 
     Raises
     ------
@@ -46,15 +42,6 @@ def listen(port: int, *, backlog: int = 0) -> socket.socket:
         listener = socket.create_server(("", port), backlog=backlog)
     listener.setblocking(False)
     return listener
-
-
-def longest_queue(root: Path = Path("/")) -> int:
-    """Return the kernel's own limit of connections that wait for one listener."""
-    try:
-        return int((root / "proc/sys/net/core/somaxconn").read_text())
-    except (OSError, ValueError):
-        # The kernel does not tell.
-        return sys.maxsize
 
 
 def is_free(port: int) -> bool:
@@ -99,48 +86,3 @@ def any_free() -> int:
     NoPlan : see `next_free`.
     """
     return next_free(FIRST_PORT + int.from_bytes(os.urandom(4), "big") % PORTS)
-
-
-def holder(port: int, root: Path = Path("/")) -> str:
-    """Return who listens on `port`, as far as this user may see it: "python3 x.py (process 12, user ann)"."""
-    inodes = dict(_listeners(port, root))
-    if not inodes:
-        return "a process outside this container, or one that has just ended"
-    for folder in (root / "proc").iterdir():
-        if folder.name.isdigit() and inodes.keys() & set(_sockets(folder)):
-            with contextlib.suppress(OSError):
-                argv = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                return f"{argv[:80] or 'a process'} (process {folder.name}, {_user(folder.stat().st_uid)})"
-    return f"a process of {_user(next(iter(inodes.values())))}"
-
-
-def _listeners(port: int, root: Path) -> Iterator[tuple[str, int]]:
-    for name in ("tcp", "tcp6"):
-        try:
-            lines = (root / "proc/net" / name).read_text().splitlines()[1:]
-        except OSError:
-            continue
-        for fields in map(str.split, lines):
-            # sl local_address rem_address st tx:rx tr:when retrnsmt uid timeout inode; 0A is LISTEN
-            if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                yield fields[9], int(fields[7])
-
-
-def _sockets(folder: Path) -> Iterator[str]:
-    try:
-        for link in (folder / "fd").iterdir():
-            target = os.readlink(link)  # noqa: PTH115 - a path would lose "socket:[1]"
-            if target.startswith("socket:["):
-                yield target[8:-1]
-    except OSError:
-        # Another user's process, or one that has ended.
-        return
-
-
-def _user(uid: int) -> str:
-    try:
-        import pwd
-
-        return f"user {pwd.getpwuid(uid).pw_name}"
-    except (ImportError, KeyError):
-        return f"user {uid}"

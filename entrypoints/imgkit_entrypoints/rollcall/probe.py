@@ -1,7 +1,7 @@
 """The network between a few pairs of nodes, tested in the roll call before torchrun depends on it.
 
-Each node opens two ports on the address that carries its data; the kernel chooses them, as it does for NCCL
-and Gloo. Up to three other nodes connect there and send bursts of growing size. The kernels answer, and no
+Each node opens a port on the address that carries its data; the kernel chooses it, as it does for NCCL and
+Gloo. Up to three other nodes connect there and send bursts of growing size. The kernels answer, and no
 process does: a busy node delays nothing, and an unanswered burst means lost packets.
 """
 
@@ -16,15 +16,13 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.rollcall.connection import NodeConnections
-from imgkit_entrypoints.rollcall.messages import ProbeFailure, ProbePorts, ProbeReport, ProbeRequest
+from imgkit_entrypoints.rollcall.messages import ProbeFailure, ProbePort, ProbeReport, ProbeRequest
+from imgkit_entrypoints.rollcall.server import Server
 
 # Bytes of the bursts, on both sides of the packet sizes of tunnels, Ethernet and jumbo frames.
 SIZES = (64, 1200, 1400, 2000, 4000, 9000)
-PORTS = 2
 # Most nodes that connect to one node.
 PARTNERS = 3
 # Room for the largest burst several times. The kernel's own limit is megabytes for each connection.
@@ -40,49 +38,49 @@ SETTLE_S = 0.2
 TICK_S = 0.001
 
 
-class OpenPorts:
-    """The ports that a node opens for the test; `offer` is None where it takes no part."""
+Failure = tuple[int, ProbeFailure]
+"""The node that could not send, and how."""
 
-    def __init__(self, offer: ProbePorts | None, listeners: Sequence[socket.socket]) -> None:
+
+class OpenPort:
+    """The port that a node opens for the test; `offer` is None where it takes no part."""
+
+    def __init__(self, offer: ProbePort | None, listener: socket.socket) -> None:
         self.offer = offer
-        self._listeners = listeners
+        self._listener = listener
         self._accepted: list[socket.socket] = []
 
     def is_crowded(self) -> bool:
-        """Return whether strangers have connected as well: a test of these ports then proves nothing.
+        """Return whether strangers have connected as well: a test of this port then proves nothing.
 
         Only the `PARTNERS` connect here. Enough connections of a stranger, which anybody on the network
         may open, fill the kernel's queue, so that the partners' fail.
         """
-        for listener in self._listeners:
-            for _ in range(PARTNERS + 1):
-                with contextlib.suppress(OSError):
-                    # Stays open: a partner may still be sending.
-                    self._accepted.append(listener.accept()[0])
-        return len(self._accepted) > PARTNERS * len(self._listeners)
+        with contextlib.suppress(OSError):
+            while len(self._accepted) <= PARTNERS:
+                # Stays open: a partner may still be sending.
+                self._accepted.append(self._listener.accept()[0])
+        return len(self._accepted) > PARTNERS
 
     def close(self) -> None:
         """Close everything."""
-        for sock in (*self._listeners, *self._accepted):
+        for sock in (self._listener, *self._accepted):
             sock.close()
 
 
 @contextlib.contextmanager
-def open_ports(address: str, interface: str) -> Iterator[OpenPorts]:
-    """Open this node's ports for the time of the context; none without an address, or if it is not ours."""
-    listeners: list[socket.socket] = []
+def open_port(address: str, interface: str) -> Iterator[OpenPort]:
+    """Open this node's port for the time of the context; none without an address, or if it is not ours."""
+    listener, offer = socket.socket(_family(address)), None
+    listener.setblocking(False)
     with contextlib.suppress(OSError):
-        for _ in range(PORTS if address else 0):
-            listener = socket.socket(_family(address))
-            listeners.append(listener)
-            # The kernel keeps what a stranger sends here, since nobody reads it.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+        # The kernel keeps what a stranger sends here, since nobody reads it.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+        if address:
             listener.bind((address, 0))
             listener.listen()
-            listener.setblocking(False)
-    ports = tuple(listener.getsockname()[1] for listener in listeners)
-    offer = ProbePorts(address=address, interface=interface, ports=ports) if all(ports) and ports else None
-    with contextlib.closing(OpenPorts(offer, listeners)) as opened:
+            offer = ProbePort(address=address, interface=interface, port=listener.getsockname()[1])
+    with contextlib.closing(OpenPort(offer, listener)) as opened:
         yield opened
 
 
@@ -91,12 +89,12 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 def probe_all(
-    offers: Mapping[int, ProbePorts | None], connections: NodeConnections, head_ports: OpenPorts
-) -> tuple[list[ProbeFailure], list[int]]:
+    offers: Mapping[int, ProbePort | None], server: Server, head_port: OpenPort
+) -> tuple[list[Failure], list[int]]:
     """Let every node test its partners, and return what failed, and which nodes' ports are crowded.
 
     The head's side. A node that ends meanwhile proves nothing about the network, and neither does one that
-    never reports, or one with crowded ports.
+    never reports, or one with a crowded port.
     """
     ports = {rank: offer for rank, offer in sorted(offers.items()) if offer}
     targets = {
@@ -105,26 +103,23 @@ def probe_all(
     }
     waiting = targets.keys() - {0}
     for rank in waiting:
-        connections.send(rank, ProbeRequest(targets=tuple(targets[rank].items())))
+        server.send(rank, ProbeRequest(targets=tuple(targets[rank].items())))
     deadline = time.monotonic() + LIMIT_S + ANSWER_S
-    failures, crowded = probe_targets(0, targets.get(0, {})), []
+    failures, crowded = [(0, failure) for failure in probe_targets(targets.get(0, {}))], []
     while waiting and (left_s := deadline - time.monotonic()) > 0:
-        for rank, message in connections.receive(left_s):
+        for rank, message in server.receive(left_s):
             if isinstance(message, ProbeReport) and rank in waiting:
                 waiting.remove(rank)
                 crowded += [rank] if message.is_crowded else []
-                failures += [
-                    replace(failure, source=rank)
-                    for failure in message.failures
-                    if failure.target in targets[rank]
-                ]
-        waiting -= connections.closed.keys()
+                reported = (failure for failure in message.failures if failure.target in targets[rank])
+                failures += [(rank, failure) for failure in reported]
+        waiting -= server.lost.keys()
     settle_end = time.monotonic() + SETTLE_S
     while failures and (left_s := settle_end - time.monotonic()) > 0:
-        connections.receive(left_s)
-    crowded += [0] if head_ports.is_crowded() else []
-    excluded = {*crowded, *connections.closed}
-    return [failure for failure in failures if not excluded & {failure.source, failure.target}], crowded
+        server.receive(left_s)
+    crowded += [0] if head_port.is_crowded() else []
+    excluded = {*crowded, *server.lost}
+    return [pair for pair in failures if not excluded & {pair[0], pair[1].target}], crowded
 
 
 def partners(position: int, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -136,30 +131,23 @@ def partners(position: int, ranks: Sequence[int]) -> tuple[int, ...]:
     return tuple(rank for rank in dict.fromkeys(candidates) if rank != ranks[position])
 
 
-def run_request(rank: int, request: ProbeRequest, open_ports: OpenPorts) -> ProbeReport:
+def run_request(request: ProbeRequest, open_port: OpenPort) -> ProbeReport:
     """Test the partners that the head has named, and return what failed."""
-    failures = tuple(probe_targets(rank, dict(request.targets)))
-    return ProbeReport(failures=failures, is_crowded=open_ports.is_crowded())
+    failures = tuple(probe_targets(dict(request.targets)))
+    return ProbeReport(failures=failures, is_crowded=open_port.is_crowded())
 
 
-def probe_targets(rank: int, targets: Mapping[int, ProbePorts]) -> list[ProbeFailure]:
-    """Test all `targets` at once from node `rank`, and return what failed."""
+def probe_targets(targets: Mapping[int, ProbePort]) -> list[ProbeFailure]:
+    """Test all `targets` at once, and return what failed."""
     failures: list[ProbeFailure] = []
     deadline = time.monotonic() + LIMIT_S
 
-    def probe_port(target: int, address: str, port: int, sizes: Sequence[int]) -> None:
-        failure = _probe_port(address, port, sizes, deadline)
+    def probe_port(target: int, offer: ProbePort) -> None:
+        failure = _probe_port(target, offer, deadline)
         if failure and time.monotonic() < deadline:
-            failures.append(replace(failure, source=rank, target=target))
+            failures.append(failure)
 
-    threads = [
-        threading.Thread(
-            target=probe_port,
-            args=(target, offer.address, port, SIZES if port == offer.ports[0] else SIZES[:1]),
-        )
-        for target, offer in targets.items()
-        for port in offer.ports
-    ]
+    threads = [threading.Thread(target=probe_port, args=item) for item in targets.items()]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -167,28 +155,26 @@ def probe_targets(rank: int, targets: Mapping[int, ProbePorts]) -> list[ProbeFai
     return failures
 
 
-def _probe_port(address: str, port: int, sizes: Sequence[int], deadline: float) -> ProbeFailure | None:
+def _probe_port(target: int, offer: ProbePort, deadline: float) -> ProbeFailure | None:
     """Connect and send the bursts, each after the one before has arrived."""
     size = arrived = segment = 0
     try:
-        with socket.socket(_family(address)) as sock:
+        with socket.socket(_family(offer.address)) as sock:
             sock.settimeout(max(TICK_S, min(STEP_S, deadline - time.monotonic())))
-            sock.connect((address, port))
+            sock.connect((offer.address, offer.port))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             segment = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
-            for size in sizes:
+            for size in SIZES:
                 sock.sendall(bytes(size))
                 _await_arrival(sock, min(deadline, time.monotonic() + STEP_S))
                 arrived = size
     except OSError as error:
         is_late = isinstance(error, TimeoutError)
         return ProbeFailure(
-            source=0,
-            target=0,
-            port=port,
+            target=target,
             size=size,
             arrived=arrived,
-            packet=min(size, segment) + _headers_bytes(address),
+            packet=min(size, segment) + _headers_bytes(offer.address),
             reason=f"no answer within {STEP_S:g} s" if is_late else error.strerror or str(error),
         )
     return None
@@ -217,21 +203,17 @@ def _headers_bytes(address: str) -> int:
 
 
 def refusal(
-    failures: Sequence[ProbeFailure], offers: Mapping[int, ProbePorts | None], name: Callable[[int], str]
+    failures: Sequence[Failure], offers: Mapping[int, ProbePort | None], name: Callable[[int], str]
 ) -> NoPlan:
     """Return the error that names the first failed pair, the likely cause and the command.
 
     It stays below the smallest packets: the other nodes have to hear it over the very network that failed.
     """
-    first = min(failures, key=lambda failure: (failure.size, failure.source, failure.target))
-    source_offer, offer = offers[first.source], offers[first.target]
+    sender, first = min(failures, key=lambda pair: (pair[1].size, pair[0], pair[1].target))
+    source_offer, offer = offers[sender], offers[first.target]
     assert source_offer and offer  # noqa: S101, PT018 - only nodes with an offer take part
-    source, target = name(first.source), name(first.target)
-    ports_by_pair: dict[tuple[int, int], set[int]] = {}
-    for failure in failures:
-        ports_by_pair.setdefault((failure.source, failure.target), set()).add(failure.port)
-    pairs = f" (other failing pairs of nodes: {len(ports_by_pair) - 1})" if len(ports_by_pair) > 1 else ""
-    ports = " and ".join(map(str, sorted(ports_by_pair[first.source, first.target])))
+    source, target = name(sender), name(first.target)
+    pairs = f" (other failing pairs of nodes: {len(failures) - 1})" if len(failures) > 1 else ""
     headers = _headers_bytes(offer.address)
     if first.size > SIZES[0]:
         # Ping has ICMP's 8 bytes in place of TCP's 32.
@@ -246,9 +228,9 @@ def refusal(
             f"it on all nodes: sudo ip link set dev {offer.interface} mtu {first.arrived + headers}"
         )
     else:
-        problem = f"{source} cannot connect to {target} on port {ports}: {first.reason}"
+        problem = f"{source} cannot connect to {target} on port {offer.port}: {first.reason}"
         if first.size:
-            problem = f"{source} connects to {target}, but port {ports} gets no data: {first.reason}"
+            problem = f"{source} connects to {target}, but port {offer.port} gets no data: {first.reason}"
         hint = (
             "NCCL and Gloo use the ports of /proc/sys/net/ipv4/ip_local_port_range, so a firewall must let "
             f"the nodes connect on all of them. On {target}: sudo ufw allow from {source_offer.address}. If "
@@ -261,6 +243,6 @@ def refusal(
             )
     return NoPlan(
         problem + pairs,
-        where=f"{offer.address}:{first.port}",
+        where=f"{offer.address}:{offer.port}",
         hint=f"{hint}. To start without this test: --no-network-test",
     )

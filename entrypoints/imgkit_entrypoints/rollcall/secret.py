@@ -11,7 +11,6 @@ scheduler's database. The sources, in this order:
 
 from __future__ import annotations
 
-import functools
 import os
 import secrets
 import shlex
@@ -114,9 +113,8 @@ def open_private(path: Path, *, purpose: str = PURPOSE) -> int:
     return descriptor
 
 
-@functools.cache
 def from_stdin() -> bytes:
-    """Return the secret on the first line of standard input, which is read once.
+    """Return the secret on the first line of standard input.
 
     Raises
     ------

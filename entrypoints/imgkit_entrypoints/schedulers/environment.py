@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from imgkit_entrypoints.arguments import digits
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers.hostlist import expand_nodelist
-from imgkit_entrypoints.schedulers.placement import Size, size_examples
 
 Read = Callable[[str], "str | None"]
 """Function from an absolute path to the file's content; None where it cannot be read."""
@@ -62,19 +61,6 @@ class Environment(dict[str, str]):
         if value is None or value < least:
             raise NoPlan(f"{text!r} is not a whole number of at least {least}", where=name)
         return value
-
-    def size(self, name: str) -> Size | None:
-        """Return the size of a run in variable `name`; None where it is not set.
-
-        Raises
-        ------
-        NoPlan : the text is no size.
-        """
-        text = self.get(name, "")
-        try:
-            return Size.parse(text) if text.strip() else None
-        except ValueError as error:
-            raise NoPlan(str(error), where=name, hint=size_examples(text, f"{name}=")) from None
 
     def port(self, name: str) -> int | None:
         """Return the port in variable `name`; None where it is not set.

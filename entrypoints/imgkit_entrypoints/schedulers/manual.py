@@ -59,13 +59,13 @@ def find_placement(env: Environment) -> Placement:
 
 
 def start_argv(
-    command: Sequence[str], *, nnodes: int | Size, node_rank: int | str, head: str, port: int | None = None
+    command: Sequence[str], *, nnodes: int | Size, node_rank: int | str, head: str, port: str | int = ""
 ) -> tuple[str, ...]:
     """Return the argv for one node; what follows a script is for the script, so the options precede it."""
     argv = list(command)
     name_index = next((index for index, arg in enumerate(argv) if PurePath(arg).name.startswith("dist-")), 0)
     options = ["--nnodes", str(nnodes), "--node-rank", str(node_rank), "--head", head]
-    options += [] if port is None else ["--port", str(port)]
+    options += ["--port", str(port)] if port else []
     return (*argv[: name_index + 1], *options, *argv[name_index + 1 :])
 
 

@@ -119,7 +119,7 @@ class PlacementRequest:
     node_rank: int | None = None
     head: str | None = None
     port: int | None = None
-    direct: bool | None = None
+    direct: bool = False
     command: tuple[str, ...] = ("dist-run",)
     """Words of this command, for the errors that show how to start it."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NoReturn, Protocol
 
-from imgkit_entrypoints.errors import NoPlan, UsageError
+from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers import kubernetes, manual, pbs, slurm, standalone
 from imgkit_entrypoints.schedulers.environment import Environment, Read, short
 from imgkit_entrypoints.schedulers.mpi import HYDRA, HYDRA_OWN, OPENMPI, PALS
@@ -34,10 +34,7 @@ def find_placement(
     Raises
     ------
     NoPlan : no placement can be right; the hint says what to start instead.
-    UsageError : a flag that no environment makes right.
     """
-    request = _with_variables(request, Environment(env, read))
-    _check_flags(request)
     _refuse_nesting(env)
     resolved_env = _as_environment(request, Environment(env, read))
     claimants = _claimants(resolved_env)
@@ -165,50 +162,12 @@ _VARIABLES: Mapping[str, str] = {
 }
 
 
-def _with_variables(request: PlacementRequest, env: Environment) -> PlacementRequest:
-    """Fill in the ``IMGKIT_*`` variables where no flag is given.
-
-    Raises
-    ------
-    NoPlan : a variable cannot be parsed.
-    """
-    node_rank, direct = request.node_rank, request.direct
-    if node_rank is None and env.get("IMGKIT_NODE_RANK"):
-        node_rank = env.number("IMGKIT_NODE_RANK")
-    if direct is None and env.get("IMGKIT_DIRECT"):
-        direct = env["IMGKIT_DIRECT"].lower() not in ("0", "false", "no", "off")
-    return dataclasses.replace(
-        request,
-        scheduler=request.scheduler or env.get("IMGKIT_SCHEDULER"),
-        size=request.size or env.size("IMGKIT_NNODES"),
-        node_rank=node_rank,
-        head=request.head or env.get("IMGKIT_HEAD"),
-        port=env.port("IMGKIT_PORT") if request.port is None else request.port,
-        direct=direct,
-    )
-
-
-def _check_flags(request: PlacementRequest) -> None:
-    """Refuse flags that no environment makes right.
-
-    Raises
-    ------
-    UsageError : names the flag and the values that it takes.
-    """
-    if request.scheduler and request.scheduler not in NAMES:
-        hint = f"one of: {', '.join(NAMES)}"
-        raise UsageError(f"unknown scheduler {request.scheduler!r}", where="--scheduler", hint=hint)
-    if request.port is not None and not 1 <= request.port <= 65535:
-        hint = "give a number from 1 to 65535"
-        raise UsageError(f"{request.port} is not a port", where="--port", hint=hint)
-
-
 def _as_environment(request: PlacementRequest, env: Environment) -> Environment:
-    """Return the environment with every flag written as its variable, and no variable that was not parsed."""
-    variables = {name: value for name, value in env.items() if name not in _VARIABLES.values()}
+    """Return the environment with every flag written as its variable."""
+    variables = dict(env)
     for field, name in _VARIABLES.items():
         value = getattr(request, field)
-        if value is not None and value != "":
+        if value is not None and value is not False:
             variables[name] = str(int(value)) if isinstance(value, (bool, int)) else value
     return Environment(variables, env.read)
 
@@ -221,14 +180,17 @@ def _apply(request: PlacementRequest, placement: Placement, env: Mapping[str, st
     NoPlan : a flag contradicts the launcher.
     """
     _compare_flags(placement, request)
-    port, source = placement.port, dict(placement.source)
+    port, direct, source = placement.port, placement.direct, dict(placement.source)
     if request.port is not None:
         port, source["port"] = request.port, _VARIABLES["port"]
+    if request.direct and direct is None:
+        nnodes = placement.nnodes
+        direct = Direct(rank=placement.node_rank, local_rank=0, world_size=nnodes, local_world_size=1)
     flags = {name: f"--{flag.replace('_', '-')}" for flag, name in _VARIABLES.items() if not env.get(name)}
     return dataclasses.replace(
         placement,
         port=port,
-        direct=_direct_of(placement, request),
+        direct=direct,
         size=request.size if request.size and request.size.spares else None,
         source={field: flags.get(name, name) for field, name in source.items() if name},
     )
@@ -252,20 +214,6 @@ def _compare_flags(placement: Placement, request: PlacementRequest) -> None:
             hint="leave --node-rank out. To override the launcher: --scheduler manual with --nnodes, "
             "--node-rank and --head",
         )
-
-
-def _direct_of(placement: Placement, request: PlacementRequest) -> Direct | None:
-    direct, nnodes = placement.direct, placement.nnodes
-    if request.direct is False and direct is not None:
-        module = BY_NAME[placement.scheduler]
-        raise NoPlan(
-            f"{direct.local_world_size} processes were started on this node, but direct mode is switched off",
-            where=placement.source.get("nnodes", placement.scheduler),
-            hint=module.per_node_command(request.command, nnodes=nnodes, env=Environment({})),
-        )
-    if request.direct and direct is None:
-        return Direct(rank=placement.node_rank, local_rank=0, world_size=nnodes, local_world_size=1)
-    return direct
 
 
 class Scheduler(Protocol):

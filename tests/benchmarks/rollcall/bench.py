@@ -20,9 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "lab"))
 from measure import spread
+from simulated_nodes import await_listener
 
-from imgkit_entrypoints.rollcall import gather, messages, ports
+from imgkit_entrypoints.rollcall import gather, messages
 from imgkit_entrypoints.rollcall.connection import Handshake
 from imgkit_entrypoints.rollcall.messages import JoinRequest, NodeInfo, Software
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
@@ -82,8 +84,7 @@ def once(nnodes: int, secret: bytes | None) -> tuple[float, float]:
 def others(place: Placement, secret: bytes | None, result: int) -> None:
     """Be all nodes but the head."""
     port = job_port(place.job_id)
-    while not any(ports._listeners(port, Path("/"))):
-        time.sleep(0.0002)
+    await_listener(port)
     if place.nnodes == 2:
         began = time.perf_counter()
         gather.meet(replace(place, node_rank=1), ME, timeout_s=60, log=lambda _: None, secret=secret)

@@ -43,11 +43,11 @@ def whole(standin: str, runs: Path) -> dict[str, str]:
     return kept(folder / "whole")
 
 
-def inside(standin: str, runs: Path, script: str, *words: str) -> str:
+def inside(standin: str, runs: Path, script: str, *words: str, timeout_s: float = 600) -> str:
     """Run the shell `script` in the image; ``train`` in it becomes the whole command."""
     shell = ("bash", "-euc", TRAIN.replace("STEPS", str(STEPS)) + script)
     here = ("--volume", f"{runs}:/runs", "--workdir", "/runs", *words)
-    done = in_image(standin, *shell, options=here)
+    done = in_image(standin, *shell, options=here, timeout_s=timeout_s)
     told = done.stdout + done.stderr
     assert done.returncode == 0, told
     return told
@@ -93,7 +93,8 @@ def test_random_faults_of_three_nodes_cost_nothing(standin: str, runs: Path, who
     seed = time.time_ns() % 10**6
     words = "--nproc 1 --nnodes 2+1 --head 127.0.0.1 --lost-after 4 --no-network-test"
     shot = f'bash -c "$(declare -f train); train {words} \\"\\$@\\"" train'
-    told = inside(standin, runs, f"export PAUSE=0.08; python3 train_schedules.py {seed} 30 {shot}")
+    schedules = f"export PAUSE=0.08; python3 train_schedules.py {seed} 30 {shot}"
+    told = inside(standin, runs, schedules, timeout_s=3600)
     print(told)
     for number in range(seed, seed + 30):
         assert kept(runs / f"schedule{number}") == whole, (

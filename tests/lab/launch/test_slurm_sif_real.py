@@ -99,13 +99,11 @@ def test_node_that_never_calls_is_named(slurm: Slurm) -> None:
     assert told.endswith("code=5\n")
 
 
-def test_busy_port_names_its_holder(slurm: Slurm) -> None:
+def test_busy_port_is_refused(slurm: Slurm) -> None:
     code = "import socket, time; held = socket.create_server(('', 29501)); time.sleep(60)"
     start = slurm.exec("dist-hello", *TWO, "--port", "29500")
     told = slurm.run(f'python3 -c "{code}" & sleep 1', " ".join((*PER_NODE, start)), "kill %1")
-    holder = "(python3 -c .*|a process of) user researcher"
-    said = f"port 29501, where the nodes of this run meet, is busy on the head: {holder}"
-    assert re.search(said, told), told
+    assert "port 29501, where the nodes of this run meet, is busy on the head" in told, told
     assert "node1: task 0: Exited with exit code 5" in told
 
 

@@ -126,7 +126,6 @@ def test_node_with_hostile_files_is_shown_harmless(
         "proc/driver/nvidia/gpus/0000:17:00.0/information": f"Model: {EVIL}",
         "dev/nvidia0": "",
         "sys/class/net/eth0/operstate": EVIL,
-        "facts.json": json.dumps({"arch": "x86_64", "cpus": 8, "python": EVIL, "torch_version": EVIL}),
         "opt/imgkit/system.json": recipe,
     }.items():
         file = tmp_path / path

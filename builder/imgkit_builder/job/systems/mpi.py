@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import secrets
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.schedulers import manual
 from imgkit_entrypoints.schedulers.mpi import OPENMPI
+from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS
 
 MASTER_PORT = 29500
 """torchrun's default, for the user's own programs. Launchers of imgkit agree on a free port."""
@@ -182,8 +184,11 @@ def _by_ssh(job: Job) -> Script:
     if job.names:
         rows.append(f"# imgkit run also sends the values of {', '.join(job.names)}; these lines do not.")
     remote = []
+    # A run by hand has no job id, from which a port could follow: two runs on one head would meet, and a
+    # stranger would know where.
+    port = job.env.get("IMGKIT_PORT") or str(FIRST_PORT + secrets.randbelow(PORTS - 1))
     for rank, host in enumerate(hosts):
-        command = _node_command(job, rank)
+        command = _node_command(job, rank, port)
         rows.append(line(("ssh", "-t", host, _remote(job, _started(job, command)))))
         remote.append((host, _remote(job, _guarded(job, command))))
     if not job.size.spares and (program := _torch_program(job.command)):
@@ -201,18 +206,19 @@ def _by_ssh(job: Job) -> Script:
     )
 
 
-def _node_command(job: Job, rank: int) -> tuple[str, ...]:
+def _node_command(job: Job, rank: int, port: str) -> tuple[str, ...]:
     """The command with its place in flags, or in variables if it is the user's own program."""
     hosts = _hosts(job)
     if len(hosts) == 1:
         return job.command
     head = _head(job)
     if job.command[0].startswith("dist-") and job.command[0] != "dist-env":
-        return manual.start_argv(job.command, nnodes=job.size, node_rank=rank, head=head)
+        return manual.start_argv(job.command, nnodes=job.size, node_rank=rank, head=head, port=port)
     placement = {
         "IMGKIT_NNODES": job.size,
         "IMGKIT_NODE_RANK": rank,
         "IMGKIT_HEAD": head,
+        "IMGKIT_PORT": port,
         "MASTER_ADDR": head,
     }
     return ("env", *(f"{name}={value}" for name, value in placement.items()), *job.command)
@@ -265,7 +271,7 @@ def _torch_program(command: Sequence[str]) -> tuple[str, ...]:
         )
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            _, rest = options.launch_parser(name, "", {}).parse_known_args(arguments)
+            _, rest = options.launch_parser(program, {}).parse_known_args(arguments)
     except SystemExit:
         return ()
     return ("-m", program.app, *rest)

@@ -6,7 +6,6 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 
 from imgkit_entrypoints.launch.preflight.run import STORE
 from imgkit_entrypoints.rollcall import messages
@@ -16,26 +15,12 @@ EARLIER_S = 1.5
 """Time before the limit of a stage at which a process that waits for its partner says so."""
 
 
-def receive_orders(connection: socket.socket) -> Iterator[MeasureRequest]:
-    """Yield the node agent's orders; end the process with an answer at the limit of one.
-
-    The limit counts from the arrival of the order: that of the first one includes the import of torch.
-    """
-
-    def give_up(order: MeasureRequest) -> None:
-        culprit = "this node or a partner hangs" if len(order.group) > 1 else "it hangs"
-        error = f"not done within {order.limit_s - EARLIER_S:g} s: {culprit}"
-        send(connection, MeasureResult(stage=order.stage, error=error))
-        os._exit(0)
-
-    for line in connection.makefile("rb"):
-        order = messages.from_head(line)
-        if isinstance(order, MeasureRequest):
-            timer = threading.Timer(max(0.5, order.limit_s - EARLIER_S), give_up, [order])
-            timer.daemon = True
-            timer.start()
-            yield order
-            timer.cancel()
+def give_up(connection: socket.socket, order: MeasureRequest) -> None:
+    """Answer that a stage is not done, and end the process."""
+    culprit = "this node or a partner hangs" if len(order.group) > 1 else "it hangs"
+    error = f"not done within {order.limit_s - EARLIER_S:g} s: {culprit}"
+    send(connection, MeasureResult(stage=order.stage, error=error))
+    os._exit(0)
 
 
 def send(connection: socket.socket, answer: MeasureResult) -> None:
@@ -44,8 +29,16 @@ def send(connection: socket.socket, answer: MeasureResult) -> None:
 
 
 def measure_all(connection: socket.socket) -> None:
-    """Answer orders until the node agent closes the socket."""
-    for order in receive_orders(connection):
+    """Answer orders until the node agent closes the socket, each before its limit.
+
+    The limit counts from the arrival of the order: that of the first one includes the import of torch.
+    """
+    for line in connection.makefile("rb"):
+        order = messages.decode(line)
+        assert isinstance(order, MeasureRequest)
+        timer = threading.Timer(max(0.5, order.limit_s - EARLIER_S), give_up, (connection, order))
+        timer.daemon = True
+        timer.start()
         try:
             from imgkit_entrypoints.apps.preflight.measure import measure
 
@@ -54,6 +47,7 @@ def measure_all(connection: socket.socket) -> None:
             message = (str(error).strip().splitlines() or [type(error).__name__])[0]
             answer = MeasureResult(stage=order.stage, error=message[:300])
         send(connection, answer)
+        timer.cancel()
 
 
 def serve(connection: socket.socket) -> None:

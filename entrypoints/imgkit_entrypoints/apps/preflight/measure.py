@@ -36,33 +36,24 @@ def measure(order: MeasureRequest) -> MeasureResult:
     kind = "cuda" if os.environ.get("IMGKIT_DEVICE") == "cuda" else "cpu"
     if order.kind == "pair":
         return MeasureResult(stage=order.stage, figures=(("bandwidth", exchange_GBps(order, kind)),))
-    host = facts.gather()
-    checks = examine(
-        host,
-        facts.system_facts(),
-        os.environ,
-        reader=facts.Reader(root=facts.root_of(os.environ)),
-        nnodes=2 if kind == "cuda" else 1,
-    )
-    texts = {"fail": list[str](), "warn": list[str]()}
-    for check in checks:
-        if check.verdict in texts:
-            texts[check.verdict].append(f"{check.name}: {check.evidence}"[:MAX_CHARACTERS])
-    return MeasureResult(
-        stage=order.stage,
-        figures=(("matmul", matmul_TFLOPs(kind, host.cpus)),),
-        failed=tuple(texts["fail"][:MAX_TEXTS]),
-        notes=tuple(texts["warn"][:MAX_TEXTS]),
-    )
+    host, reader = facts.gather(), facts.Reader(root=facts.root_of(os.environ))
+    nnodes = 2 if kind == "cuda" else 1
+    checks = examine(host, facts.system_facts(), os.environ, reader=reader, nnodes=nnodes)
+
+    def texts(verdict: str) -> tuple[str, ...]:
+        rows = (f"{check.name}: {check.evidence}" for check in checks if check.verdict == verdict)
+        return tuple(row[:MAX_CHARACTERS] for row in rows)[:MAX_TEXTS]
+
+    figures = (("matmul", matmul_TFLOPs(kind, host.cpus)),)
+    return MeasureResult(stage=order.stage, figures=figures, failed=texts("fail"), notes=texts("warn"))
 
 
 def matmul_TFLOPs(kind: str, threads: int) -> float:
     """Multiply matrices on all devices at once; return 1e12 operations a second of the slowest one."""
     torch.set_num_threads(max(1, threads))
     width, dtype = compute.WIDTH[kind], torch.bfloat16 if kind == "cuda" else torch.float32
-    devices = [
-        torch.device(kind, index) for index in range(torch.cuda.device_count() if kind == "cuda" else 1)
-    ]
+    count = torch.cuda.device_count() if kind == "cuda" else 1
+    devices = [torch.device(kind, index) for index in range(count)]
     matrices = [torch.rand(width, width, device=device).to(dtype) for device in devices]
     results = [torch.mm(matrix, matrix) for matrix in matrices]  # the first call allocates
     products, start = 0, time.monotonic()

@@ -78,10 +78,10 @@ def gpu_health(subject: Subject) -> Iterator[Check]:
     if not report:
         return
     try:
-        gpus = ElementTree.fromstring(report)  # noqa: S314 - see health.reduced_report
+        gpus = ElementTree.fromstring(report)  # noqa: S314 - the driver's own program wrote it
     except ElementTree.ParseError:
-        return  # of a saved tree that somebody changed
-    checks = [check for gpu in gpus for check in _gpu(gpu)]
+        return
+    checks = [check for gpu in gpus.iter("gpu") for check in _gpu(gpu)]
     yield from checks or (Check("gpu health", "ok", "nvidia-smi -q: no memory errors, full clocks"),)
 
 

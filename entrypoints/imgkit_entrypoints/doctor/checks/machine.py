@@ -147,7 +147,7 @@ def shm(subject: Subject) -> Iterator[Check]:
 
 
 def disk(subject: Subject) -> Iterator[Check]:
-    """Check that temporary files can be written; a saved tree does not show it."""
+    """Check that temporary files can be written; a tree does not show it."""
     if not subject.reader.live:
         return
     folder = tempfile.gettempdir()

@@ -19,14 +19,12 @@ from imgkit_entrypoints.errors import CheckFailed, NoPlan
 from imgkit_entrypoints.launch.guarded import GuardedCommand
 from imgkit_entrypoints.launch.preflight.verdict import LinkResult, NodeResult, Report, judge, pair_up
 from imgkit_entrypoints.launch.stop_protocol import CollectedSignals
-from imgkit_entrypoints.rollcall import messages
 from imgkit_entrypoints.rollcall.connection import Connection
 from imgkit_entrypoints.rollcall.messages import (
     Event,
-    FromNode,
+    HeadLost,
     MeasureRequest,
     MeasureResult,
-    NodeLost,
     PreflightEnd,
     Refused,
     StopOrder,
@@ -88,7 +86,7 @@ def run_preflight(session: Session, config: PreflightConfig) -> tuple[int, ...]:
                     return event.left_out
                 if isinstance(event, Refused):
                     raise CheckFailed(event.what, where=event.where, hint=event.hint)
-                if isinstance(event, NodeLost):
+                if isinstance(event, HeadLost):
                     raise NoPlan(f"lost {event.node} during the preflight: {event.reason}")
     finally:
         process.close()
@@ -112,10 +110,10 @@ def _poll(
         else:
             yield event
     if answer := process.answer():
-        session.report_measurement(answer)
+        session.report(answer)
     config.signals.drain()
     if reason := config.signals.first():
-        session.ask_stop(reason)
+        session.report(StopOrder(reason=reason))
         raise NoPlan(f"stopped during the preflight by {reason}")
 
 
@@ -164,7 +162,7 @@ class _Leader:
         self._config.log("preflight", *report.table())
         self._save(report)
         if passed:
-            self._session.end_preflight(PreflightEnd(left_out=excluded))
+            self._session.send_all(PreflightEnd(left_out=excluded))
             return excluded
         worst, count = verdict.excluded[0], len(excluded) - 1
         remedy = report.exclude if report.exclude.startswith("--") else f"other hosts than {report.exclude}"
@@ -175,7 +173,7 @@ class _Leader:
             hint=f"start again with {remedy}, or with a spare (--nnodes N+1) that replaces it; "
             "leave out --preflight to start as it is",
         )
-        self._session.end_preflight(Refused(what=error.what, where=error.where, hint=error.hint))
+        self._session.send_all(Refused(what=error.what, where=error.where, hint=error.hint))
         raise error
 
     def _save(self, report: Report) -> None:
@@ -194,13 +192,12 @@ class _Leader:
             order = MeasureRequest(
                 stage=number,
                 kind=kind,
-                mode=messages.MODES[0],
                 limit_s=limit_s,
                 group=group,
                 store=self._port if kind == "pair" else 0,
             )
             for rank in group:
-                self._session.request_measurement(rank, order)
+                self._session.send(rank, order)
         asked_ranks = {rank for group in groups for rank in group}
         deadline = time.monotonic() + limit_s + ANSWER_S
         while asked_ranks - self._answers.keys() - self._out() and time.monotonic() < deadline:
@@ -245,8 +242,9 @@ class _Leader:
             pass  # a lost node is in `gone` too
         for rank, reason in self._session.lost.items():
             self._nodes[rank] = replace(self._nodes[rank], error=f"lost: {reason}", is_gone=True)
-        received, self._session.measurements = self._session.measurements, []
-        self._answers.update({rank: answer for rank, answer in received if answer.stage == number})
+        for rank, answer in self._session.measurements.items():
+            if answer.stage == number:
+                self._answers[rank] = answer
         if served := self._store.answer():
             self._port = int(dict(served.figures).get(STORE, 0))
 
@@ -271,7 +269,7 @@ class MeasuringProcess:
         self, config: PreflightConfig, env: Mapping[str, str], arguments: tuple[str, ...] = ()
     ) -> None:
         self._config, self._env, self._arguments = config, env, arguments
-        self._process: tuple[GuardedCommand, Connection[FromNode]] | None = None
+        self._process: tuple[GuardedCommand, Connection] | None = None
         self._commands: list[GuardedCommand] = []
         self._order: MeasureRequest | None = None
         self._deadline = 0.0
@@ -298,7 +296,7 @@ class MeasuringProcess:
                 open_files=self._config.open_files,
                 inherited=(theirs.fileno(),),
             )
-        self._process = command, Connection(ours, messages.from_node)
+        self._process = command, Connection(ours)
 
     def request(self, order: MeasureRequest) -> None:
         """Have the process measure; `answer` has the result later."""

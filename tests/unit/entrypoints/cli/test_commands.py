@@ -65,15 +65,15 @@ def test_switch_that_is_neither_on_nor_off_is_refused():
     [((), "", False), ((), "0", False), ((), "1", True), (("--preflight",), "", True)],
 )
 def test_preflight_takes_no_word_after_it(words: tuple[str, ...], value: str, is_on: bool):
-    parser = options.launch_parser("dist-run", "", {"IMGKIT_PREFLIGHT": value})
+    parser = options.launch_parser(COMMANDS[0], {"IMGKIT_PREFLIGHT": value})
     parsed, rest = parser.parse_known_args([*words, "full", "train.py"])
-    assert options.read_options(parsed, ()).preflight is is_on
+    assert options.read_options(parsed, COMMANDS[0], ()).preflight is is_on
     assert rest == ["full", "train.py"]
 
 
 def test_preflight_with_a_value_is_refused():
     with pytest.raises(UsageError, match="preflight"):
-        options.launch_parser("dist-run", "", {}).parse_known_args(["--preflight=full"])
+        options.launch_parser(COMMANDS[0], {}).parse_known_args(["--preflight=full"])
 
 
 def test_preflight_of_single_ranks_is_refused():

@@ -468,7 +468,7 @@ def saved(root: Path, memlock: str) -> Path:
     return root
 
 
-def test_saved_tree_is_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_all_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = saved(tmp_path, "65536")
     assert node.main(["--json"], {"IMGKIT_ROOT": str(root)}) == 1
     found = json.loads(capsys.readouterr().out)

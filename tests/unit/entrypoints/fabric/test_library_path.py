@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from saved_tree import write_tree
 from shared_object import shared_object
 
 from imgkit_entrypoints import fabric, facts
@@ -277,19 +276,6 @@ def test_other_value_is_refused(root: Path, value: str) -> None:
         choose(root, {"IMGKIT_HOST_LIBS": value})
     with pytest.raises(UsageError, match="neither none nor auto"):
         choose(root, {"IMGKIT_CUDA_COMPAT": value})
-
-
-def test_saved_tree_replays_the_decision(root: Path, tmp_path: Path) -> None:
-    env = {**AUTO, "IMGKIT_ROOT": str(root), "IMGKIT_CUDA_COMPAT": "auto"}
-    write_tree(facts.snapshot(env=env), tmp_path / "saved")
-    assert not list((tmp_path / "saved").rglob("libcxi*"))
-    assert choose(tmp_path / "saved").decisions == choose(root).decisions
-
-
-def test_damaged_saved_tree_is_refused(root: Path) -> None:
-    (root / "facts.json").write_text('{"host_libraries": {"source": 1}}')
-    with pytest.raises(UsageError, match="host_libraries"):
-        choose(root)
 
 
 COMPAT = "/usr/local/cuda/compat"

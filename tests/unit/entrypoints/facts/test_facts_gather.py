@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from saved_tree import write_tree
 
 from imgkit_entrypoints import fabric, facts
 from imgkit_entrypoints.errors import UsageError
@@ -223,21 +222,6 @@ def test_root_that_is_missing_is_refused(tmp_path: Path):
         facts.gather(env={"IMGKIT_ROOT": str(tmp_path / "none")})
 
 
-def test_facts_json_that_is_broken_is_refused(tmp_path: Path):
-    with pytest.raises(UsageError, match="not JSON"):
-        facts.gather(put(tmp_path, {"facts.json": "{"}), {})
-
-
-def test_facts_json_stands_for_calls(planted: Planted):
-    root = planted("roce_pod")
-    (root / "proc/self/status").unlink()
-    data = {"arch": "aarch64", "shm_bytes": 67108864, "cpus": 72, "closed": ["/dev/infiniband/uverbs0"]}
-    put(root, {"facts.json": json.dumps(data)})
-    found = facts.gather(root, {})
-    assert (found.arch, found.shm_bytes, found.cpus) == ("aarch64", 67108864, 72)
-    assert not found.rdma[0].verbs_opens
-
-
 def test_empty_slots_are_left_out(planted: Planted):
     port = facts.gather(planted("roce_pod"), {}).rdma[0].ports[0]
     assert [(gid.index, gid.kind, gid.netdev) for gid in port.gids] == [
@@ -326,41 +310,6 @@ def test_addresses_agree_with_the_kernel():
                 assert socket.inet_ntoa(answer[20:24]) in item.addresses, item
 
 
-def replay(root: Path, target: Path, env: dict[str, str]) -> tuple[facts.HostFacts, facts.HostFacts]:
-    write_tree(facts.snapshot(root, env), target)
-    return facts.gather(root, env), facts.gather(target, env)
-
-
-def test_snapshot_replays_every_tree(planted: Planted, tmp_path: Path, tree: str, row: object):
-    seen, again = replay(planted(tree), tmp_path / "saved", {"LD_LIBRARY_PATH": "/opt/lib"})
-    assert again == seen
-
-
-def test_snapshot_replays_this_machine(tmp_path: Path):
-    seen, again = replay(Path("/"), tmp_path / "saved", dict(os.environ))
-    assert again == seen
-
-
-def test_snapshot_of_a_snapshot_is_equal(planted: Planted, tmp_path: Path):
-    first = facts.snapshot(planted("vf"), {})
-    write_tree(first, tmp_path / "saved")
-    assert facts.snapshot(tmp_path / "saved", {}) == first
-
-
-def test_snapshot_has_nothing_else(planted: Planted):
-    root = planted("roce_pod")
-    put(
-        root,
-        {
-            "/etc/passwd": "secret",
-            "/root/.netrc": "secret",
-            "/sys/class/infiniband/mlx5_bond_0/key": "secret",
-        },
-    )
-    found = facts.snapshot(root, {"TOKEN": "secret", "HOME": "/root"})
-    assert "secret" not in repr(found)
-
-
 ON_BUS = {
     "AMD, some of them hidden": ((*[("0x120000", "0x1002")] * 3, ("0x030000", "0x1a03")), "kfd", "3 of AMD"),
     "AMD": ([("0x038000", "0x1002")] * 2, "", "2 of AMD"),
@@ -400,13 +349,3 @@ def test_display_of_a_processor_is_no_gpu(tmp_path: Path):
     folder = "sys/bus/pci/devices/0000:00:02.0"
     put(tmp_path, {f"{folder}/class": "0x030000", f"{folder}/vendor": "0x8086", "dev/dri/card0": ""})
     assert "NVIDIA GPUs only" not in facts.gather(root=tmp_path, env={}).gpus_source
-
-
-def test_closed_gpus_of_a_saved_tree_do_not_count(tmp_path: Path):
-    put(tmp_path, {f"dev/nvidia{number}": "" for number in range(4)})
-    put(tmp_path, {"facts.json": json.dumps({"closed": ["/dev/nvidia1", "/dev/nvidia3"]})})
-    host = facts.gather(root=tmp_path, env={})
-    assert (host.gpus, "2 of them closed" in host.gpus_source) == (2, True)
-    assert facts.gather(root=tmp_path, env={"CUDA_VISIBLE_DEVICES": "0,1"}).gpus == 2
-    write_tree(facts.snapshot(tmp_path, {}), tmp_path / "again")
-    assert facts.gather(root=tmp_path / "again", env={}).gpus == 2

@@ -268,7 +268,7 @@ def test_rendezvous_counts_from_when_all_nodes_are_in_it(monkeypatch: pytest.Mon
 
 
 def test_each_attempt_has_a_rendezvous_of_its_own() -> None:
-    roll = HeadSession(placement(nnodes=3), 1, can_restart=True)
+    roll = HeadSession(placement(nnodes=3), 1)
     roll._phases.update({1: WORKERS, 2: RENDEZVOUS})
     assert roll.phases == {0: STARTING, 1: WORKERS, 2: RENDEZVOUS}
     roll.start_attempt(2, {0: 0, 2: 1})

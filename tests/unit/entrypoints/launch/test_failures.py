@@ -129,7 +129,7 @@ def test_long_text_keeps_both_ends_and_fits_a_message(tmp_path: Path) -> None:
     assert sum("more lines in the full log" in line for line in found.lines) == 1
     line = messages.encode(AttemptEnded(code=1, failure=found))
     assert len(line) < MAX_LINE_BYTES
-    assert messages.from_node(line) == AttemptEnded(code=1, failure=found)
+    assert messages.decode(line) == AttemptEnded(code=1, failure=found)
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,12 @@ def test_failure_out_of_range_is_refused(wrong: dict[str, object]) -> None:
     data = json.loads(messages.encode(AttemptEnded(code=1, failure=right)))
     data["failure"] |= wrong
     with pytest.raises(ValueError, match=r"a value is|code.failure|failure\."):
-        messages.from_node(json.dumps(data).encode())
+        messages.decode(json.dumps(data).encode())
 
 
 def test_line_of_another_node_cannot_steer_a_terminal() -> None:
     bad = RankFailure(rank=0, code=1, age_ms=0, after_peer=False, log="", lines=("\x1b[2J\u202e",))
-    read = messages.from_node(messages.encode(AttemptEnded(code=1, failure=bad)))
+    read = messages.decode(messages.encode(AttemptEnded(code=1, failure=bad)))
     assert isinstance(read, AttemptEnded)
     assert read.failure == dataclasses.replace(bad, lines=("\\x1b[2J\\u202e",))
 

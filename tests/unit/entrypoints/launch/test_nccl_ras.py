@@ -144,9 +144,9 @@ def told(env: dict[str, str]) -> str:
     if asked is None:
         return "not asked"
     end = time.monotonic() + 60
-    while asked.open and time.monotonic() < end:
+    while asked.is_open and time.monotonic() < end:
         time.sleep(0.01)
-    return "\n".join(asked.lines())
+    return "\n".join(asked.lines)
 
 
 def test_ranks_with_fewer_collectives_are_told() -> None:

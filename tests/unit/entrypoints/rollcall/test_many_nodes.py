@@ -15,14 +15,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rollcall_nodes import CallThread, close, placement, stranger
+from rollcall_nodes import CallThread, close, kept_file_limit, placement, stranger
 from simulated_nodes import ME, SECRET, SimulatedNode, SimulatedNodes
 
-from imgkit_entrypoints.launch.agent import NodeAgent, NodeConfig, kept_file_limit
+from imgkit_entrypoints.launch.agent import NodeAgent, NodeConfig
 from imgkit_entrypoints.launch.plan import Timeouts
-from imgkit_entrypoints.rollcall import gather, ports
+from imgkit_entrypoints.rollcall import gather
 from imgkit_entrypoints.rollcall.connection import Handshake
-from imgkit_entrypoints.rollcall.strangers import MAX_STRANGERS
+from imgkit_entrypoints.rollcall.server import MAX_STRANGERS
 from imgkit_entrypoints.schedulers.placement import Placement
 
 
@@ -71,7 +71,7 @@ def test_1020_nodes_start_below_a_soft_limit_of_1024(tmp_path: Path) -> None:
                     assert time.monotonic() < end
                     time.sleep(0.01)
                 assert printed.read_text() == "1024\n"
-                assert 1020 < limit(head) - MAX_STRANGERS - gather.AGENT_FILES < 1020 + 64
+                assert limit(head) == 1020 + MAX_STRANGERS + gather.AGENT_FILES
     finally:
         os.kill(head, signal.SIGKILL)
         os.waitpid(head, 0)
@@ -106,19 +106,3 @@ def test_trickle_in_the_handshake_delays_no_other_node(place: Placement) -> None
     sending.join()
     close([call.roll() for call in (head, *others)])
     slow.connection.close()
-
-
-def test_low_queue_of_the_kernel_is_said(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ports, "longest_queue", lambda: 1)
-    head = CallThread(place, 0)
-    close([call.roll() for call in (head, CallThread(place, 1))])
-    assert "the head's kernel queues 1 calls" in head.said[0]
-    assert "sysctl -w net.core.somaxconn=2" in head.said[0]
-
-
-def test_queue_of_the_kernel_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "proc/sys/net/core/somaxconn"
-    file.parent.mkdir(parents=True)
-    file.write_text("128\n")
-    assert ports.longest_queue(tmp_path) == 128
-    assert ports.longest_queue(tmp_path / "none") > 1 << 20

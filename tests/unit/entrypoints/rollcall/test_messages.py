@@ -17,25 +17,22 @@ from rollcall_nodes import placement
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import gather, join, messages, ports, probe, session
-from imgkit_entrypoints.rollcall.connection import Connection, Handshake, NodeConnections
+from imgkit_entrypoints.rollcall.connection import Connection, Handshake
 from imgkit_entrypoints.rollcall.messages import (
-    AllDone,
     AttemptEnded,
     AttemptStart,
     EndAttempt,
+    EndRun,
     Event,
-    FromHead,
-    FromNode,
     Heartbeat,
     JoinRequest,
     MeasureRequest,
     MeasureResult,
-    NodeFailed,
+    Message,
     NodeInfo,
-    NodeLost,
     PreflightEnd,
     ProbeFailure,
-    ProbePorts,
+    ProbePort,
     ProbeReport,
     ProbeRequest,
     RankFailure,
@@ -44,10 +41,11 @@ from imgkit_entrypoints.rollcall.messages import (
     Software,
     StopOrder,
 )
+from imgkit_entrypoints.rollcall.server import HeadConnection, Server
 from imgkit_entrypoints.rollcall.session import HeadSession, MemberSession
 from imgkit_entrypoints.terminal import shown
 
-OFFER = ProbePorts(address="10.0.0.1", interface="eth0", ports=(40001, 40002))
+OFFER = ProbePort(address="10.0.0.1", interface="eth0", port=40001)
 REQUEST = JoinRequest(
     job="4711",
     node_rank=1,
@@ -55,8 +53,8 @@ REQUEST = JoinRequest(
     node=NodeInfo(host="as07r3b13", software=Software(image="a", torch="2.13", nccl="2.27"), gpu="H100"),
     probe=OFFER,
 )
-FAILURE = ProbeFailure(source=1, target=0, port=40001, size=2000, arrived=1400, packet=1500, reason="late")
-FROM_NODE: tuple[FromNode, ...] = (
+FAILURE = ProbeFailure(target=0, size=2000, arrived=1400, packet=1500, reason="late")
+FROM_NODE: tuple[Message, ...] = (
     REQUEST,
     Heartbeat(positions=(-1, 2**62)),
     Heartbeat(),
@@ -74,64 +72,54 @@ FROM_NODE: tuple[FromNode, ...] = (
     MeasureResult(stage=0, figures=(("matmul", 1.5), ("disk", 0.0)), failed=("gpus: 0",), notes=("old",)),
     MeasureResult(stage=3, error="no answer", mute=True),
 )
-START = RunStart(port=15001, warnings=("the nodes differ in GPU",), nnodes=2, node_rank=1)
-FROM_HEAD: tuple[FromHead, ...] = (
+START = RunStart(nnodes=2, node_rank=1)
+FROM_HEAD: tuple[Message, ...] = (
     Heartbeat(positions=(3, 5)),
     START,
-    RunStart(port=15001, warnings=(), nnodes=3, node_rank=2, can_restart=True),
     AttemptStart(attempt=2, nnodes=16, node_rank=15, port=15002),
     AttemptStart(attempt=2, nnodes=1, node_rank=None, port=15002),
     EndAttempt(attempt=2, reason="lost node 1 of 17"),
     Refused(what="no", where="a:1", hint="b"),
     ProbeRequest(targets=((1, OFFER), (2, OFFER))),
-    NodeLost(node="node 1 of 2", reason="it closed the connection"),
-    NodeFailed(node="node 1 of 2", code=7),
-    NodeFailed(node="node 1 of 2", code=7, rank=3),
-    NodeFailed(node="node 0 of 2", code=1, is_head=True),
     StopOrder(node="node 1 of 2", reason="SIGTERM", requeue=False),
-    AllDone(codes=(0, 85)),
-    MeasureRequest(stage=0, kind="alone", mode="quick", limit_s=22, group=(3,)),
-    MeasureRequest(stage=2, kind="pair", mode="full", limit_s=6, group=(0, 3), store=40001),
+    EndRun(code=85),
+    MeasureRequest(stage=0, kind="alone", limit_s=22, group=(3,)),
+    MeasureRequest(stage=2, kind="pair", limit_s=6, group=(0, 3), store=40001),
     PreflightEnd(left_out=(2, 5)),
     PreflightEnd(left_out=()),
 )
 NASTY: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 1.5, 256, 65536, 2**63, 2**64, 10**300, float("inf"), float("nan"),
-    "", "x", "²", "1", "x" * 5000, "\x1b[2J", "\u202e", "\ud800", "\x00", "AllDone", "Heartbeat",
+    "", "x", "²", "1", "x" * 5000, "\x1b[2J", "\u202e", "\ud800", "\x00", "EndRun", "Heartbeat",
     [], [1], [1, 2, 3], [[]], [{}], [None] * 300, [[[[[[[[]]]]]]]], {}, {"type": "Heartbeat"}, {"node": 1},
 )  # fmt: skip
 RAW = (
     b"", b"[" * 2048, b"{" * 3000, b'{"a":' * 1000, b"\xff\xfe{", b"null", b"1" * 5000, b"\x00", b"{}", b"[]",
     b'{"type": "AttemptEnded", "code": 1e999}', b'"\\ud800"', b"\xef\xbb\xbf{}", b"x" * 70_000,
     b'{"type": "Heartbeat", "positions": [1e5, 2]}', b"imgkit-join 1 " + b"0" * 32,
-    b'{"type": "AttemptEnded", "code": 1, "code": 2}', b'{"type": "RunStart"}', b'{"type": ["AllDone"]}',
+    b'{"type": "AttemptEnded", "code": 1, "code": 2}', b'{"type": "RunStart"}', b'{"type": ["EndRun"]}',
     b'{"type": {"a": 1}}', b'{"type": "Message"}',
 )  # fmt: skip
 
 
-def changed(message: FromNode | FromHead, **values: object) -> bytes:
+def changed(message: Message, **values: object) -> bytes:
     """Return the line of a message in which some fields have other values; `...` leaves a field out."""
     fields = {**json.loads(messages.encode(message)), **values}
     return json.dumps({name: value for name, value in fields.items() if value is not ...}).encode()
 
 
-@pytest.mark.parametrize("message", FROM_NODE, ids=str)
-def test_message_of_a_node_arrives_as_it_was(message: FromNode) -> None:
-    assert messages.from_node(messages.encode(message)) == message
-
-
-@pytest.mark.parametrize("message", FROM_HEAD, ids=str)
-def test_message_of_the_head_arrives_as_it_was(message: FromHead) -> None:
-    assert messages.from_head(messages.encode(message)) == message
+@pytest.mark.parametrize("message", [*FROM_NODE, *FROM_HEAD], ids=str)
+def test_message_arrives_as_it_was(message: Message) -> None:
+    assert messages.decode(messages.encode(message)) == message
 
 
 def test_unknown_field_and_left_out_default_are_no_fault() -> None:
-    assert messages.from_node(changed(REQUEST, probe=..., later="x")) == dataclasses.replace(
-        REQUEST, probe=None
-    )
+    assert messages.decode(changed(REQUEST, probe=..., later="x")) == dataclasses.replace(REQUEST, probe=None)
 
 
 MEASUREMENT = MeasureResult(stage=0)
+ORDER = AttemptStart(attempt=2, nnodes=16, node_rank=15, port=15002)
+MEASURE = MeasureRequest(stage=2, kind="pair", limit_s=6, group=(0, 3), store=40001)
 
 
 @pytest.mark.parametrize(
@@ -161,38 +149,42 @@ MEASUREMENT = MeasureResult(stage=0)
         changed(REQUEST, nnodes=0),
         changed(REQUEST, node={"host": "a", "software": 1}),
         changed(REQUEST, node={"host": "a" * 256}),
-        messages.encode(AllDone(codes=())),
+        *(changed(START, node_rank=value) for value in (0, 2, None)),
+        *(changed(ORDER, node_rank=value) for value in (0, 16, "1")),
+        changed(ORDER, port=65536),
+        changed(EndRun(code=0), code=256),
+        changed(MEASURE, kind="none"),
+        changed(MEASURE, limit_s=601),
     ],
 )
-def test_other_line_of_a_node_is_refused(line: bytes) -> None:
+def test_other_line_is_refused(line: bytes) -> None:
     with pytest.raises(ValueError, match=r"."):
-        messages.from_node(line)
+        messages.decode(line)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        *RAW,
-        *(changed(FROM_HEAD[1], node_rank=value) for value in (0, 2, None)),
-        *(changed(FROM_HEAD[3], node_rank=value) for value in (0, 16, "1")),
-        changed(FROM_HEAD[1], port=65536),
-        changed(AllDone(codes=()), codes=[256]),
-        changed(FROM_HEAD[-4], kind="none"),
-        changed(FROM_HEAD[-4], limit_s=601),
-        messages.encode(REQUEST),
-    ],
-)
-def test_other_line_of_the_head_is_refused(line: bytes) -> None:
-    with pytest.raises(ValueError, match=r"."):
-        messages.from_head(line)
+def test_message_of_the_other_side_is_ignored() -> None:
+    """A node cannot command the head, and the head reports nothing to a node."""
+    place = placement()
+    for message in FROM_HEAD:
+        head = HeadSession(place, 1)
+        head._take(1, message)
+        if not isinstance(message, StopOrder | Heartbeat):
+            assert head.poll() == []
+    peer, sock = socket.socketpair()
+    member = MemberSession(dataclasses.replace(place, node_rank=1), Connection(sock))
+    with peer, contextlib.closing(member):
+        for message in FROM_NODE:
+            if not isinstance(message, StopOrder):
+                peer.sendall(messages.encode(message) + b"\n")
+        assert member.poll() == []
 
 
 @pytest.mark.parametrize("field", ["address", "interface"])
 @pytest.mark.parametrize("value", ["$(id)", "eth0; id", "`id`", "a b", "\n"])
 def test_offer_with_a_command_in_it_is_refused(field: str, value: str) -> None:
     offer = {**json.loads(messages.encode(REQUEST))["probe"], field: value}
-    with pytest.raises(ValueError, match=r"not an IP address|not an interface name"):
-        messages.from_node(changed(REQUEST, probe=offer))
+    with pytest.raises(ValueError, match=r"does not match"):
+        messages.decode(changed(REQUEST, probe=offer))
 
 
 def test_refusal_of_many_different_nodes_fits_into_a_line() -> None:
@@ -206,14 +198,7 @@ def test_refusal_of_many_different_nodes_fits_into_a_line() -> None:
     assert len(messages.encode(gather.refusal(caught.value))) < 4096
 
 
-def test_codes_of_4096_nodes_fit_into_a_line() -> None:
-    head, node = socket.socketpair()
-    with head, node:
-        Connection(head, messages.from_node).send(AllDone(codes=(255,) * 4096))
-        assert list(Connection(node, messages.from_head).receive()) == [AllDone(codes=(255,) * 4096)]
-
-
-def mutated(chance: random.Random, valid: tuple[FromNode, ...] | tuple[FromHead, ...]) -> bytes:
+def mutated(chance: random.Random, valid: tuple[Message, ...]) -> bytes:
     """A line that is nearly a message."""
     kind = chance.random()
     if kind < 0.1:
@@ -251,10 +236,10 @@ class Fuzzed:
 
     def __init__(self, stack: contextlib.ExitStack, *, secret: bytes | None) -> None:
         self.place, self.secret = placement(), secret
-        self.connections = NodeConnections()
-        self.head = HeadSession(self.place, 1, connections=self.connections, hosts={0: "a", 1: "b"})
+        self.server = Server()
+        self.head = HeadSession(self.place, 1, server=self.server, hosts={0: "a", 1: "b"})
         self.listener = ports.listen(0)
-        self.open_ports = stack.enter_context(probe.open_ports("", ""))
+        self.open_port = stack.enter_context(probe.open_port("", ""))
         self.member_place = dataclasses.replace(self.place, node_rank=1)
         self.gathering = self.new_gathering()
         self.targets: tuple[tuple[Callable[[bytes], None], Any], ...] = (
@@ -266,7 +251,7 @@ class Fuzzed:
 
     def meeting(self, place: Any) -> join.Meeting:
         """What one node knows of the roll call."""
-        return join.Meeting(place, REQUEST.node, self.open_ports, 60.0, self.log, str, self.secret)
+        return join.Meeting(place, REQUEST.node, self.open_port, 60.0, self.log, str, self.secret)
 
     def new_gathering(self) -> gather._Head:
         """A head in its roll call, on the same listener."""
@@ -288,27 +273,27 @@ class Fuzzed:
     def to_head(self, line: bytes) -> None:
         """Send a line of a node to a head in the session."""
         peer, sock = socket.socketpair()
-        self.connections.add(1, Connection(sock, messages.from_node))
+        self.server.add(1, HeadConnection(sock, ""))
         self.head.reports.clear()
         with peer:
             peer.sendall(line + b"\n")
             self.check(self.head.poll())
-        if 1 in self.connections:
-            self.connections.drop(1)
+        self.head.poll()
+        assert 1 not in self.server
 
     def to_member(self, line: bytes) -> None:
         """Send a line of the head to a node in the session."""
         peer, sock = socket.socketpair()
-        connection = Connection(sock, messages.from_head)
+        connection = Connection(sock)
         with peer:
             peer.sendall(line + b"\n")
-            self.check(MemberSession(self.member_place, connection, START).poll())
+            self.check(MemberSession(self.member_place, connection).poll())
         connection.close()
 
     def to_joining(self, line: bytes) -> None:
         """Send a line of the head to a node that waits for the start."""
         peer, sock = socket.socketpair()
-        connection = Connection(sock, messages.from_head)
+        connection = Connection(sock)
         with peer:
             peer.sendall(line + b"\n")
             peer.shutdown(socket.SHUT_WR)
@@ -338,8 +323,8 @@ class Fuzzed:
                 head._receive()
             except NoPlan as refused:
                 self.log(str(refused).replace("\n", ""))
-        if len(head.nodes) > 1 or -1 in head.connections or 1 in head.connections:
-            head.refuse_all(NoPlan("over"))
+        if len(head.nodes) > 1 or -1 in head.server or 1 in head.server:
+            head.server.close(0.0)
             self.gathering = self.new_gathering()
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import gather, messages, probe, session
-from imgkit_entrypoints.rollcall.messages import JoinRequest, NodeInfo, NodeLost, ProbeFailure, ProbePorts
-from imgkit_entrypoints.rollcall.probe import OpenPorts
+from imgkit_entrypoints.rollcall.messages import JoinRequest, NodeInfo, ProbeFailure, ProbePort
+from imgkit_entrypoints.rollcall.probe import OpenPort
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
 HERE = "127.0.0.1"
@@ -27,20 +27,20 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def narrow() -> Iterator[ProbePorts]:
+def narrow() -> Iterator[ProbePort]:
     """A listener whose receive buffer fills up: a large burst stays unanswered, as in a black hole."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
         listener.bind((HERE, 0))
         listener.listen()
-        yield ProbePorts(address=HERE, interface="lo", ports=(listener.getsockname()[1],))
+        yield ProbePort(address=HERE, interface="lo", port=listener.getsockname()[1])
 
 
 @pytest.fixture
-def closed() -> ProbePorts:
+def closed() -> ProbePort:
     """A port at which nobody listens any more."""
     with socket.create_server((HERE, 0)) as listener:
-        return ProbePorts(address=HERE, interface="lo", ports=(listener.getsockname()[1],))
+        return ProbePort(address=HERE, interface="lo", port=listener.getsockname()[1])
 
 
 def places(nnodes: int, request: str) -> list[Placement]:
@@ -76,41 +76,38 @@ def meet(spots: list[Placement], addresses: list[str], interfaces: Sequence[str]
 
 
 def test_good_network_passes_every_size() -> None:
-    with probe.open_ports(HERE, "lo") as opened:
+    with probe.open_port(HERE, "lo") as opened:
         assert opened.offer is not None
-        assert len(set(opened.offer.ports)) == 2
-        assert probe.probe_targets(0, {1: opened.offer}) == []
+        assert probe.probe_targets({1: opened.offer}) == []
         assert not opened.is_crowded()
 
 
-def test_unanswered_burst_is_a_failure(narrow: ProbePorts) -> None:
-    (found,) = probe.probe_targets(3, {1: narrow})
-    assert (found.source, found.target, found.port) == (3, 1, narrow.ports[0])
+def test_unanswered_burst_is_a_failure(narrow: ProbePort) -> None:
+    (found,) = probe.probe_targets({1: narrow})
+    assert found.target == 1
     assert 0 < found.arrived < found.size <= max(probe.SIZES)
     assert found.reason == "no answer within 0.3 s"
 
 
-def test_closed_port_is_a_failure(closed: ProbePorts) -> None:
-    (found,) = probe.probe_targets(0, {1: closed})
+def test_closed_port_is_a_failure(closed: ProbePort) -> None:
+    (found,) = probe.probe_targets({1: closed})
     assert (found.size, found.arrived, found.reason) == (0, 0, "Connection refused")
 
 
 def test_unreachable_network_is_a_failure() -> None:
-    (found,) = probe.probe_targets(
-        0, {1: ProbePorts(address="255.255.255.255", interface="eth0", ports=(40000,))}
-    )
+    (found,) = probe.probe_targets({1: ProbePort(address="255.255.255.255", interface="eth0", port=40000)})
     assert found.size == 0
     assert found.reason
 
 
-def test_one_bad_node_does_not_hide_another(narrow: ProbePorts, closed: ProbePorts) -> None:
-    found = probe.probe_targets(0, {1: narrow, 2: closed})
+def test_one_bad_node_does_not_hide_another(narrow: ProbePort, closed: ProbePort) -> None:
+    found = probe.probe_targets({1: narrow, 2: closed})
     assert {one.target for one in found} == {1, 2}
 
 
 @pytest.mark.parametrize("address", ["", "192.0.2.1", "no address"])
 def test_foreign_address_takes_no_part(address: str) -> None:
-    with probe.open_ports(address, "eth0") as opened:
+    with probe.open_port(address, "eth0") as opened:
         assert opened.offer is None
 
 
@@ -134,14 +131,16 @@ def test_node_without_an_address_takes_no_part(request: pytest.FixtureRequest) -
 
 
 def test_failing_pair_is_named_on_every_node(
-    request: pytest.FixtureRequest, narrow: ProbePorts, monkeypatch: pytest.MonkeyPatch
+    request: pytest.FixtureRequest, narrow: ProbePort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = probe.open_ports
+    real = probe.open_port
 
-    def offering(address: str, interface: str) -> AbstractContextManager[OpenPorts]:
-        return nullcontext(OpenPorts(narrow, ())) if interface == "narrow" else real(address, interface)
+    def offering(address: str, interface: str) -> AbstractContextManager[OpenPort]:
+        if interface == "narrow":
+            return nullcontext(OpenPort(narrow, socket.socket()))
+        return real(address, interface)
 
-    monkeypatch.setattr(probe, "open_ports", offering)
+    monkeypatch.setattr(probe, "open_port", offering)
     texts = meet(places(3, request.node.name), [HERE] * 3, ["lo", "lo", "narrow"])
     assert len(set(texts)) == 1
     assert "cannot send" in str(texts[0])
@@ -152,21 +151,20 @@ def test_failing_pair_is_named_on_every_node(
 def test_stranger_in_the_test_ports_does_not_refuse_the_start(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, crowd = probe.open_ports, []
+    real, crowd = probe.open_port, []
 
     @contextmanager
-    def crowded(address: str, interface: str) -> Iterator[OpenPorts]:
+    def crowded(address: str, interface: str) -> Iterator[OpenPort]:
         with real(address, interface) as opened:
             assert opened.offer is not None
-            for port in opened.offer.ports if interface == "crowded" else ():
-                for _ in range(200):  # more than the kernel queues
-                    one = socket.socket()
-                    one.setblocking(False)
-                    one.connect_ex((HERE, port))
-                    crowd.append(one)
+            for _ in range(200 if interface == "crowded" else 0):  # more than the kernel queues
+                one = socket.socket()
+                one.setblocking(False)
+                one.connect_ex((HERE, opened.offer.port))
+                crowd.append(one)
             yield opened
 
-    monkeypatch.setattr(probe, "open_ports", crowded)
+    monkeypatch.setattr(probe, "open_port", crowded)
     rolls = meet(places(3, request.node.name), [HERE] * 3, ["lo", "lo", "crowded"])
     for one in crowd:
         one.close()
@@ -175,7 +173,7 @@ def test_stranger_in_the_test_ports_does_not_refuse_the_start(
 
 
 def test_node_that_ends_meanwhile_is_lost_not_blamed(
-    request: pytest.FixtureRequest, closed: ProbePorts
+    request: pytest.FixtureRequest, closed: ProbePort
 ) -> None:
     (head, _), found = places(2, request.node.name), []
     me = NodeInfo(host="host0", address=HERE, interface="lo")
@@ -196,18 +194,14 @@ def test_node_that_ends_meanwhile_is_lost_not_blamed(
         while b'"ProbeRequest"' not in heard:
             heard += node.recv(4096)
     meeting.join(timeout=20)
-    (event,) = found[0].poll()
-    assert isinstance(event, NodeLost)
+    found[0].poll()
+    assert list(found[0].lost) == [1]
     found[0].close()
 
 
-HOLE = ProbeFailure(
-    source=1, target=0, port=40001, size=2000, arrived=1400, packet=1500, reason="no answer within 3.5 s"
-)
-WALL = ProbeFailure(source=1, target=0, port=40002, size=0, arrived=0, packet=52, reason="Connection refused")
-OFFERS = {
-    rank: ProbePorts(address=f"10.0.0.{rank}", interface="eth0", ports=(40001, 40002)) for rank in range(3)
-}
+HOLE = ProbeFailure(target=0, size=2000, arrived=1400, packet=1500, reason="no answer within 3.5 s")
+WALL = ProbeFailure(target=0, size=0, arrived=0, packet=52, reason="Connection refused")
+OFFERS = {rank: ProbePort(address=f"10.0.0.{rank}", interface="eth0", port=40001) for rank in range(3)}
 
 
 def name(rank: int) -> str:
@@ -215,7 +209,7 @@ def name(rank: int) -> str:
 
 
 def test_black_hole_is_refused_with_the_ping() -> None:
-    error = probe.refusal([HOLE, replace(HOLE, source=2)], OFFERS, name)
+    error = probe.refusal([(1, HOLE), (2, HOLE)], OFFERS, name)
     assert (
         "node 2 of 3 (host1) cannot send 2000 B at once to node 1 of 3 (host0): 1400 B arrive" in error.what
     )
@@ -225,24 +219,24 @@ def test_black_hole_is_refused_with_the_ping() -> None:
     assert "ip link set dev eth0 mtu 1452" in str(error.hint)
 
 
-def test_firewall_is_refused_with_its_ports() -> None:
-    error = probe.refusal([HOLE, WALL, replace(WALL, port=40001)], OFFERS, name)
-    assert "cannot connect to node 1 of 3 (host0) on port 40001 and 40002: Connection refused" in error.what
+def test_firewall_is_refused_with_its_port() -> None:
+    error = probe.refusal([(2, HOLE), (1, WALL)], OFFERS, name)
+    assert "cannot connect to node 1 of 3 (host0) on port 40001: Connection refused" in error.what
     assert "sudo ufw allow from 10.0.0.1" in str(error.hint)
 
 
 def test_one_address_for_two_nodes_is_said() -> None:
     same = {rank: replace(OFFERS[0], address="172.17.0.2") for rank in range(3)}
-    assert "both nodes have the address 172.17.0.2" in str(probe.refusal([WALL], same, name).hint)
+    assert "both nodes have the address 172.17.0.2" in str(probe.refusal([(1, WALL)], same, name).hint)
 
 
 def test_connection_without_data_is_refused() -> None:
-    error = probe.refusal([replace(WALL, size=64)], OFFERS, name)
-    assert "connects to node 1 of 3 (host0), but port 40002 gets no data" in error.what
+    error = probe.refusal([(1, replace(WALL, size=64))], OFFERS, name)
+    assert "connects to node 1 of 3 (host0), but port 40001 gets no data" in error.what
 
 
 def test_refusal_fits_into_a_small_packet() -> None:
     long = "x" * 60
     for one in (HOLE, WALL):
-        error = probe.refusal([one] * 50, OFFERS, lambda rank: f"node {rank} of 1000 ({long}.{long})")
+        error = probe.refusal([(1, one)] * 50, OFFERS, lambda rank: f"node {rank} of 1000 ({long}.{long})")
         assert len(json.dumps([error.what, error.where, error.hint])) < probe.SIZES[1]

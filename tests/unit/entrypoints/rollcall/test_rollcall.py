@@ -11,20 +11,12 @@ import time
 from dataclasses import replace
 
 import pytest
-from rollcall_nodes import CallThread, close, hear, meet
+from rollcall_nodes import CallThread, close, end_run, hear, meet
 
 from imgkit_entrypoints.rollcall import messages, ports, session
 from imgkit_entrypoints.rollcall.connection import Connection
-from imgkit_entrypoints.rollcall.messages import (
-    AllDone,
-    AttemptEnded,
-    Event,
-    NodeFailed,
-    NodeLost,
-    Software,
-    StopOrder,
-)
-from imgkit_entrypoints.rollcall.session import Session
+from imgkit_entrypoints.rollcall.messages import Event, HeadLost, Software, StopOrder
+from imgkit_entrypoints.rollcall.session import HeadSession, Session
 from imgkit_entrypoints.schedulers.placement import Placement, Size, job_port
 
 
@@ -34,16 +26,20 @@ def quiet(rolls: list[Session], seconds: float) -> list[list[Event]]:
 
 def test_all_nodes_get_one_free_port(place: Placement) -> None:
     rolls = meet(place)
-    assert len({one.port for one in rolls}) == 1
+    assert isinstance(rolls[0], HeadSession)
     assert ports.is_free(rolls[0].port)
     assert rolls[0].port != job_port(place.job_id)
+    rolls[0].start_attempt(1, {0: 0, 1: 1})
+    orders = hear(rolls, all)
+    assert [[order.port for order in seen] for seen in orders] == [[rolls[0].port]] * 2
     close(rolls)
 
 
 def test_given_port_is_torchruns(place: Placement) -> None:
     port = ports.first_free(job_port(place.job_id))
     rolls = meet(replace(place, port=port))
-    assert [one.port for one in rolls] == [port, port]
+    assert isinstance(rolls[0], HeadSession)
+    assert rolls[0].port == port
     close(rolls)
 
 
@@ -84,7 +80,7 @@ def test_different_software_is_refused_everywhere(place: Placement, field: str) 
 def test_different_gpus_are_a_warning(place: Placement) -> None:
     calls = [CallThread(place, rank, nproc=4 - rank, gpu="H100") for rank in range(2)]
     rolls = [call.roll() for call in calls]
-    assert rolls[0].warnings == rolls[1].warnings
+    assert isinstance(rolls[0], HeadSession)
     assert "the nodes differ in workers per node 4 on node 1" in rolls[0].warnings[0]
     close(rolls)
 
@@ -103,17 +99,22 @@ def test_two_nodes_of_one_rank_are_refused(place: Placement) -> None:
         assert "both join as node 2 of 3" in call.refusal()
 
 
-def test_different_node_counts_are_refused(place: Placement) -> None:
-    head, other = CallThread(place, 0), CallThread(replace(place, nnodes=3), 2)
+@pytest.mark.parametrize("secret", [None, bytes(32)], ids=["open", "with a secret"])
+def test_different_node_counts_are_refused(place: Placement, secret: bytes | None) -> None:
+    head, other = (
+        CallThread(place, 0, secret=secret),
+        CallThread(replace(place, nnodes=3), 2, secret=secret),
+    )
     assert "as07r3b14 joins as node 3 of 3, but the head expects 2 nodes" in head.refusal()
     assert other.refusal() == head.refusal()
 
 
-def test_busy_port_names_its_holder(place: Placement) -> None:
-    with ports.listen(job_port(place.job_id)):
+def test_busy_port_is_refused(place: Placement) -> None:
+    port = job_port(place.job_id)
+    with ports.listen(port):
         text = CallThread(place, 0).refusal()
-    assert "is busy on the head" in text
-    assert f"process {os.getpid()}" in text
+    assert f"port {port}, where the nodes of this run meet, is busy on the head" in text
+    assert f"ss -ltnp sport = {port}" in text
 
 
 def test_busy_torchrun_port_is_refused_everywhere(place: Placement) -> None:
@@ -123,21 +124,6 @@ def test_busy_torchrun_port_is_refused_everywhere(place: Placement) -> None:
         calls = [CallThread(replace(place, port=port), rank) for rank in range(2)]
         assert {call.refusal() for call in calls} == {calls[0].refusal()}
     assert f"torchrun's port {port} is busy on the head" in calls[0].refusal()
-
-
-@pytest.mark.parametrize("noise", [b"GET / HTTP/1.0\r\n\r\n", b"[]\n", b"{}\n", b"\xff" * 100_000, b""])
-def test_strangers_do_not_disturb(place: Placement, noise: bytes) -> None:
-    head = CallThread(place, 0)
-    while True:
-        try:
-            stranger = socket.create_connection(("127.0.0.1", job_port(place.job_id)))
-        except ConnectionRefusedError:
-            continue
-        break
-    stranger.sendall(noise)
-    rolls = [head.roll() if rank == 0 else CallThread(place, rank).roll() for rank in (1, 0)]
-    stranger.close()
-    close(rolls[::-1])
 
 
 def test_silent_service_on_the_port_is_not_waited_for(place: Placement) -> None:
@@ -181,63 +167,46 @@ def test_heartbeat_keeps_quiet_nodes(place: Placement) -> None:
     close(rolls)
 
 
-@pytest.mark.parametrize("silent", [0, 1])
-def test_silent_node_is_lost(place: Placement, silent: int) -> None:
+def test_silent_node_is_lost(place: Placement) -> None:
     rolls = meet(place)
-    rolls[1 - silent].lost_after_s = 0.4
-    other = [rolls[1 - silent]]
-    events = hear(other, lambda seen: bool(seen[0]))
-    assert isinstance(events[0][0], NodeLost)
-    assert f"node {silent + 1} of 2" in events[0][0].node
-    assert "no heartbeat for 0.4 s" in events[0][0].reason
+    head = rolls[0]
+    assert isinstance(head, HeadSession)
+    head.lost_after_s = 0.4
+    assert hear([head], lambda _: bool(head.lost)) == [[]]
+    assert head.lost == {1: "no heartbeat for 0.4 s"}
+    assert head.alive == (0,)
     close(rolls)
 
 
-def test_lost_node_is_named_to_all(place: Placement) -> None:
+def test_silent_head_is_lost(place: Placement) -> None:
+    rolls = meet(place)
+    rolls[1].lost_after_s = 0.4
+    ((event,),) = hear(rolls[1:], lambda seen: bool(seen[0]))
+    assert event == HeadLost(node="node 1 of 2 (as07r3b12)", reason="no heartbeat for 0.4 s")
+    close(rolls)
+
+
+def test_closed_connection_is_lost(place: Placement) -> None:
     rolls = meet(replace(place, nnodes=3))
+    head = rolls[0]
+    assert isinstance(head, HeadSession)
     rolls[1]._connection.socket.close()
-    events = hear([rolls[0], rolls[2]], lambda seen: all(seen))
-    expected = NodeLost(node="node 2 of 3 (as07r3b13)", reason="it closed the connection")
-    assert events == [[expected], [expected]]
-    close([rolls[0], rolls[2]])
+    assert hear([head, rolls[2]], lambda _: bool(head.lost)) == [[], []]
+    assert head.lost == {1: "it closed the connection"}
+    close([head, rolls[2]])
 
 
 def test_stop_reaches_all_others(place: Placement) -> None:
     rolls = meet(replace(place, nnodes=3))
-    rolls[1].ask_stop("SIGUSR1")
+    rolls[1].report(StopOrder(reason="SIGUSR1"))
     events = hear(rolls, lambda seen: bool(seen[0] and seen[2]))
     expected = StopOrder(node="node 2 of 3 (as07r3b13)", reason="SIGUSR1")
     assert events == [[expected], [], [expected]]
     close(rolls)
 
 
-def test_barrier_opens_when_all_are_done(place: Placement) -> None:
-    rolls = meet(place)
-    rolls[0].report_end(AttemptEnded(code=85))
-    assert quiet(rolls, 0.3) == [[], []]
-    rolls[1].report_end(AttemptEnded(code=0))
-    assert hear(rolls, lambda seen: all(seen)) == [[AllDone(codes=(85, 0))]] * 2
-    close(rolls)
-
-
-def test_failure_is_told_to_all_others(place: Placement) -> None:
-    rolls = meet(replace(place, nnodes=3))
-    rolls[2].report_end(AttemptEnded(code=7))
-    rolls[2].close()
-    events = hear(rolls[:2], lambda seen: all(seen))
-    assert events == [[NodeFailed(node="node 3 of 3 (as07r3b14)", code=7)]] * 2
-    assert quiet(rolls[:2], 0.2) == [[], []]
-    close(rolls[:2])
-
-
-def test_failed_head_is_not_also_lost(place: Placement) -> None:
-    rolls = meet(place)
-    rolls[0].report_end(AttemptEnded(code=1))
-    closing = threading.Thread(target=rolls[0].close)
-    closing.start()
-    events = hear(rolls[1:], lambda seen: len(seen[0]) == 2)
-    assert events == [[NodeFailed(node="node 1 of 2 (as07r3b12)", code=1, is_head=True), AllDone(codes=())]]
-    closing.join()
+def test_end_of_the_run_is_told_to_all(place: Placement) -> None:
+    end_run(meet(place), 85)
 
 
 def test_link_beyond_descriptor_1023_closes() -> None:
@@ -246,7 +215,7 @@ def test_link_beyond_descriptor_1023_closes() -> None:
     mine, other = socket.socketpair()
     try:
         number = os.dup2(mine.fileno(), 2000)
-        link = Connection(socket.socket(fileno=number), messages.from_node)
+        link = Connection(socket.socket(fileno=number))
         other.sendall(messages.encode(messages.Heartbeat()) + b"\n")
         link.close(linger_s=0.1)
         assert link.fileno() == -1
@@ -263,9 +232,10 @@ def test_ports_stay_below_the_ephemeral_range() -> None:
     assert ports.rollcall_port("any", 65535) == 65534
 
 
-def test_call_after_the_roll_call_is_refused(place: Placement) -> None:
-    rolls = meet(place)
-    late = CallThread(place, 1)
+@pytest.mark.parametrize("secret", [None, bytes(32)], ids=["open", "with a secret"])
+def test_call_after_the_roll_call_is_refused(place: Placement, secret: bytes | None) -> None:
+    rolls = meet(place, secret=secret)
+    late = CallThread(place, 1, secret=secret)
     hear(rolls, lambda _: not late.is_alive())
     for call in (late, CallThread(place, 0)):
         assert "started twice on this host" in call.refusal()

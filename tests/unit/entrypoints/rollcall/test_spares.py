@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from rollcall_nodes import CallThread, close, hear, placement, stranger
+from rollcall_nodes import CallThread, close, end_run, hear, placement, stranger
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import gather, messages, probe
 from imgkit_entrypoints.rollcall.join import Meeting
 from imgkit_entrypoints.rollcall.messages import (
-    AllDone,
     AttemptEnded,
     AttemptStart,
-    EndAttempt,
     JoinRequest,
-    NodeFailed,
     NodeInfo,
-    NodeLost,
-    ProbePorts,
+    ProbePort,
+    StopOrder,
 )
 from imgkit_entrypoints.rollcall.session import HeadSession, Session
 from imgkit_entrypoints.schedulers.placement import Placement, Size
@@ -61,23 +57,20 @@ def test_start_waits_for_nobody_when_all_are_there(place: Placement, monkeypatch
 def test_missing_node_leaves_no_gap(place: Placement, secret: bytes | None) -> None:
     rolls = met(place, 0, 2, secret=secret)
     assert numbers(rolls) == [(0, 2), (1, 2)]
-    assert {roll.port for roll in rolls} == {rolls[0].port}
     close(rolls)
 
 
 def test_head_starts_alone_where_one_is_enough(place: Placement) -> None:
     rolls = met(replace(place, size=Size(training=1, spares=2)), 0)
     assert numbers(rolls) == [(0, 1)]
-    rolls[0].report_end(AttemptEnded(code=0))
-    assert hear(rolls, lambda events: bool(events[0])) == [[AllDone(codes=(0,))]]
-    close(rolls)
+    end_run(rolls)
 
 
 def test_each_call_gives_the_next_node_time(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "LAST_CALL_S", 60.0)
     place = replace(place, size=Size(training=1, spares=2))
     me, end = NodeInfo(host="as07r3b12"), time.monotonic() + NEVER_S
-    with probe.open_ports("", "") as opened:
+    with probe.open_port("", "") as opened:
         head = gather._Head(Meeting(place, me, opened, NEVER_S, print, str, None))
         head._last_join -= 100
         assert head._is_complete(time.monotonic(), end)
@@ -85,7 +78,8 @@ def test_each_call_gives_the_next_node_time(place: Placement, monkeypatch: pytes
         while len(head.nodes) < 2:
             head._receive()
         assert not head._is_complete(time.monotonic(), end)
-        head.refuse_all(NoPlan("over"))
+        head.server.send_all(gather.refusal(NoPlan("over")))
+        head.server.close(1.0)
     assert "over" in member.refusal()
 
 
@@ -104,7 +98,7 @@ def test_enough_nodes_start_when_the_time_is_over(place: Placement, monkeypatch:
 def test_node_that_calls_and_goes_is_not_counted(place: Placement) -> None:
     head = CallThread(place, 0)
     me = NodeInfo(host="as07r3b13")
-    offer = ProbePorts(address="127.0.0.1", interface="lo", ports=(9,))
+    offer = ProbePort(address="127.0.0.1", interface="lo", port=9)
     call = JoinRequest(job=place.job_id, node_rank=1, nnodes=3, node=me, probe=offer)
     with stranger(place) as connection:
         connection.sendall(messages.encode(call) + b"\n")
@@ -126,28 +120,20 @@ def test_late_node_reads_that_it_cannot_join(place: Placement) -> None:
     close(rolls)
 
 
-def test_events_bear_the_numbers_of_the_start(place: Placement) -> None:
+def test_losses_bear_the_numbers_of_the_start(place: Placement) -> None:
     rolls = met(place, 0, 2)
-    rolls[1].report_end(AttemptEnded(code=3))
-    events = hear(rolls, lambda events: bool(events[0]))
-    assert events[0] == [NodeFailed(node="node 2 of 2 (as07r3b14)", code=3)]
-    close(rolls)
-
-
-def test_lost_node_ends_the_run(place: Placement) -> None:
-    rolls = met(place, 0, 1, 2)
-    rolls[2]._connection.close()
-    events = hear(rolls[:2], lambda events: all(events))
-    assert [
-        [type(event), event.node] for seen in events for event in seen if isinstance(event, NodeLost)
-    ] == [[NodeLost, "node 3 of 3 (as07r3b14)"]] * 2
-    close(rolls[:2])
+    head = rolls[0]
+    assert isinstance(head, HeadSession)
+    rolls[1]._connection.close()
+    hear([head], lambda _: bool(head.lost))
+    assert [head.node_name(number) for number in head.lost] == ["node 2 of 2 (as07r3b14)"]
+    close([head])
 
 
 @pytest.fixture
 def elastic(place: Placement) -> Iterator[tuple[HeadSession, list[Session]]]:
     """The head of a run of three nodes whose attempts it starts, and all rolls."""
-    rolls = met(place, 0, 1, 2, can_restart=True)
+    rolls = met(place, 0, 1, 2)
     assert isinstance(rolls[0], HeadSession)
     yield rolls[0], rolls
     close(rolls)
@@ -172,24 +158,8 @@ def test_words_about_an_earlier_attempt_do_not_count(elastic: tuple[HeadSession,
     head.start_attempt(1, {0: 0, 1: 1})
     head.start_attempt(2, {0: 0, 1: 1})
     hear(rolls, all)
-    rolls[1].report_end(AttemptEnded(code=0, attempt=2, position=9))
-    rolls[1].report_end(AttemptEnded(code=7, attempt=1))
-    rolls[1].ask_stop("the last word")
+    rolls[1].report(AttemptEnded(code=0, attempt=2, position=9))
+    rolls[1].report(AttemptEnded(code=7, attempt=1))
+    rolls[1].report(StopOrder(reason="the last word"))
     hear(rolls[:1], lambda events: bool(events[0]))
     assert head.reports == {1: AttemptEnded(code=0, attempt=2, position=9)}
-    old = EndAttempt(attempt=1, reason="it is over")
-    head._send(1, old)
-    head._send(1, AttemptStart(attempt=1, nnodes=2, node_rank=1, port=9))
-    head.end_attempt("lost node 2")
-    events = hear(rolls[1:2], lambda events: bool(events[0]))
-    assert events == [[EndAttempt(attempt=2, reason="lost node 2")]]
-
-
-def test_lost_node_of_an_elastic_run_is_the_heads_affair(elastic: tuple[HeadSession, list[Session]]) -> None:
-    head, rolls = elastic
-    rolls[2]._connection.socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
-    hear(rolls[:2], lambda _: bool(head.lost))
-    assert head.lost == {2: "it closed the connection"}
-    assert head.alive == (0, 1)
-    head.end_run(4)
-    assert hear(rolls[:2], all) == [[AllDone(codes=(4,))]] * 2

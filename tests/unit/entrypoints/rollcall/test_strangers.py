@@ -8,7 +8,6 @@ import json
 import os
 import re
 import resource
-import select
 import signal
 import socket
 import threading
@@ -20,20 +19,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollcall_nodes import CallThread, close, hear, heard_until_closed, meet, placement, stranger
+from rollcall_nodes import (
+    CallThread,
+    close,
+    end_run,
+    hear,
+    heard_until_closed,
+    kept_file_limit,
+    meet,
+    placement,
+    stranger,
+)
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.launch.agent import kept_file_limit
-from imgkit_entrypoints.rollcall import gather, messages, ports, session, strangers
+from imgkit_entrypoints.rollcall import gather, messages, ports, server, session
 from imgkit_entrypoints.rollcall.messages import (
-    AllDone,
     AttemptEnded,
+    EndRun,
     JoinRequest,
     MeasureResult,
     NodeInfo,
-    NodeLost,
+    RankFailure,
 )
-from imgkit_entrypoints.rollcall.strangers import MAX_STRANGERS, Strangers
+from imgkit_entrypoints.rollcall.server import MAX_STRANGERS, Server
+from imgkit_entrypoints.rollcall.session import HeadSession
 from imgkit_entrypoints.schedulers.placement import Placement, job_port
 
 SECRET = os.urandom(32)
@@ -57,7 +66,7 @@ PAYLOADS = (
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strangers, "MAX_WAIT_S", 1.0)
+    monkeypatch.setattr(server, "MAX_WAIT_S", 1.0)
 
 
 @pytest.fixture(params=[None, SECRET], ids=["open", "secret"])
@@ -101,14 +110,6 @@ def attacker(attack: Attack) -> Iterator[Callable[[], None]]:
         os.close(reader)
 
 
-def end_well(rolls: list[session.Session]) -> None:
-    """Let all nodes of a run end, and see that nothing else has happened."""
-    for roll in rolls:
-        roll.report_end(AttemptEnded(code=0))
-    assert hear(rolls, lambda seen: all(seen)) == [[AllDone(codes=(0,) * len(rolls))]] * len(rolls)
-    close(rolls)
-
-
 def test_rubbish_changes_nothing_before_and_after_the_start(place: Placement, secret: bytes | None) -> None:
     def attack(ready: Callable[[], None]) -> None:
         for _ in range(2):
@@ -128,11 +129,11 @@ def test_rubbish_changes_nothing_before_and_after_the_start(place: Placement, se
         waiting.start()
         assert hear(rolls, lambda _: not waiting.is_alive()) == [[], []]
         waiting.join()
-        end_well(rolls)
+        end_run(rolls)
     assert any(
         "127.0.0.1 sent something other than an imgkit roll call; ignored" in text for text in head.said
     )
-    assert len(head.said) <= strangers.MAX_REPORTS + 2
+    assert len(head.said) <= server.MAX_REPORTS + 2
 
 
 def test_scan_changes_nothing(place: Placement, secret: bytes | None) -> None:
@@ -144,41 +145,8 @@ def test_scan_changes_nothing(place: Placement, secret: bytes | None) -> None:
     with attacker(attack) as wait:
         head = CallThread(place, 0, secret=secret)
         wait()
-        end_well([call.roll() for call in (head, CallThread(place, 1, secret=secret))])
+        end_run([call.roll() for call in (head, CallThread(place, 1, secret=secret))])
     assert len(head.said) == 1
-
-
-def test_impostor_is_early_and_gets_nothing(place: Placement) -> None:
-    call = JoinRequest(job=place.job_id, node_rank=1, nnodes=2, node=NodeInfo(host="evil"))
-
-    def attack(ready: Callable[[], None]) -> None:
-        for first in (b"", b"imgkit-join 1 " + b"0" * 32 + b"\n"):
-            connection = stranger(place)
-            connection.sendall(
-                first + messages.encode(call) + b"\n" + b'{"type": "StopOrder", "reason": "now"}\n'
-            )
-            assert place.job_id.encode() not in heard_until_closed(connection)
-        ready()
-
-    with attacker(attack) as wait:
-        head = CallThread(place, 0, secret=SECRET)
-        wait()
-        end_well([call.roll() for call in (head, CallThread(place, 1, secret=SECRET))])
-
-
-def test_squatter_of_another_user_is_named_and_not_printed(place: Placement) -> None:
-    def attack(ready: Callable[[], None]) -> None:
-        with socket.create_server(("127.0.0.1", job_port(place.job_id))) as listener:
-            ready()
-            while True:
-                connection, _ = listener.accept()
-                connection.sendall(b'{"type": "Refused", "what": "\\u001b[31m do rm -rf ~"}\n')
-
-    with attacker(attack) as wait:
-        wait()
-        text = CallThread(place, 1, secret=SECRET, timeout_s=2.0).refusal()
-    assert "another program answers at 127.0.0.1:" in text
-    assert "rm -rf" not in text
 
 
 def test_text_of_an_open_head_is_printed_without_control_characters(place: Placement) -> None:
@@ -211,20 +179,16 @@ def test_slow_loris_does_not_fill_the_head(place: Placement, secret: bytes | Non
     def head(ready: Callable[[], None]) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
         me = NodeInfo(host="head")
-        roll = gather.meet(place, me, timeout_s=30, log=lambda _: None, secret=secret)
-        roll.report_end(AttemptEnded(code=0))
-        while not roll.poll():
-            roll.wait([], 0.1)
+        end_at_report(gather.meet(place, me, timeout_s=30, log=lambda _: None, secret=secret))
         ready()
-        roll.close()
 
     with attacker(head) as until_done, attacker(attack) as wait:
         wait()
         roll = CallThread(place, 1, secret=secret, timeout_s=20).roll()
         assert hear([roll], lambda _: False, within_s=1.0) == [[]]
-        roll.report_end(AttemptEnded(code=0))
+        roll.report(AttemptEnded(code=0))
         until_done()
-        assert hear([roll], lambda seen: all(seen)) == [[AllDone(codes=(0, 0))]]
+        assert hear([roll], lambda seen: all(seen)) == [[EndRun(code=0)]]
         roll.close()
 
 
@@ -234,13 +198,9 @@ def test_refused_caller_that_goes_on_sending_costs_no_memory(place: Placement, s
     def head(ready: Callable[[], None]) -> None:
         before = memory("VmRSS")
         me = NodeInfo(host="head")
-        roll = gather.meet(place, me, timeout_s=30, log=lambda _: None, secret=secret)
-        roll.report_end(AttemptEnded(code=0))
-        while not roll.poll():
-            roll.wait([], 0.1)
+        end_at_report(gather.meet(place, me, timeout_s=30, log=lambda _: None, secret=secret))
         assert memory("VmHWM") - before < 32 << 20
         ready()
-        roll.close()
 
     with attacker(head) as until_done:
         for _ in range(4):
@@ -249,10 +209,20 @@ def test_refused_caller_that_goes_on_sending_costs_no_memory(place: Placement, s
                 for _ in range(100):
                     one.sendall(b"ab\n" * 30_000)
         roll = CallThread(place, 1, secret=secret, timeout_s=20).roll()
-        roll.report_end(AttemptEnded(code=0))
+        roll.report(AttemptEnded(code=0))
         until_done()
-        assert hear([roll], lambda seen: all(seen)) == [[AllDone(codes=(0, 0))]]
+        assert hear([roll], lambda seen: all(seen)) == [[EndRun(code=0)]]
         roll.close()
+
+
+def end_at_report(roll: session.Session) -> None:
+    """End the run when the other node has reported its end."""
+    assert isinstance(roll, HeadSession)
+    while not roll.reports:
+        roll.wait([], 0.1)
+        roll.poll()
+    roll.send_all(EndRun(code=0))
+    roll.close()
 
 
 def memory(kind: str) -> int:
@@ -265,16 +235,16 @@ def test_flood_during_the_run_wakes_the_head_seldom(
     place: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A head whose workers train has no processor to spare for strangers, and still refuses late callers."""
-    looks: list[float] = []
-    joining_nodes = Strangers.joining_nodes
+    reads: list[float] = []
+    receive = Server.receive
 
-    def counted(room: Strangers, missing: int = 0) -> list[Any]:
-        looks.append(time.monotonic())
-        return joining_nodes(room, missing)
+    def counted(head: Server, seconds: float = 0.0, *, missing: int = 0) -> list[Any]:
+        reads.append(time.monotonic())
+        return receive(head, seconds, missing=missing)
 
     monkeypatch.setattr(session, "BEAT_S", 5.0)
     head, node = meet(place)
-    monkeypatch.setattr(Strangers, "joining_nodes", counted)
+    monkeypatch.setattr(Server, "receive", counted)
     ended = threading.Event()
 
     def flood() -> None:
@@ -289,14 +259,15 @@ def test_flood_during_the_run_wakes_the_head_seldom(
         head.poll()
         node.poll()
     ended.set()
-    assert 2 <= len(looks) <= 2 * (time.monotonic() - began) / session.STRANGERS_PAUSE_S
+    # Each turn of the loop above polls once, too.
+    assert 2 <= len(reads) <= 3 * (time.monotonic() - began) / session.STRANGERS_PAUSE_S
     late = CallThread(place, 1)
     while late.is_alive():
         head.wait([], 0.5)
         head.poll()
     assert "started twice on this host" in late.refusal()
     flooding.join()
-    end_well([head, node])
+    end_run([head, node])
 
 
 def test_calls_of_another_job_do_not_delay_the_start(place: Placement) -> None:
@@ -305,7 +276,7 @@ def test_calls_of_another_job_do_not_delay_the_start(place: Placement) -> None:
     others = [stranger(place) for _ in range(40)]
     for other in others:
         other.sendall(messages.encode(call) + b"\n")
-    end_well([call.roll() for call in (head, CallThread(place, 1))])
+    end_run([call.roll() for call in (head, CallThread(place, 1))])
     for other in others:
         told = heard_until_closed(other)
         assert b"other belongs to job 'other', the head to another" in told
@@ -314,13 +285,13 @@ def test_calls_of_another_job_do_not_delay_the_start(place: Placement) -> None:
 
 
 def test_oldest_stranger_leaves_first(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strangers, "MAX_STRANGERS", 2)
-    with contextlib.closing(waiting_room(place)) as room:
+    monkeypatch.setattr(server, "MAX_STRANGERS", 2)
+    with contextlib.closing(LoneServer(place)) as head:
         first, second, third = (stranger(place) for _ in range(3))
-        room.joining_nodes()
+        head.receive()
         assert first.recv(1) == b""
         second.sendall(line(place))
-        until(room)
+        until(head)
         for one in (first, second, third):
             one.close()
 
@@ -328,41 +299,53 @@ def test_oldest_stranger_leaves_first(place: Placement, monkeypatch: pytest.Monk
 def test_stranger_that_says_nothing_leaves_after_its_time(
     place: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strangers, "MAX_WAIT_S", 0.2)
+    monkeypatch.setattr(server, "MAX_WAIT_S", 0.2)
     head = CallThread(place, 0)
     for said in (b"", b"{"):
         with stranger(place) as one:
             one.sendall(said)
             assert one.recv(1) == b""
-    end_well([call.roll() for call in (head, CallThread(place, 1))])
+    end_run([call.roll() for call in (head, CallThread(place, 1))])
+
+
+def test_stranger_with_a_long_line_leaves_at_once(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_WAIT_S", 60.0)
+    with contextlib.closing(LoneServer(place)) as head, stranger(place) as one:
+        one.sendall(b"x" * (server.MAX_HANDSHAKE_BYTES + 1))
+        end = time.monotonic() + 10
+        while not head.reports:
+            assert time.monotonic() < end
+            head.receive(0.05)
+        assert not head.has_strangers
 
 
 def test_missing_nodes_have_room_of_their_own(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strangers, "MAX_STRANGERS", 1)
-    with contextlib.closing(waiting_room(place)) as room:
+    monkeypatch.setattr(server, "MAX_STRANGERS", 1)
+    with contextlib.closing(LoneServer(place)) as head:
         calling = [stranger(place) for _ in range(5)]
-        room.joining_nodes(missing=4)
+        head.receive(missing=4)
         for one in calling:
             one.sendall(line(place))
-            until(room, missing=4)
+            until(head, missing=4)
             one.close()
 
 
 def test_head_without_descriptors_goes_on_and_does_not_spin(
     place: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(strangers, "PAUSE_S", 0.3)
-    with contextlib.closing(waiting_room(place)) as room, kept_file_limit():
+    monkeypatch.setattr(server, "PAUSE_S", 0.3)
+    with contextlib.closing(LoneServer(place)) as head, kept_file_limit():
         node = stranger(place)
         node.sendall(line(place))
         free = os.dup(node.fileno())  # the next descriptor would be this one
         os.close(free)
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
-        assert room.joining_nodes() == []
-        assert select.select([room], [], [], 0) == ([], [], [])
+        began = time.monotonic()
+        assert head.receive(10.0) == []
+        assert 0.3 <= time.monotonic() - began < 5.0
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        until(room)
+        until(head)
         node.close()
 
 
@@ -370,7 +353,6 @@ def test_head_without_descriptors_goes_on_and_does_not_spin(
 def test_failing_accept_costs_no_node_its_place(
     place: Placement, monkeypatch: pytest.MonkeyPatch, failure: int
 ) -> None:
-    monkeypatch.setattr(strangers, "PAUSE_S", 0.1)
     failures = [failure] * 3
     accept = socket.socket.accept
 
@@ -380,7 +362,7 @@ def test_failing_accept_costs_no_node_its_place(
         return accept(listener)
 
     monkeypatch.setattr(socket.socket, "accept", failing)
-    end_well([call.roll() for call in (CallThread(place, 0), CallThread(place, 1))])
+    end_run([call.roll() for call in (CallThread(place, 0), CallThread(place, 1))])
     assert failures == []
 
 
@@ -395,7 +377,7 @@ def test_node_calls_again_after_the_head_has_closed_its_connection(
             connection, _ = listener.accept()
             connection.recv(heard)
             connection.close()
-    end_well([CallThread(place, 0, secret=secret).roll(), node.roll()])
+    end_run([CallThread(place, 0, secret=secret).roll(), node.roll()])
 
 
 def test_head_with_a_low_hard_limit_says_the_number_and_the_command() -> None:
@@ -420,13 +402,6 @@ def test_head_with_a_low_hard_limit_says_the_number_and_the_command() -> None:
         wait()
 
 
-def test_too_few_descriptors_are_refused_before_the_start() -> None:
-    with kept_file_limit():
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with pytest.raises(NoPlan, match=rf"needs {hard}\d* open files; its limit is {hard}|needs \d+"):
-            gather.raise_file_limit(hard)
-
-
 def test_limit_is_raised_to_what_the_nodes_need() -> None:
     with kept_file_limit() as before:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -438,34 +413,44 @@ def test_limit_is_raised_to_what_the_nodes_need() -> None:
 
 def test_node_of_a_run_that_sends_rubbish_is_lost(place: Placement, secret: bytes | None) -> None:
     rolls = meet(replace(place, nnodes=3), secret=secret)
+    head = rolls[0]
+    assert isinstance(head, HeadSession)
     rolls[1]._connection.send_line(b"[" * 2048)
-    events = hear([rolls[0], rolls[2]], lambda seen: all(seen))
-    reason = "it sent something other than a message of imgkit's roll call"
-    assert events == [[NodeLost(node="node 2 of 3 (as07r3b13)", reason=reason)]] * 2
+    assert hear([head, rolls[2]], lambda _: bool(head.lost)) == [[], []]
+    assert head.lost == {1: "it sent something other than a message of imgkit's roll call"}
     close(rolls)
 
 
 def test_node_that_repeats_itself_is_passed_on_once(place: Placement) -> None:
     """A stranger may be a node of an open start; it fills neither the head's memory nor the others' links."""
     rolls = meet(replace(place, nnodes=3))
-    for _ in range(50):
-        rolls[1].report_measurement(MeasureResult(stage=0))
-        rolls[1].ask_stop("USR1")
-    for _ in range(50):
-        rolls[1].report_end(AttemptEnded(code=7))
-    name = "node 2 of 3 (as07r3b13)"
-    once = [messages.StopOrder(node=name, reason="USR1"), messages.NodeFailed(node=name, code=7)]
-    assert hear([rolls[0], rolls[2]], lambda seen: len(seen[1]) > 1) == [once, once]
-    assert hear([rolls[0], rolls[2]], lambda _: False, within_s=0.1) == [[], []]
-    assert isinstance(rolls[0], session.HeadSession)
-    assert rolls[0].measurements == []
+    head = rolls[0]
+    assert isinstance(head, HeadSession)
+    failure = RankFailure(rank=1, code=7, age_ms=0, after_peer=False, log="")
+    for number in range(50):
+        rolls[1].report(MeasureResult(stage=number))
+        rolls[1].report(messages.StopOrder(reason="USR1"))
+        rolls[1].report(AttemptEnded(code=7, failure=failure))
+    once = [messages.StopOrder(node="node 2 of 3 (as07r3b13)", reason="USR1")]
+    assert hear([head, rolls[2]], lambda _: head.measurements.get(1) == MeasureResult(stage=49)) == [
+        once,
+        once,
+    ]
+    assert hear([head, rolls[2]], lambda _: False, within_s=0.1) == [[], []]
+    assert (len(head.measurements), len(head.failures)) == (1, 1)
     close(rolls)
 
 
-def waiting_room(place: Placement) -> Strangers:
-    """Strangers of a head that does nothing else."""
-    listener = ports.listen(job_port(place.job_id))
-    return Strangers(listener, job_id=place.job_id, secret=None, log=lambda _: None)
+class LoneServer(Server):
+    """The server of a head that does nothing else."""
+
+    def __init__(self, place: Placement) -> None:
+        listener = ports.listen(job_port(place.job_id))
+        super().__init__(listener, job_id=place.job_id, log=lambda _: None)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Close everything."""
+        super().close(linger_s)
 
 
 def line(place: Placement) -> bytes:
@@ -474,9 +459,10 @@ def line(place: Placement) -> bytes:
     return messages.encode(request) + b"\n"
 
 
-def until(room: Strangers, missing: int = 0, within_s: float = 10.0) -> None:
+def until(head: Server, missing: int = 0, within_s: float = 10.0) -> None:
     """Wait until one node has called."""
     end = time.monotonic() + within_s
-    while not room.joining_nodes(missing):
+    while not head.joining:
         assert time.monotonic() < end
-        select.select([room], [], [], 0.05)
+        head.receive(0.05, missing=missing)
+    head.joining.pop()[0].close()

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from imgkit_entrypoints.errors import NoPlan, UsageError
+from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers import resolve
 from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest
 
@@ -130,11 +130,6 @@ def test_names_of_recipes_are_understood(name: str, means: str) -> None:
     assert place(LAUNCHERS[means], scheduler=name).scheduler == means
 
 
-def test_variable_names_the_scheduler_too() -> None:
-    env = LAUNCHERS["slurm"] | LAUNCHERS["openmpi"] | {"IMGKIT_SCHEDULER": "openmpi"}
-    assert place(env).scheduler == "openmpi"
-
-
 def test_standalone_starts_alone_in_a_step() -> None:
     found = place(LAUNCHERS["slurm"], scheduler="standalone")
     assert (found.scheduler, found.nnodes) == ("standalone", 1)
@@ -144,12 +139,6 @@ def test_flag_without_its_variables_is_refused() -> None:
     with pytest.raises(NoPlan, match="none of pbs's variables") as caught:
         place(LAUNCHERS["slurm"], scheduler="pbs")
     assert "slurm" in (caught.value.hint or "")
-
-
-def test_unknown_scheduler_lists_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="unknown scheduler 'slrum'") as caught:
-        place({}, scheduler="slrum")
-    assert "slurm, standalone" in (caught.value.hint or "")
 
 
 def test_nesting_is_refused_whatever_the_flag() -> None:

@@ -95,20 +95,31 @@ def test_host_runtime_keeps_the_path() -> None:
 def test_each_host_gets_its_rank() -> None:
     made = script(changed(HELLO, hosts=("me@10.0.0.1", "10.0.0.2"), ssh=True))
     assert [host for host, _ in made.remote] == ["me@10.0.0.1", "10.0.0.2"]
+    port = shlex.split(made.remote[0][1])[-1]
     for rank, (_, text) in enumerate(made.remote):
-        assert shlex.split(text)[-7:] == [
-            *("dist-hello", "--nnodes", "2"),
-            *("--node-rank", str(rank), "--head", "10.0.0.1"),
+        assert shlex.split(text)[-9:] == [
+            *("dist-hello", "--nnodes", "2", "--node-rank", str(rank)),
+            *("--head", "10.0.0.1", "--port", port),
         ]
     printed = [shlex.split(row)[-1] for row in made.text.replace("\\\n", "").splitlines() if row[0] != "#"]
     assert len(printed) == 2
-    assert all(text.endswith(f"--node-rank {rank} --head 10.0.0.1") for rank, text in enumerate(printed))
+    end = f"--head 10.0.0.1 --port {port}"
+    assert all(text.endswith(f"--node-rank {rank} {end}") for rank, text in enumerate(printed))
+
+
+def test_runs_by_hand_meet_at_random_ports() -> None:
+    request = changed(HELLO, hosts=("10.0.0.1", "10.0.0.2"), ssh=True)
+    ports = {int(shlex.split(script(request).remote[0][1])[-1]) for _ in range(20)}
+    assert len(ports) > 10
+    assert all(15000 <= port < 30999 for port in ports)
+    chosen = script(changed(request, env=("IMGKIT_PORT=29500",))).remote
+    assert all(text.endswith("--port 29500") for _, text in chosen)
 
 
 def test_spare_is_a_host_like_the_others() -> None:
     made = script(changed(HELLO, hosts=("a", "b", "c"), nodes="2+1", ssh=True))
     assert made.head_decides
-    assert [shlex.split(text)[-6:-2] for _, text in made.remote] == [
+    assert [shlex.split(text)[-8:-4] for _, text in made.remote] == [
         ["--nnodes", "2+1", "--node-rank", rank] for rank in "012"
     ]
     assert "torch.distributed.launch" not in made.text  # it has no spares

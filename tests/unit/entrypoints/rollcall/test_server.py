@@ -1,4 +1,4 @@
-"""The head's connections on one epoll, over real sockets: no node costs or delays another one."""
+"""The head's nodes on one epoll, over real sockets: no node costs or delays another one."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from rollcall_nodes import kept_file_limit
 
-from imgkit_entrypoints.launch.agent import kept_file_limit
 from imgkit_entrypoints.rollcall import messages, session
-from imgkit_entrypoints.rollcall.connection import Connection, NodeConnections
-from imgkit_entrypoints.rollcall.messages import AttemptEnded, FromNode, Heartbeat, StopOrder
+from imgkit_entrypoints.rollcall.connection import Connection
+from imgkit_entrypoints.rollcall.messages import AttemptEnded, Heartbeat, Message, StopOrder
+from imgkit_entrypoints.rollcall.server import HeadConnection, Server
 
 LARGE = StopOrder(node="node 1 of 4", reason="x" * 60_000)
 LINE = messages.encode(AttemptEnded(code=0)) + b"\n"
-Received = list[tuple[int, FromNode]]
+Received = list[tuple[int, Message]]
 
 
 class Nodes:
     """The other ends of the connections."""
 
     def __init__(self, count: int) -> None:
-        self.connections = NodeConnections()
+        self.server = Server()
         self.ends: dict[int, socket.socket] = {}
         for rank in range(1, count + 1):
             end, head_end = socket.socketpair()
             end.settimeout(60)
             self.ends[rank] = end
-            self.connections.add(rank, Connection(head_end, messages.from_node))
+            self.server.add(rank, HeadConnection(head_end, ""))
 
     def receive_until(self, condition: Callable[[], object]) -> Received:
         """Return what arrives until the condition holds."""
         received: Received = []
         deadline = time.monotonic() + 60
         while not condition() and not received:
-            received += self.connections.receive(0.1)
+            received += self.server.receive(0.1)
             assert time.monotonic() < deadline
         return received
 
@@ -48,21 +49,21 @@ class Nodes:
 
     def silent(self) -> list[int]:
         """Return the nodes that count as lost after the usual time."""
-        self.connections.beat(Heartbeat(), beat_s=60, lost_after_s=session.LOST_AFTER_S)
-        return [rank for rank, _ in self.connections.take_closed()]
+        self.server.beat(Heartbeat(), beat_s=60, lost_after_s=session.LOST_AFTER_S)
+        return list(self.server.lost)
 
     def read(self, rank: int, size: int) -> bytes:
         """Read `size` bytes as one node, while the head goes on."""
         data = b""
         while len(data) < size:
-            self.connections.receive()
+            self.server.receive()
             with contextlib.suppress(BlockingIOError):
                 data += self.ends[rank].recv(size - len(data), socket.MSG_DONTWAIT)
         return data
 
     def close(self) -> None:
         """Close everything."""
-        self.connections.close(0.0)
+        self.server.close(0.0)
         for end in self.ends.values():
             end.close()
 
@@ -78,24 +79,24 @@ def test_message_costs_work_for_its_own_connection(monkeypatch: pytest.MonkeyPat
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         with contextlib.closing(Nodes(min(4096, hard // 2 - 200))) as nodes:
-            readers: list[Connection[FromNode]] = []
+            readers: list[Connection] = []
             receive = Connection.receive
 
-            def counted(connection: Connection[FromNode]) -> Iterator[FromNode]:
+            def counted(connection: Connection) -> Iterator[Message]:
                 readers.append(connection)
                 return receive(connection)
 
             monkeypatch.setattr(Connection, "receive", counted)
             for rank in (7, 300):
                 nodes.ends[rank].sendall(LINE)
-            received = sorted(nodes.connections.receive(10.0), key=lambda item: item[0])
+            received = sorted(nodes.server.receive(10.0), key=lambda item: item[0])
             assert received == [(7, AttemptEnded(code=0)), (300, AttemptEnded(code=0))]
             assert len(readers) == 2
 
 
 def test_mute_node_delays_nobody(nodes: Nodes) -> None:
     for _ in range(20):
-        nodes.connections.send_all(LARGE)
+        nodes.server.send_all(LARGE)
         for rank in (2, 3):
             assert nodes.read(rank, 60_000)
         nodes.ends[2].sendall(LINE)
@@ -105,89 +106,89 @@ def test_mute_node_delays_nobody(nodes: Nodes) -> None:
 def test_slow_node_gets_everything_in_order(nodes: Nodes) -> None:
     sent = [StopOrder(node=str(number), reason="x" * 60_000) for number in range(20)]
     for message in sent:
-        nodes.connections.send(1, message)
+        nodes.server.send(1, message)
     expected = b"".join(messages.encode(message) + b"\n" for message in sent)
     assert nodes.read(1, len(expected)) == expected
-    assert nodes.connections.receive() == []
+    assert nodes.server.receive() == []
 
 
 def test_full_connection_does_not_wake_the_head(nodes: Nodes) -> None:
     for _ in range(20):
-        nodes.connections.send(1, LARGE)
-    assert session.wait([nodes.connections], 0.01) == []
+        nodes.server.send(1, LARGE)
+    assert session.wait([nodes.server], 0.01) == []
 
 
 def test_closed_connection_is_reported_once(nodes: Nodes) -> None:
     nodes.ends[2].sendall(LINE)
     nodes.ends[2].close()
     assert nodes.receive_one() == [(2, AttemptEnded(code=0))]
-    nodes.receive_until(lambda: nodes.connections.closed)
-    assert nodes.connections.closed == {2: "it closed the connection"}
-    assert 2 not in nodes.connections
-    nodes.connections.closed.clear()
-    nodes.connections.send(2, Heartbeat())
-    assert nodes.connections.receive(0.01) == []
-    assert nodes.connections.closed == {}
+    nodes.receive_until(lambda: nodes.server.lost)
+    assert nodes.server.lost == {2: "it closed the connection"}
+    assert 2 not in nodes.server
+    nodes.server.lost.clear()
+    nodes.server.send(2, Heartbeat())
+    assert nodes.server.receive(0.01) == []
+    assert nodes.server.lost == {}
 
 
 def test_process_that_ends_with_unread_input_has_closed_its_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, contextlib.closing(Nodes(1)) as nodes:
         end = socket.create_connection(server.getsockname())
-        nodes.connections.add(2, Connection(server.accept()[0], messages.from_node))
-        nodes.connections.send(2, Heartbeat())
+        nodes.server.add(2, HeadConnection(server.accept()[0], ""))
+        nodes.server.send(2, Heartbeat())
         assert session.wait([end], 10)
         end.close()
-        nodes.receive_until(lambda: nodes.connections.closed)
-        assert nodes.connections.take_closed() == [(2, "it closed the connection")]
+        nodes.receive_until(lambda: nodes.server.lost)
+        assert nodes.server.lost == {2: "it closed the connection"}
 
 
 def test_reset_while_the_head_sends_is_noticed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, contextlib.closing(Nodes(1)) as nodes:
         end = socket.create_connection(server.getsockname())
-        nodes.connections.add(2, Connection(server.accept()[0], messages.from_node))
+        nodes.server.add(2, HeadConnection(server.accept()[0], ""))
         end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         end.close()
-        nodes.connections.send_all(LARGE)
-        nodes.receive_until(lambda: nodes.connections.closed)
-        assert list(nodes.connections.closed) == [2]
+        nodes.server.send_all(LARGE)
+        nodes.receive_until(lambda: nodes.server.lost)
+        assert list(nodes.server.lost) == [2]
 
 
 @pytest.mark.parametrize("data", [b"", b"{"], ids=["half-open", "a byte now and then"])
 def test_node_without_a_whole_line_is_silent(nodes: Nodes, data: bytes) -> None:
-    for connection in nodes.connections._connections.values():
+    for connection in nodes.server._nodes.values():
         connection.last_received -= session.LOST_AFTER_S + 1
     nodes.ends[2].sendall(data * 10)
     for rank in (1, 3):
         nodes.ends[rank].sendall(LINE)
-    received = nodes.receive_one() + nodes.connections.receive()
+    received = nodes.receive_one() + nodes.server.receive()
     assert {rank for rank, _ in received} == {1, 3}
     assert nodes.silent() == [2]
 
 
 def test_connection_stays_with_its_node_under_a_new_number(nodes: Nodes) -> None:
     nodes.ends[1].close()
-    nodes.receive_until(lambda: nodes.connections.closed)
-    nodes.connections.renumber({1: 1, 2: 3, 3: 2})
-    assert list(nodes.connections.closed) == [1]
+    nodes.receive_until(lambda: nodes.server.lost)
+    nodes.server.renumber({1: 1, 2: 3, 3: 2})
+    assert list(nodes.server.lost) == [1]
     nodes.ends[2].sendall(LINE)
     assert nodes.receive_one() == [(3, AttemptEnded(code=0))]
-    nodes.connections.send(2, StopOrder(reason="it is node 3 on the other end"))
+    nodes.server.send(2, StopOrder(reason="it is node 3 on the other end"))
     assert b"node 3" in nodes.ends[3].recv(4096)
 
 
 def test_message_in_many_pieces_arrives_whole(nodes: Nodes) -> None:
     for byte in LINE + LINE[:-1]:
         nodes.ends[1].sendall(bytes([byte]))
-        nodes.connections.receive(0.0)
+        nodes.server.receive(0.0)
     nodes.ends[1].sendall(LINE[-1:] + LINE)
     assert nodes.receive_one() == [(1, AttemptEnded(code=0))] * 2
 
 
 def test_last_message_reaches_all_beside_a_mute_node(nodes: Nodes) -> None:
     for _ in range(20):
-        nodes.connections.send(1, LARGE)
-    nodes.connections.send_all(StopOrder(node="head", reason="over"))
-    nodes.connections.close(0.2)
+        nodes.server.send(1, LARGE)
+    nodes.server.send_all(StopOrder(node="head", reason="over"))
+    nodes.server.close(0.2)
     for rank in (2, 3):
         assert b"over" in nodes.ends[rank].recv(4096)
         assert nodes.ends[rank].recv(1) == b""

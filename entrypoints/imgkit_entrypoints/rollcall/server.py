@@ -1,0 +1,276 @@
+"""The head's listener and all connections to it, on one epoll.
+
+A connection is a stranger until it has shown that it belongs to the run, and then a node. A stranger has a
+descriptor of the head, `MAX_HANDSHAKE_BYTES` of memory and `MAX_WAIT_S` seconds. There are at most
+`MAX_STRANGERS` of them, and one more for each node that has not joined yet. The oldest is closed first; a
+node calls again.
+
+A message costs work for its own connection only. A node that reads slowly or not at all delays nobody: what
+it has not taken waits until the next turn.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections.abc import Callable, Mapping
+
+from imgkit_entrypoints.rollcall import messages
+from imgkit_entrypoints.rollcall.connection import FOREIGN, MAX_LINE_BYTES, Connection, Handshake, close_all
+from imgkit_entrypoints.rollcall.messages import Heartbeat, JoinRequest, Message, Refused
+
+MAX_STRANGERS = 64
+MAX_HANDSHAKE_BYTES = 4096
+# Time in which a connection must show that it belongs to the run.
+MAX_WAIT_S = 5.0
+# Time that the head does nothing after the system had no descriptor for a connection.
+PAUSE_S = 0.05
+# Connections accepted in one turn, so that no flood keeps the head from its nodes.
+ACCEPTED = 256
+# Lines in the log about strangers; a flood must not fill the disk.
+MAX_REPORTS = 16
+
+
+class HeadConnection(Connection):
+    """A connection to the head."""
+
+    def __init__(self, sock: socket.socket, address: str) -> None:
+        super().__init__(sock, max_line_bytes=MAX_HANDSHAKE_BYTES)
+        self.address, self.since = address, time.monotonic()
+        self.rank: int | None = None
+        """Its node rank; None: a stranger, or a node that asks to join."""
+        self.handshake: Handshake | None = None
+        self.is_refused = False
+        """It has its refusal, and has until its time is over to read it."""
+
+
+class Server:
+    """The listener of the head, its nodes by rank, and strangers.
+
+    Parameters
+    ----------
+    listener : None: the run has no other nodes.
+    secret : None: a request to join with the right job id is enough.
+    log : takes the few lines about connections that were refused.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket | None = None,
+        *,
+        job_id: str = "",
+        secret: bytes | None = None,
+        log: Callable[[str], None] = print,
+    ) -> None:
+        self.joining: list[tuple[HeadConnection, JoinRequest]] = []
+        """Nodes of the run that have asked to join, until somebody adds or refuses them."""
+        self.lost: dict[int, str] = {}
+        """Nodes whose connection is over, and why."""
+        self.reports: list[str] = []
+        """Lines about connections that were not counted."""
+        self._listener, self._job_id, self._secret, self._log = listener, job_id, secret, log
+        self._nodes: dict[int, HeadConnection] = {}
+        self._unsent: set[HeadConnection] = set()
+        # As keys, the oldest first.
+        self._strangers: dict[HeadConnection, None] = {}
+        self._selector = selectors.DefaultSelector()
+        if listener:
+            self._selector.register(listener, selectors.EVENT_READ)
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when `receive` has something to do."""
+        return self._selector.fileno()
+
+    @property
+    def has_strangers(self) -> bool:
+        """Return whether a connection has not shown yet that it belongs to the run."""
+        return bool(self._strangers)
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self._nodes
+
+    def receive(self, seconds: float = 0.0, *, missing: int = 0) -> list[tuple[int, Message]]:
+        """Wait up to `seconds` for anything; return node ranks with their messages in order.
+
+        Parameters
+        ----------
+        missing : nodes that have not joined yet.
+        """
+        received = []
+        for key, _ in self._selector.select(seconds):
+            peer = key.data
+            if peer is None:
+                self._accept(MAX_STRANGERS + missing)
+            elif peer in self._strangers:
+                self._read_stranger(peer)
+            elif peer.rank is not None:
+                received += [(peer.rank, message) for message in peer.receive()]
+                if peer.error:
+                    self._lose(peer, peer.error)
+        for peer in list(self._unsent):
+            peer.flush()
+            if not peer.has_unsent:
+                self._unsent.remove(peer)
+        now = time.monotonic()
+        while self._strangers and now - (oldest := next(iter(self._strangers))).since > MAX_WAIT_S:
+            if not oldest.is_refused:
+                self._report(oldest, "did not join as a node of this run")
+            self._close_stranger(oldest)
+        return received
+
+    def add(self, rank: int, peer: HeadConnection) -> None:
+        """Take a peer that has asked to join as the node with this rank."""
+        peer.max_line_bytes, peer.rank = MAX_LINE_BYTES, rank
+        self._nodes[rank] = peer
+        self._selector.register(peer, selectors.EVENT_READ, peer)
+
+    def refuse(self, peer: HeadConnection, refusal: Refused) -> None:
+        """Refuse a peer that has asked to join; it has a moment to read why, and nobody waits for it."""
+        peer.since = time.monotonic()
+        self._add_stranger(peer)
+        self._refuse(peer, refusal)
+
+    def renumber(self, ranks: Mapping[int, int]) -> None:
+        """Give each node its new rank."""
+        self._nodes = {ranks[rank]: peer for rank, peer in self._nodes.items()}
+        self.lost = {ranks[rank]: reason for rank, reason in self.lost.items()}
+        for rank, peer in self._nodes.items():
+            peer.rank = rank
+
+    def beat(self, heartbeat: Heartbeat, *, beat_s: float, lost_after_s: float) -> None:
+        """Send `heartbeat` where nothing was sent for `beat_s`; close what is silent for `lost_after_s`."""
+        now, line = time.monotonic(), messages.encode(heartbeat)
+        for peer in list(self._nodes.values()):
+            if now - peer.last_received > lost_after_s:
+                self._lose(peer, f"no heartbeat for {lost_after_s:g} s")
+            elif now - peer.last_sent >= beat_s and not peer.has_unsent:
+                self._send(peer, line)
+
+    def send(self, rank: int, message: Message) -> None:
+        """Send a message to one node, if it is there."""
+        if peer := self._nodes.get(rank):
+            self._send(peer, messages.encode(message))
+
+    def send_all(self, message: Message, *, but: int | None = None) -> None:
+        """Send a message to all nodes, or to all but one."""
+        line = messages.encode(message)
+        for rank, peer in self._nodes.items():
+            if rank != but:
+                self._send(peer, line)
+
+    def close(self, linger_s: float) -> None:
+        """Close everything; the nodes have up to `linger_s` seconds together to read the last messages."""
+        if self._listener:
+            self._listener.close()
+        close_all([peer for peer, _ in self.joining] + list(self._strangers))
+        close_all(self._nodes.values(), linger_s)
+        self._nodes.clear()
+        self._selector.close()
+
+    def _send(self, peer: HeadConnection, line: bytes) -> None:
+        peer.send_line(line)
+        if peer.has_unsent:
+            self._unsent.add(peer)
+
+    def _lose(self, peer: HeadConnection, reason: str) -> None:
+        assert peer.rank is not None  # noqa: S101 - it is a node
+        self.lost[peer.rank] = reason
+        del self._nodes[peer.rank]
+        self._unsent.discard(peer)
+        self._selector.unregister(peer)
+        peer.close()
+
+    def _accept(self, most: int) -> None:
+        assert self._listener is not None  # noqa: S101 - it has a caller
+        for _ in range(ACCEPTED):
+            try:
+                sock, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:
+                # No descriptor is left, or the connection is gone again.
+                if self._strangers:
+                    self._close_stranger(next(iter(self._strangers)))
+                # The listener stays readable, and would wake the head at once.
+                time.sleep(PAUSE_S)
+                return
+            if len(self._strangers) >= most:
+                self._close_stranger(next(iter(self._strangers)))
+            # A listener for IPv4 and IPv6 sees an IPv4 address with this prefix.
+            self._add_stranger(HeadConnection(sock, address[0].removeprefix("::ffff:")))
+
+    def _add_stranger(self, peer: HeadConnection) -> None:
+        self._strangers[peer] = None
+        self._selector.register(peer, selectors.EVENT_READ, peer)
+
+    def _close_stranger(self, peer: HeadConnection) -> None:
+        del self._strangers[peer]
+        self._selector.unregister(peer)
+        peer.close()
+
+    def _read_stranger(self, peer: HeadConnection) -> None:
+        """Take what a stranger has sent; close the connection if it is not what a node sends."""
+        for line in peer.receive_lines():
+            if peer.is_refused:
+                continue
+            if self._secret is not None and peer.handshake is None:
+                self._answer(peer, line, self._secret)
+            elif (request := self._request(peer, line)) is not None:
+                del self._strangers[peer]
+                self._selector.unregister(peer)
+                self.joining.append((peer, request))
+                return
+        if not peer.error:
+            return
+        if peer.handshake and not peer.is_refused:
+            self._report(peer, f"claimed to be node {peer.handshake.node_rank} without proving the secret")
+        elif peer.error == FOREIGN and not peer.is_refused:
+            self._report(peer, "sent something other than an imgkit roll call")
+        self._close_stranger(peer)
+
+    def _answer(self, peer: HeadConnection, line: bytes, secret: bytes) -> None:
+        """Prove the secret to a node that has one."""
+        if line.startswith(b"{"):
+            # A node without a secret; the answer is the same for all of them.
+            problem = "the head requires a secret, and this node has none"
+            hint = "pass the same --secret-file to both, or share one home folder"
+            self._refuse(peer, Refused(what=problem, hint=hint))
+            return
+        peer.handshake = Handshake.accept(secret, self._job_id, line)
+        if peer.handshake:
+            peer.send_line(peer.handshake.answer)
+        else:
+            peer.error = FOREIGN
+
+    def _request(self, peer: HeadConnection, line: bytes) -> JoinRequest | None:
+        """Return the request in the line after the answer, or without a secret in the first line of all."""
+        handshake = peer.handshake
+        if handshake is None and line.startswith(b"imgkit-join "):
+            self._refuse(peer, Refused(what="this node has a secret, and the head starts without one"))
+            return None
+        verified = handshake.verify(line) if handshake else line
+        request = None if verified is None else peer.decode(verified)
+        if not isinstance(request, JoinRequest) or (handshake and handshake.node_rank != request.node_rank):
+            peer.error = FOREIGN
+            return None
+        if request.job != self._job_id:
+            # The head's job id stays secret: in a start without a secret, who knows it can join as a node.
+            problem = f"{request.node.host} belongs to job {request.job!r}, the head to another"
+            self._refuse(peer, Refused(what=problem))
+            return None
+        return request
+
+    def _refuse(self, peer: HeadConnection, refusal: Refused) -> None:
+        self._report(peer, f"was refused: {refusal.what}")
+        peer.is_refused = True
+        peer.send(refusal)
+        peer.end_sending()
+
+    def _report(self, peer: HeadConnection, problem: str) -> None:
+        """Log once what a stranger did."""
+        text = f"{peer.address} {problem}"
+        if text not in self.reports and len(self.reports) <= MAX_REPORTS:
+            self.reports.append(text)
+            end = "; further ones are not reported" if len(self.reports) > MAX_REPORTS else ""
+            self._log(f"roll call: {text}; ignored{end}")
