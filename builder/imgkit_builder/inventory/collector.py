@@ -5,7 +5,7 @@ holds, collecting ends with an inventory that says what it leaves out. Hard link
 collected names, so that none leads out of the image.
 
 The lock that an image was made by is read as ``recipe.lock_file`` writes it. Python reads TOML from 3.11 on.
-The list must have the same bytes on every Python, so `_locked_entries` takes just the lines that it needs.
+The list must have the same bytes on every Python, so `_locked_files` takes just the lines that it needs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TypeVar
+
+from packaging.utils import canonicalize_name
 
 from imgkit_builder.inventory import packages
 from imgkit_builder.inventory.packages import BakedFile, Inventory, Package
@@ -39,10 +40,12 @@ _STATUS = "var/lib/dpkg/status"
 _STATUS_FOLDER = "var/lib/dpkg/status.d/"
 _RELEASES = ("etc/os-release", "usr/lib/os-release")
 Kept = TypeVar("Kept")
+_LockKey = tuple[str, str, str]
+"""Name, version and architecture of a package; the last is empty for a Python package."""
 
 _WORD = re.compile(r"[a-z0-9._-]{1,64}")
 
-_HEAD = re.compile(r"\[\[platforms\.(apt|pip)\]\]")
+_HEAD = re.compile(r"^\[\[platforms\.(?:apt|pip)\]\]$", re.MULTILINE)
 _VALUE = re.compile(r'(name|version|architecture|url|sha256) = (".*")')
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _URL = re.compile(r"https?://[A-Za-z0-9._~:/?\[\]!&+,=%-]{1,2000}")  # as recipe/lock_file.py reads it
@@ -59,7 +62,7 @@ class InventoryCollector:
         self._releases: dict[str, dict[str, str]] = {}
         self._baked: list[BakedFile] = []
         self._manifest: Manifest | None = None
-        self._locked: dict[_Key, _LockEntry] = {}
+        self._locked: dict[_LockKey, tuple[str, str]] = {}
         self._left_out: set[str] = set()
 
     def wants(self, path: str) -> bool:
@@ -130,7 +133,7 @@ class InventoryCollector:
             except (ValueError, UsageError):
                 self._leave_out(path, "not a manifest of imgkit")
         elif f"/{path}" == manifest.LOCK_TOML:
-            self._locked = _locked_entries(data.decode("utf-8", "replace"))
+            self._locked = _locked_files(data.decode("utf-8", "replace"))
 
     def _add_debian(self, path: str, text: str) -> None:
         for one in packages.debian_packages(text):
@@ -160,12 +163,12 @@ class InventoryCollector:
         else:
             self._left_out.add(f"more than {_MOST_PACKAGES} files that describe packages, or links to them")
 
-    def _with_origin(self, one: Package) -> Package:
-        """The package with what the lock says about its file."""
-        deb = _deb_key(one.name, one.version, one.architecture)
-        key = deb if one.kind == "deb" else _pypi_key(one.name, one.version)
-        known = self._locked.get(key)
-        return dataclasses.replace(one, sha256=known.sha256, url=known.url) if known else one
+    def _with_origin(self, package: Package) -> Package:
+        """Return the package with what the lock says about its file."""
+        sha256, url = self._locked.get(
+            _lock_key(package.name, package.version, package.architecture), ("", "")
+        )
+        return dataclasses.replace(package, sha256=sha256, url=url)
 
     def _leave_out(self, path: str, why: str) -> None:
         if len(self._left_out) < 2 * _MOST_LEFT_OUT:
@@ -179,52 +182,27 @@ def _release(text: str) -> dict[str, str]:
     return {name: found[name] for name in ("ID", "VERSION_ID") if _WORD.fullmatch(found.get(name, ""))}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LockEntry:
-    """Where the file of a package came from."""
-
-    sha256: str
-    url: str
-    """Empty where the lock names none."""
+def _lock_key(name: str, version: str, architecture: str) -> _LockKey:
+    """Return the key of a Debian package, or of a Python package, whose name has several spellings."""
+    return (name if architecture else canonicalize_name(name), version, architecture)
 
 
-_Key = tuple[str, str, str]
-"""Kind or architecture, name and version of a package."""
-
-
-def _deb_key(name: str, version: str, architecture: str) -> _Key:
-    """The key of a Debian package."""
-    return architecture, name, version
-
-
-def _pypi_key(name: str, version: str) -> _Key:
-    """The key of a Python package, whose name has several spellings."""
-    return "pypi", re.sub(r"[-_.]+", "-", name).lower(), version
-
-
-def _locked_entries(text: str) -> dict[_Key, _LockEntry]:
-    """The packages in the lock `text`; lines that are not as imgkit writes them are passed over."""
-    found: dict[_Key, _LockEntry] = {}
-    for kind, values in _tables(text):
-        name, version = values.get("name", ""), values.get("version", "")
+def _locked_files(text: str) -> dict[_LockKey, tuple[str, str]]:
+    """Return sha256 and URL of the packages in the lock `text`, and pass over what imgkit does not write."""
+    files = {}
+    for values in _tables(text):
         sha256, url = values.get("sha256", ""), values.get("url", "")
         if _SHA256.fullmatch(sha256):
-            architecture = values.get("architecture", "")
-            key = _deb_key(name, version, architecture) if kind == "apt" else _pypi_key(name, version)
-            found[key] = _LockEntry(sha256=sha256, url=url if _URL.fullmatch(url) else "")
-    return found
+            key = _lock_key(values.get("name", ""), values.get("version", ""), values.get("architecture", ""))
+            files[key] = (sha256, url if _URL.fullmatch(url) else "")
+    return files
 
 
-def _tables(text: str) -> Iterator[tuple[str, Mapping[str, str]]]:
-    kind, values = "", dict[str, str]()
-    for line in (*text.splitlines(), "["):
-        if line.startswith("["):
-            if kind:
-                yield kind, values
-            head = _HEAD.fullmatch(line)
-            kind, values = head[1] if head else "", {}
-        elif kind and (pair := _VALUE.fullmatch(line)):
-            values[pair[1]] = _plain(pair[2])
+def _tables(text: str) -> Iterator[Mapping[str, str]]:
+    """Yield the values of each package."""
+    for table in _HEAD.split(text)[1:]:
+        lines = table.partition("\n[")[0].splitlines()
+        yield {pair[1]: _plain(pair[2]) for pair in map(_VALUE.fullmatch, lines) if pair}
 
 
 def _plain(text: str) -> str:

@@ -1,22 +1,20 @@
 """The values of an inventory, and the Debian and Python packages that the files of an image describe.
 
-dpkg's list has one paragraph per package. A distroless image has a file for each package instead of the list.
-Python packages are found as pip finds them: METADATA of wheels, PKG-INFO of eggs and of distutils. All of
-these are paragraphs of ``Field: value`` lines. Python's email package reads such headers too, but slower, and
-as those of mail.
+dpkg's list has one paragraph of mail headers per package. A distroless image has a file for each package
+instead of the list. Python packages are found as pip finds them: METADATA of wheels, PKG-INFO of eggs and of
+distutils.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from email.parser import HeaderParser
 from pathlib import PurePosixPath
 from typing import Literal
 
-Fields = Mapping[str, tuple[str, ...]]
-"""Field name in lower case to its values; the lines of a value have no indentation."""
-
+_PARAGRAPH_END = re.compile(r"\r?\n[ \t\r]*\n")
 _DEB_NAME = re.compile(r"[a-z0-9][a-z0-9+.-]{1,127}")
 _DEB_VERSION = re.compile(r"[0-9A-Za-z.+:~-]{1,128}")
 _ARCHITECTURE = re.compile(r"[a-z0-9-]{0,32}")
@@ -81,48 +79,12 @@ class Inventory:
     """What could not be read, and why, sorted."""
 
 
-def paragraphs(text: str) -> Iterator[Fields]:
-    """Yield the fields of each paragraph; lines that are no field are passed over."""
-    found: dict[str, list[str]] = {}
-    last: list[str] | None = None
-    for line in text.split("\n"):
-        line = line.rstrip("\r")
-        if not line.strip():
-            if found:
-                yield _frozen(found)
-            found, last = {}, None
-        elif line[0] in " \t":
-            if last:
-                last[-1] += f"\n{line.strip()}"
-        elif not line.startswith("#"):
-            name, colon, value = line.partition(":")
-            last = found.setdefault(name.strip().lower(), []) if colon else None
-            if last is not None:
-                last.append(value.strip())
-    if found:
-        yield _frozen(found)
-
-
-def first(text: str) -> Fields:
-    """The fields of the first paragraph; empty where there is none."""
-    return next(paragraphs(text), {})
-
-
-def value(fields: Fields, name: str) -> str:
-    """The first value of the field `name`; empty where there is none."""
-    return fields.get(name, ("",))[0]
-
-
-def _frozen(found: Mapping[str, list[str]]) -> Fields:
-    return {name: tuple(values) for name, values in found.items()}
-
-
 def debian_packages(text: str) -> Iterator[Package | str]:
     """Yield the packages that the list `text` says are there, or what is wrong with an entry."""
-    for number, fields in enumerate(paragraphs(text), 1):
-        name, version = value(fields, "package"), value(fields, "version")
-        architecture = value(fields, "architecture")
-        state = value(fields, "status").split()
+    for number, paragraph in enumerate(filter(None, _PARAGRAPH_END.split(text.strip())), 1):
+        fields = _fields(paragraph)
+        name, version, architecture = fields("Package"), fields("Version"), fields("Architecture")
+        state = fields("Status").split()
         if state and state[-1] in ("not-installed", "config-files"):
             continue
         if (
@@ -135,20 +97,26 @@ def debian_packages(text: str) -> Iterator[Package | str]:
             yield f"entry {number} is not a package"
 
 
+def _fields(paragraph: str) -> Callable[[str], str]:
+    """Return what gives the first value of a field of `paragraph`; empty where there is none."""
+    message = HeaderParser().parsestr(paragraph)
+    return lambda name: str(message.get(name, "")).strip()
+
+
 def describes_python(path: str) -> bool:
-    """Whether the file `path` describes a Python package."""
+    """Return whether the file `path` describes a Python package."""
     return path.endswith(_ENDINGS)
 
 
 def python_package(path: str, text: str) -> Package | None:
-    """The package that the file `path` describes; None where it is none.
+    """Return the package that the file `path` describes; None where it is none.
 
     The name of the file says name and version where `text` does not, where it is too large.
     """
     ending = next(one for one in _ENDINGS if path.endswith(one))
     entry = PurePosixPath(path.removesuffix(ending))
-    fields = first(text)
-    name, version = value(fields, "name"), value(fields, "version")
+    fields = _fields(_PARAGRAPH_END.split(text.lstrip(), 1)[0])
+    name, version = fields("Name"), fields("Version")
     if not _NAME.fullmatch(name) or not _VERSION.fullmatch(version):
         name, version = (*entry.name.split("-"), "", "")[:2]
     if not _NAME.fullmatch(name) or not _VERSION.fullmatch(version):
@@ -157,11 +125,11 @@ def python_package(path: str, text: str) -> Package | None:
 
 
 def folder_of(path: str) -> str:
-    """The folder of the package that the file `path` describes."""
+    """Return the folder of the package that the file `path` describes."""
     ending = next(one for one in _ENDINGS if path.endswith(one))
     return str(PurePosixPath("/", path.removesuffix(ending)).parent)
 
 
 def is_installed_python(package: Package) -> bool:
-    """Whether Python finds it; what another one brings along, as ``setuptools/_vendor`` has, is none."""
+    """Return whether Python finds it; what another one has in a folder of its own, as setuptools, is none."""
     return PurePosixPath(package.folder).name in _FOLDERS
