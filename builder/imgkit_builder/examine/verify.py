@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from shutil import disk_usage
 
 from imgkit_builder.archive import read, sidecar
 from imgkit_builder.archive.read import Contents, HashedFile, SelectedImage
@@ -12,6 +13,7 @@ from imgkit_builder.archive.sidecar import Sidecar
 from imgkit_builder.base import files
 from imgkit_builder.base.checks import Check, Verdict
 from imgkit_builder.base.progress import Reporter, Silent
+from imgkit_builder.base.sizes import size_text
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.oci import manifest
@@ -43,7 +45,7 @@ def verify(
     Raises
     ------
     UsageError : the file is missing, or is neither an image archive, a .sif, a .sqsh nor a delta; or
-        `each_file` of something else than a .sif or .sqsh.
+        `each_file` of something else than a .sif or .sqsh, or without room for its files.
     ToolMissing : a zstd archive needs the ``zstd`` program.
     """
     report = report or Silent()
@@ -297,6 +299,12 @@ def _wrong_files(squashfs: Squashfs, records: Mapping[str, FileRecord], report: 
     broken = {text: expected.pop(text) for text in list(expected) if "\n" in text}
     cut = {text.partition("\n")[0] for text in broken}
     with scratch(squashfs.path) as folder:
+        needed, free = sum(record.size_bytes for record in records.values()), disk_usage(folder).free
+        if free < needed:
+            raise UsageError(
+                f"{size_text(free)} are free in {folder.parent}, and the files have {size_text(needed)}",
+                hint="export IMGKIT_TMPDIR=DIR with a folder on a larger disk",
+            )
         squashfs.unpack(folder / "files")
         for file in squashfs.listed():
             if file.path in cut and file.path not in expected:

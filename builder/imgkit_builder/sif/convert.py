@@ -69,6 +69,8 @@ class ConversionPlan:
             return False
         if options.writer == "imgkit" and record.route == "layers":
             return False
+        if record.route != "layers" and not record.manifest_sha256:
+            return False
         if record.compression == str(self.compression):
             return True
         # Where the user leaves it open, gzip will do: it mounts everywhere.

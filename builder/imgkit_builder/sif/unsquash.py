@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.base import process
 from imgkit_builder.sif import image, mksquashfs, sqsh, squash
-from imgkit_builder.sif.workspace import scratch
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing
 
@@ -67,7 +67,8 @@ class Squashfs:
         ToolMissing : there is no unsquashfs, or it cannot unpack this compression.
         """
         contents = {}
-        with scratch(self.path) as folder:
+        with tempfile.TemporaryDirectory(prefix="imgkit-") as scratch:
+            folder = Path(scratch)
             names = [name for name in names if "\n" not in name]
             patterns = "".join(_WILDCARD.sub(r"\\\g<0>", name) + "\n" for name in names)
             with files.create(folder / "names") as stream:
@@ -77,6 +78,7 @@ class Squashfs:
                 file = folder / "files" / name
                 # An image may have a link on the way, which leads anywhere on this machine.
                 if os.path.realpath(file) == f"{os.path.realpath(folder)}/files/{name}" and file.is_file():
+                    file.chmod(0o600)  # an image has files that nobody but root may read
                     with files.open_regular(file) as stream:
                         data = stream.read(MOST_BYTES + 1)
                     if len(data) <= MOST_BYTES:

@@ -174,3 +174,12 @@ def test_archive_has_no_files_to_compare(tmp_path: Path) -> None:
     (tmp_path / "x.tar").write_bytes(bytes(1024))
     with pytest.raises(UsageError, match=r"only a \.sif or \.sqsh"):
         verify(tmp_path / "x.tar", each_file=True)
+
+
+def test_disk_without_room_for_the_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = described(image(tmp_path), [A, LINK])
+    full = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr("imgkit_builder.examine.verify.disk_usage", lambda _: full)
+    with pytest.raises(UsageError, match="are free in") as caught:
+        verify(path, each_file=True)
+    assert "IMGKIT_TMPDIR" in (caught.value.hint or "")
