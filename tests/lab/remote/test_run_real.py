@@ -143,6 +143,22 @@ def test_edit_sends_a_delta_of_some_kilobytes(site: Site) -> None:
     assert len([*(site.store / "deltas").glob("*.imgdelta")]) == 1
 
 
+def test_first_run_of_another_project_sends_a_delta(site: Site) -> None:
+    """Over the .sif of the first one, whose layers it shares; there is no .sif of its own, here or there."""
+    name = f"other{os.getpid()}"
+    recipe = site.here / f"{name}.yaml"
+    recipe.write_text(RECIPE.replace("system:", '  run: ["echo other > /opt/other"]\nsystem:', 1))
+    words = ("--on", "far", "--base", BASE, "--time", "5m", "--", "cat", "/opt/other")
+    try:
+        done = site.imgkit("run", f"./{name}.yaml", *words)
+        assert (done.returncode, done.stdout) == (0, "other\n"), done.stderr
+        assert re.search(rf"to send: delta: {name}\.imgdelta, [0-9.]+ kB", done.stderr), done.stderr
+        assert "read the file manifest of" in done.stderr
+        assert not (site.here / f"{name}.sif").exists()
+    finally:
+        run("docker", "rmi", "--force", f"{name}:latest")
+
+
 def test_waiting_job_keeps_its_image(site: Site) -> None:
     done = site.run("--detach", "--option=--hold", "--", "true")
     assert done.returncode == 0, done.stderr
