@@ -49,9 +49,9 @@ def apply(delta_file: Path, base: Path, target: Path, options: Options, report: 
     delta, sif = descriptor.read(delta_file), image.read(base)
     _check(delta, delta_file, sif)
     if count := len(sif.signatures):
-        what = "its signature" if count == 1 else f"its {count} signatures"
+        signature_text = "its signature" if count == 1 else f"its {count} signatures"
         report.note(
-            f"{base.name} is signed, but the new .sif does not keep {what}. "
+            f"{base.name} is signed, but the new .sif does not keep {signature_text}. "
             "Sign it again: apptainer sign NEW.sif"
         )
     tool = runtime_if_any(options.runtime)

@@ -88,15 +88,15 @@ class Changes:
 
     def _candidate(self, entry: ImageEntry, before: FileRecord) -> Iterator[ImageEntry]:
         """Yield a file whose content decides, if it differs."""
-        digest, held = hashlib.sha256(), []
+        digest, chunks = hashlib.sha256(), []
         is_small = entry.size_bytes <= _MOST_HELD_BYTES
         for chunk in hashed(entry.content, digest):
             if is_small:
-                held.append(bytes(chunk))
+                chunks.append(bytes(chunk))
         record = file_record(entry, digest.hexdigest())
         self._seen[entry.name] = record
         if record != before and is_small:
-            yield from self._differing(entry.changed(content=held))
+            yield from self._differing(entry.changed(content=chunks))
         elif record != before:
             self._missed.setdefault(entry.name, []).append(entry.name)
 

@@ -46,21 +46,21 @@ class CodeTree:
     UsageError : a file cannot be read.
     """
 
-    def __init__(self, found: Iterable[CodeFile], report: Reporter) -> None:
-        self.files = {file.name: file for file in found}
+    def __init__(self, code_files: Iterable[CodeFile], report: Reporter) -> None:
+        self.files = {file.name: file for file in code_files}
         """By their names; a folder comes before what is in it."""
         self.size_bytes = sum(file.size_bytes for file in self.files.values())
         self._digests: dict[str, str] = {}
         done_bytes = 0
-        whole = hashlib.sha256(b"imgkit code 1\n")
+        digest = hashlib.sha256(b"imgkit code 1\n")
         for name, file in self.files.items():
             if file.kind == "file":
                 self._digests[name] = _digest(file)
                 done_bytes += file.size_bytes
                 report.advance(done_bytes, self.size_bytes)
-            words = (name, file.kind, str(file.executable), file.link, self._digests.get(name, ""))
-            whole.update(b"\0".join(os.fsencode(word) for word in words) + b"\n")
-        self.sha256 = whole.hexdigest()
+            fields = (name, file.kind, str(file.executable), file.link, self._digests.get(name, ""))
+            digest.update(b"\0".join(os.fsencode(field) for field in fields) + b"\n")
+        self.sha256 = digest.hexdigest()
         """Digest of names, kinds, content and what may be executed: it names the folder."""
 
     def write(self, folder: Path) -> None:
@@ -89,16 +89,16 @@ class CodeTree:
 
     def _unchanged(self, file: CodeFile) -> Iterator[bytes]:
         """Yield the bytes of a file, which must be those that were read first."""
-        digest, left = hashlib.sha256(), file.size_bytes
+        digest, left_bytes = hashlib.sha256(), file.size_bytes
         with _readable(file.source), files.open_regular(file.source, buffering=0) as stream:
             # One byte more than expected detects a file that grew.
-            while chunk := stream.read(min(files.CHUNK_BYTES, left + 1)):
+            while chunk := stream.read(min(files.CHUNK_BYTES, left_bytes + 1)):
                 digest.update(chunk)
-                left -= len(chunk)
-                if left < 0 or (not left and digest.hexdigest() != self._digests[file.name]):
+                left_bytes -= len(chunk)
+                if left_bytes < 0 or (not left_bytes and digest.hexdigest() != self._digests[file.name]):
                     raise _changed(file.source)
                 yield chunk
-        if left:
+        if left_bytes:
             raise _changed(file.source)
 
 
@@ -110,11 +110,11 @@ def _put(path: Path, content: Iterable[bytes], *, mtime_s: int, executable: bool
     os.utime(path, (mtime_s, mtime_s))
 
 
-def _digest(one: CodeFile) -> str:
-    with _readable(one.source), files.open_regular(one.source, buffering=0) as stream:
-        if os.fstat(stream.fileno()).st_size != one.size_bytes:
-            raise _changed(one.source)
-        return files.sha256(stream, 0, one.size_bytes)
+def _digest(file: CodeFile) -> str:
+    with _readable(file.source), files.open_regular(file.source, buffering=0) as stream:
+        if os.fstat(stream.fileno()).st_size != file.size_bytes:
+            raise _changed(file.source)
+        return files.sha256(stream, 0, file.size_bytes)
 
 
 @contextlib.contextmanager

@@ -153,16 +153,16 @@ def applied(sif: SifImage) -> Delta | None:
     ------
     CheckFailed : a runtime would mount another delta than the record says, or none.
     """
-    found = [_read(sif.path, overlay.offset, overlay.size_bytes) for overlay in sif.overlays]
+    deltas = [_read(sif.path, overlay.offset, overlay.size_bytes) for overlay in sif.overlays]
     recorded = sif.record.delta_sha256 if sif.record else ""
-    if [delta.sha256 for delta in found] != ([recorded] if recorded else []):
+    if [delta.sha256 for delta in deltas] != ([recorded] if recorded else []):
         raise CheckFailed(
             f"its record names {'a delta' if recorded else 'no delta'}, and a runtime would mount "
-            f"{len(found)}: it silently ignores an overlay outside the root partition's group",
+            f"{len(deltas)}: it silently ignores an overlay outside the root partition's group",
             where=str(sif.path),
             hint="apply the delta to the base again: imgkit apply X.imgdelta BASE.sif -o NEW.sif",
         )
-    return found[0] if found else None
+    return deltas[0] if deltas else None
 
 
 def manifest(path: Path, delta: Delta, *, start: int = 0) -> bytes:
@@ -234,21 +234,21 @@ def _read(path: Path, start: int, size_bytes: int) -> Delta:
             )
         json_text.unseal(values)
         del values["schema"]
-        found: Delta = json_text.read(Delta, values, "delta", closed=True)
+        delta: Delta = json_text.read(Delta, values, "delta", closed=True)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckFailed(f"its description cannot be read: {error}", where=str(path)) from error
-    if _text(found) != text:
+    if _text(delta) != text:
         raise CheckFailed(
             "its description is not in the form that imgkit writes", where=str(path), hint="copy it again"
         )
-    stated = found.size_bytes + found.manifest_bytes + len(files.description(text, _MARK))
-    if stated != size_bytes or not 0 <= found.manifest_bytes <= image.MOST_MANIFEST_BYTES:
+    expected_bytes = delta.size_bytes + delta.manifest_bytes + len(files.description(text, _MARK))
+    if expected_bytes != size_bytes or not 0 <= delta.manifest_bytes <= image.MOST_MANIFEST_BYTES:
         raise CheckFailed(
-            f"it has {size_bytes} bytes, its description says {stated}",
+            f"it has {size_bytes} bytes, its description says {expected_bytes}",
             where=str(path),
             hint="copy it again",
         )
-    return found
+    return delta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

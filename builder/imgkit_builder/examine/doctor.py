@@ -75,10 +75,10 @@ def examine(
     warns.
     """
     machine = machine or Machine()
-    (engine, *more), tool = checks(), _runtime(target)
+    (engine, *engines), tool = checks(), _runtime(target)
     way = _way(tool)
     definitions = (_definitions(machine),) if tool.verdict in ("ok", "warn") else ()
-    others = (
+    tool_checks = (
         # Without a runtime this machine cannot run a .sif, but imgkit may still write one.
         tool if way.verdict == "fail" else _softer(tool),
         *_modules(target),
@@ -90,15 +90,19 @@ def examine(
         *_amd_gpus(machine),
         *_user_packages(),
     )
-    can_build, can_convert = engine.verdict != "fail", passed(others)
+    can_build, can_convert = engine.verdict != "fail", passed(tool_checks)
     if purpose == "build" or (purpose == "any" and can_build):
-        others = tuple(_softer(check) for check in others)
-    if purpose == "build" and engine.verdict == "fail" and any(one.verdict == "ok" for one in definitions):
+        tool_checks = tuple(_softer(check) for check in tool_checks)
+    if (
+        purpose == "build"
+        and engine.verdict == "fail"
+        and any(check.verdict == "ok" for check in definitions)
+    ):
         hint = f"imgkit build RECIPE --with apptainer needs no engine; {engine.hint}"
         engine = dataclasses.replace(engine, verdict="warn", hint=hint)
     if purpose == "sif" or (purpose == "any" and can_convert):
         engine = _softer(engine)
-    return (_python(), engine, *more, *_emulation(machine, target), *others)
+    return (_python(), engine, *engines, *_emulation(machine, target), *tool_checks)
 
 
 def _softer(check: Check) -> Check:
@@ -121,21 +125,21 @@ def _runtime(target: Target | None) -> Check:
         hint = "; ".join(line.strip() for line in (error.hint or "").splitlines())
         return Check(name=name, verdict="fail", found=error.what, hint=hint)
     levels = "any compression" if tool.capabilities.mksquashfs_args else "its own compression only"
-    found = f"{tool} at {tool.path}, {levels}"
+    text = f"{tool} at {tool.path}, {levels}"
     if tool.below_floor:
-        return Check(name=name, verdict="warn", found=found, hint=f"a .sif of imgkit needs {runtime.FLOOR}")
-    return Check(name=name, verdict="ok", found=found)
+        return Check(name=name, verdict="warn", found=text, hint=f"a .sif of imgkit needs {runtime.FLOOR}")
+    return Check(name=name, verdict="ok", found=text)
 
 
 def _modules(target: Target | None) -> Iterator[Check]:
-    name, wanted = "modules", target.module_line if target else ""
+    name, module_line = "modules", target.module_line if target else ""
     if os.environ.get("LMOD_CMD"):
         yield Check(name=name, verdict="ok", found=f"Lmod {os.environ.get('LMOD_VERSION', '')}".rstrip())
     elif os.environ.get("MODULESHOME") or "BASH_FUNC_module%%" in os.environ:
         home = os.environ.get("MODULESHOME", "")
         yield Check(name=name, verdict="ok", found=f"environment modules {home}".rstrip())
-    elif wanted:
-        yield Check(name=name, verdict="skip", found=f"not found; on the cluster: {wanted}")
+    elif module_line:
+        yield Check(name=name, verdict="skip", found=f"not found; on the cluster: {module_line}")
 
 
 def _unprivileged(machine: Machine, tool: Check) -> Iterator[Check]:
@@ -150,8 +154,8 @@ def _unprivileged(machine: Machine, tool: Check) -> Iterator[Check]:
     yield _fuse(machine)
 
 
-def _setuid_starter(machine: Machine, found: str) -> Path | None:
-    program = found.partition(" at ")[2].partition(",")[0]
+def _setuid_starter(machine: Machine, runtime_text: str) -> Path | None:
+    program = runtime_text.partition(" at ")[2].partition(",")[0]
     prefix = Path(program).resolve().parent.parent
     for flavour in runtime.COMMANDS:
         starter = prefix / "libexec" / flavour / "bin" / "starter-suid"
@@ -178,13 +182,13 @@ def _namespaces(machine: Machine) -> Check:
 
 def _definitions(machine: Machine) -> Check:
     """How steps of a recipe would run without an engine."""
-    name, found = "build --with apptainer", rights.look(root=machine.root, uid=machine.uid)
-    if not found.way:
-        return Check(name=name, verdict="warn", found=found.fault, hint=found.hint)
-    said = f"steps run {found.way}"
-    if found.fault:
-        return Check(name=name, verdict="warn", found=f"{said}; {found.fault}", hint=found.hint)
-    return Check(name=name, verdict="ok", found=said)
+    name, access = "build --with apptainer", rights.look(root=machine.root, uid=machine.uid)
+    if not access.way:
+        return Check(name=name, verdict="warn", found=access.fault, hint=access.hint)
+    steps = f"steps run {access.way}"
+    if access.fault:
+        return Check(name=name, verdict="warn", found=f"{steps}; {access.fault}", hint=access.hint)
+    return Check(name=name, verdict="ok", found=steps)
 
 
 def _fuse(machine: Machine) -> Check:
@@ -209,17 +213,17 @@ def _way(tool: Check) -> Check:
         path = mksquashfs.find()
         obstacle = f"{error.what}{f' (version {mksquashfs.version(path)})' if path else ''}"
         if tool.verdict in ("fail", "skip"):
-            found = f"cannot convert: {obstacle}, and there is no runtime"
-            return Check(name=name, verdict=tool.verdict, found=found, hint=hint)
-        found = f"{tool.found.partition(' at ')[0]} builds the file, which is slower: {obstacle}"
-        return Check(name=name, verdict="warn", found=found, hint=hint)
-    found = f"writes the file itself, with {squasher}"
+            text = f"cannot convert: {obstacle}, and there is no runtime"
+            return Check(name=name, verdict=tool.verdict, found=text, hint=hint)
+        text = f"{tool.found.partition(' at ')[0]} builds the file, which is slower: {obstacle}"
+        return Check(name=name, verdict="warn", found=text, hint=hint)
+    text = f"writes the file itself, with {squasher}"
     if squasher.note:
-        return Check(name=name, verdict="warn", found=f"{found}; {squasher.note}", hint=hint)
+        return Check(name=name, verdict="warn", found=f"{text}; {squasher.note}", hint=hint)
     if squasher.zstd_error:
-        found += ", which lacks zstd: gzip, slower at every start"
-        return Check(name=name, verdict="warn", found=found, hint=hint)
-    return Check(name=name, verdict="ok", found=f"{found}; it runs under {runtime.FLOOR}")
+        text += ", which lacks zstd: gzip, slower at every start"
+        return Check(name=name, verdict="warn", found=text, hint=hint)
+    return Check(name=name, verdict="ok", found=f"{text}; it runs under {runtime.FLOOR}")
 
 
 def _zstd() -> Check:
@@ -231,22 +235,22 @@ def _zstd() -> Check:
 
 
 def _disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
-    here, sif_bytes = Path.cwd(), 0 if purpose == "build" else _SIF_SPACE_BYTES
+    current, sif_bytes = Path.cwd(), 0 if purpose == "build" else _SIF_SPACE_BYTES
     try:
-        scratch = tmp_base(here / "image.sif", None)
+        scratch = tmp_base(current / "image.sif", None)
     except UsageError as error:
         yield Check(name="disk tmp", verdict="fail", found=error.what, hint=f"{error.where}: {error.hint}")
     else:
-        shared = scratch.stat().st_dev == here.stat().st_dev
+        shared = scratch.stat().st_dev == current.stat().st_dev
         check = _space("disk tmp", scratch, _scratch_bytes() + (sif_bytes if shared else 0))
         if _file_system(machine, scratch) in ("tmpfs", "ramfs"):
             hint = "unpacked files would use memory: imgkit sif --tmpdir FOLDER-ON-A-DISK"
-            found = f"{check.found}, in memory (tmpfs)"
-            check = Check(name=check.name, verdict="warn", found=found, hint=hint)
+            text = f"{check.found}, in memory (tmpfs)"
+            check = Check(name=check.name, verdict="warn", found=text, hint=hint)
         yield check
-        if scratch == here and purpose != "build":
+        if scratch == current and purpose != "build":
             return
-    yield _space("disk here", here, _BUILD_SPACE_BYTES if purpose == "build" else sif_bytes)
+    yield _space("disk here", current, _BUILD_SPACE_BYTES if purpose == "build" else sif_bytes)
 
 
 def _scratch_bytes() -> int:
@@ -260,11 +264,11 @@ def _scratch_bytes() -> int:
 
 def _space(name: str, folder: Path, wanted_bytes: int) -> Check:
     free = shutil.disk_usage(folder).free
-    found = f"{size_text(free)} free in {folder}"
+    text = f"{size_text(free)} free in {folder}"
     if free >= wanted_bytes:
-        return Check(name=name, verdict="ok", found=found)
+        return Check(name=name, verdict="ok", found=text)
     hint = f"an NVIDIA PyTorch image needs {size_text(wanted_bytes)}: use a folder with more space"
-    return Check(name=name, verdict="warn", found=found, hint=hint)
+    return Check(name=name, verdict="warn", found=text, hint=hint)
 
 
 def _file_system(machine: Machine, folder: Path) -> str:
@@ -312,9 +316,9 @@ def _amd_gpus(machine: Machine) -> Iterator[Check]:
 
 def _user_packages() -> Iterator[Check]:
     home = os.environ.get("HOME", "")
-    found = sorted(Path(home).glob(".local/lib/python3*/site-packages")) if home else []
-    if found:
-        versions = ", ".join(path.parent.name for path in found)
+    folders = sorted(Path(home).glob(".local/lib/python3*/site-packages")) if home else []
+    if folders:
+        versions = ", ".join(path.parent.name for path in folders)
         ignored = "imgkit's images ignore them (PYTHONNOUSERSITE), other images may not"
         yield Check(name="~/.local", verdict="ok", found=f"packages of {versions}; {ignored}")
 
@@ -332,48 +336,48 @@ def checks() -> tuple[Check, ...]:
 
 
 def _failed(error: ImgkitError) -> Check:
-    found = f"{error.where}: {error.what}" if error.where else error.what
-    return Check(name="docker", verdict="fail", found=found, hint=error.hint or "")
+    text = f"{error.where}: {error.what}" if error.where else error.what
+    return Check(name="docker", verdict="fail", found=text, hint=error.hint or "")
 
 
-def _used(place: Endpoint, buildx: str) -> Check:
+def _used(endpoint: Endpoint, buildx: str) -> Check:
     try:
-        facts = connection.query(place)
+        facts = connection.query(endpoint)
     except ImgkitError as error:
         return _failed(error)
-    found, note = _described(facts, buildx)
+    text, note = _described(facts, buildx)
     free_bytes = facts.free_bytes
     if free_bytes is not None:
-        found += f", {size_text(free_bytes)} free for images"
+        text += f", {size_text(free_bytes)} free for images"
     if free_bytes is None or free_bytes >= _BUILD_SPACE_BYTES:
-        return Check(name="docker", verdict="ok", found=found, hint=note)
+        return Check(name="docker", verdict="ok", found=text, hint=note)
     hint = "an NVIDIA PyTorch image needs 20 GB, and saving it as much again; see: docker system df"
-    return Check(name="docker", verdict="warn", found=found, hint=hint)
+    return Check(name="docker", verdict="warn", found=text, hint=hint)
 
 
-def _others(places: Sequence[Endpoint], used: Endpoint, buildx: str) -> tuple[Check, ...]:
-    if not places:
+def _others(endpoints: Sequence[Endpoint], used: Endpoint, buildx: str) -> tuple[Check, ...]:
+    if not endpoints:
         return ()
-    with ThreadPoolExecutor(max_workers=len(places)) as pool:
-        return tuple(pool.map(lambda place: _other(place, used, buildx), places))
+    with ThreadPoolExecutor(max_workers=len(endpoints)) as pool:
+        return tuple(pool.map(lambda endpoint: _other(endpoint, used, buildx), endpoints))
 
 
-def _other(place: Endpoint, used: Endpoint, buildx: str) -> Check:
+def _other(endpoint: Endpoint, used: Endpoint, buildx: str) -> Check:
     name = "not used"
-    if place.host.startswith("ssh://"):
+    if endpoint.host.startswith("ssh://"):
         # ssh may take long, or ask for a password.
         return Check(
             name=name,
             verdict="skip",
-            found=f"{_reached(place)}: not queried over ssh",
-            hint=f"to use it: {choice(place, used)}",
+            found=f"{_reached(endpoint)}: not queried over ssh",
+            hint=f"to use it: {choice(endpoint, used)}",
         )
     try:
-        facts = connection.query(place, timeout_s=_OTHER_S)
+        facts = connection.query(endpoint, timeout_s=_OTHER_S)
     except ImgkitError as error:
-        return Check(name=name, verdict="skip", found=f"{_reached(place)}: {error.what}")
-    found, _ = _described(facts, buildx)
-    return Check(name=name, verdict="ok", found=found, hint=f"to use it: {choice(place, used)}")
+        return Check(name=name, verdict="skip", found=f"{_reached(endpoint)}: {error.what}")
+    text, _ = _described(facts, buildx)
+    return Check(name=name, verdict="ok", found=text, hint=f"to use it: {choice(endpoint, used)}")
 
 
 def _described(facts: EngineFacts, buildx: str) -> tuple[str, str]:
@@ -391,16 +395,16 @@ def _described(facts: EngineFacts, buildx: str) -> tuple[str, str]:
     return ", ".join(parts), builder.note
 
 
-def _reached(place: Endpoint) -> str:
-    if place.context:
-        return f"context {place.context} at {place.host}"
-    return f"at {place.host}" + (f" ({place.source})" if place.source else "")
+def _reached(endpoint: Endpoint) -> str:
+    if endpoint.context:
+        return f"context {endpoint.context} at {endpoint.host}"
+    return f"at {endpoint.host}" + (f" ({endpoint.source})" if endpoint.source else "")
 
 
-def choice(place: Endpoint, used: Endpoint) -> str:
+def choice(endpoint: Endpoint, used: Endpoint) -> str:
     """The command after which every verb uses `place` instead of `used`."""
-    if not place.context:
-        return f"export DOCKER_HOST={place.host}"
+    if not endpoint.context:
+        return f"export DOCKER_HOST={endpoint.host}"
     # A variable goes before the context that is in use.
     variable = used.source if used.source in ("DOCKER_HOST", "DOCKER_CONTEXT") else ""
-    return f"{f'unset {variable}; ' if variable else ''}docker context use {place.context}"
+    return f"{f'unset {variable}; ' if variable else ''}docker context use {endpoint.context}"

@@ -59,8 +59,8 @@ def verify(
     if sqsh.is_sqsh(path):
         return tuple(_sqsh_checks(path, report, each_file=each_file))
     if each_file:
-        what = "only a .sif or .sqsh has a file manifest to compare with"
-        raise UsageError(what, where=str(path), hint="leave out --files")
+        message = "only a .sif or .sqsh has a file manifest to compare with"
+        raise UsageError(message, where=str(path), hint="leave out --files")
     if descriptor.is_delta(path):
         return tuple(_delta_checks(path, report))
     compress = read.archive_compression(path)
@@ -71,40 +71,42 @@ def verify(
             hint=f"it begins with {start[:16]!r}" if start else "it is empty: copy it again",
         )
     report.stage(f"read {path.name}")
-    held = read.digest_archive(path, compress=compress, report=report, unpack_limit_bytes=unpack_limit_bytes)
-    return _archive_checks(path, held)
+    contents = read.digest_archive(
+        path, compress=compress, report=report, unpack_limit_bytes=unpack_limit_bytes
+    )
+    return _archive_checks(path, contents)
 
 
-def _archive_checks(path: Path, held: Contents) -> tuple[Check, ...]:
-    first = [checksum(path, held.sha256, held.size_bytes)]
-    image = held.image
+def _archive_checks(path: Path, contents: Contents) -> tuple[Check, ...]:
+    first = [checksum(path, contents.sha256, contents.size_bytes)]
+    image = contents.image
     if image is None:
-        return (*first, Check(name="archive", verdict="fail", found=held.problem, hint=_AGAIN))
+        return (*first, Check(name="archive", verdict="fail", found=contents.problem, hint=_AGAIN))
     return (
         *first,
-        _structure(held, image),
+        _structure(contents, image),
         _id(image),
         _layers(image),
-        _against_sidecar(path, held, image),
+        _against_sidecar(path, contents, image),
     )
 
 
 def checksum(path: Path, actual: str, size_bytes: int) -> Check:
     """Compare the digest of `path` with both sidecars."""
-    about = f"{actual} ({size_bytes} bytes)"
+    summary = f"{actual} ({size_bytes} bytes)"
     try:
         listed = sidecar.read_sha256(path)
         described = sidecar.read(path)
     except UsageError as error:
         return Check(name="sha256", verdict="fail", found=str(error.what), hint=f"{error.where}: {_AGAIN}")
-    stated = {
+    recorded = {
         sidecar.sha256_path(path).name: listed,
         sidecar.json_path(path).name: described.archive.sha256 if described else None,
     }
     if listed is None and described is not None:
-        what, mend = sidecar.incomplete(path, actual, described)
-        return Check(name="sha256", verdict="fail", found=what, hint=mend)
-    wrong = {name: digest for name, digest in stated.items() if digest not in (None, actual)}
+        message, mend = sidecar.incomplete(path, actual, described)
+        return Check(name="sha256", verdict="fail", found=message, hint=mend)
+    wrong = {name: digest for name, digest in recorded.items() if digest not in (None, actual)}
     if wrong:
         expected = ", ".join(f"{name} says {digest}" for name, digest in wrong.items())
         size = described.archive.size_bytes if described else size_bytes
@@ -113,14 +115,14 @@ def checksum(path: Path, actual: str, size_bytes: int) -> Check:
     if listed is None and described is None:
         name = sidecar.sha256_path(path).name
         return Check(
-            name="sha256", verdict="warn", found=f"{about}; {name} is missing", hint=f"copy {name} as well"
+            name="sha256", verdict="warn", found=f"{summary}; {name} is missing", hint=f"copy {name} as well"
         )
-    return Check(name="sha256", verdict="ok", found=about)
+    return Check(name="sha256", verdict="ok", found=summary)
 
 
-def _structure(held: Contents, image: SelectedImage[HashedFile]) -> Check:
-    if held.wrong_blobs:
-        return Check(name="archive", verdict="fail", found=f"damaged: {held.wrong_blobs[0]}", hint=_AGAIN)
+def _structure(contents: Contents, image: SelectedImage[HashedFile]) -> Check:
+    if contents.wrong_blobs:
+        return Check(name="archive", verdict="fail", found=f"damaged: {contents.wrong_blobs[0]}", hint=_AGAIN)
     tags = ", ".join(image.names) or "no tag"
     return Check(name="archive", verdict="ok", found=f"one image, {_platform(image)}, {tags}")
 
@@ -137,18 +139,18 @@ def _layers(image: SelectedImage[HashedFile]) -> Check:
         return Check(name=name, verdict="fail", found=image.count_fault, hint=_AGAIN)
     for (layer, file), diff_id in zip(image.layers, image.config.diff_ids, strict=True):
         if file.diff_id not in ("", diff_id):
-            found = f"{layer} has {file.diff_id}, the configuration says {diff_id}"
-            return Check(name=name, verdict="fail", found=found, hint=_AGAIN)
+            text = f"{layer} has {file.diff_id}, the configuration says {diff_id}"
+            return Check(name=name, verdict="fail", found=text, hint=_AGAIN)
     unread = sum(not file.diff_id for _, file in image.layers)
-    found = f"{len(image.layers)}, as the configuration lists them"
+    text = f"{len(image.layers)}, as the configuration lists them"
     if unread:
         return Check(
-            name=name, verdict="warn", found=f"{found}; {unread} compressed with zstd were not checked"
+            name=name, verdict="warn", found=f"{text}; {unread} compressed with zstd were not checked"
         )
-    return Check(name=name, verdict="ok", found=found)
+    return Check(name=name, verdict="ok", found=text)
 
 
-def _against_sidecar(path: Path, held: Contents, image: SelectedImage[HashedFile]) -> Check:
+def _against_sidecar(path: Path, contents: Contents, image: SelectedImage[HashedFile]) -> Check:
     try:
         described = sidecar.read(path)
     except UsageError as error:
@@ -156,23 +158,23 @@ def _against_sidecar(path: Path, held: Contents, image: SelectedImage[HashedFile
     if described is None:
         absent = sidecar.json_path(path).name
         return Check(name="sidecar", verdict="skip", found=f"{absent} is missing")
-    wrong = _differences(described, held, image)
+    wrong = _differences(described, contents, image)
     verdict: Verdict = "fail" if wrong else "ok"
-    found = wrong or f"{described.image.tag}, {described.image.platform}, {described.image.id}"
+    text = wrong or f"{described.image.tag}, {described.image.platform}, {described.image.id}"
     hint = "the sidecar belongs to another archive: copy both again" if wrong else ""
-    return Check(name="sidecar", verdict=verdict, found=found, hint=hint)
+    return Check(name="sidecar", verdict=verdict, found=text, hint=hint)
 
 
-def _differences(described: Sidecar, held: Contents, image: SelectedImage[HashedFile]) -> str:
-    stated = described.image
-    if stated.id != image.config.image_id:
-        return f"it describes image {stated.id}, the archive has {image.config.image_id}"
-    if stated.diff_ids != image.config.diff_ids:
+def _differences(described: Sidecar, contents: Contents, image: SelectedImage[HashedFile]) -> str:
+    recorded = described.image
+    if recorded.id != image.config.image_id:
+        return f"it describes image {recorded.id}, the archive has {image.config.image_id}"
+    if recorded.diff_ids != image.config.diff_ids:
         return "its list of layers differs from that in the archive"
-    if stated.platform != _platform(image):
-        return f"it says {stated.platform}, the archive has {_platform(image)}"
-    if described.archive.size_bytes != held.size_bytes:
-        return f"it says {described.archive.size_bytes} bytes, the archive has {held.size_bytes}"
+    if recorded.platform != _platform(image):
+        return f"it says {recorded.platform}, the archive has {_platform(image)}"
+    if described.archive.size_bytes != contents.size_bytes:
+        return f"it says {described.archive.size_bytes} bytes, the archive has {contents.size_bytes}"
     return ""
 
 
@@ -193,8 +195,8 @@ def _sif_checks(path: Path, report: Reporter, *, each_file: bool) -> Iterator[Ch
     if image.root is None or squashed is None:
         yield Check(name="header", verdict="fail", found="it has no squashfs root partition", hint=_AGAIN)
         return
-    about = f"{image.arch}, {len(image.descriptors)} objects, squashfs with {squashed.compressor}"
-    yield Check(name="header", verdict="ok", found=about)
+    summary = f"{image.arch}, {len(image.descriptors)} objects, squashfs with {squashed.compressor}"
+    yield Check(name="header", verdict="ok", found=summary)
     report.stage(f"read {path.name}")
     root_sha256 = sif.root_sha256(path, advance=report.advance)
     root = _content("root partition", image.record, root_sha256)
@@ -211,11 +213,11 @@ def _sqsh_checks(path: Path, report: Reporter, *, each_file: bool) -> Iterator[C
     report.stage(f"read {path.name}")
     try:
         squashed, record = sqsh.structure(path), sqsh.record(path)
-        root_sha256, whole = sqsh.digests(path, advance=report.advance)
+        root_sha256, file_sha256 = sqsh.digests(path, advance=report.advance)
     except CheckFailed as error:
         yield Check(name="squashfs", verdict="fail", found=error.what, hint=error.hint or _AGAIN)
         return
-    yield checksum(path, whole, path.stat().st_size)
+    yield checksum(path, file_sha256, path.stat().st_size)
     arch = record.arch if record else "unknown architecture"
     yield Check(name="squashfs", verdict="ok", found=f"{arch}, with {squashed.compressor}")
     content = _content("content", record, root_sha256)
@@ -254,10 +256,10 @@ def _applied_delta(image: SifImage, report: Reporter) -> Iterator[Check]:
 
 def _delta(delta: Delta, actual: str) -> Check:
     if actual != delta.sha256:
-        found = f"its squashfs has sha256 {actual}, the record says {delta.sha256}"
-        return Check(name="delta", verdict="fail", found=found, hint=_AGAIN)
-    found = f"sha256 {actual}, as recorded; {delta.source}, {delta.image_id}, over {delta.base}"
-    return Check(name="delta", verdict="ok", found=found)
+        text = f"its squashfs has sha256 {actual}, the record says {delta.sha256}"
+        return Check(name="delta", verdict="fail", found=text, hint=_AGAIN)
+    text = f"sha256 {actual}, as recorded; {delta.source}, {delta.image_id}, over {delta.base}"
+    return Check(name="delta", verdict="ok", found=text)
 
 
 def _files(squashfs: Squashfs, report: Reporter, *, each_file: bool) -> Iterator[Check]:
@@ -267,8 +269,8 @@ def _files(squashfs: Squashfs, report: Reporter, *, each_file: bool) -> Iterator
         data = file_manifest.read(path)
         if data is None:
             if each_file:
-                found = "it has no file manifest: imgkit did not write its files"
-                yield Check(name=name, verdict="skip", found=found)
+                text = "it has no file manifest: imgkit did not write its files"
+                yield Check(name=name, verdict="skip", found=text)
             return
         records = file_manifest.parse_records(data, where=str(path))
         wrong = list(_wrong_files(squashfs, records, report)) if each_file else []
@@ -279,10 +281,8 @@ def _files(squashfs: Squashfs, report: Reporter, *, each_file: bool) -> Iterator
         yield Check(name=name, verdict="skip", found=f"not read: {error.what}", hint=error.hint or "")
         return
     if wrong:
-        found = (
-            f"{len(wrong)} of {len(records)} differ from the file manifest: {', '.join(sorted(wrong)[:5])}"
-        )
-        yield Check(name=name, verdict="fail", found=found, hint="convert the image again")
+        text = f"{len(wrong)} of {len(records)} differ from the file manifest: {', '.join(sorted(wrong)[:5])}"
+        yield Check(name=name, verdict="fail", found=text, hint="convert the image again")
         return
     compared = "each is as the file manifest says" if each_file else "--files compares each"
     yield Check(name=name, verdict="ok", found=f"{len(records)} in the file manifest; {compared}")
@@ -339,15 +339,15 @@ def _has_content(path: Path, record: FileRecord) -> bool:
 def _content(name: str, record: ImgkitRecord | None, actual: str) -> Check:
     """Compare the digest of a squashfs with the record of its .sif or .sqsh."""
     if record is None:
-        found = f"sha256 {actual}; the file has no record of imgkit"
+        text = f"sha256 {actual}; the file has no record of imgkit"
         return Check(
-            name=name, verdict="warn", found=found, hint="another tool made it: imgkit sif writes a record"
+            name=name, verdict="warn", found=text, hint="another tool made it: imgkit sif writes a record"
         )
     if record.root_sha256 != actual:
-        found = f"has sha256 {actual}, the record says {record.root_sha256}"
-        return Check(name=name, verdict="fail", found=found, hint="copy it again, or convert it again")
-    found = f"sha256 {actual}, as recorded; from {record.source or record.image_id}, by {record.runtime}"
-    return Check(name=name, verdict="ok", found=found)
+        text = f"has sha256 {actual}, the record says {record.root_sha256}"
+        return Check(name=name, verdict="fail", found=text, hint="copy it again, or convert it again")
+    text = f"sha256 {actual}, as recorded; from {record.source or record.image_id}, by {record.runtime}"
+    return Check(name=name, verdict="ok", found=text)
 
 
 def _baked_manifest(path: Path, arch: str) -> Check:
@@ -364,8 +364,8 @@ def _baked_manifest(path: Path, arch: str) -> Check:
     except ImgkitError as error:
         return Check(name=name, verdict="fail", found=error.what, hint=error.hint or "")
     if arch not in (built.platform.partition("/")[2], "unknown"):
-        found = f"it says {built.platform}, but the file is for {arch}"
-        return Check(name=name, verdict="fail", found=found, hint="convert it again")
+        text = f"it says {built.platform}, but the file is for {arch}"
+        return Check(name=name, verdict="fail", found=text, hint="convert it again")
     base = f"{built.base.name}{' (a stand-in)' if built.base.standin else ''}"
     return Check(
         name=name,

@@ -102,7 +102,7 @@ class InventoryCollector:
         """What the files so far say about an image for `arch`, made at `created_s`."""
         release = next((self._releases[path] for path in _RELEASES if self._releases.get(path)), {})
         base = self._manifest.base if self._manifest else BaseImage(name="")
-        packages = {self._with_origin(one) for one in (*self._packages, *self._pythons())}
+        packages = {self._with_origin(package) for package in (*self._packages, *self._pythons())}
         return Inventory(
             recipe=self._manifest.recipe if self._manifest else "",
             base=base.name,
@@ -113,10 +113,17 @@ class InventoryCollector:
             created_s=created_s,
             packages=tuple(
                 sorted(
-                    packages, key=lambda one: (one.kind, one.name, one.version, one.architecture, one.folder)
+                    packages,
+                    key=lambda package: (
+                        package.kind,
+                        package.name,
+                        package.version,
+                        package.architecture,
+                        package.folder,
+                    ),
                 )
             ),
-            baked=tuple(sorted(self._baked, key=lambda one: one.path)),
+            baked=tuple(sorted(self._baked, key=lambda file: file.path)),
             left_out=tuple(sorted(self._left_out)[:_MOST_LEFT_OUT]),
         )
 
@@ -136,30 +143,30 @@ class InventoryCollector:
             self._locked = _locked_files(data.decode("utf-8", "replace"))
 
     def _add_debian(self, path: str, text: str) -> None:
-        for one in packages.debian_packages(text):
+        for package in packages.debian_packages(text):
             if len(self._packages) >= _MOST_PACKAGES:
                 self._leave_out(path, f"more than {_MOST_PACKAGES} packages")
                 return
-            if isinstance(one, Package):
-                self._packages.append(one)
+            if isinstance(package, Package):
+                self._packages.append(package)
             else:
-                self._leave_out(path, one)
+                self._leave_out(path, package)
 
     def _pythons(self) -> list[Package]:
         found = dict(self._python)
         for path, target in self._hard_links.items():
             if packages.describes_python(path):
-                known = self._python.get(target)
+                package = self._python.get(target)
                 found[path] = (
-                    dataclasses.replace(known, folder=packages.folder_of(path))
-                    if known
+                    dataclasses.replace(package, folder=packages.folder_of(path))
+                    if package
                     else packages.python_package(path, "")
                 )
-        return [one for one in found.values() if one and packages.is_installed_python(one)]
+        return [package for package in found.values() if package and packages.is_installed_python(package)]
 
-    def _keep(self, kept: dict[str, Kept], path: str, value: Kept) -> None:
-        if len(kept) < _MOST_PACKAGES:
-            kept[path] = value
+    def _keep(self, entries: dict[str, Kept], path: str, value: Kept) -> None:
+        if len(entries) < _MOST_PACKAGES:
+            entries[path] = value
         else:
             self._left_out.add(f"more than {_MOST_PACKAGES} files that describe packages, or links to them")
 
@@ -170,9 +177,9 @@ class InventoryCollector:
         )
         return dataclasses.replace(package, sha256=sha256, url=url)
 
-    def _leave_out(self, path: str, why: str) -> None:
+    def _leave_out(self, path: str, reason: str) -> None:
         if len(self._left_out) < 2 * _MOST_LEFT_OUT:
-            self._left_out.add(f"/{path}: {why}".encode("ascii", "backslashreplace").decode())
+            self._left_out.add(f"/{path}: {reason}".encode("ascii", "backslashreplace").decode())
 
 
 def _release(text: str) -> dict[str, str]:

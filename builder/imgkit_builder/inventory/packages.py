@@ -113,7 +113,7 @@ def python_package(path: str, text: str) -> Package | None:
 
     The name of the file says name and version where `text` does not, where it is too large.
     """
-    ending = next(one for one in _ENDINGS if path.endswith(one))
+    ending = next(suffix for suffix in _ENDINGS if path.endswith(suffix))
     entry = PurePosixPath(path.removesuffix(ending))
     fields = _fields(_PARAGRAPH_END.split(text.lstrip(), 1)[0])
     name, version = fields("Name"), fields("Version")
@@ -126,7 +126,7 @@ def python_package(path: str, text: str) -> Package | None:
 
 def folder_of(path: str) -> str:
     """Return the folder of the package that the file `path` describes."""
-    ending = next(one for one in _ENDINGS if path.endswith(one))
+    ending = next(suffix for suffix in _ENDINGS if path.endswith(suffix))
     return str(PurePosixPath("/", path.removesuffix(ending)).parent)
 
 

@@ -24,8 +24,8 @@ _BASE = "SPDXRef-Base"
 def document(inventory: Inventory) -> str:
     """The document that lists `inventory`."""
     packages = [_image(inventory), *([_base(inventory)] if inventory.base else [])]
-    listed = [_package(one, inventory) for one in inventory.packages]
-    baked = [_file(one) for one in inventory.baked]
+    listed = [_package(item, inventory) for item in inventory.packages]
+    baked = [_file(item) for item in inventory.baked]
     data: dict[str, Any] = {
         "spdxVersion": "SPDX-2.3",
         "dataLicense": "CC0-1.0",
@@ -37,9 +37,9 @@ def document(inventory: Inventory) -> str:
         "relationships": [
             _relation("SPDXRef-DOCUMENT", "DESCRIBES", _IMAGE),
             *([_relation(_IMAGE, "DESCENDANT_OF", _BASE)] if inventory.base else []),
-            *(_relation(_IMAGE, "CONTAINS", one["SPDXID"]) for one in listed),
+            *(_relation(_IMAGE, "CONTAINS", item["SPDXID"]) for item in listed),
             # A package with files would need a digest over all files of the image.
-            *(_relation("SPDXRef-DOCUMENT", "DESCRIBES", one["SPDXID"]) for one in baked),
+            *(_relation("SPDXRef-DOCUMENT", "DESCRIBES", item["SPDXID"]) for item in baked),
         ],
     }
     if inventory.left_out:
@@ -65,7 +65,7 @@ def _image(inventory: Inventory) -> dict[str, Any]:
 
 
 def _base(inventory: Inventory) -> dict[str, Any]:
-    found = {
+    element = {
         "name": inventory.base,
         "SPDXID": _BASE,
         "downloadLocation": _NONE,
@@ -74,15 +74,15 @@ def _base(inventory: Inventory) -> dict[str, Any]:
     }
     digest = inventory.base_digest.removeprefix("sha256:")
     if digest:
-        found |= {
+        element |= {
             "versionInfo": inventory.base_digest,
             "checksums": [{"algorithm": "SHA256", "checksumValue": digest}],
         }
-    return found
+    return element
 
 
 def _package(package: Package, inventory: Inventory) -> dict[str, Any]:
-    found: dict[str, Any] = {
+    element: dict[str, Any] = {
         "name": package.name,
         "SPDXID": _id(package.kind, *(package.name, package.version, package.architecture, package.folder)),
         "versionInfo": package.version,
@@ -100,19 +100,19 @@ def _package(package: Package, inventory: Inventory) -> dict[str, Any]:
         ],
     }
     if package.sha256:
-        found["checksums"] = [{"algorithm": "SHA256", "checksumValue": package.sha256}]
+        element["checksums"] = [{"algorithm": "SHA256", "checksumValue": package.sha256}]
     if package.folder:
-        found["comment"] = f"in {package.folder}"
-    return found
+        element["comment"] = f"in {package.folder}"
+    return element
 
 
-def _file(one: BakedFile) -> dict[str, Any]:
+def _file(item: BakedFile) -> dict[str, Any]:
     return {
-        "fileName": f".{one.path}",
-        "SPDXID": _id("File", one.path),
+        "fileName": f".{item.path}",
+        "SPDXID": _id("File", item.path),
         "checksums": [
-            {"algorithm": "SHA1", "checksumValue": one.sha1},
-            {"algorithm": "SHA256", "checksumValue": one.sha256},
+            {"algorithm": "SHA1", "checksumValue": item.sha1},
+            {"algorithm": "SHA256", "checksumValue": item.sha256},
         ],
         "licenseConcluded": _NONE,
         "copyrightText": _NONE,
@@ -125,8 +125,8 @@ def _id(kind: str, *parts: str) -> str:
     return f"SPDXRef-{kind}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]}"
 
 
-def _relation(one: str, kind: str, other: str) -> dict[str, str]:
-    return {"spdxElementId": one, "relationshipType": kind, "relatedSpdxElement": other}
+def _relation(item: str, kind: str, related: str) -> dict[str, str]:
+    return {"spdxElementId": item, "relationshipType": kind, "relatedSpdxElement": related}
 
 
 def package_url(package: Package, inventory: Inventory) -> str:

@@ -302,10 +302,10 @@ def parse_records(data: bytes, *, where: str) -> dict[str, FileRecord]:
 
 def _lines(data: bytes) -> Iterator[bytes]:
     """Yield the lines of a manifest; raise ValueError if it unpacks to more than any image needs."""
-    left = _MOST_BYTES
+    left_bytes = _MOST_BYTES
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as stream:
         while line := stream.readline(_MOST_FACTS_BYTES):
-            left -= len(line)
-            if left < 0 or not line.endswith(b"\n"):
+            left_bytes -= len(line)
+            if left_bytes < 0 or not line.endswith(b"\n"):
                 raise ValueError("a line without an end, or too many")
             yield line

@@ -93,13 +93,13 @@ class Squashfs:
         CheckFailed, ToolMissing : as of `read`.
         """
         argv = self._argv("-force", "-no-xattrs", "-dest", str(folder), *options, str(self.path))
-        done = process.run(argv, check=False)
-        if "unsupported by this version" in done.output:
-            raise ToolMissing(done.tail(), where=str(self.path), hint="a newer squashfs-tools")
+        result = process.run(argv, check=False)
+        if "unsupported by this version" in result.output:
+            raise ToolMissing(result.tail(), where=str(self.path), hint="a newer squashfs-tools")
         # 2: an ordinary user cannot make a device.
-        if done.returncode not in (0, 2):
+        if result.returncode not in (0, 2):
             raise CheckFailed(
-                f"unsquashfs cannot read it: {done.tail()}", where=str(self.path), hint="copy it again"
+                f"unsquashfs cannot read it: {result.tail()}", where=str(self.path), hint="copy it again"
             )
 
     def _argv(self, *arguments: str) -> list[str]:
