@@ -50,12 +50,13 @@ def jobs_table(records: Sequence[SubmittedJob]) -> Iterator[str]:
     """Yield a line for each of `records`, below a line of titles."""
     from imgkit_builder.project import history
 
-    table = [("JOB", "SUBMITTED", "STATE", "STEP", "LOSS", "IMAGE", "CODE", "COMMAND")]
+    table = [("JOB", "NAME", "SUBMITTED", "STATE", "STEP", "LOSS", "IMAGE", "CODE", "COMMAND")]
     for record in records:
         numbers = history.numbers(record)
         table.append(
             (
                 record.handle,
+                record.name,
                 record.submitted[:16].replace("T", " ") or "-",
                 _state(record),
                 "-" if numbers.step is None else str(numbers.step),

@@ -270,7 +270,7 @@ def test_failed_job_fails_the_command(site: Site) -> None:
     done = site.run("--", "sh", "-c", "echo told; exit 3")
     assert done.returncode == 1
     assert done.stdout.startswith("told\n")
-    assert re.search(r"\d@\w+ failed; imgkit fetch", done.stderr)
+    assert re.search(r"\d@\w+ failed with exit code 3; imgkit fetch", done.stderr)
 
 
 def test_interrupt_leaves_the_job_and_says_how_to_come_back(site: Site) -> None:
