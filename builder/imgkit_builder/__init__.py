@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from imgkit_builder.base.progress import Reporter
     from imgkit_builder.job.request import BuildJobRequest, ConversionJobRequest, JobState, SubmittedJob
     from imgkit_builder.job.request import Request as JobRequest
-    from imgkit_builder.job.submit import PreparedJob, prepare, submit
+    from imgkit_builder.job.submit import PreparedJob, prepare
     from imgkit_builder.recipe.load import load
     from imgkit_builder.recipe.model import Recipe
     from imgkit_builder.sif.conversion import Converted
@@ -65,7 +65,6 @@ __all__ = [
     "prepare",
     "run",
     "smoke_test",
-    "submit",
 ]
 
 _MODULES = {
@@ -79,7 +78,7 @@ _MODULES = {
         "Request",
         "SubmittedJob",
     ),
-    "imgkit_builder.job.submit": ("PreparedJob", "prepare", "submit"),
+    "imgkit_builder.job.submit": ("PreparedJob", "prepare"),
     "imgkit_builder.recipe.load": ("load",),
     "imgkit_builder.recipe.model": ("Recipe",),
     "imgkit_builder.sif.conversion": ("Converted",),

@@ -216,7 +216,6 @@ def test_job_and_runs_with_hostile_texts(programs: Path, check: Callable[..., No
     check("runs", code=0)
     check("runs", "--json", code=0)
     program(programs, "squeue", "cat said >&2; exit 1")
-    check("runs", "--refresh", code=0)
     check("fetch", "7")
     record(programs, command=[EVIL], shell_line=EVIL)
     check("status", code=4)

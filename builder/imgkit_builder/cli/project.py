@@ -119,7 +119,7 @@ def verb_init(
         *(f"wrote  {path}" for path in paths),
         *(f"kept   {folder / name}" for name in texts if folder / name not in paths),
         *([f"added  {' '.join(added)} to {folder / new_folder.GITIGNORE}"] if added else []),
-        *([f"pip    {step.step}"] if step and is_new_recipe else []),
+        *([f"pip    {step.step}"] if step and step.step and is_new_recipe else []),
         *([f"omits  {', '.join(step.left_out)}"] if step and step.left_out and is_new_recipe else []),
         *(f"next   {line}" for line in next_steps),
     ]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from imgkit_builder.cli.common import RESULT_JSON, columns, show
-from imgkit_builder.cli.remote import refreshed
 
 if TYPE_CHECKING:
     from imgkit_builder.job.request import SubmittedJob
@@ -19,28 +18,22 @@ SCHEMA = 1
 
 
 def verb_runs(
-    refresh: bool = typer.Option(
-        False, "--refresh", help="Query the schedulers for jobs that have not ended."
-    ),
     most: int = typer.Option(20, "-n", metavar="N", min=1, help="Show the newest N."),
     as_json: bool = RESULT_JSON,
 ) -> None:
     """List runs, newest first.
 
-    The state is the last one that imgkit recorded; --refresh queries the schedulers.
+    The state is the last one that imgkit recorded; imgkit status asks the schedulers.
     The loss is read from the run's files on this machine (imgkit fetch).
 
     \b
     Examples:
       imgkit runs
-      imgkit runs --refresh
       imgkit runs -n 100 --json
     """
     from imgkit_builder.job import submit
 
     records = submit.records()[:most]
-    if refresh:
-        records, _ = refreshed(records)
     data = {"schema": SCHEMA, "runs": [job_data(record) for record in records]}
     lines = jobs_table(records) if records else ("no runs yet; imgkit run starts one",)
     show(data, *lines, as_json=as_json)
@@ -50,12 +43,13 @@ def jobs_table(records: Sequence[SubmittedJob]) -> Iterator[str]:
     """Yield a line for each of `records`, below a line of titles."""
     from imgkit_builder.project import history
 
-    table = [("JOB", "SUBMITTED", "STATE", "STEP", "LOSS", "IMAGE", "CODE", "COMMAND")]
+    table = [("JOB", "NAME", "SUBMITTED", "STATE", "STEP", "LOSS", "IMAGE", "CODE", "COMMAND")]
     for record in records:
         numbers = history.numbers(record)
         table.append(
             (
                 record.handle,
+                record.name,
                 record.submitted[:16].replace("T", " ") or "-",
                 _state(record),
                 "-" if numbers.step is None else str(numbers.step),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +36,7 @@ class PipProposal:
     file: str
     """The file in the folder that names the packages."""
     step: str
-    """The step as YAML."""
+    """The step as YAML; empty if nothing is left."""
     left_out: tuple[str, ...] = ()
     """Lines of the file that the step lacks: the base has them, or they do not name a package of PyPI."""
 
@@ -66,8 +66,8 @@ def pip_step(folder: Path) -> PipProposal | None:
     project = folder / requirements.PYPROJECT
     is_package = re.search(r"^\[build-system\]", _text(project), re.MULTILINE)
     sources = (
-        (project.name, _project_lines(folder), "project: ." if is_package else ""),
-        (REQUIREMENTS, _requirement_lines(folder / REQUIREMENTS), f"requirements: {REQUIREMENTS}"),
+        (project.name, _lines(requirements.of_project, folder), "project: ." if is_package else ""),
+        (REQUIREMENTS, _lines(requirements.of_file, folder / REQUIREMENTS), f"requirements: {REQUIREMENTS}"),
         (CONDA, tuple(_conda_lines(folder / CONDA)), ""),
     )
     return next((_step(*source) for source in sources if source[1]), None)
@@ -80,16 +80,10 @@ def _text(file: Path) -> str:
         return ""
 
 
-def _project_lines(folder: Path) -> tuple[str, ...]:
+def _lines(read: Callable[[Path], tuple[str, ...]], path: Path) -> tuple[str, ...]:
+    """Return what `read` finds in `path`; nothing if it is missing or damaged, which imgkit check reports."""
     try:
-        return requirements.of_project(folder)
-    except (OSError, ValueError):
-        return ()  # there is none, or imgkit check says what is wrong as soon as a recipe names it
-
-
-def _requirement_lines(file: Path) -> tuple[str, ...]:
-    try:
-        return requirements.of_file(file)
+        return read(path)
     except (OSError, ValueError):
         return ()
 
@@ -102,7 +96,8 @@ def _step(file: str, lines: tuple[str, ...], as_a_whole: str) -> PipProposal:
     # A list takes less than a file: no options, no URLs.
     packages = [line for line in lines if line not in unfit and not [*rules.pip_package(line)]]
     left_out = tuple(terminal.shown(line) for line in lines if line not in packages)
-    return PipProposal(file=file, step=f"packages: {json.dumps(packages)}", left_out=left_out)
+    step = f"packages: {json.dumps(packages)}" if packages else ""
+    return PipProposal(file=file, step=step, left_out=left_out)
 
 
 def _is_in_base(line: str) -> bool:
@@ -114,8 +109,8 @@ def _conda_lines(file: Path) -> Iterator[str]:
     tree = yaml_tree.parse(file, Collector()) if file.is_file() else None
     dependencies = yaml_tree.plain(tree).get("dependencies") if tree else None
     for item in dependencies if isinstance(dependencies, list) else ():
-        if isinstance(item, dict):
-            yield from (line for line in item.get("pip") or () if isinstance(line, str))
+        if isinstance(item, dict) and isinstance(item.get("pip"), list):
+            yield from (line for line in item["pip"] if isinstance(line, str))
         elif isinstance(item, str):
             yield _of_conda(item)
 

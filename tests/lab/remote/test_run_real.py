@@ -196,15 +196,15 @@ def test_new_folder_runs_without_a_flag(site: Site) -> None:
         again = site.imgkit("run", "--nodes", "1", "--detach")
         assert again.returncode == 0, again.stderr
         second = again.stdout.strip()
-        until(lambda: listed(site, "--refresh")[second]["state"] == "succeeded")
+        until(lambda: site.imgkit("status").returncode == 0 and listed(site)[second]["state"] == "succeeded")
         check_list(site, handle(done), second)
     finally:
         for path in set(site.here.iterdir()) - before:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def listed(site: Site, *words: str) -> dict[str, dict[str, Any]]:
-    rows = json.loads(site.imgkit("runs", "--json", *words).stdout)["runs"]
+def listed(site: Site) -> dict[str, dict[str, Any]]:
+    rows = json.loads(site.imgkit("runs", "--json").stdout)["runs"]
     return {row["id"]: row for row in rows}
 
 
@@ -286,7 +286,7 @@ def test_failed_job_fails_the_command(site: Site) -> None:
     done = site.run("--", "sh", "-c", "echo told; exit 3")
     assert done.returncode == 1
     assert done.stdout.startswith("told\n")
-    assert re.search(r"\d@\w+ failed; imgkit fetch", done.stderr)
+    assert re.search(r"\d@\w+ failed with exit code 3; imgkit fetch", done.stderr)
 
 
 def test_interrupt_leaves_the_job_and_says_how_to_come_back(site: Site) -> None:

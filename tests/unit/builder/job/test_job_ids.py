@@ -106,7 +106,7 @@ def test_job_without_an_id_is_listed_and_nothing_is_done_with_it(call: Any) -> N
     assert "slurm printed '4711\\nThank you'" in err
     assert "squeue --me shows the job mn5 with its id" in err
     handle = next(line.split()[1].rstrip(":") for line in err.splitlines() if "unknown-" in line)
-    rows = json.loads(call("runs", "--refresh", "--json")[1])["runs"]
+    rows = json.loads(call("runs", "--json")[1])["runs"]
     assert [(row["id"], row["state"]) for row in rows] == [(handle, "unknown")]
     Path("calls").unlink()
     for verb in ("status", "logs", "cancel", "fetch"):

@@ -154,6 +154,8 @@ dependencies:
             ("conda:python=3.10", "conda:pytorch::pytorch=2.1", "conda:git", "-e ."),
         ),
         ({"environment.yml": "dependencies: [*x\n", "requirements.txt": ""}, None, ()),
+        ({"requirements.txt": "torch==2.1\n"}, None, ("torch==2.1",)),
+        ({"environment.yml": "dependencies: [{pip: tqdm}, git]\n"}, None, ("conda:git",)),
     ],
 )
 def test_recipe_installs_what_the_program_needs(

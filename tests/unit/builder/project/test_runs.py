@@ -61,7 +61,7 @@ def test_newest_run_comes_first(call: Any) -> None:
     assert code == 0
     rows = [line.split() for line in out.splitlines()]
     assert [row[0] for row in rows] == ["JOB", "3@far", "2", "1"]
-    assert rows[3][3:] == ["succeeded", "5", "0.25", "a" * 12, "c" * 12, "dist-run", "'a", "b'"]
+    assert rows[3][4:] == ["succeeded", "5", "0.25", "a" * 12, "c" * 12, "dist-run", "'a", "b'"]
     found = json.loads(call("runs", "-n", "2", "--json")[1])["runs"]
     assert [(row["id"], row["remote"], row["loss"]) for row in found] == [
         ("3@far", "far", None),

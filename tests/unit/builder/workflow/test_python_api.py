@@ -43,7 +43,7 @@ def test_unknown_name_is_refused() -> None:
 
 
 def test_functions_are_silent_by_default(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in ("build", "plan", "build_sif", "convert", "smoke_test", "submit"):
+    for name in ("build", "plan", "build_sif", "convert", "smoke_test", "run"):
         default = inspect.signature(getattr(imgkit, name)).parameters["report"].default
         assert default is None or type(default).__name__ == "Silent"
     imgkit.plan("cpu")
@@ -65,3 +65,9 @@ def test_both_kinds_of_lock_are_refused() -> None:
 def test_standard_input_needs_a_name() -> None:
     with pytest.raises(imgkit.ImgkitError, match="no name yet"):
         imgkit.convert("-")
+
+
+def test_job_that_makes_a_sif_is_for_this_machine() -> None:
+    request = imgkit.ConversionJobRequest(archive=Path("mn5.tar"))
+    with pytest.raises(imgkit.ImgkitError, match=r"makes its \.sif where it is submitted"):
+        imgkit.run("mn5", request, on="far")
