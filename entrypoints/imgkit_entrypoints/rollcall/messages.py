@@ -257,13 +257,11 @@ class MeasureRequest:
 
     stage: NodeRank
     """Number of the stage."""
-    kind: Annotated[str, _matching("alone|pair")]
-    """Each node alone, or two of them together."""
     limit_s: Annotated[int, _between(1, MAX_STAGE_S)]
     group: tuple[NodeRank, ...]
-    """Node ranks that measure together, the receiver's among them."""
+    """The receiver's node rank alone, or those of two nodes that measure together."""
     store: Annotated[int, _between(0, 65535)] = 0
-    """Port on the head where they meet; 0: the node measures alone."""
+    """Port on the head where two nodes meet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

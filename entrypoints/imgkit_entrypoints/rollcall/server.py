@@ -61,7 +61,7 @@ class Server:
         *,
         job_id: str = "",
         secret: bytes | None = None,
-        log: Callable[[str], None] = print,
+        log: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.joining: list[tuple[HeadConnection, JoinRequest]] = []
         """Nodes of the run that have asked to join, until somebody adds or refuses them."""

@@ -91,7 +91,9 @@ wait $spare
 @pytest.mark.soak  # half an hour
 def test_random_faults_of_three_nodes_cost_nothing(standin: str, runs: Path, whole: dict[str, str]) -> None:
     seed = time.time_ns() % 10**6
-    words = "--nproc 1 --nnodes 2+1 --head 127.0.0.1 --lost-after 4 --no-network-test"
+    # train_schedules.py waits a minute for a node, whose head may be killed before they have met.
+    limits = "--lost-after 4 --rollcall-timeout 45"
+    words = f"--nproc 1 --nnodes 2+1 --head 127.0.0.1 {limits} --no-network-test"
     shot = f'bash -c "$(declare -f train); train {words} \\"\\$@\\"" train'
     schedules = f"export PAUSE=0.08; python3 train_schedules.py {seed} 30 {shot}"
     told = inside(standin, runs, schedules, timeout_s=3600)

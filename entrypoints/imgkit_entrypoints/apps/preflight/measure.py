@@ -34,7 +34,7 @@ def measure(order: MeasureRequest) -> MeasureResult:
     Exception : of any type: what torch's backends raise, and what a device cannot do.
     """
     kind = "cuda" if os.environ.get("IMGKIT_DEVICE") == "cuda" else "cpu"
-    if order.kind == "pair":
+    if len(order.group) > 1:
         return MeasureResult(stage=order.stage, figures=(("bandwidth", exchange_GBps(order, kind)),))
     host, reader = facts.gather(), facts.Reader(root=facts.root_of(os.environ))
     nnodes = 2 if kind == "cuda" else 1

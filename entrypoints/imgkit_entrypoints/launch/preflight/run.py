@@ -41,7 +41,6 @@ TICK_S = 0.25
 FILE = "preflight.json"
 STORE = "store"
 """Argument of a process that serves the store in which the others meet, and the figure of its port."""
-STAGES = {"alone": "each node measures itself", "pair": "pairs of nodes measure the network"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,11 +137,23 @@ class _Leader:
         try:
             if nnodes > 1:
                 self._store.start()
-            self._measure(0, "alone", [(rank,) for rank in self._nodes], ALONE_S)
+            self._config.log(f"preflight: each node measures itself, up to {ALONE_S} s")
+            self._measure(0, [(rank,) for rank in self._nodes], ALONE_S)
+            for rank, answer in self._answers.items():
+                self._nodes[rank] = replace(
+                    self._nodes[rank],
+                    matmul_TFLOPs=dict(answer.figures).get("matmul"),
+                    error=self._nodes[rank].error or answer.error,
+                    failed=answer.failed,
+                    notes=answer.notes,
+                )
             for turn in range(min(ROUNDS, nnodes + nnodes % 2 - 1) if self._store_port() else 0):
                 # Nodes that are out keep their seats, so that no two nodes meet twice.
                 pairs = [pair for pair in pair_up(nnodes, turn) if not self._out() & set(pair)]
-                self._measure(turn + 1, "pair", pairs, PAIR_S)
+                self._config.log(f"preflight: pairs of nodes measure the network, up to {PAIR_S} s")
+                self._measure(turn + 1, pairs, PAIR_S)
+                # The partner of a node that hangs is not to blame.
+                self._links += [self._link_result(pair) for pair in pairs if not self._out() & set(pair)]
         finally:
             self._store.close()
         return self._conclude(time.monotonic() - start)
@@ -184,44 +195,23 @@ class _Leader:
         except OSError as error:
             self._config.log(f"warning: {self._config.folder / FILE}: {error.strerror}")
 
-    def _measure(self, number: int, kind: str, groups: Sequence[tuple[int, ...]], limit_s: int) -> None:
-        """Have all groups measure at once, and take their answers."""
-        self._config.log(f"preflight: {STAGES[kind]}, up to {limit_s} s")
+    def _measure(self, stage: int, groups: Sequence[tuple[int, ...]], limit_s: int) -> None:
+        """Have all groups measure at once, and take their answers; a node that hangs is out."""
         self._answers = {}
         for group in groups:
-            order = MeasureRequest(
-                stage=number,
-                kind=kind,
-                limit_s=limit_s,
-                group=group,
-                store=self._port if kind == "pair" else 0,
-            )
+            order = MeasureRequest(stage=stage, limit_s=limit_s, group=group, store=self._port)
             for rank in group:
                 self._session.send(rank, order)
-        asked_ranks = {rank for group in groups for rank in group}
+        ranks = {rank for group in groups for rank in group}
         deadline = time.monotonic() + limit_s + ANSWER_S
-        while asked_ranks - self._answers.keys() - self._out() and time.monotonic() < deadline:
-            self._turn(number)
-        for rank in asked_ranks - self._answers.keys() - self._out():
+        while ranks - self._answers.keys() - self._out() and time.monotonic() < deadline:
+            self._turn(stage)
+        for rank in ranks - self._answers.keys() - self._out():
             error = f"its node agent hangs: no answer within {limit_s} s"
-            self._answers[rank] = MeasureResult(stage=number, error=error, mute=True)
+            self._answers[rank] = MeasureResult(stage=stage, error=error, mute=True)
         for rank, answer in self._answers.items():
-            self._take(rank, answer, is_fatal=answer.mute or kind == "alone")
-        for group in groups:
-            if kind == "pair" and not self._out() & set(
-                group
-            ):  # the partner of a node that hangs is not to blame
-                self._links.append(self._link_result((group[0], group[1])))
-
-    def _take(self, rank: int, answer: MeasureResult, *, is_fatal: bool) -> None:
-        node = self._nodes[rank]
-        self._nodes[rank] = replace(
-            node,
-            matmul_TFLOPs=dict(answer.figures).get("matmul", node.matmul_TFLOPs),
-            error=node.error or (answer.error if is_fatal else ""),
-            failed=node.failed + answer.failed,
-            notes=node.notes + answer.notes,
-        )
+            if answer.mute and not self._nodes[rank].error:
+                self._nodes[rank] = replace(self._nodes[rank], error=answer.error)
 
     def _link_result(self, pair: tuple[int, int]) -> LinkResult:
         answers = [self._answers[rank] for rank in pair]
@@ -236,14 +226,14 @@ class _Leader:
             self._turn(-1)
         return self._port
 
-    def _turn(self, number: int) -> None:
+    def _turn(self, stage: int) -> None:
         """Wait a moment, and hear all nodes and the process that serves the store."""
         for _ in _poll(self._session, self._process, self._config, self._store.sources):
             pass  # a lost node is in `gone` too
         for rank, reason in self._session.lost.items():
             self._nodes[rank] = replace(self._nodes[rank], error=f"lost: {reason}", is_gone=True)
         for rank, answer in self._session.measurements.items():
-            if answer.stage == number:
+            if answer.stage == stage:
                 self._answers[rank] = answer
         if served := self._store.answer():
             self._port = int(dict(served.figures).get(STORE, 0))

@@ -83,8 +83,8 @@ FROM_HEAD: tuple[Message, ...] = (
     ProbeRequest(targets=((1, OFFER), (2, OFFER))),
     StopOrder(node="node 1 of 2", reason="SIGTERM", requeue=False),
     EndRun(code=85),
-    MeasureRequest(stage=0, kind="alone", limit_s=22, group=(3,)),
-    MeasureRequest(stage=2, kind="pair", limit_s=6, group=(0, 3), store=40001),
+    MeasureRequest(stage=0, limit_s=22, group=(3,)),
+    MeasureRequest(stage=2, limit_s=6, group=(0, 3), store=40001),
     PreflightEnd(left_out=(2, 5)),
     PreflightEnd(left_out=()),
 )
@@ -119,7 +119,7 @@ def test_unknown_field_and_left_out_default_are_no_fault() -> None:
 
 MEASUREMENT = MeasureResult(stage=0)
 ORDER = AttemptStart(attempt=2, nnodes=16, node_rank=15, port=15002)
-MEASURE = MeasureRequest(stage=2, kind="pair", limit_s=6, group=(0, 3), store=40001)
+MEASURE = MeasureRequest(stage=2, limit_s=6, group=(0, 3), store=40001)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,6 @@ MEASURE = MeasureRequest(stage=2, kind="pair", limit_s=6, group=(0, 3), store=40
         *(changed(ORDER, node_rank=value) for value in (0, 16, "1")),
         changed(ORDER, port=65536),
         changed(EndRun(code=0), code=256),
-        changed(MEASURE, kind="none"),
         changed(MEASURE, limit_s=601),
     ],
 )

@@ -24,14 +24,12 @@ from imgkit_entrypoints.rollcall.messages import MeasureRequest, MeasureResult
 from imgkit_entrypoints.rollcall.session import HeadSession, Session
 
 Answers = Callable[[int, MeasureRequest], MeasureResult]
-GOOD = {
-    "alone": (("matmul", 2.0),),
-    "pair": (("bandwidth", 10.0),),
-}
+GOOD = {1: (("matmul", 2.0),), 2: (("bandwidth", 10.0),)}
+"""Figures by the nodes that measure together."""
 
 
 def good(_: int, order: MeasureRequest) -> MeasureResult:
-    return MeasureResult(stage=order.stage, figures=GOOD[order.kind])
+    return MeasureResult(stage=order.stage, figures=GOOD[len(order.group)])
 
 
 class StubProcess:
@@ -146,14 +144,14 @@ def test_single_node_is_measured_alone(signals: CollectedSignals) -> None:
     found = NodeThread(HeadSession(placement(1), 1), signals, 0, None)
     found.join(timeout=30)
     assert found.left_out == ()
-    assert [order.kind for _, order in StubProcess.orders] == ["alone"]
+    assert [order.group for _, order in StubProcess.orders] == [(0,)]
 
 
 def test_spare_replaces_a_node_that_hangs(signals: CollectedSignals) -> None:
     found = preflight(4, signals, hangs, spares=1)
     assert [one.left_out for one in found] == [(2,)] * 4
     assert "OUTLIER n2: it hangs" in found[0].said
-    later = [order for _, order in StubProcess.orders if order.kind != "alone"]
+    later = [order for _, order in StubProcess.orders if len(order.group) > 1]
     assert later
     assert not [order for order in later if 2 in order.group], "nobody waits for it again"
 
@@ -179,7 +177,7 @@ def test_frozen_launcher_does_not_end_the_preflight(
 
 def test_head_that_is_slow_stops_the_job_even_with_a_spare(signals: CollectedSignals) -> None:
     def slow_head(rank: int, order: MeasureRequest) -> MeasureResult:
-        figures = (("matmul", 0.5),) if rank == 0 and order.kind == "alone" else GOOD[order.kind]
+        figures = (("matmul", 0.5),) if rank == 0 and len(order.group) == 1 else GOOD[len(order.group)]
         return MeasureResult(stage=order.stage, figures=figures)
 
     found = preflight(5, signals, slow_head, spares=1)
@@ -190,7 +188,7 @@ def test_head_that_is_slow_stops_the_job_even_with_a_spare(signals: CollectedSig
 
 def test_partner_of_a_node_that_hangs_is_not_blamed(signals: CollectedSignals) -> None:
     def hangs_in_pairs(rank: int, order: MeasureRequest) -> MeasureResult:
-        if order.kind == "pair" and 2 in order.group:
+        if len(order.group) > 1 and 2 in order.group:
             return MeasureResult(stage=order.stage, error="no partner", mute=rank == 2)
         return good(rank, order)
 
