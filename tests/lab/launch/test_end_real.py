@@ -119,7 +119,8 @@ def test_own_traceback_comes_last_and_once(end: End, start: str) -> None:
     assert re.search(r"imgkit: rank 1 on node 1 of 1 \(.+\) failed first: exit code 1\n", said)
     assert log_of(said).endswith("logs/node0/errors-node0.log")
     assert not [word for word in NOISE if word in said]
-    for word in ("ChildFailedError", "bad value at step 3", "closed by peer"):
+    # That rank 0 lost its peer is in it only if torchrun did not end that rank first.
+    for word in ("ChildFailedError", "bad value at step 3"):
         assert word in done.stdout, "the full log has it"
 
 
