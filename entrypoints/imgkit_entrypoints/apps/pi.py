@@ -146,7 +146,7 @@ def main() -> None:
         dist.all_reduce(total)
         value = total.item() / intervals
         seconds = time.perf_counter() - began
-        done, spans = here.gather(mine, Done), here.gather(seconds, float)
+        done, spans = here.gather(mine), here.gather(seconds)
         if here.rank == 0 and alone is not None:
             terminal.out(*report(value, intervals, done, max(spans), alone))
     if abs(value - math.pi) > tolerance(intervals):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import os
 import platform
@@ -18,7 +17,7 @@ import torch
 import torch._dynamo  # DDP and the optimizers do; here the garbage collector still rests
 from torch import nn
 
-from imgkit_entrypoints import json_text, terminal
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.apps import ranks
 from imgkit_entrypoints.apps.train import datasets, main_loop, models, options, plugins, run_log
 from imgkit_entrypoints.apps.train.batches import BadSample, Batches
@@ -32,9 +31,9 @@ from imgkit_entrypoints.apps.train.trainer import Evaluation, StepSums, Trainer
 from imgkit_entrypoints.errors import EXIT_NO, CheckFailed, ImgkitError, UsageError
 from imgkit_entrypoints.launch import user_program
 from imgkit_entrypoints.launch.start_up import StartUp
-from imgkit_entrypoints.run import Run, resumable
+from imgkit_entrypoints.run import Run
 from imgkit_entrypoints.run.random_state import seed_everything
-from imgkit_entrypoints.run.ranks import Ranks, told
+from imgkit_entrypoints.run.ranks import Ranks, ranks_by_value
 
 OF_A_RANK = ("run_dir", "export", "stop_after_s", "log_to")
 """Options that may differ between nodes."""
@@ -50,7 +49,6 @@ def main() -> None:
             config.run_dir,
             keep=config.keep if config.run_dir else 0,
             stop_after_s=math.inf if config.stop_after_s is None else config.stop_after_s,
-            options={},  # `resumed` compares them
             say=say,
         )
         torch.use_deterministic_algorithms(config.deterministic)
@@ -81,14 +79,15 @@ def _common(config: Config) -> dict[str, Any]:
 def _refuse_other_options(config: Config, here: Ranks) -> None:
     """Raise UsageError, on every rank, if the ranks were given different options; names them."""
     mine = _common(config)
-    every_rank = [json_text.parse(text) for text in here.gather(json.dumps(mine), str)]
-    different = {name: [str(one.get(name)) for one in every_rank] for name in mine}
-    said = [
-        f"{name}: {told(values)}" for name, values in different.items() if values != values[:1] * len(values)
-    ]
-    if said:
+    rows = here.gather(mine)
+    columns = {name: [str(row[name]) for row in rows] for name in mine}
+    differences = []
+    for name, values in columns.items():
+        if len(set(values)) > 1:
+            differences.append(f"{name}: {ranks_by_value(values)}")
+    if differences:
         raise UsageError(
-            f"the ranks have different options; {'; '.join(said)}",
+            f"the ranks have different options; {'; '.join(differences)}",
             hint="start all nodes with the same options",
         )
 
@@ -102,12 +101,11 @@ def train(config: Config, own: Components, run: Run, here: Ranks, started: Start
     changes: tuple[str, ...] = ()
     if found is not None:
         done = main_loop.course_of(found)
-        config, changes = resumed(config, done.config, found.where)
+        config, changes = resumed(config, done.config, found.folder)
     samples = own.data(config, "train")
-    data = f"{len(samples)} samples with the digest {resumable.fingerprint(samples)}"
-    if found is not None and done.data != data:
-        changes = (*changes, f"the data are not those of the checkpoint: {done.data}, and {data} now")
-    done.data = data
+    if found is not None and done.samples != len(samples):
+        changes = (*changes, f"the data had {done.samples} samples, and has {len(samples)} now")
+    done.samples = len(samples)
     order = _order(config, len(samples), here, new=found is None)
     steps = total_steps(config, order.steps_per_epoch)
     if config.profiled() and config.profiled().start > steps:
@@ -122,10 +120,10 @@ def train(config: Config, own: Components, run: Run, here: Ranks, started: Start
     held_out_samples = own.data(config, "eval") if looks else None
     start, done.config = done.position, _common(config)
     if found is not None and here.rank == 0:
-        for text in (f"resumes after step {start.step} of {steps}: {found.where}", *changes):
+        for text in (f"resumes after step {start.step} of {steps}: {found.folder}", *changes):
             say(text)
     if found is not None and start.step >= steps:
-        export(config, found.tensors("weights.pt"), here)
+        export(config, found.state("weights"), here)
         return 0
     started.ends("data")
     work = WorkClock(here)
@@ -168,7 +166,7 @@ def _report(
     here: Ranks,
 ) -> RunLog | None:
     """Open the log of the run on rank 0; a collective call."""
-    places = here.gather(RankOnNode(node=platform.node(), local_rank=here.local_rank), RankOnNode)
+    places = here.gather(RankOnNode(node=platform.node(), local_rank=here.local_rank))
     if here.rank != 0:
         return None
     return RunLog(

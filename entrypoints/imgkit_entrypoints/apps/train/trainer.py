@@ -78,7 +78,7 @@ class Trainer:
         this call, a resumed run on 3 or more ranks would not equal an uninterrupted one bit by bit.
         """
         buffers = [buffer.detach().clone() for buffer in self.plain.buffers()]
-        drawn = random_state.current()
+        drawn = random_state.capture()
         if self._config.compile:
             self.plain.compile()  # in place, so that the names of the weights stay
         with self._lower:
@@ -182,7 +182,7 @@ class Trainer:
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
         """Switch to evaluation; training continues afterwards as if nothing had happened."""
-        drawn = random_state.current()
+        drawn = random_state.capture()
         self.plain.eval()
         try:
             with torch.no_grad():
