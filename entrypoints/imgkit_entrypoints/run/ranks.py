@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
@@ -81,7 +80,7 @@ class Ranks:
         dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
-    def broadcast_tensor(self, tensor: Tensor) -> None:
+    def broadcast_tensor(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor`, which lies in host memory, with that of rank 0; a collective call."""
         if self.world_size > 1 and tensor.numel():
             # As bytes: gloo does not know every type.
