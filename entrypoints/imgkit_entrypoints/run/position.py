@@ -185,7 +185,7 @@ class DataPosition:
             self._resume.repeats = True
             return False
         raise UsageError(
-            f"epoch {self.epoch} comes to the loop {_shown(name)}, but the loop {_shown(expected)} is next",
+            f"epoch {self.epoch} comes to the loop {_loop_name(name)}, but {_loop_name(expected)} is next",
             where="run.steps",
             hint="go through the same loops in every epoch, in the same order: run.steps(loader, name=...), "
             "with an empty list as the loader where a loop is left out",
@@ -194,7 +194,8 @@ class DataPosition:
     def _refuse_unfinished(self, name: str) -> None:
         if self.is_open:
             raise UsageError(
-                f"the loop {_shown(name)} begins while a pass of the loop {_shown(self._name)} is under way",
+                f"the loop {_loop_name(name)} begins while a pass of the loop {_loop_name(self._name)} is "
+                "under way",
                 where="run.steps",
                 hint="let one loader give the batches of both, for example over a StackDataset; an "
                 "evaluation iterates over its loader without run.steps",
@@ -204,8 +205,8 @@ class DataPosition:
         if self._batch and not self._resume:
             size = f" of {self._length}" if self._length > 0 else ""
             raise UsageError(
-                f"the pass of the loop {_shown(self._name)} was left after {self._batch}{size} batches, and "
-                "another one begins: a resume would go on with the first",
+                f"the pass of the loop {_loop_name(self._name)} was left after {self._batch}{size} batches, "
+                "and another one begins: a resume would go on with the first",
                 where="run.steps",
                 hint="let each pass come to its end, for example over fewer samples or range(STEPS); a break "
                 "may only end the program",
@@ -259,7 +260,7 @@ class DataPosition:
         self._batch, self.is_open = 0, False
 
 
-def _shown(name: str) -> str:
+def _loop_name(name: str) -> str:
     return name or "without a name"
 
 
@@ -296,5 +297,5 @@ def _refuse_other_loader(name: str, last: Loop, loop: Loop, batch: int, *, has_s
     else:
         return
     raise UsageError(
-        f"the pass of the loop {_shown(name)} in the checkpoint {change}", where="run.steps", hint=hint
+        f"the pass of the loop {_loop_name(name)} in the checkpoint {change}", where="run.steps", hint=hint
     )

@@ -219,8 +219,8 @@ class Run:
             return None
         return checkpoint.find_newest(Path(path or self.folder), *self._connect(), self._report)
 
-    def restore(self, found: Checkpoint | None = None) -> bool:
-        """Take over `found`, or the newest whole checkpoint; False if there is none. A collective call.
+    def restore(self, source: Checkpoint | None = None) -> bool:
+        """Take over `source`, or the newest whole checkpoint; False if there is none. A collective call.
 
         Raises
         ------
@@ -231,7 +231,7 @@ class Run:
         ranks, _ = self._connect()
         self._warn_of_ddp(ranks)
         self._refuse_unshared_folder(ranks)
-        newest = found or self.find()
+        newest = source or self.find()
         self._may_write = True
         if newest is None:
             if self._keep:
@@ -241,7 +241,7 @@ class Run:
         self._saved_values, self._restored = self._position.values(), newest
         self._has_read_position = self._position.epoch == 0
         self._stepping.saved_step = self._position.step
-        if found is None:
+        if source is None:
             self._report(f"resumes after step {self._position.step}: {newest.folder}")
         return True
 

@@ -46,7 +46,7 @@ def leaves(value: Any) -> list[tuple[LeafPath, Any]]:
     return result
 
 
-def shown(name: str, path: LeafPath) -> str:
+def path_text(name: str, path: LeafPath) -> str:
     """Return a path for a message: ``optimizer['state'][0]``."""
     return name + "".join(f"[{key!r}]" for key in path)
 
@@ -105,7 +105,7 @@ def unpicklable(name: str, state: Any) -> str:
         return ""
     for path, value in leaves(tree):
         if not _survives(value):
-            return f"{shown(name, path)} is a {type(value).__name__}"
+            return f"{path_text(name, path)} is a {type(value).__name__}"
     return f"{name} has a key or a container of its own type"
 
 

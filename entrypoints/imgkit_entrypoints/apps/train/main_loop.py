@@ -110,10 +110,10 @@ class MainLoop:
     def _evaluate(self, step: int) -> None:
         with self._run.pause():
             if self._held_out and not self._run.stopping:
-                began = time.perf_counter()
+                start = time.perf_counter()
                 loss = self._held_out.loss(self._run.lives)
                 if self._report:
-                    self._report.held_out(step, loss, time.perf_counter() - began)
+                    self._report.held_out(step, loss, time.perf_counter() - start)
 
 
 PART = "course"
@@ -163,7 +163,7 @@ def find(config: Config, run: Run) -> Checkpoint | None:
     return checkpoint
 
 
-def course_of(found: Checkpoint) -> Course:
+def course_of(checkpoint: Checkpoint) -> Course:
     """Read the course that a checkpoint keeps; a collective call.
 
     Raises
@@ -171,9 +171,9 @@ def course_of(found: Checkpoint) -> Course:
     UsageError : another program has written it.
     """
     try:
-        if PART not in found.names:
+        if PART not in checkpoint.names:
             raise ValueError("there is none")
-        values = found.state(PART)
+        values = checkpoint.state(PART)
         position: Position = json_text.read(Position, values["position"], "position")
         return Course(
             position=position,
@@ -185,19 +185,19 @@ def course_of(found: Checkpoint) -> Course:
         raise UsageError(
             f"this checkpoint was written by another program: its training state is missing or invalid "
             f"({error})",
-            where=str(found.folder),
+            where=str(checkpoint.folder),
             hint="name another folder by --run-dir",
         ) from None
 
 
-def export(config: Config, weights: Mapping[str, Tensor], here: Ranks) -> None:
+def export(config: Config, weights: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Write the file of ``--export``, if given; torch.load(FILE, weights_only=True) reads it.
 
     Raises
     ------
     UsageError : the file cannot be written.
     """
-    if config.export is None or here.rank != 0:
+    if config.export is None or ranks.rank != 0:
         return
     content = io.BytesIO()  # torch.save would turn an OSError of its file into a RuntimeError
     torch.save({key: tensor.detach().cpu() for key, tensor in weights.items()}, content)
