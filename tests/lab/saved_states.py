@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from imgkit_entrypoints.run.checkpoint import RANK, Groups, find_newest
+from imgkit_entrypoints.run.checkpoint import RANK, find_newest
 from imgkit_entrypoints.run.ranks import Ranks
 from imgkit_entrypoints.run.state_tree import leaves
 
@@ -16,7 +16,7 @@ ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 def states(folder):
     """The state of each tracked object by name, and under ``ranks`` what each rank has kept for itself."""
-    checkpoint = find_newest(Path(folder), ALONE, Groups(ALONE), print)
+    checkpoint = find_newest(Path(folder), ALONE, print)
     objects = {name: checkpoint.state(name) for name in checkpoint.names}
     keys = [RANK.format(rank) for rank in range(checkpoint.world_size)]
     rows = checkpoint._load(dict.fromkeys(keys, b""))

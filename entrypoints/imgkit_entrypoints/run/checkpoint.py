@@ -44,7 +44,8 @@ INDEX = "imgkit"
 RANK = "rank/{}"
 """Key of what each rank keeps for itself: random states, and objects of `track_per_rank`."""
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+for text in ("torch.distributed is disabled, unavailable or uninitialized", "TypedStorage is deprecated"):
+    warnings.filterwarnings("ignore", message=text)
 
 
 class Groups:
@@ -244,7 +245,7 @@ class Checkpoint:
     Rank 0 reads what is equal on all ranks, and the others get it: its node may be the only one that has it.
     """
 
-    def __init__(self, folder: Path, step: int, ranks: Ranks, groups: Groups) -> None:
+    def __init__(self, folder: Path, step: int, ranks: Ranks) -> None:
         """Read its index.
 
         Raises
@@ -252,7 +253,7 @@ class Checkpoint:
         UsageError : another program or another release of torch has written it.
         """
         self.folder, self.step = folder, step
-        self._ranks, self._groups = ranks, groups
+        self._ranks = ranks
         tensors: dict[str, tuple[torch.Size, torch.dtype]] = {}
         index, world_size, problem = b"", 0, ""
         if ranks.rank == 0:
@@ -294,7 +295,7 @@ class Checkpoint:
         """
         values: dict[str, Any] = dict(shards)
         if values:
-            self._load(values, self._groups.all_ranks().group)
+            self._load(values)
         tree = self.tree(name)
         keys = {leaf.key for _, leaf in leaves(tree) if isinstance(leaf, TensorRef)}
         values.update(self.read(sorted(keys - values.keys())))
@@ -319,20 +320,23 @@ class Checkpoint:
             data = self._ranks.broadcast(values.get(keys[0]))
         return pickle.loads(data)  # noqa: S301 - SECURITY.md: it is trusted like code
 
-    def _load(self, values: dict[str, Any], group: Any = None) -> dict[str, Any]:
-        """Read into the tensors of `values`, and replace its bytes; without a group, on rank 0 alone."""
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    def _load(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Read into the tensors of `values`, of DTensors this rank's part, and replace its bytes.
+
+        `dcp.load` would do it with collectives: torch 2.3's also with ranks outside of the group, and all of
+        them only to sort the keys.
+        """
         reader = FileSystemReader(self.folder)
-        try:
-            dcp.load(
-                values, storage_reader=reader, planner=planner, process_group=group or self._groups.rank_0
-            )
-        except CheckpointException as error:  # a BaseException
-            raise _os_error(error) from error
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        metadata = reader.read_metadata()
+        planner.set_up_planner(values, metadata, is_coordinator=True)
+        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        plan = reader.prepare_local_plan(planner.create_local_plan())
+        reader.read_data(planner.finish_plan(plan), planner).wait()
         return values
 
 
-def find_newest(path: Path, ranks: Ranks, groups: Groups, say: Say) -> Checkpoint | None:
+def find_newest(path: Path, ranks: Ranks, say: Say) -> Checkpoint | None:
     """Find the newest valid checkpoint at `path`; None: there is none. A collective call.
 
     Rank 0 looks for it. All ranks together compare the files of a sharded one with its manifest.
@@ -347,7 +351,7 @@ def find_newest(path: Path, ranks: Ranks, groups: Groups, say: Say) -> Checkpoin
         problem = disk.damage(folder, rows, names) if is_sharded or ranks.rank == 0 else ""
         problems = [text for text in ranks.gather(problem, call="run.restore") if text]
         if not problems:
-            return Checkpoint(folder, step, ranks, groups)
+            return Checkpoint(folder, step, ranks)
         if ranks.rank == 0:
             say(f"checkpoint skipped: {problems[0]}")
 

@@ -80,15 +80,13 @@ def export(path: Path, target: Path, part: str | None = None) -> tuple[int, int]
     """
     import torch
 
-    from imgkit_entrypoints.run.checkpoint import Groups, find_newest
+    from imgkit_entrypoints.run.checkpoint import find_newest
     from imgkit_entrypoints.run.ranks import Ranks
 
     if os.path.lexists(target):
         raise UsageError("the file exists already", where=str(target), hint="remove it, or name another file")
     ranks = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
-    checkpoint = find_newest(
-        path, ranks, Groups(ranks), lambda text: terminal.err(f"dist-train export: {text}")
-    )
+    checkpoint = find_newest(path, ranks, lambda text: terminal.err(f"dist-train export: {text}"))
     if checkpoint is None:
         raise UsageError(
             "no valid checkpoint found",

@@ -217,7 +217,7 @@ class Run:
         """
         if path is None and not self._keep:
             return None
-        return checkpoint.find_newest(Path(path or self.folder), *self._connect(), self._report)
+        return checkpoint.find_newest(Path(path or self.folder), self._connect()[0], self._report)
 
     def restore(self, source: Checkpoint | None = None) -> bool:
         """Take over `source`, or the newest whole checkpoint; False if there is none. A collective call.
