@@ -340,7 +340,20 @@ def find_newest(path: Path, ranks: Ranks, say: Say) -> Checkpoint | None:
     """Find the newest valid checkpoint at `path`; None: there is none. A collective call.
 
     Rank 0 looks for it. All ranks together compare the files of a sharded one with its manifest.
+
+    Raises
+    ------
+    UsageError : on every rank, if another node has a newer one than that of rank 0.
     """
+    newest = next((checkpoint.name for checkpoint in disk.checkpoints_at(path)), "")
+    nodes = ranks.gather((newest, socket.gethostname()), call="run.restore")
+    if (last := max(nodes))[0] > nodes[0][0]:
+        raise UsageError(
+            f"{last[1]} has {last[0]}, and the newest checkpoint of rank 0 on {nodes[0][1]} is "
+            f"{nodes[0][0] or 'none'}",
+            where=str(path),
+            hint="start the head on that node, or put the folder on a file system that all nodes share",
+        )
     candidates = disk.candidates(path, say) if ranks.rank == 0 else iter(())
     while True:
         folder, step, rows = ranks.broadcast(next(candidates, (None, -1, {})))

@@ -222,13 +222,18 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def checkpoints_at(path: Path) -> list[Path]:
+    """Return the checkpoints at `path`, newest first: a checkpoint, a folder of them, or a run folder."""
+    return [path] if (path / MANIFEST).exists() else newest_first(path) or newest_first(path / FOLDER)
+
+
 def candidates(path: Path, say: Callable[[str], None]) -> Iterator[tuple[Path, int, dict[str, Row]]]:
     """Yield checkpoints with a valid manifest, newest first, with their steps and rows.
 
-    `path` is a checkpoint, a folder of them, or a run folder. `say` gets why a checkpoint is skipped.
+    `path` is as of `checkpoints_at`. `say` gets why a checkpoint is skipped.
     """
     is_checkpoint = (path / MANIFEST).exists()
-    for checkpoint in [path] if is_checkpoint else newest_first(path) or newest_first(path / FOLDER):
+    for checkpoint in checkpoints_at(path):
         try:
             if not is_checkpoint and files.foreign_folder(checkpoint):
                 raise InvalidCheckpoint(f"{checkpoint} is another user's, or a link")

@@ -558,7 +558,7 @@ class Run:
         UsageError : the folder holds checkpoints.
         """
         ranks, _ = self._connect()
-        if ranks.broadcast(bool(self._keep and disk.newest_first(self.folder / disk.FOLDER))):
+        if any(ranks.gather(bool(self._keep and disk.checkpoints_at(self.folder)), call="run.save")):
             raise UsageError(
                 "this run would replace the checkpoints of another run",
                 where=str(self.folder),

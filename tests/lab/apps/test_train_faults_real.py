@@ -136,20 +136,24 @@ kill -KILL $pid
     assert re.search(r"rank 1 .*: stack, innermost first:\n    /runs/faults.py:\d+ fail\n", told), told
 
 
-def test_newest_checkpoint_counts_wherever_it_lies(standin: str, runs: Path, whole: Path) -> None:
-    # Two nodes with a run folder of their own each; the one that has trained on is the second one next time.
+def test_node_without_the_checkpoint_gets_it_or_the_run_is_refused(
+    standin: str, runs: Path, whole: Path
+) -> None:
+    # Two nodes with a run folder of their own each.
     script = """
 python3 train_many.py <<END
 import os
 words = "--model faults.py:model --data faults.py:data --batch-size 4 --momentum 0.9 --save-every 5"
 assert train(2, f"{words} --steps 12", folders="host-a host-b") == 0
 assert not os.path.exists("host-b/checkpoints")
-assert train(2, f"{words} --steps 60", folders="host-b host-a") == 0
+assert train(2, f"{words} --steps 60", folders="host-b host-a") == 2
+assert train(2, f"{words} --steps 60", folders="host-a host-b") == 0
 END
 """
-    told = inside(standin, runs, script)
-    assert "resumes after step 12 of 60: host-a/checkpoints/step-0000000012" in told
-    assert_ended_as(standin, whole, runs / "host-b")
+    output = inside(standin, runs, script)
+    assert "has step-0000000012, and the newest checkpoint of rank 0 on " in output
+    assert "resumes after step 12 of 60: host-a/checkpoints/step-0000000012" in output
+    assert_ended_as(standin, whole, runs / "host-a")
 
 
 @pytest.mark.soak
