@@ -185,7 +185,7 @@ class DataPosition:
             self._resume.repeats = True
             return False
         raise UsageError(
-            f"epoch {self.epoch} comes to the loop {_loop_name(name)}, but {_loop_name(expected)} is next",
+            f"epoch {self.epoch} comes to the loop {_loop_name(name)} before the loop {_loop_name(expected)}",
             where="run.steps",
             hint="go through the same loops in every epoch, in the same order: run.steps(loader, name=...), "
             "with an empty list as the loader where a loop is left out",

@@ -376,10 +376,11 @@ class Run:
 
     def _start_stepping(self, save_every: int) -> None:
         if not self._has_read_position:
-            self._has_read_position = True
-            self._report(
-                f"warning: a pass begins in epoch {self._position.epoch}, but the program never read "
-                "run.epoch: write `for epoch in range(run.epoch, EPOCHS)`"
+            raise UsageError(
+                f"the checkpoint has {self._position.epoch} finished epochs, and the program never read "
+                "run.epoch: it would begin another one",
+                where="run.steps",
+                hint="for epoch in range(run.epoch, EPOCHS), also where there is one epoch",
             )
         self._stepping.start(save_every)
 

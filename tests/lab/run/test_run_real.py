@@ -315,6 +315,7 @@ def wider():
         run.track(model=torch.nn.Linear(2, 1))
         run.restore()
 assert start(1, wider, "kept") == [2]
+assert start(1, lambda: training(range(3)), "kept") == [2]  # it is done
 held = Run.start("held")
 assert start(1, lambda: training(range(3)), "held") == [2]
 def scheduled():
@@ -354,6 +355,7 @@ assert start(2, lambda: unlike(name=lambda: f"model{dist.get_rank()}"), "names")
         "this run would replace the checkpoints of another run",
         "the checkpoint contains model, and this program tracks model, other",
         "a different model: weight is (1, 1) in the checkpoint and (1, 2) in the model",
+        "the checkpoint has 1 finished epochs, and the program never read run.epoch",
         "held: another run writes into this folder (process ",
         "the optimizer has a learning rate scheduler that is not tracked",
         "the ranks are at different calls: rank 1: run.steps, rank 0: the end of the run",
@@ -425,7 +427,7 @@ same("whole", "cut")
     for text in (
         "a loop without a name was over 6 batches of 4, and is over 12 of 2 now",
         "the loop b begins while a pass of the loop a is under way",
-        "epoch 1 comes to the loop b, but the loop a is next",
+        "epoch 1 comes to the loop b before the loop a",
         "the checkpoint was over 6 items, and this sequence has 3",
     ):
         assert text in output, (text, output)

@@ -40,7 +40,7 @@ def train(steps=8, *, hybrid=False, full="", every=3, name="model", kind=AdamW, 
     with Run.start() as run:
         run.track(**{name: net}, optimizer=optimizer, scheduler=scheduler)
         run.restore()
-        if full and run.step:
+        if run.step and full:
             keep(net, optimizer, full + "-restored")
         for step, _ in run.steps(range(steps), save_every=every):
             drawn = torch.Generator().manual_seed(step * 100 + dist.get_rank())
@@ -192,6 +192,7 @@ def reading(steps):
         run.track_per_rank(cursor=cursor)
         run.restore()
         print("cursor", cursor.at, flush=True)
+        assert run.epoch < 2
         for _ in run.steps(range(steps), save_every=2):
             cursor.at += 1 + dist.get_rank()
 

@@ -274,7 +274,7 @@ def evaluated(how, before, after=None):
         getattr(run, how)(best=best)
         if run.restore():
             print("loaded", best.value, flush=True)
-        for step, _ in run.steps(range(4), save_every=2):
+        for step, _ in run.steps(range(4), save_every=2) if run.epoch == 0 else ():
             if step == 2 and after is not None:
                 best.value = after
 """
