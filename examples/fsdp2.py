@@ -131,7 +131,7 @@ def main() -> None:
         run.restore()
         for epoch in range(run.epoch, options.epochs):
             sampler.set_epoch(epoch)
-            for step, texts in run.steps(loader, save_every=100, accumulate=options.accumulate):
+            for step, texts in run.steps(loader, save_every=100):
                 updates = step % options.accumulate == 0
                 model.set_requires_gradient_sync(updates)  # the ranks add up gradients once in an update
                 words = texts.to(device)

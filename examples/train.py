@@ -92,7 +92,9 @@ def train(run: Run, options: argparse.Namespace) -> None:
     held_out = loader_of(Waves(1_000_000, 500), options.batch_size, shuffle=False)
     torch.manual_seed(options.seed + 1 + RANK)  # ranks differ from here on: dropout
 
-    run.track(model=model, optimizer=optimizer, schedule=schedule, loader=loader)
+    model(torch.zeros(2, 100, device=DEVICE)).sum().backward()  # DDP orders its sums before a resume
+    optimizer.zero_grad()
+    run.track(model=model, optimizer=optimizer, schedule=schedule)
     run.restore()
     for epoch in range(run.epoch, options.epochs):
         loader.sampler.set_epoch(epoch)

@@ -1,7 +1,4 @@
-"""Files that versions from 0.3.0 on wrote (`tests/written`) are read, with all that they hold.
-
-tests/lab/run/test_written_runs.py goes on with their runs.
-"""
+"""Files that versions from 0.3.0 on wrote (`tests/written`) are read, with all that they hold."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from imgkit_builder.job import baked, submit
 from imgkit_builder.job.request import CodeRecord, SubmittedJob
 from imgkit_builder.project import measured
 from imgkit_builder.sif import image
-from imgkit_entrypoints.run import disk
 
 WRITTEN = Path(__file__).parents[1] / "written"
 VERSIONS = sorted(path.parent.name for path in WRITTEN.glob("*/small.sif"))
@@ -95,12 +91,7 @@ def test_record_of_a_job_has_every_field(written: Path, monkeypatch: pytest.Monk
     )
 
 
-@pytest.mark.parametrize("name", ["dist-train", "library", "sharded"])
-def test_run_folder_is_read(written: Path, name: str) -> None:
-    said: list[str] = []
-    run = written / name
-    (checkpoint,) = disk.valid_ones(run, said.append)
-    assert (disk.step_of(checkpoint), said) == (6, [])
-    found = measured.tail(run)
+def test_run_folder_is_read(written: Path) -> None:
+    found = measured.tail(written / "dist-train")
     assert found.step == 6
     assert found.loss is not None

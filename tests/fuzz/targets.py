@@ -54,7 +54,7 @@ from imgkit_entrypoints.errors import CheckFailed, ImgkitError
 from imgkit_entrypoints.facts import elf
 from imgkit_entrypoints.launch import nccl, stop_protocol
 from imgkit_entrypoints.rules import Unfit
-from imgkit_entrypoints.run import disk, shard_file
+from imgkit_entrypoints.run import disk
 from imgkit_entrypoints.schedulers import hostlist, resolve
 from imgkit_entrypoints.schedulers.placement import PlacementRequest
 from imgkit_entrypoints.system import SystemFacts
@@ -333,19 +333,11 @@ def _recipe_texts() -> list[bytes]:
     return [recipe_json(load(name)).encode() for name in ("mn5", "olivia")]
 
 
-def _shard() -> bytes:
-    pieces = [
-        shard_file.Piece(name="model.w", dtype="BF16", offsets=(2, 0), sizes=(2, 3)),
-        shard_file.Piece(name="optimizer.state.model.w.exp_avg", dtype="F32", offsets=(0,), sizes=(5,)),
-    ]
-    return shard_file.header(pieces) + bytes(32)
-
-
 def _checkpoint(data: bytes, folder: Path) -> None:
     (folder / "weights.pt").write_bytes(b"x")
     (folder / disk.MANIFEST).write_bytes(data)
-    if disk.problem(folder) is None:
-        disk.step_of(folder)
+    if not disk.problem(folder):
+        disk.read_manifest(folder)
 
 
 # ---- recipes and what belongs to them
@@ -619,13 +611,6 @@ TARGETS = (
             ).encode()
         ],
         change=mutate.in_sealed,
-    ),
-    Target(
-        name="shard",
-        run=_file(shard_file.read),
-        seeds=lambda: [_shard()],
-        change=mutate.in_bytes,
-        also=(ValueError,),
     ),
     Target(
         name="inside",

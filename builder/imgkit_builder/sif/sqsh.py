@@ -315,7 +315,8 @@ def digests(path: Path, *, advance: Advance | None = None) -> tuple[str, str]:
         digest = files.sha256_begun(stream, 0, end, advance=advance)
         squashfs_sha256 = digest.hexdigest()
         stream.seek(end)
-        digest.update(stream.read(image.MOST_MANIFEST_BYTES))
+        while chunk := stream.read(files.CHUNK_BYTES):
+            digest.update(chunk)
     return squashfs_sha256, digest.hexdigest()
 
 

@@ -93,11 +93,11 @@ def judge(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -
         if answer is None:
             blamed.setdefault(rank, []).append(f"rank {rank} did not answer within {timeout_s} s")
         elif set(answer.wrong) - senders:
-            others = ", ".join(str(other) for other in sorted(set(answer.wrong) - senders))
-            blamed.setdefault(rank, []).append(f"rank {rank} received wrong values from rank {others}")
+            names = ", ".join(str(sender_rank) for sender_rank in sorted(set(answer.wrong) - senders))
+            blamed.setdefault(rank, []).append(f"rank {rank} received wrong values from rank {names}")
     for sender in sorted(senders):
-        said = f"the values of rank {sender} arrived corrupted at {complaints[sender]} of {heard} ranks"
-        blamed.setdefault(sender, []).append(said)
+        reason = f"the values of rank {sender} arrived corrupted at {complaints[sender]} of {heard} ranks"
+        blamed.setdefault(sender, []).append(reason)
     answers = {
         rank: _with_clock(_with_neighbours(answer, answers), answers) for rank, answer in answers.items()
     }
@@ -110,19 +110,19 @@ def _with_neighbours(answer: Answer, answers: Mapping[int, Answer]) -> Answer:
     """`answer` with a warning if isolated containers hold GPUs of the same machine."""
     if not answer.machine or not answer.device.startswith("cuda"):
         return answer
-    others = sorted(
+    hosts = sorted(
         {
             other.host
             for other in answers.values()
             if other.machine == answer.machine and other.nccl_host != answer.nccl_host
         }
     )
-    if not others:
+    if not hosts:
         return answer
     apart = Check(
         name="machine",
         verdict="warn",
-        evidence=f"/proc/sys/kernel/random/boot_id is the same on {', '.join(others)}, but the host name or "
+        evidence=f"/proc/sys/kernel/random/boot_id is the same on {', '.join(hosts)}, but the host name or "
         f"{SHM} differs: NCCL uses the network between GPUs of one machine",
         fix=f"use one container for all GPUs of a machine, or share {SHM} (hostIPC) and NCCL_HOSTID",
     )
@@ -131,19 +131,19 @@ def _with_neighbours(answer: Answer, answers: Mapping[int, Answer]) -> Answer:
 
 def _with_clock(answer: Answer, answers: Mapping[int, Answer]) -> Answer:
     """`answer` with a warning if the clock of its node is wrong."""
-    known = [other.time_s for other in answers.values() if other.time_s]
-    said = clock_remark(answer.time_s, known) if answer.time_s and answer.checks else ""
-    if not said:
+    times_s = [other.time_s for other in answers.values() if other.time_s]
+    remark = clock_remark(answer.time_s, times_s) if answer.time_s and answer.checks else ""
+    if not remark:
         return answer
-    wrong = Check(name="clock", verdict="warn", evidence=said, fix="start chronyd or ntpd on the node")
+    wrong = Check(name="clock", verdict="warn", evidence=remark, fix="start chronyd or ntpd on the node")
     return dataclasses.replace(answer, checks=(*answer.checks, wrong))
 
 
 def _by_host(hosts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    found: dict[str, tuple[int, ...]] = {}
+    ranks_by_host: dict[str, tuple[int, ...]] = {}
     for rank, host in enumerate(hosts):
-        found[host] = (*found.get(host, ()), rank)
-    return found
+        ranks_by_host[host] = (*ranks_by_host.get(host, ()), rank)
+    return ranks_by_host
 
 
 def _node(
@@ -153,10 +153,14 @@ def _node(
     blamed: Mapping[int, Sequence[str]],
     suspects: bool,
 ) -> NodeVerdict:
-    mine = [answers[rank] for rank in ranks if rank in answers]
-    checks = tuple(check for answer in mine for check in answer.checks if check.verdict != "ok")
+    node_answers = [answers[rank] for rank in ranks if rank in answers]
+    checks = tuple(check for answer in node_answers for check in answer.checks if check.verdict != "ok")
     reasons = [text for rank in ranks for text in blamed.get(rank, ())]
-    errors = [f"rank {item.rank} after {item.seconds:.0f} s: {item.error}" for item in mine if item.error]
+    errors = [
+        f"rank {answer.rank} after {answer.seconds:.0f} s: {answer.error}"
+        for answer in node_answers
+        if answer.error
+    ]
     if reasons or not passed(checks) or (errors and not suspects):
         verdict: Verdict = "fail"
     elif errors:
@@ -199,12 +203,12 @@ def failed(nodes: Sequence[NodeVerdict], *, strict: bool) -> list[str]:
 def verdict_line(nodes: Sequence[NodeVerdict], world_size: int, *, strict: bool = False) -> str:
     """The last line, which names the failed hosts."""
     bad, worse = failed(nodes, strict=strict), failed(nodes, strict=False)
-    whole = f"{len(nodes)} nodes, {world_size} ranks" if len(nodes) > 1 else f"1 node, {world_size} ranks"
+    scope = f"{len(nodes)} nodes, {world_size} ranks" if len(nodes) > 1 else f"1 node, {world_size} ranks"
     if bad and not worse:
-        return f"FAILED on {', '.join(bad)} ({whole}): --strict counts warnings as failures"
+        return f"FAILED on {', '.join(bad)} ({scope}): --strict counts warnings as failures"
     if bad:
-        return f"FAILED on {', '.join(bad)} ({whole})"
-    return f"all_reduce of {ELEMENTS * 4 >> 20} MiB verified on {whole}"
+        return f"FAILED on {', '.join(bad)} ({scope})"
+    return f"all_reduce of {ELEMENTS * 4 >> 20} MiB verified on {scope}"
 
 
 def main() -> None:
@@ -255,14 +259,14 @@ def _several() -> bool:
 
 def _print(nodes: Sequence[NodeVerdict], world_size: int, *, as_json: bool, strict: bool) -> None:
     if as_json:
-        found: dict[str, Any] = {
+        document: dict[str, Any] = {
             "schema": SCHEMA,
             "imgkit": __version__,
             "passed": not failed(nodes, strict=strict),
             "world_size": world_size,
             "nodes": [dataclasses.asdict(node) for node in nodes],
         }
-        terminal.document(json.dumps(found, indent=2) + "\n")
+        terminal.document(json.dumps(document, indent=2) + "\n")
     else:
         terminal.out(*table(nodes), verdict_line(nodes, world_size, strict=strict))
 
@@ -274,7 +278,7 @@ def _examined(answer: Answer) -> Answer:
     try:
         host = facts.gather()
         answer = dataclasses.replace(answer, machine=host.boot_id, nccl_host=_nccl_host(host))
-        found = examine(
+        checks = examine(
             host,
             facts.system_facts(),
             os.environ,
@@ -283,8 +287,8 @@ def _examined(answer: Answer) -> Answer:
             nnodes=2 if _several() and answer.device.startswith("cuda") else 1,
         )
     except ImgkitError as error:
-        found = (Check(name="checks", verdict="fail", evidence=error.what, fix=error.hint or ""),)
-    return dataclasses.replace(answer, checks=found)
+        checks = (Check(name="checks", verdict="fail", evidence=error.what, fix=error.hint or ""),)
+    return dataclasses.replace(answer, checks=checks)
 
 
 def _nccl_host(host: facts.HostFacts) -> str:
@@ -304,9 +308,9 @@ def _tried(store: Any, rank: int, world_size: int, timeout_s: int) -> Answer:
     local_rank = int(os.environ["LOCAL_RANK"])
     cuda = os.environ.get("IMGKIT_DEVICE", "cpu") == "cuda"
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    began = time.monotonic()
+    start = time.monotonic()
     wrong: tuple[int, ...] = ()
-    said, time_s = "", 0.0
+    problem, time_s = "", 0.0
     try:
         if cuda:
             torch.cuda.set_device(device)
@@ -320,13 +324,13 @@ def _tried(store: Any, rank: int, world_size: int, timeout_s: int) -> Answer:
         wrong = _wrong_senders(rank, world_size, device)
         time_s = time.time()
     except Exception as error:  # a network error of any type is a finding
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
+        problem = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
     return Answer(
         rank=rank,
         host=_host(),
         device=str(device),
-        seconds=time.monotonic() - began,
-        error=said,
+        seconds=time.monotonic() - start,
+        error=problem,
         wrong=wrong,
         time_s=time_s,
     )

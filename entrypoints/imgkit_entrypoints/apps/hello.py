@@ -66,82 +66,82 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from imgkit_entrypoints.apps import ranks
+    from imgkit_entrypoints.apps import ranks as workers
 
-    with ranks.opened() as here:
-        if here.rank == 0:
-            peers = [Peer(rank=0, host=platform.node(), device=_device(here))]
-            peers += [_call(peer, here) for peer in range(1, here.world_size)]
-            said = f"latency: half the median of {ROUND_TRIPS} round trips of 8 bytes, {dist.get_backend()}"
-            terminal.out(*table(peers), said)
+    with workers.opened() as ranks:
+        if ranks.rank == 0:
+            peers = [Peer(rank=0, host=platform.node(), device=_device(ranks))]
+            peers += [_call(peer, ranks) for peer in range(1, ranks.world_size)]
+            footer = f"latency: half the median of {ROUND_TRIPS} round trips of 8 bytes, {dist.get_backend()}"
+            terminal.out(*table(peers), footer)
         else:
-            _answer(here)
-        total = torch.ones(1, device=here.device)
+            _answer(ranks)
+        total = torch.ones(1, device=ranks.device)
         dist.all_reduce(total)
-        if here.rank == 0:
+        if ranks.rank == 0:
             terminal.out(f"all_reduce of ones: {total.item():.0f}")
-    if total.item() != here.world_size:
-        wrong = f"rank {here.rank}: all_reduce of {here.world_size} ones gave {total.item():.0f}"
+    if total.item() != ranks.world_size:
+        wrong = f"rank {ranks.rank}: all_reduce of {ranks.world_size} ones gave {total.item():.0f}"
         sys.exit(terminal.shown(wrong))
 
 
-def _call(peer: int, here: Ranks) -> Peer:
+def _call(peer: int, ranks: Ranks) -> Peer:
     """Rank 0's side of the exchange with `peer`."""
     import torch
     import torch.distributed as dist
 
-    _send_text(f"hello rank {peer}, who are you?", peer, here)
-    host, _, device = _receive_text(peer, here).partition("\n")
-    times = []
-    number = torch.zeros(1, dtype=torch.int64, device=here.device)
+    _send_text(f"hello rank {peer}, who are you?", peer, ranks)
+    host, _, device = _receive_text(peer, ranks).partition("\n")
+    latencies = []
+    number = torch.zeros(1, dtype=torch.int64, device=ranks.device)
     for turn in range(WARM_UP + ROUND_TRIPS):
         number.fill_(turn)
-        here.synchronize()
-        began = time.perf_counter()
+        ranks.synchronize()
+        start = time.perf_counter()
         dist.send(number, peer)
         dist.recv(number, peer)
-        here.synchronize()
-        times.append(time.perf_counter() - began)
+        ranks.synchronize()
+        latencies.append(time.perf_counter() - start)
         if number.item() != turn + peer:
             wrong = f"rank {peer} on {host} answered {number.item()} to {turn}; {turn + peer} is right"
             sys.exit(terminal.shown(wrong))
-    return Peer(rank=peer, host=host, device=device, seconds=statistics.median(times[WARM_UP:]) / 2)
+    return Peer(rank=peer, host=host, device=device, seconds=statistics.median(latencies[WARM_UP:]) / 2)
 
 
-def _answer(here: Ranks) -> None:
+def _answer(ranks: Ranks) -> None:
     """The other side: name host and device, then send every number back with this rank added."""
     import torch
     import torch.distributed as dist
 
-    _receive_text(0, here)
-    _send_text(f"{platform.node()}\n{_device(here)}", 0, here)
-    number = torch.zeros(1, dtype=torch.int64, device=here.device)
+    _receive_text(0, ranks)
+    _send_text(f"{platform.node()}\n{_device(ranks)}", 0, ranks)
+    number = torch.zeros(1, dtype=torch.int64, device=ranks.device)
     for _ in range(WARM_UP + ROUND_TRIPS):
         dist.recv(number, 0)
-        number += here.rank
+        number += ranks.rank
         dist.send(number, 0)
 
 
-def _device(here: Ranks) -> str:
+def _device(ranks: Ranks) -> str:
     import torch
 
-    if here.device.type == "cuda":
-        return f"{here.device}, {torch.cuda.get_device_name(here.device)}"
-    return f"{here.device}, {torch.get_num_threads()} threads"
+    if ranks.device.type == "cuda":
+        return f"{ranks.device}, {torch.cuda.get_device_name(ranks.device)}"
+    return f"{ranks.device}, {torch.get_num_threads()} threads"
 
 
-def _send_text(text: str, peer: int, here: Ranks) -> None:
-    import torch
-    import torch.distributed as dist
-
-    dist.send(torch.tensor(list(packed(text)), dtype=torch.uint8, device=here.device), peer)
-
-
-def _receive_text(peer: int, here: Ranks) -> str:
+def _send_text(text: str, peer: int, ranks: Ranks) -> None:
     import torch
     import torch.distributed as dist
 
-    data: torch.Tensor = torch.empty(TEXT_BYTES, dtype=torch.uint8, device=here.device)
+    dist.send(torch.tensor(list(packed(text)), dtype=torch.uint8, device=ranks.device), peer)
+
+
+def _receive_text(peer: int, ranks: Ranks) -> str:
+    import torch
+    import torch.distributed as dist
+
+    data: torch.Tensor = torch.empty(TEXT_BYTES, dtype=torch.uint8, device=ranks.device)
     dist.recv(data, peer)
     return unpacked(bytes(data.tolist()))
 

@@ -72,7 +72,7 @@ def tolerance(intervals: int) -> float:
 
 
 def report(
-    value: float, intervals: int, done: Sequence[Done], seconds: float, alone: Done
+    value: float, intervals: int, results: Sequence[Done], seconds: float, alone: Done
 ) -> tuple[str, ...]:
     """Lines that rank 0 prints.
 
@@ -81,36 +81,36 @@ def report(
     seconds : time of the slowest process from the common start to the sum.
     alone : rank 0 while all others are idle; the parallel efficiency compares with its speed.
     """
-    order = sorted(done, key=lambda item: item.points_per_s)
-    shown = list(done) if len(done) <= SHOWN else [order[0], order[len(order) // 2], order[-1]]
-    rates = [item.points_per_s for item in done]
-    total = sum(item.points for item in done) / seconds
-    efficiency = total / (len(done) * alone.points_per_s) if alone.points else math.nan
+    order = sorted(results, key=lambda item: item.points_per_s)
+    listed = list(results) if len(results) <= SHOWN else [order[0], order[len(order) // 2], order[-1]]
+    rates = [item.points_per_s for item in results]
+    total = sum(item.points for item in results) / seconds
+    efficiency = total / (len(results) * alone.points_per_s) if alone.points else math.nan
     return (
-        f"pi = {value:.15f}, error {abs(value - math.pi):.1e}, {intervals} intervals, {len(done)} ranks, "
+        f"pi = {value:.15f}, error {abs(value - math.pi):.1e}, {intervals} intervals, {len(results)} ranks, "
         f"{seconds:.3f} s",
         *(
             f"rank {item.rank} on {item.host}: {item.points} terms in {item.seconds:.3f} s, "
             f"{item.points_per_s:.3e} terms/s"
-            for item in shown
+            for item in listed
         ),
         f"per process: {min(rates):.3e} to {max(rates):.3e} terms/s, median {statistics.median(rates):.3e}; "
         f"together {total:.3e}",
-        f"parallel efficiency {efficiency:.0%} of {len(done)} x {alone.points_per_s:.3e} terms/s "
+        f"parallel efficiency {efficiency:.0%} of {len(results)} x {alone.points_per_s:.3e} terms/s "
         "(rank 0 while the others wait)",
     )
 
 
-def partial_sum(first: int, end: int, intervals: int, here: Ranks) -> float:
+def partial_sum(first: int, end: int, intervals: int, ranks: Ranks) -> float:
     """Sum of 4/(1+x^2) over x = i/intervals, i in ``range(first, end)``; the ends of [0, 1] count half."""
     import torch
 
-    block = BLOCK_CUDA if here.device.type == "cuda" else BLOCK
+    block = BLOCK_CUDA if ranks.device.type == "cuda" else BLOCK
     block = max(1, min(block, end - first))
     # 4/(1+(i/n)^2) = 4 n^2 * 1/(n^2+i^2): whole numbers until the division, and one pass fewer.
     square = float(intervals) ** 2
-    points = torch.arange(first, first + block, dtype=torch.float64, device=here.device)
-    offset = torch.full((), square, dtype=torch.float64, device=here.device)
+    points = torch.arange(first, first + block, dtype=torch.float64, device=ranks.device)
+    offset = torch.full((), square, dtype=torch.float64, device=ranks.device)
     values = torch.empty_like(points)
     sums = []
     for start in range(first, end, block):
@@ -127,46 +127,46 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from imgkit_entrypoints.apps import ranks
+    from imgkit_entrypoints.apps import ranks as workers
 
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     intervals: int = parser.parse_args().intervals
-    with ranks.opened() as here:
-        first, end = share(intervals + 1, here.rank, here.world_size)
-        partial_sum(first, min(end, first + 2 * BLOCK), intervals, here)  # the first call sets things up
-        alone = _alone(first, end, intervals, here)
+    with workers.opened() as ranks:
+        first, end = share(intervals + 1, ranks.rank, ranks.world_size)
+        partial_sum(first, min(end, first + 2 * BLOCK), intervals, ranks)  # the first call sets things up
+        alone = _alone(first, end, intervals, ranks)
         dist.barrier()
-        began = time.perf_counter()
-        total = torch.tensor(partial_sum(first, end, intervals, here), dtype=torch.float64)
-        mine = Done(
-            rank=here.rank, host=platform.node(), points=end - first, seconds=time.perf_counter() - began
+        start = time.perf_counter()
+        total = torch.tensor(partial_sum(first, end, intervals, ranks), dtype=torch.float64)
+        result = Done(
+            rank=ranks.rank, host=platform.node(), points=end - first, seconds=time.perf_counter() - start
         )
-        total = total.to(here.device)
+        total = total.to(ranks.device)
         dist.all_reduce(total)
         value = total.item() / intervals
-        seconds = time.perf_counter() - began
-        done, spans = here.gather(mine, Done), here.gather(seconds, float)
-        if here.rank == 0 and alone is not None:
-            terminal.out(*report(value, intervals, done, max(spans), alone))
+        seconds = time.perf_counter() - start
+        results, spans = ranks.gather(result), ranks.gather(seconds)
+        if ranks.rank == 0 and alone is not None:
+            terminal.out(*report(value, intervals, results, max(spans), alone))
     if abs(value - math.pi) > tolerance(intervals):
         wrong = (
             f"the error of pi is above {tolerance(intervals):.1e}: a node or the network gave wrong values"
         )
-        ranks.refuse(f"dist-pi: {wrong}. To find it: dist-doctor", EXIT_NO)
+        workers.refuse(f"dist-pi: {wrong}. To find it: dist-doctor", EXIT_NO)
 
 
-def _alone(first: int, end: int, intervals: int, here: Ranks) -> Done | None:
+def _alone(first: int, end: int, intervals: int, ranks: Ranks) -> Done | None:
     """Rank 0's work while all others wait; None on the others."""
     import torch.distributed as dist
 
     dist.barrier()
-    if here.rank != 0:
+    if ranks.rank != 0:
         return None
     end = min(end, first + ALONE)
-    began = time.perf_counter()
-    partial_sum(first, end, intervals, here)
-    return Done(rank=0, host=platform.node(), points=end - first, seconds=time.perf_counter() - began)
+    start = time.perf_counter()
+    partial_sum(first, end, intervals, ranks)
+    return Done(rank=0, host=platform.node(), points=end - first, seconds=time.perf_counter() - start)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ REFUSE_S = 5.0
 """Time that the others give local rank 0 to leave first; a loaded machine starts workers seconds apart."""
 RELEASE_S = 0.05
 """Time in which a thread of gloo gets the GIL and releases its last work."""
-_kept: list[object] = []
+_alive: list[object] = []
 
 
 @contextlib.contextmanager
@@ -67,7 +67,7 @@ def opened(
         # The group's destructor holds the GIL and waits for a thread of gloo, which may wait for the GIL to
         # release its last work: 4 of 10 ranks hung after a gather (torch 2.3 and 2.5).
         if store is None:
-            _kept.append(dist.group.WORLD)  # until the worker leaves
+            _alive.append(dist.group.WORLD)  # until the worker leaves
         else:
             time.sleep(RELEASE_S)
         dist.destroy_process_group()
@@ -107,9 +107,9 @@ def run_worker(main: Callable[[], None], *, end: Callable[[], None] = lambda: No
     try:
         main()
     except BaseException as error:
-        kept = error  # keeps the objects of its frames alive until the process ends
-        if isinstance(kept, SystemExit):
-            code = 0 if kept.code is None else kept.code
+        uncaught = error  # keeps the objects of its frames alive until the process ends
+        if isinstance(uncaught, SystemExit):
+            code = 0 if uncaught.code is None else uncaught.code
         else:
             try:
                 sys.excepthook(type(error), error, error.__traceback__)

@@ -49,7 +49,7 @@ LOGGERS = (
 )
 
 
-def reports(run: Callable[[], None], *, own: bool) -> None:
+def reports(run: Callable[[], None], *, is_imgkits: bool) -> None:
     """Run torchrun by `run`. Its report of failed workers goes to the node agent and its log."""
     log_apart()
     try:
@@ -57,9 +57,10 @@ def reports(run: Callable[[], None], *, own: bool) -> None:
     except ChildFailedError as error:
         user_program.mark(traceback.format_exc().rstrip("\n"))
         rank, first = error.get_first_failure()
-        codes = {rank: one.exitcode for rank, one in error.failures.items()}
-        failures.note_codes(os.environ, {**codes, **_codes_of_forks(first.local_rank, rank)}, is_imgkits=own)
-        sys.exit(first.exitcode if own and first.exitcode > 0 else EXIT_NO)
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        codes.update(_codes_of_forks(first.local_rank, rank))
+        failures.note_codes(os.environ, codes, is_imgkits=is_imgkits)
+        sys.exit(first.exitcode if is_imgkits and first.exitcode > 0 else EXIT_NO)
     except api.SignalException:
         raise
     except Exception:
@@ -78,7 +79,7 @@ def _codes_of_forks(local_rank: int, rank: int) -> dict[int, int]:
     """Return the exit codes of failed forks by rank; the worker `local_rank` has `rank`."""
     processes = _FORKS[-1]._pc.processes if _FORKS else []
     first = rank - local_rank
-    return {first + number: one.exitcode for number, one in enumerate(processes) if one.exitcode}
+    return {first + number: failure.exitcode for number, failure in enumerate(processes) if failure.exitcode}
 
 
 class Marked(logging.Handler):
@@ -110,11 +111,11 @@ def ends_silently(run: Callable[[], None]) -> None:
     by_torch = getattr(api, name, None)
     if by_torch is not None:
 
-        def ended(number: int, frame: FrameType | None) -> None:
+        def on_signal(number: int, frame: FrameType | None) -> None:
             hush()
             by_torch(number, frame)
 
-        setattr(api, name, ended)
+        setattr(api, name, on_signal)
     try:
         run()
     except api.SignalException as error:
@@ -125,11 +126,11 @@ def note_the_rendezvous() -> None:
     """Note for the node agent from when to when this node waits for others in torch's store."""
     by_torch = SimpleElasticAgent._rendezvous
 
-    def noted(agent: SimpleElasticAgent, group: object) -> None:
+    def note_times(agent: SimpleElasticAgent, group: object) -> None:
         with start_up.rendezvous(os.environ):
             by_torch(agent, group)
 
-    SimpleElasticAgent._rendezvous = noted
+    SimpleElasticAgent._rendezvous = note_times
 
 
 def wait_for_the_other_nodes() -> None:
@@ -165,15 +166,15 @@ def main_of_forks() -> None:
     except OSError:  # a container without a writable /dev/shm or /tmp: torch's side of a fork needs both
         main()
         return
-    config, _, words = config_from_args(parse_args(sys.argv[1:]))
+    config, _, argv = config_from_args(parse_args(sys.argv[1:]))
     config.start_method = "fork"
-    if module := _own_module(words):
+    if module := _own_module(argv):
         importlib.import_module(module)
     # When one worker has failed, torch ends the others by TERM, which is blocked in them.
     popen_fork.Popen.terminate = _hang_up  # type: ignore[assignment, method-assign]
     by_torch = api.MultiprocessContext._is_done
 
-    def done(self: api.MultiprocessContext) -> bool:
+    def is_done(self: api.MultiprocessContext) -> bool:
         """Take the exit code 0 for success: torch would wait for ever for what the function returns."""
         _FORKS[:] = [self]
         for rank, process in enumerate(self._pc.processes):
@@ -181,8 +182,8 @@ def main_of_forks() -> None:
                 self._return_values.setdefault(rank, None)
         return bool(by_torch(self))
 
-    api.MultiprocessContext._is_done = done
-    elastic_launch(config, worker)(*words)
+    api.MultiprocessContext._is_done = is_done
+    elastic_launch(config, worker)(*argv)
 
 
 _TERMINATE = popen_fork.Popen.terminate
@@ -194,19 +195,19 @@ def _hang_up(process: popen_fork.Popen) -> None:
             os.kill(process.pid, signal.SIGHUP)
 
 
-def _own_module(words: Sequence[str]) -> str:
+def _own_module(argv: Sequence[str]) -> str:
     """Name of the module that holds the imports of a program of this package; empty for others."""
-    name = next((word for word in words if word.startswith(_OWN)), "")
+    name = next((argument for argument in argv if argument.startswith(_OWN)), "")
     spec = importlib.util.find_spec(name) if name else None
     return f"{name}.__main__" if spec and spec.submodule_search_locations else name
 
 
-def worker(*words: str) -> None:
+def worker(*argv: str) -> None:
     """Run the worker in a forked process as ``python3 WORDS`` would."""
     popen_fork.Popen.terminate = _TERMINATE  # type: ignore[method-assign]
     for number in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # the agent's handlers are here too
-    run_worker(lambda: _run_program(words), end=(lambda: None) if _own_module(words) else _end_of_interpreter)
+    run_worker(lambda: _run_program(argv), end=(lambda: None) if _own_module(argv) else _end_of_interpreter)
 
 
 def _end_of_interpreter() -> None:
@@ -215,18 +216,18 @@ def _end_of_interpreter() -> None:
     atexit._run_exitfuncs()
 
 
-def _run_program(words: Sequence[str]) -> None:
-    if _own_module(words):
-        option = words.index("-m")
-        sys.argv = ["-m", *words[option + 2 :]]
+def _run_program(argv: Sequence[str]) -> None:
+    if _own_module(argv):
+        option = argv.index("-m")
+        sys.argv = ["-m", *argv[option + 2 :]]
         # It was imported before the fork for the sake of its imports; runpy warns about a loaded module.
-        sys.modules.pop(_own_module(words), None)
-        runpy.run_module(words[option + 1], run_name="__main__", alter_sys=True)
+        sys.modules.pop(_own_module(argv), None)
+        runpy.run_module(argv[option + 1], run_name="__main__", alter_sys=True)
         return
     # This interpreter is isolated, and that of such a program is not.
     folders = [folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
     sys.path[0:0] = ["", *folders]
-    user_program.main(list(words[words.index(user_program.__file__) + 1 :]))
+    user_program.main(list(argv[argv.index(user_program.__file__) + 1 :]))
 
 
 if __name__ == "__main__":
@@ -234,5 +235,5 @@ if __name__ == "__main__":
     note_the_rendezvous()
     wait_for_the_other_nodes()
     start = main_of_forks if os.environ.get("IMGKIT_START") == "fork" else main
-    own = any(word.startswith(_OWN) for word in sys.argv)
-    run_worker(lambda: ends_silently(lambda: reports(start, own=own)))
+    is_imgkits = any(argument.startswith(_OWN) for argument in sys.argv)
+    run_worker(lambda: ends_silently(lambda: reports(start, is_imgkits=is_imgkits)))

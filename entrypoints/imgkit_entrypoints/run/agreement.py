@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from imgkit_entrypoints.errors import CheckFailed, UsageError
-from imgkit_entrypoints.run.ranks import Ranks, told
+from imgkit_entrypoints.run.ranks import Ranks, ranks_by_value
 from imgkit_entrypoints.run.stop_requests import reason_of
 
 LATENCY_S = 0.5
@@ -71,12 +71,12 @@ class Agreement:
 
     Parameters
     ----------
-    here : ranks and the device of the numbers.
-    asked : returns this rank's answer to each of `stop_requests.REASONS`.
+    ranks : the ranks, and the device of the numbers.
+    answers : returns this rank's answer to each of `stop_requests.REASONS`.
     """
 
-    def __init__(self, here: Ranks, asked: Callable[[], Sequence[bool]], numbers: AddedNumbers) -> None:
-        self._here, self._asked, self.numbers = here, asked, numbers
+    def __init__(self, ranks: Ranks, answers: Callable[[], Sequence[bool]], numbers: AddedNumbers) -> None:
+        self._ranks, self._answers, self.numbers = ranks, answers, numbers
         self._under_way: _UnderWay | None = None
         self._interval = self._most = 1
         self._sent_step, self._last_time = 0, time.perf_counter()
@@ -122,19 +122,19 @@ class Agreement:
 
     def _exchange(self, step: int, *, everything: bool) -> None:
         self._receive()
-        self._send(step, self.numbers.take(everything=everything).to(self._here.device))
+        self._send(step, self.numbers.take(everything=everything).to(self._ranks.device))
 
     def _send(self, step: int, numbers: Tensor) -> None:
         now = time.perf_counter()
         seconds, steps = now - self._last_time, step - self._sent_step
         self._last_time, self._sent_step = now, step
         turn = step % _CYCLE
-        own = [seconds / max(1, steps), turn, turn * turn, *map(float, self._asked())]
-        answers = torch.tensor(own, dtype=numbers.dtype).to(numbers.device, non_blocking=True)
+        values = [seconds / max(1, steps), turn, turn * turn, *map(float, self._answers())]
+        answers = torch.tensor(values, dtype=numbers.dtype).to(numbers.device, non_blocking=True)
         sent = torch.cat([answers, numbers])
         work = copied = None
-        if self._here.world_size > 1:
-            work = dist.all_reduce(sent, async_op=True, group=self._here.group)
+        if self._ranks.world_size > 1:
+            work = dist.all_reduce(sent, async_op=True, group=self._ranks.group)
         if numbers.device.type == "cuda":
             if work is not None:
                 work.wait()  # the stream waits, the host does not
@@ -160,13 +160,13 @@ class Agreement:
         elif arrived.work is not None:
             arrived.work.wait()
         seconds_a_step, total, squares, *rest = arrived.numbers.tolist()
-        ranks = self._here.world_size
+        ranks = self._ranks.world_size
         if int(squares) * ranks != int(total) ** 2:
             raise self._unequal(arrived.step)
         if arrived.steps:
             self._interval = interval(seconds_a_step / ranks, self._most)
         answers = len(rest) - arrived.count
-        self.stop = self.stop or reason_of([some > 0 for some in rest[:answers]])
+        self.stop = self.stop or reason_of([count > 0 for count in rest[:answers]])
         self.numbers.arrived(
             Agreed(
                 step=arrived.step,
@@ -177,17 +177,17 @@ class Agreement:
         )
 
     def _unequal(self, step: int) -> CheckFailed:
-        every = self._here.gather(step, int, call="a loop")
+        steps = self._ranks.gather(step, call="a loop")
         return CheckFailed(
-            f"the ranks have taken different numbers of steps: {told(every)}",
+            f"the ranks have taken different numbers of steps: {ranks_by_value(steps)}",
             hint="give every rank the same number of batches, for example by DistributedSampler",
         )
 
 
 def interval(seconds_a_step: float, most: int) -> int:
     """Steps between two looks: a divisor of `most`, so that looks coincide with lines of the log."""
-    wanted = most if seconds_a_step <= 0 else LATENCY_S / seconds_a_step
-    return max(size for size in range(1, most + 1) if most % size == 0 and (size == 1 or size <= wanted))
+    limit = most if seconds_a_step <= 0 else LATENCY_S / seconds_a_step
+    return max(size for size in range(1, most + 1) if most % size == 0 and (size == 1 or size <= limit))
 
 
 MOST_NAMES = 16
@@ -231,13 +231,13 @@ class NumberLog:
         UsageError : there are other names than at first, too many, or something else than a number.
         """
         if tuple(numbers) != self.names:
-            self._first(numbers)
+            self._take_names(numbers)
         for name, value in numbers.items():
-            one = value.detach().double() if isinstance(value, Tensor) else float(value)
-            self._sums[name] = self._sums[name] + one if self._count else one
+            number = value.detach().double() if isinstance(value, Tensor) else float(value)
+            self._sums[name] = self._sums[name] + number if self._count else number
         self._count += 1
 
-    def _first(self, numbers: Mapping[str, Any]) -> None:
+    def _take_names(self, numbers: Mapping[str, Any]) -> None:
         if self.names or len(numbers) > MOST_NAMES or set(numbers) & set(RESERVED_NAMES):
             first = f"; the first call gave {', '.join(self.names)}" if self.names else ""
             raise UsageError(
@@ -248,9 +248,9 @@ class NumberLog:
         for name, value in numbers.items():
             shape = tuple(value.shape) if isinstance(value, Tensor) else None
             if shape or not isinstance(value, (Tensor, int, float)):
-                found = f"a tensor of shape {shape}" if shape else f"a {type(value).__name__}"
+                kind = f"a tensor of shape {shape}" if shape else f"a {type(value).__name__}"
                 raise UsageError(
-                    f"run.log got {found} as {name}", hint="give one number, for example loss.mean()"
+                    f"run.log got {kind} as {name}", hint="give one number, for example loss.mean()"
                 )
         self.names = tuple(numbers)
 
@@ -277,8 +277,10 @@ class NumberLog:
     def _window(self) -> _Window:
         sums, count = self._sums, self._count
         self._sums, self._count = {}, 0
-        device = next((one.device for one in sums.values() if isinstance(one, Tensor)), torch.device("cpu"))
-        values = [torch.as_tensor(one, dtype=torch.float64, device=device) for one in sums.values()]
+        device = next(
+            (value.device for value in sums.values() if isinstance(value, Tensor)), torch.device("cpu")
+        )
+        values = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in sums.values()]
         stacked = torch.stack(values) if values else torch.zeros(0, dtype=torch.float64)
         if device.type != "cuda":
             return _Window(count=count, sums=stacked)

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder, complete or absent, however the writer ends. It is written under a temporary name,
 each file and the folder are synced, and then it is renamed. Its manifest names exactly the files that are
-there, with the sha256 of each, and has a sha256 of its own: later disk errors are detected too.
+there, with size and sha256 of each, and has a sha256 of its own. It is JSON, and is compared with the files
+before anything unpickles one of them.
 """
 
 from __future__ import annotations
@@ -18,86 +19,46 @@ import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from imgkit_entrypoints import fence, files, json_text
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import stop_protocol
-from imgkit_entrypoints.run import shard_file
 
-SCHEMA = 1
+SCHEMA = 2
+FOLDER = "checkpoints"
+"""Name of the folder of checkpoints in a run folder."""
 MANIFEST = "manifest.json"
 WRITING, LEAVING = f"{files.TEMPORARY}writing-", f"{files.TEMPORARY}leaving-"
-CHUNK = 4 << 20
+CHUNK_BYTES = 4 << 20
 
-
-class Sink(Protocol):
-    """The file of a checkpoint, written in sequence."""
-
-    def write(self, data: bytes | memoryview, /) -> int:
-        """Write all of `data`."""
-
-    def flush(self) -> None:
-        """Do nothing, because nothing is buffered; torch.save calls it."""
-
-
-WriteFile = Callable[[Sink], object]
-"""Writes the content of one file into a sink."""
-Rows = Mapping[str, dict[str, int | str]]
-"""Size and sha256 of files by name, as a manifest has them."""
-
-
-class _File:
-    """A new file that is hashed while it is written, and synced at the end."""
-
-    def __init__(self, path: Path) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._sum = hashlib.sha256()
-        self.size_bytes = 0
-
-    def write(self, data: bytes | memoryview, /) -> int:
-        view = memoryview(data).cast("B")
-        self._sum.update(view)
-        done = 0
-        while done < len(view):
-            done += os.write(self._descriptor, view[done : done + CHUNK])
-        self.size_bytes += done
-        return done
-
-    def flush(self) -> None:
-        pass
-
-    def finish(self) -> dict[str, int | str]:
-        os.fsync(self._descriptor)
-        return {"size_bytes": self.size_bytes, "sha256": self._sum.hexdigest()}
-
-    def close(self) -> None:
-        os.close(self._descriptor)
+Row = dict[str, Any]
+"""``size_bytes`` and ``sha256`` of a file, as a manifest has them."""
 
 
 def checkpoint_name(step: int) -> str:
-    """Folder name of a step's checkpoint; names sort like steps."""
+    """Return the folder name of a step's checkpoint; names sort like steps."""
     return f"step-{step:010d}"
 
 
 def write_checkpoint(
     folder: Path,
     step: int,
-    parts: Mapping[str, WriteFile],
+    fill: Callable[[Path], Mapping[str, Row]],
     *,
     keep: int,
     warn: Callable[[str], None] = print,
-    held: Callable[[], Collection[Path]] = tuple,
     env: Mapping[str, str] = os.environ,
-    shards: Callable[[Path], Rows] | None = None,
 ) -> Path:
     """Write a checkpoint into `folder`, and remove all but the `keep` newest.
 
     Checkpoints of later steps are removed too: the run was resumed from before them. What cannot be removed
-    stays, as a file on NFS that another process holds open: `warn` gets a line about it. `held` returns those
-    that are in use and stay until a later call. `env` names this worker's attempt: one that is over changes
-    nothing in `folder` (fence.py). `shards` gets the unfinished checkpoint, into which all
-    ranks write, and returns the rows of their files for the manifest.
+    stays, as a file on NFS that another process holds open: `warn` gets a line about it.
+
+    Parameters
+    ----------
+    fill : writes and syncs all files into the folder that it gets, and returns their rows for the manifest.
+    env : names this worker's attempt: one that is over changes nothing in `folder` (fence.py).
 
     Raises
     ------
@@ -108,57 +69,46 @@ def write_checkpoint(
     token = secrets.token_hex(4)
     temporary = folder / f"{WRITING}{target.name}.{token}"
     fence.check(env)
-    _clear(folder)
+    _remove_leftovers(folder)
     try:
         os.mkdir(temporary)  # noqa: PTH102 - tests interrupt each os call of this module
-        _fill(temporary, step, parts, shards(temporary) if shards else {})
+        rows = fill(temporary)
+        manifest = json_text.sealed({"schema": SCHEMA, "step": step, "files": dict(rows)})
+        with files.create(temporary / MANIFEST) as stream:
+            stream.write(json.dumps(manifest).encode())
+            files.sync(stream)
+        _sync_folder(temporary)
         fence.check(env)
         if os.path.lexists(target):
             os.rename(target, folder / f"{LEAVING}{target.name}.{token}")  # noqa: PTH104
         os.rename(temporary, target)  # noqa: PTH104
-        _sync(folder)
-    except Exception:  # torch.save turns an OSError of its file into a RuntimeError
-        _discard(temporary)
+        _sync_folder(folder)
+    except Exception:
+        with contextlib.suppress(OSError):  # the next writer removes it
+            _remove(temporary)
         raise
-    # The new checkpoint is safe.
-    found = newest_first(folder)
-    here = found.index(target) if target in found else len(found)
-    in_use = held()
-    for path in (*found[:here], *found[here + keep :]):
-        if path in in_use:
-            continue
+    _remove_older(folder, target, keep, token, warn)
+    return target
+
+
+def _remove_older(folder: Path, newest: Path, keep: int, token: str, warn: Callable[[str], None]) -> None:
+    checkpoints = newest_first(folder)
+    position = checkpoints.index(newest)
+    for path in (*checkpoints[:position], *checkpoints[position + keep :]):
         try:
             os.rename(path, folder / f"{LEAVING}{path.name}.{token}")  # noqa: PTH104
         except OSError as error:
             warn(f"{path} cannot be removed: {error.strerror}")
-    for what in _clear(folder):
-        warn(what)
-    return target
+    for problem in _remove_leftovers(folder):
+        warn(problem)
 
 
-def _fill(temporary: Path, step: int, parts: Mapping[str, WriteFile], shards: Rows) -> None:
-    files = dict(shards)
-
-    def manifest(sink: Sink) -> None:
-        values = json_text.sealed({"schema": SCHEMA, "step": step, "files": files})
-        sink.write(json.dumps(values).encode())
-
-    for part_name, part in (*parts.items(), (MANIFEST, manifest)):
-        files[part_name] = write_file(temporary / part_name, part)
-    _sync(temporary)
+def file_row(path: Path) -> Row:
+    """Return the row of a complete file for the manifest."""
+    return {"size_bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
-def write_file(path: Path, write: WriteFile) -> dict[str, int | str]:
-    """Write and sync a new file; return its row of the manifest."""
-    file = _File(path)
-    try:
-        write(file)
-        return file.finish()
-    finally:
-        file.close()
-
-
-def _sync(folder: Path) -> None:
+def _sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -166,123 +116,132 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _clear(folder: Path) -> list[str]:
-    """Remove what an interrupted writer left, and checkpoints that are being removed; return what stays."""
-    stays = []
+def _remove_leftovers(folder: Path) -> list[str]:
+    """Remove what an interrupted writer left, and checkpoints that are being removed; return the problems."""
+    problems = []
     try:
-        entries = os.listdir(folder)  # noqa: PTH208
+        names = os.listdir(folder)  # noqa: PTH208
     except OSError as error:
         return [f"{folder} cannot be tidied: {error.strerror}"]
-    for entry in entries:
-        if entry.startswith((WRITING, LEAVING)):
+    for name in names:
+        if name.startswith((WRITING, LEAVING)):
             try:
-                _remove(folder / entry)
+                _remove(folder / name)
             except OSError as error:
-                part = error.filename if isinstance(error.filename, str) else ""
-                stays.append(f"{folder / entry / part} cannot be removed: {error.strerror}")
-    return stays
-
-
-def _discard(temporary: Path) -> None:
-    """Remove this writer's own unfinished checkpoint, and not that of a worker of the next attempt."""
-    with contextlib.suppress(OSError):  # the next writer tidies up
-        _remove(temporary)
+                file = error.filename if isinstance(error.filename, str) else ""
+                problems.append(f"{folder / name / file} cannot be removed: {error.strerror}")
+    return problems
 
 
 def _remove(path: Path) -> None:
     """Remove a checkpoint's folder; of a link, the link alone."""
     try:
-        inside = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except NotADirectoryError:
         os.unlink(path)  # noqa: PTH108
         return
     try:
-        for file in os.listdir(inside):  # noqa: PTH208
-            os.unlink(file, dir_fd=inside)
+        for name in os.listdir(descriptor):  # noqa: PTH208
+            os.unlink(name, dir_fd=descriptor)
     finally:
-        os.close(inside)
+        os.close(descriptor)
     os.rmdir(path)  # noqa: PTH106
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """The checkpoints in `folder`, valid or not, newest first."""
+    """Return the checkpoints in `folder`, valid or not, newest first."""
     try:
-        found = [path for path in folder.iterdir() if path.name.startswith("step-")]
+        checkpoints = [path for path in folder.iterdir() if path.name.startswith("step-")]
     except OSError:
         return []
-    return sorted(found, key=lambda path: path.name, reverse=True)
+    return sorted(checkpoints, key=lambda path: path.name, reverse=True)
 
 
-def problem(checkpoint: Path) -> str | None:
-    """The reason why `checkpoint` cannot be used; None if every file is as it was written.
+class InvalidCheckpoint(Exception):
+    """A checkpoint cannot be used; says why."""
 
-    Of shards it compares the sizes alone: all ranks together read those (shared_folder.py).
+
+def read_manifest(checkpoint: Path) -> tuple[int, dict[str, Row]]:
+    """Return the step of a checkpoint and the rows of its files, which are all there with their sizes.
+
+    Raises
+    ------
+    InvalidCheckpoint : it cannot be used.
     """
+    path = checkpoint / MANIFEST
     try:
-        manifest = json_text.load(checkpoint / MANIFEST)
-        if manifest["schema"] != SCHEMA:
-            return f"{checkpoint / MANIFEST} has schema {manifest['schema']}; this imgkit reads {SCHEMA}"
-        json_text.unseal(manifest)
-        if manifest.keys() != {"schema", "step", "files"} or not manifest["files"]:
-            return f"{checkpoint / MANIFEST} is not a manifest"
-        there = {path.name for path in checkpoint.iterdir()} - {MANIFEST}
-        if odd := sorted(there ^ manifest["files"].keys()):
-            where = "in the folder, but not in the manifest" if odd[0] in there else "missing"
-            return f"{checkpoint / odd[0]} is {where}"
-        if type(manifest["step"]) is not int:
-            raise TypeError("the step is no whole number")
-        for part_name, said in manifest["files"].items():
-            if (size := (checkpoint / part_name).stat().st_size) != said["size_bytes"]:
-                return f"{checkpoint / part_name} has {size} bytes, not {said['size_bytes']}"
-            if not part_name.endswith(shard_file.SUFFIX) and (damage := damaged(checkpoint, part_name, said)):
-                return damage
+        manifest = json_text.load(path)
+        schema = manifest["schema"]
+        if schema == SCHEMA:
+            json_text.unseal(manifest)
+            _compare_files(checkpoint, manifest["files"])
+            return int(manifest["step"]), manifest["files"]
     except OSError as error:
-        return f"{error.filename or checkpoint}: {error.strerror}"
+        raise InvalidCheckpoint(f"{error.filename or path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        return f"{checkpoint / MANIFEST} is not a manifest, or damaged"
-    return None
+        raise InvalidCheckpoint(f"{path} is not a manifest, or damaged") from None
+    raise InvalidCheckpoint(f"{path} has schema {schema}; this imgkit reads {SCHEMA}")
 
 
-def damaged(checkpoint: Path, part_name: str, row: Mapping[str, Any]) -> str:
-    """The message if a file differs from its row in the manifest; empty: it does not."""
-    if _sha256(checkpoint / part_name) == row["sha256"]:
-        return ""
-    return f"{checkpoint / part_name} is damaged: its sha256 differs from the manifest"
+def _compare_files(checkpoint: Path, rows: Mapping[str, Row]) -> None:
+    names = {path.name for path in checkpoint.iterdir()} - {MANIFEST}
+    if differing := sorted(names ^ rows.keys()):
+        problem = "in the folder, but not in the manifest" if differing[0] in names else "missing"
+        raise InvalidCheckpoint(f"{checkpoint / differing[0]} is {problem}")
+    for name, row in rows.items():
+        size = (checkpoint / name).stat().st_size
+        if size != row["size_bytes"]:
+            raise InvalidCheckpoint(f"{checkpoint / name} has {size} bytes, not {row['size_bytes']}")
+
+
+def damage(checkpoint: Path, rows: Mapping[str, Row], names: Collection[str]) -> str:
+    """Return which of these files differs from its row in the manifest; empty: none."""
+    for name in names:
+        try:
+            if _sha256(checkpoint / name) != rows[name]["sha256"]:
+                return f"{checkpoint / name} is damaged: its sha256 differs from the manifest"
+        except OSError as error:
+            return f"{checkpoint / name}: {error.strerror}"
+    return ""
+
+
+def problem(checkpoint: Path) -> str:
+    """Return why `checkpoint` cannot be used; empty: every file is as it was written."""
+    try:
+        _, rows = read_manifest(checkpoint)
+    except InvalidCheckpoint as error:
+        return str(error)
+    return damage(checkpoint, rows, sorted(rows))
 
 
 def _sha256(path: Path) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     with files.open_regular(path) as file:
-        while data := file.read(CHUNK):
-            found.update(data)
-    return found.hexdigest()
+        while data := file.read(CHUNK_BYTES):
+            digest.update(data)
+    return digest.hexdigest()
 
 
-def step_of(checkpoint: Path) -> int:
-    """The step after which a valid checkpoint was taken."""
-    return int(json_text.load(checkpoint / MANIFEST)["step"])
+def checkpoints_at(path: Path) -> list[Path]:
+    """Return the checkpoints at `path`, newest first: a checkpoint, a folder of them, or a run folder."""
+    return [path] if (path / MANIFEST).exists() else newest_first(path) or newest_first(path / FOLDER)
 
 
-def _not_mine(checkpoint: Path) -> str | None:
-    """The reason why another user may have put `checkpoint` into a folder that is not that user's."""
-    try:
-        return f"{checkpoint} is another user's, or a link" if files.foreign_folder(checkpoint) else None
-    except OSError as error:
-        return f"{checkpoint}: {error.strerror}"
+def candidates(path: Path, say: Callable[[str], None]) -> Iterator[tuple[Path, int, dict[str, Row]]]:
+    """Yield checkpoints with a valid manifest, newest first, with their steps and rows.
 
-
-def valid_ones(path: Path, say: Callable[[str], None]) -> Iterator[Path]:
-    """Yield valid checkpoints, newest first. `path` is a checkpoint, a folder of them, or a run folder.
-
-    Reports every checkpoint that is skipped, with the reason.
+    `path` is as of `checkpoints_at`. `say` gets why a checkpoint is skipped.
     """
-    alone = (path / MANIFEST).exists()
-    for one in [path] if alone else newest_first(path) or newest_first(path / "checkpoints"):
-        why = (None if one == path else _not_mine(one)) or problem(one)
-        if why is None:
-            yield one
+    is_checkpoint = (path / MANIFEST).exists()
+    for checkpoint in checkpoints_at(path):
+        try:
+            if not is_checkpoint and files.foreign_folder(checkpoint):
+                raise InvalidCheckpoint(f"{checkpoint} is another user's, or a link")
+            step, rows = read_manifest(checkpoint)
+        except (OSError, InvalidCheckpoint) as error:
+            say(f"checkpoint skipped: {error}")
         else:
-            say(f"checkpoint skipped: {why}")
+            yield checkpoint, step, rows
 
 
 LOCK = "run.lock"
@@ -311,16 +270,16 @@ def lock(folder: Path, say: Callable[[str], None], env: Mapping[str, str]) -> Bi
             where=str(error.filename or path),
             hint="name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR",
         ) from None  # its traceback would come below the hint
-    end = time.monotonic() + PATIENCE_S
-    while not _locked(stream, path, say):
-        if time.monotonic() > end:
-            who = stream.read(200).decode(errors="replace").strip()
-            if job and who.endswith(job):
-                say(f"warning: {path}: an earlier attempt still has the lock ({who})")
+    deadline = time.monotonic() + PATIENCE_S
+    while not _try_lock(stream, path, say):
+        if time.monotonic() > deadline:
+            holder = stream.read(200).decode(errors="replace").strip()
+            if job and holder.endswith(job):
+                say(f"warning: {path}: an earlier attempt still has the lock ({holder})")
                 return stream
             stream.close()
             raise UsageError(
-                f"another run writes into this folder ({who})",
+                f"another run writes into this folder ({holder})",
                 where=str(folder),
                 hint="stop that run, or name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR",
             )
@@ -332,13 +291,13 @@ def lock(folder: Path, say: Callable[[str], None], env: Mapping[str, str]) -> Bi
 
 
 def _job(env: Mapping[str, str]) -> str:
-    """What the attempts of one job have in common: its id, or a word of the start where there is no job."""
+    """Return what the attempts of one job have in common: its id, or the token of a start without a job."""
     job = env.get("IMGKIT_JOB_ID", stop_protocol.LOCAL_JOB)
     name = env.get(fence.VARIABLE, "") if job == stop_protocol.LOCAL_JOB else job
     return f" of {name}" if name and env.get("IMGKIT_ATTEMPT") else ""
 
 
-def _locked(stream: BinaryIO, path: Path, say: Callable[[str], None]) -> bool:
+def _try_lock(stream: BinaryIO, path: Path, say: Callable[[str], None]) -> bool:
     try:
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -2,49 +2,45 @@
 
 The format is that of huggingface/safetensors: the length of a JSON header in 8 bytes, little-endian; the
 header, which names each tensor with its type, its shape and the range of its bytes; and these bytes, without
-gaps. Of sharded weights, some rows are in memory at a time; others are mapped.
+gaps. Images may lack the package, so this module writes the format itself.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
+import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from imgkit_entrypoints import files, terminal
 from imgkit_entrypoints.errors import ImgkitError, UsageError
-from imgkit_entrypoints.run import disk, shard_file
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from imgkit_entrypoints.run.checkpoint import Checkpoint
 
-    from imgkit_entrypoints.run.sharded import Contents
-
-TYPES = {own: name for name, own in shard_file.TYPES.items()}
-"""The format's names of torch's types."""
+TYPES = {
+    "float64": ("F64", 8),
+    "float32": ("F32", 4),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "int64": ("I64", 8),
+    "int32": ("I32", 4),
+    "int16": ("I16", 2),
+    "int8": ("I8", 1),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+}
+"""The format's name and the bytes of torch's types."""
 MODELS = ("weights", "model")
-"""Names of the parts that are taken without ``--part``: those of dist-train and of most programs."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Weight:
-    """A tensor of a model, which is read when it is written."""
-
-    name: str
-    dtype: str
-    """The name of its type in torch."""
-    shape: tuple[int, ...]
-    size_bytes: int
-    read: Callable[[], Iterable[Tensor]]
-    """Returns its values in order, in as many tensors as it takes."""
-    same_as: str = ""
-    """The name of an earlier one that is the same memory; such a one is written once."""
+"""Names of the objects that are taken without ``--part``: those of dist-train and of most programs."""
+BATCH_BYTES = 1 << 30
+"""Bytes of tensors that are read at once."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,21 +52,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def main(words: Sequence[str]) -> int:
-    """Write the file; the exit code."""
+def main(argv: Sequence[str]) -> int:
+    """Write the file; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="dist-train export",
         description="Write the weights in the newest valid checkpoint to one safetensors file, on this "
-        "machine alone. Checkpoints of a program on the run library work too.",
+        "machine alone. Checkpoints of a program on the run library work too. Like a resume, it trusts the "
+        "folder as it would trust code.",
     )
     add_arguments(parser)
-    chosen = parser.parse_args(words)
+    options = parser.parse_args(argv)
     try:
-        step, count = export(chosen.checkpoint, chosen.file, chosen.part)
+        step, count = export(options.checkpoint, options.file, options.part)
     except ImgkitError as error:
         terminal.err(*f"dist-train export: {error}".split("\n"))
         return error.exit_code
-    terminal.out(f"{chosen.file}: {count} tensors of step {step}")
+    terminal.out(f"{options.file}: {count} tensors of step {step}")
     return 0
 
 
@@ -81,169 +78,116 @@ def export(path: Path, target: Path, part: str | None = None) -> tuple[int, int]
     ------
     UsageError : there is no valid checkpoint, no such model in it, or `target` exists or cannot be written.
     """
+    import torch
+
+    from imgkit_entrypoints.run.checkpoint import find_newest
+    from imgkit_entrypoints.run.ranks import Ranks
+
     if os.path.lexists(target):
         raise UsageError("the file exists already", where=str(target), hint="remove it, or name another file")
-    found = next(_valid_ones(path), None)
-    if found is None:
+    ranks = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+    checkpoint = find_newest(path, ranks, lambda text: terminal.err(f"dist-train export: {text}"))
+    if checkpoint is None:
         raise UsageError(
             "no valid checkpoint found",
             where=str(path),
             hint="name a run folder, or checkpoints/step-N in it",
         )
-    checkpoint, shards = found
-    weights = list(weights_in(checkpoint, shards, part))
+    keys = weight_keys(checkpoint, part)
     hint = "free space, or name a file in another folder"
-    with files.replacing(target, failed="cannot write the weights", hint=hint) as sink:
-        write(weights, {"step": str(disk.step_of(checkpoint))}, sink)
-    return disk.step_of(checkpoint), len(weights)
+    with files.replacing(target, failed="cannot write the weights", hint=hint) as stream:
+        write(checkpoint, keys, stream)
+    return checkpoint.step, len(keys)
 
 
-def _valid_ones(path: Path) -> Iterator[tuple[Path, Contents | None]]:
-    """Valid checkpoints at `path` and their sharded parts, newest first."""
-    import torch
-
-    from imgkit_entrypoints.run import shard_index, shared_folder
-    from imgkit_entrypoints.run.ranks import Ranks
-
-    def say(text: str) -> None:
-        terminal.err(f"dist-train export: {text}")
-
-    alone = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
-    for checkpoint in disk.valid_ones(path, say):
-        if not (checkpoint / shard_index.INDEX).exists():
-            yield checkpoint, None
-        elif isinstance(found := shared_folder.verify(checkpoint, alone, 0), str):
-            say(f"checkpoint skipped: {found}")
-        else:
-            yield checkpoint, found
-
-
-def weights_in(checkpoint: Path, shards: Contents | None, part: str | None = None) -> Iterable[Weight]:
-    """The weights of a model in a valid checkpoint; their bytes stay in its files until they are read.
+def weight_keys(checkpoint: Checkpoint, part: str | None = None) -> dict[str, str]:
+    """Return the names of a model's weights, each with its key in the checkpoint; tied ones share a key.
 
     Raises
     ------
-    UsageError : it has no such part, or that is not a model.
+    UsageError : the checkpoint has no such object, or that is not a model.
     """
-    import torch
+    from imgkit_entrypoints.run.state_tree import TensorRef
 
-    from imgkit_entrypoints.run import shard_index
-
-    unsharded = [one.name for one in checkpoint.glob("*.pt") if ".ranks." not in one.name]
-    there = sorted(
-        [one.removesuffix(".pt") for one in unsharded] + (shards.index.objects() if shards else [])
-    )
-    name = part or next((one for one in MODELS if one in there), None)
-    if name not in there:
-        what = f"no {part}" if part else f"neither {' nor '.join(MODELS)}"
+    name = part or next((name for name in MODELS if name in checkpoint.names), "")
+    if name not in checkpoint.names:
+        missing = f"no {part}" if part else f"neither {' nor '.join(MODELS)}"
         raise UsageError(
-            f"the checkpoint contains {what}: it has {', '.join(there) or 'no parts of torch'}",
-            where=str(checkpoint),
+            f"the checkpoint contains {missing}: it has {', '.join(checkpoint.names) or 'no objects'}",
+            where=str(checkpoint.folder),
             hint="name the tracked model: --part NAME",
         )
-    where = checkpoint / f"{name}.pt"
-    if shards and name in shards.index.models:
-        return _sharded_weights(shards, shards.index.models[name])
-    if shards and name in shards.index.optimizers:
-        raise _no_model(checkpoint / shard_index.INDEX)
-    try:
-        with files.open_regular(where) as stream:
-            state = torch.load(
-                f"/proc/self/fd/{stream.fileno()}", map_location="cpu", weights_only=True, mmap=True
-            )
-    except Exception as error:  # torch raises many kinds for bytes that it did not write
-        what = str(error).partition("\n")[0]
-        raise UsageError(f"this part of the checkpoint cannot be read: {what}", where=str(where)) from None
-    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-        raise _no_model(where)
-    return _weights(state, where)
-
-
-def _no_model(where: Path) -> UsageError:
-    return UsageError("this part is not the state of a model", where=str(where), hint="name another: --part")
-
-
-def _sharded_weights(shards: Contents, tensors: Mapping[str, str]) -> Iterable[Weight]:
-    first: dict[str, str] = {}
-
-    def blocks(tensor: str) -> Iterator[Tensor]:
-        try:
-            yield from shards.blocks(tensor)
-        except OSError as error:
-            what = f"this checkpoint cannot be read: {error.strerror}"
-            raise UsageError(what, where=str(error.filename or shards.folder)) from error
-
-    for name, tensor in tensors.items():
-        whole = shards.index.wholes[tensor]
-        yield Weight(
-            name=name,
-            dtype=shard_file.TYPES[whole.dtype],
-            shape=tuple(whole.shape),
-            size_bytes=math.prod(whole.shape) * shard_file.BYTES_OF[whole.dtype],
-            read=functools.partial(blocks, tensor),
-            same_as=first.get(tensor, ""),
-        )
-        first.setdefault(tensor, name)
-
-
-def _weights(state: dict[str, Any], where: Path) -> Iterable[Weight]:
-    import torch
-
-    known: dict[tuple[object, ...], str] = {}
-    for name, one in state.items():
-        dtype = str(getattr(one, "dtype", type(one).__name__)).removeprefix("torch.")
-        if not isinstance(one, torch.Tensor) or one.layout != torch.strided or dtype not in TYPES:
+    tree = checkpoint.tree(name)
+    keys: dict[str, str] = {}
+    for weight, leaf in tree.items() if isinstance(tree, dict) else ():
+        if isinstance(leaf, TensorRef):
+            keys[str(weight)] = leaf.key
+        elif isinstance(leaf, dict | list):
             raise UsageError(
-                f"{name} is of the type {dtype}, which a safetensors file cannot hold",
-                where=str(where),
-                hint=f"its types are {', '.join(sorted(TYPES))}; torch.load(FILE, weights_only=True) reads "
-                "the part itself",
+                f"{name} is not the state of a model",
+                where=str(checkpoint.folder),
+                hint="name another: --part",
             )
-        view = (one.data_ptr(), one.dtype, one.shape, one.stride()) if one.numel() else (name,)
-        yield Weight(
-            name=name,
-            dtype=dtype,
-            shape=tuple(one.shape),
-            size_bytes=one.numel() * one.element_size(),
-            read=functools.partial(_values, one),
-            same_as=known.setdefault(view, name) if view in known else "",
-        )
-        known.setdefault(view, name)
+    for weight, key in keys.items():
+        if (dtype := _type_name(checkpoint, key)) not in TYPES:
+            raise UsageError(
+                f"{weight} is of the type {dtype}, which a safetensors file cannot hold",
+                where=str(checkpoint.folder),
+                hint=f"its types are {', '.join(sorted(TYPES))}",
+            )
+    return keys
 
 
-def _values(one: Tensor) -> Iterator[Tensor]:
-    yield one.contiguous()
+def _type_name(checkpoint: Checkpoint, key: str) -> str:
+    return str(checkpoint.tensors[key][1]).removeprefix("torch.")
 
 
-def write(weights: Sequence[Weight], about: dict[str, str], sink: BinaryIO) -> None:
+def write(checkpoint: Checkpoint, weights: Mapping[str, str], stream: BinaryIO) -> None:
     """Write the tensors one after the other; of tied ones the first, with the names of the others."""
     import torch
 
-    from imgkit_entrypoints.run.ranks import PIECE, bytes_of
-
+    names: dict[str, str] = {}
     # As safetensors.torch.save_model does it, whose load_model ties them again.
-    header: dict[str, Any] = {
-        "__metadata__": {"format": "pt", **about, **{one.name: one.same_as for one in weights if one.same_as}}
-    }
-    # The largest elements first, so that each begins at a multiple of its size.
-    once = sorted((one for one in weights if not one.same_as), key=lambda one: (-_width(one), one.name))
-    at = 0
-    for one in once:
-        ends = at + one.size_bytes
-        header[one.name] = {"dtype": TYPES[one.dtype], "shape": one.shape, "data_offsets": [at, ends]}
-        at = ends
-    sink.write(shard_file.framed(header))
-    for one in once:
-        for block in one.read():
-            flat = block.reshape(-1).view(torch.uint8)
-            for begin in range(0, len(flat), PIECE):
-                piece = flat[begin : begin + PIECE]
-                sink.write(bytes_of(piece, len(piece)))
+    metadata = {"format": "pt", "step": str(checkpoint.step)}
+    for name, key in weights.items():
+        if names.setdefault(key, name) != name:
+            metadata[name] = names[key]
+    # The largest elements first, so that each tensor begins at a multiple of their size.
+    ordered = sorted(names, key=lambda key: (-TYPES[_type_name(checkpoint, key)][1], names[key]))
+    header: dict[str, Any] = {"__metadata__": metadata}
+    position = 0
+    for key in ordered:
+        end = position + size_bytes(checkpoint, key)
+        shape, dtype = [*checkpoint.tensors[key][0]], TYPES[_type_name(checkpoint, key)][0]
+        header[names[key]] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    stream.write(len(text).to_bytes(8, "little") + text)
+    for keys in _batches(checkpoint, ordered):
+        tensors = checkpoint.read(keys)
+        for key in keys:
+            content = bytearray(tensors[key].numel() * tensors[key].element_size())
+            if content:
+                flat = tensors.pop(key).reshape(-1).view(torch.uint8)
+                torch.frombuffer(content, dtype=torch.uint8).copy_(flat)
+            stream.write(content)
 
 
-def _width(one: Weight) -> int:
-    count = math.prod(one.shape)
-    return one.size_bytes // count if count else 1
+def size_bytes(checkpoint: Checkpoint, key: str) -> int:
+    """Return the bytes of a tensor."""
+    return int(math.prod(checkpoint.tensors[key][0])) * TYPES[_type_name(checkpoint, key)][1]
+
+
+def _batches(checkpoint: Checkpoint, keys: Sequence[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    for key in keys:
+        batch.append(key)
+        if sum(size_bytes(checkpoint, item) for item in batch) > BATCH_BYTES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 if __name__ == "__main__":

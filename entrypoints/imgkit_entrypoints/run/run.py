@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import math
 import os
+import pickle
+import platform
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -12,26 +16,34 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+import torch
 import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from imgkit_entrypoints import terminal
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints import __version__, terminal
+from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, CheckFailed, UsageError
 from imgkit_entrypoints.files import in_job_folder
 from imgkit_entrypoints.launch.progress import ProgressNotes
 from imgkit_entrypoints.launch.start_up import first_attempt_s
 from imgkit_entrypoints.launch.watchdog import Pulse
-from imgkit_entrypoints.run import disk, random_state, ranks, stepping, stop_requests
-from imgkit_entrypoints.run.agreement import AddedNumbers, NumberLog
-from imgkit_entrypoints.run.checkpoints import CheckpointWriter, DoneCalls, FoundCheckpoint
-from imgkit_entrypoints.run.program import ProgramRecord
-from imgkit_entrypoints.run.ranks import Ranks
-from imgkit_entrypoints.run.rehearsal import DdpModels
-from imgkit_entrypoints.run.stepping import RunState, Stepping
+from imgkit_entrypoints.run import checkpoint, disk, loaders, random_state, stop_requests
+from imgkit_entrypoints.run.agreement import AddedNumbers
+from imgkit_entrypoints.run.checkpoint import Checkpoint, CheckpointWriter, Groups
+from imgkit_entrypoints.run.gradients import PendingGradients
+from imgkit_entrypoints.run.position import DataPosition
+from imgkit_entrypoints.run.ranks import Ranks, connect, ranks_by_value, with_new_group
+from imgkit_entrypoints.run.stepping import Stepping
 from imgkit_entrypoints.run.stop_requests import StopRequests
-from imgkit_entrypoints.run.updates import Updates
+from imgkit_entrypoints.run.tracked import Tracked, has_state
 
-WAIT_TOLD_S = 30.0
-"""Time after which a rank that waits for the others at the end of its loop says so."""
+WAIT_REPORT_S = 30.0
+"""Time after which a rank that waits for the others at the end of its loop reports it."""
+
+
+class NotSaved(CheckFailed):
+    """The last state of a run that is done could not be written; all ranks raise it."""
 
 
 def _say(text: str) -> None:
@@ -46,37 +58,36 @@ class Run:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        keep: int,
-        env: Mapping[str, str],
-        until: float,
-        say: Callable[[str], None],
-        program: ProgramRecord,
+        self, folder: Path, keep: int, env: Mapping[str, str], until: float, say: Callable[[str], None]
     ) -> None:
         self.folder = folder
         """The run's folder."""
-        self._env, self._say, self._rank = env, say, int(env.get("RANK", "0"))
-        self._here: Ranks | None = None
-        self._ddp = DdpModels()
-        self._rehearses = self._watches = self._in_step = self._has_looked = False
-        self._position_is_read = True
-        kept = folder if keep else None
-        own = stop_requests.own_folder(kept, env, say)
-        if own:
-            own.refuse_stopped()
+        self._env, self._keep, self._say, self._rank = env, keep, say, int(env.get("RANK", "0"))
         self._lock: BinaryIO | None = None
+        watched = stop_requests.folder_to_watch(folder if keep else None, env, say)
+        if watched:
+            watched.refuse_stopped()
         if self._rank == 0:
-            self._lock = disk.lock(kept, say, env) if kept else None
-            if own:
-                own.clear()
-        self._requests = StopRequests(env, own if self._rank == 0 else None, until)
-        node = env.get("IMGKIT_STOP_DIR")
-        notes = ProgressNotes(node, self._rank)
-        self._state = RunState(kept, keep, notes, say, program)
-        self._position = self._state.position
-        self._stepping = Stepping(self._position, kept, Pulse(node, self._rank), notes, say)
-        self._updates = Updates(self._state.tracked, self._tell)
+            self._lock = disk.lock(folder, say, env) if keep else None
+            if watched:
+                watched.clear()
+        self._requests = StopRequests(env, watched if self._rank == 0 else None, until)
+        agent_folder = env.get("IMGKIT_STOP_DIR")
+        self._progress = ProgressNotes(agent_folder, self._rank)
+        self._tracked, self._position = Tracked(), DataPosition()
+        self._stepping = Stepping(
+            self._position, folder if keep else None, Pulse(agent_folder, self._rank), self._progress, say
+        )
+        self._gradients = PendingGradients(self._tracked, self._report)
+        self._connection: tuple[Ranks, Groups] | None = None
+        self._writer: CheckpointWriter | None = None
+        self._restored: Checkpoint | None = None
+        """The checkpoint from which the run goes on, until its first step."""
+        self._saved_values: dict[str, Any] = self._position.values()
+        self._may_write = self._is_shared = self._is_in_step = False
+        self._has_read_position = True
+        self._stateful: tuple[Any, bytes] | None = None
+        """The loader with a state whose pass has begun, and its state then; None: it was compared."""
         self._requests.listen()
 
     @classmethod
@@ -86,21 +97,18 @@ class Run:
         *,
         keep: int = 2,
         stop_after_s: float = math.inf,
-        options: Mapping[str, object] | None = None,
         say: Callable[[str], None] = _say,
     ) -> Run:
         """Look out for requests to stop, and open the run's folder. Needs no process group.
 
         Parameters
         ----------
-        folder : the run's folder, which all nodes share; by default IMGKIT_RUN_DIR, else
-            ``runs/NAME-OF-THE-PROGRAM``. A new run needs a folder of its own. A relative path starts at
-            the job's folder, also where the program starts elsewhere (``--workdir``).
+        folder : the run's folder; by default IMGKIT_RUN_DIR, else ``runs/NAME-OF-THE-PROGRAM``. A new run
+            needs a folder of its own. A relative path starts at the job's folder, also where the program
+            starts elsewhere (``--workdir``).
         keep : number of checkpoints that stay; 0: the run needs no folder and saves nothing.
         stop_after_s : seconds after which the run saves and stops by itself. Under dist-run they count from
             the first attempt, also after a failure; a job that was requeued counts anew.
-        options : the program's options, such as ``vars(args)``; by default those of the command line. A
-            checkpoint keeps them, and `restore` names those that have changed.
         say : gets the run's messages; by default they go to stderr.
 
         Raises
@@ -108,32 +116,26 @@ class Run:
         UsageError : a person's file `stop` is in the folder, or another run writes into it.
         """
         program = Path(sys.argv[0]).stem or "program"
-        chosen = folder or os.environ.get("IMGKIT_RUN_DIR") or Path("runs") / program
-        return cls(
-            in_job_folder(Path(chosen), os.environ),
-            keep,
-            os.environ,
-            first_attempt_s(os.environ) + stop_after_s,
-            say,
-            ProgramRecord(options, sys.argv[1:]),
-        )
+        path = Path(folder or os.environ.get("IMGKIT_RUN_DIR") or Path("runs") / program)
+        until = first_attempt_s(os.environ) + stop_after_s
+        return cls(in_job_folder(path, os.environ), keep, os.environ, until, say)
 
     @property
     def step(self) -> int:
         """Steps done."""
-        self._position_is_read = True
+        self._has_read_position = True
         return self._position.step
 
     @property
     def epoch(self) -> int:
-        """Epochs that are done: one pass of each loop over `steps`, to its end or to a ``break``."""
-        self._position_is_read = True
+        """Epochs that are done: one pass of each loop over `steps`."""
+        self._has_read_position = True
         return self._position.epoch
 
     @property
     def stopping(self) -> str:
         """Why the run stops at the next `save`; empty: it goes on. All ranks see the same."""
-        return self._stepping.agreement.stop if self._here else ""
+        return self._stepping.agreement.stop if self._connection else ""
 
     def __enter__(self) -> Run:
         return self
@@ -141,226 +143,272 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        here = self._here
         try:
-            if kind is None and here is not None:
-                self._break_off()
-                stepping.finish(self._state, self._stepping, here, self._tell)
+            if kind is None and self._connection is not None:
+                self._end_step()
+                self._finish(self._connection[0])
         finally:
-            self._requests.deaf()
-            self._updates.close()
-            in_step = kind is None or self.stopping  # after an error, others may still use it
-            if in_step and here is not None and here.group is not None:
-                with contextlib.suppress(ValueError, AssertionError):  # the program has destroyed all groups
-                    self._state.close()
-                    dist.destroy_process_group(here.group)
+            self._requests.stop_listening()
+            self._gradients.close()
+            if kind is None or self.stopping:  # after an error, other ranks may still use the groups
+                self._close_groups()
             if self._lock is not None:
                 self._lock.close()
 
-    def track(self, **parts: Any) -> None:
+    def track(self, **objects: Any) -> None:
         """Name the objects whose state belongs to the run: model, optimizer, scheduler, scaler, loader.
 
         A checkpoint keeps rank 0's state of each, and a resume gives it to all ranks; of a loader it keeps
-        one for each rank. Of models and optimizers that FSDP2 shards it keeps the pieces of all ranks. Random
-        states of torch, Python and NumPy always belong to it. A model is saved
-        without the wrappers of DDP and torch.compile. A DataLoader over a map-style dataset needs no
-        state: `steps` counts its batches.
+        one for each rank. Of models and optimizers that FSDP2 shards it keeps the shards of all ranks. Random
+        states of torch, Python and NumPy always belong to it. A model is saved without the wrappers of DDP
+        and torch.compile. A DataLoader over a map-style dataset needs no state: `steps` counts its batches.
 
         Raises
         ------
-        UsageError : an object has no state_dict and load_state_dict, or is sharded otherwise than by FSDP2.
+        UsageError : an object has no state that a resume could load, or is sharded otherwise than by FSDP2.
         """
-        self._track(parts, by_rank=False)
+        self._track(objects, per_rank=False)
 
-    def track_per_rank(self, **parts: Any) -> None:
+    def track_per_rank(self, **objects: Any) -> None:
         """Name objects whose state each rank keeps for itself, such as its position in the data.
 
-        Another number of ranks can resume only if the object has a method ``regroup_state_dicts(states,
-        rank, world_size)``. It gets the states of all ranks before, and returns that of `rank`.
+        Only as many ranks can resume.
 
         Raises
         ------
         UsageError : as `track`.
         """
-        self._track(parts, by_rank=True)
+        self._track(objects, per_rank=True)
 
-    def _track(self, parts: Mapping[str, Any], *, by_rank: bool) -> None:
-        if self._state.may_write or self._stepping.has_begun:
+    def _track(self, objects: Mapping[str, Any], *, per_rank: bool) -> None:
+        if self._may_write or self._stepping.is_started:
             raise UsageError("run.track comes too late", hint="call it before run.restore and run.steps")
-        for name, value in parts.items():
-            self._state.tracked.add(name, value, by_rank=by_rank)
-            self._state.program.add(name, value)
+        for name, value in objects.items():
+            if not has_state(value) and hasattr(value, "__iter__"):
+                loaders.refuse_without_position(value)  # `steps` counts its batches
+            else:
+                self._tracked.add(name, value, per_rank=per_rank)
 
-    def checkpoint_done(self, call: Callable[[Path, int], object]) -> None:
-        """Let `call` get the folder and the step of each checkpoint that is safely written, to upload it.
-
-        It runs on rank 0, in a thread of its own, and no step waits for it. Its checkpoint stays meanwhile.
-        If several come during a call, the newest is next, and the others are passed over. The end of the run
-        waits for it. What it raises is reported.
-
-        Raises
-        ------
-        UsageError : it is called twice, or after the first checkpoint.
-        """
-        if self._state.done is not None or self._state.has_written:
-            raise UsageError(
-                "run.checkpoint_done is called twice, or too late", hint="call it once, after run.track"
-            )
-        if self._rank == 0:
-            self._state.done = DoneCalls(call, self._say)
-
-    def connect(self, here: Ranks) -> None:
+    def connect(self, ranks: Ranks) -> None:
         """Use a process group of the program, not a gloo group of the run's own: fewer connections.
 
         Its calls and the program's must then come in the same order on all ranks.
         """
-        self._here = here
-        self._stepping.connect(here, self._requests.asked)
+        # What the ranks exchange for checkpoints lies in host memory.
+        host_ranks = ranks if ranks.device.type == "cpu" else with_new_group(ranks)
+        self._connection = host_ranks, Groups(host_ranks)
+        self._stepping.connect(ranks, self._requests.answers)
 
-    def _join(self) -> Ranks:
-        """Connect the ranks, once the program has opened its process group."""
-        if self._here is not None:
-            return self._here
-        here = ranks.connected(self._env, self._rank)
-        self.connect(here)
-        return here
+    def _connect(self) -> tuple[Ranks, Groups]:
+        """Meet the other ranks, once the program has opened its process group."""
+        if self._connection is None:
+            self.connect(connect(self._env, self._rank))
+        assert self._connection is not None  # noqa: S101 - for mypy
+        return self._connection
 
-    def find(self, where: str | Path | None = None) -> FoundCheckpoint | None:
+    def find(self, path: str | Path | None = None) -> Checkpoint | None:
         """Find the newest whole checkpoint, for a program that needs it before its objects exist.
 
-        `tensors("NAME.pt")` of the result is the state of what was tracked as NAME. A collective call.
+        A collective call.
 
         Parameters
         ----------
-        where : the folder of another run, or one checkpoint; by default this run's folder.
+        path : the folder of another run, or one checkpoint; by default this run's folder.
         """
-        folder = self._state.folder if where is None else Path(where)
-        return None if folder is None else self._state.find(folder, self._join())
+        if path is None and not self._keep:
+            return None
+        return checkpoint.find_newest(Path(path or self.folder), self._connect()[0], self._report)
 
-    def restore(self, found: FoundCheckpoint | None = None) -> bool:
-        """Take over `found`, or the newest whole checkpoint; False if there is none. A collective call.
+    def restore(self, source: Checkpoint | None = None) -> bool:
+        """Take over `source`, or the newest whole checkpoint; False if there is none. A collective call.
 
         Raises
         ------
         UsageError : the checkpoint holds other objects, or cannot be read; rank 0's state of an object cannot
             count for all; or a scheduler is not tracked.
         """
-        self._updates.refuse_unknown_scheduler()
-        here = self._join()
-        self._state.prove_shared(here)
-        newest = found or self.find()
-        self._state.may_write = True
-        self._look_for_ddp(here, before_steps=True)
+        self._refuse_untracked_scheduler()
+        ranks, _ = self._connect()
+        self._warn_of_ddp(ranks)
+        self._refuse_unshared_folder(ranks)
+        newest = source or self.find()
+        self._may_write = True
         if newest is None:
-            if self._state.folder is not None:
-                self._state.tracked.agreed(here, "run.restore")
+            if self._keep:
+                self._tracked.snapshot(ranks, "run.restore")
             return False
-        self._state.restore(newest, here)
-        self._updates.restored()
-        self._position_is_read = self._position.epoch == 0
+        self._load(newest, ranks)
+        self._saved_values, self._restored = self._position.values(), newest
+        self._has_read_position = self._position.epoch == 0
         self._stepping.saved_step = self._position.step
-        self._rehearses = here.world_size > 2
-        if found is None:
-            self._tell(f"resumes after step {self._position.step}: {newest.where}")
+        if source is None:
+            self._report(f"resumes after step {self._position.step}: {newest.folder}")
         return True
 
-    def steps(
-        self, loader: Any, *, name: str = "", save_every: int = 0, accumulate: int = 1
-    ) -> Iterator[tuple[int, Any]]:
-        """Iterate once over `loader`; yield the number of each step, from 1, and its batch.
+    def _load(self, newest: Checkpoint, ranks: Ranks) -> None:
+        values = newest.rank_value()
+        if values["objects"] and newest.world_size != ranks.world_size:
+            raise UsageError(
+                f"{', '.join(sorted(values['objects']))} has a state for each of {newest.world_size} ranks, "
+                f"but there are {ranks.world_size}",
+                where=str(newest.folder),
+                hint=f"start {newest.world_size} ranks, or a new run in another folder",
+            )
+        self._tracked.load(newest, values["objects"])
+        self._position.take_over(newest.run, values["random"], newest.world_size, ranks, self._report)
+
+    def _refuse_untracked_scheduler(self) -> None:
+        """Raise UsageError if a scheduler of a tracked optimizer exists that is not tracked."""
+        for optimizer in self._tracked.optimizers:
+            has_scheduler = any("initial_lr" in group for group in optimizer.param_groups)
+            if has_scheduler and not any(
+                _schedules(value, optimizer) for value in self._tracked.objects.values()
+            ):
+                raise UsageError(
+                    "the optimizer has a learning rate scheduler that is not tracked: it would start over "
+                    "after a resume",
+                    where="run.track",
+                    hint="make the scheduler before run.restore, and run.track(scheduler=scheduler, ...)",
+                )
+
+    def _warn_of_ddp(self, ranks: Ranks) -> None:
+        """Warn if a DDP model is visible whose order of sums will change after its first backward pass."""
+        modules = [
+            module
+            for value in self._tracked.objects.values()
+            if isinstance(value, nn.Module) and ranks.world_size > 2 and self._keep
+            for module in value.modules()
+            if isinstance(module, DistributedDataParallel) and not module.find_unused_parameters
+        ]
+        if any(not any(module.reducer.get_backward_stats()) for module in modules):
+            self._report(
+                "warning: a DDP model has had no backward pass: on 3 ranks or more, the first step after a "
+                "resume then adds up gradients in another order. Before run.restore(): "
+                "loss_of(batch).backward(); optimizer.zero_grad()"
+            )
+
+    def _refuse_unshared_folder(self, ranks: Ranks) -> None:
+        """Raise UsageError, once, if ranks with sharded state do not see the same folder."""
+        if self._keep and not self._is_shared:
+            self._is_shared = True
+            if any(ranks.gather(self._tracked.has_shards, call="run.restore")):
+                checkpoint.refuse_unshared_folder(self.folder, ranks)
+
+    def steps(self, loader: Any, *, name: str = "", save_every: int = 0) -> Steps:
+        """Iterate once over `loader`; yields the number of each step, from 1, and its batch.
 
         After a restore, the first call goes on where the checkpoint was taken. After the body of a step, the
         ranks save if it is time, and stop if any of them was asked to: then the state is saved and the
         program ends, with nothing behind the loop but ``finally``. While gradients wait for an optimizer
-        that is tracked, both wait for it. A ``break`` counts its step as done, and the pass, too.
+        that is tracked, both wait for it. ``len()`` of the result is the number of steps that are left.
 
         Parameters
         ----------
         name : of this loop, where an epoch has several; each epoch has the same ones, in the same order.
             A resume passes over those that were done.
         save_every : steps between two checkpoints; 0: save only at a stop and at the end of the run.
-        accumulate : batches of an update of the weights. Of an optimizer that is tracked, the run sees when
-            it is called.
 
         Raises
         ------
         UsageError : the loader cannot resume, the ranks have loaders of different lengths, another loop comes
-            now, or something that takes part in the updates of the weights is not tracked.
+            now, or a pass was left by a ``break``.
         CheckFailed : the ranks have taken different numbers of steps.
         """
-        if not name:
-            self._position.refuse_other_caller(sys._getframe(1))
-        return self._pass(loader, name, save_every, accumulate)
-
-    def _pass(self, loader: Any, name: str, save_every: int, accumulate: int) -> Iterator[tuple[int, Any]]:
-        here = self._join()
-
-        def may_save() -> bool:
-            return (
-                not self._wait(here) if self._updates.are_seen else self._position.between_updates(accumulate)
+        loaders.refuse_without_position(loader)
+        if has_state(loader) and not any(value is loader for value in self._tracked.objects.values()):
+            raise UsageError(
+                f"the state of this {type(loader).__name__} is not tracked",
+                where="run.steps",
+                hint="run.track(loader=loader, ...)",
             )
+        return Steps(self, loader, name, save_every)
 
-        if self._stepping.has_begun:  # as at the end of the run, where another rank may be
-            self._stepping.agreement.meet(self._position.step)
-        options = self._state.next_pass(loader, name, save_every, accumulate, here)
-        if options is None:
+    def _steps(self, loader: Any, name: str, save_every: int) -> Iterator[tuple[int, Any]]:
+        ranks, _ = self._connect()
+        position, stepping = self._position, self._stepping
+        if stepping.is_started:  # as at the end of the run, where another rank may be
+            stepping.agreement.meet(position.step)
+        self._refuse_unlike_passes(loader, name, save_every, ranks)
+        if not position.should_begin(name, loader):
             return
-        late = self._position.was_broken_off or self._stepping.wants_save
-        if late and self._stepping.agree(save_every, may_save):
-            self._save(here, at_start=True)
+        if stepping.should_save and stepping.agree(save_every, lambda: not self._are_pending(ranks)):
+            self._save(ranks, at_start=True)
+        if self._restored is not None and position.repeats:
+            # What the program has done in this epoch was done before the checkpoint already.
+            self._tracked.load(self._restored, self._restored.rank_value()["objects"])
         try:
-            batches = self._state.open_pass(loader, options, here)
-            self._begin_loop(save_every)
-            passes = 0
-            if self._rehearses:
-                self._ddp.look()
-                passes = max(here.gather(self._ddp.passes, int, call="run.steps"))
+            batches = position.open(loader, name)
+            if has_state(loader):
+                self._stateful = loader, pickle.dumps(loader.state_dict())
+            self._start_stepping(save_every)
             for batch in batches:
-                self._rehearses, self._in_step = False, True
-                if passes:
-                    times, passes = passes * accumulate, 0
-                    log, self._stepping.log = self._stepping.log, NumberLog()
-                    again = self._state.rehearsed(batch, times, loader)
-                    yield from enumerate(again, self._position.step + 1)
-                    self._stepping.log = log
-                self._state.first_step()
-                self._stepping.enter()
-                self._updates.forget()
-                yield self._position.step + 1, batch
+                self._restored, self._is_in_step = None, True
+                stepping.begin_step()
+                self._gradients.begin_step()
+                yield position.step + 1, batch
                 self._end_step()
-                self._look_at_loaders(loader)
-                if self._stepping.agree(save_every, may_save):
-                    self._save(here)
-            waits = threading.Timer(WAIT_TOLD_S, self._tell_wait)
-            waits.daemon = True
-            waits.start()
-            self._stepping.agreement.meet(self._position.step)
-            waits.cancel()
-            if self.stopping and not self._wait(here):
-                self._save(here)
-            self._position.close()
+                if stepping.agree(save_every, lambda: not self._are_pending(ranks)):
+                    self._save(ranks)
+            self._meet_at_end()
+            if self.stopping and not self._are_pending(ranks):
+                self._save(ranks)
+            position.close()
         except GeneratorExit:
-            self._break_off()
+            self._end_step()
             raise
         finally:
-            self._position.leave()
+            position.is_open = False
+
+    def _refuse_unlike_passes(self, loader: Any, name: str, save_every: int, ranks: Ranks) -> None:
+        """Raise UsageError, on every rank, if the ranks begin different passes."""
+        loop = f"loop {name}, " if name else ""
+        passes = ranks.gather(
+            f"{loop}{loaders.length(loader)} batches after step {self._position.step}, "
+            f"save_every={save_every}, tracking {', '.join(sorted(self._tracked.objects))}",
+            call="run.steps",
+        )
+        if len(set(passes)) > 1:
+            raise UsageError(
+                f"the ranks begin different passes: {ranks_by_value(passes)}",
+                where="run.steps",
+                hint="all ranks must do the same; DistributedSampler gives them equal loaders",
+            )
+
+    def _start_stepping(self, save_every: int) -> None:
+        if not self._has_read_position:
+            raise UsageError(
+                f"the checkpoint has {self._position.epoch} finished epochs, and the program never read "
+                "run.epoch: it would begin another one",
+                where="run.steps",
+                hint="for epoch in range(run.epoch, EPOCHS), also where there is one epoch",
+            )
+        self._stepping.start(save_every)
+
+    def _meet_at_end(self) -> None:
+        """Wait for the other ranks at the end of a pass."""
+
+        def report() -> None:
+            self._say(
+                f"rank {self._rank} has no batch after step {self._position.step}, and waits for others"
+            )
+
+        timer = threading.Timer(WAIT_REPORT_S, report)
+        timer.daemon = True
+        timer.start()
+        self._stepping.agreement.meet(self._position.step)
+        timer.cancel()
 
     def _end_step(self) -> None:
-        if self._in_step:
-            self._in_step = False
+        if self._is_in_step:
+            self._is_in_step = False
             self._count()
 
-    def _break_off(self) -> None:
-        """End the step and the pass that the program has left by a ``break``."""
-        self._end_step()
-        if self._position.is_open:
-            self._position.close(broken_off=True)
+    def _count(self) -> None:
+        self._stepping.end_step()
 
-    def _wait(self, here: Ranks) -> bool:
-        """Whether gradients of a rank wait for their optimizer; a collective call."""
-        return self._updates.are_seen and any(
-            here.gather(self._updates.wait(), bool, call="the end of a step")
-        )
+    def _are_pending(self, ranks: Ranks) -> bool:
+        """Return whether gradients of a rank wait for their optimizer; a collective call."""
+        return any(ranks.gather(self._gradients.are_pending(), call="the end of a step"))
 
     def log(self, **numbers: Any) -> None:
         """Note numbers of this step, such as the loss; no call waits for a device or another rank.
@@ -379,7 +427,7 @@ class Run:
         ----------
         every : most steps between two exchanges, which come at its multiples and at those of a divisor.
         """
-        self._join()
+        self._connect()
         self._stepping.add_up(numbers, every)
 
     def lives(self) -> None:
@@ -388,72 +436,28 @@ class Run:
 
     def begins(self) -> None:
         """Tell the watchdog that this rank has the next batch; optional in a loop with `due`."""
-        self._begin(0, before_step=True)
-        self._stepping.enter()
+        if not self._stepping.is_started:
+            self._connect()
+            self._start_stepping(0)
+        self._stepping.begin_step()
 
     def looks(self) -> bool:
-        """Whether the numbers of the step that begins are sent at its end, so that costly ones pay off."""
+        """Return whether the numbers of the step that begins are sent at its end: costly ones pay off."""
         return self._stepping.agreement.looks(self._position.step + 1)
 
     def due(self, *, save_every: int = 0) -> bool:
-        """End a step of a loop that is not over `steps`; True if the loop has to call `save` now.
+        """End a step of a loop that is not over `steps`, such as one of a library; a collective call.
 
-        Raises
-        ------
-        UsageError : a resume of this loop would not be exact, because of DDP on 3 ranks or more.
+        Returns True if the loop has to call `save` now.
         """
-        self._begin(save_every, before_step=False)
+        ranks, _ = self._connect()
+        if not self._stepping.is_started:
+            self._start_stepping(save_every)
         self._count()
-        self._state.first_step()
-        self._look_at_loaders(None)
-        if self._watches:
-            self._refuse_unsettled()
-        here = self._join()
-        due = self._stepping.agree(save_every, lambda: not self._wait(here))
-        self._updates.forget()
-        return due
-
-    def _begin(self, save_every: int, *, before_step: bool) -> None:
-        if self._stepping.has_begun:
-            return
-        self._watches = self._look_for_ddp(self._join(), before_steps=before_step)
-        self._begin_loop(save_every)
-
-    def _begin_loop(self, save_every: int) -> None:
-        if not self._stepping.has_begun:
-            self._updates.check()
-        if not self._position_is_read:
-            self._position_is_read = True
-            self._tell(
-                f"warning: a pass begins in epoch {self._position.epoch}, but the program never read "
-                "run.epoch: write `for epoch in range(run.epoch, EPOCHS)`"
-            )
-        self._stepping.begin(save_every)
-
-    def _look_at_loaders(self, own: Any) -> None:
-        if not self._has_looked:
-            self._has_looked = True
-            self._updates.warn_of_loaders(own)
-
-    def _look_for_ddp(self, here: Ranks, *, before_steps: bool) -> bool:
-        """Look for DDP models whose order of sums will matter; with two ranks it does not."""
-        matters = here.world_size > 2 and self._state.folder is not None
-        if matters:
-            self._ddp.look(before_steps=before_steps)
-        return matters
-
-    def _refuse_unsettled(self) -> None:
-        self._watches = self._ddp.passes > 0
-        try:
-            self._ddp.refuse_unsettled()
-        except UsageError as error:
-            if not self._state.tracked.only_checkpoints:
-                raise
-            self._watches = False
-            self._tell(f"warning: {error}")  # the libraries that keep these may have no such pass
-
-    def _count(self) -> None:
-        self._stepping.count()
+        self._restored = None
+        is_due = self._stepping.agree(save_every, lambda: not self._are_pending(ranks))
+        self._gradients.begin_step()
+        return is_due
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
@@ -462,27 +466,28 @@ class Run:
         All numbers of the steps before have arrived, the time in it counts for no step, and the training
         does not see the random numbers that it draws.
         """
+        self._connect()
         self._stepping.agreement.settle(self._position.step)
-        drawn = random_state.current()
+        state = random_state.capture()
         yield
-        random_state.restore(drawn)
-        self._stepping.go_on()
+        random_state.restore(state)
+        self._stepping.resume()
 
     def save(self) -> None:
         """Save the state; a collective call. After a request to stop this does not return.
 
         The checkpoint is written in the background. At a stop, the run waits until it is whole, and raises
         SystemExit. In the body of a loop over `steps`, and while gradients wait for their optimizer, the
-        checkpoint is taken at the end of the first step where it can be; after a loop with a name in the
-        first epoch, where the next pass begins.
+        checkpoint is taken at the end of the first step where it can be; after a loop with a name, where the
+        next pass begins.
 
         Raises
         ------
         UsageError : nothing is tracked, or the folder holds checkpoints that nobody has restored; or weights
             were updated in a step that no call of `due` has ended.
         """
-        here = self._join()
-        if self._updates.are_ahead and not self._position.has_loops:
+        ranks, _ = self._connect()
+        if self._gradients.has_stepped and not self._is_in_step and self._position.passes == 0:
             raise UsageError(
                 "run.save comes after an optimizer.step() that the run has not counted",
                 where="run.save",
@@ -490,17 +495,61 @@ class Run:
             )
         if self._position.repeats:  # the checkpoint holds this already
             return
-        if self._in_step or self._position.may_have_more_loops or self._wait(here):
-            self._stepping.wants_save = True
+        if self._is_in_step or self._position.has_names or self._are_pending(ranks):
+            self._stepping.should_save = True
         else:
-            self._save(here)
+            self._save(ranks)
 
-    def _save(self, here: Ranks, *, at_start: bool = False) -> None:
-        self._state.save(here, at_start=at_start)
+    def _save(self, ranks: Ranks, *, at_start: bool = False) -> None:
+        self._write(ranks, at_start=at_start)
         if self.stopping:
-            stepping.leave(self._state, self._stepping, here, self._env, self._tell)
-        self._stepping.saved_step, self._stepping.wants_save = self._position.step, False
-        self._stepping.go_on()
+            self._leave(ranks)
+        self._stepping.saved_step, self._stepping.should_save = self._position.step, False
+        self._stepping.resume()
+
+    def _write(self, ranks: Ranks, *, at_start: bool = False) -> None:
+        """Write a checkpoint in the background; `at_start`: a pass of `steps` begins now."""
+        if not self._keep:
+            return
+        if not self._tracked.objects:
+            raise UsageError("nothing is tracked", hint="run.track(model=model, optimizer=optimizer)")
+        if not self._may_write:
+            self.refuse_older()
+            self._may_write = True
+        self._refuse_unshared_folder(ranks)
+        self._refuse_static_loader()
+        with self._progress.saving():
+            snapshot = self._tracked.snapshot(ranks, "run.save")
+            self._saved_values = self._position.values(at_start=at_start)
+            versions = {
+                "imgkit": __version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            }
+            index = {**self._saved_values, "versions": versions}, snapshot.trees
+            rank_value = {"random": self._position.rank_values(), "objects": snapshot.rank_values}
+            self._open_writer().save(
+                self._position.step, pickle.dumps(index), snapshot.tensors, pickle.dumps(rank_value)
+            )
+
+    def _refuse_static_loader(self) -> None:
+        """Raise UsageError if the state of a loader has not changed in its pass: it has no position."""
+        if self._stateful is None or not self._position.is_open:
+            return
+        (loader, first), self._stateful = self._stateful, None
+        if pickle.dumps(loader.state_dict()) == first:
+            raise UsageError(
+                f"the state of this {type(loader).__name__} is the same as at the start of the pass: a "
+                "resume would start it over",
+                where="run.steps",
+                hint="give a loader whose state_dict has its position, as torchdata's StatefulDataLoader",
+            )
+
+    def _open_writer(self) -> CheckpointWriter:
+        if self._writer is None:
+            ranks, groups = self._connect()
+            self._writer = CheckpointWriter(self.folder, self._keep, ranks, groups, self._say)
+        return self._writer
 
     def refuse_older(self) -> None:
         """Insist on a new run, in place of `restore`; a collective call.
@@ -509,23 +558,126 @@ class Run:
         ------
         UsageError : the folder holds checkpoints.
         """
-        here = self._join()
-        self._state.refuse_older(here)
-        self._look_for_ddp(here, before_steps=True)
+        ranks, _ = self._connect()
+        if any(ranks.gather(bool(self._keep and disk.checkpoints_at(self.folder)), call="run.save")):
+            raise UsageError(
+                "this run would replace the checkpoints of another run",
+                where=str(self.folder),
+                hint="call run.restore() after run.track(), or name another folder",
+            )
 
     def saving(self) -> contextlib.AbstractContextManager[None]:
         """Count the time in it as saving in the line at the end, for files of the program's own."""
-        return self._state.notes.saving()
+        return self._progress.saving()
 
     def wait(self) -> CheckpointWriter:
         """Wait until the last checkpoint is whole; the result has its step. A collective call."""
-        return self._state.wait(self._join())
+        writer = self._open_writer()
+        with self._progress.saving():
+            writer.close()
+        return writer
 
-    def _tell(self, text: str) -> None:
+    def _leave(self, ranks: Ranks) -> None:
+        """Raise SystemExit once the saved state is whole. Whatever destructors do then, its code stays."""
+        self._stepping.end()
+        step, reason = self._position.step, self.stopping
+        saved_step = self.wait().saved_step
+        state = f"the state of step {saved_step} is saved" if saved_step >= 0 else "this start saved no state"
+        self._report(f"stopped after step {step}: {reason}{f'; {state}' if self._keep else ''}")
+        code = EXIT_NO
+        if self._keep and saved_step == step:
+            code = self._mark_saved(ranks)
+        _EXIT_CODES.append(code)
+        raise SystemExit(code)
+
+    def _mark_saved(self, ranks: Ranks) -> int:
+        """Leave the mark of a saved state where somebody reads it, and return the exit code that fits.
+
+        Under dist-run the node agent reads the mark and exits with 85. torchrun turns every code but 0 into
+        1, so its mark is in the run folder. Elsewhere the code 85 says that the state is saved.
+        """
+        step = self._position.step
+        is_for_good = self.stopping == stop_requests.FOR_GOOD
+        if is_for_good or stop_requests.report_saved(step, ranks.local_rank, self._env):
+            return 0
+        if "TORCHELASTIC_RUN_ID" not in self._env:
+            return EXIT_SAVED
+        if ranks.rank == 0:
+            stop_requests.mark_saved(self.folder, step, self._env)
+        return 0
+
+    def _finish(self, ranks: Ranks) -> None:
+        """Save the last state of a run that is done.
+
+        Raises
+        ------
+        NotSaved : it could not be written.
+        """
+        has_moved = bool(self._saved_values != self._position.values() and self._tracked.objects)
+        if ranks.world_size > 1 and not dist.is_initialized():
+            if has_moved:
+                self._report(
+                    "warning: the last state is not saved: there is no process group at the end of `with`"
+                )
+            return
+        self._stepping.end()
+        ranks.gather(None, call="the end of the run")
+        self._stepping.agreement.stop = ""  # all is done
+        if has_moved:
+            self._write(ranks)
+        if self._writer is not None and self.wait().saved_step != self._position.step:
+            raise NotSaved(f"the state of step {self._position.step} is not saved", where=str(self.folder))
+
+    def _close_groups(self) -> None:
+        if self._connection is not None:
+            ranks, groups = self._connection
+            with contextlib.suppress(ValueError, AssertionError):  # the program has destroyed all groups
+                groups.close()
+                if ranks.group is not None:
+                    dist.destroy_process_group(ranks.group)
+
+    def _report(self, text: str) -> None:
         if self._rank == 0:
             self._say(text)
 
-    def _tell_wait(self) -> None:
-        self._say(
-            f"rank {self._rank} has no batch after step {self._position.step}, and waits for the other ranks"
-        )
+
+class Steps:
+    """One pass over a loader, as `Run.steps` returns it."""
+
+    def __init__(self, run: Run, loader: Any, name: str, save_every: int) -> None:
+        self._run, self._loader, self._name, self._save_every = run, loader, name, save_every
+
+    def __len__(self) -> int:
+        return self._run._position.remaining(self._name, len(self._loader))
+
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        return self._run._steps(self._loader, self._name, self._save_every)
+
+
+def _schedules(value: object, optimizer: Optimizer) -> bool:
+    """Return whether `value` is a scheduler of the optimizer, or has one."""
+    if isinstance(value, Optimizer):
+        return False
+    parts = (value, *getattr(value, "__dict__", {}).values())
+    owners = (getattr(part, "optimizer", None) for part in parts)
+    return any(getattr(owner, "param_groups", None) is optimizer.param_groups for owner in owners)
+
+
+_EXIT_CODES: list[int] = []
+"""Exit codes of runs that were stopped."""
+
+
+def _end_in_order() -> None:
+    """Free the process group before the interpreter is finalized.
+
+    gloo's threads release their last works late. A thread that asks a finalizing interpreter for its lock
+    ends the process by SIGABRT, also after a correct run of a bare DDP loop.
+    """
+    gc.collect()
+    if _EXIT_CODES:  # a model in a global variable still keeps its group
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_EXIT_CODES[-1])
+
+
+atexit.register(_end_in_order)

@@ -22,13 +22,15 @@ FOR_GOOD = "the stop file"
 REASONS = (FOR_GOOD, "a stop request from the node agent", "--stop-after", "a signal")
 
 
-def reason_of(asked: Sequence[bool]) -> str:
-    """The first of `REASONS` for which a rank was asked; empty if there is none."""
-    return next((reason for reason, some in zip(REASONS, asked, strict=True) if some), "")
+def reason_of(answers: Sequence[bool]) -> str:
+    """Return the first of `REASONS` to which a rank has answered yes; empty if there is none."""
+    return next((reason for reason, answer in zip(REASONS, answers, strict=True) if answer), "")
 
 
-def own_folder(run_dir: Path | None, env: Mapping[str, str], say: Callable[[str], None]) -> RunFolder | None:
-    """The run's folder, unless the node agent looks after it, which knows IMGKIT_RUN_DIR alone."""
+def folder_to_watch(
+    run_dir: Path | None, env: Mapping[str, str], say: Callable[[str], None]
+) -> RunFolder | None:
+    """Return the run's folder, unless the node agent looks after it, which knows IMGKIT_RUN_DIR alone."""
     shared = env.get("IMGKIT_RUN_DIR") if env.get("IMGKIT_STOP_DIR") else None
     if run_dir is None or (shared and run_dir.resolve() == Path(shared).resolve()):
         return None
@@ -48,10 +50,11 @@ class StopRequests:
         self._flag = Path(env["IMGKIT_STOP_DIR"]) / stop_protocol.STOP if env.get("IMGKIT_STOP_DIR") else None
         self._folder, self._until = folder, until
         self._signalled: dict[int, float] = {}
-        self._before: dict[int, Any] = {}
+        self._handlers: dict[int, Any] = {}
+        """Those of before `listen`, by signal."""
 
-    def asked(self) -> tuple[bool, ...]:
-        """The answer to each of `REASONS`."""
+    def answers(self) -> tuple[bool, ...]:
+        """Return the answer to each of `REASONS`."""
         request = self._folder.request() if self._folder else None
         return (
             request is not None and not request.requeue,
@@ -61,26 +64,26 @@ class StopRequests:
         )
 
     def listen(self) -> None:
-        """Note the signals that request a stop, until `deaf` puts back the handlers of before.
+        """Note the signals that request a stop, until `stop_listening` puts back the handlers of before.
 
         Under dist-run they do nothing without this. A second Ctrl-C ends the process at once.
         """
         if threading.current_thread() is not threading.main_thread():
             return  # Python allows no handlers here
         for number in STOP_SIGNALS:
-            self._before[number] = signal.signal(number, self._note)
+            self._handlers[number] = signal.signal(number, self._note)
         os.register_at_fork(after_in_child=self._let_parents_end_it)
 
     def _let_parents_end_it(self) -> None:
         # Else multiprocessing's Process.terminate() would have no effect.
-        if self._before:
-            signal.signal(signal.SIGTERM, self._before[signal.SIGTERM])
+        if self._handlers:
+            signal.signal(signal.SIGTERM, self._handlers[signal.SIGTERM])
 
-    def deaf(self) -> None:
+    def stop_listening(self) -> None:
         """Put back the handlers of before `listen`."""
-        for number, handler in self._before.items():
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        self._before = {}
+        self._handlers = {}
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         now = time.monotonic()

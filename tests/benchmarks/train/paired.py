@@ -49,7 +49,7 @@ def against(name: str, sides: list[str], count: int, turns: int) -> None:
 
 def saving(name: str, size: int, count: int, turns: int, folder: str) -> None:
     """Run `count` steps with a checkpoint and as many without, in turn."""
-    from imgkit_entrypoints.run import stepping
+    from imgkit_entrypoints.run import run as library
 
     keepers = []
 
@@ -70,8 +70,8 @@ def saving(name: str, size: int, count: int, turns: int, folder: str) -> None:
                 began = clocks()
             yield step
 
-    made = stepping.CheckpointWriter
-    app.traced, stepping.CheckpointWriter = timed, kept  # type: ignore[misc, assignment]
+    made = library.CheckpointWriter
+    app.traced, library.CheckpointWriter = timed, kept  # type: ignore[misc, assignment]
     start(name, "--batch-size", str(size), "--save-every", str(2 * count), "--run-dir", folder)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from labkit import in_image
+from labkit import ROOT, in_image
+from runkit import assert_same_state
 
 pytestmark = pytest.mark.docker
 
@@ -73,6 +74,7 @@ def runs(standin: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     shutil.copy(Path(__file__).with_name("train_plugins.py"), folder / "own.py")
     shutil.copy(Path(__file__).with_name("train_many.py"), folder)
+    shutil.copy(ROOT / "tests/lab/saved_states.py", folder)
     here = ("--volume", f"{folder}:/runs", "--workdir", "/runs", "--hostname", "n7")
     done = in_image(standin, "python3", "train_many.py", options=here, given=SCRIPT)
     (folder / "told").write_text(done.stdout + done.stderr)
@@ -106,11 +108,8 @@ def test_rank_without_samples_is_not_slow(runs: Path) -> None:
     assert summary(runs / "data") == []
 
 
-def test_clock_leaves_every_bit_of_the_weights(runs: Path) -> None:
-    both = [runs / name / "checkpoints/step-0000000009/manifest.json" for name in ("timed", "untimed")]
-    one, other = (json.loads(file.read_text())["files"] for file in both)
-    for name in ("weights.pt", "optimizer.pt", "random.ranks.pt"):
-        assert one[name] == other[name]
+def test_clock_leaves_every_bit_of_the_weights(standin: str, runs: Path) -> None:
+    assert_same_state(standin, runs / "timed", runs / "untimed", "weights", "optimizer", "ranks")
     rates = [
         json.loads((runs / name / "metrics.jsonl").read_text().splitlines()[-1])
         for name in ("timed", "untimed")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import time
 from pathlib import Path
 
 import pytest
-from labkit import in_image, locked, shared_folder
+from labkit import ROOT, in_image, locked, shared_folder
+from runkit import assert_same_state
 
 STEPS = 60
 TRAIN = """
@@ -28,19 +28,20 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     for name in ("train_faults.py", "train_kills.py", "train_schedules.py", "train_many.py"):
         shutil.copy(Path(__file__).with_name(name), folder)
+    shutil.copy(ROOT / "tests/lab/saved_states.py", folder)
     (folder / "train_faults.py").rename(folder / "faults.py")
     return folder
 
 
 @pytest.fixture(scope="module")
-def whole(standin: str, runs: Path) -> dict[str, str]:
-    """Checksums of the last checkpoint of a run that nothing disturbed."""
+def whole(standin: str, runs: Path) -> Path:
+    """The folder of a run that nothing disturbed."""
     folder = shared_folder() / "faults"
     with locked("faults"):
         if not folder.exists():
             shutil.copytree(runs, folder)
             inside(standin, folder, "(train --run-dir whole)")
-    return kept(folder / "whole")
+    return folder / "whole"
 
 
 def inside(standin: str, runs: Path, script: str, *words: str, timeout_s: float = 600) -> str:
@@ -53,22 +54,19 @@ def inside(standin: str, runs: Path, script: str, *words: str, timeout_s: float 
     return told
 
 
-def kept(run: Path) -> dict[str, str]:
-    """Checksums of the last step's weights and optimizer; torch.save of equal state gives equal bytes."""
-    manifest = json.loads((run / f"checkpoints/step-{STEPS:010d}/manifest.json").read_text())
-    return {
-        name: manifest["files"][name]["sha256"] for name in ("weights.pt", "optimizer.pt", "random.ranks.pt")
-    }
+def assert_ended_as(standin: str, whole: Path, run: Path) -> None:
+    """Fail unless a run has ended with the state of the undisturbed one."""
+    assert_same_state(standin, whole, run, "weights", "optimizer", "ranks")
 
 
-def test_killed_worker_is_started_again_and_goes_on(standin: str, runs: Path, whole: dict[str, str]) -> None:
+def test_killed_worker_is_started_again_and_goes_on(standin: str, runs: Path, whole: Path) -> None:
     told = inside(standin, runs, "FAULT='once kill 1 33' train --max-failures 1 --run-dir killed")
     assert re.search(r"resumes after step (25|30) of 60: killed/checkpoints", told), told
-    assert kept(runs / "killed") == whole
+    assert_ended_as(standin, whole, runs / "killed")
 
 
 @pytest.mark.soak  # tests/lab/job has spares with stubs
-def test_spare_takes_over_from_a_killed_node(standin: str, runs: Path, whole: dict[str, str]) -> None:
+def test_spare_takes_over_from_a_killed_node(standin: str, runs: Path, whole: Path) -> None:
     script = """
 export PAUSE=0.05 IMGKIT_RUN_DIR=spare
 words="--nproc 1 --nnodes 2+1 --head 127.0.0.1"
@@ -85,11 +83,11 @@ wait $spare
     assert re.search(r"torchrun starts again \d+\.\d s after the failure was noticed", told)
     assert re.search(r"resumes after step (10|15|20) of 60: spare/checkpoints", told)
     assert (runs / "spare/result").read_text() == "local 0\n"
-    assert kept(runs / "spare") == whole
+    assert_ended_as(standin, whole, runs / "spare")
 
 
 @pytest.mark.soak  # half an hour
-def test_random_faults_of_three_nodes_cost_nothing(standin: str, runs: Path, whole: dict[str, str]) -> None:
+def test_random_faults_of_three_nodes_cost_nothing(standin: str, runs: Path, whole: Path) -> None:
     seed = time.time_ns() % 10**6
     # train_schedules.py waits a minute for a node, whose head may be killed before they have met.
     limits = "--lost-after 4 --rollcall-timeout 45"
@@ -99,14 +97,12 @@ def test_random_faults_of_three_nodes_cost_nothing(standin: str, runs: Path, who
     told = inside(standin, runs, schedules, timeout_s=3600)
     print(told)
     for number in range(seed, seed + 30):
-        assert kept(runs / f"schedule{number}") == whole, (
-            f"{told}\n{(runs / f'schedule{number}.log').read_text()}"
-        )
+        assert_ended_as(standin, whole, runs / f"schedule{number}")
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(6, marks=pytest.mark.soak)])
 def test_any_process_killed_at_any_time_costs_nothing(
-    standin: str, runs: Path, whole: dict[str, str], kills: int
+    standin: str, runs: Path, whole: Path, kills: int
 ) -> None:
     shot = f'bash -c "$(declare -f train); train --run-dir shot{kills}"'
     told = inside(standin, runs, f"export PAUSE=0.05; python3 train_kills.py {kills} {shot}")
@@ -114,10 +110,10 @@ def test_any_process_killed_at_any_time_costs_nothing(
     assert len(killed) == kills
     assert "resumes after step" in told
     assert "skipped" not in told  # whatever was being written does not look like a checkpoint
-    assert kept(runs / f"shot{kills}") == whole
+    assert_ended_as(standin, whole, runs / f"shot{kills}")
 
 
-def test_stopped_worker_is_told_and_goes_on(standin: str, runs: Path, whole: dict[str, str]) -> None:
+def test_stopped_worker_is_told_and_goes_on(standin: str, runs: Path, whole: Path) -> None:
     script = """
 export PAUSE=0.08
 FAULT='once stop 1 33' train --hang-after 3 --run-dir stopped 2> >(tee err >&2) & pid=$!
@@ -130,7 +126,7 @@ wait $pid
         r"rank 1 on \w+ did not move from the end of step 3\d for \d+ s \(others: step 3\d\)", told
     )
     assert re.search(r"rank 1 on \w+ moved again after \d+ s", told)
-    assert kept(runs / "stopped") == whole
+    assert_ended_as(standin, whole, runs / "stopped")
 
 
 def test_call_that_holds_the_interpreter_is_shown(standin: str, runs: Path) -> None:
@@ -143,20 +139,24 @@ kill -KILL $pid
     assert re.search(r"rank 1 .*: stack, innermost first:\n    /runs/faults.py:\d+ fail\n", told), told
 
 
-def test_newest_checkpoint_counts_wherever_it_lies(standin: str, runs: Path, whole: dict[str, str]) -> None:
-    # Two nodes with a run folder of their own each; the one that has trained on is the second one next time.
+def test_node_without_the_checkpoint_gets_it_or_the_run_is_refused(
+    standin: str, runs: Path, whole: Path
+) -> None:
+    # Two nodes with a run folder of their own each.
     script = """
 python3 train_many.py <<END
 import os
 words = "--model faults.py:model --data faults.py:data --batch-size 4 --momentum 0.9 --save-every 5"
 assert train(2, f"{words} --steps 12", folders="host-a host-b") == 0
 assert not os.path.exists("host-b/checkpoints")
-assert train(2, f"{words} --steps 60", folders="host-b host-a") == 0
+assert train(2, f"{words} --steps 60", folders="host-b host-a") == 2
+assert train(2, f"{words} --steps 60", folders="host-a host-b") == 0
 END
 """
-    told = inside(standin, runs, script)
-    assert "resumes after step 12 of 60: host-a/checkpoints/step-0000000012" in told
-    assert kept(runs / "host-b") == whole
+    output = inside(standin, runs, script)
+    assert "has step-0000000012, and the newest checkpoint of rank 0 on " in output
+    assert "resumes after step 12 of 60: host-a/checkpoints/step-0000000012" in output
+    assert_ended_as(standin, whole, runs / "host-a")
 
 
 @pytest.mark.soak
@@ -167,11 +167,10 @@ words = "--model faults.py:model --data faults.py:steep --batch-size 4 --amp fp1
 assert train(2, f"{words} --steps 60 --run-dir scaled") == 0
 assert train(2, f"{words} --steps 5 --run-dir unscaled") == 0
 assert train(2, f"{words} --steps 60 --run-dir unscaled") == 0
-scales = [
-    torch.load(f"unscaled/checkpoints/step-{step:010d}/optimizer.pt")["scaler"]["scale"] for step in (5, 60)
-]
+saved = (states(f"unscaled/checkpoints/step-{step:010d}") for step in (5, 60))
+scales = [state["optimizer"]["scaler"]["scale"] for state in saved]
 assert 65536 > scales[0] > scales[1], scales
 END
 """
     inside(standin, runs, script)
-    assert kept(runs / "scaled") == kept(runs / "unscaled")
+    assert_ended_as(standin, runs / "scaled", runs / "unscaled")

@@ -19,6 +19,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     shutil.copy(Path(__file__).with_name("train_plugins.py"), folder / "own.py")
     shutil.copy(Path(__file__).with_name("train_many.py"), folder)
+    shutil.copy(ROOT / "tests/lab/saved_states.py", folder)
     shutil.copy(ROOT / "examples/own_model.py", folder)
     return folder
 
@@ -48,34 +49,22 @@ def launched(standin: str, runs: Path, script: str) -> str:
     return inside(standin, runs, "bash", "-euc", LAUNCHED + script)
 
 
-def kept(run: Path, step: int) -> dict[str, str]:
-    """Checksums of a checkpoint's files; torch.save of equal state gives equal bytes."""
-    manifest = json.loads((run / f"checkpoints/step-{step:010d}/manifest.json").read_text())
-    return {name: said["sha256"] for name, said in manifest["files"].items() if name != "course.pt"}
-
-
 @pytest.mark.parametrize("world_sizes", [(3,), pytest.param((1, 2, 4), marks=pytest.mark.soak)])
 def test_resumed_run_is_bitwise_the_same(standin: str, runs: Path, world_sizes: tuple[int, ...]) -> None:
     # Several gradient buckets, dropout, and 3 epochs that each end with a short step.
     script = """
-import io
 words = "--model gpt --samples 20 --global-batch 12"
 for n in WORLD_SIZES:
     assert train(n, f"{words} --steps 7 --run-dir whole{n}") == 0
     assert train(n, f"{words} --steps 4 --run-dir cut{n}") == 0
     assert train(n, f"{words} --steps 7 --run-dir cut{n}") == 0
-    rows = (torch.load(f"{run}{n}/checkpoints/step-0000000007/random.ranks.pt") for run in ("whole", "cut"))
-    one, other = ([torch.load(io.BytesIO(bytes(row.tolist()))) for row in own] for own in rows)
-    assert len(one) == len(other) == n
-    for a, b in zip(one, other):
-        assert torch.equal(a["torch"], b["torch"]) and a["python"] == b["python"]
-    assert not torch.equal(one[0]["torch"], one[-1]["torch"]) or n == 1
+    same(f"whole{n}", f"cut{n}")
+    drawn = [rank["random"]["now"]["torch"] for rank in states(f"whole{n}")["ranks"]]
+    assert len(drawn) == n
+    assert not torch.equal(drawn[0], drawn[-1]) or n == 1
 """
     told = many(standin, runs, script.replace("WORLD_SIZES", str(world_sizes)))
     assert told.count("resumes after step 4 of 7") == len(world_sizes)
-    for ranks in world_sizes:
-        whole, cut = kept(runs / f"whole{ranks}", 7), kept(runs / f"cut{ranks}", 7)
-        assert (whole["weights.pt"], whole["optimizer.pt"]) == (cut["weights.pt"], cut["optimizer.pt"])
 
 
 def test_data_workers_change_nothing(standin: str, runs: Path) -> None:
@@ -85,10 +74,9 @@ words = "--model own.py:model --data own.py:data --batch-size 4 --momentum 0.9 -
 assert train(2, f"{words} --steps 9 --run-dir alone") == 0
 assert train(2, f"{words} --steps 5 --run-dir fetched --workers 2") == 0
 assert train(2, f"{words} --steps 9 --run-dir fetched --workers 2") == 0
+same("alone", "fetched", "weights", "optimizer")
 """
     assert "resumes after step 5 of 9" in many(standin, runs, script)
-    alone, fetched = kept(runs / "alone", 9), kept(runs / "fetched", 9)
-    assert (alone["weights.pt"], alone["optimizer.pt"]) == (fetched["weights.pt"], fetched["optimizer.pt"])
 
 
 def test_batches_cut_from_more_are_the_same(standin: str, runs: Path) -> None:
@@ -99,11 +87,9 @@ for count in (1, 2):
     assert train(count, f"{words} --steps 23 --data own.py:singly --run-dir singly{count}") == 0
     assert train(count, f"{words} --steps 10 --data own.py:rows --run-dir rows{count}") == 0
     assert train(count, f"{words} --steps 23 --data own.py:rows --run-dir rows{count}") == 0
+    same(f"singly{count}", f"rows{count}", "weights")
 """
     many(standin, runs, script)
-    for count in (1, 2):
-        one, other = kept(runs / f"singly{count}", 23), kept(runs / f"rows{count}", 23)
-        assert one["weights.pt"] == other["weights.pt"]
 
 
 def test_ranks_and_accumulation_are_equal(standin: str, runs: Path) -> None:
@@ -121,7 +107,7 @@ assert train(4, f"{own} --global-batch 20 --steps 8 --run-dir idle") == 0
 assert train(1, f"{own} --global-batch 20 --steps 8 --run-dir busy") == 0
 
 def largest_difference(one, other):
-    one, other = (torch.load(f"{run}/checkpoints/step-0000000008/weights.pt") for run in (one, other))
+    one, other = (states(run)["weights"] for run in (one, other))
     assert all(value.dtype == torch.float64 for value in one.values())
     return max((value - other[key]).abs().max().item() for key, value in one.items())
 
@@ -143,19 +129,18 @@ import re
 import shutil
 assert train(2, "--steps 6 --save-every 2 --keep 3 --run-dir damaged") == 0
 shutil.copytree("damaged", "same")
-with open("damaged/checkpoints/step-0000000006/weights.pt", "ab") as file:
+with open("damaged/checkpoints/step-0000000006/__0_0.distcp", "ab") as file:
     file.write(b"more")
 assert train(2, "--steps 6 --run-dir damaged") == 0
 assert train(2, "--steps 6 --run-dir same") == 0
+same("damaged", "same", "weights", "optimizer")
 assert train(2, "--steps 8 --model mlp --run-dir same") == 2
 assert train(2, "--steps 8 --resume nowhere --run-dir new") == 2
 assert train(2, "--steps 8 --resume never --run-dir same") == 2
 """
     told = many(standin, runs, script)
-    assert "checkpoint skipped: damaged/checkpoints/step-0000000006/weights.pt has" in told
+    assert "checkpoint skipped: damaged/checkpoints/step-0000000006/__0_0.distcp has" in told
     assert "resumes after step 4 of 6" in told
-    one, other = kept(runs / "damaged", 6), kept(runs / "same", 6)
-    assert (one["weights.pt"], one["optimizer.pt"]) == (other["weights.pt"], other["optimizer.pt"])
     assert "resumes after step 6 of 6" in told
     assert "model is 'mlp', the checkpoint has 'linear'" in told
     assert "nowhere: no valid checkpoint found" in told
@@ -165,16 +150,13 @@ assert train(2, "--steps 8 --resume never --run-dir same") == 2
 @pytest.mark.soak
 def test_checkpoint_of_another_program_is_refused(standin: str, runs: Path) -> None:
     script = """
-import json, shutil
-from pathlib import Path
-from imgkit_entrypoints.run import disk
+from imgkit_entrypoints.run import Run
 
 words = "--model mlp --momentum 0.9 --samples 100 --global-batch 12"
-assert train(2, f"{words} --steps 6 --run-dir other") == 0
-(checkpoint,) = Path("other/checkpoints").iterdir()
-shutil.rmtree(checkpoint)
-state = json.dumps({"run": {"step": 6}}).encode()
-disk.write_checkpoint(checkpoint.parent, 6, {"state.json": lambda sink: sink.write(state)}, keep=1)
+with Run.start("other") as run:
+    run.track(weights=torch.nn.Linear(1, 1))
+    for _ in run.steps(range(6)):
+        pass
 assert train(2, f"{words} --steps 13 --run-dir other") == 2
 """
     assert "this checkpoint was written by another program" in many(standin, runs, script)
@@ -231,6 +213,7 @@ assert train(1, "--steps 2 --resume never --run-dir fresh") == 0
 words = "--accumulate 2 --global-batch 12 --run-dir accumulating"
 assert train(2, f"{words} --steps 2") == 0
 assert train(4, f"{words} --steps 4") == 0
+assert states("fresh")["step"] == 2
 """
     told = many(standin, runs, script)
     assert "--accumulate 3 cannot divide equally" in told
@@ -238,7 +221,6 @@ assert train(4, f"{words} --steps 4") == 0
     assert "this data gives whole batches, not single samples" in told
     assert "--profile 9:1 would trace nothing: the run has 2 steps" in told
     assert "resumes after step 2 of 4" in told
-    assert kept(runs / "fresh", 2)
 
 
 def test_numbers_of_a_step_are_averaged(standin: str, runs: Path) -> None:
@@ -303,14 +285,13 @@ words = "--model own.py:model --data own.py:data --step own.py:shaken --batch-si
 assert train(2, f"{words} --steps 9 --run-dir blind") == 0
 assert train(2, f"{words} --steps 5 --run-dir looking --eval-every 2") == 0
 assert train(2, f"{words} --steps 9 --run-dir looking --eval-every 2 --workers 1") == 0
+same("blind", "looking", "weights", "optimizer", "ranks")
 # The same weights, and samples that do not share equally.
 words = "--model own.py:plain --data own.py:exact --dtype fp64 --lr 0 --steps 1 --eval-every 1e"
 for count in (1, 3):
     assert train(count, f"{words} --run-dir held{count} --global-batch 12 --batch-size {5 - count}") == 0
 """
     many(standin, runs, script)
-    blind, looking = kept(runs / "blind", 9), kept(runs / "looking", 9)
-    assert all(blind[part] == looking[part] for part in ("weights.pt", "optimizer.pt", "random.ranks.pt"))
     told = [json.loads(line) for line in (runs / "looking/metrics.jsonl").read_text().splitlines()]
     assert [one["step"] for one in told if "eval_loss" in one] == [2, 4, 5, 6, 8, 9]
     one, other = (json.loads((runs / f"held{ranks}/summary.json").read_text()) for ranks in (1, 3))
@@ -324,11 +305,9 @@ for words in ("--model gpt --samples 16", "--model resnet18 --samples 8 --batch-
     name = words.split()[1]
     assert train(1, f"{words} --steps 2 --run-dir {name}-kept") == 0
     assert train(1, f"{words} --steps 2 --run-dir {name}-again --activation-checkpointing") == 0
+    same(f"{name}-kept", f"{name}-again", "weights", "ranks")
 """
     many(standin, runs, script)
-    for name in ("gpt", "resnet18"):
-        one, other = (kept(runs / f"{name}-{how}", 2) for how in ("kept", "again"))
-        assert (one["weights.pt"], one["random.ranks.pt"]) == (other["weights.pt"], other["random.ranks.pt"])
 
 
 def test_weights_and_traces_can_be_taken_away(standin: str, runs: Path) -> None:
@@ -400,6 +379,7 @@ for split in ("train", "val"):
             picture.save(f"pictures/{split}/{name}/{number}.png")
 assert train(2, f"{words} --batch-size 4 --steps 6 --eval-every 6 --run-dir pictured") == 0
 assert train(2, f"{words} --batch-size 4 --steps 6 --workers 1 --run-dir fetching") == 0
+same("pictured", "fetching", "weights")
 assert train(1, "--model resnet18 --data pictures/train/cat") == 2
 assert train(1, "--model resnet18 --data pictures/train --eval-every 1") == 2
 open("pictures/train/cat/3.png", "w").write("nothing")
@@ -409,7 +389,6 @@ assert train(1, f"{words} --batch-size 16 --steps 1") == 1
     assert "pictures/train/cat: 0 classes" in told
     assert "pictures/train: no images are held out" in told
     assert "sample 3 of the data: UnidentifiedImageError" in told
-    assert kept(runs / "pictured", 6)["weights.pt"] == kept(runs / "fetching", 6)["weights.pt"]
     summary = json.loads((runs / "pictured/summary.json").read_text())
     assert summary["last_loss"] < summary["first_loss"]
 

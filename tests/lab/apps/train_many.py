@@ -13,11 +13,13 @@ import sys
 
 import torch
 import torch._dynamo  # the first step of an optimizer imports it; here once instead of in every rank
+from saved_states import same, states
 
 from imgkit_entrypoints.apps import ranks
 from imgkit_entrypoints.apps.train import __main__ as app
 
 torch.set_num_threads(1)
+__all__ = ["same", "states"]
 
 
 def train(count: int, words: str, folders: str = "", own: tuple[str, ...] = ()) -> int:

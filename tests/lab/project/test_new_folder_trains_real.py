@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 from labkit import IMGKIT, PACKAGE, PLACE, QUIET, Cluster, imgkit, run, slurm_marks, until
 from remotekit import FarHost, far_host, login_node
+from runkit import assert_same_state
 
 pytestmark = [*slurm_marks, pytest.mark.sshd, pytest.mark.soak]
 SYSTEM = """\
@@ -26,16 +25,6 @@ system:
   runtime: {kind: singularity, command: singularity}
   node: {gpus: 0, cpus: 2}
 """
-
-
-def last_state(folder: Path) -> dict[str, Any]:
-    """Digests of weights, optimizer, schedule and place in the newest checkpoint.
-
-    The program does not seed Python's own generator, so the random states of two runs differ.
-    """
-    newest = max((folder / "checkpoints").glob("step-*"))
-    files = json.loads((newest / "manifest.json").read_text())["files"]
-    return {name: files[name] for name in ("model.pt", "optimizer.pt", "schedule.pt", "state.json")}
 
 
 def accuracies(text: str) -> dict[str, str]:
@@ -89,7 +78,7 @@ def test_killed_and_stopped_training_ends_as_an_undisturbed_one(folder: Path, st
     done = run(*train)
     assert done.returncode == 0, done.stderr
     assert f"resumes after step {saved}: " in done.stdout + done.stderr
-    assert last_state(own) == last_state(folder / "runs/whole")
+    assert_same_state(standin, own, folder / "runs/whole")
     assert (own / "weights.pt").read_bytes() == (folder / "runs/whole/weights.pt").read_bytes()
     assert accuracies(said + done.stdout).items() <= accuracies(whole.stdout).items()
 
@@ -182,6 +171,6 @@ def test_job_on_two_nodes_ends_as_an_undisturbed_one(standin: str) -> None:
         saved = [int(step) for step in re.findall(r"the state of step (\d+) is saved", text)]
         assert saved == [starts[0], starts[2]]  # the others went on from a checkpoint of every 50 steps
         assert "attempt 2 starts" in text
-        assert last_state(folder) == last_state(undisturbed)
+        assert_same_state("imgkit.local/standin:24.03", folder, undisturbed)
         assert (folder / "weights.pt").read_bytes() == (undisturbed / "weights.pt").read_bytes()
         assert accuracies(text) == accuracies(whole.stdout)

@@ -6,7 +6,6 @@ code in which ``start(RANKS, PROGRAM, FOLDER)`` is such a run and returns the ra
 
 from __future__ import annotations
 
-import io
 import os
 import runpy
 import signal
@@ -19,13 +18,14 @@ from pathlib import Path
 import torch
 import torch._dynamo  # the first step of an optimizer imports it; here once instead of in every rank
 import torch.distributed as dist
+from saved_states import same, states
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.run import Run
 
 torch.set_num_threads(1)
-__all__ = ["DataLoader", "IterableDataset", "TensorDataset", "dist", "weights"]
+__all__ = ["DataLoader", "IterableDataset", "Path", "TensorDataset", "dist", "same", "states"]
 
 
 def start(count, program, folder, *, at=0, how=signal.SIGKILL, rank=0, pause=0.0, words=(), told=None, **env):
@@ -99,19 +99,6 @@ def leave(program, words, grouped=True):
         code = 1
     sys.stdout.flush()
     os._exit(code)
-
-
-def weights(folder):
-    """The state of the newest checkpoint in a run folder, by part; of parts of ranks, one for each."""
-    newest = max(Path(folder, "checkpoints").glob("step-*"))
-    found = {path.name: torch.load(path, weights_only=True) for path in sorted(newest.glob("*.pt"))}
-    rows = {name: [unpacked(one) for one in part] for name, part in found.items() if ".ranks." in name}
-    return {**found, **rows}
-
-
-def unpacked(row):
-    """The state in a row of a part of ranks."""
-    return torch.load(io.BytesIO(bytes(row.tolist())), weights_only=True)
 
 
 if __name__ == "__main__":

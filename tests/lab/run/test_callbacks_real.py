@@ -17,7 +17,7 @@ PACKAGES = "accelerate==1.15.0 lightning==2.6.6 torchdata==0.11.0 transformers==
 
 STARTS = """
 set -u
-program="/test/trainer.py /examples/$1.py"
+program="/lab/run/trainer.py /examples/$1.py"
 dist_run() { exec python3 -I -m imgkit_entrypoints dist-run --device cpu --nproc 2 $program; }
 torchrun() { exec torchrun --standalone --local-addr 127.0.0.1 --nproc-per-node 2 $program; }
 alone() { exec python3 $program; }
@@ -46,10 +46,11 @@ python3 - <<'END'
 import sys, torch
 from pathlib import Path
 from safetensors.torch import load_file
+from saved_states import states
 
 def newest(folder):
     checkpoint = max(Path(folder, "checkpoints").glob("step-*"))
-    path = Path(folder, torch.load(checkpoint / "library_checkpoint.pt")["path"])
+    path = Path(folder, states(folder)["library_checkpoint"]["path"])
     if path.is_file():
         found = torch.load(path, weights_only=True)
         return found["global_step"], found["state_dict"], found["optimizer_states"][0]["state"]
@@ -81,7 +82,7 @@ def test_example_is_short_and_on_the_page(name: str) -> None:
     assert len(text.splitlines()) <= 45
     ast.parse(text)
     shown = f"```{{literalinclude}} ../../examples/{name}.py\n"
-    assert shown in (ROOT / "docs/howto/own-loop.md").read_text()
+    assert shown in (ROOT / "docs/howto/library-loops.md").read_text()
 
 
 @pytest.fixture(scope="session")
@@ -97,8 +98,18 @@ def trainers(standin: str) -> str:
 
 
 def told(trainers: str, runs: Path, name: str, script: str) -> str:
-    mounted = ("--volume", f"{HERE}:/test:ro", "--volume", f"{ROOT}/examples:/examples:ro")
-    here = (*mounted, "--volume", f"{runs}:/runs", "--workdir", "/runs", "--env", "HOME=/tmp")
+    mounted = ("--volume", f"{HERE.parent}:/lab:ro", "--volume", f"{ROOT}/examples:/examples:ro")
+    here = (
+        *mounted,
+        "--volume",
+        f"{runs}:/runs",
+        "--workdir",
+        "/runs",
+        "--env",
+        "HOME=/tmp",
+        "--env",
+        "PYTHONPATH=/lab",
+    )
     done = in_image(trainers, "bash", "-c", STARTS + script, "bash", name, options=here, timeout_s=1800)
     return done.stdout + done.stderr
 
@@ -116,7 +127,7 @@ assert -9 in start(RANKS, "loop.py", "cut", at=each + 5, rank=RANKS - 1, pause=0
 assert start(RANKS, "loop.py", "cut") == [0] * RANKS
 
 def newest(folder):
-    path = Path(folder, weights(folder)["library_checkpoint.pt"]["path"])
+    path = Path(folder, states(folder)["library_checkpoint"]["path"])
     return {file.name: file for file in path.iterdir()}
 
 def same(one, other):

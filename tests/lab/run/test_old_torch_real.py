@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 from labkit import docker, in_image, run
 
-from . import test_resume_real, test_run_real, test_state_real
+from . import test_programs_real, test_resume_real, test_run_real, test_state_real
 from .test_run_real import many
-from .test_sharded_export_real import EXPORT
-from .test_sharded_real import PROGRAM
 
 pytestmark = [pytest.mark.docker, pytest.mark.soak, pytest.mark.xdist_group("old-torch")]
 
@@ -67,12 +65,6 @@ def test_old_torch_refuses_sharded_state_by_name(old: str, tmp_path: Path) -> No
     assert "-> use an image with torch 2.6 or newer (NGC 25.01), or wrap the model in DDP" in told
 
 
-def test_old_torch_exports_checkpoint_of_newer_one(standin: str, old: str, tmp_path: Path) -> None:
-    written = 'assert start(4, lambda: train(4, hybrid=True, every=2, full="full"), "run") == [0] * 4\n'
-    many(standin, tmp_path, PROGRAM + written)
-    many(old, tmp_path, EXPORT + 'assert exported("run", "file")[0] == 0\nsame("file", "full")\n')
-
-
 ENDING = """
 from imgkit_entrypoints.apps import ranks
 
@@ -80,7 +72,7 @@ def worker(turn, rank):
     store = dist.FileStore(f"store{turn}", 2) if turn % 2 else None
     more = {"store": store, "rank": rank, "world_size": 2} if store else {}
     with ranks.opened(device=torch.device("cpu"), **more) as here:
-        here.gather("x", str)
+        here.gather("x")
         if turn == 20:
             raise KeyError("mine")
 
@@ -115,13 +107,14 @@ def test_worker_ends_right_after_an_exchange(old: str, tmp_path: Path) -> None:
         test_run_real.test_loops_of_every_kind_resume_bitwise,
         test_run_real.test_requests_to_stop_end_with_their_codes,
         test_run_real.test_misuse_is_refused_with_names,
-        test_run_real.test_damaged_and_hostile_checkpoints_do_no_harm,
+        test_run_real.test_named_loops_resume_wherever_they_are_cut,
+        test_run_real.test_damaged_checkpoints_are_skipped,
         test_run_real.test_other_number_of_ranks_takes_the_rest_of_the_samples,
+        test_programs_real.test_program_resumes_bitwise,
         test_state_real.test_wrapped_model_resumes_bitwise_in_another_wrapper,
         test_state_real.test_every_wrapper_resumes_bitwise,
         test_state_real.test_each_rank_resumes_from_its_own_state,
         test_resume_real.test_node_that_does_not_see_the_folder_gets_the_state,
-        test_resume_real.test_change_of_the_program_is_named,
         test_resume_real.test_tied_weights_are_stored_once_and_exported,
     ],
     ids=lambda test: test.__name__.removeprefix("test_"),

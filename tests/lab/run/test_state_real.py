@@ -1,4 +1,4 @@
-"""The state of programs on the run library: wrapped and sharded models, states of each rank, attempts."""
+"""The state of programs on the run library: wrapped models, states of each rank, attempts."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Draws:
     def load_state_dict(self, state):
         self.generator.set_state(state["generator"])
 
-def wrapped(wrap, *, due=False, passes=0, late=False, frozen=False):
+def wrapped(wrap, *, due=False, passes=1):
     torch.manual_seed(3)
     layer = torch.nn.Linear
     net = torch.nn.Sequential(layer(40, 64), torch.nn.ReLU(), torch.nn.Dropout(0.1), layer(64, 10))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    model, tracked = (None, net) if late else WRAPS[wrap](net)
+    model, tracked = WRAPS[wrap](net)
     def grow():
         optimizer.zero_grad()
         model(torch.randn(16, 40, generator=draws.generator)).square().mean().backward()
@@ -62,11 +62,7 @@ def wrapped(wrap, *, due=False, passes=0, late=False, frozen=False):
         for _ in range(passes):
             grow()
             optimizer.zero_grad()
-        if frozen:
-            gc.freeze()
         run.restore()
-        if late:
-            model, _ = WRAPS[wrap](net)
         for _ in () if due else run.steps(range(8), save_every=3):
             grow()
             optimizer.step()
@@ -79,8 +75,8 @@ def wrapped(wrap, *, due=False, passes=0, late=False, frozen=False):
                 run.save()
                 run.wait()
 
-def same(one, other):
-    one, other = weights(one)["model.pt"], weights(other)["model.pt"]
+def same_model(one, other):
+    one, other = states(one)["model"], states(other)["model"]
     assert list(one) == list(other), (list(one), list(other))
     assert all(torch.equal(value, other[key]) for key, value in one.items())
 
@@ -95,100 +91,31 @@ def test_wrapped_model_resumes_bitwise_in_another_wrapper(standin: str, tmp_path
     script = """
 assert start(3, lambda: wrapped("plain"), "whole") == [0, 0, 0]
 cut("cut", "inner", "compiled outside")
-same("whole", "cut")
-assert list(weights("whole")["model.pt"]) == ["0.weight", "0.bias", "3.weight", "3.bias"]
-assert start(3, lambda: wrapped("inner", due=True), "due") == [2, 2, 2]
-
-def of_a_library():
-    model = DDP(torch.nn.Linear(2, 1))
-    with Run.start() as run:
-        LibraryCheckpoint(run)
-        run.restore()
-        while run.step < 3:
-            model(torch.ones(2)).sum().backward()
-            run.due()
-assert start(3, of_a_library, "library") == [0, 0, 0]
+same_model("whole", "cut")
+assert list(states("whole")["model"]) == ["0.weight", "0.bias", "3.weight", "3.bias"]
 """
-    told = many(standin, tmp_path, WRAPPED + script)
-    assert told.count("run: resumes after step 3: ") == 1, told
-    assert "run.due: on 3 ranks or more, DDP adds up the gradients of the first step" in told
-    assert told.count("run: warning: run.due: on 3 ranks or more, DDP") == 1  # its state is not the run's
-    assert "-> before run.restore(), run a forward and backward pass (two with static_graph) and" in told
+    output = many(standin, tmp_path, WRAPPED + script)
+    assert output.count("run: resumes after step 3: ") == 1, output
+    assert "warning" not in output
 
 
 @pytest.mark.soak
 def test_every_wrapper_resumes_bitwise(standin: str, tmp_path: Path) -> None:
     script = """
-import gc
-cases = [(wrap, {}) for wrap in WRAPS] + [
-    ("plain", {"due": True, "passes": 1}),
-    ("compiled outside", {"due": True, "passes": 2}),
-    ("unused", {"due": True}),
-    ("static", {"due": True, "passes": 2}),
-    ("plain", {"passes": 1}),
-    ("plain", {"late": True}),
-    ("plain", {"frozen": True}),
+cases = [(wrap, {}) for wrap in WRAPS if wrap != "static"] + [
+    ("plain", {"due": True}),
+    ("compiled outside", {"due": True}),
+    ("unused", {"passes": 0}),
+    ("static", {"passes": 2}),
 ]
 for number, (wrap, how) in enumerate(cases):
     print(number, wrap, how, flush=True)
     assert start(3, lambda: wrapped(wrap, **how), f"whole{number}") == [0, 0, 0]
     cut(f"cut{number}", wrap, wrap, **how)
-    same(f"whole{number}", f"cut{number}")
+    same_model(f"whole{number}", f"cut{number}")
 """
     told = many(standin, tmp_path, WRAPPED + script)
-    assert told.count("run: resumes after step 3: ") == 14, told
-
-
-def test_sharded_state_is_refused_on_all_ranks(standin: str, tmp_path: Path) -> None:
-    script = """
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
-
-Adam = torch.optim.Adam
-def of_fsdp1():
-    net = FullyShardedDataParallel(torch.nn.Linear(8, 8), device_id=torch.device("cpu"), use_orig_params=True)
-    return {"optimizer": Adam(net.parameters())}
-def shard():
-    return distribute_tensor(torch.arange(8.0), init_device_mesh("cpu", (2,)), [Shard(0)])
-def of_fsdp2():
-    fully_shard(net := torch.nn.Linear(8, 8), mesh=init_device_mesh("cpu", (2,)))
-    return {"adam": Adam(net.parameters())}
-def of_zero():
-    return {"zero": ZeroRedundancyOptimizer(torch.nn.Linear(8, 8).parameters(), Adam)}
-def with_buffer():
-    net = torch.nn.Linear(8, 8)
-    net.register_buffer("mean", shard())
-    return {"model": net}
-class Holder:
-    value = None
-    def state_dict(self):
-        return {"inner": [{"moment": self.value}]}
-    def load_state_dict(self, state):
-        pass
-
-def tracking(make):
-    objects = make()
-    with Run.start() as run:
-        run.track(**objects)
-        run.restore()
-        for step, _ in run.steps(range(4), save_every=2):
-            if "holder" in objects and step == 2:
-                moment = shard()  # a collective call
-                objects["holder"].value = moment if dist.get_rank() else None
-for number, make in enumerate((of_fsdp1, of_fsdp2, of_zero, with_buffer, lambda: {"holder": Holder()})):
-    assert start(2, lambda: tracking(make), f"{number}") == [2, 2]
-"""
-    told = many(standin, tmp_path, script)
-    for text in (
-        "run.track: optimizer.param_groups[0] is sharded over the ranks, and no rank has all of it",
-        "run.restore: rank 0: adam updates weights of no tracked model",
-        "run.track: zero is sharded",
-        "run.track: model['mean'] is sharded",
-        "run.save: rank 1: holder['inner'][0]['moment'] is sharded",
-    ):
-        assert told.count(text) == 2, (text, told)
-    assert "-> shard models by fully_shard (FSDP2); or let its library save" in told
+    assert told.count("run: resumes after step 3: ") == 10, told
 
 
 CURSOR = """
@@ -200,11 +127,6 @@ class Cursor:
         return {"at": self.at, "best": self.best}
     def load_state_dict(self, state):
         self.at, self.best = state["at"], state["best"]
-
-class Shared(Cursor):
-    def regroup_state_dicts(self, states, rank, world_size):
-        print("regrouped", rank, world_size, [state["at"] for state in states], flush=True)
-        return states[rank % len(states)]
 
 def reading(cursor, how, ahead=1, until=8):
     net = torch.nn.Linear(1, 1, bias=False)
@@ -233,9 +155,8 @@ own = lambda: reading(Cursor(10 * dist.get_rank()), "track_per_rank")
 assert start(2, own, "whole") == [0, 0]
 assert -9 in start(2, own, "cut", at=5, rank=1, pause=0.02)
 assert start(2, own, "cut") == [0, 0]
-assert torch.equal(weights("whole")["model.pt"]["weight"], weights("cut")["model.pt"]["weight"])
+same("whole", "cut")
 assert start(1, own, "cut") == [2]
-assert start(1, lambda: reading(Shared(), "track_per_rank", until=9), "cut") == [0]
 assert start(2, lambda: reading(Cursor(), "track"), "cut") == [2, 2]
 assert start(2, lambda: reading(Cursor(10 * dist.get_rank()), "track"), "begins") == [2, 2]
 assert start(2, lambda: reading(Cursor(), "track"), "moves") == [2, 2]
@@ -246,7 +167,6 @@ assert start(2, lambda: reading(Cursor(), "track", ahead=0, until=12), "together
     told = many(standin, tmp_path, CURSOR + script)
     for text in (
         "cursor has a state for each of 2 ranks, but there are 1",
-        "regrouped 0 1 [8, 26]",
         "contains cursor of each rank, model, and this program tracks cursor, model",
         "run.restore: cursor['at'] differs between the ranks, and a resume would give that of rank 0 to all: "
         "rank 0: 0, rank 1: 10",
@@ -318,7 +238,7 @@ assert start(2, lambda: averaged("together"), "together") == [0, 0]  # rank 0 al
     assert "-> wrap the model in DDP; or run.track_per_rank(model=model) in place of run.track" in told
 
 
-UNREADABLE = """
+UNLOADABLE = """
 import collections
 import numpy
 
@@ -331,23 +251,19 @@ class Best:
     def load_state_dict(self, state):
         self.value = state["best"]
 
-class Named(torch.Tensor):
-    pass
-
 Point = collections.namedtuple("Point", "x y")
-BAD = [
-    numpy.mean([1.0, 2.0]),
-    numpy.arange(3),
-    [0.5, (numpy.int64(3),)],
-    {numpy.str_("key"): 1},
-    Point(1, 2),
-    torch.ones(2).as_subclass(Named),
-    collections.deque([1]),
-]
+
+def local():
+    class Local:
+        pass
+    return Local()
+
+BAD = [lambda: 1, [0.5, (local(),)], {"file": sys.stdin}, (number for number in range(3))]
 GOOD = [
     [1, 0.5, "text", None, b"bytes", 1j, {2}, {(1, 2): True}, torch.float16, torch.Size([3]), torch.ones(2)],
-    collections.defaultdict(list, {"losses": [0.5]}),
-    collections.OrderedDict(a=torch.nn.Parameter(torch.ones(1))),
+    [numpy.mean([1.0, 2.0]), numpy.arange(3), {numpy.str_("key"): 1}, collections.deque([1])],
+    Point(1, torch.ones(1)),
+    {"empty": {}, "none": [], "sparse": torch.eye(2).to_sparse()},
 ]
 
 def evaluated(how, before, after=None):
@@ -356,80 +272,39 @@ def evaluated(how, before, after=None):
     with Run.start() as run:
         run.track(model=model)
         getattr(run, how)(best=best)
-        run.restore()
-        for step, _ in run.steps(range(4), save_every=2):
+        if run.restore():
+            print("loaded", best.value, flush=True)
+        for step, _ in run.steps(range(4), save_every=2) if run.epoch == 0 else ():
             if step == 2 and after is not None:
                 best.value = after
-
-def scheduled(sharded):
-    torch.manual_seed(0)
-    model = torch.nn.Linear(8, 8)
-    if sharded:
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    optimizer = torch.optim.AdamW(model.parameters())
-    with Run.start() as run:
-        run.track(model=model, optimizer=optimizer)
-        run.restore()
-        for step, _ in run.steps(range(4), save_every=2):
-            for group in optimizer.param_groups:
-                group["lr"] = numpy.cos(0.1 * step) if sharded != "betas" else group["lr"]
-                group["betas"] = torch.Size([0, 0]) if sharded == "betas" else group["betas"]
-            model(torch.ones(1, 8)).sum().backward()
-            optimizer.step()
 """
 
 
-def test_value_that_no_resume_could_read_is_refused(standin: str, tmp_path: Path) -> None:
+def test_value_that_no_resume_could_load_is_refused(standin: str, tmp_path: Path) -> None:
     script = """
 for number, value in enumerate(BAD):
     for how in ("track", "track_per_rank"):
         assert start(1, lambda: evaluated(how, value), f"before-{number}-{how}") == [2]
         assert start(1, lambda: evaluated(how, 0.0, value), f"after-{number}-{how}") == [2]
-assert start(1, lambda: scheduled(False), "lr") == [2]
 assert start(2, lambda: evaluated("track", 0.0, BAD[0]), "ranks") == [2, 2]
 assert not list(Path().glob("*/checkpoints/*"))
 for number, value in enumerate(GOOD):
     for how in ("track", "track_per_rank"):
         assert start(1, lambda: evaluated(how, value, value), f"good-{number}-{how}") == [0]
-        assert start(1, lambda: evaluated(how, value), f"good-{number}-{how}") == [0]
+        assert start(1, lambda: evaluated(how, 0.0), f"good-{number}-{how}") == [0]
 """
-    told = many(standin, tmp_path, UNREADABLE + script)
+    output = many(standin, tmp_path, UNLOADABLE + script)
     for text in (
-        "run.track: best['best'] is a numpy.float64, ",
-        "run.save: rank 0: best['best'] is a numpy.float64, ",
-        "run.save: rank 0: optimizer['param_groups'][0]['lr'] is a numpy.float64, ",
-        "-> set it to a plain value: group['lr'] = float(...)",
-        "-> set it to a plain value: float(...)",
-        "best['best'] is a numpy.ndarray, ",
-        "-> set it to a tensor: torch.from_numpy(...)",
-        "best['best'][1][0] is a numpy.int64, ",
-        "-> set it to a plain value: int(...)",
-        "'key') of best['best'] is a numpy.str_, ",
-        "best['best'] is a __main__.Point, ",
-        "best['best'] is a __main__.Named, ",
-        "best['best'] is a collections.deque, ",
+        "run.track: best['best'] is a function, and no resume could load it again",
+        "run.save: rank 0: best['best'] is a function, ",
+        "best['best'][1][0] is a Local, ",
+        "best['best']['file'] is a TextIOWrapper, ",
+        "best['best'] is a generator, ",
+        "loaded Point(x=1, y=tensor([1.]))",
+        "loaded {'empty': {}, 'none': [], 'sparse': tensor(",
     ):
-        assert text in told, (text, told)
-    assert told.count("run: resumes after step 4: ") == 6, told
-
-
-def test_sharded_optimizer_refuses_what_no_resume_could_read(standin: str, tmp_path: Path) -> None:
-    script = """
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import init_device_mesh
-
-for which in ("lr", "betas"):
-    assert start(2, lambda: scheduled(which), which) == [2, 2]
-assert not list(Path().glob("*/checkpoints/*"))
-"""
-    told = many(standin, tmp_path, UNREADABLE + script)
-    for text in (
-        "run.save: rank 0: optimizer['param_groups'][0]['lr'] is a numpy.float64, ",
-        "-> set it to a plain value: group['lr'] = float(...)",
-        "run.save: rank 0: optimizer['param_groups'][0]['betas'] is a torch.Size, ",
-    ):
-        assert told.count(text) == 2 or "->" in text, (text, told)
-        assert text in told, (text, told)
+        assert text in output, (text, output)
+    assert output.count("run: resumes after step 4: ") == 8, output
 
 
 STOPPED = """

@@ -53,13 +53,13 @@ def test_fence_that_cannot_move_is_taken_down(tmp_path: Path, monkeypatch: pytes
 
 def test_late_checkpoint_changes_nothing(tmp_path: Path) -> None:
     def save(step: int, attempt: int, late: bool = False) -> None:
-        def part(sink: disk.Sink) -> None:
-            sink.write(b"weights")
+        def fill(_: Path) -> dict[str, disk.Row]:
             if late:
                 fence.admit(tmp_path, "4711", attempt + 1, "a1")
                 (tmp_path / ".writing-of-the-next-attempt").mkdir()
+            return {}
 
-        disk.write_checkpoint(tmp_path, step, {"weights.pt": part}, keep=2, env=env(tmp_path, attempt))
+        disk.write_checkpoint(tmp_path, step, fill, keep=2, env=env(tmp_path, attempt))
 
     fence.admit(tmp_path, "4711", 1, "a1")
     save(5, 1)

@@ -28,7 +28,7 @@ class RankNode:
 def gather_nodes(ranks: Ranks) -> tuple[RankNode, ...]:
     """Return the node of every rank, in the order of the ranks; a collective call."""
     node = RankNode(number=os.environ.get("GROUP_RANK", ""), host=platform.node())
-    return tuple(ranks.gather(node, RankNode))
+    return tuple(ranks.gather(node))
 
 
 def node_names(rank_nodes: Sequence[RankNode]) -> tuple[str, ...]:

@@ -215,7 +215,7 @@ class Measurer:
             raise Stopped
 
     def _gather_first(self, first_wrong: WrongElement | None) -> tuple[WrongElement, ...]:
-        elements = self.ranks.gather(first_wrong, WrongElement | None)
+        elements = self.ranks.gather(first_wrong)
         return tuple(element for element in elements if element is not None)
 
 

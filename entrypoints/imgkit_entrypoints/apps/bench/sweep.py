@@ -38,7 +38,7 @@ class Sweep:
         peer_lost = False
         try:
             self._measure_all()
-            names = self._setup.ranks.gather(sorted(nccl_log.transports(self._log_folder)), list[str])
+            names = self._setup.ranks.gather(sorted(nccl_log.transports(self._log_folder)))
             self._record.transport = tuple(sorted({name for rank_names in names for name in rank_names}))
         except RuntimeError as error:  # whatever the backend raises when a peer is gone
             peer_lost = True

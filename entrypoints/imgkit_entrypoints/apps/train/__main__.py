@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import os
 import platform
@@ -18,8 +17,8 @@ import torch
 import torch._dynamo  # DDP and the optimizers do; here the garbage collector still rests
 from torch import nn
 
-from imgkit_entrypoints import json_text, terminal
-from imgkit_entrypoints.apps import ranks
+from imgkit_entrypoints import terminal
+from imgkit_entrypoints.apps import ranks as workers
 from imgkit_entrypoints.apps.train import datasets, main_loop, models, options, plugins, run_log
 from imgkit_entrypoints.apps.train.batches import BadSample, Batches
 from imgkit_entrypoints.apps.train.config import Config, every, resumed, steps_a_line, total_steps
@@ -32,9 +31,9 @@ from imgkit_entrypoints.apps.train.trainer import Evaluation, StepSums, Trainer
 from imgkit_entrypoints.errors import EXIT_NO, CheckFailed, ImgkitError, UsageError
 from imgkit_entrypoints.launch import user_program
 from imgkit_entrypoints.launch.start_up import StartUp
-from imgkit_entrypoints.run import Run, resumable
+from imgkit_entrypoints.run import Run
 from imgkit_entrypoints.run.random_state import seed_everything
-from imgkit_entrypoints.run.ranks import Ranks, told
+from imgkit_entrypoints.run.ranks import Ranks, ranks_by_value
 
 OF_A_RANK = ("run_dir", "export", "stop_after_s", "log_to")
 """Options that may differ between nodes."""
@@ -50,16 +49,15 @@ def main() -> None:
             config.run_dir,
             keep=config.keep if config.run_dir else 0,
             stop_after_s=math.inf if config.stop_after_s is None else config.stop_after_s,
-            options={},  # `resumed` compares them
             say=say,
         )
         torch.use_deterministic_algorithms(config.deterministic)
-        own = load_components(
+        components = load_components(
             config
         )  # mistakes in user code end the run here, before ranks wait for each other
-        with ranks.opened() as here:
+        with workers.opened() as ranks:
             started.ends("process_group")
-            sys.exit(train(config, own, run, here, started))
+            sys.exit(train(config, components, run, ranks, started))
     except ImgkitError as error:
         if isinstance(error, CheckFailed):  # raised while training, on this rank alone
             text = f"dist-train: {error}"
@@ -70,7 +68,7 @@ def main() -> None:
         cause = error.__cause__  # of a function of the user that cannot be imported
         of_user = cause and user_program.own_frames(cause.__traceback__)
         trace = f"\n{user_program.described(cause, cause.__traceback__)}" if cause and of_user else ""
-        ranks.refuse(f"dist-train: {error}{trace}", error.exit_code)
+        workers.refuse(f"dist-train: {error}{trace}", error.exit_code)
 
 
 def _common(config: Config) -> dict[str, Any]:
@@ -78,37 +76,37 @@ def _common(config: Config) -> dict[str, Any]:
     return {name: value for name, value in config.values().items() if name not in OF_A_RANK}
 
 
-def _refuse_other_options(config: Config, here: Ranks) -> None:
+def _refuse_other_options(config: Config, ranks: Ranks) -> None:
     """Raise UsageError, on every rank, if the ranks were given different options; names them."""
-    mine = _common(config)
-    every_rank = [json_text.parse(text) for text in here.gather(json.dumps(mine), str)]
-    different = {name: [str(one.get(name)) for one in every_rank] for name in mine}
-    said = [
-        f"{name}: {told(values)}" for name, values in different.items() if values != values[:1] * len(values)
-    ]
-    if said:
+    options_of_rank = _common(config)
+    rows = ranks.gather(options_of_rank)
+    columns = {name: [str(row[name]) for row in rows] for name in options_of_rank}
+    differences = []
+    for name, values in columns.items():
+        if len(set(values)) > 1:
+            differences.append(f"{name}: {ranks_by_value(values)}")
+    if differences:
         raise UsageError(
-            f"the ranks have different options; {'; '.join(said)}",
+            f"the ranks have different options; {'; '.join(differences)}",
             hint="start all nodes with the same options",
         )
 
 
-def train(config: Config, own: Components, run: Run, here: Ranks, started: StartUp) -> int:
+def train(config: Config, components: Components, run: Run, ranks: Ranks, started: StartUp) -> int:
     """Run the training; returns the exit code."""
-    run.connect(here)
-    _refuse_other_options(config, here)
-    found = main_loop.find(config, run)
-    done = Course()
+    run.connect(ranks)
+    _refuse_other_options(config, ranks)
+    checkpoint = main_loop.find(config, run)
+    course = Course()
     changes: tuple[str, ...] = ()
-    if found is not None:
-        done = main_loop.course_of(found)
-        config, changes = resumed(config, done.config, found.where)
-    samples = own.data(config, "train")
-    data = f"{len(samples)} samples with the digest {resumable.fingerprint(samples)}"
-    if found is not None and done.data != data:
-        changes = (*changes, f"the data are not those of the checkpoint: {done.data}, and {data} now")
-    done.data = data
-    order = _order(config, len(samples), here, new=found is None)
+    if checkpoint is not None:
+        course = main_loop.course_of(checkpoint)
+        config, changes = resumed(config, course.config, checkpoint.folder)
+    samples = components.data(config, "train")
+    if checkpoint is not None and course.samples != len(samples):
+        changes = (*changes, f"the data had {course.samples} samples, and has {len(samples)} now")
+    course.samples = len(samples)
+    order = _order(config, len(samples), ranks, new=checkpoint is None)
     steps = total_steps(config, order.steps_per_epoch)
     if config.profiled() and config.profiled().start > steps:
         raise UsageError(
@@ -119,42 +117,42 @@ def train(config: Config, own: Components, run: Run, here: Ranks, started: Start
         config, global_batch=order.global_batch, log_every=config.log_every or steps_a_line(steps)
     )
     saves, looks = (every(text, order.steps_per_epoch) for text in (config.save_every, config.eval_every))
-    held_out_samples = own.data(config, "eval") if looks else None
-    start, done.config = done.position, _common(config)
-    if found is not None and here.rank == 0:
-        for text in (f"resumes after step {start.step} of {steps}: {found.where}", *changes):
+    held_out_samples = components.data(config, "eval") if looks else None
+    start, course.config = course.position, _common(config)
+    if checkpoint is not None and ranks.rank == 0:
+        for text in (f"resumes after step {start.step} of {steps}: {checkpoint.folder}", *changes):
             say(text)
-    if found is not None and start.step >= steps:
-        export(config, found.tensors("weights.pt"), here)
+    if checkpoint is not None and start.step >= steps:
+        export(config, checkpoint.state("weights"), ranks)
         return 0
     started.ends("data")
-    work = WorkClock(here)
-    trainer = Trainer(config, own.model(config), own.loss, steps, here, work)
+    work = WorkClock(ranks)
+    trainer = Trainer(config, components.model(config), components.loss, steps, ranks, work)
     started.ends("model")
-    feed = Batches(samples, order, config, here, channels_last=trainer.channels_last)
-    held_out = Evaluation(held_out_samples, order, config, trainer, here) if looks else None
+    feed = Batches(samples, order, config, ranks, channels_last=trainer.channels_last)
+    held_out = Evaluation(held_out_samples, order, config, trainer, ranks) if looks else None
     batches = feed.steps(start, steps)
     first = next(batches)
     started.ends("data")
     trainer.settle(first[1][0])
     started.ends("first_step")
-    gauges = _gauges(config, feed, trainer, first[1][0].batch, here)
-    run.track(weights=trainer.plain, optimizer=trainer, course=done)
-    if found is not None:
-        run.restore(found)
+    gauges = _gauges(config, feed, trainer, first[1][0].batch, ranks)
+    run.track(weights=trainer.plain, optimizer=trainer, course=course)
+    if checkpoint is not None:
+        run.restore(checkpoint)
     started.ends("model")
-    report = _report(config, start.step, steps, order.steps_per_epoch, gauges, started, here)
+    report = _report(config, start.step, steps, order.steps_per_epoch, gauges, started, ranks)
     if report:
-        report.first_loss = done.first_loss
+        report.first_loss = course.first_loss
     loop = MainLoop(
-        run, trainer, done, report, held_out, started, steps=steps, save_every=saves, eval_every=looks
+        run, trainer, course, report, held_out, started, steps=steps, save_every=saves, eval_every=looks
     )
-    run.add_up(StepSums(trainer, work, here, loop.note), every=config.log_every)
-    end = loop.end(traced(itertools.chain((first,), batches), config, here))
-    _tell(end, run, report, steps, config, here)
+    run.add_up(StepSums(trainer, work, ranks, loop.note), every=config.log_every)
+    end = loop.end(traced(itertools.chain((first,), batches), config, ranks))
+    _write_summary(end, run, report, steps, config, ranks)
     if end.reason == DONE:
         with run.saving():
-            export(config, trainer.plain.state_dict(), here)
+            export(config, trainer.plain.state_dict(), ranks)
     return end.exit_code
 
 
@@ -165,26 +163,28 @@ def _report(
     steps_per_epoch: int,
     gauges: Gauges,
     started: StartUp,
-    here: Ranks,
+    ranks: Ranks,
 ) -> RunLog | None:
     """Open the log of the run on rank 0; a collective call."""
-    places = here.gather(RankOnNode(node=platform.node(), local_rank=here.local_rank), RankOnNode)
-    if here.rank != 0:
+    placements = ranks.gather(RankOnNode(node=platform.node(), local_rank=ranks.local_rank))
+    if ranks.rank != 0:
         return None
     return RunLog(
         config,
         start=start,
         steps=steps,
         steps_per_epoch=steps_per_epoch,
-        ranks=here.world_size,
+        ranks=ranks.world_size,
         gauges=gauges,
-        slow=Stragglers(places, say),
+        slow=Stragglers(placements, say),
         started=started,
         say=say,
     )
 
 
-def _tell(end: RunEnd, run: Run, report: RunLog | None, steps: int, config: Config, here: Ranks) -> None:
+def _write_summary(
+    end: RunEnd, run: Run, report: RunLog | None, steps: int, config: Config, ranks: Ranks
+) -> None:
     """Write the summary of this start; a collective call."""
     saved = run.wait()
     if report:
@@ -195,38 +195,38 @@ def _tell(end: RunEnd, run: Run, report: RunLog | None, steps: int, config: Conf
             saving_s=saved.stalled_s,
             stall_s=saved.longest_stall_s,
         )
-    if here.rank == 0 and end.exit_code == EXIT_NO:
+    if ranks.rank == 0 and end.exit_code == EXIT_NO:
         nothing = f"this start saved no state{'' if config.run_dir else ' (no --run-dir)'}"
-        kept = f"the state of step {saved.saved_step} is saved" if saved.saved_step >= 0 else nothing
+        state = f"the state of step {saved.saved_step} is saved" if saved.saved_step >= 0 else nothing
         hint = f"; {end.hint}" if end.hint else ""
-        say(f"{run.step} of {steps} steps are done: {end.reason}; {kept}{hint}")
+        say(f"{run.step} of {steps} steps are done: {end.reason}; {state}{hint}")
 
 
-def _order(config: Config, samples: int, here: Ranks, *, new: bool) -> Order:
+def _order(config: Config, samples: int, ranks: Ranks, *, new: bool) -> Order:
     batches: dict[str, Any] = {
-        "world_size": here.world_size,
+        "world_size": ranks.world_size,
         "batch_size": config.batch_size,
         "accumulate": config.accumulate,
         "global_batch": config.global_batch,
     }
-    made = arrange(size=samples, **batches)
+    order = arrange(size=samples, **batches)
     if new:
         refuse_uneven(**batches)
-    return made
+    return order
 
 
-def _gauges(config: Config, feed: Batches, trainer: Trainer, batch: Any, here: Ranks) -> Gauges:
-    cuda = here.device.type == "cuda"
+def _gauges(config: Config, feed: Batches, trainer: Trainer, batch: Any, ranks: Ranks) -> Gauges:
+    cuda = ranks.device.type == "cuda"
 
     def memory_MiB() -> float:
         if cuda:
-            return float(torch.cuda.max_memory_allocated(here.device)) / 2**20
+            return float(torch.cuda.max_memory_allocated(ranks.device)) / 2**20
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
-    peak = run_log.peak(torch.cuda.get_device_name(here.device), config.amp) if cuda else None
+    peak = run_log.peak(torch.cuda.get_device_name(ranks.device), config.amp) if cuda else None
     # The FLOP counter may not know all operations of a user's model.
-    known = here.rank == 0 and not plugins.is_plugin(config.model)
-    at_peak = peak / trainer.flops_a_sample(batch) if peak and known else None
+    is_counted = ranks.rank == 0 and not plugins.is_plugin(config.model)
+    at_peak = peak / trainer.flops_a_sample(batch) if peak and is_counted else None
     inputs = next(iter(batch.values() if isinstance(batch, dict) else batch))
     tokens = not inputs.is_floating_point() and inputs.dim() == 2
     return Gauges(
@@ -267,32 +267,36 @@ def load_components(config: Config) -> Components:
 
     def seeded_model(config: Config) -> nn.Module:
         seed_everything(config.seed)
-        made = model(config)
-        if not isinstance(made, nn.Module):
-            raise _wrong(config.model, made, plugins.MODEL)
-        return made
+        model_built = model(config)
+        if not isinstance(model_built, nn.Module):
+            raise _wrong(config.model, model_built, plugins.MODEL)
+        return model_built
 
     def seeded_data(config: Config, split: str) -> Any:
         # Random data is the same on every rank, and differs between the splits.
         seed_everything(config.seed if split == "train" else seed_of(config.seed, split))
-        made = samples(config, split)
-        if not hasattr(made, "__len__") or not (hasattr(made, "__getitem__") or hasattr(made, "batch")):
-            raise _wrong(config.data, made, plugins.DATA)
-        return made
+        dataset = samples(config, split)
+        if not hasattr(dataset, "__len__") or not (
+            hasattr(dataset, "__getitem__") or hasattr(dataset, "batch")
+        ):
+            raise _wrong(config.data, dataset, plugins.DATA)
+        return dataset
 
     return Components(model=seeded_model, data=seeded_data, loss=loss)
 
 
 def _built_in(config: Config) -> nn.Module:
-    made = models.BUILT_IN[config.model](datasets.classes(config))
-    return models.checkpoint_blocks(made) if config.activation_checkpointing else made
+    model = models.BUILT_IN[config.model](datasets.classes(config))
+    return models.checkpoint_blocks(model) if config.activation_checkpointing else model
 
 
-def _wrong(place: str, made: object, contract: plugins.Contract) -> UsageError:
+def _wrong(function_name: str, value: object, contract: plugins.Contract) -> UsageError:
     return UsageError(
-        f"the function returned a {type(made).__name__}", where=place, hint=f"expected {contract.signature}"
+        f"the function returned a {type(value).__name__}",
+        where=function_name,
+        hint=f"expected {contract.signature}",
     )
 
 
 if __name__ == "__main__":
-    ranks.run_worker(main)
+    workers.run_worker(main)

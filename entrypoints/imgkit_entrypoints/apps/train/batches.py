@@ -50,9 +50,9 @@ class Batches:
     """The batches of one rank."""
 
     def __init__(
-        self, samples: Any, order: Order, config: Config, here: Ranks, *, channels_last: bool
+        self, samples: Any, order: Order, config: Config, ranks: Ranks, *, channels_last: bool
     ) -> None:
-        self._order, self._config, self._here = order, config, here
+        self._order, self._config, self._ranks = order, config, ranks
         self._dtype = torch.float64 if config.dtype == "fp64" else torch.float32
         self._format = torch.channels_last if channels_last else torch.contiguous_format
         if isinstance(samples, TensorDataset):
@@ -68,8 +68,8 @@ class Batches:
                 where=f"--data {config.data}",
                 hint="leave --workers out",
             )
-        self._ready = isinstance(samples, TensorSamples) and here.device.type == "cpu" and not channels_last
-        self._parts = functools.cache(functools.partial(order.parts, rank=here.rank))
+        self._ready = isinstance(samples, TensorSamples) and ranks.device.type == "cpu" and not channels_last
+        self._parts = functools.cache(functools.partial(order.parts, rank=ranks.rank))
         self._permutation = functools.lru_cache(maxsize=1)(self._permute)
         self.waited_s = 0.0
         """Seconds in which the device had no data to compute on."""
@@ -79,20 +79,20 @@ class Batches:
         batches = self._batches(start, steps)
         position, clock = start, time.perf_counter
         while position.step < steps:
-            began = clock()
+            start_s = clock()
             parts = self._parts(self._order.count(position))
             micro_batches = [MicroBatch(next(batches), part.weight, part.last) for part in parts]
             position = self._order.after(position)
-            self.waited_s += clock() - began
+            self.waited_s += clock() - start_s
             yield position, micro_batches
 
     def _batches(self, start: Position, steps: int) -> Iterator[Any]:
         if isinstance(self._samples, TensorSamples):
             return self._cut(self._samples, start, steps)
-        wanted = self._indices(start, steps)
+        requests = self._indices(start, steps)
         if hasattr(self._samples, "batch"):
-            return (self._on_device(self._samples.batch(indices)) for _, indices in wanted)
-        return map(self._on_device, one_by_one(self._samples, wanted, self._config, self._here))
+            return (self._on_device(self._samples.batch(indices)) for _, indices in requests)
+        return map(self._on_device, one_by_one(self._samples, requests, self._config, self._ranks))
 
     def _cut(self, samples: TensorSamples, start: Position, steps: int) -> Iterator[Any]:
         """Gather the samples of several steps at once and cut them up: gathering costs more than cutting."""
@@ -101,13 +101,13 @@ class Batches:
             count = self._order.count(position)
             parts = self._parts(count)
             sizes = [part.end - part.first for part in parts]
-            left = min((self._order.size - position.consumed) // count, steps - position.step)
-            ahead = min(left, samples.steps_at_once(sizes))
+            steps_left = min((self._order.size - position.consumed) // count, steps - position.step)
+            ahead = min(steps_left, samples.steps_at_once(sizes))
             end = position.consumed + ahead * count
             block = self._permutation(position.epoch)[position.consumed : end].view(ahead, count)
             rows = torch.cat([block[:, part.first : part.end] for part in parts], dim=1).flatten()
-            whole = self._on_device(samples.batch(rows))
-            yield from zip(*(tensor.split(sizes * ahead) for tensor in whole), strict=True)
+            tensors = self._on_device(samples.batch(rows))
+            yield from zip(*(tensor.split(sizes * ahead) for tensor in tensors), strict=True)
             position = self._order.after(position, ahead)
 
     def _indices(self, start: Position, steps: int) -> Iterator[tuple[int, torch.Tensor]]:
@@ -127,12 +127,12 @@ class Batches:
         if self._ready:
             return batch
         if isinstance(batch, torch.Tensor):
-            if self._here.device.type == "cuda" and not batch.is_pinned():
+            if self._ranks.device.type == "cuda" and not batch.is_pinned():
                 batch = batch.pin_memory()
-            return self._converted(batch, self._here.device)
+            return self._converted(batch, self._ranks.device)
         if isinstance(batch, dict):
-            return {key: self._on_device(one) for key, one in batch.items()}
-        return tuple(self._on_device(one) for one in batch)
+            return {key: self._on_device(part) for key, part in batch.items()}
+        return tuple(self._on_device(part) for part in batch)
 
     def _converted(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
@@ -141,7 +141,7 @@ class Batches:
 
 
 def one_by_one(
-    samples: Any, wanted: Iterator[tuple[int, torch.Tensor]], config: Config, here: Ranks
+    samples: Any, requests: Iterator[tuple[int, torch.Tensor]], config: Config, ranks: Ranks
 ) -> Iterator[Any]:
     """Yield a batch for each of the `wanted` pairs of an epoch and indices.
 
@@ -152,24 +152,24 @@ def one_by_one(
     seeded = _Seeded(samples, config.seed, config.workers)
     loader = DataLoader(
         seeded,
-        batch_sampler=_Lists(wanted),
+        batch_sampler=_Lists(requests),
         collate_fn=_as_it_is,
         num_workers=config.workers,
-        pin_memory=here.device.type == "cuda",
+        pin_memory=ranks.device.type == "cuda",
         generator=torch.Generator(),  # its own, so that it does not draw from the model's
     )
     try:
         for batch in loader:
             if isinstance(batch, _Failed):
                 where = "" if batch.line is None or ":" not in config.data else f" ({batch.line})"
-                raise BadSample(f"{batch.text}{where}", where=f"rank {here.rank}", trace=batch.trace)
+                raise BadSample(f"{batch.text}{where}", where=f"rank {ranks.rank}", trace=batch.trace)
             yield batch
     except RuntimeError as error:
         if "DataLoader worker" not in str(error):
             raise
         raise CheckFailed(
             f"a data worker died{seeded.last_of(str(error))}: {error}",
-            where=f"rank {here.rank}",
+            where=f"rank {ranks.rank}",
             hint="often memory or /dev/shm ran out; --workers 0 shows the error of a bad sample",
         ) from error
 
@@ -185,10 +185,10 @@ class _Failed:
 
 
 def _failed(index: int, error: Exception) -> _Failed:
-    own = user_program.own_frames(error.__traceback__)
+    frame = user_program.own_frames(error.__traceback__)
     return _Failed(
         text=f"sample {index} of the data: {type(error).__name__}: {error}",
-        line=f"{own.tb_frame.f_code.co_filename}:{own.tb_lineno}" if own else None,
+        line=f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}" if frame else None,
         trace=user_program.described(error, error.__traceback__),
     )
 
@@ -204,11 +204,11 @@ class _Seeded:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitems__(self, wanted: list[tuple[int, int]]) -> Any:
+    def __getitems__(self, requests: list[tuple[int, int]]) -> Any:
         samples = []
         worker = get_worker_info()
         with _random_kept():
-            for epoch, index in wanted:
+            for epoch, index in requests:
                 self._draw(epoch, index)
                 if worker is not None:
                     self.at[worker.id, 0], self.at[worker.id, 1] = os.getpid(), index
@@ -235,26 +235,26 @@ class _Seeded:
 @contextlib.contextmanager
 def _random_kept() -> Iterator[None]:
     """Restore the random state afterwards, so that the model's random numbers are unaffected."""
-    kept, python = torch.get_rng_state(), random.getstate()
+    torch_state, python = torch.get_rng_state(), random.getstate()
     numpy = import_module("numpy") if "numpy" in sys.modules else None
-    others = None if numpy is None else numpy.random.get_state()
+    numpy_state = None if numpy is None else numpy.random.get_state()
     try:
         yield
     finally:
-        torch.set_rng_state(kept)
+        torch.set_rng_state(torch_state)
         random.setstate(python)
         if numpy is not None:
-            numpy.random.set_state(others)
+            numpy.random.set_state(numpy_state)
 
 
 class _Lists:
     """The wanted samples in the loader's form; read once, in the main process."""
 
-    def __init__(self, wanted: Iterator[tuple[int, torch.Tensor]]) -> None:
-        self._wanted = wanted
+    def __init__(self, requests: Iterator[tuple[int, torch.Tensor]]) -> None:
+        self._requests = requests
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        return ([(epoch, index) for index in indices.tolist()] for epoch, indices in self._wanted)
+        return ([(epoch, index) for index in indices.tolist()] for epoch, indices in self._requests)
 
 
 def _as_it_is(batch: Any) -> Any:

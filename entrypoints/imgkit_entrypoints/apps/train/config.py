@@ -127,11 +127,13 @@ def resumed(config: Config, saved: Mapping[str, Any], where: Path) -> tuple[Conf
     ------
     UsageError : `config` contradicts the saved run; names every contradiction.
     """
-    given = dataclasses.asdict(config)
+    options = dataclasses.asdict(config)
     wrong = [
-        f"{key} is {given[key]!r}, the checkpoint has {saved[key]!r}"
+        f"{key} is {options[key]!r}, the checkpoint has {saved[key]!r}"
         for key in COURSE
-        if key in saved and given[key] != saved[key] and not (key == "global_batch" and given[key] is None)
+        if key in saved
+        and options[key] != saved[key]
+        and not (key == "global_batch" and options[key] is None)
     ]
     if wrong:
         raise UsageError(
@@ -140,9 +142,9 @@ def resumed(config: Config, saved: Mapping[str, Any], where: Path) -> tuple[Conf
             hint="give the same options to resume, or start a new run: --resume never --run-dir OTHER",
         )
     changed = tuple(
-        f"{key} was {saved[key]}, now {given[key]}"
+        f"{key} was {saved[key]}, now {options[key]}"
         for key in TUNED
-        if key in saved and given[key] != saved[key]
+        if key in saved and options[key] != saved[key]
     )
     return dataclasses.replace(config, global_batch=saved["global_batch"]), changed
 
@@ -159,8 +161,8 @@ def factor(shape: str, step: int, steps: int, warmup: int = 0) -> float:
         return (step + 1) / (warmup + 1)
     if shape == "constant":
         return 1.0
-    done = min(1.0, (step - warmup) / max(1, steps - warmup))
-    return 1.0 - done if shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    share = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return 1.0 - share if shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * share))
 
 
 def learning_rate(config: Config, step: int, steps: int) -> float:

@@ -135,4 +135,4 @@ def ticks(low: float, high: float) -> list[float]:
     size = 10.0 ** math.floor(math.log10((high - low) / 5))
     step = next(size * digit for digit in (1, 2, 5, 10) if size * digit >= (high - low) / 5)
     first, last = math.ceil(low / step), math.floor(high / step)
-    return [step * place for place in range(first, last + 1)]
+    return [step * number for number in range(first, last + 1)]

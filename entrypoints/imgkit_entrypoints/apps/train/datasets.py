@@ -171,14 +171,14 @@ def folder_of(data: Path, split: str) -> Path:
     ------
     UsageError : no images are held out.
     """
-    found = next((data / name for name in SPLITS[split] if (data / name).is_dir()), None)
-    if found is None and split == "eval":
+    folder = next((data / name for name in SPLITS[split] if (data / name).is_dir()), None)
+    if folder is None and split == "eval":
         raise UsageError(
             "no images are held out",
             where=str(data),
             hint=f"put the classes into {data}/train and {data}/val, or leave --eval-every out",
         )
-    return found or data
+    return folder or data
 
 
 def classes_of(data: Path) -> list[str]:
@@ -189,14 +189,14 @@ def classes_of(data: Path) -> list[str]:
     UsageError : there are fewer than two classes.
     """
     folder = folder_of(data, "train")
-    found = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    if len(found) < 2:
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    if len(names) < 2:
         raise UsageError(
-            f"{len(found)} classes, expected two or more",
+            f"{len(names)} classes, expected two or more",
             where=str(folder),
             hint="put the images of each class into a subfolder of its own",
         )
-    return found
+    return names
 
 
 class ImageFolder:

@@ -123,10 +123,10 @@ class Loggers:
         self._say = say
         self._open: list[tuple[str, Logger]] = []
         for name in config.log_to.split(",") if config.log_to else ():
-            own = plugins.load(name, LOGGER) if plugins.is_plugin(name) else None
-            make = partial(own, config) if own else partial(_BUILT_IN[name], config, start)
-            if (made := self._tried(name, make)) is not None:
-                self._open.append((name, made))
+            function = plugins.load(name, LOGGER) if plugins.is_plugin(name) else None
+            make = partial(function, config) if function else partial(_BUILT_IN[name], config, start)
+            if (logger := self._tried(name, make)) is not None:
+                self._open.append((name, logger))
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
         """Pass on those of `values` that are numbers."""

@@ -27,9 +27,9 @@ from imgkit_entrypoints.apps.train.trainer import Evaluation, LossIsNoNumber, Tr
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch.start_up import StartUp
 from imgkit_entrypoints.run import Run
-from imgkit_entrypoints.run.checkpoints import FoundCheckpoint
+from imgkit_entrypoints.run.checkpoint import Checkpoint
 from imgkit_entrypoints.run.ranks import Ranks
-from imgkit_entrypoints.run.stepping import NotSaved
+from imgkit_entrypoints.run.run import NotSaved
 
 DONE = "all steps are done"
 
@@ -110,13 +110,13 @@ class MainLoop:
     def _evaluate(self, step: int) -> None:
         with self._run.pause():
             if self._held_out and not self._run.stopping:
-                began = time.perf_counter()
+                start = time.perf_counter()
                 loss = self._held_out.loss(self._run.lives)
                 if self._report:
-                    self._report.held_out(step, loss, time.perf_counter() - began)
+                    self._report.held_out(step, loss, time.perf_counter() - start)
 
 
-PART = "course.pt"
+PART = "course"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -127,8 +127,8 @@ class Course:
     first_loss: float = math.nan
     config: Mapping[str, Any] = field(default_factory=dict)
     """The options, as JSON has them."""
-    data: str = ""
-    """Number of samples, and a digest of a few values in them."""
+    samples: int = 0
+    """Number of samples in the data."""
 
     def state_dict(self) -> dict[str, Any]:
         """The values in a checkpoint."""
@@ -138,7 +138,7 @@ class Course:
         """Do nothing: `course_of` has read it."""
 
 
-def find(config: Config, run: Run) -> FoundCheckpoint | None:
+def find(config: Config, run: Run) -> Checkpoint | None:
     """Find the checkpoint that ``--resume`` selects; a collective call.
 
     Raises
@@ -153,18 +153,17 @@ def find(config: Config, run: Run) -> FoundCheckpoint | None:
             hint = "give another --run-dir, or --resume auto"
             raise UsageError(error.what, where=error.where, hint=hint) from None
         return None
-    if config.resume == "auto":
-        found = run.find()
-    elif (found := run.find(config.resume)) is None:
+    checkpoint: Checkpoint | None = run.find(None if config.resume == "auto" else config.resume)
+    if checkpoint is None and config.resume != "auto":
         raise UsageError(
             "no valid checkpoint found",
             where=str(Path(config.resume)),
             hint="--resume auto, or --resume never to start over",
         )
-    return found
+    return checkpoint
 
 
-def course_of(found: FoundCheckpoint) -> Course:
+def course_of(checkpoint: Checkpoint) -> Course:
     """Read the course that a checkpoint keeps; a collective call.
 
     Raises
@@ -172,33 +171,33 @@ def course_of(found: FoundCheckpoint) -> Course:
     UsageError : another program has written it.
     """
     try:
-        if PART not in found.parts:
+        if PART not in checkpoint.names:
             raise ValueError("there is none")
-        values = found.tensors(PART)
+        values = checkpoint.state(PART)
         position: Position = json_text.read(Position, values["position"], "position")
         return Course(
             position=position,
             first_loss=float(values["first_loss"]),
             config=dict(values["config"]),
-            data=str(values["data"]),
+            samples=int(values["samples"]),
         )
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"this checkpoint was written by another program: its training state is missing or invalid "
             f"({error})",
-            where=str(found.where / PART),
+            where=str(checkpoint.folder),
             hint="name another folder by --run-dir",
         ) from None
 
 
-def export(config: Config, weights: Mapping[str, Tensor], here: Ranks) -> None:
+def export(config: Config, weights: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Write the file of ``--export``, if given; torch.load(FILE, weights_only=True) reads it.
 
     Raises
     ------
     UsageError : the file cannot be written.
     """
-    if config.export is None or here.rank != 0:
+    if config.export is None or ranks.rank != 0:
         return
     content = io.BytesIO()  # torch.save would turn an OSError of its file into a RuntimeError
     torch.save({key: tensor.detach().cpu() for key, tensor in weights.items()}, content)

@@ -78,8 +78,8 @@ def resnet(name: str, classes: int) -> nn.Module:
             where=f"--model {name}",
             hint="install a matching torchvision, or remove it: a small ResNet is built in",
         ) from error
-    made: nn.Module = getattr(vision, name)(num_classes=classes, zero_init_residual=True)
-    return made
+    model: nn.Module = getattr(vision, name)(num_classes=classes, zero_init_residual=True)
+    return model
 
 
 def small_resnet(name: str, classes: int) -> nn.Module:
@@ -125,14 +125,14 @@ class Gpt(nn.Module):  # type: ignore[misc]
 
     def __init__(self, width: int = 128, heads: int = 4, depth: int = 4, dropout: float = 0.1) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
         self.blocks = nn.Sequential(*(Block(width, heads, dropout) for _ in range(depth)))
         self.end, self.out = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map (batch, time) to the scores of the next byte, (batch, time, VOCABULARY)."""
-        places = self.places(torch.arange(tokens.shape[1], device=tokens.device))
-        scores: Tensor = self.out(self.end(self.blocks(self.tokens(tokens) + places)))
+        positions = self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        scores: Tensor = self.out(self.end(self.blocks(self.tokens(tokens) + positions)))
         return scores
 
 
@@ -167,13 +167,13 @@ def _contexts(norms: list[nn.BatchNorm2d]) -> tuple[contextlib.AbstractContextMa
 @contextlib.contextmanager
 def _without_statistics(norms: list[nn.BatchNorm2d]) -> Iterator[None]:
     """Keep BatchNorm from counting a batch twice in its statistics when a block is computed again."""
-    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    settings = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         yield
     finally:
-        for norm, (momentum, count) in zip(norms, kept, strict=True):
+        for norm, (momentum, count) in zip(norms, settings, strict=True):
             norm.momentum, norm.num_batches_tracked = momentum, count
 
 

@@ -59,17 +59,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _model_and_data(add: _Add) -> None:
-    own = "MOD:FN or file.py:FN"
+    function_form = "MOD:FN or file.py:FN"
     add("--config", _file_words, None, "FILE", "options from a JSON, TOML or YAML file; flags override it")
-    add("--model", _model, "linear", "NAME", f"{', '.join(MODELS)}, or {own} (default: linear)")
+    add("--model", _model, "linear", "NAME", f"{', '.join(MODELS)}, or {function_form} (default: linear)")
     text = "builtin, a text file for gpt, a folder of images for a resnet"
-    add("--data", _data, "builtin", "NAME", f"{text}, or {own} (default: builtin)")
+    add("--data", _data, "builtin", "NAME", f"{text}, or {function_form} (default: builtin)")
     add(
         "--step",
         _step,
         "builtin",
         "NAME",
-        f"function for the loss of a batch: builtin, or {own} (default: builtin)",
+        f"function for the loss of a batch: builtin, or {function_form} (default: builtin)",
     )
     add("--samples", positive, None, "N", "number of built-in samples (default: depends on the model)")
     text = "width and height, in pixels, to crop images from a folder to (default: 224)"
@@ -148,16 +148,16 @@ def _adder(group: argparse._ArgumentGroup) -> _Add:
 
 
 def _takes(*optimizers: str) -> Callable[[argparse.Namespace], bool]:
-    return lambda found: (found.optimizer or MODELS.get(found.model, ("sgd",))[0]) in optimizers
+    return lambda options: (options.optimizer or MODELS.get(options.model, ("sgd",))[0]) in optimizers
 
 
 def _reads(kind: Callable[[str], bool]) -> Callable[[argparse.Namespace], bool]:
     """Whether the data is of that kind, or is made by the user's own function, which gets all options."""
-    return lambda found: kind(found.data) or plugins.is_plugin(found.data)
+    return lambda options: kind(options.data) or plugins.is_plugin(options.data)
 
 
-def _keeps(found: argparse.Namespace) -> bool:
-    return found.run_dir is not None
+def _keeps(options: argparse.Namespace) -> bool:
+    return options.run_dir is not None
 
 
 _NO_FOLDER = "without a run folder (--run-dir DIR)"
@@ -165,23 +165,23 @@ NEEDS = (
     Need(option="--samples", reason="without built-in data", met=_reads(lambda data: data == "builtin")),
     Need(option="--image-size", reason="without a folder of images (--data DIR)", met=_reads(os.path.isdir)),
     Need(option="--momentum", reason="without --optimizer sgd", met=_takes("sgd")),
-    Need(option="--amp", reason="with --dtype fp64", met=lambda found: found.dtype == "fp32"),
+    Need(option="--amp", reason="with --dtype fp64", met=lambda options: options.dtype == "fp32"),
     Need(
         option="--activation-checkpointing",
         reason=f"without --model {', '.join(STACKED)}; your own model calls torch.utils.checkpoint itself",
-        met=lambda found: found.model in STACKED,
+        met=lambda options: options.model in STACKED,
     ),
     Need(
         option="--save-every",
         reason=_NO_FOLDER,
-        met=lambda found: _keeps(found) or found.save_every == "0",
+        met=lambda options: _keeps(options) or options.save_every == "0",
     ),
     *(Need(option=option, reason=_NO_FOLDER, met=_keeps) for option in ("--keep", "--profile", "--log-to")),
 )
 """Options that have no effect without others, or with others."""
 
 
-def check(words: Sequence[str], env: Mapping[str, str]) -> argparse.Namespace:
+def check(argv: Sequence[str], env: Mapping[str, str]) -> argparse.Namespace:
     """Return the options of a command line and of its ``--config`` file.
 
     Raises
@@ -190,34 +190,34 @@ def check(words: Sequence[str], env: Mapping[str, str]) -> argparse.Namespace:
     """
     parser = argparse.ArgumentParser(prog="dist-train")
     add_arguments(parser)
-    found = parser.parse_args(words)
-    if found.config:
-        found = parser.parse_args([*found.config, *words])
-    if found.run_dir is None and env.get("IMGKIT_RUN_DIR"):
-        found.run_dir = Path(env["IMGKIT_RUN_DIR"])
-    if found.run_dir is not None:
-        found.run_dir = files.in_job_folder(found.run_dir, env)
+    options = parser.parse_args(argv)
+    if options.config:
+        options = parser.parse_args([*options.config, *argv])
+    if options.run_dir is None and env.get("IMGKIT_RUN_DIR"):
+        options.run_dir = Path(env["IMGKIT_RUN_DIR"])
+    if options.run_dir is not None:
+        options.run_dir = files.in_job_folder(options.run_dir, env)
         hint = "name another folder by --run-dir or IMGKIT_RUN_DIR"
-        files.refuse_unusable_folder(found.run_dir, "run folder", where=str(found.run_dir), hint=hint)
-    refuse_unused(parser, found, NEEDS)
-    return found
+        files.refuse_unusable_folder(options.run_dir, "run folder", where=str(options.run_dir), hint=hint)
+    refuse_unused(parser, options, NEEDS)
+    return options
 
 
-def read(words: Sequence[str], env: Mapping[str, str]) -> Config:
+def read(argv: Sequence[str], env: Mapping[str, str]) -> Config:
     """Read a worker's command line, which the node agent has already checked.
 
     Raises
     ------
     UsageError : as of `check`, or this image cannot compile.
     """
-    found = check(words, env)
-    values = vars(found)
+    options = check(argv, env)
+    values = vars(options)
     del values["config"]
-    optimizer, lr, warmup = MODELS.get(found.model, ("sgd", 0.05, 0))
-    values["optimizer"] = found.optimizer or optimizer
-    values["lr"] = lr if found.lr is None else found.lr
-    values["warmup_steps"] = warmup if found.warmup_steps is None else found.warmup_steps
-    if found.steps is None and found.epochs is None:
+    optimizer, lr, warmup = MODELS.get(options.model, ("sgd", 0.05, 0))
+    values["optimizer"] = options.optimizer or optimizer
+    values["lr"] = lr if options.lr is None else options.lr
+    values["warmup_steps"] = warmup if options.warmup_steps is None else options.warmup_steps
+    if options.steps is None and options.epochs is None:
         values["steps"] = STEPS
     values["stop_after_s"] = values.pop("stop_after")
     config = Config(**values)
@@ -286,8 +286,8 @@ def _data(text: str) -> str:
             f"{text!r} is a folder: reading images needs Pillow, which is not installed"
         )
     if text != "builtin" and not Path(text).exists():
-        what = "is neither builtin, a text file, a folder of images"
-        raise argparse.ArgumentTypeError(f"{text!r} {what} nor {plugins.DATA.form}")
+        expected_text = "is neither builtin, a text file, a folder of images"
+        raise argparse.ArgumentTypeError(f"{text!r} {expected_text} nor {plugins.DATA.form}")
     return text
 
 
@@ -327,7 +327,7 @@ class _Strict(argparse.ArgumentParser):
 def _file_words(text: str) -> tuple[str, ...]:
     """The file's options as command-line words, checked by the same rules with the same messages."""
     try:
-        words = file_arguments(Path(text))
+        arguments = file_arguments(Path(text))
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from error
     except ValueError as error:
@@ -335,14 +335,14 @@ def _file_words(text: str) -> tuple[str, ...]:
     checker = _Strict(add_help=False, allow_abbrev=False)
     add_arguments(checker)
     wrong = []
-    for word in words:  # one by one: argparse stops at its first error
+    for argument in arguments:  # one by one: argparse stops at its first error
         try:
-            checker.parse_args([word])
+            checker.parse_args([argument])
         except argparse.ArgumentTypeError as error:
             wrong.append(str(error))
     if wrong:
         raise argparse.ArgumentTypeError(f"{text}: {'; '.join(wrong)}")
-    return words
+    return arguments
 
 
 def file_arguments(path: Path) -> tuple[str, ...]:
@@ -361,16 +361,16 @@ def file_arguments(path: Path) -> tuple[str, ...]:
         raise ValueError("the file contains no table of options")
     if "config" in content:
         raise ValueError("the file names another file with `config`; only --config can")
-    found: list[str] = []
+    flags: list[str] = []
     for key, value in content.items():
         flag = "--" + str(key).replace("_", "-").removesuffix("-s")  # config.json has stop_after_s
         if isinstance(value, bool):
-            found += [flag] if value else []  # YAML parses `off` as false
+            flags += [flag] if value else []  # YAML parses `off` as false
         elif isinstance(value, dict | list):  # in YAML, few bytes can make one of gigabytes
             raise ValueError(f"`{key}` holds more than one value")
         elif value is not None:
-            found.append(f"{flag}={value}")
-    return tuple(found)
+            flags.append(f"{flag}={value}")
+    return tuple(flags)
 
 
 def _parsed(path: Path) -> Any:

@@ -149,5 +149,5 @@ def refuse_uneven(
 
 def _ranks_near(global_batch: int, world_size: int) -> str:
     fewer = next(count for count in range(world_size - 1, 0, -1) if global_batch % count == 0)
-    more = next((n for n in range(world_size + 1, global_batch + 1) if global_batch % n == 0), None)
-    return f"{fewer}" if more is None else f"{fewer} or {more}"
+    larger = next((n for n in range(world_size + 1, global_batch + 1) if global_batch % n == 0), None)
+    return f"{fewer}" if larger is None else f"{fewer} or {larger}"

@@ -54,16 +54,16 @@ def check(text: str, contract: Contract) -> str:
     ------
     argparse.ArgumentTypeError : there is no such function; the message shows the signature.
     """
-    place, _, name = text.rpartition(":")
+    module, _, name = text.rpartition(":")
 
-    def no(why: str) -> argparse.ArgumentTypeError:
-        return argparse.ArgumentTypeError(f"{text!r}: {why}; expected {contract.form}")
+    def no(reason: str) -> argparse.ArgumentTypeError:
+        return argparse.ArgumentTypeError(f"{text!r}: {reason}; expected {contract.form}")
 
-    if not place or not name.isidentifier():
+    if not module or not name.isidentifier():
         raise no("not of the form MOD:FN")
-    path = Path(place) if place.endswith(".py") else _find(place)
+    path = Path(module) if module.endswith(".py") else _find(module)
     if path is None:
-        raise no(f"no module {place} found")
+        raise no(f"no module {module} found")
     if path.suffix != ".py":
         return text  # a compiled module has no source text
     try:
@@ -72,15 +72,16 @@ def check(text: str, contract: Contract) -> str:
         raise no(f"cannot read {path}: {error.strerror}") from error
     except SyntaxError as error:
         raise no(f"{path}:{error.lineno}: {error.msg}") from error
-    found = [
+    functions = [
         node
         for node in tree.body
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name
     ]
-    if found:
-        if not _takes(found[-1].args, contract.arguments):
+    if functions:
+        if not _takes(functions[-1].args, contract.arguments):
             raise no(
-                f"{path}:{found[-1].lineno}: {name} does not take {contract.arguments} positional arguments"
+                f"{path}:{functions[-1].lineno}: {name} does not take {contract.arguments} positional "
+                "arguments"
             )
     elif not any(
         isinstance(node, ast.alias | ast.Name | ast.ClassDef) and _bound(node) == name
@@ -106,13 +107,13 @@ def _takes(arguments: ast.arguments, count: int) -> bool:
 
 def _find(module: str) -> Path | None:
     """Find the file of `module` without importing the module or its parents."""
-    places: list[str] | None = [*sys.path, str(Path.cwd())]
+    search_path: list[str] | None = [*sys.path, str(Path.cwd())]
     spec = None
     for depth, _ in enumerate(module.split("."), start=1):
-        spec = PathFinder.find_spec(".".join(module.split(".")[:depth]), places)
+        spec = PathFinder.find_spec(".".join(module.split(".")[:depth]), search_path)
         if spec is None:
             return None
-        places = list(spec.submodule_search_locations or ())
+        search_path = list(spec.submodule_search_locations or ())
     return Path(spec.origin) if spec is not None and spec.origin else None
 
 
@@ -123,11 +124,11 @@ def load(text: str, contract: Contract) -> Callable[..., Any]:
     ------
     UsageError : its module cannot be imported, or the name is not callable.
     """
-    place, _, name = text.rpartition(":")
+    source, _, name = text.rpartition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))  # last, so that a json.py here does not hide Python's own
     try:
-        module = _from_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = _from_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
         function = getattr(module, name)
     except Exception as error:
         raise UsageError(

@@ -48,8 +48,8 @@ class _Timed(NamedTuple):
 class WorkClock:
     """Times the steps of one rank; with one rank, it does nothing."""
 
-    def __init__(self, here: Ranks) -> None:
-        self._on, self._cuda = here.world_size > 1, here.device.type == "cuda"
+    def __init__(self, ranks: Ranks) -> None:
+        self._on, self._cuda = ranks.world_size > 1, ranks.device.type == "cuda"
         self._timed: list[_Timed] = []
         self._under_way: list[_Timed] = []
         """Steps before the last look, whose events a GPU may not have reached yet."""
@@ -88,7 +88,7 @@ class WorkClock:
             backward()
             return
         order: list[Tensor] = []
-        hooks = [one.register_post_accumulate_grad_hook(order.append) for one in parameters]
+        hooks = [parameter.register_post_accumulate_grad_hook(order.append) for parameter in parameters]
         backward()
         for hook in hooks:
             hook.remove()
@@ -122,18 +122,18 @@ class WorkClock:
 
         The device has passed those events: the caller has read a sum that it computed after them.
         """
-        done, self._timed = self._timed, []
+        steps, self._timed = self._timed, []
         if self._cuda:
-            done, self._under_way = self._under_way, done
-        if not done:
+            steps, self._under_way = self._under_way, steps
+        if not steps:
             return Spent()
         own_s = wait_s = 0.0
-        for one in done:
-            own_s += self._between(one.start, one.ready) - sum(self._between(*pair) for pair in one.copied)
-            wait_s += self._between(one.ready, one.end)
+        for step in steps:
+            own_s += self._between(step.start, step.ready) - sum(self._between(*pair) for pair in step.copied)
+            wait_s += self._between(step.ready, step.end)
             if self._cuda:
-                self._unused += (one.start, *itertools.chain(*one.copied), one.ready, one.end)
-        return Spent(own_s / len(done), wait_s / len(done))
+                self._unused += (step.start, *itertools.chain(*step.copied), step.ready, step.end)
+        return Spent(own_s / len(steps), wait_s / len(steps))
 
     def _mark(self) -> Any:
         if not self._cuda:
@@ -142,49 +142,49 @@ class WorkClock:
         event.record()
         return event
 
-    def _between(self, begin: Any, end: Any) -> float:
-        return float(begin.elapsed_time(end)) / 1e3 if self._cuda else end - begin
+    def _between(self, start: Any, end: Any) -> float:
+        return float(start.elapsed_time(end)) / 1e3 if self._cuda else end - start
 
 
 Batch = TypeVar("Batch")
 
 
 def traced(
-    steps: Iterable[tuple[Position, Batch]], config: Config, here: Ranks
+    steps: Iterable[tuple[Position, Batch]], config: Config, ranks: Ranks
 ) -> Iterable[tuple[Position, Batch]]:
     """Pass `steps` on unchanged, and record a trace of those that ``--profile`` names."""
-    return _traced(steps, config, here) if config.profile is not None else steps
+    return _traced(steps, config, ranks) if config.profile is not None else steps
 
 
 def _traced(
-    steps: Iterable[tuple[Position, Batch]], config: Config, here: Ranks
+    steps: Iterable[tuple[Position, Batch]], config: Config, ranks: Ranks
 ) -> Iterator[tuple[Position, Batch]]:
-    wanted, recorder = config.profiled(), None
+    traced_steps, recorder = config.profiled(), None
     try:
         for position, batch in steps:
-            if recorder is None and position.step in wanted:
-                recorder = _started(here)
+            if recorder is None and position.step in traced_steps:
+                recorder = _started(ranks)
             yield position, batch
-            if recorder is not None and position.step + 1 not in wanted:
-                _write(recorder, config, here)
-                recorder, wanted = None, range(0)
+            if recorder is not None and position.step + 1 not in traced_steps:
+                _write(recorder, config, ranks)
+                recorder, traced_steps = None, range(0)
     finally:  # the run ended within the traced steps: keep what there is
         if recorder is not None:
-            _write(recorder, config, here)
+            _write(recorder, config, ranks)
 
 
-def _started(here: Ranks) -> profile:
-    cuda = [ProfilerActivity.CUDA] if here.device.type == "cuda" else []
+def _started(ranks: Ranks) -> profile:
+    cuda = [ProfilerActivity.CUDA] if ranks.device.type == "cuda" else []
     recorder = profile(activities=[ProfilerActivity.CPU, *cuda])
     recorder.start()
     return recorder
 
 
-def _write(recorder: profile, config: Config, here: Ranks) -> None:
-    here.synchronize()
+def _write(recorder: profile, config: Config, ranks: Ranks) -> None:
+    ranks.synchronize()
     recorder.stop()
     assert config.run_dir is not None  # options.read has checked it
-    target = config.run_dir / "traces" / f"rank-{here.rank}.json"
+    target = config.run_dir / "traces" / f"rank-{ranks.rank}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = files.temporary_name(target)
     recorder.export_chrome_trace(str(temporary))

@@ -51,7 +51,7 @@ class RunLog:
         self._training_s, self._evaluation_s, self._trained_steps = 0.0, 0.0, 0
         self._waited_s = gauges.waited_s()
         self._loggers = Loggers(config, start, say)
-        self._began = time.perf_counter()
+        self._start_s = time.perf_counter()
         self._metrics.write(lambda folder: folder.mkdir(parents=True, exist_ok=True))
         self._metrics.write(lambda folder: files.put(folder / "config.json", config.to_json()))
         self._metrics.write(lambda folder: _forget_after(folder / METRICS, start))
@@ -66,7 +66,7 @@ class RunLog:
             self._training_s += seen.seconds
             self._trained_steps += seen.steps
             self._usual_s = self._slow.note(seen.step, seen.own_s)
-            at_its_time = sum(one.seconds for one in self._since) >= LINE_EVERY_S
+            at_its_time = sum(seen.seconds for seen in self._since) >= LINE_EVERY_S
             at_its_step = seen.step % self._log_every == 0 or seen.step in (self._start + 1, self._steps)
             if at_its_time or at_its_step:
                 self._write_line(seen.step)
@@ -75,23 +75,23 @@ class RunLog:
         """Report the loss on held-out data, which took `seconds` to compute."""
         self.eval_loss, self._evaluation_s = loss, self._evaluation_s + seconds
         terminal.out(f"step {step:>{len(str(self._steps))}}/{self._steps}  held out: loss {loss:.6f}")
-        place = {"time": now(), "step": step, "epoch": step / self._steps_per_epoch}
-        self._metrics.add({**place, "eval_loss": _number(loss)})
+        position = {"time": now(), "step": step, "epoch": step / self._steps_per_epoch}
+        self._metrics.add({**position, "eval_loss": _number(loss)})
         self._loggers.log(step, {"eval_loss": loss})
 
     def _write_line(self, step: int) -> None:
         parts = [
-            ((one.loss, *one.numbers), one.steps - one.skipped)
-            for one in self._since
-            if one.steps > one.skipped
+            ((seen.loss, *seen.numbers), seen.steps - seen.skipped)
+            for seen in self._since
+            if seen.steps > seen.skipped
         ]
         counted = sum(count for _, count in parts)
         columns = zip(*([value * count for value in values] for values, count in parts), strict=True)
-        means = [sum(column) / counted for column in columns]
+        averages = [sum(column) / counted for column in columns]
         if counted:
-            self.last_loss = means[0]
-        seconds = sum(one.seconds for one in self._since)
-        samples = sum(one.steps for one in self._since) * self._samples_a_step
+            self.last_loss = averages[0]
+        seconds = sum(seen.seconds for seen in self._since)
+        samples = sum(seen.steps for seen in self._since) * self._samples_a_step
         tokens = self._gauges.tokens_a_sample
         waited_s, at_peak = self._gauges.waited_s(), self._gauges.samples_per_s_at_peak
         metrics = Metrics(
@@ -100,7 +100,7 @@ class RunLog:
             epoch=step / self._steps_per_epoch,
             loss=_number(self.last_loss) if counted else None,
             numbers=dict.fromkeys(self._gauges.names)
-            | dict(zip(self._gauges.names, map(_number, means[1:]), strict=False)),
+            | dict(zip(self._gauges.names, map(_number, averages[1:]), strict=False)),
             lr=learning_rate(self._config, step - 1, self._steps),
             grad_norm=_number(self._since[-1].grad_norm),
             samples_per_s=samples / seconds,
@@ -114,7 +114,7 @@ class RunLog:
             mfu=None if at_peak is None else samples / seconds / self._ranks / at_peak,
         )
         self._since, self._waited_s = [], waited_s
-        a_step_s = (time.perf_counter() - self._began) / (step - self._start)
+        a_step_s = (time.perf_counter() - self._start_s) / (step - self._start)
         left_s = a_step_s * (self._steps - step)
         terminal.out(line(metrics, steps=self._steps, ranks=self._ranks, left_s=left_s))
         values = asdict(metrics)
@@ -127,7 +127,7 @@ class RunLog:
         if self._since:
             self._write_line(self._since[-1].step)
         self._loggers.close()
-        seconds = time.perf_counter() - self._began
+        seconds = time.perf_counter() - self._start_s
         trained = self._trained_steps * self._samples_a_step
         rate = trained / self._training_s if trained else 0.0
         summary = {
@@ -158,15 +158,15 @@ class RunLog:
         )
         self._metrics.write(_draw)
         largest = max(self._started.parts.items(), key=lambda part: part[1], default=("", 0.0))
-        times = (
+        durations = (
             (sum(self._started.parts.values()), f"starting ({largest[0]} {largest[1]:.1f} s)"),
             (self._training_s, "training"),
             (self._evaluation_s, "evaluation"),
             (saving_s, "saving"),
         )
-        told = ", ".join(f"{spent:.1f} s {what}" for spent, what in times if spent)
+        breakdown = ", ".join(f"{spent:.1f} s {name}" for spent, name in durations if spent)
         losses = f"loss {self.first_loss:.6f} -> {self.last_loss:.6f}"
-        terminal.out(f"{losses}, {self._ranks} ranks, {rate:.0f} samples/s while training; {told}")
+        terminal.out(f"{losses}, {self._ranks} ranks, {rate:.0f} samples/s while training; {breakdown}")
 
 
 def _number(value: float) -> float | None:
@@ -180,23 +180,23 @@ def _forget_after(path: Path, step: int) -> None:
             lines = stream.read().decode(errors="replace").splitlines(keepends=True)
     except FileNotFoundError:
         return
-    files.put(path, "".join(one for one in lines if _step(one) <= step))
+    files.put(path, "".join(line_text for line_text in lines if _step(line_text) <= step))
 
 
 def _step(text: str) -> float:
     try:
-        found: Any = json_text.parse(text)
-        return float(found["step"])
+        row: Any = json_text.parse(text)
+        return float(row["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf  # half a line, left by a run that was killed
 
 
 def _draw(folder: Path) -> None:
     with files.open_own(folder / METRICS) as stream:
-        known = [json_text.parse(text) for text in stream.read().decode().splitlines()]
+        rows = [json_text.parse(text) for text in stream.read().decode().splitlines()]
 
     def curve(label: str, key: str) -> curves.StepCurve:
-        points = tuple((one["step"], one[key]) for one in known if one.get(key) is not None)
+        points = tuple((row["step"], row[key]) for row in rows if row.get(key) is not None)
         return curves.StepCurve(label=label, points=points)
 
     loss = curves.StepChart(
@@ -284,10 +284,10 @@ def line(metrics: Metrics, *, steps: int, ranks: int, left_s: float) -> str:
 
 def clock(seconds: float) -> str:
     """Write a duration as ``5s``, ``3m20s`` or ``2h05m``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    minutes, rest = divmod(whole, 60)
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded}s"
+    minutes, rest = divmod(rounded, 60)
     return f"{minutes}m{rest:02}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02}m"
 
 

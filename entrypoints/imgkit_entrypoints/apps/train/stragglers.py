@@ -72,35 +72,35 @@ def usual(own_s: Sequence[float]) -> tuple[float, float]:
     ----------
     own_s : seconds of each rank in a step; what is not a positive number is unknown.
     """
-    known = sorted(one for one in own_s if 0 < one < math.inf)
-    if len(known) < 2:
+    measured = sorted(seconds for seconds in own_s if 0 < seconds < math.inf)
+    if len(measured) < 2:
         return math.nan, math.inf
-    if len(known) < FEW:
-        return known[0], max(known[0] * (1 + SHARE), known[0] + FLOOR_S)
-    middle = (known[(len(known) - 1) // 2] + known[len(known) // 2]) / 2
+    if len(measured) < FEW:
+        return measured[0], max(measured[0] * (1 + SHARE), measured[0] + FLOOR_S)
+    middle = (measured[(len(measured) - 1) // 2] + measured[len(measured) // 2]) / 2
     limit = max(middle * (1 + SHARE), middle + FLOOR_S)
-    if known[-1] > limit:  # else nobody is slow, and thousands of ranks need no second order
-        limit = max(limit, middle + MADS * statistics.median(abs(one - middle) for one in known))
+    if measured[-1] > limit:  # else nobody is slow, and thousands of ranks need no second order
+        limit = max(limit, middle + MADS * statistics.median(abs(seconds - middle) for seconds in measured))
     return middle, limit
 
 
 class Stragglers:
     """Names the stragglers of one start, and those that recover."""
 
-    def __init__(self, places: Sequence[RankOnNode], say: Callable[[str], None]) -> None:
-        self._places, self._say = places, say
+    def __init__(self, placements: Sequence[RankOnNode], say: Callable[[str], None]) -> None:
+        self._placements, self._say = placements, say
         self._in_a_row: dict[int, int] = {}
         """Looks in a row at which a rank was slow and is not named yet, or was usual and is named."""
         self._since: dict[int, int] = {}
         self._named: set[int] = set()
-        self._found: dict[int, Straggler] = {}
+        self._stragglers: dict[int, Straggler] = {}
 
     def note(self, step: int, own_s: Sequence[float]) -> float:
         """Judge the look at `step` by the own work of each rank, and return the usual seconds."""
         usual_s, limit_s = usual(own_s)
         if math.isinf(limit_s):
             return usual_s
-        over = {rank for rank, one in enumerate(own_s) if limit_s < one < math.inf}
+        over = {rank for rank, seconds in enumerate(own_s) if limit_s < seconds < math.inf}
         changed = []
         for rank in sorted(over ^ self._named):  # the others are as they were
             looks = self._in_a_row[rank] = self._in_a_row.get(rank, 0) + 1
@@ -115,17 +115,17 @@ class Stragglers:
             if rank in self._named:
                 self._name(rank)
         for rank in over & self._named:
-            self._found[rank] = replace(
-                self._found[rank], to_step=step, own_work_s=own_s[rank], usual_s=usual_s
+            self._stragglers[rank] = replace(
+                self._stragglers[rank], to_step=step, own_work_s=own_s[rank], usual_s=usual_s
             )
         self._report(step, changed)
         return usual_s
 
     def _name(self, rank: int) -> None:
-        before, since = self._found.get(rank), self._since[rank]
-        self._found[rank] = Straggler(
+        before, since = self._stragglers.get(rank), self._since[rank]
+        self._stragglers[rank] = Straggler(
             rank=rank,
-            **asdict(self._places[rank]),
+            **asdict(self._placements[rank]),
             from_step=before.from_step if before else since,
             to_step=since,
             times=before.times + 1 if before else 1,
@@ -134,28 +134,30 @@ class Stragglers:
         )
 
     def _report(self, step: int, changed: Sequence[int]) -> None:
-        whose = "as that of the fastest" if len(self._places) < FEW else "the median of all ranks"
-        told = [rank for rank in changed if self._found[rank].times <= TIMES]
-        for rank in told[:LINES]:
-            one = self._found[rank]
+        whose = "as that of the fastest" if len(self._placements) < FEW else "the median of all ranks"
+        reported = [rank for rank in changed if self._stragglers[rank].times <= TIMES]
+        for rank in reported[:LINES]:
+            straggler = self._stragglers[rank]
             if rank in self._named:
                 self._say(
-                    f"{one.name} is a straggler: {one.excess}, {whose} (step {step});"
-                    f" check {one.node} with dist-doctor"
+                    f"{straggler.name} is a straggler: {straggler.excess}, {whose} (step {step});"
+                    f" check {straggler.node} with dist-doctor"
                 )
             else:
-                self._say(f"{one.name} is as fast as the others again (step {step})")
-        if len(told) > LINES:
-            self._say(f"{len(told) - LINES} more ranks became stragglers or recovered at step {step}")
+                self._say(f"{straggler.name} is as fast as the others again (step {step})")
+        if len(reported) > LINES:
+            self._say(f"{len(reported) - LINES} more ranks became stragglers or recovered at step {step}")
 
     def now(self) -> list[dict[str, Any]]:
         """The ranks that are slow now, the slowest first, for ``metrics.jsonl``."""
-        found = sorted((self._found[rank] for rank in self._named), key=lambda one: -one.own_work_s)
-        return [asdict(one) for one in found[:ROWS]]
+        slowest = sorted(
+            (self._stragglers[rank] for rank in self._named), key=lambda straggler: -straggler.own_work_s
+        )
+        return [asdict(straggler) for straggler in slowest[:ROWS]]
 
     def all(self) -> list[dict[str, Any]]:
         """The ranks that were slow at any time of this start, for ``summary.json``."""
-        return [asdict(self._found[rank]) for rank in sorted(self._found)]
+        return [asdict(self._stragglers[rank]) for rank in sorted(self._stragglers)]
 
 
 def _milliseconds(seconds: float) -> str:

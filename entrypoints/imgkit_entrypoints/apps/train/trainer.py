@@ -36,31 +36,31 @@ class Trainer:
     """The model, the optimizer and everything else that a step changes."""
 
     def __init__(
-        self, config: Config, model: nn.Module, loss: Loss, steps: int, here: Ranks, work: WorkClock
+        self, config: Config, model: nn.Module, loss: Loss, steps: int, ranks: Ranks, work: WorkClock
     ) -> None:
         self._config, self._loss, self._steps, self._work = config, loss, steps, work
         dtype = torch.float64 if config.dtype == "fp64" else torch.float32
-        cuda = here.device.type == "cuda"
+        cuda = ranks.device.type == "cuda"
         # Measured with resnet18: 3 to 7 % slower on a CPU without AMX.
         self.channels_last = cuda and any(isinstance(part, nn.Conv2d) for part in model.modules())
         layout = torch.channels_last if self.channels_last else torch.preserve_format
-        self.plain = model.to(here.device, dtype, memory_format=layout)
+        self.plain = model.to(ranks.device, dtype, memory_format=layout)
         self.model = DistributedDataParallel(
-            self.plain, device_ids=[here.device] if cuda else None, gradient_as_bucket_view=True
+            self.plain, device_ids=[ranks.device] if cuda else None, gradient_as_bucket_view=True
         )
         work.attach(self.model, compiled=config.compile)
-        self._parameters = [one for one in self.plain.parameters() if one.requires_grad]
+        self._parameters = [parameter for parameter in self.plain.parameters() if parameter.requires_grad]
         self._optimizer, self._fused = _optimizer(config, self._parameters)
         amp = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.amp]
         self._lower: contextlib.AbstractContextManager[Any] = (
-            NOTHING if amp is None else torch.autocast(here.device.type, dtype=amp)
+            NOTHING if amp is None else torch.autocast(ranks.device.type, dtype=amp)
         )
-        self._scaler = torch.amp.GradScaler(here.device.type, enabled=amp is torch.float16)
+        self._scaler = torch.amp.GradScaler(ranks.device.type, enabled=amp is torch.float16)
         self.names: tuple[str, ...] = ()
         """Names of the numbers that the user's step returns beside the loss."""
-        self._open_window(here.device)
+        self._open_window(ranks.device)
         random_state.seed_everything(
-            seed_of(config.seed, "rank", here.rank)
+            seed_of(config.seed, "rank", ranks.rank)
         )  # ranks differ from here on: dropout
 
     def _open_window(self, device: torch.device) -> None:
@@ -78,22 +78,22 @@ class Trainer:
         this call, a resumed run on 3 or more ranks would not equal an uninterrupted one bit by bit.
         """
         buffers = [buffer.detach().clone() for buffer in self.plain.buffers()]
-        drawn = random_state.current()
+        drawn = random_state.capture()
         if self._config.compile:
             self.plain.compile()  # in place, so that the names of the weights stay
         with self._lower:
-            loss, more = _parted(self._loss(self.model, micro_batch.batch))
-        self.names = tuple(more)
+            loss, numbers = _parted(self._loss(self.model, micro_batch.batch))
+        self.names = tuple(numbers)
         self._open_window(self.window.device)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
-            found = (
+            kind_of_loss = (
                 f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             )
             raise UsageError(
-                f"the loss must be a tensor with one number, but it is {found}",
+                f"the loss must be a tensor with one number, but it is {kind_of_loss}",
                 where=f"--step {self._config.step}",
             )
-        _refuse_others_than_numbers(more, f"--step {self._config.step}")
+        _refuse_others_than_numbers(numbers, f"--step {self._config.step}")
         self._work.backward(self._parameters, loss.backward)
         self._drop_gradients()
         for buffer, before in zip(self.plain.buffers(), buffers, strict=True):
@@ -111,28 +111,32 @@ class Trainer:
         for micro in micro_batches:
             with NOTHING if micro.last else self.model.no_sync():
                 with self._lower:
-                    loss, more = _parted(self._loss(self.model, micro.batch))
+                    loss, numbers = _parted(self._loss(self.model, micro.batch))
                 weighed = loss if micro.weight == 1.0 else loss * micro.weight
                 self._scaler.scale(weighed).backward()
-            sums = self._with_numbers(weighed.detach(), more, micro.weight)
+            sums = self._with_numbers(weighed.detach(), numbers, micro.weight)
             total = sums if total is None else total + sums
         self._work.reduced()
         assert total is not None
         self._update(total, measured=measured)
         self._drop_gradients()
 
-    def _with_numbers(self, loss: Tensor, more: Mapping[str, Any], weight: float) -> Tensor:
-        if tuple(more) != self.names:
+    def _with_numbers(self, loss: Tensor, numbers: Mapping[str, Any], weight: float) -> Tensor:
+        if tuple(numbers) != self.names:
             raise UsageError(
-                f"the step returned the numbers {_listed(tuple(more))}, but {_listed(self.names)} at first",
+                f"the step returned the numbers {_listed(tuple(numbers))}, "
+                f"but {_listed(self.names)} at first",
                 where=f"--step {self._config.step}",
                 hint="return the same names in the same order from every call",
             )
-        if not more:
+        if not numbers:
             return loss
         kind = {"dtype": torch.float64, "device": loss.device}
         return torch.stack(
-            [loss.double(), *(torch.as_tensor(one, **kind).detach() * weight for one in more.values())]
+            [
+                loss.double(),
+                *(torch.as_tensor(number, **kind).detach() * weight for number in numbers.values()),
+            ]
         )
 
     def _drop_gradients(self) -> None:
@@ -157,8 +161,10 @@ class Trainer:
         self._losses += loss
 
     def _gradient_norm(self) -> Tensor:
-        gradients = (one.grad for one in self._parameters if one.grad is not None)
-        return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(one) for one in gradients]))
+        gradients = (weight.grad for weight in self._parameters if weight.grad is not None)
+        return torch.linalg.vector_norm(
+            torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+        )
 
     def _update_if_finite(self, loss: Tensor, norm: Tensor | None) -> None:
         """Skip the update if the gradient is not finite.
@@ -182,7 +188,7 @@ class Trainer:
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
         """Switch to evaluation; training continues afterwards as if nothing had happened."""
-        drawn = random_state.current()
+        drawn = random_state.capture()
         self.plain.eval()
         try:
             with torch.no_grad():
@@ -226,15 +232,15 @@ def _parted(returned: Any) -> tuple[Any, Mapping[str, Any]]:
     return returned, {}
 
 
-def _refuse_others_than_numbers(more: Mapping[str, Any], where: str) -> None:
-    for name, value in more.items():
+def _refuse_others_than_numbers(numbers: Mapping[str, Any], where: str) -> None:
+    for name, value in numbers.items():
         if (isinstance(value, Tensor) and value.dim() == 0) or isinstance(value, int | float):
             continue
-        found = (
+        kind = (
             f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         )
         raise UsageError(
-            f"{name} must be one number, but it is {found}",
+            f"{name} must be one number, but it is {kind}",
             where=where,
             hint="return (loss, {name: number, ...}), for example the mean of the batch's samples",
         )
@@ -250,33 +256,33 @@ def _optimizer(config: Config, parameters: list[nn.Parameter]) -> tuple[torch.op
         "adam": (torch.optim.Adam, {}),
         "adamw": (torch.optim.AdamW, {}),
     }
-    kind, more = kinds[config.optimizer]
-    more = {**more, "lr": config.lr, "weight_decay": config.weight_decay}
+    kind, options = kinds[config.optimizer]
+    options = {**options, "lr": config.lr, "weight_decay": config.weight_decay}
     on_gpu, kernel = parameters[0].device.type == "cuda", f"aten::_fused_{config.optimizer}_"
     # Measured on CPU: fused is up to 7 times as fast, but slower for plain SGD (w -= lr * g).
     is_faster = on_gpu or config.optimizer != "sgd" or config.momentum
     with contextlib.suppress(RuntimeError):  # older torch: no such operator, or not on this device
         # torch 2.3 takes fused=True for SGD on a CPU, and has no such kernel.
         if is_faster and (on_gpu or torch._C._dispatch_has_kernel_for_dispatch_key(kernel, "CPU")):
-            return kind(parameters, fused=True, **more), True
-    return kind(parameters, foreach=False, **more), False
+            return kind(parameters, fused=True, **options), True
+    return kind(parameters, foreach=False, **options), False
 
 
 class Evaluation:
     """Evaluates all held-out samples, each once, shared by the ranks in batches of the training's size."""
 
-    def __init__(self, samples: Any, order: Order, config: Config, trainer: Trainer, here: Ranks) -> None:
+    def __init__(self, samples: Any, order: Order, config: Config, trainer: Trainer, ranks: Ranks) -> None:
         at_once = min(order.batch_size * order.world_size, order.global_batch)
         self._order = dataclasses.replace(order, size=len(samples), global_batch=at_once)
-        self._trainer, self._here = trainer, here
-        self._feed = Batches(samples, self._order, config, here, channels_last=trainer.channels_last)
+        self._trainer, self._ranks = trainer, ranks
+        self._feed = Batches(samples, self._order, config, ranks, channels_last=trainer.channels_last)
 
     def loss(self, lives: Callable[[], object]) -> float:
         """The mean loss over all samples, equal on every rank; a collective call.
 
         Calls `lives` after each batch, so that the watchdog sees progress.
         """
-        total = torch.zeros((), dtype=torch.float64, device=self._here.device)
+        total = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         position = Position()
         with self._trainer.resting():
             for after, micro_batches in self._feed.steps(position, self._order.steps_per_epoch):
@@ -297,25 +303,25 @@ class StepSums:
     """What the ranks add up at each look; `note` gets it, on every rank."""
 
     def __init__(
-        self, trainer: Trainer, work: WorkClock, here: Ranks, note: Callable[[Seen], object]
+        self, trainer: Trainer, work: WorkClock, ranks: Ranks, note: Callable[[Seen], object]
     ) -> None:
         self._trainer, self._work, self._note = trainer, work, note
-        self._rank, self._ranks = here.rank, here.world_size
-        self._places = self._ranks if self._ranks > 1 else 0
+        self._rank, self._ranks = ranks.rank, ranks.world_size
+        self._slots = self._ranks if self._ranks > 1 else 0
         """Numbers that hold the own work of one rank each; a single rank has nobody to compare with."""
 
     def take(self, *, everything: bool) -> Tensor:
         """This rank's numbers since the last look, on its device; no call waits for it."""
         window = self._trainer.window
         count = len(window) + 1
-        numbers = torch.zeros(count + self._places, dtype=window.dtype, device=window.device)
+        numbers = torch.zeros(count + self._slots, dtype=window.dtype, device=window.device)
         spent = self._work.take()
-        mine = torch.tensor([spent.wait_s, spent.own_s], dtype=window.dtype)
-        mine = mine.to(window.device, non_blocking=True)
+        spent_s = torch.tensor([spent.wait_s, spent.own_s], dtype=window.dtype)
+        spent_s = spent_s.to(window.device, non_blocking=True)
         numbers[: len(window)] = window
-        numbers[len(window)] = mine[0]
-        if self._places:
-            numbers[count + self._rank] = mine[1]
+        numbers[len(window)] = spent_s[0]
+        if self._slots:
+            numbers[count + self._rank] = spent_s[1]
         window.zero_()
         window[1] = math.nan  # no norm of the gradient until one is measured
         return numbers
@@ -329,8 +335,8 @@ class StepSums:
         """
         if not agreed.steps:
             return
-        count = len(agreed.sums) - self._places
-        skipped, norm, loss, *numbers, wait_s = (one / self._ranks for one in agreed.sums[:count])
+        count = len(agreed.sums) - self._slots
+        skipped, norm, loss, *numbers, wait_s = (value / self._ranks for value in agreed.sums[:count])
         skips = round(skipped)
         counted = agreed.steps - skips
         self._note(
@@ -338,7 +344,7 @@ class StepSums:
                 step=agreed.step,
                 steps=agreed.steps,
                 loss=loss / counted if counted else math.nan,
-                numbers=tuple(one / counted if counted else math.nan for one in numbers),
+                numbers=tuple(value / counted if counted else math.nan for value in numbers),
                 grad_norm=norm,
                 skipped=skips,
                 seconds=agreed.seconds,

@@ -85,20 +85,22 @@ def archive_checksum(folder: Path) -> Kind:
 
 
 def checkpoint(folder: Path) -> Path:
-    def write(sink: disk.Sink) -> None:
-        sink.write(b"weights")
+    def fill(temporary: Path) -> dict[str, disk.Row]:
+        path = temporary / "__0_0.distcp"
+        path.write_bytes(b"weights")
+        return {path.name: disk.file_row(path)}
 
-    return disk.write_checkpoint(folder, 7, {"weights.pt": write, "state.json": write}, keep=1)
+    return disk.write_checkpoint(folder, 7, fill, keep=1)
 
 
 def checkpoint_manifest(folder: Path) -> Kind:
     path = checkpoint(folder)
-    return path / disk.MANIFEST, lambda: disk.problem(path) is not None
+    return path / disk.MANIFEST, lambda: disk.problem(path) != ""
 
 
 def checkpoint_part(folder: Path) -> Kind:
     path = checkpoint(folder)
-    return path / "weights.pt", lambda: disk.problem(path) is not None
+    return path / "__0_0.distcp", lambda: disk.problem(path) != ""
 
 
 KINDS = (delta, archive_itself, archive_manifest, archive_checksum, checkpoint_manifest, checkpoint_part)

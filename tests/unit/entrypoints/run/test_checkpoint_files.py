@@ -14,19 +14,23 @@ import pytest
 
 from imgkit_entrypoints.run import disk
 
-EFFECTS = ("mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir", "listdir")
+EFFECTS = ("mkdir", "open", "fsync", "close", "rename", "unlink", "rmdir", "listdir")
 DIES = 77
 
 
-def parts(step: int) -> dict[str, disk.WriteFile]:
-    return {
-        "weights.pt": lambda sink: (sink.write(b"w" * 100), sink.write(bytes([step] * 50))),
-        "state.json": lambda sink: sink.write(json.dumps({"step": step}).encode()),
-    }
+def fill(step: int) -> Callable[[Path], dict[str, disk.Row]]:
+    def write_files(folder: Path) -> dict[str, disk.Row]:
+        content = {"__0_0.distcp": b"w" * 100 + bytes([step] * 50), ".metadata": str(step).encode()}
+        for name, data in content.items():
+            disk.os.close(disk.os.open(folder / name, os.O_WRONLY | os.O_CREAT))  # type: ignore[attr-defined]
+            (folder / name).write_bytes(data)
+        return {name: disk.file_row(folder / name) for name in content}
+
+    return write_files
 
 
 def write(folder: Path, step: int, keep: int = 2) -> Path:
-    return disk.write_checkpoint(folder, step, parts(step), keep=keep)
+    return disk.write_checkpoint(folder, step, fill(step), keep=keep)
 
 
 def rewrite(checkpoint: Path, **changed: object) -> None:
@@ -36,7 +40,13 @@ def rewrite(checkpoint: Path, **changed: object) -> None:
 
 
 def valid_steps(folder: Path, said: list[str] | None = None) -> list[int]:
-    return [disk.step_of(path) for path in disk.valid_ones(folder, (said if said is not None else []).append)]
+    steps, problems = [], said if said is not None else []
+    for path, step, rows in disk.candidates(folder, problems.append):
+        if problem := disk.damage(path, rows, sorted(rows)):
+            problems.append(problem)
+        else:
+            steps.append(step)
+    return steps
 
 
 class Faulty:
@@ -95,7 +105,7 @@ def test_killed_writer_leaves_old_or_new(tmp_path: Path, *, after: bool, again: 
         assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
         if not killed:
             break
-    assert len(outcomes) > 25
+    assert len(outcomes) > 15
     assert outcomes[-1] == ([2, 1] if again else [3, 2])
 
 
@@ -124,17 +134,17 @@ def test_failed_call_keeps_the_older_ones(tmp_path: Path, monkeypatch: pytest.Mo
             monkeypatch.setattr(disk, "os", os)
         if faulty.calls < call:
             break
-    assert failures > 15
+    assert failures > 10
 
 
-def test_failing_part_leaves_nothing(tmp_path: Path) -> None:
-    def fails(sink: disk.Sink) -> None:
-        sink.write(b"half")
-        raise RuntimeError("as torch.save does")
+def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    def fails(folder: Path) -> dict[str, disk.Row]:
+        (folder / "__0_0.distcp").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     write(tmp_path, 1)
-    with pytest.raises(RuntimeError):
-        disk.write_checkpoint(tmp_path, 2, {"weights.pt": fails}, keep=2)
+    with pytest.raises(OSError, match="No space left"):
+        disk.write_checkpoint(tmp_path, 2, fails, keep=2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-0000000001"]
 
 
@@ -154,16 +164,16 @@ def test_course_that_was_given_up_goes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (lambda path: (path / "weights.pt").write_bytes(b"v" * 150), "its sha256 differs"),
-        (lambda path: (path / "weights.pt").write_bytes(b"w" * 10), "has 10 bytes, not 150"),
-        (lambda path: (path / "state.json").unlink(), "state.json is missing"),
+        (lambda path: (path / "__0_0.distcp").write_bytes(b"v" * 150), "its sha256 differs"),
+        (lambda path: (path / "__0_0.distcp").write_bytes(b"w" * 10), "has 10 bytes, not 150"),
+        (lambda path: (path / ".metadata").unlink(), ".metadata is missing"),
         (lambda path: (path / "more.pt").write_bytes(b""), "more.pt is in the folder, but not in"),
         (
-            lambda path: (path / "manifest.json").write_text('{"schema": 1, "step": 2, "files": {}}'),
+            lambda path: (path / "manifest.json").write_text('{"schema": 2, "step": 2, "files": {}}'),
             "is not a",
         ),
         (lambda path: rewrite(path, step=7), "is not a manifest, or damaged"),
-        (lambda path: rewrite(path, more=7), "is not a manifest"),
+        (lambda path: rewrite(path, more=7), "is not a manifest, or damaged"),
         (lambda path: (path / "manifest.json").unlink(), "No such file"),
         (lambda path: (path / "manifest.json").write_text("{}"), "is not a manifest"),
         (lambda path: (path / "manifest.json").write_text('{"schema": 9}'), "schema 9"),
@@ -183,10 +193,9 @@ def test_damaged_checkpoint_is_named_and_skipped(
 
 def test_run_and_checkpoint_are_places_too(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
-    one = write(tmp_path / "checkpoints", 1)
-    assert list(disk.valid_ones(tmp_path, print)) == [one]
-    assert list(disk.valid_ones(one, print)) == [one]
-    assert list(disk.valid_ones(tmp_path / "nowhere", print)) == []
+    checkpoint = write(tmp_path / "checkpoints", 1)
+    assert valid_steps(tmp_path) == valid_steps(checkpoint) == [1]
+    assert valid_steps(tmp_path / "nowhere") == []
 
 
 def test_file_that_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +211,7 @@ def test_file_that_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(os, "unlink", busy)
     said: list[str] = []
     for step in (2, 3, 4, 2, 3):
-        disk.write_checkpoint(tmp_path, step, parts(step), keep=1, warn=said.append)
+        disk.write_checkpoint(tmp_path, step, fill(step), keep=1, warn=said.append)
         assert valid_steps(tmp_path) == [step]
     assert len(said) == 5
     assert ".nfs0000001 cannot be removed: Device or resource busy" in said[-1]
