@@ -566,10 +566,6 @@ class Run:
                 hint="call run.restore() after run.track(), or name another folder",
             )
 
-    def saving(self) -> contextlib.AbstractContextManager[None]:
-        """Count the time in it as saving in the line at the end, for files of the program's own."""
-        return self._progress.saving()
-
     def wait(self) -> CheckpointWriter:
         """Wait until the last checkpoint is whole; the result has its step. A collective call."""
         writer = self._open_writer()
