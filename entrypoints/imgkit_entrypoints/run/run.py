@@ -487,7 +487,7 @@ class Run:
             were updated in a step that no call of `due` has ended.
         """
         ranks, _ = self._connect()
-        if self._gradients.has_stepped and not self._is_in_step and self._position.passes == 0:
+        if self._gradients.has_stepped and not self._position.has_loops:
             raise UsageError(
                 "run.save comes after an optimizer.step() that the run has not counted",
                 where="run.save",
