@@ -92,6 +92,11 @@ class DataPosition:
         return min((loop.passes for loop in self._loops.values()), default=0)
 
     @property
+    def has_loops(self) -> bool:
+        """Whether there was a pass of `Run.steps`."""
+        return bool(self._loops)
+
+    @property
     def has_names(self) -> bool:
         """Whether an epoch may have several loops."""
         return any(self._loops)

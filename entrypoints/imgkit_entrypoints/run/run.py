@@ -487,7 +487,7 @@ class Run:
             were updated in a step that no call of `due` has ended.
         """
         ranks, _ = self._connect()
-        if self._gradients.has_stepped and not self._is_in_step and self._position.passes == 0:
+        if self._gradients.has_stepped and not self._position.has_loops:
             raise UsageError(
                 "run.save comes after an optimizer.step() that the run has not counted",
                 where="run.save",
@@ -565,10 +565,6 @@ class Run:
                 where=str(self.folder),
                 hint="call run.restore() after run.track(), or name another folder",
             )
-
-    def saving(self) -> contextlib.AbstractContextManager[None]:
-        """Count the time in it as saving in the line at the end, for files of the program's own."""
-        return self._progress.saving()
 
     def wait(self) -> CheckpointWriter:
         """Wait until the last checkpoint is whole; the result has its step. A collective call."""

@@ -24,6 +24,8 @@ class TensorRef:
     """Stands for a tensor that is stored under `key`."""
 
     key: str
+    stride: tuple[int, ...] | None = None
+    """Strides of another memory format, such as channels_last; None: the tensor is contiguous."""
 
 
 def map_leaves(value: Any, change: Callable[[Any, LeafPath], Any], *path: Any) -> Any:
@@ -71,7 +73,10 @@ def split(name: str, state: Any) -> tuple[Any, dict[str, Tensor]]:
         first = keys.setdefault(view_of(value), key)
         if first == key:
             tensors[key] = value.detach()
-        return TensorRef(first)
+        if is_dtensor(value) or value.is_contiguous():
+            return TensorRef(first)
+        # Dense, also where the tensor is a part of another one.
+        return TensorRef(first, torch.empty_like(value, device="meta").stride())
 
     return map_leaves(state, replace), tensors
 
@@ -82,13 +87,24 @@ def is_stored_apart(value: Any) -> bool:
 
 
 def join(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Put the tensors back into a tree.
+    """Put the tensors back into a tree, in the memory formats that they had.
+
+    Fused optimizers refuse a state in another format than its weight.
 
     Raises
     ------
     KeyError : a tensor is missing.
     """
-    return map_leaves(tree, lambda value, _: tensors[value.key] if isinstance(value, TensorRef) else value)
+
+    def replace(value: Any, _: LeafPath) -> Any:
+        if not isinstance(value, TensorRef):
+            return value
+        tensor = tensors[value.key]
+        if value.stride is None or is_dtensor(tensor):
+            return tensor
+        return torch.empty_strided(tensor.shape, value.stride, dtype=tensor.dtype).copy_(tensor)
+
+    return map_leaves(tree, replace)
 
 
 def view_of(tensor: Tensor) -> tuple[object, ...]:

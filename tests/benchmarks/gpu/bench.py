@@ -24,6 +24,8 @@ import gpt_110m
 import torch
 
 from imgkit_entrypoints.apps.train.run_log import peak
+from imgkit_entrypoints.run.checkpoint import find_newest
+from imgkit_entrypoints.run.ranks import Ranks
 
 HERE = Path(__file__).resolve().parent
 ALL_S = 530.0
@@ -169,12 +171,9 @@ class Bench:
         steps, every, batch = ("20", "5", "4") if self.rehearse else ("400", "50", "32")
         kind = ("--model", "gpt", "--amp", "bf16", "--batch-size", batch)
         model = (*kind, "--steps", steps, "--save-every", every)
-        whole, killed = self.folder / "whole.pt", self.folder / "killed.pt"
-        self.run(
-            *self.dist("dist-train", *model, "--run-dir", str(self.folder / "whole"), "--export", str(whole))
-        )
+        self.run(*self.dist("dist-train", *model, "--run-dir", str(self.folder / "whole")))
         run = self.folder / "killed"
-        words = self.dist("dist-train", *model, "--run-dir", str(run), "--export", str(killed))
+        words = self.dist("dist-train", *model, "--run-dir", str(run))
         started = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
         with subprocess.Popen(words, cwd=self.folder, **started) as process:
             self._wait_for_checkpoint(run, process)
@@ -182,7 +181,9 @@ class Bench:
         output = self.run(*words)
         if "resumes after step" not in output:
             raise Failed("the second start did not resume: the first one ended before it was killed")
-        one, other = (torch.load(path, map_location="cpu", weights_only=True) for path in (whole, killed))
+        alone = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
+        found = (find_newest(folder, alone, print) for folder in (self.folder / "whole", run))
+        one, other = (checkpoint.state("weights") for checkpoint in found)
         different = [key for key in one if not torch.equal(one[key], other[key])]
         if different or one.keys() != other.keys():
             raise Failed(f"{len(different)} of {len(one)} weights differ after the resume: {different[:5]}")

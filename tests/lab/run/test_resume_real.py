@@ -95,3 +95,28 @@ def test_tied_weights_are_stored_once_and_exported(standin: str, tmp_path: Path)
     assert "optimizer is not the state of a model" in told
     assert "no valid checkpoint found" in told
     assert "cannot write the weights: No such file or directory" in told
+
+
+FORMATS = """
+def loop():
+    model = torch.nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(model.parameters())
+    with Run.start() as run:
+        run.track(model=model, optimizer=optimizer)
+        if run.restore():
+            moments = optimizer.state_dict()["state"][0]
+            assert moments["exp_avg"].stride() == model.weight.stride()
+            assert not moments["exp_avg"].is_contiguous()
+            print("restored", moments["exp_avg"].abs().sum() > 0)
+        for _ in run.steps(range(2)) if run.epoch == 0 else ():
+            optimizer.zero_grad()
+            model(torch.randn(2, 3, 4, 4)).sum().backward()
+            optimizer.step()
+
+assert start(1, loop, "run") == [0]
+assert start(1, loop, "run") == [0]
+"""
+
+
+def test_optimizer_gets_its_memory_format_back(standin: str, tmp_path: Path) -> None:
+    assert "restored tensor(True)" in many(standin, tmp_path, FORMATS)

@@ -239,10 +239,11 @@ shutil.copytree("run/checkpoints", "damaged")
 """
 
 
-def test_flipped_bits_in_any_file_are_noticed(standin: str, tmp_path: Path) -> None:
-    script = 'assert start(2, lambda: flips(200), "x") == [0, 0]\n'
+@pytest.mark.parametrize("count", [32, pytest.param(200, marks=pytest.mark.soak)])
+def test_flipped_bits_in_any_file_are_noticed(standin: str, tmp_path: Path, count: int) -> None:
+    script = f'assert start(2, lambda: flips({count}), "x") == [0, 0]\n'
     output = many(standin, tmp_path, PROGRAM + FLIPS + script)
-    assert output.count("checkpoint skipped: ") == 200
+    assert output.count("checkpoint skipped: ") == count
     assert "__1_0.distcp is damaged: its sha256 differs from the manifest" in output
 
 

@@ -22,7 +22,7 @@ from imgkit_entrypoints.apps import ranks as workers
 from imgkit_entrypoints.apps.train import datasets, main_loop, models, options, plugins, run_log
 from imgkit_entrypoints.apps.train.batches import BadSample, Batches
 from imgkit_entrypoints.apps.train.config import Config, every, resumed, steps_a_line, total_steps
-from imgkit_entrypoints.apps.train.main_loop import DONE, Course, MainLoop, RunEnd, export
+from imgkit_entrypoints.apps.train.main_loop import Course, MainLoop, RunEnd
 from imgkit_entrypoints.apps.train.order import Order, arrange, refuse_uneven, seed_of
 from imgkit_entrypoints.apps.train.profiling import WorkClock, traced
 from imgkit_entrypoints.apps.train.run_log import Gauges, RunLog
@@ -35,7 +35,7 @@ from imgkit_entrypoints.run import Run
 from imgkit_entrypoints.run.random_state import seed_everything
 from imgkit_entrypoints.run.ranks import Ranks, ranks_by_value
 
-OF_A_RANK = ("run_dir", "export", "stop_after_s", "log_to")
+OF_A_RANK = ("run_dir", "stop_after_s", "log_to")
 """Options that may differ between nodes."""
 
 
@@ -123,7 +123,6 @@ def train(config: Config, components: Components, run: Run, ranks: Ranks, starte
         for text in (f"resumes after step {start.step} of {steps}: {checkpoint.folder}", *changes):
             say(text)
     if checkpoint is not None and start.step >= steps:
-        export(config, checkpoint.state("weights"), ranks)
         return 0
     started.ends("data")
     work = WorkClock(ranks)
@@ -150,9 +149,6 @@ def train(config: Config, components: Components, run: Run, ranks: Ranks, starte
     run.add_up(StepSums(trainer, work, ranks, loop.note), every=config.log_every)
     end = loop.end(traced(itertools.chain((first,), batches), config, ranks))
     _write_summary(end, run, report, steps, config, ranks)
-    if end.reason == DONE:
-        with run.saving():
-            export(config, trainer.plain.state_dict(), ranks)
     return end.exit_code
 
 

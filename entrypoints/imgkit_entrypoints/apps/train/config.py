@@ -69,7 +69,6 @@ class Config:
     resume: str
     stop_after_s: int | None
     eval_every: str
-    export: Path | None
     profile: str | None
     on_nan: str
     log_every: int

@@ -1,13 +1,12 @@
 """The steps of a run on the run library: train, evaluate, save, and end.
 
 `Course` is the part ``course`` of dist-train's checkpoints: the position in the data, and the options that
-led there. `export` writes the weights alone, for use outside dist-train.
+led there.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
 import time
 from collections.abc import Iterable, Mapping
@@ -15,10 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.apps.train.batches import MicroBatch
 from imgkit_entrypoints.apps.train.config import Config, due
 from imgkit_entrypoints.apps.train.order import Position
@@ -28,7 +23,6 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch.start_up import StartUp
 from imgkit_entrypoints.run import Run
 from imgkit_entrypoints.run.checkpoint import Checkpoint
-from imgkit_entrypoints.run.ranks import Ranks
 from imgkit_entrypoints.run.run import NotSaved
 
 DONE = "all steps are done"
@@ -131,8 +125,8 @@ class Course:
     """Number of samples in the data."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The values in a checkpoint."""
-        return {**dataclasses.asdict(self), "config": dict(self.config)}
+        """Return the values in a checkpoint."""
+        return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
 
     def load_state_dict(self, _: Mapping[str, Any]) -> None:
         """Do nothing: `course_of` has read it."""
@@ -170,37 +164,10 @@ def course_of(checkpoint: Checkpoint) -> Course:
     ------
     UsageError : another program has written it.
     """
-    try:
-        if PART not in checkpoint.names:
-            raise ValueError("there is none")
-        values = checkpoint.state(PART)
-        position: Position = json_text.read(Position, values["position"], "position")
-        return Course(
-            position=position,
-            first_loss=float(values["first_loss"]),
-            config=dict(values["config"]),
-            samples=int(values["samples"]),
-        )
-    except (ValueError, KeyError, TypeError) as error:
+    if PART not in checkpoint.names:
         raise UsageError(
-            f"this checkpoint was written by another program: its training state is missing or invalid "
-            f"({error})",
+            "this checkpoint was written by another program: it has no training state of dist-train",
             where=str(checkpoint.folder),
             hint="name another folder by --run-dir",
-        ) from None
-
-
-def export(config: Config, weights: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Write the file of ``--export``, if given; torch.load(FILE, weights_only=True) reads it.
-
-    Raises
-    ------
-    UsageError : the file cannot be written.
-    """
-    if config.export is None or ranks.rank != 0:
-        return
-    content = io.BytesIO()  # torch.save would turn an OSError of its file into a RuntimeError
-    torch.save({key: tensor.detach().cpu() for key, tensor in weights.items()}, content)
-    hint = "the run itself is complete: start it again with another --export to write the weights"
-    with files.replacing(config.export, failed="cannot write the weights", hint=hint) as file:
-        file.write(content.getbuffer())
+        )
+    return Course(**checkpoint.state(PART))

@@ -43,7 +43,7 @@ SWITCHES: Mapping[str, str] = {
 EXAMPLES = """examples:
   dist-train --steps 1000 --run-dir runs/first        # linear; the same command again resumes it
   dist-train --model resnet50 --data /data/imagenet --epochs 90 --global-batch 1024 --amp bf16 --workers 8
-  dist-train --model gpt --data book.txt --steps 5000 --eval-every 500 --export gpt.pt
+  dist-train --model gpt --data book.txt --steps 5000 --eval-every 500 --run-dir runs/gpt
   dist-train --model own_model.py:model --data own_model.py:data --epochs 3
 
 Your own model, and the files of a run: docs/train.md."""
@@ -126,7 +126,6 @@ def _output(add: _Add) -> None:
     add("--resume", str, "auto", "auto|never|PATH", text)
     text = "evaluate on held-out data every N steps or N epochs (default: 0, never)"
     add("--eval-every", _interval, "0", "N|Ne", text)
-    add("--export", _target, None, "FILE", "write only the weights to FILE after the last step")
     add("--profile", _window, None, "START:STEPS", "trace STEPS steps after step START into the run folder")
     text = (
         f"print a line every N steps, and every {LINE_EVERY_S} s (default: 0, a tenth of the run, at "
@@ -289,13 +288,6 @@ def _data(text: str) -> str:
         expected_text = "is neither builtin, a text file, a folder of images"
         raise argparse.ArgumentTypeError(f"{text!r} {expected_text} nor {plugins.DATA.form}")
     return text
-
-
-def _target(text: str) -> Path:
-    path = Path(text)
-    if not path.parent.is_dir() or path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a file in an existing folder")
-    return path
 
 
 def _window(text: str) -> str:

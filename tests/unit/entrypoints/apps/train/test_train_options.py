@@ -161,8 +161,6 @@ def test_all_errors_of_a_file_are_told_at_once(tmp_path: Path, capsys: pytest.Ca
         (["--amp", "fp8"], "none of off, bf16, fp16"),
         (["--profile", "5"], "is not START:STEPS"),
         (["--profile", "5:0"], "is not START:STEPS"),
-        (["--export", "nowhere/model.pt"], "is not a file in an existing folder"),
-        (["--export", "."], "is not a file in an existing folder"),
         (["--eval-every", "-1"], "neither a number of steps"),
     ],
 )
