@@ -6,6 +6,7 @@ test that did not run can never pass for one that did.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
@@ -176,6 +177,16 @@ def _mark_folders() -> set[Path]:
     return {folder for place in ("/tmp", "/dev/shm") for folder in Path(place).glob("imgkit-stop-*")}
 
 
+def _used_folders() -> set[Path]:
+    """Folders of launchers that run, perhaps for another pytest on this machine."""
+    folders = set()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            values = dict(field.partition(b"=")[::2] for field in environ.read_bytes().split(b"\0"))
+            folders.add(Path(os.fsdecode(values.get(b"IMGKIT_STOP_DIR", b"/"))))
+    return folders
+
+
 def _log_folders() -> set[Path]:
     """Folders of the logs of failed runs without a run folder: those of virtual nodes lie in this /tmp."""
     return {log.parent for log in Path("/tmp").glob("imgkit-*/errors-node*.log")}
@@ -224,7 +235,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         return
     for tags in shared.glob("tags*"):
         subprocess.run(["docker", "rmi", "--force", *tags.read_text().split()], capture_output=True)
-    for folder in (shared, *((_mark_folders() | _log_folders()) - _folders_before)):
+    for folder in (shared, *((_mark_folders() | _log_folders()) - _folders_before - _used_folders())):
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -146,7 +146,8 @@ def wait_for_the_other_nodes() -> None:
         if not folder:
             by_torch(agent)
         elif group.group_rank == 0 and group.group_world_size > 1:
-            while not Path(folder, stop_protocol.RELEASE).exists():
+            # What removes old files of /tmp may have taken the folder: no word comes then.
+            while Path(folder).exists() and not Path(folder, stop_protocol.RELEASE).exists():
                 time.sleep(RELEASE_LOOK_S)
 
     SimpleElasticAgent._exit_barrier = wait
