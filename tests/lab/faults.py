@@ -1,6 +1,6 @@
 """Faults in single calls of libc: ``python faults.py JOB FOLDER HOW ERRNO first|again``, under faults.c.
 
-JOB is save, sif, delta, apply or flatten.
+JOB is save, sif, delta or apply.
 
 A child of its own for each function of libc and each number of its calls does the job once, over an older
 file or not, so a sweep of many faults starts one interpreter. Prints one line of JSON for each fault.
@@ -129,9 +129,8 @@ class Write:
             (self.inputs / f"{name}.tar").write_bytes(stored_images.archive(layers[:count]))
             self._convert(name, self.inputs / f"{name}.sif")
         delta = self.inputs / "two.imgdelta"
-        make.make(StoredImage(self.inputs / "two.tar"), self.inputs / "one.sif", delta, Options(), Silent())
-        with_delta = self.inputs / "with.sif"
-        apply.apply(delta, self.inputs / "one.sif", with_delta, Options(), Silent())
+        base = make.local_base(self.inputs / "one.sif")
+        make.make(StoredImage(self.inputs / "two.tar"), base, delta, Options(), Silent())
         (self.inputs / "new").mkdir()
         self.act(self.inputs / "new")
         self.new = (self.inputs / "new" / self.target).read_bytes()
@@ -147,11 +146,10 @@ class Write:
         if self.verb == "sif":
             self._convert("three", target)
         elif self.verb == "delta":
-            make.make(StoredImage(self.inputs / "three.tar"), base, target, Options(), Silent())
-        elif self.verb == "apply":
-            apply.apply(self.inputs / "two.imgdelta", base, target, Options(), Silent())
+            image = StoredImage(self.inputs / "three.tar")
+            make.make(image, make.local_base(base), target, Options(), Silent())
         else:
-            apply.flatten(self.inputs / "with.sif", target, Options(), Silent())
+            apply.apply(self.inputs / "two.imgdelta", base, target, Options(), Silent())
 
     def state(self, folder: Path) -> str:
         target = folder / self.target

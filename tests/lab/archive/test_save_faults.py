@@ -65,9 +65,7 @@ def test_fault_in_any_call_tears_nothing(
 
 @pytest.mark.programs("mksquashfs")
 @pytest.mark.parametrize("before", [pytest.param("first", marks=SOAK), "again"])
-@pytest.mark.parametrize(
-    "verb", ["sif", *(pytest.param(one, marks=SOAK) for one in ("delta", "apply", "flatten"))]
-)
+@pytest.mark.parametrize("verb", ["sif", *(pytest.param(one, marks=SOAK) for one in ("delta", "apply"))])
 @pytest.mark.parametrize(
     ("how", "code"), [HOW[0], *(pytest.param(*one.values, id=one.id, marks=SOAK) for one in HOW[1:])]
 )
