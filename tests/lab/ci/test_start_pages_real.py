@@ -282,7 +282,11 @@ def test_start_page_takes_a_program_to_two_nodes(folder: Path, standin: str) -> 
         def typed(line: str, *flags: object) -> str:
             words = shlex.split(line)[1:]
             split = words.index("--") if "--" in words else len(words)
-            done = far.imgkit(*words[:split], *flags, *words[split:], folder=clone)
+            argv = (*words[:split], *flags, *words[split:])
+            done = far.imgkit(*argv, folder=clone)
+            # gloo of torch 2.13 seldom ends a program that is done by SIGABRT, as it ends itself.
+            if done.returncode and "terminate called without an active exception" in done.stdout:
+                done = far.imgkit(*argv, folder=clone)
             assert done.returncode == 0, done.stdout + done.stderr
             return done.stdout + done.stderr
 
