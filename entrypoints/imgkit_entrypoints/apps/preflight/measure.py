@@ -11,12 +11,14 @@ import torch.distributed as dist
 
 from imgkit_entrypoints import facts
 from imgkit_entrypoints.apps import ranks
-from imgkit_entrypoints.apps.bench import compute, exchange, options, setup
+from imgkit_entrypoints.apps.bench import exchange, options, setup
 from imgkit_entrypoints.doctor.node import examine
 from imgkit_entrypoints.rollcall.messages import MeasureRequest, MeasureResult
 
 MATMUL_S = 10.0
 """So long that a device which throttles when it is warm shows it."""
+WIDTH = {"cpu": 1024, "cuda": 8192}
+"""Rows of the square matrices: large enough that a product keeps the whole device busy."""
 PRODUCTS = {"cpu": 1, "cuda": 20}
 """Products between two looks at the clock."""
 EXCHANGE_S = 1.0
@@ -51,7 +53,7 @@ def measure(order: MeasureRequest) -> MeasureResult:
 def matmul_TFLOPs(kind: str, threads: int) -> float:
     """Multiply matrices on all devices at once; return 1e12 operations a second of the slowest one."""
     torch.set_num_threads(max(1, threads))
-    width, dtype = compute.WIDTH[kind], torch.bfloat16 if kind == "cuda" else torch.float32
+    width, dtype = WIDTH[kind], torch.bfloat16 if kind == "cuda" else torch.float32
     count = torch.cuda.device_count() if kind == "cuda" else 1
     devices = [torch.device(kind, index) for index in range(count)]
     matrices = [torch.rand(width, width, device=device).to(dtype) for device in devices]
