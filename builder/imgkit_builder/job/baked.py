@@ -6,7 +6,6 @@ No runtime is needed. A file that imgkit did not write has no manifest: unsquash
 from __future__ import annotations
 
 import itertools
-import posixpath
 from pathlib import Path
 
 from imgkit_builder.delta import descriptor
@@ -15,7 +14,7 @@ from imgkit_builder.oci.manifest import InstalledProject
 from imgkit_builder.recipe.requirements import canonical
 from imgkit_builder.recipe.targets import Target, checked
 from imgkit_builder.sif import image, runtime_files, sqsh, unsquash
-from imgkit_builder.sif.file_manifest import BakedFactsCollector, Distribution
+from imgkit_builder.sif.file_manifest import BakedFactsCollector, Distribution, library_folders
 from imgkit_entrypoints import system
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, UsageError
 
@@ -69,9 +68,7 @@ def _distributions(path: Path) -> tuple[Distribution, ...]:
     """Return the Python packages of a .sif without a file manifest."""
     script = unsquash.read(path, [runtime_files.ENVIRONMENT]).get(runtime_files.ENVIRONMENT, b"")
     search_path = runtime_files.variables(script.decode(errors="replace")).get("PATH", "")
-    prefixes = dict.fromkeys(posixpath.dirname(folder).strip("/") for folder in search_path.split(":"))
-    libs = [f"{prefix}/{lib}".lstrip("/") for prefix in prefixes for lib in ("lib", "local/lib")]
-    patterns = [f"{lib}/python3*/*-packages/*.dist-info" for lib in libs]
+    patterns = [f"{lib}/python3*/*-packages/*.dist-info" for lib in library_folders(search_path)]
     collector = BakedFactsCollector()
     listed = [one.listed(*patterns, manifest.LOCK_TOML.lstrip("/")) for one in unsquash.opened(path)]
     names = [file.path for file in itertools.chain.from_iterable(listed)]

@@ -85,6 +85,10 @@ class ImageEntry:
         """Return the same with other `values`."""
         return replace(self, header=b"", **values)
 
+    def passed_on(self, content: Iterable[bytes | memoryview]) -> ImageEntry:
+        """Return the same file, with its own header, whose bytes now come from `content`."""
+        return replace(self, content=content)
+
     def with_content(self, data: bytes) -> ImageEntry:
         """Return the same file with `data` as its content."""
         return self.changed(content=(data,), size_bytes=len(data))
@@ -510,7 +514,7 @@ def observed(entry: ImageEntry, collector: InventoryCollector) -> ImageEntry:
     data = None
     if entry.size_bytes <= min(map(collector.most_bytes, names)):
         data = entry.read()
-        entry = replace(entry, content=(data,))  # with its own header
+        entry = entry.passed_on((data,))
     for name in names:
         collector.add(name, data)
     return entry

@@ -17,7 +17,7 @@ import re
 import stat
 import zlib
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -123,7 +123,7 @@ class BakedFactsCollector:
             if entry.kind == REGULAR and self.wants(entry.name) and entry.size_bytes <= _MOST_FACTS_BYTES:
                 data = entry.read()
                 self.add(entry.name, data)
-                entry = replace(entry, content=(data,))  # with its own header
+                entry = entry.passed_on((data,))
             yield entry
 
     def wants(self, name: str) -> bool:
@@ -151,8 +151,7 @@ class BakedFactsCollector:
         return self._texts.get(name, b"").decode("utf-8", "replace")
 
     def _distributions(self, path: str) -> Iterator[Distribution]:
-        prefixes = [posixpath.dirname(folder).strip("/") for folder in path.split(":")]
-        libs = {f"{prefix}/{lib}".lstrip("/") for prefix in prefixes for lib in ("lib", "local/lib")}
+        libs = library_folders(path)
         folders = {name.removesuffix("/direct_url.json") for name in self._texts if name.endswith(_ORIGIN)}
         # An image that was built by a lock has no origin of what the lock names, whatever pip wrote.
         if _LOCK not in self._names:
@@ -162,6 +161,12 @@ class BakedFactsCollector:
             if match and match[1] in libs:
                 origin = self._texts.get(f"{folder}/direct_url.json", b"")
                 yield Distribution(name=match[2], folder=_editable_folder(origin))
+
+
+def library_folders(path: str) -> list[str]:
+    """Return the ``lib`` folders of the prefixes on `path`, a variable PATH; relative, each once."""
+    prefixes = dict.fromkeys(posixpath.dirname(folder).strip("/") for folder in path.split(":"))
+    return [f"{prefix}/{lib}".lstrip("/") for prefix in prefixes for lib in ("lib", "local/lib")]
 
 
 def _editable_folder(direct_url: bytes) -> str:
@@ -186,7 +191,7 @@ class ManifestWriter:
         for entry in entries:
             digest = hashlib.sha256()
             if entry.kind == REGULAR:
-                yield replace(entry, content=hashed(entry.content, digest))  # with its own header
+                yield entry.passed_on(hashed(entry.content, digest))
             else:
                 yield entry
             self._write_line(entry.name, file_record(entry, digest.hexdigest()))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from labkit import IMGKIT, ROOT, Cluster, docker, output, run, until
-from remotekit import far_host, login_node
+from remotekit import FarHost, far_host, login_node
 
 ON_CPU = ("--env", "IMGKIT_DEVICE=cpu", "--env", "IMGKIT_NPROC=2")
 
@@ -123,6 +123,16 @@ def test_cluster_page_needs_no_flags(folder: Path, monkeypatch: pytest.MonkeyPat
     assert [line.split()[1] for line in lines] == ["logs", "fetch"]
 
 
+def start_site(stack: ExitStack, far: FarHost, cluster: Cluster) -> None:
+    """Start a cluster of two nodes whose logins know `module`, and make its login node the host `far`."""
+    stack.callback(cluster.down)
+    cluster.up(2, "--cpus", "80")
+    for node in ("login", "node1", "node2"):  # where a login finds a site's modules
+        put = 'echo "module() { :; }" > /etc/profile.d/modules.sh'
+        assert cluster("exec", node, "--", "sh", "-c", put).returncode == 0
+    login_node(far, cluster)
+
+
 @pytest.mark.slurm
 @pytest.mark.sshd
 @pytest.mark.soak
@@ -134,12 +144,7 @@ def test_cluster_page_trains_over_ssh(folder: Path, standin: str) -> None:
     cluster = Cluster(state=place / "c")
     with ExitStack() as stack:
         far = stack.enter_context(far_host(place))
-        stack.callback(cluster.down)
-        cluster.up(2, "--cpus", "80")
-        for node in ("login", "node1", "node2"):  # where a login finds a site's modules
-            put = 'echo "module() { :; }" > /etc/profile.d/modules.sh'
-            assert cluster("exec", node, "--", "sh", "-c", put).returncode == 0
-        login_node(far, cluster)
+        start_site(stack, far, cluster)
 
         def typed(line: str, where: Path, *flags: str) -> str:
             words, mark, command = line.partition(" -- ")
@@ -270,12 +275,7 @@ def test_start_page_takes_a_program_to_two_nodes(folder: Path, standin: str) -> 
     )
     with ExitStack() as stack:
         far = stack.enter_context(far_host(place))
-        stack.callback(cluster.down)
-        cluster.up(2, "--cpus", "80")
-        for node in ("login", "node1", "node2"):  # where a login finds a site's modules
-            put = 'echo "module() { :; }" > /etc/profile.d/modules.sh'
-            assert cluster("exec", node, "--", "sh", "-c", put).returncode == 0
-        login_node(far, cluster)
+        start_site(stack, far, cluster)
         shell(take(lines, "git clone").replace("https://github.com/me/letters.git", "far letters"), folder)
         clone = folder / take(lines, "cd ").removeprefix("cd ")
 
