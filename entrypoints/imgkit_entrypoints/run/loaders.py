@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run.tracked import has_state
 
-_INDEXED = (list.__iter__, tuple.__iter__, range.__iter__, Sequence.__iter__, None)
-"""`__iter__` of sequences whose items come in the order of their numbers; None: there is no `__iter__`."""
-_ACCELERATE = "use accelerate's own save_state with a LibraryCheckpoint: docs/howto/library-loops.md"
+ACCELERATE = "use accelerate's own save_state with a LibraryCheckpoint: docs/howto/library-loops.md"
 
 
 def refuse_without_position(loader: Any) -> None:
@@ -25,7 +23,7 @@ def refuse_without_position(loader: Any) -> None:
     )
     name = type(loader).__name__
     if any(kind.__module__.startswith("accelerate") for kind in type(loader).__mro__):
-        raise _unfit(f"{name} is a loader that accelerate has prepared", _ACCELERATE)
+        raise _unfit(f"{name} is a loader that accelerate has prepared", ACCELERATE)
     if has_state(loader):
         return
     if isinstance(loader, DataLoader):
@@ -53,24 +51,6 @@ def length(loader: Any) -> int:
         return -1
 
 
-def sample_count(loader: Any) -> int:
-    """Return the size of the data under a loader; -1: unknown, or without importance."""
-    if isinstance(loader, DataLoader):
-        return length(loader.dataset)
-    return -1 if has_state(loader) else length(loader)
-
-
-def has_fixed_length(loader: Any) -> bool:
-    """Return whether the batches of a pass are as many in every pass."""
-    return isinstance(loader, DataLoader) and type(loader.batch_sampler) in (BatchSampler, type(None))
-
-
-def batch_size(loader: Any) -> int | None:
-    """Return the samples in a rank's batch, except an epoch's last one; None: unknown."""
-    size = getattr(loader, "batch_size", None) if isinstance(loader, DataLoader) else 1
-    return size if isinstance(size, int) else None
-
-
 def _samplers(loader: Any) -> list[Any]:
     batch_sampler = getattr(loader, "batch_sampler", None)
     return [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
@@ -92,12 +72,7 @@ def generators(loader: Any) -> list[torch.Generator]:
 
 
 def iterate(
-    loader: Any,
-    skip: int,
-    *,
-    keeps_workers: bool,
-    rewind: Callable[[], None],
-    forward: Callable[[], None],
+    loader: Any, skip: int, *, keeps_workers: bool, rewind: Callable[[], None], forward: Callable[[], None]
 ) -> Iterator[Any]:
     """Iterate over `loader` without its first `skip` batches.
 
@@ -113,16 +88,12 @@ def iterate(
             return _iterate_rest(loader, skip, starts_workers, rewind, forward)
     if not skip:
         return iter(loader)
-    batches: Iterator[Any]
-    if has_state(loader):  # its state is loaded
-        batches = iter(loader)
-    elif getattr(type(loader), "__iter__", None) in _INDEXED:
-        batches = (loader[number] for number in range(skip, len(loader)))
-    else:
+    skip = 0 if has_state(loader) else skip  # its state is loaded
+    if skip:
         rewind()
-        batches = iter(loader)
-        for _ in itertools.islice(batches, skip):
-            pass
+    batches: Iterator[Any] = iter(loader)
+    for _ in itertools.islice(batches, skip):
+        pass
     forward()
     return batches
 
@@ -182,9 +153,3 @@ class _Rest:
             self._forward()
             yield from drawn
         yield from items
-
-    def __len__(self) -> int:
-        return max(0, len(self._sampler) - self._skip)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)

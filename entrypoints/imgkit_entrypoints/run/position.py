@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import BatchSampler, DataLoader
 
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import loaders, random_state
 from imgkit_entrypoints.run.random_state import GeneratorStates, restore_generators, states_of
 from imgkit_entrypoints.run.ranks import Ranks
+from imgkit_entrypoints.run.tracked import has_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +34,16 @@ class Loop:
     @classmethod
     def over(cls, loader: Any, passes: int = 0) -> Loop:
         """Describe a loop over `loader` after so many passes."""
+        samples, batches, batch_size = -1, -1, 1
+        if isinstance(loader, DataLoader):
+            samples, batch_size = loaders.length(loader.dataset), loader.batch_size
+            if type(loader.batch_sampler) in (BatchSampler, type(None)):
+                batches = loaders.length(loader)
+        elif not has_state(loader):
+            samples = loaders.length(loader)
+        epoch = loaders.sampler_epoch(loader)
         return cls(
-            passes=passes,
-            batches=loaders.length(loader) if loaders.has_fixed_length(loader) else -1,
-            samples=loaders.sample_count(loader),
-            batch_size=loaders.batch_size(loader),
-            sampler_epoch=loaders.sampler_epoch(loader),
+            passes=passes, batches=batches, samples=samples, batch_size=batch_size, sampler_epoch=epoch
         )
 
 
@@ -79,7 +85,8 @@ class DataPosition:
         self.step = 0
         self.is_open = False
         """Whether a pass is under way."""
-        self._loops: dict[str, Loop] = {}
+        self.loops: dict[str, Loop] = {}
+        """The loops of an epoch by name; a loop that has no name is alone."""
         self._name, self._batch, self._length = "", 0, -1
         """Loop, batches so far and length of the latest pass; 0 batches: it is finished."""
         self._generators: dict[str, _LoopGenerators] = {}
@@ -89,17 +96,7 @@ class DataPosition:
     @property
     def epoch(self) -> int:
         """Epochs that are finished, with the passes of all their loops."""
-        return min((loop.passes for loop in self._loops.values()), default=0)
-
-    @property
-    def has_loops(self) -> bool:
-        """Whether there was a pass of `Run.steps`."""
-        return bool(self._loops)
-
-    @property
-    def has_names(self) -> bool:
-        """Whether an epoch may have several loops."""
-        return any(self._loops)
+        return min((loop.passes for loop in self.loops.values()), default=0)
 
     @property
     def repeats(self) -> bool:
@@ -110,13 +107,13 @@ class DataPosition:
     def passes(self) -> float:
         """Epochs so far, with the part of the one that is under way."""
         part = self._batch / self._length if self._length > 0 else 0.0
-        return (sum(loop.passes for loop in self._loops.values()) + part) / max(1, len(self._loops))
+        return (sum(loop.passes for loop in self.loops.values()) + part) / max(1, len(self.loops))
 
     def remaining(self, name: str, length: int) -> int:
         """Return the steps that are left in the pass of a loop, of `length` steps, that begins next."""
-        if self._resume is None or name not in self._loops:
+        if self._resume is None or name not in self.loops:
             return length
-        if self._loops[name].passes > self.epoch:
+        if self.loops[name].passes > self.epoch:
             return 0
         return max(0, length - (self._batch if name == self._name else 0))
 
@@ -126,14 +123,9 @@ class DataPosition:
 
     def values(self, *, at_start: bool = False) -> dict[str, Any]:
         """Return the position as a checkpoint has it; `at_start`: a pass begins now."""
-        loops = {name: dataclasses.asdict(loop) for name, loop in self._loops.items()}
-        return {
-            "step": self.step,
-            "loops": loops,
-            "name": self._name,
-            "batch": self._batch,
-            "at_start": at_start,
-        }
+        loops = {name: dataclasses.asdict(loop) for name, loop in self.loops.items()}
+        numbers = {"step": self.step, "name": self._name, "batch": self._batch}
+        return {**numbers, "loops": loops, "at_start": at_start}
 
     def rank_values(self) -> dict[str, Any]:
         """Return the random states of this rank as a checkpoint has them."""
@@ -145,31 +137,27 @@ class DataPosition:
         }
 
     def take_over(
-        self,
-        values: Mapping[str, Any],
-        random: Mapping[str, Any],
-        world_size: int,
-        ranks: Ranks,
-        say: Callable[[str], None],
-    ) -> None:
-        """Go on from what `values` and `rank_values` returned in a run of `world_size` ranks."""
+        self, values: Mapping[str, Any], random: Mapping[str, Any], world_size: int, ranks: Ranks
+    ) -> str:
+        """Go on from what `values` and `rank_values` returned in a run of `world_size` ranks.
+
+        Returns a warning if some samples of the epoch come again; empty: none does.
+        """
         self.step, self._batch, self._name = values["step"], values["batch"], values["name"]
-        self._loops = {name: Loop(**loop) for name, loop in values["loops"].items()}
+        self.loops = {name: Loop(**loop) for name, loop in values["loops"].items()}
         self._pass_random = random["pass"]
         self._generators = {name: _LoopGenerators(*states) for name, states in random["loops"].items()}
         random_state.restore(random["now"])
-        has_same_ranks = world_size == ranks.world_size
+        has_same_ranks, batches = world_size == ranks.world_size, self._batch * world_size
         if not has_same_ranks:
-            batches = self._batch * world_size
             self._batch = batches // ranks.world_size
-            if batches % ranks.world_size:
-                say(
-                    f"{ranks.world_size} ranks instead of {world_size}: some samples of this epoch come again"
-                )
             random_state.seed_everything(int(torch.randint(1 << 62, ()).item()) + ranks.rank)
         self._resume = _Resume(
             random=random_state.capture(), has_same_ranks=has_same_ranks, repeats=values["at_start"]
         )
+        if batches % ranks.world_size == 0:
+            return ""
+        return f"{ranks.world_size} ranks instead of {world_size}: some samples of this epoch come again"
 
     def should_begin(self, name: str, loader: Any) -> bool:
         """Return whether a pass of the loop `name` begins now; False: it was finished before the checkpoint.
@@ -179,14 +167,14 @@ class DataPosition:
         UsageError : another pass is not finished, or another loop comes now in the epoch.
         """
         self._refuse_unfinished(name)
-        expected = next((key for key, loop in self._loops.items() if loop.passes == self.epoch), name)
-        is_new = name not in self._loops
-        if name == expected or (is_new and all(loop.passes == 1 for loop in self._loops.values())):
-            self._loops.setdefault(name, Loop())
+        expected = next((key for key, loop in self.loops.items() if loop.passes == self.epoch), name)
+        is_new = name not in self.loops
+        if name == expected or (is_new and all(loop.passes == 1 for loop in self.loops.values())):
+            self.loops.setdefault(name, Loop())
             if not name and not self._resume:
-                _refuse_unlike(self._loops[""], Loop.over(loader))
+                _refuse_unlike(self.loops[""], Loop.over(loader))
             return True
-        if self._resume and not is_new and self._loops[name].passes > self.epoch:
+        if self._resume and not is_new and self.loops[name].passes > self.epoch:
             self._resume.repeats = True
             return False
         raise UsageError(
@@ -225,7 +213,7 @@ class DataPosition:
         UsageError : the checkpoint was taken in a pass over another loader.
         """
         resume, self._resume = self._resume, None
-        last, loop = self._loops[name], Loop.over(loader, self._loops[name].passes)
+        last, loop = self.loops[name], Loop.over(loader, self.loops[name].passes)
         is_within = resume is not None and self._batch > 0
         if resume and is_within:
             _refuse_other_loader(name, last, loop, self._batch, has_same_ranks=resume.has_same_ranks)
@@ -233,7 +221,7 @@ class DataPosition:
                 self._batch = self._batch * last.batch_size // loop.batch_size
         elif resume and resume.repeats:
             random_state.restore(resume.random)
-        self._loops[name] = loop
+        self.loops[name] = loop
         self._name, self._length, self.is_open = name, loaders.length(loader), True
         live = loaders.generators(loader)
         generators = self._generators.setdefault(name, _LoopGenerators(states_of(live), ()))
@@ -254,14 +242,15 @@ class DataPosition:
             random_state.restore(random)
             restore_generators(live, states)
 
+        keeps_workers = loop.passes > 0
         return loaders.iterate(
-            loader, self._batch, keeps_workers=loop.passes > 0, rewind=rewind, forward=forward
+            loader, self._batch, keeps_workers=keeps_workers, rewind=rewind, forward=forward
         )
 
     def close(self) -> None:
         """Note that the pass is finished."""
-        loop = self._loops[self._name]
-        self._loops[self._name] = dataclasses.replace(loop, passes=loop.passes + 1)
+        loop = self.loops[self._name]
+        self.loops[self._name] = dataclasses.replace(loop, passes=loop.passes + 1)
         self._batch, self.is_open = 0, False
 
 
@@ -289,16 +278,17 @@ def _refuse_unlike(last: Loop, loop: Loop) -> None:
 def _refuse_other_loader(name: str, last: Loop, loop: Loop, batch: int, *, has_same_ranks: bool) -> None:
     """Raise UsageError if `loop` is not over the loader of `last`."""
     hint = "give it the same loader; where an epoch has several loops, name each: run.steps(loader, name=...)"
-    if has_same_ranks and loop.batches >= 0 and last.samples != loop.samples:
-        change = f"was over {last.samples} samples, and this loader has {loop.samples}"
-    elif has_same_ranks and last.batch_size == loop.batch_size and last.batches != loop.batches:
-        change = f"was over {last.batches} batches, and this loader has {loop.batches}"
-    elif last.sampler_epoch != loop.sampler_epoch:
+    is_loader, is_shorter = loop.batches >= 0, 0 <= loop.samples < max(batch, last.samples)
+    if last.sampler_epoch != loop.sampler_epoch:
         change = f"had a sampler with the epoch {last.sampler_epoch}, and this one has {loop.sampler_epoch}"
         hint = "for epoch in range(run.epoch, EPOCHS), and sampler.set_epoch(epoch) before run.steps"
-    elif has_same_ranks and 0 <= loop.samples < max(batch, last.samples):
-        change = f"was over {last.samples} items, and this sequence has {loop.samples}"
-        hint = "give the whole sequence: the run itself leaves out what was done"
+    elif not has_same_ranks:
+        return
+    elif (is_loader and last.samples != loop.samples) or is_shorter:
+        change = f"was over {last.samples} samples, and this loader has {loop.samples}"
+    elif (last.batches, last.batch_size) != (loop.batches, loop.batch_size):
+        sizes = f"{last.batches} batches of {last.batch_size}"
+        change = f"was over {sizes}, and this loader has {loop.batches} of {loop.batch_size}"
     else:
         return
     raise UsageError(

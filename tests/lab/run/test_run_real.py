@@ -428,7 +428,7 @@ same("whole", "cut")
         "a loop without a name was over 6 batches of 4, and is over 12 of 2 now",
         "the loop b begins while a pass of the loop a is under way",
         "epoch 1 comes to the loop b before the loop a",
-        "the checkpoint was over 6 items, and this sequence has 3",
+        "the checkpoint was over 6 samples, and this loader has 3",
     ):
         assert text in output, (text, output)
 

@@ -85,12 +85,10 @@ def archive_checksum(folder: Path) -> Kind:
 
 
 def checkpoint(folder: Path) -> Path:
-    def fill(temporary: Path) -> dict[str, disk.Row]:
-        path = temporary / "__0_0.distcp"
-        path.write_bytes(b"weights")
-        return {path.name: disk.file_row(path)}
-
-    return disk.write_checkpoint(folder, 7, fill, keep=1)
+    temporary = disk.new_folder(folder, 7)
+    path = temporary / "__0_0.distcp"
+    path.write_bytes(b"weights")
+    return disk.commit(temporary, 7, {path.name: disk.file_row(path)}, keep=1)
 
 
 def checkpoint_manifest(folder: Path) -> Kind:
