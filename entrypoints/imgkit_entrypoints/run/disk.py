@@ -89,8 +89,8 @@ def commit(
         target.rename(folder / f"{LEAVING}{target.name}{token}")
     files.publish(temporary, target)
     checkpoints = newest_first(folder)
-    kept = [path for path in checkpoints if path.name <= target.name][:keep]
-    for path in (path for path in checkpoints if path not in kept):
+    newest = [path for path in checkpoints if path.name <= target.name][:keep]
+    for path in (path for path in checkpoints if path not in newest):
         try:
             path.rename(folder / f"{LEAVING}{path.name}{token}")
         except OSError as error:
@@ -183,15 +183,6 @@ def damage(checkpoint: Path, rows: Mapping[str, Row], names: Collection[str]) ->
     return ""
 
 
-def problem(checkpoint: Path) -> str:
-    """Return why `checkpoint` cannot be used; empty: every file is as it was written."""
-    try:
-        _, rows = read_manifest(checkpoint)
-    except InvalidCheckpoint as error:
-        return str(error)
-    return damage(checkpoint, rows, sorted(rows))
-
-
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with files.open_regular(path) as file:
@@ -247,8 +238,8 @@ def lock(folder: Path, say: Callable[[str], None], env: Mapping[str, str]) -> Bi
         folder.mkdir(parents=True, exist_ok=True)
         stream = files.open_own(path, os.O_RDWR | os.O_CREAT, "r+b")
     except OSError as error:
-        what, where = f"the run folder cannot be written: {error.strerror}", str(error.filename or path)
-        raise UsageError(what, where=where, hint=hint) from None  # its traceback would come below the hint
+        problem, where = f"the run folder cannot be written: {error.strerror}", str(error.filename or path)
+        raise UsageError(problem, where=where, hint=hint) from None  # its traceback would come below the hint
     deadline = time.monotonic() + PATIENCE_S
     while not _try_lock(stream, path, say):
         if time.monotonic() > deadline:
@@ -257,8 +248,8 @@ def lock(folder: Path, say: Callable[[str], None], env: Mapping[str, str]) -> Bi
                 say(f"warning: {path}: an earlier attempt still has the lock ({holder})")
                 return stream
             stream.close()
-            what = f"another run writes into this folder ({holder})"
-            raise UsageError(what, where=str(folder), hint=f"stop that run, or {hint}")
+            problem = f"another run writes into this folder ({holder})"
+            raise UsageError(problem, where=str(folder), hint=f"stop that run, or {hint}")
         time.sleep(0.1)
     stream.truncate()
     stream.write(f"process {os.getpid()} on {socket.gethostname()}{job}\n".encode())
