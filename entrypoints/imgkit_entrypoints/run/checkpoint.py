@@ -18,19 +18,12 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    FileSystemReader,
-    FileSystemWriter,
-)
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -49,7 +42,7 @@ for text in ("torch.distributed is disabled, unavailable or uninitialized", "Typ
     warnings.filterwarnings("ignore", message=text)
 
 
-class _CopiesPlanner(DefaultSavePlanner):  # type: ignore[misc]
+class _CopiesPlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
     """Plans by the live tensors, and writes the copies of their local parts."""
 
     def __init__(self, copies: Mapping[str, Tensor]) -> None:
@@ -61,7 +54,7 @@ class _CopiesPlanner(DefaultSavePlanner):  # type: ignore[misc]
         return super().resolve_data(write_item) if copy is None else copy
 
 
-class _Writer(FileSystemWriter):  # type: ignore[misc]
+class _Writer(dcp.FileSystemWriter):  # type: ignore[misc]
     """Raises an OSError where torch's serializer hides that of its file."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
@@ -219,14 +212,16 @@ class Checkpoint:
         UsageError : another program or another release of torch has written it.
         """
         self.folder, self.step, self._ranks = folder, step, ranks
+        self._metadata: Any = None
         contents: tuple[Any, ...] = ()
         problem = ""
         if ranks.rank == 0:
             try:
-                items = FileSystemReader(folder).read_metadata().state_dict_metadata
-                is_tensor = {key: isinstance(item, TensorStorageMetadata) for key, item in items.items()}
+                items = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
                 tensors = {
-                    key: (items[key].size, items[key].properties.dtype) for key in items if is_tensor[key]
+                    key: (item.size, item.properties.dtype)
+                    for key, item in items.items()
+                    if isinstance(item, TensorStorageMetadata)
                 }
                 world_size = sum(key.startswith(RANK.format("")) for key in items)
                 contents = tensors, world_size, self._load({INDEX: b""})[INDEX]
@@ -255,14 +250,14 @@ class Checkpoint:
         """Return the state of an object with a `TensorRef` for each tensor; no collective call."""
         return pickle.loads(self._trees[name])  # noqa: S301 - SECURITY.md: it is trusted like code
 
-    def state(self, name: str, shards: Mapping[str, Tensor] = MappingProxyType({})) -> Any:
+    def state(self, name: str, shards: Mapping[str, Tensor] | None = None) -> Any:
         """Return the state of an object.
 
         Parameters
         ----------
         shards : DTensors by key, into which each rank reads its own part.
         """
-        values: dict[str, Any] = dict(shards)
+        values: dict[str, Any] = dict(shards or {})
         if values:
             self._load(values)
         tree = self.tree(name)
@@ -294,11 +289,11 @@ class Checkpoint:
         `dcp.load` would do it with collectives: torch 2.3's also with ranks outside of the group, and all of
         them only to sort the keys.
         """
-        reader = FileSystemReader(self.folder)
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        metadata = reader.read_metadata()
-        planner.set_up_planner(values, metadata, is_coordinator=True)
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        reader = dcp.FileSystemReader(self.folder)
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._metadata = self._metadata or reader.read_metadata()
+        planner.set_up_planner(values, self._metadata, is_coordinator=True)
+        reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         plan = reader.prepare_local_plan(planner.create_local_plan())
         reader.read_data(planner.finish_plan(plan), planner).wait()
         return values

@@ -99,7 +99,7 @@ class Tracked:
         ------
         UsageError : on every rank, if a rank cannot keep a state, or if rank 0's cannot count for all.
         """
-        snapshot, digests, error = Snapshot(), {}, None
+        snapshot, digests, failure = Snapshot(), {}, None
         try:
             for name, value in self.objects.items():
                 state = state_of(name, value)
@@ -108,12 +108,12 @@ class Tracked:
                 is_early = isinstance(value, nn.Module | Optimizer) and call != "run.save"
                 if name not in self._per_rank and ranks.world_size > 1 and not is_early:
                     digests[name] = _digest(repr(_compared(value, state)))
-        except UsageError as problem:
-            error = problem.what, problem.hint
-        rows = ranks.gather((error, ", ".join(sorted(self.objects)) or "nothing", digests), call=call)
-        for rank, (error, _, _) in enumerate(rows):
-            if error:
-                raise UsageError(f"rank {rank}: {error[0]}", where=call, hint=error[1])
+        except UsageError as error:
+            failure = error.what, error.hint
+        rows = ranks.gather((failure, ", ".join(sorted(self.objects)) or "nothing", digests), call=call)
+        for rank, (failure, _, _) in enumerate(rows):
+            if failure:
+                raise UsageError(f"rank {rank}: {failure[0]}", where=call, hint=failure[1])
         names = [row[1] for row in rows]
         if len(set(names)) > 1:
             raise UsageError(
@@ -212,19 +212,18 @@ class Tracked:
 
     def _shards_of(self, name: str, tree: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
         """Return the DTensors, by key, into which each rank reads its part of a sharded object."""
-        value, shards = self.objects[name], {}
-        if isinstance(value, nn.Module) and is_sharded(value):
-            for key, tensor in state_of(name, value).items():
-                if is_dtensor(tensor):
-                    shards[tree[key].key] = tensor
-        elif isinstance(value, Optimizer) and is_sharded(value):
-            # A fresh optimizer has no state to read into.
-            params = [param for group in value.param_groups for param in group["params"]]
-            for path, leaf in state_tree.leaves(tree["state"]):
-                param = params[path[0]]
-                if _is_ref(leaf) and is_dtensor(param) and checkpoint.tensors[leaf.key][0] == param.shape:
-                    dtype = checkpoint.tensors[leaf.key][1]
-                    shards[leaf.key] = torch.empty_like(param, dtype=dtype, requires_grad=False)
+        value = self.objects[name]
+        if not is_sharded(value):
+            return {}
+        if isinstance(value, nn.Module):
+            live = state_of(name, value)
+            return {tree[key].key: tensor for key, tensor in live.items() if is_dtensor(tensor)}
+        shards = {}  # a fresh optimizer has no state to read into
+        params = [param for group in value.param_groups for param in group["params"]]
+        for (number, *_), leaf in state_tree.leaves(tree["state"]):
+            shape, dtype = checkpoint.tensors[leaf.key] if _is_ref(leaf) else (None, None)
+            if is_dtensor(params[number]) and shape == params[number].shape:
+                shards[leaf.key] = torch.empty_like(params[number], dtype=dtype, requires_grad=False)
         return shards
 
     def _load(self, name: str, state: Any, where: str) -> None:
@@ -264,34 +263,29 @@ def _is_instance(value: object, names: Collection[str]) -> bool:
     return any(kind.__name__ in names for kind in type(value).__mro__)
 
 
-def _unfit(what: str, hint: str) -> UsageError:
-    return UsageError(what, where="run.track", hint=hint)
+def _unfit(problem: str, hint: str) -> UsageError:
+    return UsageError(problem, where="run.track", hint=hint)
 
 
 def _unloadable(problem: str) -> UsageError:
-    return _unfit(
-        f"{problem}, and no resume could load it again",
-        "keep only numbers, texts, lists, dicts and tensors in the state",
-    )
+    hint = "keep only numbers, texts, lists, dicts and tensors in the state"
+    return _unfit(f"{problem}, and no resume could load it again", hint)
 
 
 def _refuse_unfit_shards(name: str, value: Any) -> None:
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < OLDEST_TORCH:
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
         raise _unfit(
             f"{name} is sharded, and this is torch {torch.__version__}",
-            f"use an image with torch {'.'.join(map(str, OLDEST_TORCH))} or newer (NGC 25.01), or wrap the "
-            "model in DDP",
+            "use an image with torch 2.6 or newer (NGC 25.01), or wrap the model in DDP",
         )
+    world_size = torch.distributed.get_world_size()
     for key, parameter in value.named_parameters() if isinstance(value, nn.Module) else ():
+        size = parameter.device_mesh.size() if is_dtensor(parameter) else world_size
         if parameter.is_meta:
             raise _unfit(f"{name}.{key} is on the meta device", "call run.track after model.to_empty()")
-        ranks = torch.distributed.get_world_size()
-        if is_dtensor(parameter) and parameter.device_mesh.size() != ranks:
-            raise _unfit(
-                f"{name}.{key} is sharded over {parameter.device_mesh.size()} of {ranks} ranks",
-                "use a mesh of all ranks, init_device_mesh(device, (REPLICAS, SHARDS))",
-            )
+        if size != world_size:
+            hint = "use a mesh of all ranks, init_device_mesh(device, (REPLICAS, SHARDS))"
+            raise _unfit(f"{name}.{key} is sharded over {size} of {world_size} ranks", hint)
 
 
 def state_of(name: str, value: Any) -> Any:
