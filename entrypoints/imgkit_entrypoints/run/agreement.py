@@ -50,7 +50,7 @@ class AddedNumbers(Protocol):
     def take(self) -> Tensor:
         """Return this rank's numbers since the last call: float64, equally many on all ranks."""
 
-    def arrived(self, agreed: Agreed) -> None:
+    def arrived(self, look: Agreed, /) -> None:
         """Take the sums of all ranks. Every rank gets the same; what this raises, it raises on all."""
 
 
@@ -68,7 +68,7 @@ class Agreement:
         self._sent: tuple[Agreed, Any, Tensor] | None = None
         """What is under way: the look without its sums, the collective call, and the numbers."""
         self._interval = self._most = 1
-        self._sent_step, self._start = 0, time.perf_counter()
+        self._sent_step, self._sent_time = 0, time.perf_counter()
         """Step and time of the last look, or of `start`."""
         self.stop = ""
         """Reason why all ranks stop after this step; empty: go on."""
@@ -76,7 +76,7 @@ class Agreement:
     def start(self, step: int, most: int | None = None) -> None:
         """Start the clock after `step` steps; at most `most` steps lie between two looks."""
         self._most = most or self._most
-        self._sent_step, self._start = step, time.perf_counter()
+        self._sent_step, self._sent_time = step, time.perf_counter()
 
     def looks(self, step: int) -> bool:
         """Return whether a look is due after `step`."""
@@ -94,21 +94,15 @@ class Agreement:
             if self.stop:  # the ranks will save, and all numbers belong to that
                 self._receive()
 
-    def settle(self, step: int) -> None:
-        """Wait for the numbers of all steps up to `step`; a collective call, as are `after` and `meet`."""
-        if step > self._sent_step:
-            self._exchange(step)
-        self._receive()
-
     def meet(self, step: int) -> None:
-        """Do the same where the ranks may have taken different numbers of steps: at the end of a loop."""
+        """Wait for the numbers of all steps up to `step`; a collective call, as is `after`."""
         self._exchange(step)
         self._receive()
 
     def _exchange(self, step: int) -> None:
         self._receive()
         numbers = self.numbers.take().to(self._ranks.device)
-        seconds, steps = time.perf_counter() - self._start, step - self._sent_step
+        seconds, steps = time.perf_counter() - self._sent_time, step - self._sent_step
         self.start(step)
         turn = step % _CYCLE
         values = [seconds / max(1, steps), turn, turn * turn, *map(float, self._answers())]
@@ -219,34 +213,34 @@ class NumberLog:
         self._sums, self._count = {}, 0
         return sums
 
-    def arrived(self, agreed: Agreed) -> None:
+    def arrived(self, look: Agreed) -> None:
         """Add the sums of all ranks to the next line, and write it when it is time.
 
         Raises
         ------
         CheckFailed : the ranks log different names.
         """
-        ranks, marks, squares = map(int, agreed.sums[:3])
+        ranks, marks, squares = map(int, look.sums[:3])
         if ranks * squares != marks**2:
             raise CheckFailed(
                 f"the ranks log different numbers; this one logs {', '.join(self._names) or 'none'}",
                 hint="give run.log the same names in the same order on every rank, or call it on one rank",
             )
-        self._totals = [total + value for total, value in zip(self._totals, agreed.sums[3:], strict=True)]
-        self._steps, self._seconds = self._steps + agreed.steps, self._seconds + agreed.seconds
+        self._totals = [total + value for total, value in zip(self._totals, look.sums[3:], strict=True)]
+        self._steps, self._seconds = self._steps + look.steps, self._seconds + look.seconds
         if time.monotonic() - self._last_line >= LINE_S:
-            self.write(agreed.step)
+            self.write(look.step)
 
     def write(self, step: int) -> None:
         """Write the line of what was logged since the last one, if anything was."""
         count, *sums = self._totals
         if self._metrics is None or not self._names or not count:
             return
-        means = {name: total / count for name, total in zip(self._names, sums, strict=False)}
+        averages = {name: total / count for name, total in zip(self._names, sums, strict=False)}
         rate = self._steps / self._seconds if self._seconds else 0.0
-        text = "".join(f"  {name} {value:.6g}" for name, value in means.items())
+        text = "".join(f"  {name} {value:.6g}" for name, value in averages.items())
         terminal.out(f"step {step}{text}  {rate:.1f} steps/s")
-        values = {name: value if math.isfinite(value) else None for name, value in means.items()}
+        values = {name: value if math.isfinite(value) else None for name, value in averages.items()}
         self._metrics.add(
             {"time": now(), "step": step, "epoch": self._passes(), "steps_per_s": rate, **values}
         )

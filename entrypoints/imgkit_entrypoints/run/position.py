@@ -1,17 +1,21 @@
-"""The position of a run in its data, with the random numbers that belong to it."""
+"""The position of a run in its data, with the random numbers that belong to it.
+
+A resumed pass over a loader draws the order of its samples again, and skips the batches that were done.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.run import loaders, random_state
+from imgkit_entrypoints.run import random_state
 from imgkit_entrypoints.run.random_state import GeneratorStates, restore_generators, states_of
 from imgkit_entrypoints.run.ranks import Ranks
 from imgkit_entrypoints.run.tracked import has_state
@@ -36,12 +40,12 @@ class Loop:
         """Describe a loop over `loader` after so many passes."""
         samples, batches, batch_size = -1, -1, 1
         if isinstance(loader, DataLoader):
-            samples, batch_size = loaders.length(loader.dataset), loader.batch_size
+            samples, batch_size = loader_length(loader.dataset), loader.batch_size
             if type(loader.batch_sampler) in (BatchSampler, type(None)):
-                batches = loaders.length(loader)
+                batches = loader_length(loader)
         elif not has_state(loader):
-            samples = loaders.length(loader)
-        epoch = loaders.sampler_epoch(loader)
+            samples = loader_length(loader)
+        epoch = sampler_epoch(loader)
         return cls(
             passes=passes, batches=batches, samples=samples, batch_size=batch_size, sampler_epoch=epoch
         )
@@ -177,32 +181,29 @@ class DataPosition:
         if self._resume and not is_new and self.loops[name].passes > self.epoch:
             self._resume.repeats = True
             return False
-        raise UsageError(
+        raise _refusal(
             f"epoch {self.epoch} comes to the loop {_loop_name(name)} before the loop {_loop_name(expected)}",
-            where="run.steps",
-            hint="go through the same loops in every epoch, in the same order: run.steps(loader, name=...), "
-            "with an empty list as the loader where a loop is left out",
+            "go through the same loops in every epoch, in the same order: run.steps(loader, name=...), with "
+            "an empty list as the loader where a loop is left out",
         )
 
     def _refuse_unfinished(self, name: str) -> None:
+        last_name = _loop_name(self._name)
         if self.is_open:
-            raise UsageError(
-                f"the loop {_loop_name(name)} begins while a pass of the loop {_loop_name(self._name)} is "
-                "under way",
-                where="run.steps",
-                hint="let one loader give the batches of both, for example over a StackDataset; an "
-                "evaluation iterates over its loader without run.steps",
+            raise _refusal(
+                f"the loop {_loop_name(name)} begins while a pass of the loop {last_name} is under way",
+                "let one loader give the batches of both, for example over a StackDataset; an evaluation "
+                "iterates over its loader without run.steps",
             )
         if self._batch and self._batch == self._length and not self._resume:
             self.close()  # left by a `break` at its last batch
         if self._batch and not self._resume:
             size = f" of {self._length}" if self._length > 0 else ""
-            raise UsageError(
-                f"the pass of the loop {_loop_name(self._name)} was left after {self._batch}{size} batches, "
-                "and another one begins: a resume would go on with the first",
-                where="run.steps",
-                hint="let each pass come to its end, for example over fewer samples or range(STEPS); a break "
-                "may only end the program",
+            raise _refusal(
+                f"the pass of the loop {last_name} was left after {self._batch}{size} batches, and another "
+                "one begins: a resume would go on with the first",
+                "let each pass come to its end, for example over fewer samples or range(STEPS); a break may "
+                "only end the program",
             )
 
     def open(self, loader: Any, name: str) -> Iterator[Any]:
@@ -222,8 +223,8 @@ class DataPosition:
         elif resume and resume.repeats:
             random_state.restore(resume.random)
         self.loops[name] = loop
-        self._name, self._length, self.is_open = name, loaders.length(loader), True
-        live = loaders.generators(loader)
+        self._name, self._length, self.is_open = name, loader_length(loader), True
+        live = loader_generators(loader)
         generators = self._generators.setdefault(name, _LoopGenerators(states_of(live), ()))
         if resume and is_within:
             random, states = resume.random, generators.saved
@@ -243,15 +244,17 @@ class DataPosition:
             restore_generators(live, states)
 
         keeps_workers = loop.passes > 0
-        return loaders.iterate(
-            loader, self._batch, keeps_workers=keeps_workers, rewind=rewind, forward=forward
-        )
+        return iterate(loader, self._batch, keeps_workers=keeps_workers, rewind=rewind, forward=forward)
 
     def close(self) -> None:
         """Note that the pass is finished."""
         loop = self.loops[self._name]
         self.loops[self._name] = dataclasses.replace(loop, passes=loop.passes + 1)
         self._batch, self.is_open = 0, False
+
+
+def _refusal(problem: str, hint: str) -> UsageError:
+    return UsageError(problem, where="run.steps", hint=hint)
 
 
 def _loop_name(name: str) -> str:
@@ -266,12 +269,10 @@ def _refuse_unlike(last: Loop, loop: Loop) -> None:
     """Raise UsageError if two loops without a name are over unlike loaders."""
     sizes, last_sizes = (loop.batches, loop.batch_size), (last.batches, last.batch_size)
     if last.passes and -1 not in (last.batches, loop.batches) and sizes != last_sizes:
-        raise UsageError(
+        raise _refusal(
             f"a loop without a name was over {last.batches} batches of {last.batch_size}, and is over "
             f"{loop.batches} of {loop.batch_size} now: a resume could not tell two loops from each other",
-            where="run.steps",
-            hint="where an epoch has several, name each: run.steps(loader, name=...); an evaluation needs no "
-            "run.steps",
+            "where an epoch has several, name each: run.steps(loader, name=...); an evaluation needs none",
         )
 
 
@@ -291,6 +292,145 @@ def _refuse_other_loader(name: str, last: Loop, loop: Loop, batch: int, *, has_s
         change = f"was over {sizes}, and this loader has {loop.batches} of {loop.batch_size}"
     else:
         return
-    raise UsageError(
-        f"the pass of the loop {_loop_name(name)} in the checkpoint {change}", where="run.steps", hint=hint
+    raise _refusal(f"the pass of the loop {_loop_name(name)} in the checkpoint {change}", hint)
+
+
+_ACCELERATE = "use accelerate's own save_state with a LibraryCheckpoint: docs/howto/library-loops.md"
+
+
+def refuse_without_position(loader: Any) -> None:
+    """Raise UsageError if a pass over `loader` could not resume where it ended."""
+    hint = (
+        "give a DataLoader over a map-style dataset, a sequence, or a loader with state_dict and "
+        "load_state_dict, such as torchdata's StatefulDataLoader"
     )
+    name, problem = type(loader).__name__, ""
+    if any(kind.__module__.startswith("accelerate") for kind in type(loader).__mro__):
+        problem, hint = f"{name} is a loader that accelerate has prepared", _ACCELERATE
+    elif has_state(loader):
+        return
+    elif not isinstance(loader, DataLoader):
+        is_sequence = hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
+        problem = "" if is_sequence and not isinstance(loader, Mapping) else name
+    elif isinstance(loader.dataset, IterableDataset):
+        problem = f"a DataLoader over the IterableDataset {type(loader.dataset).__name__}"
+    elif type(loader).__iter__ is not DataLoader.__iter__:
+        problem = f"{name} has an __iter__ of its own, which hides its position"
+        hint = (
+            "use DataLoader itself, with persistent_workers=True to keep the workers, and change batches in "
+            "collate_fn or in the loop"
+        )
+    if problem:
+        raise _refusal(f"this loader cannot resume at its sample: {problem}", hint)
+
+
+def loader_length(loader: Any) -> int:
+    """Return the batches of a pass; -1: unknown."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return -1
+
+
+def _samplers(loader: Any) -> list[Any]:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+
+
+def sampler_epoch(loader: Any) -> int | None:
+    """Return the epoch that a DistributedSampler, or one like it, has been told; None: there is none."""
+    epochs = (getattr(sampler, "epoch", None) for sampler in _samplers(loader))
+    return next((epoch for epoch in epochs if type(epoch) is int), None)
+
+
+def loader_generators(loader: Any) -> list[torch.Generator]:
+    """Return the generators that a pass uses in this process, each once: of loader, samplers and dataset."""
+    owners = [loader, *_samplers(loader)]
+    if isinstance(loader, DataLoader) and loader.num_workers == 0:  # workers draw from copies
+        owners.append(loader.dataset)
+    attributes = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
+    return list({id(value): value for value in attributes if isinstance(value, torch.Generator)}.values())
+
+
+def iterate(
+    loader: Any, skip: int, *, keeps_workers: bool, rewind: Callable[[], None], forward: Callable[[], None]
+) -> Iterator[Any]:
+    """Iterate over `loader` without its first `skip` batches.
+
+    Parameters
+    ----------
+    keeps_workers : the pass of an undisturbed run goes on with the workers of the one before.
+    rewind : sets the random numbers to those at the start of the pass, from which samplers draw.
+    forward : sets them to those of now, before the first batch is read. Only called if some are skipped.
+    """
+    if isinstance(loader, DataLoader) and not has_state(loader):
+        starts_workers = keeps_workers and loader.persistent_workers and loader._iterator is None
+        if skip or starts_workers:
+            return _iterate_rest(loader, skip, starts_workers, rewind, forward)
+    if not skip:
+        return iter(loader)
+    skip = 0 if has_state(loader) else skip  # its state is loaded
+    if skip:
+        rewind()
+    batches: Iterator[Any] = iter(loader)
+    for _ in itertools.islice(batches, skip):
+        pass
+    forward()
+    return batches
+
+
+def _iterate_rest(
+    loader: DataLoader[Any],
+    skip: int,
+    starts_workers: bool,
+    rewind: Callable[[], None],
+    forward: Callable[[], None],
+) -> Iterator[Any]:
+    """Let the loader take its indices from a sampler that skips; no skipped sample is read."""
+    attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    sampler = getattr(loader, attribute)
+    rest = _Rest(sampler, skip, (loader.prefetch_factor or 0) * loader.num_workers, forward)
+    try:
+        if starts_workers:
+            # That draws a random number, which the pass of an undisturbed run does not draw.
+            _set_sampler(loader, attribute, ())
+            next(iter(loader), None)
+        rewind()
+        _set_sampler(loader, attribute, rest)
+        batches = iter(loader)
+        first = list(itertools.islice(batches, 1))
+    finally:
+        _set_sampler(loader, attribute, sampler)
+    return itertools.chain(first, batches)
+
+
+def _set_sampler(loader: DataLoader[Any], attribute: str, sampler: Any) -> None:
+    vars(loader)[attribute] = sampler  # DataLoader's own __setattr__ refuses this
+    if loader._iterator is not None:  # of workers that are kept
+        loader._iterator._index_sampler = sampler
+
+
+class _Rest:
+    """A sampler without its first `skip` items; read once.
+
+    Parameters
+    ----------
+    ahead : items that workers get before the first batch arrives; as many more were drawn before the stop.
+    forward : called after these.
+    """
+
+    def __init__(self, sampler: Any, skip: int, ahead: int, forward: Callable[[], None]) -> None:
+        self._sampler, self._skip, self._ahead, self._forward = sampler, skip, ahead, forward
+
+    def __iter__(self) -> Iterator[Any]:
+        # Here, and not at the first item: a sampler may draw before the loader draws a seed for its workers.
+        return self._without_first(iter(self._sampler))
+
+    def _without_first(self, items: Iterator[Any]) -> Iterator[Any]:
+        for _ in itertools.islice(items, self._skip):
+            pass
+        if self._skip:
+            drawn = list(itertools.islice(items, self._ahead))
+            self._forward()
+            yield from drawn
+        yield from items

@@ -8,37 +8,43 @@ import gc
 import math
 import os
 import pickle
-import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from imgkit_entrypoints import __version__, terminal
-from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, CheckFailed, UsageError
+from imgkit_entrypoints import terminal
+from imgkit_entrypoints.errors import EXIT_NO, CheckFailed, UsageError
 from imgkit_entrypoints.files import in_job_folder
 from imgkit_entrypoints.launch.progress import ProgressNotes
 from imgkit_entrypoints.launch.start_up import first_attempt_s
 from imgkit_entrypoints.launch.watchdog import Pulse
-from imgkit_entrypoints.run import checkpoint, disk, loaders, random_state, stop_requests
+from imgkit_entrypoints.run import checkpoint, disk, random_state, stop_requests
 from imgkit_entrypoints.run.agreement import AddedNumbers, Agreement, NumberLog
 from imgkit_entrypoints.run.checkpoint import Checkpoint, CheckpointWriter
 from imgkit_entrypoints.run.gradients import PendingGradients
 from imgkit_entrypoints.run.metrics import MetricsFile
-from imgkit_entrypoints.run.position import DataPosition
+from imgkit_entrypoints.run.position import DataPosition, loader_length, refuse_without_position
 from imgkit_entrypoints.run.ranks import Ranks, connect, ranks_by_value, with_new_group
 from imgkit_entrypoints.run.stop_requests import StopRequests
 from imgkit_entrypoints.run.tracked import Tracked, has_state
 
 MAX_INTERVAL = 1000
 """Most steps between two looks."""
+
+
+class ConnectedRanks(NamedTuple):
+    """What a run has once it has met the other ranks."""
+
+    ranks: Ranks
+    """With a group for values in host memory."""
+    agreement: Agreement
 
 
 class NotSaved(CheckFailed):
@@ -79,14 +85,16 @@ class Run:
         self._log = NumberLog(metrics, lambda: self._position.passes)
         self._max_interval = 0
         """Most steps between two looks at the program's own numbers; 0: it has none."""
-        self._connection: tuple[Ranks, Agreement] | None = None
+        self._connection: ConnectedRanks | None = None
+        self._own_group: Any = None
+        """The process group that the run has opened, and closes."""
         self._writer: CheckpointWriter | None = None
         self._restored: Checkpoint | None = None
         """The checkpoint from which the run goes on, until its first step."""
         self._saved_values: dict[str, Any] = self._position.values()
         self._saved_step = 0
         """Step of the last save, or of the checkpoint from which the run goes on."""
-        self._may_write = self._is_shared = self._is_started = self._is_in_step = self._should_save = False
+        self._may_write = self._is_started = self._is_in_step = self._should_save = False
         self._has_read_position = True
         self._stateful: tuple[Any, bytes] | None = None
         """The loader with a state whose pass has begun, and its state then; None: it was compared."""
@@ -137,7 +145,7 @@ class Run:
     @property
     def stopping(self) -> str:
         """Why the run stops at the next `save`; empty: it goes on. All ranks see the same."""
-        return self._connection[1].stop if self._connection else ""
+        return self._connection.agreement.stop if self._connection else ""
 
     def __enter__(self) -> Run:
         return self
@@ -148,7 +156,7 @@ class Run:
         try:
             if kind is None and self._connection is not None:
                 self._end_step()
-                self._finish(self._connection[0])
+                self._finish(self._connection.ranks)
         finally:
             self._requests.stop_listening()
             self._gradients.close()
@@ -187,7 +195,7 @@ class Run:
             raise UsageError("run.track comes too late", hint="call it before run.restore and run.steps")
         for name, value in objects.items():
             if not has_state(value) and hasattr(value, "__iter__"):
-                loaders.refuse_without_position(value)  # `steps` counts its batches
+                refuse_without_position(value)  # `steps` counts its batches
             else:
                 self._tracked.add(name, value, per_rank=per_rank)
 
@@ -198,12 +206,15 @@ class Run:
         """
         # What the ranks exchange for checkpoints lies in host memory.
         host_ranks = ranks if ranks.device.type == "cpu" else with_new_group(ranks)
-        self._connection = host_ranks, Agreement(ranks, self._requests.answers, self._log)
+        agreement = Agreement(ranks, self._requests.answers, self._log)
+        self._connection = ConnectedRanks(host_ranks, agreement)
 
-    def _connect(self) -> tuple[Ranks, Agreement]:
+    def _connect(self) -> ConnectedRanks:
         """Meet the other ranks, once the program has opened its process group."""
         if self._connection is None:
-            self.connect(connect(self._env, self._rank))
+            ranks = connect(self._env, self._rank)
+            self.connect(ranks)
+            self._own_group = ranks.group
         assert self._connection is not None  # noqa: S101 - for mypy
         return self._connection
 
@@ -218,7 +229,7 @@ class Run:
         """
         if path is None and not self._keep:
             return None
-        return checkpoint.find_newest(Path(path or self.folder), self._connect()[0], self._report)
+        return checkpoint.find_newest(Path(path or self.folder), self._connect().ranks, self._report)
 
     def restore(self, source: Checkpoint | None = None) -> bool:
         """Take over `source`, or the newest whole checkpoint; False if there is none. A collective call.
@@ -290,11 +301,9 @@ class Run:
             )
 
     def _refuse_unshared_folder(self, ranks: Ranks) -> None:
-        """Raise UsageError, once, if ranks with sharded state do not see the same folder."""
-        if self._keep and not self._is_shared:
-            self._is_shared = True
-            if any(ranks.gather(self._tracked.has_shards, call="run.restore")):
-                checkpoint.refuse_unshared_folder(self.folder, ranks)
+        """Raise UsageError if ranks with sharded state do not see the same folder."""
+        if self._keep and any(ranks.gather(self._tracked.has_shards, call="run.restore")):
+            checkpoint.refuse_unshared_folder(self.folder, ranks)
 
     def steps(self, loader: Any, *, name: str = "", save_every: int = 0) -> Steps:
         """Iterate once over `loader`; yields the number of each step, from 1, and its batch.
@@ -316,7 +325,7 @@ class Run:
             now, or a pass was left by a ``break``.
         CheckFailed : the ranks have taken different numbers of steps.
         """
-        loaders.refuse_without_position(loader)
+        refuse_without_position(loader)
         if has_state(loader) and not any(value is loader for value in self._tracked.objects.values()):
             raise UsageError(
                 f"the state of this {type(loader).__name__} is not tracked",
@@ -365,7 +374,7 @@ class Run:
         """Raise UsageError, on every rank, if the ranks begin different passes."""
         loop = f"loop {name}, " if name else ""
         passes = ranks.gather(
-            f"{loop}{loaders.length(loader)} batches after step {self._position.step}, "
+            f"{loop}{loader_length(loader)} batches after step {self._position.step}, "
             f"save_every={save_every}, tracking {', '.join(sorted(self._tracked.objects))}",
             call="run.steps",
         )
@@ -389,7 +398,7 @@ class Run:
 
     def _start_clock(self, max_interval: int | None = None) -> None:
         """Start the clock before the first step of a loop, or again after a save or a pause."""
-        self._connect()[1].start(self._position.step, max_interval)
+        self._connect().agreement.start(self._position.step, max_interval)
         self._pulse.done(self._position.step)
 
     def _begin_step(self) -> None:
@@ -410,18 +419,18 @@ class Run:
 
     def _is_due(self, save_every: int) -> bool:
         """Look if it is time; return whether all ranks save now, with all numbers of the steps before."""
-        step, agreement = self._position.step, self._connect()[1]
+        step, agreement = self._position.step, self._connect().agreement
         agreement.after(step)
         is_due = self._keep and save_every and step // save_every > self._saved_step // save_every
         if not (is_due or agreement.stop or self._should_save) or self._are_pending():
             return False
-        agreement.settle(step)
+        agreement.meet(step)
         self._saved_step = step
         return True
 
     def _are_pending(self) -> bool:
         """Return whether gradients of a rank wait for their optimizer; a collective call."""
-        ranks = self._connect()[0]
+        ranks = self._connect().ranks
         return any(ranks.gather(self._gradients.are_pending(), call="the end of a step"))
 
     def log(self, **numbers: Any) -> None:
@@ -441,7 +450,7 @@ class Run:
         ----------
         every : most steps between two exchanges, which come at its multiples and at those of a divisor.
         """
-        self._connect()[1].numbers, self._max_interval = numbers, every
+        self._connect().agreement.numbers, self._max_interval = numbers, every
 
     def lives(self) -> None:
         """Tell the watchdog that this rank is busy between two steps, for example in an evaluation."""
@@ -455,7 +464,7 @@ class Run:
 
     def looks(self) -> bool:
         """Return whether the numbers of the step that begins are sent at its end: costly ones pay off."""
-        return self._connect()[1].looks(self._position.step + 1)
+        return self._connect().agreement.looks(self._position.step + 1)
 
     def due(self, *, save_every: int = 0) -> bool:
         """End a step of a loop that is not over `steps`, such as one of a library; a collective call.
@@ -477,7 +486,7 @@ class Run:
         All numbers of the steps before have arrived, the time in it counts for no step, and the training
         does not see the random numbers that it draws.
         """
-        self._connect()[1].settle(self._position.step)
+        self._connect().agreement.meet(self._position.step)
         state = random_state.capture()
         yield
         random_state.restore(state)
@@ -522,25 +531,19 @@ class Run:
             return
         if not self._tracked.objects:
             raise UsageError("nothing is tracked", hint="run.track(model=model, optimizer=optimizer)")
+        ranks = self._connect().ranks
         if not self._may_write:
             self.refuse_older()
+            self._refuse_unshared_folder(ranks)
             self._may_write = True
-        ranks = self._connect()[0]
-        self._refuse_unshared_folder(ranks)
         self._refuse_static_loader()
         with self._progress.saving():
             snapshot = self._tracked.snapshot(ranks, "run.save")
             self._saved_values = self._position.values(at_start=at_start)
-            versions = {
-                "imgkit": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            }
-            index = {**self._saved_values, "versions": versions}, snapshot.trees
+            index = pickle.dumps((self._saved_values, snapshot.trees))
             rank_value = {"random": self._position.rank_values(), "objects": snapshot.rank_values}
-            self._open_writer().save(
-                self._position.step, pickle.dumps(index), snapshot.tensors, pickle.dumps(rank_value)
-            )
+            writer, step = self._open_writer(), self._position.step
+            writer.save(step, index, snapshot.tensors, pickle.dumps(rank_value))
 
     def _refuse_static_loader(self) -> None:
         """Raise UsageError if the state of a loader has not changed in its pass: it has no position."""
@@ -557,7 +560,7 @@ class Run:
 
     def _open_writer(self) -> CheckpointWriter:
         if self._writer is None:
-            self._writer = CheckpointWriter(self.folder, self._keep, self._connect()[0], self._say)
+            self._writer = CheckpointWriter(self.folder, self._keep, self._connect().ranks, self._say)
         return self._writer
 
     def refuse_older(self) -> None:
@@ -584,7 +587,7 @@ class Run:
 
     def _end(self) -> None:
         """Wait for the last numbers of ranks that may have taken different numbers of steps."""
-        self._connect()[1].meet(self._position.step)
+        self._connect().agreement.meet(self._position.step)
         self._log.write(self._position.step)
 
     def _leave(self) -> None:
@@ -595,25 +598,10 @@ class Run:
         self._report(f"stopped after step {step}: {self.stopping}{f'; {state}' if self._keep else ''}")
         code = EXIT_NO
         if self._keep and saved_step == step:
-            code = self._mark_saved()
+            ranks = self._connect().ranks
+            code = stop_requests.report_saved(self.stopping, step, ranks, self.folder, self._env)
         _EXIT_CODES.append(code)
         raise SystemExit(code)
-
-    def _mark_saved(self) -> int:
-        """Leave the mark of a saved state where somebody reads it, and return the exit code that fits.
-
-        Under dist-run the node agent reads the mark and exits with 85. torchrun turns every code but 0 into
-        1, so its mark is in the run folder. Elsewhere the code 85 says that the state is saved.
-        """
-        step, ranks = self._position.step, self._connect()[0]
-        is_for_good = self.stopping == stop_requests.FOR_GOOD
-        if is_for_good or stop_requests.report_saved(step, ranks.local_rank, self._env):
-            return 0
-        if "TORCHELASTIC_RUN_ID" not in self._env:
-            return EXIT_SAVED
-        if ranks.rank == 0:
-            stop_requests.mark_saved(self.folder, step, self._env)
-        return 0
 
     def _finish(self, ranks: Ranks) -> None:
         """Save the last state of a run that is done.
@@ -631,7 +619,7 @@ class Run:
             return
         self._end()
         ranks.gather(None, call="the end of the run")
-        self._connect()[1].stop = ""  # all is done
+        self._connect().agreement.stop = ""  # all is done
         if has_moved:
             self._write()
         if self._writer is not None and self.wait().saved_step != self._position.step:
@@ -641,8 +629,8 @@ class Run:
         with contextlib.suppress(ValueError, AssertionError):  # the program has destroyed all groups
             if self._writer is not None:
                 self._writer.close_groups()
-            if self._connection is not None and self._connection[0].group is not None:
-                dist.destroy_process_group(self._connection[0].group)
+            if self._own_group is not None:
+                dist.destroy_process_group(self._own_group)
 
     def _report(self, text: str) -> None:
         if self._rank == 0:
