@@ -222,7 +222,6 @@ READERS: Mapping[str, str] = {
     "entrypoints/imgkit_entrypoints/files.py": "the one place",
     "entrypoints/imgkit_entrypoints/launch/guard.py": KERNEL,
     "entrypoints/imgkit_entrypoints/rollcall/secret.py": "standard input, and a file by stricter rules",
-    "entrypoints/imgkit_entrypoints/run/disk.py": "a folder",
 }
 """Module -> why it may open a file without `files`."""
 

@@ -310,7 +310,7 @@ class StepSums:
         self._slots = self._ranks if self._ranks > 1 else 0
         """Numbers that hold the own work of one rank each; a single rank has nobody to compare with."""
 
-    def take(self, *, everything: bool) -> Tensor:
+    def take(self) -> Tensor:
         """This rank's numbers since the last look, on its device; no call waits for it."""
         window = self._trainer.window
         count = len(window) + 1

@@ -85,22 +85,28 @@ def archive_checksum(folder: Path) -> Kind:
 
 
 def checkpoint(folder: Path) -> Path:
-    def fill(temporary: Path) -> dict[str, disk.Row]:
-        path = temporary / "__0_0.distcp"
-        path.write_bytes(b"weights")
-        return {path.name: disk.file_row(path)}
+    temporary = disk.new_folder(folder, 7)
+    path = temporary / "__0_0.distcp"
+    path.write_bytes(b"weights")
+    return disk.commit(temporary, 7, {path.name: disk.file_row(path)}, keep=1)
 
-    return disk.write_checkpoint(folder, 7, fill, keep=1)
+
+def is_damaged(checkpoint: Path) -> bool:
+    try:
+        _, rows = disk.read_manifest(checkpoint)
+    except disk.InvalidCheckpoint:
+        return True
+    return disk.damage(checkpoint, rows, sorted(rows)) != ""
 
 
 def checkpoint_manifest(folder: Path) -> Kind:
     path = checkpoint(folder)
-    return path / disk.MANIFEST, lambda: disk.problem(path) != ""
+    return path / disk.MANIFEST, lambda: is_damaged(path)
 
 
 def checkpoint_part(folder: Path) -> Kind:
     path = checkpoint(folder)
-    return path / "__0_0.distcp", lambda: disk.problem(path) != ""
+    return path / "__0_0.distcp", lambda: is_damaged(path)
 
 
 KINDS = (delta, archive_itself, archive_manifest, archive_checksum, checkpoint_manifest, checkpoint_part)
