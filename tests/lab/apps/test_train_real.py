@@ -299,17 +299,6 @@ for count in (1, 3):
     assert "held out" in (runs / "looking/curves.svg").read_text()
 
 
-def test_blocks_computed_again_are_the_same(standin: str, runs: Path) -> None:
-    script = """
-for words in ("--model gpt --samples 16", "--model resnet18 --samples 8 --batch-size 2"):
-    name = words.split()[1]
-    assert train(1, f"{words} --steps 2 --run-dir {name}-kept") == 0
-    assert train(1, f"{words} --steps 2 --run-dir {name}-again --activation-checkpointing") == 0
-    same(f"{name}-kept", f"{name}-again", "weights", "ranks")
-"""
-    many(standin, runs, script)
-
-
 def test_steps_are_traced_on_every_rank(standin: str, runs: Path) -> None:
     script = """
 import json

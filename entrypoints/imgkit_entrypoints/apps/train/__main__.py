@@ -282,8 +282,7 @@ def load_components(config: Config) -> Components:
 
 
 def _built_in(config: Config) -> nn.Module:
-    model = models.BUILT_IN[config.model](datasets.classes(config))
-    return models.checkpoint_blocks(model) if config.activation_checkpointing else model
+    return models.BUILT_IN[config.model](datasets.classes(config))
 
 
 def _wrong(function_name: str, value: object, contract: plugins.Contract) -> UsageError:

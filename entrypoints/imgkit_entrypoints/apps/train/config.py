@@ -61,7 +61,6 @@ class Config:
     seed: int
     workers: int
     compile: bool
-    activation_checkpointing: bool
     deterministic: bool
     run_dir: Path | None
     save_every: str

@@ -31,13 +31,10 @@ MODELS: Mapping[str, tuple[str, float, int]] = {
     "gpt": ("adamw", 1e-3, 0),
 }
 """The built-in models, each with its default optimizer, learning rate and steps of warm-up."""
-STACKED = ("resnet18", "resnet50", "gpt")
-"""Built-in models that are stacks of blocks."""
 STEPS = 100
 """Number of steps if neither --steps nor --epochs is given."""
 SWITCHES: Mapping[str, str] = {
     "--compile": "compile the model with torch.compile",
-    "--activation-checkpointing": "recompute blocks in the backward pass to save memory",
     "--deterministic": "refuse nondeterministic operations",
 }
 EXAMPLES = """examples:
@@ -165,11 +162,6 @@ NEEDS = (
     Need(option="--image-size", reason="without a folder of images (--data DIR)", met=_reads(os.path.isdir)),
     Need(option="--momentum", reason="without --optimizer sgd", met=_takes("sgd")),
     Need(option="--amp", reason="with --dtype fp64", met=lambda options: options.dtype == "fp32"),
-    Need(
-        option="--activation-checkpointing",
-        reason=f"without --model {', '.join(STACKED)}; your own model calls torch.utils.checkpoint itself",
-        met=lambda options: options.model in STACKED,
-    ),
     Need(
         option="--save-every",
         reason=_NO_FOLDER,

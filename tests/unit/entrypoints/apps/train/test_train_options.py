@@ -178,15 +178,6 @@ def test_traces_need_a_run_folder() -> None:
     assert list(config.profiled()) == [6, 7]
 
 
-def test_only_models_of_blocks_are_checkpointed(own: Path) -> None:
-    words = ["--activation-checkpointing", "--model"]
-    assert options.read([*words, "gpt"], {}).activation_checkpointing
-    with pytest.raises(UsageError, match="resnet18, resnet50, gpt"):
-        options.read([*words, "mlp"], {})
-    with pytest.raises(UsageError, match=r"torch\.utils\.checkpoint"):
-        options.read([*words, "own.py:model"], {})
-
-
 def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(options, "find_spec", lambda _: None)
