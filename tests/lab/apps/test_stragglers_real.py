@@ -23,7 +23,7 @@ own = own.replace("rows", "fetched").replace("plain", "model")
 print(train(2, own + "even --run-dir data"))
 
 from imgkit_entrypoints.apps.train import profiling
-own = "--data own.py:rows --model own.py:model --batch-size 2 --accumulate 2 --steps 9 --run-dir "
+own = "--data own.py:rows --model own.py:model --batch-size 2 --global-batch 12 --steps 9 --run-dir "
 print(train(3, own + "timed"))
 begin = profiling.WorkClock.__init__
 def untimed(self, here):

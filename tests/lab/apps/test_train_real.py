@@ -82,8 +82,8 @@ same("alone", "fetched", "weights", "optimizer")
 def test_batches_cut_from_more_are_the_same(standin: str, runs: Path) -> None:
     # Rows of tensors are gathered for several steps at once, except at an epoch's end and a run's start.
     script = """
-words = "--model own.py:plain --batch-size 8 --accumulate 2 --dtype fp64"
 for count in (1, 2):
+    words = f"--model own.py:plain --batch-size 8 --global-batch {16 * count} --dtype fp64"
     assert train(count, f"{words} --steps 23 --data own.py:singly --run-dir singly{count}") == 0
     assert train(count, f"{words} --steps 10 --data own.py:rows --run-dir rows{count}") == 0
     assert train(count, f"{words} --steps 23 --data own.py:rows --run-dir rows{count}") == 0
@@ -205,19 +205,16 @@ assert train(2, f"{words} --on-nan skip --amp fp16 --run-dir scaled") == 0
 
 def test_options_do_what_they_say_or_are_refused(standin: str, runs: Path) -> None:
     script = """
-assert train(1, "--accumulate 3 --global-batch 64 --steps 2") == 2
 assert train(1, "--workers 1 --steps 2") == 2
 assert train(1, "--profile 9:1 --steps 2 --run-dir profiled") == 2
 assert train(1, "--steps 2 --resume never --run-dir fresh") == 0
 # A resumed run keeps its global batch, and accumulates as its number of ranks needs.
-words = "--accumulate 2 --global-batch 12 --run-dir accumulating"
+words = "--batch-size 3 --global-batch 12 --run-dir accumulating"
 assert train(2, f"{words} --steps 2") == 0
 assert train(4, f"{words} --steps 4") == 0
 assert states("fresh")["step"] == 2
 """
     told = many(standin, runs, script)
-    assert "--accumulate 3 cannot divide equally" in told
-    assert "--accumulate 1 or 2 or 4 or 8 or 16 or 32 or 64; or --global-batch 63 or 66" in told
     assert "this data gives whole batches, not single samples" in told
     assert "--profile 9:1 would trace nothing: the run has 2 steps" in told
     assert "resumes after step 2 of 4" in told
@@ -225,7 +222,7 @@ assert states("fresh")["step"] == 2
 
 def test_numbers_of_a_step_are_averaged(standin: str, runs: Path) -> None:
     script = """
-own = "--model own.py:plain --data own.py:exact --steps 6 --global-batch 8 --accumulate 2 --step own.py:"
+own = "--model own.py:plain --data own.py:exact --steps 6 --global-batch 8 --batch-size 2 --step own.py:"
 assert train(2, own + "numbers --run-dir numbered --schedule linear") == 0
 assert train(1, own + "renamed") == 2
 assert train(1, own + "wide") == 2

@@ -23,7 +23,7 @@ from imgkit_entrypoints.apps.train import datasets, main_loop, models, options, 
 from imgkit_entrypoints.apps.train.batches import BadSample, Batches
 from imgkit_entrypoints.apps.train.config import Config, every, resumed, steps_a_line, total_steps
 from imgkit_entrypoints.apps.train.main_loop import Course, MainLoop, RunEnd
-from imgkit_entrypoints.apps.train.order import Order, arrange, refuse_uneven, seed_of
+from imgkit_entrypoints.apps.train.order import arrange, seed_of
 from imgkit_entrypoints.apps.train.profiling import WorkClock, traced
 from imgkit_entrypoints.apps.train.run_log import Gauges, RunLog
 from imgkit_entrypoints.apps.train.stragglers import RankOnNode, Stragglers
@@ -106,7 +106,12 @@ def train(config: Config, components: Components, run: Run, ranks: Ranks, starte
     if checkpoint is not None and course.samples != len(samples):
         changes = (*changes, f"the data had {course.samples} samples, and has {len(samples)} now")
     course.samples = len(samples)
-    order = _order(config, len(samples), ranks, new=checkpoint is None)
+    order = arrange(
+        size=len(samples),
+        world_size=ranks.world_size,
+        batch_size=config.batch_size,
+        global_batch=config.global_batch,
+    )
     steps = total_steps(config, order.steps_per_epoch)
     if config.profiled() and config.profiled().start > steps:
         raise UsageError(
@@ -196,19 +201,6 @@ def _write_summary(
         state = f"the state of step {saved.saved_step} is saved" if saved.saved_step >= 0 else nothing
         hint = f"; {end.hint}" if end.hint else ""
         say(f"{run.step} of {steps} steps are done: {end.reason}; {state}{hint}")
-
-
-def _order(config: Config, samples: int, ranks: Ranks, *, new: bool) -> Order:
-    batches: dict[str, Any] = {
-        "world_size": ranks.world_size,
-        "batch_size": config.batch_size,
-        "accumulate": config.accumulate,
-        "global_batch": config.global_batch,
-    }
-    order = arrange(size=samples, **batches)
-    if new:
-        refuse_uneven(**batches)
-    return order
 
 
 def _gauges(config: Config, feed: Batches, trainer: Trainer, batch: Any, ranks: Ranks) -> Gauges:

@@ -47,7 +47,6 @@ class Config:
     steps: int | None
     epochs: int | None
     batch_size: int | None
-    accumulate: int | None
     global_batch: int | None
     lr: float
     optimizer: str

@@ -80,9 +80,7 @@ def _steps_and_batches(add: _Add) -> None:
     add("--steps", positive, None, "N", f"optimizer steps (default: {STEPS})")
     add("--epochs", positive, None, "N", "passes over the data; with --steps, whichever ends first")
     add("--batch-size", positive, None, "N", "samples per rank and batch (default: 32)")
-    text = "batches per rank and step, by gradient accumulation (default: 1)"
-    add("--accumulate", positive, None, "N", text)
-    text = "samples per step over all ranks, by gradient accumulation (default: from the two above)"
+    text = "samples per step over all ranks, by gradient accumulation (default: --batch-size x ranks)"
     add("--global-batch", positive, None, "N", text)
     add("--stop-after", duration, None, "TIME", "save and stop this time after the first attempt: 50m, 1h30m")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from imgkit_entrypoints import arguments
-from imgkit_entrypoints.apps.train import options, order, plugins
+from imgkit_entrypoints.apps.train import options, plugins
 from imgkit_entrypoints.apps.train.config import due, every, resumed, steps_a_line, total_steps
 from imgkit_entrypoints.cli import start
 from imgkit_entrypoints.cli.commands import COMMANDS
@@ -353,42 +353,3 @@ def test_launcher_refuses_before_torchrun_starts() -> None:
 def test_options_that_belong_together_are_read(own: Path, words: str) -> None:
     assert options.check(words.split(), {})
     assert options.check(["--keep", "9"], {"IMGKIT_RUN_DIR": "r"})
-
-
-@pytest.mark.parametrize(
-    ("batch", "accumulate", "of_all", "said"),
-    [
-        (None, 3, 64, "each of 2 ranks 32 samples per step, which --accumulate 3 cannot divide"),
-        (8, 3, 64, "--batch-size 8 x --accumulate 3 x 2 ranks are 48 samples per step, and not"),
-        (None, 5, 4, "each of 2 ranks 2 samples per step, which --accumulate 5 cannot divide"),
-    ],
-)
-def test_accumulation_that_cannot_be_exact_is_refused(
-    batch: int | None, accumulate: int, of_all: int, said: str
-) -> None:
-    values = {"batch_size": batch, "accumulate": accumulate, "global_batch": of_all}
-    with pytest.raises(UsageError) as caught:
-        order.refuse_uneven(world_size=2, **values)
-    assert said in caught.value.what
-
-
-@pytest.mark.parametrize(
-    ("batch", "accumulate", "of_all", "parts"),
-    [
-        (None, 4, 64, 4),
-        (8, 4, 64, 4),
-        (8, None, 64, 4),
-        (8, 3, None, 3),
-        (None, None, 64, 1),
-        (7, None, 64, 5),
-    ],
-)
-def test_accumulation_is_as_its_options_say(
-    batch: int | None, accumulate: int | None, of_all: int | None, parts: int
-) -> None:
-    values = {"batch_size": batch, "accumulate": accumulate, "global_batch": of_all}
-    order.refuse_uneven(world_size=2, **values)
-    made = order.arrange(size=1000, world_size=2, **values)
-    found = made.parts(made.global_batch, 0)
-    assert len(found) == parts
-    assert sum(part.end - part.first for part in found) * 2 == made.global_batch

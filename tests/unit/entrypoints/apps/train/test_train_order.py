@@ -91,28 +91,36 @@ def test_rank_without_samples_has_weight_zero() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12, 24])
 def test_accumulation_keeps_the_global_batch(ranks: int) -> None:
-    order = arrange(size=1000, world_size=ranks, batch_size=5, accumulate=1, global_batch=24)
+    order = arrange(size=1000, world_size=ranks, batch_size=5, global_batch=24)
     assert order.global_batch == 24
     assert max(part.end - part.first for part in order.parts(24, 0)) <= 5
 
 
-def test_batch_and_accumulation_make_the_global_batch() -> None:
-    order = arrange(size=1000, world_size=3, batch_size=4, accumulate=2, global_batch=None)
-    assert (order.global_batch, len(order.parts(24, 0))) == (24, 2)
+@pytest.mark.parametrize(
+    ("batch_size", "global_batch", "per_step", "parts"),
+    [(None, 64, 64, 1), (8, 64, 64, 4), (7, 64, 64, 5), (8, None, 16, 1), (None, None, 64, 1)],
+)
+def test_batch_sizes_give_the_accumulation(
+    batch_size: int | None, global_batch: int | None, per_step: int, parts: int
+) -> None:
+    order = arrange(size=1000, world_size=2, batch_size=batch_size, global_batch=global_batch)
+    slices = order.parts(order.global_batch, 0)
+    assert (order.global_batch, len(slices)) == (per_step, parts)
+    assert sum(part.end - part.first for part in slices) * 2 == per_step
 
 
 def test_unshareable_global_batch_names_what_works() -> None:
     with pytest.raises(
         UsageError, match="3 ranks cannot share a global batch of 32 samples equally"
     ) as caught:
-        arrange(size=1000, world_size=3, batch_size=8, accumulate=None, global_batch=32)
+        arrange(size=1000, world_size=3, batch_size=8, global_batch=32)
     assert "2 or 4 ranks" in str(caught.value)
     assert "--global-batch 30 or 33" in str(caught.value)
 
 
 def test_empty_data_is_refused() -> None:
     with pytest.raises(UsageError, match="empty"):
-        arrange(size=0, world_size=1, batch_size=8, accumulate=None, global_batch=None)
+        arrange(size=0, world_size=1, batch_size=8, global_batch=None)
 
 
 def test_seed_of_is_the_same_everywhere() -> None:
