@@ -7,7 +7,6 @@ arguments, so that one set of rules checks both.
 from __future__ import annotations
 
 import argparse
-import importlib
 import math
 import os
 import re
@@ -57,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _model_and_data(add: _Add) -> None:
     function_form = "MOD:FN or file.py:FN"
-    add("--config", _file_words, None, "FILE", "options from a JSON, TOML or YAML file; flags override it")
+    add("--config", _file_words, None, "FILE", "options from a JSON file; flags override it")
     add("--model", _model, "linear", "NAME", f"{', '.join(MODELS)}, or {function_form} (default: linear)")
     text = "builtin, a text file for gpt, a folder of images for a resnet"
     add("--data", _data, "builtin", "NAME", f"{text}, or {function_form} (default: builtin)")
@@ -333,12 +332,9 @@ def file_arguments(path: Path) -> tuple[str, ...]:
     Raises
     ------
     OSError : the file cannot be read.
-    ValueError : the file contains no table of options, or this image cannot parse its format.
+    ValueError : the file contains no table of options.
     """
-    try:
-        content = _parsed(path)
-    except RecursionError:
-        raise ValueError("its brackets are nested too deeply") from None
+    content = json_text.load(path)
     if not isinstance(content, dict):
         raise ValueError("the file contains no table of options")
     if "config" in content:
@@ -347,32 +343,9 @@ def file_arguments(path: Path) -> tuple[str, ...]:
     for key, value in content.items():
         flag = "--" + str(key).replace("_", "-").removesuffix("-s")  # config.json has stop_after_s
         if isinstance(value, bool):
-            flags += [flag] if value else []  # YAML parses `off` as false
-        elif isinstance(value, dict | list):  # in YAML, few bytes can make one of gigabytes
+            flags += [flag] if value else []
+        elif isinstance(value, dict | list):
             raise ValueError(f"`{key}` holds more than one value")
         elif value is not None:
             flags.append(f"{flag}={value}")
     return tuple(flags)
-
-
-def _parsed(path: Path) -> Any:
-    if path.suffix == ".toml":
-        try:
-            import tomllib  # type: ignore[import-not-found,unused-ignore]
-        except ImportError:
-            raise ValueError("TOML needs Python 3.11; use JSON instead") from None
-        return tomllib.loads(files.read_text(path))
-    if path.suffix in (".yaml", ".yml"):
-        return _yaml(path)
-    return json_text.load(path)
-
-
-def _yaml(path: Path) -> Any:
-    try:
-        yaml = importlib.import_module("yaml")
-    except ImportError:
-        raise ValueError("YAML needs PyYAML, which is not installed; use JSON instead") from None
-    try:
-        return yaml.safe_load(files.read_text(path))
-    except yaml.YAMLError as error:
-        raise ValueError(f"not valid YAML: {' '.join(str(error).split())}") from error

@@ -81,32 +81,6 @@ def test_kept_config_can_be_given_again(tmp_path: Path) -> None:
     assert options.read(["--config", str(file)], {}) == config
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
-def test_file_may_be_toml(tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text('model = "mlp"\nsteps = 12\n')
-    config = options.read(["--config", str(file)], {})
-    assert (config.model, config.steps) == ("mlp", 12)
-
-
-def test_file_may_be_yaml(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("model: mlp\namp: off\nsteps: 12  # and no more\n")
-    config = options.read(["--config", str(file)], {})
-    assert (config.model, config.amp, config.steps) == ("mlp", "off", 12)
-
-
-def test_yaml_without_a_reader_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    file = tmp_path / "run.yaml"
-    file.write_text("steps: 12\n")
-    with pytest.raises(SystemExit):
-        options.read(["--config", str(file)], {})
-    assert "YAML needs PyYAML, which is not installed; use JSON instead" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("text", "said"),
     [
