@@ -21,7 +21,7 @@ from imgkit_entrypoints import terminal
 from imgkit_entrypoints.apps import ranks as workers
 from imgkit_entrypoints.apps.train import datasets, main_loop, models, options, plugins, run_log
 from imgkit_entrypoints.apps.train.batches import BadSample, Batches
-from imgkit_entrypoints.apps.train.config import Config, every, resumed, steps_a_line, total_steps
+from imgkit_entrypoints.apps.train.config import Config, every, steps_per_line, total_steps
 from imgkit_entrypoints.apps.train.main_loop import Course, MainLoop, RunEnd
 from imgkit_entrypoints.apps.train.order import arrange, seed_of
 from imgkit_entrypoints.apps.train.profiling import WorkClock, traced
@@ -101,7 +101,7 @@ def train(config: Config, components: Components, run: Run, ranks: Ranks, starte
     changes: tuple[str, ...] = ()
     if checkpoint is not None:
         course = main_loop.course_of(checkpoint)
-        config, changes = resumed(config, course.config, checkpoint.folder)
+        config, changes = config.resumed(course.config, checkpoint.folder)
     samples = components.data(config, "train")
     if checkpoint is not None and course.samples != len(samples):
         changes = (*changes, f"the data had {course.samples} samples, and has {len(samples)} now")
@@ -119,7 +119,7 @@ def train(config: Config, components: Components, run: Run, ranks: Ranks, starte
             hint="a smaller START, or more --steps",
         )
     config = dataclasses.replace(
-        config, global_batch=order.global_batch, log_every=config.log_every or steps_a_line(steps)
+        config, global_batch=order.global_batch, log_every=config.log_every or steps_per_line(steps)
     )
     saves, looks = (every(text, order.steps_per_epoch) for text in (config.save_every, config.eval_every))
     held_out_samples = components.data(config, "eval") if looks else None

@@ -7,15 +7,11 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, Protocol
 
 from imgkit_entrypoints.apps.train import plugins
 from imgkit_entrypoints.apps.train.config import Config
 
-LOGGER = plugins.Contract(
-    signature="def FN(config) -> an object with log(step, {name: number}) and close()", arguments=1
-)
 Say = Callable[[str], None]
 
 
@@ -77,7 +73,6 @@ class _Wandb:
 
 
 _BUILT_IN: Mapping[str, Callable[[Config, int], Logger]] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
-NAMES = tuple(_BUILT_IN)
 
 
 def _folder(config: Config, name: str) -> str:
@@ -89,25 +84,6 @@ def _folder(config: Config, name: str) -> str:
 
 def _plain(value: object) -> object:
     return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
-
-
-def check(text: str) -> str:
-    """Return `text`, names with commas between them, if each of them can be used here; executes nothing.
-
-    Raises
-    ------
-    ValueError : one is unknown or not installed; the message shows what to add to the recipe.
-    argparse.ArgumentTypeError : one is no function of the user's with the signature of `LOGGER`.
-    """
-    for name in text.split(","):
-        if plugins.is_plugin(name):
-            plugins.check(name, LOGGER)
-        elif name not in NAMES:
-            raise ValueError(f"{name!r} is neither one of {', '.join(NAMES)} nor {LOGGER.form}")
-        elif find_spec(name) is None:
-            step = f"image.pip: [{{packages: [{name}]}}]"
-            raise ValueError(f"the image has no {name}; add it to the recipe: {step}")
-    return text
 
 
 class Loggers:
@@ -123,7 +99,7 @@ class Loggers:
         self._say = say
         self._open: list[tuple[str, Logger]] = []
         for name in config.log_to.split(",") if config.log_to else ():
-            function = plugins.load(name, LOGGER) if plugins.is_plugin(name) else None
+            function = plugins.load(name, plugins.LOGGER) if plugins.is_plugin(name) else None
             make = partial(function, config) if function else partial(_BUILT_IN[name], config, start)
             if (logger := self._tried(name, make)) is not None:
                 self._open.append((name, logger))

@@ -40,6 +40,9 @@ STEP = Contract(
     signature="def FN(model, batch) -> the mean loss of the batch's samples, or (loss, {name: number})",
     arguments=2,
 )
+LOGGER = Contract(
+    signature="def FN(config) -> an object with log(step, {name: number}) and close()", arguments=1
+)
 
 
 def is_plugin(text: str) -> bool:

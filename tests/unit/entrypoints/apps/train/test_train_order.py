@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from imgkit_entrypoints.apps.train.config import SHAPES, factor
+from imgkit_entrypoints.apps.train import options
+from imgkit_entrypoints.apps.train.config import learning_rate
 from imgkit_entrypoints.apps.train.order import Order, Position, arrange, seed_of
 from imgkit_entrypoints.errors import UsageError
 
@@ -130,15 +131,18 @@ def test_seed_of_is_the_same_everywhere() -> None:
     assert seed_of(1, 23) != seed_of(12, 3)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_learning_rate_rises_first(shape: str) -> None:
-    factors = [factor(shape, step, 100, warmup=4) for step in range(100)]
-    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert all(0 <= after <= before for before, after in itertools.pairwise(factors[4:]))
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_learning_rate_rises_first(schedule: str) -> None:
+    config = options.read(["--schedule", schedule, "--warmup-steps", "4", "--lr", "1"], {})
+    rates = [learning_rate(config, step, 100) for step in range(100)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert all(0 <= after <= before for before, after in itertools.pairwise(rates[4:]))
 
 
-def test_schedules_end_where_they_should() -> None:
-    assert factor("constant", 99, 100) == 1.0
-    assert factor("linear", 50, 100) == pytest.approx(0.5)
-    assert factor("cosine", 50, 100) == pytest.approx(0.5)
-    assert factor("linear", 100, 100) == factor("cosine", 100, 100) == 0.0
+@pytest.mark.parametrize(
+    ("schedule", "middle", "end"), [("constant", 1, 1), ("linear", 0.5, 0), ("cosine", 0.5, 0)]
+)
+def test_schedules_end_where_they_should(schedule: str, middle: float, end: float) -> None:
+    config = options.read(["--schedule", schedule, "--lr", "1"], {})
+    assert learning_rate(config, 50, 100) == pytest.approx(middle)
+    assert learning_rate(config, 100, 100) == end
