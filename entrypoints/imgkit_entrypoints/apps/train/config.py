@@ -249,7 +249,7 @@ class Config(OutputOptions, ComputeOptions, OptimizerOptions, StepOptions, DataO
         """Return the JSON form in the run's folder; ``--config`` reads it."""
         return json.dumps(self.values(), indent=2) + "\n"
 
-    def resumed(self, saved: Mapping[str, Any], where: Path) -> tuple[Config, tuple[str, ...]]:
+    def resumed(self, saved: Mapping[str, Any], where: Path) -> tuple[Config, list[str]]:
         """Return these options with the saved global batch, and one line for each changed option.
 
         Raises
@@ -267,7 +267,7 @@ class Config(OutputOptions, ComputeOptions, OptimizerOptions, StepOptions, DataO
                 where=str(where),
                 hint="give the same options to resume, or start a new run: --resume never --run-dir OTHER",
             )
-        lines = tuple(f"{name} was {saved[name]}, now {options[name]}" for name in changed)
+        lines = [f"{name} was {saved[name]}, now {options[name]}" for name in changed]
         return dataclasses.replace(self, global_batch=saved["global_batch"]), lines
 
 
