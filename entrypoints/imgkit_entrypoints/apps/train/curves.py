@@ -48,12 +48,13 @@ class _Axis:
     def ticks(self) -> list[float]:
         """Return round numbers on the axis, at most six."""
         if self.is_logarithmic:
-            first, last = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
-            return [10.0**power for power in range(first, last + 1, max(1, math.ceil((last - first) / 5)))]
+            powers = range(math.ceil(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
+            return [10.0**power for power in powers[:: math.ceil(len(powers) / 6)]]
         decade = 10.0 ** math.floor(math.log10((self.high - self.low) / 5))
         step = next(decade * digit for digit in (1, 2, 5, 10) if decade * digit >= (self.high - self.low) / 5)
-        first, last = math.ceil(self.low / step), math.floor(self.high / step)
-        return [step * number for number in range(first, last + 1)]
+        return [
+            step * number for number in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)
+        ]
 
 
 def document(charts: Sequence[Chart]) -> str:
@@ -76,12 +77,10 @@ def _draw(chart: Chart) -> Iterator[str]:
     steps, values = zip(*(point for points in lines.values() for point in points), strict=True)
     x_axis = _Axis(0, max(steps), LEFT, PLOT_WIDTH)
     y_axis = _values_axis(min(values), max(values), from_zero=chart.from_zero)
-    for step in x_axis.ticks():
-        x = x_axis.at(step)
+    for step, x in ((step, x_axis.at(step)) for step in x_axis.ticks()):
         yield f'<path class="grid" d="M{x:.1f} {TOP}v{PLOT_HEIGHT}"/>'
         yield f'<text x="{x:.1f}" y="{HEIGHT - 32}" text-anchor="middle">{step:.10g}</text>'
-    for value in y_axis.ticks():
-        y = y_axis.at(value)
+    for value, y in ((value, y_axis.at(value)) for value in y_axis.ticks()):
         yield f'<path class="grid" d="M{LEFT} {y:.1f}h{PLOT_WIDTH}"/>'
         yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.10g}</text>'
     yield f'<rect class="frame" x="{LEFT}" y="{TOP}" width="{PLOT_WIDTH}" height="{PLOT_HEIGHT}"/>'
@@ -91,12 +90,13 @@ def _draw(chart: Chart) -> Iterator[str]:
         style = f'class="s{colour}" fill="none" stroke-width="2" stroke-dasharray="{DASHES[number]}"'
         sampled = points[:: -math.ceil(len(points) / MAX_POINTS)][::-1]  # always includes the last one
         corners = [f"{x_axis.at(step):.1f},{y_axis.at(value):.1f}" for step, value in sampled]
-        x, y = corners[-1].split(",")
+        end_x, end_y = corners[-1].split(",")
         yield f'<polyline {style} points="{" ".join(corners)}"/>'
-        yield f'<circle class="f{colour}" cx="{x}" cy="{y}" r="3.5"/>'
+        yield f'<circle class="f{colour}" cx="{end_x}" cy="{end_y}" r="3.5"/>'
         if label:
-            x_label = WIDTH - RIGHT - 300 + 160 * number
-            yield f'<path {style} d="M{x_label} 20h30"/><text x="{x_label + 38}" y="24">{escaped(label)}</text>'
+            label_x = WIDTH - RIGHT - 300 + 160 * number
+            yield f'<path {style} d="M{label_x} 20h30"/>'
+            yield f'<text x="{label_x + 38}" y="24">{escaped(label)}</text>'
 
 
 def _values_axis(low: float, high: float, *, from_zero: bool) -> _Axis:

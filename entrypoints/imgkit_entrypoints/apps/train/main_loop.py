@@ -72,12 +72,12 @@ class MainLoop:
     save_every: int
     eval_every: int
 
-    def note(self, means: StepMeans) -> None:
+    def note(self, latest: StepMeans) -> None:
         """Note the means over the latest steps."""
         if math.isnan(self.course.first_loss):
-            self.course.first_loss = means.loss  # on all ranks: their courses are equal
+            self.course.first_loss = latest.loss  # on all ranks: their courses are equal
         if self.report:
-            self.report.note(means)
+            self.report.note(latest)
 
     def run_to_end(self, steps: Iterable[tuple[Position, list[MicroBatch]]]) -> RunEnd:
         """Take the steps to their end, or until a request to stop; the state is saved then."""

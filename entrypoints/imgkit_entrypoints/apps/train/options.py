@@ -13,13 +13,13 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from imgkit_entrypoints import files, json_text
 from imgkit_entrypoints.apps.train import config as fields
 from imgkit_entrypoints.apps.train import plugins
 from imgkit_entrypoints.apps.train.config import MODELS, STEPS, Config
-from imgkit_entrypoints.arguments import Need, refuse_unused
+from imgkit_entrypoints.arguments import Need, Parser, refuse_unused
 from imgkit_entrypoints.errors import UsageError
 
 GROUPS: Mapping[str, Any] = {
@@ -40,9 +40,8 @@ Your own model, and the files of a run: docs/train.md."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add a group of options for each part of `Config`."""
-    parser.formatter_class, parser.epilog = argparse.RawDescriptionHelpFormatter, EXAMPLES
     text = "options from a JSON file; flags override it"
-    parser.add_argument("--config", type=_file_options, metavar="FILE", help=text)
+    parser.add_argument("--config", type=Path, metavar="FILE", help=text)
     for title, part in GROUPS.items():
         group = parser.add_argument_group(title)
         for entry in dataclasses.fields(part):
@@ -88,13 +87,13 @@ def check(argv: Sequence[str], env: Mapping[str, str]) -> argparse.Namespace:
 
     Raises
     ------
-    UsageError : options contradict each other, or one has no effect.
+    UsageError : an option is wrong, has no effect, or contradicts another.
     """
-    parser = argparse.ArgumentParser(prog="dist-train")
+    parser = Parser(prog="dist-train")
     add_arguments(parser)
     options = parser.parse_args(argv)
     if options.config:
-        options = parser.parse_args([*options.config, *argv])
+        options = parser.parse_args([*_read_file(options.config, parser), *argv])
     if options.run_dir is None and env.get("IMGKIT_RUN_DIR"):
         options.run_dir = Path(env["IMGKIT_RUN_DIR"])
     if options.run_dir is not None:
@@ -138,31 +137,23 @@ def _no_compiler(env: Mapping[str, str]) -> str | None:
     return None if any(map(shutil.which, names)) else f"a compiler ({' or '.join(names)}), but PATH has none"
 
 
-class _Strict(argparse.ArgumentParser):
-    """Reports errors in a file's values as errors of ``--config``."""
-
-    def error(self, message: str) -> NoReturn:
-        raise argparse.ArgumentTypeError(message)
-
-
-def _file_options(text: str) -> tuple[str, ...]:
+def _read_file(path: Path, parser: Parser) -> tuple[str, ...]:
     """Return the file's options as arguments, checked by the same rules with the same messages."""
+    where = f"--config {path}"
     try:
-        arguments = file_arguments(Path(text))
+        arguments = file_arguments(path)
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from error
+        raise UsageError(str(error.strerror), where=where) from error
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text}: {error}") from error
-    checker = _Strict(add_help=False, allow_abbrev=False)
-    add_arguments(checker)
+        raise UsageError(str(error), where=where) from error
     errors = []
     for argument in arguments:  # one by one: argparse stops at its first error
         try:
-            checker.parse_args([argument])
-        except argparse.ArgumentTypeError as error:
-            errors.append(str(error))
+            parser.parse_args([argument])
+        except UsageError as error:
+            errors.append(error.what)
     if errors:
-        raise argparse.ArgumentTypeError(f"{text}: {'; '.join(errors)}")
+        raise UsageError("; ".join(errors), where=where)
     return arguments
 
 
