@@ -19,7 +19,7 @@ from torch import nn
 
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.apps import ranks as workers
-from imgkit_entrypoints.apps.train import datasets, main_loop, models, options, plugins, run_log
+from imgkit_entrypoints.apps.train import datasets, main_loop, models, options, plugins
 from imgkit_entrypoints.apps.train.batches import BadSample, Batches
 from imgkit_entrypoints.apps.train.config import Config, every, steps_per_line, total_steps
 from imgkit_entrypoints.apps.train.main_loop import Course, MainLoop, RunEnd
@@ -118,7 +118,6 @@ def train(config: Config, components: Components, run: Run, ranks: Ranks, starte
     started.ends("data")
     trainer.warm_up(first_step[1][0])
     started.ends("first_step")
-    peak_rate, tokens = _rates_of_model(config, trainer, first_step[1][0].batch, ranks)
     run.track(weights=trainer.plain, optimizer=trainer, course=course)
     if checkpoint is not None:
         run.restore(checkpoint)
@@ -130,8 +129,7 @@ def train(config: Config, components: Components, run: Run, ranks: Ranks, starte
         placements=ranks.gather(RankOnNode(node=platform.node(), local_rank=ranks.local_rank)),
         waited_s=lambda: feed.waited_s,
         memory_MiB=lambda: _peak_memory_MiB(ranks),
-        peak_samples_per_s=peak_rate,
-        tokens_per_sample=tokens,
+        tokens_per_sample=_tokens_per_sample(first_step[1][0].batch),
         names=trainer.names,
     )
     report = RunLog(config, workload, started, say) if ranks.rank == 0 else None
@@ -200,17 +198,9 @@ def _peak_memory_MiB(ranks: Ranks) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _rates_of_model(
-    config: Config, trainer: Trainer, batch: Any, ranks: Ranks
-) -> tuple[float | None, int | None]:
-    """Return the samples per second at the device's peak, and the tokens per sample; None: unknown."""
-    peak_rate = None
-    # The FLOP counter may not know all operations of a user's model.
-    if ranks.device.type == "cuda" and ranks.rank == 0 and not plugins.is_plugin(config.model):
-        peak = run_log.peak(torch.cuda.get_device_name(ranks.device), config.amp)
-        peak_rate = peak / trainer.flops_per_sample(batch) if peak else None
+def _tokens_per_sample(batch: Any) -> int | None:
     inputs = next(iter(batch.values() if isinstance(batch, dict) else batch))
-    return peak_rate, None if inputs.is_floating_point() or inputs.dim() != 2 else inputs.shape[1]
+    return None if inputs.is_floating_point() or inputs.dim() != 2 else int(inputs.shape[1])
 
 
 def say(text: str) -> None:

@@ -100,13 +100,13 @@ def _takes(arguments: ast.arguments, count: int) -> bool:
 def _find(module: str) -> Path | None:
     """Find the file of `module` without importing the module or its parents."""
     search_path: list[str] = [*sys.path, str(Path.cwd())]
-    parts = module.split(".")
+    parts, spec = module.split("."), None
     for depth in range(1, len(parts) + 1):
         spec = PathFinder.find_spec(".".join(parts[:depth]), search_path)
         if spec is None:
             return None
         search_path = list(spec.submodule_search_locations or ())
-    return Path(spec.origin) if spec.origin else None
+    return Path(spec.origin) if spec and spec.origin else None
 
 
 def load(text: str, contract: Contract) -> Callable[..., Any]:

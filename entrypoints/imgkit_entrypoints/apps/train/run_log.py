@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,8 +56,6 @@ class Workload:
     """Returns the seconds without data since the start."""
     memory_MiB: Callable[[], float]
     """Returns the peak memory of rank 0 so far: tensors on the GPU, or the process on CPU."""
-    peak_samples_per_s: float | None = None
-    """Samples per second of one rank at its device's peak; None: unknown."""
     tokens_per_sample: int | None = None
     """None: the samples are not rows of tokens."""
     names: tuple[str, ...] = ()
@@ -131,7 +128,7 @@ class RunLog:
         )
         waited_s, self._waited_s = workload.waited_s() - self._waited_s, workload.waited_s()
         rate = steps * self._global_batch / seconds
-        tokens, peak_rate = workload.tokens_per_sample, workload.peak_samples_per_s
+        tokens = workload.tokens_per_sample
         values = {
             **self._position(step),
             "loss": _number(averages[0]) if averages else None,
@@ -146,7 +143,6 @@ class RunLog:
             "slow": self._stragglers.now(),
             "memory_MiB": workload.memory_MiB(),
             "skipped": self.skipped,
-            "mfu": None if peak_rate is None else rate / self._ranks / peak_rate,
         }
         self._metrics.add(values)
         self._loggers.log(values.pop("step"), {**values, **numbers})
@@ -162,8 +158,6 @@ class RunLog:
         rate = values["samples_per_s"]
         texts.append(f"{rate:.0f} samples/s ({rate / self._ranks:.0f} per rank)")
         texts += [f"data {values['data_wait']:.0%}", f"{values['memory_MiB']:.0f} MiB"]
-        if values["mfu"] is not None:
-            texts.append(f"{values['mfu']:.1%} MFU")
         if self.skipped:
             texts.append(f"{self.skipped} skipped")
         return "  ".join((self._progress(step), *texts, f"{duration(left_s)} left"))
@@ -254,28 +248,3 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
     return f"{minutes // 60}h{minutes % 60:02}m"
-
-
-PEAKS: Mapping[str, float] = {
-    r"\bV100-SXM2": 125e12,
-    r"\bA100\b": 312e12,
-    r"\bA30\b": 165e12,
-    r"\bL40S\b": 362e12,
-    r"\bH100 PCIe\b": 756e12,
-    r"\bH100 80GB HBM3\b": 989e12,
-    r"\bH200$": 989e12,
-    r"\bGH200\b": 990e12,
-}
-"""Dense FLOP/s of 16-bit tensor cores with 32-bit sums, by the device name that CUDA reports.
-
-Source: NVIDIA's data sheets (V100 January 2020, A100 and A30 2021, H100, L40S and GH200 2023, H200 2024; half
-of the figure "with sparsity"), read in November 2026. V100 has no bf16. Variants with other clocks, such as
-NVL and custom parts, are left out: no figure is better than a wrong one.
-"""
-
-
-def peak(device: str, amp: str) -> float | None:
-    """Return the peak FLOP/s of `device`; None if unknown, as for 32-bit types and CPUs."""
-    if amp not in ("bf16", "fp16") or ("V100" in device and amp == "bf16"):
-        return None
-    return next((value for pattern, value in PEAKS.items() if re.search(pattern, device)), None)

@@ -180,15 +180,6 @@ class Trainer:
             loss: Tensor = _loss_and_numbers(self._loss(self.model, batch))[0]
             return loss.detach()
 
-    def flops_per_sample(self, batch: Any) -> float:
-        """Return the floating-point operations of training one sample: three times those going forward."""
-        from torch.utils.flop_counter import FlopCounterMode  # a heavy import
-
-        with self.evaluating(), FlopCounterMode(display=False) as counter, self._autocast:
-            self._loss(self.plain, batch)
-        inputs = next(iter(batch.values() if isinstance(batch, dict) else batch))
-        return 3 * float(counter.get_total_flops()) / len(inputs)
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer and the gradient scaler."""
         return {"optimizer": self._optimizer.state_dict(), "scaler": self._scaler.state_dict()}
