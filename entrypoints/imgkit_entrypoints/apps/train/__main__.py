@@ -9,8 +9,6 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -53,10 +51,11 @@ def main() -> None:
         )
         torch.use_deterministic_algorithms(config.deterministic)
         # Mistakes in user code end the run here, before ranks wait for each other.
-        components = load_components(config)
+        for name, contract, _ in functions(config).values():
+            _load(name, contract, None)
         with workers.opened() as ranks:
             started.ends("process_group")
-            sys.exit(train(config, components, run, ranks, started))
+            sys.exit(train(config, run, ranks, started))
     except ImgkitError as error:
         if isinstance(error, CheckFailed):  # raised while training, on this rank alone
             text = f"dist-train: {error}"
@@ -70,7 +69,7 @@ def main() -> None:
         workers.refuse(f"dist-train: {error}{trace}", error.exit_code)
 
 
-def train(config: Config, components: Components, run: Run, ranks: Ranks, started: StartUp) -> int:
+def train(config: Config, run: Run, ranks: Ranks, started: StartUp) -> int:
     """Run the training; return the exit code."""
     run.connect(ranks)
     _refuse_other_options(config, ranks)
@@ -79,40 +78,31 @@ def train(config: Config, components: Components, run: Run, ranks: Ranks, starte
     if checkpoint is not None:
         course = main_loop.read_course(checkpoint)
         config, changes = config.resumed(course.config, checkpoint.folder)
-    samples = components.data(config, "train")
+    samples = load_data(config, "train")
     if checkpoint is not None and course.samples != len(samples):
         changes.append(f"the data had {course.samples} samples, and has {len(samples)} now")
-    order = arrange(
-        size=len(samples),
-        world_size=ranks.world_size,
-        batch_size=config.batch_size,
-        global_batch=config.global_batch,
-    )
+    order = arrange(len(samples), ranks.world_size, config.batch_size, config.global_batch)
     steps = total_steps(config, order.steps_per_epoch)
     if config.profiled() and config.profiled().start > steps:
         raise UsageError(
             f"--profile {config.profile} would trace nothing: the run has {steps} steps",
             hint="a smaller START, or more --steps",
         )
-    config = dataclasses.replace(
-        config, global_batch=order.global_batch, log_every=config.log_every or steps_per_line(steps)
-    )
+    log_every = config.log_every or steps_per_line(steps)
+    config = dataclasses.replace(config, global_batch=order.global_batch, log_every=log_every)
     start, course.samples, course.config = course.position, len(samples), _common(config)
-    if checkpoint is not None and ranks.rank == 0:
-        for text in (f"resumes after step {start.step} of {steps}: {checkpoint.folder}", *changes):
-            say(text)
-    if checkpoint is not None and start.step >= steps:
-        return 0
-    save_every, eval_every = (
-        every(text, order.steps_per_epoch) for text in (config.save_every, config.eval_every)
-    )
-    held_out = components.data(config, "eval") if eval_every else None
+    if checkpoint is not None:
+        if ranks.rank == 0:
+            for text in (f"resumes after step {start.step} of {steps}: {checkpoint.folder}", *changes):
+                say(text)
+        if start.step >= steps:
+            return 0
+    held_out = load_data(config, "eval") if every(config.eval_every, 1) else None
     started.ends("data")
     clock = WorkClock(ranks)
-    trainer = Trainer(config, components.model(config), components.loss, steps, ranks, clock)
+    trainer = Trainer(config, create_model(config), _load(*functions(config)["step"]), steps, ranks, clock)
     started.ends("model")
     feed = Batches(samples, order, config, ranks, channels_last=trainer.channels_last)
-    evaluation = Evaluation(held_out, order, config, trainer, ranks) if held_out is not None else None
     batches = feed.steps(start, steps)
     first_step = next(batches)
     started.ends("data")
@@ -132,22 +122,11 @@ def train(config: Config, components: Components, run: Run, ranks: Ranks, starte
         tokens_per_sample=_tokens_per_sample(first_step[1][0].batch),
         names=trainer.names,
     )
-    report = RunLog(config, workload, started, say) if ranks.rank == 0 else None
-    if report:
-        report.first_loss = course.first_loss
-    loop = MainLoop(
-        run=run,
-        trainer=trainer,
-        course=course,
-        report=report,
-        evaluation=evaluation,
-        started=started,
-        steps=steps,
-        save_every=save_every,
-        eval_every=eval_every,
-    )
+    report = RunLog(config, workload, started, say, course.first_loss) if ranks.rank == 0 else None
+    evaluation = Evaluation(held_out, order, config, trainer, ranks) if held_out is not None else None
+    loop = MainLoop(run, trainer, course, report, evaluation, started)
     run.add_up(StepSums(trainer, clock, ranks, loop.note), every=config.log_every)
-    end = loop.run_to_end(traced(itertools.chain((first_step,), batches), config, ranks))
+    end = loop.run_to_end(traced(itertools.chain((first_step,), batches), config, ranks), config, workload)
     _write_summary(end, run, report, steps, config)
     return end.exit_code
 
@@ -208,50 +187,39 @@ def say(text: str) -> None:
     terminal.err(f"dist-train: {text}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Components:
-    """Functions that make the model and the data, and the loss."""
+def functions(config: Config) -> dict[str, tuple[str, plugins.Contract, Any]]:
+    """Return the name, the contract and the built-in version of each function that `config` names."""
+    return {
+        "model": (config.model, plugins.MODEL, _built_in_model),
+        "data": (config.data, plugins.DATA, datasets.built_in),
+        "step": (config.step, plugins.STEP, models.loss_of),
+    }
 
-    model: Callable[[Config], nn.Module]
-    data: Callable[[Config, str], Any]
-    loss: Callable[[nn.Module, Any], Any]
 
-
-def load_components(config: Config) -> Components:
-    """Find the functions that `config` names, without calling them.
-
-    Raises
-    ------
-    UsageError : a function of the user cannot be imported.
-    """
-
-    def function(name: str, contract: plugins.Contract, built_in: Callable[..., Any]) -> Callable[..., Any]:
-        return plugins.load(name, contract) if plugins.is_plugin(name) else built_in
-
-    create_model = function(config.model, plugins.MODEL, _built_in_model)
-    create_data = function(config.data, plugins.DATA, datasets.built_in)
-
-    def seeded_model(config: Config) -> nn.Module:
-        seed_everything(config.seed)
-        model = create_model(config)
-        if not isinstance(model, nn.Module):
-            raise _wrong_type(config.model, model, plugins.MODEL)
-        return model
-
-    def seeded_data(config: Config, split: str) -> Any:
-        # Random data is the same on every rank, and differs between the splits.
-        seed_everything(config.seed if split == "train" else seed_of(config.seed, split))
-        data = create_data(config, split)
-        if not hasattr(data, "__len__") or not (hasattr(data, "__getitem__") or hasattr(data, "batch")):
-            raise _wrong_type(config.data, data, plugins.DATA)
-        return data
-
-    loss = function(config.step, plugins.STEP, models.loss_of)
-    return Components(model=seeded_model, data=seeded_data, loss=loss)
+def _load(name: str, contract: plugins.Contract, built_in: Any) -> Any:
+    return plugins.load(name, contract) if plugins.is_plugin(name) else built_in
 
 
 def _built_in_model(config: Config) -> nn.Module:
     return models.BUILT_IN[config.model](datasets.classes(config))
+
+
+def create_model(config: Config) -> nn.Module:
+    """Return the model, with the weights that the seed gives."""
+    seed_everything(config.seed)
+    model = _load(*functions(config)["model"])(config)
+    if not isinstance(model, nn.Module):
+        raise _wrong_type(config.model, model, plugins.MODEL)
+    return model
+
+
+def load_data(config: Config, split: str) -> Any:
+    """Return the samples of a split. Random data is the same on every rank, and differs between splits."""
+    seed_everything(config.seed if split == "train" else seed_of(config.seed, split))
+    data = _load(*functions(config)["data"])(config, split)
+    if not hasattr(data, "__len__") or not (hasattr(data, "__getitem__") or hasattr(data, "batch")):
+        raise _wrong_type(config.data, data, plugins.DATA)
+    return data
 
 
 def _wrong_type(name: str, value: object, contract: plugins.Contract) -> UsageError:

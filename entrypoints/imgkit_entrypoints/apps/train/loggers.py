@@ -7,20 +7,10 @@ import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from imgkit_entrypoints.apps.train import plugins
 from imgkit_entrypoints.apps.train.config import Config
-
-
-class Logger(Protocol):
-    """Where the numbers go; a function of the user returns one."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of `step`."""
-
-    def close(self) -> None:
-        """Write what is still in memory."""
 
 
 class _TensorBoard:
@@ -70,7 +60,7 @@ class _Wandb:
         self._run.finish()
 
 
-BUILT_IN: Mapping[str, Callable[[Path, int, Config], Logger]] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
+BUILT_IN: Mapping[str, Callable[[Path, int, Config], Any]] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
 
 
 class Loggers:
@@ -84,7 +74,7 @@ class Loggers:
         UsageError : a function of the user cannot be imported.
         """
         self._say = say
-        self._loggers: dict[str, Logger] = {}
+        self._loggers: dict[str, Any] = {}
         for name in config.log_to.split(",") if config.log_to else ():
             assert config.run_dir is not None  # the options refuse --log-to without a run folder
             if plugins.is_plugin(name):

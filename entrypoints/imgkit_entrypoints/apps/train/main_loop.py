@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from imgkit_entrypoints.apps.train.batches import MicroBatch
-from imgkit_entrypoints.apps.train.config import Config, due
+from imgkit_entrypoints.apps.train.config import Config, due, every
 from imgkit_entrypoints.apps.train.order import Position
-from imgkit_entrypoints.apps.train.run_log import RunLog, StepMeans
+from imgkit_entrypoints.apps.train.run_log import RunLog, LatestSteps, Workload
 from imgkit_entrypoints.apps.train.trainer import Evaluation, LossIsNoNumber, Trainer
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch.start_up import StartUp
@@ -26,6 +26,7 @@ from imgkit_entrypoints.run.checkpoint import Checkpoint
 from imgkit_entrypoints.run.run import NotSaved
 
 PART = "course"
+Steps = Iterable[tuple[Position, list[MicroBatch]]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,9 +57,9 @@ class RunEnd:
     hint: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MainLoop:
-    """Takes the steps up to `steps`, and saves and evaluates every so many of them."""
+    """Takes the steps of a run, and saves and evaluates every so many of them."""
 
     run: Run
     trainer: Trainer
@@ -68,22 +69,19 @@ class MainLoop:
     """Gets the numbers on rank 0; None elsewhere."""
     evaluation: Evaluation | None
     started: StartUp
-    steps: int
-    save_every: int
-    eval_every: int
 
-    def note(self, latest: StepMeans) -> None:
-        """Note the means over the latest steps."""
+    def note(self, latest: LatestSteps) -> None:
+        """Note the sums of the latest steps."""
         if math.isnan(self.course.first_loss):
             self.course.first_loss = latest.loss  # on all ranks: their courses are equal
         if self.report:
             self.report.note(latest)
 
-    def run_to_end(self, steps: Iterable[tuple[Position, list[MicroBatch]]]) -> RunEnd:
+    def run_to_end(self, steps: Steps, config: Config, workload: Workload) -> RunEnd:
         """Take the steps to their end, or until a request to stop; the state is saved then."""
         try:
             with self.run:
-                self._take(steps)
+                self._take(steps, config, workload)
         except (LossIsNoNumber, NotSaved) as error:
             return RunEnd(reason=error.what, exit_code=error.exit_code, hint=error.hint or "")
         except SystemExit as stopped:
@@ -92,21 +90,23 @@ class MainLoop:
             return RunEnd(reason=self.run.stopping, exit_code=int(str(stopped.code)))
         return RunEnd()
 
-    def _take(self, steps: Iterable[tuple[Position, list[MicroBatch]]]) -> None:
-        run, first_step = self.run, self.run.step + 1
+    def _take(self, steps: Steps, config: Config, workload: Workload) -> None:
+        run, last_step = self.run, workload.steps
+        save_every = every(config.save_every, workload.steps_per_epoch)
+        eval_every = every(config.eval_every, workload.steps_per_epoch)
         for position, micro_batches in steps:
             run.begins()
             step = position.step
-            is_evaluated = due(step, self.eval_every, self.steps)
-            is_measured = is_evaluated or due(step, self.save_every, self.steps) or run.looks()
+            is_evaluated = due(step, eval_every, last_step)
+            is_measured = is_evaluated or due(step, save_every, last_step) or run.looks()
             self.trainer.step(step - 1, micro_batches, measured=is_measured)
-            if step == first_step:
+            if step == workload.start + 1:
                 self.started.ends("first_step")
             self.course.position = position
-            is_saved = run.due(save_every=self.save_every)
+            is_saved = run.due(save_every=save_every)
             if is_evaluated:
                 self._evaluate(step)
-            if (is_saved or run.stopping) and step < self.steps:  # the last state is saved behind the loop
+            if (is_saved or run.stopping) and step < last_step:  # the last state is saved behind the loop
                 run.save()
 
     def _evaluate(self, step: int) -> None:

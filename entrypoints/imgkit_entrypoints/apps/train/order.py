@@ -88,7 +88,7 @@ class Order:
         return tuple(parts)
 
 
-def arrange(*, size: int, world_size: int, batch_size: int | None, global_batch: int | None) -> Order:
+def arrange(size: int, world_size: int, batch_size: int | None, global_batch: int | None) -> Order:
     """Return the order that the options ask for; accumulation keeps a global batch for any number of ranks.
 
     Raises
@@ -101,18 +101,14 @@ def arrange(*, size: int, world_size: int, batch_size: int | None, global_batch:
         batch_size = batch_size or 32
         global_batch = batch_size * world_size
     if global_batch % world_size:
-        less = global_batch // world_size * world_size
-        sizes = [str(near) for near in (less, less + world_size) if near]
+        divisors = [count for count in range(1, global_batch + 1) if global_batch % count == 0]
+        ranks = [str(max(count for count in divisors if count < world_size))]
+        ranks += [str(count) for count in divisors if count > world_size][:1]
+        fewer = global_batch // world_size * world_size
+        sizes = [str(samples) for samples in (fewer, fewer + world_size) if samples]
         raise UsageError(
             f"{world_size} ranks cannot share a global batch of {global_batch} samples equally",
-            hint=f"use {_ranks_near(global_batch, world_size)} ranks, "
-            f"or start a new run with --global-batch {' or '.join(sizes)}",
+            hint=f"use {' or '.join(ranks)} ranks, or a new run with --global-batch {' or '.join(sizes)}",
         )
     batch_size = batch_size or global_batch // world_size
     return Order(size=size, global_batch=global_batch, world_size=world_size, batch_size=batch_size)
-
-
-def _ranks_near(global_batch: int, world_size: int) -> str:
-    fewer = next(count for count in range(world_size - 1, 0, -1) if global_batch % count == 0)
-    larger = next((n for n in range(world_size + 1, global_batch + 1) if global_batch % n == 0), None)
-    return f"{fewer}" if larger is None else f"{fewer} or {larger}"

@@ -22,24 +22,27 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepMeans:
-    """The means over the latest `steps` steps, up to `step`."""
+class LatestSteps:
+    """What is known of the latest `steps` steps, up to `step`."""
 
     step: int
     steps: int
-    loss: float
-    """Mean over the steps that were not skipped; NaN if one loss was NaN."""
     skipped: int
     seconds: float
     """Duration of the steps on this rank's clock."""
+    sums: tuple[float, ...]
+    """The losses of the steps that were not skipped, added up, and those of the user's numbers."""
     grad_norm: float = math.nan
     """Norm of the last step's gradient, before clipping; NaN if it was not measured."""
-    numbers: tuple[float, ...] = ()
-    """Means of the user's numbers, as that of the loss."""
     own_s: tuple[float, ...] = ()
     """Seconds of own work of each rank in a step; 0: not measured. Empty with one rank."""
     wait_s: float = math.nan
     """Seconds that a rank waits for the gradients of the others in a step; the mean of all ranks."""
+
+    @property
+    def loss(self) -> float:
+        """The mean of the steps that were not skipped; NaN if all were."""
+        return self.sums[0] / (self.steps - self.skipped or math.nan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,12 @@ class RunLog:
     """Writes a line every `log_every` steps or `LINE_EVERY_S` seconds; used by rank 0 alone."""
 
     def __init__(
-        self, config: Config, workload: Workload, started: StartUp, say: Callable[[str], None]
+        self,
+        config: Config,
+        workload: Workload,
+        started: StartUp,
+        say: Callable[[str], None],
+        first_loss: float = math.nan,
     ) -> None:
         assert config.global_batch is not None
         self._config, self._workload, self._started = config, workload, started
@@ -74,9 +82,9 @@ class RunLog:
         self._metrics = MetricsFile(config.run_dir, say)
         self._stragglers = Stragglers(workload.placements, say)
         self._loggers = Loggers(config, workload.start, say)
-        self.first_loss, self.last_loss, self.eval_loss, self.skipped = math.nan, math.nan, math.nan, 0
-        self._usual_s = math.nan
-        self._since_line: list[StepMeans] = []
+        self._first_loss, self._last_loss, self._eval_loss = first_loss, math.nan, math.nan
+        self._skipped, self._usual_s = 0, math.nan
+        self._since_line: list[LatestSteps] = []
         self._training_s, self._evaluation_s, self._trained_steps = 0.0, 0.0, 0
         self._waited_s = workload.waited_s()
         self._start_s = time.perf_counter()
@@ -84,11 +92,11 @@ class RunLog:
         self._metrics.write(lambda folder: files.put(folder / "config.json", config.to_json()))
         self._metrics.write(lambda folder: _drop_after(folder / METRICS, workload.start))
 
-    def note(self, latest: StepMeans) -> None:
-        """Add the means over the latest steps."""
-        if math.isnan(self.first_loss):
-            self.first_loss = latest.loss
-        self.skipped += latest.skipped
+    def note(self, latest: LatestSteps) -> None:
+        """Add the sums of the latest steps."""
+        if math.isnan(self._first_loss):
+            self._first_loss = latest.loss
+        self._skipped += latest.skipped
         self._since_line.append(latest)
         self._training_s += latest.seconds
         self._trained_steps += latest.steps
@@ -100,7 +108,7 @@ class RunLog:
 
     def held_out(self, step: int, loss: float, seconds: float) -> None:
         """Report the loss on held-out data, which took `seconds` to compute."""
-        self.eval_loss, self._evaluation_s = loss, self._evaluation_s + seconds
+        self._eval_loss, self._evaluation_s = loss, self._evaluation_s + seconds
         terminal.out(f"{self._progress(step)}  held out: loss {loss:.6f}")
         self._metrics.add({**self._position(step), "eval_loss": _number(loss)})
         self._loggers.log(step, {"eval_loss": loss})
@@ -115,14 +123,11 @@ class RunLog:
         """Write what came since the last line: on the terminal, into the metrics, to the loggers."""
         workload, parts, self._since_line = self._workload, self._since_line, []
         seconds, steps = sum(part.seconds for part in parts), sum(part.steps for part in parts)
-        counted = [part for part in parts if part.steps > part.skipped]
-        weights = [part.steps - part.skipped for part in counted]
-        columns = zip(*((part.loss, *part.numbers) for part in counted), strict=True)
+        counted = sum(part.steps - part.skipped for part in parts)
         averages = [
-            sum(value * weight for value, weight in zip(column, weights, strict=True)) / sum(weights)
-            for column in columns
+            sum(column) / counted for column in zip(*(part.sums for part in parts), strict=True) if counted
         ]
-        self.last_loss = averages[0] if averages else self.last_loss
+        self._last_loss = averages[0] if averages else self._last_loss
         numbers = dict.fromkeys(workload.names) | dict(
             zip(workload.names, map(_number, averages[1:]), strict=False)
         )
@@ -142,7 +147,7 @@ class RunLog:
             "wait_s": _number(parts[-1].wait_s) if self._ranks > 1 else None,
             "slow": self._stragglers.now(),
             "memory_MiB": workload.memory_MiB(),
-            "skipped": self.skipped,
+            "skipped": self._skipped,
         }
         self._metrics.add(values)
         self._loggers.log(values.pop("step"), {**values, **numbers})
@@ -158,8 +163,8 @@ class RunLog:
         rate = values["samples_per_s"]
         texts.append(f"{rate:.0f} samples/s ({rate / self._ranks:.0f} per rank)")
         texts += [f"data {values['data_wait']:.0%}", f"{values['memory_MiB']:.0f} MiB"]
-        if self.skipped:
-            texts.append(f"{self.skipped} skipped")
+        if self._skipped:
+            texts.append(f"{self._skipped} skipped")
         return "  ".join((self._progress(step), *texts, f"{duration(left_s)} left"))
 
     def close(self, *, step: int, reason: str, saved_step: int, saving_s: float, stall_s: float) -> None:
@@ -179,9 +184,9 @@ class RunLog:
             "steps": self._workload.steps,
             "started_after_step": self._workload.start,
             "saved_step": saved_step if saved_step >= 0 else None,
-            "first_loss": _number(self.first_loss),
-            "last_loss": _number(self.last_loss),
-            "eval_loss": _number(self.eval_loss),
+            "first_loss": _number(self._first_loss),
+            "last_loss": _number(self._last_loss),
+            "eval_loss": _number(self._eval_loss),
             "ranks": self._ranks,
             "samples_per_s": rate,
             "seconds": time.perf_counter() - self._start_s,
@@ -189,7 +194,7 @@ class RunLog:
             "training_s": self._training_s,
             "evaluation_s": self._evaluation_s,
             "saving_s": saving_s,
-            "skipped": self.skipped,
+            "skipped": self._skipped,
             "stragglers": self._stragglers.all(),
             "longest_save_stall_s": stall_s,
         }
@@ -204,7 +209,7 @@ class RunLog:
             "saving": saving_s,
         }
         breakdown = ", ".join(f"{seconds:.1f} s {name}" for name, seconds in durations.items() if seconds)
-        losses = f"loss {self.first_loss:.6f} -> {self.last_loss:.6f}"
+        losses = f"loss {self._first_loss:.6f} -> {self._last_loss:.6f}"
         terminal.out(f"{losses}, {self._ranks} ranks, {rate:.0f} samples/s while training; {breakdown}")
 
 

@@ -92,7 +92,7 @@ def test_rank_without_samples_has_weight_zero() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12, 24])
 def test_accumulation_keeps_the_global_batch(ranks: int) -> None:
-    order = arrange(size=1000, world_size=ranks, batch_size=5, global_batch=24)
+    order = arrange(1000, ranks, 5, 24)
     assert order.global_batch == 24
     assert max(part.end - part.first for part in order.parts(24, 0)) <= 5
 
@@ -104,7 +104,7 @@ def test_accumulation_keeps_the_global_batch(ranks: int) -> None:
 def test_batch_sizes_give_the_accumulation(
     batch_size: int | None, global_batch: int | None, per_step: int, parts: int
 ) -> None:
-    order = arrange(size=1000, world_size=2, batch_size=batch_size, global_batch=global_batch)
+    order = arrange(1000, 2, batch_size, global_batch)
     slices = order.parts(order.global_batch, 0)
     assert (order.global_batch, len(slices)) == (per_step, parts)
     assert sum(part.end - part.first for part in slices) * 2 == per_step
@@ -114,14 +114,14 @@ def test_unshareable_global_batch_names_what_works() -> None:
     with pytest.raises(
         UsageError, match="3 ranks cannot share a global batch of 32 samples equally"
     ) as caught:
-        arrange(size=1000, world_size=3, batch_size=8, global_batch=32)
+        arrange(1000, 3, 8, 32)
     assert "2 or 4 ranks" in str(caught.value)
     assert "--global-batch 30 or 33" in str(caught.value)
 
 
 def test_empty_data_is_refused() -> None:
     with pytest.raises(UsageError, match="empty"):
-        arrange(size=0, world_size=1, batch_size=8, global_batch=None)
+        arrange(0, 1, 8, None)
 
 
 def test_seed_of_is_the_same_everywhere() -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from imgkit_entrypoints.apps.train import curves, options, run_log
 from imgkit_entrypoints.apps.train.config import LINE_EVERY_S
-from imgkit_entrypoints.apps.train.run_log import RunLog, StepMeans, Workload
+from imgkit_entrypoints.apps.train.run_log import LatestSteps, RunLog, Workload
 from imgkit_entrypoints.apps.train.stragglers import RankOnNode
 from imgkit_entrypoints.launch.start_up import StartUp
 
@@ -45,12 +45,13 @@ def open_log(
     return RunLog(config, workload, started or StartUp(0.0), say)
 
 
-def note(log: RunLog, *rows: tuple[int, int, float], **values: Any) -> None:
-    """Pass on rows of step, number of steps and loss."""
+def note(log: RunLog, *rows: tuple[int, int, float], numbers: Sequence[float] = (), **values: Any) -> None:
+    """Pass on rows of step, number of steps and mean loss, with means of other numbers."""
     for step, steps, loss in rows:
-        log.note(
-            StepMeans(**{"step": step, "steps": steps, "loss": loss, "skipped": 0, "seconds": 1.0, **values})
-        )
+        counted = steps - values.get("skipped", 0)
+        sums = tuple(mean * counted for mean in (loss, *numbers))
+        defaults = {"step": step, "steps": steps, "skipped": 0, "seconds": 1.0, "sums": sums}
+        log.note(LatestSteps(**{**defaults, **values}))
 
 
 def end(log: RunLog, step: int, *, saving_s: float = 0.0) -> None:
@@ -127,7 +128,7 @@ def test_slow_rank_stands_in_every_file(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_unknown_numbers_are_null(tmp_path: Path) -> None:
     log = open_log(tmp_path, names=("accuracy",))
-    note(log, (1, 1, math.nan), skipped=1, numbers=(math.nan,))
+    note(log, (1, 1, 0.0), skipped=1, numbers=(0.0,))
     note(log, (10, 9, math.inf), numbers=(math.nan,))
     end(log, 10)
     row, infinite = read_metrics(tmp_path)
@@ -149,7 +150,7 @@ def test_skipped_steps_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
     note(log, (1, 1, 9.0))
     note(log, (5, 4, 3.0), skipped=2)
     note(log, (6, 1, 6.0))
-    note(log, (10, 4, math.nan), skipped=4)
+    note(log, (10, 4, 0.0), skipped=4)
     line = capsys.readouterr().out.splitlines()[1]
     assert "loss 4.000000" in line
     assert "6 skipped" in line
