@@ -17,7 +17,7 @@ from typing import Any
 from imgkit_entrypoints.apps.train.batches import MicroBatch
 from imgkit_entrypoints.apps.train.config import Config, due, every
 from imgkit_entrypoints.apps.train.order import Position
-from imgkit_entrypoints.apps.train.run_log import RunLog, LatestSteps, Workload
+from imgkit_entrypoints.apps.train.run_log import LatestSteps, RunLog, Workload
 from imgkit_entrypoints.apps.train.trainer import Evaluation, LossIsNoNumber, Trainer
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch.start_up import StartUp
