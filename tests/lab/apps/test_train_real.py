@@ -26,8 +26,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def inside(standin: str, runs: Path, *words: str, given: str = "") -> str:
     """What a command printed in the image, without a network; it must not fail."""
-    here = ("--tmpfs", "/tiny:size=3m", "--volume", f"{runs}:/runs", "--workdir", "/runs")
-    done = in_image(standin, *words, options=here, given=given)
+    options = ("--volume", f"{runs}:/runs", "--workdir", "/runs")
+    done = in_image(standin, *words, options=options, given=given)
     told = done.stdout + done.stderr
     assert done.returncode == 0, told
     return told
@@ -79,8 +79,7 @@ same("alone", "fetched", "weights", "optimizer")
     assert "resumes after step 5 of 9" in many(standin, runs, script)
 
 
-def test_batches_cut_from_more_are_the_same(standin: str, runs: Path) -> None:
-    # Rows of tensors are gathered for several steps at once, except at an epoch's end and a run's start.
+def test_batches_of_rows_equal_single_samples(standin: str, runs: Path) -> None:
     script = """
 for count in (1, 2):
     words = f"--model own.py:plain --batch-size 8 --global-batch {16 * count} --dtype fp64"
@@ -90,6 +89,16 @@ for count in (1, 2):
     same(f"singly{count}", f"rows{count}", "weights")
 """
     many(standin, runs, script)
+
+
+def test_changed_momentum_counts_in_a_resumed_run(standin: str, runs: Path) -> None:
+    script = """
+assert train(1, "--steps 2 --momentum 0.9 --run-dir slower") == 0
+assert train(1, "--steps 4 --momentum 0.5 --lr 0.01 --run-dir slower") == 0
+(group,) = states("slower")["optimizer"]["optimizer"]["param_groups"]
+assert (group["momentum"], group["lr"]) == (0.5, 0.01)
+"""
+    assert "momentum was 0.9, now 0.5" in many(standin, runs, script)
 
 
 def test_ranks_and_accumulation_are_equal(standin: str, runs: Path) -> None:
@@ -183,7 +192,7 @@ assert not os.path.exists("unlike0/checkpoints")
 """
     told = many(standin, runs, script)
     assert (
-        "the ranks have different options; lr: rank 0: 0.1, rank 1: 0.2; seed: rank 0: 0, rank 1: 3" in told
+        "the ranks have different options; seed: rank 0: 0, rank 1: 3; lr: rank 0: 0.1, rank 1: 0.2" in told
     )
 
 
@@ -235,19 +244,6 @@ assert train(1, own + "wide") == 2
     assert kept[-1]["lr"] == pytest.approx(0.05 / 6)
     assert "the step returned the numbers number1, but number0 at first" in told
     assert "all must be a tensor with one number, but it is a Tensor of shape" in told
-
-
-def test_full_disk_leaves_the_older_checkpoints(standin: str, runs: Path) -> None:
-    # A checkpoint of mlp has 0.3 MB, so some find their place on a file system of 3 MB.
-    script = """
-import os
-assert train(2, "--model mlp --steps 40 --save-every 2 --keep 99 --run-dir /tiny/run") == 1
-print("there:", *sorted(os.listdir("/tiny/run/checkpoints")))
-"""
-    told = many(standin, runs, script)
-    assert "No space left on device; the newest is of step" in told
-    assert "step 40/40" in told
-    assert "there: step-0000000002 " in told
 
 
 @pytest.mark.soak
@@ -413,7 +409,6 @@ def test_refusal_is_told_though_another_worker_ends_first(standin: str, runs: Pa
 def test_failing_samples_and_functions_are_named(standin: str, runs: Path) -> None:
     script = """
 own="--model own.py:plain --batch-size 4 --steps 12"
-code train $own --nproc 2 --data own.py:raises
 code train $own --nproc 1 --data own.py:dies --workers 1
 code train --model own.py:modell --nproc 1
 code train --model own.py:vector --nproc 1
@@ -428,10 +423,10 @@ assert train(1, f"{own} --data own.py:raises --workers 1") == 1
 assert train(1, f"{own} --data own.py:data --step own.py:vector") == 2
 """,
     )
-    assert told.count("sample 17 of the data: ValueError: spoiled") == 2
+    assert "sample 17 of the data: ValueError: spoiled" in told
     assert "a data worker died at sample 17 of the data" in told
     assert "the loss must be a tensor with one number, but it is a Tensor of shape (4, 1)" in told
     assert "has no function modell" in told
     assert "vector does not take 1 positional arguments" in told
     assert "def FN(config) -> torch.nn.Module" in told
-    assert re.findall(r"(?m)^exit code (\d+)$", told) == ["1", "1", "2", "2"]
+    assert re.findall(r"(?m)^exit code (\d+)$", told) == ["1", "2", "2"]
