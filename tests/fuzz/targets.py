@@ -584,20 +584,6 @@ TARGETS = (
         also=(ValueError,),
     ),
     Target(
-        name="train-config-yaml",
-        run=_file(file_arguments, "c.yaml"),
-        seeds=_lines("model: mlp\nepochs: 3\namp: off\n"),
-        change=mutate.in_text,
-        also=(ValueError,),
-    ),
-    Target(
-        name="train-config-toml",
-        run=_file(file_arguments, "c.toml"),
-        seeds=_lines('model = "mlp"\nepochs = 3\n'),
-        change=mutate.in_text,
-        also=(ValueError,),
-    ),
-    Target(
         name="checkpoint",
         run=_checkpoint,
         seeds=lambda: [
