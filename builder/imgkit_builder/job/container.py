@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -15,19 +15,7 @@ from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import CODE_PLACE, Delta
 from imgkit_builder.image.wheel import PACKAGE
 from imgkit_builder.job import pyxis, quoting
-from imgkit_builder.job.request import (
-    Allocation,
-    AnyJob,
-    BoundEntryPoints,
-    BuildJobRequest,
-    CodeRecord,
-    ConversionJobRequest,
-    ImageJob,
-    Job,
-    Request,
-    RunBy,
-    declared,
-)
+from imgkit_builder.job.request import CodeRecord, Job, Request, RunBy, declared
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import sqsh
 from imgkit_entrypoints import secret_patterns
@@ -75,40 +63,37 @@ def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> t
     ----------
     forward : variables that docker copies from its own environment; other runtimes copy all.
     """
-    if job.bound is not None:
-        command = _with_python(job.bound, command)
-    activate = _activation(job)
-    if job.run_by == "pyxis":
-        mounts = (*code_mounts(job), *_libraries(job), *job.binds, *_bound(job))
-        libraries = _listed_libraries(job)
-        return pyxis.start(
-            job, command, options=options(job), mounts=mounts, libraries=libraries, activate=activate
-        )
+    is_entry_point = bool(command) and command[0].startswith("dist-")
+    if is_entry_point and (job.bound is not None or job.run_by == "host"):
+        # Only images of imgkit have dist-* programs; the installed package does not.
+        python = job.bound.python if job.bound else f"{job.image}/bin/python3" if job.image else "python3"
+        # Not by PYTHONPATH: the workers start with -I, too.
+        command = (python, "-I", "-m", PACKAGE, *command)
     if job.run_by == "docker":
-        argv = (program(job), "run", "--rm", *options(job), *_docker_mounts(job, forward))
-        return (*argv, job.image, *activate, *command)
+        argv = (program(job), "run", "--rm", *options(job), *_docker_options(job, forward))
+        return (*argv, job.image, *_activation(job), *command)
     # By env inside the container: apptainer and older versions of singularity execute $(...) in the values of
     # --env and SINGULARITYENV_*, and a variable that the image sets overrides an exported one.
-    with_env = ("env", *(f"{name}={value}" for name, value in job.env.items())) if job.env else ()
-    if job.run_by == "singularity":
-        argv = (program(job), QUIET, "exec", *options(job), *_mounts(job), *_pwd(job))
-        listed = _listed_libraries(job)
-        first = quoting.search_first(listed) if listed else ""
-        set_env = sqsh.environment_words(first) if is_sqsh(job) else ()
-        return (*argv, job.image, *set_env, *activate, *with_env, *command)
-    if command and command[0].startswith("dist-"):
-        # Only images have dist-* programs; the installed package does not.
-        python = f"{job.image}/bin/python3" if job.image else "python3"
-        command = (python, "-I", "-m", "imgkit_entrypoints", *command)
-    return (*with_env, *command)
+    variables = ("env", *(f"{name}={value}" for name, value in job.env.items())) if job.env else ()
+    command = (*_activation(job), *variables, *command)
+    if job.run_by == "host":
+        return command
+    libraries = _listed_libraries(job)
+    if job.run_by == "pyxis":
+        return pyxis.start(
+            job, command, options=options(job), mounts=with_targets(_mounts(job)), libraries=libraries
+        )
+    set_path = quoting.search_first(libraries) if libraries else ""
+    set_env = sqsh.environment_words(set_path) if is_sqsh(job) else ()
+    return (*_singularity(job, "exec"), *set_env, *command)
 
 
-def _with_python(bound: BoundEntryPoints, command: Sequence[str]) -> tuple[str, ...]:
-    """`command`, where a ``dist-*`` program of the image is one of the bound entry points."""
-    if not command or not command[0].startswith("dist-"):
-        return tuple(command)
-    # Not by PYTHONPATH: the workers start with -I, too.
-    return (bound.python, "-I", "-m", PACKAGE, *command)
+def _singularity(job: Job, verb: str) -> tuple[str, ...]:
+    """The command of singularity up to the image."""
+    overlay = ("--overlay", f"{job.overlay}:ro") if job.overlay else ()
+    binds = (argument for bind in _mounts(job) for argument in ("--bind", bind))
+    pwd = ("--pwd", job.workdir) if job.workdir else ()  # apptainer's --cwd is newer
+    return (program(job), QUIET, verb, *options(job), *overlay, *binds, *pwd, job.image)
 
 
 _ACTIVATE = """\
@@ -137,7 +122,7 @@ def shell(job: Job) -> tuple[str, ...]:
     """A shell in the job's image."""
     plain = not (job.env or job.request.activate or is_sqsh(job))
     if job.run_by == "singularity" and plain:
-        return (program(job), QUIET, "shell", *options(job), *_mounts(job), *_pwd(job), job.image)
+        return _singularity(job, "shell")
     return start(job, ("bash",))
 
 
@@ -147,7 +132,7 @@ def shell_line(job: Job) -> str:
     return " && ".join((*load, *exports(job), f"exec {' '.join(map(quoting.quote, shell(job)))}"))
 
 
-def program(job: AnyJob) -> str:
+def program(job: Job) -> str:
     """The runtime's command: the recipe's, unless the request names another runtime."""
     runtime = job.recipe.system.runtime
     return runtime.command if runtime.kind == job.run_by else job.run_by
@@ -166,7 +151,7 @@ def options(job: Job) -> tuple[str, ...]:
     return chosen if job.gpus else tuple(option for option in chosen if option not in GPU_OPTIONS)
 
 
-def modules(job: AnyJob) -> tuple[str, ...]:
+def modules(job: Job) -> tuple[str, ...]:
     """Environment modules that the start needs, in load order."""
     runtime = job.recipe.system.runtime
     if job.run_by == "host":
@@ -228,58 +213,49 @@ def _listed_libraries(job: Job) -> tuple[str, ...]:
 
 
 def _mounts(job: Job) -> tuple[str, ...]:
-    """Options that mount the delta, the code, the libraries and the folders."""
-    overlay = ("--overlay", f"{job.overlay}:ro") if job.overlay else ()
-    folders = (*code_mounts(job), *_libraries(job), *job.binds, *_bound(job), str(job.directory))
-    return (*overlay, *(argument for bind in folders for argument in ("--bind", bind)))
-
-
-def code_mounts(job: Job) -> tuple[str, ...]:
-    """Return the mounts of the code, which hide what the image has in its folder."""
-    if job.code is None:
-        return ()
-    return tuple(f"{job.code_folder}{path}:{path}:ro" for path in (f"/{CODE_PLACE}", delta_check.CODE_JSON))
+    """What the container mounts of the host, ``SRC[:DEST[:ro]]``: code, libraries, folders, entry points."""
+    code = (f"/{CODE_PLACE}", delta_check.CODE_JSON) if job.code else ()
+    entry_points: tuple[str, ...] = ()
+    if job.bound:
+        folder, site = job.bound.folder, job.bound.site
+        system_json = f"{folder}/{SYSTEM_JSON.name}:{SYSTEM_JSON}:ro"
+        entry_points = (f"{folder}/{PACKAGE}:{site}/{PACKAGE}:ro", system_json)
+    return (
+        *(f"{job.code_folder}{path}:{path}:ro" for path in code),
+        *_libraries(job),
+        *job.binds,
+        *entry_points,
+        str(job.directory),
+    )
 
 
 def _libraries(job: Job) -> tuple[str, ...]:
     """Mounts of the host's libraries: at their own path, or for the node agent, which chooses among them."""
     system = job.recipe.system
     if system.fabric.host_libs != "auto":
-        return tuple(f"{folder}:{folder}:ro" for folder in system.runtime.host_libs)
-    listed = (folder for folder in system.runtime.host_libs if not folder.startswith(_BELOW))
-    return tuple(f"{folder}:{HOST}{folder}:ro" for folder in (*HOST_FOLDERS, *listed))
+        listed = () if job.run_by == "docker" else system.runtime.host_libs
+        return tuple(f"{folder}:{folder}:ro" for folder in listed)
+    further = (folder for folder in system.runtime.host_libs if not folder.startswith(_BELOW))
+    return tuple(f"{folder}:{HOST}{folder}:ro" for folder in (*HOST_FOLDERS, *further))
 
 
 _BELOW = tuple(f"{folder}/" for folder in HOST_FOLDERS)
 
 
-def _bound(job: Job) -> tuple[str, ...]:
-    """The mounts of the entry points, and of the system that they are for."""
-    if job.bound is None:
-        return ()
-    folder, site = job.bound.folder, job.bound.site
-    return (f"{folder}/{PACKAGE}:{site}/{PACKAGE}:ro", f"{folder}/{SYSTEM_JSON.name}:{SYSTEM_JSON}:ro")
+def with_targets(mounts: Iterable[str]) -> Iterator[str]:
+    """Yield `mounts` as ``SRC:DEST[:ro]``, for runtimes that take no shorter form."""
+    return (mount if ":" in mount else f"{mount}:{mount}" for mount in mounts)
 
 
-def _pwd(job: Job) -> tuple[str, ...]:
-    """The option that starts the command elsewhere than in the job's folder, where the runtime starts it."""
-    return ("--pwd", job.workdir) if job.workdir else ()  # apptainer's --cwd is newer
-
-
-def _docker_mounts(job: Job, forward: Sequence[str]) -> tuple[str, ...]:
-    by_rule = _libraries(job) if job.recipe.system.fabric.host_libs == "auto" else ()
-    binds = (*by_rule, *job.binds, *_bound(job), f"{job.directory}:{job.directory}")
-    variables = {**job.settings, **job.env}
+def _docker_options(job: Job, forward: Sequence[str]) -> tuple[str, ...]:
+    pairs = [f"{name}={value}" for name, value in {**job.settings, **job.env}.items()]
     return (
-        *(argument for bind in binds for argument in ("--volume", bind if ":" in bind else f"{bind}:{bind}")),
+        *(argument for mount in with_targets(_mounts(job)) for argument in ("--volume", mount)),
         *("--workdir", job.workdir or str(job.directory)),
-        *(argument for name, value in variables.items() for argument in ("--env", f"{name}={value}")),
+        *(argument for pair in pairs for argument in ("--env", pair)),
         *(("--env-file", job.env_file) if job.env_file else ()),
         *(argument for name in (*job.names, *forward) for argument in ("--env", name)),
     )
-
-
-_RECIPE_FILES = (".yaml", ".yml")
 
 
 def image(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> str:
@@ -302,30 +278,57 @@ def image(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> s
     return image or f"{recipe.name}:latest"
 
 
-def _printable_image(request: Allocation) -> str:
+def _printable_image(request: Request) -> str:
     if any(ord(letter) < 32 for letter in request.image):
         raise UsageError(f"{request.image!r} holds a control character", where="--image")
     return request.image
 
 
-def image_to_make(recipe: Target, request: ConversionJobRequest | BuildJobRequest, directory: Path) -> str:
-    """Path of the .sif or .sqsh that a job makes."""
-    name = Path(request.build).stem if isinstance(request, BuildJobRequest) else recipe.name
-    suffix = ".sqsh" if recipe.system.runtime.kind == "pyxis" else ".sif"
-    return str(directory / (_printable_image(request) or f"{name}{suffix}"))
-
-
-def making(job: ImageJob) -> tuple[str, ...]:
-    """The argv that makes the image of `job`."""
-    request = job.request
-    if isinstance(request, ConversionJobRequest):
-        compression = job.recipe.system.runtime.compression
-        packed = ("--compression", compression) if compression != "auto" else ()
-        return ("imgkit", "sif", str(request.archive.absolute()), "-o", job.image, *packed)
+def image_to_make(recipe: Target, request: Request, directory: Path) -> tuple[str, tuple[str, ...]]:
+    """Path of the .sif or .sqsh that a job makes, and the argv that makes it."""
+    runtime, name = recipe.system.runtime, recipe.name
+    if request.archive is None:
+        if runtime.kind == "pyxis":
+            hint = "build it with an engine elsewhere, and here: imgkit run --sif ARCHIVE"
+            raise UsageError("the job builds a .sif, and pyxis starts none", where="--build", hint=hint)
+        name = Path(request.build).stem
+    suffix = ".sqsh" if runtime.kind == "pyxis" else ".sif"
+    image = str(directory / (_printable_image(request) or f"{name}{suffix}"))
+    if request.archive is not None:
+        compression = ("--compression", runtime.compression) if runtime.compression != "auto" else ()
+        return image, ("imgkit", "sif", str(request.archive.absolute()), "-o", image, *compression)
     file = Path(request.build)
-    built = str(file.absolute()) if file.suffix in _RECIPE_FILES else request.build
+    source = str(file.absolute()) if file.suffix in (".yaml", ".yml") else request.build
     base = ("--base-from", str(request.base_from.absolute())) if request.base_from is not None else ()
-    return ("imgkit", "build", built, "--with", "apptainer", *base, "-o", job.image)
+    return image, ("imgkit", "build", source, "--with", "apptainer", *base, "-o", image)
+
+
+def filled(job: Job) -> Job:
+    """Return `job` with what its container holds beside the image, as the recipe and the request say.
+
+    Raises
+    ------
+    UsageError : a value that its runtime cannot use.
+    """
+    request, run_by, directory = job.request, job.run_by, job.directory
+    refuse_code(request, run_by)
+    path, delta = overlay(request, run_by, directory)
+    folder = workdir(job.recipe, request, run_by)
+    has_folder = folder and run_by != "kubernetes"
+    return dataclasses.replace(
+        job,
+        overlay=path,
+        delta=delta,
+        binds=binds(job.recipe, request, run_by, directory),
+        workdir=folder,
+        env=environment(request, run_by, job.image, delta),
+        env_file=env_file(request, run_by, directory),
+        settings={
+            **job.settings,
+            **secret(request, directory),
+            **({"IMGKIT_JOB_DIR": str(directory)} if has_folder else {}),
+        },
+    )
 
 
 def overlay(request: Request, run_by: RunBy, directory: Path) -> tuple[str, Delta | None]:
@@ -409,14 +412,14 @@ def environment(request: Request, run_by: RunBy, image: str, delta: Delta | None
     return {**_delta_id(run_by, Path(image), delta), **dict(pairs)}
 
 
-def refuse_secrets(recipe: Target, request: Allocation) -> None:
+def refuse_secrets(recipe: Target, request: Request) -> None:
     """Raise UsageError for a secret in what becomes part of the script, the record and argument lists.
 
     ``--env`` has a check of its own, `variable`.
     """
     system = recipe.system
     texts: list[tuple[str, tuple[str, ...]]] = [
-        ("COMMAND", request.command if isinstance(request, Request) else ()),
+        ("COMMAND", request.command),
         (recipe.where("system", "runtime", "options"), system.runtime.options),
         (recipe.where("system", "queue", "options"), system.queue.options),
     ]
@@ -530,7 +533,7 @@ def binds(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> t
     return (*recipe.system.runtime.binds, *request.binds, *secret_mount)
 
 
-def fill(job: AnyJob, name: str, **values: Any) -> str:
+def fill(job: Job, name: str, **values: Any) -> str:
     """The text of template `name`, which sees `job` and `values`.
 
     Raises
@@ -541,7 +544,7 @@ def fill(job: AnyJob, name: str, **values: Any) -> str:
 
     from imgkit_builder.image.render import environment
 
-    if isinstance(job, Job):
+    if not job.makes_image:
         values["exports"] = exports(job)
     folder = job.request.templates
     if folder is not None and not folder.is_dir():

@@ -15,7 +15,7 @@ Seen with pyxis 0.24 and enroot 4.1, or read in pyxis' args.c:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from imgkit_builder.job import baked, quoting
@@ -75,37 +75,32 @@ def start(
     command: Sequence[str],
     *,
     options: Sequence[str],
-    mounts: Sequence[str],
-    libraries: Sequence[str] = (),
-    activate: Sequence[str] = (),
+    mounts: Iterable[str],
+    libraries: Sequence[str],
 ) -> tuple[str, ...]:
     """Options of srun, and the command that it starts in the container.
 
     Parameters
     ----------
     options : of the recipe.
-    mounts : ``SRC[:DEST[:ro]]`` of the host's folders.
+    mounts : ``SRC:DEST[:ro]`` of the host's folders.
     libraries : folders of the container that are searched for libraries before those of the image.
-    activate : words that activate an environment of the image, before the words that run in it.
     """
-    folder = str(job.directory)
-    pairs = dict.fromkeys(mount if ":" in mount else f"{mount}:{mount}" for mount in (*mounts, folder))
     text = _START
-    if not is_file(job.image) and command[:1] and command[0].startswith("dist-"):
+    if not is_file(job.image) and job.command and job.command[0].startswith("dist-"):
         text += _HAS_ENTRY_POINTS
     if libraries:
         text += f"{quoting.search_first(libraries)}; "
     home = () if "--container-mount-home" in options else ("--no-container-mount-home",)
-    with_env = ("env", *(f"{name}={value}" for name, value in job.env.items())) if job.env else ()
     return (
         f"--container-image={job.image}",
-        f"--container-mounts={','.join(pairs)}",
-        f"--container-workdir={job.workdir or folder}",
+        f"--container-mounts={','.join(dict.fromkeys(mounts))}",
+        f"--container-workdir={job.workdir or job.directory}",
         *home,
         # The value stays in the environment alone, and the image's own value does not win.
         *((f"--container-env={','.join(job.names)}",) if job.names else ()),
         *options,
-        *("sh", "-c", f'{text}exec "$@"', "sh", *activate, *with_env, *command),
+        *("sh", "-c", f'{text}exec "$@"', "sh", *command),
     )
 
 

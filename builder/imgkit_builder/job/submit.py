@@ -25,18 +25,8 @@ from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.job import baked, bound, container, pyxis, quoting, systems
 from imgkit_builder.job import code as code_of
 from imgkit_builder.job.code import CodeFolder
-from imgkit_builder.job.request import (
-    AnyJob,
-    AnyRequest,
-    BuildJobRequest,
-    ConversionJobRequest,
-    ImageJob,
-    Job,
-    Request,
-    Script,
-    SubmittedJob,
-)
-from imgkit_builder.job.resolve import resolve, resolve_image
+from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
+from imgkit_builder.job.resolve import resolve
 from imgkit_builder.recipe import targets
 from imgkit_builder.sif import image, sqsh
 from imgkit_entrypoints import json_text
@@ -55,13 +45,13 @@ _KEPT = 1000
 class PreparedJob:
     """A job whose script is written, before anything is submitted."""
 
-    job: Job | ImageJob
+    job: Job
     script: Script
     code: CodeFolder | None = None
     """The code over the image; None if there is none."""
 
 
-def submit(recipe: str | Path, request: AnyRequest, *, report: Reporter | None = None) -> SubmittedJob:
+def submit(recipe: str | Path, request: Request, *, report: Reporter | None = None) -> SubmittedJob:
     """Prepare, check and submit a job, and save its record.
 
     Parameters
@@ -77,7 +67,7 @@ def submit(recipe: str | Path, request: AnyRequest, *, report: Reporter | None =
     """
     report = report or Silent()
     code = None
-    if isinstance(request, Request) and request.code is not None:
+    if request.code is not None:
         code = code_of.read(request, large=request.yes, report=report)
     prepared = prepare(recipe, request, code)
     if prepared.script.foreground:
@@ -99,7 +89,7 @@ def submit(recipe: str | Path, request: AnyRequest, *, report: Reporter | None =
     return need_id(record)
 
 
-def prepare(recipe: str | Path, request: AnyRequest, code: CodeFolder | None = None) -> PreparedJob:
+def prepare(recipe: str | Path, request: Request, code: CodeFolder | None = None) -> PreparedJob:
     """The job that `request` becomes, and its script; nothing is written or run.
 
     Parameters
@@ -116,9 +106,9 @@ def prepare(recipe: str | Path, request: AnyRequest, code: CodeFolder | None = N
         target, default = baked.target(file), str(file.absolute())
     else:
         target, default = targets.find(recipe), ""
-    if not isinstance(request, Request):
-        making = resolve_image(target, request)
-        return PreparedJob(job=making, script=systems.named(making.system).script(making))
+    if request.image_flag:
+        job = resolve(target, request)
+        return PreparedJob(job=job, script=systems.named(job.system).script(job))
     job = resolve(target, dataclasses.replace(request, image=request.image or default))
     if job.run_by not in ("pyxis", "singularity") and job.image and sqsh.is_sqsh(Path(job.image)):
         raise UsageError(
@@ -143,13 +133,13 @@ def look_into(prepared: PreparedJob) -> PreparedJob:
     UsageError : the image cannot run the entry points.
     ToolMissing : the runtime is not here.
     """
-    if not isinstance(prepared.job, Job) or foreign_image(prepared.job):  # the submission refuses that
+    if prepared.job.makes_image or foreign_image(prepared.job):  # the submission refuses that
         return prepared
     job = bound.bind(prepared.job)
     return dataclasses.replace(prepared, job=job, script=systems.named(job.system).script(job))
 
 
-def before_submission(job: Job | ImageJob) -> None:
+def before_submission(job: Job) -> None:
     """Check the image and the folder before anything waits in a queue.
 
     Raises
@@ -159,7 +149,7 @@ def before_submission(job: Job | ImageJob) -> None:
     """
     if job.run_by != "kubernetes" and not job.directory.is_dir():  # pods have folders of their own
         raise UsageError(f"no folder {job.directory}", where="--directory")
-    if isinstance(job, ImageJob):
+    if job.makes_image:
         _check_source(job.request)
         return
     check_environment(job)
@@ -199,21 +189,16 @@ def check_environment(job: Job) -> None:
         os.close(secret.open_private(Path(job.env_file), purpose="the file of --env-file"))
 
 
-def _check_source(request: ConversionJobRequest | BuildJobRequest) -> None:
+def _check_source(request: Request) -> None:
     """Look for the archive here, or read the recipe and look for the base, before the job waits."""
     from imgkit_builder.recipe.load import load
 
-    if isinstance(request, ConversionJobRequest):
-        if not request.archive.is_file():
-            raise UsageError(f"no file {request.archive}", where="--sif", hint="imgkit save makes one")
-        return
-    load(request.build)
-    if request.base_from is not None and not request.base_from.exists():
-        raise UsageError(
-            f"no file {request.base_from}",
-            where="--base-from",
-            hint="an archive or a .sif of the base where the nodes see it; singularity pull makes one",
-        )
+    file, hint = request.archive, "imgkit save makes one"
+    if file is None:
+        load(request.build)
+        file, hint = request.base_from, "an archive or a .sif of the base where the nodes see it"
+    if file is not None and not (file.is_file() or (request.build and file.is_dir())):
+        raise UsageError(f"no file {file}", where="--base-from" if request.build else "--sif", hint=hint)
 
 
 def _check_delta(job: Job, delta: Delta) -> None:
@@ -245,12 +230,14 @@ def _check_sif(job: Job) -> None:
         raise foreign
 
 
-def foreign_image(job: AnyJob) -> UsageError | None:
+def foreign_image(job: Job) -> UsageError | None:
     """The error for a .sif here of another architecture than the nodes'; None if it fits or is not here."""
     path, arch = Path(job.image), ""
-    if isinstance(job, Job) and job.run_by == "singularity" and image.is_sif(path):
+    if job.makes_image:
+        return None
+    if job.run_by == "singularity" and image.is_sif(path):
         arch = image.read(path).arch
-    elif isinstance(job, Job) and job.run_by in ("pyxis", "singularity") and sqsh.is_sqsh(path):
+    elif job.run_by in ("pyxis", "singularity") and sqsh.is_sqsh(path):
         arch = baked.arch(path)
     if not arch:
         return None
@@ -269,15 +256,12 @@ def write_files(prepared: PreparedJob) -> None:
 
     That is the folder of the code, and the entry points for an image without them.
     """
-    if isinstance(prepared.job, Job):
-        bound.write(prepared.job)
-    if prepared.code is None:
-        return
-    assert isinstance(prepared.job, Job)  # noqa: S101 - no other job has code
-    bound.write_folder(Path(prepared.job.code_folder), prepared.code.tree.write)
+    bound.write(prepared.job)
+    if prepared.code is not None:
+        bound.write_folder(Path(prepared.job.code_folder), prepared.code.tree.write)
 
 
-def send(job: AnyJob, script: Script) -> SubmittedJob:
+def send(job: Job, script: Script) -> SubmittedJob:
     """Submit `script`; returns the record to follow it by.
 
     Raises
@@ -306,7 +290,7 @@ def send(job: AnyJob, script: Script) -> SubmittedJob:
 
 
 def submitted(
-    job: AnyJob, script: Script, output: Generator[bytes, None, None], *, remote: str = ""
+    job: Job, script: Script, output: Generator[bytes, None, None], *, remote: str = ""
 ) -> SubmittedJob:
     """Return the record of `job`.
 
@@ -324,6 +308,7 @@ def submitted(
         job_id, _, cluster = systems.named(job.system).parse_job_id(text, job.name).partition(";")
     except Exception:  # a plug-in has failed, but its job is there
         job_id, cluster = "", ""
+    has_shell = not job.makes_image and job.run_by in ("singularity", "host")
     is_id = quoting.is_job_id(job_id) and (not cluster or quoting.is_job_id(cluster))
     return SubmittedJob(
         id=job_id if is_id else f"unknown-{secrets.token_hex(4)}",
@@ -336,14 +321,12 @@ def submitted(
         directory=job.directory,
         queue=job.queue,
         remote=remote,
-        code=job.code if isinstance(job, Job) else None,
-        bound_entry_points=job.bound.version if isinstance(job, Job) and job.bound else "",
+        code=job.code,
+        bound_entry_points=job.bound.version if job.bound else "",
         submitted=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        command=job.command if isinstance(job, Job) else (),
+        command=() if job.makes_image else job.command,
         array=script.is_array,
-        shell_line=container.shell_line(job)
-        if isinstance(job, Job) and job.run_by in ("singularity", "host")
-        else "",
+        shell_line=container.shell_line(job) if has_shell else "",
     )
 
 
@@ -368,8 +351,8 @@ def need_id(record: SubmittedJob) -> SubmittedJob:
     )
 
 
-def _image_id(job: AnyJob) -> str:
-    if not isinstance(job, Job):
+def _image_id(job: Job) -> str:
+    if job.makes_image:
         return ""  # the image is still to be made
     if job.delta is not None or not image.is_sif(Path(job.image)):
         return job.delta.image_id if job.delta else ""

@@ -15,9 +15,6 @@ from pathlib import PurePath
 from typing import Any, Protocol, cast
 
 from imgkit_builder.job.request import (
-    BuildJobRequest,
-    ImageFlags,
-    ImageJob,
     Job,
     JobState,
     JobStatus,
@@ -91,12 +88,12 @@ class System(Protocol):
     cluster_option: str = ""
     """The option, with ``=``, that names the cluster in `unfinished_ids`."""
 
-    def script(self, job: Job | ImageJob) -> Script:
+    def script(self, job: Job) -> Script:
         """Return the text of the submission and the command that submits it.
 
         Raises
         ------
-        UsageError : the system takes no such job; an `ImageJob` needs a queue.
+        UsageError : the system takes no such job; one that makes a .sif needs a queue (`need_program`).
         """
         ...
 
@@ -155,16 +152,15 @@ class System(Protocol):
         )
 
 
-def need_program(job: Job | ImageJob) -> Job:
-    """Return `job`; raise UsageError if it makes a .sif, since there is no queue for it."""
-    if isinstance(job, Job):
-        return job
-    builds = isinstance(job.request, BuildJobRequest)
-    raise UsageError(
-        "there is no scheduler to submit this to",
-        where=job.request.where,
-        hint="imgkit build RECIPE --with apptainer" if builds else "imgkit sif ARCHIVE",
-    )
+def need_program(job: Job) -> None:
+    """Raise UsageError if `job` makes a .sif, since there is no queue for it, or since pods pull images."""
+    request, message = job.request, "there is no scheduler to submit this to"
+    hint = "imgkit build RECIPE --with apptainer" if request.build else "imgkit sif ARCHIVE"
+    if job.run_by == "kubernetes":
+        message = "pods pull their image from a registry; a .sif is of no use to them"
+        hint = f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1"
+    if job.makes_image:
+        raise UsageError(message, where=request.image_flag, hint=hint)
 
 
 def worst(states: Iterable[JobState]) -> JobState:
@@ -344,7 +340,7 @@ def _check_plugin(name: str, plugin: Any) -> None:
 
 def _check_flags(name: str, plugin: System, systems: Iterable[System]) -> None:
     """Raise ToolFailed if a flag of `plugin` is one of every job, of a verb, or of `systems`."""
-    owners: list[type[Any]] = [Request, ImageFlags, *(system.flags for system in systems)]
+    owners: list[type[Any]] = [Request, *(system.flags for system in systems)]
     reserved = {name_of_flag for owner in owners for flag in declared(owner) for name_of_flag in flag.names}
     twice = [
         name_of_flag

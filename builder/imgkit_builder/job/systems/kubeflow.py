@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from imgkit_builder.job.request import ImageJob, Job, JobState, JobStatus, Script, SubmittedJob
-from imgkit_builder.job.systems import JobShell, pods
+from imgkit_builder.job.request import Job, JobState, JobStatus, Script, SubmittedJob
+from imgkit_builder.job.systems import JobShell, need_program, pods
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rollcall.secret import MOUNTED
 
@@ -41,9 +41,9 @@ class Kubeflow(pods.Pods):
     unknown_job = "NotFound"
     own_jobs = ("kubectl", "get", "pods", "--namespace=runai-PROJECT")  # their names begin with the job's
 
-    def script(self, job: Job | ImageJob) -> Script:
+    def script(self, job: Job) -> Script:
         """Return the document for ``kubectl create``."""
-        job = pods.need_program(job)
+        need_program(job)
         document = _pytorchjob(job) if pods.format_of(job) == "pytorchjob" else _trainjob(job)
         text = _yaml(document)
         if job.request.interactive:

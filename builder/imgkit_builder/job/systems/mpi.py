@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from imgkit_builder.job import container, quoting
 from imgkit_builder.job.quoting import line
-from imgkit_builder.job.request import ImageJob, Job, Script, SystemFlags, flag
+from imgkit_builder.job.request import Job, Script, SystemFlags, flag
 from imgkit_builder.job.ssh import fanout
 from imgkit_builder.job.systems import (
     local,
@@ -81,9 +81,9 @@ class Mpi(local.ForegroundSystem):
         if not job.flags(MpiFlags).ssh:
             yield from spare_waits_for_nothing(job)
 
-    def script(self, job: Job | ImageJob) -> Script:
+    def script(self, job: Job) -> Script:
         """Return the ``mpirun`` line, or one ``ssh`` line for each host."""
-        job = need_program(job)
+        need_program(job)
         _check(job)
         if job.request.interactive and not job.command:
             return _shell(job)

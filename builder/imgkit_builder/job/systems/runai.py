@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from imgkit_builder.job import quoting
 from imgkit_builder.job.quoting import quote
-from imgkit_builder.job.request import ImageJob, Job, Script, SubmittedJob
-from imgkit_builder.job.systems import JobShell, pods, runai_client
+from imgkit_builder.job.request import Job, Script, SubmittedJob
+from imgkit_builder.job.systems import JobShell, need_program, pods, runai_client
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.schedulers import kubernetes
 
@@ -26,9 +26,9 @@ class RunAI(pods.Pods):
 
     reports_state = False
 
-    def script(self, job: Job | ImageJob) -> Script:
+    def script(self, job: Job) -> Script:
         """Return the command. For an interactive job, comments above it explain how to work in its pods."""
-        job = pods.need_program(job)
+        need_program(job)
         name = pods.check_name(job)
         command = pods.ASLEEP if job.request.interactive else kubernetes.start_argv(job.command)
         argv = (

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from imgkit_builder.job import container, pyxis, quoting
 from imgkit_builder.job.container import fill
 from imgkit_builder.job.quoting import Shell, line, quote
-from imgkit_builder.job.request import AnyJob, ImageJob, Job, JobState, JobStatus, Script, SubmittedJob
+from imgkit_builder.job.request import Job, JobState, JobStatus, Script, SubmittedJob
 from imgkit_builder.job.systems import (
     NEW_CONTAINER,
     JobShell,
@@ -76,9 +76,9 @@ class Slurm(System):
     unfinished_ids = ("squeue", "--noheader", "--format=%A")
     cluster_option = "--clusters="
 
-    def script(self, job: Job | ImageJob) -> Script:
+    def script(self, job: Job) -> Script:
         """Return the script for ``sbatch``, or the ``salloc`` line of an interactive job."""
-        if isinstance(job, ImageJob):
+        if job.makes_image:
             return _image_script(job)
         if job.request.interactive:
             argv = ("salloc", *_resource_options(job), "bash", "-lc", _typed(job))
@@ -168,7 +168,7 @@ class Slurm(System):
 SYSTEM = Slurm()
 
 
-def _image_script(job: ImageJob) -> Script:
+def _image_script(job: Job) -> Script:
     """Return the script of a job that makes a .sif."""
     queue = job.recipe.system.queue
     directives = (
@@ -181,7 +181,7 @@ def _image_script(job: ImageJob) -> Script:
         *queue.sif,
         *map(quoting.option, job.request.options),
     )
-    text = fill(job, "slurm-sif.sh.j2", directives=directives, make=line(container.making(job)))
+    text = fill(job, "slurm-sif.sh.j2", directives=directives, make=line(job.command))
     return Script(text=text, submit=SUBMIT, on_stdin=True)
 
 
@@ -190,7 +190,7 @@ def _at(cluster: str) -> tuple[str, ...]:
     return (f"--clusters={cluster}",) if cluster else ()
 
 
-def _output_options(job: AnyJob, numbered: str = "%j") -> tuple[str, ...]:
+def _output_options(job: Job, numbered: str = "%j") -> tuple[str, ...]:
     """The folder in which a script runs, and the files of its output; `numbered` is the id in their names."""
     folder = str(job.directory)
     return (

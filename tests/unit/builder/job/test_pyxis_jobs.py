@@ -17,8 +17,8 @@ import small_sif
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.job import bound, code, container, pyxis, submit
-from imgkit_builder.job.request import BuildJobRequest, ConversionJobRequest, Job, Request
-from imgkit_builder.job.resolve import resolve, resolve_image
+from imgkit_builder.job.request import Job, Request
+from imgkit_builder.job.resolve import resolve
 from imgkit_builder.oci import manifest as manifest_of
 from imgkit_builder.oci.manifest import MANIFEST_JSON, BaseImage, Manifest
 from imgkit_builder.recipe.targets import Target, find
@@ -299,14 +299,14 @@ def test_image_of_a_registry_without_entry_points_ends_with_the_way(tmp_path: Pa
 def test_job_that_writes_the_sqsh_compresses_as_the_system_states(
     stated: Any, words: tuple[str, ...]
 ) -> None:
-    request = ConversionJobRequest(archive=Path("/a.tar"), directory=Path("/home/me/run"), time="1h")
-    made = resolve_image(recipe(compression=stated), request)
-    assert container.making(made)[-2 - len(words) :] == ("-o", "/home/me/run/cpu.sqsh", *words)
+    request = Request(archive=Path("/a.tar"), directory=Path("/home/me/run"), time="1h")
+    made = resolve(recipe(compression=stated), request)
+    assert made.command[-2 - len(words) :] == ("-o", "/home/me/run/cpu.sqsh", *words)
 
 
 def test_build_of_a_sif_is_refused() -> None:
     with pytest.raises(UsageError, match=r"the job builds a .sif, and pyxis starts none"):
-        resolve_image(recipe(), BuildJobRequest(build="cpu", directory=Path("/home/me/run"), time="1h"))
+        resolve(recipe(), Request(build="cpu", directory=Path("/home/me/run"), time="1h"))
 
 
 @pytest.mark.parametrize("scheduler", ["pbs", "mpi", "standalone"])

@@ -18,13 +18,11 @@ from hypothesis import strategies as st
 
 from imgkit_builder.job import submit
 from imgkit_builder.job.request import (
-    BuildJobRequest,
-    ConversionJobRequest,
     Job,
     Request,
     SubmittedJob,
 )
-from imgkit_builder.job.resolve import resolve, resolve_image
+from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems.pbs import SYSTEM as pbs
 from imgkit_builder.job.systems.pbs import PbsFlags
 from imgkit_builder.job.systems.slurm import SYSTEM as slurm
@@ -46,8 +44,8 @@ def text(recipe: Any = RECIPE, **given: Any) -> str:
     return pbs.script(job(recipe, **given)).text
 
 
-def image_text(recipe: Any, request: ConversionJobRequest | BuildJobRequest) -> str:
-    return pbs.script(resolve_image(recipe, request)).text
+def image_text(recipe: Any, request: Request) -> str:
+    return pbs.script(resolve(recipe, request)).text
 
 
 def own(tmp_path: Path, *lines: str) -> Any:
@@ -245,7 +243,7 @@ def test_interactive_job_says_how_to_go_on() -> None:
 
 def test_conversion_runs_where_the_recipe_says(tmp_path: Path) -> None:
     recipe = own(tmp_path, "queue: {sif: [-l, 'select=1:ncpus=8']}")
-    script = image_text(recipe, ConversionJobRequest(archive=Path("/a b.tar"), **SHARED))
+    script = image_text(recipe, Request(archive=Path("/a b.tar"), **SHARED))
     assert "#PBS -l select=1:ncpus=8\n" in script
     assert "select=2" not in script
     assert script.endswith("exec imgkit sif '/a b.tar' -o '/my work/mine.sif'\n")
@@ -253,7 +251,7 @@ def test_conversion_runs_where_the_recipe_says(tmp_path: Path) -> None:
 
 def test_recipe_is_built_where_the_recipe_of_the_system_says(tmp_path: Path) -> None:
     recipe = own(tmp_path, "queue: {sif: [-l, 'select=1:ncpus=8']}")
-    request = BuildJobRequest(build="/a b.yaml", base_from=Path("/base.sif"), **SHARED)
+    request = Request(build="/a b.yaml", base_from=Path("/base.sif"), **SHARED)
     script = image_text(recipe, request)
     assert "#PBS -l select=1:ncpus=8\n" in script
     built = "build '/a b.yaml' --with apptainer --base-from /base.sif -o '/my work/a b.sif'"
@@ -262,7 +260,7 @@ def test_recipe_is_built_where_the_recipe_of_the_system_says(tmp_path: Path) -> 
 
 def test_conversion_without_a_place_is_refused() -> None:
     with pytest.raises(UsageError) as caught:
-        image_text(RECIPE, ConversionJobRequest(archive=Path("/a.tar"), **SHARED))
+        image_text(RECIPE, Request(archive=Path("/a.tar"), **SHARED))
     assert (caught.value.where or "").startswith("systems/olivia-eap.yaml:")
     assert "imgkit sif /a.tar" in (caught.value.hint or "")
 
