@@ -119,11 +119,8 @@ def _queue(recipe: Target, request: Request, required: tuple[str, ...]) -> Mappi
 
 def _unused(recipe: Target, request: Request, system: System) -> Iterator[str]:
     """A warning for each flag that the system does not have."""
-    ignored = [
-        f"--{name}"
-        for name, field in OPTIONAL.items()
-        if getattr(request, field, None) and name not in system.uses
-    ]
+    unused = {f"--{name}" for name in OPTIONAL if name not in system.uses}
+    ignored = [name for name in flags_in(request) if name in unused]
     for flags in request.system_flags:
         if type(flags) is not system.flags:
             ignored += flags_in(flags)

@@ -170,6 +170,7 @@ def _pytorchjob(job: Job) -> dict[str, Any]:
 
 def _pod(job: Job) -> dict[str, Any]:
     requested, folder = _requested(job), pods.workdir(job)
+    mounts, volumes = _storage(job, requested)
     container = {
         "name": "pytorch",  # the operator sets its variables only in the container of this name
         "image": job.image,
@@ -178,12 +179,12 @@ def _pod(job: Job) -> dict[str, Any]:
         **({"workingDir": folder} if folder else {}),
         "env": _env(job),
         **_resources("resources", job, requested),
-        **_mounts(job, requested),
+        **mounts,
     }
     scheduler = {"schedulerName": SCHEDULER} if job.queue else {}
     return {
         **_annotated(requested),
-        "spec": {**scheduler, "containers": [container], **_volumes(job, requested)},
+        "spec": {**scheduler, "containers": [container], **volumes},
     }
 
 
@@ -206,9 +207,9 @@ def _trainjob(job: Job) -> dict[str, Any]:
         "env": _env(job),
         **_resources("resourcesPerNode", job, requested),
     }
-    mounts = _mounts(job, requested)
+    mounts, volumes = _storage(job, requested)
     containers = {"containers": [{"name": "node", **mounts}]} if mounts else {}
-    pod = {**_annotated(requested), "spec": {**containers, **_volumes(job, requested)}}
+    pod = {**_annotated(requested), "spec": {**containers, **volumes}}
     # Kubeflow Trainer before 2.2 knows no runtimePatches: its fields for the same had other names.
     jobs = {"replicatedJobs": [{"name": "node", "template": {"spec": {"template": pod}}}]}
     patch = {"manager": "imgkit/job", "trainingRuntimeSpec": {"template": {"spec": jobs}}}
@@ -258,28 +259,24 @@ def _resources(key: str, job: Job, requested: _Requested) -> dict[str, Any]:
     return {key: resources} if resources else {}
 
 
-def _mounts(job: Job, requested: _Requested) -> dict[str, Any]:
-    mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}] if requested.large_shm else []  # noqa: S108
-    if job.makes_secret:
-        mounts.append({"name": "secret", "mountPath": str(MOUNTED.parent), "readOnly": True})
-    for index, claim in enumerate(pods.claims(job)):
-        read_only = {"readOnly": True} if claim.read_only else {}
-        mounts.append({"name": f"volume{index}", "mountPath": str(claim.path), **read_only})
-    return {"volumeMounts": mounts} if mounts else {}
-
-
-def _volumes(job: Job, requested: _Requested) -> dict[str, Any]:
+def _storage(job: Job, requested: _Requested) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The mounts of a container, and the volumes of its pod."""
+    mounts: list[dict[str, Any]] = []
     volumes: list[dict[str, Any]] = []
     if requested.large_shm:
         # Workers pass tensors to each other there; the default size in a container is 64 MiB.
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108
         volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
     if job.makes_secret:
         key = {"key": MOUNTED.name, "path": MOUNTED.name}
         secret = {"secretName": pods.SECRET, "items": [key], "optional": not job.request.require_secret}
+        mounts.append({"name": "secret", "mountPath": str(MOUNTED.parent), "readOnly": True})
         volumes.append({"name": "secret", "secret": secret})
     for index, claim in enumerate(pods.claims(job)):
+        read_only = {"readOnly": True} if claim.read_only else {}
+        mounts.append({"name": f"volume{index}", "mountPath": str(claim.path), **read_only})
         volumes.append({"name": f"volume{index}", "persistentVolumeClaim": {"claimName": claim.name}})
-    return {"volumes": volumes} if volumes else {}
+    return ({"volumeMounts": mounts}, {"volumes": volumes}) if mounts else ({}, {})
 
 
 def _object(record: SubmittedJob) -> tuple[str, str]:

@@ -73,8 +73,7 @@ class Slurm(System):
     spares_take_over = True
     unknown_job = "[Ii]nvalid job"
     own_jobs = ("squeue", "--me")
-    unfinished_ids = ("squeue", "--noheader", "--format=%A")
-    cluster_option = "--clusters="
+    unfinished_ids = ("squeue", "--noheader", "--format=%A", "--clusters={cluster}")
 
     def script(self, job: Job) -> Script:
         """Return the script for ``sbatch``, or the ``salloc`` line of an interactive job."""

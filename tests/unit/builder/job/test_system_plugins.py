@@ -197,6 +197,8 @@ BROKEN = {
     "another object": ("SYSTEM = 'x'\n", "has no registration"),
     "placement": (WHOLE.replace('"manual"', '"manuel"'), "names the placement 'manuel'"),
     "uses": (WHOLE.replace('"queue", "time"', '"queue", "tme"'), "uses 'tme'"),
+    "no method": (WHOLE.replace("def log_source", "def logs"), "cannot be loaded: TypeError"),
+    "no System": (WHOLE.replace("(System):", ":\n    registration = System.registration"), "is no System"),
     "flag taken": (WHOLE.replace("lane: str", "queue: str"), "has the flag --queue, which is taken"),
     "no default": (WHOLE.replace("lane: str", "x: int\n    lane: str"), "declares flags that cannot be read"),
 }
@@ -319,12 +321,3 @@ def test_alias_names_its_system(work: Path, plugins: Path, alias: str, system: s
     (work / "mine.yaml").write_text(RECIPE.replace("fakeq", alias))
     with pytest.raises(RecipeErrors, match=f"did you mean {system}"):
         find(work / "mine.yaml")
-
-
-def test_module_can_be_a_system(work: Path, plugins: Path) -> None:
-    names = [name for name in vars(systems.System) if not name.startswith("_")]
-    plugin(plugins, WHOLE + "\n".join(f"{name} = SYSTEM.{name}" for name in names))
-    entry_points = plugins / "fakeq_dist-1.0.dist-info/entry_points.txt"
-    entry_points.write_text("[imgkit.systems]\nfakeq = fakeq_dist\n")
-    job = resolve(find(work / "mine.yaml"), Request(command=("dist-pi",), nodes="2"))
-    assert "#FAKEQ lane=slow" in systems.named(job.system).script(job).text
