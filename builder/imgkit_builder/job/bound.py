@@ -261,9 +261,8 @@ def _argv(job: Job) -> tuple[str, ...]:
     return ("bash", "-lc", script, "bash", *argv)
 
 
-_STARTERS = ("apptainer", "singularity", "ch-run", "enroot")
+_STARTERS = ("apptainer", "singularity", "enroot")
 """Programs that start a .sqsh where srun cannot: the first of them on PATH looks into it."""
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def _without_pyxis(job: Job, probe: Sequence[str]) -> tuple[str, ...]:
@@ -273,8 +272,8 @@ def _without_pyxis(job: Job, probe: Sequence[str]) -> tuple[str, ...]:
     ------
     ToolMissing : nothing here starts a .sqsh.
     """
-    program, path = next(((name, path) for name in _STARTERS if (path := shutil.which(name))), ("", ""))
-    if not path:
+    program = next(filter(shutil.which, _STARTERS), "")
+    if not program:
         raise ToolMissing(
             "imgkit has to look into this image, which it did not build, and nothing here starts a .sqsh",
             where=job.image,
@@ -285,15 +284,11 @@ def _without_pyxis(job: Job, probe: Sequence[str]) -> tuple[str, ...]:
     system = dataclasses.replace(job.recipe.system, runtime=runtime)
     recipe = dataclasses.replace(job.recipe, system=system)
     argv = container.start(dataclasses.replace(job, recipe=recipe, run_by="singularity"), probe)
-    at = argv.index(job.image)
-    if program == "ch-run":
-        # It hands on PATH, and mounts only where the image has a folder: what is in a mount is not seen.
-        return ("env", "-u", "LD_LIBRARY_PATH", f"PATH={_PATH}", path, job.image, "--", *argv[at + 1 :])
     if program == "enroot":
-        pairs = [argv[number + 1] for number in range(at) if argv[number] == "--bind"]
-        bind_pairs = (pair if ":" in pair else f"{pair}:{pair}" for pair in pairs)
-        specs = (":".join((*pair.split(":")[:2], "x-create=auto,bind")) for pair in bind_pairs)
-        mounts = (option for spec in specs for option in ("--mount", spec))
+        at = argv.index(job.image)
+        binds = (argv[number + 1] for number in range(at) if argv[number] == "--bind")
+        pairs = (":".join(mount.split(":")[:2]) for mount in container.with_targets(binds))
+        mounts = (option for pair in pairs for option in ("--mount", f"{pair}:x-create=auto,bind"))
         # Its hook for GPUs ends the container where there are none.
         return (program, "start", "--env", "NVIDIA_VISIBLE_DEVICES=void", *mounts, *argv[at:])
     return argv
