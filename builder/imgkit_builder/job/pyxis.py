@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from imgkit_builder.job import baked, quoting
+from imgkit_builder.job import quoting
 from imgkit_builder.job.request import Job
 from imgkit_builder.sif import image, sqsh
 from imgkit_entrypoints.errors import UsageError
@@ -177,23 +177,12 @@ def mounts(text: str) -> bool:
 
 def doubts(job: Job) -> Iterator[str]:
     """Warnings: an image that only some nodes can start."""
-    if compressor := _newer_compressor(job):
+    compressor = _compressor(Path(job.image))
+    if compressor and compressor not in ("gzip", "xz", "lzo", job.recipe.system.runtime.compression):
         yield (
             f"{Path(job.image).name} is compressed with {compressor}: unsquashfs of RHEL 8 cannot read that; "
             "imgkit sif --compression gzip; or state system.runtime.compression: zstd, if all nodes can"
         )
-    if device := baked.device(Path(job.image)):
-        yield (
-            f"{Path(job.image).name} holds devices, as {device}, which an ordinary user cannot unpack: pyxis "
-            "starts it only where its administrator has set use_squashfuse=1; enroot import and imgkit sif "
-            "leave them out"
-        )
-
-
-def _newer_compressor(job: Job) -> str:
-    """The compression of the .sqsh if some nodes may not read it; empty if all can, or the system says so."""
-    compressor = _compressor(Path(job.image))
-    return "" if compressor in ("gzip", "xz", "lzo", job.recipe.system.runtime.compression) else compressor
 
 
 def _compressor(path: Path) -> str:

@@ -388,7 +388,7 @@ def test_missing_sqsh_is_refused_before_the_queue(tmp_path: Path, text: str | No
 
 
 SEEN = {"version": "3.11.2", "path": "/opt/x/bin/python", "machine": "x86_64", "site": "/opt/x/site-packages"}
-STARTERS = ("apptainer", "singularity", "ch-run", "enroot")
+STARTERS = ("apptainer", "singularity", "enroot")
 
 
 @pytest.fixture
@@ -425,7 +425,7 @@ def test_sqsh_of_another_program_is_looked_into_by(
     found = bound.bind(made)
     said = noted.read_text().splitlines()
     assert {str(image), "A=1"} <= {*said}
-    assert (f"{tmp_path}:/data" in " ".join(said)) == (program != "ch-run")
+    assert f"{tmp_path}:/data" in " ".join(said)
     mounts = option("mounts", found)
     folder = f"{tmp_path}/deltas/{bound.name_of(found)}"
     assert f"{folder}/imgkit_entrypoints:/opt/x/site-packages/imgkit_entrypoints:ro" in mounts
@@ -489,17 +489,6 @@ def test_compression_that_old_nodes_lack_is_named(tmp_path: Path) -> None:
     (warning,) = job(image=str(image)).warnings
     assert warning.startswith("a.sqsh is compressed with zstd: unsquashfs of RHEL 8 cannot read that")
     assert job(recipe(compression="zstd"), image=str(image)).warnings == ()
-
-
-@needs_squasher
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes devices")
-def test_devices_that_an_ordinary_user_cannot_unpack_are_named(tmp_path: Path) -> None:
-    folder = tmp_path / "a.sqsh.folder/dev"
-    folder.mkdir(parents=True)
-    os.mknod(folder / "full", 0o20666, os.makedev(1, 7))
-    image = squashed(tmp_path / "a.sqsh", manifest=False)
-    (warning,) = job(image=str(image)).warnings
-    assert warning.startswith("a.sqsh holds devices, as /dev/full, which an ordinary user cannot unpack")
 
 
 @needs_squasher
