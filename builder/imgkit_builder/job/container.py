@@ -1,27 +1,21 @@
-"""The container of a job: its image, the delta over it, mounts and variables; the argv that starts it,
-and the job templates that hold it.
-"""
+"""The argv that starts a job's command in its container, and the job templates that hold it."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import CODE_PLACE, Delta
 from imgkit_builder.image.wheel import PACKAGE
 from imgkit_builder.job import pyxis, quoting
-from imgkit_builder.job.request import CodeRecord, Job, Request, RunBy, declared
-from imgkit_builder.recipe.targets import Target
+from imgkit_builder.job.request import CodeRecord, Job
 from imgkit_builder.sif import sqsh
-from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import delta_check
-from imgkit_entrypoints.rollcall.secret import VARIABLE
 from imgkit_entrypoints.system import HOST, HOST_FOLDERS, SYSTEM_JSON
 
 GPU_OPTIONS = ("--nv", "--nvccli", "--rocm", "--gpus=all", "--gpu", "--device=nvidia.com/gpu=all")
@@ -258,279 +252,16 @@ def _docker_options(job: Job, forward: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def image(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> str:
-    """Path of a .sif, an image reference, or the virtual environment of a run without a container."""
-    image = _printable_image(request)
-    if run_by == "pyxis":
-        return pyxis.named(image, recipe.name, directory)
-    if run_by == "singularity":
-        return str(directory / (image or f"{recipe.name}.sif"))
-    if run_by == "kubernetes" and not image:
-        raise UsageError(
-            "pods pull their image from a registry, but no image is given",
-            where="--image",
-            hint=f"imgkit push {recipe.name} REGISTRY/{recipe.name}:1, then --image REGISTRY/{recipe.name}:1",
-        )
-    if run_by == "host":
-        return str(directory / image) if image else ""
-    if image.startswith("-"):
-        raise UsageError(f"{image!r} is not an image", where="--image")
-    return image or f"{recipe.name}:latest"
-
-
-def _printable_image(request: Request) -> str:
-    if any(ord(letter) < 32 for letter in request.image):
-        raise UsageError(f"{request.image!r} holds a control character", where="--image")
-    return request.image
-
-
-def image_to_make(recipe: Target, request: Request, directory: Path) -> tuple[str, tuple[str, ...]]:
-    """Path of the .sif or .sqsh that a job makes, and the argv that makes it."""
-    runtime, name = recipe.system.runtime, recipe.name
-    if request.archive is None:
-        if runtime.kind == "pyxis":
-            hint = "build it with an engine elsewhere, and here: imgkit run --sif ARCHIVE"
-            raise UsageError("the job builds a .sif, and pyxis starts none", where="--build", hint=hint)
-        name = Path(request.build).stem
-    suffix = ".sqsh" if runtime.kind == "pyxis" else ".sif"
-    image = str(directory / (_printable_image(request) or f"{name}{suffix}"))
-    if request.archive is not None:
-        compression = ("--compression", runtime.compression) if runtime.compression != "auto" else ()
-        return image, ("imgkit", "sif", str(request.archive.absolute()), "-o", image, *compression)
-    file = Path(request.build)
-    source = str(file.absolute()) if file.suffix in (".yaml", ".yml") else request.build
-    base = ("--base-from", str(request.base_from.absolute())) if request.base_from is not None else ()
-    return image, ("imgkit", "build", source, "--with", "apptainer", *base, "-o", image)
-
-
-def filled(job: Job) -> Job:
-    """Return `job` with what its container holds beside the image, as the recipe and the request say.
-
-    Raises
-    ------
-    UsageError : a value that its runtime cannot use.
-    """
-    request, run_by, directory = job.request, job.run_by, job.directory
-    refuse_code(request, run_by)
-    path, delta = overlay(request, run_by, directory)
-    folder = workdir(job.recipe, request, run_by)
-    has_folder = folder and run_by != "kubernetes"
-    return dataclasses.replace(
-        job,
-        overlay=path,
-        delta=delta,
-        binds=binds(job.recipe, request, run_by, directory),
-        workdir=folder,
-        env=environment(request, run_by, job.image, delta),
-        env_file=env_file(request, run_by, directory),
-        settings={
-            **job.settings,
-            **secret(request, directory),
-            **({"IMGKIT_JOB_DIR": str(directory)} if has_folder else {}),
-        },
-    )
-
-
-def overlay(request: Request, run_by: RunBy, directory: Path) -> tuple[str, Delta | None]:
-    """Path of the delta and its descriptor, which is read here or in the folder of the job."""
-    if request.delta is None:
-        return "", None
-    delta = descriptor.read(request.delta if request.delta.exists() else directory / request.delta)
-    if run_by != "singularity":
-        raise UsageError(
-            f"a delta is mounted over a .sif, but {run_by} does not run a .sif",
-            where="--delta",
-            hint="leave it out",
-        )
-    return quoting.check("--delta", str(directory / request.delta)), delta
-
-
 def laid_over(job: Job, overlay: str, delta: Delta) -> Job:
     """`job`, which was resolved with its .sif alone, with `delta` over it, at the nodes' path `overlay`."""
     env = {delta_check.VARIABLE: delta.image_id, **job.env}
     return dataclasses.replace(job, overlay=quoting.check("--delta", overlay), delta=delta, env=env)
 
 
-def refuse_code(request: Request, run_by: RunBy) -> None:
-    """Raise UsageError for flags of code that mean nothing in this job."""
-    if request.code is not None and request.no_code:
-        raise UsageError(
-            "--code cannot be combined with --no-code", where="--code", hint="use only one of them"
-        )
-    if request.code is None:
-        if request.allow:
-            raise UsageError("--allow without --code", where="--allow", hint="--code DIR")
-    elif run_by not in ("singularity", "pyxis"):
-        raise UsageError(
-            f"the code is mounted over a .sif, but {run_by} does not run one",
-            where="--code",
-            hint=f"leave it out; a folder that all nodes see: --bind DIR:/{descriptor.CODE_PLACE}",
-        )
-
-
-def workdir(recipe: Target, request: Request, run_by: RunBy) -> str:
-    """The folder of the container in which the command starts; empty: the job's folder.
-
-    Raises
-    ------
-    UsageError : ``--workdir`` is no folder of a container.
-    """
-    from imgkit_builder.recipe import rules
-
-    if request.workdir:
-        if run_by == "host":
-            hint = "--directory DIR: the job's folder, in which the command starts"
-            raise UsageError("--runtime host has no container", where="--workdir", hint=hint)
-        for message, hint in () if request.workdir == "." else rules.image_path(request.workdir):
-            raise UsageError(message, where="--workdir", hint=f"{hint}; .: the job's folder")
-        return "" if request.workdir == "." else request.workdir
-    if run_by == "host":
-        return ""
-    return recipe.workdir or (f"/{CODE_PLACE}" if request.code is not None else "")
-
-
-def doubts(job: Job) -> Iterator[str]:
-    """Warnings: requests that the user may not have meant."""
-    if job.run_by == "docker" and job.workdir and not job.request.workdir:
-        yield (
-            f"the command starts in {job.workdir} of the image; files that it writes there are lost with the "
-            "container: write below $IMGKIT_JOB_DIR, or start in the job's folder: --workdir ."
-        )
-    if job.run_by == "pyxis":
-        yield from pyxis.doubts(job)
-
-
 def with_code(job: Job, code: CodeRecord, folder: str) -> Job:
     """Return `job` with the code over its image; `folder` is its path on the nodes."""
     env = {delta_check.CODE_VARIABLE: code.sha256, **job.env}
     return dataclasses.replace(job, code=code, code_folder=quoting.check("--code", folder), env=env)
-
-
-def environment(request: Request, run_by: RunBy, image: str, delta: Delta | None) -> Mapping[str, str]:
-    """Variables that are set inside the container; the user's own win."""
-    pairs = (variable(text) for text in request.env if "=" in text)
-    return {**_delta_id(run_by, Path(image), delta), **dict(pairs)}
-
-
-def refuse_secrets(recipe: Target, request: Request) -> None:
-    """Raise UsageError for a secret in what becomes part of the script, the record and argument lists.
-
-    ``--env`` has a check of its own, `variable`.
-    """
-    system = recipe.system
-    texts: list[tuple[str, tuple[str, ...]]] = [
-        ("COMMAND", request.command),
-        (recipe.where("system", "runtime", "options"), system.runtime.options),
-        (recipe.where("system", "queue", "options"), system.queue.options),
-    ]
-    for flags in (request, *request.system_flags):
-        for flag in declared(type(flags)):
-            value = getattr(flags, flag.field)
-            texts.append((flag.names[0], tuple(map(str, value if isinstance(value, tuple) else (value,)))))
-    for where, arguments in texts:
-        if where == "--env":
-            continue
-        if kind := secret_patterns.in_arguments(arguments):
-            raise UsageError(
-                f"it holds {kind}: others could read it in the job script, in records and argument lists",
-                where=where,
-                hint="let the program read a variable: export NAME=..., then --env NAME alone; or "
-                "--env-file FILE, a file of mode 600",
-            )
-
-
-def names(request: Request) -> tuple[str, ...]:
-    """Variables of ``--env NAME``, whose values no text may hold."""
-    return tuple(dict.fromkeys(_name(text, text) for text in request.env if "=" not in text))
-
-
-def env_file(request: Request, run_by: RunBy, directory: Path) -> str:
-    """Path of ``--env-file`` on the nodes; empty if there is none."""
-    if request.env_file is None:
-        return ""
-    if run_by == "kubernetes":
-        raise UsageError(
-            "pods cannot read a file from here",
-            where="--env-file",
-            hint=f"kubectl create secret generic imgkit --from-env-file={request.env_file}, and "
-            "--env NAME for each variable",
-        )
-    return quoting.check("--env-file", str(directory / request.env_file))
-
-
-def _delta_id(run_by: RunBy, image: Path, delta: Delta | None) -> Mapping[str, str]:
-    """The image id that the container's commands must find, if there is a delta: given, or in the local .sif.
-
-    It is set inside the container, because ``--cleanenv`` of a runtime must not switch the check off.
-    """
-    from imgkit_builder.sif import image as sif
-
-    if delta is not None:
-        return {delta_check.VARIABLE: delta.image_id}
-    if run_by != "singularity" or not sif.is_sif(image):
-        return {}
-    found = sif.read(image)
-    delta = descriptor.applied(found) if found.record and found.record.delta_sha256 else None
-    return {delta_check.VARIABLE: delta.image_id} if delta else {}
-
-
-def variable(text: str) -> tuple[str, str]:
-    """Name and value of ``NAME=VALUE``; ``NAME`` alone has no value.
-
-    Raises
-    ------
-    UsageError : it is no variable, or its value looks like a secret.
-    """
-    name, between, value = text.partition("=")
-    _name(name, text)
-    if not between:
-        return name, ""
-    kind = secret_patterns.in_value(value)
-    if kind or secret_patterns.in_name(name, value):
-        raise UsageError(
-            f"{name} holds {kind or 'a secret (by its name)'}: every user could read it in argument lists",
-            where="--env",
-            hint=f"export {name}, then --env {name} alone; or --env-file FILE, a file of mode 600",
-        )
-    if any(ord(letter) < 32 and letter != "\t" for letter in value):
-        raise UsageError(f"{name} holds a line break or control character", where="--env")
-    return name, value
-
-
-def _name(name: str, text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        masked = secret_patterns.masked(text)
-        raise UsageError(f"{masked!r} is not a variable", where="--env", hint="NAME=VALUE, or NAME")
-    return name
-
-
-def secret(request: Request, directory: Path) -> Mapping[str, str]:
-    """Variables of the node agent that say where the run's secret is, and whether there must be one."""
-    variables = {}
-    if file := _secret_file(request, directory):
-        variables[VARIABLE] = str(file)
-    if request.require_secret:
-        variables["IMGKIT_REQUIRE_SECRET"] = "1"  # noqa: S105 - a switch
-    return variables
-
-
-def _secret_file(request: Request, directory: Path) -> Path | None:
-    if request.secret_file is None:
-        return None
-    return Path(quoting.check("--secret-file", str(directory / request.secret_file)))
-
-
-def binds(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> tuple[str, ...]:
-    """The recipe's mounts, then the user's, then the file of the secret where the job's folder has none."""
-    from imgkit_builder.recipe import rules
-
-    for text in request.binds:
-        for message, hint in (*rules.printable(text), *rules.bind(text)):
-            raise UsageError(message, where="--bind", hint=hint)
-    file = _secret_file(request, directory)
-    outside = file is not None and run_by != "kubernetes" and not file.is_relative_to(directory)
-    secret_mount = (f"{file}:{file}:ro",) if outside else ()
-    return (*recipe.system.runtime.binds, *request.binds, *secret_mount)
 
 
 def fill(job: Job, name: str, **values: Any) -> str:
@@ -550,16 +281,10 @@ def fill(job: Job, name: str, **values: Any) -> str:
     if folder is not None and not folder.is_dir():
         raise UsageError(f"no folder {folder}", where="--templates")
     try:
-        return (
-            environment("templates/job", folder)
-            .get_template(name)
-            .render(job=job, modules=modules(job), **values)
-        )
-    except jinja2.TemplateSyntaxError as error:
-        raise UsageError(
-            error.message or "a faulty template", where=f"{error.filename}:{error.lineno}"
-        ) from None
-    except jinja2.TemplateError as error:
-        raise UsageError(error.message or "a faulty template", where=f"{folder or ''}/{name}") from None
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise UsageError(f"a faulty template: {error}", where=f"{folder or ''}/{name}") from error
+        template = environment("templates/job", folder).get_template(name)
+        return template.render(job=job, modules=modules(job), **values)
+    except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        where = f"{folder or ''}/{name}"
+        if isinstance(error, jinja2.TemplateSyntaxError):
+            where = f"{error.filename}:{error.lineno}"
+        raise UsageError(f"a faulty template: {error}", where=where) from error

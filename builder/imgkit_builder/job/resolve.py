@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from imgkit_builder.job import container, pyxis, quoting, systems
+from imgkit_builder.job import container, contents, pyxis, quoting, systems
 from imgkit_builder.job.request import Job, Request, RunBy, declared, flags_in, refuse_mixed
 from imgkit_builder.job.systems import OPTIONAL, System
 from imgkit_builder.recipe import bases
@@ -40,14 +40,14 @@ def resolve(recipe: Target, request: Request) -> Job:
     system_flags = request.flags(system.flags)
     is_free = request.interactive and not system.needs_fields_for_shells
     queue = _queue(recipe, request, () if is_free else facts.queue.required)
-    container.refuse_secrets(recipe, request)
+    contents.refuse_secrets(recipe, request)
     directory = request.directory.absolute()
     quoting.check("--directory", str(directory))
     run_by = _run_by(recipe, request.runtime, system)
     if makes_image:
-        image, command = container.image_to_make(recipe, request, directory)
+        image, command = contents.image_to_make(recipe, request, directory)
     else:
-        command, image = _command(request), container.image(recipe, request, run_by, directory)
+        command, image = _command(request), contents.image(recipe, request, run_by, directory)
     job = Job(
         recipe=recipe,
         request=request,
@@ -72,15 +72,15 @@ def resolve(recipe: Target, request: Request) -> Job:
         size=parse_nodes(request.nodes or str(system_flags.default_nodes)),
         gpus=gpus,
         cpus=_cpus(recipe, request, gpus),
-        names=_names(request, system),
         stop_before_s=_stop_before(request, job.time),
     )
-    job = container.filled(dataclasses.replace(job, settings=_settings(job, system)))
+    job = dataclasses.replace(job, settings=_settings(job, system))
+    job = contents.filled(job, passes_names=system.passes_names)
     _refuse_clean(job)
     _refuse_amd(job)
     if run_by == "pyxis":
         pyxis.refuse(job)
-    return dataclasses.replace(job, warnings=(*ignored, *system.check(job), *container.doubts(job)))
+    return dataclasses.replace(job, warnings=(*ignored, *system.check(job), *contents.doubts(job)))
 
 
 _LEAST = {"nproc": 1, "cpus": 1, "gpus": 0, "max_failures": 0, "stop_before_s": 0}
@@ -247,43 +247,29 @@ def _refuse_amd(job: Job) -> None:
         raise UsageError(message, where=where, hint=hint)
 
 
-def _names(request: Request, system: System) -> tuple[str, ...]:
-    names = container.names(request)
-    if names and not system.passes_names:
-        raise UsageError(
-            f"this system cannot pass {names[0]} on without showing its value",
-            where="--env",
-            hint=f"a file of mode 600 with a line {names[0]}=VALUE, and --env-file FILE",
-        )
-    return names
-
-
 def _settings(job: Job, system: System) -> Mapping[str, str]:
     """Options of the node agent that follow from the request, as its variables."""
     recipe, request, run_by, gpus, size = job.recipe, job.request, job.run_by, job.gpus, job.size
-    settings = {}
-    if gpus == 0 and (recipe.system.node.gpus or request.gpus == 0):
-        settings["IMGKIT_DEVICE"] = "cpu"  # the image's node agent refuses to start without the node's GPUs
-    if gpus and (run_by == "host" or not recipe.system.node.gpus):
-        # No system.json tells the node agent to expect them.
-        settings["IMGKIT_GPUS"] = str(gpus)
-    if request.nproc is not None:
-        settings["IMGKIT_NPROC"] = str(request.nproc)
-    elif request.gpus and not system.hides_gpus:
-        settings["IMGKIT_NPROC"] = str(request.gpus)
-    if size.spares:
-        settings["IMGKIT_NNODES"] = str(size)
-    if recipe.system.fabric.host_libs == "auto" and run_by in ("singularity", "docker", "pyxis"):
-        settings[HOST_LIBS] = ":".join(("auto", *recipe.system.runtime.host_libs))
-    if recipe.system.runtime.cuda_compat == "auto" and run_by != "host":
-        settings[CUDA_COMPAT] = "auto"
-    if request.preflight:
-        settings["IMGKIT_PREFLIGHT"] = "1"
-    if request.max_failures is not None:
-        settings["IMGKIT_MAX_FAILURES"] = str(request.max_failures)
-    if system.placement and size.started > 1:
-        settings["IMGKIT_SCHEDULER"] = system.placement
-    return settings
+    nproc = request.nproc or (0 if system.hides_gpus else request.gpus or 0)
+    # The image's node agent refuses to start without the node's GPUs.
+    on_cpus = gpus == 0 and (recipe.system.node.gpus or request.gpus == 0)
+    # Without a container, and for nodes without GPUs by their system, no system.json says to expect them.
+    expects_gpus = gpus and (run_by == "host" or not recipe.system.node.gpus)
+    by_rule = recipe.system.fabric.host_libs == "auto" and run_by in ("singularity", "docker", "pyxis")
+    compat = recipe.system.runtime.cuda_compat == "auto" and run_by != "host"
+    failures = request.max_failures
+    settings = {
+        "IMGKIT_DEVICE": "cpu" if on_cpus else "",
+        "IMGKIT_GPUS": str(gpus) if expects_gpus else "",
+        "IMGKIT_NPROC": str(nproc) if nproc else "",
+        "IMGKIT_NNODES": str(size) if size.spares else "",
+        HOST_LIBS: ":".join(("auto", *recipe.system.runtime.host_libs)) if by_rule else "",
+        CUDA_COMPAT: "auto" if compat else "",
+        "IMGKIT_PREFLIGHT": "1" if request.preflight else "",
+        "IMGKIT_MAX_FAILURES": "" if failures is None else str(failures),
+        "IMGKIT_SCHEDULER": system.placement if size.started > 1 else "",
+    }
+    return {name: value for name, value in settings.items() if value}
 
 
 STOP_BEFORE_S = 120

@@ -21,7 +21,6 @@ from pathlib import Path
 from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.delta import descriptor
-from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.job import baked, bound, container, pyxis, quoting, systems
 from imgkit_builder.job import code as code_of
 from imgkit_builder.job.code import CodeFolder
@@ -106,10 +105,11 @@ def prepare(recipe: str | Path, request: Request, code: CodeFolder | None = None
         target, default = baked.target(file), str(file.absolute())
     else:
         target, default = targets.find(recipe), ""
-    if request.image_flag:
-        job = resolve(target, request)
-        return PreparedJob(job=job, script=systems.named(job.system).script(job))
-    job = resolve(target, dataclasses.replace(request, image=request.image or default))
+    if not request.image_flag:
+        request = dataclasses.replace(request, image=request.image or default)
+    job = resolve(target, request)
+    if job.makes_image:
+        return _with_script(job)
     if job.run_by not in ("pyxis", "singularity") and job.image and sqsh.is_sqsh(Path(job.image)):
         raise UsageError(
             f"{job.run_by} does not start a .sqsh",
@@ -122,6 +122,10 @@ def prepare(recipe: str | Path, request: Request, code: CodeFolder | None = None
         code_of.refuse_unused(code, target, sif, job.overlay)
         code_of.refuse_shadowed(code, job)
         job = container.with_code(job, code.record, str(job.directory / CODE_FOLDER / code.record.sha256))
+    return _with_script(job, code)
+
+
+def _with_script(job: Job, code: CodeFolder | None = None) -> PreparedJob:
     return PreparedJob(job=job, script=systems.named(job.system).script(job), code=code)
 
 
@@ -135,8 +139,7 @@ def look_into(prepared: PreparedJob) -> PreparedJob:
     """
     if prepared.job.makes_image or foreign_image(prepared.job):  # the submission refuses that
         return prepared
-    job = bound.bind(prepared.job)
-    return dataclasses.replace(prepared, job=job, script=systems.named(job.system).script(job))
+    return _with_script(bound.bind(prepared.job), prepared.code)
 
 
 def before_submission(job: Job) -> None:
@@ -201,31 +204,26 @@ def _check_source(request: Request) -> None:
         raise UsageError(f"no file {file}", where="--base-from" if request.build else "--sif", hint=hint)
 
 
-def _check_delta(job: Job, delta: Delta) -> None:
-    if not Path(job.overlay).is_file():
-        raise UsageError(f"no file {job.overlay}", where="--delta", hint="copy it there, next to the .sif")
-    base = descriptor.base_of(image.read(Path(job.image)))
-    if base != delta.base:
-        raise UsageError(
-            f"{job.overlay} lies over {delta.base}, but {job.image} is {base}",
-            where="--delta",
-            hint=f"imgkit delta {job.recipe.name} --against {Path(job.image).name}, for this .sif",
-        )
-
-
 def _check_sif(job: Job) -> None:
-    path = Path(job.image)
+    path, delta = Path(job.image), job.delta
     if not path.exists():
         raise UsageError(
             f"no image {path}", where="--image", hint=f"imgkit sif {job.recipe.name}, or --image PATH"
         )
     if path.is_dir():
         return  # a sandbox: singularity runs it too
-    if job.delta is not None and sqsh.is_sqsh(path):
-        message = f"a delta lies over a .sif, and {path} is a .sqsh"
-        raise UsageError(message, where="--delta", hint="leave it out, or name the .sif: --image PATH")
-    if job.delta is not None:
-        _check_delta(job, job.delta)
+    if delta is not None:
+        if sqsh.is_sqsh(path):
+            message = f"a delta lies over a .sif, and {path} is a .sqsh"
+            raise UsageError(message, where="--delta", hint="leave it out, or name the .sif: --image PATH")
+        if not Path(job.overlay).is_file():
+            message, hint = f"no file {job.overlay}", "copy it there, next to the .sif"
+            raise UsageError(message, where="--delta", hint=hint)
+        base = descriptor.base_of(image.read(path))
+        if base != delta.base:
+            message = f"{job.overlay} lies over {delta.base}, but {path} is {base}"
+            hint = f"imgkit delta {job.recipe.name} --against {path.name}, for this .sif"
+            raise UsageError(message, where="--delta", hint=hint)
     if foreign := foreign_image(job):
         raise foreign
 
