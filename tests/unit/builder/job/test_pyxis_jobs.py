@@ -147,19 +147,10 @@ def test_path_is_that_of_the_image(tmp_path: Path) -> None:
     assert started(job(), tmp_path / "none", "printenv", "PATH") == "/usr/bin:/bin\n"
 
 
-def test_variables_are_set_inside(tmp_path: Path) -> None:
-    made = job(env=("LANG=C.UTF-8", "TEXT=it's $(date)"))
-    assert started(made, tmp_path / "none", "printenv", "LANG", "TEXT") == "C.UTF-8\nit's $(date)\n"
-
-
 def test_libraries_of_the_host_come_first(tmp_path: Path) -> None:
     made = job(recipe(host_libs=("/opt/aws",)))
     assert "/opt/aws:/opt/aws:ro," in option("mounts", made)
     assert started(made, tmp_path / "none", "printenv", "LD_LIBRARY_PATH") == "/opt/aws:/own\n"
-
-
-def test_hidden_variables_win_over_the_image() -> None:
-    assert option("env", job(env=("WANDB_API_KEY", "LANG", "C=1"))) == "WANDB_API_KEY,LANG"
 
 
 @pytest.mark.parametrize(
@@ -259,10 +250,6 @@ def test_image_that_is_cut_short_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cpu.sqsh").write_bytes(whole[:200])
     with pytest.raises(CheckFailed, match="cut short"):
         submit.before_submission(job(directory=tmp_path))
-
-
-def test_spares_without_failures_are_one_step() -> None:
-    assert job(nodes="1+1", max_failures=0).nodes == 2
 
 
 def test_delta_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -458,29 +445,6 @@ def test_sqsh_that_cannot_run_the_entry_points_is_refused(
         bound.bind(job(image=str(image), directory=tmp_path, **given))
     if not fake:
         assert all(name in str(caught.value.hint) for name in STARTERS)
-
-
-@needs_squasher
-def test_sqsh_of_another_program_runs_other_commands(tmp_path: Path) -> None:
-    image = squashed(tmp_path / "a.sqsh", manifest=False)
-    other = job(image=str(image), directory=tmp_path, command=("true",))
-    submit.before_submission(other)
-    assert bound.bind(other).bound is None
-
-
-@needs_squasher
-def test_sqsh_that_has_changed_is_not_started(tmp_path: Path, starter: Callable[..., Path]) -> None:
-    image = squashed(tmp_path / "a.sqsh", manifest=False)
-    starter("apptainer")
-    made = bound.bind(job(image=str(image), directory=tmp_path))
-    text = "\n".join((*container.exports(made), "echo starts"))
-    bash = ("/bin/bash", "-c", text)
-    assert subprocess.run(bash, capture_output=True, text=True, check=False).stdout == "starts\n"
-    with image.open("ab") as stream:
-        stream.write(b"x")
-    done = subprocess.run(bash, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "has changed since its job was submitted" in done.stderr
 
 
 @needs_squasher

@@ -21,13 +21,6 @@ def words(request: Request, recipe: str | Path = "cpu") -> tuple[str, ...]:
     return local.script(resolve(find(recipe), request)).submit
 
 
-def test_docker_starts_it_here() -> None:
-    made = words(replace(TRAIN, nproc=2))
-    assert made[:3] == ("docker", "run", "--rm")
-    assert "IMGKIT_NPROC=2" in made
-    assert made[-2:] == ("cpu:latest", "dist-train")
-
-
 def test_terminal_only_where_asked_for() -> None:
     assert "--tty" not in words(TRAIN)
     assert words(replace(TRAIN, interactive=True))[2:4] == ("--interactive", "--tty")
