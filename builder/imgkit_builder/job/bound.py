@@ -88,16 +88,13 @@ def bind(job: Job, run: Runner | None = None) -> Job:
         return job
     digest = _digest(job, ask)
     if not digest:
-        if chosen or run is not None:
-            where = "on the remote" if run is not None else "here"
-            raise UsageError(
-                f"{job.image} does not exist or cannot be read {where}, so imgkit cannot look into it",
-                where="--image",
-                hint="the absolute path of an image there"
-                if run is not None
-                else "submit where the image is",
-            )
-        return job
+        if not chosen and run is None:
+            return job
+        where, hint = "here", "submit where the image is"
+        if run is not None:
+            where, hint = "on the remote", "the absolute path of an image there"
+        message = f"{job.image} does not exist or cannot be read {where}, so imgkit cannot look into it"
+        raise UsageError(message, where="--image", hint=hint)
     # What only the nodes have cannot be mounted here.
     present = tuple(mount for mount in job.binds if os.path.lexists(mount.partition(":")[0]))
     seen = _look(job if run else dataclasses.replace(job, binds=present), digest, ask)
@@ -110,7 +107,6 @@ def bind(job: Job, run: Runner | None = None) -> Job:
         folder=quoting.check("--directory", folder),
         python=seen.path,
         site=seen.entry_points or seen.site,
-        activate=job.request.activate,
         digest="" if digest == "folder" else digest,
     )
     return dataclasses.replace(job, bound=entry_points)

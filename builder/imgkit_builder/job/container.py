@@ -229,8 +229,8 @@ def _libraries(job: Job) -> tuple[str, ...]:
     if system.fabric.host_libs != "auto":
         listed = () if job.run_by == "docker" else system.runtime.host_libs
         return tuple(f"{folder}:{folder}:ro" for folder in listed)
-    further = (folder for folder in system.runtime.host_libs if not folder.startswith(_BELOW))
-    return tuple(f"{folder}:{HOST}{folder}:ro" for folder in (*HOST_FOLDERS, *further))
+    others = (folder for folder in system.runtime.host_libs if not folder.startswith(_BELOW))
+    return tuple(f"{folder}:{HOST}{folder}:ro" for folder in (*HOST_FOLDERS, *others))
 
 
 _BELOW = tuple(f"{folder}/" for folder in HOST_FOLDERS)

@@ -299,8 +299,6 @@ class BoundEntryPoints:
     """Path of the Python in the image."""
     site: str
     """The folder of the image that this Python searches for packages."""
-    activate: str
-    """The command of bash that runs before it; empty if there is none."""
     digest: str
     """What `imgkit_builder.job.bound` has seen of the image; empty where nothing stands for it."""
 

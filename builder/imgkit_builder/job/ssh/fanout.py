@@ -189,7 +189,7 @@ def run(
             show(host, text, is_error)
 
     first_code, handled, peers_end_s, give_up_s = 0, 0, math.inf, math.inf
-    with _signals() as signals, _ended([]) as hosts:
+    with _signals() as signals, _closing([]) as hosts:
         hosts += (_Host(name, line, data, show_line) for name, line in remote)
         running = list(hosts)
         # A host that is cut off never answers.
@@ -227,7 +227,7 @@ def _ask(hosts: Sequence[_Host]) -> None:
 
 
 @contextlib.contextmanager
-def _ended(hosts: list[_Host]) -> Iterator[list[_Host]]:
+def _closing(hosts: list[_Host]) -> Iterator[list[_Host]]:
     """On exit, end the ssh of all `hosts` and everything that they started."""
     try:
         yield hosts

@@ -311,21 +311,21 @@ def _checked(name: str, plugin: Any, systems: Iterable[System]) -> System:
         fault, hint = "is no System", "extend the class imgkit_builder.job.systems.System"
     elif plugin.placement not in ("", *NAMES):
         fault, hint = f"names the placement {plugin.placement!r}", f"allowed: {', '.join(NAMES)}"
-    elif unknown := [word for word in plugin.uses if word not in OPTIONAL]:
+    elif unknown := [name for name in plugin.uses if name not in OPTIONAL]:
         fault, hint = f"uses {unknown[0]!r}", f"allowed: {', '.join(OPTIONAL)}"
     else:
         owners: list[type[Any]] = [Request, *(system.flags for system in systems)]
         reserved = {
             *_OWN_NAMES,
-            *(word for owner in owners for flag in declared(owner) for word in flag.names),
+            *(name for owner in owners for flag in declared(owner) for name in flag.names),
         }
         try:
             plugin.flags()
-            words = [word for flag in declared(plugin.flags) for word in flag.names]
+            names = [name for flag in declared(plugin.flags) for name in flag.names]
         except Exception as error:
-            fault, words = f"declares flags that cannot be read: {error}", []
-        if taken := [word for word in words if word in reserved]:
-            fault, hint = f"has the flag {taken[0]}, which is taken", "rename its flag"
+            fault, names = f"declares flags that cannot be read: {error}", []
+        if duplicates := [name for name in names if name in reserved]:
+            fault, hint = f"has the flag {duplicates[0]}, which is taken", "rename its flag"
     if fault:
         raise registry.broken(registry.entry_of(name), fault, hint=hint)
     assert isinstance(plugin, System)  # noqa: S101 - for the type checker

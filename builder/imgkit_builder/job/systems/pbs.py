@@ -144,7 +144,7 @@ def _image_script(job: Job) -> Script:
             hint=f"{line(job.command)} on a node; or queue.sif: [-l, select=1:ncpus=8] in a "
             f"recipe that extends {job.recipe.name}",
         )
-    options = (*_common(job, job.title), *map(quoting.option, (*queue.sif, *job.request.options)))
+    options = (*_common(job), *map(quoting.option, (*queue.sif, *job.request.options)))
     directives = _lines(("-S", "/bin/bash", "-j", "oe", *options))
     text = fill(job, "pbs-sif.sh.j2", directives=directives, make=line(job.command))
     return Script(text=text, submit=("qsub",), on_stdin=True)
@@ -161,15 +161,15 @@ def _resource_options(job: Job) -> tuple[str, ...]:
         *map(quoting.option, queue.chunk),
     )
     return (
-        *_common(job, job.name),
+        *_common(job),
         *("-l", ":".join((f"select={job.nodes}", *chunk))),
         *map(quoting.option, (*queue.options, *job.request.options)),
     )
 
 
-def _common(job: Job, name: str) -> tuple[str, ...]:
+def _common(job: Job) -> tuple[str, ...]:
     return (
-        *("-N", name),
+        *("-N", job.title),
         *(("-q", job.queue) if job.queue else ()),
         *(("-A", job.account) if job.account else ()),
         *(("-l", f"walltime={job.time}") if job.time else ()),
