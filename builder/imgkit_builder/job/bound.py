@@ -328,30 +328,24 @@ def _shell(job: Job) -> str:
 
 def _refuse(job: Job, seen: PythonSeen) -> None:
     """Raise UsageError for a Python that cannot run the entry points, or that the nodes cannot run."""
-    least = ".".join(map(str, bases.FLOOR))
-    subject = f"the Python of this image, {seen.path or 'without a path'}, is {seen.version}"
-    if tuple(int(part) for part in seen.version.split(".")[:2]) < bases.FLOOR:
-        raise UsageError(
-            f"{subject}; the entry points need Python {least}", where=job.image, hint=_CHOOSE_OTHER
-        )
-    if not seen.torch:
-        raise UsageError(f"{subject} and has no torch", where=job.image, hint=_CHOOSE_OTHER)
-    archs = [platform_name.removeprefix("linux/") for platform_name in job.recipe.platforms]
-    if archs and seen.machine not in (name for arch in archs for name in kernel_names(arch)):
-        raise UsageError(
-            f"{subject} and for {seen.machine}, but the nodes are {' or '.join(archs)}",
-            where=job.image,
-            hint="an image for the nodes: --image PATH",
-        )
     if "+rocm" in seen.torch and not chooses_cpus(job.request):
         message, hint = bases.for_amd(f"torch {seen.torch} of this image is for AMD GPUs")
         raise UsageError(message, where=job.image, hint=hint)
+    archs = [platform_name.removeprefix("linux/") for platform_name in job.recipe.platforms]
+    machines = [name for arch in archs for name in kernel_names(arch)]
     site = seen.entry_points or seen.site
     can_mount = pyxis.mounts(site) if job.run_by == "pyxis" else re.fullmatch(r"/[^:,\x00-\x1f]*", site)
-    if not site or not can_mount or not seen.path.startswith("/"):
-        raise UsageError(
-            f"{subject} and has no folder of packages to which imgkit can bind its entry points"
-            + (f": {site!r}" if site else ""),
-            where=job.image,
-            hint=_CHOOSE_OTHER,
-        )
+    problem, hint = "", _CHOOSE_OTHER
+    if tuple(map(int, seen.version.split(".")[:2])) < bases.FLOOR:
+        problem = f"; the entry points need Python {'.'.join(map(str, bases.FLOOR))}"
+    elif not seen.torch:
+        problem = " and has no torch"
+    elif machines and seen.machine not in machines:
+        problem = f" and for {seen.machine}, but the nodes are {' or '.join(archs)}"
+        hint = "an image for the nodes: --image PATH"
+    elif not site or not can_mount or not seen.path.startswith("/"):
+        problem = " and has no folder of packages to which imgkit can bind its entry points"
+        problem += f": {site!r}" if site else ""
+    if problem:
+        subject = f"the Python of this image, {seen.path or 'without a path'}, is {seen.version}"
+        raise UsageError(f"{subject}{problem}", where=job.image, hint=hint)

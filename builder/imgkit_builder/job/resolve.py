@@ -184,25 +184,19 @@ def _run_by(recipe: Target, requested: RunBy | None, system: System) -> RunBy:
     if kind in registration.runtimes and not needs_podman:
         return kind
     message = f"{kind} cannot be used on {recipe.system.title or recipe.name}"
-    allowed = choices(kind, registration.runtimes)
+    hint, key, scheduler = choices(kind, registration.runtimes), "kind", recipe.system.scheduler
     if needs_podman:
-        message += (
-            f": containers of {program} belong to its service on each node, and {recipe.system.scheduler} "
-            "neither counts nor ends them"
-        )
-        allowed = "system.runtime with kind: docker and command: podman (or podman-hpc) in the recipe"
+        message += f": containers of {program} belong to its service on each node, and {scheduler} "
+        message += "neither counts nor ends them"
+        hint = "system.runtime with kind: docker and command: podman (or podman-hpc) in the recipe"
+        key = "command"
     elif kind == "docker" and "host" in registration.runtimes:
-        message += (
-            f": {program} does not pass {recipe.system.scheduler}'s variables into the container, so each "
-            "node would run alone"
-        )
+        message += f": {program} does not pass {scheduler}'s variables into the container, so each "
+        message += "node would run alone"
     if requested:
-        raise UsageError(message, where="--runtime", hint=allowed)
-    raise UsageError(
-        message,
-        where=recipe.where("system", "runtime", "command" if needs_podman else "kind"),
-        hint=f"{allowed}; change system.runtime in the recipe, or give --runtime",
-    )
+        raise UsageError(message, where="--runtime", hint=hint)
+    hint += "; change system.runtime in the recipe, or give --runtime"
+    raise UsageError(message, where=recipe.where("system", "runtime", key), hint=hint)
 
 
 def _refuse_clean(job: Job) -> None:
@@ -293,14 +287,16 @@ def _gpus(recipe: Target, request: Request) -> int:
         return limit
     is_limit = limit or ("system", "node", "gpus") in recipe.positions  # an image has no positions
     if is_limit and request.gpus > limit:
-        raise UsageError(
-            f"--gpus {request.gpus}, but a node has {limit}",
-            where=recipe.where("system", "node", "gpus"),
-            hint=f"--gpus {limit} with more --nodes"
-            if limit
-            else "this system has no GPUs: leave --gpus out",
-        )
+        raise _more_than_a_node(recipe, "gpus", request.gpus, limit)
     return request.gpus
+
+
+def _more_than_a_node(recipe: Target, key: str, number: int, limit: int) -> UsageError:
+    return UsageError(
+        f"--{key} {number}, but a node has {limit}",
+        where=recipe.where("system", "node", key),
+        hint=f"--{key} {limit} with more --nodes" if limit else f"leave --{key} out",
+    )
 
 
 def _cpus(recipe: Target, request: Request, gpus: int) -> int | None:
@@ -316,11 +312,7 @@ def _cpus(recipe: Target, request: Request, gpus: int) -> int | None:
             hint=f"leave --cpus out, or --cpus {gpus * share}",
         )
     if node.cpus is not None and request.cpus > node.cpus:
-        raise UsageError(
-            f"--cpus {request.cpus}, but a node has {node.cpus}",
-            where=recipe.where("system", "node", "cpus"),
-            hint=f"--cpus {node.cpus} with more --nodes",
-        )
+        raise _more_than_a_node(recipe, "cpus", request.cpus, node.cpus)
     return request.cpus
 
 
