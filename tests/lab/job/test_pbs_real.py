@@ -58,18 +58,7 @@ class Pbs(Cluster):
         recipe: str = "eap.yaml",
     ) -> str:
         """The id of a job that runs `words` on the nodes' processors."""
-        options = (
-            "--gpus",
-            "0",
-            "--nproc",
-            str(nproc),
-            "--time",
-            "5m",
-            "--nodes",
-            str(nodes),
-            "--pbs-start",
-            start,
-        )
+        options = f"--gpus 0 --nproc {nproc} --time 5m --nodes {nodes} --pbs-start {start}".split()
         return self.imgkit(
             "run",
             "--detach",

@@ -490,30 +490,6 @@ def test_architecture_of_another_program_s_sqsh_is_that_of_its_shell(
         submit.before_submission(made)
 
 
-@needs_squasher
-def test_code_is_a_folder_that_is_mounted(tmp_path: Path) -> None:
-    mine, runs = tmp_path / "code", tmp_path / "runs"
-    for folder in (mine / "a", runs):
-        folder.mkdir(parents=True)
-    (mine / "a/run").write_text("x")
-    (mine / "a/run").chmod(0o700)
-    (mine / "link").symlink_to("a/run")
-    image = squashed(tmp_path / "a.sqsh")
-    request = dataclasses.replace(HELLO, directory=runs, code=mine)
-    read = code.read(request, large=False, report=Silent())
-    prepared = submit.prepare(image, request, read)
-    for _ in range(2):  # the second job finds the folder
-        submit.write_files(prepared)
-    folder = runs / ".imgkit-code" / read.record.sha256
-    assert os.access(folder / "workspace/a/run", os.X_OK)
-    assert str((folder / "workspace/link").readlink()) == "a/run"
-    assert json.loads((folder / "opt/imgkit/code.json").read_text())["sha256"] == read.record.sha256
-    assert f"{folder}/workspace:/workspace:ro" in prepared.script.text
-    assert f"{folder}/opt/imgkit/code.json:/opt/imgkit/code.json:ro" in prepared.script.text
-    assert f"env IMGKIT_CODE={read.record.sha256}" in prepared.script.text
-    assert "--container-workdir=/workspace" in prepared.script.text
-
-
 def test_changed_code_leaves_no_folder(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
     (tmp_path / "code/a.py").write_text("1")
