@@ -326,19 +326,19 @@ def _time(recipe: Target, request: Request) -> str:
         text, where="--time" if request.time else recipe.where("system", "queue", "time")
     )
     # A QoS with a limit of its own is there to change that of the queue: shorter for tests, longer for a few.
-    names = (name for name in (request.qos or queue.qos, request.queue or queue.name) if name in queue.limits)
-    if (name := next(names, None)) is not None:
-        limit, where = queue.limits[name], recipe.where("system", "queue", "limits", name)
-        if time_s > quoting.seconds(limit, where=where):
-            alternatives = ", ".join(
-                f"{queue_name} {most}" for queue_name, most in queue.limits.items() if queue_name != name
-            )
-            raise UsageError(
-                f"--time {quoting.clock(time_s)}, but {name} ends jobs after {limit}",
-                where=where,
-                hint=f"--time {limit}, or another queue{f' ({alternatives})' if alternatives else ''}; "
-                "dist-train resumes where a job left off",
-            )
+    names = [name for name in (request.qos or queue.qos, request.queue or queue.name) if name in queue.limits]
+    if not names:
+        return quoting.clock(time_s)
+    name, limit = names[0], queue.limits[names[0]]
+    where = recipe.where("system", "queue", "limits", name)
+    if time_s > quoting.seconds(limit, where=where):
+        alternatives = ", ".join(f"{key} {most}" for key, most in queue.limits.items() if key != name)
+        raise UsageError(
+            f"--time {quoting.clock(time_s)}, but {name} ends jobs after {limit}",
+            where=where,
+            hint=f"--time {limit}, or another queue{f' ({alternatives})' if alternatives else ''}; "
+            "dist-train resumes where a job left off",
+        )
     return quoting.clock(time_s)
 
 

@@ -38,7 +38,7 @@ class RunAI(pods.Pods):
             *("--", *map(pods.literal, command)),
         )
         kind, project = _kind(job), _project(job.queue)
-        end = " ".join(map(quote, _cancel(kind, name, project)))
+        end = " ".join(map(quote, _job_command(kind, "delete", name, project)))
         comments = pods.entered(job, _ways(job, name, kind), end) if job.request.interactive else ()
         return Script(text="\n".join((*comments, _rows(argv), "")), submit=argv, kind=kind)
 
@@ -74,7 +74,7 @@ class RunAI(pods.Pods):
 
     def cancel_command(self, record: SubmittedJob) -> tuple[str, ...]:
         """Return the command that ends the job and deletes its pods."""
-        return _cancel(record.kind, record.name, _project(record.queue))
+        return _job_command(record.kind, "delete", record.name, _project(record.queue))
 
 
 SYSTEM = RunAI()
@@ -97,10 +97,6 @@ def _commands(kind: str) -> tuple[str, ...]:
             f"no runai client calls a job {kind!r}", where="the record of the job", hint="runai workload list"
         )
     return tuple(kind.split())
-
-
-def _cancel(kind: str, name: str, project: Sequence[str]) -> tuple[str, ...]:
-    return _job_command(kind, "delete", name, project)
 
 
 def _project(queue: str) -> tuple[str, ...]:
