@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from imgkit_builder.apptainer.build import BuiltSif
     from imgkit_builder.base.checks import Check
     from imgkit_builder.base.progress import Reporter
-    from imgkit_builder.job.request import BuildJobRequest, ConversionJobRequest, JobState, SubmittedJob
+    from imgkit_builder.job.request import JobState, SubmittedJob
     from imgkit_builder.job.request import Request as JobRequest
     from imgkit_builder.job.submit import PreparedJob, prepare
     from imgkit_builder.recipe.load import load
@@ -37,12 +37,10 @@ if TYPE_CHECKING:
     from imgkit_entrypoints.errors import ImgkitError
 
 __all__ = [
-    "BuildJobRequest",
     "BuildRequest",
     "BuiltImage",
     "BuiltSif",
     "Check",
-    "ConversionJobRequest",
     "ConversionRequest",
     "Converted",
     "ImagePlan",
@@ -71,13 +69,7 @@ _MODULES = {
     "imgkit_builder.apptainer.build": ("BuiltSif",),
     "imgkit_builder.base.checks": ("Check",),
     "imgkit_builder.base.progress": ("Reporter",),
-    "imgkit_builder.job.request": (
-        "BuildJobRequest",
-        "ConversionJobRequest",
-        "JobState",
-        "Request",
-        "SubmittedJob",
-    ),
+    "imgkit_builder.job.request": ("JobState", "Request", "SubmittedJob"),
     "imgkit_builder.job.submit": ("PreparedJob", "prepare"),
     "imgkit_builder.recipe.load": ("load",),
     "imgkit_builder.recipe.model": ("Recipe",),

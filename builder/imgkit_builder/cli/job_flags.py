@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand
@@ -90,24 +90,24 @@ class JobCommand(OptionsCommand):
         return super().parse_args(ctx, args[:at])
 
     def owners(self, *, quiet: bool) -> list[type[Any]]:
-        """`Request`, `ImageFlags`, then the flags of each system; reports plug-ins that cannot be used."""
+        """`Request`, then the flags of each system; reports plug-ins that cannot be used."""
         from imgkit_builder.job import systems
-        from imgkit_builder.job.request import ImageFlags, Request
+        from imgkit_builder.job.request import Request
 
         installed = systems.installed()
         if not quiet:
             for error in installed.errors:
                 terminal.err(*f"imgkit: {error}".split("\n"))
-        return [Request, ImageFlags, *(system.flags for system in installed.systems.values())]
+        return [Request, *(system.flags for system in installed.systems.values())]
 
     def build(self, values: dict[type[Any], dict[str, Any]]) -> Any:
-        """A request that runs a command, with what was given for systems; and the flags for other kinds."""
-        from imgkit_builder.job.request import ImageFlags, Request
+        """The request, with what was given for systems."""
+        from imgkit_builder.job.request import Request
 
-        common, image = values.pop(Request), values.pop(ImageFlags)
+        common = values.pop(Request)
         all_flags = (owner(**fields) for owner, fields in values.items())
         chosen = tuple(flags for flags in all_flags if flags != type(flags)())
-        return Request(**common, system_flags=chosen), ImageFlags(**image)
+        return Request(**common, system_flags=chosen)
 
 
 def read_code(request: Request, *, as_json: bool) -> CodeFolder | None:
@@ -145,10 +145,7 @@ def _option(owner: type[Any], flag: Flag) -> _FlagOption:
     from typer.models import ParamMeta
 
     kind, default = flag.type, flag.default
-    if flag.choices:
-        choices: Any = Literal[flag.choices]  # the values are data
-        kind = choices | None if default is None else choices
-    elif isinstance(default, tuple):
+    if isinstance(default, tuple):
         kind, default = list[str], list(default)
     info = typer.Option(default, *flag.names, metavar=flag.metavar or None, help=flag.help)
     name = flag.names[0].removeprefix("--").replace("-", "_")

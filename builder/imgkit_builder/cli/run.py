@@ -20,7 +20,7 @@ from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.job.request import ImageFlags, ImageJob, Job, Request, Script, SubmittedJob
+    from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
     from imgkit_builder.project.origins import ValueSource
     from imgkit_builder.project.toml_file import ProjectFile
     from imgkit_builder.remote.config import Remote
@@ -113,12 +113,11 @@ def verb_run(
         verbose=verbose,
         as_json=as_json,
     )
-    run, image_flags = flags.obj
-    run = dataclasses.replace(run, command=flags.meta[COMMAND])
+    run: Request = dataclasses.replace(flags.obj, command=flags.meta[COMMAND])
     if name and name != HERE:
-        _run_there(options, config.find(name), run, image_flags, project)
+        _run_there(options, config.find(name), run, project)
     else:
-        _run_here(options, run, image_flags, project)
+        _run_here(options, run, project)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,16 +134,14 @@ class _Options:
     as_json: bool
 
 
-def _run_there(
-    options: _Options, remote: Remote, run: Request, image_flags: ImageFlags, project: ProjectFile | None
-) -> None:
+def _run_there(options: _Options, remote: Remote, run: Request, project: ProjectFile | None) -> None:
     """Build, send what `remote` lacks, submit there, and follow."""
     from imgkit_builder.job import code as code_of
     from imgkit_builder.job.request import flags_in
     from imgkit_builder.remote import connection
     from imgkit_builder.workflow import remote_run
 
-    excess = [name for name in (*flags_in(run), *flags_in(image_flags)) if name in _NOT_ON_REMOTES]
+    excess = [name for name in flags_in(run) if name in _NOT_ON_REMOTES]
     if excess:
         raise UsageError(
             f"{excess[0]} cannot be combined with a remote",
@@ -219,11 +216,10 @@ def _show_early(
     _show(job, script, rows if options.verbose else (), as_json=options.as_json)
 
 
-def _run_here(options: _Options, run: Request, image_flags: ImageFlags, project: ProjectFile | None) -> None:
+def _run_here(options: _Options, run: Request, project: ProjectFile | None) -> None:
     """Submit the job to the scheduler of this machine, or start it here where there is none."""
     from imgkit_builder.base import process
     from imgkit_builder.job import submit
-    from imgkit_builder.job.request import Job, Request, request_of
     from imgkit_builder.project import origins
 
     for name, value in (("--base", options.base), ("--bwlimit", options.bwlimit)):
@@ -236,9 +232,8 @@ def _run_here(options: _Options, run: Request, image_flags: ImageFlags, project:
             where="RECIPE",
             hint="name one (imgkit list), or write the file (imgkit init --recipe RECIPE)",
         )
-    flags_request = request_of(run, image_flags)
-    request = origins.under(flags_request, project)
-    code = read_code(request, as_json=options.as_json) if isinstance(request, Request) else None
+    request = origins.under(run, project)
+    code = None if request.image_flag else read_code(request, as_json=options.as_json)
     prepared = submit.prepare(recipe, request, code)
     job, script = prepared.job, prepared.script
     if options.dry_run and (foreign := submit.foreign_image(job)):  # the submission refuses it
@@ -247,7 +242,7 @@ def _run_here(options: _Options, run: Request, image_flags: ImageFlags, project:
         terminal.err(f"imgkit: {warning}")
     if options.dry_run:
         prepared = submit.look_into(dataclasses.replace(prepared, job=job))
-        rows = tuple(origins.of_job(job, flags_request, project)) if options.verbose else ()
+        rows = tuple(origins.of_job(job, run, project)) if options.verbose else ()
         _show(prepared.job, prepared.script, rows, as_json=options.as_json)
         return
     if not (script.foreground or script.remote):
@@ -269,7 +264,7 @@ def _run_here(options: _Options, run: Request, image_flags: ImageFlags, project:
         terminal.err(f"imgkit: {shlex.join(script.submit)}")
         process.become(script.submit, cwd=job.directory)
     record = submit.send(job, script)
-    interactive = isinstance(job, Job) and job.request.interactive
+    interactive = job.request.interactive
     follows = not (options.as_json or options.detach or record.array or interactive)
     followed = follows and record.answer is None and can_follow_here(record)
     _submitted(record, {**_described(job, script), "id": record.id}, options, followed=followed)
@@ -320,7 +315,7 @@ def _submitted(record: SubmittedJob, data: dict[str, Any], options: _Options, *,
         terminal.err("imgkit: " + "; ".join(f"imgkit {verb} {record.handle}" for verb in verbs))
 
 
-def _show(job: Job | ImageJob, script: Script, rows: tuple[ValueSource, ...], *, as_json: bool) -> None:
+def _show(job: Job, script: Script, rows: tuple[ValueSource, ...], *, as_json: bool) -> None:
     """Print `script` on stdout; `rows` are its values and their sources, on stderr or in the JSON object."""
     if as_json:
         data = _described(job, script)
@@ -330,11 +325,9 @@ def _show(job: Job | ImageJob, script: Script, rows: tuple[ValueSource, ...], *,
     terminal.document(script.text)
 
 
-def _described(job: Job | ImageJob, script: Script) -> dict[str, Any]:
-    from imgkit_builder.job.request import Job
-
+def _described(job: Job, script: Script) -> dict[str, Any]:
     run: dict[str, Any] = {}
-    if isinstance(job, Job):
+    if not job.makes_image:
         run = {
             "nodes": job.size.training,
             "spares": job.size.spares,

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from imgkit_builder.job import container, quoting, resolve
+from imgkit_builder.job import contents, quoting, resolve
 from imgkit_builder.recipe.model import KEYS, Short
 from imgkit_builder.recipe.problems import Collector, Position, RecipeErrors, parse_toml_file
 from imgkit_builder.recipe.system_files import is_path
@@ -55,7 +55,7 @@ class ProjectValues:
     time: Annotated[str, _as_flag(partial(quoting.seconds, where=""))] = ""
     nodes: Annotated[str, _as_flag(resolve.parse_nodes), Short(_number_as_text)] = ""
     binds: tuple[Bind, ...] = ()
-    env: tuple[Annotated[EnvValue, _as_flag(container.variable)], ...] = ()
+    env: tuple[Annotated[EnvValue, _as_flag(contents.variable)], ...] = ()
     """``NAME=VALUE``, or ``NAME`` for the value that the variable has here."""
     code: Line = ""
     """A folder to lay over /workspace; the path starts at the file's folder."""

@@ -221,7 +221,7 @@ def unfinished(connection: Connection, name: str) -> tuple[Collection[str] | Non
         return None, error.what
     if not system.unfinished_ids:
         return None, f"{name} lists no jobs"
-    argv = (*system.unfinished_ids, *((f"{system.cluster_option}{cluster}",) if cluster else ()))
+    argv = [word.format(cluster=cluster) for word in system.unfinished_ids if cluster or "{" not in word]
     result = jobs.finished(connection, argv)
     if result.returncode != 0:
         return None, f"{argv[0]} failed with exit code {result.returncode}: {result.tail()}"
