@@ -87,11 +87,8 @@ def debian_packages(text: str) -> Iterator[Package | str]:
         state = fields("Status").split()
         if state and state[-1] in ("not-installed", "config-files"):
             continue
-        if (
-            _DEB_NAME.fullmatch(name)
-            and _DEB_VERSION.fullmatch(version)
-            and _ARCHITECTURE.fullmatch(architecture)
-        ):
+        is_valid = _DEB_NAME.fullmatch(name) and _DEB_VERSION.fullmatch(version)
+        if is_valid and _ARCHITECTURE.fullmatch(architecture):
             yield Package(kind="deb", name=name, version=version, architecture=architecture)
         elif name or state:
             yield f"entry {number} is not a package"
