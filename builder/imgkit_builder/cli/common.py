@@ -18,8 +18,9 @@ from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError
 
 if TYPE_CHECKING:
+    from imgkit_builder.apptainer.build import BuiltSif
     from imgkit_builder.recipe.problems import Problem
-    from imgkit_builder.sif.conversion import Stage
+    from imgkit_builder.sif.conversion import Converted, Stage
 
 Result = TypeVar("Result")
 
@@ -35,7 +36,6 @@ UNPACK_LIMIT: float | None = typer.Option(
     min=0,
     help="Largest size of a compressed archive once unpacked (default: 100 times the file, at least 1).",
 )
-BASE_HELP = "Base image instead of the recipe's; current: the recipe's current_base."
 VERBOSE: bool = typer.Option(False, "--verbose", "-v", help="Show all output.")
 RUNTIME: str | None = typer.Option(
     None,
@@ -185,6 +185,19 @@ def next_line(sif: Path, command: str, *, overlay: str = "") -> str:
 def stage_seconds(stages: tuple[Stage, ...]) -> dict[str, float]:
     """Seconds per stage, for scripts."""
     return {stage.name: round(stage.seconds, 2) for stage in stages}
+
+
+def result_lines(result: Converted | BuiltSif, target: Path, following: str) -> list[str]:
+    """Return what people read about the file that a conversion or a build has written to `target`."""
+    record = result.record
+    summary = f"{result.size_bytes / MB:.1f} MB  {result.arch}  {record.compression}, {record.runtime}"
+    return [
+        *stage_lines(result.stages),
+        f"{target}  {summary}{'  up to date' if result.up_to_date else ''}",
+        *([f"image  {record.image_id}"] if record.image_id else []),
+        f"root   sha256:{record.root_sha256}",
+        f"next:  {following}",
+    ]
 
 
 def stage_lines(stages: tuple[Stage, ...]) -> list[str]:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from imgkit_builder.cli.common import BASE_HELP, JSON, VERBOSE, complete_names, show, terminable
+from imgkit_builder.cli.common import JSON, VERBOSE, complete_names, show, terminable
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.recipes import load_recipe
+from imgkit_builder.workflow.build import BASE_HELP
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from imgkit_builder.cli.common import (
-    BASE_HELP,
     LARGE,
     RESULT_JSON,
     columns,
@@ -19,7 +18,7 @@ from imgkit_builder.cli.common import (
     show,
     with_leave,
 )
-from imgkit_builder.workflow.build import warning_lines
+from imgkit_builder.workflow.build import BASE_HELP, warning_lines
 from imgkit_builder.workflow.names import RECIPE_SUFFIXES
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_USAGE, UsageError

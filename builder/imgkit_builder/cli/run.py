@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import BASE_HELP, JSON, complete_names, show, terminable
+from imgkit_builder.cli.common import JSON, complete_names, show, terminable
 from imgkit_builder.cli.job_flags import COMMAND, JobCommand, read_code
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.project import TRUST_FOLDER, project_here, values_data, values_table
 from imgkit_builder.cli.remote import can_follow_here, connected, follow, follow_here, may_ask
+from imgkit_builder.workflow.build import BASE_HELP
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 

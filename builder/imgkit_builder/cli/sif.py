@@ -11,7 +11,6 @@ import typer
 
 from imgkit_builder.cli.common import (
     JSON,
-    MB,
     NO_TEST,
     RUNTIME,
     RUNTIME_VERBOSE,
@@ -19,8 +18,8 @@ from imgkit_builder.cli.common import (
     complete_names,
     gigabytes,
     next_line,
+    result_lines,
     show,
-    stage_lines,
     stage_seconds,
     terminable,
 )
@@ -128,13 +127,7 @@ def _converted(converted: Converted, target: Path) -> tuple[list[str], dict[str,
         "log": str(converted.log) if converted.log else None,
         "next": following,
     }
-    lines = stage_lines(converted.stages)
-    summary = f"{converted.size_bytes / MB:.1f} MB  {converted.arch}  {record.compression}, {record.runtime}"
-    lines.append(f"{target}  {summary}{'  up to date' if converted.up_to_date else ''}")
-    if record.image_id:
-        lines.append(f"image  {record.image_id}")
-    lines += [f"root   sha256:{record.root_sha256}", f"next:  {following}"]
-    return lines, data
+    return result_lines(converted, target, following), data
 
 
 def _start(sqsh: Path) -> str:
