@@ -474,7 +474,7 @@ def _store_answers() -> list[bytes]:
 def _far_check(data: bytes, _: Path) -> None:
     far = Connection(remote=FAR, socket_folder=None, unshared_reason="", ask=False)
     for target in (None, targets.find("mn5")):
-        far_check.read(data, far, target, start_s=1.7e9, end_s=1.7e9)
+        far_check.read(data, far, target)
 
 
 def _scheduler(data: bytes, _: Path) -> None:

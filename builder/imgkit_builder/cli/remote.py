@@ -119,8 +119,8 @@ def remove(name: str = NAME, as_json: bool = RESULT_JSON) -> None:
 def check(name: str = NAME, as_json: bool = RESULT_JSON) -> None:
     """Log in once and check for what jobs need; exit code 1 if something is missing.
 
-    Checks scheduler, runtime, and the folder with its free space and quota; also
-    Python, mksquashfs, modules, internet access and the clock.
+    Checks the tools that imgkit uses there, the scheduler, the runtime, and the folder
+    with its free space and quota.
 
     \b
     Examples:

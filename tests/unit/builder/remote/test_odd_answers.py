@@ -105,7 +105,6 @@ def test_home_that_no_job_can_have_is_refused(far: Connection, home: str) -> Non
 
 def test_odd_values_of_a_check_are_verdicts(far: Connection) -> None:
     rows = (
-        f"clock {DIGITS}",
         f"disk x 1 2 {DIGITS} 4% /",
         "quota 1 2 3",
         "sbatch",
@@ -115,7 +114,7 @@ def test_odd_values_of_a_check_are_verdicts(far: Connection) -> None:
     )
     Path("answer").write_bytes("\n".join((*rows, "\xff", "end", "")).encode("latin-1"))
     found = {one.name: one.verdict for one in check.examine(far, targets.find("mn5"))}
-    assert (found["clock"], found["folder"]) == ("warn", "fail")
+    assert (found["runtime"], found["folder"]) == ("fail", "fail")
 
 
 @pytest.mark.parametrize("name", [*READERS, "scheduler"])
