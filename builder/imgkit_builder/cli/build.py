@@ -13,10 +13,11 @@ import typer
 from imgkit_builder.cli.common import (
     JSON,
     VERBOSE,
-    complete_names,
+    flag_option,
+    name_argument,
     next_line,
     result_lines,
-    show_text,
+    show,
     stage_seconds,
     terminable,
     with_leave,
@@ -26,6 +27,7 @@ from imgkit_builder.cli.progress import reporter
 from imgkit_builder.job.request import flag, flags_in
 from imgkit_builder.workflow import build
 from imgkit_builder.workflow.build import BuildRequest, SifBuildRequest
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.terminal import shown
 
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
     from imgkit_builder.base.progress import Reporter
     from imgkit_builder.workflow.build import BuiltImage, ImagePlan, SifPlan
 
-SCHEMA = 1
 Answer = tuple[str, dict[str, Any]]
 """The result for people, and for ``--json``."""
 
@@ -75,14 +76,8 @@ NOT_WITH = {
 
 def verb_build(
     flags: typer.Context,
-    recipe: str = typer.Argument(
-        metavar="RECIPE|FILE",
-        autocompletion=complete_names,
-        help="A shipped recipe (imgkit list) or a .yaml file.",
-    ),
-    dry_run: bool = typer.Option(
-        False, "--dry-run", help="Print the plan and the Dockerfile; needs no Docker."
-    ),
+    recipe: str = name_argument("RECIPE|FILE", "A shipped recipe (imgkit list) or a .yaml file."),
+    dry_run: bool = flag_option("--dry-run", "Print the plan and the Dockerfile; needs no Docker."),
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
 ) -> None:
@@ -114,7 +109,10 @@ def verb_build(
             return run(recipe, dataclasses.replace(options, large=large), report, dry_run=dry_run)
 
     text, data = with_leave(attempt, large=options.large, may_ask=not as_json)
-    show_text({"schema": SCHEMA, **data}, text, as_json=as_json)
+    if as_json:
+        show(data, as_json=True)
+    else:
+        terminal.document(text + "\n")
 
 
 def _image(recipe: str, options: BuildOptions, report: Reporter, *, dry_run: bool) -> Answer:
@@ -135,13 +133,9 @@ def _sif(recipe: str, options: BuildOptions, report: Reporter, *, dry_run: bool)
 
 def _planned(plan: ImagePlan | SifPlan, text: str) -> Answer:
     """Return the plan, as comments above the Dockerfile or definition `text`."""
-    data: dict[str, Any] = {"dry_run": True}
-    lines = []
-    for name, value in dataclasses.asdict(plan).items():
-        data[name] = str(value) if isinstance(value, Path) else value
-        if value != text:
-            lines.append(f"# {name:13} {shown(str(value))}")
-    return "\n".join((*lines, text.rstrip("\n"))), data
+    data = dataclasses.asdict(plan)
+    comments = (f"# {name:13} {shown(str(value))}" for name, value in data.items() if value != text)
+    return "\n".join((*comments, text.rstrip("\n"))), {"dry_run": True, **data}
 
 
 def _next(recipe: str, tag: str | None, runtime: str) -> str:
@@ -168,7 +162,6 @@ def _built_image(built: BuiltImage, recipe: str, *, tag: str | None) -> Answer:
         lines.insert(1, f"a STAND-IN: {built.base.name} has no NVIDIA software; for tests only")
     data = {
         **dataclasses.asdict(built),
-        "log": str(built.log),
         "checks": checks.to_dict(built.checks)["checks"],
     }
     return "\n".join(map(shown, lines)), data
@@ -180,7 +173,7 @@ def _built_sif(built: BuiltSif, target: Path) -> Answer:
     record, base = built.record, built.base
     following = next_line(target, "dist-train")
     data = {
-        "sif": str(built.path),
+        "sif": built.path,
         "id": record.image_id,
         "platform": base.platform,
         "size_bytes": built.size_bytes,
@@ -191,7 +184,7 @@ def _built_sif(built: BuiltSif, target: Path) -> Answer:
         "labels": dict(built.labels),
         "checks": checks.to_dict(built.checks)["checks"],
         "seconds": stage_seconds(built.stages),
-        "log": str(built.log) if built.log else None,
+        "log": built.log,
         "next": following,
     }
     lines = result_lines(built, target, following)

@@ -11,10 +11,11 @@ from imgkit_builder.cli.common import (
     JSON,
     MB,
     RUNTIME,
-    RUNTIME_VERBOSE,
     TMPDIR,
-    complete_names,
+    VERBOSE,
+    name_argument,
     next_line,
+    output_option,
     show,
     stage_lines,
     stage_seconds,
@@ -24,21 +25,15 @@ from imgkit_builder.cli.progress import reporter
 from imgkit_builder.workflow.convert import engine_image
 from imgkit_builder.workflow.names import module_line, stem, system_of
 
-SCHEMA = 1
-
 
 def verb_delta(
-    image: str = typer.Argument(
-        metavar="RECIPE|IMAGE", autocompletion=complete_names, help="A built recipe or a local image."
-    ),
+    image: str = name_argument("RECIPE|IMAGE", "A built recipe or a local image."),
     base: Path = typer.Option(..., "--against", metavar="BASE.sif", help="The .sif on the cluster."),
-    output: Path | None = typer.Option(
-        None, "--output", "-o", metavar="X.imgdelta", help="File to write (default: NAME.imgdelta here)."
-    ),
+    output: Path | None = output_option("X.imgdelta", "File to write (default: NAME.imgdelta here)."),
     tmpdir: Path | None = TMPDIR,
     runtime: str | None = RUNTIME,
     as_json: bool = JSON,
-    verbose: bool = RUNTIME_VERBOSE,
+    verbose: bool = VERBOSE,
 ) -> None:
     """Write the changes of an image over an older .sif: kilobytes instead of gigabytes.
 
@@ -61,7 +56,6 @@ def verb_delta(
         made = make(new, local_base(base), target, options, report)
     delta, following = made.delta, next_line(base, "dist-env", overlay=f"{target}:ro")
     data = {
-        "schema": SCHEMA,
         "delta": str(made.path),
         "size_bytes": made.size_bytes,
         "changed": made.changed,
@@ -87,7 +81,7 @@ def verb_apply(
     tmpdir: Path | None = TMPDIR,
     runtime: str | None = RUNTIME,
     as_json: bool = JSON,
-    verbose: bool = RUNTIME_VERBOSE,
+    verbose: bool = VERBOSE,
 ) -> None:
     """Put a delta into a copy of its .sif: one file, which needs no --overlay.
 
@@ -104,7 +98,6 @@ def verb_apply(
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
         applied = apply(delta, base, output, Options(runtime=runtime, tmpdir=tmpdir), report)
     data = {
-        "schema": SCHEMA,
         "sif": str(applied.path),
         "size_bytes": applied.size_bytes,
         "delta": dataclasses.asdict(applied.delta),

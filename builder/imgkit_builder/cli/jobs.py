@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from imgkit_builder.base.process import INTERRUPTED
-from imgkit_builder.cli.common import show
+from imgkit_builder.cli.common import JSON, flag_option, show
 from imgkit_builder.cli.remote import can_follow_here, connected, follow, keep_state, refreshed, runner
 from imgkit_builder.cli.runs import job_data, jobs_table
 from imgkit_entrypoints import terminal
@@ -21,14 +21,12 @@ if TYPE_CHECKING:
     from imgkit_builder.project.history import JobReport
     from imgkit_builder.project.measured import SlowNow
 
-SCHEMA = 1
-
 
 def verb_status(
     job_id: str = typer.Argument(
         "", metavar="[ID]", help="Job id (default: your jobs, here and on remotes)."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    as_json: bool = JSON,
 ) -> None:
     """Show a job, or all of your jobs that wait or run, here and on all remotes.
 
@@ -70,7 +68,7 @@ def _own_jobs(*, as_json: bool) -> None:
 
     jobs, complete = refreshed([record for record in submit.records() if _may_run(record)])
     nothing = "no job waits or runs; imgkit runs lists those that have ended"
-    data = {"schema": SCHEMA, "jobs": [job_data(record) for record in jobs], "complete": complete}
+    data = {"jobs": [job_data(record) for record in jobs], "complete": complete}
     show(data, *(jobs_table(jobs) if jobs else (nothing,)), as_json=as_json)
     if not complete:
         raise typer.Exit(ToolFailed.exit_code)
@@ -101,7 +99,6 @@ def _reported(report: JobReport, slow: SlowNow) -> dict[str, Any]:
 
     record = report.record
     data: dict[str, Any] = {
-        "schema": SCHEMA,
         "id": record.handle,
         "state": record.state,
         "exit_code": report.code if report.has_ended else None,
@@ -131,9 +128,7 @@ def _is_task(record: SubmittedJob) -> bool:
 
 def verb_logs(
     job_id: str = typer.Argument("", metavar="[ID]", help="Job id (default: the job submitted last)."),
-    as_json: bool = typer.Option(
-        False, "--json", help="Print the command as one JSON object and run nothing."
-    ),
+    as_json: bool = flag_option("--json", "Print the command as one JSON object and run nothing."),
 ) -> None:
     """Follow a job's output until the job ends. Ctrl-C stops following; the job continues.
 
@@ -156,7 +151,7 @@ def verb_logs(
     record = submit.record_of(job_id)
     argv = systems.named(record.system).log_source(record)
     if as_json:
-        show({"schema": SCHEMA, "id": record.handle, "command": argv}, as_json=True)
+        show({"id": record.handle, "command": argv}, as_json=True)
         return
     if record.remote:
         raise typer.Exit(follow(connected(record.remote), record))
@@ -174,7 +169,7 @@ def verb_logs(
 def verb_wait(
     job_id: str = typer.Argument(metavar="ID"),
     timeout: str = typer.Option("", metavar="TIME", help="Time to wait, for example 90m or 2h."),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    as_json: bool = JSON,
 ) -> None:
     """Wait until a job has ended. Ctrl-C stops waiting; the job continues.
 
@@ -210,7 +205,7 @@ def verb_wait(
 
 def verb_cancel(
     job_id: str = typer.Argument(metavar="ID"),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    as_json: bool = JSON,
 ) -> None:
     """End a job.
 
@@ -226,7 +221,7 @@ def verb_cancel(
         terminal.err(f"imgkit: {_remote_prefix(record)}{shlex.join(argv)}")
     answer = runner(record)(argv)
     if as_json:
-        data = {"schema": SCHEMA, "command": argv, "exit_code": answer.returncode, "output": answer.output}
+        data = {"command": argv, "exit_code": answer.returncode, "output": answer.output}
         show(data, as_json=True)
     else:
         terminal.passing()(answer.output.encode())

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from imgkit_builder.cli.common import JSON, VERBOSE, complete_names, show, terminable
+from imgkit_builder.cli.common import (
+    JSON,
+    VERBOSE,
+    flag_option,
+    name_argument,
+    show,
+    terminable,
+)
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.recipes import load_recipe
 from imgkit_builder.workflow.build import BASE_HELP
@@ -23,17 +30,12 @@ if TYPE_CHECKING:
     from imgkit_builder.lock.resolve import LockOptions
     from imgkit_builder.recipe.model import LockedPlatform, LockRequest, Recipe
 
-SCHEMA = 1
 
 Builder = Literal["auto", "classic", "buildx", "podman"]
 
 
 def verb_lock(
-    recipe: str = typer.Argument(
-        metavar="RECIPE|FILE",
-        autocompletion=complete_names,
-        help="A shipped recipe (imgkit list) or a .yaml file.",
-    ),
+    recipe: str = name_argument("RECIPE|FILE", "A shipped recipe (imgkit list) or a .yaml file."),
     packages: list[str] = typer.Argument(
         None, metavar="[PACKAGE]...", help="With --upgrade: upgrade only these packages."
     ),
@@ -41,15 +43,13 @@ def verb_lock(
         None, metavar="PLATFORM", help="linux/amd64 or linux/arm64, if the recipe allows both."
     ),
     base: str | None = typer.Option(None, metavar="REF", help=BASE_HELP),
-    upgrade: bool = typer.Option(
-        False, "--upgrade", help="Upgrade packages to the newest versions that fit."
-    ),
+    upgrade: bool = flag_option("--upgrade", "Upgrade packages to the newest versions that fit."),
     pull: bool = typer.Option(False, "--pull", help="Pull the base even if it is local."),
-    keep: bool = typer.Option(
-        False, "--keep-files", help="Also store every file next to the lock, and build missing wheels."
+    keep: bool = flag_option(
+        "--keep-files", "Also store every file next to the lock, and build missing wheels."
     ),
-    check: bool = typer.Option(
-        False, "--check", help="Only check whether the lock fits the recipe; exit code 1 if it does not."
+    check: bool = flag_option(
+        "--check", "Only check whether the lock fits the recipe; exit code 1 if it does not."
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Resolve, print the changes, then exit."),
     builder: Builder = typer.Option("auto", help="Builder that queries the base, as in imgkit build."),
@@ -190,7 +190,6 @@ def _check(recipe: Recipe, *, base: str | None, platform: str | None, as_json: b
         reason = str(error)
     lines = reason.split("\n") if reason else [f"{file} fits the recipe on {target}"]
     data = {
-        "schema": SCHEMA,
         "file": str(file),
         "platform": target,
         "current": not reason,
@@ -204,7 +203,6 @@ def _check(recipe: Recipe, *, base: str | None, platform: str | None, as_json: b
 def _data(outcome: _Outcome) -> dict[str, Any]:
     part = outcome.part
     return {
-        "schema": SCHEMA,
         "file": str(outcome.file),
         "platform": part.platform,
         "written": outcome.written,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import RESULT_JSON, columns, show
+from imgkit_builder.cli.common import JSON, columns, flag_option, show
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
@@ -16,12 +16,9 @@ if TYPE_CHECKING:
     from imgkit_builder.project.origins import ValueSource
     from imgkit_builder.project.toml_file import ProjectFile
 
-SCHEMA = 1
 
-TRUST_FOLDER: bool = typer.Option(
-    False,
-    "--trust-folder",
-    help="Use the imgkit.toml here and what it names even if other users can change them.",
+TRUST_FOLDER: bool = flag_option(
+    "--trust-folder", "Use the imgkit.toml here and what it names even if other users can change them."
 )
 
 
@@ -85,7 +82,7 @@ def verb_init(
     qos: str = typer.Option("", help="Quality of service (Slurm)."),
     time: str = typer.Option("", metavar="HH:MM:SS", help="Time limit of a job (default: 30m)."),
     nodes: str = typer.Option("", metavar="N|N+S", help="Number of nodes (default: 1)."),
-    as_json: bool = RESULT_JSON,
+    as_json: bool = JSON,
 ) -> None:
     """Write an imgkit.toml, a recipe and a .gitignore for a folder with a program.
 
@@ -123,7 +120,7 @@ def verb_init(
         *([f"omits  {', '.join(step.left_out)}"] if step and step.left_out and is_new_recipe else []),
         *(f"next   {line}" for line in next_steps),
     ]
-    data = {"schema": SCHEMA, "files": [str(path) for path in paths], "remote": remote, "recipe": recipe}
+    data = {"files": [str(path) for path in paths], "remote": remote, "recipe": recipe}
     show(data, *lines, as_json=as_json)
 
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from imgkit_builder.cli.common import (
-    LARGE,
-    RESULT_JSON,
+    JSON,
     columns,
-    complete_names,
+    flag_option,
+    name_argument,
+    output_option,
     problem_data,
     show,
     with_leave,
@@ -40,13 +41,11 @@ def load_recipe(ref: str, *, build_args: Sequence[str] = ()) -> Recipe:
 
 
 def verb_list(
-    bases: bool = typer.Option(
-        False, "--bases", help="List what is known of NVIDIA's PyTorch images instead, for image.base."
+    bases: bool = flag_option(
+        "--bases", "List what is known of NVIDIA's PyTorch images instead, for image.base."
     ),
-    of_systems: bool = typer.Option(
-        False, "--systems", help="List known clusters and how each has been tested."
-    ),
-    as_json: bool = RESULT_JSON,
+    of_systems: bool = flag_option("--systems", "List known clusters and how each has been tested."),
+    as_json: bool = JSON,
 ) -> None:
     """List the shipped recipes.
 
@@ -81,10 +80,10 @@ def verb_list(
                 "platforms": image.platforms,
                 "scheduler": system.scheduler,
                 "fabric": system.fabric.kind,
-                "file": str(recipe.file),
+                "file": recipe.file,
             }
         )
-    show({"schema": 1, "recipes": rows}, *columns(table), as_json=as_json)
+    show({"recipes": rows}, *columns(table), as_json=as_json)
 
 
 def _list_bases(*, as_json: bool) -> None:
@@ -93,7 +92,7 @@ def _list_bases(*, as_json: bool) -> None:
     rows = [{"reference": base.reference, **dataclasses.asdict(base)} for base in table()]
     lines = [(base.tag, *(cell.value if cell else "unknown" for _, cell in base.cells())) for base in table()]
     heads = (name.replace("_", "-").upper() for name, _ in table()[0].cells())
-    show({"schema": 1, "bases": rows}, *columns([("TAG", *heads), *lines]), as_json=as_json)
+    show({"bases": rows}, *columns([("TAG", *heads), *lines]), as_json=as_json)
 
 
 def _list_systems(*, as_json: bool) -> None:
@@ -114,20 +113,15 @@ def _list_systems(*, as_json: bool) -> None:
                 "runtime": facts.runtime.kind,
                 "proof": dataclasses.asdict(system.proof),
                 "site": is_site,
-                "file": str(system.file),
+                "file": system.file,
             }
         )
-    show({"schema": 1, "systems": rows}, *columns(table), as_json=as_json)
+    show({"systems": rows}, *columns(table), as_json=as_json)
 
 
 def verb_show(
-    recipe: str = typer.Argument(
-        ...,
-        metavar="RECIPE|IMAGE|FILE",
-        autocompletion=complete_names,
-        help="A recipe, an image, or a .sif or delta file.",
-    ),
-    as_json: bool = RESULT_JSON,
+    recipe: str = name_argument("RECIPE|IMAGE|FILE", "A recipe, an image, or a .sif or delta file."),
+    as_json: bool = JSON,
 ) -> None:
     """Show a recipe, an image, a .sif or a delta.
 
@@ -173,16 +167,12 @@ def _is_image(name: str) -> bool:
 
 
 def verb_check(
-    files: list[str] = typer.Argument(
-        None, metavar="FILE...", autocompletion=complete_names, help="Files or names of recipes."
+    files: list[str] = name_argument("FILE...", "Files or names of recipes.", None),
+    strict: bool = flag_option(
+        "--strict", "Also list what a recipe does on this machine; a warning fails: exit code 1."
     ),
-    strict: bool = typer.Option(
-        False, "--strict", help="Also list what a recipe does on this machine; a warning fails: exit code 1."
-    ),
-    schema: bool = typer.Option(
-        False, "--schema", help="Print the JSON Schema of recipe files, for editors, then exit."
-    ),
-    as_json: bool = RESULT_JSON,
+    schema: bool = flag_option("--schema", "Print the JSON Schema of recipe files, for editors, then exit."),
+    as_json: bool = JSON,
 ) -> None:
     """Check recipes and report every problem in one run.
 
@@ -208,7 +198,7 @@ def verb_check(
     if as_json:
         passed = all(recipe.passed for recipe in checked)
         rows = [recipe.to_dict() for recipe in checked]
-        show({"schema": 1, "passed": passed, "recipes": rows}, as_json=True)
+        show({"passed": passed, "recipes": rows}, as_json=True)
         if not passed:
             raise typer.Exit(EXIT_USAGE if any(recipe.error for recipe in checked) else EXIT_NO)
         return
@@ -283,11 +273,7 @@ def _print_schema(files: list[str]) -> None:
 
 
 def verb_render(
-    recipe: str = typer.Argument(
-        metavar="RECIPE|FILE",
-        autocompletion=complete_names,
-        help="A shipped recipe (imgkit list) or a .yaml file.",
-    ),
+    recipe: str = name_argument("RECIPE|FILE", "A shipped recipe (imgkit list) or a .yaml file."),
     form: Literal["dockerfile", "def"] = typer.Option(
         "dockerfile",
         "--format",
@@ -300,9 +286,7 @@ def verb_render(
         metavar="PLATFORM",
         help="linux/amd64 or linux/arm64 (default: the recipe's first).",
     ),
-    output: Path | None = typer.Option(
-        None, "--output", "-o", metavar="FILE", help="Write to this file instead of stdout."
-    ),
+    output: Path | None = output_option("FILE", "Write to this file instead of stdout."),
     context: Path | None = typer.Option(
         None, "--context", metavar="FILE", help="Also write the build context, a tar of all copied files."
     ),
@@ -310,7 +294,7 @@ def verb_render(
         [], "--build-arg", metavar="NAME=VALUE", help="Value for the recipe's image.args; repeatable."
     ),
     no_lock: bool = typer.Option(False, "--no-lock", help="Ignore the recipe's lock."),
-    large: bool = LARGE,
+    large: bool = flag_option("--large", "Do not ask for confirmation above 1 GB of code."),
 ) -> None:
     """Print the Dockerfile or definition file of a recipe.
 

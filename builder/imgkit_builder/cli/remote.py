@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from imgkit_builder.base.process import INTERRUPTED
-from imgkit_builder.cli.common import RESULT_JSON, show
+from imgkit_builder.cli.common import JSON, show, show_checks
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from imgkit_builder.project.history import JobReport
     from imgkit_builder.remote.connection import Connection
 
-SCHEMA = 1
 
 _group = typer.Typer(
     no_args_is_help=True,
@@ -55,7 +54,7 @@ def add(
         help="Idle timeout of the shared ssh connection; 0 disables sharing.",
     ),
     replace: bool = typer.Option(False, "--replace", help="Replace a remote of that name."),
-    as_json: bool = RESULT_JSON,
+    as_json: bool = JSON,
 ) -> None:
     """Register a cluster; no connection is made.
 
@@ -92,7 +91,7 @@ def add(
 
 
 @_group.command("list")
-def list_remotes(as_json: bool = RESULT_JSON) -> None:
+def list_remotes(as_json: bool = JSON) -> None:
     """List the remotes."""
     from imgkit_builder.remote import config
 
@@ -101,12 +100,12 @@ def list_remotes(as_json: bool = RESULT_JSON) -> None:
         f"{remote.name:12}  {remote.address}:{remote.folder}  {remote.recipe}".rstrip() for remote in remotes
     ]
     rows = rows or ["no remotes; imgkit remote add NAME USER@HOST:DIR"]
-    data = {"schema": SCHEMA, "remotes": [dataclasses.asdict(remote) for remote in remotes]}
+    data = {"remotes": [dataclasses.asdict(remote) for remote in remotes]}
     show(data, *rows, as_json=as_json)
 
 
 @_group.command("remove")
-def remove(name: str = NAME, as_json: bool = RESULT_JSON) -> None:
+def remove(name: str = NAME, as_json: bool = JSON) -> None:
     """Remove a remote from the list; its files and jobs stay."""
     from imgkit_builder.remote import config, connection
 
@@ -116,7 +115,7 @@ def remove(name: str = NAME, as_json: bool = RESULT_JSON) -> None:
 
 
 @_group.command("check")
-def check(name: str = NAME, as_json: bool = RESULT_JSON) -> None:
+def check(name: str = NAME, as_json: bool = JSON) -> None:
     """Log in once and check for what jobs need; exit code 1 if something is missing.
 
     Checks the tools that imgkit uses there, the scheduler, the runtime, and the folder
@@ -126,15 +125,13 @@ def check(name: str = NAME, as_json: bool = RESULT_JSON) -> None:
     Examples:
       imgkit remote check mn5
     """
-    from imgkit_builder.base import checks
     from imgkit_builder.remote import check as examined
     from imgkit_builder.remote import config, connection
 
     remote = config.find(name)
     target = _target(remote.recipe) if remote.recipe else None
     results = examined.examine(connection.connect(remote, ask=may_ask()), target)
-    show(checks.to_dict(results, remote=name), *checks.table(results), as_json=as_json)
-    raise typer.Exit(0 if checks.passed(results) else 1)
+    show_checks(results, as_json=as_json, remote=name)
 
 
 @_group.command("gc")
@@ -142,7 +139,7 @@ def gc(
     name: str = NAME,
     days: int = typer.Option(30, metavar="N", min=1, max=36500, help="Keep files used in the last N days."),
     delete: bool = typer.Option(False, "--delete", help="Remove the unused files instead of listing them."),
-    as_json: bool = RESULT_JSON,
+    as_json: bool = JSON,
 ) -> None:
     """List unused images and deltas on a remote; --delete removes them.
 
@@ -172,7 +169,6 @@ def gc(
         for file in unused.files
     ]
     data = {
-        "schema": SCHEMA,
         "remote": name,
         "folder": far.remote.folder,
         "days": days,
@@ -205,13 +201,13 @@ def _unused_lines(rows: list[dict[str, Any]], in_use: int, *, delete: bool, agai
 
 
 @_group.command("disconnect")
-def disconnect(name: str = NAME, as_json: bool = RESULT_JSON) -> None:
+def disconnect(name: str = NAME, as_json: bool = JSON) -> None:
     """Close the shared connection; the next command logs in again."""
     from imgkit_builder.remote import config, connection
 
     was_open = connection.connect(config.find(name)).close()
     text = f"the connection to {name} has ended" if was_open else f"no connection to {name} was open"
-    show({"schema": SCHEMA, "remote": name, "ended": was_open}, text, as_json=as_json)
+    show({"remote": name, "ended": was_open}, text, as_json=as_json)
 
 
 def may_ask() -> bool:
@@ -337,4 +333,4 @@ def _target(recipe: str) -> Any:
 
 
 def _data(remote: Any) -> dict[str, Any]:
-    return {"schema": SCHEMA, **dataclasses.asdict(remote)}
+    return {**dataclasses.asdict(remote)}

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import typer
-
-from imgkit_builder.cli.common import complete_names
+from imgkit_builder.cli.common import name_argument, output_option
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
 
 def verb_sbom(
-    image: Path = typer.Argument(
-        metavar="SIF|SQSH", autocompletion=complete_names, help="A file from imgkit sif."
-    ),
-    output: Path | None = typer.Option(
-        None, "--output", "-o", metavar="FILE", help="File to write (default: standard output)."
-    ),
+    image: Path = name_argument("SIF|SQSH", "A file from imgkit sif."),
+    output: Path | None = output_option("FILE", "File to write (default: standard output)."),
 ) -> None:
     """List the packages in a .sif, with versions and digests.
 
