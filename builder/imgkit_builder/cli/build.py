@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,13 +13,14 @@ import typer
 
 from imgkit_builder.cli.common import (
     JSON,
+    MB,
     VERBOSE,
     flag_option,
     name_argument,
     next_line,
     result_lines,
     show,
-    stage_seconds,
+    show_stages,
     terminable,
     with_leave,
 )
@@ -29,15 +31,10 @@ from imgkit_builder.workflow import build
 from imgkit_builder.workflow.build import BuildRequest, SifBuildRequest
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.terminal import shown
 
 if TYPE_CHECKING:
     from imgkit_builder.apptainer.build import BuiltSif
-    from imgkit_builder.base.progress import Reporter
     from imgkit_builder.workflow.build import BuiltImage, ImagePlan, SifPlan
-
-Answer = tuple[str, dict[str, Any]]
-"""The result for people, and for ``--json``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,40 +99,35 @@ def verb_build(
     for name in flags_in(options):
         if name in NOT_WITH[options.program]:
             raise UsageError(f"{name} cannot be used --with {options.program}", where=name, hint="omit it")
-    run = _image if options.program == "docker" else _sif
-
-    def attempt(large: bool) -> Answer:
-        with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
-            return run(recipe, dataclasses.replace(options, large=large), report, dry_run=dry_run)
-
-    text, data = with_leave(attempt, large=options.large, may_ask=not as_json)
-    if as_json:
-        show(data, as_json=True)
+    run: Callable[..., Any]
+    if options.program == "docker":
+        run = build.plan if dry_run else build.build
     else:
-        terminal.document(text + "\n")
+        run = build.plan_sif if dry_run else build.build_sif
 
+    def attempt(large: bool) -> Any:
+        with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
+            return run(recipe, dataclasses.replace(options, large=large), report=report)
 
-def _image(recipe: str, options: BuildOptions, report: Reporter, *, dry_run: bool) -> Answer:
+    result = with_leave(attempt, large=options.large, may_ask=not as_json)
     if dry_run:
-        plan = build.plan(recipe, options, report=report)
-        return _planned(plan, plan.dockerfile)
-    # The next command takes the same argument, unless --tag gave the image another name.
-    return _built_image(build.build(recipe, options, report=report), recipe, tag=options.tag)
+        _show_plan(result, as_json=as_json)
+    elif options.program == "docker":
+        # The next command takes the same argument, unless --tag gave the image another name.
+        _show_image(result, _next(recipe, options.tag, result.runtime), as_json=as_json)
+    else:
+        _show_sif(result, options.output or Path(result.path.name), as_json=as_json)
 
 
-def _sif(recipe: str, options: BuildOptions, report: Reporter, *, dry_run: bool) -> Answer:
-    if dry_run:
-        plan = build.plan_sif(recipe, options, report=report)
-        return _planned(plan, plan.definition)
-    built = build.build_sif(recipe, options, report=report)
-    return _built_sif(built, options.output or Path(built.path.name))
-
-
-def _planned(plan: ImagePlan | SifPlan, text: str) -> Answer:
-    """Return the plan, as comments above the Dockerfile or definition `text`."""
+def _show_plan(plan: ImagePlan | SifPlan, *, as_json: bool) -> None:
+    """Print the plan, as comments above the Dockerfile or definition."""
     data = dataclasses.asdict(plan)
-    comments = (f"# {name:13} {shown(str(value))}" for name, value in data.items() if value != text)
-    return "\n".join((*comments, text.rstrip("\n"))), {"dry_run": True, **data}
+    if as_json:
+        show({"dry_run": True, **data}, as_json=True)
+        return
+    *rows, (_, text) = data.items()
+    comments = "".join(f"# {name:13} {terminal.shown(str(value))}\n" for name, value in rows)
+    terminal.document(f"{comments}{text.rstrip()}\n")
 
 
 def _next(recipe: str, tag: str | None, runtime: str) -> str:
@@ -151,43 +143,30 @@ def _next(recipe: str, tag: str | None, runtime: str) -> str:
     return f"imgkit sif {again}     # for a cluster: imgkit save {again}"
 
 
-def _built_image(built: BuiltImage, recipe: str, *, tag: str | None) -> Answer:
-    from imgkit_builder.base import checks
-
+def _show_image(built: BuiltImage, following: str, *, as_json: bool) -> None:
     lines = [
-        f"{built.tag}  {built.id}  {built.size_bytes / 1e6:.1f} MB  {built.platform}",
-        f"next: {_next(recipe, tag, built.runtime)}",
+        f"{built.tag}  {built.id}  {built.size_bytes / MB:.1f} MB  {built.platform}",
+        *_standin_lines(built.standin, built.base.name),
+        f"next: {following}",
     ]
-    if built.standin:
-        lines.insert(1, f"a STAND-IN: {built.base.name} has no NVIDIA software; for tests only")
-    data = {
-        **dataclasses.asdict(built),
-        "checks": checks.to_dict(built.checks)["checks"],
-    }
-    return "\n".join(map(shown, lines)), data
+    show(dataclasses.asdict(built), *lines, as_json=as_json)
 
 
-def _built_sif(built: BuiltSif, target: Path) -> Answer:
-    from imgkit_builder.base import checks
-
-    record, base = built.record, built.base
-    following = next_line(target, "dist-train")
-    data = {
-        "sif": built.path,
-        "id": record.image_id,
+def _show_sif(built: BuiltSif, target: Path, *, as_json: bool) -> None:
+    base, following = built.base, next_line(target, "dist-train")
+    data = dataclasses.asdict(built)
+    data |= {
+        "sif": data.pop("path"),
+        "id": built.record.image_id,
         "platform": base.platform,
-        "size_bytes": built.size_bytes,
         "standin": base.standin,
         "base": {"name": base.name, "id": base.id, "digest": base.digest},
-        "up_to_date": built.up_to_date,
-        "record": dataclasses.asdict(record),
-        "labels": dict(built.labels),
-        "checks": checks.to_dict(built.checks)["checks"],
-        "seconds": stage_seconds(built.stages),
-        "log": built.log,
         "next": following,
     }
     lines = result_lines(built, target, following)
-    if base.standin:
-        lines.insert(-1, f"a STAND-IN: {base.name} has no NVIDIA software; for tests only")
-    return "\n".join(map(shown, lines)), data
+    lines[-1:-1] = _standin_lines(base.standin, base.name)
+    show_stages(data, built.stages, *lines, as_json=as_json)
+
+
+def _standin_lines(is_standin: bool, base: str) -> list[str]:
+    return [f"a STAND-IN: {base} has no NVIDIA software; for tests only"] if is_standin else []

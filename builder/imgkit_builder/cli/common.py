@@ -195,9 +195,14 @@ def next_line(sif: Path, command: str, *, overlay: str = "") -> str:
     return shlex.join((program, "exec", *options, *mounts, *layer, str(sif), command))
 
 
-def stage_seconds(stages: tuple[Stage, ...]) -> dict[str, float]:
-    """Return the seconds per stage, for scripts."""
-    return {stage.name: round(stage.seconds, 2) for stage in stages}
+def show_stages(data: Mapping[str, Any], stages: Sequence[Stage], *lines: str, as_json: bool) -> None:
+    """Print a result as `show` does, with the seconds of each stage that led to it, and their sum."""
+    seconds = {stage.name: round(stage.seconds, 2) for stage in stages}
+    times = [f"{stage.seconds:7.1f} s  {stage.name}" for stage in stages]
+    if stages:
+        times.append(f"{sum(stage.seconds for stage in stages):7.1f} s  in all")
+    data = {name: value for name, value in data.items() if name != "stages"}
+    show({**data, "seconds": seconds}, *times, *lines, as_json=as_json)
 
 
 def result_lines(result: Converted | BuiltSif, target: Path, following: str) -> list[str]:
@@ -205,18 +210,8 @@ def result_lines(result: Converted | BuiltSif, target: Path, following: str) -> 
     record = result.record
     summary = f"{result.size_bytes / MB:.1f} MB  {result.arch}  {record.compression}, {record.runtime}"
     return [
-        *stage_lines(result.stages),
         f"{target}  {summary}{'  up to date' if result.up_to_date else ''}",
         *([f"image  {record.image_id}"] if record.image_id else []),
         f"root   sha256:{record.root_sha256}",
         f"next:  {following}",
     ]
-
-
-def stage_lines(stages: tuple[Stage, ...]) -> list[str]:
-    """Return the seconds per stage and their sum, for people; empty if there were no stages."""
-    if not stages:
-        return []
-    total = sum(stage.seconds for stage in stages)
-    lines = [f"{stage.seconds:7.1f} s  {stage.name}" for stage in stages]
-    return [*lines, f"{total:7.1f} s  in all"]

@@ -16,9 +16,7 @@ from imgkit_builder.cli.common import (
     name_argument,
     next_line,
     output_option,
-    show,
-    stage_lines,
-    stage_seconds,
+    show_stages,
     terminable,
 )
 from imgkit_builder.cli.progress import reporter
@@ -53,25 +51,17 @@ def verb_delta(
     target = output or Path(f"{stem(image)}.imgdelta")
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report, engine_image(image) as new:
         options = Options(runtime=runtime, module_hint=module_line(system_of(image)), tmpdir=tmpdir)
-        made = make(new, local_base(base), target, options, report)
-    delta, following = made.delta, next_line(base, "dist-env", overlay=f"{target}:ro")
-    data = {
-        "delta": str(made.path),
-        "size_bytes": made.size_bytes,
-        "changed": made.changed,
-        "deleted": made.deleted,
-        "record": dataclasses.asdict(delta),
-        "seconds": stage_seconds(made.stages),
-        "next": following,
-    }
+        written = make(new, local_base(base), target, options, report)
+    following = next_line(base, "dist-env", overlay=f"{target}:ro")
+    data = dataclasses.asdict(written)
+    data = {"delta": data.pop("path"), "record": data.pop("delta"), **data, "next": following}
     lines = [
-        *stage_lines(made.stages),
-        f"{target}  {made.size_bytes / 1e3:.1f} kB  {made.changed} changed, {made.deleted} deleted",
-        f"image  {delta.image_id}",
-        f"over   {delta.base.image_id}",
+        f"{target}  {written.size_bytes / 1e3:.1f} kB  {written.changed} changed, {written.deleted} deleted",
+        f"image  {written.delta.image_id}",
+        f"over   {written.delta.base.image_id}",
         f"next:  {following}",
     ]
-    show(data, *lines, as_json=as_json)
+    show_stages(data, written.stages, *lines, as_json=as_json)
 
 
 def verb_apply(
@@ -97,16 +87,10 @@ def verb_apply(
 
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
         applied = apply(delta, base, output, Options(runtime=runtime, tmpdir=tmpdir), report)
-    data = {
-        "sif": str(applied.path),
-        "size_bytes": applied.size_bytes,
-        "delta": dataclasses.asdict(applied.delta),
-        "seconds": stage_seconds(applied.stages),
-    }
+    data = dataclasses.asdict(applied)
     lines = [
-        *stage_lines(applied.stages),
         f"{output}  {applied.size_bytes / MB:.1f} MB, with the delta {delta.name}",
         f"image  {applied.delta.image_id}",
         f"next:  {next_line(output, 'dist-env')}",
     ]
-    show(data, *lines, as_json=as_json)
+    show_stages({"sif": data.pop("path"), **data}, applied.stages, *lines, as_json=as_json)

@@ -22,7 +22,7 @@ from imgkit_builder.cli.common import (
     output_option,
     result_lines,
     show,
-    stage_seconds,
+    show_stages,
     terminable,
 )
 from imgkit_builder.cli.progress import reporter
@@ -99,9 +99,8 @@ def verb_sif(
     target = output or Path(converted.path.name)
     following = next_line(target, "dist-train") if converted.format == "sif" else _start(converted.path)
     data = dataclasses.asdict(converted)
-    data = {"file": data.pop("path"), **data, "seconds": stage_seconds(converted.stages), "next": following}
-    del data["stages"]
-    show(data, *result_lines(converted, target, following), as_json=as_json)
+    data = {"file": data.pop("path"), **data, "next": following}
+    show_stages(data, converted.stages, *result_lines(converted, target, following), as_json=as_json)
 
 
 def _start(sqsh: Path) -> str:
