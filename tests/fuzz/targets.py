@@ -671,15 +671,6 @@ TARGETS = (
         change=mutate.in_text,
     ),
     Target(
-        name="slow-ranks",
-        run=lambda data, _: measured.slow_ranks(data),
-        seeds=_lines(
-            '{"step": 1, "slow": [{"rank": 2, "node": "n1", "local_rank": 0, "from_step": 1, "to_step": 9,'
-            ' "times": 1, "own_work_s": 0.2, "usual_s": 0.1}]}\n{"step": 2, "eval_loss": 0.5}\n'
-        ),
-        change=mutate.in_text,
-    ),
-    Target(
         name="imgkit-toml",
         run=_file(toml_file.read, "imgkit.toml"),
         seeds=lambda: [

@@ -19,7 +19,6 @@ from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 if TYPE_CHECKING:
     from imgkit_builder.job.request import SubmittedJob
     from imgkit_builder.project.history import JobReport
-    from imgkit_builder.project.measured import SlowNow
 
 
 def verb_status(
@@ -31,8 +30,7 @@ def verb_status(
     """Show a job, or all of your jobs that wait or run, here and on all remotes.
 
     Of a job that waits, the scheduler also prints its expected start; of one that has
-    ended, how it ended. For dist-train it also lists current stragglers. A task of an
-    array job has a separate id: 12_3, or 12[3].
+    ended, how it ended. A task of an array job has a separate id: 12_3, or 12[3].
 
     \b
     Examples:
@@ -49,17 +47,14 @@ def verb_status(
     record = submit.record_of(job_id)
     report = history.report(record, runner(record))
     _keep_state(record, report)
-    slow = None if report.has_ended else _slow(record)
     if as_json:
-        show(_reported(report, slow), as_json=True)
+        show(_reported(report), as_json=True)
         return
     if report.argv:
         terminal.err(f"imgkit: {_remote_prefix(record)}{shlex.join(report.argv)}")
         terminal.passing()(report.text.encode())
     if report.has_ended:
         terminal.out(history.ending_text(report))
-    for rank in slow or ():
-        terminal.out(f"slow: {rank.name}: {rank.excess} (step {rank.to_step})")
 
 
 def _own_jobs(*, as_json: bool) -> None:
@@ -93,7 +88,7 @@ def _may_run(record: SubmittedJob) -> bool:
     return reports_state or record.submitted >= week_ago.isoformat()
 
 
-def _reported(report: JobReport, slow: SlowNow) -> dict[str, Any]:
+def _reported(report: JobReport) -> dict[str, Any]:
     """Return what ``imgkit status ID --json`` prints."""
     from imgkit_builder.project import history
 
@@ -108,8 +103,6 @@ def _reported(report: JobReport, slow: SlowNow) -> dict[str, Any]:
     }
     if record.code is not None:
         data["code"] = dataclasses.asdict(record.code)
-    if slow is not None:
-        data["slow"] = [dataclasses.asdict(rank) for rank in slow]
     return data
 
 
@@ -193,7 +186,7 @@ def verb_wait(
         raise typer.Exit(INTERRUPTED) from None
     _keep_state(record, report)
     if as_json:
-        show(_reported(report, None), as_json=True)
+        show(_reported(report), as_json=True)
     elif report.has_ended:
         terminal.out(history.ending_text(report))
     if not report.has_ended:
@@ -226,16 +219,3 @@ def verb_cancel(
     else:
         terminal.passing()(answer.output.encode())
     raise typer.Exit(answer.returncode)
-
-
-def _slow(record: SubmittedJob) -> SlowNow:
-    """The ranks of the job that are slow now; None if the job writes nothing about it."""
-    from imgkit_builder.project import history, measured
-
-    if "dist-train" not in record.command:
-        return None
-    file = history.run_of(record) / measured.METRICS
-    if not record.remote:
-        return measured.slow_ranks(measured.last_lines(file))
-    answer = runner(record)(("tail", "-n", "5", "--", str(file)))
-    return measured.slow_ranks(answer.output.encode())

@@ -13,7 +13,7 @@ from imgkit_builder.job import container, quoting, resolve
 from imgkit_builder.recipe.model import KEYS, Short
 from imgkit_builder.recipe.problems import Collector, Position, RecipeErrors, parse_toml_file
 from imgkit_builder.recipe.system_files import is_path
-from imgkit_builder.recipe.validation import Mistake, validate
+from imgkit_builder.recipe.validation import validate
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rules import EnvValue, Fault, Line, Rule
@@ -131,7 +131,10 @@ def parse(text: str, file: Path) -> ProjectFile:
     positions = {key: _position(key, text, file) for key in data}
     values, mistakes = validate(ProjectValues, {key: value for key, value in data.items() if value != ""})
     for mistake in mistakes:
-        problems.error(positions[str(mistake.path[0])], mistake.path, *_explain(mistake, data))
+        hint = mistake.hint
+        if mistake.kind == "type":
+            hint = 'write ["ONE", "TWO"]' if mistake.expected == "a list" else 'write "TEXT"'
+        problems.error(positions[str(mistake.path[0])], mistake.path, mistake.message, hint)
     if values is None or problems.errors:
         errors = sorted(problems.errors, key=lambda problem: problem.position.line)
         raise RecipeErrors(errors, of=NAME)
@@ -143,16 +146,3 @@ def _position(key: str, text: str, file: Path) -> Position:
     match = re.search(rf"^[ \t]*(?:{re.escape(key)}[ \t]*=|\[+{re.escape(key)}\b)", text, re.MULTILINE)
     line = text.count("\n", 0, match.start()) + 1 if match else 0
     return Position(file=file, line=line, column=min(line, 1))
-
-
-def _explain(mistake: Mistake, data: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the message and the hint for `mistake` in `data`."""
-    if mistake.kind != "type":
-        return mistake.message, mistake.hint
-    key = str(mistake.path[0])
-    value = data[key][mistake.path[1]] if len(mistake.path) > 1 else data[key]
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list"}
-    kind = names.get(type(value), "a table" if isinstance(value, dict) else "a date or time")
-    if mistake.expected == "a list":
-        return f"must be a list of strings, not {kind}", 'write ["ONE", "TWO"]'
-    return f"must be text, not {kind}", "" if isinstance(value, list | dict) else f'quote it: "{value}"'
