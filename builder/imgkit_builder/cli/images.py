@@ -104,7 +104,7 @@ def verb_shell(
 
 def _into_job(job_id: str, node: str, *, look: bool) -> tuple[tuple[str, ...], str]:
     """The words that open a shell in the job, and what it runs in; `look` whether the job runs."""
-    from imgkit_builder.cli.remote import connected, runner
+    from imgkit_builder.cli.jobs import connected, runner
     from imgkit_builder.job import quoting, submit, systems
     from imgkit_builder.job.request import FINAL_STATES
     from imgkit_builder.project import history

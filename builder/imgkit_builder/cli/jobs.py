@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from imgkit_builder.base.process import INTERRUPTED
 from imgkit_builder.cli.common import JSON, flag_option, show
-from imgkit_builder.cli.remote import can_follow_here, connected, follow, keep_state, refreshed, runner
 from imgkit_builder.cli.runs import job_data, jobs_table
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
 if TYPE_CHECKING:
+    from imgkit_builder.base.process import Finished
     from imgkit_builder.job.request import SubmittedJob
     from imgkit_builder.project.history import JobReport
+    from imgkit_builder.remote.connection import Connection
 
 
 def verb_status(
@@ -46,7 +52,7 @@ def verb_status(
         return
     record = submit.record_of(job_id)
     report = history.report(record, runner(record))
-    _keep_state(record, report)
+    keep_state(record, report.record)
     if as_json:
         show(_reported(report), as_json=True)
         return
@@ -58,10 +64,27 @@ def verb_status(
 
 
 def _own_jobs(*, as_json: bool) -> None:
-    """Show each job that had not ended when imgkit last looked, with its state now."""
-    from imgkit_builder.job import submit
+    """Show each job that had not ended when imgkit last looked, with its state now.
 
-    jobs, complete = refreshed([record for record in submit.records() if _may_run(record)])
+    A remote that cannot be reached is reported once, and is not asked again.
+    """
+    from imgkit_builder.job import submit
+    from imgkit_builder.project import history
+    from imgkit_builder.remote.connection import Cut
+
+    jobs, silent, complete = [], set(), True
+    for record in filter(_may_run, submit.records()):
+        now = record
+        try:
+            if record.remote not in silent:
+                now = history.refresh_state(record, runner(record))
+        except ImgkitError as error:
+            terminal.err(f"imgkit: {record.handle}: {error.what}")
+            complete = False
+            if isinstance(error, Cut):
+                silent.add(record.remote)
+        keep_state(record, now)
+        jobs.append(now)
     nothing = "no job waits or runs; imgkit runs lists those that have ended"
     data = {"jobs": [job_data(record) for record in jobs], "complete": complete}
     show(data, *(jobs_table(jobs) if jobs else (nothing,)), as_json=as_json)
@@ -74,7 +97,7 @@ def _remote_prefix(record: SubmittedJob) -> str:
 
 
 def _may_run(record: SubmittedJob) -> bool:
-    """Whether the job had not ended when imgkit last looked; where nobody can know, for a week."""
+    """Return whether the job had not ended when imgkit last looked; for a week where nobody can know."""
     from imgkit_builder.job import systems
     from imgkit_builder.job.request import FINAL_STATES
 
@@ -106,17 +129,93 @@ def _reported(report: JobReport) -> dict[str, Any]:
     return data
 
 
-def _keep_state(record: SubmittedJob, report: JobReport) -> None:
-    """Save the state that `report` has found, if it is new."""
-    if report.record.state != record.state and not _is_task(record):
-        keep_state(report.record)
-
-
-def _is_task(record: SubmittedJob) -> bool:
-    """Whether the record is derived from that of an array job, which alone is kept."""
+def keep_state(record: SubmittedJob, now: SubmittedJob) -> None:
+    """Save the state of `record` for ``imgkit runs`` if it has changed."""
     from imgkit_builder.job import submit
 
-    return record.handle not in (saved.handle for saved in submit.records())
+    # The record of a task is derived from that of an array job, which alone is kept.
+    is_task = record.handle not in (saved.handle for saved in submit.records())
+    if now.state != record.state and not is_task:
+        # A folder that cannot be written loses only that.
+        with contextlib.suppress(OSError):
+            submit.keep(now)
+
+
+def may_ask() -> bool:
+    """Return whether there is a person whom ssh can ask for a password or a second factor."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def connected(name: str) -> Connection:
+    """Return how to reach the remote `name`."""
+    from imgkit_builder.remote import config, connection
+
+    return connection.connect(config.find(name), ask=may_ask())
+
+
+def runner(record: SubmittedJob) -> Callable[[Sequence[str]], Finished]:
+    """Return what runs a command where the job is."""
+    from imgkit_builder.workflow import jobs
+
+    return jobs.runner(record, may_ask=may_ask())
+
+
+def can_follow(record: SubmittedJob) -> bool:
+    """Return whether `follow` can; a job in pods has no output until a node has pulled the image."""
+    from imgkit_builder.job import systems
+
+    system = systems.named(record.system)
+    return bool(record.remote) or (system.reports_state and system.log_source(record)[0] == "tail")
+
+
+def follow(record: SubmittedJob) -> int:
+    """Show the job's output, here or on its remote, until it ends; return imgkit's exit code."""
+    from imgkit_builder.project import history
+    from imgkit_builder.remote import jobs
+    from imgkit_builder.remote.connection import Cut
+
+    def say(text: str) -> None:
+        terminal.err(f"imgkit: {text}")
+
+    verbs = "logs|status|cancel|fetch" if record.remote else "logs|status|cancel"
+    back = f"the job continues; imgkit {verbs} {record.handle}"
+    say(f"job {record.handle}; Ctrl-C stops following; the job continues")
+    run = runner(record)
+    try:
+        if record.remote:
+            jobs.follow(connected(record.remote), record, terminal.passing(), say)
+            report = history.report(record, run)
+        else:
+            _attach(record, run)
+            report = history.wait(record, run)
+    except KeyboardInterrupt:
+        say(back)
+        return INTERRUPTED
+    except Cut as error:
+        raise Cut(error.what, where=error.where, hint=f"{back}\n{error.hint}") from error
+    keep_state(record, report.record)
+    say(history.ending_text(report))
+    return 0 if report.record.state in ("succeeded", "ended") else 1
+
+
+def _attach(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> None:
+    """Show the output of a job of this machine until it ends."""
+    from imgkit_builder.base import process
+    from imgkit_builder.job import systems
+    from imgkit_builder.project import history
+
+    def has_ended() -> bool:
+        return history.report(record, run).has_ended
+
+    argv, is_over = systems.named(record.system).log_source(record), False
+    for pause_s in history.poll_pauses():
+        is_over = has_ended()
+        if is_over or Path(argv[-1]).exists():
+            break
+        time.sleep(pause_s)
+    if is_over:
+        argv = tuple(option for option in argv if option not in ("-f", "-F"))
+    process.attached(argv, until=None if is_over else has_ended)
 
 
 def verb_logs(
@@ -133,7 +232,6 @@ def verb_logs(
     """
     from imgkit_builder.base import process
     from imgkit_builder.job import submit, systems
-    from imgkit_builder.project import history
 
     if not job_id:
         records = [record for record in submit.records() if record.answer is None]
@@ -146,17 +244,10 @@ def verb_logs(
     if as_json:
         show({"id": record.handle, "command": argv}, as_json=True)
         return
-    if record.remote:
-        raise typer.Exit(follow(connected(record.remote), record))
-
-    def has_ended() -> bool:
-        return history.report(record, runner(record)).has_ended
-
-    until = has_ended if can_follow_here(record) else None
-    if until and until():
-        argv, until = tuple(option for option in argv if option not in ("-f", "-F")), None
+    if can_follow(record):
+        raise typer.Exit(follow(record))
     terminal.err(f"imgkit: {shlex.join(argv)}")
-    raise typer.Exit(process.attached(argv, until=until))
+    raise typer.Exit(process.attached(argv))
 
 
 def verb_wait(
@@ -184,7 +275,7 @@ def verb_wait(
     except KeyboardInterrupt:
         terminal.err(f"imgkit: {record.handle} continues; imgkit wait {record.handle}")
         raise typer.Exit(INTERRUPTED) from None
-    _keep_state(record, report)
+    keep_state(record, report.record)
     if as_json:
         show(_reported(report), as_json=True)
     elif report.has_ended:

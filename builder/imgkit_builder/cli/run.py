@@ -20,9 +20,9 @@ from imgkit_builder.cli.common import (
     terminable,
 )
 from imgkit_builder.cli.job_flags import COMMAND, JobCommand, read_code
+from imgkit_builder.cli.jobs import can_follow, connected, follow, may_ask
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.project import TRUST_FOLDER, project_here, values_data, values_table
-from imgkit_builder.cli.remote import can_follow_here, connected, follow, follow_here, may_ask
 from imgkit_builder.workflow.build import BASE_HELP
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
@@ -197,7 +197,7 @@ def _run_there(
         followed=followed,
     )
     if followed:
-        raise typer.Exit(follow(far, record))
+        raise typer.Exit(follow(record))
 
 
 def _show_early(
@@ -272,10 +272,10 @@ def _run_here(options: _Options, run: Request, image_flags: ImageFlags, project:
     record = submit.send(job, script)
     interactive = isinstance(job, Job) and job.request.interactive
     follows = not (options.as_json or options.detach or record.array or interactive)
-    followed = follows and record.answer is None and can_follow_here(record)
+    followed = follows and record.answer is None and can_follow(record)
     _submitted(record, {**_described(job, script), "id": record.id}, options, followed=followed)
     if followed:
-        raise typer.Exit(follow_here(record))
+        raise typer.Exit(follow(record))
     if interactive and not options.as_json:
         # The comments above the command explain how to get in.
         terminal.err(*(text for text in script.text.splitlines() if text.startswith("#")))
