@@ -13,6 +13,7 @@ import typer
 
 from imgkit_builder.cli.common import (
     JSON,
+    MB,
     flag_option,
     name_argument,
     output_option,
@@ -168,7 +169,10 @@ def _run_there(
     )
     for warning in plan.early.warnings:
         terminal.err(f"imgkit: {warning}")
-    far = connection.connect(remote_run.with_transfer_host(remote, plan), ask=may_ask())
+    limit = None if options.bwlimit is None else options.bwlimit * MB
+    far = connection.connect(
+        remote_run.with_transfer_host(remote, plan), ask=may_ask(), max_bytes_per_s=limit
+    )
     if far.unshared_reason:
         terminal.err(f"imgkit: every ssh command opens its own connection: {far.unshared_reason}")
     far.login()
@@ -177,7 +181,6 @@ def _run_there(
             plan,
             far,
             base=options.base,
-            max_bytes_per_s=None if options.bwlimit is None else options.bwlimit * 1e6,
             code=code,
             report=report,
         )
