@@ -177,14 +177,13 @@ def _run_there(
         terminal.err(f"imgkit: every ssh command opens its own connection: {far.unshared_reason}")
     far.login()
     with terminable(), reporter(as_json=options.as_json) as report:
-        submitted = remote_run.run(
+        record, job = remote_run.run(
             plan,
             far,
             base=options.base,
             code=code,
             report=report,
         )
-    record, job = submitted.record, submitted.job
     followed = not (options.as_json or options.detach or record.array)
     _submitted(
         record,

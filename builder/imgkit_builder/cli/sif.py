@@ -26,7 +26,8 @@ from imgkit_builder.cli.common import (
     terminable,
 )
 from imgkit_builder.cli.progress import reporter
-from imgkit_builder.workflow.convert import ConversionRequest, convert, plan_conversion
+from imgkit_builder.sif.conversion import FormatName, Options
+from imgkit_builder.workflow.convert import convert, plan_conversion
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.system import CompressionChoice
 
@@ -38,7 +39,7 @@ def verb_sif(
         "image, or an OCI folder.",
     ),
     output: Path | None = output_option("FILE", "File to write (default: NAME.sif or NAME.sqsh here)."),
-    format: Literal["sif", "sqsh"] | None = typer.Option(
+    format: FormatName | None = typer.Option(
         None,
         "--format",
         help="sif: for Singularity and Apptainer. sqsh: for pyxis, enroot and Charliecloud (default: sqsh if "
@@ -80,15 +81,16 @@ def verb_sif(
       imgkit sif mn5.tar.zst -o /scratch/mn5.sif --tmpdir /scratch/tmp
       imgkit sif mn5.tar --format sqsh
     """
-    request = ConversionRequest(
-        format=format,
+    named: FormatName = "sqsh" if output and output.suffix == ".sqsh" else "sif"
+    request = Options(
+        format=format or named,
         compression=compression,
         tmpdir=tmpdir,
         unpack_limit_bytes=gigabytes(unpack_limit),
         writer=writer,
         force=force,
         runtime=runtime,
-        no_test=no_test,
+        test=not no_test,
     )
     if dry_run:
         target, commands = plan_conversion(image, output, request)

@@ -73,14 +73,6 @@ class RunPlan:
         return dataclasses.replace(job, recipe=recipe, warnings=(*job.warnings, warning))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteJob:
-    """A job that was submitted on a remote."""
-
-    record: SubmittedJob
-    job: Job
-
-
 def plan(recipe: str, request: Request, project: ProjectFile | None, default: str) -> RunPlan:
     """Decide what runs: `recipe`, or that of imgkit.toml, or the remote's `default`.
 
@@ -238,8 +230,8 @@ def run(
     base: str | None,
     code: CodeFolder | None,
     report: Reporter,
-) -> RemoteJob:
-    """Bring the image to the remote, and submit the job.
+) -> tuple[SubmittedJob, Job]:
+    """Bring the image to the remote, and submit the job; return its record, and the job as it was resolved.
 
     Parameters
     ----------
@@ -272,8 +264,7 @@ def run(
         job = bound.bind(job, lambda argv: jobs.finished(connection, argv))
         jobs.send_entry_points(connection, job, report)
     record = jobs.submit(connection, job, systems.named(job.system).script(job))
-    record = dataclasses.replace(record, image_id="" if planned.is_foreign else image.image_id)
-    return RemoteJob(record=record, job=job)
+    return dataclasses.replace(record, image_id="" if planned.is_foreign else image.image_id), job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
