@@ -58,13 +58,11 @@ def add(
       imgkit remote add mn5 mn5-login --recipe mn5 --transfer me@transfer1.bsc.es
     """
     from imgkit_builder.job import quoting
-    from imgkit_builder.job.ssh import fanout
     from imgkit_builder.remote import config
-    from imgkit_entrypoints.errors import UsageError
 
     host, folder = config.parse(address)
-    if transfer and not fanout.is_host(transfer):
-        raise UsageError(f"{transfer!r} is not an address", where="--transfer", hint="USER@HOST")
+    if transfer:
+        config.check_host(transfer, where="--transfer")
     if recipe:
         recipe = str(_target(recipe).file) if Path(recipe).is_file() else _target(recipe).name
     keep_s = 0 if idle_timeout == "0" else quoting.seconds(idle_timeout, where="--idle-timeout")

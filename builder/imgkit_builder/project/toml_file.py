@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,28 +13,15 @@ from imgkit_builder.job import container, quoting, resolve
 from imgkit_builder.recipe.model import KEYS, Short
 from imgkit_builder.recipe.problems import Collector, Position, RecipeErrors, parse_toml_file
 from imgkit_builder.recipe.system_files import is_path
-from imgkit_builder.recipe.validation import validate
+from imgkit_builder.recipe.validation import rule_of, validate
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.rules import EnvValue, Fault, Line, Rule
+from imgkit_entrypoints.rules import EnvValue, Line
 from imgkit_entrypoints.system import Bind
 
 NAME = "imgkit.toml"
 _MOST_BYTES = 32 << 10
 _MOST_LINES = 500
-
-
-def _as_flag(check: Callable[[str], object]) -> Rule:
-    """Return the rule of a value that a flag takes too; empty means "not stated"."""
-
-    def rule(text: str) -> Iterator[Fault]:
-        try:
-            if text:
-                check(text)
-        except UsageError as error:
-            yield error.what, error.hint or ""
-
-    return Rule(rule)
 
 
 def _number_as_text(value: Any) -> Any:
@@ -49,13 +36,13 @@ class ProjectValues:
 
     remote: Line = ""
     recipe: Line = ""
-    account: Annotated[str, _as_flag(partial(quoting.check, "--account"))] = ""
-    queue: Annotated[str, _as_flag(partial(quoting.check, "--queue"))] = ""
-    qos: Annotated[str, _as_flag(partial(quoting.check, "--qos"))] = ""
-    time: Annotated[str, _as_flag(partial(quoting.seconds, where=""))] = ""
-    nodes: Annotated[str, _as_flag(resolve.parse_nodes), Short(_number_as_text)] = ""
+    account: Annotated[str, rule_of(partial(quoting.check, "--account"))] = ""
+    queue: Annotated[str, rule_of(partial(quoting.check, "--queue"))] = ""
+    qos: Annotated[str, rule_of(partial(quoting.check, "--qos"))] = ""
+    time: Annotated[str, rule_of(partial(quoting.seconds, where=""))] = ""
+    nodes: Annotated[str, rule_of(resolve.parse_nodes), Short(_number_as_text)] = ""
     binds: tuple[Bind, ...] = ()
-    env: tuple[Annotated[EnvValue, _as_flag(container.variable)], ...] = ()
+    env: tuple[Annotated[EnvValue, rule_of(container.variable)], ...] = ()
     """``NAME=VALUE``, or ``NAME`` for the value that the variable has here."""
     code: Line = ""
     """A folder to lay over /workspace; the path starts at the file's folder."""

@@ -275,5 +275,5 @@ def test_waiting_jobs_of_a_cluster_are_asked_for_there(far: Connection) -> None:
     put_ssh(RUNS)
     Path("bin/squeue").write_text('#!/bin/sh\n# A fake squeue.\necho "$*" > words\necho 4711\n')
     Path("bin/squeue").chmod(0o755)
-    assert gc.unfinished(far, "slurm;two") == (frozenset({"4711"}), "")
+    assert gc.unfinished(far, "slurm;two") == {"4711"}
     assert Path("words").read_text() == "--noheader --format=%A --clusters=two\n"
