@@ -93,17 +93,19 @@ def verb_shell(
         return
     terminal.err(f"imgkit: {description}", f"imgkit: {shlex.join(argv)}")
     if shutil.which(argv[0]) is None:
-        raise ToolMissing(
-            f"the program {argv[0]!r} is not on PATH",
-            hint="run this where the job was submitted"
-            if job
-            else "sudo apt-get install docker-cli (or docker.io)",
-        )
+        install = "sudo apt-get install docker-cli (or docker.io)"
+        hint = "run this where the job was submitted" if job else install
+        raise ToolMissing(f"the program {argv[0]!r} is not on PATH", hint=hint)
     os.execvp(argv[0], argv)  # noqa: S606 - an argv list, no shell; the terminal now belongs to that program
 
 
 def _into_job(job_id: str, node: str, *, look: bool) -> tuple[tuple[str, ...], str]:
-    """The words that open a shell in the job, and what it runs in; `look` whether the job runs."""
+    """Return the argv that opens a shell in the job, and what it runs in.
+
+    Parameters
+    ----------
+    look : ask the scheduler first whether the job runs.
+    """
     from imgkit_builder.cli.jobs import connected, runner
     from imgkit_builder.job import quoting, submit, systems
     from imgkit_builder.job.request import FINAL_STATES
@@ -156,5 +158,4 @@ def verb_push(
             engines.add_tag(engine, name, ref)
         target = ref or name
         digest = engines.push(engine, target, report)
-    data = {"ref": target, "digest": digest}
-    show(data, f"{target}  {digest}", as_json=as_json)
+    show({"ref": target, "digest": digest}, f"{target}  {digest}", as_json=as_json)
