@@ -198,11 +198,11 @@ def next_line(sif: Path, command: str, *, overlay: str = "") -> str:
 def show_stages(data: Mapping[str, Any], stages: Sequence[Stage], *lines: str, as_json: bool) -> None:
     """Print a result as `show` does, with the seconds of each stage that led to it, and their sum."""
     seconds = {stage.name: round(stage.seconds, 2) for stage in stages}
-    times = [f"{stage.seconds:7.1f} s  {stage.name}" for stage in stages]
+    rows = [f"{stage.seconds:7.1f} s  {stage.name}" for stage in stages]
     if stages:
-        times.append(f"{sum(stage.seconds for stage in stages):7.1f} s  in all")
+        rows.append(f"{sum(stage.seconds for stage in stages):7.1f} s  in all")
     data = {name: value for name, value in data.items() if name != "stages"}
-    show({**data, "seconds": seconds}, *times, *lines, as_json=as_json)
+    show({**data, "seconds": seconds}, *rows, *lines, as_json=as_json)
 
 
 def result_lines(result: Converted | BuiltSif, target: Path, following: str) -> list[str]:

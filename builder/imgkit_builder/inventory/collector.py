@@ -67,8 +67,8 @@ class InventoryCollector:
 
     def wants(self, path: str) -> bool:
         """Return whether `add` has a use for the file `path`; costs little, as it sees every file."""
-        if path.endswith(("/METADATA", "/PKG-INFO", ".egg-info")):
-            return packages.describes_python(path)
+        if path.endswith(packages.PYTHON_ENDINGS):
+            return True
         if path.startswith(_STATUS_FOLDER):
             return not path.endswith(".md5sums")
         in_baked = path.startswith(f"{BAKED}/") and path.count("/") == 2 and path != DOCUMENT
@@ -86,7 +86,7 @@ class InventoryCollector:
             self._add_baked(path, data)
             return
         text = (data or b"").decode("utf-8", "replace")
-        if packages.describes_python(path):
+        if path.endswith(packages.PYTHON_ENDINGS):
             self._keep(self._python, path, packages.python_package(path, text))
         elif path in _RELEASES:
             self._releases[path] = _release(text)
@@ -142,7 +142,7 @@ class InventoryCollector:
     def _pythons(self) -> list[Package]:
         pythons = dict(self._python)
         for path, target in self._hard_links.items():
-            if packages.describes_python(path):
+            if path.endswith(packages.PYTHON_ENDINGS):
                 package = pythons.get(target) or packages.python_package(path, "")
                 pythons[path] = package and dataclasses.replace(package, folder=packages.folder_of(path))
         return [package for package in pythons.values() if package and packages.is_installed_python(package)]

@@ -51,21 +51,23 @@ def document(inventory: Inventory) -> str:
     return json.dumps(data, indent=1) + "\n"
 
 
-def _image(name: str, spdx_id: str, **more: Any) -> dict[str, Any]:
+def _image(name: str, spdx_id: str, **fields: Any) -> dict[str, Any]:
     return {
         "name": name,
         "SPDXID": spdx_id,
         "downloadLocation": _NONE,
         "filesAnalyzed": False,
         "primaryPackagePurpose": "CONTAINER",
-        **more,
+        **fields,
     }
 
 
 def _base(inventory: Inventory) -> dict[str, Any]:
     digest = inventory.base_digest
-    more = {"versionInfo": digest, "checksums": [_sha256(digest.removeprefix("sha256:"))]} if digest else {}
-    return _image(inventory.base, _BASE, **more)
+    if not digest:
+        return _image(inventory.base, _BASE)
+    checksums = [_sha256(digest.removeprefix("sha256:"))]
+    return _image(inventory.base, _BASE, versionInfo=digest, checksums=checksums)
 
 
 def _sha256(digest: str) -> dict[str, str]:

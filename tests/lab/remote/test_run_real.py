@@ -36,7 +36,7 @@ MEASURED = [
     "-c",
     """hostname; printf '{"step": %s, "loss": 2.5}\\n' 1 2 3 > "$IMGKIT_RUN_DIR/metrics.jsonl\"""",
 ]
-SLOW = 'for i in $(seq 60); do echo "line $i"; sleep 0.5; done'
+SLOW = 'for i in $(seq 500); do echo "line $i"; sleep 0.5; done'  # longer than a test on a busy machine
 
 pytestmark = [
     *slurm_marks,
