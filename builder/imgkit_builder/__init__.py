@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from imgkit_builder.recipe.load import load
     from imgkit_builder.recipe.model import Recipe
     from imgkit_builder.sif.conversion import Converted
+    from imgkit_builder.sif.conversion import Options as ConversionRequest
     from imgkit_builder.workflow.build import (
         BuildRequest,
         BuiltImage,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
         build_sif,
         plan,
     )
-    from imgkit_builder.workflow.convert import ConversionRequest, convert
+    from imgkit_builder.workflow.convert import convert
     from imgkit_builder.workflow.images import smoke_test
     from imgkit_builder.workflow.jobs import JobHandle, find_job, run
     from imgkit_entrypoints.errors import ImgkitError
@@ -73,7 +74,7 @@ _MODULES = {
     "imgkit_builder.job.submit": ("PreparedJob", "prepare"),
     "imgkit_builder.recipe.load": ("load",),
     "imgkit_builder.recipe.model": ("Recipe",),
-    "imgkit_builder.sif.conversion": ("Converted",),
+    "imgkit_builder.sif.conversion": ("Converted", "Options"),
     "imgkit_builder.workflow.build": (
         "BuildRequest",
         "BuiltImage",
@@ -83,12 +84,12 @@ _MODULES = {
         "build_sif",
         "plan",
     ),
-    "imgkit_builder.workflow.convert": ("ConversionRequest", "convert"),
+    "imgkit_builder.workflow.convert": ("convert",),
     "imgkit_builder.workflow.images": ("smoke_test",),
     "imgkit_builder.workflow.jobs": ("JobHandle", "find_job", "run"),
     "imgkit_entrypoints.errors": ("ImgkitError",),
 }
-_HERE = {"Request": "JobRequest"}
+_HERE = {"Request": "JobRequest", "Options": "ConversionRequest"}
 """Names that are clear in their own module only, and their names here."""
 _MODULE_OF = {_HERE.get(name, name): (module, name) for module, names in _MODULES.items() for name in names}
 
@@ -96,8 +97,8 @@ _MODULE_OF = {_HERE.get(name, name): (module, name) for module, names in _MODULE
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, own = _MODULE_OF[name]
-    return getattr(importlib.import_module(module), own)
+    module, attribute = _MODULE_OF[name]
+    return getattr(importlib.import_module(module), attribute)
 
 
 def __dir__() -> list[str]:

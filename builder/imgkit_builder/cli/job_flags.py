@@ -56,20 +56,6 @@ class OptionsCommand(TyperCommand):
             self.params[at:at] = [option.parameter for option in self._options]
         return super().get_params(ctx)
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments, the options that most jobs need, and the others as "Advanced"."""
-        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], "Advanced": []}
-        for parameter in self.get_params(ctx):
-            title = "Options" if parameter.name in USUAL else "Advanced"
-            if parameter.param_type_name == "argument":
-                title = "Arguments"
-            if record := parameter.get_help_record(ctx):
-                sections[title].append(record)
-        for title, records in sections.items():
-            if records:
-                with formatter.section(title):
-                    formatter.write_dl(records)
-
     def invoke(self, ctx: Any) -> Any:
         """Call the verb, with the flags in ``ctx.obj``."""
         values: dict[type[Any], dict[str, Any]] = {}
@@ -88,6 +74,20 @@ class JobCommand(OptionsCommand):
         at = args.index("--") if "--" in args else len(args)
         ctx.meta[COMMAND] = tuple(args[at + 1 :])
         return super().parse_args(ctx, args[:at])
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, the options that most jobs need, and the others as "Advanced"."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], "Advanced": []}
+        for parameter in self.get_params(ctx):
+            title = "Options" if parameter.name in USUAL else "Advanced"
+            if parameter.param_type_name == "argument":
+                title = "Arguments"
+            if record := parameter.get_help_record(ctx):
+                sections[title].append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
 
     def owners(self, *, quiet: bool) -> list[type[Any]]:
         """`Request`, then the flags of each system; reports plug-ins that cannot be used."""

@@ -140,9 +140,9 @@ def run(
     far = connection.connect(remote_run.with_transfer_host(remote, plan))
     code = code_of.read(request, large=request.yes, report=report) if request.code is not None else None
     far.login()
-    submitted = remote_run.run(plan, far, base=base or None, max_bytes_per_s=None, code=code, report=report)
-    submit.keep(submitted.record)
-    return JobHandle(record=submit.need_id(submitted.record))
+    record, _ = remote_run.run(plan, far, base=base or None, code=code, report=report)
+    submit.keep(record)
+    return JobHandle(record=submit.need_id(record))
 
 
 def find_job(job_id: str) -> JobHandle:
