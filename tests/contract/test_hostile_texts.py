@@ -82,6 +82,7 @@ def test_archive_with_hostile_texts(evil: Any, check: Callable[..., None]) -> No
         check("verify", name)
         check("verify", name, "--json")
         check("sif", name, "--dry-run", shows=False)
+    check("sbom", "modern.tar")
     evil.layers = [evil.layers[1]]
     Path("other.tar").write_bytes(evil.tar(evil.modern_members()))
     Path(f"{EVIL}.tar").write_bytes(b"no archive")

@@ -32,9 +32,9 @@ VALUES = (
 _TABLE: Mapping[str, Mapping[str, str]] = {
     "builder": {
         "api": "workflow job apptainer sif recipe base entrypoints/values",
-        "cli": "workflow remote project examine job delta apptainer lock sif inventory engine "
-        "archive image recipe oci base entrypoints/values",
-        "workflow": "remote project job delta apptainer sif engine archive image recipe oci base "
+        "cli": "workflow remote project examine job delta apptainer lock sif engine archive "
+        "image recipe oci base entrypoints/values",
+        "workflow": "remote project job delta apptainer sif inventory engine archive image recipe oci base "
         "entrypoints/values",
         "remote": "job delta sif recipe base entrypoints/values",
         "project": "job image recipe base entrypoints/launch entrypoints/values",

@@ -1,48 +1,50 @@
-"""``imgkit sbom``: the packages in a .sif or .sqsh."""
+"""``imgkit sbom``: the packages in an image."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from imgkit_builder.cli.common import name_argument, output_option
+from imgkit_builder.cli.common import (
+    UNPACK_LIMIT,
+    VERBOSE,
+    gigabytes,
+    name_argument,
+    output_option,
+    terminable,
+)
+from imgkit_builder.cli.progress import reporter
 from imgkit_entrypoints import terminal
-from imgkit_entrypoints.errors import UsageError
 
 
 def verb_sbom(
-    image: Path = name_argument("SIF|SQSH", "A file from imgkit sif."),
+    image: str = name_argument(
+        "SIF|ARCHIVE|RECIPE|IMAGE|OCI-DIR",
+        "A .sif, an archive, a built recipe, a local image or an OCI folder.",
+    ),
     output: Path | None = output_option("FILE", "File to write (default: standard output)."),
+    unpack_limit: float | None = UNPACK_LIMIT,
+    verbose: bool = VERBOSE,
 ) -> None:
-    """List the packages in a .sif, with versions and digests.
+    """List the packages in an image, with versions and digests.
 
-    Prints the SPDX 2.3 document in JSON, which scanners read, that imgkit sif wrote
-    into the file, at /opt/imgkit/sbom.spdx.json: Debian and Python packages and
-    imgkit's own files. Executes nothing in the image.
+    Lists Debian and Python packages and imgkit's own files, as an SPDX 2.3
+    document in JSON, which scanners read. Executes nothing in the image. A .sif that
+    imgkit converted contains its document, at /opt/imgkit/sbom.spdx.json.
 
     \b
     Examples:
       imgkit sbom mn5.sif
-      imgkit sbom mn5.sif -o mn5.spdx.json
+      imgkit sbom mn5 -o mn5.spdx.json
+      imgkit sbom mn5.tar.zst
     """
-    from imgkit_builder.inventory.collector import DOCUMENT
-    from imgkit_builder.sif import sqsh, unsquash
-    from imgkit_builder.sif.image import is_sif
-    from imgkit_entrypoints import files, json_text
+    from imgkit_builder.workflow.sbom import document
+    from imgkit_entrypoints import files
 
-    if not (is_sif(image) or sqsh.is_sqsh(image)):
-        raise UsageError("it is not a .sif or .sqsh", where=str(image), hint="make one: imgkit sif IMAGE")
-    data = unsquash.read(image, [DOCUMENT]).get(DOCUMENT, b"")
-    try:
-        json_text.parse(data, most_bytes=unsquash.MOST_BYTES)
-    except ValueError as error:
-        raise UsageError(
-            f"it has no list of packages at /{DOCUMENT}: a runtime or another program made it",
-            where=str(image),
-            hint="convert the image: imgkit sif IMAGE --writer imgkit; or use a scanner, such as syft",
-        ) from error
+    with terminable(), reporter(as_json=False, verbose=verbose) as report:
+        text = document(image, report, unpack_limit_bytes=gigabytes(unpack_limit))
     if output is None:
-        terminal.document(data.decode())
+        terminal.document(text)
         return
     with files.replacing(output, failed="cannot be written", hint="name a writable file") as stream:
-        stream.write(data)
+        stream.write(text.encode())
     terminal.err(f"imgkit: wrote {output}")

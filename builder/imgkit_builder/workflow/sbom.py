@@ -1,0 +1,82 @@
+"""The list of packages in any image, as ``imgkit sbom`` prints it."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from imgkit_builder.workflow.convert import source_of
+
+if TYPE_CHECKING:
+    from imgkit_builder.base.progress import Reporter
+    from imgkit_builder.sif.entries import Source
+
+
+def document(name: str, report: Reporter, *, unpack_limit_bytes: int | None = None) -> str:
+    """Return the SPDX document of the image called `name`; a .sif of imgkit has its own.
+
+    Raises
+    ------
+    UsageError : there is no such image.
+    CheckFailed : it is damaged.
+    ToolMissing : there is no unsquashfs for the compression of a .sif or .sqsh, or no zstd for an archive.
+    """
+    from imgkit_builder.sif import image
+
+    path = Path(name)
+    if name.endswith((".sif", ".sqsh")) or image.is_sif(path):
+        report.stage(f"list the packages of {name}")
+        return _of_file(path)
+    with source_of(name) as (source, _):
+        return _of_source(source, path, report, unpack_limit_bytes)
+
+
+def _of_file(path: Path) -> str:
+    from imgkit_builder.inventory import spdx
+    from imgkit_builder.inventory.collector import DOCUMENT, InventoryCollector
+    from imgkit_builder.sif import image, sqsh, unsquash
+    from imgkit_entrypoints import json_text
+
+    stored = unsquash.read(path, [DOCUMENT]).get(DOCUMENT, b"")
+    with contextlib.suppress(ValueError):
+        json_text.parse(stored, most_bytes=unsquash.MOST_BYTES)
+        return stored.decode()
+    collector, wanted = InventoryCollector(), []
+    for squashfs in unsquash.opened(path):
+        for file in squashfs.listed():
+            if file.mode.startswith("-") and collector.wants(file.path):
+                wanted.append(file.path)
+                if int(file.size) > collector.most_bytes(file.path):
+                    collector.add(wanted.pop(), None)
+    for name, data in unsquash.read(path, wanted).items():
+        collector.add(name, data)
+    if image.is_sif(path):
+        sif = image.read(path)
+        arch, superblock = sif.arch, image.squashfs(sif)
+    else:
+        record, superblock = sqsh.record(path), sqsh.structure(path)
+        arch = record.arch if record else "unknown"
+    created_s = superblock.mkfs_time_s if superblock else 0
+    return spdx.document(collector.inventory(arch=arch, created_s=created_s))
+
+
+def _of_source(source: Source, path: Path, report: Reporter, unpack_limit_bytes: int | None) -> str:
+    from imgkit_builder.inventory import spdx
+    from imgkit_builder.inventory.collector import InventoryCollector
+    from imgkit_builder.oci.config import epoch
+    from imgkit_builder.sif import entries
+    from imgkit_builder.sif.workspace import scratch
+
+    exports, collector = isinstance(source, entries.EngineImage), InventoryCollector()
+    with (
+        scratch(path.absolute() if path.exists() else Path.cwd() / "image") as folder,
+        entries.opened(
+            source, folder, report, exports=exports, unpack_limit_bytes=unpack_limit_bytes
+        ) as opened,
+        entries.image_entries(opened, folder, report, unpack_limit_bytes=unpack_limit_bytes) as stream,
+    ):
+        for entry in stream:
+            entries.observed(entry, collector)
+    config = opened.config
+    return spdx.document(collector.inventory(arch=config.arch, created_s=epoch(config.created)))
