@@ -160,6 +160,9 @@ def verb_verify(
     file: Path = typer.Argument(
         metavar="FILE", help="An archive (.tar, .tar.gz, .tar.zst), .sif, .sqsh or delta."
     ),
+    each_file: bool = typer.Option(
+        False, "--files", help="Unpack a .sif or .sqsh, and compare each file with its file manifest."
+    ),
     unpack_limit: float | None = UNPACK_LIMIT,
     as_json: bool = JSON,
     verbose: bool = VERBOSE,
@@ -173,10 +176,11 @@ def verb_verify(
     \b
     Examples:
       imgkit verify mn5.tar
-      imgkit verify mn5.sif
+      imgkit verify mn5.sif --files
     """
     from imgkit_builder.examine import verify
 
     with reporter(as_json=as_json, verbose=verbose) as report:
-        results = verify.verify(file, report=report, unpack_limit_bytes=gigabytes(unpack_limit))
+        limit = gigabytes(unpack_limit)
+        results = verify.verify(file, each_file=each_file, report=report, unpack_limit_bytes=limit)
     show_checks(results, as_json=as_json, file=str(file))

@@ -13,27 +13,35 @@ from imgkit_builder.base.checks import Check
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import Delta
+from imgkit_builder.examine import unpacked
 from imgkit_builder.oci import manifest
 from imgkit_builder.sif import file_manifest, sqsh
 from imgkit_builder.sif import image as sif
 from imgkit_builder.sif.image import ImgkitRecord, SifImage
-from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolMissing, UsageError
+from imgkit_builder.sif.unsquash import Squashfs
+from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed, ToolMissing, UsageError
 
 _AGAIN = "copy it again (rsync -P resumes), or save it again"
 
 
 def verify(
-    path: Path, *, report: Reporter | None = None, unpack_limit_bytes: int | None = None
+    path: Path,
+    *,
+    each_file: bool = False,
+    report: Reporter | None = None,
+    unpack_limit_bytes: int | None = None,
 ) -> tuple[Check, ...]:
     """Check the archive, .sif, .sqsh or delta at `path`; changes nothing.
 
     Parameters
     ----------
+    each_file : unpack a .sif or .sqsh to a temporary folder, and compare each file with the file manifest.
     unpack_limit_bytes : an archive that unpacks to more fails (default: `compressed.Allowance`).
 
     Raises
     ------
-    UsageError : the file is missing, or is neither an image archive, a .sif, a .sqsh nor a delta.
+    UsageError : the file is missing, or is neither an image archive, a .sif, a .sqsh nor a delta; or
+        `each_file` of something else than a .sif or .sqsh, or without room for its files.
     ToolMissing : a zstd archive needs the ``zstd`` program.
     """
     report = report or Silent()
@@ -42,9 +50,15 @@ def verify(
             start = file.read(512)
     except OSError as error:
         raise UsageError(f"cannot be read: {error.strerror}", where=str(path)) from error
-    for matches, check in ((sif.is_sif, _sif), (sqsh.is_sqsh, _sqsh), (descriptor.is_delta, _delta)):
-        if matches(path):
-            return tuple(check(path, report))
+    if sif.is_sif(path):
+        return tuple(_sif(path, report, each_file=each_file))
+    if sqsh.is_sqsh(path):
+        return tuple(_sqsh(path, report, each_file=each_file))
+    if each_file:
+        message = "only a .sif or .sqsh has a file manifest to compare with"
+        raise UsageError(message, where=str(path), hint="leave out --files")
+    if descriptor.is_delta(path):
+        return tuple(_delta(path, report))
     compress = read.archive_compression(path)
     if compress is None:
         raise UsageError(
@@ -143,7 +157,7 @@ def _platform(image: SelectedImage[HashedFile]) -> str:
     return f"{image.config.os}/{image.config.arch}"
 
 
-def _sif(path: Path, report: Reporter) -> Iterator[Check]:
+def _sif(path: Path, report: Reporter, *, each_file: bool) -> Iterator[Check]:
     if sidecar.sha256_path(path).exists():
         report.stage(f"read {path.name}")
         yield checksum(path, read.sha256(path, report=report), path.stat().st_size)
@@ -162,10 +176,14 @@ def _sif(path: Path, report: Reporter) -> Iterator[Check]:
     root = _content("root partition", image.record, sif.root_sha256(path, advance=report.advance))
     yield root
     yield from _applied_delta(image, report)
-    yield from _baked(path, image.arch, root)
+    if root.verdict == "fail":
+        yield Check("manifest", "skip", "not checked: the root partition is damaged")
+        return
+    yield _build_manifest(path, image.arch)
+    yield from _files(Squashfs(path=path, offset=image.root.offset), report, each_file=each_file)
 
 
-def _sqsh(path: Path, report: Reporter) -> Iterator[Check]:
+def _sqsh(path: Path, report: Reporter, *, each_file: bool) -> Iterator[Check]:
     report.stage(f"read {path.name}")
     try:
         squashed, record = sqsh.structure(path), sqsh.record(path)
@@ -178,7 +196,11 @@ def _sqsh(path: Path, report: Reporter) -> Iterator[Check]:
     yield Check("squashfs", "ok", f"{arch}, with {squashed.compressor}")
     content = _content("content", record, root_sha256)
     yield content
-    yield from _baked(path, record.arch if record else "unknown", content)
+    if content.verdict == "fail":
+        yield Check("manifest", "skip", "not checked: the squashfs is damaged")
+        return
+    yield _build_manifest(path, record.arch if record else "unknown")
+    yield from _files(Squashfs(path=path), report, each_file=each_file)
 
 
 def _delta(path: Path, report: Reporter) -> Iterator[Check]:
@@ -224,19 +246,31 @@ def _content(name: str, record: ImgkitRecord | None, actual: str) -> Check:
     return Check(name, "ok", f"sha256 {actual}, as recorded; from {source}, by {record.runtime}")
 
 
-def _baked(path: Path, arch: str, content: Check) -> Iterator[Check]:
-    """Read the manifest of the build and the file manifest, whose digest is in the record."""
-    if content.verdict == "fail":
-        yield Check("manifest", "skip", f"not checked: the {content.name} is damaged")
-        return
-    yield _build_manifest(path, arch)
+def _files(squashfs: Squashfs, report: Reporter, *, each_file: bool) -> Iterator[Check]:
+    """Compare the file manifest with its recorded digest, and with `each_file` each file with it."""
+    name, path = "files", squashfs.path
     try:
         data = file_manifest.read(path)
-        if data is not None:
-            records = file_manifest.parse_records(data, where=str(path))
-            yield Check("files", "ok", f"{len(records)} in the file manifest")
-    except CheckFailed as error:
-        yield Check("files", "fail", error.what, error.hint or _AGAIN)
+        if data is None:
+            if each_file:
+                yield Check(name, "skip", "it has no file manifest: imgkit did not write its files")
+            return
+        records = file_manifest.parse_records(data, where=str(path))
+        if not each_file:
+            yield Check(name, "ok", f"{len(records)} in the file manifest; --files compares each")
+            return
+        report.stage(f"unpack {path.name}")
+        different = sorted(unpacked.differences(squashfs, records))
+    except (CheckFailed, ToolFailed) as error:
+        yield Check(name, "fail", error.what, error.hint or _AGAIN)
+    except ToolMissing as error:
+        yield Check(name, "skip", f"not read: {error.what}", error.hint or "")
+    else:
+        fault = (
+            f"{len(different)} of {len(records)} differ from the file manifest: {', '.join(different[:5])}"
+        )
+        text = f"{len(records)}, each as the file manifest says"
+        yield Check(name, "fail", fault, "convert the image again") if different else Check(name, "ok", text)
 
 
 def _build_manifest(path: Path, arch: str) -> Check:

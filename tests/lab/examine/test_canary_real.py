@@ -218,7 +218,7 @@ def test_deltas_run_nothing_of_the_image(lab: Lab) -> None:
         ("show", delta),
         ("verify", delta),
         ("apply", delta, lab.sif, "-o", applied),
-        ("verify", applied),
+        ("verify", applied, "--files"),
     ):
         done = lab(*words)
         assert done.returncode == 0, (words, done.stderr)
