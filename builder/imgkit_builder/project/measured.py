@@ -30,16 +30,23 @@ def tail(folder: Path) -> LastNumbers:
     """Return the last numbers of the run in `folder`."""
     step = None
     # A killed run repeats steps when it goes on: the last line counts, not the highest step.
-    for values in _objects(last_lines(folder / METRICS)):
-        line_step = values.pop("step", None)
+    for numbers in reversed(rows(folder)):
+        line_step = numbers.pop("step", None)
         if type(line_step) is not int or not 0 <= line_step < 1 << 62:
             continue
-        # JSON's true is an int in Python.
-        numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
         step = line_step if step is None and numbers else step
         if "loss" in numbers:
             return LastNumbers(step=step, loss=float(numbers["loss"]))
     return LastNumbers(step=step)
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    """Return the numbers in the last lines of the metrics of the run in `folder`, the oldest line first."""
+    lines = list(_objects(last_lines(folder / METRICS)))
+    # JSON's true is an int in Python.
+    return [
+        {key: value for key, value in line.items() if type(value) in (int, float)} for line in lines[::-1]
+    ]
 
 
 def last_lines(file: Path) -> bytes:
