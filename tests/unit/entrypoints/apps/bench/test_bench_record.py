@@ -20,9 +20,9 @@ from imgkit_entrypoints.errors import UsageError
 PAGE = Path(__file__).resolve().parents[5] / "docs/bench.md"
 
 
-def result(seconds: Sequence[float] = (1e-3,), wrong: int | None = 0) -> Result:
+def result(name: str = "all_reduce", *, seconds: Sequence[float] = (1e-3,), wrong: int | None = 0) -> Result:
     return record.new_result(
-        named("all_reduce"),
+        named(name),
         dtype_named("fp32"),
         size_bytes=1 << 20,
         iterations=50,
@@ -44,30 +44,48 @@ def run_record(*results: Result) -> RunRecord:
 
 
 def test_time_is_the_median_of_the_batches() -> None:
-    measured = result([1e-3, 1e-3, 1e-3, 1e-3, 11e-3])
+    measured = result(seconds=[1e-3, 1e-3, 1e-3, 1e-3, 11e-3])
     assert measured.time_us == pytest.approx(1000.0)
     assert measured.algbw_GBps == pytest.approx(1.048576)
     assert measured.busbw_GBps == pytest.approx(1.5 * 1.048576)
 
 
-def test_range_leaves_out_the_fastest_and_slowest_tenth() -> None:
-    assert (result([1.0, 2.0, 3.0]).low_us, result([1.0, 2.0, 3.0]).high_us) == (1e6, 3e6)
-    seconds = [float(number) for number in range(1, 21)]
-    assert (result(seconds).low_us, result(seconds).high_us) == (3e6, 18e6)
+@pytest.mark.parametrize(("count", "low_us", "high_us"), [(3, 1e6, 3e6), (20, 3e6, 18e6)])
+def test_range_leaves_out_the_fastest_and_slowest_tenth(count: int, low_us: float, high_us: float) -> None:
+    measured = result(seconds=[float(number) for number in range(1, count + 1)])
+    assert (measured.low_us, measured.high_us) == (low_us, high_us)
 
 
 def test_wrong_elements_of_all_sizes_are_added_up() -> None:
     assert run_record(result(wrong=2), result(wrong=None), result(wrong=3)).wrong == 5
 
 
-def test_csv_has_the_results_of_the_json() -> None:
-    saved = run_record(result(), result(wrong=None))
-    rows = list(csv.DictReader(io.StringIO(saved.to_csv())))
-    results = json.loads(saved.to_json({}))["results"]
-    assert [list(row) for row in rows] == [list(entry) for entry in results]
-    for row, entry in zip(rows, results, strict=True):
-        assert float(row["busbw_GBps"]) == entry["busbw_GBps"]
-    assert [row["wrong"] for row in rows] == ["0", ""]
+def test_json_is_what_readers_of_nccl_tests_expect() -> None:
+    data = json.loads(run_record(result(), result("all_gather", wrong=None)).to_json({}))
+    # NVIDIA/nccl-tests v2.17, src/util.cu: the names of its `-J` file.
+    reduced, gathered = data["results"]
+    assert reduced == {
+        **{"experiment_name": "all_reduce", "size": 1 << 20, "count": 1 << 18, "type": "float"},
+        **{"redop": "sum", "root": -1, "actual_iterations": 50, "out_of_place": None},
+        "in_place": {
+            **{"time": 1000.0, "low": 1000.0, "high": 1000.0, "nwrong": 0},
+            "alg_bw": pytest.approx(1.048576),
+            "bus_bw": pytest.approx(1.5 * 1.048576),
+        },
+    }
+    assert (gathered["in_place"], gathered["out_of_place"]["nwrong"]) == (None, None)
+    assert data["out_of_bounds"] == {"count": 0, "okay": "true"}
+    assert data["average_bus_bandwidth"]["bandwidth"] == pytest.approx(1.048576 * (1.5 + 0.75) / 2)
+    assert data["version"] == 1
+
+
+def test_csv_has_a_row_for_each_result() -> None:
+    rows = list(csv.DictReader(io.StringIO(run_record(result(), result(wrong=None)).to_csv())))
+    assert [(row["collective"], row["dtype"], row["wrong"]) for row in rows] == [
+        ("all_reduce", "fp32", "0"),
+        ("all_reduce", "fp32", ""),
+    ]
+    assert float(rows[0]["busbw_GBps"]) == pytest.approx(1.5 * 1.048576)
 
 
 def names(data: object) -> Iterator[str]:

@@ -27,13 +27,13 @@ def result(name: str = "all_reduce", wrong: int | None = 0, seconds: float = 1e-
 def test_columns_of_a_row_are_those_of_nccl_tests() -> None:
     columns = table.HEADER[0].lstrip("#").split()
     assert columns[:9] == ["size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"]
-    values = table.row(named("all_reduce"), result()).split()
+    values = table.row(result()).split()
     assert values[:9] == ["1048576", "524288", "bfloat16", "sum", "-1", "1000.00", "1.049", "1.049", "0"]
     assert len(values) == len(columns)
 
 
 def test_columns_end_below_their_names() -> None:
-    line = table.row(named("reduce"), result("reduce"))
+    line = table.row(result("reduce"))
     for head, cell in zip(
         re.finditer(r"[^\s#]\S*|#wrong", table.HEADER[0]), re.finditer(r"\S+", line), strict=True
     ):
@@ -43,11 +43,11 @@ def test_columns_end_below_their_names() -> None:
 
 @pytest.mark.parametrize(("name", "redop", "root"), [("broadcast", "none", "0"), ("reduce", "sum", "0")])
 def test_root_and_reduction_are_shown(name: str, redop: str, root: str) -> None:
-    assert table.row(named(name), result(name)).split()[3:5] == [redop, root]
+    assert table.row(result(name)).split()[3:5] == [redop, root]
 
 
 def test_values_that_were_not_verified_are_not_called_right() -> None:
-    assert table.row(named("all_reduce"), result(wrong=None)).split()[8] == "N/A"
+    assert table.row(result(wrong=None)).split()[8] == "N/A"
 
 
 def test_summary_has_the_mean_busbw_and_the_wrong_values() -> None:
