@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from imgkit_builder.base.process import INTERRUPTED
+from imgkit_builder.base import process
 from imgkit_builder.cli.common import columns, show, terminable
 from imgkit_builder.cli.job_flags import RunOptions, read_code
 from imgkit_builder.cli.progress import reporter
@@ -16,6 +17,7 @@ from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
 
 if TYPE_CHECKING:
+    from imgkit_builder.base.process import Finished
     from imgkit_builder.base.progress import Reporter
     from imgkit_builder.job.request import ImageFlags, Job, Request, Script
     from imgkit_builder.project.toml_file import ProjectFile
@@ -58,7 +60,7 @@ def run_sizes(
             if scaled or is_report:
                 ids = " ".join(size.job for size in scaled.sizes if size.job) if scaled else ""
                 terminal.err(f"imgkit: the jobs continue: {ids}", f"  -> imgkit run --scaling {folder}")
-            return INTERRUPTED
+            return process.INTERRUPTED
     return _show(folder, result, options)
 
 
@@ -67,6 +69,7 @@ def _submit(
 ) -> Iterator[tuple[Path, ScalingRun]]:
     """Check the jobs of all sizes, then submit them; a dry run prints their scripts."""
     from imgkit_builder.project import origins
+    from imgkit_builder.remote import jobs as remote_jobs
     from imgkit_builder.workflow import jobs, scaling
 
     recipe = options.recipe or (project.recipe if project and not remote else "")
@@ -85,8 +88,12 @@ def _submit(
         _show_scripts(planned, as_json=options.as_json)
         return
 
+    run_there: Callable[[Sequence[str]], Finished] = functools.partial(process.run, check=False)
     if remote:
-        connected(remote).login()  # may ask for a second factor, once
+        far = connected(remote)
+        far.login()  # may ask for a second factor, once
+        run_there = functools.partial(remote_jobs.finished, far)
+    scaling.refuse_unstartable(*planned[-1], run_there)
 
     def start(nodes: int) -> JobHandle:
         sized = dataclasses.replace(request, nodes=str(nodes), yes=True)  # a person has agreed to the code
@@ -97,14 +104,12 @@ def _submit(
 
 
 def _show_scripts(planned: Sequence[tuple[Job, Script]], *, as_json: bool) -> None:
-    rows = [
-        {"nodes": job.size.started, "submit": script.submit, "script": script.text} for job, script in planned
-    ]
+    rows = [{"nodes": job.nodes, "submit": script.submit, "script": script.text} for job, script in planned]
     if as_json:
         show({"schema": SCHEMA, "jobs": rows}, as_json=True)
         return
     for job, script in planned:
-        terminal.err(f"imgkit: {job.size.started} nodes:")
+        terminal.err(f"imgkit: {job.nodes} nodes:")
         terminal.document(script.text)
 
 

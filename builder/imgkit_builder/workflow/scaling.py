@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from imgkit_builder.base import files
+from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.workflow import jobs
 from imgkit_entrypoints import __version__, json_text
@@ -33,6 +33,7 @@ from imgkit_entrypoints.apps import drawing
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 
 if TYPE_CHECKING:
+    from imgkit_builder.base.process import Finished
     from imgkit_builder.job.code import CodeFolder
     from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
     from imgkit_builder.project.toml_file import ProjectFile
@@ -136,6 +137,21 @@ def plan(
     return planned
 
 
+def refuse_unstartable(job: Job, script: Script, run: Callable[[Sequence[str]], Finished]) -> None:
+    """Raise UsageError if Slurm would never start `job`.
+
+    sbatch accepts more nodes than the partition allows to one job, and lets it wait for ever
+    (PartitionNodeLimit); with ``--test-only`` it refuses.
+    """
+    if script.submit[0] != "sbatch":
+        return
+    directives = "\n".join(re.findall("^#SBATCH (.+)$", script.text, re.MULTILINE))
+    answer = run(("sbatch", "--test-only", *shlex.split(directives), "--wrap=true"))
+    if answer.returncode != 0:
+        message, hint = process.quoted(f"no job starts on {job.nodes} nodes", answer.output.strip())
+        raise UsageError(message, where="--scaling", hint=hint or "fewer nodes, or another --queue")
+
+
 def submit(
     planned: Sequence[tuple[Job, Script]], start: Callable[[int], jobs.JobHandle]
 ) -> Iterator[tuple[Path, ScalingRun]]:
@@ -153,7 +169,7 @@ def submit(
     """
     run, folder = None, Path()
     for job, script in reversed(planned):
-        size = ScalingSize(nodes=job.size.started)
+        size = ScalingSize(nodes=job.nodes)
         try:
             handle = start(size.nodes)
             size = dataclasses.replace(size, job=handle.id)

@@ -94,11 +94,18 @@ def test_failed_size_is_shown_and_others_are_compared(login: tuple[Login, Path])
     assert "2 nodes: failed" in done.stdout
 
 
-def test_refused_largest_size_leaves_nothing_in_the_queue(login: tuple[Login, Path]) -> None:
+@pytest.mark.parametrize("limit", ["UNLIMITED", "2"])
+def test_size_beyond_the_partition_is_refused_before_a_job(login: tuple[Login, Path], limit: str) -> None:
     cluster, folder = login
+    nodes = "3" if limit == "2" else "4"
     reports = set(folder.glob("*-scaling-*"))
-    done = cluster.scaling(folder, "1,4", "--", "dist-hello", "--device", "cpu")
-    assert done.returncode == 4, done.stderr
+    assert cluster("scontrol", "update", "PartitionName=batch", f"MaxNodes={limit}").returncode == 0
+    try:
+        done = cluster.scaling(folder, f"1,{nodes}", "--", "dist-hello", "--device", "cpu")
+    finally:
+        cluster("scontrol", "update", "PartitionName=batch", "MaxNodes=UNLIMITED")
+    assert done.returncode == 2, done.stderr
+    assert f"no job starts on {nodes} nodes" in done.stderr
     assert "node configuration is not available" in done.stderr
     assert cluster("squeue", "--noheader").stdout == ""
     assert set(folder.glob("*-scaling-*")) == reports

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from imgkit_builder.project import history
 from imgkit_builder.workflow import scaling
 from imgkit_builder.workflow.scaling import ScalingRun, ScalingSize
 from imgkit_entrypoints.errors import ToolFailed, UsageError
@@ -73,7 +72,8 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A Slurm that counts its jobs, takes none of 2 nodes, and ends none; the jobs' folder."""
     (tmp_path / "bin").mkdir()
     programs = {
-        "sbatch": f"grep -q -- --nodes=2$ && {{ echo no >&2; exit 1; }}; echo x >> {tmp_path}/ids\n"
+        "sbatch": 'case "$*" in *--nodes=9*) echo "no nodes"; exit 1;; *--test-only*) exit;; esac\n'
+        f"grep -q -- --nodes=2$ && {{ echo no >&2; exit 1; }}; echo x >> {tmp_path}/ids\n"
         f"wc -l < {tmp_path}/ids\n",
         "squeue": 'echo "1  acc RUNNING, 1 nodes"\n',
     }
@@ -92,7 +92,7 @@ def test_interrupt_leaves_the_jobs_and_names_them(
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(history.time, "sleep", interrupt)
+    monkeypatch.setattr("imgkit_builder.project.history.time.sleep", interrupt)
     words = ("run", "mn5", *SITE, "--runtime", "host", "--scaling", "1,2,4", "--", "dist-train")
     code, out, err = call(*words)
     assert (code, out) == (130, "")
@@ -103,9 +103,20 @@ def test_interrupt_leaves_the_jobs_and_names_them(
     assert "sbatch" in sizes[1]["state"]
 
 
-def test_refused_largest_size_is_an_error(call: Any, slurm: Path) -> None:
-    words = ("run", "mn5", *SITE, "--runtime", "host", "--scaling", "1,2", "--", "dist-train")
-    assert call(*words)[0] == ToolFailed.exit_code
+@pytest.mark.parametrize(
+    ("sizes", "code", "reason"),
+    [
+        ("1,9", UsageError.exit_code, "no job starts on 9 nodes: no nodes"),
+        ("1,2", ToolFailed.exit_code, "no"),
+    ],
+)
+def test_refused_largest_size_leaves_no_job(
+    call: Any, slurm: Path, sizes: str, code: int, reason: str
+) -> None:
+    words = ("run", "mn5", *SITE, "--runtime", "host", "--scaling", sizes, "--", "dist-train")
+    actual, _, err = call(*words)
+    assert actual == code
+    assert reason in err
     assert not (slurm / "ids").exists()
 
 
@@ -125,7 +136,8 @@ def test_figures_come_from_the_files_of_the_run(tmp_path: Path) -> None:
     figures = scaling.measure(tmp_path, 2)
     # 10 steps at 100 and 30 steps at 300 take the same time.
     assert figures["samples_per_s"] == pytest.approx(200)
-    assert (figures["memory_MiB"], figures["mfu"]) == (90, pytest.approx(0.3))
+    assert figures["memory_MiB"] == 90
+    assert figures["mfu"] == pytest.approx(0.3)
 
 
 def test_run_without_files_has_no_figures(tmp_path: Path) -> None:
