@@ -52,7 +52,7 @@ def run_sizes(
             if not is_report:
                 for created, scaled in _submit(options, remote, run, project, report):
                     folder, size = created, scaled.sizes[0]
-                    report.note(f"{size.nodes} nodes: {size.job or size.state}")
+                    report.note(f"{scaling.nodes_text(size.nodes)}: {size.job or size.state}")
             if options.dry_run:
                 return 0
             result = scaled if options.detach and scaled else scaling.finish(folder, report)
@@ -104,12 +104,14 @@ def _submit(
 
 
 def _show_scripts(planned: Sequence[tuple[Job, Script]], *, as_json: bool) -> None:
+    from imgkit_builder.workflow.scaling import nodes_text
+
     rows = [{"nodes": job.nodes, "submit": script.submit, "script": script.text} for job, script in planned]
     if as_json:
         show({"schema": SCHEMA, "jobs": rows}, as_json=True)
         return
     for job, script in planned:
-        terminal.err(f"imgkit: {job.nodes} nodes:")
+        terminal.err(f"imgkit: {nodes_text(job.nodes)}:")
         terminal.document(script.text)
 
 

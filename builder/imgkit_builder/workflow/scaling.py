@@ -87,6 +87,11 @@ class ScalingRun:
     """The figure of which speed-up and efficiency are made; empty before the end."""
 
 
+def nodes_text(nodes: int) -> str:
+    """Return ``1 node`` or ``2 nodes``."""
+    return f"{nodes} node{'s' * (nodes > 1)}"
+
+
 def parse_sizes(text: str) -> tuple[int, ...]:
     """Parse ``1,2,4,8``.
 
@@ -148,7 +153,7 @@ def refuse_unstartable(job: Job, script: Script, run: Callable[[Sequence[str]], 
     directives = "\n".join(re.findall("^#SBATCH (.+)$", script.text, re.MULTILINE))
     answer = run(("sbatch", "--test-only", *shlex.split(directives), "--wrap=true"))
     if answer.returncode != 0:
-        message, hint = process.quoted(f"no job starts on {job.nodes} nodes", answer.output.strip())
+        message, hint = process.quoted(f"no job starts on {nodes_text(job.nodes)}", answer.output.strip())
         raise UsageError(message, where="--scaling", hint=hint or "fewer nodes, or another --queue")
 
 
@@ -213,7 +218,7 @@ def finish(folder: Path, report: Reporter) -> ScalingRun:
     sizes = list(run.sizes)
     for number, size in enumerate(sizes):
         if not size.state:
-            report.stage(f"wait for {size.job}, {size.nodes} nodes")
+            report.stage(f"wait for {size.job}, {nodes_text(size.nodes)}")
             handle = jobs.find_job(size.job)
             state, figures = handle.wait(), {}
             with contextlib.suppress(CheckFailed):  # it has no run folder
@@ -300,15 +305,17 @@ def table(run: ScalingRun) -> list[list[str]]:
 def verdict(run: ScalingRun) -> list[str]:
     """Return what the figures say about larger jobs, and what they lack."""
     rates = {size.nodes: size.figures["efficiency"] for size in run.sizes if "efficiency" in size.figures}
-    lines = [f"{size.nodes} nodes: {size.state}" for size in run.sizes if not size.is_complete]
+    lines = [f"{nodes_text(size.nodes)}: {size.state}" for size in run.sizes if not size.is_complete]
     if not rates:
         return [*lines, "No size has both a rate and an end: look at the output of the jobs."]
     basis = {"samples_per_s": "samples/s", "wall_s": "wall time: right if every size does the same work"}
     sufficient = max(nodes for nodes, efficiency in rates.items() if efficiency >= NEEDED_EFFICIENCY)
     lines.append(
-        f"Speed-up and efficiency are relative to the job of {min(rates)} nodes, by {basis[run.compared_by]}."
+        f"Speed-up and efficiency are relative to {nodes_text(min(rates))}, by {basis[run.compared_by]}."
     )
-    lines.append(f"The parallel efficiency is at least {NEEDED_EFFICIENCY:.0%} on up to {sufficient} nodes.")
+    lines.append(
+        f"The parallel efficiency is at least {NEEDED_EFFICIENCY:.0%} on up to {nodes_text(sufficient)}."
+    )
     if len(rates) < NEEDED_SIZES:
         lines.append(f"CSC asks for at least {NEEDED_SIZES} numbers of nodes; here are {len(rates)}.")
     return lines

@@ -156,8 +156,8 @@ def test_efficiency_is_relative_to_the_smallest_complete_size() -> None:
     assert [row.figures.get("efficiency") for row in run.sizes] == [None, 1.0, pytest.approx(0.7)]
     assert run.sizes[2].figures["speedup"] == pytest.approx(2.8)
     assert scaling.verdict(run) == [
-        "1 nodes: failed",
-        "Speed-up and efficiency are relative to the job of 2 nodes, by samples/s.",
+        "1 node: failed",
+        "Speed-up and efficiency are relative to 2 nodes, by samples/s.",
         "The parallel efficiency is at least 75% on up to 2 nodes.",
         "CSC asks for at least 3 numbers of nodes; here are 2.",
     ]
