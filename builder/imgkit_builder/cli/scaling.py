@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,10 +40,11 @@ def run_sizes(
     folder = Path(options.scaling)
     is_report = folder.is_dir()
     excess = [name for name in (*flags_in(run), *flags_in(image_flags)) if is_report or name in _EXCLUDED]
-    excess += ["--bwlimit"] if options.bwlimit is not None else []
+    used: dict[str, object] = {"--bwlimit": options.bwlimit, "--verbose": options.verbose}
     if is_report:
-        used = {"RECIPE": options.recipe, "COMMAND": run.command, "--detach": options.detach}
-        excess += [name for name, value in used.items() if value]
+        used |= {"RECIPE": options.recipe, "COMMAND": run.command}
+        used |= {"--detach": options.detach, "--dry-run": options.dry_run}
+    excess += [name for name, value in used.items() if value]
     if excess:
         message = f"{excess[0]} cannot be combined with --scaling {options.scaling}"
         raise UsageError(message, where=excess[0], hint="leave it out")
@@ -55,11 +57,15 @@ def run_sizes(
                     report.note(f"{scaling.nodes_text(size.nodes)}: {size.job or size.state}")
             if options.dry_run:
                 return 0
+            if not options.detach:
+                report.note(
+                    f"Ctrl-C leaves the jobs; imgkit run --scaling {shlex.quote(str(folder))} goes on"
+                )
             result = scaled if options.detach and scaled else scaling.finish(folder, report)
         except KeyboardInterrupt:
             if scaled or is_report:
                 ids = " ".join(size.job for size in scaled.sizes if size.job) if scaled else ""
-                terminal.err(f"imgkit: the jobs continue: {ids}", f"  -> imgkit run --scaling {folder}")
+                terminal.err(f"imgkit: the jobs continue: {ids}")
             return process.INTERRUPTED
     return _show(folder, result, options)
 
@@ -85,6 +91,8 @@ def _submit(
     for warning in planned[-1][0].warnings:
         report.note(warning)
     if options.dry_run:
+        if remote:
+            report.note(f"{planned[0][0].directory} stands for the folder on {remote}")
         _show_scripts(planned, as_json=options.as_json)
         return
 

@@ -37,6 +37,8 @@ def test_sizes_that_do_not_ascend_are_refused(text: str) -> None:
         (("mn5", *SITE, "--scaling", "1,2", "--nodes", "2"), "--nodes cannot be combined"),
         (("mn5", *SITE, "--scaling", "1,2", "--interactive"), "--interactive cannot be combined"),
         (("mn5", *SITE, "--scaling", "1,2", "--sif", "a.tar"), "--sif cannot be combined"),
+        (("mn5", *SITE, "--scaling", "1,2", "--dry-run", "-v"), "--verbose cannot be combined"),
+        (("mn5", *SITE, "--scaling", "1,2", "--bwlimit", "3"), "--bwlimit cannot be combined"),
         (("mn5", *SITE, "--scaling", "1,2", "--option=--array=1-3"), "needs batch jobs"),
         (("mn5", "--scaling", "1,2"), "needs --account"),
         (("cpu", "--scaling", "1,2"), "needs batch jobs"),
@@ -56,7 +58,8 @@ def test_folder_without_a_report_is_refused(
     monkeypatch.chdir(tmp_path)
     Path("other").mkdir()
     assert "is not the folder of a report" in call("run", "--scaling", "other")[2]
-    assert "--detach cannot be combined" in call("run", "--scaling", "other", "--detach")[2]
+    for option in ("--detach", "--dry-run"):
+        assert f"{option} cannot be combined" in call("run", "--scaling", "other", option)[2]
 
 
 def test_dry_run_shows_the_script_of_each_size(call: Any) -> None:
@@ -97,7 +100,7 @@ def test_interrupt_leaves_the_jobs_and_names_them(
     code, out, err = call(*words)
     assert (code, out) == (130, "")
     assert "the jobs continue: 2 1" in err  # the largest was submitted first
-    assert "imgkit run --scaling mn5-scaling-1" in err
+    assert "imgkit run --scaling mn5-scaling-1 goes on" in err
     sizes = json.loads((slurm / "mn5-scaling-1/scaling.json").read_text())["sizes"]
     assert [(row["nodes"], row["job"]) for row in sizes] == [(1, "2"), (2, ""), (4, "1")]
     assert "sbatch" in sizes[1]["state"]
