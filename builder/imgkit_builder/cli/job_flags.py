@@ -110,21 +110,6 @@ class JobCommand(OptionsCommand):
         return Request(**common, system_flags=chosen), ImageFlags(**image)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunOptions:
-    """The options of ``imgkit run`` that are not those of a job."""
-
-    recipe: str
-    on: str
-    base: str | None
-    detach: bool
-    bwlimit: float | None
-    dry_run: bool
-    verbose: bool
-    as_json: bool
-    scaling: str
-
-
 def read_code(request: Request, *, as_json: bool) -> CodeFolder | None:
     """The code of ``--code``, if it is given; asks a person about large code, unless the answer is JSON."""
     if request.code is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from imgkit_builder.cli.common import BASE_HELP, JSON, complete_names, show, terminable
-from imgkit_builder.cli.job_flags import COMMAND, JobCommand, RunOptions, read_code
+from imgkit_builder.cli.job_flags import COMMAND, JobCommand, read_code
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.project import TRUST_FOLDER, project_here, values_data, values_table
 from imgkit_builder.cli.remote import can_follow_here, connected, follow, follow_here, may_ask
@@ -102,7 +102,7 @@ def verb_run(
       imgkit run cpu --nproc 2 -- dist-train --steps 100
       imgkit run --on mn5 --time 10m --scaling 1,2,4,8 -- dist-train --steps 500
     """
-    from imgkit_builder.cli.scaling import run_sizes
+    from imgkit_builder.cli.scaling import ScalingOptions, run_sizes
     from imgkit_builder.remote import config
 
     if verbose and not dry_run:
@@ -111,7 +111,7 @@ def verb_run(
     reads_file = not recipe or on not in ("", HERE)
     project = project_here(recipe=recipe, trusted=trust_folder) if reads_file else None
     name = on or (project.values.remote if project else "")
-    options = RunOptions(
+    options = _Options(
         recipe=recipe,
         on=on,
         base=base,
@@ -120,20 +120,44 @@ def verb_run(
         dry_run=dry_run,
         verbose=verbose,
         as_json=as_json,
-        scaling=scaling,
     )
     run, image_flags = flags.obj
     run = dataclasses.replace(run, command=flags.meta[COMMAND])
     if scaling:
-        raise typer.Exit(run_sizes(options, "" if name == HERE else name, run, image_flags, project))
+        remote = "" if name == HERE else name
+        scaling_options = ScalingOptions(
+            text=scaling,
+            recipe=recipe,
+            remote=remote,
+            base=base or "",
+            detach=detach,
+            dry_run=dry_run,
+            as_json=as_json,
+            excluded={"--bwlimit": bwlimit, "--verbose": verbose},
+        )
+        raise typer.Exit(run_sizes(scaling_options, run, image_flags, project))
     if name and name != HERE:
         _run_there(options, config.find(name), run, image_flags, project)
     else:
         _run_here(options, run, image_flags, project)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """The options of ``imgkit run`` that are not those of a job."""
+
+    recipe: str
+    on: str
+    base: str | None
+    detach: bool
+    bwlimit: float | None
+    dry_run: bool
+    verbose: bool
+    as_json: bool
+
+
 def _run_there(
-    options: RunOptions, remote: Remote, run: Request, image_flags: ImageFlags, project: ProjectFile | None
+    options: _Options, remote: Remote, run: Request, image_flags: ImageFlags, project: ProjectFile | None
 ) -> None:
     """Build, send what `remote` lacks, submit there, and follow."""
     from imgkit_builder.job import code as code_of
@@ -197,7 +221,7 @@ def _run_there(
 
 
 def _show_early(
-    options: RunOptions, remote: Remote, plan: RunPlan, run: Request, project: ProjectFile | None
+    options: _Options, remote: Remote, plan: RunPlan, run: Request, project: ProjectFile | None
 ) -> None:
     """Print the script of a job on a remote, as far as it is known before a look there."""
     from imgkit_builder.job import systems
@@ -216,9 +240,7 @@ def _show_early(
     _show(job, script, rows if options.verbose else (), as_json=options.as_json)
 
 
-def _run_here(
-    options: RunOptions, run: Request, image_flags: ImageFlags, project: ProjectFile | None
-) -> None:
+def _run_here(options: _Options, run: Request, image_flags: ImageFlags, project: ProjectFile | None) -> None:
     """Submit the job to the scheduler of this machine, or start it here where there is none."""
     from imgkit_builder.base import process
     from imgkit_builder.job import submit
@@ -293,7 +315,7 @@ def _without_scheduler(recipe: str) -> str:
     )
 
 
-def _submitted(record: SubmittedJob, data: dict[str, Any], options: RunOptions, *, followed: bool) -> None:
+def _submitted(record: SubmittedJob, data: dict[str, Any], options: _Options, *, followed: bool) -> None:
     """Print the id of a job that exists now, and save its record.
 
     Where the job's output is followed, that output has stdout to itself, so the id is on stderr alone.

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imgkit_builder.base import process
 from imgkit_builder.cli.common import columns, show, terminable
-from imgkit_builder.cli.job_flags import RunOptions, read_code
+from imgkit_builder.cli.job_flags import read_code
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.remote import connected
 from imgkit_entrypoints import terminal
@@ -30,29 +30,46 @@ _EXCLUDED = ("--nodes", "--interactive", "--sif", "--build", "--base-from")
 """Flags of another kind of job, and the one that ``--scaling`` replaces."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingOptions:
+    """The options of ``imgkit run`` that are not those of a job."""
+
+    text: str
+    """The value of ``--scaling``."""
+    recipe: str
+    remote: str
+    """Name of the remote; empty: this machine."""
+    base: str
+    detach: bool
+    dry_run: bool
+    as_json: bool
+    excluded: Mapping[str, object]
+    """Options that do not go with ``--scaling``, and their values."""
+
+
 def run_sizes(
-    options: RunOptions, remote: str, run: Request, image_flags: ImageFlags, project: ProjectFile | None
+    options: ScalingOptions, run: Request, image_flags: ImageFlags, project: ProjectFile | None
 ) -> int:
     """Submit the jobs of ``--scaling``, or find those of the folder that it names; return the exit code."""
     from imgkit_builder.job.request import flags_in
     from imgkit_builder.workflow import scaling
 
-    folder = Path(options.scaling)
+    folder = Path(options.text)
     is_report = folder.is_dir()
     excess = [name for name in (*flags_in(run), *flags_in(image_flags)) if is_report or name in _EXCLUDED]
-    used: dict[str, object] = {"--bwlimit": options.bwlimit, "--verbose": options.verbose}
+    used = dict(options.excluded)
     if is_report:
         used |= {"RECIPE": options.recipe, "COMMAND": run.command}
         used |= {"--detach": options.detach, "--dry-run": options.dry_run}
     excess += [name for name, value in used.items() if value]
     if excess:
-        message = f"{excess[0]} cannot be combined with --scaling {options.scaling}"
+        message = f"{excess[0]} cannot be combined with --scaling {options.text}"
         raise UsageError(message, where=excess[0], hint="leave it out")
     scaled: ScalingRun | None = None
     with terminable(), reporter(as_json=options.as_json) as report:
         try:
             if not is_report:
-                for created, scaled in _submit(options, remote, run, project, report):
+                for created, scaled in _submit(options, run, project, report):
                     folder, size = created, scaled.sizes[0]
                     report.note(f"{scaling.nodes_text(size.nodes)}: {size.job or size.state}")
             if options.dry_run:
@@ -71,13 +88,14 @@ def run_sizes(
 
 
 def _submit(
-    options: RunOptions, remote: str, run: Request, project: ProjectFile | None, report: Reporter
+    options: ScalingOptions, run: Request, project: ProjectFile | None, report: Reporter
 ) -> Iterator[tuple[Path, ScalingRun]]:
     """Check the jobs of all sizes, then submit them; a dry run prints their scripts."""
     from imgkit_builder.project import origins
     from imgkit_builder.remote import jobs as remote_jobs
     from imgkit_builder.workflow import jobs, scaling
 
+    remote = options.remote
     recipe = options.recipe or (project.recipe if project and not remote else "")
     if not recipe and not remote:
         raise UsageError(
@@ -86,7 +104,7 @@ def _submit(
     # On a remote, the plan of each job reads imgkit.toml itself, since it may name the recipe.
     request = run if remote else origins.under(run, project)
     code = read_code(origins.under(run, project), as_json=options.as_json)
-    sizes = scaling.parse_sizes(options.scaling)
+    sizes = scaling.parse_sizes(options.text)
     planned = scaling.plan(recipe, request, sizes, on=remote, project=project, code=code)
     for warning in planned[-1][0].warnings:
         report.note(warning)
@@ -106,7 +124,7 @@ def _submit(
     def start(nodes: int) -> JobHandle:
         sized = dataclasses.replace(request, nodes=str(nodes), yes=True)  # a person has agreed to the code
         stages = report if remote else None  # the warnings of a job here stand above
-        return jobs.run(recipe, sized, on=remote, base=options.base or "", project=project, report=stages)
+        return jobs.run(recipe, sized, on=remote, base=options.base, project=project, report=stages)
 
     yield from scaling.submit(planned, start)
 
@@ -123,7 +141,7 @@ def _show_scripts(planned: Sequence[tuple[Job, Script]], *, as_json: bool) -> No
         terminal.document(script.text)
 
 
-def _show(folder: Path, scaled: ScalingRun, options: RunOptions) -> int:
+def _show(folder: Path, scaled: ScalingRun, options: ScalingOptions) -> int:
     """Print the report, or where it will be; return the exit code."""
     from imgkit_builder.workflow import scaling
 
