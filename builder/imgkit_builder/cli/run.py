@@ -62,14 +62,14 @@ def verb_run(
     dry_run: bool = typer.Option(
         False, "--dry-run", help="Print exactly what would be submitted, then exit."
     ),
+    verbose: bool = typer.Option(
+        False, "--verbose", "-v", help="With --dry-run: also show every resolved value and its source."
+    ),
     scaling: str = typer.Option(
         "",
         metavar="N,N,...|DIR",
         help="Run COMMAND on each of these numbers of nodes, wait, and report the parallel efficiency. DIR: "
         "wait for the jobs of an earlier report, and write it.",
-    ),
-    verbose: bool = typer.Option(
-        False, "--verbose", "-v", help="With --dry-run: also show every resolved value and its source."
     ),
     trust_folder: bool = TRUST_FOLDER,
     as_json: bool = typer.Option(
