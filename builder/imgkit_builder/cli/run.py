@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import shlex
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import BASE_HELP, JSON, complete_names, show, terminable
+from imgkit_builder.cli.common import BASE_HELP, JSON, columns, complete_names, show, terminable
 from imgkit_builder.cli.job_flags import COMMAND, JobCommand, read_code
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.project import TRUST_FOLDER, project_here, values_data, values_table
 from imgkit_builder.cli.remote import can_follow_here, connected, follow, follow_here, may_ask
 from imgkit_entrypoints import terminal
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.errors import EXIT_NO, UsageError
 
 if TYPE_CHECKING:
+    from imgkit_builder.base.process import Finished
+    from imgkit_builder.base.progress import Reporter
     from imgkit_builder.job.request import ImageFlags, ImageJob, Job, Request, Script, SubmittedJob
     from imgkit_builder.project.origins import ValueSource
     from imgkit_builder.project.toml_file import ProjectFile
     from imgkit_builder.remote.config import Remote
+    from imgkit_builder.workflow.jobs import JobHandle
     from imgkit_builder.workflow.remote_run import RunPlan
+    from imgkit_builder.workflow.scaling import ScalingRun
 
 SCHEMA = 1
 HERE = "here"
@@ -33,6 +39,8 @@ COMMAND_CLASSES = {"run": JobCommand}
 """The verb whose flags are not all in its signature."""
 _UNKNOWN_HERE = ("image", "directory")
 """Values that are known only after a look at the remote."""
+_NOT_SCALED = ("--nodes", "--interactive", "--sif", "--build", "--base-from")
+"""Flags of another kind of job, and the one that ``--scaling`` replaces."""
 _NOT_ON_REMOTES = ("--interactive", "--delta", "--directory", "--sif", "--build", "--base-from")
 """Flags for jobs of this machine: on a remote, imgkit chooses the folder and sends the image itself."""
 
@@ -102,7 +110,6 @@ def verb_run(
       imgkit run cpu --nproc 2 -- dist-train --steps 100
       imgkit run --on mn5 --time 10m --scaling 1,2,4,8 -- dist-train --steps 500
     """
-    from imgkit_builder.cli.scaling import ScalingOptions, run_sizes
     from imgkit_builder.remote import config
 
     if verbose and not dry_run:
@@ -120,22 +127,12 @@ def verb_run(
         dry_run=dry_run,
         verbose=verbose,
         as_json=as_json,
+        scaling=scaling,
     )
     run, image_flags = flags.obj
     run = dataclasses.replace(run, command=flags.meta[COMMAND])
     if scaling:
-        remote = "" if name == HERE else name
-        scaling_options = ScalingOptions(
-            text=scaling,
-            recipe=recipe,
-            remote=remote,
-            base=base or "",
-            detach=detach,
-            dry_run=dry_run,
-            as_json=as_json,
-            excluded={"--bwlimit": bwlimit, "--verbose": verbose},
-        )
-        raise typer.Exit(run_sizes(scaling_options, run, image_flags, project))
+        raise typer.Exit(_run_sizes(options, "" if name == HERE else name, run, image_flags, project))
     if name and name != HERE:
         _run_there(options, config.find(name), run, image_flags, project)
     else:
@@ -154,6 +151,7 @@ class _Options:
     dry_run: bool
     verbose: bool
     as_json: bool
+    scaling: str
 
 
 def _run_there(
@@ -218,6 +216,98 @@ def _run_there(
     )
     if followed:
         raise typer.Exit(follow(far, record))
+
+
+def _run_sizes(
+    options: _Options, remote: str, run: Request, image_flags: ImageFlags, project: ProjectFile | None
+) -> int:
+    """Submit the jobs of ``--scaling``, or find those of the folder that it names; return the exit code."""
+    from imgkit_builder.base.process import INTERRUPTED
+    from imgkit_builder.job.request import flags_in
+    from imgkit_builder.workflow import scaling
+
+    folder = Path(options.scaling)
+    is_report = folder.is_dir()
+    flags = (*flags_in(run), *flags_in(image_flags))
+    excess = [name for name in flags if is_report or name in _NOT_SCALED]
+    used: dict[str, object] = {"--bwlimit": options.bwlimit, "--verbose": options.verbose}
+    if is_report:
+        used |= {"RECIPE": options.recipe, "COMMAND": run.command}
+        used |= {"--detach": options.detach, "--dry-run": options.dry_run}
+    excess += [name for name, value in used.items() if value]
+    if excess:
+        message = f"{excess[0]} cannot be combined with --scaling {options.scaling}"
+        raise UsageError(message, where=excess[0], hint="leave it out")
+    scaled = None
+    with terminable(), reporter(as_json=options.as_json) as report:
+        try:
+            if not is_report:
+                for created, scaled in _submit_sizes(options, remote, run, project, report):
+                    folder, size = created, scaled.sizes[0]
+                    report.note(f"{scaling.nodes_text(size.nodes)}: {size.job or size.state}")
+            if options.dry_run:
+                return 0
+            if not options.detach:
+                report.note(
+                    f"Ctrl-C leaves the jobs; imgkit run --scaling {shlex.quote(str(folder))} goes on"
+                )
+            result = scaled if options.detach and scaled else scaling.finish(folder, report)
+        except KeyboardInterrupt:
+            if scaled or is_report:
+                ids = " ".join(size.job for size in scaled.sizes if size.job) if scaled else ""
+                terminal.err(f"imgkit: the jobs continue: {ids}")
+            return INTERRUPTED
+    lines = [*columns(scaling.table(result)), *scaling.verdict(result)]
+    data = {**dataclasses.asdict(result), "folder": str(folder)}
+    show(data, *([str(folder)] if options.detach else lines), as_json=options.as_json)
+    if options.detach:
+        terminal.err(f"imgkit: once the jobs have ended: imgkit run --scaling {folder}")
+    else:
+        terminal.err(f"imgkit: {folder / scaling.PAGE_FILE}, {folder / scaling.CHART_FILE}")
+    return 0 if options.detach or all(size.is_complete for size in result.sizes) else EXIT_NO
+
+
+def _submit_sizes(
+    options: _Options, remote: str, run: Request, project: ProjectFile | None, report: Reporter
+) -> Iterator[tuple[Path, ScalingRun]]:
+    """Check the jobs of all sizes, then submit them; a dry run prints their scripts."""
+    from imgkit_builder.base import process
+    from imgkit_builder.project import origins
+    from imgkit_builder.remote import jobs as remote_jobs
+    from imgkit_builder.workflow import jobs, scaling
+
+    recipe = options.recipe or (project.recipe if project and not remote else "")
+    if not recipe and not remote:
+        raise UsageError("no recipe given", where="RECIPE", hint="imgkit run RECIPE --scaling 1,2 -- COMMAND")
+    # On a remote, the plan of each job reads imgkit.toml itself, since it may name the recipe.
+    request = run if remote else origins.under(run, project)
+    code = read_code(origins.under(run, project), as_json=options.as_json)
+    sizes = scaling.parse_sizes(options.scaling)
+    planned = scaling.plan(recipe, request, sizes, on=remote, project=project, code=code)
+    for warning in planned[-1][0].warnings:
+        report.note(warning)
+    if options.dry_run:
+        if options.as_json:
+            show({"jobs": [_described(job, script) for job, script in planned]}, as_json=True)
+            return
+        for job, script in planned:
+            terminal.err(f"imgkit: {scaling.nodes_text(job.nodes)}, in {job.directory}:")
+            terminal.document(script.text)
+        return
+    run_there: Callable[[Sequence[str]], Finished] = functools.partial(process.run, check=False)
+    if remote:
+        far = connected(remote)
+        far.login()  # may ask for a second factor, once
+        run_there = functools.partial(remote_jobs.finished, far)
+    scaling.refuse_unstartable(*planned[-1], run_there)
+
+    def start(nodes: int) -> JobHandle:
+        sized = dataclasses.replace(request, nodes=str(nodes), yes=True)  # a person has agreed to the code
+        stages = report if remote else None  # the warnings of a job here stand above
+        base = options.base or ""
+        return jobs.run(recipe, sized, on=remote, base=base, project=project, report=stages)
+
+    yield from scaling.submit(planned, start)
 
 
 def _show_early(
