@@ -35,7 +35,7 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
         "cli": "workflow remote project examine job delta apptainer lock sif engine archive "
         "image recipe oci base entrypoints/values",
         "workflow": "remote project job delta apptainer sif inventory engine archive image recipe oci base "
-        "entrypoints/values",
+        "entrypoints/apps entrypoints/launch entrypoints/values",
         "remote": "job delta sif recipe base entrypoints/values",
         "project": "job image recipe base entrypoints/launch entrypoints/values",
         "examine": "delta apptainer sif engine archive recipe oci base entrypoints/values",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import shlex
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ import typer
 from imgkit_builder.cli.common import (
     JSON,
     MB,
+    columns,
     flag_option,
     name_argument,
     output_option,
@@ -26,14 +29,18 @@ from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.project import TRUST_FOLDER, project_here, values_data, values_table
 from imgkit_builder.workflow.build import BASE_HELP
 from imgkit_entrypoints import terminal
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.errors import EXIT_NO, UsageError
 
 if TYPE_CHECKING:
+    from imgkit_builder.base.process import Finished
+    from imgkit_builder.base.progress import Reporter
     from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
     from imgkit_builder.project.origins import ValueSource
     from imgkit_builder.project.toml_file import ProjectFile
     from imgkit_builder.remote.config import Remote
+    from imgkit_builder.workflow.jobs import JobHandle
     from imgkit_builder.workflow.remote_run import RunPlan
+    from imgkit_builder.workflow.scaling import ScalingRun
 
 HERE = "here"
 """The value of ``--on`` for this machine, where an imgkit.toml names a remote."""
@@ -41,6 +48,8 @@ COMMAND_CLASSES = {"run": JobCommand}
 """The verb whose flags are not all in its signature."""
 _UNKNOWN_HERE = ("image", "directory")
 """Values that are known only after a look at the remote."""
+_NOT_SCALED = ("--nodes", "--interactive", "--sif", "--build", "--base-from")
+"""Flags of another kind of job, and the one that ``--scaling`` replaces."""
 _NOT_ON_REMOTES = ("--interactive", "--delta", "--directory", "--sif", "--build", "--base-from")
 """Flags for jobs of this machine: on a remote, imgkit chooses the folder and sends the image itself."""
 
@@ -67,6 +76,12 @@ def verb_run(
     dry_run: bool = flag_option("--dry-run", "Print exactly what would be submitted, then exit."),
     verbose: bool = typer.Option(
         False, "--verbose", "-v", help="With --dry-run: also show every resolved value and its source."
+    ),
+    scaling: str = typer.Option(
+        "",
+        metavar="N,N,...|DIR",
+        help="Run COMMAND on each of these numbers of nodes, wait, and report the parallel efficiency. DIR: "
+        "wait for the jobs of an earlier report, and write it.",
     ),
     trust_folder: bool = TRUST_FOLDER,
     as_json: bool = flag_option(
@@ -97,6 +112,7 @@ def verb_run(
       imgkit run rcp --nodes 4 --image registry.example.org/me/rcp:1 -- dist-train --steps 1000
       imgkit run lambda --hosts 10.0.0.1,10.0.0.2 -- dist-hello
       imgkit run cpu --nproc 2 -- dist-train --steps 100
+      imgkit run --on mn5 --time 10m --scaling 1,2,4,8 -- dist-train --steps 500
     """
     from imgkit_builder.remote import config
 
@@ -115,8 +131,11 @@ def verb_run(
         dry_run=dry_run,
         verbose=verbose,
         as_json=as_json,
+        scaling=scaling,
     )
     run: Request = dataclasses.replace(flags.obj, command=flags.meta[COMMAND])
+    if scaling:
+        raise typer.Exit(_run_sizes(options, "" if name == HERE else name, run, project))
     if name and name != HERE:
         _run_there(options, config.find(name), run, project)
     else:
@@ -135,6 +154,7 @@ class _Options:
     dry_run: bool
     verbose: bool
     as_json: bool
+    scaling: str
 
 
 def _run_there(options: _Options, remote: Remote, run: Request, project: ProjectFile | None) -> None:
@@ -197,6 +217,95 @@ def _run_there(options: _Options, remote: Remote, run: Request, project: Project
     )
     if followed:
         raise typer.Exit(follow(record))
+
+
+def _run_sizes(options: _Options, remote: str, run: Request, project: ProjectFile | None) -> int:
+    """Submit the jobs of ``--scaling``, or find those of the folder that it names; return the exit code."""
+    from imgkit_builder.base.process import INTERRUPTED
+    from imgkit_builder.job.request import flags_in
+    from imgkit_builder.workflow import scaling
+
+    folder = Path(options.scaling)
+    is_report = folder.is_dir()
+    excess = [name for name in flags_in(run) if is_report or name in _NOT_SCALED]
+    used: dict[str, object] = {"--bwlimit": options.bwlimit, "--verbose": options.verbose}
+    if is_report:
+        used |= {"RECIPE": options.recipe, "COMMAND": run.command}
+        used |= {"--detach": options.detach, "--dry-run": options.dry_run}
+    excess += [name for name, value in used.items() if value]
+    if excess:
+        message = f"{excess[0]} cannot be combined with --scaling {options.scaling}"
+        raise UsageError(message, where=excess[0], hint="leave it out")
+    scaled = None
+    with terminable(), reporter(as_json=options.as_json) as report:
+        try:
+            if not is_report:
+                for created, scaled in _submit_sizes(options, remote, run, project, report):
+                    folder, size = created, scaled.sizes[0]
+                    report.note(f"{scaling.nodes_text(size.nodes)}: {size.job or size.state}")
+            if options.dry_run:
+                return 0
+            if not options.detach:
+                report.note(
+                    f"Ctrl-C leaves the jobs; imgkit run --scaling {shlex.quote(str(folder))} goes on"
+                )
+            result = scaled if options.detach and scaled else scaling.finish(folder, report)
+        except KeyboardInterrupt:
+            if scaled or is_report:
+                ids = " ".join(size.job for size in scaled.sizes if size.job) if scaled else ""
+                terminal.err(f"imgkit: the jobs continue: {ids}")
+            return INTERRUPTED
+    lines = [*columns(scaling.table(result)), *scaling.verdict(result)]
+    data = {**dataclasses.asdict(result), "folder": str(folder)}
+    show(data, *([str(folder)] if options.detach else lines), as_json=options.as_json)
+    if options.detach:
+        terminal.err(f"imgkit: once the jobs have ended: imgkit run --scaling {folder}")
+    else:
+        terminal.err(f"imgkit: {folder / scaling.PAGE_FILE}, {folder / scaling.CHART_FILE}")
+    return 0 if options.detach or all(size.is_complete for size in result.sizes) else EXIT_NO
+
+
+def _submit_sizes(
+    options: _Options, remote: str, run: Request, project: ProjectFile | None, report: Reporter
+) -> Iterator[tuple[Path, ScalingRun]]:
+    """Check the jobs of all sizes, then submit them; a dry run prints their scripts."""
+    from imgkit_builder.base import process
+    from imgkit_builder.project import origins
+    from imgkit_builder.remote import jobs as remote_jobs
+    from imgkit_builder.workflow import jobs, scaling
+
+    recipe = options.recipe or (project.recipe if project and not remote else "")
+    if not recipe and not remote:
+        raise UsageError("no recipe given", where="RECIPE", hint="imgkit run RECIPE --scaling 1,2 -- COMMAND")
+    # On a remote, the plan of each job reads imgkit.toml itself, since it may name the recipe.
+    request = run if remote else origins.under(run, project)
+    code = read_code(origins.under(run, project), as_json=options.as_json)
+    sizes = scaling.parse_sizes(options.scaling)
+    planned = scaling.plan(recipe, request, sizes, on=remote, project=project, code=code)
+    for warning in planned[-1][0].warnings:
+        report.note(warning)
+    if options.dry_run:
+        if options.as_json:
+            show({"jobs": [_described(job, script) for job, script in planned]}, as_json=True)
+            return
+        for job, script in planned:
+            terminal.err(f"imgkit: {scaling.nodes_text(job.nodes)}, in {job.directory}:")
+            terminal.document(script.text)
+        return
+    run_there: Callable[[Sequence[str]], Finished] = functools.partial(process.run, check=False)
+    if remote:
+        far = connected(remote)
+        far.login()  # may ask for a second factor, once
+        run_there = functools.partial(remote_jobs.finished, far)
+    scaling.refuse_unstartable(*planned[-1], run_there)
+
+    def start(nodes: int) -> JobHandle:
+        sized = dataclasses.replace(request, nodes=str(nodes), yes=True)  # a person has agreed to the code
+        stages = report if remote else None  # the warnings of a job here stand above
+        base = options.base or ""
+        return jobs.run(recipe, sized, on=remote, base=base, project=project, report=stages)
+
+    yield from scaling.submit(planned, start)
 
 
 def _show_early(

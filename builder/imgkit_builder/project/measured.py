@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from imgkit_entrypoints import files, json_text
 
@@ -25,20 +27,34 @@ def tail(folder: Path) -> LastNumbers:
     """Return the last numbers of the run in `folder`."""
     step = None
     # A killed run repeats steps when it goes on: the last line counts, not the highest step.
-    for line in reversed(_last_lines(folder / METRICS)):
-        try:
-            values = json_text.parse(line, most_bytes=_LONGEST_LINE)
-        except ValueError:
-            continue  # half a line of a run that was killed, or of the file's part that was read
-        line_step = values.pop("step", None) if isinstance(values, dict) else None
+    for numbers in reversed(rows(folder)):
+        line_step = numbers.pop("step", None)
         if type(line_step) is not int or not 0 <= line_step < 1 << 62:
             continue
-        # JSON's true is an int in Python.
-        numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
         step = line_step if step is None and numbers else step
         if "loss" in numbers:
             return LastNumbers(step=step, loss=float(numbers["loss"]))
     return LastNumbers(step=step)
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    """Return the numbers in the last lines of the metrics of the run in `folder`, the oldest line first."""
+    # JSON's true is an int in Python.
+    return [
+        {key: value for key, value in line.items() if type(value) in (int, float)}
+        for line in _objects(_last_lines(folder / METRICS))
+    ]
+
+
+def _objects(lines: list[bytes]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects among `lines`."""
+    for line in lines:
+        try:
+            values = json_text.parse(line, most_bytes=_LONGEST_LINE)
+        except ValueError:
+            continue  # half a line of a run that was killed, or of the file's part that was read
+        if isinstance(values, dict):
+            yield values
 
 
 def _last_lines(file: Path) -> list[bytes]:

@@ -13,6 +13,7 @@ from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.base.process import Finished
+    from imgkit_builder.project.toml_file import ProjectFile
     from imgkit_builder.remote.connection import Connection
 
 _MOST_LOG_BYTES = 16 << 20
@@ -103,7 +104,13 @@ class JobHandle:
 
 
 def run(
-    recipe: str | Path, request: Request, *, on: str = "", base: str = "", report: Reporter | None = None
+    recipe: str | Path,
+    request: Request,
+    *,
+    on: str = "",
+    base: str = "",
+    project: ProjectFile | None = None,
+    report: Reporter | None = None,
 ) -> JobHandle:
     """Submit the job of `request`.
 
@@ -136,7 +143,7 @@ def run(
             hint="leave it out",
         )
     report, remote = report or Silent(), config.find(on)
-    plan = remote_run.plan(str(recipe), request, None, remote.recipe)
+    plan = remote_run.plan(str(recipe), request, project, remote.recipe)
     far = connection.connect(remote_run.with_transfer_host(remote, plan))
     code = code_of.read(request, large=request.yes, report=report) if request.code is not None else None
     far.login()

@@ -109,6 +109,23 @@ def test_one_command_builds_sends_submits_and_follows(site: Site) -> None:
     assert [bool(re.fullmatch(r"[0-9a-f]{64}-[0-9a-f]{12}\.sif", path.name)) for path in there] == [True]
 
 
+RATES = (
+    '[ "$SLURM_NODEID" = 0 ] || exit 0; cd "$IMGKIT_RUN_DIR"; rate=$((20 + 80 * SLURM_NNODES)); '
+    """for n in 1 2 3; do printf '{"step": %s, "samples_per_s": %s}\\n' $n $rate; done > metrics.jsonl"""
+)
+
+
+def test_scaling_reads_the_runs_of_a_remote(site: Site) -> None:
+    done = site.run("--scaling", "1,2", "--json", "--", "sh", "-c", RATES)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [size["figures"]["efficiency"] for size in report["sizes"]] == [1, pytest.approx(0.9)]
+    assert all(re.fullmatch(r"\d+@far", size["job"]) for size in report["sizes"])
+    folder = site.here / report["folder"]
+    assert (folder / "2-nodes/metrics.jsonl").exists()
+    assert "to send: nothing" in done.stderr
+
+
 def test_run_without_a_change_sends_nothing(site: Site) -> None:
     before = len(site.far.calls())
     done = site.run("--detach", "--", "true")

@@ -102,10 +102,10 @@ def _line(name: str, number: int, points: Points, x_axis: _Scale, y_axis: _Scale
     turn, colour = divmod(number, len(COLOURS))
     dash = DASHES[turn % len(DASHES)]
     dashes = f' stroke-dasharray="{dash}"' if dash else ""
-    places = [(x_axis.at(size), y_axis.at(value)) for size, value in points]
-    corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    positions = [(x_axis.at(size), y_axis.at(value)) for size, value in points]
+    corners = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
     yield f'<polyline class="s{colour}" fill="none" stroke-width="2"{dashes} points="{corners}"/>'
-    for (size, value), (x, y) in zip(points, places, strict=True):
+    for (size, value), (x, y) in zip(points, positions, strict=True):
         tip = escaped(f"{name}: {value:.4g} GBps at {sizes.both(size)}")
         yield f'<g class="f{colour}">{_marker(number, x, y)}<title>{tip}</title></g>'
 

@@ -76,7 +76,7 @@ class CollectiveCall:
         return list(buffer.chunk(self.ranks)) if self.rank == ROOT else None
 
 
-def _whole(shape: Shape) -> int:
+def _full_size(shape: Shape) -> int:
     return shape.count
 
 
@@ -95,7 +95,7 @@ class Collective:
     name: str
     parts: bool = False
     """The size counts one chunk per rank; otherwise it is the size of each rank's buffer."""
-    input: Callable[[Shape], int] = _whole
+    input: Callable[[Shape], int] = _full_size
     """Elements of a rank's input."""
     output: Callable[[Shape], int] | None = None
     """Elements of a rank's separate output; None: input and output are one buffer."""
@@ -235,7 +235,7 @@ COLLECTIVES: tuple[Collective, ...] = (
         name="all_gather",
         parts=True,
         input=_part,
-        output=_whole,
+        output=_full_size,
         bus=lambda share: share,
         traffic=_ring_bytes(1),
         fills_network=True,
@@ -271,7 +271,7 @@ COLLECTIVES: tuple[Collective, ...] = (
     Collective(
         name="alltoall",
         parts=True,
-        output=_whole,
+        output=_full_size,
         bus=lambda share: share,
         traffic=_alltoall_bytes,
         fills_network=True,
@@ -281,7 +281,7 @@ COLLECTIVES: tuple[Collective, ...] = (
     Collective(
         name="alltoallv",  # with explicit, equal splits: the call of expert-parallel programs
         parts=True,
-        output=_whole,
+        output=_full_size,
         bus=lambda share: share,
         traffic=_alltoall_bytes,
         fills_network=True,
@@ -290,7 +290,7 @@ COLLECTIVES: tuple[Collective, ...] = (
     ),
     Collective(
         name="sendrecv",  # in a ring in node order: only each node's last rank sends to another node
-        output=_whole,
+        output=_full_size,
         call=_sendrecv,
         result=lambda shape: _copy_of(shape, (shape.rank - 1) % shape.ranks),
     ),

@@ -49,8 +49,8 @@ def ranks_per_node(names: Sequence[str]) -> int:
     UsageError : the nodes have different numbers of ranks, so no line rate would fit all of them.
     """
     counts = {name: names.count(name) for name in names}
-    (first, count), *others = counts.items()
-    for name, other_count in others:
+    (first, count), *rest = counts.items()
+    for name, other_count in rest:
         if other_count != count:
             raise UsageError(
                 f"the nodes have different numbers of ranks: {count} on {first}, {other_count} on {name}",

@@ -167,15 +167,15 @@ class Measurer:
         self, collective: Collective, buffers: Sequence[Buffers], counts: Counts, is_slow: bool
     ) -> list[float]:
         """Return the seconds of each batch, whose launches rotate through buffers of random data."""
-        times = []
+        seconds = []
         for batch in range(counts.batches):
             self._check_stop(is_slow)
             if batch == 0 or (collective.sums and not collective.separate):  # sums in place grow to infinity
                 for copy, pair in enumerate(buffers):
                     self.noise.fill(pair.input, self.ranks.rank, copy)
             launch = collectives.rotate([collectives.bind(collective, pair, self.ranks) for pair in buffers])
-            times.append(time_batch(launch, counts.launches, self.ranks))
-        return times
+            seconds.append(time_batch(launch, counts.launches, self.ranks))
+        return seconds
 
     def _verify(
         self,

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from imgkit_entrypoints import __version__, files
-from imgkit_entrypoints.apps.bench.collectives import Collective
-from imgkit_entrypoints.apps.bench.verify import Dtype
+from imgkit_entrypoints.apps.bench.collectives import ROOT, Collective, named
+from imgkit_entrypoints.apps.bench.verify import Dtype, dtype_named
 from imgkit_entrypoints.errors import UsageError
 
-SCHEMA = 1
+FILE_VERSION = 1
+"""Version of the JSON of nccl-tests (``-J``, src/util.cu of v2.17 and later) whose fields ours has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,49 @@ class Result:
     busbw_GBps: float
     wrong: int | None
     """Elements that differ from the expected ones; None: values were not verified."""
+
+    @property
+    def type(self) -> str:
+        """The element type, by nccl-tests' name."""
+        return dtype_named(self.dtype).nccl
+
+    @property
+    def redop(self) -> str:
+        """The reduction, as nccl-tests prints it."""
+        return "sum" if named(self.collective).sums else "none"
+
+    @property
+    def root(self) -> int:
+        """The root's rank, or -1, as nccl-tests prints it."""
+        return ROOT if named(self.collective).has_root else -1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the entry of nccl-tests' JSON; torch offers each operation in one of the two ways."""
+        is_out_of_place = named(self.collective).separate
+        figures = {
+            "time": self.time_us,
+            "alg_bw": self.algbw_GBps,
+            "bus_bw": self.busbw_GBps,
+            "nwrong": self.wrong,
+            "low": self.low_us,
+            "high": self.high_us,
+        }
+        return {
+            "experiment_name": self.collective,
+            "size": self.size_bytes,
+            "count": self.count,
+            "type": self.type,
+            "redop": self.redop,
+            "root": self.root,
+            "out_of_place": figures if is_out_of_place else None,
+            "in_place": None if is_out_of_place else figures,
+            "actual_iterations": self.iterations,
+        }
+
+
+def mean_busbw_GBps(results: Sequence[Result]) -> float:
+    """Return nccl-tests' "Avg bus bandwidth"; 0 without a result."""
+    return statistics.fmean(result.busbw_GBps for result in results) if results else 0.0
 
 
 def new_result(
@@ -107,23 +151,25 @@ class RunRecord:
     def to_json(self, verdict: Mapping[str, Any]) -> str:
         """Return the text of the JSON file; docs/bench.md lists the fields."""
         data = {
-            "schema": SCHEMA,
-            "tool": "dist-bench",
-            "version": __version__,
+            "version": FILE_VERSION,
+            "start_time": self.started,
+            "args": list(self.command),
+            "results": [result.to_dict() for result in self.results],
+            # nccl-tests writes these truth values as texts.
+            "out_of_bounds": {"count": self.wrong, "okay": "false" if self.wrong else "true"},
+            "average_bus_bandwidth": {"bandwidth": mean_busbw_GBps(self.results), "okay": "unchecked"},
+            "imgkit": __version__,
             "complete": self.complete,
-            "started": self.started,
-            "command": list(self.command),
             "world": dataclasses.asdict(self.world),
             "fingerprint": dict(self.fingerprint),
             "line_rate_Gbps": self.line_rate_Gbps,
             "transport": list(self.transport),
-            "results": [dataclasses.asdict(result) for result in self.results],
             "verdict": dict(verdict),
         }
         return json.dumps(data, indent=1) + "\n"
 
     def to_csv(self) -> str:
-        """Return the text of the CSV file: one row per result, with the names of the JSON file."""
+        """Return the text of the CSV file: one row per result."""
         text = io.StringIO()
         names = [column.name for column in dataclasses.fields(Result)]
         writer = csv.DictWriter(text, names, lineterminator="\n")

@@ -92,8 +92,11 @@ class Sweep:
         max_bytes = options.max_bytes
         if max_bytes is None:
             max_bytes = MAX_BYTES.get(self._setup.world.backend, MAX_BYTES["gloo"])
-            room = machine.DEFAULT_SHARE * self._setup.free_bytes
-            while max_bytes > options.min_bytes and self._measurer.needed_bytes(collective, max_bytes) > room:
+            usable_bytes = machine.DEFAULT_SHARE * self._setup.free_bytes
+            while (
+                max_bytes > options.min_bytes
+                and self._measurer.needed_bytes(collective, max_bytes) > usable_bytes
+            ):
                 max_bytes //= 2
         requested = sizes.sweep(options.min_bytes, max(max_bytes, options.min_bytes), options.factor)
         return list(dict.fromkeys(self._measurer.size_bytes(collective, size) for size in requested))
@@ -105,7 +108,7 @@ class Sweep:
             self._measurer.run_once(collective, smallest)
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            is_unsupported = any(word in first_line.lower() for word in _UNSUPPORTED)
+            is_unsupported = any(text in first_line.lower() for text in _UNSUPPORTED)
             if isinstance(error, RuntimeError) and not is_unsupported:
                 raise
             return first_line
@@ -124,7 +127,7 @@ class Sweep:
             wrong=measurement.wrong,
         )
         self._record.results.append(result)
-        self._print(table.row(collective, result))
+        self._print(table.row(result))
         for element in measurement.first_wrong:
             self._note(f"{element} (on {setup.node_names[element.rank]})")
         self._save(("INCOMPLETE: the run was still in progress, or was killed.",))

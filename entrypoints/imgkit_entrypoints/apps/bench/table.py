@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from imgkit_entrypoints.apps.bench.collectives import ROOT, Collective
-from imgkit_entrypoints.apps.bench.record import Result, World
+from imgkit_entrypoints.apps.bench.collectives import Collective
+from imgkit_entrypoints.apps.bench.record import Result, World, mean_busbw_GBps
 from imgkit_entrypoints.apps.bench.verify import dtype_named
 
 HEADER = (
@@ -24,14 +24,11 @@ def title(collective: Collective, dtype: str, world: World) -> str:
     return f"# {collective.name} {dtype_named(dtype).torch}{redop}, {ranks}, {world.backend}{nodes}"
 
 
-def row(collective: Collective, result: Result) -> str:
+def row(result: Result) -> str:
     """Return the row of one size; GB/s is 1e9 B/s, as in nccl-tests."""
-    redop = "sum" if collective.sums else "none"
-    root = ROOT if collective.has_root else -1
-    dtype = dtype_named(result.dtype).torch
     wrong = "N/A" if result.wrong is None else str(result.wrong)
     return (
-        f"{result.size_bytes:12}  {result.count:12}  {dtype:>8}  {redop:>6}  {root:6}  "
+        f"{result.size_bytes:12}  {result.count:12}  {result.type:>8}  {result.redop:>6}  {result.root:6}  "
         f"{result.time_us:9.2f}  {result.algbw_GBps:7.3f}  {result.busbw_GBps:7.3f}  {wrong:>6}  "
         f"{result.low_us:9.2f}  {result.high_us:9.2f}"
     )
@@ -43,8 +40,7 @@ def summary(results: Sequence[Result]) -> tuple[str, ...]:
         return ()
     verified = [result.wrong for result in results if result.wrong is not None]
     wrong = f"{sum(verified)} {'FAILED' if any(verified) else 'OK'}" if verified else "N/A"
-    mean_GBps = sum(result.busbw_GBps for result in results) / len(results)
     return (
         f"# Out of bounds values : {wrong}",
-        f"# Avg bus bandwidth    : {mean_GBps:g}",
+        f"# Avg bus bandwidth    : {mean_busbw_GBps(results):g}",
     )

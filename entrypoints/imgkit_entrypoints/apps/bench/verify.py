@@ -147,10 +147,11 @@ class ExpectedValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dtype:
-    """One element type; `torch` is its name in torch."""
+    """One element type; `torch` is its name in torch, and `nccl` that of nccl-tests."""
 
     name: str
     torch: str
+    nccl: str
     item_bytes: int
     exact: int
     """Whole numbers up to this one are exact, so their sums do not depend on the order."""
@@ -159,10 +160,10 @@ class Dtype:
 
 
 DTYPES: tuple[Dtype, ...] = (
-    Dtype(name="fp32", torch="float32", item_bytes=4, exact=1 << 24, bits="int32"),
-    Dtype(name="bf16", torch="bfloat16", item_bytes=2, exact=1 << 8, bits="int16"),
-    Dtype(name="fp16", torch="float16", item_bytes=2, exact=1 << 11, bits="int16"),
-    Dtype(name="fp64", torch="float64", item_bytes=8, exact=1 << 53, bits="int64"),
+    Dtype(name="fp32", torch="float32", nccl="float", item_bytes=4, exact=1 << 24, bits="int32"),
+    Dtype(name="bf16", torch="bfloat16", nccl="bfloat16", item_bytes=2, exact=1 << 8, bits="int16"),
+    Dtype(name="fp16", torch="float16", nccl="half", item_bytes=2, exact=1 << 11, bits="int16"),
+    Dtype(name="fp64", torch="float64", nccl="double", item_bytes=8, exact=1 << 53, bits="int64"),
 )
 
 
