@@ -32,7 +32,7 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
     gpus = compute.gpus(reader, env, software.closed_gpus(reader, env))
     cpus, cpu_quota, cpus_source = compute.cpus(reader)
     processes, processes_source = compute.processes(reader)
-    nccl_version, nccl_source = software.nccl(reader, env)
+    nccl_version, nccl_source, nccl_of = software.nccl(reader, env)
     nccl_settings = software.nccl_settings(reader, env)
     recipe = software.recipe(reader)
     libraries = software.libraries(reader, env, software.named_plugins(recipe, env, nccl_settings))
@@ -68,9 +68,14 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
         libraries=libraries,
         verbs_providers=software.verbs_providers(reader, env),
         torch_version=software.torch(reader),
+        torch_cuda=software.torch_cuda(reader),
         rocm=software.rocm(reader),
         nccl_version=nccl_version,
         nccl_source=nccl_source,
+        nccl_of=nccl_of,
+        image_nccl=software.image_nccl(reader, env)[0],
+        numa_fault=software.numa_fault(reader),
+        has_cuda_compat=reader.exists(host_libs.COMPAT),
         nccl_settings=nccl_settings,
         image_env=software.image_env(reader),
         host_libraries=host_libs.libraries(reader, recipe, env),

@@ -50,7 +50,12 @@ class Reader:
         return self.root / path.lstrip("/")
 
     def text(self, path: str) -> str | None:
-        """Return the content of the file without surrounding white space; None if it cannot be read.
+        """Return the content of the file without surrounding white space; None if it cannot be read."""
+        content = self.content(path)
+        return None if content is None else content.decode("utf-8", "replace").strip()
+
+    def content(self, path: str) -> bytes | None:
+        """Return the bytes of the file; None if it cannot be read.
 
         A tree may come from somebody else: a link out of it would show a file of this machine.
         """
@@ -65,7 +70,7 @@ class Reader:
                 # Files of /proc arrive page by page, whatever size a read asks for.
                 while (piece := os.read(handle, _PIECE_BYTES)) and len(content) < _MOST_BYTES:
                     content += piece
-                return content.decode("utf-8", "replace").strip()
+                return content
             finally:
                 os.close(handle)
         except (OSError, ValueError):
