@@ -142,13 +142,14 @@ def _dist_doctor(options: LaunchOptions, worker: Worker, env: Mapping[str, str])
     """Check this node, or all nodes of the job with one collective between them; return the exit code."""
     from imgkit_entrypoints.doctor import node  # no other command needs its checks
 
-    try:
-        placement = start.find_placement(options.placement, env)
-    except NoPlan as error:
-        start.say(*f"this node only: {error}".split("\n"))
-    else:
-        if placement.nnodes > 1 or options.request.nproc != "auto":
-            request = dataclasses.replace(options.request, prefix=False)
-            return start.launch(dataclasses.replace(options, request=request), worker, env)
     arguments = worker.argv[worker.argv.index("-m") + 2 :]
+    if "--known-issues" not in arguments:
+        try:
+            placement = start.find_placement(options.placement, env)
+        except NoPlan as error:
+            start.say(*f"this node only: {error}".split("\n"))
+        else:
+            if placement.nnodes > 1 or options.request.nproc != "auto":
+                request = dataclasses.replace(options.request, prefix=False)
+                return start.launch(dataclasses.replace(options, request=request), worker, env)
     return node.main(arguments, {**env, "IMGKIT_DEVICE": options.request.device})

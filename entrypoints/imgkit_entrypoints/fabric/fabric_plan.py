@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from imgkit_entrypoints.facts import HostFacts
+from imgkit_entrypoints.known_issues import IssueResult
 from imgkit_entrypoints.system import PARTITION, FabricKind
 
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -65,6 +66,10 @@ class FabricPlan:
     """Settings that are slow or dangerous; the run may go on."""
     blockers: tuple[Finding, ...] = ()
     """Reasons why NCCL would fail or hang between nodes; they do not matter on one node or with gloo."""
+    refusals: tuple[Finding, ...] = ()
+    """Known issues for which a run with GPUs must not start."""
+    issues: tuple[IssueResult, ...] = ()
+    """IssueResult of every row of known issues."""
     devices: tuple[str, ...] = ()
     """Devices that carry the traffic: ``mlx5_0:1``, ``cxi0``, ``eth0``."""
     line_rate_Gbps: float | None = None

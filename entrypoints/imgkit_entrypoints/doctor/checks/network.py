@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from imgkit_entrypoints import files
 from imgkit_entrypoints.doctor.checks.check import Check, Subject, Verdict
-from imgkit_entrypoints.fabric import library_path, plugin, ports, sockets
+from imgkit_entrypoints.fabric import issues, library_path, plugin, ports, sockets
 from imgkit_entrypoints.fabric.slingshot import plugin as slingshot_plugin
 from imgkit_entrypoints.facts import health
 from imgkit_entrypoints.facts.host_facts import Port, RdmaDevice
@@ -31,9 +30,19 @@ def network(subject: Subject) -> Iterator[Check]:
     yield Check("network", "ok", f"{plan.kind} over {devices}{rate} ({plan.reason})")
     for blocker in plan.blockers:
         yield Check("network", subject.between, blocker.what, blocker.fix)
+    known = issues.findings(plan.issues, "warn")
     for warning in plan.warnings:
-        if not any(text in warning.what for text in (*SPECIFIC_CHECKS[plan.kind], plugin.UNOPENED)):
+        is_specific = any(text in warning.what for text in (*SPECIFIC_CHECKS[plan.kind], plugin.UNOPENED))
+        if warning not in known and not is_specific:
             yield Check("network", "warn", warning.what, warning.fix)
+
+
+def known_issues(subject: Subject) -> Iterator[Check]:
+    """Report the known issues that appear on this node."""
+    for refusal in subject.plan.refusals:
+        yield Check("known issue", "fail", refusal.what, refusal.fix)
+    for warning in issues.findings(subject.plan.issues, "warn"):
+        yield Check("known issue", "warn", warning.what, warning.fix)
 
 
 def net_plugin(subject: Subject) -> Iterator[Check]:
@@ -170,12 +179,6 @@ def slingshot(subject: Subject) -> Iterator[Check]:
     else:
         yield Check("libfabric", "ok", plugin_path)
     yield from _host_libraries(subject)
-    version = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", facts.kernel)
-    if version and (int(version[1]), int(version[2])) < (5, 12):
-        evidence = f"/proc/sys/kernel/osrelease: {facts.kernel}; fork is safe with RDMA since Linux 5.12"
-        fix = "if data workers crash, use no workers or the start method spawn (RHEL 8.6 and SLES 15 SP4 "
-        fix += "are safe despite their older kernels)"
-        yield Check("kernel", "warn", evidence, fix)
 
 
 def _host_libraries(subject: Subject) -> Iterator[Check]:
