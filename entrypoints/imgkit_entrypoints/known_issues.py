@@ -145,6 +145,8 @@ class Value:
     """The value with its source, as messages quote it."""
     is_requested: bool = False
     """True for a variable that the user, an nccl.conf or the recipe sets, and not the image."""
+    is_known: bool = True
+    """False for a variable that only a node can show."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,12 @@ class IssueResult:
     state: Literal["match", "no match", "unknown"]
     reason: str
     """The values that match, the condition that does not hold, or the facts that are unknown."""
+
+    @property
+    def message(self) -> str:
+        """What a row that matches says, with its evidence and its source."""
+        parts = (self.reason, f"known issue {self.issue.id}", self.issue.source)
+        return f"{self.issue.message} ({'; '.join(filter(None, parts))})"
 
 
 Lookup = Callable[[str], Value]
@@ -171,8 +179,7 @@ def evaluate(issue: KnownIssue, lookup: Lookup) -> IssueResult:
         if True in states:
             evidence[lookup(alternatives[states.index(True)].name).evidence] = None
         elif None in states:
-            name = alternatives[states.index(None)]
-            unknown.update(dict.fromkeys(_unknown_facts(name, lookup)))
+            unknown.update(dict.fromkeys(_unknown_names(alternatives[states.index(None)], lookup)))
         else:
             values = dict.fromkeys(lookup(comparison.name).evidence for comparison in alternatives)
             return IssueResult(issue, "no match", f"needs {condition} ({', '.join(values)})")
@@ -181,15 +188,17 @@ def evaluate(issue: KnownIssue, lookup: Lookup) -> IssueResult:
     return IssueResult(issue, "match", ", ".join(filter(None, evidence)))
 
 
-def _unknown_facts(comparison: Comparison, lookup: Lookup) -> Iterator[str]:
-    names = [] if comparison.prefix else [comparison.name]
-    names += [comparison.operand[1:-1]] if comparison.operand.startswith("{") else []
-    return (FACTS[name] for name in names if not _VERSION.match(lookup(name).text))
+def _unknown_names(comparison: Comparison, lookup: Lookup) -> Iterator[str]:
+    """Yield what a comparison without an answer compares, except a version that is known."""
+    names = (comparison.name, comparison.operand[1:-1] if comparison.operand.startswith("{") else "")
+    return (FACTS.get(name, name) for name in filter(None, names) if not _version(lookup(name).text))
 
 
 def _holds(comparison: Comparison, lookup: Lookup) -> bool | None:
     """Return whether a comparison holds; None if it compares something unknown."""
     value, operand = lookup(comparison.name), comparison.operand
+    if not value.is_known:
+        return None
     if comparison.operator == "is":
         is_set = bool(value.text)
         return value.is_requested if operand == "requested" else is_set == (operand == "set")

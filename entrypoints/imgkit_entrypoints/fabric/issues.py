@@ -38,20 +38,14 @@ def apply(draft: PlanDraft, kind: FabricKind, system: SystemFacts | None) -> tup
         results.append(result)
         if result.state == "match" and issue.effect == "set":
             for variable, value in issue.env.items():
-                draft.set(variable, value, finding(result).what)
+                draft.set(variable, value, result.message)
     return tuple(results)
 
 
-def finding(result: IssueResult) -> Finding:
-    """Return what a row that matches says to the user."""
-    issue = result.issue
-    source = f"; {issue.source}" if issue.source else ""
-    return Finding(f"{issue.message} ({result.reason}; known issue {issue.id}{source})", issue.hint)
-
-
 def findings(results: tuple[IssueResult, ...], effect: str) -> tuple[Finding, ...]:
-    """Return the findings of the rows with `effect` that match."""
-    return tuple(finding(item) for item in results if item.state == "match" and item.issue.effect == effect)
+    """Return what the rows with `effect` that match say to the user."""
+    matches = (item for item in results if item.state == "match" and item.issue.effect == effect)
+    return tuple(Finding(item.message, item.issue.hint) for item in matches)
 
 
 def _variable(draft: PlanDraft, name: str) -> Value:
