@@ -45,6 +45,10 @@ class Finding:
     """Finding with its evidence."""
     fix: str
     """The variable, the file or the command that mends it."""
+    check: str = "network"
+    """What dist-doctor calls it."""
+    is_failure: bool = False
+    """True if NCCL does not use what it concerns, which is a failed check."""
 
     def __str__(self) -> str:
         return f"{self.what}. {self.fix[:1].upper()}{self.fix[1:]}"
@@ -172,9 +176,9 @@ class PlanDraft:
         preset = self.preset(variable)
         return preset.value if preset else self.chosen.get(variable)
 
-    def warn(self, problem: str, fix: str) -> None:
-        """Report what is slow or dangerous, with its remedy."""
-        self.warnings.append(Finding(problem, fix))
+    def warn(self, problem: str, fix: str, *, failed_check: str = "") -> None:
+        """Report what is slow or dangerous, with its remedy; it may fail a check of dist-doctor."""
+        self.warnings.append(Finding(problem, fix, failed_check or "network", bool(failed_check)))
 
     def block(self, problem: str, fix: str) -> None:
         """Report a reason why NCCL would fail or hang between nodes, with its remedy."""

@@ -45,7 +45,9 @@ def apply(draft: PlanDraft, kind: FabricKind, system: SystemFacts | None) -> tup
 def findings(results: tuple[IssueResult, ...], effect: str) -> tuple[Finding, ...]:
     """Return what the rows with `effect` that match say to the user."""
     matches = (item for item in results if item.state == "match" and item.issue.effect == effect)
-    return tuple(Finding(item.message, item.issue.hint) for item in matches)
+    return tuple(
+        Finding(item.message, item.issue.hint, "known issue", effect == "refuse") for item in matches
+    )
 
 
 def _variable(draft: PlanDraft, name: str) -> Value:
