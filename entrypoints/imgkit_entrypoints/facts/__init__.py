@@ -30,7 +30,7 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
     """
     reader = Reader(root=root_of(env) if root is None else root)
     gpus = compute.gpus(reader, env, software.closed_gpus(reader, env))
-    cpus, cpu_quota, cpus_source = compute.cpus(reader)
+    cpus, cpus_source = compute.cpus(reader)
     processes, processes_source = compute.processes(reader)
     nccl_version, nccl_source, nccl_of = software.nccl(reader, env)
     nccl_settings = software.nccl_settings(reader, env)
@@ -45,7 +45,6 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
         gpus_source=gpus.source,
         gpus_problem=gpus.problem,
         cpus_source=cpus_source,
-        cpu_quota=cpu_quota,
         amd_gpus=compute.amd_gpus(reader),
         gpu_devices=compute.gpu_devices(reader),
         driver=compute.driver(reader),

@@ -256,8 +256,6 @@ class HostFacts:
     gpus_problem: str = ""
     """Mistake in CUDA_VISIBLE_DEVICES, with its effect."""
     cpus_source: str = ""
-    cpu_quota: float | None = None
-    """Processors of the cgroup's quota; None without a quota."""
     amd_gpus: str = ""
     """Evidence of AMD GPUs on a node that shows none of NVIDIA's; empty without them."""
     gpu_devices: tuple[Gpu, ...] = ()
