@@ -300,11 +300,6 @@ def test_slingshot_device_that_does_not_open_is_named() -> None:
     assert [(check.verdict, check.evidence) for check in hits] == [("fail", "cannot be opened: cxi0")]
 
 
-def test_dangerous_variables_are_among_the_warnings() -> None:
-    found = examine(IB, None, {"NCCL_IB_DISABLE": "1", "NCCL_IB_HCA": "mlx5"})
-    assert any("NCCL_IB_HCA" in check.evidence and check.verdict == "warn" for check in found)
-
-
 def test_what_the_launcher_set_is_nobodys_wish(image: Path) -> None:
     wanted = {"NCCL_IB_DISABLE": "1", **CUDA}
     found = examine(GOOD, MN5, wanted, root=image, nnodes=2)
@@ -415,15 +410,11 @@ def test_strict_makes_a_warning_a_failure(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     env = {"IMGKIT_ROOT": str(tmp_path), "NCCL_BLOCKING_WAIT": "1"}
+    assert node.main(words, {"IMGKIT_ROOT": str(tmp_path)}) == 0
     assert node.main(words[1:], env) == 0
     assert node.main(words, env) == 1
     text = capsys.readouterr().out
     assert '"passed": false' in text if "--json" in words else "FAILED: --strict counts warnings" in text
-
-
-@pytest.mark.parametrize("words", STRICT)
-def test_strict_passes_a_node_without_warnings(words: list[str], tmp_path: Path) -> None:
-    assert node.main(words, {"IMGKIT_ROOT": str(tmp_path)}) == 0
 
 
 def saved(root: Path, memlock: str) -> Path:
