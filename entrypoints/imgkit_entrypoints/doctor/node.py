@@ -136,9 +136,9 @@ def issues_table(results: Sequence[IssueResult]) -> Iterator[str]:
             f"{result.issue.effect}: {result.issue.message} ({result.reason})" if is_match else result.reason
         )
         yield f"{result.state:8}  {result.issue.id:{width}}  {text}"
-        for more in (result.issue.hint, result.issue.source) if is_match else ():
-            if more:
-                yield f"{'':8}  {'':{width}}  -> {more}"
+        if is_match:
+            details = filter(None, (result.issue.hint, result.issue.source))
+            yield from (f"{'':8}  {'':{width}}  -> {detail}" for detail in details)
 
 
 def issues_to_dict(results: Sequence[IssueResult], *, host: str) -> dict[str, Any]:

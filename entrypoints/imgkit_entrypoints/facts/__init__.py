@@ -74,7 +74,7 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
         nccl_of=nccl_of,
         image_nccl=software.image_nccl(reader, env)[0],
         numa_fault=software.numa_fault(reader),
-        has_cuda_compat=reader.exists(host_libs.COMPAT),
+        has_cuda_compat=reader.exists(host_libs.COMPAT) or "compat" in env.get("LD_LIBRARY_PATH", ""),
         nccl_settings=nccl_settings,
         image_env=software.image_env(reader),
         host_libraries=host_libs.libraries(reader, recipe, env),

@@ -301,7 +301,7 @@ class HostFacts:
     numa_fault: str = ""
     """Evidence that this container refuses the NUMA calls of cuMem; empty if it does not."""
     has_cuda_compat: bool = False
-    """True if the image has libraries for CUDA's forward compatibility."""
+    """True if the image or a folder of the library path has libraries for CUDA's forward compatibility."""
     nccl_settings: tuple[Setting, ...] = ()
     image_env: Mapping[str, str] | None = None
     """Variables that the image sets, by its manifest; None: unknown, as in an image of another tool."""

@@ -66,11 +66,11 @@ class Reader:
             # Not blocking, and not to the end: a tree may hold a FIFO, or a link to /dev/zero.
             handle = os.open(f"{self.root}/{path}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
-                content = b""
+                content = bytearray()
                 # Files of /proc arrive page by page, whatever size a read asks for.
                 while (piece := os.read(handle, _PIECE_BYTES)) and len(content) < _MOST_BYTES:
                     content += piece
-                return content
+                return bytes(content)
             finally:
                 os.close(handle)
         except (OSError, ValueError):

@@ -34,6 +34,9 @@ LIBRARIES = (
 
 _CUDA = "libcuda.so.1"
 _CUDART = "libcudart.so"
+_INITIALIZING = b"Initializing aws-ofi-nccl "
+"""What aws-ofi-nccl prints at its start, in front of its version."""
+_PLUGIN_VERSION = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})*")
 
 
 def library_folders(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
@@ -54,12 +57,15 @@ def libraries(reader: Reader, env: Mapping[str, str], plugin_files: Sequence[str
     """Return the first file of each library of a fabric, and of `plugin_files`, which may be paths."""
     folders = library_folders(reader, env)
     libraries = []
+    inspected: dict[str, tuple[str, str]] = {}
     for name in dict.fromkeys((*LIBRARIES, *plugin_files)):
         paths = (name,) if name.startswith("/") else (f"{folder}/{name}" for folder in folders)
         path = next((path for path in paths if reader.exists(path)), None)
         if path:
             target = reader.target(path)
-            version, opens = inspect_library(reader, name, target)
+            if target not in inspected:  # the plug-in's two names are mostly one file
+                inspected[target] = inspect_library(reader, name, target)
+            version, opens = inspected[target]
             libraries.append(Library(name=name, path=path, target=target, version=version, opens=opens))
         elif name in plugin_files and reader.live and f"/{name}\0".encode() in _linker_cache():
             # A site's own ld.so.conf may name folders that are not read here.
@@ -77,11 +83,12 @@ def inspect_library(reader: Reader, name: str, target: str) -> tuple[str, str]:
         return match[1] if match else "", ""
     if not name.startswith("libnccl-net"):
         return "", ""
-    # Its message "Initializing aws-ofi-nccl 1.14.0" has the version, and nothing else in its folder does.
+    # Nothing else in its folder has the version. A pattern for all of it would take twice as long.
     content = reader.content(target) or b""
-    version = re.search(rb"aws-ofi-nccl ([0-9]{1,9}(?:\.[0-9]{1,9})*)", content)
+    start = content.find(_INITIALIZING)
+    version = _PLUGIN_VERSION.match(content, start + len(_INITIALIZING)) if start >= 0 else None
     opens = _CUDART if version and f"\0{_CUDART}\0".encode() in content else ""
-    return version[1].decode() if version else "", opens
+    return version[0].decode() if version else "", opens
 
 
 NET_PLUGIN = "NCCL_NET_PLUGIN"

@@ -230,7 +230,12 @@ def test_nccl_wheel_counts_if_torch_is_linked_to_it(
         ("/opt/lib/libfabric.so.1", "", "", ""),
         ("/opt/lib/libnccl-net.so", "NCCL RDMA SHARP", "", ""),
         ("/opt/lib/libnccl-net.so", "Initializing aws-ofi-nccl 1.14.0\0", "1.14.0", ""),
-        ("/opt/lib/libnccl-net-ofi.so", "aws-ofi-nccl 1.19.2\0libcudart.so\0", "1.19.2", "libcudart.so"),
+        (
+            "/opt/lib/libnccl-net-ofi.so",
+            "Initializing aws-ofi-nccl 1.19.2\0libcudart.so\0",
+            "1.19.2",
+            "libcudart.so",
+        ),
     ],
 )
 def test_version_of_a_fabric_library_is_read(
