@@ -17,7 +17,6 @@ from imgkit_entrypoints.system import FabricKind
 
 GDR_LEVELS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
 MOST_SOCKETS = 64
-MOST_THREADS = 16
 Findings = Iterator[tuple[str, str]]
 """What a rule found, and the remedy."""
 
@@ -69,29 +68,19 @@ def _socket_numbers(draft: PlanDraft, kind: FabricKind) -> Findings:
             yield problem, f"set a number, or {draft.how_to_unset(name)}"
         numbers.append(int(text) if text and is_number else None)
     threads, sockets_each = numbers
-    if threads is not None and threads > MOST_THREADS:
-        problem = f"NCCL_SOCKET_NTHREADS={threads} is above the maximum of {MOST_THREADS}"
-        yield problem, f"set NCCL_SOCKET_NTHREADS={MOST_THREADS} or less"
     if threads is not None and sockets_each is not None and threads * sockets_each > MOST_SOCKETS:
         product = f"{' x '.join(sockets.THREADS)} = {threads} x {sockets_each} = {threads * sockets_each}"
         yield (
             f"{product} sockets per connection, but NCCL allows {MOST_SOCKETS}: it lowers your value",
             f"choose values whose product is {MOST_SOCKETS} or less, such as 4 and 4",
         )
-    for name in sockets.THREADS if kind != "tcp" else ():
-        if draft.preset(name):
-            yield f"{draft.quote(name)} only affects TCP, but the data uses {kind}", draft.how_to_unset(name)
 
 
 def _gid(draft: PlanDraft, kind: FabricKind) -> Findings:
     preset = draft.preset(ports.GID_INDEX)
     if preset is None or preset.value == "" or kind not in ("infiniband", "roce"):
         return
-    quote, unset, version = (
-        draft.quote(ports.GID_INDEX),
-        draft.how_to_unset(ports.GID_INDEX),
-        draft.facts.nccl,
-    )
+    quote, unset = draft.quote(ports.GID_INDEX), draft.how_to_unset(ports.GID_INDEX)
     used = ports.in_use(draft)
     if not re.fullmatch(r"\s*[-+]?(0[xX][0-9a-fA-F]+|\d+)\s*", preset.value):
         number = re.match(r"\s*[-+]?\d+", preset.value)
@@ -100,15 +89,8 @@ def _gid(draft: PlanDraft, kind: FabricKind) -> Findings:
         problem = f"{quote} is not a number, and NCCL silently reads {int(number[0]) if number else 0}"
         yield problem, f"{unset}{right}"
         return
-    if kind == "infiniband":
-        yield f"{quote} on InfiniBand: NCCL 2.22.3 and later ignore it, and older versions may fail", unset
-        return
     index = int(preset.value, 0)
-    if index < 0:
-        return
-    if version is not None and version >= ports.FINDS_GID:
-        yield f"{quote}: NCCL {draft.facts.nccl_version} finds the GID itself on every NIC and node", unset
-    for port in used:
+    for port in used if kind == "roce" and index >= 0 else ():
         if fault := _slot_fault(index, port):
             best = ports.pick_gid(port.gids)
             yield f"{quote}: {fault}", f"set {ports.GID_INDEX}={best.index}, or {unset}" if best else unset

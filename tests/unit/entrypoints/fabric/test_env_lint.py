@@ -15,8 +15,6 @@ from imgkit_entrypoints.system import SystemFacts
 Machine = Callable[..., HostFacts]
 
 DANGERS = {
-    "gid on infiniband": ("ib4_ndr200", {"NCCL_IB_GID_INDEX": "3"}, "on InfiniBand"),
-    "gid with newer nccl": ("roce_pod", {"NCCL_IB_GID_INDEX": "9"}, "NCCL 2.27.3 finds the GID itself"),
     "gid of an empty slot": (
         "roce_pod",
         {"NCCL_IB_GID_INDEX": "2"},
@@ -32,9 +30,7 @@ DANGERS = {
         {"NCCL_SOCKET_NTHREADS": "16", "NCCL_NSOCKS_PERTHREAD": "8"},
         "16 x 8 = 128",
     ),
-    "too many threads": ("none", {"NCCL_SOCKET_NTHREADS": "32"}, "above the maximum of 16"),
     "threads that are text": ("none", {"NCCL_SOCKET_NTHREADS": "four"}, "is not a number"),
-    "sockets beside rdma": ("roce_pod", {"NCCL_SOCKET_NTHREADS": "4"}, "only affects TCP"),
     "prefix takes more": ("ib4_ndr200", {"NCCL_IB_HCA": "mlx5"}, "also selects mlx5_4:1"),
     "no such device": ("ib4_ndr200", {"NCCL_IB_HCA": "=mlx5_9"}, "selects no ACTIVE port"),
     "rail for older nccl": ("ib4_ndr200", {"NCCL_IB_HCA": "=mlx5_0:1:0:0"}, "only NCCL 2.30.7 and later"),
