@@ -143,8 +143,8 @@ class Value:
     text: str
     evidence: str = ""
     """The value with its source, as messages quote it."""
-    is_requested: bool = False
-    """True for a variable that the user, an nccl.conf or the recipe sets, and not the image."""
+    is_requested: bool | None = False
+    """True for a variable that the user, an nccl.conf or the recipe sets, not the image; None: unknown."""
     is_known: bool = True
     """False for a variable that only a node can show."""
 
@@ -188,10 +188,12 @@ def evaluate(issue: KnownIssue, lookup: Lookup) -> IssueResult:
     return IssueResult(issue, "match", ", ".join(filter(None, evidence)))
 
 
-def _unknown_names(comparison: Comparison, lookup: Lookup) -> Iterator[str]:
-    """Yield what a comparison without an answer compares, except a version that is known."""
-    names = (comparison.name, comparison.operand[1:-1] if comparison.operand.startswith("{") else "")
-    return (FACTS.get(name, name) for name in filter(None, names) if not _version(lookup(name).text))
+def _unknown_names(comparison: Comparison, lookup: Lookup) -> list[str]:
+    """Return what a comparison without an answer compares, except a version that is known."""
+    names = [comparison.name]
+    names += [comparison.operand[1:-1]] if comparison.operand.startswith("{") else []
+    unknown = [name for name in names if not _version(lookup(name).text)] or names
+    return [FACTS.get(name, name) for name in unknown]
 
 
 def _holds(comparison: Comparison, lookup: Lookup) -> bool | None:

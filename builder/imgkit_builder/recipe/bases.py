@@ -205,7 +205,8 @@ def _lookup(reference: str, system: SystemFacts) -> known_issues.Lookup:
             return Value(text, f"{known_issues.FACTS[name]} {text or 'unknown'}")
         variable = name.removeprefix("$")
         text = env.get(variable, "")
-        return Value(text, f"{variable}={text}", variable in system.env, is_known=variable in env)
+        # A node leaves out what the system sets and its network does not need.
+        return Value(text, f"{variable}={text}", is_requested=None, is_known=variable in env)
 
     return lookup
 

@@ -140,6 +140,7 @@ system:
         ("26.03", "", "", []),
         ("26.05", "", "", []),  # its NCCL is unknown
         ("26.03", "NCCL_DEBUG: TRACE", "", ["debugging-left-on"]),
+        ("26.03", "NCCL_IB_DISABLE: '1', NCCL_IB_HCA: mlx5", "", []),  # who requests it shows on a node
         ("26.03", "", "{id: x, message: a fault, when: [nccl >= 2.29.7, arch == aarch64]}", ["x"]),
         ("26.03", "", "{id: x, message: a fault, when: [nccl >= 2.29.8]}", []),
         ("26.02", "", "{id: nccl-arm-hang, message: not here, effect: ignore}", []),

@@ -111,6 +111,13 @@ def test_condition_compares_a_value(condition: str, values: dict[str, str], expe
     assert known_issues.evaluate(row(when=(condition,)), lookup(**values)).state == expected
 
 
+def test_issue_of_a_variable_that_only_a_node_knows_is_unknown():
+    values = {"$A": Value("1", is_requested=None), "$B": Value("", is_known=False)}
+    for condition, name in (("$A is requested", "$A"), ("$B != 0", "$B"), ("$B is unset", "$B")):
+        result = known_issues.evaluate(row(when=(condition,)), values.__getitem__)
+        assert (result.state, result.reason) == ("unknown", f"unknown: {name}")
+
+
 def test_unknown_fact_is_named_unless_another_condition_fails():
     issue = row(when=("libfabric < 2.0", "arch == aarch64"))
     assert known_issues.evaluate(issue, lookup(arch="aarch64")).reason == "unknown: libfabric version"
