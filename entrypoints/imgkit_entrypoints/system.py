@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from imgkit_entrypoints import json_text
+from imgkit_entrypoints.known_issues import KnownIssue
 from imgkit_entrypoints.rules import (
     EnvName,
     EnvValue,
@@ -207,6 +208,8 @@ class SystemFacts:
     transfer: Transfer = Transfer()
     env: Mapping[EnvName, EnvValue] = field(default_factory=dict)
     """Variables that the entry point sets unless the user does; they are never baked as ENV."""
+    known_issues: tuple[KnownIssue, ...] = ()
+    """Faults of versions and settings that nodes and ``imgkit check`` look for, besides imgkit's own rows."""
 
     def in_partition(self, partition: str) -> SystemFacts:
         """Return these facts with the nodes of `partition`; an empty or unlisted one has those of `node`."""

@@ -47,7 +47,7 @@ from imgkit_builder.remote import gc, store
 from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import Connection
 from imgkit_builder.sif import file_manifest, image, runtime_build, sqsh
-from imgkit_entrypoints import fabric, facts, json_text, system
+from imgkit_entrypoints import fabric, facts, json_text, known_issues, system
 from imgkit_entrypoints.apps.train.options import file_arguments
 from imgkit_entrypoints.doctor import node
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError
@@ -569,6 +569,12 @@ TARGETS = (
         seeds=lambda: [system.to_json(load("mn5").system).encode()],
         change=mutate.in_json,
         also=(ValueError,),
+    ),
+    Target(
+        name="known-issues",
+        run=_file(known_issues.read),
+        seeds=lambda: [known_issues.TABLE.read_bytes()],
+        change=mutate.in_json,
     ),
     Target(
         name="sidecar",

@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/extend.md").read_text(encoding="utf-8")
 CODE = ("builder", "recipes", "entrypoints")
 RECIPE_TESTS = "tests/unit/builder/recipe"
+ISSUE_TESTS = "tests/unit/entrypoints/fabric"
+DIFFS = ("A recipe key", "A launcher", "A collective", "A known issue")
 RECIPE = "image:\n  base: example.org/torch:1\n  timezone: Europe/Madrid\nsystem: fakecluster\n"
 
 
@@ -33,15 +35,16 @@ def blocks(heading: str, language: str) -> list[str]:
 def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the packages and of the tests of recipes with every example of the page applied to it."""
     copy = tmp_path_factory.mktemp("code")
-    for name in (*CODE, RECIPE_TESTS, "tests/golden"):
+    for name in (*CODE, RECIPE_TESTS, ISSUE_TESTS, "tests/golden"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("docs/recipes.md", "docs/howto/own-cluster.md", "tests/conftest.py", "pyproject.toml"):
+    pages = ("docs/recipes.md", "docs/howto/own-cluster.md")
+    for name in (*pages, "tests/conftest.py", "tests/unit/entrypoints/conftest.py", "pyproject.toml"):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, copy / name)
     (copy / RECIPE_TESTS / "test_time_zone.py").write_text(blocks("A recipe key", "python")[0])
     (file,) = re.findall(r"^`(recipes/\S+\.yaml)`", PAGE, re.MULTILINE)
     (copy / file).write_text(blocks("A system", "yaml")[0])
-    for heading in ("A recipe key", "A launcher", "A collective"):
+    for heading in DIFFS:
         (diff,) = blocks(heading, "diff")
         done = subprocess.run(
             ["git", "apply", "-"], cwd=copy, input=diff, capture_output=True, text=True, timeout=60
@@ -70,7 +73,7 @@ def imgkit(code: Path, work: Path, *words: str) -> subprocess.CompletedProcess[s
 
 
 def test_every_diff_of_the_page_is_applied() -> None:
-    applied = sum(len(blocks(one, "diff")) for one in ("A recipe key", "A launcher", "A collective"))
+    applied = sum(len(blocks(heading, "diff")) for heading in DIFFS)
     assert applied == PAGE.count("```diff\n")
 
 
@@ -145,3 +148,15 @@ def test_new_collective_is_listed_with_its_factor(code: Path, work: Path) -> Non
         "print(named('all_gather_list').factor(4))\n"
     )
     assert run(code, work, "ask").stdout == "0.75\n"
+
+
+def test_new_known_issue_passes_its_fixtures(code: Path) -> None:
+    tests = str(code / ISSUE_TESTS / "test_known_issues.py")
+    done = run(code, code, "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(code), tests)
+    assert done.returncode == 0, done.stdout[-6000:]
+
+
+def test_new_known_issue_is_listed_with_its_condition(code: Path, work: Path) -> None:
+    listed = run(code, work, "imgkit_entrypoints", "dist-doctor", "--known-issues", IMGKIT_ROOT=str(work))
+    (line,) = (line for line in listed.stdout.splitlines() if "fakefabric-checksums" in line)
+    assert line.split(maxsplit=3)[3] == "needs fabric == slingshot (fabric tcp)"

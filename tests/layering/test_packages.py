@@ -19,6 +19,7 @@ HALVES = {"imgkit_builder": ROOT / "builder", "imgkit_entrypoints": ROOT / "entr
 VALUES = (
     "errors",
     "system",
+    "known_issues",
     "rules",
     "files",
     "fence",

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from imgkit_builder.recipe import problems
 from imgkit_builder.recipe.problems import KeyPath
 from imgkit_builder.recipe.rules import Fault, ImageReference, parse_reference
-from imgkit_entrypoints import files
+from imgkit_entrypoints import files, known_issues
 from imgkit_entrypoints.errors import ImgkitError, UsageError
+from imgkit_entrypoints.known_issues import Value
 from imgkit_entrypoints.rules import Unfit
 from imgkit_entrypoints.system import SystemFacts
 from imgkit_recipes import FOLDER
@@ -164,8 +165,50 @@ def doubts(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]
                 *map(for_amd, filter(None, (amd_image(reference),))),
             )
             yield from ((("image", key), fault) for fault in faults)
+    yield from _known_issues(image, system)
     if evidence := amd_nodes(system):
         yield ("system", "node"), for_amd(evidence)
+
+
+def _known_issues(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
+    """Yield the known issues of the bases' versions and of the system's variables, each once."""
+    reported: set[str] = set()
+    for key in ("base", "current_base"):
+        lookup = _lookup(getattr(image, key) or "", system)
+        for issue in known_issues.load(system.known_issues, {}):
+            result = known_issues.evaluate(issue, lookup)
+            is_new = issue.effect in ("warn", "refuse") and issue.id not in reported
+            if result.state == "match" and is_new:
+                reported.add(issue.id)
+                yield ("image", key), (result.message, issue.hint)
+
+
+def _lookup(reference: str, system: SystemFacts) -> known_issues.Lookup:
+    """Return what is known of a base and the nodes before a start; only a node knows other variables."""
+    base = ngc_image(reference)
+    cells = {name: cell.value for name, cell in base.cells() if cell} if base else {}
+    name_of_base, _, value_of_base = cells.get("variables", "").partition("=")
+    env = {name_of_base: value_of_base, **system.env}
+    values = {
+        **cells,
+        "arch": "aarch64" if platform_of(system) == "linux/arm64" else "x86_64",
+        "driver": system.node.driver,
+        "fabric": system.fabric.kind,
+        "gpu": system.node.gpu_model,
+        "gpus": str(system.node.gpus),
+        "nodes": "2",  # of most jobs on a cluster
+    }
+
+    def lookup(name: str) -> Value:
+        if name in known_issues.FACTS:
+            text = values.get(name, "")
+            return Value(text, f"{known_issues.FACTS[name]} {text or 'unknown'}")
+        variable = name.removeprefix("$")
+        text = env.get(variable, "")
+        # A node leaves out what the system sets and its network does not need.
+        return Value(text, f"{variable}={text}", is_requested=None, is_known=variable in env)
+
+    return lookup
 
 
 def amd_image(reference: str, env: Iterable[str] = ()) -> str:

@@ -86,6 +86,10 @@ def _document(tree: Table, problems: Collector, file: Path, *, is_complete: bool
         # A plug-in is loaded only for a recipe that names it, and its rules see complete values.
         if systems.is_known(document.system.scheduler):
             check_system(document.system, tree, problems)
+        for number, issue in enumerate(document.system.known_issues):
+            for key, (message, hint) in issue.faults():
+                path: KeyPath = ("system", "known_issues", number, key)
+                problems.error(tree.deepest(path)[0].position, path, message, hint)
         for path, (message, hint) in bases.doubts(document.image, document.system):
             problems.warn(tree.deepest(path)[0].position, path, message, hint)
     if document is None or problems.errors:

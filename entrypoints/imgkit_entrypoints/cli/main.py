@@ -95,6 +95,7 @@ def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
     if parsed.shell:
         _print_exports(network, env)
     elif options.json:
+        matches = tuple(item for item in network.issues if item.state == "match")
         host_facts = dataclasses.asdict(host)
         del host_facts["image_env"]  # the decisions name those that matter
         document = {
@@ -104,9 +105,10 @@ def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
             "system": None if system is None else json_text.parse(to_json(system)),
             "placement": placement,
             "fabric": {
-                **dataclasses.asdict(dataclasses.replace(network, env=dict(network.env))),
+                **dataclasses.asdict(dataclasses.replace(network, env=dict(network.env), issues=matches)),
                 "warnings": list(map(str, network.warnings)),
                 "blockers": list(map(str, network.blockers)),
+                "refusals": list(map(str, network.refusals)),
             },
         }
         terminal.document(json.dumps(document, indent=2) + "\n")
@@ -125,6 +127,7 @@ def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
             f"fabric     {network.kind}: {network.reason}",
             *(f"  {'set ' if decision.used else 'note'} {decision}" for decision in network.decisions),
             *(f"  warn {text}" for text in (*warnings, *network.warnings, *network.blockers)),
+            *(f"  refuse {text}" for text in network.refusals),
         )
     return 0
 
@@ -142,13 +145,14 @@ def _dist_doctor(options: LaunchOptions, worker: Worker, env: Mapping[str, str])
     """Check this node, or all nodes of the job with one collective between them; return the exit code."""
     from imgkit_entrypoints.doctor import node  # no other command needs its checks
 
-    try:
-        placement = start.find_placement(options.placement, env)
-    except NoPlan as error:
-        start.say(*f"this node only: {error}".split("\n"))
-    else:
-        if placement.nnodes > 1 or options.request.nproc != "auto":
-            request = dataclasses.replace(options.request, prefix=False)
-            return start.launch(dataclasses.replace(options, request=request), worker, env)
     arguments = worker.argv[worker.argv.index("-m") + 2 :]
+    if "--known-issues" not in arguments:
+        try:
+            placement = start.find_placement(options.placement, env)
+        except NoPlan as error:
+            start.say(*f"this node only: {error}".split("\n"))
+        else:
+            if placement.nnodes > 1 or options.request.nproc != "auto":
+                request = dataclasses.replace(options.request, prefix=False)
+                return start.launch(dataclasses.replace(options, request=request), worker, env)
     return node.main(arguments, {**env, "IMGKIT_DEVICE": options.request.device})

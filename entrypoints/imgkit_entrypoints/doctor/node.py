@@ -14,8 +14,9 @@ from imgkit_entrypoints import __version__, fabric, facts, terminal
 from imgkit_entrypoints.arguments import positive
 from imgkit_entrypoints.doctor.checks import CHECKS, Check, Subject, Verdict
 from imgkit_entrypoints.errors import EXIT_NO
-from imgkit_entrypoints.fabric import library_path
+from imgkit_entrypoints.fabric import FabricPlan, library_path
 from imgkit_entrypoints.facts import HostFacts, Reader
+from imgkit_entrypoints.known_issues import IssueResult
 from imgkit_entrypoints.system import SystemFacts
 
 SCHEMA = 1
@@ -27,6 +28,11 @@ DECIDED = "IMGKIT_DECIDED"
 def add_arguments(parser: argparse._ActionsContainer) -> None:
     """Add the options of dist-doctor, except ``--json``, which every command has."""
     parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
+    parser.add_argument(
+        "--known-issues",
+        action="store_true",
+        help="list every known issue with the values that match on this node, or the condition that does not",
+    )
     parser.add_argument(
         "--timeout",
         type=positive,
@@ -49,8 +55,15 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
     add_arguments(parser)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
-    host, reader = facts.gather(env=env), Reader(root=facts.root_of(env))
-    checks = examine(host, facts.system_facts(env=env), env, reader=reader, nnodes=nnodes)
+    host, system, reader = facts.gather(env=env), facts.system_facts(env=env), Reader(root=facts.root_of(env))
+    if options.known_issues:
+        results = _plan(host, system, env, nnodes).issues
+        if options.json:
+            terminal.document(json.dumps(issues_to_dict(results, host=host.hostname), indent=2) + "\n")
+        else:
+            terminal.out(*issues_table(results))
+        return 0
+    checks = examine(host, system, env, reader=reader, nnodes=nnodes)
     is_good = passed(checks, strict=options.strict)
     if options.json:
         terminal.document(json.dumps(to_dict(checks, passed=is_good, host=host.hostname), indent=2) + "\n")
@@ -76,13 +89,22 @@ def examine(
     reader : reads the few files that are not facts of a launch.
     nnodes : nodes of the run; on one node, a problem between nodes is only a warning.
     """
-    decided = env.get(DECIDED, "").split(",")
-    # The path keeps what is not the node agent's; what is, `library_path` finds in it.
-    user_env = {name: env[name] for name in env if name not in decided or name == library_path.VARIABLE}
-    # Always the plan of a run on several nodes: users ask the doctor about those.
-    plan = fabric.choose(host, system, user_env, nnodes=max(2, nnodes))
+    user_env = _user_env(env)
+    plan = _plan(host, system, env, nnodes)
     subject = Subject(facts=host, system=system, env=user_env, plan=plan, several=nnodes > 1, reader=reader)
     return tuple(check for rule in CHECKS for check in rule(subject))
+
+
+def _user_env(env: Mapping[str, str]) -> dict[str, str]:
+    """Return `env` without what the node agent itself has set."""
+    decided = env.get(DECIDED, "").split(",")
+    # The path keeps what is not the node agent's; what is, `library_path` finds in it.
+    return {name: env[name] for name in env if name not in decided or name == library_path.VARIABLE}
+
+
+def _plan(host: HostFacts, system: SystemFacts | None, env: Mapping[str, str], nnodes: int) -> FabricPlan:
+    # Always the plan of a run on several nodes: users ask the doctor about those.
+    return fabric.choose(host, system, _user_env(env), nnodes=max(2, nnodes))
 
 
 def passed(checks: Sequence[Check], *, strict: bool = False) -> bool:
@@ -103,6 +125,28 @@ def table(checks: Sequence[Check]) -> Iterator[str]:
         yield f"{check.verdict:7}  {check.name:{width}}  {check.evidence}"
         if check.fix:
             yield f"{'':7}  {'':{width}}  -> {check.fix}"
+
+
+def issues_table(results: Sequence[IssueResult]) -> Iterator[str]:
+    """Yield a line for each known issue: what it does if it matches, else why it does not."""
+    width = max(len(result.issue.id) for result in results)
+    for result in results:
+        is_match = result.state == "match"
+        text = (
+            f"{result.issue.effect}: {result.issue.message} ({result.reason})" if is_match else result.reason
+        )
+        yield f"{result.state:8}  {result.issue.id:{width}}  {text}"
+        if is_match:
+            details = filter(None, (result.issue.hint, result.issue.source))
+            yield from (f"{'':8}  {'':{width}}  -> {detail}" for detail in details)
+
+
+def issues_to_dict(results: Sequence[IssueResult], *, host: str) -> dict[str, Any]:
+    """Return the JSON form of `issues_table`, with every key of the rows."""
+    rows = [
+        {"state": item.state, "reason": item.reason, **dataclasses.asdict(item.issue)} for item in results
+    ]
+    return {"schema": SCHEMA, "imgkit": __version__, "host": host, "known_issues": rows}
 
 
 def summary(checks: Sequence[Check]) -> str:

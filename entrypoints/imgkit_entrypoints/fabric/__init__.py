@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from imgkit_entrypoints.fabric import library_path, lint, plugin, ports, slingshot, sockets
+from imgkit_entrypoints.fabric import issues, library_path, lint, plugin, ports, slingshot, sockets
 from imgkit_entrypoints.fabric.fabric_plan import Decision, FabricPlan, Finding, PlanDraft
 from imgkit_entrypoints.facts.host_facts import HostFacts, Port
 from imgkit_entrypoints.system import PARTITION, FabricKind, SystemFacts
@@ -43,6 +43,7 @@ def choose(
     devices, rate = _FABRICS[kind](draft, system)
     if not is_requested:
         _compare_with_recipe(draft, system, kind, reason, rate)
+    results = issues.apply(draft, kind, system)
     draft.report_rest()
     return FabricPlan(
         kind=kind,
@@ -50,8 +51,10 @@ def choose(
         env=dict(draft.chosen),
         decisions=tuple(draft.decisions),
         unset=tuple(dict.fromkeys(name for name in draft.unset if name not in draft.chosen)),
-        warnings=(*draft.warnings, *lint.check(draft, kind)),
+        warnings=(*draft.warnings, *issues.findings(results, "warn"), *lint.check(draft, kind)),
         blockers=tuple(draft.blockers),
+        refusals=issues.findings(results, "refuse"),
+        issues=results,
         devices=devices,
         line_rate_Gbps=rate,
         links=dict(draft.links),
@@ -100,9 +103,9 @@ def _refuse_net(draft: PlanDraft, networks: tuple[str, ...], reason: str) -> Non
 
 
 def _slingshot(draft: PlanDraft, system: SystemFacts | None) -> _Carriers:
-    """Decide for Slingshot: the plugin's settings, the bootstrap interfaces, and the guard for GH200."""
+    """Decide for Slingshot: the plugin's settings, and the bootstrap interfaces."""
     cxi = draft.facts.cxi
-    slingshot.decide(draft, system.node.gpu_model if system else "")
+    slingshot.decide(draft)
     hsn = [item for item in draft.facts.interfaces if item.name.startswith("hsn")]
     running = [item for item in hsn if item.running]
     running = [item for item in running if item.addresses] or running

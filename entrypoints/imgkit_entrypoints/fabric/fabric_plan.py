@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from imgkit_entrypoints.facts import HostFacts
+from imgkit_entrypoints.known_issues import IssueResult
 from imgkit_entrypoints.system import PARTITION, FabricKind
 
 INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
@@ -44,6 +45,10 @@ class Finding:
     """Finding with its evidence."""
     fix: str
     """The variable, the file or the command that mends it."""
+    check: str = "network"
+    """What dist-doctor calls it."""
+    is_failure: bool = False
+    """True if NCCL does not use what it concerns, which is a failed check."""
 
     def __str__(self) -> str:
         return f"{self.what}. {self.fix[:1].upper()}{self.fix[1:]}"
@@ -65,6 +70,10 @@ class FabricPlan:
     """Settings that are slow or dangerous; the run may go on."""
     blockers: tuple[Finding, ...] = ()
     """Reasons why NCCL would fail or hang between nodes; they do not matter on one node or with gloo."""
+    refusals: tuple[Finding, ...] = ()
+    """Known issues for which a run with GPUs must not start."""
+    issues: tuple[IssueResult, ...] = ()
+    """IssueResult of every row of known issues."""
     devices: tuple[str, ...] = ()
     """Devices that carry the traffic: ``mlx5_0:1``, ``cxi0``, ``eth0``."""
     line_rate_Gbps: float | None = None
@@ -167,9 +176,9 @@ class PlanDraft:
         preset = self.preset(variable)
         return preset.value if preset else self.chosen.get(variable)
 
-    def warn(self, problem: str, fix: str) -> None:
-        """Report what is slow or dangerous, with its remedy."""
-        self.warnings.append(Finding(problem, fix))
+    def warn(self, problem: str, fix: str, *, failed_check: str = "") -> None:
+        """Report what is slow or dangerous, with its remedy; it may fail a check of dist-doctor."""
+        self.warnings.append(Finding(problem, fix, failed_check or "network", bool(failed_check)))
 
     def block(self, problem: str, fix: str) -> None:
         """Report a reason why NCCL would fail or hang between nodes, with its remedy."""

@@ -17,24 +17,6 @@ from imgkit_entrypoints.system import FabricKind
 
 GDR_LEVELS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS")
 MOST_SOCKETS = 64
-MOST_THREADS = 16
-RENAMED = {
-    "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-    "NCCL_BLOCKING_WAIT": "TORCH_NCCL_BLOCKING_WAIT",
-    "NCCL_IB_CUDA_SUPPORT": "NCCL_NET_GDR_LEVEL (removed in NCCL 2.4)",
-}
-LEFT_ON = {
-    "CUDA_LAUNCH_BLOCKING": ("1",),
-    "NCCL_DEBUG": ("TRACE",),
-    "NCCL_P2P_DISABLE": ("1",),
-    "NCCL_SHM_DISABLE": ("1",),
-    "NCCL_CHECK_POINTERS": ("1",),
-    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",),
-    "TORCH_NCCL_BLOCKING_WAIT": ("1",),
-    "TORCH_SHOW_CPP_STACKTRACES": (),
-    "TORCH_NCCL_NAN_CHECK": ("1",),
-}
-
 Findings = Iterator[tuple[str, str]]
 """What a rule found, and the remedy."""
 
@@ -42,11 +24,6 @@ Findings = Iterator[tuple[str, str]]
 def check(draft: PlanDraft, kind: FabricKind) -> tuple[Finding, ...]:
     """Return one finding per dangerous variable, with its value and its origin."""
     return tuple(Finding(problem, fix) for rule in _RULES for problem, fix in rule(draft, kind))
-
-
-def _is_on(draft: PlanDraft, name: str) -> bool:
-    preset = draft.preset(name)
-    return preset is not None and preset.value.strip() not in ("", "0")
 
 
 def _visible_gpus(draft: PlanDraft, kind: FabricKind) -> Findings:
@@ -61,7 +38,7 @@ def _rdma_off(draft: PlanDraft, kind: FabricKind) -> Findings:
     """Price of TCP where RDMA works: the ports' rate against the interface's."""
     facts, net, disable = draft.facts, draft.preset("NCCL_NET"), draft.preset("NCCL_IB_DISABLE")
     is_socket = net is not None and net.is_users and net.value.lower() == "socket"
-    is_off = disable is not None and disable.is_users and _is_on(draft, "NCCL_IB_DISABLE") and not facts.cxi
+    is_off = disable is not None and disable.is_users and disable.value.strip() not in ("", "0")
     if kind != "tcp" or not (is_socket or is_off):
         return
     used, _ = ports.choose(facts, draft.nics)
@@ -81,20 +58,6 @@ def _rdma_off(draft: PlanDraft, kind: FabricKind) -> Findings:
     yield f"{problem}and TCP over {interface} carries {slow}", draft.how_to_unset(name)
 
 
-def _verbs_off(draft: PlanDraft, kind: FabricKind) -> Findings:
-    if _is_on(draft, "NCCL_IB_DISABLE") and draft.preset("NCCL_IB_HCA"):
-        problem = f"{draft.quote('NCCL_IB_DISABLE')} switches {draft.quote('NCCL_IB_HCA')} off"
-        yield problem, f"{draft.how_to_unset('NCCL_IB_DISABLE')} or NCCL_IB_HCA, whichever you do not want"
-
-
-def _provider(draft: PlanDraft, kind: FabricKind) -> Findings:
-    preset, cxi = draft.preset("FI_PROVIDER"), draft.facts.cxi
-    if preset and cxi and preset.value != "cxi":
-        problem = f"{draft.quote('FI_PROVIDER')}, but the NICs here are Slingshot ({cxi[0].path}): "
-        fix = f"set FI_PROVIDER=cxi, or {draft.how_to_unset('FI_PROVIDER')}"
-        yield f"{problem}libfabric finds no provider", fix
-
-
 def _socket_numbers(draft: PlanDraft, kind: FabricKind) -> Findings:
     numbers = []
     for name in sockets.THREADS:
@@ -105,43 +68,19 @@ def _socket_numbers(draft: PlanDraft, kind: FabricKind) -> Findings:
             yield problem, f"set a number, or {draft.how_to_unset(name)}"
         numbers.append(int(text) if text and is_number else None)
     threads, sockets_each = numbers
-    if threads is not None and threads > MOST_THREADS:
-        problem = f"NCCL_SOCKET_NTHREADS={threads} is above the maximum of {MOST_THREADS}"
-        yield problem, f"set NCCL_SOCKET_NTHREADS={MOST_THREADS} or less"
     if threads is not None and sockets_each is not None and threads * sockets_each > MOST_SOCKETS:
         product = f"{' x '.join(sockets.THREADS)} = {threads} x {sockets_each} = {threads * sockets_each}"
         yield (
             f"{product} sockets per connection, but NCCL allows {MOST_SOCKETS}: it lowers your value",
             f"choose values whose product is {MOST_SOCKETS} or less, such as 4 and 4",
         )
-    for name in sockets.THREADS if kind != "tcp" else ():
-        if draft.preset(name):
-            yield f"{draft.quote(name)} only affects TCP, but the data uses {kind}", draft.how_to_unset(name)
-
-
-def _plugin_twice(draft: PlanDraft, kind: FabricKind) -> Findings:
-    if draft.preset("NCCL_NET") and draft.request("NCCL_NET_PLUGIN"):
-        problem = f"{draft.quote('NCCL_NET')} together with {draft.quote('NCCL_NET_PLUGIN')}: set only "
-        fix = draft.how_to_unset("NCCL_NET_PLUGIN")
-        yield f'{problem}one of them (CSCS, "Communication libraries": NCCL)', fix
-
-
-def _net_on_one_node(draft: PlanDraft, kind: FabricKind) -> Findings:
-    preset = draft.preset("NCCL_NET")
-    if preset and not draft.several and preset.value.lower() in ("aws libfabric", "libfabric", "ofi"):
-        problem = f"{draft.quote('NCCL_NET')} on one node allocates memory for nothing (HPE's guide)"
-        yield problem, draft.how_to_unset("NCCL_NET")
 
 
 def _gid(draft: PlanDraft, kind: FabricKind) -> Findings:
     preset = draft.preset(ports.GID_INDEX)
     if preset is None or preset.value == "" or kind not in ("infiniband", "roce"):
         return
-    quote, unset, version = (
-        draft.quote(ports.GID_INDEX),
-        draft.how_to_unset(ports.GID_INDEX),
-        draft.facts.nccl,
-    )
+    quote, unset = draft.quote(ports.GID_INDEX), draft.how_to_unset(ports.GID_INDEX)
     used = ports.in_use(draft)
     if not re.fullmatch(r"\s*[-+]?(0[xX][0-9a-fA-F]+|\d+)\s*", preset.value):
         number = re.match(r"\s*[-+]?\d+", preset.value)
@@ -150,15 +89,8 @@ def _gid(draft: PlanDraft, kind: FabricKind) -> Findings:
         problem = f"{quote} is not a number, and NCCL silently reads {int(number[0]) if number else 0}"
         yield problem, f"{unset}{right}"
         return
-    if kind == "infiniband":
-        yield f"{quote} on InfiniBand: NCCL 2.22.3 and later ignore it, and older versions may fail", unset
-        return
     index = int(preset.value, 0)
-    if index < 0:
-        return
-    if version is not None and version >= ports.FINDS_GID:
-        yield f"{quote}: NCCL {draft.facts.nccl_version} finds the GID itself on every NIC and node", unset
-    for port in used:
+    for port in used if kind == "roce" and index >= 0 else ():
         if fault := _slot_fault(index, port):
             best = ports.pick_gid(port.gids)
             yield f"{quote}: {fault}", f"set {ports.GID_INDEX}={best.index}, or {unset}" if best else unset
@@ -227,37 +159,9 @@ def _interfaces(draft: PlanDraft, kind: FabricKind) -> Findings:
             yield f"{draft.quote(variable)}: other nodes cannot reach {', '.join(names)}", unset
 
 
-def _protocols(draft: PlanDraft, kind: FabricKind) -> Findings:
-    zeros = ("FI_CXI_RDZV_EAGER_SIZE", "FI_CXI_RDZV_GET_MIN", "FI_CXI_RDZV_THRESHOLD")
-    for name in zeros if kind == "slingshot" else ():
-        preset = draft.preset(name)
-        if preset and preset.value != "0":
-            yield f"{draft.quote(name)}: Slingshot needs 0 for correct results (HPE's guide)", f"set {name}=0"
-    preset = draft.preset("NCCL_PROTO")
-    if preset and kind != "slingshot" and slingshot.allows_ll128(preset.value) and preset.value[:1] != "^":
-        problem = (
-            f"{draft.quote('NCCL_PROTO')} overrides NCCL's choice of protocol: set it only for debugging"
-        )
-        yield problem, draft.how_to_unset("NCCL_PROTO")
-
-
-def _old_names(draft: PlanDraft, kind: FabricKind) -> Findings:
-    for old, new in RENAMED.items():
-        if draft.preset(old):
-            yield f"{draft.quote(old)} is an old name that current torch and NCCL ignore", f"use {new}"
-
-
-def _debugging(draft: PlanDraft, kind: FabricKind) -> Findings:
-    for name, values in LEFT_ON.items():
-        preset = draft.preset(name)
-        if preset and (preset.value in values or (not values and preset.value)):
-            problem = f"{draft.quote(name)} is for debugging and slows down or changes the run"
-            yield problem, draft.how_to_unset(name)
-
-
 _PREFIXES = ("NCCL_", "GLOO_", "TORCH_")
 OLD_NAMES = ("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT", "NCCL_DESYNC_DEBUG", "NCCL_IB_CUDA_SUPPORT")
-"""Names that earlier versions read; `RENAMED` has the present ones."""
+"""Names that earlier versions read; a known issue has the present ones."""
 SIMILARITY = 0.85
 """Least likeness of a misspelled name to the correct one, by difflib's measure."""
 FUNCTIONS = ("Broadcast", "Reduce", "AllGather", "ReduceScatter", "AllReduce")
@@ -433,7 +337,6 @@ _FAMILIES = (
 
 
 _RULES = (
-    *(_visible_gpus, _rdma_off, _verbs_off, _provider, _socket_numbers, _plugin_twice, _net_on_one_node),
-    *(_gid, _hca, _gdr_level, _interfaces, _protocols, _old_names, _debugging),
+    *(_visible_gpus, _rdma_off, _socket_numbers, _gid, _hca, _gdr_level, _interfaces),
     *(_misspelled_names, _misspelled_values),
 )

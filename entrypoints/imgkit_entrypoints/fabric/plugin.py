@@ -11,8 +11,6 @@ from imgkit_entrypoints.facts import HostFacts, software
 from imgkit_entrypoints.system import FabricKind
 
 VARIABLE = software.NET_PLUGIN
-UNOPENED = "cannot be opened, there is no"
-"""Part of the warning about a plug-in that is not there."""
 
 
 def is_ofi(value: str) -> bool:
@@ -39,8 +37,7 @@ def decide(draft: PlanDraft, kind: FabricKind) -> None:
     if preset.origin == "image":
         draft.refuse(VARIABLE, f"{' or '.join(missing)} is not on the library path")
         return
-    problem = (
-        f"{draft.quote(VARIABLE)} {UNOPENED} {' or '.join(missing)} on the library path: NCCL ignores it"
-    )
-    problem += " and uses TCP" if kind == "slingshot" else ""
-    draft.warn(problem, f"put its folder on LD_LIBRARY_PATH, or {draft.how_to_unset(VARIABLE)}")
+    problem = f"{draft.quote(VARIABLE)} cannot be opened, there is no {' or '.join(missing)} "
+    problem += "on the library path: NCCL ignores it" + (" and uses TCP" if kind == "slingshot" else "")
+    fix = f"put its folder on LD_LIBRARY_PATH, or {draft.how_to_unset(VARIABLE)}"
+    draft.warn(problem, fix, failed_check="plug-in")

@@ -228,21 +228,23 @@ def _check_rates(draft: PlanDraft, used: Sequence[Port]) -> None:
 
 def _check_devices(draft: PlanDraft, used: Sequence[Port]) -> None:
     """Warn about a device of sysfs that this container cannot open, or that no library supports."""
-    for device in dict.fromkeys(_device(draft.facts, port) for port in used):
+    devices = tuple(dict.fromkeys(_device(draft.facts, port) for port in used))
+    for device in devices:
         if not device.verbs_opens:
             file = device.verbs or f"/dev/infiniband/uverbs* for {device.name}"
-            draft.warn(f"{device.path} exists, but {file} cannot be opened: NCCL would use TCP", OPEN_FIX)
-    if used and draft.facts.library("libibverbs.so.1") is None:
-        draft.warn(
-            "libibverbs.so.1 is not on the library path: NCCL would use TCP",
-            "add the packages libibverbs1 and ibverbs-providers to the recipe's image.apt",
-        )
-    elif used and not draft.facts.verbs_providers:
-        draft.warn(
-            "libibverbs has no provider (/etc/libibverbs.d, libibverbs/lib*-rdmav*.so): NCCL would "
-            'report "No device found"',
-            "add the package ibverbs-providers to the recipe's image.apt",
-        )
+            problem = f"{device.path} exists, but {file} cannot be opened: NCCL would use TCP"
+            draft.warn(problem, OPEN_FIX, failed_check="rdma devices")
+    fix = "add libibverbs1 and ibverbs-providers to the recipe's image.apt; --nv does not add them"
+    providers = draft.facts.verbs_providers
+    needs_mlx5 = any(device.vendor == "0x15b3" for device in devices)
+    if devices and draft.facts.library("libibverbs.so.1") is None:
+        problem = "libibverbs.so.1 is not on the library path: NCCL would use TCP"
+        draft.warn(problem, fix, failed_check="libibverbs")
+    elif devices and (not providers or (needs_mlx5 and "mlx5" not in providers)):
+        names = ", ".join(providers) or "none"
+        problem = f"libibverbs has no provider for {devices[0].name} (/etc/libibverbs.d, "
+        problem += f'libibverbs/lib*-rdmav*.so: {names}): NCCL would report "No device found"'
+        draft.warn(problem, fix, failed_check="libibverbs")
 
 
 def line_rate_Gbps(facts: HostFacts, used: Sequence[Port]) -> float | None:

@@ -27,8 +27,6 @@ SETTINGS: tuple[tuple[str, str, str], ...] = (
     ("FI_CXI_RDZV_GET_MIN", "0", f"{_COLUMN}; for correct results, not for speed"),
     ("FI_CXI_RDZV_THRESHOLD", "0", f"{_COLUMN}; for correct results, not for speed"),
 )
-CORRUPTS_FROM = (2, 27, 3)
-"""NVIDIA/nccl issue 2001: LL128 between nodes gives wrong sums on GH200 with Slingshot; 2.26.6 is correct."""
 
 
 def plugin(facts: HostFacts, links: Mapping[str, str]) -> str:
@@ -43,19 +41,16 @@ def nics(facts: HostFacts) -> str:
     return f"{folder}: {' '.join(device.name for device in facts.cxi)}"
 
 
-def decide(draft: PlanDraft, gpu_model: str) -> None:
-    """Decide the libfabric and NCCL settings of this fabric; `gpu_model` is that of the recipe."""
+def decide(draft: PlanDraft) -> None:
+    """Decide the libfabric and NCCL settings of this fabric."""
     names = nics(draft.facts)
     for variable, value, reason in SETTINGS:
         draft.set(variable, value, f"{reason} ({names})")
-    if draft.image_preset("FI_PROVIDER"):  # for example that of a cloud
-        draft.set("FI_PROVIDER", "cxi", f"the provider of Slingshot ({names})")
     # NCCL would look for no other plug-in than the image's.
     preset = draft.image_preset(plugins.VARIABLE)
     if preset and not (plugins.is_ofi(preset.value) and plugins.files(draft.facts, preset.value)):
         draft.refuse(plugins.VARIABLE, f"Slingshot needs aws-ofi-nccl ({names})")
     _decide_net(draft)
-    _guard_ll128(draft, gpu_model)
 
 
 def _decide_net(draft: PlanDraft) -> None:
@@ -79,39 +74,3 @@ def _decide_net(draft: PlanDraft) -> None:
             "bind the site's plugin and libfabric and put them on LD_LIBRARY_PATH, or accept TCP, about 20 "
             "times slower: NCCL_NET=Socket",
         )
-
-
-def _guard_ll128(draft: PlanDraft, gpu_model: str) -> None:
-    """Decide the guard against LL128's wrong sums; an unknown version of NCCL counts as affected.
-
-    `gpu_model` of the recipe counts if the driver shows no GPU.
-    """
-    facts = draft.facts
-    gpu = next((gpu for gpu in facts.gpu_devices if "GH200" in gpu.model), None)
-    if gpu:
-        model = f"/proc/driver/nvidia/gpus/{gpu.address}/information: {gpu.model}"
-    elif "GH200" in gpu_model and not facts.gpu_devices:
-        model = f"the recipe's {gpu_model}"
-    else:
-        return
-    version = f"{facts.nccl_version} ({facts.nccl_source})" if facts.nccl else "of unknown version"
-    evidence = f"NCCL {version}, {model}"
-    if facts.nccl is not None and facts.nccl < CORRUPTS_FROM:
-        reason = f"{evidence}: not affected by NVIDIA/nccl issue 2001, which begins with 2.27.3"
-        draft.note("NCCL_PROTO", "^LL128", reason)
-        return
-    reason = f"{evidence}: LL128 gives wrong sums over Slingshot (NVIDIA/nccl issue 2001)"
-    draft.set("NCCL_PROTO", "^LL128", reason)
-    value = draft.value("NCCL_PROTO")
-    if allows_ll128(value or "") and draft.value("NCCL_LL128_C2C") != "0":
-        draft.warn(
-            f"NCCL_PROTO={value} allows LL128, which silently gives wrong sums here "
-            f"({evidence}, NVIDIA/nccl issue 2001)",
-            f"{draft.how_to_unset('NCCL_PROTO')}, or set NCCL_PROTO=^LL128",
-        )
-
-
-def allows_ll128(protocols: str) -> bool:
-    """Return True if a value of NCCL_PROTO allows LL128."""
-    names = [name.strip().upper() for name in protocols.removeprefix("^").split(",") if name.strip()]
-    return ("LL128" in names) != protocols.startswith("^") if names else True

@@ -30,9 +30,9 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
     """
     reader = Reader(root=root_of(env) if root is None else root)
     gpus = compute.gpus(reader, env, software.closed_gpus(reader, env))
-    cpus, cpu_quota, cpus_source = compute.cpus(reader)
+    cpus, cpus_source = compute.cpus(reader)
     processes, processes_source = compute.processes(reader)
-    nccl_version, nccl_source = software.nccl(reader, env)
+    nccl_version, nccl_source, nccl_of = software.nccl(reader, env)
     nccl_settings = software.nccl_settings(reader, env)
     recipe = software.recipe(reader)
     libraries = software.libraries(reader, env, software.named_plugins(recipe, env, nccl_settings))
@@ -45,7 +45,6 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
         gpus_source=gpus.source,
         gpus_problem=gpus.problem,
         cpus_source=cpus_source,
-        cpu_quota=cpu_quota,
         amd_gpus=compute.amd_gpus(reader),
         gpu_devices=compute.gpu_devices(reader),
         driver=compute.driver(reader),
@@ -68,9 +67,14 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
         libraries=libraries,
         verbs_providers=software.verbs_providers(reader, env),
         torch_version=software.torch(reader),
+        torch_cuda=software.torch_cuda(reader),
         rocm=software.rocm(reader),
         nccl_version=nccl_version,
         nccl_source=nccl_source,
+        nccl_of=nccl_of,
+        image_nccl=software.image_nccl(reader, env)[0],
+        numa_fault=software.numa_fault(reader),
+        has_cuda_compat=reader.exists(host_libs.COMPAT) or "compat" in env.get("LD_LIBRARY_PATH", ""),
         nccl_settings=nccl_settings,
         image_env=software.image_env(reader),
         host_libraries=host_libs.libraries(reader, recipe, env),

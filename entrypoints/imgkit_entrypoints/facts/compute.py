@@ -18,8 +18,8 @@ _CPU_LIST = re.compile(r"[0-9]{1,9}(-[0-9]{1,9})?(,[0-9]{1,9}(-[0-9]{1,9})?)*")
 _LONGEST_PATH = 4096
 
 
-def cpus(reader: Reader) -> tuple[int, float | None, str]:
-    """Return the number of processors that are allowed (at least 1), the cgroup's quota, and the evidence.
+def cpus(reader: Reader) -> tuple[int, str]:
+    """Return the number of processors that are allowed (at least 1), and the evidence.
 
     os.cpu_count() would be wrong: a job step owns a part of the node, and torch would start threads
     for all of it.
@@ -27,9 +27,9 @@ def cpus(reader: Reader) -> tuple[int, float | None, str]:
     count, source = _affinity(reader)
     quota, quota_source = min(_quotas(reader), default=(None, ""))
     if quota is None:
-        return count, None, source
+        return count, source
     # Rounded down: one thread above the quota makes all threads wait for the next period.
-    return min(count, max(1, int(quota))), quota, f"{source}; {quota_source}"
+    return min(count, max(1, int(quota))), f"{source}; {quota_source}"
 
 
 def _affinity(reader: Reader) -> tuple[int, str]:
@@ -148,29 +148,13 @@ def amd_gpus(reader: Reader) -> str:
     """Return evidence of AMD GPUs that could compute, unless the node shows one of NVIDIA's; else empty.
 
     /dev/kfd is the device of AMD's compute driver. A card that only drives a display counts with it alone.
-    Source of the folders: Linux, drivers/gpu/drm/amd/amdkfd/kfd_topology.c.
     """
     accelerators = _pci_gpus(reader, computing=True)
     has_nvidia = reader.names("/dev", NVIDIA_FILES) or reader.names(_DRIVER_GPUS) or "NVIDIA" in accelerators
-    has_kfd = reader.exists("/dev/kfd")
-    if has_nvidia or not (has_kfd or "AMD" in accelerators):
-        return ""
-    nodes, cards = "/sys/class/kfd/kfd/topology/nodes", "/sys/class/drm"
-    vendors = [reader.text(f"{cards}/{name}/device/vendor") or "" for name in reader.names(cards, r"card\d+")]
-    counts = {
-        nodes: sum(_is_amd_gpu(reader.text(f"{nodes}/{name}/properties")) for name in reader.names(nodes)),
-        cards: sum(_MAKERS.get(vendor) == "AMD" for vendor in vendors),
-        _PCI: accelerators.get("AMD", 0),
-    }
-    evidence = ["/dev/kfd"] if has_kfd else []
-    evidence += [f"{folder}: {count} of AMD" for folder, count in counts.items() if count][:1]
-    return "; ".join(evidence)
-
-
-def _is_amd_gpu(properties: str | None) -> bool:
-    """Return whether a node of the topology is a GPU of AMD; processors have nodes without SIMD units."""
-    values = dict(line.split(maxsplit=1) for line in (properties or "").splitlines() if line.count(" ") == 1)
-    return values.get("vendor_id") == str(0x1002) and (digits(values.get("simd_count", "")) or 0) > 0
+    evidence = ["/dev/kfd"] if reader.exists("/dev/kfd") else []
+    if count := accelerators.get("AMD", 0):
+        evidence.append(f"{_PCI}: {count} of AMD")
+    return "" if has_nvidia else "; ".join(evidence)
 
 
 def gpus(reader: Reader, env: Mapping[str, str], closed: Mapping[str, str]) -> VisibleGpus:

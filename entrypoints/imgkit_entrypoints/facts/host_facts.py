@@ -181,6 +181,10 @@ class Library:
     path: str
     target: str
     """The file behind the link: ``/usr/lib/.../libnccl.so.2.20.5``."""
+    version: str = ""
+    """Version of libfabric or aws-ofi-nccl; empty for others, and if unknown."""
+    opens: str = ""
+    """Library that aws-ofi-nccl opens while it runs, by a name without a version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,6 +197,10 @@ class Candidate:
     target: str
     """Path in the container of the file behind all links; empty where a link leads out of what is bound."""
     object: SharedObject | None = None
+    version: str = ""
+    """As `Library.version`."""
+    opens: str = ""
+    """As `Library.opens`."""
     fault: str = ""
     """Why the file is no shared object."""
 
@@ -248,8 +256,6 @@ class HostFacts:
     gpus_problem: str = ""
     """Mistake in CUDA_VISIBLE_DEVICES, with its effect."""
     cpus_source: str = ""
-    cpu_quota: float | None = None
-    """Processors of the cgroup's quota; None without a quota."""
     amd_gpus: str = ""
     """Evidence of AMD GPUs on a node that shows none of NVIDIA's; empty without them."""
     gpu_devices: tuple[Gpu, ...] = ()
@@ -281,11 +287,21 @@ class HostFacts:
     libraries: tuple[Library, ...] = ()
     verbs_providers: tuple[str, ...] = ()
     torch_version: str = ""
+    torch_cuda: str = ""
+    """Version of CUDA that torch is built for."""
     rocm: str = ""
     """Evidence that this image is made for AMD GPUs; empty if it is not."""
     nccl_version: str = ""
     """``2.20.5``; empty if unknown."""
     nccl_source: str = ""
+    nccl_of: str = ""
+    """``torch`` if torch loads the NCCL of a wheel beside it, ``image`` if that on the library path."""
+    image_nccl: str = ""
+    """Version of the NCCL on the library path."""
+    numa_fault: str = ""
+    """Evidence that this container refuses the NUMA calls of cuMem; empty if it does not."""
+    has_cuda_compat: bool = False
+    """True if the image or a folder of the library path has libraries for CUDA's forward compatibility."""
     nccl_settings: tuple[Setting, ...] = ()
     image_env: Mapping[str, str] | None = None
     """Variables that the image sets, by its manifest; None: unknown, as in an image of another tool."""

@@ -139,7 +139,8 @@ class _Search:
             return Candidate(name=name, path=path, target=target, fault=f"cannot be read: {error.strerror}")
         except elf.NotShared as error:
             return Candidate(name=name, path=path, target=target, fault=str(error))
-        return Candidate(name=name, path=path, target=target, object=library)
+        version, opens = software.inspect_library(self.reader, name, target)
+        return Candidate(name=name, path=path, target=target, object=library, version=version, opens=opens)
 
 
 def _follow_on_host(reader: Reader, path: str) -> str:

@@ -50,7 +50,12 @@ class Reader:
         return self.root / path.lstrip("/")
 
     def text(self, path: str) -> str | None:
-        """Return the content of the file without surrounding white space; None if it cannot be read.
+        """Return the content of the file without surrounding white space; None if it cannot be read."""
+        content = self.content(path)
+        return None if content is None else content.decode("utf-8", "replace").strip()
+
+    def content(self, path: str) -> bytes | None:
+        """Return the bytes of the file; None if it cannot be read.
 
         A tree may come from somebody else: a link out of it would show a file of this machine.
         """
@@ -61,11 +66,11 @@ class Reader:
             # Not blocking, and not to the end: a tree may hold a FIFO, or a link to /dev/zero.
             handle = os.open(f"{self.root}/{path}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
-                content = b""
+                content = bytearray()
                 # Files of /proc arrive page by page, whatever size a read asks for.
                 while (piece := os.read(handle, _PIECE_BYTES)) and len(content) < _MOST_BYTES:
                     content += piece
-                return content.decode("utf-8", "replace").strip()
+                return bytes(content)
             finally:
                 os.close(handle)
         except (OSError, ValueError):

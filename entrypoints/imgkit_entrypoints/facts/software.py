@@ -12,6 +12,7 @@ from typing import Any
 
 from imgkit_entrypoints import files, json_text, system
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.facts import elf
 from imgkit_entrypoints.facts.compute import NVIDIA_FILES, driver
 from imgkit_entrypoints.facts.host_facts import Library, Setting
 from imgkit_entrypoints.facts.reader import Reader
@@ -28,9 +29,14 @@ LIBRARIES = (
     "libnccl-net-ofi.so",
     "libfabric.so.1",
     "libcxi.so.1",
+    "libcudart.so",
 )
 
 _CUDA = "libcuda.so.1"
+_CUDART = "libcudart.so"
+_INITIALIZING = b"Initializing aws-ofi-nccl "
+"""What aws-ofi-nccl prints at its start, in front of its version."""
+_PLUGIN_VERSION = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})*")
 
 
 def library_folders(reader: Reader, env: Mapping[str, str]) -> tuple[str, ...]:
@@ -51,15 +57,38 @@ def libraries(reader: Reader, env: Mapping[str, str], plugin_files: Sequence[str
     """Return the first file of each library of a fabric, and of `plugin_files`, which may be paths."""
     folders = library_folders(reader, env)
     libraries = []
+    inspected: dict[str, tuple[str, str]] = {}
     for name in dict.fromkeys((*LIBRARIES, *plugin_files)):
         paths = (name,) if name.startswith("/") else (f"{folder}/{name}" for folder in folders)
         path = next((path for path in paths if reader.exists(path)), None)
         if path:
-            libraries.append(Library(name=name, path=path, target=reader.target(path)))
+            target = reader.target(path)
+            if target not in inspected:  # the plug-in's two names are mostly one file
+                inspected[target] = inspect_library(reader, name, target)
+            version, opens = inspected[target]
+            libraries.append(Library(name=name, path=path, target=target, version=version, opens=opens))
         elif name in plugin_files and reader.live and f"/{name}\0".encode() in _linker_cache():
             # A site's own ld.so.conf may name folders that are not read here.
             libraries.append(Library(name=name, path=name, target=name))
     return tuple(libraries)
+
+
+def inspect_library(reader: Reader, name: str, target: str) -> tuple[str, str]:
+    """Return the version of libfabric or aws-ofi-nccl, and what the latter opens; empty for others."""
+    if name.startswith("libfabric."):
+        text = reader.text(f"{target.rpartition('/')[0]}/pkgconfig/libfabric.pc") or ""
+        match = re.search(r"^Version:\s*(\S+)", text, re.MULTILINE) or re.search(
+            r"/libfabric/([0-9][^/]*)/", target
+        )
+        return match[1] if match else "", ""
+    if not name.startswith("libnccl-net"):
+        return "", ""
+    # Nothing else in its folder has the version. A pattern for all of it would take twice as long.
+    content = reader.content(target) or b""
+    start = content.find(_INITIALIZING)
+    version = _PLUGIN_VERSION.match(content, start + len(_INITIALIZING)) if start >= 0 else None
+    opens = _CUDART if version and f"\0{_CUDART}\0".encode() in content else ""
+    return version[0].decode() if version else "", opens
 
 
 NET_PLUGIN = "NCCL_NET_PLUGIN"
@@ -186,6 +215,12 @@ def _torch_version_file(reader: Reader) -> tuple[str, str]:
     return "", ""
 
 
+def torch_cuda(reader: Reader) -> str:
+    """Return the version of CUDA that torch is built for; empty if it is built for CPUs."""
+    match = re.search(r"^cuda(?:: [^=\n]+)? = '([^'\n]+)'", _torch_version_file(reader)[1], re.MULTILINE)
+    return match[1] if match else ""
+
+
 def _python_folders() -> tuple[str, ...]:
     return tuple(folder for folder in sys.path if folder.startswith("/"))
 
@@ -202,11 +237,11 @@ def rocm(reader: Reader) -> str:
     return next((path for path in ("/opt/rocm/.info/version", "/opt/rocm") if reader.exists(path)), "")
 
 
-def nccl(reader: Reader, env: Mapping[str, str]) -> tuple[str, str]:
-    """Return the version of the NCCL that torch loads here, and its source; both are empty if unknown.
+def nccl(reader: Reader, env: Mapping[str, str]) -> tuple[str, str, str]:
+    """Return the version of the NCCL that torch loads here, its source, and whose it is; empty if unknown.
 
-    torch is not imported, because that takes seconds. A torch wheel finds the NCCL wheel beside it before any
-    library path; an NGC image has NCCL as a system library.
+    torch is not imported, because that takes seconds. The third value is ``torch`` for the wheel beside it,
+    ``image`` for a system library.
 
     Raises
     ------
@@ -216,17 +251,37 @@ def nccl(reader: Reader, env: Mapping[str, str]) -> tuple[str, str]:
         if _version(option) != option:
             problem, hint = f"{option!r} is not an NCCL version", "give, for example, 2.20.5"
             raise UsageError(problem, where="IMGKIT_NCCL_VERSION", hint=hint)
-        return option, f"IMGKIT_NCCL_VERSION={option}"
+        return option, f"IMGKIT_NCCL_VERSION={option}", ""
     for folder in _python_folders():
         for name in reader.names(folder, r"nvidia_nccl_cu\d+-\d.*\.dist-info"):
-            if version := _version(name.split("-")[1]):
-                return version, f"{folder}/{name}"
+            if (version := _version(name.split("-")[1])) and _is_linked_to_wheel(reader):
+                return version, f"{folder}/{name}", "torch"
+    version, source = image_nccl(reader, env)
+    return version, source, "image" if version else ""
+
+
+def image_nccl(reader: Reader, env: Mapping[str, str]) -> tuple[str, str]:
+    """Return the version of the NCCL on the library path, and its source; both are empty if unknown."""
     for folder in library_folders(reader, env):
         target = reader.target(f"{folder}/libnccl.so.2")
         if match := re.search(r"libnccl\.so\.(\d+\.\d+\.\d+)$", target):
             return match[1], f"{folder}/libnccl.so.2 -> {target}"
     version = _version(env.get("NCCL_VERSION", ""))
     return (version, f"NCCL_VERSION={env['NCCL_VERSION']}") if version else ("", "")
+
+
+def _is_linked_to_wheel(reader: Reader) -> bool:
+    """Return whether torch's library names the folder of the NCCL wheel, before any library path.
+
+    That of an NGC image does not, even if another package brought the wheel. A library that cannot be read
+    counts as one of a wheel.
+    """
+    folder = _torch_version_file(reader)[0].rpartition("/")[0]
+    try:
+        library = elf.read(reader.real_path(f"{folder}/lib/libtorch_cuda.so"))
+    except (OSError, elf.NotShared):
+        return True
+    return any("nvidia/nccl" in path for path in (*library.rpath, *library.runpath))
 
 
 def _version(text: str) -> str:
@@ -281,3 +336,18 @@ def dmabuf(reader: Reader) -> bool:
     kernel = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", reader.text("/proc/sys/kernel/osrelease") or "")
     is_open = "Open Kernel Module" in driver(reader)
     return bool(kernel and is_open and (int(kernel[1]), int(kernel[2])) >= (5, 12))
+
+
+_CAP_SYS_NICE = 1 << 23
+"""Linux, include/uapi/linux/capability.h."""
+
+
+def numa_fault(reader: Reader) -> str:
+    """Return evidence that docker's system call filter refuses NUMA calls; empty if nothing does."""
+    status = reader.text("/proc/self/status") or ""
+    seccomp = re.search(r"^Seccomp:\s*2$", status, re.MULTILINE)
+    capabilities = re.search(r"^CapEff:\s*([0-9a-f]{1,16})$", status, re.MULTILINE)
+    if not seccomp or not capabilities or int(capabilities[1], 16) & _CAP_SYS_NICE:
+        return ""
+    lines = f"{seccomp[0]}, {capabilities[0]}".replace("\t", " ")
+    return f"/proc/self/status: {lines}, without CAP_SYS_NICE"

@@ -231,14 +231,15 @@ def make(
     NoPlan : no launch can be right: the recipe's GPUs are not visible, or the nodes could not connect.
     """
     device = _device(request, host, system, env)
-    nproc = _nproc(request, device.value, host, placement, env)
     network = fabric.choose(host, system, env, nnodes=placement.nnodes, head=placement.head)
-    if network.blockers and device.value == "cuda" and placement.nnodes > 1:
+    blockers = (*network.refusals, *(network.blockers if placement.nnodes > 1 else ()))
+    if blockers and device.value == "cuda":
         raise NoPlan(
-            network.blockers[0].what,
+            blockers[0].what,
             where=f"fabric {network.kind}",
-            hint=f"{network.blockers[0].fix}; --device cpu runs over gloo",
+            hint=f"{blockers[0].fix}; --device cpu runs over gloo",
         )
+    nproc = _nproc(request, device.value, host, placement, env)
     threads = _threads(host, int(nproc.value), system, env)
     decided = dict(network.env)
     if threads and threads.origin != "user":

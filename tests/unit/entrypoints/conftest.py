@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-HANGS = "<hangs>"
 NDR200, NDR, HDR100, SDR = (
     "200 Gb/sec (2X NDR)",
     "400 Gb/sec (4X NDR)",
@@ -79,8 +78,6 @@ class Expected:
 @dataclass(frozen=True, kw_only=True)
 class Tree:
     expect: Expected
-    one_liner: str = HANGS
-    """Output of the public tutorial's grep."""
     nics: tuple[Nic, ...] = ()
     nets: tuple[Net, ...] = (Net(name="eth0", address="10.0.0.5/24", speed=25000),)
     cxi: int = 0
@@ -134,7 +131,6 @@ TREES: dict[str, Tree] = {
     ),
     "roce_pod": Tree(
         nics=(Nic(name=BOND, ports=(roce(POD_GIDS, slots=10),), netdev="net1"),),
-        one_liner="9",
         expect=Expected(
             kind="roce",
             rate_Gbps=100,
@@ -146,7 +142,6 @@ TREES: dict[str, Tree] = {
     ),
     "roce_single_v2": Tree(
         nics=(Nic(name=BOND, ports=(roce({0: (FE80, "IB/RoCE v1"), 3: ("::ffff:10.1.2.3", "RoCE v2")}),)),),
-        one_liner="RoCE v2",
         expect=Expected(
             kind="roce",
             rate_Gbps=100,
@@ -190,7 +185,6 @@ TREES: dict[str, Tree] = {
                 ),
             ),
         ),
-        one_liner="10\n2",
         expect=Expected(
             kind="roce",
             rate_Gbps=100,
@@ -349,7 +343,6 @@ TREES: dict[str, Tree] = {
     ),
     "half_pod": Tree(
         nics=(Nic(name=BOND, ports=(roce(POD_GIDS, slots=10),), verbs=False),),
-        one_liner="9",
         expect=Expected(
             kind="roce", rate_Gbps=100, devices=(f"{BOND}:1",), warns=("/dev/infiniband", "rdma/rdma=1")
         ),

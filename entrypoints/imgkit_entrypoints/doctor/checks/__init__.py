@@ -17,7 +17,7 @@ CHECKS = (
     *(machine.memlock, machine.shm, machine.disk, machine.limits, machine.processes),
     *(network.network, network.net_plugin, network.bootstrap, network.rdma_ports, network.verbs),
     *(network.roce_gid, network.slingshot, network.gpudirect),
-    *(software.glibc, machine.iommu, machine.nccl, software.variables, software.cumem),
+    *(software.glibc, machine.iommu, machine.nccl, software.variables),
     *(health.pcie, health.port_errors, health.gpu_health, health.xids),
 )
 """In the order of the report."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from imgkit_entrypoints.doctor.checks.check import Check, Subject, Verdict
-from imgkit_entrypoints.fabric import library_path
-from imgkit_entrypoints.facts import host_libs, software, storage
+from imgkit_entrypoints.facts import software, storage
 from imgkit_entrypoints.facts.compute import ONLY_NVIDIA
 from imgkit_entrypoints.facts.host_facts import Limit
 from imgkit_entrypoints.schedulers.placement import FIRST_PORT, PORTS
@@ -23,8 +21,6 @@ PROCESSES = 1024
 SHM = "/dev/shm"  # noqa: S108 - its size is asked for, nothing is put there
 SHM_BYTES = GIB
 DOCKER_SHM_BYTES = 64 * MIB
-DRIVERS = {13: 580, 12: 525, 11: 450}
-"""First driver that runs a major version of CUDA (NVIDIA, "CUDA compatibility")."""
 MACHINES = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
 
 
@@ -74,29 +70,17 @@ def gpus(subject: Subject) -> Iterator[Check]:
 
 
 def driver(subject: Subject) -> Iterator[Check]:
-    """Check that the driver is new enough for the image's CUDA."""
+    """Report the driver and the image's CUDA; a driver that is too old is a known issue."""
     if not subject.facts.gpus:
         return
     cuda = subject.env.get("CUDA_VERSION", "")
     version = subject.facts.driver_version
     evidence = f"{version or 'unknown'} (/proc/driver/nvidia/version)"
     evidence += f", CUDA {cuda} (CUDA_VERSION)" if cuda else ", CUDA_VERSION is not set"
-    least = DRIVERS.get(int(cuda.split(".")[0])) if re.match(r"[0-9]{1,9}(\.|$)", cuda) else None
-    if not version or least is None:
-        yield Check("driver", "unknown", evidence, "compare both versions: nvidia-smi")
-        return
-    if int(version.split(".")[0]) >= least:
+    if version and cuda:
         yield Check("driver", "ok", evidence)
-        return
-    evidence += f", which needs driver {least}"
-    if any(item.variable == library_path.COMPAT_KEY and item.used for item in subject.plan.decisions):
-        yield Check("driver", "ok", f"{evidence}; workers use {host_libs.COMPAT}")
-    elif subject.reader.exists(host_libs.COMPAT):
-        fix = "for data-centre GPUs: system.runtime.cuda_compat: auto in the recipe, or "
-        fix += "IMGKIT_CUDA_COMPAT=auto; for others use an older base image"
-        yield Check("driver", "warn", evidence, fix)
     else:
-        yield Check("driver", "fail", evidence, "use an older base image, or one with cuda-compat")
+        yield Check("driver", "unknown", evidence, "compare both versions: nvidia-smi")
 
 
 def cpus(subject: Subject) -> Iterator[Check]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,36 +10,24 @@ from imgkit_entrypoints.doctor.checks.check import Check, Subject, Verdict
 from imgkit_entrypoints.fabric import library_path, plugin, ports, sockets
 from imgkit_entrypoints.fabric.slingshot import plugin as slingshot_plugin
 from imgkit_entrypoints.facts import health
-from imgkit_entrypoints.facts.host_facts import Port, RdmaDevice
+from imgkit_entrypoints.facts.host_facts import Port
 from imgkit_entrypoints.system import HOST_LIBS
-
-SPECIFIC_CHECKS = {
-    "infiniband": ("libibverbs", "cannot be opened"),
-    "roce": ("libibverbs", "cannot be opened"),
-    "slingshot": ("aws-ofi-nccl", "cannot be opened"),
-    "tcp": (),
-}
-"""Parts of the fabric's warnings that have a check of their own."""
 
 
 def network(subject: Subject) -> Iterator[Check]:
-    """Report the kind of network, its blockers, and every warning about variables."""
+    """Report the kind of network, its blockers, the known issues, and every other warning."""
     plan = subject.plan
     rate = f", {plan.line_rate_Gbps:g} Gbit/s" if plan.line_rate_Gbps else ""
     devices = ", ".join(plan.devices) or "no device"
     yield Check("network", "ok", f"{plan.kind} over {devices}{rate} ({plan.reason})")
     for blocker in plan.blockers:
         yield Check("network", subject.between, blocker.what, blocker.fix)
-    for warning in plan.warnings:
-        if not any(text in warning.what for text in (*SPECIFIC_CHECKS[plan.kind], plugin.UNOPENED)):
-            yield Check("network", "warn", warning.what, warning.fix)
+    for finding in (*plan.refusals, *plan.warnings):
+        yield Check(finding.check, "fail" if finding.is_failure else "warn", finding.what, finding.fix)
 
 
 def net_plugin(subject: Subject) -> Iterator[Check]:
-    """Check that the plug-in of NCCL_NET_PLUGIN has a file, and that the dynamic linker can load it."""
-    for warning in subject.plan.warnings:
-        if plugin.UNOPENED in warning.what:
-            yield Check("plug-in", "fail", warning.what, warning.fix)
+    """Check that the dynamic linker can load the plug-in of NCCL_NET_PLUGIN."""
     value = subject.plan.env.get(plugin.VARIABLE) or subject.env.get(plugin.VARIABLE, "")
     if plugin.VARIABLE in subject.plan.unset or not value:
         return
@@ -108,37 +95,22 @@ def _dead_siblings(subject: Subject, used: list[Port]) -> set[str]:
 
 
 def verbs(subject: Subject) -> Iterator[Check]:
-    """Check that the container can open the device files of InfiniBand and RoCE, and has their libraries."""
-    names = {name.partition(":")[0] for name in subject.plan.devices}
-    devices = [device for device in subject.facts.rdma if device.name in names]
+    """Report the device files and libraries of InfiniBand and RoCE; what fails is among the findings."""
+    facts, names = subject.facts, {name.partition(":")[0] for name in subject.plan.devices}
+    devices = [device for device in facts.rdma if device.name in names]
     if subject.plan.kind not in ("infiniband", "roce") or not devices:
         return
-    closed = [device.verbs or f"uverbs of {device.name}" for device in devices if not device.verbs_opens]
-    if closed:
-        evidence = f"{', '.join(closed)} cannot be opened, but {devices[0].path} exists"
-        yield Check("rdma devices", "fail", evidence, ports.OPEN_FIX)
-    else:
+    failures = {finding.check for finding in subject.plan.warnings if finding.is_failure}
+    if "rdma devices" not in failures:
         opened = ", ".join(device.verbs for device in devices)
         yield Check("rdma devices", "ok", f"{opened} can be opened")
-    if not subject.facts.rdma_cm:
+    if not facts.rdma_cm:
         evidence = "/dev/infiniband/rdma_cm cannot be opened; NCCL does not need it, but other libraries do"
         yield Check("rdma devices", "warn", evidence, ports.OPEN_FIX)
-    yield _libibverbs(subject, devices)
-
-
-def _libibverbs(subject: Subject, devices: list[RdmaDevice]) -> Check:
-    fix = "add libibverbs1 and ibverbs-providers to the recipe's image.apt; --nv does not add them"
-    library, providers = subject.facts.library("libibverbs.so.1"), subject.facts.verbs_providers
-    if library is None:
-        return Check(
-            "libibverbs", "fail", "libibverbs.so.1 is not on the library path, so NCCL uses TCP", fix
-        )
-    evidence = f"{library.path}, providers {', '.join(providers) or 'none'}"
-    has_mellanox = any(device.vendor == "0x15b3" for device in devices)
-    if not providers or (has_mellanox and "mlx5" not in providers):
-        evidence += f": no driver for {devices[0].name}, so NCCL reports No device found"
-        return Check("libibverbs", "fail", evidence, fix)
-    return Check("libibverbs", "ok", evidence)
+    library = facts.library("libibverbs.so.1")
+    if library and "libibverbs" not in failures:
+        evidence = f"{library.path}, providers {', '.join(facts.verbs_providers)}"
+        yield Check("libibverbs", "ok", evidence)
 
 
 def roce_gid(subject: Subject) -> Iterator[Check]:
@@ -170,12 +142,6 @@ def slingshot(subject: Subject) -> Iterator[Check]:
     else:
         yield Check("libfabric", "ok", plugin_path)
     yield from _host_libraries(subject)
-    version = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", facts.kernel)
-    if version and (int(version[1]), int(version[2])) < (5, 12):
-        evidence = f"/proc/sys/kernel/osrelease: {facts.kernel}; fork is safe with RDMA since Linux 5.12"
-        fix = "if data workers crash, use no workers or the start method spawn (RHEL 8.6 and SLES 15 SP4 "
-        fix += "are safe despite their older kernels)"
-        yield Check("kernel", "warn", evidence, fix)
 
 
 def _host_libraries(subject: Subject) -> Iterator[Check]:

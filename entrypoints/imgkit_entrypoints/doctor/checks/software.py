@@ -1,4 +1,4 @@
-"""Checks of image and host together: scheduler, glibc, NCCL's host memory, mounted image."""
+"""Checks of image and host together: scheduler, glibc, variables, mounted image."""
 
 from __future__ import annotations
 
@@ -16,12 +16,6 @@ LIBC = (
     "/usr/lib64/libc.so.6",
     "/lib/{machine}-linux-gnu/libc.so.6",
 )
-CAP_SYS_NICE = 1 << 23
-"""Linux, include/uapi/linux/capability.h."""
-CUMEM_DRIVER = 560
-"""Driver of CUDA 12.6; from then on NCCL allocates host memory with cuMem."""
-CUMEM_HOST = ((2, 24), (2, 26, 5))
-"""First and end of NCCL's versions without a fallback if cuMem fails (pytorch/pytorch issue 152302)."""
 
 
 def scheduler(subject: Subject) -> Iterator[Check]:
@@ -71,27 +65,6 @@ def newest_glibc(reader: Reader, path: str) -> int:
     """Return N of the newest ``GLIBC_2.N`` among the symbol versions of a library; 0 if there is none."""
     versions = re.findall(r"\bGLIBC_2\.([0-9]{1,3})\b", reader.text(path) or "")
     return max(map(int, versions), default=0)
-
-
-def cumem(subject: Subject) -> Iterator[Check]:
-    """Check that NCCL can allocate host memory.
-
-    cuMem needs NUMA calls, which docker's system call filter refuses.
-    """
-    facts = subject.facts
-    is_new = facts.driver_version and int(facts.driver_version.split(".")[0]) >= CUMEM_DRIVER
-    if not facts.gpus or not is_new or subject.env.get("NCCL_CUMEM_HOST_ENABLE") == "0":
-        return
-    if facts.nccl is None or not CUMEM_HOST[0] <= facts.nccl < CUMEM_HOST[1]:
-        return
-    status = subject.reader.text("/proc/self/status") or ""
-    seccomp = re.search(r"^Seccomp:\s*2$", status, re.MULTILINE)
-    capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)$", status, re.MULTILINE)
-    if seccomp and capabilities and not int(capabilities[1], 16) & CAP_SYS_NICE:
-        lines = f"{seccomp[0]}, {capabilities[0]}".replace("\t", " ")
-        evidence = f"NCCL {facts.nccl_version}, and /proc/self/status: {lines} (without CAP_SYS_NICE), "
-        fix = "docker: --cap-add SYS_NICE. Or set NCCL_CUMEM_HOST_ENABLE=0, or use NCCL 2.26.5 or later"
-        yield Check("cumem", "warn", f"{evidence}so allocating host memory may fail", fix)
 
 
 def variables(subject: Subject) -> Iterator[Check]:

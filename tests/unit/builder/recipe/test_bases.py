@@ -11,6 +11,7 @@ import pytest
 
 from imgkit_builder.recipe import bases
 from imgkit_builder.recipe.load import load
+from imgkit_builder.recipe.problems import RecipeErrors
 from imgkit_entrypoints.errors import ImgkitError, UsageError
 from imgkit_recipes import recipe_names
 
@@ -122,6 +123,54 @@ def test_unknown_or_fitting_base_is_silent(write: Write, text: str) -> None:
 def test_old_python_is_a_warning(write: Write, base: str) -> None:
     (found,) = warned(write(f'image: {{base: "{base}"}}\n'))
     assert re.search(r"has Python 3\.[89]: imgkit's entry points need 3\.10 or newer", found)
+
+
+GRACE = """
+system:
+  node: {{gpus: 4, gpu_model: NVIDIA GH200}}
+  env: {{{env}}}
+  known_issues: [{rows}]
+"""
+
+
+@pytest.mark.parametrize(
+    ("base", "env", "rows", "ids"),
+    [
+        ("26.02", "", "", ["nccl-arm-hang"]),
+        ("26.03", "", "", []),
+        ("26.05", "", "", []),  # its NCCL is unknown
+        ("26.03", "NCCL_DEBUG: TRACE", "", ["debugging-left-on"]),
+        ("26.03", "NCCL_IB_DISABLE: '1', NCCL_IB_HCA: mlx5", "", []),  # who requests it shows on a node
+        ("26.03", "", "{id: x, message: a fault, when: [nccl >= 2.29.7, arch == aarch64]}", ["x"]),
+        ("26.03", "", "{id: x, message: a fault, when: [nccl >= 2.29.8]}", []),
+        ("26.02", "", "{id: nccl-arm-hang, message: not here, effect: ignore}", []),
+    ],
+)
+def test_known_issues_of_a_base_are_warnings(
+    write: Write, base: str, env: str, rows: str, ids: list[str]
+) -> None:
+    image = f'image: {{base: "{NGC}:{base}-py3", current_base: "{NGC}:{base}-py3"}}\n'
+    found = warned(write(image + GRACE.format(env=env, rows=rows)))
+    assert [re.findall(r"known issue ([a-z-]+)", text)[0] for text in found] == ids
+    assert all(text.startswith("image.base: ") for text in found)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ("{id: x, message: m, when: [nccl ~ 2]}", "known_issues[0].when[0]: 'nccl ~ 2' is not a condition"),
+        (
+            "{id: x, message: m, when: [arch == x86_64], effect: set}",
+            "known_issues[0].env: belongs to the effect",
+        ),
+        ("{id: x, message: m}", "known_issues[0].when: has no condition"),
+        ("{id: X, message: m, when: [arch == x86_64]}", "known_issues[0].id: 'X' is not an id"),
+        ("{id: x, when: [arch == x86_64]}", "known_issues[0].message: is missing"),
+    ],
+)
+def test_malformed_row_of_a_system_is_refused(write: Write, row: str, words: str) -> None:
+    with pytest.raises(RecipeErrors, match=re.escape(words)):
+        load(write("image: {base: 'a:1'}\n" + GRACE.format(env="", rows=row)))
 
 
 SLINGSHOT = """

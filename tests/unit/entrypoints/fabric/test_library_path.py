@@ -109,33 +109,34 @@ def test_newer_glibc_is_refused_by_name(root: Path) -> None:
     assert "Use a newer base image" in warning
 
 
-def test_relative_relocations_count_as_a_version(root: Path) -> None:
-    of_host(root, "libcxi.so.1", needs={LIBC: ("GLIBC_ABI_DT_RELR",)})
-    assert "needs GLIBC_ABI_DT_RELR, which the image's" in reason(choose(root), "libcxi.so.1")
-
-
-def test_other_soname_is_refused(root: Path) -> None:
-    of_host(root, "libcxi.so.1", soname="libcxi.so.2")
-    assert reason(choose(root), "libcxi.so.1").startswith("libcxi.so.1 has the SONAME libcxi.so.2")
-
-
-def test_other_processor_is_refused(root: Path) -> None:
-    of_host(root, "libcxi.so.1", machine="x86_64")
-    assert "is for x86_64, the image is for aarch64" in reason(choose(root), "libcxi.so.1")
+@pytest.mark.parametrize(
+    ("name", "about", "text"),
+    [
+        (
+            "libcxi.so.1",
+            {"needs": {LIBC: ("GLIBC_ABI_DT_RELR",)}},
+            "needs GLIBC_ABI_DT_RELR, which the image's",
+        ),
+        ("libcxi.so.1", {"soname": "libcxi.so.2"}, "libcxi.so.1 has the SONAME libcxi.so.2"),
+        ("libcxi.so.1", {"machine": "x86_64"}, "is for x86_64, the image is for aarch64"),
+        (
+            "libnccl-net-ofi.so",
+            {"needed": ("libcudart.so.13", "libfabric.so.1")},
+            "libnccl-net-ofi.so needs libcudart.so.13, which neither the image nor the host has",
+        ),
+    ],
+)
+def test_library_that_cannot_be_loaded_is_refused(
+    root: Path, name: str, about: dict[str, Any], text: str
+) -> None:
+    of_host(root, name, **about)
+    assert text in reason(choose(root), name)
 
 
 def test_damaged_library_is_refused_by_name(root: Path) -> None:
     place = root / f"{HOST}{LIB}/libcxi.so.1".lstrip("/")
     place.write_bytes(place.read_bytes()[:100])
     assert "libcxi.so.1 of the host is truncated: bytes" in reason(choose(root), "libcxi.so.1")
-
-
-def test_absent_need_is_named(root: Path) -> None:
-    of_host(root, "libnccl-net-ofi.so", needed=("libcudart.so.13", "libfabric.so.1"))
-    plan = choose(root)
-    text = "libnccl-net-ofi.so needs libcudart.so.13, which neither the image nor the host has"
-    assert reason(plan, "libnccl-net-ofi.so") == text
-    assert set(plan.links) == {"libcxi.so.1", "libfabric.so.1"}
 
 
 def test_second_name_of_the_plug_in_is_reported_alone(root: Path) -> None:
@@ -201,12 +202,8 @@ def test_links_are_followed_as_on_the_host(root: Path) -> None:
     (folder / "libcxi.so.1").unlink()
     (folder / "libcxi.so.1").symlink_to("/etc/alternatives/libcxi.so.1")
     assert "is a link out of what is bound (/usr, /opt)" in reason(choose(root), "libcxi.so.1")
-
-
-def test_circle_of_links_ends(root: Path) -> None:
-    folder = root / f"{HOST}{LIB}".lstrip("/")
     (folder / "libcxi.so.1").unlink()
-    (folder / "libcxi.so.1").symlink_to("libcxi.so.1")
+    (folder / "libcxi.so.1").symlink_to("libcxi.so.1")  # a circle ends
     assert "is a link out of what is bound" in reason(choose(root), "libcxi.so.1")
 
 

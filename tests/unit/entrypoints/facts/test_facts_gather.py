@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from shared_object import shared_object
 
 from imgkit_entrypoints import fabric, facts
 from imgkit_entrypoints.errors import UsageError
@@ -196,10 +197,79 @@ def test_nccl_version_without_torch(
     assert source in found.nccl_source
 
 
-def test_nccl_wheel_beside_torch_counts_first(tmp_path: Path):
-    folder = next(path for path in sys.path if path.endswith("site-packages"))
-    (tmp_path / folder.lstrip("/") / "nvidia_nccl_cu12-2.21.5.dist-info").mkdir(parents=True)
-    assert facts.gather(tmp_path, {"NCCL_VERSION": "2.18.3"}).nccl == (2, 21, 5)
+SITE_PACKAGES = next(path for path in sys.path if path.endswith("site-packages"))
+
+
+@pytest.mark.parametrize(
+    ("rpath", "version", "owner"),
+    [
+        ("$ORIGIN/../../nvidia/nccl/lib", "2.21.5", "torch"),
+        ("$ORIGIN", "2.18.3", "image"),  # NGC's torch, and a wheel that another package brought
+        (None, "2.21.5", "torch"),
+    ],
+)
+def test_nccl_wheel_counts_if_torch_is_linked_to_it(
+    tmp_path: Path, rpath: str | None, version: str, owner: str
+):
+    version_py = "__version__ = '2.9.0'\ncuda: Optional[str] = '13.0'"
+    put(tmp_path, {f"{SITE_PACKAGES}/torch/version.py": version_py})
+    folder = tmp_path / SITE_PACKAGES.lstrip("/")
+    (folder / "nvidia_nccl_cu12-2.21.5.dist-info").mkdir()
+    if rpath is not None:
+        (folder / "torch/lib").mkdir()
+        (folder / "torch/lib/libtorch_cuda.so").write_bytes(shared_object("libtorch_cuda.so", rpath=rpath))
+    found = facts.gather(tmp_path, {"NCCL_VERSION": "2.18.3"})
+    assert (found.nccl_version, found.nccl_of, found.image_nccl) == (version, owner, "2.18.3")
+    assert found.torch_cuda == "13.0"
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "version", "opens"),
+    [
+        ("/opt/cray/libfabric/1.22.0/lib64/libfabric.so.1", "", "1.22.0", ""),
+        ("/opt/lib/libfabric.so.1", "", "", ""),
+        ("/opt/lib/libnccl-net.so", "NCCL RDMA SHARP", "", ""),
+        ("/opt/lib/libnccl-net.so", "Initializing aws-ofi-nccl 1.14.0\0", "1.14.0", ""),
+        (
+            "/opt/lib/libnccl-net-ofi.so",
+            "Initializing aws-ofi-nccl 1.19.2\0libcudart.so\0",
+            "1.19.2",
+            "libcudart.so",
+        ),
+    ],
+)
+def test_version_of_a_fabric_library_is_read(
+    tmp_path: Path, path: str, content: str, version: str, opens: str
+):
+    folder, _, name = path.rpartition("/")
+    found = facts.gather(put(tmp_path, {path: content}), {"LD_LIBRARY_PATH": folder}).library(name)
+    assert found is not None
+    assert (found.version, found.opens) == (version, opens)
+
+
+def test_version_of_libfabric_is_that_of_pkg_config(tmp_path: Path):
+    pkg_config = {"/usr/lib64/pkgconfig/libfabric.pc": "Version: 2.3.1amzn4.0"}
+    put(tmp_path, {"/usr/lib64/libfabric.so.1": "", **pkg_config})
+    found = facts.gather(tmp_path, {}).library("libfabric.so.1")
+    assert found is not None
+    assert found.version == "2.3.1amzn4.0"
+
+
+DOCKER = "CapEff:\t00000000a80425fb\nSeccomp:\t2"
+
+
+@pytest.mark.parametrize(
+    ("status", "is_refused"),
+    [
+        (DOCKER, True),
+        (DOCKER.replace("a80425fb", "a88425fb"), False),  # --cap-add SYS_NICE
+        (DOCKER.replace("\t2", "\t0"), False),
+        ("", False),
+    ],
+)
+def test_numa_calls_need_a_capability_in_docker(tmp_path: Path, status: str, is_refused: bool):
+    found = facts.gather(put(tmp_path, {"/proc/self/status": status}), {})
+    assert found.numa_fault.startswith("/proc/self/status: Seccomp: 2, CapEff") == is_refused
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,20 @@ import pytest
 from imgkit_entrypoints.cli.commands import TORCHRUN
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.facts import HostFacts, compute
+from imgkit_entrypoints.known_issues import KnownIssue
 from imgkit_entrypoints.launch import plan
 from imgkit_entrypoints.launch.plan import NNODES_PENDING, NODE_RANK_PENDING, PORT_PENDING, Request
 from imgkit_entrypoints.schedulers.placement import Direct, Placement, Size
 from imgkit_entrypoints.system import Fabric, Node, SystemFacts
 
 WORKER = ("python3", "-m", "program")
+REFUSED = SystemFacts(
+    known_issues=(
+        KnownIssue(
+            id="site-x", message="X gives wrong sums", hint="use Y", when=("gpus >= 0",), effect="refuse"
+        ),
+    )
+)
 
 
 def host(gpus: int = 0, cpus: int = 8, torch: str = "") -> HostFacts:
@@ -367,3 +375,17 @@ def test_attempts_have_log_folders_of_their_own():
     made = make(log_dir="/logs", max_failures=1)
     argv = plan.fill(made.argv, attempt=2, port=1, nnodes=1, node_rank=0, logs=Path("/tmp"))
     assert argv[argv.index("--log-dir") + 1] == "/logs/node0/attempt2"
+
+
+@pytest.mark.parametrize("nnodes", [1, 2])
+def test_known_issue_that_refuses_ends_a_start_with_gpus(nnodes: int) -> None:
+    with pytest.raises(NoPlan, match=r"X gives wrong sums .*known issue site-x") as caught:
+        make(gpus=4, system=REFUSED, place=node(nnodes))
+    assert (caught.value.exit_code, caught.value.hint) == (5, "use Y; --device cpu runs over gloo")
+    assert make(gpus=4, system=REFUSED, place=node(nnodes), device="cpu").argv
+
+
+def test_gpus_per_task_is_named_before_the_number_of_gpus() -> None:
+    env = {"SLURM_GPUS_PER_TASK": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
+    with pytest.raises(NoPlan, match="slurm-gpus-per-task"):
+        make(env, gpus=1, nproc="4")

@@ -69,103 +69,69 @@ def test_flag_beats_its_variable() -> None:
     assert place({**STEP, "IMGKIT_HEAD": "wrong"}, head="n1i").head == "n1i"
 
 
-def test_other_number_of_nodes_is_refused() -> None:
-    with pytest.raises(NoPlan, match="--nnodes is 3, but slurm started 2"):
-        place(STEP, nnodes=3)
-
-
-def test_one_node_flag_in_a_step_of_two_is_refused() -> None:
-    with pytest.raises(NoPlan, match="--nnodes is 1, but slurm started 2") as caught:
-        place(STEP, nnodes=1)
-    assert "--scheduler standalone" in (caught.value.hint or "")
-
-
-def test_one_node_flag_allows_a_batch_script() -> None:
-    assert place(BATCH, nnodes=1).nnodes == 1
-
-
-def test_one_node_flag_allows_an_unseen_node_file() -> None:
-    script = {
-        "PBS_JOBID": "7",
-        "PBS_NODENUM": "0",
-        "PBS_NODEFILE": "/var/spool/7",
-        "PBS_ENVIRONMENT": "PBS_BATCH",
-    }
-    found = place(script, nnodes=1)
-    assert (found.scheduler, found.nnodes, found.source["nnodes"]) == ("pbs", 1, "--nnodes")
-
-
-def test_number_of_pods_can_be_set_right() -> None:
-    """WORLD_SIZE counts pods or processes, depending on the operator; only PET_NNODES is certain."""
-    pod = {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
-    assert place(pod, nnodes=2).nnodes == 2
-    with pytest.raises(NoPlan, match="--nnodes is 2, but kubeflow started 4"):
-        place({**pod, "PET_NNODES": "4"}, nnodes=2)
-
-
-def test_rank_filled_in_by_the_script_is_caught() -> None:
-    """`srun dist-run --node-rank $SLURM_NODEID` in a batch script gives 0 to every node, and hangs."""
-    with pytest.raises(
-        NoPlan, match=r"--node-rank is 0, but slurm says that this is node 1 \(SLURM_NODEID\)"
-    ) as caught:
-        place(STEP, **HAND)
-    assert "--scheduler manual" in (caught.value.hint or "")
-    with pytest.raises(NoPlan, match="--node-rank is 0, but slurm says that this is node 1"):
-        place(STEP, node_rank=0)
-
-
-def test_rank_filled_in_by_a_pbs_script_is_caught() -> None:
-    task = {"PBS_JOBID": "7", "PBS_NODENUM": "1", "PBS_TASKNUM": "00000003", "IMGKIT_NODES": "n1,n2"}
-    with pytest.raises(NoPlan, match=r"--node-rank is 0, but pbs says that this is node 1 \(PBS_NODENUM\)"):
-        place(task, **HAND)
-    with pytest.raises(NoPlan, match="--node-rank is 0, but pbs says that this is node 1"):
-        place(task, node_rank=0)
-
-
-def test_insisting_flags_win_over_a_launcher() -> None:
-    found = place(STEP, scheduler="manual", **HAND)
-    assert (found.scheduler, found.node_rank, found.head) == ("manual", 0, "n1")
-
-
-def test_complete_flags_place_past_the_launcher() -> None:
-    """ssh in a batch script started the node: Slurm knows only the script's shell."""
-    found = place(BATCH, nnodes=2, node_rank=1, head="n1")
-    assert (found.scheduler, found.nnodes, found.node_rank) == ("manual", 2, 1)
-
-
-def test_hand_started_node_is_placed() -> None:
-    found = place({}, nnodes=3, node_rank=2, head="10.0.0.1")
-    assert (found.scheduler, found.nnodes, found.node_rank, found.head) == ("manual", 3, 2, "10.0.0.1")
-    assert found.source == {"nnodes": "--nnodes", "node_rank": "--node-rank", "head": "--head"}
-
-
-def test_number_and_list_are_enough_by_hand() -> None:
-    found = place({"IMGKIT_NODES": "n[1-3]", "IMGKIT_NODE_RANK": "2"})
-    assert (found.nnodes, found.node_rank, found.hosts, found.head) == (3, 2, ("n1", "n2", "n3"), "n1")
+PBS_TASK = {"PBS_JOBID": "7", "PBS_NODENUM": "1", "PBS_TASKNUM": "00000003", "IMGKIT_NODES": "n1,n2"}
+PBS_SCRIPT = {
+    "PBS_JOBID": "7",
+    "PBS_NODENUM": "0",
+    "PBS_NODEFILE": "/var/spool/7",
+    "PBS_ENVIRONMENT": "PBS_BATCH",
+}
+POD = {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
 
 
 @pytest.mark.parametrize(
-    ("flags", "missing"),
+    ("env", "flags", "message", "hint"),
     [
-        ({"nnodes": 2}, "--node-rank RANK and --head HOST are missing"),
-        ({"nnodes": 2, "node_rank": 1}, "--head HOST is missing"),
-        ({"nnodes": 2, "head": "n1"}, "--node-rank RANK is missing"),
-        ({"nnodes": 2, "node_rank": 2, "head": "n1"}, "--node-rank 2 is not below --nnodes 2"),
+        (STEP, {"nnodes": 3}, "--nnodes is 3, but slurm started 2", ""),
+        (STEP, {"nnodes": 1}, "--nnodes is 1, but slurm started 2", "--scheduler standalone"),
+        (STEP, {"nnodes": "3+1"}, r"--nnodes is 3\+1, but slurm started 2", ""),
+        ({**POD, "PET_NNODES": "4"}, {"nnodes": 2}, "--nnodes is 2, but kubeflow started 4", ""),
+        # `srun dist-run --node-rank $SLURM_NODEID` in a batch script gives 0 to every node, and hangs.
+        (STEP, HAND, r"is 0, but slurm says that this is node 1 \(SLURM_NODEID\)", "--scheduler manual"),
+        (STEP, {"node_rank": 0}, "--node-rank is 0, but slurm says that this is node 1", ""),
+        (PBS_TASK, HAND, r"--node-rank is 0, but pbs says that this is node 1 \(PBS_NODENUM\)", ""),
+        (PBS_TASK, {"node_rank": 0}, "--node-rank is 0, but pbs says that this is node 1", ""),
+        ({}, {"nnodes": 2}, "--node-rank RANK and --head HOST are missing", ""),
+        ({}, {"nnodes": 2, "node_rank": 1}, "--head HOST is missing", ""),
+        ({}, {"nnodes": 2, "head": "n1"}, "--node-rank RANK is missing", ""),
+        ({}, {"nnodes": 2, "node_rank": 2, "head": "n1"}, "--node-rank 2 is not below --nnodes 2", ""),
+        ({"IMGKIT_NODES": "a,b,c"}, HAND, "--nnodes is 2, but IMGKIT_NODES lists 3 hosts", ""),
+        (
+            {**STEP, "IMGKIT_NODES": "a,b,c"},
+            {},
+            r"IMGKIT_NODES has 3 hosts \(a, b, c\), but the launcher started 2",
+            "",
+        ),
     ],
 )
-def test_incomplete_flags_are_named(flags: dict[str, Any], missing: str) -> None:
-    with pytest.raises(NoPlan, match=missing):
-        place({}, **flags)
+def test_flags_that_contradict_are_refused(
+    env: dict[str, str], flags: dict[str, Any], message: str, hint: str
+) -> None:
+    with pytest.raises(NoPlan, match=message) as caught:
+        place(env, **flags)
+    assert hint in (caught.value.hint or "")
 
 
-def test_list_of_other_length_is_refused_by_hand() -> None:
-    with pytest.raises(NoPlan, match="--nnodes is 2, but IMGKIT_NODES lists 3 hosts"):
-        place({"IMGKIT_NODES": "a,b,c"}, **HAND)
-
-
-def test_list_of_other_length_is_refused_in_a_step() -> None:
-    with pytest.raises(NoPlan, match=r"IMGKIT_NODES has 3 hosts \(a, b, c\), but the launcher started 2"):
-        place({**STEP, "IMGKIT_NODES": "a,b,c"})
+@pytest.mark.parametrize(
+    ("env", "flags", "expected"),
+    [
+        (BATCH, {"nnodes": 1}, ("standalone", 1, 0, "")),
+        (PBS_SCRIPT, {"nnodes": 1}, ("pbs", 1, 0, "")),
+        (POD, {"nnodes": 2}, ("kubeflow", 2, 1, "job-master-0")),  # WORLD_SIZE may count processes
+        (STEP, {"scheduler": "manual", **HAND}, ("manual", 2, 0, "n1")),
+        # ssh in a batch script started the node: Slurm knows only the script's shell.
+        (BATCH, {**HAND, "node_rank": 1}, ("manual", 2, 1, "n1")),
+        ({}, {"nnodes": 3, "node_rank": 2, "head": "10.0.0.1"}, ("manual", 3, 2, "10.0.0.1")),
+        ({"IMGKIT_NODES": "n[1-3]", "IMGKIT_NODE_RANK": "2"}, {}, ("manual", 3, 2, "n1")),
+    ],
+)
+def test_flags_complete_what_the_launcher_says(
+    env: dict[str, str], flags: dict[str, Any], expected: tuple[str, int, int, str]
+) -> None:
+    found = place(env, **flags)
+    assert (found.scheduler, found.nnodes, found.node_rank, found.head) == expected
+    if found.scheduler == "manual" and flags:
+        assert found.source == {"nnodes": "--nnodes", "node_rank": "--node-rank", "head": "--head"}
 
 
 @pytest.mark.parametrize(
@@ -282,5 +248,3 @@ def test_range_in_the_variable_is_refused_with_what_to_type() -> None:
 def test_spares_are_nodes_of_the_launcher() -> None:
     found = place(STEP, nnodes="1+1")
     assert (found.nnodes, found.size) == (2, Size(training=1, spares=1))
-    with pytest.raises(NoPlan, match=r"--nnodes is 3\+1, but slurm started 2"):
-        place(STEP, nnodes="3+1")

@@ -189,17 +189,6 @@ RIGHT: dict[str, tuple[Env, Callable[[str], str | None], tuple[Any, ...]]] = {
         NOTHING,
         ("slurm", 1, 0, ("n3",), "", None, "7.3"),
     ),
-    "slurm with PALS_ and PMI_ of its own": (
-        {**pals(1, 2), **slurm_step("n[1-2]", 1, 2)}
-        | {"PBS_JOBID": "", "PBS_NODENUM": "", "PBS_NODEFILE": ""},
-        NOTHING,
-        ("slurm", 2, 1, ("n1", "n2"), "n1", None, "7.3"),
-    ),
-    "slurm in a script that exports torch's own variables": (
-        slurm_step("n[1-2]", 1, 2, RANK="0", WORLD_SIZE="8", MASTER_ADDR="n1", MASTER_PORT="6000"),
-        NOTHING,
-        ("slurm", 2, 1, ("n1", "n2"), "n1", None, "7.3"),
-    ),
     "slurm with names on the fast network": (
         slurm_step("n[1-2]", 1, 2, IMGKIT_NODES="n1i,n2i"),
         NOTHING,
@@ -250,11 +239,6 @@ RIGHT: dict[str, tuple[Env, Callable[[str], str | None], tuple[Any, ...]]] = {
         openmpi(1, 2, IMGKIT_HEAD="x9"),
         NOTHING,
         ("openmpi", 2, 1, (), "x9", None, "prterun-x9-77@1"),
-    ),
-    "openmpi in pbs": (
-        {**PBS_SCRIPT, **openmpi(1, 2, IMGKIT_NODES="x9,x10")},
-        NOTHING,
-        ("openmpi", 2, 1, ("x9", "x10"), "x9", None, "prterun-x9-77@1"),
     ),
     "openmpi with the guide's -x MASTER_ADDR": (
         openmpi(1, 2, MASTER_ADDR="104.171.200.62", MASTER_PORT="1234"),
@@ -403,12 +387,6 @@ WRONG: dict[str, tuple[Env, Callable[[str], str | None], str, str]] = {
     ),
     "slurm salloc's interactive step": (
         {**slurm_step("n1", 0, 1, SLURM_STEP_ID="4294967290"), **slurm_job(2, "n[1-2]")},
-        NOTHING,
-        "salloc, on 1 of the job's 2 nodes",
-        "srun --nodes=2",
-    ),
-    "slurm salloc's interactive step, signed": (
-        {**slurm_step("n1", 0, 1, SLURM_STEP_ID="-6"), **slurm_job(2, "n[1-2]")},
         NOTHING,
         "salloc, on 1 of the job's 2 nodes",
         "srun --nodes=2",
@@ -572,12 +550,6 @@ WRONG: dict[str, tuple[Env, Callable[[str], str | None], str, str]] = {
         NOTHING,
         "already a torchrun worker",
         "env -u TORCHELASTIC_RUN_ID",
-    ),
-    "torchrun worker in a slurm step": (
-        slurm_step("n[1-2]", 1, 2, TORCHELASTIC_RUN_ID="7"),
-        NOTHING,
-        "already a torchrun worker",
-        "env -u",
     ),
     "lsf job of 2": (
         {"LSB_DJOB_HOSTFILE": "/var/spool/pbs/aux/7.head"},

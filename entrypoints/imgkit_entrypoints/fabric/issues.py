@@ -1,0 +1,124 @@
+"""Known issues on a node: the facts that conditions name, and what a row that matches does to the plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from imgkit_entrypoints import known_issues
+from imgkit_entrypoints.fabric import library_path, plugin
+from imgkit_entrypoints.fabric.fabric_plan import Finding, PlanDraft
+from imgkit_entrypoints.facts import software
+from imgkit_entrypoints.facts.host_facts import Candidate, Library
+from imgkit_entrypoints.facts.host_libs import PLUGINS
+from imgkit_entrypoints.known_issues import FACTS, IssueResult, Value
+from imgkit_entrypoints.system import FabricKind, SystemFacts
+
+DRIVERS = {"13": "580", "12": "525", "11": "450"}
+"""First driver that runs a major version of CUDA (NVIDIA, "CUDA compatibility")."""
+
+
+def apply(draft: PlanDraft, kind: FabricKind, system: SystemFacts | None) -> tuple[IssueResult, ...]:
+    """Set the variables of the issues that appear on this node, and return the result of every row.
+
+    The rows are compared in their order: a later one sees what an earlier one set.
+
+    Raises
+    ------
+    UsageError : a file with rows is wrong.
+    """
+    node_facts = _facts(draft, kind, system)
+
+    def lookup(name: str) -> Value:
+        return node_facts[name] if name in FACTS else _variable(draft, name[1:])
+
+    results = []
+    for issue in known_issues.load(system.known_issues if system else (), draft.env):
+        result = known_issues.evaluate(issue, lookup)
+        results.append(result)
+        if result.state == "match" and issue.effect == "set":
+            for variable, value in issue.env.items():
+                draft.set(variable, value, result.message)
+    return tuple(results)
+
+
+def findings(results: tuple[IssueResult, ...], effect: str) -> tuple[Finding, ...]:
+    """Return what the rows with `effect` that match say to the user."""
+    matches = (item for item in results if item.state == "match" and item.issue.effect == effect)
+    return tuple(
+        Finding(item.message, item.issue.hint, "known issue", effect == "refuse") for item in matches
+    )
+
+
+def _variable(draft: PlanDraft, name: str) -> Value:
+    """Return the value of a variable that a worker will see."""
+    text, preset = draft.value(name) or "", draft.preset(name)
+    evidence = draft.quote(name) if preset else f"{name}={text!r}" if text else f"{name} is not set"
+    return Value(text, evidence, is_requested=draft.request(name) is not None)
+
+
+def _facts(draft: PlanDraft, kind: FabricKind, system: SystemFacts | None) -> Mapping[str, Value]:
+    """Return the facts that conditions may name; those that this node does not show are empty."""
+    facts, env = draft.facts, draft.env
+    cuda = facts.torch_cuda or env.get("CUDA_VERSION", "")
+    gpu, gpu_source = system.node.gpu_model if system else "", "the recipe"
+    if facts.gpu_devices:
+        gpu = ", ".join({device.model: None for device in facts.gpu_devices})
+        gpu_source = f"/proc/driver/nvidia/gpus/{facts.gpu_devices[0].address}/information"
+    net_plugin, libfabric = _net_plugin(draft), _library(draft, "libfabric.so.1")
+    tasks = re.match(r"[0-9]{1,9}", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    values = {
+        "arch": (facts.arch, ""),
+        "aws_ofi_nccl": (net_plugin.version, net_plugin.path) if net_plugin else ("", ""),
+        "cuda": (cuda, ""),
+        "cuda_compat": (_compat_state(draft), ""),
+        "cuda_driver": (DRIVERS.get(cuda.partition(".")[0], ""), ""),
+        "driver": (facts.driver_version, ""),
+        "fabric": (kind, ""),
+        "gpu": (gpu, gpu_source),
+        "gpus": (str(facts.gpus), ""),
+        "image_nccl": (facts.image_nccl, ""),
+        "kernel": (facts.kernel, ""),
+        "libcudart": ("present" if facts.library("libcudart.so") else "absent", ""),
+        "libfabric": (libfabric.version, libfabric.path) if libfabric else ("", ""),
+        "nccl": (facts.nccl_version, facts.nccl_source),
+        "nccl_of": (facts.nccl_of, ""),
+        "nodes": (str(draft.nnodes), ""),
+        "numa_calls": ("refused" if facts.numa_fault else "allowed", facts.numa_fault),
+        "plugin_opens": (net_plugin.opens, net_plugin.path) if net_plugin else ("", ""),
+        "tasks": (tasks[0] if tasks else "", ""),
+        "torch": (facts.torch_version, ""),
+        "ucx": (env.get("OPENUCX_VERSION", ""), "OPENUCX_VERSION"),
+    }
+    return {name: Value(text, _quote(name, text, source)) for name, (text, source) in values.items()}
+
+
+def _quote(name: str, text: str, source: str) -> str:
+    return f"{FACTS[name]} {text or 'unknown'}" + (f" ({source})" if text and source else "")
+
+
+def _net_plugin(draft: PlanDraft) -> Library | Candidate | None:
+    """Return the plug-in that NCCL opens."""
+    value = draft.value(plugin.VARIABLE)
+    names = (
+        [file for name in software.plugins(value) for file in software.plugin_files(name)] if value else ()
+    )
+    for name in names or reversed(PLUGINS):
+        if library := _library(draft, name):
+            return library
+    return None
+
+
+def _library(draft: PlanDraft, name: str) -> Library | Candidate | None:
+    """Return the library that workers load under `name`: the host's where the plan uses that."""
+    host = draft.facts.host_libraries.host if name in draft.links and draft.facts.host_libraries else ()
+    for candidate in host:
+        if candidate.target == draft.links[name]:
+            return candidate
+    return draft.facts.library(name)
+
+
+def _compat_state(draft: PlanDraft) -> str:
+    if any(item.variable == library_path.COMPAT_KEY and item.used for item in draft.decisions):
+        return "used"
+    return "unused" if draft.facts.has_cuda_compat else "absent"

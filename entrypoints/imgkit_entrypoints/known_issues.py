@@ -1,0 +1,282 @@
+"""Known issues of versions and settings as data: when one appears, what to do then, and who documents it.
+
+``known_issues.json`` has the rows that imgkit ships. A condition compares a named fact, such as the version
+of NCCL, or a variable; nothing in a row is executed. This module reads no machine: nodes evaluate the rows
+in `fabric.issues`, and ``imgkit check`` with the versions of a base image.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from imgkit_entrypoints import json_text
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.rules import EnvName, EnvValue, Fault, Line, Rule, Text, like
+
+TABLE = Path(__file__).with_name("known_issues.json")
+VARIABLE = "IMGKIT_KNOWN_ISSUES"
+"""Variable that names a JSON file with further rows."""
+FACTS: Mapping[str, str] = {
+    "arch": "architecture",
+    "aws_ofi_nccl": "aws-ofi-nccl version",
+    "cuda": "CUDA version",
+    "cuda_compat": "use of CUDA's forward compatibility",
+    "cuda_driver": "first driver for this CUDA",
+    "driver": "driver version",
+    "fabric": "fabric",
+    "gpu": "GPU model",
+    "gpus": "number of GPUs",
+    "image_nccl": "NCCL version of the image",
+    "kernel": "Linux version",
+    "libcudart": "presence of libcudart.so",
+    "libfabric": "libfabric version",
+    "nccl": "NCCL version",
+    "nccl_of": "owner of the NCCL that torch loads",
+    "nodes": "number of nodes",
+    "numa_calls": "use of NUMA calls",
+    "plugin_opens": "library that NCCL's plug-in opens",
+    "tasks": "tasks per node",
+    "torch": "torch version",
+    "ucx": "UCX version",
+}
+"""Facts that a condition may name, as messages call them."""
+
+_CONDITION = re.compile(r"(\$?[A-Za-z_][A-Za-z0-9_]*) (<|>=|==|!=|in|contains|allows|is) (\S.*)")
+_VERSION = re.compile(r"[0-9]{1,9}(?:\.[0-9]{1,9})*")
+_HINT = "for example: nccl < 2.29.3, arch in aarch64, x86_64, or $NCCL_PROTO is set"
+_STATES = {"$": ("set", "unset", "requested"), "": ("unknown",)}
+"""What ``is`` tests of a variable, and of a fact."""
+
+
+class Comparison(NamedTuple):
+    """One of the alternatives of a condition."""
+
+    name: str
+    """A fact, or ``$VARIABLE``."""
+    operator: str
+    operand: str
+    """A value, or ``{fact}``."""
+
+    @property
+    def prefix(self) -> str:
+        """``$`` for a variable, empty for a fact."""
+        return "$" if self.name.startswith("$") else ""
+
+
+def parse(condition: str) -> tuple[Comparison, ...]:
+    """Return the comparisons that ``or`` joins in a condition.
+
+    Raises
+    ------
+    ValueError : it is no condition, or names an unknown fact.
+    """
+    comparisons = []
+    for text in condition.split(" or "):
+        match = _CONDITION.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"{text.strip()!r} is not a condition")
+        comparison = Comparison(*match.groups())
+        names = [] if comparison.prefix else [comparison.name]
+        is_fact = comparison.operand.startswith("{")
+        names += [comparison.operand[1:-1]] if is_fact else []
+        for name in names:
+            if name not in FACTS:
+                raise ValueError(f"{name!r} is not a fact; known are {', '.join(FACTS)}")
+        states = _STATES[comparison.prefix]
+        if comparison.operator == "is" and comparison.operand not in states:
+            raise ValueError(f"{comparison.operand!r} is none of {', '.join(states)}")
+        if comparison.operator in ("<", ">=") and not is_fact and not _VERSION.match(comparison.operand):
+            raise ValueError(f"{comparison.operand!r} is not a version")
+        comparisons.append(comparison)
+    return tuple(comparisons)
+
+
+def _check_condition(text: str) -> Iterator[Fault]:
+    try:
+        parse(text)
+    except ValueError as error:
+        yield str(error), _HINT
+
+
+Condition = Annotated[Line, Rule(_check_condition)]
+IssueId = Annotated[Line, like(r"[a-z0-9][a-z0-9.-]*", "is not an id", "allowed: a-z, 0-9, - and .")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownIssue:
+    """One fault of a version or a setting: when it appears, and what to do then."""
+
+    id: IssueId
+    """Short name; a row of a site replaces the shipped one with the same id."""
+    message: Text
+    """What happens, in one sentence."""
+    when: tuple[Condition, ...] = ()
+    """Conditions that must all hold, such as ``nccl < 2.29.3``; ``or`` joins alternatives."""
+    effect: Literal["set", "warn", "refuse", "ignore"] = "warn"
+    """``set`` gives workers `env`, ``refuse`` ends a start with GPUs, ``ignore`` takes a shipped row away."""
+    env: Mapping[EnvName, EnvValue] = field(default_factory=dict)
+    """Variables that ``set`` sets unless the user does."""
+    hint: Line = ""
+    """What the user can do."""
+    source: Line = ""
+    """Who documents it."""
+    date: Line = ""
+    """Day on which somebody read the source, ``YYYY-MM-DD``."""
+
+    def faults(self) -> Iterator[tuple[str, Fault]]:
+        """Yield what is wrong with several values together, each with the key."""
+        if not self.when and self.effect != "ignore":
+            yield "when", ("has no condition, so the row would always match", _HINT)
+        if (self.effect == "set") != bool(self.env):
+            yield "env", ("belongs to the effect set, which needs it", "effect: set, and env: {NAME: value}")
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A fact or a variable of a machine; an unknown fact and an unset variable are empty."""
+
+    text: str
+    evidence: str = ""
+    """The value with its source, as messages quote it."""
+    is_requested: bool | None = False
+    """True for a variable that the user, an nccl.conf or the recipe sets, not the image; None: unknown."""
+    is_known: bool = True
+    """False for a variable that only a node can show."""
+
+
+@dataclass(frozen=True, slots=True)
+class IssueResult:
+    """Whether an issue appears on a machine."""
+
+    issue: KnownIssue
+    state: Literal["match", "no match", "unknown"]
+    reason: str
+    """The values that match, the condition that does not hold, or the facts that are unknown."""
+
+    @property
+    def message(self) -> str:
+        """What a row that matches says, with its evidence and its source."""
+        parts = (self.reason, f"known issue {self.issue.id}", self.issue.source)
+        return f"{self.issue.message} ({'; '.join(filter(None, parts))})"
+
+
+Lookup = Callable[[str], Value]
+"""Returns the value of a fact, or of a ``$VARIABLE``."""
+
+
+def evaluate(issue: KnownIssue, lookup: Lookup) -> IssueResult:
+    """Compare the conditions of `issue` with the values that `lookup` knows."""
+    evidence: dict[str, None] = {}
+    unknown: dict[str, None] = {}
+    for condition in issue.when:
+        alternatives = parse(condition)
+        states = [_holds(comparison, lookup) for comparison in alternatives]
+        if True in states:
+            evidence[lookup(alternatives[states.index(True)].name).evidence] = None
+        elif None in states:
+            unknown.update(dict.fromkeys(_unknown_names(alternatives[states.index(None)], lookup)))
+        else:
+            values = dict.fromkeys(lookup(comparison.name).evidence for comparison in alternatives)
+            return IssueResult(issue, "no match", f"needs {condition} ({', '.join(values)})")
+    if unknown:
+        return IssueResult(issue, "unknown", f"unknown: {', '.join(unknown)}")
+    return IssueResult(issue, "match", ", ".join(filter(None, evidence)))
+
+
+def _unknown_names(comparison: Comparison, lookup: Lookup) -> list[str]:
+    """Return what a comparison without an answer compares, except a version that is known."""
+    names = [comparison.name]
+    names += [comparison.operand[1:-1]] if comparison.operand.startswith("{") else []
+    unknown = [name for name in names if not _version(lookup(name).text)] or names
+    return [FACTS.get(name, name) for name in unknown]
+
+
+def _holds(comparison: Comparison, lookup: Lookup) -> bool | None:
+    """Return whether a comparison holds; None if it compares something unknown."""
+    value, operand = lookup(comparison.name), comparison.operand
+    if not value.is_known:
+        return None
+    if comparison.operator == "is":
+        is_set = bool(value.text)
+        return value.is_requested if operand == "requested" else is_set == (operand == "set")
+    if operand.startswith("{"):
+        operand = lookup(operand[1:-1]).text
+    if not operand or not (value.text or comparison.prefix):
+        return None
+    if comparison.operator in ("<", ">="):
+        versions = (_version(value.text), _version(operand))
+        if () in versions:
+            return False if comparison.prefix else None
+        return (versions[0] < versions[1]) == (comparison.operator == "<")
+    return _OPERATORS[comparison.operator](value.text.lower(), operand.lower())
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """Return the numbers at the beginning of a version, to compare; empty if there are none."""
+    match = _VERSION.match(text)
+    return tuple(map(int, match[0].split("."))) if match else ()
+
+
+def _is_in(value: str, operand: str) -> bool:
+    return value in [choice.strip() for choice in operand.split(",")]
+
+
+def _allows(value: str, item: str) -> bool:
+    """Return whether a list of NCCL, ``[^]item,...;function:...``, allows `item` for all functions."""
+    names = value.partition(";")[0]
+    items = [part.strip() for part in names.removeprefix("^").split(",") if part.strip()]
+    return bool(items) and (item in items) != names.startswith("^")
+
+
+_OPERATORS: Mapping[str, Callable[[str, str], bool]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "in": _is_in,
+    "contains": operator.contains,
+    "allows": _allows,
+}
+
+
+def load(of_system: Iterable[KnownIssue], env: Mapping[str, str]) -> tuple[KnownIssue, ...]:
+    """Return the shipped rows, those of a system and those of `VARIABLE`; of one id, the last one counts.
+
+    Raises
+    ------
+    UsageError : a file cannot be read, or a row is wrong; names the row and its key.
+    """
+    rows = [*read(TABLE), *of_system]
+    if path := env.get(VARIABLE):
+        rows += read(Path(path))
+    by_id = {issue.id: issue for issue in rows}
+    return tuple(issue for issue in by_id.values() if issue.effect != "ignore")
+
+
+def read(path: Path) -> tuple[KnownIssue, ...]:
+    """Read a file with a list of rows.
+
+    Raises
+    ------
+    UsageError : it cannot be read, or a row is wrong; names the row and its key.
+    """
+    hint = "write a list of rows as known_issues.json has them, each with id, message, when and effect"
+    try:
+        rows = json_text.load(path)
+        if type(rows) is not list:
+            raise ValueError("it is not a list of rows")
+        return tuple(_read_row(row, number) for number, row in enumerate(rows, start=1))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"known issues cannot be read: {error}", where=str(path), hint=hint) from error
+
+
+def _read_row(row: Any, number: int) -> KnownIssue:
+    issue: KnownIssue = json_text.read(KnownIssue, row, f"row {number}", closed=True)
+    conditions = ((f"when[{index}]", text) for index, text in enumerate(issue.when))
+    faults = [(key, fault) for key, text in conditions for fault in _check_condition(text)]
+    for key, (what, hint) in (*faults, *issue.faults()):
+        raise ValueError(f"row {number} ({issue.id}), {key}: {what}; {hint}")
+    return issue
