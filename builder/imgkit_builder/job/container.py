@@ -227,10 +227,10 @@ def _libraries(job: Job) -> tuple[str, ...]:
     """Mounts of the host's libraries: at their own path, or for the node agent, which chooses among them."""
     system = job.recipe.system
     if system.fabric.host_libs != "auto":
-        listed = () if job.run_by == "docker" else system.runtime.host_libs
-        return tuple(f"{folder}:{folder}:ro" for folder in listed)
-    others = (folder for folder in system.runtime.host_libs if not folder.startswith(_BELOW))
-    return tuple(f"{folder}:{HOST}{folder}:ro" for folder in (*HOST_FOLDERS, *others))
+        folders = () if job.run_by == "docker" else system.runtime.host_libs
+        return tuple(f"{folder}:{folder}:ro" for folder in folders)
+    listed = (folder for folder in system.runtime.host_libs if not folder.startswith(_BELOW))
+    return tuple(f"{folder}:{HOST}{folder}:ro" for folder in (*HOST_FOLDERS, *listed))
 
 
 _BELOW = tuple(f"{folder}/" for folder in HOST_FOLDERS)
