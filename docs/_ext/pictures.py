@@ -1,4 +1,4 @@
-"""Make the gallery's pictures from real runs: `ci/docs --pictures`.
+"""Make the pictures of the site from real runs: `ci/docs --pictures`.
 
 Needs a Docker engine and the stand-in image (ci/lab/base-image). Everything runs in one image, the recipe
 `cpu` built on the stand-in. The image is removed at the end.
@@ -70,8 +70,6 @@ def _in_image(work: Path, folder: Path) -> None:
     _picture(work / "first/curves.svg", folder / "curves.svg")
     start("dist-bench", "all_reduce", "--nproc", "2", "--max", "4M", "--plot", "bench.svg")
     _picture(work / "bench.svg", folder / "bench.svg")
-    plan = ("dist-train", "--nproc", "2", "--dry-run", "--json")
-    _terminal(folder / "plan.html", " ".join(plan), start(*plan))
     refused = start("dist-train", check=False, **BATCH_SHELL)
     _terminal(folder / "refused.html", "dist-train   # in the batch script, without srun", refused)
 

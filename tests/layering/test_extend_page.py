@@ -35,7 +35,8 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("code")
     for name in (*CODE, RECIPE_TESTS, "tests/golden"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("docs/recipes.md", "docs/howto/own-cluster.md", "tests/conftest.py", "pyproject.toml"):
+    pages = ("docs/reference/recipes.md", "docs/guides/own-cluster.md")
+    for name in (*pages, "tests/conftest.py", "pyproject.toml"):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, copy / name)
     (copy / RECIPE_TESTS / "test_time_zone.py").write_text(blocks("A recipe key", "python")[0])

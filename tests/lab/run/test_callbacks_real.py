@@ -82,7 +82,7 @@ def test_example_is_short_and_on_the_page(name: str) -> None:
     assert len(text.splitlines()) <= 45
     ast.parse(text)
     shown = f"```{{literalinclude}} ../../examples/{name}.py\n"
-    assert shown in (ROOT / "docs/howto/library-loops.md").read_text()
+    assert shown in (ROOT / "docs/guides/resume.md").read_text()
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from imgkit_entrypoints.apps.bench.record import Result, RunRecord, World
 from imgkit_entrypoints.apps.bench.verify import dtype_named
 from imgkit_entrypoints.errors import UsageError
 
-PAGE = Path(__file__).resolve().parents[5] / "docs/bench.md"
+PAGE = Path(__file__).resolve().parents[5] / "docs/guides/bench.md"
 
 
 def result(seconds: Sequence[float] = (1e-3,), wrong: int | None = 0) -> Result:
