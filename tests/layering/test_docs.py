@@ -86,6 +86,22 @@ def test_placeholders_stand_for_values(tmp_path: Path, title: str, code: str, sa
     assert any(says(title, known) for known in texts(tmp_path / "code.py")) is same
 
 
+def named_pages(path: Path) -> Iterator[str]:
+    """Pages of the documentation that a message or comment of the code names."""
+    yield from re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text(encoding="utf-8"))
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    named = {(path, page) for path in sources() for page in named_pages(path)}
+    assert len(named) > 5
+    assert [(str(path), page) for path, page in sorted(named) if not (ROOT / page).is_file()] == []
+
+
+def test_missing_page_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text('HINT = "see docs/guides/none.md"\n')
+    assert list(named_pages(tmp_path / "code.py")) == ["docs/guides/none.md"]
+
+
 def shape(value: object) -> object:
     """The keys of a JSON object, without the keys of mappings whose keys are data."""
     if isinstance(value, dict):

@@ -14,7 +14,7 @@ from imgkit_entrypoints.run.tracked import has_state
 
 _INDEXED = (list.__iter__, tuple.__iter__, range.__iter__, Sequence.__iter__, None)
 """`__iter__` of sequences whose items come in the order of their numbers; None: there is no `__iter__`."""
-_ACCELERATE = "use accelerate's own save_state with a LibraryCheckpoint: docs/howto/library-loops.md"
+_ACCELERATE = "use accelerate's own save_state with a LibraryCheckpoint: docs/guides/resume.md"
 
 
 def refuse_without_position(loader: Any) -> None:

@@ -105,7 +105,7 @@ class RunRecord:
         return sum(result.wrong or 0 for result in self.results)
 
     def to_json(self, verdict: Mapping[str, Any]) -> str:
-        """Return the text of the JSON file; docs/bench.md lists the fields."""
+        """Return the text of the JSON file; docs/guides/bench.md lists the fields."""
         data = {
             "schema": SCHEMA,
             "tool": "dist-bench",
