@@ -289,13 +289,13 @@ def test_start_page_takes_a_program_to_two_nodes(folder: Path, standin: str) -> 
         assert done.returncode == 0, done.stderr
         assert f"trained 10 steps in {clone}\n" in done.stdout
         assert (clone / "out/model.pt").is_file()
+        # The same image under Docker.
+        (folder / "laptop.yaml").write_text("extends: cpu\nimage: {workdir: /workspace}\n")
+        line = f"imgkit run ./laptop.yaml --image letters:latest {' '.join(ON_CPU)} -- dist-run train.py"
+        trained = shell(f"{line} config/small.py --out_dir=$PWD/docker", folder)
+        assert "trained 40 steps in /workspace\n" in trained
+        assert (folder / "docker/model.pt").is_file()
         # README's last line has a program with options of its own.
         (clone / "train.py").write_text(EPOCHS)
         assert story[2] == "imgkit run -- dist-hello"
         assert "3 epochs on 4 ranks" in run_line(story[3])[0]
-    # The same image under Docker.
-    (folder / "laptop.yaml").write_text("extends: cpu\nimage: {workdir: /workspace}\n")
-    line = f"imgkit run ./laptop.yaml --image letters:latest {' '.join(ON_CPU)} -- dist-run train.py"
-    trained = shell(f"{line} config/small.py --out_dir=$PWD/docker", folder)
-    assert "trained 40 steps in /workspace\n" in trained
-    assert (folder / "docker/model.pt").is_file()
