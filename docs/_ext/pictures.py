@@ -54,7 +54,6 @@ def main(folder: Path) -> None:
             _in_image(Path(work), folder)
     finally:
         subprocess.run(["docker", "rmi", "--force", IMAGE], capture_output=True, check=False)
-    _terminal(folder / "doctor.html", "imgkit doctor cpu", _run((*IMGKIT, "doctor", "cpu"), check=False))
 
 
 def _in_image(work: Path, folder: Path) -> None:
@@ -66,7 +65,7 @@ def _in_image(work: Path, folder: Path) -> None:
         return _run(("docker", "run", "--rm", *own, *here, *flags, IMAGE, *words[1:]), check=check)
 
     train = ("dist-train", "--nproc", "2", "--model", "gpt", "--steps", "200", "--run-dir", "first")
-    _terminal(folder / "train.html", " ".join(train), start(*train))
+    start(*train)
     _picture(work / "first/curves.svg", folder / "curves.svg")
     start("dist-bench", "all_reduce", "--nproc", "2", "--max", "4M", "--plot", "bench.svg")
     _picture(work / "bench.svg", folder / "bench.svg")
