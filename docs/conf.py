@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,13 @@ version = release = __version__
 
 # A block that names no language is commands or output, not Python.
 highlight_language = "text"
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.viewcode",  # [source] beside each name of the Python API
+    "sphinx_copybutton",
+    "sphinx_design",  # tabs
+]
 exclude_patterns = ["_build", "_ext", "_static"]
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence", "deflist"]
@@ -57,14 +64,26 @@ html_css_files = ["site.css"]
 html_extra_path = ["reference/generated/schemas"]
 html_copy_source = False
 html_show_sphinx = False
+HOMEPAGE = str(metadata("imgkit-hpc")["Project-URL"]).removeprefix("Homepage, ")
 html_theme_options = {
-    "source_repository": "",
+    # "View this page" on each page leads to its source, as soon as the project has an address.
+    "source_repository": "" if "example.org" in HOMEPAGE else HOMEPAGE,
+    "source_branch": "main",
+    "source_directory": "docs/",
     "light_css_variables": {"color-brand-primary": "#1d5fa8", "color-brand-content": "#1d5fa8"},
     "dark_css_variables": {"color-brand-primary": "#7db4f0", "color-brand-content": "#7db4f0"},
 }
+
+
+def source_without_links(app: Sphinx, module: str) -> tuple[str, dict[str, object]] | None:
+    """Return the source of a module that Sphinx 9 cannot parse: it has an f-string in an annotation."""
+    if module != "imgkit_builder.recipe.model":
+        return None
+    return (HERE.parent / f"builder/{module.replace('.', '/')}.py").read_text(encoding="utf-8"), {}
 
 
 def setup(app: Sphinx) -> None:
     """Write the pages that are generated from the code before Sphinx looks for pages."""
     generated.write(HERE / "reference/generated")
     app.connect("autodoc-process-docstring", docstrings.process)
+    app.connect("viewcode-find-source", source_without_links)

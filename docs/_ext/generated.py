@@ -26,6 +26,7 @@ def write(folder: Path) -> None:
         "verbs.md": verbs_page(),
         "commands.md": commands_page(),
         "recipe-keys.md": keys_page(recipe),
+        "json-objects.md": json_page(),
         "schemas/recipe.schema.json": json.dumps(recipe, indent=2) + "\n",
     }
     for name, text in pages.items():
@@ -34,6 +35,19 @@ def write(folder: Path) -> None:
         # An unchanged page keeps its time, and Sphinx does not read it again.
         if not place.exists() or place.read_text(encoding="utf-8") != text:
             place.write_text(text, encoding="utf-8")
+
+
+def json_page() -> str:
+    """One object per verb with ``--json``, as record_json.py has recorded them."""
+    text = Path(__file__).with_name("json_examples.json").read_text(encoding="utf-8")
+    parts = [
+        "# JSON: one object per verb",
+        "Recorded from real commands and shortened: lists have their first item, digests and long texts end "
+        "in `...`. [JSON output](../json.md) explains the fields.",
+    ]
+    for command, example in json.loads(text).items():
+        parts += [f"## {command}", f"```json\n{json.dumps(example, indent=1)}\n```"]
+    return "\n\n".join(parts) + "\n"
 
 
 def recipe_schema() -> Schema:
@@ -80,7 +94,7 @@ def commands_page() -> str:
     parts = [
         "# dist-*: the commands in the image",
         "This page is generated from the code. `dist-NAME --help` prints the same text. "
-        "Every command that starts a run is explained in [One command per node](../../launch.md).",
+        "Every command that starts a run is explained in [What dist-* commands do](../launch.md).",
     ]
     for command in COMMANDS:
         parts += [f"## {command.name}", _block(_dist_help(command.name))]
@@ -120,7 +134,7 @@ def keys_page(schema: Schema) -> str:
     parts = [
         "# Recipe keys",
         "This page is generated from the JSON Schema that `imgkit check --schema` prints. "
-        "[Recipes](../../recipes.md) explains the keys and shows all of them in one file.",
+        "[Recipes](../recipes.md) explains the keys and shows all of them in one file.",
         "## Top level",
         _keys_table(schema, "", schema),
     ]

@@ -1,4 +1,4 @@
-"""Make the gallery's pictures from real runs: `ci/docs --pictures`.
+"""Make the pictures of the site from real runs: `ci/docs --pictures`.
 
 Needs a Docker engine and the stand-in image (ci/lab/base-image). Everything runs in one image, the recipe
 `cpu` built on the stand-in. The image is removed at the end.
@@ -54,7 +54,6 @@ def main(folder: Path) -> None:
             _in_image(Path(work), folder)
     finally:
         subprocess.run(["docker", "rmi", "--force", IMAGE], capture_output=True, check=False)
-    _terminal(folder / "doctor.html", "imgkit doctor cpu", _run((*IMGKIT, "doctor", "cpu"), check=False))
 
 
 def _in_image(work: Path, folder: Path) -> None:
@@ -66,12 +65,10 @@ def _in_image(work: Path, folder: Path) -> None:
         return _run(("docker", "run", "--rm", *own, *here, *flags, IMAGE, *words[1:]), check=check)
 
     train = ("dist-train", "--nproc", "2", "--model", "gpt", "--steps", "200", "--run-dir", "first")
-    _terminal(folder / "train.html", " ".join(train), start(*train))
+    start(*train)
     _picture(work / "first/curves.svg", folder / "curves.svg")
     start("dist-bench", "all_reduce", "--nproc", "2", "--max", "4M", "--plot", "bench.svg")
     _picture(work / "bench.svg", folder / "bench.svg")
-    plan = ("dist-train", "--nproc", "2", "--dry-run", "--json")
-    _terminal(folder / "plan.html", " ".join(plan), start(*plan))
     refused = start("dist-train", check=False, **BATCH_SHELL)
     _terminal(folder / "refused.html", "dist-train   # in the batch script, without srun", refused)
 

@@ -1,10 +1,11 @@
-"""Documents agree with the code: titles of error pages, variables, exit codes, links, generated tables."""
+"""Documents agree with the code: messages, variables, exit codes, links, JSON examples, generated tables."""
 
 from __future__ import annotations
 
 import argparse
 import ast
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -16,7 +17,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-TROUBLE = sorted(path for path in (DOCS / "trouble").glob("*.md") if path.name != "index.md")
+TROUBLE = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+MESSAGES = re.findall(r"^### (.+)$", TROUBLE, re.MULTILINE)
+"""The titles of the sections about one message each."""
 PLACE = "…"
 """Stands in a title for what the code puts into the message."""
 
@@ -52,21 +55,21 @@ def says(title: str, known: str) -> bool:
     return " ".join(title.split()) in " ".join(known.split())
 
 
-def title_of(page: Path) -> str:
-    return page.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-
-
 @pytest.fixture(scope="module")
 def messages() -> list[str]:
     return [text for path in sources() for text in texts(path) if len(text) > 10]
 
 
-@pytest.mark.parametrize("page", TROUBLE, ids=lambda page: page.stem)
-def test_title_of_an_error_page_is_a_message_of_the_code(page: Path, messages: list[str]) -> None:
-    title = title_of(page)
+@pytest.mark.parametrize("title", MESSAGES)
+def test_title_of_a_section_is_a_message_of_the_code(title: str, messages: list[str]) -> None:
     # Nothing but placeholders would match anything.
     assert len(title.replace(PLACE, "").replace(" ", "")) >= 6, title
     assert any(says(title, known) for known in messages), f"no message says: {title}"
+
+
+def test_each_message_has_one_section() -> None:
+    assert len(MESSAGES) > 30
+    assert len(MESSAGES) == len(set(MESSAGES))
 
 
 @pytest.mark.parametrize(
@@ -83,9 +86,54 @@ def test_placeholders_stand_for_values(tmp_path: Path, title: str, code: str, sa
     assert any(says(title, known) for known in texts(tmp_path / "code.py")) is same
 
 
-def test_every_error_page_is_in_the_index() -> None:
-    index = (DOCS / "trouble/index.md").read_text(encoding="utf-8")
-    assert [page.name for page in TROUBLE if f"[{title_of(page)}]({page.name})" not in index] == []
+def named_pages(path: Path) -> Iterator[str]:
+    """Pages of the documentation that a message or comment of the code names."""
+    yield from re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text(encoding="utf-8"))
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    named = {(path, page) for path in sources() for page in named_pages(path)}
+    assert len(named) > 5
+    assert [(str(path), page) for path, page in sorted(named) if not (ROOT / page).is_file()] == []
+
+
+def test_missing_page_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text('HINT = "see docs/guides/none.md"\n')
+    assert list(named_pages(tmp_path / "code.py")) == ["docs/guides/none.md"]
+
+
+def shape(value: object) -> object:
+    """The keys of a JSON object, without the keys of mappings whose keys are data."""
+    if isinstance(value, dict):
+        return {key: shape(item) for key, item in value.items() if key not in ("env", "limits", "partitions")}
+    return [shape(value[0])] if isinstance(value, list) and value and isinstance(value[0], dict) else None
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "imgkit list --json",
+        "imgkit list --systems --json",
+        "imgkit list --bases --json",
+        "imgkit doctor --json",
+    ],
+)
+def test_example_of_json_has_the_keys_of_the_code(command: str) -> None:
+    example = json.loads((DOCS / "_ext/json_examples.json").read_text(encoding="utf-8"))[command]
+    words = [sys.executable, "-m", "imgkit_builder", *command.split()[1:]]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert shape(json.loads(done.stdout)) == shape(example)
+
+
+def test_every_verb_with_json_has_an_example() -> None:
+    generated = load("generated")
+    examples = json.loads((DOCS / "_ext/json_examples.json").read_text(encoding="utf-8"))
+    sections = re.findall(r"^## (imgkit \w+)$(.*?)^```$", generated.verbs_page(), re.MULTILINE | re.DOTALL)
+    verbs = {verb for verb, text in sections if "--json" in text}
+    # They print a command or the scheduler's answer, or need a registry; `wait` prints what `status` does.
+    without = {"imgkit cancel", "imgkit logs", "imgkit push", "imgkit wait"}
+    assert verbs - {" ".join(command.split()[:2]) for command in examples} == without
+    assert "## imgkit sif ./mine.yaml --json\n\n```json\n" in generated.json_page()
 
 
 def test_every_variable_of_the_code_is_in_the_table() -> None:

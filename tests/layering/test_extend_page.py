@@ -37,7 +37,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("code")
     for name in (*CODE, RECIPE_TESTS, ISSUE_TESTS, "tests/golden"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    pages = ("docs/recipes.md", "docs/howto/own-cluster.md")
+    pages = ("docs/reference/recipes.md", "docs/guides/own-cluster.md")
     for name in (*pages, "tests/conftest.py", "tests/unit/entrypoints/conftest.py", "pyproject.toml"):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, copy / name)

@@ -1,7 +1,7 @@
 """Compare the files of a new image with the file manifest of a .sif, in one pass: what a delta must hold.
 
 Content decides, never size and time. A delta has a whiteout for each deleted entry, and no opaque folder: the
-kernel ignores that mark where an ordinary user mounts (docs/delta.md).
+kernel ignores that mark where an ordinary user mounts (docs/adr/0037-file-manifest.md).
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ show (`archive.layers`), while threads compare every layer with its digest. The 
 
 Export: an engine's image is read from the file system of a container that never starts. imgkit leaves out the
 files that a container has and an image lacks (``.dockerenv``, empty ``etc/hosts``, ...). Docker creates them
-even if the image has its own, so the stream lacks the image's content of those few; docs/sif.md lists what
-can differ from the layers. Symlinks with a pax header are written anew, because mksquashfs 4.5.1 drops the
-leading ``/``, ``./`` and ``../`` of their targets.
+even if the image has its own, so the stream lacks the image's content of those few; docs/reference/files.md
+lists what can differ from the layers. Symlinks with a pax header are written anew, because mksquashfs 4.5.1
+drops the leading ``/``, ``./`` and ``../`` of their targets.
 
 mksquashfs 4.5.1 also loses a hard link before its target and the second of two equal names, and gives missing
 folders the current time. So each name comes once, folders first, and a link directly after its file.

@@ -295,7 +295,7 @@ def _refuse_other_loader(name: str, last: Loop, loop: Loop, batch: int, *, has_s
     raise _refusal(f"the pass of the loop {_loop_name(name)} in the checkpoint {change}", hint)
 
 
-_ACCELERATE = "use accelerate's own save_state with a LibraryCheckpoint: docs/howto/library-loops.md"
+_ACCELERATE = "use accelerate's own save_state with a LibraryCheckpoint: docs/guides/resume.md"
 
 
 def refuse_without_position(loader: Any) -> None:

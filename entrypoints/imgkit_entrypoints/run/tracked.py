@@ -78,7 +78,7 @@ class Tracked:
                 raise _unfit(
                     f"{name} is a {type(part).__name__}, whose state no rank has as a whole",
                     "shard models by fully_shard (FSDP2); or let its library save to the next_path() of a "
-                    "LibraryCheckpoint(run): docs/howto/library-loops.md",
+                    "LibraryCheckpoint(run): docs/guides/resume.md",
                 )
         if is_sharded(value):
             _refuse_unfit_shards(name, value)
@@ -300,7 +300,7 @@ def state_of(name: str, value: Any) -> Any:
     except Exception as error:  # the object is not ours
         raise _unfit(
             f"the state of {name}, a {type(value).__name__}, cannot be read: {error}",
-            "docs/howto/library-loops.md shows how accelerate's own save_state is used",
+            "docs/guides/resume.md shows how accelerate's own save_state is used",
         ) from error
     if not isinstance(value, nn.Module):
         return state

@@ -52,7 +52,7 @@ image:
 system: {{scheduler: standalone}}
 """
 OWN = ("opt/imgkit/manifest.json", DOCUMENT, "etc/resolv.conf", "etc/hosts")
-"""Files whose content differs, as docs/howto/no-docker.md says, or over which a runtime mounts."""
+"""Files whose content differs, as docs/guides/no-docker.md says, or over which a runtime mounts."""
 MADE = (
     *(".singularity.d", ".exec", ".run", ".shell", ".test", "environment", "singularity"),
     *("dev", "proc", "sys"),

@@ -1,4 +1,4 @@
-"""The pages of Start do what they promise: their commands, as a reader types them, in the pages' order.
+"""README and the pages of Start do what they promise: their commands, as a reader types them, in their order.
 
 Two things differ from the pages. `imgkit build` takes the stand-in as its base, since no registry is asked.
 Jobs get `IMGKIT_DEVICE=cpu`, since the nodes have no GPUs. A command that waits, or that another test runs,
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_gro
 
 def commands(page: str) -> list[str]:
     """The lines of a page's blocks of commands."""
-    text = (ROOT / f"docs/start/{page}.md").read_text(encoding="utf-8")
+    text = (ROOT / page).read_text(encoding="utf-8")
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)  # recipes and outputs
     lines = re.findall(r"^    (\S.*)$", text, re.MULTILINE)
     assert lines
@@ -62,7 +62,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.mark.soak  # ci/quickstart does nearly the same
 def test_laptop_page_trains_and_resumes(folder: Path, standin: str) -> None:
-    lines = commands("laptop")
+    lines = commands("docs/start/laptop.md")
     take(lines, "pip install torch numpy --index-url")  # from the internet
     take(lines, "pip install .")
     assert "--run-dir first" in take(lines, "dist-train --nproc 2")  # ci/release runs it: torch is not here
@@ -83,9 +83,11 @@ def test_laptop_page_trains_and_resumes(folder: Path, standin: str) -> None:
 
 
 def test_edit_page_shows_the_edited_line(folder: Path, standin: str) -> None:
-    lines = commands("edit-to-job")
-    page = (ROOT / "docs/start/edit-to-job.md").read_text(encoding="utf-8")
-    (folder / "mine.yaml").write_text(page.split("```yaml\n")[1].split("```")[0])
+    lines = commands("docs/guides/edit.md")
+    lines = lines[lines.index("imgkit build ./mine.yaml") :]
+    page = (ROOT / "docs/guides/edit.md").read_text(encoding="utf-8")
+    (recipe,) = re.findall(r"^```yaml\n(# mine.yaml\n.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (folder / "mine.yaml").write_text(recipe)
     (folder / "src").mkdir()
     (folder / "src/train.py").write_text('print("lr 1e-2")\n')
     shell(take(lines, "imgkit build ./mine.yaml"), folder, "--base", standin)
@@ -101,26 +103,9 @@ def test_edit_page_shows_the_edited_line(folder: Path, standin: str) -> None:
     assert lines == []
 
 
+CLUSTER_PAGE = "docs/start/cluster.md"
 BY_HAND = "imgkit build mn5"
 """The first command of the part of the page about a cluster that is for work by hand."""
-
-
-def test_cluster_page_needs_no_flags(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What reaches a cluster over ssh is run by tests/lab/remote; here are the commands that do not."""
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
-    lines = commands("cluster")
-    lines = lines[: lines.index(BY_HAND)]
-    shell(take(lines, "imgkit remote add mn5"), folder)
-    take(lines, "imgkit remote check mn5")
-    assert "imgkit.toml" in shell(take(lines, "imgkit init"), folder)
-    mine = folder / take(lines, "cd ").removeprefix("cd ")
-    plan = shell(take(lines, "imgkit run --dry-run"), mine, "2>&1")
-    assert re.search(r"^account +bsc98 +imgkit.toml:\d+$", plan, re.MULTILINE)
-    hello = take(lines, "imgkit run -- ").replace(" -- ", " --dry-run -v -- ")
-    assert re.search(r"^command +dist-hello +--$", shell(hello, mine, "2>&1"), re.MULTILINE)
-    assert "train.py" in shell(take(lines, "imgkit run"), mine, "--dry-run")
-    assert "no runs yet" in shell(take(lines, "imgkit runs"), folder)
-    assert [line.split()[1] for line in lines] == ["logs", "fetch"]
 
 
 def start_site(stack: ExitStack, far: FarHost, cluster: Cluster) -> None:
@@ -133,49 +118,10 @@ def start_site(stack: ExitStack, far: FarHost, cluster: Cluster) -> None:
     login_node(far, cluster)
 
 
-@pytest.mark.slurm
-@pytest.mark.sshd
-@pytest.mark.soak
-def test_cluster_page_trains_over_ssh(folder: Path, standin: str) -> None:
-    """The page's address is replaced by the virtual cluster's, as the page tells its reader to do."""
-    lines = commands("cluster")
-    lines = lines[: lines.index(BY_HAND)]
-    place = Path(f"/tmp/imgkit-page-{os.getpid()}")
-    cluster = Cluster(state=place / "c")
-    with ExitStack() as stack:
-        far = stack.enter_context(far_host(place))
-        start_site(stack, far, cluster)
-
-        def typed(line: str, where: Path, *flags: str) -> str:
-            words, mark, command = line.partition(" -- ")
-            done = far.imgkit(*words.split()[1:], *flags, *mark.split(), *command.split(), folder=where)
-            assert done.returncode == 0, done.stdout + done.stderr
-            return done.stdout + done.stderr
-
-        one = ("--base", standin, "--env", "IMGKIT_DEVICE=cpu", "--env", "IMGKIT_NPROC=1")
-        address = take(lines, "imgkit remote add mn5").split()
-        address[4] = f"far:{place}/store"
-        typed(" ".join(address), folder, "--transfer", "far")  # not the host of MareNostrum's system
-        typed(take(lines, "imgkit remote check mn5"), folder)
-        typed(take(lines, "imgkit init"), folder)
-        mine = folder / take(lines, "cd ").removeprefix("cd ")
-        typed(take(lines, "imgkit run --dry-run"), mine)
-        assert "all_reduce of ones: 2" in typed(take(lines, "imgkit run -- dist-hello"), mine, *one)
-        trained = typed(take(lines, "imgkit run"), mine, *one)
-        assert "epoch 5/5" in trained
-        found = re.search(r"(\d+@mn5) completed", trained)
-        assert found
-        assert found[1] in typed(take(lines, "imgkit runs"), mine)
-        for verb in ("logs", "fetch"):
-            typed(take(lines, f"imgkit {verb}").replace("4711@mn5", found[1]), mine)
-        assert [*mine.glob("runs/*/metrics.jsonl")]
-        assert lines == []
-
-
 @pytest.mark.soak  # tests/lab/job submits the same jobs
 @pytest.mark.slurm
 def test_cluster_page_runs_jobs_of_two_nodes(folder: Path, standin: str) -> None:
-    lines = commands("cluster")
+    lines = commands(CLUSTER_PAGE)
     lines = lines[lines.index(BY_HAND) :]
     shell(take(lines, BY_HAND), folder, "--base", standin)
     assert "rsync" in shell(take(lines, "imgkit save mn5"), folder)
@@ -257,13 +203,30 @@ dist.destroy_process_group()
 }
 """A project that is used as nanoGPT is: relative paths, and files that are executed."""
 
+EPOCHS = """\
+import argparse
+
+import torch.distributed as dist
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int)
+dist.init_process_group()
+dist.barrier()
+if dist.get_rank() == 0:
+    print(f"{parser.parse_args().epochs} epochs on {dist.get_world_size()} ranks", flush=True)
+dist.destroy_process_group()
+"""
+
 
 @pytest.mark.slurm
 @pytest.mark.sshd
 @pytest.mark.programs("rsync")
 def test_start_page_takes_a_program_to_two_nodes(folder: Path, standin: str) -> None:
     """The addresses of repository and cluster are replaced, as the page tells its reader to do."""
-    lines = commands("index")
+    lines = commands(CLUSTER_PAGE)
+    lines = lines[: lines.index(BY_HAND)]
+    story = [line for line in commands("README.md") if not line.startswith(("imgkit build", "ci/"))][:4]
+    assert story[:2] == [line for line in lines if line.startswith(("imgkit remote", "imgkit init"))]
     assert [line.startswith("imgkit fetch") for line in lines].index(True) < 8  # from clone to results
     place = Path(f"/tmp/imgkit-page-{os.getpid()}")
     cluster = Cluster(state=place / "c")
@@ -290,9 +253,9 @@ def test_start_page_takes_a_program_to_two_nodes(folder: Path, standin: str) -> 
             assert done.returncode == 0, done.stdout + done.stderr
             return done.stdout + done.stderr
 
-        def run_line() -> tuple[str, str]:
-            """What the next run of the page prints, and its job."""
-            text = typed(take(lines, "imgkit run"), "--base", standin, *ON_CPU)
+        def run_line(line: str = "") -> tuple[str, str]:
+            """What `line`, or the next run of the page, prints, and its job."""
+            text = typed(line or take(lines, "imgkit run"), "--base", standin, *ON_CPU)
             job = re.search(r"(\d+@mn5) completed", text)
             assert job, text
             return text, job[1]
@@ -302,7 +265,7 @@ def test_start_page_takes_a_program_to_two_nodes(folder: Path, standin: str) -> 
         )
         typed(take(lines, "imgkit init"))
         assert (clone / "train.py").read_text() == PROJECT["train.py"]
-        page = (ROOT / "docs/start/index.md").read_text(encoding="utf-8")
+        page = (ROOT / CLUSTER_PAGE).read_text(encoding="utf-8")
         stated = page.split("```yaml\n")[1].split("```")[0].replace("tqdm>=4", "numpy>=1")
         assert set(stated.splitlines()) <= set((clone / "letters.yaml").read_text().splitlines())
         assert "all_reduce of ones: 4" in run_line()[0]
@@ -326,9 +289,13 @@ def test_start_page_takes_a_program_to_two_nodes(folder: Path, standin: str) -> 
         assert done.returncode == 0, done.stderr
         assert f"trained 10 steps in {clone}\n" in done.stdout
         assert (clone / "out/model.pt").is_file()
-    # The same image under Docker.
-    (folder / "laptop.yaml").write_text("extends: cpu\nimage: {workdir: /workspace}\n")
-    line = f"imgkit run ./laptop.yaml --image letters:latest {' '.join(ON_CPU)} -- dist-run train.py"
-    trained = shell(f"{line} config/small.py --out_dir=$PWD/docker", folder)
-    assert "trained 40 steps in /workspace\n" in trained
-    assert (folder / "docker/model.pt").is_file()
+        # The same image under Docker.
+        (folder / "laptop.yaml").write_text("extends: cpu\nimage: {workdir: /workspace}\n")
+        line = f"imgkit run ./laptop.yaml --image letters:latest {' '.join(ON_CPU)} -- dist-run train.py"
+        trained = shell(f"{line} config/small.py --out_dir=$PWD/docker", folder)
+        assert "trained 40 steps in /workspace\n" in trained
+        assert (folder / "docker/model.pt").is_file()
+        # README's last line has a program with options of its own.
+        (clone / "train.py").write_text(EPOCHS)
+        assert story[2] == "imgkit run -- dist-hello"
+        assert "3 epochs on 4 ranks" in run_line(story[3])[0]

@@ -1,4 +1,4 @@
-"""docs/howto/login-node.md: a folder of wheels installs imgkit where no network is."""
+"""docs/guides/no-docker.md: a folder of wheels installs imgkit where no network is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs in the shapes of public ones, ported by docs/howto/own-loop.md alone; run_many.py runs them.
+"""Programs in the shapes of public ones, ported by docs/guides/resume.md alone; run_many.py runs them.
 
 Each is small, and keeps what makes its model hard to resume: batches that are fetched ahead, schedules as
 arrays, two optimizers, accumulation over `no_sync`, an average of the weights, an environment that goes on.

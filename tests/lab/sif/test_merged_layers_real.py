@@ -103,7 +103,7 @@ def check(layers: Sequence[Sequence[Entry]], folder: Path, *, way: Way = "new", 
 
 
 def _forget_losses(about: dict[str, Any], uid: int) -> None:
-    """Leave out what docs/sif.md says that an old mksquashfs loses."""
+    """Leave out what docs/reference/files.md says that an old mksquashfs loses."""
     kind = stat.S_IFMT(int(about["mode"], 8))
     if kind in (stat.S_IFCHR, stat.S_IFBLK):
         about["mtime"] = 0

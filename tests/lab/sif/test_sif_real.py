@@ -135,7 +135,7 @@ def tree(root: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_both_ways_same_tree(lab: Lab, tmp_path: Path) -> None:
-    """docs/sif.md lists what may differ; everything else, to the last xattr, must not."""
+    """docs/reference/files.md lists what may differ; everything else, to the last xattr, must not."""
     layers = tree(unpacked(lab.layers, tmp_path / "layers"))
     export = tree(unpacked(lab.export, tmp_path / "export"))
     assert set(layers) - set(export) <= {"dev/console", "etc/hostname", "etc/mtab"}

@@ -51,7 +51,7 @@ EXAMPLES = """examples:
   dist-bench all_gather --size 4GB --dtype bf16 --iters 50
   dist-bench --size 4G --require 80%                  # exit with 1 below 80 % of the expected busbw
 
-Meaning of the figures, and fields of the saved file: docs/bench.md."""
+Meaning of the figures, and fields of the saved file: docs/guides/bench.md."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -149,7 +149,7 @@ class RunRecord:
         return sum(result.wrong or 0 for result in self.results)
 
     def to_json(self, verdict: Mapping[str, Any]) -> str:
-        """Return the text of the JSON file; docs/bench.md lists the fields."""
+        """Return the text of the JSON file; docs/guides/bench.md lists the fields."""
         data = {
             "version": FILE_VERSION,
             "start_time": self.started,

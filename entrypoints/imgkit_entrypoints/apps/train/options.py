@@ -35,7 +35,7 @@ EXAMPLES = """examples:
   dist-train --model gpt --data book.txt --steps 5000 --eval-every 500 --run-dir runs/gpt
   dist-train --model own_model.py:model --data own_model.py:data --epochs 3
 
-Your own model, and the files of a run: docs/train.md."""
+Your own model, and the files of a run: docs/guides/train.md."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

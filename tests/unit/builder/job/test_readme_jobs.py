@@ -36,9 +36,8 @@ LINES = [
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the README's recipe mine.yaml, where the commands are typed."""
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    (tmp_path / "mine.yaml").write_text(text.split("```yaml\n")[1].split("```")[0])
+    """A folder with a recipe mine.yaml, where the commands are typed."""
+    (tmp_path / "mine.yaml").write_text("extends: mn5\nimage:\n  copy:\n    - source: src\n")
     (tmp_path / "src").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))

@@ -1,4 +1,4 @@
-"""docs/recipes.md agrees with the code: it has every key, and its examples are recipes."""
+"""docs/reference/recipes.md agrees with the code: it has every key, and its examples are recipes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from imgkit_builder.recipe.problems import key_text
 from imgkit_builder.recipe.validation import key_paths
 
 Write = Callable[..., Path]
-TEXT = (Path(__file__).parents[4] / "docs" / "recipes.md").read_text()
+TEXT = (Path(__file__).parents[4] / "docs/reference/recipes.md").read_text()
 LOCKED = Path(__file__).parents[3] / "golden" / "recipes" / "locked"
 BLOCKS = re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 

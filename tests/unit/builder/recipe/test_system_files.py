@@ -156,7 +156,7 @@ def test_key_of_a_cluster_that_cannot_be_right_is_refused(write: Write, keys: st
 
 
 def test_files_of_the_page_are_what_it_says(write: Write) -> None:
-    page = (GOLDEN.parents[1] / "docs/howto/own-cluster.md").read_text()
+    page = (GOLDEN.parents[1] / "docs/guides/own-cluster.md").read_text()
     blocks = re.findall(r"^```yaml\n# (\S+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     files = {name: write(text, name) for name, text in blocks}
     assert list(files) == ["mine.yaml", "there.yaml", "ours.yaml", "here.yaml"]

@@ -17,7 +17,7 @@ from imgkit_entrypoints.apps.bench.record import Result, RunRecord, World
 from imgkit_entrypoints.apps.bench.verify import dtype_named
 from imgkit_entrypoints.errors import UsageError
 
-PAGE = Path(__file__).resolve().parents[5] / "docs/bench.md"
+PAGE = Path(__file__).resolve().parents[5] / "docs/guides/bench.md"
 FOUR_NODES = World(
     ranks=16, nodes=4, ranks_per_node=4, hosts=("n1", "n2", "n3", "n4"), backend="nccl", device="cuda"
 )
