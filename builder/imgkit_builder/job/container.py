@@ -34,7 +34,8 @@ from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import delta_check
 from imgkit_entrypoints.rollcall.secret import VARIABLE
-from imgkit_entrypoints.system import HOST, HOST_FOLDERS, SYSTEM_JSON
+from imgkit_entrypoints.rules import SITE_VARIABLE, site_variables
+from imgkit_entrypoints.system import HOST, HOST_FOLDERS, JOB_FOLDER, SYSTEM_JSON
 
 GPU_OPTIONS = ("--nv", "--nvccli", "--rocm", "--gpus=all", "--gpu", "--device=nvidia.com/gpu=all")
 """Options that a job without GPUs leaves out."""
@@ -202,22 +203,33 @@ if [ "$({command})" != "{digest}" ]; then
 fi"""
 
 
+_NOT_SET = "the job needs it, and no module has set it on this node (system.runtime.modules)"
+
+
 def exports(job: Job) -> tuple[str, ...]:
     """Shell lines that set variables of the runtime and of the node agent."""
-    lines = [_UNCLEAN] if job.run_by == "singularity" else []
+    runtime, lines = job.recipe.system.runtime, [_UNCLEAN] if job.run_by == "singularity" else []
     lines += pyxis.exports(job) if job.run_by == "pyxis" else ()
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in job.settings.items()]
+    texts = (*runtime.host_libs, *(job.recipe.system.env.values() if job.run_by == "host" else job.binds))
+    needed = (name for name in site_variables(*texts) if name != JOB_FOLDER)
+    lines += [f': "${{{name}:?imgkit: {_NOT_SET}}}"' for name in needed]
+    lines += quoting.exports(job.settings)
     lines += [_READ_ENV.format(file=shlex.quote(job.env_file))] if job.env_file else []
     if job.bound is not None and job.bound.digest:
         lines.append(_unchanged(job, job.bound.digest))
     libraries = _listed_libraries(job)
     if job.run_by == "host":
         # There is no image, so the node agent has no system.json to read.
-        lines += [f"export {name}={shlex.quote(value)}" for name, value in job.recipe.system.env.items()]
+        env = job.recipe.system.env
+        if JOB_FOLDER in site_variables(*env.values()):
+            env = {JOB_FOLDER: str(job.directory), **env}
+        lines += quoting.exports(env)
         lines += [quoting.search_first(libraries)] if libraries else []
     elif job.run_by == "singularity" and libraries and not is_sqsh(job):
         prefix = "APPTAINERENV" if PurePath(program(job)).name == "apptainer" else "SINGULARITYENV"
-        lines.append(f"export {prefix}_LD_LIBRARY_PATH='{':'.join(libraries)}{quoting.INHERITED}'")
+        # This shell replaces the variables of the site, and the container LD_LIBRARY_PATH.
+        folders = SITE_VARIABLE.sub(r"""'"\g<0>"'""", ":".join(libraries))
+        lines.append(f"export {prefix}_LD_LIBRARY_PATH='{folders}{quoting.INHERITED}'")
     return tuple(lines)
 
 
@@ -231,7 +243,7 @@ def _mounts(job: Job) -> tuple[str, ...]:
     """Options that mount the delta, the code, the libraries and the folders."""
     overlay = ("--overlay", f"{job.overlay}:ro") if job.overlay else ()
     folders = (*code_mounts(job), *_libraries(job), *job.binds, *_bound(job), str(job.directory))
-    return (*overlay, *(argument for bind in folders for argument in ("--bind", bind)))
+    return (*overlay, *(argument for bind in folders for argument in ("--bind", quoting.expanding(bind))))
 
 
 def code_mounts(job: Job) -> tuple[str, ...]:
@@ -271,7 +283,11 @@ def _docker_mounts(job: Job, forward: Sequence[str]) -> tuple[str, ...]:
     binds = (*by_rule, *job.binds, *_bound(job), f"{job.directory}:{job.directory}")
     variables = {**job.settings, **job.env}
     return (
-        *(argument for bind in binds for argument in ("--volume", bind if ":" in bind else f"{bind}:{bind}")),
+        *(
+            argument
+            for bind in binds
+            for argument in ("--volume", quoting.expanding(bind if ":" in bind else f"{bind}:{bind}"))
+        ),
         *("--workdir", job.workdir or str(job.directory)),
         *(argument for name, value in variables.items() for argument in ("--env", f"{name}={value}")),
         *(("--env-file", job.env_file) if job.env_file else ()),

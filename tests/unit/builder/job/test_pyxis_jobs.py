@@ -167,7 +167,7 @@ def test_hidden_variables_win_over_the_image() -> None:
     [
         ({"nodes": "4+1"}, "--nodes 4+1: with pyxis the whole step is in the container"),
         ({"binds": ("/a b",)}, "pyxis cannot mount '/a b'"),
-        ({"binds": ("/a$HOME:/b",)}, "pyxis cannot mount '/a$HOME:/b'"),
+        ({"binds": ("/a#b:/b",)}, "pyxis cannot mount '/a#b:/b'"),
         ({"directory": Path("/home/me/my run")}, "pyxis cannot mount '/home/me/my run'"),
     ],
 )
