@@ -159,6 +159,13 @@ KNOWN: tuple[_Known, ...] = (
         remedy="write below $IMGKIT_RUN_DIR or $IMGKIT_JOB_DIR, or start in the job's folder: --workdir .",
     ),
     _Known(
+        pattern=r"(?:Failed to resolve|Could not resolve host:|ConnectionPool\(host=|couldn't connect to) ?"
+        r"['\"]?(?:https?://)?(?P<host>[A-Za-z0-9][A-Za-z0-9.-]*)",
+        cause="this node cannot reach {host}; many clusters have no internet on their nodes",
+        remedy="download on a login node into HF_HOME or TORCH_HOME, and set HF_HUB_OFFLINE=1, or a proxy of "
+        "the site in HTTPS_PROXY",
+    ),
+    _Known(
         # The C++ frames of c10d::TCPStore below such a line are those of a node without a fault.
         pattern=r"Connection reset by peer|Connection closed by peer|Socket closed"
         r"|recvValue(?:WithTimeout)? failed|Failed to recv, got 0 bytes"

@@ -21,6 +21,8 @@ from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.fabric import Decision
 from imgkit_entrypoints.facts import HostFacts
 from imgkit_entrypoints.facts.compute import ONLY_NVIDIA
+from imgkit_entrypoints.launch.compile_cache import CompileCache
+from imgkit_entrypoints.launch.host_leaks import CleanEnvironment
 from imgkit_entrypoints.rollcall import ports
 from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest, Size
 from imgkit_entrypoints.system import SYSTEM_JSON, SystemFacts
@@ -79,6 +81,10 @@ class LaunchOptions:
     """Several nodes do not start without a secret."""
     preflight: bool = False
     """Measure the nodes before the start."""
+    compile_cache: str | None = None
+    """The file from which compiled code is unpacked, and into which it is packed."""
+    keep_env: tuple[str, ...] = ()
+    """Variables of the host that the workers keep."""
 
 
 SCHEMA = 1
@@ -124,6 +130,12 @@ class LaunchPlan:
     """Why a value that the image set counts as the user's; empty: the image's variables are known."""
     secret: str = ""
     """The place that the secret of the roll call comes from; empty: the start is open, or on one node."""
+    environment: CleanEnvironment = dataclasses.field(default_factory=CleanEnvironment)
+    """What the workers do not get of the host."""
+    cache: CompileCache | None = None
+    """The folder of compiled code on this node; None: the workers' programs choose their own."""
+    notes: tuple[str, ...] = ()
+    """What is different for the workers on this node, a line each."""
     hidden: frozenset[str] = frozenset()
     """Warnings that do not matter here, as about a network that the run does not use: ``-v`` prints them."""
 
@@ -134,6 +146,7 @@ class LaunchPlan:
         processes = "1 process" if self.nproc == 1 else f"{self.nproc} processes"
         each = " on each" if nnodes > 1 else ""
         yield f"{nodes}, {processes}{each}, {device}" + ("" if verbose else " (to see why: -v)")
+        yield from self.notes
         if verbose:
             yield from (str(decision) for decision in self.decisions if decision.used)
             yield from self.warnings
@@ -150,6 +163,7 @@ class LaunchPlan:
         names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
         for name, value, source in rows:
             yield f"{name:{names}}  {value:{min(values, _WIDEST)}}  {source}".rstrip()
+        yield from (f"note: {text}" for text in self.notes)
         yield from (f"warning: {text}" for text in self.warnings)
         yield f"command: {shlex.join(self.argv)}"
 
@@ -204,6 +218,7 @@ class LaunchPlan:
             "env": dict(self.env),
             "unset": list(self.unset),
             "decisions": [dataclasses.asdict(decision) for decision in self.decisions],
+            "notes": list(self.notes),
             "warnings": list(self.warnings),
         }
 

@@ -81,7 +81,7 @@ def test_preflight_of_single_ranks_is_refused():
     env = ranks | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "IMGKIT_DIRECT": "1", "IMGKIT_PREFLIGHT": "1"}
     done = command("dist-hello", "--device", "cpu", env=env)
     assert done.returncode == 5
-    assert "--preflight needs the roll call" in done.stderr
+    assert "--preflight needs a node agent" in done.stderr
 
 
 def test_variable_for_a_dry_run_shows_errors_as_json():
