@@ -27,6 +27,8 @@ MOST_TMPDIR = 60
 """Characters of a TMPDIR below which names of sockets fit into 107 bytes (unix(7)): multiprocessing adds
 ``/pymp-XXXXXXXX/listener-XXXXXXXX``, torch ``/torch-shm-dir-XXXXXX/manager.sock``."""
 _MPI = re.compile(r"(?:PMIX|PMI2?|OMPI)_")
+_OF_LAUNCHER = ("PMIX_RANK", "PMIX_NAMESPACE", "PMI_RANK", "PMI_FD", "PMI_PORT", "OMPI_COMM_WORLD_RANK")
+"""Without one of them, no launcher of MPI has started this process, and the others are settings."""
 _PACKAGES = {"site-packages", "dist-packages"}
 _CONTAINER = ("SINGULARITY_CONTAINER", "APPTAINER_CONTAINER")
 
@@ -87,7 +89,8 @@ def clean(
         for name, value in env.items()
         if image.get(name) != value and not any(fnmatchcase(name, pattern) for pattern in keep)
     ]
-    unset = [name for name in names if _MPI.match(name) and not is_mpi_rank]
+    is_launched = not is_mpi_rank and any(name in env for name in _OF_LAUNCHER)
+    unset = [name for name in names if is_launched and _MPI.match(name)]
     parts = _counted(unset)
     changes: dict[str, str] = {}
     if "LD_PRELOAD" in names:
