@@ -6,26 +6,26 @@ cache costs minutes on every node. So each node compiles into a folder of its ow
 image. With ``--compile-cache FILE``, node 0 packs the folder at the end, and all nodes unpack it at the next
 start.
 
-The files are machine code that workers load. So the folder and FILE must be this user's own, and FILE is read
-as text of a stranger: a damaged one, or one with a path that leads elsewhere, is not used.
+The files are machine code that workers load. So the folder and FILE must be this user's own. FILE is a zip
+file, which has no links, and is unpacked as a whole or not at all: a damaged one, or one with a path that
+leads elsewhere, is not used.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import io
-import json
 import os
 import shutil
-import tarfile
 import tempfile
+import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import BinaryIO
 
-from imgkit_entrypoints import files, json_text
+from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError, shortened
 
 FOLDERS = {
@@ -35,10 +35,11 @@ FOLDERS = {
     "MPLCONFIGDIR": "matplotlib",
 }
 """Variables of the workers, and their folders within the cache."""
-HEADER = "imgkit-compile-cache.json"
-"""First member of a packed cache: it says which image has compiled it."""
+HEADER = "imgkit-compile-cache"
+"""First member of a packed cache: the key of the image that has compiled it."""
 MOST_BYTES = 16 << 30
-_HEADER_BYTES = 4096
+_NAME_AT = 30
+"""Where a zip file has the name of its first member."""
 
 
 def find_folder(env: Mapping[str, str], key: str, *, is_shared: Callable[[str], bool]) -> Path | None:
@@ -105,79 +106,61 @@ class CompileCache:
         temporary = Path(tempfile.mkdtemp(prefix=files.TEMPORARY, dir=self.folder))
         try:
             with files.open_own(self.file) as stream:
-                names = list(self._unpacked(stream, temporary))
+                names = self._extract(stream, temporary)
             for name in names:
                 target = self.folder / name
-                if not target.exists():
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    (temporary / name).replace(target)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                (temporary / name).replace(target)
             self._packed = frozenset(names)
-        except (OSError, EOFError, ValueError, zlib.error, tarfile.TarError) as error:
+        except (OSError, EOFError, ValueError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
             reason = getattr(error, "strerror", None) or str(error)
             return f"{self.file} is not used: {shortened(reason)}"
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return ""
 
-    def _unpacked(self, stream: BinaryIO, target: Path) -> Iterator[str]:
-        """Write the files of a packed cache below `target`, and yield their names."""
-        size = 0
-        try:
-            archive = tarfile.open(fileobj=stream, mode="r|gz")  # noqa: SIM115 - the stream is closed
-            header = archive.next()
-            file = archive.extractfile(header) if header and header.name == HEADER else None
-            text = file.read(_HEADER_BYTES).decode() if file else ""
-        except (EOFError, ValueError, zlib.error, tarfile.TarError):
-            text = ""
-        if not text:
+    def _extract(self, stream: BinaryIO, target: Path) -> list[str]:
+        """Write the files of a packed cache below `target`, and return their names."""
+        if stream.read(_NAME_AT + len(HEADER))[_NAME_AT:] != HEADER.encode():
             raise UsageError(
                 "this file exists, and is no packed cache of compiled code",
                 where=f"--compile-cache {self.file}",
                 hint="name another file, or remove this one",
             )
-        content = json_text.parse(text)
-        if not isinstance(content, dict) or content.get("key") != self.key:
-            raise ValueError("it is for another image, and is replaced at the end")
-        while (member := archive.next()) is not None:
-            path = PurePosixPath(member.name)
-            folder = path.parts[0] if path.parts else ""
-            if not member.isreg() or folder not in FOLDERS.values() or ".." in path.parts:
-                raise ValueError(f"it holds {member.name!r}, which is no file of a cache")
-            size += member.size
-            if size > MOST_BYTES:
+        with zipfile.ZipFile(stream) as archive:
+            header, *members = archive.infolist()
+            if sum(member.file_size for member in archive.infolist()) > MOST_BYTES:
                 raise ValueError(f"it holds more than {MOST_BYTES} bytes")
-            source = archive.extractfile(member)
-            assert source is not None  # noqa: S101 - a regular file
-            (target / path).parent.mkdir(parents=True, exist_ok=True)
-            with files.create(target / path, mode=0o700 if member.mode & 0o100 else 0o600) as output:
-                shutil.copyfileobj(source, output)
-            yield str(path)
-
-    def names(self) -> frozenset[str]:
-        """Return the names of the files in the folder."""
-        paths = (path for part in FOLDERS.values() for path in (self.folder / part).rglob("*"))
-        return frozenset(
-            str(path.relative_to(self.folder)) for path in paths if path.is_file() and not path.is_symlink()
-        )
+            if archive.read(header).decode() != self.key:
+                raise ValueError("it is for another image, and is replaced at the end")
+            for member in members:
+                folder, *names = member.filename.split("/")
+                if folder not in FOLDERS.values() or not names or not {"", ".", ".."}.isdisjoint(names):
+                    raise ValueError(f"it holds {member.filename!r}, which is no file of a cache")
+                path = target / member.filename
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with archive.open(member) as source, files.create(path, mode=0o700) as output:
+                    shutil.copyfileobj(source, output)
+        return [member.filename for member in members]
 
     def pack(self) -> str:
         """Write `file` if the folder has files that it lacks; return what was done, empty if nothing."""
-        names = sorted(self.names())
+        paths = (path for part in FOLDERS.values() for path in (self.folder / part).rglob("*"))
+        names = sorted(
+            str(path.relative_to(self.folder)) for path in paths if path.is_file() and not path.is_symlink()
+        )
         if self.file is None or self._packed.issuperset(names):
             return ""
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with (
                 files.writing(self.file, mode=0o600) as stream,
-                tarfile.open(fileobj=stream, mode="w:gz", compresslevel=1) as archive,
+                zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
             ):
-                header = tarfile.TarInfo(HEADER)
-                content = json.dumps({"schema": 1, "key": self.key}).encode()
-                header.size = len(content)
-                archive.addfile(header, io.BytesIO(content))
+                archive.writestr(zipfile.ZipInfo(HEADER), self.key)
                 for name in names:
-                    if (self.folder / name).exists():  # a worker's temporary file is gone by now
-                        archive.add(self.folder / name, name, recursive=False)
+                    with contextlib.suppress(FileNotFoundError):  # a worker's temporary file is gone by now
+                        archive.write(self.folder / name, name)
         except OSError as error:
             return f"warning: {self.file}: {error.strerror}; the next start compiles again"
         return f"packed {len(names)} files of compiled code into {self.file}"

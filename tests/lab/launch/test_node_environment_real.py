@@ -63,12 +63,12 @@ print("compiled", counts["fxgraph_cache_miss"], "reused", counts["fxgraph_cache_
 
 @pytest.mark.programs("g++")
 def test_second_start_on_a_new_node_compiles_nothing(dist_run: DistRun, tmp_path: Path) -> None:
-    first = dist_run(COMPILES, "--compile-cache", "cache.tgz")
+    first = dist_run(COMPILES, "--compile-cache", "cache.zip")
     assert "compiled 1 reused 0" in first.stdout, first.stderr
     assert "packed" in first.stderr
     shutil.rmtree(tmp_path / "node")
     (tmp_path / "node").mkdir()
-    second = dist_run(COMPILES, "--compile-cache", "cache.tgz")
+    second = dist_run(COMPILES, "--compile-cache", "cache.zip")
     assert "compiled 0 reused 1" in second.stdout, second.stderr
     assert "packed" not in second.stderr
 
