@@ -49,19 +49,6 @@ KNOWN: tuple[_Known, ...] = (
         stops=True,
     ),
     _Known(
-        pattern=r"RendezvousTimeoutError",
-        cause="some nodes did not join the rendezvous: they never started torchrun, or each has another "
-        "--rdzv-id ($RANDOM differs per node)",
-        remedy=START_ALL + "; take the rendezvous id from the job id",
-        stops=True,
-    ),
-    _Known(
-        pattern=r"RendezvousConnectionError",
-        cause="no process hosts the rendezvous, or this node cannot reach it",
-        remedy="check the head's name or address (--head), that the command runs there, and the firewall",
-        stops=True,
-    ),
-    _Known(
         pattern=r"DistNetworkError.*trying to connect to \((?P<host>[^,]+), (?P<port>\d+)\)"
         r"|client socket has (?:timed out|failed).*trying to connect to \((?P<host2>[^,]+), (?P<port2>\d+)\)",
         cause="torchrun on the head does not answer at {host}:{port}",

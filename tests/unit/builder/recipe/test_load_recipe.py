@@ -234,8 +234,12 @@ def test_file_of_a_secret_may_be_anywhere(write: Write) -> None:
 
 
 def test_variable_in_env_is_a_warning(write: Write) -> None:
-    (warning,) = load(write("image: {base: 'python:3', env: {PATHS: '/x:$PATH'}}\n")).warnings
-    assert warning.what == "variables are not expanded: the $ stays"
+    image, system = (
+        "image: {base: 'python:3', env: {PATHS: '/x:$PATH'}}\n",
+        "system: {env: {A: $SCRATCH/x}}\n",
+    )
+    (warning,) = load(write(image + system)).warnings
+    assert (warning.key, warning.what) == ("image.env.PATHS", "variables are not expanded: the $ stays")
 
 
 # ---- refusals of files
