@@ -28,6 +28,7 @@ from imgkit_builder.recipe.systems import is_podman
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.launch import host_leaks
 from imgkit_entrypoints.schedulers.placement import Size, size_examples
 from imgkit_entrypoints.system import CUDA_COMPAT, HOST_LIBS
 
@@ -326,6 +327,9 @@ def _settings(
         settings[CUDA_COMPAT] = "auto"
     if request.preflight:
         settings["IMGKIT_PREFLIGHT"] = "1"
+    named = (text.partition("=")[0] for text in request.env)
+    if kept := [name for name in named if host_leaks.may_remove(name)]:
+        settings["IMGKIT_KEEP_ENV"] = ",".join(kept)
     if request.max_failures is not None:
         settings["IMGKIT_MAX_FAILURES"] = str(request.max_failures)
     if system.placement and size.started > 1:

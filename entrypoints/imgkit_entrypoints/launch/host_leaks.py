@@ -29,6 +29,7 @@ MOST_TMPDIR = 60
 _MPI = re.compile(r"(?:PMIX|PMI2?|OMPI)_")
 _OF_LAUNCHER = ("PMIX_RANK", "PMIX_NAMESPACE", "PMI_RANK", "PMI_FD", "PMI_PORT", "OMPI_COMM_WORLD_RANK")
 """Without one of them, no launcher of MPI has started this process, and the others are settings."""
+_OF_PYTHON = ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME")
 _PACKAGES = {"site-packages", "dist-packages"}
 _CONTAINER = ("SINGULARITY_CONTAINER", "APPTAINER_CONTAINER")
 
@@ -118,6 +119,11 @@ def clean(
     )
 
 
+def may_remove(name: str) -> bool:
+    """Return whether `clean` may remove or change this variable of a user."""
+    return _MPI.match(name) is not None or name in ("LD_PRELOAD", "TMPDIR", "PYTHONPATH", *_OF_PYTHON)
+
+
 def _counted(names: Sequence[str]) -> list[str]:
     """Return one text for all variables of each prefix, ``PMIX_* (12)``."""
     prefixes = [name.partition("_")[0] for name in names]
@@ -143,7 +149,7 @@ def _without_python(
             if folder in of_image or not _PACKAGES & set(PurePath(folder).parts)
         ]
         changes["PYTHONPATH"] = ":".join(folders)
-    for name in ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME"):
+    for name in _OF_PYTHON:
         if name in names and env[name] != prefix:
             changes[name] = ""
             programs = f"{env[name]}/bin"

@@ -149,6 +149,12 @@ def test_value_of_a_module_is_one_word_and_no_command(node: Node) -> None:
     assert not (node.folder / "stolen").exists()
 
 
+def test_variables_that_the_user_names_are_none_of_the_host(tmp_path: Path) -> None:
+    env = ("PYTHONPATH=/pkgs/site-packages", "PMIX_MCA_gds=hash", "EPOCHS=3")
+    request = Request(directory=tmp_path, command=("dist-run", "train.py"), account="n", time="1h", env=env)
+    assert resolve(targets.find("olivia"), request).settings["IMGKIT_KEEP_ENV"] == "PYTHONPATH,PMIX_MCA_gds"
+
+
 @pytest.mark.parametrize("text", ["$5", "$(id)", "`id`", "${X:-y}", '"; id; "', "\\"])
 def test_text_around_a_variable_stays_text(text: str) -> None:
     words = quote(expanding(f"$ROOT/{text}"))
