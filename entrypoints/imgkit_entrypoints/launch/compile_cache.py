@@ -45,14 +45,18 @@ _NAME_AT = 30
 def find_folder(env: Mapping[str, str], key: str, *, is_shared: Callable[[str], bool]) -> Path | None:
     """Return where this node's cache is: on its own disk, else in memory; None if there is neither.
 
+    Another user may have made a folder of this name, which then is not used.
+
     Parameters
     ----------
     key : the image, as `make_key` returns it.
     is_shared : whether a path is on a file system that several nodes mount.
     """
     for parent in filter(None, (env.get("TMPDIR"), "/tmp", "/dev/shm")):  # noqa: S108 - the folder is the user's own
-        if os.access(parent, os.W_OK | os.X_OK) and not is_shared(parent):
-            return Path(parent).absolute() / f"imgkit-cache-{os.geteuid()}-{key}"
+        folder = Path(parent).absolute() / f"imgkit-cache-{os.geteuid()}-{key}"
+        is_usable = os.access(parent, os.W_OK | os.X_OK) and not is_shared(parent)
+        if is_usable and not (os.path.lexists(folder) and files.foreign_folder(folder)):
+            return folder
     return None
 
 

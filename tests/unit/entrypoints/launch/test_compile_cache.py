@@ -38,6 +38,8 @@ def test_folder_is_on_the_node_s_own_disk_and_named_by_image_and_user(tmp_path: 
     elsewhere = compile_cache.find_folder(env, KEY, is_shared=lambda path: path == str(tmp_path))
     assert elsewhere == Path("/tmp") / local.name
     assert compile_cache.find_folder(env, KEY, is_shared=lambda _: True) is None
+    local.symlink_to(tmp_path / "planted")
+    assert compile_cache.find_folder(env, KEY, is_shared=lambda _: False) == Path("/tmp") / local.name
     assert compile_cache.make_key("another image") != KEY
 
 
