@@ -89,13 +89,9 @@ class LaunchOptions:
 
 SCHEMA = 1
 
-_FLAGS_SINCE: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = (
-    # Seconds from the signal that torchrun passes on to KILL. The default, 30 s, is longer than we wait.
-    ((2, 12), ("--shutdown-timeout", "3")),
-)
-"""Flags of torchrun by the first version of torch that has them. All others here are in 2.3 as well."""
-
-
+_SHUTDOWN_SINCE = (2, 12)
+"""Version of torch whose torchrun has a flag for its wait between the signal that it passes on and KILL. By
+default it is 30 s, longer than we wait. All other flags are in 2.3 as well."""
 ENDED_TOGETHER = ("pbs", "pals", "openmpi", "hydra")
 """Launchers that end all processes of a job when one of its nodes is gone."""
 
@@ -388,23 +384,18 @@ def _nproc(
 
 def _operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
     """Return the processes that `_PET_NPROC` means, as torchrun reads its ``--nproc-per-node``."""
-    if text.isascii() and text.isdigit() and 0 < int(text) < 10**6:
-        return int(text), _PET_NPROC
-    if text not in ("auto", "gpu", "cpu"):
+    words = {"auto": host.gpus or host.cpus, "gpu": host.gpus, "cpu": host.cpus}
+    number = words.get(text) or digits(text)
+    if not number or number >= 10**6:
         raise NoPlan(
-            f"{text[:200]!r} is not a number of processes",
-            where=_PET_NPROC,
-            hint="a number from 1, auto, gpu or cpu; or give --nproc N",
+            f"{_PET_NPROC}={text[:200]} is not a number of processes on this node",
+            where=host.gpus_source if text == "gpu" else _PET_NPROC,
+            hint="a number from 1, auto, cpu, or gpu where GPUs are visible; or give --nproc N",
         )
-    if text == "gpu" and not host.gpus:
-        raise NoPlan(
-            f"{_PET_NPROC}=gpu asks for one process per GPU, and no GPU is visible",
-            where=host.gpus_source,
-            hint="ask for GPUs, or give --nproc N",
-        )
-    if text == "cpu" or not host.gpus:
-        return host.cpus, f"{_PET_NPROC}={text}: one per processor allowed"
-    return host.gpus, f"{_PET_NPROC}={text}: one per GPU"
+    if text not in words:
+        return number, _PET_NPROC
+    unit = "GPU" if text != "cpu" and host.gpus else "processor allowed"
+    return number, f"{_PET_NPROC}={text}: one per {unit}"
 
 
 def _unused_nproc(
@@ -473,7 +464,7 @@ def _torchrun(
         *("--master-addr", head, "--master-port", PORT_PENDING),
         *("--nproc-per-node", nproc, "--max-restarts", "0"),
         *("--monitor-interval", "0.1"),  # torch 2.3 checks its workers every 5 s only
-        *(flag for since, flags in _FLAGS_SINCE if version >= since for flag in flags),
+        *(("--shutdown-timeout", "3") if version >= _SHUTDOWN_SINCE else ()),
         *("--tee", "3" if request.prefix else "0", "--log-dir", logs, "--no-python"),
         "--",  # torchrun's parser would read the program's --max as a short --max-restarts, and refuse it
     )
