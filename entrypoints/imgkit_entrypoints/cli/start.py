@@ -163,6 +163,12 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> in
                 where=flag,
                 hint="leave out --direct, or start one process per node",
             )
+    if options.compile_cache is not None and launch_plan.cache is None:
+        raise UsageError(
+            "no folder on this node's own disk or in its memory can hold compiled code",
+            where="--compile-cache",
+            hint="set TMPDIR to a folder of this node that you can write",
+        )
     if log_dir := options.request.log_dir:
         where, hint = f"--log-dir {log_dir}", "name a folder that this node can write"
         files.refuse_unusable_folder(Path(log_dir), "log folder", where=where, hint=hint)
@@ -228,7 +234,7 @@ def make_plan(
         *odd,
         *launch_plan.warnings,
         *(str(fabric.Finding(what=what, fix=fix)) for what, fix in absent),
-        *(() if worker.is_imgkits else _shadows(env)),
+        *(() if worker.is_imgkits else _shadows(child_env)),
     )
     hidden = launch_plan.hidden if is_cluster_node else launch_plan.hidden.union(odd)
     notes = tuple(filter(None, (environment.text, offline)))
