@@ -327,9 +327,9 @@ def _settings(
         settings[CUDA_COMPAT] = "auto"
     if request.preflight:
         settings["IMGKIT_PREFLIGHT"] = "1"
-    named = (text.partition("=")[0] for text in request.env)
-    if kept := [name for name in named if host_leaks.may_remove(name)]:
-        settings["IMGKIT_KEEP_ENV"] = ",".join(kept)
+    names = (text.partition("=")[0] for text in request.env)
+    if users := [name for name in names if host_leaks.may_remove(name)]:
+        settings["IMGKIT_KEEP_ENV"] = ",".join(users)
     if request.max_failures is not None:
         settings["IMGKIT_MAX_FAILURES"] = str(request.max_failures)
     if system.placement and size.started > 1:

@@ -384,15 +384,15 @@ def _nproc(
 
 def _operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
     """Return the processes that `_PET_NPROC` means, as torchrun reads its ``--nproc-per-node``."""
-    words = {"auto": host.gpus or host.cpus, "gpu": host.gpus, "cpu": host.cpus}
-    number = words.get(text) or digits(text)
+    counts = {"auto": host.gpus or host.cpus, "gpu": host.gpus, "cpu": host.cpus}
+    number = counts.get(text) or digits(text)
     if not number or number >= 10**6:
         raise NoPlan(
             f"{_PET_NPROC}={text[:200]} is not a number of processes on this node",
             where=host.gpus_source if text == "gpu" else _PET_NPROC,
             hint="a number from 1, auto, cpu, or gpu where GPUs are visible; or give --nproc N",
         )
-    if text not in words:
+    if text not in counts:
         return number, _PET_NPROC
     unit = "GPU" if text != "cpu" and host.gpus else "processor allowed"
     return number, f"{_PET_NPROC}={text}: one per {unit}"
