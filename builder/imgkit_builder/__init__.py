@@ -16,12 +16,13 @@ if TYPE_CHECKING:
     from imgkit_builder.apptainer.build import BuiltSif
     from imgkit_builder.base.checks import Check
     from imgkit_builder.base.progress import Reporter
-    from imgkit_builder.job.request import BuildJobRequest, ConversionJobRequest, JobState, SubmittedJob
+    from imgkit_builder.job.request import JobState, SubmittedJob
     from imgkit_builder.job.request import Request as JobRequest
     from imgkit_builder.job.submit import PreparedJob, prepare
     from imgkit_builder.recipe.load import load
     from imgkit_builder.recipe.model import Recipe
     from imgkit_builder.sif.conversion import Converted
+    from imgkit_builder.sif.conversion import Options as ConversionRequest
     from imgkit_builder.workflow.build import (
         BuildRequest,
         BuiltImage,
@@ -31,18 +32,16 @@ if TYPE_CHECKING:
         build_sif,
         plan,
     )
-    from imgkit_builder.workflow.convert import ConversionRequest, convert
+    from imgkit_builder.workflow.convert import convert
     from imgkit_builder.workflow.images import smoke_test
     from imgkit_builder.workflow.jobs import JobHandle, find_job, run
     from imgkit_entrypoints.errors import ImgkitError
 
 __all__ = [
-    "BuildJobRequest",
     "BuildRequest",
     "BuiltImage",
     "BuiltSif",
     "Check",
-    "ConversionJobRequest",
     "ConversionRequest",
     "Converted",
     "ImagePlan",
@@ -71,17 +70,11 @@ _MODULES = {
     "imgkit_builder.apptainer.build": ("BuiltSif",),
     "imgkit_builder.base.checks": ("Check",),
     "imgkit_builder.base.progress": ("Reporter",),
-    "imgkit_builder.job.request": (
-        "BuildJobRequest",
-        "ConversionJobRequest",
-        "JobState",
-        "Request",
-        "SubmittedJob",
-    ),
+    "imgkit_builder.job.request": ("JobState", "Request", "SubmittedJob"),
     "imgkit_builder.job.submit": ("PreparedJob", "prepare"),
     "imgkit_builder.recipe.load": ("load",),
     "imgkit_builder.recipe.model": ("Recipe",),
-    "imgkit_builder.sif.conversion": ("Converted",),
+    "imgkit_builder.sif.conversion": ("Converted", "Options"),
     "imgkit_builder.workflow.build": (
         "BuildRequest",
         "BuiltImage",
@@ -91,12 +84,12 @@ _MODULES = {
         "build_sif",
         "plan",
     ),
-    "imgkit_builder.workflow.convert": ("ConversionRequest", "convert"),
+    "imgkit_builder.workflow.convert": ("convert",),
     "imgkit_builder.workflow.images": ("smoke_test",),
     "imgkit_builder.workflow.jobs": ("JobHandle", "find_job", "run"),
     "imgkit_entrypoints.errors": ("ImgkitError",),
 }
-_HERE = {"Request": "JobRequest"}
+_HERE = {"Request": "JobRequest", "Options": "ConversionRequest"}
 """Names that are clear in their own module only, and their names here."""
 _MODULE_OF = {_HERE.get(name, name): (module, name) for module, names in _MODULES.items() for name in names}
 
@@ -104,8 +97,8 @@ _MODULE_OF = {_HERE.get(name, name): (module, name) for module, names in _MODULE
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, own = _MODULE_OF[name]
-    return getattr(importlib.import_module(module), own)
+    module, attribute = _MODULE_OF[name]
+    return getattr(importlib.import_module(module), attribute)
 
 
 def __dir__() -> list[str]:

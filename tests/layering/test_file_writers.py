@@ -224,7 +224,6 @@ READERS: Mapping[str, str] = {
     "entrypoints/imgkit_entrypoints/launch/guard.py": KERNEL,
     "entrypoints/imgkit_entrypoints/rollcall/secret.py": "standard input, and a file by stricter rules",
     "entrypoints/imgkit_entrypoints/launch/compile_cache.py": "the stream of a file that `files` has opened",
-    "entrypoints/imgkit_entrypoints/run/disk.py": "a folder",
 }
 """Module -> why it may open a file without `files`."""
 

@@ -37,7 +37,7 @@ _TABLE: Mapping[str, Mapping[str, str]] = {
         "workflow": "remote project job delta apptainer sif inventory engine archive image recipe oci base "
         "entrypoints/values",
         "remote": "job delta sif recipe base entrypoints/values",
-        "project": "job image recipe base entrypoints/apps/train entrypoints/launch entrypoints/values",
+        "project": "job image recipe base entrypoints/launch entrypoints/values",
         "examine": "delta apptainer sif engine archive recipe oci base entrypoints/values",
         "job": "delta sif image recipe oci base entrypoints/cli entrypoints/launch entrypoints/rollcall "
         "entrypoints/schedulers entrypoints/values",

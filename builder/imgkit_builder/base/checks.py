@@ -12,9 +12,9 @@ SCHEMA = 1
 Verdict = Literal["ok", "warn", "fail", "skip"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check."""
+    """The result of one check: ``Check("zstd", "warn", "not on PATH", "apt-get install zstd")``."""
 
     name: str
     verdict: Verdict

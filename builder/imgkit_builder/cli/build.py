@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 from imgkit_builder.cli.common import (
-    BASE_HELP,
+    JSON,
     MB,
-    complete_names,
+    VERBOSE,
+    flag_option,
+    name_argument,
     next_line,
-    show_text,
-    stage_lines,
-    stage_seconds,
+    result_lines,
+    show,
+    show_stages,
     terminable,
     with_leave,
 )
@@ -25,91 +28,36 @@ from imgkit_builder.cli.job_flags import OptionsCommand
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.job.request import flag, flags_in
 from imgkit_builder.workflow import build
+from imgkit_builder.workflow.build import BuildRequest, SifBuildRequest
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.terminal import shown
 
 if TYPE_CHECKING:
-    from imgkit_builder.apptainer.build import BuildPlan, BuiltSif, SifRequest
-    from imgkit_builder.base.progress import Reporter
-    from imgkit_builder.workflow.build import BuildRequest, BuiltImage, ImagePlan, SifBuildRequest
-
-SCHEMA = 1
-Answer = tuple[str, dict[str, Any]]
-"""The result for people, and for ``--json``."""
-_BuildKind = TypeVar("_BuildKind", "BuildRequest", "SifBuildRequest")
+    from imgkit_builder.apptainer.build import BuiltSif
+    from imgkit_builder.workflow.build import BuiltImage, ImagePlan, SifPlan
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuildOptions:
-    """The options of ``imgkit build``; None takes the recipe's value."""
+class BuildOptions(BuildRequest, SifBuildRequest):
+    """The options of ``imgkit build``: both kinds of request, and which of them counts."""
 
-    tag: str | None = flag(None, help="Tag of the image (default: RECIPE:latest).")
-    base: str | None = flag(None, metavar="REF", help=BASE_HELP)
     program: Literal["docker", "apptainer"] = flag(
         "docker",
         "--with",
         help="docker: an engine makes an image. apptainer: Apptainer or Singularity makes a .sif; needs no "
         "Docker and no root.",
     )
-    output: Path | None = flag(
-        None,
-        "--output",
-        "-o",
-        metavar="X.sif",
-        help="Without Docker: file to write (default: RECIPE.sif here).",
-    )
-    base_from: str | None = flag(
-        None,
-        metavar="PATH|registry",
-        help="Without Docker: an archive, an OCI folder or a .sif of the base (default: its registry).",
-    )
-    tmpdir: Path | None = flag(
-        None,
-        metavar="DIR",
-        help="Without Docker: folder for temporary files, best on a large local disk (default: "
-        "$IMGKIT_TMPDIR, $APPTAINER_TMPDIR, $SINGULARITY_TMPDIR, $TMPDIR, else next to the .sif).",
-    )
-    runtime: str | None = flag(
-        None,
-        "--runtime-command",
-        metavar="COMMAND",
-        help="Without Docker: name or path of the runtime (default: singularity, else apptainer).",
-    )
-    platform: str | None = flag(
-        None, metavar="PLATFORM", help="linux/amd64 or linux/arm64, if the recipe allows both."
-    )
-    build_args: tuple[str, ...] = flag(
-        (), "--build-arg", metavar="NAME=VALUE", help="Value for the recipe's image.args; repeatable."
-    )
-    locked: bool = flag(
-        False, "--locked", help="Build from the recipe's lock; fail if there is none, or if it is stale."
-    )
-    no_lock: bool = flag(False, "--no-lock", help="Build without the recipe's lock.")
-    no_cache: bool = flag(False, "--no-cache", help="Run every step again.")
-    pull: bool = flag(False, "--pull", help="Pull the base even if it is local.")
-    no_test: bool = flag(False, "--no-test", help="Skip the smoke test.")
-    large: bool = flag(False, "--large", help="Do not ask for confirmation above 1 GB of code.")
-    builder: Literal["auto", "classic", "buildx", "podman"] = flag(
-        "auto",
-        help="classic: the engine's API. buildx: docker buildx. podman: podman build. "
-        "auto: podman for Podman, else classic.",
-    )
-    dry_run: bool = flag(False, "--dry-run", help="Print the plan and the Dockerfile; needs no Docker.")
-    as_json: bool = flag(
-        False, "--json", help="Print one JSON object on stdout, progress as JSON lines on stderr."
-    )
-    verbose: bool = flag(False, "--verbose", "-v", help="Show all output.")
 
 
 class BuildCommand(OptionsCommand):
     """The verb ``build``, with `BuildOptions` in ``Context.obj``."""
 
     def owners(self, *, quiet: bool) -> list[type[Any]]:
-        """One dataclass."""
+        """Return one dataclass."""
         return [BuildOptions]
 
     def build(self, values: dict[type[Any], dict[str, Any]]) -> BuildOptions:
-        """The options."""
+        """Return the options."""
         return BuildOptions(**values[BuildOptions])
 
 
@@ -125,11 +73,10 @@ NOT_WITH = {
 
 def verb_build(
     flags: typer.Context,
-    recipe: str = typer.Argument(
-        metavar="RECIPE|FILE",
-        autocompletion=complete_names,
-        help="A shipped recipe (imgkit list) or a .yaml file.",
-    ),
+    recipe: str = name_argument("RECIPE|FILE", "A shipped recipe (imgkit list) or a .yaml file."),
+    dry_run: bool = flag_option("--dry-run", "Print the plan and the Dockerfile; needs no Docker."),
+    as_json: bool = JSON,
+    verbose: bool = VERBOSE,
 ) -> None:
     """Build the image of a recipe, then test it.
 
@@ -149,55 +96,42 @@ def verb_build(
       imgkit build mn5 --with apptainer --base-from pytorch.tar
     """
     options: BuildOptions = flags.obj
-    _refuse_others(options)
-    run = _image if options.program == "docker" else _sif
-
-    def attempt(large: bool) -> Answer:
-        with terminable(), reporter(as_json=options.as_json, verbose=options.verbose) as report:
-            return run(recipe, dataclasses.replace(options, large=large), report)
-
-    text, data = with_leave(attempt, large=options.large, may_ask=not options.as_json)
-    show_text(data, text, as_json=options.as_json)
-
-
-def _refuse_others(options: BuildOptions) -> None:
-    """Raise UsageError for an option that only the other program has."""
     for name in flags_in(options):
         if name in NOT_WITH[options.program]:
             raise UsageError(f"{name} cannot be used --with {options.program}", where=name, hint="omit it")
+    run: Callable[..., Any]
+    if options.program == "docker":
+        run = build.plan if dry_run else build.build
+    else:
+        run = build.plan_sif if dry_run else build.build_sif
+
+    def attempt(large: bool) -> Any:
+        with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
+            return run(recipe, dataclasses.replace(options, large=large), report=report)
+
+    result = with_leave(attempt, large=options.large, may_ask=not as_json)
+    if dry_run:
+        _show_plan(result, as_json=as_json)
+    elif options.program == "docker":
+        # The next command takes the same argument, unless --tag gave the image another name.
+        _show_image(result, _next(recipe, options.tag, result.runtime), as_json=as_json)
+    else:
+        _show_sif(result, options.output or Path(result.path.name), as_json=as_json)
 
 
-def _request(kind: type[_BuildKind], options: BuildOptions) -> _BuildKind:
-    return kind(**{field.name: getattr(options, field.name) for field in dataclasses.fields(kind)})
-
-
-def _image(recipe: str, options: BuildOptions, report: Reporter) -> Answer:
-    request = _request(build.BuildRequest, options)
-    if options.dry_run:
-        return _image_plan(build.plan(recipe, request, report=report))
-    built = build.build(recipe, request, report=report)
-    # The next command takes the same argument, unless --tag gave the image another name.
-    return _built_image(built, recipe, tag=options.tag)
-
-
-def _image_plan(plan: ImagePlan) -> Answer:
-    rows = {
-        "recipe": f"{plan.recipe} ({plan.file})",
-        "base": plan.base,
-        "platform": plan.platform,
-        "tag": plan.tag,
-        "context": f"{plan.context_bytes} bytes",
-    }
-    data = {"schema": SCHEMA, "dry_run": True, **dataclasses.asdict(plan), "file": str(plan.file)}
-    return _commented(rows) + plan.dockerfile.rstrip("\n"), data
-
-
-def _commented(rows: dict[str, str]) -> str:
-    return "".join(f"# {key:9} {shown(value)}\n" for key, value in rows.items())
+def _show_plan(plan: ImagePlan | SifPlan, *, as_json: bool) -> None:
+    """Print the plan, as comments above the Dockerfile or definition."""
+    data = dataclasses.asdict(plan)
+    if as_json:
+        show({"dry_run": True, **data}, as_json=True)
+        return
+    *rows, (_, text) = data.items()
+    comments = "".join(f"# {name:13} {terminal.shown(str(value))}\n" for name, value in rows)
+    terminal.document(f"{comments}{text.rstrip()}\n")
 
 
 def _next(recipe: str, tag: str | None, runtime: str) -> str:
-    """The next command for an image that was built, as it is typed."""
+    """Return the next command for an image that was built, as it is typed."""
     from imgkit_builder.workflow.names import stem
 
     again = shlex.quote(tag or recipe)
@@ -209,84 +143,30 @@ def _next(recipe: str, tag: str | None, runtime: str) -> str:
     return f"imgkit sif {again}     # for a cluster: imgkit save {again}"
 
 
-def _built_image(built: BuiltImage, recipe: str, *, tag: str | None) -> Answer:
-    from imgkit_builder.base import checks
-
+def _show_image(built: BuiltImage, following: str, *, as_json: bool) -> None:
     lines = [
-        f"{built.tag}  {built.id}  {built.size_bytes / 1e6:.1f} MB  {built.platform}",
-        f"next: {_next(recipe, tag, built.runtime)}",
+        f"{built.tag}  {built.id}  {built.size_bytes / MB:.1f} MB  {built.platform}",
+        *_standin_lines(built.standin, built.base.name),
+        f"next: {following}",
     ]
-    if built.standin:
-        lines.insert(1, f"a STAND-IN: {built.base.name} has no NVIDIA software; for tests only")
-    data = {
-        "schema": SCHEMA,
-        **dataclasses.asdict(built),
-        "log": str(built.log),
-        "checks": checks.to_dict(built.checks)["checks"],
-    }
-    return "\n".join(map(shown, lines)), data
+    show(dataclasses.asdict(built), *lines, as_json=as_json)
 
 
-def _sif(recipe: str, options: BuildOptions, report: Reporter) -> Answer:
-    request = _request(build.SifBuildRequest, options)
-    if options.dry_run:
-        return _sif_plan(*build.plan_sif(recipe, request, report=report))
-    built = build.build_sif(recipe, request, report=report)
-    return _built_sif(built, options.output or Path(built.path.name))
-
-
-def _sif_plan(request: SifRequest, planned: BuildPlan) -> Answer:
-    base = planned.context.manifest.base
-    rows = {
-        "recipe": f"{request.recipe.name} ({request.recipe.file})",
-        "base": f"{base.name}, from {request.base_from or 'its registry'}",
+def _show_sif(built: BuiltSif, target: Path, *, as_json: bool) -> None:
+    base, following = built.base, next_line(target, "dist-train")
+    data = dataclasses.asdict(built)
+    data |= {
+        "sif": data.pop("path"),
+        "id": built.record.image_id,
         "platform": base.platform,
-        "target": str(request.target),
-        "context": f"{planned.context.size_bytes} bytes",
-        "run": planned.command,
-    }
-    data = {
-        "schema": SCHEMA,
-        "dry_run": True,
-        "recipe": request.recipe.name,
-        "base": base.name,
-        "platform": base.platform,
-        "sif": str(request.target),
-        "context_bytes": planned.context.size_bytes,
-        "commands": [planned.command],
-        "definition": planned.definition.text,
-    }
-    return _commented(rows) + planned.definition.text.rstrip("\n"), data
-
-
-def _built_sif(built: BuiltSif, target: Path) -> Answer:
-    from imgkit_builder.base import checks
-
-    record, base = built.record, built.base
-    following = next_line(target, "dist-train")
-    data = {
-        "schema": SCHEMA,
-        "sif": str(built.path),
-        "id": record.image_id,
-        "platform": base.platform,
-        "size_bytes": built.size_bytes,
         "standin": base.standin,
         "base": {"name": base.name, "id": base.id, "digest": base.digest},
-        "up_to_date": built.up_to_date,
-        "record": dataclasses.asdict(record),
-        "labels": dict(built.labels),
-        "checks": checks.to_dict(built.checks)["checks"],
-        "seconds": stage_seconds(built.stages),
-        "log": str(built.log) if built.log else None,
         "next": following,
     }
-    summary = f"{built.size_bytes / MB:.1f} MB  {built.arch}  {record.compression}, {record.runtime}"
-    lines = [
-        *stage_lines(built.stages),
-        f"{target}  {summary}{'  up to date' if built.up_to_date else ''}",
-        f"image  {record.image_id}",
-        f"root   sha256:{record.root_sha256}",
-        *([f"a STAND-IN: {base.name} has no NVIDIA software; for tests only"] if base.standin else []),
-        f"next:  {following}",
-    ]
-    return "\n".join(map(shown, lines)), data
+    lines = result_lines(built, target, following)
+    lines[-1:-1] = _standin_lines(base.standin, base.name)
+    show_stages(data, built.stages, *lines, as_json=as_json)
+
+
+def _standin_lines(is_standin: bool, base: str) -> list[str]:
+    return [f"a STAND-IN: {base} has no NVIDIA software; for tests only"] if is_standin else []

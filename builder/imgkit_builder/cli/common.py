@@ -15,27 +15,54 @@ import typer
 
 from imgkit_builder.workflow.names import ARCHIVE_SUFFIXES, RECIPE_SUFFIXES
 from imgkit_entrypoints import terminal
-from imgkit_entrypoints.errors import ImgkitError
+from imgkit_entrypoints.errors import EXIT_NO, ImgkitError
 
 if TYPE_CHECKING:
+    from imgkit_builder.apptainer.build import BuiltSif
+    from imgkit_builder.base.checks import Check
     from imgkit_builder.recipe.problems import Problem
-    from imgkit_builder.sif.conversion import Stage
+    from imgkit_builder.sif.conversion import Converted, Stage
 
 Result = TypeVar("Result")
+SCHEMA = 1
+"""Version of the JSON that verbs print."""
 
-JSON: bool = typer.Option(
-    False, "--json", help="Print one JSON object on stdout, progress as JSON lines on stderr."
-)
-RESULT_JSON: bool = typer.Option(False, "--json", help="Print one JSON object on stdout.")
-"""``--json`` of verbs without progress."""
-LARGE: bool = typer.Option(False, "--large", help="Do not ask for confirmation above 1 GB of code.")
+
+def complete_names(incomplete: str) -> list[str]:
+    """Return the names of recipes, files and folders that begin with `incomplete`, for the shell."""
+    from imgkit_recipes import recipe_names
+
+    names = [name for name in recipe_names() if name.startswith(incomplete)]
+    suffixes = (*RECIPE_SUFFIXES, *ARCHIVE_SUFFIXES, ".sif", ".imgdelta")
+    folder, _, start = incomplete.rpartition("/")
+    directory = Path(f"{folder}/") if "/" in incomplete else Path()
+    paths = sorted(path for path in directory.glob("*") if path.name.startswith(start))
+    folders = [f"{path}/" for path in paths if path.is_dir()]
+    return [*names, *folders, *(str(path) for path in paths if path.name.endswith(suffixes))]
+
+
+def name_argument(metavar: str, help: str, default: Any = ...) -> Any:
+    """Return an argument that the shell completes with names of recipes and files."""
+    return typer.Argument(default, metavar=metavar, autocompletion=complete_names, help=help)
+
+
+def output_option(metavar: str, help: str) -> Any:
+    """Return the option ``--output`` of a verb that writes one file or folder."""
+    return typer.Option(None, "--output", "-o", metavar=metavar, help=help)
+
+
+def flag_option(name: str, help: str) -> Any:
+    """Return an option that takes no value."""
+    return typer.Option(False, name, help=help)
+
+
+JSON: bool = flag_option("--json", "Print one JSON object on stdout, progress as JSON lines on stderr.")
 UNPACK_LIMIT: float | None = typer.Option(
     None,
     metavar="GB",
     min=0,
     help="Largest size of a compressed archive once unpacked (default: 100 times the file, at least 1).",
 )
-BASE_HELP = "Base image instead of the recipe's; current: the recipe's current_base."
 VERBOSE: bool = typer.Option(False, "--verbose", "-v", help="Show all output.")
 RUNTIME: str | None = typer.Option(
     None,
@@ -44,40 +71,38 @@ RUNTIME: str | None = typer.Option(
     help="Name or path of the runtime (default: singularity, else apptainer).",
 )
 TMPDIR: Path | None = typer.Option(
-    None, metavar="DIR", help="Folder for temporary files (default: as for imgkit sif)."
+    None,
+    metavar="DIR",
+    help="Folder for temporary files (default: $IMGKIT_TMPDIR, $APPTAINER_TMPDIR, $SINGULARITY_TMPDIR, "
+    "$TMPDIR, else next to the file).",
 )
-NO_TEST: bool = typer.Option(False, "--no-test", help="Do not test the result by running it.")
-RUNTIME_VERBOSE: bool = typer.Option(False, "--verbose", "-v", help="Show all output of the runtime.")
 MB = 1e6
 
 
 def gigabytes(value: float | None) -> int | None:
-    """Bytes of so many GB; None for None."""
+    """Return the bytes of so many GB; None for None."""
     return None if value is None else int(value * 1e9)
 
 
 def show(data: Mapping[str, Any], *lines: str, as_json: bool) -> None:
-    """Print `data` as indented JSON, or else `lines`."""
+    """Print `data`, with the version of its schema, as indented JSON, or else `lines`."""
     if as_json:
-        show_text(data, "", as_json=True)
+        terminal.document(json.dumps({"schema": SCHEMA, **data}, indent=2, default=str) + "\n")
     else:
         terminal.out(*lines)
 
 
-def show_text(data: Mapping[str, Any], text: str, *, as_json: bool) -> None:
-    """Print `data` as indented JSON, or else `text`, whose lines are one file's or escaped."""
-    terminal.document((json.dumps(data, indent=2) if as_json else text) + "\n")
+def show_checks(results: Sequence[Check], *, as_json: bool, **context: Any) -> None:
+    """Print `results`, and end with exit code 1 if a check failed."""
+    from imgkit_builder.base import checks
 
-
-def confirmed(*lines: str) -> bool:
-    """Whether a person agrees; the last of `lines` is the question."""
-    *before, question = map(terminal.shown, lines)
-    terminal.err(*before)
-    return typer.confirm(question, err=True)
+    show(checks.to_dict(results, **context), *checks.table(results), as_json=as_json)
+    if not checks.passed(results):
+        raise typer.Exit(EXIT_NO)
 
 
 def with_leave(run: Callable[[bool], Result], *, large: bool, may_ask: bool = True) -> Result:
-    """What `run` returns; its argument is the leave to pack large code, which a person may still give.
+    """Return what `run` does; its argument is the leave to pack large code, which a person may still give.
 
     Raises
     ------
@@ -89,13 +114,14 @@ def with_leave(run: Callable[[bool], Result], *, large: bool, may_ask: bool = Tr
         return run(large)
     except LargeContext as error:
         can_ask = may_ask and sys.stdin.isatty() and sys.stderr.isatty()
-        if not can_ask or not confirmed(f"{error.where}: {error.what}. Pack all of it?"):
+        question = terminal.shown(f"{error.where}: {error.what}. Pack all of it?")
+        if not can_ask or not typer.confirm(question, err=True):
             raise
         return run(True)
 
 
 def error_data(error: ImgkitError) -> dict[str, Any]:
-    """The JSON form of `error`: ``{"schema": 1, "error": {"what", "where", "hint", "exit_code"}}``.
+    """Return the JSON form of `error`: ``{"schema": 1, "error": {"what", "where", "hint", "exit_code"}}``.
 
     The error of a recipe also has ``problems``, one entry for each.
     """
@@ -109,30 +135,17 @@ def error_data(error: ImgkitError) -> dict[str, Any]:
     }
     if isinstance(error, RecipeErrors):
         data["problems"] = [problem_data(problem) for problem in error.problems]
-    return {"schema": 1, "error": data}
+    return {"schema": SCHEMA, "error": data}
 
 
 def problem_data(problem: Problem) -> dict[str, Any]:
-    """The JSON form of one problem of a recipe."""
+    """Return the JSON form of one problem of a recipe."""
     return {
         "what": problem.what,
         "where": str(problem.position),
         "hint": problem.hint or None,
         "key": problem.key,
     }
-
-
-def complete_names(incomplete: str) -> list[str]:
-    """Names of recipes, and files and folders, that begin with `incomplete`; the shell's completion asks."""
-    from imgkit_recipes import recipe_names
-
-    names = [name for name in recipe_names() if name.startswith(incomplete)]
-    suffixes = (*RECIPE_SUFFIXES, *ARCHIVE_SUFFIXES, ".sif", ".imgdelta")
-    folder, _, start = incomplete.rpartition("/")
-    directory = Path(f"{folder}/") if "/" in incomplete else Path()
-    paths = sorted(path for path in directory.glob("*") if path.name.startswith(start))
-    folders = [f"{path}/" for path in paths if path.is_dir()]
-    return [*names, *folders, *(str(path) for path in paths if path.name.endswith(suffixes))]
 
 
 def columns(table: Sequence[Sequence[str]], *, most: int | None = None) -> Iterator[str]:
@@ -165,7 +178,7 @@ def terminable() -> Iterator[None]:
 
 
 def next_line(sif: Path, command: str, *, overlay: str = "") -> str:
-    """The command that runs `command` in `sif` with the options of the system that its image is for.
+    """Return the command that runs `command` in `sif` with the options of the system that its image is for.
 
     An image that imgkit did not build names no system and has no ``dist-*`` commands: then it opens a shell.
     """
@@ -182,15 +195,23 @@ def next_line(sif: Path, command: str, *, overlay: str = "") -> str:
     return " ".join(map(quoting.quote, (program, "exec", *options, *mounts, *layer, str(sif), command)))
 
 
-def stage_seconds(stages: tuple[Stage, ...]) -> dict[str, float]:
-    """Seconds per stage, for scripts."""
-    return {stage.name: round(stage.seconds, 2) for stage in stages}
+def show_stages(data: Mapping[str, Any], stages: Sequence[Stage], *lines: str, as_json: bool) -> None:
+    """Print a result as `show` does, with the seconds of each stage that led to it, and their sum."""
+    seconds = {stage.name: round(stage.seconds, 2) for stage in stages}
+    rows = [f"{stage.seconds:7.1f} s  {stage.name}" for stage in stages]
+    if stages:
+        rows.append(f"{sum(stage.seconds for stage in stages):7.1f} s  in all")
+    data = {name: value for name, value in data.items() if name != "stages"}
+    show({**data, "seconds": seconds}, *rows, *lines, as_json=as_json)
 
 
-def stage_lines(stages: tuple[Stage, ...]) -> list[str]:
-    """Seconds per stage and their sum, for people; empty if there were no stages."""
-    if not stages:
-        return []
-    total = sum(stage.seconds for stage in stages)
-    lines = [f"{stage.seconds:7.1f} s  {stage.name}" for stage in stages]
-    return [*lines, f"{total:7.1f} s  in all"]
+def result_lines(result: Converted | BuiltSif, target: Path, following: str) -> list[str]:
+    """Return what people read about the file that a conversion or a build has written to `target`."""
+    record = result.record
+    summary = f"{result.size_bytes / MB:.1f} MB  {result.arch}  {record.compression}, {record.runtime}"
+    return [
+        f"{target}  {summary}{'  up to date' if result.up_to_date else ''}",
+        *([f"image  {record.image_id}"] if record.image_id else []),
+        f"root   sha256:{record.root_sha256}",
+        f"next:  {following}",
+    ]

@@ -11,34 +11,27 @@ from imgkit_builder.cli.common import (
     JSON,
     MB,
     RUNTIME,
-    RUNTIME_VERBOSE,
     TMPDIR,
-    complete_names,
+    VERBOSE,
+    name_argument,
     next_line,
-    show,
-    stage_lines,
-    stage_seconds,
+    output_option,
+    show_stages,
     terminable,
 )
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.workflow.convert import engine_image
 from imgkit_builder.workflow.names import module_line, stem, system_of
 
-SCHEMA = 1
-
 
 def verb_delta(
-    image: str = typer.Argument(
-        metavar="RECIPE|IMAGE", autocompletion=complete_names, help="A built recipe or a local image."
-    ),
+    image: str = name_argument("RECIPE|IMAGE", "A built recipe or a local image."),
     base: Path = typer.Option(..., "--against", metavar="BASE.sif", help="The .sif on the cluster."),
-    output: Path | None = typer.Option(
-        None, "--output", "-o", metavar="X.imgdelta", help="File to write (default: NAME.imgdelta here)."
-    ),
+    output: Path | None = output_option("X.imgdelta", "File to write (default: NAME.imgdelta here)."),
     tmpdir: Path | None = TMPDIR,
     runtime: str | None = RUNTIME,
     as_json: bool = JSON,
-    verbose: bool = RUNTIME_VERBOSE,
+    verbose: bool = VERBOSE,
 ) -> None:
     """Write the changes of an image over an older .sif: kilobytes instead of gigabytes.
 
@@ -58,26 +51,17 @@ def verb_delta(
     target = output or Path(f"{stem(image)}.imgdelta")
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report, engine_image(image) as new:
         options = Options(runtime=runtime, module_hint=module_line(system_of(image)), tmpdir=tmpdir)
-        made = make(new, local_base(base), target, options, report)
-    delta, following = made.delta, next_line(base, "dist-env", overlay=f"{target}:ro")
-    data = {
-        "schema": SCHEMA,
-        "delta": str(made.path),
-        "size_bytes": made.size_bytes,
-        "changed": made.changed,
-        "deleted": made.deleted,
-        "record": dataclasses.asdict(delta),
-        "seconds": stage_seconds(made.stages),
-        "next": following,
-    }
+        written = make(new, local_base(base), target, options, report)
+    following = next_line(base, "dist-env", overlay=f"{target}:ro")
+    data = dataclasses.asdict(written)
+    data = {"delta": data.pop("path"), "record": data.pop("delta"), **data, "next": following}
     lines = [
-        *stage_lines(made.stages),
-        f"{target}  {made.size_bytes / 1e3:.1f} kB  {made.changed} changed, {made.deleted} deleted",
-        f"image  {delta.image_id}",
-        f"over   {delta.base.image_id}",
+        f"{target}  {written.size_bytes / 1e3:.1f} kB  {written.changed} changed, {written.deleted} deleted",
+        f"image  {written.delta.image_id}",
+        f"over   {written.delta.base.image_id}",
         f"next:  {following}",
     ]
-    show(data, *lines, as_json=as_json)
+    show_stages(data, written.stages, *lines, as_json=as_json)
 
 
 def verb_apply(
@@ -87,7 +71,7 @@ def verb_apply(
     tmpdir: Path | None = TMPDIR,
     runtime: str | None = RUNTIME,
     as_json: bool = JSON,
-    verbose: bool = RUNTIME_VERBOSE,
+    verbose: bool = VERBOSE,
 ) -> None:
     """Put a delta into a copy of its .sif: one file, which needs no --overlay.
 
@@ -103,17 +87,10 @@ def verb_apply(
 
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
         applied = apply(delta, base, output, Options(runtime=runtime, tmpdir=tmpdir), report)
-    data = {
-        "schema": SCHEMA,
-        "sif": str(applied.path),
-        "size_bytes": applied.size_bytes,
-        "delta": dataclasses.asdict(applied.delta),
-        "seconds": stage_seconds(applied.stages),
-    }
+    data = dataclasses.asdict(applied)
     lines = [
-        *stage_lines(applied.stages),
         f"{output}  {applied.size_bytes / MB:.1f} MB, with the delta {delta.name}",
         f"image  {applied.delta.image_id}",
         f"next:  {next_line(output, 'dist-env')}",
     ]
-    show(data, *lines, as_json=as_json)
+    show_stages({"sif": data.pop("path"), **data}, applied.stages, *lines, as_json=as_json)

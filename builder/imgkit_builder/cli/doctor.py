@@ -6,20 +6,17 @@ from typing import Literal
 
 import typer
 
-from imgkit_builder.cli.common import RESULT_JSON, complete_names, show
-from imgkit_entrypoints.errors import EXIT_NO
+from imgkit_builder.cli.common import JSON, name_argument, show_checks
 
 
 def verb_doctor(
-    recipe: str | None = typer.Argument(
-        None, metavar="[RECIPE]", autocompletion=complete_names, help="Also check what this recipe needs."
-    ),
+    recipe: str | None = name_argument("[RECIPE]", "Also check what this recipe needs.", None),
     purpose: Literal["any", "build", "sif"] = typer.Option(
         "any",
         "--for",
         help="Task to check for. build: an engine, or build --with apptainer. sif: all but engines.",
     ),
-    as_json: bool = RESULT_JSON,
+    as_json: bool = JSON,
 ) -> None:
     """Check what this machine has and lacks, and suggest fixes.
 
@@ -32,13 +29,9 @@ def verb_doctor(
       imgkit doctor mn5 --for sif      # on the cluster
       imgkit doctor olivia --for build --json
     """
-    from imgkit_builder.base import checks
     from imgkit_builder.examine import doctor
     from imgkit_builder.recipe import targets
 
     target = targets.find(recipe) if recipe else None
     results = doctor.examine(target, purpose=purpose)
-    subject = {"recipe": target.name if target else "", "for": purpose}
-    show(checks.to_dict(results, **subject), *checks.table(results), as_json=as_json)
-    if not checks.passed(results):
-        raise typer.Exit(EXIT_NO)
+    show_checks(results, as_json=as_json, **{"recipe": target.name if target else "", "for": purpose})

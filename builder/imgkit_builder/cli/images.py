@@ -8,22 +8,16 @@ import shutil
 
 import typer
 
-from imgkit_builder.cli.common import JSON, RUNTIME, VERBOSE, complete_names, show
+from imgkit_builder.cli.common import JSON, RUNTIME, VERBOSE, flag_option, name_argument, show, show_checks
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.workflow.images import shell_command, smoke_test
 from imgkit_builder.workflow.names import image_name
 from imgkit_entrypoints import terminal
-from imgkit_entrypoints.errors import EXIT_NO, ToolMissing, UsageError
-
-SCHEMA = 1
+from imgkit_entrypoints.errors import ToolMissing, UsageError
 
 
 def verb_test(
-    image: str = typer.Argument(
-        metavar="IMAGE|SIF|RECIPE",
-        autocompletion=complete_names,
-        help="A local image, a .sif file or a recipe.",
-    ),
+    image: str = name_argument("IMAGE|SIF|RECIPE", "A local image, a .sif file or a recipe."),
     as_json: bool = JSON,
     runtime: str | None = RUNTIME,
 ) -> None:
@@ -37,26 +31,15 @@ def verb_test(
       imgkit test mn5
       imgkit test mn5.sif --json
     """
-    from imgkit_builder.base import checks
-
     with reporter(as_json=as_json) as report:
         results = smoke_test(image, runtime=runtime, report=report)
-    show(checks.to_dict(results, image=image), *checks.table(results), as_json=as_json)
-    if not checks.passed(results):
-        raise typer.Exit(EXIT_NO)
+    show_checks(results, as_json=as_json, image=image)
 
 
 def verb_shell(
-    image: str = typer.Argument(
-        "",
-        metavar="[IMAGE|SIF|RECIPE]",
-        autocompletion=complete_names,
-        help="A local image, a .sif file or a recipe.",
-    ),
-    host: bool = typer.Option(
-        False,
-        "--host",
-        help="Share this machine's home folder, network and the recipe's binds, as in a job.",
+    image: str = name_argument("[IMAGE|SIF|RECIPE]", "A local image, a .sif file or a recipe.", ""),
+    host: bool = flag_option(
+        "--host", "Share this machine's home folder, network and the recipe's binds, as in a job."
     ),
     job: str = typer.Option("", "--job", metavar="ID", help="Open the shell in this running job."),
     node: str = typer.Option(
@@ -110,18 +93,20 @@ def verb_shell(
         return
     terminal.err(f"imgkit: {description}", f"imgkit: {shlex.join(argv)}")
     if shutil.which(argv[0]) is None:
-        raise ToolMissing(
-            f"the program {argv[0]!r} is not on PATH",
-            hint="run this where the job was submitted"
-            if job
-            else "sudo apt-get install docker-cli (or docker.io)",
-        )
+        install = "sudo apt-get install docker-cli (or docker.io)"
+        hint = "run this where the job was submitted" if job else install
+        raise ToolMissing(f"the program {argv[0]!r} is not on PATH", hint=hint)
     os.execvp(argv[0], argv)  # noqa: S606 - an argv list, no shell; the terminal now belongs to that program
 
 
 def _into_job(job_id: str, node: str, *, look: bool) -> tuple[tuple[str, ...], str]:
-    """The words that open a shell in the job, and what it runs in; `look` whether the job runs."""
-    from imgkit_builder.cli.remote import connected, runner
+    """Return the argv that opens a shell in the job, and what it runs in.
+
+    Parameters
+    ----------
+    look : ask the scheduler first whether the job runs.
+    """
+    from imgkit_builder.cli.jobs import connected, runner
     from imgkit_builder.job import quoting, submit, systems
     from imgkit_builder.job.request import FINAL_STATES
     from imgkit_builder.project import history
@@ -151,9 +136,7 @@ def _into_job(job_id: str, node: str, *, look: bool) -> tuple[tuple[str, ...], s
 
 
 def verb_push(
-    image: str = typer.Argument(
-        metavar="IMAGE|RECIPE", autocompletion=complete_names, help="The image to send."
-    ),
+    image: str = name_argument("IMAGE|RECIPE", "The image to send."),
     ref: str | None = typer.Argument(
         None, metavar="[REF]", help="Its name in the registry: registry/group/name:tag."
     ),
@@ -175,5 +158,4 @@ def verb_push(
             engines.add_tag(engine, name, ref)
         target = ref or name
         digest = engines.push(engine, target, report)
-    data = {"schema": SCHEMA, "ref": target, "digest": digest}
-    show(data, f"{target}  {digest}", as_json=as_json)
+    show({"ref": target, "digest": digest}, f"{target}  {digest}", as_json=as_json)

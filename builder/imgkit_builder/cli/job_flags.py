@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperCommand
@@ -56,20 +56,6 @@ class OptionsCommand(TyperCommand):
             self.params[at:at] = [option.parameter for option in self._options]
         return super().get_params(ctx)
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the arguments, the options that most jobs need, and the others as "Advanced"."""
-        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], "Advanced": []}
-        for parameter in self.get_params(ctx):
-            title = "Options" if parameter.name in USUAL else "Advanced"
-            if parameter.param_type_name == "argument":
-                title = "Arguments"
-            if record := parameter.get_help_record(ctx):
-                sections[title].append(record)
-        for title, records in sections.items():
-            if records:
-                with formatter.section(title):
-                    formatter.write_dl(records)
-
     def invoke(self, ctx: Any) -> Any:
         """Call the verb, with the flags in ``ctx.obj``."""
         values: dict[type[Any], dict[str, Any]] = {}
@@ -89,25 +75,39 @@ class JobCommand(OptionsCommand):
         ctx.meta[COMMAND] = tuple(args[at + 1 :])
         return super().parse_args(ctx, args[:at])
 
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments, the options that most jobs need, and the others as "Advanced"."""
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], "Advanced": []}
+        for parameter in self.get_params(ctx):
+            title = "Options" if parameter.name in USUAL else "Advanced"
+            if parameter.param_type_name == "argument":
+                title = "Arguments"
+            if record := parameter.get_help_record(ctx):
+                sections[title].append(record)
+        for title, records in sections.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
     def owners(self, *, quiet: bool) -> list[type[Any]]:
-        """`Request`, `ImageFlags`, then the flags of each system; reports plug-ins that cannot be used."""
+        """`Request`, then the flags of each system; reports plug-ins that cannot be used."""
         from imgkit_builder.job import systems
-        from imgkit_builder.job.request import ImageFlags, Request
+        from imgkit_builder.job.request import Request
 
         installed = systems.installed()
         if not quiet:
             for error in installed.errors:
                 terminal.err(*f"imgkit: {error}".split("\n"))
-        return [Request, ImageFlags, *(system.flags for system in installed.systems.values())]
+        return [Request, *(system.flags for system in installed.systems.values())]
 
     def build(self, values: dict[type[Any], dict[str, Any]]) -> Any:
-        """A request that runs a command, with what was given for systems; and the flags for other kinds."""
-        from imgkit_builder.job.request import ImageFlags, Request
+        """The request, with what was given for systems."""
+        from imgkit_builder.job.request import Request
 
-        common, image = values.pop(Request), values.pop(ImageFlags)
+        common = values.pop(Request)
         all_flags = (owner(**fields) for owner, fields in values.items())
         chosen = tuple(flags for flags in all_flags if flags != type(flags)())
-        return Request(**common, system_flags=chosen), ImageFlags(**image)
+        return Request(**common, system_flags=chosen)
 
 
 def read_code(request: Request, *, as_json: bool) -> CodeFolder | None:
@@ -145,10 +145,7 @@ def _option(owner: type[Any], flag: Flag) -> _FlagOption:
     from typer.models import ParamMeta
 
     kind, default = flag.type, flag.default
-    if flag.choices:
-        choices: Any = Literal[flag.choices]  # the values are data
-        kind = choices | None if default is None else choices
-    elif isinstance(default, tuple):
+    if isinstance(default, tuple):
         kind, default = list[str], list(default)
     info = typer.Option(default, *flag.names, metavar=flag.metavar or None, help=flag.help)
     name = flag.names[0].removeprefix("--").replace("-", "_")

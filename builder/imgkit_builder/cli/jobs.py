@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shlex
+import sys
+import time
+from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from imgkit_builder.base.process import INTERRUPTED
-from imgkit_builder.cli.common import show
-from imgkit_builder.cli.remote import can_follow_here, connected, follow, keep_state, refreshed, runner
+from imgkit_builder.cli.common import JSON, flag_option, show
 from imgkit_builder.cli.runs import job_data, jobs_table
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 
 if TYPE_CHECKING:
+    from imgkit_builder.base.process import Finished
     from imgkit_builder.job.request import SubmittedJob
     from imgkit_builder.project.history import JobReport
-    from imgkit_builder.project.measured import SlowNow
-
-SCHEMA = 1
+    from imgkit_builder.remote.connection import Connection
 
 
 def verb_status(
     job_id: str = typer.Argument(
         "", metavar="[ID]", help="Job id (default: your jobs, here and on remotes)."
     ),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    as_json: bool = JSON,
 ) -> None:
     """Show a job, or all of your jobs that wait or run, here and on all remotes.
 
     Of a job that waits, the scheduler also prints its expected start; of one that has
-    ended, how it ended. For dist-train it also lists current stragglers. A task of an
-    array job has a separate id: 12_3, or 12[3].
+    ended, how it ended. A task of an array job has a separate id: 12_3, or 12[3].
 
     \b
     Examples:
@@ -50,27 +52,41 @@ def verb_status(
         return
     record = submit.record_of(job_id)
     report = history.report(record, runner(record))
-    _keep_state(record, report)
-    slow = None if report.has_ended else _slow(record)
+    keep_state(record, report.record)
     if as_json:
-        show(_reported(report, slow), as_json=True)
+        show(_reported(report), as_json=True)
         return
     if report.argv:
         terminal.err(f"imgkit: {_remote_prefix(record)}{shlex.join(report.argv)}")
         terminal.passing()(report.text.encode())
     if report.has_ended:
         terminal.out(history.ending_text(report))
-    for rank in slow or ():
-        terminal.out(f"slow: {rank.name}: {rank.excess} (step {rank.to_step})")
 
 
 def _own_jobs(*, as_json: bool) -> None:
-    """Show each job that had not ended when imgkit last looked, with its state now."""
-    from imgkit_builder.job import submit
+    """Show each job that had not ended when imgkit last looked, with its state now.
 
-    jobs, complete = refreshed([record for record in submit.records() if _may_run(record)])
+    A remote that cannot be reached is reported once, and is not asked again.
+    """
+    from imgkit_builder.job import submit
+    from imgkit_builder.project import history
+    from imgkit_builder.remote.connection import Cut
+
+    jobs, silent, complete = [], set(), True
+    for record in filter(_may_run, submit.records()):
+        now = record
+        try:
+            if record.remote not in silent:
+                now = history.refresh_state(record, runner(record))
+        except ImgkitError as error:
+            terminal.err(f"imgkit: {record.handle}: {error.what}")
+            complete = False
+            if isinstance(error, Cut):
+                silent.add(record.remote)
+        keep_state(record, now)
+        jobs.append(now)
     nothing = "no job waits or runs; imgkit runs lists those that have ended"
-    data = {"schema": SCHEMA, "jobs": [job_data(record) for record in jobs], "complete": complete}
+    data = {"jobs": [job_data(record) for record in jobs], "complete": complete}
     show(data, *(jobs_table(jobs) if jobs else (nothing,)), as_json=as_json)
     if not complete:
         raise typer.Exit(ToolFailed.exit_code)
@@ -81,7 +97,7 @@ def _remote_prefix(record: SubmittedJob) -> str:
 
 
 def _may_run(record: SubmittedJob) -> bool:
-    """Whether the job had not ended when imgkit last looked; where nobody can know, for a week."""
+    """Return whether the job had not ended when imgkit last looked; for a week where nobody can know."""
     from imgkit_builder.job import systems
     from imgkit_builder.job.request import FINAL_STATES
 
@@ -95,13 +111,12 @@ def _may_run(record: SubmittedJob) -> bool:
     return reports_state or record.submitted >= week_ago.isoformat()
 
 
-def _reported(report: JobReport, slow: SlowNow) -> dict[str, Any]:
+def _reported(report: JobReport) -> dict[str, Any]:
     """Return what ``imgkit status ID --json`` prints."""
     from imgkit_builder.project import history
 
     record = report.record
     data: dict[str, Any] = {
-        "schema": SCHEMA,
         "id": record.handle,
         "state": record.state,
         "exit_code": report.code if report.has_ended else None,
@@ -111,29 +126,101 @@ def _reported(report: JobReport, slow: SlowNow) -> dict[str, Any]:
     }
     if record.code is not None:
         data["code"] = dataclasses.asdict(record.code)
-    if slow is not None:
-        data["slow"] = [dataclasses.asdict(rank) for rank in slow]
     return data
 
 
-def _keep_state(record: SubmittedJob, report: JobReport) -> None:
-    """Save the state that `report` has found, if it is new."""
-    if report.record.state != record.state and not _is_task(record):
-        keep_state(report.record)
-
-
-def _is_task(record: SubmittedJob) -> bool:
-    """Whether the record is derived from that of an array job, which alone is kept."""
+def keep_state(record: SubmittedJob, now: SubmittedJob) -> None:
+    """Save the state of `record` for ``imgkit runs`` if it has changed."""
     from imgkit_builder.job import submit
 
-    return record.handle not in (saved.handle for saved in submit.records())
+    # The record of a task is derived from that of an array job, which alone is kept.
+    is_task = record.handle not in (saved.handle for saved in submit.records())
+    if now.state != record.state and not is_task:
+        # A folder that cannot be written loses only that.
+        with contextlib.suppress(OSError):
+            submit.keep(now)
+
+
+def may_ask() -> bool:
+    """Return whether there is a person whom ssh can ask for a password or a second factor."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def connected(name: str) -> Connection:
+    """Return how to reach the remote `name`."""
+    from imgkit_builder.remote import config, connection
+
+    return connection.connect(config.find(name), ask=may_ask())
+
+
+def runner(record: SubmittedJob) -> Callable[[Sequence[str]], Finished]:
+    """Return what runs a command where the job is."""
+    from imgkit_builder.workflow import jobs
+
+    return jobs.runner(record, may_ask=may_ask())
+
+
+def can_follow(record: SubmittedJob) -> bool:
+    """Return whether `follow` can; a job in pods has no output until a node has pulled the image."""
+    from imgkit_builder.job import systems
+
+    system = systems.named(record.system)
+    return bool(record.remote) or (system.reports_state and system.log_source(record)[0] == "tail")
+
+
+def follow(record: SubmittedJob) -> int:
+    """Show the job's output, here or on its remote, until it ends; return imgkit's exit code."""
+    from imgkit_builder.project import history
+    from imgkit_builder.remote import jobs
+    from imgkit_builder.remote.connection import Cut
+
+    def say(text: str) -> None:
+        terminal.err(f"imgkit: {text}")
+
+    verbs = "logs|status|cancel|fetch" if record.remote else "logs|status|cancel"
+    back = f"the job continues; imgkit {verbs} {record.handle}"
+    say(f"job {record.handle}; Ctrl-C stops following; the job continues")
+    run = runner(record)
+    try:
+        if record.remote:
+            jobs.follow(connected(record.remote), record, terminal.passing(), say)
+            report = history.report(record, run)
+        else:
+            _attach(record, run)
+            report = history.wait(record, run)
+    except KeyboardInterrupt:
+        say(back)
+        return INTERRUPTED
+    except Cut as error:
+        raise Cut(error.what, where=error.where, hint=f"{back}\n{error.hint}") from error
+    keep_state(record, report.record)
+    say(history.ending_text(report))
+    return 0 if report.record.state in ("succeeded", "ended") else 1
+
+
+def _attach(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> None:
+    """Show the output of a job of this machine until it ends."""
+    from imgkit_builder.base import process
+    from imgkit_builder.job import systems
+    from imgkit_builder.project import history
+
+    def has_ended() -> bool:
+        return history.report(record, run).has_ended
+
+    argv, is_over = systems.named(record.system).log_source(record), False
+    for pause_s in history.poll_pauses():
+        is_over = has_ended()
+        if is_over or Path(argv[-1]).exists():
+            break
+        time.sleep(pause_s)
+    if is_over:
+        argv = tuple(option for option in argv if option not in ("-f", "-F"))
+    process.attached(argv, until=None if is_over else has_ended)
 
 
 def verb_logs(
     job_id: str = typer.Argument("", metavar="[ID]", help="Job id (default: the job submitted last)."),
-    as_json: bool = typer.Option(
-        False, "--json", help="Print the command as one JSON object and run nothing."
-    ),
+    as_json: bool = flag_option("--json", "Print the command as one JSON object and run nothing."),
 ) -> None:
     """Follow a job's output until the job ends. Ctrl-C stops following; the job continues.
 
@@ -145,7 +232,6 @@ def verb_logs(
     """
     from imgkit_builder.base import process
     from imgkit_builder.job import submit, systems
-    from imgkit_builder.project import history
 
     if not job_id:
         records = [record for record in submit.records() if record.answer is None]
@@ -156,25 +242,18 @@ def verb_logs(
     record = submit.record_of(job_id)
     argv = systems.named(record.system).log_source(record)
     if as_json:
-        show({"schema": SCHEMA, "id": record.handle, "command": argv}, as_json=True)
+        show({"id": record.handle, "command": argv}, as_json=True)
         return
-    if record.remote:
-        raise typer.Exit(follow(connected(record.remote), record))
-
-    def has_ended() -> bool:
-        return history.report(record, runner(record)).has_ended
-
-    until = has_ended if can_follow_here(record) else None
-    if until and until():
-        argv, until = tuple(option for option in argv if option not in ("-f", "-F")), None
+    if can_follow(record):
+        raise typer.Exit(follow(record))
     terminal.err(f"imgkit: {shlex.join(argv)}")
-    raise typer.Exit(process.attached(argv, until=until))
+    raise typer.Exit(process.attached(argv))
 
 
 def verb_wait(
     job_id: str = typer.Argument(metavar="ID"),
     timeout: str = typer.Option("", metavar="TIME", help="Time to wait, for example 90m or 2h."),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    as_json: bool = JSON,
 ) -> None:
     """Wait until a job has ended. Ctrl-C stops waiting; the job continues.
 
@@ -196,9 +275,9 @@ def verb_wait(
     except KeyboardInterrupt:
         terminal.err(f"imgkit: {record.handle} continues; imgkit wait {record.handle}")
         raise typer.Exit(INTERRUPTED) from None
-    _keep_state(record, report)
+    keep_state(record, report.record)
     if as_json:
-        show(_reported(report, None), as_json=True)
+        show(_reported(report), as_json=True)
     elif report.has_ended:
         terminal.out(history.ending_text(report))
     if not report.has_ended:
@@ -210,7 +289,7 @@ def verb_wait(
 
 def verb_cancel(
     job_id: str = typer.Argument(metavar="ID"),
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
+    as_json: bool = JSON,
 ) -> None:
     """End a job.
 
@@ -226,21 +305,8 @@ def verb_cancel(
         terminal.err(f"imgkit: {_remote_prefix(record)}{shlex.join(argv)}")
     answer = runner(record)(argv)
     if as_json:
-        data = {"schema": SCHEMA, "command": argv, "exit_code": answer.returncode, "output": answer.output}
+        data = {"command": argv, "exit_code": answer.returncode, "output": answer.output}
         show(data, as_json=True)
     else:
         terminal.passing()(answer.output.encode())
     raise typer.Exit(answer.returncode)
-
-
-def _slow(record: SubmittedJob) -> SlowNow:
-    """The ranks of the job that are slow now; None if the job writes nothing about it."""
-    from imgkit_builder.project import history, measured
-
-    if "dist-train" not in record.command:
-        return None
-    file = history.run_of(record) / measured.METRICS
-    if not record.remote:
-        return measured.slow_ranks(measured.last_lines(file))
-    answer = runner(record)(("tail", "-n", "5", "--", str(file)))
-    return measured.slow_ranks(answer.output.encode())

@@ -11,28 +11,30 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
-from imgkit_builder.cli.common import BASE_HELP, JSON, VERBOSE, complete_names, show, terminable
+from imgkit_builder.cli.common import (
+    JSON,
+    VERBOSE,
+    flag_option,
+    name_argument,
+    show,
+    terminable,
+)
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.recipes import load_recipe
+from imgkit_builder.workflow.build import BASE_HELP
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.base.progress import Reporter
-    from imgkit_builder.lock.changes import Change
     from imgkit_builder.lock.resolve import LockOptions
-    from imgkit_builder.recipe.model import LockedPlatform, LockRequest, Recipe
+    from imgkit_builder.recipe.model import LockRequest, Recipe
 
-SCHEMA = 1
 
 Builder = Literal["auto", "classic", "buildx", "podman"]
 
 
 def verb_lock(
-    recipe: str = typer.Argument(
-        metavar="RECIPE|FILE",
-        autocompletion=complete_names,
-        help="A shipped recipe (imgkit list) or a .yaml file.",
-    ),
+    recipe: str = name_argument("RECIPE|FILE", "A shipped recipe (imgkit list) or a .yaml file."),
     packages: list[str] = typer.Argument(
         None, metavar="[PACKAGE]...", help="With --upgrade: upgrade only these packages."
     ),
@@ -40,15 +42,13 @@ def verb_lock(
         None, metavar="PLATFORM", help="linux/amd64 or linux/arm64, if the recipe allows both."
     ),
     base: str | None = typer.Option(None, metavar="REF", help=BASE_HELP),
-    upgrade: bool = typer.Option(
-        False, "--upgrade", help="Upgrade packages to the newest versions that fit."
-    ),
+    upgrade: bool = flag_option("--upgrade", "Upgrade packages to the newest versions that fit."),
     pull: bool = typer.Option(False, "--pull", help="Pull the base even if it is local."),
-    keep: bool = typer.Option(
-        False, "--keep-files", help="Also store every file next to the lock, and build missing wheels."
+    keep: bool = flag_option(
+        "--keep-files", "Also store every file next to the lock, and build missing wheels."
     ),
-    check: bool = typer.Option(
-        False, "--check", help="Only check whether the lock fits the recipe; exit code 1 if it does not."
+    check: bool = flag_option(
+        "--check", "Only check whether the lock fits the recipe; exit code 1 if it does not."
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Resolve, print the changes, then exit."),
     builder: Builder = typer.Option("auto", help="Builder that queries the base, as in imgkit build."),
@@ -86,47 +86,38 @@ def verb_lock(
     from imgkit_builder.lock.resolve import LockOptions
 
     options = LockOptions(keep_files=keep, upgrade=upgrade, packages=tuple(packages or ()))
+    source = _BaseOptions(base=base, platform=platform, builder=builder, pull=pull)
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
-        outcome = _lock(
-            loaded,
-            options,
-            base=base,
-            platform=platform,
-            builder=builder,
-            pull=pull,
-            writes=not dry_run,
-            report=report,
-        )
-    show(_data(outcome), *_lines(outcome), as_json=as_json)
+        data, lines = _lock(loaded, options, source, writes=not dry_run, report=report)
+    show(data, *lines, as_json=as_json)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Outcome:
-    file: Path
-    part: LockedPlatform
-    changes: tuple[Change, ...]
-    same: bool
-    written: bool
+class _BaseOptions:
+    """The options for the base, and for what queries it."""
+
+    base: str | None
+    platform: str | None
+    builder: Builder
+    pull: bool
 
 
 def _lock(
     recipe: Recipe,
     options: LockOptions,
+    source: _BaseOptions,
     *,
-    base: str | None,
-    platform: str | None,
-    builder: Builder,
-    pull: bool,
     writes: bool,
     report: Reporter,
-) -> _Outcome:
+) -> tuple[dict[str, Any], list[str]]:
+    """Resolve the recipe in its base, and write the lock; return the result as JSON and for people."""
     from imgkit_builder import engine as engines
     from imgkit_builder.image import secret_values
     from imgkit_builder.lock import changes
     from imgkit_builder.lock.resolve import Resolution, kept_files, resolve, write_lock
     from imgkit_builder.recipe import lock_file
 
-    request = _request(recipe, base)
+    request = _request(recipe, source.base)
     file = lock_file.beside(recipe)
     lock = lock_file.read(file) if file.exists() else None
     if writes and not os.access(file.parent, os.W_OK):
@@ -139,10 +130,15 @@ def _lock(
     values = secret_values.read(recipe)
     secrets_at = recipe.where("image", "secrets") if values.options else ""
     with engines.connect() as engine, tempfile.TemporaryDirectory(prefix="imgkit-lock-") as folder:
-        choice = engines.choose(engine.facts(), builder, secrets_at=secrets_at)
+        choice = engines.choose(engine.facts(), source.builder, secrets_at=secrets_at)
         report.stage(f"base {request.base}")
         image = engines.resolve_base(
-            engine, recipe, override=base, platform=platform, pull=pull, report=report
+            engine,
+            recipe,
+            override=source.base,
+            platform=source.platform,
+            pull=source.pull,
+            report=report,
         )
         old = lock.of(image.platform) if lock else None
         wheels = {} if options.upgrade and not options.packages else kept_files(file, old)
@@ -161,9 +157,23 @@ def _lock(
         if writes and (options.keep_files or not same):
             resolved = old if same and old else new
             write_lock(recipe, file, lock, resolved, Path(folder) if options.keep_files else None)
-    return _Outcome(
-        file=file, part=new, changes=changes.between(old, new), same=same, written=writes and not same
-    )
+    difference = changes.between(old, new)
+    is_written = writes and not same
+    data = {
+        "file": file,
+        "platform": new.platform,
+        "written": is_written,
+        "apt": len(new.apt),
+        "pip": len(new.pip),
+        "kept": [package.file for package in new.pip if package.kept],
+        "changes": [dataclasses.asdict(change) for change in difference],
+    }
+    counted = f"{len(new.apt)} apt and {len(new.pip)} pip packages for {new.platform}"
+    if same:
+        return data, [f"{file} is up to date: {counted}"]
+    verdict = "written" if is_written else "not written (--dry-run)"
+    lines = [str(change) for change in difference if change.kind != "file"]
+    return data, [*lines, f"{file} {verdict}: {counted}"]
 
 
 def _request(recipe: Recipe, base: str | None) -> LockRequest:
@@ -188,37 +198,7 @@ def _check(recipe: Recipe, *, base: str | None, platform: str | None, as_json: b
     except UsageError as error:
         reason = str(error)
     lines = reason.split("\n") if reason else [f"{file} fits the recipe on {target}"]
-    data = {
-        "schema": SCHEMA,
-        "file": str(file),
-        "platform": target,
-        "current": not reason,
-        "why": reason or None,
-    }
+    data = {"file": file, "platform": target, "current": not reason, "why": reason or None}
     show(data, *lines, as_json=as_json)
     if reason:
         raise typer.Exit(EXIT_NO)
-
-
-def _data(outcome: _Outcome) -> dict[str, Any]:
-    part = outcome.part
-    return {
-        "schema": SCHEMA,
-        "file": str(outcome.file),
-        "platform": part.platform,
-        "written": outcome.written,
-        "apt": len(part.apt),
-        "pip": len(part.pip),
-        "kept": [package.file for package in part.pip if package.kept],
-        "changes": [dataclasses.asdict(change) for change in outcome.changes],
-    }
-
-
-def _lines(outcome: _Outcome) -> list[str]:
-    part = outcome.part
-    counted = f"{len(part.apt)} apt and {len(part.pip)} pip packages for {part.platform}"
-    if outcome.same:
-        return [f"{outcome.file} is up to date: {counted}"]
-    outcome_text = "written" if outcome.written else "not written (--dry-run)"
-    lines = [str(change) for change in outcome.changes if change.kind != "file"]
-    return [*lines, f"{outcome.file} {outcome_text}: {counted}"]

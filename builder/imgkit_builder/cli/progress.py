@@ -139,22 +139,9 @@ class LiveReporter(Reporter):
 
 def _display() -> Progress:
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        SpinnerColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
-        DownloadColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
+    text = TextColumn("{task.description}", markup=False)
+    return Progress(
+        SpinnerColumn(), text, DownloadColumn(), TimeRemainingColumn(), console=Console(stderr=True)
     )
-    return Progress(*columns, console=Console(stderr=True), transient=False)

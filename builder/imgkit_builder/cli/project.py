@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import RESULT_JSON, columns, show
+from imgkit_builder.cli.common import JSON, columns, flag_option, show
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
@@ -16,12 +16,9 @@ if TYPE_CHECKING:
     from imgkit_builder.project.origins import ValueSource
     from imgkit_builder.project.toml_file import ProjectFile
 
-SCHEMA = 1
 
-TRUST_FOLDER: bool = typer.Option(
-    False,
-    "--trust-folder",
-    help="Use the imgkit.toml here and what it names even if other users can change them.",
+TRUST_FOLDER: bool = flag_option(
+    "--trust-folder", "Use the imgkit.toml here and what it names even if other users can change them."
 )
 
 
@@ -54,12 +51,12 @@ def project_here(*, recipe: str, trusted: bool) -> ProjectFile | None:
 
 
 def values_table(rows: Sequence[ValueSource]) -> Iterator[str]:
-    """Lines with name, value and source of each of `rows`."""
+    """Yield lines with name, value and source of each of `rows`."""
     return columns([(row.name, row.value or "-", row.source) for row in rows], most=60)
 
 
 def values_data(rows: Sequence[ValueSource]) -> list[dict[str, Any]]:
-    """The JSON form of `rows`."""
+    """Return the JSON form of `rows`."""
     return [
         {
             "name": row.name,
@@ -85,7 +82,7 @@ def verb_init(
     qos: str = typer.Option("", help="Quality of service (Slurm)."),
     time: str = typer.Option("", metavar="HH:MM:SS", help="Time limit of a job (default: 30m)."),
     nodes: str = typer.Option("", metavar="N|N+S", help="Number of nodes (default: 1)."),
-    as_json: bool = RESULT_JSON,
+    as_json: bool = JSON,
 ) -> None:
     """Write an imgkit.toml, a recipe and a .gitignore for a folder with a program.
 
@@ -123,12 +120,11 @@ def verb_init(
         *([f"omits  {', '.join(step.left_out)}"] if step and step.left_out and is_new_recipe else []),
         *(f"next   {line}" for line in next_steps),
     ]
-    data = {"schema": SCHEMA, "files": [str(path) for path in paths], "remote": remote, "recipe": recipe}
-    show(data, *lines, as_json=as_json)
+    show({"files": paths, "remote": remote, "recipe": recipe}, *lines, as_json=as_json)
 
 
 def _chosen(on: str, recipe: str) -> tuple[str, str]:
-    """The remote, empty if there is none, and the recipe."""
+    """Return the remote, empty if there is none, and the recipe."""
     from imgkit_builder.remote import config
 
     configured = list(config.remotes().values())
@@ -141,14 +137,9 @@ def _chosen(on: str, recipe: str) -> tuple[str, str]:
         remotes = configured
     remote = remotes[0] if len(remotes) == 1 else None
     if not recipe and (remote is None or not remote.recipe):
-        names = ", ".join(item.name for item in configured)
-        raise UsageError(
-            f"no recipe given, and there are several remotes: {names}"
-            if len(configured) > 1
-            else "no recipe given, and no remote has a default recipe",
-            where="--recipe",
-            hint="imgkit init --on NAME"
-            if len(configured) > 1
-            else "imgkit init --recipe mn5; imgkit list names them",
-        )
+        reason, hint = "no remote has a default recipe", "imgkit init --recipe mn5; imgkit list names them"
+        if len(configured) > 1:
+            names = ", ".join(item.name for item in configured)
+            reason, hint = f"there are several remotes: {names}", "imgkit init --on NAME"
+        raise UsageError(f"no recipe given, and {reason}", where="--recipe", hint=hint)
     return (remote.name if remote else ""), recipe or (remote.recipe if remote else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -10,16 +11,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import typer
 
 from imgkit_builder.cli.common import (
-    BASE_HELP,
-    LARGE,
-    RESULT_JSON,
+    JSON,
     columns,
-    complete_names,
+    error_data,
+    flag_option,
+    name_argument,
+    output_option,
     problem_data,
     show,
     with_leave,
 )
-from imgkit_builder.workflow.build import warning_lines
+from imgkit_builder.workflow.build import BASE_HELP, warning_lines
 from imgkit_builder.workflow.names import RECIPE_SUFFIXES
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_USAGE, UsageError
@@ -41,13 +43,11 @@ def load_recipe(ref: str, *, build_args: Sequence[str] = ()) -> Recipe:
 
 
 def verb_list(
-    bases: bool = typer.Option(
-        False, "--bases", help="List what is known of NVIDIA's PyTorch images instead, for image.base."
+    bases: bool = flag_option(
+        "--bases", "List what is known of NVIDIA's PyTorch images instead, for image.base."
     ),
-    of_systems: bool = typer.Option(
-        False, "--systems", help="List known clusters and how each has been tested."
-    ),
-    as_json: bool = RESULT_JSON,
+    of_systems: bool = flag_option("--systems", "List known clusters and how each has been tested."),
+    as_json: bool = JSON,
 ) -> None:
     """List the shipped recipes.
 
@@ -82,10 +82,10 @@ def verb_list(
                 "platforms": image.platforms,
                 "scheduler": system.scheduler,
                 "fabric": system.fabric.kind,
-                "file": str(recipe.file),
+                "file": recipe.file,
             }
         )
-    show({"schema": 1, "recipes": rows}, *columns(table), as_json=as_json)
+    show({"recipes": rows}, *columns(table), as_json=as_json)
 
 
 def _list_bases(*, as_json: bool) -> None:
@@ -94,7 +94,7 @@ def _list_bases(*, as_json: bool) -> None:
     rows = [{"reference": base.reference, **dataclasses.asdict(base)} for base in table()]
     lines = [(base.tag, *(cell.value if cell else "unknown" for _, cell in base.cells())) for base in table()]
     heads = (name.replace("_", "-").upper() for name, _ in table()[0].cells())
-    show({"schema": 1, "bases": rows}, *columns([("TAG", *heads), *lines]), as_json=as_json)
+    show({"bases": rows}, *columns([("TAG", *heads), *lines]), as_json=as_json)
 
 
 def _list_systems(*, as_json: bool) -> None:
@@ -115,20 +115,15 @@ def _list_systems(*, as_json: bool) -> None:
                 "runtime": facts.runtime.kind,
                 "proof": dataclasses.asdict(system.proof),
                 "site": is_site,
-                "file": str(system.file),
+                "file": system.file,
             }
         )
-    show({"schema": 1, "systems": rows}, *columns(table), as_json=as_json)
+    show({"systems": rows}, *columns(table), as_json=as_json)
 
 
 def verb_show(
-    recipe: str = typer.Argument(
-        ...,
-        metavar="RECIPE|IMAGE|FILE",
-        autocompletion=complete_names,
-        help="A recipe, an image, or a .sif or delta file.",
-    ),
-    as_json: bool = RESULT_JSON,
+    recipe: str = name_argument("RECIPE|IMAGE|FILE", "A recipe, an image, or a .sif or delta file."),
+    as_json: bool = JSON,
 ) -> None:
     """Show a recipe, an image, a .sif or a delta.
 
@@ -174,16 +169,12 @@ def _is_image(name: str) -> bool:
 
 
 def verb_check(
-    files: list[str] = typer.Argument(
-        None, metavar="FILE...", autocompletion=complete_names, help="Files or names of recipes."
+    files: list[str] = name_argument("FILE...", "Files or names of recipes.", None),
+    strict: bool = flag_option(
+        "--strict", "Also list what a recipe does on this machine; a warning fails: exit code 1."
     ),
-    strict: bool = typer.Option(
-        False, "--strict", help="Also list what a recipe does on this machine; a warning fails: exit code 1."
-    ),
-    schema: bool = typer.Option(
-        False, "--schema", help="Print the JSON Schema of recipe files, for editors, then exit."
-    ),
-    as_json: bool = RESULT_JSON,
+    schema: bool = flag_option("--schema", "Print the JSON Schema of recipe files, for editors, then exit."),
+    as_json: bool = JSON,
 ) -> None:
     """Check recipes and report every problem in one run.
 
@@ -200,95 +191,55 @@ def verb_check(
       # first line of a recipe, for editors with a YAML language server:
       # yaml-language-server: $schema=recipe.schema.json
     """
+    from imgkit_builder.recipe.schema import schema_json
+
     if schema:
-        _print_schema(files)
+        if files:
+            raise UsageError("--schema takes no FILE", where="--schema", hint="imgkit check --schema")
+        terminal.document(schema_json() + "\n")
         return
     if not files:
         raise UsageError("no recipe given", where="FILE", hint="imgkit check FILE...")
-    checked = [_check_recipe(file, strict=strict) for file in files]
+    rows, exit_code = [], 0
+    for file in files:
+        warnings, error = _check_recipe(file, strict=strict)
+        passed = error is None and not (strict and warnings)
+        exit_code = max(exit_code, EXIT_USAGE if error else 0 if passed else EXIT_NO)
+        problems = _problems(error) if error else []
+        warning_rows = [problem_data(warning) for warning in warnings]
+        rows.append({"recipe": file, "passed": passed, "problems": problems, "warnings": warning_rows})
+        if not as_json:
+            terminal.err(*warning_lines(warnings), *(f"imgkit: {error}".split("\n") if error else ()))
+            terminal.out(f"{'bad ' if error else 'ok  ' if passed else 'warn'} {file}")
     if as_json:
-        passed = all(recipe.passed for recipe in checked)
-        rows = [recipe.to_dict() for recipe in checked]
-        show({"schema": 1, "passed": passed, "recipes": rows}, as_json=True)
-        if not passed:
-            raise typer.Exit(EXIT_USAGE if any(recipe.error for recipe in checked) else EXIT_NO)
-        return
-    for recipe in checked:
-        terminal.err(*warning_lines(recipe.warnings))
-        verdict = "bad " if recipe.error else "ok  " if recipe.passed else "warn"
-        terminal.out(f"{verdict} {recipe.file}")
-    _raise_errors([recipe.error for recipe in checked if recipe.error])
-    if not all(recipe.passed for recipe in checked):
-        raise typer.Exit(EXIT_NO)
+        show({"passed": not exit_code, "recipes": rows}, as_json=True)
+    raise typer.Exit(exit_code)
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _CheckedRecipe:
-    """What ``imgkit check`` says of a recipe."""
-
-    file: str
-    warnings: tuple[Problem, ...] = ()
-    error: UsageError | None = None
-    passed: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return its JSON form."""
-        from imgkit_builder.recipe.problems import RecipeErrors
-
-        problems: list[dict[str, Any]] = []
-        if isinstance(self.error, RecipeErrors):
-            problems = [problem_data(problem) for problem in self.error.problems]
-        elif self.error:
-            error = self.error
-            problems = [{"what": error.what, "where": error.where, "hint": error.hint, "key": ""}]
-        warnings = [problem_data(warning) for warning in self.warnings]
-        return {"recipe": self.file, "passed": self.passed, "problems": problems, "warnings": warnings}
-
-
-def _check_recipe(file: str, *, strict: bool) -> _CheckedRecipe:
+def _check_recipe(file: str, *, strict: bool) -> tuple[Sequence[Problem], UsageError | None]:
+    """Return the warnings and the error of a recipe."""
     from imgkit_builder.image.context import check_code
     from imgkit_builder.recipe import host_effects
     from imgkit_builder.recipe.load import load
 
-    warnings: tuple[Problem, ...] = ()
+    warnings: Sequence[Problem] = ()
     try:
         recipe = load(file)
         warnings = (*recipe.warnings, *(host_effects.warnings(recipe) if strict else ()))
         check_code(recipe)
     except UsageError as error:
-        return _CheckedRecipe(file=file, warnings=warnings, error=error, passed=False)
-    return _CheckedRecipe(file=file, warnings=warnings, passed=not (strict and warnings))
+        return warnings, error
+    return warnings, None
 
 
-def _raise_errors(errors: Sequence[UsageError]) -> None:
-    """Raise `errors` as one; those that cannot be a part of it are printed before."""
-    from imgkit_builder.recipe.problems import RecipeErrors
-
-    problems = [problem for error in errors if isinstance(error, RecipeErrors) for problem in error.problems]
-    unlisted = [error for error in errors if not isinstance(error, RecipeErrors)]
-    for error in unlisted if problems else unlisted[:-1]:
-        terminal.err(*f"imgkit: {error}".split("\n"))
-    if problems:
-        # A parent that several files extend is read once for each of them.
-        raise RecipeErrors(dict.fromkeys(problems))
-    if unlisted:
-        raise unlisted[-1]
-
-
-def _print_schema(files: list[str]) -> None:
-    from imgkit_builder.recipe.schema import schema_json
-
-    if files:
-        raise UsageError("--schema takes no FILE", where="--schema", hint="imgkit check --schema")
-    terminal.document(schema_json() + "\n")
+def _problems(error: UsageError) -> list[dict[str, Any]]:
+    """Return the JSON form of the problems in `error`."""
+    data = error_data(error)["error"]
+    return data.get("problems") or [{**{key: data[key] for key in ("what", "where", "hint")}, "key": ""}]
 
 
 def verb_render(
-    recipe: str = typer.Argument(
-        metavar="RECIPE|FILE",
-        autocompletion=complete_names,
-        help="A shipped recipe (imgkit list) or a .yaml file.",
-    ),
+    recipe: str = name_argument("RECIPE|FILE", "A shipped recipe (imgkit list) or a .yaml file."),
     form: Literal["dockerfile", "def"] = typer.Option(
         "dockerfile",
         "--format",
@@ -301,9 +252,7 @@ def verb_render(
         metavar="PLATFORM",
         help="linux/amd64 or linux/arm64 (default: the recipe's first).",
     ),
-    output: Path | None = typer.Option(
-        None, "--output", "-o", metavar="FILE", help="Write to this file instead of stdout."
-    ),
+    output: Path | None = output_option("FILE", "Write to this file instead of stdout."),
     context: Path | None = typer.Option(
         None, "--context", metavar="FILE", help="Also write the build context, a tar of all copied files."
     ),
@@ -311,7 +260,7 @@ def verb_render(
         [], "--build-arg", metavar="NAME=VALUE", help="Value for the recipe's image.args; repeatable."
     ),
     no_lock: bool = typer.Option(False, "--no-lock", help="Ignore the recipe's lock."),
-    large: bool = LARGE,
+    large: bool = flag_option("--large", "Do not ask for confirmation above 1 GB of code."),
 ) -> None:
     """Print the Dockerfile or definition file of a recipe.
 
@@ -337,23 +286,29 @@ def verb_render(
     make = render.dockerfile if form == "dockerfile" else render.definition
     text = make(loaded, base=base, platform=platform)
     if context is not None:
-        from imgkit_builder.image.context import pack, revision
-        from imgkit_builder.oci.manifest import BaseImage
-
-        packed = with_leave(
-            lambda large: pack(
-                loaded,
-                base=BaseImage(name=base or loaded.image.base),
-                platform=platform or loaded.image.platforms[0],
-                revision=revision(loaded.file.parent),
-                large=large,
-            ),
-            large=large,
-        )
-        with packed.open() as source, files.writing(context) as target:
-            while chunk := source.read(1 << 20):
-                target.write(chunk)
+        _write_context(loaded, context, base=base, platform=platform, large=large)
     if output is not None:
         files.put(output, text)
     else:
         terminal.document(text)
+
+
+def _write_context(
+    recipe: Recipe, file: Path, *, base: str | None, platform: str | None, large: bool
+) -> None:
+    """Write the build context of the recipe as a tar."""
+    from imgkit_builder.base import files
+    from imgkit_builder.image.context import BuildContext, pack, revision
+    from imgkit_builder.oci.manifest import BaseImage
+
+    def attempt(large: bool) -> BuildContext:
+        return pack(
+            recipe,
+            base=BaseImage(name=base or recipe.image.base),
+            platform=platform or recipe.image.platforms[0],
+            revision=revision(recipe.file.parent),
+            large=large,
+        )
+
+    with with_leave(attempt, large=large).open() as source, files.writing(file) as target:
+        shutil.copyfileobj(source, target, 1 << 20)

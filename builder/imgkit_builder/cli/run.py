@@ -11,22 +11,30 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import BASE_HELP, JSON, complete_names, show, terminable
+from imgkit_builder.cli.common import (
+    JSON,
+    MB,
+    flag_option,
+    name_argument,
+    output_option,
+    show,
+    terminable,
+)
 from imgkit_builder.cli.job_flags import COMMAND, JobCommand, read_code
+from imgkit_builder.cli.jobs import can_follow, connected, follow, may_ask
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.cli.project import TRUST_FOLDER, project_here, values_data, values_table
-from imgkit_builder.cli.remote import can_follow_here, connected, follow, follow_here, may_ask
+from imgkit_builder.workflow.build import BASE_HELP
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.job.request import ImageFlags, ImageJob, Job, Request, Script, SubmittedJob
+    from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
     from imgkit_builder.project.origins import ValueSource
     from imgkit_builder.project.toml_file import ProjectFile
     from imgkit_builder.remote.config import Remote
     from imgkit_builder.workflow.remote_run import RunPlan
 
-SCHEMA = 1
 HERE = "here"
 """The value of ``--on`` for this machine, where an imgkit.toml names a remote."""
 COMMAND_CLASSES = {"run": JobCommand}
@@ -39,12 +47,11 @@ _NOT_ON_REMOTES = ("--interactive", "--delta", "--directory", "--sif", "--build"
 
 def verb_run(
     flags: typer.Context,
-    recipe: str = typer.Argument(
-        "",
-        metavar="[RECIPE|X.sif|X.sqsh|ARCHIVE] -- COMMAND...",
-        autocompletion=complete_names,
-        help="Image to run (default: the recipe of imgkit.toml, or the remote's). With --on, an archive "
+    recipe: str = name_argument(
+        "[RECIPE|X.sif|X.sqsh|ARCHIVE] -- COMMAND...",
+        "Image to run (default: the recipe of imgkit.toml, or the remote's). With --on, an archive "
         "or OCI folder becomes a .sif here.",
+        "",
     ),
     on: str = typer.Option(
         "",
@@ -53,21 +60,17 @@ def verb_run(
         help="The remote (imgkit remote add; default: that of imgkit.toml), or here: this machine.",
     ),
     base: str | None = typer.Option(None, metavar="REF", help=f"With --on: {BASE_HELP}"),
-    detach: bool = typer.Option(
-        False, "--detach", help="Submit, print the job's id, and do not follow its output."
-    ),
+    detach: bool = flag_option("--detach", "Submit, print the job's id, and do not follow its output."),
     bwlimit: float | None = typer.Option(
         None, metavar="MB/s", min=0.01, help="With --on: upload bandwidth limit in MB/s."
     ),
-    dry_run: bool = typer.Option(
-        False, "--dry-run", help="Print exactly what would be submitted, then exit."
-    ),
+    dry_run: bool = flag_option("--dry-run", "Print exactly what would be submitted, then exit."),
     verbose: bool = typer.Option(
         False, "--verbose", "-v", help="With --dry-run: also show every resolved value and its source."
     ),
     trust_folder: bool = TRUST_FOLDER,
-    as_json: bool = typer.Option(
-        False, "--json", help="Print one JSON object and do not follow; progress as JSON lines on stderr."
+    as_json: bool = flag_option(
+        "--json", "Print one JSON object and do not follow; progress as JSON lines on stderr."
     ),
 ) -> None:
     """Run COMMAND in the image on N nodes, and follow its output.
@@ -113,12 +116,11 @@ def verb_run(
         verbose=verbose,
         as_json=as_json,
     )
-    run, image_flags = flags.obj
-    run = dataclasses.replace(run, command=flags.meta[COMMAND])
+    run: Request = dataclasses.replace(flags.obj, command=flags.meta[COMMAND])
     if name and name != HERE:
-        _run_there(options, config.find(name), run, image_flags, project)
+        _run_there(options, config.find(name), run, project)
     else:
-        _run_here(options, run, image_flags, project)
+        _run_here(options, run, project)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,16 +137,14 @@ class _Options:
     as_json: bool
 
 
-def _run_there(
-    options: _Options, remote: Remote, run: Request, image_flags: ImageFlags, project: ProjectFile | None
-) -> None:
+def _run_there(options: _Options, remote: Remote, run: Request, project: ProjectFile | None) -> None:
     """Build, send what `remote` lacks, submit there, and follow."""
     from imgkit_builder.job import code as code_of
     from imgkit_builder.job.request import flags_in
     from imgkit_builder.remote import connection
     from imgkit_builder.workflow import remote_run
 
-    excess = [name for name in (*flags_in(run), *flags_in(image_flags)) if name in _NOT_ON_REMOTES]
+    excess = [name for name in flags_in(run) if name in _NOT_ON_REMOTES]
     if excess:
         raise UsageError(
             f"{excess[0]} cannot be combined with a remote",
@@ -166,25 +166,25 @@ def _run_there(
     )
     for warning in plan.early.warnings:
         terminal.err(f"imgkit: {warning}")
-    far = connection.connect(remote_run.with_transfer_host(remote, plan), ask=may_ask())
+    limit = None if options.bwlimit is None else options.bwlimit * MB
+    far = connection.connect(
+        remote_run.with_transfer_host(remote, plan), ask=may_ask(), max_bytes_per_s=limit
+    )
     if far.unshared_reason:
         terminal.err(f"imgkit: every ssh command opens its own connection: {far.unshared_reason}")
     far.login()
     with terminable(), reporter(as_json=options.as_json) as report:
-        submitted = remote_run.run(
+        record, job = remote_run.run(
             plan,
             far,
             base=options.base,
-            max_bytes_per_s=None if options.bwlimit is None else options.bwlimit * 1e6,
             code=code,
             report=report,
         )
-    record, job = submitted.record, submitted.job
     followed = not (options.as_json or options.detach or record.array)
     _submitted(
         record,
         {
-            "schema": SCHEMA,
             "id": record.handle,
             "image": job.image,
             "delta": job.overlay or None,
@@ -196,7 +196,7 @@ def _run_there(
         followed=followed,
     )
     if followed:
-        raise typer.Exit(follow(far, record))
+        raise typer.Exit(follow(record))
 
 
 def _show_early(
@@ -219,11 +219,10 @@ def _show_early(
     _show(job, script, rows if options.verbose else (), as_json=options.as_json)
 
 
-def _run_here(options: _Options, run: Request, image_flags: ImageFlags, project: ProjectFile | None) -> None:
+def _run_here(options: _Options, run: Request, project: ProjectFile | None) -> None:
     """Submit the job to the scheduler of this machine, or start it here where there is none."""
     from imgkit_builder.base import process
     from imgkit_builder.job import submit
-    from imgkit_builder.job.request import Job, Request, request_of
     from imgkit_builder.project import origins
 
     for name, value in (("--base", options.base), ("--bwlimit", options.bwlimit)):
@@ -236,9 +235,8 @@ def _run_here(options: _Options, run: Request, image_flags: ImageFlags, project:
             where="RECIPE",
             hint="name one (imgkit list), or write the file (imgkit init --recipe RECIPE)",
         )
-    flags_request = request_of(run, image_flags)
-    request = origins.under(flags_request, project)
-    code = read_code(request, as_json=options.as_json) if isinstance(request, Request) else None
+    request = origins.under(run, project)
+    code = None if request.image_flag else read_code(request, as_json=options.as_json)
     prepared = submit.prepare(recipe, request, code)
     job, script = prepared.job, prepared.script
     if options.dry_run and (foreign := submit.foreign_image(job)):  # the submission refuses it
@@ -247,7 +245,7 @@ def _run_here(options: _Options, run: Request, image_flags: ImageFlags, project:
         terminal.err(f"imgkit: {warning}")
     if options.dry_run:
         prepared = submit.look_into(dataclasses.replace(prepared, job=job))
-        rows = tuple(origins.of_job(job, flags_request, project)) if options.verbose else ()
+        rows = tuple(origins.of_job(job, run, project)) if options.verbose else ()
         _show(prepared.job, prepared.script, rows, as_json=options.as_json)
         return
     if not (script.foreground or script.remote):
@@ -269,12 +267,12 @@ def _run_here(options: _Options, run: Request, image_flags: ImageFlags, project:
         terminal.err(f"imgkit: {shlex.join(script.submit)}")
         process.become(script.submit, cwd=job.directory)
     record = submit.send(job, script)
-    interactive = isinstance(job, Job) and job.request.interactive
+    interactive = job.request.interactive
     follows = not (options.as_json or options.detach or record.array or interactive)
-    followed = follows and record.answer is None and can_follow_here(record)
+    followed = follows and record.answer is None and can_follow(record)
     _submitted(record, {**_described(job, script), "id": record.id}, options, followed=followed)
     if followed:
-        raise typer.Exit(follow_here(record))
+        raise typer.Exit(follow(record))
     if interactive and not options.as_json:
         # The comments above the command explain how to get in.
         terminal.err(*(text for text in script.text.splitlines() if text.startswith("#")))
@@ -320,7 +318,7 @@ def _submitted(record: SubmittedJob, data: dict[str, Any], options: _Options, *,
         terminal.err("imgkit: " + "; ".join(f"imgkit {verb} {record.handle}" for verb in verbs))
 
 
-def _show(job: Job | ImageJob, script: Script, rows: tuple[ValueSource, ...], *, as_json: bool) -> None:
+def _show(job: Job, script: Script, rows: tuple[ValueSource, ...], *, as_json: bool) -> None:
     """Print `script` on stdout; `rows` are its values and their sources, on stderr or in the JSON object."""
     if as_json:
         data = _described(job, script)
@@ -330,11 +328,9 @@ def _show(job: Job | ImageJob, script: Script, rows: tuple[ValueSource, ...], *,
     terminal.document(script.text)
 
 
-def _described(job: Job | ImageJob, script: Script) -> dict[str, Any]:
-    from imgkit_builder.job.request import Job
-
+def _described(job: Job, script: Script) -> dict[str, Any]:
     run: dict[str, Any] = {}
-    if isinstance(job, Job):
+    if not job.makes_image:
         run = {
             "nodes": job.size.training,
             "spares": job.size.spares,
@@ -343,7 +339,6 @@ def _described(job: Job | ImageJob, script: Script) -> dict[str, Any]:
             "code": dataclasses.asdict(job.code) if job.code else None,
         }
     return {
-        "schema": SCHEMA,
         "recipe": job.recipe.name,
         "scheduler": job.recipe.system.scheduler,
         "name": job.name,
@@ -377,12 +372,8 @@ def _fanned_out(script: Script) -> int:
 
 def verb_fetch(
     job_id: str = typer.Argument(metavar="ID"),
-    output: Path | None = typer.Option(
-        None, "--output", "-o", metavar="DIR", help="Folder for the run's files (default: runs/NAME-ID here)."
-    ),
-    checkpoints: bool = typer.Option(
-        False, "--checkpoints", help="Also fetch the checkpoints of a training."
-    ),
+    output: Path | None = output_option("DIR", "Folder for the run's files (default: runs/NAME-ID here)."),
+    checkpoints: bool = flag_option("--checkpoints", "Also fetch the checkpoints of a training."),
     as_json: bool = JSON,
 ) -> None:
     """Copy a remote job's run folder here: curves, metrics and output.
@@ -408,7 +399,6 @@ def verb_fetch(
     submit.keep(record)  # imgkit runs finds the folder
     text = f"{folder}  {len(fetched.new)} of {fetched.files} files were new, {fetched.bytes / 1e6:.1f} MB"
     data = {
-        "schema": SCHEMA,
         "folder": str(folder),
         "files": fetched.files,
         "new": [str(path) for path in fetched.new],

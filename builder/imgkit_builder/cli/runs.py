@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from imgkit_builder.cli.common import RESULT_JSON, columns, show
+from imgkit_builder.cli.common import JSON, columns, show
 
 if TYPE_CHECKING:
     from imgkit_builder.job.request import SubmittedJob
 
-SCHEMA = 1
-
 
 def verb_runs(
     most: int = typer.Option(20, "-n", metavar="N", min=1, help="Show the newest N."),
-    as_json: bool = RESULT_JSON,
+    as_json: bool = JSON,
 ) -> None:
     """List runs, newest first.
 
@@ -34,7 +32,7 @@ def verb_runs(
     from imgkit_builder.job import submit
 
     records = submit.records()[:most]
-    data = {"schema": SCHEMA, "runs": [job_data(record) for record in records]}
+    data = {"runs": [job_data(record) for record in records]}
     lines = jobs_table(records) if records else ("no runs yet; imgkit run starts one",)
     show(data, *lines, as_json=as_json)
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import typer
-
-from imgkit_builder.cli.common import UNPACK_LIMIT, VERBOSE, complete_names, gigabytes, terminable
+from imgkit_builder.cli.common import (
+    UNPACK_LIMIT,
+    VERBOSE,
+    gigabytes,
+    name_argument,
+    output_option,
+    terminable,
+)
 from imgkit_builder.cli.progress import reporter
 from imgkit_entrypoints import terminal
 
 
 def verb_sbom(
-    image: str = typer.Argument(
-        metavar="SIF|ARCHIVE|RECIPE|IMAGE|OCI-DIR",
-        autocompletion=complete_names,
-        help="A .sif, an archive, a built recipe, a local image or an OCI folder.",
+    image: str = name_argument(
+        "SIF|ARCHIVE|RECIPE|IMAGE|OCI-DIR",
+        "A .sif, an archive, a built recipe, a local image or an OCI folder.",
     ),
-    output: Path | None = typer.Option(
-        None, "--output", "-o", metavar="FILE", help="File to write (default: standard output)."
-    ),
+    output: Path | None = output_option("FILE", "File to write (default: standard output)."),
     unpack_limit: float | None = UNPACK_LIMIT,
     verbose: bool = VERBOSE,
 ) -> None:

@@ -5,47 +5,41 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import typer
 
 from imgkit_builder.cli.common import (
     JSON,
-    MB,
-    NO_TEST,
     RUNTIME,
-    RUNTIME_VERBOSE,
+    TMPDIR,
     UNPACK_LIMIT,
-    complete_names,
+    VERBOSE,
+    flag_option,
     gigabytes,
+    name_argument,
     next_line,
+    output_option,
+    result_lines,
     show,
-    stage_lines,
-    stage_seconds,
+    show_stages,
     terminable,
 )
 from imgkit_builder.cli.progress import reporter
-from imgkit_builder.workflow.convert import ConversionRequest, convert, plan_conversion
+from imgkit_builder.sif.conversion import FormatName, Options
+from imgkit_builder.workflow.convert import convert, plan_conversion
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.system import CompressionChoice
 
-if TYPE_CHECKING:
-    from imgkit_builder.sif.conversion import Converted
-
-SCHEMA = 1
-
 
 def verb_sif(
-    image: str = typer.Argument(
-        metavar="ARCHIVE|RECIPE|IMAGE|OCI-DIR|-",
-        autocompletion=complete_names,
-        help="An archive from imgkit save or docker save (- for standard input), a built recipe, a local "
+    image: str = name_argument(
+        "ARCHIVE|RECIPE|IMAGE|OCI-DIR|-",
+        "An archive from imgkit save or docker save (- for standard input), a built recipe, a local "
         "image, or an OCI folder.",
     ),
-    output: Path | None = typer.Option(
-        None, "--output", "-o", metavar="FILE", help="File to write (default: NAME.sif or NAME.sqsh here)."
-    ),
-    format: Literal["sif", "sqsh"] | None = typer.Option(
+    output: Path | None = output_option("FILE", "File to write (default: NAME.sif or NAME.sqsh here)."),
+    format: FormatName | None = typer.Option(
         None,
         "--format",
         help="sif: for Singularity and Apptainer. sqsh: for pyxis, enroot and Charliecloud (default: sqsh if "
@@ -61,21 +55,16 @@ def verb_sif(
         help="auto: runtime.compression of the system, if it states one; else gzip in a .sqsh, and in a "
         ".sif zstd if this machine can write and mount it, else gzip.",
     ),
-    tmpdir: Path | None = typer.Option(
-        None,
-        metavar="DIR",
-        help="Folder for temporary files, as of a compressed archive (default: $IMGKIT_TMPDIR, "
-        "$APPTAINER_TMPDIR, $SINGULARITY_TMPDIR, $TMPDIR, else next to the .sif).",
-    ),
+    tmpdir: Path | None = TMPDIR,
     unpack_limit: float | None = UNPACK_LIMIT,
-    force: bool = typer.Option(
-        False, "--force", help="Convert even if the file is up to date; overwrite a file of another format."
+    force: bool = flag_option(
+        "--force", "Convert even if the file is up to date; overwrite a file of another format."
     ),
     runtime: str | None = RUNTIME,
-    no_test: bool = NO_TEST,
+    no_test: bool = flag_option("--no-test", "Do not test the result by running it."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the commands, then exit."),
     as_json: bool = JSON,
-    verbose: bool = RUNTIME_VERBOSE,
+    verbose: bool = VERBOSE,
 ) -> None:
     """Convert an image to a .sif for Singularity or Apptainer, and check it.
 
@@ -92,58 +81,38 @@ def verb_sif(
       imgkit sif mn5.tar.zst -o /scratch/mn5.sif --tmpdir /scratch/tmp
       imgkit sif mn5.tar --format sqsh
     """
-    request = ConversionRequest(
-        format=format,
+    named: FormatName = "sqsh" if output and output.suffix == ".sqsh" else "sif"
+    request = Options(
+        format=format or named,
         compression=compression,
         tmpdir=tmpdir,
         unpack_limit_bytes=gigabytes(unpack_limit),
         writer=writer,
         force=force,
         runtime=runtime,
-        no_test=no_test,
+        test=not no_test,
     )
     if dry_run:
         target, commands = plan_conversion(image, output, request)
-        data = {"schema": SCHEMA, "dry_run": True, "file": str(target), "commands": list(commands)}
-        show(data, *commands, as_json=as_json)
+        show({"dry_run": True, "file": target, "commands": commands}, *commands, as_json=as_json)
         return
     with terminable(), reporter(as_json=as_json, verbose=verbose) as report:
         converted = convert(image, output, request, report=report)
-    lines, data = _converted(converted, output or Path(converted.path.name))
-    show(data, *lines, as_json=as_json)
-
-
-def _converted(converted: Converted, target: Path) -> tuple[list[str], dict[str, Any]]:
+    target = output or Path(converted.path.name)
     following = next_line(target, "dist-train") if converted.format == "sif" else _start(converted.path)
-    record = converted.record
-    data = {
-        "schema": SCHEMA,
-        "file": str(converted.path),
-        "format": converted.format,
-        "size_bytes": converted.size_bytes,
-        "arch": converted.arch,
-        "up_to_date": converted.up_to_date,
-        "record": dataclasses.asdict(record),
-        "seconds": stage_seconds(converted.stages),
-        "log": str(converted.log) if converted.log else None,
-        "next": following,
-    }
-    lines = stage_lines(converted.stages)
-    summary = f"{converted.size_bytes / MB:.1f} MB  {converted.arch}  {record.compression}, {record.runtime}"
-    lines.append(f"{target}  {summary}{'  up to date' if converted.up_to_date else ''}")
-    if record.image_id:
-        lines.append(f"image  {record.image_id}")
-    lines += [f"root   sha256:{record.root_sha256}", f"next:  {following}"]
-    return lines, data
+    data = dataclasses.asdict(converted)
+    data = {"file": data.pop("path"), **data, "next": following}
+    show_stages(data, converted.stages, *result_lines(converted, target, following), as_json=as_json)
 
 
 def _start(sqsh: Path) -> str:
-    """The command that starts a .sqsh by pyxis: training, or a shell in an image of others."""
+    """Return the command that starts a .sqsh by pyxis: training, or a shell in an image of others."""
     from imgkit_builder.job import baked
 
     try:
         baked.target(sqsh)
-        command = ["dist-train"]
     except (ImgkitError, OSError):
         command = ["--pty", "/bin/sh"]
+    else:
+        command = ["dist-train"]
     return shlex.join(["srun", f"--container-image={sqsh}", *command])

@@ -20,7 +20,7 @@ from imgkit_builder.sif.conversion import Clock, Options, Stage
 from imgkit_builder.sif.image import SifImage
 from imgkit_builder.sif.runtime import RuntimeTool, runtime_if_any, setting
 from imgkit_builder.sif.workspace import tmp_base, workspace
-from imgkit_entrypoints.errors import CheckFailed, UsageError
+from imgkit_entrypoints.errors import CheckFailed
 
 _CLONE = 0x40049409
 """The FICLONE request of Linux: both files share their blocks until one is written."""
@@ -85,13 +85,7 @@ def clone(original: Path, copy: Path) -> None:
 
 
 def _check(delta: Delta, path: Path, sif: SifImage) -> None:
-    base = descriptor.base_of(sif)
-    if descriptor.applied(sif) is not None:
-        raise UsageError(
-            "it has a delta already, and a .sif takes one",
-            where=str(sif.path),
-            hint=f"apply {path.name} to the .sif below that: imgkit show {path.name} names it",
-        )
+    base = descriptor.plain_base_of(sif)
     if delta.base != base:
         raise CheckFailed(
             f"the delta is for {delta.base}; {sif.path.name} is {base}",

@@ -146,6 +146,25 @@ def base_of(sif: SifImage) -> BaseSif:
     return BaseSif(image_id=record.image_id, root_sha256=record.root_sha256)
 
 
+def plain_base_of(sif: SifImage) -> BaseSif:
+    """Return the identity of a .sif that takes a delta.
+
+    Raises
+    ------
+    CheckFailed : as of `base_of` and `applied`.
+    UsageError : it has a delta already.
+    """
+    base = base_of(sif)
+    if applied(sif) is not None:
+        raise UsageError(
+            "it has a delta already, and a .sif takes one",
+            where=str(sif.path),
+            hint=f"name the .sif below it, which imgkit show {sif.path.name} names; or convert the image: "
+            "imgkit sif IMAGE",
+        )
+    return base
+
+
 def applied(sif: SifImage) -> Delta | None:
     """Return the delta in a .sif; None if there is none.
 

@@ -62,13 +62,7 @@ def base_from(sif: SifImage, manifest: bytes | None) -> DeltaBase:
     CheckFailed : imgkit did not write its files, or the manifest or its delta is damaged.
     UsageError : it has a delta already.
     """
-    identity, record = descriptor.base_of(sif), sif.record
-    if descriptor.applied(sif) is not None:
-        raise UsageError(
-            "it has a delta already, and a .sif takes one",
-            where=str(sif.path),
-            hint="name the .sif below it, or convert the image: imgkit sif IMAGE",
-        )
+    identity, record = descriptor.plain_base_of(sif), sif.record
     if record is None or not manifest:
         raise CheckFailed(
             "it has no file manifest: a runtime wrote its files",

@@ -82,18 +82,6 @@ def endpoint() -> Endpoint:
     return next(_listening(), Endpoint(host=DEFAULT_HOST, tls=_variables_tls()))
 
 
-def others(used: Endpoint) -> tuple[Endpoint, ...]:
-    """Return the engines other than `used` that one could choose: contexts, then sockets that answer."""
-    contexts = []
-    for path in _settings_folder().glob("contexts/meta/*/meta.json"):
-        with contextlib.suppress(OSError, UsageError):
-            contexts.append(_context_endpoint(str(_read_json(path).get("Name") or ""), str(path)))
-    contexts.sort(key=lambda engine: engine.context)
-    engines = {engine.host: engine for engine in (*_listening(), *contexts)}
-    engines.pop(used.host, None)
-    return tuple(engines.values())
-
-
 def _usual_sockets() -> dict[Path, str]:
     """Return the sockets of the machine and of this user, with the command that starts an engine there."""
     # A login over ssh or by su may lack the variable, but not the folder.

@@ -78,8 +78,8 @@ def _record(image_id: str) -> Path:
 def _check(name: str, fact: str = "", *, problem: str = "", hint: str = "", missing: str = "") -> Check:
     """Return a check that fails by a `problem`; without a `fact` it is skipped, as that is `missing`."""
     if problem:
-        return Check(name=name, verdict="fail", found=problem, hint=hint)
-    return Check(name=name, verdict="ok" if fact else "skip", found=fact or missing)
+        return Check(name, "fail", problem, hint)
+    return Check(name, "ok" if fact else "skip", fact or missing)
 
 
 def _arch(seen: Seen, arch: str) -> Check:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import TypeVar
 
 from packaging.utils import canonicalize_name
@@ -66,16 +66,16 @@ class InventoryCollector:
         self._left_out: set[str] = set()
 
     def wants(self, path: str) -> bool:
-        """Whether `add` has a use for the file `path`; costs little, as it sees every file."""
-        if path.endswith(("/METADATA", "/PKG-INFO", ".egg-info")):
-            return packages.describes_python(path)
+        """Return whether `add` has a use for the file `path`; costs little, as it sees every file."""
+        if path.endswith(packages.PYTHON_ENDINGS):
+            return True
         if path.startswith(_STATUS_FOLDER):
             return not path.endswith(".md5sums")
         in_baked = path.startswith(f"{BAKED}/") and path.count("/") == 2 and path != DOCUMENT
         return in_baked or path == _STATUS or path in _RELEASES
 
     def most_bytes(self, path: str) -> int:
-        """Size up to which `add` takes the file `path`; of a larger one it gets nothing."""
+        """Return the size up to which `add` takes the file `path`; of a larger one it gets nothing."""
         return _MOST_BYTES if path == _STATUS or path.startswith(BAKED) else _MOST_TEXT_BYTES
 
     def add(self, path: str, data: bytes | None) -> None:
@@ -86,7 +86,7 @@ class InventoryCollector:
             self._add_baked(path, data)
             return
         text = (data or b"").decode("utf-8", "replace")
-        if packages.describes_python(path):
+        if path.endswith(packages.PYTHON_ENDINGS):
             self._keep(self._python, path, packages.python_package(path, text))
         elif path in _RELEASES:
             self._releases[path] = _release(text)
@@ -99,10 +99,11 @@ class InventoryCollector:
             self._keep(self._hard_links, path, target)
 
     def inventory(self, *, arch: str, created_s: int) -> Inventory:
-        """What the files so far say about an image for `arch`, made at `created_s`."""
+        """Return what the files say about an image for `arch`, made at `created_s`."""
         release = next((self._releases[path] for path in _RELEASES if self._releases.get(path)), {})
         base = self._manifest.base if self._manifest else BaseImage(name="")
         packages = {self._with_origin(package) for package in (*self._packages, *self._pythons())}
+        by_name = attrgetter("kind", "name", "version", "architecture", "folder")
         return Inventory(
             recipe=self._manifest.recipe if self._manifest else "",
             base=base.name,
@@ -111,29 +112,15 @@ class InventoryCollector:
             release=release.get("VERSION_ID", ""),
             arch=arch,
             created_s=created_s,
-            packages=tuple(
-                sorted(
-                    packages,
-                    key=lambda package: (
-                        package.kind,
-                        package.name,
-                        package.version,
-                        package.architecture,
-                        package.folder,
-                    ),
-                )
-            ),
-            baked=tuple(sorted(self._baked, key=lambda file: file.path)),
+            packages=tuple(sorted(packages, key=by_name)),
+            baked=tuple(sorted(self._baked, key=attrgetter("path"))),
             left_out=tuple(sorted(self._left_out)[:_MOST_LEFT_OUT]),
         )
 
     def _add_baked(self, path: str, data: bytes) -> None:
         sha1 = hashlib.sha1(data, usedforsecurity=False).hexdigest()
-        self._baked.append(
-            BakedFile(
-                path=f"/{path}", size_bytes=len(data), sha1=sha1, sha256=hashlib.sha256(data).hexdigest()
-            )
-        )
+        sha256 = hashlib.sha256(data).hexdigest()
+        self._baked.append(BakedFile(path=f"/{path}", size_bytes=len(data), sha1=sha1, sha256=sha256))
         if f"/{path}" == manifest.MANIFEST_JSON:
             try:
                 self._manifest = manifest.from_json(data.decode())
@@ -153,16 +140,12 @@ class InventoryCollector:
                 self._leave_out(path, package)
 
     def _pythons(self) -> list[Package]:
-        found = dict(self._python)
+        pythons = dict(self._python)
         for path, target in self._hard_links.items():
-            if packages.describes_python(path):
-                package = self._python.get(target)
-                found[path] = (
-                    dataclasses.replace(package, folder=packages.folder_of(path))
-                    if package
-                    else packages.python_package(path, "")
-                )
-        return [package for package in found.values() if package and packages.is_installed_python(package)]
+            if path.endswith(packages.PYTHON_ENDINGS):
+                package = pythons.get(target) or packages.python_package(path, "")
+                pythons[path] = package and dataclasses.replace(package, folder=packages.folder_of(path))
+        return [package for package in pythons.values() if package and packages.is_installed_python(package)]
 
     def _keep(self, entries: dict[str, Kept], path: str, value: Kept) -> None:
         if len(entries) < _MOST_PACKAGES:
@@ -172,9 +155,8 @@ class InventoryCollector:
 
     def _with_origin(self, package: Package) -> Package:
         """Return the package with what the lock says about its file."""
-        sha256, url = self._locked.get(
-            _lock_key(package.name, package.version, package.architecture), ("", "")
-        )
+        key = _lock_key(package.name, package.version, package.architecture)
+        sha256, url = self._locked.get(key, ("", ""))
         return dataclasses.replace(package, sha256=sha256, url=url)
 
     def _leave_out(self, path: str, reason: str) -> None:
@@ -183,10 +165,10 @@ class InventoryCollector:
 
 
 def _release(text: str) -> dict[str, str]:
-    """Variables of an os-release file that are plain words."""
+    """Return the variables of an os-release file that are plain words."""
     pairs = (line.partition("=") for line in text.splitlines())
-    found = {name: value.strip("\"'") for name, _, value in pairs}
-    return {name: found[name] for name in ("ID", "VERSION_ID") if _WORD.fullmatch(found.get(name, ""))}
+    values = {name: value.strip("\"'") for name, _, value in pairs}
+    return {name: values[name] for name in ("ID", "VERSION_ID") if _WORD.fullmatch(values.get(name, ""))}
 
 
 def _lock_key(name: str, version: str, architecture: str) -> _LockKey:
@@ -197,7 +179,9 @@ def _lock_key(name: str, version: str, architecture: str) -> _LockKey:
 def _locked_files(text: str) -> dict[_LockKey, tuple[str, str]]:
     """Return sha256 and URL of the packages in the lock `text`, and pass over what imgkit does not write."""
     files = {}
-    for values in _tables(text):
+    for table in _HEAD.split(text)[1:]:
+        lines = table.partition("\n[")[0].splitlines()
+        values = {pair[1]: _plain(pair[2]) for pair in map(_VALUE.fullmatch, lines) if pair}
         sha256, url = values.get("sha256", ""), values.get("url", "")
         if _SHA256.fullmatch(sha256):
             key = _lock_key(values.get("name", ""), values.get("version", ""), values.get("architecture", ""))
@@ -205,15 +189,8 @@ def _locked_files(text: str) -> dict[_LockKey, tuple[str, str]]:
     return files
 
 
-def _tables(text: str) -> Iterator[Mapping[str, str]]:
-    """Yield the values of each package."""
-    for table in _HEAD.split(text)[1:]:
-        lines = table.partition("\n[")[0].splitlines()
-        yield {pair[1]: _plain(pair[2]) for pair in map(_VALUE.fullmatch, lines) if pair}
-
-
 def _plain(text: str) -> str:
-    """The value of a TOML text in quotes; empty where it is none."""
+    """Return the value of a TOML text in quotes; empty where it is none."""
     try:
         value = json_text.parse(text)
     except ValueError:

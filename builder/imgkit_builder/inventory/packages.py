@@ -22,7 +22,8 @@ _ARCHITECTURE = re.compile(r"[a-z0-9-]{0,32}")
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,126}[A-Za-z0-9])?")
 _VERSION = re.compile(r"[0-9A-Za-z.!+_*-]{1,128}")
 _FOLDERS = ("site-packages", "dist-packages")
-_ENDINGS = (".dist-info/METADATA", ".egg-info/PKG-INFO", ".egg/EGG-INFO/PKG-INFO", ".egg-info")
+PYTHON_ENDINGS = (".dist-info/METADATA", ".egg-info/PKG-INFO", ".egg/EGG-INFO/PKG-INFO", ".egg-info")
+"""How files end that describe a Python package."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +88,8 @@ def debian_packages(text: str) -> Iterator[Package | str]:
         state = fields("Status").split()
         if state and state[-1] in ("not-installed", "config-files"):
             continue
-        if (
-            _DEB_NAME.fullmatch(name)
-            and _DEB_VERSION.fullmatch(version)
-            and _ARCHITECTURE.fullmatch(architecture)
-        ):
+        is_valid = _DEB_NAME.fullmatch(name) and _DEB_VERSION.fullmatch(version)
+        if is_valid and _ARCHITECTURE.fullmatch(architecture):
             yield Package(kind="deb", name=name, version=version, architecture=architecture)
         elif name or state:
             yield f"entry {number} is not a package"
@@ -103,31 +101,30 @@ def _fields(paragraph: str) -> Callable[[str], str]:
     return lambda name: str(message.get(name, "")).strip()
 
 
-def describes_python(path: str) -> bool:
-    """Return whether the file `path` describes a Python package."""
-    return path.endswith(_ENDINGS)
-
-
 def python_package(path: str, text: str) -> Package | None:
     """Return the package that the file `path` describes; None where it is none.
 
     The name of the file says name and version where `text` does not, where it is too large.
     """
-    ending = next(suffix for suffix in _ENDINGS if path.endswith(suffix))
-    entry = PurePosixPath(path.removesuffix(ending))
+    entry = _entry(path)
     fields = _fields(_PARAGRAPH_END.split(text.lstrip(), 1)[0])
     name, version = fields("Name"), fields("Version")
     if not _NAME.fullmatch(name) or not _VERSION.fullmatch(version):
         name, version = (*entry.name.split("-"), "", "")[:2]
     if not _NAME.fullmatch(name) or not _VERSION.fullmatch(version):
         return None
-    return Package(kind="pypi", name=name, version=version, folder=folder_of(path))
+    return Package(kind="pypi", name=name, version=version, folder=str(entry.parent))
 
 
 def folder_of(path: str) -> str:
     """Return the folder of the package that the file `path` describes."""
-    ending = next(suffix for suffix in _ENDINGS if path.endswith(suffix))
-    return str(PurePosixPath("/", path.removesuffix(ending)).parent)
+    return str(_entry(path).parent)
+
+
+def _entry(path: str) -> PurePosixPath:
+    """Return the path of the package that the file `path` describes, without the ending of the file."""
+    ending = next(suffix for suffix in PYTHON_ENDINGS if path.endswith(suffix))
+    return PurePosixPath("/", path.removesuffix(ending))
 
 
 def is_installed_python(package: Package) -> bool:

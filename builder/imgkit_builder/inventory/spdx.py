@@ -10,7 +10,7 @@ import hashlib
 import json
 import time
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from imgkit_builder.inventory.packages import BakedFile, Inventory, Package
 from imgkit_entrypoints import __version__
@@ -22,16 +22,19 @@ _BASE = "SPDXRef-Base"
 
 
 def document(inventory: Inventory) -> str:
-    """The document that lists `inventory`."""
-    packages = [_image(inventory), *([_base(inventory)] if inventory.base else [])]
+    """Return the document that lists `inventory`."""
+    name = inventory.recipe or "image"
+    packages = [_image(name, _IMAGE, comment=f"linux/{inventory.arch}")]
+    packages += [_base(inventory)] if inventory.base else []
+    created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(inventory.created_s))
     listed = [_package(item, inventory) for item in inventory.packages]
     baked = [_file(item) for item in inventory.baked]
     data: dict[str, Any] = {
         "spdxVersion": "SPDX-2.3",
         "dataLicense": "CC0-1.0",
         "SPDXID": "SPDXRef-DOCUMENT",
-        "name": inventory.recipe or "image",
-        "creationInfo": {"created": _time_text(inventory), "creators": [f"Tool: imgkit-{__version__}"]},
+        "name": name,
+        "creationInfo": {"created": created, "creators": [f"Tool: imgkit-{__version__}"]},
         "packages": [*packages, *listed],
         "files": baked,
         "relationships": [
@@ -48,59 +51,48 @@ def document(inventory: Inventory) -> str:
     return json.dumps(data, indent=1) + "\n"
 
 
-def _time_text(inventory: Inventory) -> str:
-    """When the image was made, in RFC 3339."""
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(inventory.created_s))
-
-
-def _image(inventory: Inventory) -> dict[str, Any]:
+def _image(name: str, spdx_id: str, **fields: Any) -> dict[str, Any]:
     return {
-        "name": inventory.recipe or "image",
-        "SPDXID": _IMAGE,
+        "name": name,
+        "SPDXID": spdx_id,
         "downloadLocation": _NONE,
         "filesAnalyzed": False,
         "primaryPackagePurpose": "CONTAINER",
-        "comment": f"linux/{inventory.arch}",
+        **fields,
     }
 
 
 def _base(inventory: Inventory) -> dict[str, Any]:
-    element = {
-        "name": inventory.base,
-        "SPDXID": _BASE,
-        "downloadLocation": _NONE,
-        "filesAnalyzed": False,
-        "primaryPackagePurpose": "CONTAINER",
-    }
-    digest = inventory.base_digest.removeprefix("sha256:")
-    if digest:
-        element |= {
-            "versionInfo": inventory.base_digest,
-            "checksums": [{"algorithm": "SHA256", "checksumValue": digest}],
-        }
-    return element
+    digest = inventory.base_digest
+    if not digest:
+        return _image(inventory.base, _BASE)
+    checksums = [_sha256(digest.removeprefix("sha256:"))]
+    return _image(inventory.base, _BASE, versionInfo=digest, checksums=checksums)
+
+
+def _sha256(digest: str) -> dict[str, str]:
+    return {"algorithm": "SHA256", "checksumValue": digest}
 
 
 def _package(package: Package, inventory: Inventory) -> dict[str, Any]:
+    purl = {
+        "referenceCategory": "PACKAGE-MANAGER",
+        "referenceType": "purl",
+        "referenceLocator": package_url(package, inventory),
+    }
     element: dict[str, Any] = {
         "name": package.name,
-        "SPDXID": _id(package.kind, *(package.name, package.version, package.architecture, package.folder)),
+        "SPDXID": _id(package.kind, package.name, package.version, package.architecture, package.folder),
         "versionInfo": package.version,
         "downloadLocation": package.url or _NONE,
         "filesAnalyzed": False,
         "licenseConcluded": _NONE,
         "licenseDeclared": _NONE,
         "copyrightText": _NONE,
-        "externalRefs": [
-            {
-                "referenceCategory": "PACKAGE-MANAGER",
-                "referenceType": "purl",
-                "referenceLocator": package_url(package, inventory),
-            }
-        ],
+        "externalRefs": [purl],
     }
     if package.sha256:
-        element["checksums"] = [{"algorithm": "SHA256", "checksumValue": package.sha256}]
+        element["checksums"] = [_sha256(package.sha256)]
     if package.folder:
         element["comment"] = f"in {package.folder}"
     return element
@@ -110,10 +102,7 @@ def _file(item: BakedFile) -> dict[str, Any]:
     return {
         "fileName": f".{item.path}",
         "SPDXID": _id("File", item.path),
-        "checksums": [
-            {"algorithm": "SHA1", "checksumValue": item.sha1},
-            {"algorithm": "SHA256", "checksumValue": item.sha256},
-        ],
+        "checksums": [{"algorithm": "SHA1", "checksumValue": item.sha1}, _sha256(item.sha256)],
         "licenseConcluded": _NONE,
         "copyrightText": _NONE,
         "comment": "put there by imgkit",
@@ -121,7 +110,7 @@ def _file(item: BakedFile) -> dict[str, Any]:
 
 
 def _id(kind: str, *parts: str) -> str:
-    """An id of letters and digits that stands for `parts` alone."""
+    """Return an id of letters and digits that stands for `parts` alone."""
     return f"SPDXRef-{kind}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]}"
 
 
@@ -130,13 +119,13 @@ def _relation(item: str, kind: str, related: str) -> dict[str, str]:
 
 
 def package_url(package: Package, inventory: Inventory) -> str:
-    """The package URL of `package` in the image of `inventory`."""
+    """Return the package URL of `package` in the image of `inventory`."""
     version = quote(package.version, safe=":")
     if package.kind == "pypi":
         return f"pkg:pypi/{package.name.lower().replace('_', '-')}@{version}"
     distribution = inventory.distribution or "debian"
-    qualifiers = f"arch={package.architecture}" if package.architecture else ""
+    qualifiers = {"arch": package.architecture} if package.architecture else {}
     if inventory.distribution and inventory.release:
-        qualifiers += f"&distro={quote(f'{inventory.distribution}-{inventory.release}', safe='')}"
-    end = f"?{qualifiers.lstrip('&')}" if qualifiers else ""
+        qualifiers["distro"] = f"{distribution}-{inventory.release}"
+    end = f"?{urlencode(qualifiers)}" if qualifiers else ""
     return f"pkg:deb/{distribution}/{quote(package.name, safe='')}@{version}{end}"

@@ -5,7 +5,6 @@ No runtime is needed. A file that imgkit did not write has no manifest: unsquash
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 from imgkit_builder.delta import descriptor
@@ -16,7 +15,7 @@ from imgkit_builder.recipe.targets import Target, checked
 from imgkit_builder.sif import image, runtime_files, sqsh, unsquash
 from imgkit_builder.sif.file_manifest import BakedFactsCollector, Distribution, library_folders
 from imgkit_entrypoints import system
-from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, UsageError
+from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 
 def target(path: Path) -> Target:
@@ -35,17 +34,17 @@ def target(path: Path) -> Target:
             where=str(path),
             hint=f"name the recipe: imgkit run RECIPE --image {path} ...",
         )
-    made = manifest.from_json(facts.manifest)
+    image_manifest = manifest.from_json(facts.manifest)
     return checked(
         Target(
-            name=made.recipe,
+            name=image_manifest.recipe,
             system=system.from_json(facts.system),
-            platforms=(f"linux/{_stated_arch(path)}",),
+            platforms=(f"linux/{_recorded_arch(path)}",),
             file=path,
-            projects=made.projects,
-            workdir=made.workdir,
-            base=made.base.name,
-            base_env=tuple(made.base.env),
+            projects=image_manifest.projects,
+            workdir=image_manifest.workdir,
+            base=image_manifest.base.name,
+            base_env=tuple(image_manifest.base.env),
         )
     )
 
@@ -56,12 +55,12 @@ def projects(path: Path, overlay: str, name: str) -> tuple[InstalledProject, ...
     The project `name` is among them also if another command installed it. Raises as `target` does.
     """
     facts = descriptor.baked_facts(path, Path(overlay) if overlay else None)
-    stated = manifest.from_json(facts.manifest).projects if facts.manifest else ()
-    if any(project.name == name for project in stated):
-        return stated
-    found = _distributions(path) if facts.distributions is None else facts.distributions
-    found = tuple(one for one in found if canonical(one.name) == name)
-    return (*stated, *(InstalledProject(name=name, folder=one.folder) for one in found))
+    installed = manifest.from_json(facts.manifest).projects if facts.manifest else ()
+    if any(project.name == name for project in installed):
+        return installed
+    distributions = _distributions(path) if facts.distributions is None else facts.distributions
+    folders = [item.folder for item in distributions if canonical(item.name) == name]
+    return (*installed, *(InstalledProject(name=name, folder=folder) for folder in folders))
 
 
 def _distributions(path: Path) -> tuple[Distribution, ...]:
@@ -70,8 +69,8 @@ def _distributions(path: Path) -> tuple[Distribution, ...]:
     search_path = runtime_files.variables(script.decode(errors="replace")).get("PATH", "")
     patterns = [f"{lib}/python3*/*-packages/*.dist-info" for lib in library_folders(search_path)]
     collector = BakedFactsCollector()
-    listed = [one.listed(*patterns, manifest.LOCK_TOML.lstrip("/")) for one in unsquash.opened(path)]
-    names = [file.path for file in itertools.chain.from_iterable(listed)]
+    patterns.append(manifest.LOCK_TOML.lstrip("/"))
+    names = [file.path for squashfs in unsquash.opened(path) for file in squashfs.listed(*patterns)]
     for name in names:
         collector.add_name(name)
     for name, data in unsquash.read(path, filter(collector.wants, names)).items():
@@ -87,15 +86,6 @@ def has_manifest(path: Path) -> bool:
         return True
 
 
-def device(path: Path) -> str:
-    """Return a device in /dev of the .sqsh `path`; empty if there is none, or this machine cannot read it."""
-    try:
-        listed = list(unsquash.Squashfs(path=path).listed("dev"))
-    except (ToolFailed, ToolMissing):
-        return ""
-    return min((f"/{file.path}" for file in listed if file.mode[0] in "bc"), default="")
-
-
 _MACHINES = {0x3E: "amd64", 0xB7: "arm64", 0x15: "ppc64le", 0xF3: "riscv64"}
 """Field ``e_machine`` of an ELF program."""
 _SHELLS = ("sh", "bash", "dash", "busybox")
@@ -105,12 +95,12 @@ _PROGRAMS = tuple(f"{folder}/{name}" for folder in ("usr/bin", "bin") for name i
 def arch(path: Path) -> str:
     """Return the architecture of a .sif or .sqsh, stated or that of a program; empty if it is unknown."""
     try:
-        stated = _stated_arch(path)
-        programs = {} if stated != "unknown" else unsquash.read(path, _PROGRAMS)
+        recorded = _recorded_arch(path)
+        programs = {} if recorded != "unknown" else unsquash.read(path, _PROGRAMS)
     except (CheckFailed, ToolMissing, UsageError):
         return ""
-    if stated != "unknown":
-        return stated
+    if recorded != "unknown":
+        return recorded
     for data in programs.values():
         is_little = data[:4] == b"\x7fELF" and data[5:6] == b"\x01"
         if is_little and (machine := _MACHINES.get(int.from_bytes(data[18:20], "little"))):
@@ -118,7 +108,7 @@ def arch(path: Path) -> str:
     return ""
 
 
-def _stated_arch(path: Path) -> str:
+def _recorded_arch(path: Path) -> str:
     """Return the architecture in the file's header or record; another program's .sqsh does not state it."""
     if image.is_sif(path):
         return image.read(path).arch

@@ -88,16 +88,13 @@ def bind(job: Job, run: Runner | None = None) -> Job:
         return job
     digest = _digest(job, ask)
     if not digest:
-        if chosen or run is not None:
-            where = "on the remote" if run is not None else "here"
-            raise UsageError(
-                f"{job.image} does not exist or cannot be read {where}, so imgkit cannot look into it",
-                where="--image",
-                hint="the absolute path of an image there"
-                if run is not None
-                else "submit where the image is",
-            )
-        return job
+        if not chosen and run is None:
+            return job
+        where, hint = "here", "submit where the image is"
+        if run is not None:
+            where, hint = "on the remote", "the absolute path of an image there"
+        message = f"{job.image} does not exist or cannot be read {where}, so imgkit cannot look into it"
+        raise UsageError(message, where="--image", hint=hint)
     # What only the nodes have cannot be mounted here.
     present = tuple(mount for mount in job.binds if os.path.lexists(mount.partition(":")[0]))
     seen = _look(job if run else dataclasses.replace(job, binds=present), digest, ask)
@@ -110,7 +107,6 @@ def bind(job: Job, run: Runner | None = None) -> Job:
         folder=quoting.check("--directory", folder),
         python=seen.path,
         site=seen.entry_points or seen.site,
-        activate=job.request.activate,
         digest="" if digest == "folder" else digest,
     )
     return dataclasses.replace(job, bound=entry_points)
@@ -266,9 +262,8 @@ def _argv(job: Job) -> tuple[str, ...]:
     return ("bash", "-lc", script, "bash", *argv)
 
 
-_STARTERS = ("apptainer", "singularity", "ch-run", "enroot")
+_STARTERS = ("apptainer", "singularity", "enroot")
 """Programs that start a .sqsh where srun cannot: the first of them on PATH looks into it."""
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 def _without_pyxis(job: Job, probe: Sequence[str]) -> tuple[str, ...]:
@@ -278,8 +273,8 @@ def _without_pyxis(job: Job, probe: Sequence[str]) -> tuple[str, ...]:
     ------
     ToolMissing : nothing here starts a .sqsh.
     """
-    program, path = next(((name, path) for name in _STARTERS if (path := shutil.which(name))), ("", ""))
-    if not path:
+    program = next(filter(shutil.which, _STARTERS), "")
+    if not program:
         raise ToolMissing(
             "imgkit has to look into this image, which it did not build, and nothing here starts a .sqsh",
             where=job.image,
@@ -289,15 +284,11 @@ def _without_pyxis(job: Job, probe: Sequence[str]) -> tuple[str, ...]:
     system = dataclasses.replace(job.recipe.system, runtime=runtime)
     recipe = dataclasses.replace(job.recipe, system=system)
     argv = container.start(dataclasses.replace(job, recipe=recipe, run_by="singularity"), probe)
-    at = argv.index(job.image)
-    if program == "ch-run":
-        # It hands on PATH, and mounts only where the image has a folder: what is in a mount is not seen.
-        return ("env", "-u", "LD_LIBRARY_PATH", f"PATH={_PATH}", path, job.image, "--", *argv[at + 1 :])
     if program == "enroot":
-        pairs = [argv[number + 1] for number in range(at) if argv[number] == "--bind"]
-        bind_pairs = (pair if ":" in pair else f"{pair}:{pair}" for pair in pairs)
-        specs = (":".join((*pair.split(":")[:2], "x-create=auto,bind")) for pair in bind_pairs)
-        mounts = (option for spec in specs for option in ("--mount", spec))
+        at = argv.index(job.image)
+        binds = (argv[number + 1] for number in range(at) if argv[number] == "--bind")
+        pairs = (":".join(mount.split(":")[:2]) for mount in container.with_targets(binds))
+        mounts = (option for pair in pairs for option in ("--mount", f"{pair}:x-create=auto,bind"))
         # Its hook for GPUs ends the container where there are none.
         return (program, "start", "--env", "NVIDIA_VISIBLE_DEVICES=void", *mounts, *argv[at:])
     return argv
@@ -341,30 +332,24 @@ def _shell(job: Job) -> str:
 
 def _refuse(job: Job, seen: PythonSeen) -> None:
     """Raise UsageError for a Python that cannot run the entry points, or that the nodes cannot run."""
-    least = ".".join(map(str, bases.FLOOR))
-    subject = f"the Python of this image, {seen.path or 'without a path'}, is {seen.version}"
-    if tuple(int(part) for part in seen.version.split(".")[:2]) < bases.FLOOR:
-        raise UsageError(
-            f"{subject}; the entry points need Python {least}", where=job.image, hint=_CHOOSE_OTHER
-        )
-    if not seen.torch:
-        raise UsageError(f"{subject} and has no torch", where=job.image, hint=_CHOOSE_OTHER)
-    archs = [platform_name.removeprefix("linux/") for platform_name in job.recipe.platforms]
-    if archs and seen.machine not in (name for arch in archs for name in kernel_names(arch)):
-        raise UsageError(
-            f"{subject} and for {seen.machine}, but the nodes are {' or '.join(archs)}",
-            where=job.image,
-            hint="an image for the nodes: --image PATH",
-        )
     if "+rocm" in seen.torch and not chooses_cpus(job.request):
         message, hint = bases.for_amd(f"torch {seen.torch} of this image is for AMD GPUs")
         raise UsageError(message, where=job.image, hint=hint)
+    archs = [platform_name.removeprefix("linux/") for platform_name in job.recipe.platforms]
+    machines = [name for arch in archs for name in kernel_names(arch)]
     site = seen.entry_points or seen.site
     can_mount = pyxis.mounts(site) if job.run_by == "pyxis" else re.fullmatch(r"/[^:,\x00-\x1f]*", site)
-    if not site or not can_mount or not seen.path.startswith("/"):
-        raise UsageError(
-            f"{subject} and has no folder of packages to which imgkit can bind its entry points"
-            + (f": {site!r}" if site else ""),
-            where=job.image,
-            hint=_CHOOSE_OTHER,
-        )
+    problem, hint = "", _CHOOSE_OTHER
+    if tuple(map(int, seen.version.split(".")[:2])) < bases.FLOOR:
+        problem = f"; the entry points need Python {'.'.join(map(str, bases.FLOOR))}"
+    elif not seen.torch:
+        problem = " and has no torch"
+    elif machines and seen.machine not in machines:
+        problem = f" and for {seen.machine}, but the nodes are {' or '.join(archs)}"
+        hint = "an image for the nodes: --image PATH"
+    elif not site or not can_mount or not seen.path.startswith("/"):
+        problem = " and has no folder of packages to which imgkit can bind its entry points"
+        problem += f": {site!r}" if site else ""
+    if problem:
+        subject = f"the Python of this image, {seen.path or 'without a path'}, is {seen.version}"
+        raise UsageError(f"{subject}{problem}", where=job.image, hint=hint)

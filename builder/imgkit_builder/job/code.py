@@ -125,19 +125,17 @@ def _unused(sent: InstalledProject, installed: InstalledProject, flag: str, reci
     holds = f"has {name} in {sent.folder}" if sent.folder else f"is only a part of {name}"
     runs = f"that in {installed.folder}" if installed.folder else "its copy in site-packages"
     target = sent.folder or f"/{CODE_PLACE}"
-    steps = (project.step for project in (*recipe.projects, installed) if project.name == installed.name)
+    steps = [project.step for project in (*recipe.projects, installed) if project.name == installed.name]
     step = next((number for number in steps if number is not None), None)
-    key = "a pip step" if step is None else f"image.pip[{step}]"
     hints = [] if sent.folder else ["--code with the whole folder of the project"]
     if installed.folder != target:
+        key = "a pip step" if step is None else f"image.pip[{step}]"
         hints.append(
             f"set `editable: {target}` in {key} of the recipe {recipe.name}, and build the image again"
         )
-    return UsageError(
-        f"the code {holds}, but the image runs {runs}",
-        where=recipe.where("image", "pip", step or 0, "project") if recipe.positions else flag,
-        hint="; ".join(hints),
-    )
+    where = recipe.where("image", "pip", step or 0, "project") if recipe.positions else flag
+    message = f"the code {holds}, but the image runs {runs}"
+    return UsageError(message, where=where, hint="; ".join(hints))
 
 
 def refuse_shadowed(code: CodeFolder, job: Job) -> None:

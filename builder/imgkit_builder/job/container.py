@@ -1,39 +1,21 @@
-"""The container of a job: its image, the delta over it, mounts and variables; the argv that starts it,
-and the job templates that hold it.
-"""
+"""The argv that starts a job's command in its container, and the job templates that hold it."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from imgkit_builder.delta import descriptor
 from imgkit_builder.delta.descriptor import CODE_PLACE, Delta
 from imgkit_builder.image.wheel import PACKAGE
 from imgkit_builder.job import pyxis, quoting
-from imgkit_builder.job.request import (
-    Allocation,
-    AnyJob,
-    BoundEntryPoints,
-    BuildJobRequest,
-    CodeRecord,
-    ConversionJobRequest,
-    ImageJob,
-    Job,
-    Request,
-    RunBy,
-    declared,
-)
-from imgkit_builder.recipe.targets import Target
+from imgkit_builder.job.request import CodeRecord, Job
 from imgkit_builder.sif import sqsh
-from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import delta_check
-from imgkit_entrypoints.rollcall.secret import VARIABLE
 from imgkit_entrypoints.rules import SITE_VARIABLE, site_variables
 from imgkit_entrypoints.system import HOST, HOST_FOLDERS, JOB_FOLDER, SYSTEM_JSON
 
@@ -76,40 +58,37 @@ def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> t
     ----------
     forward : variables that docker copies from its own environment; other runtimes copy all.
     """
-    if job.bound is not None:
-        command = _with_python(job.bound, command)
-    activate = _activation(job)
-    if job.run_by == "pyxis":
-        mounts = (*code_mounts(job), *_libraries(job), *job.binds, *_bound(job))
-        libraries = _listed_libraries(job)
-        return pyxis.start(
-            job, command, options=options(job), mounts=mounts, libraries=libraries, activate=activate
-        )
+    is_entry_point = bool(command) and command[0].startswith("dist-")
+    if is_entry_point and (job.bound is not None or job.run_by == "host"):
+        # Only images of imgkit have dist-* programs; the installed package does not.
+        python = job.bound.python if job.bound else f"{job.image}/bin/python3" if job.image else "python3"
+        # Not by PYTHONPATH: the workers start with -I, too.
+        command = (python, "-I", "-m", PACKAGE, *command)
     if job.run_by == "docker":
-        argv = (program(job), "run", "--rm", *options(job), *_docker_mounts(job, forward))
-        return (*argv, job.image, *activate, *command)
+        argv = (program(job), "run", "--rm", *options(job), *_docker_options(job, forward))
+        return (*argv, job.image, *_activation(job), *command)
     # By env inside the container: apptainer and older versions of singularity execute $(...) in the values of
     # --env and SINGULARITYENV_*, and a variable that the image sets overrides an exported one.
-    with_env = ("env", *(f"{name}={value}" for name, value in job.env.items())) if job.env else ()
-    if job.run_by == "singularity":
-        argv = (program(job), QUIET, "exec", *options(job), *_mounts(job), *_pwd(job))
-        listed = _listed_libraries(job)
-        first = quoting.search_first(listed) if listed else ""
-        set_env = sqsh.environment_words(first) if is_sqsh(job) else ()
-        return (*argv, job.image, *set_env, *activate, *with_env, *command)
-    if command and command[0].startswith("dist-"):
-        # Only images have dist-* programs; the installed package does not.
-        python = f"{job.image}/bin/python3" if job.image else "python3"
-        command = (python, "-I", "-m", "imgkit_entrypoints", *command)
-    return (*with_env, *command)
+    variables = ("env", *(f"{name}={value}" for name, value in job.env.items())) if job.env else ()
+    command = (*_activation(job), *variables, *command)
+    if job.run_by == "host":
+        return command
+    libraries = _listed_libraries(job)
+    if job.run_by == "pyxis":
+        return pyxis.start(
+            job, command, options=options(job), mounts=with_targets(_mounts(job)), libraries=libraries
+        )
+    set_path = quoting.search_first(libraries) if libraries else ""
+    set_env = sqsh.environment_words(set_path) if is_sqsh(job) else ()
+    return (*_singularity(job, "exec"), *set_env, *command)
 
 
-def _with_python(bound: BoundEntryPoints, command: Sequence[str]) -> tuple[str, ...]:
-    """`command`, where a ``dist-*`` program of the image is one of the bound entry points."""
-    if not command or not command[0].startswith("dist-"):
-        return tuple(command)
-    # Not by PYTHONPATH: the workers start with -I, too.
-    return (bound.python, "-I", "-m", PACKAGE, *command)
+def _singularity(job: Job, verb: str) -> tuple[str, ...]:
+    """The command of singularity up to the image."""
+    overlay = ("--overlay", f"{job.overlay}:ro") if job.overlay else ()
+    binds = (argument for bind in _mounts(job) for argument in ("--bind", quoting.expanding(bind)))
+    pwd = ("--pwd", job.workdir) if job.workdir else ()  # apptainer's --cwd is newer
+    return (program(job), QUIET, verb, *options(job), *overlay, *binds, *pwd, job.image)
 
 
 _ACTIVATE = """\
@@ -138,7 +117,7 @@ def shell(job: Job) -> tuple[str, ...]:
     """A shell in the job's image."""
     plain = not (job.env or job.request.activate or is_sqsh(job))
     if job.run_by == "singularity" and plain:
-        return (program(job), QUIET, "shell", *options(job), *_mounts(job), *_pwd(job), job.image)
+        return _singularity(job, "shell")
     return start(job, ("bash",))
 
 
@@ -148,7 +127,7 @@ def shell_line(job: Job) -> str:
     return " && ".join((*load, *exports(job), f"exec {' '.join(map(quoting.quote, shell(job)))}"))
 
 
-def program(job: AnyJob) -> str:
+def program(job: Job) -> str:
     """The runtime's command: the recipe's, unless the request names another runtime."""
     runtime = job.recipe.system.runtime
     return runtime.command if runtime.kind == job.run_by else job.run_by
@@ -167,7 +146,7 @@ def options(job: Job) -> tuple[str, ...]:
     return chosen if job.gpus else tuple(option for option in chosen if option not in GPU_OPTIONS)
 
 
-def modules(job: AnyJob) -> tuple[str, ...]:
+def modules(job: Job) -> tuple[str, ...]:
     """Environment modules that the start needs, in load order."""
     runtime = job.recipe.system.runtime
     if job.run_by == "host":
@@ -240,122 +219,56 @@ def _listed_libraries(job: Job) -> tuple[str, ...]:
 
 
 def _mounts(job: Job) -> tuple[str, ...]:
-    """Options that mount the delta, the code, the libraries and the folders."""
-    overlay = ("--overlay", f"{job.overlay}:ro") if job.overlay else ()
-    folders = (*code_mounts(job), *_libraries(job), *job.binds, *_bound(job), str(job.directory))
-    return (*overlay, *(argument for bind in folders for argument in ("--bind", quoting.expanding(bind))))
-
-
-def code_mounts(job: Job) -> tuple[str, ...]:
-    """Return the mounts of the code, which hide what the image has in its folder."""
-    if job.code is None:
-        return ()
-    return tuple(f"{job.code_folder}{path}:{path}:ro" for path in (f"/{CODE_PLACE}", delta_check.CODE_JSON))
+    """What the container mounts of the host, ``SRC[:DEST[:ro]]``: code, libraries, folders, entry points."""
+    code = (f"/{CODE_PLACE}", delta_check.CODE_JSON) if job.code else ()
+    entry_points: tuple[str, ...] = ()
+    if job.bound:
+        folder, site = job.bound.folder, job.bound.site
+        system_json = f"{folder}/{SYSTEM_JSON.name}:{SYSTEM_JSON}:ro"
+        entry_points = (f"{folder}/{PACKAGE}:{site}/{PACKAGE}:ro", system_json)
+    return (
+        *(f"{job.code_folder}{path}:{path}:ro" for path in code),
+        *_libraries(job),
+        *job.binds,
+        *entry_points,
+        str(job.directory),
+    )
 
 
 def _libraries(job: Job) -> tuple[str, ...]:
     """Mounts of the host's libraries: at their own path, or for the node agent, which chooses among them."""
     system = job.recipe.system
     if system.fabric.host_libs != "auto":
-        return tuple(f"{folder}:{folder}:ro" for folder in system.runtime.host_libs)
-    listed = (folder for folder in system.runtime.host_libs if not folder.startswith(_BELOW))
-    return tuple(f"{folder}:{HOST}{folder}:ro" for folder in (*HOST_FOLDERS, *listed))
+        listed = () if job.run_by == "docker" else system.runtime.host_libs
+        return tuple(f"{folder}:{folder}:ro" for folder in listed)
+    others = (folder for folder in system.runtime.host_libs if not folder.startswith(_BELOW))
+    return tuple(f"{folder}:{HOST}{folder}:ro" for folder in (*HOST_FOLDERS, *others))
 
 
 _BELOW = tuple(f"{folder}/" for folder in HOST_FOLDERS)
 
 
-def _bound(job: Job) -> tuple[str, ...]:
-    """The mounts of the entry points, and of the system that they are for."""
-    if job.bound is None:
-        return ()
-    folder, site = job.bound.folder, job.bound.site
-    return (f"{folder}/{PACKAGE}:{site}/{PACKAGE}:ro", f"{folder}/{SYSTEM_JSON.name}:{SYSTEM_JSON}:ro")
+def with_targets(mounts: Iterable[str]) -> Iterator[str]:
+    """Yield `mounts` as ``SRC:DEST[:ro]``, for runtimes that take no shorter form."""
+    return (mount if ":" in mount else f"{mount}:{mount}" for mount in mounts)
 
 
-def _pwd(job: Job) -> tuple[str, ...]:
-    """The option that starts the command elsewhere than in the job's folder, where the runtime starts it."""
-    return ("--pwd", job.workdir) if job.workdir else ()  # apptainer's --cwd is newer
-
-
-def _docker_mounts(job: Job, forward: Sequence[str]) -> tuple[str, ...]:
-    by_rule = _libraries(job) if job.recipe.system.fabric.host_libs == "auto" else ()
-    binds = (*by_rule, *job.binds, *_bound(job), f"{job.directory}:{job.directory}")
-    variables = {**job.settings, **job.env}
+def _docker_options(job: Job, forward: Sequence[str]) -> tuple[str, ...]:
+    # A value of the user's own is never expanded.
+    settings = {name: value for name, value in job.settings.items() if name not in job.env}
+    pairs = [quoting.expanding(f"{name}={value}") for name, value in settings.items()]
+    pairs += [f"{name}={value}" for name, value in job.env.items()]
     return (
         *(
             argument
-            for bind in binds
-            for argument in ("--volume", quoting.expanding(bind if ":" in bind else f"{bind}:{bind}"))
+            for mount in with_targets(_mounts(job))
+            for argument in ("--volume", quoting.expanding(mount))
         ),
         *("--workdir", job.workdir or str(job.directory)),
-        *(argument for name, value in variables.items() for argument in ("--env", f"{name}={value}")),
+        *(argument for pair in pairs for argument in ("--env", pair)),
         *(("--env-file", job.env_file) if job.env_file else ()),
         *(argument for name in (*job.names, *forward) for argument in ("--env", name)),
     )
-
-
-_RECIPE_FILES = (".yaml", ".yml")
-
-
-def image(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> str:
-    """Path of a .sif, an image reference, or the virtual environment of a run without a container."""
-    image = _printable_image(request)
-    if run_by == "pyxis":
-        return pyxis.named(image, recipe.name, directory)
-    if run_by == "singularity":
-        return str(directory / (image or f"{recipe.name}.sif"))
-    if run_by == "kubernetes" and not image:
-        raise UsageError(
-            "pods pull their image from a registry, but no image is given",
-            where="--image",
-            hint=f"imgkit push {recipe.name} REGISTRY/{recipe.name}:1, then --image REGISTRY/{recipe.name}:1",
-        )
-    if run_by == "host":
-        return str(directory / image) if image else ""
-    if image.startswith("-"):
-        raise UsageError(f"{image!r} is not an image", where="--image")
-    return image or f"{recipe.name}:latest"
-
-
-def _printable_image(request: Allocation) -> str:
-    if any(ord(letter) < 32 for letter in request.image):
-        raise UsageError(f"{request.image!r} holds a control character", where="--image")
-    return request.image
-
-
-def image_to_make(recipe: Target, request: ConversionJobRequest | BuildJobRequest, directory: Path) -> str:
-    """Path of the .sif or .sqsh that a job makes."""
-    name = Path(request.build).stem if isinstance(request, BuildJobRequest) else recipe.name
-    suffix = ".sqsh" if recipe.system.runtime.kind == "pyxis" else ".sif"
-    return str(directory / (_printable_image(request) or f"{name}{suffix}"))
-
-
-def making(job: ImageJob) -> tuple[str, ...]:
-    """The argv that makes the image of `job`."""
-    request = job.request
-    if isinstance(request, ConversionJobRequest):
-        compression = job.recipe.system.runtime.compression
-        packed = ("--compression", compression) if compression != "auto" else ()
-        return ("imgkit", "sif", str(request.archive.absolute()), "-o", job.image, *packed)
-    file = Path(request.build)
-    built = str(file.absolute()) if file.suffix in _RECIPE_FILES else request.build
-    base = ("--base-from", str(request.base_from.absolute())) if request.base_from is not None else ()
-    return ("imgkit", "build", built, "--with", "apptainer", *base, "-o", job.image)
-
-
-def overlay(request: Request, run_by: RunBy, directory: Path) -> tuple[str, Delta | None]:
-    """Path of the delta and its descriptor, which is read here or in the folder of the job."""
-    if request.delta is None:
-        return "", None
-    delta = descriptor.read(request.delta if request.delta.exists() else directory / request.delta)
-    if run_by != "singularity":
-        raise UsageError(
-            f"a delta is mounted over a .sif, but {run_by} does not run a .sif",
-            where="--delta",
-            hint="leave it out",
-        )
-    return quoting.check("--delta", str(directory / request.delta)), delta
 
 
 def laid_over(job: Job, overlay: str, delta: Delta) -> Job:
@@ -364,189 +277,13 @@ def laid_over(job: Job, overlay: str, delta: Delta) -> Job:
     return dataclasses.replace(job, overlay=quoting.check("--delta", overlay), delta=delta, env=env)
 
 
-def refuse_code(request: Request, run_by: RunBy) -> None:
-    """Raise UsageError for flags of code that mean nothing in this job."""
-    if request.code is not None and request.no_code:
-        raise UsageError(
-            "--code cannot be combined with --no-code", where="--code", hint="use only one of them"
-        )
-    if request.code is None:
-        if request.allow:
-            raise UsageError("--allow without --code", where="--allow", hint="--code DIR")
-    elif run_by not in ("singularity", "pyxis"):
-        raise UsageError(
-            f"the code is mounted over a .sif, but {run_by} does not run one",
-            where="--code",
-            hint=f"leave it out; a folder that all nodes see: --bind DIR:/{descriptor.CODE_PLACE}",
-        )
-
-
-def workdir(recipe: Target, request: Request, run_by: RunBy) -> str:
-    """The folder of the container in which the command starts; empty: the job's folder.
-
-    Raises
-    ------
-    UsageError : ``--workdir`` is no folder of a container.
-    """
-    from imgkit_builder.recipe import rules
-
-    if request.workdir:
-        if run_by == "host":
-            hint = "--directory DIR: the job's folder, in which the command starts"
-            raise UsageError("--runtime host has no container", where="--workdir", hint=hint)
-        for message, hint in () if request.workdir == "." else rules.image_path(request.workdir):
-            raise UsageError(message, where="--workdir", hint=f"{hint}; .: the job's folder")
-        return "" if request.workdir == "." else request.workdir
-    if run_by == "host":
-        return ""
-    return recipe.workdir or (f"/{CODE_PLACE}" if request.code is not None else "")
-
-
-def doubts(job: Job) -> Iterator[str]:
-    """Warnings: requests that the user may not have meant."""
-    if job.run_by == "docker" and job.workdir and not job.request.workdir:
-        yield (
-            f"the command starts in {job.workdir} of the image; files that it writes there are lost with the "
-            "container: write below $IMGKIT_JOB_DIR, or start in the job's folder: --workdir ."
-        )
-    if job.run_by == "pyxis":
-        yield from pyxis.doubts(job)
-
-
 def with_code(job: Job, code: CodeRecord, folder: str) -> Job:
     """Return `job` with the code over its image; `folder` is its path on the nodes."""
     env = {delta_check.CODE_VARIABLE: code.sha256, **job.env}
     return dataclasses.replace(job, code=code, code_folder=quoting.check("--code", folder), env=env)
 
 
-def environment(request: Request, run_by: RunBy, image: str, delta: Delta | None) -> Mapping[str, str]:
-    """Variables that are set inside the container; the user's own win."""
-    pairs = (variable(text) for text in request.env if "=" in text)
-    return {**_delta_id(run_by, Path(image), delta), **dict(pairs)}
-
-
-def refuse_secrets(recipe: Target, request: Allocation) -> None:
-    """Raise UsageError for a secret in what becomes part of the script, the record and argument lists.
-
-    ``--env`` has a check of its own, `variable`.
-    """
-    system = recipe.system
-    texts: list[tuple[str, tuple[str, ...]]] = [
-        ("COMMAND", request.command if isinstance(request, Request) else ()),
-        (recipe.where("system", "runtime", "options"), system.runtime.options),
-        (recipe.where("system", "queue", "options"), system.queue.options),
-    ]
-    for flags in (request, *request.system_flags):
-        for flag in declared(type(flags)):
-            value = getattr(flags, flag.field)
-            texts.append((flag.names[0], tuple(map(str, value if isinstance(value, tuple) else (value,)))))
-    for where, arguments in texts:
-        if where == "--env":
-            continue
-        if kind := secret_patterns.in_arguments(arguments):
-            raise UsageError(
-                f"it holds {kind}: others could read it in the job script, in records and argument lists",
-                where=where,
-                hint="let the program read a variable: export NAME=..., then --env NAME alone; or "
-                "--env-file FILE, a file of mode 600",
-            )
-
-
-def names(request: Request) -> tuple[str, ...]:
-    """Variables of ``--env NAME``, whose values no text may hold."""
-    return tuple(dict.fromkeys(_name(text, text) for text in request.env if "=" not in text))
-
-
-def env_file(request: Request, run_by: RunBy, directory: Path) -> str:
-    """Path of ``--env-file`` on the nodes; empty if there is none."""
-    if request.env_file is None:
-        return ""
-    if run_by == "kubernetes":
-        raise UsageError(
-            "pods cannot read a file from here",
-            where="--env-file",
-            hint=f"kubectl create secret generic imgkit --from-env-file={request.env_file}, and "
-            "--env NAME for each variable",
-        )
-    return quoting.check("--env-file", str(directory / request.env_file))
-
-
-def _delta_id(run_by: RunBy, image: Path, delta: Delta | None) -> Mapping[str, str]:
-    """The image id that the container's commands must find, if there is a delta: given, or in the local .sif.
-
-    It is set inside the container, because ``--cleanenv`` of a runtime must not switch the check off.
-    """
-    from imgkit_builder.sif import image as sif
-
-    if delta is not None:
-        return {delta_check.VARIABLE: delta.image_id}
-    if run_by != "singularity" or not sif.is_sif(image):
-        return {}
-    found = sif.read(image)
-    delta = descriptor.applied(found) if found.record and found.record.delta_sha256 else None
-    return {delta_check.VARIABLE: delta.image_id} if delta else {}
-
-
-def variable(text: str) -> tuple[str, str]:
-    """Name and value of ``NAME=VALUE``; ``NAME`` alone has no value.
-
-    Raises
-    ------
-    UsageError : it is no variable, or its value looks like a secret.
-    """
-    name, between, value = text.partition("=")
-    _name(name, text)
-    if not between:
-        return name, ""
-    kind = secret_patterns.in_value(value)
-    if kind or secret_patterns.in_name(name, value):
-        raise UsageError(
-            f"{name} holds {kind or 'a secret (by its name)'}: every user could read it in argument lists",
-            where="--env",
-            hint=f"export {name}, then --env {name} alone; or --env-file FILE, a file of mode 600",
-        )
-    if any(ord(letter) < 32 and letter != "\t" for letter in value):
-        raise UsageError(f"{name} holds a line break or control character", where="--env")
-    return name, value
-
-
-def _name(name: str, text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        masked = secret_patterns.masked(text)
-        raise UsageError(f"{masked!r} is not a variable", where="--env", hint="NAME=VALUE, or NAME")
-    return name
-
-
-def secret(request: Request, directory: Path) -> Mapping[str, str]:
-    """Variables of the node agent that say where the run's secret is, and whether there must be one."""
-    variables = {}
-    if file := _secret_file(request, directory):
-        variables[VARIABLE] = str(file)
-    if request.require_secret:
-        variables["IMGKIT_REQUIRE_SECRET"] = "1"  # noqa: S105 - a switch
-    return variables
-
-
-def _secret_file(request: Request, directory: Path) -> Path | None:
-    if request.secret_file is None:
-        return None
-    return Path(quoting.check("--secret-file", str(directory / request.secret_file)))
-
-
-def binds(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> tuple[str, ...]:
-    """The recipe's mounts, then the user's, then the file of the secret where the job's folder has none."""
-    from imgkit_builder.recipe import rules
-
-    for text in request.binds:
-        for message, hint in (*rules.printable(text), *rules.bind(text)):
-            raise UsageError(message, where="--bind", hint=hint)
-    file = _secret_file(request, directory)
-    outside = file is not None and run_by != "kubernetes" and not file.is_relative_to(directory)
-    secret_mount = (f"{file}:{file}:ro",) if outside else ()
-    return (*recipe.system.runtime.binds, *request.binds, *secret_mount)
-
-
-def fill(job: AnyJob, name: str, **values: Any) -> str:
+def fill(job: Job, name: str, **values: Any) -> str:
     """The text of template `name`, which sees `job` and `values`.
 
     Raises
@@ -557,22 +294,16 @@ def fill(job: AnyJob, name: str, **values: Any) -> str:
 
     from imgkit_builder.image.render import environment
 
-    if isinstance(job, Job):
+    if not job.makes_image:
         values["exports"] = exports(job)
     folder = job.request.templates
     if folder is not None and not folder.is_dir():
         raise UsageError(f"no folder {folder}", where="--templates")
     try:
-        return (
-            environment("templates/job", folder)
-            .get_template(name)
-            .render(job=job, modules=modules(job), **values)
-        )
-    except jinja2.TemplateSyntaxError as error:
-        raise UsageError(
-            error.message or "a faulty template", where=f"{error.filename}:{error.lineno}"
-        ) from None
-    except jinja2.TemplateError as error:
-        raise UsageError(error.message or "a faulty template", where=f"{folder or ''}/{name}") from None
-    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise UsageError(f"a faulty template: {error}", where=f"{folder or ''}/{name}") from error
+        template = environment("templates/job", folder).get_template(name)
+        return template.render(job=job, modules=modules(job), **values)
+    except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        where = f"{folder or ''}/{name}"
+        if isinstance(error, jinja2.TemplateSyntaxError):
+            where = f"{error.filename}:{error.lineno}"
+        raise UsageError(f"a faulty template: {error}", where=where) from error

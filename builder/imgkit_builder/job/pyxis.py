@@ -15,10 +15,10 @@ Seen with pyxis 0.24 and enroot 4.1, or read in pyxis' args.c:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from imgkit_builder.job import baked, quoting
+from imgkit_builder.job import quoting
 from imgkit_builder.job.request import Job
 from imgkit_builder.sif import image, sqsh
 from imgkit_entrypoints.errors import UsageError
@@ -76,37 +76,32 @@ def start(
     command: Sequence[str],
     *,
     options: Sequence[str],
-    mounts: Sequence[str],
-    libraries: Sequence[str] = (),
-    activate: Sequence[str] = (),
+    mounts: Iterable[str],
+    libraries: Sequence[str],
 ) -> tuple[str, ...]:
     """Options of srun, and the command that it starts in the container.
 
     Parameters
     ----------
     options : of the recipe.
-    mounts : ``SRC[:DEST[:ro]]`` of the host's folders.
+    mounts : ``SRC:DEST[:ro]`` of the host's folders.
     libraries : folders of the container that are searched for libraries before those of the image.
-    activate : words that activate an environment of the image, before the words that run in it.
     """
-    folder = str(job.directory)
-    pairs = dict.fromkeys(mount if ":" in mount else f"{mount}:{mount}" for mount in (*mounts, folder))
     text = _START
-    if not is_file(job.image) and command[:1] and command[0].startswith("dist-"):
+    if not is_file(job.image) and job.command and job.command[0].startswith("dist-"):
         text += _HAS_ENTRY_POINTS
     if libraries:
         text += f"{quoting.search_first(libraries)}; "
     home = () if "--container-mount-home" in options else ("--no-container-mount-home",)
-    with_env = ("env", *(f"{name}={value}" for name, value in job.env.items())) if job.env else ()
     return (
         f"--container-image={job.image}",
-        quoting.expanding(f"--container-mounts={','.join(pairs)}"),
-        f"--container-workdir={job.workdir or folder}",
+        quoting.expanding(f"--container-mounts={','.join(dict.fromkeys(mounts))}"),
+        f"--container-workdir={job.workdir or job.directory}",
         *home,
         # The value stays in the environment alone, and the image's own value does not win.
         *((f"--container-env={','.join(job.names)}",) if job.names else ()),
         *options,
-        *("sh", "-c", f'{text}exec "$@"', "sh", *activate, *with_env, *command),
+        *("sh", "-c", f'{text}exec "$@"', "sh", *command),
     )
 
 
@@ -183,23 +178,12 @@ def mounts(text: str) -> bool:
 
 def doubts(job: Job) -> Iterator[str]:
     """Warnings: an image that only some nodes can start."""
-    if compressor := _newer_compressor(job):
+    compressor = _compressor(Path(job.image))
+    if compressor and compressor not in ("gzip", "xz", "lzo", job.recipe.system.runtime.compression):
         yield (
             f"{Path(job.image).name} is compressed with {compressor}: unsquashfs of RHEL 8 cannot read that; "
             "imgkit sif --compression gzip; or state system.runtime.compression: zstd, if all nodes can"
         )
-    if device := baked.device(Path(job.image)):
-        yield (
-            f"{Path(job.image).name} holds devices, as {device}, which an ordinary user cannot unpack: pyxis "
-            "starts it only where its administrator has set use_squashfuse=1; enroot import and imgkit sif "
-            "leave them out"
-        )
-
-
-def _newer_compressor(job: Job) -> str:
-    """The compression of the .sqsh if some nodes may not read it; empty if all can, or the system says so."""
-    compressor = _compressor(Path(job.image))
-    return "" if compressor in ("gzip", "xz", "lzo", job.recipe.system.runtime.compression) else compressor
 
 
 def _compressor(path: Path) -> str:

@@ -1,14 +1,12 @@
 """Requests, the job that each becomes, the `Script` to submit, and the `SubmittedJob` to follow.
 
-Each kind of job has a request and a job of its own: `Request` and `Job` run a command, the others make a
-.sif. Fields declare the flags of ``imgkit run`` (`flag`); a scheduler declares its own in a class of the
-same kind. ``cli/job_flags.py`` turns them into options.
+Fields declare the flags of ``imgkit run`` (`flag`); a scheduler declares its own in a class of the same kind.
+``cli/job_flags.py`` turns them into options.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import json
 import typing
 from collections.abc import Mapping
@@ -39,8 +37,6 @@ class Flag:
     default: Any
     metavar: str
     help: str
-    choices: tuple[str, ...]
-    """The values that a Literal flag takes; empty for other types."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +54,7 @@ class SystemFlags:
         return ""
 
 
-def flag(default: Any, *names: str, help: str, metavar: str = "", choices: tuple[str, ...] = ()) -> Any:
+def flag(default: Any, *names: str, help: str, metavar: str = "") -> Any:
     """A dataclass field that is a flag.
 
     Parameters
@@ -67,17 +63,13 @@ def flag(default: Any, *names: str, help: str, metavar: str = "", choices: tuple
     names : the flag's words; default: ``--`` and the field's name.
     help : one line of ``imgkit run --help``.
     metavar : the value's name in ``--help``.
-    choices : the values that the flag takes; default: those of the field's Literal type.
     """
-    return dataclasses.field(
-        default=default, metadata={"names": names, "help": help, "metavar": metavar, "choices": choices}
-    )
+    return field(default=default, metadata={"names": names, "help": help, "metavar": metavar})
 
 
 def declared(owner: type[Any]) -> tuple[Flag, ...]:
-    """The flags that dataclass `owner` declares, in order, before those of its base class."""
+    """The flags that dataclass `owner` declares, in order."""
     types = typing.get_type_hints(owner)
-    own_fields = inspect.get_annotations(owner)
     return tuple(
         Flag(
             field=item.name,
@@ -86,9 +78,8 @@ def declared(owner: type[Any]) -> tuple[Flag, ...]:
             default=item.default,
             metavar=item.metadata["metavar"],
             help=item.metadata["help"],
-            choices=item.metadata["choices"] or _literals(types[item.name]),
         )
-        for item in sorted(dataclasses.fields(owner), key=lambda item: item.name not in own_fields)
+        for item in dataclasses.fields(owner)
         if "help" in item.metadata
     )
 
@@ -102,19 +93,13 @@ def flags_in(flags: Any) -> tuple[str, ...]:
     )
 
 
-def _literals(kind: Any) -> tuple[str, ...]:
-    """The values of a Literal, or of a Literal or None; empty for other types."""
-    for part in (kind, *typing.get_args(kind)):
-        if typing.get_origin(part) is typing.Literal:
-            return typing.get_args(part)
-    return ()
-
-
+RuntimeName = Literal["singularity", "docker", "pyxis", "host"]
 RunBy = Literal["singularity", "docker", "pyxis", "host", "kubernetes"]
-Flags = TypeVar("Flags")
+Flags = TypeVar("Flags", bound=SystemFlags)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Without slots: a class cannot have several bases with slots.
+@dataclass(frozen=True, kw_only=True)
 class Allocation:
     """What every job requests of its scheduler; None and empty mean "as in the recipe"."""
 
@@ -138,16 +123,14 @@ class Allocation:
     )
     project: Mapping[str, str] = field(default_factory=dict)
     """Where the imgkit.toml below the flags states each key, and "" its name; empty without such a file."""
-    system_flags: tuple[object, ...] = ()
+    system_flags: tuple[SystemFlags, ...] = ()
     """Flags of single systems that were given: a value of each system's `flags` class."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request(Allocation):
-    """A job that runs a command on its nodes."""
+@dataclass(frozen=True, kw_only=True)
+class NodeRequest:
+    """How many nodes and processes run the command, and how they start and stop."""
 
-    command: tuple[str, ...] = ()
-    """``dist-...`` with its arguments."""
     nodes: str = flag(
         "",
         metavar="N|N+S",
@@ -166,6 +149,26 @@ class Request(Allocation):
         False, help="Measure all nodes first, for a minute at most, and start without outliers or not at all."
     )
     nproc: int | None = flag(None, metavar="N", help="Processes per node (default: one per GPU).")
+    stop_before_s: int | None = flag(
+        None,
+        "--stop-before",
+        metavar="SECONDS",
+        help="Ask the program to save this long before the time limit (Slurm); 0: never.",
+    )
+    interactive: bool = flag(False, "--interactive", "-i", help="Allocate nodes for interactive work.")
+    secret_file: Path | None = flag(
+        None,
+        metavar="FILE",
+        help="Shared secret by which nodes authenticate each other, at this path on all of them (default: "
+        "the job creates a new one at each start).",
+    )
+    require_secret: bool = flag(False, help="Refuse multi-node runs without a shared secret.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContainerRequest:
+    """What the command finds in its container."""
+
     delta: Path | None = flag(
         None, metavar="X.imgdelta", help="Delta to mount over the .sif, which stays as it is (imgkit delta)."
     )
@@ -197,17 +200,8 @@ class Request(Allocation):
         metavar="FILE",
         help="Private file with lines NAME=VALUE, at this path on all nodes, which read it at the start.",
     )
-    stop_before_s: int | None = flag(
-        None,
-        "--stop-before",
-        metavar="SECONDS",
-        help="Ask the program to save this long before the time limit (Slurm); 0: never.",
-    )
-    interactive: bool = flag(False, "--interactive", "-i", help="Allocate nodes for interactive work.")
-    runtime: RunBy | None = flag(
-        None,
-        choices=("singularity", "docker", "pyxis", "host"),
-        help="What starts the program (default: the recipe's runtime); host: no container.",
+    runtime: RuntimeName | None = flag(
+        None, help="What starts the program (default: the recipe's runtime); host: no container."
     )
     python: str = flag(
         "",
@@ -221,42 +215,11 @@ class Request(Allocation):
         help="Command of bash that activates an environment of such an image first, for example "
         "'source /opt/venv/bin/activate' or '$WITH_CONDA'.",
     )
-    secret_file: Path | None = flag(
-        None,
-        metavar="FILE",
-        help="Shared secret by which nodes authenticate each other, at this path on all of them (default: "
-        "the job creates a new one at each start).",
-    )
-    require_secret: bool = flag(False, help="Refuse multi-node runs without a shared secret.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConversionJobRequest(Allocation):
-    """A job that converts an archive to a .sif, which `image` names."""
-
-    archive: Path
-    where = "--sif"
-    """The flag that requests it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildJobRequest(Allocation):
-    """A job that builds a recipe's .sif without an engine; `image` names the file."""
-
-    build: str
-    """A shipped recipe, or a recipe's file."""
-    base_from: Path | None = None
-    """An archive, an OCI folder or a .sif of the base; None: its registry."""
-    where = "--build"
-    """The flag that requests it."""
-
-
-AnyRequest = Request | ConversionJobRequest | BuildJobRequest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageFlags:
-    """Flags for a job that makes a .sif and runs no command."""
+@dataclass(frozen=True, kw_only=True)
+class ImageRequest:
+    """The .sif that a job makes instead of running a command; `Allocation.image` names the file."""
 
     archive: Path | None = flag(
         None, "--sif", metavar="ARCHIVE", help="Submit a job that converts ARCHIVE to a .sif."
@@ -272,31 +235,39 @@ class ImageFlags:
         help="With --build: an archive, an OCI folder or a .sif of the base (default: its registry).",
     )
 
+    @property
+    def image_flag(self) -> str:
+        """The flag by which the job makes a .sif; empty: it runs a command."""
+        if self.archive is not None:
+            return "--sif"
+        return "--build" if self.build else ""
 
-def request_of(request: Request, flags: ImageFlags) -> AnyRequest:
-    """The request for the kind of job that `flags` choose, else `request`, which holds the other flags.
 
-    Raises
-    ------
-    UsageError : a flag belongs to another kind of job.
-    """
-    if flags.archive is None and not flags.build:
-        if flags.base_from is not None:
-            raise UsageError("--base-from without --build", where="--base-from", hint="--build RECIPE")
-        return request
-    where = "--build" if flags.archive is None else "--sif"
-    common = {item.name: getattr(request, item.name) for item in dataclasses.fields(Allocation)}
-    shared = {name for item in declared(Allocation) for name in item.names}
-    shared |= {"--sif"} if flags.archive is not None else {"--build", "--base-from"}
-    excess = [name for name in (*flags_in(flags), *flags_in(request)) if name not in shared]
+@dataclass(frozen=True, kw_only=True)
+class Request(ImageRequest, ContainerRequest, Allocation, NodeRequest):
+    """A job that runs a command on its nodes, or makes a .sif."""
+
+    command: tuple[str, ...] = ()
+    """``dist-...`` with its arguments."""
+
+    def flags(self, kind: type[Flags]) -> Flags:
+        """The flags that only one system has; `kind` is the class that declares them."""
+        return next((flags for flags in self.system_flags if isinstance(flags, kind)), kind())
+
+
+def refuse_mixed(request: Request) -> None:
+    """Raise UsageError for a flag of another kind of job than the one that `request` asks for."""
+    where = request.image_flag
+    if request.base_from is not None and where != "--build":
+        raise UsageError("--base-from without --build", where="--base-from", hint="--build RECIPE")
+    if not where:
+        return
+    shared = {name for item in declared(Allocation) for name in item.names} | {where, "--base-from"}
+    excess = [name for name in flags_in(request) if name not in shared]
     excess += [f"the command {program}" for program in request.command[:1]]
     if excess:
-        raise UsageError(
-            f"{where} cannot be combined with {excess[0]}", where=where, hint="use only one of them"
-        )
-    if flags.archive is not None:
-        return ConversionJobRequest(**common, archive=flags.archive)
-    return BuildJobRequest(**common, build=flags.build, base_from=flags.base_from)
+        message, hint = f"{where} cannot be combined with {excess[0]}", "use only one of them"
+        raise UsageError(message, where=where, hint=hint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -328,83 +299,54 @@ class BoundEntryPoints:
     """Path of the Python in the image."""
     site: str
     """The folder of the image that this Python searches for packages."""
-    activate: str
-    """The command of bash that runs before it; empty if there is none."""
     digest: str
     """What `imgkit_builder.job.bound` has seen of the image; empty where nothing stands for it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnyJob:
-    """What every job has: values found and checked against the system's limits."""
+@dataclass(frozen=True, kw_only=True)
+class Grant:
+    """What the scheduler gives to a job, checked against the system's limits."""
 
-    recipe: Target
-    request: AnyRequest
-    system: str
-    """Name of the system that takes the job: the recipe's scheduler, or ``kubeflow`` for ``--format``."""
-    name: str
+    size: Size = field(default_factory=lambda: Size(training=1))
+    """Nodes that train, and spares."""
+    gpus: int = 0
+    """GPUs per node."""
+    cpus: int | None = None
+    """CPUs per node."""
     time: str
     """``HH:MM:SS``, or empty."""
     account: str
     queue: str
-    directory: Path
+    qos: str
+    stop_before_s: int = 0
+    """Seconds before the time limit at which the program is asked to save; 0: never."""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes on which the command starts, spares among them."""
+        return self.size.started
+
+
+@dataclass(frozen=True, kw_only=True)
+class Container:
+    """What starts a job's command, and what the command finds there."""
+
     image: str
     """Path of a .sif, an image reference, or without a container the virtual environment, if any."""
     run_by: RunBy
-    warnings: tuple[str, ...] = ()
-
-    @property
-    def title(self) -> str:
-        """The job's name in the queue and in the name of its output."""
-        return self.name
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageJob(AnyJob):
-    """A job that makes the .sif `image`."""
-
-    request: ConversionJobRequest | BuildJobRequest
-
-    @property
-    def title(self) -> str:
-        """The job's name in the queue and in the name of its output."""
-        return f"{self.name}-sif"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job(AnyJob):
-    """A job that runs a command."""
-
-    request: Request
-    system_flags: object
-    """The system's own flags; `flags` reads them."""
-    command: tuple[str, ...]
-    size: Size
-    """Nodes that train, and spares."""
-    max_failures: int | None
-    """Failures that the run survives; None leaves the number to the node agent."""
-    gpus: int
-    """GPUs per node."""
-    cpus: int | None
-    """CPUs per node."""
-    qos: str
-    overlay: str
+    overlay: str = ""
     """Path of a delta over `image`; empty if there is none."""
-    delta: Delta | None
+    delta: Delta | None = None
     """The descriptor of `overlay`."""
-    binds: tuple[str, ...]
-    workdir: str
-    """Folder of the container in which the command starts; empty: `directory`."""
-    env: Mapping[str, str]
+    binds: tuple[str, ...] = ()
+    workdir: str = ""
+    """Folder of the container in which the command starts; empty: that of the job."""
+    env: Mapping[str, str] = field(default_factory=dict)
     """Variables that are set inside the container: the user's own, and the delta's id."""
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
     """Further variables of the user: their values are in no text, but where the job is submitted."""
-    env_file: str
+    env_file: str = ""
     """Path of a file with more of them; empty if there is none."""
-    settings: Mapping[str, str]
-    """``IMGKIT_*`` variables for the node agent in the container."""
-    stop_before_s: int
-    """Seconds before the time limit at which the program is asked to save; 0: never."""
     code: CodeRecord | None = None
     """The code over the image and its delta; None if there is none."""
     code_folder: str = ""
@@ -412,15 +354,37 @@ class Job(AnyJob):
     bound: BoundEntryPoints | None = None
     """The entry points, where the image has none; None: it has its own."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class Job(Container, Grant):
+    """A job: every value found and checked; it runs a command, or makes the .sif `image`."""
+
+    recipe: Target
+    request: Request
+    system: str
+    """Name of the system that takes the job: the recipe's scheduler, or ``kubeflow`` for ``--format``."""
+    name: str
+    directory: Path
+    command: tuple[str, ...] = ()
+    """Empty for a shell."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """``IMGKIT_*`` variables for the node agent in the container."""
+    warnings: tuple[str, ...] = ()
+
     @property
-    def nodes(self) -> int:
-        """Nodes on which the command starts, spares among them."""
-        return self.size.started
+    def makes_image(self) -> bool:
+        """Whether `command` makes `image`, and does not run in it."""
+        return bool(self.request.image_flag)
+
+    @property
+    def title(self) -> str:
+        """The job's name in the queue and in the name of its output."""
+        return f"{self.name}-sif" if self.makes_image else self.name
 
     @property
     def outlives_nodes(self) -> bool:
         """Whether the node agents go on when a node is lost: nothing may end them for it."""
-        return self.size.spares > 0 and self.max_failures != 0
+        return self.size.spares > 0 and self.request.max_failures != 0
 
     @property
     def makes_secret(self) -> bool:
@@ -428,10 +392,8 @@ class Job(AnyJob):
         return self.nodes > 1 and self.request.secret_file is None
 
     def flags(self, kind: type[Flags]) -> Flags:
-        """The system's own flags; `kind` is the class that the system declares them in."""
-        if not isinstance(self.system_flags, kind):
-            raise TypeError(f"a job of {self.system} has no {kind.__name__}")
-        return self.system_flags
+        """The flags that only the job's system has; `kind` is the class that declares them."""
+        return self.request.flags(kind)
 
 
 JobState = Literal["", "waiting", "running", "succeeded", "failed", "cancelled", "ended"]
@@ -473,16 +435,15 @@ class Script:
     """Whether the job is an array of tasks, each with an id, a run folder and an output of its own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SubmittedJob:
-    """What is kept about a submitted job, so that its id is enough to follow it."""
+@dataclass(frozen=True, kw_only=True)
+class QueuedJob:
+    """How its scheduler finds a submitted job."""
 
     id: str
-    """The scheduler's, or one of imgkit's own where `answer` holds none."""
+    """The scheduler's, or one of imgkit's own where `SubmittedJob.answer` holds none."""
     system: str
     """Name of the system that took it."""
     name: str
-    recipe: str
     directory: Path
     queue: str = ""
     """The queue that it was submitted to; some systems find a job only by both."""
@@ -490,10 +451,26 @@ class SubmittedJob:
     """The cluster that the scheduler printed with the id, which is then unique only with it."""
     kind: str = ""
     """What the scheduler calls this kind of job; some find a job only by it."""
-    answer: str | None = None
-    """What the scheduler printed instead of an id; None where it printed one."""
     remote: str = ""
     """Name of the remote on which it was submitted; empty: here."""
+    array: bool = False
+    """Whether it is an array; each task has an id, a run folder and an output of its own."""
+    shell_line: str = ""
+    """The line that opens a shell on a node, in a container like the job's; empty for pods."""
+
+    @property
+    def handle(self) -> str:
+        """The word for it here: its id, with the name of its remote."""
+        return f"{self.id}@{self.remote}" if self.remote else self.id
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmittedJob(QueuedJob):
+    """What is kept about a submitted job, so that its id is enough to follow it."""
+
+    recipe: str
+    answer: str | None = None
+    """What the scheduler printed instead of an id; None where it printed one."""
     code: CodeRecord | None = None
     bound_entry_points: str = ""
     """Version of imgkit's entry points that were bound into the image; empty where it has its own."""
@@ -504,14 +481,5 @@ class SubmittedJob:
     """The image with its delta; empty where that is not known."""
     state: JobState = ""
     """What imgkit last knew."""
-    array: bool = False
-    """Whether it is an array; each task has an id, a run folder and an output of its own."""
-    shell_line: str = ""
-    """The line that opens a shell on a node, in a container like the job's; empty for pods."""
     fetched: str = ""
     """The folder here that holds the run's files; empty before the first fetch."""
-
-    @property
-    def handle(self) -> str:
-        """The word for it here: its id, with the name of its remote."""
-        return f"{self.id}@{self.remote}" if self.remote else self.id

@@ -8,19 +8,9 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from imgkit_builder.job import container, pyxis, quoting, systems
-from imgkit_builder.job.request import (
-    Allocation,
-    BuildJobRequest,
-    ConversionJobRequest,
-    ImageJob,
-    Job,
-    Request,
-    RunBy,
-    flags_in,
-)
+from imgkit_builder.job import container, contents, pyxis, quoting, systems
+from imgkit_builder.job.request import Job, Request, RunBy, declared, flags_in, refuse_mixed
 from imgkit_builder.job.systems import OPTIONAL, System
 from imgkit_builder.recipe import bases
 from imgkit_builder.recipe.problems import choices
@@ -44,63 +34,66 @@ def resolve(recipe: Target, request: Request) -> Job:
     UsageError : a value that the system cannot satisfy; where the recipe sets the limit, with its line.
     ToolFailed : the system is a plug-in that cannot be used.
     """
+    refuse_mixed(request)
     recipe = _in_partition(recipe, request.queue or recipe.system.queue.name)
-    facts = recipe.system
+    facts, makes_image = recipe.system, bool(request.image_flag)
     system = systems.named(facts.scheduler)
-    system_flags = _own_flags(request, system)
-    size = parse_nodes(request.nodes or str(system_flags.default_nodes))
-    gpus = _gpus(recipe, request)
-    cpus = _cpus(recipe, request, gpus)
-    is_shell = request.interactive and not system.needs_fields_for_shells
-    queue = _queue(recipe, request, () if is_shell else recipe.system.queue.required)
-    container.refuse_secrets(recipe, request)
-    command = _command(request)
+    system_flags = request.flags(system.flags)
+    is_free = request.interactive and not system.needs_fields_for_shells
+    queue = _queue(recipe, request, () if is_free else facts.queue.required)
+    contents.refuse_secrets(recipe, request)
+    directory = request.directory.absolute()
+    quoting.check("--directory", str(directory))
     run_by = _run_by(recipe, request.runtime, system)
-    container.refuse_code(request, run_by)
-    directory = _directory(request)
-    image = container.image(recipe, request, run_by, directory)
-    overlay, delta = container.overlay(request, run_by, directory)
-    workdir = container.workdir(recipe, request, run_by)
+    if makes_image:
+        image, command = contents.image_to_make(recipe, request, directory)
+    else:
+        command, image = _command(request), contents.image(recipe, request, run_by, directory)
     job = Job(
         recipe=recipe,
         request=request,
         system=system_flags.system or facts.scheduler,
-        system_flags=system_flags,
-        command=command,
         name=quoting.check("--name", request.name or recipe.name),
-        size=size,
-        max_failures=_failures(request),
-        gpus=gpus,
-        cpus=cpus,
+        directory=directory,
+        image=image,
+        run_by=run_by,
+        command=command,
         time=queue["time"],
         account=queue["account"],
-        queue=queue["name"],
+        queue=queue["queue"],
         qos=queue["qos"],
-        image=image,
-        overlay=overlay,
-        delta=delta,
-        run_by=run_by,
-        binds=container.binds(recipe, request, run_by, directory),
-        workdir=workdir,
-        env=container.environment(request, run_by, image, delta),
-        names=_names(request, system),
-        env_file=container.env_file(request, run_by, directory),
-        settings={
-            **_settings(recipe, request, system, run_by, gpus=gpus, size=size),
-            **container.secret(request, directory),
-            **({"IMGKIT_JOB_DIR": str(directory)} if workdir and run_by != "kubernetes" else {}),
-        },
-        directory=directory,
-        stop_before_s=_stop_before(request, queue["time"]),
     )
+    ignored = tuple(_unused(recipe, request, system))
+    if makes_image:
+        return dataclasses.replace(job, warnings=ignored)
+    _refuse_small(request)
+    gpus = _gpus(recipe, request)
+    job = dataclasses.replace(
+        job,
+        size=parse_nodes(request.nodes or str(system_flags.default_nodes)),
+        gpus=gpus,
+        cpus=_cpus(recipe, request, gpus),
+        stop_before_s=_stop_before(request, job.time),
+    )
+    job = dataclasses.replace(job, settings=_settings(job, system))
+    job = contents.filled(job, passes_names=system.passes_names)
     _refuse_clean(job)
     _refuse_amd(job)
     if run_by == "pyxis":
         pyxis.refuse(job)
-    return dataclasses.replace(
-        job,
-        warnings=(*_unused(recipe, request, system), *system.check(job), *container.doubts(job)),
-    )
+    return dataclasses.replace(job, warnings=(*ignored, *system.check(job), *contents.doubts(job)))
+
+
+_LEAST = {"nproc": 1, "cpus": 1, "gpus": 0, "max_failures": 0, "stop_before_s": 0}
+"""Fields of a request with a number -> the smallest one."""
+
+
+def _refuse_small(request: Request) -> None:
+    for flag in declared(Request):
+        least, value = _LEAST.get(flag.field), getattr(request, flag.field)
+        if least is not None and value is not None and value < least:
+            name = flag.names[0]
+            raise UsageError(f"{name} must be at least {least} (got {value})", where=name)
 
 
 def _in_partition(recipe: Target, name: str) -> Target:
@@ -112,47 +105,12 @@ def _in_partition(recipe: Target, name: str) -> Target:
     return dataclasses.replace(recipe, system=recipe.system.in_partition(name), positions=positions)
 
 
-def resolve_image(recipe: Target, request: ConversionJobRequest | BuildJobRequest) -> ImageJob:
-    """The job that makes a .sif on the system of `recipe`. Raises as `resolve` does."""
-    facts = recipe.system
-    system = systems.named(facts.scheduler)
-    queue = _queue(recipe, request, facts.queue.required)
-    container.refuse_secrets(recipe, request)
-    if isinstance(request, BuildJobRequest) and facts.runtime.kind == "pyxis":
-        hint = "build it with an engine elsewhere, and here: imgkit run --sif ARCHIVE"
-        raise UsageError("the job builds a .sif, and pyxis starts none", where="--build", hint=hint)
-    directory = _directory(request)
-    return ImageJob(
-        recipe=recipe,
-        request=request,
-        system=_own_flags(request, system).system or facts.scheduler,
-        name=quoting.check("--name", request.name or recipe.name),
-        time=queue["time"],
-        account=queue["account"],
-        queue=queue["name"],
-        image=container.image_to_make(recipe, request, directory),
-        run_by=_run_by(recipe, None, system),
-        directory=directory,
-        warnings=tuple(_unused(recipe, request, system)),
-    )
-
-
-def _own_flags(request: Allocation, system: System) -> Any:
-    return next((each for each in request.system_flags if type(each) is system.flags), system.flags())
-
-
-def _directory(request: Allocation) -> Path:
-    directory = request.directory.absolute()
-    quoting.check("--directory", str(directory))
-    return directory
-
-
-def _queue(recipe: Target, request: Allocation, required: tuple[str, ...]) -> Mapping[str, str]:
+def _queue(recipe: Target, request: Request, required: tuple[str, ...]) -> Mapping[str, str]:
     """The fields of ``system.queue`` of the job."""
     defaults = recipe.system.queue
     queue = {
         "account": quoting.check("--account", request.account or defaults.account),
-        "name": quoting.check("--queue", request.queue or defaults.name),
+        "queue": quoting.check("--queue", request.queue or defaults.name),
         "qos": quoting.check("--qos", request.qos or defaults.qos),
         "time": _time(recipe, request),
     }
@@ -160,13 +118,10 @@ def _queue(recipe: Target, request: Allocation, required: tuple[str, ...]) -> Ma
     return queue
 
 
-def _unused(recipe: Target, request: Allocation, system: System) -> Iterator[str]:
+def _unused(recipe: Target, request: Request, system: System) -> Iterator[str]:
     """A warning for each flag that the system does not have."""
-    ignored = [
-        f"--{name}"
-        for name, field in OPTIONAL.items()
-        if getattr(request, field, None) and name not in system.uses
-    ]
+    unused = {f"--{name}" for name in OPTIONAL if name not in system.uses}
+    ignored = [name for name in flags_in(request) if name in unused]
     for flags in request.system_flags:
         if type(flags) is not system.flags:
             ignored += flags_in(flags)
@@ -177,7 +132,8 @@ def _unused(recipe: Target, request: Allocation, system: System) -> Iterator[str
 def _require(
     recipe: Target, required: tuple[str, ...], queue: Mapping[str, str], project: Mapping[str, str]
 ) -> None:
-    keys = ["queue" if field == "name" else field for field in required if not queue.get(field)]
+    keys = ["queue" if field == "name" else field for field in required]
+    keys = [key for key in keys if not queue[key]]
     if not keys:
         return
     hint = f"add {' '.join(f'--{key} ...' for key in keys)}"
@@ -229,25 +185,19 @@ def _run_by(recipe: Target, requested: RunBy | None, system: System) -> RunBy:
     if kind in registration.runtimes and not needs_podman:
         return kind
     message = f"{kind} cannot be used on {recipe.system.title or recipe.name}"
-    allowed = choices(kind, registration.runtimes)
+    hint, key, scheduler = choices(kind, registration.runtimes), "kind", recipe.system.scheduler
     if needs_podman:
-        message += (
-            f": containers of {program} belong to its service on each node, and {recipe.system.scheduler} "
-            "neither counts nor ends them"
-        )
-        allowed = "system.runtime with kind: docker and command: podman (or podman-hpc) in the recipe"
+        message += f": containers of {program} belong to its service on each node, and {scheduler} "
+        message += "neither counts nor ends them"
+        hint = "system.runtime with kind: docker and command: podman (or podman-hpc) in the recipe"
+        key = "command"
     elif kind == "docker" and "host" in registration.runtimes:
-        message += (
-            f": {program} does not pass {recipe.system.scheduler}'s variables into the container, so each "
-            "node would run alone"
-        )
+        message += f": {program} does not pass {scheduler}'s variables into the container, so each "
+        message += "node would run alone"
     if requested:
-        raise UsageError(message, where="--runtime", hint=allowed)
-    raise UsageError(
-        message,
-        where=recipe.where("system", "runtime", "command" if needs_podman else "kind"),
-        hint=f"{allowed}; change system.runtime in the recipe, or give --runtime",
-    )
+        raise UsageError(message, where="--runtime", hint=hint)
+    hint += "; change system.runtime in the recipe, or give --runtime"
+    raise UsageError(message, where=recipe.where("system", "runtime", key), hint=hint)
 
 
 def _refuse_clean(job: Job) -> None:
@@ -292,49 +242,31 @@ def _refuse_amd(job: Job) -> None:
         raise UsageError(message, where=where, hint=hint)
 
 
-def _names(request: Request, system: System) -> tuple[str, ...]:
-    names = container.names(request)
-    if names and not system.passes_names:
-        raise UsageError(
-            f"this system cannot pass {names[0]} on without showing its value",
-            where="--env",
-            hint=f"a file of mode 600 with a line {names[0]}=VALUE, and --env-file FILE",
-        )
-    return names
-
-
-def _settings(
-    recipe: Target, request: Request, system: System, run_by: RunBy, *, gpus: int, size: Size
-) -> Mapping[str, str]:
+def _settings(job: Job, system: System) -> Mapping[str, str]:
     """Options of the node agent that follow from the request, as its variables."""
-    settings = {}
-    if gpus == 0 and (recipe.system.node.gpus or request.gpus == 0):
-        settings["IMGKIT_DEVICE"] = "cpu"  # the image's node agent refuses to start without the node's GPUs
-    if gpus and (run_by == "host" or not recipe.system.node.gpus):
-        # No system.json tells the node agent to expect them.
-        settings["IMGKIT_GPUS"] = str(gpus)
-    if request.nproc is not None:
-        if request.nproc < 1:
-            raise UsageError(f"--nproc must be at least 1 (got {request.nproc})", where="--nproc")
-        settings["IMGKIT_NPROC"] = str(request.nproc)
-    elif request.gpus and not system.hides_gpus:
-        settings["IMGKIT_NPROC"] = str(request.gpus)
-    if size.spares:
-        settings["IMGKIT_NNODES"] = str(size)
-    if recipe.system.fabric.host_libs == "auto" and run_by in ("singularity", "docker", "pyxis"):
-        settings[HOST_LIBS] = ":".join(("auto", *recipe.system.runtime.host_libs))
-    if recipe.system.runtime.cuda_compat == "auto" and run_by != "host":
-        settings[CUDA_COMPAT] = "auto"
-    if request.preflight:
-        settings["IMGKIT_PREFLIGHT"] = "1"
+    recipe, request, run_by, gpus, size = job.recipe, job.request, job.run_by, job.gpus, job.size
+    nproc = request.nproc or (0 if system.hides_gpus else request.gpus or 0)
+    # The image's node agent refuses to start without the node's GPUs.
+    on_cpus = gpus == 0 and (recipe.system.node.gpus or request.gpus == 0)
+    # Without a container, and for nodes without GPUs by their system, no system.json says to expect them.
+    expects_gpus = gpus and (run_by == "host" or not recipe.system.node.gpus)
+    by_rule = recipe.system.fabric.host_libs == "auto" and run_by in ("singularity", "docker", "pyxis")
+    compat = recipe.system.runtime.cuda_compat == "auto" and run_by != "host"
+    failures = request.max_failures
     names = (text.partition("=")[0] for text in request.env)
-    if users := [name for name in names if host_leaks.may_remove(name)]:
-        settings["IMGKIT_KEEP_ENV"] = ",".join(users)
-    if request.max_failures is not None:
-        settings["IMGKIT_MAX_FAILURES"] = str(request.max_failures)
-    if system.placement and size.started > 1:
-        settings["IMGKIT_SCHEDULER"] = system.placement
-    return settings
+    settings = {
+        "IMGKIT_DEVICE": "cpu" if on_cpus else "",
+        "IMGKIT_GPUS": str(gpus) if expects_gpus else "",
+        "IMGKIT_NPROC": str(nproc) if nproc else "",
+        "IMGKIT_NNODES": str(size) if size.spares else "",
+        HOST_LIBS: ":".join(("auto", *recipe.system.runtime.host_libs)) if by_rule else "",
+        CUDA_COMPAT: "auto" if compat else "",
+        "IMGKIT_KEEP_ENV": ",".join(filter(host_leaks.may_remove, names)),
+        "IMGKIT_PREFLIGHT": "1" if request.preflight else "",
+        "IMGKIT_MAX_FAILURES": "" if failures is None else str(failures),
+        "IMGKIT_SCHEDULER": system.placement if size.started > 1 else "",
+    }
+    return {name: value for name, value in settings.items() if value}
 
 
 STOP_BEFORE_S = 120
@@ -351,34 +283,23 @@ def parse_nodes(text: str) -> Size:
         raise UsageError(str(error), where="--nodes", hint=size_examples(text, "--nodes ")) from None
 
 
-def _failures(request: Request) -> int | None:
-    """Failures that the run survives; None leaves the number to the node agent."""
-    if request.max_failures is not None and request.max_failures < 0:
-        raise UsageError(
-            f"{request.max_failures} failures",
-            where="--max-failures",
-            hint="expected a number of failures; 0 stops at the first one",
-        )
-    return request.max_failures
-
-
 def _gpus(recipe: Target, request: Request) -> int:
     """Return the GPUs per node."""
     limit = recipe.system.node.gpus
     if request.gpus is None:
         return limit
-    if request.gpus < 0:
-        raise UsageError(f"--gpus must be at least 0 (got {request.gpus})", where="--gpus")
     is_limit = limit or ("system", "node", "gpus") in recipe.positions  # an image has no positions
     if is_limit and request.gpus > limit:
-        raise UsageError(
-            f"--gpus {request.gpus}, but a node has {limit}",
-            where=recipe.where("system", "node", "gpus"),
-            hint=f"--gpus {limit} with more --nodes"
-            if limit
-            else "this system has no GPUs: leave --gpus out",
-        )
+        raise _more_than_a_node(recipe, "gpus", request.gpus, limit)
     return request.gpus
+
+
+def _more_than_a_node(recipe: Target, key: str, number: int, limit: int) -> UsageError:
+    return UsageError(
+        f"--{key} {number}, but a node has {limit}",
+        where=recipe.where("system", "node", key),
+        hint=f"--{key} {limit} with more --nodes" if limit else f"leave --{key} out",
+    )
 
 
 def _cpus(recipe: Target, request: Request, gpus: int) -> int | None:
@@ -387,8 +308,6 @@ def _cpus(recipe: Target, request: Request, gpus: int) -> int | None:
     share = node.cpus_per_gpu
     if request.cpus is None:
         return gpus * share if gpus and share else request.nproc or node.cpus
-    if request.cpus < 1:
-        raise UsageError(f"--cpus must be at least 1 (got {request.cpus})", where="--cpus")
     if gpus and share and request.cpus != gpus * share:
         raise UsageError(
             f"--cpus {request.cpus}, but {gpus} GPUs come with {gpus * share} CPUs ({share} each)",
@@ -396,15 +315,11 @@ def _cpus(recipe: Target, request: Request, gpus: int) -> int | None:
             hint=f"leave --cpus out, or --cpus {gpus * share}",
         )
     if node.cpus is not None and request.cpus > node.cpus:
-        raise UsageError(
-            f"--cpus {request.cpus}, but a node has {node.cpus}",
-            where=recipe.where("system", "node", "cpus"),
-            hint=f"--cpus {node.cpus} with more --nodes",
-        )
+        raise _more_than_a_node(recipe, "cpus", request.cpus, node.cpus)
     return request.cpus
 
 
-def _time(recipe: Target, request: Allocation) -> str:
+def _time(recipe: Target, request: Request) -> str:
     """The time limit as ``HH:MM:SS``; empty if neither the request nor the recipe has one."""
     queue = recipe.system.queue
     text = request.time or queue.time
@@ -414,19 +329,19 @@ def _time(recipe: Target, request: Allocation) -> str:
         text, where="--time" if request.time else recipe.where("system", "queue", "time")
     )
     # A QoS with a limit of its own is there to change that of the queue: shorter for tests, longer for a few.
-    names = (name for name in (request.qos or queue.qos, request.queue or queue.name) if name in queue.limits)
-    if (name := next(names, None)) is not None:
-        limit, where = queue.limits[name], recipe.where("system", "queue", "limits", name)
-        if time_s > quoting.seconds(limit, where=where):
-            alternatives = ", ".join(
-                f"{queue_name} {most}" for queue_name, most in queue.limits.items() if queue_name != name
-            )
-            raise UsageError(
-                f"--time {quoting.clock(time_s)}, but {name} ends jobs after {limit}",
-                where=where,
-                hint=f"--time {limit}, or another queue{f' ({alternatives})' if alternatives else ''}; "
-                "dist-train resumes where a job left off",
-            )
+    names = [name for name in (request.qos or queue.qos, request.queue or queue.name) if name in queue.limits]
+    if not names:
+        return quoting.clock(time_s)
+    name, limit = names[0], queue.limits[names[0]]
+    where = recipe.where("system", "queue", "limits", name)
+    if time_s > quoting.seconds(limit, where=where):
+        alternatives = ", ".join(f"{key} {most}" for key, most in queue.limits.items() if key != name)
+        raise UsageError(
+            f"--time {quoting.clock(time_s)}, but {name} ends jobs after {limit}",
+            where=where,
+            hint=f"--time {limit}, or another queue{f' ({alternatives})' if alternatives else ''}; "
+            "dist-train resumes where a job left off",
+        )
     return quoting.clock(time_s)
 
 
@@ -441,8 +356,6 @@ def _stop_before(request: Request, time_limit: str) -> int:
     limit_s = quoting.seconds(time_limit, where="--time") if time_limit else None
     if stop_before_s is None:
         return 0 if limit_s is not None and limit_s < SHORT_S else STOP_BEFORE_S
-    if stop_before_s < 0:
-        raise UsageError(f"--stop-before must be at least 0 (got {stop_before_s})", where="--stop-before")
     if limit_s is not None and stop_before_s >= limit_s:
         raise UsageError(
             f"{stop_before_s} s must be less than the job's time limit, {time_limit}",

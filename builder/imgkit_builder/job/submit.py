@@ -21,22 +21,11 @@ from pathlib import Path
 from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter, Silent
 from imgkit_builder.delta import descriptor
-from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.job import baked, bound, container, pyxis, quoting, systems
 from imgkit_builder.job import code as code_of
 from imgkit_builder.job.code import CodeFolder
-from imgkit_builder.job.request import (
-    AnyJob,
-    AnyRequest,
-    BuildJobRequest,
-    ConversionJobRequest,
-    ImageJob,
-    Job,
-    Request,
-    Script,
-    SubmittedJob,
-)
-from imgkit_builder.job.resolve import resolve, resolve_image
+from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
+from imgkit_builder.job.resolve import resolve
 from imgkit_builder.recipe import targets
 from imgkit_builder.sif import image, sqsh
 from imgkit_entrypoints import json_text
@@ -55,13 +44,13 @@ _KEPT = 1000
 class PreparedJob:
     """A job whose script is written, before anything is submitted."""
 
-    job: Job | ImageJob
+    job: Job
     script: Script
     code: CodeFolder | None = None
     """The code over the image; None if there is none."""
 
 
-def submit(recipe: str | Path, request: AnyRequest, *, report: Reporter | None = None) -> SubmittedJob:
+def submit(recipe: str | Path, request: Request, *, report: Reporter | None = None) -> SubmittedJob:
     """Prepare, check and submit a job, and save its record.
 
     Parameters
@@ -77,7 +66,7 @@ def submit(recipe: str | Path, request: AnyRequest, *, report: Reporter | None =
     """
     report = report or Silent()
     code = None
-    if isinstance(request, Request) and request.code is not None:
+    if request.code is not None:
         code = code_of.read(request, large=request.yes, report=report)
     prepared = prepare(recipe, request, code)
     if prepared.script.foreground:
@@ -99,7 +88,7 @@ def submit(recipe: str | Path, request: AnyRequest, *, report: Reporter | None =
     return need_id(record)
 
 
-def prepare(recipe: str | Path, request: AnyRequest, code: CodeFolder | None = None) -> PreparedJob:
+def prepare(recipe: str | Path, request: Request, code: CodeFolder | None = None) -> PreparedJob:
     """The job that `request` becomes, and its script; nothing is written or run.
 
     Parameters
@@ -116,10 +105,11 @@ def prepare(recipe: str | Path, request: AnyRequest, code: CodeFolder | None = N
         target, default = baked.target(file), str(file.absolute())
     else:
         target, default = targets.find(recipe), ""
-    if not isinstance(request, Request):
-        making = resolve_image(target, request)
-        return PreparedJob(job=making, script=systems.named(making.system).script(making))
-    job = resolve(target, dataclasses.replace(request, image=request.image or default))
+    if not request.image_flag:
+        request = dataclasses.replace(request, image=request.image or default)
+    job = resolve(target, request)
+    if job.makes_image:
+        return _with_script(job)
     if job.run_by not in ("pyxis", "singularity") and job.image and sqsh.is_sqsh(Path(job.image)):
         raise UsageError(
             f"{job.run_by} does not start a .sqsh",
@@ -132,6 +122,10 @@ def prepare(recipe: str | Path, request: AnyRequest, code: CodeFolder | None = N
         code_of.refuse_unused(code, target, sif, job.overlay)
         code_of.refuse_shadowed(code, job)
         job = container.with_code(job, code.record, str(job.directory / CODE_FOLDER / code.record.sha256))
+    return _with_script(job, code)
+
+
+def _with_script(job: Job, code: CodeFolder | None = None) -> PreparedJob:
     return PreparedJob(job=job, script=systems.named(job.system).script(job), code=code)
 
 
@@ -143,13 +137,12 @@ def look_into(prepared: PreparedJob) -> PreparedJob:
     UsageError : the image cannot run the entry points.
     ToolMissing : the runtime is not here.
     """
-    if not isinstance(prepared.job, Job) or foreign_image(prepared.job):  # the submission refuses that
+    if prepared.job.makes_image or foreign_image(prepared.job):  # the submission refuses that
         return prepared
-    job = bound.bind(prepared.job)
-    return dataclasses.replace(prepared, job=job, script=systems.named(job.system).script(job))
+    return _with_script(bound.bind(prepared.job), prepared.code)
 
 
-def before_submission(job: Job | ImageJob) -> None:
+def before_submission(job: Job) -> None:
     """Check the image and the folder before anything waits in a queue.
 
     Raises
@@ -159,7 +152,7 @@ def before_submission(job: Job | ImageJob) -> None:
     """
     if job.run_by != "kubernetes" and not job.directory.is_dir():  # pods have folders of their own
         raise UsageError(f"no folder {job.directory}", where="--directory")
-    if isinstance(job, ImageJob):
+    if job.makes_image:
         _check_source(job.request)
         return
     check_environment(job)
@@ -199,58 +192,50 @@ def check_environment(job: Job) -> None:
         os.close(secret.open_private(Path(job.env_file), purpose="the file of --env-file"))
 
 
-def _check_source(request: ConversionJobRequest | BuildJobRequest) -> None:
+def _check_source(request: Request) -> None:
     """Look for the archive here, or read the recipe and look for the base, before the job waits."""
     from imgkit_builder.recipe.load import load
 
-    if isinstance(request, ConversionJobRequest):
-        if not request.archive.is_file():
-            raise UsageError(f"no file {request.archive}", where="--sif", hint="imgkit save makes one")
-        return
-    load(request.build)
-    if request.base_from is not None and not request.base_from.exists():
-        raise UsageError(
-            f"no file {request.base_from}",
-            where="--base-from",
-            hint="an archive or a .sif of the base where the nodes see it; singularity pull makes one",
-        )
-
-
-def _check_delta(job: Job, delta: Delta) -> None:
-    if not Path(job.overlay).is_file():
-        raise UsageError(f"no file {job.overlay}", where="--delta", hint="copy it there, next to the .sif")
-    base = descriptor.base_of(image.read(Path(job.image)))
-    if base != delta.base:
-        raise UsageError(
-            f"{job.overlay} lies over {delta.base}, but {job.image} is {base}",
-            where="--delta",
-            hint=f"imgkit delta {job.recipe.name} --against {Path(job.image).name}, for this .sif",
-        )
+    file, hint = request.archive, "imgkit save makes one"
+    if file is None:
+        load(request.build)
+        file, hint = request.base_from, "an archive or a .sif of the base where the nodes see it"
+    if file is not None and not (file.is_file() or (request.build and file.is_dir())):
+        raise UsageError(f"no file {file}", where="--base-from" if request.build else "--sif", hint=hint)
 
 
 def _check_sif(job: Job) -> None:
-    path = Path(job.image)
+    path, delta = Path(job.image), job.delta
     if not path.exists():
         raise UsageError(
             f"no image {path}", where="--image", hint=f"imgkit sif {job.recipe.name}, or --image PATH"
         )
     if path.is_dir():
         return  # a sandbox: singularity runs it too
-    if job.delta is not None and sqsh.is_sqsh(path):
-        message = f"a delta lies over a .sif, and {path} is a .sqsh"
-        raise UsageError(message, where="--delta", hint="leave it out, or name the .sif: --image PATH")
-    if job.delta is not None:
-        _check_delta(job, job.delta)
+    if delta is not None:
+        if sqsh.is_sqsh(path):
+            message = f"a delta lies over a .sif, and {path} is a .sqsh"
+            raise UsageError(message, where="--delta", hint="leave it out, or name the .sif: --image PATH")
+        if not Path(job.overlay).is_file():
+            message, hint = f"no file {job.overlay}", "copy it there, next to the .sif"
+            raise UsageError(message, where="--delta", hint=hint)
+        base = descriptor.base_of(image.read(path))
+        if base != delta.base:
+            message = f"{job.overlay} lies over {delta.base}, but {path} is {base}"
+            hint = f"imgkit delta {job.recipe.name} --against {path.name}, for this .sif"
+            raise UsageError(message, where="--delta", hint=hint)
     if foreign := foreign_image(job):
         raise foreign
 
 
-def foreign_image(job: AnyJob) -> UsageError | None:
+def foreign_image(job: Job) -> UsageError | None:
     """The error for a .sif here of another architecture than the nodes'; None if it fits or is not here."""
     path, arch = Path(job.image), ""
-    if isinstance(job, Job) and job.run_by == "singularity" and image.is_sif(path):
+    if job.makes_image:
+        return None
+    if job.run_by == "singularity" and image.is_sif(path):
         arch = image.read(path).arch
-    elif isinstance(job, Job) and job.run_by in ("pyxis", "singularity") and sqsh.is_sqsh(path):
+    elif job.run_by in ("pyxis", "singularity") and sqsh.is_sqsh(path):
         arch = baked.arch(path)
     if not arch:
         return None
@@ -269,15 +254,12 @@ def write_files(prepared: PreparedJob) -> None:
 
     That is the folder of the code, and the entry points for an image without them.
     """
-    if isinstance(prepared.job, Job):
-        bound.write(prepared.job)
-    if prepared.code is None:
-        return
-    assert isinstance(prepared.job, Job)  # noqa: S101 - no other job has code
-    bound.write_folder(Path(prepared.job.code_folder), prepared.code.tree.write)
+    bound.write(prepared.job)
+    if prepared.code is not None:
+        bound.write_folder(Path(prepared.job.code_folder), prepared.code.tree.write)
 
 
-def send(job: AnyJob, script: Script) -> SubmittedJob:
+def send(job: Job, script: Script) -> SubmittedJob:
     """Submit `script`; returns the record to follow it by.
 
     Raises
@@ -306,7 +288,7 @@ def send(job: AnyJob, script: Script) -> SubmittedJob:
 
 
 def submitted(
-    job: AnyJob, script: Script, output: Generator[bytes, None, None], *, remote: str = ""
+    job: Job, script: Script, output: Generator[bytes, None, None], *, remote: str = ""
 ) -> SubmittedJob:
     """Return the record of `job`.
 
@@ -324,6 +306,7 @@ def submitted(
         job_id, _, cluster = systems.named(job.system).parse_job_id(text, job.name).partition(";")
     except Exception:  # a plug-in has failed, but its job is there
         job_id, cluster = "", ""
+    has_shell = not job.makes_image and job.run_by in ("singularity", "host")
     is_id = quoting.is_job_id(job_id) and (not cluster or quoting.is_job_id(cluster))
     return SubmittedJob(
         id=job_id if is_id else f"unknown-{secrets.token_hex(4)}",
@@ -336,14 +319,12 @@ def submitted(
         directory=job.directory,
         queue=job.queue,
         remote=remote,
-        code=job.code if isinstance(job, Job) else None,
-        bound_entry_points=job.bound.version if isinstance(job, Job) and job.bound else "",
+        code=job.code,
+        bound_entry_points=job.bound.version if job.bound else "",
         submitted=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        command=job.command if isinstance(job, Job) else (),
+        command=() if job.makes_image else job.command,
         array=script.is_array,
-        shell_line=container.shell_line(job)
-        if isinstance(job, Job) and job.run_by in ("singularity", "host")
-        else "",
+        shell_line=container.shell_line(job) if has_shell else "",
     )
 
 
@@ -368,8 +349,8 @@ def need_id(record: SubmittedJob) -> SubmittedJob:
     )
 
 
-def _image_id(job: AnyJob) -> str:
-    if not isinstance(job, Job):
+def _image_id(job: Job) -> str:
+    if job.makes_image:
         return ""  # the image is still to be made
     if job.delta is not None or not image.is_sif(Path(job.image)):
         return job.delta.image_id if job.delta else ""

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
 
 from imgkit_entrypoints import files, json_text
-from imgkit_entrypoints.apps.train.stragglers import Straggler
 
 METRICS = "metrics.jsonl"
 _TAIL_BYTES = 64 << 10
 _LONGEST_LINE = 64 << 10
-SlowNow: TypeAlias = tuple[Straggler, ...] | None
-"""Ranks that are slow; None: the run does not report them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +25,12 @@ def tail(folder: Path) -> LastNumbers:
     """Return the last numbers of the run in `folder`."""
     step = None
     # A killed run repeats steps when it goes on: the last line counts, not the highest step.
-    for values in _objects(last_lines(folder / METRICS)):
-        line_step = values.pop("step", None)
+    for line in reversed(_last_lines(folder / METRICS)):
+        try:
+            values = json_text.parse(line, most_bytes=_LONGEST_LINE)
+        except ValueError:
+            continue  # half a line of a run that was killed, or of the file's part that was read
+        line_step = values.pop("step", None) if isinstance(values, dict) else None
         if type(line_step) is not int or not 0 <= line_step < 1 << 62:
             continue
         # JSON's true is an int in Python.
@@ -42,37 +41,13 @@ def tail(folder: Path) -> LastNumbers:
     return LastNumbers(step=step)
 
 
-def last_lines(file: Path) -> bytes:
-    """Return the last 64 KiB of `file`; nothing if it cannot be read."""
+def _last_lines(file: Path) -> list[bytes]:
+    """Return the lines in the last 64 KiB of `file`; none if it cannot be read."""
     # Of a long run, reading all lines would take longer than the verb itself.
     try:
         with files.open_regular(file) as stream:
             stream.seek(0, io.SEEK_END)
             stream.seek(max(0, stream.tell() - _TAIL_BYTES))
-            return stream.read(_TAIL_BYTES)
+            return stream.read(_TAIL_BYTES).splitlines()
     except OSError:
-        return b""
-
-
-def slow_ranks(lines: bytes) -> SlowNow:
-    """Return the ranks that were slow at the last of `lines` that reports them."""
-    for values in _objects(lines):
-        try:
-            ranks = tuple(json_text.read(list[Straggler], values["slow"], "slow"))
-        except (ValueError, KeyError):
-            continue  # held-out data, or a line of another program
-        # The names go to the terminal, which control characters would steer.
-        if all(straggler.node.isprintable() for straggler in ranks):
-            return ranks
-    return None
-
-
-def _objects(lines: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects of `lines`, the last one first."""
-    for line in reversed(lines.splitlines()):
-        try:
-            values = json_text.parse(line, most_bytes=_LONGEST_LINE)
-        except ValueError:
-            continue  # half a line of a run that was killed, or of the file's part that was read
-        if isinstance(values, dict):
-            yield values
+        return []

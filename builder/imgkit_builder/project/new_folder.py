@@ -106,12 +106,9 @@ def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str
         names = " or ".join(program.programs(options.folder)) or "your program"
         yield f"command in imgkit.toml: the one that starts {names}"
     recipe, ref = f"./{options.recipe_file}", f"REGISTRY/{options.name}:1"
-    build = f"{cd}imgkit build {recipe}"
+    build, push = f"{cd}imgkit build {recipe}", f"imgkit push {recipe} {ref}"
     commands = {
-        "kubernetes": [
-            f"{build} && imgkit push {recipe} {ref}",
-            f"imgkit run --image {ref} --pvc CLAIM:/PATH",
-        ],
+        "kubernetes": [f"{build} && {push}", f"imgkit run --image {ref} --pvc CLAIM:/PATH"],
         "docker": [f"{build} && imgkit run"],
         "pyxis": [f"{build} && imgkit sif {recipe} --format sqsh && imgkit run"],
     }.get(parent.system.runtime.kind)
@@ -123,7 +120,7 @@ def next_steps(options: NewFolder, parent: Target, folder: Path) -> Iterator[str
             yield f"{key} in imgkit.toml, which {parent.name} needs"
     yield from commands or [f"{cd}imgkit run --dry-run && imgkit run"]
     if parent.system.runtime.kind == "docker" and parent.system.scheduler == "mpi":
-        yield f"imgkit push {recipe} {ref} && imgkit run --hosts HOST1,HOST2 --image {ref}"
+        yield f"{push} && imgkit run --hosts HOST1,HOST2 --image {ref}"
 
 
 def write(folder: Path, contents: Mapping[str, str]) -> tuple[Path, ...]:

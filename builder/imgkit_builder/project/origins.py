@@ -7,18 +7,17 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from imgkit_builder.job.request import AnyRequest, BuildJobRequest, ImageJob, Job, Request, declared, flags_in
+from imgkit_builder.job.request import Job, Request, declared, flags_in
 from imgkit_builder.project.toml_file import ProjectFile, ProjectValues
 from imgkit_builder.recipe.problems import Position, shown
 
-_Kind = TypeVar("_Kind", bound=AnyRequest)
 _REPLACED = ("account", "queue", "qos", "time", "nodes", "command")
 """Keys of the file that stand for a field of `Request`, which a flag replaces."""
 
 
-def under(request: _Kind, project: ProjectFile | None) -> _Kind:
+def under(request: Request, project: ProjectFile | None) -> Request:
     """Return `request`, which holds the flags, with the file's values where no flag was given.
 
     ``--bind`` and ``--env`` add to the file's; a variable of a flag replaces that of the file. The job runs
@@ -29,15 +28,14 @@ def under(request: _Kind, project: ProjectFile | None) -> _Kind:
     values = project.values
     file = shown(project.file).name
     names = {"": file, **{key: _location(position) for key, position in project.positions.items()}}
-    changes: dict[str, Any] = {
-        key: getattr(request, key) or getattr(values, key) for key in _REPLACED if hasattr(request, key)
-    }
+    # A job that makes a .sif has neither nodes and a command, nor variables and code.
+    keys = _REPLACED[:4] if request.image_flag else _REPLACED
+    changes: dict[str, Any] = {key: getattr(request, key) or getattr(values, key) for key in keys}
     if request.directory == Path():
         changes["directory"] = project.file.parent
         # Pods have no folder of this machine, so they must know who named it.
         names["directory"] = file
-    # A job that makes a .sif has neither variables nor code.
-    if isinstance(request, Request):
+    if not request.image_flag:
         flag_variables = set(map(_variable_name, request.env))
         inherited = (item for item in values.env if _variable_name(item) not in flag_variables)
         changes["env"] = (*inherited, *request.env)
@@ -82,12 +80,12 @@ def of_word(
     return ValueSource(name=name, value=value, flag=flag, position=position)
 
 
-def of_job(job: Job | ImageJob, flags: AnyRequest, project: ProjectFile | None) -> Iterator[ValueSource]:
+def of_job(job: Job, flags: Request, project: ProjectFile | None) -> Iterator[ValueSource]:
     """Yield every value of `job` with its source; `flags` holds the flags alone."""
     positions = job.recipe.positions
     # --no-code decides the code, too.
     flag_of = {flag.lstrip("-").removeprefix("no-"): flag for flag in flags_in(flags)}
-    if isinstance(flags, Request) and flags.command:
+    if flags.command:
         flag_of["command"] = "--"
     # Every field has the name of its flag, so that one table serves flags, file and recipe.
     for name, (value, *keys) in _single_values(job).items():
@@ -98,9 +96,9 @@ def of_job(job: Job | ImageJob, flags: AnyRequest, project: ProjectFile | None) 
             default = next((positions[path] for path in paths if path in positions), None)
             text = "" if value is None else str(value)
             yield of_word(name, text, flag=flag, project=project, default=default)
-    if isinstance(job, Job) and isinstance(flags, Request):
+    if not job.makes_image:
         yield from _binds_and_env(job, flags, project)
-    key = "options" if isinstance(job, Job) else "sif"
+    key = "sif" if job.makes_image else "options"
     for number, option in enumerate(getattr(job.recipe.system.queue, key)):
         position = positions.get(("system", "queue", key, number))
         yield ValueSource(name="option", value=option, position=position)
@@ -111,12 +109,12 @@ def of_job(job: Job | ImageJob, flags: AnyRequest, project: ProjectFile | None) 
             value, flag = getattr(system_flags, flag_spec.field), flag_spec.names[0]
             if value != flag_spec.default:
                 yield ValueSource(name=flag.lstrip("-"), value=str(value), flag=flag)
-    if isinstance(job, ImageJob):
-        source = job.request.build if isinstance(job.request, BuildJobRequest) else job.request.archive
-        yield ValueSource(name=job.request.where.lstrip("-"), value=str(source), flag=job.request.where)
+    if flag := job.request.image_flag:
+        source = job.request.archive or job.request.build
+        yield ValueSource(name=flag.lstrip("-"), value=str(source), flag=flag)
 
 
-def _single_values(job: Job | ImageJob) -> dict[str, tuple[Any, ...]]:
+def _single_values(job: Job) -> dict[str, tuple[Any, ...]]:
     """Return the values of `job` that one flag or one key states, and the keys of the recipe."""
     allocation = {
         "time": (job.time, "system.queue.time"),
@@ -124,7 +122,7 @@ def _single_values(job: Job | ImageJob) -> dict[str, tuple[Any, ...]]:
         "queue": (job.queue, "system.queue.name"),
     }
     image = {"name": (job.name,), "image": (job.image,), "directory": (job.directory,)}
-    if isinstance(job, ImageJob):
+    if job.makes_image:
         return {**allocation, **image}
     return {
         "nodes": (job.size,),

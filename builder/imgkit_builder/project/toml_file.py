@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from imgkit_builder.job import container, quoting, resolve
+from imgkit_builder.job import contents, quoting, resolve
 from imgkit_builder.recipe.model import KEYS, Short
 from imgkit_builder.recipe.problems import Collector, Position, RecipeErrors, parse_toml_file
 from imgkit_builder.recipe.system_files import is_path
-from imgkit_builder.recipe.validation import Mistake, validate
+from imgkit_builder.recipe.validation import rule_of, validate
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.rules import EnvValue, Fault, Line, Rule
+from imgkit_entrypoints.rules import EnvValue, Line
 from imgkit_entrypoints.system import Bind
 
 NAME = "imgkit.toml"
 _MOST_BYTES = 32 << 10
 _MOST_LINES = 500
-
-
-def _as_flag(check: Callable[[str], object]) -> Rule:
-    """Return the rule of a value that a flag takes too; empty means "not stated"."""
-
-    def rule(text: str) -> Iterator[Fault]:
-        try:
-            if text:
-                check(text)
-        except UsageError as error:
-            yield error.what, error.hint or ""
-
-    return Rule(rule)
 
 
 def _number_as_text(value: Any) -> Any:
@@ -49,13 +36,13 @@ class ProjectValues:
 
     remote: Line = ""
     recipe: Line = ""
-    account: Annotated[str, _as_flag(partial(quoting.check, "--account"))] = ""
-    queue: Annotated[str, _as_flag(partial(quoting.check, "--queue"))] = ""
-    qos: Annotated[str, _as_flag(partial(quoting.check, "--qos"))] = ""
-    time: Annotated[str, _as_flag(partial(quoting.seconds, where=""))] = ""
-    nodes: Annotated[str, _as_flag(resolve.parse_nodes), Short(_number_as_text)] = ""
+    account: Annotated[str, rule_of(partial(quoting.check, "--account"))] = ""
+    queue: Annotated[str, rule_of(partial(quoting.check, "--queue"))] = ""
+    qos: Annotated[str, rule_of(partial(quoting.check, "--qos"))] = ""
+    time: Annotated[str, rule_of(partial(quoting.seconds, where=""))] = ""
+    nodes: Annotated[str, rule_of(resolve.parse_nodes), Short(_number_as_text)] = ""
     binds: tuple[Bind, ...] = ()
-    env: tuple[Annotated[EnvValue, _as_flag(container.variable)], ...] = ()
+    env: tuple[Annotated[EnvValue, rule_of(contents.variable)], ...] = ()
     """``NAME=VALUE``, or ``NAME`` for the value that the variable has here."""
     code: Line = ""
     """A folder to lay over /workspace; the path starts at the file's folder."""
@@ -131,7 +118,10 @@ def parse(text: str, file: Path) -> ProjectFile:
     positions = {key: _position(key, text, file) for key in data}
     values, mistakes = validate(ProjectValues, {key: value for key, value in data.items() if value != ""})
     for mistake in mistakes:
-        problems.error(positions[str(mistake.path[0])], mistake.path, *_explain(mistake, data))
+        hint = mistake.hint
+        if mistake.kind == "type":
+            hint = 'write ["ONE", "TWO"]' if mistake.expected == "a list" else 'write "TEXT"'
+        problems.error(positions[str(mistake.path[0])], mistake.path, mistake.message, hint)
     if values is None or problems.errors:
         errors = sorted(problems.errors, key=lambda problem: problem.position.line)
         raise RecipeErrors(errors, of=NAME)
@@ -143,16 +133,3 @@ def _position(key: str, text: str, file: Path) -> Position:
     match = re.search(rf"^[ \t]*(?:{re.escape(key)}[ \t]*=|\[+{re.escape(key)}\b)", text, re.MULTILINE)
     line = text.count("\n", 0, match.start()) + 1 if match else 0
     return Position(file=file, line=line, column=min(line, 1))
-
-
-def _explain(mistake: Mistake, data: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the message and the hint for `mistake` in `data`."""
-    if mistake.kind != "type":
-        return mistake.message, mistake.hint
-    key = str(mistake.path[0])
-    value = data[key][mistake.path[1]] if len(mistake.path) > 1 else data[key]
-    names = {bool: "true or false", int: "an integer", float: "a number", str: "text", list: "a list"}
-    kind = names.get(type(value), "a table" if isinstance(value, dict) else "a date or time")
-    if mistake.expected == "a list":
-        return f"must be a list of strings, not {kind}", 'write ["ONE", "TWO"]'
-    return f"must be text, not {kind}", "" if isinstance(value, list | dict) else f'quote it: "{value}"'

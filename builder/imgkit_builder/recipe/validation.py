@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from imgkit_builder.recipe.problems import ANY, KeyPath, choices
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.rules import Fault, Rule
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -32,6 +34,22 @@ _EXPECTED = {
     "dataclass_type": "a mapping",
 }
 """pydantic's errors about types, with the expected form; ``names``: a mapping of the user's names."""
+
+
+def rule_of(check: Callable[[str], object], *, required: bool = False) -> Rule:
+    """Return the rule for a text that `check`, which raises UsageError, takes.
+
+    An empty text has no value, and passes unless it is `required`.
+    """
+
+    def rule(text: str) -> Iterator[Fault]:
+        try:
+            if text or required:
+                check(text)
+        except UsageError as error:
+            yield error.what, error.hint or ""
+
+    return Rule(rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from imgkit_builder.base.checks import Check, Verdict
+from imgkit_builder.base.checks import Check
 from imgkit_builder.remote import store
 from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import FIND_PROGRAM, Connection, unreadable
@@ -17,8 +15,6 @@ if TYPE_CHECKING:
 
 _LOW_SPACE_BYTES = 20e9
 """Free space below which a warning comes: an image of a few GB, its part file and the runs."""
-_CLOCKS_S = 5.0
-"""Larger differences make times in logs misleading. The figure includes the time that ssh takes to start."""
 _SUBMITS: Mapping[str, str] = {"slurm": "sbatch", "pbs": "qsub"}
 Answer = Mapping[str, Sequence[str]]
 """Values of the remote's answer by their key."""
@@ -26,7 +22,6 @@ Answer = Mapping[str, Sequence[str]]
 # Each line of the answer is a name, a blank and a value.
 _PROBE = (
     """\
-echo "clock $(date +%s)"
 echo "login $(id -un) on $(uname -n), $(uname -m), ${SHELL:-sh}"
 tools='cat cut dd df du find grep head ls mkdir mv rm rsync sed sha256sum sleep tail timeout touch tr wc'
 for tool in $tools; do
@@ -77,18 +72,13 @@ if bash -lc 'type module' > /dev/null 2>&1 < /dev/null; then
     modules=$(timeout 20 bash -lc 'module -t avail' 2>&1 < /dev/null)
     echo "modules $(echo "$modules" | grep -iE '^(singularity|apptainer)' | head -n 8 | tr '\\n' ' ')"
 fi
-if command -v curl > /dev/null 2>&1; then
-    internet=no
-    if curl -sI -m 4 https://example.com > /dev/null 2>&1 < /dev/null; then internet=yes; fi
-    echo "internet $internet"
-fi
 echo end
 """
 )
 
 
 def examine(connection: Connection, target: Target | None) -> tuple[Check, ...]:
-    """Return a check for each thing that a job or a transfer needs there, or can use.
+    """Return a check for each thing that a job or a transfer needs there.
 
     Parameters
     ----------
@@ -101,15 +91,12 @@ def examine(connection: Connection, target: Target | None) -> tuple[Check, ...]:
     """
     modules = target.system.runtime.modules if target else ()
     values = {"folder": connection.remote.folder, "program": _needed_program(target) or "sbatch"}
-    start_s = time.time()
     output = connection.answer(connection.stream(_PROBE, values, args=modules))
-    return read(output, connection, target, start_s=start_s, end_s=time.time())
+    return read(output, connection, target)
 
 
-def read(
-    output: bytes, connection: Connection, target: Target | None, *, start_s: float, end_s: float
-) -> tuple[Check, ...]:
-    """Return what the answer `output` says; the rest is as of `examine`, which asked between these times.
+def read(output: bytes, connection: Connection, target: Target | None) -> tuple[Check, ...]:
+    """Return what the answer `output` says; the rest is as of `examine`.
 
     Raises
     ------
@@ -127,14 +114,7 @@ def read(
         _scheduler(answer, target),
         _runtime(answer, modules),
         _folder(answer, connection.remote),
-        _internet(answer),
-        _modules(answer, modules),
-        _clock(answer, (start_s + end_s) / 2, end_s - start_s),
     )
-
-
-def _check(name: str, verdict: Verdict, value: str, hint: str = "") -> Check:
-    return Check(name=name, verdict=verdict, found=value, hint=hint)
 
 
 def _needed_program(target: Target | None) -> str:
@@ -144,47 +124,50 @@ def _needed_program(target: Target | None) -> str:
 
 def _login(answer: Answer, connection: Connection) -> Iterator[Check]:
     shared = "; one connection for all commands" if connection.socket_folder else ""
-    yield _check("login", "ok", answer.get("login", ["?"])[0] + shared)
+    yield Check("login", "ok", answer.get("login", ["?"])[0] + shared)
     if connection.unshared_reason:
         value = f"every command opens its own connection: {connection.unshared_reason}"
         hint = "export XDG_RUNTIME_DIR=/run/user/$(id -u), or another short folder of mode 700"
-        yield _check("sharing", "warn", value, hint)
+        yield Check("sharing", "warn", value, hint)
     if missing := answer.get("lacks"):
         hint = (
             "there: dnf install coreutils findutils rsync, or apt-get install; plain commands must find them"
         )
-        yield _check("tools", "fail", f"no {', '.join(missing)}", hint)
+        yield Check("tools", "fail", f"no {', '.join(missing)}", hint)
 
 
 def _scheduler(answer: Answer, target: Target | None) -> Check:
-    program = _needed_program(target)
-    versions = {name: answer[program][0] for name, program in _SUBMITS.items() if program in answer}
-    system = target.system.scheduler if target else ""
+    name, program = "scheduler", _needed_program(target)
+    versions = {system: answer[tool][0] for system, tool in _SUBMITS.items() if tool in answer}
+    system = target.system.scheduler if target else next(iter(versions), "")
     if target and not program:
         value = f"the recipe {target.name} runs by {system}, which imgkit run does not support"
-        return _check("scheduler", "fail", value, "a recipe with scheduler: slurm or pbs; imgkit list")
-    name = system or next(iter(versions), "")
-    if name in versions:
-        return _check("scheduler", "ok", f"{name}: {versions[name]}")
-    command = "imgkit remote add NAME USER@HOST --replace"
+        return Check(name, "fail", value, "a recipe with scheduler: slurm or pbs; imgkit list")
+    if system in versions:
+        return Check(name, "ok", f"{system}: {versions[system]}")
+    hint = "name a login node of the cluster: imgkit remote add NAME USER@HOST --replace"
     if errors := answer.get("broken"):
-        hint = f"is this a login node of the cluster? {command}"
-        return _check("scheduler", "fail", f"it does not answer: {errors[0]}", hint)
+        return Check(name, "fail", f"it does not answer: {errors[0]}", hint)
     value = f"{program} is not on the PATH" if program else "neither sbatch nor qsub is on the PATH"
     if versions:
         value += f", but {', '.join(versions)} is there"
-    return _check("scheduler", "fail", value, f"name a login node of the cluster: {command}")
+    return Check(name, "fail", value, hint)
 
 
 def _runtime(answer: Answer, modules: Sequence[str]) -> Check:
     if versions := answer.get("runtime"):
-        return _check("runtime", "ok", versions[0])
+        return Check("runtime", "ok", versions[0])
+    if modules and "modules" not in answer:
+        value = f"the recipe's jobs load {', '.join(modules)}, and there is no module command"
+        hint = "a recipe of your own without system.runtime.modules; start from: imgkit show RECIPE"
+        return Check("runtime", "fail", value, hint)
     value = f"module load {' '.join(modules)} gives none" if modules else "no singularity or apptainer here"
     if "modules" in answer:
-        hint = "module avail singularity, then system.runtime.modules of the recipe"
-        return _check("runtime", "fail" if modules else "warn", value, hint)
+        names = answer["modules"][0] or "none of that name"
+        hint = f"system.runtime.modules of the recipe; module avail lists: {names}"
+        return Check("runtime", "fail" if modules else "warn", value, hint)
     # Some sites have it on the compute nodes only.
-    return _check("runtime", "warn", value, "look on a compute node: srun -N1 singularity --version")
+    return Check("runtime", "warn", value, "look on a compute node: srun -N1 singularity --version")
 
 
 def _folder(answer: Answer, remote: Remote) -> Check:
@@ -192,16 +175,16 @@ def _folder(answer: Answer, remote: Remote) -> Check:
     if not owner and (errors or not home):
         value = f"{remote.folder} cannot be used: {errors or 'no answer'}"
         hint = "another folder: imgkit remote add NAME USER@HOST:/PATH --replace"
-        return _check("folder", "fail", value, hint)
+        return Check("folder", "fail", value, hint)
     if error := store.home_error(home, owner, remote):
-        return _check("folder", "fail", error.what, error.hint or "")
+        return Check("folder", "fail", error.what, error.hint or "")
     free = store.free_bytes(answer["disk"][0]) if "disk" in answer else None
     value = home if free is None else f"{home}, {free / 1e9:.0f} GB free"
     if quota := answer.get("quota", [""])[0]:
         value += f"; quota: {_quota(quota)}"
     if free is not None and free < _LOW_SPACE_BYTES:
-        return _check("folder", "warn", value, "an image takes several GB: a folder on a larger file system")
-    return _check("folder", "ok", value)
+        return Check("folder", "warn", value, "an image takes several GB: a folder on a larger file system")
+    return Check("folder", "ok", value)
 
 
 def _quota(row: str) -> str:
@@ -212,32 +195,3 @@ def _quota(row: str) -> str:
     sizes = zip(("soft", "hard"), fields[2:4], strict=True)
     limits = [f"{kind} limit {size}" for kind, size in sizes if size.strip("0kKB")]
     return ", ".join((f"{fields[1]} used", *(limits or ["no limit"])))
-
-
-def _internet(answer: Answer) -> Check:
-    value = answer.get("internet", ["unknown: there is no curl"])[0]
-    if value == "yes":
-        return _check("internet", "ok", "from the login node")
-    return _check("internet", "skip", f"{value}; images and data come from here")
-
-
-def _modules(answer: Answer, modules: Sequence[str]) -> Check:
-    if "modules" in answer:
-        runtimes = answer["modules"][0] or "none of them is named singularity or apptainer"
-        return _check("modules", "ok", f"module works: {runtimes}")
-    if not modules:
-        return _check("modules", "skip", "no module command")
-    value = f"the recipe's jobs load {', '.join(modules)}, and there is no module command"
-    hint = "a recipe of your own without system.runtime.modules; start from: imgkit show RECIPE"
-    return _check("modules", "fail", value, hint)
-
-
-def _clock(answer: Answer, local_s: float, duration_s: float) -> Check:
-    value = answer.get("clock", [""])[0]
-    if not re.fullmatch(r"[0-9]{1,12}", value):
-        return _check("clock", "warn", "date does not answer", "date +%s there")
-    ahead_s = int(value) - local_s
-    if abs(ahead_s) - duration_s <= _CLOCKS_S:
-        return _check("clock", "ok", f"within {_CLOCKS_S:.0f} s of this machine's")
-    value = f"{abs(ahead_s):.0f} s {'ahead' if ahead_s > 0 else 'behind'}"
-    return _check("clock", "warn", value, "times in logs mislead; here: timedatectl set-ntp true")

@@ -19,14 +19,7 @@ _SIMILAR = 3
 """Number of folders on the remote in which rsync looks for equal files."""
 
 
-def upload(
-    connection: Connection,
-    code: CodeFolder,
-    store: Store,
-    *,
-    report: Reporter,
-    max_bytes_per_s: float | None = None,
-) -> str:
+def upload(connection: Connection, code: CodeFolder, store: Store, report: Reporter) -> str:
     """Make the folder of `code` in the store unless it is there; return its path below the remote's folder.
 
     Raises
@@ -42,18 +35,9 @@ def upload(
         # A copy: what rsync reads is what the digest names, even if somebody edits a file meanwhile.
         copy = Path(work, "code")
         code.tree.write(copy)
-        sent = transfer.upload(
-            connection,
-            Source(
-                path=copy,
-                label="code",
-                size_bytes=code.tree.size_bytes,
-                similar=store.code[:_SIMILAR],
-            ),
-            home=store.home,
-            target=target,
-            report=report,
-            max_bytes_per_s=max_bytes_per_s,
+        source = Source(
+            path=copy, label="code", size_bytes=code.tree.size_bytes, similar=store.code[:_SIMILAR]
         )
+        sent = transfer.upload(connection, source, home=store.home, target=target, report=report)
     report.note(f"sent: code{f': {sent}' if sent else ''}")
     return target

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,7 @@ from imgkit_builder.job.ssh import fanout
 from imgkit_builder.recipe import problems
 from imgkit_builder.recipe.model import KEYS
 from imgkit_builder.recipe.problems import choices
-from imgkit_builder.recipe.validation import validate
+from imgkit_builder.recipe.validation import rule_of, validate
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rules import Fault, Rule, like
 
@@ -45,21 +46,12 @@ def check_folder(folder: str, *, where: str) -> str:
     return folder
 
 
-def _host(text: str) -> Iterator[Fault]:
+def check_host(text: str, *, where: str = "") -> str:
+    """Return `text`, if it is an address. Raises UsageError if it is not."""
     if not fanout.is_host(text):
-        yield f"{text!r} is not an address", "USER@HOST, or a Host of ~/.ssh/config"
-
-
-def _transfer(text: str) -> Iterator[Fault]:
-    if text:
-        yield from _host(text)
-
-
-def _folder(text: str) -> Iterator[Fault]:
-    try:
-        check_folder(text, where="")
-    except UsageError as error:
-        yield error.what, error.hint or ""
+        hint = "USER@HOST, or a Host of ~/.ssh/config"
+        raise UsageError(f"{text!r} is not an address", where=where, hint=hint)
+    return text
 
 
 def _keep_s(seconds: int) -> Iterator[Fault]:
@@ -71,13 +63,13 @@ def _keep_s(seconds: int) -> Iterator[Fault]:
 class RemoteTable:
     """The keys of a remote in the file."""
 
-    address: Annotated[str, Rule(_host)]
+    address: Annotated[str, rule_of(check_host, required=True)]
     """``USER@HOST``, or a Host of ~/.ssh/config."""
-    folder: Annotated[str, Rule(_folder)] = FOLDER
+    folder: Annotated[str, rule_of(partial(check_folder, where=""))] = FOLDER
     """imgkit's folder there: a path, or a name in the home folder."""
     recipe: str = ""
     """The recipe that jobs there use; empty where each names its own."""
-    transfer: Annotated[str, Rule(_transfer)] = ""
+    transfer: Annotated[str, rule_of(check_host)] = ""
     """Another host with the same folders, through which files go; empty where `address` takes them."""
     keep_s: Annotated[int, Rule(_keep_s, core={"type": "int", "strict": True})] = KEEP_S
     """Seconds for which an unused connection stays open; 0: each command connects by itself."""

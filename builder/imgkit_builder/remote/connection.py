@@ -75,6 +75,8 @@ class Connection:
     """Why there is no such folder; empty if the user wants it so."""
     ask: bool
     """Whether ssh may ask for a password or a second factor on the terminal."""
+    max_bytes_per_s: float | None = None
+    """Limit for what is sent."""
 
     def run(self, script: str, values: Mapping[str, str] = _NONE, *, by_transfer: bool = False) -> bytes:
         """Return the output of `script`; the parameters are those of `stream`.
@@ -224,15 +226,12 @@ def unreadable(remote: str, output: bytes) -> ToolFailed:
     )
 
 
-def connect(remote: Remote, *, ask: bool = False) -> Connection:
-    """Return how to reach `remote`; nothing is started.
-
-    Parameters
-    ----------
-    ask : whether ssh may ask on the terminal.
-    """
+def connect(remote: Remote, *, ask: bool = False, max_bytes_per_s: float | None = None) -> Connection:
+    """Return how to reach `remote`; nothing is started. The parameters are those of `Connection`."""
     folder, reason = (None, "") if remote.keep_s == 0 else _socket_folder()
-    return Connection(remote=remote, socket_folder=folder, unshared_reason=reason, ask=ask)
+    return Connection(
+        remote=remote, socket_folder=folder, unshared_reason=reason, ask=ask, max_bytes_per_s=max_bytes_per_s
+    )
 
 
 def _socket_folder() -> tuple[Path | None, str]:

@@ -112,12 +112,8 @@ def find_unused(connection: Connection, days: int) -> Unused:
     """
     output = connection.run(_LIST, {"folder": connection.remote.folder})
     files, notes, clock_s = parse(output, connection.remote.name)
-    waiting: dict[str, Collection[str] | None] = {}
-    reasons = []
-    for name in dict.fromkeys(note.system for note in notes):
-        waiting[name], reason = unfinished(connection, name)
-        reasons += [reason] if reason else []
-    return choose(files, notes, waiting, clock_s - days * DAY_S, tuple(reasons))
+    waiting = {name: unfinished(connection, name) for name in dict.fromkeys(note.system for note in notes)}
+    return choose(files, notes, waiting, clock_s - days * DAY_S)
 
 
 def remove(connection: Connection, unused: Unused) -> tuple[str, ...]:
@@ -175,23 +171,21 @@ def parse(output: bytes, remote: str) -> tuple[tuple[StoredFile, ...], tuple[Job
 def choose(
     files: Iterable[StoredFile],
     notes: Sequence[JobNote],
-    waiting: Mapping[str, Collection[str] | None],
+    waiting: Mapping[str, Collection[str] | str],
     before_s: float,
-    unknown: tuple[str, ...] = (),
 ) -> Unused:
     """Return what nothing uses.
 
     Parameters
     ----------
-    waiting : system -> ids of its jobs that have not ended; None: nobody knows, and each job may wait.
+    waiting : system -> ids of its jobs that have not ended; a text: why nobody knows, and each job may wait.
     before_s : what was used since then is in use.
-    unknown : why some of `waiting` are None.
     """
     used: set[str] = set()
     ended_jobs = []
     for note in notes:
-        unfinished_ids = waiting.get(note.system)
-        if unfinished_ids is None or note.id in unfinished_ids or note.used_s >= before_s:
+        ids = waiting[note.system]
+        if isinstance(ids, str) or note.id in ids or note.used_s >= before_s:
             used.update(note.files)
         else:
             ended_jobs.append(note.id)
@@ -203,12 +197,12 @@ def choose(
         used=len(all_files) - len(unused),
         ended_jobs=tuple(ended_jobs),
         before_s=before_s,
-        unknown=unknown,
+        unknown=tuple(reason for reason in waiting.values() if isinstance(reason, str)),
     )
 
 
-def unfinished(connection: Connection, name: str) -> tuple[Collection[str] | None, str]:
-    """Return the ids of all jobs of a system that have not ended; or None, and why nobody knows them.
+def unfinished(connection: Connection, name: str) -> Collection[str] | str:
+    """Return the ids of all jobs of a system that have not ended; a text: why nobody knows them.
 
     Parameters
     ----------
@@ -218,11 +212,11 @@ def unfinished(connection: Connection, name: str) -> tuple[Collection[str] | Non
     try:
         system = systems.named(name)
     except (UsageError, ToolFailed) as error:
-        return None, error.what
+        return error.what
     if not system.unfinished_ids:
-        return None, f"{name} lists no jobs"
-    argv = (*system.unfinished_ids, *((f"{system.cluster_option}{cluster}",) if cluster else ()))
+        return f"{name} lists no jobs"
+    argv = [word.format(cluster=cluster) for word in system.unfinished_ids if cluster or "{" not in word]
     result = jobs.finished(connection, argv)
     if result.returncode != 0:
-        return None, f"{argv[0]} failed with exit code {result.returncode}: {result.tail()}"
-    return frozenset(result.output.split()), ""
+        return f"{argv[0]} failed with exit code {result.returncode}: {result.tail()}"
+    return frozenset(result.output.split())

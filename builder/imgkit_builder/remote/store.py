@@ -12,7 +12,7 @@ from pathlib import Path
 
 from imgkit_builder.base import files
 from imgkit_builder.delta import descriptor
-from imgkit_builder.delta.descriptor import BaseSif, Delta
+from imgkit_builder.delta.descriptor import Delta
 from imgkit_builder.job import quoting
 from imgkit_builder.remote.config import Remote
 from imgkit_builder.remote.connection import FIND_PROGRAM, Connection, unreadable
@@ -34,10 +34,22 @@ fi
 """
 """Names the folder's owner if that is another user, who could exchange what this user's jobs start."""
 
+_SHOW = """\
+show() {
+    if [ -f "$1" ] && size=$(wc -c < "$1"); then
+        echo "file $((size)) ${1##*/}"
+        head -c "$edge" "$1"
+        tail -c "$edge" "$1"
+    fi
+}
+"""
+"""Prints a file's size, name and both ends."""
+
 # Code and output of a run may be private, and a umask may be wide: what imgkit makes is closed.
 # imgkit remote gc spares what was chosen lately, by its time.
 _LOOK = (
     FIND_PROGRAM
+    + _SHOW
     + """\
 umask 077
 mkdir -p -- "$folder" || exit 1
@@ -52,12 +64,8 @@ for file in images/*.sif; do echo "name ${file#images/}"; done
 ls -t code | sed 's/^/code /'
 touch -c -- "code/$code" 2> /dev/null
 for file in images/"$image"-*.sif deltas/"$image"-*.imgdelta; do
-    if [ -f "$file" ] && size=$(wc -c < "$file"); then
-        echo "file $((size)) ${file##*/}"
-        head -c "$edge" "$file"
-        tail -c "$edge" "$file"
-        touch -c -- "$file" 2> /dev/null
-    fi
+    show "$file"
+    touch -c -- "$file" 2> /dev/null
 done
 echo end
 """.replace("{folders}", " ".join(FOLDERS))
@@ -65,17 +73,14 @@ echo end
 
 
 _MOST_BASES = 8
-_BASES = """\
+_BASES = (
+    _SHOW
+    + """\
 cd -- "$folder/images" || exit 1
-ls -t | head -n "$most" | while IFS= read -r file; do
-    if [ -f "$file" ] && size=$(wc -c < "$file"); then
-        echo "file $((size)) $file"
-        head -c "$edge" "./$file"
-        tail -c "$edge" "./$file"
-    fi
-done
+ls -t | head -n "$most" | while IFS= read -r file; do show "./$file"; done
 echo end
 """
+)
 _READ_MANIFEST = """\
 tail -c "+$start" -- "$folder/images/$name" | head -c "$size"
 """
@@ -109,14 +114,9 @@ class Store:
     """Digests of the folders of code, the last used first."""
 
 
-def base_name(base: BaseSif) -> str:
-    """Return the name of the .sif below a delta."""
-    return f"{base.image_id[7:]}-{base.root_sha256[:12]}.sif"
-
-
 def delta_name(delta: Delta) -> str:
     """Return the name of a delta in the store."""
-    return f"{delta.image_id[7:]}-{delta.sha256[:12]}.imgdelta"
+    return image.name_in_store(delta.image_id, delta.sha256, ".imgdelta")
 
 
 def look(
@@ -165,13 +165,12 @@ def closest_base(connection: Connection, diff_ids: Collection[str], arch: str) -
         if key != "file":
             continue
         with _sparse_copy(int(size), body) as path:
-            if not _is_image(path, name, ""):
-                continue
-            sif = dataclasses.replace(image.read(path), path=Path(name))
-        if sif.record and sif.record.manifest_sha256 and sif.arch == arch:
-            shared = len({*sif.record.diff_ids} & {*diff_ids})
+            sif = _read_sif(path, name)
+        record = sif.record if sif else None
+        if sif and record and record.manifest_sha256 and not record.delta_sha256 and sif.arch == arch:
+            shared = len({*record.diff_ids} & {*diff_ids})
             if shared > most_shared:
-                closest, most_shared = sif, shared
+                closest, most_shared = dataclasses.replace(sif, path=Path(name)), shared
     return closest
 
 
@@ -206,10 +205,7 @@ def read(output: bytes, remote: Remote, *, file_name: str = "") -> Store:
     UsageError : the folder belongs to another user, or its path cannot be used in a job.
     """
     values = {"home": "", "owner": "", "program": ""}
-    names: list[str] = []
-    code: list[str] = []
-    images: list[str] = []
-    deltas: list[StoredDelta] = []
+    names, code, images, deltas = list[str](), list[str](), list[str](), list[StoredDelta]()
     for key, value, body in _rows(output, remote):
         if key in values:
             values[key] = value
@@ -222,8 +218,10 @@ def read(output: bytes, remote: Remote, *, file_name: str = "") -> Store:
             with _sparse_copy(int(size), body) as path:  # a size that `_rows` has read
                 if name.endswith(".imgdelta"):
                     deltas += _read_delta(path, name, names)
-                elif _is_image(path, name, file_name):
-                    images.append(name)
+                elif sif := _read_sif(path, name):
+                    is_alone = sif.record is not None and not sif.record.delta_sha256
+                    if name == file_name if file_name else is_alone:
+                        images.append(name)
     if not values["home"] and not values["owner"]:
         raise unreadable(remote.name, output)
     if error := home_error(values["home"], values["owner"], remote):
@@ -311,17 +309,13 @@ def _sparse_copy(size: int, body: bytes) -> Iterator[Path]:
         yield path
 
 
-def _is_image(path: Path, name: str, file_name: str) -> bool:
-    """Return whether the .sif is complete, and has the name that its record gives it; else `file_name`."""
+def _read_sif(path: Path, name: str) -> SifImage | None:
+    """Return the .sif, if it is complete, and has the name that its record gives it, or no record."""
     try:
-        record = image.read(path).record
-        if record is None:
-            return name == file_name
-        if name != image.store_name(record):
-            return False
+        sif = image.read(path)
+        return sif if sif.record is None or name == image.store_name(sif.record) else None
     except (CheckFailed, UsageError):
-        return False
-    return name == file_name if file_name else not record.delta_sha256
+        return None
 
 
 def _read_delta(path: Path, name: str, images: list[str]) -> Iterator[StoredDelta]:
@@ -330,6 +324,6 @@ def _read_delta(path: Path, name: str, images: list[str]) -> Iterator[StoredDelt
         delta = descriptor.read(path)
     except (CheckFailed, UsageError):
         return
-    base = base_name(delta.base)
+    base = image.name_in_store(delta.base.image_id, delta.base.root_sha256)
     if name == delta_name(delta) and base in images:
         yield StoredDelta(name=name, base=base, delta=delta)

@@ -71,15 +71,7 @@ class Source:
     """Names of folders beside the target, whose equal files are linked there and not sent."""
 
 
-def upload(
-    connection: Connection,
-    source: Source,
-    *,
-    home: str,
-    target: str,
-    report: Reporter,
-    max_bytes_per_s: float | None = None,
-) -> str:
+def upload(connection: Connection, source: Source, *, home: str, target: str, report: Reporter) -> str:
     """Make `source` appear as `target`, ``FOLDER/NAME``, in the folder `home` of the remote.
 
     Returns
@@ -105,7 +97,7 @@ def upload(
             if arrived_bytes:
                 report.note(f"{size_text(arrived_bytes)} of {size_text(source.size_bytes)} were sent before")
             report.stage(f"send the {source.label} to {remote}")
-            sent = _send(connection, values, source, report, max_bytes_per_s)
+            sent = _send(connection, values, source, report)
             report.stage(f"check the {source.label} on {remote}")
             digest = _sha256(source) if source.path.is_file() else ""
             answer = connection.run(_PUBLISH, {**values, "sum": digest}, by_transfer=True)
@@ -152,16 +144,11 @@ def _prepare(connection: Connection, values: Mapping[str, str], source: Source, 
     return arrived_bytes
 
 
-def _send(
-    connection: Connection,
-    values: Mapping[str, str],
-    source: Source,
-    report: Reporter,
-    max_bytes_per_s: float | None,
-) -> str:
+def _send(connection: Connection, values: Mapping[str, str], source: Source, report: Reporter) -> str:
     incoming, name = f"{values['home']}/{values['folder']}/.incoming", values["name"]
     # Not -a: as root it would give the files to a user id of this machine.
-    limit = (f"--bwlimit={max(1, round(max_bytes_per_s / 1024))}",) if max_bytes_per_s else ()
+    bytes_per_s = connection.max_bytes_per_s
+    limit = (f"--bwlimit={max(1, round(bytes_per_s / 1024))}",) if bytes_per_s else ()
     with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
         if source.path.is_dir():
             links = (f"--link-dest=../../{similar}" for similar in source.similar)

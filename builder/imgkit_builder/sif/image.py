@@ -301,7 +301,12 @@ def store_name(record: ImgkitRecord) -> str:
     content = record.root_sha256
     if record.delta_sha256:
         content = hashlib.sha256(f"{content} {record.delta_sha256}".encode()).hexdigest()
-    return f"{record.image_id[7:]}-{content[:12]}.sif"
+    return name_in_store(record.image_id, content)
+
+
+def name_in_store(image_id: str, content_sha256: str, suffix: str = ".sif") -> str:
+    """Return the name of a file with this content that holds, or makes, the image."""
+    return f"{image_id.removeprefix('sha256:')}-{content_sha256[:12]}{suffix}"
 
 
 def is_sif(path: Path) -> bool:

@@ -1,72 +1,93 @@
-"""Build and test the image of a recipe by an engine, or its .sif by Singularity or Apptainer."""
+"""Build and test the image of a recipe by an engine, or its .sif by Singularity or Apptainer.
+
+The fields of the two requests declare the options of ``imgkit build``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from imgkit_builder.base.checks import Check
 from imgkit_builder.base.progress import SILENT, Reporter
+from imgkit_builder.job.request import flag
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
-    from imgkit_builder.apptainer.build import BuildPlan, BuiltSif, SifRequest
-    from imgkit_builder.engine import Built, Engine, ImageInfo
+    from imgkit_builder.apptainer.build import BuiltSif, Pack, SifRequest
+    from imgkit_builder.engine import Engine, ImageInfo
     from imgkit_builder.image.context import BuildContext
     from imgkit_builder.image.members import Packed
     from imgkit_builder.oci.manifest import BaseImage
     from imgkit_builder.recipe import Recipe
     from imgkit_builder.recipe.problems import Problem
 
+BASE_HELP = "Base image instead of the recipe's; current: the recipe's current_base."
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+# Without slots: the options of the command line are both kinds of request at once.
+@dataclass(frozen=True, kw_only=True)
 class _Build:
     """What both kinds of build can be asked for; None takes the recipe's value."""
 
-    base: str | None = None
-    """Base image instead of the recipe's; ``current``: the recipe's ``current_base``."""
-    platform: str | None = None
-    """``linux/amd64`` or ``linux/arm64``, if the recipe allows both."""
-    build_args: tuple[str, ...] = ()
-    """``NAME=VALUE`` for the recipe's ``image.args``."""
-    locked: bool = False
-    """Build from the recipe's lock; fail if there is none, or if it is stale."""
-    no_lock: bool = False
-    """Build without the recipe's lock."""
-    no_cache: bool = False
-    """Run every step again."""
-    pull: bool = False
-    """Pull the base even if it is local."""
-    no_test: bool = False
-    """Skip the smoke test."""
-    large: bool = False
-    """Pack more than 1 GB of code."""
+    base: str | None = flag(None, metavar="REF", help=BASE_HELP)
+    platform: str | None = flag(
+        None, metavar="PLATFORM", help="linux/amd64 or linux/arm64, if the recipe allows both."
+    )
+    build_args: tuple[str, ...] = flag(
+        (), "--build-arg", metavar="NAME=VALUE", help="Value for the recipe's image.args; repeatable."
+    )
+    locked: bool = flag(False, help="Build from the recipe's lock; fail if there is none, or if it is stale.")
+    no_lock: bool = flag(False, help="Build without the recipe's lock.")
+    no_cache: bool = flag(False, help="Run every step again.")
+    pull: bool = flag(False, help="Pull the base even if it is local.")
+    no_test: bool = flag(False, help="Skip the smoke test.")
+    large: bool = flag(False, help="Do not ask for confirmation above 1 GB of code.")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class BuildRequest(_Build):
     """How an engine builds an image."""
 
-    tag: str | None = None
-    """Name of the image; None: RECIPE:latest."""
-    builder: Literal["auto", "classic", "buildx", "podman"] = "auto"
+    tag: str | None = flag(None, help="Tag of the image (default: RECIPE:latest).")
+    builder: Literal["auto", "classic", "buildx", "podman"] = flag(
+        "auto",
+        help="classic: the engine's API. buildx: docker buildx. podman: podman build. "
+        "auto: podman for Podman, else classic.",
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class SifBuildRequest(_Build):
     """How Singularity or Apptainer builds a .sif."""
 
-    output: Path | None = None
-    """File to write; None: RECIPE.sif in this folder."""
-    base_from: str | None = None
-    """An archive, an OCI folder or a .sif of the base, or ``registry``, which is the default."""
-    tmpdir: Path | None = None
-    """Folder for temporary files."""
-    runtime: str | None = None
-    """Command name or path of the runtime; None: singularity, else apptainer."""
+    output: Path | None = flag(
+        None,
+        "--output",
+        "-o",
+        metavar="X.sif",
+        help="Without Docker: file to write (default: RECIPE.sif).",
+    )
+    base_from: str | None = flag(
+        None,
+        metavar="PATH|registry",
+        help="Without Docker: an archive, an OCI folder or a .sif of the base (default: its registry).",
+    )
+    tmpdir: Path | None = flag(
+        None,
+        metavar="DIR",
+        help="Without Docker: folder for temporary files, best on a large local disk (default: "
+        "$IMGKIT_TMPDIR, $APPTAINER_TMPDIR, $SINGULARITY_TMPDIR, $TMPDIR, else next to the .sif).",
+    )
+    runtime: str | None = flag(
+        None,
+        "--runtime-command",
+        metavar="COMMAND",
+        help="Without Docker: name or path of the runtime (default: singularity, else apptainer).",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +133,21 @@ class ImagePlan:
     tag: str
     context_bytes: int
     dockerfile: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SifPlan:
+    """What a build by Singularity or Apptainer would do."""
+
+    recipe: str
+    file: Path
+    base: str
+    base_from: str
+    platform: str
+    sif: Path
+    context_bytes: int
+    command: str
+    definition: str
 
 
 def build(
@@ -177,7 +213,20 @@ def build(
         )
     if built.up_to_date:
         report.note(f"{built.tag} is up to date: the engine's cache has every step (to run them: --no-cache)")
-    return dataclasses.replace(_built_image(loaded, built, base), checks=tuple(tested))
+    return BuiltImage(
+        id=built.image.id,
+        tag=built.tag,
+        up_to_date=built.up_to_date,
+        platform=built.image.platform,
+        size_bytes=built.image.size_bytes,
+        standin=base.standin,
+        base=BuiltBase(name=base.name, id=base.id, digest=base.digest),
+        locked=loaded.lock is not None,
+        runtime=loaded.system.runtime.kind,
+        log=built.log,
+        labels=dict(built.image.labels),
+        checks=tuple(tested),
+    )
 
 
 def plan(
@@ -236,22 +285,6 @@ def _smoke(engine: Engine, image: ImageInfo, context: BuildContext, report: Repo
     return results
 
 
-def _built_image(recipe: Recipe, built: Built, base: BaseImage) -> BuiltImage:
-    return BuiltImage(
-        id=built.image.id,
-        tag=built.tag,
-        up_to_date=built.up_to_date,
-        platform=built.image.platform,
-        size_bytes=built.image.size_bytes,
-        standin=base.standin,
-        base=BuiltBase(name=base.name, id=base.id, digest=base.digest),
-        locked=recipe.lock is not None,
-        runtime=recipe.system.runtime.kind,
-        log=built.log,
-        labels=dict(built.image.labels),
-    )
-
-
 def build_sif(
     recipe: str | Path, request: SifBuildRequest = SifBuildRequest(), *, report: Reporter = SILENT
 ) -> BuiltSif:
@@ -273,7 +306,7 @@ def build_sif(
 
 def plan_sif(
     recipe: str | Path, request: SifBuildRequest = SifBuildRequest(), *, report: Reporter = SILENT
-) -> tuple[SifRequest, BuildPlan]:
+) -> SifPlan:
     """Work out what `build_sif` would do.
 
     Raises
@@ -283,13 +316,23 @@ def plan_sif(
     from imgkit_builder.apptainer import build as builds
 
     sif_request, pack = _sif_request(recipe, request, report)
-    return sif_request, builds.plan(sif_request, pack, report)
+    planned = builds.plan(sif_request, pack, report)
+    base = planned.context.manifest.base
+    return SifPlan(
+        recipe=sif_request.recipe.name,
+        file=sif_request.recipe.file,
+        base=base.name,
+        base_from=request.base_from or "its registry",
+        platform=base.platform,
+        sif=sif_request.target,
+        context_bytes=planned.context.size_bytes,
+        command=planned.command,
+        definition=planned.definition.text,
+    )
 
 
-def _sif_request(
-    recipe: str | Path, request: SifBuildRequest, report: Reporter
-) -> tuple[SifRequest, Callable[[BaseImage], BuildContext]]:
-    """The request to `apptainer.build`, and what packs the context for a base."""
+def _sif_request(recipe: str | Path, request: SifBuildRequest, report: Reporter) -> tuple[SifRequest, Pack]:
+    """Return the request to `apptainer.build`, and what packs the context for a base."""
     from imgkit_builder.apptainer.build import SifRequest
     from imgkit_builder.oci.platform import host_platform
     from imgkit_builder.recipe.targets import module_line
@@ -375,7 +418,7 @@ def _pack(recipe: Recipe, base: BaseImage, request: _Build, report: Reporter) ->
 
 
 def _followed(recipe: Recipe, platform: str, request: _Build, report: Reporter) -> Recipe:
-    """`recipe` with its lock, unless the request says otherwise or there is none.
+    """Return `recipe` with its lock, unless the request says otherwise or there is none.
 
     Raises
     ------
@@ -397,7 +440,7 @@ def _followed(recipe: Recipe, platform: str, request: _Build, report: Reporter) 
 
 
 def _base_of(recipe: Recipe, request: _Build) -> str | None:
-    """The name of the base instead of the recipe's: the lock's digest, else that of the request."""
+    """Return the name of the base instead of the recipe's: the lock's digest, else that of the request."""
     from imgkit_builder.recipe import bases
 
     locked = recipe.lock.base if recipe.lock and recipe.lock.base.digest else None
@@ -411,18 +454,18 @@ def _check_base(recipe: Recipe, base: BaseImage) -> None:
     ------
     CheckFailed : it is another image.
     """
-    if recipe.lock is None or not base.id or not recipe.lock.base.id or base.id == recipe.lock.base.id:
-        return
-    raise CheckFailed(
-        f"the base {base.name} is {base.id}, and the lock has {recipe.lock.base.id}",
-        where=recipe.where("image", "base"),
-        hint="bring back the image that was locked, or lock the new one: imgkit lock; to build without the "
-        "lock: --no-lock",
-    )
+    locked_id = recipe.lock.base.id if recipe.lock else ""
+    if locked_id and base.id and base.id != locked_id:
+        raise CheckFailed(
+            f"the base {base.name} is {base.id}, and the lock has {locked_id}",
+            where=recipe.where("image", "base"),
+            hint="bring back the image that was locked, or lock the new one: imgkit lock; to build without "
+            "the lock: --no-lock",
+        )
 
 
 def warning_lines(problems: Iterable[Problem]) -> tuple[str, ...]:
-    """The lines of `problems` as warnings, each with its source."""
+    """Return the lines of `problems` as warnings, each with its source."""
     return tuple(line for problem in problems for line in f"warning: {problem}".split("\n"))
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from imgkit_builder.base.progress import SILENT, Reporter
+from imgkit_builder.sif.conversion import Options
 from imgkit_builder.workflow.names import (
     ARCHIVE_SUFFIXES,
     RECIPE_SUFFIXES,
@@ -22,38 +23,17 @@ from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.archive.sidecar import Sidecar
-    from imgkit_builder.sif.conversion import Converted, FormatName, Options
+    from imgkit_builder.sif.conversion import Converted
     from imgkit_builder.sif.entries import EngineImage, Source
     from imgkit_entrypoints.system import CompressionChoice, SystemFacts
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConversionRequest:
-    """How to convert an image."""
-
-    format: FormatName | None = None
-    """None: ``sqsh`` where the name of the file ends so, else ``sif``."""
-    compression: CompressionChoice = "auto"
-    """``zstd`` or ``gzip``; ``auto``: what the system of the image states, else gzip in a .sqsh, and zstd
-    in a .sif if this machine can write and mount it."""
-    writer: Literal["auto", "imgkit", "runtime"] = "auto"
-    """Who writes the file; ``auto``: imgkit if mksquashfs is available, else a runtime."""
-    tmpdir: Path | None = None
-    """Folder for temporary files."""
-    unpack_limit_bytes: int | None = None
-    """Largest size of a compressed archive once unpacked; None: 100 times the file, and at least 1 GB."""
-    force: bool = False
-    """Convert even if the file is up to date; overwrite a file of another format."""
-    runtime: str | None = None
-    """Command name or path of the runtime; None: singularity, else apptainer."""
-    no_test: bool = False
-    """Do not test the result by running it."""
+_DEFAULTS = Options()
 
 
 def convert(
     image: str | Path,
     sif: str | Path | None = None,
-    request: ConversionRequest = ConversionRequest(),
+    options: Options = _DEFAULTS,
     *,
     report: Reporter = SILENT,
 ) -> Converted:
@@ -64,6 +44,7 @@ def convert(
     Parameters
     ----------
     image : an archive, a built recipe, an image of the engine, an OCI folder, or ``-``: standard input.
+    options : its compression ``auto`` stands for that of the image's system, if that states one.
 
     Raises
     ------
@@ -73,14 +54,14 @@ def convert(
     """
     from imgkit_builder.sif import convert as conversion
 
-    with _prepared(str(image), sif, request) as (source, target, options):
+    with _prepared(str(image), sif, options) as (source, target, options):
         return conversion.convert(source, target, options, report)
 
 
 def plan_conversion(
-    image: str | Path, sif: str | Path | None = None, request: ConversionRequest = ConversionRequest()
+    image: str | Path, sif: str | Path | None = None, options: Options = _DEFAULTS
 ) -> tuple[Path, tuple[str, ...]]:
-    """The target and the commands that `convert` would run.
+    """Return the target and the commands that `convert` would run.
 
     Raises
     ------
@@ -88,35 +69,37 @@ def plan_conversion(
     """
     from imgkit_builder.sif import convert as conversion
 
-    with _prepared(str(image), sif, request) as (source, target, options):
+    with _prepared(str(image), sif, options) as (source, target, options):
         conversion.check_target(target.absolute(), force=options.force, format=options.format)
         return target, tuple(conversion.commands(source, target.absolute(), options))
 
 
 @contextlib.contextmanager
-def _prepared(
-    image: str, sif: str | Path | None, request: ConversionRequest
-) -> Iterator[tuple[Source, Path, Options]]:
-    from imgkit_builder.sif.conversion import Options
-
-    format = _format(sif, request)
+def _prepared(image: str, sif: str | Path | None, options: Options) -> Iterator[tuple[Source, Path, Options]]:
+    named = {".sif": "sif", ".sqsh": "sqsh"}.get(Path(sif or "").suffix, options.format)
+    if options.format != named:
+        raise UsageError(
+            f"--format {options.format} writes no .{named}",
+            where=f"-o {sif}",
+            hint=f"-o NAME.{options.format}",
+        )
+    if options.format == "sqsh" and options.runtime:
+        raise UsageError(
+            "--runtime-command cannot be combined with --format sqsh: imgkit starts no .sqsh",
+            where="--runtime-command",
+            hint="leave it out",
+        )
     with source_of(image) as (source, system):
         if image == "-" and sif is None:
             raise UsageError(
-                "an image from standard input has no name yet", where="-", hint=f"-o FILE.{format}"
+                "an image from standard input has no name yet", where="-", hint=f"-o FILE.{options.format}"
             )
-        options = Options(
-            runtime=request.runtime,
+        options = dataclasses.replace(
+            options,
             module_hint=module_line(system),
-            format=format,
-            compression=compression_for(system, request.compression),
-            writer=request.writer,
-            tmpdir=request.tmpdir,
-            unpack_limit_bytes=request.unpack_limit_bytes,
-            force=request.force,
-            test=not request.no_test,
+            compression=compression_for(system, options.compression),
         )
-        yield source, Path(sif or f"{stem(image)}.{format}"), options
+        yield source, Path(sif or f"{stem(image)}.{options.format}"), options
 
 
 def compression_for(system: SystemFacts | None, choice: CompressionChoice = "auto") -> CompressionChoice:
@@ -125,28 +108,6 @@ def compression_for(system: SystemFacts | None, choice: CompressionChoice = "aut
     ``auto`` is left where neither chooses: gzip in a .sqsh, and in a .sif zstd if this machine mounts that.
     """
     return choice if choice != "auto" or system is None else system.runtime.compression
-
-
-def _format(target: str | Path | None, request: ConversionRequest) -> FormatName:
-    """The format that was asked for, by the option or by the name of the file.
-
-    Raises
-    ------
-    UsageError : the two disagree, or a runtime is named for a .sqsh.
-    """
-    named: FormatName | None = {".sif": "sif", ".sqsh": "sqsh"}.get(Path(target or "").suffix)  # type: ignore[assignment]
-    format = request.format or named or "sif"
-    if named and format != named:
-        raise UsageError(
-            f"--format {format} writes no .{named}", where=f"-o {target}", hint=f"-o NAME.{format}"
-        )
-    if format == "sqsh" and request.runtime:
-        raise UsageError(
-            "--runtime-command cannot be combined with --format sqsh: imgkit starts no .sqsh",
-            where="--runtime-command",
-            hint="leave it out",
-        )
-    return format
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +14,6 @@ from imgkit_entrypoints.rules import expand
 
 if TYPE_CHECKING:
     from imgkit_builder.base.checks import Check
-    from imgkit_builder.recipe import Recipe
     from imgkit_builder.recipe.targets import Target
 
 _NOTHING_SHARED = "without folders of this machine and without a network"
@@ -88,7 +86,7 @@ class ShellCommand:
 
 
 def shell_command(image: str, *, host: bool = False, workdir: str = "") -> ShellCommand:
-    """The command that opens a shell in `image`: a local image, a .sif file or a built recipe.
+    """Return the command that opens a shell in `image`: a local image, a .sif file or a built recipe.
 
     Parameters
     ----------
@@ -120,10 +118,8 @@ def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
 
     name = image_name(target)
     with engines.connect() as engine:
-        info = engines.inspect(engine, name)
-        recipe = _recipe_of(target, info.labels)
-        gpus = recipe is not None and recipe.system.node.gpus > 0 and engine.has_nvidia
-    argv = engines.shell_argv(name, gpus=gpus, host=host, place=engine.endpoint, workdir=workdir)
+        engines.inspect(engine, name)
+    argv = engines.shell_argv(name, gpus=engine.has_nvidia, host=host, place=engine.endpoint, workdir=workdir)
     reach = _SHARED if host else f"a shell runs in the image: {_NOTHING_SHARED}"
     return ShellCommand(argv=tuple(argv), reach=reach, image=name)
 
@@ -142,9 +138,8 @@ def _sif_shell(path: str, *, host: bool, workdir: str) -> ShellCommand:
     tool = find_runtime(module_hint=module_line(target.system if target else None))
     isolated = None if host else isolation(tool)
     argv = [str(tool.path), "shell", "--nv"]
-    for option in (*(isolated.options if isolated else ()), *(runtime.options if runtime else ())):
-        if option not in argv:
-            argv.append(option)
+    options = (*(isolated.options if isolated else ()), *(runtime.options if runtime else ()))
+    argv += [option for option in dict.fromkeys(options) if option != "--nv"]
     for bind in runtime.binds if runtime and host else ():
         try:
             argv += ["--bind", expand(bind, os.environ)]
@@ -170,21 +165,8 @@ def _target_of(path: Path) -> Target | None:
         return None
 
 
-def _recipe_of(target: str, labels: Mapping[str, str]) -> Recipe | None:
-    """The recipe called `target` or the one in the image's labels; None if neither is available."""
-    from imgkit_builder.recipe.load import load
-
-    for ref in (target, labels.get("imgkit.recipe", "")):
-        if ref:
-            try:
-                return load(ref)
-            except ImgkitError:
-                continue
-    return None
-
-
 def _is_file(target: str) -> bool:
-    """Whether `target` is a .sif file rather than an image or recipe."""
+    """Return whether `target` is a .sif file rather than an image or recipe."""
     if target.endswith(RECIPE_SUFFIXES):
         return False
     if Path(target).is_file():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imgkit_builder.base.progress import Reporter, Silent
-from imgkit_builder.job.request import AnyRequest, JobState, Request, SubmittedJob
+from imgkit_builder.job.request import JobState, Request, SubmittedJob
 from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class JobHandle:
 
 
 def run(
-    recipe: str | Path, request: AnyRequest, *, on: str = "", base: str = "", report: Reporter | None = None
+    recipe: str | Path, request: Request, *, on: str = "", base: str = "", report: Reporter | None = None
 ) -> JobHandle:
     """Submit the job of `request`.
 
@@ -129,18 +129,20 @@ def run(
     from imgkit_builder.remote import config, connection
     from imgkit_builder.workflow import remote_run
 
-    if not isinstance(request, Request):
+    if request.image_flag:
         raise UsageError(
-            f"a job of {request.where} makes its .sif where it is submitted", where="on", hint="leave it out"
+            f"a job of {request.image_flag} makes its .sif where it is submitted",
+            where="on",
+            hint="leave it out",
         )
     report, remote = report or Silent(), config.find(on)
     plan = remote_run.plan(str(recipe), request, None, remote.recipe)
     far = connection.connect(remote_run.with_transfer_host(remote, plan))
     code = code_of.read(request, large=request.yes, report=report) if request.code is not None else None
     far.login()
-    submitted = remote_run.run(plan, far, base=base or None, max_bytes_per_s=None, code=code, report=report)
-    submit.keep(submitted.record)
-    return JobHandle(record=submit.need_id(submitted.record))
+    record, _ = remote_run.run(plan, far, base=base or None, code=code, report=report)
+    submit.keep(record)
+    return JobHandle(record=submit.need_id(record))
 
 
 def find_job(job_id: str) -> JobHandle:

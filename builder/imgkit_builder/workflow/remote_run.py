@@ -73,14 +73,6 @@ class RunPlan:
         return dataclasses.replace(job, recipe=recipe, warnings=(*job.warnings, warning))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RemoteJob:
-    """A job that was submitted on a remote."""
-
-    record: SubmittedJob
-    job: Job
-
-
 def plan(recipe: str, request: Request, project: ProjectFile | None, default: str) -> RunPlan:
     """Decide what runs: `recipe`, or that of imgkit.toml, or the remote's `default`.
 
@@ -236,11 +228,10 @@ def run(
     connection: Connection,
     *,
     base: str | None,
-    max_bytes_per_s: float | None,
     code: CodeFolder | None,
     report: Reporter,
-) -> RemoteJob:
-    """Bring the image to the remote, and submit the job.
+) -> tuple[SubmittedJob, Job]:
+    """Bring the image to the remote, and submit the job; return its record, and the job as it was resolved.
 
     Parameters
     ----------
@@ -260,27 +251,20 @@ def run(
         raise UsageError(
             "--base cannot be combined with --image", where="--base", hint="nothing is built: leave it out"
         )
-    delivery = _Delivery(
-        planned=planned,
-        connection=connection,
-        base=base,
-        max_bytes_per_s=max_bytes_per_s,
-        report=report,
-    )
+    delivery = _Delivery(planned=planned, connection=connection, base=base, report=report)
     store, image = delivery.bring(check(planned).submit[0], code.record.sha256 if code else "")
     job = planned.resolved(store.home, image.path)
     if image.delta:
         job = container.laid_over(job, f"{store.home}/{image.overlay}", image.delta)
     if code:
-        folder = upload(connection, code, store, report=report, max_bytes_per_s=max_bytes_per_s)
+        folder = upload(connection, code, store, report)
         job = container.with_code(job, code.record, f"{store.home}/{folder}")
     report.stage(f"submit to {connection.remote.name}")
     if planned.remote_image or planned.is_foreign or job.request.python or job.request.activate:
         job = bound.bind(job, lambda argv: jobs.finished(connection, argv))
         jobs.send_entry_points(connection, job, report)
     record = jobs.submit(connection, job, systems.named(job.system).script(job))
-    record = dataclasses.replace(record, image_id="" if planned.is_foreign else image.image_id)
-    return RemoteJob(record=record, job=job)
+    return dataclasses.replace(record, image_id="" if planned.is_foreign else image.image_id), job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,7 +292,6 @@ class _Delivery:
     planned: RunPlan
     connection: Connection
     base: str | None
-    max_bytes_per_s: float | None
     report: Reporter
 
     def bring(self, program: str, code: str) -> tuple[Store, _RemoteImage]:
@@ -359,18 +342,19 @@ class _Delivery:
             return record.image_id, image.store_name(record)
         # An image of others has no record: its digest stands for both.
         digest = image.root_sha256(planned.sif)
-        return f"sha256:{digest}", f"{digest}-{digest[:12]}.sif"
+        return f"sha256:{digest}", image.name_in_store(digest, digest)
 
     def _send_image(self, store: Store, image_id: str, name: str) -> _RemoteImage:
         """Send the image if the remote lacks it; `name` is empty where the .sif has to be made first."""
-        for stored in store.images:
-            self._note_nothing()
-            return _RemoteImage(path=f"images/{stored}")
         # Somebody whose cluster cannot mount a delta names the .sif.
-        for delta in () if name else store.deltas:
-            self._note_nothing()
+        deltas = () if name else store.deltas
+        if store.images or deltas:
+            self.report.note(f"to send: nothing; {self.connection.remote.name} has the image")
+            if store.images:
+                return _RemoteImage(path=f"images/{store.images[0]}")
+            stored = deltas[0]
             return _RemoteImage(
-                path=f"images/{delta.base}", overlay=f"deltas/{delta.name}", delta=delta.delta
+                path=f"images/{stored.base}", overlay=f"deltas/{stored.name}", delta=stored.delta
             )
         if not name and (image := self._send_delta(store, image_id)):
             return image
@@ -378,22 +362,12 @@ class _Delivery:
         self._upload(store, self.planned.sif, "image", path)
         return _RemoteImage(path=path)
 
-    def _note_nothing(self) -> None:
-        self.report.note(f"to send: nothing; {self.connection.remote.name} has the image")
-
     def _upload(self, store: Store, file: Path, label: str, target: str) -> None:
         from imgkit_builder.remote import transfer
 
-        size_bytes = file.stat().st_size
-        self.report.note(f"to send: {label}: {file}, {size_text(size_bytes)}")
-        transfer.upload(
-            self.connection,
-            transfer.Source(path=file, label=label, size_bytes=size_bytes),
-            home=store.home,
-            target=target,
-            report=self.report,
-            max_bytes_per_s=self.max_bytes_per_s,
-        )
+        source = transfer.Source(path=file, label=label, size_bytes=file.stat().st_size)
+        self.report.note(f"to send: {label}: {file}, {size_text(source.size_bytes)}")
+        transfer.upload(self.connection, source, home=store.home, target=target, report=self.report)
 
     def _convert_recipe(self) -> str:
         """Make the local .sif; return its name in the store."""

@@ -88,91 +88,70 @@ def judge(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -
     complaints = Counter(sender for answer in answers.values() for sender in answer.wrong)
     heard = sum(not answer.error for answer in answers.values())
     senders = {sender for sender, count in complaints.items() if 2 * count > heard}
-    for rank in range(len(hosts)):
+    ranks_by_host: dict[str, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks_by_host.setdefault(host, []).append(rank)
         answer = answers.get(rank)
         if answer is None:
             blamed.setdefault(rank, []).append(f"rank {rank} did not answer within {timeout_s} s")
-        elif set(answer.wrong) - senders:
-            names = ", ".join(str(sender_rank) for sender_rank in sorted(set(answer.wrong) - senders))
+        elif names := ", ".join(str(sender) for sender in sorted(set(answer.wrong) - senders)):
             blamed.setdefault(rank, []).append(f"rank {rank} received wrong values from rank {names}")
     for sender in sorted(senders):
         reason = f"the values of rank {sender} arrived corrupted at {complaints[sender]} of {heard} ranks"
         blamed.setdefault(sender, []).append(reason)
-    answers = {
-        rank: _with_clock(_with_neighbours(answer, answers), answers) for rank, answer in answers.items()
+    has_suspects = bool(blamed) or not all(passed(answer.checks) for answer in answers.values())
+    return tuple(
+        _judge_node(host, ranks, answers, blamed, has_suspects) for host, ranks in ranks_by_host.items()
+    )
+
+
+def _compare(answer: Answer, answers: Mapping[int, Answer]) -> Iterator[Check]:
+    """Yield warnings that follow from the answers of other nodes: split machines, and a wrong clock."""
+    hosts = {
+        peer.host
+        for peer in answers.values()
+        if answer.machine and peer.machine == answer.machine and peer.nccl_host != answer.nccl_host
     }
-    failing = {rank for rank, answer in answers.items() if not passed(answer.checks)}
-    suspects = bool(blamed or failing)
-    return tuple(_node(host, ranks, answers, blamed, suspects) for host, ranks in _by_host(hosts).items())
+    if hosts and answer.device.startswith("cuda"):
+        yield Check(
+            name="machine",
+            verdict="warn",
+            evidence=f"/proc/sys/kernel/random/boot_id is the same on {', '.join(sorted(hosts))}, but the "
+            f"host name or {SHM} differs: NCCL uses the network between GPUs of one machine",
+            fix=f"use one container for all GPUs of a machine, or share {SHM} (hostIPC) and NCCL_HOSTID",
+        )
+    times_s = [peer.time_s for peer in answers.values() if peer.time_s]
+    if answer.time_s and answer.checks and (remark := clock_remark(answer.time_s, times_s)):
+        yield Check(name="clock", verdict="warn", evidence=remark, fix="start chronyd or ntpd on the node")
 
 
-def _with_neighbours(answer: Answer, answers: Mapping[int, Answer]) -> Answer:
-    """`answer` with a warning if isolated containers hold GPUs of the same machine."""
-    if not answer.machine or not answer.device.startswith("cuda"):
-        return answer
-    hosts = sorted(
-        {
-            other.host
-            for other in answers.values()
-            if other.machine == answer.machine and other.nccl_host != answer.nccl_host
-        }
-    )
-    if not hosts:
-        return answer
-    apart = Check(
-        name="machine",
-        verdict="warn",
-        evidence=f"/proc/sys/kernel/random/boot_id is the same on {', '.join(hosts)}, but the host name or "
-        f"{SHM} differs: NCCL uses the network between GPUs of one machine",
-        fix=f"use one container for all GPUs of a machine, or share {SHM} (hostIPC) and NCCL_HOSTID",
-    )
-    return dataclasses.replace(answer, checks=(*answer.checks, apart))
-
-
-def _with_clock(answer: Answer, answers: Mapping[int, Answer]) -> Answer:
-    """`answer` with a warning if the clock of its node is wrong."""
-    times_s = [other.time_s for other in answers.values() if other.time_s]
-    remark = clock_remark(answer.time_s, times_s) if answer.time_s and answer.checks else ""
-    if not remark:
-        return answer
-    wrong = Check(name="clock", verdict="warn", evidence=remark, fix="start chronyd or ntpd on the node")
-    return dataclasses.replace(answer, checks=(*answer.checks, wrong))
-
-
-def _by_host(hosts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    ranks_by_host: dict[str, tuple[int, ...]] = {}
-    for rank, host in enumerate(hosts):
-        ranks_by_host[host] = (*ranks_by_host.get(host, ()), rank)
-    return ranks_by_host
-
-
-def _node(
+def _judge_node(
     host: str,
-    ranks: tuple[int, ...],
+    ranks: Sequence[int],
     answers: Mapping[int, Answer],
     blamed: Mapping[int, Sequence[str]],
-    suspects: bool,
+    has_suspects: bool,
 ) -> NodeVerdict:
     node_answers = [answers[rank] for rank in ranks if rank in answers]
-    checks = tuple(check for answer in node_answers for check in answer.checks if check.verdict != "ok")
+    checks = [check for answer in node_answers for check in (*answer.checks, *_compare(answer, answers))]
+    problems = tuple(check for check in checks if check.verdict != "ok")
     reasons = [text for rank in ranks for text in blamed.get(rank, ())]
     errors = [
         f"rank {answer.rank} after {answer.seconds:.0f} s: {answer.error}"
         for answer in node_answers
         if answer.error
     ]
-    if reasons or not passed(checks) or (errors and not suspects):
-        verdict: Verdict = "fail"
-    elif errors:
+    verdict: Verdict = "warn" if problems else "ok"
+    if errors:
         verdict = "unknown"
-    else:
-        verdict = "warn" if any(check.verdict == "warn" for check in checks) else "ok"
+    if reasons or not passed(problems) or (errors and not has_suspects):
+        verdict = "fail"
     return NodeVerdict(
         host=host or "a host that never reported its name",
-        ranks=ranks,
+        ranks=tuple(ranks),
         verdict=verdict,
         reasons=(*reasons, *errors),
-        checks=checks,
+        checks=problems,
     )
 
 
@@ -201,13 +180,11 @@ def failed(nodes: Sequence[NodeVerdict], *, strict: bool) -> list[str]:
 
 
 def verdict_line(nodes: Sequence[NodeVerdict], world_size: int, *, strict: bool = False) -> str:
-    """The last line, which names the failed hosts."""
-    bad, worse = failed(nodes, strict=strict), failed(nodes, strict=False)
-    scope = f"{len(nodes)} nodes, {world_size} ranks" if len(nodes) > 1 else f"1 node, {world_size} ranks"
-    if bad and not worse:
-        return f"FAILED on {', '.join(bad)} ({scope}): --strict counts warnings as failures"
-    if bad:
-        return f"FAILED on {', '.join(bad)} ({scope})"
+    """Return the last line, which names the failed hosts."""
+    scope = f"{len(nodes)} node{'s' * (len(nodes) > 1)}, {world_size} ranks"
+    if hosts := failed(nodes, strict=strict):
+        hint = "" if failed(nodes, strict=False) else ": --strict counts warnings as failures"
+        return f"FAILED on {', '.join(hosts)} ({scope}){hint}"
     return f"all_reduce of {ELEMENTS * 4 >> 20} MiB verified on {scope}"
 
 
@@ -227,68 +204,66 @@ def main() -> None:
     # A prefix per attempt: keys of an earlier attempt would be taken for answers.
     store = dist.PrefixStore(f"doctor/{os.environ.get('IMGKIT_ATTEMPT', '1')}", store)
     store.set(f"host/{rank}", _host())
-    answer = _examined(_tried(store, rank, world_size, options.timeout))
+    answer = dataclasses.replace(_verify_sum(store, rank, world_size, options.timeout), **_examine_node())
     store.set(f"answer/{rank}", json.dumps(dataclasses.asdict(answer)))
     if rank == 0:
         # Wait until every rank has had its time: a hanging rank is a finding as well.
-        hosts, answers = _collected(store, world_size, options.timeout + LATE_S)
+        hosts, answers = _collect(store, world_size, options.timeout + LATE_S)
         nodes = judge(hosts, answers, options.timeout)
-        _print(nodes, world_size, as_json=options.json, strict=options.strict)
-        store.set("code", "1" if failed(nodes, strict=options.strict) else "0")
+        hosts = failed(nodes, strict=options.strict)
+        if options.json:
+            document: dict[str, Any] = {
+                "schema": SCHEMA,
+                "imgkit": __version__,
+                "passed": not hosts,
+                "world_size": world_size,
+                "nodes": [dataclasses.asdict(node) for node in nodes],
+            }
+            terminal.document(json.dumps(document, indent=2) + "\n")
+        else:
+            terminal.out(*table(nodes), verdict_line(nodes, world_size, strict=options.strict))
+        store.set("code", "1" if hosts else "0")
     # Rank 0 may need its timeout for the start, for the sum, and again for the others; this is longer.
     store.wait(["code"], datetime.timedelta(seconds=4 * (options.timeout + LATE_S)))
     code = int(store.get("code"))
-    store.add("left", 1)
-    if rank == 0:
-        _wait_for_all_to_leave(store, world_size)
+    store.add("finished", 1)
+    if rank == 0:  # it may host the store, so it leaves last, but does not wait for ranks that hang
+        end_s = time.monotonic() + LATE_S
+        while store.add("finished", 0) < world_size and time.monotonic() < end_s:
+            time.sleep(0.05)
     sys.stdout.flush()
     # Not sys.exit: a group that hangs in a collective would hang again in its destructor.
     os._exit(code)
 
 
 def _host() -> str:
-    """Name of this node with its rank, since two containers may have the same name."""
+    """Return the name of this node with its rank, since two containers may have the same name."""
     group = os.environ.get("GROUP_RANK")
-    return f"{platform.node()} (node {group})" if group and _several() else platform.node()
+    return f"{platform.node()} (node {group})" if group and _has_peers() else platform.node()
 
 
-def _several() -> bool:
+def _has_peers() -> bool:
     nodes = os.environ.get("GROUP_WORLD_SIZE")  # torchrun sets it; a rank that MPI started has none
     return nodes != "1" if nodes else os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE")
 
 
-def _print(nodes: Sequence[NodeVerdict], world_size: int, *, as_json: bool, strict: bool) -> None:
-    if as_json:
-        document: dict[str, Any] = {
-            "schema": SCHEMA,
-            "imgkit": __version__,
-            "passed": not failed(nodes, strict=strict),
-            "world_size": world_size,
-            "nodes": [dataclasses.asdict(node) for node in nodes],
-        }
-        terminal.document(json.dumps(document, indent=2) + "\n")
-    else:
-        terminal.out(*table(nodes), verdict_line(nodes, world_size, strict=strict))
-
-
-def _examined(answer: Answer) -> Answer:
-    """`answer` with the checks of its node, if this rank is the first of the node."""
+def _examine_node() -> dict[str, Any]:
+    """Return the checks of the node as fields of `Answer`, on its first rank alone."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        return answer
+        return {}
     try:
         host = facts.gather()
-        answer = dataclasses.replace(answer, machine=host.boot_id, nccl_host=_nccl_host(host))
         checks = examine(
             host,
             facts.system_facts(),
             os.environ,
             reader=facts.Reader(root=facts.root_of(os.environ)),
             # A problem that stops NCCL between nodes does not stop Gloo.
-            nnodes=2 if _several() and answer.device.startswith("cuda") else 1,
+            nnodes=2 if _has_peers() and os.environ.get("IMGKIT_DEVICE") == "cuda" else 1,
         )
     except ImgkitError as error:
-        checks = (Check(name="checks", verdict="fail", evidence=error.what, fix=error.hint or ""),)
-    return dataclasses.replace(answer, checks=checks)
+        return {"checks": (Check(name="checks", verdict="fail", evidence=error.what, fix=error.hint or ""),)}
+    return {"machine": host.boot_id, "nccl_host": _nccl_host(host), "checks": checks}
 
 
 def _nccl_host(host: facts.HostFacts) -> str:
@@ -300,15 +275,14 @@ def _nccl_host(host: facts.HostFacts) -> str:
     return f"{os.environ.get('NCCL_HOSTID') or host.hostname} {shm}"
 
 
-def _tried(store: Any, rank: int, world_size: int, timeout_s: int) -> Answer:
+def _verify_sum(store: Any, rank: int, world_size: int, timeout_s: int) -> Answer:
     """Run the collective; its result or its error is the answer."""
     import torch
     import torch.distributed as dist
 
-    local_rank = int(os.environ["LOCAL_RANK"])
     cuda = os.environ.get("IMGKIT_DEVICE", "cpu") == "cuda"
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    start = time.monotonic()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    start_s = time.monotonic()
     wrong: tuple[int, ...] = ()
     problem, time_s = "", 0.0
     try:
@@ -329,7 +303,7 @@ def _tried(store: Any, rank: int, world_size: int, timeout_s: int) -> Answer:
         rank=rank,
         host=_host(),
         device=str(device),
-        seconds=time.monotonic() - start,
+        seconds=time.monotonic() - start_s,
         error=problem,
         wrong=wrong,
         time_s=time_s,
@@ -357,19 +331,19 @@ def _wrong_senders(rank: int, world_size: int, device: torch.device) -> tuple[in
     return tuple(torch.unique(owner[bad]).tolist())
 
 
-def _collected(store: Any, world_size: int, wait_s: int) -> tuple[list[str], dict[int, Answer]]:
-    """Host of every rank, and the answers that arrive within `wait_s` seconds for all ranks together."""
-    end = time.monotonic() + wait_s
+def _collect(store: Any, world_size: int, wait_s: int) -> tuple[list[str], dict[int, Answer]]:
+    """Return the host of every rank, and the answers that arrive within `wait_s` seconds for all ranks."""
+    end_s = time.monotonic() + wait_s
     answers: dict[int, Answer] = {}
     hosts = [""] * world_size
     for rank in range(world_size):
-        text = _read(store, f"answer/{rank}", max(0.1, end - time.monotonic()))
+        text = _read(store, f"answer/{rank}", max(0.1, end_s - time.monotonic()))
         if text is None:
             hosts[rank] = _read(store, f"host/{rank}", 0.1) or ""
             continue
-        data = json_text.parse(text)
-        checks = tuple(Check(**check) for check in data.pop("checks"))
-        answers[rank] = Answer(**{**data, "wrong": tuple(data["wrong"])}, checks=checks)
+        values = json_text.parse(text)
+        values["checks"] = tuple(Check(**check) for check in values["checks"])
+        answers[rank] = Answer(**{**values, "wrong": tuple(values["wrong"])})
         hosts[rank] = answers[rank].host
     return hosts, answers
 
@@ -381,13 +355,6 @@ def _read(store: Any, key: str, wait_s: float) -> str | None:
         return None
     text: bytes = store.get(key)
     return text.decode()
-
-
-def _wait_for_all_to_leave(store: Any, world_size: int) -> None:
-    """Rank 0 may host the store, so it leaves last, but does not wait for ranks that hang."""
-    end = time.monotonic() + LATE_S
-    while store.add("left", 0) < world_size and time.monotonic() < end:
-        time.sleep(0.05)
 
 
 if __name__ == "__main__":

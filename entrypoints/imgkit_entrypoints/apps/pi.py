@@ -44,7 +44,7 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Done:
+class Work:
     """Work of one process."""
 
     rank: int
@@ -71,34 +71,34 @@ def tolerance(intervals: int) -> float:
     return 1.0 / (6.0 * intervals * intervals) + ROUNDING
 
 
-def report(
-    value: float, intervals: int, results: Sequence[Done], seconds: float, alone: Done
-) -> tuple[str, ...]:
-    """Lines that rank 0 prints.
+def report(value: float, intervals: int, results: Sequence[Work], seconds: float, alone: Work) -> list[str]:
+    """Return the lines that rank 0 prints.
 
     Parameters
     ----------
     seconds : time of the slowest process from the common start to the sum.
     alone : rank 0 while all others are idle; the parallel efficiency compares with its speed.
     """
-    order = sorted(results, key=lambda item: item.points_per_s)
-    listed = list(results) if len(results) <= SHOWN else [order[0], order[len(order) // 2], order[-1]]
-    rates = [item.points_per_s for item in results]
-    total = sum(item.points for item in results) / seconds
+    ordered = sorted(results, key=lambda work: work.points_per_s)
+    middle = ordered[len(ordered) // 2]
+    listed = results if len(results) <= SHOWN else (ordered[0], middle, ordered[-1])
+    total = sum(work.points for work in results) / seconds
     efficiency = total / (len(results) * alone.points_per_s) if alone.points else math.nan
-    return (
+    lines = [
         f"pi = {value:.15f}, error {abs(value - math.pi):.1e}, {intervals} intervals, {len(results)} ranks, "
-        f"{seconds:.3f} s",
-        *(
-            f"rank {item.rank} on {item.host}: {item.points} terms in {item.seconds:.3f} s, "
-            f"{item.points_per_s:.3e} terms/s"
-            for item in listed
-        ),
-        f"per process: {min(rates):.3e} to {max(rates):.3e} terms/s, median {statistics.median(rates):.3e}; "
-        f"together {total:.3e}",
+        f"{seconds:.3f} s"
+    ]
+    for work in listed:
+        rate = f"{work.points} terms in {work.seconds:.3f} s, {work.points_per_s:.3e} terms/s"
+        lines.append(f"rank {work.rank} on {work.host}: {rate}")
+    median = statistics.median(work.points_per_s for work in results)
+    slowest, fastest = ordered[0].points_per_s, ordered[-1].points_per_s
+    return [
+        *lines,
+        f"per process: {slowest:.3e} to {fastest:.3e} terms/s, median {median:.3e}; together {total:.3e}",
         f"parallel efficiency {efficiency:.0%} of {len(results)} x {alone.points_per_s:.3e} terms/s "
         "(rank 0 while the others wait)",
-    )
+    ]
 
 
 def partial_sum(first: int, end: int, intervals: int, ranks: Ranks) -> float:
@@ -122,6 +122,14 @@ def partial_sum(first: int, end: int, intervals: int, ranks: Ranks) -> float:
     return 4.0 * square * math.fsum(sums) - end_points(first, end, intervals)
 
 
+def timed_sum(first: int, end: int, intervals: int, ranks: Ranks) -> tuple[float, Work]:
+    """Return a `partial_sum`, and what it took."""
+    start_s = time.perf_counter()
+    value = partial_sum(first, end, intervals, ranks)
+    seconds = time.perf_counter() - start_s
+    return value, Work(rank=ranks.rank, host=platform.node(), points=end - first, seconds=seconds)
+
+
 def main() -> None:
     """Run one worker."""
     import torch
@@ -135,38 +143,24 @@ def main() -> None:
     with workers.opened() as ranks:
         first, end = share(intervals + 1, ranks.rank, ranks.world_size)
         partial_sum(first, min(end, first + 2 * BLOCK), intervals, ranks)  # the first call sets things up
-        alone = _alone(first, end, intervals, ranks)
         dist.barrier()
-        start = time.perf_counter()
-        total = torch.tensor(partial_sum(first, end, intervals, ranks), dtype=torch.float64)
-        result = Done(
-            rank=ranks.rank, host=platform.node(), points=end - first, seconds=time.perf_counter() - start
-        )
-        total = total.to(ranks.device)
+        alone_end = min(end, first + ALONE) if ranks.rank == 0 else first  # all others wait
+        _, alone = timed_sum(first, alone_end, intervals, ranks)
+        dist.barrier()
+        start_s = time.perf_counter()
+        value, work = timed_sum(first, end, intervals, ranks)
+        total = torch.tensor(value, dtype=torch.float64).to(ranks.device)
         dist.all_reduce(total)
         value = total.item() / intervals
-        seconds = time.perf_counter() - start
-        results, spans = ranks.gather(result), ranks.gather(seconds)
-        if ranks.rank == 0 and alone is not None:
-            terminal.out(*report(value, intervals, results, max(spans), alone))
+        seconds = max(ranks.gather(time.perf_counter() - start_s))
+        results = ranks.gather(work)
+        if ranks.rank == 0:
+            terminal.out(*report(value, intervals, results, seconds, alone))
     if abs(value - math.pi) > tolerance(intervals):
-        wrong = (
+        error = (
             f"the error of pi is above {tolerance(intervals):.1e}: a node or the network gave wrong values"
         )
-        workers.refuse(f"dist-pi: {wrong}. To find it: dist-doctor", EXIT_NO)
-
-
-def _alone(first: int, end: int, intervals: int, ranks: Ranks) -> Done | None:
-    """Rank 0's work while all others wait; None on the others."""
-    import torch.distributed as dist
-
-    dist.barrier()
-    if ranks.rank != 0:
-        return None
-    end = min(end, first + ALONE)
-    start = time.perf_counter()
-    partial_sum(first, end, intervals, ranks)
-    return Done(rank=0, host=platform.node(), points=end - first, seconds=time.perf_counter() - start)
+        workers.refuse(f"dist-pi: {error}. To find it: dist-doctor", EXIT_NO)
 
 
 if __name__ == "__main__":

@@ -42,16 +42,42 @@ from imgkit_entrypoints.launch import failures, start_up, stop_protocol, user_pr
 
 _OWN = "imgkit_entrypoints.apps."
 RELEASE_LOOK_S = 0.02
-LOGGERS = (
-    "torch.distributed.elastic.multiprocessing.api",
-    "torch.distributed.elastic.agent.server.api",
-    "torch.multiprocessing.spawn",
-)
+LOGGERS = [
+    logging.getLogger(name)
+    for name in (
+        "torch.distributed.elastic.multiprocessing.api",
+        "torch.distributed.elastic.agent.server.api",
+        "torch.multiprocessing.spawn",
+    )
+]
+"""What torchrun says about its workers: for the log of the node agent alone."""
 
 
-def reports(run: Callable[[], None], *, is_imgkits: bool) -> None:
-    """Run torchrun by `run`. Its report of failed workers goes to the node agent and its log."""
-    log_apart()
+class LogHandler(logging.Handler):
+    """Writes to the log of the node agent, and not to the terminal."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        user_program.mark(self.format(record))
+
+
+def run_torchrun(run: Callable[[], None], *, is_imgkits: bool) -> None:
+    """Run torchrun by `run`. Its report of failed workers goes to the node agent and its log.
+
+    It prints nothing if the node agent ends it: other signals than the node agent's are blocked here, or end
+    torchrun at once.
+    """
+    for logger in LOGGERS:
+        logger.handlers, logger.propagate = [LogHandler()], False
+    name = "_terminate_process_handler"  # torch has no setting for this
+    by_torch = getattr(api, name, None)
+    if by_torch is not None:
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            for logger in LOGGERS:
+                logger.setLevel(logging.CRITICAL)
+            by_torch(number, frame)
+
+        setattr(api, name, on_signal)
     try:
         run()
     except ChildFailedError as error:
@@ -61,8 +87,8 @@ def reports(run: Callable[[], None], *, is_imgkits: bool) -> None:
         codes.update(_codes_of_forks(first.local_rank, rank))
         failures.note_codes(os.environ, codes, is_imgkits=is_imgkits)
         sys.exit(first.exitcode if is_imgkits and first.exitcode > 0 else EXIT_NO)
-    except api.SignalException:
-        raise
+    except api.SignalException as error:
+        sys.exit(128 + error.sigval)
     except Exception:
         text = traceback.format_exc().rstrip("\n")
         if not failures.note_torchrun(os.environ, text):
@@ -80,46 +106,6 @@ def _codes_of_forks(local_rank: int, rank: int) -> dict[int, int]:
     processes = _FORKS[-1]._pc.processes if _FORKS else []
     first = rank - local_rank
     return {first + number: failure.exitcode for number, failure in enumerate(processes) if failure.exitcode}
-
-
-class Marked(logging.Handler):
-    """Writes what torchrun says about its workers to the log of the node agent alone."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        user_program.mark(self.format(record))
-
-
-def log_apart() -> None:
-    """Keep what torchrun says about the end of its workers off the terminal."""
-    for name in LOGGERS:
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [Marked()], False
-
-
-def hush() -> None:
-    """Keep torchrun from logging what it does with its workers."""
-    for name in LOGGERS:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def ends_silently(run: Callable[[], None]) -> None:
-    """Run torchrun by `run`; it prints nothing if the node agent ends it.
-
-    Other signals than the node agent's are blocked here, or end torchrun at once.
-    """
-    name = "_terminate_process_handler"  # torch has no setting for this
-    by_torch = getattr(api, name, None)
-    if by_torch is not None:
-
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            hush()
-            by_torch(number, frame)
-
-        setattr(api, name, on_signal)
-    try:
-        run()
-    except api.SignalException as error:
-        sys.exit(128 + error.sigval)
 
 
 def note_the_rendezvous() -> None:
@@ -237,4 +223,4 @@ if __name__ == "__main__":
     wait_for_the_other_nodes()
     start = main_of_forks if os.environ.get("IMGKIT_START") == "fork" else main
     is_imgkits = any(argument.startswith(_OWN) for argument in sys.argv)
-    run_worker(lambda: ends_silently(lambda: reports(start, is_imgkits=is_imgkits)))
+    run_worker(lambda: run_torchrun(start, is_imgkits=is_imgkits))

@@ -8,6 +8,7 @@ DTensors. Without shards rank 0 saves alone: else planning for 512 ranks of DDP 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
 import secrets
@@ -17,26 +18,19 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    FileSystemReader,
-    FileSystemWriter,
-)
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import disk
 from imgkit_entrypoints.run.ranks import Ranks, with_new_group
-from imgkit_entrypoints.run.state_tree import HostCopies, TensorRef, is_dtensor, join, leaves
+from imgkit_entrypoints.run.state_tree import HostCopies, TensorRef, is_dtensor, join, leaves, local_part
 
 Say = Callable[[str], None]
 INDEX = "imgkit"
@@ -48,29 +42,7 @@ for text in ("torch.distributed is disabled, unavailable or uninitialized", "Typ
     warnings.filterwarnings("ignore", message=text)
 
 
-class Groups:
-    """The process groups of checkpoints: rank 0 alone, and all ranks for the threads that write shards."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        """Open the group of rank 0; a collective call."""
-        self._ranks = ranks
-        self.rank_0 = dist.new_group([0], backend="gloo") if dist.is_initialized() else None
-        self._all: Ranks | None = None
-
-    def all_ranks(self) -> Ranks:
-        """Return the ranks with a group that only one thread of each uses; the first call is collective."""
-        if self._all is None:
-            self._all = with_new_group(self._ranks)
-        return self._all
-
-    def close(self) -> None:
-        """Free the groups."""
-        for group in (self.rank_0, self._all and self._all.group):
-            if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
-                dist.destroy_process_group(group)
-
-
-class _CopiesPlanner(DefaultSavePlanner):  # type: ignore[misc]
+class _CopiesPlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
     """Plans by the live tensors, and writes the copies of their local parts."""
 
     def __init__(self, copies: Mapping[str, Tensor]) -> None:
@@ -82,7 +54,7 @@ class _CopiesPlanner(DefaultSavePlanner):  # type: ignore[misc]
         return super().resolve_data(write_item) if copy is None else copy
 
 
-class _Writer(FileSystemWriter):  # type: ignore[misc]
+class _Writer(dcp.FileSystemWriter):  # type: ignore[misc]
     """Raises an OSError where torch's serializer hides that of its file."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
@@ -106,9 +78,13 @@ def _os_error(error: BaseException) -> OSError:
 class CheckpointWriter:
     """Takes checkpoints of a run, and writes them in the background while training goes on."""
 
-    def __init__(self, run_folder: Path, keep: int, ranks: Ranks, groups: Groups, say: Say) -> None:
-        self._folder, self._keep, self._say = run_folder / disk.FOLDER, keep, say
-        self._ranks, self._groups = ranks, groups
+    def __init__(self, run_folder: Path, keep: int, ranks: Ranks, say: Say) -> None:
+        """Open a process group for rank 0 alone; a collective call."""
+        self._folder, self._keep, self._say, self._ranks = run_folder / disk.FOLDER, keep, say, ranks
+        group = dist.new_group([0], backend="gloo") if dist.is_initialized() else None
+        self._rank_0 = dataclasses.replace(ranks, world_size=1, group=group)
+        self._all_ranks: Ranks | None = None
+        """The ranks with a group for the threads that write shards."""
         self._copies = HostCopies()
         self._thread: threading.Thread | None = None
         self._error: OSError | None = None
@@ -130,59 +106,40 @@ class CheckpointWriter:
         start = time.perf_counter()
         rows = self._ranks.collect(rank_value)
         self._finish_writing()
-        is_sharded = any(map(is_dtensor, tensors.values()))
         state: dict[str, Any] = {key: tensor for key, tensor in tensors.items() if is_dtensor(tensor)}
+        writers = self._rank_0
+        if state:
+            self._all_ranks = writers = self._all_ranks or with_new_group(self._ranks)
         if self._ranks.rank == 0:
             state = {**tensors, INDEX: index, **{RANK.format(rank): row for rank, row in enumerate(rows)}}
-        if self._ranks.rank == 0 or is_sharded:
-            local = {
-                key: tensor.to_local() if is_dtensor(tensor) else tensor
-                for key, tensor in state.items()
-                if isinstance(tensor, Tensor)
-            }
-            group = self._groups.all_ranks() if is_sharded else None
-            args = step, state, self._copies.take(local), group
-            self._thread = threading.Thread(target=self._write, args=args)
+        if state:
+            copies = self._copies.take({key: local_part(tensors[key]) for key in state if key in tensors})
+            self._thread = threading.Thread(target=self._write, args=(step, state, copies, writers))
             self._thread.start()
         stall_s = time.perf_counter() - start
         self.stalled_s, self.longest_stall_s = self.stalled_s + stall_s, max(self.longest_stall_s, stall_s)
 
-    def _write(
-        self, step: int, state: dict[str, Any], copies: Mapping[str, Tensor], ranks: Ranks | None
-    ) -> None:
-        """Write a checkpoint; of a sharded one, `ranks` has the group of these threads."""
+    def _write(self, step: int, state: dict[str, Any], copies: Mapping[str, Tensor], writers: Ranks) -> None:
+        """Write a checkpoint together with the threads of the other `writers`."""
+        folder: Path | None = None
         try:
             self._copies.wait()
+            try:
+                if self._ranks.rank == 0:
+                    folder = disk.new_folder(self._folder, step)
+            finally:
+                folder = writers.broadcast(folder)
+            if folder is None:
+                return
+            rows = _write_files(folder, state, copies, writers)
             if self._ranks.rank == 0:
-                self._lead(step, state, copies, ranks)
+                disk.commit(folder, step, rows, keep=self._keep, warn=self._warn)
                 self.saved_step = step
-            elif ranks is not None and (folder := ranks.broadcast(None)):
-                _write_files(folder, state, copies, ranks)
-        except OSError as error:
-            self._error = error
-        except RuntimeError as error:  # another rank has ended
+        except (OSError, RuntimeError) as error:  # RuntimeError: another rank has ended
             self._error = _os_error(error)
-
-    def _lead(
-        self, step: int, state: dict[str, Any], copies: Mapping[str, Tensor], ranks: Ranks | None
-    ) -> None:
-        is_announced = False
-
-        def fill(folder: Path) -> dict[str, disk.Row]:
-            nonlocal is_announced
-            is_announced = True
-            if ranks is not None:
-                ranks.broadcast(folder)
-                return _write_files(folder, state, copies, ranks)
-            alone = dataclasses.replace(self._ranks, world_size=1, group=self._groups.rank_0)
-            return _write_files(folder, state, copies, alone)
-
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            disk.write_checkpoint(self._folder, step, fill, keep=self._keep, warn=self._warn)
-        finally:
-            if ranks is not None and not is_announced:
-                ranks.broadcast(None)
+            if folder and self._ranks.rank == 0:
+                with contextlib.suppress(OSError):  # the next writer removes it
+                    disk.remove(folder)
 
     def _warn(self, problem: str) -> None:
         if not self._has_warned:
@@ -194,9 +151,8 @@ class CheckpointWriter:
             self._thread.join()
             self._thread = None
         if self._error is not None and self._ranks.rank == 0:
-            newest = (
-                "there is no older one" if self.saved_step < 0 else f"the newest is of step {self.saved_step}"
-            )
+            newest = f"the newest is of step {self.saved_step}"
+            newest = newest if self.saved_step >= 0 else "there is no older one"
             self._say(f"cannot write a checkpoint to {self._folder}: {self._error.strerror}; {newest}")
         self._error = None
 
@@ -207,32 +163,35 @@ class CheckpointWriter:
         self.saved_step = self._ranks.broadcast(self.saved_step)
         self.stalled_s += time.perf_counter() - start
 
+    def close_groups(self) -> None:
+        """Free the process groups."""
+        for ranks in (self._rank_0, self._all_ranks):
+            if ranks and ranks.group not in (None, dist.GroupMember.NON_GROUP_MEMBER):
+                dist.destroy_process_group(ranks.group)
+
 
 def _write_files(
-    folder: Path, state: dict[str, Any], copies: Mapping[str, Tensor], ranks: Ranks
+    folder: Path, state: dict[str, Any], copies: Mapping[str, Tensor], writers: Ranks
 ) -> dict[str, disk.Row]:
-    """Write this rank's files, and return the rows of those of all `ranks`; a collective call of these.
+    """Write this rank's files, and return the rows of those of all `writers`; a collective call of these.
 
     Raises
     ------
     OSError : a rank could not write its file.
     """
     try:
-        dcp.save(
-            state,
-            storage_writer=_Writer(folder),
-            planner=_CopiesPlanner(copies),
-            process_group=ranks.group,
-        )
+        storage, planner = _Writer(folder), _CopiesPlanner(copies)
+        dcp.save(state, storage_writer=storage, planner=planner, process_group=writers.group)
     except (Exception, CheckpointException) as error:  # torch wraps those of all ranks in a BaseException
         raise _os_error(error) from error
-    rows, failure = {}, None
+    paths = [*folder.glob(f"__{writers.rank}_*"), *([folder / ".metadata"] if writers.rank == 0 else [])]
+    rows: dict[str, disk.Row] = {}
+    failure = None
     try:
-        paths = [*folder.glob(f"__{ranks.rank}_*"), *([folder / ".metadata"] if ranks.rank == 0 else [])]
         rows = {path.name: disk.file_row(path) for path in paths}
     except OSError as error:
         failure = error
-    for rank, (part, problem) in enumerate(ranks.gather((rows, failure))):
+    for rank, (part, problem) in enumerate(writers.gather((rows, failure))):
         if problem is not None:
             raise OSError(problem.errno, f"rank {rank}: {problem.strerror}")
         rows.update(part)
@@ -252,29 +211,34 @@ class Checkpoint:
         ------
         UsageError : another program or another release of torch has written it.
         """
-        self.folder, self.step = folder, step
-        self._ranks = ranks
-        tensors: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        index, world_size, problem = b"", 0, ""
+        self.folder, self.step, self._ranks = folder, step, ranks
+        self._metadata: Any = None
+        contents: tuple[Any, ...] = ()
+        problem = ""
         if ranks.rank == 0:
             try:
-                items = FileSystemReader(folder).read_metadata().state_dict_metadata
-                for key, item in items.items():
-                    if isinstance(item, TensorStorageMetadata):
-                        tensors[key] = item.size, item.properties.dtype
+                items = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+                tensors = {
+                    key: (item.size, item.properties.dtype)
+                    for key, item in items.items()
+                    if isinstance(item, TensorStorageMetadata)
+                }
                 world_size = sum(key.startswith(RANK.format("")) for key in items)
-                index = self._load({INDEX: b""})[INDEX]
+                contents = tensors, world_size, self._load({INDEX: b""})[INDEX]
             except Exception as error:  # pickle raises many kinds for classes of another release
                 problem = f"{type(error).__name__}: {error}".partition("\n")[0]
-        problem, index, self.tensors, self.world_size = ranks.broadcast((problem, index, tensors, world_size))
-        """Shape and type of each tensor by its key, and the number of ranks that have saved."""
+        problem, contents = ranks.broadcast((problem, contents))
         if problem:
             raise UsageError(
                 f"torch {torch.__version__} cannot read this checkpoint: {problem}",
                 where=str(folder),
                 hint="use the torch that has written it, or a newer one; or name another folder",
             )
-        self.run, self._trees = pickle.loads(index)  # noqa: S301 - SECURITY.md: it is trusted like code
+        self.tensors: dict[str, tuple[torch.Size, torch.dtype]] = contents[0]
+        """Shape and type of each tensor by its key."""
+        self.world_size: int = contents[1]
+        """The number of ranks that have saved."""
+        self.run, self._trees = pickle.loads(contents[2])  # noqa: S301 - SECURITY.md: it is trusted like code
         """The run's own values, and the pickled tree of each object."""
 
     @property
@@ -286,14 +250,14 @@ class Checkpoint:
         """Return the state of an object with a `TensorRef` for each tensor; no collective call."""
         return pickle.loads(self._trees[name])  # noqa: S301 - SECURITY.md: it is trusted like code
 
-    def state(self, name: str, shards: Mapping[str, Tensor] = MappingProxyType({})) -> Any:
+    def state(self, name: str, shards: Mapping[str, Tensor] | None = None) -> Any:
         """Return the state of an object.
 
         Parameters
         ----------
         shards : DTensors by key, into which each rank reads its own part.
         """
-        values: dict[str, Any] = dict(shards)
+        values: dict[str, Any] = dict(shards or {})
         if values:
             self._load(values)
         tree = self.tree(name)
@@ -313,11 +277,10 @@ class Checkpoint:
     def rank_value(self) -> Any:
         """Return what this rank kept for itself; what rank 0 kept if there were more or fewer ranks."""
         keys = [RANK.format(rank) for rank in range(self.world_size)]
+        if self.world_size != self._ranks.world_size:
+            keys = keys[:1] * self._ranks.world_size
         values = self._load(dict.fromkeys(keys, b"")) if self._ranks.rank == 0 else {}
-        if self.world_size == self._ranks.world_size:
-            data = self._ranks.scatter([values.get(key) for key in keys])
-        else:
-            data = self._ranks.broadcast(values.get(keys[0]))
+        data = self._ranks.scatter([values.get(key) for key in keys])
         return pickle.loads(data)  # noqa: S301 - SECURITY.md: it is trusted like code
 
     def _load(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -326,11 +289,11 @@ class Checkpoint:
         `dcp.load` would do it with collectives: torch 2.3's also with ranks outside of the group, and all of
         them only to sort the keys.
         """
-        reader = FileSystemReader(self.folder)
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        metadata = reader.read_metadata()
-        planner.set_up_planner(values, metadata, is_coordinator=True)
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
+        reader = dcp.FileSystemReader(self.folder)
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._metadata = self._metadata or reader.read_metadata()
+        planner.set_up_planner(values, self._metadata, is_coordinator=True)
+        reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         plan = reader.prepare_local_plan(planner.create_local_plan())
         reader.read_data(planner.finish_plan(plan), planner).wait()
         return values
@@ -359,14 +322,16 @@ def find_newest(path: Path, ranks: Ranks, say: Say) -> Checkpoint | None:
         folder, step, rows = ranks.broadcast(next(candidates, (None, -1, {})))
         if folder is None:
             return None
-        is_sharded = any(name.startswith("__1_") for name in rows)
-        names = sorted(rows)[ranks.rank :: ranks.world_size] if is_sharded else sorted(rows)
-        problem = disk.damage(folder, rows, names) if is_sharded or ranks.rank == 0 else ""
-        problems = [text for text in ranks.gather(problem, call="run.restore") if text]
-        if not problems:
+        names = sorted(rows)
+        if any(name.startswith("__1_") for name in rows):  # it is sharded
+            names = names[ranks.rank :: ranks.world_size]
+        elif ranks.rank:
+            names = []
+        problems = ranks.gather(disk.damage(folder, rows, names), call="run.restore")
+        if not any(problems):
             return Checkpoint(folder, step, ranks)
         if ranks.rank == 0:
-            say(f"checkpoint skipped: {problems[0]}")
+            say(f"checkpoint skipped: {next(filter(None, problems))}")
 
 
 PATIENCE_S = 10.0

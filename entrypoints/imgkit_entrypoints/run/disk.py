@@ -8,13 +8,13 @@ before anything unpickles one of them.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import hashlib
 import json
 import os
 import secrets
+import shutil
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -41,66 +41,63 @@ def checkpoint_name(step: int) -> str:
     return f"step-{step:010d}"
 
 
-def write_checkpoint(
-    folder: Path,
+def new_folder(folder: Path, step: int, env: Mapping[str, str] = os.environ) -> Path:
+    """Make the temporary folder in `folder` for a step's checkpoint; `commit` makes it count.
+
+    Raises
+    ------
+    OSError : it cannot be made, or the attempt of this worker is over (fence.py).
+    """
+    fence.check(env)
+    folder.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(folder)
+    # Random: what an earlier run has left under the same name may be impossible to remove.
+    temporary = folder / f"{WRITING}{checkpoint_name(step)}.{secrets.token_hex(4)}"
+    temporary.mkdir()
+    return temporary
+
+
+def commit(
+    temporary: Path,
     step: int,
-    fill: Callable[[Path], Mapping[str, Row]],
+    rows: Mapping[str, Row],
     *,
     keep: int,
     warn: Callable[[str], None] = print,
     env: Mapping[str, str] = os.environ,
 ) -> Path:
-    """Write a checkpoint into `folder`, and remove all but the `keep` newest.
+    """Rename a folder whose files are complete and synced, and remove all checkpoints but the `keep` newest.
 
     Checkpoints of later steps are removed too: the run was resumed from before them. What cannot be removed
     stays, as a file on NFS that another process holds open: `warn` gets a line about it.
 
     Parameters
     ----------
-    fill : writes and syncs all files into the folder that it gets, and returns their rows for the manifest.
-    env : names this worker's attempt: one that is over changes nothing in `folder` (fence.py).
+    rows : the rows of all files for the manifest.
+    env : names this worker's attempt: one that is over changes nothing (fence.py).
 
     Raises
     ------
     OSError : the checkpoint could not be written, or the attempt is over; older ones are unchanged.
     """
+    folder, token = temporary.parent, temporary.suffix
     target = folder / checkpoint_name(step)
-    # Random: what an earlier run has left under the same name may be impossible to remove.
-    token = secrets.token_hex(4)
-    temporary = folder / f"{WRITING}{target.name}.{token}"
+    manifest = json_text.sealed({"schema": SCHEMA, "step": step, "files": dict(rows)})
+    files.put(temporary / MANIFEST, json.dumps(manifest))
     fence.check(env)
-    _remove_leftovers(folder)
-    try:
-        os.mkdir(temporary)  # noqa: PTH102 - tests interrupt each os call of this module
-        rows = fill(temporary)
-        manifest = json_text.sealed({"schema": SCHEMA, "step": step, "files": dict(rows)})
-        with files.create(temporary / MANIFEST) as stream:
-            stream.write(json.dumps(manifest).encode())
-            files.sync(stream)
-        _sync_folder(temporary)
-        fence.check(env)
-        if os.path.lexists(target):
-            os.rename(target, folder / f"{LEAVING}{target.name}.{token}")  # noqa: PTH104
-        os.rename(temporary, target)  # noqa: PTH104
-        _sync_folder(folder)
-    except Exception:
-        with contextlib.suppress(OSError):  # the next writer removes it
-            _remove(temporary)
-        raise
-    _remove_older(folder, target, keep, token, warn)
-    return target
-
-
-def _remove_older(folder: Path, newest: Path, keep: int, token: str, warn: Callable[[str], None]) -> None:
+    if os.path.lexists(target):
+        target.rename(folder / f"{LEAVING}{target.name}{token}")
+    files.publish(temporary, target)
     checkpoints = newest_first(folder)
-    position = checkpoints.index(newest)
-    for path in (*checkpoints[:position], *checkpoints[position + keep :]):
+    newest = [path for path in checkpoints if path.name <= target.name][:keep]
+    for path in (path for path in checkpoints if path not in newest):
         try:
-            os.rename(path, folder / f"{LEAVING}{path.name}.{token}")  # noqa: PTH104
+            path.rename(folder / f"{LEAVING}{path.name}{token}")
         except OSError as error:
             warn(f"{path} cannot be removed: {error.strerror}")
     for problem in _remove_leftovers(folder):
         warn(problem)
+    return target
 
 
 def file_row(path: Path) -> Row:
@@ -108,44 +105,27 @@ def file_row(path: Path) -> Row:
     return {"size_bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _remove_leftovers(folder: Path) -> list[str]:
     """Remove what an interrupted writer left, and checkpoints that are being removed; return the problems."""
-    problems = []
     try:
-        names = os.listdir(folder)  # noqa: PTH208
+        leftovers = [path for path in folder.iterdir() if path.name.startswith((WRITING, LEAVING))]
     except OSError as error:
         return [f"{folder} cannot be tidied: {error.strerror}"]
-    for name in names:
-        if name.startswith((WRITING, LEAVING)):
-            try:
-                _remove(folder / name)
-            except OSError as error:
-                file = error.filename if isinstance(error.filename, str) else ""
-                problems.append(f"{folder / name / file} cannot be removed: {error.strerror}")
+    problems = []
+    for path in leftovers:
+        try:
+            remove(path)
+        except OSError as error:
+            problems.append(f"{path / (error.filename or '')} cannot be removed: {error.strerror}")
     return problems
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Remove a checkpoint's folder; of a link, the link alone."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    except NotADirectoryError:
-        os.unlink(path)  # noqa: PTH108
-        return
-    try:
-        for name in os.listdir(descriptor):  # noqa: PTH208
-            os.unlink(name, dir_fd=descriptor)
-    finally:
-        os.close(descriptor)
-    os.rmdir(path)  # noqa: PTH106
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -171,27 +151,25 @@ def read_manifest(checkpoint: Path) -> tuple[int, dict[str, Row]]:
     path = checkpoint / MANIFEST
     try:
         manifest = json_text.load(path)
-        schema = manifest["schema"]
-        if schema == SCHEMA:
-            json_text.unseal(manifest)
-            _compare_files(checkpoint, manifest["files"])
-            return int(manifest["step"]), manifest["files"]
+        if manifest["schema"] != SCHEMA:
+            raise InvalidCheckpoint(f"{path} has schema {manifest['schema']}; this imgkit reads {SCHEMA}")
+        json_text.unseal(manifest)
+        step, rows = int(manifest["step"]), manifest["files"]
+        sizes = {file.name: file.stat().st_size for file in checkpoint.iterdir() if file.name != MANIFEST}
+        for name in sorted(sizes.keys() | rows.keys()):
+            if name not in rows:
+                raise InvalidCheckpoint(f"{checkpoint / name} is in the folder, but not in the manifest")
+            if name not in sizes:
+                raise InvalidCheckpoint(f"{checkpoint / name} is missing")
+            if sizes[name] != rows[name]["size_bytes"]:
+                raise InvalidCheckpoint(
+                    f"{checkpoint / name} has {sizes[name]} bytes, not {rows[name]['size_bytes']}"
+                )
     except OSError as error:
         raise InvalidCheckpoint(f"{error.filename or path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise InvalidCheckpoint(f"{path} is not a manifest, or damaged") from None
-    raise InvalidCheckpoint(f"{path} has schema {schema}; this imgkit reads {SCHEMA}")
-
-
-def _compare_files(checkpoint: Path, rows: Mapping[str, Row]) -> None:
-    names = {path.name for path in checkpoint.iterdir()} - {MANIFEST}
-    if differing := sorted(names ^ rows.keys()):
-        problem = "in the folder, but not in the manifest" if differing[0] in names else "missing"
-        raise InvalidCheckpoint(f"{checkpoint / differing[0]} is {problem}")
-    for name, row in rows.items():
-        size = (checkpoint / name).stat().st_size
-        if size != row["size_bytes"]:
-            raise InvalidCheckpoint(f"{checkpoint / name} has {size} bytes, not {row['size_bytes']}")
+    return step, rows
 
 
 def damage(checkpoint: Path, rows: Mapping[str, Row], names: Collection[str]) -> str:
@@ -203,15 +181,6 @@ def damage(checkpoint: Path, rows: Mapping[str, Row], names: Collection[str]) ->
         except OSError as error:
             return f"{checkpoint / name}: {error.strerror}"
     return ""
-
-
-def problem(checkpoint: Path) -> str:
-    """Return why `checkpoint` cannot be used; empty: every file is as it was written."""
-    try:
-        _, rows = read_manifest(checkpoint)
-    except InvalidCheckpoint as error:
-        return str(error)
-    return damage(checkpoint, rows, sorted(rows))
 
 
 def _sha256(path: Path) -> str:
@@ -260,16 +229,17 @@ def lock(folder: Path, say: Callable[[str], None], env: Mapping[str, str]) -> Bi
     ------
     UsageError : another run holds it, or the folder cannot be written.
     """
-    path, job = folder / LOCK, _job(env)
+    path, hint = folder / LOCK, "name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR"
+    # What the attempts of one job have in common: its id, or the token of a start without a job.
+    job_id = env.get("IMGKIT_JOB_ID", stop_protocol.LOCAL_JOB)
+    token = env.get(fence.VARIABLE, "") if job_id == stop_protocol.LOCAL_JOB else job_id
+    job = f" of {token}" if token and env.get("IMGKIT_ATTEMPT") else ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         stream = files.open_own(path, os.O_RDWR | os.O_CREAT, "r+b")
     except OSError as error:
-        raise UsageError(
-            f"the run folder cannot be written: {error.strerror}",
-            where=str(error.filename or path),
-            hint="name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR",
-        ) from None  # its traceback would come below the hint
+        problem, where = f"the run folder cannot be written: {error.strerror}", str(error.filename or path)
+        raise UsageError(problem, where=where, hint=hint) from None  # its traceback would come below the hint
     deadline = time.monotonic() + PATIENCE_S
     while not _try_lock(stream, path, say):
         if time.monotonic() > deadline:
@@ -278,23 +248,13 @@ def lock(folder: Path, say: Callable[[str], None], env: Mapping[str, str]) -> Bi
                 say(f"warning: {path}: an earlier attempt still has the lock ({holder})")
                 return stream
             stream.close()
-            raise UsageError(
-                f"another run writes into this folder ({holder})",
-                where=str(folder),
-                hint="stop that run, or name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR",
-            )
+            problem = f"another run writes into this folder ({holder})"
+            raise UsageError(problem, where=str(folder), hint=f"stop that run, or {hint}")
         time.sleep(0.1)
     stream.truncate()
     stream.write(f"process {os.getpid()} on {socket.gethostname()}{job}\n".encode())
     stream.flush()
     return stream
-
-
-def _job(env: Mapping[str, str]) -> str:
-    """Return what the attempts of one job have in common: its id, or the token of a start without a job."""
-    job = env.get("IMGKIT_JOB_ID", stop_protocol.LOCAL_JOB)
-    name = env.get(fence.VARIABLE, "") if job == stop_protocol.LOCAL_JOB else job
-    return f" of {name}" if name and env.get("IMGKIT_ATTEMPT") else ""
 
 
 def _try_lock(stream: BinaryIO, path: Path, say: Callable[[str], None]) -> bool:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -23,33 +23,22 @@ if TYPE_CHECKING:
     from imgkit_entrypoints.run.checkpoint import Checkpoint
 
 TYPES = {
-    "float64": ("F64", 8),
-    "float32": ("F32", 4),
-    "float16": ("F16", 2),
-    "bfloat16": ("BF16", 2),
-    "int64": ("I64", 8),
-    "int32": ("I32", 4),
-    "int16": ("I16", 2),
-    "int8": ("I8", 1),
-    "uint8": ("U8", 1),
-    "bool": ("BOOL", 1),
-    "float8_e4m3fn": ("F8_E4M3", 1),
-    "float8_e5m2": ("F8_E5M2", 1),
+    "float64": "F64",
+    "float32": "F32",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
 }
-"""The format's name and the bytes of torch's types."""
+"""torch's types, and their names in the format."""
 MODELS = ("weights", "model")
 """Names of the objects that are taken without ``--part``: those of dist-train and of most programs."""
-BATCH_BYTES = 1 << 30
-"""Bytes of tensors that are read at once."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the verb."""
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint, a folder of them, or a run folder")
-    parser.add_argument("file", type=Path, help="the file to write; it must not exist")
-    parser.add_argument(
-        "--part", metavar="NAME", help=f"name of the tracked model (default: {' or '.join(MODELS)})"
-    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -60,7 +49,10 @@ def main(argv: Sequence[str]) -> int:
         "machine alone. Checkpoints of a program on the run library work too. Like a resume, it trusts the "
         "folder as it would trust code.",
     )
-    add_arguments(parser)
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint, a folder of them, or a run folder")
+    parser.add_argument("file", type=Path, help="the file to write; it must not exist")
+    names = " or ".join(MODELS)
+    parser.add_argument("--part", metavar="NAME", help=f"name of the tracked model (default: {names})")
     options = parser.parse_args(argv)
     try:
         step, count = export(options.checkpoint, options.file, options.part)
@@ -88,11 +80,8 @@ def export(path: Path, target: Path, part: str | None = None) -> tuple[int, int]
     ranks = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
     checkpoint = find_newest(path, ranks, lambda text: terminal.err(f"dist-train export: {text}"))
     if checkpoint is None:
-        raise UsageError(
-            "no valid checkpoint found",
-            where=str(path),
-            hint="name a run folder, or checkpoints/step-N in it",
-        )
+        hint = "name a run folder, or checkpoints/step-N in it"
+        raise UsageError("no valid checkpoint found", where=str(path), hint=hint)
     keys = weight_keys(checkpoint, part)
     hint = "free space, or name a file in another folder"
     with files.replacing(target, failed="cannot write the weights", hint=hint) as stream:
@@ -109,36 +98,29 @@ def weight_keys(checkpoint: Checkpoint, part: str | None = None) -> dict[str, st
     """
     from imgkit_entrypoints.run.state_tree import TensorRef
 
-    name = part or next((name for name in MODELS if name in checkpoint.names), "")
-    if name not in checkpoint.names:
+    def unfit(problem: str, hint: str) -> UsageError:
+        return UsageError(problem, where=str(checkpoint.folder), hint=hint)
+
+    names = checkpoint.names
+    name = part or next((name for name in MODELS if name in names), "")
+    if name not in names:
         missing = f"no {part}" if part else f"neither {' nor '.join(MODELS)}"
-        raise UsageError(
-            f"the checkpoint contains {missing}: it has {', '.join(checkpoint.names) or 'no objects'}",
-            where=str(checkpoint.folder),
-            hint="name the tracked model: --part NAME",
-        )
+        content = ", ".join(names) or "no objects"
+        problem = f"the checkpoint contains {missing}: it has {content}"
+        raise unfit(problem, "name the tracked model: --part NAME")
     tree = checkpoint.tree(name)
-    keys: dict[str, str] = {}
-    for weight, leaf in tree.items() if isinstance(tree, dict) else ():
-        if isinstance(leaf, TensorRef):
-            keys[str(weight)] = leaf.key
-        elif isinstance(leaf, dict | list):
-            raise UsageError(
-                f"{name} is not the state of a model",
-                where=str(checkpoint.folder),
-                hint="name another: --part",
-            )
+    if not isinstance(tree, dict) or any(isinstance(leaf, dict | list) for leaf in tree.values()):
+        raise unfit(f"{name} is not the state of a model", "name another: --part")
+    keys = {str(weight): leaf.key for weight, leaf in tree.items() if isinstance(leaf, TensorRef)}
     for weight, key in keys.items():
-        if (dtype := _type_name(checkpoint, key)) not in TYPES:
-            raise UsageError(
-                f"{weight} is of the type {dtype}, which a safetensors file cannot hold",
-                where=str(checkpoint.folder),
-                hint=f"its types are {', '.join(sorted(TYPES))}",
-            )
+        if (dtype := type_name(checkpoint, key)) not in TYPES:
+            problem = f"{weight} is of the type {dtype}, which a safetensors file cannot hold"
+            raise unfit(problem, f"its types are {', '.join(sorted(TYPES))}")
     return keys
 
 
-def _type_name(checkpoint: Checkpoint, key: str) -> str:
+def type_name(checkpoint: Checkpoint, key: str) -> str:
+    """Return torch's name of a tensor's type."""
     return str(checkpoint.tensors[key][1]).removeprefix("torch.")
 
 
@@ -153,41 +135,24 @@ def write(checkpoint: Checkpoint, weights: Mapping[str, str], stream: BinaryIO) 
         if names.setdefault(key, name) != name:
             metadata[name] = names[key]
     # The largest elements first, so that each tensor begins at a multiple of their size.
-    ordered = sorted(names, key=lambda key: (-TYPES[_type_name(checkpoint, key)][1], names[key]))
+    ordered = sorted(names, key=lambda key: (-checkpoint.tensors[key][1].itemsize, names[key]))
     header: dict[str, Any] = {"__metadata__": metadata}
     position = 0
     for key in ordered:
-        end = position + size_bytes(checkpoint, key)
-        shape, dtype = [*checkpoint.tensors[key][0]], TYPES[_type_name(checkpoint, key)][0]
-        header[names[key]] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
+        shape, dtype = checkpoint.tensors[key]
+        end = position + math.prod(shape) * dtype.itemsize
+        offsets = {"shape": [*shape], "data_offsets": [position, end]}
+        header[names[key]] = {"dtype": TYPES[type_name(checkpoint, key)], **offsets}
         position = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     stream.write(len(text).to_bytes(8, "little") + text)
-    for keys in _batches(checkpoint, ordered):
-        tensors = checkpoint.read(keys)
-        for key in keys:
-            content = bytearray(tensors[key].numel() * tensors[key].element_size())
-            if content:
-                flat = tensors.pop(key).reshape(-1).view(torch.uint8)
-                torch.frombuffer(content, dtype=torch.uint8).copy_(flat)
-            stream.write(content)
-
-
-def size_bytes(checkpoint: Checkpoint, key: str) -> int:
-    """Return the bytes of a tensor."""
-    return int(math.prod(checkpoint.tensors[key][0])) * TYPES[_type_name(checkpoint, key)][1]
-
-
-def _batches(checkpoint: Checkpoint, keys: Sequence[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    for key in keys:
-        batch.append(key)
-        if sum(size_bytes(checkpoint, item) for item in batch) > BATCH_BYTES:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+    for key in ordered:
+        tensor = checkpoint.read([key])[key]
+        content = bytearray(tensor.numel() * tensor.element_size())
+        if content:  # an image may lack NumPy
+            torch.frombuffer(content, dtype=torch.uint8).copy_(tensor.reshape(-1).view(torch.uint8))
+        stream.write(content)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,24 @@
-"""The position of a run in its data, with the random numbers that belong to it."""
+"""The position of a run in its data, with the random numbers that belong to it.
+
+A resumed pass over a loader draws the order of its samples again, and skips the batches that were done.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.run import loaders, random_state
+from imgkit_entrypoints.run import random_state
 from imgkit_entrypoints.run.random_state import GeneratorStates, restore_generators, states_of
 from imgkit_entrypoints.run.ranks import Ranks
+from imgkit_entrypoints.run.tracked import has_state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +38,16 @@ class Loop:
     @classmethod
     def over(cls, loader: Any, passes: int = 0) -> Loop:
         """Describe a loop over `loader` after so many passes."""
+        samples, batches, batch_size = -1, -1, 1
+        if isinstance(loader, DataLoader):
+            samples, batch_size = loader_length(loader.dataset), loader.batch_size
+            if type(loader.batch_sampler) in (BatchSampler, type(None)):
+                batches = loader_length(loader)
+        elif not has_state(loader):
+            samples = loader_length(loader)
+        epoch = sampler_epoch(loader)
         return cls(
-            passes=passes,
-            batches=loaders.length(loader) if loaders.has_fixed_length(loader) else -1,
-            samples=loaders.sample_count(loader),
-            batch_size=loaders.batch_size(loader),
-            sampler_epoch=loaders.sampler_epoch(loader),
+            passes=passes, batches=batches, samples=samples, batch_size=batch_size, sampler_epoch=epoch
         )
 
 
@@ -79,7 +89,8 @@ class DataPosition:
         self.step = 0
         self.is_open = False
         """Whether a pass is under way."""
-        self._loops: dict[str, Loop] = {}
+        self.loops: dict[str, Loop] = {}
+        """The loops of an epoch by name; a loop that has no name is alone."""
         self._name, self._batch, self._length = "", 0, -1
         """Loop, batches so far and length of the latest pass; 0 batches: it is finished."""
         self._generators: dict[str, _LoopGenerators] = {}
@@ -89,17 +100,7 @@ class DataPosition:
     @property
     def epoch(self) -> int:
         """Epochs that are finished, with the passes of all their loops."""
-        return min((loop.passes for loop in self._loops.values()), default=0)
-
-    @property
-    def has_loops(self) -> bool:
-        """Whether there was a pass of `Run.steps`."""
-        return bool(self._loops)
-
-    @property
-    def has_names(self) -> bool:
-        """Whether an epoch may have several loops."""
-        return any(self._loops)
+        return min((loop.passes for loop in self.loops.values()), default=0)
 
     @property
     def repeats(self) -> bool:
@@ -110,13 +111,13 @@ class DataPosition:
     def passes(self) -> float:
         """Epochs so far, with the part of the one that is under way."""
         part = self._batch / self._length if self._length > 0 else 0.0
-        return (sum(loop.passes for loop in self._loops.values()) + part) / max(1, len(self._loops))
+        return (sum(loop.passes for loop in self.loops.values()) + part) / max(1, len(self.loops))
 
     def remaining(self, name: str, length: int) -> int:
         """Return the steps that are left in the pass of a loop, of `length` steps, that begins next."""
-        if self._resume is None or name not in self._loops:
+        if self._resume is None or name not in self.loops:
             return length
-        if self._loops[name].passes > self.epoch:
+        if self.loops[name].passes > self.epoch:
             return 0
         return max(0, length - (self._batch if name == self._name else 0))
 
@@ -126,14 +127,9 @@ class DataPosition:
 
     def values(self, *, at_start: bool = False) -> dict[str, Any]:
         """Return the position as a checkpoint has it; `at_start`: a pass begins now."""
-        loops = {name: dataclasses.asdict(loop) for name, loop in self._loops.items()}
-        return {
-            "step": self.step,
-            "loops": loops,
-            "name": self._name,
-            "batch": self._batch,
-            "at_start": at_start,
-        }
+        loops = {name: dataclasses.asdict(loop) for name, loop in self.loops.items()}
+        numbers = {"step": self.step, "name": self._name, "batch": self._batch}
+        return {**numbers, "loops": loops, "at_start": at_start}
 
     def rank_values(self) -> dict[str, Any]:
         """Return the random states of this rank as a checkpoint has them."""
@@ -145,31 +141,27 @@ class DataPosition:
         }
 
     def take_over(
-        self,
-        values: Mapping[str, Any],
-        random: Mapping[str, Any],
-        world_size: int,
-        ranks: Ranks,
-        say: Callable[[str], None],
-    ) -> None:
-        """Go on from what `values` and `rank_values` returned in a run of `world_size` ranks."""
+        self, values: Mapping[str, Any], random: Mapping[str, Any], world_size: int, ranks: Ranks
+    ) -> str:
+        """Go on from what `values` and `rank_values` returned in a run of `world_size` ranks.
+
+        Returns a warning if some samples of the epoch come again; empty: none does.
+        """
         self.step, self._batch, self._name = values["step"], values["batch"], values["name"]
-        self._loops = {name: Loop(**loop) for name, loop in values["loops"].items()}
+        self.loops = {name: Loop(**loop) for name, loop in values["loops"].items()}
         self._pass_random = random["pass"]
         self._generators = {name: _LoopGenerators(*states) for name, states in random["loops"].items()}
         random_state.restore(random["now"])
-        has_same_ranks = world_size == ranks.world_size
+        has_same_ranks, batches = world_size == ranks.world_size, self._batch * world_size
         if not has_same_ranks:
-            batches = self._batch * world_size
             self._batch = batches // ranks.world_size
-            if batches % ranks.world_size:
-                say(
-                    f"{ranks.world_size} ranks instead of {world_size}: some samples of this epoch come again"
-                )
             random_state.seed_everything(int(torch.randint(1 << 62, ()).item()) + ranks.rank)
         self._resume = _Resume(
             random=random_state.capture(), has_same_ranks=has_same_ranks, repeats=values["at_start"]
         )
+        if batches % ranks.world_size == 0:
+            return ""
+        return f"{ranks.world_size} ranks instead of {world_size}: some samples of this epoch come again"
 
     def should_begin(self, name: str, loader: Any) -> bool:
         """Return whether a pass of the loop `name` begins now; False: it was finished before the checkpoint.
@@ -179,42 +171,39 @@ class DataPosition:
         UsageError : another pass is not finished, or another loop comes now in the epoch.
         """
         self._refuse_unfinished(name)
-        expected = next((key for key, loop in self._loops.items() if loop.passes == self.epoch), name)
-        is_new = name not in self._loops
-        if name == expected or (is_new and all(loop.passes == 1 for loop in self._loops.values())):
-            self._loops.setdefault(name, Loop())
+        expected = next((key for key, loop in self.loops.items() if loop.passes == self.epoch), name)
+        is_new = name not in self.loops
+        if name == expected or (is_new and all(loop.passes == 1 for loop in self.loops.values())):
+            self.loops.setdefault(name, Loop())
             if not name and not self._resume:
-                _refuse_unlike(self._loops[""], Loop.over(loader))
+                _refuse_unlike(self.loops[""], Loop.over(loader))
             return True
-        if self._resume and not is_new and self._loops[name].passes > self.epoch:
+        if self._resume and not is_new and self.loops[name].passes > self.epoch:
             self._resume.repeats = True
             return False
-        raise UsageError(
+        raise _refusal(
             f"epoch {self.epoch} comes to the loop {_loop_name(name)} before the loop {_loop_name(expected)}",
-            where="run.steps",
-            hint="go through the same loops in every epoch, in the same order: run.steps(loader, name=...), "
-            "with an empty list as the loader where a loop is left out",
+            "go through the same loops in every epoch, in the same order: run.steps(loader, name=...), with "
+            "an empty list as the loader where a loop is left out",
         )
 
     def _refuse_unfinished(self, name: str) -> None:
+        last_name = _loop_name(self._name)
         if self.is_open:
-            raise UsageError(
-                f"the loop {_loop_name(name)} begins while a pass of the loop {_loop_name(self._name)} is "
-                "under way",
-                where="run.steps",
-                hint="let one loader give the batches of both, for example over a StackDataset; an "
-                "evaluation iterates over its loader without run.steps",
+            raise _refusal(
+                f"the loop {_loop_name(name)} begins while a pass of the loop {last_name} is under way",
+                "let one loader give the batches of both, for example over a StackDataset; an evaluation "
+                "iterates over its loader without run.steps",
             )
         if self._batch and self._batch == self._length and not self._resume:
             self.close()  # left by a `break` at its last batch
         if self._batch and not self._resume:
             size = f" of {self._length}" if self._length > 0 else ""
-            raise UsageError(
-                f"the pass of the loop {_loop_name(self._name)} was left after {self._batch}{size} batches, "
-                "and another one begins: a resume would go on with the first",
-                where="run.steps",
-                hint="let each pass come to its end, for example over fewer samples or range(STEPS); a break "
-                "may only end the program",
+            raise _refusal(
+                f"the pass of the loop {last_name} was left after {self._batch}{size} batches, and another "
+                "one begins: a resume would go on with the first",
+                "let each pass come to its end, for example over fewer samples or range(STEPS); a break may "
+                "only end the program",
             )
 
     def open(self, loader: Any, name: str) -> Iterator[Any]:
@@ -225,7 +214,7 @@ class DataPosition:
         UsageError : the checkpoint was taken in a pass over another loader.
         """
         resume, self._resume = self._resume, None
-        last, loop = self._loops[name], Loop.over(loader, self._loops[name].passes)
+        last, loop = self.loops[name], Loop.over(loader, self.loops[name].passes)
         is_within = resume is not None and self._batch > 0
         if resume and is_within:
             _refuse_other_loader(name, last, loop, self._batch, has_same_ranks=resume.has_same_ranks)
@@ -233,9 +222,9 @@ class DataPosition:
                 self._batch = self._batch * last.batch_size // loop.batch_size
         elif resume and resume.repeats:
             random_state.restore(resume.random)
-        self._loops[name] = loop
-        self._name, self._length, self.is_open = name, loaders.length(loader), True
-        live = loaders.generators(loader)
+        self.loops[name] = loop
+        self._name, self._length, self.is_open = name, loader_length(loader), True
+        live = loader_generators(loader)
         generators = self._generators.setdefault(name, _LoopGenerators(states_of(live), ()))
         if resume and is_within:
             random, states = resume.random, generators.saved
@@ -254,15 +243,18 @@ class DataPosition:
             random_state.restore(random)
             restore_generators(live, states)
 
-        return loaders.iterate(
-            loader, self._batch, keeps_workers=loop.passes > 0, rewind=rewind, forward=forward
-        )
+        keeps_workers = loop.passes > 0
+        return iterate(loader, self._batch, keeps_workers=keeps_workers, rewind=rewind, forward=forward)
 
     def close(self) -> None:
         """Note that the pass is finished."""
-        loop = self._loops[self._name]
-        self._loops[self._name] = dataclasses.replace(loop, passes=loop.passes + 1)
+        loop = self.loops[self._name]
+        self.loops[self._name] = dataclasses.replace(loop, passes=loop.passes + 1)
         self._batch, self.is_open = 0, False
+
+
+def _refusal(problem: str, hint: str) -> UsageError:
+    return UsageError(problem, where="run.steps", hint=hint)
 
 
 def _loop_name(name: str) -> str:
@@ -277,30 +269,168 @@ def _refuse_unlike(last: Loop, loop: Loop) -> None:
     """Raise UsageError if two loops without a name are over unlike loaders."""
     sizes, last_sizes = (loop.batches, loop.batch_size), (last.batches, last.batch_size)
     if last.passes and -1 not in (last.batches, loop.batches) and sizes != last_sizes:
-        raise UsageError(
+        raise _refusal(
             f"a loop without a name was over {last.batches} batches of {last.batch_size}, and is over "
             f"{loop.batches} of {loop.batch_size} now: a resume could not tell two loops from each other",
-            where="run.steps",
-            hint="where an epoch has several, name each: run.steps(loader, name=...); an evaluation needs no "
-            "run.steps",
+            "where an epoch has several, name each: run.steps(loader, name=...); an evaluation needs none",
         )
 
 
 def _refuse_other_loader(name: str, last: Loop, loop: Loop, batch: int, *, has_same_ranks: bool) -> None:
     """Raise UsageError if `loop` is not over the loader of `last`."""
     hint = "give it the same loader; where an epoch has several loops, name each: run.steps(loader, name=...)"
-    if has_same_ranks and loop.batches >= 0 and last.samples != loop.samples:
-        change = f"was over {last.samples} samples, and this loader has {loop.samples}"
-    elif has_same_ranks and last.batch_size == loop.batch_size and last.batches != loop.batches:
-        change = f"was over {last.batches} batches, and this loader has {loop.batches}"
-    elif last.sampler_epoch != loop.sampler_epoch:
+    is_loader, is_shorter = loop.batches >= 0, 0 <= loop.samples < max(batch, last.samples)
+    if last.sampler_epoch != loop.sampler_epoch:
         change = f"had a sampler with the epoch {last.sampler_epoch}, and this one has {loop.sampler_epoch}"
         hint = "for epoch in range(run.epoch, EPOCHS), and sampler.set_epoch(epoch) before run.steps"
-    elif has_same_ranks and 0 <= loop.samples < max(batch, last.samples):
-        change = f"was over {last.samples} items, and this sequence has {loop.samples}"
-        hint = "give the whole sequence: the run itself leaves out what was done"
+    elif not has_same_ranks:
+        return
+    elif (is_loader and last.samples != loop.samples) or is_shorter:
+        change = f"was over {last.samples} samples, and this loader has {loop.samples}"
+    elif (last.batches, last.batch_size) != (loop.batches, loop.batch_size):
+        sizes = f"{last.batches} batches of {last.batch_size}"
+        change = f"was over {sizes}, and this loader has {loop.batches} of {loop.batch_size}"
     else:
         return
-    raise UsageError(
-        f"the pass of the loop {_loop_name(name)} in the checkpoint {change}", where="run.steps", hint=hint
+    raise _refusal(f"the pass of the loop {_loop_name(name)} in the checkpoint {change}", hint)
+
+
+_ACCELERATE = "use accelerate's own save_state with a LibraryCheckpoint: docs/howto/library-loops.md"
+
+
+def refuse_without_position(loader: Any) -> None:
+    """Raise UsageError if a pass over `loader` could not resume where it ended."""
+    hint = (
+        "give a DataLoader over a map-style dataset, a sequence, or a loader with state_dict and "
+        "load_state_dict, such as torchdata's StatefulDataLoader"
     )
+    name, problem = type(loader).__name__, ""
+    if any(kind.__module__.startswith("accelerate") for kind in type(loader).__mro__):
+        problem, hint = f"{name} is a loader that accelerate has prepared", _ACCELERATE
+    elif has_state(loader):
+        return
+    elif not isinstance(loader, DataLoader):
+        is_sequence = hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
+        problem = "" if is_sequence and not isinstance(loader, Mapping) else name
+    elif isinstance(loader.dataset, IterableDataset):
+        problem = f"a DataLoader over the IterableDataset {type(loader.dataset).__name__}"
+    elif type(loader).__iter__ is not DataLoader.__iter__:
+        problem = f"{name} has an __iter__ of its own, which hides its position"
+        hint = (
+            "use DataLoader itself, with persistent_workers=True to keep the workers, and change batches in "
+            "collate_fn or in the loop"
+        )
+    if problem:
+        raise _refusal(f"this loader cannot resume at its sample: {problem}", hint)
+
+
+def loader_length(loader: Any) -> int:
+    """Return the batches of a pass; -1: unknown."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return -1
+
+
+def _samplers(loader: Any) -> list[Any]:
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    return [getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+
+
+def sampler_epoch(loader: Any) -> int | None:
+    """Return the epoch that a DistributedSampler, or one like it, has been told; None: there is none."""
+    epochs = (getattr(sampler, "epoch", None) for sampler in _samplers(loader))
+    return next((epoch for epoch in epochs if type(epoch) is int), None)
+
+
+def loader_generators(loader: Any) -> list[torch.Generator]:
+    """Return the generators that a pass uses in this process, each once: of loader, samplers and dataset."""
+    owners = [loader, *_samplers(loader)]
+    if isinstance(loader, DataLoader) and loader.num_workers == 0:  # workers draw from copies
+        owners.append(loader.dataset)
+    attributes = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
+    return list({id(value): value for value in attributes if isinstance(value, torch.Generator)}.values())
+
+
+def iterate(
+    loader: Any, skip: int, *, keeps_workers: bool, rewind: Callable[[], None], forward: Callable[[], None]
+) -> Iterator[Any]:
+    """Iterate over `loader` without its first `skip` batches.
+
+    Parameters
+    ----------
+    keeps_workers : the pass of an undisturbed run goes on with the workers of the one before.
+    rewind : sets the random numbers to those at the start of the pass, from which samplers draw.
+    forward : sets them to those of now, before the first batch is read. Only called if some are skipped.
+    """
+    if isinstance(loader, DataLoader) and not has_state(loader):
+        starts_workers = keeps_workers and loader.persistent_workers and loader._iterator is None
+        if skip or starts_workers:
+            return _iterate_rest(loader, skip, starts_workers, rewind, forward)
+    if not skip:
+        return iter(loader)
+    skip = 0 if has_state(loader) else skip  # its state is loaded
+    if skip:
+        rewind()
+    batches: Iterator[Any] = iter(loader)
+    for _ in itertools.islice(batches, skip):
+        pass
+    forward()
+    return batches
+
+
+def _iterate_rest(
+    loader: DataLoader[Any],
+    skip: int,
+    starts_workers: bool,
+    rewind: Callable[[], None],
+    forward: Callable[[], None],
+) -> Iterator[Any]:
+    """Let the loader take its indices from a sampler that skips; no skipped sample is read."""
+    attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    sampler = getattr(loader, attribute)
+    rest = _Rest(sampler, skip, (loader.prefetch_factor or 0) * loader.num_workers, forward)
+    try:
+        if starts_workers:
+            # That draws a random number, which the pass of an undisturbed run does not draw.
+            _set_sampler(loader, attribute, ())
+            next(iter(loader), None)
+        rewind()
+        _set_sampler(loader, attribute, rest)
+        batches = iter(loader)
+        first = list(itertools.islice(batches, 1))
+    finally:
+        _set_sampler(loader, attribute, sampler)
+    return itertools.chain(first, batches)
+
+
+def _set_sampler(loader: DataLoader[Any], attribute: str, sampler: Any) -> None:
+    vars(loader)[attribute] = sampler  # DataLoader's own __setattr__ refuses this
+    if loader._iterator is not None:  # of workers that are kept
+        loader._iterator._index_sampler = sampler
+
+
+class _Rest:
+    """A sampler without its first `skip` items; read once.
+
+    Parameters
+    ----------
+    ahead : items that workers get before the first batch arrives; as many more were drawn before the stop.
+    forward : called after these.
+    """
+
+    def __init__(self, sampler: Any, skip: int, ahead: int, forward: Callable[[], None]) -> None:
+        self._sampler, self._skip, self._ahead, self._forward = sampler, skip, ahead, forward
+
+    def __iter__(self) -> Iterator[Any]:
+        # Here, and not at the first item: a sampler may draw before the loader draws a seed for its workers.
+        return self._without_first(iter(self._sampler))
+
+    def _without_first(self, items: Iterator[Any]) -> Iterator[Any]:
+        for _ in itertools.islice(items, self._skip):
+            pass
+        if self._skip:
+            drawn = list(itertools.islice(items, self._ahead))
+            self._forward()
+            yield from drawn
+        yield from items

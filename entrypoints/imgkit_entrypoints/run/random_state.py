@@ -16,8 +16,8 @@ def seed_everything(seed: int) -> None:
     """Seed every generator of this process."""
     torch.manual_seed(seed)
     random.seed(seed)
-    if "numpy" in sys.modules:
-        importlib.import_module("numpy").random.seed(seed % 2**32)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
 
 
 def capture() -> dict[str, Any]:
@@ -25,8 +25,8 @@ def capture() -> dict[str, Any]:
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
-    if "numpy" in sys.modules:  # otherwise nobody has drawn from it
-        state["numpy"] = importlib.import_module("numpy").random.get_state()
+    if numpy := sys.modules.get("numpy"):  # otherwise nobody has drawn from it
+        state["numpy"] = numpy.random.get_state()
     return state
 
 

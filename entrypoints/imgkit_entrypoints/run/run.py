@@ -8,38 +8,43 @@ import gc
 import math
 import os
 import pickle
-import platform
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from imgkit_entrypoints import __version__, terminal
-from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, CheckFailed, UsageError
+from imgkit_entrypoints import terminal
+from imgkit_entrypoints.errors import EXIT_NO, CheckFailed, UsageError
 from imgkit_entrypoints.files import in_job_folder
 from imgkit_entrypoints.launch.progress import ProgressNotes
 from imgkit_entrypoints.launch.start_up import first_attempt_s
 from imgkit_entrypoints.launch.watchdog import Pulse
-from imgkit_entrypoints.run import checkpoint, disk, loaders, random_state, stop_requests
-from imgkit_entrypoints.run.agreement import AddedNumbers
-from imgkit_entrypoints.run.checkpoint import Checkpoint, CheckpointWriter, Groups
+from imgkit_entrypoints.run import checkpoint, disk, random_state, stop_requests
+from imgkit_entrypoints.run.agreement import AddedNumbers, Agreement, NumberLog
+from imgkit_entrypoints.run.checkpoint import Checkpoint, CheckpointWriter
 from imgkit_entrypoints.run.gradients import PendingGradients
-from imgkit_entrypoints.run.position import DataPosition
+from imgkit_entrypoints.run.metrics import MetricsFile
+from imgkit_entrypoints.run.position import DataPosition, loader_length, refuse_without_position
 from imgkit_entrypoints.run.ranks import Ranks, connect, ranks_by_value, with_new_group
-from imgkit_entrypoints.run.stepping import Stepping
 from imgkit_entrypoints.run.stop_requests import StopRequests
 from imgkit_entrypoints.run.tracked import Tracked, has_state
 
-WAIT_REPORT_S = 30.0
-"""Time after which a rank that waits for the others at the end of its loop reports it."""
+MAX_INTERVAL = 1000
+"""Most steps between two looks."""
+
+
+class ConnectedRanks(NamedTuple):
+    """What a run has once it has met the other ranks."""
+
+    ranks: Ranks
+    """With a group for values in host memory."""
+    agreement: Agreement
 
 
 class NotSaved(CheckFailed):
@@ -73,18 +78,23 @@ class Run:
                 watched.clear()
         self._requests = StopRequests(env, watched if self._rank == 0 else None, until)
         agent_folder = env.get("IMGKIT_STOP_DIR")
-        self._progress = ProgressNotes(agent_folder, self._rank)
+        self._progress, self._pulse = ProgressNotes(agent_folder, self._rank), Pulse(agent_folder, self._rank)
         self._tracked, self._position = Tracked(), DataPosition()
-        self._stepping = Stepping(
-            self._position, folder if keep else None, Pulse(agent_folder, self._rank), self._progress, say
-        )
         self._gradients = PendingGradients(self._tracked, self._report)
-        self._connection: tuple[Ranks, Groups] | None = None
+        metrics = MetricsFile(folder if keep else None, say) if self._rank == 0 else None
+        self._log = NumberLog(metrics, lambda: self._position.passes)
+        self._max_interval = 0
+        """Most steps between two looks at the program's own numbers; 0: it has none."""
+        self._connection: ConnectedRanks | None = None
+        self._own_group: Any = None
+        """The process group that the run has opened, and closes."""
         self._writer: CheckpointWriter | None = None
         self._restored: Checkpoint | None = None
         """The checkpoint from which the run goes on, until its first step."""
         self._saved_values: dict[str, Any] = self._position.values()
-        self._may_write = self._is_shared = self._is_in_step = False
+        self._saved_step = 0
+        """Step of the last save, or of the checkpoint from which the run goes on."""
+        self._may_write = self._is_started = self._is_in_step = self._should_save = False
         self._has_read_position = True
         self._stateful: tuple[Any, bytes] | None = None
         """The loader with a state whose pass has begun, and its state then; None: it was compared."""
@@ -135,7 +145,7 @@ class Run:
     @property
     def stopping(self) -> str:
         """Why the run stops at the next `save`; empty: it goes on. All ranks see the same."""
-        return self._stepping.agreement.stop if self._connection else ""
+        return self._connection.agreement.stop if self._connection else ""
 
     def __enter__(self) -> Run:
         return self
@@ -146,7 +156,7 @@ class Run:
         try:
             if kind is None and self._connection is not None:
                 self._end_step()
-                self._finish(self._connection[0])
+                self._finish(self._connection.ranks)
         finally:
             self._requests.stop_listening()
             self._gradients.close()
@@ -181,11 +191,11 @@ class Run:
         self._track(objects, per_rank=True)
 
     def _track(self, objects: Mapping[str, Any], *, per_rank: bool) -> None:
-        if self._may_write or self._stepping.is_started:
+        if self._may_write or self._is_started:
             raise UsageError("run.track comes too late", hint="call it before run.restore and run.steps")
         for name, value in objects.items():
             if not has_state(value) and hasattr(value, "__iter__"):
-                loaders.refuse_without_position(value)  # `steps` counts its batches
+                refuse_without_position(value)  # `steps` counts its batches
             else:
                 self._tracked.add(name, value, per_rank=per_rank)
 
@@ -196,13 +206,15 @@ class Run:
         """
         # What the ranks exchange for checkpoints lies in host memory.
         host_ranks = ranks if ranks.device.type == "cpu" else with_new_group(ranks)
-        self._connection = host_ranks, Groups(host_ranks)
-        self._stepping.connect(ranks, self._requests.answers)
+        agreement = Agreement(ranks, self._requests.answers, self._log)
+        self._connection = ConnectedRanks(host_ranks, agreement)
 
-    def _connect(self) -> tuple[Ranks, Groups]:
+    def _connect(self) -> ConnectedRanks:
         """Meet the other ranks, once the program has opened its process group."""
         if self._connection is None:
-            self.connect(connect(self._env, self._rank))
+            ranks = connect(self._env, self._rank)
+            self.connect(ranks)
+            self._own_group = ranks.group
         assert self._connection is not None  # noqa: S101 - for mypy
         return self._connection
 
@@ -217,7 +229,7 @@ class Run:
         """
         if path is None and not self._keep:
             return None
-        return checkpoint.find_newest(Path(path or self.folder), self._connect()[0], self._report)
+        return checkpoint.find_newest(Path(path or self.folder), self._connect().ranks, self._report)
 
     def restore(self, source: Checkpoint | None = None) -> bool:
         """Take over `source`, or the newest whole checkpoint; False if there is none. A collective call.
@@ -240,7 +252,7 @@ class Run:
         self._load(newest, ranks)
         self._saved_values, self._restored = self._position.values(), newest
         self._has_read_position = self._position.epoch == 0
-        self._stepping.saved_step = self._position.step
+        self._saved_step = self._position.step
         if source is None:
             self._report(f"resumes after step {self._position.step}: {newest.folder}")
         return True
@@ -255,7 +267,8 @@ class Run:
                 hint=f"start {newest.world_size} ranks, or a new run in another folder",
             )
         self._tracked.load(newest, values["objects"])
-        self._position.take_over(newest.run, values["random"], newest.world_size, ranks, self._report)
+        if warning := self._position.take_over(newest.run, values["random"], newest.world_size, ranks):
+            self._report(warning)
 
     def _refuse_untracked_scheduler(self) -> None:
         """Raise UsageError if a scheduler of a tracked optimizer exists that is not tracked."""
@@ -288,11 +301,9 @@ class Run:
             )
 
     def _refuse_unshared_folder(self, ranks: Ranks) -> None:
-        """Raise UsageError, once, if ranks with sharded state do not see the same folder."""
-        if self._keep and not self._is_shared:
-            self._is_shared = True
-            if any(ranks.gather(self._tracked.has_shards, call="run.restore")):
-                checkpoint.refuse_unshared_folder(self.folder, ranks)
+        """Raise UsageError if ranks with sharded state do not see the same folder."""
+        if self._keep and any(ranks.gather(self._tracked.has_shards, call="run.restore")):
+            checkpoint.refuse_unshared_folder(self.folder, ranks)
 
     def steps(self, loader: Any, *, name: str = "", save_every: int = 0) -> Steps:
         """Iterate once over `loader`; yields the number of each step, from 1, and its batch.
@@ -314,7 +325,7 @@ class Run:
             now, or a pass was left by a ``break``.
         CheckFailed : the ranks have taken different numbers of steps.
         """
-        loaders.refuse_without_position(loader)
+        refuse_without_position(loader)
         if has_state(loader) and not any(value is loader for value in self._tracked.objects.values()):
             raise UsageError(
                 f"the state of this {type(loader).__name__} is not tracked",
@@ -324,15 +335,15 @@ class Run:
         return Steps(self, loader, name, save_every)
 
     def _steps(self, loader: Any, name: str, save_every: int) -> Iterator[tuple[int, Any]]:
-        ranks, _ = self._connect()
-        position, stepping = self._position, self._stepping
-        if stepping.is_started:  # as at the end of the run, where another rank may be
-            stepping.agreement.meet(position.step)
+        ranks, agreement = self._connect()
+        position = self._position
+        if self._is_started:  # as at the end of the run, where another rank may be
+            agreement.meet(position.step)
         self._refuse_unlike_passes(loader, name, save_every, ranks)
         if not position.should_begin(name, loader):
             return
-        if stepping.should_save and stepping.agree(save_every, lambda: not self._are_pending(ranks)):
-            self._save(ranks, at_start=True)
+        if self._should_save and self._is_due(save_every):
+            self._save(at_start=True)
         if self._restored is not None and position.repeats:
             # What the program has done in this epoch was done before the checkpoint already.
             self._tracked.load(self._restored, self._restored.rank_value()["objects"])
@@ -343,15 +354,15 @@ class Run:
             self._start_stepping(save_every)
             for batch in batches:
                 self._restored, self._is_in_step = None, True
-                stepping.begin_step()
+                self._begin_step()
                 self._gradients.begin_step()
                 yield position.step + 1, batch
                 self._end_step()
-                if stepping.agree(save_every, lambda: not self._are_pending(ranks)):
-                    self._save(ranks)
-            self._meet_at_end()
-            if self.stopping and not self._are_pending(ranks):
-                self._save(ranks)
+                if self._is_due(save_every):
+                    self._save()
+            agreement.meet(position.step)
+            if self.stopping and not self._are_pending():
+                self._save()
             position.close()
         except GeneratorExit:
             self._end_step()
@@ -363,7 +374,7 @@ class Run:
         """Raise UsageError, on every rank, if the ranks begin different passes."""
         loop = f"loop {name}, " if name else ""
         passes = ranks.gather(
-            f"{loop}{loaders.length(loader)} batches after step {self._position.step}, "
+            f"{loop}{loader_length(loader)} batches after step {self._position.step}, "
             f"save_every={save_every}, tracking {', '.join(sorted(self._tracked.objects))}",
             call="run.steps",
         )
@@ -382,21 +393,18 @@ class Run:
                 where="run.steps",
                 hint="for epoch in range(run.epoch, EPOCHS), also where there is one epoch",
             )
-        self._stepping.start(save_every)
+        self._is_started = True
+        self._start_clock(self._max_interval or save_every or MAX_INTERVAL)
 
-    def _meet_at_end(self) -> None:
-        """Wait for the other ranks at the end of a pass."""
+    def _start_clock(self, max_interval: int | None = None) -> None:
+        """Start the clock before the first step of a loop, or again after a save or a pause."""
+        self._connect().agreement.start(self._position.step, max_interval)
+        self._pulse.done(self._position.step)
 
-        def report() -> None:
-            self._say(
-                f"rank {self._rank} has no batch after step {self._position.step}, and waits for others"
-            )
-
-        timer = threading.Timer(WAIT_REPORT_S, report)
-        timer.daemon = True
-        timer.start()
-        self._stepping.agreement.meet(self._position.step)
-        timer.cancel()
+    def _begin_step(self) -> None:
+        """Note that this rank has its batch of the next step."""
+        self._pulse.begins(self._position.step + 1)
+        self._progress.trains()
 
     def _end_step(self) -> None:
         if self._is_in_step:
@@ -404,10 +412,25 @@ class Run:
             self._count()
 
     def _count(self) -> None:
-        self._stepping.end_step()
+        """Note that this rank is done with its step."""
+        self._position.count()
+        self._pulse.done(self._position.step)
+        self._progress.moved()
 
-    def _are_pending(self, ranks: Ranks) -> bool:
+    def _is_due(self, save_every: int) -> bool:
+        """Look if it is time; return whether all ranks save now, with all numbers of the steps before."""
+        step, agreement = self._position.step, self._connect().agreement
+        agreement.after(step)
+        is_due = self._keep and save_every and step // save_every > self._saved_step // save_every
+        if not (is_due or agreement.stop or self._should_save) or self._are_pending():
+            return False
+        agreement.meet(step)
+        self._saved_step = step
+        return True
+
+    def _are_pending(self) -> bool:
         """Return whether gradients of a rank wait for their optimizer; a collective call."""
+        ranks = self._connect().ranks
         return any(ranks.gather(self._gradients.are_pending(), call="the end of a step"))
 
     def log(self, **numbers: Any) -> None:
@@ -416,7 +439,7 @@ class Run:
         Their means over steps and ranks go to the terminal and to ``metrics.jsonl`` in the run's folder.
         Every rank logs the same names, or one rank alone logs.
         """
-        self._stepping.log.add(numbers)
+        self._log.add(numbers)
 
     def add_up(self, numbers: AddedNumbers, *, every: int) -> None:
         """Add up `numbers` over all ranks in place of what `log` gets; a collective call.
@@ -427,35 +450,32 @@ class Run:
         ----------
         every : most steps between two exchanges, which come at its multiples and at those of a divisor.
         """
-        self._connect()
-        self._stepping.add_up(numbers, every)
+        self._connect().agreement.numbers, self._max_interval = numbers, every
 
     def lives(self) -> None:
         """Tell the watchdog that this rank is busy between two steps, for example in an evaluation."""
-        self._stepping.pulse.lives()
+        self._pulse.lives()
 
     def begins(self) -> None:
         """Tell the watchdog that this rank has the next batch; optional in a loop with `due`."""
-        if not self._stepping.is_started:
-            self._connect()
+        if not self._is_started:
             self._start_stepping(0)
-        self._stepping.begin_step()
+        self._begin_step()
 
     def looks(self) -> bool:
         """Return whether the numbers of the step that begins are sent at its end: costly ones pay off."""
-        return self._stepping.agreement.looks(self._position.step + 1)
+        return self._connect().agreement.looks(self._position.step + 1)
 
     def due(self, *, save_every: int = 0) -> bool:
         """End a step of a loop that is not over `steps`, such as one of a library; a collective call.
 
         Returns True if the loop has to call `save` now.
         """
-        ranks, _ = self._connect()
-        if not self._stepping.is_started:
+        if not self._is_started:
             self._start_stepping(save_every)
         self._count()
         self._restored = None
-        is_due = self._stepping.agree(save_every, lambda: not self._are_pending(ranks))
+        is_due = self._is_due(save_every)
         self._gradients.begin_step()
         return is_due
 
@@ -466,12 +486,11 @@ class Run:
         All numbers of the steps before have arrived, the time in it counts for no step, and the training
         does not see the random numbers that it draws.
         """
-        self._connect()
-        self._stepping.agreement.settle(self._position.step)
+        self._connect().agreement.meet(self._position.step)
         state = random_state.capture()
         yield
         random_state.restore(state)
-        self._stepping.resume()
+        self._start_clock()
 
     def save(self) -> None:
         """Save the state; a collective call. After a request to stop this does not return.
@@ -486,8 +505,7 @@ class Run:
         UsageError : nothing is tracked, or the folder holds checkpoints that nobody has restored; or weights
             were updated in a step that no call of `due` has ended.
         """
-        ranks, _ = self._connect()
-        if self._gradients.has_stepped and not self._position.has_loops:
+        if self._gradients.has_stepped and not self._position.loops:
             raise UsageError(
                 "run.save comes after an optimizer.step() that the run has not counted",
                 where="run.save",
@@ -495,42 +513,37 @@ class Run:
             )
         if self._position.repeats:  # the checkpoint holds this already
             return
-        if self._is_in_step or self._position.has_names or self._are_pending(ranks):
-            self._stepping.should_save = True
+        if self._is_in_step or any(self._position.loops) or self._are_pending():
+            self._should_save = True
         else:
-            self._save(ranks)
+            self._save()
 
-    def _save(self, ranks: Ranks, *, at_start: bool = False) -> None:
-        self._write(ranks, at_start=at_start)
+    def _save(self, *, at_start: bool = False) -> None:
+        self._write(at_start=at_start)
         if self.stopping:
-            self._leave(ranks)
-        self._stepping.saved_step, self._stepping.should_save = self._position.step, False
-        self._stepping.resume()
+            self._leave()
+        self._saved_step, self._should_save = self._position.step, False
+        self._start_clock()
 
-    def _write(self, ranks: Ranks, *, at_start: bool = False) -> None:
+    def _write(self, *, at_start: bool = False) -> None:
         """Write a checkpoint in the background; `at_start`: a pass of `steps` begins now."""
         if not self._keep:
             return
         if not self._tracked.objects:
             raise UsageError("nothing is tracked", hint="run.track(model=model, optimizer=optimizer)")
+        ranks = self._connect().ranks
         if not self._may_write:
             self.refuse_older()
+            self._refuse_unshared_folder(ranks)
             self._may_write = True
-        self._refuse_unshared_folder(ranks)
         self._refuse_static_loader()
         with self._progress.saving():
             snapshot = self._tracked.snapshot(ranks, "run.save")
             self._saved_values = self._position.values(at_start=at_start)
-            versions = {
-                "imgkit": __version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            }
-            index = {**self._saved_values, "versions": versions}, snapshot.trees
+            index = pickle.dumps((self._saved_values, snapshot.trees))
             rank_value = {"random": self._position.rank_values(), "objects": snapshot.rank_values}
-            self._open_writer().save(
-                self._position.step, pickle.dumps(index), snapshot.tensors, pickle.dumps(rank_value)
-            )
+            writer, step = self._open_writer(), self._position.step
+            writer.save(step, index, snapshot.tensors, pickle.dumps(rank_value))
 
     def _refuse_static_loader(self) -> None:
         """Raise UsageError if the state of a loader has not changed in its pass: it has no position."""
@@ -547,8 +560,7 @@ class Run:
 
     def _open_writer(self) -> CheckpointWriter:
         if self._writer is None:
-            ranks, groups = self._connect()
-            self._writer = CheckpointWriter(self.folder, self._keep, ranks, groups, self._say)
+            self._writer = CheckpointWriter(self.folder, self._keep, self._connect().ranks, self._say)
         return self._writer
 
     def refuse_older(self) -> None:
@@ -573,34 +585,23 @@ class Run:
             writer.close()
         return writer
 
-    def _leave(self, ranks: Ranks) -> None:
+    def _end(self) -> None:
+        """Wait for the last numbers of ranks that may have taken different numbers of steps."""
+        self._connect().agreement.meet(self._position.step)
+        self._log.write(self._position.step)
+
+    def _leave(self) -> None:
         """Raise SystemExit once the saved state is whole. Whatever destructors do then, its code stays."""
-        self._stepping.end()
-        step, reason = self._position.step, self.stopping
-        saved_step = self.wait().saved_step
+        self._end()
+        step, saved_step = self._position.step, self.wait().saved_step
         state = f"the state of step {saved_step} is saved" if saved_step >= 0 else "this start saved no state"
-        self._report(f"stopped after step {step}: {reason}{f'; {state}' if self._keep else ''}")
+        self._report(f"stopped after step {step}: {self.stopping}{f'; {state}' if self._keep else ''}")
         code = EXIT_NO
         if self._keep and saved_step == step:
-            code = self._mark_saved(ranks)
+            ranks = self._connect().ranks
+            code = stop_requests.report_saved(self.stopping, step, ranks, self.folder, self._env)
         _EXIT_CODES.append(code)
         raise SystemExit(code)
-
-    def _mark_saved(self, ranks: Ranks) -> int:
-        """Leave the mark of a saved state where somebody reads it, and return the exit code that fits.
-
-        Under dist-run the node agent reads the mark and exits with 85. torchrun turns every code but 0 into
-        1, so its mark is in the run folder. Elsewhere the code 85 says that the state is saved.
-        """
-        step = self._position.step
-        is_for_good = self.stopping == stop_requests.FOR_GOOD
-        if is_for_good or stop_requests.report_saved(step, ranks.local_rank, self._env):
-            return 0
-        if "TORCHELASTIC_RUN_ID" not in self._env:
-            return EXIT_SAVED
-        if ranks.rank == 0:
-            stop_requests.mark_saved(self.folder, step, self._env)
-        return 0
 
     def _finish(self, ranks: Ranks) -> None:
         """Save the last state of a run that is done.
@@ -616,21 +617,20 @@ class Run:
                     "warning: the last state is not saved: there is no process group at the end of `with`"
                 )
             return
-        self._stepping.end()
+        self._end()
         ranks.gather(None, call="the end of the run")
-        self._stepping.agreement.stop = ""  # all is done
+        self._connect().agreement.stop = ""  # all is done
         if has_moved:
-            self._write(ranks)
+            self._write()
         if self._writer is not None and self.wait().saved_step != self._position.step:
             raise NotSaved(f"the state of step {self._position.step} is not saved", where=str(self.folder))
 
     def _close_groups(self) -> None:
-        if self._connection is not None:
-            ranks, groups = self._connection
-            with contextlib.suppress(ValueError, AssertionError):  # the program has destroyed all groups
-                groups.close()
-                if ranks.group is not None:
-                    dist.destroy_process_group(ranks.group)
+        with contextlib.suppress(ValueError, AssertionError):  # the program has destroyed all groups
+            if self._writer is not None:
+                self._writer.close_groups()
+            if self._own_group is not None:
+                dist.destroy_process_group(self._own_group)
 
     def _report(self, text: str) -> None:
         if self._rank == 0:

@@ -58,6 +58,12 @@ def is_dtensor(value: object) -> bool:
     return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)
 
 
+def local_part(tensor: Any) -> Tensor:
+    """Return this rank's part of a DTensor; other tensors as they are."""
+    part: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return part
+
+
 def split(name: str, state: Any) -> tuple[Any, dict[str, Tensor]]:
     """Separate a state into its tree and its tensors by key; views of the same memory get one key.
 
@@ -67,10 +73,15 @@ def split(name: str, state: Any) -> tuple[Any, dict[str, Tensor]]:
     keys: dict[tuple[object, ...], str] = {}
 
     def replace(value: Any, path: LeafPath) -> Any:
-        if not is_stored_apart(value):
+        if not (
+            is_dtensor(value) or (type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided)
+        ):
             return value.detach().clone() if isinstance(value, Tensor) else value
         key = ".".join(map(str, (name, *path)))
-        first = keys.setdefault(view_of(value), key)
+        view: tuple[object, ...] = (id(value),)
+        if not is_dtensor(value) and value.numel():
+            view = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
+        first = keys.setdefault(view, key)
         if first == key:
             tensors[key] = value.detach()
         if is_dtensor(value) or value.is_contiguous():
@@ -79,11 +90,6 @@ def split(name: str, state: Any) -> tuple[Any, dict[str, Tensor]]:
         return TensorRef(first, torch.empty_like(value, device="meta").stride())
 
     return map_leaves(state, replace), tensors
-
-
-def is_stored_apart(value: Any) -> bool:
-    """Return whether a leaf is stored under a key of its own."""
-    return is_dtensor(value) or (type(value) in (Tensor, nn.Parameter) and value.layout == torch.strided)
 
 
 def join(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -107,13 +113,6 @@ def join(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     return map_leaves(tree, replace)
 
 
-def view_of(tensor: Tensor) -> tuple[object, ...]:
-    """Return what two tensors have in common if they are the same values in the same memory."""
-    if is_dtensor(tensor) or tensor.layout != torch.strided or not tensor.numel():
-        return (id(tensor),)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-
-
 def unpicklable(name: str, state: Any) -> str:
     """Return the path of the first value that pickle cannot write and read again; empty: it can."""
     tree, _ = split(name, state)
@@ -134,18 +133,10 @@ def _survives(value: Any) -> bool:
 
 
 def on_host(value: Any) -> Any:
-    """Copy a state with every tensor in host memory of its own; tied ones stay tied."""
-    copies: dict[tuple[object, ...], Tensor] = {}
-
-    def copy(leaf: Any, _: LeafPath) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        view = view_of(leaf)
-        if view not in copies:
-            copies[view] = leaf.detach().to("cpu", copy=True)
-        return copies[view]
-
-    return map_leaves(value, copy)
+    """Copy a state with every tensor in host memory of its own."""
+    return map_leaves(
+        value, lambda leaf, _: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
+    )
 
 
 class HostCopies:

@@ -13,9 +13,11 @@ from types import FrameType
 from typing import Any
 
 from imgkit_entrypoints import fence, files
+from imgkit_entrypoints.errors import EXIT_SAVED
 from imgkit_entrypoints.launch import stop_protocol
 from imgkit_entrypoints.launch.stop_protocol import REPEAT_S, RunFolder
 from imgkit_entrypoints.launch.user_program import STOP_SIGNALS
+from imgkit_entrypoints.run.ranks import Ranks
 
 FOR_GOOD = "the stop file"
 """A person's request: the run is not requeued, and does not start while the file exists."""
@@ -93,22 +95,23 @@ class StopRequests:
             os.kill(os.getpid(), number)
 
 
-def report_saved(step: int, local_rank: int, env: Mapping[str, str]) -> bool:
-    """Report to the node agent that the state is saved; False if there is no node agent."""
-    if not env.get("IMGKIT_STOP_DIR"):
-        return False
-    if local_rank == 0:
-        mark_saved(Path(env["IMGKIT_STOP_DIR"]), step, env)
-    return True
+def report_saved(reason: str, step: int, ranks: Ranks, folder: Path, env: Mapping[str, str]) -> int:
+    """Leave the mark of a saved state where somebody reads it, and return the exit code that fits.
 
-
-def mark_saved(folder: Path, step: int, env: Mapping[str, str]) -> None:
-    """Write into `folder` that this job has saved `step`.
+    Under dist-run the node agent reads the mark and exits with 85. torchrun turns every code but 0 into 1, so
+    its mark is in the run's `folder`. Elsewhere the code 85 says that the state is saved.
 
     Raises
     ------
-    OSError : the attempt of this worker is over, or the file cannot be written.
+    OSError : the attempt of this worker is over, or the mark cannot be written.
     """
-    fence.check(env)
-    job = env.get("IMGKIT_JOB_ID", stop_protocol.LOCAL_JOB)
-    files.put(folder / stop_protocol.SAVED, f"{job} {step}\n")
+    agent_folder = env.get("IMGKIT_STOP_DIR")
+    if reason == FOR_GOOD:
+        return 0
+    if not agent_folder and "TORCHELASTIC_RUN_ID" not in env:
+        return EXIT_SAVED
+    if (ranks.local_rank if agent_folder else ranks.rank) == 0:
+        fence.check(env)
+        job = env.get("IMGKIT_JOB_ID", stop_protocol.LOCAL_JOB)
+        files.put(Path(agent_folder or folder) / stop_protocol.SAVED, f"{job} {step}\n")
+    return 0

@@ -71,8 +71,8 @@ class Tracked:
             reason = "already tracked" if name in self.objects else "reserved"
             raise _unfit(f"the name {name} is {reason}", "choose another name")
         if not has_state(value):
-            what = f"{name} is a {type(value).__name__} without a state"
-            raise _unfit(what, "track objects with state_dict and load_state_dict")
+            problem = f"{name} is a {type(value).__name__} without a state"
+            raise _unfit(problem, "track objects with state_dict and load_state_dict")
         for part in value.modules() if isinstance(value, nn.Module) else (value,):
             if _is_instance(part, SHARDED_BY_OTHERS):
                 raise _unfit(
@@ -99,9 +99,7 @@ class Tracked:
         ------
         UsageError : on every rank, if a rank cannot keep a state, or if rank 0's cannot count for all.
         """
-        snapshot = Snapshot()
-        compared: dict[str, dict[str, str]] = {}
-        what, hint = "", None
+        snapshot, digests, failure = Snapshot(), {}, None
         try:
             for name, value in self.objects.items():
                 state = state_of(name, value)
@@ -109,24 +107,23 @@ class Tracked:
                 # Before the run begins, DDP may not have made the weights equal yet.
                 is_early = isinstance(value, nn.Module | Optimizer) and call != "run.save"
                 if name not in self._per_rank and ranks.world_size > 1 and not is_early:
-                    compared[name] = _compared(value, state)
+                    digests[name] = _digest(repr(_compared(value, state)))
         except UsageError as error:
-            what, hint = error.what, error.hint
-        digests = {name: _digest(repr(values)) for name, values in compared.items()}
-        rows = ranks.gather((what, hint, ", ".join(sorted(self.objects)) or "nothing", digests), call=call)
-        for rank, row in enumerate(rows):
-            if row[0]:
-                raise UsageError(f"rank {rank}: {row[0]}", where=call, hint=row[1])
-        names = [row[2] for row in rows]
+            failure = error.what, error.hint
+        rows = ranks.gather((failure, ", ".join(sorted(self.objects)) or "nothing", digests), call=call)
+        for rank, (failure, _, _) in enumerate(rows):
+            if failure:
+                raise UsageError(f"rank {rank}: {failure[0]}", where=call, hint=failure[1])
+        names = [row[1] for row in rows]
         if len(set(names)) > 1:
             raise UsageError(
                 f"the ranks track different objects: {ranks_by_value(names)}",
                 where=call,
                 hint="all ranks must track the same names",
             )
-        for name in sorted(compared):
-            if len({row[3][name] for row in rows}) > 1:
-                self._refuse_difference(name, compared[name], ranks, call)
+        for name in sorted(digests):
+            if len({row[2][name] for row in rows}) > 1:
+                self._refuse_difference(name, ranks, call)
         return snapshot
 
     def _add_state(self, snapshot: Snapshot, name: str, state: Any) -> None:
@@ -140,10 +137,11 @@ class Tracked:
         except Exception as error:  # pickle and the classes of a program raise many kinds
             raise _unloadable(state_tree.unpicklable(name, state) or f"{name}: {error}") from error
 
-    def _refuse_difference(self, name: str, values: Mapping[str, str], ranks: Ranks, call: str) -> None:
+    def _refuse_difference(self, name: str, ranks: Ranks, call: str) -> None:
         """Raise UsageError, on every rank, for a value that ranks other than rank 0 have set."""
-        rows = ranks.gather((self._first_values[name], values), call=call)
-        is_large = isinstance(self.objects[name], nn.Module | Optimizer)
+        value = self.objects[name]
+        rows = ranks.gather((self._first_values[name], _compared(value, state_of(name, value))), call=call)
+        is_large = isinstance(value, nn.Module | Optimizer)
         for path in sorted({path for row in rows for part in row for path in part}):
             first, latest = zip(*((row[0].get(path, ""), row[1].get(path, "")) for row in rows), strict=True)
             is_rank_0_alone = latest[1:] == first[1:] and (is_large or len(set(first)) == 1)
@@ -165,64 +163,67 @@ class Tracked:
         UsageError : it holds other objects or another model, and nothing is loaded; or a state does not fit.
         """
         where = str(checkpoint.folder)
-        self._refuse_other_names(set(checkpoint.names), set(rank_values), where)
+        shared = self.objects.keys() - self._per_rank
+        if set(checkpoint.names) != shared or rank_values.keys() != self._per_rank:
+            saved = [*checkpoint.names, *(f"{name} of each rank" for name in rank_values)]
+            live = [*shared, *(f"{name} of each rank" for name in self._per_rank)]
+            raise UsageError(
+                f"the checkpoint contains {', '.join(sorted(saved)) or 'nothing'}, and this program tracks "
+                f"{', '.join(sorted(live)) or 'nothing'}",
+                where=where,
+                hint="track the same objects under the same names, or start a new run in another folder",
+            )
         trees = {name: checkpoint.tree(name) for name in checkpoint.names}
         for name, tree in trees.items():
-            self._refuse_other_shapes(name, tree, checkpoint)
+            if problem := self._difference(name, tree, checkpoint):
+                raise UsageError(
+                    f"the checkpoint contains a different {name}: {problem}",
+                    where=where,
+                    hint="build the same objects, or start a new run in another folder; nothing was loaded",
+                )
         for name, tree in trees.items():
             self._load(name, checkpoint.state(name, self._shards_of(name, tree, checkpoint)), where)
         for name, data in rank_values.items():
             self._load(name, pickle.loads(data), where)  # noqa: S301 - SECURITY.md: it is trusted like code
 
-    def _refuse_other_names(self, saved: set[str], saved_per_rank: set[str], where: str) -> None:
-        if saved == self.objects.keys() - self._per_rank and saved_per_rank == self._per_rank:
-            return
-        names = [*saved, *(f"{name} of each rank" for name in saved_per_rank)]
-        live = [f"{name} of each rank" if name in self._per_rank else name for name in self.objects]
-        raise UsageError(
-            f"the checkpoint contains {', '.join(sorted(names)) or 'nothing'}, and this program tracks "
-            f"{', '.join(sorted(live)) or 'nothing'}",
-            where=where,
-            hint="track the same objects under the same names, or start a new run in another folder",
-        )
-
-    def _refuse_other_shapes(self, name: str, tree: Any, checkpoint: Checkpoint) -> None:
+    def _difference(self, name: str, tree: Any, checkpoint: Checkpoint) -> str:
+        """Return how a saved model or optimizer differs from the tracked one; empty: not at all."""
         value = self.objects[name]
-        if isinstance(value, nn.Module):
-            live = {key: _shape(leaf) for key, leaf in state_of(name, value).items()}
-            saved = {key: _saved_shape(leaf, checkpoint) for key, leaf in tree.items()}
-            problem = _difference(saved, live)
-        elif isinstance(value, Optimizer):
-            sizes = [
-                [len(group["params"]) for group in groups]
-                for groups in (tree["param_groups"], value.param_groups)
-            ]
-            problem = f"groups of {sizes[0]} weights in the checkpoint, and of {sizes[1]} now"
-            problem = "" if sizes[0] == sizes[1] else problem
-        else:
-            return
-        if problem:
-            raise UsageError(
-                f"the checkpoint contains a different {name}: {problem}",
-                where=str(checkpoint.folder),
-                hint="build the same objects, or start a new run in another folder; nothing was loaded",
+        if isinstance(value, Optimizer):
+            saved_sizes = [len(group["params"]) for group in tree["param_groups"]]
+            sizes = [len(group["params"]) for group in value.param_groups]
+            problem = f"groups of {saved_sizes} weights in the checkpoint, and of {sizes} now"
+            return problem if saved_sizes != sizes else ""
+        if not isinstance(value, nn.Module):
+            return ""
+        live = state_of(name, value)
+        lost, new = [key for key in tree if key not in live], [key for key in live if key not in tree]
+        if lost or new:
+            return (
+                f"{first_names(lost) or 'nothing'} only in the checkpoint, "
+                f"{first_names(new) or 'nothing'} only in the model"
             )
+        for key, leaf in tree.items():
+            saved_shape = checkpoint.tensors[leaf.key][0] if _is_ref(leaf) else getattr(leaf, "shape", None)
+            shape = getattr(live[key], "shape", None)
+            if saved_shape != shape:
+                return f"{key} is {_text(saved_shape)} in the checkpoint and {_text(shape)} in the model"
+        return ""
 
     def _shards_of(self, name: str, tree: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
         """Return the DTensors, by key, into which each rank reads its part of a sharded object."""
-        value, shards = self.objects[name], {}
-        if isinstance(value, nn.Module) and is_sharded(value):
-            for key, tensor in state_of(name, value).items():
-                if is_dtensor(tensor):
-                    shards[tree[key].key] = tensor
-        elif isinstance(value, Optimizer) and is_sharded(value):
-            # A fresh optimizer has no state to read into.
-            params = [param for group in value.param_groups for param in group["params"]]
-            for path, leaf in state_tree.leaves(tree["state"]):
-                param = params[path[0]]
-                if _is_ref(leaf) and is_dtensor(param) and checkpoint.tensors[leaf.key][0] == param.shape:
-                    dtype = checkpoint.tensors[leaf.key][1]
-                    shards[leaf.key] = torch.empty_like(param, dtype=dtype, requires_grad=False)
+        value = self.objects[name]
+        if not is_sharded(value):
+            return {}
+        if isinstance(value, nn.Module):
+            live = state_of(name, value)
+            return {tree[key].key: tensor for key, tensor in live.items() if is_dtensor(tensor)}
+        shards = {}  # a fresh optimizer has no state to read into
+        params = [param for group in value.param_groups for param in group["params"]]
+        for (number, *_), leaf in state_tree.leaves(tree["state"]):
+            shape, dtype = checkpoint.tensors[leaf.key] if _is_ref(leaf) else (None, None)
+            if is_dtensor(params[number]) and shape == params[number].shape:
+                shards[leaf.key] = torch.empty_like(params[number], dtype=dtype, requires_grad=False)
         return shards
 
     def _load(self, name: str, state: Any, where: str) -> None:
@@ -262,34 +263,29 @@ def _is_instance(value: object, names: Collection[str]) -> bool:
     return any(kind.__name__ in names for kind in type(value).__mro__)
 
 
-def _unfit(what: str, hint: str) -> UsageError:
-    return UsageError(what, where="run.track", hint=hint)
+def _unfit(problem: str, hint: str) -> UsageError:
+    return UsageError(problem, where="run.track", hint=hint)
 
 
 def _unloadable(problem: str) -> UsageError:
-    return _unfit(
-        f"{problem}, and no resume could load it again",
-        "keep only numbers, texts, lists, dicts and tensors in the state",
-    )
+    hint = "keep only numbers, texts, lists, dicts and tensors in the state"
+    return _unfit(f"{problem}, and no resume could load it again", hint)
 
 
 def _refuse_unfit_shards(name: str, value: Any) -> None:
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < OLDEST_TORCH:
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
         raise _unfit(
             f"{name} is sharded, and this is torch {torch.__version__}",
-            f"use an image with torch {'.'.join(map(str, OLDEST_TORCH))} or newer (NGC 25.01), or wrap the "
-            "model in DDP",
+            "use an image with torch 2.6 or newer (NGC 25.01), or wrap the model in DDP",
         )
+    world_size = torch.distributed.get_world_size()
     for key, parameter in value.named_parameters() if isinstance(value, nn.Module) else ():
+        size = parameter.device_mesh.size() if is_dtensor(parameter) else world_size
         if parameter.is_meta:
             raise _unfit(f"{name}.{key} is on the meta device", "call run.track after model.to_empty()")
-        ranks = torch.distributed.get_world_size()
-        if is_dtensor(parameter) and parameter.device_mesh.size() != ranks:
-            raise _unfit(
-                f"{name}.{key} is sharded over {parameter.device_mesh.size()} of {ranks} ranks",
-                "use a mesh of all ranks, init_device_mesh(device, (REPLICAS, SHARDS))",
-            )
+        if size != world_size:
+            hint = "use a mesh of all ranks, init_device_mesh(device, (REPLICAS, SHARDS))"
+            raise _unfit(f"{name}.{key} is sharded over {size} of {world_size} ranks", hint)
 
 
 def state_of(name: str, value: Any) -> Any:
@@ -340,26 +336,8 @@ def _is_ref(value: object) -> bool:
     return isinstance(value, state_tree.TensorRef)
 
 
-def _shape(value: Any) -> Any:
-    return tuple(value.shape) if isinstance(value, Tensor) else None
-
-
-def _saved_shape(leaf: Any, checkpoint: Checkpoint) -> Any:
-    return tuple(checkpoint.tensors[leaf.key][0]) if _is_ref(leaf) else _shape(leaf)
-
-
-def _difference(saved: Mapping[str, Any], live: Mapping[str, Any]) -> str:
-    """Return how two models differ: the names that one lacks, or the first other shape; empty: not at all."""
-    lost, new = [key for key in saved if key not in live], [key for key in live if key not in saved]
-    if lost or new:
-        return (
-            f"{first_names(lost) or 'nothing'} only in the checkpoint, "
-            f"{first_names(new) or 'nothing'} only in the model"
-        )
-    for key, shape in saved.items():
-        if shape != live[key]:
-            return f"{key} is {shape} in the checkpoint and {live[key]} in the model"
-    return ""
+def _text(shape: torch.Size | None) -> str:
+    return "no tensor" if shape is None else str(tuple(shape))
 
 
 def _compared(value: Any, state: Any) -> dict[str, str]:

@@ -129,16 +129,6 @@ wait $pid
     assert_ended_as(standin, whole, runs / "stopped")
 
 
-def test_call_that_holds_the_interpreter_is_shown(standin: str, runs: Path) -> None:
-    script = """
-FAULT='once hold 1 33' train --hang-after 3 --run-dir held 2> >(tee err >&2) & pid=$!
-until grep -q 'faults.py:' err; do sleep 0.2; kill -0 $pid; done
-kill -KILL $pid
-"""
-    told = inside(standin, runs, script)
-    assert re.search(r"rank 1 .*: stack, innermost first:\n    /runs/faults.py:\d+ fail\n", told), told
-
-
 def test_node_without_the_checkpoint_gets_it_or_the_run_is_refused(
     standin: str, runs: Path, whole: Path
 ) -> None:

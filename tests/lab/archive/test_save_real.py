@@ -144,12 +144,6 @@ def test_compressed_archive_loads_again(image: str, tmp_path: Path, compress: st
     assert TAG in run("docker", "load", "-i", path).stdout
 
 
-def test_dry_run_writes_nothing(image: str, tmp_path: Path) -> None:
-    done = imgkit("save", image, "--dry-run", folder=tmp_path)
-    assert f"{NAME}-1.tar" in done.stdout
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_unknown_image_is_a_usage_error(tmp_path: Path) -> None:
     done = imgkit("save", "imgkit-test-absent:1", folder=tmp_path)
     assert done.returncode == 2

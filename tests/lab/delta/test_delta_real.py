@@ -275,7 +275,7 @@ def test_show_and_verify_name_base_and_delta(lab: Lab, applied: Path, replaced: 
     assert base is not None
     assert shown["record"]["image_id"] == base.image_id
     assert shown["delta"]["source"] == replaced.tag
-    checks = imgkit_json("verify", applied, "--files", folder=lab.folder)["checks"]
+    checks = imgkit_json("verify", applied, folder=lab.folder)["checks"]
     assert {check["name"]: check["verdict"] for check in checks} == dict.fromkeys(
         ("header", "root partition", "delta", "manifest", "files"), "ok"
     )

@@ -20,7 +20,6 @@ from imgkit_entrypoints import __version__
 ONE = ("--device", "cpu", "--nproc", "1")
 COUNT = ("dist-run", *ONE, "--grace", "20", "save_and_resume.py")
 SITE = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m", "--nodes", "2")
-SPARED = ("dist-run", *ONE, "--lost-after", "4", "--grace", "20")
 CHOICES = {
     "debian": (),
     "venv": ("--python", f"/{site_images.VENV}/bin/python"),
@@ -118,18 +117,6 @@ def test_node_without_a_mounted_folder_is_named(site: Site, name: str) -> None:
     assert "node1 has no" not in told
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", ["debian", "venv.sqsh"])
-def test_spare_takes_over_in_an_image_of_a_site(site: Site, name: str) -> None:
-    job = site.submit(name, "--nodes", "2+1", "--", *SPARED, "save_and_resume.py", "60")
-    site.until(lambda: "starts at 0" in site.told(job), job)
-    site("exec", "node2", "--", "pkill", "-KILL", "-f", "imgkit_entrypoints dist-run")
-    told = site.ended(job)
-    assert "attempt 2 starts" in told, told
-    assert "finished at 60" in told, told
-    assert (site.folder / f"runs/mn5-{job}/result").read_text() == f"{job}.0 0\n"
-
-
 PYXIS = """\
 image: {base: "imgkit.local/standin:24.03", platform: amd64}
 system: {scheduler: slurm, runtime: {kind: pyxis}, node: {gpus: 0, cpus: 2}}
@@ -139,8 +126,8 @@ system: {scheduler: slurm, runtime: {kind: pyxis}, node: {gpus: 0, cpus: 2}}
 @pytest.mark.parametrize(
     "program",
     [
-        pytest.param("ch-run", marks=pytest.mark.charliecloud),
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("apptainer", "singularity", "enroot")),
+        pytest.param("singularity", marks=pytest.mark.singularity),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("apptainer", "enroot")),
     ],
 )
 def test_sqsh_for_pyxis_is_looked_into_where_it_is_submitted(
@@ -150,9 +137,10 @@ def test_sqsh_for_pyxis_is_looked_into_where_it_is_submitted(
         pytest.skip(f"no {program} here")
     (site.folder / "pyxis.yaml").write_text(PYXIS)
     place = str(shutil.which(program))
-    # All programs but other starters; not those of this PATH count in the container.
-    own = [*Path("/usr/bin").iterdir(), *Path(place).parent.glob(f"{program}*")]
-    for path in {one.name: one for one in own if one.name != "ch-run" or program == "ch-run"}.values():
+    # Programs but no other starter; not those of this PATH count in the container.
+    programs = [*Path("/usr/bin").iterdir(), *Path(place).parent.glob(f"{program}*")]
+    starters = {"apptainer", "singularity", "enroot"} - {program}
+    for path in {path.name: path for path in programs if path.name not in starters}.values():
         (tmp_path / path.name).symlink_to(path)
     env = {"PATH": str(tmp_path), "XDG_CACHE_HOME": f"{tmp_path}/cache", "USER": "root"}
     words = (*IMGKIT, "run", "pyxis.yaml", "--dry-run", "--time", "5m", "--image", "debian.sqsh")
@@ -181,38 +169,6 @@ def test_image_that_changed_after_the_submission_is_not_started(site: Site) -> N
         os.truncate(image, image.stat().st_size - len(b"another"))
     assert f"imgkit: {image} has changed since its job was submitted, or this node lacks it" in told, told
     assert "dist-hello" not in told
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    ("name", "words", "what"),
-    [
-        ("venv", (), "is 3.11.2 and has no torch"),
-        ("venv", ("--python", "/opt/none"), "found no Python in it: no program /opt/none"),
-        ("conda", (), "found no Python in it: no program python3"),
-        ("conda", ("--activate", "source /opt/conda/bin/activate x"), "no environment named 'x'"),
-        ("conda", ("--activate", "exit 7"), "exit code 7"),
-    ],
-)
-def test_image_without_a_usable_python_is_refused(
-    site: Site, name: str, words: tuple[str, ...], what: str
-) -> None:
-    done = site.imgkit("run", "--detach", "mn5", *SITE, "--image", f"{name}.sif", *words, "--", "dist-hello")
-    assert done.returncode == 2, done.stdout
-    assert what in done.stderr
-    assert "--python PATH" in done.stderr or "try it there" in done.stderr
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("name", CHOICES)
-def test_training_with_its_code_goes_on_after_a_killed_worker(site: Site, name: str) -> None:
-    train = ("dist-train", *ONE, "--steps", "3000", "--save-every", "200")
-    job = site.submit(name, "--max-failures", "2", "--code", ROOT / "examples", "--", *train)
-    site.until(lambda: bool(re.search(r"step +[4-9]\d\d/", site.told(job))), job)
-    site("exec", "node2", "--", "pkill", "-KILL", "-f", "imgkit_entrypoints.apps.train")
-    told = site.ended(job)
-    assert re.search(r"resumes after step [1-9]\d+", told), told
-    assert "step 3000/3000" in told
 
 
 RECIPE = """\

@@ -145,23 +145,6 @@ def test_no_text_of_a_job_holds_its_secrets(cluster: Nodes, form: str) -> None:
     assert TOKEN not in done.stdout + done.stderr
 
 
-def test_pi_is_right(cluster: Nodes) -> None:
-    # Started on a node of the job: mpirun counts its own host, too.
-    done = cluster.on("node1", *cluster.job("run", command=("dist-pi",), nproc=1))
-    assert done.returncode == 0, done.stderr
-    found = re.search(r"pi = 3\.14159265358979\d, error (\S+), 100000000 intervals, 2 ranks", done.stdout)
-    assert found is not None, done.stdout
-    assert float(found[1]) <= 1e-12
-
-
-@pytest.mark.soak
-def test_bench_verifies_its_values(cluster: Nodes) -> None:
-    bench = ("dist-bench", "all_reduce", "--size", "4K", "--seconds", "0.1")
-    done = cluster.on("login", *cluster.job("run", "--direct", command=bench, nproc=1))
-    assert done.returncode == 0, done.stderr
-    assert re.search(r" 4KiB .* 0$", done.stdout, re.MULTILINE), done.stdout  # the column `wrong`
-
-
 @pytest.mark.parametrize("form", ["direct", pytest.param("ssh", marks=pytest.mark.soak)])
 def test_tutorial_programs_run_unchanged(cluster: Nodes, form: str) -> None:
     text, command, nproc = TUTORIAL, ["python3"], 1

@@ -87,21 +87,10 @@ class OpenPbs(Cluster):
         return self.run(self.program, *words)
 
     def submit(self, *command: str, start: str = "pbsdsh", time: str = "5m") -> str:
-        options = (
-            "--nodes",
-            "2",
-            "--gpus",
-            "0",
-            "--nproc",
-            "1",
-            "--time",
-            time,
-            "--pbs-start",
-            start,
-            "--image",
-            self.sif,
+        options = ("--nodes", "2", "--gpus", "0", "--nproc", "1", "--time", time, "--pbs-start", start)
+        done = self.imgkit(
+            "run", "--detach", self.work / "site.yaml", *options, "--image", self.sif, "--", *command
         )
-        done = self.imgkit("run", "--detach", self.work / "site.yaml", *options, "--", *command)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 

@@ -5,7 +5,6 @@ Real are the nodes, sshd, the .sif and torchrun; what the stand-in keeps of PBS 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, LAB, LOOK, LOOKED, ROOT, TOKEN, Cluster, Done, cluster_marks, output, run, until
+from labkit import IMGKIT, LAB, LOOK, LOOKED, ROOT, TOKEN, Cluster, Done, cluster_marks, run, until
 
 STARTS = ("pals", "pbsdsh", "ssh")
 RECIPE = """
@@ -59,18 +58,7 @@ class Pbs(Cluster):
         recipe: str = "eap.yaml",
     ) -> str:
         """The id of a job that runs `words` on the nodes' processors."""
-        options = (
-            "--gpus",
-            "0",
-            "--nproc",
-            str(nproc),
-            "--time",
-            "5m",
-            "--nodes",
-            str(nodes),
-            "--pbs-start",
-            start,
-        )
+        options = f"--gpus 0 --nproc {nproc} --time 5m --nodes {nodes} --pbs-start {start}".split()
         return self.imgkit(
             "run",
             "--detach",
@@ -167,41 +155,6 @@ def test_failure_of_one_node_is_the_job_s(pbs: Pbs, start: str) -> None:
     assert sorted(re.findall(r"it's \$me on (\w+)", output)) == ["node1", "node2"]
 
 
-BUILT = """
-image:
-  base: {base}
-  run: [{run}]
-system: {{scheduler: pbs}}
-"""
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("run_step", ["echo made > /made", "echo before; exit 7"], ids=["made", "failed"])
-def test_recipe_is_built_on_a_node(
-    pbs: Pbs, standin_notorch: str, public_imgkit: Path, run_step: str
-) -> None:
-    output("docker", "save", "-o", pbs.work / "base.tar", standin_notorch)
-    (pbs.work / "base.tar").chmod(0o644)
-    (pbs.work / "mine.yaml").write_text(BUILT.format(base=standin_notorch, run=json.dumps(run_step)))
-    text = RECIPE.replace("STATE", str(pbs.state)) + "  queue: {sif: ['-l', 'select=1:ncpus=2']}\n"
-    (pbs.state / "builder.yaml").write_text(text)
-    # The jobs' user cannot enter every checkout, and so not this Python's environment.
-    with (pbs.state / "home/researcher/.profile").open("a") as profile:
-        profile.write(f"PATH=$PATH:{public_imgkit.parent}\n")
-    words = ("run", "--detach", pbs.state / "builder.yaml", "--time", "5m", "--build", "./mine.yaml")
-    done = pbs.run(public_imgkit, *words, "--base-from", "base.tar")
-    assert done.returncode == 0, done.stderr
-    code, told = pbs.end(done.stdout.strip())
-    sif = pbs.work / "mine.sif"
-    if "exit 7" in run_step:
-        assert code == 4, told
-        assert "mine.yaml:4: step " in told
-        return
-    assert code == 0, told
-    assert "smoke test" in told
-    assert run("singularity", "exec", sif, "cat", "/made").stdout == "made\n"
-
-
 def test_one_node_needs_no_start(pbs: Pbs) -> None:
     code, output = pbs.end(pbs.submit("--", "dist-hello", nodes=1))
     assert ranks(output) == FOUR[:2], output
@@ -248,20 +201,6 @@ def test_walltime_ends_a_job_and_its_history_says_so(pbs: Pbs) -> None:
     assert "Job has finished, use -x" in plain.stderr
     assert "Exit_status = -29" in pbs.run("qstat", "-x", "-f", job).stdout
     until(lambda: not pbs.processes())
-
-
-def test_array_job_has_subjobs_with_outputs_of_their_own(pbs: Pbs) -> None:
-    text = '#!/bin/bash\n#PBS -J 1-3:2\n#PBS -N parts\necho "$PBS_ARRAY_INDEX of $PBS_ARRAY_ID"\n'
-    job = pbs.run("qsub", text=f'{text}pbsdsh -- printenv PATH\nexit "$((PBS_ARRAY_INDEX - 1))"\n')
-    array = job.stdout.strip()
-    number = array.partition("[")[0]
-    assert array == f"{number}[].standin"
-    codes = [pbs.end(f"{number}[{index}].standin")[0] for index in (1, 3)]
-    assert codes == [0, 2]
-    for index in (1, 3):
-        output = (pbs.work / f"parts.o{number}.{index}").read_text()
-        assert output.splitlines()[:2] == [f"{index} of {array}", "/bin:/usr/bin"]
-    assert "Exit_status = 1" in pbs.run("qstat", "-x", "-f", array).stdout
 
 
 def test_array_without_a_range_is_refused(pbs: Pbs) -> None:
@@ -320,27 +259,7 @@ def test_array_tasks_have_their_own_folder_output_and_end(pbs: Pbs) -> None:
         assert shown.splitlines()[-1].split()[1].strip(";") == state
 
 
-def test_last_job_is_followed_to_its_end(pbs: Pbs) -> None:
-    job = pbs.submit("--", "sh", "-c", "echo begun; sleep 2; echo done", nodes=1)
-    done = pbs.run(*IMGKIT, "logs")
-    assert (done.returncode, done.stdout.splitlines()[-2:]) == (0, ["begun", "done"])
-    assert f"job {job}, the last one" in done.stderr
-    refused = pbs.run(*IMGKIT, "shell", "--job", job)
-    assert refused.returncode == 2
-    assert "PBS starts no shell in a running job from outside" in refused.stderr
-
-
 MODULES = ("cray-python/3.11.7", "cuda/12.6")
-
-
-def test_image_for_another_processor_is_refused(pbs: Pbs) -> None:
-    words = ("run", "--detach", "olivia-eap", "--time", "5m", "--image", pbs.sif, "--", "dist-hello")
-    done = pbs.run(*IMGKIT, *words)
-    assert done.returncode == 2
-    assert "the image is for amd64, but the nodes are arm64" in done.stderr
-    warned = pbs.run(*IMGKIT, *words[:5], "--dry-run", *words[5:])
-    assert warned.returncode == 0
-    assert "the image is for amd64, but the nodes are arm64" in warned.stderr
 
 
 def test_chunks_on_one_host_are_refused(pbs: Pbs) -> None:

@@ -181,16 +181,6 @@ def test_nodes_with_different_numbers_of_workers_train(site: Site) -> None:
     assert "the nodes differ in workers per node 1 on node 1 of 2 (node1), 2 on node 2 of 2 (node2)" in told
 
 
-def test_image_is_submitted_to_its_own_system(site: Site) -> None:
-    done = site.imgkit("run", "--detach", "mn5.sif", *SITE, "--nodes", "2", "--", "dist-hello", *CPU)
-    assert done.returncode == 0, done.stderr
-    job = done.stdout.strip()
-    assert f"imgkit status {job}; " in done.stderr
-    site.until(lambda: not site.queued(job), job)
-    assert "all_reduce of ones: 4" in site.told(job)
-    assert f"{job} completed; run folder: " in site.imgkit("status", job).stdout
-
-
 def test_job_whose_id_a_site_hides_is_named_by_the_scheduler(site: Site) -> None:
     wrapper = site.folder / "bin/sbatch"
     wrapper.parent.mkdir()
@@ -266,19 +256,6 @@ def test_job_asked_to_stop_is_requeued_and_finishes(site: Site) -> None:
     assert (site.folder / f"runs/mn5-{job}/result").read_text() == f"{job}.0 0\n"
 
 
-@pytest.mark.soak
-def test_each_start_ends_with_the_time_of_its_parts(site: Site) -> None:
-    job = site.submit("--nodes", "2", "--", "dist-train", *ONE, "--steps", "20000", "--save-every", "500")
-    step = re.compile(r"step +(\d+)/")
-    site.until(lambda: bool(step.search(site.told(job))), job)
-    saved = stopped_and_requeued(site, job)
-    site.until(lambda: bool(step.search(site.told(job).partition(f"resumes after step {saved}")[2])), job)
-    (site.folder / f"runs/mn5-{job}/stop").touch()
-    site.until(lambda: not site.queued(job), job)
-    line = r"imgkit: [\d.]+ s on 2 nodes: starting [\d.]+ s \(\d+ %\), training [\d.]+ s \(\d+ %\), saving"
-    assert len(re.findall(line, site.told(job))) == 2
-
-
 def shown(site: Site, job: str) -> str:
     """What Slurm knows of a job that is done."""
     return site.cluster("scontrol", "show", "job", job).stdout
@@ -311,22 +288,6 @@ def test_file_of_a_person_keeps_the_job_from_going_on(site: Site) -> None:
     site.until(lambda: not site.queued(job), job)
     assert f"starts at {saved[1]}\n" in site.told(job)
     assert "finished at 200" in site.told(job)
-
-
-@pytest.mark.soak
-def test_file_of_a_person_before_the_next_start_is_not_lost(site: Site) -> None:
-    job = site.submit("--nodes", "2", "--", *COUNT, "6000")
-    folder = site.folder / f"runs/mn5-{job}"
-    site.until(lambda: "starts at 0" in site.told(job), job)
-    site.cluster("scancel", "--batch", "--signal=USR1", job)
-    site.until(lambda: " PD " in site.cluster("squeue", f"--jobs={job}").stdout, job)
-    assert "requeued" in site.told(job)
-    assert sorted(path.name for path in folder.iterdir()) == [*("requeued", "result", "state", "state-saved")]
-    (folder / "stop").touch()
-    site.start_again(job)
-    site.until(lambda: not site.queued(job), job)
-    assert "this file prevents the run from starting" in site.told(job)
-    assert site.told(job).count("starts at") == 1
 
 
 def test_cancelled_job_is_not_requeued(site: Site) -> None:
@@ -547,29 +508,3 @@ def test_refused_job_says_why(site: Site, words: tuple[str, ...], message: str) 
     assert done.returncode in (2, 4)
     assert message in done.stderr
     assert done.stdout == ""
-
-
-@pytest.mark.xdist_group("alone")  # on a cluster of its own, since it takes long
-@pytest.mark.soak
-def test_training_survives_a_lost_node_and_a_requeue(site: Site) -> None:
-    shutil.copy(ROOT / "tests/lab/apps/train_faults.py", site.folder / "faults.py")
-    own = ("--model", "faults.py:model", "--data", "faults.py:data", "--global-batch", "12")
-    kept = ("--steps", "150", "--save-every", "10", "--run-dir", "runs/mine")
-    train = ("dist-train", "--device", "cpu", "--nproc", "1", *own, *kept)
-    slow = ("--env", "PAUSE=0.05")
-    job = site.submit("--nodes", "3", *slow, "--", *train)
-    checkpoints = site.folder / "runs/mine/checkpoints"
-    site.until(lambda: len(sorted(checkpoints.glob("step-*"))) == 2, job)
-    site.cluster("fault", "crash", "node3")
-    site.until(lambda: site.told(job).count("lost node 3 of 3 (node3)") == 2, job)
-    site.until(lambda: not site.processes("node1", "node2"), job)
-    site.cluster("scancel", job)
-
-    job = site.submit("--nodes", "2", *slow, "--", *train)
-    site.until(lambda: "resumes after step" in site.told(job), job)
-    newest = sorted(checkpoints.iterdir())[-1]
-    site.until(lambda: not newest.exists(), job)  # two newer ones are there
-    saved = stopped_and_requeued(site, job)
-    site.until(lambda: not site.queued(job), job)
-    assert f"resumes after step {saved} of 150" in site.told(job)
-    assert re.search(r"loss 0\.\d+ -> 0\.0\d+, 2 ranks", site.told(job)), site.told(job)

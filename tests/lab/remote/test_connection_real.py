@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import pty
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +48,6 @@ def test_check_logs_in_once_and_reports(far: FarHost, tmp_path: Path) -> None:
         assert len(far.calls()) == 1
     assert found["login"]["verdict"] == "ok"
     assert found["folder"]["found"].startswith(f"{tmp_path}/my imgkit, ")
-    assert found["clock"]["verdict"] == "ok"
     assert (tmp_path / "my imgkit").is_dir()
     assert list((tmp_path / "my imgkit").iterdir()) == []
 
@@ -71,24 +69,6 @@ def test_each_command_connects_alone_without_a_folder_for_sockets(far: FarHost, 
         for _ in range(2):
             assert rows(far)["login"]["verdict"] == "ok"
         assert (far.folder / "sshd.log").read_text().count("Accepted publickey") == 2
-
-
-@pytest.mark.parametrize(
-    "shell",
-    ["/bin/sh", pytest.param("csh", marks=pytest.mark.skipif(not shutil.which("csh"), reason="no csh"))],
-)
-def test_banner_and_login_shell_do_not_matter(far: FarHost, tmp_path: Path, shell: str) -> None:
-    banner = far.folder / "shell"
-    banner.write_text(
-        '#!/bin/sh\necho Welcome; echo home /etc; echo "end of quota" >&2\n'
-        f'exec {shell} -c "$SSH_ORIGINAL_COMMAND"\n'
-    )
-    banner.chmod(0o755)
-    with sshd(far, forced=[str(banner)]):
-        add(far, tmp_path / "a b")
-        found = rows(far)
-    assert found["folder"]["found"].startswith(f"{tmp_path}/a b, ")
-    assert found["login"]["verdict"] == "ok"
 
 
 @pytest.mark.parametrize("shell", ["/bin/sh", "csh"])
@@ -145,17 +125,6 @@ def test_files_come_and_go_behind_a_banner(
     assert "store" not in "".join(far.calls())
 
 
-def test_account_that_prints_without_end_is_named(far: FarHost, tmp_path: Path) -> None:
-    shell = far.folder / "shell"
-    shell.write_text('#!/bin/sh\n/bin/sh -c "$SSH_ORIGINAL_COMMAND"\nyes Welcome\n')
-    shell.chmod(0o755)
-    with sshd(far, forced=[str(shell)]):
-        add(far, tmp_path / "x")
-        done = far.imgkit("remote", "check", "mine")
-    assert done.returncode == 4
-    assert "a command on mine printed more than 8 MB" in done.stderr
-
-
 def test_login_shell_that_runs_nothing_is_named(far: FarHost, tmp_path: Path) -> None:
     with sshd(far, forced=["/bin/echo", "This account is currently not available."]):
         add(far, tmp_path / "x")
@@ -164,23 +133,20 @@ def test_login_shell_that_runs_nothing_is_named(far: FarHost, tmp_path: Path) ->
     assert "runs no command; it printed: This account is currently not available." in done.stderr
 
 
-def test_changed_host_key_is_refused(far: FarHost, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("is_known", "hint"), [(True, "ssh-keygen -R far"), (False, "check the key that it shows")]
+)
+def test_host_with_another_key_is_refused(far: FarHost, tmp_path: Path, is_known: bool, hint: str) -> None:
     with sshd(far):
         add(far, tmp_path / "x")
-        far.know(far.folder / "id.pub")
+        if is_known:
+            far.know(far.folder / "id.pub")
+        else:
+            (far.folder / "known_hosts").write_text("")
         done = far.imgkit("remote", "check", "mine")
     assert done.returncode == 4
-    assert "ssh-keygen -R far" in done.stderr
+    assert hint in done.stderr
     assert not (tmp_path / "x").exists()
-
-
-def test_unknown_host_key_is_refused(far: FarHost, tmp_path: Path) -> None:
-    with sshd(far):
-        add(far, tmp_path / "x")
-        (far.folder / "known_hosts").write_text("")
-        done = far.imgkit("remote", "check", "mine")
-    assert done.returncode == 4
-    assert "check the key that it shows" in done.stderr
 
 
 def test_password_is_not_asked_for_without_a_terminal(far: FarHost, tmp_path: Path) -> None:
@@ -284,15 +250,6 @@ def test_missing_scheduler_fails_the_check(far: FarHost, tmp_path: Path) -> None
     assert "which imgkit run does not support" in done.stdout
 
 
-def test_values_never_stand_in_an_argument_list(far: FarHost, tmp_path: Path) -> None:
-    folder = tmp_path / "a very private name"
-    with sshd(far):
-        add(far, folder)
-        rows(far)
-    assert "private" not in "".join(far.calls())
-    assert output("ls", folder) == ""
-
-
 TOOLS = (
     *("cat", "cut", "date", "dd", "df", "du", "find", "grep", "head", "id", "ls", "mkdir", "mv", "rm"),
     *("rsync", "sed", "sh", "sha256sum", "sleep", "sort", "tail", "timeout", "touch", "tr", "uname", "wc"),
@@ -325,7 +282,6 @@ def test_login_node_needs_no_python(far: FarHost, tmp_path: Path, monkeypatch: p
         add(far, tmp_path / "a b")
         found = rows(far)
         assert "tools" not in found
-        assert found["internet"]["found"].startswith("unknown: there is no curl")
         for name, value in far.env.items():
             monkeypatch.setenv(name, value)
         reached = connection.connect(Remote(name="mine", address="far", folder=f"{tmp_path}/a b"))
@@ -368,8 +324,6 @@ def test_missing_tool_is_named(far: FarHost, tmp_path: Path) -> None:
 def test_what_a_cluster_has_is_reported(far: FarHost, tmp_path: Path) -> None:
     fakes = {
         "quota": 'echo "other 1G 2G 3G"; echo "$(df -P . | tail -n 1 | cut -d " " -f 1) 120G 400G"',
-        "curl": "exit 0",
-        "date": "echo $(($(/bin/date +%s) + 3600))",
         "sbatch": "echo slurm 23.02.7",
         "bash": (
             'case $2 in *avail*) printf "/opt/modules:\\nsingularity/3.11.5\\ngcc/12\\n" >&2 ;;'
@@ -380,11 +334,9 @@ def test_what_a_cluster_has_is_reported(far: FarHost, tmp_path: Path) -> None:
         add(far, tmp_path / "x")
         found = rows(far)
     assert found["folder"]["found"].endswith("120G 400G")
-    assert found["internet"]["found"] == "from the login node"
     assert found["scheduler"]["found"] == "slurm: slurm 23.02.7"
-    assert found["modules"]["found"] == "module works: singularity/3.11.5"
-    assert found["clock"]["verdict"] == "warn"
-    assert re.fullmatch(r"3\d\d\d s ahead", found["clock"]["found"])
+    assert found["runtime"]["verdict"] == "warn"
+    assert "module avail lists: singularity/3.11.5" in found["runtime"]["hint"]
 
 
 FAKE_OF_LFS = """\
@@ -420,14 +372,6 @@ def test_scheduler_that_does_not_answer_fails_the_check(far: FarHost, tmp_path: 
         found = rows(far)
     assert found["scheduler"]["verdict"] == "fail"
     assert found["scheduler"]["found"] == "it does not answer: no configuration"
-
-
-def test_killed_connection_is_made_again(far: FarHost, tmp_path: Path) -> None:
-    with sshd(far):
-        add(far, tmp_path / "x")
-        rows(far)
-        far.kill_master()
-        assert rows(far)["login"]["verdict"] == "ok"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a second user needs root")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -142,26 +141,3 @@ def test_failed_pbs_job_fails_the_command(site: Site) -> None:
     assert "told" in done.stdout.splitlines()
     assert re.search(r"\d\.standin@far failed; imgkit fetch", done.stderr)
     assert done.returncode == 1
-
-
-def test_pbs_job_runs_the_edited_code(site: Site) -> None:
-    code = site.here / "my code"
-    code.mkdir()
-    (code / "table").write_bytes(os.urandom(300_000))  # enough that an edit goes as a second delta
-    (code / "train.py").write_text("print('first')\n")
-    work = "dist-env > /dev/null && cd /workspace && python3 train.py && wc -c < table"
-    words = ("--code", code, "--", "sh", "-c", work)
-    assert site.run(*words).stdout == "first\n300000\n"
-    (code / "train.py").write_text("print('secnd')\n")
-    done = site.run("--nodes", "2", *words)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.split()) == ["300000", "300000", "secnd", "secnd"]
-    sent = re.search(r"to send: \S+code-\S+\.imgdelta, ([0-9.]+) kB", done.stderr)
-    assert sent, done.stderr
-    assert float(sent[1]) < 100
-    found = re.search(r"job (\d+\.standin@far);", done.stderr)
-    assert found, done.stderr
-    shown = json.loads(site.imgkit("status", found[1], "--json").stdout)["code"]
-    (kept,) = site.store.glob(f"runs/*-{found[1].partition('@')[0]}/code.json")
-    assert json.loads(kept.read_text()) == {"schema": 1, **shown}
-    assert f"code-{shown['sha256']}-" in sent[0]

@@ -36,7 +36,7 @@ MEASURED = [
     "-c",
     """hostname; printf '{"step": %s, "loss": 2.5}\\n' 1 2 3 > "$IMGKIT_RUN_DIR/metrics.jsonl\"""",
 ]
-SLOW = 'for i in $(seq 60); do echo "line $i"; sleep 0.5; done'
+SLOW = 'for i in $(seq 500); do echo "line $i"; sleep 0.5; done'  # longer than a test on a busy machine
 
 pytestmark = [
     *slurm_marks,
@@ -307,7 +307,7 @@ def test_interrupt_leaves_the_job_and_says_how_to_come_back(site: Site) -> None:
     assert started.returncode == 130
     job = re.search(r"job (\d+@far);", said)
     assert job
-    assert f"the job continues; imgkit logs {job[1]}; imgkit status|cancel|fetch {job[1]}" in said
+    assert f"the job continues; imgkit logs|status|cancel|fetch {job[1]}" in said
     assert "Traceback" not in said
     number = job[1].partition("@")[0]
     assert site.running(number)

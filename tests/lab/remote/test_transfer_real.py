@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import shutil
@@ -65,13 +66,9 @@ def looked(folder: Path, sif: Path) -> store.Store:
     return store.look(reach(folder), image_id=record.image_id, program="sh")
 
 
-def upload(
-    connection: Connection, file: Path, home: Path, target: str, report: Notes | None = None, **limit: float
-) -> str:
+def upload(connection: Connection, file: Path, home: Path, target: str, report: Notes | None = None) -> str:
     source = Source(path=file, label="image", size_bytes=file.stat().st_size)
-    return transfer.upload(
-        connection, source, home=str(home), target=target, report=report or Notes(), **limit
-    )
+    return transfer.upload(connection, source, home=str(home), target=target, report=report or Notes())
 
 
 def sent(folder: Path, sif: Path, report: Notes | None = None) -> Path:
@@ -233,7 +230,8 @@ def test_file_goes_through_the_host_for_transfers(far: FarHost, tmp_path: Path, 
 def test_limited_transfer_takes_its_time(far: FarHost, tmp_path: Path, sif: Path) -> None:
     (tmp_path / "images").mkdir()
     began = time.monotonic()
-    upload(reach(tmp_path), sif, tmp_path, "images/x.sif", max_bytes_per_s=3 * MB)
+    limited = dataclasses.replace(reach(tmp_path), max_bytes_per_s=3 * MB)
+    upload(limited, sif, tmp_path, "images/x.sif")
     assert time.monotonic() - began >= 2
     assert (tmp_path / "images/x.sif").read_bytes() == sif.read_bytes()
 
@@ -253,7 +251,8 @@ def test_killed_transfer_is_finished_by_the_next(far: FarHost, tmp_path: Path, s
         "import sys; from pathlib import Path; sys.path[:0] = sys.argv[3:]\n"
         "import test_transfer_real as t; sif = Path(sys.argv[2])\n"
         "name = f'images/{t.image.store_name(t.small_record(sif))}'\n"
-        "t.upload(t.reach(Path()), sif, Path(sys.argv[1]), name, max_bytes_per_s=2 * t.MB)"
+        "limited = t.dataclasses.replace(t.reach(Path()), max_bytes_per_s=2 * t.MB)\n"
+        "t.upload(limited, sif, Path(sys.argv[1]), name)"
     )
     (folder / "images").mkdir(parents=True)
     paths = (str(Path(__file__).parent), str(Path(__file__).parents[1]))

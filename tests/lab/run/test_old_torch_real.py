@@ -104,7 +104,6 @@ def test_worker_ends_right_after_an_exchange(old: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "test",
     [
-        test_run_real.test_loops_of_every_kind_resume_bitwise,
         test_run_real.test_requests_to_stop_end_with_their_codes,
         test_run_real.test_misuse_is_refused_with_names,
         test_run_real.test_named_loops_resume_wherever_they_are_cut,

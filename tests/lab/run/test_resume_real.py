@@ -69,8 +69,6 @@ def export(*words):
     done = subprocess.run([sys.executable, "-m", "imgkit_entrypoints", "dist-train", "export", *words])
     return done.returncode
 assert export("tied", "weights.safetensors") == 0
-assert export("tied", "other.safetensors", "--part", "optimizer") == 2
-assert export("tied", "other.safetensors", "--part", "nothing") == 2
 assert export("nowhere", "other.safetensors") == 2
 assert export("tied", "no/folder/other.safetensors") == 2
 assert not os.path.exists("other.safetensors")
@@ -91,8 +89,6 @@ def test_tied_weights_are_stored_once_and_exported(standin: str, tmp_path: Path)
     assert sorted(header) == ["layer.bias", "layer.weight"]
     assert header["layer.weight"] == {"dtype": "F32", "shape": [2, 2], "data_offsets": [8, 24]}
     assert content[8 + size :] == (tmp_path / "weights.raw").read_bytes()
-    assert "the checkpoint contains no nothing: it has model, optimizer" in told
-    assert "optimizer is not the state of a model" in told
     assert "no valid checkpoint found" in told
     assert "cannot write the weights: No such file or directory" in told
 

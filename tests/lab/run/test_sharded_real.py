@@ -71,24 +71,6 @@ def end(folder):
 """
 
 
-def test_sharded_run_resumes_bitwise_also_on_other_ranks(standin: str, tmp_path: Path) -> None:
-    script = """
-assert start(2, lambda: train(full="whole"), "whole") == [0, 0]
-assert -9 in start(2, train, "cut", at=5, rank=1)
-assert start(2, lambda: train(full="cut"), "cut") == [0, 0]
-equal("whole", "cut")
-files = os.listdir(f"cut/checkpoints/{end('cut')}")
-assert {".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json"} == {*files}
-assert start(1, lambda: train(10, full="alone"), "cut") == [0]
-equal("cut", "alone-restored")
-assert start(2, lambda: train(12, full="again"), "cut") == [0, 0]
-equal("alone", "again-restored")
-"""
-    told = many(standin, tmp_path, PROGRAM + script)
-    assert "run: resumes after step 3: " in told
-    assert "skipped" not in told
-
-
 REFUSED = """
 from imgkit_entrypoints.errors import ImgkitError
 
@@ -150,65 +132,6 @@ def test_unfit_sharded_state_is_refused_by_name(standin: str, tmp_path: Path) ->
         assert told.count(text) == 2, (text, told)
 
 
-SHARED = """
-import time
-
-def held():
-    counted = Run._count
-    def count(run):
-        counted(run)
-        while run.step == 4 and not os.path.exists("ended"):
-            time.sleep(0.05)
-    Run._count = count
-
-from imgkit_entrypoints.run import checkpoint
-checkpoint.PATIENCE_S = 1.0
-child = os.fork()
-if child == 0:
-    codes = start(2, lambda: train(8, full="first", every=2, prepare=held), "both")
-    os._exit(codes != [0, 0])
-while not os.path.exists("both/checkpoints/step-0000000002"):
-    time.sleep(0.05)
-codes = start(2, lambda: train(9, full="second", every=1), "both")
-assert codes[0] == 2 and codes[1], codes  # rank 1 misses rank 0
-Path("ended").touch()
-assert os.waitpid(child, 0)[1] == 0
-assert sorted(os.listdir("both/checkpoints"))[-1] == "step-0000000008"
-assert not [name for name in os.listdir("both") if name.startswith(".imgkit-")]
-assert start(2, lambda: train(8, full="alone", every=2), "alone") == [0, 0]
-equal("first", "alone")
-
-class Cursor:
-    at = 0
-    def state_dict(self):
-        return {"at": self.at}
-    def load_state_dict(self, state):
-        self.at = state["at"]
-
-def reading(steps):
-    cursor, net = Cursor(), build()
-    with Run.start() as run:
-        run.track(model=net)
-        run.track_per_rank(cursor=cursor)
-        run.restore()
-        print("cursor", cursor.at, flush=True)
-        assert run.epoch < 2
-        for _ in run.steps(range(steps), save_every=2):
-            cursor.at += 1 + dist.get_rank()
-
-assert start(2, lambda: reading(4), "own") == [0, 0]
-assert start(3, lambda: reading(6), "own") == [2, 2, 2]
-assert start(2, lambda: reading(6), "own") == [0, 0]
-"""
-
-
-def test_second_run_and_lost_states_of_ranks_are_refused(standin: str, tmp_path: Path) -> None:
-    told = many(standin, tmp_path, PROGRAM + SHARED)
-    assert "both: another run writes into this folder (process " in told
-    assert told.count("cursor has a state for each of 2 ranks, but there are 3") == 3
-    assert {"cursor 4", "cursor 8"} < set(told.splitlines()), told
-
-
 FLIPS = """
 import random
 
@@ -219,6 +142,7 @@ def found(run, what):
 def flips(count):
     numbers, newest = random.Random(7), Path("damaged/step-0000000006")
     whole = {path: path.read_bytes() for path in sorted(newest.iterdir())}
+    dist.barrier()
     with Run.start("other") as run:
         for turn in range(count):
             path = list(whole)[turn % len(whole)]
@@ -239,11 +163,9 @@ shutil.copytree("run/checkpoints", "damaged")
 """
 
 
-@pytest.mark.parametrize("count", [32, pytest.param(200, marks=pytest.mark.soak)])
-def test_flipped_bits_in_any_file_are_noticed(standin: str, tmp_path: Path, count: int) -> None:
-    script = f'assert start(2, lambda: flips({count}), "x") == [0, 0]\n'
-    output = many(standin, tmp_path, PROGRAM + FLIPS + script)
-    assert output.count("checkpoint skipped: ") == count
+def test_flipped_bits_in_any_file_are_noticed(standin: str, tmp_path: Path) -> None:
+    output = many(standin, tmp_path, PROGRAM + FLIPS + 'assert start(2, lambda: flips(32), "x") == [0, 0]\n')
+    assert output.count("checkpoint skipped: ") == 32
     assert "__1_0.distcp is damaged: its sha256 differs from the manifest" in output
 
 
@@ -367,7 +289,6 @@ assert states("/tiny/run")["step"] == 2
 EXAMPLE = """
 import runpy
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 example = runpy.run_path("/examples/fsdp2.py")
 
@@ -388,48 +309,17 @@ def drawn():
         dist.all_gather(every, part.to_local().detach())
         assert whole.dim() == 1 or not torch.equal(every[0], every[1]), name
 
-def losses(kind, steps):
-    model, data, found = made(kind == "fsdp"), example["Sums"](), []
-    model = DDP(model) if kind == "ddp" else model
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    rank, own = dist.get_rank(), 8 // dist.get_world_size()
-    for step in range(steps):
-        texts = torch.stack([data[(step % 4 * 8 + rank * own + at) * 7][:17] for at in range(own)])
-        updates = step % 2 == 1
-        if kind == "fsdp":
-            model.set_requires_gradient_sync(updates)
-        model.require_backward_grad_sync = updates
-        loss = torch.nn.functional.cross_entropy(model(texts[:, :-1]).flatten(0, 1), texts[:, 1:].flatten())
-        (loss / 2).backward()
-        if updates:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step(), optimizer.zero_grad()
-        dist.all_reduce(total := loss.detach().clone())
-        found.append(float(total))
-    if rank == 0:
-        torch.save(found, kind + ".pt")
-
-def compare(ranks, steps):
-    for kind in ("ddp", "fsdp"):
-        assert start(ranks, lambda: losses(kind, steps), "x") == [0] * ranks
-    ddp, fsdp = torch.load("ddp.pt"), torch.load("fsdp.pt")
-    assert ddp[-1] < 0.9 * ddp[0], ddp
-    most = max(abs(one - other) / abs(one) for one, other in zip(ddp, fsdp, strict=True))
-    print(ranks, "ranks differ by", most, flush=True)
-    assert most < 1e-9
 """
 
 
-def test_fsdp2_example_draws_and_trains_like_ddp(standin: str, tmp_path: Path) -> None:
-    many(standin, tmp_path, EXAMPLE + 'assert start(2, drawn, "x") == [0, 0]\ncompare(2, 30)\n')
+def test_fsdp2_example_draws_the_whole_weights(standin: str, tmp_path: Path) -> None:
+    many(standin, tmp_path, EXAMPLE + 'assert start(2, drawn, "x") == [0, 0]\n')
 
 
 @pytest.mark.soak
-def test_fsdp2_example_equals_ddp_and_resumes(standin: str, tmp_path: Path) -> None:
+def test_fsdp2_example_resumes_bitwise(standin: str, tmp_path: Path) -> None:
     # USR1 comes where gradients wait, which FSDP2 has not added up yet.
     script = """
-assert start(4, drawn, "x") == [0] * 4
-compare(2, 200), compare(4, 200)
 def small():
     dist.destroy_process_group()
     example["Sums"].__len__ = lambda data: 1024

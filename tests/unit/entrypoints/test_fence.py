@@ -53,20 +53,18 @@ def test_fence_that_cannot_move_is_taken_down(tmp_path: Path, monkeypatch: pytes
 
 def test_late_checkpoint_changes_nothing(tmp_path: Path) -> None:
     def save(step: int, attempt: int, late: bool = False) -> None:
-        def fill(_: Path) -> dict[str, disk.Row]:
-            if late:
-                fence.admit(tmp_path, "4711", attempt + 1, "a1")
-                (tmp_path / ".writing-of-the-next-attempt").mkdir()
-            return {}
-
-        disk.write_checkpoint(tmp_path, step, fill, keep=2, env=env(tmp_path, attempt))
+        temporary = disk.new_folder(tmp_path, step, env(tmp_path, attempt))
+        if late:
+            fence.admit(tmp_path, "4711", attempt + 1, "a1")
+            (tmp_path / ".writing-of-the-next-attempt").mkdir()
+        disk.commit(temporary, step, {}, keep=2, env=env(tmp_path, attempt))
 
     fence.admit(tmp_path, "4711", 1, "a1")
     save(5, 1)
     with pytest.raises(OSError, match="attempt 1 of the run is over"):
         save(10, 1, late=True)
-    found = sorted(path.name for path in tmp_path.iterdir())
-    assert found == [".writing-of-the-next-attempt", "attempt", "step-0000000005"]
+    names = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(disk.WRITING))
+    assert names == [".writing-of-the-next-attempt", "attempt", "step-0000000005"]
     save(8, 2)
     with pytest.raises(OSError, match="attempt 1 of the run is over"):
         save(5, 1)

@@ -10,18 +10,20 @@ from __future__ import annotations
 import collections
 import contextlib
 import ipaddress
+import math
 import os
 import re
 import secrets
-import selectors
 import shlex
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
@@ -44,6 +46,8 @@ END_S = KILL_S + 3.0
 """Time for all guards to finish then."""
 LINE_BYTES = 1 << 16
 """Longer lines are shown in parts."""
+
+POLL_S = 0.1
 
 Show = Callable[[str, bytes, bool], None]
 """A function of the host, a line of its output, and whether that came from standard error."""
@@ -111,13 +115,51 @@ def guarded(command: Sequence[str], sent: Sent = NOTHING) -> tuple[str, ...]:
     return ("sh", "-c", _GUARD.format(kill_s=KILL_S, start=start), "imgkit", *command)
 
 
-@dataclass(slots=True, kw_only=True)
 class _Host:
-    host: str
-    process: subprocess.Popen[bytes]
-    parts: dict[int, bytes] = field(default_factory=dict)
-    """File descriptor -> the unfinished line that it sent; removed when the stream ends."""
-    code: int | None = None
+    """The ssh of one host, and the threads that show its output."""
+
+    def __init__(self, name: str, line: str, data: bytes, show: Show) -> None:
+        self.name = name
+        # The terminal's Ctrl-C must not end it; `run` passes it on.
+        self.process = subprocess.Popen(
+            [*SSH, name, line],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        streams = ((self.process.stdout, False), (self.process.stderr, True))
+        self.readers = [
+            threading.Thread(target=self._show, args=(stream, is_error, show), daemon=True)
+            for stream, is_error in streams
+        ]
+        for reader in self.readers:
+            reader.start()
+        self.send(data)
+
+    def _show(self, stream: BinaryIO, is_error: bool, show: Show) -> None:
+        while line := stream.readline(LINE_BYTES):
+            show(self.name, line.removesuffix(b"\n"), is_error)
+
+    def send(self, data: bytes) -> None:
+        """Write to the guard; an ssh that has ended says itself why."""
+        assert self.process.stdin is not None  # noqa: S101 - for the type checker: it is a pipe
+        with contextlib.suppress(OSError, ValueError):
+            self.process.stdin.write(data)
+            self.process.stdin.flush()
+
+    def end(self) -> None:
+        """End the input of the guard, which then ends the command."""
+        assert self.process.stdin is not None  # noqa: S101 - as above
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+
+    def exit_code(self) -> int | None:
+        """Return the exit code, once all output is shown; None before."""
+        code = self.process.poll()
+        if code is None or any(reader.is_alive() for reader in self.readers):
+            return None
+        return code if code >= 0 else 128 - code
 
 
 def run(
@@ -136,167 +178,84 @@ def run(
 
     Parameters
     ----------
+    show : called by several threads, one at a time.
     sent : what the guards of the lines read first.
     head_decides : only the first host counts. The others go on without a host that has failed.
     """
-    with _signals() as (got, wake), _started(remote, sent.data()) as nodes:
-        return _FanOutLoop(nodes, got, wake, show, say, head_decides).run()
+    lock, data = threading.Lock(), sent.data()
+
+    def show_line(host: str, text: bytes, is_error: bool) -> None:
+        with lock:
+            show(host, text, is_error)
+
+    first_code, handled, peers_end_s, give_up_s = 0, 0, math.inf, math.inf
+    with _signals() as signals, _closing([]) as hosts:
+        hosts += (_Host(name, line, data, show_line) for name, line in remote)
+        running = list(hosts)
+        # A host that is cut off never answers.
+        while running and time.monotonic() < give_up_s:
+            time.sleep(POLL_S)
+            for host in tuple(running):
+                code = host.exit_code()
+                if code is None:
+                    continue
+                running.remove(host)
+                if code and not signals:
+                    subject = "could not be reached, or ssh" if code == SSH_FAILED else "its command"
+                    say(f"{host.name}: {subject} ended with exit code {code}")
+                decides = host is hosts[0] if head_decides else code != 0
+                if decides and first_code == 0:
+                    first_code, peers_end_s = code, time.monotonic() + PEERS_S
+            if len(signals) > handled == 0:
+                say("asking all hosts to end; Ctrl-C again forces them to")
+                _ask(hosts)
+            elif len(signals) > handled:
+                for host in hosts:
+                    host.end()
+                give_up_s = min(give_up_s, time.monotonic() + END_S)
+            handled = len(signals)
+            if running and time.monotonic() > peers_end_s:
+                peers_end_s = math.inf
+                say(f"asking {', '.join(host.name for host in running)} to end as well")
+                _ask(hosts)
+        return first_code or (128 + signals[0] if signals else 0)
 
 
-class _FanOutLoop:
-    """The loop over output of the hosts, signals and time limits."""
-
-    def __init__(
-        self,
-        nodes: Sequence[_Host],
-        got: list[int],
-        wake: int,
-        show: Show,
-        say: Callable[[str], None],
-        head_decides: bool,
-    ) -> None:
-        self.nodes, self.got, self.show, self.say = nodes, got, show, say
-        self.head_decides = head_decides
-        self.wake = wake
-        self.first = 0
-        self.handled = 0
-        """Number of signals that were acted on."""
-        self.deadline: float | None = None
-        self.over: float | None = None
-        """When to give up on hosts that are still open: one that is cut off never answers."""
-
-    def run(self) -> int:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.wake, selectors.EVENT_READ)
-            for node in self.nodes:
-                for stream in (node.process.stdout, node.process.stderr):
-                    assert stream is not None  # noqa: S101 - for the type checker: both are pipes
-                    node.parts[stream.fileno()] = b""
-                    selector.register(stream.fileno(), selectors.EVENT_READ, node)
-            while any(node.code is None for node in self.nodes):
-                if self.over is not None and time.monotonic() > self.over:
-                    break
-                for key, _ in selector.select(0.2):
-                    if key.data is None:
-                        os.read(self.wake, 64)
-                    elif not self._read(key.data, key.fd):
-                        selector.unregister(key.fd)
-                self._reap()
-                self._act()
-        return self.first or (128 + self.got[0] if self.got else 0)
-
-    def _read(self, node: _Host, descriptor: int) -> bool:
-        """Show the complete lines that arrived; False at the end of the stream."""
-        chunk = os.read(descriptor, 1 << 16)
-        error = node.process.stderr is not None and descriptor == node.process.stderr.fileno()
-        *lines, rest = (node.parts[descriptor] + chunk).split(b"\n")
-        if rest and (not chunk or len(rest) > LINE_BYTES):
-            lines, rest = [*lines, rest], b""
-        for text in lines:
-            self.show(node.host, text, error)
-        node.parts[descriptor] = rest
-        if not chunk:
-            del node.parts[descriptor]
-        return bool(chunk)
-
-    def _reap(self) -> None:
-        for node in self.nodes:
-            if node.code is not None or node.parts or node.process.poll() is None:
-                continue
-            code = node.process.returncode
-            node.code = code if code >= 0 else 128 - code
-            if node.code != 0 and not self.got:
-                subject = "could not be reached, or ssh" if node.code == SSH_FAILED else "its command"
-                self.say(f"{node.host}: {subject} ended with exit code {node.code}")
-            decides = node is self.nodes[0] if self.head_decides else node.code != 0
-            if decides and self.first == 0:
-                self.first = node.code
-                self.deadline = time.monotonic() + PEERS_S
-
-    def _act(self) -> None:
-        if len(self.got) > self.handled:
-            self.handled = len(self.got)
-            if self.handled == 1:
-                self.say("asking all hosts to end; Ctrl-C again forces them to")
-                _ask(self.nodes)
-            else:
-                _end(self.nodes)
-                self.over = self.over or time.monotonic() + END_S
-        if self.deadline is not None and time.monotonic() > self.deadline:
-            self.deadline = None
-            waiting = [node.host for node in self.nodes if node.code is None]
-            if waiting:
-                self.say(f"asking {', '.join(waiting)} to end as well")
-                _ask(self.nodes)
-
-
-def _ask(nodes: Sequence[_Host]) -> None:
-    for node in nodes:
-        stream = node.process.stdin
-        if stream is not None and not stream.closed:
-            with contextlib.suppress(OSError):
-                stream.write(b"end\n")
-
-
-def _end(nodes: Sequence[_Host]) -> None:
-    for node in nodes:
-        if node.process.stdin is not None:
-            with contextlib.suppress(OSError):
-                node.process.stdin.close()
+def _ask(hosts: Sequence[_Host]) -> None:
+    for host in hosts:
+        host.send(b"end\n")
 
 
 @contextlib.contextmanager
-def _started(remote: Sequence[tuple[str, str]], first: bytes) -> Iterator[list[_Host]]:
-    """The running ssh of each host; on exit, they and everything that they started end."""
-    nodes: list[_Host] = []
+def _closing(hosts: list[_Host]) -> Iterator[list[_Host]]:
+    """On exit, end the ssh of all `hosts` and everything that they started."""
     try:
-        for host, text in remote:
-            process = subprocess.Popen(
-                [*SSH, host, text],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                # The terminal's Ctrl-C must not end it; `_FanOutLoop` passes it on.
-                start_new_session=True,
-            )
-            nodes.append(_Host(host=host, process=process))
-            if first and process.stdin is not None:
-                with contextlib.suppress(OSError):  # its ssh has ended, and says why
-                    process.stdin.write(first)
-        yield nodes
+        yield hosts
     finally:
-        _end(nodes)
-        end = time.monotonic() + END_S
-        for node in nodes:
+        for host in hosts:
+            host.end()
+        end_s = time.monotonic() + END_S
+        for host in hosts:
             try:
-                node.process.wait(max(0.0, end - time.monotonic()))
+                host.process.wait(max(0.0, end_s - time.monotonic()))
             except subprocess.TimeoutExpired:
-                node.process.kill()
-                node.process.wait()
-            for stream in (node.process.stdout, node.process.stderr):
-                if stream is not None:
-                    stream.close()
+                host.process.kill()
+                host.process.wait()
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[tuple[list[int], int]]:
-    """The stop signals that arrived, and a descriptor that becomes readable with each."""
-    got: list[int] = []
-    reader, writer = os.pipe()
-    for descriptor in (reader, writer):
-        os.set_blocking(descriptor, False)
-    before_fd = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+def _signals() -> Iterator[list[int]]:
+    """The stop signals that have arrived."""
+    received: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda number, _: got.append(number)) for number in numbers}
+    handlers = {
+        number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers
+    }
     try:
-        yield got, reader
+        yield received
     finally:
-        signal.set_wakeup_fd(before_fd)
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
-        os.close(reader)
-        os.close(writer)
 
 
 SECOND_FACTOR = "Permission denied (keyboard-interactive)"

@@ -1,24 +1,22 @@
 """Systems: everything that ``imgkit run`` knows about a scheduler, one module each, loaded by name.
 
 What recipes need of a shipped one is in ``recipe/systems.py``. A plug-in adds one by an entry point of the
-group ``imgkit.systems``: an object of a class that extends `System`, or a module that has all of its names.
+group ``imgkit.systems``: an object of a class that extends `System`.
 """
 
 from __future__ import annotations
 
+import abc
 import importlib
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any, Protocol, cast
+from typing import Any
 
 from imgkit_builder.job import quoting
 from imgkit_builder.job.request import (
-    BuildJobRequest,
-    ImageFlags,
-    ImageJob,
     Job,
     JobState,
     JobStatus,
@@ -60,7 +58,7 @@ class JobShell:
     """What the shell runs in, for people."""
 
 
-class System(Protocol):
+class System(abc.ABC):
     """A scheduler, or the lack of one: it writes jobs and the commands about them, and runs nothing."""
 
     flags: type[Any] = SystemFlags
@@ -88,18 +86,18 @@ class System(Protocol):
     own_jobs: tuple[str, ...] = ()
     """The command that lists this user's jobs, for one whose id is unknown."""
     unfinished_ids: tuple[str, ...] = ()
-    """The command that prints the ids of all jobs that wait or run."""
-    cluster_option: str = ""
-    """The option, with ``=``, that names the cluster in `unfinished_ids`."""
+    """The command that prints the ids of all jobs that wait or run. A word with ``{cluster}`` is left out
+    unless the scheduler named a cluster.
+    """
 
-    def script(self, job: Job | ImageJob) -> Script:
+    @abc.abstractmethod
+    def script(self, job: Job) -> Script:
         """Return the text of the submission and the command that submits it.
 
         Raises
         ------
-        UsageError : the system takes no such job; an `ImageJob` needs a queue.
+        UsageError : the system takes no such job; one that makes a .sif needs a queue (`need_program`).
         """
-        ...
 
     def check(self, job: Job, *, is_submitted: bool = False) -> Iterable[str]:
         """Yield warnings about requests that the user may not have meant.
@@ -118,24 +116,24 @@ class System(Protocol):
         """
         return (output.strip().splitlines() or [""])[-1]
 
+    @abc.abstractmethod
     def status_commands(self, record: SubmittedJob) -> tuple[tuple[str, ...], ...]:
         """Return commands to run in turn until one knows the job.
 
         The first one prints nothing, or fails, once the job has left the queue.
         """
-        ...
 
     def parse_status(self, output: str) -> JobStatus:
         """Return what the output of a status command says; of an array, about all of its tasks."""
         return JobStatus(state="", text=output)
 
+    @abc.abstractmethod
     def log_source(self, record: SubmittedJob) -> tuple[str, ...]:
         """Return the command that follows the job's output; for ``tail``, the file is the last word."""
-        ...
 
+    @abc.abstractmethod
     def cancel_command(self, record: SubmittedJob) -> tuple[str, ...]:
         """Return the command that ends the job."""
-        ...
 
     def shell_command(self, record: SubmittedJob, line: str, node: str) -> JobShell:
         """Return the command that opens a shell in the running job.
@@ -156,23 +154,21 @@ class System(Protocol):
         )
 
 
-def need_program(job: Job | ImageJob) -> Job:
-    """Return `job`; raise UsageError if it makes a .sif, since there is no queue for it."""
-    if isinstance(job, Job):
-        return job
-    builds = isinstance(job.request, BuildJobRequest)
-    raise UsageError(
-        "there is no scheduler to submit this to",
-        where=job.request.where,
-        hint="imgkit build RECIPE --with apptainer" if builds else "imgkit sif ARCHIVE",
-    )
+def need_program(job: Job) -> None:
+    """Raise UsageError if `job` makes a .sif, since there is no queue for it, or since pods pull images."""
+    request, message = job.request, "there is no scheduler to submit this to"
+    hint = "imgkit build RECIPE --with apptainer" if request.build else "imgkit sif ARCHIVE"
+    if job.run_by == "kubernetes":
+        message = "pods pull their image from a registry; a .sif is of no use to them"
+        hint = f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1"
+    if job.makes_image:
+        raise UsageError(message, where=request.image_flag, hint=hint)
 
 
 def worst(states: Iterable[JobState]) -> JobState:
     """Return the state of an array: running while a task is, and failed once all ended and one has failed."""
-    present = set(states)
     order: tuple[JobState, ...] = ("running", "waiting", "", "failed", "cancelled", "succeeded")
-    return next((state for state in order if state in present), "")
+    return min(states, key=order.index, default="")
 
 
 def task_id(record: SubmittedJob, job_id: str) -> str:
@@ -257,15 +253,8 @@ def spare_waits_for_nothing(job: Job) -> tuple[str, ...]:
     )
 
 
-OPTIONAL: Mapping[str, str] = {
-    "account": "account",
-    "queue": "queue",
-    "qos": "qos",
-    "time": "time",
-    "cpus": "cpus",
-    "stop-before": "stop_before_s",
-}
-"""Flags of every job that mean nothing on some systems -> their fields of `Request`."""
+OPTIONAL = ("account", "queue", "qos", "time", "cpus", "stop-before")
+"""Flags of every job that mean nothing on some systems."""
 
 _OWN_NAMES = ("--json", "--dry-run", "--help", "-h")
 """Flags of the verbs themselves."""
@@ -289,7 +278,8 @@ def named(name: str) -> System:
     """
     if name in MODULES:
         module = importlib.import_module(f"{__name__}.{MODULES[name]}")
-        return cast(System, module.SYSTEM)
+        system: System = module.SYSTEM
+        return system
     try:
         plugin = registry.plugin(name)
     except KeyError:
@@ -298,8 +288,7 @@ def named(name: str) -> System:
             where="system",
             hint=f"install the plug-in that adds it again; there are {', '.join(registry.names())}",
         ) from None
-    _check_plugin(name, plugin)
-    return cast(System, plugin)
+    return _checked(name, plugin, map(named, registry.SHIPPED))
 
 
 def installed() -> Installed:
@@ -308,52 +297,37 @@ def installed() -> Installed:
     errors = list(registry.refused())
     for name in registry.plugins():
         try:
-            plugin = named(name)
-            _check_flags(name, plugin, systems.values())
+            systems[name] = _checked(name, named(name), systems.values())
         except ToolFailed as error:
             errors.append(error)
-        else:
-            systems[name] = plugin
     return Installed(systems=systems, errors=tuple(errors))
 
 
-def _check_plugin(name: str, plugin: Any) -> None:
+def _checked(name: str, plugin: Any, systems: Iterable[System]) -> System:
+    """Return `plugin`; raise ToolFailed if imgkit cannot use it, or if a flag of it is one of `systems`."""
     from imgkit_entrypoints.schedulers.resolve import NAMES
 
-    entry = registry.entry_of(name)
-    missing = [each for each in vars(System) if each[0] != "_" and not hasattr(plugin, each)]
-    if missing:
-        raise registry.broken(
-            entry,
-            f"lacks {', '.join(missing)}",
-            hint=f"{entry.value} must be an object of a class that extends imgkit_builder.job.systems.System",
-        )
-    if plugin.placement and plugin.placement not in NAMES:
-        raise registry.broken(
-            entry, f"names the placement {plugin.placement!r}", hint=f"allowed: {', '.join(NAMES)}"
-        )
-    unknown = [each for each in plugin.uses if each not in OPTIONAL]
-    if unknown:
-        raise registry.broken(entry, f"uses {unknown[0]!r}", hint=f"allowed: {', '.join(OPTIONAL)}")
-    try:
-        declared(plugin.flags)
-        plugin.flags()
-    except Exception as error:
-        raise registry.broken(entry, f"declares flags that cannot be read: {error}") from error
-    _check_flags(name, plugin, [named(shipped) for shipped in registry.SHIPPED])
-
-
-def _check_flags(name: str, plugin: System, systems: Iterable[System]) -> None:
-    """Raise ToolFailed if a flag of `plugin` is one of every job, of a verb, or of `systems`."""
-    owners: list[type[Any]] = [Request, ImageFlags, *(system.flags for system in systems)]
-    reserved = {name_of_flag for owner in owners for flag in declared(owner) for name_of_flag in flag.names}
-    twice = [
-        name_of_flag
-        for flag in declared(plugin.flags)
-        for name_of_flag in flag.names
-        if name_of_flag in reserved or name_of_flag in _OWN_NAMES
-    ]
-    if twice:
-        raise registry.broken(
-            registry.entry_of(name), f"has the flag {twice[0]}, which is taken", hint="rename its flag"
-        )
+    fault, hint = "", ""
+    if not isinstance(plugin, System):
+        fault, hint = "is no System", "extend the class imgkit_builder.job.systems.System"
+    elif plugin.placement not in ("", *NAMES):
+        fault, hint = f"names the placement {plugin.placement!r}", f"allowed: {', '.join(NAMES)}"
+    elif unknown := [name for name in plugin.uses if name not in OPTIONAL]:
+        fault, hint = f"uses {unknown[0]!r}", f"allowed: {', '.join(OPTIONAL)}"
+    else:
+        owners: list[type[Any]] = [Request, *(system.flags for system in systems)]
+        reserved = {
+            *_OWN_NAMES,
+            *(name for owner in owners for flag in declared(owner) for name in flag.names),
+        }
+        try:
+            plugin.flags()
+            names = [name for flag in declared(plugin.flags) for name in flag.names]
+        except Exception as error:
+            fault, names = f"declares flags that cannot be read: {error}", []
+        if duplicates := [name for name in names if name in reserved]:
+            fault, hint = f"has the flag {duplicates[0]}, which is taken", "rename its flag"
+    if fault:
+        raise registry.broken(registry.entry_of(name), fault, hint=hint)
+    assert isinstance(plugin, System)  # noqa: S101 - for the type checker
+    return plugin

@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from imgkit_builder.job.request import ImageJob, Job, JobState, JobStatus, Script, SubmittedJob
-from imgkit_builder.job.systems import JobShell, pods
+from imgkit_builder.job.request import Job, JobState, JobStatus, Script, SubmittedJob
+from imgkit_builder.job.systems import JobShell, need_program, pods
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rollcall.secret import MOUNTED
 
 RUNTIME = "torch-distributed"
 """The ClusterTrainingRuntime for PyTorch that comes with Kubeflow Trainer."""
-SCHEDULER = "runai-scheduler"
 
 STATES: Mapping[str, JobState] = {
     "Created": "waiting",
@@ -41,11 +40,11 @@ class Kubeflow(pods.Pods):
     unknown_job = "NotFound"
     own_jobs = ("kubectl", "get", "pods", "--namespace=runai-PROJECT")  # their names begin with the job's
 
-    def script(self, job: Job | ImageJob) -> Script:
+    def script(self, job: Job) -> Script:
         """Return the document for ``kubectl create``."""
-        job = pods.need_program(job)
+        need_program(job)
         document = _pytorchjob(job) if pods.format_of(job) == "pytorchjob" else _trainjob(job)
-        text = _yaml(document)
+        text = _yaml(_compact(document))
         if job.request.interactive:
             kind, namespace = (
                 pods.format_of(job),
@@ -115,6 +114,16 @@ def _yaml(document: Mapping[str, Any]) -> str:
     return text
 
 
+def _compact(value: Any) -> Any:
+    """Return `value` without what is None or empty in its mappings, at any depth."""
+    if isinstance(value, list):
+        return [_compact(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    items = {key: _compact(item) for key, item in value.items()}
+    return {key: item for key, item in items.items() if item not in (None, {}, [])}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Requested:
     """The meaning of the options for RunAI's client, from the recipe and the user."""
@@ -148,43 +157,28 @@ def _requested(job: Job) -> _Requested:
 
 
 def _pytorchjob(job: Job) -> dict[str, Any]:
-    if job.outlives_nodes:
-        # The master's exit code is the job's. A master that was killed (128 and more) starts again, as do the
-        # workers, which fail without it. For a worker with Never, one lost pod would make the job "failed",
-        # although the run goes on; with OnFailure the operator makes a new pod.
-        replicas = {"Master": (1, "ExitCode"), "Worker": (job.nodes - 1, "OnFailure")}
-    else:
-        replicas = {"Master": (1, "Never"), "Worker": (job.nodes - 1, "Never")}
-    # Pods that have ended stay, and so do their logs. A worker that comes back too late would call for ever.
-    clean = "Running" if job.outlives_nodes else "None"
-    spec = {
-        "runPolicy": {"cleanPodPolicy": clean},
-        "pytorchReplicaSpecs": {
-            role: {"replicas": count, "restartPolicy": restart, "template": _pod(job)}
-            for role, (count, restart) in replicas.items()
-            if count
-        },
-    }
-    return {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": _metadata(job), "spec": spec}
-
-
-def _pod(job: Job) -> dict[str, Any]:
-    requested, folder = _requested(job), pods.workdir(job)
     container = {
         "name": "pytorch",  # the operator sets its variables only in the container of this name
         "image": job.image,
         # args, not command: keeps the image's entry point, as runai does.
         "args": _command(job),
-        **({"workingDir": folder} if folder else {}),
+        "workingDir": pods.workdir(job) or None,
         "env": _env(job),
-        **_resources("resources", job, requested),
-        **_mounts(job, requested),
+        "resources": _resources(job),
     }
-    scheduler = {"schedulerName": SCHEDULER} if job.queue else {}
-    return {
-        **_annotated(requested),
-        "spec": {**scheduler, "containers": [container], **_volumes(job, requested)},
-    }
+    scheduler = "runai-scheduler" if job.queue else None
+    pod = {"template": _pod(job, container, schedulerName=scheduler)}
+    master, worker, clean = "Never", "Never", "None"
+    if job.outlives_nodes:
+        # The master's exit code is the job's. A master that was killed (128 and more) starts again, as do the
+        # workers, which fail without it. For a worker with Never, one lost pod would make the job "failed",
+        # although the run goes on; with OnFailure the operator makes a new pod. Pods that have ended stay
+        # otherwise, and so do their logs. A worker that comes back too late would call for ever.
+        master, worker, clean = "ExitCode", "OnFailure", "Running"
+    workers = {"replicas": job.nodes - 1, "restartPolicy": worker, **pod} if job.nodes > 1 else None
+    replicas = {"Master": {"replicas": 1, "restartPolicy": master, **pod}, "Worker": workers}
+    spec = {"runPolicy": {"cleanPodPolicy": clean}, "pytorchReplicaSpecs": replicas}
+    return _document(job, "kubeflow.org/v1", "PyTorchJob", spec)
 
 
 def _trainjob(job: Job) -> dict[str, Any]:
@@ -194,40 +188,52 @@ def _trainjob(job: Job) -> dict[str, Any]:
             where="--format",
             hint=f"--format pytorchjob, or --nodes {job.size.training}",
         )
-    requested, folder = _requested(job), pods.workdir(job)
+    folder = pods.workdir(job)
     trainer = {
         "image": job.image,
-        # command, not args: a runtime can have a command of its own, for example torchrun.
-        "command": [
-            *(("env", f"--chdir={folder}") if folder else ()),
-            *_command(job),
-        ],  # a trainer has no workingDir
+        # command, not args: a runtime can have a command of its own, for example torchrun. No workingDir.
+        "command": [*(("env", f"--chdir={folder}") if folder else ()), *_command(job)],
         "numNodes": job.nodes,
         "env": _env(job),
-        **_resources("resourcesPerNode", job, requested),
+        "resourcesPerNode": _resources(job),
     }
-    mounts = _mounts(job, requested)
-    containers = {"containers": [{"name": "node", **mounts}]} if mounts else {}
-    pod = {**_annotated(requested), "spec": {**containers, **_volumes(job, requested)}}
     # Kubeflow Trainer before 2.2 knows no runtimePatches: its fields for the same had other names.
-    jobs = {"replicatedJobs": [{"name": "node", "template": {"spec": {"template": pod}}}]}
-    patch = {"manager": "imgkit/job", "trainingRuntimeSpec": {"template": {"spec": jobs}}}
-    return {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": _metadata(job),
-        "spec": {"runtimeRef": {"name": RUNTIME}, "trainer": trainer, "runtimePatches": [patch]},
+    jobs = {
+        "replicatedJobs": [{"name": "node", "template": {"spec": {"template": _pod(job, {"name": "node"})}}}]
     }
+    patch = {"manager": "imgkit/job", "trainingRuntimeSpec": {"template": {"spec": jobs}}}
+    spec = {"runtimeRef": {"name": RUNTIME}, "trainer": trainer, "runtimePatches": [patch]}
+    return _document(job, "trainer.kubeflow.org/v1alpha1", "TrainJob", spec)
 
 
-def _annotated(requested: _Requested) -> dict[str, Any]:
-    return {"metadata": {"annotations": dict(requested.annotations)}} if requested.annotations else {}
+def _document(job: Job, version: str, kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+    namespace = _namespace(job.queue) if job.queue else None
+    metadata = {"name": pods.check_name(job), "namespace": namespace}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": dict(spec)}
 
 
-def _metadata(job: Job) -> dict[str, Any]:
+def _pod(job: Job, container: Mapping[str, Any], **spec: Any) -> dict[str, Any]:
+    """The template of the pods: `container` with the volumes that it mounts; none if it only has a name."""
+    requested = _requested(job)
+    mounts: list[dict[str, Any]] = []
+    volumes: list[dict[str, Any]] = []
+    if requested.large_shm:
+        # Workers pass tensors to each other there; the default size in a container is 64 MiB.
+        mounts.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108
+        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
+    if job.makes_secret:
+        key = {"key": MOUNTED.name, "path": MOUNTED.name}
+        secret = {"secretName": pods.SECRET, "items": [key], "optional": not job.request.require_secret}
+        mounts.append({"name": "secret", "mountPath": str(MOUNTED.parent), "readOnly": True})
+        volumes.append({"name": "secret", "secret": secret})
+    for index, claim in enumerate(pods.claims(job)):
+        name = f"volume{index}"
+        mounts.append({"name": name, "mountPath": str(claim.path), "readOnly": claim.read_only or None})
+        volumes.append({"name": name, "persistentVolumeClaim": {"claimName": claim.name}})
+    containers = [{**container, "volumeMounts": mounts}] if mounts or len(container) > 1 else None
     return {
-        "name": pods.check_name(job),
-        **({"namespace": _namespace(job.queue)} if job.queue else {}),
+        "metadata": {"annotations": dict(requested.annotations)},
+        "spec": {**spec, "containers": containers, "volumes": volumes},
     }
 
 
@@ -242,44 +248,17 @@ def _command(job: Job) -> list[str]:
 
 
 def _env(job: Job) -> list[dict[str, Any]]:
-    variables: list[dict[str, Any]] = [
-        {"name": name, "value": pods.literal(value)} for name, value in pods.variables(job).items()
-    ]
-    for name in job.names:
-        reference = {"name": pods.SECRET, "key": name}
-        variables.append({"name": name, "valueFrom": {"secretKeyRef": reference}})
-    return variables
+    values = ({"name": name, "value": pods.literal(value)} for name, value in pods.variables(job).items())
+    secrets = {name: {"secretKeyRef": {"name": pods.SECRET, "key": name}} for name in job.names}
+    return [*values, *({"name": name, "valueFrom": reference} for name, reference in secrets.items())]
 
 
-def _resources(key: str, job: Job, requested: _Requested) -> dict[str, Any]:
-    limits = {**({"nvidia.com/gpu": str(job.gpus)} if job.gpus else {}), **requested.resources}
-    requests = {"cpu": str(job.cpus)} if job.cpus else {}
-    resources = {name: value for name, value in (("limits", limits), ("requests", requests)) if value}
-    return {key: resources} if resources else {}
-
-
-def _mounts(job: Job, requested: _Requested) -> dict[str, Any]:
-    mounts: list[dict[str, Any]] = [{"name": "shm", "mountPath": "/dev/shm"}] if requested.large_shm else []  # noqa: S108
-    if job.makes_secret:
-        mounts.append({"name": "secret", "mountPath": str(MOUNTED.parent), "readOnly": True})
-    for index, claim in enumerate(pods.claims(job)):
-        read_only = {"readOnly": True} if claim.read_only else {}
-        mounts.append({"name": f"volume{index}", "mountPath": str(claim.path), **read_only})
-    return {"volumeMounts": mounts} if mounts else {}
-
-
-def _volumes(job: Job, requested: _Requested) -> dict[str, Any]:
-    volumes: list[dict[str, Any]] = []
-    if requested.large_shm:
-        # Workers pass tensors to each other there; the default size in a container is 64 MiB.
-        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
-    if job.makes_secret:
-        key = {"key": MOUNTED.name, "path": MOUNTED.name}
-        secret = {"secretName": pods.SECRET, "items": [key], "optional": not job.request.require_secret}
-        volumes.append({"name": "secret", "secret": secret})
-    for index, claim in enumerate(pods.claims(job)):
-        volumes.append({"name": f"volume{index}", "persistentVolumeClaim": {"claimName": claim.name}})
-    return {"volumes": volumes} if volumes else {}
+def _resources(job: Job) -> dict[str, Any]:
+    gpus = {"nvidia.com/gpu": str(job.gpus)} if job.gpus else {}
+    return {
+        "limits": {**gpus, **_requested(job).resources},
+        "requests": {"cpu": str(job.cpus) if job.cpus else None},
+    }
 
 
 def _object(record: SubmittedJob) -> tuple[str, str]:

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from imgkit_builder.job import container, quoting
 from imgkit_builder.job.quoting import line
-from imgkit_builder.job.request import ImageJob, Job, Script, SubmittedJob
+from imgkit_builder.job.request import Job, Script, SubmittedJob
 from imgkit_builder.job.systems import System, need_program, with_folders
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
@@ -34,9 +34,9 @@ class Local(ForegroundSystem):
 
     registration = SHIPPED["standalone"]
 
-    def script(self, job: Job | ImageJob) -> Script:
+    def script(self, job: Job) -> Script:
         """Return the command that starts the container."""
-        job = need_program(job)
+        need_program(job)
         if job.nodes > 1:
             raise UsageError(
                 f"{job.nodes} nodes, but this is one machine",

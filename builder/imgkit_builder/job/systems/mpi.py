@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from imgkit_builder.job import container, quoting
 from imgkit_builder.job.quoting import line
-from imgkit_builder.job.request import ImageJob, Job, Script, SystemFlags, flag
+from imgkit_builder.job.request import Job, Script, SystemFlags, flag
 from imgkit_builder.job.ssh import fanout
 from imgkit_builder.job.systems import (
     local,
@@ -81,9 +81,9 @@ class Mpi(local.ForegroundSystem):
         if not job.flags(MpiFlags).ssh:
             yield from spare_waits_for_nothing(job)
 
-    def script(self, job: Job | ImageJob) -> Script:
+    def script(self, job: Job) -> Script:
         """Return the ``mpirun`` line, or one ``ssh`` line for each host."""
-        job = need_program(job)
+        need_program(job)
         _check(job)
         if job.request.interactive and not job.command:
             return _shell(job)
@@ -98,25 +98,20 @@ def _hosts(job: Job) -> tuple[str, ...]:
 
 
 def _check(job: Job) -> None:
-    hosts = _hosts(job)
-    if len(hosts) != job.nodes and (hosts or job.nodes > 1 or job.flags(MpiFlags).ssh):
+    flags, hosts = job.flags(MpiFlags), _hosts(job)
+    if len(hosts) != job.nodes and (hosts or job.nodes > 1 or flags.ssh):
+        message, hint = f"{job.nodes} nodes, but 0 hosts", "--hosts A,B, the head first, or --hosts ./FILE"
+        if hosts:
+            message = f"{job.nodes} nodes, but {len(hosts)} hosts: {', '.join(hosts)}"
+            hint = "leave --nodes out: it is the number of hosts"
+        raise UsageError(message, where="--hosts", hint=hint)
+    if flags.direct and flags.ssh:
+        message, hint = "--direct cannot be combined with --ssh", "mpirun starts the ranks: omit --ssh"
+        raise UsageError(message, where="--direct", hint=hint)
+    unusable = [host for host in hosts if "@" in host or ":" in host]
+    if unusable and not flags.ssh:
         raise UsageError(
-            f"{job.nodes} nodes, but {len(hosts)} hosts" + (f": {', '.join(hosts)}" if hosts else ""),
-            where="--hosts",
-            hint="leave --nodes out: it is the number of hosts"
-            if hosts
-            else "--hosts A,B, the head first, or --hosts ./FILE",
-        )
-    if job.flags(MpiFlags).direct and job.flags(MpiFlags).ssh:
-        raise UsageError(
-            "--direct cannot be combined with --ssh",
-            where="--direct",
-            hint="mpirun starts the ranks: omit --ssh",
-        )
-    odd = [host for host in hosts if {"@", ":"} & set(host)]
-    if odd and not job.flags(MpiFlags).ssh:
-        raise UsageError(
-            f"mpirun cannot use {odd[0]!r}: it reads slots after a colon, and has no syntax for a user",
+            f"mpirun cannot use {unusable[0]!r}: it reads slots after a colon, and has no syntax for a user",
             where="--hosts",
             hint="give it a name in ~/.ssh/config and /etc/hosts, or use --ssh",
         )

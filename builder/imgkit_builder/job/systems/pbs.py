@@ -17,8 +17,6 @@ from imgkit_builder.job import container, quoting
 from imgkit_builder.job.container import fill
 from imgkit_builder.job.quoting import Shell, line
 from imgkit_builder.job.request import (
-    AnyJob,
-    ImageJob,
     Job,
     JobState,
     JobStatus,
@@ -70,9 +68,9 @@ class Pbs(System):
     own_jobs = ("qstat",)  # the option for one user needs a name
     unfinished_ids = ("qselect",)
 
-    def script(self, job: Job | ImageJob) -> Script:
+    def script(self, job: Job) -> Script:
         """Return the script for ``qsub``, or the ``qsub -I`` line of an interactive job."""
-        if isinstance(job, ImageJob):
+        if job.makes_image:
             return _image_script(job)
         if job.request.interactive:
             return _interactive(job)
@@ -136,19 +134,19 @@ class Pbs(System):
 SYSTEM = Pbs()
 
 
-def _image_script(job: ImageJob) -> Script:
+def _image_script(job: Job) -> Script:
     """Return the script of a job that makes a .sif."""
     queue = job.recipe.system.queue
     if not queue.sif:
         raise UsageError(
             f"the recipe {job.recipe.name} does not name the nodes that make a .sif",
             where=job.recipe.where("system", "queue"),
-            hint=f"{line(container.making(job))} on a node; or queue.sif: [-l, select=1:ncpus=8] in a "
+            hint=f"{line(job.command)} on a node; or queue.sif: [-l, select=1:ncpus=8] in a "
             f"recipe that extends {job.recipe.name}",
         )
-    options = (*_common(job, job.title), *map(quoting.option, (*queue.sif, *job.request.options)))
+    options = (*_common(job), *map(quoting.option, (*queue.sif, *job.request.options)))
     directives = _lines(("-S", "/bin/bash", "-j", "oe", *options))
-    text = fill(job, "pbs-sif.sh.j2", directives=directives, make=line(container.making(job)))
+    text = fill(job, "pbs-sif.sh.j2", directives=directives, make=line(job.command))
     return Script(text=text, submit=("qsub",), on_stdin=True)
 
 
@@ -163,15 +161,15 @@ def _resource_options(job: Job) -> tuple[str, ...]:
         *map(quoting.option, queue.chunk),
     )
     return (
-        *_common(job, job.name),
+        *_common(job),
         *("-l", ":".join((f"select={job.nodes}", *chunk))),
         *map(quoting.option, (*queue.options, *job.request.options)),
     )
 
 
-def _common(job: AnyJob, name: str) -> tuple[str, ...]:
+def _common(job: Job) -> tuple[str, ...]:
     return (
-        *("-N", name),
+        *("-N", job.title),
         *(("-q", job.queue) if job.queue else ()),
         *(("-A", job.account) if job.account else ()),
         *(("-l", f"walltime={job.time}") if job.time else ()),

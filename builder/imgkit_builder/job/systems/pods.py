@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from typing import Literal
 
 from imgkit_builder.job.quoting import quote
-from imgkit_builder.job.request import ImageJob, Job, Request, SystemFlags, flag
+from imgkit_builder.job.request import Job, Request, SystemFlags, flag
 from imgkit_builder.job.systems import System, part_of_nodes, program_starts_once, runai_client
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
@@ -82,17 +82,6 @@ class Pods(System):
                 yield f"{odd[0]!r}: older runai clients split and expand arguments once more"
         if not (_stated_client(job) or runai_client.on_path()):
             yield "no runai on PATH: the command is for the later client; --client v1 names the first one"
-
-
-def need_program(job: Job | ImageJob) -> Job:
-    """Return `job`; raise UsageError if it makes a .sif, since pods pull images."""
-    if isinstance(job, Job):
-        return job
-    raise UsageError(
-        "pods pull their image from a registry; a .sif is of no use to them",
-        where=job.request.where,
-        hint=f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1",
-    )
 
 
 def client_of(job: Job) -> runai_client.Client:

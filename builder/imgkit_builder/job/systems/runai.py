@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 from imgkit_builder.job import quoting
 from imgkit_builder.job.quoting import quote
-from imgkit_builder.job.request import ImageJob, Job, Script, SubmittedJob
-from imgkit_builder.job.systems import JobShell, pods, runai_client
+from imgkit_builder.job.request import Job, Script, SubmittedJob
+from imgkit_builder.job.systems import JobShell, need_program, pods, runai_client
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.schedulers import kubernetes
 
@@ -26,9 +26,9 @@ class RunAI(pods.Pods):
 
     reports_state = False
 
-    def script(self, job: Job | ImageJob) -> Script:
+    def script(self, job: Job) -> Script:
         """Return the command. For an interactive job, comments above it explain how to work in its pods."""
-        job = pods.need_program(job)
+        need_program(job)
         name = pods.check_name(job)
         command = pods.ASLEEP if job.request.interactive else kubernetes.start_argv(job.command)
         argv = (
@@ -38,7 +38,7 @@ class RunAI(pods.Pods):
             *("--", *map(pods.literal, command)),
         )
         kind, project = _kind(job), _project(job.queue)
-        end = " ".join(map(quote, _cancel(kind, name, project)))
+        end = " ".join(map(quote, _job_command(kind, "delete", name, project)))
         comments = pods.entered(job, _ways(job, name, kind), end) if job.request.interactive else ()
         return Script(text="\n".join((*comments, _rows(argv), "")), submit=argv, kind=kind)
 
@@ -74,7 +74,7 @@ class RunAI(pods.Pods):
 
     def cancel_command(self, record: SubmittedJob) -> tuple[str, ...]:
         """Return the command that ends the job and deletes its pods."""
-        return _cancel(record.kind, record.name, _project(record.queue))
+        return _job_command(record.kind, "delete", record.name, _project(record.queue))
 
 
 SYSTEM = RunAI()
@@ -99,69 +99,43 @@ def _commands(kind: str) -> tuple[str, ...]:
     return tuple(kind.split())
 
 
-def _cancel(kind: str, name: str, project: Sequence[str]) -> tuple[str, ...]:
-    return _job_command(kind, "delete", name, project)
-
-
 def _project(queue: str) -> tuple[str, ...]:
     return ("--project", queue) if queue else ()
 
 
-def _options(job: Job, name: str) -> tuple[str, ...]:
-    """The command up to the options of the recipe and of the user."""
-    is_first = pods.client_of(job) == "v1"
-    return tuple(_first_client(job, name) if is_first else _later_client(job, name))
-
-
-def _first_client(job: Job, name: str) -> Iterator[str]:
-    # One pod is a plain job; workers are the pods after the first.
-    yield from ("runai", "submit") if job.nodes == 1 else ("runai", "submit-dist", "pytorch")
-    yield from ("--name", name, *_project(job.queue), "--image", job.image)
-    yield from _workers(job)
-    yield from ("--gpu", str(job.gpus), *(("--cpu", str(job.cpus)) if job.cpus else ()))
-    yield from (argument for claim in pods.claims(job) for argument in ("--pvc", str(claim)))
-    yield from _directory(job)
-    yield from _variables(job)
-    for key in job.names:
-        # docs.run.ai/v2.13/admin/workloads/secrets: the client passes the reference alone.
-        yield from ("-e", f"{key}=SECRET:{pods.SECRET},{key}")
-
-
-def _later_client(job: Job, name: str) -> Iterator[str]:
-    if read_only := [claim for claim in pods.claims(job) if claim.read_only]:
-        raise UsageError(
-            f"{read_only[0]}: the later runai client has no option for a read-only volume",
-            where="--pvc",
-            hint=f"--pvc {read_only[0].name}:{read_only[0].path}; --format pytorchjob, or --client v1",
-        )
-    yield from ("runai", *KINDS[job.nodes > 1].split(), "submit", name)
+def _options(job: Job, name: str) -> Iterator[str]:
+    """Yield the command up to the options of the recipe and of the user."""
+    claims, folder, is_first = pods.claims(job), pods.workdir(job), pods.client_of(job) == "v1"
+    if is_first:
+        # One pod is a plain job; workers are the pods after the first.
+        submit = ("submit",) if job.nodes == 1 else ("submit-dist", "pytorch")
+        yield from ("runai", *submit, "--name", name)
+    else:
+        yield from ("runai", *KINDS[job.nodes > 1].split(), "submit", name)
     yield from (*_project(job.queue), "--image", job.image)
-    yield from _workers(job)
-    if job.gpus:  # the option takes a positive number; without it a pod has no GPU
-        yield from ("--gpu-devices-request", str(job.gpus))
-    yield from ("--cpu-core-request", str(job.cpus)) if job.cpus else ()
-    for claim in pods.claims(job):
-        yield from ("--existing-pvc", f"claimname={claim.name},path={claim.path}")
-    yield from _directory(job)
-    # The short form alone is in every reference: 2.18 has --environment, 2.24 --environment-variable.
-    yield from _variables(job)
-    for key in job.names:
-        yield from ("--env-secret", f"{key}={pods.SECRET},key={key}")
-
-
-def _workers(job: Job) -> Iterator[str]:
     if job.nodes > 1:
         yield from ("--workers", str(job.nodes - 1))
-
-
-def _directory(job: Job) -> tuple[str, ...]:
-    folder = pods.workdir(job)
-    return ("--working-dir", folder) if folder else ()
-
-
-def _variables(job: Job) -> Iterator[str]:
-    for name, value in pods.variables(job).items():
-        yield from ("-e", f"{name}={pods.literal(value)}")
+    if job.gpus or is_first:  # the later option takes a positive number; without it a pod has no GPU
+        yield from ("--gpu" if is_first else "--gpu-devices-request", str(job.gpus))
+    if job.cpus:
+        yield from ("--cpu" if is_first else "--cpu-core-request", str(job.cpus))
+    for claim in claims:
+        if claim.read_only and not is_first:
+            raise UsageError(
+                f"{claim}: the later runai client has no option for a read-only volume",
+                where="--pvc",
+                hint=f"--pvc {claim.name}:{claim.path}; --format pytorchjob, or --client v1",
+            )
+        volume = f"claimname={claim.name},path={claim.path}"
+        yield from ("--pvc", str(claim)) if is_first else ("--existing-pvc", volume)
+    yield from ("--working-dir", folder) if folder else ()
+    # The short form alone is in every reference: 2.18 has --environment, 2.24 --environment-variable.
+    for key, value in pods.variables(job).items():
+        yield from ("-e", f"{key}={pods.literal(value)}")
+    for key in job.names:
+        # docs.run.ai/v2.13/admin/workloads/secrets: the first client passes the reference alone.
+        reference = ("-e", f"{key}=SECRET:{pods.SECRET},{key}")
+        yield from reference if is_first else ("--env-secret", f"{key}={pods.SECRET},key={key}")
 
 
 def _rows(argv: Sequence[str]) -> str:

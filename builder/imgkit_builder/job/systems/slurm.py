@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from imgkit_builder.job import container, pyxis, quoting
 from imgkit_builder.job.container import fill
 from imgkit_builder.job.quoting import Shell, line, quote
-from imgkit_builder.job.request import AnyJob, ImageJob, Job, JobState, JobStatus, Script, SubmittedJob
+from imgkit_builder.job.request import Job, JobState, JobStatus, Script, SubmittedJob
 from imgkit_builder.job.systems import (
     NEW_CONTAINER,
     JobShell,
@@ -73,36 +73,36 @@ class Slurm(System):
     spares_take_over = True
     unknown_job = "[Ii]nvalid job"
     own_jobs = ("squeue", "--me")
-    unfinished_ids = ("squeue", "--noheader", "--format=%A")
-    cluster_option = "--clusters="
+    unfinished_ids = ("squeue", "--noheader", "--format=%A", "--clusters={cluster}")
 
-    def script(self, job: Job | ImageJob) -> Script:
+    def script(self, job: Job) -> Script:
         """Return the script for ``sbatch``, or the ``salloc`` line of an interactive job."""
-        if isinstance(job, ImageJob):
-            return _image_script(job)
         if job.request.interactive:
             argv = ("salloc", *_resource_options(job), "bash", "-lc", _typed(job))
             return Script(text=line(argv) + "\n", submit=argv, foreground=True)
-        is_array = any(re.match(r"--array\b|-a", option) for option in options_of(job))
-        text = fill(
-            job,
-            "slurm.sh.j2",
-            directives=(
-                f"--job-name={job.name}",
-                *_output_options(job, "%A_%a" if is_array else "%j"),
-                *_resource_options(job),
-                *(
-                    # B: the signal goes to the script alone. A step's signal reaches every process of it. For
-                    # ordinary users one of them serves the image's files; the run would die of a bus error.
-                    (f"--signal=B:USR1@{job.stop_before_s}",) if job.stop_before_s else ()
-                ),
-                *(("--requeue", "--open-mode=append") if job.stop_before_s or job.outlives_nodes else ()),
-            ),
-            array=is_array,
-            look=line(look) if (look := _look(job)) else "",
-            start=line(_start(job, _container(job))),
-            start_in_node=line(_start(job, (*_IN_NODE, *_container(job)))),
+        options = () if job.makes_image else options_of(job)
+        is_array = any(re.match(r"--array\b|-a", option) for option in options)
+        directives = (
+            f"--job-name={job.title}",
+            *_output_options(job, "%A_%a" if is_array else "%j"),
+            *_resource_options(job),
+            # B: the signal goes to the script alone. A step's signal reaches every process of it. For
+            # ordinary users one of them serves the image's files; the run would die of a bus error.
+            *((f"--signal=B:USR1@{job.stop_before_s}",) if job.stop_before_s else ()),
+            *(("--requeue", "--open-mode=append") if job.stop_before_s or job.outlives_nodes else ()),
         )
+        if job.makes_image:
+            text = fill(job, "slurm-sif.sh.j2", directives=directives, make=line(job.command))
+        else:
+            text = fill(
+                job,
+                "slurm.sh.j2",
+                directives=directives,
+                array=is_array,
+                look=line(look) if (look := _look(job)) else "",
+                start=line(_start(job, _container(job))),
+                start_in_node=line(_start(job, (*_IN_NODE, *_container(job)))),
+            )
         return Script(text=text, submit=SUBMIT, on_stdin=True, is_array=is_array)
 
     def parse_job_id(self, output: str, name: str) -> str:
@@ -168,29 +168,12 @@ class Slurm(System):
 SYSTEM = Slurm()
 
 
-def _image_script(job: ImageJob) -> Script:
-    """Return the script of a job that makes a .sif."""
-    queue = job.recipe.system.queue
-    directives = (
-        f"--job-name={job.title}",
-        *_output_options(job),
-        "--nodes=1",
-        "--ntasks=1",
-        *((f"--time={job.time}",) if job.time else ()),
-        *((f"--account={job.account}",) if job.account else ()),
-        *queue.sif,
-        *map(quoting.option, job.request.options),
-    )
-    text = fill(job, "slurm-sif.sh.j2", directives=directives, make=line(container.making(job)))
-    return Script(text=text, submit=SUBMIT, on_stdin=True)
-
-
 def _at(cluster: str) -> tuple[str, ...]:
     """The option of Slurm's commands for a job on a cluster that sbatch has named."""
     return (f"--clusters={cluster}",) if cluster else ()
 
 
-def _output_options(job: AnyJob, numbered: str = "%j") -> tuple[str, ...]:
+def _output_options(job: Job, numbered: str = "%j") -> tuple[str, ...]:
     """The folder in which a script runs, and the files of its output; `numbered` is the id in their names."""
     folder = str(job.directory)
     return (
@@ -202,18 +185,25 @@ def _output_options(job: AnyJob, numbered: str = "%j") -> tuple[str, ...]:
 
 def _resource_options(job: Job) -> tuple[str, ...]:
     """The resources to request; directives and salloc take the same words."""
+    queue = job.recipe.system.queue
+    limits = (
+        *((f"--time={job.time}",) if job.time else ()),
+        *((f"--account={job.account}",) if job.account else ()),
+    )
+    options = tuple(map(quoting.option, job.request.options))
+    if job.makes_image:
+        return ("--nodes=1", "--ntasks=1", *limits, *queue.sif, *options)
     return (
         f"--nodes={job.nodes}",
         *(("--no-kill",) if job.outlives_nodes else ()),
         "--ntasks-per-node=1",
         *((f"--gres=gpu:{job.gpus}",) if job.gpus else ()),
         *((f"--cpus-per-task={job.cpus}",) if job.cpus else ()),
-        *((f"--time={job.time}",) if job.time else ()),
-        *((f"--account={job.account}",) if job.account else ()),
+        *limits,
         *((f"--partition={job.queue}",) if job.queue else ()),
         *((f"--qos={job.qos}",) if job.qos else ()),
-        *job.recipe.system.queue.options,
-        *map(quoting.option, job.request.options),
+        *queue.options,
+        *options,
     )
 
 

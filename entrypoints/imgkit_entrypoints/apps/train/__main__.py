@@ -9,8 +9,6 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,14 +17,14 @@ from torch import nn
 
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.apps import ranks as workers
-from imgkit_entrypoints.apps.train import datasets, main_loop, models, options, plugins, run_log
+from imgkit_entrypoints.apps.train import datasets, main_loop, models, options, plugins
 from imgkit_entrypoints.apps.train.batches import BadSample, Batches
-from imgkit_entrypoints.apps.train.config import Config, every, resumed, steps_a_line, total_steps
+from imgkit_entrypoints.apps.train.config import Config, every, steps_per_line, total_steps
 from imgkit_entrypoints.apps.train.main_loop import Course, MainLoop, RunEnd
-from imgkit_entrypoints.apps.train.order import Order, arrange, refuse_uneven, seed_of
+from imgkit_entrypoints.apps.train.order import arrange, seed_of
 from imgkit_entrypoints.apps.train.profiling import WorkClock, traced
-from imgkit_entrypoints.apps.train.run_log import Gauges, RunLog
-from imgkit_entrypoints.apps.train.stragglers import RankOnNode, Stragglers
+from imgkit_entrypoints.apps.train.run_log import RunLog, Workload
+from imgkit_entrypoints.apps.train.stragglers import RankOnNode
 from imgkit_entrypoints.apps.train.trainer import Evaluation, StepSums, Trainer
 from imgkit_entrypoints.errors import EXIT_NO, CheckFailed, ImgkitError, UsageError
 from imgkit_entrypoints.launch import user_program
@@ -35,7 +33,7 @@ from imgkit_entrypoints.run import Run
 from imgkit_entrypoints.run.random_state import seed_everything
 from imgkit_entrypoints.run.ranks import Ranks, ranks_by_value
 
-OF_A_RANK = ("run_dir", "stop_after_s", "log_to")
+PER_RANK = ("run_dir", "stop_after_s", "log_to")
 """Options that may differ between nodes."""
 
 
@@ -52,12 +50,12 @@ def main() -> None:
             say=say,
         )
         torch.use_deterministic_algorithms(config.deterministic)
-        components = load_components(
-            config
-        )  # mistakes in user code end the run here, before ranks wait for each other
+        # Mistakes in user code end the run here, before ranks wait for each other.
+        for name, contract, _ in functions(config).values():
+            _load(name, contract, None)
         with workers.opened() as ranks:
             started.ends("process_group")
-            sys.exit(train(config, components, run, ranks, started))
+            sys.exit(train(config, run, ranks, started))
     except ImgkitError as error:
         if isinstance(error, CheckFailed):  # raised while training, on this rank alone
             text = f"dist-train: {error}"
@@ -66,23 +64,84 @@ def main() -> None:
                 terminal.err(*text.split("\n"))
             sys.exit(error.exit_code)
         cause = error.__cause__  # of a function of the user that cannot be imported
-        of_user = cause and user_program.own_frames(cause.__traceback__)
-        trace = f"\n{user_program.described(cause, cause.__traceback__)}" if cause and of_user else ""
+        is_users = cause and user_program.own_frames(cause.__traceback__)
+        trace = f"\n{user_program.described(cause, cause.__traceback__)}" if cause and is_users else ""
         workers.refuse(f"dist-train: {error}{trace}", error.exit_code)
 
 
+def train(config: Config, run: Run, ranks: Ranks, started: StartUp) -> int:
+    """Run the training; return the exit code."""
+    run.connect(ranks)
+    _refuse_other_options(config, ranks)
+    checkpoint = main_loop.find_checkpoint(config, run)
+    course, changes = Course(), list[str]()
+    if checkpoint is not None:
+        course = main_loop.read_course(checkpoint)
+        config, changes = config.resumed(course.config, checkpoint.folder)
+    samples = load_data(config, "train")
+    if checkpoint is not None and course.samples != len(samples):
+        changes.append(f"the data had {course.samples} samples, and has {len(samples)} now")
+    order = arrange(len(samples), ranks.world_size, config.batch_size, config.global_batch)
+    steps = total_steps(config, order.steps_per_epoch)
+    if config.profiled() and config.profiled().start > steps:
+        raise UsageError(
+            f"--profile {config.profile} would trace nothing: the run has {steps} steps",
+            hint="a smaller START, or more --steps",
+        )
+    log_every = config.log_every or steps_per_line(steps)
+    config = dataclasses.replace(config, global_batch=order.global_batch, log_every=log_every)
+    start, course.samples, course.config = course.position, len(samples), _common(config)
+    if checkpoint is not None:
+        if ranks.rank == 0:
+            for text in (f"resumes after step {start.step} of {steps}: {checkpoint.folder}", *changes):
+                say(text)
+        if start.step >= steps:
+            return 0
+    held_out = load_data(config, "eval") if every(config.eval_every, 1) else None
+    started.ends("data")
+    clock = WorkClock(ranks)
+    trainer = Trainer(config, create_model(config), _load(*functions(config)["step"]), steps, ranks, clock)
+    started.ends("model")
+    feed = Batches(samples, order, config, ranks, channels_last=trainer.channels_last)
+    batches = feed.steps(start, steps)
+    first_step = next(batches)
+    started.ends("data")
+    trainer.warm_up(first_step[1][0])
+    started.ends("first_step")
+    run.track(weights=trainer.plain, optimizer=trainer, course=course)
+    if checkpoint is not None:
+        run.restore(checkpoint)
+    started.ends("model")
+    workload = Workload(
+        start=start.step,
+        steps=steps,
+        steps_per_epoch=order.steps_per_epoch,
+        placements=ranks.gather(RankOnNode(node=platform.node(), local_rank=ranks.local_rank)),
+        waited_s=lambda: feed.waited_s,
+        memory_MiB=lambda: _peak_memory_MiB(ranks),
+        tokens_per_sample=_tokens_per_sample(first_step[1][0].batch),
+        names=trainer.names,
+    )
+    report = RunLog(config, workload, started, say, course.first_loss) if ranks.rank == 0 else None
+    evaluation = Evaluation(held_out, order, config, trainer, ranks) if held_out is not None else None
+    loop = MainLoop(run, trainer, course, report, evaluation, started)
+    run.add_up(StepSums(trainer, clock, ranks, loop.note), every=config.log_every)
+    end = loop.run_to_end(traced(itertools.chain((first_step,), batches), config, ranks), config, workload)
+    _write_summary(end, run, report, steps, config)
+    return end.exit_code
+
+
 def _common(config: Config) -> dict[str, Any]:
-    """The options that are equal on all ranks."""
-    return {name: value for name, value in config.values().items() if name not in OF_A_RANK}
+    """Return the options that are equal on all ranks."""
+    return {name: value for name, value in config.values().items() if name not in PER_RANK}
 
 
 def _refuse_other_options(config: Config, ranks: Ranks) -> None:
     """Raise UsageError, on every rank, if the ranks were given different options; names them."""
-    options_of_rank = _common(config)
-    rows = ranks.gather(options_of_rank)
-    columns = {name: [str(row[name]) for row in rows] for name in options_of_rank}
+    rows = ranks.gather(_common(config))
     differences = []
-    for name, values in columns.items():
+    for name in rows[0]:
+        values = [str(row[name]) for row in rows]
         if len(set(values)) > 1:
             differences.append(f"{name}: {ranks_by_value(values)}")
     if differences:
@@ -92,146 +151,35 @@ def _refuse_other_options(config: Config, ranks: Ranks) -> None:
         )
 
 
-def train(config: Config, components: Components, run: Run, ranks: Ranks, started: StartUp) -> int:
-    """Run the training; returns the exit code."""
-    run.connect(ranks)
-    _refuse_other_options(config, ranks)
-    checkpoint = main_loop.find(config, run)
-    course = Course()
-    changes: tuple[str, ...] = ()
-    if checkpoint is not None:
-        course = main_loop.course_of(checkpoint)
-        config, changes = resumed(config, course.config, checkpoint.folder)
-    samples = components.data(config, "train")
-    if checkpoint is not None and course.samples != len(samples):
-        changes = (*changes, f"the data had {course.samples} samples, and has {len(samples)} now")
-    course.samples = len(samples)
-    order = _order(config, len(samples), ranks, new=checkpoint is None)
-    steps = total_steps(config, order.steps_per_epoch)
-    if config.profiled() and config.profiled().start > steps:
-        raise UsageError(
-            f"--profile {config.profile} would trace nothing: the run has {steps} steps",
-            hint="a smaller START, or more --steps",
-        )
-    config = dataclasses.replace(
-        config, global_batch=order.global_batch, log_every=config.log_every or steps_a_line(steps)
-    )
-    saves, looks = (every(text, order.steps_per_epoch) for text in (config.save_every, config.eval_every))
-    held_out_samples = components.data(config, "eval") if looks else None
-    start, course.config = course.position, _common(config)
-    if checkpoint is not None and ranks.rank == 0:
-        for text in (f"resumes after step {start.step} of {steps}: {checkpoint.folder}", *changes):
-            say(text)
-    if checkpoint is not None and start.step >= steps:
-        return 0
-    started.ends("data")
-    work = WorkClock(ranks)
-    trainer = Trainer(config, components.model(config), components.loss, steps, ranks, work)
-    started.ends("model")
-    feed = Batches(samples, order, config, ranks, channels_last=trainer.channels_last)
-    held_out = Evaluation(held_out_samples, order, config, trainer, ranks) if looks else None
-    batches = feed.steps(start, steps)
-    first = next(batches)
-    started.ends("data")
-    trainer.settle(first[1][0])
-    started.ends("first_step")
-    gauges = _gauges(config, feed, trainer, first[1][0].batch, ranks)
-    run.track(weights=trainer.plain, optimizer=trainer, course=course)
-    if checkpoint is not None:
-        run.restore(checkpoint)
-    started.ends("model")
-    report = _report(config, start.step, steps, order.steps_per_epoch, gauges, started, ranks)
-    if report:
-        report.first_loss = course.first_loss
-    loop = MainLoop(
-        run, trainer, course, report, held_out, started, steps=steps, save_every=saves, eval_every=looks
-    )
-    run.add_up(StepSums(trainer, work, ranks, loop.note), every=config.log_every)
-    end = loop.end(traced(itertools.chain((first,), batches), config, ranks))
-    _write_summary(end, run, report, steps, config, ranks)
-    return end.exit_code
-
-
-def _report(
-    config: Config,
-    start: int,
-    steps: int,
-    steps_per_epoch: int,
-    gauges: Gauges,
-    started: StartUp,
-    ranks: Ranks,
-) -> RunLog | None:
-    """Open the log of the run on rank 0; a collective call."""
-    placements = ranks.gather(RankOnNode(node=platform.node(), local_rank=ranks.local_rank))
-    if ranks.rank != 0:
-        return None
-    return RunLog(
-        config,
-        start=start,
-        steps=steps,
-        steps_per_epoch=steps_per_epoch,
-        ranks=ranks.world_size,
-        gauges=gauges,
-        slow=Stragglers(placements, say),
-        started=started,
-        say=say,
-    )
-
-
-def _write_summary(
-    end: RunEnd, run: Run, report: RunLog | None, steps: int, config: Config, ranks: Ranks
-) -> None:
+def _write_summary(end: RunEnd, run: Run, report: RunLog | None, steps: int, config: Config) -> None:
     """Write the summary of this start; a collective call."""
-    saved = run.wait()
-    if report:
-        report.close(
-            step=run.step,
-            reason=end.reason,
-            saved_step=saved.saved_step,
-            saving_s=saved.stalled_s,
-            stall_s=saved.longest_stall_s,
-        )
-    if ranks.rank == 0 and end.exit_code == EXIT_NO:
-        nothing = f"this start saved no state{'' if config.run_dir else ' (no --run-dir)'}"
-        state = f"the state of step {saved.saved_step} is saved" if saved.saved_step >= 0 else nothing
+    writer = run.wait()
+    if report is None:
+        return
+    report.close(
+        step=run.step,
+        reason=end.reason,
+        saved_step=writer.saved_step,
+        saving_s=writer.stalled_s,
+        stall_s=writer.longest_stall_s,
+    )
+    if end.exit_code == EXIT_NO:
+        state = f"this start saved no state{'' if config.run_dir else ' (no --run-dir)'}"
+        if writer.saved_step >= 0:
+            state = f"the state of step {writer.saved_step} is saved"
         hint = f"; {end.hint}" if end.hint else ""
         say(f"{run.step} of {steps} steps are done: {end.reason}; {state}{hint}")
 
 
-def _order(config: Config, samples: int, ranks: Ranks, *, new: bool) -> Order:
-    batches: dict[str, Any] = {
-        "world_size": ranks.world_size,
-        "batch_size": config.batch_size,
-        "accumulate": config.accumulate,
-        "global_batch": config.global_batch,
-    }
-    order = arrange(size=samples, **batches)
-    if new:
-        refuse_uneven(**batches)
-    return order
+def _peak_memory_MiB(ranks: Ranks) -> float:
+    if ranks.device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(ranks.device)) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def _gauges(config: Config, feed: Batches, trainer: Trainer, batch: Any, ranks: Ranks) -> Gauges:
-    cuda = ranks.device.type == "cuda"
-
-    def memory_MiB() -> float:
-        if cuda:
-            return float(torch.cuda.max_memory_allocated(ranks.device)) / 2**20
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-    peak = run_log.peak(torch.cuda.get_device_name(ranks.device), config.amp) if cuda else None
-    # The FLOP counter may not know all operations of a user's model.
-    is_counted = ranks.rank == 0 and not plugins.is_plugin(config.model)
-    at_peak = peak / trainer.flops_a_sample(batch) if peak and is_counted else None
+def _tokens_per_sample(batch: Any) -> int | None:
     inputs = next(iter(batch.values() if isinstance(batch, dict) else batch))
-    tokens = not inputs.is_floating_point() and inputs.dim() == 2
-    return Gauges(
-        waited_s=lambda: feed.waited_s,
-        memory_MiB=memory_MiB,
-        samples_per_s_at_peak=at_peak,
-        tokens_a_sample=inputs.shape[1] if tokens else None,
-        names=trainer.names,
-    )
+    return None if inputs.is_floating_point() or inputs.dim() != 2 else int(inputs.shape[1])
 
 
 def say(text: str) -> None:
@@ -239,58 +187,44 @@ def say(text: str) -> None:
     terminal.err(f"dist-train: {text}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Components:
-    """Functions that make the model and the data, and the loss."""
-
-    model: Callable[[Config], nn.Module]
-    data: Callable[[Config, str], Any]
-    loss: Callable[[nn.Module, Any], Any]
-
-
-def load_components(config: Config) -> Components:
-    """Find the functions that `config` names, without calling them.
-
-    Raises
-    ------
-    UsageError : a function of the user cannot be imported.
-    """
-    model: Callable[[Config], Any] = (
-        plugins.load(config.model, plugins.MODEL) if plugins.is_plugin(config.model) else _built_in
-    )
-    samples = plugins.load(config.data, plugins.DATA) if plugins.is_plugin(config.data) else datasets.built_in
-    loss = models.loss_of if config.step == "builtin" else plugins.load(config.step, plugins.STEP)
-
-    def seeded_model(config: Config) -> nn.Module:
-        seed_everything(config.seed)
-        model_built = model(config)
-        if not isinstance(model_built, nn.Module):
-            raise _wrong(config.model, model_built, plugins.MODEL)
-        return model_built
-
-    def seeded_data(config: Config, split: str) -> Any:
-        # Random data is the same on every rank, and differs between the splits.
-        seed_everything(config.seed if split == "train" else seed_of(config.seed, split))
-        dataset = samples(config, split)
-        if not hasattr(dataset, "__len__") or not (
-            hasattr(dataset, "__getitem__") or hasattr(dataset, "batch")
-        ):
-            raise _wrong(config.data, dataset, plugins.DATA)
-        return dataset
-
-    return Components(model=seeded_model, data=seeded_data, loss=loss)
+def functions(config: Config) -> dict[str, tuple[str, plugins.Contract, Any]]:
+    """Return the name, the contract and the built-in version of each function that `config` names."""
+    return {
+        "model": (config.model, plugins.MODEL, _built_in_model),
+        "data": (config.data, plugins.DATA, datasets.built_in),
+        "step": (config.step, plugins.STEP, models.loss_of),
+    }
 
 
-def _built_in(config: Config) -> nn.Module:
-    model = models.BUILT_IN[config.model](datasets.classes(config))
-    return models.checkpoint_blocks(model) if config.activation_checkpointing else model
+def _load(name: str, contract: plugins.Contract, built_in: Any) -> Any:
+    return plugins.load(name, contract) if plugins.is_plugin(name) else built_in
 
 
-def _wrong(function_name: str, value: object, contract: plugins.Contract) -> UsageError:
+def _built_in_model(config: Config) -> nn.Module:
+    return models.BUILT_IN[config.model](datasets.classes(config))
+
+
+def create_model(config: Config) -> nn.Module:
+    """Return the model, with the weights that the seed gives."""
+    seed_everything(config.seed)
+    model = _load(*functions(config)["model"])(config)
+    if not isinstance(model, nn.Module):
+        raise _wrong_type(config.model, model, plugins.MODEL)
+    return model
+
+
+def load_data(config: Config, split: str) -> Any:
+    """Return the samples of a split. Random data is the same on every rank, and differs between splits."""
+    seed_everything(config.seed if split == "train" else seed_of(config.seed, split))
+    data = _load(*functions(config)["data"])(config, split)
+    if not hasattr(data, "__len__") or not (hasattr(data, "__getitem__") or hasattr(data, "batch")):
+        raise _wrong_type(config.data, data, plugins.DATA)
+    return data
+
+
+def _wrong_type(name: str, value: object, contract: plugins.Contract) -> UsageError:
     return UsageError(
-        f"the function returned a {type(value).__name__}",
-        where=function_name,
-        hint=f"expected {contract.signature}",
+        f"the function returned a {type(value).__name__}", where=name, hint=f"expected {contract.signature}"
     )
 
 

@@ -1,112 +1,288 @@
-"""The options of one training run, and what follows from them: steps, lines, learning rate.
+"""The options of one training run, and what follows from them: steps, lines, learning rate. No torch.
 
-Checkpoints keep them, and a later start is compared with them. The learning rate is a function of the step
-alone, so that no checkpoint has to keep it.
+Each option is a field, with all that argparse needs; `options` makes the command line of it. Checkpoints keep
+the options, and a later start is compared with them. The learning rate is a function of the step alone, so
+that no checkpoint has to keep it.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from imgkit_entrypoints.apps.train import plugins
+from imgkit_entrypoints.arguments import duration, natural, positive
 from imgkit_entrypoints.errors import UsageError
 
-COURSE = (
-    "model",
-    "data",
-    "step",
-    "samples",
-    "image_size",
-    "seed",
-    "dtype",
-    "amp",
-    "optimizer",
-    "global_batch",
-)
-"""Options that define a run. A start with another value cannot resume it."""
-TUNED = ("lr", "momentum", "weight_decay", "schedule", "warmup_steps", "clip", "compile", "deterministic")
-"""Options that may change between two starts of a run; each change is reported."""
+MODELS: Mapping[str, tuple[str, float, int]] = {
+    "linear": ("sgd", 0.05, 0),
+    "mlp": ("sgd", 0.05, 0),
+    "resnet18": ("sgd", 0.05, 20),
+    "resnet50": ("sgd", 0.02, 20),
+    "gpt": ("adamw", 1e-3, 0),
+}
+"""The built-in models, each with its default optimizer, learning rate and steps of warm-up."""
+LOGGERS = ("tensorboard", "wandb")
+"""The built-in loggers; each is named after the package that it needs."""
+STEPS = 100
+"""Number of steps if neither --steps nor --epochs is given."""
 LINE_EVERY_S = 5
 """Longest time between two lines of progress."""
+FUNCTION = "MOD:FN or file.py:FN"
+SCHEDULES = ("constant", "linear", "cosine")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return value
+
+
+def _norm(text: str) -> float:
+    if not (value := _number(text)):
+        raise argparse.ArgumentTypeError("a norm of 0 would train nothing: a number above 0")
+    return value
+
+
+def _interval(text: str) -> str:
+    if not re.fullmatch(r"\d+|[1-9]\d*e", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of steps (500) nor of epochs (2e)")
+    return text
+
+
+def _window(text: str) -> str:
+    if not re.fullmatch(r"\d+:[1-9]\d*", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is not START:STEPS, as in 100:5")
+    return text
+
+
+def _model(text: str) -> str:
+    if plugins.is_plugin(text):
+        return plugins.check(text, plugins.MODEL)
+    if text not in MODELS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither one of {', '.join(sorted(MODELS))} nor {plugins.MODEL.form}"
+        )
+    return text
+
+
+def _data(text: str) -> str:
+    if plugins.is_plugin(text):
+        return plugins.check(text, plugins.DATA)
+    if Path(text).is_dir() and find_spec("PIL") is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is a folder: reading images needs Pillow, which is not installed"
+        )
+    if text != "builtin" and not Path(text).exists():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither builtin, a text file, a folder of images nor {plugins.DATA.form}"
+        )
+    return text
+
+
+def _step(text: str) -> str:
+    return text if text == "builtin" else plugins.check(text, plugins.STEP)
+
+
+def _loggers(text: str) -> str:
+    """Return `text`, names with commas between them, if this image has each of them; executes nothing."""
+    for name in text.split(","):
+        if plugins.is_plugin(name):
+            plugins.check(name, plugins.LOGGER)
+        elif name not in LOGGERS:
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is neither one of {', '.join(LOGGERS)} nor {plugins.LOGGER.form}"
+            )
+        elif find_spec(name) is None:
+            raise argparse.ArgumentTypeError(
+                f"the image has no {name}; add it to the recipe: image.pip: [{{packages: [{name}]}}]"
+            )
+    return text
+
+
+SAME = ["model", "data", "step", "samples", "image_size", "seed", "dtype", "amp", "optimizer", "global_batch"]
+"""Options that define a run: a start with another value cannot resume it."""
+REPORTED = ["lr", "momentum", "weight_decay", "schedule", "warmup_steps", "clip", "compile", "deterministic"]
+"""Options that may change between two starts of a run; each change is reported."""
+
+
+def option(kind: Any, metavar: str, text: str, default: Any = None, unset: str = "") -> Any:
+    """Return a field that is an option.
+
+    Parameters
+    ----------
+    kind : parses the value, or is a tuple of all values.
+    unset : what happens without the option, for its help, if that is no default.
+    """
+    values = {"choices": kind} if isinstance(kind, tuple) else {"type": kind}
+    if isinstance(kind, tuple):
+        text = f"{text}: {', '.join(kind[:-1])} or {kind[-1]}"
+    unset = unset or ("" if default is None else str(default))
+    text = f"{text} (default: {unset})" if unset else text
+    return field(metadata={**values, "default": default, "metavar": metavar, "help": text})
+
+
+def switch(text: str) -> Any:
+    """Return an option without a value; its ``--no-...`` form lets flags override the file."""
+    return field(metadata={"action": argparse.BooleanOptionalAction, "default": False, "help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """Which model is trained, on which data."""
+
+    model: str = option(_model, "NAME", f"{', '.join(MODELS)}, or {FUNCTION}", "linear")
+    data: str = option(
+        _data,
+        "NAME",
+        f"builtin, a text file for gpt, a folder of images for resnet*, or {FUNCTION}",
+        "builtin",
+    )
+    step: str = option(_step, "NAME", f"function for the loss of a batch: builtin, or {FUNCTION}", "builtin")
+    samples: int | None = option(positive, "N", "number of built-in samples", unset="depends on the model")
+    image_size: int = option(positive, "N", "pixels of the square to crop images from a folder to", 224)
+    seed: int = option(int, "N", "random seed of the weights, the data and its order", 0)
+    workers: int = option(natural, "N", "data loading processes per rank; 0: load in the rank itself", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """How long it is trained, and on how many samples at once."""
+
+    steps: int | None = option(positive, "N", "optimizer steps", unset=str(STEPS))
+    epochs: int | None = option(positive, "N", "passes over the data; with --steps, whichever ends first")
+    batch_size: int | None = option(positive, "N", "samples per rank and batch", unset="32")
+    global_batch: int | None = option(
+        positive, "N", "samples per step, by gradient accumulation", unset="--batch-size x ranks"
+    )
+    stop_after_s: int | None = option(
+        duration, "TIME", "save and stop this time after the first attempt: 50m, 1h30m"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    """How a step changes the weights."""
+
+    lr: float = option(_number, "X", "learning rate", unset="depends on the model, 0.05 for linear")
+    optimizer: str = option(("sgd", "adam", "adamw"), "NAME", "optimizer", unset="depends on the model")
+    momentum: float = option(_number, "X", "momentum of sgd", 0.0)
+    weight_decay: float = option(_number, "X", "weight decay", 0.0)
+    schedule: str = option(SCHEDULES, "NAME", "learning rate schedule", "constant")
+    warmup_steps: int = option(
+        natural, "N", "steps of learning rate warm-up", unset="20 for a resnet, else 0"
+    )
+    clip: float | None = option(_norm, "X", "maximum norm of the gradient", unset="no limit")
+    on_nan: str = option(("stop", "skip"), "ACTION", "at a step whose loss is NaN or infinite", "stop")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeOptions:
+    """How a step is computed."""
+
+    dtype: str = option(("fp32", "fp64"), "NAME", "element type of weights and data", "fp32")
+    amp: str = option(("off", "bf16", "fp16"), "NAME", "mixed precision", "off")
+    compile: bool = switch("compile the model with torch.compile")
+    deterministic: bool = switch("refuse nondeterministic operations")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """What the run writes, and where it goes on."""
+
+    run_dir: Path | None = option(
+        Path, "DIR", "run folder for checkpoints and metrics", unset="IMGKIT_RUN_DIR, else nothing is saved"
+    )
+    save_every: str = option(_interval, "N|Ne", "save every N steps or N epochs; 0: only at the end", "1000")
+    keep: int = option(positive, "K", "number of checkpoints to keep", 2)
+    resume: str = option(
+        str,
+        "auto|never|PATH",
+        "newest valid checkpoint of the run folder, none, or that of a path",
+        "auto",
+    )
+    eval_every: str = option(
+        _interval, "N|Ne", "evaluate on held-out data every N steps or N epochs; 0: never", "0"
+    )
+    profile: str | None = option(
+        _window, "START:STEPS", "trace STEPS steps after step START into the run folder"
+    )
+    log_every: int = option(
+        natural, "N", f"print a line every N steps, and every {LINE_EVERY_S} s; 0: a tenth of the run", 0
+    )
+    log_to: str | None = option(
+        _loggers, "NAMES", f"also log to {', '.join(LOGGERS)}, {FUNCTION}; separate several with commas"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(OutputOptions, ComputeOptions, OptimizerOptions, StepOptions, DataOptions):
     """The options of dist-train with defaults filled in; plug-ins get it as `config`."""
 
-    model: str
-    data: str
-    step: str
-    samples: int | None
-    image_size: int
-    steps: int | None
-    epochs: int | None
-    batch_size: int | None
-    accumulate: int | None
-    global_batch: int | None
-    lr: float
-    optimizer: str
-    momentum: float
-    weight_decay: float
-    schedule: str
-    warmup_steps: int
-    clip: float | None
-    dtype: str
-    amp: str
-    seed: int
-    workers: int
-    compile: bool
-    activation_checkpointing: bool
-    deterministic: bool
-    run_dir: Path | None
-    save_every: str
-    keep: int
-    resume: str
-    stop_after_s: int | None
-    eval_every: str
-    profile: str | None
-    on_nan: str
-    log_every: int
-    """0: chosen once the number of steps is known."""
-    log_to: str | None = None
-    """Loggers beside metrics.jsonl, with commas between them."""
-
     def profiled(self) -> range:
-        """The steps to trace."""
+        """Return the steps to trace."""
         if self.profile is None:
             return range(0)
         start, steps = map(int, self.profile.split(":"))
         return range(start + 1, start + steps + 1)
 
     def values(self) -> dict[str, Any]:
-        """The options in plain values, as checkpoints keep them."""
+        """Return the options in plain values, as checkpoints keep them."""
         return {
             name: str(value) if isinstance(value, Path) else value
             for name, value in dataclasses.asdict(self).items()
         }
 
     def to_json(self) -> str:
-        """The JSON form in the run's folder; ``--config`` reads it."""
+        """Return the JSON form in the run's folder; ``--config`` reads it."""
         return json.dumps(self.values(), indent=2) + "\n"
+
+    def resumed(self, saved: Mapping[str, Any], where: Path) -> tuple[Config, list[str]]:
+        """Return these options with the saved global batch, and one line for each changed option.
+
+        Raises
+        ------
+        UsageError : they contradict the saved run; names every contradiction.
+        """
+        options = self.values() | {"global_batch": self.global_batch or saved["global_batch"]}
+        changed = [name for name in (*SAME, *REPORTED) if name in saved and options[name] != saved[name]]
+        if contradictions := [name for name in SAME if name in changed]:
+            values = (
+                f"{name} is {options[name]!r}, the checkpoint has {saved[name]!r}" for name in contradictions
+            )
+            raise UsageError(
+                f"these options contradict the saved run: {'; '.join(values)}",
+                where=str(where),
+                hint="give the same options to resume, or start a new run: --resume never --run-dir OTHER",
+            )
+        lines = [f"{name} was {saved[name]}, now {options[name]}" for name in changed]
+        return dataclasses.replace(self, global_batch=saved["global_batch"]), lines
 
 
 def total_steps(config: Config, steps_per_epoch: int) -> int:
-    """Steps of the whole run: `steps` or `epochs`, whichever ends first."""
+    """Return the steps of the whole run: `steps` or `epochs`, whichever ends first."""
     limits = [config.steps] if config.steps is not None else []
     if config.epochs is not None:
         limits.append(config.epochs * steps_per_epoch)
     return min(limits)
 
 
-def steps_a_line(steps: int) -> int:
-    """Default of ``--log-every``: a round number of steps, at most a tenth of the run and 1000."""
-    round_ones = (digit * 10**zeros for zeros in range(3) for digit in (1, 2, 5))
-    return max((number for number in (*round_ones, 1000) if number * 10 <= steps), default=1)
+def steps_per_line(steps: int) -> int:
+    """Return the default of ``--log-every``: a round number, at most a tenth of the run and 1000."""
+    sizes = [digit * 10**zeros for zeros in range(3) for digit in (1, 2, 5)]
+    return max((size for size in (*sizes, 1000) if size * 10 <= steps), default=1)
 
 
 def every(text: str, steps_per_epoch: int) -> int:
@@ -115,55 +291,21 @@ def every(text: str, steps_per_epoch: int) -> int:
 
 
 def due(step: int, interval: int, steps: int) -> bool:
-    """Whether something that happens every `interval` steps and after the last step is due after `step`."""
+    """Return whether what happens every `interval` steps and after the last one is due after `step`."""
     return step == steps or (interval > 0 and step % interval == 0)
 
 
-def resumed(config: Config, saved: Mapping[str, Any], where: Path) -> tuple[Config, tuple[str, ...]]:
-    """Return `config` with the saved global batch, and one line for each changed option.
-
-    Raises
-    ------
-    UsageError : `config` contradicts the saved run; names every contradiction.
-    """
-    options = dataclasses.asdict(config)
-    wrong = [
-        f"{key} is {options[key]!r}, the checkpoint has {saved[key]!r}"
-        for key in COURSE
-        if key in saved
-        and options[key] != saved[key]
-        and not (key == "global_batch" and options[key] is None)
-    ]
-    if wrong:
-        raise UsageError(
-            "these options contradict the saved run: " + "; ".join(wrong),
-            where=str(where),
-            hint="give the same options to resume, or start a new run: --resume never --run-dir OTHER",
-        )
-    changed = tuple(
-        f"{key} was {saved[key]}, now {options[key]}"
-        for key in TUNED
-        if key in saved and options[key] != saved[key]
-    )
-    return dataclasses.replace(config, global_batch=saved["global_batch"]), changed
-
-
-SHAPES = ("constant", "linear", "cosine")
-
-
-def factor(shape: str, step: int, steps: int, warmup: int = 0) -> float:
-    """Factor of the learning rate at `step` (from 0).
-
-    It rises over `warmup` steps, then stays (constant) or falls to 0 at `steps`.
-    """
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    if shape == "constant":
-        return 1.0
-    share = min(1.0, (step - warmup) / max(1, steps - warmup))
-    return 1.0 - share if shape == "linear" else 0.5 * (1.0 + math.cos(math.pi * share))
-
-
 def learning_rate(config: Config, step: int, steps: int) -> float:
-    """The learning rate at `step` (from 0) of `steps`."""
-    return config.lr * factor(config.schedule, step, steps, config.warmup_steps)
+    """Return the learning rate at `step` (from 0).
+
+    It rises over the warm-up, then stays (constant) or falls to 0 at `steps`.
+    """
+    warmup = config.warmup_steps
+    if step < warmup:
+        return config.lr * ((step + 1) / (warmup + 1))
+    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
+    if config.schedule == "linear":
+        return config.lr * (1.0 - progress)
+    if config.schedule == "cosine":
+        return config.lr * (0.5 * (1.0 + math.cos(math.pi * progress)))
+    return config.lr

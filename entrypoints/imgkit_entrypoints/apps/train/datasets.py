@@ -21,9 +21,6 @@ from imgkit_entrypoints.errors import UsageError
 NOISE = 0.01
 HELD_OUT = 10
 """One in this many windows of a text is held out."""
-ALIGNED_BYTES = 64
-"""The alignment of torch's allocations on CPU."""
-AT_ONCE_BYTES = 1 << 20
 
 
 class TensorSamples:
@@ -39,17 +36,6 @@ class TensorSamples:
         """Stack the samples `indices`."""
         return tuple(tensor.index_select(0, indices) for tensor in self.tensors)
 
-    def steps_at_once(self, sizes: list[int]) -> int:
-        """Number of steps whose micro-batches of `sizes` samples are gathered together.
-
-        It is 1 if the second step would not begin at an aligned address. Kernels might then sum in another
-        order, and a resumed run would differ in its last bits.
-        """
-        rows = [tensor[0].numel() * tensor.element_size() for tensor in self.tensors]
-        if any(size * row % ALIGNED_BYTES for size in sizes for row in rows):
-            return 1
-        return max(1, AT_ONCE_BYTES // int(sum(sizes) * sum(rows)))
-
 
 class TextFile:
     """The bytes of a file: sample i is the i-th window of CONTEXT bytes, with the byte that follows each.
@@ -61,22 +47,20 @@ class TextFile:
         size = path.stat().st_size
         self.bytes = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
         windows = (size - 1) // CONTEXT
-        held_out = windows // HELD_OUT
-        self._first, self._count = (
-            (0, windows - held_out) if split == "train" else (windows - held_out, held_out)
-        )
-        if self._count < 1:
+        end = windows - windows // HELD_OUT
+        self._windows = range(end) if split == "train" else range(end, windows)
+        if not self._windows:
             least = CONTEXT * (1 if split == "train" else HELD_OUT) + 1
             raise UsageError(
                 f"{size} bytes are too few", where=str(path), hint=f"{split} needs at least {least} bytes"
             )
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._windows)
 
     def batch(self, indices: Tensor) -> tuple[Tensor, ...]:
         """The windows (samples, CONTEXT), and the same windows one byte later."""
-        first = (self._first + indices[:, None]) * CONTEXT
+        first = (self._windows.start + indices[:, None]) * CONTEXT
         rows = self.bytes[first + torch.arange(CONTEXT + 1)].long()
         return rows[:, :-1], rows[:, 1:]
 
@@ -129,29 +113,23 @@ def built_in(config: Config, split: str) -> TensorSamples | TextFile | ImageFold
         raise UsageError(
             f"there is no built-in data for {config.model}", hint="name your own: --data MOD:FN or file.py:FN"
         )
-    samples, make = _BUILT_IN[config.model]
-    if config.data != "builtin":
-        return _from_disk(config, Path(config.data), split, images=make is _images)
-    # All splits share the pattern to learn.
-    truth = torch.Generator().manual_seed(config.seed)
-    draw = torch.Generator().manual_seed(seed_of(config.seed, split))
-    return make(config.samples or samples, truth, draw)
-
-
-def _from_disk(config: Config, path: Path, split: str, *, images: bool) -> TextFile | ImageFolder:
-    if path.is_dir() and not images:
-        raise UsageError(
-            f"{config.model} cannot read images", where=config.data, hint="use --model resnet18 or resnet50"
-        )
-    if path.is_dir():
+    samples, generate = _BUILT_IN[config.model]
+    path = Path(config.data)
+    if config.data == "builtin":
+        # All splits share the pattern to learn.
+        truth = torch.Generator().manual_seed(config.seed)
+        draw = torch.Generator().manual_seed(seed_of(config.seed, split))
+        return generate(config.samples or samples, truth, draw)
+    if path.is_dir() and generate is _images:
         return ImageFolder(path, split, config.image_size)
-    if config.model != "gpt":
-        raise UsageError(f"{config.model} cannot read a text file", where=config.data, hint="use --model gpt")
-    return TextFile(path, split)
+    if path.is_file() and config.model == "gpt":
+        return TextFile(path, split)
+    kind, models = ("images", "resnet18 or resnet50") if path.is_dir() else ("a text file", "gpt")
+    raise UsageError(f"{config.model} cannot read {kind}", where=config.data, hint=f"use --model {models}")
 
 
 def classes(config: Config) -> int:
-    """Number of classes in the data of a built-in model."""
+    """Return the number of classes in the data of a built-in model."""
     return len(classes_of(Path(config.data))) if Path(config.data).is_dir() else CLASSES
 
 
@@ -160,7 +138,7 @@ SPLITS = {"train": ("train",), "eval": ("val", "eval", "test")}
 """Folders of each split; the first that exists counts. Without a train folder, all are for training."""
 MEAN, SPREAD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's channels, which published weights and learning rates assume."""
-LEAST_SHARE = 0.35
+MIN_SHARE = 0.35
 """Least share of the image's shorter side that a training sample shows."""
 
 
@@ -208,38 +186,38 @@ class ImageFolder:
 
     def __init__(self, data: Path, split: str, size: int) -> None:
         folder, names = folder_of(data, split), classes_of(data)
-        self.size, self.by_chance = size, split == "train"
-        self.files = [
+        self._size, self._is_random = size, split == "train"
+        self._files = [
             (path, number)
             for number, name in enumerate(names)
             for path in sorted((folder / name).rglob("*"))
             if path.suffix.lower() in ENDINGS
         ]
-        if not self.files:
+        if not self._files:
             raise UsageError(
                 "the folder holds no images", where=str(folder), hint=f"files must end in {' '.join(ENDINGS)}"
             )
 
     def __len__(self) -> int:
-        return len(self.files)
+        return len(self._files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         reader = importlib.import_module("PIL.Image")
-        path, number = self.files[index]
+        path, number = self._files[index]
         with reader.open(path) as opened:
             image = opened.convert("RGB")
             box = self._box(*image.size)
-            image = image.resize((self.size, self.size), reader.Resampling.BILINEAR, box=box)
-        if self.by_chance and torch.rand(()) < 0.5:
+            image = image.resize((self._size, self._size), reader.Resampling.BILINEAR, box=box)
+        if self._is_random and torch.rand(()) < 0.5:
             image = image.transpose(reader.Transpose.FLIP_LEFT_RIGHT)
         return _tensor(image), number
 
     def _box(self, width: int, height: int) -> tuple[float, float, float, float]:
-        """The square to crop: a random one in training, else the largest in the middle."""
-        share, across, down = torch.rand(3).tolist() if self.by_chance else (1.0, 0.5, 0.5)
-        side = min(width, height) * (LEAST_SHARE + (1 - LEAST_SHARE) * share)
-        left, top = (width - side) * across, (height - side) * down
-        return left, top, left + side, top + side
+        """Return the square to crop: a random one in training, else the largest in the middle."""
+        share, x, y = torch.rand(3).tolist() if self._is_random else (1.0, 0.5, 0.5)
+        side = min(width, height) * (MIN_SHARE + (1 - MIN_SHARE) * share)
+        left_edge, top = (width - side) * x, (height - side) * y
+        return left_edge, top, left_edge + side, top + side
 
 
 def _tensor(image: Any) -> Tensor:

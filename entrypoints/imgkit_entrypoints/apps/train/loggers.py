@@ -2,42 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib.util import find_spec
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 from imgkit_entrypoints.apps.train import plugins
 from imgkit_entrypoints.apps.train.config import Config
-
-LOGGER = plugins.Contract(
-    signature="def FN(config) -> an object with log(step, {name: number}) and close()", arguments=1
-)
-Say = Callable[[str], None]
-
-
-class Logger(Protocol):
-    """Where the numbers go; a function of the user returns one."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take the numbers of `step`."""
-
-    def close(self) -> None:
-        """Write what is still in memory."""
 
 
 class _TensorBoard:
     """Event files in the run folder, read by ``tensorboard --logdir``."""
 
-    def __init__(self, config: Config, start: int) -> None:
+    def __init__(self, folder: Path, start: int, _config: Config) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # Steps after the checkpoint are repeated: TensorBoard drops what an earlier start wrote for them.
-        again = start + 1 if start else None
-        self._writer = SummaryWriter(_folder(config, "tensorboard"), purge_step=again, flush_secs=30)
+        first_repeated = start + 1 if start else None
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_repeated, flush_secs=30)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add a point to the curve of each number."""
@@ -52,19 +36,19 @@ class _TensorBoard:
 class _Wandb:
     """A run of Weights & Biases: files in the run folder, unless WANDB_MODE says ``online``."""
 
-    def __init__(self, config: Config, start: int) -> None:
+    def __init__(self, folder: Path, _start: int, config: Config) -> None:
         import wandb
 
-        assert config.run_dir is not None
-        folder = config.run_dir.resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        digest = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
         # Compute nodes rarely reach the internet. One id for all starts of a run folder: they become one run.
         self._run = wandb.init(
             mode=os.environ.get("WANDB_MODE", "offline"),
-            dir=_folder(config, ""),
-            name=os.environ.get("WANDB_NAME", folder.name),
-            id=os.environ.get("WANDB_RUN_ID", hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]),
+            dir=str(folder),
+            name=os.environ.get("WANDB_NAME", folder.resolve().name),
+            id=os.environ.get("WANDB_RUN_ID", digest[:16]),
             resume="allow",
-            config={name: _plain(value) for name, value in dataclasses.asdict(config).items()},
+            config=config.values(),
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -76,44 +60,13 @@ class _Wandb:
         self._run.finish()
 
 
-_BUILT_IN: Mapping[str, Callable[[Config, int], Logger]] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
-NAMES = tuple(_BUILT_IN)
-
-
-def _folder(config: Config, name: str) -> str:
-    assert config.run_dir is not None  # the options refuse --log-to without a run folder
-    folder = config.run_dir / name
-    folder.mkdir(parents=True, exist_ok=True)
-    return str(folder)
-
-
-def _plain(value: object) -> object:
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
-
-
-def check(text: str) -> str:
-    """Return `text`, names with commas between them, if each of them can be used here; executes nothing.
-
-    Raises
-    ------
-    ValueError : one is unknown or not installed; the message shows what to add to the recipe.
-    argparse.ArgumentTypeError : one is no function of the user's with the signature of `LOGGER`.
-    """
-    for name in text.split(","):
-        if plugins.is_plugin(name):
-            plugins.check(name, LOGGER)
-        elif name not in NAMES:
-            raise ValueError(f"{name!r} is neither one of {', '.join(NAMES)} nor {LOGGER.form}")
-        elif find_spec(name) is None:
-            step = f"image.pip: [{{packages: [{name}]}}]"
-            raise ValueError(f"the image has no {name}; add it to the recipe: {step}")
-    return text
+BUILT_IN: Mapping[str, Callable[[Path, int, Config], Any]] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
 
 
 class Loggers:
     """All loggers of a run. One that fails is named once and left out; training goes on."""
 
-    def __init__(self, config: Config, start: int, say: Say) -> None:
+    def __init__(self, config: Config, start: int, say: Callable[[str], None]) -> None:
         """Open those of `config`, for a run that goes on after step `start`.
 
         Raises
@@ -121,28 +74,31 @@ class Loggers:
         UsageError : a function of the user cannot be imported.
         """
         self._say = say
-        self._open: list[tuple[str, Logger]] = []
+        self._loggers: dict[str, Any] = {}
         for name in config.log_to.split(",") if config.log_to else ():
-            function = plugins.load(name, LOGGER) if plugins.is_plugin(name) else None
-            make = partial(function, config) if function else partial(_BUILT_IN[name], config, start)
-            if (logger := self._tried(name, make)) is not None:
-                self._open.append((name, logger))
+            assert config.run_dir is not None  # the options refuse --log-to without a run folder
+            if plugins.is_plugin(name):
+                create: Callable[[], Any] = partial(plugins.load(name, plugins.LOGGER), config)
+            else:
+                create = partial(BUILT_IN[name], config.run_dir, start, config)
+            if (logger := self._try(name, create)) is not None:
+                self._loggers[name] = logger
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
         """Pass on those of `values` that are numbers."""
         numbers = {name: float(value) for name, value in values.items() if isinstance(value, (int, float))}
-        for name, logger in tuple(self._open):
-            self._tried(name, partial(logger.log, step, numbers))
+        for name, logger in tuple(self._loggers.items()):
+            self._try(name, partial(logger.log, step, numbers))
 
     def close(self) -> None:
         """Close all."""
-        for name, logger in tuple(self._open):
-            self._tried(name, logger.close)
+        for name, logger in tuple(self._loggers.items()):
+            self._try(name, logger.close)
 
-    def _tried(self, name: str, call: Callable[[], Any]) -> Any:
+    def _try(self, name: str, call: Callable[[], Any]) -> Any:
         try:
             return call()
         except Exception as error:  # a full disk, a lost connection, or a fault in the user's function
-            self._open = [one for one in self._open if one[0] != name]
+            self._loggers.pop(name, None)
             self._say(f"--log-to {name} is disabled: {type(error).__name__}: {error}")
             return None

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from imgkit_entrypoints.apps.train.batches import MicroBatch
-from imgkit_entrypoints.apps.train.config import Config, due
+from imgkit_entrypoints.apps.train.config import Config, due, every
 from imgkit_entrypoints.apps.train.order import Position
-from imgkit_entrypoints.apps.train.run_log import RunLog, Seen
+from imgkit_entrypoints.apps.train.run_log import LatestSteps, RunLog, Workload
 from imgkit_entrypoints.apps.train.trainer import Evaluation, LossIsNoNumber, Trainer
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch.start_up import StartUp
@@ -25,92 +25,8 @@ from imgkit_entrypoints.run import Run
 from imgkit_entrypoints.run.checkpoint import Checkpoint
 from imgkit_entrypoints.run.run import NotSaved
 
-DONE = "all steps are done"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunEnd:
-    """How a run ended, the same on all ranks."""
-
-    reason: str
-    exit_code: int
-    hint: str = ""
-
-
-class MainLoop:
-    """Takes the steps up to `steps`, and saves and evaluates every so many of them.
-
-    Parameters
-    ----------
-    course : kept at the step that the run has reached.
-    report : gets the numbers on rank 0; None elsewhere.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        trainer: Trainer,
-        course: Course,
-        report: RunLog | None,
-        held_out: Evaluation | None,
-        started: StartUp,
-        *,
-        steps: int,
-        save_every: int,
-        eval_every: int,
-    ) -> None:
-        self._run, self._trainer, self._course = run, trainer, course
-        self._report, self._held_out, self._started = report, held_out, started
-        self._steps, self._save_every, self._eval_every = steps, save_every, eval_every
-
-    def note(self, seen: Seen) -> None:
-        """Note the sums over the latest steps."""
-        if math.isnan(self._course.first_loss):
-            self._course.first_loss = seen.loss  # on all ranks: their courses are equal
-        if self._report:
-            self._report.note(seen)
-
-    def end(self, steps: Iterable[tuple[Position, list[MicroBatch]]]) -> RunEnd:
-        """Take the steps to their end, or until a request to stop; the state is saved then."""
-        try:
-            with self._run:
-                self._take(steps)
-        except (LossIsNoNumber, NotSaved) as error:
-            return RunEnd(reason=error.what, exit_code=error.exit_code, hint=error.hint or "")
-        except SystemExit as stopped:
-            if not self._run.stopping:  # a function of the user ends the program
-                raise
-            return RunEnd(reason=self._run.stopping, exit_code=int(str(stopped.code)))
-        return RunEnd(reason=DONE, exit_code=0)
-
-    def _take(self, steps: Iterable[tuple[Position, list[MicroBatch]]]) -> None:
-        run, first, last = self._run, self._run.step + 1, self._steps
-        for position, micro_batches in steps:
-            run.begins()
-            step = position.step
-            evaluates, saves = (
-                due(step, every, self._steps) for every in (self._eval_every, self._save_every)
-            )
-            self._trainer.step(step - 1, micro_batches, measured=evaluates or saves or run.looks())
-            if step == first:
-                self._started.ends("first_step")
-            self._course.position = position
-            saves = run.due(save_every=self._save_every)
-            if evaluates:
-                self._evaluate(step)
-            if (saves or run.stopping) and step < last:  # the last state is saved behind the loop
-                run.save()
-
-    def _evaluate(self, step: int) -> None:
-        with self._run.pause():
-            if self._held_out and not self._run.stopping:
-                start = time.perf_counter()
-                loss = self._held_out.loss(self._run.lives)
-                if self._report:
-                    self._report.held_out(step, loss, time.perf_counter() - start)
-
-
 PART = "course"
+Steps = Iterable[tuple[Position, list[MicroBatch]]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -129,10 +45,80 @@ class Course:
         return {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
 
     def load_state_dict(self, _: Mapping[str, Any]) -> None:
-        """Do nothing: `course_of` has read it."""
+        """Do nothing: `read_course` has read it."""
 
 
-def find(config: Config, run: Run) -> Checkpoint | None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """How a run ended, the same on all ranks."""
+
+    reason: str = "all steps are done"
+    exit_code: int = 0
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MainLoop:
+    """Takes the steps of a run, and saves and evaluates every so many of them."""
+
+    run: Run
+    trainer: Trainer
+    course: Course
+    """Kept at the step that the run has reached."""
+    report: RunLog | None
+    """Gets the numbers on rank 0; None elsewhere."""
+    evaluation: Evaluation | None
+    started: StartUp
+
+    def note(self, latest: LatestSteps) -> None:
+        """Note the sums of the latest steps."""
+        if math.isnan(self.course.first_loss):
+            self.course.first_loss = latest.loss  # on all ranks: their courses are equal
+        if self.report:
+            self.report.note(latest)
+
+    def run_to_end(self, steps: Steps, config: Config, workload: Workload) -> RunEnd:
+        """Take the steps to their end, or until a request to stop; the state is saved then."""
+        try:
+            with self.run:
+                self._take(steps, config, workload)
+        except (LossIsNoNumber, NotSaved) as error:
+            return RunEnd(reason=error.what, exit_code=error.exit_code, hint=error.hint or "")
+        except SystemExit as stopped:
+            if not self.run.stopping:  # a function of the user ends the program
+                raise
+            return RunEnd(reason=self.run.stopping, exit_code=int(str(stopped.code)))
+        return RunEnd()
+
+    def _take(self, steps: Steps, config: Config, workload: Workload) -> None:
+        run, last_step = self.run, workload.steps
+        save_every = every(config.save_every, workload.steps_per_epoch)
+        eval_every = every(config.eval_every, workload.steps_per_epoch)
+        for position, micro_batches in steps:
+            run.begins()
+            step = position.step
+            is_evaluated = due(step, eval_every, last_step)
+            is_measured = is_evaluated or due(step, save_every, last_step) or run.looks()
+            self.trainer.step(step - 1, micro_batches, measured=is_measured)
+            if step == workload.start + 1:
+                self.started.ends("first_step")
+            self.course.position = position
+            is_saved = run.due(save_every=save_every)
+            if is_evaluated:
+                self._evaluate(step)
+            if (is_saved or run.stopping) and step < last_step:  # the last state is saved behind the loop
+                run.save()
+
+    def _evaluate(self, step: int) -> None:
+        with self.run.pause():
+            if self.evaluation and not self.run.stopping:
+                start_s = time.perf_counter()
+                loss = self.evaluation.loss(self.run.lives)
+                if self.report:
+                    self.report.held_out(step, loss, time.perf_counter() - start_s)
+
+
+def find_checkpoint(config: Config, run: Run) -> Checkpoint | None:
     """Find the checkpoint that ``--resume`` selects; a collective call.
 
     Raises
@@ -157,7 +143,7 @@ def find(config: Config, run: Run) -> Checkpoint | None:
     return checkpoint
 
 
-def course_of(checkpoint: Checkpoint) -> Course:
+def read_course(checkpoint: Checkpoint) -> Course:
     """Read the course that a checkpoint keeps; a collective call.
 
     Raises

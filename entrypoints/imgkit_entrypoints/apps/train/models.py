@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from imgkit_entrypoints.errors import UsageError
 
@@ -144,37 +142,6 @@ BUILT_IN: Mapping[str, Callable[[int], nn.Module]] = {
     "gpt": lambda _: Gpt(),
 }
 """Constructors of the built-in models; the argument is the number of classes, if the model has any."""
-BLOCKS = ("Block", "Residual", "BasicBlock", "Bottleneck")
-"""Class names of the blocks that built-in and torchvision models are stacks of."""
-
-
-def checkpoint_blocks(model: nn.Module) -> nn.Module:
-    """Make the blocks of `model` keep only their inputs, and compute them again in the backward pass."""
-    for part in model.modules():
-        if type(part).__name__ in BLOCKS:
-            again = functools.partial(checkpoint, part.forward, use_reentrant=False)
-            if norms := [norm for norm in part.modules() if isinstance(norm, nn.BatchNorm2d)]:
-                # Only with BatchNorm: torch.compile does not support context functions.
-                again = functools.partial(again, context_fn=functools.partial(_contexts, norms))
-            part.forward = again
-    return model
-
-
-def _contexts(norms: list[nn.BatchNorm2d]) -> tuple[contextlib.AbstractContextManager[None], ...]:
-    return contextlib.nullcontext(), _without_statistics(norms)
-
-
-@contextlib.contextmanager
-def _without_statistics(norms: list[nn.BatchNorm2d]) -> Iterator[None]:
-    """Keep BatchNorm from counting a batch twice in its statistics when a block is computed again."""
-    settings = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:
-        norm.momentum, norm.num_batches_tracked = 0.0, None
-    try:
-        yield
-    finally:
-        for norm, (momentum, count) in zip(norms, settings, strict=True):
-            norm.momentum, norm.num_batches_tracked = momentum, count
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:

@@ -88,15 +88,8 @@ class Order:
         return tuple(parts)
 
 
-def arrange(
-    *,
-    size: int,
-    world_size: int,
-    batch_size: int | None,
-    accumulate: int | None,
-    global_batch: int | None,
-) -> Order:
-    """Make the order from the options; accumulation keeps a global batch for any number of ranks.
+def arrange(size: int, world_size: int, batch_size: int | None, global_batch: int | None) -> Order:
+    """Return the order that the options ask for; accumulation keeps a global batch for any number of ranks.
 
     Raises
     ------
@@ -105,49 +98,17 @@ def arrange(
     if size < 1:
         raise UsageError("the data is empty", hint="--data must return at least one sample")
     if global_batch is None:
-        batch_size = 32 if batch_size is None else batch_size
-        global_batch = batch_size * (accumulate or 1) * world_size
-    elif global_batch % world_size:
-        less = global_batch // world_size * world_size
-        sizes = [str(near) for near in (less, less + world_size) if near]
+        batch_size = batch_size or 32
+        global_batch = batch_size * world_size
+    if global_batch % world_size:
+        divisors = [count for count in range(1, global_batch + 1) if global_batch % count == 0]
+        ranks = [str(max(count for count in divisors if count < world_size))]
+        ranks += [str(count) for count in divisors if count > world_size][:1]
+        fewer = global_batch // world_size * world_size
+        sizes = [str(samples) for samples in (fewer, fewer + world_size) if samples]
         raise UsageError(
             f"{world_size} ranks cannot share a global batch of {global_batch} samples equally",
-            hint=f"use {_ranks_near(global_batch, world_size)} ranks, "
-            f"or start a new run with --global-batch {' or '.join(sizes)}",
+            hint=f"use {' or '.join(ranks)} ranks, or a new run with --global-batch {' or '.join(sizes)}",
         )
-    elif batch_size is None:
-        batch_size = math.ceil(global_batch // world_size / (accumulate or 1))
+    batch_size = batch_size or global_batch // world_size
     return Order(size=size, global_batch=global_batch, world_size=world_size, batch_size=batch_size)
-
-
-def refuse_uneven(
-    *, world_size: int, batch_size: int | None, accumulate: int | None, global_batch: int | None
-) -> None:
-    """Raise UsageError if a new run cannot accumulate as its options say.
-
-    A resumed run keeps its global batch, and then accumulates as its number of ranks needs.
-    """
-    if global_batch is None or accumulate is None:
-        return
-    each = global_batch // world_size
-    if batch_size is not None and batch_size * accumulate * world_size != global_batch:
-        raise UsageError(
-            f"--batch-size {batch_size} x --accumulate {accumulate} x {world_size} ranks are "
-            f"{batch_size * accumulate * world_size} samples per step, and not --global-batch {global_batch}",
-            hint="leave one of the three out",
-        )
-    if each % accumulate:
-        fitting = " or ".join(str(number) for number in range(1, each + 1) if each % number == 0)
-        near = [each // accumulate * accumulate, (each // accumulate + 1) * accumulate]
-        sizes = " or ".join(str(size * world_size) for size in near if size)
-        raise UsageError(
-            f"--global-batch {global_batch} gives each of {world_size} ranks {each} samples per step, which "
-            f"--accumulate {accumulate} cannot divide equally",
-            hint=f"--accumulate {fitting}; or --global-batch {sizes}",
-        )
-
-
-def _ranks_near(global_batch: int, world_size: int) -> str:
-    fewer = next(count for count in range(world_size - 1, 0, -1) if global_batch % count == 0)
-    larger = next((n for n in range(world_size + 1, global_batch + 1) if global_batch % n == 0), None)
-    return f"{fewer}" if larger is None else f"{fewer} or {larger}"

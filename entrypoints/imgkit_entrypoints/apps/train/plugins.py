@@ -10,6 +10,7 @@ import argparse
 import ast
 import importlib
 import importlib.util
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ STEP = Contract(
     signature="def FN(model, batch) -> the mean loss of the batch's samples, or (loss, {name: number})",
     arguments=2,
 )
+LOGGER = Contract(
+    signature="def FN(config) -> an object with log(step, {name: number}) and close()", arguments=1
+)
 
 
 def is_plugin(text: str) -> bool:
@@ -54,67 +58,55 @@ def check(text: str, contract: Contract) -> str:
     ------
     argparse.ArgumentTypeError : there is no such function; the message shows the signature.
     """
-    module, _, name = text.rpartition(":")
-
-    def no(reason: str) -> argparse.ArgumentTypeError:
-        return argparse.ArgumentTypeError(f"{text!r}: {reason}; expected {contract.form}")
-
-    if not module or not name.isidentifier():
-        raise no("not of the form MOD:FN")
-    path = Path(module) if module.endswith(".py") else _find(module)
-    if path is None:
-        raise no(f"no module {module} found")
-    if path.suffix != ".py":
-        return text  # a compiled module has no source text
     try:
-        tree = ast.parse(files.read_bytes(path), str(path))
-    except OSError as error:
-        raise no(f"cannot read {path}: {error.strerror}") from error
-    except SyntaxError as error:
-        raise no(f"{path}:{error.lineno}: {error.msg}") from error
-    functions = [
-        node
-        for node in tree.body
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name
-    ]
-    if functions:
-        if not _takes(functions[-1].args, contract.arguments):
-            raise no(
-                f"{path}:{functions[-1].lineno}: {name} does not take {contract.arguments} positional "
-                "arguments"
-            )
-    elif not any(
-        isinstance(node, ast.alias | ast.Name | ast.ClassDef) and _bound(node) == name
-        for node in ast.walk(tree)
-    ):
-        names = ", ".join(node.name for node in tree.body if isinstance(node, ast.FunctionDef)) or "none"
-        raise no(f"{path} has no function {name}; its functions: {names}")
+        _search(*text.rpartition(":")[::2], contract.arguments)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}; expected {contract.form}") from error
     return text
 
 
-def _bound(node: ast.alias | ast.Name | ast.ClassDef) -> str:
-    if isinstance(node, ast.alias):
-        return node.asname or node.name
-    return node.id if isinstance(node, ast.Name) else node.name
+def _search(module: str, name: str, arguments: int) -> None:
+    """Raise ValueError if the source text of `module` has no function `name` that takes `arguments`."""
+    if not module or not name.isidentifier():
+        raise ValueError("not of the form MOD:FN")
+    path = Path(module) if module.endswith(".py") else _find(module)
+    if path is None:
+        raise ValueError(f"no module {module} found")
+    if path.suffix != ".py":
+        return  # a compiled module has no source text
+    try:
+        source = files.read_bytes(path)
+        tree = ast.parse(source, str(path))
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    except SyntaxError as error:
+        raise ValueError(f"{path}:{error.lineno}: {error.msg}") from error
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    if name in functions and not _takes(functions[name].args, arguments):
+        line = functions[name].lineno
+        raise ValueError(f"{path}:{line}: {name} does not take {arguments} positional arguments")
+    # Something else may have this name: an import, a class, the result of a call.
+    if name not in functions and not re.search(rb"\b%s\b" % name.encode(), source):
+        raise ValueError(f"{path} has no function {name}; its functions: {', '.join(functions) or 'none'}")
 
 
 def _takes(arguments: ast.arguments, count: int) -> bool:
     positional = len(arguments.posonlyargs) + len(arguments.args)
     required = positional - len(arguments.defaults)
-    keywords = [default for default in arguments.kw_defaults if default is None]
-    return not keywords and required <= count and (count <= positional or arguments.vararg is not None)
+    has_required_keyword = None in arguments.kw_defaults
+    return not has_required_keyword and required <= count and (count <= positional or bool(arguments.vararg))
 
 
 def _find(module: str) -> Path | None:
     """Find the file of `module` without importing the module or its parents."""
-    search_path: list[str] | None = [*sys.path, str(Path.cwd())]
-    spec = None
-    for depth, _ in enumerate(module.split("."), start=1):
-        spec = PathFinder.find_spec(".".join(module.split(".")[:depth]), search_path)
+    search_path: list[str] = [*sys.path, str(Path.cwd())]
+    parts, spec = module.split("."), None
+    for depth in range(1, len(parts) + 1):
+        spec = PathFinder.find_spec(".".join(parts[:depth]), search_path)
         if spec is None:
             return None
         search_path = list(spec.submodule_search_locations or ())
-    return Path(spec.origin) if spec is not None and spec.origin else None
+    return Path(spec.origin) if spec and spec.origin else None
 
 
 def load(text: str, contract: Contract) -> Callable[..., Any]:

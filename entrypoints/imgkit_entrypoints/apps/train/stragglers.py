@@ -20,7 +20,7 @@ FEW = 4
 """Fewer ranks than this have no meaningful median: the fastest is the usual one."""
 LINES = 8
 """Most ranks that one look reports by a line each."""
-TIMES = 3
+MAX_REPORTS = 3
 """Times that the log names the same rank; ranks that share a processor become stragglers in turn."""
 ROWS = 100
 """Most ranks in a line of ``metrics.jsonl``, which readers bound."""
@@ -54,7 +54,7 @@ class Straggler:
 
     @property
     def name(self) -> str:
-        """The rank and its place."""
+        """The rank and its node."""
         return f"rank {self.rank} on {self.node} (local rank {self.local_rank})"
 
     @property
@@ -89,9 +89,8 @@ class Stragglers:
 
     def __init__(self, placements: Sequence[RankOnNode], say: Callable[[str], None]) -> None:
         self._placements, self._say = placements, say
-        self._in_a_row: dict[int, int] = {}
-        """Looks in a row at which a rank was slow and is not named yet, or was usual and is named."""
-        self._since: dict[int, int] = {}
+        self._contradictions: dict[int, list[int]] = {}
+        """Steps of the latest looks at which a rank was slow and is not named, or usual and is named."""
         self._named: set[int] = set()
         self._stragglers: dict[int, Straggler] = {}
 
@@ -100,47 +99,43 @@ class Stragglers:
         usual_s, limit_s = usual(own_s)
         if math.isinf(limit_s):
             return usual_s
-        over = {rank for rank, seconds in enumerate(own_s) if limit_s < seconds < math.inf}
-        changed = []
-        for rank in sorted(over ^ self._named):  # the others are as they were
-            looks = self._in_a_row[rank] = self._in_a_row.get(rank, 0) + 1
-            if looks == 1:
-                self._since[rank] = step
-            if looks == LOOKS:
-                changed.append(rank)
-        self._in_a_row = {rank: self._in_a_row[rank] for rank in over ^ self._named}
+        slow = {rank for rank, seconds in enumerate(own_s) if limit_s < seconds < math.inf}
+        contradictions = {
+            rank: [*self._contradictions.get(rank, ()), step] for rank in sorted(slow ^ self._named)
+        }
+        changed = [rank for rank, steps in contradictions.items() if len(steps) == LOOKS]
         for rank in changed:
+            first_step = contradictions.pop(rank)[0]
             self._named ^= {rank}
-            del self._in_a_row[rank]
             if rank in self._named:
-                self._name(rank)
-        for rank in over & self._named:
+                self._name(rank, first_step)
+        self._contradictions = contradictions
+        for rank in slow & self._named:
             self._stragglers[rank] = replace(
                 self._stragglers[rank], to_step=step, own_work_s=own_s[rank], usual_s=usual_s
             )
         self._report(step, changed)
         return usual_s
 
-    def _name(self, rank: int) -> None:
-        before, since = self._stragglers.get(rank), self._since[rank]
+    def _name(self, rank: int, from_step: int) -> None:
+        earlier = self._stragglers.get(rank)
         self._stragglers[rank] = Straggler(
             rank=rank,
             **asdict(self._placements[rank]),
-            from_step=before.from_step if before else since,
-            to_step=since,
-            times=before.times + 1 if before else 1,
+            from_step=earlier.from_step if earlier else from_step,
+            to_step=from_step,
+            times=earlier.times + 1 if earlier else 1,
             own_work_s=0.0,
             usual_s=0.0,
         )
 
     def _report(self, step: int, changed: Sequence[int]) -> None:
-        whose = "as that of the fastest" if len(self._placements) < FEW else "the median of all ranks"
-        reported = [rank for rank in changed if self._stragglers[rank].times <= TIMES]
-        for rank in reported[:LINES]:
-            straggler = self._stragglers[rank]
-            if rank in self._named:
+        comparison = "as that of the fastest" if len(self._placements) < FEW else "the median of all ranks"
+        reported = [self._stragglers[rank] for rank in changed if self._stragglers[rank].times <= MAX_REPORTS]
+        for straggler in reported[:LINES]:
+            if straggler.rank in self._named:
                 self._say(
-                    f"{straggler.name} is a straggler: {straggler.excess}, {whose} (step {step});"
+                    f"{straggler.name} is a straggler: {straggler.excess}, {comparison} (step {step});"
                     f" check {straggler.node} with dist-doctor"
                 )
             else:
@@ -149,14 +144,12 @@ class Stragglers:
             self._say(f"{len(reported) - LINES} more ranks became stragglers or recovered at step {step}")
 
     def now(self) -> list[dict[str, Any]]:
-        """The ranks that are slow now, the slowest first, for ``metrics.jsonl``."""
-        slowest = sorted(
-            (self._stragglers[rank] for rank in self._named), key=lambda straggler: -straggler.own_work_s
-        )
-        return [asdict(straggler) for straggler in slowest[:ROWS]]
+        """Return the ranks that are slow now, the slowest first, for ``metrics.jsonl``."""
+        rows = [asdict(self._stragglers[rank]) for rank in self._named]
+        return sorted(rows, key=lambda row: -row["own_work_s"])[:ROWS]
 
     def all(self) -> list[dict[str, Any]]:
-        """The ranks that were slow at any time of this start, for ``summary.json``."""
+        """Return the ranks that were slow at any time of this start, for ``summary.json``."""
         return [asdict(self._stragglers[rank]) for rank in sorted(self._stragglers)]
 
 

@@ -22,7 +22,7 @@ from imgkit_entrypoints.apps.train.batches import Batches, MicroBatch
 from imgkit_entrypoints.apps.train.config import Config, learning_rate
 from imgkit_entrypoints.apps.train.order import Order, Position, seed_of
 from imgkit_entrypoints.apps.train.profiling import WorkClock
-from imgkit_entrypoints.apps.train.run_log import Seen
+from imgkit_entrypoints.apps.train.run_log import LatestSteps
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 from imgkit_entrypoints.run import random_state
 from imgkit_entrypoints.run.agreement import Agreed
@@ -36,108 +36,102 @@ class Trainer:
     """The model, the optimizer and everything else that a step changes."""
 
     def __init__(
-        self, config: Config, model: nn.Module, loss: Loss, steps: int, ranks: Ranks, work: WorkClock
+        self, config: Config, model: nn.Module, loss: Loss, steps: int, ranks: Ranks, clock: WorkClock
     ) -> None:
-        self._config, self._loss, self._steps, self._work = config, loss, steps, work
+        self._config, self._loss, self._steps, self._clock = config, loss, steps, clock
         dtype = torch.float64 if config.dtype == "fp64" else torch.float32
-        cuda = ranks.device.type == "cuda"
+        is_cuda = ranks.device.type == "cuda"
         # Measured with resnet18: 3 to 7 % slower on a CPU without AMX.
-        self.channels_last = cuda and any(isinstance(part, nn.Conv2d) for part in model.modules())
+        self.channels_last = is_cuda and any(isinstance(module, nn.Conv2d) for module in model.modules())
         layout = torch.channels_last if self.channels_last else torch.preserve_format
         self.plain = model.to(ranks.device, dtype, memory_format=layout)
         self.model = DistributedDataParallel(
-            self.plain, device_ids=[ranks.device] if cuda else None, gradient_as_bucket_view=True
+            self.plain, device_ids=[ranks.device] if is_cuda else None, gradient_as_bucket_view=True
         )
-        work.attach(self.model, compiled=config.compile)
+        clock.attach(self.model, compiled=config.compile)
         self._parameters = [parameter for parameter in self.plain.parameters() if parameter.requires_grad]
-        self._optimizer, self._fused = _optimizer(config, self._parameters)
+        self._optimizer = _optimizer(config, self._parameters)
         amp = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.amp]
-        self._lower: contextlib.AbstractContextManager[Any] = (
+        self._autocast: contextlib.AbstractContextManager[Any] = (
             NOTHING if amp is None else torch.autocast(ranks.device.type, dtype=amp)
         )
         self._scaler = torch.amp.GradScaler(ranks.device.type, enabled=amp is torch.float16)
         self.names: tuple[str, ...] = ()
         """Names of the numbers that the user's step returns beside the loss."""
-        self._open_window(ranks.device)
-        random_state.seed_everything(
-            seed_of(config.seed, "rank", ranks.rank)
-        )  # ranks differ from here on: dropout
-
-    def _open_window(self, device: torch.device) -> None:
-        self.window = torch.zeros(3 + len(self.names), dtype=torch.float64, device=device)
-        """Sums since the last read: skipped steps, then this rank's share of the losses and of the user's
+        self.sums = torch.zeros(0, device=ranks.device)
+        """Sums since the last look: skipped steps, then this rank's share of the losses and of the user's
         numbers. The second value is the latest norm of the gradient. All stay on the device, so that no step
         waits."""
-        self._skips, self._norm, self._losses = self.window[0], self.window[1], self.window[2:]
-        self._norm.fill_(float("nan"))
+        # From here on, ranks draw different numbers, for dropout.
+        random_state.seed_everything(seed_of(config.seed, "rank", ranks.rank))
 
-    def settle(self, micro_batch: MicroBatch) -> None:
+    def warm_up(self, micro_batch: MicroBatch) -> None:
         """Run one forward and backward pass before the first step of every start, and discard the result.
 
         DDP rearranges its buckets after the first backward pass, which changes the order of sums. Without
         this call, a resumed run on 3 or more ranks would not equal an uninterrupted one bit by bit.
+
+        Raises
+        ------
+        UsageError : the user's step returns something else than a loss and numbers.
         """
         buffers = [buffer.detach().clone() for buffer in self.plain.buffers()]
-        drawn = random_state.capture()
+        state = random_state.capture()
         if self._config.compile:
             self.plain.compile()  # in place, so that the names of the weights stay
-        with self._lower:
-            loss, numbers = _parted(self._loss(self.model, micro_batch.batch))
+        with self._autocast:
+            loss, numbers = _loss_and_numbers(self._loss(self.model, micro_batch.batch))
+        for name, value in {"the loss": loss, **numbers}.items():
+            is_number = value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, int | float)
+            if not is_number or (value is loss and not isinstance(value, Tensor)):
+                shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+                raise UsageError(
+                    f"{name} must be a tensor with one number, but it is a {type(value).__name__}{shape}",
+                    where=f"--step {self._config.step}",
+                    hint="return (loss, {name: number, ...}), for example the mean of the batch's samples",
+                )
         self.names = tuple(numbers)
-        self._open_window(self.window.device)
-        if not isinstance(loss, Tensor) or loss.dim() != 0:
-            kind_of_loss = (
-                f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            )
-            raise UsageError(
-                f"the loss must be a tensor with one number, but it is {kind_of_loss}",
-                where=f"--step {self._config.step}",
-            )
-        _refuse_others_than_numbers(numbers, f"--step {self._config.step}")
-        self._work.backward(self._parameters, loss.backward)
+        self.sums = torch.zeros(3 + len(numbers), dtype=torch.float64, device=self.sums.device)
+        self.sums[1] = math.nan  # no norm of the gradient until one is measured
+        self._clock.backward(self._parameters, loss.backward)
         self._drop_gradients()
         for buffer, before in zip(self.plain.buffers(), buffers, strict=True):
             buffer.copy_(before)
-        random_state.restore(drawn)
+        random_state.restore(state)
 
     def step(self, number: int, micro_batches: list[MicroBatch], *, measured: bool = False) -> None:
         """Take the step that follows `number` others; if `measured`, note the norm of its gradient."""
         if self._config.schedule != "constant" or self._config.warmup_steps:
-            rate = learning_rate(self._config, number, self._steps)
             for group in self._optimizer.param_groups:
-                group["lr"] = rate
-        total: Tensor | None = None
-        self._work.begins()
-        for micro in micro_batches:
-            with NOTHING if micro.last else self.model.no_sync():
-                with self._lower:
-                    loss, numbers = _parted(self._loss(self.model, micro.batch))
-                weighed = loss if micro.weight == 1.0 else loss * micro.weight
-                self._scaler.scale(weighed).backward()
-            sums = self._with_numbers(weighed.detach(), numbers, micro.weight)
-            total = sums if total is None else total + sums
-        self._work.reduced()
-        assert total is not None
-        self._update(total, measured=measured)
+                group["lr"] = learning_rate(self._config, number, self._steps)
+        losses = []
+        self._clock.start_step()
+        for micro_batch in micro_batches:
+            with NOTHING if micro_batch.last else self.model.no_sync():
+                with self._autocast:
+                    loss, numbers = _loss_and_numbers(self._loss(self.model, micro_batch.batch))
+                weighted = loss if micro_batch.weight == 1.0 else loss * micro_batch.weight
+                self._scaler.scale(weighted).backward()
+            losses.append(self._with_numbers(weighted.detach(), numbers, micro_batch.weight))
+        self._clock.end_step()
+        self._update(sum(losses[1:], losses[0]), measured=measured)
         self._drop_gradients()
 
     def _with_numbers(self, loss: Tensor, numbers: Mapping[str, Any], weight: float) -> Tensor:
         if tuple(numbers) != self.names:
+            names, first_names = (", ".join(keys) or "none" for keys in (numbers, self.names))
             raise UsageError(
-                f"the step returned the numbers {_listed(tuple(numbers))}, "
-                f"but {_listed(self.names)} at first",
+                f"the step returned the numbers {names}, but {first_names} at first",
                 where=f"--step {self._config.step}",
                 hint="return the same names in the same order from every call",
             )
         if not numbers:
             return loss
-        kind = {"dtype": torch.float64, "device": loss.device}
-        return torch.stack(
-            [
-                loss.double(),
-                *(torch.as_tensor(number, **kind).detach() * weight for number in numbers.values()),
-            ]
+        tensors = (
+            torch.as_tensor(number, dtype=torch.float64, device=loss.device).detach()
+            for number in numbers.values()
         )
+        return torch.stack([loss.double(), *(tensor * weight for tensor in tensors)])
 
     def _drop_gradients(self) -> None:
         """Do the same as zero_grad(), without its profiler record: a twentieth of a short step."""
@@ -145,152 +139,103 @@ class Trainer:
             parameter.grad = None
 
     def _update(self, loss: Tensor, *, measured: bool) -> None:
-        norm: Tensor | None = None
-        skips = self._config.on_nan == "skip"
-        if self._config.clip is not None or measured or skips:
-            self._scaler.unscale_(self._optimizer)  # the norm is that of the unscaled gradient
-        if self._config.clip is not None:
-            norm = nn.utils.clip_grad_norm_(self._parameters, self._config.clip)
-        if measured:
-            self._norm.copy_(self._gradient_norm() if norm is None else norm)
-        if skips:
-            self._update_if_finite(loss, norm)
-            return
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
-        self._losses += loss
-
-    def _gradient_norm(self) -> Tensor:
-        gradients = (weight.grad for weight in self._parameters if weight.grad is not None)
-        return torch.linalg.vector_norm(
-            torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
-        )
-
-    def _update_if_finite(self, loss: Tensor, norm: Tensor | None) -> None:
-        """Skip the update if the gradient is not finite.
+        """Update the weights, unless ``--on-nan skip`` is given and the gradient is not finite.
 
         Every rank has the sum of all gradients, which holds any NaN, so all decide alike without a message.
         """
-        if norm is None:
-            norm = nn.utils.clip_grad_norm_(self._parameters, float("inf"))
-        bad = ~torch.isfinite(norm)
-        if self._scaler.is_enabled():  # it skips such a gradient by itself
-            self._scaler.step(self._optimizer)
-            self._scaler.update()
-        elif self._fused:  # the optimizer's kernel decides, on the device
-            self._optimizer.grad_scale, self._optimizer.found_inf = None, bad.to(torch.float32)
-            self._optimizer.step()
-        elif not bad.item():
-            self._optimizer.step()
-        self._losses += torch.where(bad, 0.0, loss)
-        self._skips += bad
+        norm: Tensor | None = None
+        is_skippable = self._config.on_nan == "skip"
+        if self._config.clip is not None or measured or is_skippable:
+            self._scaler.unscale_(self._optimizer)  # the norm is that of the unscaled gradient
+            limit = math.inf if self._config.clip is None else self._config.clip
+            norm = nn.utils.clip_grad_norm_(self._parameters, limit)
+        if measured:
+            self.sums[1] = norm
+        if not is_skippable:
+            self.sums[2:] += loss
+        elif norm is not None:
+            is_bad = ~torch.isfinite(norm)
+            self.sums[0] += is_bad
+            self.sums[2:] += torch.where(is_bad, 0.0, loss)
+            if not self._scaler.is_enabled() and is_bad:  # an enabled scaler skips such a gradient itself
+                return
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
 
     @contextlib.contextmanager
-    def resting(self) -> Iterator[None]:
+    def evaluating(self) -> Iterator[None]:
         """Switch to evaluation; training continues afterwards as if nothing had happened."""
-        drawn = random_state.capture()
+        state = random_state.capture()
         self.plain.eval()
         try:
             with torch.no_grad():
                 yield
         finally:
             self.plain.train()
-            random_state.restore(drawn)
+            random_state.restore(state)
 
     def loss(self, batch: Any) -> Tensor:
-        """The loss of one batch, computed as in training."""
-        with self._lower:
-            loss: Tensor = _parted(self._loss(self.model, batch))[0]
+        """Return the loss of one batch, computed as in training."""
+        with self._autocast:
+            loss: Tensor = _loss_and_numbers(self._loss(self.model, batch))[0]
             return loss.detach()
 
-    def flops_a_sample(self, batch: Any) -> float:
-        """Floating-point operations of training one sample: three times those of the forward pass."""
-        from torch.utils.flop_counter import FlopCounterMode  # a heavy import
-
-        with self.resting(), FlopCounterMode(display=False) as counter, self._lower:
-            self._loss(self.plain, batch)
-        first = next(iter(batch.values() if isinstance(batch, dict) else batch))
-        return 3 * float(counter.get_total_flops()) / len(first)
-
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer and the gradient scaler."""
+        """Return the state of the optimizer and the gradient scaler."""
         return {"optimizer": self._optimizer.state_dict(), "scaler": self._scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over such a state, with the learning rate of this start if it has changed."""
-        rates = [group["lr"] for group in self._optimizer.param_groups]
-        self._optimizer.load_state_dict(state["optimizer"])
-        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        """Take over such a state, with this start's learning rate, momentum and weight decay."""
+        groups = self._optimizer.state_dict()["param_groups"]
+        self._optimizer.load_state_dict({**state["optimizer"], "param_groups": groups})
         self._scaler.load_state_dict(state["scaler"])
 
 
-def _parted(returned: Any) -> tuple[Any, Mapping[str, Any]]:
+def _loss_and_numbers(result: Any) -> tuple[Any, Mapping[str, Any]]:
     """Split what a step returned: the loss alone, or the loss and more numbers by name."""
-    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
-        return returned[0], returned[1]
-    return returned, {}
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        return result[0], result[1]
+    return result, {}
 
 
-def _refuse_others_than_numbers(numbers: Mapping[str, Any], where: str) -> None:
-    for name, value in numbers.items():
-        if (isinstance(value, Tensor) and value.dim() == 0) or isinstance(value, int | float):
-            continue
-        kind = (
-            f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        )
-        raise UsageError(
-            f"{name} must be one number, but it is {kind}",
-            where=where,
-            hint="return (loss, {name: number, ...}), for example the mean of the batch's samples",
-        )
-
-
-def _listed(names: tuple[str, ...]) -> str:
-    return ", ".join(names) or "none"
-
-
-def _optimizer(config: Config, parameters: list[nn.Parameter]) -> tuple[torch.optim.Optimizer, bool]:
-    kinds: dict[str, tuple[Any, dict[str, float]]] = {
-        "sgd": (torch.optim.SGD, {"momentum": config.momentum}),
-        "adam": (torch.optim.Adam, {}),
-        "adamw": (torch.optim.AdamW, {}),
-    }
-    kind, options = kinds[config.optimizer]
-    options = {**options, "lr": config.lr, "weight_decay": config.weight_decay}
-    on_gpu, kernel = parameters[0].device.type == "cuda", f"aten::_fused_{config.optimizer}_"
-    # Measured on CPU: fused is up to 7 times as fast, but slower for plain SGD (w -= lr * g).
-    is_faster = on_gpu or config.optimizer != "sgd" or config.momentum
-    with contextlib.suppress(RuntimeError):  # older torch: no such operator, or not on this device
-        # torch 2.3 takes fused=True for SGD on a CPU, and has no such kernel.
-        if is_faster and (on_gpu or torch._C._dispatch_has_kernel_for_dispatch_key(kernel, "CPU")):
-            return kind(parameters, fused=True, **options), True
-    return kind(parameters, foreach=False, **options), False
+def _optimizer(config: Config, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
+    is_cuda, kernel = parameters[0].device.type == "cuda", f"aten::_fused_{config.optimizer}_"
+    # Measured on CPU: fused is up to 7 times as fast, but slower for plain SGD (w -= lr * g). torch 2.3 takes
+    # fused=True for SGD on a CPU, and has no such kernel.
+    is_faster = is_cuda or config.optimizer != "sgd" or config.momentum
+    if is_faster and (is_cuda or torch._C._dispatch_has_kernel_for_dispatch_key(kernel, "CPU")):
+        options["fused"] = True
+    else:
+        options["foreach"] = False
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(parameters, momentum=config.momentum, **options)
+    return {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[config.optimizer](parameters, **options)
 
 
 class Evaluation:
     """Evaluates all held-out samples, each once, shared by the ranks in batches of the training's size."""
 
     def __init__(self, samples: Any, order: Order, config: Config, trainer: Trainer, ranks: Ranks) -> None:
-        at_once = min(order.batch_size * order.world_size, order.global_batch)
-        self._order = dataclasses.replace(order, size=len(samples), global_batch=at_once)
+        global_batch = min(order.batch_size * order.world_size, order.global_batch)
+        self._order = dataclasses.replace(order, size=len(samples), global_batch=global_batch)
         self._trainer, self._ranks = trainer, ranks
         self._feed = Batches(samples, self._order, config, ranks, channels_last=trainer.channels_last)
 
-    def loss(self, lives: Callable[[], object]) -> float:
-        """The mean loss over all samples, equal on every rank; a collective call.
+    def loss(self, on_batch: Callable[[], object]) -> float:
+        """Return the mean loss over all samples, equal on every rank; a collective call.
 
-        Calls `lives` after each batch, so that the watchdog sees progress.
+        Calls `on_batch` after each batch, so that the watchdog sees progress.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         position = Position()
-        with self._trainer.resting():
+        with self._trainer.evaluating():
             for after, micro_batches in self._feed.steps(position, self._order.steps_per_epoch):
                 samples = self._order.count(position) / self._order.world_size
-                for micro in micro_batches:
-                    total += self._trainer.loss(micro.batch) * (micro.weight * samples)
+                for micro_batch in micro_batches:
+                    total += self._trainer.loss(micro_batch.batch) * (micro_batch.weight * samples)
                 position = after
-                lives()
+                on_batch()
         dist.all_reduce(total)
         return float(total.item()) / self._order.size
 
@@ -300,59 +245,47 @@ class LossIsNoNumber(CheckFailed):
 
 
 class StepSums:
-    """What the ranks add up at each look; `note` gets it, on every rank."""
+    """What the ranks add up at each look; `on_sums` gets the sums, on every rank."""
 
     def __init__(
-        self, trainer: Trainer, work: WorkClock, ranks: Ranks, note: Callable[[Seen], object]
+        self, trainer: Trainer, clock: WorkClock, ranks: Ranks, on_sums: Callable[[LatestSteps], object]
     ) -> None:
-        self._trainer, self._work, self._note = trainer, work, note
-        self._rank, self._ranks = ranks.rank, ranks.world_size
-        self._slots = self._ranks if self._ranks > 1 else 0
-        """Numbers that hold the own work of one rank each; a single rank has nobody to compare with."""
+        self._trainer, self._clock, self._ranks, self._on_sums = trainer, clock, ranks, on_sums
 
-    def take(self, *, everything: bool) -> Tensor:
-        """This rank's numbers since the last look, on its device; no call waits for it."""
-        window = self._trainer.window
-        count = len(window) + 1
-        numbers = torch.zeros(count + self._slots, dtype=window.dtype, device=window.device)
-        spent = self._work.take()
-        spent_s = torch.tensor([spent.wait_s, spent.own_s], dtype=window.dtype)
-        spent_s = spent_s.to(window.device, non_blocking=True)
-        numbers[: len(window)] = window
-        numbers[len(window)] = spent_s[0]
-        if self._slots:
-            numbers[count + self._rank] = spent_s[1]
-        window.zero_()
-        window[1] = math.nan  # no norm of the gradient until one is measured
+    def take(self) -> Tensor:
+        """Return this rank's numbers since the last look, on its device; no call waits for it."""
+        step_times, sums = self._clock.take(), self._trainer.sums
+        seconds = torch.zeros(1 + self._ranks.world_size, dtype=sums.dtype)
+        seconds[0], seconds[1 + self._ranks.rank] = step_times.wait_s, step_times.own_s
+        numbers = torch.cat([sums, seconds.to(sums.device, non_blocking=True)])
+        sums.zero_()
+        sums[1] = math.nan
         return numbers
 
-    def arrived(self, agreed: Agreed) -> None:
-        """Note the means over all ranks.
+    def arrived(self, sums: Agreed) -> None:
+        """Note the sums of the steps, as means over the ranks.
 
         Raises
         ------
         LossIsNoNumber : a loss of these steps is not finite.
         """
-        if not agreed.steps:
+        if not sums.steps:
             return
-        count = len(agreed.sums) - self._slots
-        skipped, norm, loss, *numbers, wait_s = (value / self._ranks for value in agreed.sums[:count])
-        skips = round(skipped)
-        counted = agreed.steps - skips
-        self._note(
-            Seen(
-                step=agreed.step,
-                steps=agreed.steps,
-                loss=loss / counted if counted else math.nan,
-                numbers=tuple(value / counted if counted else math.nan for value in numbers),
+        world_size = self._ranks.world_size
+        skipped, norm, *numbers, wait_s = (value / world_size for value in sums.sums[:-world_size])
+        self._on_sums(
+            LatestSteps(
+                step=sums.step,
+                steps=sums.steps,
+                skipped=round(skipped),
+                seconds=sums.seconds,
+                sums=tuple(numbers),
                 grad_norm=norm,
-                skipped=skips,
-                seconds=agreed.seconds,
-                own_s=agreed.sums[count:],
+                own_s=sums.sums[-world_size:] if world_size > 1 else (),
                 wait_s=wait_s,
             )
         )
-        if not math.isfinite(loss):
+        if not math.isfinite(numbers[0]):
             raise LossIsNoNumber(
                 "a loss is not a number", hint="try a smaller --lr, --clip 1, or --on-nan skip"
             )

@@ -125,20 +125,6 @@ def test_colima_may_live_elsewhere(docker: Path, monkeypatch: pytest.MonkeyPatch
         assert address.endpoint().host == f"unix://{docker}/c/default/docker.sock"
 
 
-def test_others_are_contexts_and_sockets_that_answer(docker: Path) -> None:
-    store(docker, "here", {"docker": {"Host": f"unix://{docker}/home/.rd/docker.sock"}})
-    (docker / "contexts/meta/damaged").mkdir()
-    (docker / "contexts/meta/damaged/meta.json").write_text("{")
-    with listening(docker / "docker.sock"), listening(docker / PLACES[-1]):
-        found = address.others(address.endpoint())
-    assert [(place.context, place.host) for place in found] == [
-        # Its context is the shorter way to it.
-        ("here", f"unix://{docker}/home/.rd/docker.sock"),
-        ("lab", "unix:///lab.sock"),
-        ("tls", "tcp://far:2376"),
-    ]
-
-
 def test_certificates_of_a_context_reach_the_sdk(docker: Path) -> None:
     use(docker, "tls")
     found = address.endpoint()

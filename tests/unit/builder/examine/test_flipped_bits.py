@@ -22,7 +22,6 @@ from imgkit_builder.examine.verify import verify
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.run import disk
 
-FLIPS, MANY = 150, 10_000
 Kind = tuple[Path, Callable[[], bool]]
 """The file to damage, and whether what reads it says no."""
 
@@ -85,36 +84,39 @@ def archive_checksum(folder: Path) -> Kind:
 
 
 def checkpoint(folder: Path) -> Path:
-    def fill(temporary: Path) -> dict[str, disk.Row]:
-        path = temporary / "__0_0.distcp"
-        path.write_bytes(b"weights")
-        return {path.name: disk.file_row(path)}
+    temporary = disk.new_folder(folder, 7)
+    path = temporary / "__0_0.distcp"
+    path.write_bytes(b"weights")
+    return disk.commit(temporary, 7, {path.name: disk.file_row(path)}, keep=1)
 
-    return disk.write_checkpoint(folder, 7, fill, keep=1)
+
+def is_damaged(checkpoint: Path) -> bool:
+    try:
+        _, rows = disk.read_manifest(checkpoint)
+    except disk.InvalidCheckpoint:
+        return True
+    return disk.damage(checkpoint, rows, sorted(rows)) != ""
 
 
 def checkpoint_manifest(folder: Path) -> Kind:
     path = checkpoint(folder)
-    return path / disk.MANIFEST, lambda: disk.problem(path) != ""
+    return path / disk.MANIFEST, lambda: is_damaged(path)
 
 
 def checkpoint_part(folder: Path) -> Kind:
     path = checkpoint(folder)
-    return path / "__0_0.distcp", lambda: disk.problem(path) != ""
+    return path / "__0_0.distcp", lambda: is_damaged(path)
 
 
 KINDS = (delta, archive_itself, archive_manifest, archive_checksum, checkpoint_manifest, checkpoint_part)
 
 
+@pytest.mark.parametrize(
+    ("flips", "seed"),
+    [(150, 1), pytest.param(10_000, secrets.randbits(32), marks=pytest.mark.soak, id="soak")],
+)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_flipped_bit_is_noticed(kind: Callable[[Path], Kind], tmp_path: Path) -> None:
+def test_flipped_bit_is_noticed(kind: Callable[[Path], Kind], flips: int, seed: int, tmp_path: Path) -> None:
     path, noticed = kind(tmp_path)
     assert not noticed()
-    assert bit_flips.survivors(path, noticed, FLIPS, seed=1) == []
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_ten_thousand_flipped_bits_are_noticed(kind: Callable[[Path], Kind], tmp_path: Path) -> None:
-    path, noticed = kind(tmp_path)
-    assert bit_flips.survivors(path, noticed, MANY, seed=secrets.randbits(32)) == []
+    assert bit_flips.survivors(path, noticed, flips, seed=seed) == []

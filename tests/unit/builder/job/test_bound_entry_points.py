@@ -257,14 +257,6 @@ def test_image_of_podman_is_known_by_its_id(tmp_path: Path, text: str) -> None:
     checked(lines)
 
 
-@pytest.mark.parametrize("recipe", ["mn5", "olivia-eap"])
-def test_script_with_an_activation_passes_shellcheck(tmp_path: Path, recipe: str) -> None:
-    request = dataclasses.replace(HELLO, directory=tmp_path, nodes="2", activate="$WITH_CONDA")
-    machine = "x86_64" if recipe == "mn5" else "aarch64"
-    made = bound.bind(resolve(find(recipe), request), fake(machine=machine))
-    checked(systems.named(made.system).script(made).text)
-
-
 def checked(script: str) -> None:
     """Fail where shellcheck finds something in `script`."""
     name = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")

@@ -16,8 +16,8 @@ from stored_images import archive
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.delta.code import CodeTree
 from imgkit_builder.image.context import LargeContext
-from imgkit_builder.job import baked, code, container, submit
-from imgkit_builder.job.request import CodeRecord, Request, SubmittedJob
+from imgkit_builder.job import baked, code, container
+from imgkit_builder.job.request import CodeRecord, Request
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.oci.manifest import InstalledProject
 from imgkit_builder.recipe.targets import find
@@ -158,14 +158,6 @@ def test_record_says_what_is_committed(folder: Path) -> None:
     assert read(folder).record.uncommitted
     (folder / "train.py").write_text("print(3)\n")
     assert read(folder).record.git == "v1-dirty"
-
-
-def test_record_of_a_job_keeps_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    known = CodeRecord(sha256="ab" * 32, git="v1-dirty", uncommitted=True)
-    record = SubmittedJob(id="7", system="slurm", name="a", recipe="a", directory=Path("/w"), code=known)
-    submit.keep(record)
-    assert submit.record_of("7") == record
 
 
 @pytest.mark.parametrize("name", [".env", "server.pem", "id_rsa", "conf/.env"])

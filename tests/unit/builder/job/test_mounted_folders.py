@@ -76,13 +76,6 @@ def test_each_start_looks_before_the_container(
         assert line.index("/data/v1 -- ") < line.index("/data/v1:/in:ro")
 
 
-@pytest.mark.parametrize("recipe", ["mn5", "olivia-eap"])
-def test_script_looks_before_the_container_starts(tmp_path: Path, recipe: str) -> None:
-    made = job(tmp_path, recipe, binds=("/data:/in:ro",))
-    text = systems.named(made.system).script(made).text.replace("\\\n", " ")
-    assert " ".join(text.split()).count(" sh /data -- ") == 1
-
-
 def test_job_that_mounts_nothing_has_no_look(tmp_path: Path) -> None:
     assert systems.with_folders(job(tmp_path), ("x",)) == ("x",)
 

@@ -1,4 +1,4 @@
-"""Each kind of job has its own request: flags of `imgkit run` choose it; flags of another are refused."""
+"""A job runs a command or makes a .sif: flags of `imgkit run` choose it; flags of another are refused."""
 
 from __future__ import annotations
 
@@ -10,16 +10,7 @@ from typing import Any
 import pytest
 
 from imgkit_builder.job import submit
-from imgkit_builder.job.request import (
-    Allocation,
-    BuildJobRequest,
-    ConversionJobRequest,
-    ImageFlags,
-    ImageJob,
-    Request,
-    declared,
-    request_of,
-)
+from imgkit_builder.job.request import Request, refuse_mixed
 from imgkit_builder.job.systems.pods import PodFlags
 from imgkit_entrypoints.errors import UsageError
 
@@ -27,48 +18,27 @@ ARCHIVE = Path("x.tar")
 MN5: dict[str, Any] = {"account": "a1", "qos": "gp_debug", "time": "10m", "directory": Path("/w")}
 
 
-def test_flags_choose_the_kind() -> None:
-    run = Request(command=("dist-hello",), time="5m")
-    assert request_of(run, ImageFlags()) is run
-    shared = Request(time="5m", image="out.sif", name="mine")
-    converts = request_of(shared, ImageFlags(archive=ARCHIVE))
-    assert converts == ConversionJobRequest(archive=ARCHIVE, time="5m", image="out.sif", name="mine")
-    builds = request_of(shared, ImageFlags(build="mn5", base_from=Path("b.sif")))
-    assert builds == BuildJobRequest(
-        build="mn5", base_from=Path("b.sif"), time="5m", image="out.sif", name="mine"
-    )
-
-
 @pytest.mark.parametrize(
-    ("request_flags", "image_flags", "where", "what"),
+    ("flags", "where", "what"),
     [
-        ({"command": ("dist-pi",)}, {"archive": ARCHIVE}, "--sif", "the command dist-pi"),
-        ({"command": ("dist-pi",)}, {"build": "mn5"}, "--build", "the command dist-pi"),
-        ({}, {"build": "mn5", "archive": ARCHIVE}, "--sif", "--build"),
-        ({}, {"base_from": Path("b.sif"), "archive": ARCHIVE}, "--sif", "--base-from"),
-        ({}, {"base_from": Path("b.sif")}, "--base-from", "without --build"),
-        ({"code": Path()}, {"archive": ARCHIVE}, "--sif", "--code"),
-        ({"nodes": "2"}, {"build": "mn5"}, "--build", "--nodes"),
-        ({"interactive": True}, {"build": "mn5"}, "--build", "--interactive"),
-        ({"env": ("A=b",)}, {"archive": ARCHIVE}, "--sif", "--env"),
+        ({"command": ("dist-pi",), "archive": ARCHIVE}, "--sif", "the command dist-pi"),
+        ({"command": ("dist-pi",), "build": "mn5"}, "--build", "the command dist-pi"),
+        ({"build": "mn5", "archive": ARCHIVE}, "--sif", "--build"),
+        ({"base_from": Path("b.sif"), "archive": ARCHIVE}, "--base-from", "without --build"),
+        ({"base_from": Path("b.sif")}, "--base-from", "without --build"),
+        ({"code": Path(), "archive": ARCHIVE}, "--sif", "--code"),
+        ({"nodes": "2", "build": "mn5"}, "--build", "--nodes"),
+        ({"interactive": True, "build": "mn5"}, "--build", "--interactive"),
+        ({"env": ("A=b",), "archive": ARCHIVE}, "--sif", "--env"),
     ],
 )
-def test_flag_of_another_kind_is_refused(
-    request_flags: dict[str, Any], image_flags: dict[str, Any], where: str, what: str
-) -> None:
+def test_flag_of_another_kind_is_refused(flags: dict[str, Any], where: str, what: str) -> None:
     with pytest.raises(UsageError, match=what) as caught:
-        request_of(Request(**request_flags), ImageFlags(**image_flags))
+        refuse_mixed(Request(**flags))
     assert caught.value.where == where
 
 
-def test_flags_of_a_run_come_before_those_of_every_job() -> None:
-    names = [known.field for known in declared(Request)]
-    shared = [known.field for known in declared(Allocation)]
-    assert names[0] == "nodes"
-    assert names[-len(shared) :] == shared
-
-
-@pytest.mark.parametrize("request_", [ConversionJobRequest(archive=ARCHIVE), BuildJobRequest(build="mn5")])
+@pytest.mark.parametrize("request_", [Request(archive=ARCHIVE), Request(build="mn5")])
 @pytest.mark.parametrize(
     ("recipe", "what"),
     [
@@ -79,24 +49,23 @@ def test_flags_of_a_run_come_before_those_of_every_job() -> None:
 )
 @pytest.mark.parametrize("own", [(), (PodFlags(format="pytorchjob"),)], ids=["", "kubeflow"])
 def test_image_job_is_refused_where_nothing_queues_it(
-    recipe: str, what: str, request_: ConversionJobRequest | BuildJobRequest, own: tuple[object, ...]
+    recipe: str, what: str, request_: Request, own: tuple[PodFlags, ...]
 ) -> None:
     asked = dataclasses.replace(request_, queue="p", system_flags=own)
     with pytest.raises(UsageError, match=what) as caught:
         submit.prepare(recipe, asked)
-    assert caught.value.where == request_.where
+    assert caught.value.where == request_.image_flag
 
 
 def test_image_job_names_its_file_and_follows_no_run() -> None:
-    prepared = submit.prepare("mn5", ConversionJobRequest(archive=ARCHIVE, **MN5))
-    assert isinstance(prepared.job, ImageJob)
+    prepared = submit.prepare("mn5", Request(archive=ARCHIVE, **MN5))
     assert (prepared.job.title, prepared.job.image) == ("mn5-sif", "/w/mn5.sif")
     record = submit.submitted(prepared.job, prepared.script, (line for line in [b"7\n"]))
     assert (record.id, record.name, record.command, record.code) == ("7", "mn5-sif", (), None)
 
 
 def test_missing_archive_is_refused_before_the_queue(tmp_path: Path) -> None:
-    asked = ConversionJobRequest(archive=tmp_path / "none.tar", **{**MN5, "directory": tmp_path})
+    asked = Request(archive=tmp_path / "none.tar", **{**MN5, "directory": tmp_path})
     with pytest.raises(UsageError, match=r"no file .*none\.tar"):
         submit.before_submission(submit.prepare("mn5", asked).job)
 

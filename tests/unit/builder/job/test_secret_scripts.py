@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import struct
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner
-
-from imgkit_builder.cli.app import build_app
+from labkit import until
 
 JOBS = {
     "slurm": ("srun", ("mn5", "-A", "a", "--qos", "q", "--time", "5m"), {"SLURM_JOB_ID": "7"}),
     "pbs": ("mpiexec", ("olivia-eap", "--time", "5m"), {"PBS_JOBID": "7.server"}),
 }
-STUB = """#!/bin/bash
+STUB = """\
 [[ $1 == --help ]] && exit
 trap 'echo saved; exit 85' TERM
 stat -c '%a %s' "$IMGKIT_SECRET_FILE"
@@ -36,48 +33,16 @@ Start = Callable[[], "subprocess.Popen[str]"]
 
 
 @pytest.fixture(params=JOBS)
-def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Start]:
-    """Starts the script of a job on two nodes in a process group of its own."""
+def start(request: pytest.FixtureRequest, tmp_path: Path, start_script: Callable[..., Any]) -> Start:
+    """Start the script of a job on two nodes."""
     launcher, words, env = JOBS[request.param]
-    argv = ["run", "--dry-run", *words, "--nodes", "2", "--directory", str(tmp_path), "--", "dist-hello"]
-    done = CliRunner().invoke(build_app(("run", "list")), argv, catch_exceptions=False)
-    (tmp_path / "job.text").write_text(done.stdout)
-    (tmp_path / "job").write_text('module() { :; }\n. "$0.text"\n')
-    (tmp_path / launcher).write_text(STUB)
-    (tmp_path / launcher).chmod(0o755)
     (tmp_path / "hosts").write_text("a\nb\n")
-    variables = {"SLURM_CPUS_PER_TASK": "1", "PBS_NODEFILE": str(tmp_path / "hosts"), **env}
-    running: list[subprocess.Popen[str]] = []
-
-    def run() -> subprocess.Popen[str]:
-        script = subprocess.Popen(
-            ["bash", str(tmp_path / "job")],
-            cwd=tmp_path,
-            env={"PATH": f"{tmp_path}:{os.environ['PATH']}", **variables},
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        running.append(script)
-        return script
-
-    yield run
-    for script in running:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(script.pid, signal.SIGKILL)
-        script.communicate()
+    env = {"PBS_NODEFILE": str(tmp_path / "hosts"), **env}
+    return lambda: start_script((*words, "--nodes", "2"), {launcher: STUB}, **env)
 
 
 def left(folder: Path) -> list[Path]:
     return sorted(folder.glob("runs/*/.imgkit-secret*"))
-
-
-def started(script: subprocess.Popen[str], folder: Path) -> None:
-    """Wait until the stub holds."""
-    end = time.monotonic() + 20
-    while not (folder / "arguments").exists():
-        assert time.monotonic() < end, script.poll()
-        time.sleep(0.02)
 
 
 def test_each_start_has_a_private_secret_of_its_own(start: Start, tmp_path: Path) -> None:
@@ -109,7 +74,7 @@ def test_default_acl_of_the_folder_opens_no_secret(start: Start, tmp_path: Path)
 def test_file_of_a_killed_start_is_removed_by_the_next(start: Start, tmp_path: Path) -> None:
     (tmp_path / "hold").touch()
     script = start()
-    started(script, tmp_path)
+    until((tmp_path / "arguments").exists)
     os.killpg(script.pid, signal.SIGKILL)
     script.wait(20)
     assert len(left(tmp_path)) == 1
@@ -123,7 +88,7 @@ def test_file_of_a_killed_start_is_removed_by_the_next(start: Start, tmp_path: P
 def test_signal_to_the_job_leaves_no_file(start: Start, tmp_path: Path) -> None:
     (tmp_path / "hold").touch()
     script = start()
-    started(script, tmp_path)
+    until((tmp_path / "arguments").exists)
     os.killpg(script.pid, signal.SIGTERM)
     assert "saved" in str(script.communicate(timeout=20)[0])
     assert left(tmp_path) == []
@@ -134,7 +99,7 @@ def test_script_for_pbs_ends_after_the_launchers(start: Start, tmp_path: Path) -
     """PBS kills what is left when the script ends: the launchers could not save."""
     (tmp_path / "hold").touch()
     script = start()
-    started(script, tmp_path)
+    until((tmp_path / "arguments").exists)
     os.killpg(script.pid, signal.SIGTERM)
     script.communicate(timeout=20)
     assert script.returncode == 85

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
-
-from imgkit_builder.cli.app import build_app
+from labkit import until
 
 STUBS = {
     # Three tasks. It returns when all have ended, as with --no-kill --kill-on-bad-exit=0 --wait=0.
@@ -46,60 +43,17 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, start_script: Start) -> Start:
     """``start(LAUNCHER, LAUNCHER, LAUNCHER)``: the script of a job of 2+1 nodes with these launchers."""
-    where = ("--directory", str(tmp_path), "--nodes", "2+1", "--stop-before", "0")
-    words = (
-        "run",
-        "--dry-run",
-        "mn5",
-        "-A",
-        "a",
-        "--qos",
-        "q",
-        "--time",
-        "10m",
-        *where,
-        "--",
-        "dist-hello",
-    )
-    done = CliRunner().invoke(build_app(("run", "list")), words, catch_exceptions=False)
-    (tmp_path / "job").write_text(f"module() {{ :; }}\nexport -f module\n{done.stdout}")
-    for name, text in STUBS.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}")
-        (tmp_path / name).chmod(0o755)
+    words = ["mn5", "-A", "a", "--qos", "q", "--time", "10m", "--nodes", "2+1", "--stop-before", "0"]
     (tmp_path / "left").write_text("node1\nnode2\nnode3\n")
-    started: list[subprocess.Popen[str]] = []
 
     def run(*launchers: str) -> subprocess.Popen[str]:
         for number, text in enumerate(launchers):
             (tmp_path / f"launcher {number}").write_text(text)
-        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"}
-        pipe = subprocess.PIPE
-        script = subprocess.Popen(
-            ["bash", "job"],
-            cwd=tmp_path,
-            env=env,
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-            start_new_session=True,
-        )
-        started.append(script)
-        return script
+        return start_script(words, STUBS, SLURM_JOB_ID="7")
 
-    yield run
-    for script in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(script.pid, signal.SIGKILL)
-        script.communicate()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    return run
 
 
 def code(script: subprocess.Popen[str]) -> int:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from labkit import until
 
-from imgkit_builder.cli.app import build_app
-
-STUB = "#!/bin/bash\n"
-MODULE = 'module() { :; }\nexport -f module\n. "$0.text"\n'
+WORDS = ("mn5", "-A", "a", "--qos", "q", "--time", "10m")
 SAVES = """
 until [[ -e $IMGKIT_RUN_DIR/{file} ]]; do sleep 0.02; done
 touch "$IMGKIT_RUN_DIR/seen"
@@ -35,56 +31,14 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """``start(file)``: the script of a job whose launcher saves once `file` is there, and ends with 85."""
-    from typer.testing import CliRunner
-
-    words = (
-        "mn5",
-        "-A",
-        "a",
-        "--qos",
-        "q",
-        "--time",
-        "10m",
-        "--directory",
-        str(tmp_path),
-        "--",
-        "dist-hello",
-    )
-    done = CliRunner().invoke(
-        build_app(("run", "list")), ["run", "--dry-run", *words], catch_exceptions=False
-    )
-    (tmp_path / "job.text").write_text(done.stdout)
-    (tmp_path / "job").write_text(MODULE)
-    (tmp_path / "scontrol").write_text(f'{STUB}echo "$@" >> {tmp_path}/requeues\n')
-    started: list[subprocess.Popen[str]] = []
+def start(tmp_path: Path, start_script: Start) -> Start:
+    """``start(FILE)``: the script of a job whose launcher saves once FILE is there, and ends with 85."""
 
     def run(file: str) -> subprocess.Popen[str]:
-        (tmp_path / "srun").write_text(STUB + SAVES.format(file=file))
-        for name in ("srun", "scontrol"):
-            (tmp_path / name).chmod(0o755)
-        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "1"}
-        pipe = subprocess.PIPE
-        argv = ["bash", str(tmp_path / "job")]
-        script = subprocess.Popen(
-            argv, cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-        )
-        started.append(script)
-        return script
+        stubs = {"srun": SAVES.format(file=file), "scontrol": f'echo "$@" >> {tmp_path}/requeues\n'}
+        return start_script(WORDS, stubs, SLURM_JOB_ID="7")
 
-    yield run
-    for script in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(script.pid, signal.SIGKILL)
-        script.communicate()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    return run
 
 
 def requeues(run_dir: Path) -> int:

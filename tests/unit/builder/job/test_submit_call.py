@@ -12,7 +12,7 @@ import imgkit_builder as imgkit
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.job import submit
 from imgkit_builder.job.request import Request
-from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
+from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 SBATCH = "#!/bin/sh\n# A fake sbatch.\ncat > script\n{}\n"
 REQUEST = Request(command=("dist-hello",), account="a", qos="acc_debug", time="10m", nodes="2")
@@ -63,14 +63,6 @@ def test_dry_run_prints_the_bytes_that_are_submitted(folder: Path, call: Any) ->
     assert (folder / "script").read_text() == out
 
 
-def test_values_go_to_stderr_and_the_script_to_stdout(folder: Path, call: Any) -> None:
-    argv = ("run", "mn5", "-A", "a", "--qos", "acc_debug", "--time", "10m", "--dry-run")
-    plain = call(*argv, "--", "dist-hello")
-    code, out, err = call(*argv, "-v", "--", "dist-hello")
-    assert (code, out) == (0, plain[1])
-    assert any(line.split() == ["account", "a", "-A"] or "--account" in line for line in err.splitlines())
-
-
 def test_warnings_and_a_full_disk_are_notes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "state").write_text("a file where the records would lie")
     report = Notes()
@@ -101,20 +93,6 @@ def test_job_without_its_image_is_refused(folder: Path) -> None:
     with pytest.raises(UsageError, match="no image"):
         submit.submit("mn5", REQUEST)
     assert not (folder / "script").exists()
-
-
-def test_missing_scheduler_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "bin/sbatch").unlink()
-    monkeypatch.setenv("PATH", str(folder / "bin"))
-    with pytest.raises(ToolMissing, match="sbatch"):
-        submit.submit("mn5", REQUEST)
-
-
-@pytest.mark.parametrize("answer", ["echo no; exit 1", "echo Submitted"])
-def test_answer_without_an_id_is_an_error(folder: Path, answer: str) -> None:
-    answering(folder, answer)
-    with pytest.raises(ToolFailed):
-        submit.submit("mn5", REQUEST)
 
 
 @pytest.mark.parametrize("flag", ["--sif", "--delta", "--build", "--directory", "--interactive"])
@@ -159,14 +137,6 @@ def test_output_is_followed_until_the_job_ends(folder: Path, call: Any) -> None:
     assert "imgkit logs 4711" in err
     assert "4711 failed with exit code 3; run folder: " in err
     assert submit.record_of("4711").state == "failed"
-
-
-def test_id_of_a_job_in_pods_is_on_stdout(folder: Path, call: Any) -> None:
-    """Nothing is followed: there is no output until a node has pulled the image."""
-    programs(folder, kubectl="echo pytorchjob.kubeflow.org/rcp-7 created")
-    words = ("rcp", "--format", "pytorchjob", "--image", "r.example.org/rcp:1", "--name", "rcp-7")
-    code, out, err = call("run", *words, "--", "dist-hello")
-    assert (code, out) == (0, "pytorchjob.rcp-7\n"), err
 
 
 def test_help_lists_the_usual_options_first(call: Any) -> None:

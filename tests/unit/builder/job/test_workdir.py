@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from imgkit_builder.job import systems
 from imgkit_builder.job.request import Job, Request
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems.pods import PodFlags
-from imgkit_builder.oci import manifest
 from imgkit_builder.recipe.targets import Target, find
 from imgkit_entrypoints.errors import UsageError
 
@@ -56,15 +54,6 @@ def test_stated_workdir_holds_under_docker_and_singularity(stated: Any) -> None:
     script = systems.named("slurm").script(job(stated("mn5"))).text
     assert "--pwd /workspace/mine" in script.replace("\\\n    ", "")
     assert "export IMGKIT_JOB_DIR=/w\n" in script
-
-
-@pytest.mark.parametrize("runtime", ["docker", "singularity"])
-def test_command_starts_in_the_jobs_folder_otherwise(stated: Any, runtime: str) -> None:
-    plain = argv(job(find("cpu"), runtime=runtime))
-    assert "--pwd" not in plain
-    assert "IMGKIT_JOB_DIR" not in " ".join(plain)
-    again = argv(job(stated("cpu"), runtime=runtime, workdir=".", image="cpu"))
-    assert again == argv(job(find("cpu"), runtime=runtime, image="cpu"))
 
 
 def test_flag_wins_over_recipe_and_code(stated: Any, tmp_path: Path) -> None:
@@ -113,13 +102,3 @@ def test_pods_start_there_too(stated: Any, given: dict[str, str], start: str) ->
         found = job(stated("rcp"), **pods, **given, system_flags=(dataclasses.replace(flags, format=form),))
         assert text in systems.named(found.system).script(found).text
         assert "IMGKIT_RUN_DIR" in systems.named(found.system).script(found).text
-
-
-def test_manifest_without_the_key_states_none() -> None:
-    base = manifest.BaseImage(name="b")
-    made = manifest.Manifest(
-        imgkit="0", recipe="r", recipe_sha256="0", base=base, platform="linux/amd64", wheel_sha256="0"
-    )
-    data = json.loads(manifest.to_json(made))
-    del data["workdir"]
-    assert manifest.from_json(json.dumps(data)).workdir == ""

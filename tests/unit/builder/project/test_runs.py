@@ -1,9 +1,8 @@
-"""The list of runs: records, states, numbers of killed runs, slow ranks."""
+"""The list of runs: records, states and numbers of killed runs."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -126,47 +125,3 @@ def test_repeated_steps_count_once() -> None:
     killed = ['{"step": 4, "lo', '{"step": 5, "loss": NaN}', "[1]", '{"step": true, "loss": 1}', "7"]
     again = [{"step": 2, "loss": 1, "name": "x", "on": True}, {"step": 3, "eval_loss": 0.5}]
     assert measured.tail(put("x", *lines, *killed, *again)) == LastNumbers(step=3, loss=1.0)
-
-
-SLOW = {"rank": 2, "node": "n1", "local_rank": 0, "from_step": 5, "to_step": 9, "times": 1}
-SLOW_LINE = {"step": 9, "slow": [{**SLOW, "own_work_s": 0.2, "usual_s": 0.1}]}
-
-
-@pytest.fixture
-def quiet_queue(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fake squeue, which prints its name."""
-    program = home / "bin/squeue"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\necho the queue\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-
-
-def test_status_names_slow_ranks(quiet_queue: None, call: Any) -> None:
-    job(1, command=("dist-train", "--epochs", "9"))
-    put("mn5-1", {"step": 1, "slow": []}, SLOW_LINE, {"step": 9, "eval_loss": 1.0}, '{"step": 1')
-    code, out, _ = call("status", "1")
-    line = "slow: rank 2 on n1 (local rank 0): its own work takes 200 ms a step, not 100 ms (step 9)"
-    assert (code, out) == (0, f"the queue\n{line}\n")
-    assert json.loads(call("status", "1", "--json")[1])["slow"] == SLOW_LINE["slow"]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        {"step": 9, "loss": 0.5},
-        {"step": 9, "slow": "rank 2"},
-        {"step": 9, "slow": [SLOW]},
-        {"step": 9, "slow": [{**SLOW, "node": "n\x1b[2J", "own_work_s": 0.2, "usual_s": 0.1}]},
-    ],
-)
-def test_line_of_another_program_names_nobody(quiet_queue: None, call: Any, line: object) -> None:
-    job(1, command=("dist-train",))
-    put("mn5-1", line)
-    assert "slow" not in json.loads(call("status", "1", "--json")[1])
-
-
-def test_status_of_another_program_reads_no_numbers(quiet_queue: None, call: Any) -> None:
-    job(1)
-    put("mn5-1", SLOW_LINE)
-    assert "slow" not in json.loads(call("status", "1", "--json")[1])

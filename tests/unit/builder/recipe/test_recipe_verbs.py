@@ -69,8 +69,8 @@ def test_check_goes_through_every_file(write: Write) -> None:
         "ok",
         "mn5",
     ]
-    assert "\nbad.yaml:1:15: image.base: " in done.stderr
-    assert "\nworse.yaml:1:33: image.apt[0]: " in done.stderr
+    assert "imgkit: bad.yaml:1:15: image.base: " in done.stderr
+    assert "\nimgkit: worse.yaml:1:33: image.apt[0]: " in done.stderr
     assert "there is no file absent.yaml" in done.stderr
     assert "Traceback" not in done.stderr
 

@@ -17,16 +17,11 @@ from imgkit_builder.sif import frame, image
 from imgkit_builder.sif.image import DataType
 from imgkit_entrypoints.errors import CheckFailed
 
-RUNS = '#!/bin/sh\n# A fake ssh.\nfor line; do :; done\nexec sh -c "$line"\n'
 LAYERS = tuple(f"sha256:{number:064d}" for number in range(4))
 
 
 @pytest.fixture
-def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin/ssh").write_text(RUNS)
-    (tmp_path / "bin/ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+def images(tmp_path: Path, ssh: Path) -> Path:
     folder = tmp_path / "far/images"
     folder.mkdir(parents=True)
     return folder

@@ -18,7 +18,6 @@ from imgkit_builder.remote import connection, store
 from imgkit_builder.remote.config import Remote
 
 pytestmark = pytest.mark.programs("rsync")
-RUNS = '#!/bin/sh\n# A fake ssh.\nfor line; do :; done\nexec sh -c "$line"\n'
 
 
 class Notes(Silent):
@@ -32,12 +31,7 @@ class Notes(Silent):
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    (programs / "ssh").write_text(RUNS)
-    (programs / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+def folder(tmp_path: Path, ssh: Path) -> Path:
     folder = tmp_path / "my code"
     (folder / "a\nb").mkdir(parents=True)
     (folder / "a\nb/$(touch x) 'y'").write_text("odd\n")

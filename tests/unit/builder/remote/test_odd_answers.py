@@ -27,7 +27,6 @@ from imgkit_builder.remote.connection import Connection
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
 ANSWERS = '#!/bin/sh\n# A fake ssh.\nread -r echo token\necho "$token"\ncat answer\n'
-RUNS = '#!/bin/sh\n# A fake ssh.\nfor line; do :; done\nexec sh -c "$line"\n'
 DIGITS = "7" * 5000
 SOURCE = transfer.Source(path=Path("x"), label="image", size_bytes=5)
 FAR = Remote(name="far", address="me@far", folder="/x", keep_s=0)
@@ -39,13 +38,17 @@ def put_ssh(text: str) -> None:
 
 
 @pytest.fixture
-def far(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Connection:
-    """A remote whose answer is the file ``answer``."""
+def local(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ssh: Path) -> Connection:
+    """A remote that is this machine."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    Path("bin").mkdir()
-    put_ssh(ANSWERS)
     return connection.connect(FAR)
+
+
+@pytest.fixture
+def far(local: Connection) -> Connection:
+    """A remote whose answer is the file ``answer``."""
+    put_ssh(ANSWERS)
+    return local
 
 
 def look(far: Connection) -> object:
@@ -105,7 +108,6 @@ def test_home_that_no_job_can_have_is_refused(far: Connection, home: str) -> Non
 
 def test_odd_values_of_a_check_are_verdicts(far: Connection) -> None:
     rows = (
-        f"clock {DIGITS}",
         f"disk x 1 2 {DIGITS} 4% /",
         "quota 1 2 3",
         "sbatch",
@@ -115,7 +117,7 @@ def test_odd_values_of_a_check_are_verdicts(far: Connection) -> None:
     )
     Path("answer").write_bytes("\n".join((*rows, "\xff", "end", "")).encode("latin-1"))
     found = {one.name: one.verdict for one in check.examine(far, targets.find("mn5"))}
-    assert (found["clock"], found["folder"]) == ("warn", "fail")
+    assert (found["runtime"], found["folder"]) == ("fail", "fail")
 
 
 @pytest.mark.parametrize("name", [*READERS, "scheduler"])
@@ -236,9 +238,8 @@ def test_last_words_of_a_program_are_quoted_where_its_child_stays(far: Connectio
     ],
 )
 def test_submission_there_notes_what_the_job_uses(
-    far: Connection, tmp_path: Path, answer: str, job_id: str, cluster: str, note: str | None
+    local: Connection, tmp_path: Path, answer: str, job_id: str, cluster: str, note: str | None
 ) -> None:
-    put_ssh(RUNS)
     Path("answer").write_text(f"{answer}\n")
     Path("bin/sbatch").write_text("#!/bin/sh\n# A fake sbatch.\ncat > /dev/null\ncat answer\n")
     Path("bin/sbatch").chmod(0o755)
@@ -254,7 +255,7 @@ def test_submission_there_notes_what_the_job_uses(
         image=f"{tmp_path}/images/x.sif",
     )
     job = resolve(targets.find("mn5"), request)
-    record = jobs.submit(far, job, named("slurm").script(job))
+    record = jobs.submit(local, job, named("slurm").script(job))
     assert (record.answer is None, record.cluster, record.remote) == (bool(job_id), cluster, "far")
     if note is None:
         assert list(Path("jobs").iterdir()) == []
@@ -272,9 +273,8 @@ def test_note_of_a_file_that_is_no_id_is_left_out() -> None:
     assert [one.id for one in gc.parse(f"clock 5\n{rows}end\n".encode(), "far")[1]] == ["7"]
 
 
-def test_waiting_jobs_of_a_cluster_are_asked_for_there(far: Connection) -> None:
-    put_ssh(RUNS)
+def test_waiting_jobs_of_a_cluster_are_asked_for_there(local: Connection) -> None:
     Path("bin/squeue").write_text('#!/bin/sh\n# A fake squeue.\necho "$*" > words\necho 4711\n')
     Path("bin/squeue").chmod(0o755)
-    assert gc.unfinished(far, "slurm;two") == (frozenset({"4711"}), "")
+    assert gc.unfinished(local, "slurm;two") == {"4711"}
     assert Path("words").read_text() == "--noheader --format=%A --clusters=two\n"

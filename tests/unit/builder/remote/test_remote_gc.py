@@ -43,7 +43,7 @@ def test_ended_job_keeps_nothing() -> None:
 
 
 def test_silent_scheduler_keeps_all_files_of_jobs() -> None:
-    assert gc.choose([file(SIF)], [note(SIF)], {"slurm": None}, LIMIT).files == ()
+    assert gc.choose([file(SIF)], [note(SIF)], {"slurm": "squeue failed"}, LIMIT).files == ()
 
 
 def read(*rows: str) -> tuple[tuple[StoredFile, ...], tuple[JobNote, ...], float]:

@@ -10,9 +10,9 @@ import pytest
 
 from imgkit_builder.archive import sidecar
 from imgkit_builder.sif import conversion, mksquashfs
-from imgkit_builder.sif.conversion import Compression
+from imgkit_builder.sif.conversion import Compression, Options
 from imgkit_builder.sif.runtime import Capabilities
-from imgkit_builder.workflow.convert import ConversionRequest, compression_for, plan_conversion
+from imgkit_builder.workflow.convert import compression_for, plan_conversion
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import CompressionChoice, Runtime, SystemFacts
 
@@ -111,6 +111,6 @@ def test_archive_gets_the_compression_of_its_system(
     (tmp_path / "small.tar.gz.manifest.json").write_text(
         sidecar.to_json(dataclasses.replace(described, system=facts))
     )
-    request = ConversionRequest(format="sqsh", compression="gzip" if words else "auto")
+    request = Options(format="sqsh", compression="gzip" if words else "auto")
     _, lines = plan_conversion(tmp_path / "small.tar.gz", None, request)
     assert expected in "\n".join(lines)

@@ -13,13 +13,12 @@ import pytest
 import small_sif
 
 from imgkit_builder.archive.tar_read import REGULAR, SYMLINK
-from imgkit_builder.base.checks import Check
 from imgkit_builder.examine.verify import verify
 from imgkit_builder.sif import sqsh, unsquash
 from imgkit_builder.sif.entries import ImageEntry
 from imgkit_builder.sif.file_manifest import BakedFacts, ManifestWriter
 from imgkit_builder.sif.unsquash import Squashfs
-from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, UsageError
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing
 
 pytestmark = pytest.mark.programs("mksquashfs", "unsquashfs")
 
@@ -127,34 +126,6 @@ A = ImageEntry(names=("a",), kind=REGULAR, mode=0).with_content(b"1")
 LINK = ImageEntry(names=("l -> x",), kind=SYMLINK, link="a")
 
 
-def files_check(path: Path) -> Check:
-    (found,) = (check for check in verify(path, each_file=True) if check.name == "files")
-    return found
-
-
-def test_each_file_is_as_the_manifest_says(tmp_path: Path) -> None:
-    found = files_check(described(image(tmp_path), [A, LINK]))
-    assert (found.verdict, "2 in the file manifest; each is" in found.found) == ("ok", True)
-
-
-@pytest.mark.parametrize(
-    ("entries", "name"),
-    [
-        ([A.with_content(b"2"), LINK], "/a"),
-        ([A.changed(mode=0o644), LINK], "/a"),
-        ([A.changed(uid=5), LINK], "/a"),
-        ([A, LINK.changed(link="b")], "/l -> x"),
-        ([A], "/l -> x"),
-        ([A, LINK, ImageEntry(names=("more",), kind=REGULAR)], "/more"),
-    ],
-)
-def test_file_that_differs_from_the_manifest_is_named(
-    tmp_path: Path, entries: list[ImageEntry], name: str
-) -> None:
-    found = files_check(described(image(tmp_path), entries))
-    assert (found.verdict, name in found.found) == ("fail", True), found
-
-
 def test_manifest_that_was_changed_fails(tmp_path: Path) -> None:
     path = described(image(tmp_path), [A, LINK])
     data = bytearray(path.read_bytes())
@@ -162,24 +133,3 @@ def test_manifest_that_was_changed_fails(tmp_path: Path) -> None:
     path.write_bytes(data)
     (found,) = (check for check in verify(path) if check.name == "files")
     assert (found.verdict, "its file manifest is damaged" in found.found) == ("fail", True)
-
-
-def test_file_without_a_manifest_has_nothing_to_compare(tmp_path: Path) -> None:
-    path = image(tmp_path)
-    assert files_check(path).verdict == "skip"
-    assert [check for check in verify(path) if check.name == "files"] == []
-
-
-def test_archive_has_no_files_to_compare(tmp_path: Path) -> None:
-    (tmp_path / "x.tar").write_bytes(bytes(1024))
-    with pytest.raises(UsageError, match=r"only a \.sif or \.sqsh"):
-        verify(tmp_path / "x.tar", each_file=True)
-
-
-def test_disk_without_room_for_the_files_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = described(image(tmp_path), [A, LINK])
-    full = shutil.disk_usage(tmp_path)._replace(free=0)
-    monkeypatch.setattr("imgkit_builder.examine.verify.disk_usage", lambda _: full)
-    with pytest.raises(UsageError, match="are free in") as caught:
-        verify(path, each_file=True)
-    assert "IMGKIT_TMPDIR" in (caught.value.hint or "")

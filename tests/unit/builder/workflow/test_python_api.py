@@ -68,6 +68,6 @@ def test_standard_input_needs_a_name() -> None:
 
 
 def test_job_that_makes_a_sif_is_for_this_machine() -> None:
-    request = imgkit.ConversionJobRequest(archive=Path("mn5.tar"))
+    request = imgkit.JobRequest(archive=Path("mn5.tar"))
     with pytest.raises(imgkit.ImgkitError, match=r"makes its \.sif where it is submitted"):
         imgkit.run("mn5", request, on="far")

@@ -35,3 +35,19 @@ def test_answer_says_the_state(system: str, output: str, state: str) -> None:
 @pytest.mark.parametrize("system", ["slurm", "pbs"])
 def test_system_with_a_queue_lists_its_jobs(system: str) -> None:
     assert systems.named(system).unfinished_ids
+
+
+@pytest.mark.parametrize("name", systems.MODULES)
+def test_scheduler_is_a_class_of_at_most_eight_methods(name: str) -> None:
+    system = systems.named(name)
+    methods = {
+        method
+        for owner in type(system).__mro__[:-2]  # System extends ABC, and that object
+        for method, value in vars(owner).items()
+        if callable(value) and not method.startswith("_") and method != "flags"
+    }
+    assert methods <= {"script", "check", "parse_job_id", "status_commands", "parse_status"} | {
+        "log_source",
+        "cancel_command",
+        "shell_command",
+    }

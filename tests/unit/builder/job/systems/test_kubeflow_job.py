@@ -84,10 +84,6 @@ def pod_specs(found: dict[str, Any]) -> list[dict[str, Any]]:
     return [node["template"]["spec"]["template"]]
 
 
-def variables(container: dict[str, Any]) -> dict[str, str]:
-    return {entry["name"]: entry.get("value", "") for entry in container["env"]}
-
-
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize(
     "given",
@@ -117,57 +113,6 @@ def test_unknown_key_is_noticed(kind: KubernetesFormat, place: str) -> None:
     assert understood(found) != found
 
 
-@pytest.mark.parametrize("kind", FORMATS)
-def test_value_of_another_type_is_noticed(kind: KubernetesFormat) -> None:
-    found = document(kind)
-    containers(found)[0]["env"] = "A=1"
-    with pytest.raises((ValueError, AttributeError, TypeError)):
-        understood(found)
-
-
-def test_first_pod_is_the_master() -> None:
-    roles = document("pytorchjob")["spec"]["pytorchReplicaSpecs"]
-    assert {name: role["replicas"] for name, role in roles.items()} == {"Master": 1, "Worker": 2}
-    assert set(document("pytorchjob", nodes="1")["spec"]["pytorchReplicaSpecs"]) == {"Master"}
-    assert document("trainjob")["spec"]["trainer"]["numNodes"] == 3
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_pods_get_what_roce_needs(kind: KubernetesFormat) -> None:
-    found = document(kind)
-    resources = {"pytorchjob": "resources", "trainjob": "resourcesPerNode"}[kind]
-    for container in containers(found):
-        assert container[resources]["limits"] == {"nvidia.com/gpu": "8", "rdma/rdma": "1"}
-    for pod in pod_specs(found):
-        assert pod["metadata"]["annotations"] == {"k8s.v1.cni.cncf.io/networks": "kube-system/roce"}
-        assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod["spec"]["volumes"]
-        (inside,) = pod["spec"]["containers"]
-        assert {"name": "shm", "mountPath": "/dev/shm"} in inside["volumeMounts"]
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_volumes_are_mounted_where_asked(kind: KubernetesFormat) -> None:
-    for pod in pod_specs(document(kind, pvcs=HOME)):
-        claims = {
-            volume["name"]: volume["persistentVolumeClaim"]["claimName"]
-            for volume in pod["spec"]["volumes"]
-            if "persistentVolumeClaim" in volume
-        }
-        (inside,) = pod["spec"]["containers"]
-        mounts = {claims.get(mount["name"], ""): mount for mount in inside["volumeMounts"]}
-        assert mounts["data"]["readOnly"] is True
-        assert (mounts["home"]["mountPath"], "readOnly" in mounts["home"]) == ("/home/me", False)
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_values_reach_the_program_as_typed(kind: KubernetesFormat) -> None:
-    found = document(kind, command=("dist-run", "$(id) no", "0"), env=("A=yes: $(HOME)",), pvcs=HOME)
-    for container in containers(found):
-        assert container.get("args", container.get("command")) == ["dist-run", "$$(id) no", "0"]
-        assert variables(container)["A"] == "yes: $$(HOME)"
-        assert variables(container)["IMGKIT_LOG_DIR"] == "/home/me/runs/rcp/logs"
-
-
 @pytest.mark.parametrize(
     "word", ["1e-4", "y", "N", "0o17", "0x1f", "1_000", "+1", ".5", "-3e2", "~", "12:30", ""]
 )
@@ -181,23 +126,6 @@ def test_directory_is_where_the_program_starts() -> None:
     assert {each["workingDir"] for each in containers(document("pytorchjob", **given))} == {"/home/me/my run"}
     trainer = document("trainjob", **given)["spec"]["trainer"]
     assert trainer["command"][:3] == ["env", "--chdir=/home/me/my run", "dist-train"]
-
-
-def test_lost_worker_does_not_end_a_job_with_a_spare() -> None:
-    found = document("pytorchjob", nodes="2+1")
-    assert understood(found) == found
-    assert "elasticPolicy" not in found["spec"]
-    roles = found["spec"]["pytorchReplicaSpecs"].items()
-    assert {name: (role["replicas"], role["restartPolicy"]) for name, role in roles} == {
-        "Master": (1, "ExitCode"),
-        "Worker": (2, "OnFailure"),
-    }
-
-
-def test_train_job_refuses_spares() -> None:
-    error = refused("trainjob", nodes="2+1")
-    assert "--nodes 2+1, but a TrainJob" in error.what
-    assert error.hint == "--format pytorchjob, or --nodes 2"
 
 
 def test_project_is_a_namespace_and_its_scheduler() -> None:
@@ -217,11 +145,6 @@ def test_interactive_pods_sleep_below_their_comments(kind: KubernetesFormat) -> 
     comments = [line for line in made.text.splitlines() if line.startswith("#")]
     assert any("kubectl exec --namespace=runai-mlo-me" in line for line in comments)
     assert "#   dist-train --steps 1000" in comments
-
-
-def test_document_goes_in_on_stdin() -> None:
-    made = script("pytorchjob")
-    assert (made.submit, made.on_stdin) == (("kubectl", "create", "-f", "-"), True)
 
 
 @pytest.mark.parametrize(

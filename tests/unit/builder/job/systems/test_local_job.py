@@ -14,18 +14,12 @@ from imgkit_builder.job.systems.local import SYSTEM as local
 from imgkit_builder.recipe.targets import find
 from imgkit_entrypoints.errors import UsageError
 
+IMGKIT = (sys.executable, "-m", "imgkit_builder", "run", "cpu")
 TRAIN = Request(command=("dist-train",), directory=Path("/home/me"))
 
 
 def words(request: Request, recipe: str | Path = "cpu") -> tuple[str, ...]:
     return local.script(resolve(find(recipe), request)).submit
-
-
-def test_docker_starts_it_here() -> None:
-    made = words(replace(TRAIN, nproc=2))
-    assert made[:3] == ("docker", "run", "--rm")
-    assert "IMGKIT_NPROC=2" in made
-    assert made[-2:] == ("cpu:latest", "dist-train")
 
 
 def test_terminal_only_where_asked_for() -> None:
@@ -73,17 +67,7 @@ def test_recipe_with_gpus_gets_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("program", "code"), [("exit 3", 3), ("kill -TERM $$", -15)])
 def test_exit_code_is_the_program_s(program: str, code: int, tmp_path: Path) -> None:
-    argv = [
-        sys.executable,
-        "-m",
-        "imgkit_builder",
-        "run",
-        "cpu",
-        "--runtime",
-        "host",
-        "--directory",
-        str(tmp_path),
-    ]
+    argv = [*IMGKIT, "--runtime", "host", "--directory", str(tmp_path)]
     done = subprocess.run(
         [*argv, "--", "sh", "-c", f'pwd; echo "$1"; {program}', "sh", "a  'b' $c"],
         capture_output=True,
@@ -96,17 +80,7 @@ def test_exit_code_is_the_program_s(program: str, code: int, tmp_path: Path) -> 
 
 
 def test_missing_runtime_is_named(tmp_path: Path) -> None:
-    argv = [
-        sys.executable,
-        "-m",
-        "imgkit_builder",
-        "run",
-        "cpu",
-        "--directory",
-        str(tmp_path),
-        "--",
-        "dist-hello",
-    ]
+    argv = [*IMGKIT, "--directory", str(tmp_path), "--", "dist-hello"]
     done = subprocess.run(argv, capture_output=True, text=True, env={"PATH": str(tmp_path)}, timeout=60)
     assert done.returncode == 3
     assert "'docker' is not on PATH" in done.stderr

@@ -38,58 +38,11 @@ def script(request: Request) -> Script:
     return mpi.script(job(request))
 
 
-def after(words: tuple[str, ...], option: str) -> list[str]:
-    """The words behind each `option`."""
-    return [words[index + 1] for index, word in enumerate(words) if word == option]
-
-
-def test_one_launcher_a_node() -> None:
-    words = script(HELLO).submit
-    assert words[:7] == ("mpirun", "-np", "2", "--map-by", "ppr:1:node", "--bind-to", "none")
-    assert after(words, "-H") == ["node1,node2"]
-    assert words[-1] == "dist-hello"
-
-
-def test_as_many_nodes_as_hosts() -> None:
-    assert job(changed(HELLO, hosts=("a", "b", "c"))).nodes == 3
-
-
 @pytest.mark.parametrize("ssh", [False, True])
 @pytest.mark.parametrize(("nodes", "hosts"), [("1", ("a", "b")), ("3", ("a", "b")), ("2", ())])
 def test_other_number_of_hosts_is_refused(nodes: str, hosts: tuple[str, ...], ssh: bool) -> None:
     with pytest.raises(UsageError, match=f"{nodes} nodes, but {len(hosts)} hosts"):
         script(changed(HELLO, nodes=nodes, hosts=hosts, ssh=ssh))
-
-
-def test_direct_form_starts_a_rank_a_gpu() -> None:
-    words = script(changed(HELLO, direct=True)).submit
-    assert words[:7] == ("mpirun", "-np", "4", "--map-by", "slot", "--bind-to", "none")
-    assert after(words, "-H") == ["node1:2,node2:2"]
-    words = script(changed(HELLO, direct=True, gpus=0, nproc=3)).submit
-    assert after(words, "-H") == ["node1:3,node2:3"]
-
-
-def test_container_gets_what_mpirun_says() -> None:
-    words = script(HELLO).submit
-    given = set(after(words, "--env"))
-    assert {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "PMIX_NAMESPACE", "IMGKIT_NODES"} <= given
-    assert set(after(words, "-x")) == {"IMGKIT_NODES=node1,node2", "MASTER_ADDR=node1", "MASTER_PORT=29500"}
-
-
-def test_own_port_wins() -> None:
-    words = script(changed(HELLO, env=("MASTER_PORT=1234",))).submit
-    assert "MASTER_PORT=1234" in after(words, "-x")
-
-
-@pytest.mark.parametrize("ssh", [False, True])
-def test_fewer_gpus_are_fewer_ranks(ssh: bool) -> None:
-    assert "IMGKIT_NPROC=1" in script(changed(HELLO, gpus=1, ssh=ssh)).text
-
-
-def test_host_runtime_keeps_the_path() -> None:
-    words = script(changed(HELLO, runtime="host")).submit
-    assert "PATH" in after(words, "-x")
-    assert words[-5:] == ("python3", "-I", "-m", "imgkit_entrypoints", "dist-hello")
 
 
 def test_each_host_gets_its_rank() -> None:
@@ -130,11 +83,6 @@ def test_mpirun_ends_a_run_in_spite_of_its_spare() -> None:
     (warning,) = job(request).warnings
     assert "a lost node ends the run on all nodes" in warning
     assert job(changed(request, ssh=True)).warnings == ()
-
-
-def test_spare_without_a_host_is_refused() -> None:
-    with pytest.raises(UsageError, match="3 nodes, but 2 hosts"):
-        script(changed(HELLO, nodes="2+1", ssh=True))
 
 
 def test_own_program_gets_its_rank_by_variables() -> None:

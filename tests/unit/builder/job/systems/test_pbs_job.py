@@ -5,26 +5,19 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import shlex
-import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from imgkit_builder.job import submit
 from imgkit_builder.job.request import (
-    BuildJobRequest,
-    ConversionJobRequest,
     Job,
     Request,
     SubmittedJob,
 )
-from imgkit_builder.job.resolve import resolve, resolve_image
+from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems.pbs import SYSTEM as pbs
 from imgkit_builder.job.systems.pbs import PbsFlags
 from imgkit_builder.job.systems.slurm import SYSTEM as slurm
@@ -46,8 +39,8 @@ def text(recipe: Any = RECIPE, **given: Any) -> str:
     return pbs.script(job(recipe, **given)).text
 
 
-def image_text(recipe: Any, request: ConversionJobRequest | BuildJobRequest) -> str:
-    return pbs.script(resolve_image(recipe, request)).text
+def image_text(recipe: Any, request: Request) -> str:
+    return pbs.script(resolve(recipe, request)).text
 
 
 def own(tmp_path: Path, *lines: str) -> Any:
@@ -81,41 +74,6 @@ def run(
     env = {"PATH": path, "HOME": str(folder), "PBS_NODEFILE": str(folder / "nodefile"), "PBS_JOBID": "7.s"}
     argv = ["bash", "-c", f"exec 3>&1\n{script}"]
     return subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
-
-
-def test_chunks_are_what_was_asked_for() -> None:
-    assert "#PBS -l select=2:ncpus=288:ngpus=4:mpiprocs=1:sales_op=blanca\n" in text()
-    assert "#PBS -l select=1:ncpus=72:ngpus=1:mpiprocs=1:sales_op=blanca\n" in text(nodes="1", gpus=1)
-    assert "#PBS -l select=2:ncpus=8:mpiprocs=1:sales_op=blanca\n" in text(gpus=0, cpus=8)
-
-
-def test_every_directive_is_one_line_before_the_first_command() -> None:
-    lines = text(account="nn1k", options=("-k", "doe", "-r", "y")).splitlines()
-    directives = [line.removeprefix("#PBS ") for line in lines if line.startswith("#PBS ")]
-    assert lines[2 : 2 + len(directives)] == [f"#PBS {line}" for line in directives]
-    assert directives == [
-        *("-S /bin/bash", "-j oe", "-N olivia-eap", "-q blanca", "-A nn1k", "-l walltime=00:10:00"),
-        *("-l select=2:ncpus=288:ngpus=4:mpiprocs=1:sales_op=blanca", "-l place=scatter", "-k doe", "-r y"),
-    ]
-
-
-def test_one_node_is_started_without_mpiexec() -> None:
-    for start in STARTS:
-        script = text(nodes="1", pbs_start=start)
-        assert "mpiexec" not in script
-        assert "\nexec apptainer --quiet exec " in script
-
-
-WORDS = st.text(st.characters(exclude_characters="\n\0\r", exclude_categories=("Cs",)), max_size=12)
-
-
-@settings(deadline=None, max_examples=30)
-@given(st.lists(WORDS, max_size=4))
-def test_command_reaches_the_program_word_for_word(words: list[str]) -> None:
-    lines = text(command=("dist-run", *words), pbs_start="ssh").replace(" \\\n", " ").split("\n")
-    (line,) = [line.strip() for line in lines if " --nv " in line]
-    command = shlex.split(line)
-    assert command[command.index("dist-run") :] == ["dist-run", *words]
 
 
 NASTY = ("it's", '"; rm -rf /', "$(x)", "`y`", "*", "", "a\\", "\f", "é\u2028", "} ; {")
@@ -215,13 +173,6 @@ def test_rule_that_is_none_is_refused(tmp_path: Path, key: str) -> None:
         own(tmp_path, key)
 
 
-def test_docker_is_handed_what_the_launcher_reads() -> None:
-    words = text(runtime="docker").split()
-    assert {"PALS_RANKID", "PALS_NODEID", "PMI_SIZE", "PBS_JOBID", "IMGKIT_NODES"} <= set(words)
-    assert "--network=host" in words
-    assert "PBS_NODENUM" in text(runtime="docker", pbs_start="pbsdsh").split()
-
-
 def test_environment_stands_in_for_the_image(tmp_path: Path) -> None:
     request = {"runtime": "host", "image": "my env"}
     script = text(**request)
@@ -233,19 +184,9 @@ def test_environment_stands_in_for_the_image(tmp_path: Path) -> None:
         submit.before_submission(job(directory=tmp_path, **request))
 
 
-def test_interactive_job_says_how_to_go_on() -> None:
-    script = pbs.script(job(command=(), interactive=True))
-    assert script.submit[:2] == ("qsub", "-I")
-    assert script.foreground
-    told, words = script.text.replace("\\\n", "").split("\nqsub ")
-    assert all(line.startswith("#") for line in told.splitlines())
-    assert shlex.split(words) == list(script.submit[1:])
-    assert "apptainer --quiet shell --nv" in told
-
-
 def test_conversion_runs_where_the_recipe_says(tmp_path: Path) -> None:
     recipe = own(tmp_path, "queue: {sif: [-l, 'select=1:ncpus=8']}")
-    script = image_text(recipe, ConversionJobRequest(archive=Path("/a b.tar"), **SHARED))
+    script = image_text(recipe, Request(archive=Path("/a b.tar"), **SHARED))
     assert "#PBS -l select=1:ncpus=8\n" in script
     assert "select=2" not in script
     assert script.endswith("exec imgkit sif '/a b.tar' -o '/my work/mine.sif'\n")
@@ -253,7 +194,7 @@ def test_conversion_runs_where_the_recipe_says(tmp_path: Path) -> None:
 
 def test_recipe_is_built_where_the_recipe_of_the_system_says(tmp_path: Path) -> None:
     recipe = own(tmp_path, "queue: {sif: [-l, 'select=1:ncpus=8']}")
-    request = BuildJobRequest(build="/a b.yaml", base_from=Path("/base.sif"), **SHARED)
+    request = Request(build="/a b.yaml", base_from=Path("/base.sif"), **SHARED)
     script = image_text(recipe, request)
     assert "#PBS -l select=1:ncpus=8\n" in script
     built = "build '/a b.yaml' --with apptainer --base-from /base.sif -o '/my work/a b.sif'"
@@ -262,7 +203,7 @@ def test_recipe_is_built_where_the_recipe_of_the_system_says(tmp_path: Path) -> 
 
 def test_conversion_without_a_place_is_refused() -> None:
     with pytest.raises(UsageError) as caught:
-        image_text(RECIPE, ConversionJobRequest(archive=Path("/a.tar"), **SHARED))
+        image_text(RECIPE, Request(archive=Path("/a.tar"), **SHARED))
     assert (caught.value.where or "").startswith("systems/olivia-eap.yaml:")
     assert "imgkit sif /a.tar" in (caught.value.hint or "")
 
@@ -300,22 +241,6 @@ def test_recipe_s_words_must_stand_in_a_directive(tmp_path: Path, line: str) -> 
 def test_library_folder_that_no_bind_takes_is_refused(tmp_path: Path, folder: str) -> None:
     with pytest.raises(UsageError, match="not a folder on the nodes"):
         own(tmp_path, f"runtime: {{host_libs: ['{folder}']}}")
-
-
-@pytest.mark.parametrize("start", STARTS)
-def test_script_passes_shellcheck(tmp_path: Path, start: str) -> None:
-    recipe = own(tmp_path, "runtime: {host_libs: [/opt/nccl/lib], modules: [a/1]}")
-    name = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
-    assert name
-    files = []
-    for runtime in ("singularity", "docker", "host"):
-        files.append(tmp_path / f"{runtime}.sh")
-        given = {"pbs_start": start, "runtime": runtime, "env": ("A=$(x) 'b'",)}
-        files[-1].write_text(text(recipe, command=("dist-run", *NASTY), **given))
-    # Both doubt that quoted text is meant as it stands; it is.
-    argv = [name, "--severity=style", "--exclude=SC1003,SC2016", *map(str, files)]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
 
 
 def test_id_and_output_are_those_of_pbs() -> None:

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from imgkit_builder.cli.app import build_app
-from imgkit_builder.job.request import Job, Request, Script, SubmittedJob
+from imgkit_builder.job.request import Job, Request, Script
 from imgkit_builder.job.resolve import resolve
 from imgkit_builder.job.systems import pods
 from imgkit_builder.job.systems.runai import SYSTEM as runai
@@ -48,18 +48,6 @@ def refused(**given: Any) -> UsageError:
     return caught.value
 
 
-def test_workers_are_the_pods_beside_the_first() -> None:
-    made = script(nodes="4")
-    assert made.submit[:3] == ("runai", "submit-dist", "pytorch")
-    assert (value(made, "--workers"), value(made, "--gpu")) == ("3", "8")
-
-
-def test_one_pod_is_no_distributed_job() -> None:
-    made = script(nodes="1")
-    assert made.submit[:4] == ("runai", "submit", "--name", "rcp")
-    assert "--workers" not in made.submit
-
-
 @pytest.mark.parametrize("word", ["plain", "a b", "it's", "; rm -rf /", "$HOME", "`id`", "--", "-x", "", "ü"])
 def test_program_s_words_are_quoted_once(word: str) -> None:
     made = script(command=("dist-run", "main.py", word))
@@ -78,25 +66,6 @@ def test_kubernetes_expands_nothing(typed: str, handed: str) -> None:
     assert made.submit[-1] == variables(made)["A"] == handed
 
 
-def test_recipe_s_roce_options_are_passed_on() -> None:
-    made = script(options=("--node-pools=h100",))
-    end = made.submit.index("--")
-    assert made.submit[end - 6 : end] == (
-        *("--annotation", "k8s.v1.cni.cncf.io/networks=kube-system/roce"),
-        *("--extended-resource", "rdma/rdma=1"),
-        *("--large-shm", "--node-pools=h100"),
-    )
-
-
-def test_output_is_kept_by_the_job_s_name() -> None:
-    made = script(name="run7", pvcs=("data:/data:ro", "home:/home/me"))
-    assert variables(made) == {
-        "IMGKIT_RUN_DIR": "/home/me/runs/run7",
-        "IMGKIT_LOG_DIR": "/home/me/runs/run7/logs",
-    }
-    assert not variables(script(pvcs=("data:/data:ro",)))
-
-
 @pytest.mark.parametrize("name", ["IMGKIT_LOG_DIR", "IMGKIT_NPROC"])
 def test_user_s_own_variables_win(name: str) -> None:
     assert variables(script(env=(f"{name}=7",), nproc=20))[name] == "7"
@@ -112,23 +81,6 @@ def test_nothing_is_kept_where_nothing_can_be_written() -> None:
     made = script(pvcs=("code:/code:ro", "home:/home/me"), directory=Path("/code/project"))
     assert value(made, "--working-dir") == "/code/project"
     assert variables(made)["IMGKIT_RUN_DIR"] == "/home/me/runs/rcp"
-
-
-def test_cpu_job_tells_the_launcher() -> None:
-    made = script(gpus=0, nproc=20)
-    assert (value(made, "--gpu"), value(made, "--cpu")) == ("0", "20")
-    assert variables(made).items() >= {"IMGKIT_DEVICE": "cpu", "IMGKIT_NPROC": "20"}.items()
-
-
-def test_interactive_pods_sleep_and_each_is_named() -> None:
-    made = script(nodes="3", interactive=True, command=("dist-run", "a b.py"), queue="mlo-me")
-    assert made.submit[-3:] == ("--", "sleep", "infinity")
-    comments = [line for line in made.text.splitlines() if line.startswith("#")]
-    for pod in ("rcp-master-0", "rcp-worker-0", "rcp-worker-1"):
-        assert f"#   runai bash rcp --project mlo-me --pod {pod}" in comments
-    assert "#   dist-run 'a b.py'" in comments
-    assert any("tmux" in line for line in comments)
-    assert comments[-1].endswith("runai delete job rcp --project mlo-me")
 
 
 @pytest.mark.parametrize(
@@ -183,15 +135,6 @@ def test_what_pods_cannot_have_is_refused(given: dict[str, Any], where: str) -> 
     assert refused(**given).where == where
 
 
-def test_project_is_needed_to_find_a_job_again() -> None:
-    record = SubmittedJob(
-        id="rcp", system="runai", name="rcp", recipe="rcp", directory=Path("/w"), queue="mlo-me"
-    )
-    assert runai.status_commands(record) == (("runai", "describe", "job", "rcp", "--project", "mlo-me"),)
-    assert runai.log_source(record) == ("runai", "logs", "rcp", "--follow", "--project", "mlo-me")
-    assert runai.cancel_command(dataclasses.replace(record, queue="")) == ("runai", "delete", "job", "rcp")
-
-
 @pytest.fixture
 def client(first_runai: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A fake of the first client, and the file of what it was called with."""
@@ -215,11 +158,3 @@ def test_interactive_submission_says_how_to_get_in(client: Path) -> None:
     done = CliRunner().invoke(build_app(("run", "status")), argv)
     assert done.stdout == "rcp\n"
     assert "runai bash rcp --pod rcp-worker-0" in done.stderr
-
-
-def test_name_limit_leaves_room_for_pods() -> None:
-    assert len(f"{'r' * pods.NAME_LIMIT}-worker-10000") <= 63
-
-
-def test_variable_without_a_value_refers_to_the_user_s_secret() -> None:
-    assert variables(script(env=("WANDB_API_KEY",)))["WANDB_API_KEY"] == "SECRET:imgkit,WANDB_API_KEY"

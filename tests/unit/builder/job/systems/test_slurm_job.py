@@ -45,31 +45,6 @@ def test_command_reaches_the_program_word_for_word(words: list[str]) -> None:
     assert command[at + 1 + len(words) :] == ["&"]
 
 
-def test_user_s_variable_is_set_inside_the_container() -> None:
-    command = srun(text(env=("NOTE=$(id) 'x'",)))
-    assert command[command.index("/w/mn5.sif") + 1 :][:3] == ["env", "NOTE=$(id) 'x'", "dist-run"]
-
-
-def test_every_directive_is_one_line_before_the_first_command() -> None:
-    lines = text().splitlines()
-    directives = [number for number, line in enumerate(lines) if line.startswith("#SBATCH ")]
-    assert directives == list(range(2, 2 + len(directives)))
-
-
-def test_only_long_jobs_are_requeued() -> None:
-    assert "scontrol requeue" in text(time="10m")
-    assert "--signal=B:USR1@120" in text(time="10m")
-    assert "--requeue" not in text(time="5m")
-    assert "scontrol requeue" not in text(time="5m")
-    assert "--signal" not in text(time="5m")
-
-
-def test_job_with_a_spare_outlives_a_node() -> None:
-    script = text(nodes="2+1", stop_before_s=0)
-    assert {"#SBATCH --nodes=3", "#SBATCH --no-kill", "#SBATCH --requeue"} <= set(script.splitlines())
-    assert {"--nodes=3", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"} <= set(srun(script))
-
-
 def test_job_that_survives_no_failure_is_a_plain_one() -> None:
     plain, spared = text(nodes="3"), text(nodes="2+1", max_failures=0)
     settings = "export IMGKIT_NNODES=2+1\nexport IMGKIT_MAX_FAILURES=0\n"
@@ -92,11 +67,6 @@ def test_option_that_is_no_word_is_refused(word: str) -> None:
     with pytest.raises(UsageError) as caught:
         text(options=(word,))
     assert caught.value.where == "--option"
-
-
-def test_own_template_comes_before_the_shipped(tmp_path: Path) -> None:
-    (tmp_path / "slurm.sh.j2").write_text("#!/bin/sh\n# {{ job.name }}\n{{ start }}\n")
-    assert text(templates=tmp_path).startswith("#!/bin/sh\n# mn5\nsrun ")
 
 
 @pytest.mark.parametrize("body", ["{{ nothing }}", "{% if %}", "{{ job.nothing.more }}"])

@@ -111,7 +111,7 @@ def test_rank_that_relapses_stays_one_row() -> None:
 def test_rank_that_relapses_again_and_again_is_not_printed() -> None:
     one, told = judge()
     looks(one, *(SLOW, SLOW, SLOW, USUAL, USUAL, USUAL) * 9)
-    assert len(told) == 2 * stragglers.TIMES
+    assert len(told) == 2 * stragglers.MAX_REPORTS
     assert one.all()[0]["times"] == 9
 
 

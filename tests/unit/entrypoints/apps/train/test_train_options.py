@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import sys
 from pathlib import Path
 
 import pytest
 
 from imgkit_entrypoints import arguments
-from imgkit_entrypoints.apps.train import options, order, plugins
-from imgkit_entrypoints.apps.train.config import due, every, resumed, steps_a_line, total_steps
+from imgkit_entrypoints.apps.train import config as config_module
+from imgkit_entrypoints.apps.train import options, plugins
+from imgkit_entrypoints.apps.train.config import due, every, steps_per_line, total_steps
 from imgkit_entrypoints.cli import start
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
@@ -52,7 +51,6 @@ def test_run_folder_comes_from_the_job() -> None:
     assert options.read([], {"IMGKIT_RUN_DIR": "/runs/7"}).run_dir == Path("/runs/7")
     assert options.read(["--run-dir", "mine"], {"IMGKIT_RUN_DIR": "/runs/7"}).run_dir == Path("mine")
     assert options.read(["--run-dir", "mine"], {"IMGKIT_JOB_DIR": "/job"}).run_dir == Path("/job/mine")
-    assert options.read(["--run-dir", "/a"], {"IMGKIT_JOB_DIR": "/job"}).run_dir == Path("/a")
 
 
 def test_run_folder_that_no_run_can_write_is_refused(tmp_path: Path) -> None:
@@ -62,7 +60,7 @@ def test_run_folder_that_no_run_can_write_is_refused(tmp_path: Path) -> None:
             options.check(["--run-dir", str(tmp_path / name)], {})
         assert caught.value.where == str(tmp_path / name)
     assert options.read(["--run-dir", str(tmp_path / "new/run")], {}).run_dir == tmp_path / "new/run"
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]  # nothing is made
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]  # nothing is created
 
 
 def test_flags_win_over_the_file(tmp_path: Path) -> None:
@@ -73,118 +71,78 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
     assert not options.read(["--config", str(file), "--no-deterministic"], {}).deterministic
 
 
-def test_kept_config_can_be_given_again(tmp_path: Path) -> None:
-    words = ["--steps", "7", "--stop-after", "1h30m", "--save-every", "2e", "--run-dir", str(tmp_path)]
-    config = options.read([*words, "--clip", "1", "--model", "mlp"], {})
+def test_config_of_a_run_folder_can_be_given_again(tmp_path: Path) -> None:
+    argv = ["--steps", "7", "--stop-after", "1h30m", "--save-every", "2e", "--run-dir", str(tmp_path)]
+    config = options.read([*argv, "--clip", "1", "--model", "mlp"], {})
     file = tmp_path / "config.json"
     file.write_text(config.to_json())
     assert options.read(["--config", str(file)], {}) == config
 
 
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib came with Python 3.11")
-def test_file_may_be_toml(tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text('model = "mlp"\nsteps = 12\n')
-    config = options.read(["--config", str(file)], {})
-    assert (config.model, config.steps) == ("mlp", 12)
-
-
-def test_file_may_be_yaml(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("model: mlp\namp: off\nsteps: 12  # and no more\n")
-    config = options.read(["--config", str(file)], {})
-    assert (config.model, config.amp, config.steps) == ("mlp", "off", 12)
-
-
-def test_yaml_without_a_reader_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    file = tmp_path / "run.yaml"
-    file.write_text("steps: 12\n")
-    with pytest.raises(SystemExit):
-        options.read(["--config", str(file)], {})
-    assert "YAML needs PyYAML, which is not installed; use JSON instead" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "messages"),
     [
-        ('{"lr": "fast"}', "'fast' is not a number"),
-        ('{"learning_rate": 1}', "--learning-rate=1"),
-        ('{"config": "run.json"}', "names another file with `config`"),
-        ("[1]", "contains no table"),
-        ("{", "Expecting"),
-        (None, "No such file"),
+        ('{"config": "run.json"}', ["names another file with `config`"]),
+        ('{"lr": [1]}', ["`lr` holds more than one value"]),
+        ("[1]", ["contains no table"]),
+        ("{", ["Expecting"]),
+        (None, ["No such file"]),
+        (
+            '{"lr": "fast", "steps": 0, "epochs": 3, "model": "resnet19", "learning_rate": 1}',
+            [
+                "'fast' is not a number",
+                "'0' is not a whole",
+                "'resnet19' is neither",
+                "unknown option --learning-rate",
+            ],
+        ),
     ],
 )
-def test_wrong_file_is_refused_like_flags(
-    tmp_path: Path, text: str | None, said: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_file_is_refused_with_all_its_errors(
+    tmp_path: Path, text: str | None, messages: list[str]
 ) -> None:
     file = tmp_path / "run.json"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(SystemExit):
+    with pytest.raises(UsageError) as caught:
         options.read(["--config", str(file)], {})
-    message = capsys.readouterr().err
-    assert said in message
-    assert str(file) in message
-
-
-def test_all_errors_of_a_file_are_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "run.json"
-    file.write_text('{"lr": "fast", "steps": 0, "epochs": 3, "model": "resnet19", "learning_rate": 1}')
-    with pytest.raises(SystemExit):
-        options.read(["--config", str(file)], {})
-    message = capsys.readouterr().err
-    for said in (
-        "'fast' is not a number",
-        "'0' is not a whole",
-        "'resnet19' is neither",
-        "--learning-rate=1",
-    ):
-        assert said in message
-    assert "epochs" not in message.split(str(file), 1)[1]
+    assert caught.value.where == f"--config {file}"
+    for message in messages:
+        assert message in caught.value.what
+    assert "epochs" not in caught.value.what
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("argv", "message"),
     [
         (["--lr", "-1"], "'-1' is not a number of at least 0"),
         (["--lr", "nan"], "not a number"),
+        (["--clip", "0"], "a norm of 0 would train nothing"),
         (["--save-every", "0e"], "neither a number of steps (500) nor of epochs"),
         (["--stop-after", "soon"], "is not a time"),
-        (["--stop-after", ""], "is not a time"),
         (["--model", "resnet19"], "neither one of gpt, linear, mlp, resnet18, resnet50"),
         (["--data", "no-such-file"], "def FN(config, split)"),
-        (["--on-nan", "cry"], "none of stop, skip"),
-        (["--amp", "fp8"], "none of off, bf16, fp16"),
-        (["--profile", "5"], "is not START:STEPS"),
+        (["--on-nan", "cry"], "invalid choice: 'cry'"),
         (["--profile", "5:0"], "is not START:STEPS"),
-        (["--eval-every", "-1"], "neither a number of steps"),
+        (["--log-to", "mlflow"], "neither one of"),
+        (["--log-to", "own.py:step"], "positional"),
+        (["--log-to", "own.py:model,"], "''"),
+        (
+            ["--log-to", "wandb"],
+            "the image has no wandb; add it to the recipe: image.pip: [{packages: [wandb]}]",
+        ),
+        (["--accumulate", "2"], "unknown option --accumulate"),
     ],
 )
-def test_wrong_values_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        options.read(words, {})
-    assert caught.value.code == 2
-    assert said in capsys.readouterr().err
+def test_wrong_values_are_refused(own: Path, argv: list[str], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        options.check([*argv, "--run-dir", "r"], {})
+    assert message in caught.value.what
 
 
-def test_traces_need_a_run_folder() -> None:
-    with pytest.raises(UsageError, match="--run-dir"):
-        options.read(["--profile", "5:2"], {})
+def test_profile_names_steps_from_one() -> None:
     config = options.read(["--profile", "5:2", "--run-dir", "r"], {})
     assert list(config.profiled()) == [6, 7]
-
-
-def test_only_models_of_blocks_are_checkpointed(own: Path) -> None:
-    words = ["--activation-checkpointing", "--model"]
-    assert options.read([*words, "gpt"], {}).activation_checkpointing
-    with pytest.raises(UsageError, match="resnet18, resnet50, gpt"):
-        options.read([*words, "mlp"], {})
-    with pytest.raises(UsageError, match=r"torch\.utils\.checkpoint"):
-        options.read([*words, "own.py:model"], {})
 
 
 def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -198,13 +156,10 @@ def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert options.read(["--compile"], {}).compile
 
 
-def test_folder_of_images_needs_pillow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(options, "find_spec", lambda _: None)
-    with pytest.raises(SystemExit):
+def test_folder_of_images_needs_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_module, "find_spec", lambda _: None)
+    with pytest.raises(UsageError, match="reading images needs Pillow"):
         options.read(["--model", "resnet18", "--data", str(tmp_path)], {})
-    assert "reading images needs Pillow" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -214,18 +169,18 @@ def test_times_are_seconds(text: str, seconds: float) -> None:
     assert arguments.duration(text) == seconds
 
 
-@pytest.mark.parametrize("place", ["own.py", "own", "pkg.deep"])
-def test_functions_are_found_without_running(own: Path, place: str) -> None:
+@pytest.mark.parametrize("module", ["own.py", "own", "pkg.deep"])
+def test_functions_are_found_without_running(own: Path, module: str) -> None:
     (own.parent / "pkg").mkdir()
     (own.parent / "pkg/deep.py").write_text(OWN)
-    assert plugins.check(f"{place}:model", plugins.MODEL) == f"{place}:model"
-    plugins.check(f"{place}:data", plugins.DATA)
-    plugins.check(f"{place}:borrowed", plugins.DATA)
-    plugins.check(f"{place}:Net", plugins.MODEL)
+    assert plugins.check(f"{module}:model", plugins.MODEL) == f"{module}:model"
+    plugins.check(f"{module}:data", plugins.DATA)
+    plugins.check(f"{module}:borrowed", plugins.DATA)
+    plugins.check(f"{module}:Net", plugins.MODEL)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("own.py:modell", "has no function modell; its functions: model, data, step"),
         ("own.py:step", "step does not take 2 positional arguments"),
@@ -234,22 +189,18 @@ def test_functions_are_found_without_running(own: Path, place: str) -> None:
         ("own.py:", "not of the form MOD:FN"),
         (":step", "not of the form MOD:FN"),
         ("own.py", "not of the form MOD:FN"),
+        ("broken.py:step", "broken.py:2: "),
     ],
 )
-def test_wrong_function_shows_the_signature(own: Path, text: str, said: str) -> None:
+def test_wrong_function_shows_the_signature(own: Path, text: str, message: str) -> None:
+    own.with_name("broken.py").write_text("x = 1\ndef model(config:\n")
     with pytest.raises(argparse.ArgumentTypeError) as caught:
         plugins.check(text, plugins.STEP)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     assert "def FN(model, batch)" in str(caught.value)
 
 
-def test_broken_file_is_refused_with_its_line(own: Path) -> None:
-    own.write_text("x = 1\ndef model(config:\n")
-    with pytest.raises(argparse.ArgumentTypeError, match=r"own\.py:2"):
-        plugins.check("own.py:model", plugins.MODEL)
-
-
-def test_failing_import_is_told(own: Path) -> None:
+def test_failing_import_is_reported(own: Path) -> None:
     for function in ("own.py:model", "own.py:data"):  # a failed import leaves no module behind
         with pytest.raises(UsageError, match="No module named 'torch_that_is_not_there'") as caught:
             plugins.load(function, plugins.MODEL)
@@ -257,7 +208,7 @@ def test_failing_import_is_told(own: Path) -> None:
 
 
 def test_one_file_is_imported_once(own: Path) -> None:
-    own.write_text("made = []\ndef model(config): return made\ndef data(config, split): return made\n")
+    own.write_text("state = []\ndef model(config): return state\ndef data(config, split): return state\n")
     model, data = plugins.load("own.py:model", plugins.MODEL), plugins.load("own.py:data", plugins.DATA)
     assert model(None) is data(None, "train")
 
@@ -265,17 +216,17 @@ def test_one_file_is_imported_once(own: Path) -> None:
 def test_contradicting_run_is_refused_key_by_key() -> None:
     saved = json.loads(options.read(["--global-batch", "64"], {}).to_json())
     with pytest.raises(UsageError) as caught:
-        resumed(options.read(["--seed", "1", "--global-batch", "32"], {}), saved, Path("s"))
+        options.read(["--seed", "1", "--global-batch", "32"], {}).resumed(saved, Path("s"))
     assert "seed is 1, the checkpoint has 0" in str(caught.value)
     assert "global_batch is 32, the checkpoint has 64" in str(caught.value)
     assert "lr" not in caught.value.what
 
 
-def test_going_on_keeps_the_global_batch_and_tells_changes() -> None:
+def test_resumed_run_keeps_the_global_batch_and_reports_changes() -> None:
     saved = json.loads(options.read(["--global-batch", "64"], {}).to_json())
-    config, changed = resumed(options.read(["--lr", "0.5", "--steps", "9"], {}), saved, Path("s"))
+    config, changes = options.read(["--lr", "0.5", "--steps", "9"], {}).resumed(saved, Path("s"))
     assert config.global_batch == 64
-    assert changed == ("lr was 0.05, now 0.5",)
+    assert changes == ["lr was 0.05, now 0.5"]
 
 
 def test_run_ends_at_what_comes_first() -> None:
@@ -288,42 +239,11 @@ def test_run_ends_at_what_comes_first() -> None:
 
 @pytest.mark.parametrize(("steps", "line"), [(1, 1), (25, 2), (100, 10), (4999, 200), (10**6, 1000)])
 def test_lines_come_at_a_round_tenth(steps: int, line: int) -> None:
-    assert steps_a_line(steps) == line
-
-
-def test_logger_that_the_image_lacks_is_refused(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [str(own.parent)])
-    refused = "no wandb; add it to the recipe: image.pip: "
-    with pytest.raises(argparse.ArgumentTypeError, match=re.escape(f"{refused}[{{packages: [wandb]}}]")):
-        options._loggers("wandb")
-    (own.parent / "wandb.py").touch()
-    assert options._loggers("wandb") == "wandb"
+    assert steps_per_line(steps) == line
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("mlflow", "neither one of"),
-        ("own.py:step", "positional"),
-        ("own.py:model,", "''"),
-        ("wandb", r"the image has no wandb; add it to the recipe: image.pip: \[{packages: \[wandb\]}\]"),
-    ],
-)
-def test_unusable_logger_is_refused(own: Path, text: str, why: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=why):
-        options._loggers(text)
-
-
-def test_loggers_need_a_run_folder(own: Path) -> None:
-    with pytest.raises(
-        UsageError, match=r"--log-to would have no effect without a run folder \(--run-dir DIR\)"
-    ):
-        options.read(["--log-to", "own.py:model"], {})
-    assert options.read(["--log-to", "own.py:model", "--run-dir", "r"], {}).log_to == "own.py:model"
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--optimizer adam --momentum 0.9", "--momentum would have no effect without --optimizer sgd"),
         ("--model gpt --momentum 0.9", "--momentum would have no effect without --optimizer sgd"),
@@ -331,21 +251,22 @@ def test_loggers_need_a_run_folder(own: Path) -> None:
         ("--model gpt --data own.py --samples 9", "--samples would have no effect without built-in data"),
         ("--model resnet18 --image-size 64", "--image-size would have no effect without a folder of images"),
         ("--keep 3 --save-every 10", "--save-every, --keep would have no effect without a run folder"),
-        ("--profile 1:2", "--profile would have no effect without a run folder"),
+        ("--profile 1:2", "--profile would have no effect without a run folder (--run-dir DIR)"),
+        ("--log-to own.py:model", "--log-to would have no effect without a run folder (--run-dir DIR)"),
         ("--config run.json", "--momentum would have no effect without --optimizer sgd"),
     ],
 )
-def test_option_without_effect_is_refused(own: Path, words: str, said: str) -> None:
+def test_option_without_effect_is_refused(own: Path, words: str, message: str) -> None:
     Path("run.json").write_text('{"optimizer": "adam", "momentum": 0.9}')
     with pytest.raises(UsageError) as caught:
         options.check(words.split(), {})
-    assert said in caught.value.what
+    assert message in caught.value.what
 
 
 def test_launcher_refuses_before_torchrun_starts() -> None:
-    words = ("dist-train", "--amp", "bf16", "--dtype", "fp64", "--device", "cpu")
+    argv = ("dist-train", "--amp", "bf16", "--dtype", "fp64", "--device", "cpu")
     with pytest.raises(UsageError, match="--amp would have no effect with --dtype fp64"):
-        start.parse_app(next(one for one in COMMANDS if one.name == "dist-train"), words, {})
+        start.parse_app(next(command for command in COMMANDS if command.name == "dist-train"), argv, {})
 
 
 @pytest.mark.parametrize(
@@ -355,49 +276,10 @@ def test_launcher_refuses_before_torchrun_starts() -> None:
         "--model gpt --optimizer sgd --momentum 0.9",
         "--amp bf16 --dtype fp32",
         "--data own.py:data --model own.py:model --samples 9 --image-size 64",
-        "--keep 3 --save-every 10 --run-dir r",
+        "--keep 3 --save-every 10 --log-to own.py:model --run-dir r",
         "--save-every 0 --keep 2",
     ],
 )
 def test_options_that_belong_together_are_read(own: Path, words: str) -> None:
     assert options.check(words.split(), {})
     assert options.check(["--keep", "9"], {"IMGKIT_RUN_DIR": "r"})
-
-
-@pytest.mark.parametrize(
-    ("batch", "accumulate", "of_all", "said"),
-    [
-        (None, 3, 64, "each of 2 ranks 32 samples per step, which --accumulate 3 cannot divide"),
-        (8, 3, 64, "--batch-size 8 x --accumulate 3 x 2 ranks are 48 samples per step, and not"),
-        (None, 5, 4, "each of 2 ranks 2 samples per step, which --accumulate 5 cannot divide"),
-    ],
-)
-def test_accumulation_that_cannot_be_exact_is_refused(
-    batch: int | None, accumulate: int, of_all: int, said: str
-) -> None:
-    values = {"batch_size": batch, "accumulate": accumulate, "global_batch": of_all}
-    with pytest.raises(UsageError) as caught:
-        order.refuse_uneven(world_size=2, **values)
-    assert said in caught.value.what
-
-
-@pytest.mark.parametrize(
-    ("batch", "accumulate", "of_all", "parts"),
-    [
-        (None, 4, 64, 4),
-        (8, 4, 64, 4),
-        (8, None, 64, 4),
-        (8, 3, None, 3),
-        (None, None, 64, 1),
-        (7, None, 64, 5),
-    ],
-)
-def test_accumulation_is_as_its_options_say(
-    batch: int | None, accumulate: int | None, of_all: int | None, parts: int
-) -> None:
-    values = {"batch_size": batch, "accumulate": accumulate, "global_batch": of_all}
-    order.refuse_uneven(world_size=2, **values)
-    made = order.arrange(size=1000, world_size=2, **values)
-    found = made.parts(made.global_batch, 0)
-    assert len(found) == parts
-    assert sum(part.end - part.first for part in found) * 2 == made.global_batch

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from imgkit_entrypoints.apps.train.config import SHAPES, factor
+from imgkit_entrypoints.apps.train import options
+from imgkit_entrypoints.apps.train.config import learning_rate
 from imgkit_entrypoints.apps.train.order import Order, Position, arrange, seed_of
 from imgkit_entrypoints.errors import UsageError
 
@@ -91,28 +92,36 @@ def test_rank_without_samples_has_weight_zero() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12, 24])
 def test_accumulation_keeps_the_global_batch(ranks: int) -> None:
-    order = arrange(size=1000, world_size=ranks, batch_size=5, accumulate=1, global_batch=24)
+    order = arrange(1000, ranks, 5, 24)
     assert order.global_batch == 24
     assert max(part.end - part.first for part in order.parts(24, 0)) <= 5
 
 
-def test_batch_and_accumulation_make_the_global_batch() -> None:
-    order = arrange(size=1000, world_size=3, batch_size=4, accumulate=2, global_batch=None)
-    assert (order.global_batch, len(order.parts(24, 0))) == (24, 2)
+@pytest.mark.parametrize(
+    ("batch_size", "global_batch", "per_step", "parts"),
+    [(None, 64, 64, 1), (8, 64, 64, 4), (7, 64, 64, 5), (8, None, 16, 1), (None, None, 64, 1)],
+)
+def test_batch_sizes_give_the_accumulation(
+    batch_size: int | None, global_batch: int | None, per_step: int, parts: int
+) -> None:
+    order = arrange(1000, 2, batch_size, global_batch)
+    slices = order.parts(order.global_batch, 0)
+    assert (order.global_batch, len(slices)) == (per_step, parts)
+    assert sum(part.end - part.first for part in slices) * 2 == per_step
 
 
 def test_unshareable_global_batch_names_what_works() -> None:
     with pytest.raises(
         UsageError, match="3 ranks cannot share a global batch of 32 samples equally"
     ) as caught:
-        arrange(size=1000, world_size=3, batch_size=8, accumulate=None, global_batch=32)
+        arrange(1000, 3, 8, 32)
     assert "2 or 4 ranks" in str(caught.value)
     assert "--global-batch 30 or 33" in str(caught.value)
 
 
 def test_empty_data_is_refused() -> None:
     with pytest.raises(UsageError, match="empty"):
-        arrange(size=0, world_size=1, batch_size=8, accumulate=None, global_batch=None)
+        arrange(0, 1, 8, None)
 
 
 def test_seed_of_is_the_same_everywhere() -> None:
@@ -122,15 +131,18 @@ def test_seed_of_is_the_same_everywhere() -> None:
     assert seed_of(1, 23) != seed_of(12, 3)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_learning_rate_rises_first(shape: str) -> None:
-    factors = [factor(shape, step, 100, warmup=4) for step in range(100)]
-    assert factors[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert all(0 <= after <= before for before, after in itertools.pairwise(factors[4:]))
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_learning_rate_rises_first(schedule: str) -> None:
+    config = options.read(["--schedule", schedule, "--warmup-steps", "4", "--lr", "1"], {})
+    rates = [learning_rate(config, step, 100) for step in range(100)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert all(0 <= after <= before for before, after in itertools.pairwise(rates[4:]))
 
 
-def test_schedules_end_where_they_should() -> None:
-    assert factor("constant", 99, 100) == 1.0
-    assert factor("linear", 50, 100) == pytest.approx(0.5)
-    assert factor("cosine", 50, 100) == pytest.approx(0.5)
-    assert factor("linear", 100, 100) == factor("cosine", 100, 100) == 0.0
+@pytest.mark.parametrize(
+    ("schedule", "middle", "end"), [("constant", 1, 1), ("linear", 0.5, 0), ("cosine", 0.5, 0)]
+)
+def test_schedules_end_where_they_should(schedule: str, middle: float, end: float) -> None:
+    config = options.read(["--schedule", schedule, "--lr", "1"], {})
+    assert learning_rate(config, 50, 100) == pytest.approx(middle)
+    assert learning_rate(config, 100, 100) == end

@@ -1,0 +1,281 @@
+"""What a job's container holds: the image, the delta over it, folders and variables, as the recipe and the
+request say. A value that its runtime cannot use, or that others could read, is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from imgkit_builder.delta import descriptor
+from imgkit_builder.delta.descriptor import CODE_PLACE, Delta
+from imgkit_builder.job import pyxis, quoting
+from imgkit_builder.job.request import Job, Request, RunBy, declared
+from imgkit_builder.recipe.targets import Target
+from imgkit_entrypoints import secret_patterns
+from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.launch import delta_check
+from imgkit_entrypoints.rollcall.secret import VARIABLE
+
+
+def image(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> str:
+    """Path of a .sif, an image reference, or the virtual environment of a run without a container."""
+    image = _printable_image(request)
+    if run_by == "pyxis":
+        return pyxis.named(image, recipe.name, directory)
+    if run_by == "singularity":
+        return str(directory / (image or f"{recipe.name}.sif"))
+    if run_by == "kubernetes" and not image:
+        raise UsageError(
+            "pods pull their image from a registry, but no image is given",
+            where="--image",
+            hint=f"imgkit push {recipe.name} REGISTRY/{recipe.name}:1, then --image REGISTRY/{recipe.name}:1",
+        )
+    if run_by == "host":
+        return str(directory / image) if image else ""
+    if image.startswith("-"):
+        raise UsageError(f"{image!r} is not an image", where="--image")
+    return image or f"{recipe.name}:latest"
+
+
+def _printable_image(request: Request) -> str:
+    if any(ord(letter) < 32 for letter in request.image):
+        raise UsageError(f"{request.image!r} holds a control character", where="--image")
+    return request.image
+
+
+def image_to_make(recipe: Target, request: Request, directory: Path) -> tuple[str, tuple[str, ...]]:
+    """Path of the .sif or .sqsh that a job makes, and the argv that makes it."""
+    runtime, name = recipe.system.runtime, recipe.name
+    if request.archive is None:
+        if runtime.kind == "pyxis":
+            hint = "build it with an engine elsewhere, and here: imgkit run --sif ARCHIVE"
+            raise UsageError("the job builds a .sif, and pyxis starts none", where="--build", hint=hint)
+        name = Path(request.build).stem
+    suffix = ".sqsh" if runtime.kind == "pyxis" else ".sif"
+    image = str(directory / (_printable_image(request) or f"{name}{suffix}"))
+    if request.archive is not None:
+        compression = ("--compression", runtime.compression) if runtime.compression != "auto" else ()
+        return image, ("imgkit", "sif", str(request.archive.absolute()), "-o", image, *compression)
+    file = Path(request.build)
+    source = str(file.absolute()) if file.suffix in (".yaml", ".yml") else request.build
+    base = ("--base-from", str(request.base_from.absolute())) if request.base_from is not None else ()
+    return image, ("imgkit", "build", source, "--with", "apptainer", *base, "-o", image)
+
+
+def filled(job: Job, *, passes_names: bool) -> Job:
+    """Return `job` with what its container holds beside the image.
+
+    Parameters
+    ----------
+    passes_names : whether its system passes on variables without showing their values.
+
+    Raises
+    ------
+    UsageError : a value that its runtime cannot use.
+    """
+    request, run_by, directory = job.request, job.run_by, job.directory
+    _refuse_code(request, run_by)
+    path, delta = _overlay(request, run_by, directory)
+    folder = _workdir(job.recipe, request, run_by)
+    secret_file = _secret_file(request, directory)
+    settings = {
+        VARIABLE: secret_file,
+        "IMGKIT_REQUIRE_SECRET": "1" if request.require_secret else "",
+        "IMGKIT_JOB_DIR": str(directory) if folder and run_by != "kubernetes" else "",
+    }
+    return dataclasses.replace(
+        job,
+        overlay=path,
+        delta=delta,
+        binds=_binds(job.recipe, request, run_by, directory),
+        workdir=folder,
+        env=_environment(request, run_by, Path(job.image), delta),
+        names=_names(request, passes_names),
+        env_file=_env_file(request, run_by, directory),
+        settings={**job.settings, **{name: value for name, value in settings.items() if value}},
+    )
+
+
+def _overlay(request: Request, run_by: RunBy, directory: Path) -> tuple[str, Delta | None]:
+    """Path of the delta and its descriptor, which is read here or in the folder of the job."""
+    if request.delta is None:
+        return "", None
+    delta = descriptor.read(request.delta if request.delta.exists() else directory / request.delta)
+    if run_by != "singularity":
+        raise UsageError(
+            f"a delta is mounted over a .sif, but {run_by} does not run a .sif",
+            where="--delta",
+            hint="leave it out",
+        )
+    return quoting.check("--delta", str(directory / request.delta)), delta
+
+
+def _refuse_code(request: Request, run_by: RunBy) -> None:
+    """Raise UsageError for flags of code that mean nothing in this job."""
+    if request.code is not None and request.no_code:
+        raise UsageError(
+            "--code cannot be combined with --no-code", where="--code", hint="use only one of them"
+        )
+    if request.code is None:
+        if request.allow:
+            raise UsageError("--allow without --code", where="--allow", hint="--code DIR")
+    elif run_by not in ("singularity", "pyxis"):
+        raise UsageError(
+            f"the code is mounted over a .sif, but {run_by} does not run one",
+            where="--code",
+            hint=f"leave it out; a folder that all nodes see: --bind DIR:/{descriptor.CODE_PLACE}",
+        )
+
+
+def _workdir(recipe: Target, request: Request, run_by: RunBy) -> str:
+    """The folder of the container in which the command starts; empty: the job's folder.
+
+    Raises
+    ------
+    UsageError : ``--workdir`` is no folder of a container.
+    """
+    from imgkit_builder.recipe import rules
+
+    if request.workdir:
+        if run_by == "host":
+            hint = "--directory DIR: the job's folder, in which the command starts"
+            raise UsageError("--runtime host has no container", where="--workdir", hint=hint)
+        for message, hint in () if request.workdir == "." else rules.image_path(request.workdir):
+            raise UsageError(message, where="--workdir", hint=f"{hint}; .: the job's folder")
+        return "" if request.workdir == "." else request.workdir
+    if run_by == "host":
+        return ""
+    return recipe.workdir or (f"/{CODE_PLACE}" if request.code is not None else "")
+
+
+def doubts(job: Job) -> Iterator[str]:
+    """Warnings: requests that the user may not have meant."""
+    if job.run_by == "docker" and job.workdir and not job.request.workdir:
+        yield (
+            f"the command starts in {job.workdir} of the image; files that it writes there are lost with the "
+            "container: write below $IMGKIT_JOB_DIR, or start in the job's folder: --workdir ."
+        )
+    if job.run_by == "pyxis":
+        yield from pyxis.doubts(job)
+
+
+def _environment(request: Request, run_by: RunBy, path: Path, delta: Delta | None) -> Mapping[str, str]:
+    """Variables that are set inside the container; the user's own win.
+
+    One is the image id that the container's commands must find, if there is a delta: given, or in the .sif
+    here. It is set inside, because ``--cleanenv`` of a runtime must not switch the check off.
+    """
+    from imgkit_builder.sif import image as sif
+
+    if delta is None and run_by == "singularity" and sif.is_sif(path):
+        header = sif.read(path)
+        delta = descriptor.applied(header) if header.record and header.record.delta_sha256 else None
+    values = {delta_check.VARIABLE: delta.image_id} if delta else {}
+    return {**values, **dict(variable(text) for text in request.env if "=" in text)}
+
+
+def refuse_secrets(recipe: Target, request: Request) -> None:
+    """Raise UsageError for a secret in what becomes part of the script, the record and argument lists.
+
+    ``--env`` has a check of its own, `variable`.
+    """
+    system = recipe.system
+    texts: list[tuple[str, tuple[str, ...]]] = [
+        ("COMMAND", request.command),
+        (recipe.where("system", "runtime", "options"), system.runtime.options),
+        (recipe.where("system", "queue", "options"), system.queue.options),
+    ]
+    for flags in (request, *request.system_flags):
+        for flag in declared(type(flags)):
+            value = getattr(flags, flag.field)
+            if flag.field != "env":
+                texts.append(
+                    (flag.names[0], tuple(map(str, value if isinstance(value, tuple) else (value,))))
+                )
+    for where, arguments in texts:
+        if kind := secret_patterns.in_arguments(arguments):
+            raise UsageError(
+                f"it holds {kind}: others could read it in the job script, in records and argument lists",
+                where=where,
+                hint="let the program read a variable: export NAME=..., then --env NAME alone; or "
+                "--env-file FILE, a file of mode 600",
+            )
+
+
+def _names(request: Request, passes_names: bool) -> tuple[str, ...]:
+    """Variables of ``--env NAME``, whose values no text may hold."""
+    names = tuple(dict.fromkeys(_name(text, text) for text in request.env if "=" not in text))
+    if names and not passes_names:
+        raise UsageError(
+            f"this system cannot pass {names[0]} on without showing its value",
+            where="--env",
+            hint=f"a file of mode 600 with a line {names[0]}=VALUE, and --env-file FILE",
+        )
+    return names
+
+
+def _env_file(request: Request, run_by: RunBy, directory: Path) -> str:
+    """Path of ``--env-file`` on the nodes; empty if there is none."""
+    if request.env_file is None:
+        return ""
+    if run_by == "kubernetes":
+        raise UsageError(
+            "pods cannot read a file from here",
+            where="--env-file",
+            hint=f"kubectl create secret generic imgkit --from-env-file={request.env_file}, and "
+            "--env NAME for each variable",
+        )
+    return quoting.check("--env-file", str(directory / request.env_file))
+
+
+def variable(text: str) -> tuple[str, str]:
+    """Name and value of ``NAME=VALUE``; ``NAME`` alone has no value.
+
+    Raises
+    ------
+    UsageError : it is no variable, or its value looks like a secret.
+    """
+    name, between, value = text.partition("=")
+    _name(name, text)
+    if not between:
+        return name, ""
+    kind = secret_patterns.in_value(value)
+    if kind or secret_patterns.in_name(name, value):
+        raise UsageError(
+            f"{name} holds {kind or 'a secret (by its name)'}: every user could read it in argument lists",
+            where="--env",
+            hint=f"export {name}, then --env {name} alone; or --env-file FILE, a file of mode 600",
+        )
+    if any(ord(letter) < 32 and letter != "\t" for letter in value):
+        raise UsageError(f"{name} holds a line break or control character", where="--env")
+    return name, value
+
+
+def _name(name: str, text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        masked = secret_patterns.masked(text)
+        raise UsageError(f"{masked!r} is not a variable", where="--env", hint="NAME=VALUE, or NAME")
+    return name
+
+
+def _secret_file(request: Request, directory: Path) -> str:
+    """Path of ``--secret-file`` on the nodes; empty if there is none."""
+    if request.secret_file is None:
+        return ""
+    return quoting.check("--secret-file", str(directory / request.secret_file))
+
+
+def _binds(recipe: Target, request: Request, run_by: RunBy, directory: Path) -> tuple[str, ...]:
+    """The recipe's mounts, then the user's, then the file of the secret where the job's folder has none."""
+    from imgkit_builder.recipe import rules
+
+    for text in request.binds:
+        for message, hint in (*rules.printable(text), *rules.bind(text)):
+            raise UsageError(message, where="--bind", hint=hint)
+    file = _secret_file(request, directory)
+    is_outside = file and run_by != "kubernetes" and not Path(file).is_relative_to(directory)
+    secret_mount = (f"{file}:{file}:ro",) if is_outside else ()
+    return (*recipe.system.runtime.binds, *request.binds, *secret_mount)
