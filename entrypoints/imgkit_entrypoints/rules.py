@@ -19,6 +19,8 @@ Check = Callable[[Any], Iterator[Fault]]
 _INVISIBLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Categories of Unicode: control, format, surrogates, separators of lines and paragraphs."""
 IMAGE_PATH = re.compile(r"/[^\s$\"'\\`*?\[\]]*")
+SITE_VARIABLE = re.compile(r"\$(?:\{(?P<braced>[A-Za-z_][A-Za-z0-9_]*)\}|(?P<plain>[A-Za-z_][A-Za-z0-9_]*))")
+"""``$NAME`` or ``${NAME}``: a variable that a module of the site sets on the node, such as EBROOTNCCL."""
 
 
 class Unfit(ValueError):
@@ -121,9 +123,37 @@ def env_value(text: str) -> Iterator[Fault]:
         )
 
 
+def site_value(text: str) -> Iterator[Fault]:
+    """Accept ``$NAME`` and ``${NAME}``, which are replaced on the node, and no other ``$``."""
+    if "$" in SITE_VARIABLE.sub("", text):
+        yield (
+            f"{text!r} has a $ that begins no variable",
+            "allowed: $NAME and ${NAME}, which the node replaces",
+        )
+
+
+def site_variables(*texts: str) -> tuple[str, ...]:
+    """Return the names of the variables in `texts`, each once."""
+    matches = (match for text in texts for match in SITE_VARIABLE.finditer(text))
+    return tuple(dict.fromkeys(match["braced"] or match["plain"] for match in matches))
+
+
+def expand(text: str, env: Mapping[str, str]) -> str:
+    """Replace the variables in `text` by their values in `env`.
+
+    Raises
+    ------
+    KeyError : one is not set, or empty; the argument is its name.
+    """
+    for name in site_variables(text):
+        if not env.get(name):
+            raise KeyError(name)
+    return SITE_VARIABLE.sub(lambda match: env[match["braced"] or match["plain"]], text)
+
+
 def bind(text: str) -> Iterator[Fault]:
-    """Accept ``SRC[:DEST[:ro]]``."""
-    parts = text.split(":")
+    """Accept ``SRC[:DEST[:ro]]``, whose folders may begin with a variable of the site."""
+    parts = SITE_VARIABLE.sub("/x", text).split(":")
     if len(parts) > 3 or not all(part.startswith("/") for part in parts[:2]) or "," in text:
         yield f"{text!r} is not a bind", "write /SRC, /SRC:/DEST or /SRC:/DEST:ro"
     elif len(parts) == 3 and parts[2] not in ("ro", "rw"):
@@ -131,9 +161,9 @@ def bind(text: str) -> Iterator[Fault]:
 
 
 def host_folder(text: str) -> Iterator[Fault]:
-    """Accept a folder on the nodes, for a bind and for LD_LIBRARY_PATH."""
-    if not IMAGE_PATH.fullmatch(text) or re.search("[:,]", text):
-        hint = "write an absolute path without blanks, quotes and $ : ,"
+    """Accept a folder on the nodes, for a bind and for LD_LIBRARY_PATH, also with variables of the site."""
+    if not IMAGE_PATH.fullmatch(SITE_VARIABLE.sub("/x", text)) or re.search("[:,]", text):
+        hint = "write an absolute path without blanks, quotes and : , or begin it with $NAME of a module"
         yield f"{text!r} is not a folder on the nodes", hint
 
 
@@ -155,6 +185,7 @@ ENV_NAME = like(
 )
 EnvName = Annotated[Line, ENV_NAME]
 EnvValue = Annotated[Line, Rule(env_value)]
+SiteValue = Annotated[EnvValue, Rule(site_value)]
 _TIME = r"(?:(?:\d+-)?\d{1,3}:\d{2}(?::\d{2})?)?"
 Walltime = Annotated[Line, like(_TIME, "is not a duration", 'write "HH:MM:SS"')]
 """A duration as schedulers read it; empty is "not set"."""

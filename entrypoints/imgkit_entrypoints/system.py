@@ -14,19 +14,22 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from imgkit_entrypoints import json_text
+from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.known_issues import KnownIssue
 from imgkit_entrypoints.rules import (
     EnvName,
-    EnvValue,
     Line,
     Rule,
+    SiteValue,
     Text,
     Walltime,
     Word,
     at_least,
     bind,
+    expand,
     host_folder,
     like,
+    site_value,
     srun_option,
 )
 
@@ -34,6 +37,8 @@ SCHEMA = 1
 PARTITION = "SLURM_JOB_PARTITION"
 """Variable with the one partition in which a job runs."""
 SYSTEM_JSON = Path("/opt/imgkit/system.json")
+JOB_FOLDER = "IMGKIT_JOB_DIR"
+"""Variable with the job's folder where a container starts elsewhere; unset: it is the current folder."""
 
 HOST = "/run/imgkit/host"
 """Folder of the container below which the host's folders are bound, each at its own path."""
@@ -53,7 +58,7 @@ ByRule = Literal["none", "auto"]
 
 JobField = Literal["account", "name", "qos", "time"]
 
-Bind = Annotated[Line, Rule(bind)]
+Bind = Annotated[Line, Rule(bind), Rule(site_value)]
 HostFolder = Annotated[Line, Rule(host_folder)]
 SrunOption = Annotated[Text, Rule(srun_option)]
 _DRIVER = r"(?:[0-9]{3,4}(?:\.[0-9]{1,3}){0,2})?"
@@ -86,11 +91,11 @@ class Runtime:
     command: Word = "singularity"
     """The runtime's program; required for ``docker`` and ``kubernetes``, and not used by ``pyxis``."""
     modules: tuple[Word, ...] = ()
-    """Environment modules that provide `command`, in load order."""
+    """Environment modules that provide `command` and the variables in `binds`, in load order."""
     options: tuple[Text, ...] = ()
     """Options of every container start, for example ``--nv``."""
     binds: tuple[Bind, ...] = ()
-    """Mounts of every container start, each ``SRC[:DEST[:ro]]``."""
+    """Mounts of every container start, each ``SRC[:DEST[:ro]]``; ``$NAME`` is a variable of a module."""
     host_libs: tuple[HostFolder, ...] = ()
     """Folders of the host's NCCL, network plugin and libfabric, which are searched before the image's."""
     cuda_compat: ByRule = "none"
@@ -206,8 +211,10 @@ class SystemFacts:
     fabric: Fabric = Fabric()
     queue: Queue = Queue()
     transfer: Transfer = Transfer()
-    env: Mapping[EnvName, EnvValue] = field(default_factory=dict)
-    """Variables that the entry point sets unless the user does; they are never baked as ENV."""
+    env: Mapping[EnvName, SiteValue] = field(default_factory=dict)
+    """Variables that the entry point sets unless the user does; ``$NAME`` in one is replaced on the node.
+
+    They are never baked as ENV."""
     known_issues: tuple[KnownIssue, ...] = ()
     """Faults of versions and settings that nodes and ``imgkit check`` look for, besides imgkit's own rows."""
 
@@ -217,6 +224,29 @@ class SystemFacts:
         del values["interfaces"]
         changes = {name: value for name, value in values.items() if value not in (None, "")}
         return dataclasses.replace(self, node=dataclasses.replace(self.node, **changes))
+
+    def on_node(self, env: Mapping[str, str]) -> SystemFacts:
+        """Return these facts with the variables of the site in `self.env` replaced by their values in `env`.
+
+        The job's folder is the current one where no variable names it. A variable that the user sets is not
+        needed, so its value may name what the node lacks.
+
+        Raises
+        ------
+        UsageError : a variable is not set here.
+        """
+        values, sources = dict(self.env), {JOB_FOLDER: env.get("PWD", ""), **env}
+        for name, value in self.env.items():
+            try:
+                values[name] = expand(value, sources)
+            except KeyError as error:
+                if name not in env:
+                    raise UsageError(
+                        f"system.env sets {name}={value}, but ${error.args[0]} is not set on this node",
+                        where=str(SYSTEM_JSON),
+                        hint=f"load the module that sets it (system.runtime.modules), or set {name} yourself",
+                    ) from None
+        return dataclasses.replace(self, env=values)
 
 
 def to_json(facts: SystemFacts) -> str:

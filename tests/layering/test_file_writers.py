@@ -32,6 +32,7 @@ REASONS: Mapping[str, str] = {
     "builder/imgkit_builder/engine/building.py": "a pipe; the log, in a folder that mkdir has just made",
     "entrypoints/imgkit_entrypoints/files.py": "the one place",
     "entrypoints/imgkit_entrypoints/facts/network.py": "opens a device, and makes nothing",
+    "entrypoints/imgkit_entrypoints/launch/compile_cache.py": PRIVATE,
     "entrypoints/imgkit_entrypoints/run/disk.py": "O_EXCL, in a folder of mkdir",
     "entrypoints/imgkit_entrypoints/launch/user_program.py": "it runs by path; O_EXCL, and a rename",
 }
@@ -222,6 +223,7 @@ READERS: Mapping[str, str] = {
     "entrypoints/imgkit_entrypoints/files.py": "the one place",
     "entrypoints/imgkit_entrypoints/launch/guard.py": KERNEL,
     "entrypoints/imgkit_entrypoints/rollcall/secret.py": "standard input, and a file by stricter rules",
+    "entrypoints/imgkit_entrypoints/launch/compile_cache.py": "the stream of a file that `files` has opened",
 }
 """Module -> why it may open a file without `files`."""
 

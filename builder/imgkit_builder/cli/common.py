@@ -182,7 +182,7 @@ def next_line(sif: Path, command: str, *, overlay: str = "") -> str:
 
     An image that imgkit did not build names no system and has no ``dist-*`` commands: then it opens a shell.
     """
-    from imgkit_builder.job import baked
+    from imgkit_builder.job import baked, quoting
 
     layer = ("--overlay", overlay) if overlay else ()
     try:
@@ -191,8 +191,8 @@ def next_line(sif: Path, command: str, *, overlay: str = "") -> str:
         return shlex.join(("singularity", "shell", *layer, str(sif)))
     on_singularity = runtime.kind == "singularity"
     program, options = (runtime.command, runtime.options) if on_singularity else ("singularity", ())
-    mounts = (part for bind in runtime.binds for part in ("--bind", bind))
-    return shlex.join((program, "exec", *options, *mounts, *layer, str(sif), command))
+    mounts = (part for bind in runtime.binds for part in ("--bind", quoting.expanding(bind)))
+    return " ".join(map(quoting.quote, (program, "exec", *options, *mounts, *layer, str(sif), command)))
 
 
 def show_stages(data: Mapping[str, Any], stages: Sequence[Stage], *lines: str, as_json: bool) -> None:

@@ -245,6 +245,11 @@ def _argv(job: Job) -> tuple[str, ...]:
     """The command that looks into the image as the job will start it, without its GPUs and modules apart."""
     plain = dataclasses.replace(job, gpus=0, code=None, code_folder="", settings={}, workdir="")
     probe = inside.python_argv(job.request.python)
+    # As with the mounts: what only the nodes have cannot be mounted here.
+    runtime = job.recipe.system.runtime
+    local_runtime = dataclasses.replace(runtime, host_libs=tuple(filter(os.path.isdir, runtime.host_libs)))
+    system = dataclasses.replace(job.recipe.system, runtime=local_runtime)
+    plain = dataclasses.replace(plain, recipe=dataclasses.replace(job.recipe, system=system))
     if job.run_by == "pyxis":
         return _without_pyxis(plain, probe)
     argv = container.start(plain, probe)
@@ -275,8 +280,7 @@ def _without_pyxis(job: Job, probe: Sequence[str]) -> tuple[str, ...]:
             where=job.image,
             hint=f"one of {', '.join(_STARTERS)} on PATH; or submit where there is one",
         )
-    libraries = tuple(filter(os.path.isdir, job.recipe.system.runtime.host_libs))
-    runtime = Runtime(kind="singularity", command=program, host_libs=libraries)
+    runtime = Runtime(kind="singularity", command=program, host_libs=job.recipe.system.runtime.host_libs)
     system = dataclasses.replace(job.recipe.system, runtime=runtime)
     recipe = dataclasses.replace(job.recipe, system=system)
     argv = container.start(dataclasses.replace(job, recipe=recipe, run_by="singularity"), probe)

@@ -16,7 +16,8 @@ from imgkit_builder.job.request import CodeRecord, Job
 from imgkit_builder.sif import sqsh
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import delta_check
-from imgkit_entrypoints.system import HOST, HOST_FOLDERS, SYSTEM_JSON
+from imgkit_entrypoints.rules import SITE_VARIABLE, site_variables
+from imgkit_entrypoints.system import HOST, HOST_FOLDERS, JOB_FOLDER, SYSTEM_JSON
 
 GPU_OPTIONS = ("--nv", "--nvccli", "--rocm", "--gpus=all", "--gpu", "--device=nvidia.com/gpu=all")
 """Options that a job without GPUs leaves out."""
@@ -85,7 +86,7 @@ def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> t
 def _singularity(job: Job, verb: str) -> tuple[str, ...]:
     """The command of singularity up to the image."""
     overlay = ("--overlay", f"{job.overlay}:ro") if job.overlay else ()
-    binds = (argument for bind in _mounts(job) for argument in ("--bind", bind))
+    binds = (argument for bind in _mounts(job) for argument in ("--bind", quoting.expanding(bind)))
     pwd = ("--pwd", job.workdir) if job.workdir else ()  # apptainer's --cwd is newer
     return (program(job), QUIET, verb, *options(job), *overlay, *binds, *pwd, job.image)
 
@@ -181,22 +182,33 @@ if [ "$({command})" != "{digest}" ]; then
 fi"""
 
 
+_NOT_SET = "the job needs it, and no module has set it on this node (system.runtime.modules)"
+
+
 def exports(job: Job) -> tuple[str, ...]:
     """Shell lines that set variables of the runtime and of the node agent."""
-    lines = [_UNCLEAN] if job.run_by == "singularity" else []
+    runtime, lines = job.recipe.system.runtime, [_UNCLEAN] if job.run_by == "singularity" else []
     lines += pyxis.exports(job) if job.run_by == "pyxis" else ()
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in job.settings.items()]
+    texts = (*runtime.host_libs, *(job.recipe.system.env.values() if job.run_by == "host" else job.binds))
+    needed = (name for name in site_variables(*texts) if name != JOB_FOLDER)
+    lines += [f': "${{{name}:?imgkit: {_NOT_SET}}}"' for name in needed]
+    lines += quoting.exports(job.settings)
     lines += [_READ_ENV.format(file=shlex.quote(job.env_file))] if job.env_file else []
     if job.bound is not None and job.bound.digest:
         lines.append(_unchanged(job, job.bound.digest))
     libraries = _listed_libraries(job)
     if job.run_by == "host":
         # There is no image, so the node agent has no system.json to read.
-        lines += [f"export {name}={shlex.quote(value)}" for name, value in job.recipe.system.env.items()]
+        env = job.recipe.system.env
+        if JOB_FOLDER in site_variables(*env.values()):
+            env = {JOB_FOLDER: str(job.directory), **env}
+        lines += quoting.exports(env)
         lines += [quoting.search_first(libraries)] if libraries else []
     elif job.run_by == "singularity" and libraries and not is_sqsh(job):
         prefix = "APPTAINERENV" if PurePath(program(job)).name == "apptainer" else "SINGULARITYENV"
-        lines.append(f"export {prefix}_LD_LIBRARY_PATH='{':'.join(libraries)}{quoting.INHERITED}'")
+        # This shell replaces the variables of the site, and the container LD_LIBRARY_PATH.
+        folders = SITE_VARIABLE.sub(r"""'"\g<0>"'""", ":".join(libraries))
+        lines.append(f"export {prefix}_LD_LIBRARY_PATH='{folders}{quoting.INHERITED}'")
     return tuple(lines)
 
 
@@ -242,9 +254,16 @@ def with_targets(mounts: Iterable[str]) -> Iterator[str]:
 
 
 def _docker_options(job: Job, forward: Sequence[str]) -> tuple[str, ...]:
-    pairs = [f"{name}={value}" for name, value in {**job.settings, **job.env}.items()]
+    # A value of the user's own is never expanded.
+    settings = {name: value for name, value in job.settings.items() if name not in job.env}
+    pairs = [quoting.expanding(f"{name}={value}") for name, value in settings.items()]
+    pairs += [f"{name}={value}" for name, value in job.env.items()]
     return (
-        *(argument for mount in with_targets(_mounts(job)) for argument in ("--volume", mount)),
+        *(
+            argument
+            for mount in with_targets(_mounts(job))
+            for argument in ("--volume", quoting.expanding(mount))
+        ),
         *("--workdir", job.workdir or str(job.directory)),
         *(argument for pair in pairs for argument in ("--env", pair)),
         *(("--env-file", job.env_file) if job.env_file else ()),

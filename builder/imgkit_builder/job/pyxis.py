@@ -22,6 +22,7 @@ from imgkit_builder.job import quoting
 from imgkit_builder.job.request import Job
 from imgkit_builder.sif import image, sqsh
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.rules import SITE_VARIABLE
 
 _START = (
     'if [ -r /etc/environment ]; then while IFS= read -r line || [ "$line" ]; do '
@@ -94,7 +95,7 @@ def start(
     home = () if "--container-mount-home" in options else ("--no-container-mount-home",)
     return (
         f"--container-image={job.image}",
-        f"--container-mounts={','.join(dict.fromkeys(mounts))}",
+        quoting.expanding(f"--container-mounts={','.join(dict.fromkeys(mounts))}"),
         f"--container-workdir={job.workdir or job.directory}",
         *home,
         # The value stays in the environment alone, and the image's own value does not win.
@@ -172,7 +173,7 @@ def refuse(job: Job) -> None:
 
 def mounts(text: str) -> bool:
     """Whether pyxis can mount `text`, ``SRC[:DEST[:ro]]``: what it writes into a line of fstab."""
-    return _MOUNT.fullmatch(text) is not None
+    return _MOUNT.fullmatch(SITE_VARIABLE.sub("x", text)) is not None
 
 
 def doubts(job: Job) -> Iterator[str]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.rules import SITE_VARIABLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +124,22 @@ class Shell(str):
     """Text that the script's own shell expands. imgkit writes it; it is never a user's value."""
 
     __slots__ = ()
+
+
+def expanding(text: str) -> str:
+    """Return `text` for a shell on the node that replaces its variables of the site."""
+    if not SITE_VARIABLE.search(text):
+        return text
+    # Whatever is no variable of the site stays as it is.
+    special = re.compile(rf"(?P<variable>{SITE_VARIABLE.pattern})|[$`\"\\\\]")
+    return Shell(
+        '"' + special.sub(lambda match: match[0] if match["variable"] else f"\\{match[0]}", text) + '"'
+    )
+
+
+def exports(variables: Mapping[str, str]) -> list[str]:
+    """Return shell lines that export `variables`, with the values of the site's variables in them."""
+    return [f"export {name}={quote(expanding(value))}" for name, value in variables.items()]
 
 
 def quote(argument: str) -> str:

@@ -18,6 +18,7 @@ from imgkit_builder.recipe.systems import is_podman
 from imgkit_builder.recipe.targets import Target
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.launch import host_leaks
 from imgkit_entrypoints.schedulers.placement import Size, size_examples
 from imgkit_entrypoints.system import CUDA_COMPAT, HOST_LIBS
 
@@ -252,6 +253,7 @@ def _settings(job: Job, system: System) -> Mapping[str, str]:
     by_rule = recipe.system.fabric.host_libs == "auto" and run_by in ("singularity", "docker", "pyxis")
     compat = recipe.system.runtime.cuda_compat == "auto" and run_by != "host"
     failures = request.max_failures
+    names = (text.partition("=")[0] for text in request.env)
     settings = {
         "IMGKIT_DEVICE": "cpu" if on_cpus else "",
         "IMGKIT_GPUS": str(gpus) if expects_gpus else "",
@@ -259,6 +261,7 @@ def _settings(job: Job, system: System) -> Mapping[str, str]:
         "IMGKIT_NNODES": str(size) if size.spares else "",
         HOST_LIBS: ":".join(("auto", *recipe.system.runtime.host_libs)) if by_rule else "",
         CUDA_COMPAT: "auto" if compat else "",
+        "IMGKIT_KEEP_ENV": ",".join(filter(host_leaks.may_remove, names)),
         "IMGKIT_PREFLIGHT": "1" if request.preflight else "",
         "IMGKIT_MAX_FAILURES": "" if failures is None else str(failures),
         "IMGKIT_SCHEDULER": system.placement if size.started > 1 else "",

@@ -172,9 +172,9 @@ _EXPOSED = "anybody who can pull the image can read it; pass it when the job sta
 
 def _check_text(path: KeyPath, node: Scalar, problems: Collector) -> None:
     """Report a variable that cannot be expanded, and warn of secrets and of ``$`` without a meaning."""
-    name, of_system = str(path[-1]), path[:-1] == ("system", "env")
+    name = str(path[-1])
     is_variable = path[0] == "image" and len(path) > 2 and path[-2] in ("env", "args")
-    has_name = of_system or is_variable or path[:-1] == ("image", "labels")
+    has_name = is_variable or path[:-1] in (("image", "labels"), ("system", "env"))
     if is_variable:
         for message, hint in rules.variable(name, node.text, has_earlier_value=path[1] != "args"):
             problems.error(node.position, path, message, hint)
@@ -186,7 +186,7 @@ def _check_text(path: KeyPath, node: Scalar, problems: Collector) -> None:
         problems.warn(node.position, path, "this looks like a secret", _EXPOSED)
     # `/x:$PATH` is expanded; any other $ would stand in the value as it is.
     adds_to_base = is_variable and rules.inherited(name, node.text) is not None
-    if (of_system or is_variable) and not adds_to_base and re.search(r"\$\{?[A-Za-z_]", node.text):
+    if is_variable and not adds_to_base and re.search(r"\$\{?[A-Za-z_]", node.text):
         problems.warn(node.position, path, "variables are not expanded: the $ stays", "write the whole value")
 
 

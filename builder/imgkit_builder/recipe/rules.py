@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from imgkit_builder.recipe.problems import choices
-from imgkit_entrypoints.rules import IMAGE_PATH, Fault, Unfit, bind, printable
+from imgkit_entrypoints.rules import IMAGE_PATH, Fault, Unfit, bind, printable, site_variables
 
 __all__ = ["Fault", "bind", "printable"]
 
@@ -29,7 +29,6 @@ _GIT_SOURCE = re.compile(
     r"(?:[A-Za-z0-9][A-Za-z0-9._-]*(?:\[[A-Za-z0-9._, -]*\])?\s*@\s*)?git\+(?P<url>.*)", re.DOTALL
 )
 _PIP_FILES = ("-r", "--requirement", "-c", "--constraint", "-e", "--editable")
-_VARIABLE = re.compile(r"\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
 
 
 def recipe_name(text: str) -> Iterator[Fault]:
@@ -228,15 +227,11 @@ def inherited(name: str, value: str) -> tuple[str, str] | None:
     positions = [number for number, element in enumerate(elements) if element in (f"${name}", f"${{{name}}}")]
     if len(positions) == 1 and len(elements) > 1:
         before, after = elements[: positions[0]], elements[positions[0] + 1 :]
-        if name not in _references(":".join(before + after)):
+        if name not in site_variables(*before, *after):
             return ":".join(before), ":".join(after)
-    if name in _references(value):
+    if name in site_variables(value):
         raise ValueError(f"{value!r} does not name ${name} as one element of a list")
     return None
-
-
-def _references(text: str) -> set[str]:
-    return {match[1] or match[2] for match in _VARIABLE.finditer(text)}
 
 
 def expanded(name: str, value: str, quote: Callable[[str], str]) -> str | None:

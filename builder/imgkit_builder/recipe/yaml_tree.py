@@ -233,7 +233,7 @@ def _report_tabs(position: Position, file: Path, problems: Collector) -> None:
 
 
 class _Converter:
-    """Converts PyYAML's nodes to ours: expands anchors and merge keys, and checks keys."""
+    """Converts PyYAML's nodes to ours: expands anchors, and checks keys."""
 
     def __init__(self, file: Path, problems: Collector) -> None:
         self._file, self._problems = file, problems
@@ -271,11 +271,11 @@ class _Converter:
     def _table(self, node: yaml.MappingNode, position: Position, path: KeyPath) -> Table:
         entries: dict[str, YamlNode] = {}
         keys: dict[str, Position] = {}
-        merged: list[Table] = []
         for key, value in node.value:
             key_position = self._position(key)
             if key.tag == _MERGE:
-                merged += self._merged(value, path)
+                hint = "write its keys here, or begin the recipe with `extends: NAME`"
+                self._problems.error(key_position, path, "<< is not supported", hint)
                 continue
             if not isinstance(key, yaml.ScalarNode) or _TYPES.get(key.tag) != "text":
                 self._report_key(key, key_position, path)
@@ -292,23 +292,7 @@ class _Converter:
                 child = Scalar(position=key_position, text="", type="nothing")
             if child is not None:
                 entries[key.value] = child
-        # Explicit keys override merged ones, wherever the merge key is; of these, the first counts.
-        inherited: dict[str, YamlNode] = {}
-        positions: dict[str, Position] = {}
-        for table in reversed(merged):
-            inherited.update(table.entries)
-            positions.update(table.keys)
-        entries = {**{key: child for key, child in inherited.items() if key not in keys}, **entries}
-        return Table(position=position, entries=entries, keys={**positions, **keys})
-
-    def _merged(self, value: yaml.Node, path: KeyPath) -> Iterator[Table]:
-        """Yield what a ``<<`` key names: one mapping or a list of them, the first with precedence."""
-        for source in value.value if isinstance(value, yaml.SequenceNode) else (value,):
-            table = self.convert(source, path)
-            if isinstance(table, Table):
-                yield table
-            elif table is not None:
-                self._problems.error(table.position, path, f"<< merges mappings, not {kind(table)}")
+        return Table(position=position, entries=entries, keys=keys)
 
     def _report_key(self, key: yaml.Node, position: Position, path: KeyPath) -> None:
         if not isinstance(key, yaml.ScalarNode) or key.tag not in _TYPES:

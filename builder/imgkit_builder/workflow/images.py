@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from imgkit_builder.base.progress import SILENT, Reporter
 from imgkit_builder.workflow.names import RECIPE_SUFFIXES, image_name, module_line
 from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
+from imgkit_entrypoints.rules import expand
 
 if TYPE_CHECKING:
     from imgkit_builder.base.checks import Check
@@ -139,7 +141,14 @@ def _sif_shell(path: str, *, host: bool, workdir: str) -> ShellCommand:
     options = (*(isolated.options if isolated else ()), *(runtime.options if runtime else ()))
     argv += [option for option in dict.fromkeys(options) if option != "--nv"]
     for bind in runtime.binds if runtime and host else ():
-        argv += ["--bind", bind]
+        try:
+            argv += ["--bind", expand(bind, os.environ)]
+        except KeyError as error:
+            raise UsageError(
+                f"the image's system mounts {bind}, but ${error.args[0]} is not set here",
+                where="--host",
+                hint=module_line(target.system if target else None) or "load the module that sets it",
+            ) from None
     if start := workdir or (target.workdir if target else ""):
         argv += ["--pwd", start]
     reach = isolated.description("a shell") if isolated else _SHARED

@@ -101,6 +101,13 @@ OPTIONS = (
     Option("--grace", positive, 60, "S", "time to save in after a stop request (default: 60 s)"),
     Option("--hang-after", natural, 60, "S", HANG_HELP),
     Option("--secret-file", str, None, "FILE", KEY_FILE_HELP),
+    Option(
+        "--compile-cache",
+        str,
+        None,
+        "FILE",
+        "start with the compiled code of FILE, and pack what is compiled into it at the end",
+    ),
 )
 ALIASES = {
     "--nproc": ("--nproc-per-node", "--nproc_per_node"),
@@ -137,6 +144,14 @@ def launch_parser(command: Command, env: Mapping[str, str], usage: str | None = 
         if aliases := ALIASES.get(option.flag):
             dest, hidden = option.flag.strip("-").replace("-", "_"), argparse.SUPPRESS
             group.add_argument(*aliases, dest=dest, type=option.type, default=hidden, help=hidden)
+    group.add_argument(
+        "--keep-env",
+        action="append",
+        default=[name for name in env.get(variable("--keep-env"), "").split(",") if name],
+        metavar="NAME",
+        help="keep this variable of the host for the workers, which start without those of MPI, XALT and the "
+        "host's Python; PMIX_*: all that begin so; core: core dumps (repeatable)",
+    )
     for flag, text in SWITCHES.items():
         names = (flag, "-v") if flag == "--verbose" else (flag,)
         group.add_argument(*names, action="store_true", default=_is_on(flag, env), help=text)
@@ -185,6 +200,8 @@ def read_options(parsed: argparse.Namespace, command: Command, argv: Sequence[st
         secret_file=parsed.secret_file,
         require_secret=parsed.require_secret,
         preflight=parsed.preflight,
+        compile_cache=parsed.compile_cache,
+        keep_env=tuple(parsed.keep_env),
     )
 
 

@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path, PurePath
 
@@ -21,8 +22,8 @@ from imgkit_entrypoints.cli.options import launch_parser, read_options
 from imgkit_entrypoints.errors import NoPlan, UsageError
 from imgkit_entrypoints.fabric import library_path, sockets
 from imgkit_entrypoints.facts import HostFacts, storage
-from imgkit_entrypoints.facts.software import absent_files
-from imgkit_entrypoints.launch import plan, user_program
+from imgkit_entrypoints.facts.software import MANIFEST_JSON, absent_files
+from imgkit_entrypoints.launch import compile_cache, host_leaks, plan, user_program
 from imgkit_entrypoints.launch.plan import LaunchOptions, LaunchPlan
 from imgkit_entrypoints.rollcall import ports, secret
 from imgkit_entrypoints.schedulers import resolve
@@ -150,13 +151,24 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> in
             terminal.out(*planned.lines())
         return 0
     has_secret_flag = options.require_secret and placement.nnodes > 1
-    for flag, is_given in (("--preflight", options.preflight), ("--require-secret", has_secret_flag)):
+    needing_agent = {
+        "--preflight": options.preflight,
+        "--require-secret": has_secret_flag,
+        "--compile-cache": options.compile_cache is not None,
+    }
+    for flag, is_given in needing_agent.items():
         if launch_plan.mode == "direct" and is_given:
             raise NoPlan(
-                f"{flag} needs the roll call, and ranks that start without torchrun have none",
+                f"{flag} needs a node agent, and ranks that start without torchrun have none",
                 where=flag,
                 hint="leave out --direct, or start one process per node",
             )
+    if options.compile_cache is not None and launch_plan.cache is None:
+        raise UsageError(
+            "no folder on this node's own disk or in its memory can hold compiled code",
+            where="--compile-cache",
+            hint="set TMPDIR to a folder of this node that you can write",
+        )
     if log_dir := options.request.log_dir:
         where, hint = f"--log-dir {log_dir}", "name a folder that this node can write"
         files.refuse_unusable_folder(Path(log_dir), "log folder", where=where, hint=hint)
@@ -168,6 +180,9 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> in
             "elsewhere: pip install torch",
         )
     link_host_libraries(launch_plan.links)
+    launch_plan.environment.apply()
+    if launch_plan.cache:
+        launch_plan.cache.make()
     run_secret = _find_secret(options, env, placement)
     if launch_plan.mode == "direct":
         return _run_rank(launch_plan, child_env, env)
@@ -189,7 +204,24 @@ def make_plan(
         env=env,
         is_imgkits=worker.is_imgkits,
     )
-    child_env = {name: value for name, value in env.items() if name not in launch_plan.unset}
+    environment = host_leaks.clean(
+        env,
+        host.image_env,
+        keep=options.keep_env,
+        prefix=sys.prefix,
+        is_mpi_rank=placement.direct is not None,
+    )
+    cache = _compile_cache(options, env, host)
+    cache_variables = compile_cache.variables(cache.folder, env) if cache else {}
+    unset = dict.fromkeys((*launch_plan.unset, *environment.unset))
+    launch_plan = dataclasses.replace(
+        launch_plan,
+        unset=tuple(unset),
+        env={**environment.env, **cache_variables, **launch_plan.env},
+        environment=environment,
+        cache=cache,
+    )
+    child_env = {name: value for name, value in env.items() if name not in unset}
     child_env |= launch_plan.env
     child_env.pop(secret.VARIABLE, None)
     if worker.is_imgkits:
@@ -197,14 +229,47 @@ def make_plan(
     absent = absent_files(facts.Reader(root=facts.root_of(env)), child_env)
     odd = resolve.warnings(placement, options.placement, env, recipe=system.scheduler if system else "")
     is_cluster_node = bool(host.gpus or host.rdma or host.cxi)  # a laptop needs no word about a scheduler
+    offline = "" if worker.is_imgkits else _offline(facts.Reader(root=facts.root_of(env)), host, child_env)
     warnings = (
         *odd,
         *launch_plan.warnings,
         *(str(fabric.Finding(what=what, fix=fix)) for what, fix in absent),
-        *(() if worker.is_imgkits else _shadows(env)),
+        *(() if worker.is_imgkits else _shadows(child_env)),
     )
     hidden = launch_plan.hidden if is_cluster_node else launch_plan.hidden.union(odd)
-    return dataclasses.replace(launch_plan, warnings=warnings, hidden=hidden), child_env
+    notes = tuple(filter(None, (environment.text, offline)))
+    return dataclasses.replace(launch_plan, warnings=warnings, hidden=hidden, notes=notes), child_env
+
+
+def _compile_cache(
+    options: LaunchOptions, env: Mapping[str, str], host: HostFacts
+) -> compile_cache.CompileCache | None:
+    """Return this node's cache of compiled code; None where no folder can hold it."""
+    reader = facts.Reader(root=facts.root_of(env))
+    key = compile_cache.make_key(reader.text(MANIFEST_JSON) or f"{host.torch_version} {sys.prefix}")
+    folder = compile_cache.find_folder(env, key, is_shared=partial(storage.on_network_disk, reader))
+    file = options.compile_cache and files.in_job_folder(Path(options.compile_cache), env).absolute()
+    return compile_cache.CompileCache(folder=folder, key=key, file=file or None) if folder else None
+
+
+_DOWNLOADS = ("HF_HOME", "HF_HUB_OFFLINE", "TORCH_HOME", "HTTPS_PROXY", "https_proxy")
+"""Variables by which a program finds its files without the internet, or its way there."""
+
+
+def _offline(reader: facts.Reader, host: HostFacts, env: Mapping[str, str]) -> str:
+    """Return a line for a node that has no way to the internet, where no variable of `env` is about that."""
+    routes = reader.text("/proc/net/route")
+    has_ipv6 = any(
+        line.split()[:2] == ["0" * 32, "00"] and line.split()[-1] != "lo"
+        for line in (reader.text("/proc/net/ipv6_route") or "").splitlines()
+    )
+    is_default = any(route.network == "0.0.0.0/0" for route in host.routes)
+    if routes is None or is_default or has_ipv6 or any(env.get(name) for name in _DOWNLOADS):
+        return ""
+    return (
+        "this node has no route to the internet, so downloads fail: download on a login node, and set "
+        "HF_HOME, TORCH_HOME and HF_HUB_OFFLINE=1 (--env, or system.env of the recipe)"
+    )
 
 
 def _run_rank(launch_plan: LaunchPlan, child_env: Mapping[str, str], env: Mapping[str, str]) -> int:
@@ -241,6 +306,9 @@ def _run_agent(
         address=carrier.addresses[0] if carrier else "",
         interface=carrier.name if carrier else "",
     )
+    cache = launch_plan.cache if options.compile_cache else None
+    if cache and (problem := cache.unpack()) and launch_plan.placement.node_rank == 0:
+        say(problem)
     config = NodeConfig(
         argv=launch_plan.argv,
         env=child_env,
@@ -252,9 +320,15 @@ def _run_agent(
         secret=run_secret,
         preflight=PREFLIGHT if options.preflight else None,
         log_dir=options.request.log_dir,
+        on_success=partial(_pack, cache) if cache else None,
         plan_text="".join(f"{line}\n" for line in launch_plan.lines()),
     )
     return NodeAgent(config).run()
+
+
+def _pack(cache: compile_cache.CompileCache) -> None:
+    if message := cache.pack():
+        say(message)
 
 
 def link_host_libraries(links: Mapping[str, str]) -> None:

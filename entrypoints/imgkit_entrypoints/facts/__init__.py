@@ -87,12 +87,13 @@ def system_facts(path: Path | None = None, env: Mapping[str, str] = os.environ) 
 
     Raises
     ------
-    UsageError : the file exists, but imgkit did not write it so.
+    UsageError : the file exists, but imgkit did not write it so, or it names a variable that is not set.
     """
     path = path or Reader(root=root_of(env)).real_path(str(system.SYSTEM_JSON))
     try:
-        return system.from_json(files.read_text(path)).in_partition(env.get(system.PARTITION, ""))
+        facts = system.from_json(files.read_text(path)).in_partition(env.get(system.PARTITION, ""))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(f"cannot read the system facts: {error}", where=str(path)) from error
+    return facts.on_node(env)

@@ -13,6 +13,7 @@ import dataclasses
 import resource
 import secrets
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
 
 TICK_S = 1.0
 """Longest time between two looks at the other nodes, the stop file and the workers."""
+BESIDE_S = 60.0
+"""Longest time after a success for which the others wait for the head."""
 PLAN_FILE = "launch.txt"
 EXPLAINED_CHARACTERS = 64 * 1024
 """Last characters of the error output that are searched for known failures."""
@@ -85,6 +88,8 @@ class NodeConfig:
     """The module that measures a node before the start; None: no preflight."""
     log_dir: str | None = None
     """Folder for the log of a failed run; None: the run's folder, or a temporary one."""
+    on_success: Callable[[], None] | None = None
+    """What the head does when the command has succeeded or saved, while the other nodes wait."""
     plan_text: str = ""
     """Every setting with its reason, for `PLAN_FILE` in the run's folder."""
 
@@ -419,6 +424,8 @@ class NodeAgent:
                 self._explain(command)
         self._timer.end_attempt(self._stop_folder)
         self.session.positions = None
+        if self.config.on_success and self.is_head and command and self._code in (0, EXIT_SAVED):
+            self._run_beside(self.config.on_success)
         report = AttemptEnded(
             code=self._code,
             attempt=self._attempt,
@@ -427,6 +434,16 @@ class NodeAgent:
         )
         self.session.report(report)
         return self._start
+
+    def _run_beside(self, function: Callable[[], None]) -> None:
+        """Run `function`, and stay in touch with the other nodes meanwhile."""
+        thread = threading.Thread(target=function, daemon=True)
+        thread.start()
+        thread.join(0.1)
+        end = time.monotonic() + BESIDE_S
+        while thread.is_alive() and time.monotonic() < end:
+            self._wait(self._signals)
+            self._react()
 
     def _node_code(self, code: int) -> int:
         """Return the exit code of this node alone, where its command ended with `code`."""

@@ -49,19 +49,6 @@ KNOWN: tuple[_Known, ...] = (
         stops=True,
     ),
     _Known(
-        pattern=r"RendezvousTimeoutError",
-        cause="some nodes did not join the rendezvous: they never started torchrun, or each has another "
-        "--rdzv-id ($RANDOM differs per node)",
-        remedy=START_ALL + "; take the rendezvous id from the job id",
-        stops=True,
-    ),
-    _Known(
-        pattern=r"RendezvousConnectionError",
-        cause="no process hosts the rendezvous, or this node cannot reach it",
-        remedy="check the head's name or address (--head), that the command runs there, and the firewall",
-        stops=True,
-    ),
-    _Known(
         pattern=r"DistNetworkError.*trying to connect to \((?P<host>[^,]+), (?P<port>\d+)\)"
         r"|client socket has (?:timed out|failed).*trying to connect to \((?P<host2>[^,]+), (?P<port2>\d+)\)",
         cause="torchrun on the head does not answer at {host}:{port}",
@@ -157,6 +144,13 @@ KNOWN: tuple[_Known, ...] = (
         cause="the program writes into the image, which is read-only; a relative path begins in the folder "
         "where the command starts",
         remedy="write below $IMGKIT_RUN_DIR or $IMGKIT_JOB_DIR, or start in the job's folder: --workdir .",
+    ),
+    _Known(
+        pattern=r"(?:Failed to resolve|Could not resolve host:|ConnectionPool\(host=|couldn't connect to) ?"
+        r"['\"]?(?:https?://)?(?P<host>[A-Za-z0-9][A-Za-z0-9.-]*)",
+        cause="this node cannot reach {host}; many clusters have no internet on their nodes",
+        remedy="download on a login node into HF_HOME or TORCH_HOME, and set HF_HUB_OFFLINE=1, or a proxy of "
+        "the site in HTTPS_PROXY",
     ),
     _Known(
         # The C++ frames of c10d::TCPStore below such a line are those of a node without a fault.

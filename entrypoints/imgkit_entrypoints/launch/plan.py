@@ -21,6 +21,8 @@ from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.fabric import Decision
 from imgkit_entrypoints.facts import HostFacts
 from imgkit_entrypoints.facts.compute import ONLY_NVIDIA
+from imgkit_entrypoints.launch.compile_cache import CompileCache
+from imgkit_entrypoints.launch.host_leaks import CleanEnvironment
 from imgkit_entrypoints.rollcall import ports
 from imgkit_entrypoints.schedulers.placement import Placement, PlacementRequest, Size
 from imgkit_entrypoints.system import SYSTEM_JSON, SystemFacts
@@ -79,17 +81,17 @@ class LaunchOptions:
     """Several nodes do not start without a secret."""
     preflight: bool = False
     """Measure the nodes before the start."""
+    compile_cache: str | None = None
+    """The file from which compiled code is unpacked, and into which it is packed."""
+    keep_env: tuple[str, ...] = ()
+    """Variables of the host that the workers keep."""
 
 
 SCHEMA = 1
 
-_FLAGS_SINCE: tuple[tuple[tuple[int, int], tuple[str, ...]], ...] = (
-    # Seconds from the signal that torchrun passes on to KILL. The default, 30 s, is longer than we wait.
-    ((2, 12), ("--shutdown-timeout", "3")),
-)
-"""Flags of torchrun by the first version of torch that has them. All others here are in 2.3 as well."""
-
-
+_SHUTDOWN_SINCE = (2, 12)
+"""Version of torch whose torchrun has a flag for its wait between the signal that it passes on and KILL. By
+default it is 30 s, longer than we wait. All other flags are in 2.3 as well."""
 ENDED_TOGETHER = ("pbs", "pals", "openmpi", "hydra")
 """Launchers that end all processes of a job when one of its nodes is gone."""
 
@@ -124,6 +126,12 @@ class LaunchPlan:
     """Why a value that the image set counts as the user's; empty: the image's variables are known."""
     secret: str = ""
     """The place that the secret of the roll call comes from; empty: the start is open, or on one node."""
+    environment: CleanEnvironment = dataclasses.field(default_factory=CleanEnvironment)
+    """What the workers do not get of the host."""
+    cache: CompileCache | None = None
+    """The folder of compiled code on this node; None: the workers' programs choose their own."""
+    notes: tuple[str, ...] = ()
+    """What is different for the workers on this node, a line each."""
     hidden: frozenset[str] = frozenset()
     """Warnings that do not matter here, as about a network that the run does not use: ``-v`` prints them."""
 
@@ -134,6 +142,7 @@ class LaunchPlan:
         processes = "1 process" if self.nproc == 1 else f"{self.nproc} processes"
         each = " on each" if nnodes > 1 else ""
         yield f"{nodes}, {processes}{each}, {device}" + ("" if verbose else " (to see why: -v)")
+        yield from self.notes
         if verbose:
             yield from (str(decision) for decision in self.decisions if decision.used)
             yield from self.warnings
@@ -150,6 +159,7 @@ class LaunchPlan:
         names, values = (max(len(row[column]) for row in rows) for column in (0, 1))
         for name, value, source in rows:
             yield f"{name:{names}}  {value:{min(values, _WIDEST)}}  {source}".rstrip()
+        yield from (f"note: {text}" for text in self.notes)
         yield from (f"warning: {text}" for text in self.warnings)
         yield f"command: {shlex.join(self.argv)}"
 
@@ -204,6 +214,7 @@ class LaunchPlan:
             "env": dict(self.env),
             "unset": list(self.unset),
             "decisions": [dataclasses.asdict(decision) for decision in self.decisions],
+            "notes": list(self.notes),
             "warnings": list(self.warnings),
         }
 
@@ -374,23 +385,18 @@ def _nproc(
 
 def _operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
     """Return the processes that `_PET_NPROC` means, as torchrun reads its ``--nproc-per-node``."""
-    if text.isascii() and text.isdigit() and 0 < int(text) < 10**6:
-        return int(text), _PET_NPROC
-    if text not in ("auto", "gpu", "cpu"):
+    counts = {"auto": host.gpus or host.cpus, "gpu": host.gpus, "cpu": host.cpus}
+    number = counts.get(text) or digits(text)
+    if not number or number >= 10**6:
         raise NoPlan(
-            f"{text[:200]!r} is not a number of processes",
-            where=_PET_NPROC,
-            hint="a number from 1, auto, gpu or cpu; or give --nproc N",
+            f"{_PET_NPROC}={text[:200]} is not a number of processes on this node",
+            where=host.gpus_source if text == "gpu" else _PET_NPROC,
+            hint="a number from 1, auto, cpu, or gpu where GPUs are visible; or give --nproc N",
         )
-    if text == "gpu" and not host.gpus:
-        raise NoPlan(
-            f"{_PET_NPROC}=gpu asks for one process per GPU, and no GPU is visible",
-            where=host.gpus_source,
-            hint="ask for GPUs, or give --nproc N",
-        )
-    if text == "cpu" or not host.gpus:
-        return host.cpus, f"{_PET_NPROC}={text}: one per processor allowed"
-    return host.gpus, f"{_PET_NPROC}={text}: one per GPU"
+    if text not in counts:
+        return number, _PET_NPROC
+    unit = "GPU" if text != "cpu" and host.gpus else "processor allowed"
+    return number, f"{_PET_NPROC}={text}: one per {unit}"
 
 
 def _unused_nproc(
@@ -459,7 +465,7 @@ def _torchrun(
         *("--master-addr", head, "--master-port", PORT_PENDING),
         *("--nproc-per-node", nproc, "--max-restarts", "0"),
         *("--monitor-interval", "0.1"),  # torch 2.3 checks its workers every 5 s only
-        *(flag for since, flags in _FLAGS_SINCE if version >= since for flag in flags),
+        *(("--shutdown-timeout", "3") if version >= _SHUTDOWN_SINCE else ()),
         *("--tee", "3" if request.prefix else "0", "--log-dir", logs, "--no-python"),
         "--",  # torchrun's parser would read the program's --max as a short --max-restarts, and refuse it
     )

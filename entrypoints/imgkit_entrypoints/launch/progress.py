@@ -11,7 +11,6 @@ import math
 import struct
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_entrypoints import files
@@ -21,18 +20,6 @@ PROGRESS_FILE = "progress"
 PROGRESS_LAYOUT = struct.Struct("3d")
 ROUNDED_S = 100.0
 """A start of this length or more is shown in whole seconds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """The notes of one attempt, as the node agent reads them. Times are those of `time.monotonic`."""
-
-    first_s: float
-    """Beginning of the first step."""
-    last_s: float
-    """End of the latest step or save."""
-    saving_s: float
-    """Seconds between the two in which training waited for a save."""
 
 
 class ProgressNotes:
@@ -69,17 +56,19 @@ def clear_progress(folder: Path) -> None:
         (folder / PROGRESS_FILE).unlink(missing_ok=True)
 
 
-def read_progress(folder: Path) -> Progress | None:
-    """Return the notes of the attempt; None before its first step, and where the program writes none."""
+def read_progress(folder: Path) -> tuple[float, float, float] | None:
+    """Return the notes of an attempt; None before its first step, and where the program writes none.
+
+    They are the beginning of the first step and the end of the latest step or save, both of `time.monotonic`,
+    and the seconds between the two in which training waited for a save.
+    """
     try:
         with files.open_regular(folder / PROGRESS_FILE) as file:
-            notes = PROGRESS_LAYOUT.unpack(file.read(PROGRESS_LAYOUT.size))
+            first_s, last_s, saving_s = PROGRESS_LAYOUT.unpack(file.read(PROGRESS_LAYOUT.size))
     except (OSError, struct.error):
         return None
-    if not notes[0] or not all(map(math.isfinite, notes)):
-        return None
-    first_s, last_s, saving_s = notes
-    return Progress(first_s=first_s, last_s=last_s, saving_s=saving_s)
+    notes = (first_s, last_s, saving_s)
+    return notes if first_s and all(map(math.isfinite, notes)) else None
 
 
 class StepTimer:
@@ -113,9 +102,9 @@ class StepTimer:
             return
         self._has_steps = True
         # The program has written these numbers: none of them may make a part negative, or too long.
-        first_s = min(max(progress.first_s, self._attempt_s), end_s)
-        steps_s = min(max(progress.last_s, first_s), end_s) - first_s
-        saving_s = min(max(progress.saving_s, 0.0), steps_s)
+        first_s = min(max(progress[0], self._attempt_s), end_s)
+        steps_s = min(max(progress[1], first_s), end_s) - first_s
+        saving_s = min(max(progress[2], 0.0), steps_s)
         self._parts["starting"] += first_s - self._attempt_s
         self._parts["training"] += steps_s - saving_s
         self._parts["saving"] += saving_s

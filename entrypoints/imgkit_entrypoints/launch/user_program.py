@@ -106,7 +106,7 @@ def _create(path: str) -> BinaryIO:
 def excepthook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Report the exception that ends this worker; without a node agent, print it as Python does."""
     try:
-        reported = report(described(error, trace), sample=sample_of(trace))
+        reported = report(described(error, trace), sample=sample_of(trace), unreachable=unreachable_of(error))
     except Exception:  # a program whose exceptions cannot be printed, or that has changed these modules
         reported = False
     if not reported:
@@ -162,7 +162,23 @@ def sample_of(trace: TracebackType | None) -> Any:
     return index
 
 
-def report(text: str, *, sample: object = None) -> bool:
+def unreachable_of(error: BaseException | None) -> str:
+    """Return HOST:PORT to which `error`, or one that led to it, could not connect; empty: none.
+
+    The text of many libraries does not name it, and all of them connect by these functions.
+    """
+    host, errors = "", list[BaseException]()
+    while error is not None and error not in errors and not host:
+        errors.append(error)
+        for frame, _ in traceback.walk_tb(error.__traceback__ if isinstance(error, OSError) else None):
+            name, values = frame.f_code.co_name, frame.f_locals
+            if name in ("create_connection", "getaddrinfo") and "host" in values and "port" in values:
+                host = f"{values['host']}:{values['port']}"
+        error = error.__cause__ or error.__context__
+    return host
+
+
+def report(text: str, *, sample: object = None, unreachable: str = "") -> bool:
     """Leave `text`, by which this worker ends, for the node agent; False: there is none."""
     folder, rank = os.environ.get("IMGKIT_STOP_DIR"), os.environ.get("RANK", "")
     if not folder or not rank.isdigit() or "IMGKIT_ATTEMPT" not in os.environ:
@@ -171,6 +187,8 @@ def report(text: str, *, sample: object = None) -> bool:
         text = f"{text[:HALF]}\n...\n{text[-HALF:]}"
     if sample is not None:
         text = f"sample {str(sample)[:100]} of the data set\n{text}"
+    if unreachable:
+        text = f"this node cannot reach {unreachable[:200]} (is there a route to the internet?)\n{text}"
     part = os.path.join(folder, f".imgkit-{os.getpid()}.part")  # noqa: PTH118
     try:
         with _create(part) as file:

@@ -66,13 +66,6 @@ def test_two_nodes_make_one_run(play: Play) -> None:
     assert found["output"].count("hostname of the client socket cannot be retrieved") <= 1
 
 
-def test_missing_node_is_named_soon(play: Play) -> None:
-    found = play("one node missing")
-    assert found["codes"] == [5]
-    assert "node 2 of 2 (host1) did not join; 1/2 present after 3 s" in found["output"]
-    assert "RendezvousTimeoutError" not in found["output"]
-
-
 @pytest.mark.parametrize(
     "scenario",
     [
@@ -110,21 +103,8 @@ def test_hanging_worker_ends_with_its_node(play: Play) -> None:
     assert "memory ran out" not in found["output"]
 
 
-@pytest.mark.parametrize(
-    ("scenario", "codes"),
-    [
-        pytest.param("kill a launcher", [4, -9], marks=pytest.mark.soak),
-        ("kill the head's launcher", [-9, 4]),
-    ],
-)
-def test_killed_launcher_leaves_no_process(play: Play, scenario: str, codes: list[int]) -> None:
-    found = play(scenario)
-    assert found["codes"] == codes
+def test_killed_launcher_leaves_no_process(play: Play) -> None:
+    found = play("kill the head's launcher")
+    assert found["codes"] == [-9, 4]
     assert found["output"].count("ending the program: lost node") == 1
     assert "Traceback" not in found["output"]
-
-
-def test_killed_torchrun_leaves_no_process(play: Play) -> None:
-    codes = play("kill a torchrun")["codes"]
-    assert 137 in codes
-    assert 0 not in codes

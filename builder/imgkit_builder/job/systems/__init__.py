@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from imgkit_builder.job import quoting
 from imgkit_builder.job.request import (
     Job,
     JobState,
@@ -218,7 +219,7 @@ def with_folders(job: Job, argv: Sequence[str]) -> tuple[str, ...]:
     sources = dict.fromkeys(bind.partition(":")[0] for bind in job.binds)
     if not sources or job.run_by not in ("singularity", "docker", "pyxis"):
         return tuple(argv)
-    return ("sh", "-c", _HAS_FOLDERS, "sh", *sources, "--", *argv)
+    return ("sh", "-c", _HAS_FOLDERS, "sh", *map(quoting.expanding, sources), "--", *argv)
 
 
 def program_starts_once(job: Job) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from imgkit_builder.job.request import Job, Script, SubmittedJob
 from imgkit_builder.job.systems import System, need_program, with_folders
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.rules import site_variables
 
 
 class ForegroundSystem(System):
@@ -69,14 +70,21 @@ def with_options(job: Job, argv: tuple[str, ...], *options: str) -> tuple[str, .
 
 def with_settings(job: Job, argv: tuple[str, ...]) -> tuple[str, ...]:
     """Return `argv` with the variables that a job script would export; docker's has them already."""
+    if any(isinstance(argument, quoting.Shell) for argument in argv):
+        # Only a shell on the node knows the variables of the site.
+        return (
+            "sh",
+            "-c",
+            "; ".join((*container.exports(job), f"exec {' '.join(map(quoting.quote, argv))}")),
+        )
     if job.run_by == "docker":
         return argv
     system = job.recipe.system
-    if system.runtime.host_libs or job.env_file:
+    variables = {**job.settings, **(system.env if job.run_by == "host" else {})}
+    if system.runtime.host_libs or job.env_file or site_variables(*variables.values()):
         # A path is put in front of the node's own value, which only a shell on that node knows.
         return ("sh", "-c", "; ".join((*container.exports(job), 'exec "$@"')), "sh", *argv)
-    # There is no image, so the node agent has no system.json to read.
-    variables = {**job.settings, **(system.env if job.run_by == "host" else {})}
+    # Without an image, the node agent has no system.json to read.
     return ("env", *(f"{name}={value}" for name, value in variables.items()), *argv) if variables else argv
 
 

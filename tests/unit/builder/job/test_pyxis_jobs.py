@@ -158,7 +158,7 @@ def test_libraries_of_the_host_come_first(tmp_path: Path) -> None:
     [
         ({"nodes": "4+1"}, "--nodes 4+1: with pyxis the whole step is in the container"),
         ({"binds": ("/a b",)}, "pyxis cannot mount '/a b'"),
-        ({"binds": ("/a$HOME:/b",)}, "pyxis cannot mount '/a$HOME:/b'"),
+        ({"binds": ("/a#b:/b",)}, "pyxis cannot mount '/a#b:/b'"),
         ({"directory": Path("/home/me/my run")}, "pyxis cannot mount '/home/me/my run'"),
     ],
 )

@@ -81,7 +81,7 @@ def test_preflight_of_single_ranks_is_refused():
     env = ranks | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "IMGKIT_DIRECT": "1", "IMGKIT_PREFLIGHT": "1"}
     done = command("dist-hello", "--device", "cpu", env=env)
     assert done.returncode == 5
-    assert "--preflight needs the roll call" in done.stderr
+    assert "--preflight needs a node agent" in done.stderr
 
 
 def test_variable_for_a_dry_run_shows_errors_as_json():
@@ -480,3 +480,50 @@ def test_misspelt_option_names_the_nearest(words: tuple[str, ...], said: str):
     done = command(*words)
     assert done.returncode == 2
     assert said in done.stderr
+
+
+def plan_of(name: str, *words: str, **env: str):
+    return json.loads(command(name, *DRY, *words, env=env).stdout)
+
+
+def test_workers_start_without_what_the_launcher_of_their_node_has_set():
+    variables = {"PMIX_RANK": "0", "LD_PRELOAD": "/absent/libxalt_init.so"}
+    plan = plan_of("dist-run", "train.py", **variables)
+    assert set(variables) <= set(plan["unset"])
+    assert plan["notes"][0].startswith("workers start without PMIX_* (1), LD_PRELOAD")
+    kept = plan_of("dist-run", "--keep-env", "PMIX_*", "train.py", **variables, IMGKIT_KEEP_ENV="LD_PRELOAD")
+    assert not set(variables) & set(kept["unset"])
+
+
+def test_compiled_code_lies_in_a_private_folder_of_the_node(tmp_path: Path):
+    plan = plan_of("dist-run", "train.py", TMPDIR=str(tmp_path), CUDA_CACHE_PATH="/mine")
+    assert plan["env"]["TRITON_CACHE_DIR"].startswith(f"{tmp_path}/imgkit-cache-")
+    assert "CUDA_CACHE_PATH" not in plan["env"]
+    assert list(tmp_path.iterdir()) == [], "a dry run makes nothing"
+
+
+@pytest.mark.parametrize(
+    ("routes", "env", "is_told"),
+    [
+        ("", {}, True),
+        ("eth0 0000000A 00000000 0001 0 0 0 00FFFFFF 0 0 0\n", {}, True),
+        ("eth0 00000000 0100000A 0003 0 0 0 00000000 0 0 0\n", {}, False),
+        ("", {"HF_HUB_OFFLINE": "1"}, False),
+        ("", {"https_proxy": "http://proxy:3128"}, False),
+    ],
+)
+def test_node_without_a_route_says_so(tmp_path: Path, routes: str, env: dict[str, str], is_told: bool):
+    (tmp_path / "proc/net").mkdir(parents=True)
+    head = "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT\n"
+    (tmp_path / "proc/net/route").write_text(head + routes)
+    notes = plan_of("dist-run", "train.py", IMGKIT_ROOT=str(tmp_path), **env)["notes"]
+    assert any("no route to the internet" in note for note in notes) == is_told
+    assert not plan_of("dist-hello", IMGKIT_ROOT=str(tmp_path))["notes"], "it downloads nothing"
+
+
+def test_compile_cache_without_a_node_agent_is_refused():
+    ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
+    env = {**ranks, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    done = command("dist-hello", "--direct", "--compile-cache", "c.zip", env=env)
+    assert done.returncode == 5
+    assert "--compile-cache needs a node agent" in done.stderr

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import sys
+import time
 
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.launch import agent, attempts, guarded, stop_protocol, watchdog
@@ -27,6 +28,11 @@ if "open_files" in options:
 
 def say(*lines: str) -> None:
     print("<{}>".format("\n".join(lines)), file=sys.stderr, flush=True)
+
+
+def pack() -> None:
+    time.sleep(options["pack_s"])
+    say("packed")
 
 
 place = Placement(
@@ -54,6 +60,7 @@ config = NodeConfig(
     node=me,
     log=say,
     max_failures=options.get("max_failures", 0),
+    on_success=pack if "pack_s" in options else None,
     timeouts=Timeouts(
         grace_s=options.get("grace_s", 20.0),
         rollcall_s=options.get("timeout_s", 20.0),

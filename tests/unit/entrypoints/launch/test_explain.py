@@ -13,13 +13,14 @@ SEEN = [
         "only 1 of 2 nodes started torchrun",
     ),
     (
-        "torch.distributed.elastic.rendezvous.api.RendezvousTimeoutError",
-        "some nodes did not join the rendezvous",
+        "requests.exceptions.ConnectionError: HTTPSConnectionPool(host='huggingface.co', port=443): Max "
+        "retries exceeded with url: /gpt2/resolve/main/config.json",
+        "this node cannot reach huggingface.co",
     ),
+    ("curl: (6) Could not resolve host: pypi.org", "this node cannot reach pypi.org"),
     (
-        "torch.distributed.elastic.rendezvous.api.RendezvousConnectionError: The connection to the "
-        "C10d store has failed. See inner exception for details.",
-        "no process hosts the rendezvous",
+        "OSError: We couldn't connect to 'https://huggingface.co' to load the files, and couldn't find them",
+        "this node cannot reach huggingface.co",
     ),
     (
         '  File "/torch/distributed/elastic/agent/server/api.py", line 638, in _assign_worker_ranks\n'

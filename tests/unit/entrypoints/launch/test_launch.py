@@ -257,6 +257,16 @@ def test_nobody_leaves_before_all_have_saved(nodes: Any) -> None:
     assert nodes.codes() == [85, 85]
 
 
+@pytest.mark.parametrize(("code", "expected", "count"), [("", 0, 1), ("sys.exit(3)", 1, 0)])
+def test_others_wait_while_the_head_packs_after_a_success(
+    nodes: Any, code: str, expected: int, count: int
+) -> None:
+    nodes.two(f"import sys; {code}", pack_s=3.0)  # longer than the silence of a lost node
+    assert nodes.codes() == [expected, expected]
+    assert nodes.output().count("<packed>") == count
+    assert "lost" not in nodes.output()
+
+
 def test_stop_file_of_the_run_stops_all_nodes(nodes: Any) -> None:
     run_dir = nodes.folder / "run"
     run_dir.mkdir()

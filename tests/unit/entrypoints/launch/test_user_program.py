@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,13 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 def run(tmp_path: Path) -> Run:
     """``run(code, *arguments)``: a script of that code as torchrun would start it, signals blocked."""
 
-    def started(code: str, *words: str, before: tuple[str, ...] = (), blocked: bool = True):
+    def started(
+        code: str,
+        *words: str,
+        before: tuple[str, ...] = (),
+        blocked: bool = True,
+        env: Mapping[str, str] | None = None,
+    ):
         script = tmp_path / "script.py"
         script.write_text(code)
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS if blocked else ())
@@ -44,7 +51,7 @@ def run(tmp_path: Path) -> Run:
                 stderr=subprocess.STDOUT,
                 text=True,
                 cwd=tmp_path,
-                env={**os.environ, "LOCAL_RANK": "3"},
+                env={**os.environ, "LOCAL_RANK": "3", **(env or {})},
                 start_new_session=True,
             )
         finally:
@@ -123,3 +130,34 @@ def test_missing_script_is_named(run: Run) -> None:
     done = run("", before=("/no/such.py",))
     assert done.returncode == 1
     assert "/no/such.py" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "connect",
+    [
+        "socket.create_connection(('127.0.0.1', PORT))",
+        "urllib.request.urlopen(f'http://127.0.0.1:{PORT}/')",
+        "urllib.request.urlopen(f'http://hub.invalid:{PORT}/')",
+    ],
+)
+def test_failed_connection_names_its_host_and_port(run: Run, tmp_path: Path, connect: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = f"import socket, urllib.request\nPORT = {port}\ntry:\n    {connect}\nexcept OSError as error:\n"
+    done = run(code + "    raise RuntimeError('no data') from error\n", env=agent_env(tmp_path))
+    host = "hub.invalid" if "invalid" in connect else "127.0.0.1"
+    record = (tmp_path / "failed-3").read_text().splitlines()
+    assert record[1] == f"this node cannot reach {host}:{port} (is there a route to the internet?)", (
+        done.stdout
+    )
+    assert record[-1] == "RuntimeError: no data"
+
+
+def test_other_error_of_the_system_names_no_host(run: Run, tmp_path: Path) -> None:
+    run("open('/absent')", env=agent_env(tmp_path))
+    assert "cannot reach" not in (tmp_path / "failed-3").read_text()
+
+
+def agent_env(folder: Path) -> dict[str, str]:
+    return {"IMGKIT_STOP_DIR": str(folder), "RANK": "3", "IMGKIT_ATTEMPT": "1"}

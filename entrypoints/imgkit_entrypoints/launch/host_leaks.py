@@ -1,0 +1,161 @@
+"""What the host's environment must not bring into the workers.
+
+Singularity and pyxis hand every variable of the node on to the container, and so do MPI's launchers. There,
+XALT's LD_PRELOAD names a file that the image lacks, PMIX_* make an MPI of the image talk to the launcher of
+the node agent (pyxis issue 88, shapepipe issue 744), a virtual environment of the host hides the image's
+packages, and a TMPDIR of PBS is too long for the name of a socket. A thousand ranks that fail fill a scratch
+folder with core dumps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import resource
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePath
+
+from imgkit_entrypoints import files
+from imgkit_entrypoints.errors import UsageError
+
+CORE = "core"
+"""Name by which ``--keep-env`` keeps core dumps, as limits.conf(5) calls them."""
+MOST_TMPDIR = 60
+"""Characters of a TMPDIR below which names of sockets fit into 107 bytes (unix(7)): multiprocessing adds
+``/pymp-XXXXXXXX/listener-XXXXXXXX``, torch ``/torch-shm-dir-XXXXXX/manager.sock``."""
+_MPI = re.compile(r"(?:PMIX|PMI2?|OMPI)_")
+_OF_LAUNCHER = ("PMIX_RANK", "PMIX_NAMESPACE", "PMI_RANK", "PMI_FD", "PMI_PORT", "OMPI_COMM_WORLD_RANK")
+"""Without one of them, no launcher of MPI has started this process, and the others are settings."""
+_OF_PYTHON = ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME")
+_PACKAGES = {"site-packages", "dist-packages"}
+_CONTAINER = ("SINGULARITY_CONTAINER", "APPTAINER_CONTAINER")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CleanEnvironment:
+    """The changes to the environment of the workers, and to the limits of this process."""
+
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Variables with another value."""
+    unset: tuple[str, ...] = ()
+    text: str = ""
+    """What was changed, in one line; empty: nothing."""
+    limits_core: bool = False
+    tmpdir: str = ""
+    """The long folder behind a short TMPDIR; empty: it stays."""
+
+    def apply(self) -> None:
+        """Make the short TMPDIR, and switch core dumps off for this process and all that it starts.
+
+        Raises
+        ------
+        UsageError : the link for TMPDIR cannot be made, or is not as this user would make it.
+        """
+        if self.limits_core:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+        if self.tmpdir:
+            link = PurePath(self.env["TMPDIR"])
+            try:
+                files.make_links(Path(link.parent), {link.name: self.tmpdir})
+            except OSError as error:
+                hint = "export TMPDIR=/tmp, or --keep-env TMPDIR"
+                problem = f"no short name for TMPDIR can be made: {error.strerror}"
+                raise UsageError(problem, where=str(link.parent), hint=hint) from error
+
+
+def clean(
+    env: Mapping[str, str],
+    image_env: Mapping[str, str] | None,
+    *,
+    keep: Sequence[str],
+    prefix: str,
+    is_mpi_rank: bool = False,
+    exists: Callable[[str], bool] = os.path.exists,
+) -> CleanEnvironment:
+    """Find what of `env` comes from the host and must not reach the workers.
+
+    Parameters
+    ----------
+    image_env : the image's own variables, which stay; None: unknown.
+    keep : names of variables that stay, also with ``*``, and `CORE`.
+    prefix : ``sys.prefix`` of the Python that runs the workers.
+    is_mpi_rank : this process is a rank of an MPI launcher, whose variables it needs.
+    """
+    image = image_env or {}
+    names = [
+        name
+        for name, value in env.items()
+        if image.get(name) != value and not any(fnmatchcase(name, pattern) for pattern in keep)
+    ]
+    is_launched = not is_mpi_rank and any(name in env for name in _OF_LAUNCHER)
+    unset = [name for name in names if is_launched and _MPI.match(name)]
+    parts = _counted(unset)
+    changes: dict[str, str] = {}
+    if "LD_PRELOAD" in names:
+        changes["LD_PRELOAD"] = " ".join(_loadable(env["LD_PRELOAD"], exists))
+    if image_env is not None or any(name in env for name in _CONTAINER):
+        changes |= _without_python(env, names, image, prefix)
+    changes = {name: value for name, value in changes.items() if value != env[name]}
+    parts += changes
+    unset += [name for name, value in changes.items() if not value]
+    tmpdir = env.get("TMPDIR", "") if "TMPDIR" in names and len(env["TMPDIR"]) > MOST_TMPDIR else ""
+    if tmpdir:
+        digest = hashlib.sha256(tmpdir.encode()).hexdigest()[:8]
+        changes["TMPDIR"] = f"/tmp/imgkit-tmp-{os.geteuid()}-{digest}/t"  # noqa: S108 - the user's own folder in it
+    limits_core = CORE not in keep and resource.getrlimit(resource.RLIMIT_CORE)[0] != 0
+    parts += ["core dumps"] if limits_core else []
+    texts = [f"without {', '.join(parts)} of the host"] if parts else []
+    texts += [f"with TMPDIR={changes['TMPDIR']} for a path of {len(tmpdir)} characters"] if tmpdir else []
+    text = f"workers start {' and '.join(texts)} (to keep one: --keep-env NAME)" if texts else ""
+    return CleanEnvironment(
+        env={name: value for name, value in changes.items() if value},
+        unset=tuple(unset),
+        text=text,
+        limits_core=limits_core,
+        tmpdir=tmpdir,
+    )
+
+
+def may_remove(name: str) -> bool:
+    """Return whether `clean` may remove or change this variable of a user."""
+    return _MPI.match(name) is not None or name in ("LD_PRELOAD", "TMPDIR", "PYTHONPATH", *_OF_PYTHON)
+
+
+def _counted(names: Sequence[str]) -> list[str]:
+    """Return one text for all variables of each prefix, ``PMIX_* (12)``."""
+    prefixes = [name.partition("_")[0] for name in names]
+    return [f"{prefix}_* ({prefixes.count(prefix)})" for prefix in dict.fromkeys(prefixes)]
+
+
+def _loadable(preload: str, exists: Callable[[str], bool]) -> list[str]:
+    """Return the libraries of a LD_PRELOAD that exist here, without XALT, which counts jobs of the host."""
+    libraries = re.split(r"[\s:]+", preload.strip())
+    return [path for path in libraries if "xalt" not in path.lower() and ("/" not in path or exists(path))]
+
+
+def _without_python(
+    env: Mapping[str, str], names: Sequence[str], image: Mapping[str, str], prefix: str
+) -> dict[str, str]:
+    """Return variables of Python without what belongs to a Python of the host; empty: nothing is left."""
+    changes = {}
+    if "PYTHONPATH" in names:
+        of_image = image.get("PYTHONPATH", "").split(":")
+        folders = [
+            folder
+            for folder in env["PYTHONPATH"].split(":")
+            if folder in of_image or not _PACKAGES & set(PurePath(folder).parts)
+        ]
+        changes["PYTHONPATH"] = ":".join(folders)
+    for name in _OF_PYTHON:
+        if name in names and env[name] != prefix:
+            changes[name] = ""
+            programs = f"{env[name]}/bin"
+            path = [
+                folder for folder in changes.get("PATH", env.get("PATH", "")).split(":") if folder != programs
+            ]
+            if "PATH" in env:
+                changes["PATH"] = ":".join(path)
+    return changes
