@@ -72,7 +72,7 @@ def _facts(draft: PlanDraft, kind: FabricKind, system: SystemFacts | None) -> Ma
         "aws_ofi_nccl": (net_plugin.version, net_plugin.path) if net_plugin else ("", ""),
         "cuda": (cuda, ""),
         "cuda_compat": (_compat_state(draft), ""),
-        "cuda_driver": (DRIVERS.get(cuda.partition(".")[0], ""), ""),
+        "cuda_driver": (DRIVERS.get(cuda.partition(".")[0], ""), cuda),
         "driver": (facts.driver_version, ""),
         "fabric": (kind, ""),
         "gpu": (gpu, gpu_source),
