@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from imgkit_entrypoints import known_issues
 from imgkit_entrypoints.fabric import library_path, plugin
-from imgkit_entrypoints.fabric.fabric_plan import Finding, PlanDraft
+from imgkit_entrypoints.fabric.fabric_plan import PlanDraft
 from imgkit_entrypoints.facts import software
 from imgkit_entrypoints.facts.host_facts import Candidate, Library
 from imgkit_entrypoints.facts.host_libs import PLUGINS
@@ -40,14 +40,6 @@ def apply(draft: PlanDraft, kind: FabricKind, system: SystemFacts | None) -> tup
             for variable, value in issue.env.items():
                 draft.set(variable, value, result.message)
     return tuple(results)
-
-
-def findings(results: tuple[IssueResult, ...], effect: str) -> tuple[Finding, ...]:
-    """Return what the rows with `effect` that match say to the user."""
-    matches = (item for item in results if item.state == "match" and item.issue.effect == effect)
-    return tuple(
-        Finding(item.message, item.issue.hint, "known issue", effect == "refuse") for item in matches
-    )
 
 
 def _variable(draft: PlanDraft, name: str) -> Value:
