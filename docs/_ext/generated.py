@@ -27,6 +27,7 @@ def write(folder: Path) -> None:
         "commands.md": commands_page(),
         "recipe-keys.md": keys_page(recipe),
         "json-objects.md": json_page(),
+        "known-issues.md": known_issues_page(),
         "schemas/recipe.schema.json": json.dumps(recipe, indent=2) + "\n",
     }
     for name, text in pages.items():
@@ -47,6 +48,30 @@ def json_page() -> str:
     ]
     for command, example in json.loads(text).items():
         parts += [f"## {command}", f"```json\n{json.dumps(example, indent=1)}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def known_issues_page() -> str:
+    """Return the table of the known issues that imgkit ships."""
+    from imgkit_entrypoints.known_issues import TABLE
+
+    parts = [
+        "# Known issues",
+        "This page is generated from the rows that imgkit ships. `dist-doctor --known-issues` says on a node "
+        "which of them match.",
+        "| issue | when | effect | what to do | source |\n|---|---|---|---|---|",
+    ]
+    for row in json.loads(TABLE.read_text(encoding="utf-8")):
+        conditions = ", ".join(f"`{condition}`" for condition in row["when"])
+        settings = "".join(f" `{name}={value}`" for name, value in row.get("env", {}).items())
+        cells = (
+            row["message"],
+            conditions,
+            row["effect"] + settings,
+            row.get("hint", ""),
+            row.get("source", ""),
+        )
+        parts[-1] += f"\n| {' | '.join(_cell(text) for text in cells)} |"
     return "\n\n".join(parts) + "\n"
 
 
