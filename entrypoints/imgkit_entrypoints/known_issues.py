@@ -177,7 +177,8 @@ def evaluate(issue: KnownIssue, lookup: Lookup) -> IssueResult:
         alternatives = parse(condition)
         states = [_holds(comparison, lookup) for comparison in alternatives]
         if True in states:
-            evidence[lookup(alternatives[states.index(True)].name).evidence] = None
+            names = _names(alternatives[states.index(True)])
+            evidence.update(dict.fromkeys(lookup(name).evidence for name in names))
         elif None in states:
             unknown.update(dict.fromkeys(_unknown_names(alternatives[states.index(None)], lookup)))
         else:
@@ -188,10 +189,14 @@ def evaluate(issue: KnownIssue, lookup: Lookup) -> IssueResult:
     return IssueResult(issue, "match", ", ".join(filter(None, evidence)))
 
 
+def _names(comparison: Comparison) -> list[str]:
+    """Return the facts and the variable that a comparison reads."""
+    return [comparison.name] + ([comparison.operand[1:-1]] if comparison.operand.startswith("{") else [])
+
+
 def _unknown_names(comparison: Comparison, lookup: Lookup) -> list[str]:
-    """Return what a comparison without an answer compares, except a version that is known."""
-    names = [comparison.name]
-    names += [comparison.operand[1:-1]] if comparison.operand.startswith("{") else []
+    """Return what a comparison without an answer reads, except a version that is known."""
+    names = _names(comparison)
     unknown = [name for name in names if not _version(lookup(name).text)] or names
     return [FACTS.get(name, name) for name in unknown]
 

@@ -8,7 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from imgkit_entrypoints.fabric import issues, library_path, lint, plugin, ports, slingshot, sockets
-from imgkit_entrypoints.fabric.fabric_plan import Decision, FabricPlan, Finding, PlanDraft
+from imgkit_entrypoints.fabric.fabric_plan import (
+    Decision,
+    FabricPlan,
+    Finding,
+    PlanDraft,
+    issue_findings,
+)
 from imgkit_entrypoints.facts.host_facts import HostFacts, Port
 from imgkit_entrypoints.system import PARTITION, FabricKind, SystemFacts
 
@@ -51,9 +57,8 @@ def choose(
         env=dict(draft.chosen),
         decisions=tuple(draft.decisions),
         unset=tuple(dict.fromkeys(name for name in draft.unset if name not in draft.chosen)),
-        warnings=(*draft.warnings, *issues.findings(results, "warn"), *lint.check(draft, kind)),
+        warnings=(*draft.warnings, *issue_findings(results, "warn"), *lint.check(draft, kind)),
         blockers=tuple(draft.blockers),
-        refusals=issues.findings(results, "refuse"),
         issues=results,
         devices=devices,
         line_rate_Gbps=rate,

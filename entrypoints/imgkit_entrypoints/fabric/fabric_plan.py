@@ -6,7 +6,7 @@ last the image. A variable comes from the image if its value is the one that the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -70,8 +70,6 @@ class FabricPlan:
     """Settings that are slow or dangerous; the run may go on."""
     blockers: tuple[Finding, ...] = ()
     """Reasons why NCCL would fail or hang between nodes; they do not matter on one node or with gloo."""
-    refusals: tuple[Finding, ...] = ()
-    """Known issues for which a run with GPUs must not start."""
     issues: tuple[IssueResult, ...] = ()
     """IssueResult of every row of known issues."""
     devices: tuple[str, ...] = ()
@@ -82,6 +80,19 @@ class FabricPlan:
     """Libraries of the host that workers load: the file in the container by the name that programs open."""
     image: str = ""
     """Why a value that the image set counts as the user's; empty: the image's variables are known."""
+
+    @property
+    def refusals(self) -> tuple[Finding, ...]:
+        """Known issues for which a run with GPUs must not start."""
+        return issue_findings(self.issues, "refuse")
+
+
+def issue_findings(results: Iterable[IssueResult], effect: str) -> tuple[Finding, ...]:
+    """Return what the rows with `effect` that match say to the user."""
+    matches = (item for item in results if item.state == "match" and item.issue.effect == effect)
+    return tuple(
+        Finding(item.message, item.issue.hint, "known issue", effect == "refuse") for item in matches
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from imgkit_entrypoints import known_issues
 from imgkit_entrypoints.fabric import library_path, plugin
-from imgkit_entrypoints.fabric.fabric_plan import Finding, PlanDraft
+from imgkit_entrypoints.fabric.fabric_plan import PlanDraft
 from imgkit_entrypoints.facts import software
 from imgkit_entrypoints.facts.host_facts import Candidate, Library
 from imgkit_entrypoints.facts.host_libs import PLUGINS
@@ -42,14 +42,6 @@ def apply(draft: PlanDraft, kind: FabricKind, system: SystemFacts | None) -> tup
     return tuple(results)
 
 
-def findings(results: tuple[IssueResult, ...], effect: str) -> tuple[Finding, ...]:
-    """Return what the rows with `effect` that match say to the user."""
-    matches = (item for item in results if item.state == "match" and item.issue.effect == effect)
-    return tuple(
-        Finding(item.message, item.issue.hint, "known issue", effect == "refuse") for item in matches
-    )
-
-
 def _variable(draft: PlanDraft, name: str) -> Value:
     """Return the value of a variable that a worker will see."""
     text, preset = draft.value(name) or "", draft.preset(name)
@@ -72,7 +64,7 @@ def _facts(draft: PlanDraft, kind: FabricKind, system: SystemFacts | None) -> Ma
         "aws_ofi_nccl": (net_plugin.version, net_plugin.path) if net_plugin else ("", ""),
         "cuda": (cuda, ""),
         "cuda_compat": (_compat_state(draft), ""),
-        "cuda_driver": (DRIVERS.get(cuda.partition(".")[0], ""), ""),
+        "cuda_driver": (DRIVERS.get(cuda.partition(".")[0], ""), cuda),
         "driver": (facts.driver_version, ""),
         "fabric": (kind, ""),
         "gpu": (gpu, gpu_source),

@@ -25,6 +25,9 @@ from imgkit_entrypoints.launch import user_program
 from imgkit_entrypoints.run import random_state
 from imgkit_entrypoints.run.ranks import Ranks
 
+SMALL_BYTES = 64 << 20
+"""Rows of tensors up to this size are put in an epoch's order at once: cutting is cheaper than indexing."""
+
 
 class BadSample(CheckFailed):
     """A sample of the data cannot be loaded."""
@@ -62,34 +65,44 @@ class Batches:
             )
         self._slices = functools.cache(functools.partial(order.parts, rank=ranks.rank))
         self._permutation = functools.lru_cache(maxsize=1)(self._permute)
+        self._is_small = isinstance(self._samples, TensorSamples) and self._samples.size_bytes <= SMALL_BYTES
+        self._shuffled = functools.lru_cache(maxsize=1)(
+            lambda epoch: self._samples.batch(self._permute(epoch))
+        )
         self.waited_s = 0.0
         """Seconds in which the device had no data to compute on."""
 
     def steps(self, start: Position, steps: int) -> Iterator[tuple[Position, list[MicroBatch]]]:
         """Yield the micro-batches of each step from `start` up to `steps`, and the position after it."""
-        requests = self._requests(start, steps)
-        if hasattr(self._samples, "batch"):
-            batches: Iterator[Any] = (self._samples.batch(indices) for _, indices in requests)
-        else:
-            batches = load_singly(self._samples, requests, self._config, self._ranks)
+        singles: Iterator[Any] = iter(())
+        if not hasattr(self._samples, "batch"):
+            singles = load_singly(self._samples, self._requests(start, steps), self._config, self._ranks)
         position, clock = start, time.perf_counter
         while position.step < steps:
             start_s = clock()
-            micro_batches = [
-                MicroBatch(self._on_device(next(batches)), part.weight, part.last)
-                for part in self._slices(self._order.count(position))
-            ]
+            micro_batches = []
+            for part in self._slices(self._order.count(position)):
+                first, end = position.consumed + part.first, position.consumed + part.end
+                batch = next(singles, None)
+                if batch is None:
+                    batch = self._rows(position.epoch, first, end)
+                micro_batches.append(MicroBatch(self._on_device(batch), part.weight, part.last))
             position = self._order.after(position)
             self.waited_s += clock() - start_s
             yield position, micro_batches
+
+    def _rows(self, epoch: int, first: int, end: int) -> Any:
+        if self._is_small:
+            return [tensor[first:end] for tensor in self._shuffled(epoch)]
+        return self._samples.batch(self._permutation(epoch)[first:end])
 
     def _requests(self, start: Position, steps: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the epoch and the sample indices of each micro-batch."""
         position = start
         while position.step < steps:
-            ahead = self._permutation(position.epoch)[position.consumed :]
+            permutation = self._permutation(position.epoch)[position.consumed :]
             for part in self._slices(self._order.count(position)):
-                yield position.epoch, ahead[part.first : part.end]
+                yield position.epoch, permutation[part.first : part.end]
             position = self._order.after(position)
 
     def _permute(self, epoch: int) -> torch.Tensor:

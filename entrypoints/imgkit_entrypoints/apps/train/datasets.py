@@ -32,6 +32,11 @@ class TensorSamples:
     def __len__(self) -> int:
         return len(self.tensors[0])
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of all samples."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
     def batch(self, indices: Tensor) -> tuple[Tensor, ...]:
         """Stack the samples `indices`."""
         return tuple(tensor.index_select(0, indices) for tensor in self.tensors)

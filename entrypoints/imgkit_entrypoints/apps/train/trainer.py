@@ -93,6 +93,7 @@ class Trainer:
         self.names = tuple(numbers)
         self.sums = torch.zeros(3 + len(numbers), dtype=torch.float64, device=self.sums.device)
         self.sums[1] = math.nan  # no norm of the gradient until one is measured
+        self._losses = self.sums[2:]
         self._clock.backward(self._parameters, loss.backward)
         self._drop_gradients()
         for buffer, before in zip(self.plain.buffers(), buffers, strict=True):
@@ -152,11 +153,11 @@ class Trainer:
         if measured:
             self.sums[1] = norm
         if not is_skippable:
-            self.sums[2:] += loss
+            self._losses += loss
         elif norm is not None:
             is_bad = ~torch.isfinite(norm)
             self.sums[0] += is_bad
-            self.sums[2:] += torch.where(is_bad, 0.0, loss)
+            self._losses += torch.where(is_bad, 0.0, loss)
             if not self._scaler.is_enabled() and is_bad:  # an enabled scaler skips such a gradient itself
                 return
         self._scaler.step(self._optimizer)

@@ -99,18 +99,12 @@ def test_system_that_cannot_be_used_is_refused(write: Write, system: str, says: 
 
 def test_system_without_a_known_driver_needs_a_recipe(write: Write) -> None:
     """The refusal has the lines of a recipe, and they are one."""
-    with pytest.raises(UsageError, match="snellius is a system without a recipe") as caught:
-        load("snellius")
+    with pytest.raises(UsageError, match="leonardo is a system without a recipe") as caught:
+        load("leonardo")
     lines = re.findall("`([^`]+)`", str(caught.value))
-    assert lines[1] == "system: snellius"
-    assert load(write("\n".join(lines) + "\n", "snellius.yaml")).system.title == "Snellius"
+    assert lines[1] == "system: leonardo"
+    assert load(write("\n".join(lines) + "\n", "leonardo.yaml")).system.title == "Leonardo Booster"
     assert "it describes a system, not a recipe" in refusal(write(HERE, "ours.yaml"))
-
-
-def test_system_with_a_known_driver_takes_the_newest_base() -> None:
-    recipe = load("leonardo")
-    assert recipe.image.base == "nvcr.io/nvidia/pytorch:25.06-py3"
-    assert "the newest that its nodes run" in str(recipe.warnings[0])
 
 
 @pytest.mark.parametrize(
