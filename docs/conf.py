@@ -44,9 +44,9 @@ nitpick_ignore_regex = [
     ("py:class", r"torch\..*"),
     # Parts of the results of the Python API that have no section on its page.
     ("py:class", r"imgkit_builder\.(job|oci|sif|recipe\.model)\..*"),
-    ("py:class", "Options|AnyRequest|Origin|Format(Name)?|CompressionChoice"),
+    ("py:class", "Options|AnyRequest|Origin|Format(Name)?|CompressionChoice|ProjectFile"),
     ("py:exc", "LargeContext"),
-    ("py:class", r"imgkit_entrypoints\.rules\..*|Rule\(\)"),
+    ("py:class", r"imgkit_entrypoints\.(rules|known_issues)\..*|Rule\(\)"),
     ("py:class", r"imgkit_entrypoints\.run\.program\..*"),
     ("py:class", r"tuple\[.*|.*\]"),
 ]
