@@ -66,15 +66,13 @@ class Batches:
         self._slices = functools.cache(functools.partial(order.parts, rank=ranks.rank))
         self._permutation = functools.lru_cache(maxsize=1)(self._permute)
         self._is_small = isinstance(self._samples, TensorSamples) and self._samples.size_bytes <= SMALL_BYTES
-        self._shuffled = functools.lru_cache(maxsize=1)(
-            lambda epoch: self._samples.batch(self._permute(epoch))
-        )
+        self._shuffled = functools.lru_cache(maxsize=1)(self._shuffle)
         self.waited_s = 0.0
         """Seconds in which the device had no data to compute on."""
 
     def steps(self, start: Position, steps: int) -> Iterator[tuple[Position, list[MicroBatch]]]:
         """Yield the micro-batches of each step from `start` up to `steps`, and the position after it."""
-        singles: Iterator[Any] = iter(())
+        singles: Iterator[Any] | None = None
         if not hasattr(self._samples, "batch"):
             singles = load_singly(self._samples, self._requests(start, steps), self._config, self._ranks)
         position, clock = start, time.perf_counter
@@ -83,18 +81,17 @@ class Batches:
             micro_batches = []
             for part in self._slices(self._order.count(position)):
                 first, end = position.consumed + part.first, position.consumed + part.end
-                batch = next(singles, None)
-                if batch is None:
-                    batch = self._rows(position.epoch, first, end)
-                micro_batches.append(MicroBatch(self._on_device(batch), part.weight, part.last))
+                if self._is_small:
+                    batch = tuple(tensor[first:end] for tensor in self._shuffled(position.epoch))
+                elif singles:
+                    batch = self._on_device(next(singles))
+                else:
+                    indices = self._permutation(position.epoch)[first:end]
+                    batch = self._on_device(self._samples.batch(indices))
+                micro_batches.append(MicroBatch(batch, part.weight, part.last))
             position = self._order.after(position)
             self.waited_s += clock() - start_s
             yield position, micro_batches
-
-    def _rows(self, epoch: int, first: int, end: int) -> Any:
-        if self._is_small:
-            return [tensor[first:end] for tensor in self._shuffled(epoch)]
-        return self._samples.batch(self._permutation(epoch)[first:end])
 
     def _requests(self, start: Position, steps: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the epoch and the sample indices of each micro-batch."""
@@ -108,6 +105,9 @@ class Batches:
     def _permute(self, epoch: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed_of(self._config.seed, "order", epoch))
         return torch.randperm(self._order.size, generator=generator)
+
+    def _shuffle(self, epoch: int) -> Any:
+        return self._on_device(self._samples.batch(self._permute(epoch)))
 
     def _on_device(self, batch: Any) -> Any:
         if isinstance(batch, dict):
