@@ -52,26 +52,24 @@ def json_page() -> str:
 
 
 def known_issues_page() -> str:
-    """Return the table of the known issues that imgkit ships."""
+    """Return a section for each known issue that imgkit ships."""
     from imgkit_entrypoints.known_issues import TABLE
 
     parts = [
         "# Known issues",
         "This page is generated from the rows that imgkit ships. `dist-doctor --known-issues` says on a node "
         "which of them match.",
-        "| issue | when | effect | what to do | source |\n|---|---|---|---|---|",
     ]
     for row in json.loads(TABLE.read_text(encoding="utf-8")):
-        conditions = ", ".join(f"`{condition}`" for condition in row["when"])
-        settings = "".join(f" `{name}={value}`" for name, value in row.get("env", {}).items())
-        cells = (
-            row["message"],
-            conditions,
-            row["effect"] + settings,
-            row.get("hint", ""),
-            row.get("source", ""),
-        )
-        parts[-1] += f"\n| {' | '.join(_cell(text) for text in cells)} |"
+        settings = ", ".join(f"`{name}={value}`" for name, value in row.get("env", {}).items())
+        lines = {
+            "When": " and ".join(f"`{condition}`" for condition in row["when"]),
+            "Effect": f"{row['effect']} {settings}".strip(),
+            "What to do": row.get("hint", ""),
+            "Source": row.get("source", ""),
+        }
+        listed = "\n".join(f"* {name}: {text}" for name, text in lines.items() if text)
+        parts += [f"## {row['id']}", f"{row['message']}.", listed]
     return "\n\n".join(parts) + "\n"
 
 
