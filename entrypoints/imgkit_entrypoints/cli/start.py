@@ -238,6 +238,8 @@ def make_plan(
     )
     hidden = launch_plan.hidden if is_cluster_node else launch_plan.hidden.union(odd)
     notes = tuple(filter(None, (environment.text, offline)))
+    if not environment.changes_variables:  # containers allow core dumps by default: no line for each start
+        hidden |= {environment.text}
     return dataclasses.replace(launch_plan, warnings=warnings, hidden=hidden, notes=notes), child_env
 
 

@@ -47,6 +47,11 @@ class CleanEnvironment:
     tmpdir: str = ""
     """The long folder behind a short TMPDIR; empty: it stays."""
 
+    @property
+    def changes_variables(self) -> bool:
+        """Whether a variable is changed or removed."""
+        return bool(self.env or self.unset)
+
     def apply(self) -> None:
         """Make the short TMPDIR, and switch core dumps off for this process and all that it starts.
 

@@ -133,7 +133,7 @@ class LaunchPlan:
     notes: tuple[str, ...] = ()
     """What is different for the workers on this node, a line each."""
     hidden: frozenset[str] = frozenset()
-    """Warnings that do not matter here, as about a network that the run does not use: ``-v`` prints them."""
+    """Notes and warnings that do not matter here, as about an unused network: ``-v`` prints them."""
 
     def announcements(self, *, verbose: bool) -> Iterator[str]:
         """Yield what the head prints at the start: few lines, or all values with their reasons."""
@@ -142,7 +142,7 @@ class LaunchPlan:
         processes = "1 process" if self.nproc == 1 else f"{self.nproc} processes"
         each = " on each" if nnodes > 1 else ""
         yield f"{nodes}, {processes}{each}, {device}" + ("" if verbose else " (to see why: -v)")
-        yield from self.notes
+        yield from (text for text in self.notes if verbose or text not in self.hidden)
         if verbose:
             yield from (str(decision) for decision in self.decisions if decision.used)
             yield from self.warnings

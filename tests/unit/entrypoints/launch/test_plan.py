@@ -354,6 +354,13 @@ def test_at_most_three_lines_are_announced():
     assert list(launch_plan.announcements(verbose=True))[-3:] == ["a", "b", "c"]
 
 
+def test_hidden_note_is_shown_on_request():
+    launch_plan = replace(make(), notes=("a", "b"), hidden=frozenset("a"))
+    assert list(launch_plan.announcements(verbose=False))[1:] == ["b"]
+    assert list(launch_plan.announcements(verbose=True))[1:3] == ["a", "b"]
+    assert [line for line in launch_plan.lines() if line.startswith("note: ")] == ["note: a", "note: b"]
+
+
 def test_spares_and_failures_are_in_the_plan():
     made = make(place=node(3, size=Size.parse("2+1")))
     shown = json.loads(json.dumps(made.to_dict()))
