@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 SCHEMA = 1
 """Version of the JSON that verbs print."""
+HERE = "here"
+"""The value of ``--on`` for this machine, where an imgkit.toml names a remote."""
 
 
 def complete_names(incomplete: str) -> list[str]:

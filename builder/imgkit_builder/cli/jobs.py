@@ -276,14 +276,14 @@ def verb_wait(
         terminal.err(f"imgkit: {record.handle} continues; imgkit wait {record.handle}")
         raise typer.Exit(INTERRUPTED) from None
     keep_state(record, report.record)
-    if as_json:
-        show(_reported(report), as_json=True)
-    elif report.has_ended:
-        terminal.out(history.ending_text(report))
     if not report.has_ended:
         raise ToolFailed(
             f"{record.handle} has not ended after {timeout}", hint=f"imgkit wait {record.handle}"
         )
+    if as_json:
+        show(_reported(report), as_json=True)
+    else:
+        terminal.out(history.ending_text(report))
     raise typer.Exit(0 if report.record.state == "succeeded" else 1)
 
 

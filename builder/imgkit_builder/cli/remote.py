@@ -10,9 +10,10 @@ from typing import Any
 import typer
 
 from imgkit_builder.base.sizes import size_text
-from imgkit_builder.cli.common import JSON, columns, show, show_checks
+from imgkit_builder.cli.common import HERE, JSON, columns, show, show_checks
 from imgkit_builder.cli.jobs import connected, may_ask
 from imgkit_entrypoints import terminal
+from imgkit_entrypoints.errors import UsageError
 
 _group = typer.Typer(
     no_args_is_help=True,
@@ -60,6 +61,11 @@ def add(
     from imgkit_builder.job import quoting
     from imgkit_builder.remote import config
 
+    if name == HERE:
+        hint = "choose another name, for example that of the cluster"
+        raise UsageError(
+            f"--on {HERE} means this machine, so no remote has that name", where="NAME", hint=hint
+        )
     host, folder = config.parse(address)
     if transfer:
         config.check_host(transfer, where="--transfer")

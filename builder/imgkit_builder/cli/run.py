@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from imgkit_builder.cli.common import (
+    HERE,
     JSON,
     MB,
     columns,
@@ -42,8 +43,6 @@ if TYPE_CHECKING:
     from imgkit_builder.workflow.remote_run import RunPlan
     from imgkit_builder.workflow.scaling import ScalingRun
 
-HERE = "here"
-"""The value of ``--on`` for this machine, where an imgkit.toml names a remote."""
 COMMAND_CLASSES = {"run": JobCommand}
 """The verb whose flags are not all in its signature."""
 _UNKNOWN_HERE = ("image", "directory")
@@ -134,6 +133,10 @@ def verb_run(
         scaling=scaling,
     )
     run: Request = dataclasses.replace(flags.obj, command=flags.meta[COMMAND])
+    if not run.command and re.fullmatch(r"dist-\w+|.+\.py", recipe):
+        start = f"dist-run {recipe}" if recipe.endswith(".py") else recipe
+        hint = f"a command follows --: imgkit run -- {start}"
+        raise UsageError(f"{recipe} is a command, not a recipe", where="RECIPE", hint=hint)
     if scaling:
         raise typer.Exit(_run_sizes(options, "" if name == HERE else name, run, project))
     if name and name != HERE:

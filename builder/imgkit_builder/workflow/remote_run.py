@@ -419,7 +419,9 @@ class _Delivery:
         overlay = f"deltas/{remote_store.delta_name(delta)}"
         self._upload(store, file, "delta", overlay)
         if descriptor.is_code(file, delta):
-            self.report.note(f"only files in /{CODE_PLACE} differ: --code DIR sends them without a build")
+            sif, remote = shlex.quote(self.planned.sif.name), self.connection.remote.name
+            command = f"imgkit run {sif} --on {remote} --code DIR"
+            self.report.note(f"only files in /{CODE_PLACE} differ: {command} sends them without a build")
         return _RemoteImage(path=f"images/{base.path}", overlay=overlay, delta=delta)
 
     def _make_delta(self, new: EngineImage, base: SifImage) -> tuple[Path, Delta]:

@@ -256,8 +256,9 @@ def test_wait_ends_with_the_job(
 def test_wait_gives_up_with_another_exit_code(call: Any) -> None:
     job()
     program("squeue", "echo '1  gpu PENDING, 1 nodes'")
-    code, _, err = call("wait", "1", "--timeout", "1s")
+    code, out, err = call("wait", "1", "--timeout", "1s", "--json")
     assert (code, "1 has not ended after 1s" in err) == (4, True)
+    assert json.loads(out)["error"]["exit_code"] == 4  # one object, as of any other error
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     remote = ["remote", "add", "mn5", "me@far:/gpfs/me", "--recipe", "mn5"]
     added = CliRunner().invoke(build_app(("remote", "list")), remote)
     assert added.exit_code == 0, added.output
-    (tmp_path / "mine.tar").touch()
+    for name in ("mine.tar", "letters.sif"):
+        (tmp_path / name).touch()
     return tmp_path
 
 

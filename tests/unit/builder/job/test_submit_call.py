@@ -111,6 +111,25 @@ def test_flag_for_a_remote_is_refused_here(call: Any, folder: Path, flag: str) -
     assert f"{flag} is for a remote" in err
 
 
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (("run", "dist-hello"), "imgkit run -- dist-hello"),
+        (("run", "train.py"), "imgkit run -- dist-run train.py"),
+    ],
+)
+def test_command_without_dashes_is_refused(call: Any, argv: tuple[str, ...], hint: str) -> None:
+    code, out, err = call(*argv)
+    assert (code, out) == (2, "")
+    assert hint in err
+
+
+def test_remote_is_not_named_like_this_machine(call: Any, folder: Path) -> None:
+    code, _, err = call("remote", "add", "here", "me@far")
+    assert (code, "means this machine" in err) == (2, True)
+    assert "me@far" not in call("remote", "list")[1]
+
+
 def test_missing_scheduler_names_the_way_to_the_cluster(
     folder: Path, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
