@@ -84,8 +84,11 @@ def report(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Jo
         status = system.parse_status(answer.output)
         is_in_queue = number == 0 and answer.returncode == 0 and bool(answer.output.strip())
         if is_in_queue or status.state in FINAL_STATES:
-            now = dataclasses.replace(record, state=status.state)
-            return JobReport(record=now, argv=argv, text=status.text, code=status.code)
+            now, code = dataclasses.replace(record, state=status.state), status.code
+            if status.state == "failed" and code:
+                # Where one task fails, srun ends the others by SIGTERM, and their code is the higher one.
+                code = _code_in_run_folder(record, run) or code
+            return JobReport(record=now, argv=argv, text=status.text, code=code)
         is_unknown = system.reports_state and re.search(system.unknown_job, answer.output)
         may_run = number == 0 and record.state not in FINAL_STATES
         if may_run and answer.returncode != 0 and not is_unknown:
@@ -93,13 +96,18 @@ def report(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Jo
     if record.state in FINAL_STATES and record.state != "ended":
         # An earlier look recorded it while the scheduler still knew the job.
         return JobReport(record=record)
-    # The tasks of an array have run folders of their own, so there is no single exit code.
-    code = None
-    if not record.array:
-        answer = run(("cat", "--", str(run_of(record) / stop_protocol.RESULT)))
-        code = stop_protocol.result_code(answer.output)
+    code = _code_in_run_folder(record, run)
     state: JobState = "ended" if code is None else "succeeded" if code == 0 else "failed"
     return JobReport(record=dataclasses.replace(record, state=state), code=code)
+
+
+def _code_in_run_folder(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> int | None:
+    """Return the exit code that the node agent of the head has written; None where there is none."""
+    # The tasks of an array have run folders of their own, so there is no single exit code.
+    if record.array:
+        return None
+    answer = run(("cat", "--", str(run_of(record) / stop_protocol.RESULT)))
+    return stop_protocol.result_code(answer.output)
 
 
 def command_failed(record: SubmittedJob, argv: Sequence[str], answer: Finished) -> ToolFailed:

@@ -112,6 +112,20 @@ def test_scheduler_says_the_state(answers: Sequence[tuple[int, str]], state: str
         assert history.refresh_state(found, run) == found  # nobody is asked again
 
 
+@pytest.mark.parametrize(("result", "code"), [((0, "1.0 7\n"), 7), ((1, "no such file"), 143)])
+def test_exit_code_of_the_program_counts_before_that_of_ended_tasks(
+    result: tuple[int, str], code: int
+) -> None:
+    left = [(1, "Invalid job id"), (1, "disabled"), (0, "JobId=1 JobState=FAILED ExitCode=143:0"), result]
+
+    def run(words: Sequence[str]) -> Finished:
+        returncode, output = left.pop(0)
+        return Finished(argv=tuple(words), returncode=returncode, output=output)
+
+    found = history.report(job(1), run)
+    assert (found.record.state, found.code, left) == ("failed", code, [])
+
+
 def test_scheduler_without_an_answer_ends_no_job(call: Any) -> None:
     def run(words: Sequence[str]) -> Finished:
         return Finished(argv=tuple(words), returncode=1, output="Unable to contact slurm controller")
