@@ -238,6 +238,10 @@ def _shipped(name: str) -> Path:
         return system_files.locate(name, Path.cwd() / "recipe")
     if not name:
         raise UsageError("the recipe's name is empty", hint=choices("", recipe_names()))
+    if name.endswith((".sif", ".sqsh")):
+        raise UsageError(
+            f"there is no file {name} here", hint="name its folder, or make it: imgkit sif RECIPE"
+        )
     advice = f"; for the file {name}.yaml write ./{name}.yaml" if Path(f"{name}.yaml").is_file() else ""
     raise UsageError(f"there is no recipe {name!r}", hint=choices(name, recipe_names()) + advice)
 

@@ -300,6 +300,13 @@ def test_name_with_capitals_is_refused(write: Write) -> None:
         load(write(SMALLEST, "My Recipe.yaml"))
 
 
+@pytest.mark.parametrize("name", ["mn5.sif", "mn5.sqsh"])
+def test_missing_image_file_is_no_missing_recipe(name: str) -> None:
+    with pytest.raises(UsageError, match=f"there is no file {name} here") as caught:
+        load(name)
+    assert "imgkit sif" in (caught.value.hint or "")
+
+
 @pytest.mark.parametrize("ref", ["mn6", "", "olivia_eap", "nothing-like-it"])
 def test_unknown_name_lists_the_shipped_ones(ref: str) -> None:
     with pytest.raises(UsageError, match=r"allowed: .*olivia"):
