@@ -239,10 +239,6 @@ def test_doctor_tells_version_store_and_builder(line: Line) -> None:
     assert check["found"].startswith(f"{product} {version}, API ")
     assert f", store {store}" in check["found"]
     assert f", builder {builder}" in check["found"]
-    if line.kind != "docker":
-        machines = next(one for one in told if one["found"].endswith("at unix:///var/run/docker.sock"))
-        assert (machines["name"], machines["verdict"]) == ("not used", "ok")
-        assert machines["hint"] == "to use it: export DOCKER_HOST=unix:///var/run/docker.sock"
 
 
 @pytest.mark.soak

@@ -247,7 +247,8 @@ def test_array_tasks_have_their_own_folder_output_and_end(pbs: Pbs) -> None:
     number = array.partition("[")[0]
     assert f"{array} " in pbs.imgkit("status")
     assert pbs.run(*IMGKIT, "logs", array).returncode == 2
-    assert pbs.imgkit("logs", f"{number}[1]").endswith("task 1")  # until it ends
+    followed = pbs.run(*IMGKIT, "logs", f"{number}[1]")  # until it ends
+    assert (followed.returncode, followed.stdout.strip()) == (1, "task 1")
     until(lambda: f"{array} " not in pbs.imgkit("status"))
     assert [(pbs.work / f"runs/eap-{number}[{task}].standin/mine").is_file() for task in (0, 1)] == [
         True,

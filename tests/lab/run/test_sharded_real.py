@@ -222,7 +222,7 @@ for at, (ranks, hybrid) in enumerate([(4, True), (2, False), (3, False), (4, Fal
 
 
 KILLS = """
-import random, threading
+import random, threading, time
 from torch.nn.parallel import DistributedDataParallel as DDP
 from imgkit_entrypoints.run import checkpoint
 
@@ -231,6 +231,8 @@ def kill_in_save(rank, delay_s):
     def timed(self, step, *words):
         if step == 6 and dist.get_rank() == rank:
             threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        elif step > 6 and dist.get_rank() == rank:
+            time.sleep(60)  # a fast loop is at its next save before the kill
         write(self, step, *words)
     checkpoint.CheckpointWriter._write = timed
 
