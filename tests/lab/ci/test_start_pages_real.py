@@ -82,6 +82,7 @@ def test_laptop_page_trains_and_resumes(folder: Path, standin: str) -> None:
     assert lines == []
 
 
+@pytest.mark.soak  # tests/lab/delta builds and runs the same kind of delta
 def test_edit_page_shows_the_edited_line(folder: Path, standin: str) -> None:
     lines = commands("docs/guides/edit.md")
     lines = lines[lines.index("imgkit build ./mine.yaml") :]

@@ -77,6 +77,7 @@ def test_efficiency_is_that_of_the_program(login: tuple[Login, Path]) -> None:
     assert report["facts"]["image digest"].startswith("sha256:")
 
 
+@pytest.mark.soak
 def test_failed_size_is_shown_and_others_are_compared(login: tuple[Login, Path]) -> None:
     cluster, folder = login
     command = ("dist-run", "--device", "cpu", "--nproc", "1", "steps.py", "2")
