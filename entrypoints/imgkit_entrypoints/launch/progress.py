@@ -97,14 +97,15 @@ class StepTimer:
 
     def end_attempt(self, folder: Path) -> None:
         """Add the notes of the attempt."""
-        progress, end_s = read_progress(folder), time.monotonic()
-        if progress is None:
+        notes, end_s = read_progress(folder), time.monotonic()
+        if notes is None:
             return
         self._has_steps = True
+        first_s, last_s, saving_s = notes
         # The program has written these numbers: none of them may make a part negative, or too long.
-        first_s = min(max(progress[0], self._attempt_s), end_s)
-        steps_s = min(max(progress[1], first_s), end_s) - first_s
-        saving_s = min(max(progress[2], 0.0), steps_s)
+        first_s = min(max(first_s, self._attempt_s), end_s)
+        steps_s = min(max(last_s, first_s), end_s) - first_s
+        saving_s = min(max(saving_s, 0.0), steps_s)
         self._parts["starting"] += first_s - self._attempt_s
         self._parts["training"] += steps_s - saving_s
         self._parts["saving"] += saving_s
