@@ -23,7 +23,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from imgkit_builder.base import files, process
 from imgkit_builder.base.progress import Reporter
@@ -127,12 +127,12 @@ def plan(
 
     planned = []
     for nodes in sizes:
-        sized: Any = dataclasses.replace(request, nodes=str(nodes))
+        sized = dataclasses.replace(request, nodes=str(nodes))
         if on:
             remote_plan = remote_run.plan(recipe, sized, project, config.find(on).recipe)
             job, script = remote_plan.early, remote_run.check(remote_plan)
         else:
-            prepared: Any = submit.prepare(recipe, sized, code)
+            prepared = submit.prepare(recipe, sized, code)
             job, script = prepared.job, prepared.script
         is_batch = not (script.foreground or script.remote or script.is_array)
         if not is_batch or job.run_by == "kubernetes" or not systems.named(job.system).reports_state:
