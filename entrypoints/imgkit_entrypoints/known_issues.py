@@ -7,6 +7,7 @@ in `fabric.issues`, and ``imgkit check`` with the versions of a base image.
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -68,6 +69,7 @@ class Comparison(NamedTuple):
         return "$" if self.name.startswith("$") else ""
 
 
+@functools.cache  # a start checks each condition as it reads the row, and then evaluates it
 def parse(condition: str) -> tuple[Comparison, ...]:
     """Return the comparisons that ``or`` joins in a condition.
 
