@@ -193,7 +193,7 @@ def make_plan(
     options: LaunchOptions, worker: Worker, env: Mapping[str, str], placement: Placement, host: HostFacts
 ) -> tuple[LaunchPlan, dict[str, str]]:
     """Return the plan with all its warnings, and the workers' environment."""
-    system = facts.system_facts(env=env)
+    system, reader = facts.system_facts(env=env), facts.Reader(root=facts.root_of(env))
     launch_plan = plan.make(
         options.request,
         worker.argv,
@@ -211,7 +211,7 @@ def make_plan(
         prefix=sys.prefix,
         is_mpi_rank=placement.direct is not None,
     )
-    cache = _compile_cache(options, env, host)
+    cache = _compile_cache(options, env, host, reader)
     cache_variables = compile_cache.variables(cache.folder, env) if cache else {}
     unset = dict.fromkeys((*launch_plan.unset, *environment.unset))
     launch_plan = dataclasses.replace(
@@ -226,10 +226,10 @@ def make_plan(
     child_env.pop(secret.VARIABLE, None)
     if worker.is_imgkits:
         child_env.pop("PYTHONPATH", None)  # a json.py in it would end every worker
-    absent = absent_files(facts.Reader(root=facts.root_of(env)), child_env)
+    absent = absent_files(reader, child_env)
     odd = resolve.warnings(placement, options.placement, env, recipe=system.scheduler if system else "")
     is_cluster_node = bool(host.gpus or host.rdma or host.cxi)  # a laptop needs no word about a scheduler
-    offline = "" if worker.is_imgkits else _offline(facts.Reader(root=facts.root_of(env)), host, child_env)
+    offline = "" if worker.is_imgkits else _offline(reader, host, child_env)
     warnings = (
         *odd,
         *launch_plan.warnings,
@@ -244,10 +244,9 @@ def make_plan(
 
 
 def _compile_cache(
-    options: LaunchOptions, env: Mapping[str, str], host: HostFacts
+    options: LaunchOptions, env: Mapping[str, str], host: HostFacts, reader: facts.Reader
 ) -> compile_cache.CompileCache | None:
     """Return this node's cache of compiled code; None where no folder can hold it."""
-    reader = facts.Reader(root=facts.root_of(env))
     key = compile_cache.make_key(reader.text(MANIFEST_JSON) or f"{host.torch_version} {sys.prefix}")
     folder = compile_cache.find_folder(env, key, is_shared=partial(storage.on_network_disk, reader))
     file = options.compile_cache and files.in_job_folder(Path(options.compile_cache), env).absolute()

@@ -32,7 +32,8 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
     gpus = compute.gpus(reader, env, software.closed_gpus(reader, env))
     cpus, cpus_source = compute.cpus(reader)
     processes, processes_source = compute.processes(reader)
-    nccl_version, nccl_source, nccl_of = software.nccl(reader, env)
+    image_nccl = software.image_nccl(reader, env)
+    nccl_version, nccl_source, nccl_of = software.nccl(reader, env, image_nccl)
     nccl_settings = software.nccl_settings(reader, env)
     recipe = software.recipe(reader)
     libraries = software.libraries(reader, env, software.named_plugins(recipe, env, nccl_settings))
@@ -72,7 +73,7 @@ def gather(root: Path | None = None, env: Mapping[str, str] = os.environ) -> Hos
         nccl_version=nccl_version,
         nccl_source=nccl_source,
         nccl_of=nccl_of,
-        image_nccl=software.image_nccl(reader, env)[0],
+        image_nccl=image_nccl[0],
         numa_fault=software.numa_fault(reader),
         has_cuda_compat=reader.exists(host_libs.COMPAT) or "compat" in env.get("LD_LIBRARY_PATH", ""),
         nccl_settings=nccl_settings,

@@ -237,11 +237,11 @@ def rocm(reader: Reader) -> str:
     return next((path for path in ("/opt/rocm/.info/version", "/opt/rocm") if reader.exists(path)), "")
 
 
-def nccl(reader: Reader, env: Mapping[str, str]) -> tuple[str, str, str]:
+def nccl(reader: Reader, env: Mapping[str, str], image: tuple[str, str]) -> tuple[str, str, str]:
     """Return the version of the NCCL that torch loads here, its source, and whose it is; empty if unknown.
 
     torch is not imported, because that takes seconds. The third value is ``torch`` for the wheel beside it,
-    ``image`` for a system library.
+    ``image`` for a system library, whose version and source are `image`, as of `image_nccl`.
 
     Raises
     ------
@@ -256,7 +256,7 @@ def nccl(reader: Reader, env: Mapping[str, str]) -> tuple[str, str, str]:
         for name in reader.names(folder, r"nvidia_nccl_cu\d+-\d.*\.dist-info"):
             if (version := _version(name.split("-")[1])) and _is_linked_to_wheel(reader):
                 return version, f"{folder}/{name}", "torch"
-    version, source = image_nccl(reader, env)
+    version, source = image
     return version, source, "image" if version else ""
 
 
