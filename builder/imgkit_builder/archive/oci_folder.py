@@ -107,4 +107,4 @@ def _link_or_copy(source: Path, target: Path) -> None:
         # Across file systems, where the kernel protects others' files, or where there are no hard links.
         if error.errno not in (errno.EXDEV, errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EMLINK):
             raise
-        shutil.copyfile(source, target)
+        shutil.copyfile(source, target)  # noqa: TID251 - a folder of this process

@@ -117,7 +117,7 @@ def with_leave(run: Callable[[bool], Result], *, large: bool, may_ask: bool = Tr
     except LargeContext as error:
         can_ask = may_ask and sys.stdin.isatty() and sys.stderr.isatty()
         question = terminal.shown(f"{error.where}: {error.what}. Pack all of it?")
-        if not can_ask or not typer.confirm(question, err=True):
+        if not can_ask or not typer.confirm(question, err=True):  # noqa: TID251 - the question is escaped
             raise
         return run(True)
 

@@ -69,7 +69,7 @@ def flag(default: Any, *names: str, help: str, metavar: str = "") -> Any:
 
 def declared(owner: type[Any]) -> tuple[Flag, ...]:
     """The flags that dataclass `owner` declares, in order."""
-    types = typing.get_type_hints(owner)
+    types = typing.get_type_hints(owner)  # noqa: TID251 - makes options of them
     return tuple(
         Flag(
             field=item.name,

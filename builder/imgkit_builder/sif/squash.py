@@ -345,7 +345,7 @@ class UnpackedTree:
         if kind == REGULAR:
             # O_EXCL and O_NOFOLLOW: an earlier entry of this name, such as a link, is never written through.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-            with os.fdopen(os.open(path, flags, 0o600), "wb") as stream:
+            with os.fdopen(os.open(path, flags, 0o600), "wb") as stream:  # noqa: TID251 - see `flags`
                 stream.writelines(entry.content)
         elif kind == DIRECTORY:
             # Private until it is packed: the files are this user's now, with modes of the image's own users.
@@ -355,7 +355,7 @@ class UnpackedTree:
             path.symlink_to(os.fsdecode(_raw(entry.link)))
             mode = 0o777
         elif kind == FIFO:
-            os.mkfifo(path, 0o600)
+            os.mkfifo(path, 0o600)  # noqa: TID251 - a folder of this process
         elif kind in _DEVICES:
             major, minor = entry.device
             line = f"{_DEVICES[kind]} {mode:o} {entry.uid} {entry.gid} {major} {minor}"

@@ -122,7 +122,7 @@ def run_worker(main: Callable[[], None], *, end: Callable[[], None] = lambda: No
     try:
         end()
     except BaseException:
-        traceback.print_exc()
+        traceback.print_exc()  # noqa: TID251 - Python's own report
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -64,7 +64,7 @@ class Reader:
                 return None
             # pathlib is too slow: a machine has thousands of GID slots, and a launch waits for all of them.
             # Not blocking, and not to the end: a tree may hold a FIFO, or a link to /dev/zero.
-            handle = os.open(f"{self.root}/{path}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            handle = os.open(f"{self.root}/{path}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # noqa: TID251
             try:
                 content = bytearray()
                 # Files of /proc arrive page by page, whatever size a read asks for.

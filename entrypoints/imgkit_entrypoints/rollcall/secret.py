@@ -103,7 +103,7 @@ def open_private(path: Path, *, purpose: str = PURPOSE) -> int:
     """
     try:
         # A named pipe would not open before somebody writes to it.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)  # noqa: TID251
     except OSError as error:
         problem, hint = _open_problem(path, error)
         raise UsageError(f"{purpose} cannot be read: {problem}", where=str(path), hint=hint) from error
