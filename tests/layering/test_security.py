@@ -11,10 +11,10 @@ TEXT = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
 
 def test_every_guarantee_names_tests_that_exist() -> None:
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
-    there = set(re.findall(r"^def (test_\w+)\(", code, re.MULTILINE))
+    tests = set(re.findall(r"^def (test_\w+)\(", code, re.MULTILINE))
     named = set(re.findall(r"`(test_\w+)`", TEXT))
     assert len(named) > 20
-    assert named - there == set()
+    assert named - tests == set()
     rows = [
         row
         for row in re.findall(r"^\| (.+) \|$", TEXT, re.MULTILINE)
