@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from imgkit_entrypoints.apps.bench import collectives, sizes, verify
-from imgkit_entrypoints.arguments import Need, natural, positive, refuse_unused
+from imgkit_entrypoints.arguments import Need, Parser, natural, positive, refuse_unused
 
 MIN_BYTES = 8
 MAX_BYTES = {"gloo": 64 << 20, "nccl": 4 << 30}
@@ -159,7 +159,7 @@ def check(args: Sequence[str], _env: Mapping[str, str]) -> None:
 
     Raises
     ------
-    SystemExit, UsageError : as `read`.
+    UsageError : as `read`.
     """
     read(args)
 
@@ -169,10 +169,9 @@ def read(args: Sequence[str] | None = None) -> BenchOptions:
 
     Raises
     ------
-    SystemExit : code 2; an option is wrong.
-    UsageError : an option has no effect.
+    UsageError : an option is wrong or has no effect.
     """
-    parser = argparse.ArgumentParser(prog="dist-bench", allow_abbrev=False)
+    parser = Parser(prog="dist-bench", allow_abbrev=False)
     add_arguments(parser)
     parsed = parser.parse_args(args)
     refuse_unused(parser, parsed, _needs())

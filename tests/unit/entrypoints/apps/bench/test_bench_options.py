@@ -8,7 +8,6 @@ import pytest
 
 from imgkit_entrypoints.apps.bench import collectives, options, sizes
 from imgkit_entrypoints.apps.bench.options import Requirement
-from imgkit_entrypoints.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -65,44 +64,6 @@ def test_defaults_are_all_reduce_from_8_bytes() -> None:
 )
 def test_options_reach_the_run(words: str, field: str, value: object) -> None:
     assert getattr(options.read(words.split()), field) == value
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["all_reduse"],
-        ["--factor", "1"],
-        ["--dtype", "int8"],
-        ["--iters", "0"],
-        ["--iters", "5", "--seconds", "1"],
-        ["--seconds", "nan"],
-        ["--line-rate", "-1"],
-        ["--min", "1M", "--max", "1K"],
-        ["--require", "fast"],
-    ],
-)
-def test_impossible_options_are_refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        options.read(words)
-    assert caught.value.code == 2
-    assert "error" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--size 4G --max 8G", "--max would have no effect with --size"),
-        ("--size 4G --min 4K --factor 4", "--min, --factor would have no effect with --size"),
-    ],
-)
-def test_option_without_effect_is_refused(words: str, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        options.read(words.split())
-
-
-def test_launch_refuses_contradictions_before_a_worker_starts() -> None:
-    with pytest.raises(UsageError, match="--max would have no effect"):
-        options.check(["--size", "4G", "--max", "8G"], {})
 
 
 @pytest.mark.parametrize(
