@@ -1,4 +1,4 @@
-"""The commands as processes, without torch: what is printed, what is refused."""
+"""The commands as processes, without torch; what they refuse is in ``refusals``."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ from imgkit_entrypoints import facts
 from imgkit_entrypoints.apps.share import share
 from imgkit_entrypoints.cli import options
 from imgkit_entrypoints.cli.commands import COMMANDS, shim
-from imgkit_entrypoints.errors import UsageError
 
 DRY = ("--dry-run", "--json")
-BATCH = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
 
 
 def command(*words: str, env: dict[str, str] | None = None, cwd: Path | None = None):
@@ -54,12 +52,6 @@ def test_switches_have_variables_too():
     assert json.loads(command("dist-hello", "--json", env=ranks | sizes).stdout)["mode"] == "direct"
 
 
-def test_switch_that_is_neither_on_nor_off_is_refused():
-    done = command("dist-hello", env={"IMGKIT_DRY_RUN": "yes"})
-    assert done.returncode == 2
-    assert "IMGKIT_DRY_RUN: 'yes' is neither 0 nor 1" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("words", "value", "is_on"),
     [((), "", False), ((), "0", False), ((), "1", True), (("--preflight",), "", True)],
@@ -69,25 +61,6 @@ def test_preflight_takes_no_word_after_it(words: tuple[str, ...], value: str, is
     parsed, rest = parser.parse_known_args([*words, "full", "train.py"])
     assert options.read_options(parsed, COMMANDS[0], ()).preflight is is_on
     assert rest == ["full", "train.py"]
-
-
-def test_preflight_with_a_value_is_refused():
-    with pytest.raises(UsageError, match="preflight"):
-        options.launch_parser(COMMANDS[0], {}).parse_known_args(["--preflight=full"])
-
-
-def test_preflight_of_single_ranks_is_refused():
-    ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    env = ranks | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1", "IMGKIT_DIRECT": "1", "IMGKIT_PREFLIGHT": "1"}
-    done = command("dist-hello", "--device", "cpu", env=env)
-    assert done.returncode == 5
-    assert "--preflight needs a node agent" in done.stderr
-
-
-def test_variable_for_a_dry_run_shows_errors_as_json():
-    done = command("dist-hello", "--json", "--nproc", "many", env={"IMGKIT_DRY_RUN": "1"})
-    assert done.returncode == 2
-    assert "'many'" in json.loads(done.stdout)["error"]["what"]
 
 
 def test_dry_run_names_the_source_of_each_value():
@@ -113,25 +86,6 @@ def test_dry_run_of_the_doctor_starts_no_check():
     assert command("dist-doctor", "--dry-run").stdout.splitlines()[-1].endswith("apps.doctor")
 
 
-@pytest.mark.parametrize("name", ["dist-hello", "dist-run", "dist-bench"])
-def test_json_without_a_dry_run_is_refused(name: str):
-    done = command(name, "--json", *(["x.py"] if name == "dist-run" else []))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--json needs --dry-run" in done.stderr
-
-
-@pytest.mark.parametrize("flag", ["--json", "--dry-run"])
-def test_export_lines_with_another_form_are_refused(flag: str):
-    done = command("dist-env", "--shell", flag)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert f"--shell cannot be combined with {flag}" in done.stderr
-
-
-@pytest.mark.parametrize("flag", ["--plan", "--explain"])
-def test_former_names_of_the_dry_run_are_refused(flag: str):
-    assert command("dist-hello", flag).returncode == 2
-
-
 def test_flag_beats_its_variable():
     made = json.loads(command("dist-hello", *DRY, "--nproc", "2", env={"IMGKIT_NPROC": "3"}).stdout)
     assert made["argv"][made["argv"].index("--nproc-per-node") + 1] == "2"
@@ -144,29 +98,12 @@ def test_dist_run_leaves_the_scripts_arguments_alone():
     assert made["argv"][-4:] == ["train.py", "--nproc", "x y", "--dry-run"]
 
 
-def test_failed_dry_run_is_json_too():
-    done = command("dist-hello", *DRY, env={"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", **BATCH})
-    assert done.returncode == 5
-    told = json.loads(done.stdout)["error"]
-    assert "srun" in told["hint"]
-    assert "Traceback" not in done.stderr
-
-
-def test_mistake_with_a_dry_run_is_json_too():
-    done = command("dist-hello", *DRY, "--nproc", "many")
-    assert done.returncode == 2
-    assert "--nproc: 'many'" in json.loads(done.stdout)["error"]["what"]
-    assert "--nproc: 'many'" in done.stderr
-
-
 def test_pi_needs_no_gpu(tmp_path: Path):
     (tmp_path / "opt/imgkit").mkdir(parents=True)
     (tmp_path / "opt/imgkit/system.json").write_text('{"schema": 1, "node": {"gpus": 4}}')
     env = {"IMGKIT_ROOT": str(tmp_path)}
-    assert command("dist-hello", *DRY, env=env).returncode == 5
     made = json.loads(command("dist-pi", *DRY, env=env).stdout)
     assert (made["env"]["IMGKIT_DEVICE"], made["nproc"]) == ("cpu", 1)
-    assert command("dist-pi", *DRY, "--device", "cuda", env=env).returncode == 5
 
 
 def test_dry_run_imports_no_torch(tmp_path: Path):
@@ -295,47 +232,6 @@ def test_shares_of_pi_are_exact(intervals: int, ranks: int):
     assert all(before[1] == after[0] for before, after in itertools.pairwise(shares))
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["dist-trian"], "one of: dist-run"),
-        (["dist-train", "--stepz", "3"], "--stepz"),
-        (["dist-train", "--steps", "0"], "'0' is not a whole number of at least 1"),
-        (["dist-train", "--nproc", "many"], "'many' is not a whole number"),
-        (["dist-train", "--device", "tpu"], "none of auto, cuda, cpu"),
-        (["dist-train", "--nnodes", "3:x"], "--nnodes: '3:x' is neither N nor N+S"),
-        (["dist-train", "--nnodes", "2:4"], "--nnodes 4, or --nnodes 4+1"),
-        (["dist-train", "--scheduler", "lsf"], "none of"),
-        (["dist-run", "--nproc", "2"], "no script given"),
-        (["dist-run", "--nproc", "2", "--", "python3", "-u", "train.py"], "-> dist-run --nproc 2 train.py\n"),
-        (["dist-run", "/usr/bin/python3.11", "-m", "pkg"], "-> dist-run -m pkg\n"),
-        (
-            ["dist-run", "--nproc", "3", "--epochs", "3", "train.py", "--lr", "1"],
-            "-> options of the program follow the program: dist-run --nproc 3 train.py --epochs 3 --lr 1\n",
-        ),
-    ],
-)
-def test_mistakes_are_named_and_exit_two(words: list[str], said: str):
-    done = command(*words)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_bad_variable_is_refused_like_its_flag():
-    done = command("dist-pi", env={"IMGKIT_DEVICE": "tpu"})
-    assert done.returncode == 2
-    assert "'tpu' is none of" in done.stderr
-
-
-def test_broken_system_facts_are_named(tmp_path: Path):
-    broken = tmp_path / "system.json"
-    broken.write_text('{"node": 3}')
-    with pytest.raises(UsageError, match="cannot read the system facts") as caught:
-        facts.system_facts(broken)
-    assert str(broken) in str(caught.value)
-
-
 def test_torchrun_s_spellings_are_understood() -> None:
     old = ("--nproc_per_node=2", "--node_rank=1", "--master_addr=node1", "--master_port=7000")
     done = command("dist-hello", *DRY, "--nnodes=2", *old)
@@ -344,12 +240,6 @@ def test_torchrun_s_spellings_are_understood() -> None:
     # torchrun has the port that is given, the roll call the next.
     assert (placement["node_rank"], placement["head"], placement["port"]) == (1, "node1", 7001)
     assert json.loads(done.stdout)["nproc"] == 2
-
-
-def test_wrong_value_names_the_spelling_that_was_typed() -> None:
-    done = command("dist-hello", "--nproc_per_node", "many")
-    assert done.returncode == 2
-    assert "--nproc_per_node: 'many'" in done.stderr
 
 
 def test_dist_env_takes_the_launch_s_options() -> None:
@@ -457,29 +347,19 @@ def test_home_on_a_network_disk_gets_a_secret(started, tmp_path):
     assert (tmp_path / ".config/imgkit/secret").stat().st_size == 32
 
 
-@pytest.mark.parametrize("name", [one.name for one in COMMANDS])
-def test_unknown_option_is_refused_before_any_launch(name: str):
-    done = command(name, "--qqq")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[0] == f"{name}: unknown option --qqq"
-    assert "nproc=" not in done.stderr
-
-
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("line", "value"),
     [
-        (("dist-train", "--bach-size", "3"), "unknown option --bach-size; did you mean --batch-size?"),
-        (("dist-run", "--log-dri=x", "a.py"), "unknown option --log-dri; did you mean --log-dir?"),
-        (("dist-bench", "--lst", "--formt"), "unknown options --lst, --formt"),
-        (("dist-pi", "a", "b"), "unexpected arguments a b"),
-        (("dist-bench", "--itres", "16"), "unknown option --itres; did you mean --iters?"),
-        (("dist-bench", "--iters", "16", "sixteen"), "argument COLLECTIVE: invalid choice: 'sixteen'"),
+        ("dist-train --on-nan cry", "'cry'"),
+        ("dist-bench --dtype int8", "'int8'"),
+        ("dist-bench --iters 16 sixteen", "'sixteen'"),
     ],
 )
-def test_misspelt_option_names_the_nearest(words: tuple[str, ...], said: str):
-    done = command(*words)
-    assert done.returncode == 2
-    assert said in done.stderr
+def test_value_that_is_no_choice_is_refused(line: str, value: str):
+    """No case of ``refusals``: versions of argparse list the choices in different forms."""
+    result = command(*line.split())
+    assert result.returncode == 2
+    assert f": invalid choice: {value} (choose from " in result.stderr
 
 
 def plan_of(name: str, *words: str, **env: str):
@@ -519,11 +399,3 @@ def test_node_without_a_route_says_so(tmp_path: Path, routes: str, env: dict[str
     notes = plan_of("dist-run", "train.py", IMGKIT_ROOT=str(tmp_path), **env)["notes"]
     assert any("no route to the internet" in note for note in notes) == is_told
     assert not plan_of("dist-hello", IMGKIT_ROOT=str(tmp_path))["notes"], "it downloads nothing"
-
-
-def test_compile_cache_without_a_node_agent_is_refused():
-    ranks = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    env = {**ranks, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
-    done = command("dist-hello", "--direct", "--compile-cache", "c.zip", env=env)
-    assert done.returncode == 5
-    assert "--compile-cache needs a node agent" in done.stderr
