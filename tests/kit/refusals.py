@@ -5,6 +5,8 @@ A folder has a YAML file for each subject, which is a list of cases::
     - name: unknown system names the nearest
       run: imgkit show ./mine.yaml          # split as a shell does, and called in this process
       files: {mine.yaml: "system: mn6"}     # optional; a path that ends with / is an empty folder
+      edits: {mine.yaml: {mn6: mn7}}        # optional; the first of a text in a file becomes another
+      links: {link.yaml: mine.yaml}         # optional; symbolic links
       modes: {mine.yaml: 0666}              # optional
       env: {SLURM_JOB_ID: "7"}              # optional; PATH, HOME and COLUMNS are set to fixed values
       exit: 2
@@ -38,7 +40,9 @@ class Case(pydantic.BaseModel, extra="forbid", frozen=True, strict=True):
 
     name: str = pydantic.Field(min_length=1)
     run: str = pydantic.Field(min_length=1)
-    files: dict[str, str | bytes] = {}
+    files: dict[str, str] = {}
+    edits: dict[str, dict[str, str]] = {}
+    links: dict[str, str] = {}
     modes: dict[str, int] = {}
     env: dict[str, str] = {}
     exit: int = pydantic.Field(ge=1)
@@ -86,10 +90,7 @@ def check(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Run `case` by `main` in the empty `folder`; if the program prints another text, fail with that."""
-    for path, content in case.files.items():
-        _write(folder, path, content)
-    for path, mode in case.modes.items():
-        (folder / path).chmod(mode)
+    _write_files(case, folder)
     before = _snapshot(folder)
     env = {"PATH": os.defpath, "HOME": f"{folder}/home", "COLUMNS": "100"}
     env |= {name: _with_folder(value, folder) for name, value in case.env.items()}
@@ -112,14 +113,21 @@ def _with_folder(text: str, folder: Path) -> str:
     return re.sub(r"\bTMP\b", str(folder), text)
 
 
-def _write(folder: Path, path: str, content: str | bytes) -> None:
-    if path.endswith("/"):
-        (folder / path).mkdir(parents=True)
-        return
-    if isinstance(content, str):
-        content = _with_folder(content, folder).encode()
-    (folder / path).parent.mkdir(parents=True, exist_ok=True)
-    (folder / path).write_bytes(content)
+def _write_files(case: Case, folder: Path) -> None:
+    for path, text in case.files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        if path.endswith("/"):
+            (folder / path).mkdir()
+            continue
+        for old, new in case.edits.get(path, {}).items():
+            assert old in text, f"{path} has no {old!r}"
+            text = text.replace(old, new, 1)
+        (folder / path).write_text(_with_folder(text, folder), encoding="utf-8")
+    assert case.edits.keys() <= case.files.keys()
+    for path, target in case.links.items():
+        (folder / path).symlink_to(_with_folder(target, folder))
+    for path, mode in case.modes.items():
+        (folder / path).chmod(mode)
 
 
 def _snapshot(folder: Path) -> dict[Path, bytes | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from typer.testing import CliRunner
 
 from imgkit_builder.cli import app
@@ -34,10 +33,3 @@ def test_first_two_groups_have_at_most_twelve_verbs() -> None:
 
 def test_group_without_a_verb_has_no_heading() -> None:
     assert "Images:" not in shown("build", "status")
-
-
-@pytest.mark.parametrize("verb", ["pull", "job", "flatten", "schema", "provenance"])
-def test_removed_verb_is_refused(verb: str) -> None:
-    result = CliRunner().invoke(app.build_app(), [verb, "x"])
-    assert result.exit_code == 2
-    assert f"No such command '{verb}'" in result.output

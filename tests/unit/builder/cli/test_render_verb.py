@@ -63,28 +63,6 @@ def test_rendering_imports_no_engine(folder: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_unknown_recipe_refused(folder: Path) -> None:
-    done = imgkit(folder, "render", "mn6", "-o", "Dockerfile")
-    assert done.returncode == 2
-    assert b"mn5" in done.stderr
-    assert not (folder / "Dockerfile").exists()
-
-
-def test_unknown_format_refused(folder: Path) -> None:
-    assert imgkit(folder, "render", "mn5", "--format", "oci").returncode == 2
-
-
-def test_failed_context_leaves_old_file(folder: Path) -> None:
-    (folder / "mine.yaml").write_text(MINE + "  copy: [{source: code}]\n", encoding="utf-8")
-    (folder / "code").mkdir()
-    (folder / "code" / "away").symlink_to("/etc")
-    (folder / "c.tar").write_text("old")
-    done = imgkit(folder, "render", "./mine.yaml", "--context", "c.tar", "-o", "Dockerfile")
-    assert done.returncode == 2
-    assert (folder / "c.tar").read_text() == "old"
-    assert sorted(path.name for path in folder.iterdir()) == ["c.tar", "code", "mine.yaml"]
-
-
 def test_lock_beside_recipe_is_followed_unless_told_otherwise(tmp_path: Path) -> None:
     golden = Path(__file__).parents[3] / "golden" / "recipes"
     for name in ("locked.yaml", "locked.lock", "requirements.txt"):

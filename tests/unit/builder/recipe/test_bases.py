@@ -11,8 +11,7 @@ import pytest
 
 from imgkit_builder.recipe import bases
 from imgkit_builder.recipe.load import load
-from imgkit_builder.recipe.problems import RecipeErrors
-from imgkit_entrypoints.errors import ImgkitError, UsageError
+from imgkit_entrypoints.errors import ImgkitError
 from imgkit_recipes import recipe_names
 
 Write = Callable[..., Path]
@@ -155,24 +154,6 @@ def test_known_issues_of_a_base_are_warnings(
     assert all(text.startswith("image.base: ") for text in found)
 
 
-@pytest.mark.parametrize(
-    ("row", "words"),
-    [
-        ("{id: x, message: m, when: [nccl ~ 2]}", "known_issues[0].when[0]: 'nccl ~ 2' is not a condition"),
-        (
-            "{id: x, message: m, when: [arch == x86_64], effect: set}",
-            "known_issues[0].env: belongs to the effect",
-        ),
-        ("{id: x, message: m}", "known_issues[0].when: has no condition"),
-        ("{id: X, message: m, when: [arch == x86_64]}", "known_issues[0].id: 'X' is not an id"),
-        ("{id: x, when: [arch == x86_64]}", "known_issues[0].message: is missing"),
-    ],
-)
-def test_malformed_row_of_a_system_is_refused(write: Write, row: str, words: str) -> None:
-    with pytest.raises(RecipeErrors, match=re.escape(words)):
-        load(write("image: {base: 'a:1'}\n" + GRACE.format(env="", rows=row)))
-
-
 SLINGSHOT = """
     image: {{base: "nvcr.io/nvidia/pytorch:{tag}-py3"{image}}}
     system: {{fabric: {{kind: {kind}}}{system}}}
@@ -199,14 +180,6 @@ def test_slingshot_needs_its_plugin(
     assert all("has no aws-ofi-nccl: on Slingshot NCCL would use TCP" in text for text in found)
 
 
-def test_check_strict_fails_on_a_warning(write: Write) -> None:
-    file = write('image: {base: "python:3.9"}\n')
-    assert imgkit("check", str(file)).returncode == 0
-    done = imgkit("check", "--strict", "--json", str(file))
-    assert done.returncode == 1
-    assert json.loads(done.stdout)["recipes"][0]["warnings"][0]["key"] == "image.base"
-
-
 def test_every_shipped_recipe_names_a_current_base() -> None:
     for name in recipe_names():
         image = load(name).image
@@ -223,21 +196,9 @@ def test_current_base_is_the_base_if_asked_for() -> None:
     assert f"\nFROM {recipe.image.base}\n" in imgkit("render", "mn5").stdout
 
 
-def test_no_current_base_is_refused(write: Write) -> None:
-    with pytest.raises(UsageError, match="names no current base") as caught:
-        bases.chosen("current", load(write("image: {base: 'a:1'}\n")))
-    assert "add image.current_base to mine.yaml" in str(caught.value.hint)
-
-
 def test_current_base_changes_no_digest(write: Write) -> None:
     plain = load(write("image: {base: 'a:1'}\n")).sha256
     assert load(write("image: {base: 'a:1', current_base: 'a:2'}\n")).sha256 == plain
-
-
-@pytest.mark.parametrize("driver", ["new", "53", "535.129.03.1", "-1"])
-def test_wrong_driver_is_refused(write: Write, driver: str) -> None:
-    with pytest.raises(UsageError, match="is not a version of NVIDIA's driver"):
-        load(write(f'image: {{base: "a:1"}}\nsystem: {{node: {{driver: "{driver}"}}}}\n'))
 
 
 @pytest.mark.parametrize(

@@ -154,15 +154,6 @@ def test_chain_may_leave_and_enter_the_shipped(write: Write) -> None:
     assert recipe.image.base.startswith("nvcr.io/nvidia/pytorch:")
 
 
-def test_problems_of_parent_and_child_come_together(write: Write) -> None:
-    write("image:\n  base: Python\n  wrong: x\n", "parent.yaml")
-    file = write("extends: parent.yaml\nimage:\n  apt: [Git]\nsystem:\n  scheduler: sge\n")
-    with pytest.raises(RecipeErrors) as caught:
-        load(file)
-    places = [f"{problem.position.file.name}:{problem.position.line}" for problem in caught.value.problems]
-    assert places == ["mine.yaml:3", "mine.yaml:5", "parent.yaml:2", "parent.yaml:3"]
-
-
 def test_child_cannot_hide_a_parents_secret_warning(write: Write) -> None:
     write("image: {base: 'python:3', env: {MY_TOKEN: abc}}\n", "parent.yaml")
     (warning,) = load(write("extends: parent.yaml\n")).warnings

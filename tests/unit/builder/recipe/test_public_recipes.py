@@ -12,7 +12,6 @@ import pytest
 
 from imgkit_builder.image import render
 from imgkit_builder.recipe.load import load
-from imgkit_entrypoints.errors import UsageError
 
 FOLDER = Path(__file__).parent / "public"
 CASES = sorted(FOLDER.glob("*.yaml"))
@@ -39,21 +38,6 @@ def test_build_argument_replaces_the_value(tmp_path: Path) -> None:
     recipe = load(case, build_args=["MAX_JOBS=2"])
     assert 'ARG MAX_JOBS="2"' in render.dockerfile(recipe)
     assert recipe.sha256 != load(case).sha256
-
-
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [("MAX_JOB=2", "the recipe has no argument 'MAX_JOB'"), ("MAX_JOBS", "'MAX_JOBS' has no value")],
-)
-def test_wrong_build_argument_is_refused(text: str, what: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        load(FOLDER / "video-model-with-a-number.yaml", build_args=[text])
-    assert caught.value.what == what
-
-
-def test_build_argument_of_a_recipe_without_arguments_is_refused() -> None:
-    with pytest.raises(UsageError, match="the recipe has no argument"):
-        load("mn5", build_args=["A=1"])
 
 
 @pytest.mark.parametrize(

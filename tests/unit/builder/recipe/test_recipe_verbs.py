@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from imgkit_recipes import recipe_names
 
 Write = Callable[..., Path]
@@ -50,31 +48,6 @@ def test_show_json_agrees_with_the_file() -> None:
             assert value["value"].removeprefix("linux/") in line[value["column"] - 1 :]
 
 
-def test_check_goes_through_every_file(write: Write) -> None:
-    good = write("image: {base: 'python:3'}\n", "good.yaml")
-    write("image: {base: Python}\n", "bad.yaml")
-    write("image: {base: 'python:3', apt: [Git]}\n", "worse.yaml")
-    done = imgkit("check", "bad.yaml", "good.yaml", "worse.yaml", "absent.yaml", "mn5", cwd=good.parent)
-    assert done.returncode == 2
-    said = done.stdout.split()
-    assert said == [
-        "bad",
-        "bad.yaml",
-        "ok",
-        "good.yaml",
-        "bad",
-        "worse.yaml",
-        "bad",
-        "absent.yaml",
-        "ok",
-        "mn5",
-    ]
-    assert "imgkit: bad.yaml:1:15: image.base: " in done.stderr
-    assert "\nimgkit: worse.yaml:1:33: image.apt[0]: " in done.stderr
-    assert "there is no file absent.yaml" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 def test_check_of_good_files_exits_zero(write: Write) -> None:
     file = write("image: {base: 'python:3'}\n")
     done = imgkit("check", str(file))
@@ -88,12 +61,11 @@ def test_warning_goes_to_stderr_only(write: Write) -> None:
     assert json.loads(done.stdout)["warnings"]
 
 
-@pytest.mark.parametrize("name", ["nm5", "./nothing.yaml", ""])
-def test_unknown_recipe_exits_two(name: str) -> None:
-    done = imgkit("show", name)
-    assert done.returncode == 2
-    assert done.stderr.startswith("imgkit: ")
-    assert done.stdout == ""
+def test_check_without_strict_passes_with_a_warning(write: Write) -> None:
+    file = write("image: {base: 'python:3.9'}\nsystem: {runtime: {command: /tmp/evil}}\n")
+    result = imgkit("check", str(file))
+    assert (result.returncode, result.stdout) == (0, f"ok   {file}\n")
+    assert result.stderr.count("warning: ") == result.stderr.count("has Python 3.9") == 1
 
 
 def test_tagged_name_is_taken_for_an_image() -> None:
@@ -104,62 +76,6 @@ def test_tagged_name_is_taken_for_an_image() -> None:
 
 def test_schema_is_one_json_object() -> None:
     assert json.loads(imgkit("check", "--schema").stdout)["title"] == "imgkit recipe"
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [(("--schema", "mn5"), "--schema takes no FILE"), ((), "no recipe given")],
-)
-def test_check_refuses_what_it_cannot_mean(words: tuple[str, ...], message: str) -> None:
-    done = imgkit("check", *words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-
-
-STRANGERS = """
-extends: {parent}
-image:
-  secrets:
-    - {{id: key, file: ~/.ssh/id_rsa}}
-    - {{id: token, env: HF_TOKEN}}
-  run:
-    - {{command: make, secrets: [key, token]}}
-system:
-  runtime:
-    command: /tmp/evil
-    options: [--nv, --writable]
-    modules: [/tmp/evil-module]
-    binds: [/root]
-    host_libs: [/tmp/lib]
-  fabric: {{host_libs: auto}}
-  env: {{LD_PRELOAD: /tmp/evil.so, NCCL_DEBUG: WARN}}
-  queue: {{options: [--launch-agent, /tmp/evil]}}
-"""
-
-
-def test_strict_check_lists_what_a_recipe_does_on_this_machine(write: Write) -> None:
-    file = write(STRANGERS.format(parent="lambda"), "strange.yaml")
-    relaxed = imgkit("check", "strange.yaml", cwd=file.parent)
-    assert (relaxed.returncode, "evil" in relaxed.stderr) == (0, False), relaxed.stderr
-    done = imgkit("check", "strange.yaml", "--strict", cwd=file.parent)
-    assert (done.returncode, done.stdout) == (1, "warn strange.yaml\n"), done.stderr
-    for what in (
-        "system.runtime.command: runs the program /tmp/evil",
-        "the option --writable",
-        "the option --launch-agent",
-        "the module file /tmp/evil-module",
-        "see /root",
-        "load libraries from /tmp/lib",
-        "system.fabric.host_libs: programs of the image see /usr and /opt",
-        "sets LD_PRELOAD",
-        f"the file {Path.home()}/.ssh/id_rsa",
-        "the variable HF_TOKEN",
-    ):
-        assert done.stderr.count(what) == 1, (what, done.stderr)
-    assert "--nv" not in done.stderr.replace("options: [--nv", "")
-    found = json.loads(imgkit("check", "strange.yaml", "--strict", "--json", cwd=file.parent).stdout)
-    assert found["passed"] is False
-    assert len(found["recipes"][0]["warnings"]) >= 10
 
 
 def test_strict_check_of_shipped_recipes_finds_nothing(write: Write) -> None:

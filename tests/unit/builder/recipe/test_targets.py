@@ -40,11 +40,6 @@ def test_json_says_what_the_recipe_says(name: str) -> None:
     )
 
 
-def test_unknown_recipe_is_refused() -> None:
-    with pytest.raises(UsageError):
-        targets.find("no-such-recipe")
-
-
 @pytest.mark.parametrize(
     ("part", "key", "value", "message"),
     [

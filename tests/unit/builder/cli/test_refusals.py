@@ -1,0 +1,20 @@
+"""Every refusal of ``imgkit`` as its user reads it: the cases in ``refusals``, see tests/kit/refusals.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import refusals
+
+from imgkit_builder.cli import app
+
+
+@pytest.mark.parametrize("case", refusals.load_cases(Path(__file__).parent / "refusals"))
+def test_refusal_is_as_recorded(
+    case: refusals.Case,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    refusals.check(case, app.main, tmp_path, monkeypatch, capsys)
