@@ -11,7 +11,6 @@ import pytest
 
 from imgkit_builder.recipe import system_files
 from imgkit_builder.recipe.load import load, load_system
-from imgkit_builder.recipe.problems import RecipeErrors
 from imgkit_entrypoints.errors import UsageError
 from imgkit_recipes import SYSTEMS
 
@@ -31,12 +30,6 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "ours.yaml").write_text(HERE)
     (folder / "ours.yaml").chmod(0o644)
     return folder
-
-
-def refusal(file: Path) -> str:
-    with pytest.raises(RecipeErrors) as caught:
-        load(file)
-    return str(caught.value)
 
 
 # ---- two lines
@@ -76,27 +69,6 @@ def test_system_keys_still_merge_into_those_of_the_parent(write: Write) -> None:
     assert (recipe.system.title, recipe.system.queue.account) == ("MareNostrum 5 ACC", "bsc98")
 
 
-@pytest.mark.parametrize(
-    ("system", "says"),
-    [
-        ("mn6", "there is no system 'mn6'; allowed: mn5, "),
-        ("./mn6.yaml", "there is no file ./mn6.yaml"),
-        ("[mn5]", "must be the name or path of one system, not a list"),
-        ("{extends: 5}", "must be the name or path of one system, not "),
-        ("./circle.yaml", "is circular: circle.yaml -> circle.yaml"),
-        ("./recipe.yaml", "a system has no image; write its keys without `system:` above them"),
-        ("./odd.yaml", "proof: does not say how the values were tested"),
-        ("./wrong.yaml", "wrong.yaml:1:1: system.quue: unknown key; allowed: queue, "),
-    ],
-)
-def test_system_that_cannot_be_used_is_refused(write: Write, system: str, says: str) -> None:
-    write("extends: ./circle.yaml\n", "circle.yaml")
-    write(IMAGE, "recipe.yaml")
-    write("proof: {seen: yes}\n", "odd.yaml")
-    write("quue: {}\n", "wrong.yaml")
-    assert says in refusal(write(f"{IMAGE}system: {system}\n"))
-
-
 def test_system_without_a_known_driver_needs_a_recipe(write: Write) -> None:
     """The refusal has the lines of a recipe, and they are one."""
     with pytest.raises(UsageError, match="leonardo is a system without a recipe") as caught:
@@ -127,25 +99,6 @@ def test_system_without_a_recipe_gets_the_newest_base_of_its_nodes(
     assert f"the base is nvcr.io/nvidia/pytorch:{base}-py3, the newest that its nodes run" in str(warning)
     extended = load(write("extends: ours\nimage: {apt: [git]}\n"))
     assert (extended.image.base, extended.image.apt) == (recipe.image.base, ("git",))
-
-
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [
-        ("queue: {srun: [--ntasks=8]}", "imgkit decides --ntasks itself"),
-        ("queue: {srun: [-N2]}", "imgkit decides -N2 itself"),
-        ("queue: {output: both}", "'both' is not known; allowed: joined, separate"),
-        ("fabric: {head_suffix: i j}", "'i j' cannot end a host name"),
-        ("partitions: {'a,b': {gpus: 1}}", "'a,b' is not the name of a partition"),
-        ("partitions: {a: {interfaces: ['=ib0']}}", "'=ib0' is not the name of an interface"),
-        ("partitions: {a: {gpus: -1}}", "-1 is too small"),
-        ("partitions: {a: {gpu: 1}}", "unknown key; allowed: gpus, "),
-        ("scheduler: pbs\n  queue: {srun: [--label]}", "is not used by pbs; remove it: only Slurm's jobs"),
-        ("scheduler: mpi\n  fabric: {head_suffix: i}", "is not used by mpi; remove it: only Slurm's jobs"),
-    ],
-)
-def test_key_of_a_cluster_that_cannot_be_right_is_refused(write: Write, keys: str, says: str) -> None:
-    assert says in refusal(write(f"{IMAGE}system:\n  extends: leonardo\n  {keys}\n"))
 
 
 def test_files_of_the_page_are_what_it_says(write: Write) -> None:
@@ -197,72 +150,6 @@ def test_systems_of_a_site_have_names_too(site: Path, write: Write) -> None:
     (site / "more.yaml").write_text("extends: ours\ntitle: more\n")
     (site / "more.yaml").chmod(0o644)
     assert load(write(f"{IMAGE}system: more\n")).system.runtime.modules == ("ours",)
-
-
-@pytest.mark.parametrize("what", ["ours.yaml", "."])
-@pytest.mark.parametrize(("mode", "who"), [(0o022, "everybody"), (0o020, "its group")])
-def test_site_that_others_can_write_is_refused(
-    site: Path, write: Write, what: str, mode: int, who: str
-) -> None:
-    path = site / what
-    path.chmod(path.stat().st_mode | mode)
-    says = refusal(write(f"{IMAGE}system: ours\n"))
-    assert f"{who} can write this {'file' if path.is_file() else 'folder'} of systems; chmod go-w " in says
-    by_path = write(f"{IMAGE}system: {site}/ours.yaml\n")
-    assert f"{who} can write" in refusal(by_path)
-
-
-def test_link_to_a_file_that_others_can_write_is_refused(site: Path, write: Write) -> None:
-    open_file = write(HERE, "open.yaml")
-    open_file.chmod(0o666)
-    (site / "linked.yaml").symlink_to(open_file)
-    assert "everybody can write this file" in refusal(write(f"{IMAGE}system: linked\n"))
-
-
-@pytest.mark.parametrize(
-    ("ref", "says"),
-    [
-        ("x" * 300, "is not a system: File name too long"),
-        (f"./{'x' * 300}.yaml", "is not a system: File name too long"),
-        (f"./{'x/' * 3000}x.yaml", "is not a system: File name too long"),
-        ('"a\\0b"', "there is no system"),
-        ('"a\\0b.yaml"', "there is no file a"),
-        ("file/x.yaml", "there is no file file/x.yaml"),
-    ],
-    ids=["name", "file", "path", "nul", "nul-file", "below-a-file"],
-)
-def test_name_that_no_file_can_have_is_an_error_of_the_line(write: Write, ref: str, says: str) -> None:
-    file = write(f"{IMAGE}system: {ref}\n")
-    (file.parent / "file").touch()
-    with pytest.raises(RecipeErrors) as caught:
-        load(file)
-    assert f"{file.name}:2:9: system: " in str(caught.value)
-    assert says in str(caught.value)
-    assert caught.value.exit_code == 2
-
-
-def test_site_cannot_replace_a_shipped_system(site: Path, write: Write) -> None:
-    (site / "mn5.yaml").write_text("title: another\n")
-    says = refusal(write(f"{IMAGE}system: mn5\n"))
-    assert "imgkit ships a system named 'mn5'; rename the file" in says
-
-
-def test_system_of_a_site_leads_to_no_other_folder(site: Path, write: Write) -> None:
-    write(HERE, "outside.yaml")
-    (site / "out.yaml").write_text("extends: ../outside.yaml\n")
-    (site / "out.yaml").chmod(0o644)
-    assert "a system of a site's folder extends another by its name" in refusal(
-        write(f"{IMAGE}system: out\n")
-    )
-
-
-@pytest.mark.parametrize(
-    ("value", "says"), [("site", "'site' is not an absolute path"), ("/no/such", "there is no such folder")]
-)
-def test_folder_of_a_site_has_to_be_there(monkeypatch: pytest.MonkeyPatch, value: str, says: str) -> None:
-    monkeypatch.setenv(system_files.VARIABLE, value)
-    with pytest.raises(UsageError, match=re.escape(says)):
-        system_files.find_all()
 
 
 def test_list_says_how_each_system_was_tested(site: Path) -> None:
