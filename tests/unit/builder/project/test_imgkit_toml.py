@@ -1,4 +1,4 @@
-"""imgkit.toml: where it is looked for, its faults with their places, and what decides each value of a job."""
+"""imgkit.toml: where it is looked for, and what decides each value of a job."""
 
 from __future__ import annotations
 
@@ -72,44 +72,10 @@ def test_every_key_is_read_with_its_line(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("text", "place", "message"),
-    [
-        ("acount = 'x'", "1:1", "acount: unknown key; allowed: account"),
-        ("\n  [job]\naccount = 'x'", "2:1", "job: unknown key"),
-        ("time = 00:30:00", "1:1", 'time: must be text; write "TEXT"'),
-        ("nodes = true", "1:1", "nodes: must be text"),
-        ("nodes = '4:2'", "1:1", "nodes: '4:2' is a range"),
-        ("env = {A = '1'}", "1:1", 'env: must be a list; write ["ONE", "TWO"]'),
-        ("env = ['A=1',\n 2]", "1:1", "env[1]: must be text"),
-        ("env = ['1A=1']", "1:1", "env[0]: '1A=1' is not a variable"),
-        ("env = ['OMP_NUM_THREADS=$(( $(nproc)/4 ))']", "1:1", "env[0]: $((...)) is not executed"),
-        ("env = ['API_TOKEN=x9f83hf83hf8']", "1:1", "API_TOKEN holds a secret"),
-        ("command = 'dist-hello'", "1:1", "command: must be a list"),
-        ('command = ["a\\u001bb"]', "1:1", "command[0]: contains the control character U+001B"),
-        ('code = "a\\u001bb"', "1:1", "code: contains the control character U+001B"),
-        ("account = 'a b'", "1:1", "account: 'a b' cannot be used in a job"),
-        ("binds = ['relative']", "1:1", "binds[0]: "),
-        ("remote = 'a'\nremote = 'b'\n", "2:13", "it is not TOML: Cannot overwrite a value"),
-        ("\nremote = x\n", "2:10", "it is not TOML: Invalid value; write KEY"),
-    ],
-)
-def test_fault_is_named_with_its_place(tmp_path: Path, text: str, place: str, message: str) -> None:
-    file = written(text, tmp_path)
-    with pytest.raises(UsageError) as caught:
-        toml_file.read(file)
-    assert str(caught.value).startswith(f"{file}:{place}: ")
-    assert message in str(caught.value)
-
-
-def test_all_faults_are_reported_at_once(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"3 problems in imgkit\.toml:"):
-        toml_file.read(written("a = 1\nqos = 2\nenv = 3\n", tmp_path))
-
-
 def test_huge_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="more than 500 lines"):
+    with pytest.raises(UsageError) as caught:
         toml_file.read(written("\n" * 501, tmp_path))
+    assert caught.value.what == "cannot be read: it has more than 500 lines"
 
 
 def test_nearest_file_of_the_repository_counts(tmp_path: Path) -> None:
@@ -163,9 +129,6 @@ def test_flag_beats_the_folder_of_code(call: Any) -> None:
         code, out, err = call("run", "--on", "here", "--dry-run", "-v", "--json", *words)
         assert code == 0, err
         assert sources(out)[row] == source
-    code, _, err = call("run", "--on", "here", "--dry-run", "--code", "src", "--no-code")
-    assert code == 2
-    assert "--code cannot be combined with --no-code" in err
 
 
 def test_script_of_a_project_lays_its_code_over_the_image(call: Any) -> None:
@@ -178,23 +141,6 @@ def test_script_of_a_project_lays_its_code_over_the_image(call: Any) -> None:
     # A conversion runs neither the command nor the code.
     code, out, err = call("run", "--on", "here", "--dry-run", "--sif", "mine.tar")
     assert (code, "/.imgkit-code/" in out) == (0, False), err
-    code, _, err = call("run", "--on", "here", "--dry-run", "--code", "absent")
-    assert code == 2
-    assert "--code absent: no such directory" in err
-
-
-def test_missing_value_names_the_line_that_takes_it(call: Any) -> None:
-    Path("mine.yaml").write_text(RECIPE.replace("acc_debug", '""'))
-    written(WHOLE.replace('"bsc98"', '""') + "time = '1h'\n")
-    code, _, err = call("run", "--on", "here", "--dry-run")
-    assert code == 2
-    assert "needs --account, --qos" in err
-    assert (
-        'set account = "..." in imgkit.toml:4, qos = "..." in imgkit.toml; or add --account ... --qos ...'
-        in err
-    )
-    code, _, err = call("run", "--dry-run", "mine.yaml", "--time", "1h", "--", "dist-hello")
-    assert "add --account ... --qos ..., or set it in a recipe that extends mine" in err
 
 
 def test_named_recipe_leaves_the_file_out(call: Any) -> None:
@@ -202,12 +148,6 @@ def test_named_recipe_leaves_the_file_out(call: Any) -> None:
     code, out, err = call("run", "--dry-run", "cpu", "--", "dist-hello")
     assert (code, err) == (0, "")
     assert "dist-hello" in out
-
-
-def test_job_without_any_recipe_is_refused(call: Any) -> None:
-    code, _, err = call("run", "--dry-run", "--", "dist-hello")
-    assert code == 2
-    assert "no recipe given, and none set by an imgkit.toml here" in err
 
 
 def test_plan_of_a_run_says_what_decides(call: Any) -> None:

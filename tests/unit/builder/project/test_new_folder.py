@@ -54,15 +54,6 @@ def test_missing_values_are_named(call: Any) -> None:
     assert 'qos = ""  # fill in: this system needs it' in text
 
 
-def test_second_init_is_refused(call: Any) -> None:
-    Path("imgkit.toml").write_text("nodes = 2\n")
-    code, out, err = call("init", "--recipe", "mn5")
-    assert (code, out) == (2, "")
-    assert "there is an imgkit.toml" in err
-    assert Path("imgkit.toml").read_text() == "nodes = 2\n"
-    assert [path.name for path in Path().iterdir()] == ["imgkit.toml"]
-
-
 def test_existing_files_are_kept(call: Any) -> None:
     Path("train.py").write_text("mine")
     Path(".gitignore").write_text("*.pyc\n*.sif")
@@ -232,22 +223,3 @@ def test_next_lines_work_as_typed(
             assert "dist-run /workspace/train.py --epochs 5" in " ".join(out.replace("\\\n", "").split())
         else:
             assert load(Path(words[2]).absolute()).name == "my-work"
-
-
-@pytest.mark.parametrize(
-    ("remotes", "hint"),
-    [((), "imgkit init --recipe mn5"), (("one", "two"), "imgkit init --on NAME")],
-)
-def test_system_that_nobody_named_is_not_guessed(call: Any, remotes: tuple[str, ...], hint: str) -> None:
-    for name in remotes:
-        call("remote", "add", name, f"me@{name}", "--recipe", "mn5")
-    code, _, err = call("init")
-    assert code == 2
-    assert hint in err
-
-
-def test_wrong_value_is_refused_before_any_file(call: Any) -> None:
-    code, _, err = call("init", "--recipe", "mn5", "--time", "soon")
-    assert code == 2
-    assert "'soon' is not a time limit" in err
-    assert not Path("imgkit.toml").exists()

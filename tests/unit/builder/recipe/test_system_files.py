@@ -1,4 +1,4 @@
-"""Systems as files of their own: those of imgkit, a user's and a site's; who may write them."""
+"""Systems as files of their own: those of imgkit, a user's and a site's; refusals are in cli/refusals."""
 
 from __future__ import annotations
 
