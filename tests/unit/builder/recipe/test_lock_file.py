@@ -1,4 +1,4 @@
-"""Lock files: the text of a lock, and what a damaged or edited one says."""
+"""Lock files: the text of a lock, and where it lies; cli/refusals has damaged and edited ones."""
 
 from __future__ import annotations
 
@@ -56,12 +56,6 @@ LOCK = Lock(recipe="mine", imgkit="0.3.0", platforms=(PART,))
 TEXT = lock_file.text(LOCK)
 
 
-def refused(text: str) -> str:
-    with pytest.raises(UsageError) as caught:
-        lock_file.parse(text, FILE)
-    return str(caught.value)
-
-
 def test_text_gives_same_lock_again() -> None:
     assert lock_file.parse(TEXT, FILE) == LOCK
     assert lock_file.text(lock_file.parse(TEXT, FILE)) == TEXT
@@ -87,78 +81,24 @@ def test_upgrade_changes_lines_of_its_package_only() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ('sha256 = "aaa', 'sha265 = "aaa', "unknown key (package tree); allowed: sha256"),
-        ("size_bytes = 52000\n", "", "mine.lock: platforms[0].apt[0].size_bytes: is missing (package tree)"),
-        ("size_bytes = 52000", 'size_bytes = "big"', "size_bytes: must be an integer"),
-        ("size_bytes = 52000", "size_bytes = 2020-01-01", "size_bytes: must be an integer"),
-        ('apt = [\n    "tree"', "apt = [\n    2020-01-01", "mine.lock"),
-        ('sha256 = "aa', 'sha256 = "xx', "must be 64 hex digits"),
-        ('file = "tree', 'file = "../tree', "must be the name of a .deb"),
-        ('"http://deb.', '"http://me:token@deb.', "without credentials"),
-        ('"http://deb.', '"file:///deb.', "must be a URL of http or https"),
-        ('version = "2.1.0-1"', 'version = "2.1 $(id)"', "must be a version"),
-        ('"https://files.', '"https://${TOKEN}.', "must be a URL of http or https"),  # pip would fill it in
-        ('name = "base.example.org/torch:24.03"', 'name = "evil.example/torch"', "must be 'base.example.org"),
-        (
-            'name = "base.example.org/',
-            r'name = "a\nRUN id\nb/',
-            "mine.lock: platforms[0].base.name: contains",
-        ),
-        ('"rich; python', r'"\u202erich; python', "contains the invisible character U+202E"),
-        ("step = 0", "step = 7", "there is no pip step 7"),
-        ('platform = "linux/amd64"', 'platform = "linux/arm46"', "'linux/arm46' is not supported"),
-        ("source_date_epoch = 1700000000", "source_date_epoch = -1", "must be seconds since 1970"),
-        ("schema = 1", "schema = 2", "mine.lock: schema: schema 2 is that of a later imgkit"),
-        ("schema = 1", 'schema = "x"', "'x' is not a schema of a lock"),
-        ("kept = true", "kept = false", "is missing, and the wheel is not a kept one"),
-        ("[[platforms.apt]]", "[platforms.apt]", "platforms[0].apt"),
-        ("[platforms.base]", "[[platforms.base]]", "platforms[0].base: must be a table"),
-        (DIGEST, "sha256:12", "must be sha256: and 64 hex digits"),
-        ("step = 0", "step = = 0", "mine.lock:38:8: it is not TOML"),
-        ("schema = 1", "schema = 1\nschema = 1", "it is not TOML"),
-    ],
-)
-def test_edited_lock_is_refused_with_line(old: str, new: str, said: str) -> None:
-    assert old in TEXT
-    assert said in refused(TEXT.replace(old, new, 1))
-
-
 def test_digest_in_name_of_base_stays() -> None:
     named = LockedBase(name=f"base.example.org/torch@sha256:{'7' * 64}", digest=DIGEST)
     assert named.exact == named.name
     assert dataclasses.replace(named, name="host:5000/torch:1").exact == f"host:5000/torch@{DIGEST}"
 
 
-def test_faulty_package_is_named() -> None:
-    second = dataclasses.replace(DEB, name="zsh", sha256="d" * 64)
-    text = lock_file.text(LOCK.replaced(dataclasses.replace(PART, apt=(DEB, second))))
-    message = refused(text.replace("ddd", "DDD", 1))
-    assert "mine.lock: platforms[0].apt[1].sha256: " in message
-    assert "must be 64 hex digits (package zsh)" in message
-
-
-def test_platform_twice_is_refused() -> None:
-    assert "linux/amd64 occurs twice" in refused(
-        lock_file.text(dataclasses.replace(LOCK, platforms=(PART, PART)))
-    )
-
-
-def test_cut_or_binary_lock_is_refused(tmp_path: Path) -> None:
+def test_lock_that_is_no_text_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.lock"
-    for content in (TEXT[: len(TEXT) // 2].encode(), b"\xff\xfe", b"", b"\0"):
-        file.write_bytes(content)
-        with pytest.raises(UsageError, match=r"mine\.lock"):
-            lock_file.read(file)
-    with pytest.raises(UsageError, match="cannot be read"):
-        lock_file.read(tmp_path)
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError) as caught:
+        lock_file.read(file)
+    assert caught.value.what.startswith("the lock cannot be read: 'utf-8' codec can't decode byte 0xff")
 
 
 def test_deep_lock_is_refused() -> None:
-    deep = f"a = {'[' * 5000}{']' * 5000}"
-    assert "mine.lock" in refused(deep)
+    with pytest.raises(UsageError) as caught:
+        lock_file.parse(f"a = {'[' * 5000}{']' * 5000}", FILE)
+    assert caught.value.what == "it is not TOML: its brackets are nested too deeply"
 
 
 def test_lock_lies_beside_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,14 +108,3 @@ def test_lock_lies_beside_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     assert lock_file.beside(load(file)) == file.with_name("mine.lock")
     assert lock_file.beside(load("cpu")) == tmp_path / "cpu.lock"
-
-
-def test_nothing_of_a_lock_outside_is_shown(tmp_path: Path) -> None:
-    for text in ("hunter2 = x\n", 'schema = "hunter2"\n', "schema = 1\nhunter2 = 5\n"):
-        (tmp_path / "secret").write_text(text)
-        (folder := tmp_path / "own").mkdir(exist_ok=True)
-        (folder / "mine.lock").unlink(missing_ok=True)
-        (folder / "mine.lock").symlink_to(tmp_path / "secret")
-        with pytest.raises(UsageError, match="it cannot be used; nothing of a file outside") as refused:
-            lock_file.read(folder / "mine.lock")
-        assert "hunter2" not in str(refused.value)
