@@ -247,47 +247,21 @@ def test_operator_s_number_that_is_not_used_is_told() -> None:
         .startswith("PET_NPROC_PER_NODE=4 is not used: standalone")
     )
     assert make(env, nproc="4").warnings == ()
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "four", "xpu", "4 ", "٤"])
-def test_odd_number_of_an_operator_is_refused(text: str) -> None:
-    with pytest.raises(NoPlan, match="not a number of processes") as caught:
-        make({"PET_NPROC_PER_NODE": text})
-    assert caught.value.where == "PET_NPROC_PER_NODE"
-    assert make({"PET_NPROC_PER_NODE": text}, nproc="2").nproc == 2
-
-
-def test_operator_s_gpus_that_are_not_there_are_refused() -> None:
-    with pytest.raises(NoPlan, match="PET_NPROC_PER_NODE=gpu"):
-        make({"PET_NPROC_PER_NODE": "gpu"})
-    with pytest.raises(NoPlan, match="4 per node"):  # no choice against the recipe: only --nproc is one
-        make({"PET_NPROC_PER_NODE": "4"}, system=SystemFacts(node=Node(gpus=4)))
+    assert make({"PET_NPROC_PER_NODE": "four"}, nproc="2").nproc == 2
 
 
 def test_plan_is_json():
     assert json.loads(json.dumps(make().to_dict()))["schema"] == 1
 
 
-def test_expected_but_invisible_gpus_are_refused():
+def test_processors_can_be_chosen_where_the_system_has_gpus():
     system = SystemFacts(node=Node(gpus=4, gpu_model="NVIDIA H100"))
-    for request in ({}, {"nproc": "2"}):  # as many processes as a script states are no choice of processors
-        with pytest.raises(NoPlan) as caught:
-            make(system=system, **request)
-        assert "/opt/imgkit/system.json (NVIDIA H100) says 4 per node (0 device files)" in caught.value.what
-        for said in ("--nv", "--gpus=all", "--gres=gpu:4", "--device cpu"):
-            assert said in str(caught.value.hint)
-        assert caught.value.exit_code == 5
     made = make(system=system, nproc="2", device="cpu")
     assert (made.nproc, made.env["IMGKIT_DEVICE"]) == (2, "cpu")
 
 
 @pytest.mark.parametrize("name", ["IMGKIT_GPUS", "SLURM_GPUS_ON_NODE"])
 def test_gpus_of_the_job_are_expected_where_no_image_states_them(name: str) -> None:
-    for system in (None, SystemFacts()):  # a recipe without system.node.gpus states nothing about the job
-        with pytest.raises(NoPlan, match=f"{name} says 4 per node"):
-            make({name: "4"}, system=system)
-    with pytest.raises(NoPlan, match=r"system\.json says 8 per node"):
-        make({name: "4"}, system=SystemFacts(node=Node(gpus=8)))
     assert make({name: "4"}, gpus=4).nproc == 4
     assert make({name: "4"}, device="cpu").nproc == 1
     assert make({name: "0"}).nproc == 1
@@ -309,26 +283,8 @@ def test_gpus_of_another_maker_are_named_with_what_helps() -> None:
     assert "--device cpu" in str(caught.value.hint)
 
 
-def test_cuda_without_gpu_is_refused():
-    with pytest.raises(NoPlan, match="--device cuda"):
-        make(device="cuda")
-
-
-def test_more_ranks_than_gpus_are_refused():
-    with pytest.raises(NoPlan, match="several ranks on one GPU"):
-        make(gpus=2, nproc="3")
-
-
-def test_ranks_started_beyond_the_gpus_are_refused():
-    direct = Direct(rank=0, local_rank=0, world_size=4, local_world_size=4)
-    with pytest.raises(NoPlan, match="several ranks on one GPU"):
-        make(gpus=2, place=node(direct=direct))
-
-
-def test_nodes_that_could_not_connect_are_refused():
+def test_processors_need_no_network_of_the_system():
     system = SystemFacts(node=Node(gpus=1), fabric=Fabric(kind="infiniband"))
-    with pytest.raises(NoPlan, match="the recipe says infiniband"):
-        make(gpus=1, place=node(2), system=system)
     assert make(device="cpu", place=node(2), system=system).env["IMGKIT_DEVICE"] == "cpu"
 
 
@@ -385,14 +341,5 @@ def test_attempts_have_log_folders_of_their_own():
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])
-def test_known_issue_that_refuses_ends_a_start_with_gpus(nnodes: int) -> None:
-    with pytest.raises(NoPlan, match=r"X gives wrong sums .*known issue site-x") as caught:
-        make(gpus=4, system=REFUSED, place=node(nnodes))
-    assert (caught.value.exit_code, caught.value.hint) == (5, "use Y; --device cpu runs over gloo")
+def test_known_issue_that_refuses_lets_processors_start(nnodes: int) -> None:
     assert make(gpus=4, system=REFUSED, place=node(nnodes), device="cpu").argv
-
-
-def test_gpus_per_task_is_named_before_the_number_of_gpus() -> None:
-    env = {"SLURM_GPUS_PER_TASK": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
-    with pytest.raises(NoPlan, match="slurm-gpus-per-task"):
-        make(env, gpus=1, nproc="4")

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from imgkit_entrypoints.cli.commands import COMMANDS
 from imgkit_entrypoints.cli.options import launch_parser, read_options
-from imgkit_entrypoints.errors import NoPlan, UsageError
 from imgkit_entrypoints.schedulers import resolve
 from imgkit_entrypoints.schedulers.placement import (
     Direct,
@@ -20,7 +19,6 @@ from imgkit_entrypoints.schedulers.placement import (
     PlacementRequest,
     Size,
     job_port,
-    size_examples,
 )
 
 STEP = {
@@ -69,7 +67,6 @@ def test_flag_beats_its_variable() -> None:
     assert place({**STEP, "IMGKIT_HEAD": "wrong"}, head="n1i").head == "n1i"
 
 
-PBS_TASK = {"PBS_JOBID": "7", "PBS_NODENUM": "1", "PBS_TASKNUM": "00000003", "IMGKIT_NODES": "n1,n2"}
 PBS_SCRIPT = {
     "PBS_JOBID": "7",
     "PBS_NODENUM": "0",
@@ -77,39 +74,6 @@ PBS_SCRIPT = {
     "PBS_ENVIRONMENT": "PBS_BATCH",
 }
 POD = {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
-
-
-@pytest.mark.parametrize(
-    ("env", "flags", "message", "hint"),
-    [
-        (STEP, {"nnodes": 3}, "--nnodes is 3, but slurm started 2", ""),
-        (STEP, {"nnodes": 1}, "--nnodes is 1, but slurm started 2", "--scheduler standalone"),
-        (STEP, {"nnodes": "3+1"}, r"--nnodes is 3\+1, but slurm started 2", ""),
-        ({**POD, "PET_NNODES": "4"}, {"nnodes": 2}, "--nnodes is 2, but kubeflow started 4", ""),
-        # `srun dist-run --node-rank $SLURM_NODEID` in a batch script gives 0 to every node, and hangs.
-        (STEP, HAND, r"is 0, but slurm says that this is node 1 \(SLURM_NODEID\)", "--scheduler manual"),
-        (STEP, {"node_rank": 0}, "--node-rank is 0, but slurm says that this is node 1", ""),
-        (PBS_TASK, HAND, r"--node-rank is 0, but pbs says that this is node 1 \(PBS_NODENUM\)", ""),
-        (PBS_TASK, {"node_rank": 0}, "--node-rank is 0, but pbs says that this is node 1", ""),
-        ({}, {"nnodes": 2}, "--node-rank RANK and --head HOST are missing", ""),
-        ({}, {"nnodes": 2, "node_rank": 1}, "--head HOST is missing", ""),
-        ({}, {"nnodes": 2, "head": "n1"}, "--node-rank RANK is missing", ""),
-        ({}, {"nnodes": 2, "node_rank": 2, "head": "n1"}, "--node-rank 2 is not below --nnodes 2", ""),
-        ({"IMGKIT_NODES": "a,b,c"}, HAND, "--nnodes is 2, but IMGKIT_NODES lists 3 hosts", ""),
-        (
-            {**STEP, "IMGKIT_NODES": "a,b,c"},
-            {},
-            r"IMGKIT_NODES has 3 hosts \(a, b, c\), but the launcher started 2",
-            "",
-        ),
-    ],
-)
-def test_flags_that_contradict_are_refused(
-    env: dict[str, str], flags: dict[str, Any], message: str, hint: str
-) -> None:
-    with pytest.raises(NoPlan, match=message) as caught:
-        place(env, **flags)
-    assert hint in (caught.value.hint or "")
 
 
 @pytest.mark.parametrize(
@@ -132,21 +96,6 @@ def test_flags_complete_what_the_launcher_says(
     assert (found.scheduler, found.nnodes, found.node_rank, found.head) == expected
     if found.scheduler == "manual" and flags:
         assert found.source == {"nnodes": "--nnodes", "node_rank": "--node-rank", "head": "--head"}
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("IMGKIT_NNODES", "4:2"),
-        ("IMGKIT_PORT", "99999"),
-        ("IMGKIT_PORT", "0"),
-        ("IMGKIT_NODE_RANK", "-1"),
-        ("IMGKIT_SCHEDULER", "slrum"),
-    ],
-)
-def test_impossible_variables_are_refused(name: str, text: str) -> None:
-    with pytest.raises(UsageError, match=text):
-        of_command({name: text})
 
 
 def odd(env: dict[str, str], recipe: str = "slurm", **flags: Any) -> tuple[str, ...]:
@@ -224,25 +173,6 @@ def test_nodes_of_a_step_agree_on_the_port() -> None:
 )
 def test_size_of_a_run_is_read(text: str, size: Size) -> None:
     assert Size.parse(text) == size
-
-
-@pytest.mark.parametrize(
-    "text", ["", "0", "0:2", "4:2", "+1", "1+", "2:4+1", "-1", "²", "1e3", "12345678", "2+1+1"]
-)
-def test_other_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"neither N nor N|at least 1 must train|is a range"):
-        Size.parse(text)
-
-
-@pytest.mark.parametrize(("text", "number"), [("2:4", 4), ("4:2", 4), (" 7:7", 7), ("0:0", 1), ("two", 4)])
-def test_refused_size_comes_with_what_to_type(text: str, number: int) -> None:
-    assert size_examples(text, "--nnodes ").startswith(f"--nnodes {number}, or --nnodes {number}+1")
-
-
-def test_range_in_the_variable_is_refused_with_what_to_type() -> None:
-    with pytest.raises(UsageError, match="is a range") as caught:
-        of_command({"IMGKIT_NNODES": "2:4"})
-    assert (caught.value.hint or "").startswith("--nnodes 4, or --nnodes 4+1")
 
 
 def test_spares_are_nodes_of_the_launcher() -> None:
