@@ -50,15 +50,12 @@ def test_run_steps_keep_to_themselves(make_recipe: MakeRecipe) -> None:
     assert "(cd -- /w && sh -c 'cd / && exit 0')" in post
 
 
-def test_build_argument_braces_refused(make_recipe: MakeRecipe) -> None:
-    recipe = make_recipe(run=("echo {{ name }}",), lines={("image", "run", 0): 9})
-    with pytest.raises(UsageError, match=r"\{\{ name \}\} cannot appear in a definition file") as caught:
-        render.definition(recipe)
-    assert caught.value.where == "mine.yaml:9"
-    assert "echo {{ name }}" in render.dockerfile(recipe)
+def test_braces_of_a_build_argument_stay_in_a_dockerfile(make_recipe: MakeRecipe) -> None:
+    assert "echo {{ name }}" in render.dockerfile(make_recipe(run=("echo {{ name }}",)))
 
 
-@pytest.mark.parametrize("labels", [{"two words": "x"}, {"a": " x"}])
-def test_label_with_stray_space_refused(make_recipe: MakeRecipe, labels: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="white space in its name or around its value"):
-        render.definition(make_recipe(labels=labels))
+def test_label_with_a_space_in_its_name_is_refused(make_recipe: MakeRecipe) -> None:
+    with pytest.raises(UsageError) as caught:
+        render.definition(make_recipe(labels={"two words": "x"}))
+    reason = "white space in its name or around its value cannot appear in a definition file"
+    assert caught.value.what == f"label 'two words': {reason}"

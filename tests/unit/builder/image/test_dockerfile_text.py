@@ -253,8 +253,3 @@ def test_step_with_secrets_mounts_only_its_own(make_recipe: MakeRecipe) -> None:
     script = f"--mount=type=bind,source=imgkit/with-secrets,target={place} sh {place}"
     assert f"{script} github=GITHUB_TOKEN -- env PYTHONDONTWRITEBYTECODE=1 " in found[0]
     assert f"{script} github=GITHUB_TOKEN netrc -- sh -c 'git clone https://$GITHUB_TOKEN@x" in found[1]
-
-
-def test_definition_refuses_secrets(make_recipe: MakeRecipe) -> None:
-    with pytest.raises(UsageError, match="a build secret cannot appear in a definition file"):
-        render.definition(with_secrets(make_recipe))

@@ -55,27 +55,6 @@ def test_output_shows_stars(recipe: Recipe) -> None:
     assert values.masked(said) == "url https://***@x *** *** short -----KIND-----"
 
 
-def test_unset_variable_refused(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_TOKEN", "")
-    with pytest.raises(UsageError, match="the variable MY_TOKEN of the secret github is not set") as caught:
-        secret_values.read(recipe)
-    assert caught.value.where == "mine.yaml:5"
-    assert caught.value.hint == "export MY_TOKEN=..., then build again"
-
-
-def test_missing_file_refused(recipe: Recipe, tmp_path: Path) -> None:
-    (tmp_path / "code" / "netrc").unlink()
-    with pytest.raises(UsageError, match="file of the secret netrc cannot be read: No such file"):
-        secret_values.read(recipe)
-
-
-def test_value_too_short_to_find_refused(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MY_TOKEN", "1234567")
-    with pytest.raises(UsageError, match="github has no line of 8 characters") as caught:
-        secret_values.read(recipe)
-    assert "1234567" not in str(caught.value)
-
-
 def test_file_of_a_secret_stays_out_of_the_context(recipe: Recipe) -> None:
     packed = pack(recipe)
     assert "copy/0/netrc" not in {member.name for member in packed.members}
