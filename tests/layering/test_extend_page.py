@@ -36,7 +36,7 @@ def blocks(heading: str, language: str) -> list[str]:
 def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a copy of the packages and of some tests, with every example of the page applied to it."""
     copy = tmp_path_factory.mktemp("code")
-    for name in (*CODE, RECIPE_TESTS, ISSUE_TESTS, "tests/golden"):
+    for name in (*CODE, RECIPE_TESTS, ISSUE_TESTS, "tests/golden", "tests/kit"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in (*FILES, *CONFTESTS):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from file_tree import write_files
 
 NDR200, NDR, HDR100, SDR = (
     "200 Gb/sec (2X NDR)",
@@ -91,10 +92,10 @@ def roce(
     return PortRow(rate=rate, link="Ethernet", lid="0x0", gids=gids, slots=slots)
 
 
-def nic(number: int, port: PortRow, **more: object) -> Nic:
+def nic(number: int, port: PortRow, **fields: object) -> Nic:
     bus = 0x10 + 0x10 * number
     pci = f"pci0000:{bus:02x}/0000:{bus:02x}:01.0/0000:{bus + 1:02x}:00.0"
-    return Nic(name=f"mlx5_{number}", ports=(port,), pci=pci, **more)  # type: ignore[arg-type]
+    return Nic(name=f"mlx5_{number}", ports=(port,), pci=pci, **fields)  # type: ignore[arg-type]
 
 
 POD_GIDS = {8: ("::ffff:10.1.2.3", "IB/RoCE v1"), 9: ("::ffff:10.1.2.3", "RoCE v2")}
@@ -350,11 +351,6 @@ TREES: dict[str, Tree] = {
 }
 
 
-def write(path: Path, content: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content + "\n", encoding="utf-8")
-
-
 def link(path: Path, target: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Relative, as in sysfs: a tree can be moved, and no link leads out of it.
@@ -368,85 +364,83 @@ def plant(root: Path, tree: Tree) -> Path:
     for number, device in enumerate(tree.nics):
         _plant_nic(root, device, number)
     if tree.nics:
-        write(root / "etc/libibverbs.d/mlx5.driver", "driver mlx5")
-        write(root / "usr/lib64/libibverbs.so.1", "")
+        write_files(root, {"etc/libibverbs.d/mlx5.driver": "driver mlx5", "usr/lib64/libibverbs.so.1": ""})
     for number in range(tree.cxi):
         device = root / f"sys/devices/pci{number}:00/{number}:00:00.0"
-        write(device / "numa_node", "-1")
-        write(device / f"cxi/cxi{number}/dev", "238:0")
+        write_files(device, {"numa_node": "-1", f"cxi/cxi{number}/dev": "238:0"})
         link(device / f"cxi/cxi{number}/device", device)
         link(root / f"sys/class/cxi/cxi{number}", device / f"cxi/cxi{number}")
-        write(root / f"dev/cxi{number}", "")
-    for model, pci, numa in tree.gpus:
-        device, address = root / "sys/devices" / pci, pci.rsplit("/", 1)[1]
-        write(device / "numa_node", str(numa))
-        link(root / "sys/bus/pci/devices" / address, device)
-        write(root / f"proc/driver/nvidia/gpus/{address}/information", f"Model: \t\t {model}\nIRQ: 1")
-        write(root / f"dev/nvidia{len(list((root / 'dev').glob('nvidia*')))}", "")
+        write_files(root, {f"dev/cxi{number}": ""})
+    for number, (model, pci, numa) in enumerate(tree.gpus):
+        address = pci.rsplit("/", 1)[1]
+        files = {
+            f"sys/devices/{pci}/numa_node": str(numa),
+            f"proc/driver/nvidia/gpus/{address}/information": f"Model: \t\t {model}\nIRQ: 1",
+            f"dev/nvidia{number}": "",
+        }
+        write_files(root, files)
+        link(root / "sys/bus/pci/devices" / address, root / "sys/devices" / pci)
     _plant_nets(root, tree.nets)
-    write(root / "proc/self/status", "Cpus_allowed_list:\t0-7")
-    return root
+    return write_files(root, {"proc/self/status": "Cpus_allowed_list:\t0-7"})
 
 
 def _plant_nic(root: Path, device: Nic, number: int) -> None:
     pci = root / "sys/devices" / device.pci
     home = pci / "infiniband" / device.name
-    write(pci / "numa_node", str(device.numa))
-    write(pci / "vendor", "0x15b3")
+    write_files(pci, {"numa_node": str(device.numa), "vendor": "0x15b3"})
     if device.physfn:
         link(pci / "physfn", root / "sys/devices" / device.physfn)
     if device.netdev:
         (pci / "net" / device.netdev).mkdir(parents=True)
-    write(home / "node_type", device.node_type)
+    write_files(home, {"node_type": device.node_type})
     link(home / "device", pci)
     link(root / "sys/class/infiniband" / device.name, home)
-    write(root / f"sys/class/infiniband_verbs/uverbs{number}/ibdev", device.name)
+    write_files(root, {f"sys/class/infiniband_verbs/uverbs{number}/ibdev": device.name})
     if device.verbs:
-        write(root / f"dev/infiniband/uverbs{number}", "")
+        write_files(root, {f"dev/infiniband/uverbs{number}": ""})
     for position, row in enumerate(device.ports, start=1):
         port = home / "ports" / str(position)
-        for name, content in (
-            ("state", row.state),
-            ("phys_state", row.phys),
-            ("rate", row.rate),
-            ("link_layer", row.link),
-            ("lid", row.lid),
-        ):
-            write(port / name, content)
+        files = {
+            "state": row.state,
+            "phys_state": row.phys,
+            "rate": row.rate,
+            "link_layer": row.link,
+            "lid": row.lid,
+        }
+        write_files(port, files)
         for slot in range(row.slots):
             _plant_gid(port, slot, row.gids.get(slot), device.netdev or "eth0")
 
 
 def _plant_gid(port: Path, slot: int, gid: tuple[str, str] | None, netdev: str) -> None:
     address = ipaddress.IPv6Address(gid[0] if gid else "::")
-    write(port / f"gids/{slot}", address.exploded)
+    write_files(port, {f"gids/{slot}": address.exploded})
     for name, content in (("types", gid and gid[1]), ("ndevs", gid and netdev)):
-        place = port / f"gid_attrs/{name}/{slot}"
+        path = f"gid_attrs/{name}/{slot}"
         if content:
-            write(place, content)
+            write_files(port, {path: content})
         else:
-            place.mkdir(parents=True)
+            (port / path).mkdir(parents=True)
 
 
 def _plant_nets(root: Path, nets: tuple[Net, ...]) -> None:
     header = "Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT"
     routes, trie = [header], ["Local:", "|-- 127.0.0.1", "   /32 host LOCAL"]
-    write(root / "sys/class/net/lo/operstate", "unknown")
+    write_files(root, {"sys/class/net/lo/operstate": "unknown"})
     for net in nets:
         home = root / "sys/class/net" / net.name
-        write(home / "operstate", net.state)
-        write(home / "device/vendor", net.vendor)
+        write_files(home, {"operstate": net.state, "device/vendor": net.vendor})
         if net.speed:
-            write(home / "speed", str(net.speed))
+            write_files(home, {"speed": str(net.speed)})
         if net.address:
-            found = ipaddress.IPv4Interface(net.address)
-            words = (_kernel(found.network.network_address), _kernel(found.network.netmask))
-            routes.append(f"{net.name} {words[0]} 00000000 0001 0 0 0 {words[1]} 0 0 0")
-            trie += [f"   |-- {found.ip}", "      /32 host LOCAL"]
+            interface = ipaddress.IPv4Interface(net.address)
+            network = _kernel(interface.network.network_address)
+            netmask = _kernel(interface.network.netmask)
+            routes.append(f"{net.name} {network} 00000000 0001 0 0 0 {netmask} 0 0 0")
+            trie += [f"   |-- {interface.ip}", "      /32 host LOCAL"]
     if nets:
         routes.insert(1, f"{nets[0].name} 00000000 0100000A 0003 0 0 0 00000000 0 0 0")
-    write(root / "proc/net/route", "\n".join(routes))
-    write(root / "proc/net/fib_trie", "\n".join(trie))
+    write_files(root, {"proc/net/route": "\n".join(routes), "proc/net/fib_trie": "\n".join(trie)})
 
 
 def _kernel(address: ipaddress.IPv4Address) -> str:

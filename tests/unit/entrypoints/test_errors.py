@@ -34,6 +34,6 @@ def test_recipe_with_a_long_value_refused_in_a_few_lines(tmp_path: Path, line: s
     with pytest.raises(UsageError) as caught:
         load(str(file))
     assert max(map(len, str(caught.value).splitlines())) < 300 + len(str(tmp_path))
-    place, caret = str(caught.value).splitlines()[1:]
-    assert len(place) <= 154
+    excerpt, caret = str(caught.value).splitlines()[1:]
+    assert len(excerpt) <= 154
     assert caret.endswith("^")

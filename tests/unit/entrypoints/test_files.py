@@ -41,10 +41,10 @@ def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A folder of this user into which everybody can write."""
     for folder in (tmp_path, *list(tmp_path.parents)[:3]):
         folder.chmod(folder.stat().st_mode | 0o011)  # pytest's own folders are private
-    place = tmp_path / "shared"
-    place.mkdir()
-    place.chmod(request.param)
-    return place
+    shared_folder = tmp_path / "shared"
+    shared_folder.mkdir()
+    shared_folder.chmod(request.param)
+    return shared_folder
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def victim(tmp_path: Path) -> Path:
     return path
 
 
-def left(folder: Path) -> list[str]:
+def file_names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
@@ -69,7 +69,7 @@ def test_planted_link_is_not_followed(
     try:
         files.put(folder / "state-saved", "7 40\n")
     except FileExistsError:
-        assert left(folder) == []
+        assert file_names(folder) == []
     else:
         assert (folder / "state-saved").read_text() == "7 40\n"
     assert victim.read_text() == "mine\n"
@@ -112,7 +112,7 @@ def test_failed_sync_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "fsync", broken)
     with pytest.raises(OSError, match="Input/output"):
         files.put(tmp_path / "x", "new")
-    assert (left(tmp_path), (tmp_path / "x").read_text()) == (["x"], "old")
+    assert (file_names(tmp_path), (tmp_path / "x").read_text()) == (["x"], "old")
 
 
 def test_interrupt_leaves_the_old_file_alone(tmp_path: Path) -> None:
@@ -120,11 +120,11 @@ def test_interrupt_leaves_the_old_file_alone(tmp_path: Path) -> None:
     with contextlib.suppress(KeyboardInterrupt), files.writing(tmp_path / "x") as stream:
         stream.write(b"new")
         raise KeyboardInterrupt
-    assert (left(tmp_path), (tmp_path / "x").read_text()) == (["x"], "old")
+    assert (file_names(tmp_path), (tmp_path / "x").read_text()) == (["x"], "old")
 
 
 @pytest.mark.parametrize(
-    ("plant", "why"),
+    ("plant", "reason"),
     [
         (lambda path, victim: path.symlink_to(victim), "a symbolic link"),
         (lambda path, _: path.symlink_to("/nowhere/at/all"), "a symbolic link"),
@@ -134,13 +134,13 @@ def test_interrupt_leaves_the_old_file_alone(tmp_path: Path) -> None:
     ids=["link", "dangling link", "hard link", "pipe"],
 )
 def test_lines_are_added_to_a_file_of_ones_own_only(
-    tmp_path: Path, victim: Path, plant: Callable[[Path, Path], None], why: str
+    tmp_path: Path, victim: Path, plant: Callable[[Path, Path], None], reason: str
 ) -> None:
     target = tmp_path / "metrics.jsonl"
     plant(*((victim, target) if plant is os.link else (target, victim)))
-    with pytest.raises(PermissionError, match=why):
+    with pytest.raises(PermissionError, match=reason):
         files.append(target, b"{}\n")
-    with pytest.raises(PermissionError, match=why):
+    with pytest.raises(PermissionError, match=reason):
         files.read_own(target)
     assert victim.read_text() == "mine\n"
 
@@ -158,8 +158,8 @@ def test_strangers_file_takes_no_lines(shared: Path) -> None:
 @pytest.mark.parametrize("kind", ["file", "link", "pipe"])
 @pytest.mark.parametrize("name", ["stop", "stop-for-requeue"])
 def test_stop_file_of_a_stranger_does_not_count(shared: Path, name: str, kind: str) -> None:
-    said: list[str] = []
-    folder = RunFolder(path=shared, say=said.append)
+    messages: list[str] = []
+    folder = RunFolder(path=shared, say=messages.append)
     plant = {
         "file": lambda path: path.touch(),
         "link": lambda path: path.symlink_to("/etc/hostname"),
@@ -169,8 +169,8 @@ def test_stop_file_of_a_stranger_does_not_count(shared: Path, name: str, kind: s
     for _ in range(3):
         folder.refuse_stopped()
         assert folder.request() is None
-    assert len(said) == 1
-    assert f"{shared / name} is ignored: it " in said[0]
+    assert len(messages) == 1
+    assert f"{shared / name} is ignored: it " in messages[0]
 
 
 @as_root
@@ -190,8 +190,8 @@ def test_start_goes_on_beside_marks_of_a_stranger(shared: Path, victim: Path) ->
             for name in ("state-saved", "stop-for-requeue", f".state-saved.{os.getppid()}")
         ]
     )
-    said: list[str] = []
-    folder = RunFolder(path=shared, say=said.append)
+    messages: list[str] = []
+    folder = RunFolder(path=shared, say=messages.append)
     folder.clear()
     folder.write(stop_protocol.SAVED, "7 40\n")
     assert (shared / "state-saved").read_text() == "7 40\n"
@@ -208,16 +208,16 @@ def test_stop_folder_of_a_stranger_is_refused(shared: Path, tmp_path: Path, kind
     as_stranger(lambda: make(shared / "node0"))
     with pytest.raises(UsageError, match="another user's folder"), stop_protocol.folder(shared, 0):
         pass
-    with stop_protocol.folder(shared, 1) as place:
-        assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    with stop_protocol.folder(shared, 1) as folder:
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
 @as_root
 def test_saved_mark_of_a_stranger_does_not_count(shared: Path) -> None:
     as_stranger(lambda: (shared / "state-saved").write_text("7 40\n"))
-    step, why = stop_protocol.saved_step(shared, "7")
+    step, reason = stop_protocol.saved_step(shared, "7")
     assert step is None
-    assert f"is ignored: it belongs to another user ({STRANGER})" in why
+    assert f"is ignored: it belongs to another user ({STRANGER})" in reason
 
 
 @as_root
@@ -225,11 +225,11 @@ def test_collectives_are_not_recorded_where_a_stranger_planted_links(shared: Pat
     from imgkit_entrypoints.launch import nccl
 
     env = {"IMGKIT_DEVICE": "cuda", "IMGKIT_RUN_DIR": str(shared)}
-    own = shared / f"imgkit-nccl-{os.geteuid()}"
-    assert nccl.recorder_variables(env, "2.13", "7")["TORCH_FR_DUMP_TEMP_FILE"] == f"{own}/nccl-7-rank-"
-    assert stat.S_IMODE(own.stat().st_mode) == 0o700
-    own.rmdir()
-    as_stranger(lambda: own.mkdir(0o777))
+    folder = shared / f"imgkit-nccl-{os.geteuid()}"
+    assert nccl.recorder_variables(env, "2.13", "7")["TORCH_FR_DUMP_TEMP_FILE"] == f"{folder}/nccl-7-rank-"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    folder.rmdir()
+    as_stranger(lambda: folder.mkdir(0o777))
     assert "TORCH_FR_DUMP_TEMP_FILE" not in nccl.recorder_variables(env, "2.13", "7")
 
 

@@ -37,9 +37,9 @@ def test_faulty_json_refused(text: str | bytes) -> None:
 
 @pytest.mark.parametrize("text", LIMITS.values(), ids=LIMITS)
 def test_limits_refuse_what_json_takes(text: str) -> None:
-    for given in (text, text.encode()):
+    for document in (text, text.encode()):
         with pytest.raises(ValueError, match=r"."):
-            json_text.parse(given)
+            json_text.parse(document)
 
 
 def test_a_file_is_read_no_further_than_its_limit(tmp_path: Path) -> None:

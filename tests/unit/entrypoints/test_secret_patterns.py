@@ -133,9 +133,9 @@ def test_ordinary_names_are_no_secrets(name: str, value: str) -> None:
     ],
 )
 def test_secrets_among_arguments_are_found_and_not_repeated(text: str) -> None:
-    found = secret_patterns.in_arguments(["dist-run", "train.py", *text.split()])
-    assert found
-    assert not any(value in found for value in ("hunter2", LETTERS[:20], "=x"))
+    description = secret_patterns.in_arguments(["dist-run", "train.py", *text.split()])
+    assert description
+    assert not any(value in description for value in ("hunter2", LETTERS[:20], "=x"))
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,10 @@ TEXT = st.text(st.characters(codec=None))
 @given(TEXT)
 @example(f"{EVIL}\ud800")
 def test_shown_text_is_printable(text: str) -> None:
-    found = terminal.shown(text)
-    assert found.isprintable()
-    assert terminal.shown(found) == found
-    assert (found == text) == text.isprintable()
+    printable = terminal.shown(text)
+    assert printable.isprintable()
+    assert terminal.shown(printable) == printable
+    assert (printable == text) == text.isprintable()
 
 
 def test_escapes_name_the_character() -> None:
@@ -49,19 +49,19 @@ def test_each_argument_is_one_line(lines: list[str]) -> None:
 
 @given(TEXT, st.none() | TEXT, st.none() | TEXT)
 @example(f"{EVIL}\ud800", EVIL, EVIL)
-def test_no_line_of_an_error_is_forged(what: str, where: str | None, hint: str | None) -> None:
-    first, *more = str(ImgkitError(what, where=where, hint=hint)).split("\n")
+def test_no_line_of_an_error_is_forged(message: str, where: str | None, hint: str | None) -> None:
+    first, *lines = str(ImgkitError(message, where=where, hint=hint)).split("\n")
     assert first.isprintable()
-    assert all(line.isprintable() and line.startswith(("  -> ", "     ")) for line in more)
-    assert sum(line.startswith("  -> ") for line in more) == bool(hint)
+    assert all(line.isprintable() and line.startswith(("  -> ", "     ")) for line in lines)
+    assert sum(line.startswith("  -> ") for line in lines) == bool(hint)
 
 
 @given(TEXT)
 @example(f"{EVIL}\ud800")
 def test_json_holds_nothing_that_steers_a_terminal(text: str) -> None:
-    found = json.dumps({text: text})
-    assert found.isascii()
-    assert found.isprintable()
+    document = json.dumps({text: text})
+    assert document.isascii()
+    assert document.isprintable()
 
 
 @contextmanager
@@ -81,10 +81,10 @@ def pipe(patch: pytest.MonkeyPatch, *, is_terminal: bool = False) -> Iterator[Ca
 def printed(stream: TextIOWrapper, reader: int) -> bytes:
     stream.write("\x04")  # the end
     stream.flush()
-    found = b""
-    while not found.endswith(b"\x04"):
-        found += os.read(reader, 1 << 16)
-    return found[:-1].replace(b"\r\n", b"\n")  # a terminal's own
+    output = b""
+    while not output.endswith(b"\x04"):
+        output += os.read(reader, 1 << 16)
+    return output[:-1].replace(b"\r\n", b"\n")  # a terminal's own
 
 
 SCRIPT = "#!/bin/sh\n\techo 'a\x1b[2J\x9b' # \u202e\n"
@@ -96,8 +96,8 @@ def test_document_is_exact_except_to_a_terminal(monkeypatch: pytest.MonkeyPatch)
         assert read() == SCRIPT.encode()
     with pipe(monkeypatch, is_terminal=True) as read:
         terminal.document(SCRIPT)
-        shown = read().decode().expandtabs()
-    assert shown == "#!/bin/sh\n        echo 'a\\x1b[2J\\x9b' # \\u202e\n"
+        output = read().decode().expandtabs()
+    assert output == "#!/bin/sh\n        echo 'a\\x1b[2J\\x9b' # \\u202e\n"
 
 
 PROGRAM = b"\x1b[32mgreen\x1b[0m\r\n 10%\r 20%\r\n\x1b]0;title\x07\xff\xc2\x9b2J gr\xc3\xb6\xc3\x9fer\n"
@@ -106,14 +106,14 @@ SEEN = "green\n 10%\n 20%\n\\x1b]0;title\\x07\\xff\\x9b2J größer\n"
 
 @given(st.lists(st.integers(0, len(PROGRAM)), max_size=5))
 def test_program_cannot_steer_a_terminal_wherever_its_output_is_cut(cuts: list[int]) -> None:
-    places = [0, *sorted(cuts), len(PROGRAM)]
-    parts = [PROGRAM[start:end] for start, end in itertools.pairwise(places)]
-    for is_terminal, wanted in ((False, PROGRAM.replace(b"\r\n", b"\n")), (True, SEEN.encode())):
+    boundaries = [0, *sorted(cuts), len(PROGRAM)]
+    parts = [PROGRAM[start:end] for start, end in itertools.pairwise(boundaries)]
+    for is_terminal, expected in ((False, PROGRAM.replace(b"\r\n", b"\n")), (True, SEEN.encode())):
         with pytest.MonkeyPatch.context() as patch, pipe(patch, is_terminal=is_terminal) as read:
             write = terminal.passing()
             for part in parts:
                 write(part)
-            assert read() == wanted
+            assert read() == expected
 
 
 @pytest.mark.parametrize("line", ["dist-doctor", "dist-doctor --json", "dist-env", "dist-env --json"])

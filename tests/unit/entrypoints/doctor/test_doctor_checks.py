@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from file_tree import write_files
 
 from imgkit_entrypoints import facts
 from imgkit_entrypoints.doctor import node
@@ -119,41 +120,39 @@ def examine(
     return node.examine(host, system, env or {}, reader=Reader(root=root), nnodes=nnodes)
 
 
-def verdicts(found: tuple[Check, ...], name: str) -> list[str]:
-    return [check.verdict for check in found if check.name == name]
+def verdicts(checks: tuple[Check, ...], name: str) -> list[str]:
+    return [check.verdict for check in checks if check.name == name]
 
 
 @pytest.fixture
 def image(tmp_path: Path) -> Path:
     """Root of an image for this machine."""
-    (tmp_path / "opt/imgkit").mkdir(parents=True)
-    (tmp_path / "opt/imgkit/manifest.json").write_text('{"platform": "linux/amd64"}')
-    return tmp_path
+    return write_files(tmp_path, {"opt/imgkit/manifest.json": '{"platform": "linux/amd64"}'})
 
 
 def test_good_node_is_all_ok(image: Path) -> None:
-    found = examine(IB, MN5, CUDA, root=image, nnodes=2)
-    assert {check.verdict for check in found} == {"ok"}, [*node.table(found)]
+    checks = examine(IB, MN5, CUDA, root=image, nnodes=2)
+    assert {check.verdict for check in checks} == {"ok"}, [*node.table(checks)]
     assert {"gpus", "memlock", "rdma ports", "rdma devices", "libibverbs", "gpudirect"} <= {
-        check.name for check in found
+        check.name for check in checks
     }
 
 
 def test_good_slingshot_node_has_no_failure(image: Path) -> None:
-    found = examine(CXI, None, CUDA, root=image, nnodes=2)
-    assert node.passed(found), [*node.table(found)]
-    assert verdicts(found, "libfabric") == ["ok"]
+    checks = examine(CXI, None, CUDA, root=image, nnodes=2)
+    assert node.passed(checks), [*node.table(checks)]
+    assert verdicts(checks, "libfabric") == ["ok"]
 
 
 def test_laptop_is_fine_without_anything() -> None:
-    found = examine(GOOD)
-    assert node.passed(found)
-    assert verdicts(found, "memlock") == []
-    assert verdicts(found, "image") == ["unknown"]
+    checks = examine(GOOD)
+    assert node.passed(checks)
+    assert verdicts(checks, "memlock") == []
+    assert verdicts(checks, "image") == ["unknown"]
 
 
 @pytest.mark.parametrize(
-    ("changed", "name", "verdict", "said"),
+    ("changed", "name", "verdict", "fix"),
     [
         ({"memlock": Limit(value=65536)}, "memlock", "fail", "ulimit memlock=-1"),
         ({"memlock": Limit(value=64 << 30)}, "memlock", "warn", "ulimit memlock=-1"),
@@ -184,21 +183,21 @@ def test_laptop_is_fine_without_anything() -> None:
     ],
 )  # fmt: skip
 def test_one_fault_is_named_with_its_fix(
-    changed: dict[str, object], name: str, verdict: str, said: str, image: Path
+    changed: dict[str, object], name: str, verdict: str, fix: str, image: Path
 ) -> None:
-    found = examine(IB, MN5, CUDA, root=image, nnodes=2, **changed)
-    hits = [check for check in found if check.name == name and check.verdict == verdict]
-    assert len(hits) == 1, [*node.table(found)]
-    assert said in hits[0].fix
+    checks = examine(IB, MN5, CUDA, root=image, nnodes=2, **changed)
+    hits = [check for check in checks if check.name == name and check.verdict == verdict]
+    assert len(hits) == 1, [*node.table(checks)]
+    assert fix in hits[0].fix
     assert hits[0].evidence
     assert "dist-env" not in hits[0].fix
-    assert node.passed(found) == (verdict != "fail")
+    assert node.passed(checks) == (verdict != "fail")
 
 
 def test_dead_ports_fail_where_the_recipe_wants_them(image: Path) -> None:
     port = dataclasses.replace(PORT, state="2: INIT")
-    found = examine(IB, MN5, CUDA, root=image, rdma=(dataclasses.replace(NIC, ports=(port,)),))
-    hit = next(check for check in found if check.name == "rdma ports")
+    checks = examine(IB, MN5, CUDA, root=image, rdma=(dataclasses.replace(NIC, ports=(port,)),))
+    hit = next(check for check in checks if check.name == "rdma ports")
     assert hit.verdict == "fail"
     assert "state: 2: INIT" in hit.evidence
     assert "no subnet manager" in hit.evidence
@@ -206,12 +205,12 @@ def test_dead_ports_fail_where_the_recipe_wants_them(image: Path) -> None:
 
 def test_unplugged_second_port_does_not_matter(image: Path) -> None:
     down = dataclasses.replace(PORT, number=2, state="1: DOWN", path=PORT.path[:-1] + "2")
-    found = examine(IB, MN5, CUDA, root=image, rdma=(dataclasses.replace(NIC, ports=(PORT, down)),))
-    assert verdicts(found, "rdma ports") == ["ok"]
+    checks = examine(IB, MN5, CUDA, root=image, rdma=(dataclasses.replace(NIC, ports=(PORT, down)),))
+    assert verdicts(checks, "rdma ports") == ["ok"]
 
 
 @pytest.mark.parametrize(
-    ("state", "working", "card", "told"),
+    ("state", "working", "card", "expected"),
     [
         ("1: DOWN", 3, 4, ["ok", "warn"]),  # the fourth card has failed
         ("1: DOWN", 1, 4, ["ok"]),  # half of the cards: nobody plugged them in
@@ -219,7 +218,7 @@ def test_unplugged_second_port_does_not_matter(image: Path) -> None:
     ],
 )
 def test_dead_fourth_port_is_told_without_a_recipe(
-    state: str, working: int, card: int, told: list[str]
+    state: str, working: int, card: int, expected: list[str]
 ) -> None:
     def nic(number: int, where: int, function: int, state: str) -> RdmaDevice:
         path = f"/sys/class/infiniband/mlx5_{number}/ports/1"
@@ -228,8 +227,8 @@ def test_dead_fourth_port_is_told_without_a_recipe(
         return dataclasses.replace(NIC, name=f"mlx5_{number}", pci=pci, ports=(port,), numa_node=0)
 
     nics = [nic(number, number, 0, "4: ACTIVE") for number in range(working)]
-    found = examine(IB, rdma=(*nics, nic(working, card, 1 if card == 0 else 0, state)))
-    assert verdicts(found, "rdma ports") == told
+    checks = examine(IB, rdma=(*nics, nic(working, card, 1 if card == 0 else 0, state)))
+    assert verdicts(checks, "rdma ports") == expected
 
 
 def test_card_that_the_recipe_does_not_count_may_be_dead() -> None:
@@ -250,8 +249,8 @@ def test_card_that_the_recipe_does_not_count_may_be_dead() -> None:
 def test_file_of_a_variable_has_to_exist(tmp_path: Path, name: str) -> None:
     (tmp_path / "topo.xml").write_text("<system/>")
     assert verdicts(examine(GOOD, None, {name: "/topo.xml"}, root=tmp_path), "variables") == []
-    for given in ({"env": {name: "/gone.xml"}}, {"system": SystemFacts(env={name: "/gone.xml"})}):
-        (hit,) = [check for check in examine(GOOD, root=tmp_path, **given) if check.name == "variables"]  # type: ignore[arg-type]
+    for setting in ({"env": {name: "/gone.xml"}}, {"system": SystemFacts(env={name: "/gone.xml"})}):
+        (hit,) = [check for check in examine(GOOD, root=tmp_path, **setting) if check.name == "variables"]  # type: ignore[arg-type]
         assert (hit.verdict, f"{name}=/gone.xml" in hit.evidence) == ("warn", True)
         assert "--bind /gone.xml" in hit.fix
 
@@ -262,8 +261,8 @@ def test_variable_like_no_other_is_unknown_not_wrong() -> None:
 
 
 def test_asked_for_processors_only_means_no_gpu_failure(image: Path) -> None:
-    found = examine(IB, MN5, {"IMGKIT_DEVICE": "cpu"}, root=image, gpus=0)
-    assert verdicts(found, "gpus") == ["warn"]
+    checks = examine(IB, MN5, {"IMGKIT_DEVICE": "cpu"}, root=image, gpus=0)
+    assert verdicts(checks, "gpus") == ["warn"]
 
 
 def test_hidden_gpus_fail_without_a_recipe() -> None:
@@ -272,8 +271,8 @@ def test_hidden_gpus_fail_without_a_recipe() -> None:
 
 
 def test_compat_folder_softens_an_old_driver() -> None:
-    found = examine(IB, MN5, CUDA, driver=OLD_DRIVER, has_cuda_compat=True)
-    assert verdicts(found, "known issue") == ["warn"]
+    checks = examine(IB, MN5, CUDA, driver=OLD_DRIVER, has_cuda_compat=True)
+    assert verdicts(checks, "known issue") == ["warn"]
 
 
 def test_roce_without_ipv4_fails_between_nodes_only() -> None:
@@ -288,8 +287,8 @@ def test_roce_without_ipv4_fails_between_nodes_only() -> None:
 
 @pytest.mark.parametrize("gone", ["libfabric.so.1", "libcxi.so.1", "libnccl-net.so"])
 def test_lacking_slingshot_library_is_named(gone: str) -> None:
-    left = tuple(item for item in CXI.libraries if item.name != gone)
-    hit = next(check for check in examine(CXI, libraries=left, nnodes=2) if check.name == "libfabric")
+    libraries = tuple(item for item in CXI.libraries if item.name != gone)
+    hit = next(check for check in examine(CXI, libraries=libraries, nnodes=2) if check.name == "libfabric")
     assert hit.verdict == "fail"
     assert hit.evidence.endswith(gone)
 
@@ -301,11 +300,11 @@ def test_slingshot_device_that_does_not_open_is_named() -> None:
 
 
 def test_what_the_launcher_set_is_nobodys_wish(image: Path) -> None:
-    wanted = {"NCCL_IB_DISABLE": "1", **CUDA}
-    found = examine(GOOD, MN5, wanted, root=image, nnodes=2)
-    assert not any("the recipe says infiniband" in check.evidence for check in found)
-    found = examine(GOOD, MN5, {**wanted, node.DECIDED: "NCCL_IB_DISABLE"}, root=image, nnodes=2)
-    assert any("the recipe says infiniband" in check.evidence for check in found)
+    env = {"NCCL_IB_DISABLE": "1", **CUDA}
+    checks = examine(GOOD, MN5, env, root=image, nnodes=2)
+    assert not any("the recipe says infiniband" in check.evidence for check in checks)
+    checks = examine(GOOD, MN5, {**env, node.DECIDED: "NCCL_IB_DISABLE"}, root=image, nnodes=2)
+    assert any("the recipe says infiniband" in check.evidence for check in checks)
 
 
 def test_hidden_nccl_settings_are_shown() -> None:
@@ -320,17 +319,17 @@ def test_iommu_is_unknown_not_a_failure(image: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "verdict", "said"),
+    ("env", "verdict", "evidence"),
     [
         ({}, "warn", "the recipe says slurm"),
         ({"SLURM_JOB_NODELIST": "n1"}, "ok", "SLURM_JOB_NODELIST"),
         ({"PBS_JOBID": "7.pbs"}, "ok", "PBS_JOBID"),
     ],
 )
-def test_hidden_job_is_told(env: dict[str, str], verdict: str, said: str) -> None:
+def test_hidden_job_is_told(env: dict[str, str], verdict: str, evidence: str) -> None:
     system = dataclasses.replace(MN5, scheduler="slurm")
     hits = [check for check in examine(IB, system, env) if check.name == "scheduler"]
-    assert [(check.verdict, said in check.evidence) for check in hits] == [(verdict, True)]
+    assert [(check.verdict, evidence in check.evidence) for check in hits] == [(verdict, True)]
 
 
 def test_pod_alone_is_no_hidden_job() -> None:
@@ -339,23 +338,26 @@ def test_pod_alone_is_no_hidden_job() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "own", "verdict"), [(34, 36, "ok"), (36, 36, "ok"), (38, 36, "fail"), (100, 99, "fail")]
+    ("host_glibc", "image_glibc", "verdict"),
+    [(34, 36, "ok"), (36, 36, "ok"), (38, 36, "fail"), (100, 99, "fail")],
 )
-def test_host_library_needs_the_images_glibc(host: int, own: int, verdict: str, tmp_path: Path) -> None:
-    for path, newest in ((LIBRARY + ".14", host), ("/usr/lib/x86_64-linux-gnu/libc.so.6", own)):
-        place = tmp_path / path.lstrip("/")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(b"\x7fELF\xff\0GLIBC_2.2.5\0GLIBC_2.%d\0GLIBC_PRIVATE\0" % newest)
+def test_host_library_needs_the_images_glibc(
+    host_glibc: int, image_glibc: int, verdict: str, tmp_path: Path
+) -> None:
+    minor_versions = {LIBRARY + ".14": host_glibc, "/usr/lib/x86_64-linux-gnu/libc.so.6": image_glibc}
+    for path, minor in minor_versions.items():
+        library = b"\x7fELF\xff\0GLIBC_2.2.5\0GLIBC_2.%d\0GLIBC_PRIVATE\0" % minor
+        write_files(tmp_path, {path: library})
     hits = [check for check in examine(IB, root=tmp_path, nnodes=2) if check.name == "glibc"]
     assert [check.verdict for check in hits] == [verdict]
-    assert (f"needs GLIBC_2.{host}" in hits[0].evidence) == (verdict == "fail")
+    assert (f"needs GLIBC_2.{host_glibc}" in hits[0].evidence) == (verdict == "fail")
 
 
 PROCESSES = {"self": "python3 90", "90": "starter 80", "80": "starter 1", "91": "squashfuse_ll 80"}
 
 
 @pytest.mark.parametrize(
-    ("changed", "env", "told"),
+    ("changed", "env", "expected"),
     [
         ({}, {"SLURM_JOB_ID": "7"}, ["warn"]),
         ({}, {}, []),  # no scheduler that signals all processes
@@ -364,14 +366,12 @@ PROCESSES = {"self": "python3 90", "90": "starter 80", "80": "starter 1", "91": 
     ],
 )
 def test_image_that_a_process_mounts_is_told(
-    changed: dict[str, str], env: dict[str, str], told: list[str], tmp_path: Path
+    changed: dict[str, str], env: dict[str, str], expected: list[str], tmp_path: Path
 ) -> None:
     for number, text in {**PROCESSES, **changed}.items():
         name, parent = text.split()
-        (tmp_path / "proc" / number).mkdir(parents=True)
-        (tmp_path / "proc" / number / "comm").write_text(name + "\n")
-        (tmp_path / "proc" / number / "status").write_text(f"Name:\t{name}\nPPid:\t{parent}\n")
-    assert verdicts(examine(GOOD, None, env, root=tmp_path), "image mount") == told
+        write_files(tmp_path / "proc" / number, {"comm": name, "status": f"Name:\t{name}\nPPid:\t{parent}"})
+    assert verdicts(examine(GOOD, None, env, root=tmp_path), "image mount") == expected
 
 
 def test_broken_manifest_is_unknown(image: Path) -> None:
@@ -405,43 +405,39 @@ def test_driver_is_its_version_alone(driver: str, env: dict[str, str], line: str
 STRICT = (["--strict"], ["--strict", "--json"])
 
 
-@pytest.mark.parametrize("words", STRICT)
+@pytest.mark.parametrize("args", STRICT)
 def test_strict_makes_a_warning_a_failure(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     env = {"IMGKIT_ROOT": str(tmp_path), "NCCL_BLOCKING_WAIT": "1"}
-    assert node.main(words, {"IMGKIT_ROOT": str(tmp_path)}) == 0
-    assert node.main(words[1:], env) == 0
-    assert node.main(words, env) == 1
+    assert node.main(args, {"IMGKIT_ROOT": str(tmp_path)}) == 0
+    assert node.main(args[1:], env) == 0
+    assert node.main(args, env) == 1
     text = capsys.readouterr().out
-    assert '"passed": false' in text if "--json" in words else "FAILED: --strict counts warnings" in text
+    assert '"passed": false' in text if "--json" in args else "FAILED: --strict counts warnings" in text
 
 
 def saved(root: Path, memlock: str) -> Path:
     """A tree of a RoCE node for IMGKIT_ROOT."""
-    port = root / "sys/class/infiniband/mlx5_0/ports/1"
-    port.mkdir(parents=True)
-    for name, text in (
-        ("state", "4: ACTIVE"),
-        ("phys_state", "5: LinkUp"),
-        ("rate", "100 Gb/sec (4X EDR)"),
-        ("link_layer", "InfiniBand"),
-    ):
-        (port / name).write_text(text + "\n")
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/self/limits").write_text(f"Max locked memory         {memlock}  {memlock}  bytes\n")
-    return root
+    port = {
+        "state": "4: ACTIVE",
+        "phys_state": "5: LinkUp",
+        "rate": "100 Gb/sec (4X EDR)",
+        "link_layer": "InfiniBand",
+    }
+    write_files(root / "sys/class/infiniband/mlx5_0/ports/1", port)
+    return write_files(root, {"proc/self/limits": f"Max locked memory         {memlock}  {memlock}  bytes"})
 
 
 def test_json_has_all_checks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = saved(tmp_path, "65536")
     assert node.main(["--json"], {"IMGKIT_ROOT": str(root)}) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert found["schema"] == 1
-    assert found["passed"] is False
-    names = {check["name"] for check in found["checks"] if check["verdict"] == "fail"}
+    report = json.loads(capsys.readouterr().out)
+    assert report["schema"] == 1
+    assert report["passed"] is False
+    names = {check["name"] for check in report["checks"] if check["verdict"] == "fail"}
     assert "memlock" in names
-    assert set(found["checks"][0]) == {"name", "verdict", "evidence", "fix"}
+    assert set(report["checks"][0]) == {"name", "verdict", "evidence", "fix"}
 
 
 def test_table_puts_fixes_below(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -470,9 +466,9 @@ def test_gpus_of_others_end_with_the_reason(
     (image / "dev").mkdir()
     (image / "dev" / file).touch()
     seen = facts.gather(image, {})
-    others = {"gpu_devices": (), "gpus_source": seen.gpus_source, "amd_gpus": seen.amd_gpus}
-    found = examine(IB, system, root=image, gpus=0, **others)
-    (check,) = [check for check in found if check.name == "gpus"]
+    changes = {"gpu_devices": (), "gpus_source": seen.gpus_source, "amd_gpus": seen.amd_gpus}
+    checks = examine(IB, system, root=image, gpus=0, **changes)
+    (check,) = [check for check in checks if check.name == "gpus"]
     assert check.verdict == verdict
     assert ("NVIDIA GPUs" in check.fix) == (verdict != "ok")
     assert "--nv" not in check.fix
@@ -483,11 +479,11 @@ def plug(name: str, path: str) -> tuple[Library, ...]:
 
 
 def test_plugin_without_file_fails(image: Path) -> None:
-    found = examine(IB, MN5, {**CUDA, "NCCL_NET_PLUGIN": "spcx"}, root=image)
-    assert verdicts(found, "plug-in") == ["fail"]
+    checks = examine(IB, MN5, {**CUDA, "NCCL_NET_PLUGIN": "spcx"}, root=image)
+    assert verdicts(checks, "plug-in") == ["fail"]
     assert "plug-in" not in {check.name for check in examine(IB, MN5, CUDA, root=image)}
-    assert verdicts(found, "network") == ["ok"]
-    (text,) = (check.evidence for check in found if check.name == "plug-in")
+    assert verdicts(checks, "network") == ["ok"]
+    (text,) = (check.evidence for check in checks if check.name == "plug-in")
     assert (
         "NCCL_NET_PLUGIN='spcx' (set by the user) cannot be opened, there is no spcx or libnccl-net" in text
     )
@@ -502,26 +498,26 @@ def test_plugin_that_the_linker_refuses_fails(tmp_path: Path) -> None:
     broken = tmp_path / "libnccl-net-x.so"
     broken.write_text("no library")
     env = {"NCCL_NET_PLUGIN": "x"}
-    found = examine(IB, MN5, env, root=Path("/"), libraries=plug(broken.name, str(broken)))
-    (check,) = (check for check in found if check.name == "plug-in")
+    checks = examine(IB, MN5, env, root=Path("/"), libraries=plug(broken.name, str(broken)))
+    (check,) = (check for check in checks if check.name == "plug-in")
     assert check.verdict == "fail"
     assert f"{broken} cannot be opened: OSError: {broken}" in check.evidence
 
 
 def test_plugin_that_loads_is_ok() -> None:
     env = {"NCCL_NET_PLUGIN": "libc.so.6"}
-    found = examine(IB, MN5, env, root=Path("/"), libraries=plug("libc.so.6", "libc.so.6"))
-    assert verdicts(found, "plug-in") == ["ok"]
+    checks = examine(IB, MN5, env, root=Path("/"), libraries=plug("libc.so.6", "libc.so.6"))
+    assert verdicts(checks, "plug-in") == ["ok"]
 
 
-@pytest.mark.parametrize("words", [[], ["--json"]])
+@pytest.mark.parametrize("args", [[], ["--json"]])
 def test_known_issues_are_listed_with_their_reasons(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     env = {"IMGKIT_ROOT": str(tmp_path), "OPENUCX_VERSION": "1.19.0", "NCCL_NET": "OFI"}
-    assert node.main(["--known-issues", *words], env) == 0
+    assert node.main(["--known-issues", *args], env) == 0
     text = capsys.readouterr().out
-    if words:
+    if args:
         rows = {row["id"]: row for row in json.loads(text)["known_issues"]}
         assert (rows["ucx-error-handlers"]["state"], rows["cuda-driver"]["state"]) == ("match", "no match")
         assert rows["ucx-error-handlers"]["env"] == {"UCX_HANDLE_ERRORS": "none"}

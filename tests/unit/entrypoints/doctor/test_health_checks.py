@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+from file_tree import write_files
 
 from imgkit_entrypoints import facts
 from imgkit_entrypoints.doctor import node
@@ -47,27 +48,18 @@ REPORT = """<?xml version="1.0" ?>
 XID = "[Sun Nov 22 07:00:01 2026] NVRM: Xid (PCI:0000:18:00): {}, pid='<unknown>', name=<unknown>"
 
 
-def put(root: Path, path: str, text: str) -> None:
-    place = root / path.lstrip("/")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text(text + "\n")
-
-
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A node with a GPU, and a NIC with one port of 200 Gbit/s; both are healthy."""
     root = tmp_path / "root"
-    port = "/sys/devices/pci0000:16/0000:17:00.0/infiniband/mlx5_0/ports/1"
-    for name, text in (("state", "4: ACTIVE"), ("link_layer", "InfiniBand"), ("rate", "200 Gb/sec (2X NDR)")):
-        put(root, f"{port}/{name}", text)
-    for name in health.ERRORS:
-        put(root, f"{port}/counters/{name}", "0")
-    put(root, f"/proc/driver/nvidia/gpus/{GPU}/information", "Model: \t\t NVIDIA H100")
+    port = root / "sys/devices/pci0000:16/0000:17:00.0/infiniband/mlx5_0/ports/1"
+    write_files(port, {"state": "4: ACTIVE", "link_layer": "InfiniBand", "rate": "200 Gb/sec (2X NDR)"})
+    write_files(port / "counters", dict.fromkeys(health.ERRORS, "0"))
+    gpu_information = f"/proc/driver/nvidia/gpus/{GPU}/information"
+    write_files(root, {gpu_information: "Model: \t\t NVIDIA H100", health.NVIDIA_SMI: REPORT})
+    link = {"current_link_width": "16", "max_link_width": "16", "current_link_speed": "32.0 GT/s PCIe"}
     for address in (GPU, NIC):
-        device = f"/sys/devices/pci0000:16/{address}"
-        for name, text in (("current", "16"), ("max", "16")):
-            put(root, f"{device}/{name}_link_width", text)
-        put(root, f"{device}/current_link_speed", "32.0 GT/s PCIe")
+        write_files(root / "sys/devices/pci0000:16" / address, link)
         (root / "sys/bus/pci/devices").mkdir(parents=True, exist_ok=True)
         (root / "sys/bus/pci/devices" / address).symlink_to(f"../../../devices/pci0000:16/{address}")
     (root / "sys/class/infiniband").mkdir(parents=True)
@@ -76,24 +68,23 @@ def root(tmp_path: Path) -> Path:
     )
     device = root / "sys/devices/pci0000:16/0000:17:00.0/infiniband/mlx5_0/device"
     device.symlink_to("../../../0000:17:00.0")
-    put(root, health.NVIDIA_SMI, REPORT)
     return root
 
 
 def checks(root: Path) -> dict[str, list[Check]]:
     env = {"IMGKIT_ROOT": str(root)}
-    found = node.examine(facts.gather(env=env), None, env, reader=facts.Reader(root=root))
+    results = node.examine(facts.gather(env=env), None, env, reader=facts.Reader(root=root))
     return {
-        name: [check for check in found if check.name == name]
+        name: [check for check in results if check.name == name]
         for name in ("pcie", "port errors", "gpu health", "xid")
     }
 
 
 def test_healthy_hardware_is_ok(root: Path) -> None:
-    found = checks(root)
-    assert [check.verdict for check in found["pcie"] + found["gpu health"]] == ["ok", "ok"]
-    assert found["port errors"] == found["xid"] == []
-    assert found["pcie"][0].evidence == "2 links of GPUs and NICs are wide enough"
+    results = checks(root)
+    assert [check.verdict for check in results["pcie"] + results["gpu health"]] == ["ok", "ok"]
+    assert results["port errors"] == results["xid"] == []
+    assert results["pcie"][0].evidence == "2 links of GPUs and NICs are wide enough"
 
 
 def test_single_link_is_no_plural(root: Path) -> None:
@@ -102,7 +93,7 @@ def test_single_link_is_no_plural(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "lanes", "speed", "told"),
+    ("address", "lanes", "speed", "evidence"),
     [
         (NIC, "1", "32.0 GT/s PCIe", "mlx5_0: .*: 1 of 16 lanes .*32 Gbit/s.*; its ports have 200 Gbit/s"),
         (NIC, "8", "16.0 GT/s PCIe", "126 Gbit/s"),
@@ -111,24 +102,24 @@ def test_single_link_is_no_plural(root: Path) -> None:
         (GPU, "16", "2.5 GT/s PCIe", ""),  # an idle GPU lowers its speed, not its width
     ],
 )
-def test_narrow_link_is_told(root: Path, address: str, lanes: str, speed: str, told: str) -> None:
-    put(root, f"/sys/devices/pci0000:16/{address}/current_link_width", lanes)
-    put(root, f"/sys/devices/pci0000:16/{address}/current_link_speed", speed)
+def test_narrow_link_is_told(root: Path, address: str, lanes: str, speed: str, evidence: str) -> None:
+    device = root / "sys/devices/pci0000:16" / address
+    write_files(device, {"current_link_width": lanes, "current_link_speed": speed})
     (hit,) = checks(root)["pcie"]
-    assert hit.verdict == ("warn" if told else "ok")
-    assert re.search(told, hit.evidence)
-    assert (f"lspci -vv -s {address}" in hit.fix) == bool(told)
+    assert hit.verdict == ("warn" if evidence else "ok")
+    assert re.search(evidence, hit.evidence)
+    assert (f"lspci -vv -s {address}" in hit.fix) == bool(evidence)
 
 
 def test_link_of_unknown_width_is_left_out(root: Path) -> None:
     for address in (GPU, NIC):
-        put(root, f"/sys/devices/pci0000:16/{address}/max_link_width", "Unknown")
+        write_files(root, {f"/sys/devices/pci0000:16/{address}/max_link_width": "Unknown"})
     assert checks(root)["pcie"] == []
 
 
 def test_counted_port_errors_are_told(root: Path) -> None:
     counters = "/sys/devices/pci0000:16/0000:17:00.0/infiniband/mlx5_0/ports/1/counters"
-    put(root, f"{counters}/symbol_error", "4711")
+    write_files(root, {f"{counters}/symbol_error": "4711"})
     (hit,) = checks(root)["port errors"]
     assert (hit.verdict, hit.evidence) == (
         "warn", "/sys/class/infiniband/mlx5_0/ports/1/counters/symbol_error: 4711",
@@ -137,7 +128,7 @@ def test_counted_port_errors_are_told(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "verdict", "said"),
+    ("old", "new", "verdict", "evidence"),
     [
         ("parity>0<", "parity>2<", "warn", "2 uncorrectable ECC errors"),
         ("pending>No<", "pending>Yes<", "warn", "Remapped Rows Pending: Yes"),
@@ -145,19 +136,19 @@ def test_counted_port_errors_are_told(root: Path) -> None:
         ("slowdown>Not Active<", "slowdown>Active<", "warn", "held down by heat"),
     ],
 )
-def test_sick_gpu_is_told(root: Path, old: str, new: str, verdict: str, said: str) -> None:
+def test_sick_gpu_is_told(root: Path, old: str, new: str, verdict: str, evidence: str) -> None:
     for report in (
         REPORT,
         REPORT.replace("clocks_event_reason", "clocks_throttle_reason"),
     ):  # until driver 535
-        put(root, health.NVIDIA_SMI, report.replace(old, new))
+        write_files(root, {health.NVIDIA_SMI: report.replace(old, new)})
         (hit,) = checks(root)["gpu health"]
-        assert (hit.verdict, said in hit.evidence, "18:00.0" in hit.evidence) == (verdict, True, True)
+        assert (hit.verdict, evidence in hit.evidence, "18:00.0" in hit.evidence) == (verdict, True, True)
         assert hit.fix
 
 
 @pytest.mark.parametrize(
-    ("number", "said"),
+    ("number", "evidence"),
     [
         (79, "the GPU has fallen off the bus"),
         (94, "contained memory error"),
@@ -166,16 +157,16 @@ def test_sick_gpu_is_told(root: Path, old: str, new: str, verdict: str, said: st
         (31, ""),
     ],
 )
-def test_xid_of_hardware_is_told(root: Path, number: int, said: str) -> None:
-    put(root, health.XIDS, "\n".join([XID.format(number)] * 3))
-    found = checks(root)["xid"]
-    assert [said in check.evidence for check in found] == ([True] if said else [])
-    assert all("nvidia-smi -r" in check.fix for check in found)
+def test_xid_of_hardware_is_told(root: Path, number: int, evidence: str) -> None:
+    write_files(root, {health.XIDS: "\n".join([XID.format(number)] * 3)})
+    xid_checks = checks(root)["xid"]
+    assert [evidence in check.evidence for check in xid_checks] == ([True] if evidence else [])
+    assert all("nvidia-smi -r" in check.fix for check in xid_checks)
 
 
 @pytest.mark.parametrize(
     "text", ["", "NVIDIA-SMI has failed because it could not communicate", "<gpu", "<log/>"]
 )
 def test_report_that_is_none_is_no_finding(root: Path, text: str) -> None:
-    put(root, health.NVIDIA_SMI, text)
+    write_files(root, {health.NVIDIA_SMI: text})
     assert all(check.verdict == "ok" for check in checks(root)["gpu health"])

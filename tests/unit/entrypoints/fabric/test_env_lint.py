@@ -75,13 +75,13 @@ HARMLESS = {
 
 @pytest.mark.parametrize("danger", DANGERS)
 def test_danger_is_named_with_remedy(machine: Machine, danger: str):
-    tree, env, words = DANGERS[danger]
+    tree, env, message = DANGERS[danger]
     plan = fabric.choose(machine(tree, env=env), None, env, nnodes=2)
-    assert any(words in str(text) for text in plan.warnings), plan.warnings
+    assert any(message in str(text) for text in plan.warnings), plan.warnings
     assert not set(env) & set(plan.env)
-    for found in plan.warnings:
-        assert found.fix
-        assert "dist-env" not in str(found)
+    for warning in plan.warnings:
+        assert warning.fix
+        assert "dist-env" not in str(warning)
 
 
 @pytest.mark.parametrize("case", HARMLESS)
@@ -99,8 +99,8 @@ def test_remedy_names_the_file_of_a_value(machine: Machine):
     facts = replace(
         machine("none"), nccl_settings=(Setting(name="NCCL_ALGO", value="Rin", path="/etc/nccl.conf"),)
     )
-    (found,) = fabric.choose(facts, None, {}, nnodes=2).warnings
-    assert found.fix.endswith("remove NCCL_ALGO from /etc/nccl.conf")
+    (warning,) = fabric.choose(facts, None, {}, nnodes=2).warnings
+    assert warning.fix.endswith("remove NCCL_ALGO from /etc/nccl.conf")
 
 
 def test_recipe_that_turns_rdma_off_is_right(machine: Machine):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -21,40 +21,42 @@ def choose(facts: HostFacts, system: SystemFacts | None = None, nnodes: int = 2,
 
 
 def decision(plan: fabric.FabricPlan, variable: str, value: str | None = None) -> fabric.Decision:
-    found = [item for item in plan.decisions if item.variable == variable]
-    return next(item for item in found if value is None or item.value == value)
+    decisions = [item for item in plan.decisions if item.variable == variable]
+    return next(item for item in decisions if value is None or item.value == value)
 
 
-def holds(env: Mapping[str, str], wanted: Mapping[str, str | None]) -> None:
-    assert {name: env.get(name) for name in wanted} == wanted
+def assert_env(env: Mapping[str, str], expected: Mapping[str, str | None]) -> None:
+    assert {name: env.get(name) for name in expected} == expected
+
+
+def assert_blockers(plan: fabric.FabricPlan, messages: Sequence[str]) -> None:
+    """Assert that the plan has one blocker for each message, in the same order."""
+    for message, blocker in zip(messages, plan.blockers, strict=True):
+        assert message in str(blocker)
 
 
 def test_tree_yields_its_decision(machine: Machine, tree: str, row: Any):
     plan, expect = choose(machine(tree)), row.expect
     assert (plan.kind, plan.line_rate_Gbps) == (expect.kind, expect.rate_Gbps)
     assert plan.devices == expect.devices
-    holds(plan.env, expect.env)
-    for value, words in expect.reported.items():
-        assert any(item.value == value and words in item.reason for item in plan.decisions), plan.decisions
-    for words in expect.warns:
-        assert any(words in str(text) for text in plan.warnings), plan.warnings
+    assert_env(plan.env, expect.env)
+    for value, reason in expect.reported.items():
+        assert any(item.value == value and reason in item.reason for item in plan.decisions), plan.decisions
+    for message in expect.warns:
+        assert any(message in str(warning) for warning in plan.warnings), plan.warnings
     assert bool(plan.warnings) == bool(expect.warns), plan.warnings
-    assert [words in str(text) for words, text in zip(expect.blocks, plan.blockers, strict=True)] == [
-        True for _ in expect.blocks
-    ]
+    assert_blockers(plan, expect.blocks)
 
 
 def test_older_nccl_is_told_more(machine: Machine, tree: str, row: Any):
     plan, expect = choose(machine(tree, nccl="2.20.5")), row.expect
-    holds(plan.env, {**expect.env, **expect.old_env})
-    assert [words in str(text) for words, text in zip(expect.old_blocks, plan.blockers, strict=True)] == [
-        True for _ in expect.old_blocks
-    ]
+    assert_env(plan.env, {**expect.env, **expect.old_env})
+    assert_blockers(plan, expect.old_blocks)
 
 
 def test_reasons_quote_what_was_read(machine: Machine, tree: str, row: Any):
-    found = machine(tree)
-    for item in choose(found).decisions:
+    host = machine(tree)
+    for item in choose(host).decisions:
         assert re.search(r"(/sys/class|/proc)/[\w/]+", item.reason), item
 
 
@@ -64,10 +66,10 @@ def test_reasons_name_no_test_folder(machine: Machine, tree: str, row: Any, tmp_
 
 
 def test_users_variables_are_never_replaced(machine: Machine, tree: str, row: Any):
-    found = machine(tree)
-    names = {item.variable for item in choose(found).decisions if item.used and item.variable != "fabric"}
+    host = machine(tree)
+    names = {item.variable for item in choose(host).decisions if item.used and item.variable != "fabric"}
     for name in names:
-        plan = choose(found, None, 2, **{name: "mine"})
+        plan = choose(host, None, 2, **{name: "mine"})
         assert name not in plan.env
         assert "set by the user" in decision(plan, name, "mine").reason
 
@@ -80,14 +82,14 @@ def test_empty_value_counts_as_set(machine: Machine):
 
 def test_recipe_yields_to_user_only(machine: Machine):
     system = SystemFacts(env={"NCCL_IB_HCA": "=mlx5_1:1", "NCCL_CROSS_NIC": "1"})
-    found = machine("ib4_ndr200")
-    plan = choose(found, system)
+    host = machine("ib4_ndr200")
+    plan = choose(host, system)
     assert plan.env["NCCL_IB_HCA"] == "=mlx5_1:1"
     assert plan.devices == ("mlx5_1:1",)
     assert plan.env["NCCL_CROSS_NIC"] == "1"
-    mine = choose(found, system, NCCL_CROSS_NIC="0", NCCL_IB_HCA="=mlx5_2:1")
-    assert not {"NCCL_IB_HCA", "NCCL_CROSS_NIC"} & set(mine.env)
-    assert mine.devices == ("mlx5_2:1",)
+    users_plan = choose(host, system, NCCL_CROSS_NIC="0", NCCL_IB_HCA="=mlx5_2:1")
+    assert not {"NCCL_IB_HCA", "NCCL_CROSS_NIC"} & set(users_plan.env)
+    assert users_plan.devices == ("mlx5_2:1",)
 
 
 def test_nccl_conf_counts_as_users(planted, machine: Machine):
@@ -141,8 +143,8 @@ def test_missing_fabric_blocks_gpu_nodes(machine: Machine, recipes: Recipes, pla
         (root / f"dev/nvidia{number}").touch()
     plan = choose(facts.gather(root, {}), recipes["mn5"])
     assert "the recipe says infiniband, but this machine has tcp" in str(plan.blockers[0])
-    asked = choose(facts.gather(root, {}), recipes["mn5"], NCCL_IB_DISABLE="1")
-    assert not asked.blockers
+    users_plan = choose(facts.gather(root, {}), recipes["mn5"], NCCL_IB_DISABLE="1")
+    assert not users_plan.blockers
 
 
 def test_missing_fabric_only_warns_elsewhere(machine: Machine, recipes: Recipes):
@@ -183,10 +185,10 @@ def test_own_search_is_not_foretold(machine: Machine):
 
 
 def test_plugin_is_pinned_between_nodes(machine: Machine):
-    found = machine("cxi4")
-    assert choose(found, nnodes=2).env["NCCL_NET"] == "AWS Libfabric"
-    assert "NCCL_NET" not in choose(found, nnodes=1).env
-    assert "NCCL_NET" not in choose(found, nnodes=2, NCCL_NET_PLUGIN="ofi").env
+    host = machine("cxi4")
+    assert choose(host, nnodes=2).env["NCCL_NET"] == "AWS Libfabric"
+    assert "NCCL_NET" not in choose(host, nnodes=1).env
+    assert "NCCL_NET" not in choose(host, nnodes=2, NCCL_NET_PLUGIN="ofi").env
 
 
 def test_recipe_interfaces_absent_are_dropped(machine: Machine, recipes: Recipes):
@@ -212,8 +214,8 @@ def test_clean_protocol_is_accepted(machine: Machine, protocols: str):
 
 
 def test_heads_network_decides_interface(machine: Machine):
-    found = machine("ib4_ndr200")
-    plan = fabric.choose(found, None, {}, nnodes=2, head="10.0.0.9")
+    host = machine("ib4_ndr200")
+    plan = fabric.choose(host, None, {}, nnodes=2, head="10.0.0.9")
     assert plan.env["GLOO_SOCKET_IFNAME"] == "eno1"
 
 

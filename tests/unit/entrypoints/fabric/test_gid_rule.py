@@ -31,8 +31,8 @@ def rule(table: Sequence[Slot]) -> int:
         for index, (address, kind) in enumerate(table)
         if address != "::"
     ]
-    found = ports.pick_gid(gids)
-    return found.index if found else 0
+    gid = ports.pick_gid(gids)
+    return gid.index if gid else 0
 
 
 def scan(table: Sequence[Slot]) -> int:

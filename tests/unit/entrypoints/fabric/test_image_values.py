@@ -68,25 +68,25 @@ def reached(plan: fabric.FabricPlan, env: Mapping[str, str], name: str) -> str |
     return child.get(name)
 
 
-def with_plugins(found: HostFacts, image: Mapping[str, str] | None) -> HostFacts:
-    return replace(found, image_env=image, libraries=(*found.libraries, *PLUGINS))
+def with_plugins(host: HostFacts, image: Mapping[str, str] | None) -> HostFacts:
+    return replace(host, image_env=image, libraries=(*host.libraries, *PLUGINS))
 
 
 @pytest.mark.parametrize(("on", "name", "value", "expected"), CASES)
 def test_facts_correct_the_image(machine: Machine, on: str, name: str, value: str, expected: str):
     env = {name: value}
-    found = with_plugins(machine(on, env=env), {"PATH": "/bin", **env})
-    plan = fabric.choose(found, None, env, nnodes=2)
-    wanted = {KEPT: value, GONE: None}.get(expected, expected)
-    assert reached(plan, env, name) == wanted
+    host = with_plugins(machine(on, env=env), {"PATH": "/bin", **env})
+    plan = fabric.choose(host, None, env, nnodes=2)
+    expected_value = {KEPT: value, GONE: None}.get(expected, expected)
+    assert reached(plan, env, name) == expected_value
     assert (plan.kind, plan.devices) == (
-        fabric.choose(replace(found, image_env={}), None, {}, nnodes=2).kind,
-        fabric.choose(replace(found, image_env={}), None, {}, nnodes=2).devices,
+        fabric.choose(replace(host, image_env={}), None, {}, nnodes=2).kind,
+        fabric.choose(replace(host, image_env={}), None, {}, nnodes=2).devices,
     )
-    mine = [item for item in plan.decisions if item.variable == name]
-    assert not any("set by the user" in str(text) for text in (*mine, *plan.warnings))
-    if wanted != value:
-        assert any("the image" in item.reason for item in mine), mine
+    decisions = [item for item in plan.decisions if item.variable == name]
+    assert not any("set by the user" in str(text) for text in (*decisions, *plan.warnings))
+    if expected_value != value:
+        assert any("the image" in item.reason for item in decisions), decisions
 
 
 @pytest.mark.parametrize(("on", "name", "value", "expected"), CASES)
@@ -94,8 +94,8 @@ def test_other_value_than_the_images_is_the_users(
     machine: Machine, on: str, name: str, value: str, expected: str
 ):
     env = {name: value}
-    found = with_plugins(machine(on, env=env), {"PATH": "/bin", name: "another"})
-    plan = fabric.choose(found, None, env, nnodes=2)
+    host = with_plugins(machine(on, env=env), {"PATH": "/bin", name: "another"})
+    plan = fabric.choose(host, None, env, nnodes=2)
     assert reached(plan, env, name) == value
     assert {item.origin for item in plan.decisions if item.variable == name and item.value == value} <= {
         "user"
@@ -105,9 +105,9 @@ def test_other_value_than_the_images_is_the_users(
 @pytest.mark.parametrize(("on", "name", "value", "expected"), CASES)
 def test_recipe_replaces_the_image(machine: Machine, on: str, name: str, value: str, expected: str):
     env, system = {name: "of the image"}, SystemFacts(env={name: value})
-    found = with_plugins(machine(on, env=env), {"PATH": "/bin", **env})
-    plan = fabric.choose(found, system, env, nnodes=2)
-    bare = fabric.choose(found, system, {}, nnodes=2)
+    host = with_plugins(machine(on, env=env), {"PATH": "/bin", **env})
+    plan = fabric.choose(host, system, env, nnodes=2)
+    bare = fabric.choose(host, system, {}, nnodes=2)
     assert reached(plan, env, name) == reached(bare, {}, name)
     assert dict(plan.env) == dict(bare.env)
 
@@ -123,45 +123,44 @@ def test_without_manifest_all_values_are_the_users(
 
 
 def test_interface_of_the_partition_is_that_of_the_recipe(machine: Machine):
-    own = {"a": Partition(interfaces=("eno1", "ib0")), "b": Partition(interfaces=("eth9",))}
-    system = SystemFacts(env={"NCCL_SOCKET_IFNAME": "ib0"}, partitions=own)
-    found = machine("ib4_ndr200")
+    partitions = {"a": Partition(interfaces=("eno1", "ib0")), "b": Partition(interfaces=("eth9",))}
+    system = SystemFacts(env={"NCCL_SOCKET_IFNAME": "ib0"}, partitions=partitions)
+    host = machine("ib4_ndr200")
     plans = {
-        name: fabric.choose(found, system, {"SLURM_JOB_PARTITION": name}, nnodes=2)
-        for name in ("a", "b", "c")
+        name: fabric.choose(host, system, {"SLURM_JOB_PARTITION": name}, nnodes=2) for name in ("a", "b", "c")
     }
     assert plans["a"].env["NCCL_SOCKET_IFNAME"].lstrip("=") == "eno1,ib0"
     assert plans["a"].env["GLOO_SOCKET_IFNAME"] == "eno1"
-    (said,) = (item for item in plans["a"].decisions if item.variable == "NCCL_SOCKET_IFNAME")
-    assert said.origin == "recipe"
-    assert said.reason.startswith("from the recipe, for SLURM_JOB_PARTITION=a; ")
+    (decision,) = (item for item in plans["a"].decisions if item.variable == "NCCL_SOCKET_IFNAME")
+    assert decision.origin == "recipe"
+    assert decision.reason.startswith("from the recipe, for SLURM_JOB_PARTITION=a; ")
     # A name that the machine does not have is left out, with the reason.
     assert plans["b"].env["NCCL_SOCKET_IFNAME"] == "ib0"
     assert any("eth9" in item.value and "not used" in item.reason for item in plans["b"].decisions)
     assert plans["c"].env["NCCL_SOCKET_IFNAME"] == "ib0"
     user = {"SLURM_JOB_PARTITION": "a", "NCCL_SOCKET_IFNAME": "ib0"}
-    assert "NCCL_SOCKET_IFNAME" not in fabric.choose(found, system, user, nnodes=2).env
+    assert "NCCL_SOCKET_IFNAME" not in fabric.choose(host, system, user, nnodes=2).env
 
 
 def test_images_plugin_keeps_slingshots_guard_and_warning(machine: Machine):
     env = {"NCCL_NET_PLUGIN": "spcx"}
-    found = machine("cxi4", env=env)
-    of_image = fabric.choose(replace(found, image_env=env), None, env, nnodes=2)
+    host = machine("cxi4", env=env)
+    of_image = fabric.choose(replace(host, image_env=env), None, env, nnodes=2)
     assert of_image.env["NCCL_NET"] == "AWS Libfabric"
     assert of_image.unset == ("NCCL_NET_PLUGIN",)
     assert any("aws-ofi-nccl" in str(text) for text in of_image.warnings)
-    (said,) = (item for item in of_image.decisions if item.variable == "NCCL_NET_PLUGIN")
-    assert (said.origin, said.used) == ("image", False)
-    assert said.reason.startswith("from the image, not used: ")
-    of_user = fabric.choose(replace(found, image_env={"PATH": "/bin"}), None, env, nnodes=2)
+    (decision,) = (item for item in of_image.decisions if item.variable == "NCCL_NET_PLUGIN")
+    assert (decision.origin, decision.used) == ("image", False)
+    assert decision.reason.startswith("from the image, not used: ")
+    of_user = fabric.choose(replace(host, image_env={"PATH": "/bin"}), None, env, nnodes=2)
     assert "NCCL_NET" not in of_user.env
     assert of_user.unset == ()
 
 
 def test_images_ofi_plugin_that_is_absent_is_dropped(machine: Machine):
     env = {"NCCL_NET_PLUGIN": "ofi"}
-    found = replace(machine("cxi4", env=env), image_env=env)
-    plan = fabric.choose(found, None, env, nnodes=2)
+    host = replace(machine("cxi4", env=env), image_env=env)
+    plan = fabric.choose(host, None, env, nnodes=2)
     assert (plan.env["NCCL_NET"], plan.unset) == ("AWS Libfabric", ("NCCL_NET_PLUGIN",))
 
 
@@ -182,33 +181,33 @@ def test_decision_names_who_made_it(machine: Machine):
 def test_nccl_conf_is_not_hidden_by_the_image(machine: Machine):
     env = {"NCCL_CROSS_NIC": "0"}
     setting = Setting(name="NCCL_CROSS_NIC", value="2", path="/home/u/.nccl.conf")
-    found = replace(machine("none", env=env), image_env=env, nccl_settings=(setting,))
-    plan = fabric.choose(found, None, env, nnodes=2)
+    host = replace(machine("none", env=env), image_env=env, nccl_settings=(setting,))
+    plan = fabric.choose(host, None, env, nnodes=2)
     assert plan.env["NCCL_CROSS_NIC"] == "2"
-    (said,) = (item for item in plan.decisions if item.variable == "NCCL_CROSS_NIC")
-    assert said.origin == "user"
-    assert said.reason == "set by the user in /home/u/.nccl.conf; replaces the image's '0'"
+    (decision,) = (item for item in plan.decisions if item.variable == "NCCL_CROSS_NIC")
+    assert decision.origin == "user"
+    assert decision.reason == "set by the user in /home/u/.nccl.conf; replaces the image's '0'"
 
 
 def test_user_insists_by_nccl_conf(machine: Machine):
     env = {"NCCL_NET_PLUGIN": "spcx"}
     setting = Setting(name="NCCL_NET_PLUGIN", value="spcx", path="/home/u/.nccl.conf")
-    found = replace(with_plugins(machine("cxi4", env=env), env), nccl_settings=(setting,))
-    plan = fabric.choose(found, None, env, nnodes=2)
+    host = replace(with_plugins(machine("cxi4", env=env), env), nccl_settings=(setting,))
+    plan = fabric.choose(host, None, env, nnodes=2)
     assert reached(plan, env, "NCCL_NET_PLUGIN") == "spcx"
     assert "NCCL_NET" not in plan.env
 
 
-@pytest.mark.parametrize("place", ["user", "recipe"])
+@pytest.mark.parametrize("setter", ["user", "recipe"])
 @pytest.mark.parametrize("on", MACHINES)
-def test_named_plugin_without_file_is_warned_about(machine: Machine, on: str, place: str):
+def test_named_plugin_without_file_is_warned_about(machine: Machine, on: str, setter: str):
     env = {"NCCL_NET_PLUGIN": "spcx"}
-    system = SystemFacts(env=env) if place == "recipe" else None
-    given = env if place == "user" else {}
-    plan = fabric.choose(replace(machine(on), image_env={"PATH": "/bin"}), system, given, nnodes=2)
-    (said,) = (str(text) for text in plan.warnings if "spcx" in str(text))
-    assert "cannot be opened, there is no spcx or libnccl-net-spcx.so on the library path" in said
-    assert ("uses TCP" in said) == (on == "cxi4")
+    system = SystemFacts(env=env) if setter == "recipe" else None
+    env_of_user = env if setter == "user" else {}
+    plan = fabric.choose(replace(machine(on), image_env={"PATH": "/bin"}), system, env_of_user, nnodes=2)
+    (warning,) = (str(text) for text in plan.warnings if "spcx" in str(text))
+    assert "cannot be opened, there is no spcx or libnccl-net-spcx.so on the library path" in warning
+    assert ("uses TCP" in warning) == (on == "cxi4")
 
 
 @pytest.mark.parametrize(
@@ -234,9 +233,9 @@ def test_manifest_and_recipe_are_read(planted):
     (baked / "manifest.json").write_text(json.dumps(manifest))
     (baked / "system.json").write_text(json.dumps({"env": {"NCCL_NET_PLUGIN": "/opt/mine.so"}}))
     (root / "opt/mine.so").touch()
-    found = facts.gather(root, {})
-    assert found.image_env == {"NCCL_NET_PLUGIN": "spcx", "A": "2"}
-    assert found.library("/opt/mine.so")
+    host = facts.gather(root, {})
+    assert host.image_env == {"NCCL_NET_PLUGIN": "spcx", "A": "2"}
+    assert host.library("/opt/mine.so")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"base": {}}', '{"base": {"env": {}}}', '{"base": 3}'])

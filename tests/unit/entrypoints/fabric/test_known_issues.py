@@ -62,8 +62,8 @@ def test_row_matches_and_acts(machine: Machine, name: str):
     plan, issue = choose(machine, CASES[name]["match"]), ROWS[name]
     assert state(plan, name) == "match"
     assert {key: plan.env.get(key) for key in issue.env} == issue.env
-    shown = {"warn": plan.warnings, "refuse": plan.refusals, "set": ()}[issue.effect]
-    assert any(f"known issue {name}" in str(finding) for finding in shown) == (issue.effect != "set")
+    findings = {"warn": plan.warnings, "refuse": plan.refusals, "set": ()}[issue.effect]
+    assert any(f"known issue {name}" in str(finding) for finding in findings) == (issue.effect != "set")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -138,7 +138,7 @@ def test_site_replaces_and_ignores_rows(machine: Machine, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"when": ["nccl ~ 2"]}, "row 2 (site), when[0]: 'nccl ~ 2' is not a condition"),
         ({"when": ["arch == x86_64", "nckl < 2"]}, "row 2 (site), when[1]: 'nckl' is not a fact"),
@@ -155,12 +155,12 @@ def test_site_replaces_and_ignores_rows(machine: Machine, tmp_path: Path):
         ({"mesage": "x"}, "row 2.mesage is an unknown key"),
     ],
 )
-def test_malformed_row_is_refused_with_its_key(tmp_path: Path, changes: dict[str, object], words: str):
+def test_malformed_row_is_refused_with_its_key(tmp_path: Path, changes: dict[str, object], message: str):
     file = tmp_path / "rows.json"
     file.write_text(json.dumps([SITE, {**SITE, **changes}]))
     with pytest.raises(UsageError) as error:
         known_issues.load((), {known_issues.VARIABLE: str(file)})
-    assert words in error.value.what
+    assert message in error.value.what
     assert error.value.where == str(file)
 
 

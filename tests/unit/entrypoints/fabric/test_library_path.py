@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from file_tree import write_files
 from shared_object import shared_object
 
 from imgkit_entrypoints import fabric, facts
@@ -25,26 +26,26 @@ AUTO = {"IMGKIT_HOST_LIBS": "auto"}
 LIBC = "libc.so.6"
 
 
-def put(root: Path, path: str, **about: Any) -> None:
-    """A library of the machine, for its processor unless `about` says another."""
-    place = root / path.lstrip("/")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    about = {"soname": place.name, "machine": "aarch64", **about}
-    place.write_bytes(shared_object(about.pop("soname"), **about))
+def put_library(root: Path, path: str, **properties: Any) -> None:
+    """Write a library of the machine, for its processor unless `properties` name another."""
+    properties = {"soname": Path(path).name, "machine": "aarch64", **properties}
+    write_files(root, {path: shared_object(**properties)})
 
 
-def of_host(root: Path, name: str, folder: str = LIB, **about: Any) -> None:
-    put(root, f"{HOST}{folder}/{name}", **about)
+def put_host_library(root: Path, name: str, folder: str = LIB, **properties: Any) -> None:
+    put_library(root, f"{HOST}{folder}/{name}", **properties)
 
 
 @pytest.fixture
 def root(planted: Planted) -> Path:
     """A node with Slingshot, whose host has the three libraries and whose image has glibc 2.35."""
     root = planted("cxi4")
-    put(root, f"{LIB}/{LIBC}", defines=("GLIBC_2.17", "GLIBC_2.34", "GLIBC_2.35"))
-    of_host(root, "libcxi.so.1", needs={LIBC: ("GLIBC_2.34",)})
-    of_host(root, "libfabric.so.1", needed=("libcxi.so.1",), defines=("FABRIC_1.0", "FABRIC_1.7"))
-    of_host(root, "libnccl-net-ofi.so", needs={"libfabric.so.1": ("FABRIC_1.7",), LIBC: ("GLIBC_2.17",)})
+    put_library(root, f"{LIB}/{LIBC}", defines=("GLIBC_2.17", "GLIBC_2.34", "GLIBC_2.35"))
+    put_host_library(root, "libcxi.so.1", needs={LIBC: ("GLIBC_2.34",)})
+    put_host_library(root, "libfabric.so.1", needed=("libcxi.so.1",), defines=("FABRIC_1.0", "FABRIC_1.7"))
+    put_host_library(
+        root, "libnccl-net-ofi.so", needs={"libfabric.so.1": ("FABRIC_1.7",), LIBC: ("GLIBC_2.17",)}
+    )
     return root
 
 
@@ -54,18 +55,18 @@ def choose(root: Path, env: Mapping[str, str] | None = None, nnodes: int = 2) ->
 
 
 def reason(plan: fabric.FabricPlan, name: str) -> str:
-    (found,) = (item for item in plan.decisions if item.variable == name)
-    taken = (
+    (decision,) = (item for item in plan.decisions if item.variable == name)
+    is_used = (
         f"{COMPAT}/lib.real" in plan.env.get("LD_LIBRARY_PATH", "")
         if name == "cuda_compat"
         else name in plan.links
     )
-    assert found.used == taken
-    return found.reason
+    assert decision.used == is_used
+    return decision.reason
 
 
-def warned(plan: fabric.FabricPlan) -> Sequence[str]:
-    return [str(found) for found in plan.warnings if "host" in found.what]
+def host_warnings(plan: fabric.FabricPlan) -> Sequence[str]:
+    return [str(warning) for warning in plan.warnings if "host" in warning.what]
 
 
 def test_fitting_libraries_are_used(root: Path) -> None:
@@ -79,14 +80,14 @@ def test_fitting_libraries_are_used(root: Path) -> None:
     assert plan.env["LD_LIBRARY_PATH"] == library_path.links_folder(plan.links)
     assert "needs GLIBC_2.34, the image has 2.35 (/usr/lib64/libc.so.6)" in reason(plan, "libcxi.so.1")
     assert plan.env["NCCL_NET"] == "AWS Libfabric"
-    assert not any("not on the library path" in str(found) for found in plan.warnings)
+    assert not any("not on the library path" in str(warning) for warning in plan.warnings)
 
 
 def test_plug_in_of_the_host_can_be_named(root: Path) -> None:
     plan = choose(root, {**AUTO, "NCCL_NET_PLUGIN": "ofi"})
-    assert not any("NCCL_NET_PLUGIN" in found.what for found in plan.warnings), plan.warnings
+    assert not any("NCCL_NET_PLUGIN" in warning.what for warning in plan.warnings), plan.warnings
     plan = choose(root, {"NCCL_NET_PLUGIN": "ofi"})
-    assert any("NCCL_NET_PLUGIN" in found.what for found in plan.warnings)
+    assert any("NCCL_NET_PLUGIN" in warning.what for warning in plan.warnings)
 
 
 def test_nothing_happens_unless_asked(root: Path) -> None:
@@ -98,19 +99,19 @@ def test_nothing_happens_unless_asked(root: Path) -> None:
 
 
 def test_newer_glibc_is_refused_by_name(root: Path) -> None:
-    of_host(root, "libcxi.so.1", needs={LIBC: ("GLIBC_2.34", "GLIBC_2.38")})
+    put_host_library(root, "libcxi.so.1", needs={LIBC: ("GLIBC_2.34", "GLIBC_2.38")})
     plan = choose(root)
     assert not plan.links
     text = "libcxi.so.1 needs GLIBC_2.38, the image has 2.35 (/usr/lib64/libc.so.6)"
     assert reason(plan, "libcxi.so.1") == text
     assert reason(plan, "libfabric.so.1") == "libfabric.so.1 needs libcxi.so.1, which is not used"
-    (warning,) = warned(plan)
+    (warning,) = host_warnings(plan)
     assert text in warning
     assert "Use a newer base image" in warning
 
 
 @pytest.mark.parametrize(
-    ("name", "about", "text"),
+    ("name", "properties", "text"),
     [
         (
             "libcxi.so.1",
@@ -127,52 +128,54 @@ def test_newer_glibc_is_refused_by_name(root: Path) -> None:
     ],
 )
 def test_library_that_cannot_be_loaded_is_refused(
-    root: Path, name: str, about: dict[str, Any], text: str
+    root: Path, name: str, properties: dict[str, Any], text: str
 ) -> None:
-    of_host(root, name, **about)
+    put_host_library(root, name, **properties)
     assert text in reason(choose(root), name)
 
 
 def test_damaged_library_is_refused_by_name(root: Path) -> None:
-    place = root / f"{HOST}{LIB}/libcxi.so.1".lstrip("/")
-    place.write_bytes(place.read_bytes()[:100])
+    library = root / f"{HOST}{LIB}/libcxi.so.1".lstrip("/")
+    library.write_bytes(library.read_bytes()[:100])
     assert "libcxi.so.1 of the host is truncated: bytes" in reason(choose(root), "libcxi.so.1")
 
 
 def test_second_name_of_the_plug_in_is_reported_alone(root: Path) -> None:
     folder = root / f"{HOST}{LIB}".lstrip("/")
     (folder / "libnccl-net-ofi.so").unlink()
-    of_host(root, "libnccl-net.so", needed=("libcudart.so.13",))
-    assert "libnccl-net.so needs libcudart.so.13" in warned(choose(root))[0]
+    put_host_library(root, "libnccl-net.so", needed=("libcudart.so.13",))
+    assert "libnccl-net.so needs libcudart.so.13" in host_warnings(choose(root))[0]
 
 
 def test_needs_come_along_from_the_host(root: Path) -> None:
-    of_host(root, "libcxi.so.1", needs={"libjson-c.so.3": ("JSONC_1",), LIBC: ("GLIBC_2.17",)})
-    of_host(root, "libjson-c.so.3", defines=("JSONC_1",))
+    put_host_library(root, "libcxi.so.1", needs={"libjson-c.so.3": ("JSONC_1",), LIBC: ("GLIBC_2.17",)})
+    put_host_library(root, "libjson-c.so.3", defines=("JSONC_1",))
     assert choose(root).links["libjson-c.so.3"] == f"{HOST}{LIB}/libjson-c.so.3"
     # The image's own is taken as soon as it can serve.
-    put(root, f"{LIB}/libjson-c.so.3", defines=("JSONC_1", "JSONC_2"))
+    put_library(root, f"{LIB}/libjson-c.so.3", defines=("JSONC_1", "JSONC_2"))
     assert "libjson-c.so.3" not in choose(root).links
 
 
 def test_need_that_would_break_the_image_is_refused(root: Path) -> None:
-    of_host(root, "libcxi.so.1", needs={"libjson-c.so.3": ("JSONC_2",)})
-    of_host(root, "libjson-c.so.3", defines=("JSONC_2",))
-    put(root, f"{LIB}/libjson-c.so.3", defines=("JSONC_1",))
+    put_host_library(root, "libcxi.so.1", needs={"libjson-c.so.3": ("JSONC_2",)})
+    put_host_library(root, "libjson-c.so.3", defines=("JSONC_2",))
+    put_library(root, f"{LIB}/libjson-c.so.3", defines=("JSONC_1",))
     text = reason(choose(root), "libcxi.so.1")
     assert "needs JSONC_2, and the host's libjson-c.so.3 lacks JSONC_1, which the image's has" in text
 
 
 def test_compilers_library_never_comes_from_the_host(root: Path) -> None:
-    of_host(root, "libfabric.so.1", needs={"libstdc++.so.6": ("GLIBCXX_3.4.32",)}, defines=("FABRIC_1.7",))
-    of_host(root, "libstdc++.so.6", defines=("GLIBCXX_3.4.30", "GLIBCXX_3.4.32"))
+    put_host_library(
+        root, "libfabric.so.1", needs={"libstdc++.so.6": ("GLIBCXX_3.4.32",)}, defines=("FABRIC_1.7",)
+    )
+    put_host_library(root, "libstdc++.so.6", defines=("GLIBCXX_3.4.30", "GLIBCXX_3.4.32"))
     assert "libstdc++.so.6, which the image does not have" in reason(choose(root), "libfabric.so.1")
-    put(root, f"{LIB}/libstdc++.so.6", defines=("GLIBCXX_3.4.30",))
+    put_library(root, f"{LIB}/libstdc++.so.6", defines=("GLIBCXX_3.4.30",))
     assert "needs GLIBCXX_3.4.32, the image has 3.4.30" in reason(choose(root), "libfabric.so.1")
 
 
 def test_older_library_does_not_replace_the_images(root: Path) -> None:
-    put(root, f"{LIB}/libfabric.so.1", defines=("FABRIC_1.0", "FABRIC_1.7", "FABRIC_1.8"))
+    put_library(root, f"{LIB}/libfabric.so.1", defines=("FABRIC_1.0", "FABRIC_1.7", "FABRIC_1.8"))
     plan = choose(root)
     assert "lacks FABRIC_1.8, which the image's has" in reason(plan, "libfabric.so.1")
     # The plug-in of the host can use the image's.
@@ -180,15 +183,15 @@ def test_older_library_does_not_replace_the_images(root: Path) -> None:
 
 
 def test_rpath_into_the_image_is_refused(root: Path) -> None:
-    put(root, f"{LIB}/libcxi.so.1")
-    of_host(root, "libfabric.so.1", needed=("libcxi.so.1",), rpath=LIB, defines=("FABRIC_1.7",))
+    put_library(root, f"{LIB}/libcxi.so.1")
+    put_host_library(root, "libfabric.so.1", needed=("libcxi.so.1",), rpath=LIB, defines=("FABRIC_1.7",))
     assert "has the RPATH /usr/lib64, where the image has another" in reason(choose(root), "libfabric.so.1")
 
 
 def test_listed_folders_are_searched_first(root: Path) -> None:
-    of_host(root, "libcxi.so.1", "/cluster/ofi/lib", needs={LIBC: ("GLIBC_2.17",)})
-    of_host(root, "libfabric.so.1", "/opt/cray/libfabric/1.22.0/lib64", defines=("FABRIC_1.7",))
-    of_host(root, "libfabric.so.1", "/opt/cray/libfabric/1.9.0/lib64", defines=("FABRIC_1.7",))
+    put_host_library(root, "libcxi.so.1", "/cluster/ofi/lib", needs={LIBC: ("GLIBC_2.17",)})
+    put_host_library(root, "libfabric.so.1", "/opt/cray/libfabric/1.22.0/lib64", defines=("FABRIC_1.7",))
+    put_host_library(root, "libfabric.so.1", "/opt/cray/libfabric/1.9.0/lib64", defines=("FABRIC_1.7",))
     links = choose(root, {"IMGKIT_HOST_LIBS": "auto:/cluster/ofi/lib"}).links
     assert links["libcxi.so.1"] == f"{HOST}/cluster/ofi/lib/libcxi.so.1"
     assert links["libfabric.so.1"] == f"{HOST}/opt/cray/libfabric/1.22.0/lib64/libfabric.so.1"
@@ -208,22 +211,22 @@ def test_links_are_followed_as_on_the_host(root: Path) -> None:
 
 
 def test_users_library_comes_first(root: Path) -> None:
-    put(root, "/mine/libcxi.so.1")
+    put_library(root, "/mine/libcxi.so.1")
     (root / "opt/imgkit").mkdir(parents=True, exist_ok=True)
     image = {"base": {"env": {"PATH": "/bin", "LD_LIBRARY_PATH": "/of/image"}}}
     (root / "opt/imgkit/manifest.json").write_text(json.dumps(image))
     plan = choose(root, {**AUTO, "LD_LIBRARY_PATH": "/mine:/of/image:/.singularity.d/libs"})
     assert "libcxi.so.1" not in plan.links
-    (mine,) = (item for item in plan.decisions if item.variable == "libcxi.so.1")
-    assert (mine.value, mine.origin) == ("/mine/libcxi.so.1", "user")
-    own = library_path.links_folder(plan.links)
-    assert plan.env["LD_LIBRARY_PATH"] == f"/mine:{own}:/of/image:/.singularity.d/libs"
+    (decision,) = (item for item in plan.decisions if item.variable == "libcxi.so.1")
+    assert (decision.value, decision.origin) == ("/mine/libcxi.so.1", "user")
+    links_folder = library_path.links_folder(plan.links)
+    assert plan.env["LD_LIBRARY_PATH"] == f"/mine:{links_folder}:/of/image:/.singularity.d/libs"
 
 
 def test_launch_within_a_run_decides_the_same(root: Path, planted: Planted) -> None:
     outer = choose(root, {**AUTO, "LD_LIBRARY_PATH": "/mine"})
     stale = "/tmp/imgkit-host-libs-0-0123456789ab"
-    put(root, f"{stale}/libcxi.so.1")
+    put_library(root, f"{stale}/libcxi.so.1")
     inner = choose(root, {**AUTO, "LD_LIBRARY_PATH": f"{outer.env['LD_LIBRARY_PATH']}:{stale}"})
     assert (inner.links, inner.env) == (outer.links, outer.env)
     gpu = driver_tree(planted, "550.54.15", "NVIDIA H100 80GB HBM3")
@@ -249,20 +252,20 @@ def test_other_fabric_needs_none(root: Path) -> None:
 def test_container_without_the_hosts_folders_says_so(planted: Planted) -> None:
     plan = choose(planted("cxi4"))
     assert "/run/imgkit/host does not exist" in reason(plan, "host_libs")
-    assert "--bind /usr:/run/imgkit/host/usr:ro,/opt:/run/imgkit/host/opt:ro" in warned(plan)[0]
+    assert "--bind /usr:/run/imgkit/host/usr:ro,/opt:/run/imgkit/host/opt:ro" in host_warnings(plan)[0]
 
 
 def test_host_without_any_says_so(planted: Planted) -> None:
     root = planted("cxi4")
     (root / "run/imgkit/host/usr").mkdir(parents=True)
-    assert "system.runtime.host_libs" in warned(choose(root))[0]
+    assert "system.runtime.host_libs" in host_warnings(choose(root))[0]
 
 
 def test_recipe_asks_and_the_user_declines(root: Path) -> None:
     (root / "opt/imgkit").mkdir(parents=True, exist_ok=True)
     baked = {"fabric": {"host_libs": "auto"}, "runtime": {"host_libs": ["/cluster/lib"]}}
     (root / "opt/imgkit/system.json").write_text(json.dumps(baked))
-    of_host(root, "libcxi.so.1", "/cluster/lib")
+    put_host_library(root, "libcxi.so.1", "/cluster/lib")
     assert choose(root, {}).links["libcxi.so.1"] == f"{HOST}/cluster/lib/libcxi.so.1"
     assert not choose(root, {"IMGKIT_HOST_LIBS": "none"}).links
 
@@ -309,7 +312,7 @@ def test_newer_cuda_on_a_data_centre_gpu_uses_compat(planted: Planted) -> None:
 
 
 @pytest.mark.parametrize(
-    ("driver", "model", "cuda", "words"),
+    ("driver", "model", "cuda", "text"),
     [
         ("550.54.15", "NVIDIA H100 80GB HBM3", "12.4.1", "supports CUDA 12.4, the image has 12.4"),
         ("580.65.06", "Tesla T4", "12.9.0", "supports CUDA 13.0, the image has 12.9"),
@@ -328,11 +331,11 @@ def test_newer_cuda_on_a_data_centre_gpu_uses_compat(planted: Planted) -> None:
     ],
 )
 def test_compat_is_refused_with_the_reason(
-    planted: Planted, driver: str, model: str, cuda: str, words: str
+    planted: Planted, driver: str, model: str, cuda: str, text: str
 ) -> None:
     plan = compat(driver_tree(planted, driver, model), cuda)
     assert "LD_LIBRARY_PATH" not in plan.env
-    assert words in reason(plan, "cuda_compat")
+    assert text in reason(plan, "cuda_compat")
 
 
 def test_image_without_compat_says_so(planted: Planted) -> None:
@@ -341,11 +344,9 @@ def test_image_without_compat_says_so(planted: Planted) -> None:
 
 
 def test_compat_comes_before_the_links(root: Path) -> None:
-    for name in ("libcuda.so.575.57.08", "libcuda.so.1"):
-        place = root / f"{COMPAT}/{name}".lstrip("/")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.touch()
-    (root / "proc/driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX Kernel Module  550.54.15\n")
+    version = "NVRM version: NVIDIA UNIX Kernel Module  550.54.15"
+    drivers = {f"{COMPAT}/{name}": "" for name in ("libcuda.so.575.57.08", "libcuda.so.1")}
+    write_files(root, {**drivers, "proc/driver/nvidia/version": version})
     plan = compat(root, "12.9.0", **AUTO)
     first, second = plan.env["LD_LIBRARY_PATH"].split(":")
     assert (first, second) == (COMPAT, library_path.links_folder(plan.links))

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from file_tree import write_files
 
 from imgkit_entrypoints import facts
 from imgkit_entrypoints.cli.commands import TORCHRUN
@@ -19,13 +20,9 @@ from imgkit_entrypoints.system import Node, SystemFacts
 SITE = next(folder for folder in sys.path if folder.startswith("/"))
 
 
-def fake(root: Path, files: dict[str, str]) -> HostFacts:
-    """Facts of a fake machine with these files."""
-    for path, content in files.items():
-        place = root / path.lstrip("/")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(content)
-    return facts.gather(root, {})
+def gather_facts(root: Path, files: dict[str, str]) -> HostFacts:
+    """Return the facts of a fake machine with these files."""
+    return facts.gather(write_files(root, files), {})
 
 
 AMD_NODE = {"dev/kfd": ""}
@@ -42,7 +39,7 @@ def fake_pci(kind: str, vendor: str) -> dict[str, str]:
 
 
 def start(host: HostFacts, device: str = "auto", system: SystemFacts | None = None) -> plan.LaunchPlan:
-    place = Placement(
+    placement = Placement(
         nnodes=1,
         node_rank=0,
         scheduler="standalone",
@@ -53,7 +50,13 @@ def start(host: HostFacts, device: str = "auto", system: SystemFacts | None = No
         source={},
     )
     return plan.make(
-        Request(device=device), ("w",), torchrun=TORCHRUN, placement=place, host=host, system=system, env={}
+        Request(device=device),
+        ("w",),
+        torchrun=TORCHRUN,
+        placement=placement,
+        host=host,
+        system=system,
+        env={},
     )
 
 
@@ -70,7 +73,7 @@ def start(host: HostFacts, device: str = "auto", system: SystemFacts | None = No
     ],
 )
 def test_amd_gpus_count_if_they_can_compute(tmp_path: Path, files: dict[str, str], evidence: str) -> None:
-    assert fake(tmp_path, files).amd_gpus == evidence
+    assert gather_facts(tmp_path, files).amd_gpus == evidence
 
 
 @pytest.mark.parametrize(
@@ -85,12 +88,12 @@ def test_amd_gpus_count_if_they_can_compute(tmp_path: Path, files: dict[str, str
     ],
 )
 def test_image_for_amd_is_told_by_its_torch(tmp_path: Path, files: dict[str, str], evidence: str) -> None:
-    assert fake(tmp_path, files).rocm == evidence
+    assert gather_facts(tmp_path, files).rocm == evidence
 
 
 @pytest.mark.parametrize("system", [None, SystemFacts(), SystemFacts(node=Node(gpus=8))])
 @pytest.mark.parametrize(
-    ("files", "what", "where"),
+    ("files", "cause", "where"),
     [
         (AMD_NODE, "this node has AMD GPUs", "/dev/kfd"),
         (fake_torch("'6.4'"), "the image is made for AMD GPUs", "hip = 6.4"),
@@ -98,13 +101,13 @@ def test_image_for_amd_is_told_by_its_torch(tmp_path: Path, files: dict[str, str
     ],
 )
 def test_start_on_amd_is_refused(
-    tmp_path: Path, files: dict[str, str], what: str, where: str, system: SystemFacts | None
+    tmp_path: Path, files: dict[str, str], cause: str, where: str, system: SystemFacts | None
 ) -> None:
-    host = fake(tmp_path, files)
+    host = gather_facts(tmp_path, files)
     for device in ("auto", "cuda"):
         with pytest.raises(NoPlan) as caught:
             start(host, device, system)
-        assert caught.value.what == f"{what}, and imgkit supports only work on CPUs with them"
+        assert caught.value.what == f"{cause}, and imgkit supports only work on CPUs with them"
         assert where in str(caught.value.where)
         assert "to run on CPUs: --device cpu (imgkit run --gpus 0)" in str(caught.value.hint)
         assert caught.value.exit_code == EXIT_NO_PLAN
@@ -112,5 +115,5 @@ def test_start_on_amd_is_refused(
 
 @pytest.mark.parametrize("files", [AMD_NODE, fake_torch("'6.4'")])
 def test_device_cpu_starts_on_amd(tmp_path: Path, files: dict[str, str]) -> None:
-    made = start(fake(tmp_path, files), "cpu", SystemFacts(node=Node(gpus=8)))
-    assert made.env["IMGKIT_DEVICE"] == "cpu"
+    launch_plan = start(gather_facts(tmp_path, files), "cpu", SystemFacts(node=Node(gpus=8)))
+    assert launch_plan.env["IMGKIT_DEVICE"] == "cpu"

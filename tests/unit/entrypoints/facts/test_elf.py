@@ -32,32 +32,32 @@ def loaded() -> list[Path]:
 
 
 def test_names_and_versions_are_read(tmp_path: Path) -> None:
-    found = elf.read(put(tmp_path, LIBRARY))
-    assert (found.soname, found.machine, found.rpath, found.runpath) == (
+    library = elf.read(put(tmp_path, LIBRARY))
+    assert (library.soname, library.machine, library.rpath, library.runpath) == (
         "libx.so.1",
         "x86_64",
         ("/a", "/b"),
         (),
     )
-    assert found.needed == ("libz.so.1", *NEEDS)
-    assert found.needs == NEEDS
-    assert found.defines == ("X_1.0", "X_1.1")
+    assert library.needed == ("libz.so.1", *NEEDS)
+    assert library.needs == NEEDS
+    assert library.defines == ("X_1.0", "X_1.1")
 
 
 @pytest.mark.programs("readelf")
 @pytest.mark.parametrize("path", loaded(), ids=lambda path: path.name)
 def test_real_library_reads_as_by_readelf(path: Path) -> None:
     text = subprocess.run(["readelf", "-dVW", path], capture_output=True, text=True, check=True).stdout
-    found = elf.read(path)
-    assert list(found.needed) == re.findall(r"\(NEEDED\).*\[(.*)\]", text)
-    assert [found.soname] == (re.findall(r"\(SONAME\).*\[(.*)\]", text) or [""])
+    library = elf.read(path)
+    assert list(library.needed) == re.findall(r"\(NEEDED\).*\[(.*)\]", text)
+    assert [library.soname] == (re.findall(r"\(SONAME\).*\[(.*)\]", text) or [""])
     before, _, needs = text.partition("Version needs section")
     names = re.findall(r"Name: (\S+)\s+Flags: (?!WEAK)\S+", needs)
-    assert sorted(version for versions in found.needs.values() for version in versions) == sorted(names)
-    assert sorted(found.needs) == sorted(re.findall(r"File: (\S+)", needs))
+    assert sorted(version for versions in library.needs.values() for version in versions) == sorted(names)
+    assert sorted(library.needs) == sorted(re.findall(r"File: (\S+)", needs))
     _, _, defines = before.partition("Version definition section")
     rows = re.findall(r"Flags: (\S+).*Cnt: [1-9]\d*\s+Name: (\S+)", defines)
-    assert list(found.defines) == [name for flags, name in rows if flags != "BASE"]
+    assert list(library.defines) == [name for flags, name in rows if flags != "BASE"]
 
 
 @pytest.mark.parametrize("length", [0, 3, 15, 40, 63, 100, 175, 200, 300, len(LIBRARY) - 1])
@@ -73,7 +73,7 @@ def changed(offset: int, layout: str, value: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "message"),
     [
         (b"#!/bin/sh\nexec true # a script that is as long as a header\n", "is not an ELF file"),
         (b"GROUP ( /lib/libc.so.6 ) /* a script of the linker */", "is not an ELF file"),
@@ -88,8 +88,8 @@ def changed(offset: int, layout: str, value: int) -> bytes:
         (changed(96, "<Q", 8), "which no segment holds"),
     ],
 )
-def test_other_file_is_refused_by_name(tmp_path: Path, data: bytes, words: str) -> None:
-    with pytest.raises(elf.NotShared, match=words):
+def test_other_file_is_refused_by_name(tmp_path: Path, data: bytes, message: str) -> None:
+    with pytest.raises(elf.NotShared, match=message):
         elf.read(put(tmp_path, data))
 
 

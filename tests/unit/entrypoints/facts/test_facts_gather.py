@@ -14,20 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from file_tree import write_files
 from shared_object import shared_object
 
 from imgkit_entrypoints import fabric, facts
 from imgkit_entrypoints.errors import UsageError
 
 Planted = Callable[[str], Path]
-
-
-def put(root: Path, files: dict[str, str]) -> Path:
-    for path, content in files.items():
-        place = root / path.lstrip("/")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(content + "\n")
-    return root
 
 
 STATUS = {"/proc/self/status": "Name:\tpython\nCpus_allowed:\tff\nCpus_allowed_list:\t0-3,8,10-12"}
@@ -81,9 +74,9 @@ STATUS = {"/proc/self/status": "Name:\tpython\nCpus_allowed:\tff\nCpus_allowed_l
     ],
 )
 def test_cpus_are_those_allowed(tmp_path: Path, files: dict[str, str], cpus: int, evidence: str):
-    found = facts.gather(put(tmp_path, {**STATUS, **files}), {})
-    assert found.cpus == cpus
-    assert evidence in found.cpus_source
+    host = facts.gather(write_files(tmp_path, {**STATUS, **files}), {})
+    assert host.cpus == cpus
+    assert evidence in host.cpus_source
 
 
 @pytest.mark.parametrize(
@@ -95,18 +88,18 @@ def test_cpus_are_those_allowed(tmp_path: Path, files: dict[str, str], cpus: int
     ],
 )
 def test_memory_lock_limit_is_read(tmp_path: Path, line: str, limit: tuple[int | None, bool]):
-    found = facts.gather(put(tmp_path, {"/proc/self/limits": line}), {})
-    assert (found.memlock.value, found.memlock.unlimited) == limit
+    host = facts.gather(write_files(tmp_path, {"/proc/self/limits": line}), {})
+    assert (host.memlock.value, host.memlock.unlimited) == limit
 
 
 def test_driver_without_device_files_shows(planted: Planted):
     root = planted("cxi4")
     for path in (root / "dev").glob("nvidia*"):
         path.unlink()
-    found = facts.gather(root, {})
-    assert found.gpus == 0
-    assert "the driver has 4" in found.gpus_source
-    assert found.gpu_devices[0].model == "NVIDIA GH200 120GB"
+    host = facts.gather(root, {})
+    assert host.gpus == 0
+    assert "the driver has 4" in host.gpus_source
+    assert host.gpu_devices[0].model == "NVIDIA GH200 120GB"
 
 
 def test_visible_list_ends_at_minus_one(planted: Planted):
@@ -128,14 +121,14 @@ def test_visible_list_ends_at_minus_one(planted: Planted):
 def test_mistakes_in_visible_gpus_count_as_cuda_counts(
     planted: Callable[[str], Path], visible: str, count: int, problem: str
 ):
-    found = facts.gather(planted("cxi4"), {"CUDA_VISIBLE_DEVICES": visible})
-    assert found.gpus == count
-    assert problem in found.gpus_problem
-    assert bool(problem) == bool(found.gpus_problem)
+    host = facts.gather(planted("cxi4"), {"CUDA_VISIBLE_DEVICES": visible})
+    assert host.gpus == count
+    assert problem in host.gpus_problem
+    assert bool(problem) == bool(host.gpus_problem)
 
 
 @pytest.mark.parametrize(
-    ("files", "most", "source"),
+    ("files", "limit", "source"),
     [
         (
             {"proc/self/limits": "Max processes  512  4096  processes"},
@@ -165,14 +158,11 @@ def test_mistakes_in_visible_gpus_count_as_cuda_counts(
     ],
 )
 def test_most_processes_are_those_of_the_tightest_limit(
-    tmp_path: Path, files: dict[str, str], most: int | None, source: str
+    tmp_path: Path, files: dict[str, str], limit: int | None, source: str
 ):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text + "\n")
-    found = facts.gather(tmp_path, {})
-    assert found.processes.value == most
-    assert source in found.processes_source
+    host = facts.gather(write_files(tmp_path, files), {})
+    assert host.processes.value == limit
+    assert source in host.processes_source
 
 
 @pytest.mark.parametrize(
@@ -188,13 +178,13 @@ def test_most_processes_are_those_of_the_tightest_limit(
 def test_nccl_version_without_torch(
     tmp_path: Path, files: dict[str, str], env: dict[str, str], version: str, source: str
 ):
-    put(tmp_path, files)
+    write_files(tmp_path, files)
     for path in files:
-        place = tmp_path / path.lstrip("/")
-        place.with_name("libnccl.so.2").symlink_to(place.name)
-    found = facts.gather(tmp_path, env)
-    assert found.nccl_version == version
-    assert source in found.nccl_source
+        library = tmp_path / path.lstrip("/")
+        library.with_name("libnccl.so.2").symlink_to(library.name)
+    host = facts.gather(tmp_path, env)
+    assert host.nccl_version == version
+    assert source in host.nccl_source
 
 
 SITE_PACKAGES = next(path for path in sys.path if path.endswith("site-packages"))
@@ -212,15 +202,15 @@ def test_nccl_wheel_counts_if_torch_is_linked_to_it(
     tmp_path: Path, rpath: str | None, version: str, owner: str
 ):
     version_py = "__version__ = '2.9.0'\ncuda: Optional[str] = '13.0'"
-    put(tmp_path, {f"{SITE_PACKAGES}/torch/version.py": version_py})
+    write_files(tmp_path, {f"{SITE_PACKAGES}/torch/version.py": version_py})
     folder = tmp_path / SITE_PACKAGES.lstrip("/")
     (folder / "nvidia_nccl_cu12-2.21.5.dist-info").mkdir()
     if rpath is not None:
         (folder / "torch/lib").mkdir()
         (folder / "torch/lib/libtorch_cuda.so").write_bytes(shared_object("libtorch_cuda.so", rpath=rpath))
-    found = facts.gather(tmp_path, {"NCCL_VERSION": "2.18.3"})
-    assert (found.nccl_version, found.nccl_of, found.image_nccl) == (version, owner, "2.18.3")
-    assert found.torch_cuda == "13.0"
+    host = facts.gather(tmp_path, {"NCCL_VERSION": "2.18.3"})
+    assert (host.nccl_version, host.nccl_of, host.image_nccl) == (version, owner, "2.18.3")
+    assert host.torch_cuda == "13.0"
 
 
 @pytest.mark.parametrize(
@@ -242,17 +232,17 @@ def test_version_of_a_fabric_library_is_read(
     tmp_path: Path, path: str, content: str, version: str, opens: str
 ):
     folder, _, name = path.rpartition("/")
-    found = facts.gather(put(tmp_path, {path: content}), {"LD_LIBRARY_PATH": folder}).library(name)
-    assert found is not None
-    assert (found.version, found.opens) == (version, opens)
+    library = facts.gather(write_files(tmp_path, {path: content}), {"LD_LIBRARY_PATH": folder}).library(name)
+    assert library is not None
+    assert (library.version, library.opens) == (version, opens)
 
 
 def test_version_of_libfabric_is_that_of_pkg_config(tmp_path: Path):
     pkg_config = {"/usr/lib64/pkgconfig/libfabric.pc": "Version: 2.3.1amzn4.0"}
-    put(tmp_path, {"/usr/lib64/libfabric.so.1": "", **pkg_config})
-    found = facts.gather(tmp_path, {}).library("libfabric.so.1")
-    assert found is not None
-    assert found.version == "2.3.1amzn4.0"
+    write_files(tmp_path, {"/usr/lib64/libfabric.so.1": "", **pkg_config})
+    library = facts.gather(tmp_path, {}).library("libfabric.so.1")
+    assert library is not None
+    assert library.version == "2.3.1amzn4.0"
 
 
 DOCKER = "CapEff:\t00000000a80425fb\nSeccomp:\t2"
@@ -268,8 +258,8 @@ DOCKER = "CapEff:\t00000000a80425fb\nSeccomp:\t2"
     ],
 )
 def test_numa_calls_need_a_capability_in_docker(tmp_path: Path, status: str, is_refused: bool):
-    found = facts.gather(put(tmp_path, {"/proc/self/status": status}), {})
-    assert found.numa_fault.startswith("/proc/self/status: Seccomp: 2, CapEff") == is_refused
+    host = facts.gather(write_files(tmp_path, {"/proc/self/status": status}), {})
+    assert host.numa_fault.startswith("/proc/self/status: Seccomp: 2, CapEff") == is_refused
 
 
 @pytest.mark.parametrize(
@@ -278,7 +268,7 @@ def test_numa_calls_need_a_capability_in_docker(tmp_path: Path, status: str, is_
 )
 def test_torch_version_without_torch(tmp_path: Path, text: str, version: str):
     folder = next(path for path in sys.path if path.endswith("site-packages"))
-    put(tmp_path, {f"{folder}/torch/version.py": text})
+    write_files(tmp_path, {f"{folder}/torch/version.py": text})
     assert facts.gather(tmp_path, {}).torch_version == version
 
 
@@ -306,8 +296,8 @@ def test_slots_are_in_numeric_order(planted: Planted):
 
 
 def test_rails_of_one_network_each_have_address(planted: Planted):
-    found = facts.gather(planted("cxi4"), {}).interfaces
-    assert {item.name: item.ipv4 for item in found if item.name.startswith("hsn")} == {
+    interfaces = facts.gather(planted("cxi4"), {}).interfaces
+    assert {item.name: item.ipv4 for item in interfaces if item.name.startswith("hsn")} == {
         f"hsn{number}": f"10.30.0.{number + 1}" for number in range(4)
     }
 
@@ -316,8 +306,16 @@ def test_rails_of_one_network_each_have_address(planted: Planted):
 def test_garbled_files_are_no_error(planted: Planted, garbage: str):
     """Each file of a machine in turn gets other content."""
     root = planted("roce_storage")
-    put(root, {**STATUS, "/proc/self/limits": "", "/proc/self/cgroup": "0::/", "/etc/nccl.conf": "A=1"})
-    put(root, {"/sys/fs/cgroup/cpu.max": "1 1", "/proc/net/if_inet6": "", "/etc/ld.so.conf.d/a.conf": "/x"})
+    files_to_garble = {
+        **STATUS,
+        "/proc/self/limits": "",
+        "/proc/self/cgroup": "0::/",
+        "/etc/nccl.conf": "A=1",
+        "/sys/fs/cgroup/cpu.max": "1 1",
+        "/proc/net/if_inet6": "",
+        "/etc/ld.so.conf.d/a.conf": "/x",
+    }
+    write_files(root, files_to_garble)
     files = sorted(path for path in root.rglob("*") if path.is_file() and not path.is_symlink())
     for path in files:
         before = path.read_text()
@@ -331,10 +329,10 @@ def test_facts_are_json(planted: Planted, tree: str, row: object):
 
 
 def test_system_facts_follow_the_root(tmp_path: Path):
-    put(tmp_path, {"/opt/imgkit/system.json": '{"schema": 1, "title": "here"}'})
-    found = facts.system_facts(env={"IMGKIT_ROOT": str(tmp_path)})
-    assert found is not None
-    assert found.title == "here"
+    write_files(tmp_path, {"/opt/imgkit/system.json": '{"schema": 1, "title": "here"}'})
+    system = facts.system_facts(env={"IMGKIT_ROOT": str(tmp_path)})
+    assert system is not None
+    assert system.title == "here"
 
 
 def test_nothing_is_read_beside_root(planted: Planted):
@@ -346,16 +344,16 @@ def test_nothing_is_read_beside_root(planted: Planted):
         "seen = []\n"
         "names = ('open', 'os.listdir', 'os.scandir')\n"
         "sys.addaudithook(lambda name, args: seen.append(str(args[0])) if name in names else None)\n"
-        "found = facts.gather()\n"
+        "facts.gather()\n"
         "facts.system_facts()\n"
-        "taken = list(seen)\n"
-        "print(json.dumps(taken))\n"
+        "paths = list(seen)\n"
+        "print(json.dumps(paths))\n"
     )
     env = {**os.environ, "IMGKIT_ROOT": str(root), "HOME": "/root", "LD_LIBRARY_PATH": "/opt/lib"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
     )
-    seen = json.loads(done.stdout)
+    seen = json.loads(process.stdout)
     assert len(seen) > 50
     assert [path for path in seen if not path.startswith(str(root))] == []
 
@@ -369,11 +367,11 @@ def test_long_proc_files_are_whole():
 
 def test_addresses_agree_with_the_kernel():
     """Addresses from files on this machine equal those of the system call that NCCL relies on."""
-    found = facts.gather(Path("/"), {})
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
-        for item in found.interfaces:
+    host = facts.gather(Path("/"), {})
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as kernel_socket:
+        for item in host.interfaces:
             try:
-                answer = fcntl.ioctl(asked, 0x8915, struct.pack("256s", item.name.encode()[:15]))
+                answer = fcntl.ioctl(kernel_socket, 0x8915, struct.pack("256s", item.name.encode()[:15]))
             except OSError:
                 assert not item.ipv4, item
             else:
@@ -392,30 +390,32 @@ ON_BUS = {
 @pytest.mark.parametrize("env", [{}, {"CUDA_VISIBLE_DEVICES": "0,1"}])
 @pytest.mark.parametrize("maker", ON_BUS)
 def test_gpus_of_others_are_evidence_and_no_gpus(tmp_path: Path, maker: str, env: dict[str, str]):
-    devices, file, said = ON_BUS[maker]
+    devices, file, gpus_on_bus = ON_BUS[maker]
     for number, (kind, vendor) in enumerate(devices):
         folder = f"sys/bus/pci/devices/0000:{number:02}:00.0"
-        put(tmp_path, {f"{folder}/class": kind, f"{folder}/vendor": vendor})
+        write_files(tmp_path, {f"{folder}/class": kind, f"{folder}/vendor": vendor})
     if file:
-        put(tmp_path, {f"dev/{file}": ""})
+        write_files(tmp_path, {f"dev/{file}": ""})
     host = facts.gather(root=tmp_path, env=env)
     assert host.gpus == 0
     files = f"; /dev: {Path(file).parts[0]}" if file else ""
-    evidence = f"/dev: no nvidia device{files}; /sys/bus/pci/devices: {said}; imgkit uses NVIDIA GPUs only"
+    evidence = (
+        f"/dev: no nvidia device{files}; /sys/bus/pci/devices: {gpus_on_bus}; imgkit uses NVIDIA GPUs only"
+    )
     assert evidence in host.gpus_source
     (tmp_path / "dev").mkdir(exist_ok=True)
     (tmp_path / "dev/nvidia0").touch()
-    assert said not in facts.gather(root=tmp_path, env=env).gpus_source
+    assert gpus_on_bus not in facts.gather(root=tmp_path, env=env).gpus_source
 
 
 def test_hidden_gpus_of_nvidia_are_evidence(tmp_path: Path):
     folder = "sys/bus/pci/devices/0000:17:00.0"
-    put(tmp_path, {f"{folder}/class": "0x030200", f"{folder}/vendor": "0x10de"})
+    write_files(tmp_path, {f"{folder}/class": "0x030200", f"{folder}/vendor": "0x10de"})
     source = facts.gather(root=tmp_path, env={}).gpus_source
     assert source == "/dev: no nvidia device; /sys/bus/pci/devices: 1 of NVIDIA"
 
 
 def test_display_of_a_processor_is_no_gpu(tmp_path: Path):
     folder = "sys/bus/pci/devices/0000:00:02.0"
-    put(tmp_path, {f"{folder}/class": "0x030000", f"{folder}/vendor": "0x8086", "dev/dri/card0": ""})
+    write_files(tmp_path, {f"{folder}/class": "0x030000", f"{folder}/vendor": "0x8086", "dev/dri/card0": ""})
     assert "NVIDIA GPUs only" not in facts.gather(root=tmp_path, env={}).gpus_source
