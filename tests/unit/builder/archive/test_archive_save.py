@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tars import chunks
 
 from imgkit_builder.archive import write
 from imgkit_builder.base import files, process
@@ -27,11 +28,6 @@ from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 DATA = os.urandom(300_000) + bytes(3_000_000)
 
 needs_zstd = pytest.mark.programs("zstd")
-
-
-def cut(data: bytes, size: int = 32_768) -> Iterator[bytes]:
-    for start in range(0, len(data), size):
-        yield data[start : start + size]
 
 
 def never() -> Iterator[bytes]:
@@ -44,7 +40,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_plain_archive_is_the_stream(tmp_path: Path) -> None:
-    saved = write.save(cut(DATA), target=tmp_path / "x.tar")
+    saved = write.save(chunks(DATA), target=tmp_path / "x.tar")
     assert saved.path.read_bytes() == DATA
     assert saved.sha256 == hashlib.sha256(DATA).hexdigest()
     assert saved.size_bytes == len(DATA)
@@ -52,7 +48,7 @@ def test_plain_archive_is_the_stream(tmp_path: Path) -> None:
 
 
 def test_gzip_archive_unpacks_to_the_stream(tmp_path: Path) -> None:
-    saved = write.save(cut(DATA), target=tmp_path / "x.tar.gz", compress="gzip")
+    saved = write.save(chunks(DATA), target=tmp_path / "x.tar.gz", compress="gzip")
     packed = saved.path.read_bytes()
     assert gzip.decompress(packed) == DATA
     assert saved.sha256 == hashlib.sha256(packed).hexdigest()
@@ -60,14 +56,14 @@ def test_gzip_archive_unpacks_to_the_stream(tmp_path: Path) -> None:
 
 
 def test_gzip_bytes_ignore_how_chunks_are_cut(tmp_path: Path) -> None:
-    one = write.save(cut(DATA, 1_000), target=tmp_path / "1", compress="gzip")
-    other = write.save(cut(DATA, 2_500_000), target=tmp_path / "2", compress="gzip")
-    assert one.sha256 == other.sha256
+    from_small_chunks = write.save(chunks(DATA, 1_000), target=tmp_path / "1", compress="gzip")
+    from_large_chunks = write.save(chunks(DATA, 2_500_000), target=tmp_path / "2", compress="gzip")
+    assert from_small_chunks.sha256 == from_large_chunks.sha256
 
 
 @needs_zstd
 def test_zstd_archive_unpacks_to_the_stream(tmp_path: Path) -> None:
-    saved = write.save(cut(DATA), target=tmp_path / "x.tar.zst", compress="zstd")
+    saved = write.save(chunks(DATA), target=tmp_path / "x.tar.zst", compress="zstd")
     assert subprocess.run(["zstd", "-dc", saved.path], capture_output=True, check=True).stdout == DATA
     assert saved.sha256 == hashlib.sha256(saved.path.read_bytes()).hexdigest()
 
@@ -86,12 +82,12 @@ def test_too_small_disk_is_refused_before_saving(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [("absent/x.tar", "folder does not exist"), ("folder", "is a folder"), ("two\nlines.tar", "newline")],
 )
-def test_impossible_targets_are_refused(tmp_path: Path, name: str, told: str) -> None:
+def test_impossible_targets_are_refused(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "folder").mkdir()
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         write.save(never(), target=tmp_path / name)
 
 
@@ -121,7 +117,7 @@ def file_size_limit(size_bytes: int) -> Iterator[None]:
 
 def test_no_space_midway_leaves_nothing(tmp_path: Path) -> None:
     with file_size_limit(1 << 20), pytest.raises(ToolFailed, match="no space left after 1 MB"):
-        write.save(cut(DATA), target=tmp_path / "x.tar")
+        write.save(chunks(DATA), target=tmp_path / "x.tar")
     assert names(tmp_path) == []
 
 
@@ -134,7 +130,7 @@ def test_failed_flush_in_the_background_fails_the_save(
         flushed.set()
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    def chunks() -> Iterator[bytes]:
+    def slow_stream() -> Iterator[bytes]:
         yield DATA
         assert flushed.wait(20)
         yield DATA
@@ -143,7 +139,7 @@ def test_failed_flush_in_the_background_fails_the_save(
     monkeypatch.setattr(write, "_FLUSH_BYTES", 1)
     (tmp_path / "x.tar").write_bytes(b"old")
     with pytest.raises(ToolFailed, match="cannot write: Input/output error"):
-        write.save(chunks(), target=tmp_path / "x.tar")
+        write.save(slow_stream(), target=tmp_path / "x.tar")
     assert names(tmp_path) == ["x.tar"]
     assert (tmp_path / "x.tar").read_bytes() == b"old"
 
@@ -186,17 +182,17 @@ def test_killed_save_is_cleaned_by_the_next(tmp_path: Path) -> None:
     with slow_save(target) as running:
         running.kill()
         running.wait(20)
-    (left,) = names(tmp_path)
-    assert left.startswith(".imgkit-")
-    assert left.endswith(".x.tar.part")
-    write.save(cut(DATA), target=target)
+    (leftover,) = names(tmp_path)
+    assert leftover.startswith(".imgkit-")
+    assert leftover.endswith(".x.tar.part")
+    write.save(chunks(DATA), target=target)
     assert names(tmp_path) == ["x.tar"]
 
 
 def test_running_save_keeps_its_file(tmp_path: Path) -> None:
     target = tmp_path / "x.tar"
     with slow_save(target):
-        write.save(cut(DATA), target=target)
+        write.save(chunks(DATA), target=target)
         assert len(names(tmp_path)) == 2
 
 
@@ -206,28 +202,28 @@ def test_other_names_leftovers_are_not_touched(tmp_path: Path) -> None:
         ".imgkit-01234567.x[1]tar.part",
         ".imgkit-01234567.y.tar.part",
     )
-    others = [*of_others, ".imgkit-mine.x.tar.part"]
-    for name in others:
+    names_before = [*of_others, ".imgkit-mine.x.tar.part"]
+    for name in names_before:
         (tmp_path / name).touch()
     write.remove_leftovers(tmp_path / "x.tar")
-    assert names(tmp_path) == sorted(others)
+    assert names(tmp_path) == sorted(names_before)
     write.remove_leftovers(tmp_path / "x[1]tar")
-    assert names(tmp_path) == sorted(set(others) - {".imgkit-01234567.x[1]tar.part"})
+    assert names(tmp_path) == sorted(set(names_before) - {".imgkit-01234567.x[1]tar.part"})
 
 
 def test_locked_leftover_stays(tmp_path: Path) -> None:
-    left = files.temporary_name(tmp_path / "x.tar")
-    with left.open("wb") as stream:
+    leftover = files.temporary_name(tmp_path / "x.tar")
+    with leftover.open("wb") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         write.remove_leftovers(tmp_path / "x.tar")
-        assert left.exists()
+        assert leftover.exists()
     write.remove_leftovers(tmp_path / "x.tar")
-    assert not left.exists()
+    assert not leftover.exists()
 
 
-@pytest.mark.parametrize("taken", [False, True], ids=["free", "held"])
+@pytest.mark.parametrize("is_held", [False, True], ids=["free", "held"])
 def test_leftover_is_locked_by_a_writable_descriptor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_held: bool
 ) -> None:
     flock = fcntl.flock
 
@@ -237,25 +233,25 @@ def test_leftover_is_locked_by_a_writable_descriptor(
         flock(stream, operation)
 
     monkeypatch.setattr(fcntl, "flock", as_on_nfs)
-    left = files.temporary_name(tmp_path / "x.tar")
-    with left.open("wb") as stream:
-        if taken:
+    leftover = files.temporary_name(tmp_path / "x.tar")
+    with leftover.open("wb") as stream:
+        if is_held:
             flock(stream, fcntl.LOCK_EX)
         write.remove_leftovers(tmp_path / "x.tar")
-        assert left.exists() == taken
+        assert leftover.exists() == is_held
 
 
 def test_progress_never_exceeds_its_total(tmp_path: Path) -> None:
-    told: list[tuple[int, int | None]] = []
+    progress: list[tuple[int, int | None]] = []
 
     class Listening(Silent):
         def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
-            told.append((done_bytes, total_bytes))
+            progress.append((done_bytes, total_bytes))
 
     # A tar has headers that the image's size does not count.
-    write.save(cut(DATA), target=tmp_path / "x", expected_bytes=len(DATA) - 50_000, report=Listening())
-    assert told[-1] == (len(DATA), len(DATA))
-    assert all(total is not None and done <= total for done, total in told)
+    write.save(chunks(DATA), target=tmp_path / "x", expected_bytes=len(DATA) - 50_000, report=Listening())
+    assert progress[-1] == (len(DATA), len(DATA))
+    assert all(total is not None and advanced <= total for advanced, total in progress)
 
 
 def test_memory_does_not_grow_with_the_image(tmp_path: Path) -> None:
@@ -270,17 +266,17 @@ for compress in ("none", "gzip"):
 status = Path("/proc/self/status").read_text()
 print(status.split("VmHWM:")[1].split()[0])
 """
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 64 * 1024
+    child = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert int(child.stdout) < 64 * 1024
 
 
 def test_failing_filter_is_quoted() -> None:
-    chunks = process.through(["sh", "-c", "echo the reason >&2; exit 3"], cut(DATA))
+    output = process.through(["sh", "-c", "echo the reason >&2; exit 3"], chunks(DATA))
     with pytest.raises(ToolFailed, match="exit code 3: the reason"):
-        list(chunks)
+        list(output)
 
 
 def test_filter_is_ended_when_the_reader_stops() -> None:
-    chunks = process.through(["cat"], iter(lambda: bytes(65_536), None))
-    assert next(chunks)
-    chunks.close()  # type: ignore[attr-defined]  # hangs or leaves a process where it is not ended
+    output = process.through(["cat"], iter(lambda: bytes(65_536), None))
+    assert next(output)
+    output.close()  # type: ignore[attr-defined]  # hangs or leaves a process where it is not ended

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gzip
 import random
 import zlib
-from collections.abc import Iterator
 
 import pytest
+from tars import chunks
 
 from imgkit_builder.archive import compressed, write
 from imgkit_builder.archive.compressed import Allowance
@@ -20,17 +20,13 @@ MEMBERS = [gzip.compress(part, 1, mtime=0) for part in (TEXT, b"", NOISE, b"x", 
 MEMBER = MEMBERS[3]
 
 
-def cut(data: bytes, size: int = 1 << 20) -> Iterator[bytes]:
-    return (data[at : at + size] for at in range(0, len(data), size))
-
-
 def unpacked(data: bytes, size: int = 1 << 20, allowance: Allowance | None = None) -> bytes:
-    return b"".join(compressed.unpacked(cut(data, size), "gzip", name="x", allowance=allowance))
+    return b"".join(compressed.unpacked(chunks(data, size), "gzip", name="x", allowance=allowance))
 
 
 CASES = {
     "one member": gzip.compress(TEXT),
-    "as imgkit writes it": b"".join(write._gzip(cut(TEXT + NOISE))),
+    "as imgkit writes it": b"".join(write._gzip(chunks(TEXT + NOISE))),
     "members of all sizes": b"".join(MEMBERS),
     "zeros behind the last": b"".join(MEMBERS) + bytes(2_000_000),
     "a member within a member": MEMBER + gzip.compress(NOISE + MEMBER * 3 + NOISE, 0, mtime=0) + MEMBER,
@@ -49,13 +45,13 @@ def test_every_member_unpacks(name: str, size: int) -> None:
 def test_members_are_unpacked_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """None of them comes from the reader that goes step by step."""
     monkeypatch.setattr(compressed.Gunzip, "feed", None)
-    assert unpacked(b"".join(write._gzip(cut(TEXT)))) == TEXT
+    assert unpacked(b"".join(write._gzip(chunks(TEXT)))) == TEXT
 
 
-@pytest.mark.parametrize("place", [5_000, -6, -1])
-def test_damaged_member_is_refused(place: int) -> None:
-    data = bytearray(b"".join(write._gzip(cut(TEXT + NOISE))))
-    data[place] ^= 0x40
+@pytest.mark.parametrize("position", [5_000, -6, -1])
+def test_damaged_member_is_refused(position: int) -> None:
+    data = bytearray(b"".join(write._gzip(chunks(TEXT + NOISE))))
+    data[position] ^= 0x40
     with pytest.raises(CheckFailed, match="the gzip data is damaged"):
         unpacked(bytes(data))
 
@@ -63,7 +59,7 @@ def test_damaged_member_is_refused(place: int) -> None:
 @pytest.mark.parametrize("missing", [1, 9, 50_000])
 def test_cut_member_is_refused(missing: int) -> None:
     with pytest.raises(CheckFailed, match="the gzip data is cut short"):
-        unpacked(b"".join(write._gzip(cut(TEXT + NOISE)))[:-missing])
+        unpacked(b"".join(write._gzip(chunks(TEXT + NOISE)))[:-missing])
 
 
 def test_rubbish_behind_a_member_is_refused() -> None:

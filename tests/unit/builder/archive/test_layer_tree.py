@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import io
 import tarfile
 from collections.abc import Sequence
 
 import pytest
+from tars import TarMember, tar_of_links
 
 from imgkit_builder.archive.layers import LayerTree
 from imgkit_builder.archive.tar_read import CHARACTER, DIRECTORY, FIFO, REGULAR, SYMLINK, TarStream
 from imgkit_entrypoints.errors import CheckFailed
 
 FILE, DIR, LINK, HARD = tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE
-Layer = Sequence[tuple[str, bytes, str]]
+Layer = Sequence[TarMember]
 
 
 def tree_of(*layers: Layer) -> LayerTree:
     """Return the tree of layers of members: name, type, target of a link."""
     tree = LayerTree("image:1")
     for layer in layers:
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w") as tar:
-            for name, kind, target in layer:
-                info = tarfile.TarInfo(name)
-                info.type, info.linkname = kind, target
-                tar.addfile(info)
-        tree.add_layer(TarStream(iter([buffer.getvalue()]), name="layer"))
+        tree.add_layer(TarStream(iter([tar_of_links(layer)]), name="layer"))
     return tree
 
 

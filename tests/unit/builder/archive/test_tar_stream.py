@@ -6,10 +6,10 @@ import io
 import os
 import subprocess
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tars import chunks
 
 from imgkit_builder.archive.tar_read import TarLimits, TarStream
 from imgkit_builder.archive.tar_write import pax_header, ustar_header
@@ -43,11 +43,6 @@ def sample(form: int) -> bytes:
     return buffer.getvalue()
 
 
-def chunks(data: bytes, size: int) -> Iterator[bytes]:
-    for at in range(0, len(data), size):
-        yield data[at : at + size]
-
-
 @pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT], ids=["pax", "gnu"])
 @pytest.mark.parametrize("size", [1, 511, 512, 513, 1 << 20])
 def test_same_as_tarfile(form: int, size: int) -> None:
@@ -65,8 +60,11 @@ def test_same_as_tarfile(form: int, size: int) -> None:
             for member in tar
         ]
     stream = TarStream(chunks(data, size), name="x")
-    found = [(one.name, one.kind, one.link, one.mode, one.mtime_s, b"".join(stream.body())) for one in stream]
-    assert found == expected
+    members = [
+        (member.name, member.kind, member.link, member.mode, member.mtime_s, b"".join(stream.body()))
+        for member in stream
+    ]
+    assert members == expected
 
 
 @pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT], ids=["pax", "gnu"])
@@ -115,10 +113,10 @@ def test_cut_anywhere_refused(cut: int) -> None:
 
 
 def test_missing_end_refused() -> None:
-    whole = ustar_header(name=b"one", kind=b"0")
-    assert len(list(TarStream(iter([whole, bytes(512)]), name="x"))) == 1
+    header = ustar_header(name=b"one", kind=b"0")
+    assert len(list(TarStream(iter([header, bytes(512)]), name="x"))) == 1
     with pytest.raises(CheckFailed, match="cut short, at byte 512"):
-        list(TarStream(iter([whole]), name="where"))
+        list(TarStream(iter([header]), name="where"))
 
 
 def test_wrong_checksum_refused() -> None:
@@ -209,24 +207,25 @@ def test_tar_beyond_a_limit_is_refused(limits: TarLimits, says: str) -> None:
     ids=lambda flags: " ".join(flags),
 )
 def test_sparse_file_as_gnu_tar_writes_it(tmp_path: Path, flags: list[str]) -> None:
-    wanted = bytearray(3 << 20)
+    content = bytearray(3 << 20)
     with (tmp_path / "holes").open("wb") as file:
-        file.truncate(len(wanted))
+        file.truncate(len(content))
         for number in range(30):
             text = b"%d" % number * 4096
             os.pwrite(file.fileno(), text, number * 100_000)
-            wanted[number * 100_000 : number * 100_000 + len(text)] = text
+            content[number * 100_000 : number * 100_000 + len(text)] = text
     (tmp_path / "after").write_text("after")
-    made = subprocess.run(
+    archive = subprocess.run(
         ["tar", "-S", *flags, "-C", str(tmp_path), "-c", "holes", "after"], check=True, stdout=subprocess.PIPE
     ).stdout
-    stream = TarStream(chunks(made, 1000), name="x")
-    found = {one.name: (one.content_bytes, b"".join(stream.content())) for one in stream}
-    assert found == {"holes": (len(wanted), bytes(wanted)), "after": (5, b"after")}
-    stream = TarStream(chunks(made, 1000), name="x")
+    stream = TarStream(chunks(archive, 1000), name="x")
+    files = {member.name: (member.content_bytes, b"".join(stream.content())) for member in stream}
+    assert files == {"holes": (len(content), bytes(content)), "after": (5, b"after")}
+    stream = TarStream(chunks(archive, 1000), name="x")
     raw = b"".join(
-        one.extended + one.header + b"".join(stream.body()) + bytes(-one.size_bytes % 512) for one in stream
+        member.extended + member.header + b"".join(stream.body()) + bytes(-member.size_bytes % 512)
+        for member in stream
     )
-    assert made.startswith(raw)
-    assert len(made) - len(raw) <= 10240
-    assert len(made) < 1 << 20
+    assert archive.startswith(raw)
+    assert len(archive) - len(raw) <= 10240
+    assert len(archive) < 1 << 20

@@ -13,22 +13,22 @@ from imgkit_entrypoints.errors import CheckFailed
 FORGED = "amd64\nok    signature  good"
 
 
-def config(**more: object) -> bytes:
+def config(**fields: object) -> bytes:
     rootfs = {"type": "layers", "diff_ids": [f"sha256:{'0' * 64}"]}
-    return json.dumps({"architecture": "amd64", "os": "linux", "rootfs": rootfs, **more}).encode()
+    return json.dumps({"architecture": "amd64", "os": "linux", "rootfs": rootfs, **fields}).encode()
 
 
 def test_configuration_without_a_system_is_read() -> None:
-    found = parse_config(config(os=None), where="x.tar")
-    assert (found.os, found.arch) == ("", "amd64")
+    image_config = parse_config(config(os=None), where="x.tar")
+    assert (image_config.os, image_config.arch) == ("", "amd64")
 
 
 @pytest.mark.parametrize(
-    "more", [{"architecture": FORGED}, {"architecture": "../x"}, {"architecture": 7}, {"os": FORGED}]
+    "fields", [{"architecture": FORGED}, {"architecture": "../x"}, {"architecture": 7}, {"os": FORGED}]
 )
-def test_system_that_is_no_word_is_refused(more: dict[str, object]) -> None:
+def test_system_that_is_no_word_is_refused(fields: dict[str, object]) -> None:
     with pytest.raises(CheckFailed, match="its image configuration cannot be read"):
-        parse_config(config(**more), where="x.tar")
+        parse_config(config(**fields), where="x.tar")
 
 
 def test_architecture_without_a_number_makes_no_sif() -> None:
