@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from file_tree import write_files
 
 from imgkit_builder.base.checks import Check, Verdict, passed
 from imgkit_builder.examine import doctor
@@ -62,13 +63,8 @@ def root(tmp_path: Path) -> Callable[..., Machine]:
     """A machine with these files below its root."""
 
     def make(uid: int = 1000, arch: str = "amd64", **files: str) -> Machine:
-        folder = tmp_path / "root"
-        for name, text in files.items():
-            path = (
-                folder / {"qemu": QEMU, "userns": USERNS, "fuse": "dev/fuse", "mounts": "proc/mounts"}[name]
-            )
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+        paths = {"qemu": QEMU, "userns": USERNS, "fuse": "dev/fuse", "mounts": "proc/mounts"}
+        folder = write_files(tmp_path / "root", {paths[name]: text for name, text in files.items()})
         return Machine(root=folder, uid=uid, arch=arch)
 
     return make
@@ -79,14 +75,14 @@ def look(*args: object, **options: object) -> dict[str, Check]:
 
 
 def test_machine_with_nothing_fails(programs: Path) -> None:
-    found = look()
-    assert found["docker"].verdict == found["singularity"].verdict == "fail"
+    checks = look()
+    assert checks["docker"].verdict == checks["singularity"].verdict == "fail"
 
 
 def test_every_trouble_names_a_fix(programs: Path, root: Callable[..., Machine]) -> None:
-    found = look(OLIVIA, machine=root(userns="0"))
-    assert all(check.hint for check in found.values() if check.verdict in ("warn", "fail"))
-    assert (found["imgkit sif"].verdict, found["zstd"].verdict) == ("fail", "warn")
+    checks = look(OLIVIA, machine=root(userns="0"))
+    assert all(check.hint for check in checks.values() if check.verdict in ("warn", "fail"))
+    assert (checks["imgkit sif"].verdict, checks["zstd"].verdict) == ("fail", "warn")
 
 
 @pytest.mark.parametrize(("purpose", "verdict"), [("any", "warn"), ("sif", "warn"), ("build", "fail")])
@@ -95,12 +91,12 @@ def test_missing_engine_fails_only_builders(
 ) -> None:
     """Nor those, where the runtime builds."""
     cases: tuple[tuple[Verdict, Verdict], ...] = (("warn", verdict), ("ok", "warn"))
-    for way, wanted in cases:
-        check = Check("build --with apptainer", way, "x", "x")
-        monkeypatch.setattr(doctor, "_definitions", lambda _, check=check: check)
-        found = look(purpose=purpose, machine=Machine(uid=0))["docker"]
-        assert found.verdict == wanted
-        assert ("--with apptainer" in found.hint) == (purpose == "build" and way == "ok")
+    for way, expected in cases:
+        build_check = Check("build --with apptainer", way, "x", "x")
+        monkeypatch.setattr(doctor, "_definitions", lambda _, check=build_check: check)
+        check = look(purpose=purpose, machine=Machine(uid=0))["docker"]
+        assert check.verdict == expected
+        assert ("--with apptainer" in check.hint) == (purpose == "build" and way == "ok")
 
 
 def test_runtime_tells_flavour_and_place(runtime: Path) -> None:
@@ -108,21 +104,21 @@ def test_runtime_tells_flavour_and_place(runtime: Path) -> None:
 
 
 def test_missing_runtime_names_the_recipes_modules(programs: Path) -> None:
-    found = look(MN5)
-    assert "module load gcc singularity" in found["singularity"].hint
-    assert "\n" not in found["singularity"].hint
+    checks = look(MN5)
+    assert "module load gcc singularity" in checks["singularity"].hint
+    assert "\n" not in checks["singularity"].hint
 
 
 def test_system_of_containers_needs_no_runtime(programs: Path) -> None:
-    found = look(LAMBDA)
-    assert found["singularity"].verdict == found["imgkit sif"].verdict == "skip"
+    checks = look(LAMBDA)
+    assert checks["singularity"].verdict == checks["imgkit sif"].verdict == "skip"
 
 
 def test_game_named_singularity_is_no_runtime(programs: Path) -> None:
     script(programs / "singularity", "echo Endgame: Singularity 1.00")
-    found = look()["singularity"]
-    assert found.verdict == "fail"
-    assert "Endgame" in found.found
+    check = look()["singularity"]
+    assert check.verdict == "fail"
+    assert "Endgame" in check.found
 
 
 @pytest.mark.parametrize("name", ["max_user_namespaces", "unprivileged_userns_clone"])
@@ -130,12 +126,11 @@ def test_forbidden_namespaces_fail_ordinary_users(
     runtime: Path, root: Callable[..., Machine], name: str
 ) -> None:
     machine = root(userns="15000")
-    path = machine.root / (USERNS if name.startswith("max") else "proc/sys/kernel/unprivileged_userns_clone")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("0\n")
-    found = look(machine=machine)["user namespaces"]
-    assert found.verdict == "fail"
-    assert name in found.hint
+    path = USERNS if name.startswith("max") else "proc/sys/kernel/unprivileged_userns_clone"
+    write_files(machine.root, {path: "0"})
+    check = look(machine=machine)["user namespaces"]
+    assert check.verdict == "fail"
+    assert name in check.hint
 
 
 def test_root_needs_no_namespaces(runtime: Path, root: Callable[..., Machine]) -> None:
@@ -147,14 +142,14 @@ def test_setuid_runtime_needs_no_namespaces(runtime: Path, root: Callable[..., M
     starter.parent.mkdir(parents=True)
     starter.touch()
     starter.chmod(0o4755)
-    found = look(machine=root(userns="0"))
-    assert found["user namespaces"].verdict == "ok"
-    assert "fuse" not in found
+    checks = look(machine=root(userns="0"))
+    assert checks["user namespaces"].verdict == "ok"
+    assert "fuse" not in checks
 
 
 def test_missing_fuse_warns(runtime: Path, root: Callable[..., Machine]) -> None:
-    found = look(machine=root(userns="15000"))["fuse"]
-    assert (found.verdict, "modprobe fuse" in found.hint) == ("warn", True)
+    check = look(machine=root(userns="15000"))["fuse"]
+    assert (check.verdict, "modprobe fuse" in check.hint) == ("warn", True)
     assert look(machine=root(fuse=""))["fuse"].verdict == "ok"
 
 
@@ -164,16 +159,16 @@ NEW = 'echo "mksquashfs version 4.6.1 (2023/03/25)"; echo "-tar read a tar"; ech
 
 
 @pytest.mark.parametrize(
-    "place", ["bin", "libexec/singularity/bin", "libexec/apptainer/bin", "utils/bin", "x86_64/utils/bin"]
+    "subfolder", ["bin", "libexec/singularity/bin", "libexec/apptainer/bin", "utils/bin", "x86_64/utils/bin"]
 )
-def test_own_way_names_the_mksquashfs_wherever_it_lies(runtime: Path, place: str) -> None:
-    folder = runtime.parent.parent / place
+def test_own_way_names_the_mksquashfs_wherever_it_lies(runtime: Path, subfolder: str) -> None:
+    folder = runtime.parent.parent / subfolder
     folder.mkdir(parents=True, exist_ok=True)
     script(folder / "mksquashfs", NEW)
-    found = look(machine=Machine(uid=0))["imgkit sif"]
-    assert found.verdict == "ok"
-    assert f"itself, with mksquashfs 4.6.1 at {folder}/mksquashfs" in found.found
-    assert "Singularity 3.8 or later" in found.found
+    check = look(machine=Machine(uid=0))["imgkit sif"]
+    assert check.verdict == "ok"
+    assert f"itself, with mksquashfs 4.6.1 at {folder}/mksquashfs" in check.found
+    assert "Singularity 3.8 or later" in check.found
 
 
 def test_mksquashfs_of_a_runtime_comes_before_an_old_one_of_the_path(runtime: Path) -> None:
@@ -186,20 +181,20 @@ def test_mksquashfs_of_a_runtime_comes_before_an_old_one_of_the_path(runtime: Pa
 
 def test_old_mksquashfs_squashes_plain_files(runtime: Path) -> None:
     script(runtime.parent / "mksquashfs", OLD)
-    found = look(machine=Machine(uid=0))["imgkit sif"]
-    assert found.verdict == "warn"
-    assert f"itself, with mksquashfs 4.4 at {runtime.parent}/mksquashfs; the files are written" in found.found
-    assert "no -tar" in found.found
+    check = look(machine=Machine(uid=0))["imgkit sif"]
+    assert check.verdict == "warn"
+    assert f"itself, with mksquashfs 4.4 at {runtime.parent}/mksquashfs; the files are written" in check.found
+    assert "no -tar" in check.found
 
 
 @pytest.mark.parametrize(
-    ("place", "flavour"), [("etc", "singularity"), ("etc", "apptainer"), ("x86_64/etc", "apptainer")]
+    ("subfolder", "flavour"), [("etc", "singularity"), ("etc", "apptainer"), ("x86_64/etc", "apptainer")]
 )
 @pytest.mark.parametrize("folder_only", [True, False])
 def test_mksquashfs_of_the_configuration_is_found(
-    runtime: Path, tmp_path: Path, place: str, flavour: str, folder_only: bool
+    runtime: Path, tmp_path: Path, subfolder: str, flavour: str, folder_only: bool
 ) -> None:
-    configuration = runtime.parent.parent / place / flavour / f"{flavour}.conf"
+    configuration = runtime.parent.parent / subfolder / flavour / f"{flavour}.conf"
     configuration.parent.mkdir(parents=True)
     (tmp_path / "own tools").mkdir()
     program = tmp_path / "own tools/mksquashfs"
@@ -218,11 +213,11 @@ def test_absent_mksquashfs_of_the_configuration_is_ignored(runtime: Path) -> Non
 
 def test_runtime_builds_where_nothing_squashes(runtime: Path) -> None:
     script(runtime.parent / "mksquashfs", BROKEN)
-    found = look(machine=Machine(uid=0))["imgkit sif"]
-    assert found.verdict == "warn"
-    assert found.found.startswith("singularity-ce 4.1.0 builds the file")
-    assert "no -tar" in found.found
-    assert "version 4.4" in found.found
+    check = look(machine=Machine(uid=0))["imgkit sif"]
+    assert check.verdict == "warn"
+    assert check.found.startswith("singularity-ce 4.1.0 builds the file")
+    assert "no -tar" in check.found
+    assert "version 4.4" in check.found
 
 
 def test_broken_mksquashfs_without_runtime_leaves_no_way(programs: Path) -> None:
@@ -232,10 +227,10 @@ def test_broken_mksquashfs_without_runtime_leaves_no_way(programs: Path) -> None
 
 def test_machine_without_runtime_still_writes_files(programs: Path) -> None:
     script(programs / "mksquashfs", NEW)
-    found = look(MN5, purpose="sif", machine=Machine(uid=0))
-    assert (found["imgkit sif"].verdict, found["singularity"].verdict) == ("ok", "warn")
-    assert "module load gcc singularity" in found["singularity"].hint
-    assert passed(tuple(found.values()))
+    checks = look(MN5, purpose="sif", machine=Machine(uid=0))
+    assert (checks["imgkit sif"].verdict, checks["singularity"].verdict) == ("ok", "warn")
+    assert "module load gcc singularity" in checks["singularity"].hint
+    assert passed(tuple(checks.values()))
 
 
 @pytest.mark.parametrize(
@@ -249,9 +244,9 @@ def test_machine_without_runtime_still_writes_files(programs: Path) -> None:
 )
 def test_runtime_below_the_floor_warns(programs: Path, version: str, verdict: str) -> None:
     script(programs / "singularity", f'echo "{version}"')
-    found = look(machine=Machine(uid=0))["singularity"]
-    assert found.verdict == verdict
-    assert verdict == "ok" or "3.8" in found.hint
+    check = look(machine=Machine(uid=0))["singularity"]
+    assert check.verdict == verdict
+    assert verdict == "ok" or "3.8" in check.hint
 
 
 def test_tmp_in_memory_warns(
@@ -260,16 +255,16 @@ def test_tmp_in_memory_warns(
     (tmp_path / "scratch dir").mkdir()
     monkeypatch.setenv("APPTAINER_TMPDIR", str(tmp_path / "scratch dir"))
     escaped = str(tmp_path / "scratch dir").replace(" ", "\\040")
-    found = look(machine=root(mounts=f"/dev/vda / ext4 rw 0 0\ntmpfs {escaped} tmpfs rw 0 0\n"))["disk tmp"]
-    assert found.verdict == "warn"
-    assert "--tmpdir" in found.hint
+    check = look(machine=root(mounts=f"/dev/vda / ext4 rw 0 0\ntmpfs {escaped} tmpfs rw 0 0"))["disk tmp"]
+    assert check.verdict == "warn"
+    assert "--tmpdir" in check.hint
 
 
 def test_absent_tmp_is_told(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TMPDIR", "/nonexistent/tmp")
-    found = look(purpose="sif", machine=Machine(uid=0))["disk tmp"]
-    assert found.verdict == "fail"
-    assert "TMPDIR" in found.hint
+    check = look(purpose="sif", machine=Machine(uid=0))["disk tmp"]
+    assert check.verdict == "fail"
+    assert "TMPDIR" in check.hint
 
 
 @pytest.mark.parametrize(("squashes", "enough"), [(NEW, 10), (OLD, 40), (BROKEN, 76)])
@@ -285,25 +280,25 @@ def test_disk_that_the_way_fills_warns(
     for free, verdict in ((enough, "ok"), (enough - 1, "warn")):
         usage = type("usage", (), {"free": free * 10**9})
         monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
-        machine = root(uid=0, mounts="/dev/vda / ext4 rw 0 0\n")
-        found = look(purpose="sif", machine=machine)["disk tmp"]
-        assert found.verdict == verdict
+        machine = root(uid=0, mounts="/dev/vda / ext4 rw 0 0")
+        check = look(purpose="sif", machine=machine)["disk tmp"]
+        assert check.verdict == verdict
 
 
 @pytest.mark.parametrize(
     ("qemu", "verdict"),
     [
-        ("enabled\ninterpreter /q\nflags: F\n", "ok"),
-        ("enabled\nflags: \n", "warn"),
-        ("disabled\nflags: F\n", "warn"),
+        ("enabled\ninterpreter /q\nflags: F", "ok"),
+        ("enabled\nflags: ", "warn"),
+        ("disabled\nflags: F", "warn"),
     ],
 )
 def test_emulation_needs_a_fixed_interpreter(
     programs: Path, root: Callable[..., Machine], qemu: str, verdict: str
 ) -> None:
-    found = look(OLIVIA, machine=root(qemu=qemu))["emulation"]
-    assert found.verdict == verdict
-    assert verdict == "ok" or "--install arm64" in found.hint
+    check = look(OLIVIA, machine=root(qemu=qemu))["emulation"]
+    assert check.verdict == verdict
+    assert verdict == "ok" or "--install arm64" in check.hint
 
 
 def test_own_architecture_needs_no_emulation(programs: Path, root: Callable[..., Machine]) -> None:

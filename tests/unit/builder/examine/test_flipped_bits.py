@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
 import secrets
 import tarfile
 from collections.abc import Callable
@@ -13,6 +10,7 @@ from pathlib import Path
 import bit_flips
 import pytest
 import sample_delta
+import stored_images
 
 from imgkit_builder.archive import read, sidecar
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
@@ -40,30 +38,21 @@ def delta(folder: Path) -> Kind:
 
 def archive(folder: Path) -> Path:
     path = folder / "x.tar"
-    layer = io.BytesIO()
-    with tarfile.open(fileobj=layer, mode="w") as tar:
-        tar.addfile(tarfile.TarInfo("file"))
-    diff_id = "sha256:" + hashlib.sha256(layer.getvalue()).hexdigest()
-    config = json.dumps(
-        {"architecture": "amd64", "os": "linux", "rootfs": {"type": "layers", "diff_ids": [diff_id]}}
-    ).encode()
-    name = hashlib.sha256(config).hexdigest()
-    listed = [{"Config": f"{name}.json", "RepoTags": ["x:1"], "Layers": ["layer.tar"]}]
-    with tarfile.open(path, "w") as tar:
-        for member, data in {
-            f"{name}.json": config,
-            "layer.tar": layer.getvalue(),
-            "manifest.json": json.dumps(listed).encode(),
-        }.items():
-            info = tarfile.TarInfo(member)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    held = read.digest_archive(path, compress="none", report=Silent())
+    path.write_bytes(stored_images.archive([[(tarfile.TarInfo("file"), b"")]]))
+    contents = read.digest_archive(path, compress="none", report=Silent())
+    assert contents.image is not None
+    config = contents.image.config
     image = SavedImage(
-        id=f"sha256:{name}", tag="x:1", platform="linux/amd64", diff_ids=(diff_id,), labels={"a": "b"}
+        id=config.image_id,
+        tag="made:latest",
+        platform="linux/amd64",
+        diff_ids=config.diff_ids,
+        labels={"a": "b"},
     )
-    about = SavedArchive(name="x.tar", size_bytes=held.size_bytes, sha256=held.sha256, compress="none")
-    with sidecar.replacing(Sidecar(image=image, archive=about, system=None, manifest=None), path):
+    saved = SavedArchive(
+        name="x.tar", size_bytes=contents.size_bytes, sha256=contents.sha256, compress="none"
+    )
+    with sidecar.replacing(Sidecar(image=image, archive=saved, system=None, manifest=None), path):
         pass
     return path
 
