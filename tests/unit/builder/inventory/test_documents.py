@@ -60,13 +60,13 @@ def test_only_the_content_decides_the_bytes(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_ids_of_other_content_are_other_ids() -> None:
-    other = dataclasses.replace(FULL, created_s=1)
-    names = [json.loads(spdx.document(one))["documentNamespace"] for one in (FULL, other)]
+    changed = dataclasses.replace(FULL, created_s=1)
+    names = [json.loads(spdx.document(inventory))["documentNamespace"] for inventory in (FULL, changed)]
     assert names[0] != names[1]
 
 
 def test_package_urls_are_those_of_the_library() -> None:
-    deb, wheel = (PackageURL.from_string(package_url(one, FULL)) for one in (CURL, TORCH))
+    deb, wheel = (PackageURL.from_string(package_url(package, FULL)) for package in (CURL, TORCH))
     assert (deb.type, deb.namespace, deb.name, deb.version) == ("deb", "debian", CURL.name, CURL.version)
     assert deb.qualifiers == {"arch": "amd64", "distro": "debian-12"}
     assert (wheel.name, wheel.version) == ("torch-x.y", TORCH.version)

@@ -1,19 +1,13 @@
 from __future__ import annotations
 
 import pytest
+from sample_lock import locked_deb, locked_platform, locked_wheel
 
 from imgkit_builder.inventory import packages
 from imgkit_builder.inventory.collector import DOCUMENT, InventoryCollector
 from imgkit_builder.inventory.packages import Inventory, Package
 from imgkit_builder.recipe import lock_file
-from imgkit_builder.recipe.model import (
-    Lock,
-    LockedBase,
-    LockedDeb,
-    LockedPlatform,
-    LockedWheel,
-    LockRequest,
-)
+from imgkit_builder.recipe.model import Lock
 
 STATUS = """\
 Package: curl
@@ -46,8 +40,12 @@ def collected(files: dict[str, str | bytes | None]) -> Inventory:
 
 
 def test_only_installed_debian_packages_count() -> None:
-    found = [(one.name, one.version) for one in packages.debian_packages(STATUS) if isinstance(one, Package)]
-    assert found == [("curl", "1:7.88.1-10+deb12u8"), ("adduser", "3.134")]
+    versions = [
+        (package.name, package.version)
+        for package in packages.debian_packages(STATUS)
+        if isinstance(package, Package)
+    ]
+    assert versions == [("curl", "1:7.88.1-10+deb12u8"), ("adduser", "3.134")]
 
 
 @pytest.mark.parametrize(
@@ -74,9 +72,9 @@ def test_impossible_debian_package_refused(entry: str, expected: str) -> None:
     ],
 )
 def test_every_form_of_python_package_found(path: str) -> None:
-    (found,) = collected({path: "Name: A.b_c\nVersion: 1!2.0+cpu\n"}).packages
-    assert (found.name, found.version) == ("A.b_c", "1!2.0+cpu")
-    assert f"/{path}".startswith(f"{found.folder}/")
+    (package,) = collected({path: "Name: A.b_c\nVersion: 1!2.0+cpu\n"}).packages
+    assert (package.name, package.version) == ("A.b_c", "1!2.0+cpu")
+    assert f"/{path}".startswith(f"{package.folder}/")
 
 
 def test_vendored_package_is_not_installed() -> None:
@@ -86,9 +84,9 @@ def test_vendored_package_is_not_installed() -> None:
 
 def test_name_of_file_stands_in_for_damaged_metadata() -> None:
     files = {f"{WHERE}/a_b-1.5.dist-info/METADATA": b"\xff\xfe\0\0", f"{WHERE}/c-2.dist-info/METADATA": None}
-    found = collected(files)
-    assert [(one.name, one.version) for one in found.packages] == [("a_b", "1.5"), ("c", "2")]
-    assert found.left_out == (f"/{WHERE}/c-2.dist-info/METADATA: too large",)
+    inventory = collected(files)
+    assert [(package.name, package.version) for package in inventory.packages] == [("a_b", "1.5"), ("c", "2")]
+    assert inventory.left_out == (f"/{WHERE}/c-2.dist-info/METADATA: too large",)
 
 
 def test_package_with_no_name_at_all_left_out() -> None:
@@ -97,8 +95,8 @@ def test_package_with_no_name_at_all_left_out() -> None:
 
 def test_image_says_its_distribution() -> None:
     release = 'NAME="Debian"\nID=debian\nVERSION_ID="12"\n'
-    found = collected({"usr/lib/os-release": release})
-    assert (found.distribution, found.release) == ("debian", "12")
+    inventory = collected({"usr/lib/os-release": release})
+    assert (inventory.distribution, inventory.release) == ("debian", "12")
 
 
 def test_distribution_with_escapes_is_not_repeated() -> None:
@@ -107,37 +105,27 @@ def test_distribution_with_escapes_is_not_repeated() -> None:
 
 def test_distroless_list_of_packages_read() -> None:
     files = {"var/lib/dpkg/status.d/tzdata": "Package: tzdata\nVersion: 2024a-0\nArchitecture: all\n"}
-    assert [one.name for one in collected(files).packages] == ["tzdata"]
+    assert [package.name for package in collected(files).packages] == ["tzdata"]
 
 
 LOCK = Lock(
     recipe="mine",
     imgkit="1",
     platforms=(
-        LockedPlatform(
-            platform="linux/amd64",
-            source_date_epoch=7,
-            request=LockRequest(base="a:1"),
-            base=LockedBase(name="a:1"),
+        locked_platform(
             apt=(
-                LockedDeb(
-                    name="curl",
-                    version="1:7.88.1-10+deb12u8",
-                    architecture="amd64",
-                    file="curl.deb",
-                    url="https://deb.example.org/curl.deb",
-                    sha256="ab" * 32,
-                    size_bytes=1,
+                locked_deb(
+                    "curl", "1:7.88.1-10+deb12u8", url="https://deb.example.org/curl.deb", sha256="ab" * 32
                 ),
             ),
-            pip=(LockedWheel(step=0, name="a-b-c", version="1", file="a.whl", sha256="cd" * 32),),
+            pip=(locked_wheel("a-b-c", "1", url="", sha256="cd" * 32),),
         ),
     ),
 )
 
 
 def test_locked_files_have_digest_and_place() -> None:
-    found = collected(
+    inventory = collected(
         {
             "opt/imgkit/lock.toml": lock_file.text(LOCK),
             "var/lib/dpkg/status": STATUS,
@@ -145,7 +133,7 @@ def test_locked_files_have_digest_and_place() -> None:
             f"{WHERE}/d-1.dist-info/METADATA": "Name: d\nVersion: 1\n",
         }
     )
-    origins = {one.name: (one.sha256, one.url) for one in found.packages}
+    origins = {package.name: (package.sha256, package.url) for package in inventory.packages}
     assert origins == {
         "curl": ("ab" * 32, "https://deb.example.org/curl.deb"),
         "adduser": ("", ""),
@@ -159,20 +147,20 @@ def test_locked_files_have_digest_and_place() -> None:
 )
 def test_damaged_lock_gives_no_digest(part: str, damage: str) -> None:
     text = lock_file.text(LOCK).replace(part, damage)
-    found = collected({"opt/imgkit/lock.toml": text, "var/lib/dpkg/status": STATUS})
-    assert {one.sha256 for one in found.packages} == {""}
+    inventory = collected({"opt/imgkit/lock.toml": text, "var/lib/dpkg/status": STATUS})
+    assert {package.sha256 for package in inventory.packages} == {""}
 
 
 def test_place_that_is_no_url_is_not_repeated() -> None:
     text = lock_file.text(LOCK).replace("https://deb", "file://deb")
-    found = collected({"opt/imgkit/lock.toml": text, "var/lib/dpkg/status": STATUS})
-    assert {one.url for one in found.packages} == {""}
+    inventory = collected({"opt/imgkit/lock.toml": text, "var/lib/dpkg/status": STATUS})
+    assert {package.url for package in inventory.packages} == {""}
 
 
 def test_foreign_manifest_is_named_and_left_out() -> None:
-    found = collected({"opt/imgkit/manifest.json": "[" * 100_000})
-    assert found.left_out == ("/opt/imgkit/manifest.json: not a manifest of imgkit",)
-    assert found.recipe == found.base == ""
+    inventory = collected({"opt/imgkit/manifest.json": "[" * 100_000})
+    assert inventory.left_out == ("/opt/imgkit/manifest.json: not a manifest of imgkit",)
+    assert inventory.recipe == inventory.base == ""
 
 
 @pytest.mark.parametrize(
