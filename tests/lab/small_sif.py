@@ -6,6 +6,7 @@ import hashlib
 import struct
 from pathlib import Path
 
+from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif import frame, image
 from imgkit_builder.sif.frame import NewObject
 from imgkit_builder.sif.image import (
@@ -23,6 +24,17 @@ TABLE_AT = 4096
 DATA_AT = TABLE_AT + SLOTS * DESCRIPTOR.size
 ROOT = struct.pack("<4sIIIIHHHHHHQQ", b"hsqs", 1, 0, 1 << 20, 0, 6, 20, 0, 1, 4, 0, 0, 96) + bytes(range(256))
 """Has the superblock of a squashfs, and nothing else of one."""
+CREATED_S = 1710892800
+CONFIG = ImageConfig(
+    image_id="sha256:" + "0" * 64,
+    raw=b"{}",
+    os="linux",
+    arch="amd64",
+    diff_ids=(),
+    labels={},
+    created="2024-03-20T00:00:00Z",
+)
+"""Of an image without layers that was built at `CREATED_S`."""
 
 
 def write(

@@ -29,9 +29,9 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
 
-def choose(capabilities: Capabilities | None, wanted: CompressionChoice) -> Compression:
+def choose(capabilities: Capabilities | None, choice: CompressionChoice) -> Compression:
     zstd_error = mksquashfs.zstd_error(mksquashfs.find())
-    return conversion.choose_compression(capabilities, wanted, zstd_error=zstd_error)
+    return conversion.choose_compression(capabilities, choice, zstd_error=zstd_error)
 
 
 FULL = "-tar\t\tread uncompressed tar file\n\t\t\t\tgzip (default)\n\t\t\t\tzstd"
@@ -80,7 +80,7 @@ def test_runtime_that_takes_no_options_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stated", "wanted", "found"),
+    ("of_system", "option", "expected"),
     [
         ("auto", "auto", "auto"),
         ("zstd", "auto", "zstd"),
@@ -90,17 +90,17 @@ def test_runtime_that_takes_no_options_says_so() -> None:
     ],
 )
 def test_option_counts_before_the_system(
-    stated: CompressionChoice, wanted: CompressionChoice, found: CompressionChoice
+    of_system: CompressionChoice, option: CompressionChoice, expected: CompressionChoice
 ) -> None:
-    assert compression_for(SystemFacts(runtime=Runtime(compression=stated)), wanted) == found
-    assert compression_for(None, wanted) == wanted
+    assert compression_for(SystemFacts(runtime=Runtime(compression=of_system)), option) == expected
+    assert compression_for(None, option) == option
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"), [((), "-comp zstd "), (("--compression", "gzip"), "-comp gzip ")]
+    ("args", "expected"), [((), "-comp zstd "), (("--compression", "gzip"), "-comp gzip ")]
 )
 def test_archive_gets_the_compression_of_its_system(
-    words: tuple[str, ...], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    args: tuple[str, ...], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, monkeypatch, FULL)
     for name in ("small.tar.gz", "small.tar.gz.sha256"):
@@ -111,6 +111,6 @@ def test_archive_gets_the_compression_of_its_system(
     (tmp_path / "small.tar.gz.manifest.json").write_text(
         sidecar.to_json(dataclasses.replace(described, system=facts))
     )
-    request = Options(format="sqsh", compression="gzip" if words else "auto")
+    request = Options(format="sqsh", compression="gzip" if args else "auto")
     _, lines = plan_conversion(tmp_path / "small.tar.gz", None, request)
     assert expected in "\n".join(lines)

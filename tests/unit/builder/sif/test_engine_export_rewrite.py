@@ -8,23 +8,13 @@ import tarfile
 from typing import Any
 
 import pytest
+from small_sif import CONFIG, CREATED_S
 
-from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif import squash
 from imgkit_builder.sif.entries import ImageEntry, export_entries, with_added_files, with_document
 from imgkit_entrypoints.errors import CheckFailed
 
-CREATED_S = 1710892800
 EXPORTED_S = 1795262421
-CONFIG = ImageConfig(
-    image_id=f"sha256:{0:064x}",
-    raw=b"{}",
-    os="linux",
-    arch="amd64",
-    diff_ids=(),
-    labels={},
-    created="2024-03-20T00:00:00Z",
-)
 
 
 def member(
@@ -87,15 +77,21 @@ def test_engines_files_go() -> None:
         engines("etc/resolv.conf"),
     )
     names = tar.getnames()
-    own = {"environment", ".singularity.d", ".singularity.d/env", ".singularity.d/env/10.sh", "etc/hosts"}
-    own |= {"opt", "opt/imgkit", "opt/imgkit/sbom.spdx.json"}
-    assert set(names) == {"dev", "etc"} | own
+    added_names = {
+        "environment",
+        ".singularity.d",
+        ".singularity.d/env",
+        ".singularity.d/env/10.sh",
+        "etc/hosts",
+    }
+    added_names |= {"opt", "opt/imgkit", "opt/imgkit/sbom.spdx.json"}
+    assert set(names) == {"dev", "etc"} | added_names
     assert {tar.getmember(name).mtime for name in names} == {CREATED_S}
     assert tar.getmember("etc/hosts").mode == 0o644
 
 
 def test_images_own_files_stay() -> None:
-    own = [
+    image_members = [
         member("dev", tarfile.DIRTYPE),
         member("dev/console", tarfile.CHRTYPE),
         member("dev/shm", tarfile.DIRTYPE, mode=0o1777),
@@ -104,12 +100,12 @@ def test_images_own_files_stay() -> None:
         member("etc/mtab", tarfile.SYMTYPE, linkname="/proc/self/mounts"),
         member("home/.dockerenv"),
     ]
-    tar = rewritten(MARK, *own)
-    for info, data in own:
-        found = tar.getmember(info.name)
-        assert (found.type, found.mode, found.mtime) == (info.type, info.mode, info.mtime)
+    tar = rewritten(MARK, *image_members)
+    for info, data in image_members:
+        tar_member = tar.getmember(info.name)
+        assert (tar_member.type, tar_member.mode, tar_member.mtime) == (info.type, info.mode, info.mtime)
         if data:
-            assert tar.extractfile(found).read() == data  # type: ignore[union-attr]
+            assert tar.extractfile(tar_member).read() == data  # type: ignore[union-attr]
     assert len(tar.getnames()) == len(set(tar.getnames()))
 
 
@@ -133,17 +129,17 @@ def test_link_targets_leave_pax(target: str) -> None:
     """mksquashfs 4.5.1 drops a leading / and ../ of targets that stand in a pax header."""
     link = member("l" * 120 + "é", tarfile.SYMTYPE, linkname=target, mtime=CREATED_S + 0.5)
     tar = rewritten(MARK, link)
-    found = tar.getmember(link[0].name)
-    assert found.linkname == target
-    assert "linkpath" not in found.pax_headers
+    tar_member = tar.getmember(link[0].name)
+    assert tar_member.linkname == target
+    assert "linkpath" not in tar_member.pax_headers
 
 
 def test_capabilities_and_hard_links_pass(capsys: pytest.CaptureFixture[str]) -> None:
     capability = {"SCHILY.xattr.security.capability": "\x01\x02"}
     capable = member("ping", data=b"elf", pax_headers=capability)
-    noted = member("noted", data=b"elf", pax_headers={**capability, "SCHILY.xattr.user.note": "x"})
+    with_note = member("noted", data=b"elf", pax_headers={**capability, "SCHILY.xattr.user.note": "x"})
     hard = member("pong", tarfile.LNKTYPE, linkname="ping")
-    tar = rewritten(MARK, capable, noted, hard)
+    tar = rewritten(MARK, capable, with_note, hard)
     assert tar.getmember("ping").pax_headers == tar.getmember("noted").pax_headers == capability
     assert tar.getmember("pong").islnk()
     assert "1 files lose extended attributes" in capsys.readouterr().out

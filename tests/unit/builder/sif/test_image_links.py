@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tars import TarMember, tar_of_files, tar_of_links
 
 from imgkit_builder.archive import tar_read, tar_write
 from imgkit_builder.sif import runtime_build
 from imgkit_entrypoints.errors import CheckFailed
 
-Member = tuple[str, bytes, str]
 FILE, DIR, LINK, HARD, FIFO = (
     tarfile.REGTYPE,
     tarfile.DIRTYPE,
@@ -21,21 +20,16 @@ FILE, DIR, LINK, HARD, FIFO = (
     tarfile.LNKTYPE,
     tarfile.FIFOTYPE,
 )
-ETC: Member = ("etc/", DIR, "")
+ETC: TarMember = ("etc/", DIR, "")
 
 
-def layer(path: Path, members: Sequence[Member], *, form: int = tarfile.GNU_FORMAT) -> Path:
-    """A layer of members: name, kind, target of a link."""
-    with tarfile.open(path, "w", format=form) as tar:
-        for name, kind, target in members:
-            info = tarfile.TarInfo(name)
-            info.type, info.linkname = kind, target
-            tar.addfile(info)
+def write_layer(path: Path, members: Sequence[TarMember], *, form: int = tarfile.GNU_FORMAT) -> Path:
+    path.write_bytes(tar_of_links(members, form=form))
     return path
 
 
-def checked(folder: Path, *layers: Sequence[Member]) -> None:
-    files = [layer(folder / f"{number}.tar", one) for number, one in enumerate(layers)]
+def refuse_links(folder: Path, *layers: Sequence[TarMember]) -> None:
+    files = [write_layer(folder / f"{number}.tar", members) for number, members in enumerate(layers)]
     runtime_build.refuse_links(files, where="hostile:1")
 
 
@@ -64,9 +58,9 @@ def checked(folder: Path, *layers: Sequence[Member]) -> None:
         ([[("etc", LINK, "a"), ("a", LINK, "etc")]], "/a"),
     ],
 )
-def test_link_to_this_machine_refused(tmp_path: Path, layers: list[list[Member]], path: str) -> None:
+def test_link_to_this_machine_refused(tmp_path: Path, layers: list[list[TarMember]], path: str) -> None:
     with pytest.raises(CheckFailed) as caught:
-        checked(tmp_path, *layers)
+        refuse_links(tmp_path, *layers)
     assert caught.value.what.startswith(f"{path} in the image is ")
     assert caught.value.where == "hostile:1"
 
@@ -83,24 +77,20 @@ def test_link_to_this_machine_refused(tmp_path: Path, layers: list[list[Member]]
         [[("etc/mtab", LINK, "/proc/mounts"), ("etc/.wh..wh.plnk", FILE, "")]],
     ],
 )
-def test_links_that_nothing_writes_through(tmp_path: Path, layers: list[list[Member]]) -> None:
-    checked(tmp_path, *layers)
+def test_links_that_nothing_writes_through(tmp_path: Path, layers: list[list[TarMember]]) -> None:
+    refuse_links(tmp_path, *layers)
 
 
 def test_headers_pass_over_content(tmp_path: Path) -> None:
     """The first member is larger than what one read returns."""
     path = tmp_path / "layer.tar"
-    with tarfile.open(path, "w") as tar:
-        for name, size in (("large", 1 << 20), ("small", 1), ("etc", 0)):
-            info = tarfile.TarInfo(name)
-            info.size = size
-            tar.addfile(info, io.BytesIO(bytes(size)))
-    found = [(member.name, member.size_bytes) for member in tar_read.headers(path)]
-    assert found == [("large", 1 << 20), ("small", 1), ("etc", 0)]
+    path.write_bytes(tar_of_files({"large": bytes(1 << 20), "small": b"1", "etc": b""}))
+    sizes = [(member.name, member.size_bytes) for member in tar_read.headers(path)]
+    assert sizes == [("large", 1 << 20), ("small", 1), ("etc", 0)]
 
 
 def test_cut_layer_refused(tmp_path: Path) -> None:
-    path = layer(tmp_path / "layer.tar", [ETC])
+    path = write_layer(tmp_path / "layer.tar", [ETC])
     path.write_bytes(path.read_bytes()[:512])
     with pytest.raises(CheckFailed, match="cut short"):
         runtime_build.refuse_links([path], where="hostile:1")

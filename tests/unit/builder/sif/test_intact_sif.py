@@ -71,7 +71,11 @@ def sif(tmp_path: Path) -> Path:
 def extents(path: Path) -> list[range]:
     """Where header, descriptors and objects are, without the record, and the place of the manifest."""
     sif = image.read(path)
-    objects = [range(one.offset, one.end) for one in sif.descriptors if one.name != image.IMGKIT_OBJECT]
+    objects = [
+        range(descriptor.offset, descriptor.end)
+        for descriptor in sif.descriptors
+        if descriptor.name != image.IMGKIT_OBJECT
+    ]
     table = sif.header.table_offset
     return [range(128), range(table, table + (len(objects) - 1) * image.DESCRIPTOR.size), *objects]
 
@@ -119,8 +123,8 @@ def test_file_that_shows_something_else_is_not_intact(sif: Path, change: Callabl
 
 
 def test_definition_of_another_image_is_a_difference(sif: Path) -> None:
-    other = parse_config(CONFIG.raw.replace(b"A=1", b"A=2"), where="x")
-    assert not is_intact(sif, other)
+    changed_config = parse_config(CONFIG.raw.replace(b"A=1", b"A=2"), where="x")
+    assert not is_intact(sif, changed_config)
 
 
 def test_only_squashfs_and_record_count_where_a_runtime_built(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from file_tree import write_files
 
 from imgkit_builder.sif.mksquashfs import Limits, gather_limits
 
@@ -15,20 +16,12 @@ def _many_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
 
 
-def write(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    return root
-
-
 def test_no_groups_no_limits(tmp_path: Path) -> None:
     assert gather_limits(tmp_path) == Limits(processors=64, memory_bytes=None)
 
 
 def test_v2_limits_of_parents_count(tmp_path: Path) -> None:
-    root = write(
+    root = write_files(
         tmp_path,
         {
             "proc/self/cgroup": "0::/system.slice/slurmstepd.scope/job_7/step_0/user/task_0",
@@ -44,7 +37,7 @@ def test_v2_limits_of_parents_count(tmp_path: Path) -> None:
 
 
 def test_v1_limits_read(tmp_path: Path) -> None:
-    root = write(
+    root = write_files(
         tmp_path,
         {
             "proc/self/cgroup": "5:memory:/slurm/uid_1/job_7\n3:cpu,cpuacct:/slurm\n1:name=systemd:/x",
@@ -58,7 +51,7 @@ def test_v1_limits_read(tmp_path: Path) -> None:
 
 
 def test_inside_a_container_the_mount_root_counts(tmp_path: Path) -> None:
-    root = write(
+    root = write_files(
         tmp_path,
         {
             "proc/self/cgroup": "0::/../../kubepods/pod1",
@@ -71,7 +64,7 @@ def test_inside_a_container_the_mount_root_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "max", "-1 100000", "x y", "100 0", "1 2 3"])
 def test_odd_quota_is_no_limit(tmp_path: Path, text: str) -> None:
-    root = write(tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": text})
+    root = write_files(tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": text})
     assert gather_limits(root).processors == 64
 
 

@@ -28,7 +28,7 @@ def write(root: Path, *members: Member) -> UnpackedTree:
 
 
 @pytest.mark.parametrize(
-    ("members", "why"),
+    ("members", "problem"),
     [
         ([FILE], "before its folder"),
         ([FOLDER, FOLDER], "comes twice"),
@@ -40,8 +40,10 @@ def write(root: Path, *members: Member) -> UnpackedTree:
         ([("s", b"7", "")], "unknown type"),
     ],
 )
-def test_entries_that_cannot_be_true_are_refused(tmp_path: Path, members: Sequence[Member], why: str) -> None:
-    with pytest.raises(CheckFailed, match=why):
+def test_entries_that_cannot_be_true_are_refused(
+    tmp_path: Path, members: Sequence[Member], problem: str
+) -> None:
+    with pytest.raises(CheckFailed, match=problem):
         write(tmp_path / "tree", *members)
 
 

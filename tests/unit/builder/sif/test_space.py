@@ -67,9 +67,11 @@ def test_full_disk_names_both_options_at_once(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(CheckFailed) as caught:
         workspace.check_space(IMAGE_BYTES, IMAGE_BYTES, tmp_path / "x.sif", tmp_path)
     assert caught.value.hint == "--tmpdir DIR and -o FILE.sif on a larger disk"
-    other = Path("/dev/shm")  # another file system
-    with pytest.raises(CheckFailed, match=f"needs 1.0 MB; .* in {other}, where 0 bytes are free") as caught:
-        workspace.check_space(IMAGE_BYTES, IMAGE_BYTES, other / "x.sif", tmp_path)
+    ram_disk = Path("/dev/shm")  # another file system
+    with pytest.raises(
+        CheckFailed, match=f"needs 1.0 MB; .* in {ram_disk}, where 0 bytes are free"
+    ) as caught:
+        workspace.check_space(IMAGE_BYTES, IMAGE_BYTES, ram_disk / "x.sif", tmp_path)
     assert caught.value.hint == "--tmpdir DIR and -o FILE.sif on a larger disk"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_sif
 
 from imgkit_builder.archive.tar_read import CHARACTER, DIRECTORY, HARD_LINK, REGULAR, SYMLINK
 from imgkit_builder.oci.config import ImageConfig, parse_config
@@ -83,13 +85,13 @@ def test_every_value_arrives_exactly(value: str, tmp_path: Path) -> None:
     assert as_ch_run(line) == value
     script = text(config(f"X={value}"), "etc/rc")
     (tmp_path / "rc").write_text(script.replace("/etc/rc.local", "/none"))
-    shown = ("sh", tmp_path / "rc", "printenv", "X")
-    done = subprocess.run(shown, env={"PATH": PATH, "X": as_enroot(line)}, capture_output=True, check=True)
-    assert done.stdout.decode() == f"{value}\n"
+    argv = ("sh", tmp_path / "rc", "printenv", "X")
+    process = subprocess.run(argv, env={"PATH": PATH, "X": as_enroot(line)}, capture_output=True, check=True)
+    assert process.stdout.decode() == f"{value}\n"
 
 
 @pytest.mark.parametrize(
-    ("value", "why"),
+    ("value", "reason"),
     [
         ("${HOME}", "enroot replaces ${HOME} by the host's variable"),
         ("/a:${PATH}:/b", "enroot replaces ${PATH}"),
@@ -98,10 +100,10 @@ def test_every_value_arrives_exactly(value: str, tmp_path: Path) -> None:
         ("\ud800", "not UTF-8"),
     ],
 )
-def test_a_value_that_cannot_be_held_is_refused(value: str, why: str) -> None:
+def test_a_value_that_cannot_be_held_is_refused(value: str, reason: str) -> None:
     with pytest.raises(UsageError) as error:
         sqsh.own_files(config(f"MINE={value}"))
-    assert why in str(error.value)
+    assert reason in str(error.value)
     assert error.value.where == "ENV MINE"
     assert "image.env.MINE" in (error.value.hint or "")
 
@@ -120,8 +122,8 @@ def test_names_that_enroot_drops_are_left_out_and_told() -> None:
 def test_gpus_are_visible_unless_the_image_says_otherwise() -> None:
     added = ["NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"]
     assert text(config("A=1"), "etc/environment").splitlines() == [*added, "A=1"]
-    own = text(config("NVIDIA_VISIBLE_DEVICES=void"), "etc/environment").splitlines()
-    assert own == ["NVIDIA_VISIBLE_DEVICES=void", added[1]]
+    variables = text(config("NVIDIA_VISIBLE_DEVICES=void"), "etc/environment").splitlines()
+    assert variables == ["NVIDIA_VISIBLE_DEVICES=void", added[1]]
 
 
 def started(folder: Path, arguments: tuple[str, ...] = (), rc_local: str = "", **settings: Any) -> str:
@@ -137,14 +139,14 @@ SHOW = ("printf", "<%s>")
 
 
 def test_arguments_replace_cmd(tmp_path: Path) -> None:
-    words = {"Entrypoint": SHOW, "Cmd": ["a b", "$HOME", "it's"]}
-    assert started(tmp_path, **words) == "<a b><$HOME><it's>"
-    assert started(tmp_path, ("c  d", "-e", "*"), **words) == "<c  d><-e><*>"
+    settings = {"Entrypoint": SHOW, "Cmd": ["a b", "$HOME", "it's"]}
+    assert started(tmp_path, **settings) == "<a b><$HOME><it's>"
+    assert started(tmp_path, ("c  d", "-e", "*"), **settings) == "<c  d><-e><*>"
 
 
 def test_rc_begins_in_the_working_folder(tmp_path: Path) -> None:
-    place = tmp_path / "in side's"
-    assert started(tmp_path, ("pwd",), WorkingDir=str(place)) == f"{place}\n"
+    folder = tmp_path / "in side's"
+    assert started(tmp_path, ("pwd",), WorkingDir=str(folder)) == f"{folder}\n"
 
 
 def test_a_script_that_is_not_empty_replaces_the_entrypoint(tmp_path: Path) -> None:
@@ -155,25 +157,25 @@ def test_an_image_without_a_command_starts_a_shell() -> None:
     assert text(config(), "etc/rc").endswith('    set -- /bin/sh\nfi\nexec "$@"\n')
 
 
-@pytest.mark.parametrize("what", [{"Entrypoint": ["a\0"]}, {"Cmd": ["\ud800"]}, {"WorkingDir": "/\0"}])
-def test_a_command_that_no_script_can_hold_is_refused(what: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [{"Entrypoint": ["a\0"]}, {"Cmd": ["\ud800"]}, {"WorkingDir": "/\0"}])
+def test_a_command_that_no_script_can_hold_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="cannot hold"):
-        sqsh.own_files(config(**what))
+        sqsh.own_files(config(**settings))
 
 
 def test_what_a_start_needs_is_added_where_it_lacks() -> None:
-    made = {entry.name: entry.kind for entry in sqsh.mount_points(config(WorkingDir="work/in side"))}
-    assert made.keys() >= {"dev", "proc", "sys", "tmp", "etc/passwd", "etc/group", "work", "work/in side"}
-    assert SYMLINK not in made.values()
+    kinds = {entry.name: entry.kind for entry in sqsh.mount_points(config(WorkingDir="work/in side"))}
+    assert kinds.keys() >= {"dev", "proc", "sys", "tmp", "etc/passwd", "etc/group", "work", "work/in side"}
+    assert SYMLINK not in kinds.values()
 
 
-def entry(name: str, kind: bytes = REGULAR, link: str = "", *more: str) -> ImageEntry:
-    return ImageEntry(names=(name, *more), kind=kind, link=link)
+def entry(name: str, kind: bytes = REGULAR, link: str = "", *other_names: str) -> ImageEntry:
+    return ImageEntry(names=(name, *other_names), kind=kind, link=link)
 
 
 def test_devices_and_all_in_dev_are_left_out() -> None:
-    told: list[str] = []
-    found = [
+    messages: list[str] = []
+    entries = [
         entry("dev", DIRECTORY),
         entry("dev/null", CHARACTER),
         entry("dev/shm", DIRECTORY),
@@ -182,27 +184,18 @@ def test_devices_and_all_in_dev_are_left_out() -> None:
         entry("jail/too", HARD_LINK, "jail/null"),
         entry("device"),
     ]
-    left = list(sqsh.without_devices(iter(found), told.append))
-    assert [one.names for one in left] == [("dev",), ("a",), ("device",)]
-    assert told == ["1 devices outside /dev are left out, as /jail/null: only root can unpack one"]
+    kept_entries = list(sqsh.without_devices(iter(entries), messages.append))
+    assert [kept_entry.names for kept_entry in kept_entries] == [("dev",), ("a",), ("device",)]
+    assert messages == ["1 devices outside /dev are left out, as /jail/null: only root can unpack one"]
 
 
 def test_an_etc_that_is_a_link_is_refused() -> None:
-    found = sqsh.without_devices(iter([entry("etc", SYMLINK, "/usr/etc")]), lambda _: None)
+    entries = sqsh.without_devices(iter([entry("etc", SYMLINK, "/usr/etc")]), lambda _: None)
     with pytest.raises(CheckFailed, match="/etc of the image is not a folder"):
-        list(found)
+        list(entries)
 
 
-RECORD = ImgkitRecord(
-    image_id=f"sha256:{'1' * 64}",
-    diff_ids=(),
-    root_sha256="",
-    runtime="imgkit 0",
-    compression="gzip 6",
-    route="stream",
-    imgkit="0",
-    arch="arm64",
-)
+RECORD = dataclasses.replace(small_sif.record(), root_sha256="", arch="arm64")
 
 
 def described(path: Path) -> ImgkitRecord:
@@ -212,9 +205,9 @@ def described(path: Path) -> ImgkitRecord:
 
 
 def test_the_record_at_the_end_is_read_back(tmp_path: Path) -> None:
-    made = described(tmp_path / "x.sqsh")
-    assert sqsh.record(tmp_path / "x.sqsh") == made
-    assert sqsh.digests(tmp_path / "x.sqsh")[0] == made.root_sha256
+    record = described(tmp_path / "x.sqsh")
+    assert sqsh.record(tmp_path / "x.sqsh") == record
+    assert sqsh.digests(tmp_path / "x.sqsh")[0] == record.root_sha256
     assert sqsh.is_sqsh(tmp_path / "x.sqsh")
 
 

@@ -37,14 +37,14 @@ def squashfs(tmp_path: Path) -> Path:
     (tmp_path / "one").write_text("of the host")
     path = tmp_path / "x"
     path.write_bytes(bytes(4096))
-    words = ("-noappend", "-offset", "4096", "-all-root", "-quiet", "-no-progress")
-    subprocess.run(["mksquashfs", folder, path, *words], check=True, capture_output=True)
+    options = ("-noappend", "-offset", "4096", "-all-root", "-quiet", "-no-progress")
+    subprocess.run(["mksquashfs", folder, path, *options], check=True, capture_output=True)
     return path
 
 
 def test_named_files_are_read(squashfs: Path) -> None:
-    found = Squashfs(path=squashfs, offset=4096).read(["a/one", "a/[x]*", "absent", "a"])
-    assert found == {"a/one": b"1", "a/[x]*": b"odd"}
+    contents = Squashfs(path=squashfs, offset=4096).read(["a/one", "a/[x]*", "absent", "a"])
+    assert contents == {"a/one": b"1", "a/[x]*": b"odd"}
     assert {path.name for path in squashfs.parent.iterdir()} == {"x", "one", "image"}
 
 
@@ -55,8 +55,8 @@ def test_nothing_is_read_through_a_link_of_the_image(squashfs: Path) -> None:
 def test_files_are_listed_with_mode_and_owner(squashfs: Path) -> None:
     listed = {file.path: file for file in Squashfs(path=squashfs, offset=4096).listed("a")}
     assert listed.keys() == {"a", "a/one", "a/[x]*", "a/x"}
-    one = listed["a/one"]
-    assert (one.mode, one.uid, one.gid, one.size) == ("-rw-r--r--", 0, 0, "1")
+    listed_file = listed["a/one"]
+    assert (listed_file.mode, listed_file.uid, listed_file.gid, listed_file.size) == ("-rw-r--r--", 0, 0, "1")
 
 
 def test_damaged_squashfs_is_refused(squashfs: Path) -> None:
@@ -81,8 +81,10 @@ def test_program_that_cannot_unpack_the_compression_is_named(
 ) -> None:
     tool = squashfs.parent / "bin/unsquashfs"  # a stand-in for one without zstd
     tool.parent.mkdir()
-    said = "Filesystem uses zstd compression, this is unsupported by this version"
-    tool.write_text(f"#!/bin/sh\ncase $1 in -help) echo ' -o[ffset] N' ;; *) echo '{said}'; exit 1 ;; esac\n")
+    error = "Filesystem uses zstd compression, this is unsupported by this version"
+    tool.write_text(
+        f"#!/bin/sh\ncase $1 in -help) echo ' -o[ffset] N' ;; *) echo '{error}'; exit 1 ;; esac\n"
+    )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     with pytest.raises(ToolMissing, match="uses zstd"):

@@ -55,21 +55,21 @@ def test_nothing_stays_after_failure(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_the_same_target_go(tmp_path: Path) -> None:
-    target, other = tmp_path / "x.sif", tmp_path / "y.sif"
+    target, target_beside = tmp_path / "x.sif", tmp_path / "y.sif"
     with workspace(target, tmp_path) as work:
         folder, part = work.folder, work.part
     folder.mkdir()
     part.touch()
-    kept = [tmp_path / ".imgkit-01234567.y.sif.part", tmp_path / ".imgkit-mine.x.sif.part"]
-    for path in kept:
+    of_others = [tmp_path / ".imgkit-01234567.y.sif.part", tmp_path / ".imgkit-mine.x.sif.part"]
+    for path in of_others:
         path.touch()
     (tmp_path / ".imgkit-lock.x.sif").write_text(json.dumps({"pid": 1, "folder": str(folder)}))
     with workspace(target, tmp_path):
         assert not folder.exists()
         assert not part.exists()
-    assert sorted(tmp_path.iterdir()) == sorted(kept)
-    with workspace(other, tmp_path):
-        assert not kept[0].exists()
+    assert sorted(tmp_path.iterdir()) == sorted(of_others)
+    with workspace(target_beside, tmp_path):
+        assert not of_others[0].exists()
 
 
 @pytest.mark.parametrize(
@@ -105,15 +105,15 @@ def test_two_at_once_refused(tmp_path: Path) -> None:
 
 
 def test_removing_spares_what_links_point_to(tmp_path: Path) -> None:
-    kept = tmp_path / "kept"
-    kept.mkdir()
-    (kept / "file").touch()
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "file").touch()
     gone = tmp_path / "gone"
     gone.mkdir()
-    (gone / "link").symlink_to(kept)
+    (gone / "link").symlink_to(linked)
     remove_tree(gone)
     assert not gone.exists()
-    assert (kept / "file").exists()
+    assert (linked / "file").exists()
 
 
 @pytest.mark.parametrize(
