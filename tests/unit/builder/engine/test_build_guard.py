@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ class Guarded:
     """A guard with a shell script as its program; `life` is the pipe that imgkit holds."""
 
     def __init__(self, script: str, containers: str = "") -> None:
-        ended, self.life = os.pipe()
+        pipe_end, self.life = os.pipe()
         self.process = subprocess.Popen(
             [
                 sys.executable,
@@ -28,7 +28,7 @@ class Guarded:
                 "-S",
                 "-c",
                 SOURCE,
-                str(ended),
+                str(pipe_end),
                 "token",
                 containers,
                 "--",
@@ -38,10 +38,10 @@ class Guarded:
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            pass_fds=(ended,),
+            pass_fds=(pipe_end,),
             start_new_session=True,
         )
-        os.close(ended)
+        os.close(pipe_end)
 
     def say(self, text: bytes) -> None:
         assert self.process.stdin is not None
@@ -53,15 +53,23 @@ class Guarded:
         return self.process.stdout.readline()
 
 
+StartGuard = Callable[[str], Guarded]
+
+
 @pytest.fixture
-def begun() -> Iterator[list[Guarded]]:
-    """Guards that a test began; they are ended."""
-    found: list[Guarded] = []
-    yield found
-    for one in found:
-        one.process.kill()
-        one.process.wait()
-        for stream in (one.process.stdin, one.process.stdout):
+def start_guard() -> Iterator[StartGuard]:
+    """``start_guard(script)``: a guard that is ended after the test."""
+    guards: list[Guarded] = []
+
+    def start(script: str) -> Guarded:
+        guards.append(Guarded(script))
+        return guards[-1]
+
+    yield start
+    for guard in guards:
+        guard.process.kill()
+        guard.process.wait()
+        for stream in (guard.process.stdin, guard.process.stdout):
             if stream is not None:
                 stream.close()
 
@@ -77,34 +85,34 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_input_output_and_code_go_through(begun: list[Guarded]) -> None:
-    begun.append(Guarded("cat; echo wrong >&2; exit 3"))
-    begun[0].say(b"tar\n")
-    assert begun[0].read() + begun[0].read() == b"tar\nwrong\n"
-    assert begun[0].process.wait(60) == 3
+def test_input_output_and_code_go_through(start_guard: StartGuard) -> None:
+    guard = start_guard("cat; echo wrong >&2; exit 3")
+    guard.say(b"tar\n")
+    assert guard.read() + guard.read() == b"tar\nwrong\n"
+    assert guard.process.wait(60) == 3
 
 
-def test_closed_pipe_ends_the_program(begun: list[Guarded]) -> None:
-    begun.append(Guarded("echo $$; exec sleep 1000"))
-    pid = int(begun[0].read())
-    os.close(begun[0].life)
-    assert begun[0].process.wait(60) == 128 + 15
+def test_closed_pipe_ends_the_program(start_guard: StartGuard) -> None:
+    guard = start_guard("echo $$; exec sleep 1000")
+    pid = int(guard.read())
+    os.close(guard.life)
+    assert guard.process.wait(60) == 128 + 15
     assert gone(pid)
 
 
-def test_program_that_ends_early_is_no_trap(begun: list[Guarded]) -> None:
-    begun.append(Guarded("exit 5"))
-    assert begun[0].process.wait(60) == 5
+def test_program_that_ends_early_is_no_trap(start_guard: StartGuard) -> None:
+    guard = start_guard("exit 5")
+    assert guard.process.wait(60) == 5
     with pytest.raises(BrokenPipeError):
-        begun[0].say(b"x" * (1 << 20))
+        guard.say(b"x" * (1 << 20))
 
 
-def test_reader_that_went_ends_the_program(begun: list[Guarded]) -> None:
-    begun.append(Guarded("echo $$; while echo more; do :; done; exec sleep 1000"))
-    pid = int(begun[0].read())
-    assert begun[0].process.stdout is not None
-    begun[0].process.stdout.close()
-    begun[0].process.wait(60)
+def test_reader_that_went_ends_the_program(start_guard: StartGuard) -> None:
+    guard = start_guard("echo $$; while echo more; do :; done; exec sleep 1000")
+    pid = int(guard.read())
+    assert guard.process.stdout is not None
+    guard.process.stdout.close()
+    guard.process.wait(60)
     assert gone(pid)
 
 

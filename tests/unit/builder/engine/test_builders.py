@@ -51,14 +51,14 @@ def test_docker_builds_by_its_api(bare: None) -> None:
 
 
 def test_podman_without_its_program_builds_by_its_api(bare: None) -> None:
-    found = builders.choose(facts(PODMAN))
-    assert found.name == "classic"
-    assert "'podman' is not on PATH" in found.note
+    builder = builders.choose(facts(PODMAN))
+    assert builder.name == "classic"
+    assert "'podman' is not on PATH" in builder.note
 
 
 def test_podman_of_another_machine_builds_by_its_api() -> None:
-    found = builders.choose(facts(PODMAN, Endpoint(host="tcp://far:2375")))
-    assert (found.name, "another machine" in found.note) == ("classic", True)
+    builder = builders.choose(facts(PODMAN, Endpoint(host="tcp://far:2375")))
+    assert (builder.name, "another machine" in builder.note) == ("classic", True)
 
 
 def test_podman_program_is_needed_when_asked_for(bare: None) -> None:

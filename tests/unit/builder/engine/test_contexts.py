@@ -36,10 +36,10 @@ def docker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     store(folder, "lab", {"docker": {"Host": "unix:///lab.sock", "SkipTLSVerify": False}})
     store(folder, "tls", {"docker": {"Host": "tcp://far:2376", "SkipTLSVerify": False}})
     store(folder, "other", {"kubernetes": {"Host": "https://far"}})
-    place = folder / "contexts/tls" / hashlib.sha256(b"tls").hexdigest() / "docker"
-    place.mkdir(parents=True)
+    certificates = folder / "contexts/tls" / hashlib.sha256(b"tls").hexdigest() / "docker"
+    certificates.mkdir(parents=True)
     for name in ("ca", "cert", "key"):
-        (place / f"{name}.pem").touch()
+        (certificates / f"{name}.pem").touch()
     yield folder
     shutil.rmtree(folder)
 
@@ -67,8 +67,8 @@ def test_chosen_context_is_used(docker: Path) -> None:
 def test_variables_go_before_the_chosen_context(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(docker, "other")
     monkeypatch.setenv("DOCKER_CONTEXT", "lab")
-    found = address.endpoint()
-    assert (found.host, found.source) == ("unix:///lab.sock", "DOCKER_CONTEXT")
+    endpoint = address.endpoint()
+    assert (endpoint.host, endpoint.source) == ("unix:///lab.sock", "DOCKER_CONTEXT")
     monkeypatch.setenv("DOCKER_HOST", "tcp://here:1")
     assert address.endpoint() == Endpoint(host="tcp://here:1", source="DOCKER_HOST")
 
@@ -104,9 +104,9 @@ PLACES = (
 
 def test_usual_sockets_are_tried_in_order(docker: Path) -> None:
     with contextlib.ExitStack() as stack:
-        for place in reversed(PLACES):
-            stack.enter_context(listening(docker / place))
-            assert address.endpoint() == Endpoint(host=f"unix://{docker / place}")
+        for socket_path in reversed(PLACES):
+            stack.enter_context(listening(docker / socket_path))
+            assert address.endpoint() == Endpoint(host=f"unix://{docker / socket_path}")
 
 
 def test_socket_of_a_stopped_engine_is_passed_over(docker: Path) -> None:
@@ -127,12 +127,15 @@ def test_colima_may_live_elsewhere(docker: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_certificates_of_a_context_reach_the_sdk(docker: Path) -> None:
     use(docker, "tls")
-    found = address.endpoint()
-    assert found.tls is not None
-    assert found.tls.verify
-    place = docker / "contexts/tls" / hashlib.sha256(b"tls").hexdigest() / "docker"
-    tls = client_options(found)["tls"]
-    assert (tls.ca_cert, tls.cert) == (f"{place}/ca.pem", (f"{place}/cert.pem", f"{place}/key.pem"))
+    endpoint = address.endpoint()
+    assert endpoint.tls is not None
+    assert endpoint.tls.verify
+    certificates = docker / "contexts/tls" / hashlib.sha256(b"tls").hexdigest() / "docker"
+    tls = client_options(endpoint)["tls"]
+    assert (tls.ca_cert, tls.cert) == (
+        f"{certificates}/ca.pem",
+        (f"{certificates}/cert.pem", f"{certificates}/key.pem"),
+    )
 
 
 def test_stated_certificates_reach_the_sdk(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:

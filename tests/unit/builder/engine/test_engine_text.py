@@ -90,17 +90,17 @@ def test_shell_asks_for_gpus_only_if_told() -> None:
 
 
 def test_shell_shares_nothing_unasked() -> None:
-    words = shell_argv("mn5", gpus=False, host=False, place=HERE)
-    assert words[words.index("--network") + 1] == "none"
-    assert not any(word.startswith(("--ipc", "--volume", "--mount")) for word in words)
+    argv = shell_argv("mn5", gpus=False, host=False, place=HERE)
+    assert argv[argv.index("--network") + 1] == "none"
+    assert not any(arg.startswith(("--ipc", "--volume", "--mount")) for arg in argv)
 
 
 def test_shell_names_a_socket_that_docker_would_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: name if name == "docker" else None)
     assert shell_argv("mn5", gpus=False, host=True, place=HERE)[:2] == ["docker", "run"]
     host = "unix:///run/user/1000/podman/podman.sock"
-    stated = Endpoint(host=host, source="DOCKER_HOST")
-    assert shell_argv("mn5", gpus=False, host=True, place=stated)[:2] == ["docker", "run"]
+    from_variable = Endpoint(host=host, source="DOCKER_HOST")
+    assert shell_argv("mn5", gpus=False, host=True, place=from_variable)[:2] == ["docker", "run"]
     assert shell_argv("mn5", gpus=False, host=True, place=Endpoint(host=host))[:3] == [
         "docker",
         "--host",

@@ -35,10 +35,10 @@ class Answers(http.server.BaseHTTPRequestHandler):
 
 def certificate(folder: Path) -> None:
     folder.mkdir()
-    words = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=here")
+    options = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=here")
     named = ("-addext", "subjectAltName=IP:127.0.0.1")
     files = ("-keyout", folder / "key.pem", "-out", folder / "ca.pem")
-    subprocess.run(["openssl", *words, *named, *files], check=True, capture_output=True)
+    subprocess.run(["openssl", *options, *named, *files], check=True, capture_output=True)
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def test_authority_of_a_proxy_does_not_replace_the_engines(
 ) -> None:
     certificate(certificates / "proxy")
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificates / "proxy/ca.pem"))
-    with engine.connect() as found:
-        assert found.version["Version"] == "20.10.24"
+    with engine.connect() as connection:
+        assert connection.version["Version"] == "20.10.24"
 
 
 def test_foreign_authority_is_named(certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,14 +81,14 @@ def test_foreign_authority_is_named(certificates: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("host", "wanted"),
+    ("host", "argv"),
     [
         ("ssh://far", "ssh -T -- far docker system dial-stdio"),
         ("ssh://me@far:2222", "ssh -l me -p 2222 -T -- far docker system dial-stdio"),
     ],
 )
-def test_ssh_gets_what_the_address_states(host: str, wanted: str) -> None:
-    assert " ".join(address._ssh_argv(host)) == wanted
+def test_ssh_gets_what_the_address_states(host: str, argv: str) -> None:
+    assert " ".join(address._ssh_argv(host)) == argv
 
 
 def test_missing_ssh_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,9 +135,9 @@ def test_full_disk_gets_its_hint() -> None:
 def test_hidden_words_are_nowhere(tmp_path: Path) -> None:
     class Heard(Silent):
         def line(self, text: str) -> None:
-            told.append(text)
+            lines.append(text)
 
-    told: list[str] = []
+    lines: list[str] = []
     log = io.StringIO()
     watch = BuildFollower(
         log,
@@ -149,5 +149,5 @@ def test_hidden_words_are_nowhere(tmp_path: Path) -> None:
     )
     watch.text(PODMAN)
     error = watch.failed(1)
-    assert "out" not in "\n".join([log.getvalue(), *told, str(error)]).replace("without", "")
+    assert "out" not in "\n".join([log.getvalue(), *lines, str(error)]).replace("without", "")
     assert "***" in error.hint
