@@ -24,7 +24,9 @@ def make_recipe() -> MakeRecipe:
     def make(*, lines: dict[tuple[str | int, ...], int] | None = None, **image: Any) -> Recipe:
         file = Path("/recipes/mine.yaml")
         commands = image.pop("run", ())
-        image["run"] = tuple(RunCommand(command=one) if isinstance(one, str) else one for one in commands)
+        image["run"] = tuple(
+            RunCommand(command=command) if isinstance(command, str) else command for command in commands
+        )
         return Recipe(
             name="mine",
             image=Image(**{"base": "example.org/base:1", **image}),
@@ -60,8 +62,10 @@ def fake_runai(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRunAI:
         lines = ["#!/bin/sh", "# A fake client of RunAI.", 'case "$*" in']
         for command, options in commands.items():
             listed = "".join(
-                f"  {word}, --word-of{word} stringArray\\n" if len(word) == 2 else f"      {word} string\\n"
-                for word in options.split()
+                f"  {option}, --word-of{option} stringArray\\n"
+                if len(option) == 2
+                else f"      {option} string\\n"
+                for option in options.split()
             )
             lines.append(f"{shlex.quote(f'{command} --help')}) printf {shlex.quote(listed)};;")
         lines += ["*--help) echo unknown command >&2; exit 1;;"]

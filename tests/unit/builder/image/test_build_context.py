@@ -13,6 +13,7 @@ import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,9 +48,13 @@ def pack(make_recipe: MakeRecipe, code: Path) -> Pack:
 
     def packed(**step: object) -> BuildContext:
         recipe = make_recipe(copy=(CopyStep(**{"source": code, **step}),))  # type: ignore[arg-type]
-        return context.pack(recipe, base=BaseImage(name="base:1"), platform="linux/amd64", revision="")
+        return pack_recipe(recipe)
 
     return packed
+
+
+def pack_recipe(recipe: Recipe, **options: Any) -> BuildContext:
+    return context.pack(recipe, base=BaseImage(name="b"), platform="linux/amd64", revision="", **options)
 
 
 def names(packed: BuildContext) -> list[str]:
@@ -64,10 +69,10 @@ def copied(packed: BuildContext) -> list[str]:
 def test_members_sorted_and_normalised(pack: Pack) -> None:
     with pack().open() as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
         members = archive.getmembers()
-    found = [member.name for member in members]
-    assert found == sorted(found)
-    assert found[0] == "Dockerfile"
-    assert {"copy/0/pkg/a b.py", "imgkit/system.json", "imgkit/manifest.json"} < set(found)
+    member_names = [member.name for member in members]
+    assert member_names == sorted(member_names)
+    assert member_names[0] == "Dockerfile"
+    assert {"copy/0/pkg/a b.py", "imgkit/system.json", "imgkit/manifest.json"} < set(member_names)
     assert {(m.uid, m.gid, m.uname, m.gname, m.mtime) for m in members} == {(0, 0, "", "", MTIME_S)}
     modes = {m.name: m.mode for m in members}
     assert (modes["copy/0/run.sh"], modes["copy/0/pkg/a b.py"], modes["copy/0/pkg"]) == (0o755, 0o644, 0o755)
@@ -158,17 +163,15 @@ def test_requirements_go_in_as_they_are(make_recipe: MakeRecipe, tmp_path: Path)
         b"numpy>=1.26,<2  # why\r\n--extra-index-url https://example.org/x\nmine @ https://a/b.whl\n"
     )
     recipe = make_recipe(pip=(PipStep(packages=("x",)), PipStep(requirements=file)))
-    packed = context.pack(recipe, base=BaseImage(name="b"), platform="linux/amd64", revision="")
+    packed = pack_recipe(recipe)
     assert "imgkit/requirements-1.txt" in names(packed)
 
 
 def test_certificate_ends_in_a_line_end(make_recipe: MakeRecipe, tmp_path: Path) -> None:
     file = tmp_path / "company.crt"
     file.write_bytes(b"-----END CERTIFICATE-----")
-    packed = context.pack(
-        make_recipe(ca=(file,)), base=BaseImage(name="b"), platform="linux/amd64", revision=""
-    )
-    (member,) = (one for one in packed.members if one.name == "imgkit/ca-0.crt")
+    packed = pack_recipe(make_recipe(ca=(file,)))
+    (member,) = (entry for entry in packed.members if entry.name == "imgkit/ca-0.crt")
     assert member.data == b"-----END CERTIFICATE-----\n"
 
 
@@ -184,10 +187,10 @@ def test_project_brings_its_dependencies_first(make_recipe: MakeRecipe, tmp_path
     (folder / ".gitignore").write_text("*.log\n")
     (folder / "run.log").write_text("")
     recipe = make_recipe(pip=(PipStep(project=folder),))
-    packed = context.pack(recipe, base=BaseImage(name="b"), platform="linux/amd64", revision="")
-    (needed,) = (one.data for one in packed.members if one.name == "imgkit/requirements-0.txt")
+    packed = pack_recipe(recipe)
+    (needed,) = (entry.data for entry in packed.members if entry.name == "imgkit/requirements-0.txt")
     assert needed == b"einops>=0.7\n"
-    assert [one for one in names(packed) if one.startswith("project")] == [
+    assert [name for name in names(packed) if name.startswith("project")] == [
         "project",
         "project/0",
         "project/0/.gitignore",
@@ -202,7 +205,7 @@ def test_project_without_pyproject_refused(make_recipe: MakeRecipe, tmp_path: Pa
     """A recipe's check refuses this too; the file may have gone since."""
     recipe = make_recipe(pip=(PipStep(project=tmp_path),))
     with pytest.raises(UsageError, match=r"pyproject\.toml: cannot be read: No such file"):
-        context.pack(recipe, base=BaseImage(name="b"), platform="linux/amd64", revision="")
+        pack_recipe(recipe)
 
 
 def test_large_code_refused_before_reading(make_recipe: MakeRecipe, code: Path) -> None:
@@ -210,34 +213,32 @@ def test_large_code_refused_before_reading(make_recipe: MakeRecipe, code: Path) 
         stream.truncate(1_100_000_000)
     recipe = make_recipe(copy=(CopyStep(source=code),), lines={("image", "copy", 0): 7})
     with pytest.raises(LargeContext, match=r"is 1\.1 GB: weights\.bin 1\.1 GB\n") as caught:
-        context.pack(recipe, base=BaseImage(name="b"), platform="linux/amd64", revision="", large=False)
+        pack_recipe(recipe, large=False)
     assert caught.value.where == "mine.yaml:7"
     (code / ".dockerignore").write_text("weights.bin\n")
-    packed = context.pack(recipe, base=BaseImage(name="b"), platform="linux/amd64", revision="", large=False)
+    packed = pack_recipe(recipe, large=False)
     assert packed.code.left_out == ("weights.bin",)
 
 
-class Bytes(Silent):
+class ProgressLog(Silent):
     """Keeps the progress of a stage."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, int | None]] = []
+        self.progress: list[tuple[int, int | None]] = []
 
     def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
-        self.told.append((done_bytes, total_bytes))
+        self.progress.append((done_bytes, total_bytes))
 
 
 def test_progress_ends_with_all_bytes(make_recipe: MakeRecipe, code: Path) -> None:
-    reading, sending = Bytes(), Bytes()
+    reading, sending = ProgressLog(), ProgressLog()
     (code / "big").write_bytes(bytes(3 << 20))
     recipe = make_recipe(copy=(CopyStep(source=code),))
-    packed = context.pack(
-        recipe, base=BaseImage(name="b"), platform="linux/amd64", revision="", report=reading
-    )
+    packed = pack_recipe(recipe, report=reading)
     with packed.open(sending) as stream:
         stream.read()
-    assert reading.told[-1] == sending.told[-1] == (packed.size_bytes, packed.size_bytes)
-    assert len(sending.told) == 4  # not one for each of the tar's chunks
+    assert reading.progress[-1] == sending.progress[-1] == (packed.size_bytes, packed.size_bytes)
+    assert len(sending.progress) == 4  # not one for each of the tar's chunks
 
 
 def test_links_inside_stay_links(pack: Pack, code: Path) -> None:
@@ -370,13 +371,13 @@ def test_requirements_naming_files_refused(make_recipe: MakeRecipe, tmp_path: Pa
     file.write_text(f"numpy\n{line}\n")
     recipe = make_recipe(pip=(PipStep(requirements=file),))
     with pytest.raises(UsageError, match="names another file") as caught:
-        context.pack(recipe, base=BaseImage(name="b"), platform="linux/amd64", revision="")
+        pack_recipe(recipe)
     assert caught.value.where == f"{file}:2"
 
 
-def git(folder: Path, *words: str) -> None:
+def git(folder: Path, *args: str) -> None:
     identity = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false")
-    subprocess.run(["git", "-C", folder, *identity, *words], check=True, capture_output=True)
+    subprocess.run(["git", "-C", folder, *identity, *args], check=True, capture_output=True)
 
 
 def test_revision_of_a_repository(tmp_path: Path) -> None:
@@ -388,9 +389,9 @@ def test_revision_of_a_repository(tmp_path: Path) -> None:
     git(tmp_path, "commit", "-q", "-m", "x")
     clean = context.revision(tmp_path)
     assert len(clean) == 40
-    left = tmp_path / "sub/.imgkit-sif.0a"
-    left.mkdir(parents=True)
-    for path in (left / "spool.tar", left.parent / "mine.sif"):
+    leftover = tmp_path / "sub/.imgkit-sif.0a"
+    leftover.mkdir(parents=True)
+    for path in (leftover / "spool.tar", leftover.parent / "mine.sif"):
         path.touch()
     assert context.revision(tmp_path) == clean
     (tmp_path / "mine.yaml").write_text("y")

@@ -88,8 +88,8 @@ def test_origin_names_recipe_line(make_recipe: MakeRecipe) -> None:
 
 
 def test_origin_of_lists_is_a_range(make_recipe: MakeRecipe) -> None:
-    places = {("image", "apt", number): line for number, line in enumerate((7, 8, 9, 12))}
-    text = render.dockerfile(make_recipe(apt=("a", "b", "c", "d"), lines=places))
+    lines = {("image", "apt", number): line for number, line in enumerate((7, 8, 9, 12))}
+    text = render.dockerfile(make_recipe(apt=("a", "b", "c", "d"), lines=lines))
     within = text.splitlines().index("        c \\") + 1
     assert render.origin(text, within) == "mine.yaml:7-9, mine.yaml:12"
 
@@ -169,12 +169,12 @@ def test_command_after_copy_stands_behind_it(make_recipe: MakeRecipe) -> None:
     code = CopyStep(source=Path("/recipes/code"))
     lines = {("image", "run", 0): 9, ("image", "run", 1): 10}
     recipe = make_recipe(run=(late, "make"), copy=(code,), lines=lines)
-    found = instructions(render.dockerfile(recipe))
+    steps = instructions(render.dockerfile(recipe))
     early, copied, last = (
-        found.index(x) for x in ("RUN make", 'COPY ["copy/0/", "/workspace/"]', f"RUN {late.command}")
+        steps.index(x) for x in ("RUN make", 'COPY ["copy/0/", "/workspace/"]', f"RUN {late.command}")
     )
     assert early < copied < last
-    assert found[last + 1].startswith('COPY ["imgkit/system.json"')  # which changes with every commit
+    assert steps[last + 1].startswith('COPY ["imgkit/system.json"')  # which changes with every commit
     text = render.dockerfile(recipe)
     assert render.origin(text, text.splitlines().index(f"RUN {late.command}") + 1) == "mine.yaml:9"
 
@@ -201,17 +201,17 @@ def test_authorities_come_before_the_network(make_recipe: MakeRecipe) -> None:
 
 
 def test_project_is_installed_late_its_needs_early(make_recipe: MakeRecipe) -> None:
-    steps = (
+    pip_steps = (
         PipStep(project=Path("/recipes/a")),
         PipStep(project=Path("/recipes"), editable="/work space/b/"),
     )
-    recipe = make_recipe(pip=steps, run=("make",), copy=(CopyStep(source=Path("/recipes/code")),))
-    found = [
+    recipe = make_recipe(pip=pip_steps, run=("make",), copy=(CopyStep(source=Path("/recipes/code")),))
+    lines = [
         line.rpartition("--constraint /opt/imgkit/constraint.txt ")[2]
         for line in instructions(render.dockerfile(recipe))
     ]
-    places = [
-        found.index(line)
+    positions = [
+        lines.index(line)
         for line in (
             "--requirement /opt/imgkit/requirements-0.txt",
             "--requirement /opt/imgkit/requirements-1.txt",
@@ -223,7 +223,7 @@ def test_project_is_installed_late_its_needs_early(make_recipe: MakeRecipe) -> N
             'COPY ["copy/0/", "/workspace/"]',
         )
     ]
-    assert places == sorted(places)
+    assert positions == sorted(positions)
     post = render.definition(recipe).partition("%post")[2]
     assert (
         0
@@ -247,9 +247,16 @@ def with_secrets(make_recipe: MakeRecipe) -> Recipe:
 
 
 def test_step_with_secrets_mounts_only_its_own(make_recipe: MakeRecipe) -> None:
-    found = [line for line in instructions(render.dockerfile(with_secrets(make_recipe))) if "--mount" in line]
-    assert [re.findall(r"type=secret,id=(\w+)", line) for line in found] == [["github"], ["github", "netrc"]]
-    place = "/run/imgkit/with-secrets"
-    script = f"--mount=type=bind,source=imgkit/with-secrets,target={place} sh {place}"
-    assert f"{script} github=GITHUB_TOKEN -- env PYTHONDONTWRITEBYTECODE=1 " in found[0]
-    assert f"{script} github=GITHUB_TOKEN netrc -- sh -c 'git clone https://$GITHUB_TOKEN@x" in found[1]
+    mounting_steps = [
+        line for line in instructions(render.dockerfile(with_secrets(make_recipe))) if "--mount" in line
+    ]
+    assert [re.findall(r"type=secret,id=(\w+)", line) for line in mounting_steps] == [
+        ["github"],
+        ["github", "netrc"],
+    ]
+    wrapper = "/run/imgkit/with-secrets"
+    script = f"--mount=type=bind,source=imgkit/with-secrets,target={wrapper} sh {wrapper}"
+    assert f"{script} github=GITHUB_TOKEN -- env PYTHONDONTWRITEBYTECODE=1 " in mounting_steps[0]
+    assert (
+        f"{script} github=GITHUB_TOKEN netrc -- sh -c 'git clone https://$GITHUB_TOKEN@x" in mounting_steps[1]
+    )

@@ -35,7 +35,7 @@ def sources() -> list[Path]:
 
 def cut(path: Path) -> str:
     """The wheel's sha256 as an interpreter sees it that finds imgkit at `path`."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", CUT],
         env={**os.environ, "PYTHONPATH": str(path), "PYTHONDONTWRITEBYTECODE": "1"},
         cwd=path.parent,
@@ -43,7 +43,7 @@ def cut(path: Path) -> str:
         text=True,
         check=True,
     )
-    file, sha256 = done.stdout.split()
+    file, sha256 = process.stdout.split()
     assert file.startswith(str(path))
     return sha256
 
@@ -103,15 +103,15 @@ def test_pip_installs_running_commands(environment: Path, tmp_path: Path) -> Non
     assert checked.returncode == 0, checked.stdout
     # A json.py in the current folder and on PYTHONPATH must not reach the command.
     (tmp_path / "json.py").write_text("raise SystemExit('shadowed')")
-    said = subprocess.run(
+    report = subprocess.run(
         [environment / "bin/dist-env", "--json"],
         cwd=tmp_path,
         env={"PATH": f"{environment}/bin:{os.environ['PATH']}", "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
     )
-    assert said.returncode == 0, said.stderr
-    assert said.stdout.startswith("{")
+    assert report.returncode == 0, report.stderr
+    assert report.stdout.startswith("{")
 
 
 def test_changed_wheel_replaces_its_equal(environment: Path, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def recipe(tmp_path: Path) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    ("url", "places"),
+    ("url", "urls"),
     [
         (
             DEB.url,
@@ -82,8 +82,8 @@ def recipe(tmp_path: Path) -> Recipe:
         ("https://vendor.example.org/compute/repos/ubuntu2204/x86_64/x.deb", ()),
     ],
 )
-def test_snapshot_service_is_that_of_the_distribution(url: str, places: tuple[str, ...]) -> None:
-    assert install.snapshots(dataclasses.replace(DEB, url=url), 1700000000) == places
+def test_snapshot_service_is_that_of_the_distribution(url: str, urls: tuple[str, ...]) -> None:
+    assert install.snapshots(dataclasses.replace(DEB, url=url), 1700000000) == urls
 
 
 def test_packages_that_the_recipe_does_not_name_are_automatic(recipe: Recipe) -> None:
@@ -100,6 +100,6 @@ def test_requirements_keep_the_options_of_the_recipes_file(recipe: Recipe) -> No
 
 def test_kept_wheels_need_no_index(recipe: Recipe) -> None:
     assert "--no-index" not in install.pip_options(recipe, 0)
-    kept = dataclasses.replace(recipe, kept={WHEEL.file: Path("any")})
-    assert "--no-index" in install.pip_options(kept, 0)
-    assert "--find-links /opt/imgkit/locked-pip-0" in install.pip_options(kept, 0)
+    with_kept_file = dataclasses.replace(recipe, kept={WHEEL.file: Path("any")})
+    assert "--no-index" in install.pip_options(with_kept_file, 0)
+    assert "--find-links /opt/imgkit/locked-pip-0" in install.pip_options(with_kept_file, 0)

@@ -7,7 +7,7 @@ import dataclasses
 from imgkit_builder.oci import manifest
 from imgkit_builder.oci.manifest import LOCK_LABEL, BaseImage, Manifest
 
-MADE = Manifest(
+MANIFEST = Manifest(
     imgkit="0.3.0",
     recipe="mine",
     recipe_sha256="ab",
@@ -18,16 +18,18 @@ MADE = Manifest(
 
 
 def test_unlocked_image_inherits_no_lock_of_its_base() -> None:
-    found = manifest.labels(MADE, context_sha256="ef", created="2026-01-01T00:00:00Z", locked=False)
-    assert found[LOCK_LABEL] == ""
+    labels = manifest.labels(MANIFEST, context_sha256="ef", created="2026-01-01T00:00:00Z", locked=False)
+    assert labels[LOCK_LABEL] == ""
 
 
 def test_labels_of_a_build_leave_those_of_its_lock_alone() -> None:
-    found = manifest.labels(MADE, context_sha256="ef", created="2026-01-01T00:00:00Z", locked=True)
-    assert LOCK_LABEL not in found
+    labels = manifest.labels(MANIFEST, context_sha256="ef", created="2026-01-01T00:00:00Z", locked=True)
+    assert LOCK_LABEL not in labels
 
 
 def test_image_outside_git_inherits_no_revision_of_its_base() -> None:
-    made = dataclasses.replace(MADE, revision="")
-    found = manifest.labels(made, context_sha256="ef", created="2026-01-01T00:00:00Z", locked=True)
-    assert found["org.opencontainers.image.revision"] == ""
+    without_revision = dataclasses.replace(MANIFEST, revision="")
+    labels = manifest.labels(
+        without_revision, context_sha256="ef", created="2026-01-01T00:00:00Z", locked=True
+    )
+    assert labels["org.opencontainers.image.revision"] == ""

@@ -51,8 +51,8 @@ def test_options_name_sources_only(recipe: Recipe, tmp_path: Path) -> None:
 
 def test_output_shows_stars(recipe: Recipe) -> None:
     values = secret_values.read(recipe)
-    said = f"url https://{VALUE}@x password {VALUE} machine example.org short -----KIND-----"
-    assert values.masked(said) == "url https://***@x *** *** short -----KIND-----"
+    output = f"url https://{VALUE}@x password {VALUE} machine example.org short -----KIND-----"
+    assert values.masked(output) == "url https://***@x *** *** short -----KIND-----"
 
 
 def test_file_of_a_secret_stays_out_of_the_context(recipe: Recipe) -> None:
@@ -72,6 +72,6 @@ def test_value_in_copied_code_refused(recipe: Recipe, tmp_path: Path) -> None:
 
 
 def test_script_is_there_for_steps_with_secrets(recipe: Recipe, make_recipe: MakeRecipe) -> None:
-    (script,) = (one for one in pack(recipe).members if one.name == "imgkit/with-secrets")
+    (script,) = (member for member in pack(recipe).members if member.name == "imgkit/with-secrets")
     assert script.data.startswith(b"#!/bin/sh\n")
-    assert "imgkit/with-secrets" not in {one.name for one in pack(make_recipe()).members}
+    assert "imgkit/with-secrets" not in {member.name for member in pack(make_recipe()).members}

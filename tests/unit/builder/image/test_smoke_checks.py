@@ -54,17 +54,17 @@ def checks(
         text = "banner\nIMGKIT-SEEN " + json.dumps({**GOOD, **seen}) + "\nbye\n"
         return Finished(argv=tuple(argv), returncode=0, output=text)
 
-    return {one.name: one for one in smoke.check(run, arch=arch, manifest=manifest)}
+    return {check.name: check for check in smoke.check(run, arch=arch, manifest=manifest)}
 
 
 def failures(**options: Any) -> list[str]:
-    return [name for name, one in checks(**options).items() if one.verdict == "fail"]
+    return [name for name, check in checks(**options).items() if check.verdict == "fail"]
 
 
 def test_good_image_passes() -> None:
-    found = checks()
-    assert passed(tuple(found.values()))
-    assert list(found) == ["arch", "python", "torch", "nccl", "pip", "manifest", "system", "dist-env"]
+    results = checks()
+    assert passed(tuple(results.values()))
+    assert list(results) == ["arch", "python", "torch", "nccl", "pip", "manifest", "system", "dist-env"]
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_broken_dist_env_fails(env: Finished) -> None:
 
 
 def test_manifest_of_other_build_fails() -> None:
-    other = dataclasses.replace(MANIFEST, recipe_sha256="9" * 64)
-    assert failures(manifest=other) == ["manifest"]
+    manifest = dataclasses.replace(MANIFEST, recipe_sha256="9" * 64)
+    assert failures(manifest=manifest) == ["manifest"]
 
 
 def test_baked_manifest_is_the_measure_without_one() -> None:
@@ -111,9 +111,9 @@ def test_baked_manifest_is_the_measure_without_one() -> None:
 def test_image_without_torch_is_skipped() -> None:
     bare = dataclasses.replace(MANIFEST, base=BaseImage(name="debian", probe=Probe(python="3.11.2")))
     files = {**GOOD["files"], MANIFEST_JSON: manifests.to_json(bare)}
-    found = checks(manifest=bare, torch="", cuda="", nccl="", pip_conflicts=[], files=files)
-    assert (found["torch"].verdict, found["nccl"].verdict) == ("skip", "skip")
-    assert passed(tuple(found.values()))
+    results = checks(manifest=bare, torch="", cuda="", nccl="", pip_conflicts=[], files=files)
+    assert (results["torch"].verdict, results["nccl"].verdict) == ("skip", "skip")
+    assert passed(tuple(results.values()))
 
 
 def test_lost_torch_is_no_skip() -> None:
@@ -130,9 +130,9 @@ def test_silent_python_is_one_failure() -> None:
 
 def test_program_tells_about_this_python(tmp_path: Any) -> None:
     (tmp_path / "file").write_text("text")
-    words = inside.argv(str(tmp_path / "file"), str(tmp_path / "absent"))
-    done = subprocess.run([sys.executable, *words[1:]], capture_output=True, text=True, check=True)
-    seen = inside.parse("noise\n" + done.stdout)
+    argv = inside.argv(str(tmp_path / "file"), str(tmp_path / "absent"))
+    process = subprocess.run([sys.executable, *argv[1:]], capture_output=True, text=True, check=True)
+    seen = inside.parse("noise\n" + process.stdout)
     assert seen is not None
     assert seen.python.split(".")[:2] == [str(sys.version_info.major), str(sys.version_info.minor)]
     assert seen.files == {str(tmp_path / "file"): "text"}
