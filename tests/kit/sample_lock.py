@@ -20,8 +20,10 @@ def locked_deb(name: str, version: str, **fields: Any) -> LockedDeb:
 
 
 def locked_wheel(name: str, version: str, **fields: Any) -> LockedWheel:
+    """Return a wheel of an index, or one without a URL if it is `kept`."""
     file = f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
-    values = {"step": 0, "file": file, "url": f"https://files.example.org/{file}", "sha256": "b" * 64}
+    url = "" if fields.get("kept") else f"https://files.example.org/{file}"
+    values = {"step": 0, "file": file, "url": url, "sha256": "b" * 64}
     return LockedWheel(name=name, version=version, **{**values, **fields})
 
 

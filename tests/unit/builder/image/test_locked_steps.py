@@ -6,36 +6,14 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from sample_lock import locked_deb, locked_platform, locked_wheel
 
 from imgkit_builder.image import install
 from imgkit_builder.recipe.load import load
-from imgkit_builder.recipe.model import (
-    LockedBase,
-    LockedDeb,
-    LockedPlatform,
-    LockedStep,
-    LockedWheel,
-    LockRequest,
-    Recipe,
-)
+from imgkit_builder.recipe.model import LockedStep, LockRequest, Recipe
 
-DEB = LockedDeb(
-    name="jq",
-    version="1.6",
-    architecture="amd64",
-    file="jq_1.6_amd64.deb",
-    url="http://mirror.example.org/debian/pool/main/j/jq/jq_1.6%2b_amd64.deb",
-    sha256="a" * 64,
-    size_bytes=1,
-)
-WHEEL = LockedWheel(
-    step=0,
-    name="rich",
-    version="15.0",
-    file="rich-15.0-py3-none-any.whl",
-    url="https://files.example.org/rich-15.0-py3-none-any.whl",
-    sha256="c" * 64,
-)
+DEB = locked_deb("jq", "1.6", url="http://mirror.example.org/debian/pool/main/j/jq/jq_1.6%2b_amd64.deb")
+WHEEL = locked_wheel("rich", "15.0")
 
 
 @pytest.fixture
@@ -44,15 +22,12 @@ def recipe(tmp_path: Path) -> Recipe:
     (tmp_path / "needed.txt").write_text("--extra-index-url https://index.example.org/simple\nrich\n")
     file = tmp_path / "mine.yaml"
     file.write_text("image: {base: 'a:1', apt: ['jq=1.6'], pip: [{requirements: needed.txt}]}\n")
-    part = LockedPlatform(
-        platform="linux/amd64",
-        source_date_epoch=1700000000,
+    lock = locked_platform(
         request=LockRequest(base="a:1", pip=(LockedStep(),)),
-        base=LockedBase(name="a:1", id=f"sha256:{'b' * 64}"),
-        apt=(DEB, dataclasses.replace(DEB, name="libjq1", file="libjq1_1.6_amd64.deb")),
+        apt=(DEB, locked_deb("libjq1", "1.6")),
         pip=(WHEEL,),
     )
-    return dataclasses.replace(load(file), lock=part)
+    return dataclasses.replace(load(file), lock=lock)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +69,7 @@ def test_packages_that_the_recipe_does_not_name_are_automatic(recipe: Recipe) ->
 
 def test_requirements_keep_the_options_of_the_recipes_file(recipe: Recipe) -> None:
     assert install.requirements_text(recipe, 0) == (
-        "--extra-index-url https://index.example.org/simple\n" + f"rich==15.0 --hash=sha256:{'c' * 64}\n"
+        "--extra-index-url https://index.example.org/simple\n" + f"rich==15.0 --hash=sha256:{WHEEL.sha256}\n"
     )
 
 

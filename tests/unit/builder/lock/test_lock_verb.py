@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sample_lock import locked_deb, locked_platform, locked_wheel
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.image.secret_values import SecretValues
@@ -18,7 +18,7 @@ from imgkit_builder.lock.resolve import LockOptions, Resolution
 from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.load import load
-from imgkit_builder.recipe.model import LockedBase, LockedDeb, LockedPlatform, LockedWheel, Recipe
+from imgkit_builder.recipe.model import LockedBase, LockedPlatform, Recipe
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 RECIPE = """\
@@ -36,30 +36,13 @@ def recipe(tmp_path: Path) -> Recipe:
     return load(str(tmp_path / "mine.yaml"))
 
 
-def wheel(name: str, version: str, *, kept: bool = False) -> LockedWheel:
-    file = f"{name}-{version}-py3-none-any.whl"
-    url = "" if kept else f"https://files.example/{file}"
-    return LockedWheel(step=0, name=name, version=version, file=file, url=url, sha256="a" * 64, kept=kept)
-
-
 @pytest.fixture
 def part(recipe: Recipe) -> LockedPlatform:
-    deb = LockedDeb(
-        name="jq",
-        version="1.6",
-        architecture="amd64",
-        file="jq_1.6_amd64.deb",
-        url="http://archive.example/jq_1.6_amd64.deb",
-        sha256="b" * 64,
-        size_bytes=5,
-    )
-    return LockedPlatform(
-        platform="linux/amd64",
-        source_date_epoch=1_700_000_000,
+    return locked_platform(
         request=lock_file.request_of(recipe),
         base=LockedBase(name="registry.invalid/base:1", id=f"sha256:{'c' * 64}"),
-        apt=(deb,),
-        pip=(wheel("einops", "0.8.1"), wheel("tqdm", "4.1")),
+        apt=(locked_deb("jq", "1.6"),),
+        pip=(locked_wheel("einops", "0.8.1"), locked_wheel("tqdm", "4.1")),
     )
 
 
@@ -107,9 +90,11 @@ def test_base_is_asked_with_the_constraints_of_a_build(recipe: Recipe) -> None:
 
 
 def test_changes_are_named_old_and_new(part: LockedPlatform) -> None:
-    new = dataclasses.replace(part, pip=(wheel("einops", "0.8.2"), wheel("rich", "1.0")), apt=())
-    found = [str(one) for one in changes.between(part, new) if one.kind != "file"]
-    assert found == [
+    new = dataclasses.replace(
+        part, pip=(locked_wheel("einops", "0.8.2"), locked_wheel("rich", "1.0")), apt=()
+    )
+    lines = [str(change) for change in changes.between(part, new) if change.kind != "file"]
+    assert lines == [
         "pip   einops  0.8.1 -> 0.8.2",
         "pip   rich  1.0",
         "apt   jq:amd64  1.6, removed",
@@ -125,20 +110,20 @@ def test_time_alone_is_no_change(part: LockedPlatform) -> None:
 def test_files_lie_beside_the_lock_and_old_ones_go(
     recipe: Recipe, part: LockedPlatform, tmp_path: Path
 ) -> None:
-    made = tmp_path / "made"
-    made.mkdir()
-    part = dataclasses.replace(part, pip=(wheel("einops", "0.8.1", kept=True),), apt=())
-    (made / part.pip[0].file).write_text("one")
+    built = tmp_path / "built"
+    built.mkdir()
+    part = dataclasses.replace(part, pip=(locked_wheel("einops", "0.8.1", kept=True),), apt=())
+    (built / part.pip[0].file).write_text("one")
     file = lock_file.beside(recipe)
-    resolve.write_lock(recipe, file, None, part, made)
+    resolve.write_lock(recipe, file, None, part, built)
     assert lock_file.read(file).platforms == (part,)
     assert resolve.kept_files(file, part) == {
         part.pip[0].file: tmp_path / "mine.lock.files" / part.pip[0].file
     }
-    new = dataclasses.replace(part, pip=(wheel("einops", "0.8.2", kept=True),))
-    (made / new.pip[0].file).write_text("two")
-    resolve.write_lock(recipe, file, lock_file.read(file), new, made)
-    assert [one.name for one in (tmp_path / "mine.lock.files").iterdir()] == [new.pip[0].file]
+    new = dataclasses.replace(part, pip=(locked_wheel("einops", "0.8.2", kept=True),))
+    (built / new.pip[0].file).write_text("two")
+    resolve.write_lock(recipe, file, lock_file.read(file), new, built)
+    assert [file.name for file in (tmp_path / "mine.lock.files").iterdir()] == [new.pip[0].file]
 
 
 def test_answer_of_a_base_that_no_lock_may_hold_is_not_written(recipe: Recipe, part: LockedPlatform) -> None:
@@ -149,13 +134,13 @@ def test_answer_of_a_base_that_no_lock_may_hold_is_not_written(recipe: Recipe, p
 
 
 def test_missing_kept_wheel_is_named(recipe: Recipe, part: LockedPlatform) -> None:
-    part = dataclasses.replace(part, pip=(wheel("einops", "0.8.1", kept=True),))
+    part = dataclasses.replace(part, pip=(locked_wheel("einops", "0.8.1", kept=True),))
     with pytest.raises(UsageError, match=r"einops-0\.8\.1-py3-none-any\.whl is missing"):
         resolve.kept_files(lock_file.beside(recipe), part)
 
 
 def test_folder_that_cannot_be_written_is_named_before_the_base_is_asked(
-    recipe: Recipe, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.access", lambda *_: False)
     monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:9")
@@ -164,9 +149,7 @@ def test_folder_that_cannot_be_written_is_named_before_the_base_is_asked(
     assert err.startswith(f"imgkit: {recipe.file.parent}: no permission to write the lock here\n")
 
 
-def test_lock_that_fits_the_recipe_passes_its_check(
-    recipe: Recipe, part: LockedPlatform, call: Callable[..., Any]
-) -> None:
+def test_lock_that_fits_the_recipe_passes_its_check(recipe: Recipe, part: LockedPlatform, call: Any) -> None:
     resolve.write_lock(recipe, lock_file.beside(recipe), None, part, None)
     assert call("lock", str(recipe.file), "--check", "--platform", "linux/amd64")[0] == 0
 

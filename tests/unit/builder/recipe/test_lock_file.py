@@ -7,42 +7,17 @@ import difflib
 from pathlib import Path
 
 import pytest
+from sample_lock import locked_deb, locked_platform, locked_wheel
 
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.load import load
-from imgkit_builder.recipe.model import (
-    Lock,
-    LockedBase,
-    LockedDeb,
-    LockedPlatform,
-    LockedStep,
-    LockedWheel,
-    LockRequest,
-)
+from imgkit_builder.recipe.model import Lock, LockedBase, LockedStep, LockRequest
 from imgkit_entrypoints.errors import UsageError
 
 FILE = Path("mine.lock")
 DIGEST = "sha256:" + "5" * 64
-DEB = LockedDeb(
-    name="tree",
-    version="2.1.0-1",
-    architecture="amd64",
-    file="tree_2.1.0-1_amd64.deb",
-    url="http://deb.example.org/debian/pool/main/t/tree/tree_2.1.0-1_amd64.deb",
-    sha256="a" * 64,
-    size_bytes=52000,
-)
-WHEEL = LockedWheel(
-    step=0,
-    name="rich",
-    version="13.9.4",
-    file="rich-13.9.4-py3-none-any.whl",
-    url="https://files.example.org/rich-13.9.4-py3-none-any.whl",
-    sha256="b" * 64,
-)
-PART = LockedPlatform(
-    platform="linux/amd64",
-    source_date_epoch=1700000000,
+DEB = locked_deb("tree", "2.1.0-1", size_bytes=52000)
+PART = locked_platform(
     request=LockRequest(
         base="base.example.org/torch:24.03",
         apt=("tree", "jq"),
@@ -50,7 +25,7 @@ PART = LockedPlatform(
     ),
     base=LockedBase(name="base.example.org/torch:24.03", digest=DIGEST, id=DIGEST),
     apt=(DEB,),
-    pip=(WHEEL, dataclasses.replace(WHEEL, step=1, name="own", url="", kept=True)),
+    pip=(locked_wheel("rich", "13.9.4"), locked_wheel("own", "1", step=1, kept=True)),
 )
 LOCK = Lock(recipe="mine", imgkit="0.3.0", platforms=(PART,))
 TEXT = lock_file.text(LOCK)

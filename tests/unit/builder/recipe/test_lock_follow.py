@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import re
 import shutil
@@ -11,11 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sample_lock import locked_deb, locked_platform, locked_wheel
 
 from imgkit_builder.image import install, render
 from imgkit_builder.recipe import lock_file, problems
 from imgkit_builder.recipe.load import load
-from imgkit_builder.recipe.model import Lock, LockedBase, LockedDeb, LockedPlatform, LockedWheel, Recipe
+from imgkit_builder.recipe.model import Lock, LockedBase, Recipe
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 
@@ -41,34 +41,13 @@ def recipe(write: Write) -> Recipe:
 
 def locked(recipe: Recipe, **changes: object) -> Path:
     """Write a lock of `recipe` beside it."""
-    part = LockedPlatform(
-        platform=PLATFORM,
-        source_date_epoch=1700000000,
-        request=lock_file.request_of(recipe),
-        base=LockedBase(name=recipe.image.base, digest=f"sha256:{'b' * 64}"),
-        apt=(
-            LockedDeb(
-                name="tree",
-                version="2.1.0-1",
-                architecture="amd64",
-                file="tree_2.1.0-1_amd64.deb",
-                url="http://deb.example.org/pool/main/t/tree/tree_2.1.0-1_amd64.deb",
-                sha256="a" * 64,
-                size_bytes=1,
-            ),
-        ),
-        pip=(
-            LockedWheel(
-                step=0,
-                name="rich",
-                version="15.0",
-                file="rich-15.0-py3-none-any.whl",
-                url="https://files.example.org/rich-15.0-py3-none-any.whl",
-                sha256="c" * 64,
-            ),
-        ),
-    )
-    part = dataclasses.replace(part, **changes)  # type: ignore[arg-type]
+    values = {
+        "request": lock_file.request_of(recipe),
+        "base": LockedBase(name=recipe.image.base, digest=f"sha256:{'b' * 64}"),
+        "apt": (locked_deb("tree", "2.1.0-1"),),
+        "pip": (locked_wheel("rich", "15.0"),),
+    }
+    part = locked_platform(**{**values, **changes})
     file = lock_file.beside(recipe)
     file.write_text(lock_file.text(Lock(recipe=recipe.name, imgkit="0.3.0", platforms=(part,))))
     return file
@@ -101,9 +80,7 @@ def test_requirements_file_that_has_gone_is_an_error(recipe: Recipe) -> None:
 
 
 def test_wheel_that_only_this_machine_had_is_used(recipe: Recipe) -> None:
-    built = LockedWheel(
-        step=1, name="own", version="1", file="own-1-py3-none-any.whl", sha256="d" * 64, kept=True
-    )
+    built = locked_wheel("own", "1", step=1, kept=True)
     file = locked(recipe, pip=(built,))
     folder = file.with_name("mine.lock.files")
     folder.mkdir()
