@@ -49,8 +49,8 @@ def written(text: str, folder: Path = Path()) -> Path:
 
 
 def test_every_key_is_read_with_its_line(tmp_path: Path) -> None:
-    found = toml_file.read(written(WHOLE, tmp_path))
-    assert found.values == ProjectValues(
+    project = toml_file.read(written(WHOLE, tmp_path))
+    assert project.values == ProjectValues(
         remote="mn5",
         recipe="./mine.yaml",
         account="bsc98",
@@ -59,9 +59,9 @@ def test_every_key_is_read_with_its_line(tmp_path: Path) -> None:
         env=("A=1", "HOME"),
         command=("dist-hello",),
     )
-    assert found.code is None
-    assert found.recipe == str(tmp_path / "mine.yaml")
-    assert {key: place.line for key, place in found.positions.items()} == {
+    assert project.code is None
+    assert project.recipe == str(tmp_path / "mine.yaml")
+    assert {key: position.line for key, position in project.positions.items()} == {
         "remote": 2,
         "recipe": 3,
         "account": 4,
@@ -100,19 +100,19 @@ def test_flag_beats_the_file_which_beats_the_recipe(call: Any) -> None:
     flags = ("--time", "1h", "--env", "A=2", "--bind", "/x")
     code, out, err = call("run", "--on", "here", "--dry-run", "-v", "--json", *flags, "--", "dist-pi")
     assert (code, err) == (0, "imgkit: values from imgkit.toml\n")
-    found = sources(out)
-    assert found["account bsc98"] == "imgkit.toml:4"
-    assert found["nodes 2"] == "imgkit.toml:5"
-    assert found["qos acc_debug"] == "mine.yaml:3"
-    assert found["gpus 4"].startswith("mn5.yaml:")
-    assert found["time 01:00:00"] == "--time"
-    assert found["bind /gpfs/a = b"] == "imgkit.toml:6"
-    assert found["bind /x"] == "--bind"
-    assert found["env A=2"] == "--env"
-    assert "env A=1" not in found
-    assert found["env HOME (with its value from here)"] == "imgkit.toml:9"
-    assert found["command dist-pi"] == "--"
-    assert found["name mine"] == "default"
+    origins = sources(out)
+    assert origins["account bsc98"] == "imgkit.toml:4"
+    assert origins["nodes 2"] == "imgkit.toml:5"
+    assert origins["qos acc_debug"] == "mine.yaml:3"
+    assert origins["gpus 4"].startswith("mn5.yaml:")
+    assert origins["time 01:00:00"] == "--time"
+    assert origins["bind /gpfs/a = b"] == "imgkit.toml:6"
+    assert origins["bind /x"] == "--bind"
+    assert origins["env A=2"] == "--env"
+    assert "env A=1" not in origins
+    assert origins["env HOME (with its value from here)"] == "imgkit.toml:9"
+    assert origins["command dist-pi"] == "--"
+    assert origins["name mine"] == "default"
 
 
 def test_flag_beats_the_folder_of_code(call: Any) -> None:
@@ -121,12 +121,12 @@ def test_flag_beats_the_folder_of_code(call: Any) -> None:
         Path(folder).mkdir()
         Path(folder, "train.py").touch()
     written(WHOLE + "time = '1h'\ncode = 'src'\n")
-    for words, row, source in (
+    for args, row, source in (
         ((), f"code {Path('src').absolute()}", "imgkit.toml:12"),
         (("--code", "other"), "code other", "--code"),
         (("--no-code",), "code ", "--no-code"),
     ):
-        code, out, err = call("run", "--on", "here", "--dry-run", "-v", "--json", *words)
+        code, out, err = call("run", "--on", "here", "--dry-run", "-v", "--json", *args)
         assert code == 0, err
         assert sources(out)[row] == source
 
@@ -156,10 +156,10 @@ def test_plan_of_a_run_says_what_decides(call: Any) -> None:
     call("remote", "add", "mn5", "me@far")
     code, out, _ = call("run", "--dry-run", "-v", "--json")
     assert code == 0
-    found = sources(out)
-    assert found["remote mn5"] == "imgkit.toml:2"
-    assert found[f"recipe {Path('mine.yaml').absolute()}"] == "imgkit.toml:3"
-    assert found["time 01:00:00"] == "imgkit.toml:11"
+    origins = sources(out)
+    assert origins["remote mn5"] == "imgkit.toml:2"
+    assert origins[f"recipe {Path('mine.yaml').absolute()}"] == "imgkit.toml:3"
+    assert origins["time 01:00:00"] == "imgkit.toml:11"
 
 
 def test_run_on_a_remote_keeps_one_file_of_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,8 +172,8 @@ def test_run_on_a_remote_keeps_one_file_of_output(tmp_path: Path, monkeypatch: p
         sif=Path("mine.sif"),
         request=PLAN,
     )
-    (told,) = plan.early.warnings
-    assert told == "mine.yaml:3: imgkit follows one file of a remote job: joined"
+    (warning,) = plan.early.warnings
+    assert warning == "mine.yaml:3: imgkit follows one file of a remote job: joined"
     script = systems.named("slurm").script(plan.early).text
     assert "#SBATCH --output=" in script
     assert "--error" not in script

@@ -162,9 +162,9 @@ def test_recipe_installs_what_the_program_needs(
         {
             key: bool(value) if key != "packages" else value
             for key in ("packages", "requirements", "project")
-            if (value := getattr(one, key))
+            if (value := getattr(pip_step, key))
         }
-        for one in steps
+        for pip_step in steps
     ] == ([step] if step else [])
     assert [line for line in out.splitlines() if line.startswith("omits")] == (
         [f"omits  {', '.join(omitted)}"] if omitted else []
@@ -186,7 +186,7 @@ def test_recipe_of_the_folder_extends_by_a_relative_path(call: Any, tmp_path: Pa
     Path("base.yaml").write_text("extends: mn5\n")
     for folder, extends in (("sub/mine", "../../base.yaml"), (".", "./base.yaml")):
         assert call("init", "--recipe", str(tmp_path / "base.yaml"), folder)[0] == 0
-        (file,) = (one for one in Path(folder).glob("*.yaml") if one.name != "base.yaml")
+        (file,) = (path for path in Path(folder).glob("*.yaml") if path.name != "base.yaml")
         assert f'extends: "{extends}"' in file.read_text()
         assert load(file.absolute()).system.title == "MareNostrum 5 ACC"
 
@@ -201,10 +201,10 @@ def test_next_lines_work_as_typed(
         for line in call("init", "--recipe", recipe, "my work")[1].splitlines()
         if line.startswith("next")
     ]
-    typed = [shlex.split(one) for line in lines for one in line.split(" && ")]
+    typed = [shlex.split(command) for line in lines for command in line.split(" && ")]
     assert typed.pop(0) == ["cd", "my work"]
     monkeypatch.chdir(tmp_path / "my work")
-    verbs = [words[1] for words in typed]
+    verbs = [argv[1] for argv in typed]
     assert (
         verbs
         == {
@@ -213,13 +213,13 @@ def test_next_lines_work_as_typed(
             "lambda": ["build", "run", "push", "run"],
         }[recipe]
     )
-    for words in typed:
-        assert words[0] == "imgkit"
-        given = [word.replace("CLAIM", "claim").replace("REGISTRY", "r.example") for word in words[1:]]
-        if words[1] == "run":
-            code, out, err = call(*given, "--dry-run")
+    for argv in typed:
+        assert argv[0] == "imgkit"
+        args = [arg.replace("CLAIM", "claim").replace("REGISTRY", "r.example") for arg in argv[1:]]
+        if argv[1] == "run":
+            code, out, err = call(*args, "--dry-run")
             assert code == 0, err
             assert "is not used" not in err
             assert "dist-run /workspace/train.py --epochs 5" in " ".join(out.replace("\\\n", "").split())
         else:
-            assert load(Path(words[2]).absolute()).name == "my-work"
+            assert load(Path(argv[2]).absolute()).name == "my-work"

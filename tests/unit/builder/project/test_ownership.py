@@ -61,17 +61,17 @@ def open_to_all(path: Path) -> None:
     path.chmod(0o777 if path.is_dir() else 0o666)
 
 
-def refusal(call: Any, *words: str) -> str:
+def refusal(call: Any, *args: str) -> str:
     """The message of a run that is refused."""
-    code, out, err = call(*words)
+    code, out, err = call(*args)
     assert (code, out) == (2, ""), err
     assert not Path("started").exists()
     assert "--trust-folder" in err
     return re.sub(r"\s+", " ", err)
 
 
-def submit(call: Any, *words: str) -> tuple[int, str]:
-    code, out, err = call("run", "--detach", "--no-code", *words)
+def submit(call: Any, *args: str) -> tuple[int, str]:
+    code, out, err = call("run", "--detach", "--no-code", *args)
     assert "--trust-folder" not in err
     assert code == 0, err
     return code, out
@@ -107,12 +107,12 @@ def test_project_file_that_every_user_can_write_is_refused(folder: Path, call: A
 
 @pytest.mark.parametrize("above", [Path(), Path("..")])
 def test_folder_in_which_every_user_can_replace_it_is_refused(folder: Path, call: Any, above: Path) -> None:
-    place = (folder / above).resolve()
-    place.chmod(0o777)
+    parent = (folder / above).resolve()
+    parent.chmod(0o777)
     err = refusal(call, "run")
-    assert f"{folder}/imgkit.toml: every user can replace it in {place} (owner " in err
-    assert f"-> chmod o-w {place} " in err
-    place.chmod(0o1777)
+    assert f"{folder}/imgkit.toml: every user can replace it in {parent} (owner " in err
+    assert f"-> chmod o-w {parent} " in err
+    parent.chmod(0o1777)
     assert submit(call)[0] == 0
 
 
@@ -150,13 +150,13 @@ def test_typed_path_is_consent(folder: Path, call: Any) -> None:
 
 
 @as_root
-@pytest.mark.parametrize("words", [(), ("./mine.yaml",)])
-def test_run_refuses_a_foreign_file(folder: Path, call: Any, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("args", [(), ("./mine.yaml",)])
+def test_run_refuses_a_foreign_file(folder: Path, call: Any, args: tuple[str, ...]) -> None:
     call("remote", "add", "far", "me@far", "--recipe", "mn5")
     give_away(folder / "imgkit.toml")
-    assert "/imgkit.toml: belongs to" in refusal(call, "run", *words, "--on", "far")
-    assert "/imgkit.toml: belongs to" in refusal(call, "run", *words, "--on", "far", "--dry-run")
-    assert call("run", *words, "--on", "far", "--dry-run", "--trust-folder")[0] == 0
+    assert "/imgkit.toml: belongs to" in refusal(call, "run", *args, "--on", "far")
+    assert "/imgkit.toml: belongs to" in refusal(call, "run", *args, "--on", "far", "--dry-run")
+    assert call("run", *args, "--on", "far", "--dry-run", "--trust-folder")[0] == 0
 
 
 @as_root

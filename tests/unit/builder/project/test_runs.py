@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def job(number: int, **more: Any) -> SubmittedJob:
+def job(number: int, **fields: Any) -> SubmittedJob:
     values = {
         "id": str(number),
         "system": "slurm",
@@ -34,11 +34,21 @@ def job(number: int, **more: Any) -> SubmittedJob:
         "directory": Path.cwd(),
         "submitted": f"2026-01-0{number}T00:00:00+00:00",
         "command": ("dist-run", "a b"),
-        **more,
+        **fields,
     }
     record = SubmittedJob(**values)
     submit.keep(record)
     return record
+
+
+def fake_scheduler(answers: list[tuple[int, str]]) -> Callable[[Sequence[str]], Finished]:
+    """Return a runner of programs: each gets the next exit code and output, which leave `answers`."""
+
+    def run(argv: Sequence[str]) -> Finished:
+        returncode, output = answers.pop(0)
+        return Finished(argv=tuple(argv), returncode=returncode, output=output)
+
+    return run
 
 
 def put(name: str, *lines: object) -> Path:
@@ -61,8 +71,8 @@ def test_newest_run_comes_first(call: Any) -> None:
     rows = [line.split() for line in out.splitlines()]
     assert [row[0] for row in rows] == ["JOB", "3@far", "2", "1"]
     assert rows[3][4:] == ["succeeded", "5", "0.25", "a" * 12, "c" * 12, "dist-run", "'a", "b'"]
-    found = json.loads(call("runs", "-n", "2", "--json")[1])["runs"]
-    assert [(row["id"], row["remote"], row["loss"]) for row in found] == [
+    newest = json.loads(call("runs", "-n", "2", "--json")[1])["runs"]
+    assert [(row["id"], row["remote"], row["loss"]) for row in newest] == [
         ("3@far", "far", None),
         ("2", None, None),
     ]
@@ -100,36 +110,30 @@ def test_damaged_record_is_left_out(home: Path, call: Any) -> None:
     ],
 )
 def test_scheduler_says_the_state(answers: Sequence[tuple[int, str]], state: str) -> None:
-    left = list(answers)
-
-    def run(words: Sequence[str]) -> Finished:
-        code, output = left.pop(0)
-        return Finished(argv=tuple(words), returncode=code, output=output)
-
-    found = history.refresh_state(job(1), run)
-    assert (found.state, left) == (state, [])
+    remaining_answers = list(answers)
+    run = fake_scheduler(remaining_answers)
+    record = history.refresh_state(job(1), run)
+    assert (record.state, remaining_answers) == (state, [])
     if state in FINAL_STATES:
-        assert history.refresh_state(found, run) == found  # nobody is asked again
+        assert history.refresh_state(record, run) == record  # nobody is asked again
 
 
 @pytest.mark.parametrize(("result", "code"), [((0, "1.0 7\n"), 7), ((1, "no such file"), 143)])
 def test_exit_code_of_the_program_counts_before_that_of_ended_tasks(
     result: tuple[int, str], code: int
 ) -> None:
-    left = [(1, "Invalid job id"), (1, "disabled"), (0, "JobId=1 JobState=FAILED ExitCode=143:0"), result]
-
-    def run(words: Sequence[str]) -> Finished:
-        returncode, output = left.pop(0)
-        return Finished(argv=tuple(words), returncode=returncode, output=output)
-
-    found = history.report(job(1), run)
-    assert (found.record.state, found.code, left) == ("failed", code, [])
+    remaining_answers = [
+        (1, "Invalid job id"),
+        (1, "disabled"),
+        (0, "JobId=1 JobState=FAILED ExitCode=143:0"),
+        result,
+    ]
+    report = history.report(job(1), fake_scheduler(remaining_answers))
+    assert (report.record.state, report.code, remaining_answers) == ("failed", code, [])
 
 
 def test_scheduler_without_an_answer_ends_no_job(call: Any) -> None:
-    def run(words: Sequence[str]) -> Finished:
-        return Finished(argv=tuple(words), returncode=1, output="Unable to contact slurm controller")
-
+    run = fake_scheduler([(1, "Unable to contact slurm controller")])
     with pytest.raises(ToolFailed, match="squeue failed with exit code 1"):
         history.refresh_state(job(1), run)
 
