@@ -32,5 +32,5 @@ def test_nothing_begins_like_that(beginning: str) -> None:
 def test_shell_gets_the_names(verb: str) -> None:
     env = {"_IMGKIT_COMPLETE": "complete_bash", "COMP_WORDS": f"imgkit {verb} oli", "COMP_CWORD": "2"}
     imgkit = Path(sys.executable).with_name("imgkit")
-    done = subprocess.run([imgkit], env={**os.environ, **env}, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["olivia", "olivia-eap"]
+    process = subprocess.run([imgkit], env={**os.environ, **env}, capture_output=True, text=True, check=False)
+    assert process.stdout.split() == ["olivia", "olivia-eap"]

@@ -21,11 +21,11 @@ def options(command: Any, verb: str = "") -> Iterator[tuple[str, str, str]]:
         yield from options(sub, f"{verb} {name}".strip())
     if subcommands:
         return
-    for one in command.get_params(typer.Context(command)):
-        if one.param_type_name == "option" and not one.is_flag:
-            choices = getattr(one.type, "choices", None)
-            kind = "a choice" if choices else (one.metavar or one.type.name).partition("|")[0]
-            yield from ((verb, flag, kind) for flag in one.opts)
+    for parameter in command.get_params(typer.Context(command)):
+        if parameter.param_type_name == "option" and not parameter.is_flag:
+            choices = getattr(parameter.type, "choices", None)
+            kind = "a choice" if choices else (parameter.metavar or parameter.type.name).partition("|")[0]
+            yield from ((verb, flag, kind) for flag in parameter.opts)
 
 
 def test_flag_takes_one_kind_of_value() -> None:
@@ -33,5 +33,5 @@ def test_flag_takes_one_kind_of_value() -> None:
     for verb, flag, kind in options(typer.main.get_command(app.build_app(tuple(app.VERBS)))):
         kinds[flag][kind].append(verb)
     assert len(kinds) > 50
-    several = {flag: dict(found) for flag, found in kinds.items() if len(found) > 1 and flag not in OUTPUTS}
+    several = {flag: dict(verbs) for flag, verbs in kinds.items() if len(verbs) > 1 and flag not in OUTPUTS}
     assert several == {}

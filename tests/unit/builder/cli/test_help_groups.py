@@ -7,12 +7,12 @@ from typer.testing import CliRunner
 from imgkit_builder.cli import app
 
 
-def shown(*verbs: str) -> str:
+def help_text(*verbs: str) -> str:
     return CliRunner().invoke(app.build_app(verbs) if verbs else app.build_app(), ["--help"]).output
 
 
 def test_help_has_four_groups_in_order() -> None:
-    lines = shown().splitlines()
+    lines = help_text().splitlines()
     titles = [f"{title}:" for title in app.VERB_GROUPS]
     assert titles == ["Start here:", "Images:", "Jobs:", "Checks:"]
     assert [line for line in lines if line in titles] == titles
@@ -21,7 +21,9 @@ def test_help_has_four_groups_in_order() -> None:
 
 def test_every_verb_is_listed_once() -> None:
     rows = [
-        line.split()[0] for line in shown().split("Start here:", 1)[1].splitlines() if line.startswith("  ")
+        line.split()[0]
+        for line in help_text().split("Start here:", 1)[1].splitlines()
+        if line.startswith("  ")
     ]
     assert [row for row in rows if row in app.VERBS] == list(app.VERBS)
 
@@ -32,4 +34,4 @@ def test_first_two_groups_have_at_most_twelve_verbs() -> None:
 
 
 def test_group_without_a_verb_has_no_heading() -> None:
-    assert "Images:" not in shown("build", "status")
+    assert "Images:" not in help_text("build", "status")

@@ -23,10 +23,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_script_is_refused_with_the_flag(folder: Path) -> None:
-    done = subprocess.run(PLAN, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "big.yaml:1: the code for the image is 1.1 GB: weights.bin 1.1 GB\n" in done.stderr
-    assert "to pack all of it: --large" in done.stderr
+    process = subprocess.run(PLAN, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert process.returncode == 2
+    assert "big.yaml:1: the code for the image is 1.1 GB: weights.bin 1.1 GB\n" in process.stderr
+    assert "to pack all of it: --large" in process.stderr
 
 
 def test_person_is_asked_and_may_refuse(folder: Path) -> None:
@@ -34,9 +34,9 @@ def test_person_is_asked_and_may_refuse(folder: Path) -> None:
     with os.fdopen(ours, "r+b", buffering=0) as terminal:
         process = subprocess.Popen(PLAN, cwd=folder, stdin=theirs, stderr=theirs, stdout=subprocess.PIPE)
         os.close(theirs)
-        said = b""
-        while b"Pack all of it? [y/N]" not in said:
-            said += terminal.read(1000)
+        prompt = b""
+        while b"Pack all of it? [y/N]" not in prompt:
+            prompt += terminal.read(1000)
         terminal.write(b"n\n")
         output, _ = process.communicate(timeout=120)
     assert (process.returncode, output.strip()) == (2, b"")

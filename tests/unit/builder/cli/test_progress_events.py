@@ -21,8 +21,8 @@ def test_bytes_are_printed_once_a_second(
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     with progress.reporter(as_json=True) as report:
         report.stage("read")
-        for done in range(6):
-            report.advance(done, 100)
+        for done_bytes in range(6):
+            report.advance(done_bytes, 100)
     assert events(capsys) == [("stage", "read"), ("bytes", 0), ("bytes", 3), ("bytes", 5)]
 
 

@@ -29,10 +29,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def imgkit(folder: Path, *words: str) -> subprocess.CompletedProcess[bytes]:
+def imgkit(folder: Path, *args: str) -> subprocess.CompletedProcess[bytes]:
     # A locale that cannot say what the recipe says must not change or stop the output.
     env = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    return subprocess.run([sys.executable, "-c", RUN, *words], cwd=folder, env=env, capture_output=True)
+    return subprocess.run([sys.executable, "-c", RUN, *args], cwd=folder, env=env, capture_output=True)
 
 
 def test_stdout_and_file_are_equal(folder: Path) -> None:
@@ -44,9 +44,9 @@ def test_stdout_and_file_are_equal(folder: Path) -> None:
 
 
 def test_definition_with_its_context(folder: Path) -> None:
-    done = imgkit(folder, "render", "./mine.yaml", "--format", "def", "--context", "c.tar")
-    assert done.returncode == 0, done.stderr
-    section = done.stdout.decode().split("\n%files\n")[1].split("\n%")[0]
+    result = imgkit(folder, "render", "./mine.yaml", "--format", "def", "--context", "c.tar")
+    assert result.returncode == 0, result.stderr
+    section = result.stdout.decode().split("\n%files\n")[1].split("\n%")[0]
     members = re.findall(r"^    ([^#\s]\S*) ", section, re.MULTILINE)
     with tarfile.open(folder / "c.tar") as archive:
         assert set(members) <= set(archive.getnames())
@@ -59,8 +59,8 @@ def test_rendering_imports_no_engine(folder: Path) -> None:
         "heavy = {'docker', 'spython', 'rich', 'torch', 'pathspec'} & set(sys.modules); "
         "assert not heavy, heavy"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
 
 
 def test_lock_beside_recipe_is_followed_unless_told_otherwise(tmp_path: Path) -> None:
@@ -70,7 +70,8 @@ def test_lock_beside_recipe_is_followed_unless_told_otherwise(tmp_path: Path) ->
     shutil.copytree(golden / "code", tmp_path / "code")
     shutil.copytree(golden / "locked.lock.files", tmp_path / "locked.lock.files")
     locked, plain = (
-        imgkit(tmp_path, "render", "./locked.yaml", *words).stdout.decode() for words in ((), ("--no-lock",))
+        imgkit(tmp_path, "render", "./locked.yaml", *options).stdout.decode()
+        for options in ((), ("--no-lock",))
     )
     assert "FROM nvcr.io/nvidia/pytorch@sha256:" in locked
     assert "FROM nvcr.io/nvidia/pytorch:24.03-py3" in plain
