@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,11 +15,6 @@ from imgkit_recipes import recipe_names
 
 Write = Callable[..., Path]
 NGC = "nvcr.io/nvidia/pytorch"
-
-
-def imgkit(*argv: str) -> subprocess.CompletedProcess[str]:
-    main = "import sys; from imgkit_builder.cli.app import main; main()"
-    return subprocess.run([sys.executable, "-c", main, *argv], capture_output=True, text=True)
 
 
 def warned(file: Path) -> list[str]:
@@ -45,8 +39,9 @@ def test_driver_follows_from_cuda() -> None:
             assert row.driver.value == {"12": "525", "13": "580"}[row.cuda.value.split(".")[0]]
 
 
-def test_list_prints_unknown_cells() -> None:
-    lines = imgkit("list", "--bases").stdout.splitlines()
+def test_list_prints_unknown_cells(call: Any) -> None:
+    _, out, _ = call("list", "--bases")
+    lines = out.splitlines()
     heads = lines[0].split()
     assert heads[:5] == ["TAG", "PYTHON", "TORCH", "CUDA", "DRIVER"]
     row = next(line.split() for line in lines if line.startswith("26.06"))
@@ -54,8 +49,8 @@ def test_list_prints_unknown_cells() -> None:
     assert "unknown" in row
 
 
-def test_list_as_json_has_sources() -> None:
-    content = json.loads(imgkit("list", "--bases", "--json").stdout)
+def test_list_as_json_has_sources(call: Any) -> None:
+    content = json.loads(call("list", "--bases", "--json")[1])
     row = next(row for row in content["bases"] if row["tag"] == "25.10")
     assert row["reference"] == f"{NGC}:25.10-py3"
     assert row["nccl"]["value"] == "2.27.7"
@@ -89,12 +84,12 @@ def test_cell_without_source_is_refused(damage: str, tmp_path: Path, monkeypatch
     ],
 )
 def test_old_driver_names_a_fitting_base(write: Write, base: str, key: str, driver: str) -> None:
-    others = "" if key == "base" else "base: 'a:1', "
-    text = f'image: {{{others}{key}: "{NGC}:{base}-py3"}}\nsystem: {{node: {{driver: "{driver}"}}}}\n'
-    (found,) = warned(write(text))
-    assert found.startswith(f"image.{key}: CUDA 13")
-    assert f"needs driver 580 or newer, and system.node.driver is {driver}" in found
-    assert f"choose {NGC}:25.06-py3 or an older one" in found
+    base_entry = "" if key == "base" else "base: 'a:1', "
+    text = f'image: {{{base_entry}{key}: "{NGC}:{base}-py3"}}\nsystem: {{node: {{driver: "{driver}"}}}}\n'
+    (warning,) = warned(write(text))
+    assert warning.startswith(f"image.{key}: CUDA 13")
+    assert f"needs driver 580 or newer, and system.node.driver is {driver}" in warning
+    assert f"choose {NGC}:25.06-py3 or an older one" in warning
 
 
 @pytest.mark.parametrize(
@@ -120,8 +115,8 @@ def test_unknown_or_fitting_base_is_silent(write: Write, text: str) -> None:
     "base", ["python:3.9-slim", "docker.io/library/python:3.8", f"mirror.example.org/x{NGC[7:]}:22.06-py3"]
 )
 def test_old_python_is_a_warning(write: Write, base: str) -> None:
-    (found,) = warned(write(f'image: {{base: "{base}"}}\n'))
-    assert re.search(r"has Python 3\.[89]: imgkit's entry points need 3\.10 or newer", found)
+    (warning,) = warned(write(f'image: {{base: "{base}"}}\n'))
+    assert re.search(r"has Python 3\.[89]: imgkit's entry points need 3\.10 or newer", warning)
 
 
 GRACE = """
@@ -149,9 +144,9 @@ def test_known_issues_of_a_base_are_warnings(
     write: Write, base: str, env: str, rows: str, ids: list[str]
 ) -> None:
     image = f'image: {{base: "{NGC}:{base}-py3", current_base: "{NGC}:{base}-py3"}}\n'
-    found = warned(write(image + GRACE.format(env=env, rows=rows)))
-    assert [re.findall(r"known issue ([a-z-]+)", text)[0] for text in found] == ids
-    assert all(text.startswith("image.base: ") for text in found)
+    warnings = warned(write(image + GRACE.format(env=env, rows=rows)))
+    assert [re.findall(r"known issue ([a-z-]+)", text)[0] for text in warnings] == ids
+    assert all(text.startswith("image.base: ") for text in warnings)
 
 
 SLINGSHOT = """
@@ -175,9 +170,9 @@ SLINGSHOT = """
 def test_slingshot_needs_its_plugin(
     write: Write, tag: str, kind: str, image: str, system: str, warns: bool
 ) -> None:
-    found = warned(write(SLINGSHOT.format(tag=tag, kind=kind, image=image, system=system)))
-    assert bool(found) is warns
-    assert all("has no aws-ofi-nccl: on Slingshot NCCL would use TCP" in text for text in found)
+    warnings = warned(write(SLINGSHOT.format(tag=tag, kind=kind, image=image, system=system)))
+    assert bool(warnings) is warns
+    assert all("has no aws-ofi-nccl: on Slingshot NCCL would use TCP" in text for text in warnings)
 
 
 def test_every_shipped_recipe_names_a_current_base() -> None:
@@ -187,13 +182,12 @@ def test_every_shipped_recipe_names_a_current_base() -> None:
         assert image.current_base != image.base
 
 
-def test_current_base_is_the_base_if_asked_for() -> None:
+def test_current_base_is_the_base_if_asked_for(call: Any) -> None:
     recipe = load("mn5")
     assert bases.chosen("current", recipe) == recipe.image.current_base
     assert bases.chosen(None, recipe) is None
-    done = imgkit("render", "mn5", "--base", "current")
-    assert f"\nFROM {recipe.image.current_base}\n" in done.stdout
-    assert f"\nFROM {recipe.image.base}\n" in imgkit("render", "mn5").stdout
+    assert f"\nFROM {recipe.image.current_base}\n" in call("render", "mn5", "--base", "current")[1]
+    assert f"\nFROM {recipe.image.base}\n" in call("render", "mn5")[1]
 
 
 def test_current_base_changes_no_digest(write: Write) -> None:
@@ -213,10 +207,10 @@ def test_current_base_changes_no_digest(write: Write) -> None:
     ],
 )
 def test_amd_is_a_warning_with_the_way_on(write: Write, text: str, key: str) -> None:
-    (found,) = warned(write(text))
-    assert found.startswith(f"{key}: ")
+    (warning,) = warned(write(text))
+    assert warning.startswith(f"{key}: ")
     assert (
-        "imgkit supports only work on CPUs with it; for CPUs: imgkit run --gpus 0, or --device cpu" in found
+        "imgkit supports only work on CPUs with it; for CPUs: imgkit run --gpus 0, or --device cpu" in warning
     )
 
 
@@ -233,7 +227,7 @@ def test_others_are_not_taken_for_amd(write: Write, text: str) -> None:
 
 
 def test_variables_of_the_base_tell_amd() -> None:
-    found = bases.amd_image("mine:1", ("PATH", "ROCM_PATH"))
-    assert found == "mine:1, which sets ROCM_PATH, is an image for AMD GPUs"
+    reason = bases.amd_image("mine:1", ("PATH", "ROCM_PATH"))
+    assert reason == "mine:1, which sets ROCM_PATH, is an image for AMD GPUs"
     assert bases.amd_image("mine:1", ("HIP_VISIBLE_DEVICES",))
     assert bases.amd_image("mine:1", ("PATH", "CHIP_X", "NCCL_VERSION")) == ""

@@ -18,13 +18,13 @@ Write = Callable[..., Path]
 HERE = Position(file=Path("x.yaml"), line=1, column=1)
 
 
-def tree(data: Any, place: Position = HERE) -> YamlNode:
+def tree(data: Any, position: Position = HERE) -> YamlNode:
     if isinstance(data, dict):
-        entries = {key: tree(value, place) for key, value in data.items()}
-        return Table(position=place, entries=entries, keys=dict.fromkeys(data, place))
+        entries = {key: tree(value, position) for key, value in data.items()}
+        return Table(position=position, entries=entries, keys=dict.fromkeys(data, position))
     if isinstance(data, list):
-        return Items(position=place, items=tuple(tree(item, place) for item in data))
-    return Scalar(position=place, text=data)
+        return Items(position=position, items=tuple(tree(item, position) for item in data))
+    return Scalar(position=position, text=data)
 
 
 def reference(parent: Any, child: Any, path: KeyPath) -> Any:
@@ -78,8 +78,8 @@ def test_empty_child_or_parent_changes_nothing(data: Any) -> None:
 
 @given(first=TABLES, second=TABLES, third=TABLES)
 def test_chain_of_tables_is_merged_in_order(first: Any, second: Any, third: Any) -> None:
-    left = merge(merge(tree(first), tree(second), ()), tree(third), ())
-    assert plain(left) == reference(reference(first, second, ()), third, ())
+    merged = merge(merge(tree(first), tree(second), ()), tree(third), ())
+    assert plain(merged) == reference(reference(first, second, ()), third, ())
 
 
 @given(parent=TABLES, child=TABLES)
@@ -90,7 +90,7 @@ def test_every_value_keeps_the_place_that_states_it(parent: Any, child: Any) -> 
     def scalars(node: YamlNode) -> list[tuple[str, str]]:
         if isinstance(node, Scalar):
             return [(node.text, node.position.file.name)]
-        return [found for _, child in node.children() for found in scalars(child)]
+        return [scalar for _, child in node.children() for scalar in scalars(child)]
 
     # Told apart by text: the same merge with the parent's and the child's texts marked.
     def marked(data: Any, mark: str) -> Any:

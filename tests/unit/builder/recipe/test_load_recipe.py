@@ -126,9 +126,9 @@ def test_column_counts_characters_not_bytes(write: Write) -> None:
 
 
 def test_sha256_ignores_comments_and_place(write: Write) -> None:
-    here = load(write(SMALLEST))
-    there = load(write(f"# a comment\n\n{SMALLEST}", "elsewhere/mine.yaml"))
-    assert here.sha256 == there.sha256
+    recipe = load(write(SMALLEST))
+    copied_recipe = load(write(f"# a comment\n\n{SMALLEST}", "elsewhere/mine.yaml"))
+    assert recipe.sha256 == copied_recipe.sha256
 
 
 @pytest.mark.parametrize("change", ["base: python:3.12-slim", "env: {A: y}", "workdir: /x"])
@@ -205,12 +205,14 @@ def test_literal_token_is_warned_about_and_not_shown(write: Write) -> None:
         f"image: {{base: 'python:3', pip: [{{requirements: r.txt, options: [--index-url, '{url}']}}]}}\n"
     )
     warnings = load(file).warnings
-    assert sorted(one.what for one in warnings) == [
+    assert sorted(warning.what for warning in warnings) == [
         "this looks like a GitHub token",
         "this looks like a URL with a token",
     ]
-    assert all("secrets: [{id: mine, env: NAME}]" in one.hint for one in warnings)
-    assert all("0123456789abcdef" not in str(one) and "ghp_a1" not in str(one) for one in warnings)
+    assert all("secrets: [{id: mine, env: NAME}]" in warning.hint for warning in warnings)
+    assert all(
+        "0123456789abcdef" not in str(warning) and "ghp_a1" not in str(warning) for warning in warnings
+    )
 
 
 def test_secret_without_a_step_is_a_warning(write: Write) -> None:
@@ -222,7 +224,7 @@ def test_file_of_a_secret_may_be_anywhere(write: Write) -> None:
     text = "image: {base: 'python:3', run: [{command: a, secrets: [x, y, z]}], secrets: [{id: x, file: ~/x}, "
     file = write(text + "{id: y, file: /etc/y}, {id: z, file: ../z}]}\n", "below/mine.yaml")
     recipe = load(file)
-    assert [one.file for one in recipe.image.secrets] == [
+    assert [secret.file for secret in recipe.image.secrets] == [
         Path.home() / "x",
         Path("/etc/y"),
         file.parent / "../z",
@@ -289,8 +291,8 @@ def test_loading_imports_nothing_heavy() -> None:
         "import sys; from imgkit_builder.recipe.load import load; load('mn5');"
         "print(sorted({'docker','jinja2','rich','typer','spython','torch'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"
 
 
 def test_run_may_be_written_as_a_block(write: Write) -> None:
@@ -306,4 +308,5 @@ def test_run_may_be_written_as_a_block(write: Write) -> None:
                   echo three
         """)
     )
-    assert [one.command.strip() for one in recipe.image.run] == ["echo one", "echo two && echo three"]
+    commands = [step.command.strip() for step in recipe.image.run]
+    assert commands == ["echo one", "echo two && echo three"]

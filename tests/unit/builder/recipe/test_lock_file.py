@@ -40,7 +40,7 @@ def test_text_gives_same_lock_again() -> None:
 def test_parts_are_sorted_and_replaced_by_platform() -> None:
     arm = dataclasses.replace(PART, platform="linux/arm64")
     both = Lock(recipe="mine", imgkit="0.3.0", platforms=()).replaced(arm).replaced(PART)
-    assert [one.platform for one in both.platforms] == ["linux/amd64", "linux/arm64"]
+    assert [part.platform for part in both.platforms] == ["linux/amd64", "linux/arm64"]
     assert both.replaced(dataclasses.replace(arm, apt=())).of("linux/arm64") != arm
     assert both.of("linux/amd64") == PART
     assert both.of("linux/riscv64") is None

@@ -55,18 +55,18 @@ def locked(recipe: Recipe, **changes: object) -> Path:
 
 def test_lock_beside_recipe_is_attached(recipe: Recipe) -> None:
     file = locked(recipe)
-    found = lock_file.follow(recipe, platform=PLATFORM)
-    assert found.lock is not None
-    assert found.lock.base.exact == f"base.example.org/torch@sha256:{'b' * 64}"
-    assert lock_file.parse(found.lock_text, file).platforms == (found.lock,)
-    assert len(found.sources[file]) == 64
-    assert (found.kept, found.sha256) == ({}, recipe.sha256)
+    with_lock = lock_file.follow(recipe, platform=PLATFORM)
+    assert with_lock.lock is not None
+    assert with_lock.lock.base.exact == f"base.example.org/torch@sha256:{'b' * 64}"
+    assert lock_file.parse(with_lock.lock_text, file).platforms == (with_lock.lock,)
+    assert len(with_lock.sources[file]) == 64
+    assert (with_lock.kept, with_lock.sha256) == ({}, recipe.sha256)
 
 
 def test_recipe_without_lock_stays_as_it_is(recipe: Recipe) -> None:
-    found = lock_file.follow(recipe, platform=PLATFORM)
-    assert found.lock is None
-    assert found.sources[lock_file.beside(recipe)] == ""
+    without_lock = lock_file.follow(recipe, platform=PLATFORM)
+    assert without_lock.lock is None
+    assert without_lock.sources[lock_file.beside(recipe)] == ""
 
 
 def test_requirements_file_that_has_gone_is_an_error(recipe: Recipe) -> None:
@@ -133,17 +133,19 @@ def texts(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str
     if isinstance(value, str):
         yield path
     elif isinstance(value, dict | list):
-        for key, one in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from texts(one, (*path, key))
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from texts(item, (*path, key))
 
 
 def rendered(recipe: Recipe) -> tuple[list[str], list[int]]:
     """The instructions of a locked build, and how many lines the files have that its steps read."""
     text = render.dockerfile(recipe, base=recipe.lock.base.exact if recipe.lock else None)
-    whole = [line for line in text.replace("\\\n", "").split("\n") if line and not line.startswith("#")]
+    instructions = [
+        line for line in text.replace("\\\n", "").split("\n") if line and not line.startswith("#")
+    ]
     steps = range(len(recipe.image.pip))
-    files = (install.locked_packages(recipe), *(install.requirements_text(recipe, one) for one in steps))
-    return [line.split(" ")[0] for line in whole], [file.count("\n") for file in files]
+    files = (install.locked_packages(recipe), *(install.requirements_text(recipe, step) for step in steps))
+    return [line.split(" ")[0] for line in instructions], [file.count("\n") for file in files]
 
 
 def test_changed_text_of_lock_is_refused_or_changes_no_instruction(tmp_path: Path) -> None:
@@ -153,7 +155,7 @@ def test_changed_text_of_lock_is_refused_or_changes_no_instruction(tmp_path: Pat
     content = problems.parse_toml(file.read_text())
     usual = rendered(lock_file.follow(recipe, platform=PLATFORM))
     assert usual[0].count("RUN") > 5
-    taken = set()
+    accepted_keys = set()
     # One text of each key.
     paths = {tuple(key for key in path if isinstance(key, str)): path for path in texts(content)}
     assert len(paths) > 20
@@ -166,14 +168,14 @@ def test_changed_text_of_lock_is_refused_or_changes_no_instruction(tmp_path: Pat
             file.write_text(lock_file.text(lock), newline="")
             where = ""
             try:
-                found = lock_file.follow(recipe, platform=PLATFORM)
+                with_lock = lock_file.follow(recipe, platform=PLATFORM)
             except UsageError as error:
                 where = str(error.where)
             if where:
                 assert re.search(r"locked\.(lock|yaml)(:\d+|$)|locked\.lock\.files$", where)
             else:
-                assert found.lock is not None
-                assert re.match(r"nvcr\.io/nvidia/pytorch(:24\.03-py3$|@)", found.lock.base.exact)
-                assert rendered(found) == usual
-                taken.add(path[-1])
-    assert taken <= {"imgkit", "digest", "id", "version", "file", "url", "name"}
+                assert with_lock.lock is not None
+                assert re.match(r"nvcr\.io/nvidia/pytorch(:24\.03-py3$|@)", with_lock.lock.base.exact)
+                assert rendered(with_lock) == usual
+                accepted_keys.add(path[-1])
+    assert accepted_keys <= {"imgkit", "digest", "id", "version", "file", "url", "name"}

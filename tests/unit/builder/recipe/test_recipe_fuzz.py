@@ -73,6 +73,6 @@ def test_damaged_shipped_recipe_gives_an_answer(seed: int) -> None:
     chosen = random.Random(seed)  # noqa: S311 - repeatable damage, not a secret
     text = chosen.choice(TEXTS)
     for _ in range(chosen.randint(1, 5)):
-        place = chosen.randrange(len(text))
-        text = text[:place] + chosen.choice(PIECES) + text[place + chosen.randint(0, 8) :]
+        position = chosen.randrange(len(text))
+        text = text[:position] + chosen.choice(PIECES) + text[position + chosen.randint(0, 8) :]
     attempt(text.encode())

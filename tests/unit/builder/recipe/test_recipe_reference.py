@@ -24,24 +24,24 @@ NAMED = ("system", "partitions")
 """The mapping whose keys are the user's names, with keys of imgkit below them."""
 
 
-def stated(value: object, *path: str) -> Iterator[tuple[str, ...]]:
+def key_paths_in(value: object, *path: str) -> Iterator[tuple[str, ...]]:
     """The place of every key in a recipe's text; items of a list do not count."""
     if isinstance(value, dict):
         for key, below in value.items():
             yield (*path, key)
-            yield from stated(below, *path, key)
+            yield from key_paths_in(below, *path, key)
     elif isinstance(value, list):
         for below in value:
-            yield from stated(below, *path)
+            yield from key_paths_in(below, *path)
 
 
 def test_reference_has_every_key() -> None:
     free = {("image", "env"), ("image", "labels"), ("system", "env"), ("system", "queue", "limits")}
     free |= {("image", "pip", "env"), ("image", "args"), ("system", "known_issues", "env")}
-    found = {place for place in stated(yaml.safe_load(BLOCKS[1])) if place[:-1] not in free}
-    found = {(*place[:2], "*", *place[3:]) if place[:2] == NAMED and place[2:] else place for place in found}
-    found -= {(*NAMED, "*")}
-    assert found == (set(key_paths(Document)) - {("image", "constraints", "policy")}) | {("extends",)}
+    paths = {path for path in key_paths_in(yaml.safe_load(BLOCKS[1])) if path[:-1] not in free}
+    paths = {(*path[:2], "*", *path[3:]) if path[:2] == NAMED and path[2:] else path for path in paths}
+    paths -= {(*NAMED, "*")}
+    assert paths == (set(key_paths(Document)) - {("image", "constraints", "policy")}) | {("extends",)}
 
 
 def test_example_with_every_key_loads(write: Write) -> None:

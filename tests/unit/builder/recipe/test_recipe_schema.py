@@ -39,13 +39,13 @@ def test_check_jsonschema_accepts_the_shipped_recipes(tmp_path: Path) -> None:
     file = tmp_path / "schema.json"
     file.write_text(schema.schema_json())
     argv = [sys.executable, "-m", "check_jsonschema", "--schemafile", str(file)]
-    done = subprocess.run([*argv, *map(str, FOLDER.glob("*.yaml"))], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+    process = subprocess.run([*argv, *map(str, FOLDER.glob("*.yaml"))], capture_output=True, text=True)
+    assert process.returncode == 0, process.stdout
     bad = tmp_path / "bad.yaml"
     bad.write_text("image: {base: 'python:3', apts: [git]}\n")
-    done = subprocess.run([*argv, str(bad)], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "apts" in done.stdout
+    process = subprocess.run([*argv, str(bad)], capture_output=True, text=True)
+    assert process.returncode == 1
+    assert "apts" in process.stdout
 
 
 @pytest.mark.parametrize(
@@ -98,15 +98,15 @@ def test_schema_refuses_what_has_a_wrong_type(case: Path) -> None:
     try:
         load(case)
     except UsageError as error:
-        wrong = [word for word in ("unknown key", "must be ", "is missing") if word in str(error)]
+        wrong = [message for message in ("unknown key", "must be ", "is missing") if message in str(error)]
         if wrong and not case.stem.startswith(NOT_FOR_A_SCHEMA):
             assert not accepts(data)
 
 
 def test_every_field_is_described() -> None:
     for name in ("Image", "PipStep", "CopyStep", "RunCommand", "BuildSecret"):
-        for field, about in SCHEMA["$defs"][name]["properties"].items():
-            assert about.get("description"), f"{name}.{field}"
+        for field, schema_of_field in SCHEMA["$defs"][name]["properties"].items():
+            assert schema_of_field.get("description"), f"{name}.{field}"
 
 
 def test_path_or_name_is_told_apart() -> None:

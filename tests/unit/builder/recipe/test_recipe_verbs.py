@@ -21,8 +21,8 @@ def imgkit(*argv: str, cwd: Path | None = None) -> subprocess.CompletedProcess[s
 
 
 def test_list_names_every_shipped_recipe() -> None:
-    done = imgkit("list")
-    assert [line.split()[0] for line in done.stdout.splitlines()] == list(recipe_names())
+    result = imgkit("list")
+    assert [line.split()[0] for line in result.stdout.splitlines()] == list(recipe_names())
     content = json.loads(imgkit("list", "--json").stdout)
     assert content["schema"] == 1
     assert [recipe["name"] for recipe in content["recipes"]] == list(recipe_names())
@@ -50,15 +50,15 @@ def test_show_json_agrees_with_the_file() -> None:
 
 def test_check_of_good_files_exits_zero(write: Write) -> None:
     file = write("image: {base: 'python:3'}\n")
-    done = imgkit("check", str(file))
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"ok   {file}\n", "")
+    result = imgkit("check", str(file))
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"ok   {file}\n", "")
 
 
 def test_warning_goes_to_stderr_only(write: Write) -> None:
-    done = imgkit("show", str(write("image: {base: 'python:3', env: {MY_TOKEN: abc}}\n")), "--json")
-    assert done.returncode == 0
-    assert "looks like a secret" in done.stderr
-    assert json.loads(done.stdout)["warnings"]
+    result = imgkit("show", str(write("image: {base: 'python:3', env: {MY_TOKEN: abc}}\n")), "--json")
+    assert result.returncode == 0
+    assert "looks like a secret" in result.stderr
+    assert json.loads(result.stdout)["warnings"]
 
 
 def test_check_without_strict_passes_with_a_warning(write: Write) -> None:
@@ -69,9 +69,9 @@ def test_check_without_strict_passes_with_a_warning(write: Write) -> None:
 
 
 def test_tagged_name_is_taken_for_an_image() -> None:
-    done = imgkit("show", "imgkit-test/absent:none")
-    assert done.returncode != 0
-    assert "recipe" not in done.stderr.partition("->")[0]
+    result = imgkit("show", "imgkit-test/absent:none")
+    assert result.returncode != 0
+    assert "recipe" not in result.stderr.partition("->")[0]
 
 
 def test_schema_is_one_json_object() -> None:
@@ -79,6 +79,6 @@ def test_schema_is_one_json_object() -> None:
 
 
 def test_strict_check_of_shipped_recipes_finds_nothing(write: Write) -> None:
-    mine = write("extends: mn5\nimage: {copy: [{source: ., target: /workspace/x}]}\n", "mine.yaml")
-    done = imgkit("check", "--strict", *recipe_names(), str(mine))
-    assert (done.returncode, done.stderr) == (0, "")
+    file = write("extends: mn5\nimage: {copy: [{source: ., target: /workspace/x}]}\n", "mine.yaml")
+    result = imgkit("check", "--strict", *recipe_names(), str(file))
+    assert (result.returncode, result.stderr) == (0, "")

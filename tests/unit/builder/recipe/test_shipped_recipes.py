@@ -28,8 +28,8 @@ def test_shipped_recipes_are_these() -> None:
 @pytest.mark.parametrize("name", sorted(BASES))
 def test_shipped_recipe_says_what_it_should(name: str) -> None:
     recipe = load(name)
-    found = (recipe.image.base, recipe.image.platforms, recipe.system.scheduler, recipe.system.fabric.kind)
-    assert found == BASES[name]
+    values = (recipe.image.base, recipe.image.platforms, recipe.system.scheduler, recipe.system.fabric.kind)
+    assert values == BASES[name]
     assert recipe.description
     assert recipe.warnings == ()
     assert load(recipe_path(name)) == recipe

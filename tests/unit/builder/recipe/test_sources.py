@@ -31,7 +31,7 @@ def tree(tmp_path: Path) -> Tree:
     return make
 
 
-def found(source: Path, *ignore: str) -> list[str]:
+def listed_files(source: Path, *ignore: str) -> list[str]:
     """The files that count, without folders and lists of patterns."""
     hits = sources.walk(source, ignore)
     return [hit.name for hit in hits if hit.entry.is_file() and not hit.entry.name.endswith("ignore")]
@@ -45,7 +45,7 @@ def test_gitignore_counts_in_every_folder(tree: Tree) -> None:
         "src/b.py",
         **{".gitignore": "*.log\n", "src/.gitignore": "!keep.log\n"},
     )
-    assert found(root) == ["src/b.py", "src/keep.log"]
+    assert listed_files(root) == ["src/b.py", "src/keep.log"]
 
 
 def test_patterns_of_the_repository_count_below(tree: Tree) -> None:
@@ -56,30 +56,30 @@ def test_patterns_of_the_repository_count_below(tree: Tree) -> None:
         "one/src/data/x",
         **{".gitignore": "*.ckpt\n/one/src/data/\n"},
     )
-    assert found(root / "one" / "src") == ["a.py"]
+    assert listed_files(root / "one" / "src") == ["a.py"]
 
 
 def test_patterns_above_the_repository_do_not(tree: Tree) -> None:
     root = tree("repo/.git/HEAD", "repo/src/a.py", "loose/b.py", **{".gitignore": "*.py\n"})
-    assert found(root / "repo" / "src") == ["a.py"]
-    assert found(root / "loose") == ["b.py"]
+    assert listed_files(root / "repo" / "src") == ["a.py"]
+    assert listed_files(root / "loose") == ["b.py"]
 
 
 def test_ignored_folder_that_is_named_counts(tree: Tree) -> None:
     """The recipe names it on purpose: a build folder, for example."""
     root = tree(".git/HEAD", "build/lib.so", **{".gitignore": "build/\n"})
-    assert found(root / "build") == ["lib.so"]
+    assert listed_files(root / "build") == ["lib.so"]
 
 
 def test_dockerignore_patterns_start_at_its_folder(tree: Tree) -> None:
     texts = {".dockerignore": "# comment\n*.csv\n**/*.bin\nsub/skip/\n!keep.csv\n"}
     root = tree("a.csv", "keep.csv", "sub/b.csv", "sub/c.bin", "sub/skip/d", **texts)
-    assert found(root) == ["keep.csv", "sub/b.csv"]
+    assert listed_files(root) == ["keep.csv", "sub/b.csv"]
 
 
 def test_everything_but_one_folder(tree: Tree) -> None:
     root = tree("a", "src/b", "src/sub/c", **{".dockerignore": "*\n!src\n"})
-    assert found(root) == ["src/b", "src/sub/c"]
+    assert listed_files(root) == ["src/b", "src/sub/c"]
 
 
 def test_own_outputs_and_caches_stay_out(tree: Tree) -> None:
@@ -100,31 +100,37 @@ def test_own_outputs_and_caches_stay_out(tree: Tree) -> None:
         "run.manifest.json",
         "box.sif/bin/sh",
     )
-    assert found(root) == ["box.sif/bin/sh", "data.tar", "data.tar.sha256", "run.manifest.json"]
-    assert "deltas" not in [one.name for one in sources.walk(root)]
-    assert "deltas/code-0a1b.imgdelta" in found(root, "!*.imgdelta")
+    assert listed_files(root) == ["box.sif/bin/sh", "data.tar", "data.tar.sha256", "run.manifest.json"]
+    assert "deltas" not in [file.name for file in sources.walk(root)]
+    assert "deltas/code-0a1b.imgdelta" in listed_files(root, "!*.imgdelta")
 
 
 def test_temporary_names_never_count(tree: Tree) -> None:
     part = files.temporary_name(Path("mn5.sif")).name
     root = tree(part, f"{files.TEMPORARY}sif.0a.1b/spool.tar", f"{files.TEMPORARY}lock.mn5.sif", ".mine.part")
     listed = [part, f"{files.TEMPORARY}sif.0a.1b/spool.tar", ".mine.part"]
-    assert found(root, "!*") == [".mine.part"]
-    assert [one.name for one in sources.walk(root, listed=listed)] == [".mine.part"]
+    assert listed_files(root, "!*") == [".mine.part"]
+    assert [file.name for file in sources.walk(root, listed=listed)] == [".mine.part"]
 
 
 def test_jobs_name_their_temporary_files_alike() -> None:
     """A job that was killed, or still runs, leaves its secret and a half checkpoint beside the code."""
     templates = (FOLDER / "templates/job").glob("*.j2")
-    made = [name for file in templates for name in re.findall(r'mktemp "(\S+)"', file.read_text())]
-    own = [name.removeprefix("$IMGKIT_RUN_DIR/") for name in made if name.startswith("$IMGKIT_RUN_DIR/")]
-    assert ".imgkit-secret.XXXXXXXXXX" in own
-    assert [name for name in (*own, disk.WRITING, disk.LEAVING) if not name.startswith(files.TEMPORARY)] == []
+    temporary_names = [name for file in templates for name in re.findall(r'mktemp "(\S+)"', file.read_text())]
+    run_names = [
+        name.removeprefix("$IMGKIT_RUN_DIR/")
+        for name in temporary_names
+        if name.startswith("$IMGKIT_RUN_DIR/")
+    ]
+    assert ".imgkit-secret.XXXXXXXXXX" in run_names
+    assert [
+        name for name in (*run_names, disk.WRITING, disk.LEAVING) if not name.startswith(files.TEMPORARY)
+    ] == []
 
 
 def test_recipe_brings_a_file_back(tree: Tree) -> None:
     root = tree("base.sif", "vocab.txt", "x.py", ".venv/pyvenv.cfg", **{".gitignore": "*.txt\n"})
-    assert found(root, "!*.sif", "!vocab.txt", "*.py") == ["base.sif", "vocab.txt"]
+    assert listed_files(root, "!*.sif", "!vocab.txt", "*.py") == ["base.sif", "vocab.txt"]
 
 
 def test_names_that_stay_out_are_listed(tree: Tree) -> None:
@@ -138,13 +144,13 @@ def test_hidden_file_cannot_be_brought_back(tree: Tree) -> None:
     root = tree("token.txt", "a.py")
     (root / "link").symlink_to("token.txt")
     hidden = [(root / "token.txt").resolve()]
-    assert [one.name for one in sources.walk(root, ["!token.txt"], hidden=hidden)] == ["a.py", "link"]
+    assert [file.name for file in sources.walk(root, ["!token.txt"], hidden=hidden)] == ["a.py", "link"]
 
 
 def test_list_of_patterns_that_is_a_fifo_is_none(tree: Tree) -> None:
     root = tree("a.py")
     os.mkfifo(root / ".gitignore")
-    assert found(root) == ["a.py"]
+    assert listed_files(root) == ["a.py"]
 
 
 def test_list_behind_a_link_is_not_read(tree: Tree, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -153,7 +159,7 @@ def test_list_behind_a_link_is_not_read(tree: Tree, tmp_path_factory: pytest.Tem
     (outside / "secret").write_text("a*b*c*d*e*f\n")
     root = tree("a.py")
     (root / ".gitignore").symlink_to(outside / "secret")
-    assert found(root) == ["a.py"]
+    assert listed_files(root) == ["a.py"]
 
 
 SECRETS = {
@@ -181,7 +187,7 @@ PUBLIC = {
 def test_files_that_hold_secrets_stay_out_and_are_named(tree: Tree) -> None:
     root = tree(**SECRETS, **PUBLIC)
     secret: list[str] = []
-    names = [one.name for one in sources.walk(root, secret=secret) if one.entry.is_file()]
+    names = [file.name for file in sources.walk(root, secret=secret) if file.entry.is_file()]
     assert sorted(names) == sorted(PUBLIC)
     folders = {".ssh/config": ".ssh/", ".aws/credentials": ".aws/"}
     assert sorted(secret) == sorted(folders.get(name, name) for name in SECRETS)
@@ -190,9 +196,9 @@ def test_files_that_hold_secrets_stay_out_and_are_named(tree: Tree) -> None:
 def test_only_its_name_brings_a_secret_back(tree: Tree) -> None:
     root = tree(**{"conf/.env": "x", ".gitignore": "conf/\n", ".dockerignore": "!conf/.env\n"})
     for patterns in ((), ("!conf/",), ("!*",), ("!**",), ("!conf", "!conf/*")):
-        assert "conf/.env" not in found(root, *patterns)
-    assert "conf/.env" in found(root, "!conf/", "!.env")
-    assert "conf/.env" in found(root, "!conf/", "!conf/.env*")
+        assert "conf/.env" not in listed_files(root, *patterns)
+    assert "conf/.env" in listed_files(root, "!conf/", "!.env")
+    assert "conf/.env" in listed_files(root, "!conf/", "!conf/.env*")
 
 
 def test_ignored_secret_is_listed_once(tree: Tree) -> None:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,13 +153,9 @@ def test_systems_of_a_site_have_names_too(site: Path, write: Write) -> None:
     assert load(write(f"{IMAGE}system: more\n")).system.runtime.modules == ("ours",)
 
 
-def test_list_says_how_each_system_was_tested(site: Path) -> None:
-    from typer.testing import CliRunner
-
-    from imgkit_builder.cli.app import build_app
-
-    done = CliRunner().invoke(build_app(("run", "list")), ["list", "--systems"])
-    rows = {line.split()[0]: re.split(r"  +", line)[1:3] for line in done.stdout.splitlines()}
+def test_list_says_how_each_system_was_tested(site: Path, call: Any) -> None:
+    _, out, _ = call("list", "--systems")
+    rows = {line.split()[0]: re.split(r"  +", line)[1:3] for line in out.splitlines()}
     assert {name: rows[name] for name in ("cpu", "mn5", "juwels-booster", "leonardo", "ours")} == {
         "cpu": ["standalone", "ran there"],
         "mn5": ["slurm", "simulated"],
@@ -166,9 +163,9 @@ def test_list_says_how_each_system_was_tested(site: Path) -> None:
         "leonardo": ["slurm", "script only"],
         "ours": ["slurm", "-"],
     }
-    assert f"ours ({site}/ours.yaml)" in done.stdout
+    assert f"ours ({site}/ours.yaml)" in out
     (site / "ours.yaml").write_text(HERE + "proof: {run: Ada with 4 nodes on 2026-11-20}\n")
-    done = CliRunner().invoke(build_app(("run", "list")), ["list", "--systems", "--json"])
-    (ours,) = (one for one in json.loads(done.stdout)["systems"] if one["site"])
+    _, out, _ = call("list", "--systems", "--json")
+    (ours,) = (system for system in json.loads(out)["systems"] if system["site"])
     ran = "Ada with 4 nodes on 2026-11-20"
     assert ours["proof"] == {"run": ran, "simulated": "", "rendered": "", "documented": ""}

@@ -14,7 +14,7 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_recipes import recipe_names
 
 
-def shown(recipe: str) -> dict[str, Any]:
+def described(recipe: str) -> dict[str, Any]:
     content: dict[str, Any] = json.loads(targets.described_json(load(recipe)))
     return content
 
@@ -32,7 +32,7 @@ def read(content: dict[str, Any]) -> Target:
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_json_says_what_the_recipe_says(name: str) -> None:
-    recipe, target = load(name), read(shown(name))
+    recipe, target = load(name), read(described(name))
     assert (target.name, target.system, target.platforms) == (
         recipe.name,
         recipe.system,
@@ -48,7 +48,7 @@ def test_json_says_what_the_recipe_says(name: str) -> None:
     ],
 )
 def test_value_that_no_recipe_has_is_refused(part: str, key: str, value: object, message: str) -> None:
-    content = shown("mn5")
+    content = described("mn5")
     content["system"][part][key] = value
     # The reader of an image's system refuses numbers, and its caller names the image.
     with pytest.raises((UsageError, ValueError), match=message):
@@ -56,7 +56,7 @@ def test_value_that_no_recipe_has_is_refused(part: str, key: str, value: object,
 
 
 def test_every_broken_rule_is_named() -> None:
-    content = shown("mn5")
+    content = described("mn5")
     content["name"], content["image"]["platforms"] = "../x", ["linux/riscv64"]
     content["system"]["env"] = {"A;id": "1"}
     with pytest.raises(UsageError) as caught:
@@ -70,7 +70,7 @@ def test_every_broken_rule_is_named() -> None:
 
 
 def test_rules_of_the_scheduler_apply_to_json() -> None:
-    content = shown("mn5")
+    content = described("mn5")
     content["system"]["scheduler"] = "slrum"
     with pytest.raises(UsageError, match="did you mean slurm"):
         read(content)

@@ -17,7 +17,7 @@ def test_text_becomes_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "why"),
+    ("text", "message"),
     [
         ("a = 1\0", "it is not TOML"),
         ("a = " + "[" * 100_000, "too deep"),
@@ -28,10 +28,10 @@ def test_text_becomes_values() -> None:
         ("a = 0x" + "f" * 5000, "an integer has more than 64 bits"),
         ("a = [{b = [9223372036854775808]}]", "an integer has more than 64 bits"),
     ],
-    ids=lambda one: one[:20] if isinstance(one, str) else "",
+    ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
-def test_what_is_no_toml_is_an_error_of_imgkit(text: str, why: str) -> None:
-    with pytest.raises(UsageError, match=why):
+def test_what_is_no_toml_is_an_error_of_imgkit(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         problems.parse_toml(text)
 
 
