@@ -16,3 +16,11 @@ def write_files(root: Path, files: Mapping[str, str | bytes]) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content if isinstance(content, bytes) else f"{content}\n".encode())
     return root
+
+
+def write_program(path: Path, script: str) -> Path:
+    """Write a shell script that stands in for the program at `path`, and return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from file_tree import write_program
 
 from imgkit_builder.recipe.model import Image, Recipe, RunCommand
 from imgkit_builder.recipe.problems import Position
@@ -59,7 +60,7 @@ def fake_runai(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRunAI:
 
     def make(commands: Mapping[str, str]) -> Path:
         called = tmp_path / "runai-called"
-        lines = ["#!/bin/sh", "# A fake client of RunAI.", 'case "$*" in']
+        lines = ["# A fake client of RunAI.", 'case "$*" in']
         for command, options in commands.items():
             listed = "".join(
                 f"  {option}, --word-of{option} stringArray\\n"
@@ -70,12 +71,8 @@ def fake_runai(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeRunAI:
             lines.append(f"{shlex.quote(f'{command} --help')}) printf {shlex.quote(listed)};;")
         lines += ["*--help) echo unknown command >&2; exit 1;;"]
         lines += [f'*) for word in "$@"; do echo "$word"; done | tee {shlex.quote(str(called))};;', "esac"]
-        folder = tmp_path / "runai-bin"
-        folder.mkdir(exist_ok=True)
-        program = folder / "runai"
-        program.write_text("\n".join((*lines, "")))
-        program.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        program = write_program(tmp_path / "runai-bin/runai", "\n".join(lines))
+        monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
         return called
 
     return make

@@ -11,6 +11,7 @@ from io import TextIOWrapper
 from pathlib import Path
 
 import pytest
+from file_tree import write_files
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -121,17 +122,14 @@ def test_node_with_hostile_files_is_shown_harmless(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
     recipe = system.to_json(system.SystemFacts(title=EVIL))
-    for path, text in {
+    files = {
         "proc/sys/kernel/hostname": EVIL,
         "proc/driver/nvidia/gpus/0000:17:00.0/information": f"Model: {EVIL}",
         "dev/nvidia0": "",
         "sys/class/net/eth0/operstate": EVIL,
         "opt/imgkit/system.json": recipe,
-    }.items():
-        file = tmp_path / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    monkeypatch.setenv("IMGKIT_ROOT", str(tmp_path))
+    }
+    monkeypatch.setenv("IMGKIT_ROOT", str(write_files(tmp_path, files)))
     monkeypatch.setenv("SLURM_JOB_ID", "5")
     monkeypatch.setenv("SLURM_JOB_NODELIST", EVIL)
     with pytest.raises(SystemExit):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from file_tree import write_files, write_program
 
 from imgkit_builder.engine import build_guard
 
@@ -118,12 +119,11 @@ def test_reader_that_went_ends_the_program(start_guard: StartGuard) -> None:
 
 def test_foreign_working_container_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only a folder that holds the token is removed; the program here is a fake that records its words."""
-    for name, text in (("ours", '{"Args": {"BUILD_OF_IMGKIT": "token"}}'), ("theirs", "{}")):
-        (tmp_path / "all" / name / "userdata").mkdir(parents=True)
-        (tmp_path / "all" / name / "userdata/buildah.json").write_text(text)
-    podman = tmp_path / "podman"
-    podman.write_text(f'#!/bin/sh\necho "$@" >> "{tmp_path}/asked"\n')
-    podman.chmod(0o755)
+    containers = {"ours": '{"Args": {"BUILD_OF_IMGKIT": "token"}}', "theirs": "{}"}
+    write_files(
+        tmp_path / "all", {f"{name}/userdata/buildah.json": text for name, text in containers.items()}
+    )
+    write_program(tmp_path / "podman", f'echo "$@" >> "{tmp_path}/asked"')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     build_guard.remove(str(tmp_path / "all"), "token")
     assert (tmp_path / "asked").read_text() == "--remote=false rm --force ours\n"

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from file_tree import write_program
 
 from imgkit_builder.engine import builders
 from imgkit_builder.engine.address import Endpoint
@@ -30,11 +31,6 @@ def facts(version: dict[str, Any], endpoint: Endpoint = HERE, **info: Any) -> En
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No program is on PATH."""
     monkeypatch.setenv("PATH", str(tmp_path))
-
-
-def fake_program(folder: Path, name: str, script: str) -> None:
-    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
-    (folder / name).chmod(0o755)
 
 
 def test_store_names_the_graph_driver() -> None:
@@ -96,7 +92,7 @@ def test_podman_through_its_api_refuses_secrets(bare: None) -> None:
 
 
 def test_docker_without_buildx_refuses_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_program(tmp_path, "docker", "exit 1")
+    write_program(tmp_path / "docker", "exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(ToolMissing, match="only with buildx: the docker program has no buildx") as caught:
         builders.choose(facts(DOCKER), secrets_at="mine.yaml:4")
@@ -105,7 +101,7 @@ def test_docker_without_buildx_refuses_secrets(tmp_path: Path, monkeypatch: pyte
 
 
 def test_secrets_choose_buildx_for_docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_program(tmp_path, "docker", "exit 0")
+    write_program(tmp_path / "docker", "exit 0")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert builders.choose(facts(DOCKER), secrets_at="mine.yaml:4").name == "buildx"
     assert builders.choose(facts(DOCKER)).name == "classic"

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import shutil
-import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from file_tree import write_files
+from file_tree import write_files, write_program
 
 from imgkit_builder.base.checks import Check, Verdict, passed
 from imgkit_builder.examine import doctor
@@ -32,11 +31,6 @@ QEMU = "proc/sys/fs/binfmt_misc/qemu-aarch64"
 USERNS = "proc/sys/user/max_user_namespaces"
 
 
-def script(path: Path, text: str) -> None:
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR | stat.S_IXGRP | stat.S_IXOTH)
-
-
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty PATH to put programs on, and no engine."""
@@ -54,8 +48,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def runtime(programs: Path) -> Path:
-    script(programs / "singularity", 'echo "singularity-ce version 4.1.0"')
-    return programs / "singularity"
+    return write_program(programs / "singularity", 'echo "singularity-ce version 4.1.0"')
 
 
 @pytest.fixture
@@ -115,7 +108,7 @@ def test_system_of_containers_needs_no_runtime(programs: Path) -> None:
 
 
 def test_game_named_singularity_is_no_runtime(programs: Path) -> None:
-    script(programs / "singularity", "echo Endgame: Singularity 1.00")
+    write_program(programs / "singularity", "echo Endgame: Singularity 1.00")
     check = look()["singularity"]
     assert check.verdict == "fail"
     assert "Endgame" in check.found
@@ -163,8 +156,7 @@ NEW = 'echo "mksquashfs version 4.6.1 (2023/03/25)"; echo "-tar read a tar"; ech
 )
 def test_own_way_names_the_mksquashfs_wherever_it_lies(runtime: Path, subfolder: str) -> None:
     folder = runtime.parent.parent / subfolder
-    folder.mkdir(parents=True, exist_ok=True)
-    script(folder / "mksquashfs", NEW)
+    write_program(folder / "mksquashfs", NEW)
     check = look(machine=Machine(uid=0))["imgkit sif"]
     assert check.verdict == "ok"
     assert f"itself, with mksquashfs 4.6.1 at {folder}/mksquashfs" in check.found
@@ -174,13 +166,13 @@ def test_own_way_names_the_mksquashfs_wherever_it_lies(runtime: Path, subfolder:
 def test_mksquashfs_of_a_runtime_comes_before_an_old_one_of_the_path(runtime: Path) -> None:
     beside = runtime.parent.parent / "libexec/singularity/bin"
     beside.mkdir(parents=True)
-    script(runtime.parent / "mksquashfs", OLD)
-    script(beside / "mksquashfs", NEW)
+    write_program(runtime.parent / "mksquashfs", OLD)
+    write_program(beside / "mksquashfs", NEW)
     assert f"4.6.1 at {beside}" in look(machine=Machine(uid=0))["imgkit sif"].found
 
 
 def test_old_mksquashfs_squashes_plain_files(runtime: Path) -> None:
-    script(runtime.parent / "mksquashfs", OLD)
+    write_program(runtime.parent / "mksquashfs", OLD)
     check = look(machine=Machine(uid=0))["imgkit sif"]
     assert check.verdict == "warn"
     assert f"itself, with mksquashfs 4.4 at {runtime.parent}/mksquashfs; the files are written" in check.found
@@ -196,9 +188,7 @@ def test_mksquashfs_of_the_configuration_is_found(
 ) -> None:
     configuration = runtime.parent.parent / subfolder / flavour / f"{flavour}.conf"
     configuration.parent.mkdir(parents=True)
-    (tmp_path / "own tools").mkdir()
-    program = tmp_path / "own tools/mksquashfs"
-    script(program, NEW)
+    program = write_program(tmp_path / "own tools/mksquashfs", NEW)
     value = program.parent if folder_only else program
     configuration.write_text(f"# mksquashfs path = /commented\nmksquashfs path = {value}\n")
     assert f"mksquashfs 4.6.1 at {program}" in look(machine=Machine(uid=0))["imgkit sif"].found
@@ -212,7 +202,7 @@ def test_absent_mksquashfs_of_the_configuration_is_ignored(runtime: Path) -> Non
 
 
 def test_runtime_builds_where_nothing_squashes(runtime: Path) -> None:
-    script(runtime.parent / "mksquashfs", BROKEN)
+    write_program(runtime.parent / "mksquashfs", BROKEN)
     check = look(machine=Machine(uid=0))["imgkit sif"]
     assert check.verdict == "warn"
     assert check.found.startswith("singularity-ce 4.1.0 builds the file")
@@ -221,12 +211,12 @@ def test_runtime_builds_where_nothing_squashes(runtime: Path) -> None:
 
 
 def test_broken_mksquashfs_without_runtime_leaves_no_way(programs: Path) -> None:
-    script(programs / "mksquashfs", BROKEN)
+    write_program(programs / "mksquashfs", BROKEN)
     assert look(purpose="sif")["imgkit sif"].verdict == "fail"
 
 
 def test_machine_without_runtime_still_writes_files(programs: Path) -> None:
-    script(programs / "mksquashfs", NEW)
+    write_program(programs / "mksquashfs", NEW)
     checks = look(MN5, purpose="sif", machine=Machine(uid=0))
     assert (checks["imgkit sif"].verdict, checks["singularity"].verdict) == ("ok", "warn")
     assert "module load gcc singularity" in checks["singularity"].hint
@@ -243,7 +233,7 @@ def test_machine_without_runtime_still_writes_files(programs: Path) -> None:
     ],
 )
 def test_runtime_below_the_floor_warns(programs: Path, version: str, verdict: str) -> None:
-    script(programs / "singularity", f'echo "{version}"')
+    write_program(programs / "singularity", f'echo "{version}"')
     check = look(machine=Machine(uid=0))["singularity"]
     assert check.verdict == verdict
     assert verdict == "ok" or "3.8" in check.hint
@@ -276,7 +266,7 @@ def test_disk_that_the_way_fills_warns(
     enough: int,
 ) -> None:
     """The stream needs room for the .sif alone, plain files for the image, a runtime for three of them."""
-    script(runtime.parent / "mksquashfs", squashes)
+    write_program(runtime.parent / "mksquashfs", squashes)
     for free, verdict in ((enough, "ok"), (enough - 1, "warn")):
         usage = type("usage", (), {"free": free * 10**9})
         monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)

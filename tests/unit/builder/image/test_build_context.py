@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from file_tree import write_files
 
 from imgkit_builder.base.files import MTIME_S
 from imgkit_builder.base.progress import Silent
@@ -34,10 +35,7 @@ Pack = Callable[..., BuildContext]
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
     """A folder to copy: a module, a script, a space in a name."""
-    folder = tmp_path / "code"
-    (folder / "pkg").mkdir(parents=True)
-    (folder / "pkg" / "a b.py").write_text("x = 1\n")
-    (folder / "run.sh").write_text("#!/bin/sh\n")
+    folder = write_files(tmp_path / "code", {"pkg/a b.py": "x = 1", "run.sh": "#!/bin/sh"})
     (folder / "run.sh").chmod(0o755)
     return folder
 
@@ -131,17 +129,8 @@ def test_manifest_has_the_recipes_own_variables(make_recipe: MakeRecipe) -> None
 
 
 def test_gitignore_rules_decide(pack: Pack, code: Path) -> None:
-    for name in (
-        "data/x.bin",
-        "pkg/data/y.bin",
-        "keep.csv",
-        "drop.csv",
-        ".git/HEAD",
-        "pkg/__pycache__/a.pyc",
-    ):
-        (code / name).parent.mkdir(parents=True, exist_ok=True)
-        (code / name).write_text("")
-    (code / "data.txt").write_text("")
+    names = ("data/x.bin", "pkg/data/y.bin", "keep.csv", "drop.csv", "data.txt", ".git/HEAD")
+    write_files(code, dict.fromkeys((*names, "pkg/__pycache__/a.pyc"), ""))
     assert copied(pack(ignore=("/data/", "*.csv", "!keep.csv"))) == [
         "data.txt",
         "keep.csv",

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from file_tree import write_files
 
 from imgkit_builder.project import toml_file
 from imgkit_builder.recipe.load import load
@@ -88,23 +89,17 @@ STARTS = 'if __name__ == "__main__":\n'
     ],
 )
 def test_command_starts_the_program_of_the_folder(call: Any, programs: dict[str, str], started: str) -> None:
-    write_files(programs)
+    write_files(Path(), programs)
     assert call("init", "--recipe", "mn5")[0] == 0
     assert command_here() == ("dist-run", f"/workspace/{started}")
     assert {str(path) for path in Path().rglob("*.py")} == {*programs}
 
 
 def test_program_is_not_guessed_among_several(call: Any) -> None:
-    write_files({"a.py": STARTS, "b.py": STARTS})
+    write_files(Path(), {"a.py": STARTS, "b.py": STARTS})
     out = call("init", "--recipe", "mn5")[1]
     assert "next   command in imgkit.toml: the one that starts a.py or b.py" in out
     assert command_here() == ()
-
-
-def write_files(texts: dict[str, str]) -> None:
-    for name, text in texts.items():
-        Path(name).parent.mkdir(exist_ok=True)
-        Path(name).write_text(text)
 
 
 PROJECT = '[project]\nname = "p"\nversion = "1"\ndependencies = ["einops", "torchvision==0.16"]\n'
@@ -153,7 +148,7 @@ def test_recipe_installs_what_the_program_needs(
     call: Any, texts: dict[str, str], step: dict[str, Any] | None, omitted: tuple[str, ...], tmp_path: Path
 ) -> None:
     """The recipe is read as ``imgkit build`` reads it; no line may replace the base's torch."""
-    write_files({"train.py": "", **texts})
+    write_files(Path(), {"train.py": "", **texts})
     code, out, err = call("init", "--recipe", "mn5")
     assert code == 0, err
     (recipe,) = tmp_path.glob("*.yaml")
@@ -175,7 +170,8 @@ def test_recipe_installs_what_the_program_needs(
 
 def test_line_of_a_project_adds_no_key_to_the_recipe(call: Any, tmp_path: Path) -> None:
     write_files(
-        {"train.py": "", "pyproject.toml": '[project]\ndependencies = ["torch\\r  run: [x]", "tqdm"]\n'}
+        Path(),
+        {"train.py": "", "pyproject.toml": '[project]\ndependencies = ["torch\\r  run: [x]", "tqdm"]\n'},
     )
     assert call("init", "--recipe", "mn5")[0] == 0
     (recipe,) = tmp_path.glob("*.yaml")

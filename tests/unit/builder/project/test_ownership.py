@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from file_tree import write_files
 
 from imgkit_builder.project import ownership
 
@@ -39,12 +40,9 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a fil
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, a project, with a fake sbatch."""
-    project = tmp_path / "project"
-    for name, text in FILES.items():
-        file = project / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-        file.chmod(0o755 if name == "bin/sbatch" else 0o644)
+    project = write_files(tmp_path / "project", FILES)
+    for name in FILES:  # whatever the umask
+        (project / name).chmod(0o755 if name == "bin/sbatch" else 0o644)
     (project / "mine.sif").mkdir()  # an image as a folder, which nothing looks into
     monkeypatch.chdir(project)
     for name in ("CONFIG", "STATE"):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from file_tree import write_files
 
 from imgkit_builder.recipe import sources
 from imgkit_entrypoints import files
@@ -22,11 +23,7 @@ def tree(tmp_path: Path) -> Tree:
     """``tree(".git/HEAD", "src/a.py", **{"x": "text"})``: files, empty or with a text."""
 
     def make(*names: str, **texts: str) -> Path:
-        for name in (*names, *texts):
-            file = tmp_path / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(texts.get(name, ""))
-        return tmp_path
+        return write_files(tmp_path, {**dict.fromkeys(names, ""), **texts})
 
     return make
 

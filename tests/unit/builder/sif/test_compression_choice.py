@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from file_tree import write_program
 
 from imgkit_builder.archive import sidecar
 from imgkit_builder.sif import conversion, mksquashfs
@@ -23,9 +24,7 @@ OLD = Capabilities(mksquashfs_args=False, disable_cache=True, no_https=True)
 
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """A fake that prints `text` as its help, alone on PATH."""
-    program = tmp_path / "mksquashfs"
-    program.write_text(f"#!/bin/sh\ncat <<'EOF'\n{text}\nEOF\nexit 1\n")
-    program.chmod(0o755)
+    write_program(tmp_path / "mksquashfs", f"cat <<'EOF'\n{text}\nEOF\nexit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import small_sif
+from file_tree import write_program
 
 from imgkit_builder.archive.tar_read import REGULAR, SYMLINK
 from imgkit_builder.base.checks import Check
@@ -79,13 +80,9 @@ def test_missing_program_says_what_installs_it(squashfs: Path, monkeypatch: pyte
 def test_program_that_cannot_unpack_the_compression_is_named(
     squashfs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tool = squashfs.parent / "bin/unsquashfs"  # a stand-in for one without zstd
-    tool.parent.mkdir()
     error = "Filesystem uses zstd compression, this is unsupported by this version"
-    tool.write_text(
-        f"#!/bin/sh\ncase $1 in -help) echo ' -o[ffset] N' ;; *) echo '{error}'; exit 1 ;; esac\n"
-    )
-    tool.chmod(0o755)
+    script = f"case $1 in -help) echo ' -o[ffset] N' ;; *) echo '{error}'; exit 1 ;; esac"
+    tool = write_program(squashfs.parent / "bin/unsquashfs", script)  # a stand-in for one without zstd
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
     with pytest.raises(ToolMissing, match="uses zstd"):
         Squashfs(path=squashfs, offset=4096).read(["a/one"])

@@ -284,15 +284,13 @@ COMPAT = "/usr/local/cuda/compat"
 def driver_tree(planted: Planted, driver: str, model: str, file: str = "libcuda.so.575.57.08") -> Path:
     """A FAKE tree of NVIDIA's driver beside an image's real layout of the compat folder."""
     root = planted("none")
-    info = root / "proc/driver/nvidia/gpus/0000:17:00.0/information"
-    info.parent.mkdir(parents=True)
-    info.write_text(f"Model: \t\t {model}\n")
-    version = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Tue\n"
-    (root / "proc/driver/nvidia/version").write_text(version)
-    folder = root / f"{COMPAT}/lib.real".lstrip("/")
-    folder.mkdir(parents=True)
-    (folder / file).touch()
-    (folder / "libcuda.so.1").symlink_to(file)
+    files = {
+        "proc/driver/nvidia/gpus/0000:17:00.0/information": f"Model: \t\t {model}",
+        "proc/driver/nvidia/version": f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Tue",
+        f"{COMPAT}/lib.real/{file}": "",
+    }
+    write_files(root, files)
+    (root / f"{COMPAT}/lib.real/libcuda.so.1".lstrip("/")).symlink_to(file)
     return root
 
 
