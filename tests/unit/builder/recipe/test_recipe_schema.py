@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from imgkit_builder.recipe.system_files import is_path
 from imgkit_entrypoints.errors import UsageError
 from imgkit_recipes import FOLDER
 
-Write = Callable[..., Path]
 SCHEMA: dict[str, Any] = json.loads(schema.schema_json())
 MALFORMED = Path(__file__).parent / "malformed"
 
