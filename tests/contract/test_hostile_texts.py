@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import small_sif
+from sample_image import SampleImage
+from small_tar import tar_of_files
 
 from imgkit_builder.archive import sidecar
 from imgkit_builder.base.progress import Silent
@@ -36,24 +38,24 @@ Call = Callable[..., tuple[object, str, str]]
 def check(call: Call) -> Callable[..., None]:
     """``check("verify", "x.tar")``: its output shows `EVIL`, on one line and without a control character."""
 
-    def run(*words: str, shows: bool = True, code: int | None = None) -> None:
-        ended, out, err = call(*words)
+    def run(*args: str, shows: bool = True, code: int | None = None) -> None:
+        exit_code, out, err = call(*args)
         text = out + err
         assert text.replace("\n", "").isprintable(), text.encode("unicode_escape")
         assert [line for line in text.split("\n") if line.startswith(FORGED)] == [], text
-        assert ("EVIL" in text) == shows, (words, text)
-        assert code is None or ended == code, text
+        assert ("EVIL" in text) == shows, (args, text)
+        assert code is None or exit_code == code, text
 
     return run
 
 
 @pytest.fixture
-def evil(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def evil(sample: SampleImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SampleImage:
     """An image with `EVIL` in every text, in a folder of its own."""
     monkeypatch.chdir(tmp_path)
-    made.tags = [f"made:{EVIL}"]
-    made.labels = {"imgkit.recipe": EVIL, EVIL: EVIL, "org.opencontainers.image.created": EVIL}
-    about = Manifest(
+    sample.tags = [f"made:{EVIL}"]
+    sample.labels = {"imgkit.recipe": EVIL, EVIL: EVIL, "org.opencontainers.image.created": EVIL}
+    manifest = Manifest(
         imgkit=EVIL,
         recipe=EVIL,
         recipe_sha256=EVIL,
@@ -63,35 +65,35 @@ def evil(made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         revision=EVIL,
     )
     status = "Package: a\x1b[2J\x9bEVIL\nStatus: install ok installed\nVersion: 1\u202e\nArchitecture: x\n"
-    made.layers = [
-        made.tar({f"etc/{EVIL}": b"x", "var/lib/dpkg/status": status.encode()}),
-        made.tar({"opt/imgkit/manifest.json": manifests.to_json(about).encode()}, {"etc/link": EVIL}),
+    sample.layers = [
+        tar_of_files({f"etc/{EVIL}": b"x", "var/lib/dpkg/status": status.encode()}),
+        tar_of_files({"opt/imgkit/manifest.json": manifests.to_json(manifest).encode()}, {"etc/link": EVIL}),
     ]
-    return made
+    return sample
 
 
 @pytest.mark.programs("mksquashfs")
-def test_archive_with_hostile_texts(evil: Any, check: Callable[..., None]) -> None:
+def test_archive_with_hostile_texts(evil: SampleImage, check: Callable[..., None]) -> None:
     layouts = {
         "modern.tar": evil.modern_members(),
         "old.tar": evil.legacy_members(),
         "packed.tar": evil.modern_members(gzip.compress),
     }
     for name, members in layouts.items():
-        Path(name).write_bytes(evil.tar(members))
+        Path(name).write_bytes(tar_of_files(members))
         check("verify", name)
         check("verify", name, "--json")
         check("sif", name, "--dry-run", shows=False)
     check("sbom", "modern.tar")
     evil.layers = [evil.layers[1]]
-    Path("other.tar").write_bytes(evil.tar(evil.modern_members()))
+    Path("other.tar").write_bytes(tar_of_files(evil.modern_members()))
     Path(f"{EVIL}.tar").write_bytes(b"no archive")
     check("verify", f"{EVIL}.tar")
     check("sif", f"{EVIL}.tar")
 
 
-def test_record_beside_an_archive_with_hostile_texts(evil: Any, check: Callable[..., None]) -> None:
-    data = evil.tar(evil.modern_members())
+def test_record_beside_an_archive_with_hostile_texts(evil: SampleImage, check: Callable[..., None]) -> None:
+    data = tar_of_files(evil.modern_members())
     Path("x.tar").write_bytes(data)
     described = sidecar.Sidecar(
         image=sidecar.SavedImage(
@@ -112,10 +114,10 @@ def test_record_beside_an_archive_with_hostile_texts(evil: Any, check: Callable[
 class EvilImage:
     """An image of an engine, exported."""
 
-    def __init__(self, evil: Any) -> None:
+    def __init__(self, evil: SampleImage) -> None:
         self.name, self.size_bytes = f"new:{EVIL}", 1
         self.config = parse_config(evil.config, where="x")
-        self._exported = evil.tar({f"etc/{EVIL}": b"y"})
+        self._exported = tar_of_files({f"etc/{EVIL}": b"y"})
 
     @contextlib.contextmanager
     def export(self) -> Iterator[Iterator[bytes]]:
@@ -124,8 +126,8 @@ class EvilImage:
 
 
 @pytest.mark.programs("mksquashfs")
-def test_sif_with_hostile_texts(evil: Any, check: Callable[..., None]) -> None:
-    Path("x.tar").write_bytes(evil.tar(evil.modern_members()))
+def test_sif_with_hostile_texts(evil: SampleImage, check: Callable[..., None]) -> None:
+    Path("x.tar").write_bytes(tar_of_files(evil.modern_members()))
     check("sif", "x.tar", "--no-test", "--compression", "gzip", code=0, shows=False)
     check("show", "x.sif", code=0)
     check("show", "x.sif", "--json", code=0)
@@ -192,17 +194,10 @@ def record(programs: Path, **values: Any) -> None:
     """Write the record of job 7."""
     state = programs.parent / "state/imgkit/jobs"
     state.mkdir(parents=True, exist_ok=True)
-    of_slurm = {"schema": 1, "id": "7", "system": "slurm", "name": "a", "recipe": "a", "directory": "/"}
-    others = {"queue": "", "cluster": "", "answer": None, "remote": "", "submitted": "", "command": []}
-    ended = {
-        "image_id": "",
-        "state": "running",
-        "fetched": "",
-        "code": None,
-        "array": False,
-        "shell_line": "",
-    }
-    (state / "7.json").write_text(json.dumps({**of_slurm, **others, **ended, **values}))
+    job = {"schema": 1, "id": "7", "system": "slurm", "name": "a", "recipe": "a", "directory": "/"}
+    job |= {"queue": "", "cluster": "", "answer": None, "remote": "", "submitted": "", "command": []}
+    job |= {"image_id": "", "state": "running", "fetched": "", "code": None, "array": False, "shell_line": ""}
+    (state / "7.json").write_text(json.dumps(job | values))
 
 
 def test_job_and_runs_with_hostile_texts(programs: Path, check: Callable[..., None]) -> None:
@@ -260,8 +255,8 @@ def test_program_that_status_runs_cannot_steer_the_terminal(programs: Path) -> N
     record(programs)
     program(programs, "squeue", "printf '\\033[32mgreen\\033[0m\\n'; cat said; cat said >&2")
     reader, writer = os.openpty()
-    words = [sys.executable, "-m", "imgkit_builder", "status", "7"]
-    with subprocess.Popen(words, stdout=writer, stderr=writer, stdin=subprocess.DEVNULL) as started:
+    argv = [sys.executable, "-m", "imgkit_builder", "status", "7"]
+    with subprocess.Popen(argv, stdout=writer, stderr=writer, stdin=subprocess.DEVNULL) as started:
         os.close(writer)
         seen = b""
         with contextlib.suppress(OSError):  # the other end is closed

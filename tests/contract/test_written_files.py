@@ -42,8 +42,8 @@ def test_files_begin_with_this_version() -> None:
     ],
 )
 def test_every_check_of_an_image_passes(written: Path, name: str, checks: list[str]) -> None:
-    found = {one.name: one.verdict for one in verify(written / name)}
-    assert found == dict.fromkeys(checks, "ok")
+    verdicts = {check.name: check.verdict for check in verify(written / name)}
+    assert verdicts == dict.fromkeys(checks, "ok")
 
 
 def test_one_image_is_known_by_one_id(written: Path) -> None:
@@ -92,6 +92,6 @@ def test_record_of_a_job_has_every_field(written: Path, monkeypatch: pytest.Monk
 
 
 def test_run_folder_is_read(written: Path) -> None:
-    found = measured.tail(written / "dist-train")
-    assert found.step == 6
-    assert found.loss is not None
+    measurement = measured.tail(written / "dist-train")
+    assert measurement.step == 6
+    assert measurement.loss is not None

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import gzip
-import hashlib
 import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
+from sample_image import SampleImage, digest, lay_out, layer_tar, run_checks
+from small_tar import tar_of_files
 
-from imgkit_builder.archive import compressed, read, stored
-from imgkit_builder.archive.oci_folder import Laid, write_layout
-from imgkit_builder.base.checks import Check
-from imgkit_builder.base.progress import Silent
+from imgkit_builder.archive import compressed, read
 from imgkit_builder.examine.verify import verify
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, UsageError
-
-Made = Any
 
 NO_ARCHIVE = "neither an image archive"
 
@@ -31,46 +26,38 @@ class Case:
     """One way to spoil an archive, and how both readers answer."""
 
     name: str
-    make: Callable[[Made], bytes]
+    make: Callable[[SampleImage], bytes]
     refusal: type[ImgkitError] = CheckFailed
     says: str
     """Regular expression for the refusal of a conversion."""
     check: str = "archive"
     """Check of verify that fails; ``usage`` if verify refuses the file as conversion does."""
-    found: str | None = None
+    verify_message: str | None = None
     """Regular expression for what it found, where that differs from `says`."""
 
 
-def digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+def legacy(image: SampleImage) -> bytes:
+    return tar_of_files(image.legacy_members())
 
 
-def legacy(made: Made) -> bytes:
-    data: bytes = made.tar(made.legacy_members())
-    return data
-
-
-def listing(made: Made, **changes: object) -> bytes:
+def listing(image: SampleImage, **changes: object) -> bytes:
     """An archive of the older layout whose manifest.json is changed."""
-    members = made.legacy_members()
-    (one,) = json.loads(members["manifest.json"])
-    data: bytes = made.tar(members | {"manifest.json": json.dumps([one | changes]).encode()})
-    return data
+    members = image.legacy_members()
+    (entry,) = json.loads(members["manifest.json"])
+    return tar_of_files(members | {"manifest.json": json.dumps([entry | changes]).encode()})
 
 
-def with_manifest(made: Made, text: bytes) -> bytes:
-    data: bytes = made.tar(made.legacy_members() | {"manifest.json": text})
-    return data
+def with_manifest(image: SampleImage, text: bytes) -> bytes:
+    return tar_of_files(image.legacy_members() | {"manifest.json": text})
 
 
-def with_index(made: Made, index: object) -> bytes:
+def with_index(image: SampleImage, index: object) -> bytes:
     """An OCI archive with `index` as its index.json."""
-    data: bytes = made.tar(made.oci_members() | {"index.json": json.dumps(index).encode()})
-    return data
+    return tar_of_files(image.oci_members() | {"index.json": json.dumps(index).encode()})
 
 
-def flip(data: bytes, what: bytes) -> bytes:
-    at = data.index(what)
+def flip(data: bytes, marker: bytes) -> bytes:
+    at = data.index(marker)
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
@@ -80,121 +67,119 @@ def without_end(data: bytes) -> bytes:
     return data[: content + -content % 512]
 
 
-def two_images(made: Made) -> bytes:
-    members = made.legacy_members()
-    (one,) = json.loads(members["manifest.json"])
-    return with_manifest(made, json.dumps([one, one | {"RepoTags": ["other:2"]}]).encode())
+def two_images(image: SampleImage) -> bytes:
+    members = image.legacy_members()
+    (entry,) = json.loads(members["manifest.json"])
+    return with_manifest(image, json.dumps([entry, entry | {"RepoTags": ["other:2"]}]).encode())
 
 
-def without(made: Made, number: int) -> bytes:
-    members = made.legacy_members()
+def without(image: SampleImage, number: int) -> bytes:
+    members = image.legacy_members()
     del members[json.loads(members["manifest.json"])[0]["Layers"][number]]
-    data: bytes = made.tar(members)
-    return data
+    return tar_of_files(members)
 
 
-def some_layers(made: Made, count: int) -> bytes:
-    layers = json.loads(made.legacy_members()["manifest.json"])[0]["Layers"]
-    return listing(made, Layers=layers[:count])
+def some_layers(image: SampleImage, count: int) -> bytes:
+    layers = json.loads(image.legacy_members()["manifest.json"])[0]["Layers"]
+    return listing(image, Layers=layers[:count])
 
 
-def nested(made: Made, depth: int) -> bytes:
-    members = made.oci_members()
+def nested(image: SampleImage, depth: int) -> bytes:
+    members = image.oci_members()
     for _ in range(depth):
         inner = members["index.json"]
         members[f"blobs/sha256/{digest(inner)}"] = inner
         members["index.json"] = json.dumps({"manifests": [{"digest": f"sha256:{digest(inner)}"}]}).encode()
-    data: bytes = made.tar(members)
-    return data
+    return tar_of_files(members)
 
 
-def without_blob(made: Made, what: bytes) -> bytes:
-    members = {name: data for name, data in made.oci_members().items() if what not in data}
-    data: bytes = made.tar(members)
-    return data
+def without_blob(image: SampleImage, content: bytes) -> bytes:
+    members = {name: data for name, data in image.oci_members().items() if content not in data}
+    return tar_of_files(members)
 
 
-def config_without(made: Made, key: str) -> bytes:
-    values = json.loads(made.config)
+def config_without(image: SampleImage, key: str) -> bytes:
+    values = json.loads(image.config)
     del values[key]
     config = json.dumps(values).encode()
-    members = made.legacy_members() | {f"{digest(config)}.json": config}
-    (one,) = json.loads(members["manifest.json"])
-    text = json.dumps([one | {"Config": f"{digest(config)}.json"}]).encode()
-    data: bytes = made.tar(members | {"manifest.json": text})
-    return data
+    members = image.legacy_members() | {f"{digest(config)}.json": config}
+    (entry,) = json.loads(members["manifest.json"])
+    text = json.dumps([entry | {"Config": f"{digest(config)}.json"}]).encode()
+    return tar_of_files(members | {"manifest.json": text})
 
 
 CASES = [
     *(
-        Case(name=f"cut after {share:.0%}", make=lambda made, s=share: cut(legacy(made), s), says="cut short")  # type: ignore[misc]
+        Case(
+            name=f"cut after {share:.0%}", make=lambda image, s=share: cut(legacy(image), s), says="cut short"
+        )
         for share in (0.2, 0.5, 0.9)
     ),
-    Case(name="end missing", make=lambda made: without_end(legacy(made)), says="cut short"),
-    Case(name="gzip half", make=lambda made: cut(gzip.compress(legacy(made)), 0.5), says="cut short"),
-    Case(name="gzip end", make=lambda made: gzip.compress(legacy(made))[:-20], says="cut short"),
-    Case(name="gzip flip", make=lambda made: flipped_gzip(legacy(made)), says="gzip data is damaged"),
+    Case(name="end missing", make=lambda image: without_end(legacy(image)), says="cut short"),
+    Case(name="gzip half", make=lambda image: cut(gzip.compress(legacy(image)), 0.5), says="cut short"),
+    Case(name="gzip end", make=lambda image: gzip.compress(legacy(image))[:-20], says="cut short"),
+    Case(name="gzip flip", make=lambda image: flipped_gzip(legacy(image)), says="gzip data is damaged"),
     Case(
         name="bit flip",
-        make=lambda made: flip(legacy(made), b"threexxx"),
+        make=lambda image: flip(legacy(image), b"threexxx"),
         says="layer 3 of 3 is damaged",
         check="layers",
-        found=r"layer\.tar has sha256:.*, the configuration says",
+        verify_message=r"layer\.tar has sha256:.*, the configuration says",
     ),
     Case(
         name="configuration flipped",
-        make=lambda made: flip(legacy(made), b"created"),
+        make=lambda image: flip(legacy(image), b"created"),
         says="the configuration has digest .*, but is named",
         check="image id",
     ),
     Case(
         name="blob flipped",
-        make=lambda made: flip(made.tar(made.modern_members()), b"threexxx"),
+        make=lambda image: flip(tar_of_files(image.modern_members()), b"threexxx"),
         says="layer 3 of 3 is damaged",
-        found="damaged: blobs/sha256/",
+        verify_message="damaged: blobs/sha256/",
     ),
     Case(
         name="manifest blob flipped",
-        make=lambda made: flip(made.tar(made.oci_members()), b"schemaVersion"),
+        make=lambda image: flip(tar_of_files(image.oci_members()), b"schemaVersion"),
         says="blobs/sha256/[0-9a-f]{64} is damaged",
     ),
     Case(
         name="gzip layer damaged",
-        make=lambda made: made.tar(made.oci_members(flipped_gzip)),
+        make=lambda image: tar_of_files(image.oci_members(flipped_gzip)),
         says="gzip data is damaged|layer 1 of 3 is damaged",
     ),
-    Case(name="empty file", make=lambda made: b"", says="cut short", check="usage"),
-    Case(name="script", make=lambda made: b"#!/bin/sh\n", says="cut short", check="usage"),
+    Case(name="empty file", make=lambda image: b"", says="cut short", check="usage"),
+    Case(name="script", make=lambda image: b"#!/bin/sh\n", says="cut short", check="usage"),
     Case(
         name="zip",
-        make=lambda made: b"PK\3\4" + bytes(600),
+        make=lambda image: b"PK\3\4" + bytes(600),
         says="an incomplete or damaged tar",
         check="usage",
     ),
     Case(
         name="no tar",
-        make=lambda made: b"x" * 2000,
+        make=lambda image: b"x" * 2000,
         says="an incomplete or damaged tar archive",
         check="usage",
     ),
     Case(
         name="zeros",
-        make=lambda made: bytes(2000),
+        make=lambda image: bytes(2000),
         refusal=UsageError,
         says="not an image archive",
         check="usage",
     ),
     Case(
         name="block overwritten",
-        make=lambda made: (data := legacy(made))[:512] + b"y" * 512 + data[1024:],
+        make=lambda image: (data := legacy(image))[:512] + b"y" * 512 + data[1024:],
         says="damaged|checksum|not JSON|is missing|configuration",
         check="any",
     ),
     Case(name="two images", make=two_images, refusal=UsageError, says=r"2 images \(made:latest, other:2\)"),
     Case(
         name="two manifests",
-        make=lambda made: with_index(
-            made, {"manifests": [{"digest": "a"}, {"platform": {"architecture": "b"}}]}
+        make=lambda image: with_index(
+            image, {"manifests": [{"digest": "a"}, {"platform": {"architecture": "b"}}]}
         ),
         refusal=UsageError,
         says=r"2 images \(\?, b\)|which is not a sha256 digest",
@@ -202,54 +187,56 @@ CASES = [
     Case(
         # As some releases of Docker 25 wrote them (moby issue 47065).
         name="no layers",
-        make=lambda made: made.tar(dataclasses.replace(made, layers=[]).modern_members()),
+        make=lambda image: tar_of_files(dataclasses.replace(image, layers=[]).modern_members()),
         says="no layers",
     ),
     Case(
         name="file tree",
-        make=lambda made: made.tar({"bin/sh": b"#!", "etc/passwd": b"root"}),
+        make=lambda image: tar_of_files({"bin/sh": b"#!", "etc/passwd": b"root"}),
         refusal=UsageError,
         says=r"not an image archive: .*neither manifest\.json nor index\.json.*docker export",
     ),
-    Case(name="layer missing", make=lambda made: without(made, 1), says=r"layer\.tar' is missing, though"),
-    Case(name="blob missing", make=lambda made: without_blob(made, b"two"), says="is missing, though blobs/"),
+    Case(name="layer missing", make=lambda image: without(image, 1), says=r"layer\.tar' is missing, though"),
+    Case(
+        name="blob missing", make=lambda image: without_blob(image, b"two"), says="is missing, though blobs/"
+    ),
     Case(
         name="manifest missing",
-        make=lambda made: without_blob(made, b"schemaVersion"),
+        make=lambda image: without_blob(image, b"schemaVersion"),
         says="is missing, though index.json",
     ),
     Case(
         name="layer not listed",
-        make=lambda made: some_layers(made, 2),
+        make=lambda image: some_layers(image, 2),
         says="the archive has 2 layers, its configuration lists 3",
         check="layers",
     ),
     Case(
         # As a converter of another layout once left it: every file is there, and no layer is listed.
         name="no layer listed",
-        make=lambda made: some_layers(made, 0),
+        make=lambda image: some_layers(image, 0),
         says="the archive has 0 layers, its configuration lists 3",
         check="layers",
     ),
     *(
         Case(
             name=f"configuration is {config}",
-            make=lambda made, c=config: listing(made, Config=c),  # type: ignore[misc]
+            make=lambda image, c=config: listing(image, Config=c),
             says=f"'{re.escape(config)}' is missing, though manifest.json names it",
         )
         for config in ("../../../etc/passwd", "/etc/passwd", "absent.json")
     ),
     Case(
         name="link out of the archive",
-        make=lambda made: made.tar(
-            made.legacy_members() | {"manifest.json": b'[{"Config": "link"}]'}, {"link": "/etc/passwd"}
+        make=lambda image: tar_of_files(
+            image.legacy_members() | {"manifest.json": b'[{"Config": "link"}]'}, {"link": "/etc/passwd"}
         ),
         says="'link' is missing",
     ),
     *(
         Case(
             name=f"digest {bad!r}",
-            make=lambda made, b=bad: with_index(made, {"manifests": [{"digest": b}]}),  # type: ignore[misc]
+            make=lambda image, b=bad: with_index(image, {"manifests": [{"digest": b}]}),
             says="which is not a sha256 digest",
         )
         for bad in ("sha256:../../../etc/passwd", "sha512:00", 7, None)
@@ -257,7 +244,7 @@ CASES = [
     *(
         Case(
             name=f"manifest.json is {text.decode()[:20]}",
-            make=lambda made, t=text: with_manifest(made, t),  # type: ignore[misc]
+            make=lambda image, t=text: with_manifest(image, t),
             refusal=ImgkitError,
             says=says,
         )
@@ -277,39 +264,32 @@ CASES = [
     ),
     Case(
         name="index.json is a list",
-        make=lambda made: with_index(made, []),
+        make=lambda image: with_index(image, []),
         says="index.json does not describe an image",
     ),
-    Case(name="index too deep", make=lambda made: nested(made, 5), says="nests indexes more than 4 deep"),
+    Case(name="index too deep", make=lambda image: nested(image, 5), says="nests indexes more than 4 deep"),
     Case(
         name="configuration without diff_ids",
-        make=lambda made: config_without(made, "rootfs"),
+        make=lambda image: config_without(image, "rootfs"),
         says="configuration cannot be read",
     ),
     Case(
         name="configuration without architecture",
-        make=lambda made: config_without(made, "architecture"),
+        make=lambda image: config_without(image, "architecture"),
         says="configuration cannot be read",
     ),
     *(
         Case(
             name=name,
-            make=lambda made, m=magic: m + bytes(100),  # type: ignore[misc]
+            make=lambda image, m=magic: m + bytes(100),
             refusal=UsageError,
             says=f"compressed with {name}",
             check="usage",
-            found=f"compressed with {name}",
+            verify_message=f"compressed with {name}",
         )
         for magic, name in ((b"BZh91AY", "bzip2"), (b"\xfd7zXZ\x00\x00", "xz"))
     ),
 ]
-
-
-def lay_out(path: Path, folder: Path, *, unpack_limit_bytes: int | None = None) -> Laid:
-    """Write an OCI folder as the runtime gets it."""
-    folder.mkdir()
-    with stored.opened(path, folder, unpack_limit_bytes=unpack_limit_bytes) as image:
-        return write_layout(image, folder, Silent(), unpack_limit_bytes=unpack_limit_bytes)
 
 
 def cut(data: bytes, share: float) -> bytes:
@@ -322,66 +302,65 @@ def flipped_gzip(data: bytes) -> bytes:
     return bytes(packed)
 
 
-def written(case: Case, made: Made, tmp_path: Path) -> Path:
+def written(case: Case, sample: SampleImage, tmp_path: Path) -> Path:
     path = tmp_path / "image.tar"
-    path.write_bytes(case.make(made))
+    path.write_bytes(case.make(sample))
     return path
 
 
-def answers(path: Path) -> dict[str, Check]:
-    return {check.name: check for check in verify(path)}
-
-
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_damage_refused(case: Case, made: Made, tmp_path: Path) -> None:
+def test_damage_refused(case: Case, sample: SampleImage, tmp_path: Path) -> None:
     with pytest.raises(case.refusal, match=case.says) as caught:
-        lay_out(written(case, made, tmp_path), tmp_path / "laid")
+        lay_out(written(case, sample, tmp_path), tmp_path / "laid")
     assert str(tmp_path) in str(caught.value.where) or "layer" in str(caught.value)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_damage_fails_verify(case: Case, made: Made, tmp_path: Path) -> None:
-    path = written(case, made, tmp_path)
+def test_damage_fails_verify(case: Case, sample: SampleImage, tmp_path: Path) -> None:
+    path = written(case, sample, tmp_path)
     if case.check == "usage":
-        with pytest.raises(UsageError, match=case.found or NO_ARCHIVE):
+        with pytest.raises(UsageError, match=case.verify_message or NO_ARCHIVE):
             verify(path)
         return
-    found = answers(path)
+    checks = run_checks(path)
     # The digest is that of the whole file, wherever the damage is.
-    assert digest(path.read_bytes()) in found["sha256"].found
-    assert found["sha256"].verdict == "warn"
-    failed = {name: check for name, check in found.items() if check.verdict == "fail"}
+    assert digest(path.read_bytes()) in checks["sha256"].found
+    assert checks["sha256"].verdict == "warn"
+    failed = {name: check for name, check in checks.items() if check.verdict == "fail"}
     if case.check == "any":
         assert failed
     else:
-        assert re.search(case.found or case.says, failed[case.check].found)
+        assert re.search(case.verify_message or case.says, failed[case.check].found)
 
 
-def test_flipped_blob_fails_its_layer_too(made: Made, tmp_path: Path) -> None:
+def test_flipped_blob_fails_its_layer_too(sample: SampleImage, tmp_path: Path) -> None:
     path = tmp_path / "image.tar"
-    path.write_bytes(flip(made.tar(made.modern_members()), b"threexxx"))
-    assert {name for name, check in answers(path).items() if check.verdict == "fail"} == {"archive", "layers"}
+    path.write_bytes(flip(tar_of_files(sample.modern_members()), b"threexxx"))
+    assert {name for name, check in run_checks(path).items() if check.verdict == "fail"} == {
+        "archive",
+        "layers",
+    }
 
 
-def test_truncated_zstd_refused(made: Made, tmp_path: Path, zstd: Callable[[bytes], bytes]) -> None:
+def test_truncated_zstd_refused(sample: SampleImage, tmp_path: Path, zstd: Callable[[bytes], bytes]) -> None:
     path = tmp_path / "image.tar.zst"
-    path.write_bytes(zstd(legacy(made))[:-20])
-    assert answers(path)["archive"].verdict == "fail"
+    path.write_bytes(zstd(legacy(sample))[:-20])
+    assert run_checks(path)["archive"].verdict == "fail"
     with pytest.raises(CheckFailed, match="zstd data is damaged"):
         lay_out(path, tmp_path / "laid")
 
 
-def test_several_images_name_the_next_command(made: Made, tmp_path: Path) -> None:
+def test_several_images_name_the_next_command(sample: SampleImage, tmp_path: Path) -> None:
     path = tmp_path / "image.tar"
-    path.write_bytes(two_images(made))
+    path.write_bytes(two_images(sample))
     with pytest.raises(UsageError) as caught:
         lay_out(path, tmp_path / "laid")
     assert "docker save -o FILE.tar made:latest" in str(caught.value.hint)
 
 
-def test_file_tree_names_the_next_command(made: Made, tmp_path: Path) -> None:
+def test_file_tree_names_the_next_command(sample: SampleImage, tmp_path: Path) -> None:
     path = tmp_path / "image.tar"
-    path.write_bytes(made.tar({"bin/sh": b"#!"}))
+    path.write_bytes(tar_of_files({"bin/sh": b"#!"}))
     with pytest.raises(UsageError) as caught:
         lay_out(path, tmp_path / "laid")
     assert "docker save" in str(caught.value.hint)
@@ -396,65 +375,69 @@ def test_other_compressors_name_their_program(tmp_path: Path, magic: bytes, name
     assert f"{name} -dk" in str(caught.value.hint)
 
 
-def test_too_many_members_refused(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_members_refused(
+    sample: SampleImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(read, "MAX_MEMBERS", 5)
     path = tmp_path / "image.tar"
-    path.write_bytes(legacy(made))
+    path.write_bytes(legacy(sample))
     with pytest.raises(UsageError, match="more than 5 members"):
         lay_out(path, tmp_path / "laid")
-    assert "more than 5 members" in answers(path)["archive"].found
+    assert "more than 5 members" in run_checks(path)["archive"].found
 
 
 @pytest.mark.parametrize("name", ["../../evil", "/etc/evil", "a/../../evil", "spool/../../evil"])
-def test_names_never_become_paths(made: Made, tmp_path: Path, name: str) -> None:
+def test_names_never_become_paths(sample: SampleImage, tmp_path: Path, name: str) -> None:
     inside = tmp_path / "deep/er"
     inside.mkdir(parents=True)
     path = tmp_path / "image.tar"
-    path.write_bytes(made.tar({name: b"evil", **made.legacy_members()}))
+    path.write_bytes(tar_of_files({name: b"evil", **sample.legacy_members()}))
     before = sorted(tmp_path.rglob("*"))
     laid = lay_out(path, inside / "laid")
-    assert laid.config.image_id == made.image_id
-    after = [one for one in sorted(tmp_path.rglob("*")) if inside / "laid" not in (one, *one.parents)]
+    assert laid.config.image_id == sample.image_id
+    after = [file for file in sorted(tmp_path.rglob("*")) if inside / "laid" not in (file, *file.parents)]
     assert after == before
     assert not Path("/etc/evil").exists()
-    assert answers(path)["layers"].verdict == "ok"
+    assert run_checks(path)["layers"].verdict == "ok"
     assert sorted(tmp_path.rglob("*")) == sorted([*before, *(inside / "laid").rglob("*"), inside / "laid"])
 
 
 @pytest.mark.parametrize("packed", ["archive", "layers", "both"])
 def test_archive_made_to_fill_the_disk_refused(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: str
+    sample: SampleImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: str
 ) -> None:
     """Eight thousand bytes of gzip unpack to eight million."""
     monkeypatch.setattr(compressed, "UNPACKED_LEAST_BYTES", 10**6)
-    big = dataclasses.replace(made, layers=[made.layer("big", 8 << 20)])
+    big = dataclasses.replace(sample, layers=[layer_tar("big", 8 << 20)])
     members = big.legacy_members() if packed == "archive" else big.modern_members(gzip.compress)
     path = tmp_path / "image.tar.gz"
-    path.write_bytes(big.tar(members) if packed == "layers" else gzip.compress(big.tar(members)))
+    path.write_bytes(tar_of_files(members) if packed == "layers" else gzip.compress(tar_of_files(members)))
     if packed == "layers":
         path = path.rename(tmp_path / "image.tar")
     with pytest.raises(CheckFailed, match=r"unpack to more than .* GB.*--unpack-limit GB allows more"):
         lay_out(path, tmp_path / "laid")
-    assert sum(one.stat().st_size for one in tmp_path.rglob("*") if one.is_file()) < 3 * 10**6
-    found = answers(path)["archive"]
-    assert (found.verdict, "--unpack-limit" in found.found) == ("fail", True)
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) < 3 * 10**6
+    check = run_checks(path)["archive"]
+    assert (check.verdict, "--unpack-limit" in check.found) == ("fail", True)
     laid = lay_out(path, tmp_path / "more", unpack_limit_bytes=10**8)
     assert laid.config.image_id == big.image_id
 
 
-def test_archive_made_to_fill_the_memory_refused(made: Made, tmp_path: Path) -> None:
+def test_archive_made_to_fill_the_memory_refused(sample: SampleImage, tmp_path: Path) -> None:
     """Forty files of 4 MiB that look like JSON, in 200 kB."""
     path = tmp_path / "image.tar.gz"
     text = b"{" + b" " * ((4 << 20) - 1)
     path.write_bytes(
-        gzip.compress(made.tar(made.legacy_members() | {f"{one}.json": text for one in range(40)}))
+        gzip.compress(
+            tar_of_files(sample.legacy_members() | {f"{number}.json": text for number in range(40)})
+        )
     )
-    found = answers(path)["archive"]
-    assert (found.verdict, "more than 32 MiB together" in found.found) == ("fail", True)
+    check = run_checks(path)["archive"]
+    assert (check.verdict, "more than 32 MiB together" in check.found) == ("fail", True)
 
 
-def test_folder_made_to_fill_the_disk_refused(made: Made, tmp_path: Path) -> None:
-    for name, data in made.oci_members(gzip.compress).items():
+def test_folder_made_to_fill_the_disk_refused(sample: SampleImage, tmp_path: Path) -> None:
+    for name, data in sample.oci_members(gzip.compress).items():
         (tmp_path / "oci" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "oci" / name).write_bytes(data)
     with pytest.raises(CheckFailed, match="unpack to more than"):
@@ -462,17 +445,17 @@ def test_folder_made_to_fill_the_disk_refused(made: Made, tmp_path: Path) -> Non
     lay_out(tmp_path / "oci", tmp_path / "more")
 
 
-def test_verify_refuses_a_configuration_without_os(made: Made, tmp_path: Path) -> None:
+def test_verify_refuses_a_configuration_without_os(sample: SampleImage, tmp_path: Path) -> None:
     path = tmp_path / "image.tar"
-    path.write_bytes(config_without(made, "os"))
-    assert "no operating system" in answers(path)["archive"].found
+    path.write_bytes(config_without(sample, "os"))
+    assert "no operating system" in run_checks(path)["archive"].found
 
 
-def test_damage_at_the_start_is_hashed_to_the_end(made: Made, tmp_path: Path) -> None:
-    big = dataclasses.replace(made, layers=[made.layer("big", 3 << 20)])
+def test_damage_at_the_start_is_hashed_to_the_end(sample: SampleImage, tmp_path: Path) -> None:
+    big = dataclasses.replace(sample, layers=[layer_tar("big", 3 << 20)])
     data = flip(legacy(big), b"ustar")
     path = tmp_path / "image.tar.gz"  # plain would be no archive at all
     path.write_bytes(gzip.compress(data, compresslevel=0))
-    found = answers(path)
-    assert found["archive"].verdict == "fail"
-    assert digest(path.read_bytes()) in found["sha256"].found
+    checks = run_checks(path)
+    assert checks["archive"].verdict == "fail"
+    assert digest(path.read_bytes()) in checks["sha256"].found

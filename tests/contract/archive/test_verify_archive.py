@@ -9,48 +9,39 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
+from sample_image import SampleImage, run_checks, verdicts
+from small_tar import tar_of_files
 
 from imgkit_builder.archive import read, sidecar
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
-from imgkit_builder.base.checks import Check
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.examine.verify import verify
 from imgkit_builder.workflow.convert import source_of
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
-Made = Any
-
-
-def answers(path: Path) -> dict[str, Check]:
-    return {check.name: check for check in verify(path)}
-
-
-def verdicts(path: Path) -> dict[str, str]:
-    return {check.name: check.verdict for check in verify(path)}
-
-
 GOOD = {"sha256": "ok", "archive": "ok", "image id": "ok", "layers": "ok", "sidecar": "ok"}
 ALONE = GOOD | {"sha256": "warn", "sidecar": "skip"}
 
 
-def describe(path: Path, **changed: object) -> Sidecar:
-    """Write the sidecar that `path` should have, but for `changed` of its image."""
-    held = read.digest_archive(path, compress="none", report=Silent())
-    assert held.image is not None
+def describe(path: Path, **changes: object) -> Sidecar:
+    """Write the sidecar of `path`, with `changes` of its image."""
+    contents = read.digest_archive(path, compress="none", report=Silent())
+    assert contents.image is not None
     facts = {
-        "id": held.image.config.image_id,
+        "id": contents.image.config.image_id,
         "platform": "linux/amd64",
-        "diff_ids": held.image.config.diff_ids,
+        "diff_ids": contents.image.config.diff_ids,
     }
-    image = SavedImage(tag="small:1", labels={}, **(facts | changed))  # type: ignore[arg-type]
-    archive = SavedArchive(name=path.name, size_bytes=held.size_bytes, sha256=held.sha256, compress="none")
-    made = Sidecar(image=image, archive=archive, system=None, manifest=None)
-    with sidecar.replacing(made, path):
+    image = SavedImage(tag="small:1", labels={}, **(facts | changes))
+    archive = SavedArchive(
+        name=path.name, size_bytes=contents.size_bytes, sha256=contents.sha256, compress="none"
+    )
+    record = Sidecar(image=image, archive=archive, system=None, manifest=None)
+    with sidecar.replacing(record, path):
         pass
-    return made
+    return record
 
 
 def flip(path: Path, at: int) -> None:
@@ -75,35 +66,35 @@ def test_checksum_alone_is_enough(archive: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["legacy_members", "modern_members", "oci_members"])
-def test_every_layout_passes_with_its_sidecar(made: Made, tmp_path: Path, layout: str) -> None:
+def test_every_layout_passes_with_its_sidecar(sample: SampleImage, tmp_path: Path, layout: str) -> None:
     path = tmp_path / "x.tar"
-    path.write_bytes(made.tar(getattr(made, layout)()))
+    path.write_bytes(tar_of_files(getattr(sample, layout)()))
     describe(path)
     assert verdicts(path) == GOOD
 
 
 @pytest.mark.parametrize("layout", ["modern_members", "oci_members"])
-def test_packed_layers_pass_with_their_sidecar(made: Made, tmp_path: Path, layout: str) -> None:
+def test_packed_layers_pass_with_their_sidecar(sample: SampleImage, tmp_path: Path, layout: str) -> None:
     path = tmp_path / "x.tar"
-    path.write_bytes(made.tar(getattr(made, layout)(gzip.compress)))
+    path.write_bytes(tar_of_files(getattr(sample, layout)(gzip.compress)))
     describe(path)
     assert verdicts(path) == GOOD
 
 
-def test_sidecar_with_another_id_is_not_ok(made: Made, tmp_path: Path) -> None:
-    members = made.modern_members()
+def test_sidecar_with_another_id_is_not_ok(sample: SampleImage, tmp_path: Path) -> None:
+    members = sample.modern_members()
     path = tmp_path / "x.tar"
-    path.write_bytes(made.tar(members))
+    path.write_bytes(tar_of_files(members))
     (entry,) = json.loads(members["index.json"])["manifests"]
     describe(path, id=entry["digest"])
     assert verdicts(path) == GOOD | {"sidecar": "fail"}
 
 
 def test_zstd_archive_needs_the_program(
-    made: Made, tmp_path: Path, zstd: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
+    sample: SampleImage, tmp_path: Path, zstd: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "x.tar.zst"
-    path.write_bytes(zstd(made.tar(made.legacy_members())))
+    path.write_bytes(zstd(tar_of_files(sample.legacy_members())))
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(ToolMissing, match="zstd"):
         verify(path)
@@ -112,9 +103,9 @@ def test_zstd_archive_needs_the_program(
 def test_flipped_byte_fails_the_checksum(archive: Path) -> None:
     describe(archive)
     flip(archive, 2000)
-    found = answers(archive)
-    assert found["sha256"].verdict == "fail"
-    assert "rsync" in found["sha256"].hint
+    checks = run_checks(archive)
+    assert checks["sha256"].verdict == "fail"
+    assert "rsync" in checks["sha256"].hint
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
@@ -122,10 +113,10 @@ def test_truncated_archive_fails(archive: Path, share: float) -> None:
     describe(archive)
     data = archive.read_bytes()
     archive.write_bytes(data[: int(len(data) * share)])
-    found = answers(archive)
-    assert found["sha256"].verdict == "fail"
-    assert f"of {len(data)} bytes" in found["sha256"].found
-    assert found["archive"].verdict == "fail"
+    checks = run_checks(archive)
+    assert checks["sha256"].verdict == "fail"
+    assert f"of {len(data)} bytes" in checks["sha256"].found
+    assert checks["archive"].verdict == "fail"
 
 
 @pytest.mark.parametrize(
@@ -154,23 +145,23 @@ def test_absent_file_is_a_usage_error(tmp_path: Path, name: str) -> None:
 
 
 def test_interrupted_save_is_incomplete_and_mended_by_its_line(archive: Path, tmp_path: Path) -> None:
-    made = describe(archive)
+    record = describe(archive)
     checksum = sidecar.sha256_path(archive)
     checksum.unlink()
-    found = answers(archive)["sha256"]
-    assert (found.verdict, found.found) == ("fail", f"incomplete: {checksum.name} is missing")
-    subprocess.run(["sh", "-c", found.hint], cwd=tmp_path, check=True)
+    check = run_checks(archive)["sha256"]
+    assert (check.verdict, check.found) == ("fail", f"incomplete: {checksum.name} is missing")
+    subprocess.run(["sh", "-c", check.hint], cwd=tmp_path, check=True)
     assert verdicts(archive) == GOOD
-    newer = dataclasses.replace(made, archive=dataclasses.replace(made.archive, sha256="0" * 64))
+    newer = dataclasses.replace(record, archive=dataclasses.replace(record.archive, sha256="0" * 64))
     with contextlib.suppress(KeyboardInterrupt), sidecar.replacing(newer, archive):
         raise KeyboardInterrupt
-    found = answers(archive)["sha256"]
-    assert found.verdict == "fail"
+    check = run_checks(archive)["sha256"]
+    assert check.verdict == "fail"
     assert (
-        found.found
+        check.found
         == f"incomplete: a save has replaced {archive.name}.manifest.json, and not yet {archive.name}"
     )
-    assert found.hint == f"imgkit save small:1 -o {archive.name}"
+    assert check.hint == f"imgkit save small:1 -o {archive.name}"
 
 
 def test_archive_of_an_interrupted_save_is_not_converted(archive: Path) -> None:

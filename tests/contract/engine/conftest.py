@@ -121,7 +121,7 @@ class FakeEngine:
 
     def requests(self, pattern: str) -> list[Request]:
         """Those that match, in order."""
-        return [one for one in self.seen if re.search(pattern, str(one))]
+        return [request for request in self.seen if re.search(pattern, str(request))]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -186,33 +186,33 @@ class _Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeEngine]:
     """A running fake engine that ``DOCKER_HOST`` points to; its state and cache folders are fresh."""
-    found = FakeEngine(socket=tmp_path / "docker.sock")
-    found.on("GET", "/version", Reply(data=VERSION))
-    found.on("GET", "/info", Reply(data={"OperatingSystem": "Debian", "Runtimes": {"runc": {}}}))
-    found.on("GET", "/images/.+/json", FakeEngine.refused(404, "No such image"))
-    found.on("POST", "/images/.+/tag", Reply(status=201))
-    found.on("POST", "/containers/create", Reply(status=201, data={"Id": "c" * 12, "Warnings": []}))
-    found.on("GET", "/containers/.+/json", Reply(data={"Config": {"Tty": False}}))
-    found.on("POST", "/containers/.+/start", Reply(status=204))
-    found.on("DELETE", "/containers/.+", Reply(status=204))
-    with _Server(str(found.socket), _Handler) as server:
-        server.engine = found
+    fake_engine = FakeEngine(socket=tmp_path / "docker.sock")
+    fake_engine.on("GET", "/version", Reply(data=VERSION))
+    fake_engine.on("GET", "/info", Reply(data={"OperatingSystem": "Debian", "Runtimes": {"runc": {}}}))
+    fake_engine.on("GET", "/images/.+/json", FakeEngine.refused(404, "No such image"))
+    fake_engine.on("POST", "/images/.+/tag", Reply(status=201))
+    fake_engine.on("POST", "/containers/create", Reply(status=201, data={"Id": "c" * 12, "Warnings": []}))
+    fake_engine.on("GET", "/containers/.+/json", Reply(data={"Config": {"Tty": False}}))
+    fake_engine.on("POST", "/containers/.+/start", Reply(status=204))
+    fake_engine.on("DELETE", "/containers/.+", Reply(status=204))
+    with _Server(str(fake_engine.socket), _Handler) as server:
+        server.engine = fake_engine
         server.socket.setblocking(False)  # else it would wait for a client that has hung up meanwhile
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-        monkeypatch.setenv("DOCKER_HOST", f"unix://{found.socket}")
+        monkeypatch.setenv("DOCKER_HOST", f"unix://{fake_engine.socket}")
         monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
-        yield found
+        yield fake_engine
         server.shutdown()
 
 
 @pytest.fixture
 def engine(fake: FakeEngine) -> Iterator[Engine]:
     """A real connection to the fake engine."""
-    with engines.connect(timeout_s=5) as found:
-        yield found
+    with engines.connect(timeout_s=5) as engine:
+        yield engine
 
 
 @pytest.fixture

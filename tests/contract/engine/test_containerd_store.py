@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
-import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from small_tar import tar_of_files
 
 from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent
@@ -36,32 +35,23 @@ CONFIGS = {
 }
 
 
-def tar_of(files: dict[str, bytes]) -> bytes:
-    made = io.BytesIO()
-    with tarfile.open(fileobj=made, mode="w") as tar:
-        for name, data in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            tar.addfile(member, io.BytesIO(data))
-    return made.getvalue()
-
-
-def play(fake: Any, release: str, kept: str = "both") -> None:
+def play(fake: Any, release: str, platforms: str = "both") -> None:
     """Answer as `release` does, which keeps ``both`` platforms of the image or ``arm64 only``."""
     answers, reply = ANSWERS[release], type(fake.image())
 
     def inspected(request: Any) -> Any:
         platform = json.loads(request.query.get("platform", "{}")).get("architecture", "plain")
-        asked = "manifests" if "manifests" in request.query else platform
-        found = answers[kept].get(asked, answers[kept]["plain"])  # 26.1.5 does not know the parameters
-        return reply(status=found["status"], data=found["data"])
+        parameter = "manifests" if "manifests" in request.query else platform
+        # Release 26.1.5 does not know the parameters.
+        answer = answers[platforms].get(parameter, answers[platforms]["plain"])
+        return reply(status=answer["status"], data=answer["data"])
 
     def file(request: Any) -> Any:
         name = request.query["path"].rpartition("/")[2]
         text = FILES.get(f"sha256:{name}")
         if text is None:
             return fake.refused(404, "no such file")
-        return fake.raw(tar_of({name: text.encode()}))
+        return fake.raw(tar_of_files({name: text.encode()}))
 
     fake.on("GET", "/version", reply(data=answers["version"]))
     fake.on("GET", "/info", reply(data=answers["info"]))
@@ -75,8 +65,8 @@ def playing(fake: Any) -> Iterator[Callable[..., Engine]]:
     """Connect to a release that keeps ``both`` platforms or ``arm64 only``."""
     with contextlib.ExitStack() as stack:
 
-        def connected(release: str, kept: str = "both") -> Engine:
-            play(fake, release, kept)
+        def connected(release: str, platforms: str = "both") -> Engine:
+            play(fake, release, platforms)
             return stack.enter_context(engines.connect(timeout_s=5))
 
         yield connected
@@ -125,7 +115,7 @@ def without_store(fake: Any, playing: Callable[..., Engine], release: str) -> En
 def test_store_elsewhere_reads_the_save_stream(fake: Any, playing: Callable[..., Engine]) -> None:
     engine = without_store(fake, playing, "28.5.2")
     blobs = {f"blobs/sha256/{name.removeprefix('sha256:')}": text.encode() for name, text in FILES.items()}
-    fake.on("GET", "/images/.+/get", fake.raw(tar_of({"layer": bytes(5 << 20), **blobs})))
+    fake.on("GET", "/images/.+/get", fake.raw(tar_of_files({"layer": bytes(5 << 20), **blobs})))
     assert engines.inspect(engine, NAME).id == CONFIGS["linux/amd64"]
 
 
@@ -133,7 +123,7 @@ def test_store_elsewhere_reads_the_save_stream(fake: Any, playing: Callable[...,
 def test_id_is_never_guessed(fake: Any, playing: Callable[..., Engine], damage: str) -> None:
     engine = without_store(fake, playing, "26.1.5")
     blobs = {} if damage == "absent" else {f"blobs/sha256/{INDEX.removeprefix('sha256:')}": b"{}"}
-    fake.on("GET", "/images/.+/get", fake.raw(tar_of(blobs)))
+    fake.on("GET", "/images/.+/get", fake.raw(tar_of_files(blobs)))
     with pytest.raises(ToolFailed, match=f"does not show the manifest of {INDEX}"):
         engines.inspect(engine, NAME)
 
@@ -186,9 +176,9 @@ def test_engine_of_one_platform_names_the_digest(playing: Callable[..., Engine],
     assert "NAME@sha256:" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("wanted", [None, "linux/arm64"])
+@pytest.mark.parametrize("requested", [None, "linux/arm64"])
 def test_preferred_platform_that_is_not_kept(
-    fake: Any, playing: Callable[..., Engine], wanted: str | None
+    fake: Any, playing: Callable[..., Engine], requested: str | None
 ) -> None:
     """Docker 29 tells nothing of it; here that is an answer of 28 without its platform."""
     engine = playing("28.5.2", "arm64 only")
@@ -197,12 +187,12 @@ def test_preferred_platform_that_is_not_kept(
 
     def inspected(request: Any) -> Any:
         platform = json.loads(request.query.get("platform", "{}")).get("architecture")
-        asked = "manifests" if "manifests" in request.query else platform
-        found = recorded[asked] if asked else nothing
-        return type(fake.image())(status=found["status"], data=found["data"])
+        parameter = "manifests" if "manifests" in request.query else platform
+        answer = recorded[parameter] if parameter else nothing
+        return type(fake.image())(status=answer["status"], data=answer["data"])
 
     fake.on("GET", f"/images/{NAME}/json", inspected)
-    info = engines.inspect(engine, NAME, platform=wanted)
+    info = engines.inspect(engine, NAME, platform=requested)
     assert (info.platform, info.id) == ("linux/arm64", CONFIGS["linux/arm64"])
 
 

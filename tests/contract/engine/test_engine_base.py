@@ -29,9 +29,9 @@ def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_local_base_needs_no_network(fake: Any, engine: Engine, recipe: Recipe) -> None:
     digest = "registry.test/base@sha256:" + "d" * 64
     fake.on_image(NAME, fake.image(tags=[NAME], digests=["mirror.test/x@sha256:" + "e" * 64, digest]))
-    found = engines.resolve_base(engine, recipe)
-    assert (found.id, found.digest, found.platform) == (fake.image_id, digest, "linux/amd64")
-    assert found.env == {"PATH": "/usr/bin", "A": "b=c"}
+    base = engines.resolve_base(engine, recipe)
+    assert (base.id, base.digest, base.platform) == (fake.image_id, digest, "linux/amd64")
+    assert base.env == {"PATH": "/usr/bin", "A": "b=c"}
     assert not fake.requests("/images/create")
 
 

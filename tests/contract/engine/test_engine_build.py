@@ -243,7 +243,7 @@ def test_tag_is_the_last_change(fake: Any, engine: Engine, context: BuildContext
     built = build(engine, context)
     assert built.image.id == fake.image_id
     assert built.image.env == {"PATH": "/usr/bin", "A": "b=c"}
-    changes = [str(one) for one in fake.seen if one.method != "GET"]
+    changes = [str(request) for request in fake.seen if request.method != "GET"]
     assert changes == ["POST /build", f"POST /images/{fake.image_id}/tag"]
     assert "warning: red" in built.log.read_text()
 
@@ -254,8 +254,14 @@ def test_request_removes_containers_and_pulls_nothing(
 ) -> None:
     build(engine, context, no_cache=True)
     (request,) = fake.requests("POST /build")
-    wanted = {"rm": "True", "forcerm": "True", "pull": "False", "nocache": "True", "platform": "linux/amd64"}
-    assert {key: request.query.get(key) for key in wanted} == wanted
+    query = {
+        "rm": "True",
+        "forcerm": "True",
+        "pull": "False",
+        "nocache": "True",
+        "platform": "linux/amd64",
+    }
+    assert {key: request.query.get(key) for key in query} == query
     assert "t" not in request.query
 
 

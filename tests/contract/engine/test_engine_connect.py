@@ -22,10 +22,10 @@ def test_missing_socket_says_how_to_start(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("place", "start"), [("colima", "colima start"), ("podman", "systemctl --user start podman.socket")]
+    ("engine", "start"), [("colima", "colima start"), ("podman", "systemctl --user start podman.socket")]
 )
 def test_socket_that_a_stopped_engine_left_names_its_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, start: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, start: str
 ) -> None:
     for name in ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG"):
         monkeypatch.delenv(name, raising=False)
@@ -33,10 +33,10 @@ def test_socket_that_a_stopped_engine_left_names_its_start(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("COLIMA_HOME", str(tmp_path / "colima"))
     monkeypatch.setattr("imgkit_builder.engine.address.DEFAULT_HOST", f"unix://{tmp_path}/docker.sock")
-    left = tmp_path / {"colima": "colima/default/docker.sock", "podman": "podman/podman.sock"}[place]
-    left.parent.mkdir(parents=True)
+    socket_path = tmp_path / {"colima": "colima/default/docker.sock", "podman": "podman/podman.sock"}[engine]
+    socket_path.parent.mkdir(parents=True)
     with socket.socket(socket.AF_UNIX) as stopped:
-        stopped.bind(str(left))
+        stopped.bind(str(socket_path))
     with pytest.raises(ToolMissing, match="no Docker engine answers") as caught:
         engines.connect()
     assert caught.value.hint == f"start it: {start}"
@@ -46,9 +46,9 @@ def test_dead_address_names_the_other_engine(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/other.sock")
     monkeypatch.setattr("imgkit_builder.engine.address.DEFAULT_HOST", f"unix://{tmp_path}/none.sock")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with socket.socket(socket.AF_UNIX) as other:
-        other.bind(str(tmp_path / "docker.sock"))
-        other.listen()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "docker.sock"))
+        listener.listen()
         with pytest.raises(ToolMissing) as caught:
             engines.connect()
     assert caught.value.where == "DOCKER_HOST"

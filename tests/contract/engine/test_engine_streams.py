@@ -33,7 +33,7 @@ def test_save_asks_for_exactly_one_tag(fake: Any, engine: Engine) -> None:
     assert save(engine) == b"".join(WHOLE)
     # An image asked for by id keeps its name too.
     save(engine, fake.image_id)
-    assert [one.path for one in fake.requests("/get")] == [f"/images/{TAG}/get"] * 2
+    assert [request.path for request in fake.requests("/get")] == [f"/images/{TAG}/get"] * 2
 
 
 def test_staging_may_take_longer_than_an_answer(fake: Any) -> None:
@@ -89,7 +89,8 @@ def test_export_creates_and_removes_unstarted(fake: Any, engine: Engine) -> None
     fake.on("GET", "/containers/.+/export", fake.raw(*WHOLE))
     with image_source.export_stream(engine, TAG) as chunks:
         assert b"".join(chunks) == b"".join(WHOLE)
-    names = [one.path.split("/")[2] for one in fake.requests(r"(GET|DELETE) /containers/imgkit-export")]
+    requests = fake.requests(r"(GET|DELETE) /containers/imgkit-export")
+    names = [request.path.split("/")[2] for request in requests]
     assert len(names) == 2
     assert len(set(names)) == 1
     assert not fake.requests("/start")
@@ -112,12 +113,12 @@ def test_export_cut_short_is_raised(fake: Any, engine: Engine) -> None:
 
 
 def test_staging_is_told(fake: Any, engine: Engine) -> None:
-    told: list[str] = []
+    stages: list[str] = []
 
     class Recorder(Silent):
         def stage(self, text: str) -> None:
-            told.append(text)
+            stages.append(text)
 
     fake.on("GET", "/images/.+/get", fake.raw(*WHOLE))
     with engines.save_stream(engine, TAG, report=Recorder()):
-        assert told == [f"the engine stages {TAG}"]
+        assert stages == [f"the engine stages {TAG}"]

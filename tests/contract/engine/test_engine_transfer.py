@@ -19,10 +19,10 @@ DIGEST = "sha256:" + "d" * 64
 class Recorder(Silent):
     """Keeps the last byte counts."""
 
-    done: tuple[int, int | None] = (0, None)
+    progress: tuple[int, int | None] = (0, None)
 
     def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
-        self.done = (done_bytes, total_bytes)
+        self.progress = (done_bytes, total_bytes)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_push_returns_digest_and_counts_bytes(fake: Any, engine: Engine) -> None
     )
     report = Recorder()
     assert engines.push(engine, REF, report) == DIGEST
-    assert report.done == (17, 47)
+    assert report.progress == (17, 47)
     (request,) = fake.requests("/push")
     assert (request.path, request.query) == ("/images/registry.test:5000/group/small/push", {"tag": "1"})
 

@@ -20,9 +20,9 @@ NAME = "registry.test/base:1"
 GPU_RECIPE = "system:\n  node: {gpus: 4}\n"
 
 
-def imgkit(*words: str) -> Any:
+def imgkit(*args: str) -> Any:
     verbs = ("build", "test", "shell", "push")
-    return CliRunner().invoke(build_app(verbs), list(words))
+    return CliRunner().invoke(build_app(verbs), list(args))
 
 
 @pytest.fixture

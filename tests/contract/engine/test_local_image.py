@@ -29,14 +29,14 @@ def test_local_image_is_what_conversions_ask_for(fake: Any, image: LocalImage) -
 def test_streams_are_asked_for_by_tag_and_by_id(
     fake: Any, image: LocalImage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[str] = []
+    names: list[str] = []
     for stream in ("save_stream", "export_stream"):
         monkeypatch.setattr(
-            f"imgkit_builder.engine.image_source.{stream}", lambda _, name: asked.append(name)
+            f"imgkit_builder.engine.image_source.{stream}", lambda _, name: names.append(name)
         )
     image.save()
     image.export()
-    assert asked == [NAME, fake.image_id]
+    assert names == [NAME, fake.image_id]
 
 
 def test_unknown_image_names_what_makes_one(engine: Engine) -> None:

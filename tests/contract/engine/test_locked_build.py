@@ -41,8 +41,8 @@ def engine(fake: Any, folder: Path, container_says: Callable[[str, int], None]) 
     return fake
 
 
-def build(*words: str) -> Any:
-    result = CliRunner().invoke(build_app(("build",)), ["build", "./small.yaml", "--no-test", *words])
+def build(*args: str) -> Any:
+    result = CliRunner().invoke(build_app(("build",)), ["build", "./small.yaml", "--no-test", *args])
     assert result.exit_code == 0, result.output
     return result
 
@@ -73,8 +73,8 @@ def lock(folder: Path) -> Path:
 
 def test_build_names_its_lock(engine: Any, folder: Path) -> None:
     lock(folder)
-    for words in (("--locked",), ()):
-        assert "imgkit: locked: small.lock, 0 apt and 0 pip packages" in build(*words).stderr
+    for args in (("--locked",), ()):
+        assert "imgkit: locked: small.lock, 0 apt and 0 pip packages" in build(*args).stderr
 
 
 def test_lock_is_ignored_on_request(engine: Any, folder: Path) -> None:
@@ -83,7 +83,7 @@ def test_lock_is_ignored_on_request(engine: Any, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "change", "said"),
+    ("option", "change", "message"),
     [
         ("--locked", lambda folder: None, "small has no lock"),
         ("--locked", lambda folder: _stale(folder), "small.lock is stale"),
@@ -92,12 +92,12 @@ def test_lock_is_ignored_on_request(engine: Any, folder: Path) -> None:
     ],
 )
 def test_build_that_its_lock_forbids_reaches_no_engine(
-    engine: Any, folder: Path, word: str, change: Callable[[Path], object], said: str
+    engine: Any, folder: Path, option: str, change: Callable[[Path], object], message: str
 ) -> None:
     change(folder)
-    words = ["--locked", word] if word == "--no-lock" else [word] if word else []
-    result = CliRunner().invoke(build_app(("build",)), ["build", "./small.yaml", "--no-test", *words])
-    assert said in str(result.exception)
+    args = ["--locked", option] if option == "--no-lock" else [option] if option else []
+    result = CliRunner().invoke(build_app(("build",)), ["build", "./small.yaml", "--no-test", *args])
+    assert message in str(result.exception)
     assert not engine.requests("POST /build")
 
 

@@ -26,10 +26,10 @@ TORCH = "2.14.1a0+1234567890.nv26.06"
 DIGEST = "9572fb63046264a862693b0a87088af3bdc8c068fde03de63453cbbde245465f"
 
 
-def project_recipe(folder: Path, more: str = "", pip: str = "") -> Recipe:
+def project_recipe(folder: Path, uv_keys: str = "", pip: str = "") -> Recipe:
     """Return a recipe for a copy of the recorded project."""
     shutil.copytree(RECORDED, folder / "my-project")
-    text = f"image:\n  base: python:3\n  uv: {{project: my-project{more}}}\n{pip}"
+    text = f"image:\n  base: python:3\n  uv: {{project: my-project{uv_keys}}}\n{pip}"
     (folder / "mine.yaml").write_text(text)
     return load(folder / "mine.yaml")
 
@@ -135,7 +135,7 @@ def test_base_without_pip_is_named(
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "what"),
+    ("old", "new", "message"),
     [
         ("version = 1\n", "version = 2\n", "unsupported schema version (v2"),
         ('name = "my-project"', 'name = "other"', "Missing workspace member `my-project`"),
@@ -143,14 +143,14 @@ def test_base_without_pip_is_named(
         ('{ name = "einops" }', '{ name = "absent" }', "Dependency `absent` has missing"),
     ],
 )
-def test_unusable_lock_is_refused_at_its_line(tmp_path: Path, old: str, new: str, what: str) -> None:
+def test_unusable_lock_is_refused_at_its_line(tmp_path: Path, old: str, new: str, message: str) -> None:
     problem = refusal(project_recipe(tmp_path), "uv.lock", old, new)
     assert "its uv.lock cannot be used: " in problem
-    assert what in problem
+    assert message in problem
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "what"),
+    ("old", "new", "message"),
     [
         ("einops==0.8.0", "einops>=0.9", "einops>=0.9, and uv.lock has 0.8.0"),
         ('"torchmetrics",', '"torchmetrics", "Mine_Too",', "Mine_Too, which uv.lock lacks"),
@@ -159,10 +159,10 @@ def test_unusable_lock_is_refused_at_its_line(tmp_path: Path, old: str, new: str
         ('dev = ["iniconfig"]', 'dev = ["mine"]', "mine, which uv.lock lacks"),
     ],
 )
-def test_stale_lock_is_refused(tmp_path: Path, old: str, new: str, what: str) -> None:
+def test_stale_lock_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
     recipe = project_recipe(tmp_path, ", extras: [plots], groups: [dev]")
     problem = refusal(recipe, "pyproject.toml", old, new)
-    assert f"uv.lock is not up to date: pyproject.toml requires {what}" in problem
+    assert f"uv.lock is not up to date: pyproject.toml requires {message}" in problem
     assert "uv lock --project" in problem
 
 

@@ -79,8 +79,8 @@ def test_kept_wheels_ask_no_server(recipe: Recipe, tmp_path: Path) -> None:
     assert names[0] not in install.uv_links(half)
     assert names[1] in install.uv_links(half)
     (folder / names[1]).touch()
-    whole = lock_file.follow(recipe, platform="linux/amd64")
-    assert "<a " not in install.uv_links(whole)
+    complete = lock_file.follow(recipe, platform="linux/amd64")
+    assert "<a " not in install.uv_links(complete)
 
 
 @pytest.mark.parametrize("change", ["lock", "extras", "none"])
@@ -96,19 +96,19 @@ def test_other_uv_project_makes_the_lock_stale(recipe: Recipe, tmp_path: Path, c
         file.write_text(TEXT.partition("  uv:")[0])
     with pytest.raises(UsageError) as caught:
         lock_file.follow(load(file), platform="linux/amd64")
-    said = (
+    reason = (
         "there is no uv project"
         if change == "none"
         else "uv.lock, or the chosen extras and groups, have changed"
     )
-    assert caught.value.what == f"the lock mine.lock is stale: {said}"
+    assert caught.value.what == f"the lock mine.lock is stale: {reason}"
     assert caught.value.where == ("mine.yaml:2" if change == "none" else "mine.yaml:3")
 
 
 def test_wheels_of_no_uv_project_are_refused(recipe: Recipe, tmp_path: Path) -> None:
-    found = locked(recipe, tmp_path)
-    assert found.lock is not None
-    part = dataclasses.replace(found.lock, request=dataclasses.replace(found.lock.request, uv=""))
+    lock = locked(recipe, tmp_path).lock
+    assert lock is not None
+    part = dataclasses.replace(lock, request=dataclasses.replace(lock.request, uv=""))
     text = lock_file.text(Lock(recipe="mine", imgkit="0.3.0", platforms=(part,)))
     with pytest.raises(UsageError, match="there is no pip step -1 in the request"):
         lock_file.parse(text, tmp_path / "mine.lock")

@@ -21,15 +21,13 @@ class FakeRuntime:
     command: str
 
     def calls(self, verb: str | None = None) -> list[dict[str, Any]]:
-        """What it was called with, in order."""
+        """Return its calls in order: all, or those of one verb."""
         path = self.folder / "calls.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         calls = [json.loads(line) for line in lines]
-        return [
-            one
-            for one in calls
-            if verb is None or (one["words"][:1] == [verb] and "--help" not in one["words"])
-        ]
+        if verb is None:
+            return calls
+        return [call for call in calls if call["argv"][:1] == [verb] and "--help" not in call["argv"]]
 
     def set(self, **settings: Any) -> None:
         """Change its settings."""
@@ -90,7 +88,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fa
 
 
 @pytest.fixture(autouse=True)
-def _own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _temporary_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test writes into the user's home or follows the user's variables."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for name in ("IMGKIT_TMPDIR", "APPTAINER_TMPDIR", "SINGULARITY_TMPDIR", "TMPDIR"):

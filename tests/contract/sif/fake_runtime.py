@@ -1,4 +1,4 @@
-"""A fake singularity/apptainer: a program; conftest.py copies it under the name that a test wants.
+"""A fake singularity/apptainer: a program; conftest.py copies it under the name of a runtime.
 
 It reads ``settings.json`` beside itself, writes what it was called with to ``calls.jsonl``, and its ``build``
 reads a real OCI folder and writes a small file in the real .sif format: what is around it is not faked.
@@ -16,37 +16,43 @@ SETTINGS = json.loads((HERE / "settings.json").read_text())
 DATA_AT = 32768
 HEADER = struct.Struct("<32s10s3s3s16s8q")
 DESCRIPTOR = struct.Struct("<iBIII7q128s384s")
+RECORDED_VARIABLES = (
+    "TMPDIR",
+    "APPTAINER_TMPDIR",
+    "SINGULARITY_TMPDIR",
+    "APPTAINER_CACHEDIR",
+    "SINGULARITY_CACHEDIR",
+)
 ARCHS = {"386": 1, "amd64": 2, "arm": 3, "arm64": 4}
 
 
 def main() -> int:
-    words = sys.argv[1:]
-    kept = ("TMPDIR", "APPTAINER_TMPDIR", "SINGULARITY_TMPDIR", "APPTAINER_CACHEDIR", "SINGULARITY_CACHEDIR")
-    call = {"name": Path(sys.argv[0]).name, "words": words, "cwd": str(Path.cwd()), "pid": os.getpid()}
-    call["env"] = {name: os.environ.get(name) for name in kept}
+    argv = sys.argv[1:]
+    call = {"name": Path(sys.argv[0]).name, "argv": argv, "cwd": str(Path.cwd()), "pid": os.getpid()}
+    call["env"] = {name: os.environ.get(name) for name in RECORDED_VARIABLES}
     with (HERE / "calls.jsonl").open("a") as stream:
         stream.write(json.dumps(call) + "\n")
-    if words == ["--version"]:
+    if argv == ["--version"]:
         print(SETTINGS["version"])
         return 0
-    if words == ["build", "--help"]:
+    if argv == ["build", "--help"]:
         print("Options:\n" + "\n".join(f"      {flag} string   help" for flag in SETTINGS["build_flags"]))
         return 0
-    if words == ["sif", "--help"]:
+    if argv == ["sif", "--help"]:
         verbs = ["add", "del", "list", "new"] if SETTINGS["sif_verbs"] else []
         print("Available Commands:\n" + "\n".join(f"  {verb}         help" for verb in verbs))
         return 0 if verbs else 1
-    verb = {"build": build, "inspect": inspect, "exec": execute}[words[0]]
-    return verb(words[1:])
+    verb = {"build": build, "inspect": inspect, "exec": execute}[argv[0]]
+    return verb(argv[1:])
 
 
-def build(words: list[str]) -> int:
+def build(argv: list[str]) -> int:
     allowed = {"--force", "--sandbox", *SETTINGS["build_flags"]}
-    for word in words:
-        if word.startswith("--") and word not in allowed:
-            print(f'Error for command "build": unknown flag: {word}', file=sys.stderr)
+    for argument in argv:
+        if argument.startswith("--") and argument not in allowed:
+            print(f'Error for command "build": unknown flag: {argument}', file=sys.stderr)
             return 1
-    target, source = Path(words[-2]), words[-1]
+    target, source = Path(argv[-2]), argv[-1]
     behaviour = SETTINGS["behaviour"]
     print("INFO:    Starting build...", file=sys.stderr)
     (Path(os.environ["APPTAINER_TMPDIR"]) / "build-temp-1").mkdir(exist_ok=True)
@@ -150,18 +156,18 @@ def write_sif(path: Path, *, arch: str, root_bytes: int) -> None:
         stream.truncate(DATA_AT + root_bytes)
 
 
-def inspect(words: list[str]) -> int:
+def inspect(argv: list[str]) -> int:
     labels = {} if SETTINGS["behaviour"] == "no labels" else json.loads((HERE / "labels.json").read_text())
     print("WARNING: a warning comes first, on the same terminal", file=sys.stderr)
     print(json.dumps({"data": {"attributes": {"labels": labels}}, "type": "container"}))
     return 0
 
 
-def execute(words: list[str]) -> int:
+def execute(argv: list[str]) -> int:
     if SETTINGS["behaviour"] == "no exec":
         print("FATAL:   container creation failed: mount: unable to create user namespace", file=sys.stderr)
         return 255
-    if words[-2:-1] == ["cat"]:
+    if argv[-2:-1] == ["cat"]:
         print(SETTINGS["manifest"])
     return 0
 

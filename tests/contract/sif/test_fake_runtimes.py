@@ -16,6 +16,8 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from sample_image import SampleImage, layer_tar
+from small_tar import tar_of_files
 
 from imgkit_builder.archive import stored
 from imgkit_builder.sif import convert, image, runtime, workspace
@@ -24,12 +26,11 @@ from imgkit_builder.sif.entries import Archive, EngineImage
 from imgkit_builder.sif.runtime import scratch_env
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed, ToolMissing, UsageError
 
-Made = Any
 Install = Callable[..., Any]
 
 
 class Notes:
-    """A reporter that keeps everything."""
+    """A reporter that records all that it gets."""
 
     def __init__(self) -> None:
         self.stages: list[str] = []
@@ -55,8 +56,8 @@ def sif(archive: Path, tmp_path: Path, notes: Notes | None = None, **options: An
     return convert.convert(Archive(path=archive), target, Options(**options), notes or Notes())
 
 
-def left(tmp_path: Path) -> list[str]:
-    """Names beside the target, and everything in the folder for temporary files."""
+def output_names(tmp_path: Path) -> list[str]:
+    """Return the names in the target's folder, which is also that of temporary files."""
     return sorted(path.name for path in (tmp_path / "out").iterdir())
 
 
@@ -72,31 +73,31 @@ def left(tmp_path: Path) -> list[str]:
     ],
 )
 def test_each_runtime_gets_its_flags(
-    archive: Path, made: Made, tmp_path: Path, install: Install, name: str, compression: str
+    archive: Path, sample: SampleImage, tmp_path: Path, install: Install, name: str, compression: str
 ) -> None:
     fake, notes = install(name), Notes()
-    done = sif(archive, tmp_path, notes)
+    converted = sif(archive, tmp_path, notes)
     (build,) = fake.calls("build")
-    words = build["words"]
-    assert ("--mksquashfs-args" in words) == (compression == "zstd 3")
-    if "--mksquashfs-args" in words:
-        passed = words[words.index("--mksquashfs-args") + 1]
+    argv = build["argv"]
+    assert ("--mksquashfs-args" in argv) == (compression == "zstd 3")
+    if "--mksquashfs-args" in argv:
+        passed = argv[argv.index("--mksquashfs-args") + 1]
         assert passed.startswith("-comp zstd -Xcompression-level 3 -b 256K -processors ")
     else:
         assert any("gzip 9 by default" in note for note in notes.notes)
-    assert words[-1] == "oci:made_latest"
-    assert "sudo" not in words
-    assert done.record.compression == compression
-    assert done.record.image_id == made.image_id
-    assert left(tmp_path) == ["made.sif"]
-    assert image.read(done.path).record == done.record
+    assert argv[-1] == "oci:made_latest"
+    assert "sudo" not in argv
+    assert converted.record.compression == compression
+    assert converted.record.image_id == sample.image_id
+    assert output_names(tmp_path) == ["made.sif"]
+    assert image.read(converted.path).record == converted.record
 
 
 def test_gzip_asked_for(archive: Path, tmp_path: Path, install: Install) -> None:
     fake = install()
     sif(archive, tmp_path, compression="gzip")
     (build,) = fake.calls("build")
-    assert "-comp gzip -Xcompression-level 6 -processors" in " ".join(build["words"])
+    assert "-comp gzip -Xcompression-level 6 -processors" in " ".join(build["argv"])
 
 
 def test_zstd_from_old_runtime_refused(archive: Path, tmp_path: Path, install: Install) -> None:
@@ -123,7 +124,7 @@ def test_no_runtime_names_the_module(archive: Path, tmp_path: Path, monkeypatch:
         sif(archive, tmp_path, module_hint="module load singularity/3.11")
     assert "module load singularity/3.11" in str(caught.value.hint)
     assert "apt install squashfs-tools" in str(caught.value.hint)
-    assert left(tmp_path) == []
+    assert output_names(tmp_path) == []
 
 
 def test_game_called_singularity_refused(archive: Path, tmp_path: Path, install: Install) -> None:
@@ -143,8 +144,8 @@ def test_game_called_singularity_refused(archive: Path, tmp_path: Path, install:
 )
 def test_version_lines_understood(install: Install, line: str, flavour: str, version: str) -> None:
     install(version=line)
-    found = runtime.find_runtime()
-    assert (found.flavour, found.version) == (flavour, version)
+    program = runtime.find_runtime()
+    assert (program.flavour, program.version) == (flavour, version)
 
 
 def test_name_apptainer_alone_works(archive: Path, tmp_path: Path, install: Install) -> None:
@@ -176,10 +177,10 @@ def test_environment_of_this_process_stays(tmp_path: Path, install: Install) -> 
 def test_megabyte_of_stderr_drained(archive: Path, tmp_path: Path, install: Install) -> None:
     install(behaviour="noisy")
     notes = Notes()
-    done = sif(archive, tmp_path, notes)
+    converted = sif(archive, tmp_path, notes)
     assert sum(line.startswith("warn rootless") for line in notes.lines) == 16384
-    assert done.log is not None
-    assert done.log.stat().st_size > 1 << 20
+    assert converted.log is not None
+    assert converted.log.stat().st_size > 1 << 20
 
 
 def test_undecodable_output_survives(archive: Path, tmp_path: Path, install: Install) -> None:
@@ -204,7 +205,7 @@ def test_undecodable_output_survives(archive: Path, tmp_path: Path, install: Ins
 )
 @pytest.mark.parametrize("stale", [True, False], ids=["old file", "no old file"])
 def test_failure_keeps_the_old_file(
-    made: Made,
+    sample: SampleImage,
     tmp_path: Path,
     install: Install,
     behaviour: str,
@@ -212,9 +213,9 @@ def test_failure_keeps_the_old_file(
     message: str,
     stale: bool,
 ) -> None:
-    big = dataclasses.replace(made, layers=[made.layer("big", 8 << 20)])
+    big = dataclasses.replace(sample, layers=[layer_tar("big", 8 << 20)])
     archive = tmp_path / "big.tar"
-    archive.write_bytes(made.tar(big.legacy_members()))
+    archive.write_bytes(tar_of_files(big.legacy_members()))
     fake = install()
     old = sif(archive, tmp_path).path.read_bytes()
     if not stale:
@@ -222,7 +223,7 @@ def test_failure_keeps_the_old_file(
     fake.set(behaviour=behaviour)
     with pytest.raises(kind, match=message):
         sif(archive, tmp_path, force=True)
-    assert left(tmp_path) == (["made.sif"] if stale else [])
+    assert output_names(tmp_path) == (["made.sif"] if stale else [])
     if stale:
         assert (tmp_path / "out/made.sif").read_bytes() == old
 
@@ -243,20 +244,20 @@ def test_exec_not_possible_can_be_skipped(archive: Path, tmp_path: Path, install
     assert fake.calls("exec") == []
 
 
-def test_foreign_architecture_not_executed(made: Made, tmp_path: Path, install: Install) -> None:
-    foreign = dataclasses.replace(made, arch="386")
+def test_foreign_architecture_not_executed(sample: SampleImage, tmp_path: Path, install: Install) -> None:
+    foreign = dataclasses.replace(sample, arch="386")
     archive = tmp_path / "foreign.tar"
-    archive.write_bytes(made.tar(foreign.legacy_members()))
+    archive.write_bytes(tar_of_files(foreign.legacy_members()))
     fake, notes = install(behaviour="no exec"), Notes()
     assert sif(archive, tmp_path, notes).arch == "386"
     assert fake.calls("exec") == []
     assert any("the image is 386" in note for note in notes.notes)
 
 
-def test_baked_manifest_must_fit(made: Made, tmp_path: Path, install: Install) -> None:
+def test_baked_manifest_must_fit(sample: SampleImage, tmp_path: Path, install: Install) -> None:
     labels = {"imgkit.version": "0.3.0", "imgkit.recipe.sha256": "aa"}
     archive = tmp_path / "built.tar"
-    archive.write_bytes(made.tar(dataclasses.replace(made, labels=labels).legacy_members()))
+    archive.write_bytes(tar_of_files(dataclasses.replace(sample, labels=labels).legacy_members()))
     baked = {
         "schema": 1,
         "imgkit": "0.3.0",
@@ -288,7 +289,7 @@ def test_second_run_is_up_to_date(archive: Path, tmp_path: Path, install: Instal
 
 @pytest.mark.parametrize("reason", ["force", "other runtime", "other compression", "damaged", "other image"])
 def test_not_up_to_date_converts_again(
-    archive: Path, made: Made, tmp_path: Path, install: Install, reason: str
+    archive: Path, sample: SampleImage, tmp_path: Path, install: Install, reason: str
 ) -> None:
     fake = install()
     path = sif(archive, tmp_path).path
@@ -299,7 +300,7 @@ def test_not_up_to_date_converts_again(
             stream.seek(32768 + 2000)
             stream.write(b"?")
     if reason == "other image":
-        archive.write_bytes(made.tar(dataclasses.replace(made, labels={"new": "1"}).legacy_members()))
+        archive.write_bytes(tar_of_files(dataclasses.replace(sample, labels={"new": "1"}).legacy_members()))
     compression = "gzip" if reason == "other compression" else "auto"
     again = sif(archive, tmp_path, force=reason == "force", compression=compression)
     assert not again.up_to_date
@@ -319,8 +320,8 @@ def test_target_of_another_kind_refused(archive: Path, tmp_path: Path, install: 
 
 def test_runtime_builds_on_request_and_says_why(archive: Path, tmp_path: Path, install: Install) -> None:
     fake, notes = install(), Notes()
-    done = sif(archive, tmp_path, notes, writer="runtime")
-    assert (done.record.route, done.record.runtime) == ("layers", "apptainer 1.4.5")
+    converted = sif(archive, tmp_path, notes, writer="runtime")
+    assert (converted.record.route, converted.record.runtime) == ("layers", "apptainer 1.4.5")
     assert len(fake.calls("build")) == 1
     assert notes.notes[0] == "writer: apptainer 1.4.5, started through spython: --writer runtime"
     assert sif(archive, tmp_path, writer="runtime").up_to_date
@@ -338,19 +339,19 @@ def test_engine_image_without_mksquashfs_names_both_ways(
 
 
 def test_image_of_an_engine_reaches_the_runtime_by_its_save_stream(
-    archive: Path, made: Made, tmp_path: Path, install: Install
+    archive: Path, sample: SampleImage, tmp_path: Path, install: Install
 ) -> None:
     fake, target = install(), tmp_path / "x.sif"
     saved = MagicMock(spec=EngineImage)
     saved.name, saved.size_bytes = "mine:1", archive.stat().st_size
     saved.config = stored.open_image(archive).selected.config
     saved.save = lambda: contextlib.nullcontext(iter([archive.read_bytes()]))
-    done = convert.convert(saved, target, Options(writer="runtime"), Notes())
-    assert fake.calls("build")[0]["words"][-1] == "oci:mine_1"
-    assert (done.record.route, done.record.source, done.record.image_id) == (
+    converted = convert.convert(saved, target, Options(writer="runtime"), Notes())
+    assert fake.calls("build")[0]["argv"][-1] == "oci:mine_1"
+    assert (converted.record.route, converted.record.source, converted.record.image_id) == (
         "layers",
         "mine:1",
-        made.image_id,
+        sample.image_id,
     )
     assert not saved.export.called
 
@@ -384,7 +385,7 @@ def test_stopped_midway_leaves_nothing(
         _wait_for(fake.folder / "grandchild")
         process.send_signal(number)
         assert process.wait(20) != 0
-    assert left(tmp_path) == []
+    assert output_names(tmp_path) == []
     assert not list(tmp_path.glob(".imgkit*"))
     assert _gone(int((fake.folder / "grandchild").read_text()))
     assert all(_gone(call["pid"]) for call in fake.calls("build"))
@@ -416,14 +417,14 @@ def test_killed_midway_cleaned_by_the_next(archive: Path, tmp_path: Path, instal
         _wait_for(fake.folder / "grandchild")
         process.kill()
         process.wait(20)
-    assert "made.sif" not in left(tmp_path)
-    assert all(name.startswith(".imgkit-") for name in left(tmp_path))
+    assert "made.sif" not in output_names(tmp_path)
+    assert all(name.startswith(".imgkit-") for name in output_names(tmp_path))
     assert list(tmp_path.glob(".imgkit-sif.*"))
     # Its children notice that they are orphans.
     assert _gone(int((fake.folder / "grandchild").read_text()))
     fake.set(behaviour="good")
     assert sif(archive, tmp_path).path.exists()
-    assert left(tmp_path) == ["made.sif"]
+    assert output_names(tmp_path) == ["made.sif"]
     assert not list(tmp_path.glob(".imgkit*"))
 
 

@@ -46,8 +46,8 @@ def test_failed_build_returns_a_stale_file_as_success(runtime: Path, tmp_path: P
 
 
 def test_failed_pull_returns_the_name_of_the_file(runtime: Path) -> None:
-    found = Client.pull("docker://busybox", name="x.sif", quiet=True)
-    assert (Path(found).name, Path(found).exists()) == ("x.sif", False)
+    path = Client.pull("docker://busybox", name="x.sif", quiet=True)
+    assert (Path(path).name, Path(path).exists()) == ("x.sif", False)
 
 
 def test_streamed_build_hangs_once_standard_error_is_full(runtime: Path) -> None:
@@ -67,8 +67,8 @@ def test_execute_returns_a_text_or_a_dictionary(runtime: Path) -> None:
     failed = Client.execute("x.sif", ["true"], quiet=True)
     assert failed == {"message": ["exec x.sif true\n", "failed\n"], "return_code": 3}
     _write(runtime, "echo only standard error >&2")
-    found = Client.execute("x.sif", ["true"], quiet=True, return_result=True)
-    assert found["message"] in ("only standard error\n", ["only standard error\n"])
+    result = Client.execute("x.sif", ["true"], quiet=True, return_result=True)
+    assert result["message"] in ("only standard error\n", ["only standard error\n"])
     _write(runtime, "echo done")
     assert Client.execute("x.sif", ["true"], quiet=True) == "done\n"
 
