@@ -30,11 +30,11 @@ class _TooManyStepsError(BaseException):
 
 class _Steps:
     def __init__(self) -> None:
-        self.left = 0
+        self.remaining = 0
 
     def count(self, _frame: FrameType, _event: str, _argument: object) -> None:
-        self.left -= 1
-        if self.left == 0:
+        self.remaining -= 1
+        if self.remaining == 0:
             raise _TooManyStepsError
 
 
@@ -48,7 +48,7 @@ def run(target: targets.Target, data: bytes, folder: Path, base_bytes: int, *, s
     answer = "ok"
     if base_bytes:
         resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-    steps.left = STEPS + STEPS_PER_BYTE * len(data)
+    steps.remaining = STEPS + STEPS_PER_BYTE * len(data)
     sys.setprofile(steps.count)
     try:
         target.run(data, folder)
@@ -58,7 +58,7 @@ def run(target: targets.Target, data: bytes, folder: Path, base_bytes: int, *, s
         sys.setprofile(None)
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         last = traceback.extract_tb(error.__traceback__)[-12:]
-        where = [f"{Path(one.filename).name}:{one.lineno} {one.name}" for one in last]
+        where = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in last]
         answer = json.dumps({"error": type(error).__name__, "says": str(error)[:300], "where": where})
     finally:
         sys.setprofile(None)
@@ -72,8 +72,8 @@ def main() -> None:
     sys.stdout = sys.stderr
     steps, warm = _Steps(), set()
     base = 0
-    place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=place) as above:
+    memory_folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(dir=memory_folder) as above:
         for line in source:
             name, size = line.split()
             data, target = source.read(int(size)), targets.by_name(name.decode())

@@ -25,7 +25,7 @@ MAX_CHANGES = 6
 MAX_KEPT_BYTES = 4096
 
 
-def changes(dice: random.Random) -> list[mutate.Change]:
+def random_changes(dice: random.Random) -> list[mutate.Change]:
     """A few changes at random."""
     count = 1 + int(dice.random() ** 2 * MAX_CHANGES)
     return [
@@ -33,20 +33,22 @@ def changes(dice: random.Random) -> list[mutate.Change]:
     ]
 
 
-def applied(target: targets.Target, seed: bytes, wanted: Sequence[mutate.Change]) -> bytes:
+def applied(target: targets.Target, seed: bytes, changes: Sequence[mutate.Change]) -> bytes:
     """`seed` with all changes."""
-    for change in wanted:
+    for change in changes:
         seed = target.change(seed, change)[: 1 << 20]
     return seed
 
 
-def smaller(wanted: list[mutate.Change], fails: Callable[[list[mutate.Change]], bool]) -> list[mutate.Change]:
+def smaller(
+    changes: list[mutate.Change], fails: Callable[[list[mutate.Change]], bool]
+) -> list[mutate.Change]:
     """Leave out the changes that the fault does not need."""
-    for place in reversed(range(len(wanted))):
-        fewer = wanted[:place] + wanted[place + 1 :]
+    for index in reversed(range(len(changes))):
+        fewer = changes[:index] + changes[index + 1 :]
         if fewer and fails(fewer):
-            wanted = fewer
-    return wanted
+            changes = fewer
+    return changes
 
 
 def keep(target: str, data: bytes) -> Path:
@@ -60,8 +62,8 @@ def keep(target: str, data: bytes) -> Path:
     return path
 
 
-def _fails(house: House, target: targets.Target, first: bytes, wanted: list[mutate.Change]) -> bool:
-    return bool(house.fault(target.name, applied(target, first, wanted)))
+def _fails(house: House, target: targets.Target, first: bytes, changes: list[mutate.Change]) -> bool:
+    return bool(house.fault(target.name, applied(target, first, changes)))
 
 
 def hunt(
@@ -70,42 +72,42 @@ def hunt(
     """Try inputs round after round; returns how many different faults there were."""
     dice, house, end = random.Random(seed), House(), time.monotonic() + minutes * 60
     seeds = {target.name: target.seeds() for target in chosen}
-    known: set[tuple[str, str]] = set()
+    seen: set[tuple[str, str]] = set()
     tried = 0
     try:
         while time.monotonic() < end:
             for target in chosen:
                 until = min(end, time.monotonic() + 2)
                 while seeds[target.name] and time.monotonic() < until:
-                    first, wanted = dice.choice(seeds[target.name]), changes(dice)
+                    first, changes = dice.choice(seeds[target.name]), random_changes(dice)
                     tried += 1
-                    fault = house.fault(target.name, applied(target, first, wanted))
+                    fault = house.fault(target.name, applied(target, first, changes))
                     if not fault:
                         continue
                     sign = (target.name, re.sub(r'"says": .*"where"', "", fault))
-                    if sign in known:
+                    if sign in seen:
                         continue
-                    known.add(sign)
-                    least = smaller(wanted, functools.partial(_fails, house, target, first))
+                    seen.add(sign)
+                    least = smaller(changes, functools.partial(_fails, house, target, first))
                     path = keep(target.name, applied(target, first, least))
                     say(
                         f"{target.name}: {fault}\n  replay: pytest tests/fuzz -k '{target.name} and kept'   # {path}"
                     )
     finally:
         house.close()
-    say(f"seed {seed}: {tried} inputs, {len(known)} faults")
-    return len(known)
+    say(f"seed {seed}: {tried} inputs, {len(seen)} faults")
+    return len(seen)
 
 
 def main() -> int:
     """Hunt as the command line says."""
-    words = argparse.ArgumentParser(description=__doc__)
-    words.add_argument("--minutes", type=float, default=10)
-    words.add_argument("--seed", type=int, default=time.time_ns() & 0xFFFFFFFF)
-    words.add_argument("targets", nargs="*", metavar="TARGET")
-    given = words.parse_args()
-    chosen = [one for one in targets.TARGETS if not given.targets or one.name in given.targets]
-    return 1 if hunt(chosen, given.minutes, given.seed) else 0
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--seed", type=int, default=time.time_ns() & 0xFFFFFFFF)
+    parser.add_argument("targets", nargs="*", metavar="TARGET")
+    options = parser.parse_args()
+    chosen = [target for target in targets.TARGETS if not options.targets or target.name in options.targets]
+    return 1 if hunt(chosen, options.minutes, options.seed) else 0
 
 
 if __name__ == "__main__":

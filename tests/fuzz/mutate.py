@@ -43,54 +43,58 @@ class Change(NamedTuple):
     """What to do, where (as a fraction of 2**32), and with what."""
 
     kind: int
-    place: int
+    position: int
     value: int
 
 
 def at(change: Change, size: int) -> int:
-    """The place of `change` among `size` ones."""
-    return change.place * max(size, 1) >> 32
+    """Return the index of `change` among `size` items."""
+    return change.position * max(size, 1) >> 32
 
 
 def in_bytes(data: bytes, change: Change) -> bytes:
     """Flip, cut, repeat, delete, splice, or overwrite with a number that programs get wrong."""
-    place, value = at(change, len(data)), change.value
-    other = (change.place * 2654435761 + value) % max(len(data), 1)
-    low, high = sorted((place, other))
+    position, value = at(change, len(data)), change.value
+    other_position = (change.position * 2654435761 + value) % max(len(data), 1)
+    low, high = sorted((position, other_position))
     number = ODD_NUMBERS[value % len(ODD_NUMBERS)]
     match change.kind % 8:
         case 0:
             return (
-                data[:place] + bytes([data[place] ^ (1 << value % 8)]) + data[place + 1 :] if data else data
+                data[:position] + bytes([data[position] ^ (1 << value % 8)]) + data[position + 1 :]
+                if data
+                else data
             )
         case 1:
-            return data[:place] + bytes([value & 0xFF]) + data[place + 1 :]
+            return data[:position] + bytes([value & 0xFF]) + data[position + 1 :]
         case 2:
-            return data[:place]
+            return data[:position]
         case 3:
             return data[:low] + data[low:high][:4096] * (value % 4) + data[high:]
         case 4:
-            return data[:place] + data[place + value % 64 :]
+            return data[:position] + data[position + value % 64 :]
         case 5:
             width = (2, 4, 8)[value % 3]
             return (
-                data[:place]
+                data[:position]
                 + (number & ((1 << 8 * width) - 1)).to_bytes(width, "little")
-                + data[place + width :]
+                + data[position + width :]
             )
         case 6:
-            return data[:place] + str(number).encode() + data[place:]
+            return data[:position] + str(number).encode() + data[position:]
         case _:
-            return data[:place] + data[other : other + 64 + value] + data[place:]
+            return data[:position] + data[other_position : other_position + 64 + value] + data[position:]
 
 
 def in_text(data: bytes, change: Change) -> bytes:
     """Change a word, or the bytes."""
     if change.kind % 3:
         return in_bytes(data, change)
-    words = data.split(b" ")
-    words[at(change, len(words))] = ODD_WORDS[change.value % len(ODD_WORDS)].encode("utf-8", "surrogatepass")
-    return b" ".join(words)
+    pieces = data.split(b" ")
+    pieces[at(change, len(pieces))] = ODD_WORDS[change.value % len(ODD_WORDS)].encode(
+        "utf-8", "surrogatepass"
+    )
+    return b" ".join(pieces)
 
 
 def in_json(data: bytes, change: Change) -> bytes:
@@ -101,8 +105,8 @@ def in_json(data: bytes, change: Change) -> bytes:
         document = [json.loads(data)]
     except (ValueError, RecursionError):
         return in_bytes(data, change)
-    places = list(_places(document))
-    holder, key = places[at(change, len(places))]
+    slots = list(_slots(document))
+    holder, key = slots[at(change, len(slots))]
     match change.kind % 4:
         case 0:
             holder[key] = ODD_VALUES[change.value % len(ODD_VALUES)]
@@ -111,8 +115,8 @@ def in_json(data: bytes, change: Change) -> bytes:
         case 1:
             holder[key] = [holder[key]] * (change.value % 50)
         case _:
-            other, name = places[change.value * 7919 % len(places)]
-            holder[key] = json.loads(json.dumps(other[name]))
+            source, name = slots[change.value * 7919 % len(slots)]
+            holder[key] = json.loads(json.dumps(source[name]))
     return json.dumps(document[0]).encode()
 
 
@@ -136,7 +140,7 @@ def in_delta(data: bytes, change: Change) -> bytes:
     return data[:start] + text + len(text).to_bytes(8, "little") + data[-8:]
 
 
-def _places(document: list[Any]) -> Iterable[tuple[Any, Any]]:
+def _slots(document: list[Any]) -> Iterable[tuple[Any, Any]]:
     waiting: list[Any] = [document]
     while waiting:
         holder = waiting.pop()
@@ -167,12 +171,14 @@ def in_tar(data: bytes, change: Change) -> bytes:
     heads = _heads(data)
     if change.kind % 3 == 0 or not heads:
         return in_bytes(data, change._replace(kind=change.kind // 3))
-    place = heads[at(change, len(heads))]
-    other = heads[change.value * 7919 % len(heads)]
+    position = heads[at(change, len(heads))]
+    other_position = heads[change.value * 7919 % len(heads)]
     if change.kind % 3 == 1 and change.value % 5 == 0:
-        following = next((head for head in heads if head > place), len(data))
-        return data[:other] + data[place:following] * (1 + change.value % 3) + data[other:]
-    header = bytearray(data[place : place + BLOCK])
+        following = next((head for head in heads if head > position), len(data))
+        return (
+            data[:other_position] + data[position:following] * (1 + change.value % 3) + data[other_position:]
+        )
+    header = bytearray(data[position : position + BLOCK])
     start, end = FIELDS[change.value % len(FIELDS)]
     odd: tuple[bytes, ...] = (
         *(b"%o" % (number % (1 << 33)) for number in ODD_NUMBERS),
@@ -193,10 +199,10 @@ def in_tar(data: bytes, change: Change) -> bytes:
             b"a/" * 50,
             b"",
         ),
-        data[other + start : other + end],
+        data[other_position + start : other_position + end],
     )
     header[start:end] = odd[change.value // len(FIELDS) % len(odd)][: end - start].ljust(end - start, b"\0")
-    return data[:place] + repaired(bytes(header)) + data[place + BLOCK :]
+    return data[:position] + repaired(bytes(header)) + data[position + BLOCK :]
 
 
 def repaired(header: bytes) -> bytes:
@@ -209,9 +215,9 @@ def repaired(header: bytes) -> bytes:
 
 def _heads(data: bytes) -> list[int]:
     return [
-        place
-        for place in range(0, len(data) - BLOCK + 1, BLOCK)
-        if data[place + 257 : place + 262] == b"ustar"
+        position
+        for position in range(0, len(data) - BLOCK + 1, BLOCK)
+        if data[position + 257 : position + 262] == b"ustar"
     ]
 
 

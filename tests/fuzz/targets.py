@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gzip
-import hashlib
 import io
 import json
 import shutil
@@ -16,7 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lab"))
+
 import mutate
+from sample_image import SampleImage, digest
+from shared_object import shared_object
+from small_tar import tar_of_files
 
 from imgkit_builder.archive import compressed, oci_folder, read, sidecar, stored
 from imgkit_builder.archive.tar_read import TarStream
@@ -127,44 +132,13 @@ def _layers() -> list[bytes]:
 
 def archive(*, packed: bool = False, oci: bool = False) -> bytes:
     """An image of one layer, as docker 25 or BuildKit saves it."""
-    plain = layer()
-    stored = gzip.compress(plain, 1, mtime=0) if packed else plain
-    configuration = json.dumps(
-        {
-            "architecture": "amd64",
-            "os": "linux",
-            "created": "2024-03-20T00:00:00Z",
-            "config": {"Env": ["A=1"], "Labels": {"a": "b"}},
-            "rootfs": {"type": "layers", "diff_ids": [f"sha256:{_digest(plain)}"]},
-        }
-    ).encode()
-    document = json.dumps(
-        {
-            "config": {"digest": f"sha256:{_digest(configuration)}"},
-            "layers": [{"digest": f"sha256:{_digest(stored)}"}],
-        }
-    ).encode()
-    blobs = {f"blobs/sha256/{_digest(data)}": data for data in (configuration, stored, document)}
-    entry = {
-        "digest": f"sha256:{_digest(document)}",
-        "annotations": {"io.containerd.image.name": "made:latest"},
-    }
-    names = [f"blobs/sha256/{_digest(data)}" for data in (configuration, stored)]
-    files = {**blobs, "index.json": json.dumps({"schemaVersion": 2, "manifests": [entry]}).encode()}
-    if not oci:
-        listed = [{"Config": names[0], "RepoTags": ["made:latest"], "Layers": names[1:]}]
-        files["manifest.json"] = json.dumps(listed).encode()
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for name, data in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            tar.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
-
-
-def _digest(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+    sample = SampleImage(layers=[layer()], labels={"a": "b"})
+    members = sample.modern_members(
+        functools.partial(gzip.compress, compresslevel=1, mtime=0) if packed else bytes
+    )
+    if oci:
+        del members["manifest.json"]
+    return tar_of_files(members)
 
 
 def _archives() -> list[bytes]:
@@ -172,7 +146,7 @@ def _archives() -> list[bytes]:
 
 
 def _walk_tar(data: bytes, _: Path) -> None:
-    stream = TarStream(iter([data[place : place + 1000] for place in range(0, len(data), 1000)]), name="x")
+    stream = TarStream(iter([data[start : start + 1000] for start in range(0, len(data), 1000)]), name="x")
     for number, member in enumerate(stream):
         assert member.size_bytes >= 0
         for _piece in stream.content() if number % 2 else stream.body():
@@ -192,8 +166,8 @@ def _lay_out(data: bytes, folder: Path) -> object:
 
 
 def _verify_archive(path: Path) -> None:
-    held = read.digest_archive(path, compress=compressed.kind(path), report=Silent())
-    assert held.size_bytes == path.stat().st_size
+    contents = read.digest_archive(path, compress=compressed.kind(path), report=Silent())
+    assert contents.size_bytes == path.stat().st_size
 
 
 # ---- squashfs, .sif and delta
@@ -262,11 +236,11 @@ def _sifs() -> list[bytes]:
 
 
 def _read_sif(path: Path) -> None:
-    found = image.read(path)
-    image.squashfs(found)
-    for one in found.descriptors:
-        image.data(found, one)
-    descriptor.applied(found)
+    sif = image.read(path)
+    image.squashfs(sif)
+    for entry in sif.descriptors:
+        image.data(sif, entry)
+    descriptor.applied(sif)
     file_manifest.read(path)
 
 
@@ -301,21 +275,19 @@ def _text(read: Callable[[str], object]) -> Callable[[bytes, Path], object]:
 def _manifests() -> list[bytes]:
     probe = inside_probe()
     base = BaseImage(name="nvcr.io/x:1", digest="sha256:" + "0" * 64, probe=probe) if probe else None
-    return [manifest.to_json(_made(Manifest, base=base)).encode()]
+    return [manifest.to_json(_filled(Manifest, base=base)).encode()]
 
 
 def inside_probe() -> Any:
     from imgkit_builder.oci.manifest import Probe
 
-    return _made(Probe)
+    return _filled(Probe)
 
 
-def _made(kind: Any, **given: Any) -> Any:
-    """A dataclass with something in every field."""
-    values = {
-        one.name: given.get(one.name, () if "tuple" in str(one.type) else "x")
-        for one in dataclasses.fields(kind)
-    }
+def _filled(kind: Any, **values: Any) -> Any:
+    """Return a dataclass with these values, and something in every other field."""
+    for field in dataclasses.fields(kind):
+        values.setdefault(field.name, () if "tuple" in str(field.type) else "x")
     return kind(**values)
 
 
@@ -354,8 +326,8 @@ def _ignored(data: bytes, folder: Path) -> None:
     for name in ("a", "aaaa" * 60, "data/x.tmp"):
         (folder / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "in" / name).touch()
-    words = tuple(data.decode("utf-8", "replace").splitlines()[:3])
-    list(sources.walk(folder, words, hidden=()))
+    patterns = tuple(data.decode("utf-8", "replace").splitlines()[:3])
+    list(sources.walk(folder, patterns, hidden=()))
 
 
 # ---- what a machine and a scheduler say
@@ -409,9 +381,6 @@ CXI = {"sys/class/cxi/cxi0/device/vendor": "0x17db"}
 
 
 def _libraries() -> list[bytes]:
-    sys.path.append(str(ROOT / "tests/lab"))
-    from shared_object import shared_object
-
     needs = {"libc.so.6": ("GLIBC_2.34", "GLIBC_2.38"), "libz.so.1": ("ZLIB_1.2",)}
     return [shared_object("libx.so.1", needs=needs, defines=("X_1.0", "X_1.1"), rpath="$ORIGIN:/a")]
 
@@ -444,9 +413,9 @@ ENVIRONMENTS = (
 def _placement(data: bytes, _: Path) -> None:
     env: Mapping[str, str] = {}
     with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(data)
-        if isinstance(found, dict):
-            env = {name: value for name, value in found.items() if isinstance(value, str)}
+        document = json.loads(data)
+        if isinstance(document, dict):
+            env = {name: value for name, value in document.items() if isinstance(value, str)}
     file = env.get("FILE")
     resolve.find_placement(
         PlacementRequest(), env, lambda path: file if path == env.get("PBS_NODEFILE") else None
@@ -467,8 +436,8 @@ def _store_answers() -> list[bytes]:
     """Answers of a remote with the files that imgkit looks into."""
     rows = b"home /scratch/me\ndisk /dev/a 100 40 60 40% /\nprogram there\nname a.sif\n"
     edge = store.EDGE_BYTES
-    files = [(b"images/a.sif", one) for one in _sifs()] + [(b"a.imgdelta", one) for one in _deltas()]
-    bodies = [b"file %d %s\n%s%s" % (len(one), name, one[:edge], one[-edge:]) for name, one in files]
+    files = [(b"images/a.sif", sif) for sif in _sifs()] + [(b"a.imgdelta", delta) for delta in _deltas()]
+    bodies = [b"file %d %s\n%s%s" % (len(data), name, data[:edge], data[-edge:]) for name, data in files]
     return [rows + body + b"end\n" for body in (b"", *bodies)]
 
 
@@ -523,7 +492,7 @@ TARGETS = (
     Target(
         name="archive",
         run=_lay_out,
-        seeds=lambda: [*_archives(), *(gzip.compress(one, 1, mtime=0) for one in _archives()[:1])],
+        seeds=lambda: [*_archives(), *(gzip.compress(data, 1, mtime=0) for data in _archives()[:1])],
         change=mutate.in_tar,
     ),
     Target(name="archive-verify", run=_file(_verify_archive), seeds=_archives, change=mutate.in_tar),
@@ -531,7 +500,7 @@ TARGETS = (
     Target(
         name="archive-gzip",
         run=_file(_verify_archive),
-        seeds=lambda: [gzip.compress(one, 1, mtime=0) for one in _archives()],
+        seeds=lambda: [gzip.compress(data, 1, mtime=0) for data in _archives()],
         change=mutate.in_gzip(mutate.in_tar),
     ),
     Target(name="gzip", run=_gunzip, seeds=lambda: [gzip.compress(layer(), mtime=0)], change=mutate.in_bytes),
@@ -598,7 +567,7 @@ TARGETS = (
                     {
                         "schema": 1,
                         "step": 5,
-                        "files": {"weights.pt": {"size_bytes": 1, "sha256": _digest(b"x")}},
+                        "files": {"weights.pt": {"size_bytes": 1, "sha256": digest(b"x")}},
                     }
                 )
             ).encode()
@@ -709,7 +678,7 @@ TARGETS = (
     Target(
         name="placement",
         run=_placement,
-        seeds=lambda: [json.dumps(one).encode() for one in ENVIRONMENTS],
+        seeds=lambda: [json.dumps(env).encode() for env in ENVIRONMENTS],
         change=mutate.in_json,
     ),
     Target(
@@ -808,7 +777,7 @@ WRONG = (
 
 def by_name(name: str) -> Target:
     """The target `name`."""
-    return next(one for one in (*TARGETS, *WRONG) if one.name == name)
+    return next(target for target in (*TARGETS, *WRONG) if target.name == name)
 
 
 @contextlib.contextmanager

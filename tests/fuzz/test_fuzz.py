@@ -24,15 +24,15 @@ import mutate
 import targets
 from house import CORPUS, House
 
-NAMES = [one.name for one in targets.TARGETS]
+NAMES = [target.name for target in targets.TARGETS]
 EXAMPLES = 60
 
 
 @pytest.fixture(scope="session")
 def house() -> Iterator[House]:
-    found = House()
-    yield found
-    found.close()
+    house = House()
+    yield house
+    house.close()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -42,9 +42,10 @@ def test_kept_inputs_are_refused(house: House, name: str) -> None:
         assert not house.fault(name, path.read_bytes()), path
 
 
-@pytest.mark.parametrize(("name", "what"), [(name, what) for name, what, _ in built.BUILT])
-def test_hostile_input_ends_in_time_and_memory(house: House, name: str, what: str) -> None:
-    make = next(make for known, title, make in built.BUILT if (known, title) == (name, what))
+@pytest.mark.parametrize(
+    ("name", "make"), [pytest.param(name, make, id=f"{name}-{title}") for name, title, make in built.BUILT]
+)
+def test_hostile_input_ends_in_time_and_memory(house: House, name: str, make: Callable[[], bytes]) -> None:
     assert not house.fault(name, make())
 
 
@@ -52,7 +53,7 @@ def test_hostile_input_ends_in_time_and_memory(house: House, name: str, what: st
 def test_changed_inputs_are_taken_or_refused(house: House, name: str) -> None:
     target = targets.by_name(name)
     seeds = target.seeds()
-    changes = strategies.builds(
+    random_change = strategies.builds(
         mutate.Change,
         strategies.integers(0, (1 << 16) - 1),
         strategies.integers(0, (1 << 32) - 1),
@@ -63,9 +64,9 @@ def test_changed_inputs_are_taken_or_refused(house: House, name: str) -> None:
         max_examples=EXAMPLES, derandomize=True, deadline=None, database=None,
         suppress_health_check=list(hypothesis.HealthCheck),
     )  # fmt: skip
-    @hypothesis.given(strategies.sampled_from(seeds), strategies.lists(changes, min_size=1, max_size=4))
-    def check(seed: bytes, wanted: list[mutate.Change]) -> None:
-        assert not house.fault(name, hunt.applied(target, seed, wanted))
+    @hypothesis.given(strategies.sampled_from(seeds), strategies.lists(random_change, min_size=1, max_size=4))
+    def check(seed: bytes, changes: list[mutate.Change]) -> None:
+        assert not house.fault(name, hunt.applied(target, seed, changes))
 
     check()
 
@@ -85,12 +86,12 @@ def test_pipe_or_device_is_refused_at_once(
     def late(*_: object) -> None:
         raise AssertionError(f"{target.name} waits for a {kind}, or reads all of it")
 
-    made: list[Path] = []
-    known = [target for target in targets.TARGETS if target.seeds()]  # seeds may write files
-    monkeypatch.setattr(Path, "write_bytes", lambda path, _: (made.append(path), SPECIAL[kind](path)))
+    written: list[Path] = []
+    targets_with_seeds = [target for target in targets.TARGETS if target.seeds()]  # seeds may write files
+    monkeypatch.setattr(Path, "write_bytes", lambda path, _: (written.append(path), SPECIAL[kind](path)))
     before = signal.signal(signal.SIGALRM, late)
     try:
-        for target in known:
+        for target in targets_with_seeds:
             (folder := tmp_path / target.name).mkdir()
             signal.alarm(10)
             try:
@@ -102,7 +103,7 @@ def test_pipe_or_device_is_refused_at_once(
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-    assert len(made) >= 15
+    assert len(written) >= 15
 
 
 def test_house_notices_a_fault(house: House) -> None:
