@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import secrets
 import shlex
-import shutil
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,19 +27,17 @@ def printed(case: str) -> str:
     from typer.testing import CliRunner
 
     text = (JOBS / f"{case}.args").read_text(encoding="utf-8")
-    words = shlex.split(text.replace("RECIPES/", f"{JOBS.parent / 'recipes'}/"))
-    before, dashes, command = (
-        (words[: words.index("--")], ["--"], words[words.index("--") + 1 :])
-        if "--" in words
-        else (words, [], [])
-    )
-    folder = [] if "--directory" in before else ["--directory", "/home/me/my run"]
-    argv = ["run", "--dry-run", *before, *folder, *dashes, *command]
+    arguments = shlex.split(text.replace("RECIPES/", f"{JOBS.parent / 'recipes'}/"))
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options, command = arguments[:end], arguments[end:]
+    if "--directory" not in options:
+        options += ["--directory", "/home/me/my run"]
+    argv = ["run", "--dry-run", *options, *command]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(secrets, "randbelow", lambda _: 5000)  # a run by hand has a random port
-        done = CliRunner().invoke(build_app(("run", "list")), argv, catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    return done.stdout
+        result = CliRunner().invoke(build_app(("run", "list")), argv, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -52,16 +49,14 @@ def test_job_is_as_recorded(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_job_passes_shellcheck(case: str) -> None:
+def test_job_passes_shellcheck(case: str, find_linter: Callable[[str], str]) -> None:
     text = printed(case)
     if text.startswith(("apiVersion", "---")):
         return  # YAML: test_kubeflow_job compares it with Kubeflow's models
-    name = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
-    assert name, "shellcheck is not installed; pip install -e '.[dev]'"
     # SC2016 doubts that a `$` in single quotes is meant as it stands; it is.
-    argv = [name, "--shell=bash", "--severity=style", "--exclude=SC2016", "-"]
-    done = subprocess.run(argv, input=text, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, f"{text}\n{done.stdout}"
+    argv = [find_linter("shellcheck"), "--shell=bash", "--severity=style", "--exclude=SC2016", "-"]
+    result = subprocess.run(argv, input=text, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, f"{text}\n{result.stdout}"
 
 
 def test_no_record_without_case() -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -47,13 +45,6 @@ def current(name: str, form: str) -> str:
     return re.sub(r"(imgkit\.recipe\.sha256\W+)[0-9a-f]{64}", r"\1SHA256", text)
 
 
-def tool(name: str) -> str:
-    """A linter of the development requirements, from this environment or PATH."""
-    found = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
-    assert found, f"{name} is not installed; pip install -e '.[dev]'"
-    return found
-
-
 @pytest.mark.parametrize("form", RENDERERS)
 @pytest.mark.parametrize("name", RECIPES)
 def test_text_is_as_recorded(name: str, form: str) -> None:
@@ -69,20 +60,20 @@ def test_no_record_without_recipe() -> None:
     assert recorded == {f"{name}.{form}" for name in RECIPES for form in RENDERERS}
 
 
-def test_dockerfiles_pass_hadolint(tmp_path: Path) -> None:
+def test_dockerfiles_pass_hadolint(tmp_path: Path, find_linter: Callable[[str], str]) -> None:
     files = []
     for name in RECIPES:
         files.append(tmp_path / f"{name}.Dockerfile")
         files[-1].write_text(render.dockerfile(loaded(name)), encoding="utf-8")
-    done = subprocess.run(
-        [tool("hadolint"), "--config", HERE.parents[1] / ".hadolint.yaml", *files],
+    result = subprocess.run(
+        [find_linter("hadolint"), "--config", HERE.parents[1] / ".hadolint.yaml", *files],
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_shell_text_passes_shellcheck(tmp_path: Path) -> None:
+def test_shell_text_passes_shellcheck(tmp_path: Path, find_linter: Callable[[str], str]) -> None:
     scripts = []
     for name in RECIPES:
         recipe = loaded(name)
@@ -91,21 +82,23 @@ def test_shell_text_passes_shellcheck(tmp_path: Path) -> None:
             scripts.append(tmp_path / f"{name}-{number}.sh")
             scripts[-1].write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
     # SC2016, "expressions don't expand in single quotes": the shell that a run step gets does expand them.
-    done = subprocess.run(
-        [tool("shellcheck"), "--shell=sh", "--exclude=SC2016", *scripts], capture_output=True, text=True
+    result = subprocess.run(
+        [find_linter("shellcheck"), "--shell=sh", "--exclude=SC2016", *scripts],
+        capture_output=True,
+        text=True,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.parametrize("bad", ["cd /x", 'rm -rf $HOME/"$(ls)"', "[ 1 = 1 ]; echo $?x$y"])
-def test_shellcheck_sees_run_steps(tmp_path: Path, bad: str) -> None:
+def test_shellcheck_sees_run_steps(tmp_path: Path, bad: str, find_linter: Callable[[str], str]) -> None:
     """The check above is one: a step with a known mistake does not pass it."""
     (tmp_path / "bad.yaml").write_text(f"image: {{base: 'a:1', run: [{json.dumps(bad + ' $unset')}]}}")
     script = tmp_path / "bad.sh"
     script.write_text(
         "#!/bin/sh\n" + "\n".join(run_lines(render.dockerfile(load(tmp_path / "bad.yaml")))) + "\n"
     )
-    assert subprocess.run([tool("shellcheck"), script], capture_output=True).returncode == 1
+    assert subprocess.run([find_linter("shellcheck"), script], capture_output=True).returncode == 1
 
 
 def run_lines(dockerfile: str) -> Iterator[str]:

@@ -31,31 +31,31 @@ first, before it submits; the second is a user's.
 
 def reference(name: str) -> Mapping[str, frozenset[str]]:
     lines = (HERE / f"runai/{name}.txt").read_text(encoding="utf-8").splitlines()
-    found = (line.partition(":") for line in lines if not line.startswith("#"))
-    return {command: frozenset(re.sub(r"[][]", "", options).split()) for command, _, options in found}
+    rows = (line.partition(":") for line in lines if not line.startswith("#"))
+    return {command: frozenset(re.sub(r"[][]", "", options).split()) for command, _, options in rows}
 
 
-def unknown(words: Sequence[str], name: str) -> Iterator[str]:
-    """What the reference of the client `name` does not have in ``runai COMMAND [NAME] [OPTIONS]``."""
-    words = words[: words.index("--")] if "--" in words else words
-    known = reference(name)
-    command = max(
-        (each for each in known if f"{' '.join(words[1:])} ".startswith(f"{each} ")), key=len, default=""
-    )
-    if not command:
-        yield " ".join(words[:4])
+def unknown(argv: Sequence[str], name: str) -> Iterator[str]:
+    """Yield what the reference `name` lacks of ``runai COMMAND [NAME] [OPTIONS]``."""
+    argv = argv[: argv.index("--")] if "--" in argv else argv
+    options_of = reference(name)
+    text = f"{' '.join(argv[1:])} "
+    commands = [command for command in options_of if text.startswith(f"{command} ")]
+    if not commands:
+        yield " ".join(argv[:4])
         return
-    for word in words:
-        option = word.partition("=")[0]
-        if option.startswith("-") and option not in known[command]:
+    command = max(commands, key=len)
+    for argument in argv:
+        option = argument.partition("=")[0]
+        if option.startswith("-") and option not in options_of[command]:
             yield option
 
 
 def of_client() -> Iterator[tuple[str, str]]:
     for file in JOBS:
-        words = shlex.split(file.read_text(encoding="utf-8"))
-        if "--client" in words:
-            for name in REFERENCES[words[words.index("--client") + 1]]:
+        args = shlex.split(file.read_text(encoding="utf-8"))
+        if "--client" in args:
+            for name in REFERENCES[args[args.index("--client") + 1]]:
                 yield file.stem, name
 
 
@@ -92,9 +92,9 @@ def test_job_is_followed_by_commands_of_the_reference(
         kind=runai.script(job).kind,
     )
     (status,) = runai.status_commands(record)
-    for words in (status, runai.log_source(record), runai.cancel_command(record)):
-        assert not list(unknown(words, name)), words
-        assert words[-2:] == ("--project", "me")
+    for argv in (status, runai.log_source(record), runai.cancel_command(record)):
+        assert not list(unknown(argv, name)), argv
+        assert argv[-2:] == ("--project", "me")
     assert runai.cancel_command(dataclasses.replace(record, queue=""))[-1] == "rcp"
 
 
