@@ -38,10 +38,10 @@ STANDIN_ARM64_NOTORCH = "imgkit.local/standin:24.03-arm64-notorch"
 
 
 def probe(argv: Sequence[str | Path], timeout_s: float = 60) -> str | None:
-    """None if the command succeeds, else its last line (or why it could not be run)."""
+    """Return None if the command succeeds, else its last line, or why it could not be run."""
     try:
-        done = subprocess.run(
-            [str(word) for word in argv],
+        result = subprocess.run(
+            [str(argument) for argument in argv],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -49,9 +49,9 @@ def probe(argv: Sequence[str | Path], timeout_s: float = 60) -> str | None:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    if done.returncode == 0:
+    if result.returncode == 0:
         return None
-    lines = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()
+    lines = (result.stderr.strip() or result.stdout.strip() or f"exit code {result.returncode}").splitlines()
     return lines[-1]
 
 
@@ -61,9 +61,7 @@ def _docker() -> str | None:
 
 
 def _podman() -> str | None:
-    lacking = [name for name in ("podman", "busybox") if shutil.which(name) is None]
-    reason = f"{', '.join(lacking)} missing" if lacking else probe(["podman", "--version"])
-    return reason and f"{reason}; as root: apt-get install podman busybox-static"
+    return missing_programs(("podman", "busybox")) or probe(["podman", "--version"])
 
 
 def _buildx() -> str | None:
@@ -90,20 +88,13 @@ def _qemu() -> str | None:
 
 
 def _sshd() -> str | None:
-    places = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-    lacking = [name for name in ("ssh", "sshd", "ssh-keygen") if shutil.which(name, path=places) is None]
-    return (
-        f"not installed: {', '.join(lacking)}; as root: apt-get install openssh-server" if lacking else None
-    )
+    return missing_programs(("ssh", "sshd", "ssh-keygen"))
 
 
 def _cluster() -> str | None:
     if os.geteuid() != 0:
         return "the virtual cluster needs root"
-    places = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-    programs = ("sshd", "mpirun", "ip")
-    lacking = [name for name in programs if shutil.which(name, path=places) is None]
-    return f"not installed: {', '.join(lacking)}; ci/check installs them" if lacking else None
+    return missing_programs(("sshd", "mpirun", "ip"))
 
 
 def _slurm() -> str | None:
@@ -112,8 +103,9 @@ def _slurm() -> str | None:
 
 
 def _torch_arm64() -> str | None:
-    wanted = os.environ.get("IMGKIT_TEST_TORCH_ARM64") == "1"
-    return None if wanted else "takes minutes under qemu; asked for by IMGKIT_TEST_TORCH_ARM64=1"
+    if os.environ.get("IMGKIT_TEST_TORCH_ARM64") == "1":
+        return None
+    return "takes minutes under qemu; asked for by IMGKIT_TEST_TORCH_ARM64=1"
 
 
 CAPABILITIES: dict[str, Callable[[], str | None]] = {
@@ -131,16 +123,21 @@ CAPABILITIES: dict[str, Callable[[], str | None]] = {
         "torch_arm64": _torch_arm64,
     }.items()
 }
-"""Marker to the probe that says why it is not there; None means that it is."""
+"""Marker -> a function that returns why the capability is missing, or None."""
 
 PACKAGES = {
     "busybox": "busybox-static",
     "cc": "build-essential",
+    "ip": "iproute2",
     "mksquashfs": "squashfs-tools",
+    "mpirun": "openmpi-bin",
     "readelf": "binutils",
+    "ssh": "openssh-client",
+    "ssh-keygen": "openssh-client",
+    "sshd": "openssh-server",
     "unsquashfs": "squashfs-tools",
 }
-"""Debian packages of programs that are named otherwise."""
+"""Program -> its Debian package, where that has another name."""
 
 
 def missing_programs(names: Sequence[str]) -> str | None:
@@ -174,7 +171,7 @@ def _is_worker(config: pytest.Config) -> bool:
 
 def _mark_folders() -> set[Path]:
     """Folders that launchers keep their marks in."""
-    return {folder for place in ("/tmp", "/dev/shm") for folder in Path(place).glob("imgkit-stop-*")}
+    return {folder for parent in ("/tmp", "/dev/shm") for folder in Path(parent).glob("imgkit-stop-*")}
 
 
 def _used_folders() -> set[Path]:
@@ -208,11 +205,13 @@ def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str]
         return None
     if max(len(left), len(right)) < 10_000:
         return None
-    first = next((at for at, (one, two) in enumerate(zip(left, right, strict=False)) if one != two), None)
-    where = (
-        "one is the beginning of the other" if first is None else f"the first difference is at byte {first}"
-    )
-    return [f"{len(left)} bytes == {len(right)} bytes", where]
+    pairs = enumerate(zip(left, right, strict=False))
+    offset = next((offset for offset, (expected, actual) in pairs if expected != actual), None)
+    if offset is None:
+        difference = "one is the beginning of the other"
+    else:
+        difference = f"the first difference is at byte {offset}"
+    return [f"{len(left)} bytes == {len(right)} bytes", difference]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -289,11 +288,11 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
     from imgkit_builder.cli import app
 
-    def run(*words: str) -> tuple[object, str, str]:
-        monkeypatch.setattr("sys.argv", ["imgkit", *words])
-        with pytest.raises(SystemExit) as ended:
+    def run(*args: str) -> tuple[object, str, str]:
+        monkeypatch.setattr("sys.argv", ["imgkit", *args])
+        with pytest.raises(SystemExit) as exited:
             app.main()
-        said = capsys.readouterr()
-        return ended.value.code, said.out, said.err
+        output = capsys.readouterr()
+        return exited.value.code, output.out, output.err
 
     return run

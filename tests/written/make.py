@@ -42,21 +42,20 @@ tar -cf - --exclude checkpoints dist-train
 """
 
 
-def run(*words: object, **options: object) -> bytes:
-    """Run a program that must succeed; what it prints."""
-    done = subprocess.run([str(word) for word in words], check=True, stdout=subprocess.PIPE, **options)  # type: ignore[call-overload]
-    return bytes(done.stdout)
+def run(*argv: object, **options: object) -> bytes:
+    """Run a program that must succeed, and return its output."""
+    return subprocess.run(list(map(str, argv)), check=True, stdout=subprocess.PIPE, **options).stdout
 
 
-def imgkit(*words: object) -> None:
-    run(sys.executable, "-m", "imgkit_builder", *words)
+def imgkit(*argv: object) -> None:
+    run(sys.executable, "-m", "imgkit_builder", *argv)
 
 
 def images(target: Path) -> None:
     """An archive with its sidecars, its .sif, a delta that changes one file, and a .sif with that inside."""
     recipe = load.load("cpu")
     base = BaseImage(name="scratch", platform="linux/amd64", probe=Probe(python="3.11.2"))
-    made = Manifest(
+    image_manifest = Manifest(
         imgkit=__version__,
         recipe=recipe.name,
         recipe_sha256=recipe.sha256,
@@ -64,27 +63,27 @@ def images(target: Path) -> None:
         platform="linux/amd64",
         wheel_sha256="0" * 64,
     )
-    names = [f"{IMAGE}:{code}" for code in ("old", "new")]
+    tags = [f"{IMAGE}:{code}" for code in ("old", "new")]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "Dockerfile").write_text(DOCKERFILE.format(version=__version__))
         (folder / "system.json").write_text(system.to_json(recipe.system))
-        (folder / "manifest.json").write_text(manifest.to_json(made))
+        (folder / "manifest.json").write_text(manifest.to_json(image_manifest))
         (folder / "passwd").write_text("root:x:0:0:root:/:/bin/sh\n")
-        for one in names:
-            (folder / "code").write_text(one.rpartition(":")[2])
+        for tag in tags:
+            (folder / "code").write_text(tag.rpartition(":")[2])
             run(
-                "docker", "build", "--quiet", "--tag", one, folder, env={**os.environ, "DOCKER_BUILDKIT": "0"}
+                "docker", "build", "--quiet", "--tag", tag, folder, env={**os.environ, "DOCKER_BUILDKIT": "0"}
             )
     try:
-        imgkit("save", names[0], "--compression", "gzip", "-o", target / "small.tar.gz")
+        imgkit("save", tags[0], "--compression", "gzip", "-o", target / "small.tar.gz")
         imgkit("sif", target / "small.tar.gz", "-o", target / "small.sif", "--no-test")
         imgkit("sif", target / "small.tar.gz", "-o", target / "small.sqsh")
-        imgkit("delta", names[1], "--against", target / "small.sif", "-o", target / "small.imgdelta")
+        imgkit("delta", tags[1], "--against", target / "small.sif", "-o", target / "small.imgdelta")
         applied = ("apply", target / "small.imgdelta", target / "small.sif", "-o", target / "applied.sif")
         imgkit(*applied)
     finally:
-        run("docker", "rmi", *names)
+        run("docker", "rmi", *tags)
 
 
 def runs(target: Path) -> None:

@@ -47,45 +47,45 @@ def test_slowest_tests_come_first_without_their_group(tmp_path: Path) -> None:
 
 
 def test_skips_of_one_reason_share_a_line(tmp_path: Path) -> None:
-    done = report(tmp_path, NO_DOCKER.format("t1"), NO_DOCKER.format("t2"))
-    assert "lab: tests.b.t1 and 1 more: docker: no engine answers" in done.stdout
+    result = report(tmp_path, NO_DOCKER.format("t1"), NO_DOCKER.format("t2"))
+    assert "lab: tests.b.t1 and 1 more: docker: no engine answers" in result.stdout
 
 
 def test_total_counts_every_outcome(tmp_path: Path) -> None:
-    done = report(tmp_path, PASSED, FAILED, UNASKED)
-    assert done.stdout.splitlines()[-1] == "total: 1 passed, 1 failed, 1 skipped"
+    result = report(tmp_path, PASSED, FAILED, UNASKED)
+    assert result.stdout.splitlines()[-1] == "total: 1 passed, 1 failed, 1 skipped"
 
 
 def test_test_that_passes_alone_is_named_and_counts_as_passed(tmp_path: Path) -> None:
-    done = report(tmp_path, PASSED, FAILED, alone=FAILED.partition("<failure")[0].rstrip(">") + "/>")
-    assert "failed among others, passed alone:\n  lab: tests.a.test_two\n" in done.stdout
-    assert done.stdout.splitlines()[-1] == "total: 2 passed, 0 failed, 0 skipped"
-    assert done.returncode == 0
+    result = report(tmp_path, PASSED, FAILED, alone=FAILED.partition("<failure")[0].rstrip(">") + "/>")
+    assert "failed among others, passed alone:\n  lab: tests.a.test_two\n" in result.stdout
+    assert result.stdout.splitlines()[-1] == "total: 2 passed, 0 failed, 0 skipped"
+    assert result.returncode == 0
 
 
 def test_test_that_fails_alone_too_stays_a_failure(tmp_path: Path) -> None:
-    done = report(tmp_path, PASSED, FAILED, alone=FAILED)
-    assert "passed alone" not in done.stdout
-    assert done.stdout.splitlines()[-1] == "total: 1 passed, 1 failed, 0 skipped"
-    assert done.returncode == 1
+    result = report(tmp_path, PASSED, FAILED, alone=FAILED)
+    assert "passed alone" not in result.stdout
+    assert result.stdout.splitlines()[-1] == "total: 1 passed, 1 failed, 0 skipped"
+    assert result.returncode == 1
 
 
 def test_failed_test_that_did_not_run_alone_fails_the_report(tmp_path: Path) -> None:
     failed = FAILED.replace("test_two", "test_two@loop shapes")
-    done = report(tmp_path, PASSED, failed)
-    assert done.returncode == 1
-    assert "total: 1 passed, 1 failed, 0 skipped" in done.stdout
+    result = report(tmp_path, PASSED, failed)
+    assert result.returncode == 1
+    assert "total: 1 passed, 1 failed, 0 skipped" in result.stdout
 
 
 def test_run_without_tests_fails(tmp_path: Path) -> None:
-    done = report(tmp_path)
-    assert done.returncode == 1
-    assert "no test ran" in done.stdout
+    result = report(tmp_path)
+    assert result.returncode == 1
+    assert "no test ran" in result.stdout
 
 
 @pytest.mark.parametrize(("passed", "code"), [(9, 1), (10, 0)])
 def test_tenth_of_the_tests_skipped_fails(tmp_path: Path, passed: int, code: int) -> None:
     cases = [f'<testcase classname="tests.c" name="test_{n}"/>' for n in range(passed)]
-    done = report(tmp_path, NO_DOCKER.format("t"), *cases)
-    assert done.returncode == code
-    assert ("1 of 10 tests were skipped" in done.stdout) == (code == 1)
+    result = report(tmp_path, NO_DOCKER.format("t"), *cases)
+    assert result.returncode == code
+    assert ("1 of 10 tests were skipped" in result.stdout) == (code == 1)

@@ -18,9 +18,9 @@ SCRIPTS = sorted(
 )
 
 
-def run(script: str, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
+def run(script: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(CI / script), *words],
+        [str(CI / script), *args],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -35,25 +35,25 @@ def test_scripts_are_found() -> None:
 
 @pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "report"])
 def test_help_says_how_to_use_it(script: str) -> None:
-    done = run(script, "--help")
-    assert done.returncode == 0
-    assert Path(script).name in done.stdout
-    assert "set -e" not in done.stdout
+    result = run(script, "--help")
+    assert result.returncode == 0
+    assert Path(script).name in result.stdout
+    assert "set -e" not in result.stdout
 
 
 @pytest.mark.parametrize(
     "script", ["check", "gpu", "quickstart", "release", "lab/base-image", "lab/install-singularity"]
 )
 def test_unknown_option_is_refused(script: str) -> None:
-    done = run(script, "--no-such-option")
-    assert done.returncode == 2
+    result = run(script, "--no-such-option")
+    assert result.returncode == 2
 
 
 def test_no_gpu_is_a_reason_to_skip(tmp_path: Path) -> None:
     (tmp_path / "python3").write_text('#!/bin/sh\n[ "$2" != "import torch" ]\n')
     (tmp_path / "python3").chmod(0o755)
-    done = run("gpu", str(tmp_path / "gpu.json"), PATH=f"{tmp_path}:{os.environ['PATH']}")
-    assert (done.returncode, done.stdout) == (0, "gpu: skipped: python3 has no torch\n")
+    result = run("gpu", str(tmp_path / "gpu.json"), PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert (result.returncode, result.stdout) == (0, "gpu: skipped: python3 has no torch\n")
     assert not (tmp_path / "gpu.json").exists()
 
 
@@ -64,12 +64,12 @@ def test_release_names_all_that_is_missing(tmp_path: Path) -> None:
     (copy / "ci/release").write_bytes((CI / "release").read_bytes())
     (copy / "pyproject.toml").write_text('[project.urls]\nHomepage = "https://example.org/placeholder"\n')
     (copy / "CHANGELOG.md").write_text(f"\n## [{imgkit_entrypoints.__version__}] - unreleased\n")
-    done = subprocess.run(["bash", copy / "ci/release"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
-    said = done.stderr
-    assert "pyproject.toml:2: Homepage is a placeholder (https://example.org/placeholder)" in said
-    assert f"CHANGELOG.md:2: no date after the heading of {imgkit_entrypoints.__version__}" in said
-    assert "git status: uncommitted files" in said
+    result = subprocess.run(["bash", copy / "ci/release"], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    stderr = result.stderr
+    assert "pyproject.toml:2: Homepage is a placeholder (https://example.org/placeholder)" in stderr
+    assert f"CHANGELOG.md:2: no date after the heading of {imgkit_entrypoints.__version__}" in stderr
+    assert "git status: uncommitted files" in stderr
     assert not (copy / "build").exists()
 
 
@@ -89,21 +89,21 @@ def test_unknown_verb_is_refused(script: str) -> None:
     ],
 )
 def test_standin_never_bears_another_name(name: str) -> None:
-    done = run("lab/base-image", name)
-    assert done.returncode == 2
-    assert "imgkit.local/standin:TAG" in done.stderr
+    result = run("lab/base-image", name)
+    assert result.returncode == 2
+    assert "imgkit.local/standin:TAG" in result.stderr
 
 
 def test_unknown_architecture_is_refused() -> None:
-    done = run("lab/base-image", "--arch", "s390x")
-    assert done.returncode == 2
-    assert "amd64, arm64" in done.stderr
+    result = run("lab/base-image", "--arch", "s390x")
+    assert result.returncode == 2
+    assert "amd64, arm64" in result.stderr
 
 
 def test_installed_programs_need_no_apt() -> None:
-    done = run("lab/apt-install", "sh:dash", "ls:coreutils")
-    assert done.returncode == 0
-    assert done.stderr == ""
+    result = run("lab/apt-install", "sh:dash", "ls:coreutils")
+    assert result.returncode == 0
+    assert result.stderr == ""
 
 
 def test_missing_package_without_apt_is_named(tmp_path: Path) -> None:
@@ -113,18 +113,18 @@ def test_missing_package_without_apt_is_named(tmp_path: Path) -> None:
     script = (CI / "lab/apt-install").read_text().replace("PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin\n", "")
     copy = tmp_path / "apt-install"
     copy.write_text(script)
-    done = subprocess.run(
+    result = subprocess.run(
         ["bash", str(copy), "dockerd:docker-cli|docker.io", "bash:bash"],
         capture_output=True,
         text=True,
         env={"PATH": str(tmp_path)},
     )
-    assert done.returncode == 3
-    assert "apt-get install docker-cli" in done.stderr
-    assert "bash" not in done.stderr
+    assert result.returncode == 3
+    assert "apt-get install docker-cli" in result.stderr
+    assert "bash" not in result.stderr
 
 
 def test_engine_refuses_a_long_socket_path(tmp_path: Path) -> None:
-    done = run("lab/engine", "status", "--private", str(tmp_path / ("x" * 100)))
-    assert done.returncode == 2
-    assert "too long" in done.stderr
+    result = run("lab/engine", "status", "--private", str(tmp_path / ("x" * 100)))
+    assert result.returncode == 2
+    assert "too long" in result.stderr

@@ -35,10 +35,10 @@ def steps() -> Iterator[dict[str, Any]]:
 def test_actions_and_images_are_named_by_digest() -> None:
     used = [step["uses"] for step in steps() if "uses" in step]
     assert used
-    assert [one for one in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", one)] == []
+    assert [action for action in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action)] == []
     images = [job["container"]["image"] for job in GITHUB["jobs"].values() if "container" in job]
     assert images
-    assert [one for one in images if not re.search(r"@sha256:[0-9a-f]{64}$", one)] == []
+    assert [image for image in images if not re.search(r"@sha256:[0-9a-f]{64}$", image)] == []
     assert "image" not in GITLAB, "a shell executor needs none"
 
 
@@ -47,9 +47,9 @@ def test_pipelines_may_read_and_one_job_may_push() -> None:
     granted = {name: job["permissions"] for name, job in GITHUB["jobs"].items() if "permissions" in job}
     assert granted == {"image": {"contents": "read", "packages": "write"}}
     assert "pull_request" in GITHUB["jobs"]["image"]["if"], "a stranger's change gets no token that may write"
-    kept = [step for step in steps() if "checkout" in step.get("uses", "")]
-    assert kept
-    assert all(step["with"] == {"persist-credentials": False} for step in kept)
+    checkouts = [step for step in steps() if "checkout" in step.get("uses", "")]
+    assert checkouts
+    assert all(step["with"] == {"persist-credentials": False} for step in checkouts)
 
 
 def test_token_is_seen_by_the_step_that_pushes_alone() -> None:
@@ -72,9 +72,11 @@ def locked(name: str) -> Iterator[tuple[Requirement, int]]:
 
 @pytest.mark.parametrize("name", ["run", "dev", "docs", "uv"])
 def test_every_locked_package_has_one_version_and_hashes(name: str) -> None:
-    found = list(locked(name))
-    assert found
-    assert [str(one) for one, hashes in found if not hashes or not str(one.specifier).startswith("==")] == []
+    packages = list(locked(name))
+    assert packages
+    for requirement, hashes in packages:
+        assert hashes, requirement
+        assert str(requirement.specifier).startswith("=="), requirement
 
 
 PYTHONS = {
@@ -84,27 +86,33 @@ PYTHONS = {
 }
 
 
-@pytest.mark.parametrize(("name", "python"), [(name, one) for name, some in PYTHONS.items() for one in some])
+@pytest.mark.parametrize(
+    ("name", "python"), [(name, python) for name, versions in PYTHONS.items() for python in versions]
+)
 def test_lock_holds_what_the_project_asks_for(name: str, python: str) -> None:
-    asked = [
+    requirements = [
         *PROJECT["dependencies"],
-        *(one for extra in EXTRAS[name] for one in PROJECT["optional-dependencies"][extra]),
+        *(text for extra in EXTRAS[name] for text in PROJECT["optional-dependencies"][extra]),
     ]
     for system in ("linux", "darwin"):
-        here = {**default_environment(), "python_version": python, "python_full_version": f"{python}.5"}
-        here |= {"sys_platform": system, "platform_system": system.title()}
-        held = {
-            canonicalize_name(one.name): str(one.specifier).removeprefix("==")
-            for one, _ in locked(name)
-            if one.marker is None or one.marker.evaluate(here)
+        environment = {
+            **default_environment(),
+            "python_version": python,
+            "python_full_version": f"{python}.5",
         }
-        for text in (*asked, "hatchling"):
-            want = Requirement(text)
-            if want.marker is None or want.marker.evaluate(here):
-                version = held.get(canonicalize_name(want.name))
-                assert version, f"{want.name} is not in ci/lab/locked/{name}.txt: ci/lab/lock"
-                assert want.specifier.contains(version, prereleases=True), (
-                    f"{want} is not {version}: ci/lab/lock"
+        environment |= {"sys_platform": system, "platform_system": system.title()}
+        versions = {
+            canonicalize_name(package.name): str(package.specifier).removeprefix("==")
+            for package, _ in locked(name)
+            if package.marker is None or package.marker.evaluate(environment)
+        }
+        for text in (*requirements, "hatchling"):
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate(environment):
+                version = versions.get(canonicalize_name(requirement.name))
+                assert version, f"{requirement.name} is not in ci/lab/locked/{name}.txt: ci/lab/lock"
+                assert requirement.specifier.contains(version, prereleases=True), (
+                    f"{requirement} is not {version}: ci/lab/lock"
                 )
 
 
@@ -116,8 +124,8 @@ def test_environment_takes_nothing_without_a_hash() -> None:
 
 
 def test_unknown_extra_names_the_lists() -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [ROOT / "ci/lab/venv", "--extra", "nothing", "/nonexistent/venv"], capture_output=True, text=True
     )
-    assert done.returncode == 2
-    assert "dev.txt" in done.stderr
+    assert result.returncode == 2
+    assert "dev.txt" in result.stderr
