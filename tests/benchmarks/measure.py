@@ -44,7 +44,7 @@ def once(side: Side) -> Run:
     side.before()
     wall = cpu = rss = 0.0
     for command in side.commands:
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         with subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             env={**os.environ, **side.env},
@@ -53,7 +53,7 @@ def once(side: Side) -> Run:
             errors = process.stderr.read()
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
-        wall += time.perf_counter() - began
+        wall += time.perf_counter() - start_s
         cpu += usage.ru_utime + usage.ru_stime
         rss = max(rss, usage.ru_maxrss / 1024)
         if process.returncode != 0:
@@ -66,10 +66,10 @@ def alternate(sides: Sequence[Side], repeat: int, *, warmup: int = 1) -> dict[st
     runs: dict[str, list[Run]] = {side.name: [] for side in sides}
     for turn in range(warmup + repeat):
         for side in sides:
-            done = once(side)
+            side_run = once(side)
             if turn >= warmup:
-                runs[side.name].append(done)
-            print(f"  {side.name}: {done.wall_s:.2f} s", file=sys.stderr, flush=True)
+                runs[side.name].append(side_run)
+            print(f"  {side.name}: {side_run.wall_s:.2f} s", file=sys.stderr, flush=True)
     return runs
 
 
@@ -85,6 +85,6 @@ def spread(values: Sequence[float], digits: int = 2) -> str:
     return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
 
 
-def ratio(one: Sequence[float], other: Sequence[float]) -> str:
+def ratio(baseline: Sequence[float], values: Sequence[float]) -> str:
     """Median and range of the ratios turn by turn."""
-    return spread([a / b for a, b in zip(one, other, strict=True)])
+    return spread([a / b for a, b in zip(baseline, values, strict=True)])

@@ -57,8 +57,8 @@ class SimulatedNode:
 class SimulatedNodes:
     """All nodes but the head."""
 
-    def __init__(self, place: Placement) -> None:
-        self.place = place
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
         self.nodes: list[SimulatedNode] = []
         self.calling_s = self.after_last_s = 0.0
         self._waiting = selectors.DefaultSelector()
@@ -69,33 +69,33 @@ class SimulatedNodes:
 
     def call(self) -> None:
         """Call for every node; answers that have arrived are heard in between."""
-        port = job_port(self.place.job_id)
+        port = job_port(self.placement.job_id)
         await_listener(port)
-        began = time.monotonic()
-        for rank in range(1, self.place.nnodes):
+        start_s = time.monotonic()
+        for rank in range(1, self.placement.nnodes):
             node = SimulatedNode(
                 rank,
                 socket.create_connection((HERE, port)),
-                Handshake(secret=SECRET, job_id=self.place.job_id, node_rank=rank),
+                Handshake(secret=SECRET, job_id=self.placement.job_id, node_rank=rank),
             )
             node.connection.sendall(node.handshake.opening + b"\n")
             self._waiting.register(node.connection, selectors.EVENT_READ, node)
             self.nodes.append(node)
             if rank % 64 == 0:
                 self._hear(0)
-        self.calling_s = time.monotonic() - began
+        self.calling_s = time.monotonic() - start_s
 
     def start(self) -> None:
         """Answer the head until every node has its start."""
-        began = time.monotonic()
-        while self._started < self.place.nnodes - 1:
+        start_s = time.monotonic()
+        while self._started < self.placement.nnodes - 1:
             self._hear(1.0)
-        self.after_last_s = time.monotonic() - began
+        self.after_last_s = time.monotonic() - start_s
 
     def beat(self, seconds: float) -> None:
         """Beat for each node every `session.BEAT_S`, the nodes spread evenly over that time."""
-        began, sent = time.monotonic(), 0
-        while (passed := time.monotonic() - began) < seconds:
+        start_s, sent = time.monotonic(), 0
+        while (passed := time.monotonic() - start_s) < seconds:
             due = int(passed / session.BEAT_S * len(self.nodes))
             while sent < due:
                 self.nodes[sent % len(self.nodes)].send(Heartbeat(positions=(7, 8)))
@@ -119,9 +119,13 @@ class SimulatedNodes:
             if not node.is_known:
                 confirmed = node.handshake.confirm(heard.rstrip(b"\n"))
                 assert confirmed, heard
-                place, node.is_known = self.place, True
+                placement, node.is_known = self.placement, True
                 request = JoinRequest(
-                    job=place.job_id, node_rank=node.rank, nnodes=place.nnodes, node=ME, probe=self._offer
+                    job=placement.job_id,
+                    node_rank=node.rank,
+                    nnodes=placement.nnodes,
+                    node=ME,
+                    probe=self._offer,
                 )
                 node.connection.sendall(confirmed.sign(messages.encode(request)) + b"\n")
             if b'"ProbeRequest"' in heard:

@@ -42,21 +42,21 @@ def cpu_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def spent(what: Callable[[], object]) -> tuple[float, float]:
+def spent(function: Callable[[], object]) -> tuple[float, float]:
     """CPU and wall seconds."""
     cpu, wall = cpu_s(), time.perf_counter()
-    what()
+    function()
     return cpu_s() - cpu, time.perf_counter() - wall
 
 
-def peak(what: Callable[[], object]) -> int:
+def peak(function: Callable[[], object]) -> int:
     """Peak growth of the process, in bytes."""
     gc.collect()
     time.sleep(0.5)  # gloo's threads release their last operations late
     ctypes.CDLL(None).malloc_trim(0)  # otherwise freed memory would be reused unseen
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = status("VmRSS")
-    what()
+    function()
     return status("VmHWM") - before
 
 
@@ -65,70 +65,70 @@ def status(name: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
-def processor_time(here: Ranks, rounds: int, size_bytes: int) -> None:
+def processor_time(own_ranks: Ranks, rounds: int, size_bytes: int) -> None:
     """`measurement.time_batch` against a bare loop, in pairs, the order changing."""
     op = collectives.named("all_reduce")
     count = size_bytes // DTYPE.item_bytes
-    (buffers,) = allocate(op, count, getattr(torch, DTYPE.torch), here)
-    run, tensor = bind(op, buffers, here), buffers.input
+    (buffers,) = allocate(op, count, getattr(torch, DTYPE.torch), own_ranks)
+    run, tensor = bind(op, buffers, own_ranks), buffers.input
 
     def bare() -> None:
-        measurement.meet(here)
+        measurement.meet(own_ranks)
         for _ in range(LAUNCHES):
             torch.distributed.all_reduce(tensor)
 
-    sides = {"bare": bare, "dist-bench": lambda: measurement.time_batch(run, LAUNCHES, here)}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
+    sides = {"bare": bare, "dist-bench": lambda: measurement.time_batch(run, LAUNCHES, own_ranks)}
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for turn in range(-2, rounds):
         for name in sides if turn % 2 else reversed(sides):
             both = spent(sides[name])
             if turn >= 0:
-                found[name].append(both)
-    for column, what in enumerate(("CPU", "wall")):
-        pairs = zip(found["dist-bench"], found["bare"], strict=True)
-        low, middle, high = interval([one[column] / other[column] for one, other in pairs])
-        each = statistics.median(item[column] for item in found["bare"]) / LAUNCHES
-        if here.rank == 0:
+                seconds[name].append(both)
+    for column, kind in enumerate(("CPU", "wall")):
+        pairs = zip(seconds["dist-bench"], seconds["bare"], strict=True)
+        low, middle, high = interval([ours[column] / bare_times[column] for ours, bare_times in pairs])
+        each = statistics.median(item[column] for item in seconds["bare"]) / LAUNCHES
+        if own_ranks.rank == 0:
             print(
-                f"| {what} of an all_reduce of {sizes.binary(size_bytes)}, bare {1e3 * each:.1f} ms "
+                f"| {kind} of an all_reduce of {sizes.binary(size_bytes)}, bare {1e3 * each:.1f} ms "
                 f"| {100 * (middle - 1):+.1f} % ({100 * (low - 1):+.1f} to {100 * (high - 1):+.1f}) |",
                 flush=True,
             )
 
 
-def memory(here: Ranks, size_bytes: int) -> None:
+def memory(own_ranks: Ranks, size_bytes: int) -> None:
     """Memory growth of each collective on the rank that grows most: bare, and with dist-bench."""
-    asked = options.read(["--size", str(size_bytes), "--iters", "3", "--warmup-iters", "1"])
+    measured_options = options.read(["--size", str(size_bytes), "--iters", "3", "--warmup-iters", "1"])
     for op in collectives.COLLECTIVES:
 
         def bare(op: Collective = op) -> None:
-            count = op.elements(size_bytes, DTYPE.item_bytes, here.world_size)
-            (buffers,) = allocate(op, count, getattr(torch, DTYPE.torch), here)
-            bind(op, buffers, here)()
+            count = op.elements(size_bytes, DTYPE.item_bytes, own_ranks.world_size)
+            (buffers,) = allocate(op, count, getattr(torch, DTYPE.torch), own_ranks)
+            bind(op, buffers, own_ranks)()
 
         def measured(op: Collective = op) -> None:
             Measurer(
-                options=asked,
-                ranks=here,
+                options=measured_options,
+                ranks=own_ranks,
                 dtype=DTYPE,
-                expected=ExpectedValues(DTYPE, here.world_size, here.device),
-                noise=Noise(DTYPE, here.device),
+                expected=ExpectedValues(DTYPE, own_ranks.world_size, own_ranks.device),
+                noise=Noise(DTYPE, own_ranks.device),
                 rotated_bytes=ROTATED_BYTES["cpu"],
             ).measure(op, size_bytes)
 
         grown = torch.tensor([peak(bare), peak(measured)], dtype=torch.float64)
         torch.distributed.all_reduce(grown, op=torch.distributed.ReduceOp.MAX)
-        if here.rank == 0:
-            needed = op.buffer_bytes(size_bytes, here.world_size) / size_bytes
+        if own_ranks.rank == 0:
+            needed = op.buffer_bytes(size_bytes, own_ranks.world_size) / size_bytes
             alone, ours = (grown / size_bytes).tolist()
             print(f"| {op.name} | {needed:.2f} | {alone:.2f} | {ours:.2f} |", flush=True)
 
 
 def worker(rounds: int, size_bytes: int) -> None:
     """One rank; rank 0 prints."""
-    with ranks.opened() as here:
-        processor_time(here, rounds, size_bytes)
-        memory(here, size_bytes)
+    with ranks.opened() as own_ranks:
+        processor_time(own_ranks, rounds, size_bytes)
+        memory(own_ranks, size_bytes)
 
 
 def main() -> None:
@@ -137,15 +137,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--size", type=sizes.size, default="64M")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     if "RANK" in os.environ:
-        worker(given.rounds, given.size)
+        worker(arguments.rounds, arguments.size)
         return
     launcher = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
-    words = ("--nproc-per-node", str(given.ranks), "--", __file__, "--rounds", str(given.rounds))
+    program = ("--nproc-per-node", str(arguments.ranks), "--", __file__, "--rounds", str(arguments.rounds))
     sys.exit(
         subprocess.run(
-            [sys.executable, *launcher, *words, "--size", str(given.size)],
+            [sys.executable, *launcher, *program, "--size", str(arguments.size)],
             env={
                 **os.environ,
                 "OMP_NUM_THREADS": "1",

@@ -51,34 +51,34 @@ class Bench:
         name = "" if rehearse else torch.cuda.get_device_name(0)
         self.peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
-    def run(self, *words: str, within_s: float = 120.0, code: int | None = 0) -> str:
+    def run(self, *argv: str, within_s: float = 120.0, code: int | None = 0) -> str:
         """Run a command and return its output with its errors.
 
         Raises
         ------
         Failed : it ended with another code than `code`, or did not end.
         """
-        left = min(within_s, self.end - time.monotonic())
-        if left <= 0:
-            raise Failed(f"no time left for {' '.join(words[:3])}")
+        timeout_s = min(within_s, self.end - time.monotonic())
+        if timeout_s <= 0:
+            raise Failed(f"no time left for {' '.join(argv[:3])}")
         with subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             cwd=self.folder, start_new_session=True,
         ) as process:  # fmt: skip
             try:
-                output, _ = process.communicate(timeout=left)
+                output, _ = process.communicate(timeout=timeout_s)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                raise Failed(f"{' '.join(words)} did not end in {left:.0f} s") from None
+                raise Failed(f"{' '.join(argv)} did not end in {timeout_s:.0f} s") from None
         if code is not None and process.returncode != code:
             tail = "\n".join(output.splitlines()[-15:])
-            raise Failed(f"{' '.join(words)} ended with {process.returncode}:\n{tail}")
+            raise Failed(f"{' '.join(argv)} ended with {process.returncode}:\n{tail}")
         return output
 
-    def dist(self, command: str, *words: str) -> tuple[str, ...]:
+    def dist(self, command: str, *args: str) -> tuple[str, ...]:
         """Return the words of a ``dist-*`` command of this checkout on one process."""
         start = (sys.executable, "-I", "-m", "imgkit_entrypoints", command)
-        return (*start, "--device", self.device, "--nproc", "1", *words)
+        return (*start, "--device", self.device, "--nproc", "1", *args)
 
     def doctor(self) -> Found:
         """dist-doctor reads nvidia-smi and the kernel's files here."""
@@ -90,22 +90,22 @@ class Bench:
         """dist-bench on one GPU: what a collective costs without a network."""
         file = self.folder / "bench.json"
         largest = "1M" if self.rehearse else "1G"
-        words = ("all_reduce", "--max", largest, "--seconds", "0.2", "--save", str(file))
-        self.run(*self.dist("dist-bench", *words))
+        args = ("all_reduce", "--max", largest, "--seconds", "0.2", "--save", str(file))
+        self.run(*self.dist("dist-bench", *args))
         return {"all_reduce": json.loads(file.read_text())}
 
     def resnet50(self) -> Found:
         """The built-in resnet50 in bf16."""
         steps, batch = ("4", "4") if self.rehearse else ("100", "256")
         run = self.folder / "resnet50"
-        words = ("--model", "resnet50", "--amp", "bf16", "--batch-size", batch, "--steps", steps)
-        self.run(*self.dist("dist-train", *words, "--log-every", steps, "--run-dir", str(run)))
+        args = ("--model", "resnet50", "--amp", "bf16", "--batch-size", batch, "--steps", steps)
+        self.run(*self.dist("dist-train", *args, "--log-every", steps, "--run-dir", str(run)))
         last = _metrics(run)[-1]
         return {"samples_per_s": last["samples_per_s"], "batch": int(batch)}
 
     def gpt(self) -> Found:
         """The GPT in bf16 under dist-train and in a bare loop, in turn; tokens/s and MFU."""
-        found: Found = {}
+        results: Found = {}
         for compiled, rounds in ROUNDS.items():
             if compiled and self.rehearse:
                 continue  # a CPU needs a C++ compiler for it
@@ -113,14 +113,14 @@ class Bench:
             for turn in range(rounds):
                 ours.append(statistics.median(self._gpt_run(f"gpt-{compiled}-{turn}", compiled)))
                 bare.append(statistics.median(self._bare(compiled)))
-            ratios = [one / other for one, other in zip(ours, bare, strict=True)]
-            found["compiled" if compiled else "eager"] = {
+            ratios = [rate / bare_rate for rate, bare_rate in zip(ours, bare, strict=True)]
+            results["compiled" if compiled else "eager"] = {
                 "tokens_per_s": ours,
                 "bare_tokens_per_s": bare,
                 "of_bare": statistics.median(ratios),
                 "mfu": None if self.peak is None else self._mfu(statistics.median(ours)),
             }
-        return found
+        return results
 
     def _mfu(self, tokens_per_s: float) -> float:
         assert self.peak is not None
@@ -131,22 +131,22 @@ class Bench:
 
     def _gpt_words(self, run: Path, steps: int) -> tuple[str, ...]:
         file = HERE / "gpt_110m.py"
-        own = ("--model", f"{file}:model", "--data", f"{file}:data", "--batch-size", str(gpt_110m.BATCH))
+        model = ("--model", f"{file}:model", "--data", f"{file}:data", "--batch-size", str(gpt_110m.BATCH))
         kind = ("--optimizer", "adamw", "--lr", str(gpt_110m.RATE), "--amp", "bf16")
-        return (*own, *kind, "--steps", str(steps), "--run-dir", str(run))
+        return (*model, *kind, "--steps", str(steps), "--run-dir", str(run))
 
     def _gpt_run(self, name: str, compiled: bool) -> list[float]:
         steps, every = self._steps()
-        words = (*self._gpt_words(self.folder / name, steps), "--log-every", str(every), "--save-every", "0")
-        self.run(*self.dist("dist-train", *words, *(("--compile",) if compiled else ())))
+        args = (*self._gpt_words(self.folder / name, steps), "--log-every", str(every), "--save-every", "0")
+        self.run(*self.dist("dist-train", *args, *(("--compile",) if compiled else ())))
         shutil.rmtree(self.folder / name / "checkpoints", ignore_errors=True)
-        rates = [one["samples_per_s"] * gpt_110m.CONTEXT for one in _metrics(self.folder / name)]
+        rates = [row["samples_per_s"] * gpt_110m.CONTEXT for row in _metrics(self.folder / name)]
         return rates[2:]  # the first lines hold the warm-up
 
     def _bare(self, compiled: bool) -> list[float]:
         steps, every = self._steps()
-        words = ("--device", self.device, *(("--compile",) if compiled else ()), str(steps), str(every))
-        output = self.run(sys.executable, str(HERE / "gpt_110m.py"), *words)
+        args = ("--device", self.device, *(("--compile",) if compiled else ()), str(steps), str(every))
+        output = self.run(sys.executable, str(HERE / "gpt_110m.py"), *args)
         rates: list[float] = json.loads(output.splitlines()[-1])
         return rates[2:]
 
@@ -175,21 +175,23 @@ class Bench:
         model = (*kind, "--steps", steps, "--save-every", every)
         self.run(*self.dist("dist-train", *model, "--run-dir", str(self.folder / "whole")))
         run = self.folder / "killed"
-        words = self.dist("dist-train", *model, "--run-dir", str(run))
+        argv = self.dist("dist-train", *model, "--run-dir", str(run))
         started = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
-        with subprocess.Popen(words, cwd=self.folder, **started) as process:
+        with subprocess.Popen(argv, cwd=self.folder, **started) as process:
             self._wait_for_checkpoint(run, process)
             process.kill()
-        output = self.run(*words)
+        output = self.run(*argv)
         if "resumes after step" not in output:
             raise Failed("the second start did not resume: the first one ended before it was killed")
         alone = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
-        found = (find_newest(folder, alone, print) for folder in (self.folder / "whole", run))
-        one, other = (checkpoint.state("weights") for checkpoint in found)
-        different = [key for key in one if not torch.equal(one[key], other[key])]
-        if different or one.keys() != other.keys():
-            raise Failed(f"{len(different)} of {len(one)} weights differ after the resume: {different[:5]}")
-        return {"bitwise": True, "weights": len(one)}
+        checkpoints = (find_newest(folder, alone, print) for folder in (self.folder / "whole", run))
+        uninterrupted, resumed = (checkpoint.state("weights") for checkpoint in checkpoints)
+        different = [key for key in uninterrupted if not torch.equal(uninterrupted[key], resumed[key])]
+        if different or uninterrupted.keys() != resumed.keys():
+            raise Failed(
+                f"{len(different)} of {len(uninterrupted)} weights differ after the resume: {different[:5]}"
+            )
+        return {"bitwise": True, "weights": len(uninterrupted)}
 
     def _wait_for_checkpoint(self, run: Path, process: subprocess.Popen[bytes]) -> None:
         while process.poll() is None and not any(run.glob("checkpoints/step-*")):
@@ -212,7 +214,7 @@ def main() -> int:
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the CPU, to try the script")
     parser.add_argument("output", type=Path, help="file for the JSON")
     options = parser.parse_args()
-    made: Found = {"machine": _machine(options.rehearse), "parts": {}}
+    results: Found = {"machine": _machine(options.rehearse), "parts": {}}
     with tempfile.TemporaryDirectory(prefix="imgkit-gpu-") as folder:
         bench = Bench(Path(folder), rehearse=options.rehearse)
         parts: Sequence[Callable[[], Found]] = (
@@ -220,45 +222,47 @@ def main() -> int:
             bench.gpt, *(() if options.rehearse else (bench.flight_recorder,)),
         )  # fmt: skip
         for part in parts:
-            began, name = time.monotonic(), part.__name__
+            start_s, name = time.monotonic(), part.__name__
             try:
-                found: Found = part()
+                part_results: Found = part()
             except Failed as error:
-                found = {"failed": str(error)}
-            found["seconds"] = round(time.monotonic() - began, 1)
-            made["parts"][name] = found
-            options.output.write_text(json.dumps(made, indent=2) + "\n")
-            print(f"{name}: {found.get('failed', 'done')} ({found['seconds']} s)", flush=True)
-    print(table(made))
-    return 1 if any("failed" in found for found in made["parts"].values()) else 0
+                part_results = {"failed": str(error)}
+            part_results["seconds"] = round(time.monotonic() - start_s, 1)
+            results["parts"][name] = part_results
+            options.output.write_text(json.dumps(results, indent=2) + "\n")
+            print(f"{name}: {part_results.get('failed', 'done')} ({part_results['seconds']} s)", flush=True)
+    print(table(results))
+    return 1 if any("failed" in part for part in results["parts"].values()) else 0
 
 
-def table(made: Mapping[str, Any]) -> str:
+def table(results: Mapping[str, Any]) -> str:
     """Return the figures as a table in Markdown."""
-    machine, parts = made["machine"], made["parts"]
+    machine, parts = results["machine"], results["parts"]
     rows = [("measured", "figure")]
     if "samples_per_s" in (resnet := parts.get("resnet50", {})):
         rate = f"{resnet['samples_per_s']:.0f} samples/s"
         rows.append((f"resnet50, bf16, batch {resnet['batch']}", rate))
     for kind in ("eager", "compiled"):
         if kind in (gpt := parts.get("gpt", {})):
-            one = gpt[kind]
-            rates = f"{statistics.median(one['tokens_per_s']):.0f} tokens/s"
-            mfu = "" if one["mfu"] is None else f", {one['mfu']:.1%} MFU"
-            rows.append((f"GPT 110M, bf16, {kind}", f"{rates}{mfu}, {one['of_bare']:.3f} of the bare loop"))
+            gpt_results = gpt[kind]
+            rates = f"{statistics.median(gpt_results['tokens_per_s']):.0f} tokens/s"
+            mfu = "" if gpt_results["mfu"] is None else f", {gpt_results['mfu']:.1%} MFU"
+            rows.append(
+                (f"GPT 110M, bf16, {kind}", f"{rates}{mfu}, {gpt_results['of_bare']:.3f} of the bare loop")
+            )
     if "longest_save_stall_s" in (saved := parts.get("checkpoints", {})):
         rows.append(("longest wait for a checkpoint", f"{saved['longest_save_stall_s'] * 1e3:.0f} ms"))
-    for name, found in parts.items():
-        if "failed" in found:
-            rows.append((name, f"failed: {found['failed'].splitlines()[0][:120]}"))
+    for name, part_results in parts.items():
+        if "failed" in part_results:
+            rows.append((name, f"failed: {part_results['failed'].splitlines()[0][:120]}"))
     head = f"{machine['gpu']}, torch {machine['torch']}, Python {machine['python']}, {machine['system']}"
-    lines = [f"| {left} | {right} |" for left, right in rows]
+    lines = [f"| {label} | {figure} |" for label, figure in rows]
     return "\n".join((head, "", lines[0], "|---|---|", *lines[1:]))
 
 
 def _metrics(run: Path) -> list[Found]:
     lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
-    return [one for one in lines if "samples_per_s" in one]
+    return [row for row in lines if "samples_per_s" in row]
 
 
 def _machine(rehearse: bool) -> Found:

@@ -45,15 +45,15 @@ class Gpt(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(CONTEXT, WIDTH)
         self.layers = nn.Sequential(*(Layer() for _ in range(DEPTH)))
         self.end, self.scores = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.scores.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Map (batch, time) to scores (batch, time, VOCABULARY)."""
-        places = self.places(torch.arange(tokens.shape[1], device=tokens.device))
-        scores: Tensor = self.scores(self.end(self.layers(self.tokens(tokens) + places)))
+        positions = self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        scores: Tensor = self.scores(self.end(self.layers(self.tokens(tokens) + positions)))
         return scores
 
 
@@ -80,33 +80,33 @@ def data(config: Any = None, split: str = "train") -> Texts:
 
 def flops_a_token() -> float:
     """FLOP of training one token: 6 for each weight, and attention (PaLM 2022, appendix B)."""
-    weights = sum(one.numel() for one in Gpt().parameters())
+    weights = sum(weight.numel() for weight in Gpt().parameters())
     return 6.0 * weights + 12.0 * DEPTH * WIDTH * CONTEXT
 
 
 def bare(steps: int, every: int, device: torch.device, *, compiled: bool) -> list[float]:
     """Train without DDP, log or checkpoints; tokens per second of each `every` steps."""
     torch.manual_seed(0)
-    made = Gpt().to(device)
+    model = Gpt().to(device)
     if compiled:
-        made.compile()
-    optimizer = torch.optim.AdamW(made.parameters(), lr=RATE, fused=True)
+        model.compile()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
     texts = [Texts()[index] for index in range(len(Texts()))]
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    rates, began = [], time.perf_counter()
+    rates, start = [], time.perf_counter()
     for step in range(1, steps + 1):
-        chosen = [texts[(step * BATCH + place) % len(texts)] for place in range(BATCH)]
+        chosen = [texts[(step * BATCH + index) % len(texts)] for index in range(BATCH)]
         inputs, targets = (torch.stack(part).to(device) for part in zip(*chosen, strict=True))
         with torch.autocast(device.type, dtype=torch.bfloat16):
-            loss = nn.functional.cross_entropy(made(inputs).flatten(0, -2), targets.flatten())
+            loss = nn.functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         if step % every == 0:
             wait()
             now = time.perf_counter()
-            rates.append(BATCH * CONTEXT * every / (now - began))
-            began = now
+            rates.append(BATCH * CONTEXT * every / (now - start))
+            start = now
     return rates
 
 
@@ -116,5 +116,7 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cuda")
     parser.add_argument("steps", type=int)
     parser.add_argument("every", type=int)
-    asked = parser.parse_args()
-    print(json.dumps(bare(asked.steps, asked.every, torch.device(asked.device), compiled=asked.compile)))
+    options = parser.parse_args()
+    print(
+        json.dumps(bare(options.steps, options.every, torch.device(options.device), compiled=options.compile))
+    )

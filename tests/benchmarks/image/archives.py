@@ -43,35 +43,35 @@ def in_parts(plain: Path, parted: Path, parts: int) -> None:
         paths = listed[0]["Layers"]
         largest = max(range(len(paths)), key=lambda number: source.getmember(paths[number]).size)
         with tarfile.open(fileobj=source.extractfile(paths[largest])) as layer:
-            made = list(_parts(layer, Path(name), parts))
-        kept = [Path(name) / f"kept-{number}" for number in range(len(paths))]
-        for number, path in enumerate(kept):
+            part_paths = list(_parts(layer, Path(name), parts))
+        layer_paths = [Path(name) / f"kept-{number}" for number in range(len(paths))]
+        for number, path in enumerate(layer_paths):
             with path.open("wb") as out:
                 shutil.copyfileobj(source.extractfile(paths[number]), out, 1 << 20)
-        files = [*kept[:largest], *made, *kept[largest + 1 :]]
+        files = [*layer_paths[:largest], *part_paths, *layer_paths[largest + 1 :]]
         digests = [*config["rootfs"]["diff_ids"]]
-        digests[largest : largest + 1] = [f"sha256:{_sha256(path)}" for path in made]
+        digests[largest : largest + 1] = [f"sha256:{_sha256(path)}" for path in part_paths]
         config["rootfs"]["diff_ids"] = digests
         names = [f"{number}/layer.tar" for number in range(len(files))]
-        about = [{"Config": "config.json", "RepoTags": ["parts:latest"], "Layers": names}]
+        image_manifest = [{"Config": "config.json", "RepoTags": ["parts:latest"], "Layers": names}]
         with tarfile.open(parted, "w") as target:
             for path, inside in zip(files, names, strict=True):
                 target.add(path, inside)
             _add(target, "config.json", config)
-            _add(target, "manifest.json", about)
+            _add(target, "manifest.json", image_manifest)
 
 
 def _parts(layer: tarfile.TarFile, folder: Path, parts: int) -> Iterator[Path]:
     members = layer.getmembers()
     share = sum(member.size for member in members) / parts
-    done, at = 0, 0
+    size, at = 0, 0
     for number in range(parts):
         path = folder / f"part-{number}"
         with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as out:
-            while at < len(members) and (done < share * (number + 1) or number == parts - 1):
+            while at < len(members) and (size < share * (number + 1) or number == parts - 1):
                 member = members[at]
                 out.addfile(member, layer.extractfile(member) if member.isreg() else None)
-                done, at = done + member.size, at + 1
+                size, at = size + member.size, at + 1
         yield path
 
 

@@ -56,17 +56,17 @@ def main() -> None:
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"unknown part {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-    about = machine()
-    print(about)
+    machine_text = machine()
+    print(machine_text)
     run(*IMGKIT, "build", RECIPE, "--base", options.base, "--tag", TAG, "--no-test")
     with tempfile.TemporaryDirectory(dir=options.work) as folder:
         bench = Bench(Path(folder), options.base, options.repeat)
         for part in options.parts or PARTS:
             print(f"\n### {part}\n", flush=True)
-            bench.found[part] = {}
-            getattr(bench, part)(bench.found[part])
+            bench.results[part] = {}
+            getattr(bench, part)(bench.results[part])
             if options.json:
-                content = {"schema": 1, "machine": about, "base": options.base, "parts": bench.found}
+                content = {"schema": 1, "machine": machine_text, "base": options.base, "parts": bench.results}
                 options.json.write_text(json.dumps(content, indent=2) + "\n")
 
 
@@ -98,7 +98,7 @@ def resident_MiB(pid: int) -> float:
 def children(pid: int) -> list[int]:
     """Processes that the main thread of the process has started, and that run."""
     with contextlib.suppress(OSError):
-        return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [int(child_pid) for child_pid in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return []
 
 
@@ -107,21 +107,21 @@ class Bench:
 
     def __init__(self, folder: Path, base: str, repeat: int) -> None:
         self.folder, self.base, self.repeat = folder, base, repeat
-        self.found: dict[str, dict[str, Any]] = {}
+        self.results: dict[str, dict[str, Any]] = {}
 
-    def table(self, kept: dict[str, Any], sides: list[Side], *, against: int = 0, warmup: int = 0) -> None:
+    def table(self, results: dict[str, Any], sides: list[Side], *, against: int = 0, warmup: int = 0) -> None:
         """Run `sides` in alternation; ratios are of the side `against` to each."""
         runs = alternate(sides, self.repeat, warmup=warmup)
-        wall = {name: [item.wall_s for item in done] for name, done in runs.items()}
+        wall = {name: [item.wall_s for item in side_runs] for name, side_runs in runs.items()}
         first = wall[sides[against].name]
         print("| way | wall s | CPU s | largest process MiB | times as fast |\n|---|---|---|---|---|")
         for side in sides:
-            done = runs[side.name]
-            kept[side.name] = [dataclasses.asdict(item) for item in done]
+            side_runs = runs[side.name]
+            results[side.name] = [dataclasses.asdict(item) for item in side_runs]
             cells = (
                 spread(wall[side.name]),
-                spread([item.cpu_s for item in done]),
-                f"{max(item.rss_MiB for item in done):.0f}",
+                spread([item.cpu_s for item in side_runs]),
+                f"{max(item.rss_MiB for item in side_runs):.0f}",
                 ratio(first, wall[side.name]),
             )
             print(f"| {side.name} | {' | '.join(cells)} |", flush=True)
@@ -139,7 +139,7 @@ class Bench:
         name = "floor: docker export, mksquashfs -tar"
         return Side(name=name, commands=(("bash", "-c", f"set -o pipefail; {command}"),), before=before)
 
-    def sif(self, kept: dict[str, Any]) -> None:
+    def sif(self, results: dict[str, Any]) -> None:
         """Image to .sif: the tutorial's two commands, ours by default, the fast path, and its floor."""
         tar, sif = str(self.folder / "x.tar"), str(self.folder / "x.sif")
         env = {"APPTAINER_CACHEDIR": f"{self.folder}/cache", "SINGULARITY_CACHEDIR": f"{self.folder}/cache"}
@@ -151,8 +151,8 @@ class Bench:
             return Side(name=name, commands=(save, convert), before=self.clean, env=env)
 
         def ours(name: str, *commands: tuple[str, ...]) -> Side:
-            words = tuple((*IMGKIT, *command) for command in commands)
-            return Side(name=name, commands=words, before=self.clean, env=env)
+            imgkit_commands = tuple((*IMGKIT, *command) for command in commands)
+            return Side(name=name, commands=imgkit_commands, before=self.clean, env=env)
 
         sides = [
             tutorial("docker save + singularity build docker-archive:"),
@@ -163,7 +163,7 @@ class Bench:
         if "--mksquashfs-args" in run("singularity", "build", "--help"):
             args = ("--mksquashfs-args", " ".join(ZSTD3))
             sides.insert(1, tutorial("the tutorial's two steps, with zstd level 3", *args))
-        self.table(kept, sides)
+        self.table(results, sides)
         for way, source in (("imgkit sif of an archive", tar), ("imgkit sif", TAG)):
             self.clean()
             if source == tar:
@@ -176,18 +176,18 @@ class Bench:
     def archives(self) -> dict[str, Path]:
         """An archive of the image: plain, compressed as a whole, and with compressed layers."""
         self.clean()
-        found = {"plain": self.folder / "x.tar", "gzip": self.folder / "x.tar.gz"}
-        run(*IMGKIT, "save", TAG, "-o", str(found["plain"]))
-        run(*IMGKIT, "save", TAG, "-o", str(found["gzip"]), "--compression", "gzip")
-        found |= {name: self.folder / f"{name.replace(' ', '-')}.tar" for name in PACKED}
+        paths = {"plain": self.folder / "x.tar", "gzip": self.folder / "x.tar.gz"}
+        run(*IMGKIT, "save", TAG, "-o", str(paths["plain"]))
+        run(*IMGKIT, "save", TAG, "-o", str(paths["gzip"]), "--compression", "gzip")
+        paths |= {name: self.folder / f"{name.replace(' ', '-')}.tar" for name in PACKED}
         parts = self.folder / "parts.tar"
-        in_parts(found["plain"], parts, 8)
+        in_parts(paths["plain"], parts, 8)
         for name, (command, is_parted) in PACKED.items():
-            with_packed_layers(parts if is_parted else found["plain"], found[name], *command)
+            with_packed_layers(parts if is_parted else paths["plain"], paths[name], *command)
         parts.unlink()
-        return found
+        return paths
 
-    def archive(self, kept: dict[str, Any]) -> None:
+    def archive(self, results: dict[str, Any]) -> None:
         """Archives to .sif against the floor, which has no archive."""
         sif = self.folder / "x.sif"
 
@@ -203,59 +203,59 @@ class Bench:
             )
             for name, path in self.archives().items()
         ]
-        self.table(kept, [self.floor(fresh), *sides], warmup=1)
-        wall = {name: statistics.median(run["wall_s"] for run in runs) for name, runs in kept.items()}
+        self.table(results, [self.floor(fresh), *sides], warmup=1)
+        wall = {name: statistics.median(run["wall_s"] for run in runs) for name, runs in results.items()}
         floor = next(iter(wall.values()))
         print("\nof the floor: " + ", ".join(f"{name} {value / floor:.2f}" for name, value in wall.items()))
 
-    def sqsh(self, kept: dict[str, Any]) -> None:
+    def sqsh(self, results: dict[str, Any]) -> None:
         """One archive to a .sif and to a .sqsh, with the same compression: CPU seconds."""
         self.clean()
         tar = str(self.folder / "x.tar")
         run(*IMGKIT, "save", TAG, "-o", tar)
         for compression in ("zstd", "gzip"):
-            words = ("--compression", compression, "--no-test", "--force")
+            options = ("--compression", compression, "--no-test", "--force")
             sides = [
                 Side(
                     name=f".{form}, {compression}",
-                    commands=((*IMGKIT, "sif", tar, "-o", str(self.folder / f"x.{form}"), *words),),
+                    commands=((*IMGKIT, "sif", tar, "-o", str(self.folder / f"x.{form}"), *options),),
                 )
                 for form in ("sif", "sqsh")
             ]
-            self.table(kept, sides, warmup=1)
-            cpu = {side.name: [item["cpu_s"] for item in kept[side.name]] for side in sides}
-            one, other = cpu.values()
-            print(f"\nCPU seconds of the .sqsh per one of the .sif: {ratio(other, one)}\n")
+            self.table(results, sides, warmup=1)
+            cpu = {side.name: [item["cpu_s"] for item in results[side.name]] for side in sides}
+            sif_cpu, sqsh_cpu = cpu.values()
+            print(f"\nCPU seconds of the .sqsh per one of the .sif: {ratio(sqsh_cpu, sif_cpu)}\n")
 
-    def memory(self, kept: dict[str, Any]) -> None:
+    def memory(self, results: dict[str, Any]) -> None:
         """Largest sizes of imgkit and mksquashfs, each at its own moment and both at once."""
         print(SIZES)
         for name, path in self.archives().items():
-            self.peaks(kept, name, path)
+            self.peaks(results, name, path)
 
-    def files(self, kept: dict[str, Any]) -> None:
+    def files(self, results: dict[str, Any]) -> None:
         """The same for an archive of very many small files."""
         self.clean()
         path = self.folder / "many.tar"
         many_files(path, MANY_FILES)
         print(SIZES)
-        self.peaks(kept, f"{MANY_FILES} files", path)
+        self.peaks(results, f"{MANY_FILES} files", path)
 
-    def peaks(self, kept: dict[str, Any], name: str, path: Path) -> None:
+    def peaks(self, results: dict[str, Any], name: str, path: Path) -> None:
         """Convert `path` once, look at the sizes twenty times a second, and print a row."""
         command = (*IMGKIT, "sif", str(path), "-o", str(self.folder / "x.sif"), "--no-test", "--force")
-        own = child = both = 0.0
+        imgkit_peak = child = both = 0.0
         with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
             while process.poll() is None:
                 now = resident_MiB(process.pid), sum(map(resident_MiB, children(process.pid)))
-                own, child, both = max(own, now[0]), max(child, now[1]), max(both, sum(now))
+                imgkit_peak, child, both = max(imgkit_peak, now[0]), max(child, now[1]), max(both, sum(now))
                 time.sleep(0.05)
         if process.returncode != 0:
             sys.exit(f"{' '.join(command)} failed")
-        kept[name] = {"imgkit_MiB": own, "child_MiB": child, "both_MiB": both}
-        print(f"| {name} | {own:.0f} | {child:.0f} | {both:.0f} |", flush=True)
+        results[name] = {"imgkit_MiB": imgkit_peak, "child_MiB": child, "both_MiB": both}
+        print(f"| {name} | {imgkit_peak:.0f} | {child:.0f} | {both:.0f} |", flush=True)
 
-    def squash(self, kept: dict[str, Any]) -> None:
+    def squash(self, results: dict[str, Any]) -> None:
         """The squash step alone: the runtime's default against zstd level 3."""
         self.clean()
         root = self.folder / "root"
@@ -287,13 +287,13 @@ class Bench:
             sizes[name] = Path(out).stat().st_size
         print("| compressor | CPU s | MB |\n|---|---|---|")
         for name, seconds in cpu.items():
-            kept[name] = {"cpu_s": seconds, "size_bytes": sizes[name]}
+            results[name] = {"cpu_s": seconds, "size_bytes": sizes[name]}
             print(f"| {name} | {spread(seconds)} | {sizes[name] / 1e6:.1f} |")
         first, second = cpu.values()
         print(f"\nCPU ratio {statistics.median(first) / statistics.median(second):.1f}", end="")
         print(f", size ratio {sizes['zstd level 3'] / sizes['default (gzip 9)']:.3f}")
 
-    def build(self, kept: dict[str, Any]) -> None:
+    def build(self, results: dict[str, Any]) -> None:
         """An unchanged recipe, whose steps the engine has in its cache, against docker build."""
         self.clean()
         context, tar = self.folder / "context", str(self.folder / "context.tar")
@@ -302,7 +302,7 @@ class Bench:
         run("tar", "-x", "-C", str(context), "-f", tar)
         ours = (*IMGKIT, "build", RECIPE, "--base", self.base, "--tag", TAG, "--no-test")
         self.table(
-            kept,
+            results,
             [
                 Side(
                     name="docker build",
@@ -315,7 +315,7 @@ class Bench:
         )
         run("docker", "rmi", "imgkit-bench:cli")
 
-    def rebuild(self, kept: dict[str, Any]) -> None:
+    def rebuild(self, results: dict[str, Any]) -> None:
         """What a change of entry-point code alone re-runs, in bytes of new layers."""
         history = json.loads(run("docker", "image", "inspect", TAG))[0]["RootFS"]["Layers"]
         self.clean()
@@ -330,23 +330,23 @@ class Bench:
             command, check=True, env={**os.environ, "PYTHONPATH": str(folder)}, stdout=subprocess.DEVNULL
         )
         edited = json.loads(run("docker", "image", "inspect", "imgkit-bench:edited"))[0]["RootFS"]["Layers"]
-        shared = sum(1 for one, other in zip(history, edited, strict=False) if one == other)
+        shared = sum(1 for before, after in zip(history, edited, strict=False) if before == after)
         sizes = run(
             "docker", "history", "--human=false", "--format", "{{.Size}}", "imgkit-bench:edited"
         ).split()
         real = [int(size) for size in sizes if int(size)]
         new = sum(real[: len(edited) - shared])
-        kept.update({"layers_kept": shared, "layers": len(edited), "new_bytes": new})
+        results.update({"layers_kept": shared, "layers": len(edited), "new_bytes": new})
         print(
             f"{shared} of {len(edited)} layers kept, the other {len(edited) - shared} hold {new / 1e3:.1f} kB"
         )
         run("docker", "rmi", "imgkit-bench:edited")
 
-    def save(self, kept: dict[str, Any]) -> None:
+    def save(self, results: dict[str, Any]) -> None:
         """The archive, against raw ``docker save``."""
         tar = str(self.folder / "x.tar")
         self.table(
-            kept,
+            results,
             [
                 Side(name="docker save", commands=(("docker", "save", TAG, "-o", tar),), before=self.clean),
                 Side(name="imgkit save", commands=((*IMGKIT, "save", TAG, "-o", tar),), before=self.clean),
@@ -354,14 +354,17 @@ class Bench:
             warmup=1,
         )
 
-    def startup(self, kept: dict[str, Any]) -> None:
+    def startup(self, results: dict[str, Any]) -> None:
         """What every command costs before it does anything."""
         many = max(self.repeat, 10)
-        for words in (("--help",), ("sif", "--help"), ("render", RECIPE)):
-            runs = alternate([Side(name="imgkit " + " ".join(words), commands=((*IMGKIT, *words),))], many)
-            for name, done in runs.items():
-                kept[name] = [dataclasses.asdict(item) for item in done]
-                print(f"* `{name}`: CPU {spread([item.cpu_s * 1000 for item in done], 0)} ms", flush=True)
+        for args in (("--help",), ("sif", "--help"), ("render", RECIPE)):
+            runs = alternate([Side(name="imgkit " + " ".join(args), commands=((*IMGKIT, *args),))], many)
+            for name, command_runs in runs.items():
+                results[name] = [dataclasses.asdict(item) for item in command_runs]
+                print(
+                    f"* `{name}`: CPU {spread([item.cpu_s * 1000 for item in command_runs], 0)} ms",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

@@ -82,13 +82,13 @@ def start(repeat: int) -> None:
         bare = Side(name="torchrun", commands=((*torchrun, "-m", "noop"),), env=env)
         ours = Side(name="dist-run", commands=((*DIST, "dist-run", "-m", "noop"),), env=env)
         runs = alternate((bare, ours), repeat)
-    walls = {name: [run.wall_s for run in done] for name, done in runs.items()}
+    walls = {name: [run.wall_s for run in side_runs] for name, side_runs in runs.items()}
     for name, wall in walls.items():
         print(f"* `{name} -m noop`: {spread(wall)} s")
     for label, value in (("wall", "wall_s"), ("CPU", "cpu_s")):
         pairs = zip(runs["torchrun"], runs["dist-run"], strict=True)
-        more = [(getattr(ours, value) - getattr(bare, value)) * 1000 for bare, ours in pairs]
-        print(f"* difference in {label} time, pair by pair: {spread(more, 0)} ms")
+        differences = [(getattr(ours, value) - getattr(bare, value)) * 1000 for bare, ours in pairs]
+        print(f"* difference in {label} time, pair by pair: {spread(differences, 0)} ms")
 
 
 def plan(repeat: int) -> None:
@@ -102,15 +102,15 @@ def pi(repeat: int) -> None:
     rates: dict[str, list[float]] = {}
     for _ in range(repeat):
         for source in (NUMBA, TORCH):
-            done = subprocess.run(
+            process = subprocess.run(
                 [sys.executable, "-c", source, str(TERMS)], check=True, stdout=subprocess.PIPE, text=True
             )
-            for line in done.stdout.splitlines():
+            for line in process.stdout.splitlines():
                 name, rate = json.loads(line)
                 rates.setdefault(name, []).append(rate)
     for name, values in rates.items():
         print(f"* {name}: {spread([value / 1e9 for value in values])}e9 terms/s")
-    for name in [other for other in rates if other != "dist-pi"]:
+    for name in sorted(rates.keys() - {"dist-pi"}):
         print(f"* dist-pi against {name}: {ratio(rates['dist-pi'], rates[name])}")
     print(
         f"* medians of {len(next(iter(rates.values())))}: {statistics.median(rates['dist-pi']):.3e} terms/s"

@@ -53,7 +53,7 @@ BOTH_NODES = 'name=$1; shift; env "$name=0" "$@" & head=$!; env "$name=1" "$@" &
 
 def main() -> None:
     """Measure the chosen parts."""
-    parts = {"one": one, "two": two, "files": files}
+    parts = {"one": one_node, "two": two_nodes, "files": files}
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -71,12 +71,12 @@ def main() -> None:
             parts[part](Path(folder), options)
 
 
-def one(folder: Path, options: argparse.Namespace) -> None:
+def one_node(folder: Path, options: argparse.Namespace) -> None:
     """Compare whole commands on one node."""
     report(folder, alternate(sides(folder, options.nproc, 1), options.repeat))
 
 
-def two(folder: Path, options: argparse.Namespace) -> None:
+def two_nodes(folder: Path, options: argparse.Namespace) -> None:
     """Compare whole commands on two nodes."""
     report(folder, alternate(sides(folder, options.nproc // 2, 2), options.repeat))
 
@@ -111,17 +111,17 @@ def sides(folder: Path, nproc: int, nodes: int) -> list[Side]:
     env = {"OMP_NUM_THREADS": "1"}
 
     def side(name: str, variable: str, command: Sequence[str], before: Callable[[], None]) -> Side:
-        words = tuple(command) if nodes == 1 else ("sh", "-c", BOTH_NODES, "sh", variable, *command)
-        return Side(name=name, commands=(words,), env=env, before=before)
+        argv = tuple(command) if nodes == 1 else ("sh", "-c", BOTH_NODES, "sh", variable, *command)
+        return Side(name=name, commands=(argv,), env=env, before=before)
 
-    made = [side("torchrun ddp.py", "PET_NODE_RANK", (*torchrun, *program), lambda: None)]
+    ways = [side("torchrun ddp.py", "PET_NODE_RANK", (*torchrun, *program), lambda: None)]
     for name, how in itertools.product(("dist-run", "dist-train"), STARTS):
         start = (sys.executable, "-I", "-m", "imgkit_entrypoints", name, *launch, "--start", how)
         train = ("--steps", "20", "--run-dir", f"{folder}/{how}")
-        words, shown = (program, " ddp.py") if name == "dist-run" else (train, "")
+        args, shown = (program, " ddp.py") if name == "dist-run" else (train, "")
         new = functools.partial(new_run, folder / how)
-        made.append(side(f"{name} --start {how}{shown}", "IMGKIT_NODE_RANK", (*start, *words), new))
-    return made
+        ways.append(side(f"{name} --start {how}{shown}", "IMGKIT_NODE_RANK", (*start, *args), new))
+    return ways
 
 
 def new_run(folder: Path) -> None:
@@ -136,8 +136,8 @@ def report(folder: Path, runs: dict[str, list[Run]]) -> None:
     """Print a table of all ways, and one of the parts of dist-train's starts."""
     bare = [run.wall_s for run in next(iter(runs.values()))]
     print("| way | wall s | CPU s | of the script's wall time |\n|---|---|---|---|")
-    for name, done in runs.items():
-        walls, cpus = ([getattr(run, key) for run in done] for key in ("wall_s", "cpu_s"))
+    for name, way_runs in runs.items():
+        walls, cpus = ([getattr(run, key) for run in way_runs] for key in ("wall_s", "cpu_s"))
         print(f"| `{name}` | {spread(walls)} | {spread(cpus)} | {ratio(walls, bare)} |")
     parts: dict[str, list[dict[str, float]]] = {}
     for how in STARTS:
@@ -145,7 +145,7 @@ def report(folder: Path, runs: dict[str, list[Run]]) -> None:
         parts[how] = [json.loads(path.read_text())["start_s"] for path in folder.glob(f"{how}-*.json")]
     print("\n| part of dist-train's start, s | `--start exec` | `--start fork` |\n|---|---|---|")
     for name in parts["exec"][0]:
-        print(f"| `{name}` | {' | '.join(spread([one[name] for one in parts[how]]) for how in STARTS)} |")
+        print(f"| `{name}` | {' | '.join(spread([row[name] for row in parts[how]]) for how in STARTS)} |")
 
 
 if __name__ == "__main__":

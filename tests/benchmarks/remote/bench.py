@@ -66,7 +66,7 @@ class Site:
 
     far: FarHost
     cluster: Cluster
-    here: Path
+    folder: Path
     counts: Path
 
     def wire(self, name: str) -> None:
@@ -80,7 +80,7 @@ class Site:
 
     def edit(self, folder: str = "") -> None:
         """Change one line of the file that the recipe copies, or of the one in `folder`."""
-        (self.here / folder / "edited.sh").write_text(f"echo edited {time.monotonic_ns()}\n")
+        (self.folder / folder / "edited.sh").write_text(f"echo edited {time.monotonic_ns()}\n")
 
     def moved(self) -> float:
         """Bytes on the wire since its proxy began."""
@@ -96,45 +96,45 @@ class Site:
             return "StartTime=Unknown" not in record and "JobState=PENDING" not in record
 
         until(started)
-        times = (re.findall(rf"{name}=(\S+)", record)[0] for name in ("SubmitTime", "StartTime"))
-        submitted, began = (time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S")) for text in times)
-        return began - submitted
+        texts = (re.findall(rf"{name}=(\S+)", record)[0] for name in ("SubmitTime", "StartTime"))
+        submitted, started_s = (time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S")) for text in texts)
+        return started_s - submitted
 
     def turn(self, part: str, connection: str = "new") -> Turn:
         """Edit, run, and stop the clock at the first line of output."""
         if part != "same":
             self.edit("code" if part == "code" else "")
         before = 0.0 if connection == "new" else self.moved()  # each connection has a proxy of its own
-        sifs = (file.name for file in self.here.glob("*.sif"))
-        own = (*sifs, "--code", "code") if part == "code" else ("--base", BASE)
-        words = (
+        sifs = (file.name for file in self.folder.glob("*.sif"))
+        options = (*sifs, "--code", "code") if part == "code" else ("--base", BASE)
+        argv = (
             *IMGKIT,
             "run",
-            *own,
+            *options,
             "--on",
             "far",
             "--time",
             "5m",
             *(["--detach"] if part == "same" else []),
         )
-        began = time.monotonic()
+        start_s = time.monotonic()
         with subprocess.Popen(
-            (*words, "--", "sh", "/workspace/edited.sh"), cwd=self.here, env={**os.environ, **self.far.env},
+            (*argv, "--", "sh", "/workspace/edited.sh"), cwd=self.folder, env={**os.environ, **self.far.env},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         ) as started:  # fmt: skip
             assert started.stdout is not None
             line = started.stdout.readline()
-            wall_s = time.monotonic() - began
+            wall_s = time.monotonic() - start_s
             moved = self.moved()
-            _, said = started.communicate()
+            _, stderr = started.communicate()
         if started.returncode != 0 or not line:
-            sys.exit(f"imgkit run failed:\n{said[-2000:]}")
-        found = re.search(r"(\d+)@far", line + said)
-        assert found
+            sys.exit(f"imgkit run failed:\n{stderr[-2000:]}")
+        job_id = re.search(r"(\d+)@far", line + stderr)
+        assert job_id
         carried = moved - before
         return Turn(
             wall_s=wall_s,
-            queue_s=self.queued(found[1]),
+            queue_s=self.queued(job_id[1]),
             moved_kB=carried / 1000 if carried else float("nan"),
         )
 
@@ -145,18 +145,18 @@ def site() -> Iterator[Site]:
     folder, name = Path(f"/tmp/imgkit-wire-{os.getpid()}"), f"wire{os.getpid()}"
     cluster = Cluster(state=folder / "c")
     with far_host(folder) as far:
-        made = Site(far=far, cluster=cluster, here=folder / "here", counts=folder / "counts")
-        made.here.mkdir()
-        (made.here / f"{name}.yaml").write_text(RECIPE)
-        (made.here / "code").mkdir()
-        made.edit()
+        bench_site = Site(far=far, cluster=cluster, folder=folder / "here", counts=folder / "counts")
+        bench_site.folder.mkdir()
+        (bench_site.folder / f"{name}.yaml").write_text(RECIPE)
+        (bench_site.folder / "code").mkdir()
+        bench_site.edit()
         cluster.up(1)
         try:
             login_node(far, cluster)
-            words = ("remote", "add", "far", f"far:{folder}/store", "--recipe", f"./{name}.yaml")
-            output(*IMGKIT, *words, env=far.env, folder=made.here)
-            made.turn("edit")
-            yield made
+            args = ("remote", "add", "far", f"far:{folder}/store", "--recipe", f"./{name}.yaml")
+            output(*IMGKIT, *args, env=far.env, folder=bench_site.folder)
+            bench_site.turn("edit")
+            yield bench_site
         finally:
             far.disconnect()
             cluster.down()
@@ -175,16 +175,16 @@ def main() -> None:
     options = parser.parse_args()
     print(f"Python {platform.python_version()}, {os.cpu_count()} cores, median (range)")
     print("| part | wire | connection | s | of it in the queue | kB moved |\n|---|---|---|---|---|---|")
-    with site() as made:
+    with site() as bench_site:
         turns: dict[tuple[str, str, str], list[Turn]] = {}
         for _ in range(options.repeat):
             for wire in WIRES:
-                made.wire(wire)
+                bench_site.wire(wire)
                 for part in options.parts:
                     for connection in ("new", "open"):
                         if connection == "new":
-                            made.far.disconnect()
-                        turn = made.turn(part, connection)
+                            bench_site.far.disconnect()
+                        turn = bench_site.turn(part, connection)
                         turns.setdefault((part, wire, connection), []).append(turn)
                         print(part, wire, connection, turn, file=sys.stderr, flush=True)
         for key in sorted(turns):

@@ -48,14 +48,18 @@ def main() -> None:
     for nnodes in options.nodes:
         turns = [(once(nnodes, None), once(nnodes, SECRET)) for _ in range(1 + options.repeat)][1:]
         for position, kind in enumerate(("wall", "CPU of the head")):
-            bare, proven = ([1000 * found[position] for found in side] for side in zip(*turns, strict=True))
-            more = statistics.median(b - a for a, b in zip(bare, proven, strict=True))
-            print(f"| {nnodes:,} | {kind} | {spread(bare)} | {spread(proven)} | {more:+.2f} |", flush=True)
+            bare, proven = (
+                [1000 * seconds[position] for seconds in side] for side in zip(*turns, strict=True)
+            )
+            difference = statistics.median(b - a for a, b in zip(bare, proven, strict=True))
+            print(
+                f"| {nnodes:,} | {kind} | {spread(bare)} | {spread(proven)} | {difference:+.2f} |", flush=True
+            )
 
 
 def once(nnodes: int, secret: bytes | None) -> tuple[float, float]:
     """Seconds of one roll call, at the node where there is one and else at the head, and CPU of the head."""
-    place = Placement(
+    placement = Placement(
         scheduler="manual", nnodes=nnodes, node_rank=0, hosts=(), head="127.0.0.1", port=None,
         job_id=f"bench {time.monotonic_ns()}", source={},
     )  # fmt: skip
@@ -64,50 +68,50 @@ def once(nnodes: int, secret: bytes | None) -> tuple[float, float]:
     if not child:
         code = 1
         try:
-            others(place, secret, writer)
+            call_as_others(placement, secret, writer)
             code = 0
         finally:
             os._exit(code)
     os.close(writer)
-    began, cpu_began = time.perf_counter(), time.process_time()
-    roll = gather.meet(place, ME, timeout_s=60, log=lambda _: None, secret=secret)
-    head_s, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
-    said = os.read(reader, 100)
+    start_s, cpu_began = time.perf_counter(), time.process_time()
+    roll = gather.meet(placement, ME, timeout_s=60, log=lambda _: None, secret=secret)
+    head_s, cpu_s = time.perf_counter() - start_s, time.process_time() - cpu_began
+    answer = os.read(reader, 100)
     os.close(reader)
     _, status = os.waitpid(child, 0)
     if status:
         sys.exit("the other nodes failed")
     roll.close()
-    return float(said) if nnodes == 2 else head_s, cpu_s
+    return float(answer) if nnodes == 2 else head_s, cpu_s
 
 
-def others(place: Placement, secret: bytes | None, result: int) -> None:
+def call_as_others(placement: Placement, secret: bytes | None, result: int) -> None:
     """Be all nodes but the head."""
-    port = job_port(place.job_id)
+    port = job_port(placement.job_id)
     await_listener(port)
-    if place.nnodes == 2:
-        began = time.perf_counter()
-        gather.meet(replace(place, node_rank=1), ME, timeout_s=60, log=lambda _: None, secret=secret)
-        os.write(result, str(time.perf_counter() - began).encode())
+    if placement.nnodes == 2:
+        start_s = time.perf_counter()
+        gather.meet(replace(placement, node_rank=1), ME, timeout_s=60, log=lambda _: None, secret=secret)
+        os.write(result, str(time.perf_counter() - start_s).encode())
     else:
-        many(place, port, secret)
+        call_as_many(placement, port, secret)
         os.write(result, b"0")
 
 
-def many(place: Placement, port: int, secret: bytes | None) -> None:
+def call_as_many(placement: Placement, port: int, secret: bytes | None) -> None:
     """Call as every node but the head, and leave when the head has started all of them."""
     waiting = selectors.DefaultSelector()
     handshakes: dict[int, Handshake] = {}
-    for rank in range(1, place.nnodes):
+    for rank in range(1, placement.nnodes):
         connection = socket.create_connection(("127.0.0.1", port))
         if secret is None:
-            connection.sendall(call(place, rank) + b"\n")
+            connection.sendall(call(placement, rank) + b"\n")
         else:
-            handshakes[rank] = Handshake(secret=secret, job_id=place.job_id, node_rank=rank)
+            handshakes[rank] = Handshake(secret=secret, job_id=placement.job_id, node_rank=rank)
             connection.sendall(handshakes[rank].opening + b"\n")
         waiting.register(connection, selectors.EVENT_READ, rank)
     started = 0
-    while started < place.nnodes - 1:
+    while started < placement.nnodes - 1:
         for key, _ in waiting.select():
             assert isinstance(key.fileobj, socket.socket)
             heard = key.fileobj.recv(4096)
@@ -115,13 +119,15 @@ def many(place: Placement, port: int, secret: bytes | None) -> None:
             if handshake := handshakes.pop(key.data, None):
                 confirmed = handshake.confirm(heard.rstrip(b"\n"))
                 assert confirmed
-                key.fileobj.sendall(confirmed.sign(call(place, key.data)) + b"\n")
+                key.fileobj.sendall(confirmed.sign(call(placement, key.data)) + b"\n")
             started += heard.count(b'"RunStart"')
 
 
-def call(place: Placement, rank: int) -> bytes:
+def call(placement: Placement, rank: int) -> bytes:
     """The first message of node `rank`."""
-    return messages.encode(JoinRequest(job=place.job_id, node_rank=rank, nnodes=place.nnodes, node=ME))
+    return messages.encode(
+        JoinRequest(job=placement.job_id, node_rank=rank, nnodes=placement.nnodes, node=ME)
+    )
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def main() -> None:
 
 def once(nnodes: int, seconds: float) -> str:
     """One run, as a row of the table."""
-    place = Placement(
+    placement = Placement(
         scheduler="manual", nnodes=nnodes, node_rank=0, hosts=(), head=HERE, port=None,
         job_id=f"simulation {time.monotonic_ns()}", source={},
     )  # fmt: skip
@@ -63,37 +63,37 @@ def once(nnodes: int, seconds: float) -> str:
     if not head:
         tempfile.tempdir, code = folder.name, 1  # it is killed, and would leave its stop folder in /tmp
         try:
-            code = launcher(place, seconds)
+            code = launcher(placement, seconds)
         finally:
             os._exit(code)
-    others = SimulatedNodes(place)
+    simulated_nodes = SimulatedNodes(placement)
     try:
-        others.call()
-        others.start()
-        began, used = time.monotonic(), cpu_s(head)
-        others.beat(seconds)
-        percent = 100 * (cpu_s(head) - used) / (time.monotonic() - began)
+        simulated_nodes.call()
+        simulated_nodes.start()
+        start_s, used = time.monotonic(), cpu_s(head)
+        simulated_nodes.beat(seconds)
+        percent = 100 * (cpu_s(head) - used) / (time.monotonic() - start_s)
     finally:
         os.kill(head, signal.SIGKILL)
         os.waitpid(head, 0)
         folder.cleanup()
-        others.close()
-    verdicts = (_verdict(others.after_last_s, GATHERED_S), _verdict(percent, TARGETS.get(nnodes)))
-    calls = f"{others.calling_s:.2f}"
-    after = f"{others.after_last_s:.2f}{verdicts[0]}"
+        simulated_nodes.close()
+    verdicts = (_verdict(simulated_nodes.after_last_s, GATHERED_S), _verdict(percent, TARGETS.get(nnodes)))
+    calls = f"{simulated_nodes.calling_s:.2f}"
+    after = f"{simulated_nodes.after_last_s:.2f}{verdicts[0]}"
     return f"| {nnodes:,} | {calls} | {after} | {used:.2f} | {percent:.2f}{verdicts[1]} |"
 
 
-def _verdict(found: float, target: float | None) -> str:
-    return "" if target is None else f"; target {target:g}: {'met' if found <= target else '**missed**'}"
+def _verdict(value: float, target: float | None) -> str:
+    return "" if target is None else f"; target {target:g}: {'met' if value <= target else '**missed**'}"
 
 
-def launcher(place: Placement, seconds: float) -> int:
+def launcher(placement: Placement, seconds: float) -> int:
     """Be the head's launcher."""
     config = NodeConfig(
         argv=["sleep", str(seconds + 60)],
         env=dict(os.environ),
-        placement=place,
+        placement=placement,
         node=ME,
         log=lambda _: None,
         timeouts=Timeouts(rollcall_s=120),

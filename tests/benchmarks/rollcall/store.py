@@ -53,17 +53,17 @@ def once(clients: int) -> str:
         signal.pause()
     try:
         port = int(os.read(reader, 10))
-        connected, done = threading.Barrier(clients + 1), threading.Barrier(clients + 1)
+        connected, finished = threading.Barrier(clients + 1), threading.Barrier(clients + 1)
         threads = [
-            threading.Thread(target=client, args=(port, rank, clients, connected, done), daemon=True)
+            threading.Thread(target=client, args=(port, rank, clients, connected, finished), daemon=True)
             for rank in range(clients)
         ]
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         for thread in threads:
             thread.start()
         connected.wait(timeout=300)
         met = time.perf_counter()
-        done.wait(timeout=300)
+        finished.wait(timeout=300)
         end = time.perf_counter()
         used = int(Path(f"/proc/{server}/schedstat").read_text().split()[0]) / 1e9
         for task in Path(f"/proc/{server}/task").iterdir():  # the store serves in a thread
@@ -72,10 +72,12 @@ def once(clients: int) -> str:
     finally:
         os.kill(server, signal.SIGKILL)
         os.waitpid(server, 0)
-    return f"| {clients:,} | {met - began:.2f} | {end - met:.2f} | {used:.2f} |"
+    return f"| {clients:,} | {met - start_s:.2f} | {end - met:.2f} | {used:.2f} |"
 
 
-def client(port: int, rank: int, clients: int, connected: threading.Barrier, done: threading.Barrier) -> None:
+def client(
+    port: int, rank: int, clients: int, connected: threading.Barrier, finished: threading.Barrier
+) -> None:
     """One client."""
     store = TCPStore(HERE, port, wait_for_workers=False, timeout=datetime.timedelta(seconds=300))
     connected.wait()
@@ -83,7 +85,7 @@ def client(port: int, rank: int, clients: int, connected: threading.Barrier, don
     if store.add("count", 1) == clients:
         store.set("all", "1")
     store.wait(["all"])
-    done.wait()
+    finished.wait()
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ def main() -> None:
     parser.add_argument("--old", type=Path, metavar="FOLDER", help="a checkout of an older imgkit")
     parser.add_argument("parts", nargs="*", metavar="PART", help="linear resnet18 save old")
     options = parser.parse_args()
-    here = f"{len(os.sched_getaffinity(0))} processors, Linux {platform.release()}"
-    print(f"{here}, torch {torch.__version__}, {options.nproc} ranks, load {os.getloadavg()[0]:.1f}")
+    machine = f"{len(os.sched_getaffinity(0))} processors, Linux {platform.release()}"
+    print(f"{machine}, torch {torch.__version__}, {options.nproc} ranks, load {os.getloadavg()[0]:.1f}")
     for part in options.parts or ("linear", "resnet18", "save", *(["old"] if options.old else [])):
         print(f"\n### {part}\n", flush=True)
         if part == "old":
@@ -68,23 +68,25 @@ def rates(model: str, turns: int, nproc: int) -> None:
         print(f"* {name}: a step takes {wall:.0f} us, {cpu:.0f} us of CPU a rank")
     for name in sides:
         pairs = list(zip(spent[name], spent["dist-train"], strict=True))
-        for column, what in ((1, "wall time"), (0, "CPU time")):
-            low, middle, high = interval([other[column] / ours[column] for other, ours in pairs])
-            print(f"* dist-train against {name}, {what}: {middle:.2f} times as fast ({low:.2f}-{high:.2f})")
+        for column, quantity in ((1, "wall time"), (0, "CPU time")):
+            low, middle, high = interval([theirs[column] / ours[column] for theirs, ours in pairs])
+            print(
+                f"* dist-train against {name}, {quantity}: {middle:.2f} times as fast ({low:.2f}-{high:.2f})"
+            )
 
 
 def save(turns: int, nproc: int) -> None:
     """Time that a checkpoint every 100 steps adds, and the longest delay of a single one."""
     for model, size in SAVED.items():
         with tempfile.TemporaryDirectory() as folder:
-            words = ("saving", model, str(size), str(EVERY), str(turns), folder)
-            spent = json.loads(run(nproc, (str(PAIRED), *words)).splitlines()[-1])
+            args = ("saving", model, str(size), str(EVERY), str(turns), folder)
+            spent = json.loads(run(nproc, (str(PAIRED), *args)).splitlines()[-1])
         plain = statistics.median(wall for _, wall in spent["plain"])
         print(f"* {model}: {EVERY} steps take {1e3 * plain:.0f} ms")
         pairs = list(zip(spent["saving"], spent["plain"], strict=True))
-        for column, what in ((1, "wall time"), (0, "CPU time of rank 0")):
-            low, middle, high = interval([100 * (one[column] / other[column] - 1) for one, other in pairs])
-            print(f"* a checkpoint adds {middle:+.1f} % of {what} ({low:+.1f} to {high:+.1f})")
+        for column, quantity in ((1, "wall time"), (0, "CPU time of rank 0")):
+            low, middle, high = interval([100 * (new[column] / old[column] - 1) for new, old in pairs])
+            print(f"* a checkpoint adds {middle:+.1f} % of {quantity} ({low:+.1f} to {high:+.1f})")
         print(f"* longest stall: {1e3 * spent['stall'][0][1]:.0f} ms", flush=True)
 
 
@@ -98,39 +100,47 @@ def versions(old: Path, turns: int, nproc: int) -> None:
                 os.mkfifo(fifo)
             running = []
             for side, root in roots.items():
-                other = fifos["new" if side == "old" else "old"]
-                words = (str(PAIRED), "in-turn", model, str(size), str(count), str(turns), fifos[side], other)
-                running.append(started(nproc, words, {"PYTHONPATH": str(root / "entrypoints")}))
+                next_fifo = fifos["new" if side == "old" else "old"]
+                args = (
+                    str(PAIRED),
+                    "in-turn",
+                    model,
+                    str(size),
+                    str(count),
+                    str(turns),
+                    fifos[side],
+                    next_fifo,
+                )
+                running.append(started(nproc, args, {"PYTHONPATH": str(root / "entrypoints")}))
             first = os.open(fifos["old"], os.O_RDWR)
             os.write(first, b".")
-            outputs = [one.communicate()[0] for one in running]
+            outputs = [process.communicate()[0] for process in running]
         before, after = (json.loads(text.splitlines()[-1])["spent"] for text in outputs)
-        wall = statistics.median(one[1] for one in before) / count
+        wall = statistics.median(times[1] for times in before) / count
         print(f"* {model}, batch {size}: a step of the old version takes {1e3 * wall:.3f} ms")
-        for column, what in ((1, "wall time"), (0, "CPU time of rank 0")):
-            changes = [
-                100 * (one[column] / other[column] - 1) for one, other in zip(after, before, strict=True)
-            ]
+        for column, quantity in ((1, "wall time"), (0, "CPU time of rank 0")):
+            changes = [100 * (new[column] / old[column] - 1) for new, old in zip(after, before, strict=True)]
             low, middle, high = interval(changes)
             print(
-                f"* the new version takes {middle:+.1f} % of {what} ({low:+.1f} to {high:+.1f})", flush=True
+                f"* the new version takes {middle:+.1f} % of {quantity} ({low:+.1f} to {high:+.1f})",
+                flush=True,
             )
 
 
-def run(nproc: int, words: tuple[str, ...]) -> str:
+def run(nproc: int, args: tuple[str, ...]) -> str:
     """Start the ranks and return the output of rank 0."""
-    with started(nproc, words, {}) as process:
+    with started(nproc, args, {}) as process:
         output = process.communicate()[0]
     if process.returncode != 0:
         sys.exit(process.returncode)
     return output
 
 
-def started(nproc: int, words: tuple[str, ...], more: dict[str, str]) -> subprocess.Popen[str]:
+def started(nproc: int, args: tuple[str, ...], variables: dict[str, str]) -> subprocess.Popen[str]:
     """Start the ranks, with `more` in their environment."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **more}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     env.pop("IMGKIT_RUN_DIR", None)
-    argv = (sys.executable, *TORCHRUN, str(nproc), *words)
+    argv = (sys.executable, *TORCHRUN, str(nproc), *args)
     return subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env=env)
 
 

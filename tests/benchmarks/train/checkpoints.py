@@ -47,8 +47,10 @@ def started(count: int, main: Callable[[int], None]) -> None:
     for rank in range(count):
         child = os.fork()
         if child == 0:
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
-            os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+            environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_PORT": port}
+            os.environ.update(
+                {name: str(value) for name, value in environment.items()}, MASTER_ADDR="127.0.0.1"
+            )
             code = 1
             try:
                 torch.set_num_threads(1)
@@ -112,8 +114,8 @@ def stall(folder: str) -> None:
     def main(rank: int) -> None:
         model = layers(100 * MB)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        weights = [one.detach() for one in model.parameters()]
-        copies = [torch.empty_like(one) for one in weights]
+        weights = [parameter.detach() for parameter in model.parameters()]
+        copies = [torch.empty_like(weight) for weight in weights]
         saves, plain, cpu = [], [], []
         with Run.start(folder, say=lambda _: None) as run:
             run.track(model=model, optimizer=optimizer)
@@ -121,22 +123,22 @@ def stall(folder: str) -> None:
             for turn in range(TURNS + 2):
                 run.due()
                 dist.barrier()
-                began, used = time.perf_counter(), time.thread_time()
+                start_s, used = time.perf_counter(), time.thread_time()
                 run.save()
-                saved_s, used_s = time.perf_counter() - began, time.thread_time() - used
+                saved_s, used_s = time.perf_counter() - start_s, time.thread_time() - used
                 run.wait()
                 dist.barrier()
-                began, used = time.perf_counter(), time.thread_time()
-                for copy, one in zip(copies, weights, strict=True):
-                    copy.copy_(one)
+                start_s, used = time.perf_counter(), time.thread_time()
+                for copy, weight in zip(copies, weights, strict=True):
+                    copy.copy_(weight)
                 if turn >= 2:
                     saves.append(saved_s)
-                    plain.append(time.perf_counter() - began)
+                    plain.append(time.perf_counter() - start_s)
                     cpu.append((used_s, time.thread_time() - used))
         if rank == 0:
             save_s, plain_s = statistics.median(saves), statistics.median(plain)
             limit_s = 1.3 * plain_s + 0.020
-            save_cpu_s, plain_cpu_s = (statistics.median(one) for one in zip(*cpu, strict=True))
+            save_cpu_s, plain_cpu_s = (statistics.median(seconds) for seconds in zip(*cpu, strict=True))
             print(
                 f"2 ranks with 100 MB: a save stalls {save_s * 1e3:.1f} ms ({min(saves) * 1e3:.1f} to "
                 f"{max(saves) * 1e3:.1f}), a plain copy {plain_s * 1e3:.1f} ms; "
@@ -156,16 +158,16 @@ def anonymous() -> float:
 @contextmanager
 def peak() -> Iterator[list[float]]:
     """Yield a list whose one number is the most anonymous memory up to the end, every 2 ms."""
-    found, done = [anonymous()], threading.Event()
+    maximum, ended = [anonymous()], threading.Event()
 
     def look() -> None:
-        while not done.wait(0.002):
-            found[0] = max(found[0], anonymous())
+        while not ended.wait(0.002):
+            maximum[0] = max(maximum[0], anonymous())
 
     thread = threading.Thread(target=look)
     thread.start()
-    yield found
-    done.set()
+    yield maximum
+    ended.set()
     thread.join()
 
 
@@ -201,10 +203,10 @@ def restore(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    place = tempfile.mkdtemp(prefix="imgkit-checkpoints-")
+    root = tempfile.mkdtemp(prefix="imgkit-checkpoints-")
     measurements = {"plan": plan, "stall": stall, "restore": restore}
     try:
         for name in sys.argv[1:] or measurements:
-            measurements[name](f"{place}/{name}")
+            measurements[name](f"{root}/{name}")
     finally:
-        shutil.rmtree(place)
+        shutil.rmtree(root)

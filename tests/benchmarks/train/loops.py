@@ -36,9 +36,9 @@ def training(how: str, name: str, count: int) -> Iterator[None]:
     batches = {"minimal": sliced, "tutorial": one_by_one}[how](inputs, targets, BATCH[name])
     step = 0
     for epoch in itertools.count():
-        for one, wanted in batches(epoch):
+        for batch, labels in batches(epoch):
             optimizer.zero_grad()
-            loss = loss_of(model(one), wanted)
+            loss = loss_of(model(batch), labels)
             loss.backward()
             optimizer.step()
             step += 1

@@ -26,21 +26,21 @@ WARM_UP = 2
 def against(name: str, sides: list[str], count: int, turns: int) -> None:
     """Run `turns` of `count` steps for each side, print the CPU and wall seconds of each, and end."""
 
-    def alternating(steps: Iterable[Any], _config: object, here: Ranks) -> Iterator[Any]:
-        others = {side: loops.training(side, name, count) for side in sides}
+    def alternating(steps: Iterable[Any], _config: object, ranks: Ranks) -> Iterator[Any]:
+        loops_of = {side: loops.training(side, name, count) for side in sides}
         spent: dict[str, list[tuple[float, float]]] = {side: [] for side in ("dist-train", *sides)}
-        began = clocks()
+        start_clocks = clocks()
         for number, step in enumerate(steps):
             if number % count == 0:
-                spent["dist-train"].append(since(began))
+                spent["dist-train"].append(since(start_clocks))
                 turn = number // count
-                for side in others if turn % 2 else reversed(others):
-                    began = clocks()
-                    next(others[side])
-                    spent[side].append(since(began))
+                for side in loops_of if turn % 2 else reversed(loops_of):
+                    start_clocks = clocks()
+                    next(loops_of[side])
+                    spent[side].append(since(start_clocks))
                 if turn == turns + WARM_UP:
-                    end({side: each[-turns:] for side, each in spent.items()}, here)
-                began = clocks()
+                    end({side: each[-turns:] for side, each in spent.items()}, ranks)
+                start_clocks = clocks()
             yield step
 
     app.traced = alternating
@@ -53,25 +53,25 @@ def saving(name: str, size: int, count: int, turns: int, folder: str) -> None:
 
     keepers = []
 
-    def kept(*words: Any) -> Any:
-        keepers.append(made(*words))
+    def tracked_writer(*args: Any) -> Any:
+        keepers.append(original_writer(*args))
         return keepers[0]
 
-    def timed(steps: Iterable[Any], _config: object, here: Ranks) -> Iterator[Any]:
+    def timed(steps: Iterable[Any], _config: object, ranks: Ranks) -> Iterator[Any]:
         spent: list[tuple[float, float]] = []
-        began = clocks()
+        start_clocks = clocks()
         for number, step in enumerate(steps, start=1):
             if number % count == 0:  # the next step ends with a checkpoint, or not
-                spent.append(since(began))
+                spent.append(since(start_clocks))
                 if len(spent) == 2 * (turns + WARM_UP) + 1:
                     longest = (0.0, keepers[0].longest_stall_s)
-                    told = {"saving": spent[-1:0:-2][:turns], "plain": spent[-2:0:-2][:turns]}
-                    end({**told, "stall": [longest]}, here)
-                began = clocks()
+                    saving_steps, plain_steps = spent[-1:0:-2][:turns], spent[-2:0:-2][:turns]
+                    end({"saving": saving_steps, "plain": plain_steps, "stall": [longest]}, ranks)
+                start_clocks = clocks()
             yield step
 
-    made = library.CheckpointWriter
-    app.traced, library.CheckpointWriter = timed, kept  # type: ignore[misc, assignment]
+    original_writer = library.CheckpointWriter
+    app.traced, library.CheckpointWriter = timed, tracked_writer  # type: ignore[misc, assignment]
     start(name, "--batch-size", str(size), "--save-every", str(2 * count), "--run-dir", folder)
 
 
@@ -81,31 +81,31 @@ def in_turn(name: str, size: int, count: int, turns: int, hear: str, tell: str) 
     So the trainers of two versions of imgkit, each with ranks of its own, take turns.
     """
 
-    def waiting(steps: Iterable[Any], _config: object, here: Ranks) -> Iterator[Any]:
+    def waiting(steps: Iterable[Any], _config: object, ranks: Ranks) -> Iterator[Any]:
         spent: list[tuple[float, float]] = []
-        began = (0.0, 0.0)
-        ends = [os.open(path, os.O_RDWR) for path in (hear, tell)] if here.rank == 0 else []
+        start_clocks = (0.0, 0.0)
+        ends = [os.open(path, os.O_RDWR) for path in (hear, tell)] if ranks.rank == 0 else []
         for number, step in enumerate(steps):
             if number % count == 0:
                 dist.barrier()
                 if number:
-                    spent.append(since(began))
+                    spent.append(since(start_clocks))
                 if ends and number:
                     os.write(ends[1], b".")
                 if len(spent) == turns + WARM_UP:
-                    end({"spent": spent[WARM_UP:]}, here)
+                    end({"spent": spent[WARM_UP:]}, ranks)
                 if ends:
                     os.read(ends[0], 1)
                 dist.barrier()
-                began = clocks()
+                start_clocks = clocks()
             yield step
 
     app.traced = waiting
     start(name, "--batch-size", str(size), "--samples", "65536")
 
 
-def start(name: str, *words: str) -> None:
-    sys.argv = ["dist-train", "--model", name, "--steps", str(10**9), *words]
+def start(name: str, *args: str) -> None:
+    sys.argv = ["dist-train", "--model", name, "--steps", str(10**9), *args]
     app.main()
 
 
@@ -114,23 +114,23 @@ def clocks() -> tuple[float, float]:
     return used.ru_utime + used.ru_stime, time.perf_counter()
 
 
-def since(began: tuple[float, float]) -> tuple[float, float]:
+def since(start_clocks: tuple[float, float]) -> tuple[float, float]:
     now = clocks()
-    return now[0] - began[0], now[1] - began[1]
+    return now[0] - start_clocks[0], now[1] - start_clocks[1]
 
 
-def end(spent: dict[str, list[tuple[float, float]]], here: Ranks) -> None:
+def end(spent: dict[str, list[tuple[float, float]]], ranks: Ranks) -> None:
     dist.barrier()
-    if here.rank == 0:
+    if ranks.rank == 0:
         print(f"\n{json.dumps(spent)}", flush=True)
     os._exit(0)
 
 
 if __name__ == "__main__":
-    what, model, *rest = sys.argv[1:]
-    if what == "in-turn":
+    mode, model, *rest = sys.argv[1:]
+    if mode == "in-turn":
         in_turn(model, *map(int, rest[:3]), hear=rest[3], tell=rest[4])
-    elif what == "saving":
+    elif mode == "saving":
         saving(model, *map(int, rest[:3]), folder=rest[3])
     else:
         against(model, rest[0].split(","), *map(int, rest[1:]))
