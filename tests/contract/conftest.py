@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from sample_image import SampleImage
-from small_tar import tar_of_files
+from tars import tar_of_files
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import small_sif
 from sample_image import SampleImage
-from small_tar import tar_of_files
+from tars import tar_of_files
 
 from imgkit_builder.archive import sidecar
 from imgkit_builder.base.progress import Silent

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import targets
 from sample_image import digest
-from small_tar import tar_of_files
+from tars import tar_of_files
 
 from imgkit_builder.archive.tar_write import END, pax_header, ustar_header
 

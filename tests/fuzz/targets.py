@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kit"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lab"))
 
 import mutate
 from sample_image import SampleImage, digest
 from shared_object import shared_object
-from small_tar import tar_of_files
+from tars import tar_of_files
 
 from imgkit_builder.archive import compressed, oci_folder, read, sidecar, stored
 from imgkit_builder.archive.tar_read import TarStream

@@ -19,11 +19,11 @@ def flip(path: Path, bit: int) -> None:
 def survivors(path: Path, noticed: Callable[[], bool], flips: int, seed: int, *, start: int = 0) -> list[int]:
     """The bytes from `start` on where a flipped bit was not noticed."""
     chosen = random.Random(seed)  # noqa: S311 - no secret
-    found, end = [], path.stat().st_size
+    unnoticed, end = [], path.stat().st_size
     for _ in range(flips):
         bit = chosen.randrange(start * 8, end * 8)
         flip(path, bit)
         if not noticed():
-            found.append(bit // 8)
+            unnoticed.append(bit // 8)
         flip(path, bit)
-    return found
+    return unnoticed

@@ -43,10 +43,10 @@ LONGEST_FIRST = (
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     def turn(item: pytest.Item) -> tuple[bool, bool, int]:
-        places = [number for number, part in enumerate(LONGEST_FIRST) if part in item.nodeid]
+        positions = [number for number, part in enumerate(LONGEST_FIRST) if part in item.nodeid]
         # The images for arm64 are ready last, and a quiet test waits until no other test runs.
         last = (item.get_closest_marker(name) is not None for name in ("quiet", "qemu"))
-        return (*last, min(places, default=len(LONGEST_FIRST)))
+        return (*last, min(positions, default=len(LONGEST_FIRST)))
 
     items.sort(key=turn)
     for item in items:
@@ -108,13 +108,13 @@ def started() -> Iterator[Callable[[str], PrivateEngine]]:
     """Gives an engine of `labkit.PRIVATE_ENGINES`; a worker starts each once, so its tests are one group."""
     if os.geteuid() != 0:
         pytest.skip("starting an engine needs root")
-    found: dict[str, PrivateEngine] = {}
+    engines: dict[str, PrivateEngine] = {}
     with contextlib.ExitStack() as stack:
 
         def get(kind: str) -> PrivateEngine:
-            if kind not in found:
-                found[kind] = stack.enter_context(private_engine(kind))
-            return found[kind]
+            if kind not in engines:
+                engines[kind] = stack.enter_context(private_engine(kind))
+            return engines[kind]
 
         yield get
 

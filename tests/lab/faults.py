@@ -75,12 +75,12 @@ class Save:
             return "torn"
         if not data:
             return "absent"
-        found = verify.checksum(target, hashlib.sha256(data).hexdigest(), len(data))
-        if found.verdict == "ok":
-            listed, about = sidecar.read_sha256(target), sidecar.read(target)
-            whole = about and listed == about.archive.sha256 == hashlib.sha256(data).hexdigest()
-            return kinds[data] if whole else "mismatched"
-        return "incomplete" if found.found.startswith("incomplete: ") and found.hint else "mismatched"
+        check = verify.checksum(target, hashlib.sha256(data).hexdigest(), len(data))
+        if check.verdict == "ok":
+            listed, record = sidecar.read_sha256(target), sidecar.read(target)
+            matches = record and listed == record.archive.sha256 == hashlib.sha256(data).hexdigest()
+            return kinds[data] if matches else "mismatched"
+        return "incomplete" if check.found.startswith("incomplete: ") and check.hint else "mismatched"
 
     def _save(self, target: Path, kind: str) -> None:
         write.save(self._pieces(_archive(kind)), target=target, describe=_described)
@@ -96,10 +96,10 @@ class StoredImage:
     """An image archive, whose layers have no file in common, in the place of an engine."""
 
     def __init__(self, path: Path) -> None:
-        found = oci_folder.peek(path)
-        assert found is not None
+        config = oci_folder.peek(path)
+        assert config is not None
         self.path, self.name = path, path.stem
-        self.config: ImageConfig = found
+        self.config: ImageConfig = config
         self.size_bytes = path.stat().st_size
 
     @contextlib.contextmanager
@@ -174,10 +174,10 @@ def _archive(kind: str) -> bytes:
 
 def _described(saved: Saved) -> Sidecar:
     image = SavedImage(id="sha256:" + "0" * 64, tag="x:1", platform="linux/amd64", diff_ids=(), labels={})
-    about = SavedArchive(
+    archive = SavedArchive(
         name=saved.path.name, size_bytes=saved.size_bytes, sha256=saved.sha256, compress=saved.compress
     )
-    return Sidecar(image=image, archive=about, system=None, manifest=None)
+    return Sidecar(image=image, archive=archive, system=None, manifest=None)
 
 
 def outcome(job: Job, folder: Path, function: str, call: int, how: str, code: int) -> str:
@@ -193,9 +193,9 @@ def outcome(job: Job, folder: Path, function: str, call: int, how: str, code: in
             result = REPORTED if SHIM.faults_hit() else TRACEBACK
         finally:
             os._exit(result)
-    ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    exit_code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     names = {0: "done", REPORTED: "reported", NO_FAULT: "no fault", DIED: "died"}
-    return names.get(ended, "traceback")
+    return names.get(exit_code, "traceback")
 
 
 def sweep(job: Job, root: Path, how: str, code: int, *, first: bool) -> Iterator[dict[str, object]]:
@@ -204,18 +204,18 @@ def sweep(job: Job, root: Path, how: str, code: int, *, first: bool) -> Iterator
             folder = root / f"{function}-{call}"
             folder.mkdir()
             job.prepare(folder, first=first)
-            ended = outcome(job, folder, function, call, how, code)
-            if ended == "no fault":
+            ending = outcome(job, folder, function, call, how, code)
+            if ending == "no fault":
                 break
-            found = job.state(folder)
-            left = [path.name for path in folder.iterdir() if path.name.startswith(".")]
+            state = job.state(folder)
+            leftovers = [path.name for path in folder.iterdir() if path.name.startswith(".")]
             job.act(folder)  # the next one mends everything
             yield {
                 "name": function,
                 "call": call,
-                "ended": ended,
-                "state": found,
-                "left": left,
+                "ended": ending,
+                "state": state,
+                "left": leftovers,
                 "again": job.state(folder),
                 "rest": sorted(path.name for path in folder.iterdir() if path.name.startswith(".")),
             }
@@ -226,8 +226,8 @@ def main() -> None:
     write._FLUSH_BYTES = 40_000
     with tempfile.TemporaryDirectory() as inputs:
         job = Save() if name == "save" else Write(name, Path(inputs))
-        for one in sweep(job, Path(root), how, int(code), first=before == "first"):
-            print(json.dumps(one), flush=True)
+        for row in sweep(job, Path(root), how, int(code), first=before == "first"):
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What tests of several rooms use: commands, containers of the stand-in image, the virtual cluster, waiting.
+"""What tests of several folders use: commands, containers of the stand-in, the virtual cluster, waiting.
 
 pytest finds this module by `pythonpath` in pyproject.toml.
 """
@@ -51,7 +51,7 @@ SLURMS = ["trixie", *(pytest.param(release, marks=pytest.mark.soak) for release 
 
 
 def run(
-    *words: object,
+    *argv: object,
     folder: Path | str | None = None,
     env: Mapping[str, str] | None = None,
     given: str = "",
@@ -59,7 +59,7 @@ def run(
 ) -> Done:
     """Run a command with `given` as its input; `env` is added to this process's variables."""
     return subprocess.run(
-        [str(word) for word in words],
+        list(map(str, argv)),
         cwd=folder,
         env={**os.environ, **(env or {})},
         input=given,
@@ -70,25 +70,24 @@ def run(
     )
 
 
-def output(*words: object, **options: Any) -> str:
-    """What a command that must succeed prints."""
-    done = run(*words, **options)
-    assert done.returncode == 0, done.stderr[-4000:] + done.stdout[-4000:]
-    return done.stdout
+def output(*args: object, **options: Any) -> str:
+    """Run a command that must succeed, and return its output."""
+    result = run(*args, **options)
+    assert result.returncode == 0, result.stderr[-4000:] + result.stdout[-4000:]
+    return result.stdout
 
 
-def imgkit(*words: object, **options: Any) -> Done:
-    return run(*IMGKIT, *words, **options)
+def imgkit(*args: object, **options: Any) -> Done:
+    return run(*IMGKIT, *args, **options)
 
 
-def imgkit_json(*words: object, **options: Any) -> dict[str, Any]:
-    """What a verb that must succeed prints with ``--json``."""
-    found: dict[str, Any] = json.loads(output(*IMGKIT, *words, "--json", **options))
-    return found
+def imgkit_json(*args: object, **options: Any) -> dict[str, Any]:
+    """Run a verb that must succeed with ``--json``, and return its document."""
+    return json.loads(output(*IMGKIT, *args, "--json", **options))
 
 
-def docker(*words: object, **options: Any) -> str:
-    return output("docker", *words, **options).strip()
+def docker(*args: object, **options: Any) -> str:
+    return output("docker", *args, **options).strip()
 
 
 def host_address() -> str:
@@ -101,12 +100,12 @@ def host_address() -> str:
 
 
 def in_image(
-    image: str, *words: object, options: Sequence[object] = (), given: str = "", timeout_s: float = 600
+    image: str, *argv: object, options: Sequence[object] = (), given: str = "", timeout_s: float = 600
 ) -> Done:
     """Run a command in a new container of a stand-in image, with this checkout's package and no network."""
     start = ("docker", "run", "--rm", "--interactive", "--network", "none")
     mounted = ("--volume", f"{PACKAGE}:{PLACE}:ro", *QUIET)
-    return run(*start, *mounted, *options, image, *words, given=given, timeout_s=timeout_s)
+    return run(*start, *mounted, *options, image, *argv, given=given, timeout_s=timeout_s)
 
 
 def until(
@@ -116,9 +115,9 @@ def until(
 
     Many a condition starts programs, so the pauses grow; else waiting takes half a processor.
     """
-    began = time.monotonic()
+    start_s = time.monotonic()
     while not condition():
-        waited_s = time.monotonic() - began
+        waited_s = time.monotonic() - start_s
         assert waited_s < within_s, told()
         time.sleep(min(max(0.1, waited_s / 5), 0.5))
 
@@ -142,11 +141,11 @@ def locked(name: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def afterwards(script: str, *words: object) -> Iterator[None]:
-    """Run a shell script with `words` at the end, also where the tests are killed before."""
+def afterwards(script: str, *args: object) -> Iterator[None]:
+    """Run a shell script with `args` at the end, also where the tests are killed before."""
     waiting = f'trap "" HUP INT TERM; cat >/dev/null; {script}'
     with subprocess.Popen(
-        ["sh", "-c", waiting, "sh", *map(str, words)],
+        ["sh", "-c", waiting, "sh", *map(str, args)],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -171,10 +170,10 @@ def public_folder(name: str) -> Path:
     return folder
 
 
-def imgkit_as(who: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
+def imgkit_as(prefix: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
     """The argv that starts imgkit as an ordinary user with only these variables; skips the test if none can.
 
-    `who` is the argv before a command that makes it that user's. The tests' Python may lie in root's home.
+    `prefix` is the argv before a command that makes it that user's. The tests' Python may lie in root's home.
     Another one of its version then takes its packages.
     """
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -182,9 +181,9 @@ def imgkit_as(who: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:
     path = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(filter(os.path.exists, sys.path))}
     variables = [f"{name}={value}" for name, value in {**env, **path}.items()]
     for python in pythons:
-        words = (*who, "env", "-i", *variables, python, "-P", "-m", "imgkit_builder")
-        if run(*words, "--version", folder="/").returncode == 0:
-            return words
+        argv = (*prefix, "env", "-i", *variables, python, "-P", "-m", "imgkit_builder")
+        if run(*argv, "--version", folder="/").returncode == 0:
+            return argv
     pytest.skip("an ordinary user can read neither this checkout nor a Python of this version")
 
 
@@ -228,7 +227,7 @@ class PrivateEngine:
 
     @property
     def enter(self) -> tuple[str, ...]:
-        """Words before a command that shall run in its network."""
+        """The argv before a command that shall run in its network."""
         if "podman" in self.kind:
             return ()
         return ("nsenter", f"--net={self.folder}/net")
@@ -282,23 +281,23 @@ class Cluster:
 
     state: Path
 
-    def argv(self, *words: object) -> list[str]:
-        return [str(word) for word in (sys.executable, LAB / "cluster", "--state", self.state, *words)]
+    def argv(self, *args: object) -> list[str]:
+        return list(map(str, (sys.executable, LAB / "cluster", "--state", self.state, *args)))
 
-    def __call__(self, *words: object, timeout_s: float = 240, **options: Any) -> Done:
-        return run(*self.argv(*words), timeout_s=timeout_s, **options)
+    def __call__(self, *args: object, timeout_s: float = 240, **options: Any) -> Done:
+        return run(*self.argv(*args), timeout_s=timeout_s, **options)
 
     def up(self, nodes: int, *options: str, release: str = "") -> None:
         """Start it, with the Slurm of a Debian `release`; "own" is what this machine has installed."""
         release = release or ("own" if "--no-slurm" in options else "trixie")
-        places = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+        path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
         programs = ("slurmctld", "slurmd", "srun", "munged")
-        lacking = [name for name in programs if not shutil.which(name, path=places)]
-        if release == "own" and "--no-slurm" not in options and lacking:
-            pytest.skip(f"not installed: {', '.join(lacking)}; ci/soak installs them")
+        missing = [name for name in programs if not shutil.which(name, path=path)]
+        if release == "own" and "--no-slurm" not in options and missing:
+            pytest.skip(f"not installed: {', '.join(missing)}; ci/soak installs them")
         newer = () if release == "own" else ("--debian", release)
-        done = self("up", nodes, *options, *newer, "--die-with", os.getpid(), timeout_s=900)
-        assert done.returncode == 0, done.stderr
+        result = self("up", nodes, *options, *newer, "--die-with", os.getpid(), timeout_s=900)
+        assert result.returncode == 0, result.stderr
 
     def down(self) -> None:
         self("down")

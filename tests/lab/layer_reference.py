@@ -43,9 +43,9 @@ def unpack(layers: Sequence[Sequence[Entry]], root: Path) -> str:
             os._exit(1)
     os.close(writing)
     with open(reading, "rb") as stream:
-        said = stream.read().decode()
+        error_text = stream.read().decode()
     os.waitpid(child, 0)
-    return said
+    return error_text
 
 
 def _entry(info: tarfile.TarInfo, data: bytes, touched: set[str]) -> None:
@@ -73,11 +73,11 @@ def _entry(info: tarfile.TarInfo, data: bytes, touched: set[str]) -> None:
 def _folders(path: str) -> None:
     parts = path.strip("/").split("/") if path != "/" else []
     for count in range(1, len(parts) + 1):
-        here = "/" + "/".join(parts[:count])
-        if not os.path.isdir(here):
-            _remove(here)
-            os.mkdir(here, 0o755)
-            _TIMES[here] = 0
+        folder = "/" + "/".join(parts[:count])
+        if not os.path.isdir(folder):
+            _remove(folder)
+            os.mkdir(folder, 0o755)
+            _TIMES[folder] = 0
 
 
 def _make(info: tarfile.TarInfo, path: str, data: bytes) -> None:
@@ -112,12 +112,12 @@ def _make(info: tarfile.TarInfo, path: str, data: bytes) -> None:
 
 def _white_out(path: str, touched: set[str], *, keep: bool = False) -> None:
     try:
-        about = os.lstat(path)
+        status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return
     if path not in touched and not keep and path != "/":
         _remove(path)
-    elif stat.S_ISDIR(about.st_mode):
+    elif stat.S_ISDIR(status.st_mode):
         for name in os.listdir(path):
             _white_out(os.path.join(path, name), touched)
 
@@ -126,33 +126,33 @@ def _remove(path: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISDIR(os.lstat(path).st_mode):
             shutil.rmtree(path)
-            for one in [known for known in _TIMES if f"{known}/".startswith(f"{path}/")]:
-                del _TIMES[one]
+            for folder in [folder for folder in _TIMES if f"{folder}/".startswith(f"{path}/")]:
+                del _TIMES[folder]
         else:
             os.unlink(path)
 
 
 def described(root: Path) -> dict[str, dict[str, Any]]:
-    """Everything about every file below `root`."""
-    found, numbers = {}, dict[int, list[str]]()
+    """Return all metadata and the content of every file below `root`, by its path."""
+    files, numbers = {}, dict[int, list[str]]()
     for path in sorted(root.rglob("*")):
-        about, name = path.lstat(), path.relative_to(root).as_posix()
-        folder = stat.S_ISDIR(about.st_mode)
+        status, name = path.lstat(), path.relative_to(root).as_posix()
+        folder = stat.S_ISDIR(status.st_mode)
         if not folder:
-            numbers.setdefault(about.st_ino, []).append(name)
-        found[name] = {
-            "mode": oct(about.st_mode),
-            "owner": (about.st_uid, about.st_gid),
-            "device": about.st_rdev,
-            "content": path.read_bytes() if stat.S_ISREG(about.st_mode) else b"",
+            numbers.setdefault(status.st_ino, []).append(name)
+        files[name] = {
+            "mode": oct(status.st_mode),
+            "owner": (status.st_uid, status.st_gid),
+            "device": status.st_rdev,
+            "content": path.read_bytes() if stat.S_ISREG(status.st_mode) else b"",
             "link": os.readlink(path) if path.is_symlink() else "",
-            "mtime": int(about.st_mtime),
+            "mtime": int(status.st_mtime),
             "xattrs": {
-                one: os.getxattr(path, one, follow_symlinks=False)
-                for one in os.listxattr(path, follow_symlinks=False)
+                attribute: os.getxattr(path, attribute, follow_symlinks=False)
+                for attribute in os.listxattr(path, follow_symlinks=False)
             },
         }
     for names in numbers.values():
         for name in names:
-            found[name]["links"] = names
-    return found
+            files[name]["links"] = names
+    return files

@@ -38,9 +38,9 @@ class FarHost:
             "XDG_RUNTIME_DIR": f"{self.folder}/run",
         }
 
-    def imgkit(self, *words: object, **options: Any) -> Done:
+    def imgkit(self, *args: object, **options: Any) -> Done:
         """Run imgkit without a terminal, so that ssh cannot ask this test's person."""
-        return run("setsid", "--wait", *IMGKIT, *words, env={**self.env, **options.pop("env", {})}, **options)
+        return run("setsid", "--wait", *IMGKIT, *args, env={**self.env, **options.pop("env", {})}, **options)
 
     def calls(self) -> list[str]:
         """The words of each call of ssh so far, without those that only look at the shared connection."""
@@ -66,7 +66,7 @@ class FarHost:
         """Reach ``far`` without a proxy; ends the shared connection."""
         self.through(user=user)
 
-    def through(self, *words: object, user: str = "") -> None:
+    def through(self, *proxy_argv: object, user: str = "") -> None:
         """Reach ``far`` through a ProxyCommand; ends the shared connection."""
         self.disconnect()
         port = next(
@@ -74,7 +74,7 @@ class FarHost:
             for line in (self.folder / "sshd_config").read_text().splitlines()
             if "Port " in line
         )
-        proxy = (f"ProxyCommand {shlex.join(map(str, words))}",) if words else ()
+        proxy = (f"ProxyCommand {shlex.join(map(str, proxy_argv))}",) if proxy_argv else ()
         self.configure("HostName 127.0.0.1", f"Port {port}", f"User {user or getpass.getuser()}", *proxy)
 
     def know(self, key: Path) -> None:
@@ -87,17 +87,17 @@ class FarHost:
         for name in ("far", "far2"):
             self.master("exit", name)
 
-    def master(self, word: str, name: str = "far") -> Done:
+    def master(self, command: str, name: str = "far") -> Done:
         """Ask the process that holds the shared connection."""
         return run(
-            *(self.folder / "bin/ssh", "-O", word, "-o", f"ControlPath={self.folder}/run/imgkit/%C", name)
+            *(self.folder / "bin/ssh", "-O", command, "-o", f"ControlPath={self.folder}/run/imgkit/%C", name)
         )
 
     def kill_master(self) -> None:
         """Kill the process that holds the shared connection; its socket stays."""
-        found = re.search(r"pid=(\d+)", self.master("check").stderr)
-        assert found
-        os.kill(int(found[1]), signal.SIGKILL)
+        match = re.search(r"pid=(\d+)", self.master("check").stderr)
+        assert match
+        os.kill(int(match[1]), signal.SIGKILL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,8 +109,8 @@ class FarSite:
     here: Path
     store: Path
 
-    def imgkit(self, *words: object, **env: str) -> Done:
-        return self.far.imgkit(*words, folder=self.here, env=env)
+    def imgkit(self, *args: object, **env: str) -> Done:
+        return self.far.imgkit(*args, folder=self.here, env=env)
 
 
 def login_node(
@@ -129,8 +129,8 @@ def login_node(
     shutil.chown(host.folder / "id", os.geteuid())
     host.know(keys / "hostkey.pub")
     serve = (*cluster.argv("exec", "login", "--clean-env", "--"), SSHD, "-i", "-f", keys / "sshd_config")
-    words = shlex.join(map(str, (*through, *serve)))
-    host.configure(f"User {user}", f"ProxyCommand {words}")
+    proxy = shlex.join(map(str, (*through, *serve)))
+    host.configure(f"User {user}", f"ProxyCommand {proxy}")
     until(lambda: run(host.folder / "bin/ssh", "far", "true").returncode == 0)
 
 

@@ -34,7 +34,7 @@ def kept_file_limit() -> Iterator[int]:
 
 
 def placement(nnodes: int = 2) -> Placement:
-    """The head's place in a job that no other test has, with a free port."""
+    """Return the head's placement in a job that no other test has, with a free port."""
     jobs = (f"{os.getpid()}.{number}" for number in _jobs)
     return Placement(
         scheduler="manual",
@@ -53,7 +53,7 @@ class CallThread(threading.Thread):
 
     def __init__(
         self,
-        place: Placement,
+        placement: Placement,
         rank: int,
         *,
         timeout_s: float = 10.0,
@@ -61,22 +61,22 @@ class CallThread(threading.Thread):
         **node: Any,
     ) -> None:
         super().__init__(daemon=True)
-        self.place = replace(place, node_rank=rank)
-        self.node = NodeInfo(host=place.hosts[rank], **node)
+        self.placement = replace(placement, node_rank=rank)
+        self.node = NodeInfo(host=placement.hosts[rank], **node)
         self.timeout_s, self.secret = timeout_s, secret
-        self.said: list[str] = []
-        self.found: Session | None = None
+        self.log_lines: list[str] = []
+        self.session: Session | None = None
         self.error: NoPlan | None = None
         self.start()
 
     def run(self) -> None:
         """Call."""
         try:
-            self.found = gather.meet(
-                self.place,
+            self.session = gather.meet(
+                self.placement,
                 self.node,
                 timeout_s=self.timeout_s,
-                log=self.said.append,
+                log=self.log_lines.append,
                 secret=self.secret,
             )
         except NoPlan as error:
@@ -85,8 +85,8 @@ class CallThread(threading.Thread):
     def roll(self) -> Session:
         """Wait for the start; the roll."""
         self.join(timeout=20)
-        assert self.found is not None, self.error
-        return self.found
+        assert self.session is not None, self.error
+        return self.session
 
     def refusal(self) -> str:
         """Wait for the refusal; its text."""
@@ -95,21 +95,21 @@ class CallThread(threading.Thread):
         return str(self.error)
 
 
-def meet(place: Placement, **node: Any) -> list[Session]:
-    """Start all nodes of `place`; their rolls by rank."""
-    calls = [CallThread(place, rank, **node) for rank in range(place.nnodes)]
+def meet(placement: Placement, **node: Any) -> list[Session]:
+    """Start all nodes of `placement`, and return their rolls by rank."""
+    calls = [CallThread(placement, rank, **node) for rank in range(placement.nnodes)]
     return [call.roll() for call in calls]
 
 
 def hear(
-    rolls: list[Session], wanted: Callable[[list[list[Event]]], bool], within_s: float = 5.0
+    rolls: list[Session], is_complete: Callable[[list[list[Event]]], bool], within_s: float = 5.0
 ) -> list[list[Event]]:
-    """Tick all rolls until their events are as `wanted`; the events of each."""
+    """Tick all rolls until `is_complete` holds for their events, and return the events of each."""
     events: list[list[Event]] = [[] for _ in rolls]
     end = time.monotonic() + within_s
-    while time.monotonic() < end and not wanted(events):
-        for seen, one in zip(events, rolls, strict=True):
-            seen.extend(one.poll())
+    while time.monotonic() < end and not is_complete(events):
+        for seen, roll in zip(events, rolls, strict=True):
+            seen.extend(roll.poll())
         time.sleep(0.01)
     return events
 
@@ -124,16 +124,16 @@ def end_run(rolls: list[Session], code: int = 0) -> None:
 
 def close(rolls: list[Session]) -> None:
     """Close all, the head last."""
-    for one in rolls[::-1]:
-        one.close()
+    for roll in rolls[::-1]:
+        roll.close()
 
 
-def stranger(place: Placement, within_s: float = 10.0) -> socket.socket:
+def stranger(placement: Placement, within_s: float = 10.0) -> socket.socket:
     """A connection to the head's port, as soon as it listens."""
     end = time.monotonic() + within_s
     while True:
         try:
-            connection = socket.create_connection(("127.0.0.1", job_port(place.job_id)), timeout=10)
+            connection = socket.create_connection(("127.0.0.1", job_port(placement.job_id)), timeout=10)
         except ConnectionRefusedError:
             assert time.monotonic() < end
             time.sleep(0.01)

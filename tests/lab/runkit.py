@@ -6,12 +6,12 @@ from pathlib import Path
 
 from labkit import ROOT, in_image
 
-COMPARE = "import sys; from saved_states import same; same('/one', '/other', *sys.argv[1:])"
+COMPARE = "import sys; from saved_states import same; same('/first', '/second', *sys.argv[1:])"
 
 
-def assert_same_state(image: str, one: Path, other: Path, *names: str) -> None:
+def assert_same_state(image: str, first: Path, second: Path, *names: str) -> None:
     """Fail if the newest checkpoints of two runs differ; by default in any object."""
-    mounted = [f"{one}:/one:ro", f"{other}:/other:ro", f"{ROOT}/tests/lab:/lab:ro"]
-    options = [word for mount in mounted for word in ("--volume", mount)]
-    done = in_image(image, "python3", "-c", COMPARE, *names, options=(*options, "--env", "PYTHONPATH=/lab"))
-    assert done.returncode == 0, done.stdout + done.stderr
+    mounted = [f"{first}:/first:ro", f"{second}:/second:ro", f"{ROOT}/tests/lab:/lab:ro"]
+    options = [option for mount in mounted for option in ("--volume", mount)]
+    result = in_image(image, "python3", "-c", COMPARE, *names, options=(*options, "--env", "PYTHONPATH=/lab"))
+    assert result.returncode == 0, result.stdout + result.stderr

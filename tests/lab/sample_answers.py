@@ -17,6 +17,6 @@ _SEEN = {
 }
 
 
-def said(**changes: Any) -> str:
-    """Its line, with some other values."""
+def answer_line(**changes: Any) -> str:
+    """Return its line, with some other values."""
     return "IMGKIT-SEEN " + json.dumps({**_SEEN, **changes})

@@ -27,29 +27,29 @@ def states(folder):
     return {"step": checkpoint.step, **objects, "ranks": ranks}
 
 
-def differences(one, other):
-    """The paths at which two states differ."""
-    first, second = dict(leaves(one)), dict(leaves(other))
+def differences(first, second):
+    """Return the paths at which two states differ."""
+    first, second = dict(leaves(first)), dict(leaves(second))
     odd = first.keys() ^ second.keys()
     return [*odd, *(path for path in first.keys() & second.keys() if not equal(first[path], second[path]))]
 
 
-def equal(one, other):
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    return repr(one) == repr(other)  # NaN is equal to itself here
+def equal(first, second):
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    return repr(first) == repr(second)  # NaN is equal to itself here
 
 
-def same(one, other, *names):
+def same(first, second, *names):
     """Fail if the newest checkpoints of two runs differ; by default in any object.
 
     Python's and NumPy's generators do not count: most programs seed neither.
     """
-    both = states(one), states(other)
+    both = states(first), states(second)
     for rank in (rank for state in both for rank in state["ranks"]):
         for drawn in (rank["random"]["now"], rank["random"]["pass"]):
             drawn.pop("python", None), drawn.pop("numpy", None)
     if names:
         both = [{name: state[name] for name in ("step", *names)} for state in both]
-    found = differences(*both)
-    assert not found, found[:8]
+    paths = differences(*both)
+    assert not paths, paths[:8]

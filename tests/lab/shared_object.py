@@ -30,18 +30,18 @@ def shared_object(
     tags += [(15, name(rpath))] if rpath else []
     definitions = bytearray()
     for number, version in enumerate(defines):
-        further = 28 if number + 1 < len(defines) else 0
-        definitions += struct.pack("<HHHHIII", 1, 0, number + 2, 1, 0, 20, further)
+        next_offset = 28 if number + 1 < len(defines) else 0
+        definitions += struct.pack("<HHHHIII", 1, 0, number + 2, 1, 0, 20, next_offset)
         definitions += struct.pack("<II", name(version), 0)
-    wanted = bytearray()
+    needed_versions = bytearray()
     for number, (file, versions) in enumerate((needs or {}).items()):
-        further = 16 + 16 * len(versions) if number + 1 < len(needs or {}) else 0
-        wanted += struct.pack("<HHIII", 1, len(versions), name(file), 16, further)
+        next_offset = 16 + 16 * len(versions) if number + 1 < len(needs or {}) else 0
+        needed_versions += struct.pack("<HHIII", 1, len(versions), name(file), 16, next_offset)
         for index, version in enumerate(versions):
             after = 16 if index + 1 < len(versions) else 0
-            wanted += struct.pack("<IHHII", 0, 0, index + 2, name(version), after)
+            needed_versions += struct.pack("<IHHII", 0, 0, index + 2, name(version), after)
     start = 64 + 2 * 56
-    tables = ((5, bytes(names)), (0x6FFFFFFC, bytes(definitions)), (0x6FFFFFFE, bytes(wanted)))
+    tables = ((5, bytes(names)), (0x6FFFFFFC, bytes(definitions)), (0x6FFFFFFE, bytes(needed_versions)))
     body, offset = b"", start
     for tag, table in tables:
         if table:

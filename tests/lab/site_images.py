@@ -60,15 +60,15 @@ def _venv(root: Path) -> None:
 
 def _conda(root: Path) -> None:
     """Move the virtual environment of `_venv`, and leave no ``python3`` on PATH."""
-    own = root / PREFIX / "envs/main"
-    own.parent.mkdir(parents=True)
-    (root / VENV).rename(own)
-    (own / "bin/python3").unlink()
-    (own / "bin/python3").symlink_to("/usr/bin/python3.11")
+    conda_env = root / PREFIX / "envs/main"
+    conda_env.parent.mkdir(parents=True)
+    (root / VENV).rename(conda_env)
+    (conda_env / "bin/python3").unlink()
+    (conda_env / "bin/python3").symlink_to("/usr/bin/python3.11")
     (root / PREFIX / "bin").mkdir()
     (root / PREFIX / "bin/activate").write_text(ACTIVATE)
-    for word in ("python", "python3"):
-        (root / "usr/bin" / word).unlink()
+    for program in ("python", "python3"):
+        (root / "usr/bin" / program).unlink()
     environment = root / ".singularity.d/env/90-environment.sh"
     environment.parent.mkdir(parents=True)
     environment.write_text(f'export WITH_CONDA="true && source /{PREFIX}/bin/activate main"\n')

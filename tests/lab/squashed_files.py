@@ -23,7 +23,7 @@ class SquashedFile:
 
 def squashed_files(path: Path) -> dict[str, SquashedFile]:
     """The files by their names; needs root where an image has files that nobody else may read."""
-    shown: dict[str, SquashedFile] = {}
+    files: dict[str, SquashedFile] = {}
     for squashfs in reversed(unsquash.opened(path)):
         with tempfile.TemporaryDirectory(prefix="imgkit-") as name:
             folder = Path(name, "files")
@@ -33,7 +33,7 @@ def squashed_files(path: Path) -> dict[str, SquashedFile]:
                 content = target if file.mode[0] == "l" else file.size if file.mode[0] in "cb" else ""
                 if file.mode[0] == "-":
                     content = hashlib.sha256((folder / link).read_bytes()).hexdigest()
-                for below in [one for one in shown if file.mode[0] != "d" and one.startswith(f"{link}/")]:
-                    del shown[below]
-                shown[link] = SquashedFile(mode=file.mode, uid=file.uid, gid=file.gid, content=content)
-    return {name: file for name, file in shown.items() if (file.mode[0], file.content) != ("c", "0,0")}
+                for below in [path for path in files if file.mode[0] != "d" and path.startswith(f"{link}/")]:
+                    del files[below]
+                files[link] = SquashedFile(mode=file.mode, uid=file.uid, gid=file.gid, content=content)
+    return {name: file for name, file in files.items() if (file.mode[0], file.content) != ("c", "0,0")}

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import json
 import os
 import shutil
-import tarfile
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any, Literal
 import layer_reference
 from labkit import output
 from layer_reference import Entry
+from tars import tar_of_entries, tar_of_files
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.inventory.collector import DOCUMENT
@@ -35,34 +34,34 @@ def archive(
     config: Mapping[str, Any] | None = None,
     packed: Callable[[bytes], bytes] = bytes,
 ) -> bytes:
-    """A docker archive of `layers`, and of those that are `raw` tars; `packed` compresses each."""
-    tars = [*(_tar(layer) for layer in layers), *raw]
-    digests = [f"sha256:{hashlib.sha256(one).hexdigest()}" for one in tars]
-    about = {
+    """Return a docker archive of `layers` and then of the tars `raw`; `packed` compresses each layer."""
+    tars = [*map(tar_of_entries, layers), *raw]
+    digests = [f"sha256:{hashlib.sha256(data).hexdigest()}" for data in tars]
+    configuration = {
         "architecture": "amd64",
         "os": "linux",
         "config": dict(config or {}),
         "rootfs": {"type": "layers", "diff_ids": digests},
     }
-    text = json.dumps(about).encode()
+    text = json.dumps(configuration).encode()
     name = f"{hashlib.sha256(text).hexdigest()}.json"
     files = {f"{number}/layer.tar": packed(data) for number, data in enumerate(tars)}
     listed = [{"Config": name, "RepoTags": ["made:latest"], "Layers": [*files]}]
     files |= {name: text, "manifest.json": json.dumps(listed).encode()}
-    return _tar([(_info(path, len(data)), data) for path, data in files.items()])
+    return tar_of_files(files)
 
 
 def only(way: Way, folder: Path) -> dict[str, str]:
-    """Variables under which imgkit finds no better way to a squashfs than this one.
+    """Return variables under which imgkit finds no better way to a squashfs than `way`.
 
     `old` stands in for mksquashfs 4.4: the one of this machine, whose help does not list ``-tar``.
     """
     programs = folder / f"only-{way}"
     programs.mkdir(exist_ok=True)
     real, program = shutil.which("mksquashfs"), programs / "mksquashfs"
-    shown = f'{real} "$1" 2>&1 | grep -v -e "^ *-tar";' if way == "old" else ""
+    help_filter = f'{real} "$1" 2>&1 | grep -v -e "^ *-tar";' if way == "old" else ""
     # The runtime that builds runs it, too.
-    program.write_text(f'#!/bin/sh\ncase "$1" in -help*) {shown} exit 1;; esac\nexec {real} "$@"\n')
+    program.write_text(f'#!/bin/sh\ncase "$1" in -help*) {help_filter} exit 1;; esac\nexec {real} "$@"\n')
     program.chmod(0o755)
     programs.chmod(0o755)
     return {"PATH": f"{programs}:{os.environ['PATH']}"}
@@ -100,35 +99,24 @@ def convert_as(
             os._exit(1)
     os.close(writing)
     with os.fdopen(reading, "rb") as stream:
-        said = stream.read().decode()
+        error_text = stream.read().decode()
     os.waitpid(child, 0)
     output("rm", "-rf", target.parent / "state")
-    return said
+    return error_text
 
 
-def files_of(sif: Path, folder: Path, *, own: Collection[str] = ()) -> dict[str, dict[str, Any]]:
-    """Everything about the files in `sif` but those that imgkit adds to an image with `own`; needs root."""
+def files_of(sif: Path, folder: Path, *, image_files: Collection[str] = ()) -> dict[str, dict[str, Any]]:
+    """Describe the files in `sif` that its image has; needs root.
+
+    Files that imgkit adds are left out, except for `image_files`, which the image itself has.
+    """
     root = image.read(sif).root
     assert root is not None
     output("unsquashfs", "-quiet", "-no-progress", "-o", root.offset, "-d", folder, sif)
-    found = layer_reference.described(folder)
-    about = {"architecture": "amd64", "rootfs": {"diff_ids": [f"sha256:{'0' * 64}"]}}
-    config = parse_config(json.dumps(about).encode(), where="")
+    files = layer_reference.described(folder)
+    configuration = {"architecture": "amd64", "rootfs": {"diff_ids": [f"sha256:{'0' * 64}"]}}
+    config = parse_config(json.dumps(configuration).encode(), where="")
     replacing, if_missing = convert.FORMATS["sif"].added_files(config, lambda _: None)
     added = {entry.name for entry in (*replacing, *if_missing)}
-    added = (added | {"opt", "opt/imgkit", DOCUMENT}) - set(own)
-    return {path: about for path, about in found.items() if path not in added}
-
-
-def _tar(entries: Sequence[Entry]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT, errors="surrogateescape") as tar:
-        for info, data in entries:
-            tar.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
-
-
-def _info(name: str, size: int) -> tarfile.TarInfo:
-    info = tarfile.TarInfo(name)
-    info.size = size
-    return info
+    added = (added | {"opt", "opt/imgkit", DOCUMENT}) - set(image_files)
+    return {path: description for path, description in files.items() if path not in added}

@@ -41,9 +41,9 @@ def write(target: Path, name: str, archs: Sequence[str] = ("amd64",)) -> dict[st
     blobs: dict[str, bytes] = {}
     entries, layers, configs = [], [], {}
     for arch in archs:
-        layer = _kept(blobs, _layer(arch, name), f"{OCI}.layer.v1.tar")
+        layer = _add_blob(blobs, _layer(arch, name), f"{OCI}.layer.v1.tar")
         layers.append(str(layer["digest"]))
-        about = {
+        configuration = {
             "created": "2024-01-01T00:00:00Z",
             "architecture": arch,
             "os": "linux",
@@ -52,7 +52,7 @@ def write(target: Path, name: str, archs: Sequence[str] = ("amd64",)) -> dict[st
             # Podman counts a base's layers in its history. As a stand-in's, it has no date.
             "history": [{"created_by": "busybox"}],
         }
-        config = _kept(blobs, _json(about), f"{OCI}.config.v1+json")
+        config = _add_blob(blobs, _json(configuration), f"{OCI}.config.v1+json")
         configs[arch] = str(config["digest"])
         manifest = {
             "schemaVersion": 2,
@@ -60,12 +60,12 @@ def write(target: Path, name: str, archs: Sequence[str] = ("amd64",)) -> dict[st
             "config": config,
             "layers": [layer],
         }
-        entry = _kept(blobs, _json(manifest), f"{OCI}.manifest.v1+json")
+        entry = _add_blob(blobs, _json(manifest), f"{OCI}.manifest.v1+json")
         entries.append({**entry, "platform": {"os": "linux", "architecture": arch}})
     top: Mapping[str, Any] = entries[0]
     if len(entries) > 1:
         index = {"schemaVersion": 2, "mediaType": f"{OCI}.index.v1+json", "manifests": entries}
-        top = _kept(blobs, _json(index), f"{OCI}.index.v1+json")
+        top = _add_blob(blobs, _json(index), f"{OCI}.index.v1+json")
     docker = {
         "Config": f"blobs/{configs[archs[0]].replace(':', '/')}",
         "RepoTags": [name],
@@ -81,7 +81,7 @@ def write(target: Path, name: str, archs: Sequence[str] = ("amd64",)) -> dict[st
     return configs
 
 
-def _kept(blobs: dict[str, bytes], data: bytes, kind: str) -> dict[str, Any]:
+def _add_blob(blobs: dict[str, bytes], data: bytes, kind: str) -> dict[str, Any]:
     digest = hashlib.sha256(data).hexdigest()
     blobs[digest] = data
     return {"mediaType": kind, "digest": f"sha256:{digest}", "size": len(data)}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from sample_image import SampleImage, lay_out, verdicts
-from small_tar import tar_of_files
+from tars import tar_of_files
 
 from imgkit_builder.archive import oci_folder
 from imgkit_builder.archive.oci_folder import Laid

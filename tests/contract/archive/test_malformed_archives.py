@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from sample_image import SampleImage, digest, lay_out, layer_tar, run_checks
-from small_tar import tar_of_files
+from tars import tar_of_files
 
 from imgkit_builder.archive import compressed, read
 from imgkit_builder.examine.verify import verify

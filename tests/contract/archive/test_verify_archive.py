@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from sample_image import SampleImage, run_checks, verdicts
-from small_tar import tar_of_files
+from tars import tar_of_files
 
 from imgkit_builder.archive import read, sidecar
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_tar import tar_of_files
+from tars import tar_of_files
 
 from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent

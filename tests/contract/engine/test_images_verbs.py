@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_answers import said
+from sample_answers import answer_line
 from typer.testing import CliRunner
 
 from imgkit_builder.cli.app import build_app
@@ -28,7 +28,7 @@ def imgkit(*args: str) -> Any:
 @pytest.fixture
 def buildable(fake: Any, container_says: Callable[[str, int], None]) -> None:
     """Base and result are there; containers have nothing of imgkit in them."""
-    container_says(said(), 0)
+    container_says(answer_line(), 0)
     fake.on_image(NAME, fake.image(identifier="sha256:" + "b" * 64, tags=[NAME]))
     fake.on("POST", "/build", fake.events({"aux": {"ID": fake.image_id}}))
     fake.on_image(fake.image_id, fake.image())

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sample_answers import said
+from sample_answers import answer_line
 from typer.testing import CliRunner
 
 from imgkit_builder.cli.app import build_app
@@ -33,7 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def engine(fake: Any, folder: Path, container_says: Callable[[str, int], None]) -> Any:
     """An engine that has the base, builds at once, and keeps the result."""
-    container_says(said(), 0)
+    container_says(answer_line(), 0)
     fake.on_image(BASE, fake.image(identifier="sha256:" + "b" * 64, tags=[BASE]))
     fake.on("POST", "/build", fake.events({"aux": {"ID": fake.image_id}}))
     fake.on_image(fake.image_id, fake.image())

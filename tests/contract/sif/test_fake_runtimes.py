@@ -17,7 +17,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from sample_image import SampleImage, layer_tar
-from small_tar import tar_of_files
+from tars import tar_of_files
 
 from imgkit_builder.archive import stored
 from imgkit_builder.sif import convert, image, runtime, workspace

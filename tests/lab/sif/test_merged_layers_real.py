@@ -96,7 +96,7 @@ def check(layers: Sequence[Sequence[Entry]], folder: Path, *, way: Way = "new", 
         return
     assert said == "", said
     wanted = layer_reference.described(case / "wanted")
-    found = files_of(case / "x.sif", case / "found", own=wanted)
+    found = files_of(case / "x.sif", case / "found", image_files=wanted)
     for about in (*found.values(), *wanted.values()) if way == "old" else ():
         _forget_losses(about, uid)
     assert found == wanted

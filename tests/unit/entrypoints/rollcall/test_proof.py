@@ -36,7 +36,7 @@ class Relay(threading.Thread):
     def run(self) -> None:
         """Carry one connection."""
         node, _ = self.listener.accept()
-        head = stranger(self.head.place)
+        head = stranger(self.head.placement)
         back = threading.Thread(target=self.carry_back, args=(head, node), daemon=True)
         back.start()
         while data := node.recv(4096):

@@ -104,7 +104,7 @@ def test_node_that_calls_and_goes_is_not_counted(place: Placement) -> None:
         connection.sendall(messages.encode(call) + b"\n")
         assert b"Heartbeat" in connection.recv(100), "it is counted"
     end = time.monotonic() + 10
-    while not any("node 2 of 3 (as07r3b13) joined and disconnected" in text for text in head.said):
+    while not any("node 2 of 3 (as07r3b13) joined and disconnected" in text for text in head.log_lines):
         assert time.monotonic() < end
         time.sleep(0.01)
     rolls = [CallThread(place, 2).roll(), head.roll()][::-1]

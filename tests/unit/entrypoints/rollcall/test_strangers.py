@@ -131,9 +131,9 @@ def test_rubbish_changes_nothing_before_and_after_the_start(place: Placement, se
         waiting.join()
         end_run(rolls)
     assert any(
-        "127.0.0.1 sent something other than an imgkit roll call; ignored" in text for text in head.said
+        "127.0.0.1 sent something other than an imgkit roll call; ignored" in text for text in head.log_lines
     )
-    assert len(head.said) <= server.MAX_REPORTS + 2
+    assert len(head.log_lines) <= server.MAX_REPORTS + 2
 
 
 def test_scan_changes_nothing(place: Placement, secret: bytes | None) -> None:
@@ -146,7 +146,7 @@ def test_scan_changes_nothing(place: Placement, secret: bytes | None) -> None:
         head = CallThread(place, 0, secret=secret)
         wait()
         end_run([call.roll() for call in (head, CallThread(place, 1, secret=secret))])
-    assert len(head.said) == 1
+    assert len(head.log_lines) == 1
 
 
 def test_text_of_an_open_head_is_printed_without_control_characters(place: Placement) -> None:

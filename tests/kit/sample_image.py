@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from small_tar import tar_of_files
+from tars import tar_of_files
 
 from imgkit_builder.archive import stored
 from imgkit_builder.archive.oci_folder import Laid, write_layout
