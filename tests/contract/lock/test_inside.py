@@ -2,56 +2,34 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import http.server
 import json
 import os
 import shutil
 import subprocess
 import sys
-import threading
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from package_index import serve_folder, write_links, write_wheel
 
 from imgkit_builder.lock import inside
 
-WHEELS = (("imgkit-test-one", "1.0"), ("imgkit-test-one", "2.0"), ("imgkit-test-two", "1.5"))
-
-
-class SilentHandler(http.server.SimpleHTTPRequestHandler):
-    """Serves files and logs nothing."""
-
-    def log_message(self, *_: object) -> None:
-        """Ignore."""
+WHEELS = {"imgkit-test-one": ["1.0", "2.0"], "imgkit-test-two": ["1.5"]}
 
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Serve an index of `WHEELS` that states no sha256."""
     folder = tmp_path_factory.mktemp("index")
-    for name, version in WHEELS:
-        module = name.replace("-", "_")
-        (folder / name).mkdir(exist_ok=True)
-        with zipfile.ZipFile(folder / name / f"{module}-{version}-py3-none-any.whl", "w") as archive:
-            metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-            archive.writestr(f"{module}-{version}.dist-info/METADATA", metadata)
-            wheel = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-            archive.writestr(f"{module}-{version}.dist-info/WHEEL", wheel)
-            archive.writestr(f"{module}-{version}.dist-info/RECORD", "")
-        links = (f'<a href="{file.name}">{file.name}</a>' for file in sorted((folder / name).glob("*.whl")))
-        (folder / name / "index.html").write_text(
-            f"<!DOCTYPE html><html><body>{''.join(links)}</body></html>"
-        )
-    handler = functools.partial(SilentHandler, directory=str(folder))
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    for name, versions in WHEELS.items():
+        (folder / name).mkdir()
+        wheels = [write_wheel(folder / name, name, version) for version in versions]
+        write_links(folder / name, wheels, hashed=False)
+    with serve_folder(folder) as address:
+        yield f"http://{address}"
 
 
 def resolve(folder: Path, index: str, *packages: str, keep_files: bool = False, **pins: str) -> Path:

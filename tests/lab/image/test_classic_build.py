@@ -36,15 +36,15 @@ ODD = '/odd $x "q" it\'s \\b'
 def build(packed: BuildContext, tag: str) -> str:
     """Build as the command line's classic builder does; its output."""
     with packed.open() as source:
-        done = subprocess.run(
+        result = subprocess.run(
             ["docker", "build", "--force-rm", "-t", tag, "-"],
             input=source.read(),
             env={"DOCKER_BUILDKIT": "0", "PATH": "/usr/local/bin:/usr/bin:/bin"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-    assert done.returncode == 0, done.stdout.decode()
-    return done.stdout.decode()
+    assert result.returncode == 0, result.stdout.decode()
+    return result.stdout.decode()
 
 
 def recipe(standin: str, code: Path, **image: object) -> Recipe:
@@ -98,8 +98,8 @@ def image(standin: str, code: Path) -> Iterator[str]:
     docker("image", "rm", tag)
 
 
-def inside(image: str, *words: str) -> str:
-    return output("docker", "run", "--rm", "--entrypoint", words[0], image, *words[1:])
+def inside(image: str, *argv: str) -> str:
+    return output("docker", "run", "--rm", "--entrypoint", argv[0], image, *argv[1:])
 
 
 def test_values_are_exact(image: str) -> None:
@@ -118,8 +118,8 @@ def test_run_steps_see_env_and_workdir(image: str) -> None:
 
 
 def test_copied_files_are_exact(image: str) -> None:
-    found = inside(image, "find", f"{ODD}/code", "-mindepth", "1", "-printf", "%P %m %u %l\n")
-    assert sorted(found.splitlines()) == [
+    text = inside(image, "find", f"{ODD}/code", "-mindepth", "1", "-printf", "%P %m %u %l\n")
+    assert sorted(text.splitlines()) == [
         ".hidden 644 root ",
         "link 777 root sub dir/a b.sh",
         "sub dir 755 root ",
@@ -138,9 +138,9 @@ def test_commands_are_on_path(image: str) -> None:
 
 def test_constraints_hold_and_drop(image: str) -> None:
     assert inside(image, "cat", "/opt/imgkit/constraint.txt").startswith("torch==")
-    kept = inside(image, "cat", "/opt/imgkit/base-constraint.txt")
-    assert "torch==" in kept
-    assert "numpy==" not in kept
+    constraint = inside(image, "cat", "/opt/imgkit/base-constraint.txt")
+    assert "torch==" in constraint
+    assert "numpy==" not in constraint
 
 
 def test_baked_files_are_readable_by_all(image: str) -> None:
@@ -161,6 +161,6 @@ def test_touched_sources_change_no_layer(image: str, standin: str, code: Path) -
 def test_pip_cannot_replace_the_bases_torch(standin: str, code: Path) -> None:
     """Not even where the recipe ignores the base's own constraint file."""
     step = PipStep(packages=("torch==1.0",), options=("--no-index",))
-    asked = packed(recipe(standin, code, pip=(step,), constraints=Constraints(policy="ignore")))
+    conflicting = packed(recipe(standin, code, pip=(step,), constraints=Constraints(policy="ignore")))
     with pytest.raises(AssertionError, match=r"The user requested \(constraint\) torch=="):
-        build(asked, f"imgkit-test-{secrets.token_hex(4)}:torch")
+        build(conflicting, f"imgkit-test-{secrets.token_hex(4)}:torch")

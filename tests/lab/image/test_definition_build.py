@@ -52,13 +52,13 @@ def test_values_files_and_labels_are_exact(tmp_path: Path) -> None:
         re.sub(r"\n%post\n.*?\n%environment\n", "\n%environment\n", text, flags=re.S)
     )
     command = shutil.which("singularity") or shutil.which("apptainer") or ""
-    done = subprocess.run(
+    result = subprocess.run(
         [command, "build", "--force", "--sandbox", tmp_path / "out", tmp_path / "nasty.def"],
         cwd=tmp_path / "context",
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
     built = tmp_path / "out"
     assert (built / "opt/imgkit/copy/0/a b.py").read_text() == "x = 1\n"
     assert json.loads((built / "opt/imgkit/manifest.json").read_text())["recipe"] == "nasty"
@@ -71,5 +71,5 @@ def test_values_files_and_labels_are_exact(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    found = dict(line.split("=", 1) for line in sourced.stdout.split("\0") if line)
-    assert {key: found[key] for key in ENV} == ENV
+    env = dict(line.split("=", 1) for line in sourced.stdout.split("\0") if line)
+    assert {key: env[key] for key in ENV} == ENV

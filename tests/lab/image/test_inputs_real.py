@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import http.server
 import json
 import os
 import re
 import ssl
-import threading
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from labkit import ROOT, docker, host_address, imgkit, imgkit_json, output
+from package_index import serve_folder, write_links, write_wheel
 
 pytestmark = pytest.mark.docker
 
@@ -23,62 +19,22 @@ NAME = f"imgkit-test-inputs-{os.getpid()}"
 TAG = f"{NAME}:latest"
 
 
-class QuietHandler(http.server.SimpleHTTPRequestHandler):
-    """Serves files and logs nothing."""
-
-    def log_message(self, *_: object) -> None:
-        """Ignore."""
-
-
-def wheel(folder: Path, name: str) -> Path:
-    """A package whose module states the name."""
-    file = folder / f"{name}-1.0-py3-none-any.whl"
-    about = f"{name}-1.0.dist-info"
-    members = {
-        f"{name}.py": f"NAME = {name!r}\n",
-        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
-        f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{about}/RECORD": "",
-    }
-    with zipfile.ZipFile(file, "w") as archive:
-        for member, text in members.items():
-            archive.writestr(member, text)
-    return file
-
-
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """A package index behind a private authority: its address as containers see it, and the certificate."""
-    address = host_address()
+    host = host_address()
     folder = tmp_path_factory.mktemp("index")
     key, certificate = folder / "key.pem", folder / "company.crt"
-    request = [
-        "openssl",
-        "req",
-        "-x509",
-        "-newkey",
-        "rsa:2048",
-        "-nodes",
-        "-days",
-        "2",
-        "-subj",
-        "/CN=imgkit-test",
-    ]
-    output(*request, "-addext", f"subjectAltName=IP:{address}", "-keyout", key, "-out", certificate)
-    for name in ("imgkit_test_one", "imgkit_test_two"):
-        place = folder / "simple" / name.replace("_", "-")
-        place.mkdir(parents=True)
-        digest = hashlib.sha256(wheel(place, name).read_bytes()).hexdigest()
-        (file,) = place.glob("*.whl")
-        (place / "index.html").write_text(f'<a href="{file.name}#sha256={digest}">{file.name}</a>')
-    handler = functools.partial(QuietHandler, directory=str(folder))
-    server = http.server.ThreadingHTTPServer((address, 0), handler)
+    request = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=test")
+    output(*request, "-addext", f"subjectAltName=IP:{host}", "-keyout", key, "-out", certificate)
+    for name in ("imgkit-test-one", "imgkit-test-two"):
+        package = folder / "simple" / name
+        package.mkdir(parents=True)
+        write_links(package, [write_wheel(package, name, "1.0", code=f"NAME = {name!r}\n")])
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
-    server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"https://{address}:{server.server_port}/simple", certificate
-    server.shutdown()
+    with serve_folder(folder, host, tls=context) as address:
+        yield f"https://{address}/simple", certificate
 
 
 def recipe(folder: Path, text: str) -> Path:
@@ -140,7 +96,7 @@ image:
         env = json.loads(docker("inspect", "--format", "{{json .Config.Env}}", TAG))
         assert not any(entry.startswith(("MAX_JOBS=", "PIP_REPORT=")) for entry in env)
         look = "python3 -c 'import inplay; print(inplay.WHO, inplay.__file__)'"
-        loud, report, one, base, whole, linked, left = inside(
+        loud, report, package_name, base_count, certificate_count, linked, leftover_count = inside(
             TAG,
             "cat /workspace/loud.txt",
             "wc -c < /opt/report.json",
@@ -150,10 +106,10 @@ image:
             look,
             "ls -A /workspace/mine /opt/imgkit | grep -c -e '^code' -e '^project' || true",
         )
-        assert (loud, one, left) == ("HELLO", "imgkit_test_one", "0")
+        assert (loud, package_name, leftover_count) == ("HELLO", "imgkit-test-one", "0")
         assert int(report) > 100
         # The base's own authorities are still trusted.
-        assert int(whole) > int(base)
+        assert int(certificate_count) > int(base_count)
         # The project is linked, and an edit repeats only what comes after it.
         assert linked == "one /workspace/mine/inplay.py"
         (tmp_path / "inplay.py").write_text("WHO = 'two'\n")
@@ -170,10 +126,10 @@ def test_unknown_authority_names_the_remedy(
     index: tuple[str, Path], standin_notorch: str, tmp_path: Path
 ) -> None:
     text = f"image:\n  base: registry.invalid/base:1{PIP.format(url=index[0])}"
-    done = imgkit("build", recipe(tmp_path, text), "--base", standin_notorch, "--no-test")
-    assert done.returncode == 4
-    assert "CERTIFICATE_VERIFY_FAILED" in done.stderr
-    assert "ca: [FILE.crt]" in done.stderr
+    result = imgkit("build", recipe(tmp_path, text), "--base", standin_notorch, "--no-test")
+    assert result.returncode == 4
+    assert "CERTIFICATE_VERIFY_FAILED" in result.stderr
+    assert "ca: [FILE.crt]" in result.stderr
 
 
 def test_base_without_pip_names_the_package(standin_notorch: str, tmp_path: Path) -> None:
@@ -181,11 +137,11 @@ def test_base_without_pip_names_the_package(standin_notorch: str, tmp_path: Path
     dockerfile = f"FROM {standin_notorch}\nRUN rm -rf /usr/lib/python3/dist-packages/pip\n"
     output("docker", "build", "--tag", bare, "-", given=dockerfile, env={"DOCKER_BUILDKIT": "0"})
     try:
-        done = imgkit(
+        result = imgkit(
             "build", recipe(tmp_path, "image: {base: 'registry.invalid/base:1'}"), "--base", bare, "--no-test"
         )
-        assert done.returncode == 4
-        assert "add apt: [python3-pip]" in done.stderr
+        assert result.returncode == 4
+        assert "add apt: [python3-pip]" in result.stderr
     finally:
         docker("image", "rm", "--force", bare)
 
@@ -210,9 +166,9 @@ def test_step_that_keeps_a_secret_fails(standin_notorch: str, tmp_path: Path) ->
     rows = "; ".join(
         f'{step} 2>&1; echo "end $?"; rm -f /opt/?' for step in [*steps, "sh /with absent -- true"]
     )
-    found = output("docker", "run", "--rm", *mounts, "--entrypoint", "sh", standin_notorch, "-c", rows)
-    assert [int(code) for code in re.findall(r"^end (\d+)$", found, re.MULTILINE)] == [*LEAKS.values(), 1]
-    assert re.findall(r"^/.*$", found, re.MULTILINE) == ["/opt/b", "/opt/c", "/opt/d"]
-    assert "imgkit: this step wrote the secret netrc, which would be in the image, into:\n/opt/d\n" in found
-    assert "imgkit: the builder gave no secret absent" in found
-    assert "marker" not in found
+    text = output("docker", "run", "--rm", *mounts, "--entrypoint", "sh", standin_notorch, "-c", rows)
+    assert [int(code) for code in re.findall(r"^end (\d+)$", text, re.MULTILINE)] == [*LEAKS.values(), 1]
+    assert re.findall(r"^/.*$", text, re.MULTILINE) == ["/opt/b", "/opt/c", "/opt/d"]
+    assert "imgkit: this step wrote the secret netrc, which would be in the image, into:\n/opt/d\n" in text
+    assert "imgkit: the builder gave no secret absent" in text
+    assert "marker" not in text

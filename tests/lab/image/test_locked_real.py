@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
-import http.server
 import os
 import subprocess
-import threading
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from labkit import docker, host_address, imgkit, imgkit_json
+from package_index import file_sha256, serve_folder, write_links, write_wheel
 
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.load import load
@@ -43,23 +40,12 @@ DEBS = {
 }
 
 
-class StillHandler(http.server.SimpleHTTPRequestHandler):
-    """Serves files and logs nothing."""
-
-    def log_message(self, *_: object) -> None:
-        """Ignore."""
-
-
-def sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def deb(folder: Path, name: str, more: str) -> Path:
+def deb(folder: Path, name: str, fields: str) -> Path:
     """A package whose script makes a user."""
     tree = folder / f"{name}-tree"
     (tree / "DEBIAN").mkdir(parents=True)
     (tree / "DEBIAN" / "control").write_text(
-        f"Package: {name}\nVersion: 1.5\nArchitecture: all\nMaintainer: x <x@example.org>\n{more}"
+        f"Package: {name}\nVersion: 1.5\nArchitecture: all\nMaintainer: x <x@example.org>\n{fields}"
         "Description: a test\n"
     )
     script = tree / "DEBIAN" / "postinst"
@@ -67,21 +53,6 @@ def deb(folder: Path, name: str, more: str) -> Path:
     script.chmod(0o755)
     file = folder / f"{name}_1.5_all.deb"
     subprocess.run(["dpkg-deb", "--root-owner-group", "--build", tree, file], check=True, capture_output=True)
-    return file
-
-
-def wheel(folder: Path) -> Path:
-    about = "imgkit_test_wheel-1.5.dist-info"
-    members = {
-        "imgkit_test_wheel.py": "",
-        f"{about}/METADATA": "Metadata-Version: 2.1\nName: imgkit-test-wheel\nVersion: 1.5\n",
-        f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{about}/RECORD": f"imgkit_test_wheel.py,,\n{about}/METADATA,,\n",
-    }
-    file = folder / "imgkit_test_wheel-1.5-py3-none-any.whl"
-    with zipfile.ZipFile(file, "w") as archive:
-        for member, text in members.items():
-            archive.writestr(member, text)
     return file
 
 
@@ -96,20 +67,16 @@ class Site:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """One Debian package in the archive, one in the snapshot service only, and an index of wheels."""
-    address = host_address()
     folder = tmp_path_factory.mktemp("site")
-    for place in ("debian/pool/main/i", f"{SNAPSHOT}/pool/main/i", "simple/imgkit-test-wheel"):
-        (folder / place).mkdir(parents=True)
-    user, needed = (deb(folder, name, more) for name, more in DEBS.items())
+    for path in ("debian/pool/main/i", f"{SNAPSHOT}/pool/main/i", "simple/imgkit-test-wheel"):
+        (folder / path).mkdir(parents=True)
+    user, needed = (deb(folder, name, fields) for name, fields in DEBS.items())
     user.rename(folder / "debian/pool/main/i" / user.name)
     needed.rename(folder / SNAPSHOT / "pool/main/i" / needed.name)
-    file = wheel(folder / "simple/imgkit-test-wheel")
-    (folder / "simple/imgkit-test-wheel/index.html").write_text(f'<a href="{file.name}">{file.name}</a>')
-    handler = functools.partial(StillHandler, directory=str(folder))
-    server = http.server.ThreadingHTTPServer((address, 0), handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield Site(folder=folder, url=f"http://{address}:{server.server_port}")
-    server.shutdown()
+    package = folder / "simple/imgkit-test-wheel"
+    write_links(package, [write_wheel(package, package.name, "1.5")], hashed=False)
+    with serve_folder(folder, host_address()) as address:
+        yield Site(folder=folder, url=f"http://{address}")
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +101,9 @@ def recipe(site: Site, base: str, tmp_path: Path) -> Iterator[Path]:
 
 
 def locked(file: Path, site: Site, base: str) -> LockedPlatform:
-    found = {path.name: path for path in site.folder.rglob("*_1.5_all.deb")}
     debs = []
     for name in sorted(DEBS):
-        path = found[f"{name}_1.5_all.deb"]
+        (path,) = site.folder.rglob(f"{name}_1.5_all.deb")
         debs.append(
             LockedDeb(
                 name=name,
@@ -145,7 +111,7 @@ def locked(file: Path, site: Site, base: str) -> LockedPlatform:
                 architecture="all",
                 file=path.name,
                 url=f"{site.url}/debian/pool/main/i/{path.name}",
-                sha256=sha256(path),
+                sha256=file_sha256(path),
                 size_bytes=path.stat().st_size,
             )
         )
@@ -163,7 +129,7 @@ def locked(file: Path, site: Site, base: str) -> LockedPlatform:
                 version="1.5",
                 file=path.name,
                 url=f"{site.url}/simple/imgkit-test-wheel/{path.name}",
-                sha256=sha256(path),
+                sha256=file_sha256(path),
             ),
         ),
     )
@@ -186,12 +152,12 @@ def test_locked_packages_and_nothing_else_are_in_the_image(recipe: Path, base: s
         "id -nu imgkit-test-user; apt-mark showauto | grep imgkit; apt-mark showmanual | grep imgkit;"
         "python3 -c 'import imgkit_test_wheel'; ls /opt/imgkit /var/lib/apt/lists /var/cache/apt/archives"
     )
-    found = in_image(f"cd /; {script}")
-    assert found[:3] == ["imgkit-test-user", "imgkit-test-needed", "imgkit-test-user"]
-    assert "lock.toml" in found
-    assert not [line for line in found if "locked" in line or line.endswith(".deb") or "wheel" in line]
-    shown = "\n".join(in_image("cat /opt/imgkit/lock.toml")) + "\n"
-    assert hashlib.sha256(shown.encode()).hexdigest() == answer["labels"]["imgkit.lock.sha256"]
+    lines = in_image(f"cd /; {script}")
+    assert lines[:3] == ["imgkit-test-user", "imgkit-test-needed", "imgkit-test-user"]
+    assert "lock.toml" in lines
+    assert not [line for line in lines if "locked" in line or line.endswith(".deb") or "wheel" in line]
+    lock_text = "\n".join(in_image("cat /opt/imgkit/lock.toml")) + "\n"
+    assert hashlib.sha256(lock_text.encode()).hexdigest() == answer["labels"]["imgkit.lock.sha256"]
 
 
 def test_kept_files_need_no_network(recipe: Path, site: Site, base: str) -> None:
@@ -201,21 +167,21 @@ def test_kept_files_need_no_network(recipe: Path, site: Site, base: str) -> None
     try:
         part = locked(recipe, site, cut)
         write(recipe, part)
-        kept = recipe.with_suffix(".lock.files")
-        kept.mkdir()
+        lock_files = recipe.with_suffix(".lock.files")
+        lock_files.mkdir()
         for file in (*site.folder.rglob("*_1.5_all.deb"), *site.folder.rglob("*.whl")):
-            (kept / file.name).write_bytes(file.read_bytes())
-        done = imgkit("build", recipe, "--base", cut, "--no-test")
-        assert done.returncode == 0, done.stderr
-        assert "3 of them kept here" in done.stderr
+            (lock_files / file.name).write_bytes(file.read_bytes())
+        result = imgkit("build", recipe, "--base", cut, "--no-test")
+        assert result.returncode == 0, result.stderr
+        assert "3 of them kept here" in result.stderr
         assert in_image("id -nu imgkit-test-needed; ls /opt/imgkit | grep locked || :") == [
             "imgkit-test-needed"
         ]
-        with next(kept.glob("*.whl")).open("ab") as file:
+        with next(lock_files.glob("*.whl")).open("ab") as file:
             file.write(b"x")
-        done = imgkit("build", recipe, "--base", cut, "--no-test", "--no-cache")
-        assert done.returncode == 1
-        assert "imgkit_test_wheel-1.5-py3-none-any.whl: its sha256 is" in done.stderr
+        result = imgkit("build", recipe, "--base", cut, "--no-test", "--no-cache")
+        assert result.returncode == 1
+        assert "imgkit_test_wheel-1.5-py3-none-any.whl: its sha256 is" in result.stderr
     finally:
         docker("image", "rm", "--force", cut)
 
@@ -225,15 +191,15 @@ def test_vanished_or_other_package_is_named_with_its_line(recipe: Path, site: Si
     part = locked(recipe, site, base)
     first, second = part.apt
     write(recipe, dataclasses.replace(part, apt=(first, dataclasses.replace(second, sha256="0" * 64))))
-    done = imgkit("build", recipe, "--base", base, "--no-test")
-    assert done.returncode == 4
-    assert f"{NAME}.yaml:4: step " in done.stderr
-    assert "snapshot service: imgkit-test-user_1.5_all.deb" in done.stderr
-    assert f"imgkit lock {NAME}.yaml --keep-files" in done.stderr
-    assert f"imgkit lock {NAME}.yaml --upgrade" in done.stderr
+    result = imgkit("build", recipe, "--base", base, "--no-test")
+    assert result.returncode == 4
+    assert f"{NAME}.yaml:4: step " in result.stderr
+    assert "snapshot service: imgkit-test-user_1.5_all.deb" in result.stderr
+    assert f"imgkit lock {NAME}.yaml --keep-files" in result.stderr
+    assert f"imgkit lock {NAME}.yaml --upgrade" in result.stderr
     write(recipe, dataclasses.replace(part, pip=(dataclasses.replace(part.pip[0], sha256="0" * 64),)))
-    done = imgkit("build", recipe, "--base", base, "--no-test")
-    assert done.returncode == 4
-    assert f"{NAME}.yaml:6: step " in done.stderr
-    assert "DO NOT MATCH THE HASHES" in done.stderr
+    result = imgkit("build", recipe, "--base", base, "--no-test")
+    assert result.returncode == 4
+    assert f"{NAME}.yaml:6: step " in result.stderr
+    assert "DO NOT MATCH THE HASHES" in result.stderr
     assert docker("image", "ls", "--quiet", TAG) == ""

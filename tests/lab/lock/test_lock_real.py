@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import base64
-import functools
-import hashlib
-import http.server
 import io
 import os
 import signal
 import subprocess
 import tarfile
 import threading
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from labkit import IMGKIT, docker, host_address, imgkit, imgkit_json, until
+from package_index import QuietHandler, file_sha256, serve_folder, write_links, write_wheel
 
 from imgkit_builder.recipe import lock_file
 from imgkit_builder.recipe.model import LockedPlatform
@@ -33,8 +31,8 @@ WHEELS = {
 }
 
 
-class GuardedHandler(http.server.SimpleHTTPRequestHandler):
-    """Serves files to who knows the password, and logs nothing."""
+class GuardedHandler(QuietHandler):
+    """Serves files to clients that send the password."""
 
     def do_GET(self) -> None:
         """Serve a file, or ask for the password."""
@@ -44,25 +42,6 @@ class GuardedHandler(http.server.SimpleHTTPRequestHandler):
         self.send_response(401)
         self.send_header("WWW-Authenticate", "Basic")
         self.end_headers()
-
-    def log_message(self, *_: object) -> None:
-        """Ignore."""
-
-
-def wheel(folder: Path, name: str, version: str, needs: tuple[str, ...]) -> Path:
-    module = name.replace("-", "_")
-    file, about = folder / f"{module}-{version}-py3-none-any.whl", f"{module}-{version}.dist-info"
-    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-    members = {
-        f"{module}.py": "",
-        f"{about}/METADATA": metadata + "".join(f"Requires-Dist: {one}\n" for one in needs),
-        f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{about}/RECORD": "",
-    }
-    with zipfile.ZipFile(file, "w") as archive:
-        for member, text in members.items():
-            archive.writestr(member, text)
-    return file
 
 
 def source(folder: Path, name: str) -> Path:
@@ -74,9 +53,9 @@ def source(folder: Path, name: str) -> Path:
     }
     with tarfile.open(file, "w:gz") as archive:
         for member, text in members.items():
-            about = tarfile.TarInfo(f"{name}-3.0/{member}")
-            about.size = len(text)
-            archive.addfile(about, io.BytesIO(text.encode()))
+            info = tarfile.TarInfo(f"{name}-3.0/{member}")
+            info.size = len(text)
+            archive.addfile(info, io.BytesIO(text.encode()))
     return file
 
 
@@ -96,30 +75,25 @@ class Index:
 
     def add(self, name: str, *files: Path, hashed: bool = True) -> None:
         """List `files` as those of the package `name`."""
-        links = ""
-        for file in files:
-            digest = f"#sha256={hashlib.sha256(file.read_bytes()).hexdigest()}" if hashed else ""
-            links += f'<a href="{file.name}{digest}">{file.name}</a>\n'
-        (self.folder / name / "index.html").write_text(f"<!DOCTYPE html><html><body>{links}</body></html>")
+        write_links(self.folder / name, files, hashed=hashed)
 
 
 @pytest.fixture
 def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
-    gateway = host_address()
     folder = tmp_path_factory.mktemp("index")
-    handler = functools.partial(GuardedHandler, directory=str(folder))
-    server = http.server.ThreadingHTTPServer((gateway, 0), handler)
-    made = Index(address=f"{gateway}:{server.server_port}", folder=folder)
-    for name, versions in WHEELS.items():
-        (folder / name).mkdir()
-        files = [wheel(folder / name, name, version, needs) for version, needs in versions.items()]
-        # The index states no sha256 of the second package.
-        made.add(name, *files, hashed=name.endswith("one"))
-    (folder / "imgkit-test-built").mkdir()
-    made.add("imgkit-test-built", source(folder / "imgkit-test-built", "imgkit-test-built"))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield made
-    server.shutdown()
+    with serve_folder(folder, host_address(), handler=GuardedHandler) as address:
+        index = Index(address=address, folder=folder)
+        for name, versions in WHEELS.items():
+            (folder / name).mkdir()
+            files = [
+                write_wheel(folder / name, name, version, requires=requires)
+                for version, requires in versions.items()
+            ]
+            # The index states no sha256 of the second package.
+            index.add(name, *files, hashed=name.endswith("one"))
+        (folder / "imgkit-test-built").mkdir()
+        index.add("imgkit-test-built", source(folder / "imgkit-test-built", "imgkit-test-built"))
+        yield index
 
 
 def recipe(folder: Path, index: Index, *steps: str) -> Path:
@@ -134,6 +108,12 @@ def locked(file: Path) -> LockedPlatform:
     return part
 
 
+def pip_changes(answer: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """Return the old and the new version of each changed pip package; a new one has no old version."""
+    changes = [change for change in answer["changes"] if change["kind"] == "pip"]
+    return {change["name"]: (change["old"], change["new"]) for change in changes}
+
+
 def containers() -> list[str]:
     lines = docker("ps", "--all", "--no-trunc", "--format", "{{.ID}} {{.Command}}").splitlines()
     return [line.split()[0] for line in lines if "imgkit-test-slow" in line]
@@ -143,17 +123,17 @@ def test_base_resolves_a_lock_that_holds_no_password(
     index: Index, standin_notorch: str, tmp_path: Path
 ) -> None:
     file = recipe(tmp_path, index, "imgkit-test-two<1.5", "imgkit-test-one")
-    done = imgkit_json("lock", file, "--base", standin_notorch)
+    answer = imgkit_json("lock", file, "--base", standin_notorch)
     part = locked(file)
-    assert [(one.step, one.name, one.version) for one in part.pip] == [
+    assert [(wheel.step, wheel.name, wheel.version) for wheel in part.pip] == [
         (0, "imgkit-test-two", "1.0"),
         (1, "imgkit-test-one", "2.0"),
     ]
     two = index.folder / "imgkit-test-two/imgkit_test_two-1.0-py3-none-any.whl"
-    assert part.pip[0].sha256 == hashlib.sha256(two.read_bytes()).hexdigest()
+    assert part.pip[0].sha256 == file_sha256(two)
     assert part.pip[1].url.startswith(f"http://{index.address}/imgkit-test-one/")
     assert WORD not in file.with_suffix(".lock").read_text()
-    assert [one["new"] for one in done["changes"] if one["kind"] == "pip"] == ["1.0", "2.0"]
+    assert list(pip_changes(answer).values()) == [("", "1.0"), ("", "2.0")]
     assert docker("images", "--quiet", "imgkit-lock") == ""
 
 
@@ -164,13 +144,12 @@ def test_versions_stay_until_an_upgrade(index: Index, standin_notorch: str, tmp_
     recipe(tmp_path, index, "imgkit-test-one, imgkit-test-two")
     assert imgkit_json("lock", file, "--base", standin_notorch)["changes"] == []
     before = file.with_suffix(".lock").read_bytes()
-    done = imgkit_json("lock", file, "--base", standin_notorch, "--upgrade", "Imgkit.Test_One", "--dry-run")
-    changed = {one["name"]: (one["old"], one["new"]) for one in done["changes"] if one["kind"] == "pip"}
-    assert changed == {"imgkit-test-one": ("1.0", "2.0")}
+    answer = imgkit_json("lock", file, "--base", standin_notorch, "--upgrade", "Imgkit.Test_One", "--dry-run")
+    assert pip_changes(answer) == {"imgkit-test-one": ("1.0", "2.0")}
     assert file.with_suffix(".lock").read_bytes() == before
     recipe(tmp_path, index, "imgkit-test-one, imgkit-test-two>=1.5")
     imgkit_json("lock", file, "--base", standin_notorch)
-    assert [one.version for one in locked(file).pip] == ["1.0", "1.5"]
+    assert [wheel.version for wheel in locked(file).pip] == ["1.0", "1.5"]
 
 
 @pytest.mark.soak
@@ -183,10 +162,10 @@ def test_source_is_refused_and_its_wheel_kept(index: Index, standin_notorch: str
     assert "--keep-files" in refused.stderr
     assert not file.with_suffix(".lock").exists()
     imgkit_json("lock", file, "--base", standin_notorch, "--keep-files")
-    built, one, two = locked(file).pip
-    assert (built.kept, built.url, one.kept) == (True, "", False)
+    built, first, second = locked(file).pip
+    assert (built.kept, built.url, first.kept) == (True, "", False)
     folder = tmp_path / f"{NAME}.lock.files"
-    assert sorted(path.name for path in folder.iterdir()) == sorted((built.file, one.file, two.file))
+    assert sorted(path.name for path in folder.iterdir()) == sorted((built.file, first.file, second.file))
     # The wheel that was built stays; building it again would change its bytes.
     assert imgkit_json("lock", file, "--base", standin_notorch)["changes"] == []
     index.add("imgkit-test-one")
@@ -206,26 +185,23 @@ def test_interrupted_lock_leaves_nothing(
     index: Index, standin_notorch: str, tmp_path: Path, number: signal.Signals
 ) -> None:
     file = recipe(tmp_path, index, "imgkit-test-slow")
-    asked = threading.Event()
-    ended = threading.Event()
+    requested = threading.Event()
+    released = threading.Event()
 
     class Handler(GuardedHandler):
         def do_GET(self) -> None:
-            asked.set()
-            ended.wait(60)
+            requested.set()
+            released.wait(60)
 
-    server = http.server.ThreadingHTTPServer((index.address.partition(":")[0], 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    file.write_text(
-        file.read_text().replace(index.address, f"{server.server_address[0]}:{server.server_port}")
-    )
-    with subprocess.Popen([*IMGKIT, "lock", file, "--base", standin_notorch], stderr=subprocess.PIPE) as run:
-        assert asked.wait(60)
-        assert containers()
-        run.send_signal(number)
-        assert run.wait(30) == 130
-    ended.set()
-    server.shutdown()
+    with serve_folder(index.folder, host_address(), handler=Handler) as address:
+        file.write_text(file.read_text().replace(index.address, address))
+        argv = [*IMGKIT, "lock", file, "--base", standin_notorch]
+        with subprocess.Popen(argv, stderr=subprocess.PIPE) as process:
+            assert requested.wait(60)
+            assert containers()
+            process.send_signal(number)
+            assert process.wait(30) == 130
+        released.set()
     until(lambda: not containers(), within_s=30)
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
@@ -235,8 +211,8 @@ def test_unknown_package_is_named_with_the_words_of_pip(
     index: Index, standin_notorch: str, tmp_path: Path
 ) -> None:
     file = recipe(tmp_path, index, "imgkit-test-one", "imgkit-test-nine")
-    done = imgkit("lock", file, "--base", standin_notorch)
-    assert done.returncode == 2
-    assert f"{file.name}:6" in done.stderr
-    assert "No matching distribution found for imgkit-test-nine" in done.stderr
-    assert WORD not in done.stderr
+    result = imgkit("lock", file, "--base", standin_notorch)
+    assert result.returncode == 2
+    assert f"{file.name}:6" in result.stderr
+    assert "No matching distribution found for imgkit-test-nine" in result.stderr
+    assert WORD not in result.stderr
