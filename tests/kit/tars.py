@@ -6,14 +6,25 @@ import io
 import tarfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+TarEntry = tuple[tarfile.TarInfo, bytes]
+"""Header and content."""
 TarMember = tuple[str, bytes, str]
 """Name, type, and target of a link."""
 
 
-def tar_of_entries(
-    entries: Iterable[tuple[tarfile.TarInfo, bytes]], *, form: int = tarfile.PAX_FORMAT
-) -> bytes:
-    """Return a tar with these headers and contents, in order; names may be any bytes."""
+def tar_entry(
+    name: str, data: bytes = b"", kind: bytes = tarfile.REGTYPE, *, mode: int = 0o755, **fields: object
+) -> TarEntry:
+    """Return a member of a tar; `fields` are those of its header, such as ``linkname`` and ``uid``."""
+    info = tarfile.TarInfo(name)
+    info.type, info.size, info.mode = kind, len(data), mode
+    for field, value in fields.items():
+        setattr(info, field, value)
+    return info, data
+
+
+def tar_of_entries(entries: Iterable[TarEntry], *, form: int = tarfile.PAX_FORMAT) -> bytes:
+    """Return a tar with these members, in order; names may be any bytes."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=form, errors="surrogateescape") as tar:
         for info, data in entries:
@@ -21,27 +32,21 @@ def tar_of_entries(
     return buffer.getvalue()
 
 
-def tar_of_files(files: Mapping[str, bytes], links: Mapping[str, str] | None = None) -> bytes:
+def tar_of_files(
+    files: Mapping[str, bytes], links: Mapping[str, str] | None = None, *, mode: int = 0o644
+) -> bytes:
     """Return a tar of `links`, which are symlinks, and of `files`."""
-    entries = []
-    for name, target in (links or {}).items():
-        link = tarfile.TarInfo(name)
-        link.type, link.linkname = tarfile.SYMTYPE, target
-        entries.append((link, b""))
-    for name, data in files.items():
-        info = tarfile.TarInfo(name)
-        info.size = len(data)
-        entries.append((info, data))
+    entries = [
+        tar_entry(name, kind=tarfile.SYMTYPE, mode=mode, linkname=target)
+        for name, target in (links or {}).items()
+    ]
+    entries += [tar_entry(name, data, mode=mode) for name, data in files.items()]
     return tar_of_entries(entries)
 
 
 def tar_of_links(members: Sequence[TarMember], *, form: int = tarfile.PAX_FORMAT) -> bytes:
     """Return a tar of members without content: links, folders, devices and empty files."""
-    entries = []
-    for name, kind, target in members:
-        info = tarfile.TarInfo(name)
-        info.type, info.linkname = kind, target
-        entries.append((info, b""))
+    entries = [tar_entry(name, kind=kind, mode=0o644, linkname=target) for name, kind, target in members]
     return tar_of_entries(entries, form=form)
 
 

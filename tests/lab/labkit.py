@@ -90,6 +90,16 @@ def docker(*args: object, **options: Any) -> str:
     return output("docker", *args, **options).strip()
 
 
+def inspect_image(name: str) -> dict[str, Any]:
+    """Return the engine's description of an image."""
+    return json.loads(docker("image", "inspect", name))[0]
+
+
+def verdicts(path: Path) -> dict[str, str]:
+    """Return the verdict of each check of `imgkit verify`, which must pass."""
+    return {check["name"]: check["verdict"] for check in imgkit_json("verify", path)["checks"]}
+
+
 def host_address() -> str:
     """This machine's address as containers on Docker's default network see it.
 
@@ -168,6 +178,18 @@ def public_folder(name: str) -> Path:
     folder = Path("/tmp") / f"imgkit-{name}-{os.getpid()}"
     folder.mkdir(mode=0o755)
     return folder
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, kib: int) -> Iterator[Path]:
+    """Mount a file system of `kib` KiB on `folder`, which is created; skips the test where nobody may."""
+    folder.mkdir()
+    if run("mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", folder).returncode != 0:
+        pytest.skip("a small file system cannot be mounted here: not root")
+    try:
+        yield folder
+    finally:
+        output("umount", folder)
 
 
 def imgkit_as(prefix: Sequence[str], env: Mapping[str, str]) -> tuple[str, ...]:

@@ -17,12 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-Entry = tuple[tarfile.TarInfo, bytes]
+from tars import TarEntry
+
 _TIMES: dict[str, float] = {}
 """Times of folders, which change again with everything that is put into them."""
 
 
-def unpack(layers: Sequence[Sequence[Entry]], root: Path) -> str:
+def unpack(layers: Sequence[Sequence[TarEntry]], root: Path) -> str:
     """Unpack into `root`; returns an empty text, or why that is impossible."""
     reading, writing = os.pipe()
     child = os.fork()

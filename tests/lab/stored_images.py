@@ -7,15 +7,17 @@ import hashlib
 import json
 import os
 import shutil
+import tarfile
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import layer_reference
+import pytest
 from labkit import output
-from layer_reference import Entry
-from tars import tar_of_entries, tar_of_files
+from tars import TarEntry, tar_entry, tar_of_entries, tar_of_files
+from tiny_image import BUSYBOX
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.inventory.collector import DOCUMENT
@@ -28,13 +30,17 @@ Way = Literal["new", "old", "runtime"]
 
 
 def archive(
-    layers: Sequence[Sequence[Entry]],
+    layers: Sequence[Sequence[TarEntry]],
     *,
+    name: str = "made:latest",
     raw: Sequence[bytes] = (),
     config: Mapping[str, Any] | None = None,
     packed: Callable[[bytes], bytes] = bytes,
 ) -> bytes:
-    """Return a docker archive of `layers` and then of the tars `raw`; `packed` compresses each layer."""
+    """Return a docker archive of an image with `layers` and, above them, those that are `raw` tars.
+
+    `packed` compresses each layer.
+    """
     tars = [*map(tar_of_entries, layers), *raw]
     digests = [f"sha256:{hashlib.sha256(data).hexdigest()}" for data in tars]
     configuration = {
@@ -44,11 +50,20 @@ def archive(
         "rootfs": {"type": "layers", "diff_ids": digests},
     }
     text = json.dumps(configuration).encode()
-    name = f"{hashlib.sha256(text).hexdigest()}.json"
+    config_name = f"{hashlib.sha256(text).hexdigest()}.json"
     files = {f"{number}/layer.tar": packed(data) for number, data in enumerate(tars)}
-    listed = [{"Config": name, "RepoTags": ["made:latest"], "Layers": [*files]}]
-    files |= {name: text, "manifest.json": json.dumps(listed).encode()}
+    manifest = [{"Config": config_name, "RepoTags": [name], "Layers": [*files]}]
+    files |= {config_name: text, "manifest.json": json.dumps(manifest).encode()}
     return tar_of_files(files)
+
+
+def busybox_layer(*programs: str) -> list[TarEntry]:
+    """Return a layer with busybox, links to it that have the names of `programs`, and its user root."""
+    if not BUSYBOX.exists():
+        pytest.skip("busybox is missing: apt-get install busybox-static")
+    links = [tar_entry(f"bin/{name}", kind=tarfile.SYMTYPE, linkname="busybox") for name in programs]
+    passwd = tar_entry("etc/passwd", b"root:x:0:0:root:/:/bin/sh\n")
+    return [tar_entry("bin/busybox", BUSYBOX.read_bytes()), passwd, *links]
 
 
 def only(way: Way, folder: Path) -> dict[str, str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).resolve().parents[1]
+LAB = Path(__file__).resolve().parents[1]
 
 pytestmark = [
     pytest.mark.programs("cc"),
@@ -24,20 +24,20 @@ pytestmark = [
 
 @pytest.fixture(scope="session")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("shim") / "faults.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", made, HERE / "faults.c", "-ldl"], check=True)
-    return made
+    library = tmp_path_factory.mktemp("shim") / "faults.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, LAB / "faults.c", "-ldl"], check=True)
+    return library
 
 
 def sweep(shim: Path, verb: str, folder: Path, how: str, code: int, before: str) -> list[dict[str, object]]:
-    done = subprocess.run(
-        [sys.executable, HERE / "faults.py", verb, folder, how, str(code), before],
-        env={**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": str(HERE)},
+    result = subprocess.run(
+        [sys.executable, LAB / "faults.py", verb, folder, how, str(code), before],
+        env={**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": f"{LAB}:{LAB.parent / 'kit'}"},
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    assert result.returncode == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 SOAK = pytest.mark.soak
@@ -55,35 +55,35 @@ HOW = [
 def test_fault_in_any_call_tears_nothing(
     shim: Path, tmp_path: Path, how: str, code: int, before: str
 ) -> None:
-    found = sweep(shim, "save", tmp_path, how, code, before)
-    assert len(found) > 25, "the sweep has not gone through the save"
-    assert_whole(found, how, "incomplete")
-    assert any(one["state"] == "incomplete" for one in found)
+    rows = sweep(shim, "save", tmp_path, how, code, before)
+    assert len(rows) > 25, "the sweep has not gone through the save"
+    assert_nothing_torn(rows, how, "incomplete")
+    assert any(row["state"] == "incomplete" for row in rows)
     if how == "error":
-        assert [one for one in found if one["ended"] != "reported" or one["left"]] == []
+        assert [row for row in rows if row["ended"] != "reported" or row["left"]] == []
 
 
 @pytest.mark.programs("mksquashfs")
 @pytest.mark.parametrize("before", [pytest.param("first", marks=SOAK), "again"])
-@pytest.mark.parametrize("verb", ["sif", *(pytest.param(one, marks=SOAK) for one in ("delta", "apply"))])
+@pytest.mark.parametrize("verb", ["sif", *(pytest.param(verb, marks=SOAK) for verb in ("delta", "apply"))])
 @pytest.mark.parametrize(
-    ("how", "code"), [HOW[0], *(pytest.param(*one.values, id=one.id, marks=SOAK) for one in HOW[1:])]
+    ("how", "code"), [HOW[0], *(pytest.param(*fault.values, id=fault.id, marks=SOAK) for fault in HOW[1:])]
 )
 def test_fault_while_a_sif_or_a_delta_is_written(
     shim: Path, tmp_path: Path, verb: str, how: str, code: int, before: str
 ) -> None:
-    found = sweep(shim, verb, tmp_path, how, code, before)
-    assert len(found) > (5 if how == "short" else 20)
-    assert_whole(found, how)
+    rows = sweep(shim, verb, tmp_path, how, code, before)
+    assert len(rows) > (5 if how == "short" else 20)
+    assert_nothing_torn(rows, how)
     if how == "error":  # where a removal itself fails, the next run removes what is left
-        assert {one["name"] for one in found if one["left"]} <= {"unlink", "close"}
-    assert [one for one in found if one["rest"]] == []
+        assert {row["name"] for row in rows if row["left"]} <= {"unlink", "close"}
+    assert [row for row in rows if row["rest"]] == []
 
 
-def assert_whole(found: list[dict[str, object]], how: str, *more: str) -> None:
-    assert [one for one in found if one["state"] not in ("old", "new", "absent", *more)] == []
-    assert {one["ended"] for one in found} <= {"done", "reported", "died"}
-    assert [one for one in found if one["ended"] == "done" and one["state"] != "new"] == []
-    assert {one["again"] for one in found} == {"new"}
+def assert_nothing_torn(rows: list[dict[str, object]], how: str, *states: str) -> None:
+    assert [row for row in rows if row["state"] not in ("old", "new", "absent", *states)] == []
+    assert {row["ended"] for row in rows} <= {"done", "reported", "died"}
+    assert [row for row in rows if row["ended"] == "done" and row["state"] != "new"] == []
+    assert {row["again"] for row in rows} == {"new"}
     if how == "error":
-        assert {"open64", "write", "fsync", "rename", "close"} <= {one["name"] for one in found}
+        assert {"open64", "write", "fsync", "rename", "close"} <= {row["name"] for row in rows}

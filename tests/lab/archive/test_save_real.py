@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import labkit
 import pytest
-from labkit import IMGKIT, imgkit, run
+from labkit import IMGKIT, imgkit, imgkit_json, inspect_image, output, run
 
 from imgkit_builder.archive import write
 from imgkit_builder.recipe import sources
@@ -30,29 +31,26 @@ TAG = f"{NAME}:1"
 
 
 def verdicts(path: Path) -> tuple[int, dict[str, str]]:
-    done = imgkit("verify", path, "--json")
-    found = json.loads(done.stdout)
-    assert found["schema"] == 1
-    assert found["passed"] == (done.returncode == 0)
-    return done.returncode, {check["name"]: check["verdict"] for check in found["checks"]}
+    result = imgkit("verify", path, "--json")
+    document = json.loads(result.stdout)
+    assert document["schema"] == 1
+    assert document["passed"] == (result.returncode == 0)
+    return result.returncode, {check["name"]: check["verdict"] for check in document["checks"]}
 
 
 @pytest.fixture(scope="module")
 def image(standin_notorch: str) -> Iterator[str]:
     """mn5 on the small stand-in."""
-    done = imgkit("build", "mn5", "--base", standin_notorch, "--tag", TAG, "--no-test")
-    assert done.returncode == 0, done.stderr
+    imgkit_json("build", "mn5", "--base", standin_notorch, "--tag", TAG, "--no-test")
     yield TAG
     run("docker", "rmi", "--force", TAG)
 
 
 @pytest.fixture(scope="module")
 def saved(image: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The archive, and what was printed."""
+    """The archive, and the output of the command."""
     folder = tmp_path_factory.mktemp("saved")
-    done = imgkit("save", image, "-o", "mn5.tar", folder=folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "mn5.tar", done.stdout
+    return folder / "mn5.tar", output(*IMGKIT, "save", image, "-o", "mn5.tar", folder=folder)
 
 
 @pytest.fixture
@@ -82,14 +80,14 @@ def test_archive_is_what_docker_saves(saved: tuple[Path, str]) -> None:
 
 
 def test_sidecar_tells_image_system_and_manifest(saved: tuple[Path, str], standin_notorch: str) -> None:
-    told: dict[str, Any] = json.loads((saved[0].parent / "mn5.tar.manifest.json").read_text())
-    shown = json.loads(run("docker", "image", "inspect", TAG).stdout)[0]
-    assert told["image"]["id"] == shown["Id"]
-    assert told["image"]["diff_ids"] == shown["RootFS"]["Layers"]
-    assert told["image"]["tag"] == TAG
-    assert told["image"]["labels"]["imgkit.recipe"] == "mn5"
-    assert told["system"]["title"].startswith("MareNostrum 5")
-    assert told["manifest"]["base"]["name"] == standin_notorch
+    document: dict[str, Any] = json.loads((saved[0].parent / "mn5.tar.manifest.json").read_text())
+    image = inspect_image(TAG)
+    assert document["image"]["id"] == image["Id"]
+    assert document["image"]["diff_ids"] == image["RootFS"]["Layers"]
+    assert document["image"]["tag"] == TAG
+    assert document["image"]["labels"]["imgkit.recipe"] == "mn5"
+    assert document["system"]["title"].startswith("MareNostrum 5")
+    assert document["manifest"]["base"]["name"] == standin_notorch
 
 
 def test_printed_commands_are_the_clusters(saved: tuple[Path, str]) -> None:
@@ -104,38 +102,37 @@ def test_printed_commands_are_the_clusters(saved: tuple[Path, str]) -> None:
 
 
 def test_saved_archive_verifies(saved: tuple[Path, str]) -> None:
-    code, found = verdicts(saved[0])
+    code, checks = verdicts(saved[0])
     assert code == 0
-    assert set(found.values()) == {"ok"}
+    assert set(checks.values()) == {"ok"}
 
 
 def test_flipped_byte_is_found(copied: Path) -> None:
     flip(copied, copied.stat().st_size // 2)
-    code, found = verdicts(copied)
+    code, checks = verdicts(copied)
     assert code == 1
-    assert (found["sha256"], found["layers"], found["image id"]) == ("fail", "fail", "ok")
+    assert (checks["sha256"], checks["layers"], checks["image id"]) == ("fail", "fail", "ok")
 
 
 def test_cut_transfer_is_found(copied: Path) -> None:
     os.truncate(copied, copied.stat().st_size // 2)
-    code, found = verdicts(copied)
+    code, checks = verdicts(copied)
     assert code == 1
-    assert (found["sha256"], found["archive"]) == ("fail", "fail")
+    assert (checks["sha256"], checks["archive"]) == ("fail", "fail")
 
 
 def test_two_images_in_an_archive_are_found(image: str, standin_notorch: str, tmp_path: Path) -> None:
     assert run("docker", "save", image, standin_notorch, "-o", tmp_path / "two.tar").returncode == 0
-    code, found = verdicts(tmp_path / "two.tar")
-    assert (code, found["archive"]) == (1, "fail")
+    code, checks = verdicts(tmp_path / "two.tar")
+    assert (code, checks["archive"]) == (1, "fail")
 
 
 @pytest.mark.parametrize("compress", [pytest.param("gzip", marks=pytest.mark.soak), "zstd"])
 def test_compressed_archive_loads_again(image: str, tmp_path: Path, compress: str) -> None:
     if compress == "zstd" and shutil.which("zstd") is None:
         pytest.skip("no zstd program")
-    done = imgkit("save", image, "--compression", compress, "--json", folder=tmp_path)
-    told = json.loads(done.stdout)
-    path = tmp_path / told["archive"]["name"]
+    document = imgkit_json("save", image, "--compression", compress, folder=tmp_path)
+    path = tmp_path / document["archive"]["name"]
     assert path.name == f"{NAME}-1{write.SUFFIXES[compress]}"  # type: ignore[index]
     assert verdicts(path)[0] == 0
     if compress == "zstd":  # the engine of 20.10 reads gzip only
@@ -145,14 +142,14 @@ def test_compressed_archive_loads_again(image: str, tmp_path: Path, compress: st
 
 
 def test_unknown_image_is_a_usage_error(tmp_path: Path) -> None:
-    done = imgkit("save", "imgkit-test-absent:1", folder=tmp_path)
-    assert done.returncode == 2
-    assert "imgkit build" in done.stderr
+    result = imgkit("save", "imgkit-test-absent:1", folder=tmp_path)
+    assert result.returncode == 2
+    assert "imgkit build" in result.stderr
 
 
 def test_missing_engine_is_told(tmp_path: Path) -> None:
-    done = imgkit("save", "mn5", folder=tmp_path, env={"DOCKER_HOST": "unix:///nonexistent/docker.sock"})
-    assert done.returncode == 3
+    result = imgkit("save", "mn5", folder=tmp_path, env={"DOCKER_HOST": "unix:///nonexistent/docker.sock"})
+    assert result.returncode == 3
     assert list(tmp_path.iterdir()) == []
 
 
@@ -161,11 +158,11 @@ def test_image_without_a_name_is_refused(image: str, tmp_path: Path) -> None:
     unnamed = run("docker", "commit", container).stdout.strip()
     run("docker", "rm", container)
     try:
-        done = imgkit("save", unnamed, folder=tmp_path)
+        result = imgkit("save", unnamed, folder=tmp_path)
     finally:
         run("docker", "rmi", unnamed)
-    assert done.returncode == 2
-    assert "docker tag" in done.stderr
+    assert result.returncode == 2
+    assert "docker tag" in result.stderr
 
 
 @pytest.mark.parametrize("compress", write.SUFFIXES)
@@ -176,8 +173,8 @@ def test_memory_stays_below_64_mib(image: str, tmp_path: Path, compress: str) ->
         "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=2);"
         "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     )
-    words = ("save", image, "-o", tmp_path / "x.tar", "--compression", compress)
-    assert int(run(sys.executable, "-c", measure, *IMGKIT, *words).stdout) <= 64 * 1024
+    args = ("save", image, "-o", tmp_path / "x.tar", "--compression", compress)
+    assert int(run(sys.executable, "-c", measure, *IMGKIT, *args).stdout) <= 64 * 1024
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -190,16 +187,16 @@ def test_ended_save_keeps_the_old_archive(image: str, tmp_path: Path, number: si
             assert running.poll() is None
             time.sleep(0.001)
         running.send_signal(number)
-        _, told = running.communicate(timeout=60)
+        _, stderr = running.communicate(timeout=60)
     assert target.read_bytes() == b"old"
-    left = [path.name for path in tmp_path.iterdir() if path != target]
+    leftovers = [path.name for path in tmp_path.iterdir() if path != target]
     if number != signal.SIGKILL:
         assert running.returncode == 130
-        assert "Traceback" not in told
-        assert left == []
+        assert "Traceback" not in stderr
+        assert leftovers == []
     else:
-        assert [name[:8] for name in left] == [".imgkit-"]
-        assert [one.name for one in sources.walk(tmp_path)] == ["x.tar"]
+        assert [name[:8] for name in leftovers] == [".imgkit-"]
+        assert [file.name for file in sources.walk(tmp_path)] == ["x.tar"]
     assert imgkit("save", image, "-o", target).returncode == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "x.tar",
@@ -211,12 +208,8 @@ def test_ended_save_keeps_the_old_archive(image: str, tmp_path: Path, number: si
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if run("mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder).returncode != 0:
-        pytest.skip("a small file system cannot be mounted here: not root")
-    yield folder
-    run("umount", folder)
+    with labkit.small_disk(tmp_path / "small", 8 << 10) as folder:
+        yield folder
 
 
 def test_full_disk_leaves_nothing(small_disk: Path) -> None:
@@ -227,18 +220,17 @@ def test_full_disk_leaves_nothing(small_disk: Path) -> None:
 
 
 def test_too_small_disk_is_refused_at_once(image: str, small_disk: Path) -> None:
-    done = imgkit("save", image, "-o", small_disk / "x.tar")
-    assert done.returncode == 2
-    assert re.search(r"[MG]B needed, .* free", done.stderr)
-    assert "the engine stages" not in done.stderr
+    result = imgkit("save", image, "-o", small_disk / "x.tar")
+    assert result.returncode == 2
+    assert re.search(r"[MG]B needed, .* free", result.stderr)
+    assert "the engine stages" not in result.stderr
 
 
 @pytest.fixture(scope="module")
 def sif(saved: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("sif") / "mn5.sif"
-    done = imgkit("sif", saved[0], "-o", made)
-    assert done.returncode == 0, done.stderr
-    return made
+    path = tmp_path_factory.mktemp("sif") / "mn5.sif"
+    imgkit_json("sif", saved[0], "-o", path)
+    return path
 
 
 VERIFIED = {"header": "ok", "root partition": "ok", "manifest": "ok", "files": "ok"}
@@ -246,9 +238,9 @@ VERIFIED = {"header": "ok", "root partition": "ok", "manifest": "ok", "files": "
 
 @pytest.mark.singularity
 def test_converted_sif_verifies(sif: Path) -> None:
-    code, found = verdicts(sif)
+    code, checks = verdicts(sif)
     assert code == 0
-    assert found == VERIFIED
+    assert checks == VERIFIED
 
 
 @pytest.mark.singularity
@@ -257,9 +249,9 @@ def test_flipped_byte_in_the_root_partition_is_found(sif: Path, tmp_path: Path) 
     root = sif_image.read(damaged).root
     assert root is not None
     flip(damaged, root.offset + root.size_bytes // 2)
-    code, found = verdicts(damaged)
+    code, checks = verdicts(damaged)
     assert code == 1
-    assert found == {"header": "ok", "root partition": "fail", "manifest": "skip"}
+    assert checks == {"header": "ok", "root partition": "fail", "manifest": "skip"}
 
 
 @pytest.mark.singularity
@@ -271,14 +263,14 @@ def test_cut_sif_is_found(sif: Path, tmp_path: Path) -> None:
 
 @pytest.mark.singularity
 def test_sif_is_verified_without_a_runtime(sif: Path) -> None:
-    done = imgkit("verify", sif, "--json", env={"PATH": "/nonexistent"})
-    found = {check["name"]: check["verdict"] for check in json.loads(done.stdout)["checks"]}
-    assert found == VERIFIED
+    result = imgkit("verify", sif, "--json", env={"PATH": "/nonexistent"})
+    checks = {check["name"]: check["verdict"] for check in json.loads(result.stdout)["checks"]}
+    assert checks == VERIFIED
 
 
 @pytest.mark.singularity
 def test_checksum_beside_a_sif_is_used(sif: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copy(sif, tmp_path / "x.sif"))
     (tmp_path / "x.sif.sha256").write_text(f"{'0' * 64}  x.sif\n")
-    code, found = verdicts(copy)
-    assert (code, found["sha256"]) == (1, "fail")
+    code, checks = verdicts(copy)
+    assert (code, checks["sha256"]) == (1, "fail")

@@ -6,20 +6,18 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import io
-import json
 import os
 import secrets
 import shlex
 import stat
-import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from labkit import Done, docker, imgkit, output, run
+from stored_images import archive
+from tars import tar_of_files
 from tiny_image import BUSYBOX
 
 from imgkit_builder.oci.manifest import BaseImage, Manifest, to_json
@@ -53,19 +51,19 @@ class Lab:
     calls: Path
     """What the runtime was called with."""
 
-    def __call__(self, *words: object) -> Done:
+    def __call__(self, *args: object) -> Done:
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
-        return imgkit(*words, folder=self.marks, env={"PATH": path, "HOME": str(self.marks)})
+        return imgkit(*args, folder=self.marks, env={"PATH": path, "HOME": str(self.marks)})
 
-    def run(self, *words: str) -> Done:
+    def run(self, *argv: str) -> Done:
         """Run a command where marks count."""
-        return run(*words, folder=self.marks, env={"HOME": str(self.marks)})
+        return run(*argv, folder=self.marks, env={"HOME": str(self.marks)})
 
     def executed(self) -> list[str]:
-        """What ran since the last question: marks, and runs by the runtime; forgets both."""
+        """Return and forget what ran since the last call: marks, and runs by the runtime."""
         home = Path("~root").expanduser()
-        places = (self.marks, Path("/tmp"), Path("/var/tmp"), home)
-        marks = [path for place in places for path in place.glob(f"canary-{self.folder.name}*")]
+        folders = (self.marks, Path("/tmp"), Path("/var/tmp"), home)
+        marks = [path for folder in folders for path in folder.glob(f"canary-{self.folder.name}*")]
         for path in marks:
             path.unlink()
         ran = [line for line in self.calls.read_text().splitlines() if line.split()[0] in RUNS]
@@ -90,51 +88,15 @@ def programs(token: str) -> dict[str, bytes]:
     }
 
 
-def archive(path: Path, token: str, name: str, layers: Sequence[bytes]) -> None:
-    digests = [hashlib.sha256(layer).hexdigest() for layer in layers]
-    config = {
-        "architecture": "amd64",
-        "os": "linux",
-        "created": "2024-01-01T00:00:00Z",
-        "config": {
-            "Env": ["PATH=/usr/local/bin:/usr/bin:/bin"],
-            "Cmd": ["sh"],
-            "Labels": {"imgkit.version": "0.3.0", "imgkit.recipe": "mn5", "canary": token},
-        },
-        "rootfs": {"type": "layers", "diff_ids": [f"sha256:{digest}" for digest in digests]},
-    }
-    raw = json.dumps(config).encode()
-    listed = [
-        {
-            "Config": f"{hashlib.sha256(raw).hexdigest()}.json",
-            "RepoTags": [name],
-            "Layers": [f"{one}.tar" for one in digests],
-        }
-    ]
-    files = {f"{digest}.tar": layer for digest, layer in zip(digests, layers, strict=True)}
-    files |= {str(listed[0]["Config"]): raw, "manifest.json": json.dumps(listed).encode()}
-    path.write_bytes(tar_of(files))
-
-
-def tar_of(files: dict[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for name, data in files.items():
-            info = tarfile.TarInfo(name)
-            info.size, info.mode = len(data), 0o755
-            tar.addfile(info, io.BytesIO(data))
-    return buffer.getvalue()
-
-
 def baked() -> dict[str, bytes]:
     mn5 = load("mn5")
     base = BaseImage(name="imgkit.local/canary", platform="linux/amd64")
-    made = Manifest(
+    manifest = Manifest(
         imgkit="0.3.0", recipe="mn5", recipe_sha256="0", base=base, platform="linux/amd64", wheel_sha256="0"
     )
     facts = dataclasses.replace(mn5.system, env={})
     return {
-        "opt/imgkit/manifest.json": to_json(made).encode(),
+        "opt/imgkit/manifest.json": to_json(manifest).encode(),
         "opt/imgkit/system.json": system.to_json(facts).encode(),
     }
 
@@ -154,7 +116,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         wrapper.write_text(f'#!/bin/sh\necho "$@" >>{calls}\nexec {real.strip()} "$@"\n')
         wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
     name = f"imgkit-test-canary:{secrets.token_hex(4)}"
-    found = Lab(
+    lab = Lab(
         folder=folder,
         name=name,
         newer=f"{name}-newer",
@@ -162,19 +124,25 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         marks=folder / "marks",
         calls=calls,
     )
-    first = tar_of({**programs(folder.name), **baked()})
-    archive(folder / "one.tar", folder.name, found.name, [first])
-    archive(folder / "two.tar", folder.name, found.newer, [first, tar_of({"code/new": b"new\n"})])
+    config = {
+        "Env": ["PATH=/usr/local/bin:/usr/bin:/bin"],
+        "Cmd": ["sh"],
+        "Labels": {"imgkit.version": "0.3.0", "imgkit.recipe": "mn5", "canary": folder.name},
+    }
+    first = tar_of_files({**programs(folder.name), **baked()}, mode=0o755)
+    second = tar_of_files({"code/new": b"new\n"})
+    (folder / "one.tar").write_bytes(archive([], name=lab.name, raw=[first], config=config))
+    (folder / "two.tar").write_bytes(archive([], name=lab.newer, raw=[first, second], config=config))
     try:
         for file in ("one.tar", "two.tar"):
             docker("load", "--input", folder / file)
-        made = found("sif", folder / "one.tar", "-o", found.sif, "--no-test")
-        assert made.returncode == 0, made.stderr
-        assert found.executed() == []
-        yield found
+        result = lab("sif", folder / "one.tar", "-o", lab.sif, "--no-test")
+        assert result.returncode == 0, result.stderr
+        assert lab.executed() == []
+        yield lab
     finally:
-        docker("rmi", "--force", found.name, found.newer)
-        found.executed()
+        docker("rmi", "--force", lab.name, lab.newer)
+        lab.executed()
 
 
 def test_the_canary_leaves_marks_where_it_runs(lab: Lab) -> None:
@@ -203,9 +171,9 @@ RUN = "run --detach --dry-run {} -A x --qos acc_debug --time 10m -- dist-train"
 )
 def test_looking_runs_nothing_of_the_image(lab: Lab, line: str) -> None:
     since = docker("info", "--format", "{{.SystemTime}}")
-    files = (lab.folder / word if "." in word else word for word in line.split())
-    done = lab(*(lab.name if word == "NAME" else word for word in files))
-    assert done.returncode == 0, done.stderr
+    args = (lab.folder / argument if "." in argument else argument for argument in line.split())
+    result = lab(*(lab.name if argument == "NAME" else argument for argument in args))
+    assert result.returncode == 0, result.stderr
     assert lab.executed() == []
     assert started(lab, since) == ""
 
@@ -213,44 +181,44 @@ def test_looking_runs_nothing_of_the_image(lab: Lab, line: str) -> None:
 def test_deltas_run_nothing_of_the_image(lab: Lab) -> None:
     delta, applied = lab.folder / "c.imgdelta", lab.folder / "applied.sif"
     since = docker("info", "--format", "{{.SystemTime}}")
-    for words in (
+    for args in (
         ("delta", lab.newer, "--against", lab.sif, "-o", delta),
         ("show", delta),
         ("verify", delta),
         ("apply", delta, lab.sif, "-o", applied),
         ("verify", applied, "--files"),
     ):
-        done = lab(*words)
-        assert done.returncode == 0, (words, done.stderr)
-        assert lab.executed() == [], words
+        result = lab(*args)
+        assert result.returncode == 0, (args, result.stderr)
+        assert lab.executed() == [], args
     assert started(lab, since) == ""
 
 
-@pytest.mark.parametrize("words", [("sif", "one.tar", "--force", "-o", "run.sif"), ("test", "canary.sif")])
-def test_what_must_run_says_so_and_reaches_nothing(lab: Lab, words: tuple[str, ...]) -> None:
-    done = lab(*(lab.folder / word if "." in word else word for word in words))
+@pytest.mark.parametrize("args", [("sif", "one.tar", "--force", "-o", "run.sif"), ("test", "canary.sif")])
+def test_what_must_run_says_so_and_reaches_nothing(lab: Lab, args: tuple[str, ...]) -> None:
+    result = lab(*(lab.folder / argument if "." in argument else argument for argument in args))
     ran = lab.executed()
     assert ran, "it ran nothing"
     for line in ran:  # and no mark
         assert line.startswith("exec --containall --no-home --net --network none "), ran
-    assert "runs in the image: no home folder, no network" in done.stderr
+    assert "runs in the image: no home folder, no network" in result.stderr
 
 
 def test_a_test_of_an_image_in_the_engine_reaches_nothing(lab: Lab) -> None:
     since = docker("info", "--format", "{{.SystemTime}}")
-    done = lab("test", lab.name)
-    assert "runs in the image: without folders of this machine and without a network" in done.stderr
+    result = lab("test", lab.name)
+    assert "runs in the image: without folders of this machine and without a network" in result.stderr
     assert "container start" in started(lab, since)
     assert lab.executed() == []
 
 
 @pytest.mark.parametrize(("host", "marks"), [((), False), (("--host",), True)])
 def test_a_shell_sees_the_home_folder_only_if_told(lab: Lab, host: tuple[str, ...], marks: bool) -> None:
-    shown = lab("shell", lab.sif, *host, "--dry-run")
-    assert shown.returncode == 0, shown.stderr
-    words = shlex.split(shown.stdout)
-    words[words.index("shell")] = "exec"
-    lab.run(*words, "cat", "/dev/null")
+    result = lab("shell", lab.sif, *host, "--dry-run")
+    assert result.returncode == 0, result.stderr
+    argv = shlex.split(result.stdout)
+    argv[argv.index("shell")] = "exec"
+    lab.run(*argv, "cat", "/dev/null")
     assert any("canary-" in line for line in lab.executed() if line.startswith("/")) is marks
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import json
 import os
 import random
 import shutil
@@ -12,15 +11,15 @@ import signal
 import subprocess
 import tarfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import bit_flips
 import pytest
-from labkit import IMGKIT, imgkit, output, run, until
-from layer_reference import Entry
-from stored_images import Way, archive, convert_as, only
+from labkit import IMGKIT, imgkit, imgkit_json, output, small_disk, until
+from stored_images import Way, archive, busybox_layer, convert_as, only
+from tars import TarEntry, tar_entry
+from tiny_image import BUSYBOX
 
 from imgkit_builder.base import files
 from imgkit_builder.base.progress import Silent
@@ -33,7 +32,6 @@ pytestmark = [
     pytest.mark.xdist_group("accidents"),
     pytest.mark.programs("mksquashfs"),
 ]
-BUSYBOX = Path("/bin/busybox")
 STAGES = 5
 """Stages of a conversion from a compressed archive, before the file has its name."""
 
@@ -48,24 +46,17 @@ class Sources:
     old: bytes
 
 
-def file(name: str, data: bytes = b"", link: str = "") -> Entry:
-    info = tarfile.TarInfo(name)
-    info.size, info.mode = len(data), 0o755
-    if link:
-        info.type, info.linkname = tarfile.SYMTYPE, link
-    return info, data
-
-
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
     folder, drawn = tmp_path_factory.mktemp("accidents"), random.Random(1)  # noqa: S311 - no secret
     layers = [
-        [file(f"{layer}/{number}", drawn.randbytes(100_000)) for number in range(4)] for layer in range(3)
+        [tar_entry(f"{layer}/{number}", drawn.randbytes(100_000)) for number in range(4)]
+        for layer in range(3)
     ]
     plain, packed = folder / "x.tar", folder / "x.tar.gz"
     plain.write_bytes(archive(layers))
     packed.write_bytes(gzip.compress(plain.read_bytes(), 1))
-    (folder / "old.tar").write_bytes(archive([[file("old", b"x")]]))
+    (folder / "old.tar").write_bytes(archive([[tar_entry("old", b"x")]]))
     for name in ("x", "old"):
         assert convert_as(0, folder / f"{name}.tar", folder / f"{name}.sif") == ""
     return Sources(
@@ -80,11 +71,11 @@ class Killed(Silent):
     """A reporter that ends its process at one stage, as ``kill -9`` does."""
 
     def __init__(self, stage: int) -> None:
-        self.left = stage
+        self.stages_to_go = stage
 
     def stage(self, text: str) -> None:
-        self.left -= 1
-        if self.left < 0:
+        self.stages_to_go -= 1
+        if self.stages_to_go < 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -102,9 +93,9 @@ def kill(source: Path, target: Path, *, stage: int = 1000, after_s: float | None
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def assert_next_run_mends(source: Path, target: Path, wanted: bytes) -> None:
+def assert_next_run_mends(source: Path, target: Path, expected: bytes) -> None:
     assert convert_as(0, source, target) == ""
-    assert target.read_bytes() == wanted
+    assert target.read_bytes() == expected
     assert sorted(path.name for path in target.parent.iterdir()) == [target.name]
 
 
@@ -153,39 +144,27 @@ def test_kill_at_any_moment_leaves_the_old_file_the_new_or_none(sources: Sources
 @pytest.mark.parametrize("way", ["new", "old"])
 def test_killed_conversion_leaves_no_mksquashfs(sources: Sources, tmp_path: Path, way: Way) -> None:
     """A program that hangs stands in for the mksquashfs that squashes."""
-    began = tmp_path / "be gan"
+    started_file = tmp_path / "be gan"
     env = {**os.environ, **only(way, tmp_path)}
     program = tmp_path / f"only-{way}/mksquashfs"
     if way == "new":
         program.write_text(f'#!/bin/sh\nexec {shutil.which("mksquashfs")} "$@"\n')
-    hangs = f'case "$*" in *-noappend*) echo $$ >"{began}"; exec sleep 600;; esac'
+    hangs = f'case "$*" in *-noappend*) echo $$ >"{started_file}"; exec sleep 600;; esac'
     program.write_text(program.read_text().replace("\n", f"\n{hangs}\n", 1))
-    words = [*IMGKIT, "sif", sources.plain, "-o", tmp_path / "x.sif", "--no-test"]
-    with subprocess.Popen(words, env=env, stderr=subprocess.DEVNULL) as process:
-        until(lambda: began.exists() and began.read_text().strip(), within_s=60)
-        assert not has_ended(int(began.read_text()))
+    argv = [*IMGKIT, "sif", sources.plain, "-o", tmp_path / "x.sif", "--no-test"]
+    with subprocess.Popen(argv, env=env, stderr=subprocess.DEVNULL) as process:
+        until(lambda: started_file.exists() and started_file.read_text().strip(), within_s=60)
+        assert not has_ended(int(started_file.read_text()))
         process.kill()
-    until(lambda: has_ended(int(began.read_text())), within_s=60)
+    until(lambda: has_ended(int(started_file.read_text())), within_s=60)
 
 
 def has_ended(pid: int) -> bool:
-    """Whether it is gone, or dead with nobody who asks for its exit code."""
+    """Return True if the process is gone, or a zombie that nobody has waited for."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, kib: int) -> Iterator[Path]:
-    """A file system of `kib` KiB."""
-    folder.mkdir(exist_ok=True)
-    if run("mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", folder).returncode != 0:
-        pytest.skip("cannot mount a small disk here")
-    try:
-        yield folder
-    finally:
-        output("umount", folder)
 
 
 @pytest.mark.parametrize("kib", [100, 700, 900, 1170])
@@ -193,20 +172,20 @@ def test_full_disk_leaves_the_old_file(sources: Sources, tmp_path: Path, kib: in
     with small_disk(tmp_path / "disk", kib) as disk:
         target = disk / "x.sif"
         target.write_bytes(sources.old)
-        said = convert_as(0, sources.plain, target)
-        assert ("the disk of" if kib > 100 else "are free") in said
-        assert str(disk) in said
+        message = convert_as(0, sources.plain, target)
+        assert ("the disk of" if kib > 100 else "are free") in message
+        assert str(disk) in message
         assert target.read_bytes() == sources.old
         assert list(disk.iterdir()) == [target]
 
 
 def test_full_temporary_disk_is_named(tmp_path: Path) -> None:
     """The archive unpacks to more than it promises: zeros."""
-    (tmp_path / "x.tar.gz").write_bytes(gzip.compress(archive([[file("zeros", bytes(3_000_000))]])))
+    (tmp_path / "x.tar.gz").write_bytes(gzip.compress(archive([[tar_entry("zeros", bytes(3_000_000))]])))
     (tmp_path / "out").mkdir()
     with small_disk(tmp_path / "disk", 1000) as disk:
-        said = convert_as(0, tmp_path / "x.tar.gz", tmp_path / "out/x.sif", tmpdir=disk)
-        assert f"the disk of {disk} is full" in said
+        message = convert_as(0, tmp_path / "x.tar.gz", tmp_path / "out/x.sif", tmpdir=disk)
+        assert f"the disk of {disk} is full" in message
         assert not list(disk.iterdir())
     assert not list((tmp_path / "out").iterdir())
 
@@ -214,7 +193,7 @@ def test_full_temporary_disk_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kib", [8, 1000])
 def test_layers_without_room_give_the_same_file(tmp_path: Path, kib: int) -> None:
     """They promise less than 8 KiB, unpack to more than 1000, and are then unpacked twice."""
-    layers = [[file(f"zeros {number}", bytes(2_000_000))] for number in range(2)]
+    layers = [[tar_entry(f"zeros {number}", bytes(2_000_000))] for number in range(2)]
     for name, packed in (("plain", bytes), ("packed", gzip.compress)):
         (tmp_path / f"{name}.tar").write_bytes(archive(layers, packed=packed))
     assert convert_as(0, tmp_path / "plain.tar", tmp_path / "plain.sif") == ""
@@ -224,19 +203,19 @@ def test_layers_without_room_give_the_same_file(tmp_path: Path, kib: int) -> Non
     assert image.root_sha256(tmp_path / "packed.sif") == image.root_sha256(tmp_path / "plain.sif")
 
 
-@pytest.mark.parametrize("where", ["standard input", "mksquashfs"])
-def test_interrupt_leaves_the_old_file(sources: Sources, tmp_path: Path, where: str) -> None:
-    target, began = tmp_path / "x.sif", tmp_path / "began"
+@pytest.mark.parametrize("stage", ["standard input", "mksquashfs"])
+def test_interrupt_leaves_the_old_file(sources: Sources, tmp_path: Path, stage: str) -> None:
+    target, started_file = tmp_path / "x.sif", tmp_path / "began"
     target.write_bytes(sources.old)
     program = tmp_path / "bin/mksquashfs"
     program.parent.mkdir()
-    hangs = f'case "$*" in *-noappend*) touch {began}; exec sleep 600;; esac'
+    hangs = f'case "$*" in *-noappend*) touch {started_file}; exec sleep 600;; esac'
     program.write_text(f'#!/bin/sh\n{hangs}\nexec {shutil.which("mksquashfs")} "$@"\n')
     program.chmod(0o755)
-    piped = where == "standard input"
-    given = "-" if piped else sources.plain
+    piped = stage == "standard input"
+    source = "-" if piped else sources.plain
     with subprocess.Popen(
-        [*IMGKIT, "sif", given, "-o", target, "--no-test"],
+        [*IMGKIT, "sif", source, "-o", target, "--no-test"],
         env={**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"},
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -245,11 +224,14 @@ def test_interrupt_leaves_the_old_file(sources: Sources, tmp_path: Path, where: 
         if piped:
             process.stdin.write(sources.plain.read_bytes())  # and no end
             process.stdin.flush()
-        until(lambda: list(tmp_path.glob(".imgkit-sif*/spool.tar")) if piped else began.exists(), within_s=60)
+        until(
+            lambda: list(tmp_path.glob(".imgkit-sif*/spool.tar")) if piped else started_file.exists(),
+            within_s=60,
+        )
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=60)[1].decode()
+        stderr = process.communicate(timeout=60)[1].decode()
     assert process.returncode == 130
-    assert "Traceback" not in said
+    assert "Traceback" not in stderr
     assert target.read_bytes() == sources.old
     assert {path.name for path in tmp_path.iterdir()} <= {"x.sif", "began", "bin"}
 
@@ -259,60 +241,57 @@ def test_interrupt_leaves_the_old_file(sources: Sources, tmp_path: Path, where: 
 def test_flipped_bit_is_named_or_means_nothing(tmp_path: Path, flips: int, packed: bool) -> None:
     """An error that names the archive, or the same files."""
     path, target = tmp_path / "x.tar", tmp_path / "x.sif"
-    data = archive([[file(f"{layer}", b"text " * 300), file("l", link="0")] for layer in range(3)])
+    data = archive(
+        [
+            [tar_entry(f"{layer}", b"text " * 300), tar_entry("l", kind=tarfile.SYMTYPE, linkname="0")]
+            for layer in range(3)
+        ]
+    )
     path.write_bytes(gzip.compress(data) if packed else data)
     assert convert_as(0, path, target) == ""
-    wanted = image.root_sha256(target)
+    root_sha256 = image.root_sha256(target)
 
     def noticed() -> bool:
         target.unlink(missing_ok=True)
-        said = convert_as(0, path, target)
-        if said:
-            assert said.startswith("CheckFailed: ")
-            assert str(path) in said
+        message = convert_as(0, path, target)
+        if message:
+            assert message.startswith("CheckFailed: ")
+            assert str(path) in message
             assert not target.exists()
         else:
-            assert image.root_sha256(target) == wanted
-        assert {one.name for one in tmp_path.iterdir()} <= {"x.tar", "x.sif"}
-        return bool(said)
+            assert image.root_sha256(target) == root_sha256
+        assert {path.name for path in tmp_path.iterdir()} <= {"x.tar", "x.sif"}
+        return bool(message)
 
     assert len(bit_flips.survivors(path, noticed, flips, seed=flips)) < flips
-
-
-def program_layer() -> list[Entry]:
-    if not BUSYBOX.exists():
-        pytest.skip("apt install busybox-static")
-    links = [file(f"bin/{name}", link="busybox") for name in ("sh", "cat", "true")]
-    return [file("bin/busybox", BUSYBOX.read_bytes()), *links]
 
 
 @pytest.mark.singularity
 def test_image_without_a_shell_converts(tmp_path: Path) -> None:
     """Its only program is its own: ``true``, which imgkit would run, is not there."""
-    about = {"Entrypoint": ["/busybox", "echo", "ran"]}
-    (tmp_path / "x.tar").write_bytes(archive([[file("busybox", BUSYBOX.read_bytes())]], config=about))
-    done = imgkit("sif", "x.tar", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "nothing run: the image has no program 'true'" in done.stderr
+    config = {"Entrypoint": ["/busybox", "echo", "ran"]}
+    (tmp_path / "x.tar").write_bytes(archive([[tar_entry("busybox", BUSYBOX.read_bytes())]], config=config))
+    result = imgkit("sif", "x.tar", folder=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert "nothing run: the image has no program 'true'" in result.stderr
 
 
 def test_image_of_zeros_is_whole(tmp_path: Path) -> None:
-    (tmp_path / "x.tar").write_bytes(archive([[file("zeros", bytes(8_000_000))]]))
+    (tmp_path / "x.tar").write_bytes(archive([[tar_entry("zeros", bytes(8_000_000))]]))
     assert convert_as(0, tmp_path / "x.tar", tmp_path / "x.sif") == ""
 
 
-def built_by_runtime(folder: Path, layers: list[list[Entry]]) -> Path:
+def built_by_runtime(folder: Path, layers: list[list[TarEntry]]) -> Path:
     """A .sif that the runtime built with gzip; imgkit's own way would take zstd."""
     (folder / "old.tar").write_bytes(archive(layers, config={"Env": ["PATH=/bin"]}))
-    done = imgkit("sif", "old.tar", "--no-test", "--json", folder=folder, env=only("runtime", folder))
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["record"]["compression"] == "gzip 6"
+    answer = imgkit_json("sif", "old.tar", "--no-test", folder=folder, env=only("runtime", folder))
+    assert answer["record"]["compression"] == "gzip 6"
     return folder / "old.sif"
 
 
 @pytest.mark.singularity
 def test_sif_that_a_runtime_built_is_not_converted_again(tmp_path: Path) -> None:
-    path = built_by_runtime(tmp_path, [program_layer()])
+    path = built_by_runtime(tmp_path, [busybox_layer("sh", "cat", "true")])
     before = path.read_bytes()
     assert convert_as(0, tmp_path / "old.tar", path) == ""
     assert path.read_bytes() == before
@@ -325,17 +304,17 @@ def test_sif_that_a_runtime_built_is_not_converted_again(tmp_path: Path) -> None
 @pytest.mark.soak
 def test_sif_that_a_runtime_built_takes_no_delta(tmp_path: Path) -> None:
     """Nothing lists its files."""
-    name, about = f"imgkit-test-accidents:{os.getpid()}", {"Env": ["PATH=/bin"]}
-    built_by_runtime(tmp_path, [program_layer()])
-    layers = [program_layer(), [file("etc/new", b"new\n")]]
-    (tmp_path / "new.tar").write_bytes(archive(layers, config=about))
+    name, config = f"imgkit-test-accidents:{os.getpid()}", {"Env": ["PATH=/bin"]}
+    built_by_runtime(tmp_path, [busybox_layer("sh", "cat", "true")])
+    layers = [busybox_layer("sh", "cat", "true"), [tar_entry("etc/new", b"new\n")]]
+    (tmp_path / "new.tar").write_bytes(archive(layers, config=config))
     output("docker", "load", "-i", tmp_path / "new.tar")
     output("docker", "tag", "made:latest", name)
     output("docker", "rmi", "made:latest")
     try:
-        done = imgkit("delta", name, "--against", "old.sif", "-o", "x.imgdelta", folder=tmp_path)
+        result = imgkit("delta", name, "--against", "old.sif", "-o", "x.imgdelta", folder=tmp_path)
     finally:
         output("docker", "rmi", name)
-    assert (done.returncode, "it has no file manifest" in done.stderr) == (1, True)
-    assert "--writer imgkit" in done.stderr
+    assert (result.returncode, "it has no file manifest" in result.stderr) == (1, True)
+    assert "--writer imgkit" in result.stderr
     assert not (tmp_path / "x.imgdelta").exists()

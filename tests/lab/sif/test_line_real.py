@@ -10,19 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import labkit
 import pytest
-from labkit import IMGKIT, Done, public_folder, run
+from labkit import Done, imgkit, imgkit_json, public_folder, run
 
 TAG_ARM64 = f"imgkit-test-line-arm64-{os.getpid()}:latest"
 
 pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_group("line")]
-
-
-def imgkit(*words: object) -> Done:
-    done = labkit.imgkit(*words)
-    assert done.returncode == 0, done.stderr
-    return done
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +30,11 @@ class Line:
 @pytest.fixture(scope="module")
 def line(mn5_image: str, mn5_sif: Path) -> Iterator[Line]:
     folder = public_folder("line")
-    made = Line(archive=folder / "mn5.tar", default=folder / "mn5.sif", fast=mn5_sif)
+    line = Line(archive=folder / "mn5.tar", default=folder / "mn5.sif", fast=mn5_sif)
     try:
-        imgkit("save", mn5_image, "-o", made.archive)
-        imgkit("sif", made.archive, "-o", made.default)
-        yield made
+        imgkit_json("save", mn5_image, "-o", line.archive)
+        imgkit_json("sif", line.archive, "-o", line.default)
+        yield line
     finally:
         shutil.rmtree(folder)
 
@@ -52,9 +45,9 @@ def sif(line: Line, request: pytest.FixtureRequest) -> Path:
     return path
 
 
-def as_user(user: str, *words: str | Path) -> Done:
+def as_user(user: str, *argv: str | Path) -> Done:
     prefix = ("runuser", "-u", user, "--", "env", f"HOME=/home/{user}") if os.geteuid() == 0 else ()
-    return run(*prefix, *words, folder="/")
+    return run(*prefix, *argv, folder="/")
 
 
 def losses(output: str) -> list[float]:
@@ -63,34 +56,34 @@ def losses(output: str) -> list[float]:
 
 @pytest.mark.soak  # as an ordinary user: the next one
 def test_training_inside_learns(line: Line) -> None:
-    done = run(
+    result = run(
         "singularity", "exec", line.fast, "dist-train", "--device", "cpu", "--nproc", "2", "--steps", "60"
     )
-    assert done.returncode == 0, done.stderr
-    found = losses(done.stdout)
-    assert found[-1] < found[0] / 100
-    assert "2 ranks" in done.stdout
+    assert result.returncode == 0, result.stderr
+    values = losses(result.stdout)
+    assert values[-1] < values[0] / 100
+    assert "2 ranks" in result.stdout
 
 
 @pytest.mark.soak  # an ordinary user's conversion is tested next to it
 def test_ordinary_user_trains_too(line: Line, user: str) -> None:
-    words = ("dist-train", "--device", "cpu", "--nproc", "2", "--steps", "40")
-    done = as_user(user, "singularity", "exec", line.default, *words)
-    assert done.returncode == 0, done.stderr
-    found = losses(done.stdout)
-    assert found[-1] < found[0]
+    argv = ("dist-train", "--device", "cpu", "--nproc", "2", "--steps", "40")
+    result = as_user(user, "singularity", "exec", line.default, *argv)
+    assert result.returncode == 0, result.stderr
+    values = losses(result.stdout)
+    assert values[-1] < values[0]
 
 
 def test_ordinary_user_runs_the_fast_file(line: Line, user: str) -> None:
-    done = as_user(user, "singularity", "exec", line.fast, "dist-env", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["system"]["scheduler"] == "slurm"
+    result = as_user(user, "singularity", "exec", line.fast, "dist-env", "--json")
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["system"]["scheduler"] == "slurm"
 
 
 def test_torchrun_is_there(line: Line) -> None:
     # Not --version: torchrun of torch 2.13 has no such option and exits with 2.
-    done = run("singularity", "exec", line.default, "torchrun", "--help")
-    assert done.returncode == 0, done.stderr
+    result = run("singularity", "exec", line.default, "torchrun", "--help")
+    assert result.returncode == 0, result.stderr
 
 
 def test_files_verify_and_pass_the_smoke_test(sif: Path) -> None:
@@ -107,15 +100,15 @@ def test_standin_is_told_everywhere(line: Line, mn5_image: str) -> None:
 def test_missing_gpus_are_told_inside(line: Line) -> None:
     if any(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("this machine has GPUs")
-    done = run("singularity", "exec", line.default, "dist-train", "--steps", "1")
-    assert done.returncode == 5
-    assert "--nv" in done.stderr
+    result = run("singularity", "exec", line.default, "dist-train", "--steps", "1")
+    assert result.returncode == 5
+    assert "--nv" in result.stderr
 
 
 def test_root_file_system_is_read_only(line: Line) -> None:
-    done = run("singularity", "exec", line.default, "touch", "/opt/imgkit/x")
-    assert done.returncode != 0
-    assert "Read-only" in done.stderr
+    result = run("singularity", "exec", line.default, "touch", "/opt/imgkit/x")
+    assert result.returncode != 0
+    assert "Read-only" in result.stderr
 
 
 @pytest.mark.qemu
@@ -123,14 +116,12 @@ def test_root_file_system_is_read_only(line: Line) -> None:
 def test_olivia_is_built_for_arm64(standin_arm64_notorch: str, tmp_path: Path) -> None:
     sif = tmp_path / "olivia.sif"
     try:
-        built = json.loads(
-            imgkit("build", "olivia", "--base", standin_arm64_notorch, "--tag", TAG_ARM64, "--json").stdout
-        )
+        built = imgkit_json("build", "olivia", "--base", standin_arm64_notorch, "--tag", TAG_ARM64)
         assert built["platform"] == "linux/arm64"
-        imgkit("sif", TAG_ARM64, "-o", sif)
-        done = run("singularity", "exec", sif, "dist-env", "--json")
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["host"]["arch"] == "aarch64"
+        imgkit_json("sif", TAG_ARM64, "-o", sif)
+        result = run("singularity", "exec", sif, "dist-env", "--json")
+        assert result.returncode == 0, result.stderr
+        assert json.loads(result.stdout)["host"]["arch"] == "aarch64"
     finally:
         run("docker", "rmi", "--force", TAG_ARM64)
 
@@ -140,19 +131,19 @@ def test_olivia_is_built_for_arm64(standin_arm64_notorch: str, tmp_path: Path) -
 def test_olivia_trains_under_the_emulator(standin_arm64: str, tmp_path: Path) -> None:
     sif = tmp_path / "olivia.sif"
     try:
-        imgkit("build", "olivia", "--base", standin_arm64, "--tag", TAG_ARM64)
-        imgkit("sif", TAG_ARM64, "-o", sif)
-        done = run("singularity", "exec", sif, "dist-train", "--device", "cpu", "--steps", "20")
-        assert done.returncode == 0, done.stderr
-        found = losses(done.stdout)
-        assert found[-1] < found[0]
+        imgkit_json("build", "olivia", "--base", standin_arm64, "--tag", TAG_ARM64)
+        imgkit_json("sif", TAG_ARM64, "-o", sif)
+        result = run("singularity", "exec", sif, "dist-train", "--device", "cpu", "--steps", "20")
+        assert result.returncode == 0, result.stderr
+        values = losses(result.stdout)
+        assert values[-1] < values[0]
     finally:
         run("docker", "rmi", "--force", TAG_ARM64)
 
 
 @pytest.mark.qemu
 def test_wrong_architecture_is_refused_before_the_build(standin_notorch: str) -> None:
-    done = run(*IMGKIT, "build", "olivia", "--base", standin_notorch, "--tag", TAG_ARM64)
-    assert done.returncode == 2
-    assert "arm64" in done.stderr
+    result = imgkit("build", "olivia", "--base", standin_notorch, "--tag", TAG_ARM64)
+    assert result.returncode == 2
+    assert "arm64" in result.stderr
     assert run("docker", "image", "inspect", TAG_ARM64).returncode != 0

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import shutil
 import subprocess
-import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import find, settings
 from hypothesis import strategies as some
-from labkit import IMGKIT, imgkit, output, public_folder, run
-from layer_reference import Entry
-from stored_images import archive, only
+from labkit import IMGKIT, imgkit, imgkit_json, output, public_folder, run
+from stored_images import archive, busybox_layer, only
+from tars import TarEntry, tar_entry
 
-BUSYBOX = Path("/bin/busybox")
 PROGRAMS = ("sh", "cat", "env", "echo", "ls", "sleep")
 SHOW = b"""#!/bin/sh
 for word in "$@"; do printf '<%s>' "$word"; done
@@ -37,22 +34,8 @@ pytestmark = [
 ]
 
 
-def entry(name: str, data: bytes = b"", kind: bytes = tarfile.REGTYPE, link: str = "") -> Entry:
-    info = tarfile.TarInfo(name)
-    info.type, info.size, info.linkname, info.mode = kind, len(data), link, 0o755
-    return info, data
-
-
-def layer() -> list[Entry]:
-    links = [entry(f"bin/{name}", kind=tarfile.SYMTYPE, link="busybox") for name in PROGRAMS]
-    passwd = entry("etc/passwd", b"root:x:0:0:root:/:/bin/sh\n")
-    return [
-        entry("bin/busybox", BUSYBOX.read_bytes()),
-        entry("bin/show", SHOW),
-        entry("bin/value", VALUE),
-        passwd,
-        *links,
-    ]
+def layer() -> list[TarEntry]:
+    return [*busybox_layer(*PROGRAMS), tar_entry("bin/show", SHOW), tar_entry("bin/value", VALUE)]
 
 
 ENV = (
@@ -68,10 +51,10 @@ ENV = (
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """A place that every user can enter."""
-    made = public_folder("writer")
-    yield made
-    shutil.rmtree(made)
+    """A folder that every user can enter."""
+    folder = public_folder("writer")
+    yield folder
+    shutil.rmtree(folder)
 
 
 def converted(folder: Path, name: str, *, by_runtime: bool = False, **config: object) -> Path:
@@ -79,9 +62,8 @@ def converted(folder: Path, name: str, *, by_runtime: bool = False, **config: ob
     (folder / f"{name}.tar").write_bytes(archive([layer()], config=config))
     env = only("runtime", folder) if by_runtime else {}
     target = folder / f"{name}{'-built' if by_runtime else ''}.sif"
-    done = imgkit("sif", folder / f"{name}.tar", "-o", target, "--no-test", "--json", env=env)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["record"]["route"] == ("layers" if by_runtime else "stream")
+    answer = imgkit_json("sif", folder / f"{name}.tar", "-o", target, "--no-test", env=env)
+    assert answer["record"]["route"] == ("layers" if by_runtime else "stream")
     return target
 
 
@@ -90,22 +72,12 @@ def sif(folder: Path) -> Path:
     return converted(folder, "made", Env=ENV, Entrypoint=["show"], Labels={"weird": 'q"uote <&>'})
 
 
-@pytest.fixture(params=["root", "ordinary user"])
-def start(request: pytest.FixtureRequest) -> Sequence[str]:
-    """Words before the runtime: it runs as root, and as an ordinary user through FUSE."""
-    if request.param == "root":
-        return ()
-    if os.geteuid() != 0:
-        pytest.skip("the tests run as an ordinary user already")
-    return ("runuser", "-u", request.getfixturevalue("user"), "--", "env")
-
-
-def singularity(start: Sequence[str], *words: object, **options: object) -> str:
-    return output(*start, "singularity", *words, folder="/", **options)
+def singularity(as_user: Sequence[str], *args: object, **options: object) -> str:
+    return output(*as_user, "singularity", *args, folder="/", **options)
 
 
 @pytest.mark.parametrize(
-    ("words", "given", "wanted"),
+    ("args", "stdin", "expected"),
     [
         (("exec", "{}", "value", "BAKED"), "", "from the image\n"),
         (("exec", "--cleanenv", "{}", "value", "TWICE"), "", "2\n"),
@@ -123,16 +95,16 @@ def singularity(start: Sequence[str], *words: object, **options: object) -> str:
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
 )
 def test_verbs_of_the_runtime(
-    sif: Path, start: Sequence[str], words: Sequence[str], given: str, wanted: str
+    sif: Path, as_user: Sequence[str], args: Sequence[str], stdin: str, expected: str
 ) -> None:
-    said = singularity(start, *(word.format(sif) for word in words), given=given)
-    assert said == wanted if words[0] in ("exec", "run") else wanted in said
+    text = singularity(as_user, *(argument.format(sif) for argument in args), given=stdin)
+    assert text == expected if args[0] in ("exec", "run") else expected in text
 
 
-def test_users_variables_reach_the_image(sif: Path, start: Sequence[str]) -> None:
+def test_users_variables_reach_the_image(sif: Path, as_user: Sequence[str]) -> None:
     script = "echo $BAKED; echo $PATH; echo $LD_LIBRARY_PATH; echo ${OTHER-unset}; echo ${EMPTY-unset}"
     env = ("env", "SINGULARITYENV_BAKED=mine", "APPTAINERENV_PREPEND_PATH=/first", "OTHER=host")
-    lines = singularity((*start, *env), "exec", sif, "sh", "-c", script).splitlines()
+    lines = singularity((*as_user, *env), "exec", sif, "sh", "-c", script).splitlines()
     assert lines[0] == "mine"
     assert lines[1].startswith("/first:/own/bin:/bin")
     assert lines[2] == "/own/lib:/.singularity.d/libs"
@@ -141,13 +113,13 @@ def test_users_variables_reach_the_image(sif: Path, start: Sequence[str]) -> Non
 
 def test_exported_value_of_the_host_gives_way(sif: Path) -> None:
     """A .sif that the runtime built does the same; SINGULARITYENV_ and --env are the ways."""
-    said = singularity(("env", "BAKED=host"), "exec", sif, "value", "BAKED")
-    assert said == "from the image\n"
+    text = singularity(("env", "BAKED=host"), "exec", sif, "value", "BAKED")
+    assert text == "from the image\n"
 
 
 def test_name_that_no_shell_can_set_is_left_out(folder: Path, sif: Path) -> None:
-    done = imgkit("sif", folder / "made.tar", "-o", folder / "again.sif", "--no-test")
-    assert "'not-a-name'" in done.stderr
+    result = imgkit("sif", folder / "made.tar", "-o", folder / "again.sif", "--no-test")
+    assert "'not-a-name'" in result.stderr
     assert (folder / "again.sif").read_bytes() == sif.read_bytes()
 
 
@@ -155,29 +127,33 @@ def test_instance_starts_and_stops(sif: Path) -> None:
     name = f"imgkit-{os.getpid()}"
     output("singularity", "instance", "start", sif, name)
     try:
-        said = output("singularity", "exec", f"instance://{name}", "value", "BAKED")
-        assert said == "from the image\n"
+        text = output("singularity", "exec", f"instance://{name}", "value", "BAKED")
+        assert text == "from the image\n"
     finally:
         output("singularity", "instance", "stop", name)
 
 
 @pytest.mark.skipif(not LOADER.exists(), reason="the loader of another architecture has another name")
-def test_loader_finds_libraries_bound_for_nv(folder: Path, start: Sequence[str]) -> None:
+def test_loader_finds_libraries_bound_for_nv(folder: Path, as_user: Sequence[str]) -> None:
     """``--nv`` binds files into the same folder. One library of /bin/ls is there and nowhere else."""
-    found = dict(line.split(" => ") for line in output("ldd", LOADED).splitlines() if " => " in line)
-    libraries = {name.strip(): Path(place.split(" (")[0]) for name, place in found.items()}
+    locations = dict(line.split(" => ") for line in output("ldd", LOADED).splitlines() if " => " in line)
+    libraries = {name.strip(): Path(location.split(" (")[0]) for name, location in locations.items()}
     (missing,) = [name for name in libraries if name.startswith("libselinux")] or [next(iter(libraries))]
-    kept = [entry(f"lib/{name}", place.read_bytes()) for name, place in libraries.items() if name != missing]
-    programs = [
-        entry("lib64/ld-linux-x86-64.so.2", LOADER.read_bytes()),
-        entry("bin/ls", LOADED.read_bytes()),
+    libraries_in_image = [
+        tar_entry(f"lib/{name}", path.read_bytes()) for name, path in libraries.items() if name != missing
     ]
-    (folder / "loader.tar").write_bytes(archive([[*kept, *programs]], config={"Env": ["PATH=/bin"]}))
+    programs = [
+        tar_entry("lib64/ld-linux-x86-64.so.2", LOADER.read_bytes()),
+        tar_entry("bin/ls", LOADED.read_bytes()),
+    ]
+    (folder / "loader.tar").write_bytes(
+        archive([[*libraries_in_image, *programs]], config={"Env": ["PATH=/bin"]})
+    )
     path = folder / "loader.sif"
     assert imgkit("sif", folder / "loader.tar", "-o", path, "--no-test", "--force").returncode == 0
-    assert run(*start, "singularity", "exec", path, "ls", "/", folder="/").returncode != 0
+    assert run(*as_user, "singularity", "exec", path, "ls", "/", folder="/").returncode != 0
     bound = f"{libraries[missing]}:/.singularity.d/libs/{missing}"
-    assert "bin" in singularity(start, "exec", "--bind", bound, path, "ls", "/")
+    assert "bin" in singularity(as_user, "exec", "--bind", bound, path, "ls", "/")
 
 
 def test_values_arrive_byte_by_byte(folder: Path) -> None:
@@ -187,15 +163,15 @@ def test_values_arrive_byte_by_byte(folder: Path) -> None:
     values: list[str] = []
     for strategy in (texts, shell):
         drawn = some.lists(strategy, min_size=20, max_size=20)
-        values += find(drawn, lambda found: len(set(found)) > 15, settings=settings(database=None))
+        values += find(drawn, lambda texts: len(set(texts)) > 15, settings=settings(database=None))
     values += ["$(touch /tmp/no)", "a'b", 'a"b', "`x`", "\n\n", "\\", "${HOME}", "-n", " lead"]
     names = [f"V{number}" for number in range(len(values))]
     env = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
     path = converted(folder, "values", Env=["PATH=/bin", *env])
-    said = run("singularity", "exec", "--cleanenv", path, "cat", "/proc/self/environ")
-    assert said.returncode == 0, said.stderr
-    found = dict(item.split("=", 1) for item in said.stdout.split("\0") if "=" in item)
-    assert {name: found.get(name) for name in names} == dict(zip(names, values, strict=True))
+    process = run("singularity", "exec", "--cleanenv", path, "cat", "/proc/self/environ")
+    assert process.returncode == 0, process.stderr
+    variables = dict(item.split("=", 1) for item in process.stdout.split("\0") if "=" in item)
+    assert {name: variables.get(name) for name in names} == dict(zip(names, values, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -208,16 +184,16 @@ def test_values_arrive_byte_by_byte(folder: Path) -> None:
     ids=["entrypoint", "cmd", "both"],
 )
 def test_run_is_that_of_a_build(folder: Path, config: dict[str, list[str]]) -> None:
-    own = converted(folder, "run", Env=["PATH=/bin"], **config)
+    written = converted(folder, "run", Env=["PATH=/bin"], **config)
     built = converted(folder, "run", by_runtime=True, Env=["PATH=/bin"], **config)
     first = () if "Entrypoint" in config else ("show",)
     for options in ((), ("--no-eval",)):
-        for words in ((), (*first, *NASTY)):
-            ran = [run("singularity", "run", *options, path, *words) for path in (own, built)]
-            assert ran[0].stdout == ran[1].stdout, (options, words)
+        for args in ((), (*first, *NASTY)):
+            ran = [run("singularity", "run", *options, path, *args) for path in (written, built)]
+            assert ran[0].stdout == ran[1].stdout, (options, args)
             assert ran[0].returncode == ran[1].returncode
             assert "<" in ran[0].stdout
-    own.unlink()
+    written.unlink()
     built.unlink()
 
 
@@ -232,13 +208,15 @@ def test_runtime_signs_all_of_it(sif: Path) -> None:
 def test_archive_from_standard_input_gives_the_same_bytes(folder: Path, sif: Path, packed: bool) -> None:
     """A pipe cannot be read twice, so that imgkit puts it on disk first."""
     data = (folder / "made.tar").read_bytes()
-    words = (*IMGKIT, "sif", "-", "--no-test")
-    given = gzip.compress(data) if packed else data
-    done = subprocess.run([*words, "-o", folder / "piped.sif"], input=given, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr
+    argv = (*IMGKIT, "sif", "-", "--no-test")
+    archive_bytes = gzip.compress(data) if packed else data
+    result = subprocess.run(
+        [*argv, "-o", folder / "piped.sif"], input=archive_bytes, capture_output=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
     assert (folder / "piped.sif").read_bytes() == sif.read_bytes()
     (folder / "piped.sif").unlink()
     assert not list(folder.glob(".*"))
-    nameless = subprocess.run(words, input=given, capture_output=True, check=False, cwd=folder)
+    nameless = subprocess.run(argv, input=archive_bytes, capture_output=True, check=False, cwd=folder)
     assert nameless.returncode == 2
     assert b"-o FILE.sif" in nameless.stderr

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from labkit import docker, imgkit, in_image
+from labkit import IMGKIT, docker, imgkit, in_image, output
 
 from imgkit_builder.inventory.collector import DOCUMENT
 from imgkit_builder.sif import unsquash
@@ -22,28 +22,27 @@ for one in m.distributions():
 """
 
 
-def listed(name: object, *words: object) -> str:
-    done = imgkit("sbom", name, *words)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def listed(name: object, *options: object) -> str:
+    return output(*IMGKIT, "sbom", name, *options)
 
 
 def pairs(document: str, kind: str) -> set[tuple[str, str]]:
     """Name and version of the packages whose package URL is of `kind`."""
     packages: list[dict[str, Any]] = json.loads(document)["packages"]
     return {
-        (one["name"], one["versionInfo"])
-        for one in packages
-        for reference in one.get("externalRefs", ())
+        (package["name"], package["versionInfo"])
+        for package in packages
+        for reference in package.get("externalRefs", ())
         if reference["referenceLocator"].startswith(f"pkg:{kind}/")
     }
 
 
-def said(name: str, *words: str) -> set[tuple[str, str]]:
-    """Pairs of words that a command prints inside the image, a pair a line."""
-    done = in_image(name, *words, options=("--entrypoint", ""))
-    assert done.returncode == 0, done.stderr
-    return {(found[0], found[1]) for line in done.stdout.splitlines() if len(found := line.split()) == 2}
+def word_pairs(name: str, *argv: str) -> set[tuple[str, str]]:
+    """Return the lines of two words that a command prints inside the image."""
+    result = in_image(name, *argv, options=("--entrypoint", ""))
+    assert result.returncode == 0, result.stderr
+    rows = (line.split() for line in result.stdout.splitlines())
+    return {(row[0], row[1]) for row in rows if len(row) == 2}
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +55,10 @@ def test_document_lies_in_the_sif(mn5_sif: Path, document: str) -> None:
 
 
 def test_packages_are_those_of_dpkg_and_python(mn5_image: str, document: str) -> None:
-    debian = said(mn5_image, "dpkg-query", "-W", "-f", "${Package} ${Version}\n")
+    debian = word_pairs(mn5_image, "dpkg-query", "-W", "-f", "${Package} ${Version}\n")
     assert len(debian) > 50
     assert pairs(document, "deb") == debian
-    python = said(mn5_image, "python3", "-c", DISTRIBUTIONS)
+    python = word_pairs(mn5_image, "python3", "-c", DISTRIBUTIONS)
     assert ("torch", dict(python)["torch"]) in python
     assert pairs(document, "pypi") == python
     text = in_image(
@@ -79,9 +78,9 @@ def test_list_names_image_base_and_own_files(mn5_image: str, document: str) -> N
     labels = json.loads(docker("inspect", mn5_image, "--format", "{{json .Config.Labels}}"))
     created = docker("inspect", mn5_image, "--format", "{{.Created}}")
     assert data["creationInfo"]["created"] == f"{created[:19]}Z"
-    base = next(one for one in data["packages"] if one["SPDXID"] == "SPDXRef-Base")
+    base = next(package for package in data["packages"] if package["SPDXID"] == "SPDXRef-Base")
     assert base["versionInfo"] == labels["org.opencontainers.image.base.digest"]
-    names = [one["fileName"] for one in data["files"]]
+    names = [file["fileName"] for file in data["files"]]
     assert "./opt/imgkit/manifest.json" in names
     assert not any("sbom" in name for name in names)
     assert not re.search(r"/tmp/|localhost", document)
@@ -103,7 +102,7 @@ def test_output_file_has_the_document(mn5_sif: Path, document: str, tmp_path: Pa
     ],
 )
 def test_missing_image_refused(name: str, code: int, expected: str, tmp_path: Path) -> None:
-    done = imgkit("sbom", name, "-o", "x.json", folder=tmp_path)
-    assert (done.returncode, done.stdout) == (code, "")
-    assert expected in done.stderr
+    result = imgkit("sbom", name, "-o", "x.json", folder=tmp_path)
+    assert (result.returncode, result.stdout) == (code, "")
+    assert expected in result.stderr
     assert list(tmp_path.iterdir()) == []

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from labkit import imgkit, imgkit_json, ordinary_user, output
 from stored_images import archive, only
+from tars import tar_entry
 
 from imgkit_builder import engine as engines
 from imgkit_builder.archive import oci_folder, stored
@@ -67,8 +68,8 @@ class Lab:
     export: Path
 
 
-def sif(*words: str | Path, folder: Path) -> dict[str, Any]:
-    return imgkit_json("sif", *words, folder=folder)
+def sif(*args: str | Path, folder: Path) -> dict[str, Any]:
+    return imgkit_json("sif", *args, folder=folder)
 
 
 @pytest.fixture(scope="module")
@@ -109,29 +110,29 @@ def unpacked(path: Path, folder: Path) -> Path:
 
 def tree(root: Path) -> dict[str, dict[str, Any]]:
     """Everything about every file."""
-    found = {}
+    files = {}
     for path in (root, *root.rglob("*")):
-        about = path.lstat()
-        kind = about.st_mode
+        status = path.lstat()
+        kind = status.st_mode
         content = ""
         if stat.S_ISREG(kind):
             content = hashlib.sha256(path.read_bytes()).hexdigest()
         elif stat.S_ISLNK(kind):
             content = str(path.readlink())
-        found[path.relative_to(root).as_posix()] = {
+        files[path.relative_to(root).as_posix()] = {
             "mode": oct(kind),
-            "owner": (about.st_uid, about.st_gid),
-            "links": about.st_nlink if not stat.S_ISDIR(kind) else 0,
-            "device": about.st_rdev,
-            "size": about.st_size if stat.S_ISREG(kind) else 0,
-            "mtime": int(about.st_mtime),
+            "owner": (status.st_uid, status.st_gid),
+            "links": status.st_nlink if not stat.S_ISDIR(kind) else 0,
+            "device": status.st_rdev,
+            "size": status.st_size if stat.S_ISREG(kind) else 0,
+            "mtime": int(status.st_mtime),
             "content": content,
             "xattrs": {
                 name: os.getxattr(path, name, follow_symlinks=False)
                 for name in os.listxattr(path, follow_symlinks=False)
             },
         }
-    return found
+    return files
 
 
 def test_both_ways_same_tree(lab: Lab, tmp_path: Path) -> None:
@@ -164,15 +165,15 @@ def offset(sif: Path) -> tuple[str, str]:
 @pytest.mark.programs("unsquashfs")
 def test_attributes_are_the_same_from_every_source(tmp_path: Path) -> None:
     """Engines export capabilities alone, so no source gives more."""
-    tag, pax = f"{secrets.token_hex(3)}:test", "SCHILY.xattr."  # as long as made:latest
+    tag, pax = f"imgkit-test-{secrets.token_hex(4)}:1", "SCHILY.xattr."
     capability = bytes.fromhex("0100000200040000000000000000000000000000").decode()
     members = []
     for name in ("noted", "capable", "both"):
-        info = tarfile.TarInfo(name)
-        notes = {} if name == "capable" else {f"{pax}user.note": "x", f"{pax}trusted.note": "y"}
-        info.pax_headers = notes if name == "noted" else {**notes, f"{pax}security.capability": capability}
-        members.append((info, b""))
-    (tmp_path / "x.tar").write_bytes(archive([members]).replace(b"made:latest", tag.encode()))
+        headers = {} if name == "capable" else {f"{pax}user.note": "x", f"{pax}trusted.note": "y"}
+        if name != "noted":
+            headers[f"{pax}security.capability"] = capability
+        members.append(tar_entry(name, pax_headers=headers))
+    (tmp_path / "x.tar").write_bytes(archive([members], name=tag))
     oci_folder.write_layout(stored.open_image(tmp_path / "x.tar"), tmp_path / "oci", Silent())
     output("docker", "load", "-i", tmp_path / "x.tar")
     try:
@@ -180,13 +181,15 @@ def test_attributes_are_the_same_from_every_source(tmp_path: Path) -> None:
         sources = {"engine": engine, "archive": Archive(path=tmp_path / "x.tar")}
         sources["oci"] = OciFolder(path=tmp_path / "oci")
         for name, source in sources.items():
-            done = convert(source, tmp_path / f"{name}.sif", Options(test=False), Silent())
-            found = output("unsquashfs", "-n", "-d", tmp_path / name, *offset(done.path), done.path)
-            assert "created" in found
-            noted = {path: os.listxattr(tmp_path / name / path) for path in ("noted", "capable", "both")}
+            converted = convert(source, tmp_path / f"{name}.sif", Options(test=False), Silent())
+            listing = output(
+                "unsquashfs", "-n", "-d", tmp_path / name, *offset(converted.path), converted.path
+            )
+            assert "created" in listing
+            attributes = {path: os.listxattr(tmp_path / name / path) for path in ("noted", "capable", "both")}
             stored_name = ["security.capability"]
-            assert noted == {"noted": [], "capable": stored_name, "both": stored_name}, name
-            records = file_manifest.parse_records(file_manifest.read(done.path) or b"", where="x")
+            assert attributes == {"noted": [], "capable": stored_name, "both": stored_name}, name
+            records = file_manifest.parse_records(file_manifest.read(converted.path) or b"", where="x")
             assert records["both"].capability == capability.encode().hex(), name
     finally:
         output("docker", "rmi", "--force", tag)
@@ -195,8 +198,7 @@ def test_attributes_are_the_same_from_every_source(tmp_path: Path) -> None:
 def test_labels_are_those_of_the_image(lab: Lab, tmp_path: Path) -> None:
     def labels(path: Path) -> dict[str, str]:
         answer = json.loads(output("singularity", "inspect", "--labels", "--json", path))
-        found: dict[str, str] = answer["data"]["attributes"]["labels"]
-        return found
+        return answer["data"]["attributes"]["labels"]
 
     layers, export = labels(lab.layers), labels(lab.export)
     assert layers == export
@@ -209,22 +211,22 @@ def test_same_data_objects(lab: Lab) -> None:
     def objects(path: Path) -> list[tuple[int, bytes]]:
         parsed = image.read(path)
         kinds = (image.DataType.DEFFILE, image.DataType.JSON)
-        found = [
-            (one.datatype, image.data(parsed, one))
-            for one in parsed.descriptors
-            if one.datatype in kinds and one.name != image.IMGKIT_OBJECT
+        all_objects = [
+            (descriptor.datatype, image.data(parsed, descriptor))
+            for descriptor in parsed.descriptors
+            if descriptor.datatype in kinds and descriptor.name != image.IMGKIT_OBJECT
         ]
-        return [(kind, data) for kind, data in found if b"build-date" not in data]
+        return [(kind, data) for kind, data in all_objects if b"build-date" not in data]
 
     assert objects(lab.layers) == objects(lab.export) != []
 
 
 def test_export_is_taken_and_told(lab: Lab, tmp_path: Path) -> None:
     """Nobody chooses here; a file of the other route is as good."""
-    taken, asked = image.read(lab.export).record, image.read(lab.layers).record
-    assert taken is not None
-    assert asked is not None
-    assert (taken.route, asked.route) == ("export", "stream")
+    exported, streamed = image.read(lab.export).record, image.read(lab.layers).record
+    assert exported is not None
+    assert streamed is not None
+    assert (exported.route, streamed.route) == ("export", "stream")
     shutil.copy(lab.layers, tmp_path / "x.sif")
     assert sif(lab.name, "-o", "x.sif", folder=tmp_path)["up_to_date"]
     assert "straight into the .sif" in imgkit("sif", lab.name, "--dry-run", folder=tmp_path).stdout
@@ -234,9 +236,9 @@ def test_export_is_taken_and_told(lab: Lab, tmp_path: Path) -> None:
 def test_machine_that_cannot_squash_takes_the_slow_route(lab: Lab, tmp_path: Path) -> None:
     """PATH begins with programs that know no option; the runtime builds."""
     env = only("runtime", tmp_path)
-    told = imgkit("sif", lab.archive, "--dry-run", folder=tmp_path, env=env).stdout
-    assert "slower" in told
-    assert "cannot read a tar" in told
+    plan = imgkit("sif", lab.archive, "--dry-run", folder=tmp_path, env=env).stdout
+    assert "slower" in plan
+    assert "cannot read a tar" in plan
 
 
 def test_export_is_reproducible(lab: Lab) -> None:
@@ -245,21 +247,21 @@ def test_export_is_reproducible(lab: Lab) -> None:
 
 
 def test_archive_same_image(lab: Lab) -> None:
-    done = sif(lab.archive, "-o", "archive.sif", folder=lab.folder)
+    answer = sif(lab.archive, "-o", "archive.sif", folder=lab.folder)
     record = image.read(lab.layers).record
     assert record is not None
-    assert done["record"]["image_id"] == record.image_id
-    assert tuple(done["record"]["diff_ids"]) == record.diff_ids
+    assert answer["record"]["image_id"] == record.image_id
+    assert tuple(answer["record"]["diff_ids"]) == record.diff_ids
     assert sif(lab.archive, "-o", "archive.sif", folder=lab.folder)["up_to_date"]
 
 
 def test_oci_folder_same_image(lab: Lab, tmp_path: Path) -> None:
     oci_folder.write_layout(stored.open_image(lab.archive), tmp_path / "oci", Silent())
-    done = sif(tmp_path / "oci", "-o", "oci.sif", "--compression", "gzip", folder=lab.folder)
+    answer = sif(tmp_path / "oci", "-o", "oci.sif", "--compression", "gzip", folder=lab.folder)
     superblock = image.squashfs(image.read(lab.folder / "oci.sif"))
     assert superblock is not None
     assert superblock.compressor == "gzip"
-    assert done["record"]["compression"] == "gzip 6"
+    assert answer["record"]["compression"] == "gzip 6"
 
 
 @pytest.mark.parametrize("way", ["layers", "export"])
@@ -283,8 +285,8 @@ def parsed_list(path: Path) -> Sequence[tuple[int, int, int]]:
 @pytest.mark.parametrize("way", ["layers", "export"])
 def test_own_reader_agrees_with_runtime(lab: Lab, way: str, tmp_path: Path) -> None:
     parsed: SifImage = image.read(getattr(lab, way))
-    shown = [(one.id, one.offset, one.offset + one.size_bytes) for one in parsed.descriptors]
-    assert shown == parsed_list(parsed.path)
+    ranges = [(entry.id, entry.offset, entry.offset + entry.size_bytes) for entry in parsed.descriptors]
+    assert ranges == parsed_list(parsed.path)
     assert parsed.root is not None
     dumped = subprocess.run(
         ["singularity", "sif", "dump", str(parsed.root.id), str(parsed.path)], capture_output=True, check=True
@@ -308,8 +310,8 @@ def test_ordinary_user_converts_and_runs(lab: Lab, user: str, public_imgkit: Pat
     home = Path(pwd.getpwnam(user).pw_dir)
     for path in (lab.archive, lab.export):
         shutil.copy(path, home)
-    places = f"{Path(shutil.which('singularity') or '').parent}:/usr/bin:/bin"
-    start = ["runuser", "-u", user, "--", "env", "-i", f"PATH={places}", f"HOME={home}", "LC_ALL=C"]
+    folders = f"{Path(shutil.which('singularity') or '').parent}:/usr/bin:/bin"
+    start = ["runuser", "-u", user, "--", "env", "-i", f"PATH={folders}", f"HOME={home}", "LC_ALL=C"]
     output(*start, public_imgkit, "sif", "odd.tar", "-o", "mine.sif", folder=home)
     for path in ("mine.sif", "export.sif"):
         script = "id -un; cat /odd/opaque/new"
@@ -329,20 +331,20 @@ def test_damaged_archive_leaves_the_old_sif(lab: Lab, tmp_path: Path) -> None:
         layer = max(tar.getmembers(), key=lambda member: member.size)
     data[layer.offset_data + layer.size // 2] ^= 1
     (tmp_path / "odd.tar").write_bytes(data)
-    done = imgkit("sif", "odd.tar", "--force", folder=tmp_path)
-    assert done.returncode == 1
-    assert re.search(r"layer \d of 3 is damaged", done.stderr)
+    result = imgkit("sif", "odd.tar", "--force", folder=tmp_path)
+    assert result.returncode == 1
+    assert re.search(r"layer \d of 3 is damaged", result.stderr)
     assert image.root_sha256(tmp_path / "odd.sif") == image.root_sha256(lab.layers)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["odd.sif", "odd.tar"]
 
 
 def test_unknown_image_refused(tmp_path: Path) -> None:
-    done = imgkit("sif", "imgkit-test-none:1", folder=tmp_path)
-    assert done.returncode == 2
+    result = imgkit("sif", "imgkit-test-none:1", folder=tmp_path)
+    assert result.returncode == 2
     assert list(tmp_path.iterdir()) == []
 
 
 def test_archive_that_is_not_there_refused(tmp_path: Path) -> None:
-    done = imgkit("sif", "mn5.tar", folder=tmp_path)
-    assert done.returncode == 2
-    assert "imgkit save mn5" in done.stderr
+    result = imgkit("sif", "mn5.tar", folder=tmp_path)
+    assert result.returncode == 2
+    assert "imgkit save mn5" in result.stderr

@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import sample_delta
-from labkit import PYXIS, imgkit, output, public_folder
-from layer_reference import Entry
+from labkit import PYXIS, imgkit, imgkit_json, output, public_folder, small_disk
+from sample_image import verdicts
 from squashed_files import squashed_files
-from stored_images import archive, only
+from stored_images import archive, busybox_layer, only
+from tars import TarEntry, tar_entry
 
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.examine.verify import verify
 from imgkit_builder.inventory.collector import DOCUMENT
 from imgkit_builder.job import submit
 from imgkit_builder.job.request import Request
@@ -32,7 +32,6 @@ from imgkit_builder.sif.entries import Archive
 from imgkit_builder.workflow import remote_run
 from imgkit_entrypoints.errors import UsageError
 
-BUSYBOX = Path("/bin/busybox")
 RUNTIME_FILES = {
     *(".singularity.d", ".exec", ".run", ".shell", ".test", "environment", "singularity", DOCUMENT),
     *("dev", "proc", "sys", "etc/hostname", "etc/hosts", "etc/resolv.conf", "etc/mtab"),
@@ -59,28 +58,14 @@ pytestmark = [
 ]
 
 
-def entry(name: str, data: bytes = b"", kind: bytes = tarfile.REGTYPE, link: str = "") -> Entry:
-    info = tarfile.TarInfo(name)
-    info.type, info.size, info.linkname, info.mode = kind, len(data), link, 0o755
-    if kind == tarfile.SYMTYPE:
-        info.mode = 0o777
-    info.devmajor, info.devminor = (1, 3) if kind == tarfile.CHRTYPE else (0, 0)
-    return info, data
-
-
-def layer() -> list[Entry]:
+def layer() -> list[TarEntry]:
     return [
-        entry("bin/busybox", BUSYBOX.read_bytes()),
-        *(
-            entry(f"bin/{name}", kind=tarfile.SYMTYPE, link="busybox")
-            for name in ("sh", "printf", "env", "pwd", "mkdir")
-        ),
-        entry("dev/null", kind=tarfile.CHRTYPE),
-        entry("dev/fd", kind=tarfile.SYMTYPE, link="/proc/self/fd"),
-        entry("etc/environment", b"OLD=1\n"),
-        entry("etc/fstab", b"/etc /mnt none bind\n"),
-        entry("etc/rc.local", b"exit 9\n"),
-        entry("etc/passwd", b"root:x:0:0:root:/:/bin/sh\n"),
+        *busybox_layer("sh", "printf", "env", "pwd", "mkdir"),
+        tar_entry("dev/null", kind=tarfile.CHRTYPE, devmajor=1, devminor=3),
+        tar_entry("dev/fd", kind=tarfile.SYMTYPE, linkname="/proc/self/fd"),
+        tar_entry("etc/environment", b"OLD=1\n"),
+        tar_entry("etc/fstab", b"/etc /mnt none bind\n"),
+        tar_entry("etc/rc.local", b"exit 9\n"),
     ]
 
 
@@ -89,61 +74,52 @@ CONFIG = {"Env": ENV, "Entrypoint": ["printf", "<%s>"], "Cmd": ["a b", "it's"], 
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """A place that every user can enter."""
-    made = public_folder("sqsh")
-    (made / "x.tar").write_bytes(archive([layer()], config=CONFIG))
-    yield made
-    shutil.rmtree(made)
+    """A folder that every user can enter."""
+    folder = public_folder("sqsh")
+    (folder / "x.tar").write_bytes(archive([layer()], config=CONFIG))
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(scope="module")
 def sqsh(folder: Path) -> Path:
     target = folder / f"{NASTY}.sqsh"
-    done = imgkit("sif", folder / "x.tar", "-o", target, "--json")
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert (told["file"], told["format"], told["record"]["compression"]) == (str(target), "sqsh", "gzip 6")
-    assert told["next"].startswith("srun '--container-image=")
-    assert sorted(one.name for one in folder.iterdir()) == sorted(
+    answer = imgkit_json("sif", folder / "x.tar", "-o", target)
+    assert (answer["file"], answer["format"], answer["record"]["compression"]) == (
+        str(target),
+        "sqsh",
+        "gzip 6",
+    )
+    assert answer["next"].startswith("srun '--container-image=")
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
         [target.name, f"{target.name}.sha256", "x.tar"]
     )
     return target
 
 
-@pytest.fixture(params=["root", "ordinary user"])
-def as_user(request: pytest.FixtureRequest) -> Sequence[str]:
-    """Words before a command: root's, or those of an ordinary user."""
-    if request.param == "root":
-        return ("env", "USER=root")
-    if os.geteuid() != 0:
-        pytest.skip("the tests run as an ordinary user already")
-    name = request.getfixturevalue("user")
-    return ("runuser", "-u", name, "--", "env", f"USER={name}")
-
-
 @pytest.fixture
 def unpacked(sqsh: Path, as_user: Sequence[str], request: pytest.FixtureRequest) -> Iterator[Path]:
     """The files of the .sqsh, as this user unpacks them, without an error."""
-    made = public_folder("unpacked")
-    made.chmod(0o777)
-    output(*as_user, "unsquashfs", "-quiet", "-no-progress", "-d", made / "root", sqsh)
-    yield made / "root"
-    shutil.rmtree(made)
+    folder = public_folder("unpacked")
+    folder.chmod(0o777)
+    output(*as_user, "unsquashfs", "-quiet", "-no-progress", "-d", folder / "root", sqsh)
+    yield folder / "root"
+    shutil.rmtree(folder)
 
 
 def ch_run(as_user: Sequence[str], image: Path, root: Path, *command: object) -> str:
     """What a command prints in a container of `image`, with the variables of /etc/environment of `root`."""
-    words = (f"--set-env={root}/etc/environment", image, "--", *command)
-    return output(*as_user, "HOME=/", "ch-run", "--env-no-expand", *words, folder="/")
+    args = (f"--set-env={root}/etc/environment", image, "--", *command)
+    return output(*as_user, "HOME=/", "ch-run", "--env-no-expand", *args, folder="/")
 
 
 @pytest.mark.charliecloud
 def test_ch_run_starts_the_unpacked_files(unpacked: Path, as_user: Sequence[str]) -> None:
     assert ch_run(as_user, unpacked, unpacked, "/etc/rc") == "<a b><it's>"
     assert ch_run(as_user, unpacked, unpacked, "/etc/rc", "c  d", "*") == "<c  d><*>"
-    found = ch_run(as_user, unpacked, unpacked, "env").splitlines()
-    assert {*ENV} - {"TWICE=1"} <= {*found}
-    assert not {"TWICE=1", "OLD=1"} & {*found}
+    variables = ch_run(as_user, unpacked, unpacked, "env").splitlines()
+    assert {*ENV} - {"TWICE=1"} <= {*variables}
+    assert not {"TWICE=1", "OLD=1"} & {*variables}
 
 
 @pytest.mark.charliecloud
@@ -193,8 +169,8 @@ def test_the_same_image_gives_the_same_bytes(folder: Path, sqsh: Path) -> None:
 
 def test_an_up_to_date_file_is_left_alone(folder: Path, sqsh: Path) -> None:
     before = sqsh.stat()
-    done = imgkit("sif", folder / "x.tar", "-o", sqsh)
-    assert "up to date" in done.stdout
+    result = imgkit("sif", folder / "x.tar", "-o", sqsh)
+    assert "up to date" in result.stdout
     assert sqsh.stat() == before
     checksum = Path(f"{sqsh}.sha256")
     checksum.unlink()
@@ -206,10 +182,6 @@ Call = Callable[..., Any]
 """The command line, in this process."""
 
 
-def verdicts(path: Path) -> dict[str, str]:
-    return {one.name: one.verdict for one in verify(path)}
-
-
 @pytest.fixture
 def copy(sqsh: Path, tmp_path: Path) -> Path:
     shutil.copy(f"{sqsh}.sha256", tmp_path)
@@ -217,43 +189,43 @@ def copy(sqsh: Path, tmp_path: Path) -> Path:
 
 
 def test_verify_notices_each_kind_of_damage(copy: Path) -> None:
-    whole = copy.read_bytes()
+    content = copy.read_bytes()
     fine = {"sha256": "ok", "squashfs": "ok", "content": "ok", "manifest": "warn", "files": "ok"}
     assert verdicts(copy) == fine
-    copy.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
+    copy.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
     damaged = {"sha256": "fail", "squashfs": "ok", "content": "fail", "manifest": "skip"}
     assert verdicts(copy) == damaged
-    copy.write_bytes(whole[: len(whole) // 2])
+    copy.write_bytes(content[: len(content) // 2])
     assert verdicts(copy) == {"squashfs": "fail"}
-    copy.write_bytes(whole.replace(b'"amd64"', b'"arm64"'))
+    copy.write_bytes(content.replace(b'"amd64"', b'"arm64"'))
     assert verdicts(copy)["sha256"] == "fail"
-    copy.write_bytes(whole)
+    copy.write_bytes(content)
     Path(f"{copy}.sha256").unlink()
     assert verdicts(copy) == {**fine, "sha256": "warn"}
 
 
 def test_show_prints_image_and_compression(call: Call, sqsh: Path) -> None:
-    told = json.loads(call("show", str(sqsh), "--json")[1])
-    assert (told["kind"], told["arch"], told["record"]["compression"]) == ("sqsh", "amd64", "gzip 6")
+    answer = json.loads(call("show", str(sqsh), "--json")[1])
+    assert (answer["kind"], answer["arch"], answer["record"]["compression"]) == ("sqsh", "amd64", "gzip 6")
 
 
 @pytest.fixture
 def refused(call: Call, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """What imgkit prints when it refuses something in a folder, whose files stay as they were."""
 
-    def run(folder: Path, *words: object, code: int = 2) -> str:
-        before = {one.name: one.stat().st_mtime_ns for one in folder.iterdir()}
+    def run(folder: Path, *args: object, code: int = 2) -> str:
+        before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
         monkeypatch.chdir(folder)
-        found, _, said = call(*map(str, words))
-        assert found == code, said
-        assert {one.name: one.stat().st_mtime_ns for one in folder.iterdir()} == before
-        return str(said)
+        exit_code, _, message = call(*map(str, args))
+        assert exit_code == code, message
+        assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+        return str(message)
 
     return run
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("args", "reason"),
     [
         (("--writer", "runtime"), "no runtime writes a .sqsh"),
         (("--runtime-command", "apptainer"), "imgkit starts no .sqsh"),
@@ -262,13 +234,13 @@ def refused(call: Call, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     ],
 )
 def test_what_a_sqsh_cannot_be_is_refused(
-    refused: Callable[..., str], folder: Path, words: tuple[str, ...], why: str
+    refused: Callable[..., str], folder: Path, args: tuple[str, ...], reason: str
 ) -> None:
-    assert why in refused(folder, "sif", "x.tar", "--format", "sqsh", *words)
+    assert reason in refused(folder, "sif", "x.tar", "--format", "sqsh", *args)
 
 
 @pytest.mark.parametrize(
-    ("words", "why"),
+    ("args", "reason"),
     [
         (("sif",), "it is a .sqsh, which is not converted"),
         (("test",), "is not a .sif"),
@@ -276,9 +248,9 @@ def test_what_a_sqsh_cannot_be_is_refused(
     ],
 )
 def test_verbs_of_a_sif_refuse_a_sqsh_by_name(
-    refused: Callable[..., str], folder: Path, sqsh: Path, words: tuple[str, ...], why: str
+    refused: Callable[..., str], folder: Path, sqsh: Path, args: tuple[str, ...], reason: str
 ) -> None:
-    assert why in refused(folder, *words, sqsh)
+    assert reason in refused(folder, *args, sqsh)
 
 
 @pytest.mark.singularity
@@ -296,19 +268,19 @@ def test_singularity_starts_it_with_its_variables(
     library.touch()
     # Bound as the libraries of --nv are; without a file of the image's own, no runtime puts them on the path.
     libraries = f"{runtime.upper()}_CONTAINLIBS={library}"
-    found = output(*as_user, "HOME=/", libraries, "sh", "-c", text, folder="/").splitlines()
+    variables = output(*as_user, "HOME=/", libraries, "sh", "-c", text, folder="/").splitlines()
     plain.unlink()
     library.unlink()
-    assert "LD_LIBRARY_PATH=/.singularity.d/libs" in found
-    assert {*ENV, "MINE=1"} - {"TWICE=1"} <= {*found}
-    assert not {"TWICE=1", "OLD=1"} & {*found}
+    assert "LD_LIBRARY_PATH=/.singularity.d/libs" in variables
+    assert {*ENV, "MINE=1"} - {"TWICE=1"} <= {*variables}
+    assert not {"TWICE=1", "OLD=1"} & {*variables}
 
 
 def test_runtimes_that_start_no_sqsh_refuse_it(refused: Callable[..., str], folder: Path, sqsh: Path) -> None:
     plain = folder / "plain.sqsh"
     plain.symlink_to(sqsh)
-    words = ("run", "cpu", "--runtime", "docker", "--dry-run", "--image", plain, "--", "dist-env")
-    assert "docker does not start a .sqsh" in refused(folder, *words)
+    args = ("run", "cpu", "--runtime", "docker", "--dry-run", "--image", plain, "--", "dist-env")
+    assert "docker does not start a .sqsh" in refused(folder, *args)
     plain.unlink()
 
 
@@ -328,17 +300,17 @@ def test_a_sqsh_is_no_base_of_deltas(refused: Callable[..., str], folder: Path, 
 def test_a_value_that_no_line_holds_leaves_no_file(refused: Callable[..., str], tmp_path: Path) -> None:
     config = {"Env": ["PATH=/bin", "MINE=/a:${MINE}"]}
     (tmp_path / "x.tar").write_bytes(archive([layer()], config=config))
-    said = refused(tmp_path, "sif", "x.tar", "--format", "sqsh")
-    assert "a .sqsh cannot hold the value of MINE: enroot replaces ${MINE}" in said
-    assert "image.env.MINE" in said
+    message = refused(tmp_path, "sif", "x.tar", "--format", "sqsh")
+    assert "a .sqsh cannot hold the value of MINE: enroot replaces ${MINE}" in message
+    assert "image.env.MINE" in message
 
 
 @pytest.mark.parametrize("size", [0.3, 0.9])
 def test_a_damaged_archive_leaves_the_old_file(
     refused: Callable[..., str], folder: Path, copy: Path, size: float
 ) -> None:
-    whole = (folder / "x.tar").read_bytes()
-    (copy.parent / "y.tar").write_bytes(whole[: int(len(whole) * size)])
+    content = (folder / "x.tar").read_bytes()
+    (copy.parent / "y.tar").write_bytes(content[: int(len(content) * size)])
     refused(copy.parent, "sif", "y.tar", "-o", copy.name, "--force", code=1)
 
 
@@ -376,7 +348,7 @@ def test_a_killed_conversion_leaves_the_old_file_or_none(
     assert target.read_bytes() == b"hsqs the old one" if older else not target.exists()
     convert.convert(Archive(path=folder / "x.tar"), target, Options(format="sqsh"), Silent())
     assert target.read_bytes() == sqsh.read_bytes()
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["x.sqsh", "x.sqsh.sha256"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.sqsh", "x.sqsh.sha256"]
 
 
 def test_a_kill_before_the_checksum_leaves_none(folder: Path, sqsh: Path, tmp_path: Path) -> None:
@@ -403,28 +375,22 @@ def test_mksquashfs_without_zstd_is_told(folder: Path, tmp_path: Path) -> None:
     (programs / "mksquashfs").chmod(0o755)
     env = {"PATH": f"{programs}:{os.environ['PATH']}"}
     target = tmp_path / "x.sqsh"
-    done = imgkit("sif", folder / "x.tar", "-o", target, "--compression", "zstd", env=env)
-    assert done.returncode == 2
-    assert "was built without zstd" in done.stderr
+    result = imgkit("sif", folder / "x.tar", "-o", target, "--compression", "zstd", env=env)
+    assert result.returncode == 2
+    assert "was built without zstd" in result.stderr
     assert not target.exists()
     assert imgkit("sif", folder / "x.tar", "-o", target, env=env).returncode == 0
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
-    disk = tmp_path / "disk"
-    disk.mkdir()
     data = os.urandom(3_000_000)
-    (tmp_path / "x.tar").write_bytes(archive([[*layer(), entry("data", data)]]))
-    output("mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", disk)
-    try:
-        done = imgkit("sif", tmp_path / "x.tar", "-o", disk / "x.sqsh")
-        assert done.returncode != 0
-        assert f"{disk}" in done.stderr
-        assert "on a larger disk" in done.stderr
+    (tmp_path / "x.tar").write_bytes(archive([[*layer(), tar_entry("data", data)]]))
+    with small_disk(tmp_path / "disk", 3 << 10) as disk:
+        result = imgkit("sif", tmp_path / "x.tar", "-o", disk / "x.sqsh")
+        assert result.returncode != 0
+        assert f"{disk}" in result.stderr
+        assert "on a larger disk" in result.stderr
         assert not [*disk.iterdir()]
-    finally:
-        output("umount", disk)
 
 
 @pytest.mark.docker
@@ -443,19 +409,19 @@ def test_an_image_of_the_engine_gives_the_same_files(folder: Path, sqsh: Path, t
 @pytest.mark.soak
 @pytest.mark.skipif(not PYXIS, reason="IMGKIT_PYXIS names no folder with enroot")
 def test_enroot_starts_it(sqsh: Path, as_user: Sequence[str]) -> None:
-    made = public_folder("enroot")
-    made.chmod(0o777)
-    places = [f"{name}={made}/{name}" for name in ("HOME", "XDG_RUNTIME_DIR", "XDG_DATA_HOME")]
-    output(*as_user, "mkdir", *(one.partition("=")[2] for one in places))
-    (made / "rc.local").write_text('exec "$@"\n')
+    folder = public_folder("enroot")
+    folder.chmod(0o777)
+    variables = [f"{name}={folder}/{name}" for name in ("HOME", "XDG_RUNTIME_DIR", "XDG_DATA_HOME")]
+    output(*as_user, "mkdir", *(variable.partition("=")[2] for variable in variables))
+    (folder / "rc.local").write_text('exec "$@"\n')
     # enroot's hook for GPUs asks for programs of NVIDIA.
     paths = (f"PATH={PYXIS}/bin:{os.environ['PATH']}", "NVIDIA_VISIBLE_DEVICES=void")
-    enroot = (*as_user, *places, *paths, "enroot")
+    enroot = (*as_user, *variables, *paths, "enroot")
     try:
         output(*enroot, "create", "-n", "made", sqsh, folder="/")
         assert output(*enroot, "start", "made", folder="/") == "<a b><it's>"
-        words = ("start", "--mount", f"{made}/rc.local:/etc/rc.local", "made", "env")
-        found = output(*enroot, *words, folder="/").splitlines()
-        assert {*ENV} - {"TWICE=1"} <= {*found}
+        args = ("start", "--mount", f"{folder}/rc.local:/etc/rc.local", "made", "env")
+        values = output(*enroot, *args, folder="/").splitlines()
+        assert {*ENV} - {"TWICE=1"} <= {*values}
     finally:
-        output("rm", "-rf", made)
+        output("rm", "-rf", folder)

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from labkit import IMGKIT, output, public_folder
-from layer_reference import Entry
 from stored_images import archive, files_of
+from tars import TarEntry, tar_entry
 
 CAPABILITY = "\x01\x00\x00\x02\x00\x20\x00\x00" + "\x00" * 12
 WHEN = 1_600_000_000
@@ -27,16 +27,12 @@ pytestmark = [
 ]
 
 
-def entry(name: str, data: bytes = b"", kind: bytes = tarfile.REGTYPE, **about: Any) -> Entry:
-    info = tarfile.TarInfo(name)
-    info.type, info.size, info.mtime = kind, len(data), WHEN
-    info.mode = 0o755 if kind == tarfile.DIRTYPE else 0o644
-    for key, value in about.items():
-        setattr(info, key, value)
-    return info, data
+def entry(name: str, data: bytes = b"", kind: bytes = tarfile.REGTYPE, **fields: Any) -> TarEntry:
+    mode = 0o755 if kind == tarfile.DIRTYPE else 0o644
+    return tar_entry(name, data, kind, **{"mode": mode, "mtime": WHEN, **fields})
 
 
-def layers() -> tuple[list[Entry], list[Entry]]:
+def layers() -> tuple[list[TarEntry], list[TarEntry]]:
     folder = tarfile.DIRTYPE
     below = [
         entry("bin", kind=folder),
@@ -108,47 +104,47 @@ def trees(request: pytest.FixtureRequest) -> Iterator[tuple[str, Tree, Tree]]:
             start = _as_user(request.getfixturevalue("user"), request.getfixturevalue("public_imgkit"))
             (folder / "made").mkdir()
             shutil.chown(folder / "made", request.getfixturevalue("user"))
-        found = []
+        trees = []
         for writer, route in (("imgkit", "stream"), ("runtime", "layers")):
             (folder / "made").mkdir(exist_ok=True)
             target = folder / "made" / f"{writer}.sif"
-            done = output(
+            answer = output(
                 *(*start, "sif", folder / "x.tar", "-o", target, "--writer", writer, "--no-test", "--json"),
                 folder="/",
             )
-            assert json.loads(done)["record"]["route"] == route
-            found.append(files_of(target, folder / writer))
-        yield request.param, found[0], found[1]
+            assert json.loads(answer)["record"]["route"] == route
+            trees.append(files_of(target, folder / writer))
+        yield request.param, trees[0], trees[1]
     finally:
         shutil.rmtree(folder)
 
 
 def _as_user(user: str, program: Path) -> tuple[object, ...]:
     """The argv that starts imgkit as `user`, who may not read the folder of this Python."""
-    places = f"{Path(shutil.which('singularity') or '').parent}:/usr/bin:/bin:/usr/sbin:/sbin"
+    path = f"{Path(shutil.which('singularity') or '').parent}:/usr/bin:/bin:/usr/sbin:/sbin"
     home = f"HOME={pwd.getpwnam(user).pw_dir}"
-    env = ("env", "-i", f"PATH={places}", home, "LC_ALL=C.UTF-8")
+    env = ("env", "-i", f"PATH={path}", home, "LC_ALL=C.UTF-8")
     return ("runuser", "-u", user, "--", *env, program)
 
 
-def differences(one: Tree, other: Tree) -> dict[str, list[dict[str, Any]]]:
-    """Path to the values that differ, in `one` and in `other`; empty values for a missing file."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(one.keys() | other.keys()):
-        pair = [one.get(path, {}), other.get(path, {})]
+def differences(first: Tree, second: Tree) -> dict[str, list[dict[str, Any]]]:
+    """Return path -> the values that differ, in `first` and in `second`; a missing file has none."""
+    differing: dict[str, list[dict[str, Any]]] = {}
+    for path in sorted(first.keys() | second.keys()):
+        pair = [first.get(path, {}), second.get(path, {})]
         keys = [key for key in sorted({**pair[0], **pair[1]}) if pair[0].get(key) != pair[1].get(key)]
         if keys:
-            found[path] = [{key: side[key] for key in keys if key in side} for side in pair]
-    return found
+            differing[path] = [{key: side[key] for key in keys if key in side} for side in pair]
+    return differing
 
 
 def test_trees_of_both_writers_differ_in_the_listed_entries_only(trees: tuple[str, Tree, Tree]) -> None:
-    who, of_imgkit, of_runtime = trees
-    found = differences(of_imgkit, of_runtime)
-    own = [path for path in found if RUNTIMES_OWN.fullmatch(path)]
-    assert own
-    assert [path for path in own if path in of_imgkit] == []
-    assert {path: values for path, values in found.items() if path not in own} == ALLOWED[who]
+    user, of_imgkit, of_runtime = trees
+    differing = differences(of_imgkit, of_runtime)
+    runtime_paths = [path for path in differing if RUNTIMES_OWN.fullmatch(path)]
+    assert runtime_paths
+    assert [path for path in runtime_paths if path in of_imgkit] == []
+    assert {path: values for path, values in differing.items() if path not in runtime_paths} == ALLOWED[user]
 
 
 def test_difference_that_is_not_listed_is_found(trees: tuple[str, Tree, Tree]) -> None:
