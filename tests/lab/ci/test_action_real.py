@@ -34,8 +34,8 @@ class Runner:
     def step(self, step: dict[str, Any], **inputs: str) -> subprocess.CompletedProcess[str]:
         values = {f"inputs.{name}": value for name, value in inputs.items()}
         values |= {"github.action_path": str(ROOT / "ci/action"), "runner.temp": str(self.folder)}
-        own = {
-            name: re.sub(r"\$\{\{ (\S+) \}\}", lambda found: values[found[1]], text)
+        env = {
+            name: re.sub(r"\$\{\{ (\S+) \}\}", lambda match: values[match[1]], text)
             for name, text in step.get("env", {}).items()
         }
         files = {name: str(self.folder / name) for name in ("GITHUB_PATH", "GITHUB_OUTPUT")}
@@ -45,7 +45,7 @@ class Runner:
         return subprocess.run(
             ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
             cwd=self.folder / "work",
-            env={**os.environ, **files, **own, "PATH": path.lstrip(":")},
+            env={**os.environ, **files, **env, "PATH": path.lstrip(":")},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -65,8 +65,8 @@ def test_steps_build_and_convert_a_recipe(runner: Runner, standin_notorch: str) 
     (runner.folder / "work" / recipe).write_text(RECIPE)
     try:
         for step in ACTION["runs"]["steps"]:
-            done = runner.step(step, recipe=recipe, base=standin_notorch)
-            assert done.returncode == 0, (step["name"], done.stdout, done.stderr)
+            result = runner.step(step, recipe=recipe, base=standin_notorch)
+            assert result.returncode == 0, (step["name"], result.stdout, result.stderr)
     finally:
         run("docker", "rmi", "--force", f"{name}:latest")
     sif = Path((runner.folder / "GITHUB_OUTPUT").read_text().strip().removeprefix("sif="))
@@ -78,9 +78,9 @@ def test_steps_build_and_convert_a_recipe(runner: Runner, standin_notorch: str) 
 def test_recipe_that_is_a_command_is_no_command(runner: Runner) -> None:
     (runner.folder / "GITHUB_PATH").write_text(f"{Path(sys.executable).parent}\n")
     step = next(step for step in ACTION["runs"]["steps"] if step["name"] == "build and test")
-    done = runner.step(step, recipe='$(touch "made")"; touch made #', base="")
-    assert done.returncode == 2
-    assert "no recipe" in done.stderr, done.stderr
+    result = runner.step(step, recipe='$(touch "made")"; touch made #', base="")
+    assert result.returncode == 2
+    assert "no recipe" in result.stderr, result.stderr
     assert not (runner.folder / "work/made").exists()
 
 

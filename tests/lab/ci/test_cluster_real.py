@@ -14,23 +14,23 @@ pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("cluster")]
 
 def keepers(state: Path) -> list[str]:
     """Processes that still name this cluster's folder on their command line."""
-    found = []
+    command_lines = []
     for folder in Path("/proc").iterdir():
         try:
-            words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            argv = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
         except OSError:
             continue
-        if folder.name.isdigit() and int(folder.name) != os.getpid() and str(state) in words:
-            found.append(" ".join(words))
-    return found
+        if folder.name.isdigit() and int(folder.name) != os.getpid() and str(state) in argv:
+            command_lines.append(" ".join(argv))
+    return command_lines
 
 
 @pytest.fixture(scope="module", params=SLURMS)
 def up(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    made = Cluster(state=Path(f"/tmp/imgkit-test-cluster-{os.getpid()}"))
-    made.up(2, release=request.param)
-    yield made
-    made.down()
+    cluster = Cluster(state=Path(f"/tmp/imgkit-test-cluster-{os.getpid()}"))
+    cluster.up(2, release=request.param)
+    yield cluster
+    cluster.down()
 
 
 def test_job_runs_on_two_nodes(up: Cluster) -> None:
@@ -39,8 +39,8 @@ def test_job_runs_on_two_nodes(up: Cluster) -> None:
 
 
 def test_ordinary_user_gets_gpus(up: Cluster) -> None:
-    done = up("--user", "srun", "-N1", "--gres=gpu:2", "printenv", "CUDA_VISIBLE_DEVICES", "USER")
-    assert done.stdout.split() == ["0,1", "researcher"]
+    result = up("--user", "srun", "-N1", "--gres=gpu:2", "printenv", "CUDA_VISIBLE_DEVICES", "USER")
+    assert result.stdout.split() == ["0,1", "researcher"]
 
 
 def test_nodes_reach_each_other_by_ssh(up: Cluster) -> None:
@@ -48,9 +48,9 @@ def test_nodes_reach_each_other_by_ssh(up: Cluster) -> None:
 
 
 def test_unknown_node_is_refused(up: Cluster) -> None:
-    done = up("exec", "node9", "--", "true")
-    assert done.returncode == 1
-    assert "node9 is not up" in done.stderr
+    result = up("exec", "node9", "--", "true")
+    assert result.returncode == 1
+    assert "node9 is not up" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -62,20 +62,20 @@ def test_unknown_node_is_refused(up: Cluster) -> None:
     ids=["no network", "not root"],
 )
 def test_release_that_cannot_be_fetched_is_a_reason(start: tuple[str, ...], reason: str) -> None:
-    done = run(*start, "/usr/bin/python3", LAB / "cluster", "fetch", "nosuch")
-    if "can't open file" in done.stderr:
+    result = run(*start, "/usr/bin/python3", LAB / "cluster", "fetch", "nosuch")
+    if "can't open file" in result.stderr:
         pytest.skip("an ordinary user cannot read this checkout")
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("cluster: Debian nosuch's slurm is not here: ")
-    assert reason in done.stderr.splitlines()[-1]
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("cluster: Debian nosuch's slurm is not here: ")
+    assert reason in result.stderr.splitlines()[-1]
     assert not list(Path("/var/cache/imgkit-lab").glob("*nosuch*"))
 
 
 def test_down_leaves_nothing() -> None:
-    made = Cluster(state=Path(f"/tmp/imgkit-test-cluster-down-{os.getpid()}"))
-    made.up(1, "--no-slurm", "--no-ssh")
-    assert keepers(made.state)
-    assert made("down").returncode == 0
-    assert not keepers(made.state)
-    assert not made.state.exists()
-    assert made("exec", "node1", "--", "true").returncode == 1
+    cluster = Cluster(state=Path(f"/tmp/imgkit-test-cluster-down-{os.getpid()}"))
+    cluster.up(1, "--no-slurm", "--no-ssh")
+    assert keepers(cluster.state)
+    assert cluster("down").returncode == 0
+    assert not keepers(cluster.state)
+    assert not cluster.state.exists()
+    assert cluster("exec", "node1", "--", "true").returncode == 1

@@ -16,6 +16,6 @@ def test_every_part_runs_on_a_cpu(standin: str, tmp_path: Path) -> None:
     mounts = [f"--volume={folder}:{folder}" for folder in (ROOT, tmp_path)]
     text = docker("run", "--rm", "--network=none", *mounts, standin, ROOT / "ci/gpu", "--rehearse", file)
     parts = json.loads(file.read_text())["parts"]
-    assert [name for name, found in parts.items() if "failed" in found] == []
+    assert [name for name, results in parts.items() if "failed" in results] == []
     assert parts["resume"]["bitwise"]
     assert "GPT 110M, bf16, eager" in text

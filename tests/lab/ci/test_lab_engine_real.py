@@ -35,15 +35,15 @@ def answers(folder: Path) -> bool:
 
 def processes(folder: Path) -> list[str]:
     """Command lines that name this engine's folder."""
-    found = []
+    command_lines = []
     for entry in Path("/proc").iterdir():
         try:
             line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
         if entry.name.isdigit() and str(folder) in line and "ci/lab/engine" not in line:
-            found.append(line)
-    return found
+            command_lines.append(line)
+    return command_lines
 
 
 def mounts(folder: Path) -> list[str]:
@@ -52,7 +52,7 @@ def mounts(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
+def folder() -> Iterator[Path]:
     # Short, since a socket's path is limited; with a space, since a checkout's path may have one.
     folder = Path(f"/tmp/imgkit engine {os.getpid()}")
     yield folder
@@ -65,74 +65,74 @@ def place() -> Iterator[Path]:
     [(), ("--podman",), ("--rootless",), ("--podman", "--rootless")],
     ids=["docker", "podman", "rootless", "rootless-podman"],
 )
-def test_engine_starts_and_stops_cleanly(place: Path, options: tuple[str, ...]) -> None:
+def test_engine_starts_and_stops_cleanly(folder: Path, options: tuple[str, ...]) -> None:
     with contextlib.ExitStack() as stack:
         owner = (stack.enter_context(ordinary_user()),) if "--rootless" in options else ()
-        assert engine("status", place).returncode == 1
-        started = engine("start", place, *options, *owner)
+        assert engine("status", folder).returncode == 1
+        started = engine("start", folder, *options, *owner)
         assert started.returncode == 0, started.stderr
-        assert answers(place)
-        again = engine("start", place, *options, *owner)
+        assert answers(folder)
+        again = engine("start", folder, *options, *owner)
         assert "answers already" in again.stderr
-        stopped = engine("stop", place)
+        stopped = engine("stop", folder)
         assert stopped.returncode == 0, stopped.stderr
-        assert not answers(place)
-        assert processes(place) == []
-        assert mounts(place) == []
+        assert not answers(folder)
+        assert processes(folder) == []
+        assert mounts(folder) == []
         for user in owner:
             # Another process than a dead one would keep the user from being removed.
             states = run("ps", "-o", "stat=", "--user", user).stdout.split()
             assert [state for state in states if not state.startswith("Z")] == []
 
 
-def test_newer_engine_keeps_images_in_containerd(place: Path) -> None:
-    started = engine("start", place, "--debian", "sid", "--store", "containerd")
+def test_newer_engine_keeps_images_in_containerd(folder: Path) -> None:
+    started = engine("start", folder, "--debian", "sid", "--store", "containerd")
     assert started.returncode == 0, started.stderr
-    env = {"DOCKER_HOST": f"unix://{place}/docker.sock"}
+    env = {"DOCKER_HOST": f"unix://{folder}/docker.sock"}
     assert "io.containerd.snapshotter" in output("docker", "info", "--format", "{{.DriverStatus}}", env=env)
-    assert engine("stop", place).returncode == 0
-    assert processes(place) == []
-    assert mounts(place) == []
+    assert engine("stop", folder).returncode == 0
+    assert processes(folder) == []
+    assert mounts(folder) == []
 
 
 @pytest.mark.parametrize(
-    "words",
+    "options",
     [("--store", "btrfs"), ("--debian", "../x"), ("--debian",), ("--podman", "--store", "containerd")],
 )
-def test_unknown_store_or_release_refused(place: Path, words: tuple[str, ...]) -> None:
-    assert engine("start", place, *words).returncode != 0
-    assert not place.exists()
+def test_unknown_store_or_release_refused(folder: Path, options: tuple[str, ...]) -> None:
+    assert engine("start", folder, *options).returncode != 0
+    assert not folder.exists()
 
 
 def test_machines_own_engine_is_never_another_release() -> None:
-    done = run(LAB / "engine", "start", "--debian", "sid")
-    assert done.returncode == 2
-    assert "--private" in done.stderr
+    result = run(LAB / "engine", "start", "--debian", "sid")
+    assert result.returncode == 2
+    assert "--private" in result.stderr
 
 
-def test_machines_own_engine_keeps_its_bridge(place: Path) -> None:
+def test_machines_own_engine_keeps_its_bridge(folder: Path) -> None:
     bridge = Path("/sys/class/net/docker0")
     before = bridge.exists()
-    engine("start", place)
+    engine("start", folder)
     assert bridge.exists() == before
 
 
-def test_stop_leaves_a_foreign_engine(place: Path) -> None:
-    assert engine("start", place).returncode == 0
-    note = place / "started"
+def test_stop_leaves_a_foreign_engine(folder: Path) -> None:
+    assert engine("start", folder).returncode == 0
+    note = folder / "started"
     ours = note.read_text()
     for foreign in (None, "4194304 1\n"):  # no note of a start; the note of one that is long dead
         note.unlink() if foreign is None else note.write_text(foreign)
-        assert "nothing to stop" in engine("stop", place).stderr
-        assert answers(place)
+        assert "nothing to stop" in engine("stop", folder).stderr
+        assert answers(folder)
     note.write_text(ours)
 
 
-def test_stop_checks_more_than_the_pid(place: Path) -> None:
-    place.mkdir()
+def test_stop_checks_more_than_the_pid(folder: Path) -> None:
+    folder.mkdir()
     bystander = subprocess.Popen(["sleep", "60"])
-    (place / "started").write_text(f"{bystander.pid} 1\n")  # its pid, another one's start time
-    engine("stop", place)
+    (folder / "started").write_text(f"{bystander.pid} 1\n")  # its pid, another one's start time
+    engine("stop", folder)
     time.sleep(0.2)
     alive = bystander.poll() is None
     bystander.kill()
@@ -140,19 +140,19 @@ def test_stop_checks_more_than_the_pid(place: Path) -> None:
     assert alive
 
 
-def test_stop_cleans_up_after_a_killed_engine(place: Path) -> None:
-    assert engine("start", place).returncode == 0
-    pid = int((place / "started").read_text().split()[0])
+def test_stop_cleans_up_after_a_killed_engine(folder: Path) -> None:
+    assert engine("start", folder).returncode == 0
+    pid = int((folder / "started").read_text().split()[0])
     os.kill(pid, signal.SIGKILL)
-    assert engine("stop", place).returncode == 0
-    assert processes(place) == []
-    assert mounts(place) == []
+    assert engine("stop", folder).returncode == 0
+    assert processes(folder) == []
+    assert mounts(folder) == []
 
 
-def test_failing_engine_quotes_its_log(place: Path) -> None:
-    place.mkdir()
-    (place / "data").write_text("a file where the engine needs a folder")
-    done = engine("start", place)
-    assert done.returncode == 4
-    assert str(place / "data") in done.stderr
-    assert processes(place) == []
+def test_failing_engine_quotes_its_log(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "data").write_text("a file where the engine needs a folder")
+    result = engine("start", folder)
+    assert result.returncode == 4
+    assert str(folder / "data") in result.stderr
+    assert processes(folder) == []

@@ -2,44 +2,37 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-from labkit import LAB, output, run
+from labkit import LAB, inspect_image, output, run
 
 pytestmark = pytest.mark.docker
 
 
-def config(image: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(output("docker", "image", "inspect", image))[0]
-    return found
-
-
 def test_standin_says_what_it_is(standin: str) -> None:
-    found = config(standin)
-    assert found["Config"]["Labels"]["imgkit.standin"] == "1"
+    image = inspect_image(standin)
+    assert image["Config"]["Labels"]["imgkit.standin"] == "1"
     text = output("docker", "run", "--rm", "--network", "none", standin, "cat", "/etc/imgkit-standin")
     assert "no NVIDIA software" in text
 
 
 def test_second_run_changes_nothing(standin: str) -> None:
-    before = config(standin)["Id"]
+    before = inspect_image(standin)["Id"]
     assert "up to date" in run(LAB / "base-image").stderr
-    assert config(standin)["Id"] == before
+    assert inspect_image(standin)["Id"] == before
 
 
 def test_standin_has_a_working_torch(standin: str) -> None:
     code = "import torch; print(torch.distributed.is_gloo_available(), torch.cuda.is_available())"
-    done = run("docker", "run", "--rm", "--network", "none", standin, "python3", "-c", code)
-    assert done.stdout.split() == ["True", "False"]
+    result = run("docker", "run", "--rm", "--network", "none", standin, "python3", "-c", code)
+    assert result.stdout.split() == ["True", "False"]
 
 
 def test_small_standin_has_no_torch(standin_notorch: str) -> None:
-    done = run(
+    result = run(
         "docker",
         "run",
         "--rm",
@@ -50,8 +43,8 @@ def test_small_standin_has_no_torch(standin_notorch: str) -> None:
         "-c",
         "import torch",
     )
-    assert done.returncode == 1
-    assert "No module named 'torch'" in done.stderr
+    assert result.returncode == 1
+    assert "No module named 'torch'" in result.stderr
 
 
 def test_pip_works_in_a_build_where_it_works_here(standin_notorch: str, tmp_path: Path) -> None:
@@ -71,7 +64,7 @@ def test_pip_works_in_a_build_where_it_works_here(standin_notorch: str, tmp_path
 
 @pytest.mark.qemu
 def test_arm64_standin_runs_here(standin_arm64_notorch: str) -> None:
-    assert config(standin_arm64_notorch)["Architecture"] == "arm64"
+    assert inspect_image(standin_arm64_notorch)["Architecture"] == "arm64"
     code = "import platform; print(platform.machine())"
-    done = run("docker", "run", "--rm", "--network", "none", standin_arm64_notorch, "python3", "-c", code)
-    assert done.stdout.strip() == "aarch64"
+    result = run("docker", "run", "--rm", "--network", "none", standin_arm64_notorch, "python3", "-c", code)
+    assert result.stdout.strip() == "aarch64"

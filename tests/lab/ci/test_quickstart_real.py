@@ -20,8 +20,8 @@ pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_gro
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A copy of this checkout without what was made in it."""
     copy = tmp_path_factory.mktemp("quick start") / "imgkit"
-    made = (".git", ".venv*", "build", "dist", ".*_cache", "__pycache__", ".hypothesis", "*.sif", "*.tar")
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*made), symlinks=True)
+    patterns = (".git", ".venv*", "build", "dist", ".*_cache", "__pycache__", ".hypothesis", "*.sif", "*.tar")
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*patterns), symlinks=True)
     yield copy
     shutil.rmtree(copy)
 
@@ -41,8 +41,8 @@ def test_interrupt_ends_it_cleanly(checkout: Path, tmp_path: Path) -> None:
         start_new_session=True,
     )
     assert process.stdout is not None
-    begun = iter(process.stdout.readline, "")
-    assert any("ci/lab/venv" in line for line in begun)
+    lines = iter(process.stdout.readline, "")
+    assert any("ci/lab/venv" in line for line in lines)
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130, output
@@ -52,7 +52,7 @@ def test_interrupt_ends_it_cleanly(checkout: Path, tmp_path: Path) -> None:
 def test_quickstart_trains_to_a_falling_loss(checkout: Path, tmp_path: Path, standin: str) -> None:
     had_image = has_image("mn5")
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             [checkout / "ci/quickstart"],
             cwd=tmp_path,
             stdin=subprocess.DEVNULL,
@@ -64,9 +64,9 @@ def test_quickstart_trains_to_a_falling_loss(checkout: Path, tmp_path: Path, sta
     finally:
         if not had_image:
             subprocess.run(["docker", "image", "rm", "mn5"], capture_output=True)
-    assert done.returncode == 0, done.stdout[-6000:]
-    assert f"+ imgkit build mn5 --base {standin}" in done.stdout
-    fell = re.search(r"the loss fell from ([0-9.]+) to ([0-9.]+)", done.stdout)
+    assert result.returncode == 0, result.stdout[-6000:]
+    assert f"+ imgkit build mn5 --base {standin}" in result.stdout
+    fell = re.search(r"the loss fell from ([0-9.]+) to ([0-9.]+)", result.stdout)
     assert fell is not None
     assert float(fell[2]) < float(fell[1])
     assert list(tmp_path.iterdir()) == []

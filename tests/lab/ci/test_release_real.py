@@ -26,12 +26,12 @@ def test_release_is_built_twice_and_tried(tmp_path: Path, standin: str) -> None:
         text = (copy / name).read_text()
         (copy / name).write_text(re.sub(old, new, text, count=1, flags=re.MULTILINE))
     output("git", "-c", "user.name=x", "-c", "user.email=x@code.test", "commit", "-qam", "x", folder=copy)
-    done = subprocess.run(
+    result = subprocess.run(
         [copy / "ci/release", "--base", standin], capture_output=True, text=True, timeout=900
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("PASSED") == 2
-    assert done.stdout.count("+ dist-train") == done.stdout.count("+ imgkit build") == 1
-    assert f"git tag -a v{version} " in done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.count("PASSED") == 2
+    assert result.stdout.count("+ dist-train") == result.stdout.count("+ imgkit build") == 1
+    assert f"git tag -a v{version} " in result.stdout
     assert "### Added" in (copy / "build/release/notes.md").read_text()
     assert "](https://code.test/imgkit/blob/" in (copy / "build/release/one/README.md").read_text()

@@ -41,9 +41,9 @@ def take(lines: list[str], start: str) -> str:
     return lines.pop(0)
 
 
-def shell(line: str, folder: Path, *more: str) -> str:
+def shell(line: str, folder: Path, *args: str) -> str:
     """What a line of a page prints when it is typed in `folder` with `more` words at its end."""
-    typed = re.sub(r"^imgkit ", lambda _: shlex.join(IMGKIT) + " ", " ".join((line, *more)))
+    typed = re.sub(r"^imgkit ", lambda _: shlex.join(IMGKIT) + " ", " ".join((line, *args)))
     return output("bash", "-c", typed, folder=folder, env={"XDG_STATE_HOME": str(folder / "state")})
 
 
@@ -53,10 +53,10 @@ def folder() -> Iterator[Path]:
     names = ("cpu:latest", "mn5:latest", "mine:latest", "letters:latest")
     before = docker("images", "--format", "{{.Repository}}:{{.Tag}}").split()
     # Not pytest's own folder: jobs of the cluster's ordinary user run here.
-    made = Path(f"/tmp/imgkit-start-{os.getpid()}")
-    made.mkdir(mode=0o777)
-    yield made
-    shutil.rmtree(made)
+    folder = Path(f"/tmp/imgkit-start-{os.getpid()}")
+    folder.mkdir(mode=0o777)
+    yield folder
+    shutil.rmtree(folder)
     run("docker", "rmi", *(name for name in names if name not in before))
 
 
@@ -135,12 +135,12 @@ def test_cluster_page_runs_jobs_of_two_nodes(folder: Path, standin: str) -> None
     env = {"XDG_STATE_HOME": str(folder / "state"), "BASH_FUNC_module%%": "() { :; }"}
 
     def typed(line: str) -> str:
-        words = line.replace(" -- ", f" {' '.join(ON_CPU)} -- ").removeprefix("imgkit ").split()
-        if words[0] == "run":
-            words.insert(1, "--detach")
-        done = cluster("exec", "login", "--cwd", folder, "--", *IMGKIT, *words, env=env)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
+        args = line.replace(" -- ", f" {' '.join(ON_CPU)} -- ").removeprefix("imgkit ").split()
+        if args[0] == "run":
+            args.insert(1, "--detach")
+        result = cluster("exec", "login", "--cwd", folder, "--", *IMGKIT, *args, env=env)
+        assert result.returncode == 0, result.stderr
+        return result.stdout.strip()
 
     cluster.up(2, "--cpus", "80")
     try:
@@ -230,8 +230,8 @@ def test_start_page_takes_a_program_to_two_nodes(folder: Path, standin: str) -> 
     story = [line for line in commands("README.md") if not line.startswith(by_hand)][:4]
     assert story[:2] == [line for line in lines if line.startswith(("imgkit remote", "imgkit init"))]
     assert [line.startswith("imgkit fetch") for line in lines].index(True) < 8  # from clone to results
-    place = Path(f"/tmp/imgkit-page-{os.getpid()}")
-    cluster = Cluster(state=place / "c")
+    site_folder = Path(f"/tmp/imgkit-page-{os.getpid()}")
+    cluster = Cluster(state=site_folder / "c")
     for name, text in PROJECT.items():
         (folder / "far" / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / "far" / name).write_text(text)
@@ -239,21 +239,21 @@ def test_start_page_takes_a_program_to_two_nodes(folder: Path, standin: str) -> 
         "git init -q && git add . && git -c user.name=me -c user.email=me@here commit -qm one", folder / "far"
     )
     with ExitStack() as stack:
-        far = stack.enter_context(far_host(place))
+        far = stack.enter_context(far_host(site_folder))
         start_site(stack, far, cluster)
         shell(take(lines, "git clone").replace("https://github.com/me/letters.git", "far letters"), folder)
         clone = folder / take(lines, "cd ").removeprefix("cd ")
 
         def typed(line: str, *flags: object) -> str:
-            words = shlex.split(line)[1:]
-            split = words.index("--") if "--" in words else len(words)
-            argv = (*words[:split], *flags, *words[split:])
-            done = far.imgkit(*argv, folder=clone)
+            args = shlex.split(line)[1:]
+            split = args.index("--") if "--" in args else len(args)
+            argv = (*args[:split], *flags, *args[split:])
+            result = far.imgkit(*argv, folder=clone)
             # gloo of torch 2.13 seldom ends a program that is done by SIGABRT, as it ends itself.
-            if done.returncode and "terminate called without an active exception" in done.stdout:
-                done = far.imgkit(*argv, folder=clone)
-            assert done.returncode == 0, done.stdout + done.stderr
-            return done.stdout + done.stderr
+            if result.returncode and "terminate called without an active exception" in result.stdout:
+                result = far.imgkit(*argv, folder=clone)
+            assert result.returncode == 0, result.stdout + result.stderr
+            return result.stdout + result.stderr
 
         def run_line(line: str = "") -> tuple[str, str]:
             """What `line`, or the next run of the page, prints, and its job."""
@@ -265,13 +265,15 @@ def test_start_page_takes_a_program_to_two_nodes(folder: Path, standin: str) -> 
             return text, job[1]
 
         typed(
-            re.sub(r"me@\S+", f"far:{place}/store", take(lines, "imgkit remote add mn5")), "--transfer", "far"
+            re.sub(r"me@\S+", f"far:{site_folder}/store", take(lines, "imgkit remote add mn5")),
+            "--transfer",
+            "far",
         )
         typed(take(lines, "imgkit init"))
         assert (clone / "train.py").read_text() == PROJECT["train.py"]
         page = (ROOT / CLUSTER_PAGE).read_text(encoding="utf-8")
-        stated = page.split("```yaml\n")[1].split("```")[0].replace("tqdm>=4", "numpy>=1")
-        assert set(stated.splitlines()) <= set((clone / "letters.yaml").read_text().splitlines())
+        recipe_lines = page.split("```yaml\n")[1].split("```")[0].replace("tqdm>=4", "numpy>=1")
+        assert set(recipe_lines.splitlines()) <= set((clone / "letters.yaml").read_text().splitlines())
         assert "all_reduce of ones: 4" in run_line()[0]
         text, job = run_line()
         assert "trained 40 steps in /workspace\n" in text
@@ -284,14 +286,14 @@ def test_start_page_takes_a_program_to_two_nodes(folder: Path, standin: str) -> 
         image = ("singularity", "exec", "--pwd", "/workspace", clone / "letters.sif")
         assert "Read-only file system" in run(*image, "mkdir", "out").stderr
         assert "--pwd /srv" in typed("imgkit shell letters.sif --dry-run --workdir /srv")
-        words = ("run", "letters.sif", "--workdir", ".", "-A", "a", "--qos", "acc_debug", "--time", "5m")
+        args = ("run", "letters.sif", "--workdir", ".", "-A", "a", "--qos", "acc_debug", "--time", "5m")
         train = (*ON_CPU, "--", "dist-run", "train.py", "config/small.py", "--steps=10")
-        named = shell(shlex.join(("imgkit", *words, "--dry-run", *train)).replace("--workdir . ", ""), clone)
+        named = shell(shlex.join(("imgkit", *args, "--dry-run", *train)).replace("--workdir . ", ""), clone)
         assert "--pwd /workspace" in named.replace("\\\n    ", "")
         env = {"XDG_STATE_HOME": str(folder / "state"), "BASH_FUNC_module%%": "() { :; }"}
-        done = cluster("exec", "login", "--cwd", clone, "--", *IMGKIT, *words, *train, env=env)
-        assert done.returncode == 0, done.stderr
-        assert f"trained 10 steps in {clone}\n" in done.stdout
+        result = cluster("exec", "login", "--cwd", clone, "--", *IMGKIT, *args, *train, env=env)
+        assert result.returncode == 0, result.stderr
+        assert f"trained 10 steps in {clone}\n" in result.stdout
         assert (clone / "out/model.pt").is_file()
         # The same image under Docker.
         (folder / "laptop.yaml").write_text("extends: cpu\nimage: {workdir: /workspace}\n")

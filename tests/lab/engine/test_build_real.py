@@ -86,8 +86,8 @@ def test_build_is_tested_labelled_and_repeatable(
     file = write("small", "echo hello > /hello")
     first = build(file, standin_notorch)
     assert first["standin"] is True
-    assert {one["verdict"] for one in first["checks"]} <= {"ok", "skip"}
-    assert {one["name"] for one in first["checks"]} >= {"arch", "python", "pip", "manifest", "dist-env"}
+    assert {check["verdict"] for check in first["checks"]} <= {"ok", "skip"}
+    assert {check["name"] for check in first["checks"]} >= {"arch", "python", "pip", "manifest", "dist-env"}
     labels = first["labels"]
     assert labels["org.opencontainers.image.title"] == file.stem
     assert labels["org.opencontainers.image.base.name"] == standin_notorch
@@ -113,16 +113,16 @@ def test_build_is_tested_labelled_and_repeatable(
     assert before["packed"] < 1.45e6
     assert sum(name.endswith(".pyc") for name in before["digests"]) > 100
 
-    shown = "\n".join(engines.image_facts(f"{file.stem}:latest").lines())
-    assert shown.startswith("STAND-IN")
+    facts = "\n".join(engines.image_facts(f"{file.stem}:latest").lines())
+    assert facts.startswith("STAND-IN")
     baked = docker("run", "--rm", "--entrypoint", "cat", f"{file.stem}:latest", "/opt/imgkit/manifest.json")
     assert json.loads(baked)["base"]["probe"]["python"]
     assert json.loads(baked)["base"]["digest"] == ""
 
 
 def test_torch_of_the_base_is_checked(write: Callable[..., Path], standin: str) -> None:
-    found = build(write("torch"), standin)
-    (torch,) = (one for one in found["checks"] if one["name"] == "torch")
+    built = build(write("torch"), standin)
+    (torch,) = (check for check in built["checks"] if check["name"] == "torch")
     assert torch["verdict"] == "ok"
     assert torch["found"][0].isdigit()
 
@@ -143,11 +143,11 @@ def test_new_pip_conflict_keeps_old_tag(write: Callable[..., Path], standin_noto
 def test_failing_step_names_line_and_log(write: Callable[..., Path], standin_notorch: str) -> None:
     marker = f"mark-{uuid.uuid4()}"
     file = write("fails", "echo fine", f"echo why-it-failed >&2; exit 7 # {marker}")
-    done = imgkit("build", file, "--base", standin_notorch)
-    assert done.returncode == 4
-    assert f"{file.name}:6: step " in done.stderr
-    assert "\n     why-it-failed\n" in done.stderr
-    assert "returned a non-zero code: 7" in done.stderr
+    result = imgkit("build", file, "--base", standin_notorch)
+    assert result.returncode == 4
+    assert f"{file.name}:6: step " in result.stderr
+    assert "\n     why-it-failed\n" in result.stderr
+    assert "returned a non-zero code: 7" in result.stderr
     assert not running(marker)
     assert subprocess.run(["docker", "inspect", f"{file.stem}:latest"], capture_output=True).returncode == 1
 
@@ -159,12 +159,12 @@ def test_log_of_a_build_shows_what_check_shows(
     url, stars = "https://ana:hunter2pw@pip.invalid/simple", "https://*************@pip.invalid/simple"
     env = f"  env: {{MY_INDEX: '{url}'}}\n"
     file = write(f"leaks-{builder}", f"echo index {url} $MY_INDEX; DB_PASS=hunter2pw exit 3", extra=env)
-    done = imgkit("build", file, "--base", standin_notorch, "--builder", builder, "--no-cache", "-v")
-    assert done.returncode == 4
-    assert [line.strip() for line in done.stderr.splitlines()].count(f"index {stars} {stars}") >= 1
-    kept = [one.read_text() for one in (home / "state").rglob("*") if one.is_file()]
-    assert any(f"index {stars}" in text for text in kept)
-    for text in (imgkit("check", file).stderr, done.stdout + done.stderr, *kept):
+    result = imgkit("build", file, "--base", standin_notorch, "--builder", builder, "--no-cache", "-v")
+    assert result.returncode == 4
+    assert [line.strip() for line in result.stderr.splitlines()].count(f"index {stars} {stars}") >= 1
+    texts = [path.read_text() for path in (home / "state").rglob("*") if path.is_file()]
+    assert any(f"index {stars}" in text for text in texts)
+    for text in (imgkit("check", file).stderr, result.stdout + result.stderr, *texts):
         assert "hunter2pw" not in text
 
 
@@ -192,8 +192,8 @@ def test_interrupted_build_leaves_no_container(
     assert subprocess.run(["docker", "inspect", f"{file.stem}:latest"], capture_output=True).returncode == 1
 
 
-@pytest.mark.parametrize("what", ["export", "run"])
-def test_killed_helper_container_is_removed(home: Path, standin_notorch: str, what: str) -> None:
+@pytest.mark.parametrize("purpose", ["export", "run"])
+def test_killed_helper_container_is_removed(home: Path, standin_notorch: str, purpose: str) -> None:
     marker = f"mark-{uuid.uuid4()}"
     program = f"""
 import os, signal, threading
@@ -204,38 +204,38 @@ def die():
     print("now", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 with connect() as engine:
-    if {what!r} == "export":
+    if {purpose!r} == "export":
         with created(engine, {standin_notorch!r}, ["true", {marker!r}], purpose="export", platform=HERE):
             die()
     threading.Timer(2, die).start()
     run(engine, {standin_notorch!r}, ["sh", "-c", "sleep 300 # {marker}"], platform=HERE)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "now\n"), done.stderr
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (process.returncode, process.stdout) == (-signal.SIGKILL, "now\n"), process.stderr
     until(lambda: not running(marker), told=lambda: "the container is still there")
 
 
 def test_standin_must_be_named(write: Callable[..., Path], standin_notorch: str) -> None:
-    done = imgkit("build", write("standin", base=standin_notorch))
-    assert done.returncode == 2
-    assert f"--base {standin_notorch}" in done.stderr
+    result = imgkit("build", write("standin", base=standin_notorch))
+    assert result.returncode == 2
+    assert f"--base {standin_notorch}" in result.stderr
 
 
 def test_other_architecture_is_refused_early(
     write: Callable[..., Path], standin_notorch: str, home: Path
 ) -> None:
     file = write("arch", "true", extra="  platform: linux/arm64\n")
-    done = imgkit("build", file, "--base", standin_notorch)
-    assert done.returncode == 2
-    assert "is linux/amd64, the build is for linux/arm64" in done.stderr
+    result = imgkit("build", file, "--base", standin_notorch)
+    assert result.returncode == 2
+    assert "is linux/amd64, the build is for linux/arm64" in result.stderr
     assert not (home / "state" / "imgkit" / "builds").exists()
 
 
 def test_unreachable_registry_is_said(write: Callable[..., Path]) -> None:
     file = write("far")
-    done = imgkit("build", file)
-    assert done.returncode == 4
-    assert f"{file.name}:3: pull registry.invalid/base:1" in done.stderr
+    result = imgkit("build", file)
+    assert result.returncode == 4
+    assert f"{file.name}:3: pull registry.invalid/base:1" in result.stderr
 
 
 @pytest.mark.qemu
@@ -243,9 +243,9 @@ def test_arm64_is_built_and_tested_by_emulator(
     write: Callable[..., Path], standin_arm64_notorch: str
 ) -> None:
     file = write("arm", extra="  platform: linux/arm64\n")
-    found = build(file, standin_arm64_notorch)
-    assert found["platform"] == "linux/arm64"
-    assert ("arch", "aarch64") in {(one["name"], one["found"]) for one in found["checks"]}
+    built = build(file, standin_arm64_notorch)
+    assert built["platform"] == "linux/arm64"
+    assert ("arch", "aarch64") in {(check["name"], check["found"]) for check in built["checks"]}
 
 
 def test_odd_label_values_survive(write: Callable[..., Path], standin_notorch: str) -> None:
@@ -253,7 +253,7 @@ def test_odd_label_values_survive(write: Callable[..., Path], standin_notorch: s
 
     value = 'a "b" $HOME \\n ${x} é = end\\'
     text = f"FROM {standin_notorch}\n" + _label_instruction({"k": value})
-    done = subprocess.run(
+    process = subprocess.run(
         ["docker", "build", "--quiet", "--tag", f"{PREFIX}-label", "-"],
         input=text,
         capture_output=True,
@@ -262,7 +262,7 @@ def test_odd_label_values_survive(write: Callable[..., Path], standin_notorch: s
         env={**os.environ, "DOCKER_BUILDKIT": "0"},
     )
     try:
-        labels = json.loads(docker("inspect", "--format", "{{json .Config.Labels}}", done.stdout.strip()))
+        labels = json.loads(docker("inspect", "--format", "{{json .Config.Labels}}", process.stdout.strip()))
     finally:
         docker("rmi", f"{PREFIX}-label")
     assert labels["k"] == value

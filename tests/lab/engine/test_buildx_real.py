@@ -74,9 +74,9 @@ class RefusingEngine(socketserver.StreamRequestHandler):
                     self.connection.sendall(f"{head}Connection: close\r\n\r\n".encode() + answer)
                     break
                 target.sendall(data)
-        for one in (source, target):
+        for connection in (source, target):
             with contextlib.suppress(OSError):
-                one.shutdown(socket.SHUT_RDWR if source is self.connection else socket.SHUT_WR)
+                connection.shutdown(socket.SHUT_RDWR if source is self.connection else socket.SHUT_WR)
 
 
 def test_buildx_builds_where_the_classic_builder_is_refused(
@@ -88,28 +88,28 @@ def test_buildx_builds_where_the_classic_builder_is_refused(
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with monkeypatch.context() as patch:  # the end of `home` asks the engine itself
             patch.setenv("DOCKER_HOST", f"unix://{home}/relay.sock")
-            done = imgkit("build", file, "--base", standin_notorch, "--no-test")
-            asked = imgkit("build", file, "--base", standin_notorch, "--no-test", "--builder", "classic")
+            result = imgkit("build", file, "--base", standin_notorch, "--no-test")
+            classic = imgkit("build", file, "--base", standin_notorch, "--no-test", "--builder", "classic")
         server.shutdown()
-    assert done.returncode == 0, done.stderr
-    assert "the engine refuses its classic builder, so buildx builds: " in done.stderr
-    assert (asked.returncode, "the classic builder is gone" in asked.stderr) == (4, True)
+    assert result.returncode == 0, result.stderr
+    assert "the engine refuses its classic builder, so buildx builds: " in result.stderr
+    assert (classic.returncode, "the classic builder is gone" in classic.stderr) == (4, True)
 
 
 def test_failing_step_names_its_line(home: Path, standin_notorch: str) -> None:
     file = recipe(home, "echo fine", "echo why-it-failed >&2; exit 7")
-    done = imgkit("build", file, "--base", standin_notorch, "--builder", "buildx")
-    assert done.returncode == 4
-    assert f"{file.name}:6: step " in done.stderr
-    assert "\n     why-it-failed\n" in done.stderr
+    result = imgkit("build", file, "--base", standin_notorch, "--builder", "buildx")
+    assert result.returncode == 4
+    assert f"{file.name}:6: step " in result.stderr
+    assert "\n     why-it-failed\n" in result.stderr
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.soak), signal.SIGINT])
 def test_interrupted_build_leaves_no_step(home: Path, standin_notorch: str, number: signal.Signals) -> None:
     file = recipe(home, f"sleep {MARK}")
-    words = [*IMGKIT, "build", str(file), "--base", standin_notorch, "--builder", "buildx"]
+    argv = [*IMGKIT, "build", str(file), "--base", standin_notorch, "--builder", "buildx"]
     run("docker", "image", "rm", "--force", NAME)  # another test may have built it
-    process = subprocess.Popen(words, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(argv, stderr=subprocess.DEVNULL)
 
     def steps() -> bool:
         return any(line.endswith(f"sleep {MARK}") for line in output("ps", "-eo", "args").splitlines())

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_image
-from labkit import PrivateEngine, docker, imgkit, imgkit_json, registry, run
+from labkit import PrivateEngine, docker, imgkit, imgkit_json, registry, run, verdicts
 
 from imgkit_builder import engine as engines
 from imgkit_builder.engine import images
@@ -27,9 +27,9 @@ RECIPE = f'description: x\nimage:\n  base: "{BOTH}"\n  platform: [linux/amd64, l
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The recipe and all files of this module."""
-    found = tmp_path_factory.mktemp("containerd")
-    (found / "both.yaml").write_text(RECIPE)
-    return found
+    folder = tmp_path_factory.mktemp("containerd")
+    (folder / "both.yaml").write_text(RECIPE)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -47,18 +47,18 @@ def engine(containerd_engine: PrivateEngine, folder: Path) -> Iterator[PrivateEn
 @pytest.fixture(scope="module")
 def configs(engine: PrivateEngine, folder: Path) -> dict[str, str]:
     """The registry has an image of two platforms, and the engine only that for arm64; its image ids."""
-    found = tiny_image.write(folder / "both.tar", BOTH, ("amd64", "arm64"))
+    image_ids = tiny_image.write(folder / "both.tar", BOTH, ("amd64", "arm64"))
     docker("load", "-i", folder / "both.tar")
     docker("push", BOTH)
     docker("rmi", BOTH)
     docker("pull", "--platform", "linux/arm64", BOTH)
     pulled = imgkit_json("show", BOTH)
-    assert (pulled["platform"], pulled["id"]) == ("linux/arm64", found["arm64"])
-    return found
+    assert (pulled["platform"], pulled["id"]) == ("linux/arm64", image_ids["arm64"])
+    return image_ids
 
 
-def build(folder: Path, *words: str) -> dict[str, Any]:
-    return imgkit_json("build", folder / "both.yaml", "--no-test", "--tag", BUILT, *words)
+def build(folder: Path, *args: str) -> dict[str, Any]:
+    return imgkit_json("build", folder / "both.yaml", "--no-test", "--tag", BUILT, *args)
 
 
 def arch_in(image: str) -> str:
@@ -82,7 +82,7 @@ def test_one_platform_and_then_both(engine: PrivateEngine, folder: Path, configs
     built_for("arm64")
     saved = imgkit_json("save", BOTH, "-o", "arm.tar", folder=folder)
     assert saved["image"]["id"] == configs["arm64"]
-    assert verdict(folder / "arm.tar", "sidecar") == "ok"
+    assert verdicts(folder / "arm.tar")["sidecar"] == "ok"
     refused = imgkit("build", folder / "both.yaml", "--platform", "linux/amd64", "--no-test")
     assert refused.returncode == 2
     assert f"docker pull --platform linux/amd64 {BOTH}" in refused.stderr
@@ -103,11 +103,6 @@ def small(engine: PrivateEngine, folder: Path) -> str:
     return name
 
 
-def verdict(path: Path, check: str) -> str:
-    checks: Sequence[dict[str, str]] = imgkit_json("verify", path)["checks"]
-    return next(one["verdict"] for one in checks if one["name"] == check)
-
-
 def test_sidecar_of_another_image_is_not_ok(small: str, folder: Path) -> None:
     imgkit_json("save", small, "-o", "other.tar", folder=folder)
     path = folder / "other.tar.manifest.json"
@@ -115,9 +110,9 @@ def test_sidecar_of_another_image_is_not_ok(small: str, folder: Path) -> None:
     del described[json_text.SEAL]
     described["image"]["id"] = "sha256:" + "0" * 64
     path.write_text(json.dumps(json_text.sealed(described)))
-    done = imgkit("verify", folder / "other.tar")
-    assert done.returncode == 1
-    assert "it describes image sha256:0000" in done.stdout
+    result = imgkit("verify", folder / "other.tar")
+    assert result.returncode == 1
+    assert "it describes image sha256:0000" in result.stdout
 
 
 def test_save_stream_gives_the_same_id(small: str, monkeypatch: pytest.MonkeyPatch) -> None:

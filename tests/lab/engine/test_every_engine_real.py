@@ -16,7 +16,18 @@ from typing import Any
 
 import pytest
 import tiny_image
-from labkit import PrivateEngine, docker, imgkit, imgkit_json, locked, output, registry, run, shared_folder
+from labkit import (
+    PrivateEngine,
+    docker,
+    imgkit,
+    imgkit_json,
+    locked,
+    output,
+    registry,
+    run,
+    shared_folder,
+    verdicts,
+)
 
 pytestmark = [pytest.mark.docker, pytest.mark.singularity]
 
@@ -64,9 +75,9 @@ def recipe(folder: Path, name: str, base: str, code: str) -> Path:
     return file
 
 
-def build(file: Path, tag: str, base: str, *words: str) -> dict[str, Any]:
+def build(file: Path, tag: str, base: str, *args: str) -> dict[str, Any]:
     test = () if base != BASE else ("--no-test",)
-    return imgkit_json("build", file, "--base", base, "--tag", tag, *test, *words)
+    return imgkit_json("build", file, "--base", base, "--tag", tag, *test, *args)
 
 
 @pytest.fixture(scope="module", params=[BASE, pytest.param("standin", marks=pytest.mark.soak)])
@@ -75,14 +86,14 @@ def base(request: pytest.FixtureRequest) -> str:
     return BASE if request.param == BASE else str(request.getfixturevalue("standin"))
 
 
-def own(folder: Path, base: str) -> None:
+def load_base(folder: Path, base: str) -> None:
     """Give the engine of the variables the base."""
     if base == BASE:
         tiny_image.write(folder / "base.tar", BASE)
         docker("load", "-i", folder / "base.tar")
         return
-    here = {name: value for name, value in os.environ.items() if name != "DOCKER_HOST"}
-    with subprocess.Popen(["docker", "save", base], stdout=subprocess.PIPE, env=here) as save:
+    env = {name: value for name, value in os.environ.items() if name != "DOCKER_HOST"}
+    with subprocess.Popen(["docker", "save", base], stdout=subprocess.PIPE, env=env) as save:
         subprocess.run(["docker", "load", "--quiet"], stdin=save.stdout, check=True, capture_output=True)
 
 
@@ -95,7 +106,7 @@ def foreign(base: str) -> Path:
         if not (folder / "foreign.sif").exists():
             folder.mkdir(exist_ok=True)
             if base == BASE:
-                own(folder, base)
+                load_base(folder, base)
             # tests/conftest.py removes them when no worker needs them any more.
             (shared_folder() / f"tags-{folder.name}").write_text(tag + (f" {base}" if base == BASE else ""))
             build(recipe(folder, "line", base, "one"), tag, base)
@@ -137,30 +148,26 @@ def line(
         enter: tuple[str, ...] = ()
         if kind != "docker":
             started: Callable[[str], PrivateEngine] = request.getfixturevalue("started")
-            place = started(kind)
-            enter = place.enter
-            for name, value in place.env.items():
+            private = started(kind)
+            enter = private.enter
+            for name, value in private.env.items():
                 patch.setenv(name, value)
-            own(folder, base)
+            load_base(folder, base)
         address = stack.enter_context(registry(folder, enter))
         built = build(recipe(folder, "line", base, "one"), tag, base)
         sifs, ids = {"foreign": foreign}, {imgkit_json("show", tag)["id"]}
         saved = imgkit_json("save", tag, "-o", "saved.tar", folder=folder)
         for way in WAYS:
             sifs[way] = folder / f"{way}.sif"
-            made = imgkit_json(
+            converted = imgkit_json(
                 "sif", "saved.tar" if way == "archive" else tag, "-o", sifs[way], "--no-test", folder=folder
             )
-            ids.add(made["record"]["image_id"])
+            ids.add(converted["record"]["image_id"])
         ids.add(saved["image"]["id"])
         yield Line(kind=kind, folder=folder, name=tag, registry=address, built=built, ids=ids, sifs=sifs)
         tags = docker("images", "--format", "{{.Repository}}:{{.Tag}}").splitlines()
-        mine = [one for one in tags if tag[:-2] in one or (kind != "docker" and base in one)]
-        run("docker", "rmi", "--force", *mine)
-
-
-def verdicts(path: Path) -> dict[str, str]:
-    return {one["name"]: one["verdict"] for one in imgkit_json("verify", path)["checks"]}
+        leftover_tags = [name for name in tags if tag[:-2] in name or (kind != "docker" and base in name)]
+        run("docker", "rmi", "--force", *leftover_tags)
 
 
 def test_one_id_in_every_file(line: Line) -> None:
@@ -187,9 +194,9 @@ def test_both_ways_have_the_same_files(line: Line) -> None:
 def test_second_build_is_cached(line: Line, base: str) -> None:
     if line.kind in NO_CACHE:
         tag = f"{line.name}-again"
-        done = imgkit("build", line.folder / "line.yaml", "--base", base, "--tag", tag, "--no-test")
-        assert done.returncode == 0
-        assert "its cache is not used" in done.stderr
+        result = imgkit("build", line.folder / "line.yaml", "--base", base, "--tag", tag, "--no-test")
+        assert result.returncode == 0
+        assert "its cache is not used" in result.stderr
         return
     again = build(line.folder / "line.yaml", line.name, base)
     assert (again["id"], again["labels"]) == (line.image_id, line.built["labels"])
@@ -213,11 +220,11 @@ def test_delta_of_a_line_is_small_over_every_sif(line: Line, base: str) -> None:
     changed = build(recipe(line.folder, "line", base, "two"), tag, base)
     for way in (*WAYS, "foreign"):
         target = line.folder / f"{way}.imgdelta"
-        made = imgkit_json("delta", tag, "--against", line.sifs[way], "-o", target)
-        assert made["record"]["image_id"] == changed["id"]
+        delta = imgkit_json("delta", tag, "--against", line.sifs[way], "-o", target)
+        assert delta["record"]["image_id"] == changed["id"]
         same_steps = line.kind not in NO_CACHE and (line.kind == "docker" or way != "foreign")
         most = SMALL_BYTES if same_steps else AGAIN_BYTES
-        assert (made["size_bytes"] < most, made["deleted"]) == (True, 0), (way, made)
+        assert (delta["size_bytes"] < most, delta["deleted"]) == (True, 0), (way, delta)
     assert "fail" not in verdicts(line.folder / "foreign.imgdelta").values()
     inside = ("/bin/sh", "-c", "cat /opt/code/main /step")
     over = ("--overlay", f"{line.folder}/foreign.imgdelta:ro", line.sifs["foreign"])
@@ -225,8 +232,8 @@ def test_delta_of_a_line_is_small_over_every_sif(line: Line, base: str) -> None:
 
 
 def test_doctor_tells_version_store_and_builder(line: Line) -> None:
-    told = json.loads(imgkit("doctor", "--json").stdout)["checks"]
-    (check,) = (one for one in told if one["name"] == "docker")
+    checks = json.loads(imgkit("doctor", "--json").stdout)["checks"]
+    (check,) = (check for check in checks if check["name"] == "docker")
     product, store, builder = {
         "podman": ("Podman", "overlay", "podman"),
         "trixie-podman": ("Podman", "overlay", "podman"),
@@ -246,16 +253,16 @@ def test_doctor_tells_version_store_and_builder(line: Line) -> None:
 def test_owner_of_a_rootless_engine_needs_no_root(
     kind: str, started: Callable[[str], PrivateEngine], base: str, tmp_path: Path
 ) -> None:
-    place, tag = started(kind), f"imgkit-owner-{os.getpid()}:1"
-    work = place.folder / f"work {os.getpid()}"
+    private, tag = started(kind), f"imgkit-owner-{os.getpid()}:1"
+    work = private.folder / f"work {os.getpid()}"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DOCKER_HOST", place.env["DOCKER_HOST"])
-        own(tmp_path, base)
+        patch.setenv("DOCKER_HOST", private.env["DOCKER_HOST"])
+        load_base(tmp_path, base)
     work.mkdir()
-    output("chown", place.owner, work)
+    output("chown", private.owner, work)
 
-    def owner(*words: object) -> dict[str, Any]:
-        return dict(json.loads(output(*place.as_owner, *words, "--json", folder=work)))
+    def owner(*args: object) -> dict[str, Any]:
+        return dict(json.loads(output(*private.as_owner, *args, "--json", folder=work)))
 
     def built(code: str, name: str) -> dict[str, Any]:
         file = recipe(work, "line", base, code)
@@ -264,38 +271,37 @@ def test_owner_of_a_rootless_engine_needs_no_root(
     first = built("one", tag)
     assert built("one", tag)["id"] == first["id"]
     saved = owner("save", tag, "-o", "saved.tar")
-    made = [
-        owner("sif", source, "-o", f"{number}.sif", "--no-test")
-        for number, source in enumerate(("saved.tar", tag))
-    ]
-    assert {saved["image"]["id"], *(one["record"]["image_id"] for one in made)} == {first["id"]}
+    assert saved["image"]["id"] == first["id"]
+    for number, source in enumerate(("saved.tar", tag)):
+        converted = owner("sif", source, "-o", f"{number}.sif", "--no-test")
+        assert converted["record"]["image_id"] == first["id"]
     changed = built("two", f"{tag}-changed")
-    for number in range(len(made)):
+    for number in range(2):
         delta = owner("delta", f"{tag}-changed", "--against", f"{number}.sif", "-o", f"{number}.imgdelta")
         assert (delta["record"]["image_id"], delta["deleted"]) == (changed["id"], 0)
         assert delta["size_bytes"] < SMALL_BYTES
-    words = ("--overlay", "1.imgdelta:ro", "0.sif", "/bin/sh", "-c", "cat /opt/code/main /step")
-    who = ("runuser", "-u", place.owner, "--")
-    assert output(*who, "singularity", "exec", *words, folder=work) == "twoone\n"
-    told = run(*place.as_owner, "doctor", "--json", folder=work)
-    (check,) = (one for one in json.loads(told.stdout)["checks"] if one["name"] == "docker")
+    args = ("--overlay", "1.imgdelta:ro", "0.sif", "/bin/sh", "-c", "cat /opt/code/main /step")
+    as_owner = ("runuser", "-u", private.owner, "--")
+    assert output(*as_owner, "singularity", "exec", *args, folder=work) == "twoone\n"
+    result = run(*private.as_owner, "doctor", "--json", folder=work)
+    (check,) = (check for check in json.loads(result.stdout)["checks"] if check["name"] == "docker")
     assert f", builder {'podman' if kind == 'rootless-podman' else 'classic'}" in check["found"]
 
 
 def test_push_to_nobody_is_no_success(line: Line) -> None:
     try:
-        done = imgkit("push", line.name, "127.0.0.1:1/group/line:1")
+        result = imgkit("push", line.name, "127.0.0.1:1/group/line:1")
     finally:
         run("docker", "rmi", "127.0.0.1:1/group/line:1")  # a push gives the image this name first
-    assert done.returncode == 4
-    assert "connection refused" in done.stderr
+    assert result.returncode == 4
+    assert "connection refused" in result.stderr
 
 
 def test_failing_step_names_its_line(line: Line, base: str) -> None:
     file = line.folder / "fails.yaml"
     file.write_text(f"description: x\nimage:\n  base: {base}\n  run:\n    - echo why >&2; exit 7\n")
-    done = imgkit("build", file, "--base", base, "--tag", f"{line.name}-fails")
-    assert done.returncode == 4
-    assert "fails.yaml:5: step " in done.stderr
-    assert "\n     why\n" in done.stderr
+    result = imgkit("build", file, "--base", base, "--tag", f"{line.name}-fails")
+    assert result.returncode == 4
+    assert "fails.yaml:5: step " in result.stderr
+    assert "\n     why\n" in result.stderr
     assert imgkit("show", f"{line.name}-fails").returncode == 2

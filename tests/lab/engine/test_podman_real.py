@@ -37,21 +37,21 @@ MARK = 4321 + os.getpid()
 """Seconds that steps of this run sleep: the number marks their processes."""
 
 
-def podman(*words: object) -> str:
-    return output("podman", "--remote=false", *words).strip()
+def podman(*args: object) -> str:
+    return output("podman", "--remote=false", *args).strip()
 
 
 @pytest.fixture(scope="module")
 def service(started: Callable[[str], PrivateEngine]) -> Iterator[Path]:
     """The folder of a Podman that ``DOCKER_HOST`` names, with the base in it."""
-    found = started("podman")
+    private = started("podman")
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in found.env.items():
+        for name, value in private.env.items():
             patch.setenv(name, value)
-        patch.setenv("XDG_STATE_HOME", str(found.folder / "state"))
+        patch.setenv("XDG_STATE_HOME", str(private.folder / "state"))
         patch.delenv("SOURCE_DATE_EPOCH", raising=False)
-        _import_base(found.folder)
-        yield found.folder
+        _import_base(private.folder)
+        yield private.folder
 
 
 def _import_base(folder: Path) -> None:
@@ -116,19 +116,19 @@ class Lines(Silent):
 
 
 def build(
-    engine: Engine, what: BuildContext, *, tag: str, builder: builders.Builder = "auto"
+    engine: Engine, packed: BuildContext, *, tag: str, builder: builders.Builder = "auto"
 ) -> tuple[ImageInfo, str]:
-    """The image and the log."""
+    """Build, and return the image and the log."""
     chosen = engines.choose(engine.facts(), builder)
     assert chosen.name == ("podman" if builder == "auto" else builder)
-    built = engines.build(engine, what, tag=tag, report=Silent(), builder=chosen)
+    built = engines.build(engine, packed, tag=tag, report=Silent(), builder=chosen)
     return built.image, built.log.read_text()
 
 
 @pytest.fixture
 def engine(service: Path) -> Iterator[Engine]:
-    with engines.connect() as found:
-        yield found
+    with engines.connect() as connection:
+        yield connection
 
 
 def steps() -> list[str]:
@@ -137,7 +137,7 @@ def steps() -> list[str]:
     return [line for line in lines if line.endswith(f"sleep {MARK}")]
 
 
-def left() -> list[str]:
+def leftovers() -> list[str]:
     """What is still there: processes of steps, or else working containers."""
     return steps() or podman("ps", "--all", "--external", "--quiet").splitlines()
 
@@ -153,7 +153,7 @@ def test_second_build_is_cached_and_has_the_labels(engine: Engine) -> None:
     # A changed file makes new layers from its step on.
     changed, log = build(engine, context("echo one", copied=b"2"), tag="imgkit-cached")
     assert (changed.id != first.id, log.count("Using cache")) == (True, 1)
-    assert not left()
+    assert not leftovers()
 
 
 def test_names_match_without_podmans_prefix(engine: Engine) -> None:
@@ -196,17 +196,17 @@ with engines.connect() as engine:
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.soak), signal.SIGINT])
 def test_interrupted_build_leaves_nothing(service: Path, number: signal.Signals) -> None:
-    here = Path(__file__).resolve().parent
+    folder = Path(__file__).resolve().parent
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(folder=str(here), seconds=MARK)],
-        env={**os.environ, "PYTHONPATH": str(here.parent)},
+        [sys.executable, "-c", PROGRAM.format(folder=str(folder), seconds=MARK)],
+        env={**os.environ, "PYTHONPATH": str(folder.parent)},
         stderr=subprocess.DEVNULL,
     )
     try:
         until(steps, within_s=60, told=lambda: str(process.poll()))
         process.send_signal(number)
         process.wait(timeout=120)
-        until(lambda: not left(), within_s=60, told=lambda: json.dumps(left()))
+        until(lambda: not leftovers(), within_s=60, told=lambda: json.dumps(leftovers()))
     finally:
         process.kill()
     with engines.connect() as engine:
@@ -219,32 +219,32 @@ def test_secret_is_in_the_step_and_nowhere_else(
     value = "marker-0123456789"
     monkeypatch.setenv("MY_TOKEN", value)
     values = SecretValues(options=("--secret", "id=mine,env=MY_TOKEN"), lines=(value,))
-    told = Lines()
+    report = Lines()
     step = "--mount=type=secret,id=mine read v < /run/secrets/mine; echo length ${#v} is $v; echo ${#v} > /y"
     engines.build(
         engine,
         context(step, "echo after; ! read v < /run/secrets/mine"),
         tag="imgkit-secret",
-        report=told,
+        report=report,
         builder=dataclasses.replace(engines.choose(engine.facts()), options=values.options),
         hide=values.masked,
     )
-    assert f"length {len(value)} is ***" in told.seen
+    assert f"length {len(value)} is ***" in report.seen
     podman("save", "--output", service / "secret.tar", "imgkit-secret")
     # The whole storage, the saved layers, the log and what the engine wrote.
-    found = run("grep", "--recursive", "--text", "--files-with-matches", "--devices=skip", value, service)
-    assert (found.returncode, found.stdout) == (1, ""), found
+    matches = run("grep", "--recursive", "--text", "--files-with-matches", "--devices=skip", value, service)
+    assert (matches.returncode, matches.stdout) == (1, ""), matches
     assert value not in podman("history", "--no-trunc", "imgkit-secret") + podman("inspect", "imgkit-secret")
 
 
 def test_other_storage_is_not_used(service: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Not this machine's own storage: it would note the folders of this Podman as its own for ever.
-    other = service / "other.conf"
-    other.write_text(
+    storage = service / "other.conf"
+    storage.write_text(
         f'[storage]\ndriver = "overlay"\ngraphroot = "{service}/other"\nrunroot = "{service}/other-run"\n'
     )
-    monkeypatch.setenv("CONTAINERS_STORAGE_CONF", str(other))
+    monkeypatch.setenv("CONTAINERS_STORAGE_CONF", str(storage))
     with engines.connect() as engine:
-        found = engines.choose(engine.facts())
-    assert found.name == "classic"
-    assert str(service / "data") in found.note
+        choice = engines.choose(engine.facts())
+    assert choice.name == "classic"
+    assert str(service / "data") in choice.note
