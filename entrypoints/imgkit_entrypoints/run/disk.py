@@ -28,6 +28,8 @@ from imgkit_entrypoints.launch import stop_protocol
 SCHEMA = 2
 FOLDER = "checkpoints"
 """Name of the folder of checkpoints in a run folder."""
+STEP = "step-"
+"""How the name of each checkpoint begins."""
 MANIFEST = "manifest.json"
 WRITING, LEAVING = f"{files.TEMPORARY}writing-", f"{files.TEMPORARY}leaving-"
 CHUNK_BYTES = 4 << 20
@@ -38,7 +40,7 @@ Row = dict[str, Any]
 
 def checkpoint_name(step: int) -> str:
     """Return the folder name of a step's checkpoint; names sort like steps."""
-    return f"step-{step:010d}"
+    return f"{STEP}{step:010d}"
 
 
 def new_folder(folder: Path, step: int, env: Mapping[str, str] = os.environ) -> Path:
@@ -131,7 +133,7 @@ def remove(path: Path) -> None:
 def newest_first(folder: Path) -> list[Path]:
     """Return the checkpoints in `folder`, valid or not, newest first."""
     try:
-        checkpoints = [path for path in folder.iterdir() if path.name.startswith("step-")]
+        checkpoints = [path for path in folder.iterdir() if path.name.startswith(STEP)]
     except OSError:
         return []
     return sorted(checkpoints, key=lambda path: path.name, reverse=True)
@@ -155,6 +157,9 @@ def read_manifest(checkpoint: Path) -> tuple[int, dict[str, Row]]:
             raise InvalidCheckpoint(f"{path} has schema {manifest['schema']}; this imgkit reads {SCHEMA}")
         json_text.unseal(manifest)
         step, rows = int(manifest["step"]), manifest["files"]
+        # Names sort like steps: an old checkpoint under a later name would count as the newest.
+        if checkpoint.name.startswith(STEP) and checkpoint.name != checkpoint_name(step):
+            raise InvalidCheckpoint(f"{checkpoint} contains the checkpoint of step {step}")
         sizes = {file.name: file.stat().st_size for file in checkpoint.iterdir() if file.name != MANIFEST}
         for name in sorted(sizes.keys() | rows.keys()):
             if name not in rows:

@@ -185,6 +185,16 @@ def test_run_and_checkpoint_are_places_too(tmp_path: Path) -> None:
     assert valid_steps(tmp_path / "nowhere") == []
 
 
+def test_checkpoint_under_the_name_of_another_step_is_skipped(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    renamed = write(tmp_path, 2).rename(tmp_path / "step-0000000020")
+    messages: list[str] = []
+    assert valid_steps(tmp_path, messages) == [1]
+    assert valid_steps(renamed, messages) == []
+    assert messages == [f"checkpoint skipped: {renamed} contains the checkpoint of step 2"] * 2
+    assert valid_steps(renamed.rename(tmp_path / "best")) == [2]  # a name that promises no step
+
+
 def test_file_that_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, 1)
     (tmp_path / "step-0000000001" / ".nfs0000001").touch()  # another process holds it open
