@@ -11,13 +11,12 @@ import argparse
 import json
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from imgkit_entrypoints import files, terminal
-from imgkit_entrypoints.errors import ImgkitError, UsageError
+from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.run.checkpoint import Checkpoint
@@ -42,7 +41,12 @@ MODELS = ("weights", "model")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the file; return the exit code."""
+    """Write the file; return the exit code.
+
+    Raises
+    ------
+    UsageError : as `export`.
+    """
     parser = argparse.ArgumentParser(
         prog="dist-train export",
         description="Write the weights in the newest valid checkpoint to one safetensors file, on this "
@@ -54,11 +58,7 @@ def main(argv: Sequence[str]) -> int:
     names = " or ".join(MODELS)
     parser.add_argument("--part", metavar="NAME", help=f"name of the tracked model (default: {names})")
     options = parser.parse_args(argv)
-    try:
-        step, count = export(options.checkpoint, options.file, options.part)
-    except ImgkitError as error:
-        terminal.err(*f"dist-train export: {error}".split("\n"))
-        return error.exit_code
+    step, count = export(options.checkpoint, options.file, options.part)
     terminal.out(f"{options.file}: {count} tensors of step {step}")
     return 0
 
@@ -153,7 +153,3 @@ def write(checkpoint: Checkpoint, weights: Mapping[str, str], stream: BinaryIO) 
         if content:  # an image may lack NumPy
             torch.frombuffer(content, dtype=torch.uint8).copy_(tensor.reshape(-1).view(torch.uint8))
         stream.write(content)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

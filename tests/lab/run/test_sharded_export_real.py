@@ -13,13 +13,16 @@ pytestmark = pytest.mark.docker
 
 EXPORT = """
 import contextlib, io, json
-from imgkit_entrypoints.run import export
+from imgkit_entrypoints.cli.main import main
 
 def exported(*words):
     '''Exit code and messages.'''
     told = io.StringIO()
     with contextlib.redirect_stdout(told), contextlib.redirect_stderr(told):
-        code = export.main([*map(str, words)])
+        try:
+            main(("dist-train", "export", *map(str, words)))
+        except SystemExit as end:
+            code = end.code
     print(told.getvalue(), flush=True)
     return code, told.getvalue()
 
