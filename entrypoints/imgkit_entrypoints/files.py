@@ -340,6 +340,21 @@ def foreign(path: Path) -> str:
     return _foreign(os.lstat(path), path.parent)
 
 
+def foreign_owner(path: Path, folder: Path, *, trusts_folder: bool = False) -> str:
+    """Return the number of the other user who has made `path`, which lies below `folder`.
+
+    Empty if it was made by this user, root or, with `trusts_folder`, the owner of `folder`; and if it cannot
+    be seen.
+    """
+    # In a container, the program may be root, and the folder that of the person who has started it.
+    is_trusted = _is_trusted if trusts_folder or os.geteuid() == 0 else _is_own
+    try:
+        status = os.lstat(path)
+        return "" if is_trusted(status, folder) else str(status.st_uid)
+    except OSError:
+        return ""
+
+
 def _foreign(status: os.stat_result, folder: Path) -> str:
     if stat.S_ISLNK(status.st_mode):
         return "it is a symbolic link"
@@ -351,8 +366,11 @@ def _foreign(status: os.stat_result, folder: Path) -> str:
 
 
 def _is_trusted(status: os.stat_result, folder: Path) -> bool:
-    trusted = (os.geteuid(), 0, folder.stat().st_uid)
-    return status.st_uid in trusted or status.st_uid == _owner_of_new_files(folder)
+    return status.st_uid == folder.stat().st_uid or _is_own(status, folder)
+
+
+def _is_own(status: os.stat_result, folder: Path) -> bool:
+    return status.st_uid in (os.geteuid(), 0) or status.st_uid == _owner_of_new_files(folder)
 
 
 def _owner_of_new_files(folder: Path) -> int:

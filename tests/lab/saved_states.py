@@ -16,7 +16,7 @@ ALONE = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
 
 def states(folder):
     """The state of each tracked object by name, and under ``ranks`` what each rank has kept for itself."""
-    checkpoint = find_newest(Path(folder), ALONE, print)
+    checkpoint, _ = find_newest(Path(folder), ALONE)
     objects = {name: checkpoint.state(name) for name in checkpoint.names}
     keys = [RANK.format(rank) for rank in range(checkpoint.world_size)]
     rows = checkpoint._load(dict.fromkeys(keys, b""))

@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +78,17 @@ def _os_error(error: BaseException) -> OSError:
 class CheckpointWriter:
     """Takes checkpoints of a run, and writes them in the background while training goes on."""
 
-    def __init__(self, run_folder: Path, keep: int, ranks: Ranks, say: Say) -> None:
-        """Open a process group for rank 0 alone; a collective call."""
+    def __init__(
+        self, run_folder: Path, keep: int, ranks: Ranks, say: Say, skipped: Collection[Path] = ()
+    ) -> None:
+        """Open a process group for rank 0 alone; a collective call.
+
+        Parameters
+        ----------
+        skipped : checkpoints in the run's folder that could not be read. The first new one sets them aside.
+        """
         self._folder, self._keep, self._say, self._ranks = run_folder / disk.FOLDER, keep, say, ranks
+        self._skipped = skipped
         group = dist.new_group([0], backend="gloo") if dist.is_initialized() else None
         self._rank_0 = dataclasses.replace(ranks, world_size=1, group=group)
         self._all_ranks: Ranks | None = None
@@ -133,6 +141,8 @@ class CheckpointWriter:
                 return
             rows = _write_files(folder, state, copies, writers)
             if self._ranks.rank == 0:
+                disk.set_aside(self._skipped)
+                self._skipped = ()
                 disk.commit(folder, step, rows, keep=self._keep, warn=self._warn)
                 self.saved_step = step
         except (OSError, RuntimeError) as error:  # RuntimeError: another rank has ended
@@ -209,7 +219,7 @@ class Checkpoint:
 
         Raises
         ------
-        UsageError : another program or another release of torch has written it.
+        InvalidCheckpoint : another program or another release of torch has written it.
         """
         self.folder, self.step, self._ranks = folder, step, ranks
         self._metadata: Any = None
@@ -229,11 +239,7 @@ class Checkpoint:
                 problem = f"{type(error).__name__}: {error}".partition("\n")[0]
         problem, contents = ranks.broadcast((problem, contents))
         if problem:
-            raise UsageError(
-                f"torch {torch.__version__} cannot read this checkpoint: {problem}",
-                where=str(folder),
-                hint="use the torch that has written it, or a newer one; or name another folder",
-            )
+            raise disk.InvalidCheckpoint(f"torch {torch.__version__} cannot read {folder}: {problem}")
         self.tensors: dict[str, tuple[torch.Size, torch.dtype]] = contents[0]
         """Shape and type of each tensor by its key."""
         self.world_size: int = contents[1]
@@ -299,17 +305,32 @@ class Checkpoint:
         return values
 
 
-def find_newest(path: Path, ranks: Ranks, say: Say) -> Checkpoint | None:
+def find_newest(
+    path: Path, ranks: Ranks, *, trusts_folder: bool = True
+) -> tuple[Checkpoint | None, dict[Path, str]]:
     """Find the newest valid checkpoint at `path`; None: there is none. A collective call.
 
-    Rank 0 looks for it. All ranks together compare the files of a sharded one with its manifest.
+    Rank 0 looks for it. All ranks together compare the files of a sharded one with its manifest. The second
+    value, equal on all ranks, is why each newer one cannot be used.
+
+    Parameters
+    ----------
+    trusts_folder : whether to take checkpoints of the folder's owner, who may be another user.
 
     Raises
     ------
-    UsageError : on every rank, if another node has a newer one than that of rank 0.
+    UsageError : on every rank, if another node has a newer one than that of rank 0, or a node cannot list the
+        folder.
     """
-    newest = next((checkpoint.name for checkpoint in disk.checkpoints_at(path)), "")
-    nodes = ranks.gather((newest, socket.gethostname()), call="run.restore")
+    newest = problem = ""
+    try:
+        newest = next((checkpoint.name for checkpoint in disk.checkpoints_at(path)), "")
+    except OSError as error:
+        problem = f"{error.filename} cannot be listed: {error.strerror}"
+    nodes = ranks.gather((newest, socket.gethostname(), problem), call="run.restore")
+    for _, host, problem in nodes:
+        if problem:
+            raise UsageError(problem, where=host, hint="name a folder that you can read")
     if (last := max(nodes))[0] > nodes[0][0]:
         raise UsageError(
             f"{last[1]} has {last[0]}, and the newest checkpoint of rank 0 on {nodes[0][1]} is "
@@ -317,21 +338,32 @@ def find_newest(path: Path, ranks: Ranks, say: Say) -> Checkpoint | None:
             where=str(path),
             hint="start the head on that node, or put the folder on a file system that all nodes share",
         )
-    candidates = disk.candidates(path, say) if ranks.rank == 0 else iter(())
-    while True:
-        folder, step, rows = ranks.broadcast(next(candidates, (None, -1, {})))
-        if folder is None:
-            return None
-        names = sorted(rows)
-        if any(name.startswith("__1_") for name in rows):  # it is sharded
-            names = names[ranks.rank :: ranks.world_size]
-        elif ranks.rank:
-            names = []
-        problems = ranks.gather(disk.damage(folder, rows, names), call="run.restore")
-        if not any(problems):
-            return Checkpoint(folder, step, ranks)
-        if ranks.rank == 0:
-            say(f"checkpoint skipped: {next(filter(None, problems))}")
+    problems: dict[Path, str] = {}
+    candidates = disk.candidates(path, problems, trusts_folder=trusts_folder) if ranks.rank == 0 else iter(())
+    checkpoint = None
+    while checkpoint is None:
+        candidate = ranks.broadcast(next(candidates, None))
+        if candidate is None:
+            break
+        folder, step, rows = candidate
+        try:
+            _refuse_damaged(folder, rows, ranks)
+            checkpoint = Checkpoint(folder, step, ranks)
+        except disk.InvalidCheckpoint as error:
+            problems[folder] = str(error)
+    return checkpoint, ranks.broadcast(problems)
+
+
+def _refuse_damaged(folder: Path, rows: Mapping[str, disk.Row], ranks: Ranks) -> None:
+    """Raise InvalidCheckpoint, on every rank, if a file differs from its manifest; a collective call."""
+    names = sorted(rows)
+    if any(name.startswith("__1_") for name in names):  # it is sharded
+        names = names[ranks.rank :: ranks.world_size]
+    elif ranks.rank:
+        names = []
+    problems = ranks.gather(disk.damage(folder, rows, names), call="run.restore")
+    for problem in filter(None, problems):
+        raise disk.InvalidCheckpoint(problem)
 
 
 PATIENCE_S = 10.0

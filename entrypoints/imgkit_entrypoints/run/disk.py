@@ -17,7 +17,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,6 +32,8 @@ STEP = "step-"
 """How the name of each checkpoint begins."""
 MANIFEST = "manifest.json"
 WRITING, LEAVING = f"{files.TEMPORARY}writing-", f"{files.TEMPORARY}leaving-"
+SKIPPED = "skipped-"
+"""How the name of a checkpoint begins that could not be read, and that a later run has left to its user."""
 CHUNK_BYTES = 4 << 20
 
 Row = dict[str, Any]
@@ -70,8 +72,9 @@ def commit(
 ) -> Path:
     """Rename a folder whose files are complete and synced, and remove all checkpoints but the `keep` newest.
 
-    Checkpoints of later steps are removed too: the run was resumed from before them. What cannot be removed
-    stays, as a file on NFS that another process holds open: `warn` gets a line about it.
+    Checkpoints of later steps are removed too: the run was resumed from before them. Those of another user
+    stay. So does what cannot be removed, as a file on NFS that another process holds open: `warn` gets a line
+    about it.
 
     Parameters
     ----------
@@ -80,7 +83,8 @@ def commit(
 
     Raises
     ------
-    OSError : the checkpoint could not be written, or the attempt is over; older ones are unchanged.
+    OSError : the checkpoint could not be written, another user has one of this step, or the attempt is over;
+        older ones are unchanged.
     """
     folder, token = temporary.parent, temporary.suffix
     target = folder / checkpoint_name(step)
@@ -88,9 +92,11 @@ def commit(
     files.put(temporary / MANIFEST, json.dumps(manifest))
     fence.check(env)
     if os.path.lexists(target):
+        if owner := files.foreign_owner(target, folder.parent):
+            raise OSError(errno.EPERM, f"{target.name} belongs to user {owner}")
         target.rename(folder / f"{LEAVING}{target.name}{token}")
     files.publish(temporary, target)
-    checkpoints = newest_first(folder)
+    checkpoints = [path for path in newest_first(folder) if not files.foreign_owner(path, folder.parent)]
     newest = [path for path in checkpoints if path.name <= target.name][:keep]
     for path in (path for path in checkpoints if path not in newest):
         try:
@@ -102,6 +108,19 @@ def commit(
     return target
 
 
+def set_aside(checkpoints: Iterable[Path]) -> None:
+    """Rename checkpoints that could not be read, so that `commit` removes none of them.
+
+    Raises
+    ------
+    OSError : one cannot be renamed, or the attempt of this worker is over (fence.py).
+    """
+    fence.check(os.environ)
+    for path in checkpoints:
+        if os.path.lexists(path):
+            path.rename(path.with_name(f"{SKIPPED}{path.name}.{secrets.token_hex(4)}"))
+
+
 def file_row(path: Path) -> Row:
     """Return the row of a complete file for the manifest."""
     return {"size_bytes": path.stat().st_size, "sha256": _sha256(path)}
@@ -109,10 +128,7 @@ def file_row(path: Path) -> Row:
 
 def _remove_leftovers(folder: Path) -> list[str]:
     """Remove what an interrupted writer left, and checkpoints that are being removed; return the problems."""
-    try:
-        leftovers = [path for path in folder.iterdir() if path.name.startswith((WRITING, LEAVING))]
-    except OSError as error:
-        return [f"{folder} cannot be tidied: {error.strerror}"]
+    leftovers = [path for path in folder.iterdir() if path.name.startswith((WRITING, LEAVING))]
     problems = []
     for path in leftovers:
         try:
@@ -131,10 +147,15 @@ def remove(path: Path) -> None:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder`, valid or not, newest first."""
+    """Return the checkpoints in `folder`, valid or not, newest first; none if it is absent.
+
+    Raises
+    ------
+    OSError : the folder cannot be listed.
+    """
     try:
         checkpoints = [path for path in folder.iterdir() if path.name.startswith(STEP)]
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(checkpoints, key=lambda path: path.name, reverse=True)
 
@@ -201,19 +222,28 @@ def checkpoints_at(path: Path) -> list[Path]:
     return [path] if (path / MANIFEST).exists() else newest_first(path) or newest_first(path / FOLDER)
 
 
-def candidates(path: Path, say: Callable[[str], None]) -> Iterator[tuple[Path, int, dict[str, Row]]]:
+def candidates(
+    path: Path, problems: dict[Path, str], *, trusts_folder: bool = False
+) -> Iterator[tuple[Path, int, dict[str, Row]]]:
     """Yield checkpoints with a valid manifest, newest first, with their steps and rows.
 
-    `path` is as of `checkpoints_at`. `say` gets why a checkpoint is skipped.
+    Parameters
+    ----------
+    path : as of `checkpoints_at`.
+    problems : gets why another one cannot be used.
+    trusts_folder : whether checkpoints of the folder's owner count, who may be another user.
     """
     is_checkpoint = (path / MANIFEST).exists()
     for checkpoint in checkpoints_at(path):
         try:
-            if not is_checkpoint and files.foreign_folder(checkpoint):
-                raise InvalidCheckpoint(f"{checkpoint} is another user's, or a link")
+            if not is_checkpoint:
+                if owner := files.foreign_owner(checkpoint, path, trusts_folder=trusts_folder):
+                    raise InvalidCheckpoint(f"{checkpoint} belongs to user {owner}")
+                if checkpoint.is_symlink():
+                    raise InvalidCheckpoint(f"{checkpoint} is a link")
             step, rows = read_manifest(checkpoint)
-        except (OSError, InvalidCheckpoint) as error:
-            say(f"checkpoint skipped: {error}")
+        except InvalidCheckpoint as error:
+            problems[checkpoint] = str(error)
         else:
             yield checkpoint, step, rows
 

@@ -78,7 +78,9 @@ def export(path: Path, target: Path, part: str | None = None) -> tuple[int, int]
     if os.path.lexists(target):
         raise UsageError("the file exists already", where=str(target), hint="remove it, or name another file")
     ranks = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
-    checkpoint = find_newest(path, ranks, lambda text: terminal.err(f"dist-train export: {text}"))
+    checkpoint, problems = find_newest(path, ranks)
+    for problem in problems.values():
+        terminal.err(f"dist-train export: checkpoint skipped: {problem}")
     if checkpoint is None:
         hint = "name a run folder, or checkpoints/step-N in it"
         raise UsageError("no valid checkpoint found", where=str(path), hint=hint)

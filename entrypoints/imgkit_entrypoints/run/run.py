@@ -9,7 +9,7 @@ import math
 import os
 import pickle
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
@@ -19,9 +19,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from imgkit_entrypoints import terminal
+from imgkit_entrypoints import files, terminal
 from imgkit_entrypoints.errors import EXIT_NO, CheckFailed, UsageError
-from imgkit_entrypoints.files import in_job_folder
 from imgkit_entrypoints.launch.progress import ProgressNotes
 from imgkit_entrypoints.launch.start_up import first_attempt_s
 from imgkit_entrypoints.launch.watchdog import Pulse
@@ -31,7 +30,7 @@ from imgkit_entrypoints.run.checkpoint import Checkpoint, CheckpointWriter
 from imgkit_entrypoints.run.gradients import PendingGradients
 from imgkit_entrypoints.run.metrics import MetricsFile
 from imgkit_entrypoints.run.position import DataPosition, loader_length, refuse_without_position
-from imgkit_entrypoints.run.ranks import Ranks, connect, ranks_by_value, with_new_group
+from imgkit_entrypoints.run.ranks import Ranks, connect, first_names, ranks_by_value, with_new_group
 from imgkit_entrypoints.run.stop_requests import StopRequests
 from imgkit_entrypoints.run.tracked import Tracked, has_state
 
@@ -63,11 +62,19 @@ class Run:
     """
 
     def __init__(
-        self, folder: Path, keep: int, env: Mapping[str, str], until: float, say: Callable[[str], None]
+        self,
+        folder: Path,
+        keep: int,
+        env: Mapping[str, str],
+        until: float,
+        say: Callable[[str], None],
+        *,
+        ignore_checkpoints: bool = False,
     ) -> None:
         self.folder = folder
         """The run's folder."""
         self._env, self._keep, self._say, self._rank = env, keep, say, int(env.get("RANK", "0"))
+        self._ignore_checkpoints = ignore_checkpoints
         self._lock: BinaryIO | None = None
         watched = stop_requests.folder_to_watch(folder if keep else None, env, say)
         if watched:
@@ -94,6 +101,10 @@ class Run:
         self._saved_values: dict[str, Any] = self._position.values()
         self._saved_step = 0
         """Step of the last save, or of the checkpoint from which the run goes on."""
+        self._skipped: Collection[Path] = ()
+        """Checkpoints in the run's folder that could not be read."""
+        self._is_new = False
+        """Whether `find` has seen that the folder has no checkpoint to go on from."""
         self._may_write = self._is_started = self._is_in_step = self._should_save = False
         self._has_read_position = True
         self._stateful: tuple[Any, bytes] | None = None
@@ -107,6 +118,7 @@ class Run:
         *,
         keep: int = 2,
         stop_after_s: float = math.inf,
+        ignore_checkpoints: bool = False,
         say: Callable[[str], None] = _say,
     ) -> Run:
         """Look out for requests to stop, and open the run's folder. Needs no process group.
@@ -119,6 +131,8 @@ class Run:
         keep : number of checkpoints that stay; 0: the run needs no folder and saves nothing.
         stop_after_s : seconds after which the run saves and stops by itself. Under dist-run they count from
             the first attempt, also after a failure; a job that was requeued counts anew.
+        ignore_checkpoints : start anew if the folder has checkpoints and none of them can be read; such a run
+            is refused otherwise. They stay there, renamed to ``skipped-...``.
         say : gets the run's messages; by default they go to stderr.
 
         Raises
@@ -128,7 +142,8 @@ class Run:
         program = Path(sys.argv[0]).stem or "program"
         path = Path(folder or os.environ.get("IMGKIT_RUN_DIR") or Path("runs") / program)
         until = first_attempt_s(os.environ) + stop_after_s
-        return cls(in_job_folder(path, os.environ), keep, os.environ, until, say)
+        folder = files.in_job_folder(path, os.environ)
+        return cls(folder, keep, os.environ, until, say, ignore_checkpoints=ignore_checkpoints)
 
     @property
     def step(self) -> int:
@@ -226,10 +241,38 @@ class Run:
         Parameters
         ----------
         path : the folder of another run, or one checkpoint; by default this run's folder.
+
+        Raises
+        ------
+        UsageError : there are checkpoints, and none of them can be read.
         """
         if path is None and not self._keep:
             return None
-        return checkpoint.find_newest(Path(path or self.folder), self._connect().ranks, self._report)
+        ranks, folder = self._connect().ranks, Path(path or self.folder)
+        newest, problems = checkpoint.find_newest(folder, ranks, trusts_folder=path is not None)
+        own = [skipped for skipped in problems if not files.foreign_owner(skipped, folder)]
+        if newest is None and problems:
+            # Those of another user would be in the way of later ones, and cannot be set aside.
+            may_start_anew = ranks.broadcast(path is None and len(own) == len(problems))
+            self._refuse_unreadable(folder, problems, may_start_anew=may_start_anew)
+        for problem in problems.values():
+            self._report(f"checkpoint skipped: {problem}")
+        if path is None:
+            self._skipped, self._is_new = own, newest is None
+        return newest
+
+    def _refuse_unreadable(self, folder: Path, problems: Mapping[Path, str], *, may_start_anew: bool) -> None:
+        """Raise UsageError, unless the run starts anew in a folder whose checkpoints cannot be read."""
+        if may_start_anew and self._ignore_checkpoints:
+            return
+        hint = "name another folder"
+        if may_start_anew:
+            hint += ", or start anew: Run.start(ignore_checkpoints=True), dist-train --ignore-checkpoints"
+        raise UsageError(
+            f"none of the checkpoints can be read: {first_names([*problems.values()])}",
+            where=str(folder),
+            hint=hint,
+        )
 
     def restore(self, source: Checkpoint | None = None) -> bool:
         """Take over `source`, or the newest whole checkpoint; False if there is none. A collective call.
@@ -560,7 +603,8 @@ class Run:
 
     def _open_writer(self) -> CheckpointWriter:
         if self._writer is None:
-            self._writer = CheckpointWriter(self.folder, self._keep, self._connect().ranks, self._say)
+            ranks = self._connect().ranks
+            self._writer = CheckpointWriter(self.folder, self._keep, ranks, self._say, self._skipped)
         return self._writer
 
     def refuse_older(self) -> None:
@@ -571,11 +615,12 @@ class Run:
         UsageError : the folder holds checkpoints.
         """
         ranks, _ = self._connect()
-        if any(ranks.gather(bool(self._keep and disk.checkpoints_at(self.folder)), call="run.save")):
+        has_older = bool(self._keep and not self._is_new and disk.checkpoints_at(self.folder))
+        if any(ranks.gather(has_older, call="run.save")):
             raise UsageError(
                 "this run would replace the checkpoints of another run",
                 where=str(self.folder),
-                hint="call run.restore() after run.track(), or name another folder",
+                hint="resume it (run.restore(), --resume auto), or name another folder",
             )
 
     def wait(self) -> CheckpointWriter:

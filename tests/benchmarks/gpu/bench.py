@@ -184,7 +184,7 @@ class Bench:
         if "resumes after step" not in output:
             raise Failed("the second start did not resume: the first one ended before it was killed")
         alone = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
-        checkpoints = (find_newest(folder, alone, print) for folder in (self.folder / "whole", run))
+        checkpoints = (find_newest(folder, alone)[0] for folder in (self.folder / "whole", run))
         uninterrupted, resumed = (checkpoint.state("weights") for checkpoint in checkpoints)
         different = [key for key in uninterrupted if not torch.equal(uninterrupted[key], resumed[key])]
         if different or uninterrupted.keys() != resumed.keys():

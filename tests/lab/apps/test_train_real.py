@@ -146,8 +146,16 @@ same("damaged", "same", "weights", "optimizer")
 assert train(2, "--steps 8 --model mlp --run-dir same") == 2
 assert train(2, "--steps 8 --resume nowhere --run-dir new") == 2
 assert train(2, "--steps 8 --resume never --run-dir same") == 2
+for checkpoint in os.listdir("damaged/checkpoints"):
+    with open(f"damaged/checkpoints/{checkpoint}/__0_0.distcp", "ab") as file:
+        file.write(b"more")
+assert train(2, "--steps 8 --run-dir damaged") == 2
+assert train(2, "--steps 8 --save-every 4 --run-dir damaged --ignore-checkpoints") == 0
+names = sorted(name.partition("-0")[0] for name in os.listdir("damaged/checkpoints"))
+assert names == ["skipped-step", "skipped-step", "skipped-step", "step", "step"], names
 """
     told = many(standin, runs, script)
+    assert "damaged: none of the checkpoints can be read: damaged/checkpoints/step-0000000006/__0_0" in told
     assert "checkpoint skipped: damaged/checkpoints/step-0000000006/__0_0.distcp has" in told
     assert "resumes after step 4 of 6" in told
     assert "resumes after step 6 of 6" in told

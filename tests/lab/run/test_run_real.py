@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
 from pathlib import Path
 
@@ -407,6 +408,105 @@ assert found("damaged") == 4
     assert ".metadata is damaged: its sha256 differs from the manifest" in output
     assert output.count("run: resumes after step 2: ") == 2
     assert "the pickle ran code" not in output
+
+
+FOLDERS = """
+import json
+from imgkit_entrypoints import json_text
+from imgkit_entrypoints.run import disk
+
+def training(epochs=1, **options):
+    model = torch.nn.Linear(1, 1)
+    with Run.start(**options) as run:
+        run.track(model=model)
+        run.restore()
+        for _ in range(run.epoch, epochs):
+            for _ in run.steps(range(2), save_every=1):
+                run.wait()
+
+def steps(folder):
+    return sorted(path.name.partition(".")[0] for path in Path(folder, "checkpoints").iterdir())
+
+def damage(path):
+    with open(path / "__0_0.distcp", "ab") as file:
+        file.write(b"more")
+
+def rewrite_index(path):
+    '''As another release of torch has written it: whole, and no pickle that this one reads.'''
+    (path / ".metadata").write_bytes(b"newer")
+    manifest = json.loads((path / "manifest.json").read_text())
+    json_text.unseal(manifest)
+    manifest["files"][".metadata"] = disk.file_row(path / ".metadata")
+    (path / "manifest.json").write_text(json.dumps(json_text.sealed(manifest)))
+"""
+
+
+def test_unreadable_checkpoints_are_refused_or_set_aside(standin: str, tmp_path: Path) -> None:
+    script = """
+first, second = ["step-0000000001", "step-0000000002"], ["step-0000000003", "step-0000000004"]
+skipped = ["skipped-step-0000000001", "skipped-step-0000000002"]
+assert start(2, training, "run") == [0, 0]
+damage(Path("run/checkpoints", first[1]))
+rewrite_index(Path("run/checkpoints", first[0]))
+assert start(2, training, "run") == [2, 2]
+assert steps("run") == first
+assert start(2, lambda: training(ignore_checkpoints=True), "run") == [0, 0]
+assert steps("run") == [*skipped, *first]
+assert start(2, lambda: training(epochs=2, ignore_checkpoints=True), "run") == [0, 0]  # as a requeued job
+assert steps("run") == [*skipped, *second]
+damage(Path("run/checkpoints", second[1]))
+assert start(2, lambda: training(epochs=2), "run") == [0, 0]
+assert steps("run") == [*skipped, "skipped-step-0000000004", *second]
+"""
+    output = many(standin, tmp_path, FOLDERS + script)
+    path = "run/checkpoints/step-000000000"
+    refusal = (
+        rf"run: none of the checkpoints can be read: {path}2/__0_0\.distcp has \d+ bytes, not \d+, "
+        rf"torch \S+ cannot read {path}1: UnpicklingError: .*\n"
+        r"  -> name another folder, or start anew: Run\.start\(ignore_checkpoints=True\), dist-train "
+        "--ignore-checkpoints"
+    )
+    assert len(re.findall(refusal, output)) == 2, output
+    assert [line[-1] for line in re.findall(rf"run: resumes after step \d: {path}\d", output)] == ["2", "3"]
+
+
+def test_checkpoints_of_another_user_are_refused(standin: str, tmp_path: Path) -> None:
+    script = """
+os.chmod(".", 0o755)
+ALICE, BOB = 2001, 2002
+
+def run_as(user, folder, **options):
+    def program():
+        os.setgid(user)
+        os.setuid(user)
+        training(**options)
+    codes = start(2, program, folder)
+    Path(folder, "run.lock").unlink()
+    return codes
+
+for folder in ("of-alice", "of-bob", "hidden"):
+    Path(folder).mkdir()
+    os.chown(folder, ALICE, ALICE)
+    os.chmod(folder, 0o777)
+assert run_as(ALICE, "of-alice") == [0, 0]
+assert run_as(BOB, "of-alice", ignore_checkpoints=True) == [2, 2]
+assert run_as(BOB, "of-bob") == run_as(BOB, "hidden") == [0, 0]
+assert run_as(ALICE, "of-bob") == [2, 2]
+os.chmod("hidden/checkpoints", 0o700)
+assert run_as(ALICE, "hidden") == [2, 2]
+assert steps("of-alice") == steps("of-bob") == steps("hidden") == ["step-0000000001", "step-0000000002"]
+"""
+    output = many(standin, tmp_path, FOLDERS + script)
+    for folder, user in (("of-alice", 2001), ("of-bob", 2002)):
+        refusal = (
+            f"{folder}: none of the checkpoints can be read: "
+            f"{folder}/checkpoints/step-0000000002 belongs to user {user}, "
+            f"{folder}/checkpoints/step-0000000001 belongs to user {user}\n  -> name another folder"
+        )
+        assert output.count(refusal) == 2, output
+    refusal = "hidden/checkpoints cannot be listed: Permission denied\n  -> name a folder that you can read"
+    assert output.count(refusal) == 2, output
+    assert "or start anew" not in output
 
 
 @pytest.mark.soak

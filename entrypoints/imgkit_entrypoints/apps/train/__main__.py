@@ -47,6 +47,7 @@ def main() -> None:
             config.run_dir,
             keep=config.keep if config.run_dir else 0,
             stop_after_s=math.inf if config.stop_after_s is None else config.stop_after_s,
+            ignore_checkpoints=config.ignore_checkpoints,
             say=say,
         )
         torch.use_deterministic_algorithms(config.deterministic)

@@ -213,6 +213,7 @@ class OutputOptions:
         "newest valid checkpoint of the run folder, none, or that of a path",
         "auto",
     )
+    ignore_checkpoints: bool = switch("start anew if no checkpoint of the run folder can be read")
     eval_every: str = option(
         _interval, "N|Ne", "evaluate on held-out data every N steps or N epochs; 0: never", "0"
     )

@@ -123,15 +123,11 @@ def find_checkpoint(config: Config, run: Run) -> Checkpoint | None:
 
     Raises
     ------
-    UsageError : the path of ``--resume`` holds no valid checkpoint on any node, or ``--resume never`` would
-        replace the checkpoints of another run.
+    UsageError : the path of ``--resume`` holds no valid checkpoint on any node, none in the run folder can be
+        read, or ``--resume never`` would replace those of another run.
     """
     if config.resume == "never":
-        try:
-            run.refuse_older()
-        except UsageError as error:
-            hint = "give another --run-dir, or --resume auto"
-            raise UsageError(error.what, where=error.where, hint=hint) from None
+        run.refuse_older()
         return None
     checkpoint: Checkpoint | None = run.find(None if config.resume == "auto" else config.resume)
     if checkpoint is None and config.resume != "auto":

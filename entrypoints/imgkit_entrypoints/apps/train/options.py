@@ -77,7 +77,15 @@ NEEDS = (
         reason=_NO_FOLDER,
         met=lambda options: _saves(options) or options.save_every == "0",
     ),
-    *(Need(option=option, reason=_NO_FOLDER, met=_saves) for option in ("--keep", "--profile", "--log-to")),
+    *(
+        Need(option=option, reason=_NO_FOLDER, met=_saves)
+        for option in ("--keep", "--profile", "--log-to", "--ignore-checkpoints")
+    ),
+    Need(
+        option="--ignore-checkpoints",
+        reason="without --resume auto",
+        met=lambda options: options.resume == "auto",
+    ),
 )
 """Options that have no effect without others, or with others."""
 

@@ -33,13 +33,16 @@ def rewrite(checkpoint: Path, **changed: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
 
 
-def valid_steps(folder: Path, said: list[str] | None = None) -> list[int]:
-    steps, problems = [], said if said is not None else []
-    for path, step, rows in disk.candidates(folder, problems.append):
+def valid_steps(folder: Path, messages: list[str] | None = None, *, trusts_folder: bool = False) -> list[int]:
+    problems: dict[Path, str] = {}
+    steps = []
+    for path, step, rows in disk.candidates(folder, problems, trusts_folder=trusts_folder):
         if problem := disk.damage(path, rows, sorted(rows)):
-            problems.append(problem)
+            problems[path] = problem
         else:
             steps.append(step)
+    if messages is not None:
+        messages += problems.values()
     return steps
 
 
@@ -191,7 +194,7 @@ def test_checkpoint_under_the_name_of_another_step_is_skipped(tmp_path: Path) ->
     messages: list[str] = []
     assert valid_steps(tmp_path, messages) == [1]
     assert valid_steps(renamed, messages) == []
-    assert messages == [f"checkpoint skipped: {renamed} contains the checkpoint of step 2"] * 2
+    assert messages == [f"{renamed} contains the checkpoint of step 2"] * 2
     assert valid_steps(renamed.rename(tmp_path / "best")) == [2]  # a name that promises no step
 
 
@@ -226,12 +229,41 @@ def test_planted_links_cost_nobody_a_file(tmp_path: Path) -> None:
     assert (victim / "id_ed25519").read_text() == "mine"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
+
+
+@needs_root
 def test_checkpoint_that_a_stranger_planted_is_skipped(tmp_path: Path) -> None:
     write(tmp_path, 1)
-    os.chown(write(tmp_path, 2), 12345, 12345)
-    said: list[str] = []
-    assert valid_steps(tmp_path, said) == [1]
-    assert "step-0000000002 is another user's, or a link" in said[0]
-    os.chown(tmp_path, 12345, 12345)  # that user's own run, which this one goes on from
+    planted = write(tmp_path, 2)
+    os.chown(planted, 12345, 12345)
+    link = tmp_path / "step-0000000003"
+    link.symlink_to(planted)
+    messages: list[str] = []
+    assert valid_steps(tmp_path, messages) == [1]
+    assert messages == [f"{link} is a link", f"{planted} belongs to user 12345"]
+    os.chown(tmp_path, 12345, 12345)  # the person's own run, where root is the program in a container
     assert valid_steps(tmp_path) == [2, 1]
+
+
+@needs_root
+def test_checkpoint_of_another_user_outlives_all_saves(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    for step in (2, 9):
+        os.chown(write(folder, step, keep=9), 12345, 12345)
+    for step in (3, 4, 5):
+        write(folder, step)
+    with pytest.raises(OSError, match="step-0000000009 belongs to user 12345"):
+        write(folder, 9)
+    assert sorted(int(path.name[-2:]) for path in disk.newest_first(folder)) == [2, 4, 5, 9]
+
+
+def test_checkpoint_that_was_set_aside_stays(tmp_path: Path) -> None:
+    for turn in range(2):
+        unreadable = write(tmp_path, 2)
+        disk.set_aside([unreadable, tmp_path / "step-0000000001"])
+        for step in (2, 3, 4):
+            write(tmp_path, step)
+        assert len([*tmp_path.glob("skipped-step-0000000002.*")]) == turn + 1
+        assert valid_steps(tmp_path) == [4, 3]
