@@ -17,6 +17,7 @@ import secrets
 import shutil
 import socket
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -251,6 +252,9 @@ def candidates(
 LOCK = "run.lock"
 PATIENCE_S = 3.0
 """Time for the processes of an earlier start to end."""
+_LOCKS: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
+"""The locks of this process, also those that were closed. A child has none of its parent's."""
+os.register_at_fork(after_in_child=_LOCKS.clear)
 
 
 def lock(folder: Path, say: Callable[[str], None], env: Mapping[str, str]) -> BinaryIO:
@@ -262,9 +266,20 @@ def lock(folder: Path, say: Callable[[str], None], env: Mapping[str, str]) -> Bi
 
     Raises
     ------
-    UsageError : another run holds it, or the folder cannot be written.
+    UsageError : another run holds it, also one of this process; or the folder cannot be written.
     """
     path, hint = folder / LOCK, "name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR"
+    # The system would give this process the lock again, and drop it as soon as either stream is closed.
+    for own_lock in _LOCKS:
+        if (
+            not own_lock.closed
+            and path.exists()
+            and os.path.samestat(path.stat(), os.fstat(own_lock.fileno()))
+        ):
+            problem = "another run of this process writes into this folder"
+            raise UsageError(
+                problem, where=str(folder), hint=f"end it first (with Run.start(...)), or {hint}"
+            )
     # What the attempts of one job have in common: its id, or the token of a start without a job.
     job_id = env.get("IMGKIT_JOB_ID", stop_protocol.LOCAL_JOB)
     token = env.get(fence.VARIABLE, "") if job_id == stop_protocol.LOCAL_JOB else job_id
@@ -272,6 +287,7 @@ def lock(folder: Path, say: Callable[[str], None], env: Mapping[str, str]) -> Bi
     try:
         folder.mkdir(parents=True, exist_ok=True)
         stream = files.open_own(path, os.O_RDWR | os.O_CREAT, "r+b")
+        _LOCKS.add(stream)
     except OSError as error:
         problem, where = f"the run folder cannot be written: {error.strerror}", str(error.filename or path)
         raise UsageError(problem, where=where, hint=hint) from None  # its traceback would come below the hint

@@ -37,6 +37,29 @@ def held(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[str, s
         holder.communicate("")
 
 
+def test_second_lock_of_one_process_is_refused(tmp_path: Path) -> None:
+    folder, link = tmp_path / "run", tmp_path / "link"
+    link.symlink_to(folder)
+    with disk.lock(folder, print, {}):
+        with pytest.raises(UsageError) as caught:
+            disk.lock(link, print, {})
+        assert str(caught.value) == (
+            f"{link}: another run of this process writes into this folder\n  -> end it first (with "
+            "Run.start(...)), or name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR"
+        )
+        # The first one still counts for other processes, such as a child that has its streams.
+        child = os.fork()
+        if child == 0:
+            try:
+                disk.lock(folder, print, {})
+            except UsageError as error:
+                os._exit(0 if error.what.startswith("another run writes into this folder") else 2)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+    disk.lock(folder, print, {}).close()
+
+
 @pytest.fixture(autouse=True)
 def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "PATIENCE_S", 0.0)
