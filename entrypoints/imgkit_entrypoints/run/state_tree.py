@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,10 +64,14 @@ def local_part(tensor: Any) -> Tensor:
     return part
 
 
-def split(name: str, state: Any) -> tuple[Any, dict[str, Tensor]]:
+def split(name: str, state: Any, used: Collection[str] = ()) -> tuple[Any, dict[str, Tensor]]:
     """Separate a state into its tree and its tensors by key; views of the same memory get one key.
 
     What torch cannot store by parts stays in the tree: sparse tensors and subclasses.
+
+    Parameters
+    ----------
+    used : keys that other objects have.
     """
     tensors: dict[str, Tensor] = {}
     keys: dict[tuple[object, ...], str] = {}
@@ -78,6 +82,9 @@ def split(name: str, state: Any) -> tuple[Any, dict[str, Tensor]]:
         ):
             return value.detach().clone() if isinstance(value, Tensor) else value
         key = ".".join(map(str, (name, *path)))
+        # {"a.b": x, "a": {"b": y}} and {1: x, "1": y}. The tree has the keys, so any that differ will do.
+        while key in tensors or key in used:
+            key += "'"
         view: tuple[object, ...] = (id(value),)
         if not is_dtensor(value) and value.numel():
             view = value.device, value.data_ptr(), value.dtype, value.shape, value.stride()

@@ -101,7 +101,7 @@ class Tracked:
         """
         snapshot, digests, failure = Snapshot(), {}, None
         try:
-            for name, value in self.objects.items():
+            for name, value in sorted(self.objects.items()):  # all ranks give the same keys to shards
                 state = state_of(name, value)
                 self._add_state(snapshot, name, state)
                 # Before the run begins, DDP may not have made the weights equal yet.
@@ -131,7 +131,7 @@ class Tracked:
             if name in self._per_rank:
                 snapshot.rank_values[name] = pickle.dumps(state_tree.on_host(state))
                 return
-            tree, tensors = state_tree.split(name, state)
+            tree, tensors = state_tree.split(name, state, snapshot.tensors)
             snapshot.trees[name] = pickle.dumps(tree)
             snapshot.tensors.update(tensors)
         except Exception as error:  # pickle and the classes of a program raise many kinds

@@ -306,6 +306,43 @@ for number, value in enumerate(GOOD):
     assert output.count("run: resumes after step 4: ") == 8, output
 
 
+COLLIDING = """
+class Holder:
+    def __init__(self, *numbers):
+        self.numbers = [torch.full((2,), number) for number in numbers]
+    def state_dict(self):
+        first, second, third, fourth = self.numbers
+        return {"a.b": first, "a": {"b": second}, 1: third, "1": fourth}
+    def load_state_dict(self, state):
+        self.numbers = [state["a.b"], state["a"]["b"], state[1], state["1"]]
+
+def colliding(*numbers):
+    first, *others = map(float, numbers)
+    inner, outer = torch.nn.Linear(1, 1, bias=False), torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False))
+    holder = Holder(*others[:4])
+    for model, number in ((inner, first), (outer, others[4])):
+        torch.nn.init.constant_(next(model.parameters()), number)
+    objects = {"net.0": inner, "net": outer, "holder": holder}
+    if dist.get_rank() == 1:
+        objects = dict(reversed(objects.items()))
+    with Run.start() as run:
+        run.track(**objects)
+        run.restore()
+        for _ in range(run.epoch, 1):
+            for _ in run.steps(range(1)):
+                pass
+    tensors = [*inner.parameters(), *holder.numbers, *outer.parameters()]
+    assert [tensor.flatten()[0].item() for tensor in tensors] == [1, 2, 3, 4, 5, 6], tensors
+
+assert start(2, lambda: colliding(1, 2, 3, 4, 5, 6), "run") == [0, 0]
+assert start(2, lambda: colliding(7, 7, 7, 7, 7, 7), "run") == [0, 0]
+"""
+
+
+def test_states_whose_keys_have_the_same_text_stay_apart(standin: str, tmp_path: Path) -> None:
+    many(standin, tmp_path, COLLIDING)
+
+
 LIBRARY = """
 from imgkit_entrypoints.run import LibraryCheckpoint
 
