@@ -183,10 +183,11 @@ class Run:
     def track(self, **objects: Any) -> None:
         """Name the objects whose state belongs to the run: model, optimizer, scheduler, scaler, loader.
 
-        A checkpoint keeps rank 0's state of each, and a resume gives it to all ranks; of a loader it keeps
-        one for each rank. Of models and optimizers that FSDP2 shards it keeps the shards of all ranks. Random
-        states of torch, Python and NumPy always belong to it. A model is saved without the wrappers of DDP
-        and torch.compile. A DataLoader over a map-style dataset needs no state: `steps` counts its batches.
+        A checkpoint keeps rank 0's state of each, and a resume gives it to all ranks, also where buffers of a
+        model differ between the ranks. Of a loader it keeps one state for each rank. Of models and optimizers
+        that FSDP2 shards it keeps the shards of all ranks. Random states of torch, Python and NumPy always
+        belong to it. A model is saved without the wrappers of DDP and torch.compile. A DataLoader over a
+        map-style dataset needs no state: `steps` counts its batches.
 
         Raises
         ------
