@@ -391,7 +391,8 @@ assert train(2, f"{words} --stop-after 0") == 1
     assert "filed: 0" in told
     assert "filed/stop: this file prevents the run from starting" in told
     assert "rm filed/stop" in told
-    assert "this start saved no state (no --run-dir)" in told
+    assert "this start saved no state\n" in told
+    assert told.count("dist-train: nothing is saved without a run folder: --run-dir DIR\n") == 1
     assert "shared/stop: asked the program to save" in told
     assert "shared: 0" in told
     assert "shared/stop: this file prevents the run from starting" in told

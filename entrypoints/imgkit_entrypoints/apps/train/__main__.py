@@ -74,6 +74,8 @@ def train(config: Config, run: Run, ranks: Ranks, started: StartUp) -> int:
     """Run the training; return the exit code."""
     run.connect(ranks)
     _refuse_other_options(config, ranks)
+    if ranks.rank == 0 and config.run_dir is None:
+        say("nothing is saved without a run folder: --run-dir DIR")
     checkpoint = main_loop.find_checkpoint(config, run)
     course, changes = Course(), list[str]()
     if checkpoint is not None:
@@ -128,7 +130,7 @@ def train(config: Config, run: Run, ranks: Ranks, started: StartUp) -> int:
     loop = MainLoop(run, trainer, course, report, evaluation, started)
     run.add_up(StepSums(trainer, clock, ranks, loop.note), every=config.log_every)
     end = loop.run_to_end(traced(itertools.chain((first_step,), batches), config, ranks), config, workload)
-    _write_summary(end, run, report, steps, config)
+    _write_summary(end, run, report, steps)
     return end.exit_code
 
 
@@ -152,7 +154,7 @@ def _refuse_other_options(config: Config, ranks: Ranks) -> None:
         )
 
 
-def _write_summary(end: RunEnd, run: Run, report: RunLog | None, steps: int, config: Config) -> None:
+def _write_summary(end: RunEnd, run: Run, report: RunLog | None, steps: int) -> None:
     """Write the summary of this start; a collective call."""
     writer = run.wait()
     if report is None:
@@ -165,7 +167,7 @@ def _write_summary(end: RunEnd, run: Run, report: RunLog | None, steps: int, con
         stall_s=writer.longest_stall_s,
     )
     if end.exit_code == EXIT_NO:
-        state = f"this start saved no state{'' if config.run_dir else ' (no --run-dir)'}"
+        state = "this start saved no state"
         if writer.saved_step >= 0:
             state = f"the state of step {writer.saved_step} is saved"
         hint = f"; {end.hint}" if end.hint else ""
