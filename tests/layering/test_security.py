@@ -15,6 +15,8 @@ def test_every_guarantee_names_tests_that_exist() -> None:
     named = set(re.findall(r"`(test_\w+)`", TEXT))
     assert len(named) > 20
     assert named - tests == set()
+    subjects = {path.name for path in (ROOT / "tests").rglob("refusals/*.yaml")}
+    assert set(re.findall(r"`refusals/(\w+\.yaml)`", TEXT)) <= subjects
     rows = [
         row
         for row in re.findall(r"^\| (.+) \|$", TEXT, re.MULTILINE)
