@@ -263,8 +263,8 @@ class Run:
         return newest
 
     def _refuse_unreadable(self, folder: Path, problems: Mapping[Path, str], *, may_start_anew: bool) -> None:
-        """Raise UsageError, unless the run starts anew in a folder whose checkpoints cannot be read."""
-        if may_start_anew and self._ignore_checkpoints:
+        """Raise UsageError, on every rank, unless rank 0 starts anew beside unreadable checkpoints."""
+        if may_start_anew and self._connect().ranks.broadcast(self._ignore_checkpoints):
             return
         hint = "name another folder"
         if may_start_anew:

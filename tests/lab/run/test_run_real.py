@@ -449,6 +449,7 @@ assert start(2, training, "run") == [0, 0]
 damage(Path("run/checkpoints", first[1]))
 rewrite_index(Path("run/checkpoints", first[0]))
 assert start(2, training, "run") == [2, 2]
+assert start(2, lambda: training(ignore_checkpoints=dist.get_rank() == 1), "run") == [2, 2]
 assert steps("run") == first
 assert start(2, lambda: training(ignore_checkpoints=True), "run") == [0, 0]
 assert steps("run") == [*skipped, *first]
@@ -466,7 +467,7 @@ assert steps("run") == [*skipped, "skipped-step-0000000004", *second]
         r"  -> name another folder, or start anew: Run\.start\(ignore_checkpoints=True\), dist-train "
         "--ignore-checkpoints"
     )
-    assert len(re.findall(refusal, output)) == 2, output
+    assert len(re.findall(refusal, output)) == 4, output
     assert [line[-1] for line in re.findall(rf"run: resumes after step \d: {path}\d", output)] == ["2", "3"]
 
 
