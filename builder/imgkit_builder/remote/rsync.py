@@ -29,6 +29,12 @@ from imgkit_entrypoints.errors import ToolMissing
 INSTALL = "apt-get install rsync, dnf install rsync or brew install rsync"
 PARTIAL = ".imgkit-part"
 """Folder beside a file for what has arrived of it when the connection is lost."""
+FOLDER = "/imgkit-folder"
+"""Stands for the absolute path of the folder there, in arguments that name another folder below it.
+
+rsync from 3.2.4 on escapes blanks and quotes in its arguments for a shell; none reads them here. So the path
+comes in after rsync has written its arguments.
+"""
 NO_FOLDER = 125
 """Exit code if the folder there does not exist."""
 _NOT_FOUND = 127
@@ -71,6 +77,8 @@ def run(
             "token": token,
             "prelude": connection.prelude(token, {"folder": folder, "program": "rsync"}),
             "script": _SERVER,
+            "placeholder": FOLDER,
+            "folder": folder,
             "status": str(status),
         }
         shell = shlex.join((sys.executable, "-I", "-S", rsync_shell.__file__, json.dumps(config)))

@@ -24,7 +24,8 @@ _END_S = 10.0
 def main(config_json: str, _host: str, *args: str) -> int:
     """Run rsync's server there with `args`; return ssh's exit status, which is kept in a file as well."""
     config = json.loads(config_json)
-    script = f"{config['prelude']}\nset -- {shlex.join(args)}\n{config['script']}".encode()
+    server = [argument.replace(config["placeholder"], config["folder"]) for argument in args]
+    script = f"{config['prelude']}\nset -- {shlex.join(server)}\n{config['script']}".encode()
     argv = [*config["ssh"], config["line"].format(count=len(script))]
     for descriptor in (0, 1):
         os.set_blocking(descriptor, True)

@@ -36,6 +36,9 @@ for second in $wait; do
     [ -n "$(find "$folder/.incoming" -maxdepth 1 -name ".$name.*" -mmin -1)" ] || break
     sleep 1
 done
+# rsync goes on in the part of a file, which its mode may forbid: code is read-only.
+find "$folder/.incoming/$name" "$folder/.incoming/$partial/$name" -type f -path "*/$partial/*" \
+    -exec chmod u+w {} + 2> /dev/null
 echo "disk $(df -Pk "$folder" | tail -n 1)"
 kib=0
 for path in "$folder/.incoming/$name" "$folder/.incoming/$partial/$name"; do
@@ -145,23 +148,26 @@ def _prepare(connection: Connection, values: Mapping[str, str], source: Source, 
 
 
 def _send(connection: Connection, values: Mapping[str, str], source: Source, report: Reporter) -> str:
-    incoming, name = f"{values['home']}/{values['folder']}/.incoming", values["name"]
+    folder, name = f"{values['home']}/{values['folder']}", values["name"]
     # Not -a: as root it would give the files to a user id of this machine.
     bytes_per_s = connection.max_bytes_per_s
     limit = (f"--bwlimit={max(1, round(bytes_per_s / 1024))}",) if bytes_per_s else ()
     with tempfile.TemporaryDirectory(prefix="imgkit-") as work:
         if source.path.is_dir():
-            links = (f"--link-dest=../../{similar}" for similar in source.similar)
-            args = ("--links", "--checksum", *links, f"{source.path.absolute()}/", f"remote:{name}/")
+            # Absolute: with ".." in the path, rsync 3.2.7-1+deb12u5 and 3.4.3 cannot open a file there as the
+            # basis of an edited one (github.com/RsyncProject/rsync/issues/928).
+            links = (f"--link-dest={rsync.FOLDER}/{similar}" for similar in source.similar)
+            target = f"remote:.incoming/{name}/"
+            args = ("--links", "--checksum", *links, f"{source.path.absolute()}/", target)
         else:
             # Old versions take only a folder as their destination: here the file has its name there. What an
             # earlier attempt left is compared, whatever its time.
             Path(work, name).symlink_to(source.path.absolute())
-            args = ("--copy-links", "--ignore-times", f"{work}/{name}", "remote:./")
+            args = ("--copy-links", "--ignore-times", f"{work}/{name}", "remote:.incoming/")
         try:
-            return rsync.run(connection, incoming, ("-rpt", *limit, *args), report, source.size_bytes)
+            return rsync.run(connection, folder, ("-rpt", *limit, *args), report, source.size_bytes)
         except ScriptFailed as error:
             if "space" in error.output or "quota" in error.output.lower():
                 message = f"the disk of {connection.remote.name} is full"
-                raise CheckFailed(message, where=incoming, hint=error.hint) from error
+                raise CheckFailed(message, where=folder, hint=error.hint) from error
             raise

@@ -14,8 +14,9 @@ from imgkit_builder.base.progress import Silent
 from imgkit_builder.job import code
 from imgkit_builder.job.request import Request
 from imgkit_builder.remote import code as far_code
-from imgkit_builder.remote import connection, store
+from imgkit_builder.remote import connection, store, transfer
 from imgkit_builder.remote.config import Remote
+from imgkit_builder.remote.transfer import Source
 
 pytestmark = pytest.mark.programs("rsync")
 
@@ -53,6 +54,13 @@ def send(folder: Path, home: Path) -> tuple[Path, str]:
     return home / path, "\n".join(notes.texts)
 
 
+def leave_part(part: Path, file: Path) -> None:
+    """Write what rsync leaves of a read-only file when the connection is lost."""
+    part.parent.mkdir(parents=True)
+    part.write_bytes(file.read_bytes()[:150_000])
+    part.chmod(0o444)
+
+
 def contents(folder: Path) -> dict[str, object]:
     return {
         str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes()  # noqa: PTH115
@@ -82,6 +90,31 @@ def test_edit_sends_its_file_alone_into_another_folder(folder: Path, tmp_path: P
     assert (contents(first), contents(second / "workspace")) == (before, contents(folder))
     inodes = [(path / "workspace/table").stat().st_ino for path in (first, second)]
     assert inodes[0] == inodes[1]
+
+
+def test_edit_in_a_file_sends_it_once(folder: Path, tmp_path: Path) -> None:
+    send(folder, tmp_path / "my store")
+    with (folder / "table").open("ab") as stream:
+        stream.write(b"one more line\n")
+    target, text = send(folder, tmp_path / "my store")
+    assert text.startswith("sent: code: 2 files, 200.1 kB")  # rsync counts a file again that it sends again
+    assert contents(target / "workspace") == contents(folder)
+
+
+def test_read_only_part_of_a_failed_try_is_used(folder: Path, tmp_path: Path) -> None:
+    digest = code.read(Request(code=folder), large=False, report=Silent()).record.sha256
+    leave_part(tmp_path / "far/code/.incoming" / digest / "workspace/.imgkit-part/table", folder / "table")
+    target, text = send(folder, tmp_path / "far")
+    assert " of 200.0 kB were sent before\n" in text
+    assert contents(target / "workspace") == contents(folder)
+
+
+def test_read_only_part_of_an_image_is_used(folder: Path, tmp_path: Path) -> None:
+    leave_part(tmp_path / "far/images/.incoming/.imgkit-part/x.sif", folder / "table")
+    far = connection.connect(Remote(name="far", address="far", keep_s=0))
+    source = Source(path=folder / "table", label="image", size_bytes=200_000)
+    transfer.upload(far, source, home=str(tmp_path / "far"), target="images/x.sif", report=Silent())
+    assert (tmp_path / "far/images/x.sif").read_bytes() == (folder / "table").read_bytes()
 
 
 def test_file_that_somebody_edited_there_is_sent_again(folder: Path, tmp_path: Path) -> None:
