@@ -26,6 +26,8 @@ ATTEMPTS = 4
 """Attempts in a row that bring nothing before the transfer gives up."""
 _WAIT_S = 60
 """Longest time for which a new attempt waits until the earlier one has ended on the remote."""
+_FULL_DISK = re.compile(r"(No space left on device|Disk quota exceeded) \(\d+\)")
+"""The text and number of the system's error, as rsync prints them: ``mkstemp "..." failed: TEXT (28)``."""
 
 # When a connection is lost, rsync there moves what it has into the folder for partial files: at once, or at
 # its time limit.
@@ -167,7 +169,7 @@ def _send(connection: Connection, values: Mapping[str, str], source: Source, rep
         try:
             return rsync.run(connection, folder, ("-rpt", *limit, *args), report, source.size_bytes)
         except ScriptFailed as error:
-            if "space" in error.output or "quota" in error.output.lower():
+            if _FULL_DISK.search(error.output):
                 message = f"the disk of {connection.remote.name} is full"
                 raise CheckFailed(message, where=folder, hint=error.hint) from error
             raise

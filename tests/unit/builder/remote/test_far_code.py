@@ -16,7 +16,9 @@ from imgkit_builder.job.request import Request
 from imgkit_builder.remote import code as far_code
 from imgkit_builder.remote import connection, store, transfer
 from imgkit_builder.remote.config import Remote
+from imgkit_builder.remote.connection import ScriptFailed
 from imgkit_builder.remote.transfer import Source
+from imgkit_entrypoints.errors import CheckFailed
 
 pytestmark = pytest.mark.programs("rsync")
 
@@ -135,6 +137,27 @@ def test_removed_file_is_gone(folder: Path, tmp_path: Path) -> None:
     (folder / "run").unlink()
     assert contents(send(folder, tmp_path / "far")[0] / "workspace") == contents(folder)
     assert list((tmp_path / "far/code/.incoming").iterdir()) == []
+
+
+def test_file_that_cannot_be_written_is_no_full_disk(folder: Path, tmp_path: Path) -> None:
+    digest = code.read(Request(code=folder), large=False, report=Silent()).record.sha256
+    (tmp_path / "far/code/.incoming" / digest / "workspace/table/obstacle").mkdir(parents=True)
+    with pytest.raises(ScriptFailed, match=r"a command on far failed with exit code 23\n") as caught:
+        send(folder, tmp_path / "far")
+    assert "could not make way for new regular file: workspace/table" in caught.value.output
+
+
+def test_exceeded_quota_is_a_full_disk(folder: Path, tmp_path: Path, ssh: Path) -> None:
+    """No quota is set on this machine: a program with rsync's message takes its place there."""
+    rsync = ssh.parent / "there/rsync"
+    rsync.parent.mkdir()
+    message = 'rsync: [receiver] mkstemp "/x/.table.a1" failed: Disk quota exceeded (122)'
+    rsync.write_text(f"#!/bin/sh\necho '{message}' >&2\nexit 23\n")
+    rsync.chmod(0o755)
+    ssh.write_text(ssh.read_text().replace("exec ", f"PATH={rsync.parent}:$PATH exec ", 1))
+    with pytest.raises(CheckFailed, match="code: the disk of far is full\n") as caught:
+        send(folder, tmp_path / "far")
+    assert message in str(caught.value.hint)
 
 
 def test_missing_rsync_here_names_what_installs_it(
