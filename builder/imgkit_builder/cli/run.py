@@ -162,7 +162,6 @@ class _Options:
 
 def _run_there(options: _Options, remote: Remote, run: Request, project: ProjectFile | None) -> None:
     """Build, send what `remote` lacks, submit there, and follow."""
-    from imgkit_builder.job import code as code_of
     from imgkit_builder.job.request import flags_in
     from imgkit_builder.remote import connection
     from imgkit_builder.workflow import remote_run
@@ -180,22 +179,16 @@ def _run_there(options: _Options, remote: Remote, run: Request, project: Project
         _show_early(options, remote, plan, run, project)
         return
     code = read_code(plan.request, as_json=options.as_json)
-    if code is not None:
-        is_here = not (plan.recipe or plan.archive or plan.remote_image)
-        code_of.refuse_unused(code, plan.target, plan.sif if is_here else None)
     source = "--on" if options.on else "imgkit.toml"
     terminal.err(
         f"imgkit: {plan.source} on {remote.name} ({source}), submitted there with {script.submit[0]}"
     )
-    for warning in plan.early.warnings:
-        terminal.err(f"imgkit: {warning}")
     limit = None if options.bwlimit is None else options.bwlimit * MB
     far = connection.connect(
         remote_run.with_transfer_host(remote, plan), ask=may_ask(), max_bytes_per_s=limit
     )
     if far.unshared_reason:
         terminal.err(f"imgkit: every ssh command opens its own connection: {far.unshared_reason}")
-    far.login()
     with terminable(), reporter(as_json=options.as_json) as report:
         record, job = remote_run.run(
             plan,
@@ -285,7 +278,8 @@ def _submit_sizes(
     code = read_code(origins.under(run, project), as_json=options.as_json)
     sizes = scaling.parse_sizes(options.scaling)
     planned = scaling.plan(recipe, request, sizes, on=remote, project=project, code=code)
-    for warning in planned[-1][0].warnings:
+    largest = planned[-1][0]
+    for warning in largest.warnings if options.dry_run or not remote else ():
         report.note(warning)
     if options.dry_run:
         if options.as_json:
@@ -304,7 +298,8 @@ def _submit_sizes(
 
     def start(nodes: int) -> JobHandle:
         sized = dataclasses.replace(request, nodes=str(nodes), yes=True)  # a person has agreed to the code
-        stages = report if remote else None  # the warnings of a job here stand above
+        # The largest job is the first: on a remote it reports the warnings, and what is sent for all.
+        stages = report if remote and nodes == largest.nodes else None
         base = options.base or ""
         return jobs.run(recipe, sized, on=remote, base=base, project=project, report=stages)
 

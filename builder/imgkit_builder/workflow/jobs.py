@@ -145,8 +145,9 @@ def run(
     report, remote = report or Silent(), config.find(on)
     plan = remote_run.plan(str(recipe), request, project, remote.recipe)
     far = connection.connect(remote_run.with_transfer_host(remote, plan))
-    code = code_of.read(request, large=request.yes, report=report) if request.code is not None else None
-    far.login()
+    code = None
+    if plan.request.code is not None:  # the folder of imgkit.toml, too
+        code = code_of.read(plan.request, large=request.yes, report=report)
     record, _ = remote_run.run(plan, far, base=base or None, code=code, report=report)
     submit.keep(record)
     return JobHandle(record=submit.need_id(record))

@@ -240,10 +240,12 @@ def run(
 
     Raises
     ------
-    UsageError : as `check`; or the remote has no such scheduler, or imgkit did not make the .sif.
+    UsageError : as `check`; or the image would not run the code, the remote has no such scheduler, or imgkit
+        did not make the .sif.
     ImgkitError : as of the build, the conversion, the transfer and the submission.
     """
     from imgkit_builder.job import bound, container, systems
+    from imgkit_builder.job import code as code_of
     from imgkit_builder.remote import jobs
     from imgkit_builder.remote.code import upload
 
@@ -251,6 +253,12 @@ def run(
         raise UsageError(
             "--base cannot be combined with --image", where="--base", hint="nothing is built: leave it out"
         )
+    if code:
+        is_sif = not (planned.recipe or planned.archive or planned.remote_image)
+        code_of.refuse_unused(code, planned.target, planned.sif if is_sif else None)
+    for warning in planned.early.warnings:
+        report.note(warning)
+    connection.login()  # before the first stage, whose progress bar would hide a question of ssh
     delivery = _Delivery(planned=planned, connection=connection, base=base, report=report)
     store, image = delivery.bring(check(planned).submit[0], code.record.sha256 if code else "")
     job = planned.resolved(store.home, image.path)
