@@ -212,9 +212,9 @@ class SystemFacts:
     queue: Queue = Queue()
     transfer: Transfer = Transfer()
     env: Mapping[EnvName, SiteValue] = field(default_factory=dict)
-    """Variables that the entry point sets unless the user does; ``$NAME`` in one is replaced on the node.
+    """Variables of each command, unless the user sets them; ``$NAME`` in one is replaced on the node.
 
-    They are never baked as ENV."""
+    The entry point sets them, or ``imgkit run`` for other programs. They are never baked as ENV."""
     known_issues: tuple[KnownIssue, ...] = ()
     """Faults of versions and settings that nodes and ``imgkit check`` look for, besides imgkit's own rows."""
 

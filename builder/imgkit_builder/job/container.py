@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
+from imgkit_builder.base import files
 from imgkit_builder.delta.descriptor import CODE_PLACE, Delta
 from imgkit_builder.image.wheel import PACKAGE
 from imgkit_builder.job import pyxis, quoting
@@ -17,7 +19,7 @@ from imgkit_builder.sif import sqsh
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import delta_check
 from imgkit_entrypoints.rules import SITE_VARIABLE, site_variables
-from imgkit_entrypoints.system import HOST, HOST_FOLDERS, JOB_FOLDER, SYSTEM_JSON
+from imgkit_entrypoints.system import HOST, HOST_FOLDERS, JOB_FOLDER, SYSTEM_JSON, Partition
 
 GPU_OPTIONS = ("--nv", "--nvccli", "--rocm", "--gpus=all", "--gpu", "--device=nvidia.com/gpu=all")
 """Options that a job without GPUs leaves out."""
@@ -69,8 +71,10 @@ def start(job: Job, command: Sequence[str], *, forward: Sequence[str] = ()) -> t
         return (*argv, job.image, *_activation(job), *command)
     # By env inside the container: apptainer and older versions of singularity execute $(...) in the values of
     # --env and SINGULARITYENV_*, and a variable that the image sets overrides an exported one.
-    variables = ("env", *(f"{name}={value}" for name, value in job.env.items())) if job.env else ()
-    command = (*_activation(job), *variables, *command)
+    variables = [f"{name}={value}" for name, value in job.env.items()]
+    if job.run_by != "host":
+        variables += [quoting.Shell(f'"{name}=${name}"') for name in system_variables(job)]
+    command = (*_activation(job), *(("env", *variables) if variables else ()), *command)
     if job.run_by == "host":
         return command
     libraries = _listed_libraries(job)
@@ -113,9 +117,31 @@ def is_sqsh(job: Job) -> bool:
     )
 
 
+def system_variables(job: Job) -> Mapping[str, str]:
+    """Return the variables of ``system.env`` for the job's command, without those that the user sets.
+
+    ``dist-*`` get none: they read them in the image, and leave out what does not fit the node. Without an
+    image, they get all of them, too.
+    """
+    if job.run_by != "host" and job.command and job.command[0].startswith("dist-"):
+        return {}
+    system = job.recipe.system
+    users = {*job.env, *job.names}
+    if system.partitions.get(job.queue, Partition()).interfaces:
+        users.update(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"))  # the system's are those of other nodes
+    if job.env_file:
+        # Its values must stand in no argument list, and Docker would prefer the system's. The file may be on
+        # the nodes alone.
+        with contextlib.suppress(OSError):
+            rows = files.read_text(Path(job.env_file), errors="replace").splitlines()
+            users.update(row.partition("=")[0] for row in rows)
+    return {name: value for name, value in system.env.items() if name not in users}
+
+
 def shell(job: Job) -> tuple[str, ...]:
     """A shell in the job's image."""
-    plain = not (job.env or job.request.activate or is_sqsh(job))
+    job = dataclasses.replace(job, command=())
+    plain = not (job.env or system_variables(job) or job.request.activate or is_sqsh(job))
     if job.run_by == "singularity" and plain:
         return _singularity(job, "shell")
     return start(job, ("bash",))
@@ -123,6 +149,7 @@ def shell(job: Job) -> tuple[str, ...]:
 
 def shell_line(job: Job) -> str:
     """The line that opens a shell in the job's image, with its mounts and variables; for a login shell."""
+    job = dataclasses.replace(job, command=())
     load = [f"module load {shlex.quote(name)}" for name in modules(job)]
     return " && ".join((*load, *exports(job), f"exec {' '.join(map(quoting.quote, shell(job)))}"))
 
@@ -189,7 +216,8 @@ def exports(job: Job) -> tuple[str, ...]:
     """Shell lines that set variables of the runtime and of the node agent."""
     runtime, lines = job.recipe.system.runtime, [_UNCLEAN] if job.run_by == "singularity" else []
     lines += pyxis.exports(job) if job.run_by == "pyxis" else ()
-    texts = (*runtime.host_libs, *(job.recipe.system.env.values() if job.run_by == "host" else job.binds))
+    variables = system_variables(job)
+    texts = (*runtime.host_libs, *variables.values(), *(job.binds if job.run_by != "host" else ()))
     needed = (name for name in site_variables(*texts) if name != JOB_FOLDER)
     lines += [f': "${{{name}:?imgkit: {_NOT_SET}}}"' for name in needed]
     lines += quoting.exports(job.settings)
@@ -197,12 +225,11 @@ def exports(job: Job) -> tuple[str, ...]:
     if job.bound is not None and job.bound.digest:
         lines.append(_unchanged(job, job.bound.digest))
     libraries = _listed_libraries(job)
+    if JOB_FOLDER in site_variables(*variables.values()):
+        lines += quoting.exports({JOB_FOLDER: str(job.directory)})
+    if job.run_by != "docker":
+        lines += quoting.default_exports(variables)
     if job.run_by == "host":
-        # There is no image, so the node agent has no system.json to read.
-        env = job.recipe.system.env
-        if JOB_FOLDER in site_variables(*env.values()):
-            env = {JOB_FOLDER: str(job.directory), **env}
-        lines += quoting.exports(env)
         lines += [quoting.search_first(libraries)] if libraries else []
     elif job.run_by == "singularity" and libraries and not is_sqsh(job):
         prefix = "APPTAINERENV" if PurePath(program(job)).name == "apptainer" else "SINGULARITYENV"
@@ -256,6 +283,7 @@ def with_targets(mounts: Iterable[str]) -> Iterator[str]:
 def _docker_options(job: Job, forward: Sequence[str]) -> tuple[str, ...]:
     # A value of the user's own is never expanded.
     settings = {name: value for name, value in job.settings.items() if name not in job.env}
+    settings |= system_variables(job)
     pairs = [quoting.expanding(f"{name}={value}") for name, value in settings.items()]
     pairs += [f"{name}={value}" for name, value in job.env.items()]
     return (

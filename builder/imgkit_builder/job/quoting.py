@@ -142,6 +142,12 @@ def exports(variables: Mapping[str, str]) -> list[str]:
     return [f"export {name}={quote(expanding(value))}" for name, value in variables.items()]
 
 
+def default_exports(variables: Mapping[str, str]) -> list[str]:
+    """Return shell lines that export those of `variables` that are not set, as `exports` does."""
+    pairs = zip(variables, exports(variables), strict=True)
+    return [f'if [ -z "${{{name}+set}}" ]; then {line}; fi' for name, line in pairs]
+
+
 def quote(argument: str) -> str:
     """Return `argument`, quoted as a shell needs it; `Shell` text stays as it is, to be expanded."""
     return str(argument) if isinstance(argument, Shell) else shlex.quote(argument)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imgkit_builder.base.progress import SILENT, Reporter
-from imgkit_builder.workflow.names import RECIPE_SUFFIXES, image_name, module_line
+from imgkit_builder.workflow.names import RECIPE_SUFFIXES, image_name, module_line, system_of
 from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
 from imgkit_entrypoints.rules import expand
 
@@ -90,7 +90,7 @@ def shell_command(image: str, *, host: bool = False, workdir: str = "") -> Shell
 
     Parameters
     ----------
-    host : share this machine's home folder, network and the recipe's binds, as in a job.
+    host : share this machine's home folder, network and the recipe's binds and variables, as in a job.
     workdir : the folder in which the shell starts; empty: the one that the recipe states.
 
     Raises
@@ -119,7 +119,16 @@ def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
     name = image_name(target)
     with engines.connect() as engine:
         engines.inspect(engine, name)
-    argv = engines.shell_argv(name, gpus=engine.has_nvidia, host=host, place=engine.endpoint, workdir=workdir)
+    system = system_of(target) if host else None
+    values = system.on_node(os.environ).env if system else {}
+    argv = engines.shell_argv(
+        name,
+        gpus=engine.has_nvidia,
+        host=host,
+        place=engine.endpoint,
+        workdir=workdir,
+        variables=[f"{name}={value}" for name, value in values.items()],
+    )
     reach = _SHARED if host else f"a shell runs in the image: {_NOTHING_SHARED}"
     return ShellCommand(argv=tuple(argv), reach=reach, image=name)
 
@@ -137,7 +146,9 @@ def _sif_shell(path: str, *, host: bool, workdir: str) -> ShellCommand:
     runtime = target.system.runtime if target else None
     tool = find_runtime(module_hint=module_line(target.system if target else None))
     isolated = None if host else isolation(tool)
-    argv = [str(tool.path), "shell", "--nv"]
+    values = target.system.on_node(os.environ).env if target and host else {}
+    variables = [f"{name}={value}" for name, value in values.items() if name not in os.environ]
+    argv = [str(tool.path), "exec" if variables else "shell", "--nv"]
     options = (*(isolated.options if isolated else ()), *(runtime.options if runtime else ()))
     argv += [option for option in dict.fromkeys(options) if option != "--nv"]
     for bind in runtime.binds if runtime and host else ():
@@ -152,7 +163,9 @@ def _sif_shell(path: str, *, host: bool, workdir: str) -> ShellCommand:
     if start := workdir or (target.workdir if target else ""):
         argv += ["--pwd", start]
     reach = isolated.description("a shell") if isolated else _SHARED
-    return ShellCommand(argv=(*argv, str(Path(path).absolute())), reach=reach)
+    # By env, as in a job: a variable of the image overrides one of this machine.
+    shell = ("env", *variables, "bash") if variables else ()
+    return ShellCommand(argv=(*argv, str(Path(path).absolute()), *shell), reach=reach)
 
 
 def _target_of(path: Path) -> Target | None:

@@ -43,6 +43,8 @@ def choose(
     recipe, nics = (system.env, system.fabric.nics) if system else ({}, None)
     draft = PlanDraft(facts=facts, env=env, recipe=recipe, nnodes=nnodes, head=head, nics=nics)
     sockets.use_partition(draft, system, env.get(PARTITION, ""))
+    # imgkit run sets the recipe's variables for a shell or a script, which may start this: not the user's.
+    draft.env = {name: value for name, value in env.items() if draft.recipe.get(name) != value}
     kind, reason, is_requested = _kind(draft)
     library_path.decide(draft, kind)
     plugin.decide(draft, kind)

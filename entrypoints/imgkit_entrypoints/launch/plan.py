@@ -415,7 +415,7 @@ def _threads(
 ) -> Decision | None:
     name = "OMP_NUM_THREADS"
     value, images_value = env.get(name), (host.image_env or {}).get(name)
-    if system is not None and name in system.env and value in (None, images_value):
+    if system is not None and name in system.env and value in (None, images_value, system.env[name]):
         return None  # the network's plan has the recipe's variables
     replaced = f"; replaces the image's {images_value!r}" if value and value == images_value else ""
     # PBS sets it to the chunk's processors, and mpiexec hands it on. That is no wish of the user's, and nproc

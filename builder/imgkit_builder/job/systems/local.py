@@ -10,7 +10,6 @@ from imgkit_builder.job.request import Job, Script, SubmittedJob
 from imgkit_builder.job.systems import System, need_program, with_folders
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.rules import site_variables
 
 
 class ForegroundSystem(System):
@@ -79,13 +78,12 @@ def with_settings(job: Job, argv: tuple[str, ...]) -> tuple[str, ...]:
         )
     if job.run_by == "docker":
         return argv
-    system = job.recipe.system
-    variables = {**job.settings, **(system.env if job.run_by == "host" else {})}
-    if system.runtime.host_libs or job.env_file or site_variables(*variables.values()):
-        # A path is put in front of the node's own value, which only a shell on that node knows.
+    has_system_variables = job.run_by == "host" and container.system_variables(job)
+    if job.recipe.system.runtime.host_libs or job.env_file or has_system_variables:
+        # Only a shell on the node knows the values there: a path comes before them, a default after them.
         return ("sh", "-c", "; ".join((*container.exports(job), 'exec "$@"')), "sh", *argv)
-    # Without an image, the node agent has no system.json to read.
-    return ("env", *(f"{name}={value}" for name, value in variables.items()), *argv) if variables else argv
+    settings = [f"{name}={value}" for name, value in job.settings.items()]
+    return ("env", *settings, *argv) if settings else argv
 
 
 def _check_gpus(job: Job) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import secrets
 import shlex
@@ -189,7 +190,8 @@ def _by_ssh(job: Job) -> Script:
     if not job.size.spares and (program := _torch_program(job.command)):
         rows.append("# The same by PyTorch's own launcher:")
         for rank, host in enumerate(hosts):
-            argv = _started(job, _torch_launch(job, program, rank))
+            launch = _torch_launch(job, program, rank)
+            argv = _started(dataclasses.replace(job, command=launch), launch)
             rows.append(f"# {shlex.join(('ssh', '-t', host, _remote(job, argv)))}")
     return Script(
         text="\n".join(rows) + "\n",

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Literal
 
+from imgkit_builder.job import container
 from imgkit_builder.job.quoting import quote
 from imgkit_builder.job.request import Job, Request, SystemFlags, flag
 from imgkit_builder.job.systems import System, part_of_nodes, program_starts_once, runai_client
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.rules import site_variables
 
 ASLEEP = ("sleep", "infinity")
 """The command of the pods of an interactive job."""
@@ -180,9 +183,13 @@ def workdir(job: Job) -> str:
 
 
 def variables(job: Job) -> Mapping[str, str]:
-    """Variables of each pod: folders for output and state, the node agent's settings, the user's (these win).
+    """Variables of each pod: folders for output and state, those of the node agent, system and user.
 
-    The job's name is its id, so the folder is known without asking the cluster.
+    The last one wins. The job's name is its id, so the folder is known without asking the cluster.
+
+    Raises
+    ------
+    UsageError : a variable of the recipe has another one in its value, which only a shell would replace.
     """
     folders: dict[str, str] = {}
     folder, writable = directory(job), [claim.path for claim in claims(job) if not claim.read_only]
@@ -190,7 +197,16 @@ def variables(job: Job) -> Mapping[str, str]:
         is_writable = folder is not None and any(folder.is_relative_to(path) for path in writable)
         run = (folder if folder is not None and is_writable else writable[0]) / "runs" / check_name(job)
         folders = {"IMGKIT_RUN_DIR": str(run), "IMGKIT_LOG_DIR": str(run / "logs")}
-    return {**folders, **job.settings, **job.env}
+    shell = dataclasses.replace(job, command=())
+    recipes = container.system_variables(shell if job.request.interactive else job)
+    for name, value in recipes.items():
+        if site_variables(value):
+            raise UsageError(
+                f"system.env sets {name}={value}, and a pod replaces no variable in it",
+                where=job.recipe.where("system", "env", name),
+                hint=f"--env {name}=VALUE",
+            )
+    return {**folders, **job.settings, **recipes, **job.env}
 
 
 def literal(text: str) -> str:

@@ -142,6 +142,17 @@ def test_interface_of_the_partition_is_that_of_the_recipe(machine: Machine):
     assert "NCCL_SOCKET_IFNAME" not in fabric.choose(host, system, user, nnodes=2).env
 
 
+@pytest.mark.parametrize("image", [{}, {"NCCL_SOCKET_IFNAME": "ib0"}])
+def test_recipes_value_in_the_environment_is_the_recipes(machine: Machine, image: Mapping[str, str]):
+    """A shell or a script that ``imgkit run`` has started has the recipe's variables."""
+    env = {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_NET_GDR_LEVEL": "PHB"}
+    found = replace(machine("none", env=env), image_env=image)
+    started, alone = (fabric.choose(found, SystemFacts(env=env), part, nnodes=2) for part in (env, {}))
+    assert started.decisions == alone.decisions
+    assert (started.env, started.unset) == (alone.env, alone.unset)
+    assert started.env["NCCL_SOCKET_IFNAME"] == "eth0"  # this machine has no ib0
+
+
 def test_images_plugin_keeps_slingshots_guard_and_warning(machine: Machine):
     env = {"NCCL_NET_PLUGIN": "spcx"}
     host = machine("cxi4", env=env)

@@ -141,7 +141,7 @@ def test_threads_of_the_image_are_replaced():
     assert "OMP_NUM_THREADS" not in with_image(env, {"PATH": "/bin"}, system=None).env
 
 
-@pytest.mark.parametrize("env", [{}, {"OMP_NUM_THREADS": "1"}])
+@pytest.mark.parametrize("env", [{}, {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "5"}])
 def test_threads_of_the_recipe_are_kept(env):
     made = with_image(env, {"OMP_NUM_THREADS": "1"}, system=SystemFacts(env={"OMP_NUM_THREADS": "5"}))
     assert made.env["OMP_NUM_THREADS"] == "5"

@@ -179,7 +179,7 @@ def test_environment_stands_in_for_the_image(tmp_path: Path) -> None:
     assert "\nmpiexec" in script
     assert "'/my work/my env/bin/python3' -I -m \\\n    imgkit_entrypoints dist-run" in script
     assert "module load cuda/12.6\n" in script
-    assert "export FI_CXI_RDZV_EAGER_SIZE=0\n" in script
+    assert "export FI_CXI_RDZV_EAGER_SIZE=0; fi\n" in script
     with pytest.raises(UsageError, match="no virtual environment"):
         submit.before_submission(job(directory=tmp_path, **request))
 
