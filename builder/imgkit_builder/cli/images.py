@@ -52,7 +52,9 @@ def verb_shell(
         help="Folder of the container in which the shell starts (default: the recipe's image.workdir).",
     ),
     dry_run: bool = typer.Option(False, "--dry-run", help="Print the command, then exit."),
-    verbose: bool = typer.Option(False, "--verbose", "-v", help="Print information about the image first."),
+    verbose: bool = typer.Option(
+        False, "--verbose", "-v", help="First print information about the image, or with --job the command."
+    ),
 ) -> None:
     """Open a shell in an image or .sif, without this machine's home folder and network.
 
@@ -92,7 +94,9 @@ def verb_shell(
     if dry_run:
         terminal.out(shlex.join(argv))
         return
-    terminal.err(f"imgkit: {description}", f"imgkit: {shlex.join(argv)}")
+    terminal.err(f"imgkit: {description}")
+    if verbose or not job:  # the command for a job on a remote has 1,600 characters
+        terminal.err(f"imgkit: {shlex.join(argv)}")
     if shutil.which(argv[0]) is None:
         install = "sudo apt-get install docker-cli (or docker.io)"
         hint = "run this where the job was submitted" if job else install

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -184,6 +186,19 @@ def test_shell_in_a_job_has_its_container(call: Any) -> None:
     assert "mn5.sif" in started
     assert f"IMGKIT_RUN_DIR={Path.cwd()}/runs/mn5-7; " in out
     assert "--nodelist=n2 " in call("shell", "--job", "7", "--node", "n2", "--dry-run")[1]
+
+
+@pytest.mark.parametrize("options", [(), ("-v",)])
+def test_shell_in_a_job_shows_its_command_on_request(tmp_path: Path, options: tuple[str, ...]) -> None:
+    job(7, shell_line="exec singularity shell a.sif")
+    program("squeue", "echo '7  p RUNNING,'")
+    program("srun", "echo inside; exit 5")
+    argv = (sys.executable, "-m", "imgkit_builder", "shell", "--job", "7", *options)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (5, "inside\n"), done.stderr
+    described, *command = done.stderr.splitlines()
+    assert described == f"imgkit: {systems.NEW_CONTAINER}"
+    assert [row.startswith("imgkit: srun --jobid=7 ") for row in command] == [True] * len(options)
 
 
 def test_shell_in_a_pod_is_in_the_job_s_container() -> None:
