@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.archive import oci_folder, stored
-from imgkit_builder.base.process import TAIL_LINES
+from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.image import inside, render
 from imgkit_builder.image.instructions import INSIDE, Additions, ContextFile, Definition, Step
@@ -265,7 +265,7 @@ class Follower:
 
     def __init__(self, definition: Definition, *, base_line: str, report: Reporter) -> None:
         self._steps, self._base_line, self._report = definition.steps, base_line, report
-        self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
+        self._tail: collections.deque[str] = collections.deque(maxlen=process.KEPT_LINES)
         self._step = 0
         """Number of the step that runs, from 1."""
         self._failure, self._is_squashing = "the base cannot be fetched", False
@@ -308,7 +308,7 @@ class Follower:
 
     def failed(self, error: ToolFailed) -> ToolFailed:
         """Return the error of a build whose program ended with `error`, with the step and its last lines."""
-        lines = "\n".join(self._tail) or "(no output)"
+        lines = "\n".join(process.last_lines("\n".join(self._tail))) or "(no output)"
         log = (error.hint or "").rpartition("the full log: ")[2]
         hint = f"its last lines:\n{lines}\nfull log: {log} (with the definition)"
         if not self._step or self._is_squashing:

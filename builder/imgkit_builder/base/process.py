@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import itertools
 import os
+import re
 import select
 import shutil
 import signal
@@ -23,6 +24,9 @@ from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, ToolMissing
 
 TAIL_LINES = 20
+"""Lines of a failed program that an error quotes."""
+KEPT_LINES = 1000
+"""Lines of a step of a build in which its errors are looked for."""
 INTERRUPTED = 130
 """Exit code of what Ctrl-C has ended, as a shell reports SIGINT."""
 PIPE_BYTES = 1 << 20
@@ -31,6 +35,12 @@ MOST_BYTES = 8 << 20
 _ERROR_BYTES = 1 << 16
 """What is kept of the standard error of a program of `through`: its end."""
 _PIECE = 1 << 16
+_ERROR = re.compile(r"\b(ERROR|FATAL)\b")
+_PROGRESS = re.compile(
+    r"[^A-Za-z]*\d ?%(?!.*[A-Za-z]{5}).*"  # "32,768  16%  31.25MB/s", " 45%|##  | 45/100 [00:03<00:04]"
+    r"|.*[=#]{3}.*\d ?%.*|.*\d ?%.*[=#]{3}.*"  # "blob 3a5f [====>---] 31 % 5s"
+    r"|.*[━█▓]{3}.*"  # pip's, without a percentage
+)
 _SHOWN = 200
 """Characters of a line that an error quotes."""
 _POLL_S = 0.02
@@ -99,11 +109,11 @@ class Finished:
     argv: tuple[str, ...]
     returncode: int
     output: str
-    """Standard output and standard error, merged; of more than `MOST_BYTES` characters the end."""
+    """Standard output and standard error, merged; of more than `MOST_BYTES` the end."""
 
     def tail(self) -> str:
         """Return the last lines, as quoted in errors."""
-        return "\n".join(self.output.splitlines()[-TAIL_LINES:])
+        return "\n".join(last_lines(self.output))
 
 
 def first_line(output: bytes) -> str:
@@ -112,14 +122,31 @@ def first_line(output: bytes) -> str:
     return text.split("\n", 1)[0].strip()[:_SHOWN] or "(nothing)"
 
 
+def last_lines(output: str, most: int = TAIL_LINES) -> list[str]:
+    """Return what an error quotes of a failed program's output: its end, and its last errors before that.
+
+    Progress bars and empty lines are left out. Of a line that was rewritten, the last text counts.
+    """
+    texts = (line.rstrip().rpartition("\r")[2] for line in output.split("\n"))
+    lines = [text for text in texts if text and not _is_progress(text)]
+    errors = [number for number, line in enumerate(lines) if _ERROR.search(line)][-(most // 2) :]
+    others = [number for number in range(len(lines)) if number not in errors]
+    return [lines[number] for number in sorted((*errors, *others[len(errors) - most :]))]
+
+
+def _is_progress(line: str) -> bool:
+    # A longer line is no bar, and could take long to match.
+    return len(line) <= _SHOWN and not _ERROR.search(line) and _PROGRESS.fullmatch(line) is not None
+
+
 def quoted(message: str, output: str, hint: str = "") -> tuple[str, str]:
     """Return the message and hint of an error about a program, with the end of its `output`.
 
     One line of output goes into the message, more lines into the hint.
     """
-    lines = output.splitlines()[-TAIL_LINES:]
+    lines = last_lines(output)
     if len(lines) < 2:
-        return f"{message}: {output}" if output else message, hint
+        return ": ".join((message, *lines)), hint
     return message, "\n".join(filter(None, ("its last lines:", *lines, hint)))
 
 
@@ -236,22 +263,22 @@ def run(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
         env=None if env is None else dict(env),
         cwd=cwd,
     ) as process:
         assert process.stdout is not None  # noqa: S101 - for the type checker: stdout=PIPE
         try:
-            # Every piece but the last is full, so that this keeps the last `MOST_BYTES` characters.
+            # Every piece but the last is full, so that this keeps the last `MOST_BYTES`.
             pieces = collections.deque(
-                iter(partial(process.stdout.read, _PIECE), ""), maxlen=MOST_BYTES // _PIECE
+                iter(partial(process.stdout.read, _PIECE), b""), maxlen=MOST_BYTES // _PIECE
             )
         except BaseException:
             # Ctrl-C ends us while the program may ignore it.
             process.kill()
             raise
-    finished = Finished(argv=command, returncode=process.returncode, output="".join(pieces))
+    # Not text=True: a carriage return, by which a progress bar rewrites its line, would become a line break.
+    output = b"".join(pieces).decode(errors="replace").replace("\r\n", "\n")
+    finished = Finished(argv=command, returncode=process.returncode, output=output)
     if check and finished.returncode != 0:
         raise ToolFailed(
             f"{command[0]} failed with exit code {finished.returncode}: {' '.join(command)}",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TextIO
 
-from imgkit_builder.base.process import TAIL_LINES
+from imgkit_builder.base import process
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.engine.errors import Event, error_of, explain, hint_for
 from imgkit_entrypoints import secret_patterns
@@ -44,7 +44,7 @@ class BuildFollower:
     ) -> None:
         self._log, self.log_path, self._hide = log, log_path, hide
         self._dockerfile, self._base, self.report = dockerfile, base, report
-        self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
+        self._tail: collections.deque[str] = collections.deque(maxlen=process.KEPT_LINES)
         self._pending = ""
         self._step, self._steps, self._instruction = 0, 0, ""
         self.container = ""
@@ -84,13 +84,13 @@ class BuildFollower:
         doing = f"step {self._step}/{self._steps} ({self._short_instruction()})" if self._step else "build"
         # Podman repeats the instruction.
         error = explain(_REPEATED.sub("", message), doing=doing, name=self._base)
-        hint = error.hint
+        hint, lines = error.hint, process.last_lines("\n".join(self._tail))
         # The engine only reports "returned a non-zero code": the reason is in the step's output, unless a
         # script of imgkit's own has printed what helps.
-        if not hint and not any("imgkit: " in line for line in self._tail):
-            hint = hint_for("\n".join(self._tail))
-        lines = ["its last lines:", *self._tail] if self._tail else []
-        hint = self._with_log("\n".join([*lines, *([hint] if hint else [])]))
+        if not hint and not any("imgkit: " in line for line in lines):
+            hint = hint_for("\n".join(lines))
+        heading = ["its last lines:"] if lines else []
+        hint = self._with_log("\n".join([*heading, *lines, *([hint] if hint else [])]))
         return type(error)(error.what, where=self._origin(message), hint=hint)
 
     def _line(self, line: str) -> None:

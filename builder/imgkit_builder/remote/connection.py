@@ -193,7 +193,7 @@ class Connection:
 
     def explained(self, code: int, errors: str, host: str) -> ToolFailed:
         """Return the error for ssh to `host` that ended with `code` and printed `errors`."""
-        output = "\n".join(errors.splitlines()[-_SHOWN_LINES:])
+        output = "\n".join(process.last_lines(errors, _SHOWN_LINES))
         name = self.remote.name
         if code != SSH_FAILED and code > 0:
             message = f"a command on {name} failed with exit code {code}"
