@@ -298,12 +298,13 @@ def verb_cancel(
       imgkit cancel 4711
     """
     from imgkit_builder.job import submit, systems
+    from imgkit_builder.project import history
 
     record = submit.record_of(job_id)
     argv = systems.named(record.system).cancel_command(record)
     if not as_json:
         terminal.err(f"imgkit: {_remote_prefix(record)}{shlex.join(argv)}")
-    answer = runner(record)(argv)
+    answer = history.cancel(record, runner(record))
     if as_json:
         data = {"command": argv, "exit_code": answer.returncode, "output": answer.output}
         show(data, as_json=True)

@@ -481,5 +481,7 @@ class SubmittedJob(QueuedJob):
     """The image with its delta; empty where that is not known."""
     state: JobState = ""
     """What imgkit last knew."""
+    cancelled: bool = False
+    """Whether imgkit has cancelled it. A scheduler forgets that, and a run that saves ends with a code."""
     fetched: str = ""
     """The folder here that holds the run's files; empty before the first fetch."""

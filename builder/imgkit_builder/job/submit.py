@@ -419,6 +419,14 @@ def keep(record: SubmittedJob) -> None:
     files.put(folder / f"{record.handle}.json", json.dumps(data, indent=2) + "\n")
 
 
+def is_cancelled(record: SubmittedJob) -> bool:
+    """Return whether imgkit has cancelled the job, also after `record` was read."""
+    try:
+        return _read(_path(record.handle)).cancelled
+    except _DAMAGED:
+        return False
+
+
 def _path(job_id: str) -> Path:
     """The file of a record; the name of a remote may be left out where it is not needed.
 

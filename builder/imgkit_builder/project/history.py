@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -13,11 +14,11 @@ from pathlib import Path
 
 from imgkit_builder.base import process
 from imgkit_builder.base.process import Finished
-from imgkit_builder.job import systems
+from imgkit_builder.job import submit, systems
 from imgkit_builder.job.request import FINAL_STATES, JobState, SubmittedJob
 from imgkit_builder.project import measured
 from imgkit_builder.project.measured import LastNumbers
-from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
+from imgkit_entrypoints.errors import EXIT_SAVED, ToolFailed, ToolMissing, UsageError
 from imgkit_entrypoints.launch import stop_protocol
 
 
@@ -69,6 +70,13 @@ def report(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Jo
     ------
     ToolFailed : the scheduler did not answer; the job may run.
     """
+    latest = _report(record, run)
+    if latest.record.state in ("failed", "ended") and submit.is_cancelled(record):
+        return dataclasses.replace(latest, record=dataclasses.replace(latest.record, state="cancelled"))
+    return latest
+
+
+def _report(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
     if record.answer is not None:
         return JobReport(record=record)
     system = systems.named(record.system)
@@ -110,6 +118,16 @@ def _code_in_run_folder(record: SubmittedJob, run: Callable[[Sequence[str]], Fin
     return stop_protocol.result_code(answer.output)
 
 
+def cancel(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> Finished:
+    """Run the scheduler's command that ends the job; if it succeeds, note that in the job's record."""
+    answer = run(systems.named(record.system).cancel_command(record))
+    # A task of an array has no record of its own.
+    if answer.returncode == 0 and record.handle in (saved.handle for saved in submit.records()):
+        with contextlib.suppress(OSError):  # the job is cancelled all the same
+            submit.keep(dataclasses.replace(record, cancelled=True))
+    return answer
+
+
 def command_failed(record: SubmittedJob, argv: Sequence[str], answer: Finished) -> ToolFailed:
     """Return the error for a command of the scheduler about `record`; it quotes the command's message."""
     message, hint = process.quoted(
@@ -121,12 +139,16 @@ def command_failed(record: SubmittedJob, argv: Sequence[str], answer: Finished) 
 def ending_text(report: JobReport) -> str:
     """Return the line about a job that has ended, and how to get at its files."""
     record = report.record
+    failure = f"failed with exit code {report.code}" if report.code else "failed"
+    if report.code == EXIT_SAVED:
+        failure = f"ended with its state saved (exit code {EXIT_SAVED})"
     text = {
         "succeeded": "completed",
         "cancelled": "was cancelled",
         "ended": "has ended; neither the scheduler nor the run folder knows how",
-    }.get(record.state, f"failed with exit code {report.code}" if report.code else "failed")
-    source = "" if report.argv or report.code is None else ", by its run folder"
+    }.get(record.state, failure)
+    by_folder = not report.argv and report.code is not None and record.state != "cancelled"
+    source = ", by its run folder" if by_folder else ""
     files = f"; imgkit fetch {record.handle}" if record.remote else f"; run folder: {run_of(record)}"
     return f"{record.handle} {text}{source}{'' if record.array else files}"
 

@@ -94,13 +94,11 @@ class JobHandle:
         ------
         ToolFailed : the scheduler refused; quotes its message.
         """
-        from imgkit_builder.job import systems
         from imgkit_builder.project import history
 
-        argv = systems.named(self.record.system).cancel_command(self.record)
-        answer = runner(self.record)(argv)
+        answer = history.cancel(self.record, runner(self.record))
         if answer.returncode != 0:
-            raise history.command_failed(self.record, argv, answer)
+            raise history.command_failed(self.record, answer.argv, answer)
 
 
 def run(

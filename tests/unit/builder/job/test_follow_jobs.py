@@ -15,6 +15,7 @@ import pytest
 
 from imgkit_builder.job import submit, systems
 from imgkit_builder.job.request import Request, SubmittedJob
+from imgkit_builder.workflow.jobs import find_job
 from imgkit_entrypoints.errors import UsageError
 
 FORGOTTEN = "slurm_load_jobs error: Invalid job id specified"
@@ -85,6 +86,51 @@ def test_forgotten_job_is_shown_by_its_run_folder(call: Any) -> None:
     Path("runs/a-1/result").write_text("1.0 3\n")
     assert "1 failed with exit code 3, by its run folder" in call("status", "1")[1]
     assert json.loads(call("status", "1", "--json")[1])["state"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("is_cancelled", "state", "text"),
+    [
+        (True, "cancelled", "was cancelled"),
+        (False, "failed", "ended with its state saved (exit code 85), by its run folder"),
+    ],
+)
+def test_forgotten_job_that_was_cancelled_has_not_failed(
+    call: Any, is_cancelled: bool, state: str, text: str
+) -> None:
+    job()
+    Path("runs/a-1").mkdir(parents=True)
+    Path("runs/a-1/result").write_text("1 85\n")
+    program("scancel", "exit 0")
+    if is_cancelled:
+        assert call("cancel", "1")[0] == 0
+    for name in ("squeue", "sacct", "scontrol"):
+        program(name, f"echo '{FORGOTTEN}' >&2; exit 1")
+    assert f"1 {text}; run folder: " in call("status", "1")[1]
+    assert json.loads(call("runs", "--json")[1])["runs"][0]["state"] == state
+
+
+def test_job_that_could_not_be_cancelled_has_failed(call: Any) -> None:
+    job(id="1.s", system="pbs")
+    program("qdel", "echo Job has finished >&2; exit 35")
+    assert call("cancel", "1.s")[0] == 35
+    program(
+        "qstat",
+        f"case $1 in -x) printf %s '{HISTORY.format(3)}';; *) echo '{FINISHED}' >&2; exit 35;; esac",
+    )
+    assert "1.s failed with exit code 3; run folder" in call("status", "1.s")[1]
+
+
+def test_api_tells_a_cancelled_job_by_its_handle() -> None:
+    job(id="1.s", system="pbs")
+    program("qdel", "exit 0")
+    handle = find_job("1.s")
+    handle.cancel()
+    program(
+        "qstat",
+        f"case $1 in -x) printf %s '{HISTORY.format(271)}';; *) echo '{FINISHED}' >&2; exit 35;; esac",
+    )
+    assert handle.status() == "cancelled"
 
 
 @pytest.mark.parametrize(("number", "state"), [(0, "completed"), (-29, "failed with exit code -29")])
