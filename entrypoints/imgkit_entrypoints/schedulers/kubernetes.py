@@ -6,7 +6,8 @@ Operators use the same names with different meanings. RANK and WORLD_SIZE count 
 RunAI tutorials. In later ones WORLD_SIZE is pods x processes; these also set PET_NNODES and PET_NODE_RANK, so
 PET_* win where they are set. Empty ones (``PET_STANDALONE=""``) count as not set. Pods of a job with an
 elasticPolicy have a range in PET_NNODES, and are refused. Source: kubeflow/training-operator
-pkg/controller.v1/pytorch/{envvar,elastic}.go.
+pkg/controller.v1/pytorch/{envvar,elastic}.go. EPFL's page on RunAI also lists LOCAL_RANK, which is 0 in
+every pod.
 """
 
 from __future__ import annotations
@@ -23,14 +24,20 @@ NAME = "kubeflow"
 
 OWN: tuple[str, ...] = ("PET_NNODES", "PET_NODE_RANK", "PET_RDZV_ENDPOINT")
 """Variables that only operators set; anybody may set RANK and the like."""
+PLAIN: tuple[str, ...] = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 
 def claims(env: Environment) -> tuple[str, ...]:
-    """Return the variables that show a pod of a training operator; empty in a worker, which has RANK too."""
-    if env.present("LOCAL_RANK"):
-        return ()
-    plain = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
-    return (*env.present(*OWN), *(plain if env.present(*plain) == plain else ()))
+    """Return the variables that show a pod of a training operator."""
+    has_plain = env.present(*PLAIN) == PLAIN and not _is_rank(env)
+    return (*env.present(*OWN), *(PLAIN if has_plain else ()))
+
+
+def _is_rank(env: Environment) -> bool:
+    """Return True if the plain variables number one process of several on a node, and not a pod."""
+    if env.get("IMGKIT_DIRECT") == "1" and env.present("LOCAL_RANK"):
+        return True
+    return (env.get("LOCAL_RANK") or "0") != "0" or (env.get("LOCAL_WORLD_SIZE") or "1") != "1"
 
 
 def find_placement(env: Environment) -> Placement:

@@ -79,15 +79,21 @@ def warnings(
     )
 
 
+_WORKER = ("TORCHELASTIC_RUN_ID", "GROUP_RANK")
+"""Variables that only torchrun sets, for its workers. RANK and LOCAL_RANK are in pods as well."""
+
+
 def _refuse_nesting(env: Mapping[str, str]) -> None:
-    if env.get("TORCHELASTIC_RUN_ID"):
-        raise NoPlan(
-            "this process is already a torchrun worker: a node agent here would start all workers again in "
-            "each of them",
-            where=f"TORCHELASTIC_RUN_ID={env['TORCHELASTIC_RUN_ID']}",
-            hint="start the program itself here, or start this command outside torchrun. To start a separate "
-            "run on purpose: env -u TORCHELASTIC_RUN_ID -u RANK -u LOCAL_RANK -u WORLD_SIZE COMMAND",
-        )
+    for name in _WORKER:
+        if env.get(name):
+            unset = " ".join(f"-u {variable}" for variable in (*_WORKER, *standalone.WORKER))
+            raise NoPlan(
+                "this process is already a torchrun worker: a node agent here would start all workers again "
+                "in each of them",
+                where=f"{name}={env[name]}",
+                hint="start the program itself here, or start this command outside torchrun. To start a "
+                f"separate run on purpose: env {unset} COMMAND",
+            )
 
 
 def _placement_by(module: Scheduler, request: PlacementRequest, env: Environment) -> Placement:

@@ -58,8 +58,8 @@ def _direct_placement(env: Environment) -> Placement:
         raise NoPlan(
             "this process is already one rank of several: a node agent here would start workers for each",
             where=where,
-            hint="start the command once per node. To run the program as this rank: --direct. If the "
-            f"variables are left over: unset {' '.join(WORKER)}",
+            hint="start the command once per node. To run the program as this rank: --direct. To use this "
+            f"machine alone, where the variables are left over: unset {' '.join(WORKER)}",
         )
     if not env.present("LOCAL_WORLD_SIZE"):
         raise NoPlan("--direct also needs LOCAL_WORLD_SIZE", where=where)

@@ -48,7 +48,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "bin/python")
 
 
-def start(python: str, folder: Path, *options: str) -> subprocess.Popen[str]:
+def start(python: str, folder: Path, *options: str, **variables: str) -> subprocess.Popen[str]:
     (folder / "program.py").write_text(PROGRAM)
     command = [
         python,
@@ -61,7 +61,7 @@ def start(python: str, folder: Path, *options: str) -> subprocess.Popen[str]:
         *options,
         "program.py",
     ]
-    env = {"PATH": os.environ["PATH"], "TMPDIR": str(folder)}
+    env = {"PATH": os.environ["PATH"], "TMPDIR": str(folder), **variables}
     return subprocess.Popen(
         [*command, "--lr", "a b"],
         cwd=folder,
@@ -91,6 +91,12 @@ def test_fixed_number_of_nodes(python: str, tmp_path: Path) -> None:
     both = ("--nnodes", "2", "--head", "127.0.0.1", "--port", free_port(), "--node-rank")
     nodes = [start(python, tmp_path, *both, str(rank)) for rank in range(2)]
     assert ended(*nodes) == ["0 0 2 --lr a b", "1 0 2 --lr a b"]
+
+
+def test_pods_with_a_local_rank_train_together(python: str, tmp_path: Path) -> None:
+    job = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": free_port()}
+    pods = [start(python, tmp_path, **job, PET_NODE_RANK=str(rank), LOCAL_RANK="0") for rank in range(2)]
+    assert ended(*pods) == ["0 0 2 --lr a b", "1 0 2 --lr a b"]
 
 
 def test_nodes_and_a_spare(python: str, tmp_path: Path) -> None:

@@ -263,6 +263,11 @@ RIGHT: dict[str, tuple[Env, Callable[[str], str | None], tuple[Any, ...]]] = {
         NOTHING,
         ("kubeflow", 2, 1, (), "job-master-0", 23456, ""),
     ),
+    "runai v2, pod 1 of 2 with 4 GPUs": (
+        {"PET_NNODES": "2", **pod(1, 8), "RUNAI_NUM_OF_GPUS": "4"},
+        NOTHING,
+        ("kubeflow", 2, 1, (), "job-master-0", 23456, ""),
+    ),
     "trainer v2, pod 1 of 2": (
         trainer(1, 2),
         NOTHING,
@@ -315,6 +320,12 @@ def test_every_source_is_a_variable_that_was_set(name: str) -> None:
     for sources in place(env, read).source.values():
         for source in sources.split(", "):
             assert source == "hostname" or env.get(source), source
+
+
+@pytest.mark.parametrize("name", [name for name, row in RIGHT.items() if row[2][0] == "kubeflow"])
+def test_local_rank_of_a_pod_changes_nothing(name: str) -> None:
+    env, read, _ = RIGHT[name]
+    assert place({**env, "LOCAL_RANK": "0"}, read) == place(env, read)
 
 
 DIRECT: dict[str, tuple[Env, tuple[str, int, int], Direct]] = {
@@ -544,6 +555,18 @@ WRONG: dict[str, tuple[Env, Callable[[str], str | None], str, str]] = {
         NOTHING,
         "already one rank of several",
         "--direct",
+    ),
+    "first of several ranks on a node": (
+        {**pod(0, 4), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+        NOTHING,
+        "already one rank of several",
+        "--direct",
+    ),
+    "torchrun worker in a pod": (
+        {**trainer(1, 2), "GROUP_RANK": "1", "RANK": "1", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
+        NOTHING,
+        "already a torchrun worker",
+        "-u GROUP_RANK",
     ),
     "torchrun worker": (
         {"TORCHELASTIC_RUN_ID": "7", "RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "4"},
