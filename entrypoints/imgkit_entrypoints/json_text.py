@@ -15,12 +15,12 @@ import itertools
 import json
 import math
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from imgkit_entrypoints import files
+from imgkit_entrypoints.rules import Rule, Unfit
 
 MOST_BYTES = 4 << 20
 """Registries refuse larger manifests, and imgkit's own files are smaller."""
@@ -42,14 +42,11 @@ def parse(text: str | bytes, *, most_bytes: int = MOST_BYTES, most_brackets: int
     ------
     ValueError : no JSON, too large, too deep, a key twice, or a number that is not finite or has 100 digits.
     """
-    _check_size(text, most_bytes, most_brackets)
+    if len(text) > most_bytes:
+        raise ValueError(f"it has more than {most_bytes} bytes")
     if isinstance(text, bytes):
         text = text.decode()
-    try:
-        value = _DECODER.decode(text)
-    except RecursionError:
-        raise _too_deep() from None
-    return _shallow(value)
+    return _decode(text, _DECODER.decode, most_brackets)
 
 
 def load(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
@@ -74,41 +71,26 @@ def first_object(output: str) -> Any:
     if start < 0:
         raise ValueError("it contains no JSON object")
     output = output[start : start + MOST_BYTES]
-    _check_size(output, MOST_BYTES, MOST_BRACKETS)
-    try:
-        value, _ = _DECODER.raw_decode(output)
-    except RecursionError:
-        raise _too_deep() from None
-    return _shallow(value)
+    return _decode(output, lambda text: _DECODER.raw_decode(text)[0], MOST_BRACKETS)
 
 
-def _check_size(text: str | bytes, most_bytes: int, most_brackets: int) -> None:
-    if len(text) > most_bytes:
-        raise ValueError(f"it has more than {most_bytes} bytes")
-    if isinstance(text, bytes):
-        brackets = text.count(b"[") + text.count(b"{")
-    else:
-        brackets = text.count("[") + text.count("{")
-    if brackets > most_brackets:
+def _decode(text: str, decode: Callable[[str], Any], most_brackets: int) -> Any:
+    if text.count("[") + text.count("{") > most_brackets:
         raise ValueError(f"it has more than {most_brackets} lists and objects")
+    try:
+        value = decode(text)
+        _check_depth([value])
+    except RecursionError:
+        raise ValueError("its brackets are nested too deeply") from None
+    return value
 
 
-def _shallow(value: Any) -> Any:
-    level = [value]
-    for _ in range(DEEPEST):
-        inner = (
-            item.values() if isinstance(item, dict) else item
-            for item in level
-            if isinstance(item, dict | list)
-        )
-        level = [child for children in inner for child in children if isinstance(child, dict | list)]
-        if not level:
-            return value
-    raise _too_deep()
-
-
-def _too_deep() -> ValueError:
-    return ValueError("its brackets are nested too deeply")
+def _check_depth(level: Iterable[Any], depth: int = 0) -> None:
+    if depth > DEEPEST:
+        raise RecursionError
+    for value in level:
+        if isinstance(value, dict | list):
+            _check_depth(value.values() if isinstance(value, dict) else value, depth + 1)
 
 
 def _integer(digits: str) -> int:
@@ -165,23 +147,12 @@ def _digest(values: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class ValueRule:
-    """A rule in an annotation, such as ``Annotated[int, ValueRule(port)]``.
-
-    Parameters
-    ----------
-    rule : returns the value, perhaps changed, or raises ValueError.
-    """
-
-    rule: Callable[[Any], Any]
-
-
 def read(hint: Any, value: Any, name: str, *, closed: bool = False) -> Any:
     """Build a value of the type `hint`, often a dataclass, from parsed JSON.
 
     Dataclasses come from objects, whose unknown keys are ignored unless `closed`; tuples and lists from
     arrays; ``X | None`` from null or an X. The types are compared exactly: 1 is no float, true no integer.
+    The rules of an annotation (rules.py) apply to each value but null, and to the keys of a mapping.
 
     Parameters
     ----------
@@ -189,7 +160,8 @@ def read(hint: Any, value: Any, name: str, *, closed: bool = False) -> Any:
 
     Raises
     ------
-    ValueError : a value has another type than its field, or a field is missing; names the field.
+    ValueError : a value has another type than its field or breaks a rule, or a field is missing; names the
+    field.
     """
     try:
         return _reader(hint, closed)(value)
@@ -212,7 +184,7 @@ def _reader(hint: Any, closed: bool) -> _Reader:
     """Return the function that builds values of the type `hint`; it knows the annotations already."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        rules = [item.rule for item in hint.__metadata__ if isinstance(item, ValueRule)]
+        rules = [item for item in hint.__metadata__ if isinstance(item, Rule)]
         return _checking(_reader(args[0], closed), rules)
     if type(None) in args:
         read_value = _reader(args[0], closed)
@@ -231,11 +203,17 @@ def _reader(hint: Any, closed: bool) -> _Reader:
     return read_typed
 
 
-def _checking(read_value: _Reader, rules: Sequence[_Reader]) -> _Reader:
+def _checking(read_value: _Reader, rules: Sequence[Rule]) -> _Reader:
     def read_checked(value: Any) -> Any:
         value = read_value(value)
-        for rule in rules:
-            value = rule(value)
+        if value is None:
+            return None
+        try:
+            for rule in rules:
+                value = rule.apply(value)
+        except Unfit as error:
+            hint = f"; {error.hint}" if error.hint else ""
+            raise _Misfit(f": {error.message}{hint}") from None
         return value
 
     return read_checked
@@ -253,8 +231,7 @@ def _builder(hint: Any, closed: bool) -> _Reader | None:
     if dataclasses.is_dataclass(hint):
         return _object_builder(hint, closed)
     if origin is collections.abc.Mapping:
-        read_value = _reader(args[1], closed)
-        return lambda value: _read_parts(value, dict.fromkeys(value, read_value))
+        return _mapping_builder(_reader(args[0], closed), _reader(args[1], closed))
     if origin in (tuple, list):
         return _list_builder(origin, [_reader(arg, closed) for arg in args if arg is not Ellipsis])
     return Path if hint is Path else None
@@ -270,6 +247,14 @@ def _read_parts(values: Mapping[str, Any], readers: Mapping[str, _Reader]) -> di
         misfit.path = f".{name}{misfit.path}"
         raise
     return parts
+
+
+def _mapping_builder(read_key: _Reader, read_value: _Reader) -> _Reader:
+    def build_mapping(values: dict[str, Any]) -> Any:
+        parts = _read_parts(values, dict.fromkeys(values, read_value))
+        return {read_key(name): value for name, value in parts.items()}
+
+    return build_mapping
 
 
 def _list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
@@ -272,18 +272,10 @@ def read(path: Path) -> tuple[KnownIssue, ...]:
     """
     hint = "write a list of rows as known_issues.json has them, each with id, message, when and effect"
     try:
-        rows = json_text.load(path)
-        if type(rows) is not list:
-            raise ValueError("it is not a list of rows")
-        return tuple(_read_row(row, number) for number, row in enumerate(rows, start=1))
+        rows = json_text.read(tuple[KnownIssue, ...], json_text.load(path), "rows", closed=True)
+        for number, issue in enumerate(rows):
+            for key, (what, fix) in issue.faults():
+                raise ValueError(f"rows[{number}].{key}: {what}; {fix}")
     except (OSError, ValueError) as error:
         raise UsageError(f"known issues cannot be read: {error}", where=str(path), hint=hint) from error
-
-
-def _read_row(row: Any, number: int) -> KnownIssue:
-    issue: KnownIssue = json_text.read(KnownIssue, row, f"row {number}", closed=True)
-    conditions = ((f"when[{index}]", text) for index, text in enumerate(issue.when))
-    faults = [(key, fault) for key, text in conditions for fault in _check_condition(text)]
-    for key, (what, hint) in (*faults, *issue.faults()):
-        raise ValueError(f"row {number} ({issue.id}), {key}: {what}; {hint}")
-    return issue
+    return tuple(rows)

@@ -1,7 +1,8 @@
 """Rules of values as metadata of `Annotated`: a field states its type and what a value must be.
 
-pydantic applies them on the host, to what a person wrote. Nothing of it is imported here: its schemas are
-plain dictionaries, and the image half starts with the standard library alone.
+pydantic applies them on the host, to what a person wrote, and `json_text.read` to all JSON. Nothing of
+pydantic is imported here: its schemas are plain dictionaries, and the image half starts with the standard
+library alone.
 """
 
 from __future__ import annotations
@@ -47,13 +48,19 @@ class Rule:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
         inner = handler(source) if self.core is None else dict(self.core)
-        validator = {"type": "no-info", "function": self._validate}
+        validator = {"type": "no-info", "function": self.apply}
         return {"type": "function-after", "function": validator, "schema": inner}
 
     def __get_pydantic_json_schema__(self, core: Any, handler: Callable[[Any], Any]) -> dict[str, Any]:
         return {**handler(core), **self.schema}
 
-    def _validate(self, value: Any) -> Any:
+    def apply(self, value: Any) -> Any:
+        """Return the converted value.
+
+        Raises
+        ------
+        Unfit : it does not pass the check.
+        """
         for message, hint in self.check(value):
             raise Unfit(message, hint)
         return self.convert(value)
@@ -85,7 +92,7 @@ def like(pattern: str, fault: str, hint: str) -> Rule:
     """Return the rule that a text matches `pattern` as a whole; `fault` follows the text in the message."""
 
     def check(text: str) -> Iterator[Fault]:
-        if not re.fullmatch(pattern, text):
+        if not re.fullmatch(pattern, text, re.ASCII):
             yield f"{text!r} {fault}", hint
 
     return Rule(check)
@@ -178,8 +185,9 @@ LINE = Rule(printable, core={"type": "str"})
 Line = Annotated[str, LINE]
 Text = Annotated[Line, Rule(not_empty)]
 Word = Annotated[Line, Rule(single_word)]
+VARIABLE_NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 ENV_NAME = like(
-    r"[A-Za-z_][A-Za-z0-9_]*",
+    VARIABLE_NAME,
     "is not a variable name",
     "allowed: letters, digits and _, but no digit at the beginning",
 )

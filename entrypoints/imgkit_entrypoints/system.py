@@ -1,7 +1,7 @@
 """System facts: the part of a recipe that every image carries as ``/opt/imgkit/system.json``.
 
-Both halves read these plain dataclasses. The image half compares the types with the standard library alone;
-the host half applies every rule of an annotation with pydantic, where a person wrote the values.
+Both halves read these plain dataclasses and apply every rule of their annotations: the image half with the
+standard library alone (json_text.py), the host half with pydantic, where a person wrote the values.
 """
 
 from __future__ import annotations
@@ -259,7 +259,7 @@ def from_json(text: str) -> SystemFacts:
 
     Raises
     ------
-    ValueError : it is not JSON, or a value has another type than its field; names the field.
+    ValueError : it is not JSON, or a value has another type than its field or breaks a rule; names the field.
     """
     facts: SystemFacts = json_text.read(SystemFacts, json_text.parse(text), "system")
     return facts

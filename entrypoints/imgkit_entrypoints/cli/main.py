@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import os
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,7 @@ from imgkit_entrypoints.cli.start import Worker
 from imgkit_entrypoints.errors import ImgkitError, NoPlan, UsageError
 from imgkit_entrypoints.launch import delta_check, plan
 from imgkit_entrypoints.launch.plan import LaunchOptions
+from imgkit_entrypoints.rules import VARIABLE_NAME
 from imgkit_entrypoints.schedulers import resolve
 from imgkit_entrypoints.system import to_json
 
@@ -134,11 +136,14 @@ def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
 
 def _print_exports(network: fabric.FabricPlan, env: Mapping[str, str]) -> None:
     start.link_host_libraries(network.links)
-    for name, value in sorted(network.env.items()):
-        terminal.document(f"export {name}={shlex.quote(value)}\n")
-    for name in network.unset:
-        if name in env:  # else a variable of the recipe, which nothing has set
-            terminal.document(f"unset {name}\n")
+    lines = {name: f"export {name}={shlex.quote(value)}\n" for name, value in sorted(network.env.items())}
+    # The recipe's other variables are set by nothing.
+    lines |= {name: f"unset {name}\n" for name in network.unset if name in env}
+    for name, line in lines.items():
+        if re.fullmatch(VARIABLE_NAME, name):  # a shell would run the rest of any other name
+            terminal.document(line)
+        else:
+            start.say(f"warning: {name!r} is not a variable name, so it is not in these lines")
 
 
 def _dist_doctor(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> int:

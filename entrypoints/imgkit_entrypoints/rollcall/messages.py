@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from imgkit_entrypoints import json_text
-from imgkit_entrypoints.json_text import ValueRule
+from imgkit_entrypoints.rules import Fault, Rule, like
 from imgkit_entrypoints.terminal import shown
 
 # How far torchrun of a node is: not yet in its rendezvous, in it, past it, or all its ranks try to connect.
@@ -30,27 +30,19 @@ LINES, LINE = 200, 1000
 _MAX_COUNT = 1 << 63
 
 
-def _between(low: int, high: int) -> ValueRule:
+def _between(low: int, high: int) -> Rule:
     """Return the rule for a number, or for the length of a text or list."""
 
-    def check(value: Any) -> Any:
-        if not low <= (value if isinstance(value, int | float) else len(value)) <= high:
-            raise ValueError(f"a value is not between {low} and {high}")
-        return value
+    def check(value: Any) -> Iterator[Fault]:
+        size = value if isinstance(value, int | float) else len(value)
+        if not low <= size <= high:
+            yield f"it is not between {low} and {high}", ""
 
-    return ValueRule(check)
+    return Rule(check)
 
 
-def _matching(pattern: str) -> ValueRule:
-    """Return the rule for a text of a known form."""
-
-    def check(value: str) -> str:
-        if not re.fullmatch(pattern, value, re.ASCII):
-            raise ValueError(f"a value does not match {pattern}")
-        return value
-
-    return ValueRule(check)
-
+_ESCAPED = Rule(lambda _: iter(()), convert=shown)
+"""The rule of a text that is printed: it has an escape for each control character."""
 
 NodeRank = Annotated[int, _between(0, MAX_NODES)]
 OtherRank = Annotated[int, _between(1, MAX_NODES)]
@@ -65,9 +57,9 @@ Position = Annotated[int, _between(-_MAX_COUNT, _MAX_COUNT)]
 Positions = tuple[Position, Position]
 """Positions of the slowest and of the furthest worker, as the watchdog counts them."""
 Figure = Annotated[float, _between(-_MAX_COUNT, _MAX_COUNT)]
-Text = Annotated[str, ValueRule(shown)]
-Name = Annotated[str, _between(0, 255), ValueRule(shown)]
-Line = Annotated[str, _between(0, LINE), ValueRule(shown)]
+Text = Annotated[str, _ESCAPED]
+Name = Annotated[str, _between(0, 255), _ESCAPED]
+Line = Annotated[str, _between(0, LINE), _ESCAPED]
 Remarks = Annotated[tuple[Line, ...], _between(0, 32)]
 
 
@@ -98,8 +90,8 @@ class NodeInfo:
 class ProbePort:
     """The port that a node has opened for the test of the network. Hints with commands name it."""
 
-    address: Annotated[str, _matching(r"[0-9A-Fa-f:.]{1,45}")]
-    interface: Annotated[str, _matching(r"[\w.:@-]{0,32}")]
+    address: Annotated[str, like(r"[0-9A-Fa-f:.]{1,45}", "is not an address", "")]
+    interface: Annotated[str, like(r"[\w.:@-]{0,32}", "is not an interface", "")]
     port: Port
 
 
@@ -134,7 +126,7 @@ class Heartbeat:
 
     positions: Positions | None = None
     """Of the sender's workers; from the head, of all workers."""
-    phase: Annotated[str, _matching("|".join(PHASES))] = STARTING
+    phase: Annotated[str, like("|".join(PHASES), "is not a phase", "")] = STARTING
     """Of torchrun, from a node to the head."""
 
 

@@ -15,6 +15,7 @@ import pytest
 from imgkit_builder.oci.config import parse_config
 from imgkit_entrypoints import json_text, system
 from imgkit_entrypoints.errors import CheckFailed
+from imgkit_entrypoints.rules import EnvName, Rule, at_least, not_empty
 from imgkit_entrypoints.system import SystemFacts
 
 DEEP = "[" * 100_000
@@ -104,17 +105,11 @@ def test_long_value_is_not_repeated(reader: str) -> None:
     assert len(str(caught.value)) < 250
 
 
-def lower(text: str) -> str:
-    if not text:
-        raise ValueError("an empty text")
-    return text.lower()
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Wheel:
-    name: Annotated[str, json_text.ValueRule(lower)]
+    name: Annotated[str, Rule(not_empty, convert=str.lower)]
     kind: Literal["a", "b"] = "a"
-    size: int | None = None
+    size: Annotated[int | None, at_least(0)] = None
 
     def __post_init__(self) -> None:
         if self.name == "bad":
@@ -124,7 +119,7 @@ class Wheel:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shelf:
     wheels: tuple[Wheel, ...]
-    labels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    labels: Mapping[EnvName, str] = dataclasses.field(default_factory=dict)
     folder: Path = Path()
     size: tuple[int, int, int] = (0, 0, 0)
 
@@ -139,8 +134,14 @@ class Shelf:
         ({"wheels": [{"name": "a"}, {}]}, "shelf.wheels[1] is not complete: it has no name"),
         ({"wheels": ["x"]}, 'shelf.wheels[0] is "x", not an object'),
         ({"wheels": [{"name": "bad"}]}, "bad is no name"),
-        ({"wheels": [{"name": ""}]}, "an empty text"),
+        ({"wheels": [{"name": ""}]}, "shelf.wheels[0].name: is empty; remove it"),
+        ({"wheels": [{"name": "a", "size": -1}]}, "shelf.wheels[0].size: -1 is too small; at least 0"),
         ({"wheels": [], "labels": {"a": "b", "c": 2}}, "shelf.labels.c is 2, not text"),
+        (
+            {"wheels": [], "labels": {"a b": "c"}},
+            "shelf.labels: 'a b' is not a variable name; allowed: letters, digits and _, but no digit at the "
+            "beginning",
+        ),
         ({"wheels": [], "size": [1, 2]}, "shelf.size is [1, 2], not a list of 3"),
         ({"wheels": [], "size": [1, 2, "3"]}, 'shelf.size[2] is "3", not a whole number'),
         ({}, "shelf is not complete: it has no wheels"),

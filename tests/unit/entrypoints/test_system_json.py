@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from pydantic import TypeAdapter
 
@@ -58,3 +60,17 @@ def test_keys_of_later_versions_are_ignored():
 def test_impossible_numbers_are_refused_where_a_person_wrote_them(kind: type, values: dict[str, int]):
     with pytest.raises(ValueError, match="is too small"):
         TypeAdapter(kind).validate_python(values)
+
+
+@pytest.mark.parametrize(
+    ("facts", "problem"),
+    [
+        (SystemFacts(title="a\nb"), "system.title: contains a line break; write it on one line, "),
+        (SystemFacts(env={"A;id;B": "1"}), "system.env: 'A;id;B' is not a variable name; allowed: "),
+        (SystemFacts(env={"A": "$(id)"}), "system.env.A: $(...) is not executed: "),
+        (SystemFacts(node=Node(gpus=-1)), "system.node.gpus: -1 is too small; at least 0"),
+    ],
+)
+def test_file_of_an_image_that_breaks_a_rule_is_refused(facts: SystemFacts, problem: str):
+    with pytest.raises(ValueError, match="^" + re.escape(problem)):
+        system.from_json(system.to_json(facts))

@@ -15,7 +15,7 @@ from file_tree import write_files
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from imgkit_entrypoints import system, terminal
+from imgkit_entrypoints import terminal
 from imgkit_entrypoints.cli import main
 from imgkit_entrypoints.errors import ImgkitError
 
@@ -121,13 +121,11 @@ def test_program_cannot_steer_a_terminal_wherever_its_output_is_cut(cuts: list[i
 def test_node_with_hostile_files_is_shown_harmless(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
-    recipe = system.to_json(system.SystemFacts(title=EVIL))
     files = {
         "proc/sys/kernel/hostname": EVIL,
         "proc/driver/nvidia/gpus/0000:17:00.0/information": f"Model: {EVIL}",
         "dev/nvidia0": "",
         "sys/class/net/eth0/operstate": EVIL,
-        "opt/imgkit/system.json": recipe,
     }
     monkeypatch.setenv("IMGKIT_ROOT", str(write_files(tmp_path, files)))
     monkeypatch.setenv("SLURM_JOB_ID", "5")

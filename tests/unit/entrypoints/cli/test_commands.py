@@ -149,6 +149,27 @@ def test_shell_lines_can_be_evaluated():
     assert all(line.startswith("export ") for line in done.stdout.splitlines())
 
 
+def test_name_with_a_command_is_not_executed_by_a_shell(slingshot: dict[str, str], tmp_path: Path):
+    """The image brings the variable, and nccl.conf gives it another value: so it is exported."""
+    name, marker = f"A;touch {tmp_path}/executed;B", tmp_path / "executed"
+    manifest = {"platform": "linux/amd64", "base": {"env": {name: "1"}}}
+    (tmp_path / "opt/imgkit/manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/nccl.conf").write_text(f"{name}=2\nNCCL_DEBUG=INFO\n")
+    done = command("dist-env", "--shell", env={**slingshot, name: "1"})
+    subprocess.run(["sh", "-c", done.stdout], check=True)
+    assert not marker.exists()
+    assert f"imgkit: warning: {name!r} is not a variable name, so it is not in these lines\n" in done.stderr
+
+
+def test_row_that_names_a_command_is_refused(tmp_path: Path):
+    row = {"id": "site", "message": "x", "when": ["arch != none"], "effect": "set", "env": {"A;B": "1"}}
+    (tmp_path / "rows.json").write_text(json.dumps([row]))
+    done = command("dist-env", "--shell", env={"IMGKIT_KNOWN_ISSUES": str(tmp_path / "rows.json")})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "rows[0].env: 'A;B' is not a variable name" in done.stderr
+
+
 @pytest.fixture
 def slingshot(tmp_path: Path) -> dict[str, str]:
     """Environment of a container that names a plug-in for other fabrics, on a node with a Slingshot NIC."""
