@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import io
+import os
 import re
 import sys
 from collections.abc import Callable
-from typing import TextIO
+from typing import IO, Any
 
 _SEQUENCE = re.compile(r"\x1b\[[0-9;:?]*[A-Za-z]")
 _UNFINISHED = re.compile(r"\x1b(\[[0-9;:?]{0,20})?\Z")
@@ -33,29 +35,66 @@ def unstyled(text: str) -> str:
     return _SEQUENCE.sub("", text)
 
 
+class OutputLost(OSError):
+    """Standard output is closed or full, and lacks what was printed."""
+
+
 def out(*lines: str) -> None:
-    """Print results: each argument is one line of standard output."""
-    _put(sys.stdout, lines)
+    """Print results: each argument is one line of standard output.
+
+    Raises
+    ------
+    OutputLost : they cannot be written.
+    """
+    _print(sys.stdout, _join(lines))
 
 
 def err(*lines: str) -> None:
-    """Print messages: each argument is one line of standard error."""
-    _put(sys.stderr, lines)
-
-
-def _put(stream: TextIO, lines: tuple[str, ...]) -> None:
-    # One call: lines of several processes do not mix.
-    stream.write("".join(f"{shown(line)}\n" for line in lines))
-    stream.flush()
+    """Print messages: each argument is one line of standard error, unless that is closed or full."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(_join(lines))
+        sys.stderr.flush()
 
 
 def document(text: str) -> None:
-    """Print a whole text, such as JSON or a script: its exact bytes, except to a terminal."""
-    sys.stdout.flush()
+    """Print a whole text, such as JSON or a script: its exact bytes, except to a terminal.
+
+    Raises
+    ------
+    OutputLost : it cannot be written.
+    """
     if sys.stdout.isatty():
         text = shown(text, keep="\n\t")
-    sys.stdout.buffer.write(text.encode())  # the locale must not change encoding or line ends
-    sys.stdout.flush()
+    _print(sys.stdout.buffer, text.encode())  # the locale must not change encoding or line ends
+
+
+def _join(lines: tuple[str, ...]) -> str:
+    # One text for one call: lines of several processes do not mix.
+    return "".join(f"{shown(line)}\n" for line in lines)
+
+
+def _print(stream: IO[Any], data: str | bytes) -> None:
+    try:
+        sys.stdout.flush()
+        stream.write(data)
+        stream.flush()
+    except OSError as error:
+        raise OutputLost(error.errno, error.strerror) from error
+
+
+def open_closed_streams() -> None:
+    """Open standard input, output and error where they are closed, so that writing to them fails as before.
+
+    Otherwise the next file or socket of this process gets the free descriptor, and the programs that it
+    starts print into that.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDONLY), True)  # the lowest free number
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
 
 
 def passing(*, to_err: bool = False) -> Callable[[bytes], None]:

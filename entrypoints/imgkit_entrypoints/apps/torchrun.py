@@ -1,4 +1,4 @@
-"""torchrun itself, started by the node agent with seven changes.
+"""torchrun itself, started by the node agent with eight changes.
 
 It ends the remaining workers of a failed group by HUP. TERM is blocked in them or does nothing, since
 schedulers send it to every process, and torchrun would wait 30 s before KILL. When the node agent ends it, by
@@ -6,8 +6,9 @@ HUP or QUIT, it prints nothing: the node agent has said why. After success it ex
 interpreter down, which takes 0.4 s with torch. What it says about failed workers goes to the full log of the
 node agent alone (launch/failures.py); for a program of this package, it passes the exit code on. With
 ``IMGKIT_START=fork`` its workers are forks of it: torch is imported once for all of them, and they share the
-memory of what it imports. It notes for the node agent when its rendezvous begins and ends. And at its end it
-waits for the other nodes without torch's store.
+memory of what it imports. It notes for the node agent when its rendezvous begins and ends. Where its standard
+output is closed or full, it notes that and goes on. And at its end it waits for the other nodes without
+torch's store.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import atexit
 import contextlib
 import importlib
 import importlib.util
+import io
 import logging
 import multiprocessing
 import os
@@ -30,12 +32,14 @@ from collections.abc import Callable, Sequence
 from multiprocessing import popen_fork
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
+from imgkit_entrypoints import files
 from imgkit_entrypoints.apps.ranks import run_worker
 from imgkit_entrypoints.errors import EXIT_NO
 from imgkit_entrypoints.launch import failures, start_up, stop_protocol, user_program
@@ -58,6 +62,23 @@ class LogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         user_program.mark(self.format(record))
+
+
+class LossyOutput(io.FileIO):
+    """Standard output that drops what it cannot write, and notes the reason for the node agent.
+
+    Otherwise the thread in which torch copies the output of a worker ends, and the rest is lost unsaid.
+    """
+
+    def write(self, data: Any) -> int:
+        """Return the number of bytes that were written or dropped."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            with contextlib.suppress(KeyError, OSError):
+                note = Path(os.environ["IMGKIT_STOP_DIR"], stop_protocol.LOST_OUTPUT)
+                files.put(note, error.strerror or str(error))
+            return len(data)
 
 
 def run_torchrun(run: Callable[[], None], *, is_imgkits: bool) -> None:
@@ -221,6 +242,12 @@ if __name__ == "__main__":
     api._get_default_signal = lambda: signal.SIGHUP  # torch has no setting for this
     note_the_rendezvous()
     wait_for_the_other_nodes()
+    sys.stdout = io.TextIOWrapper(
+        LossyOutput(1, "w", closefd=False),
+        encoding=sys.stdout.encoding,
+        errors=sys.stdout.errors,
+        write_through=True,
+    )
     start = main_of_forks if os.environ.get("IMGKIT_START") == "fork" else main
     is_imgkits = any(argument.startswith(_OWN) for argument in sys.argv)
     run_worker(lambda: run_torchrun(start, is_imgkits=is_imgkits))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -17,7 +18,7 @@ from imgkit_entrypoints.cli import start
 from imgkit_entrypoints.cli.commands import COMMANDS, Command
 from imgkit_entrypoints.cli.options import launch_parser, read_options, variable
 from imgkit_entrypoints.cli.start import Worker
-from imgkit_entrypoints.errors import ImgkitError, NoPlan, UsageError
+from imgkit_entrypoints.errors import EXIT_NO, ImgkitError, NoPlan, UsageError
 from imgkit_entrypoints.launch import delta_check, plan
 from imgkit_entrypoints.launch.plan import LaunchOptions
 from imgkit_entrypoints.rules import VARIABLE_NAME
@@ -28,17 +29,42 @@ from imgkit_entrypoints.system import to_json
 def main(argv: Sequence[str] | None = None) -> None:
     """Run ``NAME ARGS`` and exit with its code."""
     argv = tuple(sys.argv[1:] if argv is None else argv)
+    terminal.open_closed_streams()
+    code = _exit_code(argv)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError as error:
+            # Python would fail in the same way when it exits, and end with code 120.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            if stream is sys.stdout and code == 0:
+                code = _report_lost_output(error)
+    sys.exit(code)
+
+
+def _exit_code(argv: tuple[str, ...]) -> int | str | None:
+    """Run ``NAME ARGS``, print its error, and return its exit code."""
     try:
-        sys.exit(_run(argv, os.environ))
+        return _run(argv, os.environ)
+    except SystemExit as error:  # of argparse, after --help
+        return error.code
+    except terminal.OutputLost as error:
+        return _report_lost_output(error)
     except ImgkitError as error:
         # Errors of a dry run are printed as JSON too, also errors in the options themselves.
         if "--json" in argv and ("--dry-run" in argv or os.environ.get(variable("--dry-run")) == "1"):
             document = {"schema": plan.SCHEMA, "error": _error_dict(error)}
-            terminal.document(json.dumps(document, indent=2) + "\n")
+            with contextlib.suppress(terminal.OutputLost):
+                terminal.document(json.dumps(document, indent=2) + "\n")
         terminal.err(*f"{argv[0] if argv else 'imgkit_entrypoints'}: {error}".split("\n"))
-        sys.exit(error.exit_code)
+        return error.exit_code
     except KeyboardInterrupt:
-        sys.exit(130)
+        return 130
+
+
+def _report_lost_output(error: OSError) -> int:
+    start.say(f"standard output is closed or full ({error.strerror}): output is lost")
+    return EXIT_NO
 
 
 def program() -> None:

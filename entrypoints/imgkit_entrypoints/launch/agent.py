@@ -157,6 +157,7 @@ class NodeAgent:
         """Content of the mark of a saved state."""
         self._stall = ""
         """Why the start of this attempt took too long; only the head knows."""
+        self._is_output_lost = False
         self._final_lines: tuple[str, ...] = ()
         began_s = start_began_s(config.env, self._run_folder)
         self._timer, self._start_up = StepTimer(began_s), StartUp(began_s)
@@ -211,6 +212,8 @@ class NodeAgent:
             while state:
                 state = state()
             self._code = self._finish()
+            if self._code == 0 and self._is_output_lost:
+                self._code = EXIT_NO
         except NoPlan:
             if not self._signals.received:
                 raise
@@ -412,13 +415,22 @@ class NodeAgent:
             self.log(*report.split("\n"))
         for lines in self._late_records.look():
             self.log(*lines)
+        self._report_lost_output()
         return True
+
+    def _report_lost_output(self) -> None:
+        """Say once that what the ranks print is lost."""
+        if self._is_output_lost or not (reason := stop_protocol.lost_output(self._stop_folder)):
+            return
+        self._is_output_lost = True
+        self.log(f"standard output is closed or full ({reason}): output of the ranks is lost")
 
     def _restart(self) -> State:
         """Explain how the attempt has ended on this node, and report it to the head."""
         command, self._command = self._command, None
         if command:
             self._code = self._node_code(command.wait())
+            self._report_lost_output()
             if self._code not in (0, EXIT_SAVED):
                 self._failure = self._first_failure(command)
                 self._explain(command)

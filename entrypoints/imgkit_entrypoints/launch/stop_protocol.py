@@ -43,6 +43,8 @@ from imgkit_entrypoints.launch.user_program import STOP_SIGNALS
 STOP, SAVED = "stop", "state-saved"
 PHASE, RELEASE = "torchrun", "others-have-ended"
 """How far torchrun is (start_up.py), and whether the head's may leave; no part of the protocol."""
+LOST_OUTPUT = "lost-output"
+"""Why torchrun could not print the output of its workers; no part of the protocol."""
 LOCAL_JOB = "local"
 """Value of IMGKIT_JOB_ID if no scheduler gave one."""
 
@@ -93,7 +95,7 @@ def clear(stop_folder: Path) -> None:
     ------
     OSError : a mark cannot be removed.
     """
-    for name in (STOP, SAVED, PHASE, RELEASE):
+    for name in (STOP, SAVED, PHASE, RELEASE, LOST_OUTPUT):
         (stop_folder / name).unlink(missing_ok=True)
     failures.clear(stop_folder)
 
@@ -109,6 +111,14 @@ def release(stop_folder: Path) -> None:
     if not (stop_folder / RELEASE).exists():
         with contextlib.suppress(OSError):
             files.put(stop_folder / RELEASE, "")
+
+
+def lost_output(stop_folder: Path) -> str:
+    """Return why torchrun could not print the output of its workers; empty if all of it is printed."""
+    try:
+        return files.read_text(stop_folder / LOST_OUTPUT)
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def saved_step(stop_folder: Path, job_id: str) -> tuple[str | None, str]:

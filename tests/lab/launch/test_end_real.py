@@ -39,6 +39,11 @@ def inner(step):
 if how in "02":
     for batch in DataLoader(Rows(), batch_size=4, num_workers=int(how)):
         dist.all_reduce(batch)
+if how == "prints":
+    for line in range(1000):
+        print("x" * 200, flush=True)
+    open(f"finished-{rank}", "w").close()
+    sys.exit()
 for step in range(1000):
     if how == "raises":
         inner(step)
@@ -122,6 +127,15 @@ def test_own_traceback_comes_last_and_once(end: End, start: str) -> None:
     # That rank 0 lost its peer is in it only if torchrun did not end that rank first.
     for word in ("ChildFailedError", "bad value at step 3"):
         assert word in done.stdout, "the full log has it"
+
+
+@pytest.mark.parametrize("output", ["> >(head -1)", "> /dev/full", ">&-"])
+def test_lost_output_is_reported_once_and_ends_with_one(end: End, output: str) -> None:
+    done = end(f"dist dist-run --nproc 2 --device cpu program.py prints {output}; code=$?; ls; exit $code")
+    assert done.returncode == 1
+    assert done.stderr.count("imgkit: standard output is closed or full (") == 1
+    assert "Traceback" not in done.stderr
+    assert {"finished-0", "finished-1"} <= set(done.stdout.split())
 
 
 @pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.soak), "2"])

@@ -137,6 +137,15 @@ def test_stop_file_keeps_single_ranks_from_starting_but_not_the_plan(tmp_path: P
     assert json.loads(run(*DRY).stdout)["mode"] == "direct"
 
 
+@pytest.mark.parametrize("words", ["dist-env", "dist-env --json", "dist-run --help"])
+@pytest.mark.parametrize("output", ["> /dev/full", ">&-"])
+def test_result_that_cannot_be_printed_ends_with_one(words: str, output: str):
+    line = f"{sys.executable} -I -m imgkit_entrypoints {words} {output}"
+    done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert re.fullmatch(r"imgkit: standard output is closed or full \(.+\): output is lost\n", done.stderr)
+
+
 def test_hidden_torch_is_told(tmp_path: Path):
     (tmp_path / "torch").mkdir()
     made = json.loads(command("dist-run", *DRY, "x.py", env={"PYTHONPATH": str(tmp_path)}).stdout)
