@@ -137,8 +137,10 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> in
     Raises
     ------
     NoPlan : no launch can be right. UsageError : this Python has no torch, a file prevents the run from
-    starting, or the file of the secret is not safe. ToolFailed : see `NodeAgent.run`.
+    starting, the working directory was deleted, or the file of the secret is not safe. ToolFailed : see
+    `NodeAgent.run`.
     """
+    _refuse_deleted_folder(env)
     placement, host = find_placement(options.placement, env), facts.gather(env=env)
     launch_plan, child_env = make_plan(options, worker, env, placement, host)
     if options.dry_run:
@@ -187,6 +189,18 @@ def launch(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> in
     if launch_plan.mode == "direct":
         return _run_rank(launch_plan, child_env, env)
     return _run_agent(options, launch_plan, child_env, host, run_secret)
+
+
+def _refuse_deleted_folder(env: Mapping[str, str]) -> None:
+    """Raise UsageError where no path leads to the working directory, since torch would not say so."""
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise UsageError(
+            f"the working directory was deleted, or cannot be reached: {error.strerror}",
+            where=env.get("PWD") or ".",
+            hint="cd to a folder that exists; if it is there again under the same name: cd .",
+        ) from error
 
 
 def make_plan(

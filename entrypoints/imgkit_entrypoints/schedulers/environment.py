@@ -47,6 +47,10 @@ class Environment(dict[str, str]):
         """Return the first of `names` that is set; if none is, the first of all, for an error message."""
         return self.first(names) or names[0]
 
+    def quote(self, *names: str) -> str:
+        """Return ``NAME=VALUE, NAME=VALUE`` with those of `names` that are set, for an error message."""
+        return ", ".join(f"{name}={self[name]}" for name in self.present(*names))
+
     def number(self, name: str, *, least: int = 0) -> int:
         """Return the whole number in variable `name`.
 

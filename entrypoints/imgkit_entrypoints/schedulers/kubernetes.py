@@ -22,9 +22,9 @@ from imgkit_entrypoints.schedulers.placement import Placement
 
 NAME = "kubeflow"
 
-OWN: tuple[str, ...] = ("PET_NNODES", "PET_NODE_RANK", "PET_RDZV_ENDPOINT")
+OWN = ("PET_NNODES", "PET_NODE_RANK", "PET_RDZV_ENDPOINT")
 """Variables that only operators set; anybody may set RANK and the like."""
-PLAIN: tuple[str, ...] = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
+PLAIN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 
 def claims(env: Environment) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ def find_placement(env: Environment) -> Placement:
     if node_rank >= nnodes:
         raise NoPlan(
             f"this is pod {node_rank}, but {nnodes_from} allows only pods 0 to {nnodes - 1}",
-            where=f"{rank_from}={node_rank}, {nnodes_from}={nnodes}",
+            where=env.quote(rank_from, nnodes_from),
             hint="give --nnodes with the number of pods (RunAI: workers + 1)",
         )
     job_id = env.get("PET_RDZV_ID", "")

@@ -160,14 +160,14 @@ class MpiLauncher:
             raise NoPlan(
                 f"the job has {size} ranks, {local_size} of them on this node: nodes have different numbers "
                 "of ranks",
-                where=", ".join(f"{name}={env[name]}" for name in (size_from, local_from) if name),
+                where=env.quote(size_from, local_from),
                 hint="start the same number of ranks on every node, preferably one: torchrun starts the "
                 "workers",
             )
         if rank >= size:
             raise NoPlan(
                 f"this is rank {rank}, but the job has only ranks 0 to {size - 1}",
-                where=", ".join(f"{name}={env[name]}" for name in (rank_from, size_from) if name),
+                where=env.quote(rank_from, size_from),
             )
         return Direct(rank=rank, local_rank=local_rank, world_size=size, local_world_size=local_size)
 
@@ -179,11 +179,10 @@ class MpiLauncher:
 
     def _unknown(self, env: Environment, numbers: str, names: Sequence[str]) -> NoPlan:
         """Return the error for a missing number, with the variables that are set."""
-        variables = [f"{name}={env[name]}" for name in env.present(*self.fields.variables, NODES)]
         hosts = "" if env.get(NODES) else ", and there is no host list"
         return NoPlan(
             f"the number of {numbers} is unknown: none of {', '.join(names)} is set{hosts}",
-            where=" ".join(variables) or self.NAME,
+            where=env.quote(*self.fields.variables, NODES) or self.NAME,
             hint=f"{self._hint(NODES, 'HOST,HOST,...')}, with the hosts in the order of their ranks, and the "
             "container without --cleanenv",
         )

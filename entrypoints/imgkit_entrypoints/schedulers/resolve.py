@@ -35,8 +35,8 @@ def find_placement(
     ------
     NoPlan : no placement can be right; the hint says what to start instead.
     """
-    _refuse_nesting(env)
     resolved_env = _as_environment(request, Environment(env, read))
+    _refuse_nesting(resolved_env)
     claimants = _claimants(resolved_env)
     if request.scheduler:
         placement = _placement_by(_named(request.scheduler, resolved_env), request, resolved_env)
@@ -79,21 +79,18 @@ def warnings(
     )
 
 
-_WORKER = ("TORCHELASTIC_RUN_ID", "GROUP_RANK")
-"""Variables that only torchrun sets, for its workers. RANK and LOCAL_RANK are in pods as well."""
-
-
-def _refuse_nesting(env: Mapping[str, str]) -> None:
-    for name in _WORKER:
-        if env.get(name):
-            unset = " ".join(f"-u {variable}" for variable in (*_WORKER, *standalone.WORKER))
-            raise NoPlan(
-                "this process is already a torchrun worker: a node agent here would start all workers again "
-                "in each of them",
-                where=f"{name}={env[name]}",
-                hint="start the program itself here, or start this command outside torchrun. To start a "
-                f"separate run on purpose: env {unset} COMMAND",
-            )
+def _refuse_nesting(env: Environment) -> None:
+    # Only torchrun sets these two. RANK and LOCAL_RANK are in pods as well.
+    where = env.quote("TORCHELASTIC_RUN_ID", "GROUP_RANK")
+    if where:
+        raise NoPlan(
+            "this process is already a torchrun worker: a node agent here would start all workers again in "
+            "each of them",
+            where=where,
+            hint="start the program itself here, or start this command outside torchrun. To start a separate "
+            "run on purpose: env -u TORCHELASTIC_RUN_ID -u GROUP_RANK -u RANK -u LOCAL_RANK -u WORLD_SIZE "
+            "COMMAND",
+        )
 
 
 def _placement_by(module: Scheduler, request: PlacementRequest, env: Environment) -> Placement:

@@ -66,7 +66,7 @@ def find_placement(env: Environment) -> Placement:
     if components := _components(env):
         raise NoPlan(
             "this is a heterogeneous Slurm job, which is not supported",
-            where=", ".join(f"{name}={env[name]}" for name in components[:2]),
+            where=env.quote(*components[:2]),
             hint="request all nodes in one component: no `:` in the request, and no `#SBATCH hetjob`",
         )
     if not env.present(*FIELDS["nnodes"], *FIELDS["hosts"]):
@@ -79,7 +79,7 @@ def find_placement(env: Environment) -> Placement:
         raise WrongStart(
             f"this is the shell of salloc, on 1 of the job's {job_nodes} nodes: srun has started nothing on "
             "the others",
-            where=f"{job_nodes_from}={env[job_nodes_from]}",
+            where=env.quote(job_nodes_from),
             nnodes=job_nodes,
         )
     if hosts and len(hosts) != nnodes:
@@ -100,6 +100,12 @@ def find_placement(env: Environment) -> Placement:
     source = {"nnodes": nnodes_from or hosts_from, "node_rank": rank_from}
     hosts, source["hosts"] = env.named_hosts(nnodes, hosts, hosts_from)
     head, source["head"] = env.head(nnodes, hosts, source["hosts"])
+    if nnodes > 1 and not head:
+        raise NoPlan(
+            f"the step has {nnodes} nodes, but SLURM_STEP_NODELIST, which lists them, is not set",
+            where=env.quote(nnodes_from),
+            hint="start the container without --cleanenv, or give --head HOST: the host of node 0",
+        )
     job_id, source["job_id"] = _job_id(env)
     return Placement(
         scheduler=NAME,
@@ -183,14 +189,14 @@ def _outside_a_step(env: Environment) -> Placement:
             shell = f"of the batch script, on 1 of the job's {nnodes} nodes"
         raise WrongStart(
             f"this is the shell {shell}: srun has started nothing on the others",
-            where=f"{nnodes_from}={env[nnodes_from]}",
+            where=env.quote(nnodes_from),
             nnodes=nnodes,
         )
     name = env.hostname()
     if not on_node and hosts and name and short(name) != short(hosts[0]):
         raise WrongStart(
             f"this shell runs on {name}, but the job's node is {hosts[0]}",
-            where=f"{hosts_from}={env[hosts_from]}",
+            where=env.quote(hosts_from),
             nnodes=1,
         )
     job_id, job_id_from = _job_id(env)

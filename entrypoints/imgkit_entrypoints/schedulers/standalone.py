@@ -53,7 +53,7 @@ def _direct_placement(env: Environment) -> Placement:
 
     Every node must have the same number of ranks.
     """
-    where = ", ".join(f"{name}={env[name]}" for name in WORKER)
+    where = env.quote(*WORKER)
     if env.get("IMGKIT_DIRECT") != "1":
         raise NoPlan(
             "this process is already one rank of several: a node agent here would start workers for each",

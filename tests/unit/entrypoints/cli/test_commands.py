@@ -137,6 +137,22 @@ def test_stop_file_keeps_single_ranks_from_starting_but_not_the_plan(tmp_path: P
     assert json.loads(run(*DRY).stdout)["mode"] == "direct"
 
 
+@pytest.mark.parametrize("words", [("dist-hello",), ("dist-run", "--dry-run", "x.py")])
+def test_deleted_working_directory_is_named_before_any_start(tmp_path: Path, words: tuple[str, ...]):
+    line = 'rmdir "$PWD"; exec "$@"'
+    python = (sys.executable, "-I", "-m", "imgkit_entrypoints")
+    (tmp_path / "gone").mkdir()
+    done = subprocess.run(
+        ["sh", "-c", line, "sh", *python, *words], cwd=tmp_path / "gone", capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"{words[0]}: {tmp_path}/gone: the working directory was deleted, or cannot be reached: "
+        "No such file or directory\n"
+        "  -> cd to a folder that exists; if it is there again under the same name: cd .\n"
+    )
+
+
 @pytest.mark.parametrize("words", ["dist-env", "dist-env --json", "dist-run --help"])
 @pytest.mark.parametrize("output", ["> /dev/full", ">&-"])
 def test_result_that_cannot_be_printed_ends_with_one(words: str, output: str):

@@ -422,6 +422,12 @@ WRONG: dict[str, tuple[Env, Callable[[str], str | None], str, str]] = {
         "NODEID is not",
         "cleanenv",
     ),
+    "slurm without list of nodes": (
+        slurm_step("", 1, 2),
+        NOTHING,
+        "the step has 2 nodes, but SLURM_STEP_NODELIST, which lists them, is not set",
+        "^start the container without --cleanenv, or give --head HOST: the host of node 0$",
+    ),
     "slurm step of no nodes": (
         slurm_step("n1", 0, 1, SLURM_STEP_NUM_NODES="0"),
         NOTHING,
@@ -488,7 +494,7 @@ WRONG: dict[str, tuple[Env, Callable[[str], str | None], str, str]] = {
     "pals and no list": (
         {"PALS_RANKID": "1", "PALS_NODEID": "1", "PALS_LOCAL_RANKID": "0"},
         NOTHING,
-        "PALS_RANKID=1 PALS_LOCAL_RANKID=0 PALS_NODEID=1.*number of nodes is unknown: none of PMI_SIZE, "
+        "PALS_RANKID=1, PALS_LOCAL_RANKID=0, PALS_NODEID=1.*number of nodes is unknown: none of PMI_SIZE, "
         "PALS_SIZE is set, and there is no host list",
         "--env IMGKIT_NODES=HOST,HOST",
     ),
