@@ -31,6 +31,11 @@ if [[ $1 == requeue ]]; then echo "$*" >> asked; exit 1; fi
     # The launcher of node N is the file `launcher N`.
     "singularity": 'exec bash "launcher $SLURM_NODEID"\n',
 }
+MOVES_LATE = """#!/bin/bash
+touch moving
+until [[ -e go ]]; do /bin/sleep 0.02; done
+exec /bin/mv "$@"
+"""
 NOTHING = "exit 1\n"
 SLEEPS = "exec /bin/sleep 60\n"
 
@@ -99,12 +104,20 @@ def test_result_of_a_stranger_is_not_taken(start: Start) -> None:
 
 
 def test_signal_ends_the_launcher_before_its_task(start: Start, tmp_path: Path) -> None:
-    """Slurm ends what is left of a task whose first process has ended: the launcher could not save."""
+    """Slurm ends what is left of a task whose first process has ended: the launcher could not save.
+
+    Here a second signal comes, as from srun when the job script has ended, while the result is being written.
+    """
+    (tmp_path / "mv").write_text(MOVES_LATE)
+    (tmp_path / "mv").chmod(0o755)
     script = start("trap 'exit 85' TERM; touch ready; while :; do /bin/sleep 0.02; done\n", NOTHING, NOTHING)
     until((tmp_path / "ready").exists)
     (ended,) = (tmp_path / "runs/mn5-7").glob(".imgkit-ended.????????")
     os.killpg(script.pid, signal.SIGTERM)  # as scancel does
-    until(lambda: ended.read_text() == "85\n")
+    until((tmp_path / "moving").exists)
+    os.killpg(script.pid, signal.SIGTERM)
+    (tmp_path / "go").touch()
+    until(lambda: ended.read_text() == "85\n", within_s=60)
 
 
 def test_node_requeues_the_job_once_slurm_has_given_the_first_node_up(start: Start, tmp_path: Path) -> None:
