@@ -147,9 +147,11 @@ def of_node(stop_folder: Path, killed_by: int = 0) -> RankFailure | None:
     if not entries:
         return None
     record = (causes or entries)[0]
+    # Python ends with 1 after an exception; a torchrun that was ended meanwhile has left no codes.
+    code = EXIT_NO if record.rank is None else codes.get(record.rank, EXIT_NO)
     return RankFailure(
         rank=record.rank,
-        code=EXIT_NO if record.rank is None else codes.get(record.rank),
+        code=code,
         age_ms=max(0, int(1000 * (time.time() - record.at))),
         after_peer=not causes,
         log="",
@@ -242,7 +244,7 @@ def block(cause: NodeFailure, reported: Sequence[NodeFailure] = ()) -> tuple[str
         rest = f" and {len(followers) - 8} more" if len(followers) > 8 else ""
         lines.append(f"  then on other nodes: {', '.join(followers[:8])}{rest}")
     lines.append(f"  full log on that node: {failure.log}" if failure.log else "  there is no full log")
-    return (*lines, *(failure.lines or (_SILENT.get(failure.code or 0, _NO_REASON),)))
+    return (*lines, *(failure.lines or (_SILENT.get(failure.code, _NO_REASON),)))
 
 
 def one_line(entry: NodeFailure) -> str:
@@ -269,10 +271,8 @@ _SILENT = {
 }
 
 
-def ending(code: int | None) -> str:
+def ending(code: int) -> str:
     """Return how a worker has ended, in words."""
-    if code is None:
-        return "exit code unknown"
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -286,14 +286,19 @@ class CollectedSignals:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[CollectedSignals]:
-        """Collect signals within this context; afterwards the old handlers are back."""
-        handlers = {number: signal.signal(number, self.note) for number in STOP_SIGNALS}
+        """Collect signals within this context, and ignore them afterwards.
+
+        srun ends the other tasks by TERM when the first one has ended: a process that is about to leave keeps
+        its own exit code.
+        """
+        for number in STOP_SIGNALS:
+            signal.signal(number, self.note)
         wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         try:
             yield self
         finally:
             signal.set_wakeup_fd(wakeup)
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
             os.close(self._reader)
             os.close(self._writer)

@@ -145,8 +145,8 @@ class RankFailure:
 
     rank: Rank | None
     """None: torchrun itself."""
-    code: Annotated[int, _between(-64, 255)] | None
-    """Exit code; negative: the signal that ended it; None: torchrun did not report it."""
+    code: Annotated[int, _between(-64, 255)]
+    """Exit code; negative: the signal that ended it."""
     age_ms: Annotated[int, _between(0, _MAX_COUNT)]
     """Time since then."""
     after_peer: bool

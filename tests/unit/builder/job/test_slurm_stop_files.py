@@ -124,6 +124,19 @@ def test_planted_links_are_not_followed(start: Start, run_dir: Path, tmp_path: P
     assert ((run_dir / "requeued").read_text(), left(run_dir)) == ("7 40\n", ["stop"])
 
 
+@pytest.mark.parametrize(
+    ("result", "code"), [("7.0 1", 1), ("7 3", 3), ("8.0 1", 143), ("7.0 0", 143), ("7.0 $(id)", 143)]
+)
+def test_failed_job_ends_with_the_code_of_the_program(
+    start_script: Start, run_dir: Path, result: str, code: int
+) -> None:
+    (run_dir / "result").write_text("7.0 2\n")  # of an earlier start
+    srun = f"[[ ! -e {run_dir}/result ]] || exit 9\necho '{result}' > {run_dir}/result\nexit 143\n"
+    script = start_script(WORDS, {"srun": srun}, SLURM_JOB_ID="7")
+    script.communicate(timeout=20)
+    assert script.returncode == code
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
 def test_marks_of_a_stranger_change_nothing(start: Start, run_dir: Path) -> None:
     script = start("stop")

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import signal
 import sys
 import time
 
@@ -73,4 +74,6 @@ try:
 except ImgkitError as error:
     say(*str(error).split("\n"))
     code = error.exit_code
+if options.get("is_ended_late"):
+    os.kill(os.getpid(), signal.SIGTERM)
 sys.exit(code)

@@ -135,6 +135,11 @@ def test_terminate_after_usr1_does_not_cut_saving(nodes: Any) -> None:
     assert nodes.codes() == [85]
 
 
+def test_signal_after_the_end_keeps_the_exit_code(nodes: Any) -> None:
+    nodes.start(stub("raise SystemExit(1)"), is_ended_late=True)
+    assert nodes.codes() == [1]
+
+
 def test_mark_of_another_job_does_not_count(nodes: Any) -> None:
     nodes.start(stub("import os; open(os.environ['IMGKIT_STOP_DIR'] + '/state-saved', 'w').write('other 7')"))
     assert nodes.codes() == [0]

@@ -65,7 +65,7 @@ FROM_NODE: tuple[Message, ...] = (
     AttemptEnded(code=1, failure=RankFailure(rank=3, code=-11, age_ms=7, after_peer=False, log="/a/b.log")),
     AttemptEnded(
         code=1,
-        failure=RankFailure(rank=None, code=None, age_ms=0, after_peer=True, log="", lines=("a", "  b: c")),
+        failure=RankFailure(rank=None, code=1, age_ms=0, after_peer=True, log="", lines=("a", "  b: c")),
     ),
     StopOrder(reason="SIGUSR1", requeue=True),
     ProbeReport(failures=(FAILURE,), is_crowded=True),

@@ -16,6 +16,7 @@ from rollcall_nodes import close, meet, placement
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.cli.commands import PREFLIGHT
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, NoPlan
+from imgkit_entrypoints.launch import user_program
 from imgkit_entrypoints.launch.preflight import run
 from imgkit_entrypoints.launch.preflight.run import STORE, PreflightConfig
 from imgkit_entrypoints.launch.stop_protocol import CollectedSignals
@@ -72,8 +73,11 @@ def _stubbed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def signals() -> Iterator[CollectedSignals]:
+    handlers = {number: signal.getsignal(number) for number in user_program.STOP_SIGNALS}
     with CollectedSignals().collecting() as found:
         yield found
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 class NodeThread(threading.Thread):
