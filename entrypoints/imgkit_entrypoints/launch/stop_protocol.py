@@ -23,6 +23,7 @@ next start clears the file. Reasons: docs/adr/0009-one-stop-file.md.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shlex
@@ -34,6 +35,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import BinaryIO
 
 from imgkit_entrypoints import fence, files, terminal
 from imgkit_entrypoints.errors import UsageError
@@ -45,6 +47,10 @@ PHASE, RELEASE = "torchrun", "others-have-ended"
 """How far torchrun is (start_up.py), and whether the head's may leave; no part of the protocol."""
 LOST_OUTPUT = "lost-output"
 """Why torchrun could not print the output of its workers; no part of the protocol."""
+TEMPORARY = "imgkit-stop-"
+"""How the name of a temporary stop folder begins."""
+LOCK, NEW_S = "lock", 60.0
+"""File that the node agent locks in it, and seconds in which a folder may not be locked yet."""
 LOCAL_JOB = "local"
 """Value of IMGKIT_JOB_ID if no scheduler gave one."""
 
@@ -57,9 +63,14 @@ def folder(parent: Path | None, node_rank: int) -> Iterator[Path]:
     ------
     UsageError : the folder cannot be written.
     """
+    lock: BinaryIO | None = None
     try:
         if parent is None:
             path = _temporary_folder()
+            lock = files.create(path / LOCK)
+            with contextlib.suppress(OSError):  # a file system without locks: nobody removes the folder then
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove_abandoned(path.parent)
         else:  # it may lie on a file system that all nodes share
             path = parent / f"node{node_rank}"
             files.make_own_folder(path)
@@ -73,19 +84,36 @@ def folder(parent: Path | None, node_rank: int) -> Iterator[Path]:
     try:
         yield path
     finally:
-        if parent is None:
+        if lock:
             shutil.rmtree(path, ignore_errors=True)
+            lock.close()
 
 
 def _temporary_folder() -> Path:
     last: OSError | None = None
     for parent in (None, "/dev/shm", os.curdir):  # noqa: S108 - a container may have a read-only root without /tmp
         try:
-            return Path(tempfile.mkdtemp(prefix="imgkit-stop-", dir=parent)).absolute()
+            return Path(tempfile.mkdtemp(prefix=TEMPORARY, dir=parent)).absolute()
         except OSError as error:
             last = error
     assert last is not None  # noqa: S101 - the loop has run
     raise last
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove the stop folders of this user's node agents that were killed.
+
+    Slurm kills all processes of a cancelled job that hangs, so nobody can remove its folder at once.
+    """
+    for path in parent.glob(f"{TEMPORARY}*"):
+        try:
+            with files.open_own(path / LOCK) as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                age_s = time.time() - os.fstat(lock.fileno()).st_mtime
+        except OSError:  # in use, of another user, or of an imgkit without locks
+            continue
+        if age_s > NEW_S and not files.foreign_folder(path):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def clear(stop_folder: Path) -> None:

@@ -35,6 +35,27 @@ def run_dir(nodes: Any) -> Path:
     return Path(folder)
 
 
+def test_next_start_removes_the_folder_of_a_killed_job(nodes: Any) -> None:
+    def folders() -> set[Path]:
+        return set(nodes.folder.glob("imgkit-stop-*"))
+
+    killed = nodes.start([sys.executable, STUB, "1", SAVE])
+    nodes.said("ready")
+    killed.kill()  # as Slurm does after KillWait
+    assert nodes.codes() == [-9]
+    (abandoned,) = folders()
+    running = nodes.start([sys.executable, STUB, "1", SAVE])
+    nodes.said("ready", 2)
+    assert abandoned in folders()  # it may be of a start that has not locked it yet
+    for folder in folders():
+        os.utime(folder / "lock", (0, 0))
+    assert nodes.start(["true"]).wait(timeout=20) == 0
+    assert folders()
+    assert abandoned not in folders()
+    running.terminate()
+    assert nodes.codes() == [-9, 85, 0]
+
+
 def left(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
