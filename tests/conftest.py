@@ -186,7 +186,7 @@ def _used_folders() -> set[Path]:
 
 def _log_folders() -> set[Path]:
     """Folders of the logs of failed runs without a run folder: those of virtual nodes lie in this /tmp."""
-    return {log.parent for log in Path("/tmp").glob("imgkit-*/errors-node*.log")}
+    return {log.parent for log in Path("/tmp").glob("imgkit-*/errors-*.log")}
 
 
 _folders_before = _mark_folders() | _log_folders()

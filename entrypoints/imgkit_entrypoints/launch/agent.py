@@ -130,7 +130,7 @@ class NodeAgent:
         run_folder = self._shared_folder = RunFolder.of(config.env, config.log)
         self._log_folder = str(run_folder.path) if run_folder else ""
         if config.log_dir:
-            self._log_folder = str(Path(config.log_dir, f"node{config.placement.node_rank}"))
+            self._log_folder = str(Path(config.log_dir, plan.host_label(config.node.host)))
         # All nodes share the folder, so the head looks after it.
         self._run_folder = run_folder if self.is_head else None
         self._signals = CollectedSignals()
@@ -486,8 +486,9 @@ class NodeAgent:
         failure = failures.of_node(self._stop_folder, killed_by)
         if failure is None:
             return None
-        node_rank = self.session.placement.node_rank
-        log = failures.write_log(command.tail(), self._log_folder, node_rank, self._attempt)
+        number = self.session.host_index + 1
+        node = plan.host_label(self.config.node.host) + (f"-{number}" if number > 1 else "")
+        log = failures.write_log(command.tail(), self._log_folder, node, self._attempt)
         return dataclasses.replace(failure, log=log)
 
     def _explain(self, command: GuardedCommand) -> None:

@@ -281,14 +281,15 @@ def ending(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-def write_log(text: str, folder: str, node_rank: int, attempt: int) -> str:
+def write_log(text: str, folder: str, node: str, attempt: int) -> str:
     """Write the full log of this node into `folder`, or a temporary one; return its path, or nothing.
 
     Parameters
     ----------
     folder : of the user's logs, or of the run; empty: there is none.
+    node : the node's part of the file's name, which no other node agent of the run has.
     """
-    name = f"errors-node{node_rank}" + (f"-attempt{attempt}" if attempt > 1 else "")
+    name = f"errors-{node}" + (f"-attempt{attempt}" if attempt > 1 else "")
     content = terminal.shown(terminal.unstyled(text), keep="\n\t")
     for path in (PurePath(folder, f"{name}.log") if folder else None, None):
         try:

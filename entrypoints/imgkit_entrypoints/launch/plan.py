@@ -444,7 +444,7 @@ def _torchrun(
     module: str, request: Request, placement: Placement, host: HostFacts, nproc: str
 ) -> tuple[str, ...]:
     # Each node has its own folder: torchrun's paths name no host, and nodes may share a file system.
-    logs = str(PurePath(request.log_dir, f"node{placement.node_rank}")) if request.log_dir else LOGS_PENDING
+    logs = str(PurePath(request.log_dir, host_label(host.hostname))) if request.log_dir else LOGS_PENDING
     if request.log_dir and _max_failures(request, placement):
         logs = str(PurePath(logs, ATTEMPT_PENDING))
     # A container without a network cannot resolve the host's name: the run would hang for ten minutes.
@@ -469,6 +469,11 @@ def _torchrun(
         *("--tee", "3" if request.prefix else "0", "--log-dir", logs, "--no-python"),
         "--",  # torchrun's parser would read the program's --max as a short --max-restarts, and refuse it
     )
+
+
+def host_label(host: str) -> str:
+    """Return a host name as a part of a path."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", host).lstrip(".") or "node"
 
 
 PORT_PENDING = "<port from the roll call>"

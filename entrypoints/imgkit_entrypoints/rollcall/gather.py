@@ -11,6 +11,7 @@ after the start.
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import resource
 import socket
@@ -114,10 +115,14 @@ class _Head:
         port = self._torchrun_port()
         numbers = {rank: number for number, rank in enumerate(sorted(self.nodes))}
         self.server.renumber(numbers)
-        for number in range(1, len(numbers)):
-            self.server.send(number, messages.RunStart(nnodes=len(numbers), node_rank=number))
-        self.meeting.log(f"roll call: {self._present()} in {time.monotonic() - start:.1f} s")
         hosts = {numbers[rank]: node.host for rank, node in self.nodes.items()}
+        earlier = collections.Counter([hosts[0]])
+        for number in range(1, len(numbers)):
+            host = hosts[number]
+            answer = messages.RunStart(nnodes=len(numbers), node_rank=number, host_index=earlier[host])
+            self.server.send(number, answer)
+            earlier[host] += 1
+        self.meeting.log(f"roll call: {self._present()} in {time.monotonic() - start:.1f} s")
         return HeadSession(self.placement.numbered(len(numbers), 0), port, warnings, self.server, hosts)
 
     def _listen(self) -> socket.socket:

@@ -127,7 +127,9 @@ def _call(meeting: Meeting, connection: Connection, deadline: float) -> MemberSe
                 connection.send(probe.run_request(message, meeting.open_port))
             elif isinstance(message, messages.RunStart):
                 placement = placement.numbered(message.nnodes, message.node_rank)
-                return MemberSession(placement, connection, lines)
+                member = MemberSession(placement, connection, lines)
+                member.host_index = message.host_index
+                return member
         if time.monotonic() - connection.last_sent >= session.BEAT_S:
             # The head beats while it waits for other nodes.
             connection.send(messages.Heartbeat())

@@ -193,6 +193,8 @@ class RunStart:
     """Nodes that have joined."""
     node_rank: OtherRank
     """Node rank of the receiving node among them."""
+    host_index: NodeRank = 0
+    """Number of the receiving node among those on its host, which is usually the only one."""
 
     def __post_init__(self) -> None:
         if self.node_rank >= self.nnodes:

@@ -69,6 +69,8 @@ class _Session:
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
         """The node's place in the run that has started: without the nodes that did not join."""
+        self.host_index = 0
+        """Number of this node agent among those of its host; a second one is rare."""
         self.lost_after_s = LOST_AFTER_S
         """Silence after which a node counts as lost."""
         self.positions: Positions | None = None

@@ -124,7 +124,7 @@ def main() -> None:
     while processes(mark) and time.monotonic() - began < ended_s + 10:
         time.sleep(0.1)
     left = list(processes(mark).values())
-    logs = "".join(path.read_text() for path in sorted(folder.glob("run/errors-node*.log")))
+    logs = "".join(path.read_text() for path in sorted(folder.glob("run/errors-*.log")))
     found = {"codes": codes, "ended_s": ended_s, "left": left, "output": output(), "logs": logs}
     print(json.dumps(found))
 

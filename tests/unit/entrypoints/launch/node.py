@@ -48,7 +48,7 @@ place = Placement(
     size=Size.parse(options["size"]) if "size" in options else None,
 )
 me = NodeInfo(
-    host=f"host{rank}",
+    host=options.get("host", f"host{rank}"),
     software=Software(torch=options.get("torch", "2.13")),
     nproc=options.get("nproc", 1),
     address=options.get("address", ""),

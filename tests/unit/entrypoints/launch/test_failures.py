@@ -180,11 +180,11 @@ def test_log_goes_to_a_temporary_folder_where_the_named_one_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    path = Path(failures.write_log("a\n\x1b[31mb\x07\n", "/proc/nowhere", 3, 2))
-    assert path.name == "errors-node3-attempt2.log"
+    path = Path(failures.write_log("a\n\x1b[31mb\x07\n", "/proc/nowhere", "as1", 2))
+    assert path.name == "errors-as1-attempt2.log"
     assert path.is_relative_to(tmp_path)
     assert path.read_text() == "a\nb\\x07\n"
-    assert failures.write_log("a", str(tmp_path / "new"), 0, 1) == str(tmp_path / "new/errors-node0.log")
+    assert failures.write_log("a", str(tmp_path / "new"), "as1", 1) == str(tmp_path / "new/errors-as1.log")
 
 
 def copied(*parts: bytes) -> tuple[str, str]:

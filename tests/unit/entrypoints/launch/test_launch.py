@@ -322,6 +322,20 @@ def test_failed_node_ends_the_other(nodes: Any) -> None:
     assert "node 2 of 2 (host1) ended with exit code 1" in nodes.output()
 
 
+def test_logs_of_two_nodes_on_one_host_have_two_names(nodes: Any) -> None:
+    fails = (
+        "import os; os.environ['RANK'] = '0'\n"
+        "from imgkit_entrypoints.launch import user_program\n"
+        "user_program.report('ValueError: bad'); raise SystemExit(1)"
+    )
+    nodes.two(fails, workers=1, host="a/b")
+    assert nodes.codes() == [1, 1]
+    assert {path.name for path in (nodes.folder / "run").glob("errors*")} == {
+        "errors-a_b.log",
+        "errors-a_b-2.log",
+    }
+
+
 def test_stalled_rendezvous_ends_with_the_nodes_named(nodes: Any) -> None:
     """Torchrun of node 1 waits in torch's store, as after a stranger has deleted a key."""
     note = "from imgkit_entrypoints.launch import start_up; start_up.note(os.environ, {phase!r});"

@@ -189,7 +189,7 @@ def test_no_start_uses_a_rendezvous_that_unpickles():
 
 
 def test_logs_of_nodes_do_not_mix():
-    assert flag(make(place=node(2, 1), log_dir="/logs"), "--log-dir") == "/logs/node1"
+    assert flag(make(place=node(2, 1), log_dir="/logs"), "--log-dir") == "/logs/n1"
 
 
 def test_ranks_of_an_mpi_start_need_no_torchrun():
@@ -333,11 +333,18 @@ def test_spare_that_waits_in_vain_is_a_warning(scheduler):
     assert warning.startswith(f"{scheduler} ends all processes when one node is lost")
 
 
+@pytest.mark.parametrize(
+    ("host", "label"), [("../a b", "_a_b"), ("..", "node"), ("", "node"), ("a1.site", "a1.site")]
+)
+def test_host_name_cannot_lead_out_of_the_log_folder(host: str, label: str):
+    assert plan.host_label(host) == label
+
+
 def test_attempts_have_log_folders_of_their_own():
-    assert flag(make(log_dir="/logs"), "--log-dir") == "/logs/node0"
+    assert flag(make(log_dir="/logs"), "--log-dir") == "/logs/n1"
     made = make(log_dir="/logs", max_failures=1)
     argv = plan.fill(made.argv, attempt=2, port=1, nnodes=1, node_rank=0, logs=Path("/tmp"))
-    assert argv[argv.index("--log-dir") + 1] == "/logs/node0/attempt2"
+    assert argv[argv.index("--log-dir") + 1] == "/logs/n1/attempt2"
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])
