@@ -195,6 +195,9 @@ def follow(record: SubmittedJob) -> int:
         raise Cut(error.what, where=error.where, hint=f"{back}\n{error.hint}") from error
     keep_state(record, report.record)
     say(history.ending_text(report))
+    if report.record.state == "failed":
+        for hint in history.failure_hints(record, run):
+            say(hint)
     return 0 if report.record.state in ("succeeded", "ended") else 1
 
 

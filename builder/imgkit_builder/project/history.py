@@ -136,6 +136,22 @@ def command_failed(record: SubmittedJob, argv: Sequence[str], answer: Finished) 
     return ToolFailed(message, where=record.handle, hint=hint or None)
 
 
+_NO_RANK = re.compile(r"environment variable \w+ expected, but not set")
+"""The error of torch's init_process_group in a program that no launcher has started."""
+_TAIL_BYTES = 64 << 10
+
+
+def failure_hints(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> tuple[str, ...]:
+    """Return the warnings of the start that explain why the job has failed, by the end of its output."""
+    hints = systems.program_starts_once(record)
+    if not hints:
+        return ()
+    log_argv = systems.named(record.system).log_source(record)
+    files = [argument for argument in log_argv if argument.startswith("/")]
+    output = run(("tail", "-c", str(_TAIL_BYTES), "--", *files)).output
+    return hints if _NO_RANK.search(output) else ()
+
+
 def ending_text(report: JobReport) -> str:
     """Return the line about a job that has ended, and how to get at its files."""
     record = report.record

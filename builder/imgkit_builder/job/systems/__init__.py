@@ -222,7 +222,7 @@ def with_folders(job: Job, argv: Sequence[str]) -> tuple[str, ...]:
     return ("sh", "-c", _HAS_FOLDERS, "sh", *map(quoting.expanding, sources), "--", *argv)
 
 
-def program_starts_once(job: Job) -> tuple[str, ...]:
+def program_starts_once(job: Job | SubmittedJob) -> tuple[str, ...]:
     """Return a warning if the command is no ``dist-...`` of the image, nor a shell that starts one."""
     if not job.command or any(re.search(r"\bdist-[a-z]", argument) for argument in job.command):
         return ()

@@ -158,6 +158,27 @@ def test_output_is_followed_until_the_job_ends(folder: Path, call: Any) -> None:
     assert submit.record_of("4711").state == "failed"
 
 
+@pytest.mark.parametrize(
+    ("error", "count"),
+    [("ValueError: ... environment variable RANK expected, but not set", 2), ("ValueError: bad value", 1)],
+)
+def test_hint_at_the_start_is_repeated_where_it_explains_the_end(
+    folder: Path, call: Any, error: str, count: int
+) -> None:
+    ended = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+    for name, script in (("squeue", ended), ("sacct", "echo '4711  FAILED  1:0'")):
+        (folder / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / "bin" / name).chmod(0o755)
+    (folder / "mn5-4711.out").write_text(f"{error}\n")
+    command = ("--", "python", "train.py")
+    code, _, err = call("run", "mn5", "-A", "a", "--qos", "acc_debug", "--time", "10m", *command)
+    assert code == 1
+    assert (
+        err.count("python starts once per node; `dist-run train.py ...` starts one process per GPU") == count
+    )
+    assert ("failed with exit code 1" in err.splitlines()[-1]) == (count == 1)
+
+
 def test_help_lists_the_usual_options_first(call: Any) -> None:
     text = call("run", "--help")[1]
     usual, advanced = text.split("\nOptions:\n")[1].split("\nAdvanced:\n")
