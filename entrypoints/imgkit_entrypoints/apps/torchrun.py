@@ -50,6 +50,7 @@ LOGGERS = [
     logging.getLogger(name)
     for name in (
         "torch.distributed.elastic.multiprocessing.api",
+        "torch.distributed.elastic.multiprocessing.tail_log",
         "torch.distributed.elastic.agent.server.api",
         "torch.multiprocessing.spawn",
     )

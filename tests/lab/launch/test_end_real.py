@@ -39,6 +39,9 @@ def inner(step):
 if how in "02":
     for batch in DataLoader(Rows(), batch_size=4, num_workers=int(how)):
         dist.all_reduce(batch)
+if how == "fails-late":
+    print("x" * 200_000, flush=True)
+    raise ValueError("the output is long")
 if how == "prints":
     for line in range(1000):
         print("x" * 200, flush=True)
@@ -127,6 +130,20 @@ def test_own_traceback_comes_last_and_once(end: End, start: str) -> None:
     # That rank 0 lost its peer is in it only if torchrun did not end that rank first.
     for word in ("ChildFailedError", "bad value at step 3"):
         assert word in done.stdout, "the full log has it"
+
+
+def test_end_by_force_prints_no_traceback_of_torchrun(end: End) -> None:
+    """Nobody reads the output: torchrun waits for its own copy of it when the node agent ends it."""
+    done = end(
+        "exec 3> >(until [ -e ended ]; do sleep 0.1; done; cat > /dev/null)\n"
+        'timeout 120 "${PYTHON:-python3}" -I -m imgkit_entrypoints dist-run --grace 1 --device cpu '
+        "program.py fails-late >&3 2> said & agent=$!\n"
+        "until grep -q 'has not ended after' said; do sleep 0.2; done\n"
+        "kill -TERM $agent; wait $agent; touch ended; cat said"
+    )
+    assert "tail_log" not in done.stdout
+    assert done.stdout.count("\nValueError: the output is long\n") == 2  # at once, and last
+    assert done.stdout.endswith("\nValueError: the output is long\n")
 
 
 @pytest.mark.parametrize("output", ["> >(head -1)", "> /dev/full", ">&-"])
