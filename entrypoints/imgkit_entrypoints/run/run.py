@@ -17,7 +17,6 @@ from typing import Any, BinaryIO, NamedTuple
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from imgkit_entrypoints import files, terminal
 from imgkit_entrypoints.errors import EXIT_NO, CheckFailed, UsageError
@@ -28,6 +27,7 @@ from imgkit_entrypoints.run import checkpoint, disk, random_state, stop_requests
 from imgkit_entrypoints.run.agreement import AddedNumbers, Agreement, NumberLog
 from imgkit_entrypoints.run.checkpoint import Checkpoint, CheckpointWriter
 from imgkit_entrypoints.run.gradients import PendingGradients
+from imgkit_entrypoints.run.lr_schedulers import refuse_untracked_schedulers
 from imgkit_entrypoints.run.metrics import MetricsFile
 from imgkit_entrypoints.run.position import DataPosition, loader_length, refuse_without_position
 from imgkit_entrypoints.run.ranks import Ranks, connect, first_names, ranks_by_value, with_new_group
@@ -281,9 +281,9 @@ class Run:
         Raises
         ------
         UsageError : the checkpoint holds other objects, or cannot be read; rank 0's state of an object cannot
-            count for all; or a scheduler is not tracked.
+            count for all; or a scheduler is not tracked, which `steps` and `save` refuse too.
         """
-        self._refuse_untracked_scheduler()
+        refuse_untracked_schedulers(self._tracked.objects)
         ranks, _ = self._connect()
         self._warn_of_ddp(ranks)
         self._refuse_unshared_folder(ranks)
@@ -313,20 +313,6 @@ class Run:
         self._tracked.load(newest, values["objects"])
         if warning := self._position.take_over(newest.run, values["random"], newest.world_size, ranks):
             self._report(warning)
-
-    def _refuse_untracked_scheduler(self) -> None:
-        """Raise UsageError if a scheduler of a tracked optimizer exists that is not tracked."""
-        for optimizer in self._tracked.optimizers:
-            has_scheduler = any("initial_lr" in group for group in optimizer.param_groups)
-            if has_scheduler and not any(
-                _schedules(value, optimizer) for value in self._tracked.objects.values()
-            ):
-                raise UsageError(
-                    "the optimizer has a learning rate scheduler that is not tracked: it would start over "
-                    "after a resume",
-                    where="run.track",
-                    hint="make the scheduler before run.restore, and run.track(scheduler=scheduler, ...)",
-                )
 
     def _warn_of_ddp(self, ranks: Ranks) -> None:
         """Warn if a DDP model is visible whose order of sums will change after its first backward pass."""
@@ -430,6 +416,8 @@ class Run:
             )
 
     def _start_stepping(self, save_every: int) -> None:
+        if self._keep and not self._is_started:
+            refuse_untracked_schedulers(self._tracked.objects)
         if not self._has_read_position:
             raise UsageError(
                 f"the checkpoint has {self._position.epoch} finished epochs, and the program never read "
@@ -581,6 +569,7 @@ class Run:
             self._refuse_unshared_folder(ranks)
             self._may_write = True
         self._refuse_static_loader()
+        refuse_untracked_schedulers(self._tracked.objects)
         with self._progress.saving():
             snapshot = self._tracked.snapshot(ranks, "run.save")
             self._saved_values = self._position.values(at_start=at_start)
@@ -694,15 +683,6 @@ class Steps:
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         return self._run._steps(self._loader, self._name, self._save_every)
-
-
-def _schedules(value: object, optimizer: Optimizer) -> bool:
-    """Return whether `value` is a scheduler of the optimizer, or has one."""
-    if isinstance(value, Optimizer):
-        return False
-    parts = (value, *getattr(value, "__dict__", {}).values())
-    owners = (getattr(part, "optimizer", None) for part in parts)
-    return any(getattr(owner, "param_groups", None) is optimizer.param_groups for owner in owners)
 
 
 _EXIT_CODES: list[int] = []

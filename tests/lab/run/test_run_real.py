@@ -272,7 +272,7 @@ assert start(2, lambda: unlike(name=lambda: f"model{dist.get_rank()}"), "names")
         "a different model: weight is (1, 1) in the checkpoint and (1, 2) in the model",
         "the checkpoint has 1 finished epochs, and the program never read run.epoch",
         "held: another run writes into this folder (process ",
-        "the optimizer has a learning rate scheduler that is not tracked",
+        "run.track: optimizer has a learning rate scheduler that is not tracked: it would start over",
         "the ranks are at different calls: rank 1: run.steps, rank 0: the end of the run",
         "the ranks are at different calls: rank 0: run.restore, rank 1: run.steps",
         "the ranks track different objects: rank 0: model0, rank 1: model1",
