@@ -103,6 +103,11 @@ class DataPosition:
         return min((loop.passes for loop in self.loops.values()), default=0)
 
     @property
+    def batch(self) -> int:
+        """Batches of the latest pass that are done; 0: it is finished."""
+        return self._batch
+
+    @property
     def repeats(self) -> bool:
         """Whether the program does again what it had done in this epoch before the checkpoint."""
         return self._resume is not None and self._resume.repeats

@@ -98,6 +98,8 @@ class Run:
         self._writer: CheckpointWriter | None = None
         self._restored: Checkpoint | None = None
         """The checkpoint from which the run goes on, until its first step."""
+        self._restored_digests: dict[str, str] = {}
+        """Digests of the tracked objects after a restore within a pass, until that pass begins."""
         self._saved_values: dict[str, Any] = self._position.values()
         self._saved_step = 0
         """Step of the last save, or of the checkpoint from which the run goes on."""
@@ -295,6 +297,7 @@ class Run:
             return False
         self._load(newest, ranks)
         self._saved_values, self._restored = self._position.values(), newest
+        self._restored_digests = self._tracked.digests() if self._position.batch else {}
         self._has_read_position = self._position.epoch == 0
         self._saved_step = self._position.step
         if source is None:
@@ -377,6 +380,9 @@ class Run:
         if self._restored is not None and position.repeats:
             # What the program has done in this epoch was done before the checkpoint already.
             self._tracked.load(self._restored, self._restored.rank_value()["objects"])
+        elif self._restored_digests:
+            self._refuse_changes(ranks)
+        self._restored_digests = {}
         try:
             batches = position.open(loader, name)
             if has_state(loader):
@@ -413,6 +419,22 @@ class Run:
                 f"the ranks begin different passes: {ranks_by_value(passes)}",
                 where="run.steps",
                 hint="all ranks must do the same; DistributedSampler gives them equal loaders",
+            )
+
+    def _refuse_changes(self, ranks: Ranks) -> None:
+        """Raise UsageError, on every rank, if tracked state has changed since a restore within this pass.
+
+        To load it again would not be enough: the program may have put it into variables of its own.
+        """
+        digests, restored = self._tracked.digests(), self._restored_digests
+        changes = [name for name, digest in digests.items() if digest != restored[name]]
+        names = sorted({name for row in ranks.gather(changes, call="run.steps") for name in row})
+        if names:
+            raise UsageError(
+                f"{first_names(names)} changed between run.restore and run.steps, where a pass goes on after "
+                f"{self._position.batch} batches: without a stop, this change comes only before the pass",
+                where="run.steps",
+                hint="make the change before run.restore, or inside the loop, in the first step of a pass",
             )
 
     def _start_stepping(self, save_every: int) -> None:

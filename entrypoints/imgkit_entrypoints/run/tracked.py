@@ -28,6 +28,8 @@ OLDEST_TORCH = (2, 6)
 """The first one whose `fully_shard` and DTensor are public."""
 MAX_COMPARED, MAX_ELEMENTS = 2048, 8192
 """Values of one object, and elements of one tensor, up to which ranks compare them one by one."""
+MAX_DIGESTED_BYTES = 1 << 20
+"""Size of the tensors of one object up to which a digest of its state has their values."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Types of whole numbers by their bytes."""
 
@@ -86,11 +88,18 @@ class Tracked:
         if problem := state_tree.unpicklable(name, state):
             raise _unloadable(problem)
         self.objects[name] = value
-        is_loader = hasattr(value, "__iter__") and not isinstance(value, nn.Module | Optimizer)
-        if per_rank or is_loader:
+        if per_rank or _is_loader(value):
             self._per_rank.add(name)
         else:
             self._first_values[name] = _compared(value, state)
+
+    def digests(self) -> dict[str, str]:
+        """Return a digest of the state of each object but loaders, to find changes in this process."""
+        return {
+            name: _digest_of_state(state_of(name, value))
+            for name, value in self.objects.items()
+            if not _is_loader(value)
+        }
 
     def snapshot(self, ranks: Ranks, call: str) -> Snapshot:
         """Return the states as a checkpoint has them; a collective call.
@@ -249,6 +258,10 @@ def has_state(value: object) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
+def _is_loader(value: object) -> bool:
+    return hasattr(value, "__iter__") and not isinstance(value, nn.Module | Optimizer)
+
+
 def is_sharded(value: Any) -> bool:
     """Return whether parameters of a model or an optimizer are DTensors."""
     if isinstance(value, nn.Module):
@@ -366,6 +379,21 @@ def _compared(value: Any, state: Any) -> dict[str, str]:
         numbers = torch.stack([*sums.values()]).tolist()
         texts.update({path: f"bits {number:x}" for path, number in zip(sums, numbers, strict=True)})
     return texts if len(texts) <= MAX_COMPARED else {"": _digest(repr(texts))}
+
+
+def _digest_of_state(state: Any) -> str:
+    leaves = state_tree.leaves(state)
+    size_bytes = sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, Tensor))
+    digest = hashlib.sha256()
+    for path, leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            content = pickle.dumps(sorted(leaf, key=repr) if isinstance(leaf, set) else leaf)
+        elif size_bytes > MAX_DIGESTED_BYTES or type(leaf) not in (Tensor, nn.Parameter) or leaf.is_meta:
+            content = f"{leaf.shape} {leaf.dtype}".encode()
+        else:
+            content = f"{leaf.dtype} {leaf.tolist()}".encode()
+        digest.update(repr(path).encode() + content)
+    return digest.hexdigest()
 
 
 def _sum_of_bits(value: Tensor) -> Tensor:

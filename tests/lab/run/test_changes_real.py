@@ -65,3 +65,68 @@ def test_scheduler_that_is_not_tracked_is_refused(standin: str, tmp_path: Path) 
             f"run.track: optimizer has a {kind} that is not tracked: it would start over after a resume\n"
             "  -> make the scheduler before run.restore, and run.track(scheduler=scheduler, ...)\n"
         ) in output
+
+
+TOP_OF_AN_EPOCH = """
+class Memory:
+    def __init__(self):
+        self.hidden = torch.zeros(1)
+    def state_dict(self):
+        return {"hidden": self.hidden}
+    def load_state_dict(self, state):
+        self.hidden = state["hidden"]
+
+def cyclegan(run, model, optimizer):
+    scheduler = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    run.track(model=model, optimizer=optimizer, scheduler=scheduler)
+    run.restore()
+    for epoch in range(run.epoch, 3):
+        if WHERE == "before":
+            scheduler.step()
+        for step, (values,) in run.steps(DataLoader(data, batch_size=4, shuffle=True), save_every=1):
+            if WHERE == "within" and step % 6 == 1:
+                scheduler.step()
+            learn(model, optimizer, values)
+
+def recurrent(run, model, optimizer):
+    memory = Memory()
+    run.track(model=model, optimizer=optimizer, memory=memory)
+    run.restore()
+    for epoch in range(run.epoch, 3):
+        if WHERE == "before":
+            hidden = memory.hidden = torch.zeros(1)  # loaded again, `memory` would be right, and not `hidden`
+        for step, (values,) in run.steps(DataLoader(data, batch_size=4, shuffle=True), save_every=1):
+            hidden = torch.zeros(1) if WHERE == "within" and step % 6 == 1 else memory.hidden
+            hidden = torch.tanh(hidden + model(values).sum())
+            optimizer.zero_grad()
+            hidden.square().backward()
+            optimizer.step()
+            memory.hidden = hidden.detach()
+
+def play(program):
+    with Run.start() as run:
+        program(run, *network())
+
+def cut(program, folder):
+    return start(2, lambda: play(program), folder, at=8, how=signal.SIGTERM)
+
+for program in (cyclegan, recurrent):
+    WHERE, name = "before", program.__name__
+    assert cut(program, f"{name}-before") == [85, 85]
+    assert start(2, lambda: play(program), f"{name}-before") == [2, 2]
+    WHERE = "within"
+    assert start(2, lambda: play(program), f"{name}-whole") == [0, 0]
+    assert cut(program, f"{name}-cut") == [85, 85]
+    assert start(2, lambda: play(program), f"{name}-cut") == [0, 0]
+    same(f"{name}-whole", f"{name}-cut")
+"""
+
+
+def test_change_at_the_top_of_an_epoch_is_refused_within_a_pass(standin: str, tmp_path: Path) -> None:
+    output = many(standin, tmp_path, TRAINING + TOP_OF_AN_EPOCH)
+    for changed in ("optimizer, scheduler", "memory"):
+        assert (
+            f"run.steps: {changed} changed between run.restore and run.steps, where a pass goes on after "
+            "2 batches: without a stop, this change comes only before the pass\n"
+            "  -> make the change before run.restore, or inside the loop, in the first step of a pass\n"
+        ) in output
