@@ -20,6 +20,9 @@ from imgkit_entrypoints.run.random_state import GeneratorStates, restore_generat
 from imgkit_entrypoints.run.ranks import Ranks
 from imgkit_entrypoints.run.tracked import has_state
 
+ORDER_OPTIONS = ("shuffle", "seed", "replacement")
+"""Attributes of torch's samplers that decide about the order of samples."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
@@ -34,6 +37,8 @@ class Loop:
     batch_size: int | None = None
     """Samples in each batch of a rank; None: unknown."""
     sampler_epoch: int | None = None
+    sampler: str = ""
+    """Class and options of the sampler; empty: there is none."""
 
     @classmethod
     def over(cls, loader: Any, passes: int = 0) -> Loop:
@@ -45,9 +50,13 @@ class Loop:
                 batches = loader_length(loader)
         elif not has_state(loader):
             samples = loader_length(loader)
-        epoch = sampler_epoch(loader)
         return cls(
-            passes=passes, batches=batches, samples=samples, batch_size=batch_size, sampler_epoch=epoch
+            passes=passes,
+            batches=batches,
+            samples=samples,
+            batch_size=batch_size,
+            sampler_epoch=sampler_epoch(loader),
+            sampler=_describe_sampler(loader),
         )
 
 
@@ -89,6 +98,8 @@ class DataPosition:
         self.step = 0
         self.is_open = False
         """Whether a pass is under way."""
+        self.was_left = False
+        """Whether the program has left the latest pass by a ``break``."""
         self.loops: dict[str, Loop] = {}
         """The loops of an epoch by name; a loop that has no name is alone."""
         self._name, self._batch, self._length = "", 0, -1
@@ -134,7 +145,7 @@ class DataPosition:
         """Return the position as a checkpoint has it; `at_start`: a pass begins now."""
         loops = {name: dataclasses.asdict(loop) for name, loop in self.loops.items()}
         numbers = {"step": self.step, "name": self._name, "batch": self._batch}
-        return {**numbers, "loops": loops, "at_start": at_start}
+        return {**numbers, "loops": loops, "at_start": at_start, "was_left": self.was_left}
 
     def rank_values(self) -> dict[str, Any]:
         """Return the random states of this rank as a checkpoint has them."""
@@ -228,7 +239,7 @@ class DataPosition:
         elif resume and resume.repeats:
             random_state.restore(resume.random)
         self.loops[name] = loop
-        self._name, self._length, self.is_open = name, loader_length(loader), True
+        self._name, self._length, self.is_open, self.was_left = name, loader_length(loader), True, False
         live = loader_generators(loader)
         generators = self._generators.setdefault(name, _LoopGenerators(states_of(live), ()))
         if resume and is_within:
@@ -295,6 +306,8 @@ def _refuse_other_loader(name: str, last: Loop, loop: Loop, batch: int, *, has_s
     elif (last.batches, last.batch_size) != (loop.batches, loop.batch_size):
         sizes = f"{last.batches} batches of {last.batch_size}"
         change = f"was over {sizes}, and this loader has {loop.batches} of {loop.batch_size}"
+    elif last.sampler != loop.sampler:
+        change = f"had the sampler {last.sampler}, and this loader has {loop.sampler}"
     else:
         return
     raise _refusal(f"the pass of the loop {_loop_name(name)} in the checkpoint {change}", hint)
@@ -346,6 +359,21 @@ def sampler_epoch(loader: Any) -> int | None:
     """Return the epoch that a DistributedSampler, or one like it, has been told; None: there is none."""
     epochs = (getattr(sampler, "epoch", None) for sampler in _samplers(loader))
     return next((epoch for epoch in epochs if type(epoch) is int), None)
+
+
+def _describe_sampler(loader: Any) -> str:
+    """Return the class of the sampler with the options that decide about the order of samples."""
+    sampler = getattr(loader, "batch_sampler", None)
+    if type(sampler) in (BatchSampler, type(None)):
+        sampler = getattr(loader, "sampler", None)
+    if sampler is None:
+        return ""
+    options = []
+    for name in ORDER_OPTIONS:
+        value = getattr(sampler, name, None)
+        if isinstance(value, int):  # or a bool
+            options.append(f"{name}={value}")
+    return f"{type(sampler).__name__}({', '.join(options)})"
 
 
 def loader_generators(loader: Any) -> list[torch.Generator]:

@@ -108,7 +108,7 @@ class Run:
         self._is_new = False
         """Whether `find` has seen that the folder has no checkpoint to go on from."""
         self._may_write = self._is_started = self._is_in_step = self._should_save = False
-        self._has_read_position = True
+        self._has_read_position, self._has_read_step = True, False
         self._stateful: tuple[Any, bytes] | None = None
         """The loader with a state whose pass has begun, and its state then; None: it was compared."""
         self._requests.listen()
@@ -150,7 +150,7 @@ class Run:
     @property
     def step(self) -> int:
         """Steps done."""
-        self._has_read_position = True
+        self._has_read_position = self._has_read_step = True
         return self._position.step
 
     @property
@@ -389,6 +389,7 @@ class Run:
                 self._stateful = loader, pickle.dumps(loader.state_dict())
             self._start_stepping(save_every)
             for batch in batches:
+                self._refuse_step_after_break()
                 self._restored, self._is_in_step = None, True
                 self._begin_step()
                 self._gradients.begin_step()
@@ -402,6 +403,7 @@ class Run:
             position.close()
         except GeneratorExit:
             self._end_step()
+            position.was_left = True
             raise
         finally:
             position.is_open = False
@@ -449,6 +451,20 @@ class Run:
             )
         self._is_started = True
         self._start_clock(self._max_interval or save_every or MAX_INTERVAL)
+
+    def _refuse_step_after_break(self) -> None:
+        """Raise UsageError for the first step after a run that ended by a ``break``, unless it was asked for.
+
+        A program that compares the number of steps only at the end of its body would train one more.
+        """
+        if self._restored is None or self._has_read_step or not self._restored.run.get("was_left"):
+            return
+        raise UsageError(
+            f"this run ended by a break after step {self._position.step}, and the program never read "
+            "run.step: it would train one more",
+            where="run.steps",
+            hint="while run.step < STEPS: around the loop, or if run.step >= STEPS: before it",
+        )
 
     def _start_clock(self, max_interval: int | None = None) -> None:
         """Start the clock before the first step of a loop, or again after a save or a pause."""
@@ -551,8 +567,8 @@ class Run:
 
         The checkpoint is written in the background. At a stop, the run waits until it is whole, and raises
         SystemExit. In the body of a loop over `steps`, and while gradients wait for their optimizer, the
-        checkpoint is taken at the end of the first step where it can be; after a loop with a name, where the
-        next pass begins.
+        checkpoint is taken at the end of the first step where it can be. After such a loop it is taken where
+        the next pass or the end of the run comes, with what the program changes until then.
 
         Raises
         ------
@@ -567,7 +583,7 @@ class Run:
             )
         if self._position.repeats:  # the checkpoint holds this already
             return
-        if self._is_in_step or any(self._position.loops) or self._are_pending():
+        if self._is_in_step or self._position.loops or self._are_pending():
             self._should_save = True
         else:
             self._save()

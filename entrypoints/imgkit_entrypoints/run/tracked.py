@@ -213,10 +213,14 @@ class Tracked:
                 f"{first_names(new) or 'nothing'} only in the model"
             )
         for key, leaf in tree.items():
-            saved_shape = checkpoint.tensors[leaf.key][0] if _is_ref(leaf) else getattr(leaf, "shape", None)
-            shape = getattr(live[key], "shape", None)
+            saved_shape, saved_dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+            if _is_ref(leaf):
+                saved_shape, saved_dtype = checkpoint.tensors[leaf.key]
+            shape, dtype = getattr(live[key], "shape", None), getattr(live[key], "dtype", None)
             if saved_shape != shape:
                 return f"{key} is {_text(saved_shape)} in the checkpoint and {_text(shape)} in the model"
+            if saved_dtype != dtype:
+                return f"{key} is {saved_dtype} in the checkpoint and {dtype} in the model"
         return ""
 
     def _shards_of(self, name: str, tree: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:

@@ -130,3 +130,108 @@ def test_change_at_the_top_of_an_epoch_is_refused_within_a_pass(standin: str, tm
             "2 batches: without a stop, this change comes only before the pass\n"
             "  -> make the change before run.restore, or inside the loop, in the first step of a pass\n"
         ) in output
+
+
+EARLY_SAVE = """
+def early(kill_at=0):
+    model, optimizer = network()
+    scheduler = lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    with Run.start() as run:
+        run.track(model=model, optimizer=optimizer, scheduler=scheduler)
+        run.restore()
+        for epoch in range(run.epoch, 3):
+            for step, (values,) in run.steps(DataLoader(data, batch_size=4, shuffle=True)):
+                learn(model, optimizer, values)
+                if step == kill_at:
+                    run.wait()
+                    os.kill(os.getpid(), signal.SIGKILL)
+            run.save()
+            scheduler.step()
+
+assert start(1, early, "whole") == [0]
+assert start(1, lambda: early(kill_at=8), "cut") == [-9]
+assert start(1, early, "cut") == [0]
+same("whole", "cut")
+"""
+
+
+def test_save_before_the_last_change_of_an_epoch_keeps_it(standin: str, tmp_path: Path) -> None:
+    output = many(standin, tmp_path, TRAINING + EARLY_SAVE)
+    assert "run: resumes after step 6: " in output
+
+
+BREAK = """
+def breaks(steps, looks_before=False):
+    model, optimizer = network()
+    with Run.start() as run:
+        run.track(model=model, optimizer=optimizer)
+        run.restore()
+        for epoch in range(run.epoch, 3):
+            if looks_before and run.step >= steps:
+                break
+            for step, (values,) in run.steps(DataLoader(data, batch_size=4, shuffle=True)):
+                learn(model, optimizer, values)
+                if step >= steps:
+                    break
+            else:
+                continue
+            break
+
+for steps in (8, 12):  # within a pass, and at its last batch
+    assert start(1, lambda: breaks(steps), f"{steps}") == [0]
+    assert start(1, lambda: breaks(steps), f"{steps}") == [2]
+    assert start(1, lambda: breaks(steps, looks_before=True), f"{steps}") == [0]
+    assert states(f"{steps}")["step"] == steps
+assert start(1, lambda: breaks(14, looks_before=True), "8") == [0]
+assert start(1, lambda: breaks(14), "14") == [0]
+same("8", "14")
+"""
+
+
+def test_step_after_a_break_that_ended_the_run_is_refused(standin: str, tmp_path: Path) -> None:
+    output = many(standin, tmp_path, TRAINING + BREAK)
+    for steps in (8, 12):
+        assert (
+            f"run.steps: this run ended by a break after step {steps}, and the program never read run.step: "
+            "it would train one more\n"
+            "  -> while run.step < STEPS: around the loop, or if run.step >= STEPS: before it\n"
+        ) in output
+
+
+OTHERS = """
+from torch.utils.data import DistributedSampler
+
+def train(sampler=None, dtype=torch.float32):
+    model, optimizer = network()
+    with Run.start() as run:
+        run.track(model=model.to(dtype))
+        run.restore()
+        options = sampler() if sampler else {"shuffle": True}
+        for step, (values,) in run.steps(DataLoader(data, batch_size=4, **options), save_every=1):
+            pass
+
+def seeded(seed):
+    return {"sampler": DistributedSampler(data, 1, 0, seed=seed)}
+
+for first, then in ((None, lambda: {"shuffle": False}), (lambda: seeded(1), lambda: seeded(2))):
+    folder = "seed" if first else "shuffle"
+    assert start(1, lambda: train(first), folder, at=3, how=signal.SIGTERM) == [85]
+    assert start(1, lambda: train(then), folder) == [2]
+    assert start(1, lambda: train(first, torch.bfloat16), folder) == [2]
+    assert start(1, lambda: train(first), folder) == [0]
+"""
+
+
+def test_other_sampler_seed_or_dtype_is_refused(standin: str, tmp_path: Path) -> None:
+    output = many(standin, tmp_path, TRAINING + OTHERS)
+    other_sampler = "run.steps: the pass of the loop without a name in the checkpoint had the sampler "
+    for text in (
+        other_sampler + "RandomSampler(replacement=False), and this loader has SequentialSampler()\n",
+        other_sampler + "DistributedSampler(shuffle=True, seed=1), and this loader has "
+        "DistributedSampler(shuffle=True, seed=2)\n"
+        "  -> give it the same loader; where an epoch has several loops, name each: run.steps(loader, ",
+        ": the checkpoint contains a different model: 0.weight is torch.float32 in the checkpoint and "
+        "torch.bfloat16 in the model\n"
+        "  -> build the same objects, or start a new run in another folder; nothing was loaded",
+    ):
+        assert text in output, (text, output)

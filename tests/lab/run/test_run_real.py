@@ -329,6 +329,7 @@ def shrinks(run, epoch, model):
 assert start(1, lambda: passes(shrinks, 1), "shrinks", at=3, how=signal.SIGTERM) == [85]
 assert start(1, lambda: passes(shrinks, 1), "shrinks") == [2]
 def ends_by_break(run, epoch, model):
+    assert run.step < UNTIL
     for step, (values,) in run.steps(DataLoader(data, batch_size=2, shuffle=True), save_every=1):
         learn(model, values)
         if step == UNTIL:
