@@ -6,7 +6,9 @@ A resumed pass over a loader draws the order of its samples again, and skips the
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +79,16 @@ class _LoopGenerators:
         return self.saved or states_of(self.live)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _UnnamedPass:
+    """The latest pass of a loop without a name."""
+
+    line: str
+    """Where the program calls `Run.steps`, as FILE:LINE."""
+    loader: Callable[[], Any]
+    """Returns its loader; None: the program has dropped it, or it is a list or the like."""
+
+
 @dataclass(slots=True, kw_only=True)
 class _Resume:
     """What the first pass after a restore needs of the checkpoint."""
@@ -106,6 +118,7 @@ class DataPosition:
         """Loop, batches so far and length of the latest pass; 0 batches: it is finished."""
         self._generators: dict[str, _LoopGenerators] = {}
         self._pass_random: Mapping[str, Any] = {}
+        self._unnamed_pass: _UnnamedPass | None = None
         self._resume: _Resume | None = None
 
     @property
@@ -189,7 +202,8 @@ class DataPosition:
         self._refuse_unfinished(name)
         expected = next((key for key, loop in self.loops.items() if loop.passes == self.epoch), name)
         is_new = name not in self.loops
-        if name == expected or (is_new and all(loop.passes == 1 for loop in self.loops.values())):
+        is_first_epoch = not self._resume and all(loop.passes == 1 for loop in self.loops.values())
+        if name == expected or (is_new and is_first_epoch):
             self.loops.setdefault(name, Loop())
             if not name and not self._resume:
                 _refuse_unlike(self.loops[""], Loop.over(loader))
@@ -201,6 +215,33 @@ class DataPosition:
             f"epoch {self.epoch} comes to the loop {_loop_name(name)} before the loop {_loop_name(expected)}",
             "go through the same loops in every epoch, in the same order: run.steps(loader, name=...), with "
             "an empty list as the loader where a loop is left out",
+        )
+
+    def refuse_second_loop(self, loader: Any, line: str, *, is_next_epoch: bool) -> None:
+        """Raise UsageError if this pass without a name is not one of the same loop as the latest.
+
+        Parameters
+        ----------
+        line : where the program calls `Run.steps`.
+        is_next_epoch : the program has read the epoch since the latest pass, so that another line may be the
+            next part of the training.
+        """
+        last = self._unnamed_pass
+        self._unnamed_pass = _UnnamedPass(line=line, loader=_weak_reference(loader))
+        if last is None:
+            return
+        if last.loader() not in (None, loader):
+            gc.collect()  # it may be part of a cycle that the program has dropped
+        has_other_loader = last.loader() not in (None, loader)
+        if line != last.line and (has_other_loader or not is_next_epoch):
+            problem = f"the loops at {last.line} and {line} have no names"
+        elif has_other_loader:
+            problem = f"the loop at {line} has no name, and goes over several loaders"
+        else:
+            return
+        raise _refusal(
+            f"{problem}: a resume could not tell their passes from each other",
+            "give each a name: run.steps(loader, name=...); one loop at two lines has the same name at both",
         )
 
     def _refuse_unfinished(self, name: str) -> None:
@@ -275,6 +316,13 @@ def _refusal(problem: str, hint: str) -> UsageError:
 
 def _loop_name(name: str) -> str:
     return name or "without a name"
+
+
+def _weak_reference(loader: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(loader)
+    except TypeError:  # a list or a range
+        return lambda: None
 
 
 def _are_equal(states: GeneratorStates, saved: GeneratorStates) -> bool:
@@ -359,6 +407,22 @@ def sampler_epoch(loader: Any) -> int | None:
     """Return the epoch that a DistributedSampler, or one like it, has been told; None: there is none."""
     epochs = (getattr(sampler, "epoch", None) for sampler in _samplers(loader))
     return next((epoch for epoch in epochs if type(epoch) is int), None)
+
+
+def lazy_sampler(loader: Any) -> str:
+    """Return the class of a sampler of the program whose random numbers no resume could repeat; empty: none.
+
+    One that is seeded by the epoch, or draws from a generator of its own, can repeat them.
+    """
+    if has_state(loader):
+        return ""
+    for sampler in _samplers(loader):
+        kind, attributes = type(sampler), getattr(sampler, "__dict__", {}).values()
+        is_public = kind.__module__.partition(".")[0] in ("builtins", "torch", "torchdata")
+        has_generator = any(isinstance(value, torch.Generator) for value in attributes)
+        if not (is_public or has_generator or hasattr(sampler, "set_epoch")):
+            return kind.__name__
+    return ""
 
 
 def _describe_sampler(loader: Any) -> str:

@@ -9,6 +9,7 @@ import math
 import os
 import pickle
 import sys
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -29,7 +30,7 @@ from imgkit_entrypoints.run.checkpoint import Checkpoint, CheckpointWriter
 from imgkit_entrypoints.run.gradients import PendingGradients
 from imgkit_entrypoints.run.lr_schedulers import refuse_untracked_schedulers
 from imgkit_entrypoints.run.metrics import MetricsFile
-from imgkit_entrypoints.run.position import DataPosition, loader_length, refuse_without_position
+from imgkit_entrypoints.run.position import DataPosition, lazy_sampler, loader_length, refuse_without_position
 from imgkit_entrypoints.run.ranks import Ranks, connect, first_names, ranks_by_value, with_new_group
 from imgkit_entrypoints.run.stop_requests import StopRequests
 from imgkit_entrypoints.run.tracked import Tracked, has_state
@@ -109,6 +110,9 @@ class Run:
         """Whether `find` has seen that the folder has no checkpoint to go on from."""
         self._may_write = self._is_started = self._is_in_step = self._should_save = False
         self._has_read_position, self._has_read_step = True, False
+        self._has_read_epoch = False
+        """Whether the program has read the epoch since the latest pass began."""
+        self._has_warned_of_sampler = False
         self._stateful: tuple[Any, bytes] | None = None
         """The loader with a state whose pass has begun, and its state then; None: it was compared."""
         self._requests.listen()
@@ -156,7 +160,7 @@ class Run:
     @property
     def epoch(self) -> int:
         """Epochs that are done: one pass of each loop over `steps`."""
-        self._has_read_position = True
+        self._has_read_position = self._has_read_epoch = True
         return self._position.epoch
 
     @property
@@ -365,9 +369,10 @@ class Run:
                 where="run.steps",
                 hint="run.track(loader=loader, ...)",
             )
-        return Steps(self, loader, name, save_every)
+        caller = traceback.extract_stack(limit=2)[0]
+        return Steps(self, loader, name, save_every, line=f"{Path(caller.filename).name}:{caller.lineno}")
 
-    def _steps(self, loader: Any, name: str, save_every: int) -> Iterator[tuple[int, Any]]:
+    def _steps(self, loader: Any, name: str, save_every: int, line: str) -> Iterator[tuple[int, Any]]:
         ranks, agreement = self._connect()
         position = self._position
         if self._is_started:  # as at the end of the run, where another rank may be
@@ -375,6 +380,10 @@ class Run:
         self._refuse_unlike_passes(loader, name, save_every, ranks)
         if not position.should_begin(name, loader):
             return
+        if not any(position.loops):
+            position.refuse_second_loop(loader, line, is_next_epoch=self._has_read_epoch)
+        self._has_read_epoch = False
+        self._warn_of_lazy_sampler(loader)
         if self._should_save and self._is_due(save_every):
             self._save(at_start=True)
         if self._restored is not None and position.repeats:
@@ -407,6 +416,15 @@ class Run:
             raise
         finally:
             position.is_open = False
+
+    def _warn_of_lazy_sampler(self, loader: Any) -> None:
+        sampler = lazy_sampler(loader)
+        if sampler and not self._has_warned_of_sampler:
+            self._has_warned_of_sampler = True
+            self._report(
+                f"warning: the sampler {sampler} has neither set_epoch nor a torch.Generator: if it draws "
+                "random numbers while a pass goes on, a resumed pass gets other samples"
+            )
 
     def _refuse_unlike_passes(self, loader: Any, name: str, save_every: int, ranks: Ranks) -> None:
         """Raise UsageError, on every rank, if the ranks begin different passes."""
@@ -713,14 +731,20 @@ class Run:
 class Steps:
     """One pass over a loader, as `Run.steps` returns it."""
 
-    def __init__(self, run: Run, loader: Any, name: str, save_every: int) -> None:
-        self._run, self._loader, self._name, self._save_every = run, loader, name, save_every
+    def __init__(self, run: Run, loader: Any, name: str, save_every: int, *, line: str) -> None:
+        self._run, self._loader, self._name, self._save_every, self._line = (
+            run,
+            loader,
+            name,
+            save_every,
+            line,
+        )
 
     def __len__(self) -> int:
         return self._run._position.remaining(self._name, len(self._loader))
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        return self._run._steps(self._loader, self._name, self._save_every)
+        return self._run._steps(self._loader, self._name, self._save_every, self._line)
 
 
 _EXIT_CODES: list[int] = []

@@ -235,3 +235,102 @@ def test_other_sampler_seed_or_dtype_is_refused(standin: str, tmp_path: Path) ->
         "  -> build the same objects, or start a new run in another folder; nothing was loaded",
     ):
         assert text in output, (text, output)
+
+
+SEVERAL_LOOPS = """
+def lines(run, epoch):
+    for _ in run.steps(first): pass
+    for _ in run.steps(first): pass
+
+def tutorial(run, epoch):
+    for phase in (first, second):
+        for _ in run.steps(phase): pass
+
+def parts(run, epoch):
+    if run.epoch < 2:
+        for _ in run.steps(first): pass
+    else:
+        for _ in run.steps(first): pass
+
+def new_loaders(run, epoch):
+    loader = DataLoader(data, batch_size=4)
+    loader.cycle = loader
+    for _ in run.steps(loader): pass
+
+def renamed(run, epoch):
+    for _ in run.steps(first, name="train"): pass
+
+def train(body):
+    with Run.start() as run:
+        run.track(model=network()[0])
+        run.restore()
+        for epoch in range(run.epoch, EPOCHS):
+            body(run, epoch)
+            print(body.__name__, "has done epoch", epoch, flush=True)
+
+first, second = (DataLoader(data, batch_size=4) for _ in range(2))
+EPOCHS = 3
+for body, code in ((lines, 2), (tutorial, 2), (parts, 0)):
+    assert start(1, lambda: train(body), body.__name__) == [code]
+EPOCHS = 1
+assert start(1, lambda: train(new_loaders), "new_loaders") == [0]
+EPOCHS = 4
+assert start(1, lambda: train(renamed), "new_loaders") == [2]
+assert start(1, lambda: train(new_loaders), "new_loaders") == [0]
+"""
+
+
+def test_second_loop_without_a_name_is_refused(standin: str, tmp_path: Path) -> None:
+    output = many(standin, tmp_path, TRAINING + SEVERAL_LOOPS)
+    names = "the loops at <string>:17 and <string>:18 have no names"
+    loaders = "the loop at <string>:22 has no name, and goes over several loaders"
+    for problem in (names, loaders):
+        assert (
+            f"run.steps: {problem}: a resume could not tell their passes from each other\n"
+            "  -> give each a name: run.steps(loader, name=...); one loop at two lines has the same name at "
+            "both\n"
+        ) in output
+    assert "lines has done epoch" not in output
+    assert "tutorial has done epoch" not in output
+    assert "run.steps: epoch 1 comes to the loop train before the loop without a name\n" in output
+
+
+LAZY_SAMPLERS = """
+class Pool(torch.utils.data.Sampler):
+    def __init__(self, generator=None):
+        self.generator = generator
+    def __len__(self):
+        return 24
+    def __iter__(self):
+        left = list(range(24))
+        while left:
+            yield left.pop(int(torch.randint(len(left), (), generator=self.generator)))
+
+def train(sampler):
+    model, optimizer = network()
+    loader = DataLoader(data, batch_size=4, sampler=sampler)
+    with Run.start() as run:
+        run.track(model=model, optimizer=optimizer)
+        run.restore()
+        for epoch in range(run.epoch, 2):
+            for step, (values,) in run.steps(loader, save_every=1):
+                learn(model, optimizer, values)
+
+own = lambda: train(Pool(torch.Generator().manual_seed(1)))
+assert start(1, own, "whole") == [0]
+assert start(1, own, "cut", at=8, how=signal.SIGTERM) == [85]
+assert start(1, own, "cut") == [0]
+same("whole", "cut")
+print("so far without a warning", flush=True)
+assert start(1, lambda: train(Pool()), "global") == [0]
+"""
+
+
+def test_sampler_that_draws_from_global_numbers_is_reported(standin: str, tmp_path: Path) -> None:
+    before, _, after = many(standin, tmp_path, TRAINING + LAZY_SAMPLERS).partition("so far without a warning")
+    assert "warning: " not in before
+    assert after.count("warning: ") == 1
+    assert (
+        "run: warning: the sampler Pool has neither set_epoch nor a torch.Generator: if it draws random "
+        "numbers while a pass goes on, a resumed pass gets other samples\n"
+    ) in after
