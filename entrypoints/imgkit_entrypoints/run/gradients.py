@@ -12,8 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from imgkit_entrypoints.run.tracked import Tracked
 
-MAX_WAIT = 256
-"""Steps by which a save waits at most."""
+MAX_WAIT = 32
+"""Steps by which a save waits at most: a GAN may have gradients that it never uses."""
 SAMPLES = 8
 """Gradients of an optimizer that are looked at: one backward pass makes all of them."""
 _USED = "_imgkit_used"
@@ -28,6 +28,8 @@ class PendingGradients:
         self._stepped: set[int] = set()
         """Optimizers that were called since the latest step of the run began."""
         self._waited = 0
+        """Steps by which the present save has waited."""
+        self._has_reported = False
         self._hook = register_optimizer_step_post_hook(self._on_step)
 
     def close(self) -> None:
@@ -45,17 +47,29 @@ class PendingGradients:
 
     def are_pending(self) -> bool:
         """Return whether a save should wait for an optimizer."""
-        is_pending = any(map(self._waits, self._tracked.optimizers)) or any(
-            holds_back_gradients(value)
-            for value in self._tracked.objects.values()
-            if isinstance(value, nn.Module)
-        )
-        self._waited = self._waited + 1 if is_pending else 0
-        if self._waited == MAX_WAIT:
+        name = self._find_pending()
+        self._waited = self._waited + 1 if name else 0
+        if name and not self._has_reported:
+            self._has_reported = True
             self._say(
-                f"warning: no optimizer.step() for {MAX_WAIT} steps; the run saves without the gradients"
+                f"a save waits until an optimizer.step() has used the gradients of {name}, for at most "
+                f"{MAX_WAIT} steps"
             )
-        return is_pending and self._waited < MAX_WAIT
+        if self._waited == MAX_WAIT + 1:
+            self._say(
+                f"warning: no optimizer.step() has used the gradients of {name} for {MAX_WAIT} steps; the "
+                "run saves without them"
+            )
+        return 0 < self._waited <= MAX_WAIT
+
+    def _find_pending(self) -> str:
+        """Return the name of an object whose gradients wait for their update; empty: there is none."""
+        for name, value in self._tracked.objects.items():
+            if isinstance(value, Optimizer) and self._waits(value):
+                return name
+            if isinstance(value, nn.Module) and holds_back_gradients(value):
+                return name
+        return ""
 
     def _waits(self, optimizer: Optimizer) -> bool:
         if _key(optimizer) in self._stepped:

@@ -334,3 +334,27 @@ def test_sampler_that_draws_from_global_numbers_is_reported(standin: str, tmp_pa
         "run: warning: the sampler Pool has neither set_epoch nor a torch.Generator: if it draws random "
         "numbers while a pass goes on, a resumed pass gets other samples\n"
     ) in after
+
+
+UNUSED_GRADIENTS = """
+def gan():
+    generator, critic = network()[0], network()[0]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (generator, critic)]
+    with Run.start() as run:
+        run.track(generator=generator, critic=critic, optimizer_g=optimizers[0], optimizer_d=optimizers[1])
+        run.restore()
+        for step, (values,) in run.steps(DataLoader(data.tensors[0].repeat(10, 1).split(4)), save_every=1):
+            optimizers[0].zero_grad()
+            critic(generator(values[0])).square().sum().backward()
+            optimizers[0].step()
+
+assert start(1, gan, "run", at=2, how=signal.SIGTERM) == [85]
+"""
+
+
+def test_save_waits_32_steps_for_gradients_that_nobody_uses(standin: str, tmp_path: Path) -> None:
+    output = many(standin, tmp_path, TRAINING + UNUSED_GRADIENTS)
+    gradients = "optimizer.step() has used the gradients of optimizer_d"
+    assert output.count(f"run: a save waits until an {gradients}, for at most 32 steps\n") == 1
+    assert f"run: warning: no {gradients} for 32 steps; the run saves without them\n" in output
+    assert "run: stopped after step 33: a signal; the state of step 33 is saved\n" in output
