@@ -20,6 +20,7 @@ from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.run import random_state
 from imgkit_entrypoints.run.random_state import GeneratorStates, restore_generators, states_of
 from imgkit_entrypoints.run.ranks import Ranks
+from imgkit_entrypoints.run.stateful_loaders import iterate_stateful
 from imgkit_entrypoints.run.tracked import has_state
 
 ORDER_OPTIONS = ("shuffle", "seed", "replacement")
@@ -300,8 +301,8 @@ class DataPosition:
             random_state.restore(random)
             restore_generators(live, states)
 
-        keeps_workers = loop.passes > 0
-        return iterate(loader, self._batch, keeps_workers=keeps_workers, rewind=rewind, forward=forward)
+        begin = iterate_stateful if has_state(loader) else iterate
+        return begin(loader, self._batch, keeps_workers=loop.passes > 0, rewind=rewind, forward=forward)
 
     def close(self) -> None:
         """Note that the pass is finished."""
@@ -373,6 +374,9 @@ def refuse_without_position(loader: Any) -> None:
     name, problem = type(loader).__name__, ""
     if any(kind.__module__.startswith("accelerate") for kind in type(loader).__mro__):
         problem, hint = f"{name} is a loader that accelerate has prepared", _ACCELERATE
+    elif not getattr(loader, "in_order", True) and loader.num_workers:
+        problem = f"{name} with in_order=False gives batches as they come"
+        hint = f"{name}(..., in_order=True)"
     elif has_state(loader):
         return
     elif not isinstance(loader, DataLoader):
@@ -460,15 +464,13 @@ def iterate(
     rewind : sets the random numbers to those at the start of the pass, from which samplers draw.
     forward : sets them to those of now, before the first batch is read. Only called if some are skipped.
     """
-    if isinstance(loader, DataLoader) and not has_state(loader):
+    if isinstance(loader, DataLoader):
         starts_workers = keeps_workers and loader.persistent_workers and loader._iterator is None
         if skip or starts_workers:
             return _iterate_rest(loader, skip, starts_workers, rewind, forward)
     if not skip:
         return iter(loader)
-    skip = 0 if has_state(loader) else skip  # its state is loaded
-    if skip:
-        rewind()
+    rewind()
     batches: Iterator[Any] = iter(loader)
     for _ in itertools.islice(batches, skip):
         pass

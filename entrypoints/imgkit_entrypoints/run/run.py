@@ -32,6 +32,7 @@ from imgkit_entrypoints.run.lr_schedulers import refuse_untracked_schedulers
 from imgkit_entrypoints.run.metrics import MetricsFile
 from imgkit_entrypoints.run.position import DataPosition, lazy_sampler, loader_length, refuse_without_position
 from imgkit_entrypoints.run.ranks import Ranks, connect, first_names, ranks_by_value, with_new_group
+from imgkit_entrypoints.run.stateful_loaders import has_unclear_state
 from imgkit_entrypoints.run.stop_requests import StopRequests
 from imgkit_entrypoints.run.tracked import Tracked, has_state
 
@@ -113,8 +114,10 @@ class Run:
         self._has_read_epoch = False
         """Whether the program has read the epoch since the latest pass began."""
         self._has_warned_of_sampler = False
-        self._stateful: tuple[Any, bytes] | None = None
-        """The loader with a state whose pass has begun, and its state then; None: it was compared."""
+        self._loader: Any = None
+        """The loader of the latest pass, if it has a state."""
+        self._loader_start: bytes | None = None
+        """Its state when the pass began; None: it was compared."""
         self._requests.listen()
 
     @classmethod
@@ -394,8 +397,9 @@ class Run:
         self._restored_digests = {}
         try:
             batches = position.open(loader, name)
-            if has_state(loader):
-                self._stateful = loader, pickle.dumps(loader.state_dict())
+            self._loader = loader if has_state(loader) else None
+            if self._loader is not None:
+                self._loader_start = pickle.dumps(loader.state_dict())
             self._start_stepping(save_every)
             for batch in batches:
                 self._refuse_step_after_break()
@@ -407,8 +411,8 @@ class Run:
                 if self._is_due(save_every):
                     self._save()
             agreement.meet(position.step)
-            if self.stopping and not self._are_pending():
-                self._save()
+            if self.stopping and not has_state(loader) and not self._must_wait():
+                self._save()  # else in the next pass: the state of a loader could not end this one again
             position.close()
         except GeneratorExit:
             self._end_step()
@@ -510,16 +514,21 @@ class Run:
         step, agreement = self._position.step, self._connect().agreement
         agreement.after(step)
         is_due = self._keep and save_every and step // save_every > self._saved_step // save_every
-        if not (is_due or agreement.stop or self._should_save) or self._are_pending():
+        if not (is_due or agreement.stop or self._should_save) or self._must_wait():
             return False
         agreement.meet(step)
         self._saved_step = step
         return True
 
-    def _are_pending(self) -> bool:
-        """Return whether gradients of a rank wait for their optimizer; a collective call."""
-        ranks = self._connect().ranks
-        return any(ranks.gather(self._gradients.are_pending(), call="the end of a step"))
+    def _must_wait(self) -> bool:
+        """Return whether no checkpoint can be taken now on a rank; a collective call.
+
+        Gradients wait for their optimizer, or a pass is at the end of a loader that could not go on from it.
+        """
+        waits = self._gradients.are_pending()
+        if self._position.is_open and self._loader is not None:
+            waits = waits or has_unclear_state(self._loader)
+        return any(self._connect().ranks.gather(waits, call="the end of a step"))
 
     def log(self, **numbers: Any) -> None:
         """Note numbers of this step, such as the loss; no call waits for a device or another rank.
@@ -601,7 +610,7 @@ class Run:
             )
         if self._position.repeats:  # the checkpoint holds this already
             return
-        if self._is_in_step or self._position.loops or self._are_pending():
+        if self._is_in_step or self._position.loops or self._must_wait():
             self._should_save = True
         else:
             self._save()
@@ -636,12 +645,12 @@ class Run:
 
     def _refuse_static_loader(self) -> None:
         """Raise UsageError if the state of a loader has not changed in its pass: it has no position."""
-        if self._stateful is None or not self._position.is_open:
+        if self._loader is None or self._loader_start is None or not self._position.is_open:
             return
-        (loader, first), self._stateful = self._stateful, None
-        if pickle.dumps(loader.state_dict()) == first:
+        start, self._loader_start = self._loader_start, None
+        if pickle.dumps(self._loader.state_dict()) == start:
             raise UsageError(
-                f"the state of this {type(loader).__name__} is the same as at the start of the pass: a "
+                f"the state of this {type(self._loader).__name__} is the same as at the start of the pass: a "
                 "resume would start it over",
                 where="run.steps",
                 hint="give a loader whose state_dict has its position, as torchdata's StatefulDataLoader",

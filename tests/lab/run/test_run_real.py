@@ -103,41 +103,95 @@ def training(loader, sums=False, **options):
 """
 
 
-@pytest.mark.soak  # it fetches a package
-@pytest.mark.parametrize("workers", [0, 2])
-def test_loader_of_torchdata_resumes_bitwise(standin: str, tmp_path: Path, workers: int) -> None:
-    fetch = (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", tmp_path, "torchdata==0.11.0")
-    done = run(*fetch)
-    assert done.returncode == 0, done.stderr
-    # A kill and two stops, one of them at the last batch of a pass.
-    script = """
-import subprocess, sys
+TORCHDATA = """
+import shutil, subprocess, sys
 words = "install -q --no-index --no-deps --find-links . --root-user-action ignore torchdata".split()
 subprocess.run([sys.executable, "-m", "pip", *words], check=True)
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-def stateful():
+def train(data, options, kill_at=0, save_every=1):
     torch.manual_seed(7)
-    data = TensorDataset(torch.arange(24.0)[:, None])
-    loader = StatefulDataLoader(data, batch_size=2, shuffle=True, num_workers=WORKERS)
+    loader = StatefulDataLoader(data(), batch_size=4, num_workers=WORKERS, **options)
     model = torch.nn.Linear(1, 1)
     with Run.start() as run:
         run.track(model=model, loader=loader)
         run.restore()
         for epoch in range(run.epoch, 3):
-            for step, (values,) in run.steps(loader, save_every=1):
+            for step, (values,) in run.steps(loader, save_every=save_every):
                 with torch.no_grad():
-                    model.weight.mul_(1.01).add_(values.sum() * 0.001 * torch.rand(()))
+                    model.weight.mul_(1.01).add_((values + 1).sum() * 0.001 * torch.rand(()))
+                if step == kill_at:
+                    run.wait()
+                    os.kill(os.getpid(), signal.SIGKILL)
+            run.save()
 
-assert start(1, stateful, "whole") == [0]
-assert start(1, stateful, "cut", at=5) == [-9]
-assert start(1, stateful, "cut", at=17, how=signal.SIGTERM) == [85]
-assert start(1, stateful, "cut", at=24, how=signal.SIGTERM) == [85]
-assert start(1, stateful, "cut") == [0]
-same("whole", "cut")
+def cut_and_compare(data, **options):
+    # Two kills in a pass, a stop at its last batch, and one that the ranks see at the end of a pass.
+    play = lambda **how: train(data, options, **how)
+    name = f"{data.__name__}-{WORKERS}"
+    assert start(1, play, f"{name}-whole") == [0]
+    assert start(1, lambda: play(kill_at=2), name) == [-9]
+    assert start(1, lambda: play(kill_at=4), name) == [-9]
+    assert start(1, play, name, at=6, how=signal.SIGTERM) == [85]
+    assert start(1, lambda: play(save_every=0), name, at=9, how=signal.SIGTERM) == [85]
+    assert start(1, play, name) == [0]
+    same(f"{name}-whole", name, "model")
+    # A checkpoint between two passes.
+    shutil.rmtree(name)
+    assert start(1, lambda: play(kill_at=8, save_every=0), name) == [-9]
+    assert start(1, play, name) == [0]
+    same(f"{name}-whole", name, "model")
 """
-    told = many(standin, tmp_path, script.replace("WORKERS", str(workers)))
-    assert told.count("run: resumes after step ") == 3, told
+STREAMS = """
+class Stateless(IterableDataset):
+    def __iter__(self):
+        return iter([(float(value),) for value in torch.randperm(22)])
+
+class AtTheEnd(IterableDataset):
+    # Begins again when a pass has ended.
+    place = 0
+    def __iter__(self):
+        while self.place < 22:
+            self.place += 1
+            yield (float(self.place),)
+        self.place = 0
+    def state_dict(self):
+        return {"place": self.place}
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+class AtTheStart(IterableDataset):
+    # Begins again when a pass begins, but for the first one after a resume.
+    place, resumed = 0, None
+    def __iter__(self):
+        self.place, self.resumed = self.resumed or 0, None
+        while self.place < 22:
+            self.place += 1
+            yield (float(self.place),)
+    def state_dict(self):
+        return {"place": self.place}
+    def load_state_dict(self, state):
+        self.resumed = state["place"]
+
+for data in (Stateless, AtTheEnd, AtTheStart):
+    cut_and_compare(data)
+"""
+SEQUENCES = """
+def mapped():
+    return TensorDataset(torch.arange(22.0)[:, None])
+
+cut_and_compare(mapped, shuffle=True)
+"""
+
+
+@pytest.mark.soak  # it fetches a package
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("script", [SEQUENCES, STREAMS], ids=["sequences", "streams"])
+def test_loader_of_torchdata_resumes_bitwise(standin: str, tmp_path: Path, script: str, workers: int) -> None:
+    fetch = (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", tmp_path, "torchdata==0.11.0")
+    done = run(*fetch)
+    assert done.returncode == 0, done.stderr
+    many(standin, tmp_path, f"WORKERS = {workers}\n{TORCHDATA}{script}")
 
 
 def test_requests_to_stop_end_with_their_codes(standin: str, tmp_path: Path) -> None:
@@ -190,7 +244,8 @@ class Static(list):
     def load_state_dict(self, state):
         pass
 static = Static(range(4))
-for number, loader in enumerate((DataLoader(Endless()), Scaling(data), Wrapper(), static)):
+unordered = DataLoader(data, num_workers=1, in_order=False)
+for number, loader in enumerate((DataLoader(Endless()), Scaling(data), Wrapper(), static, unordered)):
     assert start(1, lambda: training(loader), f"loader{number}") == [2]
 assert start(1, lambda: training(static, save_every=1, track={"loader": static}), "static") == [2]
 assert start(2, lambda: training(range(3 + dist.get_rank())), "unequal") == [2, 2]
@@ -259,6 +314,8 @@ assert start(2, lambda: unlike(name=lambda: f"model{dist.get_rank()}"), "names")
         "this loader cannot resume at its sample: a DataLoader over the IterableDataset Endless",
         "this loader cannot resume at its sample: Scaling has an __iter__ of its own",
         "this loader cannot resume at its sample: Wrapper",
+        "this loader cannot resume at its sample: DataLoader with in_order=False gives batches as they come\n"
+        "  -> DataLoader(..., in_order=True)",
         "the state of this Static is not tracked",
         "the state of this Static is the same as at the start of the pass",
         "the ranks begin different passes: rank 0: 3 batches after step 0, save_every=0, tracking model, ",
