@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             stream.flush()
         except OSError as error:
             # Python would fail in the same way when it exits, and end with code 120.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # noqa: TID251 - a device of the system
             if stream is sys.stdout and code == 0:
                 code = _report_lost_output(error)
     sys.exit(code)
