@@ -20,7 +20,7 @@ def sample() -> SampleImage:
 
 @pytest.fixture
 def archive(sample: SampleImage, tmp_path: Path) -> Path:
-    """Its plain archive of the older layout, ``made.tar``."""
+    """The plain archive of `sample` in the older layout, ``made.tar``."""
     path = tmp_path / "made.tar"
     path.write_bytes(tar_of_files(sample.legacy_members()))
     return path

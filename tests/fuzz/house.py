@@ -20,7 +20,7 @@ class House:
         self._child: subprocess.Popen[bytes] | None = None
 
     def fault(self, target: str, data: bytes) -> str:
-        """What is wrong with how `target` read `data`; empty where it took or refused it."""
+        """Return the fault with which `target` read `data`; empty where it accepted or refused it."""
         child = self._started()
         assert child.stdin is not None
         assert child.stdout is not None

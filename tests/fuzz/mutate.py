@@ -40,7 +40,7 @@ ODD_VALUES: tuple[Any, ...] = (
 
 
 class Change(NamedTuple):
-    """What to do, where (as a fraction of 2**32), and with what."""
+    """A kind of change, its position as a fraction of 2**32, and a value for it."""
 
     kind: int
     position: int

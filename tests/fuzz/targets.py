@@ -79,7 +79,7 @@ class Target:
     seeds: Callable[[], list[bytes]]
     change: Callable[[bytes, mutate.Change], bytes] = mutate.in_bytes
     also: tuple[type[Exception], ...] = ()
-    """What its docstring says that it raises besides an ImgkitError."""
+    """Errors that the reader's docstring names besides ImgkitError."""
 
     @property
     def refusals(self) -> tuple[type[Exception], ...]:

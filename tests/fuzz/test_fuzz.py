@@ -37,7 +37,7 @@ def house() -> Iterator[House]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_kept_inputs_are_refused(house: House, name: str) -> None:
-    """What a hunt once found; the file's name is the digest of its bytes."""
+    """Inputs at which a hunt once found a fault; a file's name is the digest of its bytes."""
     for path in sorted((CORPUS / name).glob("*")):
         assert not house.fault(name, path.read_bytes()), path
 

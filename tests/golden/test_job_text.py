@@ -23,7 +23,7 @@ CASES = sorted(path.stem for path in JOBS.glob("*.args"))
 
 
 def printed(case: str) -> str:
-    """What ``imgkit run --dry-run`` prints in a folder with a blank, if the case names none."""
+    """Return the output of ``imgkit run --dry-run``, in a folder with a blank if the case names none."""
     from typer.testing import CliRunner
 
     text = (JOBS / f"{case}.args").read_text(encoding="utf-8")

@@ -233,7 +233,7 @@ class PrivateEngine:
 
     @property
     def env(self) -> dict[str, str]:
-        """What makes programs of root use it. The program podman shares the storage of root's Podman."""
+        """Variables under which programs of root use it; podman then shares the storage of root's Podman."""
         return {"DOCKER_HOST": f"unix://{self.folder}/docker.sock", **({} if self.owner else self._podman())}
 
     @property

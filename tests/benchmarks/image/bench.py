@@ -89,7 +89,7 @@ def machine() -> str:
 
 
 def resident_MiB(pid: int) -> float:
-    """What the process has in memory now; 0 if it has ended."""
+    """Return the resident memory of the process now, in MiB; 0 if it has ended."""
     with contextlib.suppress(OSError, IndexError):
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
     return 0.0
@@ -316,7 +316,7 @@ class Bench:
         run("docker", "rmi", "imgkit-bench:cli")
 
     def rebuild(self, results: dict[str, Any]) -> None:
-        """What a change of entry-point code alone re-runs, in bytes of new layers."""
+        """Bytes of new layers after a change of entry-point code alone."""
         history = json.loads(run("docker", "image", "inspect", TAG))[0]["RootFS"]["Layers"]
         self.clean()
         folder = self.folder / "lib"
@@ -355,7 +355,7 @@ class Bench:
         )
 
     def startup(self, results: dict[str, Any]) -> None:
-        """What every command costs before it does anything."""
+        """CPU time of commands that do almost nothing."""
         many = max(self.repeat, 10)
         for args in (("--help",), ("sif", "--help"), ("render", RECIPE)):
             runs = alternate([Side(name="imgkit " + " ".join(args), commands=((*IMGKIT, *args),))], many)

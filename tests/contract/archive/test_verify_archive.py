@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from bit_flips import flip
 from sample_image import SampleImage, run_checks, verdicts
 from tars import tar_of_files
 
@@ -42,12 +43,6 @@ def describe(path: Path, **changes: object) -> Sidecar:
     with sidecar.replacing(record, path):
         pass
     return record
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def test_good_archive_passes_everything(archive: Path) -> None:
@@ -102,7 +97,7 @@ def test_zstd_archive_needs_the_program(
 
 def test_flipped_byte_fails_the_checksum(archive: Path) -> None:
     describe(archive)
-    flip(archive, 2000)
+    flip(archive, 8 * 2000)
     checks = run_checks(archive)
     assert checks["sha256"].verdict == "fail"
     assert "rsync" in checks["sha256"].hint

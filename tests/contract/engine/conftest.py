@@ -90,7 +90,7 @@ class FakeEngine:
         labels: dict[str, str] | None = None,
         digests: Sequence[str] = (),
     ) -> Reply:
-        """What the engine says of a local image."""
+        """Return the engine's description of a local image."""
         config = {"Labels": labels, "Env": ["PATH=/usr/bin", "A=b=c"], "Entrypoint": None, "Cmd": ["sh"]}
         data = {
             "Id": identifier or self.image_id,
@@ -120,7 +120,7 @@ class FakeEngine:
         return self.refused(500, f"the fake engine has no route for {request}")
 
     def requests(self, pattern: str) -> list[Request]:
-        """Those that match, in order."""
+        """Return the requests so far that match, in order."""
         return [request for request in self.seen if re.search(pattern, str(request))]
 
 
@@ -250,5 +250,5 @@ def base() -> BaseImage:
 
 @pytest.fixture
 def context(recipe: Recipe, base: BaseImage) -> BuildContext:
-    """What would be sent for the recipe."""
+    """The build context of the recipe."""
     return pack(recipe, base=base, platform="linux/amd64", revision="")

@@ -79,25 +79,26 @@ def test_silent_engine_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyP
             engines.connect(timeout_s=0.3)
 
 
-def test_denied_socket_names_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def denied_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     # Root may open every socket, so the system call itself refuses here.
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setenv("DOCKER_HOST", "unix:///var/run/docker.sock")
     monkeypatch.setattr("docker.transport.unixconn.UnixHTTPConnection.connect", refuse)
+
+
+@pytest.mark.usefixtures("denied_socket")
+def test_denied_socket_names_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     with pytest.raises(ToolMissing, match="no permission") as caught:
         engines.connect()
     assert "usermod -aG docker" in str(caught.value.hint)
 
 
+@pytest.mark.usefixtures("denied_socket")
 def test_root_is_not_told_to_use_sudo(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setenv("DOCKER_HOST", "unix:///var/run/docker.sock")
-    monkeypatch.setattr("docker.transport.unixconn.UnixHTTPConnection.connect", refuse)
     monkeypatch.setattr("os.geteuid", lambda: 0)
     with pytest.raises(ToolMissing, match="no permission") as caught:
         engines.connect()

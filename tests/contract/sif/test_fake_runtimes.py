@@ -460,7 +460,7 @@ def _wait_for(path: Path) -> None:
 
 
 def _gone(pid: int, within_s: float = 15) -> bool:
-    """Whether the process ends within some seconds (a zombie has ended)."""
+    """Return True if the process ends within some seconds; a zombie has ended."""
     end = time.monotonic() + within_s
     while True:
         try:

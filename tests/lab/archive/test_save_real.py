@@ -17,6 +17,7 @@ from typing import Any
 
 import labkit
 import pytest
+from bit_flips import flip
 from labkit import IMGKIT, imgkit, imgkit_json, inspect_image, output, run
 
 from imgkit_builder.archive import write
@@ -61,14 +62,6 @@ def copied(saved: tuple[Path, str], tmp_path: Path) -> Path:
     return tmp_path / "mn5.tar"
 
 
-def flip(path: Path, at: int) -> None:
-    with path.open("r+b") as stream:
-        stream.seek(at)
-        byte = stream.read(1)[0]
-        stream.seek(at)
-        stream.write(bytes([byte ^ 1]))
-
-
 def test_archive_is_what_docker_saves(saved: tuple[Path, str]) -> None:
     docker = subprocess.run(["docker", "save", TAG], capture_output=True, check=True).stdout
     assert hashlib.sha256(docker).digest() == hashlib.sha256(saved[0].read_bytes()).digest()
@@ -108,7 +101,7 @@ def test_saved_archive_verifies(saved: tuple[Path, str]) -> None:
 
 
 def test_flipped_byte_is_found(copied: Path) -> None:
-    flip(copied, copied.stat().st_size // 2)
+    flip(copied, 8 * (copied.stat().st_size // 2))
     code, checks = verdicts(copied)
     assert code == 1
     assert (checks["sha256"], checks["layers"], checks["image id"]) == ("fail", "fail", "ok")
@@ -248,7 +241,7 @@ def test_flipped_byte_in_the_root_partition_is_found(sif: Path, tmp_path: Path) 
     damaged = Path(shutil.copy(sif, tmp_path / "x.sif"))
     root = sif_image.read(damaged).root
     assert root is not None
-    flip(damaged, root.offset + root.size_bytes // 2)
+    flip(damaged, 8 * (root.offset + root.size_bytes // 2))
     code, checks = verdicts(damaged)
     assert code == 1
     assert checks == {"header": "ok", "root partition": "fail", "manifest": "skip"}

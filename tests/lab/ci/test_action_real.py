@@ -23,7 +23,7 @@ system: {title: x, scheduler: slurm}
 
 
 class Runner:
-    """What a runner keeps between the steps of one job."""
+    """A runner's folder, which lasts over the steps of a job."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -42,14 +42,14 @@ def take(lines: list[str], start: str) -> str:
 
 
 def shell(line: str, folder: Path, *args: str) -> str:
-    """What a line of a page prints when it is typed in `folder` with `more` words at its end."""
+    """Run a line of a page in `folder` with `args` at its end, and return its output."""
     typed = re.sub(r"^imgkit ", lambda _: shlex.join(IMGKIT) + " ", " ".join((line, *args)))
     return output("bash", "-c", typed, folder=folder, env={"XDG_STATE_HOME": str(folder / "state")})
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Where the commands are typed; the images that they name are removed at the end."""
+    """The folder in which the commands run; the images that they name are removed at the end."""
     names = ("cpu:latest", "mn5:latest", "mine:latest", "letters:latest")
     before = docker("images", "--format", "{{.Repository}}:{{.Tag}}").split()
     # Not pytest's own folder: jobs of the cluster's ordinary user run here.
@@ -256,7 +256,7 @@ def test_start_page_takes_a_program_to_two_nodes(folder: Path, standin: str) -> 
             return result.stdout + result.stderr
 
         def run_line(line: str = "") -> tuple[str, str]:
-            """What `line`, or the next run of the page, prints, and its job."""
+            """Run `line`, or the next run of the page, and return its output and its job."""
             line = line or take(lines, "imgkit run")
             base = () if "letters.sif" in line else ("--base", standin)
             text = typed(line, *base, *ON_CPU)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import labkit
 import pytest
 from labkit import IMGKIT, docker, imgkit, imgkit_json, until
 
@@ -32,15 +31,6 @@ def running(marker: str) -> list[str]:
     """Containers, stopped ones too, whose command holds `marker`: others may use the same engine."""
     lines = docker("ps", "--all", "--no-trunc", "--format", "{{.ID}} {{.Command}}").splitlines()
     return [line.split()[0] for line in lines if marker in line]
-
-
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Fresh state and cache folders, for this process and for those that it starts."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
-    return tmp_path
 
 
 @pytest.fixture
@@ -286,27 +276,8 @@ def test_stream_of_a_real_save_is_whole(home: Path, standin_notorch: str) -> Non
 @pytest.fixture
 def registry(home: Path) -> Iterator[str]:
     """``127.0.0.1:PORT`` of a registry of our own."""
-    program = shutil.which("docker-registry")
-    if program is None:
-        pytest.skip("docker-registry is not installed: apt-get install docker-registry")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    config = home / "registry.yml"
-    config.write_text(
-        "version: 0.1\nlog: {level: error}\n"
-        f"storage: {{filesystem: {{rootdirectory: {home}/registry}}}}\nhttp: {{addr: '{address}'}}\n"
-    )
-    with subprocess.Popen([program, "serve", str(config)], stderr=subprocess.DEVNULL) as server:
-        host, port = address.split(":")
-
-        def answers() -> bool:
-            with socket.socket() as client:
-                return client.connect_ex((host, int(port))) == 0
-
-        until(answers)
+    with labkit.registry(home) as address:
         yield address
-        server.terminate()
 
 
 def test_push_and_pull_give_the_same_digest(registry: str, home: Path) -> None:
@@ -314,9 +285,7 @@ def test_push_and_pull_give_the_same_digest(registry: str, home: Path) -> None:
     local, ref = f"{PREFIX}-tiny:latest", f"{registry}/group/tiny:1"
     docker("build", "--quiet", "--tag", local, str(home))
     try:
-        pushed = imgkit("push", local, ref, "--json")
-        assert pushed.returncode == 0, pushed.stderr
-        digest = json.loads(pushed.stdout)["digest"]
+        digest = imgkit_json("push", local, ref)["digest"]
         docker("rmi", ref)
         with engines.connect() as engine:
             pulled = image_source.pull(engine, f"{registry}/group/tiny@{digest}", None, Silent())

@@ -24,13 +24,9 @@ NAME = f"imgkit-test-buildx-{os.getpid()}"
 MARK = 54321 + os.getpid()
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Fresh state and cache folders; images of this run are removed at the end."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.delenv("SOURCE_DATE_EPOCH", raising=False)
-    yield tmp_path
+@pytest.fixture(autouse=True)
+def _remove_images() -> Iterator[None]:
+    yield
     subprocess.run(["docker", "rmi", "--force", f"{NAME}:latest", f"{NAME}:classic"], capture_output=True)
 
 

@@ -61,10 +61,6 @@ def build(folder: Path, *args: str) -> dict[str, Any]:
     return imgkit_json("build", folder / "both.yaml", "--no-test", "--tag", BUILT, *args)
 
 
-def arch_in(image: str) -> str:
-    return docker("run", "--rm", "--network", "none", image, "cat /etc/arch")
-
-
 @pytest.mark.soak  # tests/contract/engine has the recorded answers
 @pytest.mark.qemu
 def test_one_platform_and_then_both(engine: PrivateEngine, folder: Path, configs: dict[str, str]) -> None:

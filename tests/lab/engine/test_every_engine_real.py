@@ -58,7 +58,7 @@ class Line:
     registry: str
     built: dict[str, Any]
     ids: set[str]
-    """What the engine, the archive and the .sif files call it."""
+    """The image ids that the engine, the archive and the .sif files name."""
     sifs: dict[str, Path]
 
     @property
@@ -138,7 +138,7 @@ def line(
     foreign: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Line]:
-    """What imgkit makes of one recipe on one engine."""
+    """The image, the archive and the .sif files of one recipe on one engine."""
     kind, folder, tag = request.param, tmp_path_factory.mktemp(request.param), f"imgkit-line-{os.getpid()}:1"
     with contextlib.ExitStack() as stack:
         patch = stack.enter_context(pytest.MonkeyPatch.context())

@@ -138,7 +138,7 @@ def steps() -> list[str]:
 
 
 def leftovers() -> list[str]:
-    """What is still there: processes of steps, or else working containers."""
+    """Return the processes of steps that still run, or else the working containers."""
     return steps() or podman("ps", "--all", "--external", "--quiet").splitlines()
 
 

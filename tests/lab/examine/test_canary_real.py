@@ -49,7 +49,7 @@ class Lab:
     marks: Path
     """This machine's folder for marks: home and current folder of every command."""
     calls: Path
-    """What the runtime was called with."""
+    """A file with the arguments of each call of the runtime."""
 
     def __call__(self, *args: object) -> Done:
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"

@@ -44,7 +44,7 @@ def recipe(folder: Path, text: str) -> Path:
 
 
 def inside(image: str, *commands: str) -> list[str]:
-    """What each command, which prints one line, prints in one container."""
+    """Run commands that print one line each in one container, and return the lines."""
     return output(
         "docker", "run", "--rm", "--entrypoint", "sh", image, "-c", "\n".join(commands)
     ).splitlines()

@@ -268,7 +268,7 @@ def test_flipped_bit_is_named_or_means_nothing(tmp_path: Path, flips: int, packe
 
 @pytest.mark.singularity
 def test_image_without_a_shell_converts(tmp_path: Path) -> None:
-    """Its only program is its own: ``true``, which imgkit would run, is not there."""
+    """It has one program, and no ``true``, which imgkit would run to test it."""
     config = {"Entrypoint": ["/busybox", "echo", "ran"]}
     (tmp_path / "x.tar").write_bytes(archive([[tar_entry("busybox", BUSYBOX.read_bytes())]], config=config))
     result = imgkit("sif", "x.tar", folder=tmp_path)

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_gro
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What the line made of recipe mn5 on the stand-in."""
+    """The archive and the .sif files of recipe mn5 on the stand-in."""
 
     archive: Path
     default: Path

@@ -109,7 +109,7 @@ def unpacked(path: Path, folder: Path) -> Path:
 
 
 def tree(root: Path) -> dict[str, dict[str, Any]]:
-    """Everything about every file."""
+    """Return metadata and content of every file."""
     files = {}
     for path in (root, *root.rglob("*")):
         status = path.lstat()

@@ -108,7 +108,7 @@ def unpacked(sqsh: Path, as_user: Sequence[str], request: pytest.FixtureRequest)
 
 
 def ch_run(as_user: Sequence[str], image: Path, root: Path, *command: object) -> str:
-    """What a command prints in a container of `image`, with the variables of /etc/environment of `root`."""
+    """Return the output of a command in a container of `image`, with `root`'s /etc/environment."""
     args = (f"--set-env={root}/etc/environment", image, "--", *command)
     return output(*as_user, "HOME=/", "ch-run", "--env-no-expand", *args, folder="/")
 
@@ -211,7 +211,7 @@ def test_show_prints_image_and_compression(call: Call, sqsh: Path) -> None:
 
 @pytest.fixture
 def refused(call: Call, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """What imgkit prints when it refuses something in a folder, whose files stay as they were."""
+    """Run imgkit in a folder whose files must stay as they are, and return its refusal."""
 
     def run(folder: Path, *args: object, code: int = 2) -> str:
         before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}

@@ -95,7 +95,7 @@ ALLOWED = {
 
 @pytest.fixture(scope="module", params=["root", "ordinary user"])
 def trees(request: pytest.FixtureRequest) -> Iterator[tuple[str, Tree, Tree]]:
-    """Who converted, and the files of the .sif that imgkit wrote and of the one that the runtime built."""
+    """The user who converted, the files of the .sif that imgkit wrote, and those of the runtime's."""
     folder = public_folder("writers")
     try:
         (folder / "x.tar").write_bytes(archive(layers(), config={"Env": ["PATH=/bin"]}))
