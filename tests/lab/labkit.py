@@ -54,15 +54,15 @@ def run(
     *argv: object,
     folder: Path | str | None = None,
     env: Mapping[str, str] | None = None,
-    given: str = "",
+    stdin: str = "",
     timeout_s: float = 600,
 ) -> Done:
-    """Run a command with `given` as its input; `env` is added to this process's variables."""
+    """Run a command with the text `stdin`; `env` is added to this process's variables."""
     return subprocess.run(
         list(map(str, argv)),
         cwd=folder,
         env={**os.environ, **(env or {})},
-        input=given,
+        input=stdin,
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -110,25 +110,25 @@ def host_address() -> str:
 
 
 def in_image(
-    image: str, *argv: object, options: Sequence[object] = (), given: str = "", timeout_s: float = 600
+    image: str, *argv: object, options: Sequence[object] = (), stdin: str = "", timeout_s: float = 600
 ) -> Done:
     """Run a command in a new container of a stand-in image, with this checkout's package and no network."""
     start = ("docker", "run", "--rm", "--interactive", "--network", "none")
     mounted = ("--volume", f"{PACKAGE}:{PLACE}:ro", *QUIET)
-    return run(*start, *mounted, *options, image, *argv, given=given, timeout_s=timeout_s)
+    return run(*start, *mounted, *options, image, *argv, stdin=stdin, timeout_s=timeout_s)
 
 
 def until(
-    condition: Callable[[], object], *, within_s: float = 240, told: Callable[[], str] = lambda: ""
+    condition: Callable[[], object], *, within_s: float = 240, describe: Callable[[], str] = lambda: ""
 ) -> None:
-    """Wait until `condition` holds; after `within_s` the test fails with what `told` says.
+    """Wait until `condition` holds; after `within_s` the test fails with the text of `describe`.
 
     Many a condition starts programs, so the pauses grow; else waiting takes half a processor.
     """
     start_s = time.monotonic()
     while not condition():
         waited_s = time.monotonic() - start_s
-        assert waited_s < within_s, told()
+        assert waited_s < within_s, describe()
         time.sleep(min(max(0.1, waited_s / 5), 0.5))
 
 

@@ -99,7 +99,7 @@ TORCHRUN = (
 def spoiled(standin: str) -> Done:
     """Run the doctor on two ranks; rank 1 computes wrong values."""
     shell = ("sh", "-c", 'cat > /spoiled.py && exec "$@"', "sh")
-    return in_image(standin, *shell, *TORCHRUN, "/spoiled.py", given=SPOILED)
+    return in_image(standin, *shell, *TORCHRUN, "/spoiled.py", stdin=SPOILED)
 
 
 TWO_AGENTS = """

@@ -43,7 +43,7 @@ def inside(standin: str, folder: Path, *words: str, given: str = "") -> Done:
     """Run `words` in the image, in `folder`; ``/given.py`` there holds `given`."""
     here = ("--volume", f"{folder}:/here", "--workdir", "/here")
     shell = ("sh", "-c", 'cat > /given.py && exec "$@"', "sh")
-    return in_image(standin, *shell, *words, options=here, given=given)
+    return in_image(standin, *shell, *words, options=here, stdin=given)
 
 
 @pytest.mark.docker

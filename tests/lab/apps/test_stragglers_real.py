@@ -75,7 +75,7 @@ def runs(standin: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(Path(__file__).with_name("train_many.py"), folder)
     shutil.copy(ROOT / "tests/lab/saved_states.py", folder)
     here = ("--volume", f"{folder}:/runs", "--workdir", "/runs", "--hostname", "n7")
-    done = in_image(standin, "python3", "train_many.py", options=here, given=SCRIPT)
+    done = in_image(standin, "python3", "train_many.py", options=here, stdin=SCRIPT)
     (folder / "told").write_text(done.stdout + done.stderr)
     assert done.stdout.splitlines().count("0") == 5, done.stdout + done.stderr
     return folder

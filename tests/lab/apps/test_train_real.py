@@ -27,7 +27,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def inside(standin: str, runs: Path, *words: str, given: str = "") -> str:
     """What a command printed in the image, without a network; it must not fail."""
     options = ("--volume", f"{runs}:/runs", "--workdir", "/runs")
-    done = in_image(standin, *words, options=options, given=given)
+    done = in_image(standin, *words, options=options, stdin=given)
     told = done.stdout + done.stderr
     assert done.returncode == 0, told
     return told

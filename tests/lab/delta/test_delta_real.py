@@ -130,7 +130,7 @@ def added(lab: Lab, replaced: Pair) -> Pair:
         'CMD ["echo", "another"]\n'
     )
     tag = f"{lab.prefix}-c:latest"
-    output("docker", "build", "-q", "-t", tag, "-", given=dockerfile)
+    output("docker", "build", "-q", "-t", tag, "-", stdin=dockerfile)
     base = replaced.base
     return Pair(tag=tag, base=base, full=lab.sif(tag, "c.sif"), delta=lab.delta(tag, base, "c.imgdelta"))
 
@@ -165,7 +165,7 @@ def tree(sif: Path, way: str, user: str, folder: Path, *, delta: Path | None = N
     start = () if way == "root" else ("runuser", "-u", user, "--")
     over = ("--overlay", f"{delta}:ro") if delta else ()
     words = (*start, command, "exec", "--cleanenv", *over, sif, "python3", "-I", "-", *FOLDERS)
-    found: dict[str, Any] = json.loads(output(*words, given=TREE, folder="/"))
+    found: dict[str, Any] = json.loads(output(*words, stdin=TREE, folder="/"))
     found.pop("/opt/imgkit/delta.json", None)
     for about in found.values():
         # A file whose content has not changed keeps the time of the base. Which names are one file is open.

@@ -172,11 +172,11 @@ def test_interrupted_build_leaves_no_container(
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
-        until(lambda: running(marker), told=lambda: "the step never began")
+        until(lambda: running(marker), describe=lambda: "the step never began")
         process.send_signal(number)
         process.wait(timeout=120)
         assert process.returncode in (130, -number)
-        until(lambda: not running(marker), told=lambda: "the build's container is still there")
+        until(lambda: not running(marker), describe=lambda: "the build's container is still there")
     finally:
         process.kill()
     assert subprocess.run(["docker", "inspect", f"{file.stem}:latest"], capture_output=True).returncode == 1
@@ -202,7 +202,7 @@ with connect() as engine:
 """
     process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (process.returncode, process.stdout) == (-signal.SIGKILL, "now\n"), process.stderr
-    until(lambda: not running(marker), told=lambda: "the container is still there")
+    until(lambda: not running(marker), describe=lambda: "the container is still there")
 
 
 def test_standin_must_be_named(write: Callable[..., Path], standin_notorch: str) -> None:
@@ -303,7 +303,7 @@ def test_fake_amd_image_starts_on_cpus_alone(write: Callable[..., Path], standin
     """A fake: the stand-in with ROCm's variable and folder. No AMD software exists here."""
     base = f"{PREFIX}-fake-amd:1"
     dockerfile = f"FROM {standin_notorch}\nENV ROCM_PATH=/opt/rocm\nRUN mkdir -p /opt/rocm\n"
-    docker("build", "--quiet", "--tag", base, "-", given=dockerfile)
+    docker("build", "--quiet", "--tag", base, "-", stdin=dockerfile)
     try:
         file = write("amd", base=base)
         built = imgkit("build", file, "--base", base, "--no-test")

@@ -111,10 +111,10 @@ def test_interrupted_build_leaves_no_step(home: Path, standin_notorch: str, numb
         return any(line.endswith(f"sleep {MARK}") for line in output("ps", "-eo", "args").splitlines())
 
     try:
-        until(steps, told=lambda: "the step never began")
+        until(steps, describe=lambda: "the step never began")
         process.send_signal(number)
         process.wait(timeout=120)
-        until(lambda: not steps(), told=lambda: "the step goes on")
+        until(lambda: not steps(), describe=lambda: "the step goes on")
     finally:
         process.kill()
     assert f"{NAME}:latest" not in docker("images", "--format", "{{.Repository}}:{{.Tag}}").splitlines()

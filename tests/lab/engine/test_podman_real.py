@@ -203,10 +203,10 @@ def test_interrupted_build_leaves_nothing(service: Path, number: signal.Signals)
         stderr=subprocess.DEVNULL,
     )
     try:
-        until(steps, within_s=60, told=lambda: str(process.poll()))
+        until(steps, within_s=60, describe=lambda: str(process.poll()))
         process.send_signal(number)
         process.wait(timeout=120)
-        until(lambda: not leftovers(), within_s=60, told=lambda: json.dumps(leftovers()))
+        until(lambda: not leftovers(), within_s=60, describe=lambda: json.dumps(leftovers()))
     finally:
         process.kill()
     with engines.connect() as engine:

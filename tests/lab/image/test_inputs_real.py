@@ -135,7 +135,7 @@ def test_unknown_authority_names_the_remedy(
 def test_base_without_pip_names_the_package(standin_notorch: str, tmp_path: Path) -> None:
     bare = f"imgkit.local/{NAME}-bare:1"
     dockerfile = f"FROM {standin_notorch}\nRUN rm -rf /usr/lib/python3/dist-packages/pip\n"
-    output("docker", "build", "--tag", bare, "-", given=dockerfile, env={"DOCKER_BUILDKIT": "0"})
+    output("docker", "build", "--tag", bare, "-", stdin=dockerfile, env={"DOCKER_BUILDKIT": "0"})
     try:
         result = imgkit(
             "build", recipe(tmp_path, "image: {base: 'registry.invalid/base:1'}"), "--base", bare, "--no-test"

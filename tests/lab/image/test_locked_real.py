@@ -85,7 +85,7 @@ def base(site: Site, standin_notorch: str) -> Iterator[str]:
     host = site.url.rpartition(":")[0].removeprefix("http://")
     index = f"PIP_INDEX_URL={site.url}/simple PIP_TRUSTED_HOST={host}"
     text = f"FROM {standin_notorch}\nENV IMGKIT_SNAPSHOT={site.url} {index}\n"
-    docker("build", "--quiet", "--tag", BASE, "-", given=text)
+    docker("build", "--quiet", "--tag", BASE, "-", stdin=text)
     yield BASE
     docker("image", "rm", "--force", BASE)
 
@@ -163,7 +163,7 @@ def test_locked_packages_and_nothing_else_are_in_the_image(recipe: Path, base: s
 def test_kept_files_need_no_network(recipe: Path, site: Site, base: str) -> None:
     cut = f"{NAME}-cut:1"
     proxies = " ".join(f"{name}={NOWHERE}" for name in ("http_proxy", "https_proxy", "PIP_INDEX_URL"))
-    docker("build", "--quiet", "--tag", cut, "-", given=f"FROM {base}\nENV {proxies}\n")
+    docker("build", "--quiet", "--tag", cut, "-", stdin=f"FROM {base}\nENV {proxies}\n")
     try:
         part = locked(recipe, site, cut)
         write(recipe, part)

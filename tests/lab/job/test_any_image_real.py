@@ -57,7 +57,7 @@ class Site(Cluster):
         return self.told(job)
 
     def until(self, condition: Callable[[], bool], job: str) -> None:
-        until(condition, told=lambda: self.told(job))
+        until(condition, describe=lambda: self.told(job))
 
     def record(self, job: str) -> str:
         file = self.state / f"XDG_STATE_HOME/imgkit/jobs/{job}.json"

@@ -96,7 +96,7 @@ class Nodes(Cluster):
 
     def emptied(self) -> None:
         """Wait until nothing of a job is left."""
-        until(lambda: not self.processes(), told=lambda: "\n".join(self.processes()))
+        until(lambda: not self.processes(), describe=lambda: "\n".join(self.processes()))
 
 
 TRIXIE = pytest.param("trixie", marks=pytest.mark.soak)

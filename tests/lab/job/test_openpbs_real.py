@@ -99,7 +99,7 @@ class OpenPbs(Cluster):
 
     def end(self, job: str) -> tuple[int, str]:
         """Exit status and output of a job, when it has ended."""
-        until(lambda: "job_state = F" in self.shown(job), told=lambda: self.shown(job))
+        until(lambda: "job_state = F" in self.shown(job), describe=lambda: self.shown(job))
         (code,) = re.findall(r"Exit_status = (-?\d+)", self.shown(job))
         files = self.work.glob(f"*.[oe]{job.partition('.')[0]}")
         return int(code), "".join(file.read_text() for file in sorted(files))
@@ -122,7 +122,7 @@ class OpenPbs(Cluster):
         return [line for line in lines if line.startswith("researcher ")]
 
     def emptied(self) -> None:
-        until(lambda: not self.processes(), told=lambda: "\n".join(self.processes()))
+        until(lambda: not self.processes(), describe=lambda: "\n".join(self.processes()))
 
 
 @pytest.fixture(scope="module")

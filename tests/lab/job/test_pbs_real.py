@@ -42,7 +42,7 @@ class Pbs(Cluster):
         """A command of the submitter."""
         path = f"{self.state}/pbs/bin:{os.environ['PATH']}"
         env = {"PATH": path, "XDG_STATE_HOME": str(self.state / "submitter")}
-        return run(*words, folder=self.work, env=env, given=text or "")
+        return run(*words, folder=self.work, env=env, stdin=text or "")
 
     def imgkit(self, *words: str | Path) -> str:
         done = self.run(*IMGKIT, *words)
@@ -178,7 +178,7 @@ def test_job_ends_when_a_host_is_lost(pbs: Pbs, start: str) -> None:
     (pbs.work / "wait.py").write_text("import time\nprint('waits', flush=True)\ntime.sleep(600)\n")
     job = pbs.submit("--", "dist-run", "wait.py", start=start)
     spool = pbs.state / f"pbs/spool/{job}.OU"
-    until(lambda: spool.read_text().count("waits") == 4, told=spool.read_text)
+    until(lambda: spool.read_text().count("waits") == 4, describe=spool.read_text)
     try:
         pbs("fault", "crash", "node2")
         code, output = pbs.end(job)

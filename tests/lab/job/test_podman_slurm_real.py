@@ -65,7 +65,7 @@ class Site(Cluster):
         return file.read_text() if file.exists() else ""
 
     def until(self, condition: Callable[[], bool], job: str) -> None:
-        until(condition, told=lambda: self.told(job))
+        until(condition, describe=lambda: self.told(job))
 
     def ended(self, job: str) -> str:
         self.until(lambda: not self("squeue", "--noheader", f"--jobs={job}").stdout.strip(), job)
@@ -124,7 +124,7 @@ def test_job_in_podman_is_stopped_and_resumes(site: Site) -> None:
     assert f"starts at {saved[1]}\n" in told
     assert "finished at 60" in told, told
     assert "no secret is set" not in told
-    until(lambda: not site.processes(), told=lambda: str(site.processes()))
+    until(lambda: not site.processes(), describe=lambda: str(site.processes()))
 
 
 @pytest.mark.parametrize("how", ["cancel", "kill"])
@@ -137,7 +137,7 @@ def test_container_ends_with_its_job(site: Site, how: str) -> None:
         site("exec", "node2", "--", "pkill", "-KILL", "-f", "imgkit_entrypoints dist-run")
     told = site.ended(job)
     assert "finished" not in told
-    until(lambda: not site.processes(), told=lambda: str(site.processes()))
+    until(lambda: not site.processes(), describe=lambda: str(site.processes()))
 
 
 def test_container_stays_in_the_cgroup_that_slurm_ends(site: Site) -> None:

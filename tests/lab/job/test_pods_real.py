@@ -187,7 +187,7 @@ def said(pods: Pods, count: int, text: str) -> None:
     """Wait for `text` to have been said `count` times."""
     until(
         lambda: pods.output().count(text) >= count,
-        told=lambda: f"not {count} x {text!r}\n{pods.output()}",
+        describe=lambda: f"not {count} x {text!r}\n{pods.output()}",
     )
 
 

@@ -72,7 +72,7 @@ class Site(Cluster):
         argv = (*imgkit_as(who, {**user, **(env or {})})[len(who) :], *map(str, words))
         if given:  # typed at a terminal
             argv = ("script", "-qec", shlex.join(argv), "/dev/null")
-        return run(*who, *argv, given=given, folder="/")
+        return run(*who, *argv, stdin=given, folder="/")
 
     def submit(self, *words: object, env: Mapping[str, str] | None = None) -> str:
         done = self.imgkit("run", "--detach", *words, env=env)
@@ -86,11 +86,11 @@ class Site(Cluster):
         return bool(self("squeue", "--noheader", f"--jobs={job}").stdout.strip())
 
     def until(self, condition: Callable[[], bool], job: str) -> None:
-        until(lambda: condition() or not self.queued(job), told=lambda: self.told(job))
+        until(lambda: condition() or not self.queued(job), describe=lambda: self.told(job))
         assert condition(), self.told(job)
 
     def ended(self, job: str) -> str:
-        until(lambda: not self.queued(job), told=lambda: self.told(job))
+        until(lambda: not self.queued(job), describe=lambda: self.told(job))
         return self.told(job)
 
     def finished(self, *words: object, env: Mapping[str, str] | None = None) -> str:
@@ -194,7 +194,7 @@ def test_no_process_is_left_of_a_job_that_ends_early(site: Site, how: str) -> No
     else:
         assert site.imgkit("cancel", job).returncode == 0
         site.ended(job)
-    until(lambda: not site.processes(), told=lambda: str(site.processes()))
+    until(lambda: not site.processes(), describe=lambda: str(site.processes()))
 
 
 NAMES = ("GREETING", "LANG", "TEXT", "HIDDEN", "FILED", "QUOTED", "BACK", "HOST", "PATH", "PWD")

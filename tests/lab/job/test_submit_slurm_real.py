@@ -36,7 +36,7 @@ class Site(Cluster):
         env = {"XDG_STATE_HOME": str(self.state / "state"), "BASH_FUNC_module%%": '() { echo "module $*"; }'}
         env["TOKEN"] = TOKEN
         env["SHELL"] = "/bin/bash"  # `script` starts it; dash would lose the function
-        return self(*words, env=env, given=given)
+        return self(*words, env=env, stdin=given)
 
     def imgkit(self, *words: str) -> Done:
         """Run imgkit on the login node, in the jobs' folder."""
@@ -61,7 +61,7 @@ class Site(Cluster):
         return self.told(job)
 
     def until(self, condition: Callable[[], bool], job: str) -> None:
-        until(condition, told=lambda: self.told(job))
+        until(condition, describe=lambda: self.told(job))
 
     def processes(self, *nodes: str) -> list[str]:
         """Processes of a run, on these nodes."""
@@ -298,7 +298,9 @@ def test_cancelled_job_is_not_requeued(site: Site) -> None:
     assert f"imgkit: squeue --noheader --jobs={job}" in shown.stderr
     assert site.imgkit("cancel", job).returncode == 0
     site.until(lambda: not site.queued(job), job)
-    until(lambda: not site.processes("node1", "node2"), told=lambda: str(site.processes("node1", "node2")))
+    until(
+        lambda: not site.processes("node1", "node2"), describe=lambda: str(site.processes("node1", "node2"))
+    )
     assert "requeued" not in site.told(job)
 
 
@@ -431,7 +433,7 @@ def test_job_cancelled_during_a_restart_leaves_nothing(site: Site) -> None:
     assert site.imgkit("cancel", job).returncode == 0
     site.until(lambda: not site.queued(job), job)
     nodes = ("node1", "node2", "node3")
-    until(lambda: not site.processes(*nodes), told=lambda: str(site.processes(*nodes)))
+    until(lambda: not site.processes(*nodes), describe=lambda: str(site.processes(*nodes)))
     assert "JobState=CANCELLED" in shown(site, job)
     assert "requeued" not in site.told(job)
 
@@ -466,7 +468,7 @@ def test_spare_takes_over_without_a_scheduler(site: Site) -> None:
             stderr=stream,
         ) as run,
     ):
-        until(lambda: "starts at 0" in told(), told=told)
+        until(lambda: "starts at 0" in told(), describe=told)
         kill_launcher(site, "node2")
         assert run.wait(120) == 0, told()
     assert "node2: its command ended with exit code" in told()

@@ -104,8 +104,8 @@ class End:
         script = SETUP.replace("OWN", OWN) + script
         if self._image:
             options = ("--env", f"HOW={how}")
-            return in_image(self._image, "bash", "-c", script, options=options, given=PROGRAM)
-        return run("bash", "-c", script, given=PROGRAM, env={**os.environ, "PYTHON": PYTHON, "HOW": how})
+            return in_image(self._image, "bash", "-c", script, options=options, stdin=PROGRAM)
+        return run("bash", "-c", script, stdin=PROGRAM, env={**os.environ, "PYTHON": PYTHON, "HOW": how})
 
 
 def log_of(said: str) -> str:

@@ -42,7 +42,7 @@ done
 
 @pytest.mark.soak
 def test_other_program_ends_as_under_torchrun(standin: str) -> None:
-    done = in_image(standin, "bash", "-c", RUN, "run", "ends", "raises", "exits", given=PROGRAM)
+    done = in_image(standin, "bash", "-c", RUN, "run", "ends", "raises", "exits", stdin=PROGRAM)
     assert done.stdout.count("of __main__: ['ends']") == 2
     assert "ends: 0\n" in done.stdout
     assert "raises: 1\n" in done.stdout  # 124: the other worker was not ended
@@ -110,7 +110,7 @@ def test_forks_train_with_gloo_data_workers_and_numba(standin: str, tmp_path: Pa
     fetched = run(*fetch, *abis, *platforms, "-d", tmp_path, "numba", "numpy==2.3.5")
     assert fetched.returncode == 0, fetched.stderr
     mounted = ("--volume", f"{tmp_path}:/wheels:ro")
-    done = in_image(standin, "bash", "-c", BOTH, options=mounted, given=TRAINS)
+    done = in_image(standin, "bash", "-c", BOTH, options=mounted, stdin=TRAINS)
     assert done.returncode == 0, done.stderr
     weights = [line.partition("weights ")[2] for line in done.stdout.splitlines() if "weights 9.0 " in line]
     assert len(weights) == 4  # two ranks by each way to start

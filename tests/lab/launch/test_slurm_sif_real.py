@@ -50,7 +50,7 @@ class Slurm(Cluster):
             text = self.output.read_text() if self.output.exists() else ""
             return "\n".join((text, *self.processes()))
 
-        until(condition, told=told)
+        until(condition, describe=told)
 
     def exec(self, *words: str | Path) -> str:
         return " ".join(map(str, ("singularity", "exec", "--bind", self.state, self.sif, *words)))

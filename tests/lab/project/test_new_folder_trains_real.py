@@ -103,7 +103,7 @@ class FollowedJob:
         return self.output.read_text() + self.errors.read_text()
 
     def wait(self, condition: Callable[[str], object]) -> None:
-        until(lambda: self.process.poll() is not None or condition(self.told()), told=self.told)
+        until(lambda: self.process.poll() is not None or condition(self.told()), describe=self.told)
         assert self.process.poll() is None, self.told()
 
 

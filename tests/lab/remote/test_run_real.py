@@ -336,7 +336,7 @@ def test_interrupt_leaves_the_job_and_says_how_to_come_back(site: Site) -> None:
     assert re.search(rf"^{re.escape(job[1])} .* running ", listed.stdout, re.MULTILINE), listed.stdout
     line = shlex.join(map(str, (*IMGKIT, "shell", "--job", job[1])))
     typed = 'echo "in $IMGKIT_RUN_DIR"; exit 7\n'
-    entered = run("script", "-qec", line, "/dev/null", env=site.far.env, folder=site.here, given=typed)
+    entered = run("script", "-qec", line, "/dev/null", env=site.far.env, folder=site.here, stdin=typed)
     assert f"in {site.store}/runs/" in entered.stdout, entered.stdout
     assert entered.returncode == 7
     assert site.imgkit("cancel", number).returncode == 0  # one remote only: its name can be left out

@@ -80,7 +80,7 @@ ALONE = "start --nproc 2 &"
     "ways", [TWO, pytest.param(ALONE, marks=pytest.mark.soak)], ids=["two nodes", "one node"]
 )
 def test_forged_state_of_the_rendezvous_runs_no_code(standin: str, ways: str) -> None:
-    done = in_image(standin, "bash", "-s", given=ATTACKED.replace("WAYS", ways))
+    done = in_image(standin, "bash", "-s", stdin=ATTACKED.replace("WAYS", ways))
     told = done.stdout
     assert "code of the stranger ran as: sort: cannot read: /tmp/ran" in told, told + done.stderr
     assert {f"rank {rank} of 2" in told for rank in (0, 1)} == {True}, told + done.stderr
@@ -129,7 +129,7 @@ touch /tmp/over
 @pytest.mark.soak
 def test_start_that_a_stranger_stalls_ends_in_time(standin: str) -> None:
     attacked = STALLED.replace("ATTACK", "python3 /stranger.py &").replace("SLOW", "0")
-    done = in_image(standin, "bash", "-s", given=attacked, timeout_s=120)
+    done = in_image(standin, "bash", "-s", stdin=attacked, timeout_s=120)
     told = done.stdout + done.stderr
     assert "the stranger deleted a key" in told
     assert (
@@ -142,7 +142,7 @@ def test_start_that_a_stranger_stalls_ends_in_time(standin: str) -> None:
 @pytest.mark.soak
 def test_slow_file_system_of_a_node_ends_no_start(standin: str) -> None:
     """Torchrun of node 2 is read for 16 s, longer than the limit of the rendezvous."""
-    done = in_image(standin, "bash", "-s", given=STALLED.replace("ATTACK", "").replace("SLOW", "8"))
+    done = in_image(standin, "bash", "-s", stdin=STALLED.replace("ATTACK", "").replace("SLOW", "8"))
     assert {f"node {rank} ended with 0" in done.stdout for rank in range(3)} == {True}, (
         done.stdout + done.stderr
     )

@@ -82,7 +82,7 @@ def trainers(standin: str) -> str:
     compiled = "python3 -m compileall -q -j 0 /usr/local/lib/python3.11/dist-packages"
     install = f"pip install -q --root-user-action ignore {PACKAGES} && {{ {compiled} || true; }}"
     output(
-        "docker", "build", "-q", "-t", IMAGE, "-", given=f"FROM {standin}\nRUN {install}\n", timeout_s=1800
+        "docker", "build", "-q", "-t", IMAGE, "-", stdin=f"FROM {standin}\nRUN {install}\n", timeout_s=1800
     )
     return IMAGE
 

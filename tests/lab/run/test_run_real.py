@@ -22,7 +22,7 @@ def many(standin: str, runs: Path, script: str, *options: str) -> str:
     mounted = ("--volume", f"{HERE.parent}:/lab:ro", "--volume", f"{ROOT}/examples:/examples:ro")
     folder = ("--volume", f"{runs}:/runs", "--workdir", "/runs", "--env", "PYTHONPATH=/lab:/lab/run")
     done = in_image(
-        standin, "python3", "/lab/run/run_many.py", options=(*mounted, *folder, *options), given=script
+        standin, "python3", "/lab/run/run_many.py", options=(*mounted, *folder, *options), stdin=script
     )
     output = done.stdout + done.stderr
     assert done.returncode == 0, output

@@ -97,7 +97,7 @@ def singularity(as_user: Sequence[str], *args: object, **options: object) -> str
 def test_verbs_of_the_runtime(
     sif: Path, as_user: Sequence[str], args: Sequence[str], stdin: str, expected: str
 ) -> None:
-    text = singularity(as_user, *(argument.format(sif) for argument in args), given=stdin)
+    text = singularity(as_user, *(argument.format(sif) for argument in args), stdin=stdin)
     assert text == expected if args[0] in ("exec", "run") else expected in text
 
 

@@ -80,7 +80,7 @@ def lab(standin_notorch: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
             parent.chmod(parent.stat().st_mode | 0o055)  # an ordinary user reads it too
     name = f"imgkit-test-sif:{secrets.token_hex(4)}"
     dockerfile = ODD.replace("{base}", standin_notorch)
-    output("docker", "build", "-q", "-t", name, "-", given=dockerfile)
+    output("docker", "build", "-q", "-t", name, "-", stdin=dockerfile)
     try:
         archive = folder / "odd.tar"
         output("docker", "save", "-o", archive, name)
