@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 import stored_images
-from layer_reference import Entry
+from tars import tar_entry
 
 from imgkit_builder.archive import oci_folder, sidecar, write
 from imgkit_builder.archive.sidecar import SavedArchive, SavedImage, Sidecar
@@ -124,7 +124,9 @@ class Write:
         self.verb, self.inputs = verb, inputs
         self.target = "x.imgdelta" if verb == "delta" else "x.sif"
         drawn = random.Random(1)  # noqa: S311 - no secret
-        layers = [[_file(f"{kind}/{count}", drawn.randbytes(20_000)) for count in range(3)] for kind in "abc"]
+        layers = [
+            [tar_entry(f"{kind}/{count}", drawn.randbytes(20_000)) for count in range(3)] for kind in "abc"
+        ]
         for count, name in enumerate(("one", "two", "three"), 1):
             (self.inputs / f"{name}.tar").write_bytes(stored_images.archive(layers[:count]))
             self._convert(name, self.inputs / f"{name}.sif")
@@ -160,12 +162,6 @@ class Write:
     def _convert(self, name: str, target: Path) -> None:
         source = Archive(path=self.inputs / f"{name}.tar")
         convert.convert(source, target, Options(test=False), Silent())
-
-
-def _file(name: str, data: bytes) -> Entry:
-    info = tarfile.TarInfo(name)
-    info.size = len(data)
-    return info, data
 
 
 def _archive(kind: str) -> bytes:
