@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import small_sif
+from file_tree import write_program
 from sample_image import SampleImage
 from tars import tar_of_files
 
@@ -172,13 +173,6 @@ def test_recipe_and_lock_with_hostile_texts(
     check("lock", "mine.yaml", "--check", code=1, shows=False)
 
 
-def program(folder: Path, name: str, text: str) -> None:
-    """Write a stand-in for a program of a cluster."""
-    folder.mkdir(exist_ok=True)
-    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-    (folder / name).chmod(0o755)
-
-
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of programs that comes first, and a state folder."""
@@ -203,22 +197,22 @@ def record(programs: Path, **values: Any) -> None:
 def test_job_and_runs_with_hostile_texts(programs: Path, check: Callable[..., None]) -> None:
     small_sif.write(programs.parent / "x.sif")
     slurm = ("mn5", "-A", "a", "--qos", "acc_debug", "--time", "1h", "--image", "x.sif", "--", "dist-env")
-    program(programs, "sbatch", "cat said >&2; exit 1")
+    write_program(programs / "sbatch", "cat said >&2; exit 1")
     check("run", "--detach", *slurm, code=4)
-    program(programs, "sbatch", "cat said")
+    write_program(programs / "sbatch", "cat said")
     check("run", "--detach", *slurm, code=4)
     record(programs, recipe=EVIL, directory=f"/{EVIL}", command=[EVIL], image_id=EVIL)
     check("runs", code=0)
     check("runs", "--json", code=0)
-    program(programs, "squeue", "cat said >&2; exit 1")
+    write_program(programs / "squeue", "cat said >&2; exit 1")
     check("fetch", "7")
     record(programs, command=[EVIL], shell_line=EVIL)
     check("status", code=4)
     check("status", "7", code=4)
     check("shell", "--job", "7", "--dry-run", code=0)
-    program(programs, "squeue", "")
+    write_program(programs / "squeue", "")
     for name in ("sacct", "scontrol", "cat"):
-        program(programs, name, f"exec /bin/cat {programs.parent}/said")
+        write_program(programs / name, f"exec /bin/cat {programs.parent}/said")
     check("status", "7", code=0, shows=False)
     check("status", "8" + EVIL, code=2)
 
@@ -226,14 +220,14 @@ def test_job_and_runs_with_hostile_texts(programs: Path, check: Callable[..., No
 def test_remote_with_hostile_texts(programs: Path, check: Callable[..., None]) -> None:
     check("remote", "add", "far", "me@far", "--idle-timeout", "0", code=0, shows=False)
     for code in (1, 255):
-        program(programs, "ssh", f"cat said >&2; exit {code}")
+        write_program(programs / "ssh", f"cat said >&2; exit {code}")
         check("remote", "check", "far")
-    program(programs, "ssh", "cat said; cat > /dev/null")
+    write_program(programs / "ssh", "cat said; cat > /dev/null")
     check("remote", "check", "far")
     # A stand-in for a login node: what ssh would run there runs here, and the scheduler's programs lie.
-    program(programs, "ssh", 'for last; do :; done; cd "$HOME" && exec sh -c "$last"')
+    write_program(programs / "ssh", 'for last; do :; done; cd "$HOME" && exec sh -c "$last"')
     for name in ("sbatch", "sinfo", "sacctmgr", "singularity", "lfs", "quota"):
-        program(programs, name, f"cat {programs.parent}/said")
+        write_program(programs / name, f"cat {programs.parent}/said")
     check("remote", "check", "far")
 
 
@@ -246,14 +240,14 @@ def test_doctor_with_hostile_texts(programs: Path, check: Callable[..., None]) -
         "mksquashfs",
         "zstd",
     ):
-        program(programs, name, "cat said")
+        write_program(programs / name, "cat said")
     check("doctor")
     check("doctor", "--json")
 
 
 def test_program_that_status_runs_cannot_steer_the_terminal(programs: Path) -> None:
     record(programs)
-    program(programs, "squeue", "printf '\\033[32mgreen\\033[0m\\n'; cat said; cat said >&2")
+    write_program(programs / "squeue", "printf '\\033[32mgreen\\033[0m\\n'; cat said; cat said >&2")
     reader, writer = os.openpty()
     argv = [sys.executable, "-m", "imgkit_builder", "status", "7"]
     with subprocess.Popen(argv, stdout=writer, stderr=writer, stdin=subprocess.DEVNULL) as started:

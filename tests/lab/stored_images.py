@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import layer_reference
 import pytest
+from file_tree import write_program
 from labkit import output
 from tars import TarEntry, tar_entry, tar_of_entries, tar_of_files
 from tiny_image import BUSYBOX
@@ -71,13 +72,11 @@ def only(way: Way, folder: Path) -> dict[str, str]:
 
     `old` stands in for mksquashfs 4.4: the one of this machine, whose help does not list ``-tar``.
     """
-    programs = folder / f"only-{way}"
-    programs.mkdir(exist_ok=True)
-    real, program = shutil.which("mksquashfs"), programs / "mksquashfs"
+    programs, real = folder / f"only-{way}", shutil.which("mksquashfs")
     help_filter = f'{real} "$1" 2>&1 | grep -v -e "^ *-tar";' if way == "old" else ""
     # The runtime that builds runs it, too.
-    program.write_text(f'#!/bin/sh\ncase "$1" in -help*) {help_filter} exit 1;; esac\nexec {real} "$@"\n')
-    program.chmod(0o755)
+    script = f'case "$1" in -help*) {help_filter} exit 1;; esac\nexec {real} "$@"'
+    write_program(programs / "mksquashfs", script)
     programs.chmod(0o755)
     return {"PATH": f"{programs}:{os.environ['PATH']}"}
 

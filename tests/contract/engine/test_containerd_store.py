@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from file_tree import write_program
 from tars import tar_of_files
 
 from imgkit_builder import engine as engines
@@ -232,7 +233,7 @@ def test_save_that_is_refused_is_raised(fake: Any, playing: Callable[..., Engine
     assert "NAME@sha256:" in str(caught.value.hint)
 
 
-BUILDX = """#!/bin/sh
+BUILDX = """
 # A fake of docker buildx: it writes what release 0.29.1 wrote after a build with containerd's store.
 while [ $# -gt 0 ]; do
   case $1 in
@@ -248,11 +249,8 @@ cat >/dev/null
 @pytest.fixture
 def fake_buildx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake docker program on PATH."""
-    program = tmp_path / "bin/docker"
-    program.parent.mkdir()
-    text = BUILDX.replace("CONFIG", CONFIGS["linux/amd64"]).replace("MANIFEST", MANIFESTS["linux/amd64"])
-    program.write_text(text)
-    program.chmod(0o755)
+    script = BUILDX.replace("CONFIG", CONFIGS["linux/amd64"]).replace("MANIFEST", MANIFESTS["linux/amd64"])
+    program = write_program(tmp_path / "bin/docker", script)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
 
 

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from file_tree import write_program
 
 from imgkit_builder.image import inside_uv, install, uv_export
 from imgkit_builder.image.context import check_code
@@ -191,12 +192,9 @@ def test_lock_that_still_fits_is_accepted(tmp_path: Path, old: str, new: str) ->
 def test_nothing_of_the_project_is_executed(tmp_path: Path) -> None:
     recipe = project_recipe(tmp_path)
     project = tmp_path / "my-project"
-    program = f'#!/bin/sh\ntouch {tmp_path}/executed\nexec {sys.executable} "$@"\n'
-    (project / ".venv/bin").mkdir(parents=True)
-    (project / ".venv/pyvenv.cfg").write_text("home = /usr/bin\n")
     for name in ("python", "python3"):
-        (project / ".venv/bin" / name).write_text(program)
-        (project / ".venv/bin" / name).chmod(0o755)
+        write_program(project / ".venv/bin" / name, f'touch {tmp_path}/executed\nexec {sys.executable} "$@"')
+    (project / ".venv/pyvenv.cfg").write_text("home = /usr/bin\n")
     (project / "backend.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
     text = (project / "pyproject.toml").read_text().replace('version = "0.1.0"', 'dynamic = ["version"]')
     backend = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'

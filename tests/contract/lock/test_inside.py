@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from file_tree import write_program
 from package_index import serve_folder, write_links, write_wheel
 
 from imgkit_builder.lock import inside
@@ -80,7 +81,7 @@ def test_failure_has_its_step_and_the_output_of_pip(index: str, tmp_path: Path) 
     assert not (out / "pip-0.json").exists()
 
 
-APT_GET = """#!/bin/sh
+APT_GET = """
 echo "$@" >> "$LOG"
 case "$*" in
 *--print-uris*ForceHash=SHA256*) echo "'http://a.example/x.deb' x_1_all.deb 5 SHA256:00" ;;
@@ -92,8 +93,7 @@ esac
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder in which the program has a stand-in for apt-get, whose calls are in ``log``."""
-    (tmp_path / "apt-get").write_text(APT_GET)
-    (tmp_path / "apt-get").chmod(0o755)
+    write_program(tmp_path / "apt-get", APT_GET)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("LOG", str(tmp_path / "log"))
     for name in ("DEBIAN_FRONTEND", "LC_ALL"):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from file_tree import write_program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,9 +76,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Fa
         program.write_text(start + source)
         program.chmod(0o755)
         # The runtime builds only where nothing else squashes: this one knows no option.
-        useless = folder / "mksquashfs"
-        useless.write_text("#!/bin/sh\necho zstd\n")
-        useless.chmod(0o755)
+        write_program(folder / "mksquashfs", "echo zstd")
         fake = FakeRuntime(folder=folder, command=command)
         base = {"version": version, "build_flags": flags, "sif_verbs": sif_verbs, "behaviour": "good"}
         (folder / "settings.json").write_text(json.dumps(base | {"manifest": "{}"} | settings))

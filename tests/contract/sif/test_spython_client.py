@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from file_tree import write_program
 from spython.main import Client
 from spython.utils import stream_command
 
@@ -23,15 +24,10 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A program called ``singularity``, alone on PATH, that prints its arguments and fails."""
     program = tmp_path / "bin" / "singularity"
     program.parent.mkdir()
-    _write(program, 'echo "$@"; echo failed >&2; exit 3')
+    write_program(program, 'echo "$@"; echo failed >&2; exit 3')
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     monkeypatch.chdir(tmp_path)
     return program
-
-
-def _write(program: Path, script: str) -> None:
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
 
 
 def test_build_starts_sudo_by_default() -> None:
@@ -52,7 +48,7 @@ def test_failed_pull_returns_the_name_of_the_file(runtime: Path) -> None:
 
 def test_streamed_build_hangs_once_standard_error_is_full(runtime: Path) -> None:
     """The runtimes write all that they report to standard error, and nobody reads it."""
-    _write(runtime, "head -c 200000 /dev/zero | tr '\\0' e >&2; echo done")
+    write_program(runtime, "head -c 200000 /dev/zero | tr '\\0' e >&2; echo done")
     code = (
         "from spython.main import Client\n"
         "_, lines = Client.build(recipe='x.def', image='x.sif', sudo=False, stream=True)\n"
@@ -66,15 +62,15 @@ def test_execute_returns_a_text_or_a_dictionary(runtime: Path) -> None:
     """Only a failure has an exit code, and a list may begin with either stream."""
     failed = Client.execute("x.sif", ["true"], quiet=True)
     assert failed == {"message": ["exec x.sif true\n", "failed\n"], "return_code": 3}
-    _write(runtime, "echo only standard error >&2")
+    write_program(runtime, "echo only standard error >&2")
     result = Client.execute("x.sif", ["true"], quiet=True, return_result=True)
     assert result["message"] in ("only standard error\n", ["only standard error\n"])
-    _write(runtime, "echo done")
+    write_program(runtime, "echo done")
     assert Client.execute("x.sif", ["true"], quiet=True) == "done\n"
 
 
 def test_execute_ignores_variables_where_it_streams(runtime: Path) -> None:
-    _write(runtime, 'echo "${MINE-unset}"')
+    write_program(runtime, 'echo "${MINE-unset}"')
     lines = Client.execute("x.sif", ["true"], stream=True, environ={**os.environ, "MINE": "1"})
     assert "unset" in "".join(lines)
 
@@ -97,19 +93,19 @@ def test_stream_command_takes_no_folder_and_no_variables() -> None:
 
 def test_stream_command_fails_on_a_stray_byte(runtime: Path) -> None:
     """Program output is decoded strictly: `supervisor` decodes it first."""
-    _write(runtime, "printf '\\377\\n'")
+    write_program(runtime, "printf '\\377\\n'")
     with pytest.raises(UnicodeDecodeError):
         list(stream_command([str(runtime)], output_type="both"))
 
 
 def test_stream_command_drops_lines_with_progess_by_default(runtime: Path) -> None:
-    _write(runtime, "echo Progess 1; echo kept")
+    write_program(runtime, "echo Progess 1; echo kept")
     assert list(stream_command([str(runtime)], output_type="both")) == ["kept\n"]
 
 
 def test_stream_command_leaves_children_of_an_interrupted_run(runtime: Path, tmp_path: Path) -> None:
     """`supervisor` makes a group of processes that can be ended as a whole."""
-    _write(runtime, "sleep 60 & echo $!; wait")
+    write_program(runtime, "sleep 60 & echo $!; wait")
     lines = stream_command([str(runtime)], output_type="both")
     child = int(next(lines))
     lines.close()

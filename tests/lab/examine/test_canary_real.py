@@ -9,12 +9,12 @@ import dataclasses
 import os
 import secrets
 import shlex
-import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from file_tree import write_program
 from labkit import Done, docker, imgkit, output, run
 from stored_images import archive
 from tars import tar_of_files
@@ -111,10 +111,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     calls = folder / "calls"
     calls.touch()
     for command in ("singularity", "apptainer"):
-        wrapper = folder / "bin" / command
         real = output("sh", "-c", f"command -v {command} || command -v apptainer || command -v singularity")
-        wrapper.write_text(f'#!/bin/sh\necho "$@" >>{calls}\nexec {real.strip()} "$@"\n')
-        wrapper.chmod(wrapper.stat().st_mode | stat.S_IXUSR)
+        write_program(folder / "bin" / command, f'echo "$@" >>{calls}\nexec {real.strip()} "$@"')
     name = f"imgkit-test-canary:{secrets.token_hex(4)}"
     lab = Lab(
         folder=folder,

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import bit_flips
 import pytest
+from file_tree import write_program
 from labkit import IMGKIT, imgkit, imgkit_json, output, small_disk, until
 from stored_images import Way, archive, busybox_layer, convert_as, only
 from tars import TarEntry, tar_entry
@@ -207,11 +208,9 @@ def test_layers_without_room_give_the_same_file(tmp_path: Path, kib: int) -> Non
 def test_interrupt_leaves_the_old_file(sources: Sources, tmp_path: Path, stage: str) -> None:
     target, started_file = tmp_path / "x.sif", tmp_path / "began"
     target.write_bytes(sources.old)
-    program = tmp_path / "bin/mksquashfs"
-    program.parent.mkdir()
     hangs = f'case "$*" in *-noappend*) touch {started_file}; exec sleep 600;; esac'
-    program.write_text(f'#!/bin/sh\n{hangs}\nexec {shutil.which("mksquashfs")} "$@"\n')
-    program.chmod(0o755)
+    script = f'{hangs}\nexec {shutil.which("mksquashfs")} "$@"'
+    program = write_program(tmp_path / "bin/mksquashfs", script)
     piped = stage == "standard input"
     source = "-" if piped else sources.plain
     with subprocess.Popen(

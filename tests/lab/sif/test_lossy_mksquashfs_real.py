@@ -7,6 +7,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from file_tree import write_program
 from stored_images import archive
 
 from imgkit_builder.base.progress import Silent
@@ -21,10 +22,8 @@ pytestmark = pytest.mark.programs("mksquashfs")
 
 def install(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put a mksquashfs first on PATH that does `script` where it gets a tar."""
-    program = folder / "bin/mksquashfs"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\ncase "$*" in *-tar*) {script};; *) exec {REAL} "$@";; esac\n')
-    program.chmod(0o755)
+    lossy = f'case "$*" in *-tar*) {script};; *) exec {REAL} "$@";; esac'
+    program = write_program(folder / "bin/mksquashfs", lossy)
     monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import sample_delta
+from file_tree import write_program
 from labkit import PYXIS, imgkit, imgkit_json, output, public_folder, small_disk
 from sample_image import verdicts
 from squashed_files import squashed_files
@@ -366,14 +367,10 @@ def test_a_kill_before_the_checksum_leaves_none(folder: Path, sqsh: Path, tmp_pa
 
 
 def test_mksquashfs_without_zstd_is_told(folder: Path, tmp_path: Path) -> None:
-    programs = tmp_path / "programs"
-    programs.mkdir()
     real = shutil.which("mksquashfs")
-    (programs / "mksquashfs").write_text(
-        f'#!/bin/sh\ncase "$1" in -help*) {real} "$1" 2>&1 | grep -v zstd; exit 1;; esac\nexec {real} "$@"\n'
-    )
-    (programs / "mksquashfs").chmod(0o755)
-    env = {"PATH": f"{programs}:{os.environ['PATH']}"}
+    without_zstd = f'case "$1" in -help*) {real} "$1" 2>&1 | grep -v zstd; exit 1;; esac\nexec {real} "$@"'
+    program = write_program(tmp_path / "programs/mksquashfs", without_zstd)
+    env = {"PATH": f"{program.parent}:{os.environ['PATH']}"}
     target = tmp_path / "x.sqsh"
     result = imgkit("sif", folder / "x.tar", "-o", target, "--compression", "zstd", env=env)
     assert result.returncode == 2

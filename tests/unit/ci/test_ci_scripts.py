@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from file_tree import write_program
 
 import imgkit_entrypoints
 
@@ -50,8 +51,7 @@ def test_unknown_option_is_refused(script: str) -> None:
 
 
 def test_no_gpu_is_a_reason_to_skip(tmp_path: Path) -> None:
-    (tmp_path / "python3").write_text('#!/bin/sh\n[ "$2" != "import torch" ]\n')
-    (tmp_path / "python3").chmod(0o755)
+    write_program(tmp_path / "python3", '[ "$2" != "import torch" ]')
     result = run("gpu", str(tmp_path / "gpu.json"), PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert (result.returncode, result.stdout) == (0, "gpu: skipped: python3 has no torch\n")
     assert not (tmp_path / "gpu.json").exists()
