@@ -33,7 +33,7 @@ def kept_file_limit() -> Iterator[int]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
-def placement(nnodes: int = 2) -> Placement:
+def head_placement(nnodes: int = 2) -> Placement:
     """Return the head's placement in a job that no other test has, with a free port."""
     jobs = (f"{os.getpid()}.{number}" for number in _jobs)
     return Placement(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollcall_nodes import placement
+from rollcall_nodes import head_placement
 
 from imgkit_entrypoints.launch.attempts import StartWatch
 from imgkit_entrypoints.rollcall.messages import RENDEZVOUS, STARTING, WORKERS
@@ -247,7 +247,7 @@ def test_rendezvous_counts_from_when_all_nodes_are_in_it(monkeypatch: pytest.Mon
     """Torchrun of a node on a slow file system is read for minutes, while the others wait for it."""
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    roll = HeadSession(replace(placement(nnodes=12), hosts=()), 1)
+    roll = HeadSession(replace(head_placement(nnodes=12), hosts=()), 1)
     watch = StartWatch(roll, 120.0)
     roll.phase = RENDEZVOUS
     assert watch.stalled() == ""
@@ -268,7 +268,7 @@ def test_rendezvous_counts_from_when_all_nodes_are_in_it(monkeypatch: pytest.Mon
 
 
 def test_each_attempt_has_a_rendezvous_of_its_own() -> None:
-    roll = HeadSession(placement(nnodes=3), 1)
+    roll = HeadSession(head_placement(nnodes=3), 1)
     roll._phases.update({1: WORKERS, 2: RENDEZVOUS})
     assert roll.phases == {0: STARTING, 1: WORKERS, 2: RENDEZVOUS}
     roll.start_attempt(2, {0: 0, 2: 1})

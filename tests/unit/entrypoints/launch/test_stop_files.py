@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rollcall_nodes import placement
+from rollcall_nodes import head_placement
 
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import stop_protocol
@@ -140,7 +140,9 @@ def test_folder_with_the_name_of_a_mark_does_not_count(nodes: Any, run_dir: Path
 
 @pytest.mark.parametrize("person_first", [True, False])
 def test_of_two_requests_the_one_of_a_person_counts(person_first: bool) -> None:
-    config: Any = SimpleNamespace(env={}, placement=placement(1), log_dir=None, log=None, timeouts=Timeouts())
+    config: Any = SimpleNamespace(
+        env={}, placement=head_placement(1), log_dir=None, log=None, timeouts=Timeouts()
+    )
     agent = NodeAgent(config)
     person = StopRequest(reason="a file", requeue=False)
     requests = (person, StopRequest(reason="SIGTERM", requeue=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rollcall_nodes import placement
+from rollcall_nodes import head_placement
 
 from imgkit_entrypoints.rollcall import gather, join, session
 from imgkit_entrypoints.schedulers.placement import Placement
@@ -18,5 +18,5 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def place() -> Placement:
-    return placement()
+def placement() -> Placement:
+    return head_placement()

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rollcall_nodes import CallThread, close, kept_file_limit, placement, stranger
+from rollcall_nodes import CallThread, close, head_placement, kept_file_limit, stranger
 from simulated_nodes import ME, SECRET, SimulatedNode, SimulatedNodes
 
 from imgkit_entrypoints.launch.agent import NodeAgent, NodeConfig
@@ -32,7 +32,7 @@ def limit(pid: int) -> int:
     return next(int(line.split()[3]) for line in lines if line.startswith("Max open files"))
 
 
-def launcher(place: Placement, printed: Path) -> None:
+def launcher(placement: Placement, printed: Path) -> None:
     """A head with the usual limit of a shell, whose program prints its own limit and stays."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
@@ -40,7 +40,7 @@ def launcher(place: Placement, printed: Path) -> None:
     config = NodeConfig(
         argv=["sh", "-c", 'ulimit -n > "$0"; exec sleep 600', str(printed)],
         env=dict(os.environ),
-        placement=place,
+        placement=placement,
         node=ME,
         log=lambda _: None,
         timeouts=Timeouts(rollcall_s=120),
@@ -50,20 +50,20 @@ def launcher(place: Placement, printed: Path) -> None:
 
 
 def test_1020_nodes_start_below_a_soft_limit_of_1024(tmp_path: Path) -> None:
-    place, printed = replace(placement(), nnodes=1020, hosts=()), tmp_path / "the limit"
+    placement, printed = replace(head_placement(), nnodes=1020, hosts=()), tmp_path / "the limit"
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 1020 + 512:
         pytest.skip(f"the hard limit of open files is {hard}")
     head = os.fork()
     if not head:
         try:
-            launcher(place, printed)
+            launcher(placement, printed)
         finally:
             os._exit(1)
     try:
         with kept_file_limit():
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            with contextlib.closing(SimulatedNodes(place)) as nodes:
+            with contextlib.closing(SimulatedNodes(placement)) as nodes:
                 nodes.call()
                 nodes.start()
                 end = time.monotonic() + 60
@@ -77,22 +77,22 @@ def test_1020_nodes_start_below_a_soft_limit_of_1024(tmp_path: Path) -> None:
         os.waitpid(head, 0)
 
 
-def test_node_that_dies_in_the_handshake_can_call_again(place: Placement) -> None:
-    head = CallThread(place, 0, secret=SECRET)
+def test_node_that_dies_in_the_handshake_can_call_again(placement: Placement) -> None:
+    head = CallThread(placement, 0, secret=SECRET)
     for reset in (False, True):
-        with stranger(place) as connection:
-            connection.sendall(Handshake(secret=SECRET, job_id=place.job_id, node_rank=1).opening + b"\n")
+        with stranger(placement) as connection:
+            connection.sendall(Handshake(secret=SECRET, job_id=placement.job_id, node_rank=1).opening + b"\n")
             assert connection.recv(200).startswith(b"imgkit-head ")
             if reset:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    close([call.roll() for call in (head, CallThread(place, 1, secret=SECRET))])
+    close([call.roll() for call in (head, CallThread(placement, 1, secret=SECRET))])
 
 
-def test_trickle_in_the_handshake_delays_no_other_node(place: Placement) -> None:
-    place = replace(place, nnodes=3)
-    head = CallThread(place, 0, secret=SECRET)
-    handshake = Handshake(secret=SECRET, job_id=place.job_id, node_rank=2)
-    slow = SimulatedNode(2, stranger(place), handshake)
+def test_trickle_in_the_handshake_delays_no_other_node(placement: Placement) -> None:
+    placement = replace(placement, nnodes=3)
+    head = CallThread(placement, 0, secret=SECRET)
+    handshake = Handshake(secret=SECRET, job_id=placement.job_id, node_rank=2)
+    slow = SimulatedNode(2, stranger(placement), handshake)
     over = threading.Event()
 
     def trickle() -> None:
@@ -102,7 +102,7 @@ def test_trickle_in_the_handshake_delays_no_other_node(place: Placement) -> None
 
     sending = threading.Thread(target=trickle)
     sending.start()
-    others = [CallThread(place, rank, secret=SECRET) for rank in (1, 2)]
+    calls = [CallThread(placement, rank, secret=SECRET) for rank in (1, 2)]
     sending.join()
-    close([call.roll() for call in (head, *others)])
+    close([call.roll() for call in (head, *calls)])
     slow.connection.close()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from rollcall_nodes import placement
+from rollcall_nodes import head_placement
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import gather, join, messages, ports, probe, session
@@ -163,14 +163,14 @@ def test_other_line_is_refused(line: bytes) -> None:
 
 def test_message_of_the_other_side_is_ignored() -> None:
     """A node cannot command the head, and the head reports nothing to a node."""
-    place = placement()
+    placement = head_placement()
     for message in FROM_HEAD:
-        head = HeadSession(place, 1)
+        head = HeadSession(placement, 1)
         head._take(1, message)
         if not isinstance(message, StopOrder | Heartbeat):
             assert head.poll() == []
     peer, sock = socket.socketpair()
-    member = MemberSession(dataclasses.replace(place, node_rank=1), Connection(sock))
+    member = MemberSession(dataclasses.replace(placement, node_rank=1), Connection(sock))
     with peer, contextlib.closing(member):
         for message in FROM_NODE:
             if not isinstance(message, StopOrder):
@@ -187,12 +187,12 @@ def test_offer_with_a_command_in_it_is_refused(field: str, value: str) -> None:
 
 
 def test_refusal_of_many_different_nodes_fits_into_a_line() -> None:
-    place = dataclasses.replace(placement(), nnodes=4096)
+    placement = dataclasses.replace(head_placement(), nnodes=4096)
     nodes = {
         rank: NodeInfo(host=f"host{rank}", software=Software(torch=f"{rank}" * 40)) for rank in range(4096)
     }
     with pytest.raises(NoPlan) as caught:
-        gather.compare_software(place, nodes)
+        gather.compare_software(placement, nodes)
     assert "and 4088 more" in caught.value.what
     assert len(messages.encode(gather.refusal(caught.value))) < 4096
 
@@ -209,37 +209,37 @@ def mutated(chance: random.Random, valid: tuple[Message, ...]) -> bytes:
             position = chance.randrange(len(changed))
             changed[position : position + chance.randint(0, 3)] = chance.randbytes(chance.randint(0, 3))
         return bytes(changed).replace(b"\n", b" ")
-    said = json.loads(line)
+    document = json.loads(line)
     for _ in range(chance.randint(1, 2)):
-        spots = list(places(said))
-        holder, key = chance.choice(spots)
+        items = list(walk_items(document))
+        holder, key = chance.choice(items)
         if isinstance(holder, dict) and chance.random() < 0.2:
             del holder[key]
         else:
             holder[key] = copy.deepcopy(chance.choice(NASTY))
-        if not said:
+        if not document:
             break
-    return json.dumps(said).encode()
+    return json.dumps(document).encode()
 
 
-def places(said: Any) -> Iterator[tuple[Any, Any]]:
-    """Every place in a JSON value: the container and its key."""
-    for key, value in said.items() if isinstance(said, dict) else enumerate(said):
-        yield said, key
+def walk_items(container: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the container and the key of every value inside a JSON value."""
+    for key, value in container.items() if isinstance(container, dict) else enumerate(container):
+        yield container, key
         if isinstance(value, dict | list):
-            yield from places(value)
+            yield from walk_items(value)
 
 
 class Fuzzed:
     """A head, a node in the session, a node that waits for the start, and a head that gathers."""
 
     def __init__(self, stack: contextlib.ExitStack, *, secret: bytes | None) -> None:
-        self.place, self.secret = placement(), secret
+        self.placement, self.secret = head_placement(), secret
         self.server = Server()
-        self.head = HeadSession(self.place, 1, server=self.server, hosts={0: "a", 1: "b"})
+        self.head = HeadSession(self.placement, 1, server=self.server, hosts={0: "a", 1: "b"})
         self.listener = ports.listen(0)
         self.open_port = stack.enter_context(probe.open_port("", ""))
-        self.member_place = dataclasses.replace(self.place, node_rank=1)
+        self.member_placement = dataclasses.replace(self.placement, node_rank=1)
         self.gathering = self.new_gathering()
         self.targets: tuple[tuple[Callable[[bytes], None], Any], ...] = (
             (self.to_head, FROM_NODE),
@@ -248,15 +248,15 @@ class Fuzzed:
             (self.to_gathering, FROM_NODE),
         )
 
-    def meeting(self, place: Any) -> join.Meeting:
+    def meeting(self, placement: Any) -> join.Meeting:
         """What one node knows of the roll call."""
-        return join.Meeting(place, REQUEST.node, self.open_port, 60.0, self.log, str, self.secret)
+        return join.Meeting(placement, REQUEST.node, self.open_port, 60.0, self.log, str, self.secret)
 
     def new_gathering(self) -> gather._Head:
         """A head in its roll call, on the same listener."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ports, "listen", lambda *_, **__: self.listener.dup())
-            return gather._Head(self.meeting(self.place))
+            return gather._Head(self.meeting(self.placement))
 
     def log(self, text: str) -> None:
         """Take a line of the log."""
@@ -286,7 +286,7 @@ class Fuzzed:
         connection = Connection(sock)
         with peer:
             peer.sendall(line + b"\n")
-            self.check(MemberSession(self.member_place, connection).poll())
+            self.check(MemberSession(self.member_placement, connection).poll())
         connection.close()
 
     def to_joining(self, line: bytes) -> None:
@@ -297,18 +297,18 @@ class Fuzzed:
             peer.sendall(line + b"\n")
             peer.shutdown(socket.SHUT_WR)
             try:
-                join._call(self.meeting(self.member_place), connection, 1e12)
+                join._call(self.meeting(self.member_placement), connection, 1e12)
             except NoPlan as refused:
                 self.log(str(refused).replace("\n", ""))
         connection.close()
 
     def to_gathering(self, line: bytes) -> None:
         """Send a line to a head in the roll call, as the first one or after a proof."""
-        place, head = self.place, self.gathering
-        line = line.replace(b'"4711"', json.dumps(place.job_id).encode())
+        placement, head = self.placement, self.gathering
+        line = line.replace(b'"4711"', json.dumps(placement.job_id).encode())
         with socket.create_connection(self.listener.getsockname()[:2], timeout=5) as peer:
             if self.secret is not None:
-                handshake = Handshake(secret=self.secret, job_id=place.job_id, node_rank=1)
+                handshake = Handshake(secret=self.secret, job_id=placement.job_id, node_rank=1)
                 peer.sendall(handshake.opening + b"\n")
                 head._receive()
                 head._receive()

@@ -43,7 +43,7 @@ def closed() -> ProbePort:
         return ProbePort(address=HERE, interface="lo", port=listener.getsockname()[1])
 
 
-def places(nnodes: int, request: str) -> list[Placement]:
+def node_placements(nnodes: int, request: str) -> list[Placement]:
     hosts = tuple(f"host{rank}" for rank in range(nnodes))
     first = Placement(
         scheduler="manual", nnodes=nnodes, node_rank=0, hosts=hosts, head=HERE, port=None,
@@ -52,27 +52,27 @@ def places(nnodes: int, request: str) -> list[Placement]:
     return [replace(first, node_rank=rank) for rank in range(nnodes)]
 
 
-def meet(spots: list[Placement], addresses: list[str], interfaces: Sequence[str] = ()) -> list[object]:
+def meet(placements: list[Placement], addresses: list[str], interfaces: Sequence[str] = ()) -> list[object]:
     """Each node's roll, or the text of its refusal."""
-    found: list[object] = [None] * len(spots)
+    results: list[object] = [None] * len(placements)
 
-    def one(rank: int) -> None:
+    def call(rank: int) -> None:
         interface = interfaces[rank] if interfaces else "lo"
         me = NodeInfo(host=f"host{rank}", address=addresses[rank], interface=interface)
         try:
-            found[rank] = gather.meet(spots[rank], me, timeout_s=20, log=lambda _: None)
+            results[rank] = gather.meet(placements[rank], me, timeout_s=20, log=lambda _: None)
         except NoPlan as error:
-            found[rank] = str(error)
+            results[rank] = str(error)
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(spots))]
+    threads = [threading.Thread(target=call, args=(rank,)) for rank in range(len(placements))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
-    for roll in found:
+    for roll in results:
         if isinstance(roll, session.Session):
             roll.close()
-    return found
+    return results
 
 
 def test_good_network_passes_every_size() -> None:
@@ -83,26 +83,26 @@ def test_good_network_passes_every_size() -> None:
 
 
 def test_unanswered_burst_is_a_failure(narrow: ProbePort) -> None:
-    (found,) = probe.probe_targets({1: narrow})
-    assert found.target == 1
-    assert 0 < found.arrived < found.size <= max(probe.SIZES)
-    assert found.reason == "no answer within 0.3 s"
+    (failure,) = probe.probe_targets({1: narrow})
+    assert failure.target == 1
+    assert 0 < failure.arrived < failure.size <= max(probe.SIZES)
+    assert failure.reason == "no answer within 0.3 s"
 
 
 def test_closed_port_is_a_failure(closed: ProbePort) -> None:
-    (found,) = probe.probe_targets({1: closed})
-    assert (found.size, found.arrived, found.reason) == (0, 0, "Connection refused")
+    (failure,) = probe.probe_targets({1: closed})
+    assert (failure.size, failure.arrived, failure.reason) == (0, 0, "Connection refused")
 
 
 def test_unreachable_network_is_a_failure() -> None:
-    (found,) = probe.probe_targets({1: ProbePort(address="255.255.255.255", interface="eth0", port=40000)})
-    assert found.size == 0
-    assert found.reason
+    (failure,) = probe.probe_targets({1: ProbePort(address="255.255.255.255", interface="eth0", port=40000)})
+    assert failure.size == 0
+    assert failure.reason
 
 
 def test_one_bad_node_does_not_hide_another(narrow: ProbePort, closed: ProbePort) -> None:
-    found = probe.probe_targets({1: narrow, 2: closed})
-    assert {one.target for one in found} == {1, 2}
+    failures = probe.probe_targets({1: narrow, 2: closed})
+    assert {failure.target for failure in failures} == {1, 2}
 
 
 @pytest.mark.parametrize("address", ["", "192.0.2.1", "no address"])
@@ -114,20 +114,22 @@ def test_foreign_address_takes_no_part(address: str) -> None:
 @pytest.mark.parametrize("nnodes", [2, 3, 4, 5, 64, 1000])
 def test_no_node_hears_from_many(nnodes: int) -> None:
     ranks = tuple(range(nnodes))
-    pairs = [(rank, other) for rank in ranks for other in probe.partners(rank, ranks)]
-    heard = [sum(other == rank for _, other in pairs) for rank in ranks] if nnodes <= 64 else [3]
-    assert all(rank != other for rank, other in pairs)
+    pairs = [(rank, partner) for rank in ranks for partner in probe.partners(rank, ranks)]
+    heard = [sum(partner == rank for _, partner in pairs) for rank in ranks] if nnodes <= 64 else [3]
+    assert all(rank != partner for rank, partner in pairs)
     assert max(heard) <= 3
     assert min(heard) >= min(nnodes - 1, 2)
 
 
 def test_nodes_that_reach_each_other_start(request: pytest.FixtureRequest) -> None:
-    assert all(isinstance(roll, session.Session) for roll in meet(places(3, request.node.name), [HERE] * 3))
+    assert all(
+        isinstance(roll, session.Session) for roll in meet(node_placements(3, request.node.name), [HERE] * 3)
+    )
 
 
 def test_node_without_an_address_takes_no_part(request: pytest.FixtureRequest) -> None:
-    found = meet(places(3, request.node.name), [HERE, "", HERE])
-    assert all(isinstance(roll, session.Session) for roll in found)
+    rolls = meet(node_placements(3, request.node.name), [HERE, "", HERE])
+    assert all(isinstance(roll, session.Session) for roll in rolls)
 
 
 def test_failing_pair_is_named_on_every_node(
@@ -141,7 +143,7 @@ def test_failing_pair_is_named_on_every_node(
         return real(address, interface)
 
     monkeypatch.setattr(probe, "open_port", offering)
-    texts = meet(places(3, request.node.name), [HERE] * 3, ["lo", "lo", "narrow"])
+    texts = meet(node_placements(3, request.node.name), [HERE] * 3, ["lo", "lo", "narrow"])
     assert len(set(texts)) == 1
     assert "cannot send" in str(texts[0])
     assert "to node 3 of 3 (host2)" in str(texts[0])
@@ -158,16 +160,16 @@ def test_stranger_in_the_test_ports_does_not_refuse_the_start(
         with real(address, interface) as opened:
             assert opened.offer is not None
             for _ in range(200 if interface == "crowded" else 0):  # more than the kernel queues
-                one = socket.socket()
-                one.setblocking(False)
-                one.connect_ex((HERE, opened.offer.port))
-                crowd.append(one)
+                connection = socket.socket()
+                connection.setblocking(False)
+                connection.connect_ex((HERE, opened.offer.port))
+                crowd.append(connection)
             yield opened
 
     monkeypatch.setattr(probe, "open_port", crowded)
-    rolls = meet(places(3, request.node.name), [HERE] * 3, ["lo", "lo", "crowded"])
-    for one in crowd:
-        one.close()
+    rolls = meet(node_placements(3, request.node.name), [HERE] * 3, ["lo", "lo", "crowded"])
+    for connection in crowd:
+        connection.close()
     assert all(isinstance(roll, session.Session) for roll in rolls), rolls
     assert "no result from node 3 of 3 (host2)" in rolls[0].warnings[-1]  # type: ignore[attr-defined]
 
@@ -175,10 +177,10 @@ def test_stranger_in_the_test_ports_does_not_refuse_the_start(
 def test_node_that_ends_meanwhile_is_lost_not_blamed(
     request: pytest.FixtureRequest, closed: ProbePort
 ) -> None:
-    (head, _), found = places(2, request.node.name), []
+    (head, _), rolls = node_placements(2, request.node.name), []
     me = NodeInfo(host="host0", address=HERE, interface="lo")
     meeting = threading.Thread(
-        target=lambda: found.append(gather.meet(head, me, timeout_s=20, log=lambda _: None))
+        target=lambda: rolls.append(gather.meet(head, me, timeout_s=20, log=lambda _: None))
     )
     meeting.start()
     joining = JoinRequest(job=head.job_id, node_rank=1, nnodes=2, node=NodeInfo(host="host1"), probe=closed)
@@ -194,9 +196,9 @@ def test_node_that_ends_meanwhile_is_lost_not_blamed(
         while b'"ProbeRequest"' not in heard:
             heard += node.recv(4096)
     meeting.join(timeout=20)
-    found[0].poll()
-    assert list(found[0].lost) == [1]
-    found[0].close()
+    rolls[0].poll()
+    assert list(rolls[0].lost) == [1]
+    rolls[0].close()
 
 
 HOLE = ProbeFailure(target=0, size=2000, arrived=1400, packet=1500, reason="no answer within 3.5 s")
@@ -237,6 +239,8 @@ def test_connection_without_data_is_refused() -> None:
 
 def test_refusal_fits_into_a_small_packet() -> None:
     long = "x" * 60
-    for one in (HOLE, WALL):
-        error = probe.refusal([(1, one)] * 50, OFFERS, lambda rank: f"node {rank} of 1000 ({long}.{long})")
+    for failure in (HOLE, WALL):
+        error = probe.refusal(
+            [(1, failure)] * 50, OFFERS, lambda rank: f"node {rank} of 1000 ({long}.{long})"
+        )
         assert len(json.dumps([error.what, error.where, error.hint])) < probe.SIZES[1]

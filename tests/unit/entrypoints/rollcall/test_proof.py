@@ -26,7 +26,7 @@ ANSWER = re.compile(rb"imgkit-head [0-9a-f]{32} [0-9a-f]{64}\n")
 class Relay(threading.Thread):
     """A stranger on the way between nodes and the head, who records everything."""
 
-    def __init__(self, place: Placement, head: CallThread) -> None:
+    def __init__(self, placement: Placement, head: CallThread) -> None:
         super().__init__(daemon=True)
         self.listener = socket.create_server(("127.0.0.2", 0))
         self.head = head
@@ -53,10 +53,10 @@ class Relay(threading.Thread):
 
 
 @pytest.fixture
-def recorded(place: Placement, monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, bytes]:
+def recorded(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, bytes]:
     """Everything that a node and the head said to each other in a start of the same job."""
-    head = CallThread(place, 0, secret=SECRET)
-    relay = Relay(place, head)
+    head = CallThread(placement, 0, secret=SECRET)
+    relay = Relay(placement, head)
     straight = socket.create_connection
 
     def relayed(address: tuple[str, int], timeout: float) -> socket.socket:
@@ -65,7 +65,7 @@ def recorded(place: Placement, monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, 
 
     with monkeypatch.context() as patch:
         patch.setattr(join.socket, "create_connection", relayed)
-        node = CallThread(replace(place, head="relay"), 1, secret=SECRET)
+        node = CallThread(replace(placement, head="relay"), 1, secret=SECRET)
         rolls = [head.roll(), node.roll()]
     rolls[1].report(StopOrder(reason="SIGTERM"))
     hear(rolls, lambda seen: bool(seen[0]))
@@ -73,18 +73,18 @@ def recorded(place: Placement, monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, 
     return relay.from_node, relay.from_head
 
 
-def test_same_secret_meets(place: Placement) -> None:
-    rolls = meet(replace(place, nnodes=3), secret=SECRET)
+def test_same_secret_meets(placement: Placement) -> None:
+    rolls = meet(replace(placement, nnodes=3), secret=SECRET)
     rolls[1].report(StopOrder(reason="SIGUSR1"))
     expected = StopOrder(node="node 2 of 3 (as07r3b13)", reason="SIGUSR1")
     assert hear(rolls, lambda seen: bool(seen[0] and seen[2])) == [[expected], [], [expected]]
     end_run(rolls)
 
 
-def test_other_secret_is_not_counted(place: Placement) -> None:
+def test_other_secret_is_not_counted(placement: Placement) -> None:
     head, node = (
-        CallThread(place, 0, secret=SECRET, timeout_s=2.5),
-        CallThread(place, 1, secret=OTHER, timeout_s=2.0),
+        CallThread(placement, 0, secret=SECRET, timeout_s=2.5),
+        CallThread(placement, 1, secret=OTHER, timeout_s=2.0),
     )
     assert "another program answers at 127.0.0.1:" in node.refusal()
     assert "does not know this run's secret (its answer is not a valid proof)" in node.refusal()
@@ -93,16 +93,16 @@ def test_other_secret_is_not_counted(place: Placement) -> None:
     assert "node 2 of 2 (as07r3b13) did not join" in head.refusal()
 
 
-def test_node_without_secret_is_refused(place: Placement) -> None:
-    head, node = CallThread(place, 0, secret=SECRET, timeout_s=2.5), CallThread(place, 1)
+def test_node_without_secret_is_refused(placement: Placement) -> None:
+    head, node = CallThread(placement, 0, secret=SECRET, timeout_s=2.5), CallThread(placement, 1)
     assert "the head requires a secret, and this node has none" in node.refusal()
     assert "--secret-file" in node.refusal()
     assert "127.0.0.1 was refused: the head requires a secret, and this node has none" in head.refusal()
 
 
-def test_head_without_secret_is_named(place: Placement) -> None:
-    head = CallThread(place, 0, timeout_s=2.5)
-    node = CallThread(place, 1, secret=SECRET, timeout_s=2.0)
+def test_head_without_secret_is_named(placement: Placement) -> None:
+    head = CallThread(placement, 0, timeout_s=2.5)
+    node = CallThread(placement, 1, secret=SECRET, timeout_s=2.0)
     assert "give both the same --secret-file" in node.refusal()
     assert "127.0.0.1 was refused: this node has a secret, and the head starts without one" in head.refusal()
 
@@ -116,22 +116,22 @@ def test_head_without_secret_is_named(place: Placement) -> None:
         b"imgkit-join -1 " + b"0" * 32 + b"\n",
     ],
 )
-def test_stranger_hears_nothing(place: Placement, first: bytes) -> None:
-    head = CallThread(place, 0, secret=SECRET)
-    with stranger(place) as connection:
+def test_stranger_hears_nothing(placement: Placement, first: bytes) -> None:
+    head = CallThread(placement, 0, secret=SECRET)
+    with stranger(placement) as connection:
         connection.sendall(first)
         assert heard_until_closed(connection) == b""
-    close([head.roll() for head in (head, CallThread(place, 1, secret=SECRET))])
+    close([head.roll() for head in (head, CallThread(placement, 1, secret=SECRET))])
 
 
 @pytest.mark.parametrize(
     "forged", [b"", b"{}\n", b"0" * 64 + b' {"stop": "x"}\n', b"x" * 5000, b'{"job": "%s"}\n']
 )
-def test_stranger_learns_a_nonce_and_changes_nothing(place: Placement, forged: bytes) -> None:
-    head = CallThread(place, 0, secret=SECRET)
+def test_stranger_learns_a_nonce_and_changes_nothing(placement: Placement, forged: bytes) -> None:
+    head = CallThread(placement, 0, secret=SECRET)
     answers = []
     for _ in range(2):
-        with stranger(place) as connection:
+        with stranger(placement) as connection:
             connection.sendall(CALL)
             answers.append(connection.recv(4096))
             with contextlib.suppress(OSError):  # the head has closed it already
@@ -140,56 +140,58 @@ def test_stranger_learns_a_nonce_and_changes_nothing(place: Placement, forged: b
             assert heard_until_closed(connection) == b""
     assert all(ANSWER.fullmatch(answer) for answer in answers)
     assert answers[0] != answers[1]
-    close([head.roll() for head in (head, CallThread(place, 1, secret=SECRET))])
+    close([head.roll() for head in (head, CallThread(placement, 1, secret=SECRET))])
 
 
-def test_early_impostor_is_refused_and_the_node_gets_in(place: Placement) -> None:
-    head = CallThread(place, 0, secret=SECRET)
-    request = JoinRequest(job=place.job_id, node_rank=1, nnodes=2, node=NodeInfo(host="evil"))
+def test_early_impostor_is_refused_and_the_node_gets_in(placement: Placement) -> None:
+    head = CallThread(placement, 0, secret=SECRET)
+    request = JoinRequest(job=placement.job_id, node_rank=1, nnodes=2, node=NodeInfo(host="evil"))
     for first in (b"", CALL):
-        with stranger(place) as connection:
+        with stranger(placement) as connection:
             connection.sendall(first + messages.encode(request) + b"\n")
             assert b"RunStart" not in heard_until_closed(connection)
-    rolls = [call.roll() for call in (head, CallThread(place, 1, secret=SECRET))]
+    rolls = [call.roll() for call in (head, CallThread(placement, 1, secret=SECRET))]
     assert rolls[0].node_name(1) == "node 2 of 2 (as07r3b13)"
     close(rolls)
 
 
-def test_proof_is_bound_to_the_rank(place: Placement) -> None:
-    place = replace(place, nnodes=3)
-    head = CallThread(place, 0, secret=SECRET)
-    with stranger(place) as connection:
-        handshake = Handshake(secret=SECRET, job_id=place.job_id, node_rank=1)
+def test_proof_is_bound_to_the_rank(placement: Placement) -> None:
+    placement = replace(placement, nnodes=3)
+    head = CallThread(placement, 0, secret=SECRET)
+    with stranger(placement) as connection:
+        handshake = Handshake(secret=SECRET, job_id=placement.job_id, node_rank=1)
         connection.sendall(handshake.opening + b"\n")
         confirmed = handshake.confirm(connection.recv(4096).rstrip(b"\n"))
         assert confirmed
-        request = JoinRequest(job=place.job_id, node_rank=2, nnodes=3, node=NodeInfo(host="as"))
+        request = JoinRequest(job=placement.job_id, node_rank=2, nnodes=3, node=NodeInfo(host="as"))
         connection.sendall(confirmed.sign(messages.encode(request)) + b"\n")
         assert heard_until_closed(connection) == b""
-    close([head.roll() for head in (head, *(CallThread(place, rank, secret=SECRET) for rank in (1, 2)))])
+    close([head.roll() for head in (head, *(CallThread(placement, rank, secret=SECRET) for rank in (1, 2)))])
 
 
-def test_recorded_node_is_refused_in_the_next_start(place: Placement, recorded: tuple[bytes, bytes]) -> None:
-    said, _ = recorded
-    assert b'"node_rank": 1' in said
-    assert b'"reason": "SIGTERM"' in said
-    head = CallThread(place, 0, secret=SECRET)
-    with stranger(place) as connection:
-        connection.sendall(said)
+def test_recorded_node_is_refused_in_the_next_start(
+    placement: Placement, recorded: tuple[bytes, bytes]
+) -> None:
+    node_bytes, _ = recorded
+    assert b'"node_rank": 1' in node_bytes
+    assert b'"reason": "SIGTERM"' in node_bytes
+    head = CallThread(placement, 0, secret=SECRET)
+    with stranger(placement) as connection:
+        connection.sendall(node_bytes)
         assert ANSWER.fullmatch(heard_until_closed(connection))
-    rolls = [call.roll() for call in (head, CallThread(place, 1, secret=SECRET))]
-    with stranger(place) as connection:
-        connection.sendall(said)
+    rolls = [call.roll() for call in (head, CallThread(placement, 1, secret=SECRET))]
+    with stranger(placement) as connection:
+        connection.sendall(node_bytes)
         assert hear(rolls, lambda _: False, within_s=0.3) == [[], []]
     close(rolls)
 
 
-def test_recorded_head_is_not_believed(place: Placement, recorded: tuple[bytes, bytes]) -> None:
-    _, said = recorded
-    assert b"RunStart" in said
-    with socket.create_server(("127.0.0.1", job_port(place.job_id))) as squatter:
-        threading.Thread(target=serve, args=(squatter, said), daemon=True).start()
-        text = CallThread(place, 1, secret=SECRET, timeout_s=2.0).refusal()
+def test_recorded_head_is_not_believed(placement: Placement, recorded: tuple[bytes, bytes]) -> None:
+    _, head_bytes = recorded
+    assert b"RunStart" in head_bytes
+    with socket.create_server(("127.0.0.1", job_port(placement.job_id))) as squatter:
+        threading.Thread(target=serve, args=(squatter, head_bytes), daemon=True).start()
+        text = CallThread(placement, 1, secret=SECRET, timeout_s=2.0).refusal()
     assert "does not know this run's secret (its answer is not a valid proof)" in text
 
 
@@ -227,13 +229,13 @@ def test_proof_depends_on_everything(change: str) -> None:
     assert node.confirm(answer) is None
 
 
-def serve(squatter: socket.socket, said: bytes) -> None:
+def serve(squatter: socket.socket, answer: bytes) -> None:
     """Answer every call with the same bytes."""
     try:
         while True:
             connection, _ = squatter.accept()
             connection.recv(4096)
-            connection.sendall(said)
+            connection.sendall(answer)
     except OSError:
         return  # the test is over
 
@@ -241,23 +243,23 @@ def serve(squatter: socket.socket, said: bytes) -> None:
 @pytest.fixture(
     params=[b"", b"220 mail ready\r\n", b'{"type": "Refused", "what": "\\u001b[31mgo away"}\n', b"x" * 9000]
 )
-def squatter(place: Placement, request: pytest.FixtureRequest) -> Iterator[socket.socket]:
+def squatter(placement: Placement, request: pytest.FixtureRequest) -> Iterator[socket.socket]:
     """Another program on the head's port."""
-    with socket.create_server(("127.0.0.1", job_port(place.job_id))) as listener:
+    with socket.create_server(("127.0.0.1", job_port(placement.job_id))) as listener:
         threading.Thread(target=serve, args=(listener, request.param), daemon=True).start()
         yield listener
 
 
-def test_squatter_is_named(place: Placement, squatter: socket.socket) -> None:
-    text = CallThread(place, 1, secret=SECRET, timeout_s=2.0).refusal()
-    assert f"another program answers at 127.0.0.1:{job_port(place.job_id)} and does not know" in text
+def test_squatter_is_named(placement: Placement, squatter: socket.socket) -> None:
+    text = CallThread(placement, 1, secret=SECRET, timeout_s=2.0).refusal()
+    assert f"another program answers at 127.0.0.1:{job_port(placement.job_id)} and does not know" in text
     assert "\x1b" not in text
     assert "go away" not in text
 
 
-def test_last_call_without_time_for_an_answer_keeps_the_reason(place: Placement) -> None:
-    with socket.create_server(("127.0.0.1", job_port(place.job_id))) as listener:
-        node = CallThread(place, 1, secret=SECRET, timeout_s=1.5)
+def test_last_call_without_time_for_an_answer_keeps_the_reason(placement: Placement) -> None:
+    with socket.create_server(("127.0.0.1", job_port(placement.job_id))) as listener:
+        node = CallThread(placement, 1, secret=SECRET, timeout_s=1.5)
         connection, _ = listener.accept()
         connection.sendall(b"220 mail ready\r\n")
         text = node.refusal()  # the listener accepts the later calls, and nobody answers them
@@ -265,10 +267,10 @@ def test_last_call_without_time_for_an_answer_keeps_the_reason(place: Placement)
     assert "its answer is not a valid proof" in text
 
 
-def test_node_outlasts_a_squatter(place: Placement) -> None:
-    with socket.create_server(("127.0.0.1", job_port(place.job_id))) as listener:
-        node = CallThread(place, 1, secret=SECRET)
+def test_node_outlasts_a_squatter(placement: Placement) -> None:
+    with socket.create_server(("127.0.0.1", job_port(placement.job_id))) as listener:
+        node = CallThread(placement, 1, secret=SECRET)
         connection, _ = listener.accept()
         connection.sendall(b"220 mail ready\r\n")
     connection.close()
-    close([call.roll() for call in (CallThread(place, 0, secret=SECRET), node)])
+    close([call.roll() for call in (CallThread(placement, 0, secret=SECRET), node)])

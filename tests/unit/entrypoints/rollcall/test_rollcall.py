@@ -24,115 +24,115 @@ def quiet(rolls: list[Session], seconds: float) -> list[list[Event]]:
     return hear(rolls, lambda _: False, within_s=seconds)
 
 
-def test_all_nodes_get_one_free_port(place: Placement) -> None:
-    rolls = meet(place)
+def test_all_nodes_get_one_free_port(placement: Placement) -> None:
+    rolls = meet(placement)
     assert isinstance(rolls[0], HeadSession)
     assert ports.is_free(rolls[0].port)
-    assert rolls[0].port != job_port(place.job_id)
+    assert rolls[0].port != job_port(placement.job_id)
     rolls[0].start_attempt(1, {0: 0, 1: 1})
     orders = hear(rolls, all)
     assert [[order.port for order in seen] for seen in orders] == [[rolls[0].port]] * 2
     close(rolls)
 
 
-def test_given_port_is_torchruns(place: Placement) -> None:
-    port = ports.first_free(job_port(place.job_id))
-    rolls = meet(replace(place, port=port))
+def test_given_port_is_torchruns(placement: Placement) -> None:
+    port = ports.first_free(job_port(placement.job_id))
+    rolls = meet(replace(placement, port=port))
     assert isinstance(rolls[0], HeadSession)
     assert rolls[0].port == port
     close(rolls)
 
 
-def test_missing_node_is_named(place: Placement) -> None:
-    place = replace(place, nnodes=3)
-    head, there = CallThread(place, 0, timeout_s=2.0), CallThread(place, 2)
+def test_missing_node_is_named(placement: Placement) -> None:
+    placement = replace(placement, nnodes=3)
+    head, member = CallThread(placement, 0, timeout_s=2.0), CallThread(placement, 2)
     assert "node 2 of 3 (as07r3b13) did not join; 2/3 present after 2 s" in head.refusal()
-    assert there.refusal() == head.refusal()
+    assert member.refusal() == head.refusal()
 
 
-def test_missing_head_is_named(place: Placement) -> None:
-    text = CallThread(place, 1, timeout_s=0.3).refusal()
+def test_missing_head_is_named(placement: Placement) -> None:
+    text = CallThread(placement, 1, timeout_s=0.3).refusal()
     assert (
         "the head (127.0.0.1) did not answer node 2 of 2 (as07r3b13) within 0.3 s: Connection refused" in text
     )
 
 
-def test_unknown_head_name_is_retried(place: Placement) -> None:
-    text = CallThread(replace(place, head="no-such-host.invalid"), 1, timeout_s=0.3).refusal()
+def test_unknown_head_name_is_retried(placement: Placement) -> None:
+    text = CallThread(replace(placement, head="no-such-host.invalid"), 1, timeout_s=0.3).refusal()
     assert "the head (no-such-host.invalid) did not answer" in text
 
 
-def test_late_head_is_waited_for(place: Placement) -> None:
-    other = CallThread(place, 1)
+def test_late_head_is_waited_for(placement: Placement) -> None:
+    member = CallThread(placement, 1)
     time.sleep(0.3)
-    rolls = [CallThread(place, 0).roll(), other.roll()]
+    rolls = [CallThread(placement, 0).roll(), member.roll()]
     close(rolls)
 
 
 @pytest.mark.parametrize("field", ["image", "torch", "nccl"])
-def test_different_software_is_refused_everywhere(place: Placement, field: str) -> None:
-    calls = [CallThread(place, rank, software=Software(**{field: f"1.{rank}"})) for rank in range(2)]
+def test_different_software_is_refused_everywhere(placement: Placement, field: str) -> None:
+    calls = [CallThread(placement, rank, software=Software(**{field: f"1.{rank}"})) for rank in range(2)]
     texts = {call.refusal() for call in calls}
     assert len(texts) == 1
     assert "1.0 on node 1 of 2 (as07r3b12), 1.1 on node 2 of 2 (as07r3b13)" in texts.pop()
 
 
-def test_different_gpus_are_a_warning(place: Placement) -> None:
-    calls = [CallThread(place, rank, nproc=4 - rank, gpu="H100") for rank in range(2)]
+def test_different_gpus_are_a_warning(placement: Placement) -> None:
+    calls = [CallThread(placement, rank, nproc=4 - rank, gpu="H100") for rank in range(2)]
     rolls = [call.roll() for call in calls]
     assert isinstance(rolls[0], HeadSession)
     assert "the nodes differ in workers per node 4 on node 1" in rolls[0].warnings[0]
     close(rolls)
 
 
-def test_different_workers_with_spares_are_refused(place: Placement) -> None:
-    place = replace(place, size=Size.parse("1+1"))
-    calls = [CallThread(place, rank, nproc=4 - rank) for rank in range(2)]
+def test_different_workers_with_spares_are_refused(placement: Placement) -> None:
+    placement = replace(placement, size=Size.parse("1+1"))
+    calls = [CallThread(placement, rank, nproc=4 - rank) for rank in range(2)]
     for call in calls:
         assert "the nodes differ in workers per node 4 on node 1" in call.refusal()
 
 
-def test_two_nodes_of_one_rank_are_refused(place: Placement) -> None:
-    place = replace(place, nnodes=3)
-    calls = [CallThread(place, 0), CallThread(place, 1), CallThread(place, 1)]
+def test_two_nodes_of_one_rank_are_refused(placement: Placement) -> None:
+    placement = replace(placement, nnodes=3)
+    calls = [CallThread(placement, 0), CallThread(placement, 1), CallThread(placement, 1)]
     for call in calls:
         assert "both join as node 2 of 3" in call.refusal()
 
 
 @pytest.mark.parametrize("secret", [None, bytes(32)], ids=["open", "with a secret"])
-def test_different_node_counts_are_refused(place: Placement, secret: bytes | None) -> None:
-    head, other = (
-        CallThread(place, 0, secret=secret),
-        CallThread(replace(place, nnodes=3), 2, secret=secret),
+def test_different_node_counts_are_refused(placement: Placement, secret: bytes | None) -> None:
+    head, member = (
+        CallThread(placement, 0, secret=secret),
+        CallThread(replace(placement, nnodes=3), 2, secret=secret),
     )
     assert "as07r3b14 joins as node 3 of 3, but the head expects 2 nodes" in head.refusal()
-    assert other.refusal() == head.refusal()
+    assert member.refusal() == head.refusal()
 
 
-def test_busy_port_is_refused(place: Placement) -> None:
-    port = job_port(place.job_id)
+def test_busy_port_is_refused(placement: Placement) -> None:
+    port = job_port(placement.job_id)
     with ports.listen(port):
-        text = CallThread(place, 0).refusal()
+        text = CallThread(placement, 0).refusal()
     assert f"port {port}, where the nodes of this run meet, is busy on the head" in text
     assert f"ss -ltnp sport = {port}" in text
 
 
-def test_busy_torchrun_port_is_refused_everywhere(place: Placement) -> None:
-    port = ports.first_free(job_port(place.job_id))
+def test_busy_torchrun_port_is_refused_everywhere(placement: Placement) -> None:
+    port = ports.first_free(job_port(placement.job_id))
     assert port is not None
     with ports.listen(port):
-        calls = [CallThread(replace(place, port=port), rank) for rank in range(2)]
+        calls = [CallThread(replace(placement, port=port), rank) for rank in range(2)]
         assert {call.refusal() for call in calls} == {calls[0].refusal()}
     assert f"torchrun's port {port} is busy on the head" in calls[0].refusal()
 
 
-def test_silent_service_on_the_port_is_not_waited_for(place: Placement) -> None:
-    with socket.create_server(("127.0.0.1", job_port(place.job_id))):
-        assert "it does not answer the call" in CallThread(place, 1, timeout_s=1.0).refusal()
+def test_silent_service_on_the_port_is_not_waited_for(placement: Placement) -> None:
+    with socket.create_server(("127.0.0.1", job_port(placement.job_id))):
+        assert "it does not answer the call" in CallThread(placement, 1, timeout_s=1.0).refusal()
 
 
-def test_foreign_service_on_the_port_is_said(place: Placement) -> None:
-    with socket.create_server(("127.0.0.1", job_port(place.job_id))) as foreign:
+def test_foreign_service_on_the_port_is_said(placement: Placement) -> None:
+    with socket.create_server(("127.0.0.1", job_port(placement.job_id))) as foreign:
 
         def serve() -> None:
             with contextlib.suppress(OSError):  # the test is over
@@ -143,32 +143,32 @@ def test_foreign_service_on_the_port_is_said(place: Placement) -> None:
         threading.Thread(target=serve, daemon=True).start()
         assert (
             "it sent something other than a message of imgkit's roll call"
-            in CallThread(place, 1, timeout_s=5.0).refusal()
+            in CallThread(placement, 1, timeout_s=5.0).refusal()
         )
 
 
-def test_node_that_went_away_can_call_again(place: Placement) -> None:
-    place = replace(place, nnodes=3)
-    head = CallThread(place, 0)
-    first = CallThread(place, 1)
+def test_node_that_went_away_can_call_again(placement: Placement) -> None:
+    placement = replace(placement, nnodes=3)
+    head = CallThread(placement, 0)
+    first = CallThread(placement, 1)
     time.sleep(0.3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "LOST_AFTER_S", -1.0)  # the member gives up its connection and calls anew
         time.sleep(0.1)
-    rolls = [head, first, CallThread(place, 2)]
+    rolls = [head, first, CallThread(placement, 2)]
     close([call.roll() for call in rolls])
 
 
-def test_heartbeat_keeps_quiet_nodes(place: Placement) -> None:
-    rolls = meet(place)
+def test_heartbeat_keeps_quiet_nodes(placement: Placement) -> None:
+    rolls = meet(placement)
     for roll in rolls:
         roll.lost_after_s = 0.5
     assert quiet(rolls, 1.2) == [[], []]
     close(rolls)
 
 
-def test_silent_node_is_lost(place: Placement) -> None:
-    rolls = meet(place)
+def test_silent_node_is_lost(placement: Placement) -> None:
+    rolls = meet(placement)
     head = rolls[0]
     assert isinstance(head, HeadSession)
     head.lost_after_s = 0.4
@@ -178,16 +178,16 @@ def test_silent_node_is_lost(place: Placement) -> None:
     close(rolls)
 
 
-def test_silent_head_is_lost(place: Placement) -> None:
-    rolls = meet(place)
+def test_silent_head_is_lost(placement: Placement) -> None:
+    rolls = meet(placement)
     rolls[1].lost_after_s = 0.4
     ((event,),) = hear(rolls[1:], lambda seen: bool(seen[0]))
     assert event == HeadLost(node="node 1 of 2 (as07r3b12)", reason="no heartbeat for 0.4 s")
     close(rolls)
 
 
-def test_closed_connection_is_lost(place: Placement) -> None:
-    rolls = meet(replace(place, nnodes=3))
+def test_closed_connection_is_lost(placement: Placement) -> None:
+    rolls = meet(replace(placement, nnodes=3))
     head = rolls[0]
     assert isinstance(head, HeadSession)
     rolls[1]._connection.socket.close()
@@ -196,8 +196,8 @@ def test_closed_connection_is_lost(place: Placement) -> None:
     close([head, rolls[2]])
 
 
-def test_stop_reaches_all_others(place: Placement) -> None:
-    rolls = meet(replace(place, nnodes=3))
+def test_stop_reaches_all_others(placement: Placement) -> None:
+    rolls = meet(replace(placement, nnodes=3))
     rolls[1].report(StopOrder(reason="SIGUSR1"))
     events = hear(rolls, lambda seen: bool(seen[0] and seen[2]))
     expected = StopOrder(node="node 2 of 3 (as07r3b13)", reason="SIGUSR1")
@@ -205,23 +205,23 @@ def test_stop_reaches_all_others(place: Placement) -> None:
     close(rolls)
 
 
-def test_end_of_the_run_is_told_to_all(place: Placement) -> None:
-    end_run(meet(place), 85)
+def test_end_of_the_run_is_told_to_all(placement: Placement) -> None:
+    end_run(meet(placement), 85)
 
 
 def test_link_beyond_descriptor_1023_closes() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
-    mine, other = socket.socketpair()
+    near_end, far_end = socket.socketpair()
     try:
-        number = os.dup2(mine.fileno(), 2000)
+        number = os.dup2(near_end.fileno(), 2000)
         link = Connection(socket.socket(fileno=number))
-        other.sendall(messages.encode(messages.Heartbeat()) + b"\n")
+        far_end.sendall(messages.encode(messages.Heartbeat()) + b"\n")
         link.close(linger_s=0.1)
         assert link.fileno() == -1
     finally:
-        mine.close()
-        other.close()
+        near_end.close()
+        far_end.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
@@ -233,10 +233,10 @@ def test_ports_stay_below_the_ephemeral_range() -> None:
 
 
 @pytest.mark.parametrize("secret", [None, bytes(32)], ids=["open", "with a secret"])
-def test_call_after_the_roll_call_is_refused(place: Placement, secret: bytes | None) -> None:
-    rolls = meet(place, secret=secret)
-    late = CallThread(place, 1, secret=secret)
+def test_call_after_the_roll_call_is_refused(placement: Placement, secret: bytes | None) -> None:
+    rolls = meet(placement, secret=secret)
+    late = CallThread(placement, 1, secret=secret)
     hear(rolls, lambda _: not late.is_alive())
-    for call in (late, CallThread(place, 0)):
+    for call in (late, CallThread(placement, 0)):
         assert "started twice on this host" in call.refusal()
     close(rolls)

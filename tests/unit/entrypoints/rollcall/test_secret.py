@@ -33,7 +33,7 @@ def home(tmp_path: Path) -> dict[str, str]:
     return {"HOME": str(tmp_path / "home")}
 
 
-def own(home: dict[str, str]) -> Path:
+def secret_file(home: dict[str, str]) -> Path:
     return Path(home["HOME"]) / ".config/imgkit/secret"
 
 
@@ -103,16 +103,16 @@ def test_kubernetes_mounts_a_link_that_the_group_may_read(
 
 def test_home_file_is_made_on_a_network_disk_alone(home: dict[str, str]) -> None:
     assert secret.find(None, home, shared_home=False) is None
-    assert not own(home).exists()
-    made = secret.find(None, home, shared_home=True)
-    assert made is not None
-    assert len(made) == 32
-    assert made == own(home).read_bytes()
-    assert stat.S_IMODE(own(home).stat().st_mode) == 0o600
-    assert stat.S_IMODE(own(home).parent.stat().st_mode) == 0o700
+    assert not secret_file(home).exists()
+    value = secret.find(None, home, shared_home=True)
+    assert value is not None
+    assert len(value) == 32
+    assert value == secret_file(home).read_bytes()
+    assert stat.S_IMODE(secret_file(home).stat().st_mode) == 0o600
+    assert stat.S_IMODE(secret_file(home).parent.stat().st_mode) == 0o700
     # Once it is there, it counts everywhere: somebody may have copied it.
-    assert secret.find(None, home, shared_home=False) == made
-    assert [path.name for path in own(home).parent.iterdir()] == ["secret"]
+    assert secret.find(None, home, shared_home=False) == value
+    assert [path.name for path in secret_file(home).parent.iterdir()] == ["secret"]
 
 
 def test_home_is_the_one_of_xdg(tmp_path: Path) -> None:
@@ -124,9 +124,9 @@ def test_home_is_the_one_of_xdg(tmp_path: Path) -> None:
 
 def test_plan_names_the_source_and_makes_nothing(home: dict[str, str], file: Path) -> None:
     assert secret.source(str(file), home, shared_home=False) == str(file)
-    assert secret.source(None, home, shared_home=True) == str(own(home))
+    assert secret.source(None, home, shared_home=True) == str(secret_file(home))
     assert secret.source(None, home, shared_home=False) == ""
-    assert not own(home).exists()
+    assert not secret_file(home).exists()
 
 
 def test_home_that_cannot_be_written_leaves_the_start_open(home: dict[str, str]) -> None:
@@ -149,7 +149,7 @@ def test_nodes_that_race_agree_on_one_home_file(tmp_path: Path) -> None:
     argv = [sys.executable, "-c", RACE, str(tmp_path), at]
     racers = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) for _ in range(6)]
     assert len({racer.communicate(timeout=30)[0] for racer in racers}) == 1
-    assert re.fullmatch("[0-9a-f]{64}\n", own({"HOME": str(tmp_path)}).read_bytes().hex() + "\n")
+    assert re.fullmatch("[0-9a-f]{64}\n", secret_file({"HOME": str(tmp_path)}).read_bytes().hex() + "\n")
 
 
 MOUNTS = """\

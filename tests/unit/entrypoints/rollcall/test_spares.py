@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from rollcall_nodes import CallThread, close, end_run, hear, placement, stranger
+from rollcall_nodes import CallThread, close, end_run, head_placement, hear, stranger
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import gather, messages, probe
@@ -32,13 +32,13 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def place() -> Placement:
+def placement() -> Placement:
     """Two nodes and a spare."""
-    return replace(placement(), nnodes=3, size=Size(training=2, spares=1))
+    return replace(head_placement(), nnodes=3, size=Size(training=2, spares=1))
 
 
-def met(place: Placement, *ranks: int, **options: object) -> list[Session]:
-    calls = [CallThread(place, rank, **{"timeout_s": NEVER_S, **options}) for rank in ranks]
+def start_ranks(placement: Placement, *ranks: int, **options: object) -> list[Session]:
+    calls = [CallThread(placement, rank, **{"timeout_s": NEVER_S, **options}) for rank in ranks]
     return [call.roll() for call in calls]
 
 
@@ -46,35 +46,37 @@ def numbers(rolls: list[Session]) -> list[tuple[int, int]]:
     return [(roll.placement.node_rank, roll.placement.nnodes) for roll in rolls]
 
 
-def test_start_waits_for_nobody_when_all_are_there(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_start_waits_for_nobody_when_all_are_there(
+    placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gather, "LAST_CALL_S", NEVER_S)
-    rolls = met(place, 0, 1, 2)
+    rolls = start_ranks(placement, 0, 1, 2)
     assert numbers(rolls) == [(0, 3), (1, 3), (2, 3)]
     close(rolls)
 
 
 @pytest.mark.parametrize("secret", [None, bytes(32)], ids=["open", "with a secret"])
-def test_missing_node_leaves_no_gap(place: Placement, secret: bytes | None) -> None:
-    rolls = met(place, 0, 2, secret=secret)
+def test_missing_node_leaves_no_gap(placement: Placement, secret: bytes | None) -> None:
+    rolls = start_ranks(placement, 0, 2, secret=secret)
     assert numbers(rolls) == [(0, 2), (1, 2)]
     close(rolls)
 
 
-def test_head_starts_alone_where_one_is_enough(place: Placement) -> None:
-    rolls = met(replace(place, size=Size(training=1, spares=2)), 0)
+def test_head_starts_alone_where_one_is_enough(placement: Placement) -> None:
+    rolls = start_ranks(replace(placement, size=Size(training=1, spares=2)), 0)
     assert numbers(rolls) == [(0, 1)]
     end_run(rolls)
 
 
-def test_each_call_gives_the_next_node_time(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_call_gives_the_next_node_time(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gather, "LAST_CALL_S", 60.0)
-    place = replace(place, size=Size(training=1, spares=2))
+    placement = replace(placement, size=Size(training=1, spares=2))
     me, end = NodeInfo(host="as07r3b12"), time.monotonic() + NEVER_S
     with probe.open_port("", "") as opened:
-        head = gather._Head(Meeting(place, me, opened, NEVER_S, print, str, None))
+        head = gather._Head(Meeting(placement, me, opened, NEVER_S, print, str, None))
         head._last_join -= 100
         assert head._is_complete(time.monotonic(), end)
-        member = CallThread(place, 1)
+        member = CallThread(placement, 1)
         while len(head.nodes) < 2:
             head._receive()
         assert not head._is_complete(time.monotonic(), end)
@@ -83,45 +85,47 @@ def test_each_call_gives_the_next_node_time(place: Placement, monkeypatch: pytes
     assert "over" in member.refusal()
 
 
-def test_too_few_nodes_are_named(place: Placement) -> None:
-    text = CallThread(place, 0, timeout_s=0.8).refusal()
+def test_too_few_nodes_are_named(placement: Placement) -> None:
+    text = CallThread(placement, 0, timeout_s=0.8).refusal()
     assert "nodes 2-3 of 3 (as07r3b[13-14]) did not join; 1/3 present after 0.8 s" in text
 
 
-def test_enough_nodes_start_when_the_time_is_over(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enough_nodes_start_when_the_time_is_over(
+    placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(gather, "LAST_CALL_S", NEVER_S)
-    rolls = met(place, 0, 1, timeout_s=2.0)
+    rolls = start_ranks(placement, 0, 1, timeout_s=2.0)
     assert numbers(rolls) == [(0, 2), (1, 2)]
     close(rolls)
 
 
-def test_node_that_calls_and_goes_is_not_counted(place: Placement) -> None:
-    head = CallThread(place, 0)
+def test_node_that_calls_and_goes_is_not_counted(placement: Placement) -> None:
+    head = CallThread(placement, 0)
     me = NodeInfo(host="as07r3b13")
     offer = ProbePort(address="127.0.0.1", interface="lo", port=9)
-    call = JoinRequest(job=place.job_id, node_rank=1, nnodes=3, node=me, probe=offer)
-    with stranger(place) as connection:
+    call = JoinRequest(job=placement.job_id, node_rank=1, nnodes=3, node=me, probe=offer)
+    with stranger(placement) as connection:
         connection.sendall(messages.encode(call) + b"\n")
         assert b"Heartbeat" in connection.recv(100), "it is counted"
     end = time.monotonic() + 10
     while not any("node 2 of 3 (as07r3b13) joined and disconnected" in text for text in head.log_lines):
         assert time.monotonic() < end
         time.sleep(0.01)
-    rolls = [CallThread(place, 2).roll(), head.roll()][::-1]
+    rolls = [CallThread(placement, 2).roll(), head.roll()][::-1]
     assert numbers(rolls) == [(0, 2), (1, 2)]
     close(rolls)
 
 
-def test_late_node_reads_that_it_cannot_join(place: Placement) -> None:
-    rolls = met(place, 0, 1)
-    late = CallThread(place, 2)
+def test_late_node_reads_that_it_cannot_join(placement: Placement) -> None:
+    rolls = start_ranks(placement, 0, 1)
+    late = CallThread(placement, 2)
     hear(rolls, lambda _: not late.is_alive())
     assert "the run has started with 2 nodes, and no node can join it later" in late.refusal()
     close(rolls)
 
 
-def test_losses_bear_the_numbers_of_the_start(place: Placement) -> None:
-    rolls = met(place, 0, 2)
+def test_losses_bear_the_numbers_of_the_start(placement: Placement) -> None:
+    rolls = start_ranks(placement, 0, 2)
     head = rolls[0]
     assert isinstance(head, HeadSession)
     rolls[1]._connection.close()
@@ -131,9 +135,9 @@ def test_losses_bear_the_numbers_of_the_start(place: Placement) -> None:
 
 
 @pytest.fixture
-def elastic(place: Placement) -> Iterator[tuple[HeadSession, list[Session]]]:
+def elastic(placement: Placement) -> Iterator[tuple[HeadSession, list[Session]]]:
     """The head of a run of three nodes whose attempts it starts, and all rolls."""
-    rolls = met(place, 0, 1, 2)
+    rolls = start_ranks(placement, 0, 1, 2)
     assert isinstance(rolls[0], HeadSession)
     yield rolls[0], rolls
     close(rolls)
@@ -144,13 +148,13 @@ def test_each_node_gets_its_own_rank_and_spares_none(elastic: tuple[HeadSession,
     head.start_attempt(1, {0: 0, 2: 1})
     events = hear(rolls, all)
     assert [
-        [type(one), one.node_rank] for seen in events for one in seen if isinstance(one, AttemptStart)
+        [type(order), order.node_rank] for seen in events for order in seen if isinstance(order, AttemptStart)
     ] == [
         [AttemptStart, 0],
         [AttemptStart, None],
         [AttemptStart, 1],
     ]
-    assert {one.nnodes for seen in events for one in seen if isinstance(one, AttemptStart)} == {2}
+    assert {order.nnodes for seen in events for order in seen if isinstance(order, AttemptStart)} == {2}
 
 
 def test_words_about_an_earlier_attempt_do_not_count(elastic: tuple[HeadSession, list[Session]]) -> None:

@@ -23,11 +23,11 @@ from rollcall_nodes import (
     CallThread,
     close,
     end_run,
+    head_placement,
     hear,
     heard_until_closed,
     kept_file_limit,
     meet,
-    placement,
     stranger,
 )
 
@@ -71,8 +71,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=[None, SECRET], ids=["open", "secret"])
 def secret(request: pytest.FixtureRequest) -> bytes | None:
-    found: bytes | None = request.param
-    return found
+    value: bytes | None = request.param
+    return value
 
 
 Attack = Callable[[Callable[[], None]], None]
@@ -110,11 +110,13 @@ def attacker(attack: Attack) -> Iterator[Callable[[], None]]:
         os.close(reader)
 
 
-def test_rubbish_changes_nothing_before_and_after_the_start(place: Placement, secret: bytes | None) -> None:
+def test_rubbish_changes_nothing_before_and_after_the_start(
+    placement: Placement, secret: bytes | None
+) -> None:
     def attack(ready: Callable[[], None]) -> None:
         for _ in range(2):
             for payload in PAYLOADS:
-                with stranger(place) as connection:
+                with stranger(placement) as connection:
                     with contextlib.suppress(OSError):  # the head has closed it already
                         connection.sendall(payload)
                         connection.shutdown(socket.SHUT_WR)
@@ -122,9 +124,9 @@ def test_rubbish_changes_nothing_before_and_after_the_start(place: Placement, se
             ready()
 
     with attacker(attack) as wait:
-        head = CallThread(place, 0, secret=secret)
+        head = CallThread(placement, 0, secret=secret)
         wait()
-        rolls = [call.roll() for call in (head, CallThread(place, 1, secret=secret))]
+        rolls = [call.roll() for call in (head, CallThread(placement, 1, secret=secret))]
         waiting = threading.Thread(target=wait)
         waiting.start()
         assert hear(rolls, lambda _: not waiting.is_alive()) == [[], []]
@@ -136,55 +138,55 @@ def test_rubbish_changes_nothing_before_and_after_the_start(place: Placement, se
     assert len(head.log_lines) <= server.MAX_REPORTS + 2
 
 
-def test_scan_changes_nothing(place: Placement, secret: bytes | None) -> None:
+def test_scan_changes_nothing(placement: Placement, secret: bytes | None) -> None:
     def attack(ready: Callable[[], None]) -> None:
         for _ in range(1320):
-            stranger(place).close()
+            stranger(placement).close()
         ready()
 
     with attacker(attack) as wait:
-        head = CallThread(place, 0, secret=secret)
+        head = CallThread(placement, 0, secret=secret)
         wait()
-        end_run([call.roll() for call in (head, CallThread(place, 1, secret=secret))])
+        end_run([call.roll() for call in (head, CallThread(placement, 1, secret=secret))])
     assert len(head.log_lines) == 1
 
 
-def test_text_of_an_open_head_is_printed_without_control_characters(place: Placement) -> None:
-    with socket.create_server(("127.0.0.1", job_port(place.job_id))) as listener:
-        node = CallThread(place, 1)
+def test_text_of_an_open_head_is_printed_without_control_characters(placement: Placement) -> None:
+    with socket.create_server(("127.0.0.1", job_port(placement.job_id))) as listener:
+        node = CallThread(placement, 1)
         connection, _ = listener.accept()
-        told = "\x1b]0;x\x07 \u202egnp.exe \x9b31m \x7f \ud800"
-        connection.sendall(json.dumps({"type": "Refused", "what": told, "hint": told}).encode() + b"\n")
+        text = "\x1b]0;x\x07 \u202egnp.exe \x9b31m \x7f \ud800"
+        connection.sendall(json.dumps({"type": "Refused", "what": text, "hint": text}).encode() + b"\n")
         assert r"\x1b]0;x\x07 \u202egnp.exe \x9b31m \x7f \ud800" in node.refusal()
         connection.close()
     assert not set(node.refusal()) & {"\x1b", "\x07", "\u202e", "\x9b", "\x7f", "\ud800"}
 
 
-def test_slow_loris_does_not_fill_the_head(place: Placement, secret: bytes | None) -> None:
+def test_slow_loris_does_not_fill_the_head(placement: Placement, secret: bytes | None) -> None:
     """A head that may open 1,024 files, among 1,100 connections that say a little now and then."""
 
     def attack(ready: Callable[[], None]) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1200, 1200))
-        held = [stranger(place) for _ in range(1100)]
+        connections = [stranger(placement) for _ in range(1100)]
         ready()
         while True:
-            for position, one in enumerate(held):
+            for position, connection in enumerate(connections):
                 with contextlib.suppress(OSError):
-                    one.send(b"{")
+                    connection.send(b"{")
                     continue
                 with contextlib.suppress(OSError):
-                    one.close()
-                    held[position] = stranger(place)
+                    connection.close()
+                    connections[position] = stranger(placement)
 
     def head(ready: Callable[[], None]) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
         me = NodeInfo(host="head")
-        end_at_report(gather.meet(place, me, timeout_s=30, log=lambda _: None, secret=secret))
+        end_at_report(gather.meet(placement, me, timeout_s=30, log=lambda _: None, secret=secret))
         ready()
 
     with attacker(head) as until_done, attacker(attack) as wait:
         wait()
-        roll = CallThread(place, 1, secret=secret, timeout_s=20).roll()
+        roll = CallThread(placement, 1, secret=secret, timeout_s=20).roll()
         assert hear([roll], lambda _: False, within_s=1.0) == [[]]
         roll.report(AttemptEnded(code=0))
         until_done()
@@ -192,23 +194,25 @@ def test_slow_loris_does_not_fill_the_head(place: Placement, secret: bytes | Non
         roll.close()
 
 
-def test_refused_caller_that_goes_on_sending_costs_no_memory(place: Placement, secret: bytes | None) -> None:
+def test_refused_caller_that_goes_on_sending_costs_no_memory(
+    placement: Placement, secret: bytes | None
+) -> None:
     call = JoinRequest(job="other", node_rank=1, nnodes=2, node=NodeInfo(host="other"))
 
     def head(ready: Callable[[], None]) -> None:
         before = memory("VmRSS")
         me = NodeInfo(host="head")
-        end_at_report(gather.meet(place, me, timeout_s=30, log=lambda _: None, secret=secret))
+        end_at_report(gather.meet(placement, me, timeout_s=30, log=lambda _: None, secret=secret))
         assert memory("VmHWM") - before < 32 << 20
         ready()
 
     with attacker(head) as until_done:
         for _ in range(4):
-            with stranger(place) as one, contextlib.suppress(OSError):  # the head closes it
-                one.sendall(messages.encode(call) + b"\n")
+            with stranger(placement) as connection, contextlib.suppress(OSError):  # the head closes it
+                connection.sendall(messages.encode(call) + b"\n")
                 for _ in range(100):
-                    one.sendall(b"ab\n" * 30_000)
-        roll = CallThread(place, 1, secret=secret, timeout_s=20).roll()
+                    connection.sendall(b"ab\n" * 30_000)
+        roll = CallThread(placement, 1, secret=secret, timeout_s=20).roll()
         roll.report(AttemptEnded(code=0))
         until_done()
         assert hear([roll], lambda seen: all(seen)) == [[EndRun(code=0)]]
@@ -232,7 +236,7 @@ def memory(kind: str) -> int:
 
 
 def test_flood_during_the_run_wakes_the_head_seldom(
-    place: Placement, monkeypatch: pytest.MonkeyPatch
+    placement: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A head whose workers train has no processor to spare for strangers, and still refuses late callers."""
     reads: list[float] = []
@@ -243,25 +247,25 @@ def test_flood_during_the_run_wakes_the_head_seldom(
         return receive(head, seconds, missing=missing)
 
     monkeypatch.setattr(session, "BEAT_S", 5.0)
-    head, node = meet(place)
+    head, node = meet(placement)
     monkeypatch.setattr(Server, "receive", counted)
-    ended = threading.Event()
+    stop = threading.Event()
 
     def flood() -> None:
-        while not ended.is_set():
-            stranger(place).close()
+        while not stop.is_set():
+            stranger(placement).close()
 
     flooding = threading.Thread(target=flood)
     flooding.start()
-    began = time.monotonic()
-    while time.monotonic() < began + 1.0:
+    start_s = time.monotonic()
+    while time.monotonic() < start_s + 1.0:
         head.wait([], 0.5)
         head.poll()
         node.poll()
-    ended.set()
+    stop.set()
     # Each turn of the loop above polls once, too.
-    assert 2 <= len(reads) <= 3 * (time.monotonic() - began) / session.STRANGERS_PAUSE_S
-    late = CallThread(place, 1)
+    assert 2 <= len(reads) <= 3 * (time.monotonic() - start_s) / session.STRANGERS_PAUSE_S
+    late = CallThread(placement, 1)
     while late.is_alive():
         head.wait([], 0.5)
         head.poll()
@@ -270,48 +274,50 @@ def test_flood_during_the_run_wakes_the_head_seldom(
     end_run([head, node])
 
 
-def test_calls_of_another_job_do_not_delay_the_start(place: Placement) -> None:
-    head = CallThread(place, 0)
+def test_calls_of_another_job_do_not_delay_the_start(placement: Placement) -> None:
+    head = CallThread(placement, 0)
     call = JoinRequest(job="other", node_rank=1, nnodes=2, node=NodeInfo(host="other"))
-    others = [stranger(place) for _ in range(40)]
-    for other in others:
-        other.sendall(messages.encode(call) + b"\n")
-    end_run([call.roll() for call in (head, CallThread(place, 1))])
-    for other in others:
-        told = heard_until_closed(other)
-        assert b"other belongs to job 'other', the head to another" in told
-        assert place.job_id.encode() not in told
-        other.close()
+    connections = [stranger(placement) for _ in range(40)]
+    for connection in connections:
+        connection.sendall(messages.encode(call) + b"\n")
+    end_run([call.roll() for call in (head, CallThread(placement, 1))])
+    for connection in connections:
+        answer = heard_until_closed(connection)
+        assert b"other belongs to job 'other', the head to another" in answer
+        assert placement.job_id.encode() not in answer
+        connection.close()
 
 
-def test_oldest_stranger_leaves_first(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oldest_stranger_leaves_first(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_STRANGERS", 2)
-    with contextlib.closing(LoneServer(place)) as head:
-        first, second, third = (stranger(place) for _ in range(3))
+    with contextlib.closing(LoneServer(placement)) as head:
+        first, second, third = (stranger(placement) for _ in range(3))
         head.receive()
         assert first.recv(1) == b""
-        second.sendall(line(place))
+        second.sendall(line(placement))
         until(head)
-        for one in (first, second, third):
-            one.close()
+        for connection in (first, second, third):
+            connection.close()
 
 
 def test_stranger_that_says_nothing_leaves_after_its_time(
-    place: Placement, monkeypatch: pytest.MonkeyPatch
+    placement: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MAX_WAIT_S", 0.2)
-    head = CallThread(place, 0)
-    for said in (b"", b"{"):
-        with stranger(place) as one:
-            one.sendall(said)
-            assert one.recv(1) == b""
-    end_run([call.roll() for call in (head, CallThread(place, 1))])
+    head = CallThread(placement, 0)
+    for data in (b"", b"{"):
+        with stranger(placement) as connection:
+            connection.sendall(data)
+            assert connection.recv(1) == b""
+    end_run([call.roll() for call in (head, CallThread(placement, 1))])
 
 
-def test_stranger_with_a_long_line_leaves_at_once(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stranger_with_a_long_line_leaves_at_once(
+    placement: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server, "MAX_WAIT_S", 60.0)
-    with contextlib.closing(LoneServer(place)) as head, stranger(place) as one:
-        one.sendall(b"x" * (server.MAX_HANDSHAKE_BYTES + 1))
+    with contextlib.closing(LoneServer(placement)) as head, stranger(placement) as connection:
+        connection.sendall(b"x" * (server.MAX_HANDSHAKE_BYTES + 1))
         end = time.monotonic() + 10
         while not head.reports:
             assert time.monotonic() < end
@@ -319,31 +325,31 @@ def test_stranger_with_a_long_line_leaves_at_once(place: Placement, monkeypatch:
         assert not head.has_strangers
 
 
-def test_missing_nodes_have_room_of_their_own(place: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_nodes_have_room_of_their_own(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_STRANGERS", 1)
-    with contextlib.closing(LoneServer(place)) as head:
-        calling = [stranger(place) for _ in range(5)]
+    with contextlib.closing(LoneServer(placement)) as head:
+        calling = [stranger(placement) for _ in range(5)]
         head.receive(missing=4)
-        for one in calling:
-            one.sendall(line(place))
+        for connection in calling:
+            connection.sendall(line(placement))
             until(head, missing=4)
-            one.close()
+            connection.close()
 
 
 def test_head_without_descriptors_goes_on_and_does_not_spin(
-    place: Placement, monkeypatch: pytest.MonkeyPatch
+    placement: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "PAUSE_S", 0.3)
-    with contextlib.closing(LoneServer(place)) as head, kept_file_limit():
-        node = stranger(place)
-        node.sendall(line(place))
+    with contextlib.closing(LoneServer(placement)) as head, kept_file_limit():
+        node = stranger(placement)
+        node.sendall(line(placement))
         free = os.dup(node.fileno())  # the next descriptor would be this one
         os.close(free)
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
-        began = time.monotonic()
+        start_s = time.monotonic()
         assert head.receive(10.0) == []
-        assert 0.3 <= time.monotonic() - began < 5.0
+        assert 0.3 <= time.monotonic() - start_s < 5.0
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         until(head)
         node.close()
@@ -351,7 +357,7 @@ def test_head_without_descriptors_goes_on_and_does_not_spin(
 
 @pytest.mark.parametrize("failure", [errno.ECONNABORTED, errno.EPROTO, errno.ENFILE, errno.ENOBUFS])
 def test_failing_accept_costs_no_node_its_place(
-    place: Placement, monkeypatch: pytest.MonkeyPatch, failure: int
+    placement: Placement, monkeypatch: pytest.MonkeyPatch, failure: int
 ) -> None:
     failures = [failure] * 3
     accept = socket.socket.accept
@@ -362,32 +368,32 @@ def test_failing_accept_costs_no_node_its_place(
         return accept(listener)
 
     monkeypatch.setattr(socket.socket, "accept", failing)
-    end_run([call.roll() for call in (CallThread(place, 0), CallThread(place, 1))])
+    end_run([call.roll() for call in (CallThread(placement, 0), CallThread(placement, 1))])
     assert failures == []
 
 
 def test_node_calls_again_after_the_head_has_closed_its_connection(
-    place: Placement, secret: bytes | None
+    placement: Placement, secret: bytes | None
 ) -> None:
     """The head closes the oldest callers when it runs out of descriptors or of room."""
-    with socket.create_server(("127.0.0.1", job_port(place.job_id))) as listener:
+    with socket.create_server(("127.0.0.1", job_port(placement.job_id))) as listener:
         listener.settimeout(10)
-        node = CallThread(place, 1, secret=secret)
+        node = CallThread(placement, 1, secret=secret)
         for heard in (0, 1, 4096):
             connection, _ = listener.accept()
             connection.recv(heard)
             connection.close()
-    end_run([CallThread(place, 0, secret=secret).roll(), node.roll()])
+    end_run([CallThread(placement, 0, secret=secret).roll(), node.roll()])
 
 
 def test_head_with_a_low_hard_limit_says_the_number_and_the_command() -> None:
     """The limit of a process that never was root; the text names the number and what to type."""
-    place = replace(placement(), nnodes=4096)
+    placement = replace(head_placement(), nnodes=4096)
 
     def head(ready: Callable[[], None]) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
         with pytest.raises(NoPlan) as refused:
-            gather.meet(place, NodeInfo(host="head"), timeout_s=30, log=lambda _: None)
+            gather.meet(placement, NodeInfo(host="head"), timeout_s=30, log=lambda _: None)
         error = refused.value
         needs = re.fullmatch(r"the head of 4096 nodes needs (\d+) open files; its limit is 1024", error.what)
         assert needs
@@ -411,8 +417,8 @@ def test_limit_is_raised_to_what_the_nodes_need() -> None:
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before
 
 
-def test_node_of_a_run_that_sends_rubbish_is_lost(place: Placement, secret: bytes | None) -> None:
-    rolls = meet(replace(place, nnodes=3), secret=secret)
+def test_node_of_a_run_that_sends_rubbish_is_lost(placement: Placement, secret: bytes | None) -> None:
+    rolls = meet(replace(placement, nnodes=3), secret=secret)
     head = rolls[0]
     assert isinstance(head, HeadSession)
     rolls[1]._connection.send_line(b"[" * 2048)
@@ -421,9 +427,9 @@ def test_node_of_a_run_that_sends_rubbish_is_lost(place: Placement, secret: byte
     close(rolls)
 
 
-def test_node_that_repeats_itself_is_passed_on_once(place: Placement) -> None:
+def test_node_that_repeats_itself_is_passed_on_once(placement: Placement) -> None:
     """A stranger may be a node of an open start; it fills neither the head's memory nor the others' links."""
-    rolls = meet(replace(place, nnodes=3))
+    rolls = meet(replace(placement, nnodes=3))
     head = rolls[0]
     assert isinstance(head, HeadSession)
     failure = RankFailure(rank=1, code=7, age_ms=0, after_peer=False, log="")
@@ -444,18 +450,18 @@ def test_node_that_repeats_itself_is_passed_on_once(place: Placement) -> None:
 class LoneServer(Server):
     """The server of a head that does nothing else."""
 
-    def __init__(self, place: Placement) -> None:
-        listener = ports.listen(job_port(place.job_id))
-        super().__init__(listener, job_id=place.job_id, log=lambda _: None)
+    def __init__(self, placement: Placement) -> None:
+        listener = ports.listen(job_port(placement.job_id))
+        super().__init__(listener, job_id=placement.job_id, log=lambda _: None)
 
     def close(self, linger_s: float = 0.0) -> None:
         """Close everything."""
         super().close(linger_s)
 
 
-def line(place: Placement) -> bytes:
+def line(placement: Placement) -> bytes:
     """The call of node 1."""
-    request = JoinRequest(job=place.job_id, node_rank=1, nnodes=2, node=NodeInfo(host="a"))
+    request = JoinRequest(job=placement.job_id, node_rank=1, nnodes=2, node=NodeInfo(host="a"))
     return messages.encode(request) + b"\n"
 
 

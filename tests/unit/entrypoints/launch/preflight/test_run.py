@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollcall_nodes import close, meet, placement
+from rollcall_nodes import close, head_placement, meet
 
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.cli.commands import PREFLIGHT
@@ -121,7 +121,7 @@ def preflight(
     """All nodes but those in `absent`, whose launchers are frozen, go through the preflight."""
     StubProcess.answers = staticmethod(answers)  # type: ignore[method-assign]
     hosts = tuple(f"n{rank}" for rank in range(nodes))
-    rolls = meet(replace(placement(nodes), hosts=hosts))
+    rolls = meet(replace(head_placement(nodes), hosts=hosts))
     found = [
         NodeThread(roll, signals, spares, folder) for roll in rolls if roll.placement.node_rank not in absent
     ]
@@ -145,7 +145,7 @@ def test_good_nodes_all_start(signals: CollectedSignals, tmp_path: Path) -> None
 
 
 def test_single_node_is_measured_alone(signals: CollectedSignals) -> None:
-    found = NodeThread(HeadSession(placement(1), 1), signals, 0, None)
+    found = NodeThread(HeadSession(head_placement(1), 1), signals, 0, None)
     found.join(timeout=30)
     assert found.left_out == ()
     assert [order.group for _, order in StubProcess.orders] == [(0,)]
