@@ -15,14 +15,14 @@ PREFIX = "imgkit_entrypoints.apps."
 
 def imported(file: Path) -> set[str]:
     """The modules of apps that `file` imports, as paths: ``bench/verdict``, ``ranks``."""
-    found: set[str] = set()
+    modules: set[str] = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(PREFIX):
             for name in node.names:
                 path = f"{node.module}.{name.name}".removeprefix(PREFIX).replace(".", "/")
                 is_module = (APPS / f"{path}.py").exists() or (APPS / path).is_dir()
-                found.add(path if is_module else path.rpartition("/")[0])
-    return found
+                modules.add(path if is_module else path.rpartition("/")[0])
+    return modules
 
 
 def app_of(path: str) -> str:
@@ -32,10 +32,10 @@ def app_of(path: str) -> str:
 @pytest.mark.parametrize("app", ["bench", "train"])
 def test_modules_of_an_app_import_in_no_circle(app: str) -> None:
     files = {str(file.relative_to(APPS).with_suffix("")): file for file in (APPS / app).rglob("*.py")}
-    left = {name: imported(file) & set(files) - {name} for name, file in files.items()}
-    while ready := {name for name, needs in left.items() if not needs & set(left)}:
-        left = {name: needs for name, needs in left.items() if name not in ready}
-    assert left == {}
+    unresolved = {name: imported(file) & set(files) - {name} for name, file in files.items()}
+    while ready := {name for name, needs in unresolved.items() if not needs & set(unresolved)}:
+        unresolved = {name: needs for name, needs in unresolved.items() if name not in ready}
+    assert unresolved == {}
 
 
 def test_no_app_imports_another() -> None:

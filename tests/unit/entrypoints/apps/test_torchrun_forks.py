@@ -30,26 +30,26 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 sys.meta_path.insert(0, Finder())
 from imgkit_entrypoints.apps import torchrun
 
-words = (sys.executable, "-I", "-u", "-m", sys.argv[1], *sys.argv[2:])
-importlib.import_module(torchrun._own_module(words))  # as main_of_forks does for all workers
-torchrun._run_program(words)
+argv = (sys.executable, "-I", "-u", "-m", sys.argv[1], *sys.argv[2:])
+importlib.import_module(torchrun._own_module(argv))  # as main_of_forks does for all workers
+torchrun._run_program(argv)
 """
 
 
-def forked(*words: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-W", "always::RuntimeWarning", "-c", STUB, *words]
+def forked(*args: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-W", "always::RuntimeWarning", "-c", STUB, *args]
     return subprocess.run(argv, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize("app", ["pi", "doctor"])
 def test_forked_worker_starts_without_a_warning(app: str):
-    done = forked(f"imgkit_entrypoints.apps.{app}", "--help")
-    assert done.returncode == 0, done.stderr
-    assert "usage:" in done.stdout
-    assert done.stderr == ""
+    result = forked(f"imgkit_entrypoints.apps.{app}", "--help")
+    assert result.returncode == 0, result.stderr
+    assert "usage:" in result.stdout
+    assert result.stderr == ""
 
 
 def test_wrong_argument_of_a_forked_worker_is_refused():
-    done = forked("imgkit_entrypoints.apps.pi", "--no-such-option")
-    assert done.returncode == 2
-    assert "--no-such-option" in done.stderr
+    result = forked("imgkit_entrypoints.apps.pi", "--no-such-option")
+    assert result.returncode == 2
+    assert "--no-such-option" in result.stderr

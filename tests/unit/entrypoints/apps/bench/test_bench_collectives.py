@@ -50,7 +50,7 @@ def test_every_rank_gets_as_many_elements(name: str, size: int, elements: int) -
 @pytest.mark.parametrize("item", [2, 4, 8])
 @pytest.mark.parametrize("ranks", [1, 3, 8, 12])
 def test_no_chunk_is_cut_within_16_bytes(ranks: int, item: int) -> None:
-    for op in (one for one in COLLECTIVES if one.parts):
+    for op in (operation for operation in COLLECTIVES if operation.parts):
         for size in (1, 100, 4096, 1_000_000_007):
             chunk = op.elements(size, item, ranks) * item // ranks
             assert chunk % 16 == 0
@@ -84,18 +84,18 @@ def simulated(op: Collective, inputs: list[list[int]], rank: int) -> list[int] |
     part = max(1, len(inputs[root]) // ranks)
     total = [sum(column) for column in zip(*inputs, strict=False)]
     joined = [value for row in inputs for value in row]
-    mine = slice(rank * part, (rank + 1) * part)
+    rank_slice = slice(rank * part, (rank + 1) * part)
     results: dict[str, list[int] | None] = {
         "all_reduce": total,
         "all_gather": joined,
-        "reduce_scatter": total[mine],
+        "reduce_scatter": total[rank_slice],
         "broadcast": inputs[root],
         "reduce": total if rank == root else None,
-        "alltoall": [value for row in inputs for value in row[mine]],
-        "alltoallv": [value for row in inputs for value in row[mine]],
+        "alltoall": [value for row in inputs for value in row[rank_slice]],
+        "alltoallv": [value for row in inputs for value in row[rank_slice]],
         "sendrecv": inputs[(rank - 1) % ranks],
         "gather": joined if rank == root else None,
-        "scatter": inputs[root][mine],
+        "scatter": inputs[root][rank_slice],
     }
     return results[op.name]
 
@@ -122,9 +122,9 @@ def test_result_says_where_every_element_is_from(op: Collective, ranks: int) -> 
             assert op.output_elements(shape) == len(expected)
 
 
-@pytest.mark.parametrize(("name", "times"), [("all_reduce", 1), ("broadcast", 1), ("alltoall", 2)])
-def test_buffers_are_at_most_twice_the_size(name: str, times: float) -> None:
-    assert named(name).buffer_bytes(4096, 4) == times * 4096
+@pytest.mark.parametrize(("name", "factor"), [("all_reduce", 1), ("broadcast", 1), ("alltoall", 2)])
+def test_buffers_are_at_most_twice_the_size(name: str, factor: float) -> None:
+    assert named(name).buffer_bytes(4096, 4) == factor * 4096
     assert all(op.buffer_bytes(4096, 4) <= 2 * 4096 for op in COLLECTIVES)
 
 

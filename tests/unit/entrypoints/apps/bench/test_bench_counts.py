@@ -22,9 +22,9 @@ def planned(size: int = 8, **changed: Any) -> Counts:
 
 @given(st.floats(0.0, 1e9), st.none() | st.integers(1, 10**6))
 def test_every_size_has_five_batches(fitting: float, iters: int | None) -> None:
-    found = planned(fitting=fitting, iters=iters)
-    assert found.batches >= 5
-    assert found.launches >= 1
+    counts = planned(fitting=fitting, iters=iters)
+    assert counts.batches >= 5
+    assert counts.launches >= 1
 
 
 @given(GUESSES)
@@ -33,8 +33,8 @@ def test_wild_guesses_make_no_jumps(guesses: list[float]) -> None:
     for power, fitting in enumerate(guesses):
         previous = planned(8 << power, fitting=fitting, previous=previous)
         totals.append(previous.total)
-    for one, other in itertools.pairwise(totals):
-        assert max(one, other) <= 2 * min(one, other) + 50  # batches are whole
+    for before, after in itertools.pairwise(totals):
+        assert max(before, after) <= 2 * min(before, after) + 50  # batches are whole
 
 
 def test_larger_steps_of_the_size_may_lower_the_count() -> None:

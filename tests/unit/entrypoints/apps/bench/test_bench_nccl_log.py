@@ -18,15 +18,15 @@ n1:7:9 [0] NCCL INFO Channel 00/0 : 4[0] -> 5[1] via P2P/CUMEM/read
 
 
 def test_log_of_nccl_tells_the_way() -> None:
-    found = nccl_log.parse(LOG.format("/GDRDMA").splitlines())
-    assert found == {"network IB", "16 channels", "via NET/IB with GDRDMA", "via P2P"}
-    (text,) = nccl_log.sentences(found)
+    transports = nccl_log.parse(LOG.format("/GDRDMA").splitlines())
+    assert transports == {"network IB", "16 channels", "via NET/IB with GDRDMA", "via P2P"}
+    (text,) = nccl_log.sentences(transports)
     assert text.startswith("NCCL's log: 16 channels, network IB")
 
 
 def test_way_through_host_memory_is_told() -> None:
-    found = nccl_log.parse(LOG.format("").splitlines())
-    assert "without GPUDirect RDMA" in nccl_log.sentences(found)[1]
+    transports = nccl_log.parse(LOG.format("").splitlines())
+    assert "without GPUDirect RDMA" in nccl_log.sentences(transports)[1]
     assert nccl_log.sentences(nccl_log.parse(["unrelated"])) == ()
 
 

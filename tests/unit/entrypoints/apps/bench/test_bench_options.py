@@ -45,14 +45,14 @@ def test_sweep_ends_at_the_last_size() -> None:
 
 
 def test_defaults_are_all_reduce_from_8_bytes() -> None:
-    found = options.read([])
-    assert (found.collectives, found.min_bytes, found.max_bytes) == (("all_reduce",), 8, None)
-    assert found.verify
-    assert found.output_paths == {}
+    config = options.read([])
+    assert (config.collectives, config.min_bytes, config.max_bytes) == (("all_reduce",), 8, None)
+    assert config.verify
+    assert config.output_paths == {}
 
 
 @pytest.mark.parametrize(
-    ("words", "field", "value"),
+    ("args", "field", "value"),
     [
         ("all", "collectives", collectives.NAMES),
         ("--size 4GB", "min_bytes", 4_000_000_000),
@@ -62,8 +62,8 @@ def test_defaults_are_all_reduce_from_8_bytes() -> None:
         ("--save a.json --csv a.csv", "output_paths", {"--save": "a.json", "--csv": "a.csv"}),
     ],
 )
-def test_options_reach_the_run(words: str, field: str, value: object) -> None:
-    assert getattr(options.read(words.split()), field) == value
+def test_options_reach_the_run(args: str, field: str, value: object) -> None:
+    assert getattr(options.read(args.split()), field) == value
 
 
 @pytest.mark.parametrize(

@@ -14,21 +14,21 @@ USUAL = (0.100, 0.101, 0.099, 0.100)
 SLOW = (0.100, 0.101, 0.131, 0.100)
 
 
-def judge(ranks: int = 4) -> tuple[Stragglers, list[str]]:
-    """A judge of ranks with two to a node, and what it says."""
-    told: list[str] = []
-    places = [RankOnNode(node=f"node{rank // 2}", local_rank=rank % 2) for rank in range(ranks)]
-    return Stragglers(places, told.append), told
+def make_tracker(ranks: int = 4) -> tuple[Stragglers, list[str]]:
+    """Return a tracker of ranks, two to a node, and the list of its messages."""
+    messages: list[str] = []
+    rank_nodes = [RankOnNode(node=f"node{rank // 2}", local_rank=rank % 2) for rank in range(ranks)]
+    return Stragglers(rank_nodes, messages.append), messages
 
 
-def looks(of: Stragglers, *each: Sequence[float], after: int = 0) -> None:
+def looks(tracker: Stragglers, *each: Sequence[float], after: int = 0) -> None:
     for number, own_s in enumerate(each, start=1):
-        of.note(after + 10 * number, own_s)
+        tracker.note(after + 10 * number, own_s)
 
 
 def over(own_s: Sequence[float]) -> list[int]:
     limit_s = usual(own_s)[1]
-    return [rank for rank, one in enumerate(own_s) if one > limit_s]
+    return [rank for rank, work_s in enumerate(own_s) if work_s > limit_s]
 
 
 @pytest.mark.parametrize(
@@ -68,69 +68,69 @@ def test_nothing_known_accuses_nobody(own_s: Sequence[float]) -> None:
 
 
 def test_third_look_names_the_rank_once() -> None:
-    one, told = judge()
-    looks(one, SLOW, SLOW)
-    assert (one.now(), told) == ([], [])
-    looks(one, SLOW, SLOW, SLOW, after=20)
-    assert told == [
+    tracker, messages = make_tracker()
+    looks(tracker, SLOW, SLOW)
+    assert (tracker.now(), messages) == ([], [])
+    looks(tracker, SLOW, SLOW, SLOW, after=20)
+    assert messages == [
         "rank 2 on node1 (local rank 0) is a straggler: its own work takes 131 ms a step,"
         " not 100 ms, the median of all ranks (step 30); check node1 with dist-doctor"
     ]
-    assert [(row["rank"], row["node"], row["own_work_s"]) for row in one.now()] == [(2, "node1", 0.131)]
+    assert [(row["rank"], row["node"], row["own_work_s"]) for row in tracker.now()] == [(2, "node1", 0.131)]
 
 
 def test_two_looks_and_a_usual_one_name_nobody() -> None:
-    one, told = judge()
-    looks(one, *(SLOW, SLOW, USUAL) * 5)
-    assert (one.now(), one.all(), told) == ([], [], [])
+    tracker, messages = make_tracker()
+    looks(tracker, *(SLOW, SLOW, USUAL) * 5)
+    assert (tracker.now(), tracker.all(), messages) == ([], [], [])
 
 
 def test_look_without_times_changes_nothing() -> None:
-    one, told = judge()
-    looks(one, SLOW, SLOW, (0.0,) * 4, SLOW)
-    assert len(told) == 1
+    tracker, messages = make_tracker()
+    looks(tracker, SLOW, SLOW, (0.0,) * 4, SLOW)
+    assert len(messages) == 1
 
 
 def test_recovery_takes_three_looks_too() -> None:
-    one, told = judge()
-    looks(one, SLOW, SLOW, SLOW, USUAL, USUAL, SLOW, USUAL, USUAL)
-    assert len(one.now()) == 1
-    looks(one, USUAL, after=80)
-    assert one.now() == []
-    assert told[1:] == ["rank 2 on node1 (local rank 0) is as fast as the others again (step 90)"]
-    assert [(row["from_step"], row["to_step"], row["times"]) for row in one.all()] == [(10, 60, 1)]
+    tracker, messages = make_tracker()
+    looks(tracker, SLOW, SLOW, SLOW, USUAL, USUAL, SLOW, USUAL, USUAL)
+    assert len(tracker.now()) == 1
+    looks(tracker, USUAL, after=80)
+    assert tracker.now() == []
+    assert messages[1:] == ["rank 2 on node1 (local rank 0) is as fast as the others again (step 90)"]
+    assert [(row["from_step"], row["to_step"], row["times"]) for row in tracker.all()] == [(10, 60, 1)]
 
 
 def test_rank_that_relapses_stays_one_row() -> None:
-    one, told = judge()
-    looks(one, *(SLOW, SLOW, SLOW, USUAL, USUAL, USUAL) * 2)
-    assert len(told) == 4
-    assert [(row["rank"], row["times"], row["from_step"]) for row in one.all()] == [(2, 2, 10)]
+    tracker, messages = make_tracker()
+    looks(tracker, *(SLOW, SLOW, SLOW, USUAL, USUAL, USUAL) * 2)
+    assert len(messages) == 4
+    assert [(row["rank"], row["times"], row["from_step"]) for row in tracker.all()] == [(2, 2, 10)]
 
 
 def test_rank_that_relapses_again_and_again_is_not_printed() -> None:
-    one, told = judge()
-    looks(one, *(SLOW, SLOW, SLOW, USUAL, USUAL, USUAL) * 9)
-    assert len(told) == 2 * stragglers.MAX_REPORTS
-    assert one.all()[0]["times"] == 9
+    tracker, messages = make_tracker()
+    looks(tracker, *(SLOW, SLOW, SLOW, USUAL, USUAL, USUAL) * 9)
+    assert len(messages) == 2 * stragglers.MAX_REPORTS
+    assert tracker.all()[0]["times"] == 9
 
 
 def test_equally_slow_ranks_accuse_nobody() -> None:
-    one, told = judge()
-    looks(one, USUAL, USUAL, *[tuple(3 * value for value in USUAL)] * 5)
-    assert (one.now(), told) == ([], [])
+    tracker, messages = make_tracker()
+    looks(tracker, USUAL, USUAL, *[tuple(3 * value for value in USUAL)] * 5)
+    assert (tracker.now(), messages) == ([], [])
 
 
 def test_line_of_few_ranks_names_the_fastest() -> None:
-    one, told = judge(2)
-    looks(one, *[(0.1, 4.56)] * 3)
-    assert "takes 4560 ms a step, not 100 ms, as that of the fastest (step 30)" in told[0]
+    tracker, messages = make_tracker(2)
+    looks(tracker, *[(0.1, 4.56)] * 3)
+    assert "takes 4560 ms a step, not 100 ms, as that of the fastest (step 30)" in messages[0]
 
 
 def test_many_slow_ranks_do_not_flood_the_log() -> None:
-    one, told = judge(40)
+    tracker, messages = make_tracker(40)
     own_s = [0.1] * 28 + [0.2] * 12
-    looks(one, own_s, own_s, own_s)
-    assert len(told) == stragglers.LINES + 1
-    assert told[-1] == "4 more ranks became stragglers or recovered at step 30"
-    assert len(one.now()) == 12
+    looks(tracker, own_s, own_s, own_s)
+    assert len(messages) == stragglers.LINES + 1
+    assert messages[-1] == "4 more ranks became stragglers or recovered at step 30"
+    assert len(tracker.now()) == 12

@@ -25,7 +25,7 @@ class Net: ...
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def plugin_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "own.py"
     path.write_text(OWN)
@@ -101,24 +101,26 @@ def test_times_are_seconds(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("module", ["own.py", "own", "pkg.deep"])
-def test_functions_are_found_without_running(own: Path, module: str) -> None:
-    (own.parent / "pkg").mkdir()
-    (own.parent / "pkg/deep.py").write_text(OWN)
+def test_functions_are_found_without_running(plugin_file: Path, module: str) -> None:
+    (plugin_file.parent / "pkg").mkdir()
+    (plugin_file.parent / "pkg/deep.py").write_text(OWN)
     assert plugins.check(f"{module}:model", plugins.MODEL) == f"{module}:model"
     plugins.check(f"{module}:data", plugins.DATA)
     plugins.check(f"{module}:borrowed", plugins.DATA)
     plugins.check(f"{module}:Net", plugins.MODEL)
 
 
-def test_failing_import_is_reported(own: Path) -> None:
+def test_failing_import_is_reported(plugin_file: Path) -> None:
     for function in ("own.py:model", "own.py:data"):  # a failed import leaves no module behind
         with pytest.raises(UsageError, match="No module named 'torch_that_is_not_there'") as caught:
             plugins.load(function, plugins.MODEL)
         assert caught.value.where == function
 
 
-def test_one_file_is_imported_once(own: Path) -> None:
-    own.write_text("state = []\ndef model(config): return state\ndef data(config, split): return state\n")
+def test_one_file_is_imported_once(plugin_file: Path) -> None:
+    plugin_file.write_text(
+        "state = []\ndef model(config): return state\ndef data(config, split): return state\n"
+    )
     model, data = plugins.load("own.py:model", plugins.MODEL), plugins.load("own.py:data", plugins.DATA)
     assert model(None) is data(None, "train")
 
@@ -153,7 +155,7 @@ def test_lines_come_at_a_round_tenth(steps: int, line: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         "--momentum 0.9 --weight-decay 0.1",
         "--model gpt --optimizer sgd --momentum 0.9",
@@ -163,6 +165,6 @@ def test_lines_come_at_a_round_tenth(steps: int, line: int) -> None:
         "--save-every 0 --keep 2",
     ],
 )
-def test_options_that_belong_together_are_read(own: Path, words: str) -> None:
-    assert options.check(words.split(), {})
+def test_options_that_belong_together_are_read(plugin_file: Path, args: str) -> None:
+    assert options.check(args.split(), {})
     assert options.check(["--keep", "9"], {"IMGKIT_RUN_DIR": "r"})

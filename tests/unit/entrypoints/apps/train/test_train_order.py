@@ -15,14 +15,14 @@ from imgkit_entrypoints.apps.train.order import Order, Position, arrange, seed_o
 from imgkit_entrypoints.errors import UsageError
 
 
-def taken(order: Order, position: Position) -> list[int]:
+def samples_of_step(order: Order, position: Position) -> list[int]:
     """Positions in the permutation that all ranks together take in a step."""
     return [
-        position.consumed + place
+        position.consumed + index
         for rank in range(order.world_size)
         for part in order.parts(order.count(position), rank)
         if part.weight
-        for place in range(part.first, part.end)
+        for index in range(part.first, part.end)
     ]
 
 
@@ -39,14 +39,14 @@ def test_every_sample_once_an_epoch_on_changing_ranks(
     for world_size, batch_size, steps in starts:
         order = Order(size=size, global_batch=global_batch, world_size=world_size, batch_size=batch_size)
         for _ in range(steps):
-            seen.setdefault(position.epoch, Counter()).update(taken(order, position))
+            seen.setdefault(position.epoch, Counter()).update(samples_of_step(order, position))
             position = order.after(position)
     everything = Counter(range(size))
-    for epoch, places in seen.items():
+    for epoch, samples in seen.items():
         if epoch < position.epoch:
-            assert places == everything
+            assert samples == everything
         else:
-            assert places == Counter(range(position.consumed))
+            assert samples == Counter(range(position.consumed))
 
 
 @given(
