@@ -20,9 +20,9 @@ from imgkit_entrypoints.cli.commands import COMMANDS, shim
 DRY = ("--dry-run", "--json")
 
 
-def command(*words: str, env: dict[str, str] | None = None, cwd: Path | None = None):
+def command(*args: str, env: dict[str, str] | None = None, cwd: Path | None = None):
     return subprocess.run(
-        [sys.executable, "-I", "-m", "imgkit_entrypoints", *words],
+        [sys.executable, "-I", "-m", "imgkit_entrypoints", *args],
         capture_output=True,
         text=True,
         env={"PATH": "/usr/bin:/bin", **(env or {})},
@@ -40,8 +40,8 @@ def test_options_come_in_any_order():
 
 
 def test_variables_stand_in_for_flags():
-    made = json.loads(command("dist-hello", *DRY, env={"IMGKIT_NPROC": "3"}).stdout)
-    assert made["argv"][made["argv"].index("--nproc-per-node") + 1] == "3"
+    plan = json.loads(command("dist-hello", *DRY, env={"IMGKIT_NPROC": "3"}).stdout)
+    assert plan["argv"][plan["argv"].index("--nproc-per-node") + 1] == "3"
 
 
 def test_switches_have_variables_too():
@@ -53,33 +53,33 @@ def test_switches_have_variables_too():
 
 
 @pytest.mark.parametrize(
-    ("words", "value", "is_on"),
+    ("args", "value", "is_on"),
     [((), "", False), ((), "0", False), ((), "1", True), (("--preflight",), "", True)],
 )
-def test_preflight_takes_no_word_after_it(words: tuple[str, ...], value: str, is_on: bool):
+def test_preflight_takes_no_word_after_it(args: tuple[str, ...], value: str, is_on: bool):
     parser = options.launch_parser(COMMANDS[0], {"IMGKIT_PREFLIGHT": value})
-    parsed, rest = parser.parse_known_args([*words, "full", "train.py"])
+    parsed, rest = parser.parse_known_args([*args, "full", "train.py"])
     assert options.read_options(parsed, COMMANDS[0], ()).preflight is is_on
     assert rest == ["full", "train.py"]
 
 
 def test_dry_run_names_the_source_of_each_value():
     env = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NODEID": "1"}
-    words = ("--dry-run", "--nproc", "2", "--port", "29500")
-    done = command("dist-hello", *words, env={**env, "SLURM_JOB_ID": "7"})
-    assert done.returncode == 0, done.stderr
-    rows = [line.split(None, 2) for line in done.stdout.splitlines()]
+    args = ("--dry-run", "--nproc", "2", "--port", "29500")
+    result = command("dist-hello", *args, env={**env, "SLURM_JOB_ID": "7"})
+    assert result.returncode == 0, result.stderr
+    rows = [line.split(None, 2) for line in result.stdout.splitlines()]
     assert ["nnodes", "2", "SLURM_STEP_NUM_NODES"] in rows
     assert ["node_rank", "1", "SLURM_NODEID"] in rows
     assert ["hosts", "n1,n2", "SLURM_STEP_NODELIST"] in rows
     assert ["nproc", "2", "--nproc"] in rows
-    assert "torchrun" in done.stdout.splitlines()[-1]
+    assert "torchrun" in result.stdout.splitlines()[-1]
 
 
 def test_dry_run_names_every_variable_of_the_json():
-    made = json.loads(command("dist-hello", *DRY).stdout)
+    plan = json.loads(command("dist-hello", *DRY).stdout)
     first = {line.partition(" ")[0] for line in command("dist-hello", "--dry-run").stdout.splitlines()}
-    assert {*made["env"], *made["unset"]} <= first
+    assert {*plan["env"], *plan["unset"]} <= first
 
 
 def test_dry_run_of_the_doctor_starts_no_check():
@@ -87,23 +87,23 @@ def test_dry_run_of_the_doctor_starts_no_check():
 
 
 def test_flag_beats_its_variable():
-    made = json.loads(command("dist-hello", *DRY, "--nproc", "2", env={"IMGKIT_NPROC": "3"}).stdout)
-    assert made["argv"][made["argv"].index("--nproc-per-node") + 1] == "2"
+    plan = json.loads(command("dist-hello", *DRY, "--nproc", "2", env={"IMGKIT_NPROC": "3"}).stdout)
+    assert plan["argv"][plan["argv"].index("--nproc-per-node") + 1] == "2"
 
 
 def test_dist_run_leaves_the_scripts_arguments_alone():
-    made = json.loads(
+    plan = json.loads(
         command("dist-run", *DRY, "--nproc", "2", "train.py", "--nproc", "x y", "--dry-run").stdout
     )
-    assert made["argv"][-4:] == ["train.py", "--nproc", "x y", "--dry-run"]
+    assert plan["argv"][-4:] == ["train.py", "--nproc", "x y", "--dry-run"]
 
 
 def test_pi_needs_no_gpu(tmp_path: Path):
     (tmp_path / "opt/imgkit").mkdir(parents=True)
     (tmp_path / "opt/imgkit/system.json").write_text('{"schema": 1, "node": {"gpus": 4}}')
     env = {"IMGKIT_ROOT": str(tmp_path)}
-    made = json.loads(command("dist-pi", *DRY, env=env).stdout)
-    assert (made["env"]["IMGKIT_DEVICE"], made["nproc"]) == ("cpu", 1)
+    plan = json.loads(command("dist-pi", *DRY, env=env).stdout)
+    assert (plan["env"]["IMGKIT_DEVICE"], plan["nproc"]) == ("cpu", 1)
 
 
 def test_dry_run_imports_no_torch(tmp_path: Path):
@@ -111,10 +111,10 @@ def test_dry_run_imports_no_torch(tmp_path: Path):
     (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
     code += "from imgkit_entrypoints.cli.main import main; main()"
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code, "dist-train", *DRY], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert result.returncode == 0, result.stderr
 
 
 def test_stop_file_keeps_single_ranks_from_starting_but_not_the_plan(tmp_path: Path):
@@ -127,8 +127,8 @@ def test_stop_file_keeps_single_ranks_from_starting_but_not_the_plan(tmp_path: P
     env = {f"OMPI_COMM_WORLD_{name}": "1" if "SIZE" in name else "0" for name in rank}
     env |= {"PATH": "/usr/bin:/bin", "IMGKIT_DIRECT": "1", "IMGKIT_RUN_DIR": str(tmp_path / "run")}
 
-    def run(*words: str):
-        argv = [sys.executable, "-c", code, "dist-run", *words, "x.py"]
+    def run(*args: str):
+        argv = [sys.executable, "-c", code, "dist-run", *args, "x.py"]
         return subprocess.run(argv, capture_output=True, text=True, env=env, check=False)
 
     refused = run()
@@ -164,14 +164,14 @@ def test_result_that_cannot_be_printed_ends_with_one(words: str, output: str):
 
 def test_hidden_torch_is_told(tmp_path: Path):
     (tmp_path / "torch").mkdir()
-    made = json.loads(command("dist-run", *DRY, "x.py", env={"PYTHONPATH": str(tmp_path)}).stdout)
-    assert any("another torch" in text for text in made["warnings"])
+    plan = json.loads(command("dist-run", *DRY, "x.py", env={"PYTHONPATH": str(tmp_path)}).stdout)
+    assert any("another torch" in text for text in plan["warnings"])
 
 
 def test_shell_lines_can_be_evaluated():
-    done = command("dist-env", "--shell", env={"IMGKIT_NCCL_VERSION": "2.20.5"})
-    assert done.returncode == 0
-    assert all(line.startswith("export ") for line in done.stdout.splitlines())
+    result = command("dist-env", "--shell", env={"IMGKIT_NCCL_VERSION": "2.20.5"})
+    assert result.returncode == 0
+    assert all(line.startswith("export ") for line in result.stdout.splitlines())
 
 
 def test_name_with_a_command_is_not_executed_by_a_shell(slingshot: dict[str, str], tmp_path: Path):
@@ -206,31 +206,31 @@ def slingshot(tmp_path: Path) -> dict[str, str]:
 
 
 def test_shell_lines_unset_what_the_image_must_not_bring(slingshot: dict[str, str]):
-    done = command("dist-env", "--shell", "--nnodes", "2", "--node-rank", "0", "--head", "h", env=slingshot)
-    assert "unset NCCL_NET_PLUGIN\n" in done.stdout
-    assert "export NCCL_NET='AWS Libfabric'\n" in done.stdout
+    result = command("dist-env", "--shell", "--nnodes", "2", "--node-rank", "0", "--head", "h", env=slingshot)
+    assert "unset NCCL_NET_PLUGIN\n" in result.stdout
+    assert "export NCCL_NET='AWS Libfabric'\n" in result.stdout
 
 
 def test_dist_env_names_the_image_and_not_its_variables(slingshot: dict[str, str]):
     text = command("dist-env", env=slingshot).stdout
     assert "note NCCL_NET_PLUGIN=spcx: from the image, not used: " in text
-    found = json.loads(command("dist-env", "--json", env=slingshot).stdout)
-    (said,) = (item for item in found["fabric"]["decisions"] if item["variable"] == "NCCL_NET_PLUGIN")
-    assert said["origin"] == "image"
-    assert "image_env" not in found["host"]
-    assert "A_SECRET" not in json.dumps(found)
+    report = json.loads(command("dist-env", "--json", env=slingshot).stdout)
+    (decision,) = (item for item in report["fabric"]["decisions"] if item["variable"] == "NCCL_NET_PLUGIN")
+    assert decision["origin"] == "image"
+    assert "image_env" not in report["host"]
+    assert "A_SECRET" not in json.dumps(report)
 
 
 def test_dry_run_names_a_plugin_without_file(slingshot: dict[str, str]):
-    made = json.loads(command("dist-run", *DRY, "x.py", env={**slingshot, "NCCL_NET_PLUGIN": "own"}).stdout)
-    (text,) = (text for text in made["warnings"] if "NCCL_NET_PLUGIN" in text)
+    plan = json.loads(command("dist-run", *DRY, "x.py", env={**slingshot, "NCCL_NET_PLUGIN": "own"}).stdout)
+    (text,) = (text for text in plan["warnings"] if "NCCL_NET_PLUGIN" in text)
     assert text.startswith("NCCL_NET_PLUGIN='own' (set by the user) cannot be opened, there is no own or ")
-    assert "NCCL_NET_PLUGIN" not in made["unset"]
+    assert "NCCL_NET_PLUGIN" not in plan["unset"]
 
 
 def test_dist_run_takes_a_module():
-    made = json.loads(command("dist-run", *DRY, "-m", "pkg.train", "--lr", "1").stdout)
-    assert made["argv"][-4:] == ["-m", "pkg.train", "--lr", "1"]
+    plan = json.loads(command("dist-run", *DRY, "-m", "pkg.train", "--lr", "1").stdout)
+    assert plan["argv"][-4:] == ["-m", "pkg.train", "--lr", "1"]
 
 
 def test_help_shows_both_groups_of_options():
@@ -240,9 +240,9 @@ def test_help_shows_both_groups_of_options():
 
 
 def test_dist_env_reports_this_host():
-    found = json.loads(command("dist-env", "--json").stdout)
-    assert found["schema"] == 1
-    assert found["host"]["cpus"] >= 1
+    report = json.loads(command("dist-env", "--json").stdout)
+    assert report["schema"] == 1
+    assert report["host"]["cpus"] >= 1
 
 
 def test_files_in_the_current_folder_do_not_matter(tmp_path: Path):
@@ -251,8 +251,8 @@ def test_files_in_the_current_folder_do_not_matter(tmp_path: Path):
 
 
 def test_every_command_has_a_shim_of_its_name():
-    for known in COMMANDS:
-        assert shim(known).endswith(f'exec python3 -I -m imgkit_entrypoints {known.name} "$@"\n')
+    for spec in COMMANDS:
+        assert shim(spec).endswith(f'exec python3 -I -m imgkit_entrypoints {spec.name} "$@"\n')
 
 
 def test_gpus_without_device_files_do_not_count(tmp_path: Path):
@@ -280,24 +280,24 @@ def test_shares_of_pi_are_exact(intervals: int, ranks: int):
 
 def test_torchrun_s_spellings_are_understood() -> None:
     old = ("--nproc_per_node=2", "--node_rank=1", "--master_addr=node1", "--master_port=7000")
-    done = command("dist-hello", *DRY, "--nnodes=2", *old)
-    assert done.returncode == 0, done.stderr
-    placement = json.loads(done.stdout)["placement"]
+    result = command("dist-hello", *DRY, "--nnodes=2", *old)
+    assert result.returncode == 0, result.stderr
+    placement = json.loads(result.stdout)["placement"]
     # torchrun has the port that is given, the roll call the next.
     assert (placement["node_rank"], placement["head"], placement["port"]) == (1, "node1", 7001)
-    assert json.loads(done.stdout)["nproc"] == 2
+    assert json.loads(result.stdout)["nproc"] == 2
 
 
 def test_dist_env_takes_the_launch_s_options() -> None:
     flags = ("--nnodes", "2", "--node-rank", "1", "--head", "node1")
-    found = json.loads(command("dist-env", "--json", *flags).stdout)
-    assert (found["placement"]["nnodes"], found["placement"]["head"]) == (2, "node1")
+    report = json.loads(command("dist-env", "--json", *flags).stdout)
+    assert (report["placement"]["nnodes"], report["placement"]["head"]) == (2, "node1")
     assert json.loads(command("dist-env", *DRY, *flags).stdout)["placement"]["node_rank"] == 1
 
 
 def test_absent_file_of_a_variable_is_in_the_plan():
-    made = json.loads(command("dist-run", *DRY, "x.py", env={"NCCL_TOPO_FILE": "/gone.xml"}).stdout)
-    (text,) = [text for text in made["warnings"] if "NCCL_TOPO_FILE" in text]
+    plan = json.loads(command("dist-run", *DRY, "x.py", env={"NCCL_TOPO_FILE": "/gone.xml"}).stdout)
+    (text,) = [text for text in plan["warnings"] if "NCCL_TOPO_FILE" in text]
     assert "there is no such file" in text
     assert "--bind /gone.xml" in text
 
@@ -328,15 +328,15 @@ def started(tmp_path: Path):
     (tmp_path / "stub/torch").mkdir(parents=True)
     (tmp_path / "stub/torch/__init__.py").touch()
 
-    def start(*words: str, env: dict[str, str] | None = None, given: str = "", usual_port: bool = False):
+    def start(*args: str, env: dict[str, str] | None = None, stdin: str = "", usual_port: bool = False):
         with socket.create_server(("", 0)) as listener:  # tests beside this one take the usual port
             port = listener.getsockname()[1]
         argv = [sys.executable, "-c", WITH_A_STUB_OF_TORCH, str(tmp_path / "stub"), "dist-hello"]
         return subprocess.run(
-            [*argv, *TWO, *([] if usual_port else ["--port", str(port - 1)]), *words],
+            [*argv, *TWO, *([] if usual_port else ["--port", str(port - 1)]), *args],
             capture_output=True,
             text=True,
-            input=given,
+            input=stdin,
             env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), **(env or {})},
             check=False,
         )
@@ -345,24 +345,26 @@ def started(tmp_path: Path):
 
 
 def test_start_without_a_secret_says_once_that_it_is_open(started):
-    done = started()
-    assert done.stderr.count("no secret is set: any program") == 1
-    assert "--secret-file FILE\n" in done.stderr
-    assert "did not join" in done.stderr
+    result = started()
+    assert result.stderr.count("no secret is set: any program") == 1
+    assert "--secret-file FILE\n" in result.stderr
+    assert "did not join" in result.stderr
     assert "no secret is set" not in started("--nnodes", "1", *DRY).stderr
 
 
 def test_start_by_hand_without_a_secret_names_a_random_port(started):
-    told = started(usual_port=True).stderr
-    assert re.search(r"--secret-file FILE, or at least the same random port to all nodes: --port \d+\n", told)
+    stderr = started(usual_port=True).stderr
+    assert re.search(
+        r"--secret-file FILE, or at least the same random port to all nodes: --port \d+\n", stderr
+    )
 
 
 def test_start_that_requires_a_secret_is_refused_without(started):
-    for words, env in ((("--require-secret",), {}), ((), {"IMGKIT_REQUIRE_SECRET": "1"})):
-        done = started(*words, env=env)
-        assert done.returncode == 5
-        assert "--require-secret: no secret is set" in done.stderr
-        assert "roll call" not in done.stderr
+    for args, env in ((("--require-secret",), {}), ((), {"IMGKIT_REQUIRE_SECRET": "1"})):
+        result = started(*args, env=env)
+        assert result.returncode == 5
+        assert "--require-secret: no secret is set" in result.stderr
+        assert "roll call" not in result.stderr
 
 
 def test_start_with_a_secret_is_not_open_and_shows_no_value(started, tmp_path):
@@ -370,15 +372,15 @@ def test_start_with_a_secret_is_not_open_and_shows_no_value(started, tmp_path):
     file = tmp_path / "secret"
     file.touch(mode=0o600)
     file.write_text(marker)
-    for words, env, given in (
+    for args, env, stdin in (
         (("--secret-file", str(file)), {}, ""),
         ((), {"IMGKIT_SECRET_FILE": str(file)}, ""),
         (("--secret-file", "-"), {}, f"{marker}\n"),
     ):
-        done = started("--require-secret", *words, env=env, given=given)
-        assert "did not join" in done.stderr
-        assert "no secret is set" not in done.stderr
-        assert marker not in done.stderr + done.stdout
+        result = started("--require-secret", *args, env=env, stdin=stdin)
+        assert "did not join" in result.stderr
+        assert "no secret is set" not in result.stderr
+        assert marker not in result.stderr + result.stdout
     plan = started("--secret-file", str(file), *DRY).stdout
     assert json.loads(plan)["secret"] == str(file)
     assert marker not in plan
@@ -387,9 +389,9 @@ def test_start_with_a_secret_is_not_open_and_shows_no_value(started, tmp_path):
 def test_home_on_a_network_disk_gets_a_secret(started, tmp_path):
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/mountinfo").write_text("1 2 0:1 / / rw - nfs4 filer:/home rw\n")
-    done = started(env={"IMGKIT_ROOT": str(tmp_path)})
-    assert "did not join" in done.stderr
-    assert "no secret is set" not in done.stderr
+    result = started(env={"IMGKIT_ROOT": str(tmp_path)})
+    assert "did not join" in result.stderr
+    assert "no secret is set" not in result.stderr
     assert (tmp_path / ".config/imgkit/secret").stat().st_size == 32
 
 
@@ -408,8 +410,8 @@ def test_value_that_is_no_choice_is_refused(line: str, value: str):
     assert f": invalid choice: {value} (choose from " in result.stderr
 
 
-def plan_of(name: str, *words: str, **env: str):
-    return json.loads(command(name, *DRY, *words, env=env).stdout)
+def plan_of(name: str, *args: str, **env: str):
+    return json.loads(command(name, *DRY, *args, env=env).stdout)
 
 
 def test_workers_start_without_what_the_launcher_of_their_node_has_set():
@@ -417,8 +419,10 @@ def test_workers_start_without_what_the_launcher_of_their_node_has_set():
     plan = plan_of("dist-run", "train.py", **variables)
     assert set(variables) <= set(plan["unset"])
     assert plan["notes"][0].startswith("workers start without PMIX_* (1), LD_PRELOAD")
-    kept = plan_of("dist-run", "--keep-env", "PMIX_*", "train.py", **variables, IMGKIT_KEEP_ENV="LD_PRELOAD")
-    assert not set(variables) & set(kept["unset"])
+    plan_with_kept_env = plan_of(
+        "dist-run", "--keep-env", "PMIX_*", "train.py", **variables, IMGKIT_KEEP_ENV="LD_PRELOAD"
+    )
+    assert not set(variables) & set(plan_with_kept_env["unset"])
 
 
 def test_compiled_code_lies_in_a_private_folder_of_the_node(tmp_path: Path):
